@@ -1,0 +1,179 @@
+"""The KV cache: per layer three parts, `pinned | coded | recent`.
+
+    coded    every token that is old enough, as the method's codec writes it down, in token order
+    recent   the tokens after those, exact
+    pinned   tokens kept in full precision for good; on reading, each overwrites the slot that it has in `coded`
+
+A pinned token keeps its coded slot, so keys stay in order, groups stay aligned and no token counts twice; what the slot
+held does not matter. "Exact" rows are 16-bit: the model's own dtype if that has 16 bits, fp16 if the model runs in fp32.
+
+Two protocols, the order of two lines in `update`:
+    paper    code, then read: one forward over a window, every token that is not pinned is read as its codes by every
+             query, its own included. This is how the papers measure perplexity.
+    stream   read, then code: tokens arrive in chunks, the `recent` newest stay exact, and after attention whole blocks
+             of `block` older ones are coded. This is what generation does. A chunk that ends where a block ends gives
+             exactly what its tokens would give one by one.
+"""
+import torch
+
+from tinykv.codecs import Codes
+
+PROTOCOLS = ("paper", "stream")
+
+
+class Part:
+    """The keys (kind "k"), or the values (kind "v"), of one layer, as `method` keeps them."""
+
+    def __init__(self, method, layer, kind):
+        self.method, self.layer, self.kind = method, layer, kind
+        self.index = None  # (B, 1 or Hkv, n) int32: positions of the pinned rows, -1 where a slot is empty
+        self.pinned = None  # (B, Hkv, n, d): their rows
+        self.coded: Codes | None = None  # tokens 0 .. C-1
+        self.recent = None  # (B, Hkv, r, d): tokens C .. C+r-1
+
+    def append(self, rows):
+        self.recent = rows if self.recent is None else torch.cat([self.recent, rows], dim=2)  # (B, Hkv, r + T, d)
+
+    def pin(self, index, first):
+        """Keep the tokens at `index` from now on, and no others. Each must be pinned now, or be recent.
+
+        index (B, 1 or Hkv, n); first: the position of the oldest recent token.
+        """
+        B, Hkv, r, d = self.recent.shape
+        index = index.expand(B, -1, -1)
+        fresh = (index - first).clamp(0, r - 1)  # (B, h, n): where the row is among the recent ones
+        rows = self.recent.gather(2, fresh.long()[..., None].expand(B, Hkv, -1, d))  # (B, Hkv, n, d)
+        if self.index is not None:
+            old = index[..., :, None] == self.index[..., None, :]  # (B, h, n, n before)
+            slot = old.int().argmax(-1)  # (B, h, n)
+            kept = self.pinned.gather(2, slot[..., None].expand(B, Hkv, -1, d))  # (B, Hkv, n, d)
+            rows = torch.where(((index < first) & old.any(-1))[..., None], kept, rows)
+        self.index, self.pinned = index.to(torch.int32), rows
+
+    def code(self, n, first):
+        """Write down the n oldest recent tokens; pinned ones among them do not stretch the range of a group."""
+        rows, skip = self.recent[:, :, :n], self.is_pinned(n, first)  # (B, Hkv, n, d), (B, Hkv, n)
+        codes = self.method.encode(self.layer, self.kind, rows, skip)
+        self.coded = codes if self.coded is None else self.coded.append(codes)
+        self.recent = self.recent[:, :, n:].clone()  # a copy, so that the coded rows are let go
+
+    def is_pinned(self, n, first):
+        """Which of the n oldest recent tokens are pinned: (B, Hkv, n), or None if nothing is."""
+        if self.index is None:
+            return None
+        positions = torch.arange(first, first + n, device=self.index.device)  # (n)
+        pinned = (positions[:, None] == self.index[..., None, :]).any(-1)  # (B, h, n)
+        return pinned.expand(-1, self.recent.shape[1], -1)
+
+    def read(self):
+        """All tokens so far (B, Hkv, S, d): decoded, then recent, then the pinned ones put in their slots."""
+        rows = self.recent
+        if self.coded is not None:
+            decoded = self.method.decode(self.layer, self.kind, self.coded)  # (B, Hkv, C, d)
+            rows = torch.cat([decoded.to(rows.dtype), rows], dim=2)  # (B, Hkv, S, d)
+        if self.index is None:
+            return rows
+        B, Hkv, S, d = rows.shape
+        slot = self.index.where(self.index >= 0, S).long()  # (B, h, n): an empty slot goes to a row behind the last
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # (B, Hkv, S + 1, d)
+        return rows.scatter_(2, slot[..., None].expand(B, Hkv, -1, d), self.pinned)[:, :, :S]
+
+    def tensors(self):
+        """What is held, by part."""
+        return {"pinned": [t for t in (self.index, self.pinned) if t is not None],
+                "coded": [] if self.coded is None else [self.coded],
+                "recent": [] if self.recent is None else [self.recent]}
+
+
+class LayerCache:
+    """One layer's keys and values."""
+
+    def __init__(self, layer, method, rope, protocol):
+        self.layer, self.method, self.rope, self.protocol = layer, method, rope, protocol
+        self.k, self.v = Part(method, layer, "k"), Part(method, layer, "v")
+        self.first = 0  # tokens coded so far, which is the position of the oldest recent one
+        self.length = 0  # tokens seen
+
+    def update(self, q, k, v, positions, state):
+        """q (B, H, T, d), k and v (B, Hkv, T, d) of new tokens, before RoPE -> K and V (B, Hkv, S, d) of all, K rotated."""
+        self.append(k, v, positions)
+        if self.protocol == "paper":
+            self.code(self.length, state)
+        K, V = self.read()  # (B, Hkv, S, d)
+        if self.protocol == "stream":
+            due = self.length - self.first - self.method.recent
+            if due >= self.method.block:
+                self.code(due - due % self.method.block, state)
+        return K.to(k.dtype), V.to(v.dtype)
+
+    def append(self, k, v, positions):
+        """New rows join the recent ones, in 16 bits, keys rotated if that is how the method stores them."""
+        exact = k.dtype if k.dtype.itemsize == 2 else torch.float16
+        k, v = k.to(exact), v.to(exact)
+        self.k.append(self.rope.rotate(k, positions) if self.method.rope == "post" else k)
+        self.v.append(v)
+        self.length += k.shape[2]
+
+    def read(self):
+        """K, rotated, and V of all tokens so far, (B, Hkv, S, d) in 16 bits."""
+        K, V = self.k.read(), self.v.read()
+        if self.method.rope == "pre":
+            K = self.rope.rotate(K, torch.arange(self.length, device=K.device))
+        return K, V
+
+    def code(self, n, state):
+        """A coding event: the method says what to keep, then the n oldest recent tokens are written down."""
+        index = self.method.keep(self, state)
+        for part in (self.k, self.v):
+            if index is not None:
+                part.pin(index, self.first)
+            part.code(n, self.first)
+        self.first += n
+
+
+class KVCache:
+    """The cache of a batch of sequences of equal length: `model(tokens, cache)`.
+
+    The model knows `update`, `observe` and `len`; a method's `observe` may carry a `state` from layer to layer and from
+    chunk to chunk (kvsink: the best outliers so far).
+    """
+
+    def __init__(self, model, method, protocol="stream"):
+        if protocol not in PROTOCOLS:
+            raise ValueError(f"the protocol is one of {', '.join(PROTOCOLS)}; got {protocol!r}")
+        self.config, self.rope, self.method, self.protocol = model.config, model.rope, method, protocol
+        self.reset()
+
+    def reset(self):
+        """Forget every token."""
+        self.layers = [LayerCache(i, self.method, self.rope, self.protocol)
+                       for i in range(self.config.num_hidden_layers)]
+        self.state = None
+
+    def __len__(self):
+        """Tokens seen by all layers."""
+        return self.layers[-1].length
+
+    def update(self, layer, q, k, v, positions):
+        """Add new tokens to a layer; returns K (rotated) and V of all tokens so far: see `LayerCache.update`."""
+        if self.protocol == "paper" and self.layers[layer].length:
+            raise ValueError("the paper protocol reads a window in one forward; use protocol='stream' to go on from it")
+        return self.layers[layer].update(q, k, v, positions, self.state)
+
+    def observe(self, layer, hidden):
+        """The output of a block for the new tokens, hidden (B, T, D)."""
+        start = self.layers[layer].length - hidden.shape[1]
+        self.state = self.method.observe(self.state, layer, hidden, start)
+
+    def part_bytes(self):
+        """Bytes held by each of the three parts, keys and values of all layers together."""
+        sums = dict.fromkeys(("pinned", "coded", "recent"), 0)
+        for layer in self.layers:
+            for part in (layer.k, layer.v):
+                for name, tensors in part.tensors().items():
+                    sums[name] += sum(t.nbytes for t in tensors)
+        return sums
+
+    @property
+    def nbytes(self):
+        return sum(self.part_bytes().values())

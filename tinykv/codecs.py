@@ -1,0 +1,191 @@
+"""How rows are written down: integers at their true width, three levels, or as they are. The only bit shifts live here.
+
+Rows are x (B, Hkv, T, d): B sequences, Hkv KV heads, T tokens, d channels. Codes are packed along the channels, so a
+token's row is whole bytes and rows can be appended. Metadata is rounded to the precision it is stored in *before* the
+codes are computed, so encoder and decoder work on the same grid. Rounding is half to even everywhere.
+"""
+import math
+from dataclasses import dataclass, fields
+
+import torch
+
+TERNARY = 1.5  # the nominal bits of three levels; five fit a byte (1.6 bits), their entropy is log2(3) = 1.585
+
+
+@dataclass
+class Codes:
+    """Rows of one layer's keys or values, written down. Every tensor's dimension 2 runs along the tokens."""
+    q: torch.Tensor  # (B, Hkv, T, bytes of a row) uint8; or (B, Hkv, T, d) in 16 bits where nothing is coded
+    scale: torch.Tensor | None = None  # dynamic codes only, one a group: (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d)
+    zero: torch.Tensor | None = None  # as scale
+
+    def append(self, other):
+        """These codes followed by others of the same codec. Only the last may end in a group that is not full."""
+        pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return type(self)(*[None if a is None else torch.cat([a, b], dim=2) for a, b in pairs])
+
+    @property
+    def nbytes(self):
+        """Bytes really held."""
+        return sum(t.nbytes for t in (getattr(self, f.name) for f in fields(self)) if t is not None)
+
+
+def row_bytes(width, bits):
+    """Bytes that `width` packed codes take."""
+    return math.ceil(width / 5) if bits == TERNARY else math.ceil(width * bits / 8)
+
+
+def _word(bits):
+    """How codes fill bytes evenly: (codes, bytes) of the smallest word. 2 bits: 4 codes a byte; 3 bits: 8 in 3."""
+    if bits == TERNARY:
+        return 5, 1
+    common = math.gcd(int(bits), 8)
+    return 8 // common, int(bits) // common
+
+
+def _weights(bits, device):
+    """The value of each code's place in a word: 1, 3, 9, ... for three levels, else powers of 2**bits. (codes)"""
+    n, _ = _word(bits)
+    base = 3 if bits == TERNARY else 2 ** int(bits)
+    return base ** torch.arange(n, device=device)
+
+
+def pack(codes, bits):
+    """codes (..., n) integers below 2**bits (below 3 if ternary) -> (..., row_bytes(n, bits)) uint8."""
+    n = codes.shape[-1]
+    per, size = _word(bits)
+    codes = torch.nn.functional.pad(codes, (0, -n % per))  # (..., n rounded up to whole words)
+    if size == 1:  # a word is a byte: the sum cannot exceed 255
+        words = codes.to(torch.uint8).unflatten(-1, (-1, per))  # (..., words, per)
+        packed = words[..., 0].clone()  # (..., words)
+        for i, weight in enumerate(_weights(bits, "cpu").tolist()[1:], start=1):
+            packed += words[..., i] * weight
+        return packed
+    words = (codes.long().unflatten(-1, (-1, per)) * _weights(bits, codes.device)).sum(-1)  # (..., words)
+    shifts = 8 * torch.arange(size, device=codes.device)  # (size)
+    packed = ((words[..., None] >> shifts) & 255).to(torch.uint8).flatten(-2)  # (..., words * size)
+    return packed[..., :row_bytes(n, bits)].contiguous()
+
+
+def unpack(packed, bits, n):
+    """(..., row_bytes(n, bits)) uint8 -> the n codes (..., n) uint8."""
+    per, size = _word(bits)
+    if size == 1:
+        if bits == TERNARY:
+            digits = [packed // weight % 3 for weight in _weights(bits, "cpu").tolist()]
+        else:
+            digits = [(packed >> int(bits) * i) & (2 ** int(bits) - 1) for i in range(per)]
+        return torch.stack(digits, dim=-1).flatten(-2)[..., :n]  # (..., n)
+    packed = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size))
+    words = packed.long().unflatten(-1, (-1, size))  # (..., words, size)
+    words = (words << 8 * torch.arange(size, device=packed.device)).sum(-1)  # (..., words)
+    shifts = int(bits) * torch.arange(per, device=packed.device)  # (per)
+    return ((words[..., None] >> shifts) & (2 ** int(bits) - 1)).to(torch.uint8).flatten(-2)[..., :n]  # (..., n)
+
+
+class Exact:
+    """16 bits: rows as they are."""
+    bits = 16
+    offline_bytes = 0
+
+    def encode(self, x, skip=None):
+        return Codes(x.clone())  # a copy: a view would hold on to the rows around it
+
+    def decode(self, codes):
+        return codes.q
+
+
+class Affine:
+    """b-bit integers, or three levels, with one scale and one zero point a group.
+
+    axis "token": a group is `group` consecutive channels of one token. axis "channel": `group` consecutive tokens of
+    one channel; the last group of a text may be shorter. Dynamic unless `fix` has been told the range beforehand;
+    static "channel" has one group a channel, and static "token" one range a channel group, shared by all tokens.
+
+    formula "offset": the zero point is the minimum itself, a real number (KIVI, SKVQ):
+        s = (max - min) / levels,  code = round((x - min) / s),  x' = s * code + min
+    formula "integer-zero": the zero point is an integer that may lie outside the codes (KVSink Eq. 10-13, IntactKV):
+        s = (max - min) / levels,  z = -round(min / s),  code = clamp(round(x / s) + z),  x' = s * (code - z)
+    s has the floor 1e-5 in both, so a constant group gives no NaN. In "integer-zero" its floor is also 2**-13 of the
+    largest |x|, finer than 16 bits round: the papers clip z to 1e4 instead, which brings a constant group of 1.0, or a
+    channel group of one token, back as 0.1.
+    """
+
+    def __init__(self, bits, width, axis="token", group=None, formula="integer-zero"):
+        if bits not in (1, TERNARY, 2, 3, 4, 5, 6, 7, 8):
+            raise ValueError(f"bits must be 1, 1.5 (three levels), 2 to 8 or 16; got {bits}")
+        if group is not None and group < 1:
+            raise ValueError(f"a group has at least 1 member; got group size {group}")
+        if axis == "token" and width % (group or width):
+            raise ValueError(f"group size {group} does not divide the {width} channels of a head")
+        self.bits, self.width, self.axis, self.formula = bits, width, axis, formula
+        self.group = group or (width if axis == "token" else None)  # None: all tokens at hand
+        self.levels = 2 if bits == TERNARY else 2 ** bits - 1
+        self.scale = self.zero = None  # static only: (Hkv, 1, d/G, 1) or (Hkv, 1, 1, d)
+
+    def fix(self, lo, hi):
+        """Make it static: lo, hi (Hkv, d) are the smallest and largest value of each channel."""
+        if self.axis == "token":
+            lo = lo.unflatten(-1, (-1, self.group)).amin(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
+            hi = hi.unflatten(-1, (-1, self.group)).amax(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
+        else:
+            lo, hi = lo[:, None, None], hi[:, None, None]  # (Hkv, 1, 1, d)
+            self.group = None
+        self.scale, self.zero = self._grid(lo, hi)
+
+    def _grid(self, lo, hi):
+        """Range of each group -> scale and zero point, in the 16 bits that they are stored in."""
+        if self.formula == "offset":
+            return ((hi - lo) / self.levels).clamp(1e-5, 6e4).half(), lo.clamp(-65504, 65504).half()
+        floor = torch.maximum(lo.abs(), hi.abs()) / 2 ** 13
+        scale = torch.maximum((hi - lo) / self.levels, floor).clamp(1e-5, 1e4).half()
+        return scale, (-lo / scale.float()).clamp(-1e4, 1e4).round().short()
+
+    def _groups(self, x):
+        """x (B, Hkv, T, d) -> (B, Hkv, T, d/G, G), or (B, Hkv, T/G, G, d) with the last group filled up by zeros."""
+        if self.axis == "token":
+            return x.unflatten(-1, (-1, self.group))
+        size = self.group or x.shape[2]
+        return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))
+
+    def encode(self, x, skip=None):
+        """x (B, Hkv, T, d); skip (B, Hkv, T) is True at rows whose values must not stretch a group's range."""
+        T = x.shape[2]
+        g = self._groups(x.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
+        scale, zero = self.scale, self.zero
+        if scale is None:
+            scale, zero = self._grid(*self._range(g, T, skip))
+        s, z = scale.float(), zero.float()
+        code = (g - z).div_(s).round_() if self.formula == "offset" else (g / s).round_().add_(z)
+        code = code.clamp_(0, self.levels).to(torch.uint8)
+        code = code.flatten(-2) if self.axis == "token" else code.flatten(2, 3)[:, :, :T]  # (B, Hkv, T, d)
+        return Codes(pack(code, self.bits), *((None, None) if self.scale is not None else (scale, zero)))
+
+    def _range(self, g, T, skip):
+        """Smallest and largest value of each group, skipped and filled-up rows left out. All skipped: 0 and 0."""
+        if self.axis == "token":
+            return g.amin(-1, keepdim=True), g.amax(-1, keepdim=True)  # (B, Hkv, T, d/G, 1)
+        if skip is None and g.shape[2] * g.shape[3] == T:
+            return g.amin(3, keepdim=True), g.amax(3, keepdim=True)  # (B, Hkv, T/G, 1, d)
+        if skip is None:
+            skip = torch.zeros(*g.shape[:2], T, dtype=torch.bool, device=g.device)
+        out = torch.nn.functional.pad(skip, (0, g.shape[2] * g.shape[3] - T), value=True)
+        out = out.view(*g.shape[:4], 1)  # (B, Hkv, T/G, G, 1)
+        lo = g.masked_fill(out, float("inf")).amin(3, keepdim=True)  # (B, Hkv, T/G, 1, d)
+        hi = g.masked_fill(out, float("-inf")).amax(3, keepdim=True)
+        return lo.nan_to_num(posinf=0), hi.nan_to_num(neginf=0)
+
+    def decode(self, codes):
+        """-> (B, Hkv, T, d) fp32."""
+        code = unpack(codes.q, self.bits, self.width)  # (B, Hkv, T, d) uint8
+        T = code.shape[2]
+        g = self._groups(code.float())  # as in encode
+        scale, zero = (codes.scale, codes.zero) if self.scale is None else (self.scale, self.zero)
+        s, z = scale.float(), zero.float()
+        x = g.mul_(s).add_(z) if self.formula == "offset" else g.sub_(z).mul_(s)
+        return x.flatten(-2) if self.axis == "token" else x.flatten(2, 3)[:, :, :T]
+
+    @property
+    def offline_bytes(self):
+        """Bytes learned once and shared by all texts."""
+        return 0 if self.scale is None else self.scale.nbytes + self.zero.nbytes

@@ -1,0 +1,29 @@
+"""PFN-N: preserve the first N tokens. What SKVQ (N = 5) and KVQuant (N = 1) do about attention sinks.
+
+    Keep: positions 0 .. N-1, in every layer.   Code: any scheme.   When: at once, in blocks in a stream.
+
+Paper and practice. KVSink compares with N of 0, 5, 10, 15 and 20. The kept tokens are left out of the static ranges, and
+of a dynamic channel group's range, or keeping them would protect only themselves and not the others from them. Each
+method here calibrates with its own kept tokens out, so pfn and kvsink differ in both their ranges and their kept rows,
+as they would in use.
+"""
+import torch
+
+from tinykv import UserError
+from tinykv.methods.base import SchemeMethod
+
+
+class PFN(SchemeMethod):
+    compare = ("rtn",)
+
+    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None, rope=None, preserve=5):
+        super().__init__(config, k_bits, v_bits, scheme, group_size, rope)
+        if preserve < 0:
+            raise UserError(f"the number of tokens to preserve must be at least 0; got {preserve}")
+        self.preserve = preserve
+
+    def keep(self, cache, state):
+        if self.preserve == 0:
+            return None
+        first = torch.arange(min(self.preserve, cache.length), device=cache.k.recent.device)  # (n)
+        return first.expand(len(cache.k.recent), 1, -1)  # (B, 1, n)
