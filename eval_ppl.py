@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from tinykv import UserError, checkpoint
 from tinykv.cache import PROTOCOLS
+from tinykv.codecs import FORMULAS
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.methods import METHODS
@@ -56,7 +57,8 @@ def parser():
     s.add_argument("--k-bits", metavar="B", type=float, help="of keys")
     s.add_argument("--v-bits", metavar="B", type=float, help="of values")
     s.add_argument("--scheme", choices=SCHEMES, help="which axis shares a grid, and whether it is learned beforehand")
-    s.add_argument("--group-size", metavar="G", type=int, help="channels (per token) or tokens (per channel) of a group")
+    s.add_argument("--group-size", metavar="G", type=int, help="channels (per token), or tokens (per channel), a group")
+    s.add_argument("--formula", choices=FORMULAS, help="the zero point: the minimum itself, or an integer")
     s.add_argument("--preserve", metavar="N", type=int, help="tokens kept in full precision")
     s.add_argument("--rope", choices=("pre", "post"), help="store keys before or after RoPE")
     s.add_argument("--emergence-layer", metavar="L", type=int, help="kvsink: the block whose output is looked at")
@@ -64,7 +66,8 @@ def parser():
     return p
 
 
-SETTINGS = ("k_bits", "v_bits", "scheme", "group_size", "preserve", "rope", "emergence_layer", "outlier_channel")
+SETTINGS = ("k_bits", "v_bits", "scheme", "group_size", "rope", "formula", "preserve", "emergence_layer",
+            "outlier_channel")
 
 
 def settings_of(cls):
@@ -155,8 +158,19 @@ def write_json(path, content):
         raise UserError(f"cannot write --json {path}: {error.strerror}") from None
 
 
+def check(args):
+    """What can be seen to be wrong before anything is loaded."""
+    for flag in ("context", "windows", "calib_windows", "batch"):
+        value = getattr(args, flag)
+        if value is not None and value < (2 if flag == "context" else 1):
+            raise UserError(f"--{flag.replace('_', '-')} must be at least {2 if flag == 'context' else 1}; got {value}")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise UserError(f"--json {args.json}: there is no folder {Path(args.json).parent}")
+
+
 def run(args):
-    device = torch.device(args.device)
+    check(args)
+    device = checkpoint.usable(args.device)
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
     config = checkpoint.load_config(args.model)
     context = args.context or min(config.max_position_embeddings, 4096)

@@ -4,8 +4,8 @@
     recent   the tokens after those, exact
     pinned   tokens kept in full precision for good; on reading, each overwrites the slot that it has in `coded`
 
-A pinned token keeps its coded slot, so keys stay in order, groups stay aligned and no token counts twice; what the slot
-held does not matter. "Exact" rows are 16-bit: the model's own dtype if that has 16 bits, fp16 if the model runs in fp32.
+A pinned token keeps its coded slot, so keys stay in order, groups stay aligned and no token counts twice; what the
+slot held does not matter. "Exact" rows are 16-bit: the model's own dtype if that has 16 bits, fp16 if it runs in fp32.
 
 Two protocols, the order of two lines in `update`:
     paper    code, then read: one forward over a window, every token that is not pinned is read as its codes by every
@@ -95,7 +95,7 @@ class LayerCache:
         self.length = 0  # tokens seen
 
     def update(self, q, k, v, positions, state):
-        """q (B, H, T, d), k and v (B, Hkv, T, d) of new tokens, before RoPE -> K and V (B, Hkv, S, d) of all, K rotated."""
+        """New q (B, H, T, d), k and v (B, Hkv, T, d), before RoPE -> K and V (B, Hkv, S, d) of all, K rotated."""
         self.append(k, v, positions)
         if self.protocol == "paper":
             self.code(self.length, state)

@@ -95,6 +95,9 @@ class Exact:
         return codes.q
 
 
+FORMULAS = ("offset", "integer-zero")
+
+
 class Affine:
     """b-bit integers, or three levels, with one scale and one zero point a group.
 
@@ -111,7 +114,7 @@ class Affine:
     channel group of one token, back as 0.1.
     """
 
-    def __init__(self, bits, width, axis="token", group=None, formula="integer-zero"):
+    def __init__(self, bits, width, axis="token", group=None, formula="offset"):
         if bits not in (1, TERNARY, 2, 3, 4, 5, 6, 7, 8):
             raise ValueError(f"bits must be 1, 1.5 (three levels), 2 to 8 or 16; got {bits}")
         if group is not None and group < 1:

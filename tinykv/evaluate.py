@@ -82,9 +82,8 @@ def read(model, tokens, cache):
 
 
 def score(model, hidden, tokens, answers, results):
-    """Add a batch to the results. hidden {name: (B, T, D)}, the first being the reference; position t predicts t + 1."""
+    """Add a batch to the results. hidden {name: (B, T, D)}, the reference first; position t predicts token t + 1."""
     size = max(1, SLICE // model.config.vocab_size)
-    right = {name: [] for name in hidden}  # per window, whether each target is the most likely token
     for row, target in enumerate(tokens[:, 1:]):  # (T - 1)
         nll = dict.fromkeys(hidden, 0.0)
         hits = {name: [] for name in hidden}

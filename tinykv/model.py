@@ -57,7 +57,8 @@ class Rope:
 
     def __init__(self, config):
         d = config.head_dim
-        freq = config.rope_theta ** (-torch.arange(0, d, 2, dtype=torch.float32) / d)  # (d/2)
+        pair = torch.arange(0, d, 2, dtype=torch.float32, device="cpu")  # (d/2), real even under "meta"
+        freq = config.rope_theta ** (-pair / d)  # (d/2)
         scaling = config.rope_scaling or {"rope_type": "default"}
         if scaling["rope_type"] == "linear":
             freq = freq / scaling["factor"]

@@ -124,13 +124,16 @@ class _Writer:
 
 
 def stories(split="train", seed=0, people=5, rounds=7):
-    """Yield `Story` after `Story` of one split, for ever; the same ones for the same split and seed."""
+    """Yield `Story` after `Story` of one split, for ever; the same ones for the same arguments.
+
+    people: in a story at most. rounds: how long a story may get; with 7 it is 60 to 1,600 tokens, more short than long.
+    """
     if split not in SPLITS:
         raise ValueError(f"the corpus has the splits {', '.join(SPLITS)}; got {split!r}")
     dice = _Dice(3 * seed + SPLITS.index(split))
     while True:
         writer = _Writer(dice, split, people)
-        for _ in range(1 + dice.below(rounds + 1) * dice.below(rounds + 1)):  # 1 to 50 rounds: 60 to 1,300 tokens, more short than long
+        for _ in range(1 + dice.below(rounds + 1) * dice.below(rounds + 1)):
             writer.scene()
             for _ in range(dice.below(3)):
                 writer.ask()

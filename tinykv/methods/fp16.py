@@ -2,8 +2,8 @@
 
     Keep: nothing needs it.   Code: 16 bits, as they are.   When: at once.
 
-"fp16" is the papers' word. A model that runs in bf16 keeps bf16; one that runs in fp32 on a CPU rounds what it caches to
-fp16, so the baseline is a real 16-bit cache in any case.
+"fp16" is the papers' word. A model that runs in bf16 keeps bf16; one that runs in fp32 on a CPU rounds what it caches
+to fp16, so the baseline is a real 16-bit cache in any case.
 """
 from tinykv.codecs import Exact
 from tinykv.methods.base import Method

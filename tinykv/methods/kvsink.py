@@ -39,9 +39,9 @@ TABLE_3 = {
 class KVSink(SchemeMethod):
     compare = ("rtn", "pfn")
 
-    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None, rope=None, preserve=5,
-                 emergence_layer=None, outlier_channel=None):
-        super().__init__(config, k_bits, v_bits, scheme, group_size, rope)
+    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None, rope=None,
+                 formula="offset", preserve=5, emergence_layer=None, outlier_channel=None):
+        super().__init__(config, k_bits, v_bits, scheme, group_size, rope, formula)
         if preserve < 1:
             raise UserError(f"kvsink has to preserve at least 1 token; got {preserve} (rtn preserves none)")
         if (emergence_layer is None) != (outlier_channel is None):
@@ -78,6 +78,8 @@ class KVSink(SchemeMethod):
         return score.gather(1, order), position.gather(1, order)  # (B, k) both
 
     def keep(self, cache, state):
+        if self.source is None:
+            raise UserError("kvsink does not know the outlier of this model yet; call its `calibrate` first")
         if self.layer is None:  # a model without outliers: PFN
             return torch.arange(min(self.preserve, cache.length), device=cache.k.recent.device).expand(
                 len(cache.k.recent), 1, -1)  # (B, 1, n)

@@ -2,8 +2,8 @@
 
     Keep: positions 0 .. N-1, in every layer.   Code: any scheme.   When: at once, in blocks in a stream.
 
-Paper and practice. KVSink compares with N of 0, 5, 10, 15 and 20. The kept tokens are left out of the static ranges, and
-of a dynamic channel group's range, or keeping them would protect only themselves and not the others from them. Each
+Paper and practice. KVSink compares with N of 0, 5, 10, 15 and 20. The kept tokens are left out of the static ranges,
+and of a dynamic channel group's range, or keeping them would protect only themselves and not the others from them. Each
 method here calibrates with its own kept tokens out, so pfn and kvsink differ in both their ranges and their kept rows,
 as they would in use.
 """
@@ -16,8 +16,9 @@ from tinykv.methods.base import SchemeMethod
 class PFN(SchemeMethod):
     compare = ("rtn",)
 
-    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None, rope=None, preserve=5):
-        super().__init__(config, k_bits, v_bits, scheme, group_size, rope)
+    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None, rope=None,
+                 formula="offset", preserve=5):
+        super().__init__(config, k_bits, v_bits, scheme, group_size, rope, formula)
         if preserve < 0:
             raise UserError(f"the number of tokens to preserve must be at least 0; got {preserve}")
         self.preserve = preserve

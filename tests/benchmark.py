@@ -1,0 +1,93 @@
+"""How long an evaluation takes, as ratios: schemes and protocols against fp16, and fp16 against transformers.
+
+    python tests/benchmark.py                on the embedded model
+    python tests/benchmark.py --model DIR    on any other
+
+All contenders take turns in every round, so that a machine's changing speed hits them alike; the figure is the median
+of the rounds' ratios. transformers is measured if it is installed.
+"""
+import argparse
+import importlib.util
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import eval_ppl
+from tinykv import checkpoint
+from tinykv.data import load_windows
+from tinykv.evaluate import evaluate
+from tinykv.methods import METHODS
+from tinykv.schemes import SCHEMES
+
+
+def contenders(args):
+    """{name: a function that reads all windows once}, the fp16 one-shot evaluation first."""
+    model, tokenizer = checkpoint.load(args.model)
+    context = min(args.context, model.config.max_position_embeddings)
+    windows = load_windows("tales", tokenizer, context, args.windows)
+    calibration = load_windows("tales", tokenizer, context, 2, "calibration").tokens
+
+    def reading(method, protocol):
+        return lambda: evaluate(model, {"only": method}, windows, protocol, args.batch)
+
+    fp16 = METHODS["fp16"](model.config)
+    runs = {"fp16 paper": reading(fp16, "paper"), "fp16 stream": reading(fp16, "stream")}
+    for scheme in SCHEMES:
+        for name in ("rtn", "kvsink"):
+            method = METHODS[name](model.config, scheme=scheme)
+            method.calibrate(model, calibration)
+            for protocol in ("paper", "stream"):
+                runs[f"{name} {scheme} {protocol}"] = reading(method, protocol)
+    if importlib.util.find_spec("transformers"):
+        runs["transformers, one shot"] = transformers_run(args.model, windows.tokens, args.batch)
+    return runs
+
+
+def transformers_run(folder, tokens, batch):
+    """The same windows through LlamaForCausalLM: logits and the loss of every target, no cache."""
+    import transformers
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def read():
+        with torch.inference_mode():
+            for part in tokens.split(batch):
+                logits = model(part, use_cache=False).logits[:, :-1].float()  # (B, T - 1, vocab)
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
+                loss.view(len(part), -1).mean(1).tolist(), (logits.argmax(-1) == part[:, 1:]).sum().item()
+    return read
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0],
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--model", default=str(eval_ppl.EMBEDDED))
+    p.add_argument("--context", type=int, default=1024)
+    p.add_argument("--windows", type=int, default=8)
+    p.add_argument("--batch", type=int, default=4)
+    p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = p.parse_args()
+    torch.set_num_threads(args.threads)
+    runs = contenders(args)
+    seconds = {name: [] for name in runs}
+    for turn in tqdm(range(args.rounds + 1), unit="round", disable=not sys.stderr.isatty()):
+        for name, read in runs.items():
+            clock = time.perf_counter()
+            read()
+            if turn:  # the first round warms up
+                seconds[name].append(time.perf_counter() - clock)
+    base = seconds["fp16 paper"]
+    print(f"{args.windows} windows of {args.context} tokens, {args.batch} at a time, {args.threads} threads, "
+          f"{args.rounds} rounds; time over that of fp16 in one shot: median (smallest - largest)")
+    for name, times in seconds.items():
+        ratios = [t / b for t, b in zip(times, base)]
+        print(f"{name:32} {statistics.median(ratios):5.2f}  ({min(ratios):.2f} - {max(ratios):.2f})")
+
+
+if __name__ == "__main__":
+    main()

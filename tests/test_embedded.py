@@ -1,0 +1,101 @@
+"""The embedded model shows what the papers study. Every claim of README and docs/embedded_model.md, on test text."""
+import math
+
+import pytest
+import torch
+
+import eval_ppl
+from tinykv import checkpoint
+from tinykv.data import load_windows
+from tinykv.evaluate import evaluate
+from tinykv.methods import METHODS
+from tinykv.pretrain import BOS
+from tinykv.sinks import find_outlier, sink_report
+
+CONTEXT, WINDOWS = 1024, 8
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    model, tokenizer = checkpoint.load(eval_ppl.EMBEDDED)
+    test = load_windows("tales", tokenizer, CONTEXT, WINDOWS)
+    calibration = load_windows("tales", tokenizer, CONTEXT, WINDOWS, "calibration")
+    return model, tokenizer, test, calibration.tokens
+
+
+@pytest.fixture(scope="module")
+def report(embedded):
+    model, _, test, _ = embedded
+    return sink_report(model, test.tokens, test.tokens == BOS)
+
+
+@pytest.fixture(scope="module")
+def table(embedded):
+    """{(scheme, bits): {method: Result}} at five preserved tokens."""
+    model, _, test, calibration = embedded
+    results = {}
+    for scheme in ("channel-static", "token-static", "channel-dynamic", "token-dynamic"):
+        for bits in (2, 3):
+            methods = {"fp16": METHODS["fp16"](model.config)}
+            for name in ("rtn", "pfn", "kvsink"):
+                methods[name] = METHODS[name](model.config, bits, bits, scheme)
+                methods[name].calibrate(model, calibration)
+            results[scheme, bits] = evaluate(model, methods, test, "paper", batch=4)
+    return results
+
+
+def mean(rows, name):
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def test_it_is_small():
+    assert sum(f.stat().st_size for f in eval_ppl.EMBEDDED.iterdir()) < 12e6
+
+
+def test_there_are_sinks_at_the_start_and_later(report):
+    middle = report["layers"][1:-2]
+    assert mean(middle, "first") > 0.3 and mean(middle, "later") > 0.3
+
+
+def test_other_tokens_are_no_sinks(embedded):
+    """The same score for the word after each <s>: the report would not call any token a sink."""
+    model, _, test, _ = embedded
+    after = torch.zeros_like(test.tokens, dtype=torch.bool)
+    after[:, 1:] = test.tokens[:, :-1] == BOS
+    other = sink_report(model, test.tokens, after)["layers"][1:-2]
+    assert mean(other, "later") < 0.1
+
+
+def test_one_channel_is_huge_at_the_sinks_from_an_early_block_to_the_last_but_one(embedded, report):
+    model, _, test, calibration = embedded
+    layer, channel = find_outlier(model, calibration)
+    assert layer <= 1 and channel == report["channel"]
+    assert all(row["ratio"] >= 30 for row in report["layers"][layer:-1])
+    before, last = report["layers"][-2]["ratio"], report["layers"][-1]["ratio"]
+    assert last < before / 3  # it dissipates in the last block
+
+
+def test_keys_and_values_at_the_sinks_are_small(report):
+    middle = report["layers"][1:-1]
+    assert mean(middle, "k") < 0.5 and mean(middle, "v") < 0.5
+
+
+def test_facts_are_recalled(table):
+    fp16 = table["channel-static", 2]["fp16"]
+    assert fp16.answers > 100 and fp16.recall > 0.95
+
+
+@pytest.mark.parametrize("scheme", ["channel-static", "token-static"])
+@pytest.mark.parametrize("bits", [2, 3])
+def test_static_schemes_need_their_sinks(table, scheme, bits):
+    """Nothing kept is clearly worse than the first five, and those than the five that KVSink finds."""
+    results = table[scheme, bits]
+    fp16, rtn, pfn, kvsink = (math.log(results[name].ppl) for name in ("fp16", "rtn", "pfn", "kvsink"))
+    assert rtn - fp16 > 1.5 * (pfn - fp16)
+    assert pfn - fp16 > 1.5 * (kvsink - fp16)
+
+
+@pytest.mark.parametrize("scheme", ["channel-dynamic", "token-dynamic"])
+def test_dynamic_schemes_hardly_do(table, scheme):
+    results = table[scheme, 3]
+    assert abs(math.log(results["rtn"].ppl / results["kvsink"].ppl)) < 0.1
