@@ -65,21 +65,25 @@ def train_tokenizer(path, pieces=CONFIG.vocab_size, count=5000):
 
 
 def batch_of(step, phase, tokenizer):
-    """The windows of a step, from its number alone: tokens and answer marks, (rows, length + 1) each."""
-    _, rows, length, people, rounds, *_ = phase
-    need = rows * (length + 1)
-    ids, marks, source = [], [], stories("train", step, people, rounds)
-    while len(ids) < need:
-        story = next(source)
-        pieces = tokenizer.encode(story.text, return_type="offset_mapping")
-        ids += [BOS, *pieces["ids"]]
-        inside = bytearray(len(story.text))  # per character, whether it belongs to an answer
-        for _, start, end in story.answers:
-            inside[start:end] = b"\1" * (end - start)
-        marks += [0, *(inside[end - 1] for _, end in pieces["offsets"])]
-    tokens = torch.tensor(ids[:need]).view(rows, length + 1)
-    tokens[:, 0] = BOS
-    return tokens, torch.tensor(marks[:need]).view(rows, length + 1)
+    """The windows of a step, from its number alone: tokens and answer marks, (rows, length + 1) each.
+
+    Every window begins with a story, so that it holds the facts that it asks for.
+    """
+    _, rows, length, people, rounds, _ = phase
+    source = stories("train", step, people, rounds)
+    windows = []  # (2, length + 1) each
+    for _ in range(rows):
+        ids, marks = [], []
+        while len(ids) < length + 1:
+            story = next(source)
+            pieces = tokenizer.encode(story.text, return_type="offset_mapping")
+            inside = bytearray(len(story.text))  # per character, whether it belongs to an answer
+            for _, start, end in story.answers:
+                inside[start:end] = b"\1" * (end - start)
+            ids += [BOS, *pieces["ids"]]
+            marks += [0, *(inside[end - 1] for _, end in pieces["offsets"])]
+        windows.append(torch.tensor([ids[:length + 1], marks[:length + 1]]))
+    return torch.stack(windows, dim=1)  # (2, rows, length + 1)
 
 
 def forward(model, tokens):

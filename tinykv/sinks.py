@@ -62,17 +62,19 @@ def find_outlier(model, windows, large=100.0, ratio=1000.0):
 
     First the criterion of Sun et al. (2024) for LLMs: the first layer whose outlier exceeds 100 and 1,000 times the
     median. A small model has the same thing smaller: there it is the layer at which the outlier grows most, provided
-    that its ratio is at least 30 and three times that of every earlier layer's median. The channel is the one that
+    that its ratio is at least 30, and three times the median ratio of the layers before it. The channel is the one that
     wins in at least nine windows out of ten over the three layers from there on.
     """
+    if model.config.num_hidden_layers == 1:
+        return None
     top, rel, channel = outlier_profile(model, windows)
     top, rel = top.median(0).values, rel.median(0).values  # (L + 1) both
-    massive = (top[1:] >= large) & (rel[1:] >= ratio)  # (L)
+    massive = (top[1:-1] >= large) & (rel[1:-1] >= ratio)  # (L - 1): the last block has none after it to mark sinks for
     if massive.any():
         layer = int(massive.int().argmax())
     else:
-        layer = int((top[1:] / top[:-1]).argmax())
-        if rel[layer + 1] < max(30.0, 3 * rel[:layer + 1].median()):
+        layer = int((top[1:-1] / top[:-2]).argmax())
+        if rel[layer + 1] < 30 or (layer and rel[layer + 1] < 3 * rel[1:layer + 1].median()):
             return None
     votes = channel[:, layer + 1:layer + 4]  # (W, up to 3)
     winner = int(votes.flatten().mode().values)

@@ -1,8 +1,11 @@
 """The embedded corpus: small stories of invented people, written by a seeded generator without end.
 
-The same bytes on every machine and in every Python version. Facts (a town, a trade, an age, a song, an animal, a
+The same bytes on every machine and in every Python version. Facts (a town, a trade, a colour, a song, an animal, a
 hiding place) are stated once and asked for later, up to about a thousand tokens on, so that what a cache has lost
 shows in the answers. The generator knows where every answer stands, and where its fact was stated.
+
+Facts are in telegram style, "Vehul Ravfield.", the answer right behind its owner: a model of this size soon learns to
+look up what followed a word, and did not learn to look up what stood three words behind one (docs/embedded_model.md).
 
 Splits are disjoint by construction: a story belongs to the split that its hero's (name, town) pair belongs to, and
 every story opens with that pair.
@@ -13,8 +16,9 @@ from dataclasses import dataclass, field
 SPLITS = ("train", "calibration", "test")
 
 # 480 names and 280 towns of two syllables each, far more than a small vocabulary can hold whole.
-NAMES = [a + b for a in "Ba Che Da El Fi Gu Ha Is Jo Ka Lu Mi No Or Pe Qua Ra Si Tu Ul Ve Wo Yu Za".split()
-         for b in "bin cor dor fan gel hul jit kus lom mar nik pol ret sha tan ved vik wyn xan zel".split()]
+BEGINNINGS = "Ba Che Da El Fi Gu Ha Is Jo Ka Lu Mi No Or Pe Qua Ra Si Tu Ul Ve Wo Yu Za".split()
+ENDINGS = "bin cor dor fan gel hul jit kus lom mar nik pol ret sha tan ved vik wyn xan zel".split()
+NAMES = [a + b for a in BEGINNINGS for b in ENDINGS]
 TOWNS = [a + b
          for a in "Arn Bel Corm Dun East Fal Glen Hol Ing Kel Lang Mor Nor Oak Pen Rav Stan Thorn West Yar".split()
          for b in "bury dale field ford gate ham hurst mere mouth stead ton well wick wood".split()]
@@ -73,7 +77,8 @@ class _Writer:
         hero, town = dice.pick(NAMES), dice.pick(TOWNS)
         while split_of(hero, town) != split:
             hero, town = dice.pick(NAMES), dice.pick(TOWNS)
-        others = dice.sample([n for n in NAMES if n != hero], dice.below(people))
+        endings = dice.sample([e for e in ENDINGS if not hero.endswith(e)], dice.below(people))
+        others = [dice.pick(BEGINNINGS) + ending for ending in endings]  # no two people share their second syllable
         towns = [town] + dice.sample([t for t in TOWNS if t != town], len(others))
         self.cast = [hero] + others
         self.things = dice.sample(THINGS, len(THINGS))  # each is hidden once at most, so its place is unique
@@ -93,17 +98,16 @@ class _Writer:
 
     def introduce(self, name, town):
         d = self.dice
-        self.state(f"{name} lives in", town, f"Where does {name} live?")
+        self.state(name, town, f"Where does {name} live?")
         for kind in d.sample(range(4), 1 + d.below(4)):
             if kind == 0:
-                self.state(f"{name} works as a", d.pick(TRADES), f"What does {name} do?")
+                self.state(name, d.pick(TRADES), f"What does {name} do?")
             elif kind == 1:
-                self.state(f"{name} is", f"{10 + d.below(90)} years old", f"How old is {name}?")
+                self.state(name, d.pick(COLOURS), f"What does {name} wear?")
             elif kind == 2:
-                song = " ".join(d.sample(THINGS + SPOTS, 3 + d.below(4)))
-                self.state(f"{name} sings", song, f"What does {name} sing?")
+                self.state(name, " ".join(d.sample(THINGS + SPOTS, 3 + d.below(4))), f"What does {name} sing?")
             else:
-                self.state(f"{name} owns a", f"{d.pick(COLOURS)} {d.pick(ANIMALS)}", f"What does {name} own?")
+                self.state(name, d.pick(ANIMALS), f"What does {name} own?")
 
     def scene(self):
         d = self.dice
@@ -111,7 +115,7 @@ class _Writer:
         if self.things and d.below(3) == 0:
             thing = self.things.pop()
             self.say(f"{name} hides a {thing}.")
-            self.state(f"The {thing} is behind the", d.pick(SPOTS), f"Where is the {thing}?")
+            self.state(f"The {thing}", d.pick(SPOTS), f"Where is the {thing}?")
         else:
             self.say(f"{name} {d.pick(DEEDS)}.")
 
