@@ -96,8 +96,9 @@ def score(model, hidden, tokens, answers, results):
                 top = logp.argmax(-1)  # (n)
                 if reference is None:
                     reference, best = logp, top
+                else:
+                    results[name].kl += F.kl_div(logp, reference, log_target=True, reduction="sum").item()
                 nll[name] -= logp.gather(1, part[:, None]).double().sum().item()
-                results[name].kl += F.kl_div(logp, reference, log_target=True, reduction="sum").item()
                 results[name].agree += (top == best).sum().item()
                 hits[name].append(top == part)
         for name, result in results.items():
