@@ -1,5 +1,6 @@
 """The command as a user meets it: the table, the JSON, and one clear line for what is wrong."""
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,13 @@ def test_a_method_of_ones_own(command, tmp_path):
     own.write_text("from tinykv.methods.pfn import PFN\n\n\nclass Last(PFN):\n    pass\n")
     status, out, _ = command("--method", f"{own}:Last", "--preserve", "7", *SMALL)
     assert status == 0 and table(out)[f"{own}:Last"]["keep"] == "7"
+
+
+def test_the_method_that_readme_shows(command, tmp_path):
+    own = tmp_path / "mine.py"
+    own.write_text(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
+    status, out, _ = command("--method", f"{own}:Hundredth", "--bits", "2", *SMALL)
+    assert status == 0 and float(table(out)[f"{own}:Hundredth"]["true"]) > 2
 
 
 def test_list_methods(command):

@@ -11,8 +11,8 @@ Two protocols, the order of two lines in `update`:
     paper    code, then read: one forward over a window, every token that is not pinned is read as its codes by every
              query, its own included. This is how the papers measure perplexity.
     stream   read, then code: tokens arrive in chunks, the `recent` newest stay exact, and after attention whole blocks
-             of `block` older ones are coded. This is what generation does. A chunk that ends where a block ends gives
-             exactly what its tokens would give one by one.
+             of `block` older ones are coded. This is what generation does. A chunk of one block (the first also of
+             `recent` tokens) gives exactly what its tokens would give one by one.
 """
 import torch
 

@@ -56,7 +56,8 @@ class Method:
 class SchemeMethod(Method):
     """A method whose codec is any of the schemes, and whose own idea is what to keep."""
 
-    def __init__(self, config, k_bits, v_bits, scheme, group_size, rope, formula):
+    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None, rope=None,
+                 formula="offset"):
         self.k_bits, self.v_bits = k_bits, v_bits
         self.scheme = Scheme(config, scheme, k_bits, v_bits, group_size, rope, formula)
         self.rope, self.block = self.scheme.rope, self.scheme.block

@@ -11,7 +11,4 @@ from tinykv.methods.base import SchemeMethod
 
 
 class RTN(SchemeMethod):
-
-    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None, rope=None,
-                 formula="offset"):
-        super().__init__(config, k_bits, v_bits, scheme, group_size, rope, formula)
+    """A scheme, and nothing to add to it."""
