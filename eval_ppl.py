@@ -182,18 +182,16 @@ def run(args):
     windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos)
     if any(m.needs_calibration for m in methods.values()):
         text = load_windows(args.data, tokenizer, context, args.calib_windows, "calibration", args.seed, args.bos)
-        with bar(len(methods), "calibrating") as progress:
-            for method in methods.values():
-                if method.needs_calibration:
-                    method.calibrate(model, text.tokens.to(device))
-                progress.update()
+        for name, method in methods.items():
+            if method.needs_calibration:
+                method.calibrate(model, text.tokens.to(device), lambda w, name=name: bar(w, f"calibrating {name}"))
     print(f"model {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
     print(f"data {args.data}: {args.windows} windows of {context} tokens, protocol {args.protocol}, seed {args.seed}")
     for name, method in methods.items():
         if method.describe():
             print(f"{name}: {method.describe()}")
     batch = args.batch or max(1, 4096 // context)
-    with bar(len(methods) * args.windows, "evaluating") as progress:
+    with bar(None, "evaluating", len(methods) * args.windows) as progress:
         results = evaluate(model, methods, windows, args.protocol, batch, progress)
     rows = rows_of(methods, results, args.protocol)
     print()
@@ -204,9 +202,9 @@ def run(args):
             "seed": args.seed, "versions": {"python": platform.python_version(), "torch": torch.__version__}})
 
 
-def bar(total, what):
+def bar(windows, what, total=None):
     """A progress bar on stderr: from the second second on, and only where somebody watches."""
-    return tqdm(total=total, desc=what, unit="window", delay=1, file=sys.stderr, disable=not sys.stderr.isatty())
+    return tqdm(windows, what, total, unit="window", delay=1, leave=False, file=sys.stderr, disable=not sys.stderr.isatty())
 
 
 def main():

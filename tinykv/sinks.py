@@ -37,6 +37,22 @@ class Probe:
         return scores.masked_fill(future, float("-inf")).softmax(-1)
 
 
+class OutlierProbe(Probe):
+    """Of each block's output no more than its outlier: a window of a large model need not be held layer by layer."""
+
+    def update(self, layer, q, k, v, positions):
+        return self.rope.rotate(k, positions), v
+
+    def observe(self, layer, hidden):
+        self.hidden.append(outlier(hidden))
+
+
+def outlier(hidden):
+    """hidden (1, T, D) -> its largest |h|, that over the median |h|, and the channel it is in."""
+    h = hidden[0].float().abs()  # (T, D)
+    return h.max().item(), (h.max() / h.median()).item(), h.argmax().item() % h.shape[1]
+
+
 def outlier_profile(model, windows):
     """How the outlier goes through the layers, per window of windows (W, T).
 
@@ -45,13 +61,9 @@ def outlier_profile(model, windows):
     """
     rows = []
     for window in windows:
-        probe = Probe(model)
+        probe = OutlierProbe(model)
         model.hidden(window[None], probe)
-        row = []
-        for h in [model.model["embed_tokens"](window[None])] + probe.hidden:
-            h = h[0].float().abs()  # (T, D)
-            row.append((h.max().item(), (h.max() / h.median()).item(), h.argmax().item() % h.shape[1]))
-        rows.append(row)
+        rows.append([outlier(model.model["embed_tokens"](window[None])), *probe.hidden])
     table = torch.tensor(rows)  # (W, L + 1, 3)
     return table[..., 0], table[..., 1], table[..., 2].long()
 

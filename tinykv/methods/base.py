@@ -21,7 +21,10 @@ class Method:
     needs_calibration = False  # True: `calibrate` has to be called before the first use
 
     def calibrate(self, model, windows, progress=None):
-        """Learn from calibration windows (W, T) whatever is needed before the first text."""
+        """Learn from calibration windows (W, T) whatever is needed before the first text.
+
+        progress: what to wrap a loop over the windows in, such as tqdm.
+        """
 
     def observe(self, state, layer, hidden, start):
         """Look at the output of block `layer`, hidden (B, T, D), for tokens from position `start` on -> new state."""
