@@ -204,7 +204,8 @@ def run(args):
 
 def bar(windows, what, total=None):
     """A progress bar on stderr: from the second second on, and only where somebody watches."""
-    return tqdm(windows, what, total, unit="window", delay=1, leave=False, file=sys.stderr, disable=not sys.stderr.isatty())
+    return tqdm(windows, what, total, leave=False, unit="window", delay=1, file=sys.stderr,
+                disable=not sys.stderr.isatty())
 
 
 def main():
