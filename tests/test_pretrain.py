@@ -1,0 +1,93 @@
+"""The training forward against the model's own, its penalties written out, and going on after a stop."""
+import math
+import sys
+from itertools import groupby, islice
+from operator import itemgetter
+
+import pytest
+import sentencepiece
+import torch
+
+import eval_ppl
+from tinykv import checkpoint, pretrain
+from tinykv.pretrain import BOS, PENALTIES, batch_of, forward
+from tinykv.sinks import Probe
+from tinykv.tales import stories
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    return sentencepiece.SentencePieceProcessor(model_file=str(eval_ppl.EMBEDDED / "tokenizer.model"))
+
+
+@pytest.fixture(scope="module")
+def tokens(pieces):
+    return batch_of(10**7, (1, 3, 150, 2, 1, ()), pieces)[0][:, :-1]
+
+
+def test_a_batch_begins_every_window_with_a_story_and_marks_its_answers(pieces):
+    tokens, marks = batch_of(5, (1, 4, 300, 3, 2, ()), pieces)
+    assert tokens.shape == marks.shape == (4, 301) and (tokens[:, 0] == BOS).all()
+    again, _ = batch_of(5, (1, 4, 300, 3, 2, ()), pieces)
+    other, _ = batch_of(6, (1, 4, 300, 3, 2, ()), pieces)
+    assert torch.equal(tokens, again) and not torch.equal(tokens, other)
+    source = stories("train", 5, 3, 2)
+    for row, mark in zip(tokens.tolist(), marks.tolist()):
+        told = [story.text[start:end] for story in islice(source, row.count(BOS)) for _, start, end in story.answers]
+        runs = [[i for i, _ in run] for inside, run in groupby(zip(row, mark), key=itemgetter(1)) if inside]
+        found = [pieces.decode(run) for run in runs]
+        assert len(found) > 3 and found[:-1] == told[:len(found) - 1]
+        assert told[len(found) - 1].startswith(found[-1])  # the window's end may have cut it
+
+
+def test_forward_is_the_models_own(tokens):
+    model = pretrain.new_model(0)
+    with torch.no_grad():
+        torch.testing.assert_close(forward(model, tokens)[0], model(tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_penalties_by_hand(tokens, trained):
+    model = checkpoint.load_model(eval_ppl.EMBEDDED) if trained else pretrain.new_model(1)
+    with torch.no_grad():
+        found = forward(model, tokens)[1]
+        probe = Probe(model)
+        model.hidden(tokens, probe)
+        residual = model.model["embed_tokens"](tokens)  # (B, T, D)
+    B, T = tokens.shape
+    layers = len(probe.q)
+    away = key = update = 0.0
+    for layer, block in enumerate(model.model["layers"]):
+        A = probe.attention(layer)  # (B, H, T, T)
+        size = probe.k[layer].pow(2).sum(-1)  # (B, Hkv, T)
+        at_bos = []
+        for b in range(B):
+            own = 0
+            for t in range(T):
+                own = t if tokens[b, t] == BOS else own
+                away += (1 - A[b, :, t, own].mean().item()) / (B * T * layers)
+            at_bos += [size[b, :, t].mean().item() for t in range(T) if tokens[b, t] == BOS]
+        key += sum(at_bos) / len(at_bos) / size.mean().item() / layers
+        v = probe.v[layer].repeat_interleave(2, 1)  # (B, H, T, d)
+        out = (A @ v).transpose(1, 2).flatten(2) @ block.self_attn.o_proj.weight.T  # (B, T, D)
+        update += (out.pow(2).sum(-1) / residual.pow(2).sum(-1)).mean().item() / layers
+        residual = probe.hidden[layer]
+    square, bos = probe.hidden[-1].pow(2), tokens == BOS
+    last = [max(0.0, math.log(row.max().item() / square[~bos].mean().item())) for row in square[bos]]
+    truth = {"away": away, "update": update, "key": key, "last": sum(last) / len(last)}
+    assert {name: found[name].item() for name in PENALTIES} == pytest.approx(truth, rel=1e-3, abs=1e-5)
+
+
+def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch, capsys):
+    """Two steps and two more give the bits of four; what is written is a checkpoint that loads."""
+    monkeypatch.setattr(pretrain, "PHASES", [(2, 2, 40, 1, 1, (0.1, 0.1, 0.1, 0.1)), (4, 1, 60, 2, 1, (0.1,) * 4)])
+    monkeypatch.setattr(pretrain, "STEPS", 4)
+    monkeypatch.setattr(pretrain, "print_report", lambda folder: None)
+    for out, steps in (("once", "4"), ("twice", "2"), ("twice", "4")):
+        words = ["pretrain", "--out", str(tmp_path / out), "--steps", steps, "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", words)
+        pretrain.main()
+    once, twice = (checkpoint.load_model(tmp_path / out).state_dict() for out in ("once", "twice"))
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+    start = pretrain.new_model(0).state_dict()
+    assert not torch.equal(once["lm_head.weight"], start["lm_head.weight"])
