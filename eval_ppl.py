@@ -138,9 +138,9 @@ def rows_of(methods, results, protocol):
 def print_table(rows):
     head = ("method", "scheme", "keep", "ppl", "+-", "delta", "KL", "top-1", "recall", "bits", "true", "128K",
             "cache KB", "s")
-    lines = [[r["method"], r["scheme"] or "-", str(r["preserve"]), f"{r['ppl']:.3f}", f"{r['ppl_se']:.3f}",
-              f"{r['delta_ppl']:+.3f}", f"{r['kld']:.4f}", f"{r['top1']:.1%}",
-              "-" if r["recall"] is None else f"{r['recall']:.1%}", f"{r['bits_nominal']:g}", f"{r['bits_true']:.2f}",
+    lines = [[r["method"], r["scheme"] or "-", str(r["preserve"]), f"{r['ppl']:.3f}",
+              "-" if r["ppl_se"] is None else f"{r['ppl_se']:.3f}", f"{r['delta_ppl']:+.3f}", f"{r['kld']:.4f}",
+              f"{r['top1']:.1%}", "-" if r["recall"] is None else f"{r['recall']:.1%}", f"{r['bits_nominal']:g}", f"{r['bits_true']:.2f}",
               f"{r['bits_128k']:.2f}", f"{r['cache_bytes'] / 1024:.0f}", f"{r['seconds']:.1f}"] for r in rows]
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
     for line in [head, *lines]:

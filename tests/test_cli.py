@@ -82,6 +82,13 @@ def test_keys_and_values_may_differ_in_bits(command):
     assert table(out)["rtn"]["bits"] == "2.75"
 
 
+def test_one_window_has_no_standard_error(command, tmp_path):
+    path = tmp_path / "out.json"
+    _, out, _ = command("--method", "fp16", "--windows", "1", "--context", "64", "--json", str(path))
+    assert table(out)["fp16"]["+-"] == "-" and json.loads(path.read_text())["rows"][0]["ppl_se"] is None
+    assert "NaN" not in path.read_text()
+
+
 def test_same_seed_same_table_other_seed_another(command):
     figures = []
     for seed in ("0", "0", "1"):

@@ -37,7 +37,9 @@ class Result:
 
     @property
     def ppl_se(self):
-        """Standard error of the perplexity, from the spread of the windows' mean losses. NaN for one window."""
+        """Standard error of the perplexity, from the spread of the windows' mean losses; None for one window."""
+        if len(self.nll) == 1:
+            return None
         return self.ppl * torch.tensor(self.nll).std().item() / math.sqrt(len(self.nll))
 
     @property
