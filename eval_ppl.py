@@ -135,27 +135,20 @@ def rows_of(methods, results, protocol):
     return rows
 
 
+def figure(value, form):
+    return "-" if value is None else format(value, form)
+
+
 def print_table(rows):
     head = ("method", "scheme", "keep", "ppl", "+-", "delta", "KL", "top-1", "recall", "bits", "true", "128K",
             "cache KB", "s")
-    lines = [[r["method"], r["scheme"] or "-", str(r["preserve"]), f"{r['ppl']:.3f}",
-              "-" if r["ppl_se"] is None else f"{r['ppl_se']:.3f}", f"{r['delta_ppl']:+.3f}", f"{r['kld']:.4f}",
-              f"{r['top1']:.1%}", "-" if r["recall"] is None else f"{r['recall']:.1%}", f"{r['bits_nominal']:g}", f"{r['bits_true']:.2f}",
-              f"{r['bits_128k']:.2f}", f"{r['cache_bytes'] / 1024:.0f}", f"{r['seconds']:.1f}"] for r in rows]
+    lines = [[r["method"], r["scheme"] or "-", str(r["preserve"]), f"{r['ppl']:.3f}", figure(r["ppl_se"], ".3f"),
+              f"{r['delta_ppl']:+.3f}", f"{r['kld']:.4f}", f"{r['top1']:.1%}", figure(r["recall"], ".1%"),
+              f"{r['bits_nominal']:g}", f"{r['bits_true']:.2f}", f"{r['bits_128k']:.2f}",
+              f"{r['cache_bytes'] / 1024:.0f}", f"{r['seconds']:.1f}"] for r in rows]
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
     for line in [head, *lines]:
         print("  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))))
-
-
-def write_json(path, content):
-    """Whole or not at all."""
-    temporary = f"{path}.tmp"
-    try:
-        with open(temporary, "w") as f:
-            json.dump(content, f, indent=1)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"cannot write --json {path}: {error.strerror}") from None
 
 
 def check(args):
@@ -197,9 +190,9 @@ def run(args):
     print()
     print_table(rows)
     if args.json:
-        write_json(args.json, {
-            "rows": rows, "model": args.model, "data": args.data, "context": context, "windows": args.windows,
-            "seed": args.seed, "versions": {"python": platform.python_version(), "torch": torch.__version__}})
+        table = {"rows": rows, "model": args.model, "data": args.data, "context": context, "windows": args.windows,
+                 "seed": args.seed, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
+        checkpoint.write(Path(args.json), lambda part: part.write_text(json.dumps(table, indent=1) + "\n"))
 
 
 def bar(windows, what, total=None):

@@ -15,10 +15,12 @@ Sinks. Small penalties encourage them, see `forward`. What then follows is not a
 the residual that carries a huge value at every `<s>`, from the first block on.
 """
 import argparse
+import io
 import json
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import sentencepiece
@@ -55,11 +57,11 @@ def train_tokenizer(path, pieces=CONFIG.vocab_size, count=5000):
     """A sentencepiece BPE model as LLaMA's: byte fallback, digits apart. Written whole or not at all."""
     source = stories("train", seed=10**9)
     text = (next(source).text for _ in range(count))
-    with open(f"{path}.tmp", "wb") as f:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=text, model_writer=f, vocab_size=pieces, model_type="bpe", byte_fallback=True,
-            split_digits=True, normalization_rule_name="identity", character_coverage=1.0, minloglevel=2)
-    os.replace(f"{path}.tmp", path)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=text, model_writer=model, vocab_size=pieces, model_type="bpe", byte_fallback=True,
+        split_digits=True, normalization_rule_name="identity", character_coverage=1.0, minloglevel=2)
+    checkpoint.write(path, lambda part: part.write_bytes(model.getvalue()))
 
 
 def batch_of(step, phase, tokenizer):
@@ -173,9 +175,9 @@ def train(args):
                 log.write(json.dumps({"step": step + 1, **record}) + "\n")
                 log.flush()
             if (step + 1) % 100 == 0 or step + 1 == steps.stop:
-                torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
-                            "step": step + 1}, f"{state_path}.tmp")
-                os.replace(f"{state_path}.tmp", state_path)
+                state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
+                         "step": step + 1}
+                checkpoint.write(state_path, partial(torch.save, state))
     return model
 
 
