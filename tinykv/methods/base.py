@@ -3,6 +3,8 @@
 Keep: which tokens stay in full precision for good? Code: how is every other token written down? When: how long does a
 fresh token stay exact, and how many are coded at a time?
 """
+import torch
+
 from tinykv.calibrate import kv_ranges
 from tinykv.schemes import Scheme
 
@@ -54,6 +56,12 @@ class Method:
     def describe(self):
         """One line for the user: what was chosen or found."""
         return ""
+
+
+def first_tokens(cache, n):
+    """What `keep` returns to keep the first n tokens, or all where there are fewer: (B, 1, n)."""
+    rows = cache.k.recent  # (B, Hkv, r, d)
+    return torch.arange(min(n, cache.length), device=rows.device).expand(len(rows), 1, -1)
 
 
 class SchemeMethod(Method):

@@ -21,7 +21,7 @@ Paper and practice.
 import torch
 
 from tinykv import UserError, sinks
-from tinykv.methods.base import SchemeMethod
+from tinykv.methods.base import SchemeMethod, first_tokens
 
 # Table 3, by (model type, layers, hidden size, MLP size, KV heads, vocabulary, positions): emergence layer and outlier
 # channel (the first listed). The last three tell LLaMA-2 from LLaMA-1 and from other models of the same shape.
@@ -81,8 +81,7 @@ class KVSink(SchemeMethod):
         if self.source is None:
             raise UserError("kvsink does not know the outlier of this model yet; call its `calibrate` first")
         if self.layer is None:  # a model without outliers: PFN
-            return torch.arange(min(self.preserve, cache.length), device=cache.k.recent.device).expand(
-                len(cache.k.recent), 1, -1)  # (B, 1, n)
+            return first_tokens(cache, self.preserve)  # (B, 1, n)
         if cache.layer <= self.layer:
             return None
         return state[1][:, None]  # (B, 1, k)

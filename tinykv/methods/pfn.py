@@ -7,10 +7,8 @@ and of a dynamic channel group's range, or keeping them would protect only thems
 method here calibrates with its own kept tokens out, so pfn and kvsink differ in both their ranges and their kept rows,
 as they would in use.
 """
-import torch
-
 from tinykv import UserError
-from tinykv.methods.base import SchemeMethod
+from tinykv.methods.base import SchemeMethod, first_tokens
 
 
 class PFN(SchemeMethod):
@@ -26,5 +24,4 @@ class PFN(SchemeMethod):
     def keep(self, cache, state):
         if self.preserve == 0:
             return None
-        first = torch.arange(min(self.preserve, cache.length), device=cache.k.recent.device)  # (n)
-        return first.expand(len(cache.k.recent), 1, -1)  # (B, 1, n)
+        return first_tokens(cache, self.preserve)  # (B, 1, n)
