@@ -2,11 +2,13 @@
 
     python eval_ppl.py --method kvsink
     python eval_ppl.py --method all --bits 3 --scheme token-static --protocol stream
+    python eval_ppl.py --method pfn,kvsink --scheme kvquant --outliers 0,0.1,0.5,1
     python eval_ppl.py --model path/to/Llama-2-7b-hf --data wikitext2 --context 4096 --method pfn,kvsink
 """
 import argparse
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -18,12 +20,12 @@ from tqdm import tqdm
 
 from tinykv import UserError, checkpoint
 from tinykv.cache import PROTOCOLS
-from tinykv.codecs import FORMULAS
+from tinykv.calibrate import load_learned, save_learned
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.methods import METHODS
 from tinykv.methods.base import Method
-from tinykv.schemes import SCHEMES
+from tinykv.schemes import SCHEMES, settings_of_scheme
 
 EMBEDDED = Path(__file__).parent / "tinykv" / "assets" / "tales"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,6 +47,8 @@ def parser():
     p.add_argument("--context", metavar="T", type=int, help="tokens of a window (default: the model's, up to 4096)")
     p.add_argument("--windows", metavar="W", type=int, default=16, help="windows to evaluate on")
     p.add_argument("--calib-windows", metavar="C", type=int, default=16, help="windows to calibrate on")
+    p.add_argument("--calibration", metavar="FILE",
+                   help="read what was learned from this file; learn and add to it what it does not have yet")
     p.add_argument("--bos", choices=("replace", "none"), default="replace",
                    help="replace: each window's first token becomes <s>; none: windows as they are cut")
     p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
@@ -52,34 +56,64 @@ def parser():
     p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
     p.add_argument("--json", metavar="PATH", help="also write the table as JSON")
-    s = p.add_argument_group("settings of the methods (defaults: see --list-methods)")
-    s.add_argument("--bits", metavar="B", type=float, help="of keys and values: 1, 1.5 (three levels), 2 to 8, 16")
-    s.add_argument("--k-bits", metavar="B", type=float, help="of keys")
-    s.add_argument("--v-bits", metavar="B", type=float, help="of values")
-    s.add_argument("--scheme", choices=SCHEMES, help="which axis shares a grid, and whether it is learned beforehand")
-    s.add_argument("--group-size", metavar="G", type=int, help="channels (per token), or tokens (per channel), a group")
-    s.add_argument("--formula", choices=FORMULAS, help="the zero point: the minimum itself, or an integer")
-    s.add_argument("--preserve", metavar="N", type=int, help="tokens kept in full precision")
-    s.add_argument("--rope", choices=("pre", "post"), help="store keys before or after RoPE")
-    s.add_argument("--emergence-layer", metavar="L", type=int, help="kvsink: the block whose output is looked at")
-    s.add_argument("--outlier-channel", metavar="C", type=int, help="kvsink: the channel that is looked at")
+    s = p.add_argument_group(
+        "settings of the methods",
+        "Defaults: see --list-methods. A list, such as --preserve 0,5,10, makes a row of each.")
+    for name, (kind, metavar, words) in {"bits": (float, "B", "of keys and values both"), **SETTINGS}.items():
+        s.add_argument("--" + name.replace("_", "-"), metavar=f"{metavar}[,...]", type=list_of(kind), help=words,
+                       default=argparse.SUPPRESS)
     return p
 
 
-SETTINGS = ("k_bits", "v_bits", "scheme", "group_size", "rope", "formula", "preserve", "emergence_layer",
-            "outlier_channel")
+#   name:           (type, metavar, what it is)
+SETTINGS = {
+    "k_bits": (float, "B", "of keys: 1, 1.5 (three levels), 2 to 8, 16"),
+    "v_bits": (float, "B", "of values"),
+    "scheme": (str, "NAME", "rtn, pfn, kvsink: token-dynamic, token-static, channel-static, channel-dynamic, kvquant"),
+    "group_size": (int, "G", "tokens (per channel), or channels (per token), of a group"),
+    "rope": (str, "pre|post", "store keys before or after RoPE"),
+    "formula": (str, "NAME", "uniform schemes: offset or integer-zero, the zero point"),
+    "preserve": (int, "N", "tokens kept in full precision"),
+    "recent": (int, "R", "newest tokens that stay exact (protocol stream)"),
+    "block": (int, "N", "skvq: tokens coded at a time (protocol stream)"),
+    "v_block": (int, "N", "kivi: values coded at a time, where not as many as keys"),
+    "emergence_layer": (int, "L", "kvsink: the block whose output is looked at"),
+    "outlier_channel": (int, "C", "kvsink: the channel that is looked at"),
+    "outlier_num": (int, "N", "ott: tokens in the pool"),
+    "extra_pool": (int, "N", "ott: places for tokens that have to leave the pool"),
+    "skip_layers": (int, "N", "ott: first layers without a pool"),
+    "scope": (str, "head|layer", "ott: whose pool it is"),
+    "select": (str, "NAME", "ott: keep the smallest or the largest keys"),
+    "reorder": (str, "on|off", "skvq: regroup the channels"),
+    "clip": (str, "NAME", "skvq: both, endpoint, centre or none"),
+    "metadata": (str, "fp8|fp16", "skvq: scales and offsets"),
+    "outliers": (float, "P", "kvquant: per cent of the numbers that are stored apart"),
+    "sensitivity": (str, "NAME", "kvquant: weights of the levels: fisher-range, fisher or none"),
+    "q_norm": (str, "on|off", "kvquant: levels with the mean and deviation of the numbers"),
+}
+
+
+def list_of(kind):
+    """How argparse reads "a,b,c"."""
+    def values(text):
+        return [kind(word) for word in text.split(",")]
+    values.__name__ = f"list of {kind.__name__}"
+    return values
 
 
 def settings_of(cls):
-    """{name: default} of a method's settings: its constructor's arguments after config."""
-    parameters = list(inspect.signature(cls).parameters.values())[1:]
-    return {p.name: p.default for p in parameters}
+    """{name: default} of a method's settings: its constructor's arguments after config, and its parent's for **name."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]
+    settings = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+    if len(settings) < len(parameters):
+        settings = {**settings_of(cls.__base__), **settings}
+    return settings
 
 
 def list_methods():
     for name, cls in METHODS.items():
         module = sys.modules[cls.__module__]
-        settings = ", ".join(f"{k}={v}" for k, v in settings_of(cls).items())
+        settings = ", ".join(k if v is None else f"{k}={v}" for k, v in settings_of(cls).items())
         print(f"{name:8} {module.__doc__.splitlines()[0]}\n{'':8} {settings or 'no settings'}")
 
 
@@ -102,32 +136,72 @@ def load_class(name):
 
 
 def build_methods(args, config):
-    """{name: Method}, fp16 first: the methods asked for, and those that a single one is compared with."""
+    """{label: (Method, name, settings)}, fp16 first: what was asked for, and what a single method is compared with.
+
+    A setting with several values makes a method of each; the label then says which.
+    """
     asked = list(METHODS) if args.method == "all" else args.method.split(",")
     classes = {name: load_class(name) for name in asked}
-    given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
-    if args.bits is not None:
-        given = {"k_bits": args.bits, "v_bits": args.bits, **given}
-    for setting in given:
-        if not any(setting in settings_of(cls) for cls in classes.values()):
-            flag = "--" + (setting if setting not in ("k_bits", "v_bits") or args.bits is None else "bits")
-            raise UserError(f"{flag.replace('_', '-')} is not a setting of {', '.join(classes)}; see --list-methods")
+    given = {name: getattr(args, name) for name in ("bits", *SETTINGS) if hasattr(args, name)}
     if len(asked) == 1:
         classes = {**{name: METHODS[name] for name in classes[asked[0]].compare}, **classes}
-    classes = {"fp16": METHODS["fp16"], **classes}
-    return {name: cls(config, **{k: v for k, v in given.items() if k in settings_of(cls)})
-            for name, cls in classes.items()}
+    methods, reached = {}, set()
+    for name, cls in {"fp16": METHODS["fp16"], **classes}.items():
+        for chosen in variants(cls, given):
+            label = " ".join([name, *(f"{k}={figure(v, 'g')}" for k, v in chosen.items() if len(given[k]) > 1)])
+            reached |= chosen.keys() if name in asked else set()
+            if "bits" in chosen:
+                bits = chosen.pop("bits")
+                chosen = {"k_bits": bits, "v_bits": bits, **chosen}
+            methods[label] = cls(config, **chosen), name, {**settings_of(cls), **chosen}
+    for setting in given:
+        if setting not in reached:
+            flag = "--" + setting.replace("_", "-")
+            raise UserError(f"{flag} is not a setting of {', '.join(asked)} as asked for; see --list-methods")
+    return methods
+
+
+def variants(cls, given):
+    """The settings of each of a method's rows: every combination of the values given that reach it, {name: value}."""
+    takes = settings_of(cls)
+    if "k_bits" in takes:
+        takes["bits"] = None
+    for scheme in given.get("scheme", [takes["scheme"]]) if "scheme" in takes else [None]:
+        belongs = set(SETTINGS) | {"bits"}
+        if scheme is not None:  # not the settings of other schemes
+            belongs -= {k for other in SCHEMES for k in settings_of_scheme(other)} - set(settings_of_scheme(scheme))
+        names = [k for k in given if k in belongs and k in takes]
+        lists = [[scheme] if k == "scheme" else given[k] for k in names]
+        yield from (dict(zip(names, values)) for values in itertools.product(*lists))
+
+
+def calibrate(methods, model, text, data, path):
+    """Learn what the methods need from windows `text`; with a path, from the file there or into it."""
+    learned = load_learned(path, model, data) if path else {}
+    known = len(learned)
+    for label, (method, name, settings) in methods.items():
+        key = f"{name} {json.dumps(settings, sort_keys=True)}"
+        if not method.needs_calibration:
+            continue
+        if key in learned:
+            method.restore(learned[key])
+        else:
+            method.calibrate(model, text, lambda w, label=label: bar(w, f"calibrating {label}"))
+            learned[key] = method.learned()
+    if path and len(learned) > known:
+        save_learned(path, model, data, learned)
 
 
 def rows_of(methods, results, protocol):
     """The results as plain rows, in the order of the table."""
     base = next(iter(results.values())).ppl
     rows = []
-    for name, r in results.items():
-        m = methods[name]
+    for label, r in results.items():
+        m, name, settings = methods[label]
         rows.append({
-            "method": name, "scheme": m.scheme.name if hasattr(m, "scheme") else None, "k_bits": m.k_bits,
-            "v_bits": m.v_bits, "preserve": getattr(m, "preserve", 0), "protocol": protocol, "ppl": r.ppl,
+            "label": label, "method": name, "settings": settings,
+            "scheme": m.scheme.name if hasattr(m, "scheme") else None,
+            "k_bits": m.k_bits, "v_bits": m.v_bits, "preserve": m.preserve, "protocol": protocol, "ppl": r.ppl,
             "ppl_se": r.ppl_se, "delta_ppl": r.ppl - base, "kld": r.kl / r.targets, "top1": r.agree / r.targets,
             "recall": r.recall, "bits_nominal": (m.k_bits + m.v_bits) / 2, "bits_true": r.bits,
             "bits_128k": r.bits_far, "cache_bytes": r.cache_bytes, "tokens_per_s": r.tokens / r.seconds,
@@ -136,13 +210,15 @@ def rows_of(methods, results, protocol):
 
 
 def figure(value, form):
+    if isinstance(value, str):
+        return value
     return "-" if value is None else format(value, form)
 
 
 def print_table(rows):
     head = ("method", "scheme", "keep", "ppl", "+-", "delta", "KL", "top-1", "recall", "bits", "true", "128K",
             "cache KB", "s")
-    lines = [[r["method"], r["scheme"] or "-", str(r["preserve"]), f"{r['ppl']:.3f}", figure(r["ppl_se"], ".3f"),
+    lines = [[r["label"], r["scheme"] or "-", str(r["preserve"]), f"{r['ppl']:.3f}", figure(r["ppl_se"], ".3f"),
               f"{r['delta_ppl']:+.3f}", f"{r['kld']:.4f}", f"{r['top1']:.1%}", figure(r["recall"], ".1%"),
               f"{r['bits_nominal']:g}", f"{r['bits_true']:.2f}", f"{r['bits_128k']:.2f}",
               f"{r['cache_bytes'] / 1024:.0f}", f"{r['seconds']:.1f}"] for r in rows]
@@ -157,8 +233,10 @@ def check(args):
         value = getattr(args, flag)
         if value is not None and value < (2 if flag == "context" else 1):
             raise UserError(f"--{flag.replace('_', '-')} must be at least {2 if flag == 'context' else 1}; got {value}")
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise UserError(f"--json {args.json}: there is no folder {Path(args.json).parent}")
+    for flag in ("json", "calibration"):
+        value = getattr(args, flag)
+        if value and not Path(value).absolute().parent.is_dir():
+            raise UserError(f"--{flag} {value}: there is no folder {Path(value).parent}")
 
 
 def run(args):
@@ -173,19 +251,21 @@ def run(args):
     methods = build_methods(args, config)
     model, tokenizer = checkpoint.load(args.model, device, dtype)
     windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos)
-    if any(m.needs_calibration for m in methods.values()):
+    if any(m.needs_calibration for m, _, _ in methods.values()):
         text = load_windows(args.data, tokenizer, context, args.calib_windows, "calibration", args.seed, args.bos)
-        for name, method in methods.items():
-            if method.needs_calibration:
-                method.calibrate(model, text.tokens.to(device), lambda w, name=name: bar(w, f"calibrating {name}"))
+        data = f"{args.data}, {args.calib_windows} windows of {context} tokens, seed {args.seed}, bos {args.bos}"
+        calibrate(methods, model, text.tokens.to(device), data, args.calibration)
+    elif args.calibration:
+        raise UserError(f"--calibration: none of {', '.join(methods)} learns anything beforehand")
     print(f"model {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
     print(f"data {args.data}: {args.windows} windows of {context} tokens, protocol {args.protocol}, seed {args.seed}")
-    for name, method in methods.items():
+    for label, (method, _, _) in methods.items():
         if method.describe():
-            print(f"{name}: {method.describe()}")
+            print(f"{label}: {method.describe()}")
     batch = args.batch or max(1, 4096 // context)
     with bar(None, "evaluating", len(methods) * args.windows) as progress:
-        results = evaluate(model, methods, windows, args.protocol, batch, progress)
+        ready = {label: method for label, (method, _, _) in methods.items()}
+        results = evaluate(model, ready, windows, args.protocol, batch, progress)
     rows = rows_of(methods, results, args.protocol)
     print()
     print_table(rows)

@@ -11,8 +11,8 @@ Two protocols, the order of two lines in `update`:
     paper    code, then read: one forward over a window, every token that is not pinned is read as its codes by every
              query, its own included. This is how the papers measure perplexity.
     stream   read, then code: tokens arrive in chunks, the `recent` newest stay exact, and after attention whole blocks
-             of `block` older ones are coded. This is what generation does. A chunk of one block (the first also of
-             `recent` tokens) gives exactly what its tokens would give one by one.
+             of `block` older ones are coded. This is what generation does. Chunks that end where a block does (the
+             first is longer by `recent` tokens) give exactly what their tokens would give one by one.
 """
 import torch
 
@@ -26,6 +26,7 @@ class Part:
 
     def __init__(self, method, layer, kind):
         self.method, self.layer, self.kind = method, layer, kind
+        self.first = 0  # C: tokens coded so far, which is the position of the oldest recent one
         self.index = None  # (B, 1 or Hkv, n) int32: positions of the pinned rows, -1 where a slot is empty
         self.pinned = None  # (B, Hkv, n, d): their rows
         self.coded: Codes | None = None  # tokens 0 .. C-1
@@ -34,34 +35,32 @@ class Part:
     def append(self, rows):
         self.recent = rows if self.recent is None else torch.cat([self.recent, rows], dim=2)  # (B, Hkv, r + T, d)
 
-    def pin(self, index, first):
-        """Keep the tokens at `index` from now on, and no others. Each must be pinned now, or be recent.
-
-        index (B, 1 or Hkv, n); first: the position of the oldest recent token.
-        """
+    def pin(self, index):
+        """Keep the tokens at `index` (B, 1 or Hkv, n) from now on, no others. Each must be pinned now, or recent."""
         B, Hkv, r, d = self.recent.shape
         index = index.expand(B, -1, -1)
-        fresh = (index - first).clamp(0, r - 1)  # (B, h, n): where the row is among the recent ones
+        fresh = (index - self.first).clamp(0, r - 1)  # (B, h, n): where the row is among the recent ones
         rows = self.recent.gather(2, fresh.long()[..., None].expand(B, Hkv, -1, d))  # (B, Hkv, n, d)
         if self.index is not None:
             old = index[..., :, None] == self.index[..., None, :]  # (B, h, n, n before)
             slot = old.int().argmax(-1)  # (B, h, n)
             kept = self.pinned.gather(2, slot[..., None].expand(B, Hkv, -1, d))  # (B, Hkv, n, d)
-            rows = torch.where(((index < first) & old.any(-1))[..., None], kept, rows)
+            rows = torch.where(((index < self.first) & old.any(-1))[..., None], kept, rows)
         self.index, self.pinned = index.to(torch.int32), rows
 
-    def code(self, n, first):
+    def code(self, n):
         """Write down the n oldest recent tokens; pinned ones among them do not stretch the range of a group."""
-        rows, skip = self.recent[:, :, :n], self.is_pinned(n, first)  # (B, Hkv, n, d), (B, Hkv, n)
+        rows, skip = self.recent[:, :, :n], self.is_pinned(n)  # (B, Hkv, n, d), (B, Hkv, n)
         codes = self.method.encode(self.layer, self.kind, rows, skip)
         self.coded = codes if self.coded is None else self.coded.append(codes)
         self.recent = self.recent[:, :, n:].clone()  # a copy, so that the coded rows are let go
+        self.first += n
 
-    def is_pinned(self, n, first):
+    def is_pinned(self, n):
         """Which of the n oldest recent tokens are pinned: (B, Hkv, n), or None if nothing is."""
         if self.index is None:
             return None
-        positions = torch.arange(first, first + n, device=self.index.device)  # (n)
+        positions = torch.arange(self.first, self.first + n, device=self.index.device)  # (n)
         pinned = (positions[:, None] == self.index[..., None, :]).any(-1)  # (B, h, n)
         return pinned.expand(-1, self.recent.shape[1], -1)
 
@@ -91,19 +90,20 @@ class LayerCache:
     def __init__(self, layer, method, rope, protocol):
         self.layer, self.method, self.rope, self.protocol = layer, method, rope, protocol
         self.k, self.v = Part(method, layer, "k"), Part(method, layer, "v")
-        self.first = 0  # tokens coded so far, which is the position of the oldest recent one
         self.length = 0  # tokens seen
 
     def update(self, q, k, v, positions, state):
         """New q (B, H, T, d), k and v (B, Hkv, T, d), before RoPE -> K and V (B, Hkv, S, d) of all, K rotated."""
         self.append(k, v, positions)
         if self.protocol == "paper":
-            self.code(self.length, state)
+            for part in (self.k, self.v):
+                self.code(part, self.length, state)
         K, V = self.read()  # (B, Hkv, S, d)
         if self.protocol == "stream":
-            due = self.length - self.first - self.method.recent
-            if due >= self.method.block:
-                self.code(due - due % self.method.block, state)
+            for part, block in ((self.k, self.method.block), (self.v, self.method.v_block or self.method.block)):
+                due = self.length - part.first - self.method.recent
+                if due >= block:
+                    self.code(part, due - due % block, state)
         return K.to(k.dtype), V.to(v.dtype)
 
     def append(self, k, v, positions):
@@ -121,14 +121,12 @@ class LayerCache:
             K = self.rope.rotate(K, torch.arange(self.length, device=K.device))
         return K, V
 
-    def code(self, n, state):
+    def code(self, part, n, state):
         """A coding event: the method says what to keep, then the n oldest recent tokens are written down."""
-        index = self.method.keep(self, state)
-        for part in (self.k, self.v):
-            if index is not None:
-                part.pin(index, self.first)
-            part.code(n, self.first)
-        self.first += n
+        index = self.method.keep(self, part.kind, n, state)
+        if index is not None:
+            part.pin(index)
+        part.code(n)
 
 
 class KVCache:
@@ -165,13 +163,12 @@ class KVCache:
         start = self.layers[layer].length - hidden.shape[1]
         self.state = self.method.observe(self.state, layer, hidden, start)
 
-    def part_bytes(self):
-        """Bytes held by each of the three parts, keys and values of all layers together."""
+    def part_bytes(self, kinds="kv"):
+        """Bytes held by each of the three parts, of all layers' keys (kinds "k"), values ("v"), or both."""
         sums = dict.fromkeys(("pinned", "coded", "recent"), 0)
-        for layer in self.layers:
-            for part in (layer.k, layer.v):
-                for name, tensors in part.tensors().items():
-                    sums[name] += sum(t.nbytes for t in tensors)
+        for part in (getattr(layer, kind) for layer in self.layers for kind in kinds):
+            for name, tensors in part.tensors().items():
+                sums[name] += sum(t.nbytes for t in tensors)
         return sums
 
     @property

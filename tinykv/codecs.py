@@ -1,13 +1,16 @@
-"""How rows are written down: integers at their true width, three levels, or as they are. The only bit shifts live here.
+"""How rows are written down: as they are, as integers of their true width, as non-uniform levels with sparse outliers.
 
 Rows are x (B, Hkv, T, d): B sequences, Hkv KV heads, T tokens, d channels. Codes are packed along the channels, so a
 token's row is whole bytes and rows can be appended. Metadata is rounded to the precision it is stored in *before* the
-codes are computed, so encoder and decoder work on the same grid. Rounding is half to even everywhere.
+codes are computed, so encoder and decoder work on the same grid. Rounding is half to even everywhere. The only bit
+shifts live here.
 """
 import math
 from dataclasses import dataclass, fields
 
 import torch
+
+from tinykv import UserError
 
 TERNARY = 1.5  # the nominal bits of three levels; five fit a byte (1.6 bits), their entropy is log2(3) = 1.585
 
@@ -17,7 +20,7 @@ class Codes:
     """Rows of one layer's keys or values, written down. Every tensor's dimension 2 runs along the tokens."""
     q: torch.Tensor  # (B, Hkv, T, bytes of a row) uint8; or (B, Hkv, T, d) in 16 bits where nothing is coded
     scale: torch.Tensor | None = None  # dynamic codes only, one a group: (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d)
-    zero: torch.Tensor | None = None  # as scale
+    zero: torch.Tensor | None = None  # as scale; codecs that treat all heads as one row have 1 in the place of Hkv
 
     def append(self, other):
         """These codes followed by others of the same codec. Only the last may end in a group that is not full."""
@@ -28,6 +31,20 @@ class Codes:
     def nbytes(self):
         """Bytes really held."""
         return sum(t.nbytes for t in (getattr(self, f.name) for f in fields(self)) if t is not None)
+
+
+@dataclass
+class SparseCodes(Codes):
+    """Codes, and the outliers among the numbers as they are: token by token, within a token sequence by sequence."""
+    end: torch.Tensor | None = None  # (B, 1, T, 1) int32: where each token's outliers end in the two lists
+    value: torch.Tensor | None = None  # (outliers) in 16 bits
+    channel: torch.Tensor | None = None  # (outliers) int16, counted over all heads
+
+    def append(self, other):
+        codes = Codes.append(Codes(self.q, self.scale, self.zero), Codes(other.q, other.scale, other.zero))
+        return SparseCodes(codes.q, codes.scale, codes.zero,
+                           torch.cat([self.end, other.end + len(self.value)], dim=2),
+                           torch.cat([self.value, other.value]), torch.cat([self.channel, other.channel]))
 
 
 def row_bytes(width, bits):
@@ -83,10 +100,31 @@ def unpack(packed, bits, n):
     return ((words[..., None] >> shifts) & (2 ** int(bits) - 1)).to(torch.uint8).flatten(-2)[..., :n]  # (..., n)
 
 
-class Exact:
+class Codec:
+    """How one layer's keys, or values, are written down: `encode` and `decode`, and tables learned beforehand."""
+    tables = ()  # the names of the attributes that hold those; each a tensor, or None as long as nothing is learned
+
+    def encode(self, x, skip=None):
+        """x (B, Hkv, T, d) -> Codes. skip (B, Hkv, T) is True at rows that are kept elsewhere: they must not matter."""
+        raise NotImplementedError
+
+    def decode(self, codes):
+        """Codes -> (B, Hkv, T, d)."""
+        raise NotImplementedError
+
+    def learned(self):
+        """{name: tensor}"""
+        return {name: getattr(self, name) for name in self.tables if getattr(self, name) is not None}
+
+    @property
+    def offline_bytes(self):
+        """Bytes learned once and shared by all texts."""
+        return sum(t.nbytes for t in self.learned().values())
+
+
+class Exact(Codec):
     """16 bits: rows as they are."""
     bits = 16
-    offline_bytes = 0
 
     def encode(self, x, skip=None):
         return Codes(x.clone())  # a copy: a view would hold on to the rows around it
@@ -98,11 +136,11 @@ class Exact:
 FORMULAS = ("offset", "integer-zero")
 
 
-class Affine:
+class Affine(Codec):
     """b-bit integers, or three levels, with one scale and one zero point a group.
 
     axis "token": a group is `group` consecutive channels of one token. axis "channel": `group` consecutive tokens of
-    one channel; the last group of a text may be shorter. Dynamic unless `fix` has been told the range beforehand;
+    one channel; the last group of a text may be shorter. Dynamic, or static with a range that `fix` is told beforehand:
     static "channel" has one group a channel, and static "token" one range a channel group, shared by all tokens.
 
     formula "offset": the zero point is the minimum itself, a real number (KIVI, SKVQ):
@@ -114,26 +152,29 @@ class Affine:
     channel group of one token, back as 0.1.
     """
 
-    def __init__(self, bits, width, axis="token", group=None, formula="offset"):
+    tables = ("scale", "zero")  # static only: (Hkv, 1, d/G, 1) or (Hkv, 1, 1, d)
+
+    def __init__(self, bits, width, axis="token", group=None, formula="offset", static=False):
         if bits not in (1, TERNARY, 2, 3, 4, 5, 6, 7, 8):
             raise ValueError(f"bits must be 1, 1.5 (three levels), 2 to 8 or 16; got {bits}")
         if group is not None and group < 1:
             raise ValueError(f"a group has at least 1 member; got group size {group}")
         if axis == "token" and width % (group or width):
             raise ValueError(f"group size {group} does not divide the {width} channels of a head")
-        self.bits, self.width, self.axis, self.formula = bits, width, axis, formula
+        self.bits, self.width, self.axis, self.formula, self.static = bits, width, axis, formula, static
         self.group = group or (width if axis == "token" else None)  # None: all tokens at hand
+        if static and axis == "channel":
+            self.group = None
         self.levels = 2 if bits == TERNARY else 2 ** bits - 1
-        self.scale = self.zero = None  # static only: (Hkv, 1, d/G, 1) or (Hkv, 1, 1, d)
+        self.scale = self.zero = None
 
     def fix(self, lo, hi):
-        """Make it static: lo, hi (Hkv, d) are the smallest and largest value of each channel."""
+        """Learn a static grid: lo, hi (Hkv, d) are the smallest and largest value of each channel."""
         if self.axis == "token":
             lo = lo.unflatten(-1, (-1, self.group)).amin(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
             hi = hi.unflatten(-1, (-1, self.group)).amax(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
         else:
             lo, hi = lo[:, None, None], hi[:, None, None]  # (Hkv, 1, 1, d)
-            self.group = None
         self.scale, self.zero = self._grid(lo, hi)
 
     def _grid(self, lo, hi):
@@ -152,17 +193,18 @@ class Affine:
         return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))
 
     def encode(self, x, skip=None):
-        """x (B, Hkv, T, d); skip (B, Hkv, T) is True at rows whose values must not stretch a group's range."""
+        if self.static and self.scale is None:
+            raise UserError("a static grid is not learned yet; call the method's `calibrate` first")
         T = x.shape[2]
         g = self._groups(x.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
         scale, zero = self.scale, self.zero
-        if scale is None:
+        if not self.static:
             scale, zero = self._grid(*self._range(g, T, skip))
         s, z = scale.float(), zero.float()
         code = (g - z).div_(s).round_() if self.formula == "offset" else (g / s).round_().add_(z)
         code = code.clamp_(0, self.levels).to(torch.uint8)
         code = code.flatten(-2) if self.axis == "token" else code.flatten(2, 3)[:, :, :T]  # (B, Hkv, T, d)
-        return Codes(pack(code, self.bits), *((None, None) if self.scale is not None else (scale, zero)))
+        return Codes(pack(code, self.bits), *((None, None) if self.static else (scale, zero)))
 
     def _range(self, g, T, skip):
         """Smallest and largest value of each group, skipped and filled-up rows left out. All skipped: 0 and 0."""
@@ -183,12 +225,89 @@ class Affine:
         code = unpack(codes.q, self.bits, self.width)  # (B, Hkv, T, d) uint8
         T = code.shape[2]
         g = self._groups(code.float())  # as in encode
-        scale, zero = (codes.scale, codes.zero) if self.scale is None else (self.scale, self.zero)
+        scale, zero = (self.scale, self.zero) if self.static else (codes.scale, codes.zero)
         s, z = scale.float(), zero.float()
         x = g.mul_(s).add_(z) if self.formula == "offset" else g.sub_(z).mul_(s)
         return x.flatten(-2) if self.axis == "token" else x.flatten(2, 3)[:, :, :T]
 
-    @property
-    def offline_bytes(self):
-        """Bytes learned once and shared by all texts."""
-        return 0 if self.scale is None else self.scale.nbytes + self.zero.nbytes
+
+class NonUniform(Codec):
+    """KVQuant's code: the nearest of 2**b levels that are learned, in a normalized range, and sparse exact outliers.
+
+    All heads of a token are one row of h channels. A layer's keys, or values, share one table of levels in [-1, 1]:
+        x' = (x - mid) / half,  code = the nearest level's number,  x'' = half * level + mid
+    axis "channel" (keys): mid and half are static, of each channel; an outlier is what lies beyond them.
+    axis "token" (values): mid and half are the token's own; the round(outliers * h) numbers that lie furthest from its
+    median are outliers, and the range is that of the others.
+    """
+    tables = ("levels", "mid", "half")  # (2**b); static only: (h), (h)
+
+    def __init__(self, bits, heads, width, axis, outliers):
+        if bits not in range(1, 9):
+            raise ValueError(f"non-uniform levels take 1 to 8 bits, or 16 for no levels; got {bits:g}")
+        self.bits, self.width, self.channels, self.axis, self.outliers = int(bits), width, heads * width, axis, outliers
+        self.levels = self.mid = self.half = None
+
+    def fix(self, lo, hi):
+        """Learn the static range: lo and hi (h), the smallest and largest value of each channel that is no outlier."""
+        lo, hi = lo.clamp(-65504, 65504), hi.clamp(-65504, 65504)
+        self.mid, self.half = ((lo + hi) / 2).half(), ((hi - lo) / 2).clamp(min=1e-5).half()
+
+    def normalize(self, x, skip=None):
+        """x (B, Hkv, T, d) -> x' (B, T, h), outliers (B, T, h) or None, mid and half ((h), or (B, T, 1) and fp16)."""
+        x = x.float().transpose(1, 2).flatten(2)  # (B, T, h)
+        if skip is not None:
+            skip = skip.transpose(1, 2).repeat_interleave(self.width, dim=2)  # (B, T, h)
+        if self.axis == "channel":
+            mid, half, out = self.mid, self.half, None
+            if self.outliers:
+                out = (x - mid.float()).abs() > half.float()  # (B, T, h)
+        else:
+            mid, half, out = self._range_of_tokens(x, skip)
+        if out is not None and skip is not None:
+            out &= ~skip
+        return (x - mid.float()) / half.float(), out, mid, half
+
+    def _range_of_tokens(self, x, skip):
+        """mid and half (B, T, 1), and outliers (B, T, h) or None, of the channels that are not skipped."""
+        count, out = round(self.outliers * self.channels), None
+        gone = torch.zeros_like(x, dtype=torch.bool) if skip is None else skip  # (B, T, h)
+        if count:
+            median = x.masked_fill(gone, float("nan")).nanmedian(-1, keepdim=True).values  # (B, T, 1)
+            distance = (x - median).abs().masked_fill(gone, -1).nan_to_num(-1)  # (B, T, h)
+            order = distance.sort(dim=-1, descending=True, stable=True).indices[..., :count]  # (B, T, count)
+            out = torch.zeros_like(gone).scatter_(-1, order, True)
+            gone = gone | out
+        lo = x.masked_fill(gone, float("inf")).amin(-1, keepdim=True).nan_to_num(posinf=0)  # (B, T, 1)
+        hi = x.masked_fill(gone, float("-inf")).amax(-1, keepdim=True).nan_to_num(neginf=0)
+        return ((lo + hi) / 2).half(), ((hi - lo) / 2).clamp(min=1e-5).half(), out
+
+    def encode(self, x, skip=None):
+        if self.levels is None:
+            raise UserError("the levels are not learned yet; call the method's `calibrate` first")
+        normal, out, mid, half = self.normalize(x, skip)
+        levels = self.levels.float()
+        code = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)  # (B, T, h)
+        q = pack(code, self.bits)[:, None]  # (B, 1, T, bytes)
+        scale, zero = (None, None) if self.axis == "channel" else (half[:, None], mid[:, None])  # (B, 1, T, 1) both
+        if not self.outliers:
+            return Codes(q, scale, zero)
+        if out is None:
+            out = torch.zeros_like(normal, dtype=torch.bool)
+        out = out.transpose(0, 1)  # (T, B, h)
+        end = out.sum(-1).flatten().cumsum(0).view(out.shape[:2]).T[:, None, :, None]  # (B, 1, T, 1)
+        value = x.transpose(1, 2).flatten(2).transpose(0, 1)[out]  # (outliers)
+        channel = out.nonzero()[:, 2].to(torch.int16)  # (outliers)
+        return SparseCodes(q, scale, zero, end.to(torch.int32).contiguous(), value, channel)
+
+    def decode(self, codes):
+        """-> (B, Hkv, T, d) fp32."""
+        code = unpack(codes.q[:, 0], self.bits, self.channels)  # (B, T, h)
+        mid, half = (self.mid, self.half) if self.axis == "channel" else (codes.zero[:, 0], codes.scale[:, 0])
+        x = self.levels.float()[code.long()] * half.float() + mid.float()  # (B, T, h)
+        if self.outliers and len(codes.value):
+            end = codes.end[:, 0, :, 0].T.flatten()  # (T * B)
+            row = torch.searchsorted(end, torch.arange(len(codes.value), device=end.device), right=True)  # (outliers)
+            B = len(x)
+            x[row % B, row // B, codes.channel.long()] = codes.value.float()
+        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)

@@ -78,8 +78,8 @@ def read(model, tokens, cache):
     """The final hidden states (B, T, D): in one forward, or in chunks that end where the method codes a block."""
     if cache.protocol == "paper":
         return model.hidden(tokens, cache)
-    first = cache.method.recent + cache.method.block
-    chunks = [tokens[:, :first], *tokens[:, first:].split(cache.method.block, dim=1)]
+    first = cache.method.recent + cache.method.chunk
+    chunks = [tokens[:, :first], *tokens[:, first:].split(cache.method.chunk, dim=1)]
     return torch.cat([model.hidden(chunk, cache) for chunk in chunks if chunk.numel()], dim=1)
 
 
@@ -115,11 +115,12 @@ def count_bits(result, cache, tokens):
     """Bits for each cached number, from the bytes that are really held."""
     B, T = tokens.shape
     config = cache.config
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # of one token
-    held = cache.part_bytes()
+    numbers = config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # of one token's keys, or values
     result.cache_bytes = max(result.cache_bytes, cache.nbytes // B)
-    result.bits = 8 * cache.nbytes / (B * T * numbers)
-    coded = cache.layers[0].first  # tokens
-    per_token = 8 * held["coded"] / (B * coded * numbers) if coded else 16.0
-    fixed = 8 * (held["pinned"] + held["recent"]) / (B * numbers) if coded else 0.0
-    result.bits_far = per_token + fixed / FAR
+    result.bits = 8 * cache.nbytes / (2 * B * T * numbers)
+    result.bits_far = 0.0
+    for kind in ("k", "v"):
+        held, coded = cache.part_bytes(kind), getattr(cache.layers[0], kind).first  # coded: tokens
+        per_token = 8 * held["coded"] / (B * coded * numbers) if coded else 16.0
+        fixed = 8 * (held["pinned"] + held["recent"]) / (B * numbers) if coded else 0.0
+        result.bits_far += (per_token + fixed / FAR) / 2

@@ -3,10 +3,12 @@
 Keep: which tokens stay in full precision for good? Code: how is every other token written down? When: how long does a
 fresh token stay exact, and how many are coded at a time?
 """
+import math
+
 import torch
 
-from tinykv.calibrate import kv_ranges
-from tinykv.schemes import Scheme
+from tinykv import UserError
+from tinykv.schemes import new_scheme
 
 
 class Method:
@@ -14,13 +16,21 @@ class Method:
     is in the cache and in the `state` that `observe` hands on, so one method serves any number of caches.
 
     A subclass's settings are its constructor's keyword arguments, with the paper's values as defaults; the command line
-    offers them under the same names, with `-` for `_`.
+    offers them under the same names, with `-` for `_`. `**name` in a constructor stands for its parent's settings.
     """
+    codecs = ()  # per layer {"k": Codec, "v": Codec}
     rope = "post"  # keys are stored after RoPE ("post"), or before it and rotated on reading ("pre")
     recent = 0  # tokens that stay exact (protocol stream)
     block = 1  # tokens coded at a time (protocol stream)
+    v_block = None  # values coded at a time, where that is another number
+    preserve = 0  # tokens kept, for the table
     compare = ()  # names of methods to show beside this one when it is asked for alone
-    needs_calibration = False  # True: `calibrate` has to be called before the first use
+    needs_calibration = False  # True: `calibrate`, or `restore`, has to be called before the first use
+
+    @property
+    def chunk(self):
+        """A stream may arrive in chunks of this many tokens, the first `recent` longer, as if token by token."""
+        return math.gcd(self.block, self.v_block or self.block)
 
     def calibrate(self, model, windows, progress=None):
         """Learn from calibration windows (W, T) whatever is needed before the first text.
@@ -32,26 +42,40 @@ class Method:
         """Look at the output of block `layer`, hidden (B, T, D), for tokens from position `start` on -> new state."""
         return state
 
-    def keep(self, cache, state):
-        """Positions to keep in this layer from now on: (B, 1 or Hkv, n), -1 for an empty slot, or None for none.
+    def keep(self, cache, kind, n, state):
+        """Positions to keep from now on: (B, 1 or Hkv, slots), -1 for an empty slot, or None for no change.
 
-        Asked when tokens are about to be coded. cache is the `LayerCache`: every position that is pinned now, or
-        recent (from `cache.first` up to `cache.length`), can be kept.
+        Asked when the n oldest recent tokens of this layer's keys (kind "k"), then of its values (kind "v"), are about
+        to be coded. cache is the `LayerCache`: whatever is pinned now or recent can be kept.
         """
         return None
 
     def encode(self, layer, kind, rows, skip):
         """rows (B, Hkv, T, d) of kind "k" or "v"; skip (B, Hkv, T) marks pinned rows, or is None -> Codes."""
-        raise NotImplementedError
+        return self.codecs[layer][kind].encode(rows, skip)
 
     def decode(self, layer, kind, codes):
         """Codes -> rows (B, Hkv, T, d)."""
-        raise NotImplementedError
+        return self.codecs[layer][kind].decode(codes)
 
     @property
     def offline_bytes(self):
         """Bytes of tables learned once and shared by all texts."""
-        return 0
+        return sum(codec.offline_bytes for layer in self.codecs for codec in layer.values())
+
+    def learned(self):
+        """What `calibrate` found, as tensors with names, to be saved."""
+        return {f"{i}.{kind}.{name}": table for i, layer in enumerate(self.codecs)
+                for kind, codec in layer.items() for name, table in codec.learned().items()}
+
+    def restore(self, learned):
+        """Take over what `learned` gave, instead of calibrating."""
+        for i, layer in enumerate(self.codecs):
+            for kind, codec in layer.items():
+                prefix = f"{i}.{kind}."
+                for key in learned:
+                    if key.startswith(prefix):
+                        setattr(codec, key.removeprefix(prefix), learned[key])
 
     def describe(self):
         """One line for the user: what was chosen or found."""
@@ -59,31 +83,32 @@ class Method:
 
 
 def first_tokens(cache, n):
-    """What `keep` returns to keep the first n tokens, or all where there are fewer: (B, 1, n)."""
+    """What `keep` returns to keep the first n tokens, or all where there are fewer: (B, 1, n), or None for none."""
+    if n == 0:
+        return None
     rows = cache.k.recent  # (B, Hkv, r, d)
     return torch.arange(min(n, cache.length), device=rows.device).expand(len(rows), 1, -1)
+
+
+def at_least(least, **settings):
+    """UserError if a setting is below what it can be."""
+    for name, value in settings.items():
+        if value < least:
+            raise UserError(f"{name.replace('_', ' ')} must be at least {least}; got {value}")
 
 
 class SchemeMethod(Method):
     """A method whose codec is any of the schemes, and whose own idea is what to keep."""
 
-    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None, rope=None,
-                 formula="offset"):
+    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None, rope=None, formula=None,
+                 outliers=None, sensitivity=None, q_norm=None):
         self.k_bits, self.v_bits = k_bits, v_bits
-        self.scheme = Scheme(config, scheme, k_bits, v_bits, group_size, rope, formula)
-        self.rope, self.block = self.scheme.rope, self.scheme.block
+        given = {"group_size": group_size, "rope": rope, "formula": formula, "outliers": outliers,
+                 "sensitivity": sensitivity, "q_norm": q_norm}
+        self.scheme = new_scheme(config, scheme, k_bits, v_bits, **{k: v for k, v in given.items() if v is not None})
+        self.codecs, self.rope, self.block = self.scheme.codecs, self.scheme.rope, self.scheme.block
         self.needs_calibration = self.scheme.static
 
     def calibrate(self, model, windows, progress=None):
         if self.scheme.static:
-            self.scheme.fit(kv_ranges(model, self, windows, progress))  # without the tokens that `keep` keeps
-
-    def encode(self, layer, kind, rows, skip):
-        return self.scheme.encode(layer, kind, rows, skip)
-
-    def decode(self, layer, kind, codes):
-        return self.scheme.decode(layer, kind, codes)
-
-    @property
-    def offline_bytes(self):
-        return self.scheme.offline_bytes
+            self.scheme.calibrate(model, self, windows, progress)  # without the tokens that `keep` keeps

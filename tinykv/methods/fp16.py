@@ -14,10 +14,4 @@ class FP16(Method):
     block = 128  # as long as the other methods' blocks: exact rows are the same in either part of the cache
 
     def __init__(self, config):
-        self.codec = Exact()
-
-    def encode(self, layer, kind, rows, skip):
-        return self.codec.encode(rows)
-
-    def decode(self, layer, kind, codes):
-        return self.codec.decode(codes)
+        self.codecs = [{"k": Exact(), "v": Exact()} for _ in range(config.num_hidden_layers)]

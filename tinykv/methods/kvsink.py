@@ -39,31 +39,42 @@ TABLE_3 = {
 class KVSink(SchemeMethod):
     compare = ("rtn", "pfn")
 
-    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None, rope=None,
-                 formula="offset", preserve=5, emergence_layer=None, outlier_channel=None):
-        super().__init__(config, k_bits, v_bits, scheme, group_size, rope, formula)
+    def __init__(self, config, preserve=5, emergence_layer=None, outlier_channel=None, **scheme):
+        super().__init__(config, **scheme)
         if preserve < 1:
             raise UserError(f"kvsink has to preserve at least 1 token; got {preserve} (rtn preserves none)")
         if (emergence_layer is None) != (outlier_channel is None):
             raise UserError("give both the emergence layer and the outlier channel, or neither")
-        self.preserve, self.source = preserve, "given"
+        self.preserve, self.source, self.search = preserve, "given", False
         self.layer, self.channel = emergence_layer, outlier_channel
         shape = (config.model_type, config.num_hidden_layers, config.hidden_size, config.intermediate_size,
                  config.num_key_value_heads, config.vocab_size, config.max_position_embeddings)
         if emergence_layer is None and shape in TABLE_3:
             (self.layer, self.channel), self.source = TABLE_3[shape], "the paper's Table 3"
         elif emergence_layer is None:
-            self.source, self.needs_calibration = None, True
+            self.source, self.search, self.needs_calibration = None, True, True
         elif not (0 <= emergence_layer < config.num_hidden_layers and 0 <= outlier_channel < config.hidden_size):
             raise UserError(f"emergence layer {emergence_layer} and channel {outlier_channel} are not in a model of "
                             f"{config.num_hidden_layers} layers and {config.hidden_size} channels")
 
     def calibrate(self, model, windows, progress=None):
-        if self.source is None:
-            found = sinks.find_outlier(model, windows)
-            self.layer, self.channel = found or (None, None)
-            self.source = "found on the calibration windows" if found else "nothing found"
+        if self.search:
+            self._found(sinks.find_outlier(model, windows))
         super().calibrate(model, windows, progress)
+
+    def _found(self, outlier):
+        self.layer, self.channel = outlier or (None, None)
+        self.source = "found on the calibration windows" if outlier else "nothing found"
+
+    def learned(self):
+        found = [self.layer, self.channel] if self.layer is not None else [-1, -1]
+        return {**super().learned(), "outlier": torch.tensor(found)} if self.search else super().learned()
+
+    def restore(self, learned):
+        super().restore(learned)
+        if self.search:
+            layer, channel = learned["outlier"].tolist()
+            self._found(None if layer < 0 else (layer, channel))
 
     def observe(self, state, layer, hidden, start):
         """state: (score, position), each (B, k): the best outliers seen so far."""
@@ -77,7 +88,7 @@ class KVSink(SchemeMethod):
         order = score.sort(dim=1, descending=True, stable=True).indices[:, :self.preserve]  # (B, k), ties: the earlier
         return score.gather(1, order), position.gather(1, order)  # (B, k) both
 
-    def keep(self, cache, state):
+    def keep(self, cache, kind, n, state):
         if self.source is None:
             raise UserError("kvsink does not know the outlier of this model yet; call its `calibrate` first")
         if self.layer is None:  # a model without outliers: PFN

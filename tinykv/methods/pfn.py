@@ -7,21 +7,16 @@ and of a dynamic channel group's range, or keeping them would protect only thems
 method here calibrates with its own kept tokens out, so pfn and kvsink differ in both their ranges and their kept rows,
 as they would in use.
 """
-from tinykv import UserError
-from tinykv.methods.base import SchemeMethod, first_tokens
+from tinykv.methods.base import SchemeMethod, at_least, first_tokens
 
 
 class PFN(SchemeMethod):
     compare = ("rtn",)
 
-    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None, rope=None,
-                 formula="offset", preserve=5):
-        super().__init__(config, k_bits, v_bits, scheme, group_size, rope, formula)
-        if preserve < 0:
-            raise UserError(f"the number of tokens to preserve must be at least 0; got {preserve}")
+    def __init__(self, config, preserve=5, **scheme):
+        super().__init__(config, **scheme)
+        at_least(0, preserve=preserve)
         self.preserve = preserve
 
-    def keep(self, cache, state):
-        if self.preserve == 0:
-            return None
-        return first_tokens(cache, self.preserve)  # (B, 1, n)
+    def keep(self, cache, kind, n, state):
+        return first_tokens(cache, self.preserve)  # (B, 1, N)
