@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, checkpoint
+from tinykv import UserError, checkpoint, figures
 from tinykv.cache import PROTOCOLS
 from tinykv.calibrate import load_learned, save_learned
 from tinykv.data import load_windows
@@ -56,6 +56,8 @@ def parser():
     p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
     p.add_argument("--json", metavar="PATH", help="also write the table as JSON")
+    p.add_argument("--plot", metavar="FILE",
+                   help="also draw perplexity against true bits, or against kept tokens if --preserve is a list (.png)")
     s = p.add_argument_group(
         "settings of the methods",
         "Defaults: see --list-methods. A list, such as --preserve 0,5,10, makes a row of each.")
@@ -88,7 +90,10 @@ SETTINGS = {
     "clip": (str, "NAME", "skvq: both, endpoint, centre or none"),
     "metadata": (str, "fp8|fp16", "skvq: scales and offsets"),
     "outliers": (float, "P", "kvquant: per cent of the numbers that are stored apart"),
-    "sensitivity": (str, "NAME", "kvquant: weights of the levels: fisher-range, fisher or none"),
+    "sensitivity": (str, "NAME", "what weighs. kvquant: fisher-range, fisher, none; cq, antkv: token, fisher, none"),
+    "vq": (str, "dNmM", "cq, antkv: N channels share one of M centroids"),
+    "sharing": (str, "own|layer", "cq, antkv: codebooks for each head and place, or for a layer's K and V"),
+    "anchors": (str, "N|P%", "antkv: tokens kept, a count or a share"),
     "q_norm": (str, "on|off", "kvquant: levels with the mean and deviation of the numbers"),
 }
 
@@ -150,7 +155,7 @@ def build_methods(args, config):
         for chosen in variants(cls, given):
             label = " ".join([name, *(f"{k}={figure(v, 'g')}" for k, v in chosen.items() if len(given[k]) > 1)])
             reached |= chosen.keys() if name in asked else set()
-            if "bits" in chosen:
+            if "bits" in chosen and "bits" not in settings_of(cls):
                 bits = chosen.pop("bits")
                 chosen = {"k_bits": bits, "v_bits": bits, **chosen}
             methods[label] = cls(config, **chosen), name, {**settings_of(cls), **chosen}
@@ -233,7 +238,9 @@ def check(args):
         value = getattr(args, flag)
         if value is not None and value < (2 if flag == "context" else 1):
             raise UserError(f"--{flag.replace('_', '-')} must be at least {2 if flag == 'context' else 1}; got {value}")
-    for flag in ("json", "calibration"):
+    if args.plot and Path(args.plot).suffix != ".png":
+        raise UserError(f"--plot writes a PNG; give a name that ends in .png and not {args.plot}")
+    for flag in ("json", "calibration", "plot"):
         value = getattr(args, flag)
         if value and not Path(value).absolute().parent.is_dir():
             raise UserError(f"--{flag} {value}: there is no folder {Path(value).parent}")
@@ -269,6 +276,8 @@ def run(args):
     rows = rows_of(methods, results, args.protocol)
     print()
     print_table(rows)
+    if args.plot:
+        figures.perplexity(rows, args.plot)
     if args.json:
         table = {"rows": rows, "model": args.model, "data": args.data, "context": context, "windows": args.windows,
                  "seed": args.seed, "versions": {"python": platform.python_version(), "torch": torch.__version__}}

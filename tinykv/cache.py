@@ -31,22 +31,40 @@ class Part:
         self.pinned = None  # (B, Hkv, n, d): their rows
         self.coded: Codes | None = None  # tokens 0 .. C-1
         self.recent = None  # (B, Hkv, r, d): tokens C .. C+r-1
+        self.pinned_score = self.score = None  # (B, Hkv, n), (B, Hkv, r): what `attend` said of exact rows
 
     def append(self, rows):
         self.recent = rows if self.recent is None else torch.cat([self.recent, rows], dim=2)  # (B, Hkv, r + T, d)
 
+    def add_score(self, score):
+        """score (B, Hkv, S), of all tokens so far: what it says of those that are exact is added up."""
+        new = score[:, :, self.first:]  # (B, Hkv, r)
+        self.score = new if self.score is None else torch.nn.functional.pad(
+            self.score, (0, new.shape[-1] - self.score.shape[-1])) + new
+        if self.index is not None:
+            self.pinned_score = self.pinned_score + score.gather(2, self.index.long())  # (B, Hkv, n)
+
     def pin(self, index):
         """Keep the tokens at `index` (B, 1 or Hkv, n) from now on, no others. Each must be pinned now, or recent."""
         B, Hkv, r, d = self.recent.shape
-        index = index.expand(B, -1, -1)
-        fresh = (index - self.first).clamp(0, r - 1)  # (B, h, n): where the row is among the recent ones
-        rows = self.recent.gather(2, fresh.long()[..., None].expand(B, Hkv, -1, d))  # (B, Hkv, n, d)
+        index = index.expand(B, -1, -1)  # (B, h, n)
+        at, fresh = (index - self.first).clamp(0, r - 1).long(), None  # (B, h, n): where it is among the recent rows
         if self.index is not None:
-            old = index[..., :, None] == self.index[..., None, :]  # (B, h, n, n before)
-            slot = old.int().argmax(-1)  # (B, h, n)
-            kept = self.pinned.gather(2, slot[..., None].expand(B, Hkv, -1, d))  # (B, Hkv, n, d)
-            rows = torch.where(((index < self.first) & old.any(-1))[..., None], kept, rows)
-        self.index, self.pinned = index.to(torch.int32), rows
+            before = index[..., :, None] == self.index[..., None, :]  # (B, h, n, n before)
+            slot, fresh = before.int().argmax(-1), (index >= self.first) | ~before.any(-1)  # (B, h, n) both
+
+        def take(recent, pinned):  # (B, Hkv, r, d), (B, Hkv, n before, d) -> (B, Hkv, n, d)
+            rows = recent.gather(2, at[..., None].expand(B, Hkv, -1, recent.shape[-1]))
+            if fresh is None:
+                return rows
+            kept = pinned.gather(2, slot[..., None].expand(B, Hkv, -1, recent.shape[-1]))
+            return torch.where(fresh[..., None], rows, kept)
+
+        self.pinned = take(self.recent, self.pinned)
+        if self.score is not None:
+            old = None if self.index is None else self.pinned_score[..., None]
+            self.pinned_score = take(self.score[..., None], old)[..., 0]
+        self.index = index.to(torch.int32)
 
     def code(self, n):
         """Write down the n oldest recent tokens; pinned ones among them do not stretch the range of a group."""
@@ -54,6 +72,8 @@ class Part:
         codes = self.method.encode(self.layer, self.kind, rows, skip)
         self.coded = codes if self.coded is None else self.coded.append(codes)
         self.recent = self.recent[:, :, n:].clone()  # a copy, so that the coded rows are let go
+        if self.score is not None:
+            self.score = self.score[:, :, n:].clone()
         self.first += n
 
     def is_pinned(self, n):
@@ -79,9 +99,9 @@ class Part:
 
     def tensors(self):
         """What is held, by part."""
-        return {"pinned": [t for t in (self.index, self.pinned) if t is not None],
+        return {"pinned": [t for t in (self.index, self.pinned, self.pinned_score) if t is not None],
                 "coded": [] if self.coded is None else [self.coded],
-                "recent": [] if self.recent is None else [self.recent]}
+                "recent": [t for t in (self.recent, self.score) if t is not None]}
 
 
 class LayerCache:
@@ -95,10 +115,15 @@ class LayerCache:
     def update(self, q, k, v, positions, state):
         """New q (B, H, T, d), k and v (B, Hkv, T, d), before RoPE -> K and V (B, Hkv, S, d) of all, K rotated."""
         self.append(k, v, positions)
+        K, V = self.read()  # (B, Hkv, S, d): the new rows exact
+        scores = self.method.attend(self, q, K, positions)  # (B, Hkv, S) twice, or None
+        if scores is not None:
+            self.k.add_score(scores[0])
+            self.v.add_score(scores[1])
         if self.protocol == "paper":
             for part in (self.k, self.v):
                 self.code(part, self.length, state)
-        K, V = self.read()  # (B, Hkv, S, d)
+            K, V = self.read()  # (B, Hkv, S, d): the new rows as their codes
         if self.protocol == "stream":
             for part, block in ((self.k, self.method.block), (self.v, self.method.v_block or self.method.block)):
                 due = self.length - part.first - self.method.recent

@@ -1,4 +1,4 @@
-"""How rows are written down: as they are, as integers of their true width, as non-uniform levels with sparse outliers.
+"""How rows are written down: as they are, as integers, as non-uniform levels with sparse outliers, as codebooks.
 
 Rows are x (B, Hkv, T, d): B sequences, Hkv KV heads, T tokens, d channels. Codes are packed along the channels, so a
 token's row is whole bytes and rows can be appended. Metadata is rounded to the precision it is stored in *before* the
@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from tinykv import UserError
+from tinykv.kmeans import nearest
 
 TERNARY = 1.5  # the nominal bits of three levels; five fit a byte (1.6 bits), their entropy is log2(3) = 1.585
 
@@ -52,52 +53,41 @@ def row_bytes(width, bits):
     return math.ceil(width / 5) if bits == TERNARY else math.ceil(width * bits / 8)
 
 
-def _word(bits):
-    """How codes fill bytes evenly: (codes, bytes) of the smallest word. 2 bits: 4 codes a byte; 3 bits: 8 in 3."""
+def _places(bits):
+    """The value of each code's place in a byte that holds whole codes: 1, 3, 9, 27, 81 for three levels; or None."""
     if bits == TERNARY:
-        return 5, 1
-    common = math.gcd(int(bits), 8)
-    return 8 // common, int(bits) // common
-
-
-def _weights(bits, device):
-    """The value of each code's place in a word: 1, 3, 9, ... for three levels, else powers of 2**bits. (codes)"""
-    n, _ = _word(bits)
-    base = 3 if bits == TERNARY else 2 ** int(bits)
-    return base ** torch.arange(n, device=device)
+        return [3 ** i for i in range(5)]
+    return [2 ** (int(bits) * i) for i in range(8 // int(bits))] if 8 % bits == 0 else None
 
 
 def pack(codes, bits):
-    """codes (..., n) integers below 2**bits (below 3 if ternary) -> (..., row_bytes(n, bits)) uint8."""
-    n = codes.shape[-1]
-    per, size = _word(bits)
-    codes = torch.nn.functional.pad(codes, (0, -n % per))  # (..., n rounded up to whole words)
-    if size == 1:  # a word is a byte: the sum cannot exceed 255
-        words = codes.to(torch.uint8).unflatten(-1, (-1, per))  # (..., words, per)
-        packed = words[..., 0].clone()  # (..., words)
-        for i, weight in enumerate(_weights(bits, "cpu").tolist()[1:], start=1):
-            packed += words[..., i] * weight
-        return packed
-    words = (codes.long().unflatten(-1, (-1, per)) * _weights(bits, codes.device)).sum(-1)  # (..., words)
-    shifts = 8 * torch.arange(size, device=codes.device)  # (size)
-    packed = ((words[..., None] >> shifts) & 255).to(torch.uint8).flatten(-2)  # (..., words * size)
-    return packed[..., :row_bytes(n, bits)].contiguous()
+    """codes (..., n) integers below 2**bits (below 3 if ternary) -> (..., row_bytes(n, bits)) uint8, low bits first."""
+    n, places = codes.shape[-1], _places(bits)
+    if places is None:  # a code may lie across bytes: bit by bit
+        every = (codes.int()[..., None] >> torch.arange(int(bits), device=codes.device)) & 1  # (..., n, bits)
+        return pack(every.flatten(-2), 1)
+    codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -n % len(places)))  # (..., n rounded up to whole bytes)
+    codes = codes.unflatten(-1, (-1, len(places)))  # (..., bytes, codes of a byte)
+    packed = codes[..., 0].clone()  # (..., bytes)
+    for i, place in enumerate(places[1:], start=1):
+        packed += codes[..., i] * place
+    return packed
 
 
 def unpack(packed, bits, n):
-    """(..., row_bytes(n, bits)) uint8 -> the n codes (..., n) uint8."""
-    per, size = _word(bits)
-    if size == 1:
-        if bits == TERNARY:
-            digits = [packed // weight % 3 for weight in _weights(bits, "cpu").tolist()]
-        else:
-            digits = [(packed >> int(bits) * i) & (2 ** int(bits) - 1) for i in range(per)]
-        return torch.stack(digits, dim=-1).flatten(-2)[..., :n]  # (..., n)
-    packed = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size))
-    words = packed.long().unflatten(-1, (-1, size))  # (..., words, size)
-    words = (words << 8 * torch.arange(size, device=packed.device)).sum(-1)  # (..., words)
-    shifts = int(bits) * torch.arange(per, device=packed.device)  # (per)
-    return ((words[..., None] >> shifts) & (2 ** int(bits) - 1)).to(torch.uint8).flatten(-2)[..., :n]  # (..., n)
+    """(..., row_bytes(n, bits)) uint8 -> the n codes (..., n): uint8, or int16 if they have more than 8 bits."""
+    places = _places(bits)
+    if places is None:
+        every = unpack(packed, 1, n * int(bits)).unflatten(-1, (n, int(bits)))  # (..., n, bits)
+        codes = torch.zeros(every.shape[:-1], dtype=torch.uint8 if bits <= 8 else torch.int16, device=packed.device)
+        for i in range(int(bits)):
+            codes |= every[..., i].to(codes.dtype) << i
+        return codes  # (..., n)
+    if bits == TERNARY:
+        digits = [packed // place % 3 for place in places]
+    else:
+        digits = [(packed >> int(bits) * i) & (2 ** int(bits) - 1) for i in range(len(places))]
+    return torch.stack(digits, dim=-1).flatten(-2)[..., :n]  # (..., n)
 
 
 class Codec:
@@ -311,3 +301,35 @@ class NonUniform(Codec):
             B = len(x)
             x[row % B, row // B, codes.channel.long()] = codes.value.float()
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
+
+
+class Codebook(Codec):
+    """Vector quantization, "d{n}m{m}": of each n channels the number of the nearest of m centroids, log2(m) bits.
+
+    All heads of a token are one packed row. There is a book of centroids for each KV head and each of the d/n places
+    in it, or a single one for all (`shared`).
+    """
+    tables = ("centroids",)  # (Hkv * d/n, m, n) in 16 bits, or (1, m, n)
+
+    def __init__(self, n, m, heads, width):
+        self.n, self.m, self.width, self.places = n, m, width, heads * width // n
+        self.bits = m.bit_length() - 1  # of a number
+        self.centroids = None
+
+    def vectors(self, x):
+        """x (B, Hkv, T, d) -> (places, B * T, n) fp32."""
+        return x.float().transpose(1, 2).unflatten(-1, (-1, self.n)).flatten(2, 3).flatten(0, 1).transpose(0, 1)
+
+    def encode(self, x, skip=None):
+        if self.centroids is None:
+            raise UserError("the codebooks are not learned yet; call the method's `calibrate` first")
+        books = self.centroids.float().expand(self.places, -1, -1)  # (places, m, n)
+        number = nearest(self.vectors(x).contiguous(), books)  # (places, B * T)
+        q = pack(number.T.unflatten(0, (len(x), -1)), self.bits)  # (B, T, bytes)
+        return Codes(q[:, None])  # (B, 1, T, bytes)
+
+    def decode(self, codes):
+        number = unpack(codes.q[:, 0], self.bits, self.places).long()  # (B, T, places)
+        at = torch.arange(self.places, device=number.device) % len(self.centroids)  # (places): the book of each place
+        x = self.centroids[at, number]  # (B, T, places, n)
+        return x.flatten(-2).unflatten(-1, (-1, self.width)).transpose(1, 2).float()  # (B, Hkv, T, d)

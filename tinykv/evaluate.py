@@ -123,4 +123,7 @@ def count_bits(result, cache, tokens):
         held, coded = cache.part_bytes(kind), getattr(cache.layers[0], kind).first  # coded: tokens
         per_token = 8 * held["coded"] / (B * coded * numbers) if coded else 16.0
         fixed = 8 * (held["pinned"] + held["recent"]) / (B * numbers) if coded else 0.0
+        if cache.method.keeps_share and coded:  # what is pinned grows with the text
+            fixed -= 8 * held["pinned"] / (B * numbers)
+            per_token += 8 * held["pinned"] / (B * T * numbers)
         result.bits_far += (per_token + fixed / FAR) / 2

@@ -1,21 +1,21 @@
-"""Weighted k-means, many problems at a time: SKVQ's channels, KVQuant's levels.
+"""Weighted k-means, many problems at a time: SKVQ's channels, KVQuant's levels, the codebooks of CQ and AnTKV.
 
 Everything is torch and batched over the problems, so it runs where the points are. Distances are computed in tiles:
 memory is bounded by `TILE` numbers, whatever the number of points.
 """
 import torch
 
-TILE = 2 ** 24  # distances held at once
+TILE = 2 ** 20  # distances held at once; on a CPU they then stay in its cache
 
 
-def kmeans(points, k, weights=None, iterations=50, tries=1, seed=0):
+def kmeans(points, k, weights=None, iterations=25, tries=1, seed=0):
     """The k centres with the smallest weighted squared distance, as found from k-means++ starts.
 
     points (P, N, n): P independent problems of N points; weights (P, N), 1 where not given. Returns centres (P, k, n),
-    of the best of `tries` starts for each problem. A centre that loses all its points moves to the point that has the
-    largest weighted distance. An integer weight is the same as that many copies of the point beside it.
+    of the best of `tries` starts for each problem. A centre that loses all its points moves to the point that is
+    furthest from its own. An integer weight is the same as that many copies of the point beside it.
     """
-    points = points.float()
+    points = points.float().contiguous()
     weights = torch.ones_like(points[..., 0]) if weights is None else weights.float()
     dice = torch.Generator().manual_seed(seed)
     best = best_loss = None
@@ -26,7 +26,7 @@ def kmeans(points, k, weights=None, iterations=50, tries=1, seed=0):
             if torch.equal(moved, centres):
                 break
             centres = moved
-        loss = (nearest(points, centres)[1] * weights).sum(1)  # (P)
+        loss = (distance(points, centres, nearest(points, centres)) * weights).sum(1)  # (P)
         if best is None:
             best, best_loss = centres, loss
         better = loss < best_loss  # (P)
@@ -35,35 +35,54 @@ def kmeans(points, k, weights=None, iterations=50, tries=1, seed=0):
 
 
 def plus_plus(points, k, weights, dice):
-    """k-means++ start (P, k, n): each next centre is a point drawn with odds weight * squared distance so far."""
+    """k-means++ start (P, k, n): centres are points, drawn with odds weight * squared distance to those drawn so far.
+
+    One at a time at first, then an eighth of what there is in each round, or 4,096 centres would take 4,096 rounds.
+    """
     P, N, n = points.shape
-    odds, centres = weights, []  # (P, N)
-    distance = torch.full_like(weights, float("inf"))  # (P, N): to the nearest centre so far
-    for u in torch.rand(k, P, generator=dice).to(points.device):
+    odds, centres = weights, points[:, :0]  # (P, N), (P, 0, n)
+    least = torch.full_like(weights, float("inf"))  # (P, N): squared distance to the nearest centre so far
+    while centres.shape[1] < k:
+        count = min(max(1, centres.shape[1] // 8), k - centres.shape[1])
+        u = torch.rand(P, count, generator=dice).to(points.device)
         sums = odds.double().cumsum(1)  # (P, N)
-        pick = torch.searchsorted(sums, sums[:, -1:] * u[:, None], right=True).clamp(max=N - 1)  # (P, 1)
-        centres.append(points.gather(1, pick[..., None].expand(P, 1, n)))  # (P, 1, n)
-        distance = torch.minimum(distance, (points - centres[-1]).pow(2).sum(-1))
-        odds = weights * distance
-    return torch.cat(centres, dim=1)
+        pick = torch.searchsorted(sums, sums[:, -1:] * u, right=True).clamp(max=N - 1)  # (P, count)
+        new = points.gather(1, pick[..., None].expand(P, count, n))  # (P, count, n)
+        least = torch.minimum(least, distance(points, new, nearest(points, new)))
+        odds, centres = weights * least, torch.cat([centres, new], dim=1)
+    return centres
 
 
 def nearest(points, centres):
-    """The number of each point's nearest centre, ties to the first, and its squared distance: (P, N) both."""
-    size = max(1, TILE // (len(points) * centres.shape[1] * centres.shape[2]))
-    index, distance = [], []
-    for tile in points.split(size, dim=1):  # (P, tile, n)
-        square = (tile[:, :, None] - centres[:, None]).pow(2).sum(-1)  # (P, tile, k)
-        best = square.min(-1)
-        index.append(best.indices)
-        distance.append(best.values)
-    return torch.cat(index, dim=1), torch.cat(distance, dim=1)
+    """The number of each point's nearest centre. points (P, N, n), centres (P, k, n) -> (P, N)."""
+    # |x - c|^2 is smallest where x c - |c|^2 / 2 is largest: one product, with a column more
+    centres = torch.cat([centres, centres.pow(2).sum(-1, keepdim=True) / 2], dim=-1).transpose(1, 2)  # (P, n + 1, k)
+    points = torch.nn.functional.pad(points, (0, 1), value=-1.0)  # (P, N, n + 1)
+    numbers = []
+    for tile in points.split(max(1, TILE // (len(points) * centres.shape[2])), dim=1):  # (P, tile, n + 1)
+        numbers.append(argmax(tile @ centres))
+    return torch.cat(numbers, dim=1)
+
+
+def argmax(x):
+    """x.argmax(-1), for long rows: on a CPU the largest number is found many times faster than its place."""
+    if x.shape[-1] % 64 or x.shape[-1] < 1024:
+        return x.argmax(-1)
+    blocks = x.unflatten(-1, (64, -1))  # (..., 64, k/64)
+    block = blocks.amax(-1).argmax(-1)  # (...): the block that the largest is in
+    inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, blocks.shape[-1]))[..., 0, :]
+    return block * blocks.shape[-1] + inside.argmax(-1)
+
+
+def distance(points, centres, index):
+    """Squared distance (P, N) of each point to the centre of its number."""
+    return (points - centres.gather(1, index[..., None].expand_as(points))).pow(2).sum(-1)
 
 
 def lloyd(points, weights, centres):
     """One step: every centre moves to the weighted mean of the points that are nearest to it. (P, k, n)"""
     (P, N, n), k = points.shape, centres.shape[1]
-    index, distance = nearest(points, centres)
+    index = nearest(points, centres)  # (P, N)
     total = torch.zeros(P, k, dtype=torch.double, device=points.device)
     total.scatter_add_(1, index, weights.double())  # (P, k)
     sums = torch.zeros(P, k, n, dtype=torch.double, device=points.device)
@@ -71,7 +90,8 @@ def lloyd(points, weights, centres):
     moved = (sums / total[..., None]).float()  # (P, k, n)
     empty = total == 0  # (P, k)
     if empty.any():
-        worst = (distance * weights).topk(min(k, N), dim=1).indices  # (P, k): a different point for each empty centre
-        spare = worst.gather(1, (empty.cumsum(1) - 1).clamp(0, worst.shape[1] - 1))  # (P, k)
+        far = distance(points, centres, index).where(weights > 0, -1)  # (P, N)
+        far = far.topk(min(k, N), dim=1).indices  # (P, k): another point for each empty centre
+        spare = far.gather(1, (empty.cumsum(1) - 1).clamp(0, far.shape[1] - 1))  # (P, k)
         moved = torch.where(empty[..., None], points.gather(1, spare[..., None].expand(P, k, n)), moved)
     return moved

@@ -153,7 +153,7 @@ class Histogram:
         if norm:
             mean = x.sum() / count.sum()
             deviation = (square.sum() / count.sum() - mean ** 2).clamp(min=0).sqrt()
-            coded = levels[nearest((x / count)[None, :, None].float(), levels[None, :, None].float())[0][0]]  # (bins)
+            coded = levels[nearest((x / count)[None, :, None].float(), levels[None, :, None].float())[0]]  # (bins)
             coded_mean = (coded * count).sum() / count.sum()
             coded_deviation = ((coded - coded_mean).pow(2) * count).sum().div(count.sum()).sqrt()
             if coded_deviation > 0:

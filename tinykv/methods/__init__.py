@@ -1,4 +1,6 @@
 """The methods, one file each. To add one: its file, and a line here."""
+from tinykv.methods.antkv import AnTKV
+from tinykv.methods.cq import CQ
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.kivi import KIVI
 from tinykv.methods.kvquant import KVQuant
@@ -17,4 +19,6 @@ METHODS = {
     "ott": OTT,
     "skvq": SKVQ,
     "kvquant": KVQuant,
+    "cq": CQ,
+    "antkv": AnTKV,
 }

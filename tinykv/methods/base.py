@@ -24,6 +24,7 @@ class Method:
     block = 1  # tokens coded at a time (protocol stream)
     v_block = None  # values coded at a time, where that is another number
     preserve = 0  # tokens kept, for the table
+    keeps_share = False  # True: that is a share of the text, and not a number
     compare = ()  # names of methods to show beside this one when it is asked for alone
     needs_calibration = False  # True: `calibrate`, or `restore`, has to be called before the first use
 
@@ -41,6 +42,14 @@ class Method:
     def observe(self, state, layer, hidden, start):
         """Look at the output of block `layer`, hidden (B, T, D), for tokens from position `start` on -> new state."""
         return state
+
+    def attend(self, cache, q, K, positions):
+        """Look at new queries, q (B, H, T, d) before RoPE, and all keys K (B, Hkv, S, d), rotated, new ones exact.
+
+        Returns scores of the tokens as keys and as values, (B, Hkv, S) both, or None. The cache adds them up for those
+        that are exact: `score` of its parts, (B, Hkv, recent tokens), and `pinned_score`.
+        """
+        return None
 
     def keep(self, cache, kind, n, state):
         """Positions to keep from now on: (B, 1 or Hkv, slots), -1 for an empty slot, or None for no change.

@@ -156,7 +156,7 @@ class SKVQ(Method):
         for kind in ("k", "v"):
             points = torch.stack([torch.stack(layer[kind], -1).flatten(0, 1) for layer in ranges])  # (L, h, 2)
             groups = points.shape[1] // self.group_size
-            labels = nearest(points, kmeans(points, groups, tries=10))[0]  # (L, h)
+            labels = nearest(points, kmeans(points, groups, tries=10))  # (L, h)
             for layer, of_layer in zip(self.codecs, labels):
                 if isinstance(layer[kind], ClippedGroups):
                     layer[kind].regroup(of_layer)

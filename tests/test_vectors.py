@@ -1,0 +1,233 @@
+"""Vector codebooks: the codec against plain lists, what is learned, and what is refused."""
+import math
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinykv import UserError, vectors
+from tinykv.cache import KVCache
+from tinykv.calibrate import recorded
+from tinykv.codecs import Codebook, pack, unpack
+from tinykv.kmeans import kmeans
+from tinykv.methods.antkv import AnTKV
+from tinykv.methods.cq import CQ
+from tinykv.model import Llama, LlamaConfig
+from tinykv.vectors import FORMATS, VectorScheme
+
+V, D, L, H, HKV, d = 41, 32, 2, 4, 2, 8
+
+
+@lru_cache
+def tiny():
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(V, D, 48, L, H, HKV, d, 256))
+
+
+def windows(W=4, T=40, seed=0):
+    return torch.randint(0, V, (W, T), generator=torch.Generator().manual_seed(seed))
+
+
+@given(st.integers(9, 12), st.lists(st.integers(0, 4095), min_size=1, max_size=40))
+def test_wide_codes_are_packed_bit_by_bit(bits, codes):
+    codes = [c % 2 ** bits for c in codes]
+    packed = pack(torch.tensor(codes), bits)
+    number = sum(c << bits * i for i, c in enumerate(codes))
+    assert packed.tolist() == list(number.to_bytes(math.ceil(bits * len(codes) / 8), "little"))
+    assert unpack(packed, bits, len(codes)).tolist() == codes
+
+
+@st.composite
+def books(draw):
+    """A codec with random centroids, and rows for it."""
+    heads, n, places, m = (draw(st.sampled_from(x)) for x in ((1, 2, 3), (1, 2, 4), (1, 2, 3), (2, 4, 8, 512)))
+    B, T, shared = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.booleans())
+    dice = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    codec = Codebook(n, m, heads, n * places)
+    codec.centroids = torch.randn(1 if shared else heads * places, m, n, generator=dice).half()
+    return codec, torch.randn(B, heads, T, n * places, generator=dice).half()
+
+
+@given(books())
+def test_codebook_against_plain_lists(case):
+    codec, x = case
+    codes = codec.encode(x)
+    read = codec.decode(codes)
+    B, heads, T, width = x.shape
+    own = len(codec.centroids) > 1
+    assert codes.q.shape == (B, 1, T, math.ceil(heads * width // codec.n * codec.bits / 8))
+    for b, h, t, p in ((b, h, t, p) for b in range(B) for h in range(heads) for t in range(T)
+                       for p in range(width // codec.n)):
+        book = codec.centroids[h * (width // codec.n) + p if own else 0].tolist()
+        at = slice(p * codec.n, (p + 1) * codec.n)
+        row, got = x[b, h, t, at].tolist(), read[b, h, t, at].tolist()
+        assert got in book
+        far = [sum((a - c) ** 2 for a, c in zip(row, centroid)) for centroid in book]
+        assert far[book.index(got)] <= min(far) + 1e-5
+
+
+@given(books())
+def test_centroids_come_back_as_they_are(case):
+    codec, x = case
+    places, m, n = codec.centroids.expand(codec.places, -1, -1).shape
+    T = x.shape[2]
+    number = torch.randint(0, m, (T, places), generator=torch.Generator().manual_seed(0))
+    rows = codec.centroids.expand(places, -1, -1)[torch.arange(places), number]  # (T, places, n)
+    rows = rows.flatten(1).unflatten(-1, (-1, codec.width)).transpose(0, 1)[None]  # (1, heads, T, width)
+    assert torch.equal(codec.decode(codec.encode(rows)), rows.float())
+
+
+@pytest.mark.parametrize("bits, name", FORMATS.items())
+def test_the_papers_formats(bits, name):
+    config = LlamaConfig(V, 128, 48, L, 4, 2, 32, 256)
+    by_bits, by_name = VectorScheme(config, None, bits, "none", "own"), VectorScheme(config, name, None, "none", "own")
+    assert by_bits.name == by_name.name == name and by_bits.bits == bits
+    n, m = (int(x) for x in name[1:].split("m"))
+    assert bits == math.log2(m) / n
+
+
+@pytest.mark.parametrize("vq, bits", [("d3m16", None), ("d16m16", None), ("d2m12", None), ("d2m1", None),
+                                      ("d2m8192", None), ("m16d2", None), (None, 3), ("d2m16", 2), ("d0m16", None)])
+def test_formats_that_are_refused(vq, bits):
+    with pytest.raises(UserError):
+        CQ(tiny().config, vq, bits)
+
+
+def learned(sensitivity="none", sharing="own", vq="d2m8", text=None):
+    method = CQ(tiny().config, vq, sensitivity=sensitivity, sharing=sharing)
+    method.calibrate(tiny(), windows() if text is None else text)
+    return method
+
+
+def parts(gradients):
+    """{(layer, kind): (rows (Hkv, N, d), gradients)} over the calibration windows."""
+    found = {}
+    for layer, kind, rows, _, gradient in recorded(tiny(), CQ(tiny().config), windows(), gradients=gradients):
+        found.setdefault((layer, kind), []).append((rows, rows if gradient is None else gradient))
+    return {key: tuple(torch.cat(x, dim=1) for x in zip(*lists)) for key, lists in found.items()}
+
+
+def weighted_loss(x, w, book):
+    """Plain: the weighted squared distance of sub-vectors x (N, n) to a book (m, n)."""
+    return (w * (x[:, None] - book[None]).pow(2).sum(-1).amin(1)).sum().item()
+
+
+def weight_of(gradient, h, p, n, sensitivity):
+    """Weights of the sub-vectors of place p in head h, before the largest are cut. gradient (Hkv, N, d)."""
+    if sensitivity == "none":
+        return torch.ones(gradient.shape[1])
+    part = gradient[h, :, p * n:(p + 1) * n] if sensitivity == "fisher" else gradient[h]
+    return part.pow(2).sum(-1) if sensitivity == "fisher" else part.pow(2).sum(-1).sqrt()
+
+
+@pytest.mark.parametrize("sensitivity", ["fisher", "token"])
+def test_weights_serve_what_they_weigh(sensitivity):
+    """In sum over all books, the weighted error is smaller with centroids learned by these weights than by none."""
+    weighted, plain = learned(sensitivity), learned("none")
+    losses = {"weighted": [0, 0], "plain": [0, 0]}
+    for (layer, kind), (rows, gradient) in parts(True).items():
+        for h in range(HKV):
+            for p in range(d // 2):
+                x = rows[h, :, p * 2:p * 2 + 2].float()
+                w = weight_of(gradient, h, p, 2, sensitivity)
+                for name, method in (("weighted", weighted), ("plain", plain)):
+                    book = method.codecs[layer][kind].centroids[h * (d // 2) + p].float()
+                    losses[name][0] += weighted_loss(x, w / w.sum(), book)
+                    losses[name][1] += weighted_loss(x, torch.ones(len(x)) / len(x), book)
+    assert losses["weighted"][0] < 0.97 * losses["plain"][0]
+    assert losses["plain"][1] < 0.97 * losses["weighted"][1]
+
+
+@pytest.mark.parametrize("sharing", ["own", "layer"])
+def test_books_are_fixed_points(sharing):
+    """Every centroid is about the mean of the sub-vectors that are nearest to it."""
+    method = learned(sharing=sharing)
+    for (layer, kind), (rows, _) in parts(False).items():
+        books = method.codecs[layer][kind].centroids.float()
+        assert books.shape == (HKV * d // 2 if sharing == "own" else 1, 8, 2)
+        x = rows.float().unflatten(-1, (-1, 2)).permute(0, 2, 1, 3).flatten(0, 1)  # (places, N, 2)
+        x = x if sharing == "own" else x.flatten(0, 1)[None]
+        for points, book in zip(x, books):
+            near = (points[:, None] - book).pow(2).sum(-1).argmin(1)
+            for c in range(8):
+                assert torch.allclose(points[near == c].mean(0), book[c], atol=0.1)
+
+
+def test_more_channels_at_the_same_bits_lose_less():
+    """CQ's point, on channels that depend on each other: couples of channels that are nearly equal."""
+    dice = torch.Generator().manual_seed(0)
+    base = torch.randn(1, 4000, 4, generator=dice)
+    x = torch.stack([base, base + 0.1 * torch.randn(1, 4000, 4, generator=dice)], -1).flatten(2)  # (1, N, 8)
+    losses = []
+    for n, m in ((1, 2), (2, 4), (4, 16), (8, 256)):  # 1 bit each
+        points = x.unflatten(-1, (-1, n)).transpose(1, 2).flatten(0, 1)  # (8 / n, N, n)
+        book = kmeans(points, m, tries=2)
+        losses.append((points[:, :, None] - book[:, None]).pow(2).sum(-1).amin(-1).sum().item())
+    assert losses[1] < 0.8 * losses[0] and losses[2] < losses[1] and losses[3] < losses[2]
+
+
+def test_a_few_huge_weights_do_not_own_the_book():
+    """The largest thousandth of the weights is cut down to the rest."""
+    config = LlamaConfig(V, D, 48, L, H, 1, 2, 256)
+    codec, scheme = Codebook(2, 4, 1, 2), VectorScheme(config, "d2m4", None, "token", "own")
+    gradient = torch.ones(1, 2000, 2)
+    gradient[0, 7] = 1e6
+    weight = scheme._weights(codec, gradient, gradient)
+    assert weight.shape == (1, 2000) and torch.allclose(weight, torch.tensor(2.0).sqrt())
+
+
+def test_learning_holds_no_more_than_it_says(monkeypatch):
+    """A sample of the tokens, evenly spread, where there are more than SAMPLES."""
+    monkeypatch.setattr(vectors, "SAMPLES", 64)
+    method = learned()
+    numbers = 2 * L * 64 * HKV * d
+    assert method.scheme.held == 2 * numbers + 4 * numbers // 2 and method.scheme.vectors == 64
+    assert "64 vectors" in method.describe()
+
+
+def test_too_few_vectors_are_refused():
+    with pytest.raises(UserError, match="160 vectors"):
+        learned(vq="d2m256")
+    learned(vq="d2m256", sharing="layer")  # 8 places share one: 1,280
+
+
+def test_codebooks_are_counted_beside():
+    own, one = learned(), learned(sharing="layer")
+    assert own.offline_bytes == 2 * L * 8 * HKV * d * 2 and one.offline_bytes == 2 * L * 8 * 2 * 2
+    assert str(own.codecs[0]["k"].centroids.dtype) == "torch.float16"
+
+
+def test_same_seed_same_books():
+    a, b = learned("token"), learned("token")
+    assert all(torch.equal(x["k"].centroids, y["k"].centroids) for x, y in zip(a.codecs, b.codecs))
+
+
+@pytest.mark.parametrize("anchors", ["-1", "-1%", "101%", "many", "1.5", "%"])
+def test_anchors_that_are_refused(anchors):
+    with pytest.raises(UserError, match="anchors"):
+        AnTKV(tiny().config, "d2m8", anchors=anchors)
+
+
+def test_no_anchors_are_cq():
+    """With the same weights, bit for bit."""
+    a = CQ(tiny().config, "d2m8", sensitivity="token")
+    b = AnTKV(tiny().config, "d2m8", anchors="0", recent=0)
+    for method in (a, b):
+        method.calibrate(tiny(), windows())
+    text = windows(2, 30, seed=1)
+    with torch.no_grad():
+        for protocol in ("paper", "stream"):
+            assert torch.equal(*(tiny()(text, KVCache(tiny(), method, protocol)) for method in (a, b)))
+
+
+def test_the_share_of_anchors_grows_with_the_text():
+    method = AnTKV(tiny().config, "d2m8", anchors="10%", recent=4)
+    method.block = 8
+    method.calibrate(tiny(), windows())
+    cache = KVCache(tiny(), method)
+    with torch.no_grad():
+        for seen, kept in ((12, 2), (20, 2), (28, 3), (36, 4)):
+            tiny()(windows(1, 40, seed=2)[:, len(cache):seen], cache)
+            assert len(cache) == seen and all(layer.v.index.shape[-1] == kept for layer in cache.layers)
