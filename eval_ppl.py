@@ -35,7 +35,7 @@ def parser():
     p = argparse.ArgumentParser(
         description="Perplexity, answer recall and true size of the KV cache under each method, beside fp16.",
         epilog="A setting reaches every method that takes it; one that no method asked for takes is an error. "
-               "One method asked for alone is shown beside the methods it is compared with.",
+               "One method asked for alone is shown beside those it is compared with, if they can take its settings.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--model", metavar="DIR", default=str(EMBEDDED), help="a Hugging Face checkpoint folder")
     p.add_argument("--data", metavar="tales|wikitext2|c4|FILE", default="tales", help="the text, or a UTF-8 file")
@@ -153,12 +153,16 @@ def build_methods(args, config):
     methods, reached = {}, set()
     for name, cls in {"fp16": METHODS["fp16"], **classes}.items():
         for chosen in variants(cls, given):
-            label = " ".join([name, *(f"{k}={figure(v, 'g')}" for k, v in chosen.items() if len(given[k]) > 1)])
+            label = " ".join([name, *(f"{k}={figure(v, '.12g')}" for k, v in chosen.items() if len(given[k]) > 1)])
             reached |= chosen.keys() if name in asked else set()
             if "bits" in chosen and "bits" not in settings_of(cls):
                 bits = chosen.pop("bits")
                 chosen = {"k_bits": bits, "v_bits": bits, **chosen}
-            methods[label] = cls(config, **chosen), name, {**settings_of(cls), **chosen}
+            try:
+                methods[label] = cls(config, **chosen), name, {**settings_of(cls), **chosen}
+            except UserError:
+                if name in asked:
+                    raise
     for setting in given:
         if setting not in reached:
             flag = "--" + setting.replace("_", "-")
@@ -185,7 +189,8 @@ def calibrate(methods, model, text, data, path):
     learned = load_learned(path, model, data) if path else {}
     known = len(learned)
     for label, (method, name, settings) in methods.items():
-        key = f"{name} {json.dumps(settings, sort_keys=True)}"
+        alike = {k: float(v) if isinstance(v, int) else v for k, v in settings.items()}  # 2 and 2.0 are one
+        key = f"{name} {json.dumps(alike, sort_keys=True)}"
         if not method.needs_calibration:
             continue
         if key in learned:

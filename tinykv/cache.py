@@ -64,7 +64,7 @@ class Part:
         if self.score is not None:
             old = None if self.index is None else self.pinned_score[..., None]
             self.pinned_score = take(self.score[..., None], old)[..., 0]
-        self.index = index.to(torch.int32)
+        self.index = index.to(torch.int32, copy=True)
 
     def code(self, n):
         """Write down the n oldest recent tokens; pinned ones among them do not stretch the range of a group."""

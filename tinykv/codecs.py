@@ -146,16 +146,17 @@ class Affine(Codec):
 
     def __init__(self, bits, width, axis="token", group=None, formula="offset", static=False):
         if bits not in (1, TERNARY, 2, 3, 4, 5, 6, 7, 8):
-            raise ValueError(f"bits must be 1, 1.5 (three levels), 2 to 8 or 16; got {bits}")
+            raise ValueError(f"bits must be 1, 1.5 (three levels), 2 to 8 or 16; got {bits:g}")
         if group is not None and group < 1:
             raise ValueError(f"a group has at least 1 member; got group size {group}")
         if axis == "token" and width % (group or width):
             raise ValueError(f"group size {group} does not divide the {width} channels of a head")
-        self.bits, self.width, self.axis, self.formula, self.static = bits, width, axis, formula, static
+        self.bits = bits if bits == TERNARY else int(bits)
+        self.width, self.axis, self.formula, self.static = width, axis, formula, static
         self.group = group or (width if axis == "token" else None)  # None: all tokens at hand
         if static and axis == "channel":
             self.group = None
-        self.levels = 2 if bits == TERNARY else 2 ** bits - 1
+        self.levels = 2 if bits == TERNARY else 2 ** self.bits - 1
         self.scale = self.zero = None
 
     def fix(self, lo, hi):
@@ -228,7 +229,7 @@ class NonUniform(Codec):
         x' = (x - mid) / half,  code = the nearest level's number,  x'' = half * level + mid
     axis "channel" (keys): mid and half are static, of each channel; an outlier is what lies beyond them.
     axis "token" (values): mid and half are the token's own; the round(outliers * h) numbers that lie furthest from its
-    median are outliers, and the range is that of the others.
+    median (of an even number, the lower of the two in the middle) are outliers, and the range is that of the others.
     """
     tables = ("levels", "mid", "half")  # (2**b); static only: (h), (h)
 
@@ -240,8 +241,12 @@ class NonUniform(Codec):
 
     def fix(self, lo, hi):
         """Learn the static range: lo and hi (h), the smallest and largest value of each channel that is no outlier."""
+        self.mid, self.half = self._middle(lo, hi)
+
+    def _middle(self, lo, hi):
+        """The middle of a range and half its length, in the 16 bits that they are stored in."""
         lo, hi = lo.clamp(-65504, 65504), hi.clamp(-65504, 65504)
-        self.mid, self.half = ((lo + hi) / 2).half(), ((hi - lo) / 2).clamp(min=1e-5).half()
+        return ((lo + hi) / 2).half(), ((hi - lo) / 2).clamp(min=1e-5).half()
 
     def normalize(self, x, skip=None):
         """x (B, Hkv, T, d) -> x' (B, T, h), outliers (B, T, h) or None, mid and half ((h), or (B, T, 1) and fp16)."""
@@ -252,10 +257,9 @@ class NonUniform(Codec):
             mid, half, out = self.mid, self.half, None
             if self.outliers:
                 out = (x - mid.float()).abs() > half.float()  # (B, T, h)
+                out = out if skip is None else out & ~skip
         else:
             mid, half, out = self._range_of_tokens(x, skip)
-        if out is not None and skip is not None:
-            out &= ~skip
         return (x - mid.float()) / half.float(), out, mid, half
 
     def _range_of_tokens(self, x, skip):
@@ -268,9 +272,12 @@ class NonUniform(Codec):
             order = distance.sort(dim=-1, descending=True, stable=True).indices[..., :count]  # (B, T, count)
             out = torch.zeros_like(gone).scatter_(-1, order, True)
             gone = gone | out
+        if skip is not None:  # a row that is skipped as a whole may be let go later: it is read in its own range
+            out = out if out is None else out & ~skip
+            gone = gone & ~skip.all(-1, keepdim=True)
         lo = x.masked_fill(gone, float("inf")).amin(-1, keepdim=True).nan_to_num(posinf=0)  # (B, T, 1)
         hi = x.masked_fill(gone, float("-inf")).amax(-1, keepdim=True).nan_to_num(neginf=0)
-        return ((lo + hi) / 2).half(), ((hi - lo) / 2).clamp(min=1e-5).half(), out
+        return *self._middle(lo, hi), out
 
     def encode(self, x, skip=None):
         if self.levels is None:

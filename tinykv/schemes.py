@@ -85,6 +85,6 @@ def codec(bits, width, axis, group_size, formula, static):
     elif group_size is not None:
         group_size = min(group_size, width)
     try:
-        return Affine(int(bits) if bits == int(bits) else bits, width, axis, group_size, formula, static)
+        return Affine(bits, width, axis, group_size, formula, static)
     except ValueError as error:
         raise UserError(str(error)) from None
