@@ -143,14 +143,15 @@ def load_class(name):
 def build_methods(args, config):
     """{label: (Method, name, settings)}, fp16 first: what was asked for, and what a single method is compared with.
 
-    A setting with several values makes a method of each; the label then says which.
+    A setting with several values makes a method of each; the label then says which. Returns also {label: why} for what
+    nobody asked for by name and cannot take the settings.
     """
     asked = list(METHODS) if args.method == "all" else args.method.split(",")
     classes = {name: load_class(name) for name in asked}
     given = {name: getattr(args, name) for name in ("bits", *SETTINGS) if hasattr(args, name)}
     if len(asked) == 1:
         classes = {**{name: METHODS[name] for name in classes[asked[0]].compare}, **classes}
-    methods, reached = {}, set()
+    methods, left_out, reached = {}, {}, set()
     for name, cls in {"fp16": METHODS["fp16"], **classes}.items():
         for chosen in variants(cls, given):
             label = " ".join([name, *(f"{k}={figure(v, '.12g')}" for k, v in chosen.items() if len(given[k]) > 1)])
@@ -160,14 +161,17 @@ def build_methods(args, config):
                 chosen = {"k_bits": bits, "v_bits": bits, **chosen}
             try:
                 methods[label] = cls(config, **chosen), name, {**settings_of(cls), **chosen}
-            except UserError:
-                if name in asked:
+            except UserError as error:
+                if name in args.method.split(","):
                     raise
+                left_out[label] = error
     for setting in given:
         if setting not in reached:
             flag = "--" + setting.replace("_", "-")
             raise UserError(f"{flag} is not a setting of {', '.join(asked)} as asked for; see --list-methods")
-    return methods
+    if len(methods) == 1 < len(asked):
+        raise next(iter(left_out.values()))
+    return methods, left_out
 
 
 def variants(cls, given):
@@ -260,7 +264,7 @@ def run(args):
     if context > config.max_position_embeddings:
         raise UserError(f"--context {context} is longer than the {config.max_position_embeddings} positions that this "
                         "model was made for; ask for fewer tokens")
-    methods = build_methods(args, config)
+    methods, left_out = build_methods(args, config)
     model, tokenizer = checkpoint.load(args.model, device, dtype)
     windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos)
     if any(m.needs_calibration for m, _, _ in methods.values()):
@@ -271,6 +275,8 @@ def run(args):
         raise UserError(f"--calibration: none of {', '.join(methods)} learns anything beforehand")
     print(f"model {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
     print(f"data {args.data}: {args.windows} windows of {context} tokens, protocol {args.protocol}, seed {args.seed}")
+    for label, why in left_out.items():
+        print(f"{label} is left out: {why}")
     for label, (method, _, _) in methods.items():
         if method.describe():
             print(f"{label}: {method.describe()}")

@@ -7,13 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import eval_ppl
+from tinykv.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--context", "64", "--windows", "2", "--calib-windows", "2"]
-KEYS = {"method", "scheme", "k_bits", "v_bits", "preserve", "protocol", "ppl", "ppl_se", "delta_ppl", "kld", "top1",
-        "recall", "bits_nominal", "bits_true", "bits_128k", "cache_bytes", "tokens_per_s"}
+KEYS = {"label", "method", "settings", "scheme", "k_bits", "v_bits", "preserve", "protocol", "ppl", "ppl_se",
+        "delta_ppl", "kld", "top1", "recall", "bits_nominal", "bits_true", "bits_128k", "cache_bytes", "tokens_per_s",
+        "seconds", "offline_bytes"}
 
 
 def run(capsys, monkeypatch, *words):
@@ -42,10 +46,10 @@ def refused(command, *words):
 
 
 def table(out):
-    """{method: {column: text}} of the printed table."""
-    lines = out.split("\n\n")[-1].splitlines()
-    head = lines[0].split()
-    return {line.split()[0]: dict(zip(head, line.split())) for line in lines[1:]}
+    """{label: {column: text}} of the printed table, whose columns are at least two blanks apart."""
+    head, *lines = [re.split(" {2,}", line.strip()) for line in out.split("\n\n")[-1].splitlines()]
+    assert all(len(line) == len(head) for line in lines) and len({line[0] for line in lines}) == len(lines)
+    return {line[0]: dict(zip(head, line)) for line in lines}
 
 
 def test_kvsink_is_shown_beside_what_it_is_compared_with(command):
@@ -67,6 +71,7 @@ def test_json_has_the_table(command, tmp_path):
     path = tmp_path / "out.json"
     status, out, _ = command("--method", "all", "--bits", "3", "--preserve", "2", "--protocol", "stream", "--seed", "3",
                              "--json", str(path), *SMALL)
+    assert "cq is left out: " in out and "antkv is left out: " in out  # the paper has no format of 3 bits
     written = json.loads(path.read_text())
     assert status == 0 and KEYS <= set(written["rows"][0])
     assert {"rows", "model", "data", "context", "windows", "seed", "versions"} <= set(written)
@@ -113,7 +118,268 @@ def test_the_method_that_readme_shows(command, tmp_path):
 
 def test_list_methods(command):
     status, out, _ = command("--list-methods")
-    assert status == 0 and all(name in out for name in ("fp16", "rtn", "pfn", "kvsink", "preserve=5"))
+    assert status == 0 and all(f"\n{name} " in f"\n{out}" for name in METHODS)
+    for setting in ("preserve=5", "outlier_num=3", "v_block", "outliers=1.0", "clip=both", "scheme=channel-static"):
+        assert setting in out
+
+
+def test_every_setting_of_every_method_is_an_option():
+    """And every option belongs to a method."""
+    taken = {name for cls in METHODS.values() for name in eval_ppl.settings_of(cls)}
+    assert taken - {"bits"} == set(eval_ppl.SETTINGS)
+
+
+# ---- the methods in the table
+
+@pytest.mark.parametrize("name, beside", [("kivi", ["rtn"]), ("ott", ["kivi"]), ("skvq", ["kivi"]),
+                                          ("kvquant", ["rtn"])])
+def test_a_new_method_is_shown_beside_what_it_is_compared_with(command, name, beside):
+    status, out, err = command("--method", name, *SMALL)
+    rows = table(out)
+    assert (status, err) == (0, "") and list(rows) == ["fp16", *beside, name]
+    assert float(rows[name]["true"]) > float(rows[name]["bits"]) == 2
+
+
+@pytest.mark.parametrize("words", [["--protocol", "paper"], ["--protocol", "stream"],
+                                   ["--protocol", "paper", "--outliers", "1"], ["--protocol", "paper", "--bits", "4"]])
+def test_all_methods_in_one_table(command, tmp_path, words):
+    path = tmp_path / "out.json"
+    status, out, err = command("--method", "all", *words, "--json", str(path), *SMALL[:-1], "8")
+    rows = json.loads(path.read_text())["rows"]
+    assert (status, err) == (0, "") and list(table(out)) == [row["label"] for row in rows] == list(METHODS)
+    assert "nan" not in out.lower() and "NaN" not in path.read_text()
+    for row in rows:
+        assert row["method"] == row["label"] and row["ppl"] > 1
+        assert set(row["settings"]) == set(eval_ppl.settings_of(METHODS[row["method"]]))
+
+
+def test_where_nothing_is_coded_yet_all_methods_are_fp16(command, tmp_path):
+    """64 tokens are less than a block, or than what stays exact: fp16's result to the last bit."""
+    path = tmp_path / "out.json"
+    command("--method", "all", "--protocol", "stream", "--json", str(path), *SMALL[:-1], "8")
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == len(METHODS)
+    for row in rows:
+        assert (row["ppl"], row["delta_ppl"], row["kld"], row["top1"]) == (rows[0]["ppl"], 0, 0, 1), row["label"]
+        score = 32 / 32 if row["method"] == "antkv" else 0  # held beside each exact row of 32 channels
+        assert (row["bits_true"], row["bits_128k"]) == (16 + score, 16)
+
+
+# ---- lists of settings
+
+def rows_of(command, tmp_path, *words):
+    path = tmp_path / "out.json"
+    status, out, err = command(*words, "--json", str(path), *SMALL)
+    assert (status, err) == (0, "")
+    rows = json.loads(path.read_text())["rows"]
+    assert list(table(out)) == [row["label"] for row in rows]
+    return rows
+
+
+def test_a_list_makes_a_row_of_each(command, tmp_path):
+    rows = rows_of(command, tmp_path, "--method", "pfn", "--preserve", "0,5,10")
+    assert [row["label"] for row in rows] == ["fp16", "rtn", "pfn preserve=0", "pfn preserve=5", "pfn preserve=10"]
+    assert [row["method"] for row in rows] == ["fp16", "rtn", "pfn", "pfn", "pfn"]
+    assert [row["preserve"] for row in rows] == [0, 0, 0, 5, 10]
+    assert [row["settings"].get("preserve") for row in rows] == [None, None, 0, 5, 10]
+    assert rows[2]["ppl"] == rows[1]["ppl"] != rows[3]["ppl"] != rows[4]["ppl"]
+
+
+def test_a_list_reaches_every_method_that_takes_it(command, tmp_path):
+    """The methods asked for and those beside; one that does not take it has one row."""
+    rows = rows_of(command, tmp_path, "--method", "kvsink", "--preserve", "2,5", "--k-bits", "3")
+    assert [row["label"] for row in rows] == ["fp16", "rtn", "pfn preserve=2", "pfn preserve=5", "kvsink preserve=2",
+                                              "kvsink preserve=5"]
+    assert {(row["k_bits"], row["v_bits"]) for row in rows[1:]} == {(3, 2)}
+    rows = rows_of(command, tmp_path, "--method", "kivi,ott,pfn", "--outlier-num", "1,3")
+    assert [row["label"] for row in rows] == ["fp16", "kivi", "ott outlier_num=1", "ott outlier_num=3", "pfn"]
+
+
+def test_a_list_of_bits_is_for_keys_and_values(command, tmp_path):
+    rows = rows_of(command, tmp_path, "--method", "rtn", "--bits", "2,1.5,3")
+    assert [row["label"] for row in rows] == ["fp16", "rtn bits=2", "rtn bits=1.5", "rtn bits=3"]
+    assert [(row["k_bits"], row["v_bits"]) for row in rows[1:]] == [(2, 2), (1.5, 1.5), (3, 3)]
+    assert [(row["settings"]["k_bits"], row["settings"]["v_bits"]) for row in rows[1:]] == [(2, 2), (1.5, 1.5), (3, 3)]
+
+
+def test_bits_of_keys_alone_go_before_those_of_both(command, tmp_path):
+    rows = rows_of(command, tmp_path, "--method", "rtn,kivi", "--bits", "2,3", "--k-bits", "4")
+    assert [(row["label"], row["k_bits"], row["v_bits"]) for row in rows[1:]] == [
+        ("rtn bits=2", 4, 2), ("rtn bits=3", 4, 3), ("kivi bits=2", 4, 2), ("kivi bits=3", 4, 3)]
+
+
+def test_two_lists_make_every_combination(command, tmp_path):
+    rows = rows_of(command, tmp_path, "--method", "pfn,rtn", "--preserve", "1,2", "--bits", "2,3", "--rope", "pre")
+    assert [row["label"] for row in rows] == ["fp16", "pfn bits=2 preserve=1", "pfn bits=2 preserve=2",
+                                              "pfn bits=3 preserve=1", "pfn bits=3 preserve=2", "rtn bits=2",
+                                              "rtn bits=3"]
+    assert all(row["settings"]["rope"] == "pre" for row in rows[1:])
+    assert [(row["k_bits"], row["preserve"]) for row in rows[1:5]] == [(2, 1), (2, 2), (3, 1), (3, 2)]
+
+
+def test_a_schemes_own_setting_multiplies_only_its_rows(command, tmp_path):
+    rows = rows_of(command, tmp_path, "--method", "pfn", "--scheme", "channel-static,kvquant", "--outliers", "0,1")
+    schemes = ["scheme=channel-static", "scheme=kvquant outliers=0", "scheme=kvquant outliers=1"]
+    assert [row["label"] for row in rows] == ["fp16", *[f"rtn {s}" for s in schemes], *[f"pfn {s}" for s in schemes]]
+    assert [row["scheme"] for row in rows[1:]] == ["channel-static", "kvquant", "kvquant"] * 2
+    assert [row["settings"]["outliers"] for row in rows[1:]] == [None, 0, 1] * 2
+    assert len({row["ppl"] for row in rows}) == len(rows)
+    assert rows[2]["bits_true"] < rows[3]["bits_true"]
+
+
+def test_a_label_says_what_differs_and_no_more(command, tmp_path):
+    rows = rows_of(command, tmp_path, "--method", "kvquant,skvq", "--outliers", "0.1,1", "--clip", "none")
+    assert [row["label"] for row in rows] == ["fp16", "kvquant outliers=0.1", "kvquant outliers=1", "skvq"]
+    assert rows[3]["settings"]["clip"] == "none"
+
+
+# ---- what was learned, in a file
+
+LEARNING = ["--method", "rtn,pfn,kvsink,skvq,kvquant"]
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return tmp_path / "learned.safetensors"
+
+
+def names_in(path):
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["names"])
+
+
+def no_more_learning(monkeypatch, *names):
+    """From here on to learn is an error: of these methods, or of all."""
+    def never(self, *arguments):
+        raise AssertionError(f"{type(self).__name__} learned again")
+    for cls in {METHODS[name] for name in names or METHODS}:
+        monkeypatch.setattr(cls, "calibrate", never)
+
+
+def without_seconds(out):
+    """What was said, and the table without its last column."""
+    said = out.split("\n\n")[0]
+    return said, {label: {k: v for k, v in row.items() if k != "s"} for label, row in table(out).items()}
+
+
+def test_what_was_learned_is_read_again(command, monkeypatch, kept):
+    status, out, err = command(*LEARNING, "--calibration", str(kept), *SMALL)
+    assert (status, err) == (0, "") and kept.exists() and not list(kept.parent.glob("*.tmp"))
+    plain = command(*LEARNING, *SMALL)[1]
+    bytes_before = kept.read_bytes()
+    no_more_learning(monkeypatch)
+    status, again, err = command(*LEARNING, "--calibration", str(kept), *SMALL)
+    assert (status, err) == (0, "") and without_seconds(again) == without_seconds(out) == without_seconds(plain)
+    assert kept.read_bytes() == bytes_before
+
+
+def test_the_other_protocol_and_more_windows_read_the_same_file(command, monkeypatch, kept):
+    command("--method", "kvquant", "--calibration", str(kept), *SMALL)
+    no_more_learning(monkeypatch)
+    words = ["--context", "64", "--calib-windows", "2", "--windows", "3", "--protocol", "stream"]
+    assert command("--method", "kvquant", "--calibration", str(kept), *words)[0] == 0
+
+
+def test_a_method_that_the_file_lacks_is_added(command, monkeypatch, kept):
+    command("--method", "fp16,kvquant", "--calibration", str(kept), *SMALL)
+    first = load_file(kept)
+    no_more_learning(monkeypatch, "kvquant")
+    status, out, _ = command("--method", "pfn,kvquant", "--calibration", str(kept), *SMALL)
+    both = load_file(kept)
+    assert status == 0 and set(first) < set(both) and all((both[name] == first[name]).all() for name in first)
+    assert [name.split()[0] for name in names_in(kept)] == ["kvquant", "pfn"]
+    no_more_learning(monkeypatch)
+    assert without_seconds(command("--method", "pfn,kvquant", "--calibration", str(kept), *SMALL)[1]) == \
+        without_seconds(out)
+
+
+def test_other_settings_are_learned_anew(command, monkeypatch, kept):
+    """And each row of a list has its own tables."""
+    command("--method", "pfn,fp16", "--preserve", "1,2", "--calibration", str(kept), *SMALL)
+    assert len(names_in(kept)) == 2
+    command("--method", "pfn,fp16", "--preserve", "2,3", "--calibration", str(kept), *SMALL)
+    assert len(names_in(kept)) == 3
+    no_more_learning(monkeypatch)
+    assert command("--method", "pfn,fp16", "--preserve", "3,1", "--calibration", str(kept), *SMALL)[0] == 0
+    with pytest.raises(AssertionError, match="learned again"):
+        command("--method", "pfn,fp16", "--preserve", "4", "--calibration", str(kept), *SMALL)
+
+
+@pytest.mark.parametrize("name, words", [
+    ("kvquant", ["--bits", "2"]), ("kvquant", ["--k-bits", "2", "--outliers", "1"]), ("rtn", ["--v-bits", "2.0"]),
+    ("pfn", ["--preserve", "5"]), ("skvq", ["--clip", "both", "--bits", "2"])])
+def test_a_default_that_is_asked_for_is_not_learned_again(command, monkeypatch, kept, name, words):
+    command("--method", f"fp16,{name}", "--calibration", str(kept), *SMALL)
+    no_more_learning(monkeypatch)
+    assert command("--method", f"fp16,{name}", *words, "--calibration", str(kept), *SMALL)[0] == 0
+
+
+def test_what_a_method_of_ones_own_learned_is_kept_too(command, monkeypatch, kept):
+    own = kept.parent / "own.py"
+    own.write_text("from tinykv.methods.pfn import PFN\n\n\nclass Last(PFN):\n    pass\n")
+    words = ["--method", f"{own}:Last,fp16", "--calibration", str(kept), *SMALL]
+    _, out, _ = command(*words)
+    no_more_learning(monkeypatch)
+    status, again, _ = command(*words)
+    assert status == 0 and without_seconds(again) == without_seconds(out)
+
+
+@pytest.mark.parametrize("words", [["--seed", "1"], ["--bos", "none"], ["--calib-windows", "3"], ["--context", "63"],
+                                   ["--data", "TEXT"]])
+def test_a_file_learned_on_other_data_is_refused(command, kept, words):
+    text = kept.parent / "long.txt"
+    text.write_text("Balo lives in Eastwick. " * 400)
+    command("--method", "fp16,rtn", "--calibration", str(kept), *SMALL)
+    before = kept.read_bytes()
+    small = [w for pair in zip(SMALL[::2], SMALL[1::2]) if pair[0] not in words for w in pair]
+    words = [str(text) if w == "TEXT" else w for w in words]
+    line = refused(command, "--method", "fp16,rtn", "--calibration", str(kept), *small, *words)
+    assert str(kept) in line and "other data" in line and kept.read_bytes() == before
+
+
+def test_a_file_learned_on_another_model_is_refused(command, tmp_path, kept):
+    folder = tmp_path / "model"
+    shutil.copytree(eval_ppl.EMBEDDED, folder)
+    words = ["--method", "fp16,rtn", "--calibration", str(kept), "--model", str(folder), *SMALL]
+    assert command(*words)[0] == 0
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        notes = file.metadata()
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][7] += 1
+    save_file(weights, folder / "model.safetensors", notes)
+    line = refused(command, *words)
+    assert str(kept) in line and "another model" in line
+    assert "another model" in refused(command, "--method", "fp16,rtn", "--calibration", str(kept), "--dtype", "bf16",
+                                      *SMALL)
+
+
+def test_a_damaged_calibration_file_is_refused(command, kept):
+    words = ["--method", "fp16,rtn", "--calibration", str(kept), *SMALL]
+    command(*words)
+    whole = kept.read_bytes()
+    for damaged in (whole[:-100], whole[:20], b"", b"no such thing" * 100, b"\xff" * 64):
+        kept.write_bytes(damaged)
+        assert str(kept) in refused(command, *words)
+        assert kept.read_bytes() == damaged
+
+
+def test_a_file_of_another_kind_is_refused(command, tmp_path):
+    weights = eval_ppl.EMBEDDED / "model.safetensors"
+    path = tmp_path / "model.safetensors"
+    shutil.copy(weights, path)
+    assert str(path) in refused(command, "--method", "rtn", "--calibration", str(path), *SMALL)
+    assert path.read_bytes() == weights.read_bytes()
+    assert str(tmp_path) in refused(command, "--method", "rtn", "--calibration", str(tmp_path), *SMALL)
+
+
+@pytest.mark.parametrize("words", [["fp16"], ["kivi,ott"], ["rtn,fp16", "--scheme", "token-dynamic"],
+                                   ["skvq,fp16", "--reorder", "off", "--clip", "none"]])
+def test_there_is_nothing_to_keep_where_nothing_is_learned(command, kept, words):
+    assert "--calibration" in refused(command, "--method", *words, "--calibration", str(kept), *SMALL)
+    assert not kept.exists()
+
+
+# ---- what is wrong
 
 
 @pytest.mark.parametrize("words, named", [
@@ -138,6 +404,53 @@ def test_list_methods(command):
     (["--method", "nowhere.py:X"], ["nowhere.py"]),
     (["--method", "eval_ppl.py:Nothing"], ["Nothing", "Method"]),
     (["--json", "no/such/folder/out.json", "--method", "fp16"], ["no/such/folder"]),
+    (["--calibration", "no/such/folder/learned", "--method", "rtn"], ["no/such/folder"]),
+    (["--method", "kivi", "--recent", "-1"], ["recent", "-1"]),
+    (["--method", "kivi", "--v-block", "0"], ["v block", "0"]),
+    (["--method", "kivi", "--group-size", "0"], ["group size", "0"]),
+    (["--method", "kivi", "--group-size", "24"], ["24", "32"]),
+    (["--method", "ott", "--outlier-num", "-1"], ["outlier num", "-1"]),
+    (["--method", "ott", "--extra-pool", "-1"], ["extra pool", "-1"]),
+    (["--method", "ott", "--skip-layers", "-1"], ["skip layers", "-1"]),
+    (["--method", "ott", "--recent", "-1"], ["recent", "-1"]),
+    (["--method", "ott", "--scope", "x"], ["scope", "x", "head", "layer"]),
+    (["--method", "ott", "--select", "x"], ["select", "x", "smallest", "largest"]),
+    (["--method", "skvq", "--clip", "x"], ["clip", "x", "both", "endpoint", "centre", "none"]),
+    (["--method", "skvq", "--metadata", "x"], ["metadata", "x", "fp8", "fp16"]),
+    (["--method", "skvq", "--reorder", "maybe"], ["reorder", "maybe", "on", "off"]),
+    (["--method", "skvq", "--rope", "x"], ["rope", "x", "pre", "post"]),
+    (["--method", "skvq", "--block", "0"], ["block", "0"]),
+    (["--method", "skvq", "--preserve", "-1"], ["preserve", "-1"]),
+    (["--method", "skvq", "--group-size", "24"], ["24"]),
+    (["--method", "fp16,skvq", "--group-size", "24"], ["24", "64"]),
+    (["--method", "fp16,skvq", "--group-size", "128"], ["128", "64"]),
+    (["--method", "fp16,skvq", "--bits", "9"], ["bits", "9"]),
+    (["--method", "fp16,skvq", "--bits", "2.5"], ["bits", "2.5"]),
+    (["--method", "kvquant", "--outliers", "60"], ["outliers", "60", "50"]),
+    (["--method", "kvquant", "--outliers", "-1"], ["outliers", "-1"]),
+    (["--method", "kvquant", "--outliers", "nan"], ["outliers", "nan"]),
+    (["--method", "kvquant", "--sensitivity", "x"], ["sensitivity", "x", "fisher-range", "fisher", "none"]),
+    (["--method", "kvquant", "--q-norm", "x"], ["q norm", "x", "on", "off"]),
+    (["--method", "kvquant", "--rope", "x"], ["rope", "x", "pre", "post"]),
+    (["--method", "kvquant", "--preserve", "-1"], ["preserve", "-1"]),
+    (["--method", "kvquant", "--bits", "1.5"], ["bits", "1.5"]),
+    (["--method", "fp16,kvquant", "--bits", "1.5"], ["bits", "1.5"]),
+    (["--method", "fp16,kvquant", "--bits", "9"], ["bits", "9"]),
+    (["--method", "rtn", "--scheme", "kvquant", "--k-bits", "2.5"], ["bits", "2.5"]),
+    (["--method", "rtn", "--bits", "2,9"], ["bits", "9"]),
+    (["--method", "rtn", "--bits", "inf"], ["bits", "inf"]),
+    (["--method", "rtn", "--bits", "nan"], ["bits", "nan"]),
+    (["--method", "fp16,skvq", "--bits", "inf"], ["bits", "inf"]),
+    (["--method", "fp16,kvquant", "--bits", "nan"], ["bits", "nan"]),
+    (["--method", "pfn", "--preserve", "5,-1"], ["preserve", "-1"]),
+    (["--method", "pfn", "--scheme", "channel-static,kvqant"], ["kvqant", "kvquant", "token-static"]),
+    (["--method", "kivi", "--scheme", "token-static"], ["--scheme", "kivi"]),  # rtn, beside it, takes one
+    (["--method", "kivi,ott", "--preserve", "5"], ["--preserve", "kivi", "ott"]),
+    (["--method", "rtn", "--outliers", "1"], ["--outliers", "rtn"]),  # not a setting of its scheme
+    (["--method", "pfn,kvsink", "--outliers", "0,1", "--scheme", "token-static"], ["--outliers", "pfn", "kvsink"]),
+    (["--method", "kvsink", "--scheme", "kvquant", "--group-size", "32"], ["--group-size", "kvsink"]),
+    (["--method", "skvq", "--formula", "offset"], ["--formula", "skvq"]),
+    (["--method", "kvquant", "--emergence-layer", "1,2"], ["--emergence-layer", "kvquant"]),
     (["--device", "cuda:9"], ["cuda:9"]),
     (["--device", "toaster"], ["toaster"]),
 ])
@@ -147,6 +460,15 @@ def test_bad_input_is_one_clear_line(command, monkeypatch, words, named):
     line = refused(command, *words, *small)
     for name in named:
         assert name in line, line
+
+
+@pytest.mark.parametrize("words", [["--bits", "two"], ["--preserve", "1.5"], ["--preserve", "0,5,"], ["--bits", ""],
+                                   ["--outliers", "1%"], ["--context", "many"], ["--protocol", "quick"]])
+def test_words_where_numbers_belong(command, words):
+    """argparse says how the command is used, and in the last line what was wrong."""
+    status, out, err = command("--method", "pfn", *words)
+    assert status == 2 and out == "" and "Traceback" not in err
+    assert err.splitlines()[-1].startswith(f"eval_ppl.py: error: argument {words[0]}: ")
 
 
 def test_a_text_shorter_than_a_window(command, tmp_path):

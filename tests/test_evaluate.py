@@ -9,7 +9,7 @@ import torch
 
 from tinykv.cache import KVCache
 from tinykv.data import Windows
-from tinykv.evaluate import FAR, evaluate
+from tinykv.evaluate import FAR, evaluate, read
 from tinykv.methods import METHODS
 from tinykv.model import Llama, LlamaConfig
 
@@ -92,10 +92,18 @@ def test_text_without_answers_has_no_recall(model, windows):
     assert result.recall is None
 
 
-def test_stream_equals_tokens_one_by_one(model, windows):
+def kivi(recent=4, v_block=None):
+    return METHODS["kivi"](CONFIG, 4, 2, group_size=8, recent=recent, v_block=v_block)
+
+
+@pytest.mark.parametrize("method", [
+    METHODS["rtn"](CONFIG, 2, 2, "channel-dynamic", group_size=8), kivi(), kivi(v_block=1), kivi(v_block=6), kivi(0),
+    METHODS["ott"](CONFIG, 2, 2, group_size=8, recent=3, outlier_num=2, extra_pool=2, skip_layers=1),
+    METHODS["skvq"](CONFIG, 2, 2, recent=3, block=5, reorder="off", clip="none"),
+], ids=["rtn", "kivi", "kivi v_block 1", "kivi v_block 6", "kivi recent 0", "ott", "skvq"])
+def test_stream_equals_tokens_one_by_one(model, windows, method):
     """The evaluator's chunks are those whose borders are the method's own."""
-    method = METHODS["rtn"](CONFIG, 2, 2, "channel-dynamic", group_size=8)
-    found = evaluate(model, {"rtn": method}, windows, "stream", batch=5)["rtn"]
+    found = evaluate(model, {"only": method}, windows, "stream", batch=5)["only"]
     cache, losses = KVCache(model, method, "stream"), torch.zeros(5)
     with torch.no_grad():
         for t in range(20):
@@ -104,9 +112,58 @@ def test_stream_equals_tokens_one_by_one(model, windows):
     assert found.nll == pytest.approx((losses / 20).tolist(), rel=1e-4)
 
 
+@pytest.mark.parametrize("method, protocol, sizes", [
+    (METHODS["rtn"](CONFIG, 2, 2, "channel-dynamic", group_size=8), "stream", [8, 8, 5]),
+    (kivi(), "stream", [12, 8, 1]),
+    (kivi(v_block=6), "stream", [6, *[2] * 7, 1]),  # 2 is the largest step that ends where 8 does and where 6 does
+    (kivi(v_block=1), "stream", [5, *[1] * 16]),
+    (kivi(v_block=16), "stream", [12, 8, 1]),
+    (kivi(recent=13), "stream", [21]),
+    (kivi(recent=12), "stream", [20, 1]),
+    (METHODS["fp16"](CONFIG), "stream", [21]),
+    (kivi(v_block=1), "paper", [21]),
+])
+def test_a_stream_comes_in_chunks_that_end_where_blocks_do(model, windows, monkeypatch, method, protocol, sizes):
+    chunks, hidden = [], model.hidden
+
+    def counted(tokens, cache):
+        chunks.append(tokens)
+        return hidden(tokens, cache)
+
+    monkeypatch.setattr(model, "hidden", counted)
+    with torch.no_grad():
+        out = read(model, windows.tokens, KVCache(model, method, protocol))
+    assert [c.shape[1] for c in chunks] == sizes and torch.equal(torch.cat(chunks, 1), windows.tokens)
+    assert out.shape == (5, 21, 32)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_keys_and_values_may_be_coded_up_to_different_tokens(model, windows, batch):
+    """kivi that codes a value each step: 16 of the 21 keys are coded, two groups of 8, and 17 of the values."""
+    found = evaluate(model, {"kivi": kivi(recent=4, v_block=1)}, windows, "stream", batch)["kivi"]
+    layers, heads, d, exact, metadata = 2, 2, 8, 2, 4  # 2 bytes a number; a scale and a zero point of 2 bytes each
+    k_coded = 16 * heads * d * 4 / 8 + 16 / 8 * heads * d * metadata  # bytes of a layer
+    v_coded = 17 * heads * d * 2 / 8 + 17 * heads * metadata
+    k_recent, v_recent = 5 * heads * d * exact, 4 * heads * d * exact
+    assert found.cache_bytes == layers * (k_coded + v_coded + k_recent + v_recent)
+    assert found.bits == pytest.approx(8 * found.cache_bytes / (2 * 21 * layers * heads * d))
+    k_bits, v_bits = 8 * k_coded / (16 * heads * d), 8 * v_coded / (17 * heads * d)
+    assert (k_bits, v_bits) == (8, 6)
+    assert found.bits_far == pytest.approx((k_bits + 16 * 5 / FAR + v_bits + 16 * 4 / FAR) / 2)
+
+
+def test_what_nothing_is_coded_of_has_sixteen_bits_far_off_too(model, windows):
+    """Keys all exact, values coded: a text that is as long as the window of one of them only."""
+    found = evaluate(model, {"kivi": METHODS["kivi"](CONFIG, 2, 2, group_size=32, recent=4, v_block=8)}, windows,
+                     "stream")["kivi"]
+    v_coded, v_recent = 16 * 2 * (8 * 2 / 8 + 4), 5 * 2 * 8 * 2  # bytes of a layer
+    assert found.bits == pytest.approx(8 * (21 * 2 * 8 * 2 + v_coded + v_recent) / (2 * 21 * 2 * 8))
+    assert found.bits_far == pytest.approx((16 + 6 + 16 * 5 / FAR) / 2)
+
+
 def test_bits_are_those_of_the_bytes_held(model, windows):
-    found = evaluate(model, {"fp16": METHODS["fp16"](CONFIG), "pfn": METHODS["pfn"](CONFIG, 2, 4, "token-dynamic",
-                                                                                     preserve=3)}, windows, "paper")
+    pfn = METHODS["pfn"](CONFIG, k_bits=2, v_bits=4, scheme="token-dynamic", preserve=3)
+    found = evaluate(model, {"fp16": METHODS["fp16"](CONFIG), "pfn": pfn}, windows, "paper")
     assert found["fp16"].bits == found["fp16"].bits_far == 16
     assert found["fp16"].cache_bytes == 21 * 2 * 2 * 2 * 8 * 2  # tokens, K and V, layers, KV heads, channels, bytes
     meta = 32 / 8  # a scale and a zero point of 16 bits for each 8 channels

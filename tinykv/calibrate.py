@@ -41,8 +41,10 @@ def recorded(model, method, windows, progress=None, gradients=False):
     """Run each of windows (W, T) in full precision; yields (layer, kind, rows, kept, gradient) for each of its parts.
 
     rows (Hkv, T, d): keys or values as the method stores them; kept (Hkv, T): what it would keep, or None; gradient
-    (Hkv, T, d): of the window's mean loss with respect to rows, or None if gradients are not asked for.
+    (Hkv, T, d): of the window's mean loss with respect to rows, or None if gradients are not asked for. UserError if
+    the model's numbers are not finite, or if everything is kept.
     """
+    free = {}  # (layer, kind): whether there was a token that is not kept, for each KV head
     for window in windows if progress is None else progress(windows):
         recorder = Recorder(model, method, gradients)
         with torch.set_grad_enabled(gradients):
@@ -53,6 +55,9 @@ def recorded(model, method, windows, progress=None, gradients=False):
                 found = torch.autograd.grad(loss, recorder.leaves)
         parts = [(i, part) for i, layer in enumerate(recorder.layers) for part in (layer.k, layer.v)]
         for (layer, part), kept, gradient in zip(parts, recorder.kept, found):
+            if not torch.isfinite(part.recent).all():
+                raise UserError(f"layer {layer} computes numbers that are not finite, or too large for 16 bits; use "
+                                "another --dtype, or another model")
             if gradient is not None:
                 if not torch.isfinite(gradient).all():
                     raise UserError(f"the loss has no finite gradient in layer {layer}; use another --dtype, or "
@@ -60,7 +65,11 @@ def recorded(model, method, windows, progress=None, gradients=False):
                 if part.kind == "k" and method.rope == "post":
                     gradient = model.rope.rotate(gradient, torch.arange(gradient.shape[2], device=gradient.device))
                 gradient = gradient[0]
+            free[layer, part.kind] = free.get((layer, part.kind), False) | (kept is None or ~kept.all(2))
             yield layer, part.kind, part.recent[0], None if kept is None else kept[0], gradient
+    if not all(torch.as_tensor(any_left).all() for any_left in free.values()):
+        raise UserError(f"calibration windows of {windows.shape[1]} tokens leave nothing beside the tokens that are "
+                        "kept; use a longer context or keep fewer")
 
 
 @torch.no_grad()
@@ -76,14 +85,7 @@ def kv_ranges(model, method, windows, progress=None):
         if kind in ranges[layer]:
             lo, hi = torch.minimum(lo, ranges[layer][kind][0]), torch.maximum(hi, ranges[layer][kind][1])
         ranges[layer][kind] = lo, hi
-    if not all(torch.isfinite(t).all() for layer in ranges for pair in layer.values() for t in pair):
-        raise nothing_left(windows)
     return ranges
-
-
-def nothing_left(windows):
-    return UserError(f"calibration windows of {windows.shape[1]} tokens leave nothing beside the tokens that are kept; "
-                     "use a longer context or keep fewer")
 
 
 def save_learned(path, model, data, learned):
@@ -113,12 +115,14 @@ def load_learned(path, model, data):
         raise UserError(f"{path} is no calibration file, or a damaged one ({error})") from None
     if notes.get("format") != "tinykv-calibration":
         raise UserError(f"{path} is a safetensors file, but not one that --calibration wrote")
+    learned = {name: {} for name in json.loads(notes.get("names", "[]"))}
+    tables = [(*key.rpartition("/")[::2], tensor) for key, tensor in tensors.items()]  # name, table, tensor
+    if not {"model", "data"} <= notes.keys() or {name for name, _, _ in tables} - learned.keys():
+        raise UserError(f"{path} is not whole, or of another version; remove it to learn anew")
     for what, found, wanted in (("model", notes["model"], checkpoint.fingerprint(model)),
                                 ("data", notes["data"], data)):
         if found != wanted:
             raise UserError(f"{path} was learned on another {what}: {found}, and not {wanted}; give another file name")
-    learned = {name: {} for name in json.loads(notes["names"])}
-    for key, tensor in tensors.items():
-        name, _, table = key.rpartition("/")
+    for name, table, tensor in tables:
         learned[name][table] = tensor
     return learned

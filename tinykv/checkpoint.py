@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -538,7 +539,8 @@ def write(path, fill):
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be written ({first_line(error)}); choose another folder") from None
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
 
 
 def fingerprint(model):

@@ -15,23 +15,17 @@ def kmeans(points, k, weights=None, iterations=25, tries=1, seed=0):
     of the best of `tries` starts for each problem. A centre that loses all its points moves to the point that is
     furthest from its own. An integer weight is the same as that many copies of the point beside it.
     """
-    points = points.float().contiguous()
-    weights = torch.ones_like(points[..., 0]) if weights is None else weights.float()
-    dice = torch.Generator().manual_seed(seed)
-    best = best_loss = None
-    for _ in range(tries):
-        centres = plus_plus(points, k, weights, dice)  # (P, k, n)
-        for _ in range(iterations):
-            moved = lloyd(points, weights, centres)
-            if torch.equal(moved, centres):
-                break
-            centres = moved
-        loss = (distance(points, centres, nearest(points, centres)) * weights).sum(1)  # (P)
-        if best is None:
-            best, best_loss = centres, loss
-        better = loss < best_loss  # (P)
-        best, best_loss = torch.where(better[:, None, None], centres, best), torch.where(better, loss, best_loss)
-    return best
+    P = len(points)
+    weights = torch.ones_like(points[..., 0]) if weights is None else weights
+    points, weights = points.float().repeat(tries, 1, 1), weights.float().repeat(tries, 1)  # tries are more problems
+    centres = plus_plus(points, k, weights, torch.Generator().manual_seed(seed))  # (tries * P, k, n)
+    for _ in range(iterations):
+        moved = lloyd(points, weights, centres)
+        if torch.equal(moved, centres):
+            break
+        centres = moved
+    loss = (distance(points, centres, nearest(points, centres)) * weights).sum(1).view(tries, P)
+    return centres.view(tries, P, k, -1)[loss.argmin(0), torch.arange(P, device=loss.device)]
 
 
 def plus_plus(points, k, weights, dice):
@@ -40,13 +34,14 @@ def plus_plus(points, k, weights, dice):
     One at a time at first, then an eighth of what there is in each round, or 4,096 centres would take 4,096 rounds.
     """
     P, N, n = points.shape
+    last = (weights > 0).cumsum(1).argmax(1, keepdim=True)  # (P, 1): of the points that weigh anything, the last
     odds, centres = weights, points[:, :0]  # (P, N), (P, 0, n)
     least = torch.full_like(weights, float("inf"))  # (P, N): squared distance to the nearest centre so far
     while centres.shape[1] < k:
         count = min(max(1, centres.shape[1] // 8), k - centres.shape[1])
         u = torch.rand(P, count, generator=dice).to(points.device)
         sums = odds.double().cumsum(1)  # (P, N)
-        pick = torch.searchsorted(sums, sums[:, -1:] * u, right=True).clamp(max=N - 1)  # (P, count)
+        pick = torch.searchsorted(sums, sums[:, -1:] * u, right=True).minimum(last)  # (P, count)
         new = points.gather(1, pick[..., None].expand(P, count, n))  # (P, count, n)
         least = torch.minimum(least, distance(points, new, nearest(points, new)))
         odds, centres = weights * least, torch.cat([centres, new], dim=1)

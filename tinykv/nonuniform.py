@@ -23,7 +23,7 @@ Paper and practice.
 import torch
 
 from tinykv import UserError
-from tinykv.calibrate import nothing_left, recorded
+from tinykv.calibrate import recorded
 from tinykv.codecs import Exact, NonUniform
 from tinykv.kmeans import kmeans, nearest
 
@@ -91,8 +91,6 @@ class NonUniformScheme:
         for layer, kind, rows, kept, _ in recorded(model, method, windows, progress):
             if kind == "k":
                 tails[layer].add(rows, kept)
-        if any((t.count == 0).any() for t in tails):
-            raise nothing_left(windows)
         return tails
 
 
@@ -149,7 +147,7 @@ class Histogram:
             weight, wx = count, x
         points = torch.where(weight > 0, wx / weight.clamp(min=1e-300), x / count)  # (bins)
         weight = weight / weight.max()
-        levels = kmeans(points[None, :, None], n, weight[None], tries=4)[0, :, 0].double()  # (n)
+        levels = kmeans(points[None, :, None], n, weight[None], iterations=100, tries=40)[0, :, 0].double()  # (n)
         if norm:
             mean = x.sum() / count.sum()
             deviation = (square.sum() / count.sum() - mean ** 2).clamp(min=0).sqrt()

@@ -17,7 +17,7 @@ import re
 import torch
 
 from tinykv import UserError
-from tinykv.calibrate import nothing_left, recorded
+from tinykv.calibrate import recorded
 from tinykv.codecs import Codebook
 from tinykv.kmeans import kmeans
 
@@ -76,8 +76,6 @@ class VectorScheme:
             if self.sharing == "layer":
                 points, weights = points.flatten(0, 1)[None], weights.flatten()[None]  # (1, places * N, n)
             samples = (weights > 0).sum(1).min()
-            if not samples:
-                raise nothing_left(windows)
             if samples < self.m:
                 raise UserError(f"{self.name}: {self.m} centroids cannot be learned from {samples} vectors; use more "
                                 "or longer calibration windows, or fewer centroids")

@@ -144,7 +144,6 @@ class SKVQ(Method):
     @torch.no_grad()
     def calibrate(self, model, windows, progress=None):
         for codec in (codec for layer in self.codecs for codec in layer.values() if isinstance(codec, ClippedGroups)):
-            codec.order = None
             codec.regroup(torch.arange(codec.h, device=windows.device) // self.group_size)
         if self.reorder:
             self._reorder(kv_ranges(model, self, windows, progress))

@@ -1,0 +1,304 @@
+"""k-means against every partition there is, on problems small enough for that, and one Lloyd step in plain Python."""
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinykv import kmeans as module
+from tinykv.kmeans import argmax, distance, kmeans, lloyd, nearest, plus_plus
+
+coarse = st.integers(-12, 12).map(lambda i: i / 4)  # sums and squares of these are exact in 32 bits
+
+
+def problem(points, weights=None):
+    """Numbers, or rows of numbers -> (1, N, n) and, given weights, (1, N)."""
+    points = torch.tensor(points, dtype=torch.float)
+    points = points.view(1, len(points), -1)
+    return points if weights is None else (points, torch.tensor([weights], dtype=torch.float))
+
+
+def loss(points, weights, centres):
+    """The weighted squared distance of one problem, in double."""
+    points, centres = (np.asarray(x, dtype=float).reshape(len(x), -1) for x in (points, centres))
+    square = ((points[:, None] - centres[None]) ** 2).sum(-1)  # (N, k)
+    return float((square.min(1) * np.asarray(weights, dtype=float)).sum())
+
+
+def best_loss(points, weights, k):
+    """The smallest loss of all cuts of the sorted numbers into k runs; no other partition of numbers is better."""
+    order = np.argsort(points)
+    x, w = np.asarray(points, dtype=float)[order], np.asarray(weights, dtype=float)[order]
+    x, w = x[w > 0], w[w > 0]
+    least = np.inf
+    for cuts in itertools.combinations(range(1, len(x)), min(k, len(x)) - 1):
+        total = 0.0
+        for a, b in zip((0, *cuts), (*cuts, len(x))):
+            mean = (x[a:b] * w[a:b]).sum() / w[a:b].sum()
+            total += (w[a:b] * (x[a:b] - mean) ** 2).sum()
+        least = min(least, total)
+    return least
+
+
+# ---- the whole
+
+@st.composite
+def numbers_with_weights(draw):
+    n = draw(st.integers(1, 8))
+    return (draw(st.lists(st.floats(-4, 4, width=32), min_size=n, max_size=n)),
+            draw(st.lists(st.integers(1, 5), min_size=n, max_size=n)), draw(st.integers(1, 4)))
+
+
+@given(numbers_with_weights())
+def test_with_enough_tries_nothing_is_better(case):
+    points, weights, k = case
+    p, w = problem(points, weights)
+    found = kmeans(p, k, w, tries=40)[0]
+    assert loss(points, weights, found.tolist()) <= best_loss(points, weights, k) + 1e-6 * (1 + sum(weights))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_clusters_that_are_far_apart_are_found(seed):
+    """In two dimensions, with weights that differ a hundredfold; ten tries, as for SKVQ's channels."""
+    dice = torch.Generator().manual_seed(seed)
+    middles = torch.cartesian_prod(torch.arange(3.0), torch.arange(2.0)) * 50  # (6, 2)
+    label = torch.cat([torch.arange(6), torch.randint(0, 6, (60,), generator=dice)])
+    points = middles[label] + torch.randn(66, 2, generator=dice)
+    weights = 10 ** (2 * torch.rand(66, generator=dice))
+    centres = kmeans(points[None], 6, weights[None], tries=10)
+    found = nearest(points[None], centres)[0]
+    assert len(set(zip(label.tolist(), found.tolist()))) == 6  # one number for each cluster and the other way round
+    means = [np.average(points[label == i], axis=0, weights=weights[label == i]) for i in range(6)]
+    assert np.allclose(sorted(centres[0].tolist()), sorted(m.tolist() for m in means), atol=1e-4)
+
+
+@st.composite
+def copies(draw):
+    n, width = draw(st.integers(1, 8)), draw(st.integers(1, 2))
+    row = st.lists(coarse, min_size=width, max_size=width)
+    rows = draw(st.lists(row, min_size=n, max_size=n, unique_by=tuple))
+    return rows, draw(st.lists(st.integers(1, 4), min_size=n, max_size=n)), draw(st.integers(1, min(n, 4)))
+
+
+@given(copies(), st.integers(0, 99))
+def test_an_integer_weight_is_as_many_copies(case, seed):
+    """From the same start, bit by bit: the draw falls on a copy of the point that it falls on."""
+    rows, weights, k = case
+    points, w = problem(rows, weights)
+    copied = problem([row for row, n in zip(rows, weights) for _ in range(n)])
+    one, two = kmeans(points, k, w, seed=seed), kmeans(copied, k, seed=seed)
+    assert torch.equal(one, two)
+
+
+@given(copies(), st.integers(0, 99))
+def test_the_start_is_the_same_with_copies(case, seed):
+    rows, weights, k = case
+    points, w = problem(rows, weights)
+    copied = problem([row for row, n in zip(rows, weights) for _ in range(n)])
+    dice = [torch.Generator().manual_seed(seed) for _ in range(2)]
+    assert torch.equal(plus_plus(points, k, w, dice[0]), plus_plus(copied, k, torch.ones(copied.shape[:2]), dice[1]))
+
+
+def test_equal_weights_do_not_matter():
+    """Nor does their size: what counts is a weight's share."""
+    points = torch.randn(2, 40, 2, generator=torch.Generator().manual_seed(0))
+    plain = kmeans(points, 4)
+    for size in (1.0, 0.25, 2.0 ** 40, 2.0 ** -40):
+        assert torch.equal(kmeans(points, 4, torch.full((2, 40), size)), plain)
+
+
+@pytest.mark.parametrize("points", [[1.0], [3.0, 3.0, 3.0], [0.0, 1.0, 1.0, 0.0], [-2.0, 5.0, 2 ** -20]])
+@pytest.mark.parametrize("k", [1, 3, 5, 8])
+def test_more_centres_than_distinct_points(points, k):
+    centres = kmeans(problem(points), k, tries=2)
+    assert centres.shape == (1, k, 1) and torch.isfinite(centres).all()
+    if k >= len(set(points)):
+        assert loss(points, [1] * len(points), centres[0].tolist()) == 0
+
+
+def test_the_same_seed_gives_the_same_centres():
+    """And the caller's dice are left alone."""
+    points = torch.randn(3, 60, 2, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    one, two, other = (kmeans(points, 5, iterations=1, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(one, two) and not torch.equal(one, other)
+
+
+def test_each_problem_keeps_its_own_best_try():
+    """Of tries that are laid out as problems of their own, each problem has the one with the smallest loss."""
+    points = torch.randn(30, 40, 2, generator=torch.Generator().manual_seed(2))
+    every = kmeans(points.repeat(5, 1, 1), 6).view(5, 30, 6, 2)
+    losses = [[loss(p, [1] * 40, c) for p, c in zip(points, one)] for one in every]
+    for i, centres in enumerate(kmeans(points, 6, tries=5)):
+        assert loss(points[i], [1] * 40, centres) <= min(row[i] for row in losses) * (1 + 1e-6)
+    assert sum(row[i] > min(r[i] for r in losses) * 1.001 for row in losses for i in range(30)) > 60  # tries do differ
+
+
+def test_problems_side_by_side_are_as_good_as_alone():
+    """They share their dice, so the centres may differ, but none pays for its neighbours: whatever their sizes."""
+    dice = torch.Generator().manual_seed(3)
+    points = torch.randn(12, 8, 1, generator=dice) * torch.logspace(-3, 3, 12)[:, None, None]
+    weights = torch.rand(12, 8, generator=dice) + 0.1
+    for p, w, centres in zip(points, weights, kmeans(points, 3, weights, tries=40)):
+        assert loss(p, w, centres) <= best_loss(p.flatten().tolist(), w.tolist(), 3) * (1 + 1e-4)
+
+
+def test_a_result_is_a_fixed_point():
+    points = torch.randn(2, 200, 2, generator=torch.Generator().manual_seed(4))
+    weights = torch.rand(2, 200, generator=torch.Generator().manual_seed(5))
+    centres = kmeans(points, 5, weights, iterations=300)
+    assert torch.equal(lloyd(points, weights, centres), centres)
+
+
+# ---- starting centres
+
+def test_starting_centres_are_points_that_weigh_something():
+    points = torch.arange(40.0).view(1, 40, 1)
+    weights = (torch.arange(40) % 3 == 1).float()[None]  # neither the first nor the last
+    for seed in range(50):
+        start = plus_plus(points, 10, weights, torch.Generator().manual_seed(seed)).flatten().tolist()
+        assert len(set(start)) == 10 and all(x % 3 == 1 for x in start)
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5])
+def test_a_throw_on_the_edge_falls_on_no_point_without_weight(monkeypatch, u):
+    """The dice may give 0 itself, or fall between two points."""
+    monkeypatch.setattr(torch, "rand", lambda *shape, generator: torch.full(shape, u))
+    points, weights = problem([1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 1.0, 0.0, 1.0, 0.0])
+    assert sorted(plus_plus(points, 2, weights, None).flatten().tolist()) == [2.0, 4.0]
+
+
+def test_nor_do_spare_ones_start_where_nothing_weighs():
+    """More centres than points that weigh something: the last point of all is not one of those."""
+    for seed in range(20):
+        points, weights = problem([1.0, 2.0, 7.0], [1.0, 1.0, 0.0])
+        assert 7.0 not in plus_plus(points, 4, weights, torch.Generator().manual_seed(seed)).flatten().tolist()
+
+
+def test_odds_of_the_starting_centres():
+    """The first by weight, the second by weight times squared distance: counted over many problems side by side."""
+    points = torch.tensor([0.0, 1.0, 3.0]).view(1, 3, 1).expand(20000, 3, 1)
+    weights = torch.tensor([[2.0, 5.0, 1.0]]).expand(20000, 3)
+    first, second = plus_plus(points, 2, weights, torch.Generator().manual_seed(0))[..., 0].T
+    for x, odds in ((0.0, 2 / 8), (1.0, 5 / 8), (3.0, 1 / 8)):
+        assert (first == x).float().mean().item() == pytest.approx(odds, abs=0.02)
+    after = second[first == 1.0]  # 2 * 1 against 1 * 4
+    assert (after == 3.0).float().mean().item() == pytest.approx(4 / 6, abs=0.02)
+    assert not (after == 1.0).any()
+
+
+# ---- the parts
+
+@st.composite
+def steps(draw):
+    n, k, width = draw(st.integers(1, 10)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    row = st.lists(coarse, min_size=width, max_size=width)
+    weights = st.sampled_from([0.0, 0.5, 1.0, 3.0])
+    return (draw(st.lists(row, min_size=n, max_size=n)), draw(st.lists(weights, min_size=n, max_size=n)),
+            draw(st.lists(row, min_size=k, max_size=k)))
+
+
+@given(steps())
+def test_nearest_against_plain_python(case):
+    """Ties go to the first centre."""
+    points, _, centres = case
+    index = nearest(problem(points), problem(centres))
+    square = [[sum((a - b) ** 2 for a, b in zip(p, c)) for c in centres] for p in points]
+    assert index[0].tolist() == [row.index(min(row)) for row in square]
+    assert distance(problem(points), problem(centres), index)[0].tolist() == [min(row) for row in square]
+
+
+@given(steps())
+def test_one_step_against_plain_python(case):
+    """A centre without weight moves to the point furthest from its own, each to another; none to one without weight."""
+    points, weights, centres = case
+    square = [[sum((a - b) ** 2 for a, b in zip(p, c)) for c in centres] for p in points]
+    own = [[i for i, row in enumerate(square) if row.index(min(row)) == j] for j in range(len(centres))]
+    p, w = problem(points, weights)
+    moved = lloyd(p, w, problem(centres))[0].tolist()
+    empty = []
+    for j, of in enumerate(own):
+        total = sum(weights[i] for i in of)
+        if total:
+            mean = [sum(weights[i] * points[i][c] for i in of) / total for c in range(len(points[0]))]
+            assert moved[j] == pytest.approx(mean, rel=1e-6, abs=1e-9)
+        else:
+            empty.append(moved[j])
+    assert all(e in points for e in empty)
+    far = sorted((min(row) for row, w in zip(square, weights) if w), reverse=True)
+    if len({tuple(p) for p in points}) == len(points):
+        taken = [min(square[points.index(e)]) for e in empty]
+        assert taken[:len(far)] == far[:len(taken)]
+
+
+def test_a_centre_far_away_comes_back():
+    points, weights = problem([0.0, 1.0, 10.0, 11.0, 30.0], [1.0, 1.0, 1.0, 1.0, 0.11])
+    moved = lloyd(points, weights, problem([0.5, 1e6, -1e6]))
+    assert moved.flatten().tolist()[1:] == [30.0, 11.0]
+    assert moved[0, 0] == pytest.approx((22 + 3.3) / 4.11)
+    for _ in range(10):
+        moved = lloyd(points, weights, moved)
+    assert sorted(moved.flatten().tolist()) == [0.5, 10.5, 30.0]
+
+
+def test_a_step_of_many_problems_is_one_step_of_each():
+    dice = torch.Generator().manual_seed(6)
+    points, centres = torch.randn(9, 50, 3, generator=dice), torch.randn(9, 6, 3, generator=dice)
+    weights = torch.rand(9, 50, generator=dice)
+    centres[::2, 1] = 1e3  # some are empty, in some of the problems
+    moved = lloyd(points, weights, centres)
+    for i in range(9):
+        assert torch.equal(moved[i:i + 1], lloyd(points[i:i + 1], weights[i:i + 1], centres[i:i + 1]))
+
+
+@pytest.mark.parametrize("tile", [1, 7, 100, 1000])
+def test_tiles_change_nothing(monkeypatch, tile):
+    points = torch.randn(3, 101, 2, generator=torch.Generator().manual_seed(7))
+    centres = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(8))
+    index = nearest(points, centres)
+    monkeypatch.setattr(module, "TILE", tile)
+    assert torch.equal(nearest(points, centres), index)
+
+
+def test_tiles_bound_the_distances_held(monkeypatch):
+    """No tile is larger than it may be, unless a single point is; nor much smaller."""
+    sizes, split = [], torch.Tensor.split
+    monkeypatch.setattr(torch.Tensor, "split", lambda x, size, dim: sizes.append(size) or split(x, size, dim))
+    for tile, most in ((600, 600), (10, 15)):
+        monkeypatch.setattr(module, "TILE", tile)
+        nearest(torch.zeros(3, 101, 2), torch.zeros(3, 5, 2))
+        assert most / 2 < 3 * 5 * sizes.pop() <= most and not sizes
+
+
+def test_no_centre_is_much_nearer_than_the_nearest():
+    """It is found by products, which lose what numbers far from 0 have in common: as much as 32 bits do, no more."""
+    dice = torch.Generator().manual_seed(9)
+    for offset in (0.0, 1.0, 30.0, 1000.0):
+        points = offset + torch.randn(2, 500, 4, generator=dice)
+        centres = offset + torch.randn(2, 40, 4, generator=dice)
+        square = (points.double()[:, :, None] - centres.double()[:, None]).pow(2).sum(-1)  # (2, 500, 40)
+        found = square.gather(2, nearest(points, centres)[..., None])[..., 0]
+        assert (found <= square.amin(-1) + 4 * 2 ** -21 * (offset ** 2 + 20)).all()
+
+
+@pytest.mark.parametrize("n", [1, 5, 64, 960, 1000, 1024, 1088, 4096])
+def test_the_place_of_the_largest(n):
+    x = torch.randint(-9, 9 if n < 64 else 900, (3, 7, n), generator=torch.Generator().manual_seed(n)).float()
+    x[0, 0], x[1, 1, 0], x[1, 2, -1], x[1, 3, n // 2] = 5.0, 1e9, 1e9, 1e9
+    rows = x.flatten(0, 1).tolist()
+    assert argmax(x).flatten().tolist() == [row.index(max(row)) for row in rows]  # ties: the first
+
+
+def test_many_starting_centres_are_spread_out():
+    """Though several are drawn at a time: of 200 tight clusters far from each other, few are drawn from twice."""
+    points = torch.cartesian_prod(torch.arange(200.0) * 64, torch.arange(10.0) / 16)[None]  # (1, 2000, 2)
+    weights = torch.ones(1, 2000)
+    weights[:, ::7] = 0
+    start = plus_plus(points, 200, weights, torch.Generator().manual_seed(0))[0].tolist()
+    assert len({x for x, _ in start}) > 160  # drawn blindly 126
+    assert not {tuple(row) for row in start} & {tuple(row) for row in points[0, ::7].tolist()}

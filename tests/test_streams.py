@@ -1,0 +1,547 @@
+"""KIVI, OTT and SKVQ against a cache of plain Python lists, token by token.
+
+`Plain` is the whole method once more: what stays exact, what is elected, how numbers are rounded, and when. It knows
+no tensors; it computes in Python floats and rounds every step to 32 bits, and what is stored to 16 or 8, as the cache
+does. So what attention sees has to be equal, not close, after every token.
+"""
+import math
+import struct
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinykv.cache import PROTOCOLS, KVCache, LayerCache
+from tinykv.methods import METHODS
+from tinykv.methods.ott import OTT
+from tinykv.model import Llama, LlamaConfig, Rope
+
+NAMES = ["kivi", "ott", "skvq"]
+MOST = 64  # tokens
+
+
+# ---- numbers
+
+def f32(x):
+    return struct.unpack("f", struct.pack("f", x))[0]
+
+
+def f16(x):
+    return struct.unpack("e", struct.pack("e", x))[0]
+
+
+def f8(x):
+    """e4m3: three digits behind the leading one from 2**-6 on, steps of 2**-9 below."""
+    if x == 0:
+        return 0.0
+    step = 2.0 ** (max(math.frexp(abs(x))[1] - 1, -6) - 3)
+    return round(x / step) * step
+
+
+def clip(x, lo, hi):
+    return min(max(x, lo), hi)
+
+
+def levels_of(bits):
+    return 2 if bits == 1.5 else 2 ** bits - 1
+
+
+def test_eight_bit_rounding_of_the_oracle():
+    x = torch.cat([torch.linspace(-448, 448, 4001), torch.logspace(-12, 2.6, 4001), -torch.logspace(-12, 2.6, 99)])
+    assert [f8(v) for v in x.tolist()] == x.to(torch.float8_e4m3fn).float().tolist()
+
+
+# ---- the rotations: a real one, and one by quarter turns, which leaves a key's magnitudes as they are
+
+class QuarterTurns:
+    """Pair i turns by i + 1 right angles a position."""
+    def rotate(self, x, positions):
+        half = x.shape[-1] // 2
+        turns = positions[:, None] * (1 + torch.arange(half)) % 4  # (T, d/2)
+        cos, sin = torch.tensor([1.0, 0, -1, 0])[turns], torch.tensor([0.0, 1, 0, -1])[turns]
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def rope_of(case):
+    return QuarterTurns() if case.quarters else Rope(config_of(case.heads, case.width))
+
+
+def config_of(heads, width, layers=3):
+    return LlamaConfig(29, heads * width, 24, layers, heads, heads, width, 512)
+
+
+# ---- one setting of one method
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    k_bits: float = 2
+    v_bits: float = 2
+    group: int = 4  # kivi, ott: tokens of a block
+    recent: int = 0
+    v_block: int | None = None  # kivi
+    pool: int = 0  # ott
+    extra: int = 0
+    by_layer: bool = False
+    layer: int = 0
+    skip_layers: int = 0
+    block: int = 4  # skvq
+    first: int = 0
+    metadata: str = "fp8"
+    rope: str = "post"
+    clips: tuple = ()  # skvq, of K and of V: (channels of each group, (alpha, centre) of each group)
+    heads: int = 1
+    width: int = 4
+    batch: int = 1
+    quarters: bool = False
+
+    def method(self):
+        bits = {"k_bits": self.k_bits, "v_bits": self.v_bits, "recent": self.recent}
+        config = config_of(self.heads, self.width)
+        if self.name == "kivi":
+            return METHODS["kivi"](config, **bits, group_size=self.group, v_block=self.v_block)
+        if self.name == "ott":
+            return METHODS["ott"](config, **bits, group_size=self.group, outlier_num=self.pool, extra_pool=self.extra,
+                                  skip_layers=self.skip_layers, scope="layer" if self.by_layer else "head")
+        method = METHODS["skvq"](config, **bits, group_size=2, preserve=self.first, block=self.block,
+                                 metadata=self.metadata, rope=self.rope)
+        for kind, (groups, choices) in zip("kv", self.clips):
+            codec = method.codecs[self.layer][kind]
+            codec.order = torch.tensor([c for g in groups for c in g], dtype=torch.int32)
+            codec.group = torch.tensor([i for i, g in enumerate(groups) for _ in g], dtype=torch.int32)
+            codec.alpha = torch.tensor([a for a, _ in choices], dtype=torch.float16)
+            codec.centre = torch.tensor([c for _, c in choices], dtype=torch.uint8)
+        return method
+
+    def cache(self, protocol, method=None):
+        return LayerCache(self.layer, method or self.method(), rope_of(self), protocol)
+
+
+@st.composite
+def groups_with_clips(draw, h):
+    """A permutation of h channels cut into groups of any sizes, and a clip for each."""
+    order = draw(st.permutations(range(h)))
+    cuts = sorted({0, h, *draw(st.lists(st.integers(1, h - 1), max_size=3))})
+    groups = tuple(tuple(order[a:b]) for a, b in zip(cuts, cuts[1:]))
+    choice = st.tuples(st.sampled_from([f16(a / 100) for a in range(60, 102, 2)]), st.integers(0, 1))
+    return groups, tuple(draw(choice) for _ in groups)
+
+
+@st.composite
+def cases(draw, name):
+    bits = st.sampled_from([1, 1.5, 2, 3])
+    case = Case(name, draw(bits), draw(bits), draw(st.sampled_from([4, 8])), draw(st.integers(0, 10)),
+                heads=draw(st.integers(1, 2)), width=draw(st.sampled_from([4, 8])), batch=draw(st.integers(1, 2)),
+                quarters=draw(st.booleans()))
+    if name == "kivi":
+        return replace(case, v_block=draw(st.sampled_from([None, 1, 2, 3])))
+    if name == "ott":
+        return replace(case, pool=draw(st.integers(0, 5)), extra=draw(st.integers(0, 5)), layer=draw(st.integers(1, 2)),
+                       skip_layers=draw(st.integers(0, 2)), by_layer=draw(st.booleans()), quarters=draw(st.booleans()))
+    clips = groups_with_clips(case.heads * case.width)
+    return replace(case, block=draw(st.integers(1, 6)), first=draw(st.integers(0, 3)), clips=(draw(clips), draw(clips)),
+                   metadata=draw(st.sampled_from(["fp8", "fp16"])), rope=draw(st.sampled_from(["pre", "post"])))
+
+
+@st.composite
+def texts(draw):
+    """(length, seed, kind of numbers)"""
+    return draw(st.integers(1, 60)), draw(st.integers(0, 999)), draw(st.sampled_from(["normal", "coarse", "constant"]))
+
+
+def rows_of(case, text):
+    """k and v (B, Hkv, T, d) as attention hands them over: channels of all sizes, some tokens with small keys.
+
+    "coarse" numbers are quarters, so that magnitudes tie, and their sums are exact.
+    """
+    T, seed, kind = text
+    dice = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, case.batch, case.heads, T, case.width, generator=dice)
+    small = torch.rand(case.batch, 1, T, 1, generator=dice) < 0.15
+    if kind == "constant":
+        k, v = torch.full_like(k, 1.5), torch.full_like(v, -0.1)
+    elif kind == "coarse":
+        k, v = (2 * k).round() / 4, (2 * v).round() / 4
+    else:
+        k = k * torch.logspace(-2, 1, case.width) + torch.linspace(-3, 3, case.width)
+    return torch.where(small, k / 8, k), v
+
+
+# ---- the same in lists
+
+class Plain:
+    """A layer's keys and values of one sequence: of every token the row as it came and, once coded, as it reads."""
+
+    def __init__(self, case, paper=False):
+        self.case, self.paper, self.length = case, paper, 0
+        unit = torch.cat([torch.ones(MOST, case.width // 2), torch.zeros(MOST, case.width // 2)], dim=-1)
+        self.turns = rope_of(case).rotate(unit, torch.arange(MOST)).tolist()  # of each position: cosines, then sines
+        self.exact = {kind: [[] for _ in range(case.heads)] for kind in "kv"}  # by head and token
+        self.read = {kind: [[] for _ in range(case.heads)] for kind in "kv"}
+        self.coded = {"k": 0, "v": 0}
+        self.kept = [set() for _ in range(case.heads)]
+        self.pool = [[] for _ in range(case.heads)]  # ott: by head, or the first alone for all heads
+        self.extra = [[] for _ in range(case.heads)]
+        self.keys_after_rope = case.name != "skvq" or case.rope == "post"
+
+    def turn(self, row, position):
+        half = len(row) // 2
+        a, b, cos, sin = row[:half], row[half:], self.turns[position][:half], self.turns[position][half:]
+        return [f16(f32(f32(x * c) - f32(y * s))) for x, y, c, s in zip(a, b, cos, sin)] + \
+               [f16(f32(f32(y * c) + f32(x * s))) for x, y, c, s in zip(a, b, cos, sin)]
+
+    def feed(self, k, v):
+        """k, v: lists by head, token, channel. -> K and V that attention sees."""
+        for h in range(self.case.heads):
+            for i, (key, value) in enumerate(zip(k[h], v[h])):
+                key = [f16(x) for x in key]
+                self.exact["k"][h].append(self.turn(key, self.length + i) if self.keys_after_rope else key)
+                self.exact["v"][h].append([f16(x) for x in value])
+        self.length += len(k[0])
+        if self.paper:
+            self.code("k", self.length)
+            self.code("v", self.length)
+            return self.seen()
+        seen = self.seen()
+        for kind in "kv":
+            block = self.case.block if self.case.name == "skvq" else self.case.group
+            if kind == "v" and self.case.v_block:
+                block = self.case.v_block
+            blocks = (self.length - self.coded[kind] - self.case.recent) // block
+            if blocks > 0:
+                self.code(kind, blocks * block)
+        return seen
+
+    def seen(self):
+        out = {}
+        for kind in "kv":
+            out[kind] = [[row if t >= self.coded[kind] or t in self.kept[h] else self.read[kind][h][t]
+                          for t, row in enumerate(rows)] for h, rows in enumerate(self.exact[kind])]
+        if not self.keys_after_rope:
+            out["k"] = [[self.turn(row, t) for t, row in enumerate(rows)] for rows in out["k"]]
+        return out["k"], out["v"]
+
+    def code(self, kind, n):
+        block = range(self.coded[kind], self.coded[kind] + n)
+        self.keep(kind, block)
+        rows = [[head[t] for t in block] for head in self.exact[kind]]
+        if self.case.name == "skvq":
+            read = self.clipped(kind, rows)
+        elif kind == "k":
+            read = [self.by_channel(head, [t in kept for t in block]) for head, kept in zip(rows, self.kept)]
+        else:
+            read = [self.by_token(head) for head in rows]
+        for into, new in zip(self.read[kind], read):
+            into += new
+        self.coded[kind] += n
+
+    # keep
+
+    def keep(self, kind, block):
+        case = self.case
+        if case.name == "skvq":
+            self.kept = [set(range(min(case.first, self.length))) for _ in self.kept]
+        elif case.name == "ott" and kind == "k" and case.layer >= case.skip_layers:
+            for h in [0] if case.by_layer else range(case.heads):
+                self.elect(h, block)
+            for h in range(case.heads):
+                of = 0 if case.by_layer else h
+                self.kept[h] = {*self.pool[of], *self.extra[of]}
+
+    def score(self, h, t):
+        heads = self.exact["k"] if self.case.by_layer else [self.exact["k"][h]]
+        return math.fsum(abs(x) for head in heads for x in head[t])
+
+    def elect(self, h, block):
+        """The newcomers that stand for the pool are as many of the best as the extra pool has room for."""
+        pool, extra = self.pool[h], self.extra[h]
+        best = sorted(block, key=lambda t: (self.score(h, t), t))
+        for n in reversed(range(len(best) + 1)):
+            elected = sorted([*pool, *best[:n]], key=lambda t: (self.score(h, t), t))[:self.case.pool]
+            gone = [t for t in pool if t not in elected]
+            if len(extra) + len(gone) <= self.case.extra:
+                self.pool[h], self.extra[h] = elected, extra + gone
+                return
+
+    # code
+
+    @staticmethod
+    def snap(values, counted, levels):
+        """values on the grid of those that count"""
+        lo, hi = (min(counted), max(counted)) if counted else (0.0, 0.0)
+        s, z = f16(clip(f32(f32(hi - lo) / levels), f32(1e-5), 6e4)), f16(lo)
+        return [f16(f32(f32(s * clip(round(f32(f32(x - z) / s)), 0, levels)) + z)) for x in values]
+
+    def by_channel(self, rows, gone):
+        out, levels = [], levels_of(self.case.k_bits)
+        for i in range(0, len(rows), self.case.group):
+            part, left = rows[i:i + self.case.group], gone[i:i + self.case.group]
+            columns = [self.snap(column, [x for x, g in zip(column, left) if not g], levels) for column in zip(*part)]
+            out += [list(row) for row in zip(*columns)]
+        return out
+
+    def by_token(self, rows):
+        size, levels = min(self.case.group, self.case.width), levels_of(self.case.v_bits)
+        spans = [slice(c, c + size) for c in range(0, self.case.width, size)]
+        return [[x for s in spans for x in self.snap(row[s], row[s], levels)] for row in rows]
+
+    def clipped(self, kind, rows):
+        case = self.case
+        groups, choices = case.clips["kv".index(kind)]
+        levels = levels_of(case.k_bits if kind == "k" else case.v_bits)
+        metadata, least, most = (f8, 2 ** -9, 448) if case.metadata == "fp8" else (f16, f32(1e-5), 65504)
+        out = [[] for _ in rows]
+        for t in range(len(rows[0])):
+            flat = [x for head in rows for x in head[t]]  # all heads are one row
+            read = [0.0] * len(flat)
+            for channels, (alpha, centre) in zip(groups, choices):
+                lo, hi = min(flat[c] for c in channels), max(flat[c] for c in channels)
+                towards = f32(f32(1 - alpha) * f32(f32(lo + hi) / 2)) if centre else 0.0
+                lo, hi = f32(f32(alpha * lo) + towards), f32(f32(alpha * hi) + towards)
+                s = metadata(clip(f32(f32(hi - lo) / levels), least, most))
+                z = metadata(clip(lo, -most, most))
+                for c in channels:
+                    read[c] = f16(f32(f32(s * clip(round(f32(f32(flat[c] - z) / s)), 0, levels)) + z))
+            for h, head in enumerate(out):
+                head.append(read[h * case.width:(h + 1) * case.width])
+        return out
+
+
+# ---- the comparison
+
+def compare(case, text, sizes, protocol):
+    """Feed chunks of these sizes; what is returned must be what the lists say."""
+    k, v = rows_of(case, text)
+    cache, plain = case.cache(protocol), [Plain(case, protocol == "paper") for _ in range(case.batch)]
+    start = 0
+    for n in sizes:
+        new = slice(start, start + n)
+        K, V = cache.update(None, k[:, :, new], v[:, :, new], torch.arange(start, start + n), None)
+        assert K.dtype == k.dtype and V.dtype == v.dtype
+        for b, of in enumerate(plain):
+            keys, values = of.feed(k[b, :, new].tolist(), v[b, :, new].tolist())
+            assert K[b].tolist() == keys, f"keys after {start + n} tokens"
+            assert V[b].tolist() == values, f"values after {start + n} tokens"
+        start += n
+    return cache, plain
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_token_by_token(name):
+    @settings(max_examples=40)
+    @given(cases(name), texts())
+    def check(case, text):
+        compare(case, text, [1] * text[0], "stream")
+    check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_chunks_of_any_size(name):
+    """A chunk is attended to before it is coded, and all of its blocks are one coding event."""
+    @settings(max_examples=60)
+    @given(cases(name), texts(), st.lists(st.integers(1, 30), min_size=60, max_size=60))
+    def check(case, text, sizes):
+        ends = [min(sum(sizes[:i + 1]), text[0]) for i in range(60)]
+        compare(case, text, [b - a for a, b in zip([0, *ends], ends) if b > a], "stream")
+    check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_paper_protocol(name):
+    @settings(max_examples=60)
+    @given(cases(name), texts())
+    def check(case, text):
+        compare(case, text, [text[0]], "paper")
+    check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_aligned_chunks_are_token_by_token(name):
+    """Every token of a chunk sees what it would have seen had it come alone."""
+    @settings(max_examples=40)
+    @given(cases(name), texts())
+    def check(case, text):
+        k, v = rows_of(case, text)
+        method = case.method()
+        sizes = [method.recent + method.chunk] + [method.chunk] * 60
+        cache, plain, start = case.cache("stream", method), [Plain(case) for _ in range(case.batch)], 0
+        for n in sizes:
+            new = slice(start, min(start + n, text[0]))
+            if new.start >= new.stop:
+                break
+            K, V = cache.update(None, k[:, :, new], v[:, :, new], torch.arange(new.start, new.stop), None)
+            for t in range(new.start, new.stop):
+                for b, of in enumerate(plain):
+                    keys, values = of.feed(k[b, :, t:t + 1].tolist(), v[b, :, t:t + 1].tolist())
+                    assert K[b, :, :t + 1].tolist() == keys and V[b, :, :t + 1].tolist() == values
+            start += n
+        for got, want in zip(cache.read(), zip(*(of.seen() for of in plain))):
+            assert got.tolist() == list(want)
+    check()
+
+
+def test_chunks_of_a_method():
+    """What `evaluate.read` cuts a stream into: as many tokens as are certain to end where all blocks do."""
+    assert Case("kivi", group=8).method().chunk == Case("ott", group=8).method().chunk == 8
+    assert Case("kivi", group=8, v_block=1).method().chunk == 1
+    assert Case("kivi", group=8, v_block=6).method().chunk == 2
+    assert replace(SKVQ, block=5).method().chunk == 5
+
+
+PLAIN_CLIPS = ((((0, 1), (2, 3)), ((1.0, 0), (1.0, 0))),) * 2
+SKVQ = Case("skvq", clips=PLAIN_CLIPS)
+
+
+@pytest.mark.parametrize("case", [Case("kivi", v_block=1), Case("ott", pool=2, extra=2), replace(SKVQ, first=2)],
+                         ids=NAMES)
+def test_no_oracle_without_codes(case):
+    """Long enough a text is coded: the tests above do not compare exact rows with exact rows."""
+    k, v = rows_of(case, (60, 0, "normal"))
+    for protocol in PROTOCOLS:
+        cache, plain = compare(case, (60, 0, "normal"), [60] if protocol == "paper" else [1] * 60, protocol)
+        for rows in (plain[0].exact["k"][0], plain[0].exact["v"][0]):
+            assert len({tuple(r) for r in rows}) == 60
+        K, V = cache.read()
+        assert (V != v.half()).any(-1).sum() > 40
+        assert (K != rope_of(case).rotate(k.half(), torch.arange(60))).any(-1).sum() > 40
+
+
+# ---- ott
+
+def elected(cache, p):
+    """Of the first sequence's heads, the pool."""
+    return [sorted(row) for row in cache.k.index[0, :, :p].tolist()]
+
+
+@given(texts(), st.integers(1, 4), st.booleans())
+def test_the_pool_holds_the_smallest_keys_so_far(text, p, by_layer):
+    """However a text comes, as long as the extra pool is not full."""
+    case = Case("ott", pool=p, extra=100, heads=2, by_layer=by_layer, quarters=True)
+    T = max(4, text[0] // 4 * 4)
+    k, v = rows_of(case, (T, text[1], "coarse"))
+    size = k[0].abs().sum(-1).tolist()  # by head and token
+    size = [[a + b for a, b in zip(*size)]] if by_layer else size
+    best = [sorted(sorted(range(T), key=lambda t: (head[t], t))[:p]) for head in size]
+    for protocol, n in (("stream", 1), ("stream", 4), ("stream", T), ("paper", T)):
+        cache = case.cache(protocol)
+        for start in range(0, T, n):
+            new = slice(start, start + n)
+            cache.update(None, k[:, :, new], v[:, :, new], torch.arange(T)[new], None)
+        assert elected(cache, p) == best
+
+
+@pytest.mark.parametrize("extra", [0, 1, 3])
+@pytest.mark.parametrize("p", [3, 5])
+def test_a_pool_that_takes_several_blocks_to_fill(p, extra):
+    """As long as it has places of its own, newcomers need none of the extra pool's."""
+    for seed in range(5):
+        compare(Case("ott", group=2, pool=p, extra=extra, recent=1), (24, seed, "normal"), [1] * 24, "stream")
+
+
+def test_the_largest_keys_can_be_kept_instead():
+    """The paper's counter-example."""
+    case = Case("ott", heads=2)
+    k, v = rows_of(case, (8, 0, "normal"))
+    method = OTT(config_of(2, 4), group_size=4, recent=0, outlier_num=3, skip_layers=0, select="largest")
+    cache = case.cache("paper", method)
+    cache.update(None, k, v, torch.arange(8), None)
+    size = rope_of(case).rotate(k.half(), torch.arange(8)).float().abs().sum(-1)[0]
+    assert elected(cache, 3) == [sorted(row) for row in size.topk(3).indices.tolist()]
+
+
+class Placeholders(OTT):
+    """As the paper has it: something else in the place of a kept token, and a codec that knows nothing of it."""
+    def put(self, survivors):
+        raise NotImplementedError
+
+    def encode(self, layer, kind, rows, skip):
+        rows = rows.clone()
+        for b in range(len(rows)):
+            for h in range(rows.shape[1]):
+                for i in range(0, rows.shape[2], self.block):
+                    group = rows[b, h, i:i + self.block]
+                    gone = skip[b, h, i:i + self.block]
+                    if not gone.all():
+                        group[gone] = self.put(group[~gone].float()).to(rows.dtype)
+        return super().encode(layer, kind, rows, None)
+
+
+class Mean(Placeholders):
+    def put(self, survivors):
+        return survivors.mean(0)
+
+
+class Median(Placeholders):
+    def put(self, survivors):
+        return survivors.median(0).values
+
+
+class Copy(Placeholders):
+    def put(self, survivors):
+        return survivors[-1]
+
+
+@pytest.mark.parametrize("protocol, T", [("stream", 59), ("paper", 56), ("paper", 59)])
+@pytest.mark.parametrize("cls", [Mean, Median, Copy])
+def test_what_stands_in_for_a_kept_token_does_not_matter(cls, protocol, T):
+    """Whatever lies within the range of the others gives the same metadata, and the same codes of the others."""
+    config = config_of(2, 8)
+    options = {"group_size": 8, "recent": 3, "outlier_num": 3, "extra_pool": 6, "skip_layers": 0}
+    case = Case("ott", heads=2, width=8, batch=2)
+    k, v = rows_of(case, (T, 5, "normal"))
+    caches = [case.cache(protocol, kind(config, **options)) for kind in (OTT, cls)]
+    for chunk in torch.arange(T).split(1 if protocol == "stream" else T):
+        one, two = (c.update(None, k[:, :, chunk], v[:, :, chunk], chunk, None) for c in caches)
+        assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
+    one, two = (c.k for c in caches)
+    assert torch.equal(one.index, two.index) and one.index.shape[-1] >= 3
+    assert torch.equal(one.coded.scale, two.coded.scale) and torch.equal(one.coded.zero, two.coded.zero)
+    kept = (torch.arange(one.first)[:, None] == one.index[..., None, :]).any(-1)  # (B, Hkv, coded)
+    assert kept.any() and torch.equal(one.coded.q[~kept], two.coded.q[~kept])
+    assert not torch.equal(one.coded.q[kept], two.coded.q[kept])  # the slots do hold something else
+
+
+def tiny_model():
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(29, 32, 24, 3, 4, 2, 8, 512)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.normal_(std=1.5 * p.shape[1] ** -0.5)
+    return model
+
+
+def logits(model, method, protocol, tokens, sizes):
+    cache = KVCache(model, method, protocol)
+    with torch.no_grad():
+        return torch.cat([model(chunk, cache) for chunk in tokens.split(sizes, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("protocol, sizes", [("paper", [45]), ("stream", [1] * 45), ("stream", [11, 8, 8, 8, 8, 2])])
+@pytest.mark.parametrize("off", [{"outlier_num": 0, "skip_layers": 0}, {"skip_layers": 3}])
+def test_ott_without_a_pool_is_kivi(protocol, sizes, off):
+    model, tokens = tiny_model(), torch.randint(29, (2, 45), generator=torch.Generator().manual_seed(1))
+    kivi = METHODS["kivi"](model.config, group_size=8, recent=3)
+    plain = logits(model, kivi, protocol, tokens, sizes)
+    assert torch.equal(logits(model, OTT(model.config, group_size=8, recent=3, **off), protocol, tokens, sizes), plain)
+    pooled = logits(model, OTT(model.config, group_size=8, recent=3), protocol, tokens, sizes)  # only the last layer
+    assert not torch.equal(pooled, plain)
+    assert not torch.equal(logits(model, OTT(model.config, group_size=8, recent=3, skip_layers=1), protocol, tokens,
+                                  sizes), pooled)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_aligned_chunks_give_the_logits_of_single_tokens(name):
+    """Through a whole model, in float64: products of other shapes must not move a number to its next code."""
+    model, tokens = tiny_model(), torch.randint(29, (2, 45), generator=torch.Generator().manual_seed(2))
+    given = {"kivi": {"group_size": 8, "v_block": 4}, "ott": {"group_size": 4, "skip_layers": 1, "extra_pool": 4},
+             "skvq": {"block": 4, "preserve": 2, "reorder": "off", "clip": "none"}}[name]
+    method = METHODS[name](model.config, recent=3, **given)
+    assert method.chunk == 4
+    one = logits(model, method, "stream", tokens, [1] * 45)
+    many = logits(model, method, "stream", tokens, [7, *[4] * 9, 2])
+    assert torch.allclose(one, many, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(one, logits(model, METHODS["fp16"](model.config), "stream", tokens, [45]), atol=1e-2)
