@@ -377,9 +377,9 @@ def least_loss(x, w, n):
     return best[-1] / w.sum()
 
 
-@pytest.mark.parametrize("bits, slack", [(1, 1.01), (2, 1.02), (3, 1.1), (4, 1.1)])
+@pytest.mark.parametrize("bits, slack", [(1, 1.01), (2, 1.02), (3, 1.1), (4, 1.2)])
 def test_levels_are_nearly_the_best_there_are(bits, slack):
-    """Of all levels, not only of those that further steps lead to. Four tries may miss those by some per cent."""
+    """Of all levels, not only of those that further steps lead to; k-means may miss those by some per cent."""
     dice = np.random.default_rng(bits)
     for _ in range(3):
         middles, spreads = dice.uniform(-0.9, 0.9, 4), dice.uniform(0.02, 0.4, 4)
