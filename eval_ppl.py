@@ -47,6 +47,7 @@ def parser():
     p.add_argument("--context", metavar="T", type=int, help="tokens of a window (default: the model's, up to 4096)")
     p.add_argument("--windows", metavar="W", type=int, default=16, help="windows to evaluate on")
     p.add_argument("--calib-windows", metavar="C", type=int, default=16, help="windows to calibrate on")
+    p.add_argument("--calib-data", metavar="tales|...|FILE", help="to calibrate on (default: another part of --data)")
     p.add_argument("--calibration", metavar="FILE",
                    help="read what was learned from this file; learn and add to it what it does not have yet")
     p.add_argument("--bos", choices=("replace", "none"), default="replace",
@@ -268,11 +269,13 @@ def run(args):
     model, tokenizer = checkpoint.load(args.model, device, dtype)
     windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos)
     if any(m.needs_calibration for m, _, _ in methods.values()):
-        text = load_windows(args.data, tokenizer, context, args.calib_windows, "calibration", args.seed, args.bos)
-        data = f"{args.data}, {args.calib_windows} windows of {context} tokens, seed {args.seed}, bos {args.bos}"
+        source = args.calib_data or args.data
+        text = load_windows(source, tokenizer, context, args.calib_windows, "calibration", args.seed, args.bos)
+        data = f"{source}, {args.calib_windows} windows of {context} tokens, seed {args.seed}, bos {args.bos}"
         calibrate(methods, model, text.tokens.to(device), data, args.calibration)
-    elif args.calibration:
-        raise UserError(f"--calibration: none of {', '.join(methods)} learns anything beforehand")
+    elif args.calibration or args.calib_data:
+        flag = "--calibration" if args.calibration else "--calib-data"
+        raise UserError(f"{flag}: none of {', '.join(methods)} learns anything beforehand")
     print(f"model {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
     print(f"data {args.data}: {args.windows} windows of {context} tokens, protocol {args.protocol}, seed {args.seed}")
     for label, why in left_out.items():

@@ -1,8 +1,11 @@
 """Every method through one matrix: protocols, grouped queries, batches, lengths around a block, schemes.
 
+There is no list of exceptions: what a cell is left out of is said by a property of it, such as "quantizes".
+
 Each `check_` is an invariant. It takes a `Case`, which names a method, a cache and a cell of the matrix, and
 builds what it needs from those; so `mutants.py` can put something wrong in the place of either, and a test at
-the end shows that every mutant fails. The oracle of what a cache must return is `expected_read`, in numpy.
+the end shows that every mutant fails. The oracle of what a cache must return is `expected_read`, in numpy and
+plain lists; it takes from a method only the tables that were learned, and the formulas from the papers.
 
 Models are random and tiny. One token, MARK, has a huge embedding in one channel, which plants the outlier
 that kvsink looks for at positions of our choice. Checks that compare forwards of different shapes (a batch
@@ -12,35 +15,49 @@ last bits, and in float32 those may move a value to the next number of 16 bits, 
     pytest tests/test_methods.py --method path/to/file.py:Class    puts another method through the same matrix
 """
 import copy
+import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 
 import mutants
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from eval_ppl import load_class, settings_of
 from tinykv import UserError, sinks
 from tinykv.cache import PROTOCOLS, KVCache, LayerCache, Part
 from tinykv.calibrate import kv_ranges
-from tinykv.codecs import FORMULAS, Affine, Codes
+from tinykv.codecs import FORMULAS, Affine, Codebook, Codes, SparseCodes
 from tinykv.methods import METHODS
+from tinykv.methods.antkv import AnTKV
 from tinykv.methods.base import SchemeMethod
+from tinykv.methods.cq import CQ
 from tinykv.methods.fp16 import FP16
+from tinykv.methods.kivi import KIVI
+from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.kvsink import KVSink
+from tinykv.methods.ott import OTT
 from tinykv.methods.pfn import PFN
+from tinykv.methods.skvq import SKVQ
 from tinykv.model import Llama, LlamaConfig
-from tinykv.schemes import SCHEMES
+from tinykv.schemes import SCHEMES, UNIFORM, settings_of_scheme
 
 V, D, L, H, d = 41, 32, 3, 4, 16
 MARK, CHANNEL = V - 1, 5  # the token with the planted outlier, and the outlier's channel
 G = 8  # tokens of a block
 LENGTHS = ["1", "G-1", "G", "G+1", "2G+5"]
 SETTINGS = {"k_bits": 2, "v_bits": 3, "group_size": G, "preserve": 3,
-            "emergence_layer": 0, "outlier_channel": CHANNEL}
+            "emergence_layer": 0, "outlier_channel": CHANNEL,
+            "outlier_num": 2, "extra_pool": 2, "skip_layers": 1,  # small, so that pools are left and fill up
+            "outliers": 5.0,  # 1 to 3 of the channels that a token has here
+            "vq": "d4m8", "anchors": "4"}  # 12 vectors a centroid; one row's codes, of a single head, are 1.5 bytes
+KEEP_ALL = {"preserve": 22, "outlier_num": 22, "skip_layers": 0,  # the calibration windows are longer than that
+            "anchors": "100%"}
+VARIANTS = [("v_block", 2), ("scope", "layer"), ("anchors", "20%")]  # what takes one goes through it all with it too
 
 
 # ---- what a cell is made of
@@ -72,19 +89,37 @@ def calibration_windows():
     return tokens_of(4, 24, seed=7)
 
 
+def takes(cls, scheme=None):
+    """The names of a method's settings, without those of other schemes."""
+    names = set(settings_of(cls))
+    if scheme is None:
+        return names
+    return names - {s for other in SCHEMES for s in settings_of_scheme(other)} | set(settings_of_scheme(scheme))
+
+
 @lru_cache
-def build(cls, sharing, scheme, formula, recent, dtype, settings):
-    """A method, calibrated, in blocks of G. One object serves all caches, as the interface promises."""
-    model = model_of(sharing, dtype)
-    wanted = {**SETTINGS, "scheme": scheme, "formula": formula, **dict(settings)}
-    if not issubclass(cls, SchemeMethod):  # a method that we know nothing about keeps its own bits
+def new(cls, sharing, scheme, formula, recent, settings):
+    """A method as its constructor leaves it, in blocks of G."""
+    names, ours = takes(cls, scheme), issubclass(cls, (SchemeMethod, *METHODS.values()))
+    pace = {"recent": recent, "block": G}
+    wanted = {**SETTINGS, **pace, "scheme": scheme, "formula": formula, **dict(settings)}
+    if not ours:  # a method that we know nothing about keeps its own bits
         wanted = {k: v for k, v in wanted.items() if k in dict(settings) or k not in ("k_bits", "v_bits")}
-    method = cls(model.config, **{k: v for k, v in wanted.items() if k in settings_of(cls)})
-    if issubclass(cls, (SchemeMethod, FP16)):
-        method.block, method.recent = G, recent
-    if method.needs_calibration:
+    method = cls(model_of(sharing).config, **{k: v for k, v in wanted.items() if k in names})
+    for name in pace.keys() - names if ours else ():
+        setattr(method, name, pace[name])
+    return method
+
+
+@lru_cache
+def build(cls, sharing, scheme, formula, recent, settings):
+    """The same, calibrated in float32. One object serves all caches, as the interface promises."""
+    method = new(cls, sharing, scheme, formula, recent, settings)
+    if method.needs_calibration and recent and issubclass(cls, tuple(METHODS.values())):
+        method.restore(build(cls, sharing, scheme, formula, 0, settings).learned())
+    elif method.needs_calibration:
         with torch.no_grad():
-            method.calibrate(model, calibration_windows())
+            method.calibrate(model_of(sharing), calibration_windows())
     return method
 
 
@@ -99,6 +134,7 @@ class Case:
     batch: int = 3
     length: str = "2G+5"
     recent: int = 0
+    settings: tuple = ()  # (name, value) of others, in the place of SETTINGS'
     cache: type = KVCache
     dtype: torch.dtype = torch.float32
     known: type | None = None  # whose oracle applies: one of METHODS, or None for a method given by --method
@@ -107,21 +143,27 @@ class Case:
         recent = f"recent{self.recent}" if self.recent else None
         formula = self.formula if self.formula != "offset" else None
         shape = (f"gqa{self.sharing}", f"b{self.batch}", recent, self.length)
-        cell = (self.scheme, formula, self.protocol, *shape)
+        settings = (f"{name}={value}" for name, value in self.settings)
+        cell = (self.scheme, formula, *settings, self.protocol, *shape)
         return "-".join([self.cls.__name__.lower(), *filter(None, cell)])
 
     @property
     def model(self):
         return model_of(self.sharing, self.dtype)
 
-    def method(self, **settings):
-        settings = tuple(settings.items())
-        return build(self.cls, self.sharing, self.scheme, self.formula, self.recent, self.dtype, settings)
+    def method(self, make=build, **settings):
+        settings = {**dict(self.settings), **settings}
+        settings = tuple((k, v) for k, v in settings.items() if k in takes(self.cls, self.scheme))
+        return make(self.cls, self.sharing, self.scheme, self.formula, self.recent, settings)
+
+    def setting(self, name):
+        return {**SETTINGS, **dict(self.settings)}.get(name)
 
     @property
     def T(self):
         block = self.method().block
-        return {"1": 1, "G-1": block - 1, "G": block, "G+1": block + 1, "2G+5": 2 * block + 5}[self.length]
+        lengths = {"1": 1, "G-1": block - 1, "G": block, "G+1": block + 1, "2G+5": 2 * block + 5, "6G+3": 6 * block + 3}
+        return lengths[self.length]
 
     def tokens(self):
         return tokens_of(self.batch, self.T)
@@ -131,7 +173,7 @@ class Case:
 
     def exact_twin(self):
         """The fp16 method beside this cell's: the same blocks, the same model."""
-        return build(FP16, self.sharing, None, None, self.recent, self.dtype, ())
+        return build(FP16, self.sharing, None, None, self.recent, ())
 
     def run(self, method, tokens, cache=None, sizes=None):
         """-> logits (B, T, V) and the cache. sizes: tokens of each chunk, if not as `chunk_sizes` says."""
@@ -145,9 +187,9 @@ def chunk_sizes(method, protocol, T):
     """One forward under `paper`; in a stream, chunks that end where a block is coded."""
     if protocol == "paper":
         return [T]
-    sizes = [min(T, method.recent + method.block)]
+    sizes = [min(T, method.recent + method.chunk)]
     while sum(sizes) < T:
-        sizes.append(min(method.block, T - sum(sizes)))
+        sizes.append(min(method.chunk, T - sum(sizes)))
     return sizes
 
 
@@ -156,9 +198,10 @@ class Watch:
 
     def reset(self):
         super().reset()
-        self.given, self.returned, self.outputs = ([[] for _ in range(L)] for _ in range(3))
+        self.asked, self.given, self.returned, self.outputs = ([[] for _ in range(L)] for _ in range(4))
 
     def update(self, layer, q, k, v, positions):
+        self.asked[layer].append(q)
         self.given[layer].append((k, v))
         K, V = super().update(layer, q, k, v, positions)
         self.returned[layer].append((K, V))
@@ -190,29 +233,113 @@ def top_k(scores, k):
     return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
 
 
-def expected_pins(case, method, cache, layer, seen):
-    """True (B, Hkv, T) where a layer keeps the token after `seen` tokens; for an unknown method, its word."""
+FIRST = (PFN, SKVQ, KVQuant)  # methods that keep the first `preserve` tokens
+MARGIN = 2e-6  # of the largest score: each is off by less than 1e-6 of that in float32
+BOOKS = (CQ, AnTKV)  # methods with codebooks
+SCHEME_OF = {KIVI: "channel-dynamic", OTT: "channel-dynamic", KVQuant: "kvquant"}  # those that take no other
+
+
+def plain_pools(case, scores, events):
+    """Tokens in OTT's pool, and in its extra pool, after events. scores: a list, of one sequence and head.
+
+    Newcomers come one by one, the smallest first. One that is smaller than the largest of a full pool takes its place,
+    if the extra pool can take that one in.
+    """
+    pool, extra, size = [], [], case.setting("outlier_num")
+    if case.setting("select") == "largest":
+        scores = [-score for score in scores]
+    for first, end, _ in events:
+        for token in sorted(range(first, end), key=lambda i: (scores[i], i)):
+            worst = max(pool, key=lambda i: (scores[i], i), default=None)
+            if len(pool) < size:
+                pool.append(token)
+            elif worst is not None and scores[token] < scores[worst] and len(extra) < case.setting("extra_pool"):
+                pool.remove(worst)
+                pool.append(token)
+                extra.append(worst)
+    return pool, extra
+
+
+@lru_cache(maxsize=L)
+def plain_scores(case, cache, layer):
+    """Eq. 5 of each chunk's queries, by kind: what it adds to all tokens so far, (B, Hkv, seen), in numpy."""
     k, _, _ = cache.exact(layer)
-    pins = torch.zeros(k.shape[:3], dtype=torch.bool)
-    if case.known is PFN:
-        pins[:, :, :min(method.preserve, seen)] = True
-    elif case.known is KVSink and layer > SETTINGS["emergence_layer"]:
+    scores, seen = {"k": [], "v": []}, 0
+    for q, (K, _) in zip(cache.asked[layer], cache.returned[layer]):  # in a stream K is what attention reads
+        at = torch.arange(seen, seen + q.shape[2])
+        seen += q.shape[2]
+        if case.protocol == "paper":  # its codes, but scores come before them
+            K = case.model.rope.rotate(k, at)
+        q, K = case.model.rope.rotate(q, at).double().numpy(), K.double().numpy().repeat(case.sharing, axis=1)
+        x = np.where(at.numpy()[:, None] >= np.arange(seen), q @ K.swapaxes(2, 3) / d ** 0.5, -np.inf)
+        A = np.exp(x - x.max(-1, keepdims=True))
+        A /= A.sum(-1, keepdims=True)  # (B, H, T, seen)
+        length = np.sqrt((q ** 2).sum(-1, keepdims=True))  # (B, H, T, 1)
+        for kind, terms in (("k", length * A * (1 - A)), ("v", A)):
+            scores[kind].append(terms.sum(2).reshape(len(A), -1, case.sharing, seen).sum(2))
+    return scores
+
+
+def plain_anchors(anchors, chunks, events, margin=0.0):
+    """AnTKV's anchors after events, the best first, and what all tokens' scores came to while they were exact.
+
+    chunks: of each the scores that it adds to the tokens so far: lists, of one sequence and head. margin: what
+    part of the largest score the last anchor has to be ahead of the first that is none, or rounding could choose.
+    """
+    total, pins, coded = {}, [], 0
+    events = {seen: (first, end) for first, end, seen in events}
+    for scores in chunks:
+        seen = len(scores)
+        for i in [*pins, *range(coded, seen)]:
+            total[i] = total.get(i, 0) + scores[i]
+        if seen in events:
+            first, coded = events[seen]
+            able = sorted([*pins, *range(first, coded)], key=lambda i: -total[i])  # ties: anchors, then in order
+            count = int(anchors) if anchors[-1] != "%" else math.ceil(Fraction(anchors[:-1]) * seen / 100)
+            pins = able[:count]
+            if 0 < count < len(able):
+                ahead = total[able[count - 1]] - total[able[count]]
+                assert ahead >= margin * total[able[0]], f"tokens {able[count - 1:count + 1]}: choose another text"
+    return pins, total
+
+
+def expected_pins(case, method, cache, layer, kind, events):
+    """True (B, Hkv, T) where a layer's keys or values are kept after coding events; for an unknown method, its word."""
+    k, _, _ = cache.exact(layer)
+    pins, seen = torch.zeros(k.shape[:3], dtype=torch.bool), events[-1][2] if events else 0
+    if case.known in FIRST:
+        pins[:, :, :min(case.setting("preserve"), seen)] = True
+    elif case.known is KVSink and layer > SETTINGS["emergence_layer"] and events:
         h = torch.cat(cache.outputs[SETTINGS["emergence_layer"]], dim=1)
         for b, scores in enumerate(h[:, :seen, CHANNEL].abs().tolist()):
-            pins[b, :, top_k(scores, method.preserve)] = True
-    elif case.known is None and cache.layers[layer].k.index is not None:
-        index = cache.layers[layer].k.index.expand(-1, k.shape[1], -1).tolist()  # (B, Hkv, n)
+            pins[b, :, top_k(scores, case.setting("preserve"))] = True
+    elif case.known is OTT and layer >= case.setting("skip_layers"):
+        scores = stored(method, case.model.rope, k).double().abs().sum(-1)  # (B, Hkv, T)
+        if case.setting("scope") == "layer":
+            scores = scores.sum(1, keepdim=True).expand_as(scores)
+        for b, h in np.ndindex(k.shape[:2]):
+            pins[b, h, sum(plain_pools(case, scores[b, h].tolist(), events), [])] = True
+    elif case.known is AnTKV and events:
+        chunks = plain_scores(case, cache, layer)[kind]
+        for b, h in np.ndindex(k.shape[:2]):
+            kept, _ = plain_anchors(case.setting("anchors"), [x[b, h].tolist() for x in chunks], events, MARGIN)
+            pins[b, h, kept] = True
+    elif case.known is None and getattr(cache.layers[layer], kind).index is not None:
+        index = getattr(cache.layers[layer], kind).index.expand(-1, k.shape[1], -1).tolist()  # (B, Hkv, n)
         for b, h in np.ndindex(k.shape[:2]):
             pins[b, h, [i for i in index[b][h] if i >= 0]] = True
     return pins
 
 
-def coding_events(method, protocol, sizes):
+def coding_events(case, method, kind, protocol, sizes):
     """[(first, end, seen)]: tokens first .. end - 1 are coded after a chunk, when `seen` have been seen."""
+    recent, block = case.recent, (kind == "v" and case.setting("v_block")) or G
+    if case.known is None:
+        recent, block = method.recent, (kind == "v" and method.v_block) or method.block
     events, coded, seen = [], 0, 0
     for size in sizes:
         seen += size
-        end = seen if protocol == "paper" else (seen - method.recent) // method.block * method.block
+        end = seen if protocol == "paper" else (seen - recent) // block * block
         if end > coded:
             events.append((coded, end, seen))
             coded = end
@@ -252,27 +379,127 @@ def plain_affine(x, skip, bits, axis, formula, fixed=None):
     return out
 
 
+def channels_and_centroids(case):
+    """n and m of a format d{n}m{m}, which is the one of 4 bits where only bits are given."""
+    assert case.setting("vq") or case.setting("bits") == 4
+    return [int(x) for x in (case.setting("vq") or "d2m256")[1:].split("m")]
+
+
+def plain_heads(rows, Hkv):
+    """rows (B, T, h), all heads of a token in one -> (B, Hkv, T, d)."""
+    return rows.reshape(*rows.shape[:2], Hkv, -1).transpose(0, 2, 1, 3)
+
+
+def plain_fp8(x):
+    """x rounded to e4m3: 3 bits behind the first, exponents from -6."""
+    exponent = np.maximum(np.frexp(np.abs(x))[1] - 1, -6)
+    quantum = np.ldexp(np.float32(1), exponent - 3)
+    return np.rint(x / quantum) * quantum
+
+
+def plain_clipped(x, codec, bits, metadata):
+    """What x (B, Hkv, T, d) reads as in SKVQ's groups, in numpy, by the tables that the codec has learned."""
+    floor, largest, rounded = {"fp8": (2 ** -9, 448, plain_fp8),
+                               "fp16": (1e-5, 65504, lambda x: x.astype(np.float16).astype(np.float32))}[metadata]
+    order, group, alpha, centre = (t.numpy() for t in (codec.order, codec.group, codec.alpha.float(), codec.centre))
+    rows = x.transpose(0, 2, 1, 3).reshape(len(x), x.shape[2], -1)
+    levels = np.float32(2 if bits == 1.5 else 2 ** bits - 1)
+    assert sorted(order) == list(range(rows.shape[-1])), "a channel is in no group, or in two"
+    out = np.empty_like(rows)
+    for i, (a, c) in enumerate(zip(alpha, centre)):
+        g = rows[..., order[group == i]]
+        lo, hi = g.min(-1, keepdims=True), g.max(-1, keepdims=True)
+        middle = (lo + hi) / 2 if c else np.zeros_like(lo)
+        lo, hi = (a * end + (1 - a) * middle for end in (lo, hi))
+        s = rounded(np.clip((hi - lo) / levels, np.float32(floor), np.float32(largest)))
+        z = rounded(np.clip(lo, np.float32(-largest), np.float32(largest)))
+        out[..., order[group == i]] = s * np.clip(np.rint((g - z) / s), 0, levels) + z
+    return plain_heads(out, x.shape[1])
+
+
+def plain_nonuniform(x, skip, codec, share):
+    """What x (B, Hkv, T, d) reads as on KVQuant's levels, in numpy, and where its outliers are (B, T, h).
+
+    Keys by the range that the codec has learned for each channel, values by their own.
+    """
+    levels = codec.levels.double().numpy()
+    rows = x.transpose(0, 2, 1, 3).reshape(len(x), x.shape[2], -1)  # (B, T, h)
+    free = ~skip.transpose(0, 2, 1).repeat(x.shape[3], axis=2)  # (B, T, h)
+    out, read = np.zeros_like(free), np.zeros_like(rows)
+    for b, t in np.ndindex(rows.shape[:2]):
+        row = rows[b, t]
+        if codec.mid is not None:
+            mid, half = codec.mid.float().numpy(), codec.half.float().numpy()
+            out[b, t] = free[b, t] & (np.abs(row - mid) > half) & (share > 0)
+        else:
+            if free[b, t].all():
+                median = np.sort(row)[(len(row) - 1) // 2]
+                furthest = sorted(range(len(row)), key=lambda c: (-np.abs(row[c] - median), c))
+                out[b, t, furthest[:round(share * len(row))]] = True
+            else:  # kept, for now: no outliers, but if it is let go it has to be read in its own range
+                assert not free[b, t].any()
+            lo, hi = (end(row[~out[b, t]]) for end in (np.min, np.max))
+            mid, half = (np.float32(np.float16(y)) for y in ((lo + hi) / 2, max((hi - lo) / 2, np.float32(1e-5))))
+        code = np.abs(((row - mid) / half).astype(np.float64)[:, None] - levels).argmin(1)  # ties: the smaller level
+        read[b, t] = np.where(out[b, t], row, levels[code].astype(np.float32) * half + mid)
+    return plain_heads(read, x.shape[1]), out
+
+
+def plain_nearest(x, codec, n):
+    """What x (B, Hkv, T, d) reads as by the nearest centroids of n channels each, in numpy.
+
+    Where two are equally near, as far as 32 bits can tell, the codec has the choice.
+    """
+    B, Hkv, T, _ = x.shape
+    books = codec.centroids.double().numpy()
+    books = np.broadcast_to(books, (Hkv * d // n, *books.shape[1:])).reshape(Hkv, d // n, -1, n)
+    vectors, out = x.reshape(B, Hkv, T, d // n, n).astype(float), np.empty((B, Hkv, T, d // n, n), np.float32)
+    own = None
+    for h, p in np.ndindex(Hkv, d // n):
+        far = ((vectors[:, h, :, p, None] - books[h, p]) ** 2).sum(-1)  # (B, T, m)
+        best = far.argmin(-1)
+        least, second = np.sort(far)[..., :2].transpose(2, 0, 1)
+        close = second - least <= 1e-6 * ((vectors[:, h, :, p] ** 2).sum(-1) + 1)
+        if close.any():
+            own = codec.decode(codec.encode(torch.from_numpy(x))).numpy().reshape(out.shape) if own is None else own
+            chosen = (own[:, h, :, p, None] == books[h, p]).all(-1)  # (B, T, m)
+            allowed = far - least[..., None] <= 1e-6 * ((vectors[:, h, :, p, None] ** 2).sum(-1) + 1)
+            best = np.where(close & (chosen & allowed).any(-1), chosen.argmax(-1), best)
+        out[:, h, :, p] = books[h, p][best]
+    return out.reshape(x.shape)
+
+
 def stored(method, rope, k):
     """Keys as the method stores them. k (B, Hkv, T, d) before RoPE."""
     return rope.rotate(k, torch.arange(k.shape[2])) if method.rope == "post" else k
 
 
+def plain_learning(case, method):
+    """Per layer {kind: rows (Hkv, tokens, d)}: what the calibration windows have and the method does not keep."""
+    cell = Case(case.cls, case.scheme, protocol="paper", sharing=case.sharing, settings=case.settings, known=case.known)
+    return plain_learning_of(cell, method)
+
+
 @lru_cache
-def plain_ranges(case, method):
-    """Per layer and kind (lo, hi), each (Hkv, d), of the calibration windows' rows that are not kept."""
-    ranges = []
-    case = watched(replace(case, cache=KVCache, protocol="paper"))
+def plain_learning_of(case, method):
+    learning, case = [], watched(case)
     caches = [case.run(case.exact_twin(), w[None])[1] for w in calibration_windows()]
     for layer in range(L):
-        kept = {"k": [], "v": []}
+        rows = {"k": [], "v": []}
         for cache in caches:
             k, v, _ = cache.exact(layer)
-            free = ~expected_pins(case, method, cache, layer, k.shape[2])[0, 0]  # (T)
-            kept["k"].append(stored(method, case.model.rope, k)[0, :, free])
-            kept["v"].append(v[0, :, free])
-        rows = {kind: torch.cat(x, dim=1).float().numpy() for kind, x in kept.items()}  # (Hkv, tokens, d)
-        ranges.append({kind: (x.min(1), x.max(1)) for kind, x in rows.items()})
-    return ranges
+            T = k.shape[2]
+            for kind, x in (("k", stored(method, case.model.rope, k)), ("v", v)):
+                free = ~expected_pins(case, method, cache, layer, kind, [(0, T, T)])[0, 0]  # (T)
+                rows[kind].append(x[0, :, free])
+        learning.append({kind: torch.cat(x, dim=1).float().numpy() for kind, x in rows.items()})
+    return learning
+
+
+def plain_ranges(case, method, layer, kind):
+    """(lo, hi), each (Hkv, d)."""
+    rows = plain_learning(case, method)[layer][kind]
+    return rows.min(1), rows.max(1)
 
 
 def plain_decoded(case, method, layer, kind, rows, skip):
@@ -282,10 +509,29 @@ def plain_decoded(case, method, layer, kind, rows, skip):
     bits = method.k_bits if kind == "k" else method.v_bits
     if bits == 16:
         return rows
-    axis = SCHEMES[method.scheme.name][0 if kind == "k" else 1]
-    fixed = plain_ranges(case, method)[layer][kind] if method.scheme.static else None
-    read = plain_affine(rows.float().numpy(), skip.numpy(), bits, axis, case.formula, fixed)
+    codec, x, scheme = method.codecs[layer][kind], rows.float().numpy(), SCHEME_OF.get(case.known, case.scheme)
+    if case.known is SKVQ:
+        read = plain_clipped(x, codec, bits, case.setting("metadata") or "fp8")
+    elif case.known in BOOKS:
+        read = plain_nearest(x, codec, channels_and_centroids(case)[0])
+    elif scheme == "kvquant":
+        read, _ = plain_nonuniform(x, skip.numpy(), codec, case.setting("outliers") / 100)
+    else:
+        k_axis, v_axis, static, _ = UNIFORM[scheme]
+        axis, fixed = k_axis if kind == "k" else v_axis, plain_ranges(case, method, layer, kind) if static else None
+        read = plain_affine(x, skip.numpy(), bits, axis, case.formula, fixed)
     return torch.from_numpy(read).to(rows.dtype)
+
+
+def expected_events(case, method, cache, layer, kind):
+    """Of each coding event the rows (B, Hkv, n, d) exact, and which of them are kept (B, Hkv, n); its tokens."""
+    k, v, _ = cache.exact(layer)
+    rows = stored(method, case.model.rope, k) if kind == "k" else v
+    events = coding_events(case, method, kind, case.protocol, cache.sizes())
+    for i, (first, end, _) in enumerate(events):
+        part = slice(first, end)
+        pins = expected_pins(case, method, cache, layer, kind, events[:i + 1])  # (B, Hkv, T)
+        yield part, rows[:, :, part], pins[:, :, part]
 
 
 def expected_read(case, method, cache, layer):
@@ -293,11 +539,11 @@ def expected_read(case, method, cache, layer):
     k, v, _ = cache.exact(layer)
     out = []
     for kind, rows in (("k", stored(method, case.model.rope, k)), ("v", v)):
-        read, pins = rows.clone(), torch.zeros(rows.shape[:3], dtype=torch.bool)
-        for first, end, seen in coding_events(method, case.protocol, cache.sizes()):
-            pins = expected_pins(case, method, cache, layer, seen)  # (B, Hkv, T); in the end the last event's
-            part = slice(first, end)
-            read[:, :, part] = plain_decoded(case, method, layer, kind, rows[:, :, part], pins[:, :, part])
+        read = rows.clone()
+        for part, exact, pins in expected_events(case, method, cache, layer, kind):
+            read[:, :, part] = plain_decoded(case, method, layer, kind, exact, pins)
+        events = coding_events(case, method, kind, case.protocol, cache.sizes())
+        pins = expected_pins(case, method, cache, layer, kind, events)  # (B, Hkv, T): those of the last event
         out.append(torch.where(pins[..., None], rows, read))
     if method.rope == "pre":
         out[0] = case.model.rope.rotate(out[0], torch.arange(out[0].shape[2]))
@@ -311,14 +557,32 @@ def check_cache_holds_the_expected_rows(case, sizes=None):
     method = case.method()
     _, cache = watched(case).run(method, case.tokens(), sizes=sizes)
     assert len(cache) == case.T
-    coded = [0, *(end for _, end, _ in coding_events(method, case.protocol, cache.sizes()))][-1]
-    assert all(layer.first == coded for layer in cache.layers)
+    for kind in "kv":
+        coded = [0, *(end for _, end, _ in coding_events(case, method, kind, case.protocol, cache.sizes()))][-1]
+        assert all(getattr(layer, kind).first == coded for layer in cache.layers)
     for layer in range(L):
         expected = expected_read(case, method, cache, layer)
         for kind, got, want in zip("KV", cache.layers[layer].read(), expected):
             assert got.shape == want.shape and torch.isfinite(got).all()
             differ = (got != want).any(-1).nonzero().tolist()
             assert not differ, f"layer {layer}, {kind}: (sequence, head, token) {differ[:5]} differ"
+
+
+def check_scores(case, sizes=None):
+    """Every exact row, and no other, has a score: of all queries that saw it so."""
+    method, case = case.method(), watched(case)
+    _, cache = case.run(method, case.tokens(), sizes=sizes)
+    for layer, kind in ((layer, kind) for layer in range(L) for kind in "kv"):
+        part, chunks = getattr(cache.layers[layer], kind), plain_scores(case, cache, layer)[kind]
+        events = coding_events(case, method, kind, case.protocol, cache.sizes())
+        assert part.score is not None and (part.index is not None) == (part.pinned_score is not None) == bool(events)
+        for b, h in np.ndindex(chunks[0].shape[:2]):
+            kept, total = plain_anchors(case.setting("anchors"), [x[b, h].tolist() for x in chunks], events, MARGIN)
+            at, held = list(range(part.first, case.T)), part.score[b, h].tolist()
+            if events:
+                assert sorted(kept) == sorted(part.index[b, h].tolist())
+                at, held = part.index[b, h].tolist() + at, part.pinned_score[b, h].tolist() + held
+            assert held == pytest.approx([total[i] for i in at], rel=1e-5, abs=1e-5 * max(total.values()))
 
 
 def check_attention_sees_the_cache(case, sizes=None):
@@ -343,56 +607,96 @@ def check_attention_sees_the_cache(case, sizes=None):
         start += chunk.shape[1]
 
 
+def code_bytes(width, bits):
+    """Of `width` codes in a row; three levels are packed five to a byte."""
+    return -(-width // 5) if bits == 1.5 else -(-width * bits // 8)
+
+
+def expected_code_bytes(case, method, cache, layer, kind):
+    """Of a layer's keys or values: the codes, and whatever is written down with them."""
+    events = list(expected_events(case, method, cache, layer, kind))
+    scheme, codec = SCHEME_OF.get(case.known, case.scheme), method.codecs[layer][kind]
+    b = getattr(method, f"{kind}_bits")
+    B, Hkv, _, _ = cache.given[layer][0][0].shape
+    tokens = B * sum(rows.shape[2] for _, rows, _ in events)
+    if b == 16:
+        return tokens * Hkv * d * 2
+    if case.known is SKVQ:  # the groups cross heads; of each a scale and a zero point
+        assert len(codec.alpha) <= Hkv * d // G
+        size = 2 if case.setting("metadata") == "fp16" else 1
+        return tokens * (code_bytes(Hkv * d, b) + 2 * size * len(codec.alpha))
+    if case.known in BOOKS:
+        n, m = channels_and_centroids(case)
+        return tokens * -(-Hkv * d // n * int(math.log2(m)) // 8)
+    if scheme == "kvquant":
+        size = tokens * (code_bytes(Hkv * d, b) + (4 if kind == "v" else 0))  # a token's mid and half
+        share = case.setting("outliers") / 100
+        if share:  # a pointer a token, and of each outlier the number and its channel
+            outs = [plain_nonuniform(x.float().numpy(), p.numpy(), codec, share)[1].sum() for _, x, p in events]
+            size += 4 * tokens + 4 * int(sum(outs))
+        return size
+    size = tokens * Hkv * code_bytes(d, b)
+    k_axis, v_axis, static, _ = UNIFORM[scheme]
+    if not static:  # a 16-bit scale and a 16-bit zero point a group
+        channel = (k_axis if kind == "k" else v_axis) == "channel"
+        size += 4 * (sum(-(-rows.shape[2] // G) for _, rows, _ in events) * B * Hkv * d if channel
+                     else tokens * Hkv * d // G)
+    return size
+
+
 def check_bytes(case):
-    """`nbytes` is the storage held, and the formula: codes, metadata, pinned rows and indices, recent."""
+    """`nbytes` is the storage held, and the formula: codes, metadata, pinned rows and indices, recent, scores."""
+    case = watched(case)
     method = case.method()
     _, cache = case.run(method, case.tokens())
     parts = [part for layer in cache.layers for part in (layer.k, layer.v)]
-    held = [t for p in parts for t in (p.index, p.pinned, p.recent)]
+    held = [t for p in parts for t in (p.index, p.pinned, p.pinned_score, p.recent, p.score)]
     held += [t for p in parts if p.coded for t in vars(p.coded).values()]
-    storage = sum(t.untyped_storage().nbytes() for t in held if t is not None)
+    storage = [t.untyped_storage() for t in held if t is not None]
+    storage = sum({s.data_ptr(): s.nbytes() for s in storage if s.nbytes()}.values())  # two may share one
     assert cache.nbytes == storage == sum(cache.part_bytes().values())
     if case.known is None:
         return
-    B, Hkv, T = case.batch, case.model.config.num_key_value_heads, case.T
-    events = coding_events(method, case.protocol, chunk_sizes(method, case.protocol, T))
-    coded, seen = (events[-1][1], events[-1][2]) if events else (0, 0)
-    bits, kept, keeping = 0, 0, 0
+    B, Hkv = case.batch, case.model.config.num_key_value_heads
+    scored = case.known is AnTKV and case.setting("anchors") != "0"  # of every exact row, in 32 bits
+    own = scored or (case.known is OTT and case.setting("scope") != "layer")  # each head chooses for itself
     for kind in "kv":
-        b = getattr(method, f"{kind}_bits")
-        bits += L * B * Hkv * coded * d * b
-        if b < 16 and not method.scheme.static:  # a 16-bit scale and a 16-bit zero point a group
-            channel = SCHEMES[method.scheme.name][0 if kind == "k" else 1] == "channel"
-            bits += L * B * Hkv * 32 * (-(-coded // G) * d if channel else coded * d // G)
-    if case.known in (PFN, KVSink):
-        kept = min(method.preserve, seen)
-        keeping = L if case.known is PFN else L - SETTINGS["emergence_layer"] - 1
-    pinned = 2 * keeping * B * kept * (Hkv * d * 2 + 4)
-    recent = 2 * L * B * Hkv * (T - coded) * d * 2
-    assert cache.part_bytes() == {"coded": bits / 8, "pinned": pinned, "recent": recent}
+        events = coding_events(case, method, kind, case.protocol, cache.sizes())
+        coded = pinned = 0
+        for layer in range(L):
+            coded += expected_code_bytes(case, method, cache, layer, kind)
+            pins = expected_pins(case, method, cache, layer, kind, events)  # (B, Hkv, T)
+            slots = int(pins.sum(-1).max())  # of the row with the most
+            pinned += B * slots * (Hkv * (d * 2 + 4 * scored) + (Hkv if own else 1) * 4)
+        recent = L * B * Hkv * (case.T - (events[-1][1] if events else 0)) * (d * 2 + 4 * scored)
+        assert cache.part_bytes(kind) == {"coded": coded, "pinned": pinned, "recent": recent}
 
 
 def check_low_bits_matter(case):
     """A codec that changes nothing would pass many a test: codes have to show in the logits."""
     method, tokens = case.method(), case.tokens()
-    logits, _ = case.run(method, tokens)
+    logits, cache = case.run(method, tokens)
     sizes = chunk_sizes(method, case.protocol, case.T)
     exact, _ = replace(case, cache=KVCache).run(case.exact_twin(), tokens, sizes=sizes)
     change = (logits - exact).abs().amax(-1)  # (B, T)
-    first = method.recent + method.block if case.protocol == "stream" else 0
+    paces = [coding_events(case, method, kind, "stream", [1] * case.T)[0][2] for kind in "kv"]
+    first = min(paces) if case.protocol == "stream" else 0
     assert torch.equal(logits[:, :first], exact[:, :first]), "changed before anything was coded"
-    if case.protocol == "paper":
-        first = getattr(method, "preserve", 0)  # a token that is kept may see nothing but kept ones
+    if case.protocol == "paper":  # a token that is kept may see nothing but kept ones
+        index = [part.index for layer in cache.layers for part in (layer.k, layer.v) if part.index is not None]
+        first = max([int((i >= 0).sum(-1).max()) for i in index], default=0)
     unchanged = (change[:, first:] <= 1e-4).nonzero().tolist()
     assert not unchanged, f"(sequence, token) unchanged by the codes: {unchanged}"
 
 
 def check_sixteen_bits_are_fp16(case):
     """Bit for bit, whichever tokens are kept and wherever keys are rotated."""
-    takes, tokens = settings_of(case.cls), case.tokens()
-    exact, _ = replace(case, cache=KVCache).run(case.exact_twin(), tokens)
-    for rope in ("pre", "post") if "rope" in takes else (None,):
-        logits, _ = case.run(case.method(k_bits=16, v_bits=16, **({"rope": rope} if rope else {})), tokens)
+    tokens = case.tokens()
+    for rope in ("pre", "post") if has("rope")(case) else (None,):
+        method = case.method(k_bits=16, v_bits=16, **({"rope": rope} if rope else {}))
+        logits, _ = case.run(method, tokens)
+        sizes = chunk_sizes(method, case.protocol, case.T)
+        exact, _ = replace(case, cache=KVCache).run(case.exact_twin(), tokens, sizes=sizes)
         assert torch.equal(logits, exact), f"rope {rope}: off by {(logits - exact).abs().max()}"
 
 
@@ -410,10 +714,10 @@ def check_sixteen_bits_of_one_kind(case):
 
 def check_keeping_everything_is_exact(case):
     """Where all tokens are kept the rows are fp16's, bit for bit; for kvsink, after the emergence layer."""
-    method = case.method(preserve=22)  # the calibration windows are longer than that
+    method = case.method(**KEEP_ALL)
     tokens = case.tokens()
     logits, cache = watched(case).run(method, tokens)
-    untouched = not coding_events(method, case.protocol, cache.sizes())
+    untouched = not coding_events(case, method, "k", case.protocol, cache.sizes())
     for layer in range(L):
         k, v, _ = cache.exact(layer)
         exact = case.model.rope.rotate(k, torch.arange(case.T)), v
@@ -424,14 +728,14 @@ def check_keeping_everything_is_exact(case):
 
 
 def scrambled(method, pins):
-    """The same method, but it finds garbage in pinned rows when it codes. pins: per layer (B, Hkv, T)."""
+    """The same method, but it finds garbage in pinned rows when it codes. pins: per layer {kind: (B, Hkv, T)}."""
     other, coded = copy.copy(method), {}
 
     def encode(layer, kind, rows, skip):
         first = coded.get((layer, kind), 0)
         coded[layer, kind] = end = first + rows.shape[2]
         garbage = (3000 * torch.linspace(-1, 2, d)).to(rows.dtype)  # (d)
-        rows = torch.where(pins[layer][:, :, first:end, None], garbage, rows)
+        rows = torch.where(pins[layer][kind][:, :, first:end, None], garbage, rows)
         return method.encode(layer, kind, rows, skip)
 
     other.encode = encode
@@ -442,10 +746,11 @@ def check_placeholders_do_not_matter(case):
     """What the coded slot of a pinned token holds changes nothing: not the logits, nor its group's range."""
     method, tokens = case.method(), case.tokens()
     logits, cache = watched(case).run(method, tokens)
-    events = coding_events(method, case.protocol, cache.sizes())
-    # Only tokens that stay pinned to the end: one that kvsink lets go later is read as its code.
-    pins = [expected_pins(case, method, cache, layer, events[-1][2]) for layer in range(L)]
-    assert any(layer.any() for layer in pins)
+    events = {kind: coding_events(case, method, kind, case.protocol, cache.sizes()) for kind in "kv"}
+    # Only tokens that stay pinned to the end: one that kvsink or antkv lets go later is read as its code.
+    pins = [{kind: expected_pins(case, method, cache, layer, kind, events[kind]) for kind in "kv"}
+            for layer in range(L)]
+    assert any(kept.any() for layer in pins for kept in layer.values())
     assert torch.equal(case.run(scrambled(method, pins), tokens)[0], logits)
 
 
@@ -453,12 +758,12 @@ def check_chunks_equal_single_tokens(case):
     """A stream in blocks is decoding token by token; every length in between is a prefix of the same run."""
     method, tokens = case.method(), case.tokens()
     single, one = case.run(method, tokens, sizes=[1] * case.T)
-    for T in {1, method.block - 1, method.block, method.block + 1, case.T}:
+    for T in {1, method.chunk - 1, method.chunk, method.block - 1, method.block, method.block + 1, case.T} - {0}:
         logits, cache = case.run(method, tokens[:, :T])
         worst = (logits - single[:, :T]).abs().max()
         assert worst < 1e-5, f"{T} tokens: off by {worst}"
     for a, b in zip(one.layers, cache.layers):
-        assert a.first == b.first
+        assert (a.k.first, a.v.first) == (b.k.first, b.v.first)
         for x, y in zip(a.read(), b.read()):
             assert torch.equal(x, y)
 
@@ -483,6 +788,17 @@ def check_no_future_leak(case):
             assert (tokens[:, p] == new).all() or not torch.equal(changed[:, p:], logits[:, p:])
 
 
+def codes_of(codes, b):
+    """What is written down of one sequence, by name; its outliers as (token, channel, number)."""
+    fields, outliers = dict(vars(codes)), []
+    if isinstance(codes, SparseCodes):  # the lists hold the sequences of a token one after the other
+        value, channel, end = (fields.pop(name) for name in ("value", "channel", "end"))
+        ends, B = [0, *end[:, 0, :, 0].T.flatten().tolist()], len(end)
+        outliers = [(t, channel[i].item(), value[i].item()) for t in range(end.shape[2])
+                    for i in range(ends[t * B + b], ends[t * B + b + 1])]
+    return {name: x if x is None else x[b].tolist() for name, x in fields.items()}, outliers
+
+
 def check_batch_rows_are_independent(case):
     """A row of a batch gives the logits, the codes and the pinned tokens that it gives alone."""
     method, tokens = case.method(), case.tokens()
@@ -492,10 +808,13 @@ def check_batch_rows_are_independent(case):
         assert (alone - logits[b:b + 1]).abs().max() < 1e-5, f"row {b}"
         for together, own in zip(cache.layers, single.layers):
             for x, y in ((together.k, own.k), (together.v, own.v)):
-                codes = zip(vars(x.coded).values(), vars(y.coded).values()) if x.coded else ()
-                for a, c in [(x.index, y.index), *codes]:
-                    same = c is None if a is None else torch.equal(a[b:b + 1], c)
-                    assert same, f"row {b}"
+                assert torch.equal(x.read()[b], y.read()[0]), f"row {b}"
+                assert (x.coded is None) == (y.coded is None) and (x.index is None) == (y.index is None)
+                if x.coded is not None:
+                    assert codes_of(x.coded, b) == codes_of(y.coded, 0), f"row {b}"
+                if x.index is not None:  # places that are empty in all rows are not held
+                    pins = [[set(head) - {-1} for head in index.tolist()] for index in (x.index[b], y.index[0])]
+                    assert pins[0] == pins[1], f"row {b}"
 
 
 def check_same_twice_and_after_reset(case):
@@ -543,23 +862,50 @@ def check_the_trap(case):
 def check_static_ranges(case):
     """The grids are those of the calibration tokens that the method does not keep, and of all windows."""
     method = case.method()
-    for layer, codecs in enumerate(method.scheme.codecs):
-        for kind in "kv":
-            lo, hi = plain_ranges(case, method)[layer][kind]
-            c = Affine(codecs[kind].bits, d, codecs[kind].axis, G, case.formula)
-            c.fix(torch.from_numpy(lo), torch.from_numpy(hi))
-            assert torch.equal(codecs[kind].scale, c.scale), (layer, kind)
-            assert torch.equal(codecs[kind].zero, c.zero), (layer, kind)
+    for layer, codecs in enumerate(method.codecs):
+        for kind, codec in codecs.items():
+            if isinstance(codec, Affine):
+                lo, hi = plain_ranges(case, method, layer, kind)
+                c = Affine(codec.bits, d, codec.axis, G, case.formula, static=True)
+                c.fix(torch.from_numpy(lo), torch.from_numpy(hi))
+                assert torch.equal(codec.scale, c.scale), (layer, kind)
+                assert torch.equal(codec.zero, c.zero), (layer, kind)
+            elif codec.axis == "channel":
+                tail = case.setting("outliers") / 200
+                ends = np.quantile(plain_learning(case, method)[layer][kind].astype(float), [tail, 1 - tail], axis=1)
+                lo, hi = ends.reshape(2, -1)  # (h) both
+                half, mid = codec.half.double().numpy(), codec.mid.double().numpy()
+                assert (np.abs(half - (hi - lo) / 2) <= 2e-3 * half).all(), (layer, kind)
+                assert (np.abs(mid - (lo + hi) / 2) <= 2e-3 * half).all(), (layer, kind)
+            else:
+                assert codec.mid is None and codec.half is None
 
 
 def check_calibration_order_is_no_matter(case):
-    grids = []
-    for windows in (calibration_windows(), calibration_windows().flip(0)):
+    """Not at all; but books start from vectors that are drawn by their place, so they code each window equally well."""
+    tables, errors = [], np.zeros((2, len(calibration_windows())))
+    for windows, error in zip((calibration_windows(), calibration_windows().flip(0)), errors):
         method = copy.deepcopy(case.method())
         with torch.no_grad():
             method.calibrate(case.model, windows)
-        grids.append([(c.scale, c.zero) for layer in method.scheme.codecs for c in layer.values()])
-    assert all(torch.equal(a, b) for x, y in zip(*grids) for a, b in zip(x, y))
+        tables.append({name: table for name, table in method.learned().items() if not name.endswith("centroids")})
+        for rows, codecs in zip(plain_learning(case, method), method.codecs):
+            for kind, codec in codecs.items():
+                if isinstance(codec, Codebook):
+                    x = torch.from_numpy(rows[kind])[None]  # (1, Hkv, tokens, d)
+                    far = (codec.decode(codec.encode(x)) - x).pow(2)
+                    error += far.unflatten(2, (len(error), -1)).sum((0, 1, 3, 4)).numpy()
+    assert (tables[0] or errors.all()) and tables[0].keys() == tables[1].keys()
+    assert all(torch.equal(table, tables[1][name]) for name, table in tables[0].items())
+    assert (abs(errors[0] - errors[1]) <= 0.1 * errors[0]).all(), errors
+
+
+def check_what_is_learned_can_be_restored(case):
+    """`learned` says all that a method of the same settings needs, to code as if it had been calibrated."""
+    method, other, tokens = case.method(), case.method(new.__wrapped__), case.tokens()
+    other.restore({name: table.clone() for name, table in method.learned().items()})
+    assert torch.equal(case.run(other, tokens)[0], case.run(method, tokens)[0])
+    assert other.offline_bytes == method.offline_bytes == sum(t.nbytes for t in method.learned().values()) > 0
 
 
 def check_running_top_k(cls, chunks, k=3):
@@ -579,6 +925,72 @@ def check_running_top_k(cls, chunks, k=3):
         assert state[1].tolist() == [top_k(row, k) for row in seen]
 
 
+def check_pools(cls, events, size=2, room=2, scope="head", select="smallest"):
+    """OTT's pools after each coding event are what plain lists say, and in their places.
+
+    events: of each, for every sequence and head, whole numbers, one a token: as long as its key is.
+    """
+    method = cls(model_of(2).config, outlier_num=size, extra_pool=room, skip_layers=1, scope=scope, select=select)
+    case = Case(OTT, settings=(("outlier_num", size), ("extra_pool", room), ("select", select)), known=OTT)
+    layers, coded, so_far = [LayerCache(i, method, case.model.rope, "stream") for i in range(2)], [], None
+    for event in events:
+        lengths = torch.tensor(event)  # (B, Hkv, n)
+        so_far = lengths if so_far is None else torch.cat([so_far, lengths], dim=2)  # (B, Hkv, T)
+        coded.append((so_far.shape[2] - lengths.shape[2], so_far.shape[2], so_far.shape[2]))
+        keys = torch.stack([lengths, -lengths, 2 * lengths, 0 * lengths], dim=-1).half()
+        keys = torch.nn.functional.pad(keys, (0, d - 4))  # (B, Hkv, n, d)
+        for layer in layers:
+            layer.k.append(keys)
+            layer.v.append(-keys)
+            layer.length += keys.shape[2]
+            for part in (layer.k, layer.v):
+                layer.code(part, keys.shape[2], None)
+        assert layers[0].k.index is None and layers[0].v.index is None
+        for b, h in np.ndindex(so_far.shape[:2]):
+            scores = (so_far[b].sum(0) if scope == "layer" else so_far[b, h]).tolist()
+            pool, extra = plain_pools(case, scores, coded)
+            for part, sign in ((layers[1].k, 1), (layers[1].v, -1)):
+                index = part.index[b, 0 if scope == "layer" else h].tolist()
+                assert set(index[:len(pool)]) == set(pool) and set(index[len(pool):]) - {-1} == set(extra)
+                assert len(pool) + len(extra) == sum(i >= 0 for i in index), "a token is held twice"
+                held = part.pinned[b, h, :, 0].tolist()
+                assert all(x == sign * so_far[b, h, i] for i, x in zip(index, held) if i >= 0)
+
+
+def check_anchors(cls, chunks, anchors="2"):
+    """AnTKV's anchors, and all scores held, after each chunk are what plain lists say, ties included.
+
+    chunks: (tokens that come, tokens that are coded then, for every sequence, head and kind whole numbers: what the
+    chunk adds to the score of each token so far).
+    """
+    method, seen, coded, events = cls(model_of(2).config, "d4m8", anchors=anchors), 0, 0, []
+    for codec in (codec for layer in method.codecs for codec in layer.values()):
+        codec.centroids = torch.zeros(codec.places, codec.m, codec.n).half()
+    layer, added = LayerCache(0, method, model_of(2).rope, "stream"), []
+    for fresh, n, scores in chunks:
+        scores = torch.tensor(scores, dtype=torch.float)  # (B, Hkv, 2, seen)
+        at = torch.arange(seen, seen + fresh)
+        rows = (1 + at)[:, None].expand(*scores.shape[:2], fresh, d).half()  # its position is in every row
+        layer.append(rows, -rows, at)
+        seen += fresh
+        added.append(scores)
+        for part, score in zip((layer.k, layer.v), scores.unbind(2)):
+            part.add_score(score)
+            if n:
+                layer.code(part, n, None)
+        if n:
+            events.append((coded, coded + n, seen))
+            coded += n
+        for kind, b, h in np.ndindex(2, *scores.shape[:2]):
+            part = (layer.k, layer.v)[kind]
+            kept, total = plain_anchors(anchors, [x[b, h, kind].tolist() for x in added], events)
+            assert part.score[b, h].tolist() == [total[i] for i in range(coded, seen)]
+            if events:
+                assert part.index[b, h].tolist() == kept
+                assert part.pinned_score[b, h].tolist() == [total[i] for i in kept]
+                assert part.pinned[b, h, :, 0].tolist() == [(1 - 2 * kind) * (1 + i) for i in kept]
+
+
 def check_generation(case):
     """A packed cache serves generation: it sees every token but the last one made, and codes the old ones."""
     method, prompt = case.method(), tokens_of(case.batch, 5)
@@ -587,8 +999,9 @@ def check_generation(case):
     text = case.model.generate(prompt, new, cache)
     assert text.shape == (case.batch, 5 + new) and torch.equal(text[:, :5], prompt)
     assert len(cache) == 5 + new - 1
-    events = coding_events(method, "stream", [1] * len(cache))
-    assert all(layer.first == events[-1][1] > 0 for layer in cache.layers)
+    for kind in "kv":
+        events = coding_events(case, method, kind, "stream", [1] * len(cache))
+        assert all(getattr(layer, kind).first == events[-1][1] > 0 for layer in cache.layers)
     assert torch.equal(case.model.generate(prompt, new, case.new_cache(method)), text)
 
 
@@ -627,17 +1040,21 @@ def pytest_generate_tests(metafunc):
         return
     cases = []
     for cls in [*METHODS.values(), *map(load_class, metafunc.config.getoption("--method"))]:
-        known = cls if cls in METHODS.values() else None
-        schemes = SCHEMES if "scheme" in settings_of(cls) else [None]
-        cases += [Case(cls, scheme, known=known) for scheme in schemes]
+        known, names = cls if cls in METHODS.values() else None, settings_of(cls)
+        cases += [Case(cls, scheme, known=known) for scheme in (SCHEMES if "scheme" in names else [None])]
+        cases += [Case(cls, known=known, settings=(variant,)) for variant in VARIANTS if variant[0] in names]
     for axis, values in metafunc.function.axes.items():
         cases = [replace(case, **{axis: value}) for case in cases for value in values
                  if axis != "formula" or value == "offset" or has("formula")(case)]
-    metafunc.parametrize("case", list(filter(metafunc.function.where, cases)), ids=str)
+    metafunc.parametrize("case", list(filter(metafunc.function.where, dict.fromkeys(cases))), ids=str)
 
 
 def has(*settings):
-    return lambda case: all(s in settings_of(case.cls) for s in settings)
+    return lambda case: takes(case.cls, case.scheme) >= set(settings)
+
+
+def has_the_settings(case):
+    return has(*dict(case.settings))(case)
 
 
 def quantizes(case):
@@ -645,11 +1062,26 @@ def quantizes(case):
 
 
 def keeps(case):
-    return "preserve" in settings_of(case.cls)
+    return not takes(case.cls, case.scheme).isdisjoint(KEEP_ALL)
+
+
+def learns(case):
+    return case.known is not None and case.method(new).needs_calibration
 
 
 def static(case):
-    return case.known is not None and case.scheme is not None and SCHEMES[case.scheme][2]
+    scheme = getattr(case.method(new), "scheme", None)
+    return case.known is not None and getattr(scheme, "static", False)
+
+
+def chooses(case):
+    """What is kept depends on the text, and may change from one coding event to the next."""
+    return case.known in (KVSink, OTT, AnTKV)
+
+
+def scores(case):
+    """Exact tokens have scores, and those choose."""
+    return case.known is AnTKV
 
 
 SHAPES = {"sharing": (1, 2, 4), "batch": (1, 3)}
@@ -696,7 +1128,7 @@ def test_low_bits_matter(case):
     check_low_bits_matter(case)
 
 
-@cells(has("k_bits", "v_bits"), protocol=PROTOCOLS, length=LENGTHS, sharing=(1, 2, 4))
+@cells(has("k_bits", "v_bits"), protocol=PROTOCOLS, length=["1", "G", "G+1", "2G+5"], sharing=(1, 4))
 def test_sixteen_bits_are_fp16(case):
     check_sixteen_bits_are_fp16(case)
 
@@ -733,9 +1165,11 @@ def test_no_future_leak_in_a_stream(case):
 
 def causal_in_paper(case):
     """Two kinds of cell are acausal under `paper`, by definition. A dynamic channel group takes its range
-    from all its tokens, of which an early query reads the early ones. And kvsink chooses over the whole
-    window, so a late sink can take the place of an early token that an early query reads."""
-    return case.known not in (None, KVSink) and case.scheme != "channel-dynamic"
+    from all its tokens, of which an early query reads the early ones. And a method that chooses does so over the
+    whole window, so a late token can take the place of an early one that an early query reads."""
+    codecs = case.method(new).codecs[0].values() if case.known else ()
+    acausal = any(isinstance(c, Affine) and c.axis == "channel" and not c.static for c in codecs)
+    return case.known is not None and not acausal and not chooses(case)
 
 
 @cells(causal_in_paper, protocol=["paper"], sharing=(1, 4))
@@ -768,7 +1202,12 @@ def test_static_ranges(case):
     check_static_ranges(case)
 
 
-@cells(static)
+@cells(learns)
+def test_what_is_learned_can_be_restored(case):
+    check_what_is_learned_can_be_restored(case)
+
+
+@cells(learns)
 def test_calibration_order_is_no_matter(case):
     check_calibration_order_is_no_matter(case)
 
@@ -793,6 +1232,50 @@ def test_generation_in_sixteen_bits_is_plain_generation(case):
     assert torch.equal(case.model.generate(prompt, 8, case.new_cache(exact)), text)
 
 
+@cells(chooses, protocol=PROTOCOLS, length=["6G+3"], sharing=(1, 4))
+def test_a_choice_that_is_made_many_times(case):
+    """Long enough that tokens are let go and that pools are full, in some sequence, head or layer."""
+    check_cache_holds_the_expected_rows(case)
+    check_bytes(case)
+
+
+@cells(scores, protocol=PROTOCOLS, recent=[0, 5], length=["1", "G", "2G+5"], sharing=(1, 4))
+def test_scores(case):
+    check_scores(case)
+
+
+@cells(scores, recent=[0, 5])
+def test_scores_of_uneven_chunks(case):
+    for sizes in ([3, 1, case.T - 10, 6], [1, case.T - 3, 1, 1]):
+        check_scores(case, sizes)
+
+
+@cells(has_the_settings, protocol=PROTOCOLS, settings=[
+    (("metadata", "fp16"), ("clip", "none")),
+    (("metadata", "fp16"), ("clip", "centre"), ("k_bits", 4)),
+    (("reorder", "off"), ("clip", "endpoint")),
+    (("reorder", "off"), ("clip", "none"), ("rope", "post")),
+    (("clip", "both"), ("k_bits", 1.5), ("v_bits", 1)),
+    (("outliers", 0.0), ("rope", "post")),
+    (("outliers", 20.0), ("q_norm", "off"), ("sensitivity", "fisher")),
+    (("outliers", 1.0), ("sensitivity", "none"), ("k_bits", 4)),
+    (("outlier_num", 0),),
+    (("outlier_num", 4), ("extra_pool", 0), ("skip_layers", 2)),
+    (("select", "largest"), ("skip_layers", 0)),
+    (("v_block", 1),),
+    (("vq", None), ("bits", 4), ("sharing", "layer")),
+    (("vq", "d2m4"), ("sensitivity", "token")),
+    (("vq", "d16m16"), ("sensitivity", "none")),
+    (("vq", "d2m1024"), ("sharing", "layer"), ("sensitivity", "fisher")),
+    (("anchors", "0"),),
+    (("anchors", "30%"), ("vq", "d8m2")),
+])
+def test_settings(case):
+    """Whatever changes what is kept or how it is coded is in the oracle too."""
+    check_cache_holds_the_expected_rows(case)
+    check_bytes(case)
+
+
 @cells(protocol=PROTOCOLS, formula=FORMULAS)
 def test_never_nan(case):
     check_never_nan(case)
@@ -803,6 +1286,7 @@ def test_never_nan(case):
     ("token-static", "token", "token", True, "post"),
     ("channel-static", "channel", "token", True, "pre"),
     ("channel-dynamic", "channel", "token", False, "post"),
+    ("kvquant", "channel", "token", True, "pre"),
 ])
 def test_what_the_schemes_are(name, k_axis, v_axis, static, rope):
     method = METHODS["rtn"](model_of(1).config, scheme=name)
@@ -810,12 +1294,40 @@ def test_what_the_schemes_are(name, k_axis, v_axis, static, rope):
     assert [(c["k"].axis, c["v"].axis) for c in method.scheme.codecs] == [(k_axis, v_axis)] * L
 
 
+@pytest.mark.parametrize("name, rope", [("fp16", "post"), ("kivi", "post"), ("ott", "post"), ("skvq", "pre"),
+                                        ("kvquant", "pre"), ("cq", "pre"), ("antkv", "pre")])
+def test_where_keys_are_rotated(name, rope):
+    """By default; and as told, where a method takes it."""
+    cls = METHODS[name]
+    assert cls(model_of(1).config).rope == rope
+    if "rope" in takes(cls):
+        assert {cls(model_of(1).config, rope=other).rope for other in ("pre", "post")} == {"pre", "post"}
+
+
 def test_all_methods_read_a_stream_in_the_same_chunks():
-    """By default, so that tables compare like with like."""
-    assert {(m.recent, m.block) for m in (cls(model_of(1).config) for cls in METHODS.values())} == {(0, 128)}
+    """Those that code at once; by default, so that tables compare like with like."""
+    methods = {name: cls(model_of(1).config) for name, cls in METHODS.items()}
+    at_once = {name: m.chunk for name, m in methods.items() if m.recent == 0}
+    assert at_once == dict.fromkeys(["fp16", "rtn", "pfn", "kvsink", "kvquant", "cq"], 128)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name, settings, recent, block, v_block, chunk", [
+    ("kivi", {}, 128, 32, None, 32),
+    ("kivi", {"v_block": 1}, 128, 32, 1, 1),
+    ("kivi", {"group_size": 16, "v_block": 12, "recent": 0}, 0, 16, 12, 4),
+    ("ott", {}, 32, 128, None, 128),
+    ("skvq", {}, 128, 16, None, 16),
+    ("skvq", {"block": 1, "recent": 3}, 3, 1, None, 1),
+    ("cq", {"recent": 32}, 32, 128, None, 128),
+    ("antkv", {}, 32, 128, None, 128),
+])
+def test_the_pace_of_methods_with_a_window(name, settings, recent, block, v_block, chunk):
+    """The defaults; and a stream's chunks end wherever keys or values are coded."""
+    m = METHODS[name](model_of(1).config, **settings)
+    assert (m.recent, m.block, m.v_block, m.chunk) == (recent, block, v_block, chunk)
+
+
+@pytest.mark.parametrize("scheme", UNIFORM)
 @pytest.mark.parametrize("group_size", [None, 4, 16])
 def test_a_block_holds_whole_channel_groups(scheme, group_size):
     """128 tokens unless told otherwise; and groups of tokens that are not full can only be a text's last."""
@@ -825,6 +1337,20 @@ def test_a_block_holds_whole_channel_groups(scheme, group_size):
     for codecs in method.scheme.codecs:
         for codec in codecs.values():
             assert codec.axis == "token" or method.scheme.static or method.block == codec.group
+
+
+@pytest.mark.parametrize("name, settings", [
+    ("rtn", {"scheme": "token-dynamic", "outliers": 1.0}), ("pfn", {"scheme": "channel-static", "q_norm": "on"}),
+    ("kvsink", {"scheme": "kvquant", "group_size": 8}), ("rtn", {"scheme": "kvquant", "formula": "offset"}),
+    ("kivi", {"recent": -1}), ("kivi", {"v_block": 0}), ("kivi", {"group_size": 0}),
+    ("ott", {"outlier_num": -1}), ("ott", {"extra_pool": -1}), ("ott", {"scope": "token"}), ("ott", {"select": "any"}),
+    ("skvq", {"block": 0}), ("skvq", {"group_size": 24}), ("skvq", {"clip": "all"}), ("skvq", {"k_bits": 2.5}),
+    ("kvquant", {"outliers": 50.0}), ("kvquant", {"k_bits": 1.5}), ("kvquant", {"sensitivity": "all"}),
+    ("kvquant", {"preserve": -1}), ("cq", {"recent": -1}), ("cq", {"sensitivity": "any"}), ("cq", {"vq": "d32m8"}),
+    ("antkv", {"sharing": "head"}), ("antkv", {"recent": -1}), ("antkv", {"anchors": "-1"})])
+def test_settings_that_cannot_be_are_refused(name, settings):
+    with pytest.raises(UserError):
+        METHODS[name](model_of(1).config, **settings)
 
 
 @cells(lambda case: case.cls is FP16, protocol=PROTOCOLS, sharing=(1, 4))
@@ -845,6 +1371,50 @@ def chunks_of_scores(draw):
 @given(chunks_of_scores(), st.integers(1, 8))
 def test_running_top_k(chunks, k):
     check_running_top_k(KVSink, chunks, k)
+
+
+@st.composite
+def coding_of_scores(draw):
+    B, sizes = draw(st.integers(1, 2)), draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    score = st.integers(0, 5)
+    return [[[draw(st.lists(score, min_size=n, max_size=n)) for _ in range(2)] for _ in range(B)] for n in sizes]
+
+
+@given(coding_of_scores(), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["head", "layer"]),
+       st.sampled_from(["smallest", "largest"]))
+@example([[[[5], [5]]], [[[1, 2, 3], [0, 9, 9]]]], 2, 1, "head", "smallest")  # a pool that is not full yet
+def test_pools(events, size, room, scope, select):
+    check_pools(OTT, events, size, room, scope, select)
+
+
+@st.composite
+def chunks_with_scores(draw):
+    B, seen, coded, chunks = draw(st.integers(1, 2)), 0, 0, []
+    for _ in range(draw(st.integers(1, 5))):
+        fresh = draw(st.integers(1, 5))
+        seen += fresh
+        n = draw(st.integers(0, seen - coded))
+        coded += n
+        row = st.lists(st.integers(0, 5), min_size=seen, max_size=seen)
+        chunks.append((fresh, n, [[[draw(row) for _ in "kv"] for _ in range(2)] for _ in range(B)]))
+    return chunks
+
+
+@given(chunks_with_scores(), st.sampled_from(["1", "2", "4", "10%", "30%", "50%", "100%"]))
+def test_anchors(chunks, anchors):
+    check_anchors(AnTKV, chunks, anchors)
+
+
+@pytest.mark.parametrize("percent", [1, 7, 14, 55])
+def test_a_share_of_a_hundred_tokens(percent):
+    """As many as it says, and not one more by the rounding of a float."""
+    check_anchors(AnTKV, [(100, 100, [[[list(range(100))] * 2] * 2])], f"{percent}%")
+
+
+@cells(lambda case: case.known is OTT, protocol=PROTOCOLS, recent=[0, 5])
+def test_ott_without_a_pool_is_kivi(case):
+    kivi, tokens = replace(case, cls=KIVI, known=KIVI), case.tokens()
+    assert torch.equal(case.run(case.method(outlier_num=0), tokens)[0], kivi.run(kivi.method(), tokens)[0])
 
 
 def test_a_displaced_sink_is_read_as_its_code():
@@ -1009,7 +1579,7 @@ def test_which_layer_an_outlier_emerges_in(monkeypatch, largest, ratio, layer):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_kvsink_finds_what_it_needs_by_itself(scheme):
     model = emerging_model(1, 9)
-    method = KVSink(model.config, scheme=scheme, group_size=G, preserve=2)
+    method = KVSink(model.config, scheme=scheme, preserve=2, **({"group_size": G} if scheme in UNIFORM else {}))
     assert method.needs_calibration
     method.calibrate(model, tokens_of(10, 40, seed=2))
     assert (method.layer, method.channel) == (1, 9)
@@ -1027,7 +1597,8 @@ def test_kvsink_finds_what_it_needs_by_itself(scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_kvsink_without_an_outlier_is_pfn(scheme, protocol):
     model, case = model_of(2), Case(PFN, scheme, protocol=protocol)
-    method = KVSink(model.config, 2, 3, scheme, G, preserve=3)
+    of_scheme = {name: SETTINGS[name] for name in settings_of_scheme(scheme) if name in SETTINGS}
+    method = KVSink(model.config, k_bits=2, v_bits=3, scheme=scheme, preserve=3, **of_scheme)
     method.block = G
     random = copy.deepcopy(model)
     with torch.no_grad():
@@ -1039,14 +1610,15 @@ def test_kvsink_without_an_outlier_is_pfn(scheme, protocol):
     assert torch.equal(case.run(method, tokens)[0], case.run(case.method(), tokens)[0])
 
 
-@cells(lambda case: case.known is not None and case.scheme is not None)
+@cells(lambda case: case.known is not None)
 def test_a_method_is_refused_where_its_calibration_was_forgotten(case):
-    method = case.cls(case.model.config, scheme=case.scheme)
+    method = case.cls(case.model.config, **({"scheme": case.scheme} if case.scheme else {}))
+    T = method.recent + method.block + 1  # so that something is coded
     if method.needs_calibration:
         with pytest.raises(UserError, match="calibrate"):
-            case.model.generate(tokens_of(1, 140), 1, case.new_cache(method))
+            case.model.generate(tokens_of(1, T), 1, case.new_cache(method))
     else:
-        assert case.model.generate(tokens_of(1, 140), 1, case.new_cache(method)).shape == (1, 141)
+        assert case.model.generate(tokens_of(1, T), 1, case.new_cache(method)).shape == (1, T + 1)
 
 
 def test_calibration_needs_more_tokens_than_are_kept():
@@ -1089,11 +1661,12 @@ def test_part_against_plain_lists(data):
                     index[b, h, :len(chosen)] = torch.tensor(chosen, dtype=torch.long)
                     for other in range(2) if heads == 1 else [h]:
                         pinned[b][other] = set(chosen)
-            part.pin(index, first)
+            part.pin(index)
         n = data.draw(st.integers(0, length - first))
         if n:
-            part.code(n, first)
+            part.code(n)
             first += n
+        assert part.first == first
         expected = rows.clone()
         for b in range(B):
             for h in range(2):
@@ -1131,3 +1704,26 @@ def test_top_k_mutant_fails(cls):
     check_running_top_k(KVSink, SCORES)
     with pytest.raises(AssertionError):
         check_running_top_k(cls, SCORES)
+
+
+ANCHOR_CHUNKS = [(3, 0, [[[[4, 1, 2], [0, 1, 5]], [[2, 2, 2], [9, 1, 0]]]]),
+                 (3, 4, [[[[0, 1, 1, 6, 0, 0], [1, 1, 1, 3, 4, 4]], [[0, 0, 1, 0, 0, 0], [0, 0, 9, 9, 0, 0]]]]),
+                 (4, 4, [[[[0, 0, 0, 0, 6, 7, 6, 9, 9, 9], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]],
+                          [[0, 0, 1, 0, 4, 5, 2, 3, 1, 1], [1, 2, 3, 0, 9, 9, 9, 9, 9, 9]]]])]
+
+
+@pytest.mark.parametrize("cls, anchors", [(cls, anchors) for cls, which in mutants.ANCHOR_MUTANTS for anchors in which])
+def test_anchor_mutant_fails(cls, anchors):
+    check_anchors(AnTKV, ANCHOR_CHUNKS, anchors)
+    with pytest.raises(AssertionError):
+        check_anchors(cls, ANCHOR_CHUNKS, anchors)
+
+
+POOL_EVENTS = [[[[4, 4, 5, 6], [3, 9, 9, 9]]], [[[4, 2, 7, 9], [1, 2, 8, 7]]], [[[0, 1, 1, 0], [0, 0, 5, 5]]]]
+
+
+@pytest.mark.parametrize("cls", mutants.POOL_MUTANTS)
+def test_pool_mutant_fails(cls):
+    check_pools(OTT, POOL_EVENTS, 2, 3)
+    with pytest.raises(AssertionError):
+        check_pools(cls, POOL_EVENTS, 2, 3)

@@ -42,7 +42,7 @@ class Part:
         self.score = new if self.score is None else torch.nn.functional.pad(
             self.score, (0, new.shape[-1] - self.score.shape[-1])) + new
         if self.index is not None:
-            self.pinned_score = self.pinned_score + score.gather(2, self.index.long())  # (B, Hkv, n)
+            self.pinned_score = self.pinned_score + score.gather(2, self.index.clamp(min=0).long())  # (B, Hkv, n)
 
     def pin(self, index):
         """Keep the tokens at `index` (B, 1 or Hkv, n) from now on, no others. Each must be pinned now, or recent."""

@@ -56,7 +56,7 @@ class VectorScheme:
 
     @torch.no_grad()
     def calibrate(self, model, method, windows, progress=None):
-        """Learn the codebooks from windows (W, T), without the tokens that the method keeps."""
+        """Learn the codebooks from windows (W, T). Anchors are in it: they are known only where a text is read."""
         W, T = windows.shape
         use = torch.linspace(0, T - 1, max(1, min(T, SAMPLES // W)), device=windows.device).long()  # tokens of a window
         gradients = self.sensitivity != "none"

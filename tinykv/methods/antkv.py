@@ -17,6 +17,7 @@ Paper and practice. No code is public. What the paper leaves open is settled her
 - The paper's bits count neither anchors nor codebooks. `true` counts anchors, their indices and their scores.
 """
 import math
+from fractions import Fraction
 
 import torch
 
@@ -38,7 +39,7 @@ class AnTKV(Method):
         self.recent = recent
         self.preserve, self.window = anchors, config.sliding_window
         try:
-            self.share = float(anchors[:-1]) / 100 if str(anchors).endswith("%") else None
+            self.share = Fraction(anchors[:-1]) / 100 if str(anchors).endswith("%") else None
             self.count = None if self.share is not None else int(anchors)
         except ValueError:
             raise UserError(f"anchors are a count, such as 64, or a share, such as 1%; got {anchors!r}") from None
