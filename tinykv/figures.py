@@ -8,14 +8,26 @@ MARKERS = "osD^vP*Xdh"
 TICKS = (1, 1.5, 2, 2.5, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100, 200, 500, 1000)
 
 
+def pyplot():
+    """matplotlib, drawing into files; imported only where a figure is asked for."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    return plt
+
+
+def save(figure, path):
+    """Write a figure as PNG, whole or not at all."""
+    checkpoint.write(Path(path), lambda part: figure.savefig(part, format="png", dpi=150))
+    pyplot().close(figure)
+
+
 def perplexity(rows, path):
     """Perplexity against true bits, or against kept tokens where their number was varied; a line for each method.
 
     rows: of `eval_ppl.rows_of`, fp16's first. Written as PNG, whole or not at all.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
     kept = any("preserve=" in row["label"] for row in rows)
     x, words = ("preserve", "tokens kept in full precision") if kept else ("bits_true", "true bits of a cached number")
     lines = {}
@@ -35,5 +47,23 @@ def perplexity(rows, path):
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    checkpoint.write(Path(path), lambda part: figure.savefig(part, format="png", dpi=150))
-    plt.close(figure)
+    save(figure, path)
+
+
+def anchors(table, path):
+    """AnTKV's Appendix D: each token's short score beside the damage that coding it does; the middle layer, KV head 0.
+
+    table: of `inspect.anchor_damage`.
+    """
+    plt = pyplot()
+    figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.8), layout="constrained")
+    layer = len(table["k"]["score"]) // 2
+    for panel, kind, words in zip(panels, "kv", ("AnS(K), short score of the key", "AnS(V), short score of the value")):
+        score, damage = (table[kind][name][layer, 0].cpu() for name in ("score", "damage"))  # (T) both
+        top = score.topk(max(1, len(score) // 100)).indices
+        panel.scatter(score, damage, s=7, color=COLOURS[5], linewidths=0, label="tokens")
+        panel.scatter(score[top], damage[top], s=26, color=COLOURS[1], marker="D", label="anchors, the top 1%")
+        panel.set(xscale="log", yscale="log", xlabel=words, ylabel="damage: L1 change of the attention output")
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize="small")
+    save(figure, path)
