@@ -104,6 +104,12 @@ def main():
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
     args = p.parse_args()
     try:
+        config = checkpoint.load_config(args.model)
+        if args.context > config.max_position_embeddings:
+            raise UserError(f"--context {args.context} is longer than the {config.max_position_embeddings} positions "
+                            "that this model was made for; ask for fewer tokens")
+        if args.json and not Path(args.json).absolute().parent.is_dir():
+            raise UserError(f"--json {args.json}: there is no folder {Path(args.json).parent}")
         model, tokenizer = checkpoint.load(args.model)
         windows, calibration = (load_windows(args.data, tokenizer, args.context, n, split).tokens
                                 for n, split in ((args.windows, "test"), (args.calib_windows, "calibration")))
