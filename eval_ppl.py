@@ -266,6 +266,9 @@ def run(args):
         raise UserError(f"--context {context} is longer than the {config.max_position_embeddings} positions that this "
                         "model was made for; ask for fewer tokens")
     methods, left_out = build_methods(args, config)
+    for label, (method, _, _) in methods.items():
+        if not method.keeps_share and method.preserve > context:
+            raise UserError(f"{label} keeps {method.preserve} tokens, and a window has {context}; keep fewer")
     model, tokenizer = checkpoint.load(args.model, device, dtype)
     windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos)
     if any(m.needs_calibration for m, _, _ in methods.values()):

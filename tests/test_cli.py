@@ -87,6 +87,14 @@ def test_keys_and_values_may_differ_in_bits(command):
     assert table(out)["rtn"]["bits"] == "2.75"
 
 
+def test_a_plot_of_bits_and_a_plot_of_kept_tokens(command, tmp_path):
+    for words in (["--method", "rtn,kivi", "--bits", "2,4"], ["--method", "pfn,kvsink", "--preserve", "1,5"]):
+        path = tmp_path / "plot.png"
+        status, out, _ = command(*words, "--plot", str(path), *SMALL)
+        assert status == 0 and path.read_bytes().startswith(b"\x89PNG") and out.count("=") == 4
+        path.unlink()
+
+
 def test_one_window_has_no_standard_error(command, tmp_path):
     path = tmp_path / "out.json"
     _, out, _ = command("--method", "fp16", "--windows", "1", "--context", "64", "--json", str(path))
@@ -384,6 +392,17 @@ def test_there_is_nothing_to_keep_where_nothing_is_learned(command, kept, words)
 
 @pytest.mark.parametrize("words, named", [
     (["--method", "kvsnik"], ["kvsnik", "kvsink", "rtn"]),
+    (["--method", "antkv", "--anchors", "65"], ["antkv keeps 65", "64"]),
+    (["--method", "pfn", "--preserve", "65"], ["pfn keeps 65", "64"]),
+    (["--method", "antkv", "--anchors", "many"], ["many", "1%"]),
+    (["--method", "cq", "--vq", "d3m16"], ["d3m16", "32"]),
+    (["--method", "cq", "--vq", "d4m100"], ["100", "power of two"]),
+    (["--method", "cq", "--bits", "3"], ["3", "0.375"]),
+    (["--method", "cq", "--bits", "2", "--vq", "d4m16"], ["not both"]),
+    (["--method", "antkv", "--vq", "d4m256"], ["256 centroids", "126 vectors"]),
+    (["--method", "fp16", "--calib-data", "tales"], ["--calib-data", "fp16"]),
+    (["--method", "cq", "--calib-data", "nothing.txt"], ["nothing.txt"]),
+    (["--plot", "figure.pdf"], ["figure.pdf", ".png"]),
     (["--method", "rtn", "--preserve", "5"], ["--preserve", "rtn"]),
     (["--method", "fp16", "--bits", "3"], ["--bits", "fp16"]),
     (["--method", "rtn", "--bits", "9"], ["9"]),

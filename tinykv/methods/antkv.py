@@ -37,13 +37,13 @@ class AnTKV(Method):
         self.scheme = VectorScheme(config, vq, bits, sensitivity, sharing)
         self.codecs, self.k_bits, self.v_bits = self.scheme.codecs, self.scheme.bits, self.scheme.bits
         self.recent = recent
-        self.preserve, self.window = anchors, config.sliding_window
+        self.window = config.sliding_window
         try:
             self.share = Fraction(anchors[:-1]) / 100 if str(anchors).endswith("%") else None
             self.count = None if self.share is not None else int(anchors)
         except ValueError:
             raise UserError(f"anchors are a count, such as 64, or a share, such as 1%; got {anchors!r}") from None
-        self.keeps_share = self.share is not None
+        self.keeps_share, self.preserve = self.share is not None, anchors if self.count is None else self.count
         if not 0 <= (self.count if self.share is None else self.share) or (self.share or 0) > 1:
             raise UserError(f"anchors are a count of at least 0, or a share of 0% to 100%; got {anchors!r}")
 
