@@ -711,7 +711,7 @@ def mse_of(alpha, centre, offset, metadata, sd=0.5):
 
 @pytest.mark.parametrize("offset", [-10, 10])
 def test_shrinking_a_one_signed_range_towards_zero_shifts_it(offset):
-    """The numbers of METHODS.md: offset 10, deviation 0.5, groups of 64, 2 bits. Towards its middle it gets better."""
+    """A group of one sign: offset 10, deviation 0.5, groups of 64, 2 bits. Towards its middle it gets better."""
     assert mse_of(1, 0, offset, "fp16") == pytest.approx(0.0505, rel=0.03)
     assert mse_of(0.92, 0, offset, "fp16") == pytest.approx(0.0852, rel=0.03)
     assert mse_of(0.92, 1, offset, "fp16") == pytest.approx(0.0425, rel=0.03)
