@@ -3,3 +3,17 @@
 
 class UserError(ValueError):
     """Bad input. One line: what was found, what was expected, what to do. Commands print it and exit with status 2."""
+
+
+def at_least(least, **settings):
+    """UserError if a setting is below what it can be; None is no setting."""
+    for name, value in settings.items():
+        if value is not None and value < least:
+            raise UserError(f"{name.replace('_', ' ')} must be at least {least}; got {value}")
+
+
+def one_of(choices, **settings):
+    """UserError if a setting is none of its choices; None is no setting."""
+    for name, value in settings.items():
+        if value is not None and value not in choices:
+            raise UserError(f"{name.replace('_', ' ')} is one of {', '.join(choices)}; got {value!r}")

@@ -121,9 +121,9 @@ def count_bits(result, cache, tokens):
     result.bits_far = 0.0
     for kind in ("k", "v"):
         held, coded = cache.part_bytes(kind), getattr(cache.layers[0], kind).first  # coded: tokens
-        per_token = 8 * held["coded"] / (B * coded * numbers) if coded else 16.0
-        fixed = 8 * (held["pinned"] + held["recent"]) / (B * numbers) if coded else 0.0
-        if cache.method.keeps_share and coded:  # what is pinned grows with the text
-            fixed -= 8 * held["pinned"] / (B * numbers)
-            per_token += 8 * held["pinned"] / (B * T * numbers)
-        result.bits_far += (per_token + fixed / FAR) / 2
+        if not coded:
+            result.bits_far += 16.0 / 2
+            continue
+        pinned = held["pinned"] * (FAR / T if cache.method.keeps_share else 1)  # a share grows with the text
+        far = held["coded"] / coded * FAR + pinned + held["recent"]  # bytes
+        result.bits_far += 8 * far / (B * numbers * FAR) / 2

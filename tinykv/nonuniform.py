@@ -22,7 +22,7 @@ Paper and practice.
 """
 import torch
 
-from tinykv import UserError
+from tinykv import UserError, one_of
 from tinykv.calibrate import recorded
 from tinykv.codecs import Exact, NonUniform
 from tinykv.kmeans import kmeans, nearest
@@ -39,10 +39,8 @@ class NonUniformScheme:
                  rope="pre"):
         if not 0 <= outliers < 50:
             raise UserError(f"outliers are a percentage from 0 to below 50; got {outliers}")
-        if sensitivity not in SENSITIVITIES:
-            raise UserError(f"sensitivity is one of {', '.join(SENSITIVITIES)}; got {sensitivity!r}")
-        if q_norm not in (None, "on", "off"):
-            raise UserError(f"q norm is 'on' or 'off'; got {q_norm!r}")
+        one_of(SENSITIVITIES, sensitivity=sensitivity)
+        one_of(("on", "off"), q_norm=q_norm)
         self.rope, self.block, self.share = rope, block, outliers / 100
         self.sensitivity, self.q_norm = sensitivity, q_norm
         self.codecs = [{"k": self._codec(k_bits, config, "channel"), "v": self._codec(v_bits, config, "token")}

@@ -18,7 +18,7 @@ Keys are coded after RoPE per token, and before RoPE per static channel: KVQuant
 RoPE mixes a channel pair over the positions and so widens a channel's range. KVSink does not say what it did. Dynamic
 channels are coded after RoPE, as KIVI does: a short group of tokens spans few turns.
 """
-from tinykv import UserError
+from tinykv import UserError, at_least, one_of
 from tinykv.calibrate import kv_ranges
 from tinykv.codecs import FORMULAS, Affine, Exact
 from tinykv.nonuniform import NonUniformScheme
@@ -46,8 +46,7 @@ def new_scheme(config, name, k_bits, v_bits, **settings):
     for setting in settings:
         if setting not in settings_of_scheme(name):
             raise UserError(f"{setting.replace('_', ' ')} is not a setting of the scheme {name}")
-    if settings.get("rope") not in (None, "pre", "post"):
-        raise UserError(f"rope is 'pre' or 'post'; got {settings['rope']!r}")
+    one_of(("pre", "post"), rope=settings.get("rope"))
     if name in UNIFORM:
         return Scheme(config, name, k_bits, v_bits, **settings)
     return NonUniformScheme(config, k_bits, v_bits, block=BLOCK, **settings)
@@ -57,8 +56,7 @@ class Scheme:
     """The codecs of every layer's K and V under one of the uniform names above."""
 
     def __init__(self, config, name, k_bits, v_bits, group_size=None, rope=None, formula="offset"):
-        if formula not in FORMULAS:
-            raise UserError(f"formula is one of {', '.join(FORMULAS)}; got {formula!r}")
+        one_of(FORMULAS, formula=formula)
         k_axis, v_axis, self.static, default_rope = UNIFORM[name]
         self.name, self.rope = name, rope or default_rope
         self.block = group_size if group_size and name == "channel-dynamic" else BLOCK
@@ -76,8 +74,7 @@ class Scheme:
 
 def codec(bits, width, axis, group_size, formula, static):
     """The codec of one layer's keys or values, or a clear error."""
-    if group_size is not None and group_size < 1:
-        raise UserError(f"the group size must be at least 1; got {group_size}")
+    at_least(1, group_size=group_size)
     if bits == 16:
         return Exact()
     if axis == "channel":

@@ -16,7 +16,7 @@ import re
 
 import torch
 
-from tinykv import UserError
+from tinykv import UserError, one_of
 from tinykv.calibrate import recorded
 from tinykv.codecs import Codebook
 from tinykv.kmeans import kmeans
@@ -44,10 +44,8 @@ class VectorScheme:
             raise UserError(f"{self.name}: {n} channels do not divide the {config.head_dim} channels of a head")
         if not 2 <= m <= 4096 or m & (m - 1):
             raise UserError(f"{self.name}: the number of centroids must be a power of two from 2 to 4096; got {m}")
-        if sensitivity not in SENSITIVITIES:
-            raise UserError(f"sensitivity is one of {', '.join(SENSITIVITIES)}; got {sensitivity!r}")
-        if sharing not in ("own", "layer"):
-            raise UserError(f"sharing is 'own' or 'layer'; got {sharing!r}")
+        one_of(SENSITIVITIES, sensitivity=sensitivity)
+        one_of(("own", "layer"), sharing=sharing)
         self.n, self.m, self.sensitivity, self.sharing = n, m, sensitivity, sharing
         self.bits = (m.bit_length() - 1) / n
         self.codecs = [{kind: Codebook(n, m, config.num_key_value_heads, config.head_dim) for kind in "kv"}

@@ -23,20 +23,14 @@ import torch
 
 from tinykv import UserError
 from tinykv.anchors import anchor_scores
-from tinykv.methods.base import Method, at_least
-from tinykv.schemes import BLOCK
-from tinykv.vectors import VectorScheme
+from tinykv.methods.base import VectorMethod
 
 
-class AnTKV(Method):
+class AnTKV(VectorMethod):
     compare = ("cq",)
-    rope, block, needs_calibration = "pre", BLOCK, True
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="own", anchors="1%", recent=32):
-        at_least(0, recent=recent)
-        self.scheme = VectorScheme(config, vq, bits, sensitivity, sharing)
-        self.codecs, self.k_bits, self.v_bits = self.scheme.codecs, self.scheme.bits, self.scheme.bits
-        self.recent = recent
+        super().__init__(config, vq, bits, sensitivity, sharing, recent)
         self.window = config.sliding_window
         try:
             self.share = Fraction(anchors[:-1]) / 100 if str(anchors).endswith("%") else None
@@ -46,9 +40,6 @@ class AnTKV(Method):
         self.keeps_share, self.preserve = self.share is not None, anchors if self.count is None else self.count
         if not 0 <= (self.count if self.share is None else self.share) or (self.share or 0) > 1:
             raise UserError(f"anchors are a count of at least 0, or a share of 0% to 100%; got {anchors!r}")
-
-    def calibrate(self, model, windows, progress=None):
-        self.scheme.calibrate(model, self, windows, progress)
 
     def attend(self, cache, q, K, positions):
         """The new queries' share of each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
@@ -69,6 +60,3 @@ class AnTKV(Method):
             at, score = torch.cat([part.index, at], -1), torch.cat([part.pinned_score, score], -1)  # (B, Hkv, p + n)
         best = score.sort(dim=-1, descending=True, stable=True).indices[..., :count]  # (B, Hkv, count)
         return at.gather(-1, best)
-
-    def describe(self):
-        return self.scheme.describe()

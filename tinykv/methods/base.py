@@ -7,8 +7,9 @@ import math
 
 import torch
 
-from tinykv import UserError
-from tinykv.schemes import new_scheme
+from tinykv import at_least
+from tinykv.schemes import BLOCK, new_scheme
+from tinykv.vectors import VectorScheme
 
 
 class Method:
@@ -99,13 +100,6 @@ def first_tokens(cache, n):
     return torch.arange(min(n, cache.length), device=rows.device).expand(len(rows), 1, -1)
 
 
-def at_least(least, **settings):
-    """UserError if a setting is below what it can be."""
-    for name, value in settings.items():
-        if value < least:
-            raise UserError(f"{name.replace('_', ' ')} must be at least {least}; got {value}")
-
-
 class SchemeMethod(Method):
     """A method whose codec is any of the schemes, and whose own idea is what to keep."""
 
@@ -121,3 +115,19 @@ class SchemeMethod(Method):
     def calibrate(self, model, windows, progress=None):
         if self.scheme.static:
             self.scheme.calibrate(model, self, windows, progress)  # without the tokens that `keep` keeps
+
+
+class VectorMethod(Method):
+    """A method whose codec is a vector codebook, and whose own idea is what to keep."""
+    rope, block, needs_calibration = "pre", BLOCK, True
+
+    def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="own", recent=0):
+        at_least(0, recent=recent)
+        self.scheme, self.recent = VectorScheme(config, vq, bits, sensitivity, sharing), recent
+        self.codecs, self.k_bits, self.v_bits = self.scheme.codecs, self.scheme.bits, self.scheme.bits
+
+    def calibrate(self, model, windows, progress=None):
+        self.scheme.calibrate(model, self, windows, progress)
+
+    def describe(self):
+        return self.scheme.describe()

@@ -11,23 +11,9 @@ d4m256 here. Centroids are found by k-means on calibration text, weighted by the
 Paper and practice. No released code was found; that keys are coded before RoPE, and each group of channels has a book
 of its own, is AnTKV's account of it. Bits are quoted without the codebooks, which `offline_bytes` counts.
 """
-from tinykv.methods.base import Method, at_least
-from tinykv.schemes import BLOCK
-from tinykv.vectors import VectorScheme
+from tinykv.methods.base import VectorMethod
 
 
-class CQ(Method):
+class CQ(VectorMethod):
+    """A codebook, and nothing to add to it."""
     compare = ("rtn",)
-    rope, block, needs_calibration = "pre", BLOCK, True
-
-    def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="own", recent=0):
-        at_least(0, recent=recent)
-        self.scheme = VectorScheme(config, vq, bits, sensitivity, sharing)
-        self.codecs, self.k_bits, self.v_bits = self.scheme.codecs, self.scheme.bits, self.scheme.bits
-        self.recent = recent
-
-    def calibrate(self, model, windows, progress=None):
-        self.scheme.calibrate(model, self, windows, progress)
-
-    def describe(self):
-        return self.scheme.describe()

@@ -17,7 +17,8 @@ Paper and practice.
   the values' group is the head.
 - It has no perplexity of its own. In the `paper` protocol there is no window, and the last group of a text is shorter.
 """
-from tinykv.methods.base import SchemeMethod, at_least
+from tinykv import at_least
+from tinykv.methods.base import SchemeMethod
 
 
 class KIVI(SchemeMethod):
@@ -26,5 +27,5 @@ class KIVI(SchemeMethod):
     def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128, v_block=None):
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size)
         at_least(0, recent=recent)
-        at_least(1, v_block=1 if v_block is None else v_block)
+        at_least(1, v_block=v_block)
         self.recent, self.v_block = recent, v_block

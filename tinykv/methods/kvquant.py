@@ -12,7 +12,8 @@ Paper and practice. Attention sinks are what the first token is kept for; other 
 `--method pfn,kvsink --scheme kvquant` the tokens that those keep are left out of all that is learned, just as here.
 What differs in the code itself is told in `nonuniform.py`.
 """
-from tinykv.methods.base import SchemeMethod, at_least, first_tokens
+from tinykv import at_least
+from tinykv.methods.base import SchemeMethod, first_tokens
 
 
 class KVQuant(SchemeMethod):

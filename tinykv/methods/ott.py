@@ -25,8 +25,8 @@ Paper and practice. No released code was found; what the summary of the paper le
 """
 import torch
 
-from tinykv import UserError
-from tinykv.methods.base import SchemeMethod, at_least
+from tinykv import at_least, one_of
+from tinykv.methods.base import SchemeMethod
 
 
 class OTT(SchemeMethod):
@@ -36,10 +36,8 @@ class OTT(SchemeMethod):
                  skip_layers=2, scope="head", select="smallest"):
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size)
         at_least(0, recent=recent, outlier_num=outlier_num, extra_pool=extra_pool, skip_layers=skip_layers)
-        if scope not in ("head", "layer"):
-            raise UserError(f"scope is 'head' or 'layer'; got {scope!r}")
-        if select not in ("smallest", "largest"):
-            raise UserError(f"select is 'smallest' or 'largest'; got {select!r}")
+        one_of(("head", "layer"), scope=scope)
+        one_of(("smallest", "largest"), select=select)
         self.recent, self.preserve, self.extra_pool, self.skip_layers = recent, outlier_num, extra_pool, skip_layers
         self.scope, self.select = scope, select
 

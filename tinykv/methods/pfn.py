@@ -7,7 +7,8 @@ and of a dynamic channel group's range, or keeping them would protect only thems
 method here calibrates with its own kept tokens out, so pfn and kvsink differ in both their ranges and their kept rows,
 as they would in use.
 """
-from tinykv.methods.base import SchemeMethod, at_least, first_tokens
+from tinykv import at_least
+from tinykv.methods.base import SchemeMethod, first_tokens
 
 
 class PFN(SchemeMethod):

@@ -27,11 +27,11 @@ Paper and practice.
 """
 import torch
 
-from tinykv import UserError
+from tinykv import UserError, at_least, one_of
 from tinykv.calibrate import kv_ranges, recorded
 from tinykv.codecs import TERNARY, Codec, Codes, Exact, pack, unpack
 from tinykv.kmeans import kmeans, nearest
-from tinykv.methods.base import Method, at_least, first_tokens
+from tinykv.methods.base import Method, first_tokens
 
 ALPHAS = [a / 100 for a in range(100, 58, -2)]
 #           type, smallest scale, largest number
@@ -125,11 +125,11 @@ class SKVQ(Method):
     def __init__(self, config, k_bits=2, v_bits=2, group_size=None, preserve=5, recent=128, block=16, reorder="on",
                  clip="both", metadata="fp8", rope="pre"):
         at_least(0, preserve=preserve, recent=recent)
-        at_least(1, block=block, group_size=1 if group_size is None else group_size)
-        for name, value, choices in (("reorder", reorder, ("on", "off")), ("clip", clip, CLIPS),
-                                     ("metadata", metadata, METADATA), ("rope", rope, ("pre", "post"))):
-            if value not in choices:
-                raise UserError(f"{name} is one of {', '.join(choices)}; got {value!r}")
+        at_least(1, block=block, group_size=group_size)
+        one_of(("on", "off"), reorder=reorder)
+        one_of(CLIPS, clip=clip)
+        one_of(METADATA, metadata=metadata)
+        one_of(("pre", "post"), rope=rope)
         heads, width = config.num_key_value_heads, config.head_dim
         self.group_size = group_size or min(64, width)
         if heads * width % self.group_size:
