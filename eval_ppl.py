@@ -16,19 +16,16 @@ import sys
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from tinykv import UserError, checkpoint, figures
 from tinykv.cache import PROTOCOLS
 from tinykv.calibrate import load_learned, save_learned
+from tinykv.command import DTYPES, EMBEDDED, bar, check_context, check_folder, dtype_of, figure, print_columns
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.methods import METHODS
 from tinykv.methods.base import Method
 from tinykv.schemes import SCHEMES, settings_of_scheme
-
-EMBEDDED = Path(__file__).parent / "tinykv" / "assets" / "tales"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parser():
@@ -224,12 +221,6 @@ def rows_of(methods, results, protocol):
     return rows
 
 
-def figure(value, form):
-    if isinstance(value, str):
-        return value
-    return "-" if value is None else format(value, form)
-
-
 def print_table(rows):
     head = ("method", "scheme", "keep", "ppl", "+-", "delta", "KL", "top-1", "recall", "bits", "true", "128K",
             "cache KB", "s")
@@ -237,9 +228,7 @@ def print_table(rows):
               f"{r['delta_ppl']:+.3f}", f"{r['kld']:.4f}", f"{r['top1']:.1%}", figure(r["recall"], ".1%"),
               f"{r['bits_nominal']:g}", f"{r['bits_true']:.2f}", f"{r['bits_128k']:.2f}",
               f"{r['cache_bytes'] / 1024:.0f}", f"{r['seconds']:.1f}"] for r in rows]
-    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
-    for line in [head, *lines]:
-        print("  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))))
+    print_columns(head, lines, left=2)
 
 
 def check(args):
@@ -251,20 +240,16 @@ def check(args):
     if args.plot and Path(args.plot).suffix != ".png":
         raise UserError(f"--plot writes a PNG; give a name that ends in .png and not {args.plot}")
     for flag in ("json", "calibration", "plot"):
-        value = getattr(args, flag)
-        if value and not Path(value).absolute().parent.is_dir():
-            raise UserError(f"--{flag} {value}: there is no folder {Path(value).parent}")
+        check_folder(flag, getattr(args, flag))
 
 
 def run(args):
     check(args)
     device = checkpoint.usable(args.device)
-    dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+    dtype = dtype_of(args.dtype, device)
     config = checkpoint.load_config(args.model)
     context = args.context or min(config.max_position_embeddings, 4096)
-    if context > config.max_position_embeddings:
-        raise UserError(f"--context {context} is longer than the {config.max_position_embeddings} positions that this "
-                        "model was made for; ask for fewer tokens")
+    check_context(context, config)
     methods, left_out = build_methods(args, config)
     for label, (method, _, _) in methods.items():
         if not method.keeps_share and method.preserve > context:
@@ -299,12 +284,6 @@ def run(args):
         table = {"rows": rows, "model": args.model, "data": args.data, "context": context, "windows": args.windows,
                  "seed": args.seed, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
         checkpoint.write(Path(args.json), lambda part: part.write_text(json.dumps(table, indent=1) + "\n"))
-
-
-def bar(windows, what, total=None):
-    """A progress bar on stderr: from the second second on, and only where somebody watches."""
-    return tqdm(windows, what, total, leave=False, unit="window", delay=1, file=sys.stderr,
-                disable=not sys.stderr.isatty())
 
 
 def main():
