@@ -8,7 +8,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tinykv import UserError, checkpoint
-from tinykv.methods.intactkv import Prefix
+from tinykv.anchors import attention_tiles
+from tinykv.methods.intactkv import Prefix, exact_rows, value_gain
 
 # A file for it
 
@@ -97,21 +98,76 @@ def block_loss(full, coded, tokens, exact, trained):
     return sum((h.float() - f.float()).pow(2).mean() for h, f in zip(outputs(coded, tokens, *trained), wanted)) / 2
 
 
-# Theorem 1
+# What a prefix of each length does: Figure 2, and Theorem 1
+
+class Watched(Training):
+    """Holds what each layer's attention adds, too: `attention`, per layer (B, T, D); and its q, K and V, `heads`."""
+
+    def __init__(self, model, keys, values):
+        super().__init__(model, keys, values)
+        self.model, self.attention, self.heads = model, [], []
+
+    def update(self, layer, q, k, v, positions):
+        K, V = super().update(layer, q, k, v, positions)  # (B, Hkv, S, d) both
+        q = self.rope.rotate(q, positions)  # (B, H, T, d)
+        tiles = [(A.unflatten(1, (K.shape[1], -1)) @ V[:, :, None, :A.shape[-1]].float()).flatten(1, 2)  # (B, H, t, d)
+                 for _, A in attention_tiles(q, K, window=self.model.config.sliding_window)]
+        out = torch.cat(tiles, dim=2).transpose(1, 2).flatten(2)  # (B, T, H * d)
+        self.attention.append(self.model.model["layers"][layer].self_attn.o_proj(out.to(q.dtype)))
+        self.heads.append((q, K, V))
+        return K, V
+
+
+@torch.no_grad()
+def errors_by_length(full, coded, window, lengths, behind):
+    """What is left of the error if the first n tokens' keys and values are exact, for each n of `lengths`.
+
+    window (T); errors are means over the tokens from position `behind` on, which is at least the largest n. A row of
+    each n: `last`, the squared error of the last block's output; `attention`, that of what attention adds, summed over
+    layers (Figure 2); `change` and `bound` of a head's output by `theorem_1`, means over the heads of the middle layer,
+    for the window's last query.
+    """
+    def watched(model, n):
+        cache = Watched(model, *exact_rows(full, model, window[:n].tolist()))
+        model.hidden(window[None, n:], cache)
+        return cache
+
+    exact, rows = watched(full, 0), []
+    for n in lengths:
+        seen = watched(coded, n)
+        last, *attention = [(a[:, behind - n:].float() - b[:, behind:].float()).pow(2).mean().item() for a, b in
+                            zip((seen.hidden[-1], *seen.attention), (exact.hidden[-1], *exact.attention))]
+        change, bound = head_changes(full, exact, seen, full.config.num_hidden_layers // 2)
+        rows.append({"n": n, "last": last, "attention": sum(attention), "change": change, "bound": bound})
+    return rows
+
+
+def head_changes(model, exact, seen, layer):
+    """Theorem 1 for the last query: |dh|_2 and the bound, means over heads, if K and V are those that `seen` has."""
+    attn = model.model["layers"][layer].self_attn
+    group = attn.n_heads // attn.n_kv_heads
+    q = exact.heads[layer][0][0, :, -1].float()  # (H, d)
+    gain = value_gain(seen.model.model["layers"][layer])  # (Hkv, 1, d)
+    K, V, coded_K, coded_V = (x.float().repeat_interleave(group, dim=0) for x in (  # (H, S, d) each
+        exact.heads[layer][1][0], exact.heads[layer][2][0], seen.heads[layer][1][0], seen.heads[layer][2][0] / gain))
+    W_o = attn.o_proj.weight.float().unflatten(1, (attn.n_heads, -1)).transpose(0, 1)  # (H, D, d)
+    change, bound = theorem_1(q, K, V, coded_K - K, coded_V - V, W_o)
+    return change.mean().item(), bound.mean().item()
+
 
 def theorem_1(q, K, V, dK, dV, W_o):
     """How much a head's output changes, and the bound: |dh|_2, bound.
 
-    q (.., d), K, V, dK, dV (.., n, d), of one head and one query each; W_o (D, d), the head's columns of o_proj. The
-    proof uses the condition number of softmax, which holds for small changes.
+    q (.., d), K, V, dK, dV (.., n, d), of one head and one query each; W_o (.., D, d), the head's columns of o_proj.
+    The proof uses the condition number of softmax, which holds for small changes.
     """
     d, n = q.shape[-1], K.shape[-2]
 
     def head(K, V):
         scores = (K @ q[..., None])[..., 0] / math.sqrt(d)  # (.., n)
-        return (scores.softmax(-1)[..., None, :] @ V)[..., 0, :] @ W_o.T  # (.., D)
+        return (scores.softmax(-1)[..., None, :] @ V @ W_o.transpose(-2, -1))[..., 0, :]  # (.., D)
 
-    c3 = torch.linalg.matrix_norm(W_o, 2)
+    c3 = torch.linalg.matrix_norm(W_o, 2)  # (..)
     c1 = n ** 1.5 / math.sqrt(d) * c3 * q.norm(dim=-1)  # (..)
     c2 = c1 * torch.linalg.matrix_norm(V, 2)  # (..)
     most, all_of_v = dK.norm(dim=-1).amax(-1), dV.norm(dim=(-2, -1))  # (..) both: |dK|_2,inf and |dV|_F

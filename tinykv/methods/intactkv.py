@@ -77,13 +77,18 @@ def exact_rows(full, coded, ids):
         return torch.zeros(shape), torch.zeros(shape)
     recorder = Recorder(full, Unrotated())
     full.hidden(torch.tensor([ids], device=full.lm_head.weight.device), recorder)
-    keys, values = [], []
-    for block, layer in zip(coded.model["layers"], recorder.layers):
-        for rows, part, linear in ((keys, layer.k, block.self_attn.k_proj), (values, layer.v, block.self_attn.v_proj)):
-            gain = getattr(linear, "gain", None)  # (Hkv * d)
-            x = part.recent[0].float()  # (Hkv, n, d)
-            rows.append(x if gain is None else x * gain.view(len(x), 1, -1))
-    return torch.stack(keys), torch.stack(values)
+    keys = torch.cat([layer.k.recent for layer in recorder.layers]).float()  # (L, Hkv, n, d)
+    values = torch.cat([layer.v.recent for layer in recorder.layers]).float()
+    return keys, values * torch.stack([value_gain(block) for block in coded.model["layers"]])
+
+
+def value_gain(block):
+    """What the block's values are multiplied by, (Hkv, 1, d): see `QuantLinear.gain`. Keys are left as they are."""
+    attn = block.self_attn
+    gain = getattr(attn.v_proj, "gain", None)  # (Hkv * d)
+    if gain is None:
+        gain = torch.ones(attn.n_kv_heads * attn.head_dim, device=attn.v_proj.weight.device)
+    return gain.view(attn.n_kv_heads, 1, attn.head_dim)
 
 
 class IntactKV(SchemeMethod):
