@@ -73,7 +73,8 @@ def test_what_docs_say_of_the_embedded_model(everything):
     assert all(row["d_in"] < 1 and row["d_out"] < 1 for row in outliers[middle])
     assert outliers[-1]["out"] < outliers[-1]["out others"]
     assert all(row[f"{kind} sinks"] < 0.5 for row in norms[1:] for kind in "qkv")
-    assert all(row["sinks"] > row["others"] + 0.25 and row["others"] < -0.25 for row in cosine[1:])
+    assert all(row["later"] > 0.3 and row["others"] < -0.3 for row in cosine[1:])
+    assert all(row["first"] < 0 and row["first"] < row["later"] - 0.3 for row in cosine[1:])
     assert all(row["attention"] > 0.6 and row["within"] > 0.9 and row["consistency"] < 0.8 for row in bias[1:])
     assert all(row["cliff"] > 1.5 and row["sinks"] > 0.9 for row in keys)
     errors = {(row["scheme"], row["of"], row["bits"]): row["change"] for row in numbers["errors"]}

@@ -4,6 +4,7 @@ The model is small and random, has grouped queries, and sees all tokens or a sli
 values come from a cache that keeps what passes by; rotation, attention, grids and averages are written out anew here.
 """
 import cmath
+import copy
 import math
 import statistics
 from itertools import combinations
@@ -154,6 +155,10 @@ def test_sink_scores_and_marks(case, monkeypatch, tile):
     check(rows, "heads", lambda w, layer: mean(x[j] >= 0.2 for x in table[w][layer] for j in sinks[w])
           if sinks[w] else None)
     assert example["scores"].shape == (L, T - 4)
+    only = torch.zeros_like(marks)
+    only[:, 9] = True  # the first token no sink: it has its column all the same
+    rows, _ = phenomena.attention_received(model, windows, only, scores, threshold=0.2)
+    check(rows, "others", lambda w, layer: of(w, layer, set(range(1, T - 4)) - {9}))
 
 
 def test_the_map_shows_the_largest_of_a_cell(case):
@@ -194,6 +199,16 @@ def test_outliers(case):
               lambda w, layer, place=place: mean(walks[w][layer][place][t][channel] for t in SINKS[w]))
 
 
+@torch.no_grad()
+def test_the_outlier_channel_is_that_of_the_blocks_before_the_last(case):
+    model, windows, marks, _ = case
+    model = copy.deepcopy(model)
+    for layer, channel in ((0, 7), (-1, 3)):
+        model.model["layers"][layer].mlp.down_proj.weight[channel] *= 10 ** (4 if layer else 2)
+    rows, _ = phenomena.outliers(model, windows, marks)
+    assert {row["channel"] for row in rows} == {7}
+
+
 def test_norms(case):
     model, windows, marks, lists = case
     rows, example = phenomena.norms(model, windows, marks)
@@ -229,12 +244,16 @@ def test_cosines(case, monkeypatch, tile):
     check(rows, "sinks", lambda w, layer: mean(c for of in table[w][layer] for j, c in of.items() if j in SINKS[w]))
     check(rows, "others", lambda w, layer: mean(
         c for of in table[w][layer] for j, c in of.items() if j not in SINKS[w]))
-    check(rows, "best sink", lambda w, layer: mean(
-        max(c for j, c in of.items() if j in SINKS[w]) for of in table[w][layer] if SINKS[w] & set(of)))
-    check(rows, "first", lambda w, layer: mean(max(of, key=of.get) in SINKS[w] for of in table[w][layer]))
-    pairs = [sum((j in SINKS[w]) == sink for w in range(W) for of in table[w][L // 2] for j in of)
-             for sink in (True, False)]
-    assert example["counts"].sum(1).tolist() == pairs
+    check(rows, "first", lambda w, layer: mean(
+        c for of in table[w][layer] for j, c in of.items() if j == min(SINKS[w])))
+    check(rows, "later", lambda w, layer: mean(
+        c for of in table[w][layer] for j, c in of.items() if j in SINKS[w] - {min(SINKS[w])}) if w == 0 else None)
+    check(rows, "largest", lambda w, layer: mean(max(of, key=of.get) in SINKS[w] for of in table[w][layer]))
+    kinds = [{min(sinks): 0, **{j: 1 for j in sinks - {min(sinks)}}} for sinks in SINKS]
+    for i, counts in enumerate(example["counts"].tolist()):
+        found = [c for w in range(W) for of in table[w][L // 2] for j, c in of.items() if kinds[w].get(j, 2) == i]
+        assert sum(counts) == len(found)
+        assert sum(counts[:50]) == pytest.approx(sum(c < 0 for c in found), abs=1)
 
 
 def parts(at, h, tokens):

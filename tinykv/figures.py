@@ -141,13 +141,15 @@ def norms(rows, example, path):
 def cosine(rows, example, path):
     """Figure 5a: cosine of queries with the keys of sinks and of other tokens, by layer, and their spread in one."""
     figure, (left, right) = panels(1, 2, 9.2, 3.8)
-    by_layer(left, rows, {"sinks": "sinks, mean", "best sink": "sinks, largest", "others": "other keys, mean"})
-    left.set(ylabel="cosine of query and key")
-    counts = example["counts"]  # (2, bins)
+    lines = {"first": "first sink", "later": "later sinks", "others": "other tokens"}
+    by_layer(left, rows, lines)
+    left.set(ylabel="cosine of query and key", ylim=(-1, 1))
+    left.legend(fontsize="small", loc="lower left")
+    counts = example["counts"]  # (3, bins)
     edges = [-1 + 2 * i / counts.shape[1] for i in range(counts.shape[1] + 1)]
-    for i, (count, label, line) in enumerate(zip(counts, ("sinks' keys", "other keys"), ("-", "--"))):
-        right.stairs(count / count.sum() * len(count) / 2, edges, label=label, color=COLOURS[(0, 2)[i]], linestyle=line,
-                     linewidth=1.6)
+    for i, (count, label) in enumerate(zip(counts, lines.values())):
+        right.stairs((count / count.sum().clamp(min=1) * len(count) / 2).tolist(), edges, label=label, color=COLOURS[i],
+                     linestyle=("-", ":", "--")[i], linewidth=1.6)
     right.set(xlabel="cosine of query and key", ylabel="density", xticks=(-1, -0.5, 0, 0.5, 1))
     right.set_title(f"layer {len(rows) // 2}", fontsize="medium")
     right.legend(fontsize="small")

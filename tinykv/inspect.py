@@ -90,12 +90,12 @@ PHENOMENA = {
         {**LAYER, **{name: (head, ".2f") for kind in "qkv" for name, head in (
             (kind, f"{kind.upper()} others"), (f"{kind} sinks", "x at sinks"))}}),
     "cosine": Phenomenon(
-        "cosine of queries with the keys that they see: mean over sinks' keys, the largest of those, mean over other "
-        "keys; first: how often a sink's key has the largest of all (KVSink Section 3.2, Figure 5a)",
+        "cosine of queries with the keys that they see: means over the keys of sinks, of the first sink, of later "
+        "ones, and of other tokens; largest: how often a sink's key has the largest (KVSink Section 3.2, Figure 5a)",
         lambda model, text, args: phenomena.cosines(model, text.windows, text.marks, progress("cosine")),
         figures.cosine,
-        {**LAYER, "sinks": ("sinks", ".2f"), "best sink": ("largest", ".2f"), "others": ("others", ".2f"),
-         "first": ("first", ".0%")}),
+        {**LAYER, "sinks": ("sinks", ".2f"), "first": ("first sink", ".2f"), "later": ("later sinks", ".2f"),
+         "others": ("other tokens", ".2f"), "largest": ("largest", ".0%")}),
     "bias": Phenomenon(
         "the attention bias, the sinks' part of the attention output (KVSink Eq. 9, Figure 6): attention to the sinks, "
         "size of the bias over that of the output, and its consistency, the mean cosine over all pairs of tokens: mean "

@@ -215,35 +215,31 @@ def norms(model, windows, marks, progress=iter):
 def cosines(model, windows, marks, progress=iter, bins=100):
     """Per layer: the cosine of a query, not a sink's own, with the keys that it sees, all after RoPE.
 
-    `sinks`: mean over the sinks' keys; `best sink`: over the queries, of the largest with a sink's key; `others`: over
-    the other keys; `first`: how often the key with the largest cosine of all is a sink's. The example counts cosines
-    from -1 to 1 in bins, (2, bins), of the middle layer of all windows.
+    Means over the keys of sinks, of the first sink of the text, of the sinks after it (`later`), and of all other
+    tokens (`others`). `largest`: how often the key with the largest cosine is a sink's. The example counts cosines from
+    -1 to 1 in bins, (3, bins): first, later, others; of the middle layer of all windows.
     """
     L, sliding = model.config.num_hidden_layers, model.config.sliding_window
-    found = {name: [[None] * L for _ in windows] for name in ("sinks", "best sink", "others", "first")}
-    counts = torch.zeros(2, bins)  # (2, bins): sinks, others
+    found = {name: [[None] * L for _ in windows] for name in ("sinks", "first", "later", "others", "largest")}
+    counts = torch.zeros(3, bins)  # (3, bins)
     for w, window in enumerate(progress(windows)):
+        rank = marks[w].cumsum(0).where(marks[w], 0)  # (T): 1 at the first sink, more at later ones, 0 elsewhere
         for layer, at in enumerate(walk(model, window)):
             q = F.normalize(at.q.float(), dim=-1) * at.q.shape[-1] ** 0.5  # score_tiles takes this factor out again
-            cosine, best, first = {"sinks": [], "others": []}, [], []
+            sums, largest = torch.zeros(3, 2, dtype=torch.double), []  # first, later, others: (sum, number of pairs)
             for tile, c in score_tiles(q, F.normalize(at.k.float(), dim=-1), sliding):
                 c = c[0, :, ~marks[w, tile]]  # (H, queries, seen)
-                sink = marks[w, :c.shape[-1]]  # (seen)
-                for i, (name, of) in enumerate((("sinks", sink), ("others", ~sink))):
-                    seen = c[..., of]  # (H, queries, n)
-                    seen = seen[seen.isfinite()]  # (pairs)
-                    cosine[name].append((seen.sum(dtype=torch.double).item(), seen.numel()))
+                seen = rank[:c.shape[-1]]  # (seen)
+                for i, of in enumerate((seen == 1, seen > 1, seen == 0)):
+                    values = c[..., of]  # (H, queries, n)
+                    values = values[values.isfinite()]  # (pairs)
+                    sums[i] += torch.tensor([values.sum(dtype=torch.double).item(), values.numel()])
                     if layer == L // 2:
-                        counts[i] += seen.histc(bins, -1, 1).cpu()
-                first.append(sink[c.argmax(-1)].flatten())  # (H * queries)
-                if sink.any():
-                    largest = c[..., sink].amax(-1)  # (H, queries)
-                    best.append(largest[largest.isfinite()])  # (up to H * queries)
-            for name, sums in cosine.items():
-                total, n = (sum(x) for x in zip(*sums))
-                found[name][w][layer] = total / n if n else None
-            found["first"][w][layer] = mean_of(torch.cat(first))
-            found["best sink"][w][layer] = mean_of(torch.cat(best)) if best else None
+                        counts[i] += values.histc(bins, -1, 1).cpu()
+                largest.append(seen[c.argmax(-1)].flatten() > 0)  # (H * queries)
+            for name, of in (("sinks", sums[:2].sum(0)), ("first", sums[0]), ("later", sums[1]), ("others", sums[2])):
+                found[name][w][layer] = (of[0] / of[1]).item() if of[1] else None
+            found["largest"][w][layer] = mean_of(torch.cat(largest))
     return rows_of(found, L), {"counts": counts}
 
 
