@@ -179,13 +179,18 @@ def anchor_damage(model, window, method):
     return {kind: {name: torch.stack(rows) for name, rows in of.items()} for kind, of in found.items()}
 
 
+def anchor_method(config, context, vq):
+    """The method whose scores are looked at. UserError if that cannot be done."""
+    sliding = config.sliding_window
+    if sliding is not None and sliding < context:
+        raise UserError(f"anchors: the damage of a token is measured where a query sees all tokens before it, and in "
+                        f"this model it sees {sliding}; give a --context of at most that")
+    return AnTKV(config, vq)
+
+
 def report_anchors(model, windows, calibration, vq, progress=iter):
     """The table, as rows of numbers, and what the figure needs: a window's damage and scores."""
-    T, sliding = windows.shape[1], model.config.sliding_window
-    if sliding is not None and sliding < T:
-        raise UserError(f"the damage of a token is measured where attention sees everything, and this model sees "
-                        f"{sliding} tokens; give a --context of at most that")
-    method = AnTKV(model.config, vq)
+    method = anchor_method(model.config, windows.shape[1], vq)
     method.calibrate(model, calibration, progress)
     tables = [anchor_damage(model, window, method) for window in progress(windows)]
     rows = []

@@ -19,7 +19,6 @@ from tinykv import UserError, checkpoint, effects, figures, phenomena
 from tinykv.codecs import FORMULAS
 from tinykv.command import DTYPES, EMBEDDED, bar, check_context, check_folder, dtype_of, figure, print_columns
 from tinykv.data import load_windows
-from tinykv.methods.antkv import AnTKV
 from tinykv.schemes import codec
 
 
@@ -137,14 +136,15 @@ PHENOMENA = {
 
 
 def print_rows(name, rows):
-    """The table of a phenomenon, in hundredths where its head says so."""
+    """The table of a phenomenon; errors times 100, as in Table 1."""
     if name == "anchors":
         return print_anchors(rows)
     lines = []
     for row in rows:
-        row = {**row, "kept": "sinks" if row.get("kept") else "nothing"}
+        if name == "widths":
+            row = {**row, "kept": "sinks" if row["kept"] else "nothing"}
         if name == "errors":
-            row |= {column: row[column] and 100 * row[column] for column in ("overall", "without", "with")}
+            row = {**row, **{x: row[x] and 100 * row[x] for x in ("overall", "without", "with")}}
         lines.append([figure(row[column], form) for column, (_, form) in PHENOMENA[name].columns.items()])
     print_columns([head for head, _ in PHENOMENA[name].columns.values()], lines, left=2 if name == "errors" else 0)
 
@@ -218,8 +218,9 @@ def run(args):
     config = checkpoint.load_config(args.model)
     args.context = args.context or min(config.max_position_embeddings, 1024)
     check_context(args.context, config)
+    # What these two cannot take shows before anything is computed.
     if "anchors" in names:
-        AnTKV(config, args.vq)  # says what is wrong with its setting
+        effects.anchor_method(config, args.context, args.vq)
     if {"errors", "widths"} & set(names):
         codec(2, config.head_dim, "token", args.group_size, args.formula, static=False)
     model, tokenizer = checkpoint.load(args.model, device, dtype)

@@ -228,7 +228,7 @@ def cosines(model, windows, marks, progress=iter, bins=100):
             q = F.normalize(at.q.float(), dim=-1) * at.q.shape[-1] ** 0.5  # score_tiles takes this factor out again
             sums, largest = torch.zeros(3, 2, dtype=torch.double), []  # first, later, others: (sum, number of pairs)
             for tile, c in score_tiles(q, F.normalize(at.k.float(), dim=-1), sliding):
-                c = c[0, :, ~marks[w, tile]]  # (H, queries, seen)
+                c = c[0][:, ~marks[w, tile]]  # (H, queries, seen)
                 seen = rank[:c.shape[-1]]  # (seen)
                 for i, of in enumerate((seen == 1, seen > 1, seen == 0)):
                     values = c[..., of]  # (H, queries, n)
