@@ -1,5 +1,6 @@
 """What `python -m tinykv.inspect` prints, draws and writes; the numbers themselves are tested in test_phenomena.py."""
 import json
+import re
 import sys
 
 import pytest
@@ -42,7 +43,7 @@ def test_all_gives_a_table_a_figure_and_numbers_of_each(everything):
         assert len(lines) == len(rows) + 1 and len({len(line) for line in lines}) == 1
         assert lines[0].split() == " ".join(head for head, _ in phenomenon.columns.values()).split()
         for line, row in zip(lines[1:], rows):
-            for word, (column, (_, form)) in zip(line.split(), phenomenon.columns.items()):
+            for word, (column, (_, form)) in zip(re.split("  +", line.strip()), phenomenon.columns.items()):
                 if isinstance(row[column], float):
                     factor = 100 if name == "errors" and column != "change" else 1
                     assert word == format(factor * row[column], form)

@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_anchors import norm, weights
 
-from tinykv import UserError, anchors, effects, phenomena
+from tinykv import UserError, anchors, effects, intact, phenomena
+from tinykv.cache import KVCache
+from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.model import Llama, LlamaConfig
 from tinykv.sinks import Probe
+from tinykv.weights import RTN, quantize
 
 L, H, HKV, D, T, W = 3, 4, 2, 4, 22, 2
 SINKS = [{0, 9}, {4}]  # of each window
@@ -475,3 +478,66 @@ def test_rank_correlation_is_spearmans(a, b):
     plain = 1 - 6 * sum((x - y) ** 2 for x, y in zip(a, b)) / (7 * 48)
     numbers = torch.tensor(a).float().exp(), torch.tensor(b).float() * 3 - 100
     assert effects.rank_correlation(*numbers).item() == pytest.approx(plain, abs=1e-5)
+
+
+# ---- IntactKV's prefixes
+
+class Seen:
+    """The outputs of some modules in the forwards that come, by PyTorch's hooks."""
+
+    def __init__(self, modules):
+        self.outputs = []
+        self.hooks = [module.register_forward_hook(lambda _, __, out: self.outputs.append(out)) for module in modules]
+
+    def __enter__(self):
+        return self.outputs
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+
+def outputs_of(model, tokens, cache=None):
+    """What the last block gives and what each layer's attention adds, for tokens (T): (T, D), L of (T, D)."""
+    blocks = list(model.model["layers"])
+    with torch.no_grad(), Seen([*(block.self_attn.o_proj for block in blocks), blocks[-1]]) as seen:
+        model.hidden(tokens[None], cache)
+    return seen[-1][0], [out[0] for out in seen[:-1]]
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_errors_by_length(n):
+    """Against the same rows in the cache that generates, which rounds them to 16 bits, and PyTorch's own hooks."""
+    torch.manual_seed(n)
+    model = Llama(LlamaConfig(41, 32, 48, 3, 4, 2, 16, 64)).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(2)  # so that the layers do something
+    coded = quantize(model, RTN(3))
+    window, behind = torch.randint(0, 41, (20,)), 8
+    row, = intact.errors_by_length(model, coded, window, [n], behind)
+    prefix = Prefix("first", window[:n].tolist())
+    prefix.fill(model, coded)
+    last, attention = outputs_of(coded, window[n:], KVCache(coded, IntactKV(model.config, prefix)))
+    exact_last, exact_attention = outputs_of(model, window)
+    wanted = (last[behind - n:] - exact_last[behind:]).pow(2).mean().item()
+    assert row["n"] == n and row["last"] == pytest.approx(wanted, rel=0.02)
+    wanted = sum((a[behind - n:] - b[behind:]).pow(2).mean().item() for a, b in zip(attention, exact_attention))
+    assert row["attention"] == pytest.approx(wanted, rel=0.02) and 0 < row["change"] < row["bound"]
+
+
+def test_nothing_is_left_where_nothing_is_quantized():
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(41, 32, 48, 3, 4, 2, 16, 64)).requires_grad_(False)
+    row, = intact.errors_by_length(model, model, torch.randint(0, 41, (20,)), [5], 8)
+    assert max(row["last"], row["attention"]) < 1e-6 and row["change"] < 1e-3
+
+
+def test_prefixes_stop_short_of_each_sink_and_past_it():
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(41, 32, 48, 2, 4, 2, 16, 64)).requires_grad_(False)
+    windows, marks = torch.randint(0, 41, (2, 20)), torch.zeros(2, 20, dtype=torch.bool)
+    marks[0, [0, 5, 9]] = marks[1, [0, 7]] = True
+    rows, example = effects.prefixes(model, quantize(model, RTN(3)), windows, marks, points=4)
+    assert [(row["kept"], row["n"]) for row in rows] == [
+        ("nothing", 0), ("sink 1 too", 1), ("up to sink 2", 6), ("sink 2 too", 7)]  # means; both windows have two
+    assert example["sinks"] == [0, 5] and [row["n"] for row in example["rows"]] == [0, 1, 2, 3, 4, 5, 6]

@@ -1,11 +1,13 @@
-"""What quantization makes of attention sinks, and sinks of it: Table 1 and Figure 7 of KVSink (Su and Yuan, 2025); and
-AnTKV's scores beside the damage that they stand for (its Appendix D).
+"""What quantization makes of attention sinks, and sinks of it: Table 1 and Figure 7 of KVSink (Su and Yuan, 2025);
+IntactKV's prefixes of every length (its Figure 2); and AnTKV's scores beside the damage that they stand for (its
+Appendix D).
 
 Each function takes what those of `phenomena.py` take, and returns what they return.
 """
 import torch
 
 from tinykv import UserError, anchors
+from tinykv.intact import errors_by_length
 from tinykv.methods.antkv import AnTKV
 from tinykv.phenomena import mean, mean_of, rows_of, split_output, unit, walk
 from tinykv.schemes import UNIFORM, codec
@@ -139,6 +141,36 @@ def widths(model, windows, marks, calibration, calibration_marks, group=16, form
         rows.append({"bits": bits, "kept": kept, **{name: mean([row[name] for row in layers]) for name in names}})
         example[bits, kept] = [row["attention"] for row in layers]
     return rows, example
+
+
+# What a prefix in full precision leaves of quantized weights' error: Figure 2 of IntactKV
+
+MOST = 3  # sinks that are looked at
+
+
+@torch.no_grad()
+def prefixes(full, coded, windows, marks, points=32, progress=iter):
+    """Figure 2: what is left of the error if the first n tokens' keys and values are exact; see `errors_by_length`.
+
+    Rows: for n = 0, and for n just short of, and just past, each of the first sinks that all windows have; errors of
+    the tokens behind the last of these. The figure has `points` lengths more, of the first window.
+    """
+    at = [mark.nonzero()[:, 0].tolist() for mark in marks]  # per window: where sinks are
+    most = min(MOST, *(len(sinks) for sinks in at))
+    events = [("nothing", lambda sinks: 0)]
+    for i in range(most):
+        events += [(f"up to sink {i + 1}", lambda sinks, i=i: sinks[i]),
+                   (f"sink {i + 1} too", lambda sinks, i=i: sinks[i] + 1)]
+    found, example = [], None
+    for window, sinks in zip(progress(windows), at):
+        lengths = [length(sinks) for _, length in events]
+        more = [] if example else [round(max(lengths) * i / points) for i in range(points)]
+        rows = errors_by_length(full, coded, window, sorted({*lengths, *more}), behind=max(lengths))
+        by_length = {row["n"]: row for row in rows}
+        found.append([by_length[n] for n in lengths])
+        example = example or {"rows": list(by_length.values()), "sinks": sinks[:most]}
+    return [{"kept": words, **{name: mean([rows[i][name] for rows in found]) for name in found[0][0]}}
+            for i, (words, _) in enumerate(events) if i == 0 or found[0][i]["n"] > 0], example
 
 
 # How well AnTKV's scores rank the tokens: its Appendix D

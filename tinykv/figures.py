@@ -239,6 +239,19 @@ def keys(rows, example, path):
     save(figure, path)
 
 
+def prefixes(rows, example, path):
+    """IntactKV's Figure 2: the error that is left by the number of tokens that are exact, sinks marked."""
+    figure, axes = panels(1, 2, 9.2, 3.6)
+    for panel, name, words in zip(axes, ("last", "attention"), ("output of the last block", "what attention adds")):
+        for sink in example["sinks"]:
+            panel.axvline(sink, color=COLOURS[1], linewidth=1, linestyle="--")
+        panel.plot([row["n"] for row in example["rows"]], [row[name] for row in example["rows"]], color=COLOURS[0],
+                   marker=MARKERS[0], markersize=3)
+        panel.set(xlabel="tokens whose keys and values are exact (dashed: sinks)",
+                  ylabel=f"squared error, {words}", ylim=(0, None))
+    save(figure, path)
+
+
 def anchors(rows, table, path):
     """AnTKV's Appendix D: each token's short score beside the damage that coding it does; the middle layer, KV head 0.
 

@@ -16,8 +16,21 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError, checkpoint, effects, figures, phenomena
+from tinykv.calibrate import Learned
 from tinykv.codecs import FORMULAS
-from tinykv.command import DTYPES, EMBEDDED, bar, check_context, check_folder, dtype_of, figure, print_columns
+from tinykv.command import (
+    DTYPES,
+    EMBEDDED,
+    add_weights,
+    bar,
+    check_context,
+    check_folder,
+    dtype_of,
+    figure,
+    print_columns,
+    quantized,
+    quantizers_of,
+)
 from tinykv.data import load_windows
 from tinykv.schemes import codec
 
@@ -52,6 +65,11 @@ class Text:
     @cached_property
     def calibration_marks(self):
         return self.find_sinks(self.calibration)[1]
+
+    def quantized(self):
+        """The model with its weights as --weights says."""
+        (name, quantizer), = quantizers_of(self.args, self.model.config).items()
+        return quantized(self.model, name, quantizer, self.calibration, Learned(None, self.model, ""))
 
     def with_calibration(self):
         """What `errors` and `widths` take."""
@@ -126,6 +144,14 @@ PHENOMENA = {
             model, *text.with_calibration(), args.group_size, args.formula, progress("widths")), figures.widths,
         {"bits": ("bits", "d"), "kept": ("kept", ""), "attention": ("attention", ".3f"), "off": ("change", ".4f"),
          "bias off": ("bias change", ".3f"), "cosine": ("cosine", ".3f")}, calibrates=True),
+    "prefix": Phenomenon(
+        "what is left of the error of quantized weights (--weights) if the first n tokens' keys and values are exact: "
+        "squared error of the last block's output, and of what attention adds, summed over layers (IntactKV Figure 2); "
+        "change of a head's output and Theorem 1's bound, in the middle layer for the last token",
+        lambda model, text, args: effects.prefixes(
+            model, text.quantized(), text.windows, text.marks, progress=progress("prefix")), figures.prefixes,
+        {"kept": ("exact", ""), "n": ("n", ".0f"), "last": ("last block", ".3f"), "attention": ("attention", ".4f"),
+         "change": ("change", ".3f"), "bound": ("bound", ".1e")}, calibrates=True),
     "anchors": Phenomenon(
         "AnTKV's scores: how well they rank the tokens by the damage that coding each alone does to the attention "
         "output (its Appendix D), by rank correlation and by the damage in the top 1%",
@@ -146,7 +172,8 @@ def print_rows(name, rows):
         if name == "errors":
             row = {**row, **{x: row[x] and 100 * row[x] for x in ("overall", "without", "with")}}
         lines.append([figure(row[column], form) for column, (_, form) in PHENOMENA[name].columns.items()])
-    print_columns([head for head, _ in PHENOMENA[name].columns.values()], lines, left=2 if name == "errors" else 0)
+    left = {"errors": 2, "prefix": 1}.get(name, 0)
+    print_columns([head for head, _ in PHENOMENA[name].columns.values()], lines, left)
 
 
 def print_anchors(rows):
@@ -191,6 +218,7 @@ def parser():
     p.add_argument("--formula", choices=FORMULAS, default="offset",
                    help="errors, widths: the zero point (default: offset)")
     p.add_argument("--vq", metavar="dNmM", default="d8m256", help="anchors: format of the codebooks (default: d8m256)")
+    add_weights(p, several=False)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
     p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
     p.add_argument("--out", metavar="DIR", help="draw each as DIR/WHAT.png (default: nothing is drawn)")
@@ -219,6 +247,7 @@ def run(args):
     args.context = args.context or min(config.max_position_embeddings, 1024)
     check_context(args.context, config)
     # What these two cannot take shows before anything is computed.
+    quantizers_of(args, config)
     if "anchors" in names:
         effects.anchor_method(config, args.context, args.vq)
     if {"errors", "widths"} & set(names):
