@@ -161,6 +161,8 @@ def run(args):
     tokenizer = checkpoint.load_tokenizer(args.model, config)
     prefix = open_prefix(args.prefix, tokenizer, config)
     (name, quantizer), = quantizers_of(args, config).items()
+    if args.calibration and not quantizer.needs_text:
+        raise UserError(f"--calibration: {name} learns nothing beforehand")
     full = checkpoint.load_model(args.model, device, dtype_of(args.dtype, device)).requires_grad_(False)
     texts, held_out = (load_windows(args.data, tokenizer, args.tokens, n, split, args.seed, prefix=prefix.ids)
                        .tokens[:, len(prefix.ids):].to(device)  # (n, T - prefix)

@@ -70,28 +70,28 @@ def add_weights(p, several):
 
 
 def quantizers_of(args, config):
-    """{"awq-3": Quantizer}: each of --weights at each of --w-bits."""
+    """{"awq-3": Quantizer}: each of --weights at each of --w-bits; {"awq-3-g64": ...} where groups are given."""
     found = {}
     for name in getattr(args, "weights", []):
         one_of(QUANTIZERS, weights=name)
         for inputs in (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size):
             group_of(inputs, args.w_group_size)
         for bits in args.w_bits:
-            found[f"{name}-{bits}"] = QUANTIZERS[name](bits, args.w_group_size)
+            label = f"{name}-{bits}" + (f"-g{args.w_group_size}" if args.w_group_size else "")
+            found[label] = QUANTIZERS[name](bits, args.w_group_size)
     return found
 
 
 def weights_in_words(name, quantizer, data):
     """What a model with quantized weights is called, so that a prefix can say whom it was trained for."""
-    groups = f"groups of {quantizer.group_size or 'up to 128'}"
-    return f"{name}, {groups}" + (f", {data}" if quantizer.needs_text else "")
+    return f"{name}, {data}" if quantizer.needs_text else name
 
 
 def quantized(model, name, quantizer, windows, learned):
-    """The model with its weights quantized, or what `learned` has of it."""
+    """The model with its weights quantized, or what `learned` has of it: what is learned from no text is not kept."""
     def learn():
         return tensors_of(quantize(model, quantizer, windows, lambda blocks: bar(blocks, name, unit="block")))
-    return restore(model, quantizer, learned.take(f"weights {name} groups {quantizer.group_size}", learn))
+    return restore(model, quantizer, learned.take(f"weights {name}", learn) if quantizer.needs_text else learn())
 
 
 def figure(value, form):
