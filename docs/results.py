@@ -4,8 +4,8 @@
     python docs/results.py --only kvquant   the commands with this word in them
 
 A block that begins with "$ python" is a command; of its output the table is kept, without the seconds. Figures are
-written where the commands say. "$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)" go
-on with it; file names are kept from the repository on, and "..." stands for what changes with every edit. The words
+written where the commands say. "$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)"
+go on with it; file names are kept from the repository on, and "..." stands for what changes with every edit. The words
 around all this are written by hand: read them again afterwards.
 """
 import argparse
@@ -37,7 +37,7 @@ def table_of(command):
 
 
 def session(text):
-    """A page's text -> (the command that starts its session in the debugger, the text with what pdb says now)."""
+    """A page's text, with what pdb says now in the place of what it said."""
     lines = "".join(SESSION.findall(text)).splitlines()
     start, *words = [line for line in lines if line.startswith(("$ ", PROMPT))]
     done = subprocess.run([sys.executable, *start.split()[2:]], cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -48,7 +48,7 @@ def session(text):
     def again(block):
         count = sum(line.startswith(("$ ", PROMPT)) for line in block[1].splitlines())
         return "```console\n" + "".join(next(entries) for _ in range(count)) + "```\n"
-    return start.removeprefix("$ "), SESSION.sub(again, text)
+    return SESSION.sub(again, text)
 
 
 def lasting(said):
@@ -73,10 +73,9 @@ def main():
                 text = text.replace(old[0], f"```console\n$ {command}\n{table}\n```\n")
         page.write_text(text)
     for page in pages:
-        if "(Pdb)" in page.read_text():
-            command, text = session(page.read_text())
-            if args.only in command:
-                page.write_text(text)
+        text = page.read_text()
+        if any(args.only in line for line in "".join(SESSION.findall(text)).splitlines() if line.startswith("$ ")):
+            page.write_text(session(text))
 
 
 if __name__ == "__main__":
