@@ -13,22 +13,38 @@ import json
 import os
 import platform
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from tinykv import UserError, checkpoint, figures
 from tinykv.cache import PROTOCOLS
-from tinykv.calibrate import load_learned, save_learned
+from tinykv.calibrate import Learned
+from tinykv.command import (
+    DTYPES,
+    EMBEDDED,
+    add_weights,
+    bar,
+    calibration_text,
+    check_context,
+    check_folder,
+    dtype_of,
+    figure,
+    list_of,
+    print_columns,
+    quantized,
+    quantizers_of,
+    weights_in_words,
+)
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
+from tinykv.intact import open_prefix
 from tinykv.methods import METHODS
 from tinykv.methods.base import Method
+from tinykv.methods.intactkv import EXACT
 from tinykv.schemes import SCHEMES, settings_of_scheme
-
-EMBEDDED = Path(__file__).parent / "tinykv" / "assets" / "tales"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from tinykv.weights import weight_bytes
 
 
 def parser():
@@ -59,6 +75,7 @@ def parser():
     p.add_argument("--json", metavar="PATH", help="also write the table as JSON")
     p.add_argument("--plot", metavar="FILE",
                    help="also draw perplexity against true bits, or against kept tokens if --preserve is a list (.png)")
+    add_weights(p, several=True)
     s = p.add_argument_group(
         "settings of the methods",
         "Defaults: see --list-methods. A list, such as --preserve 0,5,10, makes a row of each.")
@@ -95,16 +112,9 @@ SETTINGS = {
     "vq": (str, "dNmM", "cq, antkv: N channels share one of M centroids"),
     "sharing": (str, "own|layer", "cq, antkv: codebooks for each head and place, or for a layer's K and V"),
     "anchors": (str, "N|P%", "antkv: tokens kept, a count or a share"),
+    "prefix": (str, "bos|FILE", "intactkv: what texts begin with: BOS, a text, or what train_intact.py wrote"),
     "q_norm": (str, "on|off", "kvquant: levels with the mean and deviation of the numbers"),
 }
-
-
-def list_of(kind):
-    """How argparse reads "a,b,c"."""
-    def values(text):
-        return [kind(word) for word in text.split(",")]
-    values.__name__ = f"list of {kind.__name__}"
-    return values
 
 
 def settings_of(cls):
@@ -141,8 +151,17 @@ def load_class(name):
     return cls
 
 
-def build_methods(args, config):
-    """{label: (Method, name, settings)}, fp16 first: what was asked for, and what a single method is compared with.
+@dataclass
+class Contender:
+    """A row of the table to be: a method, under which name and settings, and how the weights are quantized, if so."""
+    method: Method
+    name: str
+    settings: dict
+    weights: str | None = None
+
+
+def build_methods(args, config, tokenizer):
+    """{label: Contender}, fp16 first: what was asked for, and what a single method is compared with.
 
     A setting with several values makes a method of each; the label then says which. Returns also {label: why} for what
     nobody asked for by name and cannot take the settings.
@@ -150,18 +169,20 @@ def build_methods(args, config):
     asked = list(METHODS) if args.method == "all" else args.method.split(",")
     classes = {name: load_class(name) for name in asked}
     given = {name: getattr(args, name) for name in ("bits", *SETTINGS) if hasattr(args, name)}
+    if "prefix" in given:
+        given["prefix"] = [open_prefix(what, tokenizer, config) for what in given["prefix"]]
     if len(asked) == 1:
         classes = {**{name: METHODS[name] for name in classes[asked[0]].compare}, **classes}
     methods, left_out, reached = {}, {}, set()
     for name, cls in {"fp16": METHODS["fp16"], **classes}.items():
         for chosen in variants(cls, given):
-            label = " ".join([name, *(f"{k}={figure(v, '.12g')}" for k, v in chosen.items() if len(given[k]) > 1)])
+            label = " ".join([name, *(f"{k}={in_words(v)}" for k, v in chosen.items() if len(given[k]) > 1)])
             reached |= chosen.keys() if name in asked else set()
             if "bits" in chosen and "bits" not in settings_of(cls):
                 bits = chosen.pop("bits")
                 chosen = {"k_bits": bits, "v_bits": bits, **chosen}
             try:
-                methods[label] = cls(config, **chosen), name, {**settings_of(cls), **chosen}
+                methods[label] = Contender(cls(config, **chosen), name, {**settings_of(cls), **chosen})
             except UserError as error:
                 if name in args.method.split(","):
                     raise
@@ -173,6 +194,21 @@ def build_methods(args, config):
     if len(methods) == 1 < len(asked):
         raise next(iter(left_out.values()))
     return methods, left_out
+
+
+def in_words(value):
+    return format(value, ".12g") if isinstance(value, int | float) else str(value)
+
+
+def build_contenders(args, config, tokenizer, quantizers):
+    """As `build_methods`; under quantized weights again for each quantizer, beside fp16 in full precision."""
+    if not quantizers:
+        return build_methods(args, config, tokenizer)
+    contenders = {"fp16": Contender(METHODS["fp16"](config), "fp16", {})}
+    for weights in quantizers:
+        methods, left_out = build_methods(args, config, tokenizer)
+        contenders |= {f"{label} {weights}": replace(c, weights=weights) for label, c in methods.items()}
+    return contenders, left_out
 
 
 def variants(cls, given):
@@ -189,32 +225,30 @@ def variants(cls, given):
         yield from (dict(zip(names, values)) for values in itertools.product(*lists))
 
 
-def calibrate(methods, model, text, data, path):
-    """Learn what the methods need from windows `text`; with a path, from the file there or into it."""
-    learned = load_learned(path, model, data) if path else {}
-    known = len(learned)
-    for label, (method, name, settings) in methods.items():
-        alike = {k: float(v) if isinstance(v, int) else v for k, v in settings.items()}  # 2 and 2.0 are one
-        key = f"{name} {json.dumps(alike, sort_keys=True)}"
-        if not method.needs_calibration:
+def calibrate(contenders, models, text, learned):
+    """Let the methods learn what they need from windows `text`, or take it from `learned`; models {label: Llama}."""
+    for label, c in contenders.items():
+        if not c.method.needs_calibration:
             continue
-        if key in learned:
-            method.restore(learned[key])
-        else:
-            method.calibrate(model, text, lambda w, label=label: bar(w, f"calibrating {label}"))
-            learned[key] = method.learned()
-    if path and len(learned) > known:
-        save_learned(path, model, data, learned)
+
+        def learn(label=label, method=c.method):
+            method.calibrate(models[label], text, lambda windows: bar(windows, f"calibrating {label}"))
+            return method.learned()
+
+        alike = {k: float(v) if isinstance(v, int) else v for k, v in c.settings.items()}  # 2 and 2.0 are one
+        key = f"{c.name} {json.dumps(alike, sort_keys=True)}" + (f" weights {c.weights}" if c.weights else "")
+        c.method.restore(learned.take(key, learn))
 
 
-def rows_of(methods, results, protocol):
+def rows_of(contenders, results, protocol):
     """The results as plain rows, in the order of the table."""
     base = next(iter(results.values())).ppl
     rows = []
     for label, r in results.items():
-        m, name, settings = methods[label]
+        m, c = contenders[label].method, contenders[label]
+        settings = {k: v if isinstance(v, int | float | None) else str(v) for k, v in c.settings.items()}
         rows.append({
-            "label": label, "method": name, "settings": settings,
+            "label": label.removesuffix(f" {c.weights}"), "method": c.name, "settings": settings, "weights": c.weights,
             "scheme": m.scheme.name if hasattr(m, "scheme") else None,
             "k_bits": m.k_bits, "v_bits": m.v_bits, "preserve": m.preserve, "protocol": protocol, "ppl": r.ppl,
             "ppl_se": r.ppl_se, "delta_ppl": r.ppl - base, "kld": r.kl / r.targets, "top1": r.agree / r.targets,
@@ -224,12 +258,6 @@ def rows_of(methods, results, protocol):
     return rows
 
 
-def figure(value, form):
-    if isinstance(value, str):
-        return value
-    return "-" if value is None else format(value, form)
-
-
 def print_table(rows):
     head = ("method", "scheme", "keep", "ppl", "+-", "delta", "KL", "top-1", "recall", "bits", "true", "128K",
             "cache KB", "s")
@@ -237,9 +265,10 @@ def print_table(rows):
               f"{r['delta_ppl']:+.3f}", f"{r['kld']:.4f}", f"{r['top1']:.1%}", figure(r["recall"], ".1%"),
               f"{r['bits_nominal']:g}", f"{r['bits_true']:.2f}", f"{r['bits_128k']:.2f}",
               f"{r['cache_bytes'] / 1024:.0f}", f"{r['seconds']:.1f}"] for r in rows]
-    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
-    for line in [head, *lines]:
-        print("  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))))
+    if any(r["weights"] for r in rows):
+        head = ("weights", *head)
+        lines = [[r["weights"] or "-", *line] for r, line in zip(rows, lines)]
+    print_columns(head, lines, left=len(head) - 12)
 
 
 def check(args):
@@ -251,46 +280,58 @@ def check(args):
     if args.plot and Path(args.plot).suffix != ".png":
         raise UserError(f"--plot writes a PNG; give a name that ends in .png and not {args.plot}")
     for flag in ("json", "calibration", "plot"):
-        value = getattr(args, flag)
-        if value and not Path(value).absolute().parent.is_dir():
-            raise UserError(f"--{flag} {value}: there is no folder {Path(value).parent}")
+        check_folder(flag, getattr(args, flag))
 
 
 def run(args):
     check(args)
     device = checkpoint.usable(args.device)
-    dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
+    dtype = dtype_of(args.dtype, device)
     config = checkpoint.load_config(args.model)
     context = args.context or min(config.max_position_embeddings, 4096)
-    if context > config.max_position_embeddings:
-        raise UserError(f"--context {context} is longer than the {config.max_position_embeddings} positions that this "
-                        "model was made for; ask for fewer tokens")
-    methods, left_out = build_methods(args, config)
-    for label, (method, _, _) in methods.items():
+    check_context(context, config)
+    tokenizer = checkpoint.load_tokenizer(args.model, config)  # first: it is small, so its faults show at once
+    quantizers = quantizers_of(args, config)
+    contenders, left_out = build_contenders(args, config, tokenizer, quantizers)
+    methods = {label: c.method for label, c in contenders.items()}
+    for label, method in methods.items():
         if not method.keeps_share and method.preserve > context:
             raise UserError(f"{label} keeps {method.preserve} tokens, and a window has {context}; keep fewer")
-    model, tokenizer = checkpoint.load(args.model, device, dtype)
-    windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos)
-    if any(m.needs_calibration for m, _, _ in methods.values()):
-        source = args.calib_data or args.data
-        text = load_windows(source, tokenizer, context, args.calib_windows, "calibration", args.seed, args.bos)
-        data = f"{source}, {args.calib_windows} windows of {context} tokens, seed {args.seed}, bos {args.bos}"
-        calibrate(methods, model, text.tokens.to(device), data, args.calibration)
+    prefix = max((m.prefix.ids for m in methods.values() if m.prefix), key=len, default=[])
+    model = checkpoint.load_model(args.model, device, dtype)
+    windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos,
+                           prefix if len(prefix) > 1 else [])
+    text, data = None, ""
+    if any(x.needs_text for x in quantizers.values()) or any(m.needs_calibration for m in methods.values()):
+        text, data = calibration_text(args, tokenizer, context, device)
     elif args.calibration or args.calib_data:
         flag = "--calibration" if args.calibration else "--calib-data"
-        raise UserError(f"{flag}: none of {', '.join(methods)} learns anything beforehand")
+        raise UserError(f"{flag}: none of {', '.join(contenders)} learns anything beforehand")
+    learned = Learned(args.calibration, model, data)
+    coded = {name: quantized(model, name, quantizer, text, learned) for name, quantizer in quantizers.items()}
+    models = {label: coded[c.weights] if c.weights else model for label, c in contenders.items()}
+    calibrate(contenders, models, text, learned)
+    learned.save()
+    for label, c in contenders.items():
+        if c.method.prefix:
+            words = weights_in_words(c.weights, quantizers[c.weights], data) if c.weights else EXACT
+            c.method.prefix.fill(model, models[label], words)
+
     print(f"model {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
     print(f"data {args.data}: {args.windows} windows of {context} tokens, protocol {args.protocol}, seed {args.seed}")
+    for name, smaller in coded.items():
+        print(f"weights {name}: {weight_bytes(smaller) / 1e6:.2f} MB instead of {weight_bytes(model) / 1e6:.2f} MB")
+    if windows.start > 1:
+        print(f"prefix: the first {windows.start} tokens of every window, which are not predicted")
     for label, why in left_out.items():
         print(f"{label} is left out: {why}")
-    for label, (method, _, _) in methods.items():
+    for label, method in methods.items():
         if method.describe():
             print(f"{label}: {method.describe()}")
     batch = args.batch or max(1, 4096 // context)
-    with bar(None, "evaluating", len(methods) * args.windows) as progress:
-        ready = {label: method for label, (method, _, _) in methods.items()}
-        results = evaluate(model, ready, windows, args.protocol, batch, progress)
-    rows = rows_of(methods, results, args.protocol)
+    with bar(None, "evaluating", len(contenders) * args.windows) as progress:
+        results = evaluate(model, methods, windows, args.protocol, batch, progress, models)
+    rows = rows_of(contenders, results, args.protocol)
     print()
     print_table(rows)
     if args.plot:
@@ -299,12 +340,6 @@ def run(args):
         table = {"rows": rows, "model": args.model, "data": args.data, "context": context, "windows": args.windows,
                  "seed": args.seed, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
         checkpoint.write(Path(args.json), lambda part: part.write_text(json.dumps(table, indent=1) + "\n"))
-
-
-def bar(windows, what, total=None):
-    """A progress bar on stderr: from the second second on, and only where somebody watches."""
-    return tqdm(windows, what, total, leave=False, unit="window", delay=1, file=sys.stderr,
-                disable=not sys.stderr.isatty())
 
 
 def main():

@@ -1,23 +1,16 @@
-"""What `python -m tinykv.inspect` prints and draws."""
+"""What `python -m tinykv.inspect` prints, draws and writes; the numbers themselves are tested in test_phenomena.py."""
 import json
+import re
 import sys
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tinykv import inspect
+from tinykv import checkpoint, command, inspect, phenomena, pretrain
+from tinykv.data import load_windows
 
 SMALL = ["--context", "128", "--windows", "2", "--calib-windows", "4"]
-
-
-@given(st.permutations(range(7)), st.permutations(range(7)))
-def test_rank_correlation_is_spearmans(a, b):
-    """1 - 6 sum d^2 / (n (n^2 - 1)), whatever the numbers behind the ranks."""
-    plain = 1 - 6 * sum((x - y) ** 2 for x, y in zip(a, b)) / (7 * 48)
-    numbers = torch.tensor(a).float().exp(), torch.tensor(b).float() * 3 - 100
-    assert inspect.rank_correlation(*numbers).item() == pytest.approx(plain, abs=1e-5)
+PNG = b"\x89PNG"
 
 
 def run(monkeypatch, *words):
@@ -25,11 +18,82 @@ def run(monkeypatch, *words):
     inspect.main()
 
 
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """`all` on the embedded model, windows of two stories and more: what was printed, the JSON, the folder."""
+    folder = tmp_path_factory.mktemp("all")
+    with pytest.MonkeyPatch.context() as patch:
+        lines = []
+        patch.setattr("builtins.print", lambda *words: lines.append(" ".join(map(str, words))))
+        run(patch, "all", "--context", "1024", "--windows", "2", "--calib-windows", "4", "--vq", "d8m16", "--out",
+            str(folder), "--json", str(folder / "out.json"))
+    return "\n".join(lines), json.loads((folder / "out.json").read_text()), folder
+
+
+def test_all_gives_a_table_a_figure_and_numbers_of_each(everything):
+    printed, numbers, folder = everything
+    blocks = printed.split("\n\n")[1:]
+    assert len(blocks) == len(inspect.PHENOMENA)
+    for block, (name, phenomenon) in zip(blocks, inspect.PHENOMENA.items()):
+        assert (folder / f"{name}.png").read_bytes().startswith(PNG)
+        lines, rows = block.splitlines(), numbers[name]
+        if name == "anchors":
+            assert len(lines) == 2 * (len(rows) + 2)
+            continue
+        assert len(lines) == len(rows) + 1 and len({len(line) for line in lines}) == 1
+        assert lines[0].split() == " ".join(head for head, _ in phenomenon.columns.values()).split()
+        for line, row in zip(lines[1:], rows):
+            for word, (column, (_, form)) in zip(re.split("  +", line.strip()), phenomenon.columns.items()):
+                if isinstance(row[column], float):
+                    factor = 100 if name == "errors" and column != "change" else 1
+                    assert word == format(factor * row[column], form)
+                elif row[column] is None:
+                    assert word == "-"
+    assert {path.name for path in folder.iterdir()} == {*(f"{name}.png" for name in inspect.PHENOMENA), "out.json"}
+
+
+def test_the_sinks_of_the_embedded_model_are_the_beginnings_of_its_stories(everything):
+    printed, numbers, _ = everything
+    _, tokenizer = checkpoint.load(command.EMBEDDED)
+    tokens = load_windows("tales", tokenizer, 1024, 2).tokens
+    begins = [(window == pretrain.BOS).nonzero()[:, 0].tolist() for window in tokens]
+    assert numbers["sinks at"] == begins and any(len(of) > 1 for of in begins)
+    assert f"sinks of window 0: {', '.join(f'{i} <s>' for i in begins[0])}" in printed
+    for row in numbers["sinks"][1:]:
+        assert min(row["first"], row["later"]) > 0.5 and row["largest other"] < 0.2 and row["heads"] > 0.8
+
+
+def test_what_docs_say_of_the_embedded_model(everything):
+    """docs/inspect.md in numbers, each sentence with a margin."""
+    _, numbers, _ = everything
+    outliers, norms, cosine, bias, keys = (numbers[name] for name in ("outliers", "norms", "cosine", "bias", "keys"))
+    middle = slice(1, -1)
+    assert outliers[0]["d_out c"] * outliers[-1]["d_out c"] < 0  # it comes with one sign and goes with the other
+    assert abs(outliers[0]["d_out c"] + outliers[-1]["d_out c"]) < abs(outliers[0]["d_out c"]) / 4
+    assert all(row["out"] > 2 * row["out others"] or row["layer"] == 4 for row in outliers[:-1])
+    assert all(row["d_in"] < 1 and row["d_out"] < 1 for row in outliers[middle])
+    assert outliers[-1]["out"] < outliers[-1]["out others"]
+    assert all(row[f"{kind} sinks"] < 0.5 for row in norms[1:] for kind in "qkv")
+    assert all(row["later"] > 0.3 and row["others"] < -0.3 for row in cosine[1:])
+    assert all(row["first"] < 0 and row["first"] < row["later"] - 0.3 for row in cosine[1:])
+    assert all(row["attention"] > 0.6 and row["within"] > 0.9 and row["consistency"] < 0.8 for row in bias[1:])
+    assert all(row["cliff"] > 1.5 and row["sinks"] > 0.9 for row in keys)
+    errors = {(row["scheme"], row["of"], row["bits"]): row["change"] for row in numbers["errors"]}
+    for bits in (4, 3, 2):
+        assert errors["token-dynamic", "K", bits] < -0.9 and errors["token-dynamic", "V", bits] < -0.9
+        assert errors["channel-dynamic", "K", bits] > 0.15
+        assert abs(errors["token-static", "K", bits]) < 0.02 and -0.2 < errors["channel-static", "K", bits] < -0.02
+    widths = {(row["bits"], row["kept"]): row for row in numbers["widths"]}
+    assert widths[4, False]["bias off"] > 0.5 > 0.05 > widths[4, True]["bias off"]
+    for kept in (False, True):
+        changes = [widths[bits, kept]["bias off"] for bits in range(2, 9)]
+        assert changes == sorted(changes, reverse=True)
+
+
 def test_anchors_are_ranked_by_their_damage(monkeypatch, tmp_path, capsys):
     """On the embedded model: the short score with the error of the row nearly ranks as the damage does."""
-    run(monkeypatch, "anchors", *SMALL, "--out", str(tmp_path), "--json", str(tmp_path / "out.json"))
-    rows = {(r["of"], r["ranked by"]): r for r in json.loads((tmp_path / "out.json").read_text())}
-    assert (tmp_path / "anchors.png").read_bytes().startswith(b"\x89PNG")
+    run(monkeypatch, "anchors", *SMALL, "--json", str(tmp_path / "out.json"))
+    rows = {(r["of"], r["ranked by"]): r for r in json.loads((tmp_path / "out.json").read_text())["anchors"]}
     out, err = capsys.readouterr()
     assert "rank correlation" in out and err == ""
     for kind in "KV":
@@ -39,12 +103,71 @@ def test_anchors_are_ranked_by_their_damage(monkeypatch, tmp_path, capsys):
     assert all(0 <= x <= 1 for r in rows.values() for x in r["damage in the top 1%"])
 
 
-@pytest.mark.parametrize("words", [["--vq", "d3m8"], ["--context", "100000"], ["--model", "no/folder"],
-                                   ["--calib-windows", "0"], ["--windows", "0"], ["--json", "no/such/folder/x.json"],
-                                   ["--vq", "d8m4096"]])
+def test_a_model_without_sinks_is_told_of(monkeypatch, tmp_path, capsys):
+    """Nothing is a sink at a threshold that no head reaches. What needs none is shown, the rest says why not."""
+    run(monkeypatch, "all", "--threshold", "1", "--vq", "d8m16", *SMALL, "--out", str(tmp_path), "--json",
+        str(tmp_path / "out.json"))
+    out, numbers = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    assert "sinks of window 0: none" in out and numbers["sinks at"] == [[], []]
+    for name, phenomenon in inspect.PHENOMENA.items():
+        assert (f"{name}: no token of this text is a sink" in out) == phenomenon.needs_sinks
+        assert (numbers[name] is None) == phenomenon.needs_sinks == (not (tmp_path / f"{name}.png").exists())
+
+
+def test_a_random_model_has_no_sinks(tmp_path, monkeypatch, capsys):
+    checkpoint.save(pretrain.new_model(1), command.EMBEDDED / "tokenizer.model", tmp_path)
+    run(monkeypatch, "sinks", "outliers", *SMALL, "--model", str(tmp_path))
+    assert "sinks of window 0: none" in capsys.readouterr().out
+
+
+def test_several_names_each_once_and_half_precision(monkeypatch, capsys):
+    run(monkeypatch, "norms", "keys", "norms", "--dtype", "bf16", "--context", "32", "--device", "cpu")
+    out = capsys.readouterr().out
+    assert out.count("\n\n") == 2 and "torch.bfloat16" in out and out.index("Q others") < out.index("cliff")
+
+
+def test_no_calibration_text_is_read_for_what_needs_none(monkeypatch, tmp_path, capsys):
+    text = tmp_path / "short.txt"
+    text.write_text("Once there was a baker who lived in Ravfield. " * 60)
+    short = ["--data", str(text), "--context", "128", "--windows", "2", "--calib-windows", "500"]
+    run(monkeypatch, "norms", *short)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "norms", "errors", *short)
+    assert "Q others" in capsys.readouterr().out.split("model")[1]
+
+
+def test_no_attention_matrix_is_ever_whole(monkeypatch):
+    """With tiles of one query no tensor of T x T numbers is seen by softmax, whatever is asked for."""
+    seen, T = [], 128
+    softmax = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *a: (seen.append(x.shape[-2]), softmax(x, *a))[1])
+    monkeypatch.setattr("tinykv.anchors.TILE", 1)
+    model, tokenizer = checkpoint.load(command.EMBEDDED)
+    window = load_windows("tales", tokenizer, T, 1).tokens
+    _, marks = phenomena.find_sinks(model, window)
+    phenomena.biases(model, window, marks)
+    phenomena.attention_map(model, window[0])
+    assert set(seen) == {1}
+
+
+def test_help_names_every_phenomenon(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, "--help")
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and all(f"\n  {name} " in out for name in [*inspect.PHENOMENA, "all"])
+    for place in ("Figure 1a", "Section 3.1", "Figure 4", "Figures 2 and 5", "Figure 5a", "Eq. 9", "Figure 6",
+                  "Table 1", "Figure 7", "Appendix D"):
+        assert place in " ".join(out.split())
+
+
+@pytest.mark.parametrize("words", [
+    ["--vq", "d3m8"], ["--context", "100000"], ["--model", "no/folder"], ["--calib-windows", "0"], ["--windows", "0"],
+    ["--json", "no/such/folder/x.json"], ["--vq", "d8m4096"], ["nothing"], ["errors", "--group-size", "0"],
+    ["widths", "--group-size", "3"], ["--threshold", "0"], ["--threshold", "nan"], ["--out", __file__],
+    ["--out", f"{__file__}/x"], ["--context", "1"], ["--device", "nowhere"], ["--data", "no/file"]])
 def test_bad_input_is_one_clear_line(monkeypatch, capsys, words):
     small = [w for pair in zip(SMALL[::2], SMALL[1::2]) if pair[0] not in words for w in pair]
     with pytest.raises(SystemExit) as end:
-        run(monkeypatch, "anchors", *small, *words)
+        run(monkeypatch, "anchors", *words, *small)
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count("\n") == 1 and "error: " in err

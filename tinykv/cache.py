@@ -16,6 +16,7 @@ Two protocols, the order of two lines in `update`:
 """
 import torch
 
+from tinykv import UserError
 from tinykv.codecs import Codes
 
 PROTOCOLS = ("paper", "stream")
@@ -34,7 +35,9 @@ class Part:
         self.pinned_score = self.score = None  # (B, Hkv, n), (B, Hkv, r): what `attend` said of exact rows
 
     def append(self, rows):
-        self.recent = rows if self.recent is None else torch.cat([self.recent, rows], dim=2)  # (B, Hkv, r + T, d)
+        if self.recent is not None:  # a prefix is one row for all sequences of a batch
+            rows = torch.cat([self.recent.expand(len(rows), -1, -1, -1), rows], dim=2)  # (B, Hkv, r + T, d)
+        self.recent = rows
 
     def add_score(self, score):
         """score (B, Hkv, S), of all tokens so far: what it says of those that are exact is added up."""
@@ -157,6 +160,7 @@ class LayerCache:
 class KVCache:
     """The cache of a batch of sequences of equal length: `model(tokens, cache)`.
 
+    A method may have a `prefix`: then the cache begins with its rows, and is given what follows (`rest`).
     The model knows `update`, `observe` and `len`; a method's `observe` may carry a `state` from layer to layer and from
     chunk to chunk (kvsink: the best outliers so far).
     """
@@ -165,13 +169,29 @@ class KVCache:
         if protocol not in PROTOCOLS:
             raise ValueError(f"the protocol is one of {', '.join(PROTOCOLS)}; got {protocol!r}")
         self.config, self.rope, self.method, self.protocol = model.config, model.rope, method, protocol
+        self.weight = model.lm_head.weight  # where the model is, and in what dtype
         self.reset()
 
     def reset(self):
-        """Forget every token."""
+        """Forget every token, but those that the method's prefix begins every text with."""
         self.layers = [LayerCache(i, self.method, self.rope, self.protocol)
                        for i in range(self.config.num_hidden_layers)]
         self.state = None
+        if self.method.prefix is not None:
+            positions = torch.arange(len(self.method.prefix.ids), device=self.weight.device)  # (n)
+            for layer, k, v in zip(self.layers, *self.method.prefix.rows(self.weight)):
+                layer.append(k, v, positions)  # (1, Hkv, n, d) both
+        self.start = len(self)
+
+    def rest(self, tokens):
+        """A text (B, T) without the prefix that the cache begins with, which the text must begin with, too."""
+        prefix = torch.tensor(self.method.prefix.ids if self.start else [], device=tokens.device)  # (n)
+        if tokens.shape[1] <= len(prefix):
+            raise UserError(f"a text of {tokens.shape[1]} tokens leaves none behind a prefix of {len(prefix)}")
+        if not (tokens[:, :len(prefix)] == prefix).all():
+            raise UserError(f"the text does not begin with the {len(prefix)} tokens of the prefix "
+                            f"{self.method.prefix.name}")
+        return tokens[:, len(prefix):]
 
     def __len__(self):
         """Tokens seen by all layers."""
@@ -179,7 +199,7 @@ class KVCache:
 
     def update(self, layer, q, k, v, positions):
         """Add new tokens to a layer; returns K (rotated) and V of all tokens so far: see `LayerCache.update`."""
-        if self.protocol == "paper" and self.layers[layer].length:
+        if self.protocol == "paper" and self.layers[layer].length > self.start:
             raise ValueError("the paper protocol reads a window in one forward; use protocol='stream' to go on from it")
         return self.layers[layer].update(q, k, v, positions, self.state)
 

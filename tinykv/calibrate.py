@@ -88,6 +88,25 @@ def kv_ranges(model, method, windows, progress=None):
     return ranges
 
 
+class Learned:
+    """What has been learned for a model, {name: {table: tensor}}; with a path, also in a file. data: from what text."""
+
+    def __init__(self, path, model, data):
+        self.path, self.model, self.data = path, model, data
+        self.tables = load_learned(path, model, data) if path else {}
+        self.saved = len(self.tables)
+
+    def take(self, name, learn):
+        """The tables of that name; if there are none yet, learn() gives them."""
+        if name not in self.tables:
+            self.tables[name] = learn()
+        return self.tables[name]
+
+    def save(self):
+        if self.path and len(self.tables) > self.saved:
+            save_learned(self.path, self.model, self.data, self.tables)
+
+
 def save_learned(path, model, data, learned):
     """Write what methods have learned, whole or not at all.
 

@@ -52,6 +52,7 @@ class Windows:
     tokens: torch.Tensor  # (W, T), int64
     answers: list  # per window [(start, end)] in tokens: answers whose fact the same window states before
     name: str  # of the text
+    start: int = 1  # the first token that is to be predicted
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,14 @@ SOURCES = {
 }
 
 
-def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="replace"):
+def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="replace", prefix=()):
     """`windows` windows of `context` tokens of "tales", "wikitext2", "c4" or a file -> Windows.
 
     tokenizer: has `encode(text)` -> ids, `encode_with_offsets(text)` -> (ids, [(start, end)] in characters), both
     without special tokens, and `bos_id`, which may be None. seed: which tales are read; other texts have one order.
     bos: "replace" makes every window's first token `<s>`, as IntactKV evaluates; "none" leaves windows as they were
-    cut, as KVQuant and SKVQ do.
+    cut, as KVQuant and SKVQ do. prefix: tokens that are put before each window's text, in place of bos; they count to
+    the `context` tokens, and are not predicted.
     """
     if context < 2 or windows < 1:
         raise UserError(f"{windows} windows of {context} tokens were asked for; ask for 1 or more, of 2 tokens or more")
@@ -87,16 +89,23 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
         raise UserError(f"bos is {bos!r}; it is 'replace' or 'none'")
     if bos == "replace" and tokenizer.bos_id is None:
         raise UserError("this tokenizer has no <s> to begin every window with; use bos 'none', windows as they are cut")
-    need = windows * context
+    if len(prefix) > context - 2:
+        raise UserError(f"a prefix of {len(prefix)} tokens leaves no text in windows of {context}; use longer ones")
+    own = context - len(prefix)  # tokens of a window's text
+    need = windows * own
     name, documents = read(data, split, seed)
     ids, marks = encode(documents, tokenizer, need)
     if len(ids) < need:
-        raise UserError(f"{name} has {len(ids)} tokens, {len(ids) // context} windows of {context}; {windows} windows "
+        raise UserError(f"{name} has {len(ids)} tokens, {len(ids) // own} windows of {own}; {windows} windows "
                         f"need {need} tokens: ask for fewer or shorter ones, or give a longer text")
-    tokens = torch.tensor(ids[:need]).view(windows, context)  # (W, T)
-    if bos == "replace":
+    tokens = torch.tensor(ids[:need]).view(windows, own)  # (W, T - n)
+    answers = known(marks, windows, own, lost=int(bos == "replace" and not prefix))
+    if prefix:
+        tokens = torch.cat([torch.tensor(prefix).expand(windows, -1), tokens], dim=1)  # (W, T)
+        answers = [[(start + len(prefix), end + len(prefix)) for start, end in row] for row in answers]
+    elif bos == "replace":
         tokens[:, 0] = tokenizer.bos_id
-    return Windows(tokens, known(marks, windows, context, lost=int(bos == "replace")), name)
+    return Windows(tokens, answers, name, start=max(1, len(prefix)))
 
 
 def encode(documents, tokenizer, need):

@@ -49,10 +49,11 @@ class Result:
 
 
 @torch.inference_mode()
-def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None):
+def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, models=None):
     """methods {name: Method}, fp16's first -> {name: Result}. windows: see `data.Windows`.
 
-    bar: an object with `update(n)`, told of every window that a method has finished.
+    bar: an object with `update(n)`, told of every window that a method has finished. models {name: Llama}: for methods
+    that another one runs, with quantized weights; their embedding and head must be model's.
     """
     results = {name: Result() for name in methods}
     for start in range(0, len(windows.tokens), batch):
@@ -61,8 +62,9 @@ def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None):
         hidden = {}
         for name, method in methods.items():
             clock = time.perf_counter()
-            cache = KVCache(model, method, protocol)
-            hidden[name] = read(model, tokens, cache)  # (B, T, D)
+            runs = (models or {}).get(name, model)
+            cache = KVCache(runs, method, protocol)
+            hidden[name] = read(runs, tokens, cache)  # (B, T - rows that the cache began with, D)
             if tokens.is_cuda:
                 torch.cuda.synchronize()
             results[name].seconds += time.perf_counter() - clock
@@ -70,23 +72,34 @@ def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None):
             count_bits(results[name], cache, tokens)
             if bar is not None:
                 bar.update(len(tokens))
-        score(model, hidden, tokens, answers, results)
+        for name, h in hidden.items():  # what fp16 says of a prefix is kept with the prefix
+            hidden[name] = torch.cat([next(iter(hidden.values()))[:, :tokens.shape[1] - h.shape[1]], h], dim=1)
+        score(model, hidden, tokens, answers, results, windows.start)
     return results
 
 
 def read(model, tokens, cache):
-    """The final hidden states (B, T, D): in one forward, or in chunks that end where the method codes a block."""
+    """The final hidden states of the tokens behind the cache's prefix, (B, T - n, D).
+
+    In one forward, or in chunks that end where the method codes a block.
+    """
+    tokens = cache.rest(tokens)  # (B, T - n)
     if cache.protocol == "paper":
         return model.hidden(tokens, cache)
-    first = cache.method.recent + cache.method.chunk
-    chunks = [tokens[:, :first], *tokens[:, first:].split(cache.method.chunk, dim=1)]
-    return torch.cat([model.hidden(chunk, cache) for chunk in chunks if chunk.numel()], dim=1)
+    chunk, first = cache.method.chunk, cache.method.recent + cache.method.chunk - len(cache)
+    first = first if first > 0 else first % chunk or chunk  # a prefix may be longer
+    chunks = [tokens[:, :first], *tokens[:, first:].split(chunk, dim=1)]
+    return torch.cat([model.hidden(part, cache) for part in chunks if part.numel()], dim=1)
 
 
-def score(model, hidden, tokens, answers, results):
-    """Add a batch to the results. hidden {name: (B, T, D)}, the reference first; position t predicts token t + 1."""
+def score(model, hidden, tokens, answers, results, start=1):
+    """Add a batch to the results. hidden {name: (B, T, D)}, the reference first; position t predicts token t + 1.
+
+    start: the first token that is a target.
+    """
     size = max(1, SLICE // model.config.vocab_size)
-    for row, target in enumerate(tokens[:, 1:]):  # (T - 1)
+    hidden = {name: h[:, start - 1:] for name, h in hidden.items()}  # (B, T - start + 1, D)
+    for row, target in enumerate(tokens[:, start:]):  # (T - start)
         nll = dict.fromkeys(hidden, 0.0)
         hits = {name: [] for name in hidden}
         for begin in range(0, len(target), size):
@@ -106,8 +119,8 @@ def score(model, hidden, tokens, answers, results):
         for name, result in results.items():
             result.nll.append(nll[name] / len(target))
             result.targets += len(target)
-            hit = torch.cat(hits[name])  # (T - 1)
-            result.right += sum(bool(hit[a - 1:b - 1].all()) for a, b in answers[row])
+            hit = torch.cat(hits[name])  # (T - start)
+            result.right += sum(bool(hit[a - start:b - start].all()) for a, b in answers[row])
             result.answers += len(answers[row])
 
 

@@ -79,15 +79,15 @@ class Rope:
 
 
 class Attention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, linear):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = (
             config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         D, H, Hkv, d, bias = config.hidden_size, self.n_heads, self.n_kv_heads, self.head_dim, config.attention_bias
-        self.q_proj = nn.Linear(D, H * d, bias=bias)
-        self.k_proj = nn.Linear(D, Hkv * d, bias=bias)
-        self.v_proj = nn.Linear(D, Hkv * d, bias=bias)
-        self.o_proj = nn.Linear(H * d, D, bias=bias)
+        self.q_proj = linear(D, H * d, bias=bias)
+        self.k_proj = linear(D, Hkv * d, bias=bias)
+        self.v_proj = linear(D, Hkv * d, bias=bias)
+        self.o_proj = linear(H * d, D, bias=bias)
         self.fused = True  # False: the same attention in visible lines, for reading and stepping
 
     def qkv(self, x):
@@ -99,6 +99,10 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(self, x, rope, positions, mask, layer, cache=None):
+        return self.o_proj(self.heads(x, rope, positions, mask, layer, cache))  # (B, T, D)
+
+    def heads(self, x, rope, positions, mask, layer, cache=None):
+        """The heads' outputs side by side, (B, T, H * d): what `o_proj` reads."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x)  # (B, H, T, d), (B, Hkv, T, d) twice
         if cache is None:
@@ -119,28 +123,32 @@ class Attention(nn.Module):
             scores = scores.masked_fill(~mask, float("-inf"))  # (B, H, T, S)
             p = torch.softmax(scores.float(), dim=-1).to(v.dtype)  # (B, H, T, S)
             out = p @ v  # (B, H, T, d)
-        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
+        return out.transpose(1, 2).reshape(B, T, -1)  # (B, T, H * d)
 
 
 class MLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, linear):
         super().__init__()
         D, M = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(D, M, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(D, M, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(M, D, bias=config.mlp_bias)
+        self.gate_proj = linear(D, M, bias=config.mlp_bias)
+        self.up_proj = linear(D, M, bias=config.mlp_bias)
+        self.down_proj = linear(M, D, bias=config.mlp_bias)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # (B, T, D)
+        return self.down_proj(self.gated(x))  # (B, T, D)
+
+    def gated(self, x):
+        """(B, T, M): what `down_proj` reads."""
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, linear=nn.Linear):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, linear)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, linear)
 
     def forward(self, h, rope, positions, mask, layer, cache=None):
         h = h + self.self_attn(self.input_layernorm(h), rope, positions, mask, layer, cache)  # (B, T, D)
@@ -148,13 +156,15 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, config):
+    """linear: the class of the blocks' linear layers, called as nn.Linear is (`weights/` has one that is quantized)."""
+
+    def __init__(self, config, linear=nn.Linear):
         super().__init__()
         self.config = config
         self.rope = Rope(config)
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
-            "layers": nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers)),
+            "layers": nn.ModuleList(Block(config, linear) for _ in range(config.num_hidden_layers)),
             "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
         })
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -2,6 +2,7 @@
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.cq import CQ
 from tinykv.methods.fp16 import FP16
+from tinykv.methods.intactkv import IntactKV
 from tinykv.methods.kivi import KIVI
 from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.kvsink import KVSink
@@ -18,6 +19,7 @@ METHODS = {
     "kivi": KIVI,
     "ott": OTT,
     "skvq": SKVQ,
+    "intactkv": IntactKV,
     "kvquant": KVQuant,
     "cq": CQ,
     "antkv": AnTKV,

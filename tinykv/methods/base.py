@@ -25,6 +25,7 @@ class Method:
     block = 1  # tokens coded at a time (protocol stream)
     v_block = None  # values coded at a time, where that is another number
     preserve = 0  # tokens kept, for the table
+    prefix = None  # an `intact.Prefix`: the tokens that every text begins with, and the rows that a cache begins with
     keeps_share = False  # True: that is a share of the text, and not a number
     compare = ()  # names of methods to show beside this one when it is asked for alone
     needs_calibration = False  # True: `calibrate`, or `restore`, has to be called before the first use

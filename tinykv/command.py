@@ -1,0 +1,108 @@
+"""What the commands share: the embedded model, checks of what was asked for, the progress bar, quantized weights."""
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from tinykv import UserError, one_of
+from tinykv.data import load_windows
+from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
+from tinykv.weights.linear import group_of
+
+EMBEDDED = Path(__file__).parent / "assets" / "tales"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(name, device):
+    """The dtype of a name; without one fp32 on a CPU, where half-precision products are slow, and bf16 elsewhere."""
+    return DTYPES[name or ("fp32" if device.type == "cpu" else "bf16")]
+
+
+def check_context(context, config):
+    if context > config.max_position_embeddings:
+        raise UserError(f"--context {context} is longer than the {config.max_position_embeddings} positions that this "
+                        "model was made for; ask for fewer tokens")
+
+
+def check_folder(flag, path):
+    """The folder that a file is to be written to has to be there."""
+    if path and not Path(path).absolute().parent.is_dir():
+        raise UserError(f"--{flag} {path}: there is no folder {Path(path).parent}")
+
+
+def bar(windows, what, total=None, unit="window"):
+    """A progress bar on stderr: from the second second on, and only where somebody watches."""
+    return tqdm(windows, what, total, leave=False, unit=unit, delay=1, file=sys.stderr,
+                disable=not sys.stderr.isatty())
+
+
+def list_of(kind):
+    """How argparse reads "a,b,c"."""
+    def values(text):
+        return [kind(word) for word in text.split(",")]
+    values.__name__ = f"list of {kind.__name__}"
+    return values
+
+
+def calibration_text(args, tokenizer, context, device):
+    """The windows to calibrate on (W, T), and what they are, in words."""
+    source = args.calib_data or args.data
+    text = load_windows(source, tokenizer, context, args.calib_windows, "calibration", args.seed, args.bos)
+    return (text.tokens.to(device),
+            f"{source}, {args.calib_windows} windows of {context} tokens, seed {args.seed}, bos {args.bos}")
+
+
+# Quantized weights
+
+def add_weights(p, several):
+    """The flags that say how weights are quantized; several: lists of names and of bits."""
+    s = p.add_argument_group("quantized weights")
+    kinds, more = (list_of(str), list_of(int)), "[,...]"
+    if not several:
+        kinds, more = (lambda name: [name], lambda bits: [int(bits)]), ""
+    s.add_argument("--weights", metavar=f"NAME{more}", type=kinds[0], default=argparse.SUPPRESS if several else ["rtn"],
+                   help=f"how the linear layers' weights are quantized: {', '.join(QUANTIZERS)}")
+    s.add_argument("--w-bits", metavar=f"B{more}", type=kinds[1], default=[4] if several else [3], help="2 to 8")
+    s.add_argument("--w-group-size", metavar="G", type=int,
+                   help="inputs that share a scale (default: the largest divisor of a layer's inputs up to 128)")
+
+
+def quantizers_of(args, config):
+    """{"awq-3": Quantizer}: each of --weights at each of --w-bits."""
+    found = {}
+    for name in getattr(args, "weights", []):
+        one_of(QUANTIZERS, weights=name)
+        for inputs in (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size):
+            group_of(inputs, args.w_group_size)
+        for bits in args.w_bits:
+            found[f"{name}-{bits}"] = QUANTIZERS[name](bits, args.w_group_size)
+    return found
+
+
+def weights_in_words(name, quantizer, data):
+    """What a model with quantized weights is called, so that a prefix can say whom it was trained for."""
+    groups = f"groups of {quantizer.group_size or 'up to 128'}"
+    return f"{name}, {groups}" + (f", {data}" if quantizer.needs_text else "")
+
+
+def quantized(model, name, quantizer, windows, learned):
+    """The model with its weights quantized, or what `learned` has of it."""
+    def learn():
+        return tensors_of(quantize(model, quantizer, windows, lambda blocks: bar(blocks, name, unit="block")))
+    return restore(model, quantizer, learned.take(f"weights {name} groups {quantizer.group_size}", learn))
+
+
+def figure(value, form):
+    """A number as it stands in a table; "-" where there is none."""
+    if isinstance(value, str):
+        return value
+    return "-" if value is None else format(value, form)
+
+
+def print_columns(head, lines, left):
+    """Lines of words under their heads, the first `left` columns flush left."""
+    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+    for line in [head, *lines]:
+        print("  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))))
