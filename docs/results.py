@@ -4,9 +4,12 @@
     python docs/results.py --only kvquant   the commands with this word in them
 
 A block that begins with "$ python" is a command; of its output the table is kept, without the seconds. Figures are
-written where the commands say. The words around the tables are written by hand: read them again afterwards.
+written where the commands say. "$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)"
+go on with it; file names are kept from the repository on, and "..." stands for what changes with every edit. The words
+around all this are written by hand: read them again afterwards.
 """
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +18,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"```console\n\$ (python [^\n]*(?:\\\n[^\n]*)*)\n(.*?)```\n", re.DOTALL)
+BLOCK = re.compile(r"```console\n\$ (python (?!-m pdb)[^\n]*(?:\\\n[^\n]*)*)\n(.*?)```\n", re.DOTALL)
+SESSION = re.compile(r"```console\n(?=\$ python -m pdb |\(Pdb\) )(.*?)```\n", re.DOTALL)
+PROMPT = "(Pdb) "
 
 
 def table_of(command):
@@ -31,6 +36,29 @@ def table_of(command):
     return "\n".join(lines)
 
 
+def session(text):
+    """A page's text, with what pdb says now in the place of what it said."""
+    lines = "".join(SESSION.findall(text)).splitlines()
+    start, *words = [line for line in lines if line.startswith(("$ ", PROMPT))]
+    done = subprocess.run([sys.executable, *start.split()[2:]], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                          input="".join(word.removeprefix(PROMPT) + "\n" for word in words))
+    said = dict(enumerate(map(lasting, done.stdout.split(PROMPT))))
+    entries = iter(f"{word}\n{said.get(i, '')}" for i, word in enumerate([start, *words]))
+
+    def again(block):
+        count = sum(line.startswith(("$ ", PROMPT)) for line in block[1].splitlines())
+        return "```console\n" + "".join(next(entries) for _ in range(count)) + "```\n"
+    return SESSION.sub(again, text)
+
+
+def lasting(said):
+    """Of what pdb says, what is the same on every machine and after an edit elsewhere in the file."""
+    said = said.replace(f"{ROOT}{os.sep}", "")
+    said = re.sub(r"^Deleted breakpoint .*\n", "", said, flags=re.MULTILINE)
+    said = re.sub(r"\)->.*?(?=\n-> )", ")->...", said, flags=re.DOTALL)  # what a function returns, cut off by pdb
+    return re.sub(r"(\.py)(\(|:)\d+", r"\1\2...", said)  # line numbers
+
+
 def main():
     p = argparse.ArgumentParser(description="Print the tables of docs/*.md anew.")
     p.add_argument("--only", metavar="WORD", default="", help="only commands that contain this")
@@ -44,6 +72,10 @@ def main():
             if old[1] == command:
                 text = text.replace(old[0], f"```console\n$ {command}\n{table}\n```\n")
         page.write_text(text)
+    for page in pages:
+        text = page.read_text()
+        if any(args.only in line for line in "".join(SESSION.findall(text)).splitlines() if line.startswith("$ ")):
+            page.write_text(session(text))
 
 
 if __name__ == "__main__":

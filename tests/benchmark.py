@@ -43,6 +43,8 @@ def contenders(args):
     runs = {}
     for name, method in methods.items():
         method.calibrate(model, calibration)
+        if method.prefix:
+            method.prefix.fill(model, model)
         for protocol in ("paper", "stream"):
             runs[f"{name} {protocol}"] = reading(method, protocol)
     if importlib.util.find_spec("transformers"):

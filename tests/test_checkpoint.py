@@ -133,6 +133,13 @@ def test_a_loaded_model_does_not_hang_on_its_file(folder):
     assert same(model, tiny())
 
 
+def test_a_loaded_model_keeps_nothing_for_its_weights_gradients(folder):
+    """Calibration differentiates through it; with weights that want gradients too it would hold half as much again."""
+    model = checkpoint.load_model(folder)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not model(torch.tensor([[1, 2]])).requires_grad
+
+
 def test_what_old_checkpoints_carry_along_is_harmless(folder):
     model = tiny(tie_word_embeddings=True)
     checkpoint.save(model, PIECES, folder)

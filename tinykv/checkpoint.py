@@ -231,7 +231,7 @@ def load_model(folder, device="cpu", dtype=torch.float32):
         if not (low.isfinite() and high.isfinite()):
             faults.append(name)
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor))
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))  # read, not trained
     if faults:
         raise UserError(f"{folder}: NaN or infinite values, as {dtype}, in {listed(faults)}; "
                         "download the weights again, or load them as float32 if it is float16 that cannot hold them")

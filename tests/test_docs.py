@@ -1,0 +1,533 @@
+"""README and docs/ are true: every command runs, every name exists, every example and every number is what comes out.
+
+Commands run on small settings, in this process, in a folder where nothing of the repository can be written over. What
+is small is known by flag, for any program that has the flag: `SMALL`. A program that has none of them is a failure
+here, until a flag of its own is added.
+"""
+import ast
+import contextlib
+import doctest
+import importlib.util
+import io
+import json
+import os
+import pdb
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import eval_ppl
+from tinykv import checkpoint
+from tinykv.command import EMBEDDED
+from tinykv.methods import METHODS
+from tinykv.model import Llama, LlamaConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+PROGRAMS = ("python", "pytest", "pip", "hf")  # what a line begins with that is a command
+SMALL = {"--windows": "1", "--context": "160", "--calib-windows": "2", "--steps": "1", "--rounds": "1",
+         "--samples": "1", "--epochs": "1", "--tokens": "256", "--only": "no command has these words"}
+SLOW = {"0.375": "1", "0.75": "1"}  # bits: 4,096 centroids need 4,096 vectors, and minutes
+
+
+def read(page):
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def prose(text):
+    """A page without its blocks."""
+    return BLOCK.sub("", text)
+
+
+# ---- commands
+
+def commands(text):
+    """Every command of a page: lines after "$ ", blocks of nothing but commands, and spans in the text."""
+    found = []
+    for language, block in BLOCK.findall(text):
+        lines = block.replace("\\\n", " ").splitlines()
+        if language == "console":
+            found += [line[2:] for line in lines if line.startswith("$ ")]
+        elif language in ("", "bash", "sh") and lines and lines[0].split()[:1] and lines[0].split()[0] in PROGRAMS:
+            found += [line for line in lines if line.strip()]
+    found += [span for span in SPAN.findall(prose(text)) if span.split()[0] in PROGRAMS and " " in span]
+    return [part.strip() for line in found for part in re.sub(r"\s+", " ", line).split("&&")]
+
+
+def script_of(words):
+    """A python command's words -> (the program's file, its own words)."""
+    if words[1] == "-m":
+        return Path(*words[2].split(".")).with_suffix(".py"), words[3:]
+    return Path(words[1]), words[2:]
+
+
+def shortened(words):
+    """Lists cut short: the first to two values, others to one. Names of methods and schemes stay."""
+    lists = 0
+    for flag, word in zip(["", *words], words):
+        if flag.startswith("--") and flag not in ("--method", "--scheme"):
+            parts = list(dict.fromkeys(SLOW.get(part, part) for part in word.split(",")))
+            lists += len(parts) > 1
+            word = ",".join(parts[:2 if lists == 1 else 1])
+        yield word
+
+
+def made_small(words, source):
+    """A command's own words, with lists cut short and a small value for every flag of SMALL that its program has."""
+    known = [flag for flag in SMALL if re.search(rf"""["']{flag}["']""", source)]
+    if not known:
+        pytest.fail(f"no small settings are known for {' '.join(words)!r}: none of {', '.join(SMALL)} is a flag of its "
+                    "program; add one of its flags to SMALL")
+    return [*shortened(words), *(word for flag in known for word in (flag, SMALL[flag]))]
+
+
+def placeholder(words):
+    return any("path/to/" in word for word in words)
+
+
+def real_models():
+    """{folder of a command: LlamaConfig}, from the first table of real_models.md."""
+    configs = {}
+    for row in tables(read("docs/real_models.md"))[0]:
+        layers, width, mlp, heads, kv_heads, head, vocabulary, positions = map(int, list(row.values())[2:])
+        config = LlamaConfig(vocabulary, width, mlp, layers, heads, kv_heads, head, positions)
+        folder = row["folder on the hub"].strip("`").split("/")[1]
+        configs["TinyLlama" if row["model"] == "TinyLlama" else folder] = config
+    return configs
+
+
+class Reached(Exception):
+    """The command has come as far as to load the weights."""
+
+
+def check_words(words, folder):
+    """An eval_ppl command as it is written, up to where the weights would be loaded; path/to/... stands for a model."""
+    args = eval_ppl.parser().parse_args(words)
+    if args.list_methods:
+        return
+    config = real_models()[Path(args.model).name] if placeholder(words) else checkpoint.load_config(args.model)
+    tokenizer = checkpoint.load_tokenizer(EMBEDDED, checkpoint.load_config(EMBEDDED))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Reached):
+        patch.chdir(folder)
+        patch.setattr(checkpoint, "load_config", lambda folder: config)
+        patch.setattr(checkpoint, "load_tokenizer", lambda folder, config: tokenizer)
+        patch.setattr(checkpoint, "load_model", reached)
+        eval_ppl.run(args)
+
+
+def reached(folder, device, dtype):
+    raise Reached
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory):
+    """A folder that looks like the repository, where commands may write what they like into docs/ and beside it."""
+    folder = tmp_path_factory.mktemp("docs")
+    for entry in ROOT.iterdir():
+        if entry.name == "docs":
+            shutil.copytree(entry, folder / "docs")
+        elif not entry.name.startswith("."):
+            (folder / entry.name).symlink_to(entry)
+    for name, code in own_methods(read("README.md")).items():
+        (folder / name).write_text(code)
+    return folder
+
+
+def run(words, folder):
+    """A program in this process, as from a command line in folder: (exit status, what it says on stderr)."""
+    script, own = script_of(words)
+    before = sys.argv, list(sys.path), os.getcwd()
+    sys.argv, sys.path[0] = [script.as_posix(), *own], str(folder / script.parent)
+    os.chdir(folder)
+    err = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+            if words[1] == "-m":
+                runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(folder / script), run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code or 0
+    finally:
+        os.chdir(before[2])
+        sys.argv, sys.path[:] = before[:2]
+    return status, err.getvalue()
+
+
+def wants_a_gpu(status, err):
+    """Whether a program says, in one line, that it cannot run on this machine."""
+    return status == 2 and err.count("\n") == 1 and re.search("GPU|cuda", err) and not torch.cuda.is_available()
+
+
+@cache
+def result(words, folder):
+    return run(list(words), folder)
+
+
+def check_command(command, folder):
+    """It runs on small settings; where it names a model or a method of one's own, its words are right."""
+    words = shlex.split(command)
+    if words[0] in ("pip", "hf"):
+        return
+    if words[0] == "pytest":
+        named = [word.partition("::")[0] for word in words if word.startswith("tests/")]
+        assert all((ROOT / name).exists() for name in named), command
+        assert {word for word in words if word.startswith("--")} <= index()[3], command
+        return
+    if words[1:3] == ["-m", "pdb"]:  # run by the tests of the sessions
+        words = [words[0], *words[3:]]
+        return check_words(words[2:], folder)
+    script, own = script_of(words)
+    assert (ROOT / script).is_file(), f"{command}: there is no {script}"
+    if any(word.startswith("path/to/") and ".py:" in word for word in own) or (own and own[0].isupper()):
+        return  # a class, or a word, that stands for others
+    if script.name == "eval_ppl.py":
+        check_words(own, folder)
+    if placeholder(own):
+        return
+    small = tuple([*words[:len(words) - len(own)], *made_small(own, (ROOT / script).read_text())])
+    status, err = result(small, folder)
+    assert status == 0 or wants_a_gpu(status, err), f"{' '.join(small)} ended with {status}: {err}"
+
+
+@pytest.mark.parametrize("page, command", [(page, command) for page in PAGES
+                                           for command in dict.fromkeys(commands(read(page)))])
+def test_command_runs(page, command, workplace):
+    check_command(command, workplace)
+
+
+def test_commands_are_found():
+    """Of each form one that is there, so that a block written in another way is not passed over."""
+    found = commands(read("README.md"))
+    assert {"pip install -r requirements.txt", "python eval_ppl.py --method kvsink", "pytest -q"} <= set(found)
+    assert "python -m tinykv.inspect anchors --out docs/figures" in commands(read("docs/inspect.md"))
+    assert "python eval_ppl.py --method all --bits 2 --protocol stream" in commands(read("docs/results.md"))
+    for page in PAGES:  # whatever looks like a command outside of a session is one
+        plain = re.sub(r"^```console\n.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
+        lines = [line for line in plain.splitlines() if re.match(r"\s*(python [-\w]|pytest )", line)]
+        assert len(lines) <= len(commands(plain)), page
+
+
+@pytest.mark.parametrize("command", [
+    "python eval_ppl.py --metod rtn", "python eval_ppl.py --method kvsnik", "python eval_ppl.py --bits 2,9",
+    "python eval_ppl.py --model path/to/Llama-2-7b-hf --method rtn --preserve 5", "python evalppl.py --method rtn",
+    "python eval_ppl.py --model path/to/Llama-2-7b-hf --context 8192", "python -m tinykv.inspect anchorz",
+    "python -m tinykv.nothing", "python docs/figures.py", "pytest tests/test_nothing.py", "python tests/mutants.py"])
+def test_a_wrong_command_is_found(command, workplace):
+    """pytest.fail raises a BaseException of its own; so does argparse."""
+    with contextlib.redirect_stderr(io.StringIO()), pytest.raises(BaseException) as caught:
+        check_command(command, workplace)
+    assert not isinstance(caught.value, KeyboardInterrupt)
+
+
+# ---- names
+
+@cache
+def index():
+    """What the project's code defines: (modules {name: names}, classes {name: (members, bases)}, words, flags, others).
+
+    words: all names in the code and what its strings say, docstrings left out. others: modules of other projects.
+    """
+    modules, classes, words, others = {}, {}, set(), {"torch", "transformers"}
+    flags = {"--help", "--exclude", "--local-dir"}  # argparse's, hf's
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/*.py"), ROOT / "tests/conftest.py"]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        stem = path.parent.name if path.stem == "__init__" else path.stem
+        modules.setdefault(stem, set()).update(name for node in tree.body for name in defined(node))
+        told = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            words |= {getattr(node, field) for field in ("id", "attr", "arg", "name", "module")
+                      if isinstance(getattr(node, field, None), str)}
+            if isinstance(node, ast.Import):
+                others |= {alias.asname or alias.name.split(".")[0] for alias in node.names} - {"tinykv", "eval_ppl"}
+            elif isinstance(node, ast.ClassDef):
+                members = {name for part in node.body for name in defined(part)}
+                members |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)
+                            and isinstance(n.value, ast.Name) and n.value.id == "self"}
+                classes[node.name] = members, {getattr(base, "attr", getattr(base, "id", "")) for base in node.bases}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
+                flags |= set(re.findall(r"(?<!\S)--[a-z][\w-]*", node.value))
+                words |= set(re.findall(r"[\w.%-]+", node.value))
+    flags |= {"--" + name.replace("_", "-") for name in ("bits", *eval_ppl.SETTINGS)}
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    return modules, classes, words | set(modules) | set(config), flags, others - set(modules)
+
+
+def defined(node):
+    """The names that a statement of a module's or a class's body defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [(alias.asname or alias.name).split(".")[0] for alias in node.names]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+
+
+def members(name):
+    """A class's members, its bases' among them."""
+    own, bases = index()[1][name]
+    return own.union(*(members(base) for base in bases if base in index()[1]))
+
+
+@cache
+def files():
+    """The names of all files, hidden folders left out."""
+    names = set()
+    for _, folders, here in os.walk(ROOT):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        names.update(here)
+    return names
+
+
+def is_file(name):
+    """Whether a name of a file, a folder, or a file's last part is one of the repository's."""
+    return "path/to/" in name or (ROOT / name).exists() or ("/" not in name and name in files())
+
+
+def missing(span, own=()):
+    """What a span of code in the text names that is not there, or None. own: names that the page itself defines."""
+    modules, classes, words, flags, others = index()
+    if span.startswith(("hf ", "pip ", "python ", "pytest ")):
+        return None  # a command
+    for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", span):
+        if flag not in flags:
+            return flag
+    file, _, name = span.partition(":")
+    if re.fullmatch(r"[\w./-]+\.(py|md|json|safetensors|model|bin|png|txt)", file) or (
+            "/" in file and file.split("/")[0] in {p.name for p in ROOT.iterdir()}):
+        return None if is_file(file) or file in own else file
+    call = re.fullmatch(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\(\))?(=[\w.-]+)?", span)
+    if not call:
+        return None
+    first, *rest = call[1].split(".")
+    if first in own or rest and first in others:
+        return None
+    if not rest:
+        return None if first in words or hasattr(pdb.Pdb, f"do_{first}") else span
+    if first == "tinykv":
+        return None if rest[0] in modules and (len(rest) == 1 or rest[1] in modules[rest[0]]) else span
+    if first in classes:
+        return None if rest[0] in members(first) else span
+    return None if first in words and (rest[0] in modules.get(first, ()) or
+                                       any(rest[0] in found for found, _ in classes.values())) else span
+
+
+def own_names(text):
+    """Names that a page's own code defines, and the files that it says they lie in."""
+    trees = [ast.parse(code) for language, code in BLOCK.findall(text) if language == "python" and ">>>" not in code]
+    return {name for tree in trees for node in tree.body for name in defined(node)} | set(own_methods(text))
+
+
+def own_methods(text):
+    """{file: code} for the classes that a page defines and calls `file.py:Class`."""
+    return {file: code for file, cls in re.findall(r"[ `]([\w]+\.py):(\w+)", text)
+            for language, code in BLOCK.findall(text) if language == "python" and f"class {cls}(" in code}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_exist(page):
+    text = read(page)
+    spans = SPAN.findall(prose(text))
+    assert len(spans) > 10
+    gone = [span for span in dict.fromkeys(spans) if missing(span, own_names(text))]
+    assert not gone, f"{page} names in backticks what the code does not have: {gone}"
+
+
+@pytest.mark.parametrize("span", [
+    "KVSink.observ", "KVSnik.observe", "Part.kode", "tinykv/cach.py", "codec.py", "sinks.find_outliers", "cache.nbites",
+    "tinykv.cache.Par", "find_outliers", "SchemeMethods", "--metod", "--bits 2 --shceme kvquant", "tinykv/method/",
+    "outlier_nums=3", "nowhere.py:Hundredth", "tests/test_method.py", "docs/figures/bit.png"])
+def test_a_name_that_is_gone_is_found(span):
+    assert missing(span)
+
+
+@pytest.mark.parametrize("span", [
+    "KVSink.observe", "KVQuant.calibrate", "tinykv/cache.py", "codecs.py", "sinks.find_outlier", "cache.nbytes",
+    "Part.index", "tinykv.cache.Part", "--bits 2 --scheme kvquant", "tinykv/methods/", "outlier_num=3", "torch.round",
+    "tests/test_methods.py", "path/to/file.py:Class", "config.json", "channel-static", "d4m256",
+    "pinned | coded | recent"])
+def test_a_name_that_is_there_is_not(span):
+    assert missing(span) is None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(read(page))):
+        path, _, anchor = target.partition("#")
+        if not target.startswith("https://"):
+            file = (ROOT / page).parent / path if path else ROOT / page
+            assert file.exists(), target
+            heads = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in heads], target
+
+
+# ---- examples
+
+EXAMPLES = [(page, code) for page in PAGES for language, code in BLOCK.findall(read(page)) if language == "python"]
+
+
+def check_example(code):
+    """A block of python: what it prints is what stands there; each block runs by itself."""
+    if ">>>" not in code:
+        return exec(compile(code, "<block>", "exec"), {"__name__": "block"})
+    test = doctest.DocTestParser().get_doctest(code, {}, "block", None, 0)
+    said = []
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert not said, "".join(said)
+
+
+@pytest.mark.parametrize("page, code", EXAMPLES)
+def test_example(page, code, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    check_example(code)
+
+
+def test_an_example_with_a_wrong_digit_is_found(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for page, code in EXAMPLES:
+        if page == "docs/methods.md":
+            lines = code.splitlines(keepends=True)
+            answers = [i for i, line in enumerate(lines) if line[:3] not in (">>>", "...") and re.search(r"\d", line)]
+            lines[answers[-1]] = re.sub(r"\d(?=\D*$)", lambda d: str((int(d[0]) + 1) % 10), lines[answers[-1]])
+            with pytest.raises(AssertionError):
+                check_example("".join(lines))
+
+
+def test_a_method_of_ones_own_runs(workplace):
+    """README's class, from the command line and through the methods' tests."""
+    (name, code), = own_methods(read("README.md")).items()
+    cls, = re.findall(r"^class (\w+)\(", code, re.MULTILINE)
+    assert cls in read("README.md").split(f"{name}:")[1]
+    check_command(f"python eval_ppl.py --method {workplace / name}:{cls}", workplace)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    assert conformance(workplace / name, cls).returncode == 0
+
+
+BROKEN = {  # what may go wrong in a method, and the test that says so
+    "a token is kept that is not there": "test_cache_holds_the_expected_rows",
+    "a kept token stretches its group's range": "test_placeholders_do_not_matter"}
+CARELESS = """class Careless(SchemeMethod):
+    def encode(self, layer, kind, rows, skip):
+        return super().encode(layer, kind, rows, None)
+
+
+"""
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_method_of_ones_own_fails(what, tmp_path):
+    (_, code), = own_methods(read("README.md")).items()
+    if "not there" in what:
+        broken = code.replace("return index.expand", "return cache.length + index.expand")
+    else:
+        broken = code.replace("Hundredth(SchemeMethod)", "Hundredth(Careless)").replace("class", CARELESS + "class", 1)
+    assert broken != code
+    (tmp_path / "broken.py").write_text(broken)
+    done = conformance(tmp_path / "broken.py", "Hundredth")
+    assert done.returncode == 1 and f"::{BROKEN[what]}[hundredth-" in done.stdout, done.stdout
+
+
+def conformance(path, cls):
+    """A part of the methods' tests, with another class."""
+    some = "2G and (expected_rows and b3 or placeholders and b1 or chunks_equal and b1)"
+    words = ["-q", "-x", "-p", "no:cacheprovider", "tests/test_methods.py", "--method", f"{path}:{cls}", "-k", some]
+    return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+# ---- the walk through the debugger
+
+def results_script():
+    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SESSIONS = [page for page in PAGES if "(Pdb)" in read(page)]
+
+
+@pytest.mark.parametrize("page", SESSIONS)
+def test_the_debugger_says_what_the_page_says(page):
+    now = results_script().session(read(page))
+    assert now == read(page), "run `python docs/results.py --only pdb` and read the page again"
+
+
+def test_a_wrong_word_of_the_debugger_is_found():
+    page, = SESSIONS
+    wrong = read(page)
+    for old, new in (("[[358, 608, 0, 428, 431]]", "[[358, 608, 0, 428, 432]]"), ("-> T = x.shape[2]", "-> T = 2"),
+                     ("(Pdb) tbreak pack", "(Pdb) tbreak pakc")):
+        assert old in wrong
+        wrong = wrong.replace(old, new)
+    now = results_script().session(wrong)
+    assert "428, 432" not in now and "-> T = 2" not in now and "*** The specified object 'pakc'" in now
+
+
+# ---- numbers
+
+def tables(text):
+    """The tables of a page, each a list of {column: cell}."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+        head, _, *rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()]
+        found.append([dict(zip(head, row)) for row in rows])
+    return found
+
+
+TO_COME = {"intactkv"}  # methods without a page and a row yet
+
+
+def test_every_method_has_its_page_and_its_row():
+    text = read("docs/methods.md")
+    assert not [name for name in TO_COME if f"## {name}\n" in text], "it has come: take it out of TO_COME"
+    for name in METHODS.keys() - TO_COME:
+        page = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+        assert page, f"docs/methods.md has no section {name}"
+        for part in ("Idea.", "Eight numbers", "In the code.", "Differs.", "Reported.", "Measured."):
+            assert f"**{part}" in page[1], f"{name} has no {part}"
+        assert "$" in page[1] and ">>>" in page[1]
+    asked = [[cell.split("](")[0].strip("[`") for cell in row.values()] for row in tables(text)[0]]
+    readme = next(table for table in tables(read("README.md")) if "keep" in table[0])
+    assert asked == [[cell.split("](")[0].strip("[`") for cell in row.values()] for row in readme]
+    assert {row[0] for row in asked} >= METHODS.keys() - TO_COME
+
+
+def test_what_is_called_measured_stands_in_the_tables():
+    """Perplexities of methods.md and README, by their three decimals."""
+    known = set(re.findall(r"\d+\.\d{3}\b", read("docs/results.md")))
+    said = [n for part in re.findall(r"\*\*Measured\.\*\*(.*?)\n\n", read("docs/methods.md") + "\n", re.DOTALL)
+            for n in re.findall(r"\d+\.\d{3}\b", part)]
+    first, = re.findall(r"```\nmethod .*?```", read("README.md"), re.DOTALL)
+    assert len(said) > 20 and set(said) | set(re.findall(r" (\d+\.\d{3}) ", first)) <= known
+
+
+def test_sizes_of_real_models_are_what_their_shapes_give():
+    """The second table of real_models.md from the first, and the third from the second."""
+    page = tables(read("docs/real_models.md"))
+    for config, size, time in zip(real_models().values(), page[1], page[2]):
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in Llama(config).parameters())
+        token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # numbers
+        cache = token * int(size["context"])
+        assert size["parameters"] == f"{parameters:,}"
+        assert size["weights, GiB"] == f"{2 * parameters / 2 ** 30:.1f}"
+        assert size["cache of a token, KiB"] == f"{2 * token / 1024:g}"
+        assert size["16 bits, GiB"] == f"{2 * cache / 2 ** 30:.2f}"
+        assert size["2 bits, GiB"] == f"{cache / 4 / 2 ** 30:.2f}"
+        name, _, length = time["16 windows of"].partition(", ")
+        work = 2 * parameters * 16 * int(size["context"])
+        assert (name, length) == (size["model"], f"{int(size['context']):,} tokens")
+        assert time["operations of a pass"] == f"{work:.1e}".replace("e+", "e")
+        assert time["at 100 TFLOP/s (a GPU in bf16)"] == f"{work / 1e14:.0f} s"
+        assert time["at 0.5 TFLOP/s (a server's CPU in fp32)"] == f"{work / 0.5e12 / 60:.0f} min"
