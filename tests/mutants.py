@@ -14,6 +14,7 @@ from tinykv.codecs import Affine, Codebook, Codes, NonUniform, SparseCodes
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.cq import CQ
 from tinykv.methods.fp16 import FP16
+from tinykv.methods.intactkv import IntactKV, Prefix, exact_rows
 from tinykv.methods.kivi import KIVI
 from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.kvsink import KVSink
@@ -21,6 +22,8 @@ from tinykv.methods.ott import OTT
 from tinykv.methods.pfn import PFN
 from tinykv.methods.rtn import RTN
 from tinykv.methods.skvq import SKVQ, ClippedGroups
+from tinykv.weights import RTN as RTNWeights
+from tinykv.weights import quantize
 
 
 @dataclass(frozen=True)
@@ -729,6 +732,82 @@ class ScoresOfTheLastQuery(AnTKV):
 
 # ---- wrong caches
 
+class WithRows(IntactKV):
+    """IntactKV whose prefix takes its rows from elsewhere."""
+    def __init__(self, config, prefix=None, **settings):
+        super().__init__(config, prefix, **settings)
+        self.prefix.__class__ = type("Wrong", (Prefix,), {"fill": lambda prefix, full, coded: self.fill(full, coded)})
+
+    def fill(self, full, coded):
+        self.prefix.keys, self.prefix.values = self.rows(full, coded, self.prefix.ids)
+
+
+class RowsOfTheQuantizedModel(WithRows):
+    def rows(self, full, coded, ids):
+        return exact_rows(quantize(full, RTNWeights(3)), coded, ids)
+
+
+class RowsOfTheNextPositions(WithRows):
+    """As if there were a token before the prefix."""
+    def rows(self, full, coded, ids):
+        return [rows[:, :, 1:] for rows in exact_rows(full, coded, [0, *ids])]
+
+
+class RowsRotatedTwice(WithRows):
+    def rows(self, full, coded, ids):
+        keys, values = exact_rows(full, coded, ids)
+        return full.rope.rotate(keys, torch.arange(len(ids))), values
+
+
+class RowsOfTokensAlone(WithRows):
+    """Each token as if it were the first."""
+    def rows(self, full, coded, ids):
+        return [torch.cat(rows, dim=2) for rows in zip(*(exact_rows(full, coded, [token]) for token in ids))]
+
+
+class RowsOfTheFirstLayer(WithRows):
+    def rows(self, full, coded, ids):
+        return [rows[:1].expand_as(rows) for rows in exact_rows(full, coded, ids)]
+
+
+class RowsSwapped(WithRows):
+    def rows(self, full, coded, ids):
+        return exact_rows(full, coded, ids)[::-1]
+
+
+class PrefixCoded(IntactKV):
+    def keep(self, cache, kind, n, state):
+        return None
+
+
+class PrefixOneShort(IntactKV):
+    def keep(self, cache, kind, n, state):
+        return super().keep(cache, kind, n, state)[..., :-1]
+
+
+class PrefixOneLong(IntactKV):
+    """The first token of the text is kept, too."""
+    def __init__(self, config, prefix=None, **settings):
+        super().__init__(config, prefix, **settings)
+        self.preserve += 1
+
+
+class PrefixOfKeysOnly(IntactKV):
+    def keep(self, cache, kind, n, state):
+        return super().keep(cache, kind, n, state) if kind == "k" else None
+
+
+class PrefixStretchesTheRange(IntactKV):
+    def encode(self, layer, kind, rows, skip):
+        return super().encode(layer, kind, rows, None)
+
+
+class OffsetForInteger(IntactKV):
+    """A real zero point where an integer is asked for, and the other way round."""
+    def __init__(self, config, formula="integer-zero", **settings):
+        super().__init__(config, formula={"offset": "integer-zero"}.get(formula, "offset"), **settings)
+
+
 class WithParts(KVCache):
     """A cache whose layers, or their parts, are of another class."""
     layer_class, part_class = LayerCache, Part
@@ -1001,6 +1080,57 @@ class ForgetsTheNewestState(KVCache):
             self.late = hidden
 
 
+class ResetForgetsThePrefix(KVCache):
+    """It is there the first time only."""
+    def reset(self):
+        again = hasattr(self, "layers")
+        super().reset()
+        if again:
+            self.layers = [LayerCache(x.layer, x.method, x.rope, x.protocol) for x in self.layers]
+            self.start = 0
+
+
+class PrefixBehindItself(KVCache):
+    """The text keeps the tokens that the cache begins with, and has them twice."""
+    def rest(self, tokens):
+        return tokens
+
+
+class PrefixFromPositionOne(KVCache):
+    def reset(self):
+        super().reset()
+        for layer in self.layers[:self.start * len(self.layers)]:
+            layer.k.recent = self.rope.rotate(layer.k.recent, torch.ones(self.start))
+
+
+class PrefixNotRotated(KVCache):
+    def reset(self):
+        super().reset()
+        for layer in self.layers[:self.start * len(self.layers)]:
+            layer.k.recent = self.rope.rotate(layer.k.recent, -torch.arange(self.start))
+
+
+class PrefixOfTheFirstSequence(KVCache):
+    """The other sequences of a batch begin with nothing."""
+    def update(self, layer, q, k, v, positions):
+        for part in (self.layers[layer].k, self.layers[layer].v):
+            if part.recent is not None and len(part.recent) == 1 < len(k):
+                part.recent = torch.nn.functional.pad(part.recent, (0, 0, 0, 0, 0, 0, 0, len(k) - 1))
+        return super().update(layer, q, k, v, positions)
+
+
+class TextFromPositionZero(KVCache):
+    """The text's positions begin anew behind the prefix."""
+    def update(self, layer, q, k, v, positions):
+        return super().update(layer, q, k, v, positions - self.start)
+
+
+class AnyBeginningWillDo(KVCache):
+    """A text that does not begin with the prefix is cut all the same."""
+    def rest(self, tokens):
+        return tokens[:, self.start:]
+
+
 ROWS, SEEN, SIZE = "check_cache_holds_the_expected_rows", "check_attention_sees_the_cache", "check_bytes"
 TOKEN, CHANNEL = {"scheme": "token-dynamic"}, {"scheme": "channel-dynamic"}
 T_STATIC, C_STATIC = {"scheme": "token-static"}, {"scheme": "channel-static"}
@@ -1156,6 +1286,38 @@ MUTANTS = [
     Mutant(AnTKV, ROWS, cache=ScoresOneChunkLate, cell=LONG),
     Mutant(AnTKV, ROWS, cache=PinsTakenFromRecent, cell=LONG),
     Mutant(AnTKV, "check_batch_rows_are_independent", cache=PinnedRowsOfTheFirstSequence, cell=DOUBLE),
+    Mutant(IntactKV, ROWS, RowsOfTheQuantizedModel, cell=TOKEN),
+    Mutant(IntactKV, "check_sixteen_bits_are_fp16", RowsOfTheQuantizedModel, cell=TOKEN),
+    Mutant(IntactKV, "check_the_trap", RowsOfTheQuantizedModel, cell=TOKEN),
+    Mutant(IntactKV, ROWS, RowsOfTheNextPositions, cell=TOKEN),
+    Mutant(IntactKV, ROWS, RowsRotatedTwice, cell=TOKEN | PAPER),
+    Mutant(IntactKV, "check_sixteen_bits_are_fp16", RowsRotatedTwice, cell=TOKEN | PAPER),
+    Mutant(IntactKV, ROWS, RowsOfTokensAlone, cell=TOKEN),
+    Mutant(IntactKV, ROWS, RowsOfTheFirstLayer, cell=TOKEN),
+    Mutant(IntactKV, ROWS, RowsSwapped, cell=TOKEN),
+    Mutant(IntactKV, ROWS, PrefixCoded, cell=TOKEN),
+    Mutant(IntactKV, ROWS, PrefixCoded, cell=CHANNEL | PAPER),
+    Mutant(IntactKV, SIZE, PrefixCoded, cell=TOKEN),
+    Mutant(IntactKV, "check_placeholders_do_not_matter", PrefixCoded, cell=TOKEN),
+    Mutant(IntactKV, ROWS, PrefixOneShort, cell=TOKEN),
+    Mutant(IntactKV, SIZE, PrefixOneShort, cell=TOKEN | PAPER),
+    Mutant(IntactKV, "check_placeholders_do_not_matter", PrefixOneShort, cell=TOKEN),
+    Mutant(IntactKV, ROWS, PrefixOneLong, cell=TOKEN),
+    Mutant(IntactKV, ROWS, PrefixOfKeysOnly, cell=TOKEN),
+    Mutant(IntactKV, ROWS, PrefixStretchesTheRange, cell=CHANNEL),
+    Mutant(IntactKV, "check_placeholders_do_not_matter", PrefixStretchesTheRange, cell=CHANNEL),
+    Mutant(IntactKV, ROWS, OffsetForInteger, cell=TOKEN | {"formula": "integer-zero"}),
+    Mutant(IntactKV, "check_same_twice_and_after_reset", cache=ResetForgetsThePrefix, cell=TOKEN),
+    Mutant(IntactKV, ROWS, cache=PrefixBehindItself, cell=TOKEN),
+    Mutant(IntactKV, ROWS, cache=PrefixFromPositionOne, cell=TOKEN),
+    Mutant(IntactKV, SEEN, cache=PrefixFromPositionOne, cell=TOKEN),
+    Mutant(IntactKV, ROWS, cache=PrefixNotRotated, cell=TOKEN),
+    Mutant(IntactKV, ROWS, cache=PrefixOfTheFirstSequence, cell=TOKEN),
+    Mutant(IntactKV, "check_batch_rows_are_independent", cache=PrefixOfTheFirstSequence, cell=TOKEN | DOUBLE),
+    Mutant(IntactKV, ROWS, cache=TextFromPositionZero, cell=TOKEN),
+    Mutant(IntactKV, "check_sixteen_bits_are_fp16", cache=TextFromPositionZero, cell=TOKEN),
+    Mutant(IntactKV, "check_a_text_has_to_begin_with_the_prefix", cache=AnyBeginningWillDo, cell=TOKEN),
+    Mutant(IntactKV, "check_paper_refuses_a_second_forward", cache=ReadsOn, cell=TOKEN | PAPER),
 ]
 
 

@@ -162,13 +162,18 @@ def test_all_methods_in_one_table(command, tmp_path, words):
 
 
 def test_where_nothing_is_coded_yet_all_methods_are_fp16(command, tmp_path):
-    """64 tokens are less than a block, or than what stays exact: fp16's result to the last bit."""
+    """64 tokens are less than a block, or than what stays exact: fp16's result to the last bit.
+
+    Behind a prefix matrix products have other shapes, and other last bits.
+    """
     path = tmp_path / "out.json"
     command("--method", "all", "--protocol", "stream", "--json", str(path), *SMALL[:-1], "8")
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == len(METHODS)
     for row in rows:
-        assert (row["ppl"], row["delta_ppl"], row["kld"], row["top1"]) == (rows[0]["ppl"], 0, 0, 1), row["label"]
+        figures, exact = [row[key] for key in ("ppl", "delta_ppl", "kld", "top1")], [rows[0]["ppl"], 0, 0, 1]
+        off = 1e-5 if "prefix" in row["settings"] else 0
+        assert figures == pytest.approx(exact, rel=off, abs=off), row["label"]
         score = 32 / 32 if row["method"] == "antkv" else 0  # held beside each exact row of 32 channels
         assert (row["bits_true"], row["bits_128k"]) == (16 + score, 16)
 

@@ -8,8 +8,9 @@ the end shows that every mutant fails. The oracle of what a cache must return is
 plain lists; it takes from a method only the tables that were learned, and the formulas from the papers.
 
 Models are random and tiny. One token, MARK, has a huge embedding in one channel, which plants the outlier
-that kvsink looks for at positions of our choice. Checks that compare forwards of different shapes (a batch
-and its rows, a chunk and its tokens) use a float64 model: matrix products of different shapes differ in their
+that kvsink looks for at positions of our choice. Where a method has a prefix, texts begin with it: T counts its
+tokens, and their logits, which are not computed, are zeros. Checks that compare forwards of different shapes (a
+batch and its rows, a chunk and its tokens) use a float64 model: matrix products of different shapes differ in their
 last bits, and in float32 those may move a value to the next number of 16 bits, or to the next code.
 
     pytest tests/test_methods.py --method path/to/file.py:Class    puts that method alone through the same matrix
@@ -37,6 +38,7 @@ from tinykv.methods.antkv import AnTKV
 from tinykv.methods.base import SchemeMethod
 from tinykv.methods.cq import CQ
 from tinykv.methods.fp16 import FP16
+from tinykv.methods.intactkv import Prefix
 from tinykv.methods.kivi import KIVI
 from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.kvsink import KVSink
@@ -54,6 +56,7 @@ SETTINGS = {"k_bits": 2, "v_bits": 3, "group_size": G, "preserve": 3,
             "emergence_layer": 0, "outlier_channel": CHANNEL,
             "outlier_num": 2, "extra_pool": 2, "skip_layers": 1,  # small, so that pools are left and fill up
             "outliers": 5.0,  # 1 to 3 of the channels that a token has here
+            "prefix": (11, MARK, 6, 11),
             "vq": "d4m8", "anchors": "4"}  # 12 vectors a centroid; one row's codes, of a single head, are 1.5 bytes
 KEEP_ALL = {"preserve": 22, "outlier_num": 22, "skip_layers": 0,  # the calibration windows are longer than that
             "anchors": "100%"}
@@ -66,7 +69,7 @@ VARIANTS = [("v_block", 2), ("scope", "layer"), ("anchors", "20%")]  # what take
 def model_of(sharing, dtype=torch.float32):
     """`sharing` query heads to a KV head."""
     torch.manual_seed(sharing)
-    model = Llama(LlamaConfig(V, D, 48, L, H, H // sharing, d, 512))
+    model = Llama(LlamaConfig(V, D, 48, L, H, H // sharing, d, 512, bos_token_id=1))
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 2:
@@ -94,7 +97,17 @@ def takes(cls, scheme=None):
     names = set(settings_of(cls))
     if scheme is None:
         return names
-    return names - {s for other in SCHEMES for s in settings_of_scheme(other)} | set(settings_of_scheme(scheme))
+    return names - ({s for other in SCHEMES for s in settings_of_scheme(other)} - set(settings_of_scheme(scheme)))
+
+
+def schemes_of(cls):
+    """The schemes that a method can stand on."""
+    def fits(scheme):
+        try:
+            return cls(model_of(1).config, scheme=scheme)
+        except UserError:
+            return None
+    return list(filter(fits, SCHEMES)) if "scheme" in settings_of(cls) else [None]
 
 
 @lru_cache
@@ -103,6 +116,7 @@ def new(cls, sharing, scheme, formula, recent, settings):
     names, ours = takes(cls, scheme), issubclass(cls, (SchemeMethod, *METHODS.values()))
     pace = {"recent": recent, "block": G}
     wanted = {**SETTINGS, **pace, "scheme": scheme, "formula": formula, **dict(settings)}
+    wanted["prefix"] = Prefix("a few tokens", list(wanted["prefix"]))
     if not ours:  # a method that we know nothing about keeps its own bits
         wanted = {k: v for k, v in wanted.items() if k in dict(settings) or k not in ("k_bits", "v_bits")}
     method = cls(model_of(sharing).config, **{k: v for k, v in wanted.items() if k in names})
@@ -120,6 +134,8 @@ def build(cls, sharing, scheme, formula, recent, settings):
     elif method.needs_calibration:
         with torch.no_grad():
             method.calibrate(model_of(sharing), calibration_windows())
+    if method.prefix:
+        method.prefix.fill(model_of(sharing), model_of(sharing))
     return method
 
 
@@ -163,10 +179,20 @@ class Case:
     def T(self):
         block = self.method().block
         lengths = {"1": 1, "G-1": block - 1, "G": block, "G+1": block + 1, "2G+5": 2 * block + 5, "6G+3": 6 * block + 3}
-        return lengths[self.length]
+        return max(lengths[self.length], len(self.prefix) + 1)
 
-    def tokens(self):
-        return tokens_of(self.batch, self.T)
+    @property
+    def prefix(self):
+        """The tokens that the method has every text begin with."""
+        return self.setting("prefix") if "prefix" in takes(self.cls, self.scheme) else ()
+
+    def text(self, tokens):
+        """Tokens (B, T) that begin with the prefix."""
+        n = len(self.prefix)
+        return torch.cat([torch.tensor(self.prefix, dtype=torch.long).expand(len(tokens), n), tokens[:, n:]], dim=1)
+
+    def tokens(self, seed=0):
+        return self.text(tokens_of(self.batch, self.T, seed))
 
     def new_cache(self, method, protocol=None):
         return self.cache(self.model, method, protocol or self.protocol)
@@ -178,19 +204,59 @@ class Case:
     def run(self, method, tokens, cache=None, sizes=None):
         """-> logits (B, T, V) and the cache. sizes: tokens of each chunk, if not as `chunk_sizes` says."""
         cache = self.new_cache(method) if cache is None else cache
-        sizes = sizes or chunk_sizes(method, cache.protocol, tokens.shape[1])
+        sizes, rest = sizes or chunk_sizes(method, cache.protocol, tokens.shape[1]), cache.rest(tokens)
+        n = len(method.prefix.ids) if method.prefix else 0
+        assert torch.equal(rest, tokens[:, n:])
+        return self.feed(cache, rest, behind(n, sizes)), cache
+
+    def feed(self, cache, tokens, sizes):
+        """The logits of tokens in chunks, behind zeros for those that the cache holds already."""
+        zeros = torch.zeros(len(tokens), len(cache), V, dtype=self.dtype)
         with torch.no_grad():
-            return torch.cat([self.model(chunk, cache) for chunk in tokens.split(sizes, dim=1)], dim=1), cache
+            return torch.cat([zeros, *(self.model(chunk, cache) for chunk in tokens.split(sizes, dim=1))], dim=1)
+
+    def exact(self, tokens, sizes):
+        """The logits that the fp16 method gives of the same text, read in the same chunks.
+
+        A prefix is one of its own, and one row for the batch: as the method reads it, so that the last bits agree.
+        """
+        n, protocol = len(self.prefix), "stream" if self.prefix else self.protocol
+        cache = KVCache(self.model, self.exact_twin(), protocol)
+        if n:
+            self.feed(cache, tokens[:1, :n], [n])
+        return self.feed(cache, tokens[:, n:], behind(n, sizes))
+
+    def generate(self, prompt, new, cache):
+        """The prompt and what follows."""
+        text = self.model.generate(cache.rest(prompt), new, cache)
+        return torch.cat([prompt[:, :prompt.shape[1] + new - text.shape[1]], text], dim=1)
 
 
 def chunk_sizes(method, protocol, T):
-    """One forward under `paper`; in a stream, chunks that end where a block is coded."""
+    """One forward under `paper`; in a stream, chunks that end where a block is coded. The first has the prefix, too."""
     if protocol == "paper":
         return [T]
     sizes = [min(T, method.recent + method.chunk)]
     while sum(sizes) < T:
         sizes.append(min(method.chunk, T - sum(sizes)))
     return sizes
+
+
+def behind(n, sizes):
+    """The chunks without the first n tokens."""
+    left = []
+    for size in sizes:
+        left.append(size - min(n, size))
+        n -= min(n, size)
+    return [size for size in left if size]
+
+
+@lru_cache
+def prefix_rows(sharing, ids):
+    """Per layer, k and v (1, Hkv, n, d) of the tokens in 16 bits, before RoPE: what the model hands to a cache."""
+    case = watched(Case(FP16, sharing=sharing, known=FP16))
+    _, cache = case.run(case.method(), torch.tensor([ids]), sizes=[len(ids)])
+    return [cache.exact(layer)[:2] for layer in range(L)]
 
 
 class Watch:
@@ -212,18 +278,22 @@ class Watch:
         super().observe(layer, hidden)
 
     def sizes(self):
-        """Tokens of each chunk."""
-        return [k.shape[2] for k, _ in self.given[0]]
+        """Tokens of each chunk, with the prefix in the first."""
+        first, *others = [k.shape[2] for k, _ in self.given[0]]
+        return [len(self.case.prefix) + first, *others]
 
     def exact(self, layer):
         """The rows of a layer in 16 bits, before RoPE, and the output of its block."""
         k, v = (torch.cat(rows, dim=2) for rows in zip(*self.given[layer]))
         k, v = (x if x.dtype.itemsize == 2 else x.half() for x in (k, v))
+        if self.case.prefix:
+            first = (x.expand(len(k), -1, -1, -1) for x in prefix_rows(self.case.sharing, self.case.prefix)[layer])
+            k, v = (torch.cat(pair, dim=2) for pair in zip(first, (k, v)))  # (B, Hkv, T, d) both
         return k, v, torch.cat(self.outputs[layer], dim=1)
 
 
 def watched(case):
-    return replace(case, cache=type("Watched", (Watch, case.cache), {}))
+    return replace(case, cache=type("Watched", (Watch, case.cache), {"case": case}))
 
 
 # ---- what a cache has to return, by other means
@@ -309,6 +379,8 @@ def expected_pins(case, method, cache, layer, kind, events):
     pins, seen = torch.zeros(k.shape[:3], dtype=torch.bool), events[-1][2] if events else 0
     if case.known in FIRST:
         pins[:, :, :min(case.setting("preserve"), seen)] = True
+    elif case.prefix and events and getattr(method, f"{kind}_bits") < 16:
+        pins[:, :, :len(case.prefix)] = True
     elif case.known is KVSink and layer > SETTINGS["emergence_layer"] and events:
         h = torch.cat(cache.outputs[SETTINGS["emergence_layer"]], dim=1)
         for b, scores in enumerate(h[:, :seen, CHANNEL].abs().tolist()):
@@ -589,9 +661,10 @@ def check_attention_sees_the_cache(case, sizes=None):
     """`update` returns what is held: under `paper` the codes, in a stream codes and the new tokens exact."""
     method, tokens = case.method(), case.tokens()
     case = watched(case)
-    cache, start, held = case.new_cache(method), 0, [None] * L
-    for chunk in tokens.split(sizes or chunk_sizes(method, case.protocol, case.T), dim=1):
-        case.run(method, chunk, cache, [chunk.shape[1]])
+    cache, start, held = case.new_cache(method), len(case.prefix), [None] * L
+    sizes = behind(start, sizes or chunk_sizes(method, case.protocol, case.T))
+    for chunk in cache.rest(tokens).split(sizes, dim=1):
+        case.feed(cache, chunk, chunk.shape[1])
         for layer in range(L):
             k, v, _ = cache.exact(layer)
             k = case.model.rope.rotate(k, torch.arange(k.shape[2]))
@@ -676,8 +749,7 @@ def check_low_bits_matter(case):
     """A codec that changes nothing would pass many a test: codes have to show in the logits."""
     method, tokens = case.method(), case.tokens()
     logits, cache = case.run(method, tokens)
-    sizes = chunk_sizes(method, case.protocol, case.T)
-    exact, _ = replace(case, cache=KVCache).run(case.exact_twin(), tokens, sizes=sizes)
+    exact = case.exact(tokens, chunk_sizes(method, case.protocol, case.T))
     change = (logits - exact).abs().amax(-1)  # (B, T)
     paces = [coding_events(case, method, kind, "stream", [1] * case.T)[0][2] for kind in "kv"]
     first = min(paces) if case.protocol == "stream" else 0
@@ -695,8 +767,7 @@ def check_sixteen_bits_are_fp16(case):
     for rope in ("pre", "post") if has("rope")(case) else (None,):
         method = case.method(k_bits=16, v_bits=16, **({"rope": rope} if rope else {}))
         logits, _ = case.run(method, tokens)
-        sizes = chunk_sizes(method, case.protocol, case.T)
-        exact, _ = replace(case, cache=KVCache).run(case.exact_twin(), tokens, sizes=sizes)
+        exact = case.exact(tokens, chunk_sizes(method, case.protocol, case.T))
         assert torch.equal(logits, exact), f"rope {rope}: off by {(logits - exact).abs().max()}"
 
 
@@ -724,7 +795,7 @@ def check_keeping_everything_is_exact(case):
         same = all(torch.equal(a, b) for a, b in zip(cache.layers[layer].read(), exact))
         assert same == (untouched or case.known is not KVSink or layer > SETTINGS["emergence_layer"])
     if case.known is not KVSink:
-        assert torch.equal(logits, replace(case, cache=KVCache).run(case.exact_twin(), tokens)[0])
+        assert torch.equal(logits, case.exact(tokens, chunk_sizes(method, case.protocol, case.T)))
 
 
 def scrambled(method, pins):
@@ -758,7 +829,8 @@ def check_chunks_equal_single_tokens(case):
     """A stream in blocks is decoding token by token; every length in between is a prefix of the same run."""
     method, tokens = case.method(), case.tokens()
     single, one = case.run(method, tokens, sizes=[1] * case.T)
-    for T in {1, method.chunk - 1, method.chunk, method.block - 1, method.block, method.block + 1, case.T} - {0}:
+    lengths = {1, method.chunk - 1, method.chunk, method.block - 1, method.block, method.block + 1, case.T}
+    for T in sorted(lengths - set(range(len(case.prefix) + 1))):
         logits, cache = case.run(method, tokens[:, :T])
         worst = (logits - single[:, :T]).abs().max()
         assert worst < 1e-5, f"{T} tokens: off by {worst}"
@@ -779,7 +851,7 @@ def check_no_future_leak(case):
     """A later token never changes an earlier logit, bit for bit."""
     method, tokens = case.method(), case.tokens()
     logits, _ = case.run(method, tokens)
-    for p in {1, method.block - 1, method.block + 2, case.T - 1}:
+    for p in {1, method.block - 1, method.block + 2, case.T - 1} - set(range(len(case.prefix))):
         for new in (MARK, 0):
             other = tokens.clone()
             other[:, p] = new
@@ -822,14 +894,15 @@ def check_same_twice_and_after_reset(case):
     method, tokens = case.method(), case.tokens()
     logits, cache = case.run(method, tokens)
     size = cache.nbytes
-    case.run(method, tokens_of(case.batch, case.T, seed=3))  # another text in between
+    case.run(method, case.tokens(seed=3))  # another text in between
     assert torch.equal(case.run(method, tokens)[0], logits)
     cache.reset()
-    assert len(cache) == 0 and cache.nbytes == 0
+    assert len(cache) == len(case.prefix)
+    assert cache.nbytes == len(cache) * L * case.model.config.num_key_value_heads * d * 2 * 2  # 16 bits, K and V
     assert torch.equal(case.run(method, tokens, cache)[0], logits)
     assert cache.nbytes == size
     cache.reset()
-    other = tokens_of(case.batch, case.T, seed=3).roll(1, 0)
+    other = case.tokens(seed=3).roll(1, 0)
     assert torch.equal(case.run(method, other, cache)[0], case.run(method, other)[0])
 
 
@@ -845,6 +918,25 @@ def check_paper_refuses_a_second_forward(case):
     raise AssertionError("read on after the window")
 
 
+def check_a_text_has_to_begin_with_the_prefix(case):
+    """In every row; and something has to follow."""
+    cache, tokens, n = case.new_cache(case.method()), case.tokens(), len(case.prefix)
+    assert torch.equal(cache.rest(tokens), tokens[:, n:])
+    for b, t in np.ndindex(case.batch, n):
+        other = tokens.clone()
+        other[b, t] = 40 - other[b, t]
+        assert refuses(cache.rest, other), f"row {b}, token {t} of another text"
+    assert refuses(cache.rest, tokens[:, :n]) and refuses(cache.rest, tokens[:, :n - 1])
+
+
+def refuses(call, *arguments):
+    try:
+        call(*arguments)
+    except UserError:
+        return True
+    return False
+
+
 def check_uneven_chunks(case):
     check_cache_holds_the_expected_rows(case, [3, 1, case.T - 10, 6])
 
@@ -852,7 +944,7 @@ def check_uneven_chunks(case):
 def check_the_trap(case):
     """A one-shot stream reports fp16 at any bits, as attention comes before coding. `paper` does not."""
     method, tokens = case.method(), case.tokens()
-    exact, _ = case.run(case.exact_twin(), tokens, KVCache(case.model, case.exact_twin()), sizes=[case.T])
+    exact = case.exact(tokens, [case.T])
     one_shot, _ = case.run(method, tokens, case.new_cache(method, "stream"), sizes=[case.T])
     assert torch.equal(one_shot, exact)
     paper, _ = case.run(method, tokens, case.new_cache(method, "paper"), sizes=[case.T])
@@ -993,24 +1085,24 @@ def check_anchors(cls, chunks, anchors="2"):
 
 def check_generation(case):
     """A packed cache serves generation: it sees every token but the last one made, and codes the old ones."""
-    method, prompt = case.method(), tokens_of(case.batch, 5)
+    method, prompt = case.method(), case.text(tokens_of(case.batch, 5))
     new = method.recent + method.block + 4
     cache = case.new_cache(method)
-    text = case.model.generate(prompt, new, cache)
+    text = case.generate(prompt, new, cache)
     assert text.shape == (case.batch, 5 + new) and torch.equal(text[:, :5], prompt)
     assert len(cache) == 5 + new - 1
     for kind in "kv":
         events = coding_events(case, method, kind, "stream", [1] * len(cache))
         assert all(getattr(layer, kind).first == events[-1][1] > 0 for layer in cache.layers)
-    assert torch.equal(case.model.generate(prompt, new, case.new_cache(method)), text)
+    assert torch.equal(case.generate(prompt, new, case.new_cache(method)), text)
 
 
 def check_never_nan(case):
     """All tokens equal: constant groups, ties for every sink; also a text shorter than what is kept."""
     method = case.method()
-    for T in (2, case.T):
+    for T in (max(2, len(case.prefix) + 1), case.T):
         for token in (0, MARK):
-            logits, cache = case.run(method, torch.full((case.batch, T), token))
+            logits, cache = case.run(method, case.text(torch.full((case.batch, T), token)))
             assert torch.isfinite(logits).all()
             assert all(torch.isfinite(x).all() for layer in cache.layers for x in layer.read())
 
@@ -1041,7 +1133,7 @@ def pytest_generate_tests(metafunc):
     cases = []
     for cls in [load_class(name) for name in metafunc.config.getoption("--method")] or METHODS.values():
         known, names = cls if cls in METHODS.values() else None, settings_of(cls)
-        cases += [Case(cls, scheme, known=known) for scheme in (SCHEMES if "scheme" in names else [None])]
+        cases += [Case(cls, scheme, known=known) for scheme in schemes_of(cls)]
         cases += [Case(cls, known=known, settings=(variant,)) for variant in VARIANTS if variant[0] in names]
     for axis, values in metafunc.function.axes.items():
         cases = [replace(case, **{axis: value}) for case in cases for value in values
@@ -1065,9 +1157,14 @@ def keeps(case):
     return not takes(case.cls, case.scheme).isdisjoint(KEEP_ALL)
 
 
+def begins(case):
+    """Every text begins with a prefix."""
+    return bool(case.prefix)
+
+
 def may_keep(case):
-    """`keeps`, or a method that we know nothing about."""
-    return keeps(case) or case.known is None
+    """`keeps`, or `begins`, or a method that we know nothing about."""
+    return keeps(case) or begins(case) or case.known is None
 
 
 def learns(case):
@@ -1197,6 +1294,11 @@ def test_paper_refuses_a_second_forward(case):
     check_paper_refuses_a_second_forward(case)
 
 
+@cells(begins, batch=(1, 3))
+def test_a_text_has_to_begin_with_the_prefix(case):
+    check_a_text_has_to_begin_with_the_prefix(case)
+
+
 @cells(quantizes, sharing=(1, 2, 4))
 def test_the_trap(case):
     check_the_trap(case)
@@ -1225,7 +1327,7 @@ def test_generation(case):
 @cells(has("k_bits", "v_bits"), sharing=(1, 4))
 def test_generation_in_sixteen_bits_is_plain_generation(case):
     """In float32 the cache rounds to 16 bits: the same tokens come out if no two are about equally likely."""
-    prompt = tokens_of(2, 9, seed=21)
+    prompt = case.text(tokens_of(2, 9, seed=108))
     text = case.model.generate(prompt, 8)
     with torch.no_grad():
         logits = case.model(text[:, :-1])[:, 8:]  # what each new token was chosen from
@@ -1234,7 +1336,7 @@ def test_generation_in_sixteen_bits_is_plain_generation(case):
     cached, _ = case.run(exact, text[:, :-1])
     rounding = (cached[:, 8:] - logits).abs().max()
     assert (best[..., 0] - best[..., 1]).min() > 10 * rounding, "choose another prompt"
-    assert torch.equal(case.model.generate(prompt, 8, case.new_cache(exact)), text)
+    assert torch.equal(case.generate(prompt, 8, case.new_cache(exact)), text)
 
 
 @cells(chooses, protocol=PROTOCOLS, length=["6G+3"], sharing=(1, 4))
@@ -1274,6 +1376,9 @@ def test_scores_of_uneven_chunks(case):
     (("vq", "d2m1024"), ("sharing", "layer"), ("sensitivity", "fisher")),
     (("anchors", "0"),),
     (("anchors", "30%"), ("vq", "d8m2")),
+    (("prefix", ()),),
+    (("prefix", (5,)), ("k_bits", 4), ("v_bits", 16)),
+    (("prefix", (*range(G + 3),)),),  # more than a block
 ])
 def test_settings(case):
     """Whatever changes what is kept or how it is coded is in the oracle too."""
@@ -1300,7 +1405,8 @@ def test_what_the_schemes_are(name, k_axis, v_axis, static, rope):
 
 
 @pytest.mark.parametrize("name, rope", [("fp16", "post"), ("kivi", "post"), ("ott", "post"), ("skvq", "pre"),
-                                        ("kvquant", "pre"), ("cq", "pre"), ("antkv", "pre")])
+                                        ("kvquant", "pre"), ("cq", "pre"), ("antkv", "pre"),
+                                        ("intactkv", "post")])
 def test_where_keys_are_rotated(name, rope):
     """By default; and as told, where a method takes it."""
     cls = METHODS[name]
@@ -1309,11 +1415,16 @@ def test_where_keys_are_rotated(name, rope):
         assert {cls(model_of(1).config, rope=other).rope for other in ("pre", "post")} == {"pre", "post"}
 
 
+def test_which_schemes_a_method_stands_on():
+    assert {name: schemes_of(cls) for name, cls in METHODS.items() if schemes_of(cls) != [None]} == {
+        **dict.fromkeys(["rtn", "pfn", "kvsink"], list(SCHEMES)), "intactkv": ["token-dynamic", "channel-dynamic"]}
+
+
 def test_all_methods_read_a_stream_in_the_same_chunks():
     """Those that code at once; by default, so that tables compare like with like."""
     methods = {name: cls(model_of(1).config) for name, cls in METHODS.items()}
     at_once = {name: m.chunk for name, m in methods.items() if m.recent == 0}
-    assert at_once == dict.fromkeys(["fp16", "rtn", "pfn", "kvsink", "kvquant", "cq"], 128)
+    assert at_once == dict.fromkeys(["fp16", "rtn", "pfn", "kvsink", "kvquant", "cq", "intactkv"], 128)
 
 
 @pytest.mark.parametrize("name, settings, recent, block, v_block, chunk", [
@@ -1352,7 +1463,8 @@ def test_a_block_holds_whole_channel_groups(scheme, group_size):
     ("skvq", {"block": 0}), ("skvq", {"group_size": 24}), ("skvq", {"clip": "all"}), ("skvq", {"k_bits": 2.5}),
     ("kvquant", {"outliers": 50.0}), ("kvquant", {"k_bits": 1.5}), ("kvquant", {"sensitivity": "all"}),
     ("kvquant", {"preserve": -1}), ("cq", {"recent": -1}), ("cq", {"sensitivity": "any"}), ("cq", {"vq": "d32m8"}),
-    ("antkv", {"sharing": "head"}), ("antkv", {"recent": -1}), ("antkv", {"anchors": "-1"})])
+    ("antkv", {"sharing": "head"}), ("antkv", {"recent": -1}), ("antkv", {"anchors": "-1"}),
+    ("intactkv", {"scheme": "token-static"}), ("intactkv", {"formula": "clamped"}), ("intactkv", {"k_bits": 9})])
 def test_settings_that_cannot_be_are_refused(name, settings):
     with pytest.raises(UserError):
         METHODS[name](model_of(1).config, **settings)
@@ -1619,7 +1731,10 @@ def test_kvsink_without_an_outlier_is_pfn(scheme, protocol):
 def test_a_method_is_refused_where_its_calibration_was_forgotten(case):
     method = case.cls(case.model.config, **({"scheme": case.scheme} if case.scheme else {}))
     T = method.recent + method.block + 1  # so that something is coded
-    if method.needs_calibration:
+    if method.prefix:
+        with pytest.raises(UserError, match="fill"):
+            case.new_cache(method)
+    elif method.needs_calibration:
         with pytest.raises(UserError, match="calibrate"):
             case.model.generate(tokens_of(1, T), 1, case.new_cache(method))
     else:
