@@ -202,10 +202,9 @@ def run(args):
         results = evaluate(full, {"fp16": FP16(config), **methods}, windows, batch=max(1, 4096 // context),
                            bar=progress, models=dict.fromkeys(methods, coded))
     print()
+    lines = [[name, what, *(f"{x:.4f}" for x in losses[what])] if what in losses else ["-"] * 4 for what in results]
     print_columns(("weights", "prefix", "loss", "held-out loss", "perplexity", "KL"), [
-        ["-" if what == "fp16" else name, "-" if what == "fp16" else what,
-         *[f"{x:.6f}" for x in losses.get(what, (0, 0))], f"{r.ppl:.4f}", f"{r.kl / r.targets:.4f}"]
-        for what, r in results.items()], left=2)
+        [*line, f"{r.ppl:.4f}", f"{r.kl / r.targets:.4f}"] for line, r in zip(lines, results.values())], left=2)
     if not better:
         print("\ntraining did not lower the loss that it was to lower; the exact prefix is written instead")
     print(f"\nwrote {args.out}")
