@@ -34,13 +34,21 @@ def quantize(model, quantizer, windows=None, progress=None):
     layers = model.model["layers"]
     for block in layers if progress is None else progress(layers):
         new = copy.deepcopy(block)
-        quantizer.quantize(new, read, full, coded)
-        if quantizer.needs_text:
-            full, coded = read(block, full), read(new, coded)  # (W, T, D) both
-            if not torch.isfinite(coded).all():
-                raise UserError(f"block {len(blocks)} computes numbers that are not finite; use another --dtype")
+        if not quantizer.needs_text:
+            quantizer.quantize(new, read, None, None)
+        else:
+            after = finite(read(block, full), len(blocks))  # (W, T, D)
+            quantizer.quantize(new, read, full, coded)
+            full, coded = after, finite(read(new, coded), len(blocks))  # (W, T, D) both
         blocks.append(new)
     return assemble(model, blocks)
+
+
+def finite(h, block):
+    """h, the output of a block."""
+    if not torch.isfinite(h).all():
+        raise UserError(f"block {block} computes numbers that are not finite; use another --dtype")
+    return h
 
 
 def assemble(model, blocks):
