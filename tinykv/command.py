@@ -62,9 +62,10 @@ def add_weights(p, several):
     kinds, more = (list_of(str), list_of(int)), "[,...]"
     if not several:
         kinds, more = (lambda name: [name], lambda bits: [int(bits)]), ""
-    s.add_argument("--weights", metavar=f"NAME{more}", type=kinds[0], default=argparse.SUPPRESS if several else ["rtn"],
+    s.add_argument("--weights", metavar=f"NAME{more}", type=kinds[0], default=argparse.SUPPRESS if several else "rtn",
                    help=f"how the linear layers' weights are quantized: {', '.join(QUANTIZERS)}")
-    s.add_argument("--w-bits", metavar=f"B{more}", type=kinds[1], default=[4] if several else [3], help="2 to 8")
+    s.add_argument("--w-bits", metavar=f"B{more}", type=kinds[1], default=argparse.SUPPRESS if several else "3",
+                   help="2 to 8 (default: 4)" if several else "2 to 8")
     s.add_argument("--w-group-size", metavar="G", type=int,
                    help="inputs that share a scale (default: the largest divisor of a layer's inputs up to 128)")
 
@@ -72,11 +73,14 @@ def add_weights(p, several):
 def quantizers_of(args, config):
     """{"awq-3": Quantizer}: each of --weights at each of --w-bits; {"awq-3-g64": ...} where groups are given."""
     found = {}
+    for flag in ("w_bits", "w_group_size"):
+        if not hasattr(args, "weights") and getattr(args, flag, None) is not None:
+            raise UserError(f"--{flag.replace('_', '-')} is for quantized weights; give --weights, too")
     for name in getattr(args, "weights", []):
         one_of(QUANTIZERS, weights=name)
         for inputs in (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size):
             group_of(inputs, args.w_group_size)
-        for bits in args.w_bits:
+        for bits in getattr(args, "w_bits", [4]):
             label = f"{name}-{bits}" + (f"-g{args.w_group_size}" if args.w_group_size else "")
             found[label] = QUANTIZERS[name](bits, args.w_group_size)
     return found
