@@ -167,7 +167,8 @@ def run(args):
     texts, held_out = (load_windows(args.data, tokenizer, args.tokens, n, split, args.seed, prefix=prefix.ids)
                        .tokens[:, len(prefix.ids):].to(device)  # (n, T - prefix)
                        for n, split in ((args.samples, "calibration"), (args.windows, "test")))
-    windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, prefix=prefix.ids)
+    windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed,
+                           prefix=prefix.ids if len(prefix.ids) > 1 else [])  # BOS takes a token's place
     text, data = calibration_text(args, tokenizer, context, device) if quantizer.needs_text else (None, "")
     learned = Learned(args.calibration, full, data)
     coded = quantized(full, name, quantizer, text, learned).requires_grad_(False)
@@ -196,6 +197,9 @@ def run(args):
     best = rows["trained" if better else "exact"]
     save_prefix(args.out, Prefix(args.out, prefix.ids, best[0].half(), best[1].half(), fingerprint, words))
     state.path.unlink(missing_ok=True)
+    if not better:
+        print("training did not lower the loss that it was to lower; the exact prefix is written instead")
+    print(f"wrote {args.out}")
 
     methods = {what: IntactKV(config, Prefix(what, prefix.ids, *x)) for what, x in rows.items()}
     with bar(None, "evaluating", 4 * args.windows) as progress:
@@ -205,9 +209,6 @@ def run(args):
     lines = [[name, what, *(f"{x:.4f}" for x in losses[what])] if what in losses else ["-"] * 4 for what in results]
     print_columns(("weights", "prefix", "loss", "held-out loss", "perplexity", "KL"), [
         [*line, f"{r.ppl:.4f}", f"{r.kl / r.targets:.4f}"] for line, r in zip(lines, results.values())], left=2)
-    if not better:
-        print("\ntraining did not lower the loss that it was to lower; the exact prefix is written instead")
-    print(f"\nwrote {args.out}")
 
 
 def main():
