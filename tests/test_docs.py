@@ -36,7 +36,8 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PROGRAMS = ("python", "pytest", "pip", "hf")  # what a line begins with that is a command
 SMALL = {"--windows": "1", "--context": "160", "--calib-windows": "2", "--steps": "1", "--rounds": "1",
-         "--samples": "1", "--epochs": "1", "--tokens": "256", "--only": "no command has these words"}
+         "--samples": "1", "--updates": "1", "--accumulate": "1", "--epochs": "1", "--tokens": "256",
+         "--only": "no command has these words"}
 SLOW = {"0.375": "1", "0.75": "1"}  # bits: 4,096 centroids need 4,096 vectors, and minutes
 
 
@@ -100,7 +101,7 @@ def real_models():
     configs = {}
     for row in tables(read("docs/real_models.md"))[0]:
         layers, width, mlp, heads, kv_heads, head, vocabulary, positions = map(int, list(row.values())[2:])
-        config = LlamaConfig(vocabulary, width, mlp, layers, heads, kv_heads, head, positions)
+        config = LlamaConfig(vocabulary, width, mlp, layers, heads, kv_heads, head, positions, bos_token_id=1)
         folder = row["folder on the hub"].strip("`").split("/")[1]
         configs["TinyLlama" if row["model"] == "TinyLlama" else folder] = config
     return configs
@@ -186,8 +187,9 @@ def check_command(command, folder):
         assert {word for word in words if word.startswith("--")} <= index()[3], command
         return
     if words[1:3] == ["-m", "pdb"]:  # run by the tests of the sessions
-        words = [words[0], *words[3:]]
-        return check_words(words[2:], folder)
+        script = next(i for i, word in enumerate(words) if word.endswith(".py"))  # behind pdb's own words
+        assert (ROOT / words[script]).is_file(), command
+        return check_words(words[script + 1:], folder)
     script, own = script_of(words)
     assert (ROOT / script).is_file(), f"{command}: there is no {script}"
     if any(word.startswith("path/to/") and ".py:" in word for word in own) or (own and own[0].isupper()):
