@@ -354,6 +354,19 @@ def test_gptq_looks_at_what_the_quantized_layers_before_give(monkeypatch):
         assert torch.allclose(x, y.flatten(0, 1), atol=1e-5)
 
 
+def test_gptq_writes_down_what_is_left_of_the_weights(monkeypatch):
+    """On the grid that each group had when its first column was due; what is left may not reach both of its ends."""
+    seen, compensated = [], gptq.compensated
+    monkeypatch.setattr(gptq, "compensated", lambda *args: seen.append(compensated(*args)) or seen[-1])
+    coded = quantize(tiny(), GPTQ(3, 8), text())
+    linears = [block.get_submodule(name) for block in coded.model["layers"] for name in (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+        "mlp.down_proj")]
+    assert len(seen) == len(linears)
+    for linear, (left, scale, _) in zip(linears, seen):
+        assert torch.equal(linear.weight, left) and torch.equal(linear.scale.float(), scale)
+
+
 # ---- equivalent transformations
 
 def random_scales(model, seed=0):

@@ -1,0 +1,736 @@
+"""IntactKV: a prefix changes nothing where nothing is quantized; its files, its training, its theorem, the commands.
+
+That every cache begins with the prefix, and codes what follows it, is in the matrix of test_methods.py. Models are
+random and tiny, except where the commands run.
+"""
+import copy
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_weights import D, V, fold, text, tiny
+
+import eval_ppl
+import train_intact
+from tinykv import UserError, checkpoint, command, weights
+from tinykv.cache import PROTOCOLS, KVCache
+from tinykv.data import Windows, load_windows
+from tinykv.evaluate import evaluate, read
+from tinykv.intact import Training, block_loss, load_prefix, open_prefix, save_prefix, theorem_1
+from tinykv.methods.fp16 import FP16
+from tinykv.methods.intactkv import IntactKV, Prefix, exact_rows
+from tinykv.methods.rtn import RTN
+from tinykv.weights import quantize
+from tinykv.weights.awq import AWQ
+from tinykv.weights.omniquant import OmniQuant
+from tinykv.weights.rtn import RTN as RTNWeights
+
+ROOT = Path(__file__).parent.parent
+IDS = [1, 30, 7, 7, 22, 3, 9, 14, 2, 40, 5, 5, 1, 17, 28, 33, 12, 6]
+
+
+def prefix_of(full, n, coded=None):
+    prefix = Prefix("some tokens", IDS[:n])
+    prefix.fill(full, coded or full)
+    return prefix
+
+
+def begun(n, T, batch=1, seed=3):
+    """Random texts (B, T) that begin with n tokens of IDS."""
+    tokens = text(batch, T, seed)
+    tokens[:, :n] = torch.tensor(IDS[:n])
+    return tokens
+
+
+def logits(model, tokens, cache, sizes):
+    with torch.no_grad():
+        return torch.cat([model(chunk, cache) for chunk in tokens.split(sizes, dim=1)], dim=1)
+
+
+# ---- where nothing is quantized
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("sharing", [1, 4])
+def test_the_prefix_of_the_same_model_changes_nothing(protocol, n, sharing):
+    """Bit for bit what an fp16 cache gives that reads the prefix first, in forwards of the same shapes."""
+    model, tokens = tiny(sharing), begun(n, 20)
+    cache = KVCache(model, IntactKV(model.config, prefix_of(model, n)), protocol)
+    exact = KVCache(model, FP16(model.config), "stream")
+    assert len(cache) == cache.start == n
+    found = logits(model, cache.rest(tokens), cache, [20 - n])
+    assert torch.equal(found, logits(model, tokens, exact, [n, 20 - n])[:, n:])
+    for a, b in zip(cache.layers, exact.layers):
+        assert all(torch.equal(x, y) for x, y in zip(a.read(), b.read()))
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_in_one_forward_it_is_the_same_up_to_the_last_bits(n):
+    model, tokens = tiny(2).double(), begun(n, 20, batch=2)
+    cache = KVCache(model, IntactKV(model.config, prefix_of(model, n)), "paper")
+    whole = KVCache(model, FP16(model.config))
+    found = logits(model, cache.rest(tokens), cache, [20 - n])
+    assert (found - logits(model, tokens, whole, [20])[:, n:]).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("bits", [16, 3])
+def test_a_prefix_of_nothing_is_no_prefix(protocol, bits):
+    model, tokens = tiny(2), begun(0, 20, batch=2)
+    settings = {"k_bits": bits, "v_bits": bits, "scheme": "token-dynamic", "formula": "integer-zero"}
+    other = FP16(model.config) if bits == 16 else RTN(model.config, **settings)
+    found, expected = (logits(model, tokens, KVCache(model, method, protocol), [20]) for method in (
+        IntactKV(model.config, prefix_of(model, 0), **settings), other))
+    assert torch.equal(found, expected)
+
+
+# ---- rows of a transformed model
+
+@pytest.mark.parametrize("quantizer, sharing", [(AWQ(3, 16), 1), (AWQ(3, 16), 2), (OmniQuant(3, 16), 1),
+                                                (OmniQuant(3, 16), 4), (RTNWeights(3, 16), 1)],
+                         ids=["awq-mha", "awq-gqa", "omniquant-mha", "omniquant-gqa", "rtn"])
+def test_rows_are_the_transformed_models(monkeypatch, quantizer, sharing):
+    """In the scale that the quantized model has its values in; but not rounded as its weights are."""
+    model, n = tiny(sharing, bias=True), 6
+    coded, equivalent = fold(monkeypatch, model, quantizer, text())
+    cache = KVCache(coded, IntactKV(model.config, prefix_of(model, n, coded)))
+    exact, rough = (KVCache(m, FP16(model.config)) for m in (equivalent, coded))
+    for m, other in ((equivalent, exact), (coded, rough)):
+        logits(m, torch.tensor([IDS[:n]]), other, [n])
+    for layer in range(2):
+        triples = zip(*(c.layers[layer].read() for c in (cache, exact, rough)))
+        for found, wanted, off in triples:
+            error = (found - wanted).float().norm() / wanted.float().norm()
+            assert error < 2e-3 and (off - wanted).float().norm() / wanted.float().norm() > 20 * error + 0.01
+
+
+# ---- what follows the prefix
+
+def plain_integer_zero(row, bits):
+    """A token's row of one head on its own grid, in plain lists, in 16 bits."""
+    lo, hi, levels = min(row), max(row), 2 ** bits - 1
+    s = float(np.float16(np.float32(hi - lo) / np.float32(levels)))
+    z = round(-lo / s)
+    return [float(np.float16((min(levels, max(0, round(x / s) + z)) - z) * s)) for x in row]
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_the_rest_is_coded_with_an_integer_zero_point_in_each_head(n):
+    """The defaults of the paper's extension: keys after RoPE, and values; the first layer has the same inputs."""
+    model, tokens = tiny(2), begun(n, 14, batch=2)
+    cache = KVCache(model, IntactKV(model.config, prefix_of(model, n), k_bits=4, v_bits=3), "paper")
+    exact = KVCache(model, FP16(model.config))
+    logits(model, cache.rest(tokens), cache, [14 - n])
+    for part in ([tokens] if not n else [tokens[:1, :n], tokens[:, n:]]):
+        logits(model, part, exact, [part.shape[1]])
+    for found, rows, bits in zip(cache.layers[0].read(), exact.layers[0].read(), (4, 3)):
+        assert torch.equal(found[:, :, :n], rows[:, :, :n]) and not torch.equal(found[:, :, n:], rows[:, :, n:])
+        for b, h, t in np.ndindex(2, 2, 14 - n):
+            assert found[b, h, n + t].tolist() == plain_integer_zero(rows[b, h, n + t].tolist(), bits)
+
+
+@pytest.mark.parametrize("n", [0, 1, 4, 7, 8, 9, 13, 16, 17])
+@pytest.mark.parametrize("recent", [0, 5])
+def test_a_stream_in_chunks_is_one_token_at_a_time(n, recent):
+    """Wherever the prefix ends: before a block does, with it, behind it, or behind what stays exact."""
+    model, tokens = tiny(2).double(), begun(n, 40, batch=2)
+    method = IntactKV(model.config, prefix_of(model, n), k_bits=3, v_bits=2)
+    method.block, method.recent = 8, recent
+    whole, one = KVCache(model, method, "stream"), KVCache(model, method, "stream")
+    with torch.no_grad():
+        found = read(model, tokens, whole)
+        expected = torch.cat([model.hidden(token, one) for token in one.rest(tokens).split(1, dim=1)], dim=1)
+    assert found.shape == (2, 40 - n, D) and (found - expected).abs().max() < 1e-9
+    assert len(whole) == len(one) == 40
+    for a, b in zip(whole.layers, one.layers):
+        assert a.k.first == b.k.first == (40 - recent) // 8 * 8
+        assert all(torch.equal(x, y) for x, y in zip(a.read(), b.read()))
+
+
+# ---- the evaluator
+
+def losses_by_hand(model, reference, tokens, answers, n, start):
+    """Of one window: mean loss and sum of KL over targets, answers got right.
+
+    reference: logits (T, V) of fp16; model: logits (T - n, V) of the tokens behind a prefix.
+    """
+    found = torch.cat([reference[:n], model]).double().log_softmax(-1).tolist()
+    truth = reference.double().log_softmax(-1).tolist()
+    targets = range(start, len(tokens))
+    nll = -sum(found[t - 1][tokens[t]] for t in targets) / len(targets)
+    kl = sum(math.exp(p) * (p - q) for t in targets for p, q in zip(truth[t - 1], found[t - 1]))
+    best = [max(range(V), key=row.__getitem__) for row in found]
+    return nll, kl, sum(all(best[i - 1] == tokens[i] for i in range(a, b)) for a, b in answers)
+
+
+@pytest.mark.parametrize("n, start", [(1, 1), (3, 1), (3, 3), (1, 4)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_figures_of_a_quantized_model_with_a_prefix(n, start, batch):
+    """At the prefix's positions fp16 predicts; what is not a target counts for no method."""
+    model = tiny(2)
+    coded = quantize(model, RTNWeights(3, 16))
+    windows = Windows(begun(n, 21, batch=3), [[(5, 7), (10, 11)], [(20, 21)], [(4, 5)]], "random", start)
+    methods = {"fp16": FP16(model.config), "rtn": FP16(model.config),
+               "intact": IntactKV(model.config, prefix_of(model, n, coded))}
+    models = {"rtn": coded, "intact": coded}
+    found = evaluate(model, methods, windows, "paper", batch, models=models)
+    with torch.no_grad():
+        for name, method in methods.items():
+            figures, runs = [], models.get(name, model)
+            for tokens, answers in zip(windows.tokens, windows.answers):
+                reference = model(tokens[None], KVCache(model, methods["fp16"], "paper"))[0]
+                cache = KVCache(runs, method, "paper")
+                own = runs(cache.rest(tokens[None]), cache)[0]
+                figures.append(losses_by_hand(own, reference, tokens.tolist(), answers, 21 - len(own), start))
+            nll, kl, right = zip(*figures)
+            assert found[name].nll == pytest.approx(nll, rel=1e-4)
+            assert found[name].kl == pytest.approx(sum(kl), rel=1e-3, abs=1e-4)
+            assert (found[name].right, found[name].answers) == (sum(right), 4)
+            assert found[name].targets == 3 * (21 - start)
+    assert found["intact"].kl != pytest.approx(found["rtn"].kl, rel=1e-2)
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return checkpoint.load(eval_ppl.EMBEDDED)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_windows_with_a_prefix_have_the_same_text_behind_it(embedded, n):
+    """And the same answers: the same tokens, n further on."""
+    _, tokenizer = embedded
+    plain = load_windows("tales", tokenizer, 96, 12, bos="none")
+    ours = load_windows("tales", tokenizer, 96 + n, 12, prefix=IDS[:n])
+    assert ours.start == max(1, n) and plain.start == 1 and sum(map(len, plain.answers)) >= 5
+    assert torch.equal(ours.tokens[:, n:], plain.tokens) and (ours.tokens[:, :n] == torch.tensor(IDS[:n])).all()
+    for row, other, a, b in zip(ours.tokens, plain.tokens, ours.answers, plain.answers):
+        assert [row[i:j].tolist() for i, j in a] == [other[i:j].tolist() for i, j in b]
+        assert a == [(i + n, j + n) for i, j in b]
+
+
+def test_a_prefix_that_leaves_no_text_is_refused(embedded):
+    _, tokenizer = embedded
+    with pytest.raises(UserError, match="leaves no text"):
+        load_windows("tales", tokenizer, 16, 2, prefix=IDS[:15])
+    model = tiny()
+    cache = KVCache(model, IntactKV(model.config, prefix_of(model, 5)))
+    for T in (5, 3):
+        with pytest.raises(UserError, match="leaves none"):
+            cache.rest(begun(5, 20)[:, :T])
+    with pytest.raises(UserError, match="begin with"):
+        cache.rest(begun(4, 20))
+
+
+def test_bos_is_the_default_and_has_to_be_there():
+    model = tiny()
+    with pytest.raises(UserError, match="no BOS"):
+        IntactKV(model.config)
+    method = IntactKV(dataclasses.replace(model.config, bos_token_id=4))
+    assert (method.prefix.ids, method.preserve, method.k_bits, method.v_bits) == ([4], 1, 16, 16)
+    assert method.scheme.name == "token-dynamic" and method.codecs[0]["k"] is not None
+    with pytest.raises(UserError, match="fill"):
+        KVCache(model, method)
+
+
+@pytest.mark.parametrize("ids", [[V], [3, -1]])
+def test_tokens_that_the_model_does_not_know(ids):
+    with pytest.raises(UserError, match="does not know"):
+        Prefix("other", ids).fill(tiny(), tiny())
+
+
+# ---- files
+
+@pytest.fixture
+def trained(tmp_path):
+    """(path, model, prefix) of a file as training writes it."""
+    model, path = tiny(), tmp_path / "trained.safetensors"
+    prefix = prefix_of(model, 3)
+    prefix.keys, prefix.values = (prefix.keys + 1).half(), (prefix.values * 2).half()
+    prefix.model, prefix.weights = checkpoint.fingerprint(model), "rtn-3, groups of 16"
+    save_prefix(path, prefix)
+    return path, model, prefix
+
+
+def test_a_prefix_is_read_as_it_was_written(trained):
+    path, model, prefix = trained
+    found = load_prefix(path, model.config)
+    assert (found.ids, found.model, found.weights, str(found)) == (prefix.ids, prefix.model, prefix.weights, str(path))
+    assert torch.equal(found.keys, prefix.keys) and torch.equal(found.values, prefix.values)
+    found.fill(model, quantize(model, RTNWeights(3, 16)), "rtn-3, groups of 16")
+    assert torch.equal(found.keys, prefix.keys)  # as trained, and not computed anew
+    cache = KVCache(model, IntactKV(model.config, found))
+    assert torch.equal(cache.layers[1].read()[1], prefix.values[1][None])
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_prefix_of_another_model_or_quantizer_is_refused(trained):
+    path, model, _ = trained
+    for other, words, named in ((model, "rtn-4, groups of 16", "another quantizer: rtn-3.* and not rtn-4"),
+                                (model, "full precision", "another quantizer"),
+                                (tiny(seed=1), "rtn-3, groups of 16", "another model")):
+        with pytest.raises(UserError, match=named):
+            load_prefix(path, other.config).fill(other, other, words)
+    for config in (tiny(1).config, dataclasses.replace(model.config, num_hidden_layers=3),
+                   dataclasses.replace(model.config, head_dim=16)):
+        with pytest.raises(UserError, match="another model: it has rows of shape"):
+            load_prefix(path, config)
+
+
+def test_files_that_hold_no_prefix_are_refused(trained, tmp_path):
+    path, model, prefix = trained
+    whole = path.read_bytes()
+    for damaged in (whole[:-10], whole[:20], b"", b"no such thing" * 30, b"\xff" * 64):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="damaged"):
+            load_prefix(path, model.config)
+    with pytest.raises(UserError, match="damaged"):
+        load_prefix(tmp_path / "nothing.safetensors", model.config)
+    with pytest.raises(UserError, match="not one that train_intact.py wrote"):
+        load_prefix(eval_ppl.EMBEDDED / "model.safetensors", model.config)
+    notes = {"format": "tinykv-prefix", "model": "a", "weights": "b", "ids": "[1, 30, 7]"}
+    tensors = {"keys": prefix.keys, "values": prefix.values}
+    for broken in ({**notes, "ids": "[1, 30"}, {k: v for k, v in notes.items() if k != "ids"},
+                   {k: v for k, v in notes.items() if k != "model"}):
+        save_file(tensors, path, broken)
+        with pytest.raises(UserError, match="not whole"):
+            load_prefix(path, model.config)
+    save_file({"keys": prefix.keys}, path, notes)
+    with pytest.raises(UserError, match="not whole"):
+        load_prefix(path, model.config)
+    save_file(tensors, path, {**notes, "ids": "[1, 30]"})
+    with pytest.raises(UserError, match="rows of shape"):
+        load_prefix(path, model.config)
+    save_file({**tensors, "values": prefix.values[:, :, :2].contiguous()}, path, notes)
+    with pytest.raises(UserError, match="rows of shape"):
+        load_prefix(path, model.config)
+
+
+def test_what_a_prefix_may_be(embedded, tmp_path):
+    model, tokenizer = embedded
+    assert open_prefix("bos", tokenizer, model.config).ids == [tokenizer.bos_id]
+    path = tmp_path / "system.txt"
+    path.write_text("Balo lives in Eastwick.\n")
+    found = open_prefix(str(path), tokenizer, model.config)
+    assert found.ids == [tokenizer.bos_id, *tokenizer.encode("Balo lives in Eastwick.")] and str(found) == str(path)
+    path.write_bytes(b"\xff\xfe\xff")
+    for what in (str(path), str(tmp_path), "nothing.txt", "boss"):
+        with pytest.raises(UserError, match="cannot be read"):
+            open_prefix(what, tokenizer, model.config)
+
+
+# ---- training
+
+def block_outputs(model, tokens, n):
+    """Of one forward over all tokens, without a cache: the blocks' outputs behind the first n."""
+    found, hooks = [], []
+    for block in model.model["layers"]:
+        hooks.append(block.register_forward_hook(lambda _, args, out: found.append(out[:, n:])))
+    with torch.no_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def own_rows(model, ids):
+    """Keys before RoPE, and values, (L, Hkv, n, d) both: not rounded."""
+    cache, rows = Training(model, *torch.zeros(2, 2, model.config.num_key_value_heads, 0, model.config.head_dim)), []
+
+    def note(layer, q, k, v, positions):
+        rows.append((k[0], v[0]))
+        return Training.update(cache, layer, q, k, v, positions)
+
+    cache.update = note
+    with torch.no_grad():
+        model.hidden(torch.tensor([ids]), cache)
+    return [torch.stack(x) for x in zip(*rows)]
+
+
+def double(sharing, n):
+    model = tiny(sharing).double()
+    coded = copy.deepcopy(model)
+    for block in coded.model["layers"]:
+        block.mlp.up_proj.weight.mul_(1.1)
+        block.self_attn.v_proj.weight.mul_(0.9)
+    return model, coded, begun(n, 17, batch=3)
+
+
+@pytest.mark.parametrize("sharing, n", [(1, 1), (2, 4), (4, 3)])
+def test_the_loss_is_the_mean_of_what_blocks_are_off_by(sharing, n):
+    """With each model's own rows both are as if they had read the whole text in one forward."""
+    model, coded, tokens = double(sharing, n)
+    found = block_loss(model, coded, tokens[:, n:], own_rows(model, IDS[:n]), own_rows(coded, IDS[:n])).item()
+    pairs = list(zip(block_outputs(model, tokens, n), block_outputs(coded, tokens, n)))
+    assert len(pairs) == 2 and pairs[0][0].shape == (3, 17 - n, D)
+    assert found == pytest.approx(sum(((a - b) ** 2).mean().item() for a, b in pairs) / 2, rel=1e-5)
+    exact = own_rows(model, IDS[:n])
+    assert block_loss(model, model, tokens[:, n:], exact, exact).item() == 0
+    assert block_loss(model, coded, tokens[:, n:], exact, exact).item() != pytest.approx(found, rel=1e-3)
+
+
+@pytest.mark.parametrize("sharing, n", [(1, 1), (2, 4)])
+def test_the_gradient_of_the_loss_by_finite_differences(sharing, n):
+    """With respect to keys, before RoPE, and values, in random directions; the models themselves get none."""
+    model, coded, tokens = double(sharing, n)
+    exact = own_rows(model, IDS[:n])
+    rows, dice = [x.clone().requires_grad_() for x in exact], torch.Generator().manual_seed(0)
+    block_loss(model, coded, tokens[:, n:], exact, rows).backward()
+    assert all(p.grad is None for m in (model, coded) for p in m.parameters())
+    for kind in (0, 1):
+        for _ in range(3):
+            way = [torch.zeros_like(x) for x in rows]
+            way[kind] = torch.randn(rows[kind].shape, generator=dice, dtype=torch.float64)
+            ends = [block_loss(model, coded, tokens[:, n:], exact, [x + h * w for x, w in zip(exact, way)]).item()
+                    for h in (3e-3, -3e-3)]
+            assert (rows[kind].grad * way[kind]).sum().item() == pytest.approx((ends[0] - ends[1]) / 6e-3, rel=2e-2)
+
+
+# ---- the theorem
+
+def plain_theorem(q, K, V_, dK, dV, W):
+    """What the head is off by, and the bound, for one query, in numpy."""
+    def head(K, V_):
+        p = np.exp(K @ q / math.sqrt(len(q)))
+        return W @ (V_.T @ (p / p.sum()))
+
+    c3 = np.linalg.svd(W)[1][0]
+    c1 = len(K) ** 1.5 / math.sqrt(len(q)) * c3 * np.sqrt((q ** 2).sum())
+    c2 = c1 * np.linalg.svd(V_)[1][0]
+    most, all_of_v = max(np.sqrt((row ** 2).sum()) for row in dK), np.sqrt((dV ** 2).sum())
+    return np.sqrt(((head(K + dK, V_ + dV) - head(K, V_)) ** 2).sum()), c1 * most * all_of_v + c2 * most + c3 * all_of_v
+
+
+def heads(seed, n, d=8, batch=(3, 2)):
+    dice = torch.Generator().manual_seed(seed)
+    q, K, V_, dK, dV = (torch.randn(*batch, *shape, generator=dice, dtype=torch.float64)
+                        for shape in ((d,), (n, d), (n, d), (n, d), (n, d)))
+    return q, K, V_, dK, dV, torch.randn(12, d, generator=dice, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", [1, 5, 30])
+@pytest.mark.parametrize("size", [1e-4, 0.03, 0.5])
+def test_theorem_1(n, size):
+    q, K, V_, dK, dV, W = heads(n, n)
+    change, bound = theorem_1(q, K, V_, size * dK, size * dV, W)
+    assert change.shape == bound.shape == (3, 2)
+    for i in np.ndindex(3, 2):
+        expected = plain_theorem(*(x[i].numpy() for x in (q, K, V_, size * dK, size * dV)), W.numpy())
+        assert (change[i].item(), bound[i].item()) == pytest.approx(expected, rel=1e-6)
+    assert (change <= bound).all() and (change > 0).all()
+
+
+def test_each_row_that_is_exact_lowers_the_bound():
+    """Rows in the order of their size: the largest first."""
+    q, K, V_, dK, dV, W = heads(7, 10)
+    dK, dV = (0.05 * x * torch.linspace(3, 0.5, 10)[:, None] / x.norm(dim=-1, keepdim=True) for x in (dK, dV))
+    bounds = []
+    for n in range(11):
+        rest = (torch.arange(10) >= n)[:, None]
+        change, bound = theorem_1(q, K, V_, dK * rest, dV * rest, W)
+        assert (change <= bound).all()
+        bounds.append(bound)
+    assert all((a > b).all() for a, b in pairwise(bounds)) and (bounds[-1] == 0).all()
+
+
+# ---- train_intact.py
+
+TINY = ["--samples", "8", "--tokens", "64", "--accumulate", "2", "--context", "64", "--windows", "1"]
+
+
+def run(module, capsys, monkeypatch, *words):
+    """A command in this process: (status, stdout, stderr)."""
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
+    try:
+        module.main()
+        status = 0
+    except SystemExit as end:
+        status = end.code or 0
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+@pytest.fixture
+def training(capsys, monkeypatch, tmp_path):
+    """Call it with more words: (status, stdout, stderr)."""
+    out = ["--out", tmp_path / "trained.safetensors"]
+    return lambda *words: run(train_intact, capsys, monkeypatch, *out, *TINY, *words)
+
+
+@pytest.fixture
+def evaluating(capsys, monkeypatch):
+    return lambda *words: run(eval_ppl, capsys, monkeypatch, *words, "--context", 64, "--windows", 2)
+
+
+def losses_in(out):
+    """{prefix: [loss, held-out loss, perplexity, KL]} of the printed table."""
+    lines = [re.split(" {2,}", line.strip()) for line in out.split("\n\n")[1].splitlines()]
+    assert lines[0] == ["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"]
+    return {line[1]: [float(x) for x in line[2:]] for line in lines[1:]}
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """What 12 updates end in, and what was said."""
+    path = tmp_path_factory.mktemp("whole") / "trained.safetensors"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        done = subprocess.run([sys.executable, "train_intact.py", "--out", path, *TINY, "--updates", "12"], cwd=ROOT,
+                              capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "" and not Path(f"{path}.state").exists()
+    return content(path), done.stdout
+
+
+def content(path):
+    """Everything in a safetensors file, to the last bit."""
+    with safe_open(path, "pt") as file:
+        return file.metadata(), {key: (str(t.dtype), t.tolist()) for key in file.keys() for t in [file.get_tensor(key)]}
+
+
+def test_training_lowers_the_loss(whole_run):
+    _, out = whole_run
+    losses = losses_in(out)
+    assert list(losses) == ["-", "none", "exact", "trained"]
+    assert losses["trained"][0] < losses["exact"][0] < losses["none"][0]
+    assert losses["-"][3] == 0 and losses["exact"][3] < losses["none"][3]
+    assert "768 parameters" in out  # 6 layers, keys and values of 2 heads of 32
+
+
+def test_training_that_goes_wrong_leaves_the_exact_prefix(training, tmp_path, embedded):
+    status, out, _ = training("--updates", 3, "--lr", 1000, "--clip", 1e9)
+    losses = losses_in(out)
+    assert status == 0 and losses["trained"][0] > losses["exact"][0] and "the exact prefix is written instead" in out
+    model, _ = embedded
+    found = load_prefix(tmp_path / "trained.safetensors", model.config)
+    exact = exact_rows(model, model, [1])
+    assert found.keys.dtype == torch.float16
+    assert torch.equal(found.keys.float(), exact[0]) and torch.equal(found.values.float(), exact[1])
+
+
+def test_what_was_trained_is_what_is_evaluated(training, evaluating, tmp_path):
+    path = tmp_path / "trained.safetensors"
+    assert training("--updates", 2, "--w-bits", 2)[0] == 0
+    status, out, _ = evaluating("--method", "intactkv", "--weights", "rtn", "--w-bits", 2, "--prefix", f"bos,{path}")
+    assert status == 0 and f"intactkv prefix={path}" in out and "intactkv prefix=bos" in out
+    words = ["--method", "intactkv", "--prefix", path]
+    assert "another quantizer" in refused(evaluating, *words)
+    for other in (["--w-bits", 3], ["--w-bits", 2, "--w-group-size", 32]):
+        assert "another quantizer" in refused(evaluating, *words, "--weights", "rtn", *other)
+    assert "another model" in refused(evaluating, *words, "--weights", "rtn", "--w-bits", 2, "--dtype", "bf16")
+
+
+class Stop:
+    """Ctrl-C after so many updates."""
+    def __init__(self, monkeypatch, after):
+        self.left, self.update = after, train_intact.State.update
+        monkeypatch.setattr(train_intact.State, "update", lambda state, clip: self(state, clip))
+
+    def __call__(self, state, clip):
+        self.update(state, clip)
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_run):
+    """Again and again, at any update; in the end the file is that of a run that never was."""
+    path, state, done = tmp_path / "trained.safetensors", tmp_path / "trained.safetensors.state", 0
+    for after in (1, 4, 6):
+        with monkeypatch.context() as patch:
+            Stop(patch, after)
+            status, out, err = training("--updates", 12)
+        assert status == 130 and err.strip() == ("train_intact.py: stopped; the same command goes on after the last "
+                                                 "update")
+        assert f"going on after {done} updates" in out if done else "going on" not in out
+        done += after
+        with safe_open(state, "pt") as file:
+            assert file.metadata()["done"] == str(done) and not path.exists()
+    status, out, _ = training("--updates", 12)
+    assert status == 0 and "going on after 11 updates" in out and not state.exists()
+    assert content(path) == whole_run[0] and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("words", [["--lr", 1e-3], ["--seed", 1], ["--w-bits", 4], ["--weights", "gptq"],
+                                   ["--samples", 9], ["--clip", 1], ["--accumulate", 3]])
+def test_the_state_of_another_run_is_refused(training, monkeypatch, tmp_path, words):
+    with monkeypatch.context() as patch:
+        Stop(patch, 1)
+        training("--updates", 2)
+    state = tmp_path / "trained.safetensors.state"
+    before = state.read_bytes()
+    status, _, err = training("--updates", 2, *words)
+    assert status == 2 and "state of another run" in err and err.count("\n") == 1
+    assert state.read_bytes() == before and not (tmp_path / "trained.safetensors").exists()
+
+
+def test_a_damaged_state_is_refused(training, tmp_path):
+    state = tmp_path / "trained.safetensors.state"
+    for damaged in (b"", b"x" * 100, (eval_ppl.EMBEDDED / "model.safetensors").read_bytes()):
+        state.write_bytes(damaged)
+        status, _, err = training("--updates", 2)
+        assert status == 2 and str(state) in err and err.count("\n") == 1 and state.read_bytes() == damaged
+
+
+def started(path, *words):
+    return subprocess.Popen([sys.executable, "train_intact.py", "--out", path, *TINY, *words], cwd=ROOT, text=True,
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def updates_in(state):
+    """As the state file says, which has to be whole at any time."""
+    if not state.exists():
+        return 0
+    with safe_open(state, "pt") as file:
+        assert all(torch.isfinite(file.get_tensor(key)).all() for key in file.keys()) and len(file.keys()) == 8
+        return int(file.metadata()["done"])
+
+
+def wait_for(state, updates, process):
+    while process.poll() is None and updates_in(state) < updates:
+        time.sleep(0.005)
+    return process.poll() is None
+
+
+def test_a_run_that_is_killed_goes_on(tmp_path, whole_run):
+    """As soon as there is a state, and later; the last time by Ctrl-C."""
+    path, state = tmp_path / "trained.safetensors", tmp_path / "trained.safetensors.state"
+    stops = 0
+    for updates, sign in ((1, signal.SIGKILL), (5, signal.SIGKILL), (8, signal.SIGINT)):
+        process = started(path, "--updates", "12")
+        if wait_for(state, updates, process):
+            process.send_signal(sign)
+            stops += 1
+        err = process.communicate()[1]
+        assert process.returncode == (-9 if sign == signal.SIGKILL else 130), err
+        assert err == "" if sign == signal.SIGKILL else err.strip().startswith("train_intact.py: stopped")
+        assert "Traceback" not in err and updates_in(state) >= updates and not path.exists()
+    process = started(path, "--updates", "12")
+    assert process.communicate()[1] == "" and process.returncode == 0
+    assert stops == 3 and content(path) == whole_run[0] and not state.exists()
+
+
+@pytest.mark.parametrize("words, named", [
+    (["--out", "no/such/folder/x.safetensors"], ["no/such/folder"]), (["--out", "prefix.bin"], ["prefix.bin"]),
+    (["--weights", "rnt"], ["rnt", "awq", "rtn"]), (["--w-bits", "9"], ["2 to 8", "9"]),
+    (["--w-group-size", "24"], ["24", "128"]), (["--prefix", "nothing.txt"], ["nothing.txt"]),
+    (["--updates", "0"], ["updates", "0"]), (["--samples", "-1"], ["samples", "-1"]), (["--lr", "0"], ["lr", "0"]),
+    (["--clip", "nan"], ["clip", "nan"]), (["--tokens", "2048"], ["2048", "1024"]), (["--tokens", "2"], ["2"]),
+    (["--data", "nothing.txt"], ["nothing.txt"]), (["--model", "no/folder"], ["no/folder"]),
+])
+def test_bad_input_of_training_is_one_clear_line(training, tmp_path, words, named):
+    line = refused(training, *words)
+    assert all(name in line for name in named), line
+    assert not list(tmp_path.iterdir())
+
+
+# ---- eval_ppl.py
+
+def refused(call, *words):
+    """The one line with which a command refuses."""
+    status, _, err = call(*words)
+    assert status == 2 and err.count("\n") == 1 and ".py: error: " in err and "Traceback" not in err, (status, err)
+    return err
+
+
+def rows_in(out):
+    """{(weights, method): {column: text}} of the printed table, without the seconds."""
+    head, *lines = [re.split(" {2,}", line.strip()) for line in out.split("\n\n")[-1].splitlines()]
+    assert head[:2] == ["weights", "method"] and all(len(line) == len(head) for line in lines)
+    return {tuple(line[:2]): dict(zip(head[2:-1], line[2:])) for line in lines}
+
+
+def test_lists_of_quantizers_and_prefixes(evaluating, tmp_path):
+    """A model for each quantizer and number of bits, each prefix filled for each; beside fp16 of the model itself."""
+    system, out_json = tmp_path / "system.txt", tmp_path / "out.json"
+    system.write_text("Balo lives in")
+    status, out, err = evaluating("--method", "intactkv", "--weights", "rtn,gptq", "--w-bits", "3,4", "--prefix",
+                                  f"bos,{system}", "--calib-windows", 2, "--json", out_json)
+    names, kinds = ["rtn-3", "rtn-4", "gptq-3", "gptq-4"], ["fp16", "intactkv prefix=bos", f"intactkv prefix={system}"]
+    rows = rows_in(out)
+    assert (status, err) == (0, "") and list(rows) == [("-", "fp16"), *((w, m) for w in names for m in kinds)]
+    assert len({row["ppl"] for row in rows.values()}) == len(rows) and rows["-", "fp16"]["KL"] == "0.0000"
+    for w in names:
+        assert float(rows[w, kinds[2]]["KL"]) < float(rows[w, "fp16"]["KL"])
+        assert f"weights {w}: " in out
+    assert re.search(r"the first [3-9] tokens of every window", out)
+    written = json.loads(out_json.read_text())["rows"]
+    assert [(row["weights"], row["label"]) for row in written[1:]] == list(rows)[1:]
+    assert written[2]["settings"]["prefix"] == "bos"
+
+
+def test_other_methods_on_quantized_weights(evaluating):
+    """And a coded cache behind a prefix."""
+    status, out, _ = evaluating("--method", "rtn,pfn,intactkv", "--weights", "rtn", "--w-bits", "4", "--bits", "3",
+                                "--scheme", "token-dynamic")
+    rows = rows_in(out)
+    assert status == 0 and list(rows) == [("-", "fp16"), *(("rtn-4", m) for m in ("fp16", "rtn", "pfn", "intactkv"))]
+    assert rows["rtn-4", "intactkv"]["bits"] == "3" and float(rows["rtn-4", "intactkv"]["true"]) > 3
+
+
+def test_four_bits_are_the_default(evaluating):
+    assert ("awq-4", "fp16") in rows_in(evaluating("--method", "fp16", "--weights", "awq", "--calib-windows", 2)[1])
+
+
+def test_quantized_weights_are_kept_in_the_calibration_file(evaluating, monkeypatch, tmp_path):
+    """And read again: the same table, and nobody quantizes."""
+    kept = tmp_path / "learned.safetensors"
+    words = ["--method", "intactkv", "--weights", "gptq,awq", "--w-bits", "3", "--calib-windows", 2,
+             "--calibration", kept]
+    status, out, _ = evaluating(*words)
+    assert status == 0 and {name.split("/")[0] for name in load_file(kept)} == {
+        "weights gptq-3 groups None", "weights awq-3 groups None"}
+    before = kept.read_bytes()
+
+    def never(*_):
+        raise AssertionError("quantized again")
+    monkeypatch.setattr(command, "quantize", never)
+    monkeypatch.setattr(weights, "quantize", never)
+    status, again, _ = evaluating(*words)
+    assert status == 0 and rows_in(again) == rows_in(out) and kept.read_bytes() == before
+    for more in (["--w-group-size", 32], ["--w-bits", 4]):
+        with pytest.raises(AssertionError, match="quantized again"):
+            evaluating(*words, *more)
+
+
+@pytest.mark.parametrize("words, named", [
+    (["--weights", "rnt"], ["rnt", "rtn", "awq", "gptq", "omniquant"]),
+    (["--weights", "rtn,"], ["''", "rtn"]),
+    (["--weights", "rtn", "--w-bits", "9"], ["2 to 8", "9"]),
+    (["--weights", "rtn", "--w-bits", "3,1"], ["2 to 8", "1"]),
+    (["--weights", "rtn", "--w-group-size", "24"], ["24", "128"]),
+    (["--weights", "rtn", "--w-group-size", "0"], ["0"]),
+    (["--w-bits", "3"], ["--w-bits", "--weights"]),
+    (["--w-group-size", "32"], ["--w-group-size", "--weights"]),
+    (["--prefix", "nothing.txt"], ["nothing.txt", "bos"]),
+    (["--prefix", "nothing.safetensors"], ["nothing.safetensors"]),
+    (["--prefix", str(eval_ppl.EMBEDDED / "model.safetensors")], ["model.safetensors", "train_intact.py"]),
+    (["--method", "rtn", "--prefix", "bos"], ["--prefix", "rtn"]),
+    (["--prefix", str(ROOT / "README.md")], ["64"]),  # longer than a window
+    (["--scheme", "token-static"], ["scheme", "token-dynamic", "token-static"]),
+    (["--weights", "rtn", "--calibration", "learned"], ["--calibration"]),  # nothing is learned
+    (["--weights", "gptq", "--calib-data", "nothing.txt"], ["nothing.txt"]),
+])
+def test_bad_input_is_one_clear_line(evaluating, words, named):
+    line = refused(evaluating, *([] if "--method" in words else ["--method", "intactkv"]), *words)
+    assert all(name in line for name in named), line
+
+
+def test_prefixes_of_which_neither_begins_the_other(evaluating, tmp_path):
+    """All methods read the same windows, so one of the two texts cannot be."""
+    paths = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    for path, words in zip(paths, ("Balo lives in", "Eastwick is far")):
+        path.write_text(words)
+    assert "does not begin with" in refused(evaluating, "--method", "intactkv", "--prefix", ",".join(map(str, paths)))
