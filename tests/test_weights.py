@@ -553,19 +553,28 @@ def test_awq_where_nothing_can_be_better_is_rtn():
         assert torch.equal(a.self_attn.v_proj.gain, torch.ones(H * d))
 
 
-def test_awq_looks_at_the_full_precision_model(folded, monkeypatch):
+def test_awq_clips_what_it_finds_in_the_full_precision_model(folded, monkeypatch):
     """Clips are searched on what the layers read there once the scales are folded in; those of q and k are not."""
     model, seen, clips = tiny(1), [], AWQ.clips
-    monkeypatch.setattr(AWQ, "clips", lambda self, x, w: seen.append((x, w.clone())) or clips(self, x, w))
-    _, equivalent = folded(model, AWQ(3, 16), text())
+
+    def noted(self, x, weight):
+        seen.append((x, weight.clone(), clips(self, x, weight)))
+        return seen[-1][2]
+
+    monkeypatch.setattr(AWQ, "clips", noted)
+    coded, equivalent = folded(model, AWQ(3, 16), text())
     h, expected = model.model["embed_tokens"](text()), []
-    for block in equivalent.model["layers"]:
+    for block, new in zip(equivalent.model["layers"], coded.model["layers"]):
         inputs, h = inputs_of(block, model, h)
-        expected += [(inputs[name].flatten(0, 1), block.get_submodule(name).weight) for name in LINEARS[2:]]
+        expected += [(inputs[name].flatten(0, 1), block.get_submodule(name).weight, new.get_submodule(name).weight)
+                     for name in LINEARS[2:]]
     assert len(seen) == len(expected) == 5 * L
-    for (x, weight), (y, other) in zip(seen, expected):
+    for (x, weight, most), (y, other, found) in zip(seen, expected):
         assert torch.allclose(weight, other, rtol=1e-4, atol=1e-6)
         assert (x - y).abs().max() < 1e-4 * y.abs().max()
+        groups = weight.unflatten(1, (-1, 16))  # (out, in/G, G)
+        clipped = groups.clamp(-most, most).flatten(1)
+        assert torch.equal(found, rounded(clipped, 3, 16)) and not torch.equal(clipped, weight)
 
 
 # ---- omniquant
