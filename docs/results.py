@@ -18,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"```console\n\$ (python (?!-m pdb)[^\n]*(?:\\\n[^\n]*)*)\n(.*?)```\n", re.DOTALL)
+BLOCK = re.compile(r"```console\n\$ (python (?!-m pdb)(?:[^\n\\]|\\\n)*)\n(.*?)```\n", re.DOTALL)
 SESSION = re.compile(r"```console\n(?=\$ python -m pdb |\(Pdb\) )(.*?)```\n", re.DOTALL)
 PROMPT = "(Pdb) "
 
