@@ -447,6 +447,7 @@ def test_each_row_that_is_exact_lowers_the_bound():
 
 # ---- train_intact.py
 
+UPDATES = 40  # of the run that is stopped, early: there is time to do so
 TINY = ["--samples", "8", "--tokens", "64", "--accumulate", "2", "--context", "64", "--windows", "1"]
 
 
@@ -483,12 +484,12 @@ def losses_in(out):
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """What 12 updates end in, and what was said."""
+    """What UPDATES end in, and what was said."""
     path = tmp_path_factory.mktemp("whole") / "trained.safetensors"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        done = subprocess.run([sys.executable, "train_intact.py", "--out", path, *TINY, "--updates", "12"], cwd=ROOT,
-                              capture_output=True, text=True)
+        words = ["train_intact.py", "--out", path, *TINY, "--updates", str(UPDATES)]
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "" and not Path(f"{path}.state").exists()
     return content(path), done.stdout
 
@@ -550,14 +551,14 @@ def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_r
     for after in (1, 4, 6):
         with monkeypatch.context() as patch:
             Stop(patch, after)
-            status, out, err = training("--updates", 12)
+            status, out, err = training("--updates", UPDATES)
         assert status == 130 and err.strip() == ("train_intact.py: stopped; the same command goes on after the last "
                                                  "update")
         assert f"going on after {done} updates" in out if done else "going on" not in out
         done += after
         with safe_open(state, "pt") as file:
             assert file.metadata()["done"] == str(done) and not path.exists()
-    status, out, _ = training("--updates", 12)
+    status, out, _ = training("--updates", UPDATES)
     assert status == 0 and "going on after 11 updates" in out and not state.exists()
     assert content(path) == whole_run[0] and [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -609,7 +610,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path, whole_run):
     path, state = tmp_path / "trained.safetensors", tmp_path / "trained.safetensors.state"
     stops = 0
     for updates, sign in ((1, signal.SIGKILL), (5, signal.SIGKILL), (8, signal.SIGINT)):
-        process = started(path, "--updates", "12")
+        process = started(path, "--updates", str(UPDATES))
         if wait_for(state, updates, process):
             process.send_signal(sign)
             stops += 1
@@ -617,7 +618,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path, whole_run):
         assert process.returncode == (-9 if sign == signal.SIGKILL else 130), err
         assert err == "" if sign == signal.SIGKILL else err.strip().startswith("train_intact.py: stopped")
         assert "Traceback" not in err and updates_in(state) >= updates and not path.exists()
-    process = started(path, "--updates", "12")
+    process = started(path, "--updates", str(UPDATES))
     assert process.communicate()[1] == "" and process.returncode == 0
     assert stops == 3 and content(path) == whole_run[0] and not state.exists()
 
