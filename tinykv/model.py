@@ -101,6 +101,9 @@ class Attention(nn.Module):
     def forward(self, x, rope, positions, mask, layer, cache=None):
         B, T, _ = x.shape
         q, k, v = self.qkv(x)  # (B, H, T, d), (B, Hkv, T, d) twice
+        if hasattr(cache, "attend"):  # a cache that attends by itself, from its packed rows: `kernels.TritonCache`
+            out = cache.attend(layer, q, k, v, positions)  # (B, H, T, d)
+            return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
         if cache is None:
             k = rope.rotate(k, positions)  # (B, Hkv, T, d)
         else:
