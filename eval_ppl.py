@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from tinykv import UserError, checkpoint, figures
-from tinykv.cache import PROTOCOLS
+from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import load_learned, save_learned
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
@@ -55,6 +55,9 @@ def parser():
     p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
     p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
+    p.add_argument("--backend", choices=("torch", "triton"), default="torch",
+                   help="how attention reads the cache. torch: decode it, then attend; triton: the kernels of kernels.py, "
+                        "from the packed codes, on a GPU (calibration stays torch)")
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
     p.add_argument("--json", metavar="PATH", help="also write the table as JSON")
     p.add_argument("--plot", metavar="FILE",
@@ -242,6 +245,16 @@ def print_table(rows):
         print("  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))))
 
 
+def cache_of(backend):
+    """The cache class of a backend. UserError if that is not installed."""
+    if backend == "torch":
+        return KVCache
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("--backend triton needs the package triton (pip install triton, on Linux); or use torch")
+    import kernels  # only now: nothing else needs triton
+    return kernels.TritonCache
+
+
 def check(args):
     """What can be seen to be wrong before anything is loaded."""
     for flag in ("context", "windows", "calib_windows", "batch"):
@@ -258,6 +271,7 @@ def check(args):
 
 def run(args):
     check(args)
+    cache = cache_of(args.backend)
     device = checkpoint.usable(args.device)
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
     config = checkpoint.load_config(args.model)
@@ -269,6 +283,9 @@ def run(args):
     for label, (method, _, _) in methods.items():
         if not method.keeps_share and method.preserve > context:
             raise UserError(f"{label} keeps {method.preserve} tokens, and a window has {context}; keep fewer")
+    if args.backend == "triton":
+        for method, _, _ in methods.values():
+            cache.check(method, device)
     model, tokenizer = checkpoint.load(args.model, device, dtype)
     windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos)
     if any(m.needs_calibration for m, _, _ in methods.values()):
@@ -280,7 +297,8 @@ def run(args):
         flag = "--calibration" if args.calibration else "--calib-data"
         raise UserError(f"{flag}: none of {', '.join(methods)} learns anything beforehand")
     print(f"model {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
-    print(f"data {args.data}: {args.windows} windows of {context} tokens, protocol {args.protocol}, seed {args.seed}")
+    print(f"data {args.data}: {args.windows} windows of {context} tokens, protocol {args.protocol}, seed {args.seed}"
+          + (", backend triton" if args.backend == "triton" else ""))
     for label, why in left_out.items():
         print(f"{label} is left out: {why}")
     for label, (method, _, _) in methods.items():
@@ -289,7 +307,7 @@ def run(args):
     batch = args.batch or max(1, 4096 // context)
     with bar(None, "evaluating", len(methods) * args.windows) as progress:
         ready = {label: method for label, (method, _, _) in methods.items()}
-        results = evaluate(model, ready, windows, args.protocol, batch, progress)
+        results = evaluate(model, ready, windows, args.protocol, batch, progress, cache)
     rows = rows_of(methods, results, args.protocol)
     print()
     print_table(rows)

@@ -21,20 +21,28 @@ products take 16-bit operands where the model has 16 bits. Scores are in base 2:
 import argparse
 import functools
 import math
-import sys
+import re
+import subprocess
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
-from tinykv import UserError, anchors
+from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs import TERNARY, Affine, Codebook, Exact, NonUniform
+from tinykv.methods import METHODS
 from tinykv.methods.base import Method
 from tinykv.methods.skvq import ClippedGroups
+from tinykv.model import LlamaConfig, Rope
 
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
+TILE = 64  # tokens that a program reads at a time, at most
 
 
 # ---- 1. A side of the cache
@@ -43,9 +51,9 @@ class Side(NamedTuple):
     """Keys, or values, of a range of tokens. A row of codes is read as one of four kinds:
 
     exact     16-bit numbers
-    planes    whole codes in a byte, 8 / bits = P of them, so a head's row is P planes: channels 0, P, 2P, ..., then
-              channels 1, P + 1, ... A plane is one shift and one mask away from the bytes, and nothing has to move:
-              q and the output are cut into the same planes instead.
+    planes    P codes fill a byte, or three: a head's row is P planes, channels 0, P, 2P, ..., then channels 1, P + 1,
+              ... A plane is one shift and one mask away from the bytes, and nothing has to move: q and the output are
+              cut into the same planes instead.
     numbers   any other code of 1 to 8 bits or three levels: a load, or two, for every number
     book      numbers of vectors, 1 to 12 bits, looked up in a table of centroids
 
@@ -56,6 +64,7 @@ class Side(NamedTuple):
     bits: tl.constexpr  # 0: three levels
     more: tl.constexpr  # bytes after the first that a number may reach into
     planes: tl.constexpr  # P; 1 for the other kinds
+    unit: tl.constexpr  # bytes that P codes fill
     codes: torch.Tensor  # uint8, or the rows themselves
     batch: int  # strides of `codes`: of a sequence, of a head (0 where all heads are one row), of a token
     head: int
@@ -70,6 +79,7 @@ class Side(NamedTuple):
     grid_channel: int = 0
     tokens: tl.constexpr = tl.constexpr(0)
     channels: tl.constexpr = tl.constexpr(0)
+    fold: tl.constexpr = tl.constexpr("")  # a scale goes to a "token"'s score or weight, to a "channel" of q, or to each c
     form: tl.constexpr = tl.constexpr("offset")  # "integer": scale * (c - zero); "fp8": both as bytes of e4m3
     levels: torch.Tensor | None = None  # (2**bits)
     place: torch.Tensor | None = None  # (h) int32: where a channel's code lies in the row of all heads
@@ -88,76 +98,87 @@ class Side(NamedTuple):
 
 def exact_side(rows, start=0):
     """rows (B, Hkv, T, d) as they are, the first at position `start`."""
-    c = tl.constexpr
-    return Side(c("exact"), c(16), c(0), c(1), rows, *rows.stride()[:3], 0, start)
+    return Side(*packing("exact", 16), rows, *rows.stride()[:3], 0, start)
 
 
-def packing(bits):
-    """`bits` and `more` of a Side."""
-    if bits == TERNARY:
-        return tl.constexpr(0), tl.constexpr(0)
-    return tl.constexpr(bits), tl.constexpr(0 if 8 % bits == 0 else (bits + 6) // 8)
+PLANES = {1: (8, 1), 2: (4, 1), 4: (2, 1), 8: (1, 1), 3: (8, 3), 6: (4, 3), TERNARY: (5, 1)}  # bits: P, bytes
 
 
-def affine_side(codec, codes):
-    bits, d = codec.bits, codec.width
-    kind = "planes" if bits != TERNARY and 8 % bits == 0 and d % (2 * (8 // bits)) == 0 else "numbers"
+def layout(bits, width, halves):
+    """Whether a head's row, or each half of it, is planes: "planes" or "numbers"."""
+    planes, _ = PLANES.get(bits, (width + 1, 0))
+    return "planes" if width // halves % planes == 0 or (halves == 1 and bits == TERNARY) else "numbers"
+
+
+def packing(kind, bits):
+    """The first five fields of a Side."""
+    more = 0 if bits == TERNARY or 8 % bits == 0 or kind == "exact" else (bits + 6) // 8
+    planes, unit = PLANES[bits] if kind == "planes" else (1, 1)
+    return [tl.constexpr(x) for x in (kind, 0 if bits == TERNARY else bits, more, planes, unit)]
+
+
+def affine_side(codec, codes, halves):
+    c, d = tl.constexpr, codec.width
     scale, zero = (codec.scale, codec.zero) if codec.static else (codes.scale, codes.zero)
     if codec.static:
         scale, zero = scale[None], zero[None]  # (1, Hkv, 1, d/G, 1) or (1, Hkv, 1, 1, d)
     b, h, t, channel_group, channel = scale.stride()
-    per_token = codec.axis == "token"
-    c = tl.constexpr
+    per_token, kind, fold = codec.axis == "token", layout(codec.bits, d, halves), ""
+    if kind == "planes" and halves == 1:
+        if per_token:
+            fold = "token" if codec.group == d else ""
+        elif codec.static or math.gcd(codec.group or codes.q.shape[2], TILE) >= 16:
+            fold = "channel"
     return Side(
-        c(kind), *packing(bits), c(8 // bits if kind == "planes" else 1),
-        codes.q, *codes.q.stride()[:3], 0, 0, scale, zero, 0 if codec.static else b, h, t,
+        *packing(kind, codec.bits), codes.q, *codes.q.stride()[:3], 0, 0, scale, zero, 0 if codec.static else b, h, t,
         channel_group if per_token else channel,
         tokens=c(0 if codec.static else 1 if per_token else codec.group or codes.q.shape[2]),
         channels=c((0 if codec.group == d else codec.group) if per_token else 1),
-        form=c("integer" if codec.formula == "integer-zero" else "offset"))
+        fold=c(fold), form=c("integer" if codec.formula == "integer-zero" else "offset"))
 
 
-def nonuniform_side(codec, codes):
-    c, static = tl.constexpr, codec.axis == "channel"
+def nonuniform_side(codec, codes, halves):
+    c, static, kind = tl.constexpr, codec.axis == "channel", layout(codec.bits, codec.width, halves)
+    head = codec.width * codec.bits // 8 if kind == "planes" else 0
     scale, zero = (codec.half, codec.mid) if static else (codes.scale, codes.zero)
     strides = (0, codec.width, 0, 1) if static else (scale.stride(0), 0, scale.stride(2), 0)
     sparse = {}
     if codec.outliers and len(codes.value):
         end = codes.end[:, 0, :, 0].contiguous()  # (B, T)
         sparse = dict(end=end, sequences=end.shape[0], length=end.shape[1], value=codes.value, channel=codes.channel)
-    return Side(c("numbers"), *packing(codec.bits), c(1), codes.q, codes.q.stride(0), 0, codes.q.stride(2), codec.width,
+    return Side(*packing(kind, codec.bits), codes.q, codes.q.stride(0), head, codes.q.stride(2), codec.width,
                 0, scale, zero, *strides, tokens=c(0 if static else 1), channels=c(1 if static else 0),
                 levels=codec.levels, **sparse)
 
 
-def clipped_side(codec, codes):
+def clipped_side(codec, codes, halves):
     c = tl.constexpr
     place = codec.order.argsort().to(torch.int32)  # (h): the other way round
     scale, zero, form = codes.scale, codes.zero, "offset"
     if scale.itemsize == 1:
         scale, zero, form = scale.view(torch.uint8), zero.view(torch.uint8), "fp8"
-    return Side(c("numbers"), *packing(codec.bits), c(1), codes.q, codes.q.stride(0), 0,
+    return Side(*packing("numbers", codec.bits), codes.q, codes.q.stride(0), 0,
                 codes.q.stride(2), codec.width, 0, scale, zero, scale.stride(0), 0, scale.stride(2), 1,
                 tokens=c(1), channels=c(1), form=c(form), place=place, group=codec.group)
 
 
-def book_side(codec, codes):
+def book_side(codec, codes, halves):
     c = tl.constexpr
     books = codec.centroids.contiguous()
-    return Side(c("book"), *packing(codec.bits), c(1), codes.q, codes.q.stride(0), 0, codes.q.stride(2), codec.width,
-                books=books, n=c(codec.n), u=c(math.gcd(codec.n, codec.width // 2, 2 ** 20)), m=c(books.shape[1]),
+    return Side(*packing("book", codec.bits), codes.q, codes.q.stride(0), 0, codes.q.stride(2), codec.width,
+                books=books, n=c(codec.n), u=c(math.gcd(codec.n, codec.width // halves, 2 ** 20)), m=c(books.shape[1]),
                 shared=c(len(books) == 1))
 
 
 SIDES = {Affine: affine_side, NonUniform: nonuniform_side, ClippedGroups: clipped_side, Codebook: book_side}
 
 
-def side_of(part, begin):
+def side_of(part, begin, halves):
     """The coded, or the recent, tokens of a Part: those that `begin` is one of."""
     if begin >= part.first:
         return exact_side(part.recent, part.first)
     codec = part.method.codecs[part.layer][part.kind]
-    return exact_side(part.coded.q) if type(codec) is Exact else SIDES[type(codec)](codec, part.coded)
+    return exact_side(part.coded.q) if type(codec) is Exact else SIDES[type(codec)](codec, part.coded, halves)
 
 
 # ---- 2. From codes to numbers, in registers
@@ -167,7 +188,8 @@ def channels_of(side, half: tl.constexpr, plane: tl.constexpr, DIM: tl.constexpr
                 W: tl.constexpr):
     # The channels (W) of a plane of half a head, or of all of it, and which of them exist.
     i = tl.arange(0, W)
-    return i * side.planes + (half * (DIM // HALVES) + plane), i < DIM // HALVES // side.planes
+    channel = i * side.planes + plane
+    return channel + half * (DIM // HALVES), channel < DIM // HALVES
 
 
 @triton.jit
@@ -221,17 +243,29 @@ def grid_of(side, b, h, j0, ok, column, there, N: tl.constexpr):
 
 @triton.jit
 def bytes_of(side, b, h, j, ok, half: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr):
-    # The bytes (N, W) that hold the planes of a head's row, or of a half of it.
+    # The bytes (N, W) that hold the planes of a head's row, or of a half of it; three to a word where 3 belong together.
     i = tl.arange(0, W)
     row = side.codes + b * side.batch + h * side.head + (j - side.start).to(tl.int64)[:, None] * side.token  # (N, 1)
-    width: tl.constexpr = DIM // HALVES // side.planes
-    return tl.load(row + half * width + i[None], ok[:, None] & (i < width)[None], 0)
+    row += half * (DIM // HALVES) // side.planes * side.unit
+    live = ok[:, None] & (i * side.planes < DIM // HALVES)[None]
+    word = tl.load(row + (i * side.unit)[None], live, 0)
+    if side.unit == 3:
+        word = word.to(tl.int32) | tl.load(row + (i * 3 + 1)[None], live, 0).to(tl.int32) << 8
+        word |= tl.load(row + (i * 3 + 2)[None], live, 0).to(tl.int32) << 16
+    return word
 
 
 @triton.jit
 def plane_of(side, packed, plane: tl.constexpr):
-    # One plane of codes (N, W), as fp16 numbers 2**24 times too small: the bits of a small integer are that subnormal.
-    code = packed >> side.bits * plane & 2 ** side.bits - 1
+    # One plane of codes (N, W).
+    if side.bits == 0:
+        return packed // 3 ** plane % 3
+    return packed >> side.bits * plane & 2 ** side.bits - 1
+
+
+@triton.jit
+def tiny(code):
+    # Codes as fp16 numbers, 2**24 times too small: the bits of a small integer *are* that subnormal. Costs nothing.
     return code.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
@@ -263,16 +297,18 @@ def rows_of(side, b, h, j0, ok, packed, half: tl.constexpr, plane: tl.constexpr,
         if side.place is not None:
             place = tl.load(side.place + place, there, 0)
         if side.kind == "planes":
-            x = plane_of(side, packed, plane).to(tl.float32) * 16777216.0  # 2**24
+            code = plane_of(side, packed, plane)
         else:
-            x = number_at(side, row, place[None], live)
+            code = number_at(side, row, place[None], live)
         if side.levels is not None:
-            x = tl.load(side.levels + x).to(tl.float32)
+            x = tl.load(side.levels + code).to(tl.float32)
+        else:
+            x = tiny(code).to(tl.float32) * 16777216.0  # 2**24
         column = channel
         if side.group is not None:
             column = place
         scale, zero = grid_of(side, b, h, j0, ok, column, there, N)
-        x = x.to(tl.float32) * scale + zero
+        x = x * scale + zero
         if side.end is not None:
             stop = tl.load(side.end + b * side.length + j, ok, 0)  # (N)
             before = tl.where(b > 0, (b - 1) * side.length + j, (side.sequences - 1) * side.length + j - 1)
@@ -339,19 +375,19 @@ def score_tile(parts, total, k, turn, b, h, j0, ok, DIM: tl.constexpr, HALVES: t
             p, q = parts[plane], parts[k.planes + plane]
             s = tl.dot((p * c + q * z).to(DOT), tl.trans(x * cos - y * sin).to(DOT), s, input_precision="ieee")
             s = tl.dot((q * c - p * z).to(DOT), tl.trans(y * cos + x * sin).to(DOT), s, input_precision="ieee")
-    elif k.kind == "planes" and (k.channels == 0 or k.tokens % N == 0):
+    elif k.fold != "":
         # q.(c * scale + zero) without a product for each number: a scale is the token's, or goes into q
         offset = tl.full((M, 1), 0.0, tl.float32)
         for plane in tl.static_range(k.planes):
             q = parts[plane]
-            if k.channels != 0:
+            if k.fold == "channel":
                 channel, there = channels_of(k, 0, plane, DIM, HALVES, W)
                 scale, zero = grid_of(k, b, h, j0, ok, channel, there, N)  # (1, W)
                 offset += tl.sum(q * zero, 1)[:, None]
                 q = q * scale
-            s = tl.dot(q.to(DOT), tl.trans(plane_of(k, low, plane)).to(DOT), s, input_precision="ieee")
+            s = tl.dot(q.to(DOT), tl.trans(tiny(plane_of(k, low, plane))).to(DOT), s, input_precision="ieee")
         s *= 16777216.0  # 2**24
-        if k.channels == 0:
+        if k.fold == "token":
             scale, zero = grid_of(k, b, h, j0, ok, j, ok, N)  # (N or 1, 1)
             s = s * tl.trans(scale) + total[:, None] * tl.trans(zero)
         else:
@@ -370,14 +406,14 @@ def add_values(parts, zeros, p, v, b, h, j0, ok, DIM: tl.constexpr, W: tl.conste
     packed = 0
     if v.kind == "planes":
         packed = bytes_of(v, b, h, j0 + tl.arange(0, N), ok, 0, DIM, 1, W)  # (N, W)
-    if v.kind == "planes" and v.channels == 0:  # p.(c * scale + zero) = (p * scale).c + sum(p * zero)
+    if v.fold == "token":  # p.(c * scale + zero) = (p * scale).c + sum(p * zero)
         scale, zero = grid_of(v, b, h, j0, ok, ok, ok, N)  # (N or 1, 1)
         zeros += tl.sum(p * tl.trans(zero), 1)
         p = p * tl.trans(scale)
     new = ()
     for plane in tl.static_range(v.planes):
-        if v.kind == "planes" and v.channels == 0:
-            x = plane_of(v, packed, plane)
+        if v.fold == "token":
+            x = tiny(plane_of(v, packed, plane))
         else:
             x = rows_of(v, b, h, j0, ok, packed, 0, plane, DIM, 1, W, N)
         new = new + (tl.dot(p.to(DOT), x.to(DOT), parts[plane], input_precision="ieee"),)
@@ -446,7 +482,7 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
     for plane in tl.static_range(v.planes):
         channel, there = channels_of(v, 0, plane, DIM, 1, VW)
         x = out[plane]
-        if v.kind == "planes" and v.channels == 0:
+        if v.fold == "token":
             x = x * 16777216.0 + zeros[:, None]  # 2**24
         tl.store(acc + line[:, None] * DIM + channel[None], x, live[:, None] & there[None])
     tl.store(top + line, m, live)
@@ -516,10 +552,11 @@ def processors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def tile_tokens(*sides):
-    """N: 64, or fewer where a group of tokens that share a scale is shorter, so that no tile is in two of them."""
-    group = math.gcd(64, *(s.tokens.value for s in sides if s.tokens.value > 1))
-    return group if group >= 16 else 64  # shorter than a matrix unit takes: scales go to each number instead
+def tiling(sides, halves, rows):
+    """M, N and warps: no register spills with these, see `compile`. A tile never lies in two groups of tokens."""
+    M, N, warps = min(64 if rows > 16 else 16, triton.next_power_of_2(rows)), TILE, 4
+    group = math.gcd(N, *(s.tokens.value for s in sides if s.tokens.value > 1))
+    return M, group if group >= 16 else N, warps  # shorter than a product takes: then each number has its scale
 
 
 def pins_of(part, q, score):
@@ -561,29 +598,30 @@ def attention(q, layer, window=None):
     R, halves = H // Hkv, 2 if layer.method.rope == "pre" else 1
     k_pins = pins_of(k, q, pinned_scores(layer, q) if k.index is not None and k.first else None)
     v_pins = pins_of(v, q, None)
-    M = min(64 if T > 1 else 16, triton.next_power_of_2(T * R))
-    tiles, launches, pieces = triton.cdiv(T * R, M), [], 0
+    launches, pieces = [], 0
     cuts = sorted({0, k.first, v.first, S})  # keys and values may be coded up to different tokens
     for begin, end in zip(cuts, cuts[1:]):
-        sides = side_of(k, begin), side_of(v, begin)
-        N = tile_tokens(*sides)
+        sides = side_of(k, begin, halves), side_of(v, begin, 1)
+        M, N, warps = tiling(sides, halves, T * R)
+        tiles = triton.cdiv(T * R, M)
         wanted = min(triton.cdiv(2 * processors(q.device), tiles * B * Hkv), triton.cdiv(end - begin, 4 * N))
         split = triton.cdiv(triton.cdiv(end - begin, wanted), N) * N
         parts = triton.cdiv(end - begin // N * N, split)
-        launches.append((begin, end, sides, N, split, pieces, parts))
+        launches.append((begin, end, sides, M, N, warps, split, pieces, parts))
         pieces += parts
     acc = torch.empty(pieces, B, H, T, d, dtype=torch.float32, device=q.device)
     top, total = torch.empty(2, pieces, B, H, T, dtype=torch.float32, device=q.device)  # (pieces, B, H, T) both
-    for begin, end, sides, N, split, first, parts in launches:
+    for begin, end, sides, M, N, warps, split, first, parts in launches:
         turn = Turn()
         if halves == 2:
             turn = turn_of(layer.rope, N, triton.next_power_of_2(triton.cdiv(S, N)), q.device)
         dot = product_type(q, *sides)
-        widths = [max(16, triton.next_power_of_2(d // n // side.planes.value)) for n, side in zip((halves, 1), sides)]
-        attend_kernel[parts, tiles, B * Hkv](
+        widths = [max(16, triton.next_power_of_2(triton.cdiv(d // n, side.planes.value)))
+                  for n, side in zip((halves, 1), sides)]
+        attend_kernel[parts, triton.cdiv(T * R, M), B * Hkv](
             q, *sides, turn, k_pins if begin < k.first else Pins(), v_pins if begin < v.first else Pins(),
             acc[first:], top[first:], total[first:], *q.stride()[:3], begin, end, split, T, S, window or S,
-            B * H * T, LOG2E / math.sqrt(d), H, R, d, halves, *widths, M, N, dot, num_warps=4, num_stages=3)
+            B * H * T, LOG2E / math.sqrt(d), H, R, d, halves, *widths, M, N, dot, num_warps=warps, num_stages=3)
     out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     M = min(16, triton.next_power_of_2(T))
     pinned = v.pinned if v_pins.slot is not None else None
@@ -721,8 +759,27 @@ class TritonCache(KVCache):
     """A KVCache that `Attention` asks for its output, and not for keys and values."""
 
     def __init__(self, model, method, protocol="stream"):
-        check(method, model.lm_head.weight.device)
+        self.check(method, model.lm_head.weight.device)
         super().__init__(model, method, protocol)
+
+    @staticmethod
+    def check(method, device):
+        """UserError for what the triton backend cannot do: it never falls back."""
+        name = type(method).__name__
+        if device.type != "cuda" and not triton.knobs.runtime.interpret:
+            raise UserError(f"the triton backend needs a GPU, and the model is on {device.type}; use --backend torch, or "
+                            "set TRITON_INTERPRET=1 to go through the kernels slowly, line by line")
+        for verb in ("encode", "decode"):
+            if getattr(type(method), verb) is not getattr(Method, verb):
+                raise UserError(f"{name} has its own `{verb}`, which the triton backend does not know; use --backend torch")
+        for codec in (codec for layer in method.codecs for codec in layer.values()):
+            if type(codec) not in (Exact, *SIDES):
+                raise UserError(f"{name} codes by {type(codec).__name__}, for which the triton backend has no kernel; it "
+                                f"has {', '.join(c.__name__ for c in (Exact, *SIDES))}; use --backend torch")
+            if type(codec) is Codebook and codec.n & codec.n - 1:
+                raise UserError(f"{name}: the triton backend looks up vectors of 1, 2, 4, 8 ... channels; these have "
+                                f"{codec.n}; use --backend torch")
+        scores_of(method)
 
     def reset(self):
         super().reset()
@@ -744,20 +801,155 @@ def scores_of(method):
     return owner is not Method and method.anchor_scores
 
 
-def check(method, device):
-    """UserError for what the triton backend cannot do: it never falls back."""
-    name = type(method).__name__
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise UserError(f"the triton backend needs a GPU, and the model is on {device.type}; use --backend torch, or "
-                        "set TRITON_INTERPRET=1 to go through the kernels slowly, line by line")
-    for verb in ("encode", "decode"):
-        if getattr(type(method), verb) is not getattr(Method, verb):
-            raise UserError(f"{name} has its own `{verb}`, which the triton backend does not know; use --backend torch")
+# ---- 8. The commands
+
+#            name: (method, its settings)
+FORMATS = {
+    "fp16": ("fp16", {}),
+    **{f"{bits:g}-bit per token": ("rtn", {"k_bits": bits, "v_bits": bits, "scheme": "token-dynamic"})
+       for bits in (8, 4, 3, 2, 1.5, 1)},
+    **{f"{bits}-bit kivi, groups of 128": ("kivi", {"k_bits": bits, "v_bits": bits, "group_size": 128})
+       for bits in (4, 2)},
+    "2-bit kivi, groups of 32": ("kivi", {}),
+    "2-bit static, K before RoPE": ("rtn", {"scheme": "channel-static"}),
+    "2-bit skvq": ("skvq", {}),
+    "2-bit kvquant, 1% outliers": ("kvquant", {}),
+    **{f"{bits:g}-bit codebooks {vq}": ("cq", {"vq": vq}) for vq, bits in
+       (("d2m256", 4), ("d4m256", 2), ("d8m256", 1), ("d16m4096", 0.75))},
+}
+SHAPES = {  # L, D, MLP, H, Hkv, vocabulary, theta
+    "LLaMA-3-8B": (32, 4096, 14336, 32, 8, 128256, 500000.0),
+    "LLaMA-2-7B": (32, 4096, 11008, 32, 32, 32000, 10000.0),
+}
+
+
+def config_of(shape, layers=None, positions=2 ** 20):
+    L, D, mlp, H, Hkv, vocab, theta = SHAPES[shape]
+    return LlamaConfig(vocab, D, mlp, layers or L, H, Hkv, D // H, positions, rope_theta=theta)
+
+
+def method_of(name, config, device):
+    """A method of FORMATS, with tables of random numbers where it would learn them: they cost the same to read."""
+    kind, settings = FORMATS[name]
+    method = METHODS[kind](config, **settings)
     for codec in (codec for layer in method.codecs for codec in layer.values()):
-        if type(codec) not in (Exact, *SIDES):
-            raise UserError(f"{name} codes by {type(codec).__name__}, for which the triton backend has no kernel; it "
-                            f"has {', '.join(c.__name__ for c in (Exact, *SIDES))}; use --backend torch")
-        if type(codec) is Codebook and codec.n & codec.n - 1:
-            raise UserError(f"{name}: the triton backend looks up vectors of 1, 2, 4, 8 ... channels; these have "
-                            f"{codec.n}; use --backend torch")
-    scores_of(method)
+        h = config.num_key_value_heads * config.head_dim
+        wide = torch.full((h,), 2.5, device=device)  # (h): a hundredth of normal numbers lie beyond
+        if type(codec) is Affine and codec.static:
+            codec.fix(-wide.view(-1, config.head_dim), wide.view(-1, config.head_dim))
+        elif type(codec) is NonUniform:
+            codec.levels = torch.linspace(-1, 1, 2 ** codec.bits, device=device).half()  # (2**bits)
+            codec.fix(-wide, wide)
+        elif type(codec) is ClippedGroups:
+            codec.regroup(torch.arange(h, device=device) % (h // codec.group_size))
+        elif type(codec) is Codebook:
+            codec.centroids = torch.randn(codec.places, int(settings["vq"].split("m")[1]), codec.n, device=device).half()
+    return method
+
+
+def filled(layer, config, B, coded, device, dtype):
+    """Put random tokens into a LayerCache: `coded` of them (256, 512, 1024, ...) in codes, then the recent ones."""
+    def rows(T):
+        return torch.randn(B, config.num_key_value_heads, T, config.head_dim, device=device).to(dtype)
+    for part in (layer.k, layer.v):
+        codes = layer.method.encode(layer.layer, part.kind, rows(256), None)
+        while codes.q.shape[2] < coded:
+            codes = codes.append(codes)
+        part.coded, part.first, part.recent = codes, coded, rows(layer.method.recent + 1)
+    layer.length = coded + layer.method.recent + 1
+    return layer
+
+
+def new_layer(name, config, B, coded, device, dtype):
+    method = method_of(name, config, device)
+    return filled(TritonLayer(0, method, Rope(config), "stream", None), config, B, coded, device, dtype)
+
+
+class Pretend:
+    """In the place of Triton's driver: kernels are compiled for `target` and taken apart, and nothing is launched."""
+
+    def __init__(self, sm):
+        self.sm, self.utils, self.kernels = sm, self, {}
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.sm, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 166912 if self.sm == 80 else 232448}
+
+    def launcher_cls(self, source, metadata):
+        return lambda *args: None
+
+    def load_binary(self, name, cubin, shared, device):
+        self.kernels[name, cubin] = {"sm": self.sm, "kernel": name, "shared": shared, **taken_apart(cubin)}
+        return None, None, 0, 0, 1024
+
+
+def taken_apart(cubin):
+    """Registers of a thread, instructions that spill them, and the instructions of the longest loop."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia
+        usage = subprocess.check_output([tool.cuobjdump.path, "-res-usage", file.name], text=True)
+        sass = subprocess.check_output([tool.nvdisasm.path, "-c", file.name], text=True)
+    code, labels, loop, spills = 0, {}, 0, 0
+    for line in sass.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = code
+        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)(.*)", line):
+            code += 1
+            spills += found[1] in ("STL", "LDL")
+            back = re.search(r"\(?(\.L_\w+)\)?", found[2]) if found[1] == "BRA" else None
+            if back and back[1] in labels:
+                loop = max(loop, code - labels[back[1]])
+    return {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "spills": spills, "loop": loop}
+
+
+COMPILED = ("fp16", "8-bit per token", "4-bit per token", "3-bit per token", "2-bit per token", "1.5-bit per token",
+            "1-bit per token", "2-bit kivi, groups of 128", "2-bit kivi, groups of 32", "2-bit static, K before RoPE",
+            "2-bit skvq", "2-bit kvquant, 1% outliers", "4-bit codebooks d2m256", "1-bit codebooks d8m256")
+
+
+def compiled(job):
+    """(sm, name of a format, queries) -> a row for each kernel that this starts, for LLaMA-3-8B in bf16."""
+    sm, name, T = job
+    torch.set_num_threads(1)
+    driver.set_active(Pretend(sm))
+    config = config_of("LLaMA-3-8B", layers=1)
+    rows = []
+    layer = new_layer(name, config, 1, 256, "cpu", torch.bfloat16)
+    q = torch.randn(1, config.num_attention_heads, T, config.head_dim).to(torch.bfloat16)
+    attention(q, layer)
+    if name == "fp16":
+        anchor_scores(q, layer.k.recent, torch.zeros(q.shape[:3]))
+    for row in driver.active.kernels.values():
+        rows.append({**row, "format": name, "queries": T})
+    return rows
+
+
+def compile_all(args):
+    """Every kernel at its settings through ptxas. Exit status 1 if one spills."""
+    jobs = [(sm, name, T) for sm in (90, 80) for name in COMPILED for T in (1, 128)]
+    with ProcessPoolExecutor(args.jobs) as pool:
+        rows = [row for rows in pool.map(compiled, jobs) for row in rows]
+    for row in rows: print(row)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="The kernels are used by eval_ppl.py.")
+    commands = p.add_subparsers(dest="command", required=True)
+    c = commands.add_parser("compile", help="compile every kernel for sm_80 and sm_90; needs no GPU")
+    c.add_argument("--jobs", type=int, default=2, help="processes")
+    args = p.parse_args()
+    compile_all(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -49,10 +49,11 @@ class Result:
 
 
 @torch.inference_mode()
-def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None):
+def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, cache_class=KVCache):
     """methods {name: Method}, fp16's first -> {name: Result}. windows: see `data.Windows`.
 
-    bar: an object with `update(n)`, told of every window that a method has finished.
+    bar: an object with `update(n)`, told of every window that a method has finished. cache_class: a KVCache, or one
+    that attends by itself.
     """
     results = {name: Result() for name in methods}
     for start in range(0, len(windows.tokens), batch):
@@ -61,7 +62,7 @@ def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None):
         hidden = {}
         for name, method in methods.items():
             clock = time.perf_counter()
-            cache = KVCache(model, method, protocol)
+            cache = cache_class(model, method, protocol)
             hidden[name] = read(model, tokens, cache)  # (B, T, D)
             if tokens.is_cuda:
                 torch.cuda.synchronize()
