@@ -20,16 +20,22 @@ products take 16-bit operands where the model has 16 bits. Scores are in base 2:
 """
 import argparse
 import functools
+import hashlib
+import itertools
 import math
 import re
 import subprocess
+import sys
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
+from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -39,7 +45,7 @@ from tinykv.codecs import TERNARY, Affine, Codebook, Exact, NonUniform
 from tinykv.methods import METHODS
 from tinykv.methods.base import Method
 from tinykv.methods.skvq import ClippedGroups
-from tinykv.model import LlamaConfig, Rope
+from tinykv.model import Llama, LlamaConfig, Rope
 
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 TILE = 64  # tokens that a program reads at a time, at most
@@ -66,9 +72,10 @@ class Side(NamedTuple):
     planes: tl.constexpr  # P; 1 for the other kinds
     unit: tl.constexpr  # bytes that P codes fill
     codes: torch.Tensor  # uint8, or the rows themselves
-    batch: int  # strides of `codes`: of a sequence, of a head (0 where all heads are one row), of a token
+    batch: int  # strides of `codes`: of a sequence, of a head (0 where all heads are one row), of a token, of a byte
     head: int
     token: int
+    byte: tl.constexpr  # a constant: only of neighbouring bytes that are known as such does a load take 16 at once
     first: int  # places that a head takes in a row of all heads, or 0
     start: int = 0  # position of its first token
     scale: torch.Tensor | None = None
@@ -96,9 +103,14 @@ class Side(NamedTuple):
     shared: tl.constexpr = tl.constexpr(False)  # one book for all places
 
 
+def strides(rows):
+    """The four strides of a Side."""
+    return *rows.stride()[:3], tl.constexpr(rows.stride(3))
+
+
 def exact_side(rows, start=0):
     """rows (B, Hkv, T, d) as they are, the first at position `start`."""
-    return Side(*packing("exact", 16), rows, *rows.stride()[:3], 0, start)
+    return Side(*packing("exact", 16), rows, *strides(rows), 0, start)
 
 
 PLANES = {1: (8, 1), 2: (4, 1), 4: (2, 1), 8: (1, 1), 3: (8, 3), 6: (4, 3), TERNARY: (5, 1)}  # bits: P, bytes
@@ -130,7 +142,7 @@ def affine_side(codec, codes, halves):
         elif codec.static or math.gcd(codec.group or codes.q.shape[2], TILE) >= 16:
             fold = "channel"
     return Side(
-        *packing(kind, codec.bits), codes.q, *codes.q.stride()[:3], 0, 0, scale, zero, 0 if codec.static else b, h, t,
+        *packing(kind, codec.bits), codes.q, *strides(codes.q), 0, 0, scale, zero, 0 if codec.static else b, h, t,
         channel_group if per_token else channel,
         tokens=c(0 if codec.static else 1 if per_token else codec.group or codes.q.shape[2]),
         channels=c((0 if codec.group == d else codec.group) if per_token else 1),
@@ -139,14 +151,15 @@ def affine_side(codec, codes, halves):
 
 def nonuniform_side(codec, codes, halves):
     c, static, kind = tl.constexpr, codec.axis == "channel", layout(codec.bits, codec.width, halves)
-    head = codec.width * codec.bits // 8 if kind == "planes" else 0
+    batch, _, token, byte = strides(codes.q)
+    head = codec.width * codec.bits // 8 * byte.value if kind == "planes" else 0
     scale, zero = (codec.half, codec.mid) if static else (codes.scale, codes.zero)
     strides = (0, codec.width, 0, 1) if static else (scale.stride(0), 0, scale.stride(2), 0)
     sparse = {}
     if codec.outliers and len(codes.value):
         end = codes.end[:, 0, :, 0].contiguous()  # (B, T)
         sparse = dict(end=end, sequences=end.shape[0], length=end.shape[1], value=codes.value, channel=codes.channel)
-    return Side(*packing(kind, codec.bits), codes.q, codes.q.stride(0), head, codes.q.stride(2), codec.width,
+    return Side(*packing(kind, codec.bits), codes.q, batch, head, token, byte, codec.width,
                 0, scale, zero, *strides, tokens=c(0 if static else 1), channels=c(1 if static else 0),
                 levels=codec.levels, **sparse)
 
@@ -157,15 +170,15 @@ def clipped_side(codec, codes, halves):
     scale, zero, form = codes.scale, codes.zero, "offset"
     if scale.itemsize == 1:
         scale, zero, form = scale.view(torch.uint8), zero.view(torch.uint8), "fp8"
-    return Side(*packing("numbers", codec.bits), codes.q, codes.q.stride(0), 0,
-                codes.q.stride(2), codec.width, 0, scale, zero, scale.stride(0), 0, scale.stride(2), 1,
+    return Side(*packing("numbers", codec.bits), codes.q, codes.q.stride(0), 0, *strides(codes.q)[2:],
+                codec.width, 0, scale, zero, scale.stride(0), 0, scale.stride(2), 1,
                 tokens=c(1), channels=c(1), form=c(form), place=place, group=codec.group)
 
 
 def book_side(codec, codes, halves):
     c = tl.constexpr
     books = codec.centroids.contiguous()
-    return Side(*packing("book", codec.bits), codes.q, codes.q.stride(0), 0, codes.q.stride(2), codec.width,
+    return Side(*packing("book", codec.bits), codes.q, codes.q.stride(0), 0, *strides(codes.q)[2:], codec.width,
                 books=books, n=c(codec.n), u=c(math.gcd(codec.n, codec.width // halves, 2 ** 20)), m=c(books.shape[1]),
                 shared=c(len(books) == 1))
 
@@ -198,11 +211,11 @@ def number_at(side, row, place, live):
     if side.bits == 0:  # three levels, five to a byte
         at = place % 5
         power = tl.where(at == 0, 1, tl.where(at == 1, 3, tl.where(at == 2, 9, tl.where(at == 3, 27, 81))))
-        return tl.load(row + place // 5, live, 0).to(tl.int32) // power % 3
+        return tl.load(row + place // 5 * side.byte, live, 0).to(tl.int32) // power % 3
     bit = place * side.bits
-    word = tl.load(row + bit // 8, live, 0).to(tl.int32)
+    word = tl.load(row + bit // 8 * side.byte, live, 0).to(tl.int32)
     for i in tl.static_range(1, 1 + side.more):  # it may go on in the next byte, or two
-        more = tl.load(row + bit // 8 + i, live & (8 * i < bit % 8 + side.bits), 0)
+        more = tl.load(row + (bit // 8 + i) * side.byte, live & (8 * i < bit % 8 + side.bits), 0)
         word |= more.to(tl.int32) << 8 * i
     return word >> bit % 8 & 2 ** side.bits - 1
 
@@ -246,12 +259,12 @@ def bytes_of(side, b, h, j, ok, half: tl.constexpr, DIM: tl.constexpr, HALVES: t
     # The bytes (N, W) that hold the planes of a head's row, or of a half of it; three to a word where 3 belong together.
     i = tl.arange(0, W)
     row = side.codes + b * side.batch + h * side.head + (j - side.start).to(tl.int64)[:, None] * side.token  # (N, 1)
-    row += half * (DIM // HALVES) // side.planes * side.unit
+    row += half * (DIM // HALVES) // side.planes * side.unit * side.byte
     live = ok[:, None] & (i * side.planes < DIM // HALVES)[None]
-    word = tl.load(row + (i * side.unit)[None], live, 0)
+    word = tl.load(row + (i * side.unit * side.byte)[None], live, 0)
     if side.unit == 3:
-        word = word.to(tl.int32) | tl.load(row + (i * 3 + 1)[None], live, 0).to(tl.int32) << 8
-        word |= tl.load(row + (i * 3 + 2)[None], live, 0).to(tl.int32) << 16
+        word = word.to(tl.int32) | tl.load(row + ((i * 3 + 1) * side.byte)[None], live, 0).to(tl.int32) << 8
+        word |= tl.load(row + ((i * 3 + 2) * side.byte)[None], live, 0).to(tl.int32) << 16
     return word
 
 
@@ -278,7 +291,7 @@ def rows_of(side, b, h, j0, ok, packed, half: tl.constexpr, plane: tl.constexpr,
     live = ok[:, None] & there[None]  # (N, W)
     row = side.codes + b * side.batch + h * side.head + (j - side.start).to(tl.int64)[:, None] * side.token  # (N, 1)
     if side.kind == "exact":
-        x = tl.load(row + channel[None], live, 0).to(tl.float32)
+        x = tl.load(row + (channel * side.byte)[None], live, 0).to(tl.float32)
     elif side.kind == "book":
         # u channels lie side by side both in the head and in a vector: one number, one load of u
         unit = tl.arange(0, W // side.u) * side.u  # (W / u)
@@ -553,10 +566,18 @@ def processors(device):
 
 
 def tiling(sides, halves, rows):
-    """M, N and warps: no register spills with these, see `compile`. A tile never lies in two groups of tokens."""
-    M, N, warps = min(64 if rows > 16 else 16, triton.next_power_of_2(rows)), TILE, 4
+    """M, N and warps. With these no kernel spills a register, see `compile`. A tile never lies in two groups of tokens:
+    N divides them, or, where they are shorter than the 16 tokens that a product takes, each number has its own scale."""
+    kinds = {s.kind.value for s in sides}
+    M, N, warps = min(64, triton.next_power_of_2(rows)), TILE, 4
+    if halves == 2:
+        M = min(M, 16)
+    if "book" in kinds or any(s.end is not None or s.levels is not None for s in sides):
+        warps = 8 if any(s.kind.value != "book" or s.u.value < 4 for s in sides) else 4
+    if "numbers" in kinds or (rows > 16 and any(s.end is not None for s in sides)):
+        M, N, warps = min(M, 16), TILE // 2, 8
     group = math.gcd(N, *(s.tokens.value for s in sides if s.tokens.value > 1))
-    return M, group if group >= 16 else N, warps  # shorter than a product takes: then each number has its scale
+    return M, group if group >= 16 else N, warps
 
 
 def pins_of(part, q, score):
@@ -573,17 +594,17 @@ def pins_of(part, q, score):
 
 
 def pinned_keys(layer):
-    """(B, Hkv, n, d), rotated."""
-    part = layer.k
+    """(B, Hkv, n, d) fp32, rotated."""
+    rows = layer.k.pinned.float()
     if layer.method.rope == "post":
-        return part.pinned
-    at = part.index.expand(part.pinned.shape[:3]).flatten()  # (B * Hkv * n)
-    return layer.rope.rotate(part.pinned.flatten(0, 2), at).view_as(part.pinned)
+        return rows
+    at = layer.k.index.expand(rows.shape[:3]).flatten()  # (B * Hkv * n)
+    return layer.rope.rotate(rows.flatten(0, 2), at).view_as(rows)
 
 
 def pinned_scores(layer, q):
     """(B, H, T, n) fp32, in base 2: of the pinned keys, whether a query sees them or not."""
-    keys = pinned_keys(layer).float().transpose(-2, -1)  # (B, Hkv, d, n)
+    keys = pinned_keys(layer).transpose(-2, -1)  # (B, Hkv, d, n)
     rows = q.float().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)  # (B, Hkv, R * T, d)
     s = rows @ keys * (LOG2E / math.sqrt(q.shape[-1]))  # (B, Hkv, R * T, n)
     return s.unflatten(2, (-1, q.shape[2])).flatten(1, 2).contiguous()
@@ -869,13 +890,13 @@ class Pretend:
     """In the place of Triton's driver: kernels are compiled for `target` and taken apart, and nothing is launched."""
 
     def __init__(self, sm):
-        self.sm, self.utils, self.kernels = sm, self, {}
+        self.sm, self.utils, self.kernels = sm, self, []
 
     def get_current_target(self):
         return GPUTarget("cuda", self.sm, 32)
 
     def get_current_device(self):
-        return 0
+        return self.sm  # what is compiled is kept by device
 
     def get_current_stream(self, device):
         return 0
@@ -884,10 +905,18 @@ class Pretend:
         return {"max_shared_mem": 166912 if self.sm == 80 else 232448}
 
     def launcher_cls(self, source, metadata):
+        self.source, self.warps = source, metadata.num_warps
         return lambda *args: None
 
     def load_binary(self, name, cubin, shared, device):
-        self.kernels[name, cubin] = {"sm": self.sm, "kernel": name, "shared": shared, **taken_apart(cubin)}
+        row = {"sm": self.sm, "kernel": name.removesuffix("_kernel"), "exact": True, "each": "-", "shared": shared,
+               "cubin": hashlib.sha256(cubin).hexdigest(), **taken_apart(cubin)}
+        if name == "attend_kernel":
+            constants, names = self.source.constants, self.source.fn.arg_names
+            row["exact"] = all(constants[names.index(side), 0].value == "exact" for side in "kv")
+            row["halves"], N, d = (constants[names.index(x),] for x in ("HALVES", "N", "DIM"))
+            row["each"] = f"{row['loop'] * 32 * self.warps / (2 * N * d):.1f}"
+        self.kernels.append(row)
         return None, None, 0, 0, 1024
 
 
@@ -923,32 +952,167 @@ def compiled(job):
     torch.set_num_threads(1)
     driver.set_active(Pretend(sm))
     config = config_of("LLaMA-3-8B", layers=1)
-    rows = []
     layer = new_layer(name, config, 1, 256, "cpu", torch.bfloat16)
     q = torch.randn(1, config.num_attention_heads, T, config.head_dim).to(torch.bfloat16)
     attention(q, layer)
     if name == "fp16":
         anchor_scores(q, layer.k.recent, torch.zeros(q.shape[:3]))
-    for row in driver.active.kernels.values():
-        rows.append({**row, "format": name, "queries": T})
-    return rows
+    for row in driver.active.kernels:
+        row["format"], row["queries"] = name, T
+        if row["exact"]:
+            row["format"] = {1: "16-bit rows", 2: "16-bit rows, K before RoPE"}.get(row.get("halves"), "")
+    return driver.active.kernels
 
 
 def compile_all(args):
-    """Every kernel at its settings through ptxas. Exit status 1 if one spills."""
-    jobs = [(sm, name, T) for sm in (90, 80) for name in COMPILED for T in (1, 128)]
+    """Every kernel at its settings through ptxas, and a table. Exit status 1 if one spills."""
+    names = ("fp16", "2-bit per token", "2-bit skvq", "1-bit codebooks d8m256") if args.quick else COMPILED
+    jobs = [(sm, name, T) for sm in (90, 80) for name in names for T in (1, 128)]
     with ProcessPoolExecutor(args.jobs) as pool:
-        rows = [row for rows in pool.map(compiled, jobs) for row in rows]
-    for row in rows: print(row)
+        rows = [row for rows in tqdm(pool.map(compiled, jobs), total=len(jobs), disable=not sys.stderr.isatty(),
+                                     leave=False, unit="format") for row in rows]
+    rows = list({(row["queries"], row["cubin"]): row for row in rows}.values())  # each once
+    rows.sort(key=lambda row: (-row["sm"], row["queries"], row["kernel"]))
+    print("bf16, LLaMA-3-8B: d 128, 4 query heads a KV head. instr.: thread-instructions of the loop for each number read\n")
+    print(f"{'kernel':8}{'format':30}{'queries':>8}{'GPU':>7}{'regs':>6}{'spills':>8}{'shared KB':>11}{'instr.':>8}")
+    for row in rows:
+        print(f"{row['kernel']:8}{row['format']:30}{row['queries']:>8}{'sm_' + str(row['sm']):>7}"
+              f"{row['registers']:>6}{row['spills']:>8}{row['shared'] / 1024:>11.1f}{row['each']:>8}")
+    if any(row["spills"] for row in rows):
+        sys.exit("kernels.py: error: a kernel spills registers")
+
+
+# ---- 9. The benchmark
+
+def byte_limits(shape):
+    """What reading fewer bytes can gain at most: K and V of a token and KV head, without the recent rows."""
+    config = config_of(shape, layers=1)
+    lines = []
+    for name in FORMATS:
+        layer = new_layer(name, config, 1, 4096, "cpu", torch.float16)
+        held = sum(part.coded.nbytes for part in (layer.k, layer.v)) / layer.k.first / config.num_key_value_heads
+        lines.append((name, held, 4 * config.head_dim / held))
+    return lines
+
+
+def best_of(run):
+    """Median milliseconds of a call, the L2 cache flushed before each."""
+    return triton.testing.do_bench(run, warmup=20, rep=100, return_mode="median")
+
+
+def bench_attention(shape, contexts, batches, formats, device):
+    """A line for each format: time, GB/s of what is held, share of the copy bandwidth, ratios to SDPA and to fp16."""
+    config = config_of(shape, layers=1)
+    block = torch.empty(2 ** 29 if device.type == "cuda" else 2 ** 10, dtype=torch.uint8, device=device)
+    copy = 2 * block.nbytes / best_of(lambda: block.clone()) / 1e6  # GB/s, read and written
+    print(f"\n{shape}, attention of one new token, copy bandwidth {copy:.0f} GB/s")
+    print(f"{'context':>8}{'batch':>6}  {'format':30}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'x SDPA':>8}{'x fp16':>8}")
+    for context, B in itertools.product(contexts, batches):
+        q = torch.randn(B, config.num_attention_heads, 1, config.head_dim, device=device).to(torch.bfloat16)
+        base = sdpa = None
+        for name in formats:
+            try:
+                layer = new_layer(name, config, B, context, device, torch.bfloat16)
+                if name == "fp16":
+                    K, V = layer.read()
+                    sdpa = best_of(lambda: F.scaled_dot_product_attention(q, K, V, enable_gqa=True))
+                    del K, V
+                ms = best_of(lambda: dequant_attention(q, layer))
+            except torch.OutOfMemoryError:
+                print(f"{context:>8}{B:>6}  {name:30}{'does not fit':>9}")
+                continue
+            base = base or ms
+            held = sum(t.nbytes for part in (layer.k, layer.v) for ts in part.tensors().values() for t in ts)
+            print(f"{context:>8}{B:>6}  {name:30}{ms:>9.3f}{held / ms / 1e6:>8.0f}{held / ms / 1e6 / copy:>9.0%}"
+                  f"{sdpa / ms:>8.2f}{base / ms:>8.2f}", flush=True)
+
+
+def bench_scores(shape, contexts, device):
+    """Beside the attention forward of a prompt: its anchor scores; what stays torch beside it too."""
+    config = config_of(shape, layers=1)
+    print(f"\n{shape}, a prompt: ms of SDPA, anchor_scores, topk_outliers; code_rows of its keys in 2 bits")
+    for T in contexts:
+        q, k, v = (torch.randn(1, h, T, config.head_dim, device=device).to(torch.bfloat16) for h in
+                   (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads))
+        lse, hidden = torch.zeros(q.shape[:3], device=device), torch.randn(1, T, config.hidden_size, device=device)
+        codec = method_of("2-bit per token", config, device).codecs[0]["k"]
+        times = [best_of(run) for run in (
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+            lambda: anchor_scores(q, k, lse), lambda: topk_outliers(hidden, 0, 5), lambda: code_rows(codec, k))]
+        print(f"{T:>8}" + "".join(f"{ms:>10.3f}" for ms in times), flush=True)
+
+
+def decoding(model, name, B, context, steps, device):
+    """Tokens a second of a model whose cache holds `context` random tokens in a format."""
+    config = model.config
+    cache = TritonCache(model, method_of(name, config, device))
+    for layer in cache.layers:
+        filled(layer, config, B, context, device, model.lm_head.weight.dtype)
+    new = torch.zeros(B, 1, dtype=torch.long, device=device)
+    model.generate(new, 2, cache)  # compiles what is not compiled yet
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    clock = time.perf_counter()
+    model.generate(new, steps, cache)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return B * steps / (time.perf_counter() - clock)
+
+
+def bench_decoding(config, contexts, formats, device, steps=32):
+    """Tokens a second; then the longest context of one sequence and the largest batch at 8K, both by doubling."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Llama(config).to(torch.bfloat16).requires_grad_(False)
+    print(f"\n{'format':30}" + "".join(f"{f'tok/s at {c}':>17}" for c in contexts) + f"{'longest':>10}{'batch':>7}")
+    for name in formats:
+        line = f"{name:30}"
+        for context in contexts:
+            speed = fitting(lambda: decoding(model, name, 1, context, steps, device))
+            line += f"{speed or 0:>17.1f}"
+        context, B = 2 * contexts[0], 2
+        while context < config.max_position_embeddings and fitting(lambda: decoding(model, name, 1, context, 1, device)):
+            context *= 2
+        while B < 4096 and fitting(lambda: decoding(model, name, B, contexts[0], 1, device)):
+            B *= 2
+        print(line + f"{context // 2:>10}{B // 2:>7}", flush=True)
+
+
+def fitting(run):
+    """What run() gives, or None if the GPU has no memory for it."""
+    try:
+        return run()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
+
+
+def bench(args):
+    if not torch.cuda.is_available():
+        print("byte limits: K and V of one token and KV head, LLaMA-3-8B, recent rows and tables not counted\n")
+        print(f"{'format':30}{'bytes':>9}{'at most':>9}")
+        for name, held, limit in byte_limits("LLaMA-3-8B"):
+            print(f"{name:30}{held:>9.1f}{limit:>8.2f}x")
+        print("no GPU here: nothing was measured")
+        return
+    device, formats = torch.device("cuda"), list(FORMATS)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16")
+    contexts = [2 ** i * 1024 for i in range(2, 8)]
+    for shape in SHAPES:
+        bench_attention(shape, contexts, (1, 8), formats, device)
+    bench_scores("LLaMA-3-8B", contexts[:4], device)
+    bench_decoding(config_of("LLaMA-3-8B"), (8192, 32768), formats, device)
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="The kernels are used by eval_ppl.py.")
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="eval_ppl.py --backend triton uses them.")
     commands = p.add_subparsers(dest="command", required=True)
-    c = commands.add_parser("compile", help="compile every kernel for sm_80 and sm_90; needs no GPU")
-    c.add_argument("--jobs", type=int, default=2, help="processes")
+    c = commands.add_parser("compile", help="compile every kernel for sm_80 and sm_90 and print its size; needs no GPU")
+    c.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    c.add_argument("--quick", action="store_true", help="a few formats only")
+    commands.add_parser("bench", help="on a GPU: attention, scores and decoding measured; without: byte limits")
     args = p.parse_args()
-    compile_all(args)
+    compile_all(args) if args.command == "compile" else bench(args)
 
 
 if __name__ == "__main__":
