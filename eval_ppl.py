@@ -56,8 +56,8 @@ def parser():
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
     p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
     p.add_argument("--backend", choices=("torch", "triton"), default="torch",
-                   help="how attention reads the cache. torch: decode it, then attend; triton: the kernels of kernels.py, "
-                        "from the packed codes, on a GPU (calibration stays torch)")
+                   help="how attention reads the cache. torch: decode it, then attend; triton: the kernels of "
+                        "kernels.py, from the packed codes, on a GPU (calibration stays torch)")
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
     p.add_argument("--json", metavar="PATH", help="also write the table as JSON")
     p.add_argument("--plot", metavar="FILE",

@@ -9,7 +9,7 @@ bytes. That holds only if no decoded row is ever written: a code has to become a
 with the query. In the order of this file:
 
     Side              one side of the cache, keys or values, as a kernel sees it: pointers, strides, how codes lie
-    attend_kernel     attention of the new queries to a piece of the text: packed or exact rows, any codec of the project
+    attend_kernel     attention of the new queries to a piece of the text: packed or exact rows, any codec
     merge_kernel      the pieces' partial results, and pinned values, to the output and each query's log-sum-exp
     anchor_kernel     Eq. 5 of AnTKV for a block of keys, from that log-sum-exp
     TritonCache       the cache whose attention is these kernels
@@ -19,7 +19,6 @@ channels of a head. In a kernel: M rows of queries, N tokens, W channels of a ti
 products take 16-bit operands where the model has 16 bits. Scores are in base 2: log2(e) / sqrt(d) q.k.
 """
 import argparse
-import functools
 import hashlib
 import itertools
 import math
@@ -29,6 +28,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -63,8 +63,8 @@ class Side(NamedTuple):
     numbers   any other code of 1 to 8 bits or three levels: a load, or two, for every number
     book      numbers of vectors, 1 to 12 bits, looked up in a table of centroids
 
-    A code c stands for c * scale + zero, or levels[c] * scale + zero. `tokens` and `channels` say how many of them share
-    a scale, 0 for all. Strides and offsets are in elements.
+    A code c stands for c * scale + zero, or levels[c] * scale + zero. `tokens` and `channels` say how many of them
+    share a scale, 0 for all. Strides and offsets are in elements.
     """
     kind: tl.constexpr
     bits: tl.constexpr  # 0: three levels
@@ -86,7 +86,7 @@ class Side(NamedTuple):
     grid_channel: int = 0
     tokens: tl.constexpr = tl.constexpr(0)
     channels: tl.constexpr = tl.constexpr(0)
-    fold: tl.constexpr = tl.constexpr("")  # a scale goes to a "token"'s score or weight, to a "channel" of q, or to each c
+    fold: tl.constexpr = tl.constexpr("")  # a scale goes to a "token"'s score, to a "channel" of q, or to each code
     form: tl.constexpr = tl.constexpr("offset")  # "integer": scale * (c - zero); "fp8": both as bytes of e4m3
     levels: torch.Tensor | None = None  # (2**bits)
     place: torch.Tensor | None = None  # (h) int32: where a channel's code lies in the row of all heads
@@ -154,13 +154,13 @@ def nonuniform_side(codec, codes, halves):
     batch, _, token, byte = strides(codes.q)
     head = codec.width * codec.bits // 8 * byte.value if kind == "planes" else 0
     scale, zero = (codec.half, codec.mid) if static else (codes.scale, codes.zero)
-    strides = (0, codec.width, 0, 1) if static else (scale.stride(0), 0, scale.stride(2), 0)
+    steps = (0, codec.width, 0, 1) if static else (scale.stride(0), 0, scale.stride(2), 0)
     sparse = {}
     if codec.outliers and len(codes.value):
         end = codes.end[:, 0, :, 0].contiguous()  # (B, T)
         sparse = dict(end=end, sequences=end.shape[0], length=end.shape[1], value=codes.value, channel=codes.channel)
     return Side(*packing(kind, codec.bits), codes.q, batch, head, token, byte, codec.width,
-                0, scale, zero, *strides, tokens=c(0 if static else 1), channels=c(1 if static else 0),
+                0, scale, zero, *steps, tokens=c(0 if static else 1), channels=c(1 if static else 0),
                 levels=codec.levels, **sparse)
 
 
@@ -256,7 +256,7 @@ def grid_of(side, b, h, j0, ok, column, there, N: tl.constexpr):
 
 @triton.jit
 def bytes_of(side, b, h, j, ok, half: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr):
-    # The bytes (N, W) that hold the planes of a head's row, or of a half of it; three to a word where 3 belong together.
+    # The bytes (N, W) that hold the planes of a head's row, or of a half of it; three to a word where they belong so.
     i = tl.arange(0, W)
     row = side.codes + b * side.batch + h * side.head + (j - side.start).to(tl.int64)[:, None] * side.token  # (N, 1)
     row += half * (DIM // HALVES) // side.planes * side.unit * side.byte
@@ -345,7 +345,7 @@ class Turn(NamedTuple):
     tile_sin: torch.Tensor | None = None
 
 
-@functools.lru_cache(maxsize=8)
+@lru_cache(maxsize=8)
 def turn_of(rope, N, tiles, device):
     def angles(positions):
         return positions[:, None].float() * rope.freq.to(device)  # as `Rope.rotate`
@@ -367,7 +367,7 @@ class Pins(NamedTuple):
 @triton.jit
 def score_tile(parts, total, k, turn, b, h, j0, ok, DIM: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr,
                M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
-    # q.k of M rows of queries and the tile's N keys. parts: q (M, W) of each plane; total (M): the sum of each row of q.
+    # q.k of M rows of queries and the tile's N keys. parts: q (M, W) of each plane; total (M): the sums of q's rows.
     s = tl.full((M, N), 0.0, tl.float32)
     j = j0 + tl.arange(0, N)
     low = 0
@@ -380,7 +380,8 @@ def score_tile(parts, total, k, turn, b, h, j0, ok, DIM: tl.constexpr, HALVES: t
         for plane in tl.static_range(k.planes):
             pair, there = channels_of(k, 0, plane, DIM, HALVES, W)
             tile = j0 // N * (DIM // 2) + pair
-            c, z = tl.load(turn.tile_cos + tile, there, 0)[None], tl.load(turn.tile_sin + tile, there, 0)[None]  # (1, W)
+            c = tl.load(turn.tile_cos + tile, there, 0)[None]  # (1, W)
+            z = tl.load(turn.tile_sin + tile, there, 0)[None]  # (1, W)
             place = tl.arange(0, N)[:, None] * (DIM // 2) + pair[None]
             cos, sin = tl.load(turn.cos + place, there[None], 0), tl.load(turn.sin + place, there[None], 0)  # (N, W)
             x = rows_of(k, b, h, j0, ok, low, 0, plane, DIM, HALVES, W, N)
@@ -440,8 +441,8 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
                   VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
     # One program: `split` tokens of begin .. end, one KV head, M of the T * R query rows that share it. Bytes: the
     # packed rows of these tokens, once for each M rows, so once in decoding; d + 2 numbers written for each row.
-    #   q (B, H, T, d)    k, v: Side    acc (pieces, B * H * T, d) fp32: this
-    #   piece's sum of 2**(score - top) v;    top, total (pieces, B * H * T) fp32: largest score, sum of 2**(score - top)
+    #   q (B, H, T, d)    k, v: Side    acc (pieces, B * H * T, d) fp32: this piece's sum of 2**(score - top) v
+    #   top, total (pieces, B * H * T) fp32: the largest score, the sum of 2**(score - top)
     bh = tl.program_id(2).to(tl.int64)
     b, h = bh // (H // R), bh % (H // R)
     row = tl.program_id(1) * M + tl.arange(0, M)  # (M)
@@ -462,7 +463,7 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
     out, zeros = (), tl.full((M,), 0.0, tl.float32)
     for _ in tl.static_range(v.planes):
         out = out + (tl.full((M, VW), 0.0, tl.float32),)
-    m, l = tl.full((M,), float("-inf"), tl.float32), tl.full((M,), 0.0, tl.float32)
+    m, norm = tl.full((M,), float("-inf"), tl.float32), tl.full((M,), 0.0, tl.float32)
 
     low = begin // N * N + tl.program_id(0) * split  # a multiple of N
     high = tl.minimum(tl.minimum(low + split, end), length - queries + (tl.program_id(1) * M + M - 1) // R + 1)
@@ -481,7 +482,7 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
         new = tl.maximum(m, tl.max(s, 1))  # (M)
         base = tl.where(new == float("-inf"), 0.0, new)
         p, fade = tl.exp2(s - base[:, None]), tl.exp2(m - base)
-        m, l = new, l * fade + tl.sum(p, 1)
+        m, norm = new, norm * fade + tl.sum(p, 1)
         if v_pins.slot is not None:
             slot = tl.load(v_pins.slot + b * v_pins.batch + h * v_pins.head + j, ok, -1)[None]  # (1, N)
             tl.store(v_pins.score + line[:, None] * v_pins.n + slot, s, live[:, None] & (slot >= 0))
@@ -499,7 +500,7 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
             x = x * 16777216.0 + zeros[:, None]  # 2**24
         tl.store(acc + line[:, None] * DIM + channel[None], x, live[:, None] & there[None])
     tl.store(top + line, m, live)
-    tl.store(total + line, l, live)
+    tl.store(total + line, norm, live)
 
 
 def attend_lines(q, K, V, begin, end, window, k_pins=None, v_pins=None):
@@ -529,7 +530,7 @@ def merge_kernel(acc, top, total, score, pinned, out, lse, pieces, lines, querie
     live, line = t < queries, bh * queries + t  # (M) both
     c = tl.arange(0, D)
     mask = live[:, None] & (c < DIM)[None]  # (M, D)
-    m, l = tl.full((M,), float("-inf"), tl.float32), tl.full((M,), 0.0, tl.float32)
+    m, norm = tl.full((M,), float("-inf"), tl.float32), tl.full((M,), 0.0, tl.float32)
     x = tl.full((M, D), 0.0, tl.float32)
     for i in range(pieces):
         at = i * lines + line
@@ -537,7 +538,7 @@ def merge_kernel(acc, top, total, score, pinned, out, lse, pieces, lines, querie
         new = tl.maximum(m, other)
         base = tl.where(new == float("-inf"), 0.0, new)
         old, add = tl.exp2(m - base), tl.exp2(other - base)  # (M) both
-        l = l * old + tl.load(total + at, live, 1) * add
+        norm = norm * old + tl.load(total + at, live, 1) * add
         x = x * old[:, None] + tl.load(acc + at[:, None] * DIM + c[None], mask, 0) * add[:, None]
         m = new
     if pinned is not None:
@@ -545,19 +546,19 @@ def merge_kernel(acc, top, total, score, pinned, out, lse, pieces, lines, querie
         for i in range(n):
             p = tl.exp2(tl.load(score + line * n + i, live, float("-inf")) - m)  # (M)
             x += p[:, None] * tl.load(row + i * pinned_row + c, c < DIM, 0).to(tl.float32)[None]
-    tl.store(out + line[:, None] * DIM + c[None], x / l[:, None], mask)
-    tl.store(lse + line, (m + tl.log2(l)) * 0.6931471805599453, live)  # ln 2
+    tl.store(out + line[:, None] * DIM + c[None], x / norm[:, None], mask)
+    tl.store(lse + line, (m + tl.log2(norm)) * 0.6931471805599453, live)  # ln 2
 
 
 def merge_lines(acc, top, total, score=None, pinned=None):
     """What merge_kernel equals. score (B, H, T, n) and pinned (B, H, n, d): of pinned values -> output, log-sum-exp."""
     m = top.amax(0)  # (B, H, T)
     part = torch.exp2(top - m)  # (pieces, B, H, T)
-    l = (total * part).sum(0)  # (B, H, T)
+    norm = (total * part).sum(0)  # (B, H, T)
     x = (acc * part[..., None]).sum(0)  # (B, H, T, d)
     if pinned is not None:
         x = x + torch.exp2(score - m[..., None]) @ pinned.float()
-    return x / l[..., None], (m + l.log2()) * LN2
+    return x / norm[..., None], (m + norm.log2()) * LN2
 
 
 def processors(device):
@@ -566,8 +567,8 @@ def processors(device):
 
 
 def tiling(sides, halves, rows):
-    """M, N and warps. With these no kernel spills a register, see `compile`. A tile never lies in two groups of tokens:
-    N divides them, or, where they are shorter than the 16 tokens that a product takes, each number has its own scale."""
+    """M, N and warps. With these no kernel spills a register, see `compile`. A tile lies in one group of tokens: N
+    divides it, or, where it is shorter than the 16 tokens that a product takes, scales go to each number."""
     kinds = {s.kind.value for s in sides}
     M, N, warps = min(64, triton.next_power_of_2(rows)), TILE, 4
     if halves == 2:
@@ -788,15 +789,16 @@ class TritonCache(KVCache):
         """UserError for what the triton backend cannot do: it never falls back."""
         name = type(method).__name__
         if device.type != "cuda" and not triton.knobs.runtime.interpret:
-            raise UserError(f"the triton backend needs a GPU, and the model is on {device.type}; use --backend torch, or "
-                            "set TRITON_INTERPRET=1 to go through the kernels slowly, line by line")
+            raise UserError(f"the triton backend needs a GPU, and the model is on {device.type}; use --backend torch, "
+                            "or set TRITON_INTERPRET=1 to go through the kernels slowly, line by line")
         for verb in ("encode", "decode"):
             if getattr(type(method), verb) is not getattr(Method, verb):
-                raise UserError(f"{name} has its own `{verb}`, which the triton backend does not know; use --backend torch")
+                raise UserError(f"{name} has its own `{verb}`, which the triton backend does not know; use --backend "
+                                "torch")
         for codec in (codec for layer in method.codecs for codec in layer.values()):
             if type(codec) not in (Exact, *SIDES):
-                raise UserError(f"{name} codes by {type(codec).__name__}, for which the triton backend has no kernel; it "
-                                f"has {', '.join(c.__name__ for c in (Exact, *SIDES))}; use --backend torch")
+                raise UserError(f"{name} codes by {type(codec).__name__}, for which the triton backend has no kernel; "
+                                f"it has {', '.join(c.__name__ for c in (Exact, *SIDES))}; use --backend torch")
             if type(codec) is Codebook and codec.n & codec.n - 1:
                 raise UserError(f"{name}: the triton backend looks up vectors of 1, 2, 4, 8 ... channels; these have "
                                 f"{codec.n}; use --backend torch")
@@ -864,7 +866,8 @@ def method_of(name, config, device):
         elif type(codec) is ClippedGroups:
             codec.regroup(torch.arange(h, device=device) % (h // codec.group_size))
         elif type(codec) is Codebook:
-            codec.centroids = torch.randn(codec.places, int(settings["vq"].split("m")[1]), codec.n, device=device).half()
+            m = int(settings["vq"].split("m")[1])
+            codec.centroids = torch.randn(codec.places, m, codec.n, device=device).half()
     return method
 
 
@@ -973,7 +976,7 @@ def compile_all(args):
                                      leave=False, unit="format") for row in rows]
     rows = list({(row["queries"], row["cubin"]): row for row in rows}.values())  # each once
     rows.sort(key=lambda row: (-row["sm"], row["queries"], row["kernel"]))
-    print("bf16, LLaMA-3-8B: d 128, 4 query heads a KV head. instr.: thread-instructions of the loop for each number read\n")
+    print("bf16, LLaMA-3-8B: d 128, 4 query heads a KV head. instr.: of the loop, a thread's, for each number\n")
     print(f"{'kernel':8}{'format':30}{'queries':>8}{'GPU':>7}{'regs':>6}{'spills':>8}{'shared KB':>11}{'instr.':>8}")
     for row in rows:
         print(f"{row['kernel']:8}{row['format']:30}{row['queries']:>8}{'sm_' + str(row['sm']):>7}"
@@ -1015,9 +1018,9 @@ def bench_attention(shape, contexts, batches, formats, device):
                 layer = new_layer(name, config, B, context, device, torch.bfloat16)
                 if name == "fp16":
                     K, V = layer.read()
-                    sdpa = best_of(lambda: F.scaled_dot_product_attention(q, K, V, enable_gqa=True))
+                    sdpa = best_of(partial(F.scaled_dot_product_attention, q, K, V, enable_gqa=True))
                     del K, V
-                ms = best_of(lambda: dequant_attention(q, layer))
+                ms = best_of(partial(dequant_attention, q, layer))
             except torch.OutOfMemoryError:
                 print(f"{context:>8}{B:>6}  {name:30}{'does not fit':>9}")
                 continue
@@ -1037,8 +1040,8 @@ def bench_scores(shape, contexts, device):
         lse, hidden = torch.zeros(q.shape[:3], device=device), torch.randn(1, T, config.hidden_size, device=device)
         codec = method_of("2-bit per token", config, device).codecs[0]["k"]
         times = [best_of(run) for run in (
-            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
-            lambda: anchor_scores(q, k, lse), lambda: topk_outliers(hidden, 0, 5), lambda: code_rows(codec, k))]
+            partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True),
+            partial(anchor_scores, q, k, lse), partial(topk_outliers, hidden, 0, 5), partial(code_rows, codec, k))]
         print(f"{T:>8}" + "".join(f"{ms:>10.3f}" for ms in times), flush=True)
 
 
@@ -1059,7 +1062,7 @@ def decoding(model, name, B, context, steps, device):
     return B * steps / (time.perf_counter() - clock)
 
 
-def bench_decoding(config, contexts, formats, device, steps=32):
+def bench_decoding(config, contexts, formats, device, steps=32, largest=4096):
     """Tokens a second; then the longest context of one sequence and the largest batch at 8K, both by doubling."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -1068,20 +1071,21 @@ def bench_decoding(config, contexts, formats, device, steps=32):
     for name in formats:
         line = f"{name:30}"
         for context in contexts:
-            speed = fitting(lambda: decoding(model, name, 1, context, steps, device))
+            speed = fitting(decoding, model, name, 1, context, steps, device)
             line += f"{speed or 0:>17.1f}"
         context, B = 2 * contexts[0], 2
-        while context < config.max_position_embeddings and fitting(lambda: decoding(model, name, 1, context, 1, device)):
+        end = config.max_position_embeddings
+        while context < end and fitting(decoding, model, name, 1, context, 1, device):
             context *= 2
-        while B < 4096 and fitting(lambda: decoding(model, name, B, contexts[0], 1, device)):
+        while B < largest and fitting(decoding, model, name, B, contexts[0], 1, device):
             B *= 2
         print(line + f"{context // 2:>10}{B // 2:>7}", flush=True)
 
 
-def fitting(run):
-    """What run() gives, or None if the GPU has no memory for it."""
+def fitting(run, *args):
+    """What run(*args) gives, or None if the GPU has no memory for it."""
     try:
-        return run()
+        return run(*args)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return None

@@ -252,7 +252,8 @@ def test_any_shape(data):
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("new", [7, 70])
 def test_new_queries_see_no_later_key(new, window):
-    same(layer_of(Plain("2 bits per token", "2 bits per token", 2, 32, "pre", block=50), 2, 32, 1, 130, new), 3, new, window)
+    method = Plain("2 bits per token", "2 bits per token", 2, 32, "pre", block=50)
+    same(layer_of(method, 2, 32, 1, 130, new), 3, new, window)
 
 
 def test_pieces_of_a_long_text_are_put_together(monkeypatch):
@@ -403,7 +404,7 @@ def method_of(model, name, **more):
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_on_both_backends(name, protocol):
-    """The same codes, pins and scores, and outputs within what rounding decoded rows to fp16 changes, of size 1 to 5."""
+    """The same codes, pins and scores; outputs, of size 1 to 5, within what rounding decoded rows to fp16 changes."""
     model = tiny(sliding_window=24 if name in ("antkv", "kivi") else None)
     cache = Twice(model, method_of(model, name), protocol)
     cache.twin = KVCache(model, cache.method, protocol)
@@ -497,6 +498,18 @@ def test_every_kernel_compiles_for_two_gpus_without_a_spill():
     done = command("compile", "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sm_80" in done.stdout and "sm_90" in done.stdout and "anchor" in done.stdout
+
+
+def test_the_benchmark_runs_at_tiny_shapes(monkeypatch, capsys):
+    """Every line of it but the clock, which needs a GPU."""
+    monkeypatch.setitem(kernels.SHAPES, "tiny", (1, 64, 48, 4, 2, 41, 1e4))
+    monkeypatch.setattr(kernels, "best_of", lambda run: 1.0 + 0 * len([run()]))
+    cpu, formats = torch.device("cpu"), ["fp16", "2-bit per token", "1-bit codebooks d8m256"]
+    kernels.bench_attention("tiny", [256], [1], formats, cpu)
+    kernels.bench_scores("tiny", [64], cpu)
+    kernels.bench_decoding(kernels.config_of("tiny", positions=512), [256], formats[1:2], cpu, 1, 2)
+    out = capsys.readouterr().out
+    assert out.count("2-bit per token") == 2 and "tok/s at 256" in out
 
 
 def test_without_a_gpu_the_benchmark_says_that_nothing_was_measured():
