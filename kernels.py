@@ -48,6 +48,7 @@ from tinykv.methods.skvq import ClippedGroups
 from tinykv.model import Llama, LlamaConfig, Rope
 
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
+INTERPRETED = triton.knobs.runtime.interpret  # decided once, here: kernels run line by line on the CPU
 TILE = 64  # tokens that a program reads at a time, at most
 
 
@@ -260,7 +261,7 @@ def bytes_of(side, b, h, j, ok, half: tl.constexpr, DIM: tl.constexpr, HALVES: t
     i = tl.arange(0, W)
     row = side.codes + b * side.batch + h * side.head + (j - side.start).to(tl.int64)[:, None] * side.token  # (N, 1)
     row += half * (DIM // HALVES) // side.planes * side.unit * side.byte
-    live = ok[:, None] & (i * side.planes < DIM // HALVES)[None]
+    live = ok[:, None] & (i < (DIM // HALVES + side.planes - 1) // side.planes)[None]
     word = tl.load(row + (i * side.unit * side.byte)[None], live, 0)
     if side.unit == 3:
         word = word.to(tl.int32) | tl.load(row + ((i * 3 + 1) * side.byte)[None], live, 0).to(tl.int32) << 8
@@ -571,12 +572,14 @@ def tiling(sides, halves, rows):
     divides it, or, where it is shorter than the 16 tokens that a product takes, scales go to each number."""
     kinds = {s.kind.value for s in sides}
     M, N, warps = min(64, triton.next_power_of_2(rows)), TILE, 4
-    if halves == 2:
+    if halves == 2 or kinds != {"exact"}:
         M = min(M, 16)
     if "book" in kinds or any(s.end is not None or s.levels is not None for s in sides):
         warps = 8 if any(s.kind.value != "book" or s.u.value < 4 for s in sides) else 4
     if "numbers" in kinds or (rows > 16 and any(s.end is not None for s in sides)):
-        M, N, warps = min(M, 16), TILE // 2, 8
+        N, warps = TILE // 2, 8
+    if "planes" in kinds and (halves == 2 or (rows > 16 and any(s.unit.value == 3 for s in sides))):
+        N = TILE // 2
     group = math.gcd(N, *(s.tokens.value for s in sides if s.tokens.value > 1))
     return M, group if group >= 16 else N, warps
 
@@ -655,7 +658,7 @@ def attention(q, layer, window=None):
 
 def product_type(q, *sides):
     """What the operands of a product are rounded to: fp16 for planes, which are fp16; else the model's own 16 bits."""
-    if q.dtype.itemsize > 2 or triton.knobs.runtime.interpret:  # the interpreter cannot multiply bf16
+    if q.dtype.itemsize > 2 or INTERPRETED:  # the interpreter cannot multiply bf16
         return tl.float32
     return tl.float16 if q.dtype == torch.float16 or any(s.kind.value == "planes" for s in sides) else tl.bfloat16
 
@@ -788,7 +791,7 @@ class TritonCache(KVCache):
     def check(method, device):
         """UserError for what the triton backend cannot do: it never falls back."""
         name = type(method).__name__
-        if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        if device.type != "cuda" and not INTERPRETED:
             raise UserError(f"the triton backend needs a GPU, and the model is on {device.type}; use --backend torch, "
                             "or set TRITON_INTERPRET=1 to go through the kernels slowly, line by line")
         for verb in ("encode", "decode"):
@@ -930,7 +933,7 @@ def taken_apart(cubin):
         file.flush()
         tool = triton.knobs.nvidia
         usage = subprocess.check_output([tool.cuobjdump.path, "-res-usage", file.name], text=True)
-        sass = subprocess.check_output([tool.nvdisasm.path, "-c", file.name], text=True)
+        sass = subprocess.check_output([tool.nvdisasm.path, "-c", file.name], text=True, stderr=subprocess.DEVNULL)
     code, labels, loop, spills = 0, {}, 0, 0
     for line in sass.splitlines():
         if label := re.match(r"(\.L_\w+):", line):
@@ -974,7 +977,7 @@ def compile_all(args):
     with ProcessPoolExecutor(args.jobs) as pool:
         rows = [row for rows in tqdm(pool.map(compiled, jobs), total=len(jobs), disable=not sys.stderr.isatty(),
                                      leave=False, unit="format") for row in rows]
-    rows = list({(row["queries"], row["cubin"]): row for row in rows}.values())  # each once
+    rows = list({(row["sm"], row["queries"], row["kernel"], row["format"]): row for row in rows}.values())  # each once
     rows.sort(key=lambda row: (-row["sm"], row["queries"], row["kernel"]))
     print("bf16, LLaMA-3-8B: d 128, 4 query heads a KV head. instr.: of the loop, a thread's, for each number\n")
     print(f"{'kernel':8}{'format':30}{'queries':>8}{'GPU':>7}{'regs':>6}{'spills':>8}{'shared KB':>11}{'instr.':>8}")

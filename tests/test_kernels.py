@@ -451,7 +451,7 @@ def test_generation_decodes_no_row_and_codes_each_once(name, monkeypatch):
 # ---- what is refused
 
 def test_a_cpu_without_the_interpreter_is_named(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(UserError, match="needs a GPU, and the model is on cpu"):
         kernels.TritonCache(tiny(), METHODS["fp16"](config(2)))
 
