@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError, checkpoint, figures
-from tinykv.cache import PROTOCOLS
+from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import Learned
 from tinykv.command import (
     DTYPES,
@@ -71,6 +71,9 @@ def parser():
     p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
     p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
+    p.add_argument("--backend", choices=("torch", "triton"), default="torch",
+                   help="how attention reads the cache. torch: decode it, then attend; triton: the kernels of "
+                        "kernels.py, from the packed codes, on a GPU (calibration stays torch)")
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
     p.add_argument("--json", metavar="PATH", help="also write the table as JSON")
     p.add_argument("--plot", metavar="FILE",
@@ -271,6 +274,16 @@ def print_table(rows):
     print_columns(head, lines, left=len(head) - 12)
 
 
+def cache_of(backend):
+    """The cache class of a backend. UserError if that is not installed."""
+    if backend == "torch":
+        return KVCache
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("--backend triton needs the package triton (pip install triton, on Linux); or use torch")
+    import kernels  # only now: nothing else needs triton
+    return kernels.TritonCache
+
+
 def check(args):
     """What can be seen to be wrong before anything is loaded."""
     for flag in ("context", "windows", "calib_windows", "batch"):
@@ -285,6 +298,7 @@ def check(args):
 
 def run(args):
     check(args)
+    cache = cache_of(args.backend)
     device = checkpoint.usable(args.device)
     dtype = dtype_of(args.dtype, device)
     config = checkpoint.load_config(args.model)
@@ -298,6 +312,9 @@ def run(args):
         if not method.keeps_share and method.preserve > context:
             raise UserError(f"{label} keeps {method.preserve} tokens, and a window has {context}; keep fewer")
     prefix = max((m.prefix.ids for m in methods.values() if m.prefix), key=len, default=[])
+    if args.backend == "triton":
+        for method in methods.values():
+            cache.check(method, device)
     model = checkpoint.load_model(args.model, device, dtype)
     windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos,
                            prefix if len(prefix) > 1 else [])
@@ -318,7 +335,8 @@ def run(args):
             c.method.prefix.fill(model, models[label], words)
 
     print(f"model {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype}, {device}")
-    print(f"data {args.data}: {args.windows} windows of {context} tokens, protocol {args.protocol}, seed {args.seed}")
+    print(f"data {args.data}: {args.windows} windows of {context} tokens, protocol {args.protocol}, seed {args.seed}"
+          + (", backend triton" if args.backend == "triton" else ""))
     for name, smaller in coded.items():
         print(f"weights {name}: {weight_bytes(smaller) / 1e6:.2f} MB instead of {weight_bytes(model) / 1e6:.2f} MB")
     if windows.start > 1:
@@ -330,7 +348,7 @@ def run(args):
             print(f"{label}: {method.describe()}")
     batch = args.batch or max(1, 4096 // context)
     with bar(None, "evaluating", len(contenders) * args.windows) as progress:
-        results = evaluate(model, methods, windows, args.protocol, batch, progress, models)
+        results = evaluate(model, methods, windows, args.protocol, batch, progress, models, cache)
     rows = rows_of(contenders, results, args.protocol)
     print()
     print_table(rows)

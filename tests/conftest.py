@@ -1,6 +1,10 @@
 """Settings of all tests: one thread and fixed examples, so that a run gives the same result every time."""
+import os
+
 import hypothesis
 import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # before kernels.py is imported: its kernels run line by line, on the CPU
 
 
 def pytest_addoption(parser):

@@ -520,3 +520,31 @@ def test_as_a_process():
     """Through the real command line, where stderr is no terminal: no bar, no traceback, status 2."""
     done = subprocess.run([sys.executable, "eval_ppl.py", "--method", "rnt"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "rnt" in done.stderr and done.stdout == ""
+
+
+def test_triton_without_a_gpu_says_what_is_missing(command, monkeypatch):
+    kernels = pytest.importorskip("kernels", reason="needs triton")
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    err = refused(command, "--backend", "triton", *SMALL)
+    assert "needs a GPU" in err and "--backend torch" in err
+
+
+def test_triton_that_is_not_installed_is_named(command, monkeypatch):
+    found = eval_ppl.importlib.util.find_spec
+    monkeypatch.setattr(eval_ppl.importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
+    assert "needs the package triton" in refused(command, "--backend", "triton", *SMALL)
+
+
+def test_both_backends_print_the_same_table(command):
+    pytest.importorskip("kernels", reason="needs triton")
+    words = ["--method", "kivi", "--context", "48", "--windows", "1", "--group-size", "16", "--recent", "8",
+             "--protocol", "stream"]
+    one, two = (table(command(*words, "--backend", backend)[1]) for backend in ("torch", "triton"))
+    for label in one:
+        assert one[label]["cache KB"] == two[label]["cache KB"]
+        assert abs(float(one[label]["ppl"]) / float(two[label]["ppl"]) - 1) < 0.02
+
+
+def test_triton_is_imported_only_where_it_is_asked_for():
+    code = "import sys, eval_ppl; sys.exit('triton' in sys.modules or 'kernels' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -41,11 +41,15 @@ class Part:
 
     def add_score(self, score):
         """score (B, Hkv, S), of all tokens so far: what it says of those that are exact is added up."""
-        new = score[:, :, self.first:]  # (B, Hkv, r)
+        pinned = None if self.index is None else score.gather(2, self.index.clamp(min=0).long())  # (B, Hkv, n)
+        self.add_exact(score[:, :, self.first:], pinned)
+
+    def add_exact(self, new, pinned):
+        """new (B, Hkv, r), of the recent tokens, and pinned (B, Hkv, n) or None, of the pinned ones, are added up."""
         self.score = new if self.score is None else torch.nn.functional.pad(
             self.score, (0, new.shape[-1] - self.score.shape[-1])) + new
-        if self.index is not None:
-            self.pinned_score = self.pinned_score + score.gather(2, self.index.clamp(min=0).long())  # (B, Hkv, n)
+        if pinned is not None:
+            self.pinned_score = self.pinned_score + pinned
 
     def pin(self, index):
         """Keep the tokens at `index` (B, 1 or Hkv, n) from now on, no others. Each must be pinned now, or recent."""
@@ -124,14 +128,10 @@ class LayerCache:
             self.k.add_score(scores[0])
             self.v.add_score(scores[1])
         if self.protocol == "paper":
-            for part in (self.k, self.v):
-                self.code(part, self.length, state)
+            self.code_all(state)
             K, V = self.read()  # (B, Hkv, S, d): the new rows as their codes
         if self.protocol == "stream":
-            for part, block in ((self.k, self.method.block), (self.v, self.method.v_block or self.method.block)):
-                due = self.length - part.first - self.method.recent
-                if due >= block:
-                    self.code(part, due - due % block, state)
+            self.code_due(state)
         return K.to(k.dtype), V.to(v.dtype)
 
     def append(self, k, v, positions):
@@ -148,6 +148,18 @@ class LayerCache:
         if self.method.rope == "pre":
             K = self.rope.rotate(K, torch.arange(self.length, device=K.device))
         return K, V
+
+    def code_all(self, state):
+        """Protocol paper: every token is written down."""
+        for part in (self.k, self.v):
+            self.code(part, self.length, state)
+
+    def code_due(self, state):
+        """Protocol stream: whole blocks of what is no longer among the `recent` newest are written down."""
+        for part, block in ((self.k, self.method.block), (self.v, self.method.v_block or self.method.block)):
+            due = self.length - part.first - self.method.recent
+            if due >= block:
+                self.code(part, due - due % block, state)
 
     def code(self, part, n, state):
         """A coding event: the method says what to keep, then the n oldest recent tokens are written down."""
@@ -174,14 +186,16 @@ class KVCache:
 
     def reset(self):
         """Forget every token, but those that the method's prefix begins every text with."""
-        self.layers = [LayerCache(i, self.method, self.rope, self.protocol)
-                       for i in range(self.config.num_hidden_layers)]
+        self.layers = [self.new_layer(i) for i in range(self.config.num_hidden_layers)]
         self.state = None
         if self.method.prefix is not None:
             positions = torch.arange(len(self.method.prefix.ids), device=self.weight.device)  # (n)
             for layer, k, v in zip(self.layers, *self.method.prefix.rows(self.weight)):
                 layer.append(k, v, positions)  # (1, Hkv, n, d) both
         self.start = len(self)
+
+    def new_layer(self, layer):
+        return LayerCache(layer, self.method, self.rope, self.protocol)
 
     def rest(self, tokens):
         """A text (B, T) without the prefix that the cache begins with, which the text must begin with, too."""
@@ -199,9 +213,12 @@ class KVCache:
 
     def update(self, layer, q, k, v, positions):
         """Add new tokens to a layer; returns K (rotated) and V of all tokens so far: see `LayerCache.update`."""
+        self.check_one_window(layer)
+        return self.layers[layer].update(q, k, v, positions, self.state)
+
+    def check_one_window(self, layer):
         if self.protocol == "paper" and self.layers[layer].length > self.start:
             raise ValueError("the paper protocol reads a window in one forward; use protocol='stream' to go on from it")
-        return self.layers[layer].update(q, k, v, positions, self.state)
 
     def observe(self, layer, hidden):
         """The output of a block for the new tokens, hidden (B, T, D)."""

@@ -49,11 +49,12 @@ class Result:
 
 
 @torch.inference_mode()
-def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, models=None):
+def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, models=None, cache_class=KVCache):
     """methods {name: Method}, fp16's first -> {name: Result}. windows: see `data.Windows`.
 
     bar: an object with `update(n)`, told of every window that a method has finished. models {name: Llama}: for methods
-    that another one runs, with quantized weights; their embedding and head must be model's.
+    that another one runs, with quantized weights; their embedding and head must be model's. cache_class: a KVCache, or
+    one that attends by itself.
     """
     results = {name: Result() for name in methods}
     for start in range(0, len(windows.tokens), batch):
@@ -63,7 +64,7 @@ def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, model
         for name, method in methods.items():
             clock = time.perf_counter()
             runs = (models or {}).get(name, model)
-            cache = KVCache(runs, method, protocol)
+            cache = cache_class(runs, method, protocol)
             hidden[name] = read(runs, tokens, cache)  # (B, T - rows that the cache began with, D)
             if tokens.is_cuda:
                 torch.cuda.synchronize()

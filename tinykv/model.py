@@ -105,6 +105,9 @@ class Attention(nn.Module):
         """The heads' outputs side by side, (B, T, H * d): what `o_proj` reads."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x)  # (B, H, T, d), (B, Hkv, T, d) twice
+        if hasattr(cache, "attend"):  # a cache that attends by itself, from its packed rows: `kernels.TritonCache`
+            out = cache.attend(layer, q, k, v, positions)  # (B, H, T, d)
+            return out.transpose(1, 2).reshape(B, T, -1)  # (B, T, H * d)
         if cache is None:
             k = rope.rotate(k, positions)  # (B, Hkv, T, d)
         else:

@@ -41,9 +41,13 @@ class AnTKV(VectorMethod):
         if not 0 <= (self.count if self.share is None else self.share) or (self.share or 0) > 1:
             raise UserError(f"anchors are a count of at least 0, or a share of 0% to 100%; got {anchors!r}")
 
+    @property
+    def anchor_scores(self):
+        return bool(self.count or self.share)
+
     def attend(self, cache, q, K, positions):
         """The new queries' share of each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
-        if not (self.count or self.share):
+        if not self.anchor_scores:
             return None
         return anchor_scores(cache.rope.rotate(q, positions), K, window=self.window)
 

@@ -28,6 +28,7 @@ class Method:
     prefix = None  # an `intact.Prefix`: the tokens that every text begins with, and the rows that a cache begins with
     keeps_share = False  # True: that is a share of the text, and not a number
     compare = ()  # names of methods to show beside this one when it is asked for alone
+    anchor_scores = False  # True: what `attend` returns is Eq. 5 of AnTKV, which a backend may compute in its own way
     needs_calibration = False  # True: `calibrate`, or `restore`, has to be called before the first use
 
     @property

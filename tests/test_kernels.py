@@ -1,0 +1,517 @@
+"""The Triton kernels in the interpreter, each beside torch; and through the compiler for two GPUs.
+
+The oracle of an attention is `expected`: rows as the codecs' own `decode` gives them, RoPE and softmax in float64, a
+loop over pinned rows. It shares nothing with kernels.py. What is decoded has to agree bit for bit; sums in fp32 to
+1e-4, of outputs of size 1; where operands are rounded to fp16, as a GPU does, to 4e-3.
+"""
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+import kernels  # noqa: E402
+from tinykv import UserError, anchors  # noqa: E402
+from tinykv.cache import KVCache  # noqa: E402
+from tinykv.codecs import Affine, Codebook, Codec, Exact, NonUniform  # noqa: E402
+from tinykv.methods import METHODS  # noqa: E402
+from tinykv.methods.antkv import AnTKV  # noqa: E402
+from tinykv.methods.base import Method  # noqa: E402
+from tinykv.methods.skvq import ClippedGroups  # noqa: E402
+from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+# ---- codecs with tables of random numbers
+
+def affine(bits, axis="token", group=None, formula="offset", static=False):
+    def make(heads, width):
+        codec = Affine(bits, width, axis, group, formula, static)
+        if static:
+            codec.fix(-1 - torch.rand(heads, width), 1 + torch.rand(heads, width))
+        return codec
+    return make
+
+
+def nonuniform(bits, axis, outliers):
+    def make(heads, width):
+        codec = NonUniform(bits, heads, width, axis, outliers)
+        codec.levels = torch.linspace(-1, 1, 2 ** bits).pow(3).half()
+        codec.fix(-1 - torch.rand(heads * width), 1 + torch.rand(heads * width))
+        return codec
+    return make
+
+
+def clipped(bits, metadata="fp8"):
+    def make(heads, width):
+        codec = ClippedGroups(bits, heads, width, 16, metadata, False)
+        codec.regroup(torch.randint(0, heads * width // 16, (heads * width,)))  # groups of any size, across heads
+        return codec
+    return make
+
+
+def book(n, m, shared=False):
+    def make(heads, width):
+        codec = Codebook(n, m, heads, width)
+        codec.centroids = torch.randn(1 if shared else codec.places, m, n).half()
+        return codec
+    return make
+
+
+def exact(heads, width):
+    return Exact()
+
+
+CODECS = {
+    "exact": exact,
+    **{f"{b:g} bits per token": affine(b) for b in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)},
+    **{f"{b:g} bits per token in groups": affine(b, group=16) for b in (1, 1.5, 2, 3, 4, 8)},
+    **{f"{b:g} bits per channel, {g} tokens": affine(b, "channel", g) for b, g in
+       ((1, 32), (2, 128), (4, 16), (8, 48), (3, 32), (1.5, 32), (2, 8), (4, 5))},
+    "4 bits static per token": affine(4, static=True),
+    "2 bits static per token in groups": affine(2, group=16, static=True),
+    "2 bits static per channel": affine(2, "channel", static=True),
+    "3 bits static per channel": affine(3, "channel", static=True),
+    "4 bits integer zero": affine(4, formula="integer-zero"),
+    "2 bits integer zero per channel": affine(2, "channel", 32, "integer-zero"),
+    "3 bits integer zero static": affine(3, "channel", None, "integer-zero", True),
+    **{f"{b} bits nonuniform per {a}, {o:.0%} out": nonuniform(b, a, o) for b, a, o in
+       ((2, "channel", 0.05), (3, "channel", 0), (3, "token", 0.05), (4, "token", 0), (5, "token", 0.02))},
+    "2 bits clipped": clipped(2), "1.5 bits clipped": clipped(1.5), "3 bits clipped fp16": clipped(3, "fp16"),
+    **{f"d{n}m{m}{' shared' * s}": book(n, m, s) for n, m, s in
+       ((1, 16, False), (2, 256, False), (4, 256, True), (8, 512, False), (16, 2048, False), (32, 4096, True))},
+}
+
+
+class Plain(Method):
+    """Codecs, and pinned tokens as they are told: {kind: (tokens of each head, ...)}."""
+
+    def __init__(self, k, v, heads, width, rope="post", recent=0, block=1, v_block=None, pins=None):
+        self.codecs, self.rope = [{"k": CODECS[k](heads, width), "v": CODECS[v](heads, width)}], rope
+        self.recent, self.block, self.v_block, self.pins = recent, block, v_block, pins or {}
+
+    def keep(self, cache, kind, n, state):
+        if kind not in self.pins:
+            return None
+        return torch.tensor(self.pins[kind]).expand(len(cache.k.recent), -1, -1)
+
+
+def layer_of(method, heads, width, batch, length, new, dtype=torch.float16, window=None, kept=None):
+    """A TritonLayer at the moment of reading: all but `new` of `length` tokens went through it, the new ones wait."""
+    config = LlamaConfig(9, 8, 8, 1, heads, heads, width, 4096)
+    layer = kernels.TritonLayer(0, method, Rope(config), "stream", window)
+    rows = torch.randn(2, batch, length, heads, width).to(dtype).transpose(2, 3)  # not contiguous, as attention's are
+    for part in (torch.arange(length - new), torch.arange(length - new, length)):
+        if len(part):
+            layer.append(*rows[:, :, :, part], part)
+            if part[-1] < length - 1:
+                layer.code_due(kept)
+    return layer
+
+
+def turned(x, positions, rope):
+    """RoPE in float64: x (..., T, d), positions (T)."""
+    angle = positions[:, None].double() * rope.freq.double()
+    a, b = x.double().chunk(2, dim=-1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+
+def read(part):
+    """All rows of a part (B, Hkv, S, d) in float64."""
+    rows = part.recent.double()
+    if part.first:
+        codec = part.method.codecs[part.layer][part.kind]
+        rows = torch.cat([codec.decode(part.coded).double(), rows], dim=2)
+    rows = rows.clone()
+    if part.index is not None:
+        B, Hkv, n, _ = part.pinned.shape
+        for b in range(B):
+            for h in range(Hkv):
+                for i, at in enumerate(part.index.expand(B, Hkv, n)[b, h].tolist()):
+                    if at >= 0:
+                        rows[b, h, at] = part.pinned[b, h, i].double()
+    return rows
+
+
+def expected(q, layer, window=None):
+    """Output (B, H, T, d) and log-sum-exp (B, H, T) in float64."""
+    K, V = read(layer.k), read(layer.v)
+    T, S, R = q.shape[2], K.shape[2], q.shape[1] // K.shape[1]
+    if layer.method.rope == "pre":
+        K = turned(K, torch.arange(S), layer.rope)
+    K, V = K.repeat_interleave(R, 1), V.repeat_interleave(R, 1)
+    s = q.double() @ K.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    for t in range(T):
+        at = S - T + t
+        s[:, :, t, at + 1:] = -math.inf
+        if window:
+            s[:, :, t, :max(0, at - window + 1)] = -math.inf
+    return s.softmax(-1) @ V, s.logsumexp(-1)
+
+
+def same(layer, R=2, T=1, window=None, dtype=torch.float32, **close):
+    """The kernels' attention of random queries is the oracle's."""
+    B, Hkv, _, d = layer.k.recent.shape
+    q = torch.randn(B, Hkv * R, T, d).to(dtype)
+    out, lse, _, _ = kernels.attention(q, layer, window)
+    want, want_lse = expected(q, layer, window)
+    assert out.shape == q.shape and out.dtype == dtype
+    close = {**CLOSE, **close}
+    torch.testing.assert_close(out.double(), want, **close)
+    torch.testing.assert_close(lse.double(), want_lse, **close)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+# ---- decoding, bit for bit
+
+@triton.jit
+def write_rows(side, out, T, h, DIM: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+    for j0 in range(0, T, N):
+        j = j0 + tl.arange(0, N)
+        ok = j < T
+        packed = 0
+        if side.kind == "planes":
+            packed = kernels.bytes_of(side, 1, h, j, ok, 0, DIM, 1, W)
+        for plane in tl.static_range(side.planes):
+            x = kernels.rows_of(side, 1, h, j0, ok, packed, 0, plane, DIM, 1, W, N)
+            channel, there = kernels.channels_of(side, 0, plane, DIM, 1, W)
+            tl.store(out + j[:, None] * DIM + channel[None], x, ok[:, None] & there[None])
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "exact"])
+@pytest.mark.parametrize("width", [32, 80])
+def test_rows_are_decoded_bit_for_bit(name, width):
+    """The second head of the second sequence, from codes that lie inside a larger tensor."""
+    if name.startswith("d") and width % int(name[1:].split("m")[0]):
+        pytest.skip("no such format: its vectors do not divide a head")
+    codec, T = CODECS[name](2, width), 67
+    codes = codec.encode(torch.randn(2, 2, T, width).half())
+    want = codec.decode(codes)[1, 1]
+    codes.q = torch.cat([codes.q[:, :, :3], codes.q, codes.q[:, :, :2]], dim=2)[:, :, 3:-2]
+    side = kernels.SIDES[type(codec)](codec, codes, 1)
+    N = kernels.tiling((side, side), 1, 1)[1]
+    W = max(16, triton.next_power_of_2(triton.cdiv(width, side.planes.value)))
+    out = torch.full((T, width), math.nan)
+    write_rows[1,](side, out, T, 1, width, W, N)
+    assert torch.equal(out, want.float())
+
+
+# ---- attention
+
+@pytest.mark.parametrize("rope", ["post", "pre"])
+@pytest.mark.parametrize("name", CODECS)
+def test_attention_reads_every_codec(name, rope):
+    """As keys, before and after RoPE; as values with keys of another."""
+    other = "4 bits per token" if rope == "post" else "exact"
+    k, v = (name, other) if rope == "pre" else (name, name)
+    same(layer_of(Plain(k, v, 2, 32, rope, block=70), 2, 32, 1, 75, 1))
+
+
+@pytest.mark.parametrize("R", [1, 4, 8])
+@pytest.mark.parametrize("width", [32, 64, 80, 128])
+def test_head_sizes_and_groups_of_query_heads(width, R):
+    rope = "pre" if R == 4 else "post"
+    same(layer_of(Plain("2 bits static per channel", "4 bits per token", 2, width, rope, 4, 8), 2, width, 2, 41, 1), R)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300])
+def test_lengths_around_the_borders_of_a_tile(length):
+    same(layer_of(Plain("2 bits per token", "3 bits per token", 1, 32), 1, 32, 1, length, 1))
+    same(layer_of(Plain("2 bits per channel, 128 tokens", "exact", 1, 32, block=128), 1, 32, 1, length, 1))
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_any_shape(data):
+    draw = data.draw
+    heads, R, batch = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 3])), draw(st.integers(1, 2))
+    width, length = draw(st.sampled_from([32, 48])), draw(st.integers(1, 140))
+    names = [name for name in CODECS if not name.startswith("d") or "32" not in name]
+    new = draw(st.integers(1, min(length, 40)))
+    method = Plain(draw(st.sampled_from(names)), draw(st.sampled_from(names)), heads, width,
+                   draw(st.sampled_from(["pre", "post"])), draw(st.integers(0, 9)), draw(st.integers(1, 70)),
+                   draw(st.sampled_from([None, 1, 7])))
+    window = draw(st.sampled_from([None, None, 1, 20, 64, 200]))
+    same(layer_of(method, heads, width, batch, length, new), R, new, window)
+
+
+@pytest.mark.parametrize("window", [None, 5, 64])
+@pytest.mark.parametrize("new", [7, 70])
+def test_new_queries_see_no_later_key(new, window):
+    method = Plain("2 bits per token", "2 bits per token", 2, 32, "pre", block=50)
+    same(layer_of(method, 2, 32, 1, 130, new), 3, new, window)
+
+
+def test_pieces_of_a_long_text_are_put_together(monkeypatch):
+    monkeypatch.setattr(kernels, "processors", lambda device: 100)
+    same(layer_of(Plain("1 bits per token", "4 bits per token", 1, 32, block=100), 1, 32, 1, 1100, 1), 4)
+
+
+PINS = {"both": {"k": [[2, 40, -1, 64]], "v": [[2, 40, -1, 64]]},
+        "own": {"k": [[0, 5, 69], [1, 63, -1]], "v": [[5, -1, 7, 64], [64, 2, 1, 0]]},
+        "keys": {"k": [[3, 9]]}, "values": {"v": [[65, 0], [7, 8]]}}
+
+
+@pytest.mark.parametrize("rope", ["post", "pre"])
+@pytest.mark.parametrize("pins", PINS)
+def test_pinned_rows_take_their_slots(pins, rope):
+    """Also where the two heads, or keys and values, do not pin the same tokens; a token counts once."""
+    method = Plain("1 bits per token", "2 bits per token", 2, 32, rope, recent=1, block=70, pins=PINS[pins])
+    layer = layer_of(method, 2, 32, 2, 75, 3)
+    layer.k.recent[:] /= 2
+    for part in (layer.k, layer.v):
+        if part.pinned is not None:
+            part.pinned += 1  # so that it matters
+    same(layer, 2, 3)
+
+
+def test_no_token_counts_twice():
+    """All values 1: whatever the weights, the output is 1."""
+    layer = layer_of(Plain("2 bits per token", "exact", 2, 32, recent=1, block=70, pins=PINS["own"]), 2, 32, 1, 75, 1)
+    layer.v.coded.q[:], layer.v.recent[:], layer.v.pinned[:] = 1, 1, 1
+    out = kernels.dequant_attention(torch.randn(1, 4, 1, 32), layer)
+    torch.testing.assert_close(out, torch.ones_like(out))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_the_model_computes_in(dtype):
+    cached = torch.float16 if dtype == torch.float32 else dtype
+    method = Plain("4 bits per token", "exact", 2, 32, "pre", recent=3, block=60)
+    close = {"rtol": 2 ** -7, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
+    same(layer_of(method, 2, 32, 1, 75, 1, cached), 2, 1, None, dtype, **close)
+
+
+@pytest.mark.parametrize("k,v,rope", [("2 bits per token", "2 bits per token", "post"), ("exact", "exact", "post"),
+                                      ("2 bits per channel, 128 tokens", "4 bits per token in groups", "post"),
+                                      ("1 bits per token", "1.5 bits per token", "pre"), ("d8m512", "d8m512", "pre")])
+def test_products_of_fp16_numbers(k, v, rope, monkeypatch):
+    """As on a GPU: operands rounded to fp16, of which codes are the smallest subnormal ones."""
+    monkeypatch.setattr(kernels, "product_type", lambda *args: tl.float16)
+    same(layer_of(Plain(k, v, 2, 64, rope, block=70), 2, 64, 1, 75, 1), rtol=4e-3, atol=4e-3)
+
+
+def test_the_torch_lines_are_the_kernels():
+    """attend_lines piece by piece, then merge_lines, are the kernels' output."""
+    layer = layer_of(Plain("exact", "exact", 2, 32, block=90), 2, 32, 1, 100, 5)
+    q, (K, V) = torch.randn(1, 2, 5, 32), layer.read()
+    pieces = [kernels.attend_lines(q, K.float(), V.float(), a, b, 60) for a, b in ((0, 30), (30, 64), (64, 100))]
+    out, lse = kernels.merge_lines(*(torch.stack(x) for x in zip(*pieces)))
+    got, got_lse, _, _ = kernels.attention(q, layer, 60)
+    torch.testing.assert_close(got, out, **CLOSE)
+    torch.testing.assert_close(got_lse, lse, **CLOSE)
+
+
+# ---- anchor scores
+
+@pytest.mark.parametrize("T,S,window", [(1, 1, None), (1, 65, None), (64, 64, None), (65, 65, None), (30, 130, None),
+                                        (70, 70, 20), (5, 100, 64)])
+@pytest.mark.parametrize("heads,R,width", [(2, 1, 32), (1, 4, 80)])
+def test_anchor_scores(T, S, window, heads, R, width):
+    q, k = torch.randn(2, heads * R, T, width), torch.randn(2, S, heads, width).half().transpose(1, 2)
+    lse = anchors.log_sum_exp(q, k, window)
+    for got, want in zip(kernels.anchor_scores(q, k, lse, window), anchors.anchor_scores(q, k, lse, window)):
+        torch.testing.assert_close(got, want, **CLOSE)
+
+
+def test_anchor_scores_of_the_newest_keys_alone():
+    q, k = torch.randn(1, 4, 20, 32), torch.randn(1, 2, 150, 32)
+    lse = anchors.log_sum_exp(q, k)
+    for got, want in zip(kernels.anchor_scores(q, k[:, :, 90:], lse), anchors.anchor_scores(q, k, lse)):
+        torch.testing.assert_close(got, want[:, :, 90:], **CLOSE)
+
+
+def test_topk_outliers_are_kvsinks():
+    hidden = torch.randn(2, 30, 8).round()  # with ties
+    score, at = METHODS["kvsink"](config(2), 7, 0, 3).observe(None, 0, hidden, 0)
+    for got, want in zip(kernels.topk_outliers(hidden, 3, 7), (score, at)):
+        assert torch.equal(got, want)
+
+
+# ---- methods, in a model
+
+def config(layers, **more):
+    return LlamaConfig(41, 32, 48, layers, 4, 2, 16, 256, **more)
+
+
+def tiny(layers=2, **more):
+    torch.manual_seed(1)
+    model = Llama(config(layers, **more))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.normal_(std=1.5 * p.shape[1] ** -0.5)
+    return model.requires_grad_(False)
+
+
+class Twice(kernels.TritonCache):
+    """Asks both backends the same, and goes on with what torch says: a difference would change later codes."""
+
+    def reset(self):
+        super().reset()
+        self.largest = 0.0
+
+    def attend(self, layer, q, k, v, positions):
+        out = super().attend(layer, q, k, v, positions)
+        K, V = self.twin.update(layer, q, k, v, positions)
+        q, R = self.rope.rotate(q, positions), q.shape[1] // K.shape[1]
+        j, at = torch.arange(K.shape[2])[None], positions[:, None]
+        mask = (j <= at) & (j > at - (self.config.sliding_window or K.shape[2]))
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q, K.repeat_interleave(R, 1), V.repeat_interleave(R, 1), attn_mask=mask)
+        self.largest = max(self.largest, (out - want).abs().max().item())
+        for one, two in ((self.layers[layer].k, self.twin.layers[layer].k),
+                         (self.layers[layer].v, self.twin.layers[layer].v)):
+            assert (one.index is None) == (two.index is None) and (one.score is None) == (two.score is None)
+            assert one.index is None or torch.equal(one.index, two.index)
+            assert one.coded is None or torch.equal(one.coded.q, two.coded.q)
+            if one.score is not None:
+                torch.testing.assert_close(one.score, two.score, rtol=1e-2, atol=1e-3)
+                torch.testing.assert_close(one.pinned_score, two.pinned_score, rtol=1e-2, atol=1e-3)
+        return want
+
+    def observe(self, layer, hidden):
+        super().observe(layer, hidden)
+        self.twin.observe(layer, hidden)
+
+
+SMALL = {"kvsink": {"emergence_layer": 0, "outlier_channel": 5}, "kivi": {"group_size": 16, "recent": 4},
+         "ott": {"group_size": 16, "recent": 4, "outlier_num": 2, "extra_pool": 2, "skip_layers": 1},
+         "skvq": {"recent": 4, "v_bits": 1.5, "clip": "none"}, "cq": {"vq": "d4m8"},
+         "antkv": {"vq": "d4m8", "anchors": "10%", "recent": 4}}
+
+
+def method_of(model, name, **more):
+    method = METHODS[name](model.config, **{**SMALL.get(name, {}), **more})
+    method.calibrate(model, torch.randint(0, 41, (3, 40), generator=torch.Generator().manual_seed(2)))
+    method.block = min(method.block, 16)
+    return method
+
+
+@pytest.mark.parametrize("protocol", ["paper", "stream"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_on_both_backends(name, protocol):
+    """The same codes, pins and scores; outputs, of size 1 to 5, within what rounding decoded rows to fp16 changes."""
+    model = tiny(sliding_window=24 if name in ("antkv", "kivi") else None)
+    cache = Twice(model, method_of(model, name), protocol)
+    cache.twin = KVCache(model, cache.method, protocol)
+    tokens = torch.randint(0, 41, (1, 41))
+    for chunk in [tokens] if protocol == "paper" else tokens.split([24, 16, 1], dim=1):
+        model(chunk, cache)
+    assert 0 < cache.largest < 5e-3
+    assert cache.nbytes == cache.twin.nbytes and cache.layers[0].k.first
+
+
+@pytest.mark.parametrize("name", ["fp16", "rtn", "kivi", "skvq", "kvquant", "cq", "antkv"])
+def test_logits_agree(name):
+    """One layer, whose codes cannot differ; the logits' size is 3."""
+    model, tokens = tiny(1), torch.randint(0, 41, (1, 40))
+    method = method_of(model, name)
+    for protocol in ("paper", "stream"):
+        one, two = KVCache(model, method, protocol), kernels.TritonCache(model, method, protocol)
+        torch.testing.assert_close(model(tokens, two), model(tokens, one), rtol=0, atol=1e-2)
+    step = tokens[:, :1]
+    torch.testing.assert_close(model(step, two), model(step, one), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["kivi", "pfn", "antkv"])
+def test_generation_decodes_no_row_and_codes_each_once(name, monkeypatch):
+    model, prompt = tiny(1), torch.randint(0, 41, (1, 30))
+    method, coded = method_of(model, name), []
+    want = model.generate(prompt, 12, KVCache(model, method))
+
+    def never(*args):
+        raise AssertionError("rows were decoded")
+    real = Method.encode
+
+    def encode(self, layer, kind, rows, skip):
+        coded.append(rows.shape[2])
+        return real(self, layer, kind, rows, skip)
+    monkeypatch.setattr(Method, "encode", encode)
+    for cls in (Codec, Exact, Affine, Codebook):
+        monkeypatch.setattr(cls, "decode", never, raising=False)
+    cache = kernels.TritonCache(model, method)
+    assert torch.equal(model.generate(prompt, 12, cache), want)
+    assert sum(coded) == cache.layers[0].k.first + cache.layers[0].v.first > 0
+
+
+# ---- what is refused
+
+def test_a_cpu_without_the_interpreter_is_named(monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    with pytest.raises(UserError, match="needs a GPU, and the model is on cpu"):
+        kernels.TritonCache(tiny(), METHODS["fp16"](config(2)))
+
+
+class OwnDecode(METHODS["rtn"]):
+    def decode(self, layer, kind, codes):
+        return super().decode(layer, kind, codes)
+
+
+class OwnScores(AnTKV):
+    def attend(self, cache, q, K, positions):
+        return None
+
+
+class OwnCodec(Method):
+    class Zeros(Affine):
+        pass
+
+    def __init__(self, config):
+        self.codecs = [{"k": self.Zeros(2, 16), "v": Exact()}]
+
+
+@pytest.mark.parametrize("cls,words", [(OwnDecode, "OwnDecode has its own `decode`"), (OwnCodec, "codes by Zeros"),
+                                       (OwnScores, "OwnScores.attend reads all keys")])
+def test_what_no_kernel_knows_is_named(cls, words):
+    with pytest.raises(UserError, match=words):
+        kernels.TritonCache(tiny(), cls(config(2)))
+
+
+def test_vectors_of_three_are_named():
+    wide = LlamaConfig(41, 32, 48, 1, 2, 2, 24, 64)
+    with pytest.raises(UserError, match="vectors of 1, 2, 4, 8 ... channels; these have 3"):
+        kernels.TritonCache(Llama(wide), METHODS["cq"](wide, vq="d3m8"))
+
+
+# ---- the commands
+
+def command(*words):
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    return subprocess.run([sys.executable, str(ROOT / "kernels.py"), *words], env=env, capture_output=True, text=True)
+
+
+def test_every_kernel_compiles_for_two_gpus_without_a_spill():
+    done = command("compile", "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sm_80" in done.stdout and "sm_90" in done.stdout and "anchor" in done.stdout
+
+
+def test_the_benchmark_runs_at_tiny_shapes(monkeypatch, capsys):
+    """Every line of it but the clock, which needs a GPU."""
+    monkeypatch.setitem(kernels.SHAPES, "tiny", (1, 64, 48, 4, 2, 41, 1e4))
+    monkeypatch.setattr(kernels, "best_of", lambda run: 1.0 + 0 * len([run()]))
+    cpu, formats = torch.device("cpu"), ["fp16", "2-bit per token", "1-bit codebooks d8m256"]
+    kernels.bench_attention("tiny", [256], [1], formats, cpu)
+    kernels.bench_scores("tiny", [64], cpu)
+    kernels.bench_decoding(kernels.config_of("tiny", positions=512), [256], formats[1:2], cpu, 1, 2)
+    out = capsys.readouterr().out
+    assert out.count("2-bit per token") == 2 and "tok/s at 256" in out
+
+
+def test_without_a_gpu_the_benchmark_says_that_nothing_was_measured():
+    done = command("bench")
+    assert done.returncode == 0 and "nothing was measured" in done.stdout
