@@ -225,7 +225,7 @@ def test_attention_reads_every_codec(name, rope):
 @pytest.mark.parametrize("width", [32, 64, 80, 128])
 def test_head_sizes_and_groups_of_query_heads(width, R):
     rope = "pre" if R == 4 else "post"
-    same(layer_of(Plain("2 bits static per channel", "4 bits per token", 2, width, rope, 4, 8), 2, width, 2, 41, 1), R)
+    same(layer_of(Plain("2 bits static per channel", "4 bits per token", 2, width, rope, 4, 8), 2, width, 2, 77, 1), R)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300])
