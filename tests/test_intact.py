@@ -25,7 +25,7 @@ from test_weights import D, V, fold, text, tiny
 
 import eval_ppl
 import train_intact
-from tinykv import UserError, checkpoint, command, weights
+from tinykv import UserError, checkpoint, command, data, intact, weights
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import Windows, load_windows
 from tinykv.evaluate import evaluate, read
@@ -33,6 +33,7 @@ from tinykv.intact import Training, block_loss, load_prefix, open_prefix, save_p
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, exact_rows
 from tinykv.methods.rtn import RTN
+from tinykv.tales import stories
 from tinykv.weights import quantize
 from tinykv.weights.awq import AWQ
 from tinykv.weights.omniquant import OmniQuant
@@ -212,13 +213,24 @@ def embedded():
 def test_windows_with_a_prefix_have_the_same_text_behind_it(embedded, n):
     """And the same answers: the same tokens, n further on."""
     _, tokenizer = embedded
-    plain = load_windows("tales", tokenizer, 96, 12, bos="none")
-    ours = load_windows("tales", tokenizer, 96 + n, 12, prefix=IDS[:n])
-    assert ours.start == max(1, n) and plain.start == 1 and sum(map(len, plain.answers)) >= 5
+    plain = load_windows("tales", tokenizer, 64, 200, bos="none")
+    ours = load_windows("tales", tokenizer, 64 + n, 200, prefix=IDS[:n])
+    assert ours.start == max(1, n) and plain.start == 1 and sum(map(len, plain.answers)) > 20
     assert torch.equal(ours.tokens[:, n:], plain.tokens) and (ours.tokens[:, :n] == torch.tensor(IDS[:n])).all()
     for row, other, a, b in zip(ours.tokens, plain.tokens, ours.answers, plain.answers):
         assert [row[i:j].tolist() for i, j in a] == [other[i:j].tolist() for i, j in b]
         assert a == [(i + n, j + n) for i, j in b]
+
+
+def test_a_fact_at_the_start_of_a_window_is_known_behind_a_prefix(embedded):
+    """BOS takes no token's place there."""
+    _, tokenizer = embedded
+    _, marks = data.encode(stories("test", 0), tokenizer, 2000)
+    fact, start, end = next(mark for mark in marks if mark[2] <= 2 * mark[0])  # the second of two windows begins there
+    answer = start - fact, end - fact
+    assert answer in load_windows("tales", tokenizer, fact, 2, bos="none").answers[1]
+    assert answer not in load_windows("tales", tokenizer, fact, 2).answers[1]
+    assert (answer[0] + 3, answer[1] + 3) in load_windows("tales", tokenizer, fact + 3, 2, prefix=IDS[:3]).answers[1]
 
 
 def test_a_prefix_that_leaves_no_text_is_refused(embedded):
@@ -532,6 +544,64 @@ def test_what_was_trained_is_what_is_evaluated(training, evaluating, tmp_path):
     assert "another model" in refused(evaluating, *words, "--weights", "rtn", "--w-bits", 2, "--dtype", "bf16")
 
 
+def test_an_update_is_a_step_of_adam(tmp_path):
+    """By hand: without decay, gradients of both kinds clipped together; and what it leaves is in the file."""
+    dice, path = torch.Generator().manual_seed(0), tmp_path / "state"
+    first = [torch.randn(2, 1, 3, 4, generator=dice) for _ in "kv"]
+    state = train_intact.State(path, "a run", *first, lr=0.01)
+    x, m, v = torch.stack(first).double(), 0, 0
+    for step in range(1, 5):
+        g = torch.randn(x.shape, generator=dice) * (3.0 if step < 4 else 0.01)  # the last is not clipped
+        for rows, grad in zip(state.rows, g):
+            rows.grad = grad.clone()
+        state.update(0.3)
+        g = g.double() * min(1, 0.3 / g.double().norm().item())
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g ** 2
+        x = x - 0.01 * (m / (1 - 0.9 ** step)) / ((v / (1 - 0.999 ** step)).sqrt() + 1e-8)
+        assert all(rows.grad is None for rows in state.rows) and state.done == step
+        assert torch.allclose(torch.stack([rows.detach().double() for rows in state.rows]), x, atol=1e-5)
+    again = train_intact.State(path, "a run", *first, lr=0.01)
+    assert again.done == 4 and all(torch.equal(a, b) for a, b in zip(again.rows, state.rows))
+
+
+def test_a_file_is_written_whole_or_not_at_all(monkeypatch, trained, tmp_path):
+    """Stopped in the middle of it, what was there before is left, and nothing else."""
+    path, _, prefix = trained
+    state = train_intact.State(tmp_path / "state", "a run", prefix.keys, prefix.values, lr=0.01)
+    for rows in state.rows:
+        rows.grad = torch.ones_like(rows)
+    state.update(0.3)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def half(tensors, part, notes):
+        Path(part).write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    for rows in state.rows:
+        rows.grad = torch.ones_like(rows)
+    for module, write in ((train_intact, lambda: state.update(0.3)), (intact, lambda: save_prefix(path, prefix))):
+        monkeypatch.setattr(module, "save_file", half)
+        with pytest.raises(KeyboardInterrupt):
+            write()
+    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()} and len(before) == 2
+
+
+def test_a_gradient_is_the_mean_over_the_texts_of_an_update(training, monkeypatch, embedded):
+    """However many of them are read at a time."""
+    found = []
+
+    def stop(state, clip):
+        found.append(torch.stack([rows.grad for rows in state.rows]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_intact.State, "update", stop)
+    for batch in (4, 1, 3):
+        assert training("--updates", 1, "--accumulate", 4, "--batch", batch)[0] == 130
+    assert found[0].norm() > 0
+    for other in found[1:]:
+        assert (other - found[0]).norm() < 1e-3 * found[0].norm()
+
+
 class Stop:
     """Ctrl-C after so many updates."""
     def __init__(self, monkeypatch, after):
@@ -670,6 +740,15 @@ def test_lists_of_quantizers_and_prefixes(evaluating, tmp_path):
     written = json.loads(out_json.read_text())["rows"]
     assert [(row["weights"], row["label"]) for row in written[1:]] == list(rows)[1:]
     assert written[2]["settings"]["prefix"] == "bos"
+
+
+def test_each_quantizer_has_a_prefix_of_its_own(embedded):
+    """Its rows are in the scale of one model's values."""
+    model, tokenizer = embedded
+    args = eval_ppl.parser().parse_args(["--method", "intactkv", "--prefix", "bos", "--weights", "awq,omniquant"])
+    found, _ = eval_ppl.build_contenders(args, model.config, tokenizer, command.quantizers_of(args, model.config))
+    one, other = (found[f"intactkv {name}-4"].method for name in ("awq", "omniquant"))
+    assert one is not other and one.prefix is not other.prefix and one.prefix.ids == other.prefix.ids
 
 
 def test_other_methods_on_quantized_weights(evaluating):

@@ -500,6 +500,31 @@ def test_awq_finds_the_best_of_its_twenty_ratios(bits, seed):
         assert least < 0.8 * tried[0][1]  # scales help where some inputs are large
 
 
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_what_awq_tries_scales_on(monkeypatch, sharing):
+    """All layers that read the same input together, and the output of what comes next."""
+    model, seen, run, scales = tiny(sharing), [], AWQ.quantize, AWQ.scales
+
+    def quantize_block(self, block, *arguments):
+        self.block = block
+        run(self, block, *arguments)
+
+    def noted(self, x, linears, output):
+        attn, mlp = self.block.self_attn, self.block.mlp
+        names = [name for name in LINEARS if any(linear is self.block.get_submodule(name) for linear in linears)]
+        compared = {"self_attn.q_proj": lambda: Reader(model)(attn, x), "mlp.gate_proj": lambda: mlp(x),
+                    "self_attn.o_proj": lambda: attn.o_proj(x), "mlp.down_proj": lambda: mlp.down_proj(x)}[names[0]]
+        seen.append(names)
+        assert len(linears) == len(names) and torch.equal(output(), compared())
+        return scales(self, x, linears, output)
+
+    monkeypatch.setattr(AWQ, "quantize", quantize_block)
+    monkeypatch.setattr(AWQ, "scales", noted)
+    quantize(model, AWQ(3, 16), text())
+    qkv, o, gate_up, down = list(LINEARS[:3]), [LINEARS[3]], list(LINEARS[4:6]), [LINEARS[6]]
+    assert seen == ([qkv, o, gate_up, down] if sharing == 1 else [qkv, gate_up, down]) * L
+
+
 def plain_clips(x, weight, bits, G):
     """Of each group the errors of all ten clips: {(output, group): [(largest |w|, error)]}."""
     x, found = x.double().numpy(), {}
@@ -629,6 +654,23 @@ def output_errors(model, windows, *quantizers):
     wanted = Reader(model)(model.model["layers"][0], h)
     return [(Reader(model)(quantize(model, q, windows).model["layers"][0], h) - wanted).pow(2).mean().item()
             for q in quantizers]
+
+
+def test_omniquant_imitates_the_full_model_from_what_the_quantized_blocks_before_give(monkeypatch):
+    monkeypatch.setattr(omniquant, "EPOCHS", 2)
+    model, seen = tiny(), []
+    block, full = copy.deepcopy(model.model["layers"][0]), model.model["embed_tokens"](text(3))
+    coded = full + 0.1 * torch.randn(full.shape, generator=torch.Generator().manual_seed(0))
+
+    def read(module, h):
+        seen.append((module, h))
+        return Reader(model)(module, h)
+
+    OmniQuant(4, 16).quantize(block, read, full, coded)
+    whole = [h for module, h in seen if module is block]
+    trials = [h for module, h in seen if not isinstance(module, nn.Module)]
+    assert len(whole) == 1 and whole[0] is full
+    assert len(trials) == 2 * 3 and all(torch.equal(h, coded[i % 3][None]) for i, h in enumerate(trials))
 
 
 @pytest.mark.parametrize("sharing, bias, seed", [(1, False, 3), (2, True, 0), (2, True, 2)])
