@@ -234,7 +234,7 @@ def test_lengths_around_the_borders_of_a_tile(length):
     same(layer_of(Plain("2 bits per channel, 128 tokens", "exact", 1, 32, block=128), 1, 32, 1, length, 1))
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.data())
 def test_any_shape(data):
     draw = data.draw
@@ -250,7 +250,7 @@ def test_any_shape(data):
 
 
 @pytest.mark.parametrize("window", [None, 5, 64])
-@pytest.mark.parametrize("new", [7, 70])
+@pytest.mark.parametrize("new", [7, 30])
 def test_new_queries_see_no_later_key(new, window):
     method = Plain("2 bits per token", "2 bits per token", 2, 32, "pre", block=50)
     same(layer_of(method, 2, 32, 1, 130, new), 3, new, window)
@@ -344,7 +344,7 @@ def test_topk_outliers_are_kvsinks():
 # ---- methods, in a model
 
 def config(layers, **more):
-    return LlamaConfig(41, 32, 48, layers, 4, 2, 16, 256, **more)
+    return LlamaConfig(41, 32, 48, layers, 4, 2, 16, 256, bos_token_id=1, **more)
 
 
 def tiny(layers=2, **more):
@@ -391,6 +391,7 @@ class Twice(kernels.TritonCache):
 SMALL = {"kvsink": {"emergence_layer": 0, "outlier_channel": 5}, "kivi": {"group_size": 16, "recent": 4},
          "ott": {"group_size": 16, "recent": 4, "outlier_num": 2, "extra_pool": 2, "skip_layers": 1},
          "skvq": {"recent": 4, "v_bits": 1.5, "clip": "none"}, "cq": {"vq": "d4m8"},
+         "intactkv": {"k_bits": 2, "v_bits": 2},
          "antkv": {"vq": "d4m8", "anchors": "10%", "recent": 4}}
 
 
@@ -398,6 +399,8 @@ def method_of(model, name, **more):
     method = METHODS[name](model.config, **{**SMALL.get(name, {}), **more})
     method.calibrate(model, torch.randint(0, 41, (3, 40), generator=torch.Generator().manual_seed(2)))
     method.block = min(method.block, 16)
+    if method.prefix:
+        method.prefix.fill(model, model)
     return method
 
 
@@ -406,10 +409,14 @@ def method_of(model, name, **more):
 def test_every_method_on_both_backends(name, protocol):
     """The same codes, pins and scores; outputs, of size 1 to 5, within what rounding decoded rows to fp16 changes."""
     model = tiny(sliding_window=24 if name in ("antkv", "kivi") else None)
-    cache = Twice(model, method_of(model, name), protocol)
-    cache.twin = KVCache(model, cache.method, protocol)
-    tokens = torch.randint(0, 41, (1, 41))
-    for chunk in [tokens] if protocol == "paper" else tokens.split([24, 16, 1], dim=1):
+    method = method_of(model, name)
+    cache = Twice(model, method, protocol)
+    cache.twin = KVCache(model, method, protocol)
+    tokens = torch.randint(0, 41, (1, 33))
+    if method.prefix:
+        tokens[:, 0] = 1
+    tokens = cache.rest(tokens)
+    for chunk in [tokens] if protocol == "paper" else tokens.split([tokens.shape[1] - 17, 16, 1], dim=1):
         model(chunk, cache)
     assert 0 < cache.largest < 5e-3
     assert cache.nbytes == cache.twin.nbytes and cache.layers[0].k.first
