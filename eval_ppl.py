@@ -254,8 +254,9 @@ def rows_of(contenders, results, protocol):
             "label": label.removesuffix(f" {c.weights}"), "method": c.name, "settings": settings, "weights": c.weights,
             "scheme": m.scheme.name if hasattr(m, "scheme") else None,
             "k_bits": m.k_bits, "v_bits": m.v_bits, "preserve": m.preserve, "protocol": protocol, "ppl": r.ppl,
-            "ppl_se": r.ppl_se, "delta_ppl": r.ppl - base, "kld": r.kl / r.targets, "top1": r.agree / r.targets,
-            "recall": r.recall, "bits_nominal": (m.k_bits + m.v_bits) / 2, "bits_true": r.bits,
+            "ppl_se": r.ppl_se, "delta_ppl": r.ppl - base, "kld": max(0.0, r.kl / r.targets),
+            "top1": r.agree / r.targets, "recall": r.recall,
+            "bits_nominal": (m.k_bits + m.v_bits) / 2, "bits_true": r.bits,
             "bits_128k": r.bits_far, "cache_bytes": r.cache_bytes, "tokens_per_s": r.tokens / r.seconds,
             "seconds": r.seconds, "offline_bytes": m.offline_bytes})
     return rows

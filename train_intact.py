@@ -156,8 +156,8 @@ def run(args):
     device = checkpoint.usable(args.device)
     config = checkpoint.load_config(args.model)
     context = args.context or min(config.max_position_embeddings, 4096)
-    for length in (context, args.tokens):
-        check_context(length, config)
+    check_context(context, config)
+    check_context(args.tokens, config, "tokens")
     tokenizer = checkpoint.load_tokenizer(args.model, config)
     prefix = open_prefix(args.prefix, tokenizer, config)
     (name, quantizer), = quantizers_of(args, config).items()

@@ -20,9 +20,9 @@ def dtype_of(name, device):
     return DTYPES[name or ("fp32" if device.type == "cpu" else "bf16")]
 
 
-def check_context(context, config):
+def check_context(context, config, flag="context"):
     if context > config.max_position_embeddings:
-        raise UserError(f"--context {context} is longer than the {config.max_position_embeddings} positions that this "
+        raise UserError(f"--{flag} {context} is longer than the {config.max_position_embeddings} positions that this "
                         "model was made for; ask for fewer tokens")
 
 

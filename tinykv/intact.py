@@ -24,8 +24,8 @@ def open_prefix(what, tokenizer, config):
     try:
         text = Path(what).read_text(encoding="utf-8").rstrip("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the prefix {what} cannot be read ({error}); give bos, a UTF-8 text file, or a trained prefix "
-                        "(.safetensors)") from None
+        raise UserError(f"the prefix {what} cannot be read ({getattr(error, 'strerror', error)}); give bos, a UTF-8 "
+                        "text file, or a trained prefix (.safetensors)") from None
     return Prefix(what, [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(text)])
 
 
