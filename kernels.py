@@ -1110,14 +1110,18 @@ def bench(args):
     bench_decoding(config_of("LLaMA-3-8B"), (8192, 32768), formats, device)
 
 
-def main():
+def parser():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="eval_ppl.py --backend triton uses them.")
     commands = p.add_subparsers(dest="command", required=True)
     c = commands.add_parser("compile", help="compile every kernel for sm_80 and sm_90 and print its size; needs no GPU")
     c.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     c.add_argument("--quick", action="store_true", help="a few formats only")
     commands.add_parser("bench", help="on a GPU: attention, scores and decoding measured; without: byte limits")
-    args = p.parse_args()
+    return p
+
+
+def main():
+    args = parser().parse_args()
     compile_all(args) if args.command == "compile" else bench(args)
 
 

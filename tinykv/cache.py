@@ -180,8 +180,8 @@ class KVCache:
     def __init__(self, model, method, protocol="stream"):
         if protocol not in PROTOCOLS:
             raise ValueError(f"the protocol is one of {', '.join(PROTOCOLS)}; got {protocol!r}")
-        self.config, self.rope, self.method, self.protocol = model.config, model.rope, method, protocol
-        self.weight = model.lm_head.weight  # where the model is, and in what dtype
+        self.model, self.method, self.protocol = model, method, protocol
+        self.config, self.rope = model.config, model.rope
         self.reset()
 
     def reset(self):
@@ -189,8 +189,9 @@ class KVCache:
         self.layers = [self.new_layer(i) for i in range(self.config.num_hidden_layers)]
         self.state = None
         if self.method.prefix is not None:
-            positions = torch.arange(len(self.method.prefix.ids), device=self.weight.device)  # (n)
-            for layer, k, v in zip(self.layers, *self.method.prefix.rows(self.weight)):
+            weight = self.model.lm_head.weight  # where the model is, and in what dtype
+            positions = torch.arange(len(self.method.prefix.ids), device=weight.device)  # (n)
+            for layer, k, v in zip(self.layers, *self.method.prefix.rows(weight)):
                 layer.append(k, v, positions)  # (1, Hkv, n, d) both
         self.start = len(self)
 
