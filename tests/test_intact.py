@@ -657,7 +657,8 @@ def test_a_damaged_state_is_refused(training, tmp_path):
 def started(path, *words):
     return subprocess.Popen([sys.executable, "train_intact.py", "--out", path, *TINY, *words], cwd=ROOT, text=True,
                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+                            env={**os.environ, "OMP_NUM_THREADS": "1"},  # a shell's background jobs ignore Ctrl-C
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def updates_in(state):
