@@ -1,6 +1,7 @@
 """Run the commands of docs/*.md again and put what they print in the place of what stands there.
 
-    python docs/results.py                  everything: about 15 minutes on 2 CPU cores
+    python docs/results.py                  everything: an hour and more on 2 CPU cores
+    python docs/results.py --only figures   the commands that draw a figure
     python docs/results.py --only kvquant   the commands with this word in them
 
 A block that begins with "$ python" is a command; of its output the table is kept, without the seconds. Figures are
