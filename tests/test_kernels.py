@@ -93,6 +93,11 @@ CODECS = {
 }
 
 
+def divides(name, width):
+    """Whether a head of `width` channels is whole vectors; all other codecs take any."""
+    return not name.startswith("d") or width % int(name[1:].split("m")[0]) == 0
+
+
 class Plain(Method):
     """Codecs, and pinned tokens as they are told: {kind: (tokens of each head, ...)}."""
 
@@ -192,12 +197,10 @@ def write_rows(side, out, T, h, DIM: tl.constexpr, W: tl.constexpr, N: tl.conste
             tl.store(out + j[:, None] * DIM + channel[None], x, ok[:, None] & there[None])
 
 
-@pytest.mark.parametrize("name", [name for name in CODECS if name != "exact"])
-@pytest.mark.parametrize("width", [32, 80])
+@pytest.mark.parametrize("name, width", [
+    (name, width) for name in CODECS for width in (32, 80) if name != "exact" and divides(name, width)])
 def test_rows_are_decoded_bit_for_bit(name, width):
     """The second head of the second sequence, from codes that lie inside a larger tensor."""
-    if name.startswith("d") and width % int(name[1:].split("m")[0]):
-        pytest.skip("no such format: its vectors do not divide a head")
     codec, T = CODECS[name](2, width), 67
     codes = codec.encode(torch.randn(2, 2, T, width).half())
     want = codec.decode(codes)[1, 1]
