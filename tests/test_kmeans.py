@@ -152,7 +152,18 @@ def test_a_result_is_a_fixed_point():
     points = torch.randn(2, 200, 2, generator=torch.Generator().manual_seed(4))
     weights = torch.rand(2, 200, generator=torch.Generator().manual_seed(5))
     centres = kmeans(points, 5, weights, iterations=300)
-    assert torch.equal(lloyd(points, weights, centres), centres)
+    assert torch.equal(lloyd(points, weights, centres)[0], centres)
+
+
+@pytest.mark.parametrize("tolerance", [0.05, 0.01, 0.001])
+def test_it_ends_once_a_step_gains_little(tolerance):
+    """For every problem: it takes the step after the first that gained less than the tolerance, and no more."""
+    points = torch.randn(3, 400, 2, generator=torch.Generator().manual_seed(4))
+    steps = [kmeans(points, 12, iterations=i) for i in range(26)]
+    losses = [[loss(p, [1] * 400, c) for p, c in zip(points, centres)] for centres in steps]
+    last = next(i for i in range(1, 26) if all(a - b < tolerance * b for a, b in zip(losses[i - 1], losses[i]))) + 1
+    assert 2 < last < 25 and torch.equal(kmeans(points, 12, tolerance=tolerance), steps[last])
+    assert not torch.equal(steps[last], steps[last - 1]) and not torch.equal(steps[last], steps[last + 1])
 
 
 # ---- starting centres
@@ -220,7 +231,9 @@ def test_one_step_against_plain_python(case):
     square = [[sum((a - b) ** 2 for a, b in zip(p, c)) for c in centres] for p in points]
     own = [[i for i, row in enumerate(square) if row.index(min(row)) == j] for j in range(len(centres))]
     p, w = problem(points, weights)
-    moved = lloyd(p, w, problem(centres))[0].tolist()
+    moved, before = lloyd(p, w, problem(centres))
+    moved = moved[0].tolist()
+    assert before.tolist() == [pytest.approx(sum(w * min(row) for w, row in zip(weights, square)), rel=1e-6)]
     empty = []
     for j, of in enumerate(own):
         total = sum(weights[i] for i in of)
@@ -238,11 +251,11 @@ def test_one_step_against_plain_python(case):
 
 def test_a_centre_far_away_comes_back():
     points, weights = problem([0.0, 1.0, 10.0, 11.0, 30.0], [1.0, 1.0, 1.0, 1.0, 0.11])
-    moved = lloyd(points, weights, problem([0.5, 1e6, -1e6]))
+    moved, _ = lloyd(points, weights, problem([0.5, 1e6, -1e6]))
     assert moved.flatten().tolist()[1:] == [30.0, 11.0]
     assert moved[0, 0] == pytest.approx((22 + 3.3) / 4.11)
     for _ in range(10):
-        moved = lloyd(points, weights, moved)
+        moved, _ = lloyd(points, weights, moved)
     assert sorted(moved.flatten().tolist()) == [0.5, 10.5, 30.0]
 
 
@@ -251,9 +264,10 @@ def test_a_step_of_many_problems_is_one_step_of_each():
     points, centres = torch.randn(9, 50, 3, generator=dice), torch.randn(9, 6, 3, generator=dice)
     weights = torch.rand(9, 50, generator=dice)
     centres[::2, 1] = 1e3  # some are empty, in some of the problems
-    moved = lloyd(points, weights, centres)
+    moved, before = lloyd(points, weights, centres)
     for i in range(9):
-        assert torch.equal(moved[i:i + 1], lloyd(points[i:i + 1], weights[i:i + 1], centres[i:i + 1]))
+        alone, loss_alone = lloyd(points[i:i + 1], weights[i:i + 1], centres[i:i + 1])
+        assert torch.equal(moved[i:i + 1], alone) and torch.allclose(before[i:i + 1], loss_alone)
 
 
 @pytest.mark.parametrize("tile", [1, 7, 100, 1000])

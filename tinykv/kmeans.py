@@ -8,22 +8,24 @@ import torch
 TILE = 2 ** 20  # distances held at once; on a CPU they then stay in its cache
 
 
-def kmeans(points, k, weights=None, iterations=25, tries=1, seed=0):
+def kmeans(points, k, weights=None, iterations=25, tries=1, seed=0, tolerance=0.0):
     """The k centres with the smallest weighted squared distance, as found from k-means++ starts.
 
     points (P, N, n): P independent problems of N points; weights (P, N), 1 where not given. Returns centres (P, k, n),
     of the best of `tries` starts for each problem. A centre that loses all its points moves to the point that is
-    furthest from its own. An integer weight is the same as that many copies of the point beside it.
+    furthest from its own. An integer weight is the same as that many copies of the point beside it. It ends after
+    `iterations`, once no centre moves, or once a step lowers no problem's distance by more than a share `tolerance`.
     """
     P = len(points)
     weights = torch.ones_like(points[..., 0]) if weights is None else weights
     points, weights = points.float().repeat(tries, 1, 1), weights.float().repeat(tries, 1)  # tries are more problems
     centres = plus_plus(points, k, weights, torch.Generator().manual_seed(seed))  # (tries * P, k, n)
+    loss = torch.full((tries * P,), float("inf"), device=points.device)  # (tries * P): before the last step
     for _ in range(iterations):
-        moved = lloyd(points, weights, centres)
-        if torch.equal(moved, centres):
+        before, last = loss, centres
+        centres, loss = lloyd(points, weights, centres)
+        if torch.equal(centres, last) or (before - loss < tolerance * loss).all():
             break
-        centres = moved
     loss = (distance(points, centres, nearest(points, centres)) * weights).sum(1).view(tries, P)
     return centres.view(tries, P, k, -1)[loss.argmin(0), torch.arange(P, device=loss.device)]
 
@@ -60,13 +62,8 @@ def nearest(points, centres):
 
 
 def argmax(x):
-    """x.argmax(-1), for long rows: on a CPU the largest number is found many times faster than its place."""
-    if x.shape[-1] % 64 or x.shape[-1] < 1024:
-        return x.argmax(-1)
-    blocks = x.unflatten(-1, (64, -1))  # (..., 64, k/64)
-    block = blocks.amax(-1).argmax(-1)  # (...): the block that the largest is in
-    inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, blocks.shape[-1]))[..., 0, :]
-    return block * blocks.shape[-1] + inside.argmax(-1)
+    """x.argmax(-1); of long rows in a CPU's memory numpy finds it several times faster than torch."""
+    return x.argmax(-1) if x.device.type != "cpu" else torch.from_numpy(x.numpy().argmax(-1))
 
 
 def distance(points, centres, index):
@@ -75,9 +72,13 @@ def distance(points, centres, index):
 
 
 def lloyd(points, weights, centres):
-    """One step: every centre moves to the weighted mean of the points that are nearest to it. (P, k, n)"""
+    """One step: every centre moves to the weighted mean of the points that are nearest to it.
+
+    Returns the centres (P, k, n), and the weighted squared distance (P) to those before.
+    """
     (P, N, n), k = points.shape, centres.shape[1]
     index = nearest(points, centres)  # (P, N)
+    square = distance(points, centres, index)  # (P, N)
     total = torch.zeros(P, k, dtype=torch.double, device=points.device)
     total.scatter_add_(1, index, weights.double())  # (P, k)
     sums = torch.zeros(P, k, n, dtype=torch.double, device=points.device)
@@ -85,8 +86,8 @@ def lloyd(points, weights, centres):
     moved = (sums / total[..., None]).float()  # (P, k, n)
     empty = total == 0  # (P, k)
     if empty.any():
-        far = distance(points, centres, index).where(weights > 0, -1)  # (P, N)
+        far = square.where(weights > 0, -1)  # (P, N)
         far = far.topk(min(k, N), dim=1).indices  # (P, k): another point for each empty centre
         spare = far.gather(1, (empty.cumsum(1) - 1).clamp(0, far.shape[1] - 1))  # (P, k)
         moved = torch.where(empty[..., None], points.gather(1, spare[..., None].expand(P, k, n)), moved)
-    return moved
+    return moved, (square * weights).sum(1)

@@ -10,7 +10,7 @@ The largest thousandth of the weights is cut down to the rest, or the sinks' gra
 
 `sharing` says who has a book: "own", each layer's K or V, KV head and place in the head; "layer", each layer's K or V
 alone. Books of their own code better, and cost 2 h m numbers a layer, whatever n: as much as m tokens of 16 bits.
-At most SAMPLES tokens are held to learn from, evenly spread over what is there.
+At most SAMPLES tokens are held to learn from, evenly spread over what is there, in the CPU's memory.
 """
 import re
 
@@ -64,13 +64,13 @@ class VectorScheme:
             weight = self._weights(codec, rows, gradient)  # (places, T)
             if kept is not None:
                 weight *= ~kept.repeat_interleave(codec.places // len(kept), dim=0)
-            parts[layer][kind][0].append(rows[None, :, use].clone())  # (1, Hkv, tokens, d)
-            parts[layer][kind][1].append(weight[:, use])  # (places, tokens)
+            parts[layer][kind][0].append(rows[None, :, use].cpu())  # (1, Hkv, tokens, d)
+            parts[layer][kind][1].append(weight[:, use].cpu())  # (places, tokens)
         self.held = sum(t.nbytes for layer in parts for lists in layer.values() for ts in lists for t in ts)
         jobs = [(codec, *part[kind]) for part, layer in zip(parts, self.codecs) for kind, codec in layer.items()]
         for codec, rows, weights in jobs if progress is None else progress(jobs):
-            points = codec.vectors(torch.cat(rows, dim=2))  # (places, N, n)
-            weights = torch.cat(weights, dim=1)  # (places, N)
+            points = codec.vectors(torch.cat(rows, dim=2).to(windows.device))  # (places, N, n)
+            weights = torch.cat(weights, dim=1).to(windows.device)  # (places, N)
             if self.sharing == "layer":
                 points, weights = points.flatten(0, 1)[None], weights.flatten()[None]  # (1, places * N, n)
             samples = (weights > 0).sum(1).min()
@@ -78,7 +78,7 @@ class VectorScheme:
                 raise UserError(f"{self.name}: {self.m} centroids cannot be learned from {samples} vectors; use more "
                                 "or longer calibration windows, or fewer centroids")
             self.vectors = int(samples)
-            codec.centroids = kmeans(points, self.m, weights).to(rows[0].dtype)  # (places or 1, m, n)
+            codec.centroids = kmeans(points, self.m, weights, tolerance=1e-3).to(rows[0].dtype)  # (places or 1, m, n)
 
     def _weights(self, codec, rows, gradient):
         """rows and gradient (Hkv, T, d) -> the weights of all sub-vectors (places, T)."""
