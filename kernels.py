@@ -49,6 +49,7 @@ from tinykv.model import Llama, LlamaConfig, Rope
 
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 INTERPRETED = triton.knobs.runtime.interpret  # decided once, here: kernels run line by line on the CPU
+FMA = {"enable_fp_fusion": True}  # a * b + c in one instruction, which not every version of Triton does by default
 TILE = 64  # tokens that a program reads at a time, at most
 
 
@@ -646,13 +647,13 @@ def attention(q, layer, window=None):
         attend_kernel[parts, triton.cdiv(T * R, M), B * Hkv](
             q, *sides, turn, k_pins if begin < k.first else Pins(), v_pins if begin < v.first else Pins(),
             acc[first:], top[first:], total[first:], *q.stride()[:3], begin, end, split, T, S, window or S,
-            B * H * T, LOG2E / math.sqrt(d), H, R, d, halves, *widths, M, N, dot, num_warps=warps, num_stages=3)
+            B * H * T, LOG2E / math.sqrt(d), H, R, d, halves, *widths, M, N, dot, num_warps=warps, num_stages=3, **FMA)
     out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     M = min(16, triton.next_power_of_2(T))
     pinned = v.pinned if v_pins.slot is not None else None
     merge_kernel[B * H, triton.cdiv(T, M)](
         acc, top, total, v_pins.score, pinned, out, lse, pieces, B * H * T, T, v_pins.n,
-        *(pinned.stride()[:3] if pinned is not None else (0, 0, 0)), H, R, d, triton.next_power_of_2(d), M)
+        *(pinned.stride()[:3] if pinned is not None else (0, 0, 0)), H, R, d, triton.next_power_of_2(d), M, **FMA)
     return out, lse, k_pins, v_pins
 
 
@@ -716,7 +717,7 @@ def anchor_scores(q, k, lse, window=None):
     M, N, D = min(64, triton.next_power_of_2(T * H // Hkv)), 64, triton.next_power_of_2(d)
     anchor_kernel[triton.cdiv(S, N), B * Hkv](
         q, norm, lse.contiguous(), k, of_k, of_v, *k.stride()[:3], T, S, window or S, LOG2E / math.sqrt(d),
-        H, H // Hkv, d, D, M, N, product_type(q), num_warps=4, num_stages=2)
+        H, H // Hkv, d, D, M, N, product_type(q), num_warps=4, num_stages=2, **FMA)
     return of_k, of_v
 
 
@@ -761,7 +762,6 @@ class TritonLayer(LayerCache):
 
     def add_scores(self, q, lse, k_pins, v_pins):
         """Eq. 5 for the rows that are exact. Those of pinned rows are already there, as scores in base 2."""
-        assert self.k.first == self.v.first, "anchor scores need keys and values coded at the same time"
         recent, Hkv = self.k.recent, self.k.recent.shape[1]
         if self.method.rope == "pre":
             recent = self.rope.rotate(recent, torch.arange(self.k.first, self.length, device=q.device))
@@ -805,7 +805,9 @@ class TritonCache(KVCache):
             if type(codec) is Codebook and codec.n & codec.n - 1:
                 raise UserError(f"{name}: the triton backend looks up vectors of 1, 2, 4, 8 ... channels; these have "
                                 f"{codec.n}; use --backend torch")
-        scores_of(method)
+        if scores_of(method) and method.v_block not in (None, method.block):
+            raise UserError(f"{name} codes values at another pace than keys, and the triton backend scores both at "
+                            "once; use --backend torch")
 
     def new_layer(self, layer):
         return TritonLayer(layer, self.method, self.rope, self.protocol, self.config.sliding_window)

@@ -1,14 +1,11 @@
-"""The Triton kernels in the interpreter, each beside torch; and through the compiler for two GPUs.
+"""The Triton kernels in the interpreter, each beside torch.
 
 The oracle of an attention is `expected`: rows as the codecs' own `decode` gives them, RoPE and softmax in float64, a
 loop over pinned rows. It shares nothing with kernels.py. What is decoded has to agree bit for bit; sums in fp32 to
 1e-4, of outputs of size 1; where operands are rounded to fp16, as a GPU does, to 4e-3.
 """
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
 import kernels  # noqa: E402
 from tinykv import UserError, anchors  # noqa: E402
@@ -28,7 +26,6 @@ from tinykv.methods.base import Method  # noqa: E402
 from tinykv.methods.skvq import ClippedGroups  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -181,6 +178,22 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def prepared_once():
+    """A launch in the interpreter prepares triton.language; each call of a function within it does so again, 0.2 ms,
+    and is spared that here: half of this file's time."""
+    original, prepared = InterpretedFunction.__call__, {kernels.__name__}
+
+    def call(self, *args, **kwargs):
+        if self.fn.__module__ in prepared:
+            return self.rewrite()(*args, **kwargs)
+        prepared.add(self.fn.__module__)  # one of Triton's own modules, which no launch prepares
+        return original(self, *args, **kwargs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "__call__", call)
+        yield
+
+
 # ---- decoding, bit for bit
 
 @triton.jit
@@ -221,14 +234,15 @@ def test_attention_reads_every_codec(name, rope):
     """As keys, before and after RoPE; as values with keys of another."""
     other = "4 bits per token" if rope == "post" else "exact"
     k, v = (name, other) if rope == "pre" else (name, name)
-    same(layer_of(Plain(k, v, 2, 32, rope, block=70), 2, 32, 1, 75, 1))
+    coded = 30 if rope == "pre" else 40
+    same(layer_of(Plain(k, v, 2, 32, rope, block=coded), 2, 32, 1, coded + 3, 1), R=1)
 
 
 @pytest.mark.parametrize("R", [1, 4, 8])
 @pytest.mark.parametrize("width", [32, 64, 80, 128])
 def test_head_sizes_and_groups_of_query_heads(width, R):
     rope = "pre" if R == 4 else "post"
-    same(layer_of(Plain("2 bits static per channel", "4 bits per token", 2, width, rope, 4, 8), 2, width, 2, 77, 1), R)
+    same(layer_of(Plain("2 bits static per channel", "4 bits per token", 2, width, rope, 4, 8), 2, width, 2, 45, 1), R)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300])
@@ -253,10 +267,10 @@ def test_any_shape(data):
 
 
 @pytest.mark.parametrize("window", [None, 5, 64])
-@pytest.mark.parametrize("new", [7, 30])
+@pytest.mark.parametrize("new", [7, 23])
 def test_new_queries_see_no_later_key(new, window):
-    method = Plain("2 bits per token", "2 bits per token", 2, 32, "pre", block=50)
-    same(layer_of(method, 2, 32, 1, 130, new), 3, new, window)
+    method = Plain("2 bits per token", "2 bits per token", 1, 32, "pre", block=50)
+    same(layer_of(method, 1, 32, 1, 130, new), 3, new, window)
 
 
 def test_pieces_of_a_long_text_are_put_together(monkeypatch):
@@ -407,6 +421,14 @@ def method_of(model, name, **more):
     return method
 
 
+@pytest.fixture
+def tall(monkeypatch):
+    """64 rows of queries in a tile, where registers allow a GPU 16: the interpreter's time is by the tile."""
+    real = kernels.tiling
+    monkeypatch.setattr(kernels, "tiling", lambda *args: (64, *real(*args)[1:]))
+
+
+@pytest.mark.usefixtures("tall")
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_on_both_backends(name, protocol):
@@ -415,7 +437,7 @@ def test_every_method_on_both_backends(name, protocol):
     method = method_of(model, name)
     cache = Twice(model, method, protocol)
     cache.twin = KVCache(model, method, protocol)
-    tokens = torch.randint(0, 41, (1, 33))
+    tokens = torch.randint(0, 41, (1, 27 if protocol == "paper" else 33))
     if method.prefix:
         tokens[:, 0] = 1
     tokens = cache.rest(tokens)
@@ -425,7 +447,8 @@ def test_every_method_on_both_backends(name, protocol):
     assert cache.nbytes == cache.twin.nbytes and cache.layers[0].k.first
 
 
-@pytest.mark.parametrize("name", ["fp16", "rtn", "kivi", "skvq", "kvquant", "cq", "antkv"])
+@pytest.mark.usefixtures("tall")
+@pytest.mark.parametrize("name", ["fp16", "kivi", "antkv"])
 def test_logits_agree(name):
     """One layer, whose codes cannot differ; the logits' size is 3."""
     model, tokens = tiny(1), torch.randint(0, 41, (1, 40))
@@ -441,7 +464,7 @@ def test_logits_agree(name):
 def test_generation_decodes_no_row_and_codes_each_once(name, monkeypatch):
     model, prompt = tiny(1), torch.randint(0, 41, (1, 30))
     method, coded = method_of(model, name), []
-    want = model.generate(prompt, 12, KVCache(model, method))
+    want = model.generate(prompt, 8, KVCache(model, method))
 
     def never(*args):
         raise AssertionError("rows were decoded")
@@ -454,7 +477,7 @@ def test_generation_decodes_no_row_and_codes_each_once(name, monkeypatch):
     for cls in (Codec, Exact, Affine, Codebook):
         monkeypatch.setattr(cls, "decode", never, raising=False)
     cache = kernels.TritonCache(model, method)
-    assert torch.equal(model.generate(prompt, 12, cache), want)
+    assert torch.equal(model.generate(prompt, 8, cache), want)
     assert sum(coded) == cache.layers[0].k.first + cache.layers[0].v.first > 0
 
 
@@ -476,6 +499,10 @@ class OwnScores(AnTKV):
         return None
 
 
+class OwnPace(AnTKV):
+    v_block = 1
+
+
 class OwnCodec(Method):
     class Zeros(Affine):
         pass
@@ -485,7 +512,8 @@ class OwnCodec(Method):
 
 
 @pytest.mark.parametrize("cls,words", [(OwnDecode, "OwnDecode has its own `decode`"), (OwnCodec, "codes by Zeros"),
-                                       (OwnScores, "OwnScores.attend reads all keys")])
+                                       (OwnScores, "OwnScores.attend reads all keys"),
+                                       (OwnPace, "OwnPace codes values at another pace")])
 def test_what_no_kernel_knows_is_named(cls, words):
     with pytest.raises(UserError, match=words):
         kernels.TritonCache(tiny(), cls(config(2)))
@@ -497,18 +525,7 @@ def test_vectors_of_three_are_named():
         kernels.TritonCache(Llama(wide), METHODS["cq"](wide, vq="d3m8"))
 
 
-# ---- the commands
-
-def command(*words):
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    return subprocess.run([sys.executable, str(ROOT / "kernels.py"), *words], env=env, capture_output=True, text=True)
-
-
-def test_every_kernel_compiles_for_two_gpus_without_a_spill():
-    done = command("compile", "--quick")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "sm_80" in done.stdout and "sm_90" in done.stdout and "anchor" in done.stdout
-
+# ---- the benchmark
 
 def test_the_benchmark_runs_at_tiny_shapes(monkeypatch, capsys):
     """Every line of it but the clock, which needs a GPU."""
@@ -522,6 +539,8 @@ def test_the_benchmark_runs_at_tiny_shapes(monkeypatch, capsys):
     assert out.count("2-bit per token") == 2 and "tok/s at 256" in out
 
 
-def test_without_a_gpu_the_benchmark_says_that_nothing_was_measured():
-    done = command("bench")
-    assert done.returncode == 0 and "nothing was measured" in done.stdout
+def test_without_a_gpu_the_benchmark_says_that_nothing_was_measured(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "bench"])
+    kernels.main()
+    assert "nothing was measured" in capsys.readouterr().out
