@@ -18,17 +18,21 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, checkpoint, figures
+from tinykv import UserError, checkpoint, figures, files
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import Learned
 from tinykv.command import (
-    DTYPES,
-    EMBEDDED,
+    Help,
+    add_calibration,
+    add_model,
     add_weights,
+    add_windows,
     bar,
+    batch_of,
     calibration_text,
-    check_context,
+    check_counts,
     check_folder,
+    context_of,
     dtype_of,
     figure,
     list_of,
@@ -52,25 +56,16 @@ def parser():
         description="Perplexity, answer recall and true size of the KV cache under each method, beside fp16.",
         epilog="A setting reaches every method that takes it; one that no method asked for takes is an error. "
                "One method asked for alone is shown beside those it is compared with, if they can take its settings.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--model", metavar="DIR", default=str(EMBEDDED), help="a Hugging Face checkpoint folder")
-    p.add_argument("--data", metavar="tales|wikitext2|c4|FILE", default="tales", help="the text, or a UTF-8 file")
+        formatter_class=Help)
     p.add_argument("--method", metavar="NAME[,NAME...]", default="kvsink",
                    help="names from --list-methods, 'all', or path/to/file.py:Class")
     p.add_argument("--list-methods", action="store_true", help="print the methods and their settings, and stop")
     p.add_argument("--protocol", choices=PROTOCOLS, default="paper",
                    help="paper: every token is read as its code at once; stream: as in generation")
-    p.add_argument("--context", metavar="T", type=int, help="tokens of a window (default: the model's, up to 4096)")
-    p.add_argument("--windows", metavar="W", type=int, default=16, help="windows to evaluate on")
-    p.add_argument("--calib-windows", metavar="C", type=int, default=16, help="windows to calibrate on")
-    p.add_argument("--calib-data", metavar="tales|...|FILE", help="to calibrate on (default: another part of --data)")
-    p.add_argument("--calibration", metavar="FILE",
-                   help="read what was learned from this file; learn and add to it what it does not have yet")
-    p.add_argument("--bos", choices=("replace", "none"), default="replace",
-                   help="replace: each window's first token becomes <s>; none: windows as they are cut")
+    add_model(p)
+    add_windows(p, windows=16, longest=4096)
+    add_calibration(p)
     p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
-    p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
     p.add_argument("--backend", choices=("torch", "triton"), default="torch",
                    help="how attention reads the cache. torch: decode it, then attend; triton: the kernels of "
                         "kernels.py, from the packed codes, on a GPU (calibration stays torch)")
@@ -287,10 +282,8 @@ def cache_of(backend):
 
 def check(args):
     """What can be seen to be wrong before anything is loaded."""
-    for flag in ("context", "windows", "calib_windows", "batch"):
-        value = getattr(args, flag)
-        if value is not None and value < (2 if flag == "context" else 1):
-            raise UserError(f"--{flag.replace('_', '-')} must be at least {2 if flag == 'context' else 1}; got {value}")
+    check_counts(args, 2, "context")
+    check_counts(args, 1, "windows", "calib-windows", "batch")
     if args.plot and Path(args.plot).suffix != ".png":
         raise UserError(f"--plot writes a PNG; give a name that ends in .png and not {args.plot}")
     for flag in ("json", "calibration", "plot"):
@@ -303,8 +296,7 @@ def run(args):
     device = checkpoint.usable(args.device)
     dtype = dtype_of(args.dtype, device)
     config = checkpoint.load_config(args.model)
-    context = args.context or min(config.max_position_embeddings, 4096)
-    check_context(context, config)
+    context = context_of(args, config, 4096)
     tokenizer = checkpoint.load_tokenizer(args.model, config)  # first: it is small, so its faults show at once
     quantizers = quantizers_of(args, config)
     contenders, left_out = build_contenders(args, config, tokenizer, quantizers)
@@ -347,9 +339,9 @@ def run(args):
     for label, method in methods.items():
         if method.describe():
             print(f"{label}: {method.describe()}")
-    batch = args.batch or max(1, 4096 // context)
     with bar(None, "evaluating", len(contenders) * args.windows) as progress:
-        results = evaluate(model, methods, windows, args.protocol, batch, progress, models, cache)
+        results = evaluate(model, methods, windows, args.protocol, batch_of(args, context), progress, models,
+                           cache)
     rows = rows_of(contenders, results, args.protocol)
     print()
     print_table(rows)
@@ -358,7 +350,7 @@ def run(args):
     if args.json:
         table = {"rows": rows, "model": args.model, "data": args.data, "context": context, "windows": args.windows,
                  "seed": args.seed, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
-        checkpoint.write(Path(args.json), lambda part: part.write_text(json.dumps(table, indent=1) + "\n"))
+        files.write_json(args.json, table)
 
 
 def main():

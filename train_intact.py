@@ -9,19 +9,22 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from tinykv import UserError, checkpoint
+from tinykv import UserError, checkpoint, files
 from tinykv.calibrate import Learned
 from tinykv.command import (
-    DTYPES,
-    EMBEDDED,
+    Help,
+    add_calibration,
+    add_model,
     add_weights,
+    add_windows,
     bar,
+    batch_of,
     calibration_text,
     check_context,
+    check_counts,
     check_folder,
+    context_of,
     dtype_of,
     print_columns,
     quantized,
@@ -40,14 +43,12 @@ def parser():
         description="Train the keys and values of a prefix, so that a model with quantized weights computes what the "
                     "full-precision model does (IntactKV, Eq. 2).",
         epilog="The state of a run is kept in OUT.state after every update; the same command goes on from there.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        formatter_class=Help)
     p.add_argument("--out", metavar="FILE", required=True, help="the trained prefix (.safetensors)")
     p.add_argument("--prefix", metavar="bos|FILE", default="bos",
                    help="what texts begin with: BOS, a text file, or a trained prefix to go on with (.safetensors)")
-    p.add_argument("--model", metavar="DIR", default=str(EMBEDDED), help="a Hugging Face checkpoint folder")
-    p.add_argument("--data", metavar="tales|wikitext2|c4|FILE", default="tales",
-                   help="the text; its calibration part is trained on, its test part is held out")
-    s = p.add_argument_group("training")
+    add_model(p)
+    s = p.add_argument_group("training", "on the calibration part of --data; its test part is held out")
     s.add_argument("--samples", metavar="N", type=int, default=128, help="texts to train on")
     s.add_argument("--tokens", metavar="T", type=int, default=256, help="tokens of each, the prefix included")
     s.add_argument("--updates", metavar="N", type=int, default=160, help="updates in all")
@@ -58,14 +59,8 @@ def parser():
     s.add_argument("--batch", metavar="B", type=int, help="texts at a time (default: about 4096 tokens)")
     add_weights(p, several=False)
     s = p.add_argument_group("what the quantizer learns from, and the evaluation: as of eval_ppl.py")
-    s.add_argument("--context", metavar="T", type=int, help="tokens of a window (default: the model's, up to 4096)")
-    s.add_argument("--windows", metavar="W", type=int, default=16, help="windows to evaluate on")
-    s.add_argument("--calib-windows", metavar="C", type=int, default=16, help="windows to calibrate on")
-    s.add_argument("--calib-data", metavar="tales|...|FILE", help="to calibrate on (default: another part of --data)")
-    s.add_argument("--calibration", metavar="FILE", help="read what the quantizer learned from this file, or add it")
-    s.add_argument("--bos", choices=("replace", "none"), default="replace", help="how windows without a prefix begin")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
-    p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
+    add_windows(s, windows=16, longest=4096)
+    add_calibration(s)
     return p
 
 
@@ -81,12 +76,7 @@ class State:
             self.read()
 
     def read(self):
-        try:
-            with safe_open(self.path, "pt", device=str(self.rows[0].device)) as file:
-                notes, saved = file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.path} is no state of a run, or a damaged one ({error}); remove it to begin anew") \
-                from None
+        saved, notes = files.load_tensors(self.path, "state of a run", self.rows[0].device)
         if notes.get("run") != self.run:
             raise UserError(f"{self.path} is the state of another run ({notes.get('run')}, and not {self.run}); remove "
                             "it to begin anew, or give another --out")
@@ -101,11 +91,10 @@ class State:
         self.steps.step()
         self.steps.zero_grad()
         self.done += 1
-        tensors = {f"{i}.rows": rows.detach().clone() for i, rows in enumerate(self.rows)}
+        tensors = {f"{i}.rows": rows for i, rows in enumerate(self.rows)}
         for i, rows in enumerate(self.rows):
-            tensors |= {f"{i}.{key}": value.clone() for key, value in self.steps.state[rows].items()}
-        notes = {"run": self.run, "done": str(self.done)}
-        checkpoint.write(self.path, lambda part: save_file(tensors, part, notes))
+            tensors |= {f"{i}.{key}": value for key, value in self.steps.state[rows].items()}
+        files.save_tensors(self.path, tensors, {"run": self.run, "done": str(self.done)})
 
 
 def order(samples, seed):
@@ -117,7 +106,7 @@ def order(samples, seed):
 
 def train(full, coded, texts, exact, state, args):
     """texts (N, T), without the prefix; exact: its rows in the full-precision model. state is brought to the end."""
-    batch = args.batch or max(1, 4096 // args.tokens)
+    batch = batch_of(args, args.tokens)
     texts_of = islice(order(len(texts), args.seed), state.done * args.accumulate, None)
     with bar(None, "training", args.updates, unit="update") as progress:
         progress.update(state.done)
@@ -140,9 +129,7 @@ def mean_loss(full, coded, texts, exact, rows, batch):
 
 
 def check(args):
-    for flag in ("samples", "updates", "accumulate", "windows", "calib_windows", "batch"):
-        if getattr(args, flag) is not None and getattr(args, flag) < 1:
-            raise UserError(f"--{flag.replace('_', '-')} must be at least 1; got {getattr(args, flag)}")
+    check_counts(args, 1, "samples", "updates", "accumulate", "windows", "calib-windows", "batch")
     for flag in ("lr", "clip"):
         if not getattr(args, flag) > 0:
             raise UserError(f"--{flag} must be above 0; got {getattr(args, flag)}")
@@ -155,8 +142,7 @@ def run(args):
     check(args)
     device = checkpoint.usable(args.device)
     config = checkpoint.load_config(args.model)
-    context = args.context or min(config.max_position_embeddings, 4096)
-    check_context(context, config)
+    context = context_of(args, config, 4096)
     check_context(args.tokens, config, "tokens")
     tokenizer = checkpoint.load_tokenizer(args.model, config)
     prefix = open_prefix(args.prefix, tokenizer, config)
@@ -188,7 +174,7 @@ def run(args):
         print(f"going on after {state.done} updates ({state.path})")
     train(full, coded, texts, exact, state, args)
 
-    batch = args.batch or max(1, 4096 // args.tokens)
+    batch = batch_of(args, args.tokens)
     rows = {"none": exact_rows(coded, full, prefix.ids), "exact": first, "trained": state.rows}
     rows = {what: [x.detach().half().float().to(device) for x in of] for what, of in rows.items()}  # as they are kept
     losses = {what: [mean_loss(full, coded, of, exact, x, batch) for of in (texts, held_out)]
@@ -203,7 +189,7 @@ def run(args):
 
     methods = {what: IntactKV(config, Prefix(what, prefix.ids, *x)) for what, x in rows.items()}
     with bar(None, "evaluating", 4 * args.windows) as progress:
-        results = evaluate(full, {"fp16": FP16(config), **methods}, windows, batch=max(1, 4096 // context),
+        results = evaluate(full, {"fp16": FP16(config), **methods}, windows, batch=batch_of(args, context),
                            bar=progress, models=dict.fromkeys(methods, coded))
     print()
     lines = [[name, what, *(f"{x:.4f}" for x in losses[what])] if what in losses else ["-"] * 4 for what in results]

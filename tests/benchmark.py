@@ -17,8 +17,8 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import eval_ppl
 from tinykv import checkpoint
+from tinykv.command import EMBEDDED
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.methods import METHODS
@@ -69,7 +69,7 @@ def transformers_run(folder, tokens, batch):
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0],
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--model", default=str(eval_ppl.EMBEDDED))
+    p.add_argument("--model", default=str(EMBEDDED))
     p.add_argument("--context", type=int, default=1024)
     p.add_argument("--windows", type=int, default=8)
     p.add_argument("--batch", type=int, default=4)

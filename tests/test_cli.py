@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import eval_ppl
+from tinykv.command import EMBEDDED
 from tinykv.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -20,11 +21,11 @@ KEYS = {"label", "method", "settings", "scheme", "k_bits", "v_bits", "preserve",
         "seconds", "offline_bytes"}
 
 
-def run(capsys, monkeypatch, *words):
-    """The command in this process: (status, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["eval_ppl.py", *words])
+def run(module, capsys, monkeypatch, *words):
+    """A command in this process: (status, stdout, stderr)."""
+    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
     try:
-        eval_ppl.main()
+        module.main()
         status = 0
     except SystemExit as end:
         status = end.code or 0
@@ -34,13 +35,13 @@ def run(capsys, monkeypatch, *words):
 
 @pytest.fixture
 def command(capsys, monkeypatch):
-    return lambda *words: run(capsys, monkeypatch, *words)
+    return lambda *words: run(eval_ppl, capsys, monkeypatch, *words)
 
 
 def refused(command, *words):
     """The one line with which the command refuses."""
     status, out, err = command(*words)
-    assert status == 2 and err.count("\n") == 1 and err.startswith("eval_ppl.py: error: "), (status, err)
+    assert status == 2 and err.count("\n") == 1 and re.match(r"\w+\.py: error: ", err), (status, err)
     assert "Traceback" not in err
     return err
 
@@ -352,7 +353,7 @@ def test_a_file_learned_on_other_data_is_refused(command, kept, words):
 
 def test_a_file_learned_on_another_model_is_refused(command, tmp_path, kept):
     folder = tmp_path / "model"
-    shutil.copytree(eval_ppl.EMBEDDED, folder)
+    shutil.copytree(EMBEDDED, folder)
     words = ["--method", "fp16,rtn", "--calibration", str(kept), "--model", str(folder), *SMALL]
     assert command(*words)[0] == 0
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -377,7 +378,7 @@ def test_a_damaged_calibration_file_is_refused(command, kept):
 
 
 def test_a_file_of_another_kind_is_refused(command, tmp_path):
-    weights = eval_ppl.EMBEDDED / "model.safetensors"
+    weights = EMBEDDED / "model.safetensors"
     path = tmp_path / "model.safetensors"
     shutil.copy(weights, path)
     assert str(path) in refused(command, "--method", "rtn", "--calibration", str(path), *SMALL)
@@ -510,7 +511,7 @@ def test_a_text_of_ones_own(command, tmp_path):
 
 def test_a_damaged_checkpoint(command, tmp_path):
     folder = tmp_path / "model"
-    shutil.copytree(eval_ppl.EMBEDDED, folder)
+    shutil.copytree(EMBEDDED, folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     assert "model.safetensors" in refused(command, "--model", str(folder), *SMALL)

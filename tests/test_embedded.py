@@ -4,9 +4,9 @@ import math
 import pytest
 import torch
 
-import eval_ppl
 from tinykv import checkpoint
 from tinykv.cache import KVCache
+from tinykv.command import EMBEDDED
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.methods import METHODS
@@ -18,7 +18,7 @@ CONTEXT, WINDOWS = 1024, 8
 
 @pytest.fixture(scope="module")
 def embedded():
-    model, tokenizer = checkpoint.load(eval_ppl.EMBEDDED)
+    model, tokenizer = checkpoint.load(EMBEDDED)
     test = load_windows("tales", tokenizer, CONTEXT, WINDOWS)
     calibration = load_windows("tales", tokenizer, CONTEXT, WINDOWS, "calibration")
     return model, tokenizer, test, calibration.tokens
@@ -60,7 +60,7 @@ def mean(rows, name):
 
 
 def test_it_is_small():
-    assert sum(f.stat().st_size for f in eval_ppl.EMBEDDED.iterdir()) < 12e6
+    assert sum(f.stat().st_size for f in EMBEDDED.iterdir()) < 12e6
 
 
 def test_there_are_sinks_at_the_start_and_later(report):

@@ -21,12 +21,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_cli import refused, run
 from test_weights import D, V, fold, text, tiny
 
 import eval_ppl
 import train_intact
-from tinykv import UserError, checkpoint, command, data, intact, weights
+from tinykv import UserError, checkpoint, command, data, weights
 from tinykv.cache import PROTOCOLS, KVCache
+from tinykv.command import EMBEDDED
 from tinykv.data import Windows, load_windows
 from tinykv.evaluate import evaluate, read
 from tinykv.intact import Training, block_loss, load_prefix, open_prefix, save_prefix, theorem_1
@@ -206,7 +208,7 @@ def test_figures_of_a_quantized_model_with_a_prefix(n, start, batch):
 
 @pytest.fixture(scope="module")
 def embedded():
-    return checkpoint.load(eval_ppl.EMBEDDED)
+    return checkpoint.load(EMBEDDED)
 
 
 @pytest.mark.parametrize("n", [1, 5])
@@ -311,7 +313,7 @@ def test_files_that_hold_no_prefix_are_refused(trained, tmp_path):
     with pytest.raises(UserError, match="damaged"):
         load_prefix(tmp_path / "nothing.safetensors", model.config)
     with pytest.raises(UserError, match="not one that train_intact.py wrote"):
-        load_prefix(eval_ppl.EMBEDDED / "model.safetensors", model.config)
+        load_prefix(EMBEDDED / "model.safetensors", model.config)
     notes = {"format": "tinykv-prefix", "model": "a", "weights": "b", "ids": "[1, 30, 7]"}
     tensors = {"keys": prefix.keys, "values": prefix.values}
     for broken in ({**notes, "ids": "[1, 30"}, {k: v for k, v in notes.items() if k != "ids"},
@@ -463,18 +465,6 @@ UPDATES = 40  # of the run that is stopped, early: there is time to do so
 TINY = ["--samples", "8", "--tokens", "64", "--accumulate", "2", "--context", "64", "--windows", "1"]
 
 
-def run(module, capsys, monkeypatch, *words):
-    """A command in this process: (status, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
-    try:
-        module.main()
-        status = 0
-    except SystemExit as end:
-        status = end.code or 0
-    out = capsys.readouterr()
-    return status, out.out, out.err
-
-
 @pytest.fixture
 def training(capsys, monkeypatch, tmp_path):
     """Call it with more words: (status, stdout, stderr)."""
@@ -579,8 +569,8 @@ def test_a_file_is_written_whole_or_not_at_all(monkeypatch, trained, tmp_path):
 
     for rows in state.rows:
         rows.grad = torch.ones_like(rows)
-    for module, write in ((train_intact, lambda: state.update(0.3)), (intact, lambda: save_prefix(path, prefix))):
-        monkeypatch.setattr(module, "save_file", half)
+    monkeypatch.setattr("safetensors.torch.save_file", half)
+    for write in (lambda: state.update(0.3), lambda: save_prefix(path, prefix)):
         with pytest.raises(KeyboardInterrupt):
             write()
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()} and len(before) == 2
@@ -648,7 +638,7 @@ def test_the_state_of_another_run_is_refused(training, monkeypatch, tmp_path, wo
 
 def test_a_damaged_state_is_refused(training, tmp_path):
     state = tmp_path / "trained.safetensors.state"
-    for damaged in (b"", b"x" * 100, (eval_ppl.EMBEDDED / "model.safetensors").read_bytes()):
+    for damaged in (b"", b"x" * 100, (EMBEDDED / "model.safetensors").read_bytes()):
         state.write_bytes(damaged)
         status, _, err = training("--updates", 2)
         assert status == 2 and str(state) in err and err.count("\n") == 1 and state.read_bytes() == damaged
@@ -709,13 +699,6 @@ def test_bad_input_of_training_is_one_clear_line(training, tmp_path, words, name
 
 
 # ---- eval_ppl.py
-
-def refused(call, *words):
-    """The one line with which a command refuses."""
-    status, _, err = call(*words)
-    assert status == 2 and err.count("\n") == 1 and ".py: error: " in err and "Traceback" not in err, (status, err)
-    return err
-
 
 def rows_in(out):
     """{(weights, method): {column: text}} of the printed table, without the seconds."""
@@ -797,7 +780,7 @@ def test_quantized_weights_are_kept_in_the_calibration_file(evaluating, monkeypa
     (["--w-group-size", "32"], ["--w-group-size", "--weights"]),
     (["--prefix", "nothing.txt"], ["nothing.txt", "bos"]),
     (["--prefix", "nothing.safetensors"], ["nothing.safetensors"]),
-    (["--prefix", str(eval_ppl.EMBEDDED / "model.safetensors")], ["model.safetensors", "train_intact.py"]),
+    (["--prefix", str(EMBEDDED / "model.safetensors")], ["model.safetensors", "train_intact.py"]),
     (["--method", "rtn", "--prefix", "bos"], ["--prefix", "rtn"]),
     (["--prefix", str(ROOT / "README.md")], ["64"]),  # longer than a window
     (["--scheme", "token-static"], ["scheme", "token-dynamic", "token-static"]),

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from tinykv import UserError, checkpoint
+from tinykv import UserError, checkpoint, files
 from tinykv.cache import KVCache
 
 
@@ -112,11 +110,10 @@ def save_learned(path, model, data, learned):
 
     data: what it was learned on, in words. learned {name: {table: tensor}}; the name says the method and its settings.
     """
-    tensors = {f"{name}/{table}": tensor.contiguous().cpu()
-               for name, tables in learned.items() for table, tensor in tables.items()}
+    tensors = {f"{name}/{table}": tensor for name, tables in learned.items() for table, tensor in tables.items()}
     notes = {"format": "tinykv-calibration", "model": checkpoint.fingerprint(model), "data": data,
              "names": json.dumps(list(learned))}
-    checkpoint.write(Path(path), lambda part: save_file(tensors, part, notes))
+    files.save_tensors(path, tensors, notes)
 
 
 def load_learned(path, model, data):
@@ -126,12 +123,7 @@ def load_learned(path, model, data):
     """
     if not Path(path).exists():
         return {}
-    try:
-        with safe_open(path, "pt", device=str(model.lm_head.weight.device)) as file:
-            notes = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is no calibration file, or a damaged one ({error})") from None
+    tensors, notes = files.load_tensors(path, "calibration file", model.lm_head.weight.device)
     if notes.get("format") != "tinykv-calibration":
         raise UserError(f"{path} is a safetensors file, but not one that --calibration wrote")
     learned = {name: {} for name in json.loads(notes.get("names", "[]"))}

@@ -3,17 +3,14 @@
     model, tokenizer = load("path/to/Llama-2-7b-hf", "cuda", torch.bfloat16)
 
 Reads what `save_pretrained` writes: config.json; weights as model.safetensors or pytorch_model.bin, whole or in shards;
-tokenizer.model (sentencepiece) or tokenizer.json. A fault of the folder is a `UserError` of one line, found before any
-weight is read wherever possible. Does not fetch anything, run code that a checkpoint brings, or read weights that are
-quantized already.
+the tokenizer (`tokenizer.py`). A fault of the folder is a `UserError` of one line, found before any weight is read
+wherever possible. Does not fetch anything, run code that a checkpoint brings, or read weights that are quantized
+already.
 """
 import hashlib
 import json
-import os
 import pickle
-import re
 import shutil
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,9 +19,21 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tinykv import UserError
+from tinykv.files import (
+    checked,
+    first_line,
+    listed,
+    open_safetensors,
+    read_json,
+    remedy,
+    save_tensors,
+    short,
+    write,
+    write_json,
+)
 from tinykv.model import Llama, LlamaConfig
+from tinykv.tokenizer import SentencePieceTokenizer, load_tokenizer
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 FLOATS = {"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16}
 # Fields that change what a model computes, with the values that the model here stands for. Anything else is refused;
@@ -51,34 +60,6 @@ def load_config(folder):
     """A checkpoint folder -> LlamaConfig."""
     path = checked(folder) / "config.json"
     return parse_config(read_json(path), path)
-
-
-def checked(folder):
-    """The folder as a Path, if it is one."""
-    path = Path(folder)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise UserError(f"{folder} is a file; give the checkpoint folder that it lies in")
-    if HUB_NAME.fullmatch(str(folder)):
-        raise UserError(f"no folder {folder}; if it is a name on the Hugging Face hub, download it first with "
-                        f"`hf download {folder} --local-dir {path.name}`, then give the folder {path.name}")
-    raise UserError(f"no folder {folder}; give the folder of a checkpoint in Hugging Face format")
-
-
-def read_json(path):
-    """The object in a JSON file, as a dict."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"no {path.name} in {path.parent}; give a folder as save_pretrained writes it") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); see to its permissions") from None
-    except ValueError as error:  # malformed, or not UTF-8
-        raise UserError(f"{path} is not JSON ({error}){remedy(path)}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds {short(content)} instead of a JSON object{remedy(path)}")
-    return content
 
 
 def parse_config(raw, where):
@@ -318,14 +299,6 @@ def read_tensor(stored, name, device, dtype):
     return tensor.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def open_safetensors(path):
-    from safetensors import SafetensorError, safe_open
-    try:
-        return safe_open(path, framework="pt")  # checks the header against the length of the file
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a whole safetensors file ({first_line(error)}){remedy(path)}") from None
-
-
 def open_bin(path):
     """{name: tensor} of a pytorch_model.bin: a pickle, of which weights_only reads tensors and refuses code."""
     try:
@@ -360,125 +333,6 @@ def check_tensors(model, stored, folder):
         raise UserError(f"{folder}: the weights do not fit config.json; {found}; take both from the same checkpoint")
 
 
-# The tokenizer
-
-class Tokenizer:
-    """Text <-> token ids. Two kinds below: sentencepiece (LLaMA 1 and 2, Mistral), tokenizer.json (Llama 3).
-
-    `encode` adds no special token, and reads no text as one: "<s>" in a text is three ordinary characters, as text
-    from outside must not be able to end a document. bos_id, eos_id: None where there is none. add_bos: whether the
-    model expects a text to begin with bos_id. vocab_size: the largest id + 1.
-    """
-    bos_id = eos_id = None
-    add_bos = False
-
-    def encode(self, text, bos=False):
-        """text -> ids; bos: with bos_id in front where the model expects it."""
-        return [self.bos_id] * (bos and self.add_bos) + self.encode_with_offsets(text)[0]
-
-
-class SentencePieceTokenizer(Tokenizer):
-    def __init__(self, path):
-        from sentencepiece import SentencePieceProcessor
-        try:
-            self.pieces = SentencePieceProcessor(model_proto=path.read_bytes())
-        except (RuntimeError, OSError) as error:
-            raise UserError(f"{path} is not a whole sentencepiece model ({first_line(error)}){remedy(path)}") from None
-        self.vocab_size = self.pieces.get_piece_size()
-        if not self.vocab_size:
-            raise UserError(f"{path} is a sentencepiece model of no pieces{remedy(path)}")
-        own = {"bos_token": self.pieces.bos_id(), "eos_token": self.pieces.eos_id()}
-        self.own = {name: None if i < 0 else i for name, i in own.items()}
-
-    def encode_with_offsets(self, text):
-        """text -> ids and [(start, end)] in characters. Of a character in several byte pieces, the last one has it."""
-        found = self.pieces.encode(text, return_type="offset_mapping")
-        return found["ids"], found["offsets"]
-
-    def decode(self, ids):
-        """ids -> text. Special tokens, and ids that a padded embedding has beyond the vocabulary, leave no text."""
-        return self.pieces.decode([int(i) for i in ids if i < self.vocab_size])
-
-    def begins_with_bos(self):
-        return True  # the rule of LLaMA
-
-    def id_of(self, piece):
-        """The id of a piece or special token, by its name; None if there is none."""
-        found = self.pieces.piece_to_id(piece)  # the id of <unk> for what it does not know
-        return found if self.pieces.id_to_piece(found) == piece else None
-
-
-class JsonTokenizer(Tokenizer):
-    def __init__(self, path):
-        from tokenizers import Tokenizer as Fast
-        try:
-            self.fast = Fast.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # tokenizers raises no narrower class
-            raise UserError(f"{path} is not a tokenizer ({first_line(error)}){remedy(path)}") from None
-        self.fast.no_truncation()  # a file may carry the settings of the run that wrote it
-        self.fast.no_padding()
-        self.vocab_size = max(self.fast.get_vocab().values(), default=-1) + 1
-        self.own = {"bos_token": None, "eos_token": None}
-        self.fast.encode_special_tokens = True  # as ordinary text
-
-    def encode_with_offsets(self, text):
-        """text -> ids and [(start, end)] in characters. The pieces of one character all have it."""
-        found = self.fast.encode(text, add_special_tokens=False)
-        return found.ids, found.offsets
-
-    def decode(self, ids):
-        """ids -> text. Special tokens, and ids that a padded embedding has beyond the vocabulary, leave no text."""
-        return self.fast.decode([int(i) for i in ids])
-
-    def begins_with_bos(self):
-        return self.fast.encode("").ids[:1] == [self.bos_id]  # the post-processor says
-
-    def id_of(self, piece):
-        """The id of a piece or special token, by its name; None if there is none."""
-        return self.fast.token_to_id(piece)
-
-
-def load_tokenizer(folder, config):
-    """A checkpoint folder -> Tokenizer, whose ids all have a row in the model's embedding."""
-    folder = checked(folder)
-    tokenizer = open_tokenizer(folder)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(f"{folder}: wrong tokenizer vocabulary, {tokenizer.vocab_size} tokens for a model of "
-                        f"{config.vocab_size}; take tokenizer and model from the same checkpoint")
-    path = folder / "tokenizer_config.json"
-    settings = read_json(path) if path.exists() else {}
-    tokenizer.bos_id = special_id(tokenizer, settings, "bos_token", config.bos_token_id)
-    tokenizer.eos_id = special_id(tokenizer, settings, "eos_token", config.eos_token_id)
-    rule = settings.get("add_bos_token")
-    tokenizer.add_bos = tokenizer.bos_id is not None and (
-        tokenizer.begins_with_bos() if rule is None else bool(rule))
-    return tokenizer
-
-
-def open_tokenizer(folder):
-    pieces, fast = folder / "tokenizer.model", folder / "tokenizer.json"
-    # Llama 3 has a tokenizer.model too, in tiktoken's format: lines of a base64 piece and its rank.
-    if pieces.exists() and not (tiktoken := re.match(rb"[\w+/]+=* \d+\r?\n", head(pieces))):
-        return SentencePieceTokenizer(pieces)
-    if fast.exists():
-        return JsonTokenizer(fast)
-    if pieces.exists() and tiktoken:
-        raise UserError(f"{pieces} is in tiktoken's format, which tinykv does not read; put the checkpoint's "
-                        "tokenizer.json beside it")
-    raise UserError(f"no tokenizer in {folder}; it must hold tokenizer.model (sentencepiece) or tokenizer.json")
-
-
-def special_id(tokenizer, settings, name, fallback):
-    """The id that tokenizer_config.json names, else the tokenizer's own; else, or if it has none, config.json's."""
-    piece = settings.get(name)
-    if isinstance(piece, dict):
-        piece = piece.get("content")
-    found = tokenizer.id_of(piece) if isinstance(piece, str) and piece else tokenizer.own[name]
-    if found is None and isinstance(fallback, list):
-        return next(iter(fallback), None)
-    return fallback if found is None else found
-
-
 # Back to a folder
 
 def save(model, tokenizer_model_path, folder):
@@ -487,7 +341,6 @@ def save(model, tokenizer_model_path, folder):
     tokenizer_model_path: a sentencepiece model. Each file is written whole or not at all. Of a Mistral folder without
     tokenizer.json, transformers 5 encodes the first word of a text without its blank, unlike sentencepiece and load.
     """
-    from safetensors.torch import save_file
     folder, config = Path(folder), model.config
     fields = config_fields(config, next(model.parameters()).dtype)
     tokenizer = SentencePieceTokenizer(Path(tokenizer_model_path))
@@ -495,9 +348,9 @@ def save(model, tokenizer_model_path, folder):
         raise UserError(f"{tokenizer_model_path}: wrong tokenizer vocabulary, {tokenizer.vocab_size} tokens for a "
                         f"model of {config.vocab_size}")
     proto = tokenizer.pieces.serialized_model_proto()
-    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}  # a tied lm_head only once
     write(folder / "tokenizer.model", lambda path: path.write_bytes(proto))
-    write(folder / "model.safetensors", lambda path: save_file(weights, path, metadata={"format": "pt"}))
+    weights = dict(model.named_parameters())  # a tied lm_head only once
+    save_tensors(folder / "model.safetensors", weights, {"format": "pt"})
     shutil.copymode(folder / "tokenizer.model", folder / "model.safetensors")  # safetensors lets only the owner read
     write_json(folder / "tokenizer_config.json", tokenizer_fields(tokenizer.pieces, config))
     write_json(folder / "generation_config.json",
@@ -513,7 +366,7 @@ def config_fields(config, dtype):
     if config.model_type == "mistral":
         fields["sliding_window"] = config.sliding_window  # null is not the same as absent
     parse_config(fields, "this model")  # what would not load again is not written
-    return fields
+    return dict(sorted(fields.items()))
 
 
 def tokenizer_fields(pieces, config):
@@ -524,25 +377,6 @@ def tokenizer_fields(pieces, config):
                     "model_max_length": config.max_position_embeddings}
 
 
-def write_json(path, content):
-    write(path, lambda part: part.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8"))
-
-
-def write(path, fill):
-    """Fill a file under a temporary name, then rename it: a save that is cut short leaves the old file."""
-    from safetensors import SafetensorError
-    part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fill(part)
-        os.replace(part, path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be written ({first_line(error)}); choose another folder") from None
-    finally:
-        with suppress(OSError):
-            part.unlink()
-
-
 def fingerprint(model):
     """16 hex digits of the SHA-256 over config and weights as they are in memory, dtype included, on any device."""
     numbers = json.loads(json.dumps(asdict(model.config)), parse_int=float)  # 10000 and 10000.0 are one theta
@@ -551,36 +385,3 @@ def fingerprint(model):
         digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # (bytes)
     return digest.hexdigest()[:16]
-
-
-# Words for errors
-
-def short(value):
-    """A value as it was written, on one line and not too long."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def listed(names, most=8):
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return ", ".join([*names[:most], *more])
-
-
-def first_line(error):
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return text.strip().splitlines()[0][:200]
-
-
-def head(path):
-    """The beginning of a file; nothing if it cannot be read, which whoever opens it will say."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(200)
-    except OSError:
-        return b""
-
-
-def remedy(path):
-    if head(path).startswith(b"version https://git-lfs"):
-        return "; it is the pointer that git-lfs leaves, run `git lfs pull` in its folder"
-    return "; download it again"

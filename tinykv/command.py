@@ -1,4 +1,4 @@
-"""What the commands share: the embedded model, checks of what was asked for, the progress bar, quantized weights."""
+"""What the commands share: flags, checks of what was asked for, the progress bar, quantized weights."""
 import argparse
 import sys
 from pathlib import Path
@@ -6,13 +6,45 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, one_of
+from tinykv import UserError, at_least, one_of
 from tinykv.data import load_windows
 from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
 from tinykv.weights.linear import group_of
 
 EMBEDDED = Path(__file__).parent / "assets" / "tales"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Says a flag's default, where there is one, and its help does not say it in words."""
+
+    def _get_help_string(self, action):
+        if action.default in (None, False) or "(default: " in action.help:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def add_model(p):
+    p.add_argument("--model", metavar="DIR", default=str(EMBEDDED),
+                   help="a Hugging Face checkpoint folder (default: the embedded model)")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
+    p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
+
+
+def add_windows(p, windows, longest):
+    p.add_argument("--data", metavar="tales|wikitext2|c4|FILE", default="tales", help="the text, or a UTF-8 file")
+    p.add_argument("--context", metavar="T", type=int,
+                   help=f"tokens of a window (default: the model's, up to {longest})")
+    p.add_argument("--windows", metavar="W", type=int, default=windows, help="windows to evaluate on")
+    p.add_argument("--calib-windows", metavar="C", type=int, default=16, help="windows to calibrate on")
+    p.add_argument("--bos", choices=("replace", "none"), default="replace",
+                   help="replace: each window's first token becomes <s>; none: windows as they are cut")
+
+
+def add_calibration(p):
+    p.add_argument("--calib-data", metavar="tales|...|FILE", help="to calibrate on (default: another part of --data)")
+    p.add_argument("--calibration", metavar="FILE",
+                   help="read what was learned from this file; learn and add to it what it does not have yet")
 
 
 def dtype_of(name, device):
@@ -24,6 +56,23 @@ def check_context(context, config, flag="context"):
     if context > config.max_position_embeddings:
         raise UserError(f"--{flag} {context} is longer than the {config.max_position_embeddings} positions that this "
                         "model was made for; ask for fewer tokens")
+
+
+def context_of(args, config, longest):
+    """--context, or as many tokens as the model was made for, up to `longest`."""
+    context = args.context or min(config.max_position_embeddings, longest)
+    check_context(context, config)
+    return context
+
+
+def batch_of(args, tokens):
+    """--batch, or as many texts of so many tokens as 4096 tokens are."""
+    return args.batch or max(1, 4096 // tokens)
+
+
+def check_counts(args, least, *flags):
+    """What can be seen to be too small before anything is loaded."""
+    at_least(least, **{f"--{flag}": getattr(args, flag.replace("-", "_")) for flag in flags})
 
 
 def check_folder(flag, path):

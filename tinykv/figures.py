@@ -1,7 +1,5 @@
 """The figures. Lines differ in marker as well as in colour, and the colours are those that all eyes tell apart."""
-from pathlib import Path
-
-from tinykv import checkpoint
+from tinykv import files
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")
 MARKERS = "osD^vP*Xdh"
@@ -19,7 +17,7 @@ def pyplot():
 
 def save(figure, path):
     """Write a figure as PNG, whole or not at all."""
-    checkpoint.write(Path(path), lambda part: figure.savefig(part, format="png", dpi=150))
+    files.write(path, lambda part: figure.savefig(part, format="png", dpi=150))
     pyplot().close(figure)
 
 

@@ -5,7 +5,6 @@
     python -m tinykv.inspect norms keys --model path/to/Llama-2-7b-hf --data wikitext2 --out .
 """
 import argparse
-import json
 import platform
 import textwrap
 from collections.abc import Callable
@@ -15,16 +14,17 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, checkpoint, effects, figures, phenomena
+from tinykv import UserError, checkpoint, effects, figures, files, phenomena
 from tinykv.calibrate import Learned
 from tinykv.codecs import FORMULAS
 from tinykv.command import (
-    DTYPES,
-    EMBEDDED,
+    Help,
+    add_model,
     add_weights,
+    add_windows,
     bar,
-    check_context,
     check_folder,
+    context_of,
     dtype_of,
     figure,
     print_columns,
@@ -191,36 +191,30 @@ def print_sinks(text, tokenizer):
     for w, (window, marks) in enumerate(zip(text.windows.tolist(), text.marks)):
         at = marks.nonzero()[:, 0].tolist()
         words = [f"{i} {'<s>' if window[i] == tokenizer.bos_id else repr(tokenizer.decode([window[i]]))}" for i in at]
-        print(f"sinks of window {w}: {checkpoint.listed(words) or 'none'}")
+        print(f"sinks of window {w}: {files.listed(words) or 'none'}")
+
+
+class Pages(Help, argparse.RawDescriptionHelpFormatter):
+    pass
 
 
 def parser():
     shown = "\n".join(textwrap.fill(f"{name:10}{p.words}", 100, initial_indent="  ", subsequent_indent=" " * 12)
                       for name, p in PHENOMENA.items())
     p = argparse.ArgumentParser(
-        prog="python -m tinykv.inspect", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tinykv.inspect", formatter_class=Pages,
         description=__doc__.split("\n\n")[0], epilog=f"what to look at:\n{shown}\n  all       all of these\n\n"
         "A token is a sink if its attention received reaches --threshold in a tenth of all heads of all layers.")
     p.add_argument("what", nargs="+", metavar="WHAT", help=f"{', '.join(PHENOMENA)}, or all: see below")
-    p.add_argument("--model", metavar="DIR", default=str(EMBEDDED),
-                   help="a Hugging Face checkpoint folder (default: the embedded model)")
-    p.add_argument("--data", metavar="tales|wikitext2|c4|FILE", default="tales", help="the text (default: tales)")
-    p.add_argument("--context", metavar="T", type=int, help="tokens of a window (default: the model's, up to 1024)")
-    p.add_argument("--windows", metavar="W", type=int, default=4, help="windows to look at (default: 4)")
-    p.add_argument("--calib-windows", metavar="C", type=int, default=16,
-                   help="windows that static ranges and codebooks are learned from (default: 16)")
-    p.add_argument("--bos", choices=("replace", "none"), default="replace",
-                   help="replace: a window's first token becomes <s>; none: windows as they are cut (default: replace)")
+    add_model(p)
+    add_windows(p, windows=4, longest=1024)
     p.add_argument("--threshold", metavar="X", type=float, default=0.3,
-                   help="attention received from which a token is a sink of a head (default: 0.3)")
+                   help="attention received from which a token is a sink of a head")
     p.add_argument("--group-size", metavar="G", type=int, default=16,
                    help="errors, widths: channels, or tokens, of a group (default: 16, the paper's)")
-    p.add_argument("--formula", choices=FORMULAS, default="offset",
-                   help="errors, widths: the zero point (default: offset)")
-    p.add_argument("--vq", metavar="dNmM", default="d8m256", help="anchors: format of the codebooks (default: d8m256)")
+    p.add_argument("--formula", choices=FORMULAS, default="offset", help="errors, widths: the zero point")
+    p.add_argument("--vq", metavar="dNmM", default="d8m256", help="anchors: format of the codebooks")
     add_weights(p, several=False)
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
-    p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
     p.add_argument("--out", metavar="DIR", help="draw each as DIR/WHAT.png (default: nothing is drawn)")
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
     return p
@@ -244,8 +238,7 @@ def run(args):
     device = checkpoint.usable(args.device)
     dtype = dtype_of(args.dtype, device)
     config = checkpoint.load_config(args.model)
-    args.context = args.context or min(config.max_position_embeddings, 1024)
-    check_context(args.context, config)
+    args.context = context_of(args, config, 1024)
     # What these two cannot take shows before anything is computed.
     quantizers_of(args, config)
     if "anchors" in names:
@@ -273,7 +266,7 @@ def run(args):
         table = {"model": args.model, "data": args.data, "context": args.context, "windows": args.windows,
                  "sinks at": [marks.nonzero()[:, 0].tolist() for marks in text.marks], **found,
                  "versions": {"python": platform.python_version(), "torch": torch.__version__}}
-        checkpoint.write(Path(args.json), lambda part: part.write_text(json.dumps(table, indent=1) + "\n"))
+        files.write_json(args.json, table)
 
 
 def main():

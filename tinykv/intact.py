@@ -4,10 +4,8 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from tinykv import UserError, checkpoint
+from tinykv import UserError, files
 from tinykv.anchors import attention_tiles
 from tinykv.methods.intactkv import Prefix, exact_rows, value_gain
 
@@ -32,17 +30,12 @@ def open_prefix(what, tokenizer, config):
 def save_prefix(path, prefix):
     """Write a trained prefix, whole or not at all."""
     notes = {"format": "tinykv-prefix", "model": prefix.model, "weights": prefix.weights, "ids": json.dumps(prefix.ids)}
-    tensors = {"keys": prefix.keys.contiguous().cpu(), "values": prefix.values.contiguous().cpu()}
-    checkpoint.write(Path(path), lambda part: save_file(tensors, part, notes))
+    files.save_tensors(path, {"keys": prefix.keys, "values": prefix.values}, notes)
 
 
 def load_prefix(path, config):
     """What `save_prefix` wrote; UserError if it is no such file, or does not fit the model's config."""
-    try:
-        with safe_open(path, "pt") as file:
-            notes, tensors = file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"the prefix {path} is no safetensors file, or a damaged one ({error})") from None
+    tensors, notes = files.load_tensors(path, "trained prefix")
     if notes.get("format") != "tinykv-prefix":
         raise UserError(f"{path} is a safetensors file, but not one that train_intact.py wrote")
     try:

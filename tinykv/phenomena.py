@@ -48,7 +48,7 @@ def walk(model, window):
         q, k, v = block.self_attn.qkv(x)  # (1, H, T, d), (1, Hkv, T, d) twice
         mid = h + block.self_attn(x, model.rope, positions, mask, layer)  # (1, T, D)
         x = block.post_attention_layernorm(mid)  # (1, T, D)
-        d_in = F.silu(block.mlp.gate_proj(x)) * block.mlp.up_proj(x)  # (1, T, M)
+        d_in = block.mlp.gated(x)  # (1, T, M)
         d_out = block.mlp.down_proj(d_in)  # (1, T, D)
         h = mid + d_out  # (1, T, D)
         if not torch.isfinite(h).all():

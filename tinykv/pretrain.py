@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from tinykv import UserError, checkpoint
+from tinykv import UserError, checkpoint, files
 from tinykv.data import load_windows
 from tinykv.model import Llama, LlamaConfig
 from tinykv.sinks import sink_report
@@ -61,7 +61,7 @@ def train_tokenizer(path, pieces=CONFIG.vocab_size, count=5000):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=text, model_writer=model, vocab_size=pieces, model_type="bpe", byte_fallback=True,
         split_digits=True, normalization_rule_name="identity", character_coverage=1.0, minloglevel=2)
-    checkpoint.write(path, lambda part: part.write_bytes(model.getvalue()))
+    files.write(path, lambda part: part.write_bytes(model.getvalue()))
 
 
 def batch_of(step, phase, tokenizer):
@@ -177,7 +177,7 @@ def train(args):
             if (step + 1) % 100 == 0 or step + 1 == steps.stop:
                 state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
                          "step": step + 1}
-                checkpoint.write(state_path, partial(torch.save, state))
+                files.write(state_path, partial(torch.save, state))
     return model
 
 
