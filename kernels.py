@@ -436,7 +436,7 @@ def add_values(parts, zeros, p, v, b, h, j0, ok, DIM: tl.constexpr, W: tl.conste
     return new, zeros
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "end", "length", "window"])  # or a text's length would compile it anew
 def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
                   q_batch, q_head, q_token, begin, end, split, queries, length, window, lines, factor,
                   H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr, KW: tl.constexpr,
@@ -521,7 +521,7 @@ def attend_lines(q, K, V, begin, end, window, k_pins=None, v_pins=None):
 
 # ---- 4. The pieces together
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces", "n"])
 def merge_kernel(acc, top, total, score, pinned, out, lse, pieces, lines, queries, n, pinned_batch, pinned_head,
                  pinned_row, H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr):
     # One program: M queries of one head. Bytes: what the pieces wrote, and the pinned values.
@@ -674,7 +674,7 @@ def dequant_attention(q, layer_cache, window=None):
 
 # ---- 5. AnTKV's anchor scores
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys", "window"])
 def anchor_kernel(q, norm, lse, k, of_k, of_v, k_batch, k_head, k_token, queries, keys, window, factor,
                   H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
                   N: tl.constexpr, DOT: tl.constexpr):

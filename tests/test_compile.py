@@ -31,3 +31,24 @@ def test_the_table_has_each_kernel_on_each_gpu(done):
         regs, spills, shared, each = row[-4:]
         assert 16 <= int(regs) <= 255 and spills == "0" and 0 <= float(shared) < 228
         assert 1 < float(each) < 200 if row[0] == "attend" else each == "-"
+
+
+GROWING = """
+import torch, kernels
+kernels.taken_apart = lambda cubin: {"registers": 0, "spills": 0, "loop": 0}
+kernels.driver.set_active(kernels.Pretend(90))
+layer = kernels.new_layer("2-bit per token", kernels.config_of("LLaMA-3-8B", 1), 1, 256, "cpu", torch.bfloat16)
+q, new = torch.zeros(1, 32, 1, 128).bfloat16(), torch.zeros(1, 8, 1, 128).bfloat16()
+for step in range(20):
+    kernels.attention(q, layer)
+    layer.append(new, new, torch.tensor([layer.length]))
+    caches = [*kernels.attend_kernel.device_caches.values(), *kernels.merge_kernel.device_caches.values()]
+    print(sum(len(cache[0]) for cache in caches))
+"""
+
+
+def test_a_text_that_grows_compiles_nothing_anew():
+    """Codes, recent rows, merge: three, whatever the length; Triton compiles anew for numbers that 16 divides."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", GROWING], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["3"] * 20, done.stdout + done.stderr
