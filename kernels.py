@@ -18,7 +18,6 @@ Shapes: B sequences, H query heads, Hkv KV heads of R = H / Hkv query heads each
 channels of a head. In a kernel: M rows of queries, N tokens, W channels of a tile. Everything is computed in fp32;
 products take 16-bit operands where the model has 16 bits. Scores are in base 2: log2(e) / sqrt(d) q.k.
 """
-import argparse
 import hashlib
 import itertools
 import math
@@ -39,9 +38,10 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tinykv import UserError
+from tinykv import UserError, at_least
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs import TERNARY, Affine, Codebook, Exact, NonUniform
+from tinykv.command import Parser, one_line
 from tinykv.methods import METHODS
 from tinykv.methods.base import Method
 from tinykv.methods.skvq import ClippedGroups
@@ -166,15 +166,20 @@ def nonuniform_side(codec, codes, halves):
                 levels=codec.levels, **sparse)
 
 
+@lru_cache(maxsize=1024)
+def inverse(order):
+    """order (h) of a codec -> the place of each channel (h) int32."""
+    return order.argsort().to(torch.int32)
+
+
 def clipped_side(codec, codes, halves):
     c = tl.constexpr
-    place = codec.order.argsort().to(torch.int32)  # (h): the other way round
     scale, zero, form = codes.scale, codes.zero, "offset"
     if scale.itemsize == 1:
         scale, zero, form = scale.view(torch.uint8), zero.view(torch.uint8), "fp8"
     return Side(*packing("numbers", codec.bits), codes.q, codes.q.stride(0), 0, *strides(codes.q)[2:],
                 codec.width, 0, scale, zero, scale.stride(0), 0, scale.stride(2), 1,
-                tokens=c(1), channels=c(1), form=c(form), place=place, group=codec.group)
+                tokens=c(1), channels=c(1), form=c(form), place=inverse(codec.order), group=codec.group)
 
 
 def book_side(codec, codes, halves):
@@ -422,17 +427,20 @@ def add_values(parts, zeros, p, v, b, h, j0, ok, DIM: tl.constexpr, W: tl.conste
     packed = 0
     if v.kind == "planes":
         packed = bytes_of(v, b, h, j0 + tl.arange(0, N), ok, 0, DIM, 1, W)  # (N, W)
+    new = ()
     if v.fold == "token":  # p.(c * scale + zero) = (p * scale).c + sum(p * zero)
         scale, zero = grid_of(v, b, h, j0, ok, ok, ok, N)  # (N or 1, 1)
         zeros += tl.sum(p * tl.trans(zero), 1)
-        p = p * tl.trans(scale)
-    new = ()
-    for plane in tl.static_range(v.planes):
-        if v.fold == "token":
+        # Both sums are large and take each other away, so p * scale must not get lost among the small fp16 numbers.
+        largest = tl.maximum(tl.max(scale), 1e-30) / 16384  # 2**14
+        p = p * tl.trans(scale / largest)
+        for plane in tl.static_range(v.planes):
             x = tiny(plane_of(v, packed, plane))
-        else:
+            new = new + (parts[plane] + tl.dot(p.to(DOT), x.to(DOT), input_precision="ieee") * largest,)
+    else:
+        for plane in tl.static_range(v.planes):
             x = rows_of(v, b, h, j0, ok, packed, 0, plane, DIM, 1, W, N)
-        new = new + (tl.dot(p.to(DOT), x.to(DOT), parts[plane], input_precision="ieee"),)
+            new = new + (tl.dot(p.to(DOT), x.to(DOT), parts[plane], input_precision="ieee"),)
     return new, zeros
 
 
@@ -523,7 +531,8 @@ def attend_lines(q, K, V, begin, end, window, k_pins=None, v_pins=None):
 
 @triton.jit(do_not_specialize=["pieces", "n"])
 def merge_kernel(acc, top, total, score, pinned, out, lse, pieces, lines, queries, n, pinned_batch, pinned_head,
-                 pinned_row, H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr):
+                 pinned_row, H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+                 N: tl.constexpr):
     # One program: M queries of one head. Bytes: what the pieces wrote, and the pinned values.
     #   acc, top, total: of attend_kernel    score (B * H * T, n) fp32: of the pinned values' slots, or -inf
     #   pinned (B, Hkv, n, d)    out (B, H, T, d)    lse (B, H, T) fp32: natural log of the sum of e**score
@@ -545,9 +554,12 @@ def merge_kernel(acc, top, total, score, pinned, out, lse, pieces, lines, querie
         m = new
     if pinned is not None:
         row = pinned + bh // H * pinned_batch + bh % H // R * pinned_head
-        for i in range(n):
-            p = tl.exp2(tl.load(score + line * n + i, live, float("-inf")) - m)  # (M)
-            x += p[:, None] * tl.load(row + i * pinned_row + c, c < DIM, 0).to(tl.float32)[None]
+        for i0 in range(0, n, N):
+            slot = i0 + tl.arange(0, N)  # (N)
+            there = slot < n
+            p = tl.load(score + (line * n)[:, None] + slot[None], live[:, None] & there[None], float("-inf"))  # (M, N)
+            rows = tl.load(row + slot[:, None] * pinned_row + c[None], there[:, None] & (c < DIM)[None], 0)  # (N, D)
+            x += tl.dot(tl.exp2(p - m[:, None]), rows.to(tl.float32), input_precision="ieee")
     tl.store(out + line[:, None] * DIM + c[None], x / norm[:, None], mask)
     tl.store(lse + line, (m + tl.log2(norm)) * 0.6931471805599453, live)  # ln 2
 
@@ -568,7 +580,7 @@ def processors(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def tiling(sides, halves, rows):
+def tiling(sides, halves, rows, pinned=False):
     """M, N and warps. With these no kernel spills a register, see `compile`. A tile lies in one group of tokens: N
     divides it, or, where it is shorter than the 16 tokens that a product takes, scales go to each number."""
     kinds = {s.kind.value for s in sides}
@@ -581,21 +593,36 @@ def tiling(sides, halves, rows):
         N, warps = TILE // 2, 8
     if "planes" in kinds and (halves == 2 or (rows > 16 and any(s.unit.value == 3 for s in sides))):
         N = TILE // 2
+    if pinned and "book" in kinds:
+        N, warps = TILE // 2, 4
+    ternary = any(s.kind.value == "planes" and s.bits.value == 0 for s in sides)
+    if (ternary and rows <= 16) or (pinned and "planes" in kinds and rows > 16):
+        warps = 8
     group = math.gcd(N, *(s.tokens.value for s in sides if s.tokens.value > 1))
     return M, group if group >= 16 else N, warps
 
 
-def pins_of(part, q, score):
+def slots_of(index, coded, B):
+    """index (B or 1, h, n) of pinned tokens -> of each coded one the number of its row, or -1: (B, h, coded and more).
+
+    A multiple of 16 long, or the kernels would be compiled anew where a stride becomes one.
+    """
+    size = triton.cdiv(coded + 1, 16) * 16
+    place = index.where((index >= 0) & (index < coded), coded).long().expand(B, -1, -1)  # (B, h, n)
+    row = torch.arange(index.shape[-1], dtype=torch.int32, device=index.device)  # (n)
+    slot = torch.full((B, place.shape[1], size), -1, dtype=torch.int32, device=index.device)
+    return slot.scatter_(2, place, row.expand_as(place))
+
+
+def pins_of(layer, part, q, score):
     """Pins of a part whose slots may be coded, or none. score: (B, H, T, n), of keys; None: written by the kernel."""
     if part.index is None or part.first == 0:
         return Pins()
-    B, n, S = q.shape[0], part.index.shape[-1], part.first + part.recent.shape[2]
-    place = part.index.where(part.index >= 0, S).long().expand(B, -1, -1)  # (B, h, n)
-    slot = torch.full((B, place.shape[1], S + 1), -1, dtype=torch.int32, device=q.device)
-    slot.scatter_(2, place, torch.arange(n, dtype=torch.int32, device=q.device).expand_as(place))
+    n = part.index.shape[-1]
+    slot = layer.slots(part, len(q)) if isinstance(layer, TritonLayer) else slots_of(part.index, part.first, len(q))
     if score is None:
         score = q.new_full((*q.shape[:3], n), float("-inf"), dtype=torch.float32)
-    return Pins(slot, slot.stride(0), 0 if place.shape[1] == 1 else slot.stride(1), score, n)
+    return Pins(slot, slot.stride(0), 0 if slot.shape[1] == 1 else slot.stride(1), score, n)
 
 
 def pinned_keys(layer):
@@ -622,22 +649,25 @@ def attention(q, layer, window=None):
     k, v, S = layer.k, layer.v, layer.length
     Hkv, q = k.recent.shape[1], q.contiguous()
     R, halves = H // Hkv, 2 if layer.method.rope == "pre" else 1
-    k_pins = pins_of(k, q, pinned_scores(layer, q) if k.index is not None and k.first else None)
-    v_pins = pins_of(v, q, None)
+    k_pins = pins_of(layer, k, q, pinned_scores(layer, q) if k.index is not None and k.first else None)
+    v_pins = pins_of(layer, v, q, None)
     launches, pieces = [], 0
     cuts = sorted({0, k.first, v.first, S})  # keys and values may be coded up to different tokens
     for begin, end in zip(cuts, cuts[1:]):
         sides = side_of(k, begin, halves), side_of(v, begin, 1)
-        M, N, warps = tiling(sides, halves, T * R)
+        replaced = (k_pins.slot is not None and begin < k.first) or (v_pins.slot is not None and begin < v.first)
+        M, N, warps = tiling(sides, halves, T * R, replaced)
+        wide = q.dtype.itemsize > 2 and not INTERPRETED  # fp32: no tensor cores, and tiles fill shared memory
+        M = min(M, 16) if wide else M
         tiles = triton.cdiv(T * R, M)
         wanted = min(triton.cdiv(2 * processors(q.device), tiles * B * Hkv), triton.cdiv(end - begin, 4 * N))
         split = triton.cdiv(triton.cdiv(end - begin, wanted), N) * N
         parts = triton.cdiv(end - begin // N * N, split)
-        launches.append((begin, end, sides, M, N, warps, split, pieces, parts))
+        launches.append((begin, end, sides, M, N, warps, 1 if wide else 3, split, pieces, parts))
         pieces += parts
     acc = torch.empty(pieces, B, H, T, d, dtype=torch.float32, device=q.device)
     top, total = torch.empty(2, pieces, B, H, T, dtype=torch.float32, device=q.device)  # (pieces, B, H, T) both
-    for begin, end, sides, M, N, warps, split, first, parts in launches:
+    for begin, end, sides, M, N, warps, stages, split, first, parts in launches:
         turn = Turn()
         if halves == 2:
             turn = turn_of(layer.rope, N, triton.next_power_of_2(triton.cdiv(S, N)), q.device)
@@ -647,13 +677,15 @@ def attention(q, layer, window=None):
         attend_kernel[parts, triton.cdiv(T * R, M), B * Hkv](
             q, *sides, turn, k_pins if begin < k.first else Pins(), v_pins if begin < v.first else Pins(),
             acc[first:], top[first:], total[first:], *q.stride()[:3], begin, end, split, T, S, window or S,
-            B * H * T, LOG2E / math.sqrt(d), H, R, d, halves, *widths, M, N, dot, num_warps=warps, num_stages=3, **FMA)
+            B * H * T, LOG2E / math.sqrt(d), H, R, d, halves, *widths, M, N, dot, num_warps=warps, num_stages=stages,
+            **FMA)
     out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     M = min(16, triton.next_power_of_2(T))
     pinned = v.pinned if v_pins.slot is not None else None
     merge_kernel[B * H, triton.cdiv(T, M)](
         acc, top, total, v_pins.score, pinned, out, lse, pieces, B * H * T, T, v_pins.n,
-        *(pinned.stride()[:3] if pinned is not None else (0, 0, 0)), H, R, d, triton.next_power_of_2(d), M, **FMA)
+        *(pinned.stride()[:3] if pinned is not None else (0, 0, 0)), H, R, d, triton.next_power_of_2(d), M,
+        min(64, max(16, triton.next_power_of_2(v_pins.n))), **FMA)
     return out, lse, k_pins, v_pins
 
 
@@ -714,7 +746,8 @@ def anchor_scores(q, k, lse, window=None):
     (B, H, T, d), (Hkv, S) = q.shape, k.shape[1:3]
     q, norm = q.contiguous(), q.float().norm(dim=-1)  # (B, H, T)
     of_k, of_v = torch.empty(2, B, Hkv, S, dtype=torch.float32, device=q.device)
-    M, N, D = min(64, triton.next_power_of_2(T * H // Hkv)), 64, triton.next_power_of_2(d)
+    most = 64 if q.dtype.itemsize == 2 or INTERPRETED else 16  # rows of fp32 fill the registers
+    M, N, D = min(most, triton.next_power_of_2(T * H // Hkv)), 64, triton.next_power_of_2(d)
     anchor_kernel[triton.cdiv(S, N), B * Hkv](
         q, norm, lse.contiguous(), k, of_k, of_v, *k.stride()[:3], T, S, window or S, LOG2E / math.sqrt(d),
         H, H // Hkv, d, D, M, N, product_type(q), num_warps=4, num_stages=2, **FMA)
@@ -745,6 +778,15 @@ class TritonLayer(LayerCache):
     def __init__(self, layer, method, rope, protocol, window):
         super().__init__(layer, method, rope, protocol)
         self.window = window
+        self.maps = {}  # kind: (index, coded tokens, slots): what `slots_of` says changes only where tokens are coded
+
+    def slots(self, part, B):
+        """`slots_of` a part, kept until something is coded or pinned."""
+        index, coded, slot = self.maps.get(part.kind, (None, 0, None))
+        if index is not part.index or coded != part.first:
+            slot = slots_of(part.index, part.first, B)
+            self.maps[part.kind] = part.index, part.first, slot
+        return slot
 
     def attend(self, q, k, v, positions, state):
         """As `update`; returns what attention makes of it, (B, H, T, d)."""
@@ -838,10 +880,12 @@ FORMATS = {
        for bits in (4, 2)},
     "2-bit kivi, groups of 32": ("kivi", {}),
     "2-bit static, K before RoPE": ("rtn", {"scheme": "channel-static"}),
+    "2-bit kvsink, 5 kept": ("kvsink", {"scheme": "token-dynamic", "emergence_layer": 0, "outlier_channel": 0}),
     "2-bit skvq": ("skvq", {}),
     "2-bit kvquant, 1% outliers": ("kvquant", {}),
     **{f"{bits:g}-bit codebooks {vq}": ("cq", {"vq": vq}) for vq, bits in
        (("d2m256", 4), ("d4m256", 2), ("d8m256", 1), ("d16m4096", 0.75))},
+    "1-bit antkv, 1% kept": ("antkv", {"vq": "d8m256"}),
 }
 SHAPES = {  # L, D, MLP, H, Hkv, vocabulary, theta
     "LLaMA-3-8B": (32, 4096, 14336, 32, 8, 128256, 500000.0),
@@ -875,15 +919,27 @@ def method_of(name, config, device):
 
 
 def filled(layer, config, B, coded, device, dtype):
-    """Put random tokens into a LayerCache: `coded` of them (256, 512, 1024, ...) in codes, then the recent ones."""
+    """Put random tokens into a LayerCache: `coded` of them (256, 512, 1024, ...) in codes, then the recent ones.
+
+    As many as the method keeps are pinned, evenly spread.
+    """
     def rows(T):
         return torch.randn(B, config.num_key_value_heads, T, config.head_dim, device=device).to(dtype)
+    method = layer.method
+    n = max(1, coded // 100) if method.keeps_share else method.preserve
     for part in (layer.k, layer.v):
-        codes = layer.method.encode(layer.layer, part.kind, rows(256), None)
+        if n:
+            index = torch.arange(n, dtype=torch.int32, device=device) * (coded // n)  # (n)
+            part.index = index.expand(B, config.num_key_value_heads if method.keeps_share else 1, n)
+            part.pinned = rows(n)
+        if method.anchor_scores:
+            part.pinned_score = torch.zeros(B, config.num_key_value_heads, n, device=device)
+            part.score = torch.zeros(B, config.num_key_value_heads, method.recent + 1, device=device)
+        codes = method.encode(layer.layer, part.kind, rows(256), None)
         while codes.q.shape[2] < coded:
             codes = codes.append(codes)
-        part.coded, part.first, part.recent = codes, coded, rows(layer.method.recent + 1)
-    layer.length = coded + layer.method.recent + 1
+        part.coded, part.first, part.recent = codes, coded, rows(method.recent + 1)
+    layer.length = coded + method.recent + 1
     return layer
 
 
@@ -947,9 +1003,7 @@ def taken_apart(cubin):
     return {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "spills": spills, "loop": loop}
 
 
-COMPILED = ("fp16", "8-bit per token", "4-bit per token", "3-bit per token", "2-bit per token", "1.5-bit per token",
-            "1-bit per token", "2-bit kivi, groups of 128", "2-bit kivi, groups of 32", "2-bit static, K before RoPE",
-            "2-bit skvq", "2-bit kvquant, 1% outliers", "4-bit codebooks d2m256", "1-bit codebooks d8m256")
+UNCOMPILED = ("4-bit kivi, groups of 128", "2-bit codebooks d4m256", "0.75-bit codebooks d16m4096")  # as others are
 
 
 def compiled(job):
@@ -972,7 +1026,9 @@ def compiled(job):
 
 def compile_all(args):
     """Every kernel at its settings through ptxas, and a table. Exit status 1 if one spills."""
-    names = ("fp16", "2-bit per token", "2-bit skvq", "1-bit codebooks d8m256") if args.quick else COMPILED
+    at_least(1, **{"--jobs": args.jobs})
+    names = ("fp16", "2-bit per token", "2-bit skvq", "1-bit codebooks d8m256") if args.quick else [
+        name for name in FORMATS if name not in UNCOMPILED]
     jobs = [(sm, name, T) for sm in (90, 80) for name in names for T in (1, 128)]
     with ProcessPoolExecutor(args.jobs) as pool:
         rows = [row for rows in tqdm(pool.map(compiled, jobs), total=len(jobs), disable=not sys.stderr.isatty(),
@@ -997,14 +1053,22 @@ def byte_limits(shape):
     lines = []
     for name in FORMATS:
         layer = new_layer(name, config, 1, 4096, "cpu", torch.float16)
-        held = sum(part.coded.nbytes for part in (layer.k, layer.v)) / layer.k.first / config.num_key_value_heads
+        tensors = [t for part in (layer.k, layer.v) for kind in ("pinned", "coded") for t in part.tensors()[kind]]
+        held = sum(t.nbytes for t in tensors) / layer.k.first / config.num_key_value_heads
         lines.append((name, held, 4 * config.head_dim / held))
     return lines
 
 
 def best_of(run):
-    """Median milliseconds of a call, the L2 cache flushed before each."""
-    return triton.testing.do_bench(run, warmup=20, rep=100, return_mode="median")
+    """Median milliseconds of a call on the GPU, the L2 cache flushed before each.
+
+    It is replayed from a CUDA graph: the time that Python takes to start kernels is in `bench_decoding`, and not here.
+    """
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return triton.testing.do_bench(graph.replay, warmup=20, rep=100, return_mode="median")
 
 
 def bench_attention(shape, contexts, batches, formats, device):
@@ -1015,23 +1079,35 @@ def bench_attention(shape, contexts, batches, formats, device):
     print(f"\n{shape}, attention of one new token, copy bandwidth {copy:.0f} GB/s")
     print(f"{'context':>8}{'batch':>6}  {'format':30}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'x SDPA':>8}{'x fp16':>8}")
     for context, B in itertools.product(contexts, batches):
-        q = torch.randn(B, config.num_attention_heads, 1, config.head_dim, device=device).to(torch.bfloat16)
-        base = sdpa = None
+        sdpa = fitting(time_sdpa, config, context, B, device)
+        base = None
         for name in formats:
-            try:
-                layer = new_layer(name, config, B, context, device, torch.bfloat16)
-                if name == "fp16":
-                    K, V = layer.read()
-                    sdpa = best_of(partial(F.scaled_dot_product_attention, q, K, V, enable_gqa=True))
-                    del K, V
-                ms = best_of(partial(dequant_attention, q, layer))
-            except torch.OutOfMemoryError:
+            found = fitting(time_attention, name, config, context, B, device)
+            if found is None:
                 print(f"{context:>8}{B:>6}  {name:30}{'does not fit':>9}")
                 continue
-            base = base or ms
-            held = sum(t.nbytes for part in (layer.k, layer.v) for ts in part.tensors().values() for t in ts)
-            print(f"{context:>8}{B:>6}  {name:30}{ms:>9.3f}{held / ms / 1e6:>8.0f}{held / ms / 1e6 / copy:>9.0%}"
-                  f"{sdpa / ms:>8.2f}{base / ms:>8.2f}", flush=True)
+            ms, held = found
+            speed = held / ms / 1e6
+            base = ms if name == "fp16" else base
+            ratios = "".join(f"{x / ms:>8.2f}" if x else f"{'-':>8}" for x in (sdpa, base))
+            print(f"{context:>8}{B:>6}  {name:30}{ms:>9.3f}{speed:>8.0f}{speed / copy:>9.0%}{ratios}", flush=True)
+
+
+def one_query(config, B, device):
+    return torch.randn(B, config.num_attention_heads, 1, config.head_dim, device=device).to(torch.bfloat16)
+
+
+def time_sdpa(config, context, B, device):
+    """Milliseconds of torch's attention to 16-bit rows."""
+    K, V = torch.randn(2, B, config.num_key_value_heads, context, config.head_dim, device=device, dtype=torch.bfloat16)
+    return best_of(partial(F.scaled_dot_product_attention, one_query(config, B, device), K, V, enable_gqa=True))
+
+
+def time_attention(name, config, context, B, device):
+    """Milliseconds of a format's attention, and the bytes that its cache holds."""
+    layer = new_layer(name, config, B, context, device, torch.bfloat16)
+    held = sum(t.nbytes for part in (layer.k, layer.v) for ts in part.tensors().values() for t in ts)
+    return best_of(partial(dequant_attention, one_query(config, B, device), layer)), held
 
 
 def bench_scores(shape, contexts, device):
@@ -1071,19 +1147,23 @@ def bench_decoding(config, contexts, formats, device, steps=32, largest=4096):
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(config).to(torch.bfloat16).requires_grad_(False)
+    model.rope.freq = model.rope.freq.to(device)  # (d/2)
     print(f"\n{'format':30}" + "".join(f"{f'tok/s at {c}':>17}" for c in contexts) + f"{'longest':>10}{'batch':>7}")
     for name in formats:
-        line = f"{name:30}"
-        for context in contexts:
-            speed = fitting(decoding, model, name, 1, context, steps, device)
-            line += f"{speed or 0:>17.1f}"
-        context, B = 2 * contexts[0], 2
-        end = config.max_position_embeddings
-        while context < end and fitting(decoding, model, name, 1, context, 1, device):
-            context *= 2
-        while B < largest and fitting(decoding, model, name, B, contexts[0], 1, device):
-            B *= 2
-        print(line + f"{context // 2:>10}{B // 2:>7}", flush=True)
+        def speed(B, context, steps, name=name):
+            return fitting(decoding, model, name, B, context, steps, device)
+        line = f"{name:30}" + "".join(f"{speed(1, context, steps) or 0:>17.1f}" for context in contexts)
+        longest = doubled(contexts[0], config.max_position_embeddings, lambda context: speed(1, context, 1))
+        batch = doubled(1, largest, lambda B: speed(B, contexts[0], 1))
+        print(f"{line}{longest:>10}{batch:>7}", flush=True)
+
+
+def doubled(size, end, fits):
+    """The largest of size, 2 size, ... below `end` that fits; 0 if none does."""
+    found = 0
+    while size < end and fits(size):
+        found, size = size, 2 * size
+    return found
 
 
 def fitting(run, *args):
@@ -1091,8 +1171,9 @@ def fitting(run, *args):
     try:
         return run(*args)
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return None
+        pass
+    torch.cuda.empty_cache()  # only now: the exception held what had been allocated
+    return None
 
 
 def bench(args):
@@ -1109,11 +1190,11 @@ def bench(args):
     for shape in SHAPES:
         bench_attention(shape, contexts, (1, 8), formats, device)
     bench_scores("LLaMA-3-8B", contexts[:4], device)
-    bench_decoding(config_of("LLaMA-3-8B"), (8192, 32768), formats, device)
+    bench_decoding(config_of("LLaMA-3-8B", positions=2 ** 24), (8192, 32768), formats, device)
 
 
 def parser():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="eval_ppl.py --backend triton uses them.")
+    p = Parser(description=__doc__.splitlines()[0], epilog="eval_ppl.py --backend triton uses them.")
     commands = p.add_subparsers(dest="command", required=True)
     c = commands.add_parser("compile", help="compile every kernel for sm_80 and sm_90 and print its size; needs no GPU")
     c.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
@@ -1123,8 +1204,10 @@ def parser():
 
 
 def main():
-    args = parser().parse_args()
-    compile_all(args) if args.command == "compile" else bench(args)
+    p = parser()
+    with one_line(p):
+        args = p.parse_args()
+        compile_all(args) if args.command == "compile" else bench(args)
 
 
 if __name__ == "__main__":

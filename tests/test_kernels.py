@@ -321,6 +321,20 @@ def test_products_of_fp16_numbers(k, v, rope, monkeypatch):
     same(layer_of(Plain(k, v, 2, 64, rope, block=70), 2, 64, 1, 75, 1), rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_small_values_behind_a_sink(bits, monkeypatch):
+    """Products of fp16 numbers: weights of e**-10 times scales of 1e-4 are too small for these, unless lifted."""
+    monkeypatch.setattr(kernels, "product_type", lambda *args: tl.float16)
+    layer = layer_of(Plain("exact", f"{bits} bits per token", 1, 32, block=300), 1, 32, 1, 301, 1)
+    rows = 0.02 * torch.randn(1, 1, 300, 32)
+    rows[:, :, 0] *= 1e-3  # a sink has next to no value
+    layer.v.coded = CODECS[f"{bits} bits per token"](1, 32).encode(rows.half())
+    layer.k.coded.q[:, :, 0] = 5.0
+    q = torch.full((1, 1, 1, 32), 0.35)  # the sink's score is 10, and the others' about 0
+    out, want = kernels.attention(q, layer)[0].double(), expected(q, layer)[0]
+    assert (out - want).norm() < 0.01 * want.norm()
+
+
 def test_the_torch_lines_are_the_kernels():
     """attend_lines piece by piece, then merge_lines, are the kernels' output."""
     layer = layer_of(Plain("exact", "exact", 2, 32, block=90), 2, 32, 1, 100, 5)
@@ -349,6 +363,20 @@ def test_anchor_scores_of_the_newest_keys_alone():
     lse = anchors.log_sum_exp(q, k)
     for got, want in zip(kernels.anchor_scores(q, k[:, :, 90:], lse), anchors.anchor_scores(q, k, lse)):
         torch.testing.assert_close(got, want[:, :, 90:], **CLOSE)
+
+
+def test_slots_are_mapped_anew_where_something_is_coded_or_pinned():
+    """Of the coded tokens; a pinned one that is recent has no place among them yet."""
+    def pinned():
+        coded = layer.slots(layer.k, 1)[0, 0, :layer.k.first].tolist()
+        return {i: row for i, row in enumerate(coded) if row >= 0}
+    layer = layer_of(Plain("2 bits per token", "exact", 2, 32, block=20, pins={"k": [[1, 30, -1]]}), 2, 32, 1, 55, 1)
+    assert layer.k.first == 40 and pinned() == {1: 0, 30: 1}
+    assert layer.slots(layer.k, 1) is layer.slots(layer.k, 1)
+    layer.k.pin(torch.tensor([[[50, 1]]]))
+    assert pinned() == {1: 1}
+    layer.k.code(15)
+    assert layer.k.first == 55 and pinned() == {1: 1, 50: 0}
 
 
 def test_topk_outliers_are_kvsinks():
