@@ -171,10 +171,10 @@ def test_no_token_sees_a_later_one(window):
 
 def test_a_sliding_window_counts_the_token_itself():
     model = tiny(sliding_window=3, model_type="mistral")
-    assert model.mask(torch.arange(5)).int().tolist() == [
+    assert model.mask(0, 5, "cpu").int().tolist() == [
         [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
-    assert model.mask(torch.arange(3)) is None  # the window hides nothing yet
-    assert model.mask(torch.tensor([4])).int().tolist() == [[0, 0, 1, 1, 1]]
+    assert model.mask(0, 3, "cpu") is None  # the window hides nothing yet
+    assert model.mask(4, 1, "cpu").int().tolist() == [[0, 0, 1, 1, 1]]
 
 
 def test_rope_keeps_lengths_and_depends_on_distance_alone():

@@ -14,9 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-import eval_ppl
 from tinykv import UserError, checkpoint
 from tinykv.cache import KVCache
+from tinykv.command import EMBEDDED
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.methods.fp16 import FP16
@@ -707,7 +707,7 @@ def test_omniquant_trains_clips_and_scales(folded):
 
 @pytest.fixture(scope="module")
 def embedded():
-    model, tokenizer = checkpoint.load(eval_ppl.EMBEDDED)
+    model, tokenizer = checkpoint.load(EMBEDDED)
     test, calibration = (load_windows("tales", tokenizer, 256, 4, split) for split in ("test", "calibration"))
     return model, test, calibration.tokens
 

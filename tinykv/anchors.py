@@ -11,7 +11,8 @@ All of this goes over the queries in tiles; no T x S matrix is ever whole.
 """
 import torch
 
-TILE = 2 ** 18  # attention weights held at once; on a CPU they then stay in its cache
+TILE = 2 ** 18  # attention weights held at once on a CPU: they then stay in its cache
+GPU_TILE = 2 ** 26
 
 
 def score_tiles(q, k, window=None):
@@ -23,7 +24,7 @@ def score_tiles(q, k, window=None):
     B, H, T, d = q.shape
     S, group = k.shape[2], H // k.shape[1]
     q, k = q.float() * d ** -0.5, k.float().transpose(-2, -1)  # (B, H, T, d), (B, Hkv, d, S)
-    size = max(1, TILE // (B * H * S))
+    size = max(1, (GPU_TILE if q.is_cuda else TILE) // (B * H * S))
     for begin in range(0, T, size):
         end = min(begin + size, T)
         last = S - T + end  # keys that any of these queries sees

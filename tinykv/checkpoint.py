@@ -10,7 +10,6 @@ already.
 import hashlib
 import json
 import pickle
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -241,8 +240,11 @@ def tie(model, stored, folder):
 
 
 def usable(device):
+    """The device as torch has it. If it is one GPU of several, it becomes the one that kernels are started on."""
     try:
         torch.empty(0, device=device)
+        if torch.device(device).type == "cuda" and torch.device(device).index is not None:
+            torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:  # the latter from a torch that was built for CPUs only
         raise UserError(f"device {str(device)!r} cannot be used ({first_line(error)}); give cpu, or a GPU that torch "
                         "sees") from None
@@ -351,7 +353,6 @@ def save(model, tokenizer_model_path, folder):
     write(folder / "tokenizer.model", lambda path: path.write_bytes(proto))
     weights = dict(model.named_parameters())  # a tied lm_head only once
     save_tensors(folder / "model.safetensors", weights, {"format": "pt"})
-    shutil.copymode(folder / "tokenizer.model", folder / "model.safetensors")  # safetensors lets only the owner read
     write_json(folder / "tokenizer_config.json", tokenizer_fields(tokenizer.pieces, config))
     write_json(folder / "generation_config.json",
                {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id})

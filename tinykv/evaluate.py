@@ -67,7 +67,7 @@ def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, model
             cache = cache_class(runs, method, protocol)
             hidden[name] = read(runs, tokens, cache)  # (B, T - rows that the cache began with, D)
             if tokens.is_cuda:
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(tokens.device)
             results[name].seconds += time.perf_counter() - clock
             results[name].tokens += tokens.numel()
             count_bits(results[name], cache, tokens)

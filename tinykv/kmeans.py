@@ -1,11 +1,12 @@
 """Weighted k-means, many problems at a time: SKVQ's channels, KVQuant's levels, the codebooks of CQ and AnTKV.
 
 Everything is torch and batched over the problems, so it runs where the points are. Distances are computed in tiles:
-memory is bounded by `TILE` numbers, whatever the number of points.
+memory is bounded by the size of a tile, whatever the number of points.
 """
 import torch
 
-TILE = 2 ** 20  # distances held at once; on a CPU they then stay in its cache
+TILE = 2 ** 20  # distances held at once on a CPU: they then stay in its cache
+GPU_TILE = 2 ** 26
 
 
 def kmeans(points, k, weights=None, iterations=25, tries=1, seed=0, tolerance=0.0):
@@ -55,8 +56,8 @@ def nearest(points, centres):
     # |x - c|^2 is smallest where x c - |c|^2 / 2 is largest: one product, with a column more
     centres = torch.cat([centres, centres.pow(2).sum(-1, keepdim=True) / 2], dim=-1).transpose(1, 2)  # (P, n + 1, k)
     points = torch.nn.functional.pad(points, (0, 1), value=-1.0)  # (P, N, n + 1)
-    numbers = []
-    for tile in points.split(max(1, TILE // (len(points) * centres.shape[2])), dim=1):  # (P, tile, n + 1)
+    numbers, size = [], GPU_TILE if points.is_cuda else TILE
+    for tile in points.split(max(1, size // (len(points) * centres.shape[2])), dim=1):  # (P, tile, n + 1)
         numbers.append(argmax(tile @ centres))
     return torch.cat(numbers, dim=1)
 

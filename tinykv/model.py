@@ -183,7 +183,7 @@ class Llama(nn.Module):
         seen = 0 if cache is None else len(cache)
         T = tokens.shape[1]
         positions = torch.arange(seen, seen + T, device=tokens.device)  # (T)
-        mask = self.mask(positions)  # (T, S), or None for a plain causal square
+        mask = self.mask(seen, T, tokens.device)  # (T, S), or None for a plain causal square
         h = self.model["embed_tokens"](tokens)  # (B, T, D)
         for layer, block in enumerate(self.model["layers"]):
             h = block(h, self.rope, positions, mask, layer, cache)  # (B, T, D)
@@ -191,13 +191,13 @@ class Llama(nn.Module):
                 cache.observe(layer, h)
         return self.model["norm"](h)  # (B, T, D)
 
-    def mask(self, positions):
-        """True where the query at positions[i] may see key j. (T, S); None stands for a causal square."""
-        window = self.config.sliding_window
-        end = int(positions[-1]) + 1
-        if len(positions) == end and (window is None or window >= end):
+    def mask(self, seen, T, device):
+        """True where query i of T, which stands behind `seen` tokens, may see key j. (T, S); None: a causal square."""
+        window, end = self.config.sliding_window, seen + T
+        if seen == 0 and (window is None or window >= end):
             return None
-        q, k = positions[:, None], torch.arange(end, device=positions.device)[None]  # (T, 1), (1, S)
+        k = torch.arange(end, device=device)[None]  # (1, S)
+        q = k.T[seen:]  # (T, 1): positions
         seen = k <= q  # (T, S)
         return seen if window is None else seen & (k > q - window)
 

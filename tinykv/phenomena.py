@@ -41,7 +41,7 @@ PLACES = ("d_in", "d_out", "mid", "out")
 def walk(model, window):
     """The forward of `Llama.hidden` over window (T), block by block in full precision; yields a Passing of each."""
     positions = torch.arange(len(window), device=window.device)  # (T)
-    mask = model.mask(positions)  # (T, T) or None
+    mask = model.mask(0, len(positions), positions.device)  # (T, T) or None
     h = model.model["embed_tokens"](window[None])  # (1, T, D)
     for layer, block in enumerate(model.model["layers"]):
         x = block.input_layernorm(h)  # (1, T, D)

@@ -1,7 +1,7 @@
-"""IntactKV (anonymous, 2024): the first tokens' keys and values as the full-precision model computes them.
+"""IntactKV (Liu et al., 2024): the first tokens' keys and values as the full-precision model computes them.
 
     Keep: a prefix, [BOS] or a text that all texts begin with, taken over from the model before its weights were
-    quantized.   Code: 16 bits, or integers per token and head.   When: at once.
+    quantized.   Code: 16 bits, or integers per token and head.   When: at once, in blocks in a stream.
 
 For a model with quantized weights, the first tokens, which all others look at, would be computed wrong before any cache
 rounds them. Their rows are computed once, in full precision, and every cache begins with them; positions go on from
@@ -74,8 +74,8 @@ def exact_rows(full, coded, ids):
         raise UserError(f"the prefix has tokens that this model, of {full.config.vocab_size} tokens, does not know")
     if not ids:
         shape = full.config.num_hidden_layers, full.config.num_key_value_heads, 0, full.config.head_dim
-        return torch.zeros(shape), torch.zeros(shape)
-    recorder = Recorder(full, Unrotated())
+        return torch.zeros(2, *shape, device=full.lm_head.weight.device).unbind()
+    recorder = Recorder(full, Unrotated(full.config))
     full.hidden(torch.tensor([ids], device=full.lm_head.weight.device), recorder)
     keys = torch.cat([layer.k.recent for layer in recorder.layers]).float()  # (L, Hkv, n, d)
     values = torch.cat([layer.v.recent for layer in recorder.layers]).float()

@@ -58,6 +58,7 @@ def assemble(model, blocks):
     new.model["layers"] = nn.ModuleList(blocks)
     new.model["embed_tokens"], new.model["norm"], new.lm_head = (
         model.model["embed_tokens"], model.model["norm"], model.lm_head)
+    new.rope = model.rope
     return new
 
 

@@ -44,7 +44,7 @@ class Reader:
     def __call__(self, module, h):
         """A block, or its `Attention`, or that's `heads`, on h (W, T, D)."""
         positions = torch.arange(h.shape[1], device=h.device)  # (T)
-        mask = self.model.mask(positions)
+        mask = self.model.mask(0, len(positions), positions.device)
         return torch.cat([module(part, self.model.rope, positions, mask, 0) for part in h.split(self.batch)])
 
 

@@ -45,7 +45,10 @@ def rounded(weight, bits, group_size):
 
 
 class QuantLinear(nn.Module):
-    """As nn.Linear, with the weight packed. It is decoded in every forward; nothing decoded is held."""
+    """As nn.Linear, with the weight packed. It is decoded in every forward.
+
+    Nothing decoded is held, but by autograd: while a prefix is trained, all layers' weights until the backward pass.
+    """
 
     def __init__(self, in_features, out_features, bias=False, bits=4, group_size=None):
         super().__init__()
