@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import sys
+import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from tinykv import UserError, checkpoint, figures, files
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import Learned
 from tinykv.command import (
-    Help,
+    Parser,
+    add_bos,
     add_calibration,
     add_model,
     add_weights,
@@ -36,6 +38,7 @@ from tinykv.command import (
     dtype_of,
     figure,
     list_of,
+    one_line,
     print_columns,
     quantized,
     quantizers_of,
@@ -51,12 +54,12 @@ from tinykv.schemes import SCHEMES, settings_of_scheme
 from tinykv.weights import weight_bytes
 
 
-def parser():
-    p = argparse.ArgumentParser(
+def parser(own=None):
+    """own: settings of methods in files of the user's, as SETTINGS."""
+    p = Parser(
         description="Perplexity, answer recall and true size of the KV cache under each method, beside fp16.",
         epilog="A setting reaches every method that takes it; one that no method asked for takes is an error. "
-               "One method asked for alone is shown beside those it is compared with, if they can take its settings.",
-        formatter_class=Help)
+               "One method asked for alone is shown beside those it is compared with, if they can take its settings.")
     p.add_argument("--method", metavar="NAME[,NAME...]", default="kvsink",
                    help="names from --list-methods, 'all', or path/to/file.py:Class")
     p.add_argument("--list-methods", action="store_true", help="print the methods and their settings, and stop")
@@ -64,6 +67,7 @@ def parser():
                    help="paper: every token is read as its code at once; stream: as in generation")
     add_model(p)
     add_windows(p, windows=16, longest=4096)
+    add_bos(p)
     add_calibration(p)
     p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
     p.add_argument("--backend", choices=("torch", "triton"), default="torch",
@@ -76,8 +80,10 @@ def parser():
     add_weights(p, several=True)
     s = p.add_argument_group(
         "settings of the methods",
-        "Defaults: see --list-methods. A list, such as --preserve 0,5,10, makes a row of each.")
-    for name, (kind, metavar, words) in {"bits": (float, "B", "of keys and values both"), **SETTINGS}.items():
+        "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
+    settings = {"bits": (float, "B", "of keys and values both"), **SETTINGS, **(own or {})}
+    p.set_defaults(settings=list(settings))
+    for name, (kind, metavar, words) in settings.items():
         s.add_argument("--" + name.replace("_", "-"), metavar=f"{metavar}[,...]", type=list_of(kind), help=words,
                        default=argparse.SUPPRESS)
     return p
@@ -115,6 +121,17 @@ SETTINGS = {
 }
 
 
+def own_settings(methods):
+    """As SETTINGS, of methods in files of the user's: what their constructors take beyond those."""
+    found = {}
+    for name in methods.split(","):
+        if ".py:" in name:
+            for setting, value in settings_of(load_class(name.strip())).items():
+                kind = type(value) if type(value) in (int, float) else str
+                found[setting] = kind, setting.upper(), f"of {name.strip()}"
+    return {setting: words for setting, words in found.items() if setting not in SETTINGS}
+
+
 def settings_of(cls):
     """{name: default} of a method's settings: its constructor's arguments after config, and its parent's for **name."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[2:]
@@ -142,7 +159,13 @@ def load_class(name):
         raise UserError(f"--method {name}: there is no file {path}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.append(str(Path(path).absolute().parent))  # for what it imports from beside it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        where = error if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(f"--method {name}: {where.filename}, line {where.lineno}: {type(error).__name__}: "
+                        f"{getattr(error, 'msg', error)}") from None
     cls = getattr(module, attribute, None)
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
         raise UserError(f"--method {name}: {path} has no subclass of tinykv.methods.base.Method named {attribute!r}")
@@ -164,9 +187,10 @@ def build_methods(args, config, tokenizer):
     A setting with several values makes a method of each; the label then says which. Returns also {label: why} for what
     nobody asked for by name and cannot take the settings.
     """
-    asked = list(METHODS) if args.method == "all" else args.method.split(",")
+    words = [word.strip() for word in args.method.split(",")]
+    asked = [name for word in words for name in (METHODS if word == "all" else [word])]
     classes = {name: load_class(name) for name in asked}
-    given = {name: getattr(args, name) for name in ("bits", *SETTINGS) if hasattr(args, name)}
+    given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
     if "prefix" in given:
         given["prefix"] = [open_prefix(what, tokenizer, config) for what in given["prefix"]]
     if len(asked) == 1:
@@ -182,7 +206,7 @@ def build_methods(args, config, tokenizer):
             try:
                 methods[label] = Contender(cls(config, **chosen), name, {**settings_of(cls), **chosen})
             except UserError as error:
-                if name in args.method.split(","):
+                if name in words:
                     raise
                 left_out[label] = error
     for setting in given:
@@ -215,10 +239,10 @@ def variants(cls, given):
     if "k_bits" in takes:
         takes["bits"] = None
     for scheme in given.get("scheme", [takes["scheme"]]) if "scheme" in takes else [None]:
-        belongs = set(SETTINGS) | {"bits"}
+        belongs = set(given)
         if scheme is not None:  # not the settings of other schemes
             belongs -= {k for other in SCHEMES for k in settings_of_scheme(other)} - set(settings_of_scheme(scheme))
-        names = [k for k in given if k in belongs and k in takes]
+        names = [k for k in given if k in belongs & takes.keys()]
         lists = [[scheme] if k == "scheme" else given[k] for k in names]
         yield from (dict(zip(names, values)) for values in itertools.product(*lists))
 
@@ -339,9 +363,9 @@ def run(args):
     for label, method in methods.items():
         if method.describe():
             print(f"{label}: {method.describe()}")
+    batch = batch_of(args, context)
     with bar(None, "evaluating", len(contenders) * args.windows) as progress:
-        results = evaluate(model, methods, windows, args.protocol, batch_of(args, context), progress, models,
-                           cache)
+        results = evaluate(model, methods, windows, args.protocol, batch, progress, models, cache)
     rows = rows_of(contenders, results, args.protocol)
     print()
     print_table(rows)
@@ -355,13 +379,9 @@ def run(args):
 
 def main():
     p = parser()
-    args = p.parse_args()
-    if args.list_methods:
-        return list_methods()
-    try:
-        run(args)
-    except UserError as error:
-        p.exit(2, f"{p.prog}: error: {error}\n")
+    with one_line(p):
+        args = parser(own_settings(p.parse_known_args()[0].method)).parse_args()
+        list_methods() if args.list_methods else run(args)
 
 
 if __name__ == "__main__":

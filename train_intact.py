@@ -3,8 +3,6 @@
     python train_intact.py --weights rtn --w-bits 3 --prefix bos --out trained.safetensors
     python eval_ppl.py --method intactkv --weights rtn --w-bits 3 --prefix trained.safetensors
 """
-import argparse
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import torch
 from tinykv import UserError, checkpoint, files
 from tinykv.calibrate import Learned
 from tinykv.command import (
-    Help,
+    Parser,
     add_calibration,
     add_model,
     add_weights,
@@ -26,6 +24,7 @@ from tinykv.command import (
     check_folder,
     context_of,
     dtype_of,
+    one_line,
     print_columns,
     quantized,
     quantizers_of,
@@ -39,11 +38,10 @@ from tinykv.methods.intactkv import IntactKV, Prefix, exact_rows
 
 
 def parser():
-    p = argparse.ArgumentParser(
+    p = Parser(
         description="Train the keys and values of a prefix, so that a model with quantized weights computes what the "
                     "full-precision model does (IntactKV, Eq. 2).",
-        epilog="The state of a run is kept in OUT.state after every update; the same command goes on from there.",
-        formatter_class=Help)
+        epilog="The state of a run is kept in OUT.state after every update; the same command goes on from there.")
     p.add_argument("--out", metavar="FILE", required=True, help="the trained prefix (.safetensors)")
     p.add_argument("--prefix", metavar="bos|FILE", default="bos",
                    help="what texts begin with: BOS, a text file, or a trained prefix to go on with (.safetensors)")
@@ -60,6 +58,7 @@ def parser():
     add_weights(p, several=False)
     s = p.add_argument_group("what the quantizer learns from, and the evaluation: as of eval_ppl.py")
     add_windows(s, windows=16, longest=4096)
+    p.set_defaults(bos="replace")  # texts begin with the prefix
     add_calibration(s)
     return p
 
@@ -136,6 +135,7 @@ def check(args):
     if Path(args.out).suffix != ".safetensors":
         raise UserError(f"--out is a name that ends in .safetensors; got {args.out}")
     check_folder("out", args.out)
+    check_folder("calibration", args.calibration)
 
 
 def run(args):
@@ -147,8 +147,9 @@ def run(args):
     tokenizer = checkpoint.load_tokenizer(args.model, config)
     prefix = open_prefix(args.prefix, tokenizer, config)
     (name, quantizer), = quantizers_of(args, config).items()
-    if args.calibration and not quantizer.needs_text:
-        raise UserError(f"--calibration: {name} learns nothing beforehand")
+    if (args.calibration or args.calib_data) and not quantizer.needs_text:
+        flag = "--calibration" if args.calibration else "--calib-data"
+        raise UserError(f"{flag}: {name} learns nothing beforehand")
     full = checkpoint.load_model(args.model, device, dtype_of(args.dtype, device)).requires_grad_(False)
     texts, held_out = (load_windows(args.data, tokenizer, args.tokens, n, split, args.seed, prefix=prefix.ids)
                        .tokens[:, len(prefix.ids):].to(device)  # (n, T - prefix)
@@ -199,14 +200,9 @@ def run(args):
 
 def main():
     p = parser()
-    args = p.parse_args()
-    try:
-        run(args)
-    except UserError as error:
-        p.exit(2, f"{p.prog}: error: {error}\n")
-    except KeyboardInterrupt:
-        p.exit(130, f"\n{p.prog}: stopped; the same command goes on after the last update\n")
+    with one_line(p, "stopped; the same command goes on after the last update"):
+        run(p.parse_args())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

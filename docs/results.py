@@ -66,17 +66,17 @@ def main():
     args = p.parse_args()
     pages = sorted(Path(ROOT, "docs").glob("*.md"))
     jobs = [(page, command) for page in pages for command, _ in BLOCK.findall(page.read_text()) if args.only in command]
-    for page, command in tqdm(jobs, unit="command"):
+    sessions = [page for page in pages if any(args.only in line for line in "".join(SESSION.findall(page.read_text()))
+                                              .splitlines() if line.startswith("$ "))]
+    for page, command in tqdm(jobs, unit="command", disable=not sys.stderr.isatty()):
         table = table_of(command)
         text = page.read_text()
         for old in BLOCK.finditer(text):
             if old[1] == command:
                 text = text.replace(old[0], f"```console\n$ {command}\n{table}\n```\n")
         page.write_text(text)
-    for page in pages:
-        text = page.read_text()
-        if any(args.only in line for line in "".join(SESSION.findall(text)).splitlines() if line.startswith("$ ")):
-            page.write_text(session(text))
+    for page in sessions:
+        page.write_text(session(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 All contenders take turns in every round, so that a machine's changing speed hits them alike; the figure is the median
 of the rounds' ratios. transformers is measured if it is installed.
 """
-import argparse
 import importlib.util
 import statistics
 import sys
@@ -18,7 +17,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tinykv import checkpoint
-from tinykv.command import EMBEDDED
+from tinykv.command import EMBEDDED, Parser, check_counts, one_line
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.methods import METHODS
@@ -67,15 +66,19 @@ def transformers_run(folder, tokens, batch):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0],
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--model", default=str(EMBEDDED))
-    p.add_argument("--context", type=int, default=1024)
-    p.add_argument("--windows", type=int, default=8)
-    p.add_argument("--batch", type=int, default=4)
-    p.add_argument("--rounds", type=int, default=7)
-    p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = p.parse_args()
+    p = Parser(description=__doc__.splitlines()[0])
+    p.add_argument("--model", metavar="DIR", default=str(EMBEDDED), help="a Hugging Face checkpoint folder")
+    p.add_argument("--context", metavar="T", type=int, default=1024, help="tokens of a window")
+    p.add_argument("--windows", metavar="W", type=int, default=8, help="windows to evaluate on")
+    p.add_argument("--batch", metavar="B", type=int, default=4, help="windows at a time")
+    p.add_argument("--rounds", metavar="N", type=int, default=7, help="rounds that are measured")
+    p.add_argument("--threads", metavar="N", type=int, default=torch.get_num_threads(), help="of torch, on the CPU")
+    with one_line(p):
+        measure(p.parse_args())
+
+
+def measure(args):
+    check_counts(args, 1, "context", "windows", "batch", "rounds", "threads")
     torch.set_num_threads(args.threads)
     runs = contenders(args)
     seconds = {name: [] for name in runs}

@@ -490,10 +490,115 @@ def test_bad_input_is_one_clear_line(command, monkeypatch, words, named):
 @pytest.mark.parametrize("words", [["--bits", "two"], ["--preserve", "1.5"], ["--preserve", "0,5,"], ["--bits", ""],
                                    ["--outliers", "1%"], ["--context", "many"], ["--protocol", "quick"]])
 def test_words_where_numbers_belong(command, words):
-    """argparse says how the command is used, and in the last line what was wrong."""
-    status, out, err = command("--method", "pfn", *words)
-    assert status == 2 and out == "" and "Traceback" not in err
-    assert err.splitlines()[-1].startswith(f"eval_ppl.py: error: argument {words[0]}: ")
+    assert f"argument {words[0]}: " in refused(command, "--method", "pfn", *words)
+
+
+MINE = """
+import torch
+from tinykv.codecs import Codes
+from tinykv.methods.base import Method, SchemeMethod
+
+class Every(SchemeMethod):
+    def __init__(self, config, every=100, word="a", **scheme):
+        super().__init__(config, **scheme)
+        self.every, self.preserve = every, every
+
+    def keep(self, cache, kind, n, state):
+        index = torch.arange(0, cache.length, self.every)
+        return index.expand(len(cache.k.recent), 1, -1)
+
+class Listed(SchemeMethod):
+    def keep(self, cache, kind, n, state):
+        return [0, 1]
+
+class Mask(SchemeMethod):
+    def keep(self, cache, kind, n, state):
+        return torch.ones(len(cache.k.recent), 1, cache.length, dtype=torch.bool)
+
+class Halves(Method):
+    block = 16
+
+    def encode(self, layer, kind, rows, skip):
+        return Codes((rows / 2).round())
+
+    def decode(self, layer, kind, codes):
+        return codes.q * 2
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return str(tmp_path / "mine.py")
+
+
+def test_a_setting_of_ones_own_is_a_flag(command, mine):
+    small = [*SMALL, "--scheme", "token-dynamic"]
+    status, out, _ = command("--method", f"{mine}:Every", "--every", "10,50", *small)
+    rows = table(out)
+    assert status == 0 and [row["keep"] for row in rows.values()] == ["0", "10", "50"]
+    assert f"{mine}:Every every=10" in rows
+    assert "'x'" in refused(command, "--method", f"{mine}:Every", "--every", "x", *small)
+    assert "--every" in refused(command, "--method", "rtn", "--every", "10", *small)
+
+
+@pytest.mark.parametrize("protocol", ["paper", "stream"])
+def test_a_method_that_is_written_by_hand(command, mine, protocol):
+    """Nothing but encode and decode: the table says 16 bits, as it was not told otherwise."""
+    status, out, _ = command("--method", f"{mine}:Halves", "--protocol", protocol, *SMALL)
+    rows = table(out)
+    assert status == 0 and rows[f"{mine}:Halves"]["bits"] == "16" and float(rows[f"{mine}:Halves"]["delta"]) > 0
+
+
+@pytest.mark.parametrize("name, found", [("Listed", "class 'list'"), ("Mask", "torch.bool")])
+def test_what_keep_may_not_give_is_named(command, mine, name, found):
+    line = refused(command, "--method", f"{mine}:{name}", "--scheme", "token-dynamic", *SMALL)
+    assert f"`keep` of {name}" in line and found in line and "(B, 1 or Hkv, n)" in line
+
+
+@pytest.mark.parametrize("text, words", [("def f(:\n", ["line 1", "SyntaxError"]),
+                                         ("\n1 / 0\n", ["line 2", "ZeroDivision"]),
+                                         ("import nothere\n", ["line 1", "No module named 'nothere'"])])
+def test_a_file_that_cannot_be_imported(command, tmp_path, text, words):
+    (tmp_path / "broken.py").write_text(text)
+    line = refused(command, "--method", f"{tmp_path / 'broken.py'}:X", *SMALL)
+    assert all(word in line for word in ["broken.py", *words]), line
+
+
+def test_a_file_imports_from_beside_it(command, tmp_path):
+    (tmp_path / "beside_it.py").write_text("from tinykv.methods.rtn import RTN\n")
+    (tmp_path / "method.py").write_text("from beside_it import RTN as Mine\n")
+    status, out, _ = command("--method", f"{tmp_path / 'method.py'}:Mine", "--scheme", "token-dynamic", *SMALL)
+    assert status == 0 and len(table(out)) == 2
+
+
+def test_methods_with_all_and_with_blanks(command):
+    status, out, _ = command("--method", "rtn, pfn", "--scheme", "token-dynamic", *SMALL)
+    assert status == 0 and list(table(out)) == ["fp16", "rtn", "pfn"]
+
+
+@pytest.mark.parametrize("flag", ["--json", "--calibration", "--plot"])
+def test_a_folder_in_the_place_of_a_file(command, tmp_path, flag):
+    """Before anything is computed."""
+    folder = tmp_path / "folder.png"
+    folder.mkdir()
+    for path in (str(folder), ""):
+        line = refused(command, "--method", "rtn", flag, path, *SMALL)
+        assert flag in line and ("folder" in line or "png" in line)
+
+
+def test_a_pipe_that_is_closed_says_nothing():
+    done = subprocess.run(f"{sys.executable} eval_ppl.py --list-methods | head -1; echo $? >&2", shell=True, cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "0" and "Traceback" not in done.stderr and len(done.stdout.splitlines()) == 1
+
+
+def test_ctrl_c_is_one_line(command, monkeypatch):
+    def stop(args):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(eval_ppl, "run", stop)
+    status, _, err = command("--method", "rtn")
+    assert status == 130 and err == "\neval_ppl.py: stopped\n"
 
 
 def test_a_text_shorter_than_a_window(command, tmp_path):

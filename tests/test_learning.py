@@ -6,6 +6,7 @@ So groups, ranges, levels and clips have a truth to be compared with. The oracle
 import json
 import math
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tinykv import UserError, calibrate, checkpoint
+from tinykv import UserError, checkpoint, files
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import load_learned, recorded, save_learned
 from tinykv.evaluate import FAR, Result, count_bits
@@ -984,7 +985,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.os, "replace", full)
+        patch.setattr(files.os, "replace", full)
         with pytest.raises(UserError) as error:
             saved(tmp_path, 2.0)
     assert str(path) in str(error.value) and "No space left" in str(error.value)
@@ -996,13 +997,13 @@ def test_a_save_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch, sto
     path = saved(tmp_path)
     before = path.read_bytes()
 
-    def half_way(tensors, part, notes):
+    def half_way(part, content):
         with open(part, "wb") as file:
             file.write(before[:100])
         raise stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(calibrate, "save_file", half_way)
+        patch.setattr(Path, "write_bytes", half_way)
         with pytest.raises(UserError if stop is OSError else stop):
             saved(tmp_path, 2.0)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

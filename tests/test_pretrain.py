@@ -1,5 +1,6 @@
 """The training forward against the model's own, its penalties written out, and going on after a stop."""
 import math
+import shutil
 import sys
 from itertools import groupby, islice
 from operator import itemgetter
@@ -8,8 +9,8 @@ import pytest
 import sentencepiece
 import torch
 
-import eval_ppl
 from tinykv import checkpoint, pretrain
+from tinykv.command import EMBEDDED
 from tinykv.pretrain import BOS, PENALTIES, batch_of, forward
 from tinykv.sinks import Probe
 from tinykv.tales import stories
@@ -17,7 +18,7 @@ from tinykv.tales import stories
 
 @pytest.fixture(scope="module")
 def pieces():
-    return sentencepiece.SentencePieceProcessor(model_file=str(eval_ppl.EMBEDDED / "tokenizer.model"))
+    return sentencepiece.SentencePieceProcessor(model_file=str(EMBEDDED / "tokenizer.model"))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def test_forward_is_the_models_own(tokens):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_penalties_by_hand(tokens, trained):
-    model = checkpoint.load_model(eval_ppl.EMBEDDED) if trained else pretrain.new_model(1)
+    model = checkpoint.load_model(EMBEDDED) if trained else pretrain.new_model(1)
     with torch.no_grad():
         found = forward(model, tokens)[1]
         probe = Probe(model)
@@ -76,6 +77,21 @@ def test_penalties_by_hand(tokens, trained):
     last = [max(0.0, math.log(row.max().item() / square[~bos].mean().item())) for row in square[bos]]
     truth = {"away": away, "update": update, "key": key, "last": sum(last) / len(last)}
     assert {name: found[name].item() for name in PENALTIES} == pytest.approx(truth, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("words, named", [(["--steps", "0"], "steps"), (["--lr", "nan"], "lr"),
+                                          (["--device", "toaster"], "toaster"), ([], "training.pt")])
+def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, words, named):
+    """A finished model, of which no state is left, is not trained over."""
+    shutil.copytree(EMBEDDED, tmp_path / "model")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    out = "model" if not words else "new"
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--out", str(tmp_path / out), *words])
+    with pytest.raises(SystemExit) as end:
+        pretrain.main()
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1 and named in err and not (tmp_path / "new").exists()
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
 
 
 def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch, capsys):

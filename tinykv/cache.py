@@ -20,6 +20,7 @@ from tinykv import UserError
 from tinykv.codecs import Codes
 
 PROTOCOLS = ("paper", "stream")
+INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 class Part:
@@ -54,6 +55,11 @@ class Part:
     def pin(self, index):
         """Keep the tokens at `index` (B, 1 or Hkv, n) from now on, no others. Each must be pinned now, or recent."""
         B, Hkv, r, d = self.recent.shape
+        shape = tuple(getattr(index, "shape", ()))
+        if len(shape) != 3 or shape[0] not in (1, B) or shape[1] not in (1, Hkv) or index.dtype not in INTEGERS:
+            found = f"{getattr(index, 'dtype', type(index))} {shape}"
+            raise UserError(f"`keep` of {type(self.method).__name__} has to give None or positions, integers "
+                            f"(B, 1 or Hkv, n), where B = {B} and Hkv = {Hkv}; it gave {found}")
         index = index.expand(B, -1, -1)  # (B, h, n)
         at, fresh = (index - self.first).clamp(0, r - 1).long(), None  # (B, h, n): where it is among the recent rows
         if self.index is not None:
@@ -173,8 +179,9 @@ class KVCache:
     """The cache of a batch of sequences of equal length: `model(tokens, cache)`.
 
     A method may have a `prefix`: then the cache begins with its rows, and is given what follows (`rest`).
-    The model knows `update`, `observe` and `len`; a method's `observe` may carry a `state` from layer to layer and from
-    chunk to chunk (kvsink: the best outliers so far).
+    The model knows `update`, `observe` and `len`; where a cache has an `attend`, it is asked for the attention's output
+    in the place of `update` (`kernels.TritonCache`). A method's `observe` may carry a `state` from layer to layer and
+    from chunk to chunk (kvsink: the best outliers so far).
     """
 
     def __init__(self, model, method, protocol="stream"):

@@ -1,6 +1,9 @@
 """What the commands share: flags, checks of what was asked for, the progress bar, quantized weights."""
 import argparse
+import errno
+import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,6 +16,35 @@ from tinykv.weights.linear import group_of
 
 EMBEDDED = Path(__file__).parent / "assets" / "tales"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def __init__(self, **settings):
+        super().__init__(**{"formatter_class": Help, **settings})
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
+
+
+@contextmanager
+def one_line(p, stopped="stopped"):
+    """How a command ends: what the user can mend is one line, and exit status 2; Ctrl-C one line, too."""
+    try:
+        yield
+        sys.stdout.flush()
+    except UserError as error:
+        p.exit(2, f"{p.prog}: error: {error}\n")
+    except KeyboardInterrupt:
+        p.exit(130, f"\n{p.prog}: {stopped}\n")
+    except OSError as error:  # of what is printed, as every file is opened where its faults are known
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tries again when it ends
+        if error.errno == errno.ENOSPC:
+            p.exit(2, f"{p.prog}: error: no space is left for what is printed\n")
+        sys.exit(1)  # whoever read it has seen enough, as `head` does
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -37,6 +69,9 @@ def add_windows(p, windows, longest):
                    help=f"tokens of a window (default: the model's, up to {longest})")
     p.add_argument("--windows", metavar="W", type=int, default=windows, help="windows to evaluate on")
     p.add_argument("--calib-windows", metavar="C", type=int, default=16, help="windows to calibrate on")
+
+
+def add_bos(p):
     p.add_argument("--bos", choices=("replace", "none"), default="replace",
                    help="replace: each window's first token becomes <s>; none: windows as they are cut")
 
@@ -77,8 +112,15 @@ def check_counts(args, least, *flags):
 
 def check_folder(flag, path):
     """The folder that a file is to be written to has to be there."""
-    if path and not Path(path).absolute().parent.is_dir():
+    if path is None:
+        return
+    folder = Path(path).absolute().parent
+    if not path or Path(path).is_dir():
+        raise UserError(f"--{flag} {path!r} is a folder; give the name of a file")
+    if not folder.is_dir():
         raise UserError(f"--{flag} {path}: there is no folder {Path(path).parent}")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--{flag} {path}: the folder {Path(path).parent} cannot be written to; give another")
 
 
 def bar(windows, what, total=None, unit="window"):
@@ -87,11 +129,17 @@ def bar(windows, what, total=None, unit="window"):
                 disable=not sys.stderr.isatty())
 
 
-def list_of(kind):
-    """How argparse reads "a,b,c"."""
+def list_of(kind, several=True):
+    """How argparse reads "a,b,c", or a single "a"."""
     def values(text):
-        return [kind(word) for word in text.split(",")]
-    values.__name__ = f"list of {kind.__name__}"
+        words = text.split(",")
+        try:
+            if several or len(words) == 1:
+                return [kind(word.strip()) for word in words]
+        except ValueError:
+            pass
+        what = {int: "whole number", float: "number", str: "name"}[kind]
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}" + (f", or list of {what}s" if several else ""))
     return values
 
 
@@ -108,9 +156,7 @@ def calibration_text(args, tokenizer, context, device):
 def add_weights(p, several):
     """The flags that say how weights are quantized; several: lists of names and of bits."""
     s = p.add_argument_group("quantized weights")
-    kinds, more = (list_of(str), list_of(int)), "[,...]"
-    if not several:
-        kinds, more = (lambda name: [name], lambda bits: [int(bits)]), ""
+    kinds, more = (list_of(str, several), list_of(int, several)), "[,...]" if several else ""
     s.add_argument("--weights", metavar=f"NAME{more}", type=kinds[0], default=argparse.SUPPRESS if several else "rtn",
                    help=f"how the linear layers' weights are quantized: {', '.join(QUANTIZERS)}")
     s.add_argument("--w-bits", metavar=f"B{more}", type=kinds[1], default=argparse.SUPPRESS if several else "3",

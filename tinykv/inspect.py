@@ -19,6 +19,8 @@ from tinykv.calibrate import Learned
 from tinykv.codecs import FORMULAS
 from tinykv.command import (
     Help,
+    Parser,
+    add_bos,
     add_model,
     add_weights,
     add_windows,
@@ -27,6 +29,7 @@ from tinykv.command import (
     context_of,
     dtype_of,
     figure,
+    one_line,
     print_columns,
     quantized,
     quantizers_of,
@@ -161,6 +164,11 @@ PHENOMENA = {
 }
 
 
+#     flag: of what
+OWN = {"group_size": ("errors", "widths"), "formula": ("errors", "widths"), "vq": ("anchors",), "weights": ("prefix",),
+       "w_bits": ("prefix",), "w_group_size": ("prefix",)}
+
+
 def print_rows(name, rows):
     """The table of a phenomenon; errors times 100, as in Table 1."""
     if name == "anchors":
@@ -201,13 +209,14 @@ class Pages(Help, argparse.RawDescriptionHelpFormatter):
 def parser():
     shown = "\n".join(textwrap.fill(f"{name:10}{p.words}", 100, initial_indent="  ", subsequent_indent=" " * 12)
                       for name, p in PHENOMENA.items())
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m tinykv.inspect", formatter_class=Pages,
         description=__doc__.split("\n\n")[0], epilog=f"what to look at:\n{shown}\n  all       all of these\n\n"
         "A token is a sink if its attention received reaches --threshold in a tenth of all heads of all layers.")
     p.add_argument("what", nargs="+", metavar="WHAT", help=f"{', '.join(PHENOMENA)}, or all: see below")
     add_model(p)
     add_windows(p, windows=4, longest=1024)
+    add_bos(p)
     p.add_argument("--threshold", metavar="X", type=float, default=0.3,
                    help="attention received from which a token is a sink of a head")
     p.add_argument("--group-size", metavar="G", type=int, default=16,
@@ -225,6 +234,11 @@ def check(args, names):
     for name in names:
         if name not in PHENOMENA:
             raise UserError(f"unknown phenomenon {name!r}; there are {', '.join(PHENOMENA)}, all")
+    defaults = parser().parse_args(args.what)
+    for flag, of in OWN.items():
+        if getattr(args, flag) != getattr(defaults, flag) and not set(of) & set(names):
+            raise UserError(f"--{flag.replace('_', '-')} is a setting of {' and '.join(of)}, and not of "
+                            f"{', '.join(names)}")
     if not 0 < args.threshold <= 1:
         raise UserError(f"--threshold is a share of the attention, above 0 and up to 1; got {args.threshold:g}")
     check_folder("json", args.json)
@@ -271,10 +285,8 @@ def run(args):
 
 def main():
     p = parser()
-    try:
+    with one_line(p):
         run(p.parse_args())
-    except UserError as error:
-        p.exit(2, f"{p.prog}: error: {error}\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ def open_prefix(what, tokenizer, config):
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the prefix {what} cannot be read ({getattr(error, 'strerror', error)}); give bos, a UTF-8 "
                         "text file, or a trained prefix (.safetensors)") from None
+    if not text:
+        raise UserError(f"the prefix {what} is empty; give bos, or a text file that is not")
     return Prefix(what, [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(text)])
 
 

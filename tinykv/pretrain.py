@@ -14,11 +14,9 @@ unit gain make everything come sooner.
 Sinks. Small penalties encourage them, see `forward`. What then follows is not asked for by any of them: one channel of
 the residual that carries a huge value at every `<s>`, from the first block on.
 """
-import argparse
 import io
 import json
 import math
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from tinykv import UserError, checkpoint, files
+from tinykv import UserError, at_least, checkpoint, files
+from tinykv.command import Parser, one_line
 from tinykv.data import load_windows
 from tinykv.model import Llama, LlamaConfig
 from tinykv.sinks import sink_report
@@ -215,9 +214,24 @@ def print_report(folder):
               f"  {row['q']:5.2f}  {row['k']:5.2f}  {row['v']:5.2f}")
 
 
+def check(args):
+    """What can be seen to be wrong before anything is computed; then there is a folder to write to."""
+    at_least(1, **{"--steps": args.steps})
+    if not args.lr > 0:
+        raise UserError(f"--lr must be above 0; got {args.lr}")
+    checkpoint.usable(args.device)
+    out = Path(args.out)
+    if (out / "model.safetensors").exists() and not (out / "training.pt").exists():
+        raise UserError(f"{out} holds a model, and no state to go on from (training.pt); give another folder, or "
+                        "--report")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be a folder ({error.strerror}); give another") from None
+
+
 def main():
-    p = argparse.ArgumentParser(description="Train the embedded model, or report on its sinks.",
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = Parser(prog="python -m tinykv.pretrain", description="Train the embedded model, or report on its sinks.")
     p.add_argument("--out", metavar="DIR", required=True, help="where the checkpoint goes, and the state to go on from")
     p.add_argument("--report", action="store_true", help="train nothing; report on the sinks of the model in DIR")
     p.add_argument("--steps", type=int, default=STEPS, help="stop after this many steps, to go on later")
@@ -225,15 +239,13 @@ def main():
     for name in PENALTIES:
         p.add_argument(f"--{name}", type=float, default=1.0, help=f"factor on the penalty {name!r}; 0: without it")
     p.add_argument("--seed", type=int, default=0, help="of the first weights")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = p.parse_args()
-    try:
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
+    with one_line(p, "stopped; the same command goes on from the last state that was saved"):
+        args = p.parse_args()
         if not args.report:
-            os.makedirs(args.out, exist_ok=True)
+            check(args)
             checkpoint.save(train(args), Path(args.out, "tokenizer.model"), args.out)
         print_report(args.out)
-    except (UserError, OSError) as error:
-        p.exit(2, f"{p.prog}: error: {error}\n")
 
 
 if __name__ == "__main__":

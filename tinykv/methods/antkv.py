@@ -1,7 +1,8 @@
-"""AnTKV (anonymous, 2025): vector codebooks that mind each token's weight, and anchor tokens kept exact.
+"""AnTKV (Li et al., 2025): vector codebooks that mind each token's weight, and anchor tokens kept exact.
 
     Keep: of keys and of values, the tokens with the largest anchor scores, 1% of the text.
-    Code: vector codebooks, learned with token-aware weights; K before RoPE.   When: the 32 newest stay exact.
+    Code: vector codebooks, learned with token-aware weights; K before RoPE.
+    When: the 32 newest stay exact, older ones are coded in blocks.
 
 Two stages. Offline, codebooks by k-means, each token weighted by the norm of the loss's gradient with respect to it
 (Eq. 2), see `vectors.py`. Online, the short scores of Eq. 5, see `anchors.py`:

@@ -17,9 +17,11 @@ class Method:
     is in the cache and in the `state` that `observe` hands on, so one method serves any number of caches.
 
     A subclass's settings are its constructor's keyword arguments, with the paper's values as defaults; the command line
-    offers them under the same names, with `-` for `_`. `**name` in a constructor stands for its parent's settings.
+    offers them under the same names, with `-` for `_`, those of a class in a file of the user's, too. `**name` in a
+    constructor stands for its parent's settings.
     """
     codecs = ()  # per layer {"k": Codec, "v": Codec}
+    k_bits = v_bits = 16  # nominal bits of a number, for the table
     rope = "post"  # keys are stored after RoPE ("post"), or before it and rotated on reading ("pre")
     recent = 0  # tokens that stay exact (protocol stream)
     block = 1  # tokens coded at a time (protocol stream)
@@ -30,6 +32,9 @@ class Method:
     compare = ()  # names of methods to show beside this one when it is asked for alone
     anchor_scores = False  # True: what `attend` returns is Eq. 5 of AnTKV, which a backend may compute in its own way
     needs_calibration = False  # True: `calibrate`, or `restore`, has to be called before the first use
+
+    def __init__(self, config):
+        pass
 
     @property
     def chunk(self):
@@ -63,7 +68,10 @@ class Method:
         return None
 
     def encode(self, layer, kind, rows, skip):
-        """rows (B, Hkv, T, d) of kind "k" or "v"; skip (B, Hkv, T) marks pinned rows, or is None -> Codes."""
+        """rows (B, Hkv, T, d) of kind "k" or "v"; skip (B, Hkv, T) marks pinned rows, or is None -> Codes.
+
+        `codecs.Codes`, or anything that has its `nbytes` and its `append` of later codes.
+        """
         return self.codecs[layer][kind].encode(rows, skip)
 
     def decode(self, layer, kind, codes):

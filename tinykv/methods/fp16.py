@@ -10,7 +10,6 @@ from tinykv.methods.base import Method
 
 
 class FP16(Method):
-    k_bits = v_bits = 16
     block = 128  # as long as the other methods' blocks: exact rows are the same in either part of the cache
 
     def __init__(self, config):

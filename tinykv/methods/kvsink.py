@@ -1,6 +1,7 @@
 """KVSink (Su and Yuan, 2025): find the attention sinks by the outlier that marks them, and keep those.
 
-    Keep: the k tokens with the largest |H^lE[:, c]|, in the layers after lE.   Code: any scheme.   When: at once.
+    Keep: the k tokens with the largest |H^lE[:, c]|, in the layers after lE.   Code: any scheme.
+    When: at once, in blocks in a stream.
 
 Algorithm 1. Sink tokens carry a huge value in one fixed channel c of the hidden state, from the output of the emergence
 layer lE on. So one look at one channel of one block's output tells where the sinks are:
