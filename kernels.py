@@ -2,6 +2,7 @@
 
     python eval_ppl.py --method all --backend triton      the kernels in place of torch, on a GPU
     python kernels.py compile                             every kernel for sm_80 and sm_90, without a GPU
+    python kernels.py check                               every format's attention beside torch's, on this GPU
     python kernels.py bench                               time, bandwidth, tokens a second; without a GPU byte limits
 
 Decoding reads every cached row once for each new token, so its time is bytes over bandwidth, and packed codes are fewer
@@ -520,7 +521,8 @@ def attend_lines(q, K, V, begin, end, window, k_pins=None, v_pins=None):
     """
     T, S = q.shape[2], K.shape[2]
     s = q @ K[:, :, begin:end].transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))  # (B, H, T, end - begin)
-    j, at = torch.arange(begin, end)[None], torch.arange(S - T, S)[:, None]  # (1, end - begin), (T, 1)
+    at = torch.arange(S - T, S, device=q.device)[:, None]  # (T, 1): positions
+    j = torch.arange(begin, end, device=q.device)[None]  # (1, end - begin)
     s = s.masked_fill((j > at) | (j <= at - window), float("-inf"))
     top = s.amax(-1)  # (B, H, T)
     p = torch.exp2(s - top.nan_to_num(neginf=0)[..., None])  # (B, H, T, end - begin)
@@ -944,8 +946,9 @@ def filled(layer, config, B, coded, device, dtype):
 
 
 def new_layer(name, config, B, coded, device, dtype):
-    method = method_of(name, config, device)
-    return filled(TritonLayer(0, method, Rope(config), "stream", None), config, B, coded, device, dtype)
+    method, rope = method_of(name, config, device), Rope(config)
+    rope.freq = rope.freq.to(device)  # (d/2)
+    return filled(TritonLayer(0, method, rope, "stream", None), config, B, coded, device, dtype)
 
 
 class Pretend:
@@ -1044,7 +1047,33 @@ def compile_all(args):
         sys.exit("kernels.py: error: a kernel spills registers")
 
 
-# ---- 9. The benchmark
+# ---- 9. Right on this GPU?
+
+def off_by(name, config, T, device, dtype):
+    """How far the attention of T new queries in a format is from torch's on decoded rows, over the size of that."""
+    layer = new_layer(name, config, 2, 512, device, dtype)
+    q = torch.randn(2, config.num_attention_heads, T, config.head_dim, device=device).to(dtype)
+    K, V = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in layer.read())  # (B, H, S, d) both
+    want, _ = merge_lines(*(x[None] for x in attend_lines(q.float(), K, V, 0, layer.length, layer.length)))
+    return ((dequant_attention(q, layer).float() - want).norm() / want.norm()).item()
+
+
+def check(shape, device, dtypes=(torch.float16, torch.bfloat16)):
+    """Every format's attention beside torch's. UserError if one is further off than 16 bits explain."""
+    torch.manual_seed(0)
+    config = config_of(shape, layers=1)
+    print(f"{shape}, distance from torch's attention: {'':14}" + "".join(f"{str(t)[6:]:>20}" for t in dtypes))
+    print(f"{'format':54}" + f"{'1 query':>10}{'40':>10}" * len(dtypes))
+    wrong = []
+    for name in FORMATS:
+        errors = [off_by(name, config, T, device, dtype) for dtype in dtypes for T in (1, 40)]
+        wrong += [name] if not max(errors) < 0.03 else []  # and not for NaN
+        print(f"{name:54}" + "".join(f"{error:>10.5f}" for error in errors), flush=True)
+    if wrong:
+        raise UserError(f"the kernels are wrong on this device for {', '.join(wrong)}")
+
+
+# ---- 10. The benchmark
 
 def byte_limits(shape):
     """What reading fewer bytes can gain at most: K and V of a token and KV head, without the recent rows."""
@@ -1186,6 +1215,7 @@ def bench(args):
         return
     device, formats = torch.device("cuda"), list(FORMATS)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16")
+    check("LLaMA-3-8B", device)
     contexts = [2 ** i * 1024 for i in range(2, 8)]
     for shape in SHAPES:
         bench_attention(shape, contexts, (1, 8), formats, device)
@@ -1199,7 +1229,8 @@ def parser():
     c = commands.add_parser("compile", help="compile every kernel for sm_80 and sm_90 and print its size; needs no GPU")
     c.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     c.add_argument("--quick", action="store_true", help="a few formats only")
-    commands.add_parser("bench", help="on a GPU: attention, scores and decoding measured; without: byte limits")
+    commands.add_parser("check", help="each format's attention beside torch's, on a GPU, or in Triton's interpreter")
+    commands.add_parser("bench", help="on a GPU: that, then attention, scores and decoding measured; else byte limits")
     return p
 
 
@@ -1207,7 +1238,14 @@ def main():
     p = parser()
     with one_line(p):
         args = p.parse_args()
-        compile_all(args) if args.command == "compile" else bench(args)
+        if args.command == "compile":
+            compile_all(args)
+        elif args.command == "bench":
+            bench(args)
+        else:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            TritonCache.check(Method(None), device)
+            check("LLaMA-3-8B", device)
 
 
 if __name__ == "__main__":

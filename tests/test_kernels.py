@@ -567,6 +567,23 @@ def test_the_benchmark_runs_at_tiny_shapes(monkeypatch, capsys):
     assert out.count("2-bit per token") == 2 and "tok/s at 256" in out
 
 
+def test_what_is_wrong_on_a_device_is_named(monkeypatch, capsys):
+    """`check` finds every format near to torch; and says so of those that are not."""
+    monkeypatch.setitem(kernels.SHAPES, "tiny", (1, 64, 48, 2, 1, 41, 1e4))
+    formats = {name: kernels.FORMATS[name] for name in ("fp16", "2-bit kvsink, 5 kept", "1-bit codebooks d8m256")}
+    monkeypatch.setattr(kernels, "FORMATS", formats)
+    kernels.check("tiny", torch.device("cpu"), [torch.float16])
+    out = capsys.readouterr().out
+    errors = [float(x) for line in out.splitlines()[2:] for x in line.split()[-2:]]
+    assert len(errors) == 6 and 0 < max(errors) < 2e-3
+    monkeypatch.setattr(kernels, "dequant_attention", lambda q, layer: 1.05 * kernels.attention(q, layer)[0])
+    with pytest.raises(UserError, match="wrong on this device for fp16, 2-bit kvsink, 5 kept, 1-bit"):
+        kernels.check("tiny", torch.device("cpu"), [torch.float16])
+    monkeypatch.setattr(kernels, "dequant_attention", lambda q, layer: math.nan * q)
+    with pytest.raises(UserError, match="wrong on this device"):
+        kernels.check("tiny", torch.device("cpu"), [torch.float16])
+
+
 def test_without_a_gpu_the_benchmark_says_that_nothing_was_measured(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["kernels.py", "bench"])
