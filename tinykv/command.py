@@ -51,7 +51,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Says a flag's default, where there is one, and its help does not say it in words."""
 
     def _get_help_string(self, action):
-        if action.default in (None, False) or "(default: " in action.help:
+        if action.default is None or action.default is False or "(default: " in action.help:
             return action.help
         return super()._get_help_string(action)
 
