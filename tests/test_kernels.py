@@ -296,6 +296,13 @@ def test_pinned_rows_take_their_slots(pins, rope):
     same(layer, 2, 3)
 
 
+def test_more_pinned_rows_than_a_tile():
+    pins = {"k": [list(range(0, 90))], "v": [list(range(5, 95))]}
+    layer = layer_of(Plain("1 bits per token", "1 bits per token", 1, 32, block=100, pins=pins), 1, 32, 1, 101, 1)
+    layer.v.pinned += 1
+    same(layer)
+
+
 def test_no_token_counts_twice():
     """All values 1: whatever the weights, the output is 1."""
     layer = layer_of(Plain("2 bits per token", "exact", 2, 32, recent=1, block=70, pins=PINS["own"]), 2, 32, 1, 75, 1)
