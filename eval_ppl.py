@@ -15,6 +15,7 @@ import platform
 import sys
 import traceback
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -148,8 +149,9 @@ def list_methods():
         print(f"{name:8} {module.__doc__.splitlines()[0]}\n{'':8} {settings or 'no settings'}")
 
 
+@cache
 def load_class(name):
-    """A method's class from its name, or from path/to/file.py:Class."""
+    """A method's class from its name, or from path/to/file.py:Class, which is run once."""
     if name in METHODS:
         return METHODS[name]
     path, _, attribute = name.rpartition(":")
@@ -239,10 +241,10 @@ def variants(cls, given):
     if "k_bits" in takes:
         takes["bits"] = None
     for scheme in given.get("scheme", [takes["scheme"]]) if "scheme" in takes else [None]:
-        belongs = set(given)
+        belongs = given.keys() & takes.keys()
         if scheme is not None:  # not the settings of other schemes
             belongs -= {k for other in SCHEMES for k in settings_of_scheme(other)} - set(settings_of_scheme(scheme))
-        names = [k for k in given if k in belongs & takes.keys()]
+        names = [k for k in given if k in belongs]
         lists = [[scheme] if k == "scheme" else given[k] for k in names]
         yield from (dict(zip(names, values)) for values in itertools.product(*lists))
 
@@ -316,7 +318,7 @@ def check(args):
 
 def run(args):
     check(args)
-    cache = cache_of(args.backend)
+    cache_class = cache_of(args.backend)
     device = checkpoint.usable(args.device)
     dtype = dtype_of(args.dtype, device)
     config = checkpoint.load_config(args.model)
@@ -331,7 +333,7 @@ def run(args):
     prefix = max((m.prefix.ids for m in methods.values() if m.prefix), key=len, default=[])
     if args.backend == "triton":
         for method in methods.values():
-            cache.check(method, device)
+            cache_class.check(method, device)
     model = checkpoint.load_model(args.model, device, dtype)
     windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos,
                            prefix if len(prefix) > 1 else [])
@@ -365,7 +367,7 @@ def run(args):
             print(f"{label}: {method.describe()}")
     batch = batch_of(args, context)
     with bar(None, "evaluating", len(contenders) * args.windows) as progress:
-        results = evaluate(model, methods, windows, args.protocol, batch, progress, models, cache)
+        results = evaluate(model, methods, windows, args.protocol, batch, progress, models, cache_class)
     rows = rows_of(contenders, results, args.protocol)
     print()
     print_table(rows)

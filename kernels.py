@@ -824,6 +824,12 @@ class TritonLayer(LayerCache):
         self.v.add_exact(of_v, pinned_v)
 
 
+def check_device(device):
+    if device.type != "cuda" and not INTERPRETED:
+        raise UserError(f"the triton backend needs a GPU, and the model is on {device.type}; use --backend torch, "
+                        "or set TRITON_INTERPRET=1 to go through the kernels slowly, line by line")
+
+
 class TritonCache(KVCache):
     """A KVCache that `Attention` asks for its output, and not for keys and values."""
 
@@ -834,10 +840,8 @@ class TritonCache(KVCache):
     @staticmethod
     def check(method, device):
         """UserError for what the triton backend cannot do: it never falls back."""
+        check_device(device)
         name = type(method).__name__
-        if device.type != "cuda" and not INTERPRETED:
-            raise UserError(f"the triton backend needs a GPU, and the model is on {device.type}; use --backend torch, "
-                            "or set TRITON_INTERPRET=1 to go through the kernels slowly, line by line")
         for verb in ("encode", "decode"):
             if getattr(type(method), verb) is not getattr(Method, verb):
                 raise UserError(f"{name} has its own `{verb}`, which the triton backend does not know; use --backend "
@@ -1082,8 +1086,8 @@ def byte_limits(shape):
     lines = []
     for name in FORMATS:
         layer = new_layer(name, config, 1, 4096, "cpu", torch.float16)
-        tensors = [t for part in (layer.k, layer.v) for kind in ("pinned", "coded") for t in part.tensors()[kind]]
-        held = sum(t.nbytes for t in tensors) / layer.k.first / config.num_key_value_heads
+        held = sum(part.part_bytes()[which] for part in (layer.k, layer.v) for which in ("pinned", "coded"))
+        held /= layer.k.first * config.num_key_value_heads
         lines.append((name, held, 4 * config.head_dim / held))
     return lines
 
@@ -1135,7 +1139,7 @@ def time_sdpa(config, context, B, device):
 def time_attention(name, config, context, B, device):
     """Milliseconds of a format's attention, and the bytes that its cache holds."""
     layer = new_layer(name, config, B, context, device, torch.bfloat16)
-    held = sum(t.nbytes for part in (layer.k, layer.v) for ts in part.tensors().values() for t in ts)
+    held = sum(sum(part.part_bytes().values()) for part in (layer.k, layer.v))
     return best_of(partial(dequant_attention, one_query(config, B, device), layer)), held
 
 
@@ -1244,7 +1248,7 @@ def main():
             bench(args)
         else:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            TritonCache.check(Method(None), device)
+            check_device(device)
             check("LLaMA-3-8B", device)
 
 

@@ -116,6 +116,10 @@ class Part:
                 "coded": [] if self.coded is None else [self.coded],
                 "recent": [t for t in (self.recent, self.score) if t is not None]}
 
+    def part_bytes(self):
+        """Bytes of what is held, by part."""
+        return {name: sum(t.nbytes for t in tensors) for name, tensors in self.tensors().items()}
+
 
 class LayerCache:
     """One layer's keys and values."""
@@ -237,8 +241,8 @@ class KVCache:
         """Bytes held by each of the three parts, of all layers' keys (kinds "k"), values ("v"), or both."""
         sums = dict.fromkeys(("pinned", "coded", "recent"), 0)
         for part in (getattr(layer, kind) for layer in self.layers for kind in kinds):
-            for name, tensors in part.tensors().items():
-                sums[name] += sum(t.nbytes for t in tensors)
+            for name, held in part.part_bytes().items():
+                sums[name] += held
         return sums
 
     @property

@@ -59,8 +59,12 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 def add_model(p):
     p.add_argument("--model", metavar="DIR", default=str(EMBEDDED),
                    help="a Hugging Face checkpoint folder (default: the embedded model)")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
+    add_device(p)
     p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
+
+
+def add_device(p):
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
 
 
 def add_windows(p, windows, longest):

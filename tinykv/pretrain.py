@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from tinykv import UserError, at_least, checkpoint, files
-from tinykv.command import Parser, one_line
+from tinykv.command import Parser, add_device, one_line
 from tinykv.data import load_windows
 from tinykv.model import Llama, LlamaConfig
 from tinykv.sinks import sink_report
@@ -239,7 +239,7 @@ def main():
     for name in PENALTIES:
         p.add_argument(f"--{name}", type=float, default=1.0, help=f"factor on the penalty {name!r}; 0: without it")
     p.add_argument("--seed", type=int, default=0, help="of the first weights")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1, ...")
+    add_device(p)
     with one_line(p, "stopped; the same command goes on from the last state that was saved"):
         args = p.parse_args()
         if not args.report:
