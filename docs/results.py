@@ -1,13 +1,15 @@
-"""Run the commands of docs/*.md again and put what they print in the place of what stands there.
+"""Run the commands of docs/*.md again, and put what they print in the place of what stands there.
 
     python docs/results.py                  everything: an hour and more on 2 CPU cores
     python docs/results.py --only figures   the commands that draw a figure
     python docs/results.py --only kvquant   the commands with this word in them
+    python docs/results.py --only pdb       the debugger sessions
 
-A block that begins with "$ python" is a command; of its output the table is kept, without the seconds. Figures are
-written where the commands say. "$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)"
-go on with it; file names are kept from the repository on, and "..." stands for what changes with every edit. The words
-around all this are written by hand: read them again afterwards.
+A block that begins with "$ python" is a command. Of its output, the table is kept, without the
+column of seconds. Figures are written where the commands say. A block that begins with
+"$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)" go on with
+it. In a session, "..." stands for line numbers and for what a function returns. The prose is
+written by hand: read it again afterwards.
 """
 import argparse
 import os
@@ -19,62 +21,93 @@ from pathlib import Path
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"```console\n\$ (python (?!-m pdb)(?:[^\n\\]|\\\n)*)\n(.*?)```\n", re.DOTALL)
+COMMAND = re.compile(r"```console\n\$ (python (?!-m pdb)(?:[^\n\\]|\\\n)*)\n(.*?)```\n", re.DOTALL)
 SESSION = re.compile(r"```console\n(?=\$ python -m pdb |\(Pdb\) )(.*?)```\n", re.DOTALL)
 PROMPT = "(Pdb) "
 
 
+# Commands
+
 def table_of(command):
-    """What a command prints after its last empty line, without the column of seconds."""
+    """The table that a command prints: what follows its last empty line, without the seconds."""
     words = command.replace("\\\n", " ").split()[1:]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"results.py: error: {command} ended with status {done.returncode}")
     lines = done.stdout.rstrip().split("\n\n")[-1].splitlines()
     if lines[0].split()[-1] == "s":
-        width = max(map(len, lines)) - len(max((line.split()[-1] for line in lines), key=len))
+        seconds = [line.split()[-1] for line in lines]
+        width = max(map(len, lines)) - max(map(len, seconds))
         lines = [line[:width].rstrip() for line in lines]
     return "\n".join(lines)
 
 
+def with_table(text, command, table):
+    """A page's text, with a new table after a command."""
+    for block in COMMAND.finditer(text):
+        if block[1] == command:
+            text = text.replace(block[0], f"```console\n$ {command}\n{table}\n```\n")
+    return text
+
+
+# Debugger sessions
+
+def is_entry(line):
+    """Whether a line of a session is typed by the reader."""
+    return line.startswith(("$ ", PROMPT))
+
+
 def session(text):
     """A page's text, with what pdb says now in the place of what it said."""
+    # 1. what is typed: the command that starts pdb, then its commands
     lines = "".join(SESSION.findall(text)).splitlines()
-    start, *words = [line for line in lines if line.startswith(("$ ", PROMPT))]
-    done = subprocess.run([sys.executable, *start.split()[2:]], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                          input="".join(word.removeprefix(PROMPT) + "\n" for word in words))
-    said = dict(enumerate(map(lasting, done.stdout.split(PROMPT))))
-    entries = iter(f"{word}\n{said.get(i, '')}" for i, word in enumerate([start, *words]))
+    start, *entries = [line for line in lines if is_entry(line)]
 
+    # 2. type it
+    words = start.split()[2:]
+    typed = "".join(entry.removeprefix(PROMPT) + "\n" for entry in entries)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                          input=typed)
+    answers = [lasting(answer) for answer in done.stdout.split(PROMPT)]
+    answers += [""] * len(entries)  # pdb may have ended early
+    answered = [f"{entry}\n{answer}" for entry, answer in zip([start, *entries], answers)]
+
+    # 3. each block has as many entries as before
     def again(block):
-        count = sum(line.startswith(("$ ", PROMPT)) for line in block[1].splitlines())
-        return "```console\n" + "".join(next(entries) for _ in range(count)) + "```\n"
+        n = sum(is_entry(line) for line in block[1].splitlines())
+        answers_of_block = "".join(answered[:n])
+        del answered[:n]
+        return f"```console\n{answers_of_block}```\n"
     return SESSION.sub(again, text)
 
 
-def lasting(said):
-    """Of what pdb says, what is the same on every machine and after an edit elsewhere in the file."""
-    said = said.replace(f"{ROOT}{os.sep}", "")
-    said = re.sub(r"^Deleted breakpoint .*\n", "", said, flags=re.MULTILINE)
-    said = re.sub(r"\)->.*?(?=\n-> )", ")->...", said, flags=re.DOTALL)  # what a function returns, cut off by pdb
-    return re.sub(r"(\.py)(\(|:)\d+", r"\1\2...", said)  # line numbers
+def lasting(answer):
+    """An answer of pdb, without what differs between machines or after an edit elsewhere."""
+    answer = answer.replace(f"{ROOT}{os.sep}", "")
+    answer = re.sub(r"^Deleted breakpoint .*\n", "", answer, flags=re.MULTILINE)
+    # a return value, which pdb cuts off
+    answer = re.sub(r"\)->.*?(?=\n-> )", ")->...", answer, flags=re.DOTALL)
+    return re.sub(r"(\.py)(\(|:)\d+", r"\1\2...", answer)  # line numbers
 
 
 def main():
     p = argparse.ArgumentParser(description="Print the tables of docs/*.md anew.")
     p.add_argument("--only", metavar="WORD", default="", help="only commands that contain this")
     args = p.parse_args()
-    pages = sorted(Path(ROOT, "docs").glob("*.md"))
-    jobs = [(page, command) for page in pages for command, _ in BLOCK.findall(page.read_text()) if args.only in command]
-    sessions = [page for page in pages if any(args.only in line for line in "".join(SESSION.findall(page.read_text()))
-                                              .splitlines() if line.startswith("$ "))]
+
+    # 1. the commands of all pages, and the pages with a session
+    jobs, sessions = [], []
+    for page in sorted(Path(ROOT, "docs").glob("*.md")):
+        text = page.read_text()
+        jobs += [(page, command) for command, _ in COMMAND.findall(text) if args.only in command]
+        blocks = [block for block in SESSION.findall(text) if block.startswith("$ ")]
+        if any(args.only in block.splitlines()[0] for block in blocks):
+            sessions.append(page)
+
+    # 2. run them; a page is written after each, so that nothing is lost if a later one fails
     for page, command in tqdm(jobs, unit="command", disable=not sys.stderr.isatty()):
         table = table_of(command)
-        text = page.read_text()
-        for old in BLOCK.finditer(text):
-            if old[1] == command:
-                text = text.replace(old[0], f"```console\n$ {command}\n{table}\n```\n")
-        page.write_text(text)
+        page.write_text(with_table(page.read_text(), command, table))
     for page in sessions:
         page.write_text(session(page.read_text()))
 

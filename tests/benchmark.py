@@ -1,9 +1,9 @@
-"""How long an evaluation takes, as ratios: methods, schemes and protocols against fp16; fp16 against transformers.
+"""How long an evaluation takes, as ratios: methods, schemes and protocols to fp16; fp16 to transformers.
 
     python tests/benchmark.py                on the embedded model
     python tests/benchmark.py --model DIR    on any other
 
-All contenders take turns in every round, so that a machine's changing speed hits them alike; the figure is the median
+All of them take turns in every round, so that changes of the machine's speed reach them alike. The figure is the median
 of the rounds' ratios. transformers is measured if it is installed.
 """
 import importlib.util
@@ -16,53 +16,88 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tinykv import checkpoint
-from tinykv.command import EMBEDDED, Parser, check_counts, one_line
+from tinykv import hf
+from tinykv.calibrate import calibrate
+from tinykv.cli import EMBEDDED, Parser, add_attention, check_counts, one_line
+from tinykv.codecs import SCHEMES
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
-from tinykv.methods import METHODS
-from tinykv.schemes import SCHEMES
+from tinykv.methods.registry import METHODS
 
 
-def contenders(args):
-    """{name: a function that reads all windows once}, the fp16 one-shot evaluation first."""
-    model, tokenizer = checkpoint.load(args.model)
+class Reading:
+    """All windows, read once through the caches of one method."""
+
+    def __init__(self, model, method, windows, protocol, batch):
+        self.arguments = model, {"only": method}, windows, protocol, batch
+
+    def __call__(self):
+        evaluate(*self.arguments)
+
+
+class TransformersReading:
+    """The same windows through LlamaForCausalLM: logits and the loss of every target, no cache."""
+
+    def __init__(self, folder, tokens, batch):
+        import transformers
+        self.model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokens, self.batch = tokens, batch
+
+    @torch.inference_mode()
+    def __call__(self):
+        for part in self.tokens.split(self.batch):  # (B, T)
+            targets = part[:, 1:]  # (B, T - 1)
+            logits = self.model(part, use_cache=False).logits[:, :-1].float()  # (B, T - 1, vocab)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+            loss.view(len(part), -1).mean(1).tolist()
+            (logits.argmax(-1) == targets).sum().item()
+
+
+def readings(args):
+    """{label: what reads all windows once}, fp16 in one forward first."""
+    model, tokenizer = hf.load(args.model)
+    model.use_attention(args.attention)
     context = min(args.context, model.config.max_position_embeddings)
     windows = load_windows("tales", tokenizer, context, args.windows)
     calibration = load_windows("tales", tokenizer, context, 2, "calibration").tokens
 
-    def reading(method, protocol):
-        return lambda: evaluate(model, {"only": method}, windows, protocol, args.batch)
-
-    methods = {name: cls(model.config) for name, cls in METHODS.items()}  # as they are
+    # every method as it is, and rtn and kvsink under every other scheme
+    methods = {name: cls(model.config) for name, cls in METHODS.items()}
     for scheme in SCHEMES:
         for name in ("rtn", "kvsink"):
-            if methods[name].scheme.name != scheme:
+            if methods[name].scheme != scheme:
                 methods[f"{name} {scheme}"] = METHODS[name](model.config, scheme=scheme)
-    runs = {}
+
+    found = {}
     for name, method in methods.items():
-        method.calibrate(model, calibration)
+        calibrate(model, method, calibration)
         if method.prefix:
             method.prefix.fill(model, model)
         for protocol in ("paper", "stream"):
-            runs[f"{name} {protocol}"] = reading(method, protocol)
+            found[f"{name} {protocol}"] = Reading(model, method, windows, protocol, args.batch)
     if importlib.util.find_spec("transformers"):
-        runs["transformers, one shot"] = transformers_run(args.model, windows.tokens, args.batch)
-    return runs
+        found["transformers, one forward"] = TransformersReading(args.model, windows.tokens, args.batch)
+    return found
 
 
-def transformers_run(folder, tokens, batch):
-    """The same windows through LlamaForCausalLM: logits and the loss of every target, no cache."""
-    import transformers
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def measure(args):
+    check_counts(args, 1, "context", "windows", "batch", "rounds", "threads")
+    torch.set_num_threads(args.threads)
+    found = readings(args)
+    seconds = {label: [] for label in found}
+    for turn in tqdm(range(args.rounds + 1), unit="round", disable=not sys.stderr.isatty()):
+        for label, read in found.items():
+            clock = time.perf_counter()
+            read()
+            if turn > 0:  # the first round warms up
+                seconds[label].append(time.perf_counter() - clock)
 
-    def read():
-        with torch.inference_mode():
-            for part in tokens.split(batch):
-                logits = model(part, use_cache=False).logits[:, :-1].float()  # (B, T - 1, vocab)
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
-                loss.view(len(part), -1).mean(1).tolist(), (logits.argmax(-1) == part[:, 1:]).sum().item()
-    return read
+    print(f"{args.windows} windows of {args.context} tokens, {args.batch} at a time, {args.threads} threads, "
+          f"{args.rounds} rounds, attention {args.attention}; time over that of fp16 in one forward: "
+          "median (smallest - largest)")
+    for label, times in seconds.items():
+        ratios = [t / base for t, base in zip(times, seconds["fp16 paper"])]
+        print(f"{label:32} {statistics.median(ratios):5.2f}  ({min(ratios):.2f} - {max(ratios):.2f})")
 
 
 def main():
@@ -73,27 +108,9 @@ def main():
     p.add_argument("--batch", metavar="B", type=int, default=4, help="windows at a time")
     p.add_argument("--rounds", metavar="N", type=int, default=7, help="rounds that are measured")
     p.add_argument("--threads", metavar="N", type=int, default=torch.get_num_threads(), help="of torch, on the CPU")
+    add_attention(p)
     with one_line(p):
         measure(p.parse_args())
-
-
-def measure(args):
-    check_counts(args, 1, "context", "windows", "batch", "rounds", "threads")
-    torch.set_num_threads(args.threads)
-    runs = contenders(args)
-    seconds = {name: [] for name in runs}
-    for turn in tqdm(range(args.rounds + 1), unit="round", disable=not sys.stderr.isatty()):
-        for name, read in runs.items():
-            clock = time.perf_counter()
-            read()
-            if turn:  # the first round warms up
-                seconds[name].append(time.perf_counter() - clock)
-    base = seconds["fp16 paper"]
-    print(f"{args.windows} windows of {args.context} tokens, {args.batch} at a time, {args.threads} threads, "
-          f"{args.rounds} rounds; time over that of fp16 in one shot: median (smallest - largest)")
-    for name, times in seconds.items():
-        ratios = [t / b for t, b in zip(times, base)]
-        print(f"{name:32} {statistics.median(ratios):5.2f}  ({min(ratios):.2f} - {max(ratios):.2f})")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,80 @@
-"""Settings of all tests: one thread and fixed examples, so that a run gives the same result every time."""
+"""Settings of all tests: one thread and fixed examples, so that every run gives the same result.
+
+    pytest -q            at most two minutes: the tests on a part of their cases that covers the whole
+    pytest -q --whole    every test on everything
+    pytest tests/test_methods.py --method path/to/file.py:Class
+                         the whole matrix of one method, and nothing else
+
+A test, or a `pytest.param`, with the mark `whole` runs under --whole only:
+
+    @pytest.mark.whole
+    @pytest.mark.parametrize("bits", [2, pytest.param(3, marks=pytest.mark.whole)])
+
+A test with many cases runs the first, and then one in n, where --whole runs them all. With an n that has no
+divisor in common with the lengths of the lists, every value of every list still occurs:
+
+    @pytest.mark.one_in(5)
+    @pytest.mark.parametrize("axis", ["token", "channel"])
+    @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])
+
+Hypothesis draws 20 examples where a test does not say how many, and 60 under --whole.
+Where the default is a part of a longer list, `runs_whole(config)` tells which of the two to take.
+"""
 import os
+from collections import Counter
 
 import hypothesis
 import torch
 
-os.environ["TRITON_INTERPRET"] = "1"  # before kernels.py is imported: its kernels run line by line, on the CPU
+os.environ["TRITON_INTERPRET"] = "1"  # before kernels.py is imported: kernels run on the CPU
+
+
+def runs_whole(config):
+    """Whether everything is asked for: by --whole, or of one method by --method."""
+    return config.getoption("--whole") or bool(config.getoption("--method"))
 
 
 def pytest_addoption(parser):
+    parser.addoption("--whole", action="store_true",
+                     help="run the whole matrix of test_methods.py, and the tests marked `whole`")
     parser.addoption("--method", action="append", default=[], metavar="path/to/file.py:Class",
-                     help="put this method, and no other, through the matrix of test_methods.py; may be repeated")
-
-
-def pytest_collection_modifyitems(config, items):
-    """With --method, leave out what is not of the matrix, and the tests that have no cell for such a method."""
-    if config.getoption("--method"):
-        out = [item for item in items if "case" not in item.fixturenames or item.name.endswith("[NOTSET]")]
-        config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in set(out)]
+                     help="put this method, and no other, through the matrix; may be repeated")
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "whole: runs only under --whole")
+    config.addinivalue_line("markers", "one_in(n): of its cases one in n, and under --whole all")
     torch.set_num_threads(1)
-    fixed = {"derandomize": True, "deadline": None, "database": None, "max_examples": 60}
-    hypothesis.settings.register_profile("fixed", **fixed)
+    hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None,
+                                         max_examples=60 if runs_whole(config) else 20)
     hypothesis.settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--method"):
+        left_out = [item for item in items if not is_a_cell(item)]
+    elif config.getoption("--whole"):
+        left_out = []
+    else:
+        left_out = [item for item in items if item.get_closest_marker("whole")] + all_but_one_in_n(items)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def all_but_one_in_n(items):
+    """Of the tests with the mark `one_in`, the cases that run under --whole only."""
+    left_out, n_cases = [], Counter()  # cases of each test so far
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark:
+            test = item.nodeid.partition("[")[0]
+            if n_cases[test] % mark.args[0] != 0:
+                left_out.append(item)
+            n_cases[test] += 1
+    return left_out
+
+
+def is_a_cell(item):
+    """Whether a test is a cell of the matrix. One that has no cell for this method ends in NOTSET."""
+    test = getattr(item, "function", None)
+    return hasattr(test, "axes") and not item.name.endswith("[NOTSET]")

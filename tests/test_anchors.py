@@ -6,17 +6,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinykv import anchors
+from tinykv.analysis.anchors import damage, theorem_1
+from tinykv.methods import antkv
+from tinykv.methods.antkv import anchor_scores, log_sum_exp
 
 
 @st.composite
 def attention(draw):
-    """q (B, H, T, d), k and v (B, Hkv, S, d), a sliding window or None, and numbers in a tile."""
+    """q (B, H, T, d), k and v (B, Hkv, S, d), a sliding window or None, and scores held at once."""
     B, Hkv, group, d = (draw(st.integers(1, n)) for n in (2, 2, 3, 4))
     S = draw(st.integers(1, 9))
     T = draw(st.integers(1, S))
-    dice = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    q, k, v = (torch.randn(B, h, n, d, generator=dice) for h, n in ((Hkv * group, T), (Hkv, S), (Hkv, S)))
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    q, k, v = (torch.randn(B, h, n, d, generator=rng) for h, n in ((Hkv * group, T), (Hkv, S), (Hkv, S)))
     return q, k, v, draw(st.sampled_from([None, None, 1, 3])), draw(st.sampled_from([1, 40, 10 ** 6]))
 
 
@@ -52,7 +54,7 @@ def zeros(k):
     return torch.zeros(k.shape[:3]).tolist()
 
 
-def check_scores(case, scores=anchors.anchor_scores):
+def check_scores(case, scores=anchor_scores):
     q, k, _, window, _ = case
     ans_k, ans_v = zeros(k), zeros(k)
     for b, h, rows, keys in heads(q, k):
@@ -67,29 +69,29 @@ def check_scores(case, scores=anchors.anchor_scores):
 @given(attention())
 def test_scores_are_equation_5(case):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(anchors, "TILE", case[-1])
+        patch.setattr(antkv, "MAX_SCORES", case[-1])
         check_scores(case)
 
 
 @given(attention())
 def test_values_scores_add_up_to_the_queries(case):
     q, k, _, window, _ = case
-    _, ans_v = anchors.anchor_scores(q, k, window=window)
+    _, ans_v = anchor_scores(q, k, window=window)
     assert torch.allclose(ans_v.sum(-1), torch.tensor(q.shape[2] * q.shape[1] / k.shape[1]))
 
 
 @given(attention())
 def test_keys_scores_are_bounded_by_values_scores(case):
     q, k, _, window, _ = case
-    ans_k, ans_v = anchors.anchor_scores(q, k, window=window)
+    ans_k, ans_v = anchor_scores(q, k, window=window)
     assert (ans_k <= ans_v * q.norm(dim=-1).max() + 1e-5).all()
 
 
 @given(attention())
 def test_scores_from_the_log_sum_exp_of_a_prefill(case):
     q, k, _, window, _ = case
-    lse = anchors.log_sum_exp(q, k, window)
-    for a, b in zip(anchors.anchor_scores(q, k, lse, window), anchors.anchor_scores(q, k, window=window)):
+    lse = log_sum_exp(q, k, window)
+    for a, b in zip(anchor_scores(q, k, lse, window), anchor_scores(q, k, window=window)):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
     for b, h in ((0, 0), (len(q) - 1, q.shape[1] - 1)):
         rows, keys = q[b, h], k[b, h * k.shape[1] // q.shape[1]]
@@ -112,7 +114,7 @@ def test_the_factor_of_theorem_1(case):
             for j in range(S):
                 column = [sum(values[s][c] * A[s] * ((s == j) - A[j]) for s in range(S)) for c in range(d)]
                 factor[b][h][j] += sum(map(abs, column)) * norm(row)
-    assert close(anchors.theorem_1(q, k, v), factor)
+    assert close(theorem_1(q, k, v), factor)
 
 
 def output(A, values):
@@ -126,8 +128,8 @@ def change(a, b):
 @given(attention())
 def test_damage_is_what_happens_if_one_token_is_read_as_its_code(case):
     q, k, v, _, _ = case
-    dice = torch.Generator().manual_seed(1)
-    coded_k, coded_v = (x + torch.randn(x.shape, generator=dice) / 2 for x in (k, v))
+    rng = torch.Generator().manual_seed(1)
+    coded_k, coded_v = (x + torch.randn(x.shape, generator=rng) / 2 for x in (k, v))
     by_k, by_v = zeros(k), zeros(k)
     for b, h, rows, keys, values, other_keys, other_values in heads(q, k, v, coded_k, coded_v):
         exact = output(weights(rows, keys), values)
@@ -136,51 +138,51 @@ def test_damage_is_what_happens_if_one_token_is_read_as_its_code(case):
             by_k[b][h][j] += change(output(weights(rows, swapped), values), exact)
             swapped = values[:j] + [other_values[j]] + values[j + 1:]
             by_v[b][h][j] += change(output(weights(rows, keys), swapped), exact)
-    got_k, got_v = anchors.damage(q, k, v, coded_k, coded_v)
+    got_k, got_v = damage(q, k, v, coded_k, coded_v)
     assert close(got_k, by_k) and close(got_v, by_v)
 
 
 def test_the_bounds_hold_for_small_errors():
     """Theorem 1 for the sum over tokens of one head: what is bounded is the change when all rows move at once."""
-    dice = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 24, 8, generator=dice) for _ in range(3))
-    dk, dv = (1e-3 * torch.randn(1, 1, 24, 8, generator=dice) for _ in range(2))
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 24, 8, generator=rng) for _ in range(3))
+    dk, dv = (1e-3 * torch.randn(1, 1, 24, 8, generator=rng) for _ in range(2))
 
     def attend(k, v):
         A = (q @ k.transpose(-2, -1) * 8 ** -0.5).masked_fill(torch.ones(24, 24, dtype=torch.bool).triu(1), -math.inf)
         return A.softmax(-1) @ v
 
-    bound_k = (anchors.theorem_1(q, k, v) * dk.abs().sum(-1)).sum()
-    bound_v = (anchors.anchor_scores(q, k)[1] * dv.abs().sum(-1)).sum()
+    bound_k = (theorem_1(q, k, v) * dk.abs().sum(-1)).sum()
+    bound_v = (anchor_scores(q, k)[1] * dv.abs().sum(-1)).sum()
     changed_k, changed_v = ((attend(*x) - attend(k, v)).abs().sum() for x in ((k + dk, v), (k, v + dv)))
     assert 0.01 * bound_k < changed_k < bound_k and 0.01 * bound_v < changed_v < bound_v
 
 
 def without_the_norm(q, k, lse=None, window=None):
     """Algorithm 1 as it is printed."""
-    ans_k, ans_v = anchors.anchor_scores(q, k, lse, window)
-    return anchors.anchor_scores(q / q.norm(dim=-1, keepdim=True) ** 0.5, k, lse, window)[0], ans_v
+    ans_k, ans_v = anchor_scores(q, k, lse, window)
+    return anchor_scores(q / q.norm(dim=-1, keepdim=True) ** 0.5, k, lse, window)[0], ans_v
 
 
 def by_query(q, k, lse=None, window=None):
     """Added up into the query's place, as Algorithm 1 has it."""
-    ans_k, ans_v = anchors.anchor_scores(q, k, lse, window)
+    ans_k, ans_v = anchor_scores(q, k, lse, window)
     return ans_k, torch.ones_like(ans_v) * q.shape[1] / k.shape[1]
 
 
 def mean_of_heads(q, k, lse=None, window=None):
-    return tuple(x / (q.shape[1] // k.shape[1]) for x in anchors.anchor_scores(q, k, lse, window))
+    return tuple(x / (q.shape[1] // k.shape[1]) for x in anchor_scores(q, k, lse, window))
 
 
 def without_one_minus_a(q, k, lse=None, window=None):
-    ans_k, ans_v = anchors.anchor_scores(q, k, lse, window)
+    ans_k, ans_v = anchor_scores(q, k, lse, window)
     return ans_v, ans_v
 
 
 @pytest.mark.parametrize("wrong", [without_the_norm, by_query, mean_of_heads, without_one_minus_a])
 def test_mutant_fails(wrong):
-    dice = torch.Generator().manual_seed(0)
-    case = torch.randn(1, 4, 6, 4, generator=dice), torch.randn(1, 2, 6, 4, generator=dice), None, None, None
+    rng = torch.Generator().manual_seed(0)
+    case = torch.randn(1, 4, 6, 4, generator=rng), torch.randn(1, 2, 6, 4, generator=rng), None, None, None
     check_scores(case)
     with pytest.raises(AssertionError):
         check_scores(case, wrong)

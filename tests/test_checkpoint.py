@@ -13,8 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tinykv import UserError, checkpoint
+from tinykv import UserError, hf
+from tinykv.hf.checkpoint import NoInit
+from tinykv.hf.config import config_fields, parse_config
 from tinykv.model import Llama, LlamaConfig
+from tinykv.storage import fingerprint
 
 REFERENCES = Path(__file__).parent / "references"
 VARIANTS = sorted(json.loads((REFERENCES / "manifest.json").read_text())["variants"])
@@ -33,7 +36,7 @@ def tiny(**changes):
 @pytest.fixture
 def folder(tmp_path):
     """A whole checkpoint, to be damaged."""
-    checkpoint.save(tiny(), PIECES, tmp_path / "model")
+    hf.save(tiny(), PIECES, tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -94,10 +97,10 @@ def same(a, b):
     {"rope_theta": 500000, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}])
 def test_saved_and_loaded_is_the_same_to_the_bit(tmp_path, dtype, changes):
     model = tiny(**changes).to(dtype)
-    checkpoint.save(model, PIECES, tmp_path / "new" / "folder")
-    again, tokenizer = checkpoint.load(tmp_path / "new" / "folder", dtype=dtype)
+    hf.save(model, PIECES, tmp_path / "new" / "folder")
+    again, tokenizer = hf.load(tmp_path / "new" / "folder", dtype=dtype)
     assert same(model, again) and again.config == model.config
-    assert checkpoint.fingerprint(again) == checkpoint.fingerprint(model)
+    assert fingerprint(again) == fingerprint(model)
     assert torch.equal(again.rope.freq, model.rope.freq)
     assert not any(t.is_meta for t in [*again.parameters(), *again.buffers(), again.rope.freq])
     assert tokenizer.decode(tokenizer.encode("the bell rings")) == "the bell rings"
@@ -107,25 +110,25 @@ def test_saved_and_loaded_is_the_same_to_the_bit(tmp_path, dtype, changes):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_config_of_transformers_survives_a_round_trip(variant):
-    config = checkpoint.load_config(REFERENCES / variant)
-    assert checkpoint.parse_config(checkpoint.config_fields(config, torch.float32), "again") == config
+    config = hf.load_config(REFERENCES / variant)
+    assert parse_config(config_fields(config, torch.float32), "again") == config
 
 
 @pytest.mark.parametrize("layout", ["shards", "bin", "bin shards"])
 def test_every_layout_loads_the_same_weights(folder, layout):
-    model = checkpoint.load_model(folder)
+    model = hf.load_model(folder)
     to_bin(folder) if layout == "bin" else to_shards(folder, ending="bin" if layout == "bin shards" else "safetensors")
-    assert same(model, checkpoint.load_model(folder))
+    assert same(model, hf.load_model(folder))
 
 
 def test_safetensors_come_before_bin(folder):
     (folder / "pytorch_model.bin").write_bytes(b"not looked at")
     (folder / "model.safetensors.index.json").write_text("not looked at")
-    assert same(checkpoint.load_model(folder), tiny())
+    assert same(hf.load_model(folder), tiny())
 
 
 def test_a_loaded_model_does_not_hang_on_its_file(folder):
-    model = checkpoint.load_model(folder)
+    model = hf.load_model(folder)
     path = folder / "model.safetensors"
     with open(path, "r+b") as file:  # in place, as a new download would
         file.write(b"\0" * path.stat().st_size)
@@ -134,24 +137,24 @@ def test_a_loaded_model_does_not_hang_on_its_file(folder):
 
 def test_a_loaded_model_keeps_nothing_for_its_weights_gradients(folder):
     """Calibration differentiates through it; with weights that want gradients too it would hold half as much again."""
-    model = checkpoint.load_model(folder)
+    model = hf.load_model(folder)
     assert not any(p.requires_grad for p in model.parameters())
     assert not model(torch.tensor([[1, 2]])).requires_grad
 
 
 def test_what_old_checkpoints_carry_along_is_harmless(folder):
     model = tiny(tie_word_embeddings=True)
-    checkpoint.save(model, PIECES, folder)
+    hf.save(model, PIECES, folder)
     def carry(weights):
         weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     edit_weights(folder, carry)
-    assert same(checkpoint.load_model(folder), model)
+    assert same(hf.load_model(folder), model)
 
 
 def test_two_different_tensors_for_tied_ends_are_refused(folder):
     edit_json(folder / "config.json", tie_word_embeddings=True)
-    text = told(checkpoint.load_model, folder)
+    text = told(hf.load_model, folder)
     assert "tie_word_embeddings" in text and "lm_head.weight" in text and "model.embed_tokens.weight" in text
 
 
@@ -161,13 +164,13 @@ def test_the_fingerprint_is_pinned_and_sees_every_change():
         for i, p in enumerate(model.parameters()):
             p.data = (torch.arange(p.numel()).view(p.shape) + i) / 1024
         return model
-    first = checkpoint.fingerprint(filled())
+    first = fingerprint(filled())
     assert first == "6e258958f0c1bd5e"
-    assert checkpoint.fingerprint(filled(rope_theta=10000)) == first  # the same number as 10000.0
+    assert fingerprint(filled(rope_theta=10000)) == first  # the same number as 10000.0
     other = filled()
     other.model["norm"].weight.data[3] += 2 ** -12
     rest = [other, filled(rope_theta=10001.0), filled(sliding_window=9), filled().to(torch.bfloat16)]
-    assert len({first, *map(checkpoint.fingerprint, rest)}) == 5
+    assert len({first, *map(fingerprint, rest)}) == 5
 
 
 # Saving
@@ -185,7 +188,7 @@ def test_a_save_that_is_cut_short_leaves_the_old_files(folder, monkeypatch):
     other = tiny()
     other.lm_head.weight.data += 1
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(other, PIECES, folder)
+        hf.save(other, PIECES, folder)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
@@ -194,15 +197,15 @@ def test_a_save_that_fails_at_the_last_moment_leaves_the_old_files_and_says_so(f
     def full(source, target):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(os, "replace", full)
-    text = told(checkpoint.save, tiny(), PIECES, folder)
+    text = told(hf.save, tiny(), PIECES, folder)
     assert "cannot be written (No space left on device)" in text
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
 def test_a_model_saves_over_the_folder_that_it_came_from(folder):
-    model, _ = checkpoint.load(folder)
-    checkpoint.save(model, folder / "tokenizer.model", folder)
-    assert same(checkpoint.load_model(folder), model)
+    model, _ = hf.load(folder)
+    hf.save(model, folder / "tokenizer.model", folder)
+    assert same(hf.load_model(folder), model)
     modes = {p.stat().st_mode for p in folder.iterdir()}
     assert len(modes) == 1  # whoever may read one may read all
 
@@ -210,7 +213,7 @@ def test_a_model_saves_over_the_folder_that_it_came_from(folder):
 @pytest.mark.parametrize("changes, word", [
     ({"sliding_window": 7}, "sliding_window"), ({"vocab_size": 300}, "vocabulary"), ({"model_type": "gpt2"}, "gpt2")])
 def test_what_would_not_load_again_is_not_written(tmp_path, changes, word):
-    assert word in told(checkpoint.save, tiny(**changes), PIECES, tmp_path / "new")
+    assert word in told(hf.save, tiny(**changes), PIECES, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -219,15 +222,15 @@ def test_what_would_not_load_again_is_not_written(tmp_path, changes, word):
 def test_absent_fields_have_the_values_of_transformers(folder):
     raw = dict(model_type="llama", vocab_size=9, hidden_size=8, intermediate_size=4, num_hidden_layers=1,
                num_attention_heads=2)
-    assert checkpoint.parse_config(raw, "here") == LlamaConfig(
+    assert parse_config(raw, "here") == LlamaConfig(
         vocab_size=9, hidden_size=8, intermediate_size=4, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, head_dim=4, max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=10000.0)
     nulls = dict.fromkeys(["num_key_value_heads", "head_dim", "rope_scaling", "sliding_window", "eos_token_id"])
-    assert checkpoint.parse_config(raw | nulls, "here") == checkpoint.parse_config(raw, "here")
+    assert parse_config(raw | nulls, "here") == parse_config(raw, "here")
     mistral = raw | {"model_type": "mistral", "num_attention_heads": 16, "hidden_size": 32}
-    config = checkpoint.parse_config(mistral, "here")
+    config = parse_config(mistral, "here")
     assert (config.num_key_value_heads, config.sliding_window, config.max_position_embeddings) == (8, 4096, 131072)
-    config = checkpoint.parse_config(mistral | nulls, "here")  # null is not absent
+    config = parse_config(mistral | nulls, "here")  # null is not absent
     assert (config.num_key_value_heads, config.sliding_window) == (16, None)
 
 
@@ -250,7 +253,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 def test_both_spellings_of_rope(folder, fields, theta, scaling):
     edit_json(folder / "config.json", rope_theta=..., rope_scaling=...)
     edit_json(folder / "config.json", **fields)
-    config = checkpoint.load_config(folder)
+    config = hf.load_config(folder)
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
 
@@ -292,7 +295,7 @@ def test_both_spellings_of_rope(folder, fields, theta, scaling):
     ({"eos_token_id": [2, -1]}, ["eos_token_id", "-1"])])
 def test_a_config_that_the_model_does_not_implement_is_refused_by_name(folder, fields, words):
     edit_json(folder / "config.json", **fields)
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert all(word in text for word in ["config.json", *words]), text
 
 
@@ -301,31 +304,31 @@ def test_a_config_that_the_model_does_not_implement_is_refused_by_name(folder, f
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "git lfs pull")])
 def test_a_malformed_config_is_told(folder, content, word):
     (folder / "config.json").write_bytes(content)
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert word in text and "config.json" in text
 
 
 # The folder
 
 def test_a_name_of_the_hub_is_told_how_to_download():
-    text = told(checkpoint.load, "some-people/a-model-7b.v1")
+    text = told(hf.load, "some-people/a-model-7b.v1")
     assert "hf download some-people/a-model-7b.v1 --local-dir a-model-7b.v1" in text
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./no/model", "nowhere"])
 def test_a_missing_folder_is_told(name):
-    text = told(checkpoint.load, name)
+    text = told(hf.load, name)
     assert f"no folder {name}" in text and "hf download" not in text
 
 
 def test_a_file_for_a_folder_is_told(folder):
-    assert "is a file" in told(checkpoint.load, folder / "config.json")
+    assert "is a file" in told(hf.load, folder / "config.json")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_missing_file_is_told(folder, name):
     (folder / name).unlink()
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert name in text and str(folder) in text
 
 
@@ -338,7 +341,7 @@ def test_every_missing_extra_and_misshapen_tensor_is_named_at_once(folder):
         weights[KEY] = torch.zeros(16, 8)
         weights["model.norm.weight"] = torch.zeros(16, dtype=torch.int8)
     edit_weights(folder, spoil)
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     for word in ("missing: lm_head.weight", "unexpected: score.weight", f"{KEY} (16, 8) instead of (8, 16)",
                  "model.norm.weight I8"):
         assert word in text
@@ -346,7 +349,7 @@ def test_every_missing_extra_and_misshapen_tensor_is_named_at_once(folder):
 
 def test_a_long_list_of_tensors_is_shortened(folder):
     edit_json(folder / "config.json", num_hidden_layers=12)
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert "model.layers.2.input_layernorm.weight" in text or "model.layers.2." in text
     assert "and 82 more" in text  # nine weights in each of ten layers, less the eight named
 
@@ -360,15 +363,15 @@ def test_weights_that_are_not_finite_are_named(folder, value, ending):
     edit_weights(folder, spoil)
     if ending == "bin":
         to_bin(folder)
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert KEY in text and "model.norm.weight" in text and "lm_head" not in text
 
 
 def test_weights_too_large_for_half_precision_are_told(folder):
     edit_weights(folder, lambda weights: weights[KEY].fill_(1e5))
-    text = told(checkpoint.load_model, folder, "cpu", torch.float16)
+    text = told(hf.load_model, folder, "cpu", torch.float16)
     assert KEY in text and "float16" in text
-    checkpoint.load_model(folder, dtype=torch.bfloat16)
+    hf.load_model(folder, dtype=torch.bfloat16)
 
 
 def header(path):
@@ -412,7 +415,7 @@ def test_a_broken_safetensors_file_is_named(folder, damage, sharded):
         index = to_shards(folder)
         path = folder / json.loads(index.read_text())["weight_map"][KEY]
     DAMAGE[damage](path)
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert str(path) in text and "not a whole safetensors file" in text and "download it again" in text
 
 
@@ -420,7 +423,7 @@ def test_a_broken_safetensors_file_is_named(folder, damage, sharded):
 def test_a_broken_bin_file_is_named(folder, damage):
     path = to_bin(folder)
     DAMAGE[damage](path)
-    assert str(path) in told(checkpoint.load, folder)
+    assert str(path) in told(hf.load, folder)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.model"])
@@ -428,7 +431,7 @@ def test_a_git_lfs_pointer_is_recognised(folder, name):
     if name == "pytorch_model.bin":
         to_bin(folder)
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert name in text and "git lfs pull" in text
 
 
@@ -447,7 +450,7 @@ def test_a_bin_with_code_in_it_is_refused_and_not_run(folder, tmp_path, zipped):
         torch.save({"model.norm.weight": Harm(trace)}, path)
     else:
         path.write_bytes(pickle.dumps({"model.norm.weight": Harm(trace)}))
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert str(path) in text and not trace.exists()
     assert not zipped or "possibly code" in text
 
@@ -456,7 +459,7 @@ def test_a_bin_with_code_in_it_is_refused_and_not_run(folder, tmp_path, zipped):
 def test_a_bin_of_something_else_is_told(folder, content):
     path = to_bin(folder)
     torch.save(content, path)
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert str(path) in text and "dictionary of tensors" in text
 
 
@@ -466,7 +469,7 @@ def test_absent_shards_are_named(folder, ending):
     gone = sorted(set(json.loads(index.read_text())["weight_map"].values()))[1:]
     for shard in gone:
         (folder / shard).unlink()
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert index.name in text and all(shard in text for shard in gone)
 
 
@@ -477,7 +480,7 @@ def test_an_index_that_names_tensors_its_shards_do_not_hold_is_told(folder, endi
     there = places[KEY]
     other = next(shard for shard in places.values() if shard != there)
     index.write_text(json.dumps({"weight_map": places | {KEY: other, "made.up": there}}))
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert f"{KEY} in {other}" in text and f"made.up in {there}" in text and index.name in text
 
 
@@ -486,7 +489,7 @@ def test_an_index_that_names_tensors_its_shards_do_not_hold_is_told(folder, endi
 def test_a_malformed_index_is_told(folder, places):
     index = to_shards(folder)
     edit_json(index, weight_map=places)
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert index.name in text and ("weight_map" in text or "shards are .safetensors files" in text)
 
 
@@ -495,12 +498,12 @@ def test_a_tensor_that_the_index_forgot_is_still_read(folder):
     places = json.loads(index.read_text())["weight_map"]
     del places[KEY]
     index.write_text(json.dumps({"weight_map": places}))
-    assert same(checkpoint.load_model(folder), tiny())
+    assert same(hf.load_model(folder), tiny())
 
 
 @pytest.mark.parametrize("device", ["cuda:77", "nonsense"])
 def test_a_device_that_is_not_there_is_told(folder, device):
-    text = told(checkpoint.load, folder, device)
+    text = told(hf.load, folder, device)
     assert repr(device) in text
 
 
@@ -508,7 +511,7 @@ def test_a_device_that_is_not_there_is_told(folder, device):
 
 WATCH = """
 import json, resource, sys, torch
-from tinykv import checkpoint
+from tinykv import hf
 
 def imported():
     return [m for m in ("safetensors", "sentencepiece", "tokenizers", "triton", "sympy") if m in sys.modules]
@@ -523,7 +526,7 @@ def peak():  # bytes; of this process alone, which ru_maxrss of Linux is not: it
 found, models = {"imported": [imported()]}, []
 for folder in sys.argv[1:]:  # earlier models stay, so that each adds to the peak
     before = peak()
-    models.append(checkpoint.load(folder, dtype=torch.float32)[0])
+    models.append(hf.load(folder, dtype=torch.float32)[0])
     found[folder.rpartition("/")[2]] = (peak() - before) / sum(p.nbytes for p in models[-1].parameters())
 found["imported"].append(imported())
 print(json.dumps(found))
@@ -535,14 +538,14 @@ def watched(tmp_path_factory):
     """What loading a model of 38 million parameters as float32 takes: 150 MB, stored as bfloat16, three ways."""
     config = LlamaConfig(vocab_size=2048, hidden_size=512, intermediate_size=1536, num_hidden_layers=11,
                          num_attention_heads=8, num_key_value_heads=8, head_dim=64, max_position_embeddings=64)
-    with torch.device("meta"), checkpoint.NoInit():
+    with torch.device("meta"), NoInit():
         model = Llama(config).to(torch.bfloat16)
     model = model.to_empty(device="cpu")
     for p in model.parameters():
         p.data.fill_(0.25)
     folders = [tmp_path_factory.mktemp("large") / layout for layout in ("whole", "shards", "bin")]
     for folder in folders:
-        checkpoint.save(model, PIECES, folder)
+        hf.save(model, PIECES, folder)
     to_shards(folders[1])
     to_bin(folders[2])
     run = subprocess.run([sys.executable, "-c", WATCH, *map(str, folders)], capture_output=True, text=True, check=True,
@@ -552,11 +555,13 @@ def watched(tmp_path_factory):
     return json.loads(run.stdout)
 
 
+@pytest.mark.whole  # a model of 150 MB, loaded in a process of its own
 @pytest.mark.parametrize("layout", ["whole", "shards", "bin"])
 def test_loading_takes_little_more_memory_than_the_model(watched, layout):
     assert 0.9 < watched[layout] < 1.2  # 1.5 with the mapped file beside the model
 
 
+@pytest.mark.whole
 def test_what_is_not_used_is_not_imported(watched):
     assert watched["imported"] == [[], ["safetensors", "sentencepiece"]]
 
@@ -568,13 +573,13 @@ def tokenizer_of(tmp_path, *files, settings=None, **config):
         shutil.copy(file, tmp_path)
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    return checkpoint.load_tokenizer(tmp_path, tiny(**config).config)
+    return hf.load_tokenizer(tmp_path, tiny(**config).config)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_json", "tokenizer_model"])
 def test_ids_are_those_of_transformers(name):
     want = json.loads((REFERENCES / name / "expected.json").read_text())
-    tokenizer = checkpoint.load_tokenizer(REFERENCES / name, tiny().config)
+    tokenizer = hf.load_tokenizer(REFERENCES / name, tiny().config)
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (want["bos_id"], want["eos_id"], want["size"])
     assert tokenizer.add_bos
     for row in want["rows"]:
@@ -585,7 +590,7 @@ def test_ids_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("name", ["tokenizer_json", "tokenizer_model"])
 def test_offsets_cover_the_text_in_order(name):
-    tokenizer = checkpoint.load_tokenizer(REFERENCES / name, tiny().config)
+    tokenizer = hf.load_tokenizer(REFERENCES / name, tiny().config)
     text = "  Zürich's 17 pears 🐝 ring\nthe bell "
     ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids == tokenizer.encode(text) and len(offsets) == len(ids)
@@ -600,7 +605,7 @@ def test_offsets_cover_the_text_in_order(name):
     ("tokenizer_json", "<|end_of_text|>"), ("tokenizer_json", "<|begin_of_text|>"), ("tokenizer_model", "</s>"),
     ("tokenizer_model", "<s>"), ("tokenizer_model", "<unk>"), ("tokenizer_model", "<0x0A>")])
 def test_text_that_spells_a_special_token_stays_text(name, special):
-    tokenizer = checkpoint.load_tokenizer(REFERENCES / name, tiny().config)
+    tokenizer = hf.load_tokenizer(REFERENCES / name, tiny().config)
     text = f"the bell {special} rings{special}"
     ids = tokenizer.encode(text)
     assert tokenizer.id_of(special) is not None and tokenizer.id_of(special) not in ids
@@ -610,7 +615,7 @@ def test_text_that_spells_a_special_token_stays_text(name, special):
 
 @pytest.mark.parametrize("name", ["tokenizer_json", "tokenizer_model"])
 def test_ids_beyond_the_vocabulary_and_tensors_decode(name):
-    tokenizer = checkpoint.load_tokenizer(REFERENCES / name, tiny(vocab_size=1000).config)
+    tokenizer = hf.load_tokenizer(REFERENCES / name, tiny(vocab_size=1000).config)
     ids = tokenizer.encode("two pears")
     assert tokenizer.decode([*ids, 999, tokenizer.vocab_size]) == "two pears"
     assert tokenizer.decode(torch.tensor(ids)) == "two pears"
@@ -618,7 +623,7 @@ def test_ids_beyond_the_vocabulary_and_tensors_decode(name):
 
 
 def test_a_leading_blank_is_kept():
-    tokenizer = checkpoint.load_tokenizer(REFERENCES / "tokenizer_model", tiny().config)
+    tokenizer = hf.load_tokenizer(REFERENCES / "tokenizer_model", tiny().config)
     assert tokenizer.decode(tokenizer.encode(" pears")) == " pears"
 
 
@@ -651,7 +656,7 @@ def test_a_broken_tokenizer_json_is_told(tmp_path, content):
 
 def test_a_folder_without_a_tokenizer_is_told(folder):
     (folder / "tokenizer.model").unlink()
-    text = told(checkpoint.load, folder)
+    text = told(hf.load, folder)
     assert "no tokenizer" in text and "tokenizer.model" in text and "tokenizer.json" in text
 
 
@@ -709,4 +714,4 @@ def test_configs_name_every_field_of_the_model():
     assert set(values) == {field.name for field in dataclasses.fields(LlamaConfig)}
     for changes in ({"sliding_window": None, "model_type": "llama"}, {"attention_bias": False, "mlp_bias": False}):
         config = LlamaConfig(**values | changes)
-        assert checkpoint.parse_config(checkpoint.config_fields(config, torch.float32), "again") == config
+        assert parse_config(config_fields(config, torch.float32), "again") == config

@@ -1,9 +1,11 @@
 """The command as a user meets it: the table, the JSON, and one clear line for what is wrong."""
+import importlib.util
 import json
 import re
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import eval_ppl
-from tinykv.command import EMBEDDED
-from tinykv.methods import METHODS
+from tinykv.calibrate import calibrate
+from tinykv.cli import EMBEDDED
+from tinykv.codecs.affine import Affine
+from tinykv.methods.registry import METHODS
+from tinykv.runs import SETTINGS, settings_of
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--context", "64", "--windows", "2", "--calib-windows", "2"]
@@ -103,6 +108,7 @@ def test_one_window_has_no_standard_error(command, tmp_path):
     assert "NaN" not in path.read_text()
 
 
+@pytest.mark.whole
 def test_same_seed_same_table_other_seed_another(command):
     figures = []
     for seed in ("0", "0", "1"):
@@ -134,12 +140,13 @@ def test_list_methods(command):
 
 def test_every_setting_of_every_method_is_an_option():
     """And every option belongs to a method."""
-    taken = {name for cls in METHODS.values() for name in eval_ppl.settings_of(cls)}
-    assert taken - {"bits"} == set(eval_ppl.SETTINGS)
+    taken = {name for cls in METHODS.values() for name in settings_of(cls)}
+    assert taken == set(SETTINGS)
 
 
 # ---- the methods in the table
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, beside", [("kivi", ["rtn"]), ("ott", ["kivi"]), ("skvq", ["kivi"]),
                                           ("kvquant", ["rtn"])])
 def test_a_new_method_is_shown_beside_what_it_is_compared_with(command, name, beside):
@@ -149,6 +156,7 @@ def test_a_new_method_is_shown_beside_what_it_is_compared_with(command, name, be
     assert float(rows[name]["true"]) > float(rows[name]["bits"]) == 2
 
 
+@pytest.mark.whole  # seconds each; test_json_has_the_table is a table of all, too
 @pytest.mark.parametrize("words", [["--protocol", "paper"], ["--protocol", "stream"],
                                    ["--protocol", "paper", "--outliers", "1"], ["--protocol", "paper", "--bits", "4"]])
 def test_all_methods_in_one_table(command, tmp_path, words):
@@ -159,13 +167,14 @@ def test_all_methods_in_one_table(command, tmp_path, words):
     assert "nan" not in out.lower() and "NaN" not in path.read_text()
     for row in rows:
         assert row["method"] == row["label"] and row["ppl"] > 1
-        assert set(row["settings"]) == set(eval_ppl.settings_of(METHODS[row["method"]]))
+        assert set(row["settings"]) == set(settings_of(METHODS[row["method"]]))
 
 
-def test_where_nothing_is_coded_yet_all_methods_are_fp16(command, tmp_path):
-    """64 tokens are less than a block, or than what stays exact: fp16's result to the last bit.
+@pytest.mark.whole
+def test_where_nothing_is_quantized_yet_all_methods_are_fp16(command, tmp_path):
+    """64 tokens are less than a block, or than the recent tokens: fp16's result to the last bit.
 
-    Behind a prefix matrix products have other shapes, and other last bits.
+    After a prefix matrix products have other shapes, and other last bits.
     """
     path = tmp_path / "out.json"
     command("--method", "all", "--protocol", "stream", "--json", str(path), *SMALL[:-1], "8")
@@ -199,6 +208,7 @@ def test_a_list_makes_a_row_of_each(command, tmp_path):
     assert rows[2]["ppl"] == rows[1]["ppl"] != rows[3]["ppl"] != rows[4]["ppl"]
 
 
+@pytest.mark.whole
 def test_a_list_reaches_every_method_that_takes_it(command, tmp_path):
     """The methods asked for and those beside; one that does not take it has one row."""
     rows = rows_of(command, tmp_path, "--method", "kvsink", "--preserve", "2,5", "--k-bits", "3")
@@ -209,6 +219,7 @@ def test_a_list_reaches_every_method_that_takes_it(command, tmp_path):
     assert [row["label"] for row in rows] == ["fp16", "kivi", "ott outlier_num=1", "ott outlier_num=3", "pfn"]
 
 
+@pytest.mark.whole
 def test_a_list_of_bits_is_for_keys_and_values(command, tmp_path):
     rows = rows_of(command, tmp_path, "--method", "rtn", "--bits", "2,1.5,3")
     assert [row["label"] for row in rows] == ["fp16", "rtn bits=2", "rtn bits=1.5", "rtn bits=3"]
@@ -216,6 +227,7 @@ def test_a_list_of_bits_is_for_keys_and_values(command, tmp_path):
     assert [(row["settings"]["k_bits"], row["settings"]["v_bits"]) for row in rows[1:]] == [(2, 2), (1.5, 1.5), (3, 3)]
 
 
+@pytest.mark.whole
 def test_bits_of_keys_alone_go_before_those_of_both(command, tmp_path):
     rows = rows_of(command, tmp_path, "--method", "rtn,kivi", "--bits", "2,3", "--k-bits", "4")
     assert [(row["label"], row["k_bits"], row["v_bits"]) for row in rows[1:]] == [
@@ -231,6 +243,7 @@ def test_two_lists_make_every_combination(command, tmp_path):
     assert [(row["k_bits"], row["preserve"]) for row in rows[1:5]] == [(2, 1), (2, 2), (3, 1), (3, 2)]
 
 
+@pytest.mark.whole
 def test_a_schemes_own_setting_multiplies_only_its_rows(command, tmp_path):
     rows = rows_of(command, tmp_path, "--method", "pfn", "--scheme", "channel-static,kvquant", "--outliers", "0,1")
     schemes = ["scheme=channel-static", "scheme=kvquant outliers=0", "scheme=kvquant outliers=1"]
@@ -241,20 +254,21 @@ def test_a_schemes_own_setting_multiplies_only_its_rows(command, tmp_path):
     assert rows[2]["bits_true"] < rows[3]["bits_true"]
 
 
+@pytest.mark.whole
 def test_a_label_says_what_differs_and_no_more(command, tmp_path):
     rows = rows_of(command, tmp_path, "--method", "kvquant,skvq", "--outliers", "0.1,1", "--clip", "none")
     assert [row["label"] for row in rows] == ["fp16", "kvquant outliers=0.1", "kvquant outliers=1", "skvq"]
     assert rows[3]["settings"]["clip"] == "none"
 
 
-# ---- what was learned, in a file
+# ---- the calibration file
 
-LEARNING = ["--method", "rtn,pfn,kvsink,skvq,kvquant"]
+CALIBRATING = ["--method", "rtn,pfn,kvsink,skvq,kvquant"]
 
 
 @pytest.fixture
 def kept(tmp_path):
-    return tmp_path / "learned.safetensors"
+    return tmp_path / "tables.safetensors"
 
 
 def names_in(path):
@@ -262,12 +276,13 @@ def names_in(path):
         return json.loads(file.metadata()["names"])
 
 
-def no_more_learning(monkeypatch, *names):
-    """From here on to learn is an error: of these methods, or of all."""
-    def never(self, *arguments):
-        raise AssertionError(f"{type(self).__name__} learned again")
-    for cls in {METHODS[name] for name in names or METHODS}:
-        monkeypatch.setattr(cls, "calibrate", never)
+def no_more_calibration(monkeypatch, *names):
+    """From here on it is an error to calibrate one of these methods; or any, without names."""
+    def refuse(model, method, *arguments):
+        if not names or type(method) in [METHODS[name] for name in names]:
+            raise AssertionError(f"{type(method).__name__} calibrated again")
+        calibrate(model, method, *arguments)
+    monkeypatch.setattr(eval_ppl, "calibrate", refuse)
 
 
 def without_seconds(out):
@@ -276,71 +291,73 @@ def without_seconds(out):
     return said, {label: {k: v for k, v in row.items() if k != "s"} for label, row in table(out).items()}
 
 
-def test_what_was_learned_is_read_again(command, monkeypatch, kept):
-    status, out, err = command(*LEARNING, "--calibration", str(kept), *SMALL)
+@pytest.mark.whole  # five methods, three times
+def test_calibrated_tables_are_read_again(command, monkeypatch, kept):
+    status, out, err = command(*CALIBRATING, "--calibration", str(kept), *SMALL)
     assert (status, err) == (0, "") and kept.exists() and not list(kept.parent.glob("*.tmp"))
-    plain = command(*LEARNING, *SMALL)[1]
+    plain = command(*CALIBRATING, *SMALL)[1]
     bytes_before = kept.read_bytes()
-    no_more_learning(monkeypatch)
-    status, again, err = command(*LEARNING, "--calibration", str(kept), *SMALL)
+    no_more_calibration(monkeypatch)
+    status, again, err = command(*CALIBRATING, "--calibration", str(kept), *SMALL)
     assert (status, err) == (0, "") and without_seconds(again) == without_seconds(out) == without_seconds(plain)
     assert kept.read_bytes() == bytes_before
 
 
 def test_the_other_protocol_and_more_windows_read_the_same_file(command, monkeypatch, kept):
     command("--method", "kvquant", "--calibration", str(kept), *SMALL)
-    no_more_learning(monkeypatch)
+    no_more_calibration(monkeypatch)
     words = ["--context", "64", "--calib-windows", "2", "--windows", "3", "--protocol", "stream"]
     assert command("--method", "kvquant", "--calibration", str(kept), *words)[0] == 0
 
 
+@pytest.mark.whole
 def test_a_method_that_the_file_lacks_is_added(command, monkeypatch, kept):
     command("--method", "fp16,kvquant", "--calibration", str(kept), *SMALL)
     first = load_file(kept)
-    no_more_learning(monkeypatch, "kvquant")
+    no_more_calibration(monkeypatch, "kvquant")
     status, out, _ = command("--method", "pfn,kvquant", "--calibration", str(kept), *SMALL)
     both = load_file(kept)
     assert status == 0 and set(first) < set(both) and all((both[name] == first[name]).all() for name in first)
     assert [name.split()[0] for name in names_in(kept)] == ["kvquant", "pfn"]
-    no_more_learning(monkeypatch)
+    no_more_calibration(monkeypatch)
     assert without_seconds(command("--method", "pfn,kvquant", "--calibration", str(kept), *SMALL)[1]) == \
         without_seconds(out)
 
 
-def test_other_settings_are_learned_anew(command, monkeypatch, kept):
+def test_other_settings_are_calibrated_anew(command, monkeypatch, kept):
     """And each row of a list has its own tables."""
     command("--method", "pfn,fp16", "--preserve", "1,2", "--calibration", str(kept), *SMALL)
     assert len(names_in(kept)) == 2
     command("--method", "pfn,fp16", "--preserve", "2,3", "--calibration", str(kept), *SMALL)
     assert len(names_in(kept)) == 3
-    no_more_learning(monkeypatch)
+    no_more_calibration(monkeypatch)
     assert command("--method", "pfn,fp16", "--preserve", "3,1", "--calibration", str(kept), *SMALL)[0] == 0
-    with pytest.raises(AssertionError, match="learned again"):
+    with pytest.raises(AssertionError, match="calibrated again"):
         command("--method", "pfn,fp16", "--preserve", "4", "--calibration", str(kept), *SMALL)
 
 
 @pytest.mark.parametrize("name, words", [
     ("kvquant", ["--bits", "2"]), ("kvquant", ["--k-bits", "2", "--outliers", "1"]), ("rtn", ["--v-bits", "2.0"]),
     ("pfn", ["--preserve", "5"]), ("skvq", ["--clip", "both", "--bits", "2"])])
-def test_a_default_that_is_asked_for_is_not_learned_again(command, monkeypatch, kept, name, words):
+def test_a_default_that_is_asked_for_is_not_calibrated_again(command, monkeypatch, kept, name, words):
     command("--method", f"fp16,{name}", "--calibration", str(kept), *SMALL)
-    no_more_learning(monkeypatch)
+    no_more_calibration(monkeypatch)
     assert command("--method", f"fp16,{name}", *words, "--calibration", str(kept), *SMALL)[0] == 0
 
 
-def test_what_a_method_of_ones_own_learned_is_kept_too(command, monkeypatch, kept):
+def test_tables_of_a_method_of_ones_own_are_kept_too(command, monkeypatch, kept):
     own = kept.parent / "own.py"
     own.write_text("from tinykv.methods.pfn import PFN\n\n\nclass Last(PFN):\n    pass\n")
     words = ["--method", f"{own}:Last,fp16", "--calibration", str(kept), *SMALL]
     _, out, _ = command(*words)
-    no_more_learning(monkeypatch)
+    no_more_calibration(monkeypatch)
     status, again, _ = command(*words)
     assert status == 0 and without_seconds(again) == without_seconds(out)
 
 
 @pytest.mark.parametrize("words", [["--seed", "1"], ["--bos", "none"], ["--calib-windows", "3"], ["--context", "63"],
                                    ["--data", "TEXT"]])
-def test_a_file_learned_on_other_data_is_refused(command, kept, words):
+def test_a_file_of_other_data_is_refused(command, kept, words):
     text = kept.parent / "long.txt"
     text.write_text("Balo lives in Eastwick. " * 400)
     command("--method", "fp16,rtn", "--calibration", str(kept), *SMALL)
@@ -351,7 +368,7 @@ def test_a_file_learned_on_other_data_is_refused(command, kept, words):
     assert str(kept) in line and "other data" in line and kept.read_bytes() == before
 
 
-def test_a_file_learned_on_another_model_is_refused(command, tmp_path, kept):
+def test_a_file_of_another_model_is_refused(command, tmp_path, kept):
     folder = tmp_path / "model"
     shutil.copytree(EMBEDDED, folder)
     words = ["--method", "fp16,rtn", "--calibration", str(kept), "--model", str(folder), *SMALL]
@@ -388,7 +405,7 @@ def test_a_file_of_another_kind_is_refused(command, tmp_path):
 
 @pytest.mark.parametrize("words", [["fp16"], ["kivi,ott"], ["rtn,fp16", "--scheme", "token-dynamic"],
                                    ["skvq,fp16", "--reorder", "off", "--clip", "none"]])
-def test_there_is_nothing_to_keep_where_nothing_is_learned(command, kept, words):
+def test_there_is_nothing_to_keep_where_nothing_is_calibrated(command, kept, words):
     assert "--calibration" in refused(command, "--method", *words, "--calibration", str(kept), *SMALL)
     assert not kept.exists()
 
@@ -429,7 +446,7 @@ def test_there_is_nothing_to_keep_where_nothing_is_learned(command, kept, words)
     (["--method", "nowhere.py:X"], ["nowhere.py"]),
     (["--method", "eval_ppl.py:Nothing"], ["Nothing", "Method"]),
     (["--json", "no/such/folder/out.json", "--method", "fp16"], ["no/such/folder"]),
-    (["--calibration", "no/such/folder/learned", "--method", "rtn"], ["no/such/folder"]),
+    (["--calibration", "no/such/folder/tables", "--method", "rtn"], ["no/such/folder"]),
     (["--method", "kivi", "--recent", "-1"], ["recent", "-1"]),
     (["--method", "kivi", "--v-block", "0"], ["v block", "0"]),
     (["--method", "kivi", "--group-size", "0"], ["group size", "0"]),
@@ -495,34 +512,39 @@ def test_words_where_numbers_belong(command, words):
 
 MINE = """
 import torch
-from tinykv.codecs import Codes
-from tinykv.methods.base import Method, SchemeMethod
+from tinykv.codecs import Pair
+from tinykv.codecs.base import Codec, Codes
+from tinykv.methods.base import CodecMethod, Method
 
-class Every(SchemeMethod):
+class Every(CodecMethod):
     def __init__(self, config, every=100, word="a", **scheme):
         super().__init__(config, **scheme)
         self.every, self.preserve = every, every
 
-    def keep(self, cache, kind, n, state):
-        index = torch.arange(0, cache.length, self.every)
-        return index.expand(len(cache.k.recent), 1, -1)
+    def keep_keys(self, layer_cache, n):
+        positions = torch.arange(0, layer_cache.length, self.every)
+        return positions.expand(len(layer_cache.keys.recent), 1, -1)
 
-class Listed(SchemeMethod):
-    def keep(self, cache, kind, n, state):
+class Listed(CodecMethod):
+    def keep_keys(self, layer_cache, n):
         return [0, 1]
 
-class Mask(SchemeMethod):
-    def keep(self, cache, kind, n, state):
-        return torch.ones(len(cache.k.recent), 1, cache.length, dtype=torch.bool)
+class Mask(CodecMethod):
+    def keep_keys(self, layer_cache, n):
+        return torch.ones(len(layer_cache.keys.recent), 1, layer_cache.length, dtype=torch.bool)
+
+class Half(Codec):
+    def encode(self, x, ignore=None):
+        return Codes((x / 2).round())
+
+    def decode(self, codes):
+        return codes.packed * 2
 
 class Halves(Method):
     block = 16
 
-    def encode(self, layer, kind, rows, skip):
-        return Codes((rows / 2).round())
-
-    def decode(self, layer, kind, codes):
-        return codes.q * 2
+    def __init__(self, config):
+        self.codecs = [Pair(Half(), Half()) for _ in range(config.num_hidden_layers)]
 """
 
 
@@ -544,7 +566,7 @@ def test_a_setting_of_ones_own_is_a_flag(command, mine):
 
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
 def test_a_method_that_is_written_by_hand(command, mine, protocol):
-    """Nothing but encode and decode: the table says 16 bits, as it was not told otherwise."""
+    """Nothing but a codec: the table says 16 bits, as it was not told otherwise."""
     status, out, _ = command("--method", f"{mine}:Halves", "--protocol", protocol, *SMALL)
     rows = table(out)
     assert status == 0 and rows[f"{mine}:Halves"]["bits"] == "16" and float(rows[f"{mine}:Halves"]["delta"]) > 0
@@ -553,7 +575,7 @@ def test_a_method_that_is_written_by_hand(command, mine, protocol):
 @pytest.mark.parametrize("name, found", [("Listed", "class 'list'"), ("Mask", "torch.bool")])
 def test_what_keep_may_not_give_is_named(command, mine, name, found):
     line = refused(command, "--method", f"{mine}:{name}", "--scheme", "token-dynamic", *SMALL)
-    assert f"`keep` of {name}" in line and found in line and "(B, 1 or Hkv, n)" in line
+    assert f"`keep_keys` and `keep_values` of {name}" in line and found in line and "(B, 1 or Hkv, slots)" in line
 
 
 @pytest.mark.parametrize("text, words", [("def f(:\n", ["line 1", "SyntaxError"]),
@@ -631,26 +653,58 @@ def test_as_a_process():
 def test_triton_without_a_gpu_says_what_is_missing(command, monkeypatch):
     kernels = pytest.importorskip("kernels", reason="needs triton")
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    err = refused(command, "--backend", "triton", *SMALL)
-    assert "needs a GPU" in err and "--backend torch" in err
+    err = refused(command, "--attention", "triton", "--device", "cpu", *SMALL)
+    assert "needs a GPU" in err and "--attention fused" in err
 
 
 def test_triton_that_is_not_installed_is_named(command, monkeypatch):
-    found = eval_ppl.importlib.util.find_spec
-    monkeypatch.setattr(eval_ppl.importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
-    assert "needs the package triton" in refused(command, "--backend", "triton", *SMALL)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name))
+    assert "needs the package triton" in refused(command, "--attention", "triton", *SMALL)
 
 
-def test_both_backends_print_the_same_table(command):
-    pytest.importorskip("kernels", reason="needs triton")
+@pytest.mark.parametrize("attention", ["plain", "triton"])
+def test_every_attention_prints_the_same_table(command, attention):
+    if attention == "triton":
+        pytest.importorskip("kernels", reason="needs triton")
     words = ["--method", "kivi", "--context", "48", "--windows", "1", "--group-size", "16", "--recent", "8",
              "--protocol", "stream"]
-    one, two = (table(command(*words, "--backend", backend)[1]) for backend in ("torch", "triton"))
-    for label in one:
-        assert one[label]["cache KB"] == two[label]["cache KB"]
-        assert abs(float(one[label]["ppl"]) / float(two[label]["ppl"]) - 1) < 0.02
+    fused, other = (table(command(*words, "--attention", word)[1]) for word in ("fused", attention))
+    for label in fused:
+        assert fused[label]["cache KB"] == other[label]["cache KB"]
+        assert abs(float(fused[label]["ppl"]) / float(other[label]["ppl"]) - 1) < 0.02
 
 
 def test_triton_is_imported_only_where_it_is_asked_for():
     code = "import sys, eval_ppl; sys.exit('triton' in sys.modules or 'kernels' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# ---- the way to the line that rounds
+
+def test_ten_calls_lead_from_main_to_the_rounding(command, monkeypatch):
+    """Of this project's functions; torch's own, such as those of a module's call, are not counted."""
+    calls, encode = [], Affine.encode
+
+    def watched(codec, x, ignore=None):
+        frames = traceback.extract_stack()[:-1]
+        calls.append([frame.name for frame in frames if Path(frame.filename).parent in (ROOT, *OWN)] + ["encode"])
+        return encode(codec, x, ignore)
+
+    monkeypatch.setattr(Affine, "encode", watched)
+    assert command("--method", "rtn", *SMALL)[0] == 0
+    assert calls and all(names == ["main", "run", "evaluate", "forward", "forward", "forward", "update", "update",
+                                   "quantize", "encode"] for names in calls), calls[0]
+
+
+OWN = [folder for folder in (ROOT / "tinykv", *(ROOT / "tinykv").rglob("*")) if folder.is_dir()]
+
+
+def test_methods_reach_no_checkpoint_and_no_file():
+    """Their imports, all of them together."""
+    code = "import sys, tinykv.methods.registry; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = done.stdout.split()
+    assert {name.split(".")[1] for name in modules if name.startswith("tinykv.")} == {"cache", "codecs", "kmeans",
+                                                                                     "methods"}
+    assert not {"safetensors", "sentencepiece", "triton"} & set(modules)

@@ -18,10 +18,12 @@ def done(tmp_path_factory):
                           capture_output=True, text=True)
 
 
+@pytest.mark.whole
 def test_no_kernel_spills(done):
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
 
 
+@pytest.mark.whole
 def test_the_table_has_each_kernel_on_each_gpu(done):
     """With registers, shared memory and instructions that are numbers of a real kernel."""
     rows = [line.split() for line in done.stdout.splitlines()[3:]]
@@ -47,6 +49,7 @@ for step in range(20):
 """
 
 
+@pytest.mark.whole
 def test_a_text_that_grows_compiles_nothing_anew():
     """Codes, recent rows, merge: three, whatever the length; Triton compiles anew for numbers that 16 divides."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}

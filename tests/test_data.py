@@ -17,11 +17,14 @@ import pytest
 import sentencepiece
 import torch
 
-from tinykv import UserError, data, tales
-from tinykv.data import Source, load_windows
-from tinykv.tales import NAMES, SPLITS, TOWNS, split_of, stories
+from tinykv import UserError
+from tinykv.data import download, load_windows
+from tinykv.data import stories as corpus
+from tinykv.data.download import SOURCES, Source, fetch
+from tinykv.data.stories import NAMES, SPLITS, TOWNS, split_of, stories
+from tinykv.data.windows import answers_in_windows
 
-SCHEMES = data.SCHEMES  # as they are when no test has changed them
+SCHEMES = download.SCHEMES  # before any test changes them
 
 GOLDEN = {  # of the text that the embedded model was trained on: these never change
     "train": "70dd6346c8734c27065a22a1bdb3700f59abcb83396d08ddae603ac25f723ff2",
@@ -141,13 +144,13 @@ def one_of(words):
     return f"({'|'.join(words)})"
 
 
-SONG = one_of(tales.THINGS + tales.SPOTS)
+SONG = one_of(corpus.THINGS + corpus.SPOTS)
 REPLIES = (  # a question, and how its reply goes
-    (r"Where does (\w+) live\?", "{} " + one_of(TOWNS)), (r"What does (\w+) do\?", "{} " + one_of(tales.TRADES)),
-    (r"What does (\w+) wear\?", "{} " + one_of(tales.COLOURS)),
-    (r"What does (\w+) own\?", "{} " + one_of(tales.ANIMALS)),
+    (r"Where does (\w+) live\?", "{} " + one_of(TOWNS)), (r"What does (\w+) do\?", "{} " + one_of(corpus.TRADES)),
+    (r"What does (\w+) wear\?", "{} " + one_of(corpus.COLOURS)),
+    (r"What does (\w+) own\?", "{} " + one_of(corpus.ANIMALS)),
     (r"What does (\w+) sing\?", "{} (" + SONG + "(?: " + SONG + "){{2,5}})"),
-    (r"Where is the (\w+)\?", "The {} " + one_of(tales.SPOTS)),
+    (r"Where is the (\w+)\?", "The {} " + one_of(corpus.SPOTS)),
 )
 
 
@@ -195,7 +198,7 @@ def test_a_subject_is_stated_once():
 def test_people_of_a_story_differ_in_their_second_syllable():
     for story in islice(stories("test", seed=2), 100):
         people = set(re.findall(r"(?:^|[.\"] )([A-Z]\w+) (?=[A-Z])", story.text))
-        endings = {next(e for e in tales.ENDINGS if name.endswith(e)) for name in people}
+        endings = {next(e for e in corpus.ENDINGS if name.endswith(e)) for name in people}
         assert people <= set(NAMES) and len(endings) == len(people) > 0
 
 
@@ -276,8 +279,8 @@ def test_a_fact_under_the_replaced_token_is_not_known():
 
 def test_answers_up_to_the_borders():
     marks = [(0, 2, 4), (1, 2, 4), (3, 4, 6), (4, 5, 8), (5, 7, 8), (6, 7, 9), (8, 10, 12)]
-    assert data.known(marks, 2, 4, lost=0) == [[(2, 4), (2, 4)], [(1, 4), (3, 4)]]
-    assert data.known(marks, 2, 4, lost=1) == [[(2, 4)], [(3, 4)]]
+    assert answers_in_windows(marks, 2, 4, n_replaced=0) == [[(2, 4), (2, 4)], [(1, 4), (3, 4)]]
+    assert answers_in_windows(marks, 2, 4, n_replaced=1) == [[(2, 4)], [(3, 4)]]
 
 
 def test_answers_decode(tokenizer):
@@ -375,7 +378,7 @@ def test_file_faults(tmp_path):
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TINYKV_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(data, "SCHEMES", ("http",))  # of the server below
+    monkeypatch.setattr(download, "SCHEMES", ("http",))  # of the server below
     return tmp_path / "cache"
 
 
@@ -435,7 +438,7 @@ def text_of(*args, **kwargs):
 def test_wikitext2(site, monkeypatch):
     test = " \n = Tea = \n \n A\u2028b\x85c \r\n\t\n = = Leaf = = \n last"
     train = " \n = One = \n x \n = = Sub = = \n = Two = \n y \n \n = Three = \n z \n"
-    monkeypatch.setitem(data.SOURCES, "wikitext2", offer(site, "w.zip", zipped(test=test, train=train)))
+    monkeypatch.setitem(SOURCES, "wikitext2", offer(site, "w.zip", zipped(test=test, train=train)))
     # A row is a line with its newline, or "": line by line, joined by two newlines.
     rows = ["", " = Tea = \n", "", " A\u2028b\x85c \n", "", " = = Leaf = = \n", " last"]
     want = "<s>" + "\n\n".join(rows)
@@ -450,8 +453,8 @@ def test_wikitext2(site, monkeypatch):
 
 def test_c4(site, monkeypatch):
     texts = [f"t{i}\n\u2028é" for i in range(1103)]
-    monkeypatch.setitem(data.SOURCES, "c4 test", offer(site, "v.json.gz", shard(texts)))
-    monkeypatch.setitem(data.SOURCES, "c4 calibration", offer(site, "t.json.gz", shard(["one", "two", "xyz"], b"{")))
+    monkeypatch.setitem(SOURCES, "c4 test", offer(site, "v.json.gz", shard(texts)))
+    monkeypatch.setitem(SOURCES, "c4 calibration", offer(site, "t.json.gz", shard(["one", "two", "xyz"], b"{")))
     want = "<s>" + " ".join(texts[:1100])
     assert text_of("c4", Letters(), len(want) - 2, 1) == want
     with pytest.raises(UserError, match=rf"c4 \(test\) has {len(want) - 2} tokens"):
@@ -462,11 +465,11 @@ def test_c4(site, monkeypatch):
 
 
 def test_the_published_sources():
-    assert set(data.SOURCES) == {"wikitext2", "c4 test", "c4 calibration"}
-    for source in data.SOURCES.values():
+    assert set(SOURCES) == {"wikitext2", "c4 test", "c4 calibration"}
+    for source in SOURCES.values():
         assert re.fullmatch(r"https://[\w.-]+/[\w./-]+\.(zip|json\.gz)", source.url)
         assert re.fullmatch(r"[0-9a-f]{64}", source.sha256) and source.size > 4e6
-    assert data.SOURCES["c4 test"].url != data.SOURCES["c4 calibration"].url
+    assert SOURCES["c4 test"].url != SOURCES["c4 calibration"].url
 
 
 # Fetching
@@ -474,7 +477,7 @@ def test_the_published_sources():
 def refused(source, match):
     """Fetching fails with one line, which says where the file can be put by hand, and leaves nothing behind."""
     with pytest.raises(UserError, match=match) as error:
-        data.fetch(source)
+        fetch(source)
     folder = Path(os.environ["TINYKV_CACHE"])
     assert "\n" not in str(error.value) and source.sha256 in str(error.value)
     assert str(folder / source.url.rpartition("/")[2]) in str(error.value)
@@ -483,9 +486,9 @@ def refused(source, match):
 
 def test_fetched_once(site, cache, capfd):
     source = offer(site, "f.bin", os.urandom(3_000_000))
-    path = data.fetch(source)
+    path = fetch(source)
     assert path == cache / "f.bin" and path.read_bytes() == site.files["/f.bin"]
-    assert data.fetch(source) == path and site.requests == ["/f.bin"]
+    assert fetch(source) == path and site.requests == ["/f.bin"]
     assert list(cache.iterdir()) == [path]
     assert capfd.readouterr() == ("", "")  # no bar where there is no terminal
 
@@ -496,7 +499,7 @@ def test_a_bar_on_a_terminal(site, monkeypatch):
             return True
 
     monkeypatch.setattr(sys, "stderr", Terminal())
-    data.fetch(offer(site, "f.bin", b"x" * 1000))
+    fetch(offer(site, "f.bin", b"x" * 1000))
     assert "f.bin: 100%" in sys.stderr.getvalue()
 
 
@@ -506,10 +509,10 @@ def test_put_there_by_hand(site, cache):
     for content, fault in ((b"01234", "has 5 bytes instead of 10"), (b"012345678x", "has SHA-256 .* instead of")):
         (cache / "f.bin").write_bytes(content)
         with pytest.raises(UserError, match=f"f.bin {fault}.*; delete it"):
-            data.fetch(source)
+            fetch(source)
         assert (cache / "f.bin").read_bytes() == content  # it is not ours to delete
     (cache / "f.bin").write_bytes(b"0123456789")
-    assert data.fetch(source) == cache / "f.bin" and site.requests == []
+    assert fetch(source) == cache / "f.bin" and site.requests == []
 
 
 @pytest.mark.parametrize("make", [lambda: zipped(test="x", train="y"), lambda: shard(["x"] * 50)])
@@ -520,7 +523,7 @@ def test_cut_short(site, monkeypatch, make):
     refused(source, f"has {len(whole) - 7} bytes instead of {len(whole)}")
     site.announced = len(whole)  # the connection breaks off
     refused(source, "bytes instead of|cannot be fetched")
-    monkeypatch.setitem(data.SOURCES, "wikitext2", source)
+    monkeypatch.setitem(SOURCES, "wikitext2", source)
     with pytest.raises(UserError):
         load_windows("wikitext2", Letters(), 8, 1)
 
@@ -534,7 +537,7 @@ def test_wrong_bytes(site):
 
 
 def test_no_more_is_taken_than_announced(site, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK", 16)
+    monkeypatch.setattr(download, "CHUNK", 16)
     source = offer(site, "f", b"x" * 100)
     site.files["/f"] = b"x" * 10_000
     refused(source, "has 112 bytes instead of 100")
@@ -556,9 +559,9 @@ def test_https_only(site, monkeypatch):
         site.files["/f"] = elsewhere
         refused(source, f"cannot be fetched .*{elsewhere} is not http")
     site.files.update({"/f": "/g", "/g": b"0123456789"})
-    assert data.fetch(source).read_bytes() == b"0123456789"
-    data.fetch(source).unlink()
-    monkeypatch.setattr(data, "SCHEMES", SCHEMES)
+    assert fetch(source).read_bytes() == b"0123456789"
+    fetch(source).unlink()
+    monkeypatch.setattr(download, "SCHEMES", SCHEMES)
     asked = len(site.requests)
     refused(source, f"cannot be fetched .*{source.url} is not https")
     assert SCHEMES == ("https",) and len(site.requests) == asked
@@ -566,19 +569,18 @@ def test_https_only(site, monkeypatch):
 
 @pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit])
 def test_interrupted(site, cache, monkeypatch, how):
-    def interrupted(source, file, name):
-        file.write(b"01234")
-        file.flush()
-        assert [p.suffix for p in cache.iterdir()] == [".part"]
+    def interrupted(source, path):
+        path.write_bytes(b"01234")
+        assert [p.suffix for p in cache.iterdir()] == [".tmp"]
         raise how
 
     source = offer(site, "f", b"0123456789")
     with monkeypatch.context() as patch:
-        patch.setattr(data, "copy", interrupted)
+        patch.setattr(download, "copy", interrupted)
         with pytest.raises(how):
-            data.fetch(source)
+            fetch(source)
     assert list(cache.iterdir()) == []
-    assert data.fetch(source).read_bytes() == b"0123456789"
+    assert fetch(source).read_bytes() == b"0123456789"
 
 
 def test_a_folder_that_cannot_be(site, tmp_path, monkeypatch):
@@ -590,4 +592,4 @@ def test_a_folder_that_cannot_be(site, tmp_path, monkeypatch):
 def test_the_usual_folder(site, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TINYKV_CACHE", "")
-    assert data.fetch(offer(site, "f", b"x")) == tmp_path / ".cache" / "tinykv" / "f"
+    assert fetch(offer(site, "f", b"x")) == tmp_path / ".cache" / "tinykv" / "f"

@@ -1,14 +1,14 @@
 """README and docs/ are true: every command runs, every name exists, every example and every number is what comes out.
 
-Commands run on small settings, in this process, in a folder where nothing of the repository can be written over. What
-is small is known by flag, for any program that has the flag: `SMALL`. A program that has none of them is a failure
-here, until a flag of its own is added.
+The flags of every command are checked by default, up to where the model would be loaded. README's commands also run;
+those of the other pages run under --whole. They run on small settings, in this process, in a folder where nothing of
+the repository can be overwritten. `SMALL` has the small settings by flag, for any program that has the flag. A program
+that has none of them fails here, until a flag of its own is added to `SMALL`.
 """
 import ast
 import contextlib
 import doctest
 import importlib.util
-import inspect
 import io
 import json
 import os
@@ -26,11 +26,11 @@ import pytest
 import torch
 
 import eval_ppl
-from tinykv import checkpoint
-from tinykv import command as command_module
-from tinykv.command import EMBEDDED
-from tinykv.methods import METHODS
+from tinykv import hf
+from tinykv.cli import EMBEDDED
+from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
+from tinykv.runs import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
@@ -41,6 +41,7 @@ SMALL = {"--windows": "1", "--context": "160", "--calib-windows": "2", "--steps"
          "--samples": "1", "--updates": "1", "--accumulate": "1", "--epochs": "1", "--tokens": "256",
          "--only": "no command has these words"}
 SLOW = {"0.375": "1", "0.75": "1"}  # bits: 4,096 centroids need 4,096 vectors, and minutes
+LONG = ("tinykv.analysis all", "benchmark.py", "--method all", "--method antkv", "omniquant")
 
 
 def read(page):
@@ -69,9 +70,12 @@ def commands(text):
 
 def script_of(words):
     """A python command's words -> (the program's file, its own words)."""
-    if words[1] == "-m":
-        return Path(*words[2].split(".")).with_suffix(".py"), words[3:]
-    return Path(words[1]), words[2:]
+    if words[1] != "-m":
+        return Path(words[1]), words[2:]
+    path = Path(*words[2].split("."))
+    if (ROOT / path).is_dir():
+        return path / "__main__.py", words[3:]
+    return path.with_suffix(".py"), words[3:]
 
 
 def shortened(words):
@@ -85,13 +89,18 @@ def shortened(words):
         yield word
 
 
-def made_small(words, source):
+def made_small(words, flags):
     """A command's own words, with lists cut short and a small value for every flag of SMALL that its program has."""
-    known = [flag for flag in SMALL if re.search(rf"""["']{flag}["']""", source)]
+    known = [flag for flag in SMALL if flag in flags]
     if not known:
         pytest.fail(f"no small settings are known for {' '.join(words)!r}: none of {', '.join(SMALL)} is a flag of its "
                     "program; add one of its flags to SMALL")
     return [*shortened(words), *(word for flag in known for word in (flag, SMALL[flag]))]
+
+
+def takes_long(command):
+    """Whether a command takes seconds on small settings, too: then it runs under --whole."""
+    return any(word in command for word in LONG)
 
 
 def placeholder(words):
@@ -114,17 +123,17 @@ class Reached(Exception):
 
 
 def check_words(words, folder):
-    """An eval_ppl command as it is written, up to where the weights would be loaded; path/to/... stands for a model."""
+    """An eval_ppl command as it is written, up to where the model would be loaded; path/to/... stands for a model."""
     args = eval_ppl.parser().parse_args(words)
     if args.list_methods:
         return
-    config = real_models()[Path(args.model).name] if placeholder(words) else checkpoint.load_config(args.model)
-    tokenizer = checkpoint.load_tokenizer(EMBEDDED, checkpoint.load_config(EMBEDDED))
+    config = real_models()[Path(args.model).name] if placeholder(words) else hf.load_config(args.model)
+    tokenizer = hf.load_tokenizer(EMBEDDED, hf.load_config(EMBEDDED))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Reached):
         patch.chdir(folder)
-        patch.setattr(checkpoint, "load_config", lambda folder: config)
-        patch.setattr(checkpoint, "load_tokenizer", lambda folder, config: tokenizer)
-        patch.setattr(checkpoint, "load_model", reached)
+        patch.setattr(hf, "load_config", lambda folder: config)
+        patch.setattr(hf, "load_tokenizer", lambda folder, config: tokenizer)
+        patch.setattr(hf, "load_model", reached)
         eval_ppl.run(args)
 
 
@@ -147,14 +156,14 @@ def workplace(tmp_path_factory):
 
 
 def run(words, folder):
-    """A program in this process, as from a command line in folder: (exit status, what it says on stderr)."""
+    """A program in this process, as from a command line in folder: exit status, stdout and stderr."""
     script, own = script_of(words)
     before = sys.argv, list(sys.path), os.getcwd()
     sys.argv, sys.path[0] = [script.as_posix(), *own], str(folder / script.parent)
     os.chdir(folder)
-    err = io.StringIO()
+    out, err = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             if words[1] == "-m":
                 runpy.run_module(words[2], run_name="__main__", alter_sys=True)
             else:
@@ -165,7 +174,7 @@ def run(words, folder):
     finally:
         os.chdir(before[2])
         sys.argv, sys.path[:] = before[:2]
-    return status, err.getvalue()
+    return status, out.getvalue(), err.getvalue()
 
 
 def wants_a_gpu(status, err):
@@ -178,8 +187,19 @@ def result(words, folder):
     return run(list(words), folder)
 
 
-def check_command(command, folder):
-    """It runs on small settings; where it names a model or a method of one's own, its words are right."""
+@cache
+def flags_of(program, folder):
+    """The flags that a program's --help lists."""
+    status, help, err = run([*program, "--help"], folder)
+    assert status == 0, f"{' '.join(program)}: {err}"
+    return set(re.findall(r"^  (--[a-z][\w-]*)", help, re.MULTILINE))
+
+
+def check_command(command, folder, runs=True):
+    """It runs on small settings; where it names a model or a method of one's own, its words are right.
+
+    runs: False checks the words only, as far as they can be checked without running the program.
+    """
     words = shlex.split(command)
     if words[0] in ("pip", "hf"):
         return
@@ -189,30 +209,40 @@ def check_command(command, folder):
         assert {word for word in words if word.startswith("--")} <= index()[3], command
         return
     if words[1:3] == ["-m", "pdb"]:  # run by the tests of the sessions
-        script = next(i for i, word in enumerate(words) if word.endswith(".py"))  # behind pdb's own words
+        script = next(i for i, word in enumerate(words) if word.endswith(".py"))  # after pdb's own words
         assert (ROOT / words[script]).is_file(), command
         return check_words(words[script + 1:], folder)
     script, own = script_of(words)
     assert (ROOT / script).is_file(), f"{command}: there is no {script}"
-    if script.name == "kernels.py":  # run by test_kernels.py
-        pytest.importorskip("kernels", reason="needs triton").parser().parse_args(own)
-        return
     if any(word.startswith("path/to/") and ".py:" in word for word in own) or (own and own[0].isupper()):
         return  # a class, or a word, that stands for others
     if script.name == "eval_ppl.py":
         check_words(own, folder)
-    if placeholder(own) or "triton" in own:  # a GPU's; the kernels are run by test_kernels.py
+    if placeholder(own) or "triton" in own:  # needs a GPU; the kernels are run by test_kernels.py
         return
-    source = (ROOT / script).read_text()
-    if "add_windows(" in source:
-        source += inspect.getsource(command_module.add_windows)
-    small = tuple([*words[:len(words) - len(own)], *made_small(own, source)])
-    status, err = result(small, folder)
-    assert status == 0 or wants_a_gpu(status, err), f"{' '.join(small)} ended with {status}: {err}"
+    if script.name == "bench_kernels.py":  # takes minutes, or a GPU; its parts are run by test_kernels.py
+        assert own[0] in re.findall(r'add_parser\("(\w+)"', (ROOT / script).read_text()), command
+        return
+    program = words[:len(words) - len(own)]
+    flags = flags_of(tuple(program), folder)
+    assert {word for word in own if word.startswith("--")} <= flags, command
+    small = (*program, *made_small(own, flags))
+    if runs:
+        status, _, err = result(small, folder)
+        assert status == 0 or wants_a_gpu(status, err), f"{' '.join(small)} ended with {status}: {err}"
 
 
-@pytest.mark.parametrize("page, command", [(page, command) for page in PAGES
-                                           for command in dict.fromkeys(commands(read(page)))])
+COMMANDS = [(page, command) for page in PAGES for command in dict.fromkeys(commands(read(page)))]
+
+
+@pytest.mark.parametrize("page, command", COMMANDS)
+def test_command_is_right(page, command, workplace):
+    check_command(command, workplace, runs=False)
+
+
+@pytest.mark.parametrize("page, command", [
+    pytest.param(page, command, marks=[] if page == "README.md" and not takes_long(command) else pytest.mark.whole)
+    for page, command in COMMANDS])
 def test_command_runs(page, command, workplace):
     check_command(command, workplace)
 
@@ -221,7 +251,7 @@ def test_commands_are_found():
     """Of each form one that is there, so that a block written in another way is not passed over."""
     found = commands(read("README.md"))
     assert {"pip install -r requirements.txt", "python eval_ppl.py --method kvsink", "pytest -q"} <= set(found)
-    assert "python -m tinykv.inspect anchors --out docs/figures" in commands(read("docs/inspect.md"))
+    assert "python -m tinykv.analysis anchors --out docs/figures" in commands(read("docs/analysis.md"))
     assert "python eval_ppl.py --method all --bits 2 --protocol stream" in commands(read("docs/results.md"))
     for page in PAGES:  # whatever looks like a command outside of a session is one
         plain = re.sub(r"^```console\n.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
@@ -232,8 +262,10 @@ def test_commands_are_found():
 @pytest.mark.parametrize("command", [
     "python eval_ppl.py --metod rtn", "python eval_ppl.py --method kvsnik", "python eval_ppl.py --bits 2,9",
     "python eval_ppl.py --model path/to/Llama-2-7b-hf --method rtn --preserve 5", "python evalppl.py --method rtn",
-    "python eval_ppl.py --model path/to/Llama-2-7b-hf --context 8192", "python -m tinykv.inspect anchorz",
-    "python -m tinykv.nothing", "python docs/figures.py", "pytest tests/test_nothing.py", "python tests/mutants.py"])
+    "python eval_ppl.py --model path/to/Llama-2-7b-hf --context 8192", "python -m tinykv.analysis anchorz",
+    "python -m tinykv.nothing", "python -m tinykv.inspect sinks", "python docs/figures.py",
+    "python eval_ppl.py --backend triton", "python tests/bench_kernels.py chekc", "pytest tests/test_nothing.py",
+    "pytest --wohle"])
 def test_a_wrong_command_is_found(command, workplace):
     """pytest.fail raises a BaseException of its own; so does argparse."""
     with contextlib.redirect_stderr(io.StringIO()), pytest.raises(BaseException) as caught:
@@ -251,7 +283,8 @@ def index():
     """
     modules, classes, words, others = {}, {}, set(), {"torch", "transformers"}
     flags = {"--help", "--exclude", "--local-dir"}  # argparse's, hf's
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/*.py"), ROOT / "tests/conftest.py"]:
+    programs = [ROOT / "tests" / name for name in ("conftest.py", "benchmark.py", "bench_kernels.py")]
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/*.py"), *programs]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         stem = path.parent.name if path.stem == "__init__" else path.stem
         modules.setdefault(stem, set()).update(name for node in tree.body for name in defined(node))
@@ -269,7 +302,7 @@ def index():
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
                 flags |= set(re.findall(r"(?<!\S)--[a-z][\w-]*", node.value))
                 words |= set(re.findall(r"[\w.%-]+", node.value))
-    flags |= {"--" + name.replace("_", "-") for name in ("bits", *eval_ppl.SETTINGS)}
+    flags |= {"--" + name.replace("_", "-") for name in SETTINGS}
     config = json.loads((EMBEDDED / "config.json").read_text())
     return modules, classes, words | set(modules) | set(config), flags, others - set(modules)
 
@@ -305,6 +338,19 @@ def is_file(name):
     return "path/to/" in name or (ROOT / name).exists() or ("/" not in name and name in files())
 
 
+def is_dotted(names):
+    """Whether names after "tinykv." lead to a package, a module, or a name in one."""
+    folder = ROOT / "tinykv"
+    for i, name in enumerate(names):
+        if (folder / name).is_dir():
+            folder = folder / name
+        elif (folder / f"{name}.py").is_file():
+            return not names[i + 1:] or names[i + 1] in index()[0][name]
+        else:
+            return name in index()[0][folder.name]
+    return True
+
+
 def missing(span, own=()):
     """What a span of code in the text names that is not there, or None. own: names that the page itself defines."""
     modules, classes, words, flags, others = index()
@@ -326,7 +372,7 @@ def missing(span, own=()):
     if not rest:
         return None if first in words or hasattr(pdb.Pdb, f"do_{first}") else span
     if first == "tinykv":
-        return None if rest[0] in modules and (len(rest) == 1 or rest[1] in modules[rest[0]]) else span
+        return None if is_dotted(rest) else span
     if first in classes:
         return None if rest[0] in members(first) else span
     return None if first in words and (rest[0] in modules.get(first, ()) or
@@ -355,18 +401,20 @@ def test_names_exist(page):
 
 
 @pytest.mark.parametrize("span", [
-    "KVSink.observ", "KVSnik.observe", "Part.kode", "tinykv/cach.py", "codec.py", "sinks.find_outliers", "cache.nbites",
-    "tinykv.cache.Par", "find_outliers", "SchemeMethods", "--metod", "--bits 2 --shceme kvquant", "tinykv/method/",
-    "outlier_nums=3", "nowhere.py:Hundredth", "tests/test_method.py", "docs/figures/bit.png"])
+    "KVSink.observ", "KVSnik.observe", "CachedRows.quantise", "tinykv/cach.py", "affin.py", "kvsink.find_outliers",
+    "cache.nbites", "tinykv.cache.CachedRow", "tinykv.hf.lode", "tinykv.assets.maker", "find_outliers", "CodecMethods",
+    "--metod", "--bits 2 --shceme kvquant", "tinykv/method/", "outlier_nums=3", "nowhere.py:Hundredth",
+    "tests/test_method.py", "docs/figures/bit.png",
+    "Part.pin", "Codes.q", "LayerCache.code", "SchemeMethod", "tinykv/codecs.py", "tinykv.inspect", "--backend"])
 def test_a_name_that_is_gone_is_found(span):
     assert missing(span)
 
 
 @pytest.mark.parametrize("span", [
-    "KVSink.observe", "KVQuant.calibrate", "tinykv/cache.py", "codecs.py", "sinks.find_outlier", "cache.nbytes",
-    "Part.index", "tinykv.cache.Part", "--bits 2 --scheme kvquant", "tinykv/methods/", "outlier_num=3", "torch.round",
-    "tests/test_methods.py", "path/to/file.py:Class", "config.json", "channel-static", "d4m256",
-    "pinned | coded | recent"])
+    "KVSink.observe", "KVQuant.keep_values", "tinykv/cache.py", "affine.py", "kvsink.find_outlier", "cache.nbytes",
+    "CachedRows.pinned_rows", "tinykv.cache.CachedRows", "tinykv.hf.load", "tinykv.assets.make", "tinykv.analysis",
+    "--bits 2 --scheme kvquant", "tinykv/methods/", "outlier_num=3", "torch.round", "tests/test_methods.py",
+    "path/to/file.py:Class", "config.json", "channel-static", "d4m256", "pinned | coded | recent"])
 def test_a_name_that_is_there_is_not(span):
     assert missing(span) is None
 
@@ -414,45 +462,70 @@ def test_an_example_with_a_wrong_digit_is_found(monkeypatch):
                 check_example("".join(lines))
 
 
-def test_a_method_of_ones_own_runs(workplace):
-    """README's class, from the command line and through the methods' tests."""
-    (name, code), = own_methods(read("README.md")).items()
+def readme_method():
+    """README's own method: (the class's name, its code)."""
+    (file, code), = own_methods(read("README.md")).items()
     cls, = re.findall(r"^class (\w+)\(", code, re.MULTILINE)
-    assert cls in read("README.md").split(f"{name}:")[1]
-    check_command(f"python eval_ppl.py --method {workplace / name}:{cls}", workplace)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 20
-    assert conformance(workplace / name, cls).returncode == 0
+    assert cls in read("README.md").split(f"{file}:")[1]
+    return cls, code
 
 
-BROKEN = {  # what may go wrong in a method, and the test that says so
-    "a token is kept that is not there": "test_cache_holds_the_expected_rows",
-    "a kept token stretches its group's range": "test_placeholders_do_not_matter"}
-CARELESS = """class Careless(SchemeMethod):
-    def encode(self, layer, kind, rows, skip):
-        return super().encode(layer, kind, rows, None)
+def broken_methods():
+    """{what goes wrong in README's method: (the class's name, its code, the test that has to say so)}."""
+    cls, code = readme_method()
+    absent = code.replace("return positions.expand", "return layer_cache.length + positions.expand")
+    absent = absent.replace(cls, "Absent")
+    careless = code.replace(f"{cls}(CodecMethod)", "Careless(Forgetful)").replace("class", FORGETFUL + "class", 1)
+    assert "layer_cache.length + positions" in absent and "Careless(Forgetful)" in careless
+    return {"a token is kept that is not there": ("Absent", absent, "test_cache_holds_the_expected_rows"),
+            "a kept token widens its group's range": ("Careless", careless, "test_placeholders_do_not_matter")}
+
+
+FORGETFUL = """from functools import partial
+
+
+class Forgetful(CodecMethod):
+    def __init__(self, config, **scheme):
+        super().__init__(config, **scheme)
+        for pair in self.codecs:
+            for codec in pair:
+                codec.encode = partial(forget, codec.encode)
+
+
+def forget(encode, x, ignore=None):
+    return encode(x)
 
 
 """
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_method_of_ones_own_fails(what, tmp_path):
-    (_, code), = own_methods(read("README.md")).items()
-    if "not there" in what:
-        broken = code.replace("return index.expand", "return cache.length + index.expand")
-    else:
-        broken = code.replace("Hundredth(SchemeMethod)", "Hundredth(Careless)").replace("class", CARELESS + "class", 1)
-    assert broken != code
-    (tmp_path / "broken.py").write_text(broken)
-    done = conformance(tmp_path / "broken.py", "Hundredth")
-    assert done.returncode == 1 and f"::{BROKEN[what]}[hundredth-" in done.stdout, done.stdout
+@pytest.fixture(scope="module")
+def conformance(tmp_path_factory):
+    """Lines "FAILED ..." and "PASSED ..." of the methods' tests, in part, for README's method and the broken ones."""
+    folder = tmp_path_factory.mktemp("methods")
+    methods = [readme_method(), *((cls, code) for cls, code, _ in broken_methods().values())]
+    words = ["-q", "-rpfE", "--tb=no", "-p", "no:cacheprovider", "tests/test_methods.py",
+             "-k", "(expected_rows or placeholders or chunks_equal) and channel-dynamic and 2G and b1"]
+    for cls, code in methods:
+        (folder / f"{cls.lower()}.py").write_text(code)
+        words += ["--method", f"{folder / cls.lower()}.py:{cls}"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout
 
 
-def conformance(path, cls):
-    """A part of the methods' tests, with another class."""
-    some = "2G and (expected_rows and b3 or placeholders and b1 or chunks_equal and b1)"
-    words = ["-q", "-x", "-p", "no:cacheprovider", "tests/test_methods.py", "--method", f"{path}:{cls}", "-k", some]
-    return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True)
+def test_a_method_of_ones_own_runs(workplace, conformance):
+    """README's class, from the command line and through the methods' tests."""
+    cls, code = readme_method()
+    check_command(f"python eval_ppl.py --method {workplace / 'mine.py'}:{cls}", workplace)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    own = re.findall(rf"^(\w+) tests.*\[{cls.lower()}-", conformance, re.MULTILINE)
+    assert own and set(own) == {"PASSED"}, conformance
+
+
+@pytest.mark.parametrize("what", broken_methods())
+def test_a_broken_method_of_ones_own_fails(what, conformance):
+    cls, _, test = broken_methods()[what]
+    assert re.search(rf"^FAILED tests.*::{test}\[{cls.lower()}-", conformance, re.MULTILINE), conformance
 
 
 # ---- the walk through the debugger
@@ -474,14 +547,28 @@ def test_the_debugger_says_what_the_page_says(page):
 
 
 def test_a_wrong_word_of_the_debugger_is_found():
-    page, = SESSIONS
-    wrong = read(page)
-    for old, new in (("[[358, 608, 0, 428, 431]]", "[[358, 608, 0, 428, 432]]"), ("-> T = x.shape[2]", "-> T = 2"),
-                     ("(Pdb) tbreak pack", "(Pdb) tbreak pakc")):
-        assert old in wrong
-        wrong = wrong.replace(old, new)
-    now = results_script().session(wrong)
-    assert "428, 432" not in now and "-> T = 2" not in now and "*** The specified object 'pakc'" in now
+    """What pdb says now takes the place of what stands in a page, over several blocks."""
+    page = """```console
+$ python -m pdb docs/results.py
+> docs/results.py(...)<module>()
+-> a line that is not there
+(Pdb) p 2 + 2
+5
+```
+
+Some prose.
+
+```console
+(Pdb) tbreak pakc
+Breakpoint 1 at docs/results.py:...
+(Pdb) q
+```
+"""
+    now = results_script().session(page)
+    assert "-> a line" not in now and '-> """Run the commands' in now
+    assert "(Pdb) p 2 + 2\n4\n```\n\nSome prose.\n\n```console\n(Pdb) tbreak pakc\n" in now
+    assert "*** The specified object 'pakc'" in now and "Breakpoint 1" not in now
+    assert results_script().session(now) == now
 
 
 # ---- numbers

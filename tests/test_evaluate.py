@@ -9,8 +9,8 @@ import torch
 
 from tinykv.cache import KVCache
 from tinykv.data import Windows
-from tinykv.evaluate import FAR, evaluate, read
-from tinykv.methods import METHODS
+from tinykv.evaluate import FAR, evaluate
+from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -124,27 +124,27 @@ def test_stream_equals_tokens_one_by_one(model, windows, method):
     (kivi(v_block=1), "paper", [21]),
 ])
 def test_a_stream_comes_in_chunks_that_end_where_blocks_do(model, windows, monkeypatch, method, protocol, sizes):
-    chunks, hidden = [], model.hidden
+    chunks, outputs, forward = [], [], model.forward
 
-    def counted(tokens, cache):
+    def recorded(tokens, cache, logits):
         chunks.append(tokens)
-        return hidden(tokens, cache)
+        outputs.append(forward(tokens, cache, logits))
+        return outputs[-1]
 
-    monkeypatch.setattr(model, "hidden", counted)
-    with torch.no_grad():
-        out = read(model, windows.tokens, KVCache(model, method, protocol))
+    monkeypatch.setattr(model, "forward", recorded)
+    evaluate(model, {"only": method}, windows, protocol, batch=5)
     assert [c.shape[1] for c in chunks] == sizes and torch.equal(torch.cat(chunks, 1), windows.tokens)
-    assert out.shape == (5, 21, 32)
+    assert torch.cat(outputs, 1).shape == (5, 21, 32)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
-def test_keys_and_values_may_be_coded_up_to_different_tokens(model, windows, batch):
-    """kivi that codes a value each step: 16 of the 21 keys are coded, two groups of 8, and 17 of the values."""
+def test_keys_and_values_may_be_quantized_up_to_different_tokens(model, windows, batch):
+    """kivi that quantizes a value each step: 16 of the 21 keys are quantized, two groups of 8, and 17 of the values."""
     found = evaluate(model, {"kivi": kivi(recent=4, v_block=1)}, windows, "stream", batch)["kivi"]
-    layers, heads, d, exact, metadata = 2, 2, 8, 2, 4  # 2 bytes a number; a scale and a zero point of 2 bytes each
+    layers, heads, d, full, metadata = 2, 2, 8, 2, 4  # 2 bytes a number; a scale and a zero point of 2 bytes each
     k_coded = 16 * heads * d * 4 / 8 + 16 / 8 * heads * d * metadata  # bytes of a layer
     v_coded = 17 * heads * d * 2 / 8 + 17 * heads * metadata
-    k_recent, v_recent = 5 * heads * d * exact, 4 * heads * d * exact
+    k_recent, v_recent = 5 * heads * d * full, 4 * heads * d * full
     assert found.cache_bytes == layers * (k_coded + v_coded + k_recent + v_recent)
     assert found.bits == pytest.approx(8 * found.cache_bytes / (2 * 21 * layers * heads * d))
     k_bits, v_bits = 8 * k_coded / (16 * heads * d), 8 * v_coded / (17 * heads * d)
@@ -152,8 +152,8 @@ def test_keys_and_values_may_be_coded_up_to_different_tokens(model, windows, bat
     assert found.bits_far == pytest.approx((k_bits + 16 * 5 / FAR + v_bits + 16 * 4 / FAR) / 2)
 
 
-def test_what_nothing_is_coded_of_has_sixteen_bits_far_off_too(model, windows):
-    """Keys all exact, values coded: a text that is as long as the window of one of them only."""
+def test_where_nothing_is_quantized_there_are_sixteen_bits_at_128k_too(model, windows):
+    """Keys all in full precision, values quantized: the keys' group is longer than the text."""
     found = evaluate(model, {"kivi": METHODS["kivi"](CONFIG, 2, 2, group_size=32, recent=4, v_block=8)}, windows,
                      "stream")["kivi"]
     v_coded, v_recent = 16 * 2 * (8 * 2 / 8 + 4), 5 * 2 * 8 * 2  # bytes of a layer
@@ -176,7 +176,7 @@ MEMORY = """
 import resource, sys, torch
 from tinykv.data import Windows
 from tinykv.evaluate import evaluate
-from tinykv.methods import METHODS
+from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 torch.set_num_threads(1)
 config = LlamaConfig(2000, 32, 48, 2, 4, 2, 8, 256)

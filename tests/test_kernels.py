@@ -6,6 +6,7 @@ loop over pinned rows. It shares nothing with kernels.py. What is decoded has to
 """
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,18 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
+import bench_kernels  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
 import kernels  # noqa: E402
-from tinykv import UserError, anchors  # noqa: E402
-from tinykv.cache import KVCache  # noqa: E402
-from tinykv.codecs import Affine, Codebook, Codec, Exact, NonUniform  # noqa: E402
-from tinykv.methods import METHODS  # noqa: E402
-from tinykv.methods.antkv import AnTKV  # noqa: E402
+from tinykv import UserError, triton_cache  # noqa: E402
+from tinykv.cache import CachedRows, KVCache  # noqa: E402
+from tinykv.calibrate import calibrate  # noqa: E402
+from tinykv.codecs import Pair  # noqa: E402
+from tinykv.codecs.affine import Affine  # noqa: E402
+from tinykv.codecs.base import TERNARY, Codec, Exact, unpack  # noqa: E402
+from tinykv.codecs.codebook import Codebook  # noqa: E402
+from tinykv.codecs.nonuniform import NonUniform  # noqa: E402
+from tinykv.methods import antkv  # noqa: E402
 from tinykv.methods.base import Method  # noqa: E402
+from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.methods.skvq import ClippedGroups  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
+from tinykv.triton_cache import TritonCache, TritonLayer  # noqa: E402
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -35,7 +43,7 @@ def affine(bits, axis="token", group=None, formula="offset", static=False):
     def make(heads, width):
         codec = Affine(bits, width, axis, group, formula, static)
         if static:
-            codec.fix(-1 - torch.rand(heads, width), 1 + torch.rand(heads, width))
+            codec.set_range(-1 - torch.rand(heads, width), 1 + torch.rand(heads, width))
         return codec
     return make
 
@@ -44,14 +52,14 @@ def nonuniform(bits, axis, outliers):
     def make(heads, width):
         codec = NonUniform(bits, heads, width, axis, outliers)
         codec.levels = torch.linspace(-1, 1, 2 ** bits).pow(3).half()
-        codec.fix(-1 - torch.rand(heads * width), 1 + torch.rand(heads * width))
+        codec.set_range(-1 - torch.rand(heads * width), 1 + torch.rand(heads * width))
         return codec
     return make
 
 
 def clipped(bits, metadata="fp8"):
     def make(heads, width):
-        codec = ClippedGroups(bits, heads, width, 16, metadata, False)
+        codec = ClippedGroups(bits, heads, width, 16, metadata, reorder=False)
         codec.regroup(torch.randint(0, heads * width // 16, (heads * width,)))  # groups of any size, across heads
         return codec
     return make
@@ -71,7 +79,7 @@ def exact(heads, width):
 
 CODECS = {
     "exact": exact,
-    **{f"{b:g} bits per token": affine(b) for b in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)},
+    **{f"{b:g} bits per token": affine(b) for b in (1, 1.5, 2, 3, 4, 8)},
     **{f"{b:g} bits per token in groups": affine(b, group=16) for b in (1, 1.5, 2, 3, 4, 8)},
     **{f"{b:g} bits per channel, {g} tokens": affine(b, "channel", g) for b, g in
        ((1, 32), (2, 128), (4, 16), (8, 48), (3, 32), (1.5, 32), (2, 8), (4, 5))},
@@ -83,7 +91,7 @@ CODECS = {
     "2 bits integer zero per channel": affine(2, "channel", 32, "integer-zero"),
     "3 bits integer zero static": affine(3, "channel", None, "integer-zero", True),
     **{f"{b} bits nonuniform per {a}, {o:.0%} out": nonuniform(b, a, o) for b, a, o in
-       ((2, "channel", 0.05), (3, "channel", 0), (3, "token", 0.05), (4, "token", 0), (5, "token", 0.02))},
+       ((2, "channel", 0.05), (3, "channel", 0), (3, "token", 0.05), (4, "token", 0))},
     "2 bits clipped": clipped(2), "1.5 bits clipped": clipped(1.5), "3 bits clipped fp16": clipped(3, "fp16"),
     **{f"d{n}m{m}{' shared' * s}": book(n, m, s) for n, m, s in
        ((1, 16, False), (2, 256, False), (4, 256, True), (8, 512, False), (16, 2048, False), (32, 4096, True))},
@@ -99,25 +107,31 @@ class Plain(Method):
     """Codecs, and pinned tokens as they are told: {kind: (tokens of each head, ...)}."""
 
     def __init__(self, k, v, heads, width, rope="post", recent=0, block=1, v_block=None, pins=None):
-        self.codecs, self.rope = [{"k": CODECS[k](heads, width), "v": CODECS[v](heads, width)}], rope
+        self.codecs, self.rope = [Pair(CODECS[k](heads, width), CODECS[v](heads, width))], rope
         self.recent, self.block, self.v_block, self.pins = recent, block, v_block, pins or {}
 
-    def keep(self, cache, kind, n, state):
+    def keep_keys(self, layer_cache, n):
+        return self.told("k", layer_cache)
+
+    def keep_values(self, layer_cache, n):
+        return self.told("v", layer_cache)
+
+    def told(self, kind, layer_cache):
         if kind not in self.pins:
             return None
-        return torch.tensor(self.pins[kind]).expand(len(cache.k.recent), -1, -1)
+        return torch.tensor(self.pins[kind]).expand(len(layer_cache.keys.recent), -1, -1)
 
 
-def layer_of(method, heads, width, batch, length, new, dtype=torch.float16, window=None, kept=None):
+def layer_of(method, heads, width, batch, length, new, dtype=torch.float16, window=None):
     """A TritonLayer at the moment of reading: all but `new` of `length` tokens went through it, the new ones wait."""
     config = LlamaConfig(9, 8, 8, 1, heads, heads, width, 4096)
-    layer = kernels.TritonLayer(0, method, Rope(config), "stream", window)
+    layer = TritonLayer(0, method, Rope(config), "stream", None, window)
     rows = torch.randn(2, batch, length, heads, width).to(dtype).transpose(2, 3)  # not contiguous, as attention's are
     for part in (torch.arange(length - new), torch.arange(length - new, length)):
         if len(part):
             layer.append(*rows[:, :, :, part], part)
             if part[-1] < length - 1:
-                layer.code_due(kept)
+                layer.quantize()
     return layer
 
 
@@ -131,23 +145,22 @@ def turned(x, positions, rope):
 def read(part):
     """All rows of a part (B, Hkv, S, d) in float64."""
     rows = part.recent.double()
-    if part.first:
-        codec = part.method.codecs[part.layer][part.kind]
-        rows = torch.cat([codec.decode(part.coded).double(), rows], dim=2)
+    if part.n_coded:
+        rows = torch.cat([part.codec.decode(part.codes).double(), rows], dim=2)
     rows = rows.clone()
-    if part.index is not None:
-        B, Hkv, n, _ = part.pinned.shape
+    if part.pinned_positions is not None:
+        B, Hkv, n, _ = part.pinned_rows.shape
         for b in range(B):
             for h in range(Hkv):
-                for i, at in enumerate(part.index.expand(B, Hkv, n)[b, h].tolist()):
+                for i, at in enumerate(part.pinned_positions.expand(B, Hkv, n)[b, h].tolist()):
                     if at >= 0:
-                        rows[b, h, at] = part.pinned[b, h, i].double()
+                        rows[b, h, at] = part.pinned_rows[b, h, i].double()
     return rows
 
 
 def expected(q, layer, window=None):
     """Output (B, H, T, d) and log-sum-exp (B, H, T) in float64."""
-    K, V = read(layer.k), read(layer.v)
+    K, V = read(layer.keys), read(layer.values)
     T, S, R = q.shape[2], K.shape[2], q.shape[1] // K.shape[1]
     if layer.method.rope == "pre":
         K = turned(K, torch.arange(S), layer.rope)
@@ -163,9 +176,10 @@ def expected(q, layer, window=None):
 
 def same(layer, R=2, T=1, window=None, dtype=torch.float32, **close):
     """The kernels' attention of random queries is the oracle's."""
-    B, Hkv, _, d = layer.k.recent.shape
+    B, Hkv, _, d = layer.keys.recent.shape
     q = torch.randn(B, Hkv * R, T, d).to(dtype)
-    out, lse, _, _ = kernels.attention(q, layer, window)
+    layer.window = window
+    out, lse, _, _ = layer.attention(q)
     want, want_lse = expected(q, layer, window)
     assert out.shape == q.shape and out.dtype == dtype
     close = {**CLOSE, **close}
@@ -194,40 +208,82 @@ def prepared_once():
         yield
 
 
+# ---- KVSink's scores
+
+@pytest.mark.parametrize("T,k", [(1, 5), (3, 5), (30, 7), (64, 64), (200, 5), (257, 1)])
+def test_topk(T, k):
+    """Of 64 tokens a program; with ties, across programs, too; and of a slice of a larger tensor."""
+    hidden = torch.randn(2, T, 12).round().half()[..., 2:10]
+    found, lines = kernels.topk_outliers(hidden, 3, k, N=64), kernels.topk_lines(hidden, 3, k)
+    for got, want in zip(found, lines):
+        assert torch.equal(got, want) and got.shape == (2, min(k, T))
+
+
+def test_topk_are_kvsinks():
+    hidden = torch.randn(2, 30, 8).round()  # with ties
+    method, cache = METHODS["kvsink"](config(2), 7, 0, 3), SimpleNamespace(shared=SimpleNamespace())
+    cache.layers = [SimpleNamespace(length=30), SimpleNamespace(length=30)]
+    method.begin(cache)
+    method.observe(cache, 0, hidden)
+    assert torch.equal(kernels.topk_outliers(hidden, 3, 7)[1], cache.shared.sinks.long())
+
+
 # ---- decoding, bit for bit
 
 @triton.jit
-def write_rows(side, out, T, h, DIM: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+def write_rows(rows, out, T, h, DIM: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     for j0 in range(0, T, N):
         j = j0 + tl.arange(0, N)
         ok = j < T
-        packed = 0
-        if side.kind == "planes":
-            packed = kernels.bytes_of(side, 1, h, j, ok, 0, DIM, 1, W)
-        for plane in tl.static_range(side.planes):
-            x = kernels.rows_of(side, 1, h, j0, ok, packed, 0, plane, DIM, 1, W, N)
-            channel, there = kernels.channels_of(side, 0, plane, DIM, 1, W)
+        words = 0
+        if rows.size > 0:
+            words = kernels.words_of(rows, 1, h, j, ok, 0, DIM, 1, W)
+        for plane in tl.static_range(rows.planes):
+            x = kernels.decoded(rows, 1, h, j0, ok, words, 0, plane, DIM, 1, W, N)
+            channel, there = kernels.channels_of(rows, 0, plane, DIM, 1, W)
             tl.store(out + j[:, None] * DIM + channel[None], x, ok[:, None] & there[None])
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name, width", [
-    (name, width) for name in CODECS for width in (32, 80) if name != "exact" and divides(name, width)])
+    (name, width) for name in CODECS for width in (32, 80, 128) if name != "exact" and divides(name, width)])
 def test_rows_are_decoded_bit_for_bit(name, width):
     """The second head of the second sequence, from codes that lie inside a larger tensor."""
     codec, T = CODECS[name](2, width), 67
     codes = codec.encode(torch.randn(2, 2, T, width).half())
     want = codec.decode(codes)[1, 1]
-    codes.q = torch.cat([codes.q[:, :, :3], codes.q, codes.q[:, :, :2]], dim=2)[:, :, 3:-2]
-    side = kernels.SIDES[type(codec)](codec, codes, 1)
-    N = kernels.tiling((side, side), 1, 1)[1]
-    W = max(16, triton.next_power_of_2(triton.cdiv(width, side.planes.value)))
+    codes.packed = torch.cat([codes.packed[:, :, :3], codes.packed, codes.packed[:, :, :2]], dim=2)[:, :, 3:-2]
+    rows = triton_cache.ROWS[type(codec)](codec, codes, 1)
+    N = triton_cache.tiling(rows, rows, 1, 1).N
     out = torch.full((T, width), math.nan)
-    write_rows[1,](side, out, T, 1, width, W, N)
+    write_rows[1,](rows, out, T, 1, width, triton_cache.plane_width(width, rows), N)
     assert torch.equal(out, want.float())
+
+
+def test_three_levels_are_looked_up():
+    byte = torch.arange(243, dtype=torch.uint8)
+    found = triton_cache.ternary_table(byte.device).int()[:243, None] >> torch.arange(0, 10, 2) & 3
+    assert torch.equal(found.to(torch.uint8), unpack(byte[:, None], TERNARY, 5))
+
+
+def test_the_bits_of_a_small_integer_are_a_small_number():
+    code = torch.arange(1024)
+    assert torch.equal(kernels.number_lines(code).double() * kernels.TINY.value, code.double())
+
+
+def test_scales_leave_the_products():
+    """Each of `fold_lines` is what decoded rows give."""
+    q, p, c = torch.randn(3, 8), torch.rand(3, 5), torch.randint(0, 4, (5, 8)).float()
+    (s, z), (S, Z) = torch.randn(2, 5, 1), torch.randn(2, 1, 8)
+    by_token, by_channel, output = kernels.fold_lines(q, p, c, s, z, S, Z)
+    torch.testing.assert_close(by_token, q @ (c * s + z).T)
+    torch.testing.assert_close(by_channel, q @ (c * S + Z).T)
+    torch.testing.assert_close(output, p @ (c * s + z))
 
 
 # ---- attention
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rope", ["post", "pre"])
 @pytest.mark.parametrize("name", CODECS)
 def test_attention_reads_every_codec(name, rope):
@@ -238,6 +294,7 @@ def test_attention_reads_every_codec(name, rope):
     same(layer_of(Plain(k, v, heads, 32, rope, block=coded), heads, 32, 1, coded + 3, 1), R=1)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("R", [1, 4, 8])
 @pytest.mark.parametrize("width", [32, 64, 80, 128])
 def test_head_sizes_and_groups_of_query_heads(width, R):
@@ -274,7 +331,7 @@ def test_new_queries_see_no_later_key(new, window):
 
 
 def test_pieces_of_a_long_text_are_put_together(monkeypatch):
-    monkeypatch.setattr(kernels, "processors", lambda device: 100)
+    monkeypatch.setattr(triton_cache, "programs", lambda device, warps: 200)
     same(layer_of(Plain("1 bits per token", "4 bits per token", 1, 32, block=100), 1, 32, 1, 1100, 1), 4)
 
 
@@ -289,25 +346,25 @@ def test_pinned_rows_take_their_slots(pins, rope):
     """Also where the two heads, or keys and values, do not pin the same tokens; a token counts once."""
     method = Plain("1 bits per token", "2 bits per token", 2, 32, rope, recent=1, block=70, pins=PINS[pins])
     layer = layer_of(method, 2, 32, 2, 75, 3)
-    layer.k.recent[:] /= 2
-    for part in (layer.k, layer.v):
-        if part.pinned is not None:
-            part.pinned += 1  # so that it matters
+    layer.keys.recent[:] /= 2
+    for part in (layer.keys, layer.values):
+        if part.pinned_rows is not None:
+            part.pinned_rows += 1  # so that it matters
     same(layer, 2, 3)
 
 
 def test_more_pinned_rows_than_a_tile():
     pins = {"k": [list(range(0, 90))], "v": [list(range(5, 95))]}
     layer = layer_of(Plain("1 bits per token", "1 bits per token", 1, 32, block=100, pins=pins), 1, 32, 1, 101, 1)
-    layer.v.pinned += 1
+    layer.values.pinned_rows += 1
     same(layer)
 
 
 def test_no_token_counts_twice():
     """All values 1: whatever the weights, the output is 1."""
     layer = layer_of(Plain("2 bits per token", "exact", 2, 32, recent=1, block=70, pins=PINS["own"]), 2, 32, 1, 75, 1)
-    layer.v.coded.q[:], layer.v.recent[:], layer.v.pinned[:] = 1, 1, 1
-    out = kernels.dequant_attention(torch.randn(1, 4, 1, 32), layer)
+    layer.values.codes.packed[:], layer.values.recent[:], layer.values.pinned_rows[:] = 1, 1, 1
+    out = layer.attention(torch.randn(1, 4, 1, 32)).out
     torch.testing.assert_close(out, torch.ones_like(out))
 
 
@@ -324,31 +381,32 @@ def test_what_the_model_computes_in(dtype):
                                       ("1 bits per token", "1.5 bits per token", "pre"), ("d8m512", "d8m512", "pre")])
 def test_products_of_fp16_numbers(k, v, rope, monkeypatch):
     """As on a GPU: operands rounded to fp16, of which codes are the smallest subnormal ones."""
-    monkeypatch.setattr(kernels, "product_type", lambda *args: tl.float16)
+    monkeypatch.setattr(triton_cache, "product_type", lambda *args: tl.float16)
     same(layer_of(Plain(k, v, 2, 64, rope, block=70), 2, 64, 1, 75, 1), rtol=4e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_small_values_behind_a_sink(bits, monkeypatch):
     """Products of fp16 numbers: weights of e**-10 times scales of 1e-4 are too small for these, unless lifted."""
-    monkeypatch.setattr(kernels, "product_type", lambda *args: tl.float16)
+    monkeypatch.setattr(triton_cache, "product_type", lambda *args: tl.float16)
     layer = layer_of(Plain("exact", f"{bits} bits per token", 1, 32, block=300), 1, 32, 1, 301, 1)
     rows = 0.02 * torch.randn(1, 1, 300, 32)
     rows[:, :, 0] *= 1e-3  # a sink has next to no value
-    layer.v.coded = CODECS[f"{bits} bits per token"](1, 32).encode(rows.half())
-    layer.k.coded.q[:, :, 0] = 5.0
+    layer.values.codes = CODECS[f"{bits} bits per token"](1, 32).encode(rows.half())
+    layer.keys.codes.packed[:, :, 0] = 5.0
     q = torch.full((1, 1, 1, 32), 0.35)  # the sink's score is 10, and the others' about 0
-    out, want = kernels.attention(q, layer)[0].double(), expected(q, layer)[0]
+    out, want = layer.attention(q).out.double(), expected(q, layer)[0]
     assert (out - want).norm() < 0.01 * want.norm()
 
 
 def test_the_torch_lines_are_the_kernels():
     """attend_lines piece by piece, then merge_lines, are the kernels' output."""
     layer = layer_of(Plain("exact", "exact", 2, 32, block=90), 2, 32, 1, 100, 5)
-    q, (K, V) = torch.randn(1, 2, 5, 32), layer.read()
+    q, (K, V) = torch.randn(1, 2, 5, 32), (layer.keys.read(), layer.values.read())
     pieces = [kernels.attend_lines(q, K.float(), V.float(), a, b, 60) for a, b in ((0, 30), (30, 64), (64, 100))]
     out, lse = kernels.merge_lines(*(torch.stack(x) for x in zip(*pieces)))
-    got, got_lse, _, _ = kernels.attention(q, layer, 60)
+    layer.window = 60
+    got, got_lse, _, _ = layer.attention(q)
     torch.testing.assert_close(got, out, **CLOSE)
     torch.testing.assert_close(got_lse, lse, **CLOSE)
 
@@ -360,37 +418,30 @@ def test_the_torch_lines_are_the_kernels():
 @pytest.mark.parametrize("heads,R,width", [(2, 1, 32), (1, 4, 80)])
 def test_anchor_scores(T, S, window, heads, R, width):
     q, k = torch.randn(2, heads * R, T, width), torch.randn(2, S, heads, width).half().transpose(1, 2)
-    lse = anchors.log_sum_exp(q, k, window)
-    for got, want in zip(kernels.anchor_scores(q, k, lse, window), anchors.anchor_scores(q, k, lse, window)):
+    lse = antkv.log_sum_exp(q, k, window)
+    for got, want in zip(triton_cache.anchor_scores(q, k, lse, window), antkv.anchor_scores(q, k, lse, window)):
         torch.testing.assert_close(got, want, **CLOSE)
 
 
 def test_anchor_scores_of_the_newest_keys_alone():
     q, k = torch.randn(1, 4, 20, 32), torch.randn(1, 2, 150, 32)
-    lse = anchors.log_sum_exp(q, k)
-    for got, want in zip(kernels.anchor_scores(q, k[:, :, 90:], lse), anchors.anchor_scores(q, k, lse)):
+    lse = antkv.log_sum_exp(q, k)
+    for got, want in zip(triton_cache.anchor_scores(q, k[:, :, 90:], lse), antkv.anchor_scores(q, k, lse)):
         torch.testing.assert_close(got, want[:, :, 90:], **CLOSE)
 
 
 def test_slots_are_mapped_anew_where_something_is_coded_or_pinned():
     """Of the coded tokens; a pinned one that is recent has no place among them yet."""
     def pinned():
-        coded = layer.slots(layer.k, 1)[0, 0, :layer.k.first].tolist()
+        coded = layer.slots(layer.keys, 1)[0, 0, :layer.keys.n_coded].tolist()
         return {i: row for i, row in enumerate(coded) if row >= 0}
     layer = layer_of(Plain("2 bits per token", "exact", 2, 32, block=20, pins={"k": [[1, 30, -1]]}), 2, 32, 1, 55, 1)
-    assert layer.k.first == 40 and pinned() == {1: 0, 30: 1}
-    assert layer.slots(layer.k, 1) is layer.slots(layer.k, 1)
-    layer.k.pin(torch.tensor([[[50, 1]]]))
+    assert layer.keys.n_coded == 40 and pinned() == {1: 0, 30: 1}
+    assert layer.slots(layer.keys, 1) is layer.slots(layer.keys, 1)
+    triton_cache.pin(layer.keys, torch.tensor([[[50, 1]]]))
     assert pinned() == {1: 1}
-    layer.k.code(15)
-    assert layer.k.first == 55 and pinned() == {1: 1, 50: 0}
-
-
-def test_topk_outliers_are_kvsinks():
-    hidden = torch.randn(2, 30, 8).round()  # with ties
-    score, at = METHODS["kvsink"](config(2), 7, 0, 3).observe(None, 0, hidden, 0)
-    for got, want in zip(kernels.topk_outliers(hidden, 3, 7), (score, at)):
-        assert torch.equal(got, want)
+    layer.keys.quantize(15)
+    assert layer.keys.n_coded == 55 and pinned() == {1: 1, 50: 0}
 
 
 # ---- methods, in a model
@@ -409,8 +460,8 @@ def tiny(layers=2, **more):
     return model.requires_grad_(False)
 
 
-class Twice(kernels.TritonCache):
-    """Asks both backends the same, and goes on with what torch says: a difference would change later codes."""
+class Twice(TritonCache):
+    """Asks the kernels and torch the same, and goes on with what torch says: a difference would change later codes."""
 
     def reset(self):
         super().reset()
@@ -425,19 +476,24 @@ class Twice(kernels.TritonCache):
         want = torch.nn.functional.scaled_dot_product_attention(
             q, K.repeat_interleave(R, 1), V.repeat_interleave(R, 1), attn_mask=mask)
         self.largest = max(self.largest, (out - want).abs().max().item())
-        for one, two in ((self.layers[layer].k, self.twin.layers[layer].k),
-                         (self.layers[layer].v, self.twin.layers[layer].v)):
-            assert (one.index is None) == (two.index is None) and (one.score is None) == (two.score is None)
-            assert one.index is None or torch.equal(one.index, two.index)
-            assert one.coded is None or torch.equal(one.coded.q, two.coded.q)
-            if one.score is not None:
-                torch.testing.assert_close(one.score, two.score, rtol=1e-2, atol=1e-3)
-                torch.testing.assert_close(one.pinned_score, two.pinned_score, rtol=1e-2, atol=1e-3)
+        mine, twin = self.layers[layer], self.twin.layers[layer]
+        for one, two in ((mine.keys, twin.keys), (mine.values, twin.values)):
+            for name in ("pinned_positions", "pinned_rows"):
+                same_or_none(getattr(one, name), getattr(two, name), rtol=0, atol=0)
+            for name in ("recent_scores", "pinned_scores"):
+                same_or_none(getattr(one, name), getattr(two, name), rtol=1e-2, atol=1e-3)
+            assert one.codes is None or torch.equal(one.codes.packed, two.codes.packed)
         return want
 
     def observe(self, layer, hidden):
         super().observe(layer, hidden)
         self.twin.observe(layer, hidden)
+
+
+def same_or_none(one, two, **close):
+    assert (one is None) == (two is None)
+    if one is not None:
+        torch.testing.assert_close(one, two, **close)
 
 
 SMALL = {"kvsink": {"emergence_layer": 0, "outlier_channel": 5}, "kivi": {"group_size": 16, "recent": 4},
@@ -449,7 +505,7 @@ SMALL = {"kvsink": {"emergence_layer": 0, "outlier_channel": 5}, "kivi": {"group
 
 def method_of(model, name, **more):
     method = METHODS[name](model.config, **{**SMALL.get(name, {}), **more})
-    method.calibrate(model, torch.randint(0, 41, (3, 40), generator=torch.Generator().manual_seed(2)))
+    calibrate(model, method, torch.randint(0, 41, (3, 40), generator=torch.Generator().manual_seed(2)))
     method.block = min(method.block, 16)
     if method.prefix:
         method.prefix.fill(model, model)
@@ -459,8 +515,8 @@ def method_of(model, name, **more):
 @pytest.fixture
 def tall(monkeypatch):
     """64 rows of queries in a tile, where registers allow a GPU 16: the interpreter's time is by the tile."""
-    real = kernels.tiling
-    monkeypatch.setattr(kernels, "tiling", lambda *args: (64, *real(*args)[1:]))
+    real = triton_cache.tiling
+    monkeypatch.setattr(triton_cache, "tiling", lambda *args: real(*args)._replace(M=64))
 
 
 @pytest.mark.usefixtures("tall")
@@ -475,11 +531,11 @@ def test_every_method_on_both_backends(name, protocol):
     tokens = torch.randint(0, 41, (1, 27 if protocol == "paper" else 33))
     if method.prefix:
         tokens[:, 0] = 1
-    tokens = cache.rest(tokens)
+    model.use_attention("triton")
     for chunk in [tokens] if protocol == "paper" else tokens.split([tokens.shape[1] - 17, 16, 1], dim=1):
         model(chunk, cache)
     assert 0 < cache.largest < 5e-3
-    assert cache.nbytes == cache.twin.nbytes and cache.layers[0].k.first
+    assert cache.nbytes == cache.twin.nbytes and cache.layers[0].keys.n_coded
 
 
 @pytest.mark.usefixtures("tall")
@@ -489,10 +545,17 @@ def test_logits_agree(name):
     model, tokens = tiny(1), torch.randint(0, 41, (1, 40))
     method = method_of(model, name)
     for protocol in ("paper", "stream"):
-        one, two = KVCache(model, method, protocol), kernels.TritonCache(model, method, protocol)
-        torch.testing.assert_close(model(tokens, two), model(tokens, one), rtol=0, atol=1e-2)
+        one, two = KVCache(model, method, protocol), TritonCache(model, method, protocol)
+        torch.testing.assert_close(triton_logits(model, tokens, two), model(tokens, one), rtol=0, atol=1e-2)
     step = tokens[:, :1]
-    torch.testing.assert_close(model(step, two), model(step, one), rtol=0, atol=1e-2)
+    torch.testing.assert_close(triton_logits(model, step, two), model(step, one), rtol=0, atol=1e-2)
+
+
+def triton_logits(model, tokens, cache):
+    model.use_attention("triton")
+    logits = model(tokens, cache)
+    model.use_attention("fused")
+    return logits
 
 
 @pytest.mark.parametrize("name", ["kivi", "pfn", "antkv"])
@@ -503,17 +566,19 @@ def test_generation_decodes_no_row_and_codes_each_once(name, monkeypatch):
 
     def never(*args):
         raise AssertionError("rows were decoded")
-    real = Method.encode
+    real = CachedRows.quantize
 
-    def encode(self, layer, kind, rows, skip):
-        coded.append(rows.shape[2])
-        return real(self, layer, kind, rows, skip)
-    monkeypatch.setattr(Method, "encode", encode)
+    def quantize(self, n):
+        coded.append(n)
+        return real(self, n)
+    monkeypatch.setattr(CachedRows, "quantize", quantize)
+    monkeypatch.setattr(CachedRows, "read", never)
     for cls in (Codec, Exact, Affine, Codebook):
-        monkeypatch.setattr(cls, "decode", never, raising=False)
-    cache = kernels.TritonCache(model, method)
+        monkeypatch.setattr(cls, "decode", never)
+    model.use_attention("triton")
+    cache = TritonCache(model, method)
     assert torch.equal(model.generate(prompt, 6, cache), want)
-    assert sum(coded) == cache.layers[0].k.first + cache.layers[0].v.first > 0
+    assert sum(coded) == cache.layers[0].keys.n_coded + cache.layers[0].values.n_coded > 0
 
 
 # ---- what is refused
@@ -521,20 +586,15 @@ def test_generation_decodes_no_row_and_codes_each_once(name, monkeypatch):
 def test_a_cpu_without_the_interpreter_is_named(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(UserError, match="needs a GPU, and the model is on cpu"):
-        kernels.TritonCache(tiny(), METHODS["fp16"](config(2)))
+        TritonCache(tiny(), METHODS["fp16"](config(2)))
 
 
-class OwnDecode(METHODS["rtn"]):
-    def decode(self, layer, kind, codes):
-        return super().decode(layer, kind, codes)
+class OwnScores(antkv.AnTKV):
+    def score(self, layer_cache, q, K):
+        raise AssertionError("it was asked")
 
 
-class OwnScores(AnTKV):
-    def attend(self, cache, q, K, positions):
-        return None
-
-
-class OwnPace(AnTKV):
+class OwnPace(antkv.AnTKV):
     v_block = 1
 
 
@@ -543,56 +603,65 @@ class OwnCodec(Method):
         pass
 
     def __init__(self, config):
-        self.codecs = [{"k": self.Zeros(2, 16), "v": Exact()}]
+        self.codecs = [Pair(self.Zeros(2, 16), Exact())]
 
 
-@pytest.mark.parametrize("cls,words", [(OwnDecode, "OwnDecode has its own `decode`"), (OwnCodec, "codes by Zeros"),
-                                       (OwnScores, "OwnScores.attend reads all keys"),
-                                       (OwnPace, "OwnPace codes values at another pace")])
+class FiveBits(Method):
+    def __init__(self, config):
+        self.codecs = [Pair(Affine(5, 16), Exact())]
+
+
+@pytest.mark.parametrize("cls,words", [(OwnCodec, "OwnCodec quantizes by Zeros"),
+                                       (OwnScores, "OwnScores has its own `score`, which reads all keys"),
+                                       (OwnPace, "OwnPace quantizes values at another pace"),
+                                       (FiveBits, "codes of 1, 1.5, 2, 3, 4, 8 and 16 bits; these have 5")])
 def test_what_no_kernel_knows_is_named(cls, words):
     with pytest.raises(UserError, match=words):
-        kernels.TritonCache(tiny(), cls(config(2)))
+        TritonCache(tiny(), cls(config(2)))
 
 
 def test_vectors_of_three_are_named():
     wide = LlamaConfig(41, 32, 48, 1, 2, 2, 24, 64)
     with pytest.raises(UserError, match="vectors of 1, 2, 4, 8 ... channels; these have 3"):
-        kernels.TritonCache(Llama(wide), METHODS["cq"](wide, vq="d3m8"))
+        TritonCache(Llama(wide), METHODS["cq"](wide, vq="d3m8"))
 
 
 # ---- the benchmark
 
-def test_the_benchmark_runs_at_tiny_shapes(monkeypatch, capsys):
+@pytest.fixture
+def small(monkeypatch):
+    """A shape and a few cases that the interpreter can go through."""
+    monkeypatch.setitem(bench_kernels.SHAPES, "tiny", (1, 64, 48, 4, 2, 16, 41, 1e4))
+    cases = ("fp16", "2-bit per token", "2-bit kvsink, 5 kept", "1-bit codebooks d8m256")
+    monkeypatch.setattr(bench_kernels, "CASES", {name: bench_kernels.CASES[name] for name in cases})
+    monkeypatch.setattr(bench_kernels, "best_of", lambda run: 1.0 + 0 * len([run()]))
+
+
+@pytest.mark.usefixtures("small")
+def test_the_benchmark_runs_at_tiny_shapes(capsys):
     """Every line of it but the clock, which needs a GPU."""
-    monkeypatch.setitem(kernels.SHAPES, "tiny", (1, 64, 48, 4, 2, 41, 1e4))
-    monkeypatch.setattr(kernels, "best_of", lambda run: 1.0 + 0 * len([run()]))
-    cpu, formats = torch.device("cpu"), ["fp16", "2-bit per token", "1-bit codebooks d8m256"]
-    kernels.bench_attention("tiny", [256], [1], formats, cpu)
-    kernels.bench_scores("tiny", [64], cpu)
-    kernels.bench_decoding(kernels.config_of("tiny", positions=512), [256], formats[1:2], cpu, 1, 2)
+    cpu = torch.device("cpu")
+    bench_kernels.bench_attention("tiny", [256], [1], ["fp16", "2-bit per token", "1-bit codebooks d8m256"], cpu)
+    bench_kernels.bench_scores("tiny", [64], cpu)
+    bench_kernels.bench_decoding(bench_kernels.config_of("tiny", positions=512), [256], ["2-bit per token"], cpu, 1, 2)
     out = capsys.readouterr().out
     assert out.count("2-bit per token") == 2 and "tok/s at 256" in out
 
 
+@pytest.mark.usefixtures("small")
 def test_what_is_wrong_on_a_device_is_named(monkeypatch, capsys):
-    """`check` finds every format near to torch; and says so of those that are not."""
-    monkeypatch.setitem(kernels.SHAPES, "tiny", (1, 64, 48, 2, 1, 41, 1e4))
-    formats = {name: kernels.FORMATS[name] for name in ("fp16", "2-bit kvsink, 5 kept")}
-    monkeypatch.setattr(kernels, "FORMATS", formats)
-    kernels.check("tiny", torch.device("cpu"), [torch.float16])
-    out = capsys.readouterr().out
-    errors = [float(x) for line in out.splitlines()[2:] for x in line.split()[-2:]]
-    assert len(errors) == 4 and 0 < max(errors) < 2e-3
-    monkeypatch.setattr(kernels, "dequant_attention", lambda q, layer: 0 * q)
-    with pytest.raises(UserError, match="wrong on this device for fp16, 2-bit kvsink, 5 kept"):
-        kernels.check("tiny", torch.device("cpu"), [torch.float16])
-    monkeypatch.setattr(kernels, "dequant_attention", lambda q, layer: math.nan * q)
-    with pytest.raises(UserError, match="wrong on this device"):
-        kernels.check("tiny", torch.device("cpu"), [torch.float16])
+    """`check` finds every case near to torch; and says so of those that are not."""
+    bench_kernels.check("tiny", torch.device("cpu"), [torch.float16])
+    errors = [float(x) for line in capsys.readouterr().out.splitlines()[2:] for x in line.split()[-2:]]
+    assert len(errors) == 8 and 0 < max(errors) < 2e-3
+    for wrong in (0, math.nan):
+        monkeypatch.setattr(TritonLayer, "attention", lambda self, q, wrong=wrong: SimpleNamespace(out=wrong * q))
+        with pytest.raises(UserError, match="wrong on this device for fp16, 2-bit per token"):
+            bench_kernels.check("tiny", torch.device("cpu"), [torch.float16])
 
 
 def test_without_a_gpu_the_benchmark_says_that_nothing_was_measured(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["kernels.py", "bench"])
-    kernels.main()
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "bench"])
+    bench_kernels.main()
     assert "nothing was measured" in capsys.readouterr().out

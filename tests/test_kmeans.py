@@ -62,11 +62,11 @@ def test_with_enough_tries_nothing_is_better(case):
 @pytest.mark.parametrize("seed", range(20))
 def test_clusters_that_are_far_apart_are_found(seed):
     """In two dimensions, with weights that differ a hundredfold; ten tries, as for SKVQ's channels."""
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     middles = torch.cartesian_prod(torch.arange(3.0), torch.arange(2.0)) * 50  # (6, 2)
-    label = torch.cat([torch.arange(6), torch.randint(0, 6, (60,), generator=dice)])
-    points = middles[label] + torch.randn(66, 2, generator=dice)
-    weights = 10 ** (2 * torch.rand(66, generator=dice))
+    label = torch.cat([torch.arange(6), torch.randint(0, 6, (60,), generator=rng)])
+    points = middles[label] + torch.randn(66, 2, generator=rng)
+    weights = 10 ** (2 * torch.rand(66, generator=rng))
     centres = kmeans(points[None], 6, weights[None], tries=10)
     found = nearest(points[None], centres)[0]
     assert len(set(zip(label.tolist(), found.tolist()))) == 6  # one number for each cluster and the other way round
@@ -97,8 +97,8 @@ def test_the_start_is_the_same_with_copies(case, seed):
     rows, weights, k = case
     points, w = problem(rows, weights)
     copied = problem([row for row, n in zip(rows, weights) for _ in range(n)])
-    dice = [torch.Generator().manual_seed(seed) for _ in range(2)]
-    assert torch.equal(plus_plus(points, k, w, dice[0]), plus_plus(copied, k, torch.ones(copied.shape[:2]), dice[1]))
+    rng = [torch.Generator().manual_seed(seed) for _ in range(2)]
+    assert torch.equal(plus_plus(points, k, w, rng[0]), plus_plus(copied, k, torch.ones(copied.shape[:2]), rng[1]))
 
 
 def test_equal_weights_do_not_matter():
@@ -119,7 +119,7 @@ def test_more_centres_than_distinct_points(points, k):
 
 
 def test_the_same_seed_gives_the_same_centres():
-    """And the caller's dice are left alone."""
+    """And the caller's random numbers are left alone."""
     points = torch.randn(3, 60, 2, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -140,10 +140,10 @@ def test_each_problem_keeps_its_own_best_try():
 
 
 def test_problems_side_by_side_are_as_good_as_alone():
-    """They share their dice, so the centres may differ, but none pays for its neighbours: whatever their sizes."""
-    dice = torch.Generator().manual_seed(3)
-    points = torch.randn(12, 8, 1, generator=dice) * torch.logspace(-3, 3, 12)[:, None, None]
-    weights = torch.rand(12, 8, generator=dice) + 0.1
+    """They share their random numbers, so the centres may differ, but none pays for its neighbours, of any size."""
+    rng = torch.Generator().manual_seed(3)
+    points = torch.randn(12, 8, 1, generator=rng) * torch.logspace(-3, 3, 12)[:, None, None]
+    weights = torch.rand(12, 8, generator=rng) + 0.1
     for p, w, centres in zip(points, weights, kmeans(points, 3, weights, tries=40)):
         assert loss(p, w, centres) <= best_loss(p.flatten().tolist(), w.tolist(), 3) * (1 + 1e-4)
 
@@ -177,8 +177,8 @@ def test_starting_centres_are_points_that_weigh_something():
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5])
-def test_a_throw_on_the_edge_falls_on_no_point_without_weight(monkeypatch, u):
-    """The dice may give 0 itself, or fall between two points."""
+def test_a_draw_on_the_edge_falls_on_no_point_without_weight(monkeypatch, u):
+    """A draw may be 0 itself, or fall between two points."""
     monkeypatch.setattr(torch, "rand", lambda *shape, generator: torch.full(shape, u))
     points, weights = problem([1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 1.0, 0.0, 1.0, 0.0])
     assert sorted(plus_plus(points, 2, weights, None).flatten().tolist()) == [2.0, 4.0]
@@ -260,9 +260,9 @@ def test_a_centre_far_away_comes_back():
 
 
 def test_a_step_of_many_problems_is_one_step_of_each():
-    dice = torch.Generator().manual_seed(6)
-    points, centres = torch.randn(9, 50, 3, generator=dice), torch.randn(9, 6, 3, generator=dice)
-    weights = torch.rand(9, 50, generator=dice)
+    rng = torch.Generator().manual_seed(6)
+    points, centres = torch.randn(9, 50, 3, generator=rng), torch.randn(9, 6, 3, generator=rng)
+    weights = torch.rand(9, 50, generator=rng)
     centres[::2, 1] = 1e3  # some are empty, in some of the problems
     moved, before = lloyd(points, weights, centres)
     for i in range(9):
@@ -275,7 +275,7 @@ def test_tiles_change_nothing(monkeypatch, tile):
     points = torch.randn(3, 101, 2, generator=torch.Generator().manual_seed(7))
     centres = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(8))
     index = nearest(points, centres)
-    monkeypatch.setattr(module, "TILE", tile)
+    monkeypatch.setattr(module, "MAX_DISTANCES", tile)
     assert torch.equal(nearest(points, centres), index)
 
 
@@ -284,17 +284,17 @@ def test_tiles_bound_the_distances_held(monkeypatch):
     sizes, split = [], torch.Tensor.split
     monkeypatch.setattr(torch.Tensor, "split", lambda x, size, dim: sizes.append(size) or split(x, size, dim))
     for tile, most in ((600, 600), (10, 15)):
-        monkeypatch.setattr(module, "TILE", tile)
+        monkeypatch.setattr(module, "MAX_DISTANCES", tile)
         nearest(torch.zeros(3, 101, 2), torch.zeros(3, 5, 2))
         assert most / 2 < 3 * 5 * sizes.pop() <= most and not sizes
 
 
 def test_no_centre_is_much_nearer_than_the_nearest():
     """It is found by products, which lose what numbers far from 0 have in common: as much as 32 bits do, no more."""
-    dice = torch.Generator().manual_seed(9)
+    rng = torch.Generator().manual_seed(9)
     for offset in (0.0, 1.0, 30.0, 1000.0):
-        points = offset + torch.randn(2, 500, 4, generator=dice)
-        centres = offset + torch.randn(2, 40, 4, generator=dice)
+        points = offset + torch.randn(2, 500, 4, generator=rng)
+        centres = offset + torch.randn(2, 40, 4, generator=rng)
         square = (points.double()[:, :, None] - centres.double()[:, None]).pow(2).sum(-1)  # (2, 500, 40)
         found = square.gather(2, nearest(points, centres)[..., None])[..., 0]
         assert (found <= square.amin(-1) + 4 * 2 ** -21 * (offset ** 2 + 20)).all()

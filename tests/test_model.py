@@ -8,7 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tinykv.checkpoint import load_model
+from tinykv import UserError
+from tinykv.cache import PROTOCOLS, KVCache, Trace
+from tinykv.data.windows import Windows
+from tinykv.evaluate import evaluate
+from tinykv.hf import load_model
+from tinykv.methods.intactkv import Prefix
+from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig, Rope, pick_token
 
 REFERENCES = Path(__file__).parent / "references"
@@ -18,7 +24,7 @@ BIASES = tuple(f"{name}_proj.bias" for name in ("q", "k", "v", "o", "gate", "up"
 
 
 class ExactCache:
-    """The least that the model asks of a cache: it forgets nothing, and writes down what it was shown."""
+    """The least that the model asks of a cache. It keeps every key and value, and records what it was shown."""
 
     def __init__(self, model):
         self.rope = model.rope
@@ -28,13 +34,18 @@ class ExactCache:
     def __len__(self):
         return 0 if self.rows[-1] is None else self.rows[-1][0].shape[2]
 
+    def without_prefix(self, tokens):
+        return tokens
+
     def update(self, layer, q, k, v, positions):
         assert q.shape[2] == len(positions) and q.shape[1] % k.shape[1] == 0
-        new = self.rope.rotate(k, positions), v  # (B, Hkv, T, d) both
+        k = self.rope.rotate(k, positions)  # (B, Hkv, T, d)
         if self.rows[layer] is not None:
-            new = tuple(torch.cat(pair, dim=2) for pair in zip(self.rows[layer], new))  # (B, Hkv, S, d) both
-        self.rows[layer] = new
-        return new
+            k_before, v_before = self.rows[layer]
+            k = torch.cat([k_before, k], dim=2)  # (B, Hkv, S, d)
+            v = torch.cat([v_before, v], dim=2)  # (B, Hkv, S, d)
+        self.rows[layer] = k, v
+        return k, v
 
     def observe(self, layer, hidden):
         self.seen.append((layer, tuple(hidden.shape)))
@@ -49,13 +60,13 @@ class AdjacentRope(Rope):
 
 
 def expected(variant):
-    e = load_file(REFERENCES / variant / "expected.safetensors")
-    return e["tokens"].long(), e["logits"]  # (B, T), (B, T, vocab)
+    reference = load_file(REFERENCES / variant / "expected.safetensors")
+    return reference["tokens"].long(), reference["logits"]  # (B, T), (B, T, vocab)
 
 
+@torch.no_grad()
 def logits_of(model, tokens):
-    with torch.no_grad():
-        return model(tokens)  # (B, T, vocab)
+    return model(tokens)  # (B, T, vocab)
 
 
 def rebuilt(model, **changes):
@@ -65,8 +76,8 @@ def rebuilt(model, **changes):
     return other
 
 
-def zeroed(model, suffix, value=0.0):
-    """Every parameter whose name ends so set to one value."""
+def overwritten(model, suffix, value):
+    """The model with every parameter whose name ends in `suffix` set to one value."""
     found = [p for name, p in model.named_parameters() if name.endswith(suffix)]
     assert found
     for p in found:
@@ -94,13 +105,30 @@ def test_logits_are_those_of_transformers(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_visible_attention_equals_the_fused_call(variant):
+def test_plain_attention_equals_fused_attention(variant):
     tokens, _ = expected(variant)
     model = load_model(REFERENCES / variant)
+    model.use_attention("fused")
     fused = logits_of(model, tokens)
-    for block in model.model["layers"]:
-        block.self_attn.fused = False
-    torch.testing.assert_close(logits_of(model, tokens), fused, atol=1e-5, rtol=0)
+    model.use_attention("plain")
+    plain = logits_of(model, tokens)
+    torch.testing.assert_close(plain, fused, atol=1e-5, rtol=0)
+
+
+def test_each_word_for_attention_runs_its_own_lines(monkeypatch):
+    """Otherwise the test above could compare one of the two with itself."""
+    def no_fused(*arguments, **settings):
+        raise NotImplementedError("fused")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", no_fused)
+    model = tiny()
+    tokens = torch.zeros(1, 3, dtype=torch.long)  # (1, T)
+    model.use_attention("plain")
+    logits_of(model, tokens)
+    model.use_attention("fused")
+    with pytest.raises(NotImplementedError, match="fused"):
+        logits_of(model, tokens)
+    with pytest.raises(UserError, match="attention is one of plain, fused, triton"):
+        model.use_attention("flash")
 
 
 @pytest.mark.parametrize("variant, changes", [
@@ -112,7 +140,7 @@ def test_visible_attention_equals_the_fused_call(variant):
     ("mistral", {"sliding_window": 7}),
     ("mistral", {"sliding_window": 9}),
     ("mha", {"rms_norm_eps": 1e-6})])
-def test_the_reference_tells_a_config_value_that_is_ignored(variant, changes):
+def test_the_references_show_an_ignored_config_value(variant, changes):
     tokens, logits = expected(variant)
     wrong = rebuilt(load_model(REFERENCES / variant), **changes)
     assert (logits_of(wrong, tokens) - logits).abs().max() > 1e-2
@@ -120,20 +148,20 @@ def test_the_reference_tells_a_config_value_that_is_ignored(variant, changes):
 
 @pytest.mark.parametrize("variant, suffix, value",
                          [("biases", name, 0.0) for name in BIASES] + [("mha", name, 1.0) for name in NORMS])
-def test_the_reference_tells_a_bias_or_norm_that_is_ignored(variant, suffix, value):
+def test_the_references_show_an_ignored_bias_or_norm(variant, suffix, value):
     tokens, logits = expected(variant)
-    wrong = zeroed(load_model(REFERENCES / variant), suffix, value)
+    wrong = overwritten(load_model(REFERENCES / variant), suffix, value)
     assert (logits_of(wrong, tokens) - logits).abs().max() > 1e-2
 
 
-def test_the_reference_tells_the_two_rope_conventions_apart():
+def test_the_references_show_the_wrong_rope_convention():
     tokens, logits = expected("mha")
     model = load_model(REFERENCES / "mha")
     model.rope = AdjacentRope(model.config)
     assert (logits_of(model, tokens) - logits).abs().max() > 1e-2
 
 
-def test_the_reference_tells_which_query_heads_share_a_kv_head():
+def test_the_references_show_which_query_heads_share_a_kv_head():
     tokens, logits = expected("gqa")
     model = load_model(REFERENCES / "gqa")
     for block in model.model["layers"]:  # heads 0 and 2 on the first KV head, 1 and 3 on the second
@@ -143,7 +171,7 @@ def test_the_reference_tells_which_query_heads_share_a_kv_head():
     assert (logits_of(model, tokens) - logits).abs().max() > 1e-2
 
 
-def test_the_reference_tells_a_scale_from_the_wrong_head_size():
+def test_the_references_show_a_scale_from_the_wrong_head_size():
     tokens, logits = expected("head_dim")
     model = load_model(REFERENCES / "head_dim")
     assert model.config.head_dim != model.config.hidden_size // model.config.num_attention_heads
@@ -154,7 +182,7 @@ def test_the_reference_tells_a_scale_from_the_wrong_head_size():
 
 # The model by itself
 
-def test_tied_ends_are_one_parameter():
+def test_tied_embeddings_are_one_parameter():
     model = load_model(REFERENCES / "tied")
     assert model.lm_head.weight is model.model["embed_tokens"].weight
 
@@ -172,7 +200,11 @@ def test_no_token_sees_a_later_one(window):
 def test_a_sliding_window_counts_the_token_itself():
     model = tiny(sliding_window=3, model_type="mistral")
     assert model.mask(0, 5, "cpu").int().tolist() == [
-        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 1, 1, 1, 0],
+        [0, 0, 1, 1, 1]]
     assert model.mask(0, 3, "cpu") is None  # the window hides nothing yet
     assert model.mask(4, 1, "cpu").int().tolist() == [[0, 0, 1, 1, 1]]
 
@@ -180,8 +212,10 @@ def test_a_sliding_window_counts_the_token_itself():
 def test_rope_keeps_lengths_and_depends_on_distance_alone():
     rope = tiny().rope
     q, k = torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(2))  # (1, d) both
+
     def score(i, j):
         return rope.rotate(q, torch.tensor([i])) @ rope.rotate(k, torch.tensor([j])).T
+
     torch.testing.assert_close(score(5, 2), score(45, 42), atol=1e-5, rtol=0)
     assert (score(5, 2) - score(5, 3)).abs() > 1e-3
     torch.testing.assert_close(rope.rotate(q, torch.tensor([9])).norm(), q.norm())
@@ -197,14 +231,23 @@ def test_half_precision_stays_half_precision_and_near():
     assert (half.float() - full).abs().max() < 0.05 * full.abs().max()
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_the_logits_are_the_head_of_the_hidden_states():
+    model, tokens = tiny(), torch.arange(12).view(2, 6)  # (B, T)
+    hidden = model(tokens, logits=False)  # (B, T, D)
+    assert hidden.shape == (2, 6, 16)
+    assert torch.equal(model.lm_head(hidden), model(tokens))
+
+
+# The model and a cache
+
+@pytest.mark.parametrize("attention", ["plain", "fused"])
 @pytest.mark.parametrize("chunk", [1, 5, 48])
 @pytest.mark.parametrize("variant", ["mha", "gqa", "rope_llama3", "mistral"])
-def test_reading_through_a_cache_in_chunks_equals_one_forward(variant, chunk, fused):
+def test_reading_through_a_cache_in_chunks_equals_one_forward(variant, chunk, attention):
     tokens, logits = expected(variant)
     model = load_model(REFERENCES / variant)
-    for block in model.model["layers"]:
-        block.self_attn.fused = fused
+    model.use_attention(attention)
     cache = ExactCache(model)
     with torch.no_grad():
         parts = [model(part, cache) for part in tokens.split(chunk, dim=1)]  # (B, chunk, vocab) each
@@ -212,7 +255,7 @@ def test_reading_through_a_cache_in_chunks_equals_one_forward(variant, chunk, fu
     torch.testing.assert_close(torch.cat(parts, dim=1), logits, atol=1e-4, rtol=0)
 
 
-def test_the_cache_is_shown_the_output_of_every_block_in_order():
+def test_the_cache_sees_the_output_of_every_block_in_order():
     model = tiny()
     cache = ExactCache(model)
     logits_of(model, torch.zeros(2, 3, dtype=torch.long))
@@ -223,6 +266,43 @@ def test_the_cache_is_shown_the_output_of_every_block_in_order():
     assert cache.seen == [(0, (2, 3, 16)), (1, (2, 3, 16)), (0, (2, 1, 16)), (1, (2, 1, 16))]
 
 
+@pytest.mark.parametrize("attention", ["plain", "fused"])
+def test_an_empty_cache_is_a_cache(attention):
+    """`cache or None` and `if cache:` must not lose one that holds no token yet."""
+    model = tiny()
+    model.use_attention(attention)
+    for cache in (KVCache(model, METHODS["fp16"](model.config)), Trace(model)):
+        assert len(cache) == 0 and cache
+        with torch.no_grad():
+            model(PROMPT, cache)
+        assert cache
+
+
+@torch.no_grad()
+def test_a_trace_changes_nothing_and_keeps_what_passes():
+    model = tiny()
+    trace = Trace(model)
+    assert torch.equal(model(PROMPT, trace), logits_of(model, PROMPT))
+    assert [q.shape for q in trace.q] == [(2, 4, 4, 4)] * 2  # (B, H, T, d), by layer
+    assert [k.shape for k in trace.k] == [v.shape for v in trace.v] == [(2, 2, 4, 4)] * 2  # (B, Hkv, T, d)
+    assert torch.equal(model.model["norm"](trace.hidden[-1]), model(PROMPT, logits=False))
+
+    # the attention weights of the first layer give what its projection reads
+    attention = model.model["layers"][0].self_attn
+    values = trace.v[0].repeat_interleave(2, dim=1)  # (B, H, T, d)
+    heads = trace.attention(0) @ values  # (B, H, T, d)
+    out = attention.o_proj(heads.transpose(1, 2).flatten(2))  # (B, T, D)
+    h = model.model["layers"][0].input_layernorm(model.model["embed_tokens"](PROMPT))  # (B, T, D)
+    direct = attention(h, model.rope, torch.arange(4), None, layer=0)  # (B, T, D)
+    torch.testing.assert_close(out, direct, atol=1e-6, rtol=0)
+
+    # the same window after its first two tokens' keys and values
+    keys = torch.stack(trace.k)[:, :1, :, :2]  # (L, 1, Hkv, n, d)
+    values = torch.stack(trace.v)[:, :1, :, :2]  # (L, 1, Hkv, n, d)
+    after = Trace(model, keys[:, 0], values[:, 0])
+    torch.testing.assert_close(model(PROMPT[:1, 2:], after), logits_of(model, PROMPT[:1])[:, 2:], atol=1e-5, rtol=0)
+
+
 # Generation
 
 PROMPT = torch.tensor([[1, 7, 3, 9], [4, 4, 20, 11]])  # (B, T)
@@ -231,7 +311,8 @@ PROMPT = torch.tensor([[1, 7, 3, 9], [4, 4, 20, 11]])  # (B, T)
 def test_greedy_generation_is_the_argmax_of_full_forwards():
     model, want = tiny(), PROMPT
     for _ in range(12):
-        want = torch.cat([want, logits_of(model, want)[:, -1].argmax(-1, keepdim=True)], dim=1)  # (B, T + 1)
+        best = logits_of(model, want)[:, -1].argmax(-1, keepdim=True)  # (B, 1)
+        want = torch.cat([want, best], dim=1)  # (B, T + 1)
     assert len(want[:, 4:].unique()) > 4  # a text, not one token over and over
     assert torch.equal(model.generate(PROMPT, 12), want)
     assert torch.equal(model.generate(PROMPT, 12, ExactCache(model)), want)
@@ -253,9 +334,11 @@ def test_a_seed_repeats_a_sample_and_another_does_not():
 
 def test_the_nucleus_ends_with_the_token_that_crosses_top_p():
     logits = torch.tensor([0.2, 0.5, 0.05, 0.25]).log().expand(4000, 4)  # (B, vocab)
+
     def shares(temperature, top_p):
         picks = pick_token(logits, temperature, top_p, torch.Generator().manual_seed(0))
         return torch.bincount(picks[:, 0], minlength=4) / len(logits)
+
     torch.testing.assert_close(shares(1.0, 1.0), torch.tensor([0.2, 0.5, 0.05, 0.25]), atol=0.03, rtol=0)
     torch.testing.assert_close(shares(1.0, 0.6), torch.tensor([0, 2 / 3, 0, 1 / 3]), atol=0.03, rtol=0)
     squares = torch.tensor([0.04, 0.25, 0.0025, 0.0625])  # temperature 1/2 squares the probabilities
@@ -283,3 +366,120 @@ def test_generation_stops_when_every_row_has_ended(seed, cached):
     for row, end in enumerate(ends):
         assert torch.equal(stopped[row, :end], free[row, :end]) and (stopped[row, end:] == eos).all()
     assert torch.equal(model.generate(PROMPT[:1], 12, eos=eos)[:, 4:], free[:1, :ends[0]])
+
+
+# A text that begins with a prefix. The three ways in, `model(tokens, cache)`, `generate` and `evaluate`, all strip it
+
+PREFIX = [5, 2, 8]
+TEXT = torch.tensor([[*PREFIX, 1, 7, 3, 9], [*PREFIX, 4, 4, 20, 11]])  # (B, T)
+
+
+class ListedCache(KVCache):
+    """A cache that can be found again after an evaluation."""
+    made = []
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.made.append(self)
+
+
+def under_a_prefix(model, **settings):
+    """IntactKV with the prefix as this model itself computes it: in 16 bits it is fp16, step for step."""
+    prefix = Prefix("three tokens", PREFIX)
+    prefix.fill(model, model)
+    return METHODS["intactkv"](model.config, prefix=prefix, **settings)
+
+
+def test_generation_under_an_exact_prefix_is_fp16_generation():
+    model = tiny()
+    plain = model.generate(TEXT, 12, KVCache(model, METHODS["fp16"](model.config)))
+    assert len(plain[:, 7:].unique()) > 4  # a text, not one token over and over
+    cache = KVCache(model, under_a_prefix(model))
+    assert torch.equal(model.generate(TEXT, 12, cache), plain)
+    assert len(cache) == 7 + 12 - 1  # each token once: the last one is not read
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_forward_reads_what_follows_the_prefix(protocol):
+    model = tiny()
+    plain = model(TEXT, KVCache(model, METHODS["fp16"](model.config), protocol))  # (B, T, vocab)
+    cache = KVCache(model, under_a_prefix(model), protocol)
+    assert len(cache) == cache.start == 3
+    logits = model(TEXT, cache)  # (B, T - n, vocab)
+    torch.testing.assert_close(logits, plain[:, 3:], atol=1e-5, rtol=0)
+    assert [layer.length for layer in cache.layers] == [7, 7]
+    cache.reset()
+    assert torch.equal(model(TEXT, cache), logits)
+
+
+@torch.no_grad()
+def test_only_the_beginning_of_a_text_is_its_prefix():
+    """A later chunk that happens to hold the same tokens is read, and not taken for the prefix again."""
+    model = tiny()
+    text = torch.cat([TEXT, TEXT], dim=1)  # (B, 2 T)
+    fp16 = KVCache(model, METHODS["fp16"](model.config))
+    cache = KVCache(model, under_a_prefix(model))
+    model(TEXT, cache)
+    second = model(TEXT, cache)  # (B, T, vocab)
+    assert len(cache) == 14
+    torch.testing.assert_close(second, model(text, fp16)[:, 7:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_evaluation_reads_each_token_once(protocol):
+    model = tiny()
+    methods = {"fp16": METHODS["fp16"](model.config), "intactkv": under_a_prefix(model)}
+    windows = Windows(TEXT, [[], []], "a text", start=3)
+    ListedCache.made.clear()
+    results = evaluate(model, methods, windows, protocol, cache_class=ListedCache)
+    assert [len(cache) for cache in ListedCache.made] == [7] * 4  # two methods, two windows
+    assert results["intactkv"].nll == pytest.approx(results["fp16"].nll, abs=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [TEXT[:, 3:], TEXT[:, :3], TEXT[:, :2], TEXT.where(TEXT != 8, 9)],
+                         ids=["no prefix", "nothing after it", "a part of it", "another token in it"])
+def test_no_way_in_takes_a_text_without_its_prefix(tokens):
+    model = tiny()
+    methods = {"fp16": METHODS["fp16"](model.config), "intactkv": under_a_prefix(model)}
+    cache = KVCache(model, methods["intactkv"])
+    with pytest.raises(UserError, match="prefix"), torch.no_grad():
+        model(tokens, cache)
+    with pytest.raises(UserError, match="prefix"):
+        model.generate(tokens, 1, cache)
+    with pytest.raises(UserError, match="prefix"):
+        evaluate(model, methods, Windows(tokens, [[], []], "a text"))
+    assert len(cache) == 3
+
+
+# What is printed
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_everything_prints_on_one_line(name, protocol):
+    """What `p cache` in a debugger gives, with tokens in it and without."""
+    model = tiny(head_dim=8)
+    method = under_a_prefix(model) if name == "intactkv" else METHODS[name](model.config)
+    cache = KVCache(model, method, protocol)
+    for rows in (cache.layers[0].keys, cache.layers[1].values):
+        rows.append(torch.ones(1, 2, 9, 8))
+    for thing in (method, method.codecs[0].k, method.codecs[1].v, cache, *cache.layers, cache.layers[0].keys,
+                  KVCache(model, method)):
+        text = repr(thing)
+        assert text.startswith(type(thing).__name__) and "\n" not in text and " object at " not in text
+        assert len(text) < 200, text
+
+
+@torch.no_grad()
+def test_what_a_cache_prints():
+    model = tiny()
+    method = METHODS["pfn"](model.config, preserve=2, scheme="token-dynamic")
+    cache = KVCache(model, method, "paper")
+    assert repr(method) == "PFN(token-dynamic, 2-bit K, 2-bit V)"
+    assert repr(method.codecs[0].k) == "Affine(2 bits)"
+    assert repr(cache.layers[1].keys) == "CachedRows(layer 1, K: 0 coded, 0 pinned, 0 recent)"
+    model(TEXT[:, :3], cache)
+    assert repr(cache.layers[1].keys) == "CachedRows(layer 1, K: 3 coded, 2 pinned, 0 recent)"
+    assert repr(cache.layers[1].values) == "CachedRows(layer 1, V: 3 coded, 2 pinned, 0 recent)"
+    assert repr(cache.layers[1]) == f"LayerCache({cache.layers[1].keys!r}, {cache.layers[1].values!r})"
+    assert repr(cache).startswith("KVCache(PFN(token-dynamic, 2-bit K, 2-bit V), paper, 3 tokens: ")

@@ -1,4 +1,4 @@
-"""Vector codebooks: the codec against plain lists, what is learned, and what is refused."""
+"""Vector codebooks: the codec against plain lists, its calibration, and what is refused."""
 import math
 from functools import lru_cache
 
@@ -7,15 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinykv import UserError, vectors
+from tinykv import UserError
 from tinykv.cache import KVCache
-from tinykv.calibrate import recorded
-from tinykv.codecs import Codebook, pack, unpack
+from tinykv.calibrate import calibrate, record
+from tinykv.codecs import codebook
+from tinykv.codecs.base import pack, unpack
+from tinykv.codecs.codebook import FORMATS, Codebook, make_codebooks
 from tinykv.kmeans import kmeans
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.cq import CQ
 from tinykv.model import Llama, LlamaConfig
-from tinykv.vectors import FORMATS, VectorScheme
 
 V, D, L, H, HKV, d = 41, 32, 2, 4, 2, 8
 
@@ -44,10 +45,10 @@ def books(draw):
     """A codec with random centroids, and rows for it."""
     heads, n, places, m = (draw(st.sampled_from(x)) for x in ((1, 2, 3), (1, 2, 4), (1, 2, 3), (2, 4, 8, 512)))
     B, T, shared = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.booleans())
-    dice = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     codec = Codebook(n, m, heads, n * places)
-    codec.centroids = torch.randn(1 if shared else heads * places, m, n, generator=dice).half()
-    return codec, torch.randn(B, heads, T, n * places, generator=dice).half()
+    codec.centroids = torch.randn(1 if shared else heads * places, m, n, generator=rng).half()
+    return codec, torch.randn(B, heads, T, n * places, generator=rng).half()
 
 
 @given(books())
@@ -57,7 +58,7 @@ def test_codebook_against_plain_lists(case):
     read = codec.decode(codes)
     B, heads, T, width = x.shape
     own = len(codec.centroids) > 1
-    assert codes.q.shape == (B, 1, T, math.ceil(heads * width // codec.n * codec.bits / 8))
+    assert codes.packed.shape == (B, 1, T, math.ceil(heads * width // codec.n * codec.code_bits / 8))
     for b, h, t, p in ((b, h, t, p) for b in range(B) for h in range(heads) for t in range(T)
                        for p in range(width // codec.n)):
         book = codec.centroids[h * (width // codec.n) + p if own else 0].tolist()
@@ -82,8 +83,9 @@ def test_centroids_come_back_as_they_are(case):
 @pytest.mark.parametrize("bits, name", FORMATS.items())
 def test_the_papers_formats(bits, name):
     config = LlamaConfig(V, 128, 48, L, 4, 2, 32, 256)
-    by_bits, by_name = VectorScheme(config, None, bits, "none", "own"), VectorScheme(config, name, None, "none", "own")
-    assert by_bits.name == by_name.name == name and by_bits.bits == bits
+    by_bits, by_name = make_codebooks(config, bits=bits), make_codebooks(config, vq=name)
+    for codec in (*by_bits[0], *by_name[0]):
+        assert codec.name == name and codec.bits == bits
     n, m = (int(x) for x in name[1:].split("m"))
     assert bits == math.log2(m) / n
 
@@ -95,17 +97,21 @@ def test_formats_that_are_refused(vq, bits):
         CQ(tiny().config, vq, bits)
 
 
-def learned(sensitivity="none", sharing="own", vq="d2m8", text=None):
+def calibrated(sensitivity="none", sharing="head", vq="d2m8", text=None):
     method = CQ(tiny().config, vq, sensitivity=sensitivity, sharing=sharing)
-    method.calibrate(tiny(), windows() if text is None else text)
+    calibrate(tiny(), method, windows() if text is None else text)
     return method
 
 
 def parts(gradients):
     """{(layer, kind): (rows (Hkv, N, d), gradients)} over the calibration windows."""
     found = {}
-    for layer, kind, rows, _, gradient in recorded(tiny(), CQ(tiny().config), windows(), gradients=gradients):
-        found.setdefault((layer, kind), []).append((rows, rows if gradient is None else gradient))
+    for window in windows():
+        recorder = record(tiny(), CQ(tiny().config), window, gradients)
+        for layer in range(L):
+            for kind in "kv":
+                rows, _, gradient = recorder.of(layer, kind)
+                found.setdefault((layer, kind), []).append((rows, rows if gradient is None else gradient))
     return {key: tuple(torch.cat(x, dim=1) for x in zip(*lists)) for key, lists in found.items()}
 
 
@@ -124,8 +130,8 @@ def weight_of(gradient, h, p, n, sensitivity):
 
 @pytest.mark.parametrize("sensitivity", ["fisher", "token"])
 def test_weights_serve_what_they_weigh(sensitivity):
-    """In sum over all books, the weighted error is smaller with centroids learned by these weights than by none."""
-    weighted, plain = learned(sensitivity), learned("none")
+    """In sum over all books, the weighted error is smaller with centroids found with these weights than with none."""
+    weighted, plain = calibrated(sensitivity), calibrated("none")
     losses = {"weighted": [0, 0], "plain": [0, 0]}
     for (layer, kind), (rows, gradient) in parts(True).items():
         for h in range(HKV):
@@ -133,22 +139,22 @@ def test_weights_serve_what_they_weigh(sensitivity):
                 x = rows[h, :, p * 2:p * 2 + 2].float()
                 w = weight_of(gradient, h, p, 2, sensitivity)
                 for name, method in (("weighted", weighted), ("plain", plain)):
-                    book = method.codecs[layer][kind].centroids[h * (d // 2) + p].float()
+                    book = getattr(method.codecs[layer], kind).centroids[h * (d // 2) + p].float()
                     losses[name][0] += weighted_loss(x, w / w.sum(), book)
                     losses[name][1] += weighted_loss(x, torch.ones(len(x)) / len(x), book)
     assert losses["weighted"][0] < 0.97 * losses["plain"][0]
     assert losses["plain"][1] < 0.97 * losses["weighted"][1]
 
 
-@pytest.mark.parametrize("sharing", ["own", "layer"])
+@pytest.mark.parametrize("sharing", ["head", "layer"])
 def test_books_are_fixed_points(sharing):
     """Every centroid is about the mean of the sub-vectors that are nearest to it."""
-    method = learned(sharing=sharing)
+    method = calibrated(sharing=sharing)
     for (layer, kind), (rows, _) in parts(False).items():
-        books = method.codecs[layer][kind].centroids.float()
-        assert books.shape == (HKV * d // 2 if sharing == "own" else 1, 8, 2)
+        books = getattr(method.codecs[layer], kind).centroids.float()
+        assert books.shape == (HKV * d // 2 if sharing == "head" else 1, 8, 2)
         x = rows.float().unflatten(-1, (-1, 2)).permute(0, 2, 1, 3).flatten(0, 1)  # (places, N, 2)
-        x = x if sharing == "own" else x.flatten(0, 1)[None]
+        x = x if sharing == "head" else x.flatten(0, 1)[None]
         for points, book in zip(x, books):
             near = (points[:, None] - book).pow(2).sum(-1).argmin(1)
             for c in range(8):
@@ -157,9 +163,9 @@ def test_books_are_fixed_points(sharing):
 
 def test_more_channels_at_the_same_bits_lose_less():
     """CQ's point, on channels that depend on each other: couples of channels that are nearly equal."""
-    dice = torch.Generator().manual_seed(0)
-    base = torch.randn(1, 4000, 4, generator=dice)
-    x = torch.stack([base, base + 0.1 * torch.randn(1, 4000, 4, generator=dice)], -1).flatten(2)  # (1, N, 8)
+    rng = torch.Generator().manual_seed(0)
+    base = torch.randn(1, 4000, 4, generator=rng)
+    x = torch.stack([base, base + 0.1 * torch.randn(1, 4000, 4, generator=rng)], -1).flatten(2)  # (1, N, 8)
     losses = []
     for n, m in ((1, 2), (2, 4), (4, 16), (8, 256)):  # 1 bit each
         points = x.unflatten(-1, (-1, n)).transpose(1, 2).flatten(0, 1)  # (8 / n, N, n)
@@ -170,38 +176,39 @@ def test_more_channels_at_the_same_bits_lose_less():
 
 def test_a_few_huge_weights_do_not_own_the_book():
     """The largest thousandth of the weights is cut down to the rest."""
-    config = LlamaConfig(V, D, 48, L, H, 1, 2, 256)
-    codec, scheme = Codebook(2, 4, 1, 2), VectorScheme(config, "d2m4", None, "token", "own")
+    codec = Codebook(2, 4, 1, 2, sensitivity="token")
     gradient = torch.ones(1, 2000, 2)
     gradient[0, 7] = 1e6
-    weight = scheme._weights(codec, gradient, gradient)
+    weight = codec.weigh(gradient, gradient)
     assert weight.shape == (1, 2000) and torch.allclose(weight, torch.tensor(2.0).sqrt())
 
 
-def test_learning_holds_no_more_than_it_says(monkeypatch):
+def test_calibration_holds_no_more_than_it_says(monkeypatch):
     """A sample of the tokens, evenly spread, where there are more than SAMPLES."""
-    monkeypatch.setattr(vectors, "SAMPLES", 64)
-    method = learned()
+    monkeypatch.setattr(codebook, "SAMPLES", 64)
+    method = calibrated()
+    codecs = [codec for pair in method.codecs for codec in pair]
     numbers = 2 * L * 64 * HKV * d
-    assert method.scheme.held == 2 * numbers + 4 * numbers // 2 and method.scheme.vectors == 64
+    assert sum(codec.held_bytes for codec in codecs) == 2 * numbers + 4 * numbers // 2
+    assert all(codec.samples == 64 for codec in codecs)
     assert "64 vectors" in method.describe()
 
 
 def test_too_few_vectors_are_refused():
     with pytest.raises(UserError, match="160 vectors"):
-        learned(vq="d2m256")
-    learned(vq="d2m256", sharing="layer")  # 8 places share one: 1,280
+        calibrated(vq="d2m256")
+    calibrated(vq="d2m256", sharing="layer")  # 8 places share one: 1,280
 
 
 def test_codebooks_are_counted_beside():
-    own, one = learned(), learned(sharing="layer")
+    own, one = calibrated(), calibrated(sharing="layer")
     assert own.offline_bytes == 2 * L * 8 * HKV * d * 2 and one.offline_bytes == 2 * L * 8 * 2 * 2
-    assert str(own.codecs[0]["k"].centroids.dtype) == "torch.float16"
+    assert str(own.codecs[0].k.centroids.dtype) == "torch.float16"
 
 
 def test_same_seed_same_books():
-    a, b = learned("token"), learned("token")
-    assert all(torch.equal(x["k"].centroids, y["k"].centroids) for x, y in zip(a.codecs, b.codecs))
+    a, b = calibrated("token"), calibrated("token")
+    assert all(torch.equal(x.k.centroids, y.k.centroids) for x, y in zip(a.codecs, b.codecs))
 
 
 @pytest.mark.parametrize("anchors", ["-1", "-1%", "101%", "many", "1.5", "%"])
@@ -215,7 +222,7 @@ def test_no_anchors_are_cq():
     a = CQ(tiny().config, "d2m8", sensitivity="token")
     b = AnTKV(tiny().config, "d2m8", anchors="0", recent=0)
     for method in (a, b):
-        method.calibrate(tiny(), windows())
+        calibrate(tiny(), method, windows())
     text = windows(2, 30, seed=1)
     with torch.no_grad():
         for protocol in ("paper", "stream"):
@@ -225,9 +232,9 @@ def test_no_anchors_are_cq():
 def test_the_share_of_anchors_grows_with_the_text():
     method = AnTKV(tiny().config, "d2m8", anchors="10%", recent=4)
     method.block = 8
-    method.calibrate(tiny(), windows())
+    calibrate(tiny(), method, windows())
     cache = KVCache(tiny(), method)
     with torch.no_grad():
         for seen, kept in ((12, 2), (20, 2), (28, 3), (36, 4)):
             tiny()(windows(1, 40, seed=2)[:, len(cache):seen], cache)
-            assert len(cache) == seen and all(layer.v.index.shape[-1] == kept for layer in cache.layers)
+            assert len(cache) == seen and all(layer.values.pinned_positions.shape[-1] == kept for layer in cache.layers)

@@ -2,7 +2,8 @@
 
 
 class UserError(ValueError):
-    """Bad input. One line: what was found, what was expected, what to do. Commands print it and exit with status 2."""
+    """Bad input. One line: what was found, what was expected, what to do. Commands print it and
+    exit with status 2."""
 
 
 def at_least(least, **settings):
@@ -16,4 +17,5 @@ def one_of(choices, **settings):
     """UserError if a setting is none of its choices; None is no setting."""
     for name, value in settings.items():
         if value is not None and value not in choices:
-            raise UserError(f"{name.replace('_', ' ')} is one of {', '.join(choices)}; got {value!r}")
+            name = name.replace("_", " ")
+            raise UserError(f"{name} is one of {', '.join(choices)}; got {value!r}")

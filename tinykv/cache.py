@@ -1,191 +1,303 @@
-"""The KV cache: per layer three parts, `pinned | coded | recent`.
+"""The KV cache. A layer's keys, and likewise its values, are held in three parts:
 
-    coded    every token that is old enough, as the method's codec writes it down, in token order
-    recent   the tokens after those, exact
-    pinned   tokens kept in full precision for good; on reading, each overwrites the slot that it has in `coded`
+    pinned | coded | recent
 
-A pinned token keeps its coded slot, so keys stay in order, groups stay aligned and no token counts twice; what the
-slot held does not matter. "Exact" rows are 16-bit: the model's own dtype if that has 16 bits, fp16 if it runs in fp32.
+    coded    every token that is old enough, quantized by the method's codec, in token order
+    recent   the tokens after those, in full precision
+    pinned   tokens kept in full precision; when the cache is read, each overwrites whatever stands
+             at its position
 
-Two protocols, the order of two lines in `update`:
-    paper    code, then read: one forward over a window, every token that is not pinned is read as its codes by every
-             query, its own included. This is how the papers measure perplexity.
-    stream   read, then code: tokens arrive in chunks, the `recent` newest stay exact, and after attention whole blocks
-             of `block` older ones are coded. This is what generation does. Chunks that end where a block does (the
-             first is longer by `recent` tokens) give exactly what their tokens would give one by one.
+A pinned token is quantized with its neighbours, too, so its position among the coded ones is never
+skipped: keys stay in token order, and the codec's groups (tokens or channels that share a scale)
+stay aligned. Its code is read only if the token is unpinned later. "Full precision" is 16 bits: the
+model's own dtype if it has 16 bits, fp16 if the model runs in fp32.
+
+Two protocols say when tokens are quantized:
+
+    paper    Quantize, then read. One forward reads one window, a text of the evaluation. A query
+             reads the codes of every token that is not pinned, its own token included. The papers
+             measure perplexity this way.
+    stream   Read, then quantize. Tokens arrive in chunks, and are read in full precision first.
+             Then whole blocks of `method.block` tokens are quantized, but never the newest
+             `method.recent` tokens. Generation works this way. Chunks of `method.chunk` tokens,
+             the first one longer by `method.recent`, give the same numbers as reading token by
+             token; longer chunks do not.
 """
+from types import SimpleNamespace
+
 import torch
 
 from tinykv import UserError
-from tinykv.codecs import Codes
 
 PROTOCOLS = ("paper", "stream")
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
-class Part:
-    """The keys (kind "k"), or the values (kind "v"), of one layer, as `method` keeps them."""
+def check_shape(x, shape, what):
+    """UserError if x, which a codec or a method gave, is not floating-point numbers (shape)."""
+    found = tuple(getattr(x, "shape", ()))
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or found != tuple(shape):
+        raise UserError(f"{what} has to give floating-point numbers {tuple(shape)}; it gave "
+                        f"{getattr(x, 'dtype', type(x))} {found}")
 
-    def __init__(self, method, layer, kind):
-        self.method, self.layer, self.kind = method, layer, kind
-        self.first = 0  # C: tokens coded so far, which is the position of the oldest recent one
-        self.index = None  # (B, 1 or Hkv, n) int32: positions of the pinned rows, -1 where a slot is empty
-        self.pinned = None  # (B, Hkv, n, d): their rows
-        self.coded: Codes | None = None  # tokens 0 .. C-1
-        self.recent = None  # (B, Hkv, r, d): tokens C .. C+r-1
-        self.pinned_score = self.score = None  # (B, Hkv, n), (B, Hkv, r): what `attend` said of exact rows
+
+class CachedRows:
+    """The keys (kind "k"), or the values (kind "v"), of one layer.
+
+    A row is the key, or the value, of one token in one head: d numbers.
+    """
+
+    def __init__(self, layer, kind, codec):
+        self.layer, self.kind, self.codec = layer, kind, codec
+        # coded
+        self.n_coded = 0  # C: tokens quantized so far, and the position of the oldest recent token
+        self.codes = None  # Codes of the tokens 0 .. C-1
+        # recent
+        self.recent = None  # (B, Hkv, r, d): the tokens C .. C+r-1
+        # pinned
+        self.pinned_positions = None  # (B, 1 or Hkv, p) int32; -1: an unused entry
+        self.pinned_rows = None  # (B, Hkv, p, d): the keys, or values, at those positions
+        # how important tokens are, summed over all queries so far; only if the method `uses_scores`
+        self.recent_scores = None  # (B, Hkv, r)
+        self.pinned_scores = None  # (B, Hkv, p)
 
     def append(self, rows):
-        if self.recent is not None:  # a prefix is one row for all sequences of a batch
-            rows = torch.cat([self.recent.expand(len(rows), -1, -1, -1), rows], dim=2)  # (B, Hkv, r + T, d)
+        """New rows (B, Hkv, T, d) join the recent ones."""
+        if self.recent is not None:
+            # a prefix, which a cache may begin with, is held once for all sequences of a batch
+            before = self.recent.expand(len(rows), -1, -1, -1)  # (B, Hkv, r, d)
+            rows = torch.cat([before, rows], dim=2)  # (B, Hkv, r + T, d)
         self.recent = rows
 
-    def add_score(self, score):
-        """score (B, Hkv, S), of all tokens so far: what it says of those that are exact is added up."""
-        pinned = None if self.index is None else score.gather(2, self.index.clamp(min=0).long())  # (B, Hkv, n)
-        self.add_exact(score[:, :, self.first:], pinned)
-
-    def add_exact(self, new, pinned):
-        """new (B, Hkv, r), of the recent tokens, and pinned (B, Hkv, n) or None, of the pinned ones, are added up."""
-        self.score = new if self.score is None else torch.nn.functional.pad(
-            self.score, (0, new.shape[-1] - self.score.shape[-1])) + new
-        if pinned is not None:
-            self.pinned_score = self.pinned_score + pinned
-
-    def pin(self, index):
-        """Keep the tokens at `index` (B, 1 or Hkv, n) from now on, no others. Each must be pinned now, or recent."""
-        B, Hkv, r, d = self.recent.shape
-        shape = tuple(getattr(index, "shape", ()))
-        if len(shape) != 3 or shape[0] not in (1, B) or shape[1] not in (1, Hkv) or index.dtype not in INTEGERS:
-            found = f"{getattr(index, 'dtype', type(index))} {shape}"
-            raise UserError(f"`keep` of {type(self.method).__name__} has to give None or positions, integers "
-                            f"(B, 1 or Hkv, n), where B = {B} and Hkv = {Hkv}; it gave {found}")
-        index = index.expand(B, -1, -1)  # (B, h, n)
-        at, fresh = (index - self.first).clamp(0, r - 1).long(), None  # (B, h, n): where it is among the recent rows
-        if self.index is not None:
-            before = index[..., :, None] == self.index[..., None, :]  # (B, h, n, n before)
-            slot, fresh = before.int().argmax(-1), (index >= self.first) | ~before.any(-1)  # (B, h, n) both
-
-        def take(recent, pinned):  # (B, Hkv, r, d), (B, Hkv, n before, d) -> (B, Hkv, n, d)
-            rows = recent.gather(2, at[..., None].expand(B, Hkv, -1, recent.shape[-1]))
-            if fresh is None:
-                return rows
-            kept = pinned.gather(2, slot[..., None].expand(B, Hkv, -1, recent.shape[-1]))
-            return torch.where(fresh[..., None], rows, kept)
-
-        self.pinned = take(self.recent, self.pinned)
-        if self.score is not None:
-            old = None if self.index is None else self.pinned_score[..., None]
-            self.pinned_score = take(self.score[..., None], old)[..., 0]
-        self.index = index.to(torch.int32, copy=True)
-
-    def code(self, n):
-        """Write down the n oldest recent tokens; pinned ones among them do not stretch the range of a group."""
-        rows, skip = self.recent[:, :, :n], self.is_pinned(n)  # (B, Hkv, n, d), (B, Hkv, n)
-        codes = self.method.encode(self.layer, self.kind, rows, skip)
-        self.coded = codes if self.coded is None else self.coded.append(codes)
-        self.recent = self.recent[:, :, n:].clone()  # a copy, so that the coded rows are let go
-        if self.score is not None:
-            self.score = self.score[:, :, n:].clone()
-        self.first += n
-
-    def is_pinned(self, n):
-        """Which of the n oldest recent tokens are pinned: (B, Hkv, n), or None if nothing is."""
-        if self.index is None:
-            return None
-        positions = torch.arange(self.first, self.first + n, device=self.index.device)  # (n)
-        pinned = (positions[:, None] == self.index[..., None, :]).any(-1)  # (B, h, n)
-        return pinned.expand(-1, self.recent.shape[1], -1)
-
     def read(self):
-        """All tokens so far (B, Hkv, S, d): decoded, then recent, then the pinned ones put in their slots."""
+        """The rows of all tokens so far, (B, Hkv, S, d): coded ones decoded, recent ones after
+        them, pinned ones at their positions."""
         rows = self.recent
-        if self.coded is not None:
-            decoded = self.method.decode(self.layer, self.kind, self.coded)  # (B, Hkv, C, d)
+        if self.codes is not None:
+            decoded = self.codec.decode(self.codes)  # (B, Hkv, C, d)
+            shape = (*rows.shape[:2], self.n_coded, rows.shape[3])
+            check_shape(decoded, shape, f"`decode` of {self.codec!r}")
             rows = torch.cat([decoded.to(rows.dtype), rows], dim=2)  # (B, Hkv, S, d)
-        if self.index is None:
+        if self.pinned_positions is None:
             return rows
         B, Hkv, S, d = rows.shape
-        slot = self.index.where(self.index >= 0, S).long()  # (B, h, n): an empty slot goes to a row behind the last
+        # an unused entry writes into a row after the last one, which is cut off again
         rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # (B, Hkv, S + 1, d)
-        return rows.scatter_(2, slot[..., None].expand(B, Hkv, -1, d), self.pinned)[:, :, :S]
+        at = self.pinned_index(unused=S)  # (B, 1 or Hkv, p)
+        rows.scatter_(2, at[..., None].expand(B, Hkv, -1, d), self.pinned_rows)
+        return rows[:, :, :S]
+
+    def pinned_index(self, unused):
+        """The pinned positions as an index (B, 1 or Hkv, p), with `unused` for unused entries."""
+        return self.pinned_positions.where(self.pinned_positions >= 0, unused).long()
+
+    def pin(self, positions, rows):
+        """Keep the tokens at `positions` (B, 1 or Hkv, p) from now on, and no others.
+
+        rows (B, Hkv, S, d): what `read` gives now. Methods pin tokens that are recent or pinned
+        now. Of any other token only the decoded row is left, and that would be kept.
+        """
+        B, Hkv, S, d = rows.shape
+        positions = positions.expand(B, -1, -1)  # (B, 1 or Hkv, p)
+        # an unused entry gets a copy of token 0; the copy is never read
+        at = positions.clamp(min=0).long().expand(B, Hkv, -1)  # (B, Hkv, p)
+        if self.recent_scores is not None:
+            self.pinned_scores = self.read_scores().gather(2, at)  # (B, Hkv, p)
+        self.pinned_rows = rows.gather(2, at[..., None].expand(-1, -1, -1, d))  # (B, Hkv, p, d)
+        self.pinned_positions = positions.to(torch.int32, copy=True)
+
+    def is_pinned(self, n):
+        """Which of the n oldest recent tokens are pinned: (B, Hkv, n); None if nothing is."""
+        if self.pinned_positions is None:
+            return None
+        Hkv = self.recent.shape[1]
+        oldest = torch.arange(self.n_coded, self.n_coded + n, device=self.recent.device)  # (n)
+        same = oldest[:, None] == self.pinned_positions[..., None, :]  # (B, 1 or Hkv, n, p)
+        return same.any(-1).expand(-1, Hkv, -1)
+
+    def quantize(self, n):
+        """Quantize the n oldest recent tokens. Pinned ones do not widen their group's range."""
+        oldest = self.recent[:, :, :n]  # (B, Hkv, n, d)
+        codes = self.codec.encode(oldest, ignore=self.is_pinned(n))
+        if not (hasattr(codes, "append") and hasattr(codes, "nbytes")):
+            raise UserError(f"`encode` of {self.codec!r} has to give an object with `append` and "
+                            f"`nbytes`, such as Codes; it gave {type(codes).__name__}")
+        self.codes = codes if self.codes is None else self.codes.append(codes)
+        self.recent = self.recent[:, :, n:].clone()  # a view would keep the quantized rows alive
+        if self.recent_scores is not None:
+            self.recent_scores = self.recent_scores[:, :, n:].clone()
+        self.n_coded += n
+
+    def add_scores(self, scores):
+        """Accumulate the scores (B, Hkv, S) of the tokens in full precision, recent and pinned."""
+        recent = scores[:, :, self.n_coded:]  # (B, Hkv, r)
+        pinned = None
+        if self.pinned_positions is not None:
+            at = self.pinned_index(unused=0).expand(*scores.shape[:2], -1)  # (B, Hkv, p)
+            pinned = scores.gather(2, at)  # (B, Hkv, p)
+        self.accumulate(recent, pinned)
+
+    def accumulate(self, recent, pinned):
+        """Add scores of the recent tokens (B, Hkv, r) and of the pinned ones (B, Hkv, p), or None.
+
+        A cache that never computes the scores of coded tokens calls this in place of `add_scores`.
+        """
+        if self.recent_scores is not None:
+            # tokens that came since the last scores start at 0
+            new_tokens = recent.shape[-1] - self.recent_scores.shape[-1]
+            recent = torch.nn.functional.pad(self.recent_scores, (0, new_tokens)) + recent
+        self.recent_scores = recent
+        if pinned is not None:
+            self.pinned_scores = self.pinned_scores + pinned
+
+    def read_scores(self):
+        """Each token's accumulated score, (B, Hkv, S); 0 for a coded token that is not pinned."""
+        scores = torch.nn.functional.pad(self.recent_scores, (self.n_coded, 1))  # (B, Hkv, S + 1)
+        if self.pinned_positions is not None:
+            S = scores.shape[-1] - 1
+            at = self.pinned_index(unused=S)  # (B, 1 or Hkv, p)
+            scores.scatter_(2, at.expand(*scores.shape[:2], -1), self.pinned_scores)
+        return scores[:, :, :-1]
 
     def tensors(self):
-        """What is held, by part."""
-        return {"pinned": [t for t in (self.index, self.pinned, self.pinned_score) if t is not None],
-                "coded": [] if self.coded is None else [self.coded],
-                "recent": [t for t in (self.recent, self.score) if t is not None]}
+        """What is held, by part: {part: [Codes or tensor]}."""
+        parts = {
+            "pinned": [self.pinned_positions, self.pinned_rows, self.pinned_scores],
+            "coded": [self.codes],
+            "recent": [self.recent, self.recent_scores],
+        }
+        return {part: [t for t in held if t is not None] for part, held in parts.items()}
 
     def part_bytes(self):
         """Bytes of what is held, by part."""
-        return {name: sum(t.nbytes for t in tensors) for name, tensors in self.tensors().items()}
+        return {part: sum(t.nbytes for t in held) for part, held in self.tensors().items()}
+
+    def __repr__(self):
+        pinned = 0 if self.pinned_positions is None else self.pinned_positions.shape[-1]
+        recent = 0 if self.recent is None else self.recent.shape[2]
+        return (f"CachedRows(layer {self.layer}, {self.kind.upper()}: "
+                f"{self.n_coded} coded, {pinned} pinned, {recent} recent)")
 
 
 class LayerCache:
-    """One layer's keys and values."""
+    """One layer's keys and values. shared: the method's notes on this text, one for all layers."""
 
-    def __init__(self, layer, method, rope, protocol):
-        self.layer, self.method, self.rope, self.protocol = layer, method, rope, protocol
-        self.k, self.v = Part(method, layer, "k"), Part(method, layer, "v")
+    def __init__(self, layer, method, rope, protocol, shared):
+        self.layer, self.method, self.rope = layer, method, rope
+        self.protocol, self.shared = protocol, shared
+        codecs = method.codecs[layer]
+        self.keys = CachedRows(layer, "k", codecs.k)
+        self.values = CachedRows(layer, "v", codecs.v)
         self.length = 0  # tokens seen
+        self.span = torch.zeros(())  # finite if every number so far was; `evaluate` looks at it
 
-    def update(self, q, k, v, positions, state):
-        """New q (B, H, T, d), k and v (B, Hkv, T, d), before RoPE -> K and V (B, Hkv, S, d) of all, K rotated."""
+    def update(self, q, k, v, positions):
+        """New q (B, H, T, d), k and v (B, Hkv, T, d), before RoPE -> K (rotated) and V of all
+        tokens so far, (B, Hkv, S, d) both.
+
+        Append; score, where the method scores. Under `paper` quantize, then read. Under `stream`
+        read, then quantize.
+        """
         self.append(k, v, positions)
-        K, V = self.read()  # (B, Hkv, S, d): the new rows exact
-        scores = self.method.attend(self, q, K, positions)  # (B, Hkv, S) twice, or None
-        if scores is not None:
-            self.k.add_score(scores[0])
-            self.v.add_score(scores[1])
+        # Read: the new tokens in full precision. Under `stream` attention gets this; under `paper`
+        # it is for scores and pins, and attention gets the second read below.
+        keys, values = self.keys.read(), self.values.read()  # (B, Hkv, S, d) both
+
+        if self.method.uses_scores:
+            rotated_q = self.rope.rotate(q, positions)  # (B, H, T, d)
+            rotated_k = self.rotated(keys)  # (B, Hkv, S, d)
+            of_keys, of_values = self.method.score(self, rotated_q, rotated_k)  # (B, Hkv, S) both
+            check_shape(of_keys, keys.shape[:3], f"`score` of {self.method!r}")
+            check_shape(of_values, keys.shape[:3], f"`score` of {self.method!r}")
+            self.note(of_keys, of_values)
+            self.keys.add_scores(of_keys)
+            self.values.add_scores(of_values)
+
+        # When: how many of the oldest recent tokens are quantized now?
+        n_keys = self.due(self.keys, self.method.block)
+        n_values = self.due(self.values, self.method.v_block or self.method.block)
+        # Keep: which tokens stay in full precision from now on? Keys and values are both asked
+        # before anything is pinned or quantized.
+        keep_keys = keep_values = None
+        if n_keys:
+            keep_keys = self.checked(self.method.keep_keys(self, n_keys))
+        if n_values:
+            keep_values = self.checked(self.method.keep_values(self, n_values))
+        if keep_keys is not None:
+            self.keys.pin(keep_keys, keys)
+        if keep_values is not None:
+            self.values.pin(keep_values, values)
+        # Code: quantize the n oldest. A pinned one is quantized, too, but read from its own row.
+        if n_keys:
+            self.keys.quantize(n_keys)
+        if n_values:
+            self.values.quantize(n_values)
+
         if self.protocol == "paper":
-            self.code_all(state)
-            K, V = self.read()  # (B, Hkv, S, d): the new rows as their codes
-        if self.protocol == "stream":
-            self.code_due(state)
-        return K.to(k.dtype), V.to(v.dtype)
+            # Read again: the new tokens as their codes.
+            keys, values = self.keys.read(), self.values.read()  # (B, Hkv, S, d) both
+        return self.rotated(keys).to(k.dtype), values.to(v.dtype)
 
     def append(self, k, v, positions):
-        """New rows join the recent ones, in 16 bits, keys rotated if that is how the method stores them."""
-        exact = k.dtype if k.dtype.itemsize == 2 else torch.float16
-        k, v = k.to(exact), v.to(exact)
-        self.k.append(self.rope.rotate(k, positions) if self.method.rope == "post" else k)
-        self.v.append(v)
-        self.length += k.shape[2]
+        """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits; keys are rotated
+        first if the method stores them after RoPE."""
+        dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
+        k, v = k.to(dtype), v.to(dtype)
+        if self.method.rope == "post":
+            k = self.rope.rotate(k, positions)  # (B, Hkv, T, d)
+        self.note(k, v)
+        self.keys.append(k)
+        self.values.append(v)
+        self.length += v.shape[2]
 
-    def read(self):
-        """K, rotated, and V of all tokens so far, (B, Hkv, S, d) in 16 bits."""
-        K, V = self.k.read(), self.v.read()
-        if self.method.rope == "pre":
-            K = self.rope.rotate(K, torch.arange(self.length, device=K.device))
-        return K, V
+    def note(self, *numbers):
+        """Make `span` infinite or NaN if one of these is not finite. A GPU does not wait for it."""
+        for x in numbers:
+            low, high = x.aminmax() if x.numel() else (0, 0)  # NaN if there is one
+            self.span = self.span + high - low
 
-    def code_all(self, state):
-        """Protocol paper: every token is written down."""
-        for part in (self.k, self.v):
-            self.code(part, self.length, state)
+    def rotated(self, keys):
+        """Keys of all tokens as attention needs them. keys (B, Hkv, S, d): as they are stored."""
+        if self.method.rope == "post":
+            return keys
+        positions = torch.arange(keys.shape[2], device=keys.device)  # (S)
+        return self.rope.rotate(keys, positions)  # (B, Hkv, S, d)
 
-    def code_due(self, state):
-        """Protocol stream: whole blocks of what is no longer among the `recent` newest are written down."""
-        for part, block in ((self.k, self.method.block), (self.v, self.method.v_block or self.method.block)):
-            due = self.length - part.first - self.method.recent
-            if due >= block:
-                self.code(part, due - due % block, state)
+    def due(self, rows, block):
+        """How many of the oldest recent tokens of `rows`, a `CachedRows`, are quantized now."""
+        if self.protocol == "paper":
+            return self.length
+        # recent tokens that are not among the newest; whole blocks of them
+        old = self.length - rows.n_coded - self.method.recent
+        return max(0, old - old % block)
 
-    def code(self, part, n, state):
-        """A coding event: the method says what to keep, then the n oldest recent tokens are written down."""
-        index = self.method.keep(self, part.kind, n, state)
-        if index is not None:
-            part.pin(index)
-        part.code(n)
+    def checked(self, positions):
+        """What `keep_keys` or `keep_values` gave. UserError if it is neither None nor positions."""
+        if positions is None:
+            return None
+        B, Hkv = self.keys.recent.shape[:2]
+        shape = tuple(getattr(positions, "shape", ()))
+        fits = len(shape) == 3 and shape[0] in (1, B) and shape[1] in (1, Hkv)
+        if fits and positions.dtype in INTEGERS:
+            low, high = positions.aminmax() if positions.numel() else (-1, -1)
+            if low >= -1 and high < self.length:
+                return positions
+            shape = f"{shape}, from {low} to {high} where there are {self.length} tokens"
+        found = f"{getattr(positions, 'dtype', type(positions))} {shape}"
+        name = type(self.method).__name__
+        raise UserError(f"`keep_keys` and `keep_values` of {name} have to give None or positions, "
+                        f"integers (B, 1 or Hkv, p), where B = {B} and Hkv = {Hkv}; one of them "
+                        f"gave {found}")
+
+    def __repr__(self):
+        return f"LayerCache({self.keys!r}, {self.values!r})"
 
 
 class KVCache:
     """The cache of a batch of sequences of equal length: `model(tokens, cache)`.
 
-    A method may have a `prefix`: then the cache begins with its rows, and is given what follows (`rest`).
-    The model knows `update`, `observe` and `len`; where a cache has an `attend`, it is asked for the attention's output
-    in the place of `update` (`kernels.TritonCache`). A method's `observe` may carry a `state` from layer to layer and
-    from chunk to chunk (kvsink: the best outliers so far).
+    A method may have a `prefix`. Then the cache begins with the prefix's keys and values, and a
+    text that is read is cut down to what follows the prefix (`without_prefix`).
     """
 
     def __init__(self, model, method, protocol="stream"):
@@ -196,55 +308,126 @@ class KVCache:
         self.reset()
 
     def reset(self):
-        """Forget every token, but those that the method's prefix begins every text with."""
+        """Forget every token, except those of the method's prefix."""
+        self.shared = SimpleNamespace()  # what the method knows of this text, by name
+        self.method.begin(self)
         self.layers = [self.new_layer(i) for i in range(self.config.num_hidden_layers)]
-        self.state = None
         if self.method.prefix is not None:
             weight = self.model.lm_head.weight  # where the model is, and in what dtype
             positions = torch.arange(len(self.method.prefix.ids), device=weight.device)  # (n)
-            for layer, k, v in zip(self.layers, *self.method.prefix.rows(weight)):
-                layer.append(k, v, positions)  # (1, Hkv, n, d) both
-        self.start = len(self)
+            keys, values = self.method.prefix.rows(weight)  # by layer, (1, Hkv, n, d) each
+            for layer, k, v in zip(self.layers, keys, values):
+                layer.append(k, v, positions)
+        self.start = len(self)  # tokens of the prefix
 
     def new_layer(self, layer):
-        return LayerCache(layer, self.method, self.rope, self.protocol)
+        return LayerCache(layer, self.method, self.rope, self.protocol, self.shared)
 
-    def rest(self, tokens):
-        """A text (B, T) without the prefix that the cache begins with, which the text must begin with, too."""
-        prefix = torch.tensor(self.method.prefix.ids if self.start else [], device=tokens.device)  # (n)
+    def without_prefix(self, tokens):
+        """The text (B, T) without the prefix that this cache began with. The text has to begin with
+        it, too. A later chunk of a text is returned as it is."""
+        if self.start == 0 or len(self) > self.start:
+            return tokens
+        prefix = torch.tensor(self.method.prefix.ids, device=tokens.device)  # (n)
         if tokens.shape[1] <= len(prefix):
-            raise UserError(f"a text of {tokens.shape[1]} tokens leaves none behind a prefix of {len(prefix)}")
+            raise UserError(f"a text of {tokens.shape[1]} tokens has none after a prefix of "
+                            f"{len(prefix)}")
         if not (tokens[:, :len(prefix)] == prefix).all():
             raise UserError(f"the text does not begin with the {len(prefix)} tokens of the prefix "
                             f"{self.method.prefix.name}")
         return tokens[:, len(prefix):]
 
-    def __len__(self):
-        """Tokens seen by all layers."""
-        return self.layers[-1].length
-
     def update(self, layer, q, k, v, positions):
-        """Add new tokens to a layer; returns K (rotated) and V of all tokens so far: see `LayerCache.update`."""
+        """Add new tokens to a layer -> K (rotated) and V of all tokens: see `LayerCache.update`."""
         self.check_one_window(layer)
-        return self.layers[layer].update(q, k, v, positions, self.state)
+        return self.layers[layer].update(q, k, v, positions)
 
     def check_one_window(self, layer):
         if self.protocol == "paper" and self.layers[layer].length > self.start:
-            raise ValueError("the paper protocol reads a window in one forward; use protocol='stream' to go on from it")
+            raise ValueError("the paper protocol reads a window in one forward; use "
+                             "protocol='stream' to go on from it")
 
     def observe(self, layer, hidden):
         """The output of a block for the new tokens, hidden (B, T, D)."""
-        start = self.layers[layer].length - hidden.shape[1]
-        self.state = self.method.observe(self.state, layer, hidden, start)
+        self.method.observe(self, layer, hidden)
 
     def part_bytes(self, kinds="kv"):
-        """Bytes held by each of the three parts, of all layers' keys (kinds "k"), values ("v"), or both."""
+        """Bytes held by each part, of all layers' keys (kinds "k"), values ("v"), or both."""
         sums = dict.fromkeys(("pinned", "coded", "recent"), 0)
-        for part in (getattr(layer, kind) for layer in self.layers for kind in kinds):
-            for name, held in part.part_bytes().items():
-                sums[name] += held
+        for layer in self.layers:
+            for rows in (layer.keys, layer.values):
+                if rows.kind in kinds:
+                    for part, held in rows.part_bytes().items():
+                        sums[part] += held
         return sums
 
     @property
     def nbytes(self):
+        """Bytes of everything that the cache holds of the text."""
         return sum(self.part_bytes().values())
+
+    def __len__(self):
+        """Tokens seen by all layers."""
+        return self.layers[-1].length
+
+    def __bool__(self):
+        """True also with no tokens, where Python would take len() == 0 for False."""
+        return True
+
+    def __repr__(self):
+        parts = ", ".join(f"{held} bytes {part}" for part, held in self.part_bytes().items())
+        return f"KVCache({self.method!r}, {self.protocol}, {len(self)} tokens: {parts})"
+
+
+class Trace:
+    """A cache that quantizes nothing and records what passes through it in one forward.
+
+    q (B, H, T, d), k and v (B, Hkv, T, d), all before RoPE, and hidden (B, T, D), the blocks'
+    outputs, are lists with an entry per layer. keys, values (L, Hkv, n, d): a prefix of n tokens
+    before the window, in each of the L layers; keys before RoPE. Both may require gradients.
+    watch: a function of (layer, hidden), called with each block's output. With a watch, nothing is
+    recorded.
+    """
+
+    def __init__(self, model, keys=None, values=None, watch=None):
+        self.rope, self.keys, self.values, self.watch = model.rope, keys, values, watch
+        self.q, self.k, self.v, self.hidden = [], [], [], []
+
+    def __len__(self):
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def __bool__(self):
+        return True
+
+    def without_prefix(self, tokens):
+        return tokens
+
+    def update(self, layer, q, k, v, positions):
+        """K (rotated) and V of the prefix and the window, (B, Hkv, n + T, d)."""
+        if self.watch is None:
+            self.q.append(q)
+            self.k.append(k)
+            self.v.append(v)
+        if self.keys is not None:
+            prefix_k = self.keys[layer].to(k.dtype).expand(len(k), -1, -1, -1)  # (B, Hkv, n, d)
+            prefix_v = self.values[layer].to(v.dtype).expand(len(v), -1, -1, -1)  # (B, Hkv, n, d)
+            k = torch.cat([prefix_k, k], dim=2)  # (B, Hkv, n + T, d)
+            v = torch.cat([prefix_v, v], dim=2)  # (B, Hkv, n + T, d)
+            positions = torch.arange(k.shape[2], device=k.device)  # (n + T)
+        return self.rope.rotate(k, positions), v
+
+    def observe(self, layer, hidden):
+        if self.watch is None:
+            self.hidden.append(hidden)
+        else:
+            self.watch(layer, hidden)
+
+    def attention(self, layer):
+        """A layer's attention weights (B, H, T, T); a prefix and a sliding window are ignored."""
+        q, k = self.q[layer], self.k[layer]
+        positions = torch.arange(q.shape[2], device=q.device)  # (T)
+        q, k = self.rope.rotate(q, positions), self.rope.rotate(k, positions)
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, T, d)
+        scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5  # (B, H, T, T)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)  # (T, T)
+        return scores.masked_fill(future, float("-inf")).softmax(-1)

@@ -1,139 +1,126 @@
-"""A pass over calibration windows, for whatever a method learns beforehand; and a file to keep what was learned."""
-import json
-from pathlib import Path
+"""Calibration: the one loop that shows calibration windows to a method and its codecs.
 
+First come the passes of the method itself, since what it keeps must be known before its codecs
+calibrate: KVSink looks for its outlier. Then come the passes of the codecs, each of which sees
+keys, or values, of one layer, without the tokens that the method keeps: static ranges, KVQuant's
+levels, SKVQ's groups and clips, codebooks.
+"""
 import torch
 import torch.nn.functional as F
 
-from tinykv import UserError, checkpoint, files
-from tinykv.cache import KVCache
+from tinykv import UserError
+from tinykv.cache import KVCache, Trace
 
 
-class Recorder(KVCache):
-    """A cache that codes nothing. It holds a window's keys and values as the method would store them, and which of them
-    the method would keep; with `gradients`, also a leaf beside each, through which a loss can be differentiated."""
+def calibrate(model, method, windows, progress=None):
+    """Calibrate a method on windows (W, T) of token ids.
 
-    def __init__(self, model, method, gradients=False):
-        super().__init__(model, method)
-        self.gradients = gradients
-        self.kept, self.leaves = [], []  # per layer and kind: (1, Hkv, T) or None; (1, Hkv, T, d)
-
-    def update(self, layer, q, k, v, positions):
-        cache = self.layers[layer]
-        if self.gradients:
-            self.leaves += [torch.zeros_like(k, requires_grad=True), torch.zeros_like(v, requires_grad=True)]
-            k, v = k + self.leaves[-2], v + self.leaves[-1]
-        cache.append(k.detach(), v.detach(), positions)
-        for part in (cache.k, cache.v):
-            index = self.method.keep(cache, part.kind, cache.length, self.state)  # (1, 1 or Hkv, n) or None
-            if index is not None:
-                part.pin(index)
-            self.kept.append(part.is_pinned(cache.length))
-        if self.gradients:  # not by way of 16 bits, where a gradient would vanish
-            return self.rope.rotate(k, positions), v
-        K, V = cache.read()  # (1, Hkv, T, d)
-        return K.to(k.dtype), V.to(v.dtype)
-
-
-def recorded(model, method, windows, progress=None, gradients=False):
-    """Run each of windows (W, T) in full precision; yields (layer, kind, rows, kept, gradient) for each of its parts.
-
-    rows (Hkv, T, d): keys or values as the method stores them; kept (Hkv, T): what it would keep, or None; gradient
-    (Hkv, T, d): of the window's mean loss with respect to rows, or None if gradients are not asked for. UserError if
-    the model's numbers are not finite, or if everything is kept.
+    progress: what to wrap a loop in, such as tqdm. UserError if the model's numbers are not finite,
+    or if the method keeps everything.
     """
-    free = {}  # (layer, kind): whether there was a token that is not kept, for each KV head
-    for window in windows if progress is None else progress(windows):
-        recorder = Recorder(model, method, gradients)
-        with torch.set_grad_enabled(gradients):
-            hidden = model.hidden(window[None], recorder)  # (1, T, D)
-            found = [None] * len(recorder.kept)
-            if gradients:
-                loss = F.cross_entropy(model.lm_head(hidden[0, :-1]).float(), window[1:])
-                found = torch.autograd.grad(loss, recorder.leaves)
-        parts = [(i, part) for i, layer in enumerate(recorder.layers) for part in (layer.k, layer.v)]
-        for (layer, part), kept, gradient in zip(parts, recorder.kept, found):
-            if not torch.isfinite(part.recent).all():
-                raise UserError(f"layer {layer} computes numbers that are not finite, or too large for 16 bits; use "
-                                "another --dtype, or another model")
-            if gradient is not None:
-                if not torch.isfinite(gradient).all():
-                    raise UserError(f"the loss has no finite gradient in layer {layer}; use another --dtype, or "
-                                    "learn without gradients")
-                if part.kind == "k" and method.rope == "post":
-                    gradient = model.rope.rotate(gradient, torch.arange(gradient.shape[2], device=gradient.device))
-                gradient = gradient[0]
-            free[layer, part.kind] = free.get((layer, part.kind), False) | (kept is None or ~kept.all(2))
-            yield layer, part.kind, part.recent[0], None if kept is None else kept[0], gradient
-    if not all(torch.as_tensor(any_left).all() for any_left in free.values()):
-        raise UserError(f"calibration windows of {windows.shape[1]} tokens leave nothing beside the tokens that are "
-                        "kept; use a longer context or keep fewer")
+    progress = progress or iter
+    for step in range(method.passes):
+        for window in progress(windows):
+            watch_blocks(model, method, step, window)
+        method.fit(step)
+
+    codecs = [(layer, kind, getattr(pair, kind))
+              for layer, pair in enumerate(method.codecs) for kind in "kv"]
+    for step in range(max((codec.passes for _, _, codec in codecs), default=0)):
+        active = [(layer, kind, codec) for layer, kind, codec in codecs if step < codec.passes]
+        gradients = any(codec.needs_gradient(step) for _, _, codec in active)
+        for _, _, codec in active:
+            codec.begin(step, *windows.shape)
+        has_unkept = {}  # (layer, kind): whether each KV head has had a token that is not kept
+        for window in progress(windows):
+            recorder = record(model, method, window, gradients)
+            for layer, kind, codec in active:
+                rows, kept, gradient = recorder.of(layer, kind)
+                check_finite(layer, rows, gradient)
+                codec.collect(step, rows, kept, gradient)
+                unkept = torch.tensor(True) if kept is None else ~kept.all(1).cpu()  # () or (Hkv)
+                has_unkept[layer, kind] = has_unkept.get((layer, kind), False) | unkept
+        if not all(heads.all() for heads in has_unkept.values()):
+            raise UserError(f"calibration windows of {windows.shape[1]} tokens hold no token that "
+                            "the method does not keep; use a longer context or keep fewer tokens")
+        for _, _, codec in progress(active):
+            codec.fit(step)
 
 
 @torch.no_grad()
-def kv_ranges(model, method, windows, progress=None):
-    """windows (W, T) -> per layer {"k": (lo, hi), "v": (lo, hi)}, each (Hkv, d): without what the method keeps."""
-    ranges = [{} for _ in range(model.config.num_hidden_layers)]
-    for layer, kind, rows, kept, _ in recorded(model, method, windows, progress):
-        lo = hi = rows.float()  # (Hkv, T, d)
-        if kept is not None:
-            lo = lo.masked_fill(kept[..., None], float("inf"))
-            hi = hi.masked_fill(kept[..., None], float("-inf"))
-        lo, hi = lo.amin(1), hi.amax(1)  # (Hkv, d) both
-        if kind in ranges[layer]:
-            lo, hi = torch.minimum(lo, ranges[layer][kind][0]), torch.maximum(hi, ranges[layer][kind][1])
-        ranges[layer][kind] = lo, hi
-    return ranges
+def watch_blocks(model, method, step, window):
+    """Show the method the embedding (layer -1) and every block's output for one window (T)."""
+    tokens = window[None]  # (1, T)
+    method.watch(step, -1, model.model["embed_tokens"](tokens))
+    trace = Trace(model, watch=lambda layer, hidden: method.watch(step, layer, hidden))
+    model(tokens, trace, logits=False)
 
 
-class Learned:
-    """What has been learned for a model, {name: {table: tensor}}; with a path, also in a file. data: from what text."""
-
-    def __init__(self, path, model, data):
-        self.path, self.model, self.data = path, model, data
-        self.tables = load_learned(path, model, data) if path else {}
-        self.saved = len(self.tables)
-
-    def take(self, name, learn):
-        """The tables of that name; if there are none yet, learn() gives them."""
-        if name not in self.tables:
-            self.tables[name] = learn()
-        return self.tables[name]
-
-    def save(self):
-        if self.path and len(self.tables) > self.saved:
-            save_learned(self.path, self.model, self.data, self.tables)
+def record(model, method, window, gradients):
+    """One window (T) in full precision -> the `Recorder` with its keys, values and gradients."""
+    recorder = Recorder(model, method, gradients)
+    with torch.set_grad_enabled(gradients):
+        hidden = model(window[None], recorder, logits=False)  # (1, T, D)
+        if gradients:
+            logits = model.lm_head(hidden[0, :-1]).float()  # (T - 1, vocab)
+            loss = F.cross_entropy(logits, window[1:])
+            recorder.gradients = torch.autograd.grad(loss, recorder.leaves)
+    return recorder
 
 
-def save_learned(path, model, data, learned):
-    """Write what methods have learned, whole or not at all.
-
-    data: what it was learned on, in words. learned {name: {table: tensor}}; the name says the method and its settings.
-    """
-    tensors = {f"{name}/{table}": tensor for name, tables in learned.items() for table, tensor in tables.items()}
-    notes = {"format": "tinykv-calibration", "model": checkpoint.fingerprint(model), "data": data,
-             "names": json.dumps(list(learned))}
-    files.save_tensors(path, tensors, notes)
+def check_finite(layer, rows, gradient):
+    if not torch.isfinite(rows).all():
+        raise UserError(f"layer {layer} computes numbers that are not finite, or too large for 16 "
+                        "bits; use another --dtype, or another model")
+    if gradient is not None and not torch.isfinite(gradient).all():
+        raise UserError(f"the loss has no finite gradient in layer {layer}; use another --dtype, "
+                        "or calibrate without gradients")
 
 
-def load_learned(path, model, data):
-    """What `save_learned` wrote, {name: {table: tensor}}, on the model's device; {} where there is no such file.
+class Recorder(KVCache):
+    """A cache of one window that quantizes nothing. It holds keys and values as the method stores
+    them, pins what the method keeps, and gives each key and value a zero to be added, through which
+    the loss can be differentiated."""
 
-    UserError if it is not such a file, or was learned on another model or other data.
-    """
-    if not Path(path).exists():
-        return {}
-    tensors, notes = files.load_tensors(path, "calibration file", model.lm_head.weight.device)
-    if notes.get("format") != "tinykv-calibration":
-        raise UserError(f"{path} is a safetensors file, but not one that --calibration wrote")
-    learned = {name: {} for name in json.loads(notes.get("names", "[]"))}
-    tables = [(*key.rpartition("/")[::2], tensor) for key, tensor in tensors.items()]  # name, table, tensor
-    if not {"model", "data"} <= notes.keys() or {name for name, _, _ in tables} - learned.keys():
-        raise UserError(f"{path} is not whole, or of another version; remove it to learn anew")
-    for what, found, wanted in (("model", notes["model"], checkpoint.fingerprint(model)),
-                                ("data", notes["data"], data)):
-        if found != wanted:
-            raise UserError(f"{path} was learned on another {what}: {found}, and not {wanted}; give another file name")
-    for name, table, tensor in tables:
-        learned[name][table] = tensor
-    return learned
+    def __init__(self, model, method, differentiable):
+        super().__init__(model, method)
+        self.differentiable = differentiable
+        self.leaves = []  # zeros (1, Hkv, T, d): layer 0's keys, its values, layer 1's keys, ...
+        self.gradients = None  # of the loss with respect to the leaves
+
+    def without_prefix(self, tokens):
+        return tokens
+
+    def update(self, layer, q, k, v, positions):
+        cache = self.layers[layer]
+        if self.differentiable:
+            leaf_k = torch.zeros_like(k, requires_grad=True)  # (1, Hkv, T, d)
+            leaf_v = torch.zeros_like(v, requires_grad=True)  # (1, Hkv, T, d)
+            self.leaves += [leaf_k, leaf_v]
+            k, v = k + leaf_k, v + leaf_v
+        cache.append(k.detach(), v.detach(), positions)
+        keys, values = cache.keys.read(), cache.values.read()  # (1, Hkv, T, d) both
+        keep_keys = cache.checked(self.method.keep_keys(cache, cache.length))
+        keep_values = cache.checked(self.method.keep_values(cache, cache.length))
+        if keep_keys is not None:
+            cache.keys.pin(keep_keys, keys)
+        if keep_values is not None:
+            cache.values.pin(keep_values, values)
+        if self.differentiable:  # not through the 16 bits, where a gradient would vanish
+            return self.rope.rotate(k, positions), v
+        return cache.rotated(keys).to(k.dtype), values.to(v.dtype)
+
+    def of(self, layer, kind):
+        """Keys, or values, of a layer as they are stored: rows (Hkv, T, d), kept (Hkv, T) or None,
+        gradient (Hkv, T, d) or None."""
+        rows = self.layers[layer].keys if kind == "k" else self.layers[layer].values
+        kept = rows.is_pinned(rows.recent.shape[2])  # (1, Hkv, T)
+        kept = None if kept is None else kept[0]
+        gradient = None
+        if self.gradients is not None:
+            gradient = self.gradients[2 * layer + (kind == "v")]  # (1, Hkv, T, d)
+            if kind == "k" and self.method.rope == "post":  # the gradient is rotated as the key is
+                positions = torch.arange(gradient.shape[2], device=gradient.device)  # (T)
+                gradient = self.rope.rotate(gradient, positions)
+            gradient = gradient[0]
+        return rows.recent[0], kept, gradient

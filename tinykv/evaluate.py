@@ -1,7 +1,8 @@
-"""Perplexity, and what goes with it: each method beside fp16 on the same windows, in one pass.
+"""Perplexity, and what goes with it: each method beside fp16, on the same windows, in one pass.
 
-For every batch of windows the fp16 cache goes first, then each method; their final hidden states are turned into logits
-a slice at a time. So memory is bounded by one batch, whatever the number of windows and the size of the vocabulary.
+For every batch of windows the fp16 cache goes first, then each method. Their final hidden states
+are turned into logits a slice at a time. So memory is bounded by one batch, whatever the number of
+windows and the size of the vocabulary.
 """
 import math
 import time
@@ -10,16 +11,22 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from tinykv import UserError
 from tinykv.cache import KVCache
 
 SLICE = 2 ** 24  # logits held at once, in numbers
-FAR = 128 * 1024  # the length at which the third bit count is given
+FAR = 128 * 1024  # tokens of the text for the last bit count, the column 128K
+LARGEST = 700  # nats: the exponential of a larger loss is no number
 
 
 @dataclass
 class Result:
-    """What one method did. Sums over targets, and the means that are derived from them."""
-    nll: list = field(default_factory=list)  # per window: mean negative log-likelihood of a target, in nats
+    """What one method did: sums over targets or windows, and the means that follow from them.
+
+    fault: what was not finite. Then the sums are those up to there, and no result.
+    """
+    fault: str | None = None
+    nll: list = field(default_factory=list)  # per window: mean negative log-likelihood, in nats
     kl: float = 0.0  # sum over targets of KL(fp16 || method), in nats
     agree: int = 0  # targets where the most likely token is fp16's
     right: int = 0  # answers of which every token is the most likely one
@@ -27,9 +34,26 @@ class Result:
     targets: int = 0
     tokens: int = 0
     seconds: float = 0.0  # in the forward passes
-    bits: float = 0.0  # per cached number, everything that is held counted, at this length
-    bits_far: float = 0.0  # the same at 128K tokens
-    cache_bytes: int = 0  # of one window
+    windows: int = 0
+    bit_sum: float = 0.0  # over windows, of `bits`
+    bit_sum_far: float = 0.0  # of `bits_far`
+    coded_sum: float = 0.0  # of `coded_bits`
+    cache_bytes: int = 0  # of one window, the largest
+
+    @property
+    def bits(self):
+        """Per cached number, everything that is held counted, at this length."""
+        return self.bit_sum / self.windows
+
+    @property
+    def bits_far(self):
+        """The same at 128K tokens."""
+        return self.bit_sum_far / self.windows
+
+    @property
+    def coded_bits(self):
+        """Per quantized number, of the codes alone; 0 where nothing is quantized."""
+        return self.coded_sum / max(1, self.windows)
 
     @property
     def ppl(self):
@@ -37,7 +61,7 @@ class Result:
 
     @property
     def ppl_se(self):
-        """Standard error of the perplexity, from the spread of the windows' mean losses; None for one window."""
+        """Standard error of the perplexity, from the spread of the windows' losses, or None."""
         if len(self.nll) == 1:
             return None
         return self.ppl * torch.tensor(self.nll).std().item() / math.sqrt(len(self.nll))
@@ -49,95 +73,162 @@ class Result:
 
 
 @torch.inference_mode()
-def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, models=None, cache_class=KVCache):
-    """methods {name: Method}, fp16's first -> {name: Result}. windows: see `data.Windows`.
+def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, models=None,
+             cache_class=KVCache):
+    """methods {name: Method}, fp16's first -> {name: Result}. windows: see `data.windows.Windows`.
 
-    bar: an object with `update(n)`, told of every window that a method has finished. models {name: Llama}: for methods
-    that another one runs, with quantized weights; their embedding and head must be model's. cache_class: a KVCache, or
-    one that attends by itself.
+    bar: an object with `update(n)`, told of every window that a method has finished. models {name:
+    Llama}: for methods that run on another model, with quantized weights; its embedding and head
+    must be model's. cache_class: `KVCache`, or the class of caches that compute attention themselves.
+
+    A method that computes numbers that are not finite has a `fault`, and the others go on.
+    UserError if it is fp16, or if no other method is left.
     """
     results = {name: Result() for name in methods}
     for start in range(0, len(windows.tokens), batch):
         tokens = windows.tokens[start:start + batch].to(model.lm_head.weight.device)  # (B, T)
         answers = windows.answers[start:start + batch]
-        hidden = {}
+
+        # 1. read the windows through each method's cache
+        hidden = {}  # {name: (B, T, D)}
         for name, method in methods.items():
+            if bar is not None:
+                bar.update(len(tokens))
+            if results[name].fault:
+                continue
             clock = time.perf_counter()
             runs = (models or {}).get(name, model)
             cache = cache_class(runs, method, protocol)
-            hidden[name] = read(runs, tokens, cache)  # (B, T - rows that the cache began with, D)
+            outputs = []
+            try:
+                for chunk in chunks_of(tokens, cache):
+                    outputs.append(runs(chunk, cache, logits=False))  # (B, new tokens, D)
+            except UserError as error:
+                raise UserError(f"{name}: {error}") from None
             if tokens.is_cuda:
                 torch.cuda.synchronize(tokens.device)
             results[name].seconds += time.perf_counter() - clock
             results[name].tokens += tokens.numel()
+            results[name].fault = fault_of(cache, outputs)
+            if results[name].fault:
+                check_left(results)
+                continue
+            if cache.start:  # predictions at a prefix's own positions are fp16's
+                fp16 = next(iter(hidden.values()))  # (B, T, D)
+                outputs = [fp16[:, :cache.start], *outputs]
+            hidden[name] = torch.cat(outputs, dim=1)  # (B, T, D)
             count_bits(results[name], cache, tokens)
-            if bar is not None:
-                bar.update(len(tokens))
-        for name, h in hidden.items():  # what fp16 says of a prefix is kept with the prefix
-            hidden[name] = torch.cat([next(iter(hidden.values()))[:, :tokens.shape[1] - h.shape[1]], h], dim=1)
+
+        # 2. compare their predictions with the text's tokens and with fp16's predictions
         score(model, hidden, tokens, answers, results, windows.start)
+        check_left(results)
     return results
 
 
-def read(model, tokens, cache):
-    """The final hidden states of the tokens behind the cache's prefix, (B, T - n, D).
+def fault_of(cache, outputs):
+    """What is not finite after a forward; None if all is. outputs: normed hidden states (B, T, D).
 
-    In one forward, or in chunks that end where the method codes a block.
+    The norm of a residual whose square overflows is 0, so a state of zeros is a fault, too.
     """
-    tokens = cache.rest(tokens)  # (B, T - n)
+    size = torch.cat([h.float().abs().amax(-1) for h in outputs], dim=1)  # (B, T): NaN if one is
+    finite = all(math.isfinite(layer.span) for layer in cache.layers)
+    if finite and ((size > 0) & size.isfinite()).all():
+        return None
+    # something is wrong: find the first layer where it is
+    for layer in cache.layers:
+        if not math.isfinite(layer.span):
+            return (f"layer {layer.layer} computes keys, values or scores that are not finite, or "
+                    "too large for 16 bits; use another --dtype, or other weights")
+        for rows in (layer.keys, layer.values):
+            if not rows.read().isfinite().all():
+                return (f"layer {rows.layer} decodes {rows.kind.upper()} to numbers that are not "
+                        f"finite; see to {rows.codec!r}")
+    return "the last block's output overflows; use another --dtype, or other weights"
+
+
+def check_left(results):
+    """UserError if fp16, or every other method, has a fault."""
+    first, *others = results
+    if results[first].fault:
+        raise UserError(f"{first}: {results[first].fault}")
+    if others and all(results[name].fault for name in others):
+        raise UserError(f"{others[0]}: {results[others[0]].fault}")
+
+
+def chunks_of(tokens, cache):
+    """tokens (B, T) -> the chunks in which a cache reads them: all at once under `paper`, else
+    chunks that end where the method's blocks end."""
     if cache.protocol == "paper":
-        return model.hidden(tokens, cache)
-    chunk, first = cache.method.chunk, cache.method.recent + cache.method.chunk - len(cache)
-    first = first if first > 0 else first % chunk or chunk  # a prefix may be longer
+        return [tokens]
+    chunk = cache.method.chunk
+    first = cache.method.recent + chunk - cache.start  # tokens after the prefix in the first chunk
+    if first <= 0:  # a prefix may be longer than the window of recent tokens
+        first = first % chunk or chunk
+    first += cache.start  # the first chunk holds the prefix, too
     chunks = [tokens[:, :first], *tokens[:, first:].split(chunk, dim=1)]
-    return torch.cat([model.hidden(part, cache) for part in chunks if part.numel()], dim=1)
+    return [part for part in chunks if part.numel()]
 
 
 def score(model, hidden, tokens, answers, results, start=1):
-    """Add a batch to the results. hidden {name: (B, T, D)}, the reference first; position t predicts token t + 1.
+    """Add a batch to the results. hidden {name: (B, T, D)}, fp16's first; position t predicts token
+    t + 1.
 
     start: the first token that is a target.
     """
-    size = max(1, SLICE // model.config.vocab_size)
-    hidden = {name: h[:, start - 1:] for name, h in hidden.items()}  # (B, T - start + 1, D)
+    size = max(1, SLICE // model.config.vocab_size)  # targets at a time
     for row, target in enumerate(tokens[:, start:]):  # (T - start)
         nll = dict.fromkeys(hidden, 0.0)
         hits = {name: [] for name in hidden}
         for begin in range(0, len(target), size):
             part = target[begin:begin + size]  # (n)
-            reference = best = None
-            for name, h in hidden.items():
-                logits = model.lm_head(h[row, begin:begin + len(part)]).float()  # (n, vocab)
+            reference = best = None  # fp16's log-probabilities, and its most likely tokens
+            for name, states in hidden.items():
+                states = states[row, start - 1 + begin:start - 1 + begin + len(part)]  # (n, D)
+                logits = model.lm_head(states).float()  # (n, vocab)
                 logp = F.log_softmax(logits, dim=-1)  # (n, vocab)
                 top = logp.argmax(-1)  # (n)
                 if reference is None:
                     reference, best = logp, top
                 else:
-                    results[name].kl += F.kl_div(logp, reference, log_target=True, reduction="sum").item()
+                    kl = F.kl_div(logp, reference, log_target=True, reduction="sum")
+                    results[name].kl += kl.item()
+                if not logits.sum().isfinite():
+                    nll[name] = math.nan
                 nll[name] -= logp.gather(1, part[:, None]).double().sum().item()
                 results[name].agree += (top == best).sum().item()
                 hits[name].append(top == part)
-        for name, result in results.items():
-            result.nll.append(nll[name] / len(target))
+        for name in hidden:
+            result = results[name]
+            mean = nll[name] / len(target)
+            if not math.isfinite(mean + result.kl) or mean > LARGEST:
+                result.fault = result.fault or (
+                    f"its logits are not finite, or its loss of {mean:g} nats has no perplexity; "
+                    "use another --dtype, or other weights")
+            result.nll.append(mean)
             result.targets += len(target)
+            # an answer is right if each of its tokens is the most likely one
             hit = torch.cat(hits[name])  # (T - start)
             result.right += sum(bool(hit[a - start:b - start].all()) for a, b in answers[row])
             result.answers += len(answers[row])
 
 
 def count_bits(result, cache, tokens):
-    """Bits for each cached number, from the bytes that are really held."""
+    """Bits per cached number, from the bytes that are held: at this length, and at 128K tokens."""
     B, T = tokens.shape
     config = cache.config
-    numbers = config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # of one token's keys, or values
+    # numbers in one token's keys, or values, over all layers
+    numbers = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     result.cache_bytes = max(result.cache_bytes, cache.nbytes // B)
-    result.bits = 8 * cache.nbytes / (2 * B * T * numbers)
-    result.bits_far = 0.0
-    for kind in ("k", "v"):
-        held, coded = cache.part_bytes(kind), getattr(cache.layers[0], kind).first  # coded: tokens
-        if not coded:
-            result.bits_far += 16.0 / 2
+    result.windows += B
+    result.bit_sum += B * 8 * cache.nbytes / (2 * B * T * numbers)
+    for kind, rows in (("k", cache.layers[0].keys), ("v", cache.layers[0].values)):
+        held = cache.part_bytes(kind)
+        if rows.n_coded == 0:
+            result.bit_sum_far += B * 16.0 / 2
             continue
-        pinned = held["pinned"] * (FAR / T if cache.method.keeps_share else 1)  # a share grows with the text
-        far = held["coded"] / coded * FAR + pinned + held["recent"]  # bytes
-        result.bits_far += 8 * far / (B * numbers * FAR) / 2
+        # the coded part grows with the text; the pinned part if it is a share; the recent part not
+        coded = held["coded"] / rows.n_coded * FAR
+        pinned = held["pinned"] * (FAR / T if cache.method.keeps_share else 1)
+        far = coded + pinned + held["recent"]  # bytes
+        result.bit_sum_far += B * 8 * far / (B * numbers * FAR) / 2
+        result.coded_sum += B * 8 * coded / (B * numbers * FAR) / 2

@@ -1,94 +1,132 @@
-"""Weighted k-means, many problems at a time: SKVQ's channels, KVQuant's levels, the codebooks of CQ and AnTKV.
+"""Weighted k-means, many problems at a time.
 
-Everything is torch and batched over the problems, so it runs where the points are. Distances are computed in tiles:
-memory is bounded by the size of a tile, whatever the number of points.
+It finds SKVQ's groups of channels, KVQuant's levels, and the codebooks of CQ and AnTKV.
+
+Everything is torch and batched over the problems, so it runs where the points are. Distances are
+computed for as many points at a time as memory should hold, however many points there are.
 """
 import torch
 
-TILE = 2 ** 20  # distances held at once on a CPU: they then stay in its cache
-GPU_TILE = 2 ** 26
+MAX_DISTANCES = 2 ** 20  # distances held at once on a CPU: they then stay in its cache
+MAX_DISTANCES_GPU = 2 ** 26
 
 
 def kmeans(points, k, weights=None, iterations=25, tries=1, seed=0, tolerance=0.0):
-    """The k centres with the smallest weighted squared distance, as found from k-means++ starts.
+    """The k centres with the smallest weighted squared distance to the points that was found.
 
-    points (P, N, n): P independent problems of N points; weights (P, N), 1 where not given. Returns centres (P, k, n),
-    of the best of `tries` starts for each problem. A centre that loses all its points moves to the point that is
-    furthest from its own. An integer weight is the same as that many copies of the point beside it. It ends after
-    `iterations`, once no centre moves, or once a step lowers no problem's distance by more than a share `tolerance`.
+    points (P, N, n): P independent problems of N points. weights (P, N): 1 where not given; an
+    integer weight is the same as that many copies of the point beside it. Returns centres
+    (P, k, n): for each problem those of the best of `tries` k-means++ starts. It ends after
+    `iterations` steps, once no centre moves, or once a step lowers no problem's distance by more
+    than a share `tolerance`.
     """
     P = len(points)
-    weights = torch.ones_like(points[..., 0]) if weights is None else weights
-    points, weights = points.float().repeat(tries, 1, 1), weights.float().repeat(tries, 1)  # tries are more problems
-    centres = plus_plus(points, k, weights, torch.Generator().manual_seed(seed))  # (tries * P, k, n)
-    loss = torch.full((tries * P,), float("inf"), device=points.device)  # (tries * P): before the last step
+    if weights is None:
+        weights = torch.ones_like(points[..., 0])
+    # tries are more problems side by side
+    points = points.float().repeat(tries, 1, 1)  # (tries * P, N, n)
+    weights = weights.float().repeat(tries, 1)  # (tries * P, N)
+    rng = torch.Generator().manual_seed(seed)
+    centres = plus_plus(points, k, weights, rng)  # (tries * P, k, n)
+    loss = torch.full((tries * P,), float("inf"), device=points.device)  # (tries * P)
     for _ in range(iterations):
-        before, last = loss, centres
+        loss_before, centres_before = loss, centres
         centres, loss = lloyd(points, weights, centres)
-        if torch.equal(centres, last) or (before - loss < tolerance * loss).all():
+        if torch.equal(centres, centres_before):
             break
-    loss = (distance(points, centres, nearest(points, centres)) * weights).sum(1).view(tries, P)
-    return centres.view(tries, P, k, -1)[loss.argmin(0), torch.arange(P, device=loss.device)]
+        if (loss_before - loss < tolerance * loss).all():
+            break
+    # the best try of each problem
+    square = distance(points, centres, nearest(points, centres))  # (tries * P, N)
+    loss = (square * weights).sum(1).view(tries, P)
+    best = loss.argmin(0)  # (P)
+    return centres.view(tries, P, k, -1)[best, torch.arange(P, device=best.device)]  # (P, k, n)
 
 
-def plus_plus(points, k, weights, dice):
-    """k-means++ start (P, k, n): centres are points, drawn with odds weight * squared distance to those drawn so far.
+def plus_plus(points, k, weights, rng):
+    """k-means++ start (P, k, n): centres are points, drawn one after another.
 
-    One at a time at first, then an eighth of what there is in each round, or 4,096 centres would take 4,096 rounds.
+    A point's odds are its weight times its squared distance to the centres drawn so far. One centre
+    is drawn at a time at first, later an eighth of those that there are; or 4,096 centres would
+    take 4,096 rounds.
     """
     P, N, n = points.shape
-    last = (weights > 0).cumsum(1).argmax(1, keepdim=True)  # (P, 1): of the points that weigh anything, the last
-    odds, centres = weights, points[:, :0]  # (P, N), (P, 0, n)
-    least = torch.full_like(weights, float("inf"))  # (P, N): squared distance to the nearest centre so far
+    # the last of the points that weigh anything: a draw on the far edge falls on it
+    last = (weights > 0).cumsum(1).argmax(1, keepdim=True)  # (P, 1)
+    centres = points[:, :0]  # (P, 0, n)
+    odds = weights  # (P, N)
+    least = torch.full_like(weights, float("inf"))  # (P, N): squared distance to the nearest centre
     while centres.shape[1] < k:
         count = min(max(1, centres.shape[1] // 8), k - centres.shape[1])
-        u = torch.rand(P, count, generator=dice).to(points.device)
+        # draw: a random number between 0 and the sum of the odds falls on a point
         sums = odds.double().cumsum(1)  # (P, N)
-        pick = torch.searchsorted(sums, sums[:, -1:] * u, right=True).minimum(last)  # (P, count)
-        new = points.gather(1, pick[..., None].expand(P, count, n))  # (P, count, n)
+        u = torch.rand(P, count, generator=rng).to(points.device)
+        drawn = torch.searchsorted(sums, sums[:, -1:] * u, right=True)  # (P, count)
+        drawn = drawn.minimum(last)
+        new = points.gather(1, drawn[..., None].expand(P, count, n))  # (P, count, n)
+        centres = torch.cat([centres, new], dim=1)
+        # points near to a centre become unlikely
         least = torch.minimum(least, distance(points, new, nearest(points, new)))
-        odds, centres = weights * least, torch.cat([centres, new], dim=1)
+        odds = weights * least
     return centres
 
 
 def nearest(points, centres):
-    """The number of each point's nearest centre. points (P, N, n), centres (P, k, n) -> (P, N)."""
-    # |x - c|^2 is smallest where x c - |c|^2 / 2 is largest: one product, with a column more
-    centres = torch.cat([centres, centres.pow(2).sum(-1, keepdim=True) / 2], dim=-1).transpose(1, 2)  # (P, n + 1, k)
+    """The index of each point's nearest centre, of equals the first.
+
+    points (P, N, n), centres (P, k, n) -> (P, N).
+    """
+    # |x - c|^2 is smallest where x c - |c|^2 / 2 is largest: the product of rows (x, -1) and
+    # (c, |c|^2 / 2)
+    P, k, _ = centres.shape
+    half_square = centres.pow(2).sum(-1, keepdim=True) / 2  # (P, k, 1)
+    centres = torch.cat([centres, half_square], dim=-1).transpose(1, 2)  # (P, n + 1, k)
     points = torch.nn.functional.pad(points, (0, 1), value=-1.0)  # (P, N, n + 1)
-    numbers, size = [], GPU_TILE if points.is_cuda else TILE
-    for tile in points.split(max(1, size // (len(points) * centres.shape[2])), dim=1):  # (P, tile, n + 1)
-        numbers.append(argmax(tile @ centres))
-    return torch.cat(numbers, dim=1)
+    limit = MAX_DISTANCES_GPU if points.is_cuda else MAX_DISTANCES
+    size = max(1, limit // (P * k))  # points at a time
+    index = [argmax(some @ centres) for some in points.split(size, dim=1)]
+    return torch.cat(index, dim=1)
 
 
 def argmax(x):
-    """x.argmax(-1); of long rows in a CPU's memory numpy finds it several times faster than torch."""
-    return x.argmax(-1) if x.device.type != "cpu" else torch.from_numpy(x.numpy().argmax(-1))
+    """The index of the largest number of each row, of equals the first: x (..., k) -> (...)."""
+    if x.is_cuda:
+        return x.argmax(-1)
+    # on a CPU, numpy is several times faster than torch where rows are long
+    return torch.from_numpy(x.numpy().argmax(-1))
 
 
 def distance(points, centres, index):
-    """Squared distance (P, N) of each point to the centre of its number."""
-    return (points - centres.gather(1, index[..., None].expand_as(points))).pow(2).sum(-1)
+    """The squared distance (P, N) of each point to the centre that `index` (P, N) gives it."""
+    own = centres.gather(1, index[..., None].expand_as(points))  # (P, N, n)
+    return (points - own).pow(2).sum(-1)
 
 
 def lloyd(points, weights, centres):
     """One step: every centre moves to the weighted mean of the points that are nearest to it.
 
-    Returns the centres (P, k, n), and the weighted squared distance (P) to those before.
+    A centre without such points moves to the point that is furthest from its own centre. Returns
+    the centres (P, k, n), and the weighted squared distance (P) to the centres before the step.
     """
-    (P, N, n), k = points.shape, centres.shape[1]
+    P, N, n = points.shape
+    k = centres.shape[1]
+    # assign each point to its nearest centre
     index = nearest(points, centres)  # (P, N)
     square = distance(points, centres, index)  # (P, N)
+    # weighted mean of each centre's points, in double
     total = torch.zeros(P, k, dtype=torch.double, device=points.device)
     total.scatter_add_(1, index, weights.double())  # (P, k)
     sums = torch.zeros(P, k, n, dtype=torch.double, device=points.device)
-    sums.scatter_add_(1, index[..., None].expand(P, N, n), (points * weights[..., None]).double())
+    weighted = (points * weights[..., None]).double()  # (P, N, n)
+    sums.scatter_add_(1, index[..., None].expand(P, N, n), weighted)  # (P, k, n)
     moved = (sums / total[..., None]).float()  # (P, k, n)
+    # the centres without any weight move to the furthest points, each to another
     empty = total == 0  # (P, k)
     if empty.any():
-        far = square.where(weights > 0, -1)  # (P, N)
-        far = far.topk(min(k, N), dim=1).indices  # (P, k): another point for each empty centre
-        spare = far.gather(1, (empty.cumsum(1) - 1).clamp(0, far.shape[1] - 1))  # (P, k)
-        moved = torch.where(empty[..., None], points.gather(1, spare[..., None].expand(P, k, n)), moved)
+        furthest = square.where(weights > 0, -1).topk(min(k, N), dim=1).indices  # (P, k)
+        rank = empty.cumsum(1) - 1  # (P, k): 0 for the first empty centre, 1 for the second, ..
+        rank = rank.clamp(0, furthest.shape[1] - 1)
+        spare = furthest.gather(1, rank)  # (P, k)
+        spare = points.gather(1, spare[..., None].expand(P, k, n))  # (P, k, n)
+        moved = torch.where(empty[..., None], spare, moved)
     return moved, (square * weights).sum(1)

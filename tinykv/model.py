@@ -1,10 +1,12 @@
 """LLaMA from scratch: config, RMSNorm, RoPE, attention, MLP, forward, generate.
 
-Modules carry Hugging Face's parameter names (`model.layers.0.self_attn.q_proj.weight`), so a checkpoint loads with no
-name map. Shapes: B sequences, T new tokens, S tokens seen in all, H query heads, Hkv KV heads, d head size, D hidden
-size. Covers LLaMA 1 to 3.2, Vicuna, TinyLlama and Mistral; anything else is refused by `checkpoint.py`.
+Modules carry Hugging Face's parameter names (`model.layers.0.self_attn.q_proj.weight`), so a
+checkpoint loads with no name map. Shapes: B sequences, T new tokens, S tokens seen in all, H query
+heads, Hkv KV heads, d head size, D hidden size. Covers LLaMA 1 to 3.2, Vicuna, TinyLlama and
+Mistral; `hf/config.py` refuses anything else.
 
-The KV cache is an argument. Attention hands it q and k, v before RoPE, and sees only what comes back.
+The KV cache is an argument. Attention gives it the new q, k and v, all before RoPE, and gets back
+the K (rotated) and V of all S tokens, with which it computes.
 """
 import math
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from tinykv import one_of
 
 
 @dataclass
@@ -50,24 +54,29 @@ class RMSNorm(nn.Module):
 
 
 class Rope:
-    """Rotary position embedding, half-split as in Hugging Face: channel i turns with channel i + d/2.
+    """Rotary position embedding, half-split as in Hugging Face: channels i and i + d/2 turn
+    together.
 
-    Angle of pair i at position p: p * theta**(-2i/d), with the frequencies rescaled for `linear` and `llama3`.
+    Angle of pair i at position p: p * theta**(-2i/d), with the frequencies rescaled for `linear`
+    and `llama3`.
     """
 
     def __init__(self, config):
         d = config.head_dim
-        pair = torch.arange(0, d, 2, dtype=torch.float32, device="cpu")  # (d/2), real even under "meta"
-        freq = config.rope_theta ** (-pair / d)  # (d/2)
+        # on the CPU, even under torch.device("meta"), where modules are made without memory
+        two_i = torch.arange(0, d, 2, dtype=torch.float32, device="cpu")  # (d/2): 2i of pair i
+        freq = config.rope_theta ** (-two_i / d)  # (d/2)
         scaling = config.rope_scaling or {"rope_type": "default"}
         if scaling["rope_type"] == "linear":
             freq = freq / scaling["factor"]
         elif scaling["rope_type"] == "llama3":
-            # Waves longer than the old context are slowed by `factor`, short ones left alone, a ramp in between.
-            turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)  # (d/2) turns in the old context
+            # Pairs that turn less than `low` times within the old context are slowed by `factor`,
+            # those that turn more than `high` times are left alone, with a ramp in between.
+            old_context = scaling["original_max_position_embeddings"]
+            turns = old_context * freq / (2 * math.pi)  # (d/2)
             low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-            keep = ((turns - low) / (high - low)).clamp(0, 1)  # (d/2)
-            freq = (1 - keep) * freq / scaling["factor"] + keep * freq
+            unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # (d/2): 1 where it is left alone
+            freq = (1 - unscaled) * freq / scaling["factor"] + unscaled * freq
         self.freq = freq
 
     def rotate(self, x, positions):
@@ -75,50 +84,68 @@ class Rope:
         angle = positions[:, None].float() * self.freq.to(positions.device)  # (T, d/2)
         cos, sin = angle.cos(), angle.sin()  # (T, d/2)
         x1, x2 = x.float().chunk(2, dim=-1)  # (..., T, d/2) each
-        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)  # (..., T, d)
+        y1 = x1 * cos - x2 * sin  # (..., T, d/2)
+        y2 = x2 * cos + x1 * sin  # (..., T, d/2)
+        return torch.cat([y1, y2], dim=-1).to(x.dtype)  # (..., T, d)
+
+
+ATTENTIONS = ("plain", "fused", "triton")
 
 
 class Attention(nn.Module):
+    """Causal attention with grouped KV heads. The attribute `attention` says how it is computed:
+
+    plain    softmax(q k^T / sqrt(d)) v in visible lines, for reading and stepping
+    fused    torch's own kernel, which computes the same
+    triton   the cache computes it from its packed codes; only a TritonCache can (triton_cache.py)
+
+    linear: nn.Linear, or a quantized class in its place.
+    """
+
     def __init__(self, config, linear):
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = (
-            config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        D, H, Hkv, d, bias = config.hidden_size, self.n_heads, self.n_kv_heads, self.head_dim, config.attention_bias
-        self.q_proj = linear(D, H * d, bias=bias)
-        self.k_proj = linear(D, Hkv * d, bias=bias)
-        self.v_proj = linear(D, Hkv * d, bias=bias)
-        self.o_proj = linear(H * d, D, bias=bias)
-        self.fused = True  # False: the same attention in visible lines, for reading and stepping
+        self.n_heads = config.num_attention_heads  # H
+        self.n_kv_heads = config.num_key_value_heads  # Hkv
+        self.head_dim = config.head_dim  # d
+        D, bias = config.hidden_size, config.attention_bias
+        self.q_proj = linear(D, self.n_heads * self.head_dim, bias=bias)
+        self.k_proj = linear(D, self.n_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = linear(D, self.n_kv_heads * self.head_dim, bias=bias)
+        self.o_proj = linear(self.n_heads * self.head_dim, D, bias=bias)
+        self.attention = "fused"
 
     def qkv(self, x):
         """x (B, T, D) -> q (B, H, T, d), k and v (B, Hkv, T, d), all before RoPE."""
         B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, self.n_heads, self.head_dim).transpose(1, 2)  # (B, H, T, d)
-        k = self.k_proj(x).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)  # (B, Hkv, T, d)
-        v = self.v_proj(x).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)  # (B, Hkv, T, d)
+        d = self.head_dim
+        q = self.q_proj(x).view(B, T, self.n_heads, d).transpose(1, 2)  # (B, H, T, d)
+        k = self.k_proj(x).view(B, T, self.n_kv_heads, d).transpose(1, 2)  # (B, Hkv, T, d)
+        v = self.v_proj(x).view(B, T, self.n_kv_heads, d).transpose(1, 2)  # (B, Hkv, T, d)
         return q, k, v
 
     def forward(self, x, rope, positions, mask, layer, cache=None):
-        return self.o_proj(self.heads(x, rope, positions, mask, layer, cache))  # (B, T, D)
-
-    def heads(self, x, rope, positions, mask, layer, cache=None):
-        """The heads' outputs side by side, (B, T, H * d): what `o_proj` reads."""
         B, T, _ = x.shape
-        q, k, v = self.qkv(x)  # (B, H, T, d), (B, Hkv, T, d) twice
-        if hasattr(cache, "attend"):  # a cache that attends by itself, from its packed rows: `kernels.TritonCache`
+        q, k, v = self.qkv(x)  # (B, H, T, d), (B, Hkv, T, d) twice, before RoPE
+
+        if self.attention == "triton":
             out = cache.attend(layer, q, k, v, positions)  # (B, H, T, d)
-            return out.transpose(1, 2).reshape(B, T, -1)  # (B, T, H * d)
+            return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
+
+        # keys and values of all S tokens so far: those that the cache returns
         if cache is None:
-            k = rope.rotate(k, positions)  # (B, Hkv, T, d)
+            k = rope.rotate(k, positions)  # (B, Hkv, S = T, d)
         else:
-            k, v = cache.update(layer, q, k, v, positions)  # (B, Hkv, S, d): all tokens so far, k rotated
+            k, v = cache.update(layer, q, k, v, positions)  # (B, Hkv, S, d) both, k rotated
         q = rope.rotate(q, positions)  # (B, H, T, d)
 
-        group = self.n_heads // self.n_kv_heads  # query heads that share one KV head
-        k = k.repeat_interleave(group, dim=1)  # (B, H, S, d)
-        v = v.repeat_interleave(group, dim=1)  # (B, H, S, d)
-        if self.fused:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # (B, H, T, d)
+        # each KV head serves several query heads
+        heads_per_kv = self.n_heads // self.n_kv_heads
+        k = k.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
+        v = v.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
+
+        if self.attention == "fused":
+            causal = mask is None
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)  # (B, H, T, d)
         else:
             scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, T, S)
             if mask is None:
@@ -126,7 +153,7 @@ class Attention(nn.Module):
             scores = scores.masked_fill(~mask, float("-inf"))  # (B, H, T, S)
             p = torch.softmax(scores.float(), dim=-1).to(v.dtype)  # (B, H, T, S)
             out = p @ v  # (B, H, T, d)
-        return out.transpose(1, 2).reshape(B, T, -1)  # (B, T, H * d)
+        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
 
 
 class MLP(nn.Module):
@@ -141,7 +168,7 @@ class MLP(nn.Module):
         return self.down_proj(self.gated(x))  # (B, T, D)
 
     def gated(self, x):
-        """(B, T, M): what `down_proj` reads."""
+        """(B, T, M): what `down_proj` reads, which weight quantizers look at."""
         return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
@@ -154,12 +181,15 @@ class Block(nn.Module):
         self.mlp = MLP(config, linear)
 
     def forward(self, h, rope, positions, mask, layer, cache=None):
-        h = h + self.self_attn(self.input_layernorm(h), rope, positions, mask, layer, cache)  # (B, T, D)
-        return h + self.mlp(self.post_attention_layernorm(h))  # (B, T, D)
+        x = self.input_layernorm(h)  # (B, T, D)
+        h = h + self.self_attn(x, rope, positions, mask, layer, cache)  # (B, T, D)
+        x = self.post_attention_layernorm(h)  # (B, T, D)
+        return h + self.mlp(x)  # (B, T, D)
 
 
 class Llama(nn.Module):
-    """linear: the class of the blocks' linear layers, called as nn.Linear is (`weights/` has one that is quantized)."""
+    """The model. linear: the class of the blocks' linear layers (`weights/linear.py` has a
+    quantized one)."""
 
     def __init__(self, config, linear=nn.Linear):
         super().__init__()
@@ -174,13 +204,24 @@ class Llama(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model["embed_tokens"].weight
 
-    def forward(self, tokens, cache=None):
-        """tokens (B, T) -> logits (B, T, vocab). With a cache, the tokens follow those that it holds."""
-        return self.lm_head(self.hidden(tokens, cache))
+    def use_attention(self, word):
+        """Which lines of `Attention.forward` run from now on: "plain", "fused" or "triton"."""
+        one_of(ATTENTIONS, attention=word)
+        for block in self.model["layers"]:
+            block.self_attn.attention = word
 
-    def hidden(self, tokens, cache=None):
-        """tokens (B, T) -> the final hidden state (B, T, D), normed: what `lm_head` reads."""
-        seen = 0 if cache is None else len(cache)
+    def forward(self, tokens, cache=None, logits=True):
+        """tokens (B, T) -> logits (B, T, vocab), or with logits=False the normed hidden states (B,
+        T, D).
+
+        With a cache, the tokens follow those that it holds. A cache may begin with a prefix: a
+        fixed text whose keys and values it holds from the start. Then `tokens` has to begin with
+        that text, too, and what comes back is only of the tokens after it.
+        """
+        seen = 0
+        if cache is not None:
+            tokens = cache.without_prefix(tokens)
+            seen = len(cache)
         T = tokens.shape[1]
         positions = torch.arange(seen, seen + T, device=tokens.device)  # (T)
         mask = self.mask(seen, T, tokens.device)  # (T, S), or None for a plain causal square
@@ -188,47 +229,60 @@ class Llama(nn.Module):
         for layer, block in enumerate(self.model["layers"]):
             h = block(h, self.rope, positions, mask, layer, cache)  # (B, T, D)
             if cache is not None:
-                cache.observe(layer, h)
-        return self.model["norm"](h)  # (B, T, D)
+                cache.observe(layer, h)  # a block's output may tell which tokens to keep (kvsink)
+        h = self.model["norm"](h)  # (B, T, D)
+        return self.lm_head(h) if logits else h
 
     def mask(self, seen, T, device):
-        """True where query i of T, which stands behind `seen` tokens, may see key j. (T, S); None: a causal square."""
-        window, end = self.config.sliding_window, seen + T
-        if seen == 0 and (window is None or window >= end):
+        """(T, S): True where new token i may look at token j, S = seen + T.
+
+        None where that is a T x T lower triangle, for which attention needs no mask.
+        """
+        S, window = seen + T, self.config.sliding_window
+        if seen == 0 and (window is None or window >= S):
             return None
-        k = torch.arange(end, device=device)[None]  # (1, S)
-        q = k.T[seen:]  # (T, 1): positions
-        seen = k <= q  # (T, S)
-        return seen if window is None else seen & (k > q - window)
+        key_at = torch.arange(S, device=device)[None]  # (1, S): positions of the keys
+        query_at = torch.arange(seen, S, device=device)[:, None]  # (T, 1): of the queries
+        visible = key_at <= query_at  # (T, S)
+        if window is not None:
+            visible = visible & (key_at > query_at - window)  # (T, S)
+        return visible
 
     @torch.no_grad()
-    def generate(self, tokens, max_new_tokens, cache=None, temperature=0.0, top_p=1.0, seed=None, eos=None):
-        """Continue tokens (B, T) by up to max_new_tokens: greedy at temperature 0, else sampled from the top-p nucleus.
+    def generate(self, tokens, max_new_tokens, cache=None, temperature=0.0, top_p=1.0, seed=None,
+                 eos=None):
+        """Continue tokens (B, T) by up to max_new_tokens: greedy at temperature 0, else sampled
+        from the top-p nucleus.
 
-        Returns (B, T + new). Stops early once every row has produced `eos`; a row that is done repeats it.
-        Without a cache the whole text is read again for every token.
+        Returns (B, T + new). Stops early once every row has produced `eos`; a row that is done
+        repeats it. Without a cache the whole text is read again for every token.
         """
-        if not 0 <= temperature < math.inf or not 0 < top_p <= 1:  # true for NaN, too
-            raise ValueError(f"temperature must be 0 or more and top_p in (0, 1]; got {temperature} and {top_p}")
-        dice = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
+        if not 0 <= temperature < math.inf or not 0 < top_p <= 1:  # refuses NaN, too
+            raise ValueError(f"temperature must be finite and 0 or more, and top_p in (0, 1]; "
+                             f"got {temperature} and {top_p}")
+        rng = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)  # (B)
-        new = tokens  # what the cache has not seen yet
+        unread = tokens  # (B, T): what the cache has not seen yet
         for _ in range(max_new_tokens):
-            logits = self(new if cache is not None else tokens, cache)[:, -1].float()  # (B, vocab)
-            new = pick_token(logits, temperature, top_p, dice)  # (B, 1)
+            logits = self(tokens if cache is None else unread, cache)[:, -1].float()  # (B, vocab)
+            unread = pick_token(logits, temperature, top_p, rng)  # (B, 1)
             if eos is not None:
-                new = torch.where(done[:, None], eos, new)  # (B, 1)
-                done |= new[:, 0] == eos
-            tokens = torch.cat([tokens, new], dim=1)  # (B, T + 1)
+                unread = torch.where(done[:, None], eos, unread)  # (B, 1)
+                done |= unread[:, 0] == eos
+            tokens = torch.cat([tokens, unread], dim=1)  # (B, T + 1)
             if eos is not None and done.all():
                 break
         return tokens
 
 
-def pick_token(logits, temperature, top_p, dice):
-    """logits (B, vocab) -> the next token (B, 1): the best one, or one drawn from the smallest set of mass top_p."""
+def pick_token(logits, temperature, top_p, rng):
+    """logits (B, vocab) -> the next token (B, 1): the most likely one at temperature 0, else one
+    drawn from the smallest set of tokens with probability mass top_p."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    p, order = torch.softmax(logits / temperature, dim=-1).sort(-1, descending=True)  # (B, vocab) both
-    p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)  # keeps the token that crosses top_p
-    return order.gather(1, torch.multinomial(p, 1, generator=dice))  # (B, 1)
+    p = torch.softmax(logits / temperature, dim=-1)  # (B, vocab)
+    p, order = p.sort(-1, descending=True)  # (B, vocab) both
+    mass_before = p.cumsum(-1) - p  # (B, vocab)
+    p = p.masked_fill(mass_before >= top_p, 0)  # keeps the token that crosses top_p
+    drawn = torch.multinomial(p, 1, generator=rng)  # (B, 1)
+    return order.gather(1, drawn)

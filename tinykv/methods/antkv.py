@@ -1,67 +1,187 @@
-"""AnTKV (Li et al., 2025): vector codebooks that mind each token's weight, and anchor tokens kept exact.
+"""AnTKV (Li et al., 2025): token-aware codebooks, and anchor tokens in full precision.
 
     Keep: of keys and of values, the tokens with the largest anchor scores, 1% of the text.
-    Code: vector codebooks, learned with token-aware weights; K before RoPE.
-    When: the 32 newest stay exact, older ones are coded in blocks.
+    Code: codebooks, calibrated with token-aware weights; K before RoPE.
+    When: the 32 newest stay in full precision; older ones are quantized in blocks.
 
-Two stages. Offline, codebooks by k-means, each token weighted by the norm of the loss's gradient with respect to it
-(Eq. 2), see `vectors.py`. Online, the short scores of Eq. 5, see `anchors.py`:
-    AnS(V_j) = sum_i A_ij,   AnS(K_j) = sum_i A_ij (1 - A_ij) |Q_i|,   anchors = the top 1% of each
+There are two stages. Offline, codebooks come from k-means in which each token is weighted by the
+norm of the loss's gradient with respect to it (Eq. 2): see `codecs/codebook.py`. Online, the anchor
+score estimates how much the attention output changes if one token's key or value does. Let A (T, S)
+be the attention of T queries to S keys, and O = A V its output. Theorem 1 bounds the change of O,
+in L1, for a small error in row j:
+
+    of V:   sum_i A_ij |dV_j|_1
+    of K:   sum_i A_ij |V_j - O_i|_1 |Q_i|_2 |dK_j|_1
+
+(|V_j - O_i|_1 A_ij is the paper's |(V^T Diag(A_i) (I - e A_i))_{:,j}|_1.) The anchor scores leave
+out the errors and V (Eq. 5); of V_j - O_i there remains 1 - A_ij, the factor of V_j itself. The
+anchors are the top 1% of each:
+
+    AnS(V_j) = sum_i A_ij
+    AnS(K_j) = sum_i A_ij (1 - A_ij) |Q_i|_2
+
+Sums are over the queries that see the key, so an early key has more of them.
 
 Paper and practice. No code is public. What the paper leaves open is settled here as follows.
-- K and V have anchors of their own, per KV head, the scores of its query heads added up. Scores are of what the layer
-  sees, which under the `paper` protocol is the stream of the quantized cache, its own keys still exact.
-- Under that protocol future queries decide what earlier ones saw exactly, as in all perplexities of the paper. In a
-  stream the scores are sums over the queries seen so far; a token competes when its block is coded, with the anchors
-  of that time, for 1% of what has been seen. One that has to leave is read as its code.
-- Eq. 2 is linear in the gradient and k-means is quadratic; the norm is taken over the token's row of a KV head.
-- The paper's bits count neither anchors nor codebooks. `true` counts anchors, their indices and their scores.
+- K and V have their own anchors, per KV head; the scores of its query heads are added up. Scores
+  are computed from what the layer sees: under the `paper` protocol its hidden states are those of a
+  model whose earlier layers have read quantized caches, and its own keys are in full precision.
+- Under that protocol, future queries decide what earlier queries saw in full precision. This is so
+  in all perplexities of the paper. In a stream, the scores are sums over the queries seen so far. A
+  token competes when its block is quantized, with the anchors of that time, for 1% of the tokens
+  seen. An evicted anchor is read as its codes.
+- Eq. 2 weights a token by the norm of the gradient, not by its square, though k-means squares the
+  errors. The norm is that of the token's row of a KV head.
+- The paper's Algorithm 1 forgets the factor |Q_i|; it is used here.
+- The paper's bits count neither anchors nor codebooks. `true` counts anchors, their positions and
+  their scores, and no codebooks.
 """
 import math
 from fractions import Fraction
 
 import torch
 
-from tinykv import UserError
-from tinykv.anchors import anchor_scores
-from tinykv.methods.base import VectorMethod
+from tinykv import UserError, at_least
+from tinykv.codecs import BLOCK
+from tinykv.codecs.codebook import describe_codebooks, make_codebooks
+from tinykv.methods.base import Method
+
+MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
+MAX_SCORES_GPU = 2 ** 26
 
 
-class AnTKV(VectorMethod):
+# Eq. 5. All of it goes over the queries in tiles: the T x S matrix is never held as a whole.
+
+def score_tiles(q, k, window=None):
+    """The scaled attention scores, a tile of queries at a time.
+
+    q (B, H, T, d), k (B, Hkv, S, d), both rotated; query i is at position S - T + i. window: of a
+    sliding-window model. Yields the tile, as a slice of the queries, and its scores
+    (B, H, tile, seen), where `seen` counts the keys up to the tile's last query. A score is -inf
+    where the query does not see the key.
+    """
+    B, H, T, d = q.shape
+    Hkv, S = k.shape[1:3]
+    heads_per_kv = H // Hkv
+    q = q.float() * d ** -0.5  # (B, H, T, d)
+    k = k.float().transpose(-2, -1)  # (B, Hkv, d, S)
+    limit = MAX_SCORES_GPU if q.is_cuda else MAX_SCORES
+    size = max(1, limit // (B * H * S))  # queries of a tile
+    for begin in range(0, T, size):
+        end = min(begin + size, T)
+        seen = S - T + end  # keys that the tile's last query sees
+        # one product for all query heads of a KV head
+        queries = q[:, :, begin:end].unflatten(1, (Hkv, heads_per_kv))
+        queries = queries.flatten(2, 3)  # (B, Hkv, heads_per_kv * tile, d)
+        scores = queries @ k[..., :seen]  # (B, Hkv, heads_per_kv * tile, seen)
+        scores = scores.unflatten(2, (heads_per_kv, -1)).flatten(1, 2)  # (B, H, tile, seen)
+        # causal mask, and the sliding window
+        query_at = torch.arange(S - T + begin, seen, device=q.device)[:, None]  # (tile, 1)
+        key_at = torch.arange(seen, device=q.device)  # (seen)
+        unseen = key_at > query_at  # (tile, seen)
+        if window is not None:
+            unseen = unseen | (key_at <= query_at - window)
+        yield slice(begin, end), scores.masked_fill_(unseen, float("-inf"))
+
+
+def log_sum_exp(q, k, window=None):
+    """The log-sum-exp of each query's scores, (B, H, T): what an attention kernel can hand over."""
+    return torch.cat([scores.logsumexp(-1) for _, scores in score_tiles(q, k, window)], dim=2)
+
+
+def attention_tiles(q, k, lse=None, window=None):
+    """As `score_tiles`, but the attention weights A. lse: each query's log-sum-exp, if known."""
+    for tile, scores in score_tiles(q, k, window):
+        if lse is None:
+            yield tile, scores.softmax(-1)
+        else:
+            yield tile, torch.exp(scores - lse[:, :, tile, None])
+
+
+def anchor_scores(q, k, lse=None, window=None):
+    """Eq. 5: AnS(K) and AnS(V), (B, Hkv, S) both. The arguments are those of `score_tiles`."""
+    B, H, T, _ = q.shape
+    Hkv, S = k.shape[1:3]
+    norm = q.float().norm(dim=-1)  # (B, H, T): |Q_i|
+    factors = torch.stack([norm, torch.ones_like(norm)], dim=2)  # (B, H, 2, T)
+    sums = torch.zeros(B, H, 2, S, device=q.device)  # of keys, and of values
+    for tile, A in attention_tiles(q, k, lse, window):  # A (B, H, tile, seen)
+        seen = A.shape[-1]
+        # over the tile's queries, by products: |Q_i| A_ij and A_ij, less |Q_i| A_ij^2 for keys
+        sums[..., :seen] += factors[..., tile] @ A  # (B, H, 2, seen)
+        squares = norm[:, :, None, tile] @ A.square()  # (B, H, 1, seen)
+        sums[:, :, 0, :seen] -= squares[:, :, 0]
+    # add up the query heads of each KV head
+    sums = sums.unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, 2, S)
+    ans_k, ans_v = sums.unbind(2)  # (B, Hkv, S) both
+    return ans_k, ans_v
+
+
+class AnTKV(Method):
     compare = ("cq",)
+    rope, block = "pre", BLOCK
 
-    def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="own", anchors="1%", recent=32):
-        super().__init__(config, vq, bits, sensitivity, sharing, recent)
-        self.window = config.sliding_window
+    def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
+                 anchors="1%", recent=32):
+        """anchors: a count, such as 64, or a share of the text, such as "1%"."""
+        at_least(0, recent=recent)
+        self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
+        codec = self.codecs[0].k
+        self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
+        self.recent, self.window = recent, config.sliding_window
+
+        # anchors: a count, or a share of the text
+        self.count = self.share = None
         try:
-            self.share = Fraction(anchors[:-1]) / 100 if str(anchors).endswith("%") else None
-            self.count = None if self.share is not None else int(anchors)
-        except ValueError:
-            raise UserError(f"anchors are a count, such as 64, or a share, such as 1%; got {anchors!r}") from None
-        self.keeps_share, self.preserve = self.share is not None, anchors if self.count is None else self.count
-        if not 0 <= (self.count if self.share is None else self.share) or (self.share or 0) > 1:
-            raise UserError(f"anchors are a count of at least 0, or a share of 0% to 100%; got {anchors!r}")
+            if str(anchors).endswith("%"):
+                self.share = Fraction(anchors[:-1]) / 100
+            else:
+                self.count = int(anchors)
+        except (ValueError, ZeroDivisionError):  # the latter for "1/0%"
+            raise UserError("anchors are a count, such as 64, or a share, such as 1%; "
+                            f"got {anchors!r}") from None
+        if (self.count or 0) < 0 or not 0 <= (self.share or 0) <= 1:
+            raise UserError("anchors are a count of at least 0, or a share of 0% to 100%; "
+                            f"got {anchors!r}")
+        self.keeps_share = self.share is not None
+        self.preserve = anchors if self.keeps_share else self.count
 
     @property
-    def anchor_scores(self):
+    def uses_scores(self):
         return bool(self.count or self.share)
 
-    def attend(self, cache, q, K, positions):
-        """The new queries' share of each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
-        if not self.anchor_scores:
-            return None
-        return anchor_scores(cache.rope.rotate(q, positions), K, window=self.window)
+    def score(self, layer_cache, q, K):
+        """What the new queries add to each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
+        return anchor_scores(q, K, window=self.window)
 
-    def keep(self, cache, kind, n, state):
-        """The tokens with the largest scores, among the anchors of now and the n to be coded: (B, Hkv, count)."""
-        part = cache.k if kind == "k" else cache.v
-        if part.score is None:
+    def keep_keys(self, layer_cache, n):
+        return self.largest(layer_cache.keys, n, layer_cache.length)  # (B, Hkv, count)
+
+    def keep_values(self, layer_cache, n):
+        return self.largest(layer_cache.values, n, layer_cache.length)  # (B, Hkv, count)
+
+    def largest(self, rows, n, length):
+        """The anchors of now: of those so far and the n oldest recent tokens, the largest scores.
+
+        rows: the `CachedRows` of K or of V. length: tokens seen. Returns positions (B, Hkv, count);
+        None where there are no scores.
+        """
+        if rows.recent_scores is None:
             return None
-        count = math.ceil(self.share * cache.length) if self.count is None else self.count
-        at = part.first + torch.arange(n, device=part.score.device)  # (n)
-        at = at.expand(*part.score.shape[:2], n)  # (B, Hkv, n)
-        score = part.score[:, :, :n]  # (B, Hkv, n)
-        if part.index is not None:
-            at, score = torch.cat([part.index, at], -1), torch.cat([part.pinned_score, score], -1)  # (B, Hkv, p + n)
-        best = score.sort(dim=-1, descending=True, stable=True).indices[..., :count]  # (B, Hkv, count)
-        return at.gather(-1, best)
+        count = self.count if self.share is None else math.ceil(self.share * length)
+
+        # candidates: the tokens that are about to be quantized
+        scores = rows.recent_scores[:, :, :n]  # (B, Hkv, n)
+        positions = torch.arange(rows.n_coded, rows.n_coded + n, device=scores.device)  # (n)
+        positions = positions.expand_as(scores)  # (B, Hkv, n)
+        # and the anchors so far. They come first: of equal scores, the earlier token wins
+        if rows.pinned_positions is not None:
+            positions = torch.cat([rows.pinned_positions, positions], dim=-1)  # (B, Hkv, p + n)
+            scores = torch.cat([rows.pinned_scores, scores], dim=-1)  # (B, Hkv, p + n)
+
+        # the largest of them all
+        order = scores.sort(dim=-1, descending=True, stable=True).indices  # (B, Hkv, p + n)
+        return positions.gather(-1, order[..., :count])  # (B, Hkv, count)
+
+    def describe(self):
+        return describe_codebooks(self.codecs)

@@ -1,19 +1,36 @@
-"""CQ (Zhang et al., 2024): coupled quantization, neighbouring channels share one code.
+"""CQ (Zhang et al., 2024): coupled quantization. Neighbouring channels share one code.
 
-    Keep: nothing.   Code: a codebook for each layer, K or V, KV head and group of n channels; K before RoPE.
-    When: at once, in blocks in a stream.
+    Keep: nothing.
+    Code: a codebook for each layer, K or V, KV head and group of n channels; K before RoPE.
+    When: at once; in a stream, in blocks.
 
-Channels of a key or value depend on each other: their joint entropy is below the sum of their own. So n of them, coded
-together by the nearest of m centroids, lose less than each alone at the same log2(m) / n bits. The paper's "4c8b" is
-d4m256 here. Centroids are found by k-means on calibration text, weighted by the diagonal Fisher information
-(`sensitivity`): see `vectors.py`.
+The channels of a key, or of a value, depend on each other: their joint entropy is lower than the
+sum of their own. So n of them, quantized together to the nearest of m centroids, lose less than
+each channel alone at the same log2(m) / n bits. The paper's "4c8b" is d4m256 here. The centroids
+are found by k-means on calibration text, weighted by the diagonal Fisher information
+(`sensitivity`): see `codecs/codebook.py`.
 
-Paper and practice. No released code was found; that keys are coded before RoPE, and each group of channels has a book
-of its own, is AnTKV's account of it. Bits are quoted without the codebooks, which `offline_bytes` counts.
+Paper and practice. No released code was found. That keys are quantized before RoPE, and that each
+group of channels has its own codebook, is AnTKV's account of CQ. Bits are quoted without the
+codebooks, which `offline_bytes` counts.
 """
-from tinykv.methods.base import VectorMethod
+from tinykv import at_least
+from tinykv.codecs import BLOCK
+from tinykv.codecs.codebook import describe_codebooks, make_codebooks
+from tinykv.methods.base import Method
 
 
-class CQ(VectorMethod):
-    """A codebook, and nothing to add to it."""
+class CQ(Method):
+    """Codebooks, and nothing is kept."""
     compare = ("rtn",)
+    rope, block = "pre", BLOCK
+
+    def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0):
+        at_least(0, recent=recent)
+        self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
+        codec = self.codecs[0].k
+        self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
+        self.recent = recent
+
+    def describe(self):
+        return describe_codebooks(self.codecs)

@@ -1,30 +1,65 @@
-"""IntactKV (Liu et al., 2024): the first tokens' keys and values as the full-precision model computes them.
+"""IntactKV (Liu et al., 2024): the first tokens' keys and values from the full-precision model.
 
-    Keep: a prefix, [BOS] or a text that all texts begin with, taken over from the model before its weights were
-    quantized.   Code: 16 bits, or integers per token and head.   When: at once, in blocks in a stream.
+    Keep: a prefix, [BOS] or a text that all texts begin with.
+    Code: 16 bits, or integers per token and head.
+    When: at once under `paper`, in blocks of tokens in a stream.
 
-For a model with quantized weights, the first tokens, which all others look at, would be computed wrong before any cache
-rounds them. Their rows are computed once, in full precision, and every cache begins with them; positions go on from
-there. They can also be trained (`intact.py`, `train_intact.py`), to make good what the quantized model does to later
-tokens. Theorem 1 bounds the change of a head's output; a row that is exact leaves the bound:
+All tokens attend to the first ones. A model with quantized weights computes wrong keys and values
+for them, before any cache rounds anything. So the full-precision model computes them once, every
+cache begins with them, and the text goes on from there. Theorem 1 bounds the change of a head's
+output by the errors of keys and values; a token whose key and value are exact drops out of it:
     |dh|_2 <= C1 |dK|_2,inf |dV|_F + C2 |dK|_2,inf + C3 |dV|_F
+The prefix can also be trained (train_intact.py). Its keys and values are then parameters. The loss
+is how far the blocks f of the quantized model w' are from those of the full-precision model w
+(Eq. 2):
+    L = 1/2 sum over blocks l of |f_l(w, x) - f_l(w', x; prefix)|^2
 
 Paper and practice, as in the released code.
-- Prefix_[B] is BOS alone, Prefix_[P] a system prompt. It begins at the first token, and has no gaps.
-- Keys and values of the rest are left alone, or coded dynamically, with an integer zero point, keys after RoPE.
-- Where the quantizer scaled what is cached (`QuantLinear.gain`), the prefix is scaled alike.
-- What the full-precision model says of the prefix is kept with it: predictions there are its own.
+- Prefix_[B] is BOS alone, Prefix_[P] a system prompt. Both begin at the first token.
+- Keys and values of other tokens stay in 16 bits, or are quantized per token with an integer zero
+  point, keys after RoPE.
+- Where the weight quantizer scaled the values (`QuantLinear.gain`), the prefix is scaled alike.
+- Predictions at the prefix's own positions are those of the full-precision model.
 """
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from tinykv import UserError, checkpoint, one_of
-from tinykv.calibrate import Recorder
-from tinykv.methods.base import Method, SchemeMethod, first_tokens
+from tinykv import UserError, one_of
+from tinykv.cache import KVCache, Trace
+from tinykv.codecs import Exact, Pair
+from tinykv.methods.base import CodecMethod, Method, first_tokens
 
-EXACT = "full precision"  # what a model is called whose weights are not quantized
+FULL_PRECISION = "full precision"  # the label of a model whose weights are not quantized
 
+
+class IntactKV(CodecMethod):
+    """A named pair of codecs, and a prefix in full precision. Settings: see `CodecMethod`."""
+
+    def __init__(self, config, prefix=None, k_bits=16, v_bits=16, scheme="token-dynamic",
+                 group_size=None, formula="integer-zero"):
+        one_of(("token-dynamic", "channel-dynamic"), scheme=scheme)
+        super().__init__(config, k_bits, v_bits, scheme, group_size, formula=formula)
+        if prefix is None and config.bos_token_id is None:
+            raise UserError("this model has no BOS token, which is IntactKV's prefix by default; "
+                            "give another prefix")
+        self.prefix = prefix or Prefix("bos", [config.bos_token_id])
+        self.preserve = len(self.prefix.ids)
+
+    def keep_keys(self, layer_cache, n):
+        if self.k_bits == 16:
+            return None  # every key is in full precision anyway
+        return first_tokens(layer_cache, self.preserve)  # (B, 1, preserve): the prefix
+
+    def keep_values(self, layer_cache, n):
+        if self.v_bits == 16:
+            return None
+        return first_tokens(layer_cache, self.preserve)  # (B, 1, preserve)
+
+
+# The prefix
 
 @dataclass
 class Prefix:
@@ -32,58 +67,83 @@ class Prefix:
     name: str  # what the user calls it: "bos", or a path
     ids: list  # n tokens
     keys: torch.Tensor | None = None  # (L, Hkv, n, d); None until `fill`
-    values: torch.Tensor | None = None
-    model: str = ""  # for which model it was trained: its fingerprint,
-    weights: str = ""  # and how its weights were quantized, in words
+    values: torch.Tensor | None = None  # (L, Hkv, n, d)
+    model: str = ""  # of a trained prefix: the fingerprint of the model that it was trained for
+    weights: str = ""  # of a trained prefix: the label of that model's quantized weights
 
     def __str__(self):
         return self.name
 
-    def fill(self, full, coded, weights=EXACT):
-        """Compute the rows for `coded`, which is the model `full` with its weights quantized (or full itself).
+    def fill(self, full, quantized, weights=FULL_PRECISION):
+        """Compute keys and values for `quantized`: `full` with quantized weights, or `full` itself.
 
-        Rows that a file brought along are checked instead: they must have been trained for this model, and `weights`.
+        A trained prefix has them already. UserError if it was trained for another model, or for
+        other `weights` (a label).
         """
-        if self.model:
-            for what, found, wanted in (("model", self.model, checkpoint.fingerprint(full)),
-                                        ("quantizer", self.weights, weights)):
-                if found != wanted:
-                    raise UserError(f"the prefix {self.name} was trained for another {what}: {found}, and not {wanted}")
-        else:
-            self.keys, self.values = exact_rows(full, coded, self.ids)
+        if not self.model:  # not a trained prefix
+            self.keys, self.values = exact_rows(full, quantized, self.ids)
+            return
+        from tinykv.storage import fingerprint
+        for what, found, wanted in [("model", self.model, fingerprint(full)),
+                                    ("quantizer", self.weights, weights)]:
+            if found != wanted:
+                raise UserError(f"the prefix {self.name} was trained for another {what}: {found}, "
+                                f"and not {wanted}")
 
     def rows(self, like):
-        """Per layer keys (1, Hkv, n, d), and values, where and in the dtype that tensor `like` is."""
+        """Keys by layer, and values by layer, (1, Hkv, n, d) each; device and dtype of `like`."""
         if self.keys is None:
-            raise UserError(f"the prefix {self.name} has no keys and values yet; call its `fill` first")
-        return [[row[None] for row in rows.to(like)] for rows in (self.keys, self.values)]
+            raise UserError(f"the prefix {self.name} has no keys and values yet; "
+                            "call its `fill` first")
+        keys = [rows[None] for rows in self.keys.to(like)]
+        values = [rows[None] for rows in self.values.to(like)]
+        return keys, values
 
 
-class Unrotated(Method):
-    """Keys are stored before RoPE; nothing is coded."""
+class KeysBeforeRope(Method):
+    """The n newest tokens stay in full precision, with keys before RoPE, to read a prefix from."""
     rope = "pre"
+
+    def __init__(self, config, n):
+        self.recent = n
+        self.codecs = [Pair(Exact(), Exact())] * config.num_hidden_layers
 
 
 @torch.no_grad()
-def exact_rows(full, coded, ids):
-    """Keys, before RoPE, and values of tokens `ids` as `full` computes them, scaled as `coded` has them.
+def exact_rows(full, quantized, ids):
+    """Keys, before RoPE, and values of tokens `ids` as `full` computes them: (L, Hkv, n, d) both.
 
-    (L, Hkv, n, d) both, fp32 that hold the 16 bits of an exact cache. UserError where the ids are none of the model's.
+    They have been rounded to the 16 bits of a cache, and are fp32 again. Values have the scale of
+    `quantized`'s. UserError for a token that the model does not know.
     """
-    if not all(0 <= token < full.config.vocab_size for token in ids):
-        raise UserError(f"the prefix has tokens that this model, of {full.config.vocab_size} tokens, does not know")
+    config = full.config
+    device = full.lm_head.weight.device
+    if not all(0 <= token < config.vocab_size for token in ids):
+        raise UserError(f"the prefix has tokens that this model, of {config.vocab_size} tokens, "
+                        "does not know")
     if not ids:
-        shape = full.config.num_hidden_layers, full.config.num_key_value_heads, 0, full.config.head_dim
-        return torch.zeros(2, *shape, device=full.lm_head.weight.device).unbind()
-    recorder = Recorder(full, Unrotated(full.config))
-    full.hidden(torch.tensor([ids], device=full.lm_head.weight.device), recorder)
-    keys = torch.cat([layer.k.recent for layer in recorder.layers]).float()  # (L, Hkv, n, d)
-    values = torch.cat([layer.v.recent for layer in recorder.layers]).float()
-    return keys, values * torch.stack([value_gain(block) for block in coded.model["layers"]])
+        L, Hkv, d = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        return torch.zeros(L, Hkv, 0, d, device=device), torch.zeros(L, Hkv, 0, d, device=device)
+
+    # 1. Let the full-precision model read the tokens
+    cache = KVCache(full, KeysBeforeRope(config, len(ids)))
+    full(torch.tensor([ids], device=device), cache, logits=False)
+
+    # 2. Its cache holds the prefix now
+    keys = torch.cat([layer.keys.recent for layer in cache.layers]).float()  # (L, Hkv, n, d)
+    values = torch.cat([layer.values.recent for layer in cache.layers]).float()  # (L, Hkv, n, d)
+    if not (keys.isfinite().all() and values.isfinite().all()):
+        raise UserError("the prefix has keys or values that are not finite, or too large for 16 "
+                        "bits; use another --dtype, or another model")
+
+    # 3. Bring the values to the scale of the quantized model's
+    gains = [value_gain(block) for block in quantized.model["layers"]]
+    gains = torch.stack(gains)  # (L, Hkv, 1, d)
+    return keys, values * gains
 
 
 def value_gain(block):
-    """What the block's values are multiplied by, (Hkv, 1, d): see `QuantLinear.gain`. Keys are left as they are."""
+    """What the weight quantizer multiplied a block's values by, (Hkv, 1, d): `QuantLinear.gain`."""
     attn = block.self_attn
     gain = getattr(attn.v_proj, "gain", None)  # (Hkv * d)
     if gain is None:
@@ -91,16 +151,81 @@ def value_gain(block):
     return gain.view(attn.n_kv_heads, 1, attn.head_dim)
 
 
-class IntactKV(SchemeMethod):
-    def __init__(self, config, prefix=None, k_bits=16, v_bits=16, scheme="token-dynamic", group_size=None,
-                 formula="integer-zero"):
-        one_of(("token-dynamic", "channel-dynamic"), scheme=scheme)
-        super().__init__(config, k_bits, v_bits, scheme, group_size, formula=formula)
-        if prefix is None and config.bos_token_id is None:
-            raise UserError("this model has no BOS token, which is IntactKV's prefix by default; give another prefix")
-        self.prefix = prefix or Prefix("bos", [config.bos_token_id])
-        self.preserve = len(self.prefix.ids)
+# The loss that trains it
 
-    def keep(self, cache, kind, n, state):
-        bits = self.k_bits if kind == "k" else self.v_bits
-        return None if bits == 16 else first_tokens(cache, self.preserve)
+def block_loss(full, quantized, tokens, exact, trained):
+    """Eq. 2 as a mean over tokens and channels: how far `quantized`'s blocks are from `full`'s.
+
+    tokens (B, T): a text after the prefix. exact, trained: the prefix's (keys, values), for `full`
+    and for `quantized`, (L, Hkv, n, d) each.
+    """
+    with torch.no_grad():
+        targets = block_outputs(full, tokens, *exact)
+    outputs = block_outputs(quantized, tokens, *trained)
+    loss = 0.0
+    for output, target in zip(outputs, targets):
+        error = output.float() - target.float()  # (B, T, D)
+        loss = loss + error.pow(2).mean()
+    return loss / 2
+
+
+def block_outputs(model, tokens, keys, values):
+    """The output of every block, (B, T, D) each, for tokens (B, T) after a prefix."""
+    trace = Trace(model, keys, values)
+    model(tokens, trace, logits=False)
+    return trace.hidden
+
+
+# Its file
+
+def open_prefix(what, tokenizer, config):
+    """"bos", or the path of a text file or of a trained prefix (.safetensors) -> Prefix."""
+    if what == "bos":
+        if tokenizer.bos_id is None:
+            raise UserError("this tokenizer has no BOS; give a text file for a prefix")
+        return Prefix(what, [tokenizer.bos_id])
+    if what.endswith(".safetensors"):
+        return load_prefix(what, config)
+    from tinykv.storage import check_regular, first_line
+    try:
+        check_regular(what)
+        text = Path(what).read_text(encoding="utf-8-sig").rstrip("\n")  # without a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        reason = first_line(error)
+        raise UserError(f"the prefix {what} cannot be read ({reason}); give bos, a UTF-8 text "
+                        "file, or a trained prefix (.safetensors)") from None
+    if not text:
+        raise UserError(f"the prefix {what} is empty; give bos, or a text file that is not")
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return Prefix(what, [*bos, *tokenizer.encode(text)])
+
+
+def save_prefix(path, prefix):
+    """Write a trained prefix, whole or not at all."""
+    from tinykv.storage import save_tensors
+    notes = {"format": "tinykv-prefix", "model": prefix.model, "weights": prefix.weights,
+             "ids": json.dumps(prefix.ids)}
+    save_tensors(path, {"keys": prefix.keys, "values": prefix.values}, notes)
+
+
+def load_prefix(path, config):
+    """What `save_prefix` wrote. UserError for another file, or one of another kind of model."""
+    from tinykv.storage import load_tensors
+    tensors, notes = load_tensors(path, "trained prefix")
+    if notes.get("format") != "tinykv-prefix":
+        raise UserError(f"{path} is a safetensors file, but not one that train_intact.py wrote")
+    try:
+        prefix = Prefix(str(path), json.loads(notes["ids"]), tensors["keys"], tensors["values"],
+                        notes["model"], notes["weights"])
+        known = all(type(token) is int and 0 <= token < config.vocab_size for token in prefix.ids)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise UserError(f"{path} is not whole, or of another version; train it anew") from None
+
+    L, Hkv, d = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    wanted = (L, Hkv, len(prefix.ids), d)
+    for found in (tuple(prefix.keys.shape), tuple(prefix.values.shape)):
+        if found != wanted or not known:
+            raise UserError(f"the prefix {path} was trained for another model: it has keys and "
+                            f"values of shape {found}, and not {wanted}, or tokens that this model "
+                            "does not know")
+    return prefix

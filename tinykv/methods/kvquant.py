@@ -1,30 +1,32 @@
-"""KVQuant (Hooper et al., 2024): non-uniform levels, learned where errors matter, and sparse outliers.
+"""KVQuant (Hooper et al., 2024): non-uniform levels where errors matter, and sparse outliers.
 
-    Keep: the first N = 1 tokens, out of codes, ranges and levels.
-    Code: `nonuniform.py`, the scheme `kvquant`: K before RoPE per channel and static, V per token and dynamic.
-    When: at once, in blocks in a stream.
+    Keep: the first N = 1 tokens. They count in no code, no range and no level.
+    Code: the pair of codecs `kvquant`; K before RoPE, per channel and static; V per token, dynamic.
+    When: at once; in a stream, in blocks.
 
-The idea in three steps. Before RoPE a key's channel keeps its range, so it can be learned beforehand. Levels lie where
-numbers lie, and where the loss feels an error, by weighted k-means. And a hundredth of the numbers, which would stretch
-every range, is stored apart, exact.
+The idea has three steps. A key's channel keeps its range before RoPE, so the range can be
+calibrated. Levels lie where the numbers lie, and where the loss feels an error, by weighted
+k-means. And one per cent of the numbers, which would stretch every range, is stored apart in 16
+bits. All of it is in `codecs/nonuniform.py`.
 
-Paper and practice. Attention sinks are what the first token is kept for; other sinks stay in, which KVSink uses: with
-`--method pfn,kvsink --scheme kvquant` the tokens that those keep are left out of all that is learned, just as here.
-What differs in the code itself is told in `nonuniform.py`.
+Paper and practice. The first token is kept because it is an attention sink. Other sinks are not
+kept, which is where KVSink comes in: with `--method pfn,kvsink --scheme kvquant`, the tokens that
+those methods keep are left out of the calibration, as the first token is here. What differs in the
+codec itself is told in `codecs/nonuniform.py`.
 """
 from tinykv import at_least
-from tinykv.methods.base import SchemeMethod, first_tokens
+from tinykv.methods.base import CodecMethod, first_tokens
 
 
-class KVQuant(SchemeMethod):
+class KVQuant(CodecMethod):
     compare = ("rtn",)
 
-    def __init__(self, config, k_bits=2, v_bits=2, preserve=1, outliers=1.0, sensitivity="fisher-range", q_norm=None,
-                 rope="pre"):
-        super().__init__(config, k_bits, v_bits, "kvquant", outliers=outliers, sensitivity=sensitivity, q_norm=q_norm,
-                         rope=rope)
+    def __init__(self, config, k_bits=2, v_bits=2, preserve=1, outliers=1.0,
+                 sensitivity="fisher-range", q_norm=None, rope="pre"):
         at_least(0, preserve=preserve)
+        super().__init__(config, k_bits, v_bits, "kvquant", rope=rope, outliers=outliers,
+                         sensitivity=sensitivity, q_norm=q_norm)
         self.preserve = preserve
 
-    def keep(self, cache, kind, n, state):
-        return first_tokens(cache, self.preserve)  # (B, 1, N)
+    def keep_keys(self, layer_cache, n):
+        return first_tokens(layer_cache, self.preserve)  # (B, 1, N)

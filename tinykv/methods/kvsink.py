@@ -1,31 +1,38 @@
-"""KVSink (Su and Yuan, 2025): find the attention sinks by the outlier that marks them, and keep those.
+"""KVSink (Su and Yuan, 2025): find attention sinks by the outlier that marks them, and keep them.
 
-    Keep: the k tokens with the largest |H^lE[:, c]|, in the layers after lE.   Code: any scheme.
-    When: at once, in blocks in a stream.
+    Keep: the k tokens whose hidden state is largest in one channel, after one early block.
+    Code: any scheme.
+    When: at once under `paper`, in blocks of tokens in a stream.
 
-Algorithm 1. Sink tokens carry a huge value in one fixed channel c of the hidden state, from the output of the emergence
-layer lE on. So one look at one channel of one block's output tells where the sinks are:
-    S = top-k of |H^lE[i, c]| over tokens i;  layers l > lE keep K_l, V_l of S exact and code the rest.
-Layers up to lE have stored their keys before S is known, so they code everything.
+Algorithm 1. There is one block, the emergence layer lE, from whose output H^lE on sink tokens carry
+a huge number in one fixed channel c of the hidden state. So one look at one channel of one block's
+output tells where the sinks are:
+    S = top-k of |H^lE[i, c]| over tokens i
+    layers l > lE keep K_l, V_l of S in full precision, and quantize the other tokens
+Layers up to lE have stored their keys before S is known. They quantize every token.
 
 Paper and practice.
-- lE and c come from the paper's Table 3 for the models in it, recognised by their config. Its layers count from 0: the
-  figures show sinks "beyond layers 0 and 1" where the table says 1. The table lists up to four channels; the method
-  uses one and does not say which: here the first. On any other model both are found by `sinks.find_outlier`; if there
-  is no such outlier, the first k tokens are kept as PFN does, and the command says so.
-- k tokens are always kept, though there may be only one to three real sinks: the surplus costs its 16 bits, no more.
-- S is chosen over the whole window in the `paper` protocol, so an early query profits from a later choice. In a stream
-  it is the top-k of what has been seen: a new sink takes the place of a weaker one, which is then read as its code. The
-  paper freezes S after the prefill; in a stream from nothing there is no prefill to freeze it after.
+- lE and c come from the paper's Table 3 for the models in it, recognised by their config. The table
+  counts layers from 0, so lE = 1 is the second block. This fits the figures, which show sinks only
+  "beyond layers 0 and 1". The table lists up to four channels; the method uses one and does not say
+  which: here the first. On any other model `find_outlier` looks for both on the calibration
+  windows. If it finds no outlier, the first k tokens are kept as PFN does, and the command says so.
+- k tokens are always kept, though there may be only one to three sinks. The surplus costs its 16
+  bits, no more.
+- Under the `paper` protocol S is chosen over the whole window, so an early query profits from a
+  later choice. In a stream S is the top-k of the tokens seen so far: a new sink takes the place of
+  a weaker one, which is read as its codes from then on. The paper freezes S after the prefill; a
+  stream that starts from nothing has no prefill.
 - With static ranges the sinks are left out of the calibration, as the paper asks.
 """
 import torch
 
-from tinykv import UserError, sinks
-from tinykv.methods.base import SchemeMethod, first_tokens
+from tinykv import UserError
+from tinykv.methods.base import CodecMethod, first_tokens
 
-# Table 3, by (model type, layers, hidden size, MLP size, KV heads, vocabulary, positions): emergence layer and outlier
-# channel (the first listed). The last three tell LLaMA-2 from LLaMA-1 and from other models of the same shape.
+# Table 3: emergence layer and outlier channel (the first one listed), by model type, layers, hidden
+# size, MLP size, KV heads, vocabulary and positions. The last three tell LLaMA-2 from LLaMA-1 and
+# from other models of the same shape.
 TABLE_3 = {
     ("llama", 32, 4096, 11008, 32, 32000, 4096): (1, 2533),  # LLaMA-2-7B and its chat model
     ("llama", 40, 5120, 13824, 40, 32000, 4096): (3, 4743),  # LLaMA-2-13B
@@ -37,68 +44,148 @@ TABLE_3 = {
 }
 
 
-class KVSink(SchemeMethod):
+class KVSink(CodecMethod):
     compare = ("rtn", "pfn")
 
-    def __init__(self, config, preserve=5, emergence_layer=None, outlier_channel=None, **scheme):
-        super().__init__(config, **scheme)
+    def __init__(self, config, preserve=5, emergence_layer=None, outlier_channel=None,
+                 **codec_settings):
+        super().__init__(config, **codec_settings)
         if preserve < 1:
-            raise UserError(f"kvsink has to preserve at least 1 token; got {preserve} (rtn preserves none)")
+            raise UserError(f"kvsink has to preserve at least 1 token; got {preserve} "
+                            "(rtn preserves none)")
         if (emergence_layer is None) != (outlier_channel is None):
             raise UserError("give both the emergence layer and the outlier channel, or neither")
-        self.preserve, self.source, self.search = preserve, "given", False
-        self.layer, self.channel = emergence_layer, outlier_channel
-        shape = (config.model_type, config.num_hidden_layers, config.hidden_size, config.intermediate_size,
-                 config.num_key_value_heads, config.vocab_size, config.max_position_embeddings)
-        if emergence_layer is None and shape in TABLE_3:
-            (self.layer, self.channel), self.source = TABLE_3[shape], "the paper's Table 3"
-        elif emergence_layer is None:
-            self.source, self.search, self.needs_calibration = None, True, True
-        elif not (0 <= emergence_layer < config.num_hidden_layers and 0 <= outlier_channel < config.hidden_size):
-            raise UserError(f"emergence layer {emergence_layer} and channel {outlier_channel} are not in a model of "
-                            f"{config.num_hidden_layers} layers and {config.hidden_size} channels")
+        self.preserve = preserve
+        self.n_layers = config.num_hidden_layers
+        self.layer, self.channel = emergence_layer, outlier_channel  # lE and c
+        self.source = None  # where they come from; None: not known yet
+        self.profile = []  # while calibrating: the `outlier` of each layer, window after window
+        shape = (config.model_type, config.num_hidden_layers, config.hidden_size,
+                 config.intermediate_size, config.num_key_value_heads, config.vocab_size,
+                 config.max_position_embeddings)
+        if emergence_layer is not None:
+            layers, channels = config.num_hidden_layers, config.hidden_size
+            if not (0 <= emergence_layer < layers and 0 <= outlier_channel < channels):
+                raise UserError(f"emergence layer {emergence_layer} and channel {outlier_channel} "
+                                f"are not in a model of {layers} layers and {channels} channels")
+            self.source = "given"
+        elif shape in TABLE_3:
+            self.layer, self.channel = TABLE_3[shape]
+            self.source = "the paper's Table 3"
+        else:
+            self.passes = 1  # over the calibration windows, to find them
 
-    def calibrate(self, model, windows, progress=None):
-        if self.search:
-            self._found(sinks.find_outlier(model, windows))
-        super().calibrate(model, windows, progress)
+    # Calibration: where the outlier emerges, and in which channel
 
-    def _found(self, outlier):
-        self.layer, self.channel = outlier or (None, None)
-        self.source = "found on the calibration windows" if outlier else "nothing found"
+    def watch(self, step, layer, hidden):
+        self.profile.append(outlier(hidden))
 
-    def learned(self):
-        found = [self.layer, self.channel] if self.layer is not None else [-1, -1]
-        return {**super().learned(), "outlier": torch.tensor(found)} if self.search else super().learned()
+    def fit(self, step):
+        # `watch` saw the layers -1 (the embedding) .. L-1 of each window in this order
+        table = torch.tensor(self.profile).unflatten(0, (-1, self.n_layers + 1))  # (W, L + 1, 3)
+        self.profile = []
+        largest, ratio, channel = table.unbind(-1)  # (W, L + 1) each
+        if not largest.isfinite().all():
+            raise UserError("the model computes numbers that are not finite; use another --dtype, "
+                            "or another model")
+        self.set_outlier(find_outlier(largest, ratio, channel.long()))
 
-    def restore(self, learned):
-        super().restore(learned)
-        if self.search:
-            layer, channel = learned["outlier"].tolist()
-            self._found(None if layer < 0 else (layer, channel))
+    def set_outlier(self, place):
+        """place: (emergence layer, channel), or None if the model has no stable outlier."""
+        self.layer, self.channel = place or (None, None)
+        self.source = "found on the calibration windows" if place else "nothing found"
 
-    def observe(self, state, layer, hidden, start):
-        """state: (score, position), each (B, k): the best outliers seen so far."""
+    def calibrated(self):
+        tables = super().calibrated()
+        if self.passes:
+            place = (-1, -1) if self.layer is None else (self.layer, self.channel)
+            tables["outlier"] = torch.tensor(place)
+        return tables
+
+    def restore(self, tables):
+        super().restore(tables)
+        if self.passes:
+            layer, channel = tables["outlier"].tolist()
+            self.set_outlier(None if layer < 0 else (layer, channel))
+
+    # Algorithm 1
+
+    def begin(self, cache):
+        cache.shared.sinks = None  # (B, up to k): positions of the sinks S
+        cache.shared.sink_sizes = None  # (B, up to k): their |H^lE[i, c]|
+
+    def observe(self, cache, layer, hidden):
+        """S is the top-k of |H^lE[i, c]| over the tokens seen so far."""
         if layer != self.layer:
-            return state
+            return
         B, T, _ = hidden.shape
-        score = hidden[..., self.channel].float().abs()  # (B, T)
-        position = torch.arange(start, start + T, device=hidden.device).expand(B, T)  # (B, T)
-        if state is not None:
-            score, position = torch.cat([state[0], score], 1), torch.cat([state[1], position], 1)  # (B, k + T)
-        order = score.sort(dim=1, descending=True, stable=True).indices[:, :self.preserve]  # (B, k), ties: the earlier
-        return score.gather(1, order), position.gather(1, order)  # (B, k) both
+        # the new tokens
+        size = hidden[..., self.channel].float().abs()  # (B, T)
+        end = cache.layers[layer].length  # the position after the last new token
+        position = torch.arange(end - T, end, device=hidden.device).expand(B, T)  # (B, T)
+        # compete with the sinks so far
+        if cache.shared.sinks is not None:
+            size = torch.cat([cache.shared.sink_sizes, size], dim=1)  # (B, up to k + T)
+            position = torch.cat([cache.shared.sinks, position], dim=1)  # (B, up to k + T)
+        order = size.sort(dim=1, descending=True, stable=True).indices  # ties: the earlier token
+        top = order[:, :self.preserve]  # (B, up to k)
+        cache.shared.sink_sizes = size.gather(1, top)  # (B, up to k)
+        cache.shared.sinks = position.gather(1, top)  # (B, up to k)
 
-    def keep(self, cache, kind, n, state):
+    def keep_keys(self, layer_cache, n):
         if self.source is None:
-            raise UserError("kvsink does not know the outlier of this model yet; call its `calibrate` first")
+            raise UserError("kvsink does not know the outlier of this model yet; run "
+                            "calibrate(model, method, windows) first")
         if self.layer is None:  # a model without outliers: PFN
-            return first_tokens(cache, self.preserve)  # (B, 1, n)
-        if cache.layer <= self.layer:
+            return first_tokens(layer_cache, self.preserve)  # (B, 1, k)
+        if layer_cache.layer <= self.layer:
             return None
-        return state[1][:, None]  # (B, 1, k)
+        return layer_cache.shared.sinks[:, None]  # (B, 1, k)
 
     def describe(self):
+        if self.source is None:
+            return "the outlier of this model is not known yet"
         if self.layer is None:
             return f"no stable outlier in this model: the first {self.preserve} tokens are kept"
         return f"emergence layer {self.layer}, outlier channel {self.channel} ({self.source})"
+
+
+# The search for the outlier
+
+def outlier(hidden):
+    """hidden (1, T, D) -> the largest |h|, its ratio to the median |h|, and its channel."""
+    h = hidden[0].float().abs()  # (T, D)
+    largest, median = h.max(), h.median()
+    return largest.item(), (largest / median).item(), h.argmax().item() % h.shape[1]
+
+
+def find_outlier(largest, ratio, channel, massive=(100.0, 1000.0)):
+    """Emergence layer and channel of the stable outlier, or None if the model has none.
+
+    largest, ratio, channel (W, L + 1): each window's outlier after the embedding (column 0) and
+    after block l (column l + 1), see `outlier`.
+
+    A large model has massive activations, by the criterion of Sun et al. (2024): the first layer
+    whose outlier is at least 100, and at least 1,000 times the median |h|, is the emergence layer.
+    A small model has the same thing smaller. Its emergence layer is the one at which the outlier
+    grows most, provided that the ratio there is at least 30, and three times the median ratio of
+    the layers before.
+    """
+    if largest.shape[1] == 2:
+        return None  # a single block has none after it to keep sinks in
+    largest, ratio = largest.median(0).values, ratio.median(0).values  # (L + 1) both
+    # 1. the emergence layer; the last block cannot be it, as no layer after it could keep its sinks
+    is_massive = (largest[1:-1] >= massive[0]) & (ratio[1:-1] >= massive[1])  # (L - 1)
+    if is_massive.any():
+        layer = int(is_massive.int().argmax())
+    else:
+        growth = largest[1:-1] / largest[:-2]  # (L - 1)
+        layer = int(growth.argmax())
+        here, before = ratio[layer + 1], ratio[1:layer + 1]  # of that block, of those before it
+        if here < 30 or (layer and here < 3 * before.median()):
+            return None
+    # 2. the channel: each window votes in each of three layers from there on; 9 of 10 votes agree
+    votes = channel[:, layer + 1:layer + 4]  # (W, up to 3)
+    winner = int(votes.flatten().mode().values)
+    agreement = (votes == winner).float().mean()
+    return (layer, winner) if agreement >= 0.9 else None

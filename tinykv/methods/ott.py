@@ -1,75 +1,108 @@
-"""OTT (Su et al., 2025): KIVI's codes, and the tokens with the smallest keys kept out of them.
+"""OTT (Su et al., 2025): KIVI's codes, without the tokens whose keys are smallest.
 
-    Keep: a pool of `outlier_num` tokens with the smallest keys, and those that it had to let go.
+    Keep: keys and values of a pool of `outlier_num` tokens with the smallest keys, and of an extra
+    pool of tokens that were evicted from it.
     Code: K per channel in groups of G tokens, V per token.
-    When: the 32 newest stay exact, older ones are coded G = 128 at a time.
+    When: the 32 newest tokens stay in full precision, older ones are quantized G = 128 at a time.
 
-In a channel where all keys are large, a token whose key is nearly zero stretches the range of its group, and all others
-of the group pay for it. Such tokens have small keys in all channels, so the sum of magnitudes finds them. At every
-coding event, among the tokens to be coded and the pool:
-    score(i) = sum_c |K[i, c]|,  pool = the outlier_num smallest, ties to the earlier token
-A token that has to leave the pool goes to the extra pool, exact too, as its slot was coded without regard to it. The
-extra pool takes 32; once it is full the pool stays as it is. None of this in the first two layers, which have no such
-tokens.
+In a channel where all keys are large, a token whose key is nearly zero stretches the range of its
+group, and all other tokens of the group lose precision. Such a token has a small key in all
+channels, so the sum of magnitudes finds it. Whenever n tokens are about to be quantized, they
+compete with the pool:
+    score(i) = sum_c |K[i, c]|
+    pool = the `outlier_num` tokens with the smallest scores, ties to the earlier token
+A token that loses its place goes to the extra pool and stays in full precision: its group's range
+was chosen without it, so its code may be far off. The extra pool takes 32 tokens; once it is full,
+the pool stays as it is. The first two layers have no pool: they have no such tokens.
 
-Paper and practice. No released code was found; what the summary of the paper leaves open is settled here as follows.
-- Each KV head has its own pools (`scope="head"`); `scope="layer"` adds the scores over heads. Scores are after RoPE.
-- The paper puts the mean of all tokens in the place of a kept token before coding. Whatever lies within the range of
-  the others gives the same codes, so here the kept tokens are left out of the range and nothing is put there.
-- A text that comes at once (a prompt, the `paper` protocol) is one coding event: the pool is elected among all its
-  tokens and none is let go. Block by block the same pool comes out, as long as the extra pool is not full.
-- An event that would let go more tokens than the extra pool can still take admits the best newcomers, as many as fit.
-- Values go with the keys, G at a time; KIVI lets one go each step. With `outlier_num=0` this is `kivi` with the same
-  G and R.
+Paper and practice. The paper names a repository that could not be reached. What the paper leaves
+open is settled so:
+- Each KV head has its own pools (`scope="head"`); `scope="layer"` adds the scores of all heads.
+  Scores are after RoPE.
+- The paper replaces a kept token by the mean of all tokens before quantizing. Any number within the
+  range of the other tokens gives the others the same codes, so here kept tokens are left out of the
+  range and nothing is replaced.
+- A text that comes at once (a prompt, or a window under `paper`) gets its pool in one election,
+  among all its tokens that are quantized then, so no token is evicted. Fed in block by block, the
+  same text ends with the same pool, as long as the extra pool is not full.
+- Where the extra pool cannot take all the evicted tokens, only as many newcomers are admitted as it
+  can, the best first.
+- Values are quantized together with the keys, G at a time; KIVI's own code quantizes one token's
+  values a step. With `outlier_num=0` this equals `kivi` with the same `group_size` and `recent`.
 - `select="largest"` is the paper's counter-example.
 """
 import torch
 
 from tinykv import at_least, one_of
-from tinykv.methods.base import SchemeMethod
+from tinykv.methods.base import CodecMethod
 
 
-class OTT(SchemeMethod):
+class OTT(CodecMethod):
     compare = ("kivi",)
 
-    def __init__(self, config, k_bits=2, v_bits=2, group_size=128, recent=32, outlier_num=3, extra_pool=32,
-                 skip_layers=2, scope="head", select="smallest"):
+    def __init__(self, config, k_bits=2, v_bits=2, group_size=128, recent=32, outlier_num=3,
+                 extra_pool=32, skip_layers=2, scope="head", select="smallest"):
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size)
-        at_least(0, recent=recent, outlier_num=outlier_num, extra_pool=extra_pool, skip_layers=skip_layers)
+        at_least(0, recent=recent, outlier_num=outlier_num, extra_pool=extra_pool,
+                 skip_layers=skip_layers)
         one_of(("head", "layer"), scope=scope)
         one_of(("smallest", "largest"), select=select)
-        self.recent, self.preserve, self.extra_pool, self.skip_layers = recent, outlier_num, extra_pool, skip_layers
+        self.recent, self.preserve = recent, outlier_num
+        self.extra_pool, self.skip_layers = extra_pool, skip_layers
         self.scope, self.select = scope, select
 
-    def keep(self, cache, kind, n, state):
-        """The pool in the first `outlier_num` places, the extra pool behind: (B, 1 or Hkv, up to both)."""
-        if self.preserve == 0 or cache.layer < self.skip_layers:
+    def keep_keys(self, layer_cache, n):
+        """Positions (B, h, slots): the pool in the first `outlier_num` slots, then the extra pool.
+
+        h is Hkv, or 1 where the pool belongs to the layer; p is `outlier_num`.
+        """
+        if self.preserve == 0 or layer_cache.layer < self.skip_layers:
             return None
-        if kind == "v":
-            return cache.k.index  # elected when the keys were coded, just now
-        part, p = cache.k, self.preserve
-        score = self._score(part.recent[:, :, :n])  # (B, h, n); h is Hkv, or 1 if the scope is the layer
-        best = score.sort(dim=-1, stable=True)
-        new_score, new = best.values[..., :p], part.first + best.indices[..., :p]  # (B, h, up to p) both
-        if part.index is None:
-            return new
-        pool, extra = part.index[..., :p], part.index[..., p:]  # (B, h, up to p), (B, h, e)
-        pool_score = self._score(part.pinned[:, :, :pool.shape[-1]])  # (B, h, up to p)
-        room = self.extra_pool - (extra >= 0).sum(-1, keepdim=True) + p - pool.shape[-1]  # (B, h, 1)
-        rank = torch.arange(new.shape[-1], device=new.device)  # (up to p)
-        new_score = new_score.masked_fill(rank >= room, float("inf"))
+        keys, p = layer_cache.keys, self.preserve
 
-        both, scores = torch.cat([pool, new], -1), torch.cat([pool_score, new_score], -1)  # (B, h, up to 2p) both
-        order = scores.sort(dim=-1, stable=True).indices  # the pool's come first, and are earlier tokens
-        winners, losers = both.gather(-1, order[..., :p]), order[..., p:]  # (B, h, up to p) both
-        gone = torch.where(losers < pool.shape[-1], both.gather(-1, losers), -1)  # (B, h, up to p)
-        extra = torch.cat([extra, gone], -1)  # (B, h, e + up to p)
-        extra = extra.gather(-1, (extra < 0).sort(dim=-1, stable=True).indices)  # the empty places last
+        # 1. Candidates: the p smallest keys among those that are about to be quantized.
+        score = self.size(keys.recent[:, :, :n])  # (B, h, n)
+        smallest = score.sort(dim=-1, stable=True)  # ties: the earlier token
+        candidate_scores = smallest.values[..., :p]  # (B, h, up to p)
+        candidates = keys.n_coded + smallest.indices[..., :p]  # (B, h, up to p): positions
+        if keys.pinned_positions is None:
+            return candidates  # the first pool
+
+        # 2. The pool as it is, and its scores.
+        pool = keys.pinned_positions[..., :p]  # (B, h, up to p)
+        extra = keys.pinned_positions[..., p:]  # (B, h, e), -1 where a slot is empty
+        n_pool = pool.shape[-1]  # p, or less after a text that began with fewer tokens
+        pool_scores = self.size(keys.pinned_rows[:, :, :n_pool])  # (B, h, n_pool)
+
+        # 3. Admit no more candidates than there are free places, in the pool and in the extra pool.
+        extra_used = (extra >= 0).sum(-1, keepdim=True)  # (B, h, 1)
+        free = self.extra_pool - extra_used + p - n_pool  # (B, h, 1)
+        # a candidate without a place gets inf: it loses to every other
+        rank = torch.arange(candidates.shape[-1], device=candidates.device)  # (up to p)
+        candidate_scores = candidate_scores.masked_fill(rank >= free, float("inf"))
+
+        # 4. Elect the p smallest of both. The pool comes first: its tokens are earlier, and win
+        #    ties.
+        both = torch.cat([pool, candidates], dim=-1)  # (B, h, up to 2p)
+        scores = torch.cat([pool_scores, candidate_scores], dim=-1)  # (B, h, up to 2p)
+        order = scores.sort(dim=-1, stable=True).indices  # (B, h, up to 2p)
+        winners = both.gather(-1, order[..., :p])  # (B, h, up to p)
+
+        # 5. The pool's losers go to the extra pool. A candidate that lost is quantized: -1.
+        losers = order[..., p:]  # (B, h, up to p): places in `both`
+        was_in_pool = losers < n_pool
+        evicted = both.gather(-1, losers).where(was_in_pool, -1)  # (B, h, up to p)
+        extra = torch.cat([extra, evicted], dim=-1)  # (B, h, e + up to p)
+
+        # 6. Empty slots last, and no more slots than the fullest head needs.
+        empty_last = (extra < 0).sort(dim=-1, stable=True).indices  # (B, h, e + up to p)
+        extra = extra.gather(-1, empty_last)
         used = int((extra >= 0).sum(-1).max()) if extra.numel() else 0
-        return torch.cat([winners, extra[..., :used]], -1)
+        return torch.cat([winners, extra[..., :used]], dim=-1)  # (B, h, up to p + used)
 
-    def _score(self, keys):
-        """keys (B, Hkv, n, d) -> the sum of their magnitudes in fp32 (B, Hkv or 1, n), small for those to be kept."""
+    def size(self, keys):
+        """score(i) of keys (B, Hkv, n, d): the sum of their magnitudes, (B, h, n). To select the
+        largest it is negated."""
         score = keys.float().abs().sum(-1)  # (B, Hkv, n)
         if self.scope == "layer":
             score = score.sum(1, keepdim=True)  # (B, 1, n)

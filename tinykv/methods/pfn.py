@@ -1,17 +1,20 @@
-"""PFN-N: preserve the first N tokens. What SKVQ (N = 5) and KVQuant (N = 1) do about attention sinks.
+"""PFN-N: preserve the first N tokens. SKVQ (N = 5) and KVQuant (N = 1) protect attention sinks this
+way.
 
-    Keep: positions 0 .. N-1, in every layer.   Code: any scheme.   When: at once, in blocks in a stream.
+    Keep: positions 0 .. N-1, in every layer.   Code: any scheme.
+    When: at once, in blocks in a stream.
 
-Paper and practice. KVSink compares with N of 0, 5, 10, 15 and 20. The kept tokens are left out of the static ranges,
-and of a dynamic channel group's range, or keeping them would protect only themselves and not the others from them. Each
-method here calibrates with its own kept tokens out, so pfn and kvsink differ in both their ranges and their kept rows,
-as they would in use.
+Paper and practice. KVSink compares with N = 0, 5, 10, 15 and 20. The kept tokens are left out of
+static ranges, and of the range of a dynamic channel group. Otherwise only the kept tokens would be
+protected, and not the other tokens from them. Each method here calibrates without its own kept
+tokens, so pfn and kvsink differ in their ranges as well as in the tokens they keep, as they would
+in use.
 """
 from tinykv import at_least
-from tinykv.methods.base import SchemeMethod, first_tokens
+from tinykv.methods.base import CodecMethod, first_tokens
 
 
-class PFN(SchemeMethod):
+class PFN(CodecMethod):
     compare = ("rtn",)
 
     def __init__(self, config, preserve=5, **scheme):
@@ -19,5 +22,5 @@ class PFN(SchemeMethod):
         at_least(0, preserve=preserve)
         self.preserve = preserve
 
-    def keep(self, cache, kind, n, state):
-        return first_tokens(cache, self.preserve)  # (B, 1, N)
+    def keep_keys(self, layer_cache, n):
+        return first_tokens(layer_cache, self.preserve)  # (B, 1, N)

@@ -1,14 +1,15 @@
-"""RTN: round to nearest, nothing kept. What the other methods stand on and are compared with.
+"""RTN: round to nearest, and keep nothing. Every other method is compared with it.
 
-    Keep: nothing.   Code: any scheme of `schemes.py`.   When: at once, in blocks in a stream.
+    Keep: nothing.   Code: any scheme (codecs/__init__.py).   When: at once, in blocks in a stream.
 
-Paper and practice. "At once" is the `paper` protocol, where even a token's own query reads it as its code. A stream
-cannot code a group of tokens before it is full, so tokens wait until a block of them (128, or the group size) is there;
-the same wait is used for every scheme, which makes them comparable and the stream quick. The papers do not say what
-their static ranges were calibrated on; here it is the smallest and largest value over the calibration windows.
+Paper and practice. "At once" is the `paper` protocol, where even a token's own query reads the
+token as its codes. A stream cannot quantize a group of tokens before the group is full, so tokens
+wait until 128 of them, or a whole group, are there. Every scheme waits alike, which makes the
+schemes comparable and the stream quick. The papers do not say what text their static ranges came
+from; here a range goes from the smallest to the largest number in the calibration windows.
 """
-from tinykv.methods.base import SchemeMethod
+from tinykv.methods.base import CodecMethod
 
 
-class RTN(SchemeMethod):
-    """A scheme, and nothing to add to it."""
+class RTN(CodecMethod):
+    """A pair of codecs, and nothing to add to it."""

@@ -1,15 +1,18 @@
 """AWQ (Lin et al., 2023): channels that carry large inputs are scaled up before rounding.
 
-For the linear layers that share an input X, s makes the weights of large inputs larger, so they are rounded finer:
+For the linear layers that share an input X, s makes the weights of large inputs larger, so that
+they are rounded finer:
     s = mean|X|**a,  scaled so that sqrt(max s * min s) = 1,   W' = Q(W diag(s)) diag(s)^-1
-    a in {0, 0.05, .., 0.95}, the one that changes least the output of what comes next: attention, MLP or the layer
-The scales are folded into what comes before (`base.py`). Then each group of weights, except those of q and k, is
-clipped at the share 1, 0.95, .., 0.55 of its largest |w| that changes least what the group contributes to the output.
+    a in {0, 0.05, .., 0.95}: the one that least changes the output of attention, MLP or the layer
+The scales are folded into what comes before (`base.py`). Then each group of weights, except those
+of q and k, is clipped at 1, 0.95, .., or 0.55 times its largest |w|: whichever least changes what
+the group contributes to the output.
 
 Paper and practice, as in the released code.
 - The inputs are those of the full-precision model. Clips are searched on 512 tokens.
 - o_proj is scaled, by way of v_proj's rows, only where each query head has a KV head of its own.
-- Scaling v_proj's rows changes the values that are cached: `QuantLinear.gain` says by how much, and IntactKV minds it.
+- Scaling v_proj's rows changes the values in the cache. `QuantLinear.gain` holds the factor, which
+  IntactKV needs.
 """
 import torch
 
@@ -25,46 +28,73 @@ ROWS = 256  # outputs at a time in that search
 class AWQ(Quantizer):
     needs_text = True
 
-    def quantize(self, block, read, full, coded):
-        attn, mlp, gains = block.self_attn, block.mlp, {}
+    def quantize(self, block, run, full, quantized):
+        attn, mlp = block.self_attn, block.mlp
+        gains = {}
+
+        # 1. scale what q, k and v read
         x = block.input_layernorm(full)  # (W, T, D)
-        transform(block, {"attention": self.scales(x, [attn.q_proj, attn.k_proj, attn.v_proj], lambda: read(attn, x))})
-        heads = read(attn.heads, block.input_layernorm(full))  # (W, T, H * d)
+        s = self.scales(x, [attn.q_proj, attn.k_proj, attn.v_proj], lambda: run(attn, x))  # (D)
+        transform(block, {"attention": s})
+
+        # 2. scale what o reads, the values, where each query head has a KV head of its own
+        heads = run.heads(attn, block.input_layernorm(full))  # (W, T, H * d)
         if attn.n_heads == attn.n_kv_heads:
-            s = self.scales(heads, [attn.o_proj], lambda: attn.o_proj(heads))
+            s = self.scales(heads, [attn.o_proj], lambda: attn.o_proj(heads))  # (H * d)
             transform(block, {"values": s})
             gains["self_attn.v_proj"] = 1 / s
-            heads = heads / s
-        middle = full + attn.o_proj(heads)  # (W, T, D)
-        y = block.post_attention_layernorm(middle)
-        transform(block, {"mlp": self.scales(y, [mlp.gate_proj, mlp.up_proj], lambda: mlp(y))})
-        gated = mlp.gated(block.post_attention_layernorm(middle))  # (W, T, M)
-        transform(block, {"gated": self.scales(gated, [mlp.down_proj], lambda: mlp.down_proj(gated))})
+            heads = (heads / s).to(heads.dtype)  # (W, T, H * d)
+        h = full + attn.o_proj(heads)  # (W, T, D)
 
-        x, y = block.input_layernorm(full), block.post_attention_layernorm(middle)
-        inputs = {"self_attn.v_proj": x, "self_attn.o_proj": heads,
-                  "mlp.gate_proj": y, "mlp.up_proj": y, "mlp.down_proj": mlp.gated(y)}
-        for name, x in inputs.items():
+        # 3. scale what gate and up read
+        y = block.post_attention_layernorm(h)  # (W, T, D)
+        s = self.scales(y, [mlp.gate_proj, mlp.up_proj], lambda: mlp(y))  # (D)
+        transform(block, {"mlp": s})
+
+        # 4. scale what down reads
+        gated = mlp.gated(block.post_attention_layernorm(h))  # (W, T, M)
+        s = self.scales(gated, [mlp.down_proj], lambda: mlp.down_proj(gated))  # (M)
+        transform(block, {"gated": s})
+
+        # 5. clip the weights of all but q and k, on the inputs after scaling
+        x_scaled = block.input_layernorm(full)  # (W, T, D)
+        y_scaled = block.post_attention_layernorm(h)  # (W, T, D)
+        inputs = {"self_attn.v_proj": x_scaled, "self_attn.o_proj": heads,
+                  "mlp.gate_proj": y_scaled, "mlp.up_proj": y_scaled,
+                  "mlp.down_proj": mlp.gated(y_scaled)}
+        for name, of_layer in inputs.items():
             linear = block.get_submodule(name)
-            most = self.clips(x.flatten(0, 1), linear.weight)  # (out, in/G, 1)
+            most = self.clips(of_layer.flatten(0, 1), linear.weight)  # (out, in/G, 1)
             groups = linear.weight.unflatten(1, (most.shape[1], -1))  # (out, in/G, G)
-            linear.weight.data = groups.clamp(-most, most).flatten(1)
+            linear.weight.data = groups.clamp(-most, most).flatten(1)  # (out, in)
+
+        # 6. round what came out
         self.replace(block, gains=gains)
 
     def scales(self, x, linears, output):
-        """s (in) for the linear layers that read x (W, T, in); output() runs the part of the block that is compared."""
-        size = x.float().abs().flatten(0, 1).mean(0)  # (in)
-        wanted, weights = output(), [linear.weight.data for linear in linears]
-        group_size = group_of(len(size), self.group_size)
+        """s (in) for the linear layers that read x (W, T, in).
+
+        output: a function that runs the part of the block whose output is compared.
+        """
+        mean_size = x.float().abs().flatten(0, 1).mean(0)  # (in)
+        group_size = group_of(len(mean_size), self.group_size)
+        weights = [linear.weight.data for linear in linears]
+        wanted = output()  # in full precision
+
         best, least = None, float("inf")
         for ratio in RATIOS:
-            s = size.pow(ratio).clamp(min=1e-4)  # (in)
+            # the scales of this ratio
+            s = mean_size.pow(ratio).clamp(min=1e-4)  # (in)
             s = s / (s.max() * s.min()).sqrt()
+
+            # the output with weights that are scaled, rounded and scaled back
             for linear, weight in zip(linears, weights):
-                linear.weight.data = (rounded(weight.float() * s, self.bits, group_size) / s).to(weight.dtype)
+                trial = rounded(weight.float() * s, self.bits, group_size) / s  # (out, in)
+                linear.weight.data = trial.to(weight.dtype)
             error = (output() - wanted).float().pow(2).mean().item()
             if error < least:
                 best, least = s, error
+
         for linear, weight in zip(linears, weights):
             linear.weight.data = weight
         return best
@@ -72,18 +102,37 @@ class AWQ(Quantizer):
     def clips(self, x, weight):
         """The largest |w| to keep of each group, (out, in/G, 1). x (N, in), weight (out, in)."""
         group_size = group_of(weight.shape[1], self.group_size)
+
+        # 512 tokens at even distances; inputs and weights by group
         x = x[::max(1, len(x) // TOKENS)][:TOKENS].float()  # (n, in)
         x = x.unflatten(1, (-1, group_size)).transpose(0, 1)  # (in/G, n, G)
-        found = []
-        for rows in weight.float().unflatten(1, (-1, group_size)).transpose(0, 1).split(ROWS, dim=1):  # (in/G, rows, G)
-            top = rows.abs().amax(-1, keepdim=True)  # (in/G, rows, 1)
-            best, least = top, torch.full_like(top, float("inf"))
-            for shrink in SHRINKS:
-                most = top * shrink
-                cut = rows.clamp(-most, most)
-                scale, zero = grid(cut.amin(-1, keepdim=True), cut.amax(-1, keepdim=True), self.bits)
-                moved = (codes_of(cut, scale, zero, self.bits) - zero) * scale - rows  # (in/G, rows, G)
-                error = (x @ moved.transpose(1, 2)).pow(2).mean(1)[..., None]  # (in/G, rows, 1)
-                best, least = torch.where(error < least, most, best), torch.minimum(error, least)
-            found.append(best.transpose(0, 1))
-        return torch.cat(found).to(weight.dtype)
+        groups = weight.float().unflatten(1, (-1, group_size))  # (out, in/G, G)
+        groups = groups.transpose(0, 1)  # (in/G, out, G)
+
+        # some outputs at a time: the search takes memory
+        parts = groups.split(ROWS, dim=1)  # (in/G, rows, G) each
+        found = [self.search_clips(x, part) for part in parts]  # (in/G, rows, 1) each
+        most = torch.cat(found, dim=1)  # (in/G, out, 1)
+        return most.transpose(0, 1).to(weight.dtype)
+
+    def search_clips(self, x, groups):
+        """x (in/G, n, G), groups (in/G, rows, G) -> each group's best clip, (in/G, rows, 1)."""
+        top = groups.abs().amax(-1, keepdim=True)  # (in/G, rows, 1)
+        best, least = top, torch.full_like(top, float("inf"))
+        for shrink in SHRINKS:
+            # the weights, clipped and rounded
+            most = top * shrink  # (in/G, rows, 1)
+            clipped = groups.clamp(-most, most)  # (in/G, rows, G)
+            lo = clipped.amin(-1, keepdim=True)  # (in/G, rows, 1)
+            hi = clipped.amax(-1, keepdim=True)  # (in/G, rows, 1)
+            scale, zero = grid(lo, hi, self.bits)  # (in/G, rows, 1) both
+            decoded = (codes_of(clipped, scale, zero, self.bits) - zero) * scale  # (in/G, rows, G)
+
+            # how much that changes what the group contributes to the output
+            moved = decoded - groups  # (in/G, rows, G)
+            change = x @ moved.transpose(1, 2)  # (in/G, n, rows)
+            error = change.pow(2).mean(1)[..., None]  # (in/G, rows, 1)
+
+            best = torch.where(error < least, most, best)
+            least = torch.minimum(error, least)
+        return best

@@ -1,55 +1,78 @@
-"""What a weight quantizer is: it turns one block after the other into its quantized self.
+"""What a weight quantizer is: it quantizes the linear layers of one block after the other.
 
-An equivalent transformation divides the inputs of a linear layer by s and multiplies the weight's columns by it: in
-full precision nothing changes, but the weights round differently. The division goes into what comes before, a norm's
-weight or the rows of another linear layer. AWQ and OmniQuant both do this, so it is done here.
+AWQ and OmniQuant also use equivalent transformations. The inputs of a linear layer are divided by
+s, and the columns of its weight are multiplied by s: in full precision nothing changes, but the
+weights round differently. The division is folded into the layer before: the weight of a norm, or
+the rows of another linear layer.
 """
 import torch
+from torch import nn
 
 from tinykv import UserError
 from tinykv.weights.linear import LINEARS, QuantLinear
 
 
 class Quantizer:
-    """bits: 2 to 8; group_size: inputs that share a scale, by default the largest divisor up to 128."""
+    """bits: 2 to 8. group_size: inputs that share a scale; None: the largest divisor up to 128."""
     needs_text = False  # True: `quantize` looks at what the blocks read
 
     def __init__(self, bits=4, group_size=None):
         if bits not in range(2, 9):
             raise UserError(f"weights take 2 to 8 bits; got {bits}")
-        self.bits, self.group_size = int(bits), group_size
+        self.bits = int(bits)
+        self.group_size = group_size
 
-    def quantize(self, block, read, full, coded):
-        """Replace the linear layers of block, a copy of the model's that may be changed, by `QuantLinear`.
+    def quantize(self, block, run, full, quantized):
+        """Replace the linear layers of block, a copy that may be changed, by `QuantLinear`.
 
-        read: `Reader`, which runs the block or its parts. full, coded (W, T, D): what the block reads in the
-        full-precision model, and in the model of which all blocks before are quantized; None unless `needs_text`.
+        run: `BlockRunner`, which runs the block or its attention.
+        full, quantized (W, T, D): what the block reads in the full-precision model, and in the
+        model whose blocks before it are quantized; None unless `needs_text`.
         """
         raise NotImplementedError
 
     def replace(self, block, names=LINEARS, grids=None, gains=None):
-        """Write down the linear layers `names`; grids {name: (scale, zero)} and gains {name: (out)}, if any."""
+        """Quantize the linear layers `names`.
+
+        grids {name: (scale, zero)}: the grid of a layer; without one it is rounded to nearest.
+        gains {name: (out)}: by how much the outputs of a layer have been scaled, if they have.
+        """
+        grids, gains = grids or {}, gains or {}
         for name in names:
-            scale, zero = (grids or {}).get(name, (None, None))
-            block.set_submodule(name, QuantLinear.of(block.get_submodule(name), self.bits, self.group_size, scale, zero,
-                                                     (gains or {}).get(name)))
+            linear = block.get_submodule(name)
+            scale, zero = grids.get(name, (None, None))
+            new = QuantLinear.of(linear, self.bits, self.group_size, scale, zero, gains.get(name))
+            block.set_submodule(name, new)
 
 
-class Reader:
-    """Runs a block, or a part of it, on windows of hidden states (W, T, D), a few at a time."""
+class BlockRunner:
+    """Runs a block, or its attention, on hidden states (W, T, D), a few windows at a time."""
 
     def __init__(self, model, batch=4):
-        self.model, self.batch = model, batch
+        self.model = model
+        self.batch = batch
 
     def __call__(self, module, h):
-        """A block, or its `Attention`, or that's `heads`, on h (W, T, D)."""
-        positions = torch.arange(h.shape[1], device=h.device)  # (T)
-        mask = self.model.mask(0, len(positions), positions.device)
-        return torch.cat([module(part, self.model.rope, positions, mask, 0) for part in h.split(self.batch)])
+        """A block, or its `Attention`, or a function called as they are, on h (W, T, D)."""
+        T = h.shape[1]
+        positions = torch.arange(T, device=h.device)  # (T)
+        mask = self.model.mask(0, T, h.device)  # (T, T), or None for a plain causal square
+        parts = [module(part, self.model.rope, positions, mask, 0) for part in h.split(self.batch)]
+        return torch.cat(parts)
+
+    def heads(self, attention, h):
+        """The outputs of the heads side by side, (W, T, H * d): what o_proj reads."""
+        o_proj = attention.o_proj
+        attention.o_proj = nn.Identity()  # the attention returns what o_proj would read
+        heads = self(attention, h)  # (W, T, H * d)
+        attention.o_proj = o_proj
+        return heads
 
 
-#   name:       (what hands the channels on, what reads them)
+# Equivalent transformations
+
 FOLDS = {
+    # name: (what produces the channels, what reads them)
     "attention": ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     "values": ("self_attn.v_proj", ("self_attn.o_proj",)),
     "mlp": ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
@@ -58,29 +81,41 @@ FOLDS = {
 
 
 def transformed(block, scales):
-    """An equivalent block: {parameter's name: its new value}, fp32. scales {name in FOLDS: s (channels)}.
+    """The parameters of an equivalent block that change, {name: new value}, in fp32.
 
-    What hands the channels on divides them by s, what reads them has its columns multiplied. s of "values" is
-    (Hkv * d): the query heads of a KV head share it.
+    scales {name in FOLDS: s (channels)}: the producer of the channels divides them by s, and the
+    columns of its readers are multiplied by s. The s of "values" is (Hkv * d): the query heads of a
+    KV head share it.
     """
+    # 1. the parameters as they are; one may belong to two transformations
     new = {}
+    for name in scales:
+        producer, readers = FOLDS[name]
+        for module in (producer, *readers):
+            new[f"{module}.weight"] = block.get_parameter(f"{module}.weight").float()
+        if getattr(block.get_submodule(producer), "bias", None) is not None:
+            new[f"{producer}.bias"] = block.get_parameter(f"{producer}.bias").float()
 
-    def now(name):
-        return new[name] if name in new else block.get_parameter(name).float()
-
+    # 2. each transformation in turn
     for name, s in scales.items():
-        giver, readers = FOLDS[name]
-        weight = now(f"{giver}.weight")  # (channels), or (channels, in)
-        new[f"{giver}.weight"] = weight / s.view(-1, *[1] * (weight.dim() - 1))
-        if getattr(block.get_submodule(giver), "bias", None) is not None:
-            new[f"{giver}.bias"] = now(f"{giver}.bias") / s
+        producer, readers = FOLDS[name]
+        weight = new[f"{producer}.weight"]  # (channels) of a norm, (channels, in) of a linear layer
+        new[f"{producer}.weight"] = weight / s if weight.dim() == 1 else weight / s[:, None]
+        if f"{producer}.bias" in new:
+            new[f"{producer}.bias"] = new[f"{producer}.bias"] / s  # (channels)
         if name == "values":
-            attn = block.self_attn
-            s = s.view(attn.n_kv_heads, -1).repeat_interleave(attn.n_heads // attn.n_kv_heads, dim=0)  # (H, d)
-            s = s.flatten()  # (H * d)
+            s = per_query_head(s, block.self_attn)  # (H * d)
         for reader in readers:
-            new[f"{reader}.weight"] = now(f"{reader}.weight") * s  # (out, channels)
+            new[f"{reader}.weight"] = new[f"{reader}.weight"] * s  # (out, channels)
     return new
+
+
+def per_query_head(s, attention):
+    """s of the KV heads, (Hkv * d) -> s of the query heads that share them, (H * d)."""
+    heads_per_kv = attention.n_heads // attention.n_kv_heads
+    s = s.view(attention.n_kv_heads, -1)  # (Hkv, d)
+    s = s.repeat_interleave(heads_per_kv, dim=0)  # (H, d)
+    return s.flatten()
 
 
 def transform(block, scales):

@@ -1,19 +1,20 @@
-"""OmniQuant (Shao et al., 2024): clips and equivalent scales are learned, block by block.
+"""OmniQuant (Shao et al., 2024): clips and equivalent scales are trained, block by block.
 
-Learnable weight clipping (LWC), for each group of weights two numbers g and b:
+Learnable weight clipping (LWC): two numbers g and b for each group of weights.
     s = (sigmoid(g) max - sigmoid(b) min) / (2**n - 1),   z = -round(sigmoid(b) min / s)
-Learnable equivalent transformation (LET), a scale for each channel that the norms, and v_proj, hand on (`base.py`).
-Both are trained together by gradient descent, rounding passed straight through, so that the quantized block, reading
-what the quantized blocks before it give, has the output of the full-precision block:
+Learnable equivalent transformation (LET): a scale for each channel that a norm or v_proj produces
+(`base.py`). Both are trained together by gradient descent, with a straight-through estimator for
+rounding. The quantized block, on the output X' of the quantized blocks before it, shall give what
+the full-precision block gives on X:
     min  |F(W, X) - F(Q(W), X')|^2
 
 Paper and practice, as in the released code for LLaMA and weights only.
-- No shifts: RMSNorm has no bias to take them. No scale between q and k: it multiplies rows of their weights, which
-  a group's own scale takes back.
-- AdamW without decay, rate 1e-2 for clips and 5e-3 for scales, 20 epochs, a window a step; sigmoid(4) to begin with.
-  Scales begin at max|X|**0.5 / max|W|**0.5, and are learned as their logarithm here.
-- The released code leaves v_proj and o_proj alone under grouped queries; a scale that all query heads of a KV head
-  share is as good, and is used here.
+- No shifts: RMSNorm has no bias to absorb them. No scale between q and k: it multiplies rows of
+  their weights, and a group's own scale undoes that.
+- AdamW without decay, rate 1e-2 for clips and 5e-3 for scales, 20 epochs, a window a step. Clips
+  begin at sigmoid(4), scales at max|X|**0.5 / max|W|**0.5; here their logarithm is trained.
+- The released code leaves v_proj and o_proj alone under grouped queries. Here they have a scale
+  that all query heads of a KV head share, which is an equivalent transformation, too.
 """
 import torch
 import torch.nn.functional as F
@@ -35,64 +36,115 @@ class OmniQuant(Quantizer):
     needs_text = True
 
     @torch.enable_grad()
-    def quantize(self, block, read, full, coded):
+    def quantize(self, block, run, full, quantized):
         block.requires_grad_(False)
-        with torch.no_grad():
-            wanted = read(block, full)  # (W, T, D)
-            logs = self.first_scales(block, read, full)
-        clips = {name: torch.full((2, *self.groups(block.get_submodule(name).weight).shape[:2], 1), 4.0,
-                                  device=full.device) for name in LINEARS}  # each (2, out, in/G, 1)
-        parameters = [x.requires_grad_() for x in (*clips.values(), *logs.values())]
-        steps = torch.optim.AdamW([{"params": parameters[:len(clips)], "lr": CLIP_RATE},
-                                   {"params": parameters[len(clips):], "lr": SCALE_RATE}], weight_decay=0)
 
-        def trial(*args):
-            return functional_call(block, self.trial(block, clips, logs), args)
-
-        for _ in range(EPOCHS):
-            for h, target in zip(coded.split(1), wanted.split(1)):  # (1, T, D) both
-                out = read(trial, h)  # (1, T, D)
-                loss = F.mse_loss(out.float(), target.float())
-                steps.zero_grad()
-                loss.backward()
-                steps.step()
+        # 1. what the block should give, and where training begins
         with torch.no_grad():
-            scales = {name: x.exp() for name, x in logs.items()}
+            target = run(block, full)  # (W, T, D)
+            clips = self.first_clips(block)
+            log_scales = self.first_scales(block, run, full)
+
+        # 2. train clips and scales together
+        self.train(block, run, quantized, target, clips, log_scales)
+
+        # 3. fold the scales in, and round on the clipped grids
+        with torch.no_grad():
+            scales = {name: x.exp() for name, x in log_scales.items()}
             transform(block, scales)
             grids = {}
             for name, clip in clips.items():
-                scale, zero = self.clipped_grid(self.groups(block.get_submodule(name).weight), clip)
+                groups = self.groups(block.get_submodule(name).weight)  # (out, in/G, G)
+                scale, zero = self.clipped_grid(groups, clip)  # (out, in/G, 1) both
                 grids[name] = scale[..., 0], zero[..., 0]  # (out, in/G) both
             self.replace(block, grids=grids, gains={"self_attn.v_proj": 1 / scales["values"]})
 
+    def train(self, block, run, quantized, target, clips, log_scales):
+        """Train clips and log_scales, so that the block gives target (W, T, D) on quantized (W, T,
+        D)."""
+        for x in (*clips.values(), *log_scales.values()):
+            x.requires_grad_()
+        rates = [{"params": list(clips.values()), "lr": CLIP_RATE},
+                 {"params": list(log_scales.values()), "lr": SCALE_RATE}]
+        optimizer = torch.optim.AdamW(rates, weight_decay=0)
+        for _ in range(EPOCHS):
+            for h, wanted in zip(quantized.split(1), target.split(1)):  # (1, T, D) both
+                weights = self.trial_weights(block, clips, log_scales)
+                out = output_with(block, run, weights, h)  # (1, T, D)
+                loss = F.mse_loss(out.float(), wanted.float())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
     def groups(self, weight):
         """weight (out, in) -> (out, in/G, G) fp32"""
-        return weight.float().unflatten(1, (-1, group_of(weight.shape[1], self.group_size)))
+        group_size = group_of(weight.shape[1], self.group_size)
+        return weight.float().unflatten(1, (-1, group_size))
 
     def clipped_grid(self, groups, clip):
-        """LWC: scale and zero point of groups (out, in/G, G), (out, in/G, 1) both; clip (2, out, in/G, 1): g and b."""
-        high, low = clip.sigmoid()  # (out, in/G, 1) both
-        return grid(low * groups.amin(-1, keepdim=True), high * groups.amax(-1, keepdim=True), self.bits, round_through)
+        """LWC's scale and zero point, (out, in/G, 1) both.
 
-    def first_scales(self, block, read, full):
-        """The logarithms of LET's scales as training begins: (D) for the two norms, (Hkv * d) for the values."""
+        groups (out, in/G, G): weights; clip (2, out, in/G, 1): their g and b.
+        """
+        share_of_max, share_of_min = clip.sigmoid()  # (out, in/G, 1) both
+        hi = share_of_max * groups.amax(-1, keepdim=True)  # (out, in/G, 1)
+        lo = share_of_min * groups.amin(-1, keepdim=True)  # (out, in/G, 1)
+        return grid(lo, hi, self.bits, round_through)
+
+    def first_clips(self, block):
+        """LWC's g and b as training begins, {linear layer: (2, out, in/G, 1)}: 4, so that
+        sigmoid(4) = 0.98."""
+        clips = {}
+        for name in LINEARS:
+            groups = self.groups(block.get_submodule(name).weight)  # (out, in/G, G)
+            out, n_groups, _ = groups.shape
+            clips[name] = torch.full((2, out, n_groups, 1), 4.0, device=groups.device)
+        return clips
+
+    def first_scales(self, block, run, full):
+        """The logarithms of LET's scales as training begins: (D) for the norms, (Hkv * d) for
+        v_proj."""
         attn, mlp = block.self_attn, block.mlp
-        x = block.input_layernorm(full)  # (W, T, D)
-        y = block.post_attention_layernorm(full + read(attn, x))  # (W, T, D)
-        shared = attn.o_proj.weight.unflatten(1, (attn.n_kv_heads, -1, attn.head_dim)).abs().amax((0, 2))  # (Hkv, d)
-        qkv = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight]).abs().amax(0)  # (D)
-        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).abs().amax(0)  # (D)
-        pairs = {"attention": (x, qkv), "values": (attn.v_proj(x), shared.flatten()), "mlp": (y, gate_up)}
-        return {name: (x.float().abs().amax((0, 1)).clamp(min=1e-5) / w.float().clamp(min=1e-5)).log() / 2
-                for name, (x, w) in pairs.items()}
 
-    def trial(self, block, clips, logs):
-        """{name: value} of the block's parameters, transformed, clipped, rounded; differentiable in clips and logs."""
-        weights = transformed(block, {name: x.exp() for name, x in logs.items()})
+        # 1. what the scaled channels carry
+        x = block.input_layernorm(full)  # (W, T, D)
+        values = attn.v_proj(x)  # (W, T, Hkv * d)
+        y = block.post_attention_layernorm(full + run(attn, x))  # (W, T, D)
+
+        # 2. the largest weight that reads each channel; the heads of a KV head share its channels
+        qkv = torch.cat([attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight])  # (rows, D)
+        shared = (attn.n_kv_heads, -1, attn.head_dim)
+        o = attn.o_proj.weight.unflatten(1, shared)  # (D, Hkv, H/Hkv, d)
+        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])  # (2 M, D)
+        max_weights = {"attention": qkv.abs().amax(0),  # (D)
+                       "values": o.abs().amax((0, 2)).flatten(),  # (Hkv * d)
+                       "mlp": gate_up.abs().amax(0)}  # (D)
+
+        # 3. log of max|X|**0.5 / max|W|**0.5
+        logs = {}
+        for name, inputs in {"attention": x, "values": values, "mlp": y}.items():
+            max_x = inputs.float().abs().amax((0, 1)).clamp(min=1e-5)  # (channels)
+            max_w = max_weights[name].float().clamp(min=1e-5)  # (channels)
+            logs[name] = (max_x / max_w).log() / 2
+        return logs
+
+    def trial_weights(self, block, clips, log_scales):
+        """The parameters that change, {name: value}: transformed, clipped and rounded, and
+        differentiable."""
+        scales = {name: x.exp() for name, x in log_scales.items()}
+        weights = transformed(block, scales)
         for name, clip in clips.items():
-            groups = self.groups(weights[f"{name}.weight"] if f"{name}.weight" in weights
-                                 else block.get_submodule(name).weight)
-            scale, zero = self.clipped_grid(groups, clip)
-            code = codes_of(groups, scale, zero, self.bits, round_through)
-            weights[f"{name}.weight"] = ((code - zero) * scale).flatten(1)
-        return {name: weight.to(block.get_parameter(name).dtype) for name, weight in weights.items()}
+            weight = weights.get(f"{name}.weight", block.get_submodule(name).weight)  # (out, in)
+            groups = self.groups(weight)  # (out, in/G, G)
+            scale, zero = self.clipped_grid(groups, clip)  # (out, in/G, 1) both
+            codes = codes_of(groups, scale, zero, self.bits, round_through)  # (out, in/G, G)
+            decoded = (codes - zero) * scale  # (out, in/G, G)
+            weights[f"{name}.weight"] = decoded.flatten(1)  # (out, in)
+        for name, weight in weights.items():
+            weights[name] = weight.to(block.get_parameter(name).dtype)
+        return weights
+
+
+def output_with(block, run, weights, h):
+    """The output of the block on h (W, T, D), with these weights in the place of its own."""
+    return run(lambda *args: functional_call(block, weights, args), h)

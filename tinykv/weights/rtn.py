@@ -1,13 +1,14 @@
-"""RTN: each weight to the nearest of its group's integers.
+"""RTN: round each weight to the nearest of its group's integers.
 
-    s = (max - min) / (2**b - 1),  z = -round(min / s),  code = clamp(round(w / s) + z),  w' = s (code - z)
+    s = (max - min) / (2**b - 1),  z = -round(min / s)
+    code = clamp(round(w / s) + z),  w' = s (code - z)
 
-A group is 128 consecutive inputs of one output. Nothing is learned; what the other three do better than this is all
-that they do.
+A group is 128 consecutive inputs of one output. Nothing is calibrated: RTN is the baseline of the
+other three.
 """
 from tinykv.weights.base import Quantizer
 
 
 class RTN(Quantizer):
-    def quantize(self, block, read, full, coded):
+    def quantize(self, block, run, full, quantized):
         self.replace(block)

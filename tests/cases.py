@@ -1,0 +1,403 @@
+"""A cell of the matrix, and what is built from it: a tiny model, a text, a calibrated method, a
+cache.
+
+Models are random. One token, MARK, has a huge embedding in one channel. It plants the outlier that
+kvsink looks for, at positions of our choice. Where a method has a prefix, texts begin with it: T
+counts its tokens, and their logits, which are not computed, are zeros.
+
+A cell may name a class that is wrong on purpose (`wrong`, from mutants/). It takes the place of the
+class that it is made from: the method, its codecs, its prefix, the cache, the cache of a layer, or
+its keys and values.
+"""
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import oracles
+import torch
+
+from tinykv import UserError
+from tinykv.cache import CachedRows, KVCache, LayerCache
+from tinykv.calibrate import calibrate
+from tinykv.codecs import SCHEMES, Codec, settings_of_scheme
+from tinykv.methods.base import CodecMethod
+from tinykv.methods.fp16 import FP16
+from tinykv.methods.intactkv import Prefix
+from tinykv.methods.registry import METHODS
+from tinykv.model import Llama, LlamaConfig
+from tinykv.runs import settings_of
+
+VOCAB, D, L, H, d = 41, 32, 3, 4, 16
+MARK, CHANNEL = VOCAB - 1, 5  # the token with the planted outlier, and the outlier's channel
+G = 8  # tokens of a block, and of a group
+SETTINGS = {
+    "k_bits": 2, "v_bits": 3, "group_size": G, "preserve": 3,
+    "emergence_layer": 0, "outlier_channel": CHANNEL,
+    "outlier_num": 2, "extra_pool": 2, "skip_layers": 1,  # small, so that some pools fill up and some do not
+    "outliers": 5.0,  # 1 to 3 of the channels that a token has here
+    "prefix": (11, MARK, 6, 11),
+    "vq": "d4m8", "anchors": "4",  # 12 vectors a centroid; a token's codes, of one head, are 1.5 bytes
+}
+# All tokens of a text, but not all of a calibration window.
+KEEP_ALL = {"preserve": 22, "outlier_num": 22, "skip_layers": 0, "anchors": "100%"}
+
+
+# ---- models and texts
+
+@lru_cache
+def model_of(heads_per_kv, dtype=torch.float32):
+    torch.manual_seed(heads_per_kv)
+    model = Llama(LlamaConfig(VOCAB, D, 48, L, H, H // heads_per_kv, d, 512, bos_token_id=1))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.normal_(std=1.5 * p.shape[1] ** -0.5)
+        model.model["embed_tokens"].weight.normal_()
+        model.model["embed_tokens"].weight[MARK, CHANNEL] = 40.0
+    return model.to(dtype)
+
+
+def tokens_of(batch, T, seed=0):
+    """Random tokens (B, T), with marks at positions that differ from row to row: some early, some
+    late."""
+    rng = torch.Generator().manual_seed(100 * seed + T)
+    tokens = torch.randint(0, MARK, (batch, T), generator=rng)
+    for row in tokens:
+        row[torch.randint(0, T, (1 + T // 8,), generator=rng)] = MARK
+    return tokens
+
+
+def calibration_windows():
+    return tokens_of(4, 24, seed=7)
+
+
+# ---- methods
+
+def takes(cls, scheme=None):
+    """The names of a method's settings, without those of other schemes."""
+    names = set(settings_of(cls))
+    if scheme is not None:
+        for other in SCHEMES:
+            names -= set(settings_of_scheme(other)) - set(settings_of_scheme(scheme))
+    return names
+
+
+def schemes_of(cls):
+    """The schemes that a method can stand on; [None] if it takes none."""
+    if "scheme" not in settings_of(cls):
+        return [None]
+    found = []
+    for scheme in SCHEMES:
+        try:
+            cls(model_of(1).config, scheme=scheme)
+        except UserError:
+            continue
+        found.append(scheme)
+    return found
+
+
+def build(case):
+    """A case's method as its constructor leaves it, in blocks of G tokens."""
+    cls, names, given = case.cls, takes(case.cls, case.scheme), dict(case.settings)
+    wanted = {**SETTINGS, "recent": case.recent, "block": G, "scheme": case.scheme,
+              "formula": case.formula, **given}
+    wanted["prefix"] = case.in_place_of(Prefix)("a few tokens", list(wanted["prefix"]))
+    ours = issubclass(cls, (CodecMethod, *METHODS.values()))
+    if not ours:  # a method that we know nothing about keeps its own bits
+        names = names - ({"k_bits", "v_bits"} - set(given))
+
+    make = case.in_place_of(cls)
+    settings = {name: value for name, value in wanted.items() if name in names}
+    method = make(model_of(case.heads_per_kv).config, **settings)
+    if ours and "recent" not in names:
+        method.recent = case.recent
+    if ours and "block" not in names:
+        method.block = G
+
+    wrong_codec = case.in_place_of(Codec)
+    for codec in (codec for pair in method.codecs for codec in pair):
+        if wrong_codec is not Codec and codec.bits < 16:
+            codec.__class__ = wrong_codec  # a subclass of its own class
+    return method
+
+
+@lru_cache
+def build_and_calibrate(case):
+    """The same, calibrated in float32. One object serves all caches, as the interface promises."""
+    method, model = build(case), model_of(case.heads_per_kv)
+    if method.needs_calibration and case.recent and case.known:
+        same_tables = build_and_calibrate(replace(case, recent=0))
+        method.restore(same_tables.calibrated())
+    elif method.needs_calibration:
+        calibrate(model, method, calibration_windows())
+    if method.prefix:
+        method.prefix.fill(model, model)
+    return method
+
+
+# ---- a cell
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix."""
+    cls: type  # one of METHODS, or a class given by --method
+    scheme: str | None = None
+    formula: str = "offset"
+    protocol: str = "stream"
+    heads_per_kv: int = 2  # query heads that share a KV head
+    batch: int = 3
+    length: str = "2G+5"
+    recent: int = 0
+    settings: tuple = ()  # (name, value) of others than SETTINGS has
+    dtype: torch.dtype = torch.float32  # of the model
+    wrong: type | None = None  # a class that is wrong on purpose
+
+    def __str__(self):
+        recent = f"recent{self.recent}" if self.recent else None
+        formula = self.formula if self.formula != "offset" else None
+        settings = [f"{name}={value}" for name, value in self.settings]
+        shape = [f"gqa{self.heads_per_kv}", f"b{self.batch}", recent, self.length]
+        words = [self.cls.__name__.lower(), self.scheme, formula, *settings, self.protocol, *shape]
+        return "-".join(word for word in words if word)
+
+    @property
+    def known(self):
+        """Whether the method is one of the project's, which have an oracle."""
+        return self.cls in METHODS.values()
+
+    def in_place_of(self, cls):
+        """The class that is wrong on purpose, if it is made from `cls`; else `cls`."""
+        return self.wrong if self.wrong is not None and issubclass(self.wrong, cls) else cls
+
+    # its model and its text
+
+    @property
+    def model(self):
+        return model_of(self.heads_per_kv, self.dtype)
+
+    def setting(self, name):
+        return {**SETTINGS, **dict(self.settings)}.get(name)
+
+    @property
+    def T(self):
+        G = self.method().block
+        lengths = {"1": 1, "G-1": G - 1, "G": G, "G+1": G + 1, "2G+5": 2 * G + 5, "6G+3": 6 * G + 3}
+        return max(lengths[self.length], len(self.prefix) + 1)
+
+    @property
+    def prefix(self):
+        """The tokens that the method has every text begin with."""
+        return self.setting("prefix") if "prefix" in takes(self.cls, self.scheme) else ()
+
+    def text(self, tokens):
+        """Tokens (B, T), made to begin with the prefix."""
+        n = len(self.prefix)
+        prefix = torch.tensor(self.prefix, dtype=torch.long).expand(len(tokens), n)
+        return torch.cat([prefix, tokens[:, n:]], dim=1)
+
+    def tokens(self, seed=0):
+        return self.text(tokens_of(self.batch, self.T, seed))
+
+    # its method
+
+    def method(self, **settings):
+        """The method, calibrated. settings: others than the cell's."""
+        return build_and_calibrate(self.recipe(**settings))
+
+    def uncalibrated(self):
+        """A method of its own, as the constructor leaves it."""
+        return build(self.recipe())
+
+    def recipe(self, **settings):
+        """This case with the fields that decide how a method is built, and no others, so that cells
+        share methods."""
+        names = takes(self.cls, self.scheme)
+        settings = {**dict(self.settings), **settings}
+        settings = tuple((name, value) for name, value in settings.items() if name in names)
+        wrong = self.wrong
+        if wrong is not None and issubclass(wrong, (KVCache, LayerCache, CachedRows)):
+            wrong = None
+        return Case(self.cls, self.scheme, self.formula, heads_per_kv=self.heads_per_kv,
+                    recent=self.recent, settings=settings, wrong=wrong)
+
+    def fp16(self):
+        """The fp16 method beside this cell's: the same blocks, the same model."""
+        return build_and_calibrate(Case(FP16, heads_per_kv=self.heads_per_kv, recent=self.recent))
+
+    def events(self, kind, sizes, protocol=None):
+        """When keys, or values, are quantized if a text comes in chunks of these sizes:
+        [oracles.Event]."""
+        recent, block = self.recent, (kind == "v" and self.setting("v_block")) or G
+        if not self.known:
+            method = self.method()
+            recent, block = method.recent, (kind == "v" and method.v_block) or method.block
+        return oracles.quantization_events(protocol or self.protocol, sizes, recent, block)
+
+    # its cache
+
+    def new_cache(self, method, protocol=None, model=None):
+        arguments = model or self.model, method, protocol or self.protocol
+        layer_class, rows_class = self.in_place_of(LayerCache), self.in_place_of(CachedRows)
+        if layer_class is LayerCache and rows_class is CachedRows:
+            return self.in_place_of(KVCache)(*arguments)
+        return CacheOfOtherParts(*arguments, layer_class, rows_class)
+
+    def run(self, method, tokens, cache=None, sizes=None):
+        """-> logits (B, T, vocab) of a text, and its cache. sizes: tokens of each chunk, if not as
+        `chunk_sizes` says."""
+        cache = self.new_cache(method) if cache is None else cache
+        n = len(method.prefix.ids) if method.prefix else 0
+        assert torch.equal(cache.without_prefix(tokens), tokens[:, n:])
+        sizes = without_prefix(n, sizes or chunk_sizes(method, cache.protocol, tokens.shape[1]))
+        sizes[0] += n  # the prefix comes with the first chunk, and the cache strips it
+        logits = self.feed(cache, tokens, sizes)
+        return with_zeros(n, logits), cache
+
+    def run_watched(self, method, tokens, sizes=None):
+        """The same, with a `Watch` in the place of the cache."""
+        return self.run(method, tokens, Watch(self, self.new_cache(method)), sizes)
+
+    def feed(self, cache, tokens, sizes):
+        """The logits of tokens that come in chunks."""
+        with torch.no_grad():
+            logits = [self.model(chunk, cache) for chunk in tokens.split(sizes, dim=1)]
+        return torch.cat(logits, dim=1)
+
+    def exact_logits(self, tokens, sizes):
+        """The logits that the fp16 method gives of the same text, read in the same chunks.
+
+        A prefix is a chunk of its own, of one row for the whole batch: as the method reads it, so
+        that the last bits agree.
+        """
+        n, protocol = len(self.prefix), self.protocol
+        cache = KVCache(self.model, self.fp16(), "stream" if n else protocol)
+        if n:
+            self.feed(cache, tokens[:1, :n], [n])
+        logits = self.feed(cache, tokens[:, n:], without_prefix(n, sizes))
+        return with_zeros(n, logits)
+
+
+def chunk_sizes(method, protocol, T):
+    """One chunk under `paper`; in a stream, chunks that end where a block is quantized."""
+    if protocol == "paper":
+        return [T]
+    sizes = [min(T, method.recent + method.chunk)]
+    while sum(sizes) < T:
+        sizes.append(min(method.chunk, T - sum(sizes)))
+    return sizes
+
+
+def without_prefix(n, sizes):
+    """The sizes of the chunks that are left without the first n tokens."""
+    left = []
+    for size in sizes:
+        left.append(size - min(n, size))
+        n -= min(n, size)
+    return [size for size in left if size]
+
+
+def with_zeros(n, logits):
+    """logits (B, T - n, vocab) of a text after its prefix -> (B, T, vocab)."""
+    return torch.nn.functional.pad(logits, (0, 0, n, 0))
+
+
+class CacheOfOtherParts(KVCache):
+    """A cache whose layers, or whose keys and values, are of other classes."""
+
+    def __init__(self, model, method, protocol, layer_class, rows_class):
+        self.layer_class, self.rows_class = layer_class, rows_class
+        super().__init__(model, method, protocol)
+
+    def new_layer(self, layer):
+        cache = self.layer_class(layer, self.method, self.rope, self.protocol, self.shared)
+        cache.keys = self.rows_class(layer, "k", cache.keys.codec)
+        cache.values = self.rows_class(layer, "v", cache.values.codec)
+        return cache
+
+
+def read(layer):
+    """K (rotated) and V (B, Hkv, S, d) of all tokens, as a layer's cache holds them, in 16 bits."""
+    return layer.rotated(layer.keys.read()), layer.values.read()
+
+
+def rows_of(layer, kind):
+    """The keys, or the values, of a layer's cache."""
+    return layer.keys if kind == "k" else layer.values
+
+
+# ---- what happened in a cell
+
+class Watch:
+    """A cache, with notes: what goes into each layer, what comes back, and every block's output."""
+
+    def __init__(self, case, cache):
+        self.case, self.cache, self.protocol = case, cache, cache.protocol
+        # by layer, a list with an entry for each chunk
+        self.queries = [[] for _ in range(L)]
+        self.given = [[] for _ in range(L)]  # (k, v)
+        self.returned = [[] for _ in range(L)]  # (K, V)
+        self.outputs = [[] for _ in range(L)]
+
+    # what a model asks of its cache
+
+    def __len__(self):
+        return len(self.cache)
+
+    def without_prefix(self, tokens):
+        return self.cache.without_prefix(tokens)
+
+    def update(self, layer, q, k, v, positions):
+        self.queries[layer].append(q)
+        self.given[layer].append((k, v))
+        K, V = self.cache.update(layer, q, k, v, positions)
+        self.returned[layer].append((K, V))
+        return K, V
+
+    def observe(self, layer, hidden):
+        self.outputs[layer].append(hidden)
+        self.cache.observe(layer, hidden)
+
+    # what the notes say
+
+    @property
+    def layers(self):
+        return self.cache.layers
+
+    @property
+    def sizes(self):
+        """Tokens of each chunk, with the prefix in the first."""
+        first, *others = [k.shape[2] for k, _ in self.given[0]]
+        return [len(self.case.prefix) + first, *others]
+
+    def exact(self, layer):
+        """All keys, before RoPE, and values of a layer, (B, Hkv, T, d) both, in 16 bits."""
+        k = torch.cat([k for k, _ in self.given[layer]], dim=2)
+        v = torch.cat([v for _, v in self.given[layer]], dim=2)
+        if k.dtype.itemsize != 2:
+            k, v = k.half(), v.half()
+        if self.case.prefix:
+            prefix_k, prefix_v = prefix_rows(self.case.heads_per_kv, self.case.prefix)[layer]
+            k = torch.cat([prefix_k.expand(len(k), -1, -1, -1), k], dim=2)
+            v = torch.cat([prefix_v.expand(len(v), -1, -1, -1), v], dim=2)
+        return k, v
+
+    def exact_read(self, layer):
+        """The same as `read` would give them, if nothing were quantized."""
+        k, v = self.exact(layer)
+        return self.case.model.rope.rotate(k, torch.arange(k.shape[2])), v
+
+    def output(self, layer):
+        """The output of a block for all tokens after the prefix, (B, T, D)."""
+        return torch.cat(self.outputs[layer], dim=1)
+
+    def events(self, kind):
+        """When keys, or values, were quantized: [oracles.Event]."""
+        return self.case.events(kind, self.sizes)
+
+
+@lru_cache
+def prefix_rows(heads_per_kv, ids):
+    """By layer, k and v (1, Hkv, n, d) of the tokens in 16 bits, before RoPE: what the model hands
+    to a cache."""
+    case = Case(FP16, heads_per_kv=heads_per_kv)
+    _, watch = case.run_watched(case.fp16(), torch.tensor([ids]), sizes=[len(ids)])
+    return [watch.exact(layer) for layer in range(L)]

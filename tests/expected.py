@@ -1,0 +1,334 @@
+"""What the cache of a cell must hold: the oracles of oracles.py, asked for the cell's method.
+
+`KEPT` and `READ` are the table of the methods once more: which tokens each keeps, and what the
+others read as. A method given by --method has no oracle. There its own word counts for what it
+keeps and what its codecs make of a block, and only what every method must do is checked.
+
+What is taken from the project: RoPE, which test_model.py checks, and the tables that calibration
+found.
+"""
+import math
+from functools import lru_cache
+
+import numpy as np
+import oracles
+import torch
+from cases import Case, G, L, calibration_windows, d, rows_of
+
+from tinykv.methods.antkv import AnTKV
+from tinykv.methods.cq import CQ
+from tinykv.methods.fp16 import FP16
+from tinykv.methods.intactkv import IntactKV
+from tinykv.methods.kivi import KIVI
+from tinykv.methods.kvquant import KVQuant
+from tinykv.methods.kvsink import KVSink
+from tinykv.methods.ott import OTT
+from tinykv.methods.pfn import PFN
+from tinykv.methods.skvq import SKVQ
+
+MARGIN = 2e-6  # of the largest anchor score: each is off by less than 1e-6 of that in float32
+
+#                   axis of K, axis of V, static ranges
+UNIFORM = {
+    "token-dynamic": ("token", "token", False),
+    "token-static": ("token", "token", True),
+    "channel-static": ("channel", "token", True),
+    "channel-dynamic": ("channel", "token", False),
+}
+
+
+def scheme_of(case):
+    """The pair of codecs, of methods that stand on a named one."""
+    own = {KIVI: "channel-dynamic", OTT: "channel-dynamic", KVQuant: "kvquant"}
+    return own.get(case.cls, case.scheme)
+
+
+def axis_of(case, kind):
+    k_axis, v_axis, _ = UNIFORM[scheme_of(case)]
+    return k_axis if kind == "k" else v_axis
+
+
+def is_static(case):
+    """Whether ranges are calibrated."""
+    return scheme_of(case) in ("token-static", "channel-static", "kvquant")
+
+
+def codec_of(method, layer, kind):
+    return getattr(method.codecs[layer], kind)
+
+
+def bits_of(method, kind):
+    return method.k_bits if kind == "k" else method.v_bits
+
+
+# ---- Keep
+
+def expected_kept(case, method, watch, layer, kind, events):
+    """True (B, Hkv, T) where a layer's keys or values are kept after events."""
+    k, _ = watch.exact(layer)
+    kept = torch.zeros(k.shape[:3], dtype=torch.bool)
+    if events and not case.known:
+        mark_what_the_cache_says(case, method, watch, layer, kind, events, kept)
+    elif events and case.cls in KEPT:
+        KEPT[case.cls](case, method, watch, layer, kind, events, kept)
+    return kept
+
+
+def mark_first_tokens(case, method, watch, layer, kind, events, kept):
+    kept[:, :, :min(case.setting("preserve"), events[-1].seen)] = True
+
+
+def mark_prefix(case, method, watch, layer, kind, events, kept):
+    if bits_of(method, kind) < 16:
+        kept[:, :, :len(case.prefix)] = True
+
+
+def mark_sinks(case, method, watch, layer, kind, events, kept):
+    """KVSink: the largest numbers of the outlier channel, in the layers after the emergence
+    layer."""
+    emergence_layer, channel = case.setting("emergence_layer"), case.setting("outlier_channel")
+    if layer <= emergence_layer:
+        return
+    hidden = watch.output(emergence_layer)[:, :events[-1].seen]  # (B, seen, D)
+    for b, scores in enumerate(hidden[..., channel].abs().tolist()):
+        kept[b, :, oracles.top_k(scores, case.setting("preserve"))] = True
+
+
+def mark_pools(case, method, watch, layer, kind, events, kept):
+    """OTT: the smallest keys, and those evicted by smaller ones; values as their keys."""
+    if layer < case.setting("skip_layers"):
+        return
+    k, _ = watch.exact(layer)
+    scores = stored_keys(case, method, k).double().abs().sum(-1)  # (B, Hkv, T)
+    if case.setting("scope") == "layer":
+        scores = scores.sum(1, keepdim=True).expand_as(scores)
+    size, room, select = (case.setting(name) for name in ("outlier_num", "extra_pool", "select"))
+    for b, h in np.ndindex(scores.shape[:2]):
+        pool, extra = oracles.pools(scores[b, h].tolist(), events, size, room, select)
+        kept[b, h, pool + extra] = True
+
+
+def mark_anchors(case, method, watch, layer, kind, events, kept):
+    """AnTKV: the largest anchor scores."""
+    chunks = chunk_scores(case, watch, layer)[kind]  # (B, Hkv, seen) each
+    for b, h in np.ndindex(kept.shape[:2]):
+        of_head = [scores[b, h].tolist() for scores in chunks]
+        anchors, _ = oracles.anchors(case.setting("anchors"), of_head, events, MARGIN)
+        kept[b, h, anchors] = True
+
+
+def mark_what_the_cache_says(case, method, watch, layer, kind, events, kept):
+    positions = rows_of(watch.layers[layer], kind).pinned_positions  # (B, 1 or Hkv, slots), or None
+    if positions is not None:
+        positions = positions.expand(-1, kept.shape[1], -1).tolist()
+        for b, h in np.ndindex(kept.shape[:2]):
+            kept[b, h, [i for i in positions[b][h] if i >= 0]] = True
+
+
+KEPT = {
+    PFN: mark_first_tokens, SKVQ: mark_first_tokens, KVQuant: mark_first_tokens,
+    IntactKV: mark_prefix, KVSink: mark_sinks, OTT: mark_pools, AnTKV: mark_anchors,
+}
+
+
+@lru_cache(maxsize=L)
+def chunk_scores(case, watch, layer):
+    """{kind: [what the queries of each chunk add to the scores of all tokens so far, (B, Hkv,
+    seen)]}."""
+    rope = case.model.rope
+    k, _ = watch.exact(layer)
+    scores, seen = {"k": [], "v": []}, 0
+    for q, (K, _) in zip(watch.queries[layer], watch.returned[layer]):
+        positions = torch.arange(seen, seen + q.shape[2])
+        seen += q.shape[2]
+        if case.protocol == "paper":  # what comes back is quantized, but scores come before that
+            K = rope.rotate(k, positions)
+        q = rope.rotate(q, positions)
+        of_keys, of_values = oracles.equation_5(q.double().numpy(), K.double().numpy())
+        scores["k"].append(of_keys)
+        scores["v"].append(of_values)
+    return scores
+
+
+# ---- Code
+
+def expected_quantized(case, method, layer, kind, rows, kept):
+    """What rows (B, Hkv, n, d) that are quantized at once read as. kept (B, Hkv, n)."""
+    codec = codec_of(method, layer, kind)
+    if not case.known or case.cls is FP16:
+        return codec.decode(codec.encode(rows, kept)).to(rows.dtype)
+    if bits_of(method, kind) == 16:
+        return rows
+    x, ignore = rows.float().numpy(), kept.numpy()
+    if case.cls in READ:
+        out = READ[case.cls](case, codec, x, ignore)
+    elif scheme_of(case) == "kvquant":
+        out, _ = nonuniform(case, codec, x, ignore)
+    else:
+        bits, axis = bits_of(method, kind), axis_of(case, kind)
+        static = calibrated_range(case, method, layer, kind) if is_static(case) else None
+        out = oracles.affine(x, ignore, bits, axis, case.formula, G, static)
+    return torch.from_numpy(out).to(rows.dtype)
+
+
+def read_clipped_groups(case, codec, x, ignore):
+    tables = (codec.order, codec.group, codec.alpha.float(), codec.centre)
+    metadata = case.setting("metadata") or "fp8"
+    return oracles.clipped_groups(x, codec.bits, metadata, *(table.numpy() for table in tables))
+
+
+def read_nearest_centroids(case, codec, x, ignore):
+    chosen = codec.decode(codec.encode(torch.from_numpy(x)))
+    return oracles.nearest_centroids(x, codec.centroids.double().numpy(), chosen.numpy())
+
+
+def nonuniform(case, codec, x, ignore):
+    """What x reads as on KVQuant's levels, and where its outliers are, (B, T, C)."""
+    levels, share = codec.levels.double().numpy(), case.setting("outliers") / 100
+    if codec.mid is None:
+        return oracles.nonuniform(x, ignore, levels, share)
+    mid, half = codec.mid.float().numpy(), codec.half.float().numpy()
+    return oracles.nonuniform(x, ignore, levels, share, mid, half)
+
+
+READ = {SKVQ: read_clipped_groups, CQ: read_nearest_centroids, AnTKV: read_nearest_centroids}
+
+
+def stored_keys(case, method, k):
+    """Keys as the method stores them. k (B, Hkv, T, d) before RoPE."""
+    return case.model.rope.rotate(k, torch.arange(k.shape[2])) if method.rope == "post" else k
+
+
+# ---- the whole cache
+
+def expected_events(case, method, watch, layer, kind):
+    """For each event its tokens, a slice, with their rows (B, Hkv, n, d) in full precision, and
+    which of them are kept by then, (B, Hkv, n)."""
+    k, v = watch.exact(layer)
+    rows = stored_keys(case, method, k) if kind == "k" else v
+    events = watch.events(kind)
+    for i, event in enumerate(events):
+        tokens = slice(event.first, event.end)
+        kept = expected_kept(case, method, watch, layer, kind, events[:i + 1])  # (B, Hkv, T)
+        yield tokens, rows[:, :, tokens], kept[:, :, tokens]
+
+
+def expected_read(case, method, watch, layer):
+    """K, rotated, and V (B, Hkv, T, d) in 16 bits that the cache must hold for a layer."""
+    k, v = watch.exact(layer)
+    out = []
+    for kind, exact in (("k", stored_keys(case, method, k)), ("v", v)):
+        quantized = exact.clone()  # (B, Hkv, T, d): recent tokens stay as they are
+        for tokens, rows, kept in expected_events(case, method, watch, layer, kind):
+            quantized[:, :, tokens] = expected_quantized(case, method, layer, kind, rows, kept)
+        # what counts is what is kept after the last event
+        kept = expected_kept(case, method, watch, layer, kind, watch.events(kind))  # (B, Hkv, T)
+        out.append(torch.where(kept[..., None], exact, quantized))
+    K, V = out
+    if method.rope == "pre":
+        K = case.model.rope.rotate(K, torch.arange(K.shape[2]))
+    return K, V
+
+
+# ---- its bytes
+
+def expected_bytes(case, method, watch, kind):
+    """{part: bytes} of all layers' keys, or values."""
+    B, Hkv = case.batch, case.model.config.num_key_value_heads
+    # a token in full precision: its row in 16 bits, and its score in 32
+    row = 2 * d
+    if case.cls is AnTKV and case.setting("anchors") != "0":
+        row += 4
+    # its position in 32 bits, once for each head that chooses for itself
+    per_head = case.cls is AnTKV or (case.cls is OTT and case.setting("scope") != "layer")
+    position = 4 * Hkv if per_head else 4
+    events = watch.events(kind)
+    quantized = events[-1].end if events else 0
+    coded = pinned = 0
+    for layer in range(L):
+        coded += expected_code_bytes(case, method, watch, layer, kind)
+        kept = expected_kept(case, method, watch, layer, kind, events)  # (B, Hkv, T)
+        slots = int(kept.sum(-1).max())  # of the sequence and head with the most
+        pinned += B * slots * (Hkv * row + position)
+    recent = L * B * Hkv * (case.T - quantized) * row
+    return {"coded": coded, "pinned": pinned, "recent": recent}
+
+
+def expected_code_bytes(case, method, watch, layer, kind):
+    """Bytes of a layer's codes, and of whatever is stored with them."""
+    events = list(expected_events(case, method, watch, layer, kind))
+    codec, scheme, bits = codec_of(method, layer, kind), scheme_of(case), bits_of(method, kind)
+    B, Hkv = case.batch, case.model.config.num_key_value_heads
+    tokens = B * sum(rows.shape[2] for _, rows, _ in events)
+    if bits == 16:
+        return tokens * Hkv * d * 2
+
+    if case.cls is SKVQ:  # groups cross heads; each has a scale and a zero point
+        groups = len(codec.alpha)
+        assert groups <= Hkv * d // G
+        size = 2 if case.setting("metadata") == "fp16" else 1
+        return tokens * (oracles.code_bytes(Hkv * d, bits) + 2 * size * groups)
+
+    if case.cls in (CQ, AnTKV):  # all the codes of a token together
+        n, m = channels_and_centroids(case)
+        return tokens * oracles.code_bytes(Hkv * d // n, int(math.log2(m)))
+
+    if scheme == "kvquant":
+        size = tokens * oracles.code_bytes(Hkv * d, bits)
+        if kind == "v":  # mid and half of a token
+            size += tokens * 4
+        if case.setting("outliers"):  # a pointer for each token
+            size += tokens * 4
+        for _, rows, kept in events:  # a number and a channel for each outlier
+            _, outlier = nonuniform(case, codec, rows.float().numpy(), kept.numpy())
+            size += 4 * int(outlier.sum())
+        return size
+
+    size = tokens * Hkv * oracles.code_bytes(d, bits)
+    if is_static(case):
+        return size
+    if axis_of(case, kind) == "token":
+        groups = tokens * Hkv * d // G
+    else:
+        groups = sum(math.ceil(rows.shape[2] / G) for _, rows, _ in events) * B * Hkv * d
+    return size + 4 * groups  # a 16-bit scale and a 16-bit zero point
+
+
+def channels_and_centroids(case):
+    """n and m of a format d{n}m{m}, which is d2m256 where only the bits are given, 4."""
+    assert case.setting("vq") or case.setting("bits") == 4
+    n, m = (case.setting("vq") or "d2m256")[1:].split("m")
+    return int(n), int(m)
+
+
+# ---- calibration
+
+def calibration_rows(case, method):
+    """[{kind: (Hkv, tokens, d)}] by layer: what calibration windows have, without the tokens that
+    the method keeps."""
+    cell = Case(case.cls, case.scheme, protocol="paper", heads_per_kv=case.heads_per_kv,
+                settings=case.settings)
+    return calibration_rows_of(cell, method)
+
+
+@lru_cache
+def calibration_rows_of(case, method):
+    watches = [case.run_watched(case.fp16(), window[None])[1] for window in calibration_windows()]
+    by_layer = []
+    for layer in range(L):
+        rows = {"k": [], "v": []}
+        for watch in watches:
+            k, v = watch.exact(layer)
+            T = k.shape[2]
+            for kind, x in (("k", stored_keys(case, method, k)), ("v", v)):
+                event = oracles.Event(first=0, end=T, seen=T)
+                kept = expected_kept(case, method, watch, layer, kind, [event])[0, 0]  # (T)
+                rows[kind].append(x[0, :, ~kept])
+        by_layer.append({kind: torch.cat(x, dim=1).float().numpy() for kind, x in rows.items()})
+    return by_layer
+
+
+def calibrated_range(case, method, layer, kind):
+    """(lo, hi), each (Hkv, d): the smallest and the largest number of each channel."""
+    rows = calibration_rows(case, method)[layer][kind]
+    return rows.min(1), rows.max(1)

@@ -1,0 +1,73 @@
+"""The parts of a cache, also for methods that keep other tokens in each head or leave slots
+empty."""
+import pytest
+import torch
+from cases import L, model_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinykv.cache import CachedRows, KVCache, LayerCache
+from tinykv.codecs import Codec
+from tinykv.codecs.base import Codes
+from tinykv.methods.fp16 import FP16
+
+
+class Negating(Codec):
+    """Whatever is quantized can be told by its sign."""
+
+    def encode(self, x, ignore=None):
+        return Codes(-x)
+
+    def decode(self, codes):
+        return codes.packed
+
+
+@given(st.data())
+def test_cached_rows_against_plain_lists(data):
+    """Append, pin and quantize in any order; pinned tokens may differ by sequence and head, come
+    and go."""
+    B, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    rows, exact, length, quantized = CachedRows(0, "k", Negating()), torch.empty(B, 2, 0, 2), 0, 0
+    pinned = [[set() for _ in range(2)] for _ in range(B)]
+    for _ in range(data.draw(st.integers(1, 4))):
+        # some tokens arrive
+        n = data.draw(st.integers(1, 4))
+        new = torch.arange(1.0, 1 + B * 2 * n * 2).view(B, 2, n, 2) + 100 * length
+        rows.append(new)
+        exact = torch.cat([exact, new], dim=2)
+        length += n
+        # some of those that are recent or pinned are pinned
+        if data.draw(st.booleans()):
+            slots = data.draw(st.integers(1, 3))
+            positions = torch.full((B, heads, slots), -1)
+            for b in range(B):
+                for h in range(heads):
+                    able = sorted(pinned[b][h] | set(range(quantized, length)))
+                    chosen = data.draw(st.lists(st.sampled_from(able), max_size=slots, unique=True))
+                    positions[b, h, :len(chosen)] = torch.tensor(chosen, dtype=torch.long)
+                    for other in range(2) if heads == 1 else [h]:
+                        pinned[b][other] = set(chosen)
+            rows.pin(positions, rows.read())
+        # the oldest are quantized
+        n = data.draw(st.integers(0, length - quantized))
+        if n:
+            rows.quantize(n)
+            quantized += n
+
+        assert rows.n_coded == quantized
+        expected = exact.clone()
+        for b in range(B):
+            for h in range(2):
+                for t in set(range(quantized)) - pinned[b][h]:
+                    expected[b, h, t] *= -1
+        assert torch.equal(rows.read(), expected)
+
+
+def test_unknown_protocol_is_refused():
+    with pytest.raises(ValueError, match="protocol"):
+        KVCache(model_of(1), FP16(model_of(1).config), "Paper")
+
+
+def test_layer_cache_is_what_the_model_uses():
+    cache = KVCache(model_of(1), FP16(model_of(1).config))
+    assert all(type(layer) is LayerCache for layer in cache.layers) and len(cache.layers) == L

@@ -1,0 +1,227 @@
+"""KVSink: the models of its paper are recognised, and on others the outlier is found, or found
+missing."""
+import copy
+from functools import lru_cache
+
+import pytest
+import torch
+from cases import CHANNEL, MARK, SETTINGS, VOCAB, Case, D, G, H, L, Watch, calibration_windows, d, model_of, tokens_of
+
+from tinykv import UserError
+from tinykv.cache import PROTOCOLS, KVCache
+from tinykv.calibrate import calibrate
+from tinykv.codecs import SCHEMES, settings_of_scheme
+from tinykv.methods.kvsink import KVSink, find_outlier
+from tinykv.methods.pfn import PFN
+from tinykv.model import Llama, LlamaConfig
+
+# ---- Table 3
+
+
+def real_config(**changes):
+    """The config of LLaMA-2-7B, with changes."""
+    return LlamaConfig(**{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+                          "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+                          "head_dim": 128, "max_position_embeddings": 4096, **changes})
+
+
+LLAMA_2_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+               "num_attention_heads": 40, "num_key_value_heads": 40}
+MISTRAL_7B = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+              "sliding_window": 4096, "model_type": "mistral"}
+LLAMA_3_8B = {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256,
+              "max_position_embeddings": 8192, "rope_theta": 500000.0}
+LLAMA_3_2 = {"vocab_size": 128256, "intermediate_size": 8192, "num_key_value_heads": 8,
+             "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("changes, layer, channel", [
+    ({}, 1, 2533),
+    (LLAMA_2_13B, 3, 4743),
+    (MISTRAL_7B, 1, 2070),
+    (LLAMA_3_8B, 1, 788),
+    ({**LLAMA_3_8B, "max_position_embeddings": 131072}, 1, 788),
+    ({**LLAMA_3_2, "num_hidden_layers": 16, "hidden_size": 2048, "head_dim": 64}, 1, 400),
+    ({**LLAMA_3_2, "num_hidden_layers": 28, "hidden_size": 3072, "num_attention_heads": 24}, 1, 588),
+], ids=["llama-2-7b", "llama-2-13b", "mistral-7b", "llama-3-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b"])
+def test_the_papers_models_are_recognised(changes, layer, channel):
+    method = KVSink(real_config(**changes), scheme="token-dynamic")
+    assert (method.layer, method.channel, method.needs_calibration) == (layer, channel, False)
+    assert "Table 3" in method.describe()
+
+
+@pytest.mark.parametrize("changes", [
+    {"max_position_embeddings": 2048},
+    {"vocab_size": 64000, "num_key_value_heads": 4},
+    {**LLAMA_2_13B, "max_position_embeddings": 2048},
+    {**MISTRAL_7B, "vocab_size": 32768},
+    {"model_type": "mistral"},
+], ids=["llama-1-7b", "another of the shape, 4 KV heads", "llama-1-13b", "mistral-7b-v0.3", "another type"])
+def test_other_models_of_their_shape_are_not(changes):
+    method = KVSink(real_config(**changes), scheme="token-dynamic")
+    assert method.layer is None and method.needs_calibration
+
+
+def test_given_layer_and_channel_come_first():
+    method = KVSink(real_config(), emergence_layer=4, outlier_channel=17)
+    assert (method.layer, method.channel) == (4, 17)
+
+
+@pytest.mark.parametrize("settings", [
+    {"preserve": 0}, {"emergence_layer": 0}, {"outlier_channel": 0},
+    {"emergence_layer": L, "outlier_channel": 0},
+    {"emergence_layer": 0, "outlier_channel": D}, {"emergence_layer": -1, "outlier_channel": 0}])
+def test_settings_that_cannot_be_are_refused(settings):
+    with pytest.raises(UserError):
+        KVSink(model_of(1).config, **settings)
+
+
+# ---- the search for the outlier
+
+@lru_cache
+def emerging_model(layer, channel, layers=5, size=400.0):
+    """MARK writes an outlier into `channel` in the MLP of block `layer`, and nowhere before.
+
+    Channel 0 is MARK's own: no other token and no block writes to it, and one neuron of that MLP
+    reads it.
+    """
+    torch.manual_seed(3)
+    model = Llama(LlamaConfig(VOCAB, D, 48, layers, H, H, d, 512))
+    with torch.no_grad():
+        embedding = model.model["embed_tokens"].weight
+        embedding[:, 0] = 0
+        embedding[MARK] = 0
+        embedding[MARK, 0] = 3.0
+        for block in model.model["layers"]:
+            block.self_attn.o_proj.weight[[0, channel]] *= 0
+            block.mlp.down_proj.weight[[0, channel]] *= 0
+        mlp = model.model["layers"][layer].mlp
+        mlp.gate_proj.weight[0], mlp.up_proj.weight[0] = 0, 0
+        mlp.gate_proj.weight[0, 0] = mlp.up_proj.weight[0, 0] = 4.0
+        mlp.down_proj.weight[:, 0] = 0
+        mlp.down_proj.weight[channel, 0] = size / 100
+    return model
+
+
+def outlier_of(model, windows=None):
+    """Emergence layer and channel that calibration finds, or None."""
+    method = KVSink(model.config, scheme="token-dynamic")
+    calibrate(model, method, tokens_of(10, 40, seed=2) if windows is None else windows)
+    return None if method.layer is None else (method.layer, method.channel)
+
+
+@pytest.mark.parametrize("layer, channel", [(0, 9), (1, 9), (2, 30), (3, 1)])
+@pytest.mark.parametrize("size", [400.0, 1e5], ids=["small-model", "llm"])
+def test_a_planted_outlier_is_found(layer, channel, size):
+    assert outlier_of(emerging_model(layer, channel, size=size)) == (layer, channel)
+
+
+@pytest.mark.parametrize("size", [400.0, 1e5], ids=["small-model", "llm"])
+@pytest.mark.parametrize("layer, layers", [(4, 5), (0, 1)])
+def test_an_outlier_of_the_last_block_marks_nothing(layer, layers, size):
+    """No layer is left that could keep the tokens that it marks."""
+    assert outlier_of(emerging_model(layer, 9, layers, size)) is None
+
+
+@pytest.mark.parametrize("heads_per_kv", [1, 4])
+def test_a_plain_random_model_has_no_outlier(heads_per_kv):
+    torch.manual_seed(heads_per_kv)
+    model = Llama(LlamaConfig(VOCAB, D, 48, 4, H, H // heads_per_kv, d, 512))
+    assert outlier_of(model) is None
+
+
+def test_an_outlier_that_moves_between_channels_is_not_stable():
+    """In half of the windows another token brings it, into another channel."""
+    model = copy.deepcopy(emerging_model(1, 9))
+    with torch.no_grad():
+        mlp, embedding = model.model["layers"][1].mlp, model.model["embed_tokens"].weight
+        mlp.down_proj.weight[10, 0] = mlp.down_proj.weight[9, 0]
+        embedding[MARK - 1] = embedding[MARK]
+        embedding[MARK, 9] = embedding[MARK - 1, 10] = 1.0
+    windows = torch.randint(0, MARK - 1, (10, 40), generator=torch.Generator().manual_seed(0))
+    windows[:5, 20], windows[5:, 20] = MARK, MARK - 1
+    assert outlier_of(model, windows) is None
+
+
+@pytest.mark.parametrize("largest, ratio, layer", [
+    ([1, 2, 60, 70, 20], [3, 4, 100, 90, 20], 1),  # where it grows most, not where it is largest
+    ([1, 2, 20, 25, 5], [3, 4, 29, 28, 9], None),  # a ratio below 30
+    ([1, 1, 2, 40, 10], [3, 20, 20, 50, 20], None),  # less than three times what was there before
+    ([1, 1, 2, 40, 10], [90, 10, 12, 50, 20], 2),  # the embedding is no layer
+    ([1, 200, 300, 5000, 10], [3, 500, 2000, 5000, 9], 1),  # massive: the first over both bounds,
+    ([1, 50, 300, 5000, 10], [3, 2000, 2000, 5000, 9], 1),  # not over one of them
+    ([1, 1, 1, 1, 5000], [3, 3, 3, 3, 5000], None),  # only in the last block
+])
+def test_which_layer_an_outlier_emerges_in(largest, ratio, layer):
+    """The rule on numbers made up: after the embedding, then after each of four blocks; the same in
+    6 windows."""
+    largest, ratio = (torch.tensor(x, dtype=torch.float).repeat(6, 1) for x in (largest, ratio))
+    found = find_outlier(largest, ratio, channel=torch.full((6, 5), 7))
+    assert found == (None if layer is None else (layer, 7))
+
+
+# ---- the method after the search
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_kvsink_finds_what_it_needs_by_itself(scheme):
+    model = emerging_model(1, 9)
+    group_size = {} if scheme == "kvquant" else {"group_size": G}
+    method = KVSink(model.config, scheme=scheme, preserve=2, **group_size)
+    assert method.needs_calibration
+    calibrate(model, method, tokens_of(10, 40, seed=2))
+    assert (method.layer, method.channel) == (1, 9)
+    assert "layer 1" in method.describe() and "channel 9" in method.describe()
+
+    text = torch.randint(0, MARK, (1, 30), generator=torch.Generator().manual_seed(8))
+    text[0, [11, 23]] = MARK
+    cache = KVCache(model, method, "paper")
+    with torch.no_grad():
+        model(text, cache)
+    for layer in cache.layers[:2]:
+        assert layer.keys.pinned_positions is None
+    for layer in cache.layers[2:]:
+        assert sorted(layer.keys.pinned_positions[0, 0].tolist()) == [11, 23]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_kvsink_without_an_outlier_is_pfn(scheme, protocol):
+    """Also in its ranges: they leave out the first tokens. A second calibration forgets the
+    first."""
+    model, case = model_of(2), Case(PFN, scheme, protocol=protocol)
+    of_scheme = {name: SETTINGS[name] for name in settings_of_scheme(scheme) if name in SETTINGS}
+    method = KVSink(model.config, k_bits=2, v_bits=3, scheme=scheme, preserve=3, **of_scheme)
+    method.block = G
+    random = copy.deepcopy(model)
+    random.model["embed_tokens"].weight.data[MARK, CHANNEL] = 0.5
+    calibrate(random, method, calibration_windows())
+    assert method.layer is None and "no stable outlier" in method.describe()
+    if method.needs_calibration:
+        calibrate(model, method, calibration_windows())
+    tokens = case.tokens()
+    assert torch.equal(case.run(method, tokens)[0], case.run(case.method(), tokens)[0])
+
+
+def test_a_displaced_sink_is_read_as_its_code():
+    """And one that is found late is kept from then on: what a stream pins follows the outlier."""
+    case = Case(KVSink, "token-dynamic", batch=1)
+    method, model = case.method(preserve=1), copy.deepcopy(case.model)
+    first, embedding = model.model["layers"][0], model.model["embed_tokens"].weight
+    first.self_attn.o_proj.weight.data[CHANNEL] = 0  # the channel holds only what the token itself brings
+    first.mlp.down_proj.weight.data[CHANNEL] = 0
+    embedding.data[7, CHANNEL] = 50.0  # more than MARK
+    tokens = torch.randint(0, MARK, (1, 2 * G), generator=torch.Generator().manual_seed(1))
+    tokens[0, 1], tokens[0, G + 3] = MARK, 7
+
+    watch = Watch(case, case.new_cache(method, model=model))
+    skipped, *layers = watch.layers
+    with torch.no_grad():
+        model(tokens[:, :G], watch)
+        assert skipped.keys.pinned_positions is None
+        assert [layer.keys.pinned_positions.tolist() for layer in layers] == [[[[1]]]] * 2
+        early_keys = layers[0].keys.read()
+        model(tokens[:, G:], watch)
+    assert [layer.values.pinned_positions.tolist() for layer in layers] == [[[[G + 3]]]] * 2
+    assert not torch.equal(layers[0].keys.read()[:, :, 1], early_keys[:, :, 1])
+    _, v = watch.exact(1)
+    assert torch.equal(layers[0].values.read()[:, :, G + 3], v[:, :, G + 3])

@@ -1,0 +1,207 @@
+"""How short the way is from a command to the line that rounds, and that imports point in one direction only."""
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import eval_ppl
+from tinykv.codecs.affine import Affine
+from tinykv.codecs.base import Codec
+from tinykv.codecs.codebook import Codebook
+from tinykv.codecs.nonuniform import NonUniform
+from tinykv.methods.base import CodecMethod, Method
+from tinykv.methods.registry import METHODS
+from tinykv.methods.skvq import ClippedGroups
+
+ROOT = Path(__file__).parent.parent
+TINYKV = ROOT / "tinykv"
+FILES = {str(path.relative_to(TINYKV)): path for path in sorted(TINYKV.rglob("*.py"))}  # "methods/ott.py": its path
+METHOD_FILES = {name.removeprefix("methods/").removesuffix(".py") for name in FILES if name.startswith("methods/")}
+METHOD_FILES -= {"__init__", "base", "registry"}
+TRITON = {"triton_cache.py"}  # the one file of tinykv/ that knows the kernels, imported where they are asked for
+
+
+# From the command to the rounding
+
+class Calls:
+    """A profiler: the stacks of the project's own functions at each call of one function."""
+
+    def __init__(self, function):
+        self.code = function.__code__
+        self.stacks = set()
+
+    def __call__(self, frame, event, argument):
+        if event != "call" or frame.f_code is not self.code:
+            return
+        names = []
+        while frame is not None and names[-1:] != ["main"]:
+            if frame.f_code.co_filename.startswith(str(ROOT)):
+                owner = frame.f_locals.get("self")
+                name = frame.f_code.co_name
+                names.append(name if owner is None else f"{type(owner).__name__}.{name}")
+            frame = frame.f_back
+        self.stacks.add(tuple(reversed(names)))
+
+
+@pytest.mark.parametrize("protocol", ["paper", "stream"])
+def test_ten_calls_from_the_command_to_the_rounding(protocol, monkeypatch, capsys):
+    """Every method that rounds to integers takes the same way, and each call on it is one of the reading list."""
+    command = (f"eval_ppl.py --method rtn,pfn,kvsink,kivi,ott --protocol {protocol} --context 300 --windows 1 "
+               "--calib-windows 1")
+    monkeypatch.setattr(sys, "argv", command.split())
+    calls = Calls(Affine.encode)
+    sys.setprofile(calls)
+    try:
+        eval_ppl.main()
+    finally:
+        sys.setprofile(None)
+    assert calls.stacks == {("main", "run", "evaluate", "Llama.forward", "Block.forward", "Attention.forward",
+                             "KVCache.update", "LayerCache.update", "CachedRows.quantize", "Affine.encode")}
+    assert "kvsink" in capsys.readouterr().out
+
+
+# What an import reaches
+
+def python(code):
+    """What a fresh interpreter prints."""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return result.stdout.split()
+
+
+def modules_after(statement):
+    """The modules of this project, and triton, that a fresh interpreter has loaded after a statement."""
+    loaded = python(f"import sys; {statement}; print(*sys.modules)")
+    return {name for name in loaded if name.split(".")[0] in ("tinykv", "kernels", "triton")}
+
+
+def test_a_method_is_six_modules():
+    assert modules_after("import tinykv.methods.rtn") == {
+        "tinykv", "tinykv.codecs", "tinykv.codecs.affine", "tinykv.codecs.base", "tinykv.methods",
+        "tinykv.methods.base", "tinykv.methods.rtn"}
+
+
+def test_no_method_reaches_files_or_triton():
+    """All methods at once: no checkpoint, tokenizer, data, storage, command or kernel."""
+    reached = modules_after("import tinykv.methods.registry")
+    assert "tinykv.methods.antkv" in reached
+    for name in reached:
+        first, *others = name.split(".")
+        assert first == "tinykv", name
+        assert not others or others[0] in ("methods", "codecs", "kmeans", "cache"), name
+
+
+def test_nothing_needs_triton_until_it_is_asked_for():
+    assert "triton" not in modules_after("import eval_ppl, train_intact, tinykv.analysis")
+
+
+# Arrows
+
+def imports_of(name, top_only=False):
+    """The modules that a file of tinykv/ imports, at its top or anywhere in it."""
+    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
+    found = set()
+    for node in tree.body if top_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            # `from tinykv import cache` imports a module, `from tinykv import UserError` does not
+            modules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {module for module in modules if is_module(module)} or {node.module}
+    return found
+
+
+def is_module(name):
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def own_imports(name, top_only=False):
+    """Those of this project: "codecs.affine"; "" is tinykv/__init__.py."""
+    found = {module for module in imports_of(name, top_only) if module.split(".")[0] == "tinykv"}
+    return {module.removeprefix("tinykv").removeprefix(".") for module in found}
+
+
+@pytest.mark.parametrize("name", sorted(METHOD_FILES))
+def test_no_method_imports_another(name):
+    for module in own_imports(f"methods/{name}.py"):
+        assert not module.startswith("methods.") or module == "methods.base", module
+
+
+#   file or package: what it may import at its top, apart from itself
+ARROWS = {
+    "__init__.py": set(),
+    "model.py": {""},
+    "cache.py": {""},
+    "kmeans.py": {""},
+    "codecs/": {"", "kmeans"},
+    "methods/": {"", "cache", "codecs", "kmeans"},
+    "calibrate.py": {"", "cache"},
+    "evaluate.py": {"", "cache"},
+    "storage.py": {""},
+    "data/": {"", "storage"},
+    "hf/": {"", "model", "storage"},
+    "weights/": {"", "cache", "codecs", "model", "storage"},
+}
+
+
+@pytest.mark.parametrize("where", ARROWS)
+def test_arrows_point_down(where):
+    """Commands know evaluation and calibration, these know the cache, methods know codecs, codecs know nothing."""
+    names = [name for name in FILES if name.startswith(where)]
+    assert names
+    for name in names:
+        for module in own_imports(name, top_only=True):
+            package = module.split(".")[0]
+            assert package == where.removesuffix("/") or package in ARROWS[where], f"{name} imports tinykv.{module}"
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - TRITON))
+def test_only_the_triton_cache_imports_triton(name):
+    """And no other file imports the triton cache, or kernels.py, at its top."""
+    for module in imports_of(name, top_only=True):
+        assert module.split(".")[0] not in ("triton", "kernels") and module != "tinykv.triton_cache", module
+
+
+def test_no_module_hides_one_of_the_standard_library():
+    """A file `tinykv/inspect.py` would break "run this file" in an editor, which puts its folder first on the path.
+
+    `codecs` does not, as Python has loaded its own before any file runs.
+    """
+    names = {part.removesuffix(".py") for name in FILES for part in name.split("/")} - {"__init__", "__main__"}
+    assert names & set(sys.stdlib_module_names) == {"codecs"}
+    assert "codecs" in python("import sys; print(*sys.modules)")
+
+
+# One interface
+
+def subclasses(cls):
+    return {cls}.union(*(subclasses(sub) for sub in cls.__subclasses__()))
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - TRITON))
+def test_nobody_asks_what_kind_a_codec_or_a_method_is(name):
+    """`isinstance(codec, Affine)` would be a case that a new codec, or a student's, falls through."""
+    kinds = {cls.__name__ for cls in subclasses(Codec) | subclasses(Method) if cls.__module__.startswith("tinykv")}
+    assert {cls.__name__ for cls in (Affine, NonUniform, Codebook, ClippedGroups, CodecMethod)} < kinds
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            asked = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+            assert not asked & kinds, f"line {node.lineno}"
+
+
+def test_every_method_file_is_registered_under_its_name():
+    assert set(METHODS) == METHOD_FILES
+    for name, cls in METHODS.items():
+        assert cls.__module__ == f"tinykv.methods.{name}" and issubclass(cls, Method)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_file_opens_with_its_row(name):
+    """The first line says what it is; then come the answers to the three questions, in their order."""
+    text = ast.get_docstring(ast.parse(FILES[f"methods/{name}.py"].read_text(encoding="utf-8")))
+    title, row = text.split("\n\n")[:2]
+    assert title.lower().startswith(name)
+    assert row.lstrip().startswith("Keep: ")
+    assert 0 < row.index("Code: ") < row.index("When: ")

@@ -1,0 +1,97 @@
+"""The settings of the methods: defaults, what follows from them, and what is refused."""
+import pytest
+from cases import model_of, schemes_of, takes, tokens_of
+
+from tinykv import UserError
+from tinykv.calibrate import calibrate
+from tinykv.codecs import SCHEMES
+from tinykv.methods.pfn import PFN
+from tinykv.methods.registry import METHODS
+
+CONFIG = model_of(1).config
+
+
+@pytest.mark.parametrize("name, k_axis, v_axis, static, rope", [
+    ("token-dynamic", "token", "token", False, "post"),
+    ("token-static", "token", "token", True, "post"),
+    ("channel-static", "channel", "token", True, "pre"),
+    ("channel-dynamic", "channel", "token", False, "post"),
+    ("kvquant", "channel", "token", True, "pre"),
+])
+def test_what_the_schemes_are(name, k_axis, v_axis, static, rope):
+    method = METHODS["rtn"](CONFIG, scheme=name)
+    assert (method.rope, method.needs_calibration) == (rope, static)
+    assert [(pair.k.axis, pair.v.axis) for pair in method.codecs] == [(k_axis, v_axis)] * CONFIG.num_hidden_layers
+
+
+@pytest.mark.parametrize("name, rope", [
+    ("fp16", "post"), ("kivi", "post"), ("ott", "post"), ("skvq", "pre"), ("kvquant", "pre"), ("cq", "pre"),
+    ("antkv", "pre"), ("intactkv", "post")])
+def test_where_keys_are_rotated(name, rope):
+    """By default; and as told, where a method takes it."""
+    cls = METHODS[name]
+    assert cls(CONFIG).rope == rope
+    if "rope" in takes(cls):
+        assert {cls(CONFIG, rope=other).rope for other in ("pre", "post")} == {"pre", "post"}
+
+
+def test_which_schemes_a_method_stands_on():
+    found = {name: schemes_of(cls) for name, cls in METHODS.items() if schemes_of(cls) != [None]}
+    every, dynamic = list(SCHEMES), ["token-dynamic", "channel-dynamic"]
+    assert found == {"rtn": every, "pfn": every, "kvsink": every, "intactkv": dynamic}
+
+
+def test_all_methods_read_a_stream_in_the_same_chunks():
+    """Those that quantize at once; by default, so that tables compare like with like."""
+    methods = {name: cls(CONFIG) for name, cls in METHODS.items()}
+    at_once = {name: method.chunk for name, method in methods.items() if method.recent == 0}
+    assert at_once == dict.fromkeys(["fp16", "rtn", "pfn", "kvsink", "kvquant", "cq", "intactkv"], 128)
+
+
+@pytest.mark.parametrize("name, settings, recent, block, v_block, chunk", [
+    ("kivi", {}, 128, 32, None, 32),
+    ("kivi", {"v_block": 1}, 128, 32, 1, 1),
+    ("kivi", {"group_size": 16, "v_block": 12, "recent": 0}, 0, 16, 12, 4),
+    ("ott", {}, 32, 128, None, 128),
+    ("skvq", {}, 128, 16, None, 16),
+    ("skvq", {"block": 1, "recent": 3}, 3, 1, None, 1),
+    ("cq", {"recent": 32}, 32, 128, None, 128),
+    ("antkv", {}, 32, 128, None, 128),
+])
+def test_the_pace_of_methods_with_a_window(name, settings, recent, block, v_block, chunk):
+    """The defaults; and a stream's chunks end wherever keys or values are quantized."""
+    method = METHODS[name](CONFIG, **settings)
+    assert (method.recent, method.block, method.v_block, method.chunk) == (recent, block, v_block, chunk)
+
+
+@pytest.mark.parametrize("scheme", ["token-dynamic", "token-static", "channel-static", "channel-dynamic"])
+@pytest.mark.parametrize("group_size", [None, 4, 16])
+def test_a_block_holds_whole_channel_groups(scheme, group_size):
+    """128 tokens unless told otherwise; and groups of tokens that are not full can only be a text's
+    last."""
+    method = METHODS["rtn"](CONFIG, scheme=scheme, group_size=group_size)
+    its_own = group_size is not None and scheme == "channel-dynamic"
+    assert method.block == (group_size if its_own else 128)
+    for codec in (codec for pair in method.codecs for codec in pair):
+        assert codec.axis == "token" or codec.static or method.block == codec.group
+
+
+@pytest.mark.parametrize("name, settings", [
+    ("rtn", {"scheme": "token-dynamic", "outliers": 1.0}), ("pfn", {"scheme": "channel-static", "q_norm": "on"}),
+    ("kvsink", {"scheme": "kvquant", "group_size": 8}), ("rtn", {"scheme": "kvquant", "formula": "offset"}),
+    ("kivi", {"recent": -1}), ("kivi", {"v_block": 0}), ("kivi", {"group_size": 0}),
+    ("ott", {"outlier_num": -1}), ("ott", {"extra_pool": -1}), ("ott", {"scope": "token"}), ("ott", {"select": "any"}),
+    ("skvq", {"block": 0}), ("skvq", {"group_size": 24}), ("skvq", {"clip": "all"}), ("skvq", {"k_bits": 2.5}),
+    ("kvquant", {"outliers": 50.0}), ("kvquant", {"k_bits": 1.5}), ("kvquant", {"sensitivity": "all"}),
+    ("kvquant", {"preserve": -1}), ("cq", {"recent": -1}), ("cq", {"sensitivity": "any"}), ("cq", {"vq": "d32m8"}),
+    ("antkv", {"sharing": "own"}), ("antkv", {"recent": -1}), ("antkv", {"anchors": "-1"}),
+    ("intactkv", {"scheme": "token-static"}), ("intactkv", {"formula": "clamped"}), ("intactkv", {"k_bits": 9})])
+def test_settings_that_cannot_be_are_refused(name, settings):
+    with pytest.raises(UserError):
+        METHODS[name](CONFIG, **settings)
+
+
+def test_calibration_needs_more_tokens_than_are_kept():
+    method = PFN(CONFIG, scheme="token-static", preserve=30)
+    with pytest.raises(UserError, match="no token that the method does not keep"):
+        calibrate(model_of(1), method, tokens_of(2, 30))

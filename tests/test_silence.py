@@ -1,0 +1,250 @@
+"""Nothing wrong in silence: what is not finite, not of the right shape, or damaged ends in one line, never in a row."""
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import eval_ppl
+import train_intact
+from test_cli import SMALL, refused, run, table
+from tinykv import UserError, hf
+from tinykv.analysis import __main__ as analysis
+from tinykv.cli import EMBEDDED
+from tinykv.data import load_windows
+from tinykv.evaluate import evaluate
+from tinykv.methods.intactkv import exact_rows, open_prefix
+from tinykv.methods.registry import METHODS
+from tinykv.storage import load_tensors, save_tensors, write_json
+
+TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    return lambda *words: run(eval_ppl, capsys, monkeypatch, *words)
+
+
+def damaged(folder, name, factor):
+    """The embedded model with one weight times a factor, in a folder."""
+    shutil.copytree(EMBEDDED, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights[name] *= factor
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+# ---- numbers that are not finite
+
+VALUES = "model.layers.2.self_attn.v_proj.weight", 1e6  # beyond what 16 bits hold
+RESIDUAL = "model.layers.5.mlp.down_proj.weight", 1e22  # its square is beyond fp32, and its norm 0
+
+
+@pytest.mark.parametrize("protocol", ["paper", "stream"])
+@pytest.mark.parametrize("weight, named", [(VALUES, "layer 2"), (RESIDUAL, "the last block's output")])
+def test_a_model_that_overflows_is_refused(command, tmp_path, protocol, weight, named):
+    folder = damaged(tmp_path / "model", *weight)
+    line = refused(command, "--model", folder, "--method", "rtn", "--scheme", "token-dynamic", "--bits", "1",
+                   "--protocol", protocol, "--json", tmp_path / "x.json", *TINY)
+    assert named in line and "--dtype" in line and not (tmp_path / "x.json").exists()
+
+
+def test_the_analysis_refuses_it_too(capsys, monkeypatch, tmp_path):
+    folder = damaged(tmp_path / "model", *VALUES)
+    monkeypatch.setattr("sys.argv", ["analysis", "norms", "--model", folder, "--context", "48", "--windows", "1"])
+    with pytest.raises(SystemExit) as end:
+        analysis.main()
+    assert end.value.code == 2 and "layer 2" in capsys.readouterr().err
+
+
+def test_so_does_a_prefix(tmp_path):
+    model, _ = hf.load(damaged(tmp_path / "model", *VALUES))
+    with pytest.raises(UserError, match="not finite"):
+        exact_rows(model, model, [1, 2])
+
+
+@pytest.mark.parametrize("rate", ["inf", "nan", "1e30"])
+def test_training_writes_no_nan(capsys, monkeypatch, tmp_path, rate):
+    out = tmp_path / "trained.safetensors"
+    status, _, err = run(train_intact, capsys, monkeypatch, "--out", out, "--lr", rate, "--updates", 3, "--samples", 2,
+                         "--accumulate", 2, "--tokens", 32, *TINY)
+    assert status == 2 and "--lr" in err and not out.exists()
+
+
+def test_json_holds_no_nan(tmp_path):
+    with pytest.raises(UserError, match="not finite"):
+        write_json(tmp_path / "x.json", {"ppl": float("nan")})
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_logits_that_overflow_are_no_result():
+    model, tokenizer = hf.load(EMBEDDED)
+    windows = load_windows("tales", tokenizer, 32, 1)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 1e38)
+    with pytest.raises(UserError, match="fp16: .* logits"):
+        evaluate(model, {"fp16": METHODS["fp16"](model.config)}, windows)
+
+
+def test_a_loss_beyond_the_exponential_is_no_perplexity():
+    model, tokenizer = hf.load(EMBEDDED)
+    windows = load_windows("tales", tokenizer, 32, 1)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 1e5)
+    with pytest.raises(UserError, match="nats"):
+        evaluate(model, {"fp16": METHODS["fp16"](model.config)}, windows)
+
+
+# ---- what a method gives
+
+MINE = """
+import torch
+from tinykv.codecs import Pair
+from tinykv.codecs.base import Codec, Codes
+from tinykv.methods.base import Method
+
+class Half(Codec):
+    def __init__(self, wrong):
+        self.wrong = wrong
+    def encode(self, x, ignore=None):
+        return None if self.wrong == "encode" else Codes(x.float())
+    def decode(self, codes):
+        x = codes.packed
+        return {"one": x[:, :, :1], "none": None, "nan": x * float("nan"), "ints": x.long(),
+                "zero": x / (1 / 0 if self.wrong == "zero" else 1)}.get(self.wrong, x)
+
+class Mine(Method):
+    k_bits = v_bits = 2
+    block = 8
+    def __init__(self, config, wrong="nothing"):
+        self.wrong = wrong
+        self.uses_scores = wrong.startswith("score")
+        self.codecs = [Pair(Half(wrong), Half(wrong)) for _ in range(config.num_hidden_layers)]
+        if wrong == "codecs":
+            self.codecs = ()
+    def keep_keys(self, cache, n):
+        if self.wrong in ("far", "negative"):
+            return torch.full((1, 1, 1), {"far": 10 ** 6, "negative": -2}[self.wrong])
+    def score(self, cache, q, K):
+        good = K[..., 0].float()
+        bad = good[..., :1] if self.wrong == "score" else good * float("nan")
+        return good, bad
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return f"{tmp_path / 'mine.py'}:Mine"
+
+
+@pytest.mark.parametrize("protocol", ["paper", "stream"])
+@pytest.mark.parametrize("wrong, words", [
+    ("one", ["`decode` of Half", "(1, 2, 1, 32)"]), ("none", ["`decode` of Half", "NoneType"]),
+    ("nan", ["layer 0", "decodes", "not finite"]), ("ints", ["`decode` of Half", "int64"]),
+    ("encode", ["`encode` of Half", "NoneType"]), ("zero", ["line 15", "ZeroDivisionError"]),
+    ("codecs", ["`codecs`"]), ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]),
+    ("score", ["`score` of Mine", "(1, 2, 1)"]), ("score-nan", ["layer 0", "not finite"])])
+def test_what_a_method_gives_is_checked(command, mine, protocol, wrong, words):
+    line = refused(command, "--method", mine, "--wrong", wrong, "--protocol", protocol, *TINY)
+    assert "mine.py" in line and all(word in line for word in words), line
+
+
+def test_bits_that_are_claimed_are_held_against_the_codes(command, mine):
+    status, out, _ = command("--method", f"{mine},rtn", *TINY)
+    assert status == 0 and f"{mine}: 2 bits are claimed, and its codes hold 32.0\n" in out
+    assert "rtn: " not in out
+
+
+def test_one_method_of_several_is_marked(command, mine, tmp_path):
+    path = tmp_path / "x.json"
+    status, out, err = command("--method", f"{mine},rtn", "--scheme", "token-dynamic", "--wrong", "nan,nothing",
+                               "--json", path, *SMALL)
+    assert (status, err) == (0, "")
+    rows = {row["label"]: row for row in json.loads(path.read_text())["rows"]}
+    bad, good = rows[f"{mine} wrong=nan"], rows[f"{mine} wrong=nothing"]
+    assert bad["ppl"] is bad["kld"] is bad["top1"] is bad["bits_true"] is None and "layer 0" in bad["fault"]
+    assert good["fault"] is None and good["ppl"] > 1 and rows["rtn"]["ppl"] > 1
+    lines = [line for line in out.splitlines() if "wrong=nan" in line]
+    assert "not finite" in lines[0] and "layer 0" in lines[-1]
+
+
+# ---- bits over all windows
+
+def test_bits_are_means_over_windows(command, tmp_path):
+    """KVQuant's outliers differ by window: three windows in one batch hold what they hold one by one."""
+    found = []
+    for batch in ("1", "3"):
+        path = tmp_path / f"{batch}.json"
+        command("--method", "kvquant", "--context", 64, "--windows", 3, "--calib-windows", 1, "--batch", batch,
+                "--json", path)
+        found.append(json.loads(path.read_text())["rows"][-1])
+    assert found[0]["bits_true"] == pytest.approx(found[1]["bits_true"], rel=1e-12)
+    assert found[0]["bits_128k"] == pytest.approx(found[1]["bits_128k"], rel=1e-12)
+
+
+# ---- learned files
+
+@pytest.fixture
+def learned(tmp_path):
+    path = tmp_path / "learned.safetensors"
+    save_tensors(path, {"a": torch.arange(64.0), "b": torch.ones(3)}, {"format": "x", "names": "[]", "ids": "[1]"})
+    return path
+
+
+def test_a_flipped_byte_is_seen(learned):
+    whole = learned.read_bytes()
+    load_tensors(learned, "file")
+    for place in range(8, len(whole), 7):
+        learned.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:])
+        with pytest.raises(UserError, match="learned.safetensors"):
+            load_tensors(learned, "file")
+
+
+def test_numbers_that_are_not_finite_are_not_loaded(learned):
+    save_tensors(learned, {"a": torch.tensor([1.0, float("nan")])}, {})
+    with pytest.raises(UserError, match="not finite"):
+        load_tensors(learned, "file")
+
+
+def test_equal_content_is_an_equal_file(learned, tmp_path):
+    notes = {"ids": "[1]", "names": "[]", "format": "x"}
+    for number in range(5):
+        other = tmp_path / f"{number}.safetensors"
+        save_tensors(other, {"b": torch.ones(3), "a": torch.arange(64.0)}, notes)
+        assert other.read_bytes() == learned.read_bytes()
+
+
+def test_tables_that_do_not_fit_are_refused(command, tmp_path):
+    """As after a change of the method's file: whole tables, and of the right name, but others."""
+    path = tmp_path / "tables.safetensors"
+    words = ["--method", "rtn", "--calibration", path, *TINY]
+    assert command(*words)[0] == 0
+    tensors, notes = load_tensors(path, "file")
+    name = next(name for name in tensors if name.endswith("0.k.scale"))
+    for changed in ({**tensors, name: torch.ones(3, 1, 7)}, {k: v for k, v in tensors.items() if k != name},
+                    {**tensors, name.replace("scale", "decode"): torch.ones(1)}):
+        save_tensors(path, changed, notes)
+        line = refused(command, *words)
+        assert "do not fit" in line and str(path) in line
+
+
+# ---- text
+
+@pytest.mark.parametrize("split", ["test", "calibration"])
+def test_a_byte_order_mark_and_crlf_are_no_text(tmp_path, split):
+    _, tokenizer = hf.load(EMBEDDED)
+    text = "Balo lives in Eastwick.\nWhere does Balo live?\n" * 40
+    (tmp_path / "plain.txt").write_bytes(text.encode())
+    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    one, other = (load_windows(str(tmp_path / name), tokenizer, 32, 2, split).tokens
+                  for name in ("plain.txt", "windows.txt"))
+    assert torch.equal(one, other)
+
+
+def test_nor_of_a_prefix(tmp_path):
+    model, tokenizer = hf.load(EMBEDDED)
+    (tmp_path / "plain.txt").write_bytes(b"Balo lives.")
+    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbfBalo lives.\r\n")
+    one, other = (open_prefix(str(tmp_path / name), tokenizer, model.config).ids
+                  for name in ("plain.txt", "windows.txt"))
+    assert one == other

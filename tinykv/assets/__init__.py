@@ -1,0 +1,1 @@
+"""The embedded model, in Hugging Face format, and `make.py`, which makes it."""

@@ -1,0 +1,183 @@
+"""Rounding to b-bit integers, with one scale and one zero point per group: what RTN, KIVI, OTT and
+others stand on.
+
+A group is what shares a scale. With axis "token" it lies within one token: G consecutive channels.
+With axis "channel" it lies within one channel: G consecutive tokens.
+
+    formula "offset" (KIVI): the zero point is the group's minimum, a real number
+        s = (max - min) / (2^b - 1)
+        q = round((x - min) / s)
+        x' = s q + min
+    formula "integer-zero" (KVSink Eq. 10-13, IntactKV): the zero point is an integer
+        s = (max - min) / (2^b - 1)
+        z = -round(min / s)
+        q = clamp(round(x / s) + z, 0, 2^b - 1)
+        x' = s (q - z)
+
+The range is dynamic, taken from the numbers that are quantized, or static, taken from calibration
+text.
+
+Paper and practice. A constant group has max = min, so s has a floor of 1e-5, or 0 / 0 would give
+NaN. Under "integer-zero" s has a second floor, 2^-13 of the group's largest |x|, so that |z| is at
+most about 2^13. Numbers x of 16 bits are too coarse to need finer steps. The papers lack the second
+floor, and clip z to 1e4 instead. With their clip, a constant group of 1.0 comes back as 0.1.
+"""
+import torch
+
+from tinykv import UserError
+from tinykv.codecs.base import BITS, TERNARY, Codec, Codes, pack, unpack
+
+FORMULAS = ("offset", "integer-zero")
+
+
+class Affine(Codec):
+    """b-bit integers (1.5 bits: three levels).
+
+    group: G, the numbers that share a scale. By default all d channels of a head (axis "token"), or
+    all tokens of one `encode` (axis "channel"; nothing can be appended to such codes). The last
+    group of a text may be shorter. A static grid has one range for each group of channels (axis
+    "token", shared by all tokens), or for each channel (axis "channel").
+    """
+    tables = ("scale", "zero")  # static grids only: (Hkv, 1, d/G, 1) or (Hkv, 1, 1, d)
+
+    def __init__(self, bits, width, axis="token", group=None, formula="offset", static=False):
+        """width: d, the channels of a head."""
+        if bits not in BITS:
+            raise UserError("bits must be 1, 1.5 (three levels) or 2 to 8, or 16 for full "
+                            f"precision; got {bits:g}")
+        if group is not None and group < 1:
+            raise UserError(f"a group has at least 1 member; got group size {group}")
+        if axis == "token" and width % (group or width):
+            raise UserError(f"group size {group} does not divide the {width} channels of a head")
+        self.bits = bits if bits == TERNARY else int(bits)
+        self.max_code = 2 if bits == TERNARY else 2 ** self.bits - 1
+        self.width, self.axis, self.formula, self.static = width, axis, formula, static
+        if group is None and axis == "token":
+            group = width  # a whole head
+        if static and axis == "channel":
+            group = None  # one grid for all tokens
+        self.group = group  # None: all tokens of one `encode`
+        self.passes = 1 if static else 0  # over the calibration windows
+        self.scale = self.zero = None
+        self.lo = self.hi = None  # while calibrating: (Hkv, d), each channel's range so far
+
+    # Calibration: the range of a static grid
+
+    def begin(self, step, W, T):
+        self.lo = self.hi = None
+
+    def collect(self, step, rows, kept, gradient):
+        lo = hi = rows.float()  # (Hkv, T, d)
+        if kept is not None:
+            lo = lo.masked_fill(kept[..., None], float("inf"))  # (Hkv, T, d)
+            hi = hi.masked_fill(kept[..., None], float("-inf"))  # (Hkv, T, d)
+        lo, hi = lo.amin(1), hi.amax(1)  # (Hkv, d) both
+        self.lo = lo if self.lo is None else torch.minimum(self.lo, lo)
+        self.hi = hi if self.hi is None else torch.maximum(self.hi, hi)
+
+    def fit(self, step):
+        self.set_range(self.lo, self.hi)
+        self.lo = self.hi = None
+
+    def set_range(self, lo, hi):
+        """Fix the static grid. lo, hi (Hkv, d): each channel's smallest and largest number."""
+        if self.axis == "token":
+            lo = lo.unflatten(-1, (-1, self.group)).amin(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
+            hi = hi.unflatten(-1, (-1, self.group)).amax(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
+        else:
+            lo, hi = lo[:, None, None], hi[:, None, None]  # (Hkv, 1, 1, d) both
+        self.scale, self.zero = self.grid(lo, hi)
+
+    # Quantization
+
+    def encode(self, x, ignore=None):
+        if self.static and self.scale is None:
+            raise UserError("a static grid has no range yet; run calibrate(model, method, windows) "
+                            "first")
+        T = x.shape[2]
+        g = self.to_groups(x.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
+
+        # 1. the grid: a scale and a zero point for each group
+        if self.static:
+            scale, zero = self.scale, self.zero
+        else:
+            lo, hi = self.range_of(g, T, ignore)
+            scale, zero = self.grid(lo, hi)  # (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d), both
+        s, z = scale.float(), zero.float()
+
+        # 2. round to the nearest code
+        if self.formula == "offset":  # z is the group's minimum
+            q = torch.round((g - z) / s)
+        else:  # z is an integer, counted in steps of s
+            q = torch.round(g / s) + z
+        q = q.clamp(0, self.max_code).to(torch.uint8)
+
+        # 3. pack each token's codes into bytes
+        packed = pack(self.from_groups(q, T), self.bits)  # (B, Hkv, T, bytes)
+        if self.static:
+            return Codes(packed)
+        return Codes(packed, scale, zero)
+
+    def decode(self, codes):
+        """Codes -> (B, Hkv, T, d) fp32."""
+        q = unpack(codes.packed, self.bits, self.width)  # (B, Hkv, T, d) uint8
+        T = q.shape[2]
+        q = self.to_groups(q.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
+        if self.static:
+            s, z = self.scale.float(), self.zero.float()
+        else:
+            s, z = codes.scale.float(), codes.zero.float()
+        if self.formula == "offset":
+            x = q * s + z
+        else:
+            x = (q - z) * s
+        return self.from_groups(x, T)  # (B, Hkv, T, d)
+
+    # The steps
+
+    def to_groups(self, x):
+        """x (B, Hkv, T, d) -> (B, Hkv, T, d/G, G), or with axis "channel" (B, Hkv, T/G, G, d), the
+        last group filled up with zeros."""
+        if self.axis == "token":
+            return x.unflatten(-1, (-1, self.group))
+        T = x.shape[2]
+        size = self.group or T
+        x = torch.nn.functional.pad(x, (0, 0, 0, -T % size))  # (B, Hkv, T/G * G, d)
+        return x.unflatten(2, (-1, size))
+
+    def from_groups(self, g, T):
+        """The inverse of `to_groups`: groups -> (B, Hkv, T, d)."""
+        if self.axis == "token":
+            return g.flatten(-2)
+        return g.flatten(2, 3)[:, :, :T]
+
+    def range_of(self, g, T, ignore):
+        """The smallest and the largest number of each group. With axis "channel", ignored tokens
+        are left out, and a group of nothing but ignored tokens gets 0 and 0."""
+        if self.axis == "token":  # no group has numbers of two tokens, so `ignore` changes nothing
+            return g.amin(-1, keepdim=True), g.amax(-1, keepdim=True)  # (B, Hkv, T, d/G, 1) both
+        B, Hkv, groups, size, d = g.shape
+        if ignore is None and groups * size == T:
+            return g.amin(3, keepdim=True), g.amax(3, keepdim=True)  # (B, Hkv, T/G, 1, d) both
+        if ignore is None:
+            ignore = torch.zeros(B, Hkv, T, dtype=torch.bool, device=g.device)
+        # leave ignored tokens out, and the zeros that fill up the last group
+        ignore = torch.nn.functional.pad(ignore, (0, groups * size - T), value=True)
+        ignore = ignore.view(B, Hkv, groups, size, 1)  # (B, Hkv, T/G, G, 1)
+        lo = g.masked_fill(ignore, float("inf")).amin(3, keepdim=True)  # (B, Hkv, T/G, 1, d)
+        hi = g.masked_fill(ignore, float("-inf")).amax(3, keepdim=True)  # (B, Hkv, T/G, 1, d)
+        # a group with no number left has the range inf .. -inf: make it 0 .. 0
+        nothing = ignore.all(3, keepdim=True)  # (B, Hkv, T/G, 1, 1)
+        return lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
+
+    def grid(self, lo, hi):
+        """The range of each group -> scale and zero point, in the 16 bits that are stored."""
+        scale = (hi - lo) / self.max_code
+        if self.formula == "offset":
+            scale = scale.clamp(1e-5, 6e4).half()
+            return scale, lo.clamp(-65504, 65504).half()
+        floor = torch.maximum(lo.abs(), hi.abs()) / 2 ** 13
+        scale = torch.maximum(scale, floor).clamp(1e-5, 1e4).half()
+        zero = -lo / scale.float()
+        zero = torch.round(zero.clamp(-1e4, 1e4))  # clamps only where numbers are above 1e8
+        return scale, zero.short()

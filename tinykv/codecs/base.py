@@ -1,0 +1,182 @@
+"""What every codec shares: packed codes, the interface of a codec, and the codec that keeps 16
+bits.
+
+A codec quantizes the keys, or the values, of one layer. Its input is x (B, Hkv, T, d): B sequences,
+Hkv KV heads, T tokens, d channels. Codes are packed along the channels, so each token is a row of
+whole bytes and later tokens can be appended. Scales and zero points are rounded to the precision in
+which they are stored *before* the codes are computed, so the encoder and the decoder work on the
+same grid. Rounding is half to even everywhere.
+
+All bit shifts of the project outside kernels.py are in `pack` and `unpack`.
+"""
+import math
+from dataclasses import dataclass, fields
+
+import torch
+
+TERNARY = 1.5  # nominal bits of three levels: five codes fit a byte (1.6 bits); log2(3) is 1.585
+BITS = (1, TERNARY, 2, 3, 4, 5, 6, 7, 8)  # of a code that rounds to integers
+
+
+# Codes
+
+@dataclass(repr=False)
+class Codes:
+    """Quantized keys, or values, of one layer. Dimension 2 of each tensor runs along the tokens."""
+    # (B, Hkv, T, bytes of a row) uint8; (B, Hkv, T, d) in 16 bits where nothing is quantized.
+    # Codecs that treat all heads of a token as one row have 1 in the place of Hkv.
+    packed: torch.Tensor
+    # of a dynamic grid, one per group: (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d)
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+    def append(self, other):
+        """These codes, then others of the same codec. Only the last may end in a group that is not
+        full."""
+        joined = {}
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            joined[field.name] = None if mine is None else torch.cat([mine, theirs], dim=2)
+        return type(self)(**joined)
+
+    @property
+    def nbytes(self):
+        """Bytes that the tensors hold."""
+        tensors = [getattr(self, field.name) for field in fields(self)]
+        return sum(t.nbytes for t in tensors if t is not None)
+
+    def __repr__(self):
+        shapes = {field.name: getattr(self, field.name) for field in fields(self)}
+        shapes = [f"{name} {tuple(t.shape)}" for name, t in shapes.items() if t is not None]
+        return f"{type(self).__name__}({', '.join(shapes)}: {self.nbytes} bytes)"
+
+
+# Packing
+
+def row_bytes(width, bits):
+    """Bytes that `width` packed codes take."""
+    if bits == TERNARY:
+        return math.ceil(width / 5)
+    return math.ceil(width * bits / 8)
+
+
+def place_values(bits):
+    """What each code of a byte is multiplied by, [1, 4, 16, 64] for 2 bits; None if a code can lie
+    across two bytes."""
+    if bits == TERNARY:
+        return [1, 3, 9, 27, 81]
+    if 8 % bits:
+        return None
+    return [2 ** (int(bits) * i) for i in range(8 // int(bits))]
+
+
+def pack(codes, bits):
+    """Codes (..., n), integers below 2**bits (below 3 if ternary) -> (..., row_bytes(n, bits))
+    uint8, the first code in the lowest bits."""
+    places = place_values(bits)
+    if places is None:
+        # 3, 5, 6, 7 and more than 8 bits: split every code into its bits, and pack those
+        shifts = torch.arange(int(bits), device=codes.device)  # (bits)
+        single_bits = (codes.int()[..., None] >> shifts) & 1  # (..., n, bits)
+        return pack(single_bits.flatten(-2), 1)
+    # fill the last byte up with zeros, then add the codes of each byte at their places
+    padding = -codes.shape[-1] % len(places)
+    codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, padding))  # (..., n + padding)
+    codes = codes.unflatten(-1, (-1, len(places)))  # (..., bytes, codes of a byte)
+    packed = torch.zeros_like(codes[..., 0])  # (..., bytes)
+    for i, place in enumerate(places):
+        packed += codes[..., i] * place
+    return packed
+
+
+def unpack(packed, bits, n):
+    """Bytes (..., row_bytes(n, bits)) -> the n codes (..., n): uint8, int16 from 9 bits on."""
+    places = place_values(bits)
+    if places is None:
+        # put each code together from its bits
+        single_bits = unpack(packed, 1, n * int(bits))  # (..., n * bits)
+        single_bits = single_bits.unflatten(-1, (n, int(bits)))  # (..., n, bits)
+        dtype = torch.uint8 if bits <= 8 else torch.int16
+        codes = torch.zeros(single_bits.shape[:-1], dtype=dtype, device=packed.device)  # (..., n)
+        for i in range(int(bits)):
+            codes |= single_bits[..., i].to(dtype) << i
+        return codes
+    # take the codes of each byte apart
+    if bits == TERNARY:
+        digits = [packed // place % 3 for place in places]
+    else:
+        mask = 2 ** int(bits) - 1
+        digits = [(packed >> int(bits) * i) & mask for i in range(len(places))]
+    codes = torch.stack(digits, dim=-1).flatten(-2)  # (..., bytes * codes of a byte)
+    return codes[..., :n]
+
+
+# Codecs
+
+class Codec:
+    """How the keys, or the values, of one layer are quantized.
+
+    A codec that needs calibration says how many passes over the calibration windows it takes.
+    `calibrate.calibrate` then calls, for each pass, `begin`, `collect` for every window, and `fit`.
+    What comes out are its `tables`.
+    """
+    bits = 16  # nominal bits of a number
+    passes = 0  # over the calibration windows; 0: there is nothing to calibrate
+    tables = ()  # names of the attributes that calibration finds: tensors, or None before
+
+    def needs_gradient(self, step):
+        """Whether pass `step` needs the gradient of the loss."""
+        return False
+
+    def begin(self, step, W, T):
+        """Pass `step` begins, over W windows of T tokens."""
+
+    def collect(self, step, rows, kept, gradient):
+        """Look at one window in pass `step`.
+
+        rows (Hkv, T, d): keys or values in full precision, as the method stores them. kept (Hkv,
+        T): True at tokens that the method keeps, which are never quantized; None if there are none.
+        gradient (Hkv, T, d): of the window's loss with respect to rows; None unless a codec asked
+        for it.
+        """
+
+    def fit(self, step):
+        """Pass `step` is over: compute what it was for."""
+
+    def encode(self, x, ignore=None):
+        """x (B, Hkv, T, d) -> Codes. ignore (B, Hkv, T): True at pinned tokens, which must not
+        matter for the others."""
+        raise NotImplementedError
+
+    def decode(self, codes):
+        """Codes -> (B, Hkv, T, d)."""
+        raise NotImplementedError
+
+    def calibrated(self):
+        """The tables that are there, {name: tensor}."""
+        found = {name: getattr(self, name) for name in self.tables}
+        return {name: table for name, table in found.items() if table is not None}
+
+    def restore(self, tables):
+        """Take over what `calibrated` gave, in place of calibrating; only declared tables."""
+        for name in self.tables:
+            if name in tables:
+                setattr(self, name, tables[name])
+
+    @property
+    def offline_bytes(self):
+        """Bytes of the tables: found once, shared by all texts."""
+        return sum(table.nbytes for table in self.calibrated().values())
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.bits:g} bits)"
+
+
+class Exact(Codec):
+    """16 bits: nothing is quantized."""
+
+    def encode(self, x, ignore=None):
+        return Codes(x.clone())  # a view would keep the whole tensor around it alive
+
+    def decode(self, codes):
+        return codes.packed

@@ -1,0 +1,204 @@
+"""Vector quantization: the codec of CQ and AnTKV, whose codebooks are found by weighted k-means.
+
+A format is "d{n}m{m}": n neighbouring channels share one of m centroids, log2(m) / n bits a number.
+Keys are quantized before RoPE. Calibration takes one pass, and its k-means
+
+    minimizes  sum_j  w_j |x_j - centroid(x_j)|^2
+
+over the sub-vectors x_j of calibration tokens. `sensitivity` says what w_j is, from the gradient g
+of the loss:
+
+    "none"     1
+    "fisher"   the squared norm of g over the sub-vector, the diagonal Fisher information (CQ)
+    "token"    the norm of g over the token's whole row of a KV head, the same for all its
+               sub-vectors (AnTKV)
+
+The largest thousandth of the weights is clamped to the next largest, or the gradients of the sinks
+would decide the codebooks alone.
+
+`sharing` says which sub-vectors share a codebook: "head", those of one place in one KV head (of K
+or V of a layer); "layer", all of a layer's K, or of its V. Codebooks per head lose less. Together
+they take 2 C m numbers a layer, whatever n, where C = Hkv * d: as much as m tokens of 16 bits.
+"""
+import re
+
+import torch
+
+from tinykv import UserError, one_of
+from tinykv.codecs import Pair
+from tinykv.codecs.base import Codec, Codes, pack, unpack
+from tinykv.kmeans import kmeans, nearest
+
+# AnTKV's formats, by their bits
+FORMATS = {4: "d2m256", 2: "d4m256", 1: "d8m256", 0.75: "d16m4096", 0.375: "d32m4096"}
+SENSITIVITIES = ("none", "fisher", "token")
+SAMPLES = 2 ** 16  # tokens held while calibrating, at most, in the CPU's memory
+
+
+class Codebook(Codec):
+    """Of each n channels the number of the nearest of m centroids.
+
+    All KV heads of a token form one packed row of places = Hkv * d/n codes. heads, width: Hkv, d.
+    """
+    tables = ("centroids",)  # (places, m, n) in 16 bits; (1, m, n) if shared by the layer
+    passes = 1
+
+    def __init__(self, n, m, heads, width, sensitivity="fisher", sharing="head"):
+        one_of(SENSITIVITIES, sensitivity=sensitivity)
+        one_of(("head", "layer"), sharing=sharing)
+        self.n, self.m, self.width, self.places = n, m, width, heads * width // n
+        self.code_bits = m.bit_length() - 1  # of the number of a centroid
+        self.bits = self.code_bits / n
+        self.name = f"d{n}m{m}"
+        self.sensitivity, self.sharing = sensitivity, sharing
+        self.centroids = None
+        self.rows = self.weights = None  # while calibrating
+        # for `describe_codebooks`: what calibration held, and sub-vectors of each codebook
+        self.held_bytes = self.samples = 0
+
+    # Calibration
+
+    def needs_gradient(self, step):
+        return self.sensitivity != "none"
+
+    def begin(self, step, W, T):
+        self.tokens = max(1, min(T, SAMPLES // W))  # held of each window
+        self.rows, self.weights = [], []  # window by window: (Hkv, tokens, d), (places, tokens)
+
+    def collect(self, step, rows, kept, gradient):
+        # kept tokens weigh nothing
+        weight = self.weigh(rows, gradient)  # (places, T)
+        if kept is not None:
+            kept = kept.repeat_interleave(self.places // len(kept), dim=0)  # (places, T)
+            weight = weight * ~kept
+        # hold tokens that are evenly spread over the window
+        T = rows.shape[1]
+        held = torch.linspace(0, T - 1, self.tokens, device=rows.device).long()  # (tokens)
+        self.rows.append(rows[:, held].cpu())
+        self.weights.append(weight[:, held].cpu())
+        self.device = rows.device
+
+    def fit(self, step):
+        self.held_bytes = sum(t.nbytes for t in self.rows + self.weights)
+        # the sub-vectors of each codebook, and their weights
+        rows = torch.cat(self.rows, dim=1).to(self.device)  # (Hkv, N, d)
+        points = self.vectors(rows[None])  # (places, N, n)
+        weights = torch.cat(self.weights, dim=1).to(self.device)  # (places, N)
+        if self.sharing == "layer":
+            points = points.flatten(0, 1)[None]  # (1, places * N, n)
+            weights = weights.flatten()[None]  # (1, places * N)
+        self.samples = int((weights > 0).sum(1).min())
+        if self.samples < self.m:
+            raise UserError(f"{self.name}: {self.m} centroids cannot be learned from "
+                            f"{self.samples} vectors; use more or longer calibration windows, or "
+                            "fewer centroids")
+        # find the centroids
+        centroids = kmeans(points, self.m, weights, tolerance=1e-3)  # (places or 1, m, n)
+        self.centroids = centroids.to(rows.dtype)
+        self.rows = self.weights = None
+
+    def weigh(self, rows, gradient):
+        """rows and gradient (Hkv, T, d) -> the weights of all sub-vectors, (places, T)."""
+        if self.sensitivity == "none":
+            return torch.ones(self.places, rows.shape[1], device=rows.device)
+        # the squared norm of each sub-vector's gradient
+        square = gradient.float().pow(2).unflatten(-1, (-1, self.n))  # (Hkv, T, d/n, n)
+        weight = square.sum(-1)  # (Hkv, T, d/n)
+        # or the norm of the gradient of the token's row, for all its sub-vectors
+        if self.sensitivity == "token":
+            norm = weight.sum(-1, keepdim=True).sqrt()  # (Hkv, T, 1)
+            weight = norm.expand_as(weight)  # (Hkv, T, d/n)
+        weight = weight.transpose(1, 2).flatten(0, 1)  # (places, T)
+        if not weight.any():  # the loss does not depend on these keys, or values, at all
+            return torch.ones_like(weight)
+        # clamp the largest thousandth
+        ascending = weight.flatten().sort().values  # (places * T)
+        largest = ascending[int(0.999 * (weight.numel() - 1))]
+        return weight.clamp(max=largest)
+
+    # Quantization
+
+    def encode(self, x, ignore=None):
+        if self.centroids is None:
+            raise UserError("there are no codebooks yet; "
+                            "run calibrate(model, method, windows) first")
+        B = len(x)
+        # the nearest centroid of each place's codebook
+        vectors = self.vectors(x)  # (places, B * T, n)
+        codebooks = self.centroids.float().expand(self.places, -1, -1)  # (places, m, n)
+        q = nearest(vectors, codebooks)  # (places, B * T)
+        # all places of a token are one row
+        q = q.T.unflatten(0, (B, -1))  # (B, T, places)
+        packed = pack(q, self.code_bits)  # (B, T, bytes)
+        return Codes(packed[:, None])  # (B, 1, T, bytes)
+
+    def decode(self, codes):
+        """Codes -> (B, Hkv, T, d) fp32."""
+        q = unpack(codes.packed[:, 0], self.code_bits, self.places).long()  # (B, T, places)
+        # look each code up in its place's codebook
+        place = torch.arange(self.places, device=q.device)  # (places)
+        codebook = place % len(self.centroids)  # (places): each place's own, or the only one
+        x = self.centroids[codebook, q]  # (B, T, places, n)
+        # put the heads together again
+        x = x.flatten(-2).unflatten(-1, (-1, self.width))  # (B, T, Hkv, d)
+        return x.transpose(1, 2).float()  # (B, Hkv, T, d)
+
+    def vectors(self, x):
+        """The sub-vectors of each place: x (B, Hkv, T, d) -> (places, B * T, n) fp32."""
+        x = x.float().transpose(1, 2)  # (B, T, Hkv, d)
+        x = x.unflatten(-1, (-1, self.n))  # (B, T, Hkv, d/n, n)
+        x = x.flatten(2, 3).flatten(0, 1)  # (B * T, places, n)
+        return x.transpose(0, 1).contiguous()  # (places, B * T, n)
+
+
+# What CQ and AnTKV share
+
+def make_codebooks(config, vq=None, bits=None, sensitivity="fisher", sharing="head"):
+    """[Pair] of all layers.
+
+    The format is given by its name (vq), or by one of the bits in FORMATS; the default is d8m256.
+    """
+    if bits is not None and vq is not None:
+        raise UserError("give the bits or the format (vq), not both")
+    if bits is not None and bits not in FORMATS:
+        known = ", ".join(f"{b:g}" for b in FORMATS)
+        raise UserError(f"vector formats are known for {known} bits; got {bits:g}; "
+                        "name any other, such as d4m1024, by its format (vq)")
+    heads, width = config.num_key_value_heads, config.head_dim
+    n, m = parse_format(vq or FORMATS[bits or 1], width)
+    pairs = []
+    for _ in range(config.num_hidden_layers):
+        k = Codebook(n, m, heads, width, sensitivity, sharing)
+        v = Codebook(n, m, heads, width, sensitivity, sharing)
+        pairs.append(Pair(k, v))
+    return pairs
+
+
+def parse_format(name, width):
+    """"d8m256" -> (8, 256), channels and centroids. width: d, the channels of a head."""
+    found = re.fullmatch(r"d(\d+)m(\d+)", name)
+    if not found:
+        raise UserError("a vector format is d, channels, m, centroids, such as d8m256; "
+                        f"got {name!r}")
+    n, m = int(found[1]), int(found[2])
+    if n < 1 or width % n:
+        raise UserError(f"{name}: {n} channels do not divide the {width} channels of a head")
+    if not 2 <= m <= 4096 or m & (m - 1):
+        raise UserError(f"{name}: the number of centroids must be a power of two from 2 to 4096; "
+                        f"got {m}")
+    return n, m
+
+
+def describe_codebooks(pairs):
+    """One line for the user: the format, who has a codebook, and what it was calibrated on."""
+    codec = pairs[0].k
+    samples = min(each.samples for pair in pairs for each in pair)
+    if codec.sharing == "head":
+        who = "a codebook for each KV head and place"
+    else:
+        who = "one codebook for a layer's K, one for its V"
+    if not samples:
+        return f"{codec.name}, {who}"
+    held = sum(each.held_bytes for pair in pairs for each in pair)
+    return (f"{codec.name}, {who}, each calibrated on {samples:,} vectors; "
+            f"{held / 2 ** 20:.1f} MiB held for it")

@@ -1,0 +1,357 @@
+"""KVQuant's codec (Hooper et al., 2024): non-uniform levels, and sparse outliers.
+
+All KV heads of a token form one row of C = Hkv * d channels. The keys of a layer share one table of
+2^b levels in the normalized range [-1, 1], and so do its values:
+
+    x' = (x - mid) / half,   q = the number of the nearest level,   x'' = half * level[q] + mid
+
+Keys are quantized per channel (before RoPE), in a static range. Values are quantized per token, in
+a dynamic range. A number outside its range is an outlier: it is stored apart, in 16 bits.
+Calibration takes two passes:
+
+1. The range of each channel of K: the percentiles (p, 1 - p), p = outliers / 2; without outliers
+   the smallest and the largest number. Only the two tails of what was seen are held in memory.
+2. The levels of K and of V, by weighted k-means over the normalized numbers that are not outliers,
+       minimize  sum_e  w_e (x'_e - level(x'_e))^2,   w = F * half^2   (Appendix E),
+   where F = (dL/dx)^2 is the number's Fisher information. The factor half^2 turns the error of x'
+   into the error of x. `sensitivity` chooses "none" (w = 1), "fisher" (w = F, as in the released
+   code) or "fisher-range". The numbers are collected in a histogram of 1,024 bins, each with its
+   total weight and its weighted mean.
+
+Q-Norm, for 2 bits: the levels are shifted and scaled, so that the decoded numbers have the mean and
+the standard deviation of the numbers that were quantized.
+
+Paper and practice.
+- The released code takes percentiles over all tokens, and leaves the first token out of k-means
+  only. The paper says it is left out of everything, and here it is.
+- In a row of values, the released code calls everything at or beyond two percentiles an outlier: at
+  least two numbers, which is 3% of a row of 64. Here it is round(outliers * C) numbers, the
+  furthest from the row's median.
+- The released Q-Norm calls a function with an argument that it does not take, and crashes.
+"""
+from dataclasses import dataclass
+
+import torch
+
+from tinykv import UserError, one_of
+from tinykv.codecs.base import Codec, Codes, Exact, pack, unpack
+from tinykv.kmeans import kmeans, nearest
+
+BINS = 1024
+SENSITIVITIES = ("fisher-range", "fisher", "none")
+
+
+@dataclass(repr=False)
+class SparseCodes(Codes):
+    """Codes, and the outliers as a sparse matrix in CSR format.
+
+    The matrix has T * B rows, token by token, and C columns. `values` and `columns` list its
+    outliers row by row; `row_end` says where each row ends in the two lists.
+    """
+    row_end: torch.Tensor | None = None  # (B, 1, T, 1) int32
+    values: torch.Tensor | None = None  # (outliers) in 16 bits
+    columns: torch.Tensor | None = None  # (outliers) int16
+
+    def append(self, other):
+        mine = Codes(self.packed, self.scale, self.zero)
+        theirs = Codes(other.packed, other.scale, other.zero)
+        codes = mine.append(theirs)
+        # the other's rows come after all of these
+        row_end = torch.cat([self.row_end, other.row_end + len(self.values)], dim=2)
+        values = torch.cat([self.values, other.values])
+        columns = torch.cat([self.columns, other.columns])
+        return SparseCodes(codes.packed, codes.scale, codes.zero, row_end, values, columns)
+
+
+def non_uniform(config, bits, axis, outliers, sensitivity, q_norm):
+    """The codec of one layer's K (axis "channel") or V (axis "token").
+
+    outliers: a percentage of all numbers. Other settings as of `NonUniform`.
+    """
+    if not 0 <= outliers < 50:
+        raise UserError(f"outliers are a percentage from 0 to below 50; got {outliers}")
+    one_of(SENSITIVITIES, sensitivity=sensitivity)
+    one_of(("on", "off"), q_norm=q_norm)
+    if bits == 16:
+        return Exact()
+    heads, width = config.num_key_value_heads, config.head_dim
+    return NonUniform(bits, heads, width, axis, outliers / 100, sensitivity, q_norm)
+
+
+class NonUniform(Codec):
+    """The nearest of 2^b calibrated levels, in a normalized range, and sparse outliers.
+
+    axis "channel" (K): mid and half are static, of each channel. An outlier is what lies outside
+        that range.
+    axis "token" (V): mid and half are the token's own. The round(outliers * C) numbers furthest
+        from its median are outliers, and the range is that of the others. (Of an even number of
+        numbers, the median is the lower of the two in the middle.)
+
+    heads, width: Hkv and d. outliers: a share of all numbers. sensitivity: see above. q_norm: "on",
+    "off", or None for on at 2 bits.
+    """
+    tables = ("levels", "mid", "half")  # (2^b), ascending; axis "channel" only: (C), (C)
+    passes = 2
+
+    def __init__(self, bits, heads, width, axis, outliers, sensitivity="fisher-range", q_norm=None):
+        if bits not in range(1, 9):
+            raise UserError("non-uniform levels take 1 to 8 bits, or 16 for no levels; "
+                            f"got {bits:g}")
+        self.bits, self.width, self.channels = int(bits), width, heads * width
+        self.axis, self.outliers, self.sensitivity = axis, outliers, sensitivity
+        self.q_norm = q_norm == "on" or (q_norm is None and bits == 2)
+        self.levels = self.mid = self.half = None
+        self.tails = self.histogram = None  # while calibrating
+
+    # Calibration
+
+    def needs_gradient(self, step):
+        return step == 1 and self.sensitivity != "none"
+
+    def begin(self, step, W, T):
+        if step == 0:
+            self.tails = Tails(int(self.outliers / 2 * (W * T)) + 2)
+        else:
+            self.histogram = Histogram()
+
+    def collect(self, step, rows, kept, gradient):
+        if step == 0:
+            if self.axis == "channel":
+                self.tails.add(rows, kept)
+            return
+
+        # 1. normalize, as encode does
+        ignore = None if kept is None else kept[None]  # (1, Hkv, T)
+        normal, outlier, _, half = self.normalize(rows[None], ignore)  # (1, T, C) twice
+        # 2. the weight of each number
+        weight = torch.ones_like(normal)  # (1, T, C)
+        if self.sensitivity != "none":
+            fisher = gradient.float().pow(2)  # (Hkv, T, d)
+            weight = fisher.transpose(0, 1).flatten(1)[None]  # (1, T, C)
+        if self.sensitivity == "fisher-range":
+            weight = weight * half.float().pow(2)
+        # 3. collect all but the outliers and the tokens that are kept
+        use = ~outlier  # (1, T, C)
+        if kept is not None:
+            use = use & ~kept.T.repeat_interleave(self.width, dim=1)
+        self.histogram.add(normal[use], weight[use])
+
+    def fit(self, step):
+        if step == 0:
+            if self.axis == "channel":
+                lo, hi = self.tails.percentiles(self.outliers / 2)  # (C) both
+                self.set_range(lo, hi)
+            self.tails = None
+        else:
+            self.levels = self.histogram.levels(2 ** self.bits, self.q_norm)
+            self.histogram = None
+
+    def set_range(self, lo, hi):
+        """Fix the static range. lo, hi (C): each channel's smallest and largest non-outlier."""
+        self.mid, self.half = self.middle(lo, hi)
+
+    # Quantization
+
+    def encode(self, x, ignore=None):
+        if self.levels is None:
+            raise UserError("there are no levels yet; run calibrate(model, method, windows) first")
+
+        # 1. normalize, and find the outliers
+        normal, outlier, mid, half = self.normalize(x, ignore)  # (B, T, C) twice; see there
+
+        # 2. the number of the nearest level: how many borders between levels lie below
+        levels = self.levels.float()
+        borders = (levels[1:] + levels[:-1]) / 2  # (2^b - 1)
+        q = torch.bucketize(normal, borders).to(torch.uint8)  # (B, T, C)
+        packed = pack(q, self.bits)[:, None]  # (B, 1, T, bytes)
+
+        # 3. a dynamic range is stored with the codes
+        scale = zero = None
+        if self.axis == "token":
+            scale, zero = half[:, None], mid[:, None]  # (B, 1, T, 1) both
+        if not self.outliers:
+            return Codes(packed, scale, zero)
+
+        # 4. the outliers as a CSR matrix, token by token
+        outlier = outlier.transpose(0, 1)  # (T, B, C)
+        T, B, _ = outlier.shape
+        values = self.joined(x).transpose(0, 1)[outlier]  # (outliers), row by row
+        columns = outlier.nonzero()[:, 2].to(torch.int16)  # (outliers)
+        count = outlier.sum(-1).flatten()  # (T * B): outliers of each row
+        row_end = count.cumsum(0).to(torch.int32)  # (T * B)
+        row_end = row_end.view(T, B).T[:, None, :, None]  # (B, 1, T, 1)
+        return SparseCodes(packed, scale, zero, row_end.contiguous(), values, columns)
+
+    def decode(self, codes):
+        """Codes -> (B, Hkv, T, d) fp32."""
+        # 1. from levels back into the range
+        q = unpack(codes.packed[:, 0], self.bits, self.channels)  # (B, T, C)
+        if self.axis == "token":
+            mid, half = codes.zero[:, 0], codes.scale[:, 0]  # (B, T, 1) both
+        else:
+            mid, half = self.mid, self.half  # (C) both
+        level = self.levels.float()[q.long()]  # (B, T, C)
+        x = level * half.float() + mid.float()  # (B, T, C)
+
+        # 2. the outliers overwrite what the codes say
+        if self.outliers and len(codes.values):
+            row_end = codes.row_end[:, 0, :, 0].T.flatten()  # (T * B)
+            number = torch.arange(len(codes.values), device=x.device)  # (outliers)
+            # an outlier is in the first row that ends after it
+            row = torch.searchsorted(row_end, number, right=True)  # (outliers)
+            B = len(x)
+            token, sequence = row // B, row % B
+            x[sequence, token, codes.columns.long()] = codes.values.float()
+        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)  # (B, Hkv, T, d)
+
+    # The steps
+
+    def joined(self, x):
+        """All heads of a token as one row: x (B, Hkv, T, d) -> (B, T, C)."""
+        return x.transpose(1, 2).flatten(2)
+
+    def normalize(self, x, ignore=None):
+        """x (B, Hkv, T, d) -> x' (B, T, C), outliers (B, T, C) bool, mid and half.
+
+        mid and half are (C) on axis "channel", (B, T, 1) on axis "token".
+        """
+        if ignore is None:
+            ignore = torch.zeros(x.shape[:3], dtype=torch.bool, device=x.device)  # (B, Hkv, T)
+        ignore = ignore[..., None].expand(x.shape)  # (B, Hkv, T, d)
+        ignore = self.joined(ignore)  # (B, T, C)
+        x = self.joined(x.float())  # (B, T, C)
+        if self.axis == "token":
+            mid, half, outlier = self.range_of_tokens(x, ignore)  # (B, T, 1) twice, (B, T, C)
+        else:
+            # an outlier lies outside its channel's range
+            mid, half = self.mid, self.half  # (C) both
+            outlier = torch.zeros_like(ignore)  # (B, T, C)
+            if self.outliers:
+                distance = (x - mid.float()).abs()  # (B, T, C)
+                outlier = (distance > half.float()) & ~ignore
+        normal = (x - mid.float()) / half.float()  # (B, T, C)
+        return normal, outlier, mid, half
+
+    def range_of_tokens(self, x, ignore):
+        """x and ignore (B, T, C) -> mid, half (B, T, 1) and outliers (B, T, C) of each token."""
+        # 1. outliers: the numbers furthest from the token's median; of equals, the lower channel
+        outlier = torch.zeros_like(ignore)  # (B, T, C)
+        count = round(self.outliers * self.channels)
+        if count:
+            seen = x.masked_fill(ignore, float("nan"))  # (B, T, C)
+            median = seen.nanmedian(-1, keepdim=True).values  # (B, T, 1)
+            distance = (x - median).abs()  # (B, T, C)
+            distance = distance.masked_fill(ignore, -1).nan_to_num(-1)
+            order = distance.sort(dim=-1, descending=True, stable=True).indices  # (B, T, C)
+            outlier = outlier.scatter(-1, order[..., :count], True)
+            outlier = outlier & ~ignore
+
+        # 2. the range of the other numbers. A token that is ignored in all heads gets a range, too:
+        #    it is pinned now, but may be evicted later, and is then read as its codes
+        aside = outlier | ignore  # (B, T, C)
+        aside = aside & ~ignore.all(-1, keepdim=True)
+        lo = x.masked_fill(aside, float("inf")).amin(-1, keepdim=True)  # (B, T, 1)
+        hi = x.masked_fill(aside, float("-inf")).amax(-1, keepdim=True)  # (B, T, 1)
+        mid, half = self.middle(lo.nan_to_num(posinf=0), hi.nan_to_num(neginf=0))
+        return mid, half, outlier
+
+    def middle(self, lo, hi):
+        """The middle of a range and half its length, in the 16 bits in which they are stored."""
+        lo, hi = lo.clamp(-65504, 65504), hi.clamp(-65504, 65504)
+        mid = (lo + hi) / 2
+        half = (hi - lo) / 2
+        return mid.half(), half.clamp(min=1e-5).half()
+
+
+class Tails:
+    """The `size` smallest and the `size` largest numbers that were added, of each channel."""
+
+    def __init__(self, size):
+        self.size = size
+        self.low = self.high = None  # (Hkv, size, d): ascending, descending
+        self.count = 0  # (Hkv, d): numbers added
+
+    def add(self, rows, kept):
+        """rows (Hkv, T, d); kept (Hkv, T) are left out, or None."""
+        Hkv, T, d = rows.shape
+        low = high = rows.float()  # (Hkv, T, d)
+        added = torch.full((Hkv, d), T, device=rows.device)  # (Hkv, d)
+        # kept tokens go to the far ends, where no tail reaches
+        if kept is not None:
+            low = low.masked_fill(kept[..., None], float("inf"))
+            high = high.masked_fill(kept[..., None], float("-inf"))
+            added = added - kept.sum(1)[:, None]
+        # join the tails so far, and cut them to size again
+        if self.low is not None:
+            low = torch.cat([self.low, low], dim=1)
+            high = torch.cat([self.high, high], dim=1)
+        size = min(self.size, low.shape[1])
+        self.low = low.topk(size, dim=1, largest=False).values  # (Hkv, size, d), ascending
+        self.high = high.topk(size, dim=1).values  # (Hkv, size, d), descending
+        self.count = self.count + added
+
+    def percentiles(self, p):
+        """The p and 1 - p quantiles of each channel, (C) both, interpolated between neighbours."""
+        # where they are: how many numbers from the end of either tail
+        last = self.low.shape[1] - 1
+        place = (p * (self.count - 1)).clamp(max=last)  # (Hkv, d)
+        below = place.long()
+        above = (below + 1).clamp(max=last)
+        share = (place - below).float()
+        # interpolate in each tail
+        ends = []
+        for tail in (self.low, self.high):
+            a = tail.gather(1, below[:, None])[:, 0]  # (Hkv, d)
+            b = tail.gather(1, above[:, None])[:, 0]  # (Hkv, d)
+            # b may be infinite where share is 0
+            end = torch.where(share > 0, a + share * (b - a), a)  # (Hkv, d)
+            ends.append(end.flatten())  # (C)
+        return ends
+
+
+class Histogram:
+    """Numbers in [-1, 1], in bins. Five sums of each bin: of 1, x, x^2, w and w x."""
+
+    def __init__(self):
+        self.sums = torch.zeros(5, BINS, dtype=torch.double)
+
+    def add(self, x, w):
+        """x and w (N): numbers and their weights."""
+        x, w = x.double(), w.double()
+        self.sums = self.sums.to(x.device)
+        # find each number's bin, and add to its five sums
+        bins = ((x + 1) / 2 * BINS).long().clamp(0, BINS - 1)  # (N)
+        for sums, terms in zip(self.sums, (torch.ones_like(x), x, x * x, w, w * x)):
+            sums.index_add_(0, bins, terms)
+
+    def levels(self, n, q_norm):
+        """n levels (n), ascending, in the 16 bits in which they are stored."""
+        filled = self.sums[0] > 0  # (BINS)
+        count, x, square, weight, weighted_x = self.sums[:, filled]  # (bins) each
+        mean = x / count  # (bins)
+        if not weight.any():  # no gradient at all: every number counts alike
+            weight, weighted_x = count, x
+
+        # weighted k-means, in which a bin stands for its weighted mean
+        weighted_mean = weighted_x / weight.clamp(min=1e-300)  # (bins)
+        points = torch.where(weight > 0, weighted_mean, mean)  # (bins)
+        weight = weight / weight.max()
+        centres = kmeans(points[None, :, None], n, weight[None], iterations=100, tries=40)
+        levels = centres[0, :, 0].double()  # (n)
+
+        if q_norm:
+            # mean and deviation of the numbers as they are
+            total = count.sum()
+            all_mean = x.sum() / total
+            variance = square.sum() / total - all_mean ** 2
+            deviation = variance.clamp(min=0).sqrt()
+            # mean and deviation of the levels that they are read as
+            index = nearest(mean[None, :, None].float(), levels[None, :, None].float())[0]  # (bins)
+            read = levels[index]  # (bins)
+            read_mean = (read * count).sum() / total
+            read_variance = ((read - read_mean).pow(2) * count).sum() / total
+            read_deviation = read_variance.sqrt()
+            # shift and scale the levels from the latter to the former
+            if read_deviation > 0:
+                levels = (levels - read_mean) * deviation / read_deviation + all_mean
+        return levels.sort().values.half()

@@ -1,0 +1,224 @@
+"""Text -> token windows: the embedded stories, WikiText-2, C4, or any UTF-8 file.
+
+A text is a sequence of documents. Each document is encoded on its own and begins with `<s>` if the
+tokenizer has one. The tokens of all documents form one stream, which is cut into windows without
+overlap. A remainder shorter than a window is dropped. Calibration and test never see the same text:
+
+| data | test | calibration |
+|---|---|---|
+| tales | stories of the test split | stories of the calibration split |
+| wikitext2 | the test split, one document, rows joined by "\\n\\n" | the train split, an article a document |
+| c4 | 1100 documents of the first validation shard, joined by " " | documents of the first train shard |
+| FILE | the first half of its characters, one document | the second half, one document |
+
+The test texts of wikitext2 and c4 are those of the published numbers. WikiText-2: "\\n\\n".join
+over the rows of the Hugging Face dataset, where a row is a line of the raw file with its newline,
+or "" for a blank line; encoded once, with a single `<s>` at the start. C4: what GPTQ calls c4-new,
+and of which IntactKV measures 256 windows of 2048 tokens. Calibration text is read document by
+document, as far as needed, because to encode all of it takes long, and gigabytes. A file is halved
+because neither call knows how much of it the other one takes.
+"""
+import gzip
+import io
+import json
+import zipfile
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from tinykv import UserError
+from tinykv.data.download import SOURCES, fetch
+from tinykv.data.stories import SPLITS, Story, stories
+from tinykv.storage import check_regular
+
+
+@dataclass
+class Windows:
+    """Token windows, and the questions that each of them can answer."""
+    tokens: torch.Tensor  # (W, T), int64
+    answers: list  # per window [(start, end)] in tokens: answers whose fact it states earlier
+    name: str  # of the text
+    start: int = 1  # the first token that is predicted
+
+
+def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="replace", prefix=()):
+    """`windows` windows of `context` tokens of "tales", "wikitext2", "c4" or a file -> Windows.
+
+    tokenizer: has `encode(text)` -> ids and `encode_with_offsets(text)` -> (ids, [(start, end)] in
+    characters), both without special tokens, and `bos_id`, which may be None.
+    seed: which stories are read; other texts have one order.
+    bos: "replace" makes `<s>` the first token of every window, as IntactKV evaluates; "none" leaves
+    windows as they were cut, as KVQuant and SKVQ do.
+    prefix: tokens put before each window's text, in place of bos; they count towards the `context`
+    tokens and are not predicted.
+    """
+    check_arguments(tokenizer, context, windows, bos, prefix)
+    replace_first = bos == "replace" and not prefix
+
+    # 1. the stream: the tokens of as many documents as are needed
+    text_length = context - len(prefix)  # tokens of text in a window
+    need = windows * text_length
+    name, documents = read_documents(data, split, seed)
+    ids, marks = encode_documents(documents, tokenizer, need)
+    if len(ids) < need:
+        raise UserError(f"{name} has {len(ids)} tokens, {len(ids) // text_length} windows of {text_length}; "
+                        f"{windows} windows need {need} tokens: ask for fewer or shorter ones, or give a "
+                        "longer text")
+
+    # 2. the windows
+    tokens = torch.tensor(ids[:need]).view(windows, text_length)  # (W, T - n)
+    answers = answers_in_windows(marks, windows, text_length, n_replaced=int(replace_first))
+    if replace_first:
+        tokens[:, 0] = tokenizer.bos_id
+
+    # 3. the prefix before each of them
+    if prefix:
+        n = len(prefix)
+        repeated = torch.tensor(prefix).expand(windows, -1)  # (W, n)
+        tokens = torch.cat([repeated, tokens], dim=1)  # (W, T)
+        answers = [[(start + n, end + n) for start, end in of_window] for of_window in answers]
+    return Windows(tokens, answers, name, start=max(1, len(prefix)))
+
+
+def check_arguments(tokenizer, context, windows, bos, prefix):
+    """UserError if `load_windows` cannot do what is asked, whatever the text."""
+    if context < 2 or windows < 1:
+        raise UserError(f"{windows} windows of {context} tokens were asked for; ask for 1 or more, of 2 tokens or more")
+    if bos not in ("replace", "none"):
+        raise UserError(f"bos is {bos!r}; it is 'replace' or 'none'")
+    if bos == "replace" and tokenizer.bos_id is None:
+        raise UserError("this tokenizer has no <s> to begin every window with; use bos 'none', windows as they are cut")
+    if len(prefix) > context - 2:
+        raise UserError(f"a prefix of {len(prefix)} tokens leaves no text in windows of {context}; use longer ones")
+
+
+def encode_documents(documents, tokenizer, need):
+    """Documents -> the stream's ids, at least `need` if the text has as many, and a mark per answer.
+
+    A mark is (fact, start, end), places in the stream: the first token of the sentence that states
+    the fact, the first token of the answer, and the token after its last.
+    """
+    ids, marks = [], []
+    for document in documents:
+        if tokenizer.bos_id is not None:
+            ids.append(tokenizer.bos_id)
+        if document.answers:
+            pieces, offsets = tokenizer.encode_with_offsets(document.text)
+            marks += mark_answers(document, offsets, len(ids))
+        else:
+            pieces = tokenizer.encode(document.text)
+        ids.extend(pieces)
+        if len(ids) >= need:
+            break
+    return ids, marks
+
+
+def mark_answers(document, offsets, base):
+    """The marks of a document's answers. base: the place of the document's first token.
+
+    A token belongs to an answer, or a sentence, if they share a character: it may also hold the
+    blank before the word.
+    """
+    starts, ends = zip(*offsets)  # in characters, one of each per token
+    marks = []
+    for fact, start, end in document.answers:
+        first_of_fact = bisect_right(ends, document.facts[fact])  # the first to end after it begins
+        first_of_answer = bisect_right(ends, start)
+        after_answer = bisect_left(starts, end)  # the first to begin at the answer's end or later
+        marks.append((base + first_of_fact, base + first_of_answer, base + after_answer))
+    return marks
+
+
+def answers_in_windows(marks, windows, context, n_replaced):
+    """Per window [(start, end)]: the answers that it holds whole, together with their facts.
+
+    n_replaced: tokens replaced at a window's start; a fact that begins among them is not whole.
+    """
+    answers = [[] for _ in range(windows)]
+    for fact, start, end in marks:
+        window = start // context
+        begin = window * context  # the window's first token
+        fact_is_inside = fact >= begin + n_replaced
+        answer_is_inside = end <= begin + context
+        if window < windows and fact_is_inside and answer_is_inside:
+            answers[window].append((start - begin, end - begin))
+    return answers
+
+
+# The texts
+
+def read_documents(data, split, seed):
+    """A split of a text -> its name, and its documents. Only the tales have answers."""
+    splits = SPLITS if data == "tales" else ("calibration", "test")
+    if split not in splits:
+        raise UserError(f"{data} has no split {split!r}; it has {', '.join(splits)}")
+    if data == "tales":
+        return f"tales ({split})", stories(split, seed)
+    if data == "wikitext2":
+        return f"wikitext2 ({split})", map(Story, wikitext2(split))
+    if data == "c4":
+        return f"c4 ({split})", map(Story, c4(split))
+    first, second = halves(data)
+    if split == "test":
+        return f"{data} (first half)", [Story(first)]
+    return f"{data} (second half)", [Story(second)]
+
+
+def wikitext2(split):
+    """The test split as one text, or the articles of the train split."""
+    member = f"wikitext-2-raw/wiki.{'test' if split == 'test' else 'train'}.raw"
+    with zipfile.ZipFile(fetch(SOURCES["wikitext2"])) as archive, archive.open(member) as raw:
+        lines = io.TextIOWrapper(raw, encoding="utf-8")
+        rows = [line if line.strip() else "" for line in lines]
+    if split == "test":
+        return ["\n\n".join(rows)]
+    return articles(rows)
+
+
+def articles(rows):
+    """The text of each article. Its title looks like " = Title = ", a section " = = Section = = "."""
+    article = []
+    for row in rows:
+        is_title = row.startswith(" = ") and not row.startswith(" = = ")
+        if is_title and any(article):
+            yield "\n\n".join(article)
+            article = []
+        article.append(row)
+    yield "\n\n".join(article)
+
+
+def c4(split):
+    """The first 1100 test documents as one text, or the documents of the first train shard."""
+    texts = read_json_lines(fetch(SOURCES[f"c4 {split}"]))
+    if split == "test":
+        return [" ".join(islice(texts, 1100))]
+    return texts
+
+
+def read_json_lines(path):
+    """The "text" of each line, read when it is needed: a shard of 300 MB unpacks to 800 MB."""
+    with gzip.open(path) as lines:
+        for line in lines:
+            yield json.loads(line)["text"]
+
+
+def halves(path):
+    """The text of a file in two, of equal length in characters: without a byte order mark, its lines
+    ending in newlines."""
+    check_regular(path)
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except FileNotFoundError:
+        raise UserError(f"no data called {path!r}, and no such file; give tales, wikitext2, c4 or the path of a text "
+                        "file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); convert it first, with iconv for one") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give a text file") from None
+    except ValueError as error:  # no file can have this name
+        raise UserError(f"{path[:80]!r} cannot be read ({error}); give a text file") from None
+    middle = len(text) // 2
+    return text[:middle], text[middle:]

@@ -1,0 +1,144 @@
+"""Text to token ids and back: sentencepiece (LLaMA 1 and 2, Mistral), and tokenizer.json (Llama 3)."""
+import re
+
+from tinykv import UserError
+from tinykv.hf.config import checkpoint_folder
+from tinykv.storage import first_bytes, first_line, read_json, remedy
+
+
+class Tokenizer:
+    """Text <-> token ids: what the two kinds below share.
+
+    `encode` adds no special token, and never reads one out of a text: "<s>" in a text is three
+    ordinary characters, so text from outside cannot end a document.
+    """
+    bos_id = eos_id = None  # None where there is none
+    add_bos = False  # whether the model expects a text to begin with bos_id
+    vocab_size = 0  # the largest id + 1
+    builtin_ids = {"bos_token": None, "eos_token": None}  # those that the tokenizer's own file names
+
+    def encode(self, text, bos=False):
+        """text -> ids. bos: put bos_id in front, where the model expects it."""
+        ids, _ = self.encode_with_offsets(text)
+        if bos and self.add_bos:
+            return [self.bos_id, *ids]
+        return ids
+
+
+class SentencePieceTokenizer(Tokenizer):
+    def __init__(self, path):
+        from sentencepiece import SentencePieceProcessor
+        try:
+            self.pieces = SentencePieceProcessor(model_proto=path.read_bytes())
+        except (RuntimeError, OSError) as error:
+            raise UserError(f"{path} is not a whole sentencepiece model ({first_line(error)}){remedy(path)}") from None
+        self.vocab_size = self.pieces.get_piece_size()
+        if not self.vocab_size:
+            raise UserError(f"{path} is a sentencepiece model of no pieces{remedy(path)}")
+        ids = {"bos_token": self.pieces.bos_id(), "eos_token": self.pieces.eos_id()}
+        self.builtin_ids = {name: None if i < 0 else i for name, i in ids.items()}  # -1: there is none
+
+    def encode_with_offsets(self, text):
+        """text -> ids and [(start, end)] in characters; of byte pieces, the last has the character."""
+        found = self.pieces.encode(text, return_type="offset_mapping")
+        return found["ids"], found["offsets"]
+
+    def decode(self, ids):
+        """ids -> text. Special tokens, and ids after the vocabulary, leave no text."""
+        return self.pieces.decode([int(i) for i in ids if i < self.vocab_size])
+
+    def begins_with_bos(self):
+        return True  # the rule of LLaMA
+
+    def id_of(self, piece):
+        """The id of a piece or special token, by its name; None if there is none."""
+        found = self.pieces.piece_to_id(piece)  # the id of <unk> for an unknown piece
+        return found if self.pieces.id_to_piece(found) == piece else None
+
+
+class JsonTokenizer(Tokenizer):
+    def __init__(self, path):
+        from tokenizers import Tokenizer as Fast
+        try:
+            self.fast = Fast.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # tokenizers raises no narrower class
+            raise UserError(f"{path} is not a tokenizer ({first_line(error)}){remedy(path)}") from None
+        # a file may carry the settings of the run that wrote it
+        self.fast.no_truncation()
+        self.fast.no_padding()
+        self.fast.encode_special_tokens = True  # as ordinary text
+        self.vocab_size = max(self.fast.get_vocab().values(), default=-1) + 1
+
+    def encode_with_offsets(self, text):
+        """text -> ids and [(start, end)] in characters; of byte pieces, each has the character."""
+        found = self.fast.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
+    def decode(self, ids):
+        """ids -> text. Special tokens, and ids after the vocabulary, leave no text."""
+        return self.fast.decode([int(i) for i in ids])
+
+    def begins_with_bos(self):
+        return self.fast.encode("").ids[:1] == [self.bos_id]  # the file's post-processor decides
+
+    def id_of(self, piece):
+        """The id of a piece or special token, by its name; None if there is none."""
+        return self.fast.token_to_id(piece)
+
+
+def load_tokenizer(folder, config):
+    """A checkpoint folder -> Tokenizer. Each of its ids has a row in the model's embedding."""
+    # 1. the tokenizer, and whether it fits the model
+    folder = checkpoint_folder(folder)
+    tokenizer = open_tokenizer(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(f"{folder}: wrong tokenizer vocabulary, {tokenizer.vocab_size} tokens for a model of "
+                        f"{config.vocab_size}; take tokenizer and model from the same checkpoint")
+
+    # 2. the special tokens
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
+    tokenizer.bos_id = special_id(tokenizer, settings, "bos_token", config.bos_token_id)
+    tokenizer.eos_id = special_id(tokenizer, settings, "eos_token", config.eos_token_id)
+
+    # 3. does a text begin with bos_id? tokenizer_config.json decides, or else the tokenizer
+    add_bos = settings.get("add_bos_token")
+    if add_bos is None:
+        add_bos = tokenizer.begins_with_bos()
+    tokenizer.add_bos = tokenizer.bos_id is not None and bool(add_bos)
+    return tokenizer
+
+
+def open_tokenizer(folder):
+    """The folder's sentencepiece model, or else its tokenizer.json."""
+    pieces, fast = folder / "tokenizer.model", folder / "tokenizer.json"
+    # Llama 3 has a tokenizer.model, too, in tiktoken's format: lines of a base64 piece and its rank.
+    tiktoken = re.match(rb"[\w+/]+=* \d+\r?\n", first_bytes(pieces))
+    if pieces.exists() and not tiktoken:
+        return SentencePieceTokenizer(pieces)
+    if fast.exists():
+        return JsonTokenizer(fast)
+    if tiktoken:
+        raise UserError(f"{pieces} is in tiktoken's format, which tinykv does not read; put the checkpoint's "
+                        "tokenizer.json beside it")
+    raise UserError(f"no tokenizer in {folder}; it must hold tokenizer.model (sentencepiece) or tokenizer.json")
+
+
+def special_id(tokenizer, settings, name, fallback):
+    """The id of "bos_token" or "eos_token"; None if there is none.
+
+    It comes from the name in tokenizer_config.json, or without such a name from the tokenizer's own
+    file. If neither gives an id, it is `fallback`, the value in config.json.
+    """
+    piece = settings.get(name)
+    if isinstance(piece, dict):
+        piece = piece.get("content")
+    if isinstance(piece, str) and piece:
+        found = tokenizer.id_of(piece)
+    else:
+        found = tokenizer.builtin_ids[name]
+    if found is not None:
+        return found
+    if isinstance(fallback, list):
+        return fallback[0] if fallback else None
+    return fallback

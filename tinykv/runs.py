@@ -1,0 +1,315 @@
+"""From the flags of eval_ppl.py to its runs: which methods, with which settings, on which weights.
+
+A setting is an argument of a method's constructor, so a new method brings its flags along. A flag
+with several values, such as `--preserve 1,5`, makes a run of each, for every method that takes it.
+"""
+import argparse
+import importlib.util
+import inspect
+import itertools
+import json
+import os
+import sys
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tinykv import UserError
+from tinykv.cli import list_of
+from tinykv.codecs import SCHEMES, settings_of_scheme
+from tinykv.methods.base import Method
+from tinykv.methods.intactkv import open_prefix
+from tinykv.methods.registry import METHODS
+from tinykv.storage import first_line
+
+
+@dataclass
+class Run:
+    """A row of the table: a method with its settings, on a model whose weights may be quantized."""
+    label: str  # in the table: "pfn preserve=5"
+    name: str  # of the method, as it was asked for: "pfn", or "mine.py:Mine"
+    method: Method
+    settings: dict  # all that the method takes, {name: value}
+    weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
+
+    @property
+    def title(self):
+        """In messages, where no column names the weights: "pfn preserve=5 awq-3"."""
+        return f"{self.label} {self.weights}" if self.weights else self.label
+
+    @property
+    def calibration_name(self):
+        """Of its tables in a calibration file: the method, all of its settings, the weights."""
+        settings = {}
+        for name, value in self.settings.items():
+            # 2 and 2.0 are the same
+            settings[name] = float(value) if isinstance(value, int) else value
+        name = f"{self.name} {json.dumps(settings, sort_keys=True)}"
+        return f"{name} weights {self.weights}" if self.weights else name
+
+
+# Settings
+
+#   name:           (type, metavar, help)
+SETTINGS = {
+    "bits": (float, "B", "of keys and values both"),
+    "k_bits": (float, "B", "of keys: 1, 1.5 (three levels), 2 to 8, 16"),
+    "v_bits": (float, "B", "of values"),
+    "scheme": (str, "NAME", "rtn, pfn, kvsink: token-dynamic, token-static, channel-static, "
+                            "channel-dynamic, kvquant"),
+    "group_size": (int, "G", "tokens (per channel), or channels (per token), of a group"),
+    "rope": (str, "pre|post", "store keys before or after RoPE"),
+    "formula": (str, "NAME", "uniform schemes: offset or integer-zero, the zero point"),
+    "preserve": (int, "N", "tokens kept in full precision"),
+    "recent": (int, "R", "newest tokens that stay in full precision (protocol stream)"),
+    "block": (int, "N", "skvq: tokens quantized at a time (protocol stream)"),
+    "v_block": (int, "N", "kivi: values quantized at a time, where not as many as keys"),
+    "emergence_layer": (int, "L", "kvsink: the block whose output shows the outlier"),
+    "outlier_channel": (int, "C", "kvsink: the outlier's channel"),
+    "outlier_num": (int, "N", "ott: tokens in the pool"),
+    "extra_pool": (int, "N", "ott: places for tokens that the pool gives up"),
+    "skip_layers": (int, "N", "ott: first layers without a pool"),
+    "scope": (str, "head|layer", "ott: a pool per head or per layer"),
+    "select": (str, "NAME", "ott: keep the smallest or the largest keys"),
+    "reorder": (str, "on|off", "skvq: regroup the channels"),
+    "clip": (str, "NAME", "skvq: both, endpoint, centre or none"),
+    "metadata": (str, "fp8|fp16", "skvq: scales and offsets"),
+    "outliers": (float, "P", "kvquant: per cent of the numbers that are stored apart"),
+    "sensitivity": (str, "NAME", "weights of the fit. kvquant: fisher-range, fisher, none; "
+                                 "cq, antkv: token, fisher, none"),
+    "vq": (str, "dNmM", "cq, antkv: N channels share one of M centroids"),
+    "sharing": (str, "head|layer", "cq, antkv: codebooks for each head and place, or for a layer's "
+                                   "K and V"),
+    "anchors": (str, "N|P%", "antkv: tokens kept, a count or a share"),
+    "prefix": (str, "bos|FILE", "intactkv: what texts begin with: BOS, a text, a trained prefix"),
+    "q_norm": (str, "on|off", "kvquant: correct the mean and the deviation of the levels"),
+}
+
+
+def settings_of(cls):
+    """A method's settings, {name: default}: the arguments of its constructor after `config`.
+
+    A constructor that ends in **settings hands them to its parent, whose settings then count, too.
+    """
+    arguments = list(inspect.signature(cls.__init__).parameters.values())
+    own, inherited = {}, {}
+    for argument in arguments[2:]:  # after self and config
+        if argument.kind is argument.VAR_KEYWORD:
+            inherited = settings_of(cls.__base__)
+        elif argument.kind is not argument.VAR_POSITIONAL:
+            own[argument.name] = argument.default
+    return {**inherited, **own}
+
+
+def own_settings(methods):
+    """Settings that only methods in files of the user's have, as SETTINGS. methods: of --method."""
+    found = {}
+    for name in methods.split(","):
+        if ".py:" not in name:
+            continue
+        for setting, default in settings_of(load_class(name.strip())).items():
+            if setting not in SETTINGS:
+                kind = type(default) if type(default) in (int, float) else str
+                found[setting] = kind, setting.upper(), f"of {name.strip()}"
+    return found
+
+
+def add_settings(p, own):
+    """The flags of all settings. own: settings of the user's methods, as SETTINGS."""
+    group = p.add_argument_group(
+        "settings of the methods",
+        "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
+    settings = {**SETTINGS, **own}
+    for name, (kind, metavar, help) in settings.items():
+        flag = "--" + name.replace("_", "-")
+        try:
+            group.add_argument(flag, metavar=f"{metavar}[,...]", type=list_of(kind), help=help,
+                               default=argparse.SUPPRESS)
+        except argparse.ArgumentError:
+            raise UserError(f"{name} {help}: the command has a flag {flag} already; give the "
+                            "setting another name") from None
+    p.set_defaults(settings=list(settings))
+
+
+def list_methods():
+    """Print each method: its name, the first line of its file, its settings."""
+    for name, cls in METHODS.items():
+        settings = []
+        for setting, default in settings_of(cls).items():
+            settings.append(setting if default is None else f"{setting}={default}")
+        print(f"{name:8} {inspect.getmodule(cls).__doc__.splitlines()[0]}")
+        print(f"{'':8} {', '.join(settings) or 'no settings'}")
+
+
+# Methods by name
+
+@cache
+def load_class(name):
+    """A method's class, from its name or from path/to/file.py:Class. A file is imported once."""
+    if name in METHODS:
+        return METHODS[name]
+    path, _, attribute = name.rpartition(":")
+    if not path.endswith(".py"):
+        raise UserError(f"unknown method {name!r}; there are {', '.join(METHODS)}, "
+                        "or path/to/file.py:Class")
+    if not os.path.isfile(path):
+        raise UserError(f"--method {name}: there is no file {path}")
+
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(Path(path).absolute().parent))  # the file may import from its own folder
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        # which line of the file failed: the one with the bad syntax, or the last one that was run
+        where = error
+        if not isinstance(error, SyntaxError):
+            where = traceback.extract_tb(error.__traceback__)[-1]
+        message = getattr(error, "msg", first_line(error))
+        raise UserError(f"--method {name}: {where.filename}, line {where.lineno}: "
+                        f"{type(error).__name__}: {message}") from None
+
+    cls = getattr(module, attribute, None)
+    if not (inspect.isclass(cls) and issubclass(cls, Method)):
+        raise UserError(f"--method {name}: {path} has no subclass of tinykv.methods.base.Method "
+                        f"named {attribute!r}")
+    return cls
+
+
+@contextmanager
+def own_errors(methods):
+    """Around what runs methods: an exception on its way through a file of the user's becomes one
+    line, which names the file. methods: of --method."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        files = {name.strip().rpartition(":")[0] for name in methods.split(",")}
+        for place in reversed(traceback.extract_tb(error.__traceback__)):
+            if place.filename in files:
+                raise UserError(f"{place.filename}, line {place.lineno}, in {place.name}: "
+                                f"{type(error).__name__}: {first_line(error)}") from None
+        raise
+
+
+# Runs
+
+def build_runs(args, config, tokenizer, quantizers):
+    """The runs, {title: Run}, fp16 first; and what is left out for its settings, {label: why}.
+
+    quantizers {label: Quantizer}: every method runs on each quantized model, and fp16 also on the
+    full-precision model. Without quantizers all run on the latter.
+    """
+    if not quantizers:
+        return runs_with(None, args, config, tokenizer)
+    runs, left_out = {"fp16": Run("fp16", "fp16", METHODS["fp16"](config), {})}, {}
+    for weights in quantizers:
+        these, left_out = runs_with(weights, args, config, tokenizer)
+        runs |= these
+    return runs, left_out
+
+
+def runs_with(weights, args, config, tokenizer):
+    """As `build_runs`, for one label of quantized weights, or None."""
+    # 1. The methods: fp16, those that a single method is compared with, those that were asked for
+    named = [word.strip() for word in args.method.split(",")]
+    asked = []
+    for name in named:
+        asked += METHODS if name == "all" else [name]
+    classes = {name: load_class(name) for name in asked}
+    compared = classes[asked[0]].compare if len(asked) == 1 else ()
+    names = dict.fromkeys(["fp16", *compared, *asked])  # each once
+
+    # 2. The values that were given for each setting
+    given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
+    if "prefix" in given:
+        # opened anew for each quantizer: a prefix holds keys and values of one model
+        given["prefix"] = [open_prefix(what, tokenizer, config) for what in given["prefix"]]
+
+    # 3. A run for each method and each combination of the values that it takes
+    runs, left_out, reached = {}, {}, set()
+    for name in names:
+        cls = load_class(name)
+        for chosen in combinations(cls, given):
+            label = label_of(name, chosen, given)
+            if name in asked:
+                reached |= chosen.keys()
+            arguments = constructor_arguments(cls, chosen)
+            settings = {**settings_of(cls), **arguments}
+            for setting, value in settings.items():
+                if value is inspect.Parameter.empty:
+                    raise UserError(f"{name} needs --{setting.replace('_', '-')}, which has no default")
+            try:
+                method = cls(config, **arguments)
+            except UserError as error:
+                if name in named:
+                    raise
+                left_out[label] = error
+                continue
+            if len(method.codecs) != config.num_hidden_layers:
+                raise UserError(f"{name}: `codecs` has {len(method.codecs)} pairs for a model of "
+                                f"{config.num_hidden_layers} layers; its constructor makes one for each")
+            run = Run(label, name, method, settings, weights)
+            runs[run.title] = run
+
+    # 4. A setting that no method asked for takes is a mistake, and so is a table of fp16 alone
+    for setting in given:
+        if setting not in reached:
+            flag = "--" + setting.replace("_", "-")
+            raise UserError(f"{flag} is not a setting of {', '.join(asked)} as asked for; "
+                            "see --list-methods")
+    if len(runs) == 1 and left_out:
+        raise next(iter(left_out.values()))
+    return runs, left_out
+
+
+def combinations(cls, given):
+    """Every combination of the given values that reach a method, [{setting: value}].
+
+    given: {setting: [value, ...]}. A scheme's own settings are combined with that scheme only.
+    """
+    takes = settings_of(cls)
+    if "k_bits" in takes:
+        takes["bits"] = None  # which stands for k_bits and v_bits
+    schemes = [None]
+    if "scheme" in takes:
+        schemes = given.get("scheme", [takes["scheme"]])
+
+    found = []
+    for scheme in schemes:
+        # the settings that the method takes under this scheme, each with its given values
+        values = {name: given[name] for name in given if name in takes and belongs(name, scheme)}
+        if "scheme" in values:
+            values["scheme"] = [scheme]
+        for combination in itertools.product(*values.values()):
+            found.append(dict(zip(values, combination)))
+    return found
+
+
+def belongs(setting, scheme):
+    """Whether a setting has a meaning under a scheme, and is not one of another scheme only."""
+    if scheme is None or setting in settings_of_scheme(scheme):
+        return True
+    return not any(setting in settings_of_scheme(other) for other in SCHEMES)
+
+
+def constructor_arguments(cls, chosen):
+    """A combination as the constructor takes it: bits become k_bits and v_bits."""
+    if "bits" not in chosen or "bits" in settings_of(cls):
+        return chosen
+    bits = {"k_bits": chosen["bits"], "v_bits": chosen["bits"]}
+    others = {name: value for name, value in chosen.items() if name != "bits"}
+    return {**bits, **others}
+
+
+def label_of(name, chosen, given):
+    """What the table calls a run: the method, and each setting with several given values."""
+    words = [name]
+    for setting, value in chosen.items():
+        if len(given[setting]) > 1:
+            text = format(value, ".12g") if isinstance(value, int | float) else str(value)
+            words.append(f"{setting}={text}")
+    return " ".join(words)
