@@ -2,7 +2,7 @@
 
 From easy to hard, each kernel under the torch lines that it equals:
 
-    1. topk_kernel     the k largest |h| of one channel, KVSink's scores; what a Triton kernel looks like
+    1. topk_kernel     the k largest |h| of one channel, KVSink's scores; a first Triton kernel
     2. code_of, tiny   a code is a number: from packed bytes to fp16
     3. folded_scores   scales and zero points leave the products
     4. attend_kernel   attention of new queries to a piece of the text
@@ -10,17 +10,19 @@ From easy to hard, each kernel under the torch lines that it equals:
     6. merge_kernel    the pieces, and the pinned values, become the output
     7. anchor_kernel   AnTKV's Eq. 5
 
-`tinykv/triton_cache.py` launches them, `tests/bench_kernels.py` compiles, checks and times them. Nothing here was run
-on a GPU: the tests run the kernels in Triton's interpreter, on a CPU, and compile them for two GPUs.
+`tinykv/triton_cache.py` launches them, `tests/bench_kernels.py` compiles, checks and times them.
+Nothing here was run on a GPU: the tests run the kernels in Triton's interpreter, on a CPU, and
+compile them for two GPUs.
 
-Why kernels? Decoding reads every cached token once per new token, so its time is bytes over bandwidth, and packed codes
-are fewer bytes. That holds only if no decoded row is ever written to memory: a code has to become a number between its
-load and its product with the query.
+Why kernels? Decoding reads every cached token once per new token, so its time is bytes over
+bandwidth, and packed codes are fewer bytes. That holds only if no decoded row is ever written to
+memory: a code has to become a number between its load and its product with the query.
 
-Shapes: B sequences, H query heads, Hkv KV heads of R = H / Hkv query heads each, T new queries, S tokens in all, d
-channels of a head. In a kernel: M rows of queries, N tokens, W channels. A kernel is one program, of which many run at
-once; each asks `tl.program_id` for its number. Sums are in fp32; products take 16-bit operands where the model has 16
-bits (DOT). Scores are in base 2, log2(e) / sqrt(d) q.k, so that a weight is 2**score.
+Shapes: B sequences, H query heads, Hkv KV heads of R = H / Hkv query heads each, T new queries, S
+tokens in all, d channels of a head. In a kernel: M rows of queries, N tokens, W channels. A kernel
+is one program, of which many run at once; each asks `tl.program_id` for its number. Sums are in
+fp32; products take 16-bit operands where the model has 16 bits (DOT). Scores are in base 2, log2(e)
+/ sqrt(d) q.k, so that a weight is 2**score.
 """
 import math
 from typing import NamedTuple
@@ -30,22 +32,26 @@ import triton
 import triton.language as tl
 
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
-INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run on the CPU, line by line
-PAIRS = tl.constexpr(not INTERPRETED)  # where there is a GPU's assembler, codes are unpacked two at a time
+FMA = {"enable_fp_fusion": True}  # a * b + c in one instruction: not every Triton's default
+# TRITON_INTERPRET=1: kernels run on the CPU, line by line
+INTERPRETED = triton.knobs.runtime.interpret
+# where there is a GPU's assembler, codes are unpacked two at a time
+PAIRS = tl.constexpr(not INTERPRETED)
 
 
 # ---- 1. The k largest |h| of one channel: KVSink's scores
 
 def topk_lines(hidden, channel, k):
-    """hidden (B, T, D) -> the k largest |h| of a channel, and their positions, (B, k) both. Ties: the earlier token."""
+    """hidden (B, T, D) -> the k largest |h| of a channel and their positions, (B, k) both."""
     score = hidden[..., channel].float().abs()  # (B, T)
-    score, position = score.sort(dim=1, descending=True, stable=True)  # (B, T) both
+    score, position = score.sort(dim=1, descending=True, stable=True)  # (B, T), ties: the earlier
     return score[:, :k], position[:, :k]
 
 
 @triton.jit
 def topk_kernel(h, score, position, tokens, sequence, token, K: tl.constexpr, N: tl.constexpr):
-    # One program: N tokens of one sequence, of which it writes the K best. Bytes: one number a token.
+    # One program: N tokens of one sequence, of which it writes the K best. It reads one number a
+    # token.
     #   h: the channel in question of the first token    sequence, token: how far apart they lie
     #   score (B, pieces, K) fp32, position (B, pieces, K) int32
     piece, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -64,12 +70,13 @@ def topk_kernel(h, score, position, tokens, sequence, token, K: tl.constexpr, N:
 
 
 def topk_outliers(hidden, channel, k, N=1024):
-    """What `topk_lines` gives: each program finds the k best of N tokens, and torch the k best of those."""
+    """As `topk_lines`: each program finds the k best of N tokens, and torch the best of these."""
     B, T, _ = hidden.shape
     k, pieces = min(k, T), triton.cdiv(T, N)
     score = torch.empty(B, pieces * k, dtype=torch.float32, device=hidden.device)
     position = torch.empty(B, pieces * k, dtype=torch.int32, device=hidden.device)
-    topk_kernel[pieces, B](hidden[..., channel], score, position, T, hidden.stride(0), hidden.stride(1), k, N)
+    h = hidden[..., channel]  # (B, T)
+    topk_kernel[pieces, B](h, score, position, T, *h.stride(), k, N, **FMA)
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :k]  # (B, k)
     return score.gather(1, order), position.gather(1, order).long()
 
@@ -77,7 +84,7 @@ def topk_outliers(hidden, channel, k, N=1024):
 # ---- 2. A code is a number
 
 def number_lines(code):
-    """The bits of a small integer, read as fp16, are that integer times 2**-24: a subnormal number. No instruction."""
+    """The bits of a small integer are, read as fp16, the integer times 2**-24: a subnormal."""
     return code.to(torch.int16).view(torch.float16)
 
 
@@ -87,10 +94,12 @@ TINY = tl.constexpr(2.0 ** 24)  # what such a number is multiplied by: once, aft
 class Place(NamedTuple):
     """Where packed rows lie. Strides count words.
 
-    Two strides are constants of the compiled kernel. Only so does the compiler know that neighbouring words lie side by
-    side, and load 16 bytes at once. The other two grow with the text, and would compile the kernel anew.
+    Two strides are constants of the compiled kernel. Only so does the compiler know that
+    neighbouring words lie side by side, and load 16 bytes at once. The other two grow with the
+    text, and would compile the kernel anew.
     """
-    words: torch.Tensor  # uint8, or uint16: two bytes of codes at a time; or the 16-bit numbers themselves
+    # uint8, or uint16: two bytes of codes at a time; or the 16-bit numbers themselves
+    words: torch.Tensor
     batch: int  # from one sequence to the next
     head: int  # from one head to the next; 0 where the heads of a token are one row
     token: tl.constexpr
@@ -99,7 +108,7 @@ class Place(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """What codes stand for: x = code * scale + zero. `tokens` and `channels` share a scale; 0: all of them do."""
+    """x = code * scale + zero. `tokens` and `channels` share a scale; 0: all of them do."""
     scale: torch.Tensor
     zero: torch.Tensor
     batch: int  # strides, in numbers
@@ -108,7 +117,8 @@ class Grid(NamedTuple):
     channel: tl.constexpr  # from a group of channels to the next
     tokens: tl.constexpr
     channels: tl.constexpr
-    form: tl.constexpr  # "offset"; "integer": x = scale * (code - zero); "fp8": offset, both as bytes of e4m3
+    # "offset"; "integer": x = scale * (code - zero); "fp8": offset, both as bytes of e4m3
+    form: tl.constexpr
 
 
 class Outliers(NamedTuple):
@@ -121,7 +131,7 @@ class Outliers(NamedTuple):
 
 
 class Order(NamedTuple):
-    """SKVQ's channels: where each one's code lies in the row of all heads, and the group of each such place."""
+    """SKVQ's channels: each one's place in the row of all heads, and the group of each place."""
     place: torch.Tensor  # (h) int32
     group: torch.Tensor  # (h) int32
 
@@ -138,11 +148,13 @@ class Book(NamedTuple):
 class PackedRows(NamedTuple):
     """The keys, or the values, of a range of tokens, as a kernel reads them.
 
-    A word holds P codes, so a row of a head is P planes: the channels 0, P, 2P, ..., then 1, P + 1, ... A plane is one
-    mask away from the words, and nothing has to be rearranged: q and the output are cut into the same planes instead.
+    A word holds P codes, so a row of a head is P planes: the channels 0, P, 2P, ..., then 1, P + 1,
+    ... A plane is one mask away from the words, and nothing has to be rearranged: q and the output
+    are cut into the same planes instead.
     """
     codec: tl.constexpr  # name of the codec's class: which of the decode functions
-    fold: tl.constexpr  # scales leave the products: of each "token", of each "channel"; "": they do not
+    # scales leave the products: of each "token", of each "channel"; "": they do not
+    fold: tl.constexpr
     bits: tl.constexpr  # of a code; 2 for three levels
     planes: tl.constexpr  # P; 1: every code is loaded alone, or nothing is packed
     size: tl.constexpr  # strides from a word to the next: 3 for three bytes; 0: there are no planes
@@ -151,15 +163,16 @@ class PackedRows(NamedTuple):
     grid: Grid | None = None
     levels: torch.Tensor | None = None  # KVQuant: (2**bits) numbers, in the place of 0, 1, 2, ...
     outliers: Outliers | None = None
-    ternary: torch.Tensor | None = None  # three levels, five to a byte: (256) uint16, see `ternary_table`
+    # three levels, five to a byte: (256) uint16, see `ternary_table`
+    ternary: torch.Tensor | None = None
     order: Order | None = None
     book: Book | None = None
 
 
 @triton.constexpr_function
 def shift_of(bits, plane):
-    # A number below 2**10 is subnormal in fp16. So codes in the ten low bits of a word stay where they are, as numbers
-    # that are 2**place_of times larger; one shift brings the next ten there.
+    # A number below 2**10 is subnormal in fp16. So codes in the ten low bits of a word stay where
+    # they are, as numbers that are 2**place_of times larger; one shift brings the next ten there.
     return plane // (10 // bits) * (10 // bits) * bits
 
 
@@ -169,8 +182,8 @@ def place_of(bits, plane):
 
 
 @triton.jit
-def channels_of(rows, half: tl.constexpr, plane: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr,
-                W: tl.constexpr):
+def channels_of(rows, half: tl.constexpr, plane: tl.constexpr, DIM: tl.constexpr,
+                HALVES: tl.constexpr, W: tl.constexpr):
     # The channels (W) of a plane of a head, or of half a head, and which of them there are.
     channel = tl.arange(0, W) * rows.planes + plane
     return channel + half * (DIM // HALVES), channel < DIM // HALVES
@@ -185,27 +198,30 @@ def row_of(rows, b, h, j):
 
 
 @triton.jit
-def words_of(rows, b, h, j, ok, half: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr,
-             TURNED: tl.constexpr = False):
-    # The words (N, W), or TURNED (W, N), of the tokens j that are `ok`: of a head, or of half a head.
+def words_of(rows, b, h, j, ok, half: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr,
+             W: tl.constexpr, TURNED: tl.constexpr = False):
+    # The words (N, W), or TURNED (W, N), of the tokens j that are `ok`; of half a head or a whole.
     i = tl.arange(0, W)
     C: tl.constexpr = (DIM // HALVES + rows.planes - 1) // rows.planes  # words of a row
     live = ok[:, None] & (i < C)[None]
-    word = row_of(rows, b, h, j) + ((i + half * C) * rows.size * rows.place.word)[None]  # (N, W) pointers
+    # (N, W) pointers
+    word = row_of(rows, b, h, j) + ((i + half * C) * rows.size * rows.place.word)[None]
     if TURNED:
         word, live = tl.trans(word), tl.trans(live)
     words = tl.load(word, live, 0)
     if rows.size == 3:  # 3 bits: eight codes fill three bytes
-        middle, high = tl.load(word + rows.place.word, live, 0), tl.load(word + 2 * rows.place.word, live, 0)
+        middle = tl.load(word + rows.place.word, live, 0)
+        high = tl.load(word + 2 * rows.place.word, live, 0)
         words = words.to(tl.int32) | middle.to(tl.int32) << 8 | high.to(tl.int32) << 16
-    if rows.ternary is not None:  # three levels: five codes in a byte, which the table puts into two bits each
+    # three levels: five codes in a byte, which the table puts into two bits each
+    if rows.ternary is not None:
         words = tl.load(rows.ternary + words)
     return words
 
 
 @triton.constexpr_function
 def pair_of_codes(bits, plane):
-    # PTX: the codes of a plane in two 16-bit words at once. The compiler would take two instructions for each word.
+    # PTX: the codes of a plane in two 16-bit words at once. The compiler takes two for each.
     mask = ((2 ** bits - 1) << place_of(bits, plane)) * 0x10001
     return f"{{ .reg .b32 x; shr.b32 x, $1, {shift_of(bits, plane)}; and.b32 $0, x, {mask:#x}; }}"
 
@@ -221,14 +237,16 @@ def code_of(rows, words, plane: tl.constexpr):
 def tiny(rows, words, plane: tl.constexpr):
     # The same as fp16 numbers, TINY times smaller: `number_lines`.
     if PAIRS and rows.size == 1:
-        return tl.inline_asm_elementwise(pair_of_codes(rows.bits, plane), "=r,r", [words.to(tl.uint16)],
-                                         dtype=tl.float16, is_pure=True, pack=2)
+        PTX: tl.constexpr = pair_of_codes(rows.bits, plane)
+        return tl.inline_asm_elementwise(PTX, "=r,r", [words.to(tl.uint16)], dtype=tl.float16,
+                                         is_pure=True, pack=2)
     return code_of(rows, words, plane).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def grid_of(grid, b, h, j0, ok, column, there, N: tl.constexpr):
-    # Scale and zero point of the tile's N tokens and of channels `column` (W): (N or 1, W or 1), 1 where all share one.
+    # Scale and zero point of the tile's N tokens and of channels `column` (W): (N or 1, W or 1), 1
+    # where all share one.
     at = b * grid.batch + h * grid.head
     mask = tl.full((1, 1), True, tl.int1)
     at += tl.full((1, 1), 0, tl.int32)
@@ -259,7 +277,7 @@ def rough_log2(x):
 
 @triton.jit
 def fp8_number(x):
-    # The bytes of e4m3 numbers. An fp16 with the same digits is 2**8 times smaller. For GPUs that have no fp8 types.
+    # The bytes of e4m3 numbers. An fp16 with the same digits is 2**8 times smaller.
     x = x.to(tl.uint16)
     return ((x & 127) << 7 | (x & 128) << 8).to(tl.float16, bitcast=True).to(tl.float32) * 256
 
@@ -267,20 +285,23 @@ def fp8_number(x):
 # ---- 3. Scales and zero points leave the products
 
 def fold_lines(q, p, c, s, z, S, Z):
-    """Queries q (M, d) and weights p (M, N) times rows that are stored as codes c (N, d): no number is decoded.
+    """Queries q (M, d), and weights p (M, N), times rows stored as codes c (N, d), never decoded.
 
     s, z (N, 1): each token's scale and zero point. S, Z (1, d): each channel's.
     """
-    scores_by_token = (q @ c.T) * s.T + q.sum(1, keepdim=True) * z.T  # q.(c s + z) = (q.c) s + sum(q) z
+    # q.(c s + z) = (q.c) s + sum(q) z
+    scores_by_token = (q @ c.T) * s.T + q.sum(1, keepdim=True) * z.T
     scores_by_channel = (q * S) @ c.T + (q * Z).sum(1, keepdim=True)  # q.(c S + Z) = (q S).c + q.Z
-    output_by_token = (p * s.T) @ c + (p * z.T).sum(1, keepdim=True)  # sum p (c s + z) = sum (p s) c + sum p z
+    # sum p (c s + z) = sum (p s) c + sum p z
+    output_by_token = (p * s.T) @ c + (p * z.T).sum(1, keepdim=True)
     return scores_by_token, scores_by_channel, output_by_token
 
 
 @triton.jit
-def folded_scores(q, q_sum, k, b, h, j0, ok, DIM: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                  DOT: tl.constexpr):
-    # The first two lines, on their side: K q^T (N, M). q: (W, M) of each plane; q_sum (M): the sums of all channels
+def folded_scores(q, q_sum, k, b, h, j0, ok, DIM: tl.constexpr, W: tl.constexpr, M: tl.constexpr,
+                  N: tl.constexpr, DOT: tl.constexpr):
+    # The first two lines, on their side: K q^T (N, M). q: (W, M) of each plane; q_sum (M): the sums
+    # of all channels
     words = words_of(k, b, h, j0 + tl.arange(0, N), ok, 0, DIM, 1, W)  # (N, W)
     s = tl.full((N, M), 0.0, tl.float32)
     offset = tl.full((W, M), 0.0, tl.float32)
@@ -289,7 +310,7 @@ def folded_scores(q, q_sum, k, b, h, j0, ok, DIM: tl.constexpr, W: tl.constexpr,
         if k.fold == "channel":
             channel, there = channels_of(k, 0, plane, DIM, 1, W)
             scale, zero = grid_of(k.grid, b, h, j0, ok, channel, there, N)  # (1, W)
-            # q S is rounded, and q Z = (q S) Z / S made of what it is then: two large terms, whose difference counts
+            # q S is rounded, and q Z is made of that: two large terms, whose difference counts
             x = (x * tl.trans(scale)).to(DOT).to(tl.float32)
             offset += x * tl.trans(zero / scale)
         x *= 0.5 ** place_of(k.bits, plane)
@@ -308,10 +329,12 @@ def folded_scores(q, q_sum, k, b, h, j0, ok, DIM: tl.constexpr, W: tl.constexpr,
 class Pins(NamedTuple):
     """Pinned rows of the keys, or of the values.
 
-    A pinned key takes the place of its slot as a *score*, which is known before. For a pinned value the kernel writes
-    the slot's score, and `merge_kernel` adds the row. So a token's key may be pinned where its value is coded.
+    A pinned key takes the place of its slot as a *score*, which is known before. For a pinned value
+    the kernel writes the slot's score, and `merge_kernel` adds the row. So a token's key may be
+    pinned where its value is coded.
     """
-    slot: torch.Tensor | None = None  # (B, 1 or Hkv, S) int32: number of a token's pinned row, or -1
+    # (B, 1 or Hkv, S) int32: number of a token's pinned row, or -1
+    slot: torch.Tensor | None = None
     batch: int = 0  # strides of `slot`
     head: int = 0
     score: torch.Tensor | None = None  # (B * H * T, n) fp32: of keys read, of values written
@@ -319,8 +342,9 @@ class Pins(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """RoPE for keys that are stored before it, in two steps: q turns back by the position of the tile's first token, a
-    key by its place in the tile. So one small table serves all tiles, and no angle is computed for a key."""
+    """RoPE for keys that are stored before it, in two steps: q turns back by the position of the
+    tile's first token, a key by its place in the tile. So one small table serves all tiles, and no
+    angle is computed for a key."""
     cos: torch.Tensor | None = None  # (N, d/2), of places 0 .. N - 1
     sin: torch.Tensor | None = None
     tile_cos: torch.Tensor | None = None  # (tiles, d/2), of positions 0, N, 2N, ...
@@ -330,11 +354,13 @@ class Turn(NamedTuple):
 def attend_lines(q, K, V, begin, end, window):
     """One piece of the text: q (B, H, T, d), K and V (B, H, S, d) fp32, tokens begin .. end of S.
 
-    Returns acc (B, H, T, d), top and total (B, H, T): the sum of 2**(score - top) v, the largest score, the sum of
-    2**(score - top). (The kernel's `top` may be another number of about this size; `merge_lines` gives the same.)
+    Returns acc (B, H, T, d), top and total (B, H, T): the sum of 2**(score - top) v, the largest
+    score, the sum of 2**(score - top). (The kernel's `top` may be another number of about this
+    size; `merge_lines` gives the same.)
     """
     T, S = q.shape[2], K.shape[2]
-    s = q @ K[:, :, begin:end].transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))  # (B, H, T, end - begin)
+    # (B, H, T, end - begin)
+    s = q @ K[:, :, begin:end].transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))
     at = torch.arange(S - T, S, device=q.device)[:, None]  # (T, 1): positions
     j = torch.arange(begin, end, device=q.device)[None]  # (1, end - begin)
     s = s.masked_fill((j > at) | (j <= at - window), float("-inf"))
@@ -343,14 +369,17 @@ def attend_lines(q, K, V, begin, end, window):
     return p @ V[:, :, begin:end], top, p.sum(-1)
 
 
-@triton.jit(do_not_specialize=["begin", "end", "length", "window"])  # or a longer text would compile it anew
+# or a longer text would compile it anew
+@triton.jit(do_not_specialize=["begin", "end", "length", "window"])
 def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
-                  q_batch, q_head, q_token, begin, end, split, queries, length, window, tiles, lines, factor,
-                  H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr, KW: tl.constexpr,
-                  VW: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
-    # One program: `split` of the tokens begin .. end, one KV head, M of the T * R query rows that share it. Bytes: the
-    # packed rows of these tokens, once for each M rows, so once in decoding; d + 2 numbers written for each row.
-    #   q (B, H, T, d)    k, v: PackedRows    acc (pieces, B * H * T, d), top and total (pieces, B * H * T) fp32
+                  q_batch, q_head, q_token, begin, end, split, queries, length, window, tiles,
+                  lines, factor, H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr,
+                  HALVES: tl.constexpr, KW: tl.constexpr, VW: tl.constexpr, M: tl.constexpr,
+                  N: tl.constexpr, DOT: tl.constexpr):
+    # One program: `split` of the tokens begin .. end, one KV head, M of the T * R query rows that
+    # share it. It reads the packed rows of these tokens once, and writes d + 2 numbers a row.
+    #   q (B, H, T, d)    k, v: PackedRows
+    #   acc (pieces, B * H * T, d), top and total (pieces, B * H * T) fp32
     piece, bh = tl.program_id(1), (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     b, h = bh // (H // R), bh % (H // R)
@@ -385,7 +414,8 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
     for j0 in range(low, high, N):
         j = j0 + tl.arange(0, N)  # (N)
         ok = (j >= begin) & (j < high)
-        # 1. scores (N, M): of codes, of decoded keys, or of keys that have to be rotated; then those of pinned keys
+        # 1. scores (N, M): of codes, of decoded keys, or of keys that have to be rotated; then
+        # those of pinned keys
         if k.fold != "":
             s = folded_scores(parts, q_sum, k, b, h, j0, ok, DIM, KW, M, N, DOT)
         elif HALVES == 2:
@@ -393,15 +423,18 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
         else:
             s = decoded_scores(parts, k, b, h, j0, ok, DIM, KW, M, N, DOT)
         if k_pins.slot is not None:
-            slot = tl.load(k_pins.slot + b * k_pins.batch + h * k_pins.head + j, ok, -1)[:, None]  # (N, 1)
+            slots = k_pins.slot + b * k_pins.batch + h * k_pins.head
+            slot = tl.load(slots + j, ok, -1)[:, None]  # (N, 1)
             line = (b * H + head) * queries + t  # (M)
-            pinned = tl.load(k_pins.score + line[None] * k_pins.n + slot, live[None] & (slot >= 0), 0)
+            known = live[None] & (slot >= 0)  # (N, M)
+            pinned = tl.load(k_pins.score + line[None] * k_pins.n + slot, known, 0)
             s = tl.where(slot >= 0, pinned, s)
         seen = ok[:, None] & (j[:, None] <= at[None]) & (j[:, None] > at[None] - window)
         s = tl.where(seen, s, float("-inf"))
 
-        # 2. weights, and their sum. `base` is what the largest score was so far. Where each value has a scale, it is the
-        # largest score + log2(scale): the *scaled* weights are rounded to 16 bits, and the largest of these has to be 1
+        # 2. weights, and their sum. `base` is what the largest score was so far. Where each value
+        # has a scale, it is the largest score + log2(scale): the *scaled* weights are rounded to 16
+        # bits, and the largest of these has to be 1
         size = s
         if v.fold == "token":
             scale, zero = grid_of(v.grid, b, h, j0, ok, ok, ok, N)  # (N or 1, 1)
@@ -411,7 +444,8 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
         p, fade = tl.exp2(s - base[None]), tl.exp2(m - base)  # (N, M), (M)
         m, norm = new, norm * fade + tl.sum(p, 0)
         if v_pins.slot is not None:
-            slot = tl.load(v_pins.slot + b * v_pins.batch + h * v_pins.head + j, ok, -1)[:, None]  # (N, 1)
+            slots = v_pins.slot + b * v_pins.batch + h * v_pins.head
+            slot = tl.load(slots + j, ok, -1)[:, None]  # (N, 1)
             line = (b * H + head) * queries + t  # (M)
             tl.store(v_pins.score + line[None] * v_pins.n + slot, s, live[None] & (slot >= 0))
             p = tl.where(slot >= 0, 0.0, p)
@@ -419,7 +453,7 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
         # 3. the output so far fades, and the weighted values join it, plane by plane
         words = 0
         if v.size > 0:
-            words = words_of(v, b, h, j, ok, 0, DIM, 1, VW, v.fold == "token")  # (N, VW), or (VW, N)
+            words = words_of(v, b, h, j, ok, 0, DIM, 1, VW, v.fold == "token")  # (VW, N) if so
         if v.fold == "token":  # the third line of `fold_lines`
             zeros = zeros * fade + tl.sum(p * zero, 0)
             p *= scale
@@ -428,7 +462,8 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
             if v.fold == "token":
                 values = tiny(v, words, plane)  # (VW, N)
             else:
-                values = tl.trans(decoded(v, b, h, j0, ok, words, 0, plane, DIM, 1, VW, N))  # (VW, N)
+                rows = decoded(v, b, h, j0, ok, words, 0, plane, DIM, 1, VW, N)  # (N, VW)
+                values = tl.trans(rows)  # (VW, N)
             faded = out[plane] * fade[None]
             new_out = new_out + (tl.dot(values.to(DOT), p.to(DOT), faded, input_precision="ieee"),)
         out = new_out
@@ -447,7 +482,8 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total,
 # ---- 5. Numbers that have to be decoded
 
 @triton.jit
-def decoded_scores(q, k, b, h, j0, ok, DIM: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+def decoded_scores(q, k, b, h, j0, ok, DIM: tl.constexpr, W: tl.constexpr, M: tl.constexpr,
+                   N: tl.constexpr,
                    DOT: tl.constexpr):
     # K q^T (N, M) of keys that are decoded first. q: (W, M) of each plane
     words = 0
@@ -461,9 +497,11 @@ def decoded_scores(q, k, b, h, j0, ok, DIM: tl.constexpr, W: tl.constexpr, M: tl
 
 
 @triton.jit
-def rotated_scores(q, k, turn, b, h, j0, ok, DIM: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+def rotated_scores(q, k, turn, b, h, j0, ok, DIM: tl.constexpr, W: tl.constexpr, M: tl.constexpr,
+                   N: tl.constexpr,
                    DOT: tl.constexpr):
-    # K q^T (N, M) of keys before RoPE. Channel i turns with channel i + d/2: both halves of a row are decoded
+    # K q^T (N, M) of keys before RoPE. Channel i turns with channel i + d/2: both halves of a row
+    # are decoded
     j = j0 + tl.arange(0, N)
     low, high = 0, 0
     if k.size > 0:
@@ -480,7 +518,8 @@ def rotated_scores(q, k, turn, b, h, j0, ok, DIM: tl.constexpr, W: tl.constexpr,
         q_low, q_high = q_low * c + q_high * z, q_high * c - q_low * z
         # keys turn by their places in the tile
         place = tl.arange(0, N)[:, None] * (DIM // 2) + pair[None]  # (N, W)
-        cos, sin = tl.load(turn.cos + place, there[None], 0), tl.load(turn.sin + place, there[None], 0)
+        cos = tl.load(turn.cos + place, there[None], 0)
+        sin = tl.load(turn.sin + place, there[None], 0)
         x = decoded(k, b, h, j0, ok, low, 0, plane, DIM, 2, W, N)  # (N, W)
         y = decoded(k, b, h, j0, ok, high, 1, plane, DIM, 2, W, N)
         s = tl.dot((x * cos - y * sin).to(DOT), q_low.to(DOT), s, input_precision="ieee")
@@ -491,7 +530,8 @@ def rotated_scores(q, k, turn, b, h, j0, ok, DIM: tl.constexpr, W: tl.constexpr,
 @triton.jit
 def decoded(rows, b, h, j0, ok, words, half: tl.constexpr, plane: tl.constexpr, DIM: tl.constexpr,
             HALVES: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    # The numbers (N, W) fp32 of the tile's N tokens and the channels of a plane. words: of `words_of`, where size > 0
+    # The numbers (N, W) fp32 of the tile's N tokens and the channels of a plane. words: of
+    # `words_of`, where size > 0
     channel, there = channels_of(rows, half, plane, DIM, HALVES, W)
     if rows.codec == "Exact":
         x = decode_exact(rows, b, h, j0, ok, channel, there, N)
@@ -508,7 +548,8 @@ def decoded(rows, b, h, j0, ok, words, half: tl.constexpr, plane: tl.constexpr, 
 
 @triton.jit
 def decode_exact(rows, b, h, j0, ok, channel, there, N: tl.constexpr):
-    number = row_of(rows, b, h, j0 + tl.arange(0, N)) + (channel * rows.place.word)[None]  # (N, W) pointers
+    # (N, W) pointers
+    number = row_of(rows, b, h, j0 + tl.arange(0, N)) + (channel * rows.place.word)[None]
     return tl.load(number, ok[:, None] & there[None], 0).to(tl.float32)
 
 
@@ -524,7 +565,8 @@ def decode_affine(rows, b, h, j0, ok, words, plane: tl.constexpr, channel, there
 
 
 @triton.jit
-def decode_nonuniform(rows, b, h, j0, ok, words, plane: tl.constexpr, channel, there, N: tl.constexpr):
+def decode_nonuniform(rows, b, h, j0, ok, words, plane: tl.constexpr, channel, there,
+                      N: tl.constexpr):
     # levels[code] * half + mid; then the token's outliers, one after the other, take their places
     if rows.size > 0:
         code = code_of(rows, words, plane) >> place_of(rows.bits, plane)
@@ -536,8 +578,10 @@ def decode_nonuniform(rows, b, h, j0, ok, words, plane: tl.constexpr, channel, t
     if rows.outliers is not None:
         sparse, j = rows.outliers, j0 + tl.arange(0, N)
         stop = tl.load(sparse.row_end + b * sparse.tokens + j, ok, 0)  # (N)
-        # the row before: the previous sequence at this token, or the last sequence at the previous token
-        before = tl.where(b > 0, (b - 1) * sparse.tokens + j, (sparse.sequences - 1) * sparse.tokens + j - 1)
+        # the row before: the previous sequence at this token, or the last sequence at the previous
+        # token
+        before = tl.where(b > 0, (b - 1) * sparse.tokens + j,
+                          (sparse.sequences - 1) * sparse.tokens + j - 1)
         start = tl.load(sparse.row_end + before, ok & (j + b > 0), 0)  # (N)
         for i in range(0, tl.max(stop - start, 0)):
             here = start + i < stop  # (N)
@@ -558,14 +602,16 @@ def decode_clipped(rows, b, h, j0, ok, channel, there, N: tl.constexpr):
 
 
 @triton.jit
-def decode_codebook(rows, b, h, j0, ok, half: tl.constexpr, DIM: tl.constexpr, HALVES: tl.constexpr, W: tl.constexpr,
+def decode_codebook(rows, b, h, j0, ok, half: tl.constexpr, DIM: tl.constexpr,
+                    HALVES: tl.constexpr, W: tl.constexpr,
                     N: tl.constexpr):
     # a code is the number of a centroid; SIDE of its channels are loaded at once
     SIDE: tl.constexpr = rows.book.side
     unit = tl.arange(0, W // SIDE) * SIDE  # (W / SIDE): the first channel of each
     there = ok[:, None] & (unit < DIM // HALVES)[None]  # (N, W / SIDE)
     unit += half * (DIM // HALVES)
-    place = (h * rows.width + unit) // rows.book.n  # (W / SIDE): of the vector in the row of all heads
+    # (W / SIDE): of the vector in the row of all heads
+    place = (h * rows.width + unit) // rows.book.n
     centroid = code_at(rows, b, h, j0, ok, place[None], there, N)  # (N, W / SIDE)
     if not rows.book.shared:
         centroid += place[None] * rows.book.m
@@ -613,12 +659,15 @@ def merge_lines(acc, top, total, score=None, pinned=None):
 
 
 @triton.jit(do_not_specialize=["pieces", "n"])
-def merge_kernel(acc, top, total, score, pinned, out, lse, pieces, lines, queries, n, tiles, pinned_batch, pinned_head,
-                 pinned_row, H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-                 N: tl.constexpr):
+def merge_kernel(acc, top, total, score, pinned, out, lse, pieces, lines, queries, n, tiles,
+                 pinned_batch, pinned_head,
+                 pinned_row, H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
+                 M: tl.constexpr, N: tl.constexpr):
     # One program: M queries of one head. Bytes: what the pieces wrote, and the pinned values.
-    #   acc, top, total: of attend_kernel    score (B * H * T, n) fp32: of the pinned values' slots, or -inf
-    #   pinned (B, Hkv, n, d)    out (B, H, T, d)    lse (B, H, T) fp32: natural log of the sum of e**score
+    #   acc, top, total: of attend_kernel    score (B * H * T, n) fp32: of the pinned values' slots,
+    #   or -inf
+    #   pinned (B, Hkv, n, d)    out (B, H, T, d)    lse (B, H, T) fp32: natural log of the sum of
+    #   e**score
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     t = tl.program_id(0) % tiles * M + tl.arange(0, M)  # (M)
     live, line = t < queries, bh * queries + t  # (M) both
@@ -642,8 +691,10 @@ def merge_kernel(acc, top, total, score, pinned, out, lse, pieces, lines, querie
         for i0 in range(0, n, N):
             slot = i0 + tl.arange(0, N)  # (N)
             there = slot < n
-            p = tl.load(score + (line * n)[:, None] + slot[None], live[:, None] & there[None], float("-inf"))  # (M, N)
-            rows = tl.load(row + slot[:, None] * pinned_row + c[None], there[:, None] & (c < DIM)[None], 0)  # (N, D)
+            p = tl.load(score + (line * n)[:, None] + slot[None], live[:, None] & there[None],
+                        float("-inf"))  # (M, N)
+            rows = tl.load(row + slot[:, None] * pinned_row + c[None],
+                           there[:, None] & (c < DIM)[None], 0)  # (N, D)
             x += tl.dot(tl.exp2(p - m[:, None]), rows.to(tl.float32), input_precision="ieee")
     tl.store(out + line[:, None] * DIM + c[None], x / norm[:, None], mask)
     tl.store(lse + line, (m + tl.log2(norm)) * 0.6931471805599453, live)  # ln 2
@@ -652,7 +703,9 @@ def merge_kernel(acc, top, total, score, pinned, out, lse, pieces, lines, querie
 # ---- 7. AnTKV's anchor scores
 
 def anchor_lines(q, k, lse, window=None):
-    """Eq. 5: AnS(K) and AnS(V), (B, Hkv, S) both, of q (B, H, T, d), k (B, Hkv, S, d), rotated, and lse (B, H, T)."""
+    """Eq. 5: AnS(K) and AnS(V), (B, Hkv, S) both, of q (B, H, T, d), k (B, Hkv, S, d), rotated,
+    and lse (B, H, T).
+    """
     T, S, Hkv = q.shape[2], k.shape[2], k.shape[1]
     k = k.float().repeat_interleave(q.shape[1] // Hkv, dim=1)  # (B, H, S, d)
     s = q.float() @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, S)
@@ -665,18 +718,22 @@ def anchor_lines(q, k, lse, window=None):
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "window"])
-def anchor_kernel(q, norm, lse, k, of_k, of_v, k_batch, k_head, k_token, queries, keys, window, tiles, factor,
-                  H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-                  N: tl.constexpr, DOT: tl.constexpr):
-    # One program: N keys of one KV head, and all queries that see them: no other program adds to their sums. Bytes: the
-    # keys once, the queries once a block of keys; two numbers a key written. Products: half those of the attention.
-    #   q (B, H, T, d)    norm, lse (B, H, T) fp32    k (B, Hkv, S, d), rotated    of_k, of_v (B, Hkv, S) fp32
+def anchor_kernel(q, norm, lse, k, of_k, of_v, k_batch, k_head, k_token, queries, keys, window,
+                  tiles, factor,
+                  H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
+                  M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
+    # One program: N keys of one KV head, and all queries that see them: no other program adds to
+    # their sums. Bytes: the keys once, the queries once a block of keys; two numbers a key written.
+    # Products: half those of the attention.
+    #   q (B, H, T, d)    norm, lse (B, H, T) fp32    k (B, Hkv, S, d), rotated    of_k, of_v (B,
+    #   Hkv, S) fp32
     bh, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     b, h = bh // (H // R), bh % (H // R)
     j = tile * N + tl.arange(0, N)  # (N)
     c = tl.arange(0, D)
     mask = (j < keys)[:, None] & (c < DIM)[None]
-    x = tl.load(k + b * k_batch + h * k_head + j.to(tl.int64)[:, None] * k_token + c[None], mask, 0)  # (N, D)
+    x = tl.load(k + b * k_batch + h * k_head + j.to(tl.int64)[:, None] * k_token + c[None], mask,
+                0)  # (N, D)
     x = tl.trans(x.to(tl.float32)).to(DOT)  # (D, N)
     sum_k, sum_v = tl.full((N,), 0.0, tl.float32), tl.full((N,), 0.0, tl.float32)
     # the rows of queries, of all query heads, that see any of these keys
@@ -686,12 +743,14 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, k_batch, k_head, k_token, queries
         row = row0 + tl.arange(0, M)  # (M)
         t, live = row // R, row < queries * R
         line = (b * H + h * R + row % R) * queries + t  # (M)
-        rows = tl.load(q + line[:, None] * DIM + c[None], live[:, None] & (c < DIM)[None], 0)  # (M, D)
+        rows = tl.load(q + line[:, None] * DIM + c[None], live[:, None] & (c < DIM)[None],
+                       0)  # (M, D)
         s = tl.dot((rows.to(tl.float32) * factor).to(DOT), x, input_precision="ieee")  # (M, N)
         at = keys - queries + t  # (M): positions
         seen = live[:, None] & (j[None] <= at[:, None]) & (j[None] > at[:, None] - window)
         # the attention weights, from each query's log-sum-exp; log2(e) turns that to base 2
-        A = tl.exp2(tl.where(seen, s - tl.load(lse + line, live, 0)[:, None] * 1.4426950408889634, float("-inf")))
+        A = tl.exp2(tl.where(seen, s - tl.load(lse + line, live, 0)[:, None] * 1.4426950408889634,
+                             float("-inf")))
         sum_v += tl.sum(A, 0)
         sum_k += tl.sum(tl.load(norm + line, live, 0)[:, None] * A * (1 - A), 0)
     tl.store(of_k + bh * keys + j, sum_k, j < keys)

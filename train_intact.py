@@ -234,12 +234,16 @@ def run(args):
         print(f"going on after {state.done} updates ({state.path})")
     train(full, quantized, texts, exact, state, args)
 
-    # 6. Eq. 2 with the prefix of the quantized model, of the full-precision model, and trained
+    # 6. Eq. 2 with the prefix of the quantized model, of the full-precision model, as a file gave
+    #    it, and trained
     rows = {
         "none": in_16_bits(*exact_rows(quantized, full, prefix.ids)),
-        "exact": in_16_bits(*first),
-        "trained": in_16_bits(state.keys, state.values),
+        "exact": in_16_bits(*exact_rows(full, quantized, prefix.ids)),
     }
+    if prefix.model:  # a trained prefix, to go on with
+        rows["given"] = in_16_bits(*first)
+    begun_with = "given" if prefix.model else "exact"
+    rows["trained"] = in_16_bits(state.keys, state.values)
     batch = cli.batch_of(args, args.tokens)
     losses = {}
     for what, of in rows.items():
@@ -247,14 +251,14 @@ def run(args):
         on_held_out = mean_loss(full, quantized, held_out, exact, of, batch)
         losses[what] = on_texts, on_held_out
 
-    # 7. Write the better one of the last two
-    lowered = losses["trained"][0] <= losses["exact"][0]
-    keys, values = rows["trained" if lowered else "exact"]
+    # 7. Write the trained prefix, or the one that training began with if that is better
+    lowered = losses["trained"][0] <= losses[begun_with][0]
+    keys, values = rows["trained" if lowered else begun_with]
     save_prefix(args.out, Prefix(args.out, prefix.ids, keys.half(), values.half(), model, weights))
     state.path.unlink(missing_ok=True)
     if not lowered:
-        print("training did not lower the loss that it was to lower; the exact prefix is written "
-              "instead")
+        print("training did not lower the loss that it was to lower; the "
+              f"{begun_with} prefix is written instead")
     print(f"wrote {args.out}")
 
     # 8. Evaluate the quantized model with each, beside the full-precision model

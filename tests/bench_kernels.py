@@ -1,8 +1,9 @@
 """The Triton kernels without a cache around them: compiled, checked, and timed.
 
-    python tests/bench_kernels.py compile     every kernel for sm_80 and sm_90, without a GPU: registers, spills, code
-    python tests/bench_kernels.py check       every case's attention beside torch's, on this GPU
-    python tests/bench_kernels.py bench       time, bandwidth, tokens a second; without a GPU the byte limits
+    python tests/bench_kernels.py compile     every kernel for sm_80 and sm_90, without a GPU:
+    registers, spills, code python tests/bench_kernels.py check       every case's attention beside
+    torch's, on this GPU python tests/bench_kernels.py bench       time, bandwidth, tokens a second;
+    without a GPU the byte limits
 """
 import argparse
 import itertools
@@ -34,13 +35,17 @@ from tinykv.triton_cache import TritonCache, TritonLayer, anchor_scores, check_d
 # name: (method, its settings)
 CASES = {
     "fp16": ("fp16", {}),
-    **{f"{bits:g}-bit per token": ("rtn", {"k_bits": bits, "v_bits": bits, "scheme": "token-dynamic"})
+    **{f"{bits:g}-bit per token": ("rtn",
+                                   {"k_bits": bits, "v_bits": bits, "scheme": "token-dynamic"})
        for bits in (8, 4, 3, 2, 1.5, 1)},
-    **{f"{bits}-bit kivi, groups of 128": ("kivi", {"k_bits": bits, "v_bits": bits, "group_size": 128})
+    **{f"{bits}-bit kivi, groups of 128": ("kivi",
+                                           {"k_bits": bits, "v_bits": bits, "group_size": 128})
        for bits in (4, 2)},
     "2-bit kivi, groups of 32": ("kivi", {}),
     "2-bit static, K before RoPE": ("rtn", {"scheme": "channel-static"}),
-    "2-bit kvsink, 5 kept": ("kvsink", {"scheme": "token-dynamic", "emergence_layer": 0, "outlier_channel": 0}),
+    "2-bit kvsink, 5 kept": ("kvsink",
+                             {"scheme": "token-dynamic", "emergence_layer": 0,
+                              "outlier_channel": 0}),
     "2-bit skvq": ("skvq", {}),
     "2-bit kvquant, 1% outliers": ("kvquant", {}),
     **{f"{bits:g}-bit codebooks {vq}": ("cq", {"vq": vq}) for vq, bits in
@@ -61,12 +66,15 @@ def config_of(shape, layers=None, positions=2 ** 20):
 
 
 def method_of(name, config, device):
-    """A method of CASES, with tables of random numbers where it would be calibrated: they cost the same to read."""
+    """A method of CASES, with tables of random numbers where it would be calibrated: they cost the
+    same to read.
+    """
     kind, settings = CASES[name]
     method = METHODS[kind](config, **settings)
     heads, d = config.num_key_value_heads, config.head_dim
     for codec in (codec for pair in method.codecs for codec in pair):
-        wide = torch.full((heads * d,), 2.5, device=device)  # (h): a hundredth of normal numbers lie beyond
+        # (h): a hundredth of normal numbers lie beyond
+        wide = torch.full((heads * d,), 2.5, device=device)
         if "centroids" in codec.tables:
             codec.centroids = torch.randn(codec.places, codec.m, codec.n, device=device).half()
         elif "order" in codec.tables:
@@ -80,7 +88,8 @@ def method_of(name, config, device):
 
 
 def filled(layer, config, B, coded, device, dtype):
-    """Put random tokens into a layer: `coded` of them (256, 512, 1024, ...) quantized, then the recent ones.
+    """Put random tokens into a layer: `coded` of them (256, 512, 1024, ...) quantized, then the
+    recent ones.
 
     As many as the method keeps are pinned, evenly spread.
     """
@@ -109,13 +118,16 @@ def filled(layer, config, B, coded, device, dtype):
 def new_layer(name, config, B, coded, device, dtype):
     method, rope = method_of(name, config, device), Rope(config)
     rope.freq = rope.freq.to(device)  # (d/2)
-    return filled(TritonLayer(0, method, rope, "stream", SimpleNamespace(), None), config, B, coded, device, dtype)
+    return filled(TritonLayer(0, method, rope, "stream", SimpleNamespace(), None), config, B,
+                  coded, device, dtype)
 
 
 # Compile
 
 class Pretend:
-    """In the place of Triton's driver: kernels are compiled for `sm` and taken apart, and nothing is launched."""
+    """In the place of Triton's driver: kernels are compiled for `sm` and taken apart, and nothing
+    is launched.
+    """
 
     def __init__(self, sm):
         self.sm, self.utils, self.kernels = sm, self, []
@@ -137,7 +149,8 @@ class Pretend:
         return lambda *args: None
 
     def load_binary(self, name, cubin, shared, device):
-        row = {"sm": self.sm, "kernel": name.removesuffix("_kernel"), "what": "", "each": None, "shared": shared,
+        row = {"sm": self.sm, "kernel": name.removesuffix("_kernel"), "what": "", "each": None,
+               "shared": shared,
                "warps": self.warps, **taken_apart(cubin)}
         if name == "attend_kernel":
             constants, names = self.source.constants, self.source.fn.arg_names
@@ -151,13 +164,16 @@ class Pretend:
 
 
 def taken_apart(cubin):
-    """Registers of a thread, instructions that spill them, and the instructions of the longest loop."""
+    """Registers of a thread, instructions that spill them, and the instructions of the longest
+    loop.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = triton.knobs.nvidia
         usage = subprocess.check_output([tool.cuobjdump.path, "-res-usage", file.name], text=True)
-        sass = subprocess.check_output([tool.nvdisasm.path, "-c", file.name], text=True, stderr=subprocess.DEVNULL)
+        sass = subprocess.check_output([tool.nvdisasm.path, "-c", file.name], text=True,
+                                       stderr=subprocess.DEVNULL)
     code, labels, loop, spills = 0, {}, 0, 0
     for line in sass.splitlines():
         if label := re.match(r"(\.L_\w+):", line):
@@ -171,11 +187,14 @@ def taken_apart(cubin):
     return {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "spills": spills, "loop": loop}
 
 
-UNCOMPILED = ("4-bit kivi, groups of 128", "2-bit codebooks d4m256", "0.75-bit codebooks d16m4096")  # as others are
+# as others are
+UNCOMPILED = ("4-bit kivi, groups of 128", "2-bit codebooks d4m256", "0.75-bit codebooks d16m4096")
 
 
 def compiled(job):
-    """(sm, case, d, query heads a KV head, queries) -> a row for each kernel that this starts, in bf16."""
+    """(sm, case, d, query heads a KV head, queries) -> a row for each kernel that this starts, in
+    bf16.
+    """
     sm, name, d, R, T = job
     torch.set_num_threads(1)
     driver.set_active(Pretend(sm))
@@ -187,14 +206,18 @@ def compiled(job):
         anchor_scores(q, layer.keys.recent, torch.zeros(q.shape[:3]))
         kernels.topk_outliers(torch.zeros(1, 2048, 4096, dtype=torch.bfloat16), 7, 5)
     for row in driver.active.kernels:
-        row.update(d=d, R=R, T=T)
-        if row["kernel"] == "attend":
-            row["what"] = row["what"] or name
+        row.update(d=d, R=R, T=T, limit=None)
+        if row["kernel"] == "attend" and not row["what"]:
+            coded = sum(x.part_bytes()["coded"] for x in (layer.keys, layer.values))
+            numbers = 2 * layer.keys.n_coded * config.num_key_value_heads * d
+            row.update(what=name, limit=2 * numbers / coded)
     return driver.active.kernels
 
 
 def jobs_of(quick):
-    """The cases that are compiled: all of them at LLaMA-3-8B's shape, and those with planes at other shapes, too."""
+    """The cases that are compiled: all of them at LLaMA-3-8B's shape, and those with planes at
+    other shapes, too.
+    """
     names = [name for name in CASES if name not in UNCOMPILED]
     if quick:
         names = ["fp16", "2-bit per token", "2-bit skvq", "1-bit codebooks d8m256"]
@@ -202,9 +225,27 @@ def jobs_of(quick):
     shapes = [(64, 4), (80, 4), (128, 1), (128, 8)]
     if quick:
         return jobs + [(90, "2-bit per token", 80, 4, 1)]
-    others = ("fp16", "4-bit per token", "2-bit per token", "1-bit per token", "2-bit kivi, groups of 32",
+    others = ("fp16", "4-bit per token", "2-bit per token", "1-bit per token",
+              "2-bit kivi, groups of 32",
               "2-bit static, K before RoPE")
-    return jobs + [(90, name, d, R, 1) for d, R in shapes for name in others]
+    jobs += [(90, name, d, R, 1) for d, R in shapes for name in others]
+    return [job for job in jobs if job[1:3] != ("2-bit kivi, groups of 32", 80)]  # 32 divides no 80
+
+
+def predicted(row):
+    """Decoding over 16 bits on an H100 and an H200, ["3.2x", "2.4x"]: arithmetic, not measured.
+
+    The smaller of two limits: bytes, and instructions, of which 132 processors issue 4 x 32 at a
+    time, 1.755e9 times a second, 70% of the time. 16 bits run at 85% of the bandwidth.
+    """
+    if row["kernel"] != "attend" or row["sm"] != 90 or row["T"] > 1 or row["limit"] is None:
+        return ["-", "-"]
+    instructions = 132 * 4 * 32 * 1.755e9 * 0.7  # a second
+    speeds = []
+    for bandwidth in (3.35e12, 4.8e12):
+        of_16_bits = 0.85 * bandwidth / 2  # numbers a second
+        speeds.append(min(row["limit"], instructions / row["each"] / of_16_bits))
+    return [f"{speed:.1f}x" for speed in speeds]
 
 
 def compile_all(args):
@@ -213,18 +254,25 @@ def compile_all(args):
     jobs = jobs_of(args.quick)
     with ProcessPoolExecutor(args.jobs) as pool:
         quiet = not sys.stderr.isatty()
-        found = tqdm(pool.map(compiled, jobs), total=len(jobs), disable=quiet, leave=False, unit="case")
+        found = tqdm(pool.map(compiled, jobs), total=len(jobs), disable=quiet, leave=False,
+                     unit="case")
         rows = list(itertools.chain.from_iterable(found))
     key = ("sm", "d", "R", "T", "kernel", "what")
     rows = list({tuple(row[x] for x in key): row for row in rows}.values())  # each once
-    rows.sort(key=lambda row: (-row["sm"], -row["d"], row["R"] != 4, row["R"], row["T"], row["kernel"]))
-    print("bf16. R: query heads a KV head, T: new tokens. instr.: of the loop, a thread's, for each number read\n")
-    print(f"{'kernel':8}{'case':30}{'GPU':>6}{'d':>5}{'R':>3}{'T':>5}{'warps':>7}{'regs':>6}{'spills':>8}"
-          f"{'shared KB':>11}{'instr.':>8}")
+    rows.sort(key=lambda row: (-row["sm"], -row["d"], row["R"] != 4, row["R"], row["T"],
+                               row["kernel"]))
+    print("bf16. R: query heads a KV head, T: new tokens. instr.: a thread's instructions for each "
+          "number of K and V.\nH100, H200: speed over 16 bits, as predicted by `predicted`; nothing "
+          "was run\n")
+    print(f"{'kernel':8}{'case':30}{'GPU':>6}{'d':>5}{'R':>3}{'T':>5}{'warps':>7}{'regs':>6}"
+          f"{'spills':>8}{'KB':>7}{'instr.':>8}{'H100':>7}{'H200':>7}")
     for row in rows:
         each = "-" if row["each"] is None else f"{row['each']:.1f}"
-        print(f"{row['kernel']:8}{row['what']:30}{'sm_' + str(row['sm']):>6}{row['d']:>5}{row['R']:>3}{row['T']:>5}"
-              f"{row['warps']:>7}{row['registers']:>6}{row['spills']:>8}{row['shared'] / 1024:>11.1f}{each:>8}")
+        speeds = "".join(f"{speed:>7}" for speed in predicted(row))
+        gpu = f"sm_{row['sm']}"
+        print(f"{row['kernel']:8}{row['what']:30}{gpu:>6}{row['d']:>5}{row['R']:>3}"
+              f"{row['T']:>5}{row['warps']:>7}{row['registers']:>6}{row['spills']:>8}"
+              f"{row['shared'] / 1024:>7.1f}{each:>8}{speeds}")
     if any(row["spills"] for row in rows):
         sys.exit("bench_kernels.py: error: a kernel spills registers")
 
@@ -232,21 +280,27 @@ def compile_all(args):
 # Check
 
 def off_by(name, config, T, device, dtype):
-    """How far the attention of T new queries is from torch's on decoded rows, relative to the size of that."""
+    """How far the attention of T new queries is from torch's on decoded rows, relative to the size
+    of that.
+    """
     layer = new_layer(name, config, 2, 512, device, dtype)
     q = torch.randn(2, config.num_attention_heads, T, config.head_dim, device=device).to(dtype)
     keys, values = layer.rotated(layer.keys.read()), layer.values.read()
-    K, V = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))  # (B, H, S, d) both
+    # (B, H, S, d) both
+    K, V = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
     piece = kernels.attend_lines(q.float(), K, V, 0, layer.length, layer.length)
     want, _ = kernels.merge_lines(*(x[None] for x in piece))
     return ((layer.attention(q).out.float() - want).norm() / want.norm()).item()
 
 
 def check(shape, device, dtypes=(torch.float16, torch.bfloat16)):
-    """Every case's attention beside torch's. UserError if one is further off than 16 bits explain."""
+    """Every case's attention beside torch's. UserError if one is further off than 16 bits
+    explain.
+    """
     torch.manual_seed(0)
     config = config_of(shape, layers=1)
-    print(f"{shape}, distance from torch's attention: {'':14}" + "".join(f"{str(t)[6:]:>20}" for t in dtypes))
+    print(f"{shape}, distance from torch's attention: {'':14}"
+          + "".join(f"{str(t)[6:]:>20}" for t in dtypes))
     print(f"{'case':54}" + f"{'1 query':>10}{'40':>10}" * len(dtypes))
     wrong = []
     for name in CASES:
@@ -260,13 +314,16 @@ def check(shape, device, dtypes=(torch.float16, torch.bfloat16)):
 # Bench
 
 def byte_limits(shape):
-    """What reading fewer bytes can gain at most: K and V of a token and KV head, without the recent rows."""
+    """What reading fewer bytes can gain at most: K and V of a token and KV head, without the
+    recent rows.
+    """
     torch.manual_seed(0)
     config = config_of(shape, layers=1)
     lines = []
     for name in CASES:
         layer = new_layer(name, config, 1, 4096, "cpu", torch.float16)
-        held = sum(part.part_bytes()[which] for part in (layer.keys, layer.values) for which in ("pinned", "coded"))
+        held = sum(part.part_bytes()[which] for part in (layer.keys, layer.values)
+                   for which in ("pinned", "coded"))
         held /= layer.keys.n_coded * config.num_key_value_heads
         lines.append((name, held, 4 * config.head_dim / held))
     return lines
@@ -275,7 +332,8 @@ def byte_limits(shape):
 def best_of(run):
     """Median milliseconds of a call on the GPU, the L2 cache flushed before each.
 
-    It is replayed from a CUDA graph: the time that Python takes to start kernels is in `bench_decoding`, and not here.
+    It is replayed from a CUDA graph: the time that Python takes to start kernels is in
+    `bench_decoding`, and not here.
     """
     run()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -285,12 +343,16 @@ def best_of(run):
 
 
 def bench_attention(shape, contexts, batches, names, device):
-    """A line for each case: time, GB/s of what is held, share of the copy bandwidth, ratios to SDPA and to fp16."""
+    """A line for each case: time, GB/s of what is held, share of the copy bandwidth, ratios to
+    SDPA and to fp16.
+    """
     config = config_of(shape, layers=1)
-    block = torch.empty(2 ** 29 if device.type == "cuda" else 2 ** 10, dtype=torch.uint8, device=device)
+    block = torch.empty(2 ** 29 if device.type == "cuda" else 2 ** 10, dtype=torch.uint8,
+                        device=device)
     copy = 2 * block.nbytes / best_of(lambda: block.clone()) / 1e6  # GB/s, read and written
     print(f"\n{shape}, attention of one new token, copy bandwidth {copy:.0f} GB/s")
-    print(f"{'context':>8}{'batch':>6}  {'case':30}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'x SDPA':>8}{'x fp16':>8}")
+    print(f"{'context':>8}{'batch':>6}  {'case':30}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'x SDPA':>8}"
+          f"{'x fp16':>8}")
     for context, B in itertools.product(contexts, batches):
         sdpa = fitting(time_sdpa, config, context, B, device)
         base = None
@@ -303,17 +365,21 @@ def bench_attention(shape, contexts, batches, names, device):
             speed = held / ms / 1e6
             base = ms if name == "fp16" else base
             ratios = "".join(f"{x / ms:>8.2f}" if x else f"{'-':>8}" for x in (sdpa, base))
-            print(f"{context:>8}{B:>6}  {name:30}{ms:>9.3f}{speed:>8.0f}{speed / copy:>9.0%}{ratios}", flush=True)
+            print(f"{context:>8}{B:>6}  {name:30}{ms:>9.3f}{speed:>8.0f}{speed / copy:>9.0%}"
+                  f"{ratios}", flush=True)
 
 
 def one_query(config, B, device):
-    return torch.randn(B, config.num_attention_heads, 1, config.head_dim, device=device).to(torch.bfloat16)
+    return torch.randn(B, config.num_attention_heads, 1, config.head_dim,
+                       device=device).to(torch.bfloat16)
 
 
 def time_sdpa(config, context, B, device):
     """Milliseconds of torch's attention to 16-bit rows."""
-    K, V = torch.randn(2, B, config.num_key_value_heads, context, config.head_dim, device=device, dtype=torch.bfloat16)
-    return best_of(partial(F.scaled_dot_product_attention, one_query(config, B, device), K, V, enable_gqa=True))
+    K, V = torch.randn(2, B, config.num_key_value_heads, context, config.head_dim, device=device,
+                       dtype=torch.bfloat16)
+    return best_of(partial(F.scaled_dot_product_attention, one_query(config, B, device), K, V,
+                           enable_gqa=True))
 
 
 def time_attention(name, config, context, B, device):
@@ -324,14 +390,17 @@ def time_attention(name, config, context, B, device):
 
 
 def bench_scores(shape, contexts, device):
-    """Beside the attention forward of a prompt: its anchor scores, KVSink's scores by the kernel and by torch, and the
-    time that quantizing its keys takes."""
+    """Beside the attention forward of a prompt: its anchor scores, KVSink's scores by the kernel
+    and by torch, and the time that quantizing its keys takes."""
     config = config_of(shape, layers=1)
-    print(f"\n{shape}, a prompt: ms of SDPA, anchor_scores, topk_outliers, topk_lines, 2-bit encode of the keys")
+    print(f"\n{shape}, a prompt: ms of SDPA, anchor_scores, topk_outliers, topk_lines, and 2-bit "
+          "encode of the keys")
     for T in contexts:
         q, k, v = (torch.randn(1, h, T, config.head_dim, device=device).to(torch.bfloat16) for h in
-                   (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads))
-        lse, hidden = torch.zeros(q.shape[:3], device=device), torch.randn(1, T, config.hidden_size, device=device)
+                   (config.num_attention_heads, config.num_key_value_heads,
+                    config.num_key_value_heads))
+        lse = torch.zeros(q.shape[:3], device=device)
+        hidden = torch.randn(1, T, config.hidden_size, device=device)
         codec = method_of("2-bit per token", config, device).codecs[0].k
         times = [best_of(run) for run in (
             partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True),
@@ -358,18 +427,23 @@ def decoding(model, name, B, context, steps, device):
 
 
 def bench_decoding(config, contexts, names, device, steps=32, largest=4096):
-    """Tokens a second; then the longest context of one sequence and the largest batch at 8K, both by doubling."""
+    """Tokens a second; then the longest context of one sequence and the largest batch at 8K, both
+    by doubling.
+    """
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(config).to(torch.bfloat16).requires_grad_(False)
     model.rope.freq = model.rope.freq.to(device)  # (d/2)
     model.use_attention("triton")
-    print(f"\n{'case':30}" + "".join(f"{f'tok/s at {c}':>17}" for c in contexts) + f"{'longest':>10}{'batch':>7}")
+    print(f"\n{'case':30}" + "".join(f"{f'tok/s at {c}':>17}" for c in contexts)
+          + f"{'longest':>10}{'batch':>7}")
     for name in names:
         def speed(B, context, steps, name=name):
             return fitting(decoding, model, name, B, context, steps, device)
-        line = f"{name:30}" + "".join(f"{speed(1, context, steps) or 0:>17.1f}" for context in contexts)
-        longest = doubled(contexts[0], config.max_position_embeddings, lambda context: speed(1, context, 1))
+        line = f"{name:30}" + "".join(f"{speed(1, context, steps) or 0:>17.1f}"
+                                      for context in contexts)
+        longest = doubled(contexts[0], config.max_position_embeddings,
+                          lambda context: speed(1, context, 1))
         batch = doubled(1, largest, lambda B: speed(B, contexts[0], 1))
         print(f"{line}{longest:>10}{batch:>7}", flush=True)
 
@@ -394,14 +468,16 @@ def fitting(run, *args):
 
 def bench(args):
     if not torch.cuda.is_available():
-        print("byte limits: K and V of one token and KV head, LLaMA-3-8B, recent rows and tables not counted\n")
+        print("byte limits: K and V of one token and KV head, LLaMA-3-8B, without recent tokens "
+              "and tables\n")
         print(f"{'case':30}{'bytes':>9}{'at most':>9}")
         for name, held, limit in byte_limits("LLaMA-3-8B"):
             print(f"{name:30}{held:>9.1f}{limit:>8.2f}x")
         print("no GPU here: nothing was measured")
         return
     device, names = torch.device("cuda"), list(CASES)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
+          f"triton {triton.__version__}, bf16")
     check("LLaMA-3-8B", device)
     contexts = [2 ** i * 1024 for i in range(2, 8)]
     for shape in SHAPES:
@@ -411,13 +487,14 @@ def bench(args):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
-    c = commands.add_parser("compile", help="compile every kernel for sm_80 and sm_90 and print its size; needs no GPU")
+    c = commands.add_parser("compile", help="compile every kernel for two GPUs; needs none")
     c.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     c.add_argument("--quick", action="store_true", help="a few cases only")
-    commands.add_parser("check", help="each case's attention beside torch's, on a GPU or in Triton's interpreter")
-    commands.add_parser("bench", help="on a GPU: that, then attention, scores and decoding timed; else byte limits")
+    commands.add_parser("check", help="each case's attention beside torch's, on a GPU")
+    commands.add_parser("bench", help="on a GPU: that, then everything timed; else byte limits")
     args = p.parse_args()
     try:
         if args.command == "compile":

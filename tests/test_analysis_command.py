@@ -36,6 +36,7 @@ def everything(tmp_path_factory):
     return "\n".join(lines), json.loads((folder / "out.json").read_text()), folder
 
 
+@pytest.mark.whole  # the fixture `everything` takes a minute
 def test_all_gives_a_table_a_figure_and_numbers_of_each(everything):
     printed, numbers, folder = everything
     blocks = printed.split("\n\n")[1:]
@@ -58,6 +59,7 @@ def test_all_gives_a_table_a_figure_and_numbers_of_each(everything):
     assert {path.name for path in folder.iterdir()} == {*(f"{name}.png" for name in command.PHENOMENA), "out.json"}
 
 
+@pytest.mark.whole
 def test_the_sinks_of_the_embedded_model_are_the_beginnings_of_its_stories(everything):
     printed, numbers, _ = everything
     _, tokenizer = hf.load(EMBEDDED)
@@ -69,6 +71,7 @@ def test_the_sinks_of_the_embedded_model_are_the_beginnings_of_its_stories(every
         assert min(row["first"], row["later"]) > 0.5 and row["largest other"] < 0.2 and row["heads"] > 0.8
 
 
+@pytest.mark.whole
 def test_what_docs_say_of_the_embedded_model(everything):
     """The page about this command in numbers, each sentence with a margin."""
     _, numbers, _ = everything
@@ -109,6 +112,7 @@ def test_anchors_are_ranked_by_their_damage(monkeypatch, tmp_path, capsys):
     assert all(0 <= x <= 1 for r in rows.values() for x in r["damage in the top 1%"])
 
 
+@pytest.mark.whole
 def test_a_model_without_sinks_is_told_of(monkeypatch, tmp_path, capsys):
     """Nothing is a sink at a threshold that no head reaches. What needs none is shown, the rest says why not."""
     run(monkeypatch, "all", "--threshold", "1", "--vq", "d8m16", *SMALL, "--out", str(tmp_path), "--json",
@@ -196,6 +200,7 @@ def test_attention_line_by_line_gives_the_same(monkeypatch, tmp_path):
 
 # Figures
 
+@pytest.mark.whole  # a process of its own
 def test_figures_leave_the_backend_of_a_notebook_alone(tmp_path):
     """No pyplot, so no backend is chosen; in a process of its own, as other tests may have imported it."""
     code = """

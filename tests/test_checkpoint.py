@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tinykv import UserError, hf
+from tinykv.data import load_windows
 from tinykv.hf.checkpoint import NoInit
 from tinykv.hf.config import config_fields, parse_config
 from tinykv.model import Llama, LlamaConfig
@@ -177,14 +178,14 @@ def test_the_fingerprint_is_pinned_and_sees_every_change():
 
 def test_a_save_that_is_cut_short_leaves_the_old_files(folder, monkeypatch):
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    real = Path.write_bytes
+    real = Path.chmod
 
-    def half(path, content):
-        stop = path.name.startswith("model.safetensors")
-        real(path, content[:100] if stop else content)
-        if stop:
+    def half(path, mode):  # the last step before a file takes its place
+        if path.read_bytes()[8:9] == b"{":  # the weights
+            os.truncate(path, 100)
             raise KeyboardInterrupt
-    monkeypatch.setattr(Path, "write_bytes", half)
+        real(path, mode)
+    monkeypatch.setattr(Path, "chmod", half)
     other = tiny()
     other.lm_head.weight.data += 1
     with pytest.raises(KeyboardInterrupt):
@@ -715,3 +716,85 @@ def test_configs_name_every_field_of_the_model():
     for changes in ({"sliding_window": None, "model_type": "llama"}, {"attention_bias": False, "mlp_bias": False}):
         config = LlamaConfig(**values | changes)
         assert parse_config(config_fields(config, torch.float32), "again") == config
+
+
+# ---- odd files
+
+@pytest.mark.parametrize("odd", [
+    lambda t: t.to_sparse(), lambda t: t.to("meta"), lambda t: torch.nested.nested_tensor([t[0], t[1, :2]])])
+def test_a_bin_of_tensors_without_plain_numbers_is_told(folder, odd):
+    path = to_bin(folder)
+    tensors = torch.load(path)
+    tensors[KEY] = odd(tensors[KEY])
+    torch.save(tensors, path)
+    assert str(path) in told(hf.load, folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors.index.json"])
+def test_json_that_is_nested_too_deeply_is_told(folder, name):
+    if "index" in name:
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text('{"a": ' + "[" * 200_000)
+    assert name in told(hf.load, folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.model", "model.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_told(folder, name):
+    """And not waited for."""
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert name in told(hf.load, folder) and (folder / name).is_fifo()
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"])
+@pytest.mark.parametrize("value", [2 ** 63, 10 ** 400])
+def test_sizes_beyond_all_models_are_told(folder, field, value):
+    edit_json(folder / "config.json", **{field: value})
+    assert field in told(hf.load, folder)
+
+
+def test_more_layers_than_tensors_are_told_at_once(folder, monkeypatch):
+    edit_json(folder / "config.json", num_hidden_layers=1000)
+    monkeypatch.setattr("tinykv.hf.checkpoint.Llama", None)  # no module is made
+    assert "1000 layers" in told(hf.load, folder)
+
+
+def test_names_of_shards_that_no_file_can_have_are_told(folder):
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {KEY: "x" * 300 + ".safetensors"}}))
+    assert "not in" in told(hf.load, folder)
+    told(hf.load, "x" * 5000)
+    told(hf.load, "nul\0")
+
+
+@pytest.mark.parametrize("piece", ["\ud800", {"content": "\udfff"}])
+def test_a_special_token_that_is_no_text_is_told(folder, piece):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": piece}))
+    told(hf.load, folder)
+
+
+def test_a_list_of_one_bos_is_that_one(folder):
+    edit_json(folder / "config.json", bos_token_id=[1])
+    assert hf.load(folder)[0].config.bos_token_id == 1
+
+
+def test_layers_of_full_attention_only_are_read(folder):
+    edit_json(folder / "config.json", layer_types=["full_attention"] * 2)
+    hf.load(folder)
+    edit_json(folder / "config.json", layer_types=["full_attention", "sliding_attention"])
+    assert "layer_types" in told(hf.load, folder)
+
+
+def test_a_tokenizer_that_makes_no_tokens_is_told(tmp_path):
+    """And not asked for ever."""
+    class Mute:
+        bos_id = None
+
+        def encode(self, text):
+            return []
+
+        def encode_with_offsets(self, text):
+            return [], []
+    assert "no tokens" in told(lambda: load_windows("tales", Mute(), 16, 1, bos="none"))

@@ -1,11 +1,11 @@
 """The command as a user meets it: the table, the JSON, and one clear line for what is wrong."""
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import eval_ppl
 from tinykv.calibrate import calibrate
 from tinykv.cli import EMBEDDED
-from tinykv.codecs.affine import Affine
 from tinykv.methods.registry import METHODS
 from tinykv.runs import SETTINGS, settings_of
 
@@ -108,7 +107,6 @@ def test_one_window_has_no_standard_error(command, tmp_path):
     assert "NaN" not in path.read_text()
 
 
-@pytest.mark.whole
 def test_same_seed_same_table_other_seed_another(command):
     figures = []
     for seed in ("0", "0", "1"):
@@ -208,7 +206,6 @@ def test_a_list_makes_a_row_of_each(command, tmp_path):
     assert rows[2]["ppl"] == rows[1]["ppl"] != rows[3]["ppl"] != rows[4]["ppl"]
 
 
-@pytest.mark.whole
 def test_a_list_reaches_every_method_that_takes_it(command, tmp_path):
     """The methods asked for and those beside; one that does not take it has one row."""
     rows = rows_of(command, tmp_path, "--method", "kvsink", "--preserve", "2,5", "--k-bits", "3")
@@ -219,7 +216,6 @@ def test_a_list_reaches_every_method_that_takes_it(command, tmp_path):
     assert [row["label"] for row in rows] == ["fp16", "kivi", "ott outlier_num=1", "ott outlier_num=3", "pfn"]
 
 
-@pytest.mark.whole
 def test_a_list_of_bits_is_for_keys_and_values(command, tmp_path):
     rows = rows_of(command, tmp_path, "--method", "rtn", "--bits", "2,1.5,3")
     assert [row["label"] for row in rows] == ["fp16", "rtn bits=2", "rtn bits=1.5", "rtn bits=3"]
@@ -227,7 +223,6 @@ def test_a_list_of_bits_is_for_keys_and_values(command, tmp_path):
     assert [(row["settings"]["k_bits"], row["settings"]["v_bits"]) for row in rows[1:]] == [(2, 2), (1.5, 1.5), (3, 3)]
 
 
-@pytest.mark.whole
 def test_bits_of_keys_alone_go_before_those_of_both(command, tmp_path):
     rows = rows_of(command, tmp_path, "--method", "rtn,kivi", "--bits", "2,3", "--k-bits", "4")
     assert [(row["label"], row["k_bits"], row["v_bits"]) for row in rows[1:]] == [
@@ -336,6 +331,7 @@ def test_other_settings_are_calibrated_anew(command, monkeypatch, kept):
         command("--method", "pfn,fp16", "--preserve", "4", "--calibration", str(kept), *SMALL)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name, words", [
     ("kvquant", ["--bits", "2"]), ("kvquant", ["--k-bits", "2", "--outliers", "1"]), ("rtn", ["--v-bits", "2.0"]),
     ("pfn", ["--preserve", "5"]), ("skvq", ["--clip", "both", "--bits", "2"])])
@@ -355,6 +351,7 @@ def test_tables_of_a_method_of_ones_own_are_kept_too(command, monkeypatch, kept)
     assert status == 0 and without_seconds(again) == without_seconds(out)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("words", [["--seed", "1"], ["--bos", "none"], ["--calib-windows", "3"], ["--context", "63"],
                                    ["--data", "TEXT"]])
 def test_a_file_of_other_data_is_refused(command, kept, words):
@@ -575,7 +572,7 @@ def test_a_method_that_is_written_by_hand(command, mine, protocol):
 @pytest.mark.parametrize("name, found", [("Listed", "class 'list'"), ("Mask", "torch.bool")])
 def test_what_keep_may_not_give_is_named(command, mine, name, found):
     line = refused(command, "--method", f"{mine}:{name}", "--scheme", "token-dynamic", *SMALL)
-    assert f"`keep_keys` and `keep_values` of {name}" in line and found in line and "(B, 1 or Hkv, slots)" in line
+    assert f"`keep_keys` and `keep_values` of {name}" in line and found in line and "(B, 1 or Hkv, p)" in line
 
 
 @pytest.mark.parametrize("text, words", [("def f(:\n", ["line 1", "SyntaxError"]),
@@ -609,6 +606,7 @@ def test_a_folder_in_the_place_of_a_file(command, tmp_path, flag):
         assert flag in line and ("folder" in line or "png" in line)
 
 
+@pytest.mark.whole  # a process of its own
 def test_a_pipe_that_is_closed_says_nothing():
     done = subprocess.run(f"{sys.executable} eval_ppl.py --list-methods | head -1; echo $? >&2", shell=True, cwd=ROOT,
                           capture_output=True, text=True)
@@ -644,6 +642,7 @@ def test_a_damaged_checkpoint(command, tmp_path):
     assert "model.safetensors" in refused(command, "--model", str(folder), *SMALL)
 
 
+@pytest.mark.whole  # a process of its own, of which test_docs has others
 def test_as_a_process():
     """Through the real command line, where stderr is no terminal: no bar, no traceback, status 2."""
     done = subprocess.run([sys.executable, "eval_ppl.py", "--method", "rnt"], cwd=ROOT, capture_output=True, text=True)
@@ -663,7 +662,7 @@ def test_triton_that_is_not_installed_is_named(command, monkeypatch):
     assert "needs the package triton" in refused(command, "--attention", "triton", *SMALL)
 
 
-@pytest.mark.parametrize("attention", ["plain", "triton"])
+@pytest.mark.parametrize("attention", ["plain", pytest.param("triton", marks=pytest.mark.whole)])
 def test_every_attention_prints_the_same_table(command, attention):
     if attention == "triton":
         pytest.importorskip("kernels", reason="needs triton")
@@ -675,36 +674,101 @@ def test_every_attention_prints_the_same_table(command, attention):
         assert abs(float(fused[label]["ppl"]) / float(other[label]["ppl"]) - 1) < 0.02
 
 
+@pytest.mark.whole  # a process of its own
 def test_triton_is_imported_only_where_it_is_asked_for():
     code = "import sys, eval_ppl; sys.exit('triton' in sys.modules or 'kernels' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-# ---- the way to the line that rounds
+# ---- no traceback, by class
 
-def test_ten_calls_lead_from_main_to_the_rounding(command, monkeypatch):
-    """Of this project's functions; torch's own, such as those of a module's call, are not counted."""
-    calls, encode = [], Affine.encode
+OWN = """
+from tinykv.methods.rtn import RTN
 
-    def watched(codec, x, ignore=None):
-        frames = traceback.extract_stack()[:-1]
-        calls.append([frame.name for frame in frames if Path(frame.filename).parent in (ROOT, *OWN)] + ["encode"])
-        return encode(codec, x, ignore)
+class Needs(RTN):
+    def __init__(self, config, amount, **settings):
+        super().__init__(config, **settings)
 
-    monkeypatch.setattr(Affine, "encode", watched)
-    assert command("--method", "rtn", *SMALL)[0] == 0
-    assert calls and all(names == ["main", "run", "evaluate", "forward", "forward", "forward", "update", "update",
-                                   "quantize", "encode"] for names in calls), calls[0]
+class Seed(RTN):
+    def __init__(self, config, seed=1, **settings):
+        super().__init__(config, **settings)
+
+class Stars(RTN):
+    def __init__(self, config, *more):
+        super().__init__(config, scheme="token-dynamic")
+
+class Raises(RTN):
+    def __init__(self, config):
+        super().__init__(config, scheme="token-dynamic")
+    def begin(self, cache):
+        return {}["no"]
+
+class Exits(Raises):
+    def begin(self, cache):
+        raise SystemExit(0)
+
+class Constructor(RTN):
+    def __init__(self, config):
+        1 / 0
+"""
 
 
-OWN = [folder for folder in (ROOT / "tinykv", *(ROOT / "tinykv").rglob("*")) if folder.is_dir()]
+@pytest.mark.parametrize("name, words", [
+    ("Needs", ["--amount", "no default"]), ("Seed", ["--seed", "another name"]),
+    ("Raises", ["own.py", "line 20", "begin", "KeyError"]), ("Exits", ["own.py", "line 24", "SystemExit"]),
+    ("Constructor", ["own.py", "line 28", "ZeroDivisionError"])])
+def test_what_a_file_of_ones_own_raises_is_one_line(command, tmp_path, name, words):
+    (tmp_path / "own.py").write_text(OWN)
+    line = refused(command, "--method", f"{tmp_path / 'own.py'}:{name}", *SMALL)
+    assert all(word in line for word in words), line
 
 
-def test_methods_reach_no_checkpoint_and_no_file():
-    """Their imports, all of them together."""
-    code = "import sys, tinykv.methods.registry; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    modules = done.stdout.split()
-    assert {name.split(".")[1] for name in modules if name.startswith("tinykv.")} == {"cache", "codecs", "kmeans",
-                                                                                     "methods"}
-    assert not {"safetensors", "sentencepiece", "triton"} & set(modules)
+def test_arguments_without_names_are_no_settings(command, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    assert command("--method", f"{tmp_path / 'own.py'}:Stars", *SMALL)[0] == 0
+
+
+def test_a_file_that_exits(command, tmp_path):
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit()\n")
+    assert "line 2: SystemExit" in refused(command, "--method", f"{tmp_path / 'exits.py'}:X", *SMALL)
+
+
+@pytest.mark.parametrize("words", [
+    ["--anchors", "1/0%"], ["--anchors", "1e99999999%"], ["--vq", "d" + "9" * 5000 + "m2"], ["--recent", "9" * 30],
+    ["--device", "meta"], ["--windows", "9" * 30], ["--seed", "9" * 30], ["--model", "x" * 5000],
+    ["--data", "x" * 5000], ["--json", "x" * 5000], ["--calibration", "nul\0"], ["--data", "nul\0"]])
+def test_far_too_much_is_refused_at_once(command, words):
+    line = refused(command, "--method", "antkv", *SMALL, *words)
+    assert len(line) < 6000
+
+
+@pytest.mark.whole  # a process of its own
+def test_a_name_that_stdout_cannot_print(tmp_path):
+    """A file name that is not UTF-8, and a terminal that knows ASCII only."""
+    data = tmp_path / "Bücher\udc80.txt"
+    data.write_text("Balo lives in Eastwick. " * 100)
+    done = subprocess.run([sys.executable, "eval_ppl.py", "--method", "fp16", "--data", str(data), *SMALL], cwd=ROOT,
+                          capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "") and "B\\xfccher" in done.stdout
+
+
+@pytest.mark.whole  # a process of its own
+def test_a_stdout_that_is_closed():
+    done = subprocess.run(f"{sys.executable} eval_ppl.py --list-methods >&-", shell=True, cwd=ROOT,
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_cache_folder_of_nobody(command, monkeypatch):
+    monkeypatch.setenv("TINYKV_CACHE", "~nobodywiththisname/x")
+    assert "TINYKV_CACHE" in refused(command, "--data", "wikitext2", "--method", "fp16", *SMALL)
+
+
+@pytest.mark.parametrize("asked, meant", [("kvsnik", "kvsink"), ("KIVI", "kivi"), ("rnt", "rtn")])
+def test_a_misspelt_method_is_guessed(command, asked, meant):
+    assert f"did you mean {meant}?" in refused(command, "--method", asked, *SMALL)
+
+
+def test_a_file_without_a_class_lists_its_classes(command, mine):
+    line = refused(command, "--method", mine, *SMALL)
+    assert "Every" in line and "Halves" in line

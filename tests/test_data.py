@@ -17,7 +17,8 @@ import pytest
 import sentencepiece
 import torch
 
-from tinykv import UserError
+from tinykv import UserError, hf
+from tinykv.cli import EMBEDDED
 from tinykv.data import download, load_windows
 from tinykv.data import stories as corpus
 from tinykv.data.download import SOURCES, Source, fetch
@@ -107,6 +108,7 @@ def test_tales_depend_on_seed_and_split_only():
     assert first == {key: next(stories(*key)).text for key in first}
 
 
+@pytest.mark.whole  # a process of its own
 def test_nothing_depends_on_the_hash_seed():
     code = ("import test_data as t; w = t.load_windows('tales', t.Words(), 64, 8);"
             "print([t.digest(s) for s in t.SPLITS], w.tokens.sum().item(), w.answers)")
@@ -169,6 +171,7 @@ def parse(text):
     return told, talk
 
 
+@pytest.mark.whole  # 150 stories of each split
 def test_answers_repeat_what_was_stated():
     kinds = set()
     for split in SPLITS:
@@ -260,6 +263,7 @@ def test_answers_that_a_window_lets_one_know(tokenizer, context, windows, bos):
     assert any(expected) or context == 33 or isinstance(tokenizer, Letters)
 
 
+@pytest.mark.whole
 def test_a_fact_under_the_replaced_token_is_not_known():
     found = 0
     for seed in range(20):
@@ -337,15 +341,15 @@ def test_senseless_options():
 
 def test_file_halves(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_bytes("abcdé\r\nghij\nlmnopq".encode())  # 18 characters
+    path.write_bytes("abcdé\r\nghijk\nlmnopq".encode())  # 18 characters, as a line ends in one
     test = load_windows(str(path), Letters(), 5, 2, bos="none")
     calibration = load_windows(str(path), Letters(), 5, 2, "calibration", bos="none")
-    assert Letters().decode(test.tokens.flatten().tolist()) == "<s>abcdé\r\ngh"
-    assert Letters().decode(calibration.tokens.flatten().tolist()) == "<s>ij\nlmnopq"
+    assert Letters().decode(test.tokens.flatten().tolist()) == "<s>abcdé\nghi"
+    assert Letters().decode(calibration.tokens.flatten().tolist()) == "<s>jk\nlmnopq"
     assert test.answers == calibration.answers == [[], []]
     assert "first half" in test.name and "second half" in calibration.name and str(path) in test.name
     replaced = load_windows(path, Letters(), 5, 2)
-    assert Letters().decode(replaced.tokens.flatten().tolist()) == "<s>abcd<s>\r\ngh"
+    assert Letters().decode(replaced.tokens.flatten().tolist()) == "<s>abcd<s>\nghi"
 
 
 def test_file_too_short(tmp_path):
@@ -365,7 +369,7 @@ def test_file_faults(tmp_path):
     latin = tmp_path / "latin.txt"
     latin.write_bytes("vier Bücher".encode("latin-1"))
     for name, message in ((tmp_path / "none.txt", "no data called .*none.txt.*tales, wikitext2, c4"),
-                          ("wikitext-2", "no data called 'wikitext-2'"), (tmp_path, "cannot be read .*directory"),
+                          ("wikitext-2", "no data called 'wikitext-2'"), (tmp_path, "is a folder"),
                           (latin, r"is not UTF-8 \(byte 6\)"), (latin / "below", "cannot be read")):
         with pytest.raises(UserError, match=message) as error:
             load_windows(str(name), Letters(), 8, 1)
@@ -593,3 +597,16 @@ def test_the_usual_folder(site, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TINYKV_CACHE", "")
     assert fetch(offer(site, "f", b"x")) == tmp_path / ".cache" / "tinykv" / "f"
+
+
+def test_of_a_long_text_only_the_beginning_is_encoded(tmp_path):
+    """To the tokens that the whole text begins with."""
+    _, tokenizer = hf.load(EMBEDDED)
+    text = " ".join(f"Balo{i} lives in  Eastwick, he says.\nWhere?" for i in range(20_000))
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    encoded, encode = [], tokenizer.encode
+    tokenizer.encode = lambda part: encoded.append(len(part)) or encode(part)
+    found = load_windows(str(path), tokenizer, 64, 30, bos="none").tokens.flatten().tolist()
+    whole = [tokenizer.bos_id, *encode(text[:len(text) // 2])]
+    assert found == whole[:64 * 30] and sum(encoded) < len(text) // 4

@@ -1,9 +1,9 @@
 """README and docs/ are true: every command runs, every name exists, every example and every number is what comes out.
 
 The flags of every command are checked by default, up to where the model would be loaded. README's commands also run;
-those of the other pages run under --whole. They run on small settings, in this process, in a folder where nothing of
-the repository can be overwritten. `SMALL` has the small settings by flag, for any program that has the flag. A program
-that has none of them fails here, until a flag of its own is added to `SMALL`.
+those of the other pages run under --whole, with the debugger's sessions. They run on small settings, in this process,
+in a folder where nothing of the repository can be overwritten. `SMALL` has the small settings by flag, for any program
+that has the flag. A program that has none of them fails here, until a flag of its own is added to `SMALL`.
 """
 import ast
 import contextlib
@@ -513,6 +513,7 @@ def conformance(tmp_path_factory):
     return done.stdout
 
 
+@pytest.mark.whole  # `conformance` takes seconds
 def test_a_method_of_ones_own_runs(workplace, conformance):
     """README's class, from the command line and through the methods' tests."""
     cls, code = readme_method()
@@ -522,6 +523,7 @@ def test_a_method_of_ones_own_runs(workplace, conformance):
     assert own and set(own) == {"PASSED"}, conformance
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("what", broken_methods())
 def test_a_broken_method_of_ones_own_fails(what, conformance):
     cls, _, test = broken_methods()[what]
@@ -540,6 +542,7 @@ def results_script():
 SESSIONS = [page for page in PAGES if "(Pdb)" in read(page)]
 
 
+@pytest.mark.whole  # seconds
 @pytest.mark.parametrize("page", SESSIONS)
 def test_the_debugger_says_what_the_page_says(page):
     now = results_script().session(read(page))

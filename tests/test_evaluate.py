@@ -189,6 +189,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.whole  # two processes
 def test_memory_does_not_grow_with_the_number_of_windows():
     root = Path(__file__).parent.parent
     peak = [int(subprocess.run([sys.executable, "-c", MEMORY, str(n)], cwd=root, capture_output=True, text=True,

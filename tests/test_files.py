@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_cli import SMALL, refused, run
 
 import eval_ppl
 import train_intact
-from test_cli import SMALL, refused, run
 from tinykv import UserError, hf
 from tinykv.cli import EMBEDDED
 from tinykv.storage import CalibrationFile, read_json, write, write_json
@@ -61,6 +61,7 @@ def test_an_open_file_is_written_into(tmp_path):
         assert json.load(file) == {"a": 1}
 
 
+@pytest.mark.whole  # a process of its own
 def test_a_table_and_json_on_stdout(tmp_path):
     """Into a file: neither cuts the other off."""
     with open(tmp_path / "out.txt", "w") as out:
@@ -161,7 +162,7 @@ def test_two_runs_that_add_to_one_calibration_file(tmp_path):
     path = tmp_path / "tables.safetensors"
     files = [CalibrationFile(path, model, "data") for _ in range(3)]  # all of them see no file yet
     for number, file in enumerate(files):
-        file.take(f"method {number}", lambda: {"table": torch.ones(2) * number})
+        file.take(f"method {number}", lambda number=number: {"table": torch.ones(2) * number})
         file.save()
     assert set(CalibrationFile(path, model, "data").tables) == {"method 0", "method 1", "method 2"}
 
@@ -179,6 +180,7 @@ for number in range(6):
 """
 
 
+@pytest.mark.whole  # two imports of torch
 def test_two_processes_lose_no_addition(tmp_path):
     path = tmp_path / "tables.safetensors"
     running = [subprocess.Popen([sys.executable, "-c", ADDING, str(path), name], cwd=ROOT) for name in "ab"]

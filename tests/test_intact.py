@@ -333,7 +333,7 @@ def test_files_that_hold_no_prefix_are_refused(trained, tmp_path):
             load_prefix(path, model.config)
     with pytest.raises(UserError, match="damaged"):
         load_prefix(tmp_path / "nothing.safetensors", model.config)
-    with pytest.raises(UserError, match="no trained prefix"):
+    with pytest.raises(UserError, match="not one that .* trained prefix"):
         load_prefix(EMBEDDED / "model.safetensors", model.config)
     notes = {"format": "tinykv-prefix", "model": "a", "weights": "b", "ids": "[1, 30, 7]"}
     tensors = {"keys": prefix.keys, "values": prefix.values}
@@ -536,6 +536,17 @@ def test_training_that_goes_wrong_leaves_the_exact_prefix(training, tmp_path, em
     exact = exact_rows(model, model, [1])
     assert found.keys.dtype == torch.float16
     assert torch.equal(found.keys.float(), exact[0]) and torch.equal(found.values.float(), exact[1])
+
+
+def test_a_trained_prefix_to_go_on_with_is_called_given(training, tmp_path):
+    """It is not exact: its losses are those of the run that trained it, and the exact ones stand beside it."""
+    _, first, _ = training("--updates", 1)
+    (tmp_path / "trained.safetensors").rename(tmp_path / "first.safetensors")
+    status, again, _ = training("--updates", 1, "--prefix", tmp_path / "first.safetensors")
+    first, again = losses_in(first), losses_in(again)
+    assert status == 0 and list(again) == ["-", "none", "exact", "given", "trained"]
+    assert again["given"] == first["trained"] and again["exact"] == first["exact"]
+    assert again["trained"][0] < again["given"][0] < again["exact"][0]
 
 
 @pytest.mark.whole
@@ -805,7 +816,7 @@ def test_quantized_weights_are_kept_in_the_calibration_file(evaluating, monkeypa
     (["--w-group-size", "32"], ["--w-group-size", "--weights"]),
     (["--prefix", "nothing.txt"], ["nothing.txt", "bos"]),
     (["--prefix", "nothing.safetensors"], ["nothing.safetensors"]),
-    (["--prefix", str(EMBEDDED / "model.safetensors")], ["model.safetensors", "no trained prefix"]),
+    (["--prefix", str(EMBEDDED / "model.safetensors")], ["model.safetensors", "not one that", "trained prefix"]),
     (["--method", "rtn", "--prefix", "bos"], ["--prefix", "rtn"]),
     (["--prefix", str(ROOT / "README.md")], ["64"]),  # longer than a window
     (["--scheme", "token-static"], ["scheme", "token-dynamic", "token-static"]),

@@ -183,6 +183,7 @@ def test_kvsink_finds_what_it_needs_by_itself(scheme):
         assert sorted(layer.keys.pinned_positions[0, 0].tolist()) == [11, 23]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_kvsink_without_an_outlier_is_pfn(scheme, protocol):

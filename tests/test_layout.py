@@ -76,12 +76,14 @@ def modules_after(statement):
     return {name for name in loaded if name.split(".")[0] in ("tinykv", "kernels", "triton")}
 
 
+@pytest.mark.whole  # a process of its own
 def test_a_method_is_six_modules():
     assert modules_after("import tinykv.methods.rtn") == {
         "tinykv", "tinykv.codecs", "tinykv.codecs.affine", "tinykv.codecs.base", "tinykv.methods",
         "tinykv.methods.base", "tinykv.methods.rtn"}
 
 
+@pytest.mark.whole  # a process of its own
 def test_no_method_reaches_files_or_triton():
     """All methods at once: no checkpoint, tokenizer, data, storage, command or kernel."""
     reached = modules_after("import tinykv.methods.registry")
@@ -92,6 +94,7 @@ def test_no_method_reaches_files_or_triton():
         assert not others or others[0] in ("methods", "codecs", "kmeans", "cache"), name
 
 
+@pytest.mark.whole  # a process of its own
 def test_nothing_needs_triton_until_it_is_asked_for():
     assert "triton" not in modules_after("import eval_ppl, train_intact, tinykv.analysis")
 

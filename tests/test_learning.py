@@ -355,7 +355,7 @@ def test_ranges_of_keys(outliers, preserve):
         assert method.codecs[layer].v.mid is None
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("outliers", [0.0, 4.0])
 @pytest.mark.parametrize("sensitivity", SENSITIVITIES)
 def test_levels_are_a_fixed_point_on_the_raw_numbers(sensitivity, outliers):
@@ -378,6 +378,7 @@ def test_levels_are_a_fixed_point_on_the_raw_numbers(sensitivity, outliers):
             assert coding_loss(x, w, levels) <= coding_loss(x, w, best) * 1.01
 
 
+@pytest.mark.whole
 def test_each_weight_is_served_best_by_its_own_levels():
     model = shaped()
     methods = {s: kvquant_on(model, v_bits=2, sensitivity=s) for s in SENSITIVITIES}
@@ -782,7 +783,7 @@ def share_coded(method, protocol, T):
     return 1.0 if protocol == "paper" else (T - method.recent) // method.block * method.block / T
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("bits", [1, 2, 3])
 def test_bits_of_kivi(bits, protocol):
@@ -794,7 +795,7 @@ def test_bits_of_kivi(bits, protocol):
     assert result.bits_far == pytest.approx(bits + 32 / G + (1 - coded) * T * 16 / FAR, rel=1e-6)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("scope", ["head", "layer"])
 def test_bits_of_ott(scope, protocol):
@@ -830,7 +831,7 @@ def test_bits_of_skvq(metadata, of_group, k_bits, v_bits, stored, protocol):
     assert sum(cache.part_bytes("k").values()) + sum(cache.part_bytes("v").values()) == cache.nbytes
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("outliers", [0.0, 1.0, 5.0])
 @pytest.mark.parametrize("bits", [2, 3])
@@ -917,6 +918,7 @@ def run(model, method, protocol, tokens):
         return torch.cat([model(chunk, cache) for chunk in tokens.split(size, dim=1)], dim=1)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name, options, outlier", [
     *((name, options, False) for name, options in FILE_CASES),
     *((name, options, True) for name, options in FILE_CASES if name == "kvsink")], ids=str)
@@ -1079,6 +1081,7 @@ def calibrated(name, options, model, windows):
     return method
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name, options", FOUR, ids=str)
 @pytest.mark.parametrize("size", [0.0, 1.5, -300.0])
@@ -1092,6 +1095,7 @@ def test_constant_keys_and_values(name, options, size, protocol):
         assert torch.allclose(logits, exact, atol=0.02 * exact.abs().max().item())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name, options", FOUR, ids=str)
 def test_a_text_of_one_token_over_and_over(name, options, protocol):
@@ -1102,6 +1106,7 @@ def test_a_text_of_one_token_over_and_over(name, options, protocol):
     assert torch.isfinite(run(model, calibrated(name, options, model, text), protocol, random_tokens(2, 30))).all()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name, options", FOUR, ids=str)
 @pytest.mark.parametrize("T", range(1, 8))
@@ -1114,6 +1119,7 @@ def test_short_texts(name, options, protocol, T):
         assert torch.equal(logits, run(model, METHODS["fp16"](model.config), protocol, text))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, options", [
     ("skvq", {}), ("skvq", {"clip": "none"}), ("skvq", {"reorder": "off"}), ("skvq", {"k_bits": 16}),
     ("kvquant", {"preserve": 5}), ("kvquant", {"preserve": 5, "sensitivity": "none"}),
@@ -1129,6 +1135,7 @@ def test_windows_of_which_nothing_is_left(name, options):
     assert all(torch.isfinite(t.float()).all() for t in method.calibrated().values())
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("sensitivity", SENSITIVITIES)
 @pytest.mark.parametrize("name", ["skvq", "kvquant"])

@@ -8,6 +8,7 @@ from operator import itemgetter
 import pytest
 import sentencepiece
 import torch
+
 from tinykv import hf
 from tinykv.assets import make
 from tinykv.assets.make import BOS, PENALTIES, Phase, batch_of, forward
@@ -94,6 +95,7 @@ def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, monkeypatc
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
 
 
+@pytest.mark.whole  # seconds
 def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch, capsys):
     """Two steps and two more give the bits of four; what is written is a checkpoint that loads."""
     monkeypatch.setattr(make, "PHASES", [Phase(2, 2, 40, 1, 1, (0.1,) * 4), Phase(4, 1, 60, 2, 1, (0.1,) * 4)])

@@ -5,10 +5,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_cli import SMALL, refused, run
 
 import eval_ppl
 import train_intact
-from test_cli import SMALL, refused, run, table
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
 from tinykv.cli import EMBEDDED
@@ -170,6 +170,7 @@ def test_one_method_of_several_is_marked(command, mine, tmp_path):
 
 # ---- bits over all windows
 
+@pytest.mark.whole
 def test_bits_are_means_over_windows(command, tmp_path):
     """KVQuant's outliers differ by window: three windows in one batch hold what they hold one by one."""
     found = []

@@ -19,9 +19,10 @@ Two protocols say when tokens are quantized:
              measure perplexity this way.
     stream   Read, then quantize. Tokens arrive in chunks, and are read in full precision first.
              Then whole blocks of `method.block` tokens are quantized, but never the newest
-             `method.recent` tokens. Generation works this way. Chunks of `method.chunk` tokens,
-             the first one longer by `method.recent`, give the same numbers as reading token by
-             token; longer chunks do not.
+             `method.recent` tokens. Generation works this way. A text that is read in chunks of
+             `method.chunk` tokens, the first one longer by `method.recent`, gives the same numbers
+             as one that is read token by token, since blocks fill up only where a chunk ends. With
+             longer chunks it does not.
 """
 from types import SimpleNamespace
 
@@ -33,12 +34,12 @@ PROTOCOLS = ("paper", "stream")
 INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
-def check_shape(x, shape, what):
-    """UserError if x, which a codec or a method gave, is not floating-point numbers (shape)."""
-    found = tuple(getattr(x, "shape", ()))
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or found != tuple(shape):
-        raise UserError(f"{what} has to give floating-point numbers {tuple(shape)}; it gave "
-                        f"{getattr(x, 'dtype', type(x))} {found}")
+def check_shape(x, shape, call, owner):
+    """UserError if x, which a call of a codec or method gave, is not floating-point (shape)."""
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.shape != shape:
+        found = f"{getattr(x, 'dtype', type(x))} {tuple(getattr(x, 'shape', ()))}"
+        raise UserError(f"`{call}` of {owner!r} has to give floating-point numbers {tuple(shape)}; "
+                        f"it gave {found}")
 
 
 class CachedRows:
@@ -76,7 +77,7 @@ class CachedRows:
         if self.codes is not None:
             decoded = self.codec.decode(self.codes)  # (B, Hkv, C, d)
             shape = (*rows.shape[:2], self.n_coded, rows.shape[3])
-            check_shape(decoded, shape, f"`decode` of {self.codec!r}")
+            check_shape(decoded, shape, "decode", self.codec)
             rows = torch.cat([decoded.to(rows.dtype), rows], dim=2)  # (B, Hkv, S, d)
         if self.pinned_positions is None:
             return rows
@@ -207,8 +208,8 @@ class LayerCache:
             rotated_q = self.rope.rotate(q, positions)  # (B, H, T, d)
             rotated_k = self.rotated(keys)  # (B, Hkv, S, d)
             of_keys, of_values = self.method.score(self, rotated_q, rotated_k)  # (B, Hkv, S) both
-            check_shape(of_keys, keys.shape[:3], f"`score` of {self.method!r}")
-            check_shape(of_values, keys.shape[:3], f"`score` of {self.method!r}")
+            check_shape(of_keys, keys.shape[:3], "score", self.method)
+            check_shape(of_values, keys.shape[:3], "score", self.method)
             self.note(of_keys, of_values)
             self.keys.add_scores(of_keys)
             self.values.add_scores(of_values)
@@ -251,10 +252,14 @@ class LayerCache:
         self.length += v.shape[2]
 
     def note(self, *numbers):
-        """Make `span` infinite or NaN if one of these is not finite. A GPU does not wait for it."""
+        """Make `span` infinite or NaN if one of these tensors holds a number that is not finite.
+
+        There is no test here, so that the program need not wait for a GPU.
+        """
         for x in numbers:
-            low, high = x.aminmax() if x.numel() else (0, 0)  # NaN if there is one
-            self.span = self.span + high - low
+            if x.numel():
+                low, high = x.aminmax()  # NaN both, if x holds a NaN
+                self.span = self.span + high - low
 
     def rotated(self, keys):
         """Keys of all tokens as attention needs them. keys (B, Hkv, S, d): as they are stored."""
@@ -266,7 +271,7 @@ class LayerCache:
     def due(self, rows, block):
         """How many of the oldest recent tokens of `rows`, a `CachedRows`, are quantized now."""
         if self.protocol == "paper":
-            return self.length
+            return self.length  # all of them: a window is one forward, so nothing is coded yet
         # recent tokens that are not among the newest; whole blocks of them
         old = self.length - rows.n_coded - self.method.recent
         return max(0, old - old % block)
@@ -385,8 +390,7 @@ class Trace:
     q (B, H, T, d), k and v (B, Hkv, T, d), all before RoPE, and hidden (B, T, D), the blocks'
     outputs, are lists with an entry per layer. keys, values (L, Hkv, n, d): a prefix of n tokens
     before the window, in each of the L layers; keys before RoPE. Both may require gradients.
-    watch: a function of (layer, hidden), called with each block's output. With a watch, nothing is
-    recorded.
+    watch: a function of (layer, hidden), called with each block's output in place of recording.
     """
 
     def __init__(self, model, keys=None, values=None, watch=None):

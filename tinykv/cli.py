@@ -3,6 +3,7 @@ import argparse
 import errno
 import importlib.util
 import os
+import re
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,7 @@ from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
 from tinykv.weights.linear import group_of
 
 EMBEDDED = Path(__file__).parent / "assets" / "tales"
+LARGEST_COUNT = 2 ** 31 - 1  # of tokens, windows, bits, ...
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -48,11 +50,18 @@ class Parser(argparse.ArgumentParser):
 @contextmanager
 def one_line(p, stopped="stopped"):
     """Around a command's body: what the user can mend ends it with one line and exit status 2."""
+    if sys.stdout is None:  # it was closed
+        sys.stdout = open(os.devnull, "w")
+    if hasattr(sys.stdout, "reconfigure"):  # a name that this stdout cannot print is printed escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
         sys.stdout.flush()
     except UserError as error:
         p.exit(2, f"{p.prog}: error: {error}\n")
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        p.exit(2, f"{p.prog}: error: not enough memory ({first_line(error)}); use a smaller --batch, "
+                  "--context or model\n")
     except KeyboardInterrupt:
         p.exit(130, f"\n{p.prog}: {stopped}\n")
     except OSError as error:
@@ -119,11 +128,16 @@ def list_of(kind, several=True):
     """An argparse type: "a,b,c" -> [a, b, c]; with several=False only a single "a" -> [a]."""
     def values(text):
         words = text.split(",")
+        # a number such as 1e99999999 would be computed for ever
+        endless = re.search(r"\d[eE][+-]?\d{4}", text) or len(text) > 4096
         try:
-            if several or len(words) == 1:
-                return [kind(word.strip()) for word in words]
+            found = [kind(word.strip()) for word in words]
+            too_large = kind is int and any(abs(value) > LARGEST_COUNT for value in found)
+            if (several or len(words) == 1) and not endless and not too_large:
+                return found
         except ValueError:
             pass
+        text = text if len(text) <= 80 else text[:77] + "..."
         what = {int: "whole number", float: "number", str: "name"}[kind]
         or_list = f", or list of {what}s" if several else ""
         raise argparse.ArgumentTypeError(f"{text!r} is no {what}{or_list}")
@@ -133,8 +147,14 @@ def list_of(kind, several=True):
 # Checks, and defaults that depend on the model or the device
 
 def check_counts(args, least, *flags):
-    """UserError for a flag whose number is below `least`. Needs no model, so it is called first."""
-    at_least(least, **{f"--{flag}": getattr(args, flag.replace("-", "_")) for flag in flags})
+    """UserError for a flag whose number is below `least`, or far too large. Needs no model, so it
+    is called first."""
+    counts = {f"--{flag}": getattr(args, flag.replace("-", "_")) for flag in flags}
+    at_least(least, **counts)
+    for flag, count in {**counts, "--seed": getattr(args, "seed", 0)}.items():
+        if count is not None and abs(count) > LARGEST_COUNT:
+            raise UserError(f"{flag} must be at most {LARGEST_COUNT}; got a number of "
+                            f"{len(str(abs(count)))} digits")
 
 
 def check_folder(flag, path):
@@ -203,7 +223,11 @@ def cache_class_of(attention, methods, device):
     if importlib.util.find_spec("triton") is None:
         raise UserError("--attention triton needs the package triton (pip install triton, on "
                         "Linux); or use --attention fused")
-    from tinykv.triton_cache import TritonCache, check_device, check_method  # only now: they need triton
+    from tinykv.triton_cache import (  # only now: they need triton
+        TritonCache,
+        check_device,
+        check_method,
+    )
     check_device(device)
     for method in methods:
         check_method(method)

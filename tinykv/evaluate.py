@@ -79,7 +79,7 @@ def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, model
 
     bar: an object with `update(n)`, told of every window that a method has finished. models {name:
     Llama}: for methods that run on another model, with quantized weights; its embedding and head
-    must be model's. cache_class: `KVCache`, or the class of caches that compute attention themselves.
+    must be model's. cache_class: `KVCache`, or a class of caches that compute attention themselves.
 
     A method that computes numbers that are not finite has a `fault`, and the others go on.
     UserError if it is fp16, or if no other method is left.
@@ -114,6 +114,8 @@ def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, model
                 check_left(results)
                 continue
             if cache.start:  # predictions at a prefix's own positions are fp16's
+                if not hidden:
+                    raise ValueError(f"{name} begins with a prefix; evaluate fp16 before it")
                 fp16 = next(iter(hidden.values()))  # (B, T, D)
                 outputs = [fp16[:, :cache.start], *outputs]
             hidden[name] = torch.cat(outputs, dim=1)  # (B, T, D)

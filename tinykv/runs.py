@@ -4,6 +4,7 @@ A setting is an argument of a method's constructor, so a new method brings its f
 with several values, such as `--preserve 1,5`, makes a run of each, for every method that takes it.
 """
 import argparse
+import difflib
 import importlib.util
 import inspect
 import itertools
@@ -22,7 +23,7 @@ from tinykv.codecs import SCHEMES, settings_of_scheme
 from tinykv.methods.base import Method
 from tinykv.methods.intactkv import open_prefix
 from tinykv.methods.registry import METHODS
-from tinykv.storage import first_line
+from tinykv.storage import first_line, listed
 
 
 @dataclass
@@ -151,8 +152,12 @@ def load_class(name):
     if name in METHODS:
         return METHODS[name]
     path, _, attribute = name.rpartition(":")
+    if name.endswith(".py"):
+        path, attribute = name, ""
     if not path.endswith(".py"):
-        raise UserError(f"unknown method {name!r}; there are {', '.join(METHODS)}, "
+        near = difflib.get_close_matches(name.lower(), METHODS, n=1)
+        guess = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"unknown method {name!r}; {guess}there are {', '.join(METHODS)}, "
                         "or path/to/file.py:Class")
     if not os.path.isfile(path):
         raise UserError(f"--method {name}: there is no file {path}")
@@ -173,8 +178,11 @@ def load_class(name):
 
     cls = getattr(module, attribute, None)
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
+        own = [key for key, value in vars(module).items() if inspect.isclass(value)
+               and issubclass(value, Method) and value.__module__ == module.__name__]
         raise UserError(f"--method {name}: {path} has no subclass of tinykv.methods.base.Method "
-                        f"named {attribute!r}")
+                        f"named {attribute!r}; it has {listed(own) or 'none'}, asked for as "
+                        f"{path}:Class")
     return cls
 
 
@@ -249,6 +257,10 @@ def runs_with(weights, args, config, tokenizer):
                     raise
                 left_out[label] = error
                 continue
+            except (ArithmeticError, ValueError, RecursionError) as error:
+                if ".py:" not in name:  # of a file, `own_errors` names the line
+                    raise UserError(f"{label}: {first_line(error)}; see its settings") from None
+                raise
             if len(method.codecs) != config.num_hidden_layers:
                 raise UserError(f"{name}: `codecs` has {len(method.codecs)} pairs for a model of "
                                 f"{config.num_hidden_layers} layers; its constructor makes one for each")

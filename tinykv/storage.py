@@ -61,8 +61,8 @@ def load_tensors(path, kind, device="cpu"):
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is no {kind}, or a damaged one ({first_line(error)})") from None
     if "digest" not in notes:
-        raise UserError(f"{path} is a safetensors file, but no {kind}, or one of another version; "
-                        "give another name")
+        raise UserError(f"{path} is a safetensors file, but not one that this version wrote as "
+                        f"a {kind}; give another name")
     if notes.pop("digest") != digest_of(tensors, notes):
         raise UserError(f"{path} is a damaged {kind}; remove it to make it again")
     check_finite(path, tensors)
@@ -122,11 +122,8 @@ def save_tensors(path, tensors, notes):
     header["__metadata__"] = dict(sorted(notes.items()))
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of 8
-
-    def fill(part):
-        with open(part, "wb") as out:
-            out.writelines([len(text).to_bytes(8, "little"), text, memoryview(file)[end:]])
-    write(path, fill)
+    file = b"".join([len(text).to_bytes(8, "little"), text, memoryview(file)[end:]])
+    write(path, lambda part: part.write_bytes(file))
 
 
 def write(path, fill):
@@ -260,7 +257,8 @@ def load_calibration(path, model, data):
     # 1. Is it one of our files, and whole?
     if notes.get("format") != "tinykv-calibration":
         raise UserError(f"{path} is a safetensors file, but not one that --calibration wrote")
-    tables = {name: {} for name in json.loads(notes["names"])}
+    names = json.loads(notes["names"])
+    tables = {name: {} for name in names}
     owners = {key.rpartition("/")[0] for key in tensors}
     if owners - tables.keys():
         raise UserError(f"{path} is not whole, or of another version; remove it to calibrate again")
@@ -311,6 +309,8 @@ def first_line(error):
 
 def first_bytes(path):
     """The first 200 bytes of a file; none if it cannot be read, which whoever opens it will report."""
+    if not os.path.isfile(path):  # to open a pipe is to wait
+        return b""
     try:
         with open(path, "rb") as file:
             return file.read(200)

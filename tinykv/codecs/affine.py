@@ -179,5 +179,6 @@ class Affine(Codec):
         floor = torch.maximum(lo.abs(), hi.abs()) / 2 ** 13
         scale = torch.maximum(scale, floor).clamp(1e-5, 1e4).half()
         zero = -lo / scale.float()
-        zero = torch.round(zero.clamp(-1e4, 1e4))  # clamps only where numbers are above 1e8
+        # clamps only numbers above 1e8, for which the scale is at its ceiling of 1e4
+        zero = torch.round(zero.clamp(-1e4, 1e4))
         return scale, zero.short()

@@ -45,9 +45,12 @@ SOURCES = {
 
 def fetch(source):
     """The path of the file, checked. It is downloaded if it is not there."""
-    folder = Path(os.environ.get("TINYKV_CACHE") or "~/.cache/tinykv").expanduser()
-    path = folder / source.url.rpartition("/")[2]
-    if not path.exists():
+    folder = os.environ.get("TINYKV_CACHE") or "~/.cache/tinykv"
+    try:
+        path = Path(folder).expanduser() / source.url.rpartition("/")[2]
+    except RuntimeError as error:  # of ~name, where nobody has that name
+        raise UserError(f"TINYKV_CACHE is {folder}: {error}; give a folder") from None
+    if not os.path.exists(path):  # unlike Path.exists, also for a name that no file can have
         download(source, path)
         return path
     fault = find_fault(path, source)

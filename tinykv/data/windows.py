@@ -4,12 +4,11 @@ A text is a sequence of documents. Each document is encoded on its own and begin
 tokenizer has one. The tokens of all documents form one stream, which is cut into windows without
 overlap. A remainder shorter than a window is dropped. Calibration and test never see the same text:
 
-| data | test | calibration |
-|---|---|---|
-| tales | stories of the test split | stories of the calibration split |
-| wikitext2 | the test split, one document, rows joined by "\\n\\n" | the train split, an article a document |
-| c4 | 1100 documents of the first validation shard, joined by " " | documents of the first train shard |
-| FILE | the first half of its characters, one document | the second half, one document |
+| data | test | calibration | |---|---|---| | tales | stories of the test split | stories of the
+calibration split | | wikitext2 | the test split, one document, rows joined by "\\n\\n" | the train
+split, an article a document | | c4 | 1100 documents of the first validation shard, joined by " " |
+documents of the first train shard | | FILE | the first half of its characters, one document | the
+second half, one document |
 
 The test texts of wikitext2 and c4 are those of the published numbers. WikiText-2: "\\n\\n".join
 over the rows of the Hugging Face dataset, where a row is a line of the raw file with its newline,
@@ -21,6 +20,7 @@ because neither call knows how much of it the other one takes.
 import gzip
 import io
 import json
+import re
 import zipfile
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
@@ -96,7 +96,8 @@ def check_arguments(tokenizer, context, windows, bos, prefix):
 
 
 def encode_documents(documents, tokenizer, need):
-    """Documents -> the stream's ids, at least `need` if the text has as many, and a mark per answer.
+    """Documents -> the stream's ids, at least `need` if the text has as many, and a mark per
+    answer.
 
     A mark is (fact, start, end), places in the stream: the first token of the sentence that states
     the fact, the first token of the answer, and the token after its last.
@@ -109,11 +110,29 @@ def encode_documents(documents, tokenizer, need):
             pieces, offsets = tokenizer.encode_with_offsets(document.text)
             marks += mark_answers(document, offsets, len(ids))
         else:
-            pieces = tokenizer.encode(document.text)
+            pieces = encode_beginning(document.text, tokenizer, need)
+        if document.text and not pieces:
+            raise UserError("the tokenizer makes no tokens of the text; take the tokenizer of the "
+                            "same checkpoint")
         ids.extend(pieces)
         if len(ids) >= need:
             break
     return ids, marks
+
+
+def encode_beginning(text, tokenizer, need):
+    """The ids of a text, or of as much of its beginning as has `need` of them.
+
+    To encode all of a long text takes minutes, and gigabytes. It is cut before a single blank
+    between two words, over which no token reaches.
+    """
+    length = 16 * need + 2 ** 16  # characters
+    while cut := re.compile(r"\w(?= \w)").search(text, length):
+        ids = tokenizer.encode(text[:cut.end()])
+        if len(ids) >= need:
+            return ids
+        length *= 4
+    return tokenizer.encode(text)
 
 
 def mark_answers(document, offsets, base):
@@ -122,6 +141,8 @@ def mark_answers(document, offsets, base):
     A token belongs to an answer, or a sentence, if they share a character: it may also hold the
     blank before the word.
     """
+    if not offsets:
+        return []
     starts, ends = zip(*offsets)  # in characters, one of each per token
     marks = []
     for fact, start, end in document.answers:
@@ -206,8 +227,8 @@ def read_json_lines(path):
 
 
 def halves(path):
-    """The text of a file in two, of equal length in characters: without a byte order mark, its lines
-    ending in newlines."""
+    """The text of a file in two, of equal length in characters: without a byte order mark, its
+    lines ending in newlines."""
     check_regular(path)
     try:
         text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
@@ -219,6 +240,6 @@ def halves(path):
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give a text file") from None
     except ValueError as error:  # no file can have this name
-        raise UserError(f"{path[:80]!r} cannot be read ({error}); give a text file") from None
+        raise UserError(f"{str(path)[:80]!r} cannot be read ({error}); give a text file") from None
     middle = len(text) // 2
     return text[:middle], text[middle:]

@@ -1,4 +1,5 @@
 """The weights of a checkpoint folder -> Llama, and a Llama with its tokenizer -> a folder."""
+import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from tinykv.hf.config import checkpoint_folder, config_fields, load_config
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama
 from tinykv.storage import (
+    check_regular,
     first_line,
     listed,
     open_safetensors,
@@ -49,6 +51,9 @@ def load_model(folder, device="cpu", dtype=torch.float32):
     folder = checkpoint_folder(folder)
     config = load_config(folder)
     stored = find_tensors(folder)
+    if config.num_hidden_layers > len(stored):  # to name all that is missing, all would be made
+        raise UserError(f"{folder}: the weights do not fit config.json; {len(stored)} tensors are not "
+                        f"{config.num_hidden_layers} layers; take both from the same checkpoint")
 
     # 2. a model with shapes and no memory; its parameters must be those of the folder
     with torch.device("meta"), NoInit():
@@ -103,6 +108,8 @@ def usable_device(device):
     """The torch.device of that name. One of several GPUs becomes the one that runs kernels, too."""
     try:
         torch.empty(0, device=device)
+        if torch.device(device).type == "meta":
+            raise RuntimeError("it holds no numbers")
         if torch.device(device).type == "cuda" and torch.device(device).index is not None:
             torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: this torch was built for CPUs only
@@ -137,7 +144,7 @@ def list_shards(index):
     strange = [shard for shard in shards if Path(shard).name != shard or Path(shard).suffix != kind]
     if strange:
         raise UserError(f"{index} names {listed(strange)}; shards are {kind} files that lie beside their index")
-    absent = [shard for shard in shards if not (folder / shard).exists()]
+    absent = [shard for shard in shards if not os.path.isfile(folder / shard)]
     if absent:
         raise UserError(f"{index} names {listed(absent)}, not in {folder}; download the missing files")
 
@@ -183,6 +190,7 @@ def read_tensor(stored, name, device, dtype):
 
 def open_bin(path):
     """{name: tensor} of a pytorch_model.bin, a pickle: weights_only reads tensors, refuses code."""
+    check_regular(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
@@ -192,9 +200,16 @@ def open_bin(path):
         raise UserError(f"{path} is not a whole file of torch.save ({first_line(error)}){remedy(path)}") from None
     if isinstance(content, dict):
         names_are_text = all(isinstance(name, str) for name in content)
-        if names_are_text and all(isinstance(value, torch.Tensor) for value in content.values()):
+        if names_are_text and all(map(is_plain, content.values())):
             return content
-    raise UserError(f"{path} is not a dictionary of tensors; take the file that save_pretrained wrote")
+    raise UserError(f"{path} is not a dictionary of tensors, or one holds no plain numbers; take the file that "
+                    "save_pretrained wrote")
+
+
+def is_plain(value):
+    """Whether a value is a tensor with its numbers in memory: not sparse, nested, or of shape alone."""
+    return (isinstance(value, torch.Tensor) and value.layout is torch.strided
+            and not value.is_nested and value.device.type == "cpu")
 
 
 def check_tensors(model, stored, folder):

@@ -3,6 +3,7 @@
 A value that the model does not implement is an error that names it. A field that is absent has the
 value that transformers gives it.
 """
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -37,14 +38,14 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/model
 def checkpoint_folder(folder):
     """The folder as a Path; UserError if there is no such folder."""
     path = Path(folder)
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, also for a name that no file can have
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise UserError(f"{folder} is a file; give the checkpoint folder that it lies in")
     if HUB_NAME.fullmatch(str(folder)):
         raise UserError(f"no folder {folder}; if it is a name on the Hugging Face hub, download it first with "
                         f"`hf download {folder} --local-dir {path.name}`, then give the folder {path.name}")
-    raise UserError(f"no folder {folder}; give the folder of a checkpoint in Hugging Face format")
+    raise UserError(f"no folder {str(folder)[:200]}; give the folder of a checkpoint in Hugging Face format")
 
 
 # config.json -> LlamaConfig
@@ -90,7 +91,7 @@ def parse_config(raw, where):
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=positive_int(raw, "intermediate_size", where),
-        num_hidden_layers=positive_int(raw, "num_hidden_layers", where),
+        num_hidden_layers=positive_int(raw, "num_hidden_layers", where, largest=1024),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
@@ -103,7 +104,7 @@ def parse_config(raw, where):
         mlp_bias=flag(raw, "mlp_bias", where),
         sliding_window=window,
         model_type=kind,
-        bos_token_id=token_id(raw, "bos_token_id", vocab, where),
+        bos_token_id=first_of(token_id(raw, "bos_token_id", vocab, where)),
         eos_token_id=token_id(raw, "eos_token_id", vocab, where))
 
 
@@ -175,6 +176,8 @@ def check_implemented(raw, where):
     for name, values in IMPLEMENTED.items():
         if raw.get(name) is None or raw[name] in values:
             continue
+        if name == "layer_types" and set(map(str, raw[name])) <= {"full_attention"}:
+            continue
         instead = f"; it implements {' and '.join(map(short, values))}" if values else ""
         raise UserError(f"{where}: {name} is {short(raw[name])}, which tinykv does not implement{instead}; "
                         "take a plain checkpoint of this model")
@@ -182,10 +185,11 @@ def check_implemented(raw, where):
 
 # One field of the JSON object, checked. A field without a default must be there.
 
-def positive_int(raw, name, where, default=None):
+def positive_int(raw, name, where, default=None, largest=2 ** 24):
     value = field(raw, name, where, default)
-    if type(value) is not int or value < 1:
-        raise UserError(f"{where}: {name} is {short(value)}; it must be a whole number from 1")
+    if type(value) is not int or not 1 <= value <= largest:
+        raise UserError(f"{where}: {name} is {short(value)}; it must be a whole number from 1 to "
+                        f"{largest}")
     return value
 
 
@@ -211,6 +215,13 @@ def token_id(raw, name, vocab, where):
     for one in value if isinstance(value, list) else [value]:
         if type(one) is not int or not 0 <= one < vocab:
             raise UserError(f"{where}: {name} is {short(value)}; token ids go from 0 to vocab_size - 1 = {vocab - 1}")
+    return value
+
+
+def first_of(value):
+    """The first of a list, or None if it is empty; what is no list, as it is."""
+    if isinstance(value, list):
+        return value[0] if value else None
     return value
 
 

@@ -1,9 +1,30 @@
 """Text to token ids and back: sentencepiece (LLaMA 1 and 2, Mistral), and tokenizer.json (Llama 3)."""
 import re
+from contextlib import contextmanager
 
 from tinykv import UserError
 from tinykv.hf.config import checkpoint_folder
-from tinykv.storage import first_bytes, first_line, read_json, remedy
+from tinykv.storage import (
+    LARGEST_JSON,
+    check_regular,
+    first_bytes,
+    first_line,
+    read_json,
+    remedy,
+)
+
+
+@contextmanager
+def faults_of(path):
+    """Around a call of a tokenizer's library: what it raises, a panic of Rust included, is a fault
+    of the file."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # as a PanicException is no Exception
+        raise UserError(f"{path} is not a tokenizer, or cannot encode this text "
+                        f"({first_line(error)}){remedy(path)}") from None
 
 
 class Tokenizer:
@@ -28,9 +49,11 @@ class Tokenizer:
 class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path):
         from sentencepiece import SentencePieceProcessor
+        check_regular(path)
+        self.path = path
         try:
             self.pieces = SentencePieceProcessor(model_proto=path.read_bytes())
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:  # ValueError: pieces that are not UTF-8
             raise UserError(f"{path} is not a whole sentencepiece model ({first_line(error)}){remedy(path)}") from None
         self.vocab_size = self.pieces.get_piece_size()
         if not self.vocab_size:
@@ -40,7 +63,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_with_offsets(self, text):
         """text -> ids and [(start, end)] in characters; of byte pieces, the last has the character."""
-        found = self.pieces.encode(text, return_type="offset_mapping")
+        with faults_of(self.path):
+            found = self.pieces.encode(text, return_type="offset_mapping")
         return found["ids"], found["offsets"]
 
     def decode(self, ids):
@@ -59,10 +83,10 @@ class SentencePieceTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     def __init__(self, path):
         from tokenizers import Tokenizer as Fast
-        try:
+        check_regular(path, LARGEST_JSON)
+        self.path = path
+        with faults_of(path):
             self.fast = Fast.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # tokenizers raises no narrower class
-            raise UserError(f"{path} is not a tokenizer ({first_line(error)}){remedy(path)}") from None
         # a file may carry the settings of the run that wrote it
         self.fast.no_truncation()
         self.fast.no_padding()
@@ -71,7 +95,8 @@ class JsonTokenizer(Tokenizer):
 
     def encode_with_offsets(self, text):
         """text -> ids and [(start, end)] in characters; of byte pieces, each has the character."""
-        found = self.fast.encode(text, add_special_tokens=False)
+        with faults_of(self.path):
+            found = self.fast.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
 
     def decode(self, ids):
@@ -104,7 +129,8 @@ def load_tokenizer(folder, config):
     # 3. does a text begin with bos_id? tokenizer_config.json decides, or else the tokenizer
     add_bos = settings.get("add_bos_token")
     if add_bos is None:
-        add_bos = tokenizer.begins_with_bos()
+        with faults_of(tokenizer.path):
+            add_bos = tokenizer.begins_with_bos()
     tokenizer.add_bos = tokenizer.bos_id is not None and bool(add_bos)
     return tokenizer
 
@@ -134,7 +160,8 @@ def special_id(tokenizer, settings, name, fallback):
     if isinstance(piece, dict):
         piece = piece.get("content")
     if isinstance(piece, str) and piece:
-        found = tokenizer.id_of(piece)
+        with faults_of(tokenizer.path):
+            found = tokenizer.id_of(piece)
     else:
         found = tokenizer.builtin_ids[name]
     if found is not None:

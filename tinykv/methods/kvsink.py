@@ -4,9 +4,9 @@
     Code: any scheme.
     When: at once under `paper`, in blocks of tokens in a stream.
 
-Algorithm 1. There is one block, the emergence layer lE, from whose output H^lE on sink tokens carry
-a huge number in one fixed channel c of the hidden state. So one look at one channel of one block's
-output tells where the sinks are:
+Algorithm 1. There is one block, the emergence layer lE, with output H^lE. From that output on, sink
+tokens carry a huge number in one fixed channel c of the hidden state. So one look at one channel of
+one block's output tells where the sinks are:
     S = top-k of |H^lE[i, c]| over tokens i
     layers l > lE keep K_l, V_l of S in full precision, and quantize the other tokens
 Layers up to lE have stored their keys before S is known. They quantize every token.
@@ -81,7 +81,7 @@ class KVSink(CodecMethod):
         self.profile.append(outlier(hidden))
 
     def fit(self, step):
-        # `watch` saw the layers -1 (the embedding) .. L-1 of each window in this order
+        # calibration called `watch` with layers -1 (the embedding) .. L-1 of each window, in order
         table = torch.tensor(self.profile).unflatten(0, (-1, self.n_layers + 1))  # (W, L + 1, 3)
         self.profile = []
         largest, ratio, channel = table.unbind(-1)  # (W, L + 1) each

@@ -25,8 +25,8 @@ open is settled so:
 - A text that comes at once (a prompt, or a window under `paper`) gets its pool in one election,
   among all its tokens that are quantized then, so no token is evicted. Fed in block by block, the
   same text ends with the same pool, as long as the extra pool is not full.
-- Where the extra pool cannot take all the evicted tokens, only as many newcomers are admitted as it
-  can, the best first.
+- Where the extra pool has room for fewer tokens than would be evicted, only as many newcomers are
+  admitted as it has room for, the best first.
 - Values are quantized together with the keys, G at a time; KIVI's own code quantizes one token's
   values a step. With `outlier_num=0` this equals `kivi` with the same `group_size` and `recent`.
 - `select="largest"` is the paper's counter-example.
@@ -71,7 +71,7 @@ class OTT(CodecMethod):
         # 2. The pool as it is, and its scores.
         pool = keys.pinned_positions[..., :p]  # (B, h, up to p)
         extra = keys.pinned_positions[..., p:]  # (B, h, e), -1 where a slot is empty
-        n_pool = pool.shape[-1]  # p, or less after a text that began with fewer tokens
+        n_pool = pool.shape[-1]  # p, or less if the first election had fewer candidates
         pool_scores = self.size(keys.pinned_rows[:, :, :n_pool])  # (B, h, n_pool)
 
         # 3. Admit no more candidates than there are free places, in the pool and in the extra pool.
