@@ -19,10 +19,10 @@ Two protocols say when tokens are quantized:
              measure perplexity this way.
     stream   Read, then quantize. Tokens arrive in chunks, and are read in full precision first.
              Then whole blocks of `method.block` tokens are quantized, but never the newest
-             `method.recent` tokens. Generation works this way. A text that is read in chunks of
-             `method.chunk` tokens, the first one longer by `method.recent`, gives the same numbers
-             as one that is read token by token, since blocks fill up only where a chunk ends. With
-             longer chunks it does not.
+             `method.recent` tokens. Generation works this way. Where the first chunk has
+             `method.recent + method.chunk` tokens and each later one `method.chunk`, blocks fill
+             up only at the end of a chunk, and the numbers are the same as token by token. With
+             longer chunks they are not.
 """
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 def check_shape(x, shape, call, owner):
-    """UserError if x, which a call of a codec or method gave, is not floating-point (shape)."""
+    """UserError if x, given by a call of a codec or method, is no float tensor of this shape."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.shape != shape:
         found = f"{getattr(x, 'dtype', type(x))} {tuple(getattr(x, 'shape', ()))}"
         raise UserError(f"`{call}` of {owner!r} has to give floating-point numbers {tuple(shape)}; "
@@ -254,7 +254,7 @@ class LayerCache:
     def note(self, *numbers):
         """Make `span` infinite or NaN if one of these tensors holds a number that is not finite.
 
-        There is no test here, so that the program need not wait for a GPU.
+        No test looks at the numbers themselves: the program would have to wait for the GPU.
         """
         for x in numbers:
             if x.numel():
@@ -272,7 +272,7 @@ class LayerCache:
         """How many of the oldest recent tokens of `rows`, a `CachedRows`, are quantized now."""
         if self.protocol == "paper":
             return self.length  # all of them: a window is one forward, so nothing is coded yet
-        # recent tokens that are not among the newest; whole blocks of them
+        # the recent part without the newest `method.recent` tokens; of that, whole blocks
         old = self.length - rows.n_coded - self.method.recent
         return max(0, old - old % block)
 

@@ -131,7 +131,7 @@ class Attention(nn.Module):
             out = cache.attend(layer, q, k, v, positions)  # (B, H, T, d)
             return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
 
-        # keys and values of all S tokens so far: those that the cache returns
+        # keys and values of all S tokens so far; with a cache, the cache returns them
         if cache is None:
             k = rope.rotate(k, positions)  # (B, Hkv, S = T, d)
         else:

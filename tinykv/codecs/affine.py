@@ -17,10 +17,11 @@ With axis "channel" it lies within one channel: G consecutive tokens.
 The range is dynamic, taken from the numbers that are quantized, or static, taken from calibration
 text.
 
-Paper and practice. A constant group has max = min, so s has a floor of 1e-5, or 0 / 0 would give
-NaN. Under "integer-zero" s has a second floor, 2^-13 of the group's largest |x|, so that |z| is at
-most about 2^13. Numbers x of 16 bits are too coarse to need finer steps. The papers lack the second
-floor, and clip z to 1e4 instead. With their clip, a constant group of 1.0 comes back as 0.1.
+Paper and practice. In a constant group max = min, and s = 0 would give 0 / 0 = NaN, so s is at
+least 1e-5. Under "integer-zero" s is also at least 2^-13 of the group's largest |x|, so that |z| is
+at most about 2^13; an x of 16 bits near that largest |x| is no more precise than such a step. The
+papers lack the second floor, and clip z to 1e4 instead. With their clip, a constant group of 1.0
+comes back as 0.1.
 """
 import torch
 
@@ -179,6 +180,6 @@ class Affine(Codec):
         floor = torch.maximum(lo.abs(), hi.abs()) / 2 ** 13
         scale = torch.maximum(scale, floor).clamp(1e-5, 1e4).half()
         zero = -lo / scale.float()
-        # clamps only numbers above 1e8, for which the scale is at its ceiling of 1e4
+        # the clamp acts only where |lo| is above 1e8, as the scale has a ceiling of 1e4
         zero = torch.round(zero.clamp(-1e4, 1e4))
         return scale, zero.short()

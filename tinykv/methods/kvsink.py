@@ -16,13 +16,15 @@ Paper and practice.
   counts layers from 0, so lE = 1 is the second block. This fits the figures, which show sinks only
   "beyond layers 0 and 1". The table lists up to four channels; the method uses one and does not say
   which: here the first. On any other model `find_outlier` looks for both on the calibration
-  windows. If it finds no outlier, the first k tokens are kept as PFN does, and the command says so.
-- k tokens are always kept, though there may be only one to three sinks. The surplus costs its 16
-  bits, no more.
-- Under the `paper` protocol S is chosen over the whole window, so an early query profits from a
-  later choice. In a stream S is the top-k of the tokens seen so far: a new sink takes the place of
-  a weaker one, which is read as its codes from then on. The paper freezes S after the prefill; a
-  stream that starts from nothing has no prefill.
+  windows. If it finds no outlier, the first k tokens are kept, as the method `pfn` does, and
+  `describe` says so.
+- k tokens are always kept, though there may be only one to three sinks. The others cost 16 bits a
+  number, and do no other harm.
+- Under the `paper` protocol S is chosen over the whole window, so a later token can take the place
+  of one that an early query would have kept. In a stream S is the top-k of the tokens seen so far:
+  a new sink takes the place of a weaker one at the next quantization, and the weaker one is read as
+  its codes from then on. The paper freezes S after the prefill; a stream that starts from nothing
+  has no prefill.
 - With static ranges the sinks are left out of the calibration, as the paper asks.
 """
 import torch
@@ -181,10 +183,10 @@ def find_outlier(largest, ratio, channel, massive=(100.0, 1000.0)):
     else:
         growth = largest[1:-1] / largest[:-2]  # (L - 1)
         layer = int(growth.argmax())
-        here, before = ratio[layer + 1], ratio[1:layer + 1]  # of that block, of those before it
+        here, before = ratio[layer + 1], ratio[1:layer + 1]  # of this block; of the blocks before
         if here < 30 or (layer and here < 3 * before.median()):
             return None
-    # 2. the channel: each window votes in each of three layers from there on; 9 of 10 votes agree
+    # 2. the channel: each window votes in up to three layers from there on; 90% have to agree
     votes = channel[:, layer + 1:layer + 4]  # (W, up to 3)
     winner = int(votes.flatten().mode().values)
     agreement = (votes == winner).float().mean()

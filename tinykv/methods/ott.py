@@ -27,8 +27,9 @@ open is settled so:
   same text ends with the same pool, as long as the extra pool is not full.
 - Where the extra pool has room for fewer tokens than would be evicted, only as many newcomers are
   admitted as it has room for, the best first.
-- Values are quantized together with the keys, G at a time; KIVI's own code quantizes one token's
-  values a step. With `outlier_num=0` this equals `kivi` with the same `group_size` and `recent`.
+- Values are quantized together with the keys, G at a time; the code of KIVI's authors quantizes the
+  values of one token per step. With `outlier_num=0` this equals the method `kivi` here with the
+  same `group_size` and `recent`.
 - `select="largest"` is the paper's counter-example.
 """
 import torch
