@@ -440,6 +440,7 @@ def static(limits, h, c, per_token):
     return min(limits[h, m][0] for m in members), max(limits[h, m][1] for m in members)
 
 
+@pytest.mark.one_in(2)
 def test_table_1(case):
     """Every row and column: sums of squares over single numbers, with grids from the definitions."""
     model, windows, marks, lists = case
@@ -553,6 +554,7 @@ def outputs_of(model, tokens, cache=None):
     return before.outputs[-1][0], [(b - a)[0] for a, b in zip(before.inputs, after.inputs)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("n", [0, 1, 7])
 def test_errors_by_length(n):
     """Against the same rows in the cache that generates, which rounds them to 16 bits, and PyTorch's own hooks."""

@@ -172,6 +172,7 @@ def test_help_names_every_phenomenon(monkeypatch, capsys):
         assert place in " ".join(out.split())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("words", [
     ["--vq", "d3m8"], ["--context", "100000"], ["--model", "no/folder"], ["--calib-windows", "0"], ["--windows", "0"],
     ["--json", "no/such/folder/x.json"], ["--vq", "d8m4096"], ["nothing"],

@@ -102,16 +102,16 @@ def all_cells(methods, axes):
 
 
 def covering(found, axes):
-    """Some of the cells: each method under each protocol; and each length, each scheme and each
-    value of the other axes with some method.
+    """Some of the cells: each method; and each protocol, length and scheme, and each value of the
+    other axes, with some method.
 
     The cell that shows the most new things comes next. Of equals, the first whose method is new on
     its scheme.
     """
     shows = {}
     for case in found:
-        shows[case] = {case.cls, (case.cls, case.protocol)}
-        shows[case] |= {("length", case.length), case.scheme, case.settings}
+        shows[case] = {case.cls, ("protocol", case.protocol), ("length", case.length)}
+        shows[case] |= {case.scheme, case.settings}
         shows[case] |= {(axis, getattr(case, axis)) for axis in axes}
     missing, chosen, seen = set().union(*shows.values()), [], set()
     while missing:

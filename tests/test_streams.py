@@ -331,6 +331,7 @@ def compare(case, text, sizes, protocol):
     return cache, plain
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_token_by_token(name):
     @given(cases(name), texts())
