@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -154,6 +155,7 @@ def replace_file(path, fill):
     try:
         fill(part)
         if special:
+            sys.stdout.flush()  # the path may be that of stdout: what was printed comes first
             with open(part, "rb") as source, open(path, "ab") as target:
                 shutil.copyfileobj(source, target)
             return
