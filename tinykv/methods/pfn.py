@@ -1,5 +1,4 @@
-"""PFN-N: preserve the first N tokens. SKVQ (N = 5) and KVQuant (N = 1) protect attention sinks this
-way.
+"""PFN-N: preserve the first N tokens, as SKVQ (N = 5) and KVQuant (N = 1) do for attention sinks.
 
     Keep: positions 0 .. N-1, in every layer.   Code: any scheme.
     When: at once, in blocks in a stream.
