@@ -239,6 +239,7 @@ def drawn(rows):
     return lines, below
 
 
+@pytest.mark.whole
 def test_perplexity_is_drawn_above_fp16_s_in_per_cent():
     lines, below = drawn([row("rtn bits=2", 3.0), row("rtn bits=4", 2.002, 4.0), row("rtn bits=8", 1.99, 8.0)])
     assert lines.keys() == {"rtn"} and below == [(8.0, figures.FLOOR)]

@@ -119,6 +119,7 @@ def test_nothing_depends_on_the_hash_seed():
     assert run.stdout.strip() == f"{[digest(split) for split in SPLITS]} {here.tokens.sum().item()} {here.answers}"
 
 
+@pytest.mark.whole
 def test_every_pair_has_one_split():
     share = [split_of(name, town) for name in NAMES for town in TOWNS]
     assert set(share) == set(SPLITS)

@@ -41,7 +41,7 @@ SMALL = {"--windows": "1", "--context": "160", "--calib-windows": "2", "--steps"
          "--samples": "1", "--updates": "1", "--accumulate": "1", "--epochs": "1", "--tokens": "256",
          "--only": "no command has these words"}
 SLOW = {"0.375": "1", "0.75": "1"}  # bits: 4,096 centroids need 4,096 vectors, and minutes
-LONG = ("tinykv.analysis all", "benchmark.py", "--method all", "--method antkv", "omniquant")
+LONG = ("tinykv.analysis all", "benchmark.py", "--method all", "--method antkv", "omniquant", "--outliers")
 
 
 def read(page):

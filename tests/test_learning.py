@@ -339,7 +339,7 @@ def kvquant_on(model, **changed):
     return method
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("outliers", [0.0, 1.0, 4.0, 20.0])
 @pytest.mark.parametrize("preserve", [0, 1, 5])
 def test_ranges_of_keys(outliers, preserve):
@@ -530,7 +530,7 @@ def changed(rows, at, by=None):
     return out
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("cls, options", [
     *((KVQuant, {"sensitivity": s, "outliers": o}) for s in SENSITIVITIES for o in (0.0, 4.0)),
     *((PerHead, {"sensitivity": "none", "outliers": o}) for o in (0.0, 4.0, 20.0)),
@@ -1081,7 +1081,7 @@ def calibrated(name, options, model, windows):
     return method
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name, options", FOUR, ids=str)
 @pytest.mark.parametrize("size", [0.0, 1.5, -300.0])

@@ -340,6 +340,7 @@ def test_token_by_token(name):
     check()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_in_chunks_of_any_size(name):
     """Attention reads a chunk before it is quantized, and all of its full blocks are quantized at once."""
