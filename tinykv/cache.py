@@ -217,13 +217,8 @@ class LayerCache:
         # When: how many of the oldest recent tokens are quantized now?
         n_keys = self.due(self.keys, self.method.block)
         n_values = self.due(self.values, self.method.v_block or self.method.block)
-        # Keep: which tokens stay in full precision from now on? Keys and values are both asked
-        # before anything is pinned or quantized.
-        keep_keys = keep_values = None
-        if n_keys:
-            keep_keys = self.checked(self.method.keep_keys(self, n_keys))
-        if n_values:
-            keep_values = self.checked(self.method.keep_values(self, n_values))
+        # Keep: which tokens stay in full precision from now on?
+        keep_keys, keep_values = self.to_keep(n_keys, n_values)
         if keep_keys is not None:
             self.keys.pin(keep_keys, keys)
         if keep_values is not None:
@@ -275,6 +270,18 @@ class LayerCache:
         # the recent part without the newest `method.recent` tokens; of that, whole blocks
         old = self.length - rows.n_coded - self.method.recent
         return max(0, old - old % block)
+
+    def to_keep(self, n_keys, n_values):
+        """The positions of the keys, and of the values, that the method keeps; None: no change.
+
+        It is asked for both before anything is pinned or quantized.
+        """
+        keep_keys = keep_values = None
+        if n_keys:
+            keep_keys = self.checked(self.method.keep_keys(self, n_keys))
+        if n_values:
+            keep_values = self.checked(self.method.keep_values(self, n_values))
+        return keep_keys, keep_values
 
     def checked(self, positions):
         """What `keep_keys` or `keep_values` gave. UserError if it is neither None nor positions."""

@@ -100,8 +100,7 @@ class Recorder(KVCache):
             k, v = k + leaf_k, v + leaf_v
         cache.append(k.detach(), v.detach(), positions)
         keys, values = cache.keys.read(), cache.values.read()  # (1, Hkv, T, d) both
-        keep_keys = cache.checked(self.method.keep_keys(cache, cache.length))
-        keep_values = cache.checked(self.method.keep_values(cache, cache.length))
+        keep_keys, keep_values = cache.to_keep(cache.length, cache.length)
         if keep_keys is not None:
             cache.keys.pin(keep_keys, keys)
         if keep_values is not None:

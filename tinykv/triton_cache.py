@@ -516,8 +516,7 @@ class TritonLayer(LayerCache):
         """The second half of `LayerCache.update`; pinned rows come from rows in full precision."""
         n_keys = self.due(self.keys, self.method.block)
         n_values = self.due(self.values, self.method.v_block or self.method.block)
-        keep_keys = self.checked(self.method.keep_keys(self, n_keys)) if n_keys else None
-        keep_values = self.checked(self.method.keep_values(self, n_values)) if n_values else None
+        keep_keys, keep_values = self.to_keep(n_keys, n_values)
         for rows, n, positions in ((self.keys, n_keys, keep_keys),
                                    (self.values, n_values, keep_values)):
             if positions is not None:
