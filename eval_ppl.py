@@ -264,11 +264,14 @@ def print_table(rows):
             lines.append([row["label"], row["scheme"] or "-", str(row["preserve"]), "not finite",
                           *["-"] * 10])
             continue
+        bits = f"{row['k_bits']:g}"
+        if row["v_bits"] != row["k_bits"]:
+            bits += f"/{row['v_bits']:g}"
         lines.append([
             row["label"], row["scheme"] or "-", str(row["preserve"]),
             f"{row['ppl']:.3f}", cli.figure(row["ppl_se"], ".3f"), f"{row['delta_ppl']:+.3f}",
             f"{row['kld']:.4f}", f"{row['top1']:.1%}", cli.figure(row["recall"], ".1%"),
-            f"{row['bits_nominal']:g}", f"{row['bits_true']:.2f}", f"{row['bits_128k']:.2f}",
+            bits, f"{row['bits_true']:.2f}", f"{row['bits_128k']:.2f}",
             f"{row['cache_bytes'] / 1024:.0f}", f"{row['seconds']:.1f}"])
     if any(row["weights"] for row in rows):
         head.insert(0, "weights")

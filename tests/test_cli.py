@@ -13,6 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import eval_ppl
+import train_intact
+from tinykv.analysis import __main__ as analysis
 from tinykv.calibrate import calibrate
 from tinykv.cli import EMBEDDED
 from tinykv.methods.registry import METHODS
@@ -89,7 +91,7 @@ def test_json_has_the_table(command, tmp_path):
 
 def test_keys_and_values_may_differ_in_bits(command):
     _, out, _ = command("--method", "rtn", "--k-bits", "4", "--v-bits", "1.5", "--scheme", "token-dynamic", *SMALL)
-    assert table(out)["rtn"]["bits"] == "2.75"
+    assert table(out)["rtn"]["bits"] == "4/1.5"
 
 
 def test_a_plot_of_bits_and_a_plot_of_kept_tokens(command, tmp_path):
@@ -764,9 +766,38 @@ def test_a_cache_folder_of_nobody(command, monkeypatch):
     assert "TINYKV_CACHE" in refused(command, "--data", "wikitext2", "--method", "fp16", *SMALL)
 
 
-@pytest.mark.parametrize("asked, meant", [("kvsnik", "kvsink"), ("KIVI", "kivi"), ("rnt", "rtn")])
-def test_a_misspelt_method_is_guessed(command, asked, meant):
-    assert f"did you mean {meant}?" in refused(command, "--method", asked, *SMALL)
+@pytest.mark.parametrize("asked, meant", [
+    ("--method kvsnik", "kvsink"), ("--method KIVI", "kivi"), ("--method rnt", "rtn"), ("--presreve 5", "--preserve"),
+    ("--Preserve=5", "--preserve"), ("--group_size 5", "--group-size"), ("--protocol Strem", "stream"),
+    ("--dtype FP61", "fp16"), ("--scheme kvqant", "kvquant"), ("--method skvq --reorder On", "on"),
+    ("--weights AQW", "awq"), ("--data wikitxt2", "wikitext2"), ("--attention fuse", "fused")])
+def test_what_is_misspelt_is_guessed(command, asked, meant):
+    assert f"did you mean {meant}?" in refused(command, *SMALL, *asked.split())
+
+
+@pytest.mark.parametrize("module, words", [(train_intact, ["--out", "x.safetensors", "--acumulate", "2"]),
+                                           (analysis, ["norms", "--treshold", "0.1"]), (analysis, ["Nroms"])])
+def test_on_the_other_commands_too(capsys, monkeypatch, module, words):
+    status, _, err = run(module, capsys, monkeypatch, *words)
+    assert status == 2 and err.count("\n") == 1
+    assert re.search("did you mean (--accumulate|--threshold|norms)[?]$", err.strip())
+
+
+def test_what_is_near_to_nothing_is_not_guessed(command):
+    assert "did you mean" not in refused(command, "--xyzzy", "5", *SMALL)
+
+
+@pytest.mark.parametrize("words, takers", [
+    ("--method kivi --preserve 5", "it is one of pfn, kvsink, skvq, kvquant"),
+    ("--method rtn --outliers 1", "it is one of kvquant, and of rtn, pfn, kvsink under --scheme kvquant"),
+    ("--method fp16 --bits 3", "it is one of rtn, pfn, kvsink, kivi, ott, skvq, intactkv, kvquant, cq, antkv")])
+def test_a_refused_setting_says_who_takes_it(command, words, takers):
+    assert refused(command, *SMALL, *words.split()).strip().endswith(takers)
+
+
+def test_help_says_which_flag_of_bits_goes_before(command):
+    status, out, _ = command("--help")
+    assert status == 0 and "--k-bits and --v-bits go before it" in " ".join(out.split())
 
 
 def test_a_file_without_a_class_lists_its_classes(command, mine):

@@ -362,7 +362,7 @@ def test_what_a_prefix_may_be(embedded, tmp_path):
     assert found.ids == [tokenizer.bos_id, *tokenizer.encode("Balo lives in Eastwick.")] and str(found) == str(path)
     path.write_bytes(b"\xff\xfe\xff")
     for what in (str(path), str(tmp_path), "nothing.txt", "boss"):
-        with pytest.raises(UserError, match="cannot be read|is a folder"):
+        with pytest.raises(UserError, match="is not UTF-8|there is no file|is a folder"):
             open_prefix(what, tokenizer, model.config)
 
 

@@ -1,4 +1,5 @@
 """tinykv: every method of five papers on KV-cache quantization, small enough to read."""
+import difflib
 
 
 class UserError(ValueError):
@@ -18,4 +19,11 @@ def one_of(choices, **settings):
     for name, value in settings.items():
         if value is not None and value not in choices:
             name = name.replace("_", " ")
-            raise UserError(f"{name} is one of {', '.join(choices)}; got {value!r}")
+            raise UserError(f"{name} is one of {', '.join(choices)}; got {value!r}"
+                            f"{did_you_mean(value, choices)}")
+
+
+def did_you_mean(word, words):
+    """The end of a message about a misspelt word: "; did you mean kivi?", or "" if none is near."""
+    near = difflib.get_close_matches(str(word).lower(), words, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

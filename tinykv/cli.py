@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, at_least, one_of
+from tinykv import UserError, at_least, did_you_mean, one_of
 from tinykv.cache import KVCache
 from tinykv.data import load_windows
 from tinykv.methods.intactkv import FULL_PRECISION
@@ -37,14 +37,28 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error in one line."""
+    """Reports an error in one line, with the nearest word for one that is misspelt."""
 
     def __init__(self, **settings):
         settings.setdefault("formatter_class", Help)
         super().__init__(**settings)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
+        end = "" if message.endswith("?") else "; see --help"
+        self.exit(2, f"{self.prog}: error: {message}{end}\n")
+
+    def parse_args(self, words=None, namespace=None):
+        args, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            flags = re.findall(r"--[\w-]+", self.format_usage())
+            self.error(f"unknown argument {flag}{did_you_mean(flag, flags)}")
+        return args
+
+    def _check_value(self, action, value):
+        if action.choices is not None and value not in action.choices:
+            message = f"{value!r} is none of {', '.join(action.choices)}"
+            raise argparse.ArgumentError(action, message + did_you_mean(value, action.choices))
 
 
 @contextmanager

@@ -4,7 +4,6 @@ A setting is an argument of a method's constructor, so a new method brings its f
 with several values, such as `--preserve 1,5`, makes a run of each, for every method that takes it.
 """
 import argparse
-import difflib
 import importlib.util
 import inspect
 import itertools
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tinykv import UserError
+from tinykv import UserError, did_you_mean
 from tinykv.cli import list_of
 from tinykv.codecs import SCHEMES, settings_of_scheme
 from tinykv.methods.base import Method
@@ -55,7 +54,7 @@ class Run:
 
 #   name:           (type, metavar, help)
 SETTINGS = {
-    "bits": (float, "B", "of keys and values both"),
+    "bits": (float, "B", "of keys and values both; --k-bits and --v-bits go before it"),
     "k_bits": (float, "B", "of keys: 1, 1.5 (three levels), 2 to 8, 16"),
     "v_bits": (float, "B", "of values"),
     "scheme": (str, "NAME", "rtn, pfn, kvsink: token-dynamic, token-static, channel-static, "
@@ -155,10 +154,8 @@ def load_class(name):
     if name.endswith(".py"):
         path, attribute = name, ""
     if not path.endswith(".py"):
-        near = difflib.get_close_matches(name.lower(), METHODS, n=1)
-        guess = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"unknown method {name!r}; {guess}there are {', '.join(METHODS)}, "
-                        "or path/to/file.py:Class")
+        raise UserError(f"unknown method {name!r}; there are {', '.join(METHODS)}, or "
+                        f"path/to/file.py:Class{did_you_mean(name, METHODS)}")
     if not os.path.isfile(path):
         raise UserError(f"--method {name}: there is no file {path}")
 
@@ -272,7 +269,7 @@ def runs_with(weights, args, config, tokenizer):
         if setting not in reached:
             flag = "--" + setting.replace("_", "-")
             raise UserError(f"{flag} is not a setting of {', '.join(asked)} as asked for; "
-                            "see --list-methods")
+                            f"{takers_of(setting)}")
     if len(runs) == 1 and left_out:
         raise next(iter(left_out.values()))
     return runs, left_out
@@ -283,12 +280,10 @@ def combinations(cls, given):
 
     given: {setting: [value, ...]}. A scheme's own settings are combined with that scheme only.
     """
-    takes = settings_of(cls)
-    if "k_bits" in takes:
-        takes["bits"] = None  # which stands for k_bits and v_bits
+    takes = all_settings_of(cls)
     schemes = [None]
     if "scheme" in takes:
-        schemes = given.get("scheme", [takes["scheme"]])
+        schemes = given.get("scheme", [settings_of(cls)["scheme"]])
 
     found = []
     for scheme in schemes:
@@ -306,6 +301,28 @@ def belongs(setting, scheme):
     if scheme is None or setting in settings_of_scheme(scheme):
         return True
     return not any(setting in settings_of_scheme(other) for other in SCHEMES)
+
+
+def takers_of(setting):
+    """Which methods take a setting, for the message where none that was asked for does."""
+    schemes = [scheme for scheme in SCHEMES if setting in settings_of_scheme(scheme)]
+    always, under_schemes = [], []
+    for name, cls in METHODS.items():
+        if setting in all_settings_of(cls):
+            depends = "scheme" in settings_of(cls) and 0 < len(schemes) < len(SCHEMES)
+            (under_schemes if depends else always).append(name)
+    takers = [", ".join(always)] if always else []
+    if under_schemes:
+        takers.append(f"{', '.join(under_schemes)} under --scheme {', '.join(schemes)}")
+    return f"it is one of {', and of '.join(takers)}"
+
+
+def all_settings_of(cls):
+    """The names of a method's settings, with `bits`, which stands for k_bits and v_bits."""
+    settings = list(settings_of(cls))
+    if "k_bits" in settings:
+        settings.append("bits")
+    return settings
 
 
 def constructor_arguments(cls, chosen):

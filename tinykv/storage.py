@@ -37,6 +37,19 @@ def read_json(path):
     return content
 
 
+def read_text(path, largest=None):
+    """The text of a UTF-8 file, without a byte order mark, its lines ending in newlines."""
+    try:
+        check_regular(path, largest)
+        return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except UserError:
+        raise
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}); convert it first, with iconv for one") from None
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        raise UserError(f"{str(path)[:80]} cannot be read ({first_line(error)}); give a UTF-8 text file") from None
+
+
 def open_safetensors(path):
     """A safetensors file, opened: its tensors are read one by one, when they are asked for."""
     from safetensors import SafetensorError, safe_open

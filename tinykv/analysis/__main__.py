@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, hf, storage
+from tinykv import UserError, did_you_mean, hf, storage
 from tinykv.analysis import anchors, figures, prefixes, quantization, sinks
 from tinykv.cache import KVCache
 from tinykv.cli import (
@@ -356,7 +356,8 @@ def check(args, names):
     """Errors that can be found before anything is loaded."""
     for name in names:
         if name not in PHENOMENA:
-            raise UserError(f"unknown phenomenon {name!r}; there are {', '.join(PHENOMENA)}, all")
+            raise UserError(f"unknown phenomenon {name!r}; there are {', '.join(PHENOMENA)}, all"
+                            f"{did_you_mean(name, PHENOMENA)}")
     defaults = parser().parse_args(args.what)
     for flag, takers in FLAGS.items():
         given = getattr(args, flag) != getattr(defaults, flag)

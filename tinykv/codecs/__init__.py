@@ -96,8 +96,7 @@ SCHEMES = {
 
 def settings_of_scheme(name):
     """The names of a scheme's own settings. UserError for a scheme that is not there."""
-    if name not in SCHEMES:
-        raise UserError(f"unknown scheme {name!r}; there are {', '.join(SCHEMES)}")
+    one_of(SCHEMES, scheme=name)
     make_pair, _ = SCHEMES[name]
     arguments = list(inspect.signature(make_pair).parameters)
     return ["rope", *arguments[3:]]

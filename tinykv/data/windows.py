@@ -20,19 +20,19 @@ because neither call knows how much of it the other one takes.
 import gzip
 import io
 import json
+import os
 import re
 import zipfile
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import torch
 
-from tinykv import UserError
+from tinykv import UserError, did_you_mean
 from tinykv.data.download import SOURCES, fetch
 from tinykv.data.stories import SPLITS, Story, stories
-from tinykv.storage import check_regular
+from tinykv.storage import read_text
 
 
 @dataclass
@@ -227,19 +227,10 @@ def read_json_lines(path):
 
 
 def halves(path):
-    """The text of a file in two, of equal length in characters: without a byte order mark, its
-    lines ending in newlines."""
-    check_regular(path)
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-    except FileNotFoundError:
-        raise UserError(f"no data called {path!r}, and no such file; give tales, wikitext2, c4 or the path of a text "
-                        "file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}); convert it first, with iconv for one") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); give a text file") from None
-    except ValueError as error:  # no file can have this name
-        raise UserError(f"{str(path)[:80]!r} cannot be read ({error}); give a text file") from None
+    """The text of a file in two, of equal length in characters."""
+    if not os.path.exists(path):
+        raise UserError(f"no data called {path!r}, and no such file; give tales, wikitext2, c4 or the "
+                        f"path of a text file{did_you_mean(path, ['tales', 'wikitext2', 'c4'])}")
+    text = read_text(path)
     middle = len(text) // 2
     return text[:middle], text[middle:]

@@ -22,8 +22,8 @@ Paper and practice, as in the released code.
 - Predictions at the prefix's own positions are those of the full-precision model.
 """
 import json
+import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -186,14 +186,11 @@ def open_prefix(what, tokenizer, config):
         return Prefix(what, [tokenizer.bos_id])
     if what.endswith(".safetensors"):
         return load_prefix(what, config)
-    from tinykv.storage import check_regular, first_line
-    try:
-        check_regular(what)
-        text = Path(what).read_text(encoding="utf-8-sig").rstrip("\n")  # without a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
-        reason = first_line(error)
-        raise UserError(f"the prefix {what} cannot be read ({reason}); give bos, a UTF-8 text "
-                        "file, or a trained prefix (.safetensors)") from None
+    from tinykv.storage import read_text
+    if not os.path.exists(what):
+        raise UserError(f"there is no file {what!r}; for a prefix give bos, a UTF-8 text file, or a "
+                        "trained prefix (.safetensors)")
+    text = read_text(what, largest=2 ** 20).rstrip("\n")
     if not text:
         raise UserError(f"the prefix {what} is empty; give bos, or a text file that is not")
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
