@@ -44,6 +44,8 @@ def parser(more_settings=None):
     cli.add_attention(p, triton=True)
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
     p.add_argument("--json", metavar="PATH", help="also write the table as JSON")
+    p.add_argument("--wide", action="store_true",
+                   help="print all columns of the table, also on a narrow terminal")
     p.add_argument("--plot", metavar="FILE",
                    help="also draw perplexity against true bits, or against kept tokens if "
                         "--preserve is a list (.png)")
@@ -123,7 +125,7 @@ def run(args):
     rows = [row_of(r, results[title], results["fp16"], args.protocol) for title, r in runs.items()]
     print_claims(runs, results)
     print()
-    print_table(rows)
+    print_table(rows, cli.room_for_table(args.wide))
     for row in rows:
         if row["fault"]:
             print(f"{row['label']}: {row['fault']}")
@@ -255,7 +257,8 @@ def measure(result, fp16):
     }
 
 
-def print_table(rows):
+def print_table(rows, room):
+    """Print the rows in lines of at most `room` characters."""
     head = ["method", "scheme", "keep", "ppl", "+-", "delta", "KL", "top-1", "recall",
             "bits", "true", "128K", "cache KB", "s"]
     lines = []
@@ -273,11 +276,13 @@ def print_table(rows):
             f"{row['kld']:.4f}", f"{row['top1']:.1%}", cli.figure(row["recall"], ".1%"),
             bits, f"{row['bits_true']:.2f}", f"{row['bits_128k']:.2f}",
             f"{row['cache_bytes'] / 1024:.0f}", f"{row['seconds']:.1f}"])
+    matter = ["method", "keep", "ppl", "delta", "recall", "bits", "true", "s"]
     if any(row["weights"] for row in rows):
         head.insert(0, "weights")
+        matter.insert(0, "weights")
         for row, line in zip(rows, lines):
             line.insert(0, row["weights"] or "-")
-    cli.print_columns(head, lines, left=len(head) - 12)
+    cli.print_columns(head, lines, len(head) - 12, matter, room)
 
 
 def main():

@@ -16,7 +16,7 @@ import eval_ppl
 import train_intact
 from tinykv.analysis import __main__ as analysis
 from tinykv.calibrate import calibrate
-from tinykv.cli import EMBEDDED
+from tinykv.cli import EMBEDDED, print_columns
 from tinykv.methods.registry import METHODS
 from tinykv.runs import SETTINGS, settings_of
 
@@ -803,3 +803,57 @@ def test_help_says_which_flag_of_bits_goes_before(command):
 def test_a_file_without_a_class_lists_its_classes(command, mine):
     line = refused(command, "--method", mine, *SMALL)
     assert "Every" in line and "Halves" in line
+
+
+# ---- on a narrow terminal
+
+HEAD = ["method", "scheme", "ppl", "delta", "s"]
+LINES = [["fp16", "-", "6.125", "+0.000", "0.1"], ["kvsink", "channel-static", "6.25", "+0.125", "0.25"]]
+
+
+@pytest.mark.parametrize("room, shown, hidden", [
+    (1000, HEAD, []), (43, HEAD, []), (42, ["method", "ppl", "delta", "s"], ["scheme"]),
+    (27, ["method", "ppl", "delta", "s"], ["scheme"]), (26, ["method", "ppl", "delta"], ["scheme", "s"]),
+    (1, ["method"], ["scheme", "ppl", "delta", "s"])])
+def test_columns_in_less_room(capsys, room, shown, hidden):
+    """What is printed is the columns asked for, in their order, in no more than this room."""
+    print_columns(HEAD, LINES, 2, ["method", "ppl", "delta", "s"], room)
+    out = capsys.readouterr().out.splitlines()
+    wanted = [[line[HEAD.index(name)] for name in shown] for line in [HEAD, *LINES]]
+    assert [line.split() for line in out[:3]] == wanted
+    assert max(map(len, out[:3])) <= max(room, 6)
+    assert out[3:] == ([f"--wide or --json has {', '.join(hidden)}, too"] if hidden else [])
+
+
+def on_a_terminal(columns, *words):
+    """What the command prints where stdout is a terminal of so many columns."""
+    pty, fcntl, struct, termios = map(pytest.importorskip, ("pty", "fcntl", "struct", "termios"))
+    mine, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.Popen([sys.executable, "eval_ppl.py", "--method", "rtn", "--scheme", "token-dynamic", *words,
+                             *SMALL], cwd=ROOT, stdout=its, stderr=subprocess.DEVNULL, env=env)
+    os.close(its)
+    text = b""
+    while True:
+        try:
+            text += os.read(mine, 65536)
+        except OSError:  # the other end is closed
+            break
+    os.close(mine)
+    assert done.wait(60) == 0
+    return text.decode().replace("\r\n", "\n").split("\n\n")[-1].splitlines()
+
+
+@pytest.mark.whole  # three processes
+def test_a_narrow_terminal_has_the_columns_that_matter():
+    narrow = on_a_terminal(80)
+    assert {"method", "keep", "ppl", "delta", "recall", "bits", "true", "s"} <= set(narrow[0].split())
+    assert all(len(line) <= 80 for line in narrow) and "--wide or --json" in narrow[-1]
+    for wide in (on_a_terminal(200), on_a_terminal(80, "--wide")):
+        assert "128K" in wide[0] and len(wide) == len(narrow) - 1 and len(wide[0]) > 80
+
+
+def test_what_is_no_terminal_has_all_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert len(table(command("--method", "fp16", *SMALL)[1])["fp16"]) == 14

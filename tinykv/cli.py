@@ -2,8 +2,10 @@
 import argparse
 import errno
 import importlib.util
+import math
 import os
 import re
+import shutil
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -352,15 +354,41 @@ def figure(value, form):
     return "-" if value is None else format(value, form)
 
 
-def print_columns(head, lines, left):
-    """A table of words: the heads, then the lines, the first `left` columns flush left."""
+def print_columns(head, lines, left, matter=(), room=math.inf):
+    """A table of words: the heads, then the lines, the first `left` columns flush left.
+
+    matter: heads, those first without which the table says least. In less room (in characters) than
+    the table takes, they are printed as far as they fit, and then the others.
+    """
     # a column is as wide as its longest word
-    widths = [0] * len(head)
-    for line in [head, *lines]:
-        for i, word in enumerate(line):
-            widths[i] = max(widths[i], len(word))
+    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+    shown = columns_that_fit(head, widths, matter, room)
     for line in [head, *lines]:
         words = []
-        for i, word in enumerate(line):
-            words.append(word.ljust(widths[i]) if i < left else word.rjust(widths[i]))
+        for i in shown:
+            words.append(line[i].ljust(widths[i]) if i < left else line[i].rjust(widths[i]))
         print("  ".join(words))
+    hidden = [name for i, name in enumerate(head) if i not in shown]
+    if hidden:
+        print(f"--wide or --json has {', '.join(hidden)}, too")
+
+
+def columns_that_fit(head, widths, matter, room):
+    """The places in `head` of the columns that fit beside each other, in order."""
+    order = [head.index(name) for name in matter]
+    order += [i for i in range(len(head)) if i not in order]
+    shown = []
+    for i in order:
+        room -= widths[i]
+        if room < 0 and shown:
+            break
+        shown.append(i)
+        room -= 2  # blanks between two columns
+    return sorted(shown)
+
+
+def room_for_table(wide):
+    """Characters of a line: those of the terminal, and without one, or with --wide, any number."""
+    if wide or not sys.stdout.isatty():
+        return math.inf
+    return shutil.get_terminal_size().columns
