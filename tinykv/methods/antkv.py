@@ -44,7 +44,7 @@ import torch
 from tinykv import UserError, at_least
 from tinykv.codecs import BLOCK
 from tinykv.codecs.codebook import describe_codebooks, make_codebooks
-from tinykv.methods.base import Method
+from tinykv.methods.base import Method, best_tokens
 
 MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
 MAX_SCORES_GPU = 2 ** 26
@@ -161,27 +161,10 @@ class AnTKV(Method):
         return self.largest(layer_cache.values, n, layer_cache.length)  # (B, Hkv, count)
 
     def largest(self, rows, n, length):
-        """The anchors of now: of those so far and the n oldest recent tokens, the largest scores.
-
-        rows: the `CachedRows` of K or of V. length: tokens seen. Returns positions (B, Hkv, count);
-        None where there are no scores.
-        """
-        if rows.recent_scores is None:
-            return None
+        """The anchors of now, positions (B, Hkv, count). rows: the `CachedRows` of K or of V.
+        length: tokens seen."""
         count = self.count if self.share is None else math.ceil(self.share * length)
-
-        # candidates: the tokens that are about to be quantized
-        scores = rows.recent_scores[:, :, :n]  # (B, Hkv, n)
-        positions = torch.arange(rows.n_coded, rows.n_coded + n, device=scores.device)  # (n)
-        positions = positions.expand_as(scores)  # (B, Hkv, n)
-        # and the anchors so far. They come first: of equal scores, the earlier token wins
-        if rows.pinned_positions is not None:
-            positions = torch.cat([rows.pinned_positions, positions], dim=-1)  # (B, Hkv, p + n)
-            scores = torch.cat([rows.pinned_scores, scores], dim=-1)  # (B, Hkv, p + n)
-
-        # the largest of them all
-        order = scores.sort(dim=-1, descending=True, stable=True).indices  # (B, Hkv, p + n)
-        return positions.gather(-1, order[..., :count])  # (B, Hkv, count)
+        return best_tokens(rows, n, count)
 
     def describe(self):
         return describe_codebooks(self.codecs)

@@ -155,3 +155,40 @@ def first_tokens(layer_cache, n):
     rows = layer_cache.keys.recent  # (B, Hkv, r, d)
     positions = torch.arange(min(n, layer_cache.length), device=rows.device)  # (n)
     return positions.expand(len(rows), 1, -1)  # (B, 1, n)
+
+
+def best_tokens(rows, n, count, score=None):
+    """What `keep_keys` returns to keep the `count` tokens with the largest scores so far.
+
+    The tokens that are pinned compete with those that are about to be quantized, the n oldest
+    recent ones. Any other token is quantized already, or not due yet. rows: the `CachedRows` of K
+    or of V. score: a function of keys or values (B, Hkv, m, d) to their scores (B, 1 or Hkv, m);
+    without it, the scores that the cache accumulates for a method that `uses_scores`.
+
+    Returns positions (B, 1 or Hkv, up to count), the best first; of equal scores, the earlier token
+    wins. None where nothing has scores: calibration, which no query reads, accumulates none.
+    """
+    if score is None and rows.recent_scores is None:
+        return None
+    # the tokens that are due
+    if score is None:
+        scores = rows.recent_scores[:, :, :n]  # (B, h, n)
+    else:
+        scores = score(rows.recent[:, :, :n])  # (B, h, n)
+    positions = torch.arange(rows.n_coded, rows.n_coded + n, device=scores.device)  # (n)
+    positions = positions.expand_as(scores)  # (B, h, n)
+
+    # the pinned ones compete with them; they come first, as they are earlier
+    if rows.pinned_positions is not None:
+        if score is None:
+            pinned_scores = rows.pinned_scores  # (B, h, p)
+        else:
+            pinned_scores = score(rows.pinned_rows)  # (B, h, p)
+        unused = rows.pinned_positions < 0  # (B, h, p): an unused entry loses to every token
+        pinned_scores = pinned_scores.masked_fill(unused, float("-inf"))  # (B, h, p)
+        pinned_positions = rows.pinned_positions.expand_as(pinned_scores)  # (B, h, p)
+        scores = torch.cat([pinned_scores, scores], dim=-1)  # (B, h, p + n)
+        positions = torch.cat([pinned_positions, positions], dim=-1)  # (B, h, p + n)
+
+    order = scores.sort(dim=-1, descending=True, stable=True).indices  # (B, h, p + n)
+    return positions.gather(-1, order[..., :count])  # (B, h, up to count)
