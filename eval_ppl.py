@@ -35,6 +35,9 @@ def parser(more_settings=None):
     p.add_argument("--protocol", choices=PROTOCOLS, default="paper",
                    help="paper: tokens are quantized before any query reads them; stream: as in "
                         "generation")
+    p.add_argument("--prompt", metavar="P", type=int,
+                   help="the first P tokens of a window arrive at once, the others as in generation; "
+                        "protocol paper quantizes the prompt before it is read")
     cli.add_model(p)
     cli.add_windows(p, windows=16, longest=4096)
     cli.add_bos(p)
@@ -57,7 +60,9 @@ def parser(more_settings=None):
 def check(args):
     """What can be seen to be wrong before anything is loaded."""
     cli.check_counts(args, 2, "context")
-    cli.check_counts(args, 1, "windows", "calib-windows", "batch")
+    cli.check_counts(args, 1, "windows", "calib-windows", "batch", "prompt")
+    if hasattr(args, "choose") and not args.prompt:
+        raise UserError("--choose is for a text with a prompt; give --prompt, too")
     if args.plot and Path(args.plot).suffix != ".png":
         raise UserError(f"--plot writes a PNG; give a name that ends in .png and not {args.plot}")
     for flag in ("json", "calibration", "plot"):
@@ -89,6 +94,8 @@ def run(args):
         prefix = []  # BOS alone takes the place of a window's first token
     windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos,
                            prefix)
+    if args.prompt:
+        windows = windows.predicted_from(args.prompt)
 
     # 3. Calibrate: the weights first, since a method is calibrated on the model that it runs on
     text, data = None, ""  # windows (W, T), and a label of them
@@ -119,10 +126,10 @@ def run(args):
     batch = cli.batch_of(args, context)
     with cli.bar(None, "evaluating", len(runs) * args.windows) as progress:
         results = evaluate(model, methods, windows, args.protocol, batch, progress, models_of,
-                           cache_class)
+                           cache_class, args.prompt)
 
     # 6. The table
-    rows = [row_of(r, results[title], results["fp16"], args.protocol) for title, r in runs.items()]
+    rows = [row_of(r, results[title], results["fp16"], args) for title, r in runs.items()]
     print_claims(runs, results)
     print()
     print_table(rows, cli.room_for_table(args.wide))
@@ -152,6 +159,11 @@ def check_runs(args, runs, context, calibrates):
         if not r.method.keeps_share and r.method.preserve > context:
             raise UserError(f"{title} keeps {r.method.preserve} tokens, and a window has "
                             f"{context}; keep fewer")
+        prefix = len(r.method.prefix.ids) if r.method.prefix else 0
+        if args.prompt and not prefix < args.prompt < context:
+            raise UserError(f"--prompt {args.prompt} leaves nothing to read: it has to be longer than "
+                            f"the prefix of {title}, {prefix} tokens, and shorter than a window, "
+                            f"{context}")
     flag = cli.calibration_flag(args)
     if flag and not calibrates:
         raise UserError(f"{flag}: none of {', '.join(runs)} needs calibration")
@@ -191,20 +203,33 @@ def print_heading(args, model, dtype, device, context, windows, models, runs, le
     """What the table is of: the model, the text, the weights, and what calibration found."""
     parameters = sum(p.numel() for p in model.parameters())
     attention = "" if args.attention == "fused" else f", attention {args.attention}"
+    prompt = f", prompt {args.prompt}" if args.prompt else ""
     print(f"model {args.model}: {parameters:,} parameters, {dtype}, {device}")
     print(f"data {args.data}: {args.windows} windows of {context} tokens, "
-          f"protocol {args.protocol}, seed {args.seed}{attention}")
+          f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
     for weights, smaller in models.items():
         if weights:
             print(f"weights {weights}: {weight_bytes(smaller) / 1e6:.2f} MB instead of "
                   f"{weight_bytes(model) / 1e6:.2f} MB")
     if windows.start > 1:
-        print(f"prefix: the first {windows.start} tokens of every window, which are not predicted")
+        what = "prompt" if args.prompt else "prefix"
+        print(f"{what}: the first {windows.start} tokens of every window, which are not predicted")
     for label, why in left_out.items():
         print(f"{label} is left out: {why}")
     for title, r in runs.items():
         if r.method.describe():
             print(f"{title}: {r.method.describe()}")
+        if choice_of(r, args) and (args.prompt or args.protocol == "stream"):
+            when = {"prompt": "once, after the prompt", "always": "at each quantization"}
+            print(f"{title}: the tokens to keep are chosen {when[choice_of(r, args)]}")
+
+
+def choice_of(r, args):
+    """When a run's method chooses the tokens to keep: "prompt", "always", or None where it has no
+    such setting."""
+    if "choose" not in r.settings:
+        return None
+    return r.method.choose if args.prompt else "always"
 
 
 def print_claims(runs, results):
@@ -215,7 +240,7 @@ def print_claims(runs, results):
             print(f"{title}: {claimed:g} bits are claimed, and its codes hold {held:.1f}")
 
 
-def row_of(r, result, fp16, protocol):
+def row_of(r, result, fp16, args):
     """A row of the table, as the JSON has it. result, fp16: the `Result`s of run r and of fp16."""
     settings = {}
     for name, value in r.settings.items():
@@ -229,7 +254,9 @@ def row_of(r, result, fp16, protocol):
         "k_bits": r.method.k_bits,
         "v_bits": r.method.v_bits,
         "preserve": r.method.preserve,
-        "protocol": protocol,
+        "protocol": args.protocol,
+        "prompt": args.prompt,  # tokens of it, or None
+        "choose": choice_of(r, args),
         "bits_nominal": (r.method.k_bits + r.method.v_bits) / 2,
         "offline_bytes": r.method.offline_bytes,
         "fault": result.fault,  # what is not finite; then nothing was measured

@@ -9,6 +9,7 @@ A cell may name a class that is wrong on purpose (`wrong`, from mutants/). It ta
 class that it is made from: the method, its codecs, its prefix, the cache, the cache of a layer, or
 its keys and values.
 """
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -280,10 +281,17 @@ def chunk_sizes(method, protocol, T):
     """One chunk under `paper`; in a stream, chunks that end where a block is quantized."""
     if protocol == "paper":
         return [T]
-    sizes = [min(T, method.recent + method.chunk)]
+    chunk = chunk_of(method)
+    sizes = [min(T, method.recent + chunk)]
     while sum(sizes) < T:
-        sizes.append(min(method.chunk, T - sum(sizes)))
+        sizes.append(min(chunk, T - sum(sizes)))
     return sizes
+
+
+def chunk_of(method):
+    """Chunks of this many tokens, the first longer by `recent`, end wherever keys or values are
+    quantized."""
+    return math.gcd(method.block, method.v_block or method.block)
 
 
 def without_prefix(n, sizes):

@@ -21,6 +21,7 @@ from cases import (
     L,
     Watch,
     calibration_windows,
+    chunk_of,
     chunk_sizes,
     d,
     read,
@@ -258,7 +259,7 @@ def check_chunks_equal_single_tokens(case):
     same run."""
     method, tokens = case.method(), case.tokens()
     single, one = case.run(method, tokens, sizes=[1] * case.T)
-    chunk, block = method.chunk, method.block
+    chunk, block = chunk_of(method), method.block
     lengths = {1, chunk - 1, chunk, block - 1, block, block + 1, case.T}
     for T in sorted(length for length in lengths if length > len(case.prefix)):
         logits, cache = case.run(method, tokens[:, :T])

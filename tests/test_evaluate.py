@@ -115,7 +115,7 @@ def test_stream_equals_tokens_one_by_one(model, windows, method):
 @pytest.mark.parametrize("method, protocol, sizes", [
     (METHODS["rtn"](CONFIG, 2, 2, "channel-dynamic", group_size=8), "stream", [8, 8, 5]),
     (kivi(), "stream", [12, 8, 1]),
-    (kivi(v_block=6), "stream", [6, *[2] * 7, 1]),  # 2 is the largest step that ends where 8 does and where 6 does
+    (kivi(v_block=6), "stream", [10, 2, 4, 4, 1]),  # keys at 12 and 20, values at 10 and 16
     (kivi(v_block=1), "stream", [5, *[1] * 16]),
     (kivi(v_block=16), "stream", [12, 8, 1]),
     (kivi(recent=13), "stream", [21]),
@@ -146,19 +146,23 @@ def test_keys_and_values_may_be_quantized_up_to_different_tokens(model, windows,
     v_coded = 17 * heads * d * 2 / 8 + 17 * heads * metadata
     k_recent, v_recent = 5 * heads * d * full, 4 * heads * d * full
     assert found.cache_bytes == layers * (k_coded + v_coded + k_recent + v_recent)
-    assert found.bits == pytest.approx(8 * found.cache_bytes / (2 * 21 * layers * heads * d))
     k_bits, v_bits = 8 * k_coded / (16 * heads * d), 8 * v_coded / (17 * heads * d)
     assert (k_bits, v_bits) == (8, 6)
-    assert found.bits_far == pytest.approx((k_bits + 16 * 5 / FAR + v_bits + 16 * 4 / FAR) / 2)
+    # the recent part at its mean: of keys 4 to 11 tokens, of values always 4
+    k_mean, v_mean = sum(range(4, 12)) / 8, 4
+    for length, bits in ((21, found.bits), (FAR, found.bits_far)):
+        of_keys = (k_bits * (length - k_mean) + 16 * k_mean) / length
+        of_values = (v_bits * (length - v_mean) + 16 * v_mean) / length
+        assert bits == pytest.approx((of_keys + of_values) / 2)
 
 
 def test_where_nothing_is_quantized_there_are_sixteen_bits_at_128k_too(model, windows):
     """Keys all in full precision, values quantized: the keys' group is longer than the text."""
     found = evaluate(model, {"kivi": METHODS["kivi"](CONFIG, 2, 2, group_size=32, recent=4, v_block=8)}, windows,
                      "stream")["kivi"]
-    v_coded, v_recent = 16 * 2 * (8 * 2 / 8 + 4), 5 * 2 * 8 * 2  # bytes of a layer
-    assert found.bits == pytest.approx(8 * (21 * 2 * 8 * 2 + v_coded + v_recent) / (2 * 21 * 2 * 8))
-    assert found.bits_far == pytest.approx((16 + 6 + 16 * 5 / FAR) / 2)
+    mean = sum(range(4, 12)) / 8  # values: 4 to 11 recent tokens
+    assert found.bits == pytest.approx((16 + (6 * (21 - mean) + 16 * mean) / 21) / 2)
+    assert found.bits_far == pytest.approx((16 + (6 * (FAR - mean) + 16 * mean) / FAR) / 2)
 
 
 def test_bits_are_those_of_the_bytes_held(model, windows):
@@ -170,6 +174,21 @@ def test_bits_are_those_of_the_bytes_held(model, windows):
     pinned = 3 * (16 + 32 / (2 * 8))  # rows, and an index of 32 bits for both heads of a layer's K, or V
     assert found["pfn"].bits == pytest.approx((2 + 4) / 2 + meta + pinned / 21)
     assert found["pfn"].bits_far == pytest.approx((2 + 4) / 2 + meta + pinned / FAR)
+
+
+@pytest.mark.parametrize("name, settings, protocol", [
+    ("rtn", {"scheme": "token-dynamic"}, "stream"), ("kivi", {"group_size": 8, "recent": 3}, "stream"),
+    ("fp16", {}, "stream"), ("rtn", {"scheme": "token-dynamic"}, "paper")])
+def test_no_length_flatters_a_method(model, name, settings, protocol):
+    """True bits times length grow by the same at every further token, whatever is recent at that length."""
+    method, costs = METHODS[name](CONFIG, **settings), []
+    method.block = 8
+    for T in range(16, 40):
+        windows = Windows(torch.randint(50, (2, T), generator=torch.Generator().manual_seed(T)), [[], []], "random")
+        costs.append(T * evaluate(model, {"only": method}, windows, protocol)["only"].bits)
+    steps = [after - before for before, after in zip(costs, costs[1:])]
+    bits = 16 if name == "fp16" else 2 + 4  # of a scale and a zero point in each 8 numbers, 4 a number
+    assert steps == pytest.approx([bits] * len(steps))
 
 
 MEMORY = """

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import chunk_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -764,7 +765,7 @@ def fed(method, config, protocol, T, B=1, seed=0):
     model = Model()
     model.config, model.rope = config, Still()
     cache, result, rng = KVCache(model, method, protocol), Result(), torch.Generator().manual_seed(seed)
-    chunk = torch.arange(T).split(T if protocol == "paper" else method.chunk)
+    chunk = torch.arange(T).split(T if protocol == "paper" else chunk_of(method))
     for layer in range(config.num_hidden_layers):
         shape = B, config.num_key_value_heads, T, config.head_dim
         k, v = torch.randn(2, *shape, generator=rng)
@@ -783,6 +784,14 @@ def share_coded(method, protocol, T):
     return 1.0 if protocol == "paper" else (T - method.recent) // method.block * method.block / T
 
 
+def mean_share_coded(method, protocol, T):
+    """Over the lengths T, T + 1, .. of one cycle, but of a text of T tokens."""
+    if protocol == "paper":
+        return 1.0
+    recent = [length - round(share_coded(method, protocol, length) * length) for length in range(T, T + method.block)]
+    return 1 - sum(recent) / len(recent) / T
+
+
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("bits", [1, 2, 3])
@@ -790,9 +799,10 @@ def test_bits_of_kivi(bits, protocol):
     T, G = 2048, 32
     method = METHODS["kivi"](wide(2, 64), bits, bits, group_size=G, recent=100)
     _, result = fed(method, wide(2, 64), protocol, T, B=2)
-    coded = share_coded(method, protocol, T)
+    coded = mean_share_coded(method, protocol, T)
     assert result.bits == pytest.approx(coded * (bits + 32 / G) + (1 - coded) * 16, rel=1e-3)
-    assert result.bits_far == pytest.approx(bits + 32 / G + (1 - coded) * T * 16 / FAR, rel=1e-6)
+    window = (1 - coded) * T / FAR
+    assert result.bits_far == pytest.approx((bits + 32 / G) * (1 - window) + 16 * window, rel=1e-6)
 
 
 @pytest.mark.one_in(4)
@@ -803,14 +813,15 @@ def test_bits_of_ott(scope, protocol):
     T, G, heads, width = 2048, 32, 2, 64
     method = METHODS["ott"](wide(heads, width), group_size=G, recent=32, outlier_num=3, extra_pool=8, scope=scope)
     cache, result = fed(method, wide(heads, width), protocol, T, B=2)
-    coded, pool = share_coded(method, protocol, T), [layer.keys.pinned_positions for layer in cache.layers]
+    coded, pool = mean_share_coded(method, protocol, T), [layer.keys.pinned_positions for layer in cache.layers]
     assert pool[:2] == [None, None]
     slots = pool[2].shape[2]
     assert slots == 3 if protocol == "paper" else 3 < slots <= 11
     rows = slots * (2 * heads * width * 16 + 2 * (heads if scope == "head" else 1) * 32)  # of the one layer that keeps
     numbers = 3 * 2 * heads * width
     assert result.bits == pytest.approx(coded * (2 + 32 / G) + (1 - coded) * 16 + rows / (numbers * T), rel=1e-3)
-    far = 2 + 32 / G + ((1 - coded) * T * 16 + rows / numbers) / FAR
+    window = (1 - coded) * T / FAR
+    far = (2 + 32 / G) * (1 - window) + 16 * window + rows / numbers / FAR
     assert result.bits_far == pytest.approx(far, rel=1e-6)
 
 
@@ -822,12 +833,13 @@ def test_bits_of_skvq(metadata, of_group, k_bits, v_bits, stored, protocol):
     T, G, n, heads, width = 2048, 32, 5, 4, 40  # 160 channels are 32 bytes of five levels of three
     method = SKVQ(wide(heads, width, 1), k_bits, v_bits, G, reorder="off", clip="none", metadata=metadata, block=64)
     cache, result = fed(method, wide(heads, width, 1), protocol, T)
-    coded = share_coded(method, protocol, T)
+    coded = mean_share_coded(method, protocol, T)
     window = (1 - coded) * T
     formula = coded * (sum(stored) / 2 + of_group / G) + (n + window) * 16 / T
     assert result.bits == pytest.approx(formula, rel=1e-3)
     rows = (n + window) * 16 + n * 32 / (heads * width)  # the position of a kept token, too
-    assert result.bits_far == pytest.approx(sum(stored) / 2 + of_group / G + rows / FAR, rel=1e-6)
+    codes = (sum(stored) / 2 + of_group / G) * (1 - window / FAR)
+    assert result.bits_far == pytest.approx(codes + rows / FAR, rel=1e-6)
     assert sum(cache.part_bytes("k").values()) + sum(cache.part_bytes("v").values()) == cache.nbytes
 
 
@@ -856,9 +868,11 @@ def test_bits_of_kvquant(bits, outliers, protocol):
         if outliers:
             assert [len(parts.keys.codes.values), len(parts.values.codes.values)] == [beyond, of_values]
         total += B * coded * per_token + 32 * (beyond + of_values)
-    total += L * B * (T - coded) * 2 * h * 16 + L * preserve * (B * 2 * h * 16 + B * 2 * 32)
-    assert 8 * cache.nbytes == pytest.approx(total, rel=1e-3)
-    assert result.bits == pytest.approx(total / (2 * L * B * T * h), rel=1e-3)
+    kept = L * preserve * (B * 2 * h * 16 + B * 2 * 32)
+    assert 8 * cache.nbytes == pytest.approx(total + L * B * (T - coded) * 2 * h * 16 + kept, rel=1e-3)
+    share = mean_share_coded(method, protocol, T)
+    mean = total / coded * T * share + L * B * T * (1 - share) * 2 * h * 16 + kept
+    assert result.bits == pytest.approx(mean / (2 * L * B * T * h), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["skvq", "kvquant"])

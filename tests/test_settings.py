@@ -1,6 +1,6 @@
 """The settings of the methods: defaults, what follows from them, and what is refused."""
 import pytest
-from cases import model_of, schemes_of, takes, tokens_of
+from cases import chunk_of, model_of, schemes_of, takes, tokens_of
 
 from tinykv import UserError
 from tinykv.calibrate import calibrate
@@ -44,7 +44,7 @@ def test_which_schemes_a_method_stands_on():
 def test_all_methods_read_a_stream_in_the_same_chunks():
     """Those that quantize at once; by default, so that tables compare like with like."""
     methods = {name: cls(CONFIG) for name, cls in METHODS.items()}
-    at_once = {name: method.chunk for name, method in methods.items() if method.recent == 0}
+    at_once = {name: chunk_of(method) for name, method in methods.items() if method.recent == 0}
     assert at_once == dict.fromkeys(["fp16", "rtn", "pfn", "kvsink", "kvquant", "cq", "intactkv"], 128)
 
 
@@ -61,7 +61,7 @@ def test_all_methods_read_a_stream_in_the_same_chunks():
 def test_the_pace_of_methods_with_a_window(name, settings, recent, block, v_block, chunk):
     """The defaults; and a stream's chunks end wherever keys or values are quantized."""
     method = METHODS[name](CONFIG, **settings)
-    assert (method.recent, method.block, method.v_block, method.chunk) == (recent, block, v_block, chunk)
+    assert (method.recent, method.block, method.v_block, chunk_of(method)) == (recent, block, v_block, chunk)
 
 
 @pytest.mark.parametrize("scheme", ["token-dynamic", "token-static", "channel-static", "channel-dynamic"])

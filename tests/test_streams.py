@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import chunk_of
 from hypothesis import given
 from hypothesis import strategies as st
 from plain import clip, f8, f16, f32, max_code, plain_code, plain_grid
@@ -367,7 +368,7 @@ def test_aligned_chunks_are_token_by_token(name):
     def check(case, text):
         k, v = rows_of(case, text)
         method = case.method()
-        sizes = [method.recent + method.chunk] + [method.chunk] * 60
+        sizes = [method.recent + chunk_of(method)] + [chunk_of(method)] * 60
         cache, plain, start = case.cache("stream", method), [Plain(case) for _ in range(case.batch)], 0
         for n in sizes:
             new = slice(start, min(start + n, text[0]))
@@ -382,14 +383,6 @@ def test_aligned_chunks_are_token_by_token(name):
         for got, want in zip(read(cache), zip(*(of.seen() for of in plain))):
             assert got.tolist() == list(want)
     check()
-
-
-def test_the_chunk_of_a_method():
-    """`evaluate` reads a stream in chunks of this many tokens. Each ends where blocks of keys and of values end."""
-    assert Case("kivi", group=8).method().chunk == Case("ott", group=8).method().chunk == 8
-    assert Case("kivi", group=8, v_block=1).method().chunk == 1
-    assert Case("kivi", group=8, v_block=6).method().chunk == 2
-    assert replace(SKVQ, block=5).method().chunk == 5
 
 
 PLAIN_CLIPS = ((((0, 1), (2, 3)), ((1.0, 0), (1.0, 0))),) * 2
@@ -547,7 +540,7 @@ def test_aligned_chunks_give_the_logits_of_single_tokens(name):
     given = {"kivi": {"group_size": 8, "v_block": 4}, "ott": {"group_size": 4, "skip_layers": 1, "extra_pool": 4},
              "skvq": {"block": 4, "preserve": 2, "reorder": "off", "clip": "none"}}[name]
     method = METHODS[name](model.config, recent=3, **given)
-    assert method.chunk == 4
+    assert chunk_of(method) == 4
     one = logits(model, method, "stream", tokens, [1] * 45)
     many = logits(model, method, "stream", tokens, [7, *[4] * 9, 2])
     assert torch.allclose(one, many, rtol=1e-5, atol=1e-6)

@@ -19,10 +19,14 @@ Two protocols say when tokens are quantized:
              measure perplexity this way.
     stream   Read, then quantize. Tokens arrive in chunks, and are read in full precision first.
              Then whole blocks of `method.block` tokens are quantized, but never the newest
-             `method.recent` tokens. Generation works this way. Where the first chunk has
-             `method.recent + method.chunk` tokens and each later one `method.chunk`, blocks fill
-             up only at the end of a chunk, and the numbers are the same as token by token. With
+             `method.recent` tokens. Generation works this way. Where blocks fill up only at the
+             end of a chunk (`KVCache.next_due`), the numbers are the same as token by token. With
              longer chunks they are not.
+
+A text may begin with a prompt, P tokens that arrive in one forward. The protocol says how the
+prompt is read, and the tokens after it arrive as in a stream. So `paper` with a prompt is a
+quantized prefill, `stream` with a prompt a prefill in full precision, and decoding follows either.
+A method whose `choose` is "prompt" chooses the tokens that it keeps once, at the end of the prompt.
 """
 from types import SimpleNamespace
 
@@ -181,11 +185,14 @@ class CachedRows:
 
 
 class LayerCache:
-    """One layer's keys and values. shared: the method's notes on this text, one for all layers."""
+    """One layer's keys and values. shared: the method's notes on this text, one for all layers.
 
-    def __init__(self, layer, method, rope, protocol, shared):
+    prompt: P, the tokens of the prompt; None for a text without one.
+    """
+
+    def __init__(self, layer, method, rope, protocol, shared, prompt=None):
         self.layer, self.method, self.rope = layer, method, rope
-        self.protocol, self.shared = protocol, shared
+        self.protocol, self.shared, self.prompt = protocol, shared, prompt
         codecs = method.codecs[layer]
         self.keys = CachedRows(layer, "k", codecs.k)
         self.values = CachedRows(layer, "v", codecs.v)
@@ -196,15 +203,15 @@ class LayerCache:
         """New q (B, H, T, d), k and v (B, Hkv, T, d), before RoPE -> K (rotated) and V of all
         tokens so far, (B, Hkv, S, d) both.
 
-        Append; score, where the method scores. Under `paper` quantize, then read. Under `stream`
-        read, then quantize.
+        Append; score, where the method scores. Under `paper` quantize, then read. Under `stream`,
+        and after a prompt, read, then quantize.
         """
         self.append(k, v, positions)
-        # Read: the new tokens in full precision. Under `stream` attention gets this; under `paper`
-        # it is for scores and pins, and attention gets the second read below.
+        # Read: the new tokens in full precision. In a stream attention gets this; under `paper` it
+        # is for scores and pins, and attention gets the second read below.
         keys, values = self.keys.read(), self.values.read()  # (B, Hkv, S, d) both
 
-        if self.method.uses_scores:
+        if self.method.uses_scores and self.is_choosing:
             rotated_q = self.rope.rotate(q, positions)  # (B, H, T, d)
             rotated_k = self.rotated(keys)  # (B, Hkv, S, d)
             of_keys, of_values = self.method.score(self, rotated_q, rotated_k)  # (B, Hkv, S) both
@@ -223,16 +230,23 @@ class LayerCache:
             self.keys.pin(keep_keys, keys)
         if keep_values is not None:
             self.values.pin(keep_values, values)
+        if self.chooses_once:
+            self.forget_scores()
         # Code: quantize the n oldest. A pinned one is quantized, too, but read from its own row.
         if n_keys:
             self.keys.quantize(n_keys)
         if n_values:
             self.values.quantize(n_values)
 
-        if self.protocol == "paper":
+        if self.quantizes_first:
             # Read again: the new tokens as their codes.
             keys, values = self.keys.read(), self.values.read()  # (B, Hkv, S, d) both
         return self.rotated(keys).to(k.dtype), values.to(v.dtype)
+
+    def forget_scores(self):
+        """The tokens to keep are chosen for good, and no score is needed any more."""
+        for rows in (self.keys, self.values):
+            rows.recent_scores = rows.pinned_scores = None
 
     def append(self, k, v, positions):
         """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits; keys are rotated
@@ -263,10 +277,38 @@ class LayerCache:
         positions = torch.arange(keys.shape[2], device=keys.device)  # (S)
         return self.rope.rotate(keys, positions)  # (B, Hkv, S, d)
 
+    # Whether the newest tokens, which have just been appended, are those of a prompt
+
+    @property
+    def in_prompt(self):
+        """The newest tokens are the prompt. Under `paper` a window without one is all prompt."""
+        if self.prompt is None:
+            return self.protocol == "paper"
+        return self.length <= self.prompt
+
+    @property
+    def quantizes_first(self):
+        """The newest tokens are quantized before they are read."""
+        return self.protocol == "paper" and self.in_prompt
+
+    @property
+    def chooses_once(self):
+        """The method chooses the tokens to keep at the end of the prompt, and never again."""
+        return self.prompt is not None and self.method.choose == "prompt"
+
+    @property
+    def is_choosing(self):
+        """The method still chooses tokens to keep."""
+        return self.in_prompt or not self.chooses_once
+
     def due(self, rows, block):
         """How many of the oldest recent tokens of `rows`, a `CachedRows`, are quantized now."""
-        if self.protocol == "paper":
-            return self.length  # all of them: a window is one forward, so nothing is coded yet
+        if self.quantizes_first:
+            # all of them: a window, or a prompt, is one forward, so nothing is quantized yet
+            if self.prompt is None:
+                return self.length
+            # more tokens will follow, and they cannot join a group that is not full
+            return self.length - self.length % rows.codec.tokens_per_group
         # the recent part without the newest `method.recent` tokens; of that, whole blocks
         old = self.length - rows.n_coded - self.method.recent
         return max(0, old - old % block)
@@ -274,8 +316,11 @@ class LayerCache:
     def to_keep(self, n_keys, n_values):
         """The positions of the keys, and of the values, that the method keeps; None: no change.
 
-        It is asked for both before anything is pinned or quantized.
+        It is asked for both before anything is pinned or quantized. A method that chooses once is
+        asked about the whole prompt, even if none of it is quantized yet.
         """
+        if self.chooses_once:
+            n_keys = n_values = self.length if self.in_prompt else 0
         keep_keys = keep_values = None
         if n_keys:
             keep_keys = self.checked(self.method.keep_keys(self, n_keys))
@@ -310,12 +355,16 @@ class KVCache:
 
     A method may have a `prefix`. Then the cache begins with the prefix's keys and values, and a
     text that is read is cut down to what follows the prefix (`without_prefix`).
+
+    prompt: P, if the text begins with a prompt: its first P tokens, a prefix included, arrive in
+    one forward, and the others later.
     """
 
-    def __init__(self, model, method, protocol="stream"):
+    def __init__(self, model, method, protocol="stream", prompt=None):
         if protocol not in PROTOCOLS:
             raise ValueError(f"the protocol is one of {', '.join(PROTOCOLS)}; got {protocol!r}")
         self.model, self.method, self.protocol = model, method, protocol
+        self.prompt = prompt
         self.config, self.rope = model.config, model.rope
         self.reset()
 
@@ -333,7 +382,7 @@ class KVCache:
         self.start = len(self)  # tokens of the prefix
 
     def new_layer(self, layer):
-        return LayerCache(layer, self.method, self.rope, self.protocol, self.shared)
+        return LayerCache(layer, self.method, self.rope, self.protocol, self.shared, self.prompt)
 
     def without_prefix(self, tokens):
         """The text (B, T) without the prefix that this cache began with. The text has to begin with
@@ -351,17 +400,34 @@ class KVCache:
 
     def update(self, layer, q, k, v, positions):
         """Add new tokens to a layer -> K (rotated) and V of all tokens: see `LayerCache.update`."""
-        self.check_one_window(layer)
+        self.check_order(layer, v.shape[2])
         return self.layers[layer].update(q, k, v, positions)
 
-    def check_one_window(self, layer):
-        if self.protocol == "paper" and self.layers[layer].length > self.start:
+    def check_order(self, layer, T):
+        """ValueError if T new tokens are not what comes next: a whole window, or the prompt."""
+        seen = self.layers[layer].length
+        if self.prompt is None and self.protocol == "paper" and seen > self.start:
             raise ValueError("the paper protocol reads a window in one forward; use "
-                             "protocol='stream' to go on from it")
+                             "protocol='stream', or give the prompt's length, to go on from it")
+        if self.prompt is not None and seen == self.start and seen + T != self.prompt:
+            raise ValueError(f"the first forward reads the prompt, {self.prompt} tokens; it got "
+                             f"{seen + T}")
 
     def observe(self, layer, hidden):
         """The output of a block for the new tokens, hidden (B, T, D)."""
-        self.method.observe(self, layer, hidden)
+        if self.layers[layer].is_choosing:
+            self.method.observe(self, layer, hidden)
+
+    def next_due(self):
+        """The length of the text at which keys or values are quantized next, in a stream."""
+        lengths = []
+        method, layer = self.method, self.layers[0]
+        for rows, block in ((layer.keys, method.block),
+                            (layer.values, method.v_block or method.block)):
+            old = layer.length - rows.n_coded - method.recent  # not among the newest `recent`
+            full = max(0, old // block)  # blocks of them that are full already: of a prefix
+            lengths.append(rows.n_coded + method.recent + (full + 1) * block)
+        return min(lengths)
 
     def part_bytes(self, kinds="kv"):
         """Bytes held by each part, of all layers' keys (kinds "k"), values ("v"), or both."""

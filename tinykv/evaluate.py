@@ -74,12 +74,13 @@ class Result:
 
 @torch.inference_mode()
 def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, models=None,
-             cache_class=KVCache):
+             cache_class=KVCache, prompt=None):
     """methods {name: Method}, fp16's first -> {name: Result}. windows: see `data.windows.Windows`.
 
     bar: an object with `update(n)`, told of every window that a method has finished. models {name:
     Llama}: for methods that run on another model, with quantized weights; its embedding and head
     must be model's. cache_class: `KVCache`, or a class of caches that compute attention themselves.
+    prompt: P, if the first P tokens of each window arrive at once, and the others as in a stream.
 
     A method that computes numbers that are not finite has a `fault`, and the others go on.
     UserError if it is fp16, or if no other method is left.
@@ -98,7 +99,7 @@ def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, model
                 continue
             clock = time.perf_counter()
             runs = (models or {}).get(name, model)
-            cache = cache_class(runs, method, protocol)
+            cache = cache_class(runs, method, protocol, prompt)
             outputs = []
             try:
                 for chunk in chunks_of(tokens, cache):
@@ -158,17 +159,19 @@ def check_left(results):
 
 
 def chunks_of(tokens, cache):
-    """tokens (B, T) -> the chunks in which a cache reads them: all at once under `paper`, else
-    chunks that end where the method's blocks end."""
-    if cache.protocol == "paper":
-        return [tokens]
-    chunk = cache.method.chunk
-    first = cache.method.recent + chunk - cache.start  # tokens after the prefix in the first chunk
-    if first <= 0:  # a prefix may be longer than the window of recent tokens
-        first = first % chunk or chunk
-    first += cache.start  # the first chunk holds the prefix, too
-    chunks = [tokens[:, :first], *tokens[:, first:].split(chunk, dim=1)]
-    return [part for part in chunks if part.numel()]
+    """The chunks in which a cache reads tokens (B, T), each cut off when it is asked for: the
+    prompt, under `paper` without one the whole window, and then chunks that end where the method's
+    blocks end."""
+    begin = 0
+    while begin < tokens.shape[1]:
+        if begin == 0 and cache.prompt is not None:
+            end = cache.prompt
+        elif cache.protocol == "paper" and cache.prompt is None:
+            end = tokens.shape[1]
+        else:
+            end = cache.next_due()
+        yield tokens[:, begin:end]  # a prefix belongs to the first chunk
+        begin = end
 
 
 def score(model, hidden, tokens, answers, results, start=1):
@@ -215,22 +218,44 @@ def score(model, hidden, tokens, answers, results, start=1):
 
 
 def count_bits(result, cache, tokens):
-    """Bits per cached number, from the bytes that are held: at this length, and at 128K tokens."""
+    """Bits per cached number, from the bytes that are held: at this length, and at 128K tokens.
+
+    In a stream the recent part grows from R to R + block - 1 tokens and shrinks to R again. It is
+    counted at its mean over that cycle, so that no length flatters a method. The other tokens
+    count as quantized. A text that is too short for any token to be quantized counts as it is.
+    """
     B, T = tokens.shape
-    config = cache.config
+    config, method = cache.config, cache.method
     # numbers in one token's keys, or values, over all layers
     numbers = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     result.cache_bytes = max(result.cache_bytes, cache.nbytes // B)
     result.windows += B
-    result.bit_sum += B * 8 * cache.nbytes / (2 * B * T * numbers)
-    for kind, rows in (("k", cache.layers[0].keys), ("v", cache.layers[0].values)):
-        held = cache.part_bytes(kind)
+    layer = cache.layers[0]
+    for rows, block in ((layer.keys, method.block), (layer.values, method.v_block or method.block)):
+        held = cache.part_bytes(rows.kind)  # of all layers and sequences
         if rows.n_coded == 0:
+            result.bit_sum += 8 * sum(held.values()) / (numbers * T) / 2
             result.bit_sum_far += B * 16.0 / 2
             continue
-        # the coded part grows with the text; the pinned part if it is a share; the recent part not
-        coded = held["coded"] / rows.n_coded * FAR
-        pinned = held["pinned"] * (FAR / T if cache.method.keeps_share else 1)
-        far = coded + pinned + held["recent"]  # bytes
-        result.bit_sum_far += B * 8 * far / (B * numbers * FAR) / 2
-        result.coded_sum += B * 8 * coded / (B * numbers * FAR) / 2
+        n_recent = method.recent + (block - 1) / 2
+        if layer.in_prompt:  # `paper`: a window that is quantized as a whole
+            n_recent = 0
+        coded = held["coded"] / rows.n_coded  # bytes of a quantized token
+        recent = config.num_hidden_layers * recent_token_bytes(rows)
+        pinned = held["pinned"]
+        total = coded * (T - n_recent) + recent * n_recent + pinned  # bytes
+        if method.keeps_share:
+            pinned = pinned / T * FAR  # it grows with the text
+        total_far = coded * (FAR - n_recent) + recent * n_recent + pinned
+        # a half each of the bits of K and of V
+        result.bit_sum += 8 * total / (numbers * T) / 2
+        result.bit_sum_far += 8 * total_far / (numbers * FAR) / 2
+        result.coded_sum += 8 * coded / numbers / 2
+
+
+def recent_token_bytes(rows):
+    """Bytes that a recent token takes in a `CachedRows`: a row, and its score where there is one."""
+    size = 0
+    for held in rows.tensors()["recent"]:  # (B, Hkv, r, d) or (B, Hkv, r)
+        size += held.element_size() * held.shape[:2].numel() * held.shape[3:].numel()
+    return size

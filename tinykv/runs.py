@@ -64,8 +64,10 @@ SETTINGS = {
     "formula": (str, "NAME", "uniform schemes: offset or integer-zero, the zero point"),
     "preserve": (int, "N", "tokens kept in full precision"),
     "recent": (int, "R", "newest tokens that stay in full precision (protocol stream)"),
-    "block": (int, "N", "skvq: tokens quantized at a time (protocol stream)"),
+    "block": (int, "N", "tokens quantized at a time (protocol stream)"),
     "v_block": (int, "N", "kivi: values quantized at a time, where not as many as keys"),
+    "choose": (str, "prompt|always", "kvsink, antkv: choose the tokens to keep once, after the "
+                                     "--prompt, or go on choosing"),
     "emergence_layer": (int, "L", "kvsink: the block whose output shows the outlier"),
     "outlier_channel": (int, "C", "kvsink: the outlier's channel"),
     "outlier_num": (int, "N", "ott: tokens in the pool"),

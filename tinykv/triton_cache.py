@@ -447,8 +447,8 @@ def product_type(q, *sides):
 class TritonLayer(LayerCache):
     """A layer whose reading is the kernels' attention."""
 
-    def __init__(self, layer, method, rope, protocol, shared, window):
-        super().__init__(layer, method, rope, protocol, shared)
+    def __init__(self, layer, method, rope, protocol, shared, prompt, window):
+        super().__init__(layer, method, rope, protocol, shared, prompt)
         self.window = window  # of a model with a sliding window
         # {kind: (positions, coded tokens, slots)}, made anew only where these change
         self.known_slots = {}
@@ -457,16 +457,17 @@ class TritonLayer(LayerCache):
         """As `update`, but returns the attention's output, (B, H, T, d), and decodes nothing.
 
         Append; attend and score, where the method scores. Under `paper` quantize, then attend.
-        Under `stream` attend, then quantize.
+        Under `stream`, and after a prompt, attend, then quantize.
         """
         self.append(k, v, positions)
         q = self.rope.rotate(q, positions)  # (B, H, T, d)
-        if self.protocol == "stream" or self.method.uses_scores:
+        scores = self.method.uses_scores and self.is_choosing
+        if scores or not self.quantizes_first:
             attended = self.attention(q)
-        if self.method.uses_scores:
+        if scores:
             self.add_scores(q, attended)
         self.quantize()
-        if self.protocol == "paper":
+        if self.quantizes_first:
             attended = self.attention(q)
         return attended.out
 
@@ -523,6 +524,8 @@ class TritonLayer(LayerCache):
                 pin(rows, positions)
             if n:
                 rows.quantize(n)
+        if self.chooses_once:
+            self.forget_scores()
 
 
 def pin(rows, positions):
@@ -549,18 +552,18 @@ def pin(rows, positions):
 class TritonCache(KVCache):
     """A KVCache that `Attention` asks for its output, and not for keys and values."""
 
-    def __init__(self, model, method, protocol="stream"):
+    def __init__(self, model, method, protocol="stream", prompt=None):
         check_device(model.lm_head.weight.device)
         check_method(method)
-        super().__init__(model, method, protocol)
+        super().__init__(model, method, protocol, prompt)
 
     def new_layer(self, layer):
-        return TritonLayer(layer, self.method, self.rope, self.protocol, self.shared,
+        return TritonLayer(layer, self.method, self.rope, self.protocol, self.shared, self.prompt,
                            self.config.sliding_window)
 
     def attend(self, layer, q, k, v, positions):
         """Add new tokens to a layer; returns the attention's output for them, (B, H, T, d)."""
-        self.check_one_window(layer)
+        self.check_order(layer, v.shape[2])
         return self.layers[layer].attend(q, k, v, positions)
 
 

@@ -58,6 +58,8 @@ class Affine(Codec):
         if static and axis == "channel":
             group = None  # one grid for all tokens
         self.group = group  # None: all tokens of one `encode`
+        if axis == "channel" and group is not None:
+            self.tokens_per_group = group
         self.passes = 1 if static else 0  # over the calibration windows
         self.scale = self.zero = None
         self.lo = self.hi = None  # while calibrating: (Hkv, d), each channel's range so far

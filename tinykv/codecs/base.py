@@ -121,6 +121,7 @@ class Codec:
     What comes out are its `tables`.
     """
     bits = 16  # nominal bits of a number
+    tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
     passes = 0  # over the calibration windows; 0: there is nothing to calibrate
     tables = ()  # names of the attributes that calibration finds: tensors, or None before
 

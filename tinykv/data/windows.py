@@ -43,6 +43,12 @@ class Windows:
     name: str  # of the text
     start: int = 1  # the first token that is predicted
 
+    def predicted_from(self, start):
+        """The same windows, where no token before `start` is predicted."""
+        start = max(start, self.start)
+        answers = [[place for place in of_window if place[0] >= start] for of_window in self.answers]
+        return Windows(self.tokens, answers, self.name, start)
+
 
 def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="replace", prefix=()):
     """`windows` windows of `context` tokens of "tales", "wikitext2", "c4" or a file -> Windows.

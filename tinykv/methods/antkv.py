@@ -27,9 +27,12 @@ Paper and practice. No code is public. What the paper leaves open is settled her
   are computed from what the layer sees: under the `paper` protocol its hidden states are those of a
   model whose earlier layers have read quantized caches, and its own keys are in full precision.
 - Under that protocol, future queries decide what earlier queries saw in full precision. This is so
-  in all perplexities of the paper. In a stream, the scores are sums over the queries seen so far. A
-  token competes when its block is quantized, with the anchors of that time, for 1% of the tokens
-  seen. An evicted anchor is read as its codes.
+  in all perplexities of the paper. Its LongBench has a prompt that is read in full precision:
+  `stream` with a prompt. Anchors are chosen at the prompt's end, among all of its tokens, and
+  later tokens have the window of recent ones alone; of exactly 32 tokens with `block=1`.
+- With `choose="always"`, and in a stream without a prompt, the scores are sums over the queries
+  seen so far. A token competes when its block is quantized, with the anchors of that time, for 1%
+  of the tokens seen. An evicted anchor is read as its codes.
 - Eq. 2 weights a token by the norm of the gradient, not by its square, though k-means squares the
   errors. The norm is that of the token's row of a KV head.
 - The paper's Algorithm 1 forgets the factor |Q_i|; it is used here.
@@ -41,10 +44,10 @@ from fractions import Fraction
 
 import torch
 
-from tinykv import UserError, at_least
+from tinykv import UserError, at_least, one_of
 from tinykv.codecs import BLOCK
 from tinykv.codecs.codebook import describe_codebooks, make_codebooks
-from tinykv.methods.base import Method, best_tokens
+from tinykv.methods.base import CHOOSE, Method, best_tokens
 
 MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
 MAX_SCORES_GPU = 2 ** 26
@@ -119,16 +122,19 @@ def anchor_scores(q, k, lse=None, window=None):
 
 class AnTKV(Method):
     compare = ("cq",)
-    rope, block = "pre", BLOCK
+    rope = "pre"
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
-                 anchors="1%", recent=32):
+                 anchors="1%", recent=32, block=BLOCK, choose="prompt"):
         """anchors: a count, such as 64, or a share of the text, such as "1%"."""
         at_least(0, recent=recent)
+        at_least(1, block=block)
+        one_of(CHOOSE, choose=choose)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k
         self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
-        self.recent, self.window = recent, config.sliding_window
+        self.recent, self.block, self.choose = recent, block, choose
+        self.window = config.sliding_window
 
         # anchors: a count, or a share of the text
         self.count = self.share = None

@@ -4,12 +4,12 @@
     Code   how is every other token quantized?
     When   how long does a fresh token stay in full precision, and how many are quantized at a time?
 """
-import math
-
 import torch
 
-from tinykv import one_of
+from tinykv import UserError, at_least, one_of
 from tinykv.codecs import BLOCK, SCHEMES, make_codecs
+
+CHOOSE = ("prompt", "always")  # when a method chooses the tokens that it keeps
 
 
 class Method:
@@ -36,6 +36,7 @@ class Method:
     preserve = 0  # tokens kept, as the table says (OTT: the size of its pool)
     keeps_share = False  # True: `preserve` is a percentage of the text
     uses_scores = False  # True: the cache asks `score` at every update
+    choose = "always"  # "prompt": of a text with a prompt, once at its end; else at each quantization
     prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
 
     passes = 0  # of the method itself over the calibration windows; the codecs have their own
@@ -111,12 +112,6 @@ class Method:
     # For tables and messages
 
     @property
-    def chunk(self):
-        """The longest chunks in which a stream gives the result of single tokens; the first is
-        longer by `recent`."""
-        return math.gcd(self.block, self.v_block or self.block)
-
-    @property
     def offline_bytes(self):
         """Bytes of what was calibrated: found once, shared by all texts."""
         return sum(codec.offline_bytes for pair in self.codecs for codec in pair)
@@ -134,9 +129,10 @@ class CodecMethod(Method):
     """A method on a named pair of codecs. Its own idea is what to keep, and when to quantize."""
 
     def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None,
-                 rope=None, formula=None, outliers=None, sensitivity=None, q_norm=None):
+                 rope=None, block=None, formula=None, outliers=None, sensitivity=None, q_norm=None):
         one_of(SCHEMES, scheme=scheme)
         one_of(("pre", "post"), rope=rope)  # or None: where the scheme has it
+        at_least(1, block=block)
         given = {"group_size": group_size, "formula": formula,  # of integer codecs
                  "outliers": outliers, "sensitivity": sensitivity, "q_norm": q_norm}  # of kvquant
         given = {name: value for name, value in given.items() if value is not None}
@@ -145,7 +141,11 @@ class CodecMethod(Method):
         _, default_rope = SCHEMES[scheme]
         self.rope = rope or default_rope
         # where groups run along the tokens, quantize as many tokens at a time as fill one group
-        self.block = group_size if group_size and scheme == "channel-dynamic" else BLOCK
+        tokens_per_group = self.codecs[0].k.tokens_per_group
+        self.block = block or (tokens_per_group if tokens_per_group > 1 else BLOCK)
+        if self.block % tokens_per_group:
+            raise UserError(f"a block of {block} tokens does not hold whole groups of "
+                            f"{tokens_per_group}; give a multiple")
 
 
 def first_tokens(layer_cache, n):

@@ -20,17 +20,20 @@ Paper and practice.
   `describe` says so.
 - k tokens are always kept, though there may be only one to three sinks. The others cost 16 bits a
   number, and do no other harm.
-- Under the `paper` protocol S is chosen over the whole window, so a later token can take the place
-  of one that an early query would have kept. In a stream S is the top-k of the tokens seen so far:
-  a new sink takes the place of a weaker one at the next quantization, and the weaker one is read as
-  its codes from then on. The paper freezes S after the prefill; a stream that starts from nothing
-  has no prefill.
+- Algorithm 1 is a quantized prefill, and S stays as it is when decoding goes on: the `paper`
+  protocol with a prompt. Under `stream` a prompt is read in full precision first. Without a prompt
+  `paper` chooses S over the whole window, so a later token can take the place of one that an early
+  query would have kept.
+- With `choose="always"`, and in a stream without a prompt, S is the top-k of the tokens seen so
+  far: a new sink takes the place of a weaker one at the next quantization, and the weaker one is
+  read as its codes from then on. This finds sinks that come after the prompt; the paper does not
+  have it.
 - With static ranges the sinks are left out of the calibration, as the paper asks.
 """
 import torch
 
-from tinykv import UserError
-from tinykv.methods.base import CodecMethod, first_tokens
+from tinykv import UserError, one_of
+from tinykv.methods.base import CHOOSE, CodecMethod, first_tokens
 
 # Table 3: emergence layer and outlier channel (the first one listed), by model type, layers, hidden
 # size, MLP size, KV heads, vocabulary and positions. The last three tell LLaMA-2 from LLaMA-1 and
@@ -49,15 +52,16 @@ TABLE_3 = {
 class KVSink(CodecMethod):
     compare = ("rtn", "pfn")
 
-    def __init__(self, config, preserve=5, emergence_layer=None, outlier_channel=None,
-                 **codec_settings):
+    def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None,
+                 outlier_channel=None, **codec_settings):
         super().__init__(config, **codec_settings)
+        one_of(CHOOSE, choose=choose)
         if preserve < 1:
             raise UserError(f"kvsink has to preserve at least 1 token; got {preserve} "
                             "(rtn preserves none)")
         if (emergence_layer is None) != (outlier_channel is None):
             raise UserError("give both the emergence layer and the outlier channel, or neither")
-        self.preserve = preserve
+        self.preserve, self.choose = preserve, choose
         self.n_layers = config.num_hidden_layers
         self.layer, self.channel = emergence_layer, outlier_channel  # lE and c
         self.source = None  # where they come from; None: not known yet
