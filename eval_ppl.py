@@ -4,6 +4,7 @@
     python eval_ppl.py --method all --bits 3 --scheme token-static --protocol stream
     python eval_ppl.py --method pfn,kvsink --scheme kvquant --outliers 0,0.1,0.5,1
     python eval_ppl.py --model path/to/Llama-2-7b-hf --data wikitext2 --context 4096 --method pfn,kvsink
+    torchrun --nproc-per-node 4 eval_ppl.py --method all
 """
 import platform
 from pathlib import Path
@@ -70,8 +71,11 @@ def check(args):
     cli.check_different(json=args.json, calibration=args.calibration, plot=args.plot)
 
 
-def run(args):
+def run(args, ranks=None):
+    """ranks: the module `tinykv.ranks` where torchrun started several processes, else None."""
     check(args)
+    if ranks:
+        ranks.prepare(args)
     device = hf.usable_device(args.device)
     dtype = cli.dtype_of(args.dtype, device)
 
@@ -101,7 +105,8 @@ def run(args):
     text, data = None, ""  # windows (W, T), and a label of them
     if calibrates:
         text, data = cli.calibration_text(args, tokenizer, context, device)
-    calibration_file = CalibrationFile(args.calibration, model, data)
+    open_calibration = ranks.SharedCalibration if ranks else CalibrationFile
+    calibration_file = open_calibration(args.calibration, model, data)
     models = {None: model}  # {weights: Llama}
     for weights, quantizer in quantizers.items():
         models[weights] = cli.quantized_model(model, weights, quantizer, text, calibration_file)
@@ -124,9 +129,14 @@ def run(args):
         m.use_attention(args.attention)
     models_of = {title: models[r.weights] for title, r in runs.items()}
     batch = cli.batch_of(args, context)
-    with cli.bar(None, "evaluating", len(runs) * args.windows) as progress:
-        results = evaluate(model, methods, windows, args.protocol, batch, progress, models_of,
+    share = ranks.share(windows, batch) if ranks else windows
+    with cli.bar(None, "evaluating", len(runs) * len(share.tokens)) as progress:
+        results = evaluate(model, methods, share, args.protocol, batch, progress, models_of,
                            cache_class, args.prompt)
+    if ranks:
+        results = ranks.gather(results)
+        if results is None:
+            return  # rank 0 prints and writes
 
     # 6. The table
     rows = [row_of(r, results[title], results["fp16"], args) for title, r in runs.items()]
@@ -314,7 +324,7 @@ def print_table(rows, room):
 
 def main():
     p = parser()
-    with cli.one_line(p):
+    with cli.one_line(p), cli.ranks() as ranks:
         # a method in a file of the user's has settings of its own, which become flags
         known, _ = p.parse_known_args()
         with own_errors(known.method):
@@ -322,7 +332,7 @@ def main():
             if args.list_methods:
                 list_methods()
             else:
-                run(args)
+                run(args, ranks)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,7 @@ ARROWS = {
     "calibrate.py": {"", "cache"},
     "evaluate.py": {"", "cache"},
     "storage.py": {""},
+    "ranks.py": {"", "evaluate", "storage"},
     "data/": {"", "storage"},
     "hf/": {"", "model", "storage"},
     "weights/": {"", "cache", "codecs", "model", "storage"},
@@ -165,6 +166,12 @@ def test_only_the_triton_cache_imports_triton(name):
     """And no other file imports the triton cache, or kernels.py, at its top."""
     for module in imports_of(name, top_only=True):
         assert module.split(".")[0] not in ("triton", "kernels") and module != "tinykv.triton_cache", module
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_single_process_imports_nothing_for_several(name):
+    for module in imports_of(name, top_only=True):
+        assert module != "tinykv.ranks" and not module.startswith("torch.distributed") or name == "ranks.py", module
 
 
 def test_no_module_hides_one_of_the_standard_library():

@@ -91,6 +91,17 @@ def one_line(p, stopped="stopped"):
         sys.exit(1)  # the reader of the pipe has seen enough, as `head` has
 
 
+@contextmanager
+def ranks():
+    """Around a command that torchrun may start: the module `ranks`, or None in a single process."""
+    if "WORLD_SIZE" not in os.environ:
+        yield None
+        return
+    from tinykv import ranks
+    with ranks.joined():
+        yield ranks
+
+
 # Flags
 
 def add_model(p):

@@ -21,43 +21,50 @@ LARGEST = 700  # nats: the exponential of a larger loss is no number
 
 @dataclass
 class Result:
-    """What one method did: sums over targets or windows, and the means that follow from them.
+    """What one method did: sums and lists over windows, and the means that follow from them.
+
+    What is not whole numbers is listed window by window. Parts of the windows, measured by several
+    processes (`ranks.py`), then add up to the same sum, digit by digit.
 
     fault: what was not finite. Then the sums are those up to there, and no result.
     """
     fault: str | None = None
     nll: list = field(default_factory=list)  # per window: mean negative log-likelihood, in nats
-    kl: float = 0.0  # sum over targets of KL(fp16 || method), in nats
+    window_kl: list = field(default_factory=list)  # sum over targets of KL(fp16 || method), in nats
+    window_bits: list = field(default_factory=list)  # `bits`
+    window_bits_far: list = field(default_factory=list)  # `bits_far`
+    window_coded_bits: list = field(default_factory=list)  # `coded_bits`
     agree: int = 0  # targets where the most likely token is fp16's
     right: int = 0  # answers of which every token is the most likely one
     answers: int = 0
     targets: int = 0
     tokens: int = 0
     seconds: float = 0.0  # in the forward passes
-    windows: int = 0
-    bit_sum: float = 0.0  # over windows, of `bits`
-    bit_sum_far: float = 0.0  # of `bits_far`
-    coded_sum: float = 0.0  # of `coded_bits`
     cache_bytes: int = 0  # of one window, the largest
 
     @property
     def bits(self):
         """Per cached number, everything that is held counted, at this length."""
-        return self.bit_sum / self.windows
+        return mean(self.window_bits)
 
     @property
     def bits_far(self):
         """The same at 128K tokens."""
-        return self.bit_sum_far / self.windows
+        return mean(self.window_bits_far)
 
     @property
     def coded_bits(self):
         """Per quantized number, of the codes alone; 0 where nothing is quantized."""
-        return self.coded_sum / max(1, self.windows)
+        return mean(self.window_coded_bits) if self.window_coded_bits else 0.0
+
+    @property
+    def kl(self):
+        """Sum over all targets of KL(fp16 || method), in nats."""
+        return sum(self.window_kl)
 
     @property
     def ppl(self):
-        return math.exp(sum(self.nll) / len(self.nll))
+        return math.exp(mean(self.nll))
 
     @property
     def ppl_se(self):
@@ -70,6 +77,20 @@ class Result:
     def recall(self):
         """Share of answers got right, or None where the text has none."""
         return self.right / self.answers if self.answers else None
+
+    def add(self, other):
+        """Take in the `Result` of the windows that follow."""
+        if self.fault:
+            return
+        for name in ("nll", "window_kl", "window_bits", "window_bits_far", "window_coded_bits",
+                     "agree", "right", "answers", "targets", "tokens", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
+        self.fault = other.fault
+
+
+def mean(numbers):
+    return sum(numbers) / len(numbers)
 
 
 @torch.inference_mode()
@@ -182,7 +203,7 @@ def score(model, hidden, tokens, answers, results, start=1):
     """
     size = max(1, SLICE // model.config.vocab_size)  # targets at a time
     for row, target in enumerate(tokens[:, start:]):  # (T - start)
-        nll = dict.fromkeys(hidden, 0.0)
+        nll, kl = dict.fromkeys(hidden, 0.0), dict.fromkeys(hidden, 0.0)
         hits = {name: [] for name in hidden}
         for begin in range(0, len(target), size):
             part = target[begin:begin + size]  # (n)
@@ -195,8 +216,8 @@ def score(model, hidden, tokens, answers, results, start=1):
                 if reference is None:
                     reference, best = logp, top
                 else:
-                    kl = F.kl_div(logp, reference, log_target=True, reduction="sum")
-                    results[name].kl += kl.item()
+                    divergence = F.kl_div(logp, reference, log_target=True, reduction="sum")
+                    kl[name] += divergence.item()
                 if not logits.sum().isfinite():
                     nll[name] = math.nan
                 nll[name] -= logp.gather(1, part[:, None]).double().sum().item()
@@ -204,12 +225,13 @@ def score(model, hidden, tokens, answers, results, start=1):
                 hits[name].append(top == part)
         for name in hidden:
             result = results[name]
-            mean = nll[name] / len(target)
-            if not math.isfinite(mean + result.kl) or mean > LARGEST:
+            loss = nll[name] / len(target)
+            if not math.isfinite(loss + kl[name]) or loss > LARGEST:
                 result.fault = result.fault or (
-                    f"its logits are not finite, or its loss of {mean:g} nats has no perplexity; "
+                    f"its logits are not finite, or its loss of {loss:g} nats has no perplexity; "
                     "use another --dtype, or other weights")
-            result.nll.append(mean)
+            result.nll.append(loss)
+            result.window_kl.append(kl[name])
             result.targets += len(target)
             # an answer is right if each of its tokens is the most likely one
             hit = torch.cat(hits[name])  # (T - start)
@@ -229,13 +251,13 @@ def count_bits(result, cache, tokens):
     # numbers in one token's keys, or values, over all layers
     numbers = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     result.cache_bytes = max(result.cache_bytes, cache.nbytes // B)
-    result.windows += B
+    bits, bits_far, coded_bits = 0.0, 0.0, 0.0  # means over the batch's windows
     layer = cache.layers[0]
     for rows, block in ((layer.keys, method.block), (layer.values, method.v_block or method.block)):
         held = cache.part_bytes(rows.kind)  # of all layers and sequences
         if rows.n_coded == 0:
-            result.bit_sum += 8 * sum(held.values()) / (numbers * T) / 2
-            result.bit_sum_far += B * 16.0 / 2
+            bits += 8 * sum(held.values()) / (B * numbers * T) / 2
+            bits_far += 16.0 / 2
             continue
         n_recent = method.recent + (block - 1) / 2
         if layer.in_prompt:  # `paper`: a window that is quantized as a whole
@@ -248,9 +270,13 @@ def count_bits(result, cache, tokens):
             pinned = pinned / T * FAR  # it grows with the text
         total_far = coded * (FAR - n_recent) + recent * n_recent + pinned
         # a half each of the bits of K and of V
-        result.bit_sum += 8 * total / (numbers * T) / 2
-        result.bit_sum_far += 8 * total_far / (numbers * FAR) / 2
-        result.coded_sum += 8 * coded / numbers / 2
+        bits += 8 * total / (B * numbers * T) / 2
+        bits_far += 8 * total_far / (B * numbers * FAR) / 2
+        coded_bits += 8 * coded / (B * numbers) / 2
+    # of a batch only the mean is known
+    result.window_bits += [bits] * B
+    result.window_bits_far += [bits_far] * B
+    result.window_coded_bits += [coded_bits] * B
 
 
 def recent_token_bytes(rows):

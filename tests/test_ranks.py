@@ -1,0 +1,169 @@
+"""The same evaluation by several processes that torchrun starts: the same figures, and one line where it fails."""
+import json
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import model_of, tokens_of
+
+import eval_ppl
+from tinykv.data import Windows
+from tinykv.evaluate import Result, evaluate
+from tinykv.methods.fp16 import FP16
+from tinykv.methods.rtn import RTN
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--context", "100", "--calib-windows", "4"]
+TIMES = {"seconds", "tokens_per_s"}
+METHOD = """
+import os
+from tinykv.methods.rtn import RTN
+
+class Failing(RTN):
+    def begin(self, cache):
+        if os.environ["RANK"] == "1":
+            {what}
+"""
+
+
+def start(*words, ranks=None):
+    """eval_ppl.py in a process of its own, or by torchrun in several."""
+    python = [sys.executable]
+    if ranks:
+        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*python, ROOT / "eval_ppl.py", *map(str, words)], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+def fork(*words, ranks):
+    """The same without torchrun, from this process, which has torch already: the rank's environment is all it takes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": port}
+        processes.append(multiprocessing.get_context("fork").Process(target=as_rank, args=(environment, words)))
+        processes[-1].start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    return [process.exitcode for process in processes]
+
+
+def as_rank(environment, words):
+    os.environ |= {name: str(value) for name, value in environment.items()}
+    sys.argv = ["eval_ppl.py", *map(str, words)]
+    eval_ppl.main()
+
+
+def assert_same(files):
+    """What several processes wrote is what one wrote, but for the seconds."""
+    one, several = [json.loads(file.read_text()) for file in files]
+    for of_one, of_several in zip(one.pop("rows"), several.pop("rows"), strict=True):
+        assert of_one.keys() == of_several.keys() and of_one["ppl"]
+        for key in of_one.keys() - TIMES:
+            assert of_one[key] == of_several[key], (of_one["label"], key)
+    assert one == several
+
+
+def failure(words, ranks=2):
+    """What the command itself prints on stderr; the others are torchrun's own lines."""
+    status, out, err = start(*SMALL, *words, ranks=ranks)
+    assert status == 1 and not out.strip()
+    return [line for line in err.splitlines() if line.startswith("eval_ppl.py: ")]
+
+
+def test_two_ranks_give_the_figures_of_one(tmp_path, monkeypatch, capfd):
+    """With a method that is calibrated, and batches that do not divide the windows."""
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    words = [*SMALL, "--method", "rtn,kvsink,antkv", "--vq", "d4m16", "--windows", 5, "--batch", 2, "--json"]
+    monkeypatch.setattr(sys, "argv", ["eval_ppl.py", *map(str, words), str(files[0])])
+    eval_ppl.main()
+    one = capfd.readouterr().out
+    assert fork(*words, files[1], ranks=2) == [0, 0]
+    assert without_seconds(capfd.readouterr().out) == without_seconds(one)  # rank 1 prints nothing
+    assert_same(files)
+
+
+def without_seconds(printed):
+    """A printed table without its last column."""
+    return re.sub(r" *s$| +[\d.]+$", "", printed, flags=re.MULTILINE)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks, words", [
+    (2, ["--windows", 2]),
+    (3, ["--windows", 5, "--batch", 1, "--protocol", "stream"]),
+    (3, ["--windows", 4, "--batch", 4, "--weights", "awq", "--w-bits", 3]),  # two ranks have no batch
+])
+def test_all_methods(ranks, words, tmp_path):
+    files, printed = [tmp_path / "one.json", tmp_path / "several.json"], []
+    for file, n in zip(files, (None, ranks)):
+        status, out, err = start(*SMALL, "--method", "all", *words, "--json", file, ranks=n)
+        assert status == 0, err
+        printed.append(without_seconds(out))
+    assert printed[0] == printed[1]
+    assert_same(files)
+
+
+@pytest.mark.whole
+def test_rank_0_calibrates_and_writes_the_file(tmp_path):
+    """And tables that a file holds reach the others."""
+    files = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
+    words = [*SMALL, "--method", "kvquant", "--windows", 2]
+    for file, ranks in zip(files, (None, 2)):
+        for _ in range(2):
+            status, _, err = start(*words, "--calibration", file, ranks=ranks)
+            assert status == 0, err
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_more_ranks_than_windows(capfd):
+    """One line, though every rank sees it."""
+    assert fork(*SMALL, "--method", "rtn", "--windows", 1, ranks=2) == [2, 2]
+    out, err = capfd.readouterr()
+    assert not out and err.count("\n") == 1 and "2 processes for 1 windows" in err
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("what, expected", [
+    ("os._exit(9)", "has died"),
+    ("os.kill(os.getpid(), 9)", "has died|torchrun stops"),
+    ("raise ValueError('no such thing')", "in begin: ValueError: no such thing"),
+])
+def test_a_rank_that_dies(what, expected, tmp_path):
+    """One line, by whoever is left, or by the rank that knows why."""
+    (tmp_path / "mine.py").write_text(METHOD.format(what=what))
+    line, = failure(["--method", f"{tmp_path}/mine.py:Failing", "--windows", 2])
+    assert re.search(expected, line)
+
+
+def test_parts_add_up_to_the_whole():
+    """Digit by digit, wherever the windows are divided."""
+    model = model_of(1)
+    tokens = tokens_of(4, 40)
+    methods = {"fp16": FP16(model.config), "rtn": RTN(model.config, scheme="token-dynamic")}
+    whole = evaluate(model, methods, Windows(tokens, [[]] * 4, "noise"))
+    for first in range(5):
+        parts = [evaluate(model, methods, Windows(part, [[]] * len(part), "noise"))
+                 for part in (tokens[:first], tokens[first:])]
+        for name, result in whole.items():
+            total = parts[0][name]
+            total.add(parts[1][name])
+            total.seconds = result.seconds
+            assert total == result
+
+
+def test_what_follows_a_fault_is_not_added():
+    total = Result(nll=[1.0], fault="first")
+    total.add(Result(nll=[2.0], fault="second"))
+    assert total == Result(nll=[1.0], fault="first")
