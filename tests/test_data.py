@@ -5,12 +5,14 @@ import http.server
 import io
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import threading
+import time
 import zipfile
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,12 @@ import torch
 
 from tinykv import UserError, hf
 from tinykv.cli import EMBEDDED
-from tinykv.data import download, load_windows
+from tinykv.data import download, load_windows, windows
 from tinykv.data import stories as corpus
 from tinykv.data.download import SOURCES, Source, fetch
-from tinykv.data.stories import NAMES, SPLITS, TOWNS, split_of, stories
-from tinykv.data.windows import answers_in_windows
+from tinykv.data.stories import NAMES, SPLITS, TOWNS, Story, split_of, stories
+from tinykv.data.windows import answers_in_windows, encode_in_parts
+from tinykv.hf.tokenizer import JsonTokenizer
 
 SCHEMES = download.SCHEMES  # before any test changes them
 
@@ -598,6 +601,75 @@ def test_the_usual_folder(site, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TINYKV_CACHE", "")
     assert fetch(offer(site, "f", b"x")) == tmp_path / ".cache" / "tinykv" / "f"
+
+
+def texts_of_parts():
+    rng = random.Random(0)
+    words = ["Balo", "lives", "Eastwick", "where", "he", "said", "17", "Bücher", "東京", "e\u0301te", "\U0001f600"]
+    some = [rng.choice(words) for _ in range(800)]
+    return {
+        "prose": " ".join(some), "lines": "\n".join(some), "no blanks": "".join(some),
+        "signs": "".join(word + rng.choice([" ", ".", ". ", ",", "  ", "\n", " \n", "?! "]) for word in some),
+        "letters": "".join(rng.choices("abcdefgh", k=4000)),
+        "Chinese": "".join(rng.choices("東京都中国人一二三", k=3000)),
+        "blanks": " " * 3000 + "Balo" + " " * 700 + "lives"}
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    folder = Path(__file__).parent / "references" / "tokenizer_json"
+    return JsonTokenizer(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", texts_of_parts())
+@pytest.mark.parametrize("size", [100, 333])
+def test_parts_have_the_ids_of_the_whole(tokenizer, byte_level, monkeypatch, name, size):
+    """With cuts every few words, wherever that may be."""
+    monkeypatch.setattr(windows, "PART", size)
+    text = texts_of_parts()[name]
+    for one in (tokenizer, byte_level):
+        if isinstance(one, Words) and name in ("no blanks", "letters", "Chinese"):
+            continue  # a token of the whole text
+        parts = list(encode_in_parts(text, one))
+        assert len(parts) > 3 and [i for part in parts for i in part] == one.encode(text)
+
+
+def test_where_no_token_ends(pieces, monkeypatch):
+    """Between equal letters, pairs of which are tokens: as few cuts as can be, and no letter is lost."""
+    monkeypatch.setattr(windows, "PART", 101)
+    text = "l" * 1000
+    ids = [i for part in encode_in_parts(text, pieces) for i in part]
+    assert pieces.decode(ids).replace(" ", "") == text and len(ids) <= len(pieces.encode(text)) + 20
+
+
+@pytest.mark.parametrize("line", ["x", "\n", " ", "東"])
+def test_a_long_line_takes_no_time(tmp_path, line):
+    """Of a character without end only a part is ever encoded."""
+    _, tokenizer = hf.load(EMBEDDED)
+    encode, lengths = tokenizer.encode, []
+    tokenizer.encode = lambda part: lengths.append(len(part)) or encode(part)
+    path = tmp_path / "line.txt"
+    path.write_text(line * 3_000_000 if line != " " else "Balo" + line * 3_000_000)
+    load_windows(str(path), tokenizer, 4, 1, bos="none")
+    assert max(lengths) < 70_000 and sum(lengths) < 80_000
+
+
+def test_a_word_while_much_is_read(capsys, monkeypatch):
+    """On a terminal, before the windows are full; and it can be stopped."""
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def endless(*settings):
+        yield Story("Balo lives in Eastwick. ")
+        time.sleep(1.1)
+        yield from map(Story, repeat("Balo lives in Eastwick. ", 500))
+        raise KeyboardInterrupt
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setattr(windows, "stories", endless)
+    with pytest.raises(KeyboardInterrupt):
+        load_windows("tales", Letters(), 1000, 10 ** 6)
+    assert "reading text" in terminal.getvalue() and "/1000000000" in terminal.getvalue()
 
 
 def test_of_a_long_text_only_the_beginning_is_encoded(tmp_path):

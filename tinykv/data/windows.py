@@ -12,7 +12,7 @@ second half, one document |
 
 The test texts of wikitext2 and c4 are those of the published numbers. WikiText-2: "\\n\\n".join
 over the rows of the Hugging Face dataset, where a row is a line of the raw file with its newline,
-or "" for a blank line; encoded once, with a single `<s>` at the start. C4: what GPTQ calls c4-new,
+or "" for a blank line; one document, with a single `<s>` at the start. C4: what GPTQ calls c4-new,
 and of which IntactKV measures 256 windows of 2048 tokens. Calibration text is read document by
 document, as far as needed, because to encode all of it takes long, and gigabytes. A file is halved
 because neither call knows how much of it the other one takes.
@@ -23,16 +23,21 @@ import json
 import os
 import re
 import zipfile
+from array import array
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
+from tqdm import tqdm
 
 from tinykv import UserError, did_you_mean
 from tinykv.data.download import SOURCES, fetch
 from tinykv.data.stories import SPLITS, Story, stories
 from tinykv.storage import read_text
+
+PART = 2 ** 16  # characters of a long text that are encoded at a time
+NEAR = 64  # characters on either side of a place that say whether a token reaches over it
 
 
 @dataclass
@@ -75,7 +80,7 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
                         "longer text")
 
     # 2. the windows
-    tokens = torch.tensor(ids[:need]).view(windows, text_length)  # (W, T - n)
+    tokens = torch.frombuffer(ids, dtype=torch.int64)[:need].view(windows, text_length)  # (W, T - n)
     answers = answers_in_windows(marks, windows, text_length, n_replaced=int(replace_first))
     if replace_first:
         tokens[:, 0] = tokenizer.bos_id
@@ -108,37 +113,64 @@ def encode_documents(documents, tokenizer, need):
     A mark is (fact, start, end), places in the stream: the first token of the sentence that states
     the fact, the first token of the answer, and the token after its last.
     """
-    ids, marks = [], []
-    for document in documents:
-        if tokenizer.bos_id is not None:
-            ids.append(tokenizer.bos_id)
-        if document.answers:
-            pieces, offsets = tokenizer.encode_with_offsets(document.text)
-            marks += mark_answers(document, offsets, len(ids))
-        else:
-            pieces = encode_beginning(document.text, tokenizer, need)
-        if document.text and not pieces:
-            raise UserError("the tokenizer makes no tokens of the text; take the tokenizer of the "
-                            "same checkpoint")
-        ids.extend(pieces)
-        if len(ids) >= need:
-            break
+    ids, marks = array("q"), []  # 8 bytes an id
+    # disable=None: no bar where there is no terminal
+    with tqdm(total=need, unit="token", desc="reading text", leave=False, delay=1,
+              disable=None) as bar:
+        for document in documents:
+            if tokenizer.bos_id is not None:
+                ids.append(tokenizer.bos_id)
+            begin = len(ids)
+            if document.answers:
+                found, offsets = tokenizer.encode_with_offsets(document.text)
+                marks += mark_answers(document, offsets, begin)
+                parts = [found]
+            else:
+                parts = encode_in_parts(document.text, tokenizer)
+            for part in parts:
+                ids.extend(part)
+                bar.update(len(part))
+                if len(ids) >= need:
+                    return ids, marks
+            if document.text and len(ids) == begin:
+                raise UserError("the tokenizer makes no tokens of the text; take the tokenizer of "
+                                "the same checkpoint")
     return ids, marks
 
 
-def encode_beginning(text, tokenizer, need):
-    """The ids of a text, or of as much of its beginning as has `need` of them.
+def encode_in_parts(text, tokenizer):
+    """Yields the ids of a text, a part of it at a time: all of a long text at once would take
+    minutes, and gigabytes."""
+    begin = 0
+    while begin < len(text):
+        end = place_to_cut(text, begin + PART, tokenizer)
+        part = text[begin:end]
+        # the text before a part comes along, because tokenizers begin a text in their own way
+        before = text[max(0, begin - NEAR):begin]
+        known, ids = tokenizer.encode(before), tokenizer.encode(before + part)
+        if ids[:len(known)] != known:  # a token reaches over the cut: the part stands alone
+            known, ids = [], tokenizer.encode(part)
+        yield ids[len(known):]
+        begin = end
 
-    To encode all of a long text takes minutes, and gigabytes. It is cut before a single blank
-    between two words, over which no token reaches.
+
+def place_to_cut(text, start, tokenizer):
+    """A place in a text, at `start` or soon after it, that no token reaches over.
+
+    It is before a single blank between two words, or else where the text nearby says so. Where
+    there is none, as between equal letters without end, a token may be cut into two.
     """
-    length = 16 * need + 2 ** 16  # characters
-    while cut := re.compile(r"\w(?= \w)").search(text, length):
-        ids = tokenizer.encode(text[:cut.end()])
-        if len(ids) >= need:
-            return ids
-        length *= 4
-    return tokenizer.encode(text)
+    if start + NEAR >= len(text):
+        return len(text)
+    blanks = re.compile(r"\w(?= \w)").finditer(text, start, start + PART // 4)
+    places = [found.end() for found in islice(blanks, 4)]
+    places += range(start, start + NEAR)
+    for place in places:
+        before = tokenizer.encode(text[place - NEAR:place])
+        both = tokenizer.encode(text[place - NEAR:place + NEAR])
+        if both[:len(before)] == before:
+            return place
+    return start
 
 
 def mark_answers(document, offsets, base):
