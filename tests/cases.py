@@ -28,6 +28,7 @@ from tinykv.model import Llama, LlamaConfig
 from tinykv.runs import settings_of
 
 VOCAB, D, L, H, d = 41, 32, 3, 4, 16
+WIDE = 64  # channels of a head, where bits are counted: scales and zero points are few then
 MARK, CHANNEL = VOCAB - 1, 5  # the token with the planted outlier, and the outlier's channel
 G = 8  # tokens of a block, and of a group
 SETTINGS = {
@@ -45,9 +46,10 @@ KEEP_ALL = {"preserve": 22, "outlier_num": 22, "skip_layers": 0, "anchors": "100
 # ---- models and texts
 
 @lru_cache
-def model_of(heads_per_kv, dtype=torch.float32):
+def model_of(heads_per_kv, dtype=torch.float32, width=d):
+    """width: channels of a head."""
     torch.manual_seed(heads_per_kv)
-    model = Llama(LlamaConfig(VOCAB, D, 48, L, H, H // heads_per_kv, d, 512, bos_token_id=1))
+    model = Llama(LlamaConfig(VOCAB, D, 48, L, H, H // heads_per_kv, width, 512, bos_token_id=1))
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 2:
@@ -102,7 +104,7 @@ def build(case):
     wanted = {**SETTINGS, "recent": case.recent, "block": G, "scheme": case.scheme,
               "formula": case.formula, **given}
     wanted["prefix"] = case.in_place_of(Prefix)("a few tokens", list(wanted["prefix"]))
-    ours = issubclass(cls, (CodecMethod, *METHODS.values()))
+    ours = case.known or issubclass(cls, CodecMethod)
     if not ours:  # a method that we know nothing about keeps its own bits
         names = names - ({"k_bits", "v_bits"} - set(given))
 
@@ -135,6 +137,19 @@ def build_and_calibrate(case):
     return method
 
 
+@lru_cache
+def as_it_comes(case):
+    """A case's method with its own bits, groups and blocks, and a model with heads as wide as those
+    of a small LLaMA, for which it is calibrated."""
+    model, names = model_of(case.heads_per_kv, width=WIDE), takes(case.cls, case.scheme)
+    settings = {"scheme": case.scheme, "vq": "d4m8"}
+    settings = {name: value for name, value in settings.items() if name in names}
+    method = case.in_place_of(case.cls)(model.config, **settings)
+    if method.needs_calibration:
+        calibrate(model, method, tokens_of(4, 256, seed=7))
+    return method, model
+
+
 # ---- a cell
 
 @dataclass(frozen=True)
@@ -151,6 +166,7 @@ class Case:
     settings: tuple = ()  # (name, value) of others than SETTINGS has
     dtype: torch.dtype = torch.float32  # of the model
     wrong: type | None = None  # a class that is wrong on purpose
+    like: type | None = None  # given by --as: the built-in method that `cls` has to equal
 
     def __str__(self):
         recent = f"recent{self.recent}" if self.recent else None
@@ -161,9 +177,24 @@ class Case:
         return "-".join(word for word in words if word)
 
     @property
+    def oracle(self):
+        """The built-in method whose answers are known; None for a method that we know nothing about."""
+        return self.cls if self.cls in METHODS.values() else self.like
+
+    @property
     def known(self):
-        """Whether the method is one of the project's, which have an oracle."""
-        return self.cls in METHODS.values()
+        return self.oracle is not None
+
+    def describe(self):
+        """What is tried in this cell, for the author of a method."""
+        settings = {"scheme": self.scheme, **dict(self.settings)}
+        if "recent" in takes(self.cls) and self.recent:
+            settings["recent"] = self.recent
+        if self.formula != "offset":
+            settings["formula"] = self.formula
+        named = [f"{name}={value}" for name, value in settings.items() if value is not None]
+        shape = f"batch {self.batch}, length {self.T}, {H} query heads, {H // self.heads_per_kv} KV heads"
+        return ", ".join([self.cls.__name__, *named, f"protocol {self.protocol}", shape])
 
     def in_place_of(self, cls):
         """The class that is wrong on purpose, if it is made from `cls`; else `cls`."""
@@ -218,7 +249,7 @@ class Case:
         if wrong is not None and issubclass(wrong, (KVCache, LayerCache, CachedRows)):
             wrong = None
         return Case(self.cls, self.scheme, self.formula, heads_per_kv=self.heads_per_kv,
-                    recent=self.recent, settings=settings, wrong=wrong)
+                    recent=self.recent, settings=settings, wrong=wrong, like=self.like)
 
     def fp16(self):
         """The fp16 method beside this cell's: the same blocks, the same model."""
@@ -344,6 +375,7 @@ class Watch:
         self.given = [[] for _ in range(L)]  # (k, v)
         self.returned = [[] for _ in range(L)]  # (K, V)
         self.outputs = [[] for _ in range(L)]
+        self.pins = {}  # (layer, kind, tokens seen): the positions that were pinned then, or None
 
     # what a model asks of its cache
 
@@ -358,6 +390,9 @@ class Watch:
         self.given[layer].append((k, v))
         K, V = self.cache.update(layer, q, k, v, positions)
         self.returned[layer].append((K, V))
+        now = self.layers[layer]
+        for kind in "kv":
+            self.pins[layer, kind, now.length] = rows_of(now, kind).pinned_positions
         return K, V
 
     def observe(self, layer, hidden):

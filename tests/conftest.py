@@ -3,7 +3,9 @@
     pytest -q            at most two minutes: the tests on a part of their cases that covers the whole
     pytest -q --whole    every test on everything
     pytest tests/test_methods.py --method path/to/file.py:Class
-                         the whole matrix of one method, and nothing else
+                         the matrix of one method, and nothing else, up to the first failure
+    pytest tests/test_methods.py --method path/to/file.py:Class --as pfn
+                         the same, and it has to do what the method pfn does
 
 A test, or a `pytest.param`, with the mark `whole` runs under --whole only:
 
@@ -24,14 +26,16 @@ import os
 from collections import Counter
 
 import hypothesis
+import own_methods
+import pytest
 import torch
 
 os.environ["TRITON_INTERPRET"] = "1"  # before kernels.py is imported: kernels run on the CPU
 
 
 def runs_whole(config):
-    """Whether everything is asked for: by --whole, or of one method by --method."""
-    return config.getoption("--whole") or bool(config.getoption("--method"))
+    """Whether everything is asked for."""
+    return config.getoption("--whole")
 
 
 def pytest_addoption(parser):
@@ -39,12 +43,17 @@ def pytest_addoption(parser):
                      help="run the whole matrix of test_methods.py, and the tests marked `whole`")
     parser.addoption("--method", action="append", default=[], metavar="path/to/file.py:Class",
                      help="put this method, and no other, through the matrix; may be repeated")
+    parser.addoption("--as", metavar="NAME",
+                     help="with --method: it has to do what this built-in method does")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "whole: runs only under --whole")
     config.addinivalue_line("markers", "one_in(n): of its cases one in n, and under --whole all")
     torch.set_num_threads(1)
+    if config.getoption("--method") or config.getoption("--as"):
+        own_methods.check(config.getoption("--method"), config.getoption("--as"))
+        config.option.maxfail = config.option.maxfail or 1
     hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None,
                                          max_examples=60 if runs_whole(config) else 20)
     hypothesis.settings.load_profile("fixed")
@@ -78,3 +87,16 @@ def is_a_cell(item):
     """Whether a test is a cell of the matrix. One that has no cell for this method ends in NOTSET."""
     test = getattr(item, "function", None)
     return hasattr(test, "axes") and not item.name.endswith("[NOTSET]")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A failure of a method of the user's is told in words, unless the user asks for another form."""
+    option = pyfuncitem.config.option
+    if not option.method or option.tbstyle != "auto" or option.usepdb:
+        return (yield)
+    try:
+        return (yield)
+    except Exception as error:
+        said = own_methods.explained(pyfuncitem, error)
+    pytest.fail(said, pytrace=False)

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import oracles
 import torch
-from cases import Case, G, L, calibration_windows, d, rows_of
+from cases import Case, G, L, calibration_windows, d
 
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.cq import CQ
@@ -40,7 +40,7 @@ UNIFORM = {
 def scheme_of(case):
     """The pair of codecs, of methods that stand on a named one."""
     own = {KIVI: "channel-dynamic", OTT: "channel-dynamic", KVQuant: "kvquant"}
-    return own.get(case.cls, case.scheme)
+    return own.get(case.oracle, case.scheme)
 
 
 def axis_of(case, kind):
@@ -69,8 +69,8 @@ def expected_kept(case, method, watch, layer, kind, events):
     kept = torch.zeros(k.shape[:3], dtype=torch.bool)
     if events and not case.known:
         mark_what_the_cache_says(case, method, watch, layer, kind, events, kept)
-    elif events and case.cls in KEPT:
-        KEPT[case.cls](case, method, watch, layer, kind, events, kept)
+    elif events and case.oracle in KEPT:
+        KEPT[case.oracle](case, method, watch, layer, kind, events, kept)
     return kept
 
 
@@ -118,7 +118,7 @@ def mark_anchors(case, method, watch, layer, kind, events, kept):
 
 
 def mark_what_the_cache_says(case, method, watch, layer, kind, events, kept):
-    positions = rows_of(watch.layers[layer], kind).pinned_positions  # (B, 1 or Hkv, slots), or None
+    positions = watch.pins[layer, kind, events[-1].seen]  # (B, 1 or Hkv, slots), or None
     if positions is not None:
         positions = positions.expand(-1, kept.shape[1], -1).tolist()
         for b, h in np.ndindex(kept.shape[:2]):
@@ -155,13 +155,13 @@ def chunk_scores(case, watch, layer):
 def expected_quantized(case, method, layer, kind, rows, kept):
     """What rows (B, Hkv, n, d) that are quantized at once read as. kept (B, Hkv, n)."""
     codec = codec_of(method, layer, kind)
-    if not case.known or case.cls is FP16:
+    if not case.known or case.oracle is FP16:
         return codec.decode(codec.encode(rows, kept)).to(rows.dtype)
     if bits_of(method, kind) == 16:
         return rows
     x, ignore = rows.float().numpy(), kept.numpy()
-    if case.cls in READ:
-        out = READ[case.cls](case, codec, x, ignore)
+    if case.oracle in READ:
+        out = READ[case.oracle](case, codec, x, ignore)
     elif scheme_of(case) == "kvquant":
         out, _ = nonuniform(case, codec, x, ignore)
     else:
@@ -237,10 +237,10 @@ def expected_bytes(case, method, watch, kind):
     B, Hkv = case.batch, case.model.config.num_key_value_heads
     # a token in full precision: its row in 16 bits, and its score in 32
     row = 2 * d
-    if case.cls is AnTKV and case.setting("anchors") != "0":
+    if case.oracle is AnTKV and case.setting("anchors") != "0":
         row += 4
     # its position in 32 bits, once for each head that chooses for itself
-    per_head = case.cls is AnTKV or (case.cls is OTT and case.setting("scope") != "layer")
+    per_head = case.oracle is AnTKV or (case.oracle is OTT and case.setting("scope") != "layer")
     position = 4 * Hkv if per_head else 4
     events = watch.events(kind)
     quantized = events[-1].end if events else 0
@@ -263,13 +263,13 @@ def expected_code_bytes(case, method, watch, layer, kind):
     if bits == 16:
         return tokens * Hkv * d * 2
 
-    if case.cls is SKVQ:  # groups cross heads; each has a scale and a zero point
+    if case.oracle is SKVQ:  # groups cross heads; each has a scale and a zero point
         groups = len(codec.alpha)
         assert groups <= Hkv * d // G
         size = 2 if case.setting("metadata") == "fp16" else 1
         return tokens * (oracles.code_bytes(Hkv * d, bits) + 2 * size * groups)
 
-    if case.cls in (CQ, AnTKV):  # all the codes of a token together
+    if case.oracle in (CQ, AnTKV):  # all the codes of a token together
         n, m = channels_and_centroids(case)
         return tokens * oracles.code_bytes(Hkv * d // n, int(math.log2(m)))
 
@@ -307,7 +307,7 @@ def calibration_rows(case, method):
     """[{kind: (Hkv, tokens, d)}] by layer: what calibration windows have, without the tokens that
     the method keeps."""
     cell = Case(case.cls, case.scheme, protocol="paper", heads_per_kv=case.heads_per_kv,
-                settings=case.settings)
+                settings=case.settings, like=case.like)
     return calibration_rows_of(cell, method)
 
 

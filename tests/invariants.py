@@ -17,9 +17,11 @@ import torch
 from cases import (
     KEEP_ALL,
     MARK,
+    WIDE,
     G,
     L,
     Watch,
+    as_it_comes,
     calibration_windows,
     chunk_of,
     chunk_sizes,
@@ -32,6 +34,7 @@ from cases import (
 )
 from expected import (
     MARGIN,
+    bits_of,
     calibrated_range,
     calibration_rows,
     chunk_scores,
@@ -39,15 +42,20 @@ from expected import (
     expected_bytes,
     expected_kept,
     expected_read,
+    mark_what_the_cache_says,
 )
 
 from tinykv import UserError
+from tinykv.cache import Trace
 from tinykv.calibrate import calibrate
 from tinykv.codecs import Codec, Pair
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.codebook import Codebook
 from tinykv.codecs.nonuniform import SparseCodes
 from tinykv.methods.kvsink import KVSink
+
+NAMES = {"k": "keys", "v": "values"}
+
 
 # ---- what the cache holds
 
@@ -62,10 +70,60 @@ def check_cache_holds_the_expected_rows(case, sizes=None):
             events = watch.events(kind)
             assert rows_of(watch.layers[layer], kind).n_coded == (events[-1].end if events else 0)
         expected = expected_read(case, method, watch, layer)
-        for kind, got, want in zip("KV", read(watch.layers[layer]), expected):
-            assert got.shape == want.shape and torch.isfinite(got).all()
-            differ = (got != want).any(-1).nonzero().tolist()
-            assert not differ, f"layer {layer}, {kind}: (sequence, head, token) {differ[:5]} differ"
+        for kind, got, want in zip("kv", read(watch.layers[layer]), expected):
+            place = f"layer {layer}, {NAMES[kind]}"
+            assert got.shape == want.shape, f"{place}: the cache reads {tuple(got.shape)}"
+            assert torch.isfinite(got).all(), f"{place}: the cache reads numbers that are not finite"
+            differ = (got != want).any(-1).nonzero().tolist()  # [(sequence, head, token)]
+            if differ:
+                raise AssertionError(why_rows_differ(case, method, watch, layer, kind, differ, got, want))
+
+
+def why_rows_differ(case, method, watch, layer, kind, differ, got, want):
+    """What to tell the author of a method about rows that are not as expected. differ: where,
+    [(sequence, head, token)]; got, want (B, Hkv, T, d)."""
+    b, h, t = differ[0]
+    place = f"layer {layer}, {NAMES[kind]}, sequence {b}, KV head {h}"
+    events, before = watch.events(kind), set()
+    for i, event in enumerate(events):
+        kept = torch.zeros(got.shape[:3], dtype=torch.bool)
+        mark_what_the_cache_says(case, method, watch, layer, kind, events[:i + 1], kept)
+        now = set(positions_of(kept[b, h]))
+        when = f"{place}: when {event.seen} tokens have come"
+        if case.known:
+            kept = expected_kept(case, method, watch, layer, kind, events[:i + 1])  # (B, Hkv, T)
+            right = set(positions_of(kept[b, h]))
+            if now != right:
+                return (f"{when}, {tokens_named(now)} kept; {case.oracle.__name__} keeps "
+                        f"{sorted(right) or 'none'}")
+        late = sorted(token for token in now - before if token < event.first)
+        if late:
+            return (f"{when}, {tokens_named(late)} kept from now on, but the tokens up to "
+                    f"{event.first - 1} were quantized before; keep recent or pinned tokens")
+        before = now
+    n_coded = events[-1].end if events else 0
+    numbers = [", ".join(f"{x:.3g}" for x in rows[b, h, t, :4].tolist()) for rows in (got, want)]
+    reads = f"{place}: token {t} is {{}} and reads as {numbers[0]}, ... "
+    if t in before or t >= n_coded:
+        part = "kept" if t in before else "recent"
+        return reads.format(part) + f"and not, in full precision, as {numbers[1]}, ..."
+    if case.known:
+        return reads.format("quantized") + f"and {case.oracle.__name__} makes it {numbers[1]}, ..."
+    return (reads.format("quantized") + f"but when its block alone is encoded and decoded again it is "
+            f"{numbers[1]}, ...; is something of a text kept in the method or in the codec?")
+
+
+def positions_of(marks):
+    """marks (T) -> where they are True."""
+    return marks.nonzero().flatten().tolist()
+
+
+def tokens_named(tokens):
+    """{0, 1} -> "tokens 0, 1 are"."""
+    if not tokens:
+        return "no token is"
+    named = ", ".join(map(str, sorted(tokens)))
+    return f"token {named} is" if len(tokens) == 1 else f"tokens {named} are"
 
 
 def check_uneven_chunks(case):
@@ -80,20 +138,65 @@ def check_bytes(case):
     _, watch = case.run_watched(method, case.tokens())
     cache = watch.cache
 
-    # the memory behind every tensor that is held; two tensors may share it
     tensors = []
     for rows in (rows for layer in cache.layers for rows in (layer.keys, layer.values)):
         tensors += [rows.pinned_positions, rows.pinned_rows, rows.pinned_scores]
         tensors += [rows.recent, rows.recent_scores]
         if rows.codes is not None:
             tensors += vars(rows.codes).values()
-    memory = [t.untyped_storage() for t in tensors if t is not None]
-    held = sum({block.data_ptr(): block.nbytes() for block in memory if block.nbytes()}.values())
-    assert cache.nbytes == held == sum(cache.part_bytes().values())
+    held = memory_of(tensors)
+    assert cache.nbytes == held, (f"`nbytes` says {cache.nbytes} bytes, and the tensors that are held "
+                                  f"take {held}; count them all, and keep no view of a larger one")
+    assert cache.nbytes == sum(cache.part_bytes().values())
 
     if case.known:
         for kind in "kv":
-            assert cache.part_bytes(kind) == expected_bytes(case, method, watch, kind)
+            got, want = cache.part_bytes(kind), expected_bytes(case, method, watch, kind)
+            assert got == want, f"bytes of all {NAMES[kind]}: {got}; {case.oracle.__name__} has {want}"
+
+
+def memory_of(tensors):
+    """Bytes of the memory behind tensors; two of them may share it. What is no tensor is left out."""
+    memory = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
+    return sum({block.data_ptr(): block.nbytes() for block in memory if block.nbytes()}.values())
+
+
+def check_codes_are_what_is_claimed(case):
+    """Codes take about the bits that the method claims (`k_bits`, `v_bits`), and what they decode to
+    is nearer to the keys, and values, than their mean is."""
+    method, model = as_it_comes(case)
+    tokens = tokens_of(1, 256)
+    trace = Trace(model)
+    with torch.no_grad():
+        model(tokens, trace)
+    for layer, pair in enumerate(method.codecs):
+        k, v = trace.k[layer].half(), trace.v[layer].half()  # (1, Hkv, T, d) both
+        if method.rope == "post":
+            k = model.rope.rotate(k, torch.arange(k.shape[2]))
+        for kind, x in (("k", k), ("v", v)):
+            name, codec, claimed = NAMES[kind], getattr(pair, kind), bits_of(method, kind)
+            codes = codec.encode(x)
+            got = codec.decode(codes)  # (1, Hkv, T, d)
+            assert got.shape == x.shape, (f"{name} of shape {tuple(x.shape)} decode to shape "
+                                          f"{tuple(got.shape)}")
+            if claimed == 16:
+                assert torch.equal(got.to(x.dtype), x), (
+                    f"{name} are said to have 16 bits (`{kind}_bits`), and decode to other numbers; "
+                    f"say how many bits they have")
+                continue
+            # scales, zero points and outliers take their place, too: as much again for half of the codes
+            held, allowed = 8 * memory_of(vars(codes).values()) / x.numel(), 1.5 * claimed + 1.5
+            assert held <= allowed, (
+                f"you claim {claimed:g} bits for {name} (`{kind}_bits`), and a number of the codes "
+                f"takes {held:.1f} (256 tokens, heads of {WIDE} channels); pack the codes")
+            if claimed < 1.5:
+                continue  # a grid of two levels, the smallest and the largest number, is worse
+            error = (got.float() - x.float()).pow(2).mean().item()
+            spread = x.float().var(dim=2, correction=0).mean().item()  # around each channel's mean
+            assert error < spread, (
+                f"layer {layer}: decoded {name} are further from the {name} than their mean is: the "
+                f"mean squared error is {error:.3g}, and {spread:.3g} with the mean of each channel in "
+                "the place of all codes; see how `decode` undoes `encode`")
 
 
 def check_scores(case, sizes=None):
@@ -139,12 +242,15 @@ def check_attention_sees_the_cache(case, sizes=None):
             exact = watch.exact_read(layer)
             old = before[layer] if before else exact
             for i, got in enumerate(watch.returned[layer][-1]):  # K and V
+                what = f"layer {layer}, after {start + size} tokens: attention gets other {NAMES['kv'[i]]}"
                 if case.protocol == "paper":
-                    assert torch.equal(got, after[layer][i].to(got.dtype))
+                    assert torch.equal(got, after[layer][i].to(got.dtype)), f"{what} than the cache holds"
                     continue
                 new_tokens, old_tokens = exact[i][:, :, start:], old[i][:, :, :start]
-                assert torch.equal(got[:, :, start:], new_tokens.to(got.dtype)), "new tokens not exact"
-                assert torch.equal(got[:, :, :start], old_tokens.to(got.dtype)), "older tokens changed"
+                assert torch.equal(got[:, :, start:], new_tokens.to(got.dtype)), (
+                    f"{what} for the new tokens than in full precision")
+                assert torch.equal(got[:, :, :start], old_tokens.to(got.dtype)), (
+                    f"{what} for older tokens than the cache held before")
         start, before = start + size, after
 
 
@@ -157,7 +263,8 @@ def check_low_bits_matter(case):
     if case.protocol == "stream":
         # nothing changes before the first block is quantized
         first = min(case.events(kind, [1] * case.T)[0].seen for kind in "kv")
-        assert torch.equal(logits[:, :first], exact[:, :first]), "changed before anything was quantized"
+        assert torch.equal(logits[:, :first], exact[:, :first]), (
+            f"the first {first} logits are not fp16's, though no token was quantized before them")
     else:
         # a token that is kept may see nothing but tokens that are kept
         first = 0
@@ -166,7 +273,8 @@ def check_low_bits_matter(case):
                 first = max(first, int((rows.pinned_positions >= 0).sum(-1).max()))
     change = (logits - exact).abs().amax(-1)  # (B, T)
     unchanged = (change[:, first:] <= 1e-4).nonzero().tolist()
-    assert not unchanged, f"(sequence, token) unchanged by quantization: {unchanged}"
+    assert not unchanged, (f"quantization does not change the logits of (sequence, token) {unchanged[:5]}; "
+                           "is anything quantized?")
 
 
 def check_the_trap(case):
@@ -175,9 +283,9 @@ def check_the_trap(case):
     method, tokens = case.method(), case.tokens()
     exact = case.exact_logits(tokens, [case.T])
     one_shot, _ = case.run(method, tokens, case.new_cache(method, "stream"), sizes=[case.T])
-    assert torch.equal(one_shot, exact)
+    assert torch.equal(one_shot, exact), "a text that comes at once is read in full precision in a stream"
     paper, _ = case.run(method, tokens, case.new_cache(method, "paper"), sizes=[case.T])
-    assert not torch.equal(paper, exact)
+    assert not torch.equal(paper, exact), "under `paper` the logits are fp16's; is anything quantized?"
 
 
 # ---- what is exact
@@ -190,7 +298,8 @@ def check_sixteen_bits_are_fp16(case):
         method = case.method(k_bits=16, v_bits=16, **settings)
         logits, _ = case.run(method, tokens)
         exact = case.exact_logits(tokens, chunk_sizes(method, case.protocol, case.T))
-        assert torch.equal(logits, exact), f"rope {rope}: off by {(logits - exact).abs().max()}"
+        assert torch.equal(logits, exact), (f"with k_bits=16 and v_bits=16 (rope {rope}) the logits are off "
+                                            f"fp16's by {(logits - exact).abs().max():.3g}")
 
 
 def check_sixteen_bits_of_one_kind(case):
@@ -201,7 +310,9 @@ def check_sixteen_bits_of_one_kind(case):
         for layer in range(L):
             same = [torch.equal(got, exact)
                     for got, exact in zip(read(watch.layers[layer]), watch.exact_read(layer))]
-            assert same[sixteen] and not same[quantized]
+            given, = settings
+            assert same[sixteen], f"layer {layer}: with {given}=16 the {NAMES['kv'[sixteen]]} change"
+            assert not same[quantized], f"layer {layer}: with {given}=16 no {NAMES['kv'[quantized]]} change"
 
 
 def check_keeping_everything_is_exact(case):
@@ -213,9 +324,9 @@ def check_keeping_everything_is_exact(case):
     for layer in range(L):
         same = [torch.equal(got, exact)
                 for got, exact in zip(read(watch.layers[layer]), watch.exact_read(layer))]
-        kept = case.cls is not KVSink or layer > case.setting("emergence_layer")
+        kept = case.oracle is not KVSink or layer > case.setting("emergence_layer")
         assert all(same) == (nothing_quantized or kept)
-    if case.cls is not KVSink:
+    if case.oracle is not KVSink:
         assert torch.equal(logits, case.exact_logits(tokens, chunk_sizes(method, case.protocol, case.T)))
 
 
@@ -243,13 +354,28 @@ def check_placeholders_do_not_matter(case):
     logits, watch = case.run_watched(method, tokens)
     other, other.codecs, anything_kept = copy.copy(method), [], False
     for layer, pair in enumerate(method.codecs):
-        # Only tokens that are pinned at the end: one that was evicted before is read as its codes.
-        kept_k = expected_kept(case, method, watch, layer, "k", watch.events("k"))  # (B, Hkv, T)
-        kept_v = expected_kept(case, method, watch, layer, "v", watch.events("v"))  # (B, Hkv, T)
+        kept_k = kept_for_good(case, method, watch, layer, "k")  # (B, Hkv, T)
+        kept_v = kept_for_good(case, method, watch, layer, "v")  # (B, Hkv, T)
         other.codecs.append(Pair(k=Scrambled(pair.k, kept_k), v=Scrambled(pair.v, kept_v)))
         anything_kept = anything_kept or bool(kept_k.any() or kept_v.any())
     assert anything_kept or not case.known
-    assert torch.equal(case.run(other, tokens)[0], logits)
+    assert torch.equal(case.run(other, tokens)[0], logits), (
+        "other numbers in the places of kept tokens change what is read of the others; `encode` has to "
+        "leave the tokens of `ignore` out of every range")
+
+
+def kept_for_good(case, method, watch, layer, kind):
+    """True (B, Hkv, T) at tokens that are kept from when they were quantized to the end.
+
+    One that was evicted is read as its codes. A codec may have one range for all heads of a token,
+    so a token that was evicted in any head is left out.
+    """
+    events = watch.events(kind)
+    kept = expected_kept(case, method, watch, layer, kind, events)  # (B, Hkv, T)
+    evicted = torch.zeros_like(kept)
+    for i in range(len(events)):
+        evicted |= expected_kept(case, method, watch, layer, kind, events[:i + 1]) & ~kept
+    return kept & ~evicted.any(1, keepdim=True)
 
 
 # ---- what does not depend on what
@@ -264,10 +390,12 @@ def check_chunks_equal_single_tokens(case):
     for T in sorted(length for length in lengths if length > len(case.prefix)):
         logits, cache = case.run(method, tokens[:, :T])
         worst = (logits - single[:, :T]).abs().max()
-        assert worst < 1e-5, f"{T} tokens: off by {worst}"
+        assert worst < 1e-5, (f"a text of {T} tokens in chunks of {method.chunk} has other logits than token "
+                              f"by token, by {worst:.3g}; does the choice depend on more than the cache?")
     for a, b in zip(one.layers, cache.layers):
         assert (a.keys.n_coded, a.values.n_coded) == (b.keys.n_coded, b.values.n_coded)
-        assert all(torch.equal(x, y) for x, y in zip(read(a), read(b)))
+        assert all(torch.equal(x, y) for x, y in zip(read(a), read(b))), (
+            f"layer {a.layer}: in chunks of {method.chunk} the cache holds other numbers than token by token")
 
 
 def check_uneven_chunks_of_exact_rows(case):
@@ -289,8 +417,10 @@ def check_no_future_leak(case):
             other = tokens.clone()
             other[:, p] = new
             changed, _ = case.run(method, other)
-            assert torch.equal(changed[:, :p], logits[:, :p]), f"token {p} changed what came before it"
-            assert (tokens[:, p] == new).all() or not torch.equal(changed[:, p:], logits[:, p:])
+            assert torch.equal(changed[:, :p], logits[:, :p]), (
+                f"another token at position {p} changes the logits of tokens before it")
+            assert (tokens[:, p] == new).all() or not torch.equal(changed[:, p:], logits[:, p:]), (
+                f"another token at position {p} changes no logits; does something of a text stay in the method?")
 
 
 def check_batch_rows_are_independent(case):
@@ -299,12 +429,15 @@ def check_batch_rows_are_independent(case):
     logits, batch = case.run(method, tokens)
     for b in range(case.batch):
         alone, single = case.run(method, tokens[b:b + 1])
-        assert (alone - logits[b:b + 1]).abs().max() < 1e-5, f"row {b}"
         for layer, kind in ((layer, kind) for layer in range(L) for kind in "kv"):
             in_batch, own = rows_of(batch.layers[layer], kind), rows_of(single.layers[layer], kind)
-            assert torch.equal(in_batch.read()[b], own.read()[0]), f"row {b}"
-            assert codes_of(in_batch.codes, b) == codes_of(own.codes, 0), f"row {b}"
-            assert pinned_of(in_batch, b) == pinned_of(own, 0), f"row {b}"
+            place = f"layer {layer}, {NAMES[kind]}, sequence {b} of {case.batch}"
+            got, want = pinned_of(in_batch, b), pinned_of(own, 0)
+            assert got == want, f"{place}: kept are {got} by head, and alone {want}"
+            assert codes_of(in_batch.codes, b) == codes_of(own.codes, 0), f"{place}: other codes than alone"
+            assert torch.equal(in_batch.read()[b], own.read()[0]), f"{place}: other numbers than alone"
+        worst = (alone - logits[b:b + 1]).abs().max()
+        assert worst < 1e-5, f"sequence {b} of {case.batch}: the logits are off by {worst:.3g} alone"
 
 
 def codes_of(codes, b):
@@ -338,17 +471,20 @@ def check_same_twice_and_after_reset(case):
     size = cache.nbytes
     # another text in between
     case.run(method, others)
-    assert torch.equal(case.run(method, tokens)[0], logits)
+    assert torch.equal(case.run(method, tokens)[0], logits), (
+        "a text that is read twice has other logits the second time; a method holds nothing of a text")
     # the same text, then another, in a cache that was reset
     cache.reset()
     assert len(cache) == len(case.prefix)
     numbers = len(cache) * L * 2 * case.model.config.num_key_value_heads * d  # K and V of the prefix
     assert cache.nbytes == 2 * numbers
-    assert torch.equal(case.run(method, tokens, cache)[0], logits)
-    assert cache.nbytes == size
+    after_reset = "after `cache.reset()` a text has other {}; `begin` has to name anew what `observe` notes"
+    assert torch.equal(case.run(method, tokens, cache)[0], logits), after_reset.format("logits")
+    assert cache.nbytes == size, after_reset.format("bytes")
     cache.reset()
     others = others.roll(1, 0)
-    assert torch.equal(case.run(method, others, cache)[0], case.run(method, others)[0])
+    again = case.run(method, others, cache)[0]
+    assert torch.equal(again, case.run(method, others)[0]), after_reset.format("logits")
 
 
 # ---- what is refused
@@ -446,9 +582,12 @@ def check_what_is_calibrated_can_be_restored(case):
     method, other, tokens = case.method(), case.uncalibrated(), case.tokens()
     tables = method.calibrated()
     other.restore({name: table.clone() for name, table in tables.items()})
-    assert torch.equal(case.run(other, tokens)[0], case.run(method, tokens)[0])
+    assert torch.equal(case.run(other, tokens)[0], case.run(method, tokens)[0]), (
+        "a method that takes over what `calibrated` gives (`restore`) has other logits than the calibrated "
+        "one; name all that calibration finds")
     size = sum(table.nbytes for table in tables.values())
-    assert other.offline_bytes == method.offline_bytes == size > 0
+    if case.known:
+        assert other.offline_bytes == method.offline_bytes == size > 0
 
 
 # ---- in use
@@ -465,7 +604,8 @@ def check_generation(case):
     for kind in "kv":
         quantized = case.events(kind, [1] * len(cache), "stream")[-1].end
         assert all(rows_of(layer, kind).n_coded == quantized > 0 for layer in cache.layers)
-    assert torch.equal(case.model.generate(prompt, new, case.new_cache(method)), text)
+    again = case.model.generate(prompt, new, case.new_cache(method))
+    assert torch.equal(again, text), "a second generation from the same prompt gives other tokens"
 
 
 def check_never_nan(case):
@@ -475,8 +615,10 @@ def check_never_nan(case):
     for T in (max(2, len(case.prefix) + 1), case.T):
         for token in (0, MARK):
             logits, cache = case.run(method, case.text(torch.full((case.batch, T), token)))
-            assert torch.isfinite(logits).all()
-            assert all(torch.isfinite(x).all() for layer in cache.layers for x in read(layer))
+            text = f"{T} times the token {token}"
+            assert torch.isfinite(logits).all(), f"the logits of {text} are not finite"
+            assert all(torch.isfinite(x).all() for layer in cache.layers for x in read(layer)), (
+                f"the cache of {text} reads numbers that are not finite; does a range of one number divide by 0?")
 
 
 def check_sixteen_bit_models_cache_what_they_compute(case):

@@ -504,7 +504,7 @@ def conformance(tmp_path_factory):
     """Lines "FAILED ..." and "PASSED ..." of the methods' tests, in part, for README's method and the broken ones."""
     folder = tmp_path_factory.mktemp("methods")
     methods = [readme_method(), *((cls, code) for cls, code, _ in broken_methods().values())]
-    words = ["-q", "-rpfE", "--tb=no", "-p", "no:cacheprovider", "tests/test_methods.py",
+    words = ["-q", "-rpfE", "--tb=no", "--maxfail=1000", "--whole", "-p", "no:cacheprovider", "tests/test_methods.py",
              "-k", "(expected_rows or placeholders or chunks_equal) and channel-dynamic and 2G and b1"]
     for cls, code in methods:
         (folder / f"{cls.lower()}.py").write_text(code)

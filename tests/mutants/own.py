@@ -1,0 +1,160 @@
+"""Methods as a student may hand them in: two that are right, and others with one thing wrong.
+
+    pytest tests/test_methods.py --method tests/mutants/own.py:OneTooMany --as pfn
+
+test_own_method.py shows what is said of each.
+"""
+import torch
+
+from tinykv.codecs import Pair
+from tinykv.codecs.affine import Affine
+from tinykv.codecs.base import Codec, Codes
+from tinykv.methods.antkv import anchor_scores
+from tinykv.methods.base import CodecMethod, Method, best_tokens, first_tokens
+from tinykv.methods.kvsink import KVSink
+from tinykv.methods.pfn import PFN
+
+# ---- right
+
+class HeavyHitters(CodecMethod):
+    """Keeps the tokens that have received the most attention so far; drops one for a better one."""
+    uses_scores = True
+
+    def __init__(self, config, preserve=3, **codec):
+        super().__init__(config, **codec)
+        self.preserve = preserve
+
+    def score(self, layer_cache, q, K):
+        _, received = anchor_scores(q, K)  # (B, Hkv, S)
+        return received, received
+
+    def keep_keys(self, layer_cache, n):
+        return best_tokens(layer_cache.keys, n, self.preserve)
+
+
+class LastOfTheBlock(CodecMethod):
+    """Keeps the newest token of those that are due, and drops it at the next event."""
+
+    def keep_keys(self, layer_cache, n):
+        keys = layer_cache.keys.recent  # (B, Hkv, r, d)
+        newest = torch.tensor([layer_cache.keys.n_coded + n - 1], device=keys.device)  # (1)
+        return newest.expand(len(keys), 1, 1)
+
+
+# ---- wrong: what is kept
+
+class OneTooMany(PFN):
+    def keep_keys(self, layer_cache, n):
+        return first_tokens(layer_cache, self.preserve + 1)
+
+
+class TooLate(CodecMethod):
+    """Keeps token 0, but thinks of it only when it is quantized."""
+
+    def keep_keys(self, layer_cache, n):
+        return first_tokens(layer_cache, 1) if layer_cache.keys.n_coded else None
+
+
+class NotThere(CodecMethod):
+    def keep_keys(self, layer_cache, n):
+        return layer_cache.length + first_tokens(layer_cache, 1)
+
+
+class FirstSequenceChooses(KVSink):
+    """The sinks of sequence 0 are kept in all sequences of the batch."""
+
+    def keep_keys(self, layer_cache, n):
+        positions = super().keep_keys(layer_cache, n)
+        return None if positions is None else positions[:1].expand_as(positions)
+
+
+class OneSequenceOnly(CodecMethod):
+    def keep_keys(self, layer_cache, n):
+        keys = layer_cache.keys.recent
+        smallest = keys.float().norm(dim=-1).view(keys.shape[1], -1).argmin(-1)  # (Hkv)
+        return layer_cache.keys.n_coded + smallest.view(1, -1, 1)
+
+
+class Crashes(CodecMethod):
+    """Forgets that nothing is pinned at first."""
+
+    def keep_keys(self, layer_cache, n):
+        return first_tokens(layer_cache, 1 + layer_cache.keys.pinned_rows.shape[2])
+
+
+class Remembers(CodecMethod):
+    """Another token of each block in turn, where the count goes on from one text to the next."""
+    asked = 0
+
+    def keep_keys(self, layer_cache, n):
+        self.asked += 1
+        keys = layer_cache.keys
+        position = torch.tensor([keys.n_coded + self.asked % n])  # (1)
+        return position.expand(len(keys.recent), 1, 1)
+
+    def keep_values(self, layer_cache, n):
+        return None
+
+
+# ---- wrong: how tokens are quantized
+
+def with_codec(codec, config, bits=2):
+    return [Pair(codec(bits, config.head_dim), codec(bits, config.head_dim))
+            for _ in range(config.num_hidden_layers)]
+
+
+class SwappedCodec(Affine):
+    def decode(self, codes):
+        return super().decode(Codes(codes.packed, codes.zero, codes.scale))
+
+
+class Swapped(Method):
+    """Scale and zero point in each other's place."""
+    k_bits, v_bits, block = 2, 2, 8
+
+    def __init__(self, config):
+        self.codecs = with_codec(SwappedCodec, config)
+
+
+class FakeCodec(Codec):
+    def __init__(self, bits, width):
+        self.bits = bits
+
+    def encode(self, x, ignore=None):
+        z = x.float().amin(-1, keepdim=True)
+        s = (x.float().amax(-1, keepdim=True) - z) / (2 ** self.bits - 1)
+        return Codes(((x.float() - z) / s.clamp(min=1e-5)).round() * s + z)
+
+    def decode(self, codes):
+        return codes.packed
+
+
+class Fake(Method):
+    """Rounded numbers in 32 bits, said to be 2 bits."""
+    k_bits, v_bits, block = 2, 2, 8
+
+    def __init__(self, config):
+        self.codecs = with_codec(FakeCodec, config)
+
+
+class Silent(Fake):
+    """The same, and the bits are not said."""
+    k_bits = v_bits = 16
+
+
+class WideCodec(Affine):
+    def encode(self, x, ignore=None):
+        return super().encode(x)
+
+
+class KeptTokensCount(CodecMethod):
+    """Tokens that are kept widen their group's range."""
+
+    def __init__(self, config, **codec):
+        super().__init__(config, **{**codec, "scheme": "channel-dynamic"})
+        for pair in self.codecs:
+            for part in pair:
+                part.__class__ = WideCodec
+
+    def keep_keys(self, layer_cache, n):
+        return first_tokens(layer_cache, 3)

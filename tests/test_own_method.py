@@ -1,0 +1,128 @@
+"""`pytest tests/test_methods.py --method FILE:Class`: right methods pass, wrong ones are told what is wrong.
+
+The methods are those of mutants/own.py. By default each wrong one goes through the check that has to notice; under
+--whole pytest runs as its author would run it.
+"""
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import invariants
+import own_methods
+import pytest
+from cases import Case
+from mutants import own
+
+from tinykv.methods.registry import METHODS
+from tinykv.runs import load_class
+
+ROOT = Path(__file__).parent.parent
+OWN = "tests/mutants/own.py"
+#   class: (--as, check, scheme, words of what is said)
+WRONG = {
+    "OneTooMany": ("pfn", "cache_holds_the_expected_rows", "token-dynamic",
+                   r"layer 0, keys, sequence 0, KV head 0: .* tokens 0, 1, 2, 3 are kept; PFN keeps \[0, 1, 2\]"),
+    "TooLate": (None, "cache_holds_the_expected_rows", "token-dynamic",
+                "when 16 tokens have come, token 0 is kept from now on, but the tokens up to 7 were quantized before"),
+    "NotThere": (None, "cache_holds_the_expected_rows", "token-dynamic",
+                 "have to give None or positions.*from 8 to 8 where there are 8 tokens"),
+    "FirstSequenceChooses": (None, "batch_rows_are_independent", "token-dynamic",
+                             r"layer 1, keys, sequence 1 of 3: kept are .* by head, and alone"),
+    "OneSequenceOnly": (None, "cache_holds_the_expected_rows", "token-dynamic",
+                        "B = 3 and Hkv = 2; one of them gave"),
+    "Crashes": (None, "cache_holds_the_expected_rows", "token-dynamic",
+                r"own.py, line \d+, in keep_keys: AttributeError: 'NoneType' object has no attribute 'shape'"),
+    "Remembers": (None, "same_twice_and_after_reset", "token-dynamic", "a method holds nothing of a text"),
+    "Swapped": (None, "codes_are_what_is_claimed", None, "decoded keys are further from the keys than their mean is"),
+    "Fake": (None, "codes_are_what_is_claimed", None,
+             r"you claim 2 bits for keys \(`k_bits`\), and a number of the codes takes 32.0"),
+    "Silent": (None, "codes_are_what_is_claimed", None, r"said to have 16 bits \(`k_bits`\), and decode to other"),
+    "KeptTokensCount": (None, "placeholders_do_not_matter", "channel-dynamic", "leave the tokens of `ignore` out"),
+}
+RIGHT = ["HeavyHitters", "LastOfTheBlock"]
+
+
+def outcome(check, case):
+    """What the author is told; None where the check passes."""
+    try:
+        getattr(invariants, f"check_{check}")(case)
+    except Exception as error:
+        return own_methods.found(error, case.cls)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_said_of_a_wrong_method(name):
+    like, check, scheme, words = WRONG[name]
+    case = Case(getattr(own, name), scheme, batch=3, heads_per_kv=2, like=METHODS.get(like))
+    assert re.search(words, outcome(check, case) or "nothing")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("check", ["cache_holds_the_expected_rows", "placeholders_do_not_matter"])
+def test_a_token_may_be_dropped_again(name, check):
+    for scheme in ("channel-dynamic", "kvquant"):
+        assert outcome(check, Case(getattr(own, name), scheme, heads_per_kv=1)) is None
+
+
+def test_one_too_many_is_no_fault_of_a_method_of_its_own():
+    assert outcome("cache_holds_the_expected_rows", Case(own.OneTooMany, "token-dynamic")) is None
+
+
+@pytest.mark.parametrize("like", [None, METHODS["kvsink"]])
+def test_a_copied_kvsink_passes(like, tmp_path):
+    copied = load_class(f"{shutil.copy(ROOT / 'tinykv/methods/kvsink.py', tmp_path)}:KVSink")
+    for protocol in ("paper", "stream"):
+        case = Case(copied, "channel-dynamic", protocol=protocol, like=like)
+        assert outcome("cache_holds_the_expected_rows", case) is None
+        assert outcome("bytes", case) is None
+
+
+@pytest.mark.parametrize("words, said", [
+    (("--method", "nowhere.py:Mine"), "there is no file nowhere.py"),
+    (("--method", f"{OWN}:Mine"), "no subclass .* named 'Mine'"),
+    (("--method", f"{OWN}:Swapped", "--as", "pfn"), "does not take k_bits, .*, preserve, as pfn does"),
+    (("--method", f"{OWN}:Swapped", "--as", "pfm"), "--as pfm: there are fp16, rtn, pfn"),
+    (("--as", "pfn"), "give --method, too")])
+def test_what_cannot_be_tested_is_one_line(words, said):
+    methods = [words[i + 1] for i, word in enumerate(words) if word == "--method"]
+    like = words[words.index("--as") + 1] if "--as" in words else None
+    with pytest.raises(pytest.UsageError, match=said) as caught:
+        own_methods.check(methods, like)
+    assert "\n" not in str(caught.value)
+
+
+# ---- as the author runs it
+
+def run(*words):
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_methods.py",
+                           *words], cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.whole  # a process for each, which imports torch
+@pytest.mark.parametrize("name", WRONG)
+def test_the_suite_stops_at_the_first_failure(name):
+    like = ["--as", WRONG[name][0]] if WRONG[name][0] else []
+    status, out = run("--method", f"{OWN}:{name}", *like)
+    assert status == 1 and "1 failed" in out and "stopping after 1 failures" in out, out
+    assert f"tried   {name}" in out and "found   " in out and "again   pytest " in out
+    assert len(out.splitlines()) < 40 and "Traceback" not in out, out
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_methods_pass(name):
+    status, out = run("--method", f"{OWN}:{name}")
+    assert status == 0, out
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("compared", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_built_in_passes_as_a_file_of_ones_own(name, compared, tmp_path):
+    copied = shutil.copy(ROOT / f"tinykv/methods/{name}.py", tmp_path)
+    cls = METHODS[name].__name__
+    status, out = run("--method", f"{copied}:{cls}", *(["--as", name] if compared else []))
+    assert status == 0, out
