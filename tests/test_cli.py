@@ -616,7 +616,7 @@ def test_a_pipe_that_is_closed_says_nothing():
 
 
 def test_ctrl_c_is_one_line(command, monkeypatch):
-    def stop(args):
+    def stop(*_):
         raise KeyboardInterrupt
     monkeypatch.setattr(eval_ppl, "run", stop)
     status, _, err = command("--method", "rtn")
