@@ -72,7 +72,11 @@ def check(args):
 
 
 def run(args, ranks=None):
-    """ranks: the module `tinykv.ranks` where torchrun started several processes, else None."""
+    """Measure and print what args ask for -> the rows of the table, as the JSON has them.
+
+    ranks: the module `tinykv.ranks` where torchrun started several processes, else None; of these,
+    the first has the rows, and the others None.
+    """
     check(args)
     if ranks:
         ranks.prepare(args)
@@ -136,7 +140,7 @@ def run(args, ranks=None):
     if ranks:
         results = ranks.gather(results)
         if results is None:
-            return  # rank 0 prints and writes
+            return None  # rank 0 prints and writes
 
     # 6. The table
     rows = [row_of(r, results[title], results["fp16"], args) for title, r in runs.items()]
@@ -154,6 +158,7 @@ def run(args, ranks=None):
         write_json(args.json, {
             "rows": rows, "model": args.model, "data": args.data, "context": context,
             "windows": args.windows, "seed": args.seed, "versions": versions})
+    return rows
 
 
 def needs_calibration(runs, quantizers):

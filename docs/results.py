@@ -6,7 +6,8 @@
     python docs/results.py --only pdb       the debugger sessions
 
 A block that begins with "$ python" is a command. Of its output, the table is kept, without the
-column of seconds. Figures are written where the commands say. A block that begins with
+column of seconds. Figures are written where the commands say. A command may name a method that the
+page defines, `heavy.py:HeavyHitters`. A block that begins with
 "$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)" go on with
 it. In a session, "..." stands for line numbers and for what a function returns. The prose is
 written by hand: read it again afterwards.
@@ -16,22 +17,43 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 COMMAND = re.compile(r"```console\n\$ (python (?!-m pdb)(?:[^\n\\]|\\\n)*)\n(.*?)```\n", re.DOTALL)
+CODE = re.compile(r"```python\n(.*?)```\n", re.DOTALL)
 SESSION = re.compile(r"```console\n(?=\$ python -m pdb |\(Pdb\) )(.*?)```\n", re.DOTALL)
 PROMPT = "(Pdb) "
 
 
 # Commands
 
-def table_of(command):
-    """The table that a command prints: what follows its last empty line, without the seconds."""
+def own_methods(text):
+    """{file: code} of the classes that a page defines and calls `file.py:Class`."""
+    found = {}
+    for file, cls in re.findall(r"[ ,`](\w+\.py):(\w+)", text):
+        for code in CODE.findall(text):
+            if f"class {cls}(" in code:
+                found[file] = code
+    return found
+
+
+def table_of(command, files):
+    """The table that a command prints: what follows its last empty line, without the seconds.
+
+    files: `own_methods` of the page. A command that names one runs where the file is.
+    """
     words = command.replace("\\\n", " ").split()[1:]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    folder = ROOT
+    with tempfile.TemporaryDirectory() as own:
+        if any(f"{file}:" in command for file in files):
+            folder, words[0] = own, str(ROOT / words[0])
+            for file, code in files.items():
+                Path(own, file).write_text(code)
+        done = subprocess.run([sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"results.py: error: {command} ended with status {done.returncode}")
     lines = done.stdout.rstrip().split("\n\n")[-1].splitlines()
@@ -106,7 +128,7 @@ def main():
 
     # 2. run them; a page is written after each, so that nothing is lost if a later one fails
     for page, command in tqdm(jobs, unit="command", disable=not sys.stderr.isatty()):
-        table = table_of(command)
+        table = table_of(command, own_methods(page.read_text()))
         page.write_text(with_table(page.read_text(), command, table))
     for page in sessions:
         page.write_text(session(page.read_text()))

@@ -28,6 +28,7 @@ import torch
 import eval_ppl
 from tinykv import hf
 from tinykv.cli import EMBEDDED
+from tinykv.evaluate import compare
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.runs import SETTINGS
@@ -42,6 +43,16 @@ SMALL = {"--windows": "1", "--context": "160", "--calib-windows": "2", "--steps"
          "--only": "no command has these words"}
 SLOW = {"0.375": "1", "0.75": "1"}  # bits: 4,096 centroids need 4,096 vectors, and minutes
 LONG = ("tinykv.analysis all", "benchmark.py", "--method all", "--method antkv", "omniquant", "--outliers")
+
+
+def results_script():
+    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+own_methods = results_script().own_methods
 
 
 def read(page):
@@ -150,8 +161,9 @@ def workplace(tmp_path_factory):
             shutil.copytree(entry, folder / "docs")
         elif not entry.name.startswith("."):
             (folder / entry.name).symlink_to(entry)
-    for name, code in own_methods(read("README.md")).items():
-        (folder / name).write_text(code)
+    for page in PAGES:
+        for name, code in own_methods(read(page)).items():
+            (folder / name).write_text(code)
     return folder
 
 
@@ -382,13 +394,8 @@ def missing(span, own=()):
 def own_names(text):
     """Names that a page's own code defines, and the files that it says they lie in."""
     trees = [ast.parse(code) for language, code in BLOCK.findall(text) if language == "python" and ">>>" not in code]
-    return {name for tree in trees for node in tree.body for name in defined(node)} | set(own_methods(text))
-
-
-def own_methods(text):
-    """{file: code} for the classes that a page defines and calls `file.py:Class`."""
-    return {file: code for file, cls in re.findall(r"[ `]([\w]+\.py):(\w+)", text)
-            for language, code in BLOCK.findall(text) if language == "python" and f"class {cls}(" in code}
+    names = {name for tree in trees for node in ast.walk(tree) for name in defined(node)}
+    return names | set(own_methods(text)) | set(re.findall(r"Save it as\s+`(\w+\.py)`", text))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -432,7 +439,8 @@ def test_links_lead_somewhere(page):
 
 # ---- examples
 
-EXAMPLES = [(page, code) for page in PAGES for language, code in BLOCK.findall(read(page)) if language == "python"]
+EXAMPLES = [(page, code) for page in PAGES for language, code in BLOCK.findall(read(page))
+            if language == "python" and page != "docs/huggingface.md"]  # which test_huggingface.py runs
 
 
 def check_example(code):
@@ -523,6 +531,17 @@ def test_a_method_of_ones_own_runs(workplace, conformance):
     assert own and set(own) == {"PASSED"}, conformance
 
 
+def test_the_changed_line_of_the_tour_undoes_pfn(tmp_path):
+    """Its five tokens are worth nothing without the first."""
+    before, after = re.findall(r"^[-+](        .*)$", read("docs/tour.md"), re.MULTILINE)
+    code = (ROOT / "tinykv/methods/pfn.py").read_text()
+    assert code.count(before) == 1
+    (tmp_path / "pfn.py").write_text(code.replace(before, after))
+    table = compare(f"rtn,pfn,{tmp_path / 'pfn.py'}:PFN", windows=4, context=512, calib_windows=4)
+    _, rtn, pfn, changed = [row["ppl"] for row in table]
+    assert pfn < 0.5 * rtn and changed > 0.8 * rtn
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("what", broken_methods())
 def test_a_broken_method_of_ones_own_fails(what, conformance):
@@ -531,13 +550,6 @@ def test_a_broken_method_of_ones_own_fails(what, conformance):
 
 
 # ---- the walk through the debugger
-
-def results_script():
-    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 SESSIONS = [page for page in PAGES if "(Pdb)" in read(page)]
 

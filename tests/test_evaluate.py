@@ -1,4 +1,5 @@
 """The evaluator against perplexity, KL and recall computed one token at a time in plain Python."""
+import json
 import math
 import subprocess
 import sys
@@ -7,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tinykv import UserError
+from tinykv.analysis import figures
 from tinykv.cache import KVCache
 from tinykv.data import Windows
-from tinykv.evaluate import FAR, evaluate
+from tinykv.evaluate import FAR, compare, evaluate
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 
@@ -215,3 +218,37 @@ def test_memory_does_not_grow_with_the_number_of_windows():
                                check=True).stdout) for n in (4, 60)]  # KiB
     logits = 256 * 2000 * 4 / 1024  # KiB of one window under one method
     assert peak[1] - peak[0] < 10 * logits  # keeping them would take 2 x 56
+
+
+# For Python and notebooks
+
+def test_compare_returns_the_rows_of_the_command(tmp_path):
+    """And is shown as the command prints it; fp16 comes first, and a list is a list."""
+    path = tmp_path / "rows.json"
+    table = compare("pfn", bits=3, preserve=[1, 2], windows=1, context=128, calib_windows=1, plot=None, json=path)
+    assert table == json.loads(path.read_text())["rows"]
+    assert [row["label"] for row in table] == ["fp16", "rtn", "pfn preserve=1", "pfn preserve=2"]
+    assert {row["k_bits"] for row in table} == {16, 3}
+    lines = repr(table).splitlines()
+    assert lines[-5].split()[:3] == ["method", "scheme", "keep"] and lines[-1].startswith("pfn preserve=2 ")
+    assert figures.perplexity(table).axes[0].get_xlabel() == "tokens kept in full precision"
+
+
+@pytest.mark.parametrize("flags, said", [({"bitz": 2}, "--bitz"), ({"bits": "x"}, "'x' is no number"),
+                                         ({"windows": 0}, "--windows must be at least 1")])
+def test_compare_refuses_what_the_command_refuses(flags, said):
+    with pytest.raises(UserError, match=said) as caught:
+        compare("pfn", **flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_compare_reads_an_edited_file_anew(tmp_path):
+    path = tmp_path / "mine.py"
+    labels = []
+    for kept in (1, 2):
+        path.write_text("from tinykv.methods.pfn import PFN\n\nclass Mine(PFN):\n"
+                        f"    def __init__(self, config, preserve={kept}):\n"
+                        "        super().__init__(config, preserve)\n")
+        table = compare(f"{path}:Mine", windows=1, context=64, calib_windows=1)
+        labels.append(table[-1]["preserve"])
+    assert labels == [1, 2]

@@ -42,6 +42,7 @@ WRONG = {
     "KeptTokensCount": (None, "placeholders_do_not_matter", "channel-dynamic", "leave the tokens of `ignore` out"),
 }
 RIGHT = ["HeavyHitters", "LastOfTheBlock"]
+TOUR, = re.findall(r"```python\n(from[^`]*class HeavyHitters[^`]*)```", (ROOT / "docs/tour.md").read_text())
 
 
 def outcome(check, case):
@@ -115,6 +116,13 @@ def test_the_suite_stops_at_the_first_failure(name):
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_methods_pass(name):
     status, out = run("--method", f"{OWN}:{name}")
+    assert status == 0, out
+
+
+@pytest.mark.whole
+def test_the_method_of_the_tour_passes(tmp_path):
+    (tmp_path / "heavy.py").write_text(TOUR)
+    status, out = run("--method", f"{tmp_path / 'heavy.py'}:HeavyHitters")
     assert status == 0, out
 
 

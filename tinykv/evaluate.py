@@ -4,6 +4,8 @@ For every batch of windows the fp16 cache goes first, then each method. Their fi
 are turned into logits a slice at a time. So memory is bounded by one batch, whatever the number of
 windows and the size of the vocabulary.
 """
+import contextlib
+import io
 import math
 import time
 from dataclasses import dataclass, field
@@ -285,3 +287,51 @@ def recent_token_bytes(rows):
     for held in rows.tensors()["recent"]:  # (B, Hkv, r, d) or (B, Hkv, r)
         size += held.element_size() * held.shape[:2].numel() * held.shape[3:].numel()
     return size
+
+
+# For Python and notebooks
+
+class Table(list):
+    """The rows of `compare`, dicts. It is shown as the command would print it."""
+
+    def __init__(self, rows, printed):
+        super().__init__(rows)
+        self.printed = printed
+
+    def __repr__(self):
+        return self.printed
+
+
+def compare(methods, **flags):
+    """What eval_ppl.py measures -> a `Table` of its rows, fp16's first, as its JSON has them.
+
+        compare("pfn,kvsink", bits=2)
+        compare("mine.py:Mine", preserve=[1, 5], protocol="stream", windows=4, json="out.json")
+
+    flags: those of the command, with `_` for `-`; a list is a flag's list, and True is a flag that
+    takes no value. UserError for what the command refuses.
+    """
+    import eval_ppl  # only here: the command stands above this module
+    from tinykv.runs import load_class, own_errors, own_settings
+
+    def refuse(message):  # where the command would end
+        raise UserError(message)
+
+    # 1. the command's own words
+    words = [f"--method={methods}"]
+    for name, value in {"wide": True, **flags}.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, list | tuple):
+            value = ",".join(map(str, value))
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words.append(f"{flag}={value}")
+
+    # 2. run the command, and keep what it prints
+    load_class.cache_clear()  # a file may have been edited since
+    with own_errors(methods), contextlib.redirect_stdout(io.StringIO()) as printed:
+        parser = eval_ppl.parser(own_settings(methods))
+        parser.error = refuse
+        rows = eval_ppl.run(parser.parse_args(words))
+    return Table(rows, printed.getvalue().rstrip())
