@@ -1,5 +1,6 @@
 """Nothing wrong in silence: what is not finite, not of the right shape, or damaged ends in one line, never in a row."""
 import json
+import os
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ import eval_ppl
 import train_intact
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
+from tinykv.assets import make
 from tinykv.cli import EMBEDDED
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
@@ -249,3 +251,63 @@ def test_nor_of_a_prefix(tmp_path):
     one, other = (open_prefix(str(tmp_path / name), tokenizer, model.config).ids
                   for name in ("plain.txt", "windows.txt"))
     assert one == other
+
+
+# ---- the state of the embedded model's training
+
+@pytest.fixture(scope="module")
+def training():
+    """A model and an optimizer after a step."""
+    model = make.new_model(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return model, [optimizer]
+
+
+def test_a_damaged_state_is_refused(training, tmp_path):
+    path = tmp_path / "training.pt"
+    make.save_state(path, *training, 7)
+    whole = path.read_bytes()
+    assert make.load_state(path, *training, "cpu") == 7
+    flipped = [whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:]
+               for place in range(5, len(whole), len(whole) // 4)]
+    for damaged in (b"", b"x", whole[:-1], whole[:1000], whole + b"x", *flipped):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="training.pt is damaged"):
+            make.load_state(path, *training, "cpu")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match="folder"):
+        make.load_state(path, *training, "cpu")
+
+
+def test_a_state_of_another_model_is_refused(training, tmp_path):
+    path = tmp_path / "training.pt"
+    make.save_state(path, torch.nn.Linear(2, 2), [], 7)
+    with pytest.raises(UserError, match="another model") as error:
+        make.load_state(path, *training, "cpu")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_while_the_state_is_saved(training, tmp_path):
+    (tmp_path / "training.pt").symlink_to("/dev/full")
+    with pytest.raises(UserError, match="No space left"):
+        make.save_state(tmp_path / "training.pt", *training, 7)
+
+
+@pytest.mark.parametrize("content", [b"", b"no model", None])
+def test_a_damaged_tokenizer_ends_the_training(tmp_path, monkeypatch, capsys, content):
+    """None: a whole one, of another number of pieces."""
+    path = tmp_path / "tokenizer.model"
+    if content is None:
+        make.train_tokenizer(path, 400, 100)
+    else:
+        path.write_bytes(content)
+    monkeypatch.setattr("sys.argv", ["make", "--out", str(tmp_path), "--steps", "1", "--device", "cpu"])
+    with pytest.raises(SystemExit) as end:
+        make.main()
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1 and str(path) in err

@@ -17,12 +17,13 @@ Sinks. Small penalties encourage them, see `forward`. What then follows is not a
 them: one channel of the residual stream carries a huge number at every `<s>`, from the first block
 on.
 """
+import hashlib
 import io
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import sentencepiece
@@ -35,8 +36,9 @@ from tinykv.analysis.sinks import sink_report
 from tinykv.cli import Parser, add_device, one_line
 from tinykv.data import load_windows
 from tinykv.data.stories import stories
+from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama, LlamaConfig
-from tinykv.storage import write
+from tinykv.storage import check_regular, first_line, write
 
 BOS, EOS = 1, 2  # sentencepiece's own ids
 CONFIG = LlamaConfig(
@@ -229,7 +231,10 @@ def train(args):
     state_path = Path(args.out, "training.pt")
     if not tokenizer_path.exists():
         train_tokenizer(tokenizer_path)
-    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
+    tokenizer = SentencePieceTokenizer(tokenizer_path).pieces
+    if tokenizer.get_piece_size() != CONFIG.vocab_size:
+        raise UserError(f"{tokenizer_path} has {tokenizer.get_piece_size()} pieces, and not the "
+                        f"{CONFIG.vocab_size} of this model; remove it to train it anew")
     device = torch.device(args.device)
     model = new_model(args.seed).to(device)
     optimizers = new_optimizers(model, args.lr)
@@ -286,15 +291,27 @@ def train_step(model, optimizers, step, phase, tokenizer, args):
 def save_state(path, model, optimizers, step):
     state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers],
              "step": step}
-    write(path, partial(torch.save, state))
+    file = io.BytesIO()
+    torch.save(state, file)
+    digest = hashlib.sha256(file.getbuffer()).digest()
+    write(path, lambda part: part.write_bytes(file.getvalue() + digest))
 
 
 def load_state(path, model, optimizers, device):
     """Restore the model and the optimizers; returns the step to go on with."""
-    state = torch.load(path, weights_only=True, map_location=device)
-    model.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"]):
-        optimizer.load_state_dict(saved)
+    check_regular(path)
+    content = path.read_bytes()
+    file, digest = content[:-32], content[-32:]
+    if hashlib.sha256(file).digest() != digest:
+        raise UserError(f"{path} is damaged, or of another version; remove it to train anew")
+    try:
+        state = torch.load(io.BytesIO(file), weights_only=True, map_location=device)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is the state of another model ({first_line(error)}); remove it to "
+                        "train anew") from None
     return state["step"]
 
 
@@ -329,6 +346,8 @@ def check(args):
     except OSError as error:
         raise UserError(f"--out {out} cannot be a folder ({error.strerror}); "
                         "give another") from None
+    if not os.access(out, os.W_OK):
+        raise UserError(f"--out {out} cannot be written to; give another folder")
 
 
 def main():
