@@ -6,6 +6,10 @@
     python eval_ppl.py --model path/to/Llama-2-7b-hf --data wikitext2 --context 4096 --method pfn,kvsink
     torchrun --nproc-per-node 4 eval_ppl.py --method all
 """
+if __name__ == "__main__":
+    from tinykv import stop_early
+    stop_early("eval_ppl.py")  # torch takes seconds to import
+
 import platform
 from pathlib import Path
 

@@ -3,6 +3,10 @@
     python train_intact.py --weights rtn --w-bits 3 --prefix bos --out trained.safetensors
     python eval_ppl.py --method intactkv --weights rtn --w-bits 3 --prefix trained.safetensors
 """
+if __name__ == "__main__":
+    from tinykv import stop_early
+    stop_early("train_intact.py")  # torch takes seconds to import
+
 import math
 from pathlib import Path
 

@@ -177,6 +177,8 @@ def test_help_names_every_phenomenon(monkeypatch, capsys):
     ["--vq", "d3m8"], ["--context", "100000"], ["--model", "no/folder"], ["--calib-windows", "0"], ["--windows", "0"],
     ["--json", "no/such/folder/x.json"], ["--vq", "d8m4096"], ["nothing"],
     ["errors", "--weights", "awq"], ["--formula", "integer-zero"], ["errors", "--group-size", "0"],
+    ["--windows", "9" * 30], ["--context", "9" * 30], ["errors", "--group-size", "9" * 30],
+    ["--calib-windows", "9" * 30],
     ["widths", "--group-size", "3"], ["--threshold", "0"], ["--threshold", "nan"], ["--out", __file__],
     ["--out", f"{__file__}/x"], ["--context", "1"], ["--device", "nowhere"], ["--data", "no/file"]])
 def test_bad_input_is_one_clear_line(monkeypatch, capsys, words):

@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -621,6 +623,31 @@ def test_ctrl_c_is_one_line(command, monkeypatch):
     monkeypatch.setattr(eval_ppl, "run", stop)
     status, _, err = command("--method", "rtn")
     assert status == 130 and err == "\neval_ppl.py: stopped\n"
+
+
+@pytest.mark.parametrize("command", ["eval_ppl.py", "train_intact.py", "-m tinykv.analysis"])
+def test_ctrl_c_while_torch_is_imported(tmp_path, command):
+    """One that takes a minute to import."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen([sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                               stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and err == f"\n{'python ' if '-m' in command else ''}{command}: stopped\n"
+
+
+@pytest.mark.whole  # a process of its own
+def test_ctrl_c_later_on():
+    """While it evaluates: the same line, after the handlers of a Ctrl-C have run."""
+    process = subprocess.Popen([sys.executable, "eval_ppl.py", "--windows", "100000"], cwd=ROOT, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err == "\neval_ppl.py: stopped\n"
 
 
 def test_a_text_shorter_than_a_window(command, tmp_path):

@@ -1,5 +1,7 @@
 """tinykv: every method of five papers on KV-cache quantization, small enough to read."""
 import difflib
+import os
+import signal
 
 
 class UserError(ValueError):
@@ -21,6 +23,16 @@ def one_of(choices, **settings):
             name = name.replace("_", " ")
             raise UserError(f"{name} is one of {', '.join(choices)}; got {value!r}"
                             f"{did_you_mean(value, choices)}")
+
+
+def stop_early(command):
+    """From now on Ctrl-C ends a command in one line: called before torch is imported, which takes
+    seconds. `cli.one_line` takes over from there."""
+    def stop(number, frame):
+        os.write(2, f"\n{command}: stopped\n".encode())
+        os._exit(130)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored where it is another
+        signal.signal(signal.SIGINT, stop)
 
 
 def did_you_mean(word, words):

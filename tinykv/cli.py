@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -66,6 +67,8 @@ class Parser(argparse.ArgumentParser):
 @contextmanager
 def one_line(p, stopped="stopped"):
     """Around a command's body: what the user can mend ends it with one line and exit status 2."""
+    if callable(signal.getsignal(signal.SIGINT)):  # as `stop_early` left it, and not ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdout is None:  # it was closed
         sys.stdout = open(os.devnull, "w")
     if hasattr(sys.stdout, "reconfigure"):  # a name that this stdout cannot print is printed escaped

@@ -5,6 +5,10 @@ them.
     python -m tinykv.analysis all --out docs/figures --json numbers.json
     python -m tinykv.analysis norms keys --model path/to/Llama-2-7b-hf --data wikitext2 --out .
 """
+if __name__ == "__main__":
+    from tinykv import stop_early
+    stop_early("python -m tinykv.analysis")  # torch takes seconds to import
+
 import argparse
 import platform
 import textwrap
@@ -27,6 +31,7 @@ from tinykv.cli import (
     add_weights,
     add_windows,
     bar,
+    check_counts,
     check_folder,
     context_of,
     dtype_of,
@@ -364,6 +369,8 @@ def check(args, names):
         if given and not set(takers) & set(names):
             raise UserError(f"--{flag.replace('_', '-')} is a setting of {' and '.join(takers)}, "
                             f"and not of {', '.join(names)}")
+    check_counts(args, 2, "context")
+    check_counts(args, 1, "windows", "calib-windows", "group-size", "w-group-size")
     if not 0 < args.threshold <= 1:
         raise UserError("--threshold is a share of the attention, above 0 and up to 1; "
                         f"got {args.threshold:g}")
