@@ -202,7 +202,7 @@ def calibrate_run(r, model, windows, calibration_file):
     try:
         r.method.restore(tables)
         fits = r.method.calibrated().keys() == tables.keys() and reads_rows(r.method, model)
-    except (KeyError, TypeError, ValueError, IndexError, RuntimeError):  # as a codec may end on them
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError):  # of a codec
         fits = False
     if not fits:
         raise UserError(f"{calibration_file.path} holds tables of {r.title} that do not fit; remove "

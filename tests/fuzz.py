@@ -1,7 +1,7 @@
 """Damaged inputs, seeded: each must end in one clear line, or be accepted with numbers that are finite.
 
-    python tests/fuzz.py 10000             a table of how they ended, and every case that ended badly
-    python tests/fuzz.py 1 --first 4711    that case alone, with its traceback
+    python tests/fuzz.py --cases 10000             how they ended, and every case that ended badly
+    python tests/fuzz.py --cases 1 --first 4711    that case alone, with its traceback
 
 A case is made from its number alone. Its kind is the number modulo the number of kinds.
 """
@@ -30,9 +30,11 @@ from tinykv import UserError, hf  # noqa: E402
 from tinykv.cli import EMBEDDED  # noqa: E402
 from tinykv.data import load_windows  # noqa: E402
 from tinykv.evaluate import evaluate  # noqa: E402
+from tinykv.methods.intactkv import FULL_PRECISION, open_prefix, save_prefix  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig  # noqa: E402
-from tinykv.runs import SETTINGS  # noqa: E402
+from tinykv.runs import SETTINGS, settings_of  # noqa: E402
+from tinykv.storage import fingerprint, load_tensors, save_tensors  # noqa: E402
 
 TEXT = "Balo lives in Eastwick. Where does Balo live? In Eastwick.\n" * 30
 ODD = [None, True, -1, 0, 1, 2 ** 31, 2 ** 63, 10 ** 400, 1.5, 1e308, float("nan"), float("inf"), "", "x", "\ud800",
@@ -41,6 +43,10 @@ WORDS = ["", "0", "-1", "1", "2", "3.5", "1e5", "1e99999999", "nan", "inf", "9" 
          ",", "bos", "1%", "1/0%", "1e-9%", "101%", "d8m256", "d0m0", "d" + "9" * 5000 + "m2", "kivi", "all", "on",
          "off", "token-static", "kvquant", "none", "meta", "cuda:9", "/dev/null/x", "nul\0", "\udc80", "~nouser/x",
          "tales"]
+
+SENSIBLE = ["on", "off", "pre", "post", "head", "layer", "none", "fisher", "token-dynamic", "token-static",
+            "channel-static", "channel-dynamic", "kvquant", "offset", "integer-zero", "d2m4", "d4m16", "10%", "2",
+            "bos"]
 
 
 # Damage
@@ -69,7 +75,7 @@ def change_bytes(rng, content):
         return content[:place] + rng.randbytes(rng.randrange(1, 9)) + content[place:]
     if how == 2:
         return rng.choice([b"", b"[" * 200_000, b'{"a":' * 100_000, b"\xff" * 64, b"version https://git-lfs"])
-    changed = bytearray(content)
+    changed = bytearray(content or b"\0")
     for _ in range(rng.choice([1, 3, 30])):
         changed[rng.randrange(min(len(changed), rng.choice([64, 4096, 10 ** 9])))] = rng.randrange(256)
     return bytes(changed)
@@ -168,26 +174,76 @@ def small():
 
 
 def learned_file(rng, folder):
-    """A calibration file, changed after it was written."""
-    path = folder / "tables.safetensors"
-    words = ["--method", "rtn", "--calibration", path, *small()]
+    """A calibration file, or a trained prefix, changed after it was written; half of them with the digest of
+    what they hold now."""
+    path = folder / "learned.safetensors"
+    if rng.random() < 0.5:
+        words = ["--method", rng.choice(["rtn", "kvsink", "skvq", "kvquant"]), "--calibration", path, *small()]
+        run_command(*words)
+    else:
+        words = ["--method", "intactkv", "--prefix", path, *small()]
+        model, tokenizer = hf.load(small_model())
+        prefix = open_prefix("bos", tokenizer, model.config)
+        prefix.fill(model, model)
+        prefix.model, prefix.weights = fingerprint(model), FULL_PRECISION
+        save_prefix(path, prefix)
+    if rng.random() < 0.5:
+        change = rng.choice([change_bytes, change_header])
+        path.write_bytes(change(rng, path.read_bytes()))
+    else:
+        change_content(rng, path)
     run_command(*words)
-    change = rng.choice([change_bytes, change_header])
-    path.write_bytes(change(rng, path.read_bytes()))
-    run_command(*words)
+
+
+def change_content(rng, path):
+    """A learned file with another tensor, or another note, written as if it had always been so."""
+    tensors, notes = load_tensors(path, "file")
+    if rng.random() < 0.3 or not tensors:
+        name = rng.choice(sorted(notes))
+        notes[name] = rng.choice(["", "x", "[]", "{}", "[1e400]", "[-1]", "[1, 1]", '["rtn"]', "null", "[" * 200_000,
+                                  "nul\0", str(2 ** 63), notes[name] + " "])
+        if rng.random() < 0.3:
+            del notes[name]
+    else:
+        name = rng.choice(sorted(tensors))
+        tensor = tensors.pop(name)
+        changed = rng.choice([tensor[:0], tensor[:1], tensor[None], tensor.flatten(), tensor.int(), tensor.double(),
+                              tensor * 1e30, tensor * -1, tensor * 0, tensor.bool(), torch.tensor(7), None])
+        if changed is not None:
+            tensors[name if rng.random() < 0.8 else name + "x"] = changed
+    save_tensors(path, tensors, notes)
 
 
 def command_line(rng, folder):
     """Flags with odd values."""
-    words = ["--method", rng.choice([*METHODS, "rtn,kivi"])]
+    method = rng.choice([*METHODS, "rtn,kivi"])
+    words = ["--method", method]
     flags = ["--" + name.replace("_", "-") for name in SETTINGS]
     flags += ["--json", "--calibration", "--data", "--model", "--device", "--seed", "--bos", "--batch", "--context",
               "--windows", "--weights", "--w-bits", "--protocol", "--dtype", "--method", "--calib-windows"]
     for _ in range(rng.randrange(1, 4)):
-        words += [rng.choice(flags), rng.choice(WORDS)]
+        if method in METHODS and rng.random() < 0.6:  # a setting that it has, with a value that may fit
+            name, default = rng.choice([*settings_of(METHODS[method]).items(), ("seed", 0)])
+            values = SENSIBLE if isinstance(default, str) else range(10)
+            words += ["--" + name.replace("_", "-"), rng.choice([*values, default, 16])]
+        else:
+            words += [rng.choice(flags), rng.choice(WORDS)]
     (folder / "here").mkdir()
     with contextlib.chdir(folder / "here"):
         run_command(*small(), *words)
+
+
+def odd_text(rng, folder):
+    """A text of odd characters, with and without blanks, damaged or not."""
+    letters = rng.choice(["x", "ab", " \n", "Balo lives. ", "\ufeff\r\n\t\0", "e\u0301\u200d\U0001f600", "東京",
+                          "<s></s>"])
+    text = "".join(rng.choices(letters, k=rng.choice([0, 1, 100, 10_000, 200_000]))).encode()
+    if rng.random() < 0.3:
+        text = change_bytes(rng, text)
+    (folder / "text.txt").write_bytes(text)
+    flag = rng.choice(["--data", "--calib-data", "--prefix"])
+    method = {"--data": "fp16", "--calib-data": "rtn", "--prefix": "intactkv"}[flag]
+    run_command("--method", method, flag, folder / "text.txt", *small())
 
 
 KINDS = {
@@ -197,6 +253,7 @@ KINDS = {
     "pickle": lambda rng, folder: load_and_read(rng, folder, damage_weights),
     "tokenizer": lambda rng, folder: load_and_read(rng, folder, damage_tokenizer),
     "learned": learned_file,
+    "text": odd_text,
     "command": command_line,
 }
 
@@ -204,7 +261,7 @@ KINDS = {
 def run_case(number):
     """-> (kind, how it ended, what was said)."""
     kind = list(KINDS)[number % len(KINDS)]
-    said, ended, clock = io.StringIO(), "accepted", time.perf_counter()
+    said, ended, clock = io.StringIO(), "accepted", time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
@@ -222,7 +279,7 @@ def run_case(number):
             said.write(traceback.format_exc())
     if "Traceback" in said.getvalue() and ended == "refused":
         ended = "traceback"
-    if time.perf_counter() - clock > 10:
+    if time.process_time() - clock > 10:
         ended = "over 10 s"
     if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 2 ** 21:  # in KiB
         ended = "over 2 GB"
@@ -234,7 +291,7 @@ ENDS = ["refused", "accepted", "traceback", "not finite", "over 10 s", "over 2 G
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("cases", type=int, help="how many")
+    p.add_argument("--cases", type=int, default=10_000, help="how many")
     p.add_argument("--first", type=int, default=0, help="number of the first")
     args = p.parse_args()
     torch.set_num_threads(1)

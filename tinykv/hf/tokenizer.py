@@ -55,9 +55,9 @@ class SentencePieceTokenizer(Tokenizer):
             self.pieces = SentencePieceProcessor(model_proto=path.read_bytes())
         except (RuntimeError, OSError, ValueError) as error:  # ValueError: pieces that are not UTF-8
             raise UserError(f"{path} is not a whole sentencepiece model ({first_line(error)}){remedy(path)}") from None
+        if not first_bytes(path):  # which the library takes for no model yet
+            raise UserError(f"{path} is empty, and no sentencepiece model{remedy(path)}")
         self.vocab_size = self.pieces.get_piece_size()
-        if not self.vocab_size:
-            raise UserError(f"{path} is a sentencepiece model of no pieces{remedy(path)}")
         ids = {"bos_token": self.pieces.bos_id(), "eos_token": self.pieces.eos_id()}
         self.builtin_ids = {name: None if i < 0 else i for name, i in ids.items()}  # -1: there is none
 
