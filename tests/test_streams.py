@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import chunk_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain import clip, f8, f16, f32, max_code, plain_code, plain_grid
 
@@ -94,8 +94,8 @@ class Case:
                 "centre": torch.tensor([c for _, c in choices], dtype=torch.uint8)})
         return method
 
-    def cache(self, protocol, method=None):
-        return LayerCache(self.layer, method or self.method(), rope_of(self), protocol, SimpleNamespace())
+    def cache(self, protocol, method=None, prompt=None):
+        return LayerCache(self.layer, method or self.method(), rope_of(self), protocol, SimpleNamespace(), prompt)
 
 
 @st.composite
@@ -153,8 +153,8 @@ def rows_of(case, text):
 class Plain:
     """A layer's keys and values of one sequence: each token as it came and, once it is quantized, as it is read."""
 
-    def __init__(self, case, paper=False):
-        self.case, self.paper, self.length = case, paper, 0
+    def __init__(self, case, paper=False, prompt=None):
+        self.case, self.paper, self.prompt, self.length = case, paper, prompt, 0
         self.exact = {kind: [[] for _ in range(case.heads)] for kind in "kv"}  # by head and token
         self.read = {kind: [[] for _ in range(case.heads)] for kind in "kv"}  # those that are quantized
         self.coded = {"k": 0, "v": 0}  # tokens that are quantized
@@ -186,9 +186,16 @@ class Plain:
                 self.exact["v"][h].append([f16(x) for x in value])
         self.length += len(k[0])
 
-        if self.paper:
+        if self.paper and self.prompt is None:
             self.quantize("k", self.length)
             self.quantize("v", self.length)
+            return self.seen()
+        if self.paper and self.length == self.prompt:
+            # a group that is not full waits for the tokens that follow
+            full = self.length if self.case.name == "skvq" else self.length // self.case.group * self.case.group
+            if full:
+                self.quantize("k", full)
+                self.quantize("v", full)
             return self.seen()
         seen = self.seen()
         for kind in "kv":
@@ -315,10 +322,11 @@ def read(cache):
     return cache.rotated(cache.keys.read()), cache.values.read()
 
 
-def compare(case, text, sizes, protocol):
+def compare(case, text, sizes, protocol, prompt=None):
     """Feed chunks of these sizes; what is returned must be what the lists say."""
     k, v = rows_of(case, text)
-    cache, plain = case.cache(protocol), [Plain(case, protocol == "paper") for _ in range(case.batch)]
+    cache = case.cache(protocol, prompt=prompt)
+    plain = [Plain(case, protocol == "paper", prompt) for _ in range(case.batch)]
     start = 0
     for n in sizes:
         new = slice(start, start + n)
@@ -357,6 +365,18 @@ def test_the_paper_protocol(name):
     @given(cases(name), texts())
     def check(case, text):
         compare(case, text, [text[0]], "paper")
+    check()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt(name, protocol):
+    """It arrives at once, quantized before it is read or after; then come single tokens."""
+    @settings(max_examples=12)
+    @given(cases(name), texts(), st.integers(1, 60))
+    def check(case, text, prompt):
+        prompt = min(prompt, text[0])
+        compare(case, text, [prompt] + [1] * (text[0] - prompt), protocol, prompt)
     check()
 
 

@@ -307,8 +307,10 @@ class LayerCache:
             # all of them: a window, or a prompt, is one forward, so nothing is quantized yet
             if self.prompt is None:
                 return self.length
-            # more tokens will follow, and they cannot join a group that is not full
-            return self.length - self.length % rows.codec.tokens_per_group
+            # more tokens will follow, and they cannot join a group that is not full; values wait
+            # with their keys
+            group = max(rows.codec.tokens_per_group for rows in (self.keys, self.values))
+            return self.length - self.length % group
         # the recent part without the newest `method.recent` tokens; of that, whole blocks
         old = self.length - rows.n_coded - self.method.recent
         return max(0, old - old % block)

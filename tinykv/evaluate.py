@@ -268,7 +268,7 @@ def count_bits(result, cache, tokens):
         recent = config.num_hidden_layers * recent_token_bytes(rows)
         pinned = held["pinned"]
         total = coded * (T - n_recent) + recent * n_recent + pinned  # bytes
-        if method.keeps_share:
+        if method.keeps_share and layer.is_choosing:
             pinned = pinned / T * FAR  # it grows with the text
         total_far = coded * (FAR - n_recent) + recent * n_recent + pinned
         # a half each of the bits of K and of V

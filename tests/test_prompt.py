@@ -1,0 +1,245 @@
+"""A text with a prompt: what KVSink and AnTKV keep, and when tokens are quantized, against plain lists.
+
+The lists know no tensors: a token is exact or it is read as its codes, which are rounded by hand (plain.py).
+"""
+import math
+
+import pytest
+import torch
+from plain import f16, plain_code, plain_grid
+
+from tinykv import UserError
+from tinykv.cache import PROTOCOLS, KVCache
+from tinykv.codecs import Pair
+from tinykv.codecs.affine import Affine
+from tinykv.data import Windows
+from tinykv.evaluate import chunks_of, evaluate
+from tinykv.methods.antkv import AnTKV
+from tinykv.methods.fp16 import FP16
+from tinykv.methods.kivi import KIVI
+from tinykv.methods.kvsink import KVSink
+from tinykv.methods.ott import OTT
+from tinykv.model import Llama, LlamaConfig
+
+T, D, H, HKV, WIDTH, L = 40, 12, 2, 1, 4, 3
+CONFIG = LlamaConfig(29, D, 24, L, H, HKV, WIDTH, 128)
+BLOCK, EMERGENCE, CHANNEL = 4, 0, 5
+
+
+class Still:
+    """A rotation by nothing."""
+    def rotate(self, x, positions):
+        return x
+
+
+class Rows:
+    """An object with a model's config and rope: its keys, values and hidden states are ours."""
+    config, rope = CONFIG, Still()
+
+
+def numbers(seed):
+    """q (H, T, d), k and v (T, d), hidden (T, D), the same in every layer; some tokens stand out."""
+    rng = torch.Generator().manual_seed(seed)
+    q = torch.randn(H, T, WIDTH, generator=rng)
+    k, v = torch.randn(2, T, WIDTH, generator=rng)
+    hidden = torch.randn(T, D, generator=rng)
+    for t in (0, 9, 17, 30):
+        k[t] *= 4
+        hidden[t, CHANNEL] = 50 + t
+    return q, k, v, hidden
+
+
+def read_by_cache(method, protocol, prompt, sizes, seed):
+    """What attention sees in the last layer after each chunk: [(keys, values)], lists by token and channel."""
+    q, k, v, hidden = numbers(seed)
+    cache, start, seen = KVCache(Rows, method, protocol, prompt), 0, []
+    for n in sizes:
+        new = slice(start, start + n)
+        for layer in range(L):
+            K, V = cache.update(layer, q[None, :, new], k[None, None, new], v[None, None, new],
+                                torch.arange(start, start + n))
+            cache.observe(layer, hidden[None, new])
+        seen.append((K[0, 0].tolist(), V[0, 0].tolist()))
+        start += n
+    return seen, cache
+
+
+# The same in lists
+
+def coded(row, bits=2):
+    row = [f16(x) for x in row]
+    scale, zero = plain_grid(row, bits, "offset")
+    return [f16(plain_code(x, scale, zero, bits, "offset")[1]) for x in row]
+
+
+def largest(scores, positions, k):
+    return set(sorted(positions, key=lambda t: (-scores[t], t))[:k])
+
+
+def softmax_rows(q, k, seen):
+    """Attention of the first `seen` queries to their keys: [[A_ij]]."""
+    rows = []
+    for i in range(seen):
+        logits = [sum(a * b for a, b in zip(q[i], k[j])) / math.sqrt(WIDTH) for j in range(i + 1)]
+        top = max(logits)
+        e = [math.exp(x - top) for x in logits]
+        rows.append([x / sum(e) for x in e])
+    return rows
+
+
+def anchor_scores(q, k, seen):
+    """Eq. 5 over the first `seen` tokens, which are all exact: AnS(K) and AnS(V), lists by token."""
+    of_keys, of_values = [0.0] * seen, [0.0] * seen
+    for head in q:
+        for i, row in enumerate(softmax_rows(head, k, seen)):
+            norm = math.sqrt(sum(x * x for x in head[i]))
+            for j, a in enumerate(row):
+                of_keys[j] += a * (1 - a) * norm
+                of_values[j] += a
+    return of_keys, of_values
+
+
+def read_by_lists(rows, scores, protocol, prompt, sizes, recent, block, k, choose):
+    """[rows as attention sees them] after each chunk. scores: by token, of what is kept; k: a number of tokens."""
+    rows = [[f16(x) for x in row] for row in rows]
+    n_coded, kept, length, out = 0, set(), 0, []
+    for n in sizes:
+        before = n_coded, kept
+        length += n
+        in_prompt = length <= prompt
+        if protocol == "paper" and in_prompt:
+            n_coded = length
+        else:
+            while length - n_coded - recent >= block:
+                n_coded += block
+        if in_prompt and choose == "prompt":
+            kept = largest(scores, range(length), k)
+        elif choose == "always" and n_coded > before[0]:
+            kept = largest(scores, range(length), k)
+        border, exact = (n_coded, kept) if protocol == "paper" and in_prompt else before
+        out.append([row if t >= border or t in exact else coded(row) for t, row in enumerate(rows[:length])])
+    return out
+
+
+# KVSink
+
+@pytest.mark.parametrize("choose", ["prompt", "always"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("prompt", [3, 16, 20])
+@pytest.mark.parametrize("block", [1, BLOCK])
+def test_algorithm_1_and_decoding_after_it(protocol, prompt, choose, block):
+    """Sinks 17 and 30 come after a prompt of 16 tokens: S has them only where it goes on being chosen."""
+    k, sizes = 2, [prompt] + [1] * (T - prompt)
+    method = KVSink(CONFIG, k, choose, EMERGENCE, CHANNEL, k_bits=2, v_bits=2, scheme="token-dynamic", block=block)
+    seen, cache = read_by_cache(method, protocol, prompt, sizes, 1)
+    _, keys, values, hidden = numbers(1)
+    sizes_of_outlier = hidden[:, CHANNEL].abs().tolist()
+    for i, rows in enumerate((keys, values)):
+        expected = read_by_lists(rows.tolist(), sizes_of_outlier, protocol, prompt, sizes, 0, block, k, choose)
+        assert [both[i] for both in seen] == expected
+    sinks = set(cache.shared.sinks[0].tolist())
+    assert sinks == ({17, 30} if choose == "always" else largest(sizes_of_outlier, range(prompt), k))
+    assert cache.layers[EMERGENCE].keys.pinned_positions is None  # it has stored its keys before S is known
+
+
+# AnTKV
+
+def antkv(recent, block, anchors, choose="prompt"):
+    """Its choice, on codes that can be computed by hand."""
+    method = AnTKV(CONFIG, vq="d2m4", anchors=anchors, recent=recent, block=block, choose=choose)
+    method.codecs = [Pair(Affine(2, WIDTH), Affine(2, WIDTH))] * L
+    return method
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("prompt, recent, block", [(3, 8, 1), (20, 8, 1), (20, 8, BLOCK), (20, 0, BLOCK), (9, 32, 1)])
+def test_anchors_from_the_prefill_alone(protocol, prompt, recent, block):
+    """Among all tokens of the prompt, of keys and of values; later tokens have the window alone."""
+    sizes, share = [prompt] + [1] * (T - prompt), 0.15
+    seen, cache = read_by_cache(antkv(recent, block, "15%"), protocol, prompt, sizes, 2)
+    q, keys, values, _ = numbers(2)
+    exact = [[f16(x) for x in row] for row in keys.tolist()]
+    scores = anchor_scores(q.tolist(), exact, prompt)
+    for i, rows in enumerate((keys, values)):
+        padded = scores[i] + [-1.0] * (T - prompt)
+        expected = read_by_lists(rows.tolist(), padded, protocol, prompt, sizes, recent, block,
+                                 math.ceil(share * prompt), "prompt")
+        assert [both[i] for both in seen] == expected
+    for layer in cache.layers:  # no score is held any more
+        assert layer.keys.recent_scores is layer.values.pinned_scores is None
+
+
+def test_a_window_of_exactly_32():
+    method = antkv(recent=32, block=1, anchors="1%")
+    _, cache = read_by_cache(method, "stream", 34, [34] + [1] * (T - 34), 3)
+    assert [layer.keys.recent.shape[2] for layer in cache.layers] == [32] * L
+
+
+def test_anchors_go_on_being_chosen():
+    """Each quantization takes 15% of the tokens so far; a prompt of one token leaves one anchor."""
+    for choose, count in (("prompt", 1), ("always", math.ceil(0.15 * T))):
+        _, cache = read_by_cache(antkv(0, 1, "15%", choose), "stream", 1, [1] * T, 4)
+        assert cache.layers[0].keys.pinned_positions.shape[-1] == count
+
+
+# The order in which a text arrives
+
+def test_the_prompt_is_the_first_forward():
+    k = torch.zeros(1, 1, 5, WIDTH)
+    for protocol in PROTOCOLS:
+        cache = KVCache(Rows, FP16(CONFIG), protocol, prompt=4)
+        with pytest.raises(ValueError, match="4 tokens"):
+            cache.update(0, None, k, k, torch.arange(5))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = Llama(CONFIG).double()
+    for p in model.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.4)
+    return model.eval()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("prompt", [7, 18])
+@pytest.mark.parametrize("method", [
+    KIVI(CONFIG, group_size=4, recent=3), KIVI(CONFIG, group_size=8, recent=2, v_block=3),
+    OTT(CONFIG, group_size=4, recent=3, outlier_num=2, skip_layers=0),
+    KVSink(CONFIG, 2, "always", EMERGENCE, CHANNEL, scheme="token-dynamic", block=5),
+    KVSink(CONFIG, 2, "prompt", EMERGENCE, CHANNEL, scheme="token-dynamic", block=5)],
+    ids=["kivi", "kivi v_block", "ott", "kvsink always", "kvsink prompt"])
+def test_the_evaluator_reads_a_prompt_and_then_what_single_tokens_read(model, method, prompt, protocol):
+    tokens = torch.randint(29, (2, T), generator=torch.Generator().manual_seed(5))
+    windows = Windows(tokens, [[(2, 3), (35, 36)], []], "random").predicted_from(prompt)
+    assert (windows.start, windows.answers) == (prompt, [[(35, 36)], []])
+    found = evaluate(model, {"only": method}, windows, protocol, batch=2, prompt=prompt)["only"]
+    assert (found.targets, found.answers) == (2 * (T - prompt), 1)
+    cache, losses = KVCache(model, method, protocol, prompt), torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad():
+        for chunk in [tokens[:, :prompt], *tokens[:, prompt:-1].split(1, dim=1)]:
+            logp = model(chunk, cache)[:, -1].double().log_softmax(-1)
+            losses -= logp.gather(1, tokens[:, len(cache), None])[:, 0]
+    assert found.nll == pytest.approx((losses / (T - prompt)).tolist(), rel=1e-6)
+
+
+def test_chunks_after_a_prompt_end_where_blocks_do(model):
+    """Under paper all of the prompt is quantized, and 3 + 8 tokens later its first block; in a stream at 3 + 8 already."""
+    tokens = torch.zeros(1, T, dtype=torch.long)
+    for protocol, sizes in (("paper", [10, 11, 8, 8, 3]), ("stream", [10, 1, 8, 8, 8, 5])):
+        method = KVSink(CONFIG, 2, "always", EMERGENCE, CHANNEL, scheme="token-dynamic", block=8)
+        method.recent = 3
+        cache, found = KVCache(model, method, protocol, prompt=10), []
+        for chunk in chunks_of(tokens, cache):
+            model(chunk, cache)
+            found.append(chunk.shape[1])
+        assert found == sizes
+
+
+def test_settings_that_cannot_be():
+    for make in (KVSink, AnTKV):
+        with pytest.raises(UserError, match="once"):
+            make(CONFIG, choose="once")
+    with pytest.raises(UserError, match="whole groups"):
+        KVSink(CONFIG, scheme="channel-dynamic", group_size=8, block=12)
