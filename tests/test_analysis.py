@@ -368,6 +368,19 @@ def test_sorted_keys(case):
     check(rows, "below", lambda w, layer: mean(below for _, (_, below) in heads(w, layer)))
     check(rows, "sinks", lambda w, layer: mean(
         t in SINKS[w] for total, (_, below) in heads(w, layer) for _, t in total[:below]))
+    def factors(w, layer):
+        """Of each channel: its range over that without the sinks; the text is one group."""
+        for head in lists[w][layer]["k"]:
+            for numbers in zip(*head):
+                others = [x for t, x in enumerate(numbers) if t not in SINKS[w]]
+                yield (max(numbers) - min(numbers)) / (max(others) - min(others))
+
+    check(rows, "stretched", lambda w, layer: mean(x > 1 for x in factors(w, layer)))
+    def longer(w, layer):
+        stretched = [x for x in factors(w, layer) if x > 1]
+        return mean(stretched) if stretched else None
+
+    check(rows, "longer", longer)
     keys = lists[0][L // 2]["k"][1]
     channel = max(range(D), key=lambda c: sum(abs(row[c]) for row in keys))
     assert example["channel"][1].tolist() == pytest.approx(sorted(abs(row[channel]) for row in keys), rel=1e-4)

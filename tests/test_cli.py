@@ -149,8 +149,9 @@ def test_every_setting_of_every_method_is_an_option():
 # ---- the methods in the table
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("name, beside", [("kivi", ["rtn"]), ("ott", ["kivi"]), ("skvq", ["kivi"]),
-                                          ("kvquant", ["rtn"])])
+@pytest.mark.parametrize("name, beside", [
+    ("kivi", ["rtn group_size=32"]), ("ott", ["kivi group_size=128 recent=32"]), ("skvq", ["kivi"]),
+    ("kvquant", ["rtn"])])
 def test_a_new_method_is_shown_beside_what_it_is_compared_with(command, name, beside):
     status, out, err = command("--method", name, *SMALL)
     rows = table(out)

@@ -225,7 +225,7 @@ def test_the_evaluator_reads_a_prompt_and_then_what_single_tokens_read(model, me
 
 
 def test_chunks_after_a_prompt_end_where_blocks_do(model):
-    """Under paper all of the prompt is quantized, and 3 + 8 tokens later its first block; in a stream at 3 + 8 already."""
+    """A block of 8 is full when 3 + 8 tokens are: after the prompt, all of which `paper` quantizes, or of the text."""
     tokens = torch.zeros(1, T, dtype=torch.long)
     for protocol, sizes in (("paper", [10, 11, 8, 8, 3]), ("stream", [10, 1, 8, 8, 8, 5])):
         method = KVSink(CONFIG, 2, "always", EMERGENCE, CHANNEL, scheme="token-dynamic", block=8)

@@ -227,7 +227,7 @@ def runs_with(weights, args, config, tokenizer):
     for name in named:
         asked += METHODS if name == "all" else [name]
     classes = {name: load_class(name) for name in asked}
-    compared = classes[asked[0]].compare if len(asked) == 1 else ()
+    compared = classes[asked[0]].compare if len(asked) == 1 else {}
     names = dict.fromkeys(["fp16", *compared, *asked])  # each once
 
     # 2. The values that were given for each setting
@@ -240,11 +240,15 @@ def runs_with(weights, args, config, tokenizer):
     runs, left_out, reached = {}, {}, set()
     for name in names:
         cls = load_class(name)
-        for chosen in combinations(cls, given):
+        for chosen in combinations(cls, given, compared.get(name, {})):
             label = label_of(name, chosen, given)
             if name in asked:
                 reached |= chosen.keys()
             arguments = constructor_arguments(cls, chosen)
+            if name in compared and name not in asked:
+                shared = shared_settings(cls, classes[asked[0]], compared[name], arguments)
+                label += "".join(f" {setting}={value}" for setting, value in shared.items())
+                arguments = {**compared[name], **shared, **arguments}
             settings = {**settings_of(cls), **arguments}
             for setting, value in settings.items():
                 if value is inspect.Parameter.empty:
@@ -277,15 +281,32 @@ def runs_with(weights, args, config, tokenizer):
     return runs, left_out
 
 
-def combinations(cls, given):
+def shared_settings(cls, other, own, arguments):
+    """What a method `cls` takes from the method that it is shown beside: {setting: value}.
+
+    other: that method's class, whose defaults count where they differ. own: settings that `other`
+    has for it. arguments: what the user gave.
+    """
+    mine, theirs = settings_of(cls), settings_of(other)
+    scheme = arguments.get("scheme", own.get("scheme", mine.get("scheme")))
+    shared = {}
+    for setting, value in theirs.items():
+        is_free = setting in mine and setting not in own and setting not in arguments
+        if is_free and value not in (None, mine[setting]) and belongs(setting, scheme):
+            shared[setting] = value
+    return shared
+
+
+def combinations(cls, given, own=()):
     """Every combination of the given values that reach a method, [{setting: value}].
 
-    given: {setting: [value, ...]}. A scheme's own settings are combined with that scheme only.
+    given: {setting: [value, ...]}. A scheme's own settings are combined with that scheme only. own:
+    other defaults than the method's, {setting: value}.
     """
     takes = all_settings_of(cls)
     schemes = [None]
     if "scheme" in takes:
-        schemes = given.get("scheme", [settings_of(cls)["scheme"]])
+        schemes = given.get("scheme", [{**settings_of(cls), **dict(own)}["scheme"]])
 
     found = []
     for scheme in schemes:

@@ -207,10 +207,12 @@ PHENOMENA = {
     "keys": Phenomenon(
         "OTT's sorted key magnitudes: the smallest over the median, the cliff (the largest "
         "ratio of neighbours among the 32 smallest), the number of tokens below it, and the "
-        "share of these that are sinks",
+        "share of these that are sinks; stretched: the share of channel ranges, of groups of 128 "
+        "tokens, that sinks stretch, and by what factor",
         look_at_keys, figures.keys,
         {"layer": ("layer", "d"), "smallest": ("smallest", ".3f"), "cliff": ("cliff", ".2f"),
-         "below": ("below", ".1f"), "sinks": ("sinks", ".0%")},
+         "below": ("below", ".1f"), "sinks": ("sinks", ".0%"),
+         "stretched": ("stretched", ".0%"), "longer": ("by", ".2f")},
         needs_sinks=False),
     "errors": Phenomenon(
         "mean squared error x 100 with and without sinks (KVSink Table 1). Dynamic grids: of "

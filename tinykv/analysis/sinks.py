@@ -387,12 +387,14 @@ def sorted_keys(model, windows, marks, progress=iter, most=32):
 
     The cliff is the largest ratio of two neighbours among the `most` smallest; 32 is the size of
     OTT's extra pool. `smallest`: the smallest magnitude over the median; `cliff`: that ratio;
-    `below`: how many tokens are below the cliff; `sinks`: the share of these that are sinks. The
-    example, of the middle layer: sorted magnitudes, sorted |K| in the channel where that is largest
-    on average, both (Hkv, T), and which of them are the sinks'.
+    `below`: how many tokens are below the cliff; `sinks`: the share of these that are sinks.
+    `stretched`: the share of all channel ranges, of groups of 128 tokens, that would be shorter
+    without the sinks; `longer`: by what factor these are longer. No pool of sinks can mend more
+    than these ranges. The example, of the middle layer: sorted magnitudes, sorted |K| in the
+    channel where that is largest on average, both (Hkv, T), and which of them are the sinks'.
     """
     L, T = model.config.num_hidden_layers, windows.shape[1]
-    table = LayerMeans(L, ("smallest", "cliff", "below", "sinks"))
+    table = LayerMeans(L, ("smallest", "cliff", "below", "sinks", "stretched", "longer"))
     example = {}
     for w, (window, sinks) in enumerate(zip(progress(windows), marks)):
         for layer, at in enumerate(walk(model, window)):
@@ -404,7 +406,10 @@ def sorted_keys(model, windows, marks, progress=iter, most=32):
             cliff, last_below = ratios[:, :most].max(-1)  # (Hkv) both
             # 3. the tokens below it
             is_below = torch.arange(T, device=window.device) <= last_below[:, None]  # (Hkv, T)
+            # 4. the ranges that the sinks stretch
+            stretched, longer = stretched_ranges(at.k[0].float(), sinks)
             table.add(layer, {
+                "stretched": stretched, "longer": longer,
                 "smallest": mean_of(magnitudes[:, 0] / magnitudes.median(-1).values),
                 "cliff": mean_of(cliff),
                 "below": mean_of(last_below + 1),
@@ -414,6 +419,26 @@ def sorted_keys(model, windows, marks, progress=iter, most=32):
                 example = {"total": magnitudes, "total sinks": sinks[order]}
                 example.update(largest_channel(size, sinks))
     return table.rows(), example
+
+
+def stretched_ranges(keys, sinks, group=128):
+    """The share of channel ranges, each of a KV head's `group` tokens, that the sinks stretch, and
+    the mean factor by which they do; None where they stretch none.
+
+    keys (Hkv, T, d), sinks (T). A group of nothing but sinks has no range without them.
+    """
+    factors = []  # of each group with tokens that are no sinks: (Hkv, d)
+    for rows, marks in zip(keys.split(group, dim=1), sinks.split(group)):
+        others = rows[:, ~marks]  # (Hkv, n, d)
+        if others.shape[1] > 1:
+            whole = rows.amax(1) - rows.amin(1)  # (Hkv, d)
+            without = others.amax(1) - others.amin(1)  # (Hkv, d)
+            factors.append(whole / without)
+    if not factors:
+        return None, None
+    factors = torch.stack(factors)  # (groups, Hkv, d)
+    is_stretched = factors > 1
+    return mean_of(is_stretched), mean_of(factors[is_stretched])
 
 
 def largest_channel(size, sinks):

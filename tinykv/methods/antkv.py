@@ -121,7 +121,7 @@ def anchor_scores(q, k, lse=None, window=None):
 
 
 class AnTKV(Method):
-    compare = ("cq",)
+    compare = {"cq": {}}
     rope = "pre"
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",

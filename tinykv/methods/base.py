@@ -40,7 +40,9 @@ class Method:
     prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
 
     passes = 0  # of the method itself over the calibration windows; the codecs have their own
-    compare = ()  # names of methods to show beside this one when it is asked for alone
+    # The methods to show beside this one when it is asked for alone, and settings for them. They
+    # share this method's other settings.
+    compare = {}
 
     def __init__(self, config):
         pass

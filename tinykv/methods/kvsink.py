@@ -50,7 +50,7 @@ TABLE_3 = {
 
 
 class KVSink(CodecMethod):
-    compare = ("rtn", "pfn")
+    compare = {"rtn": {}, "pfn": {}}
 
     def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None,
                  outlier_channel=None, **codec_settings):

@@ -245,7 +245,7 @@ def clipped_groups(bits, *settings):
 
 
 class SKVQ(Method):
-    compare = ("kivi",)
+    compare = {"kivi": {}}
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=None, preserve=5, recent=128,
                  block=16, reorder="on", clip="both", metadata="fp8", rope="pre"):
