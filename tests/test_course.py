@@ -4,13 +4,18 @@ message that names the fault, and nothing that a submission does spoils the run.
 tests/course/ has a folder for each assignment: own.py is the project's own code behind the starter's names, second.py
 a second answer, written from the handout, and wrong.py the changes that make it wrong.
 """
+import csv
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tinykv.course import check
-from tinykv.course.runner import grade
+from tinykv.course import check, runner
+from tinykv.course.runner import Checking, Closed, Loading, grade, run_apart
 
 ROOT = Path(__file__).parent.parent
 ANSWERS = Path(__file__).parent / "course"
@@ -75,3 +80,131 @@ def test_an_assignment_is_whole(name):
     for part in ("## Aim", "## Background", "## Eight numbers", "## Tasks", "## Questions", "## Time"):
         assert part in handout
     assert f"python -m tinykv.course.grade docs/course/{starter(name).parent.name}/starter.py" in handout
+
+
+# ---- what a submission may do
+
+SECOND = (ANSWERS / "kvsink" / "second.py").read_text(encoding="utf-8")
+MASSIVE = "    candidates = range(blocks - 1)\n"  # a line of its find_outlier
+
+#   what find_outlier also does: (lines, words of the message; None: all is well)
+DEEDS = {
+    "loops": ("while True: pass", "Your code did not end within"),
+    "sleeps": ("import time; time.sleep(60)", "did not end within 1 seconds. A right answer"),
+    "exits": ("raise SystemExit", "Your code called exit"),
+    "exits hard": ("import os; os._exit(0)", "Your code ended the process before the check was over"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", "Your code crashed the process (SIGSEGV)"),
+    "is killed": ("import os; os.kill(os.getpid(), 9)", "Your code crashed the process (SIGKILL)"),
+    "takes memory": ("x = torch.ones(2 ** 32)", "asked for more than 2 GiB of memory"),
+    "takes memory in a list": ("x = [0] * 2 ** 40", "asked for more than 2 GiB of memory"),
+    "raises": ("raise KeyError('x')", "of your file, `raise KeyError('x')`, raised KeyError: 'x'"),
+    "interrupts": ("raise KeyboardInterrupt", "Your code raised KeyboardInterrupt"),
+    "recurses": ("find_outlier(largest, ratio, channel)", "raised RecursionError"),
+    "prints": ("print('pass' * 10 ** 6); import sys; print('5/5', file=sys.stderr)", None),
+    "floods every file": ("import os\n    for fd in range(20):\n        try: os.write(fd, b'\"\"\\n')\n"
+                          "        except OSError: pass", "Your code ended the process before the check was over"),
+    "starts a process": ("import subprocess; subprocess.Popen(['sleep', '60'])", None),
+    "writes a file": ("open('x', 'w').write('x')", None),
+    "imports the answer": ("import importlib; importlib.import_module('tinykv.methods.kvsink')",
+                           "Your code opens tinykv/methods/kvsink.py"),
+    "imports it by the way": ("from tinykv.methods import registry", "Your code imports tinykv.methods.registry"),
+    "and hides it": ("try: __import__('tinykv.methods.kvsink')\n    except Exception: pass",
+                     "Your code imports tinykv.methods.kvsink"),
+    "reads the answer": ("open(torch.__file__[:0] + ROOT + '/tinykv/methods/kvsink.py')", "Your code opens tinykv/m"),
+    "reads the checks": ("open(ROOT + '/tinykv/course/checks/kvsink.py')", "Your code opens tinykv/course/checks"),
+    "reads the tests": ("open(ROOT + '/tests/oracles.py')", "Your code opens tests/oracles.py"),
+    "imports the project": ("from tinykv.methods.pfn import PFN", None),
+    "changes the project": ("from tinykv.cache import KVCache; KVCache.update = None", None),
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_what_a_submission_does_costs_its_check_only(deed, tmp_path, monkeypatch):
+    lines, words = DEEDS[deed]
+    if deed == "sleeps":
+        monkeypatch.setattr(runner, "WAIT", 1)
+    file = tmp_path / "submission.py"
+    file.write_text(SECOND.replace(MASSIVE, f"{MASSIVE}    ROOT = {str(ROOT)!r}\n    {lines}\n"), encoding="utf-8")
+    assignment = check.load("kvsink")
+    closed = Closed(assignment.answers)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    message = run_apart(Checking(file, assignment, "massive_outlier", 0, closed), 1, folder)
+    assert message == "" if words is None else words in message
+    # the next check is as it was
+    assert run_apart(Checking(file, assignment, "observe_top_k", 0, closed), 1, folder) == ""
+
+
+@pytest.mark.parametrize("text, words", [
+    ("def f(:", "Line 2 of your file is not Python"),
+    ("import no_such_module", "raised ModuleNotFoundError"),
+    ("while True: pass", "did not end within"),
+    ("raise SystemExit(0)", "Your code called exit"),
+    ("from tinykv.methods import kvsink", "Line 2 imports tinykv.methods.kvsink"),
+    ("def f():\n    import tinykv.course.checks.kvsink", "Line 3 imports tinykv.course.checks.kvsink"),
+    ("exec('import tinykv.methods.kvsink')", "Your code imports tinykv.methods.kvsink"),
+])
+def test_a_file_that_cannot_be_loaded_gets_nothing(text, words, tmp_path):
+    file = tmp_path / "submission.py"
+    file.write_text(f'ASSIGNMENT = "kvsink"\n{text}\n', encoding="utf-8")
+    closed = Closed(check.load("kvsink").answers)
+    assert words in (closed.imported_by(file) or run_apart(Loading(file, closed), 1, tmp_path))
+
+
+def test_a_name_that_is_not_there_costs_its_checks(tmp_path):
+    file = tmp_path / "submission.py"
+    file.write_text(SECOND.replace("def find_outlier", "def find_outliers"), encoding="utf-8")
+    message = failed(grade(file, here=True))["massive_outlier"]
+    assert message == "The file has no `find_outlier`. The starter has one: keep its names."
+
+
+# ---- the command
+
+def run_grader(*words, cwd=ROOT):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-m", "tinykv.course.grade", *map(str, words)], cwd=cwd,
+                          env=environment, capture_output=True, text=True)
+
+
+def test_a_file(tmp_path):
+    """From another folder, with a wrong answer: its points, one fault, and a record of everything."""
+    file = tmp_path / "submission.py"
+    file.write_text(SECOND.replace(".abs()", ""), encoding="utf-8")
+    result = run_grader(file, "--json", "out.json", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    record, = json.loads((tmp_path / "out.json").read_text())
+    points = sum(outcome["points"] for outcome in record["checks"])
+    assert 0 < points == record["points"] < record["of"] == 80
+    assert f"\n{points} of 80 points\n" in result.stdout
+    wrong = [outcome for outcome in record["checks"] if not outcome["passed"]]
+    assert result.stdout.count("FAIL") == len(wrong) > 1
+    first = " ".join(result.stdout.split(wrong[0]["title"])[-1].split())
+    assert wrong[0]["message"] in first
+    assert f"--all shows what is wrong at the other {len(wrong) - 1}." in result.stdout
+
+
+def test_a_folder(tmp_path):
+    for name, text in {
+        "right.py": SECOND, "empty.py": starter("kvsink").read_text(encoding="utf-8"),
+        "sub/copied.py": (ANSWERS / "kvsink" / "own.py").read_text(encoding="utf-8"),
+        "nothing.py": "", "other.py": 'ASSIGNMENT = "astrology"',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    table = tmp_path / "points.csv"
+    result = run_grader(tmp_path, "--csv", table, "--seed", 3)
+    assert result.returncode == 0
+    rows = {Path(row["file"]).name: row for row in csv.DictReader(table.open())}
+    points = {name: (row["points"], row["of"]) for name, row in rows.items()}
+    assert points == {"right.py": ("80", "80"), "empty.py": ("0", "80"), "copied.py": ("0", "80"),
+                      "nothing.py": ("0", "0"), "other.py": ("0", "0")}
+    assert rows["right.py"]["kvsink.observe_chunks"] == "8" and rows["right.py"]["seed"] == "3"
+    for words in ("right.py", "80/80", "Line 2 imports tinykv.methods", "names no assignment",
+                  "there is no assignment 'astrology'"):
+        assert words in result.stdout
+
+
+@pytest.mark.parametrize("words", [["no/such/file.py"], ["."], ["README.md"]])
+def test_what_is_no_submission_is_told_in_one_line(words, tmp_path):
+    result = run_grader(*words, cwd=tmp_path if words == ["."] else ROOT)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)

@@ -99,7 +99,7 @@ def print_table(reports, folder):
     lines = []
     for report in reports:
         failed = [outcome.name for outcome in report.outcomes if not outcome.passed]
-        fault = report.fault if report.fault else ", ".join(failed)
+        fault = report.fault.replace(report.file, "it") or ", ".join(failed)
         lines.append([relative(report.file, folder), report.assignment,
                       f"{report.points}/{report.of}", textwrap.shorten(fault, 70)])
     print_columns(["submission", "assignment", "points", "what failed"], lines, left=4)
