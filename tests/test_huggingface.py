@@ -96,6 +96,16 @@ def test_every_method_generates_as_it_does_here(name, bridge, models):
     assert cache.get_seq_length() == len(method.prefix.ids if method.prefix else [])
 
 
+def test_a_prompt_may_be_quantized_before_it_is_read(bridge, models):
+    own, theirs = models
+    method, tokens = built("kvsink", own), tokens_of(2, 9)
+    expected = own.generate(tokens, NEW, KVCache(own, method, "paper", prompt=9))
+    cache = bridge.QuantizedCache(theirs, method, "paper", prompt=9)
+    text = generate(theirs, tokens, cache)
+    cache.remove()
+    assert torch.equal(text, expected)
+
+
 def test_hooks_are_taken_off(bridge, models):
     own, theirs = models
     bridge.QuantizedCache(theirs, built("fp16", own)).remove()

@@ -18,6 +18,7 @@ from mutants.ott import POOL_MUTANTS
 
 from tinykv.cache import LayerCache
 from tinykv.methods.antkv import AnTKV
+from tinykv.methods.base import CodecMethod, best_tokens
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.ott import OTT
 
@@ -182,6 +183,45 @@ def test_anchors(chunks, anchors):
 def test_a_share_of_a_hundred_tokens(percent):
     """As many as it says, and not one more by the rounding of a float."""
     check_anchors(AnTKV, [(100, 100, [[[list(range(100))] * 2] * 2])], f"{percent}%")
+
+
+# ---- the helper for one's own methods
+
+class LargestNumbers(CodecMethod):
+    """Keeps the tokens whose first channel is largest: a score of the key itself."""
+
+    def keep_keys(self, layer_cache, n):
+        return best_tokens(layer_cache.keys, n, 3, score=lambda keys: keys[..., 0].float())
+
+
+@given(blocks_of_magnitudes())
+def test_best_tokens_by_a_score_of_the_key(blocks):
+    """Of all that was ever due, the three best, ties to the earlier one: what has lost cannot come back."""
+    layer, seen = new_layer(LargestNumbers(model_of(2).config, scheme="token-dynamic"), 0), None
+    for block in blocks:
+        numbers = torch.tensor(block)  # (B, Hkv, n)
+        seen = numbers if seen is None else torch.cat([seen, numbers], dim=2)
+        rows = numbers[..., None].expand(*numbers.shape, d).half()
+        layer.keys.append(rows)
+        layer.values.append(rows)
+        layer.length += rows.shape[2]
+        quantize(layer, rows.shape[2])
+        for b, h in np.ndindex(seen.shape[:2]):
+            assert layer.keys.pinned_positions[b, h].tolist() == oracles.top_k(seen[b, h].tolist(), 3)
+
+
+def test_an_unused_entry_loses_to_every_token():
+    layer = new_layer(LargestNumbers(model_of(2).config, scheme="token-dynamic"), 0)
+    layer.keys.append(torch.arange(-6, -2).half().view(1, 1, 4, 1).expand(1, 2, 4, d))
+    layer.keys.pin(torch.tensor([[[-1]]]), layer.keys.read())
+    best = best_tokens(layer.keys, 4, 5, score=lambda keys: keys[..., 0].float())
+    assert best.tolist() == [[[3, 2, 1, 0, -1]] * 2]
+
+
+def test_nothing_is_best_where_nothing_has_a_score():
+    layer = new_layer(LargestNumbers(model_of(2).config, scheme="token-dynamic"), 0)
+    layer.keys.append(torch.zeros(1, 2, 4, d).half())
+    assert best_tokens(layer.keys, 4, 3) is None
 
 
 # ---- the tests are tested
