@@ -273,7 +273,7 @@ def kept(tmp_path):
 
 def names_in(path):
     with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()["names"])
+        return json.loads(json.loads(file.metadata()["notes"])["names"])
 
 
 def no_more_calibration(monkeypatch, *names):

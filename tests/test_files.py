@@ -1,9 +1,11 @@
 """Files that are not ours to touch: what is written leaves devices, pipes, links and modes as they are."""
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -187,3 +189,62 @@ def test_two_processes_lose_no_addition(tmp_path):
     assert [process.wait(120) for process in running] == [0, 0]
     model, _ = hf.load(EMBEDDED)
     assert len(CalibrationFile(path, model, "data").tables) == 12 and not left_behind(tmp_path)
+
+
+# ---- bad moments
+
+def test_a_folder_that_cannot_be_written_to(command, tmp_path):
+    for path in ("/proc/x.json", "/proc/version/x.json"):
+        with pytest.raises(UserError, match="cannot be written"):
+            write_json(path, {})
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere else")
+    tmp_path.chmod(0o500)
+    assert "--json" in refused(command, "--method", "fp16", "--json", tmp_path / "x.json", *SMALL)
+
+
+TRAINING = """
+import sys
+from dataclasses import replace
+from tinykv.assets import make
+make.PHASES = [replace(make.PHASES[0], until=250, rows=1, length=24)]
+make.print_report = lambda folder: None
+make.main()
+"""
+
+
+@pytest.mark.whole  # several processes, half a minute
+def test_training_that_is_killed_again_and_again(tmp_path):
+    """The same command goes on from what was saved last, to the bits of a run that nobody stopped."""
+    def start(out):
+        return subprocess.Popen([sys.executable, "-c", TRAINING, "--out", str(tmp_path / out), "--device", "cpu"],
+                                cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    rng = random.Random(0)
+    for _ in range(4):
+        process = start("killed")
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(rng.uniform(3, 9))
+        process.kill()
+        process.communicate()
+    for out in ("killed", "once"):
+        _, err = start(out).communicate(timeout=300)
+        assert err == ""
+    killed, once = (hf.load_model(tmp_path / out).state_dict() for out in ("killed", "once"))
+    assert all(torch.equal(killed[name], once[name]) for name in once)
+
+
+@pytest.mark.whole  # several processes, half a minute
+def test_an_analysis_that_is_killed_leaves_whole_files(tmp_path):
+    path, rng = tmp_path / "numbers.json", random.Random(1)
+    path.write_text('{"old": 1}')
+    for _ in range(5):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tinykv.analysis", "norms", "--context", "64", "--windows", "1", "--json", path,
+             "--out", tmp_path], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(rng.uniform(3, 7))
+        process.kill()
+        process.wait()
+        assert {"old", "norms"} & json.loads(path.read_text()).keys()
+        figure = tmp_path / "norms.png"
+        assert not figure.exists() or figure.read_bytes().endswith(b"IEND\xaeB`\x82")

@@ -648,7 +648,7 @@ def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_r
         assert f"going on after {done} updates" in out if done else "going on" not in out
         done += after
         with safe_open(state, "pt") as file:
-            assert file.metadata()["done"] == str(done) and not path.exists()
+            assert json.loads(file.metadata()["notes"])["done"] == str(done) and not path.exists()
     status, out, _ = training("--updates", UPDATES)
     assert status == 0 and "going on after 11 updates" in out and not state.exists()
     assert content(path) == whole_run[0] and [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -689,7 +689,7 @@ def updates_in(state):
         return 0
     with safe_open(state, "pt") as file:
         assert all(torch.isfinite(file.get_tensor(key)).all() for key in file.keys()) and len(file.keys()) == 8
-        return int(file.metadata()["done"])
+        return int(json.loads(file.metadata()["notes"])["done"])
 
 
 def wait_for(state, updates, process):

@@ -231,6 +231,23 @@ def test_tables_that_do_not_fit_are_refused(command, tmp_path):
         assert "do not fit" in line and str(path) in line
 
 
+@pytest.mark.parametrize("change", ["no names", "names of nothing", "names that are no list", "no model", "no table"])
+def test_a_calibration_file_made_by_hand(command, tmp_path, change):
+    """Its digest is right, and what it says is not."""
+    path = tmp_path / "tables.safetensors"
+    words = ["--method", "rtn", "--calibration", path, *TINY]
+    assert command(*words)[0] == 0
+    tensors, notes = load_tensors(path, "file")
+    if change == "no table":
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("0.k.zero")}
+    elif change.startswith("names"):
+        notes["names"] = "[]" if "nothing" in change else "7"
+    else:
+        del notes[change.split()[1]]
+    save_tensors(path, tensors, notes)
+    assert str(path) in refused(command, *words)
+
+
 # ---- text
 
 @pytest.mark.parametrize("split", ["test", "calibration"])

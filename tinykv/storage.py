@@ -18,6 +18,7 @@ import torch
 from tinykv import UserError
 
 LARGEST_JSON = 64 * 2 ** 20  # bytes
+CALIBRATION = "tinykv-calibration"  # what a calibration file says that it is
 
 # Reading
 
@@ -71,10 +72,10 @@ def load_tensors(path, kind, device="cpu"):
     try:
         with safe_open(path, "pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-            notes = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
+            notes = json.loads((file.metadata() or {}).get("notes", "{}"))
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is no {kind}, or a damaged one ({first_line(error)})") from None
-    if "digest" not in notes:
+    if not isinstance(notes, dict) or "digest" not in notes:
         raise UserError(f"{path} is a safetensors file, but not one that this version wrote as "
                         f"a {kind}; give another name")
     if notes.pop("digest") != digest_of(tensors, notes):
@@ -128,15 +129,8 @@ def save_tensors(path, tensors, notes):
     from safetensors.torch import save
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     notes = {**notes, "digest": digest_of(tensors, notes)}
-    file = save(tensors, notes)
-    # equal content makes an equal file: sort the notes, which safetensors writes in any order.
-    # A file is 8 bytes of the header's length, the header in JSON, and the numbers
-    end = 8 + int.from_bytes(file[:8], "little")
-    header = json.loads(file[8:end])
-    header["__metadata__"] = dict(sorted(notes.items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the numbers begin at a multiple of 8
-    file = b"".join([len(text).to_bytes(8, "little"), text, memoryview(file)[end:]])
+    # one text of all notes, because safetensors writes several in any order
+    file = save(tensors, {"notes": json.dumps(notes, sort_keys=True)})
     write(path, lambda part: part.write_bytes(file))
 
 
@@ -254,7 +248,7 @@ def save_calibration(path, model, data, tables):
     for name, of_name in tables.items():
         for table, tensor in of_name.items():
             tensors[f"{name}/{table}"] = tensor
-    notes = {"format": "tinykv-calibration", "model": fingerprint(model), "data": data,
+    notes = {"format": CALIBRATION, "model": fingerprint(model), "data": data,
              "names": json.dumps(list(tables))}  # a name may have no tables
     save_tensors(path, tensors, notes)
 
@@ -262,34 +256,28 @@ def save_calibration(path, model, data, tables):
 def load_calibration(path, model, data):
     """What `save_calibration` wrote, {name: {table: tensor}}, on the model's device.
 
-    {} if there is no such file; UserError if it is not such a file, or is of another model or other
-    data.
+    {} if there is no such file; UserError if it is of another kind, another model or other data.
     """
     if not Path(path).exists():
         return {}
     tensors, notes = load_tensors(path, "calibration file", model.lm_head.weight.device)
 
-    # 1. Is it one of our files, and whole?
-    if notes.get("format") != "tinykv-calibration":
-        raise UserError(f"{path} is a safetensors file, but not one that --calibration wrote")
-    names = json.loads(notes["names"])
-    tables = {name: {} for name in names}
-    owners = {key.rpartition("/")[0] for key in tensors}
-    if owners - tables.keys():
-        raise UserError(f"{path} is not whole, or of another version; remove it to calibrate again")
+    # 1. Is it a calibration file, of this model, and of this text?
+    wanted = {"format": CALIBRATION, "model": fingerprint(model), "data": data}
+    for what, of in wanted.items():
+        if notes.get(what) != of:
+            raise UserError(f"{path} is of another {what}: {notes.get(what)}, and not {of}; give "
+                            "another file name")
 
-    # 2. Is it of this model, and of this text?
-    wanted_notes = {"model": fingerprint(model), "data": data}
-    for what, wanted in wanted_notes.items():
-        found = notes[what]
-        if found != wanted:
-            raise UserError(f"{path} was calibrated on another {what}: {found}, and not {wanted}; "
-                            "give another file name")
-
-    # 3. Sort the tensors by name
-    for key, tensor in tensors.items():
-        name, _, table = key.rpartition("/")
-        tables[name][table] = tensor
+    # 2. Sort the tensors by name
+    try:
+        tables = {name: {} for name in json.loads(notes["names"])}
+        for key, tensor in tensors.items():
+            name, _, table = key.rpartition("/")
+            tables[name][table] = tensor
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise UserError(f"{path} is not whole, or of another version; remove it to calibrate "
+                        "again") from None
     return tables
 
 
