@@ -105,7 +105,7 @@ def run(args, ranks=None):
     if len(prefix) == 1:
         prefix = []  # BOS alone takes the place of a window's first token
     windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed, args.bos,
-                           prefix)
+                           prefix, whole=cli.two_texts(args))
     if args.prompt:
         windows = windows.predicted_from(args.prompt)
 
@@ -224,7 +224,8 @@ def print_heading(args, model, dtype, device, context, windows, models, runs, le
     attention = "" if args.attention == "fused" else f", attention {args.attention}"
     prompt = f", prompt {args.prompt}" if args.prompt else ""
     print(f"model {args.model}: {parameters:,} parameters, {dtype}, {device}")
-    print(f"data {args.data}: {args.windows} windows of {context} tokens, "
+    whole = " (whole)" if windows.name.endswith("(whole)") else ""
+    print(f"data {args.data}{whole}: {args.windows} windows of {context} tokens, "
           f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
     for weights, smaller in models.items():
         if weights:

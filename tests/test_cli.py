@@ -415,6 +415,17 @@ def test_there_is_nothing_to_keep_where_nothing_is_calibrated(command, kept, wor
 # ---- what is wrong
 
 
+def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_path):
+    """Half of it would be too short; and the other way round."""
+    path = tmp_path / "text.txt"
+    path.write_text("Vehul Ravfield. Vehul owl. Mara Norton. " * 20)
+    words = "--context", "64", "--windows", "4", "--calib-windows", "2", "--data", str(path)
+    assert "windows of 64" in command("--method", "kivi", *words)[2]
+    for method in ("kivi", "cq --vq d4m16"):
+        status, out, _ = command("--method", *method.split(), "--calib-data", "fables", *words)
+        assert status == 0 and f"data {path} (whole): 4 windows" in out
+
+
 @pytest.mark.parametrize("words, named", [
     (["--method", "kvsnik"], ["kvsnik", "kvsink", "rtn"]),
     (["--method", "antkv", "--anchors", "65"], ["antkv keeps 65", "64"]),

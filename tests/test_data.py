@@ -141,6 +141,41 @@ def test_splits_are_disjoint():
         assert not pairs[a] & pairs[b] and not texts[a] & texts[b]
 
 
+# The fables
+
+def test_fables_are_made_of_the_words_of_tales(pieces):
+    """So the tokenizer needs about as many tokens for them."""
+    text = {name: " ".join(story.text for story in islice(stories("test", vocabulary=vocabulary), 100))
+            for name, vocabulary in (("tales", corpus.TALES), ("fables", corpus.FABLES))}
+    words = {name: set(re.findall(r"\b[a-z]+\b", of)) for name, of in text.items()}
+    assert words["fables"] <= words["tales"]
+    length = {name: len(pieces.encode_with_offsets(of)[0]) / len(of) for name, of in text.items()}
+    assert length["fables"] == pytest.approx(length["tales"], rel=0.1)
+    assert not set(corpus.FABLES.towns) & set(corpus.TALES.towns)
+    assert not set(corpus.FABLES.deeds) & set(corpus.TALES.deeds)
+
+
+def test_fables_ask_for_what_they_told():
+    """A person's town is the last of their facts; and a hero belongs to one split."""
+    for split in SPLITS:
+        for story in islice(stories(split, vocabulary=corpus.FABLES), 60):
+            told, talk = parse(story.text)
+            for (_, reply, _), (fact, start, end) in zip(talk, story.answers, strict=True):
+                assert told[reply] == (story.facts[fact], fact) and fact < start
+                assert reply.endswith(story.text[start:end])
+            hero = story.text.split()[0]
+            facts = [sentence.split() for sentence in told if sentence.startswith(f"{hero} ")]
+            towns = [i for i, words in enumerate(facts) if words[1] in corpus.FABLES.towns]
+            assert len(facts) > 1 and len(towns) == 1
+            assert split_of(hero, facts[towns[0]][1], corpus.FABLES) == split
+            assert towns[0] > 0  # another fact comes first
+
+
+def test_fables_by_name():
+    tokens = {name: load_windows(name, Letters(), 50, 2).tokens.tolist() for name in ("tales", "fables")}
+    assert tokens["tales"] != tokens["fables"] and "fables" in load_windows("fables", Letters(), 50, 2).name
+
+
 def test_unknown_split_of_the_tales():
     with pytest.raises(ValueError, match="validation"):
         next(stories("validation"))
@@ -356,6 +391,15 @@ def test_file_halves(tmp_path):
     assert Letters().decode(replaced.tokens.flatten().tolist()) == "<s>abcd<s>\nghi"
 
 
+def test_a_whole_file(tmp_path):
+    """Either split is all of it, where the other one is of another text."""
+    path = tmp_path / "text.txt"
+    path.write_text("abcdefghijk")
+    for split in ("test", "calibration"):
+        whole = load_windows(str(path), Letters(), 6, 2, split, bos="none", whole=True)
+        assert Letters().decode(whole.tokens.flatten().tolist()) == "<s>abcdefghijk" and "whole" in whole.name
+
+
 def test_file_too_short(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("x" * 58)
@@ -372,7 +416,7 @@ def test_file_too_short(tmp_path):
 def test_file_faults(tmp_path):
     latin = tmp_path / "latin.txt"
     latin.write_bytes("vier Bücher".encode("latin-1"))
-    for name, message in ((tmp_path / "none.txt", "no data called .*none.txt.*tales, wikitext2, c4"),
+    for name, message in ((tmp_path / "none.txt", "no data called .*none.txt.*tales, fables, wikitext2, c4"),
                           ("wikitext-2", "no data called 'wikitext-2'"), (tmp_path, "is a folder"),
                           (latin, r"is not UTF-8 \(byte 6\)"), (latin / "below", "no such file")):
         with pytest.raises(UserError, match=message) as error:

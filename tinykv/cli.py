@@ -18,6 +18,7 @@ from tqdm import tqdm
 from tinykv import UserError, at_least, did_you_mean, one_of
 from tinykv.cache import KVCache
 from tinykv.data import load_windows
+from tinykv.data.windows import TEXTS
 from tinykv.methods.intactkv import FULL_PRECISION
 from tinykv.storage import first_line, is_special
 from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
@@ -132,7 +133,7 @@ def add_attention(p, triton=False):
 
 
 def add_windows(p, windows, longest):
-    p.add_argument("--data", metavar="tales|wikitext2|c4|FILE", default="tales",
+    p.add_argument("--data", metavar="tales|fables|wikitext2|c4|FILE", default="tales",
                    help="the text, or a UTF-8 file")
     p.add_argument("--context", metavar="T", type=int,
                    help=f"tokens of a window (default: the model's, up to {longest})")
@@ -149,7 +150,8 @@ def add_bos(p):
 
 def add_calibration(p):
     p.add_argument("--calib-data", metavar="tales|...|FILE",
-                   help="to calibrate on (default: another part of --data)")
+                   help="to calibrate on (default: another part of --data); with a text of its own, "
+                        "no half of a file is put aside for calibration")
     p.add_argument("--calibration", metavar="FILE",
                    help="read calibrated tables from this file; what it lacks is calibrated and added")
 
@@ -269,18 +271,27 @@ def cache_class_of(attention, methods, device):
 def calibration_text(args, tokenizer, context, device):
     """The calibration windows, tokens (W, T), and a label of them, for files."""
     source = args.calib_data or args.data
+    whole = two_texts(args)
     windows = load_windows(source, tokenizer, context, args.calib_windows, "calibration", args.seed,
-                           args.bos)
+                           args.bos, whole=whole)
+    if whole and source not in TEXTS:
+        source = windows.name
     label = (f"{source}, {args.calib_windows} windows of {context} tokens, seed {args.seed}, "
              f"bos {args.bos}")
     return windows.tokens.to(device), label
+
+
+def two_texts(args):
+    """Whether calibration has a text of its own, so that all of --data may be the test."""
+    return args.calib_data is not None and args.calib_data != args.data
 
 
 def calibration_flag(args):
     """Which flag about calibration was given, or None. It is an error if nothing is calibrated."""
     if args.calibration:
         return "--calibration"
-    if args.calib_data:
+    # beside a file, it also says that all of the file is the test
+    if args.calib_data and args.data in TEXTS:
         return "--calib-data"
     return None
 

@@ -11,6 +11,11 @@ words after it (docs/embedded_model.md).
 
 Splits are disjoint by construction: a story belongs to the split of its hero's (name, town) pair,
 and every story opens with that pair.
+
+The tales are what the model was trained on. The fables are stories of the same people, with the same
+syllables and words in other places, for calibration on another text than that of the test: towns
+end as people's names do, a trade is an animal and an animal a trade, people do other things, and a
+person's town is told last.
 """
 import random
 from dataclasses import dataclass, field
@@ -35,6 +40,24 @@ DEEDS = ("went to the market", "looked at the river", "told a long story", "ate 
          "danced until dark")
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the stories of a corpus are made of, apart from people's names."""
+    towns: list
+    trades: list
+    animals: list
+    deeds: tuple
+    town_last: bool = False  # a person's town is the last of their facts, not the first
+
+
+TALES = Vocabulary(TOWNS, TRADES, ANIMALS, DEEDS)
+FABLE_TOWNS = [a + b for a in TOWN_BEGINNINGS for b in ENDINGS]
+FABLE_DEEDS = ("went to the river", "looked at the birds", "told an old song", "ate under a tree", "slept until dark",
+               "counted the fire", "lit a long story", "sang to the market", "waited for the cheese",
+               "danced for the rain")
+FABLES = Vocabulary(FABLE_TOWNS, trades=ANIMALS, animals=TRADES, deeds=FABLE_DEEDS, town_last=True)
+
+
 @dataclass
 class Story:
     """One document. All places are in characters."""
@@ -43,7 +66,7 @@ class Story:
     facts: dict = field(default_factory=dict)  # {end of a fact's sentence: its beginning}
 
 
-def stories(split="train", seed=0, people=5, rounds=7):
+def stories(split="train", seed=0, people=5, rounds=7, vocabulary=TALES):
     """Yield `Story` after `Story` of one split, for ever; the same ones for the same arguments.
 
     people: in a story at most. rounds: how long a story may get; with 7 it is 60 to 1,600 tokens,
@@ -53,7 +76,7 @@ def stories(split="train", seed=0, people=5, rounds=7):
         raise ValueError(f"the corpus has the splits {', '.join(SPLITS)}; got {split!r}")
     rng = Rng(3 * seed + SPLITS.index(split))
     while True:
-        writer = Writer(rng, split, people)
+        writer = Writer(rng, split, people, vocabulary)
         # scenes, with some questions after each of them
         for _ in range(1 + rng.below(rounds + 1) * rng.below(rounds + 1)):
             writer.scene()
@@ -65,9 +88,9 @@ def stories(split="train", seed=0, people=5, rounds=7):
         yield writer.story
 
 
-def split_of(name, town):
+def split_of(name, town, vocabulary=TALES):
     """The split of a hero: one pair in sixteen is test, one in sixteen calibration, others train."""
-    residue = (NAMES.index(name) + TOWNS.index(town)) % 16
+    residue = (NAMES.index(name) + vocabulary.towns.index(town)) % 16
     return {0: "test", 1: "calibration"}.get(residue, "train")
 
 
@@ -96,20 +119,21 @@ class Rng:
 class Writer:
     """Writes one story, and remembers for each fact where it was stated and how to ask for it."""
 
-    def __init__(self, rng, split, people):
-        self.rng = rng
+    def __init__(self, rng, split, people, vocabulary=TALES):
+        self.rng, self.words = rng, vocabulary
+        towns = vocabulary.towns
         self.story = Story()
         self.facts = []  # (end of the sentence, subject, answer, question)
 
         # the hero, of the right split
-        hero, town = rng.pick(NAMES), rng.pick(TOWNS)
-        while split_of(hero, town) != split:
-            hero, town = rng.pick(NAMES), rng.pick(TOWNS)
+        hero, town = rng.pick(NAMES), rng.pick(towns)
+        while split_of(hero, town, vocabulary) != split:
+            hero, town = rng.pick(NAMES), rng.pick(towns)
 
         # the other people: no two of a story share their second syllable or their town
         endings = rng.sample([e for e in ENDINGS if not hero.endswith(e)], rng.below(people))
         others = [rng.pick(BEGINNINGS) + ending for ending in endings]
-        other_towns = rng.sample([t for t in TOWNS if t != town], len(others))
+        other_towns = rng.sample([t for t in towns if t != town], len(others))
         self.people = [hero, *others]
 
         # what can be hidden: each thing at most once, so its place is unique
@@ -133,18 +157,22 @@ class Writer:
 
     def introduce(self, name, town):
         """A person's town, and one to four other facts."""
-        rng = self.rng
-        self.state(name, town, f"Where does {name} live?")
+        rng, words = self.rng, self.words
+        where = f"Where does {name} live?"
+        if not words.town_last:
+            self.state(name, town, where)
         for kind in rng.sample(range(4), 1 + rng.below(4)):
             if kind == 0:
-                self.state(name, rng.pick(TRADES), f"What does {name} do?")
+                self.state(name, rng.pick(words.trades), f"What does {name} do?")
             elif kind == 1:
                 self.state(name, rng.pick(COLOURS), f"What does {name} wear?")
             elif kind == 2:
                 song = rng.sample(THINGS + SPOTS, 3 + rng.below(4))
                 self.state(name, " ".join(song), f"What does {name} sing?")
             else:
-                self.state(name, rng.pick(ANIMALS), f"What does {name} own?")
+                self.state(name, rng.pick(words.animals), f"What does {name} own?")
+        if words.town_last:
+            self.state(name, town, where)
 
     def scene(self):
         """Somebody hides a thing, or does something that nobody asks for."""
@@ -155,7 +183,7 @@ class Writer:
             self.say(f"{name} hides a {thing}.")
             self.state(f"The {thing}", rng.pick(SPOTS), f"Where is the {thing}?")
         else:
-            self.say(f"{name} {rng.pick(DEEDS)}.")
+            self.say(f"{name} {rng.pick(self.words.deeds)}.")
 
     def ask(self):
         """Somebody asks for a fact, and the answer repeats it."""

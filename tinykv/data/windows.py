@@ -4,11 +4,15 @@ A text is a sequence of documents. Each document is encoded on its own and begin
 tokenizer has one. The tokens of all documents form one stream, which is cut into windows without
 overlap. A remainder shorter than a window is dropped. Calibration and test never see the same text:
 
-| data | test | calibration | |---|---|---| | tales | stories of the test split | stories of the
-calibration split | | wikitext2 | the test split, one document, rows joined by "\\n\\n" | the train
-split, an article a document | | c4 | 1100 documents of the first validation shard, joined by " " |
-documents of the first train shard | | FILE | the first half of its characters, one document | the
-second half, one document |
+    tales, fables   test         stories of the test split
+                    calibration  stories of the calibration split
+    wikitext2       test         the test split, one document, rows joined by "\\n\\n"
+                    calibration  the train split, an article a document
+    c4              test         1100 documents of the first validation shard, joined by " "
+                    calibration  documents of the first train shard
+    FILE            test         the first half of its characters, one document
+                    calibration  the second half; all of it for either, where the other split is
+                                 of another text
 
 The test texts of wikitext2 and c4 are those of the published numbers. WikiText-2: "\\n\\n".join
 over the rows of the Hugging Face dataset, where a row is a line of the raw file with its newline,
@@ -33,7 +37,7 @@ from tqdm import tqdm
 
 from tinykv import UserError, did_you_mean
 from tinykv.data.download import SOURCES, fetch
-from tinykv.data.stories import SPLITS, Story, stories
+from tinykv.data.stories import FABLES, SPLITS, TALES, Story, stories
 from tinykv.storage import read_text
 
 PART = 2 ** 16  # characters of a long text that are encoded at a time
@@ -55,8 +59,10 @@ class Windows:
         return Windows(self.tokens, answers, self.name, start)
 
 
-def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="replace", prefix=()):
-    """`windows` windows of `context` tokens of "tales", "wikitext2", "c4" or a file -> Windows.
+def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="replace", prefix=(),
+                 whole=False):
+    """`windows` windows of `context` tokens of "tales", "fables", "wikitext2", "c4" or a file ->
+    Windows.
 
     tokenizer: has `encode(text)` -> ids and `encode_with_offsets(text)` -> (ids, [(start, end)] in
     characters), both without special tokens, and `bos_id`, which may be None.
@@ -65,6 +71,8 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     windows as they were cut, as KVQuant and SKVQ do.
     prefix: tokens put before each window's text, in place of bos; they count towards the `context`
     tokens and are not predicted.
+    whole: of a file, read all of it and not the half of this split; the other split is another
+    text.
     """
     check_arguments(tokenizer, context, windows, bos, prefix)
     replace_first = bos == "replace" and not prefix
@@ -72,7 +80,7 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     # 1. the stream: the tokens of as many documents as are needed
     text_length = context - len(prefix)  # tokens of text in a window
     need = windows * text_length
-    name, documents = read_documents(data, split, seed)
+    name, documents = read_documents(data, split, seed, whole)
     ids, marks = encode_documents(documents, tokenizer, need)
     if len(ids) < need:
         raise UserError(f"{name} has {len(ids)} tokens, {len(ids) // text_length} windows of {text_length}; "
@@ -209,18 +217,24 @@ def answers_in_windows(marks, windows, context, n_replaced):
 
 # The texts
 
-def read_documents(data, split, seed):
-    """A split of a text -> its name, and its documents. Only the tales have answers."""
-    splits = SPLITS if data == "tales" else ("calibration", "test")
+VOCABULARIES = {"tales": TALES, "fables": FABLES}
+TEXTS = ("tales", "fables", "wikitext2", "c4")  # all other data are files
+
+
+def read_documents(data, split, seed, whole=False):
+    """A split of a text -> its name, and its documents. Only stories have answers."""
+    splits = SPLITS if data in VOCABULARIES else ("calibration", "test")
     if split not in splits:
         raise UserError(f"{data} has no split {split!r}; it has {', '.join(splits)}")
-    if data == "tales":
-        return f"tales ({split})", stories(split, seed)
+    if data in VOCABULARIES:
+        return f"{data} ({split})", stories(split, seed, vocabulary=VOCABULARIES[data])
     if data == "wikitext2":
         return f"wikitext2 ({split})", map(Story, wikitext2(split))
     if data == "c4":
         return f"c4 ({split})", map(Story, c4(split))
     first, second = halves(data)
+    if whole:
+        return f"{data} (whole)", [Story(first + second)]
     if split == "test":
         return f"{data} (first half)", [Story(first)]
     return f"{data} (second half)", [Story(second)]
@@ -267,8 +281,8 @@ def read_json_lines(path):
 def halves(path):
     """The text of a file in two, of equal length in characters."""
     if not os.path.exists(path):
-        raise UserError(f"no data called {path!r}, and no such file; give tales, wikitext2, c4 or the "
-                        f"path of a text file{did_you_mean(path, ['tales', 'wikitext2', 'c4'])}")
+        raise UserError(f"no data called {path!r}, and no such file; give {', '.join(TEXTS)} or the "
+                        f"path of a text file{did_you_mean(path, TEXTS)}")
     text = read_text(path)
     middle = len(text) // 2
     return text[:middle], text[middle:]
