@@ -132,7 +132,7 @@ def layer_of(method, heads, width, batch, length, new, dtype=torch.float16, wind
     the new ones wait.
     """
     config = LlamaConfig(9, 8, 8, 1, heads, heads, width, 4096)
-    layer = TritonLayer(0, method, Rope(config), "stream", None, window)
+    layer = TritonLayer(0, method, Rope(config), "stream", None, None, window)
     # not contiguous, as attention's are
     rows = torch.randn(2, batch, length, heads, width).to(dtype).transpose(2, 3)
     for part in (torch.arange(length - new), torch.arange(length - new, length)):
@@ -231,7 +231,8 @@ def test_topk(T, k):
 
 def test_topk_are_kvsinks():
     hidden = torch.randn(2, 30, 8).round()  # with ties
-    method, cache = METHODS["kvsink"](config(2), 7, 0, 3), SimpleNamespace(shared=SimpleNamespace())
+    method = METHODS["kvsink"](config(2), preserve=7, emergence_layer=0, outlier_channel=3)
+    cache = SimpleNamespace(shared=SimpleNamespace())
     cache.layers = [SimpleNamespace(length=30), SimpleNamespace(length=30)]
     method.begin(cache)
     method.observe(cache, 0, hidden)
