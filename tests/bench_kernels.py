@@ -118,8 +118,8 @@ def filled(layer, config, B, coded, device, dtype):
 def new_layer(name, config, B, coded, device, dtype):
     method, rope = method_of(name, config, device), Rope(config)
     rope.freq = rope.freq.to(device)  # (d/2)
-    return filled(TritonLayer(0, method, rope, "stream", SimpleNamespace(), None, None), config, B,
-                  coded, device, dtype)
+    return filled(TritonLayer(0, method, rope, "stream", SimpleNamespace(), None, None), config,
+                  B, coded, device, dtype)
 
 
 # Compile
