@@ -193,7 +193,11 @@ class Case:
         if self.formula != "offset":
             settings["formula"] = self.formula
         named = [f"{name}={value}" for name, value in settings.items() if value is not None]
-        shape = f"batch {self.batch}, length {self.T}, {H} query heads, {H // self.heads_per_kv} KV heads"
+        try:
+            length = self.T
+        except Exception:  # not even calibration, on which the length depends, has come to its end
+            length = self.length
+        shape = f"batch {self.batch}, length {length}, {H} query heads, {H // self.heads_per_kv} KV heads"
         return ", ".join([self.cls.__name__, *named, f"protocol {self.protocol}", shape])
 
     def in_place_of(self, cls):

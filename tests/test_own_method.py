@@ -15,8 +15,9 @@ import pytest
 from cases import Case
 from mutants import own
 
+from tinykv import UserError
 from tinykv.methods.registry import METHODS
-from tinykv.runs import load_class
+from tinykv.runs import load_class, own_errors
 
 ROOT = Path(__file__).parent.parent
 OWN = "tests/mutants/own.py"
@@ -50,7 +51,7 @@ def outcome(check, case):
     try:
         getattr(invariants, f"check_{check}")(case)
     except Exception as error:
-        return own_methods.found(error, case.cls)
+        return own_methods.found(error, [f"{own.__file__}:{case.cls.__name__}"])
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -78,6 +79,16 @@ def test_a_copied_kvsink_passes(like, tmp_path):
         case = Case(copied, "channel-dynamic", protocol=protocol, like=like)
         assert outcome("cache_holds_the_expected_rows", case) is None
         assert outcome("bytes", case) is None
+
+
+def test_a_crash_is_told_by_its_line(tmp_path, monkeypatch):
+    """Also where the file is named by a relative path."""
+    monkeypatch.chdir(tmp_path)
+    Path("crash.py").write_text("from mutants.own import PFN\n\nclass Crash(PFN):\n"
+                                "    def keep_keys(self, layer_cache, n):\n        return layer_cache.nothing\n")
+    with pytest.raises(UserError, match="^crash.py, line 5, in keep_keys: AttributeError: 'LayerCache' object has no"):
+        with own_errors("pfn, crash.py:Crash"):
+            invariants.check_bytes(Case(load_class("crash.py:Crash"), "token-dynamic"))
 
 
 @pytest.mark.parametrize("words, said", [

@@ -194,10 +194,12 @@ def own_errors(methods):
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        files = {name.strip().rpartition(":")[0] for name in methods.split(",")}
+        paths = [name.strip().rpartition(":")[0] for name in methods.split(",")]
+        files = {os.path.abspath(path): path for path in paths}
         for place in reversed(traceback.extract_tb(error.__traceback__)):
-            if place.filename in files:
-                raise UserError(f"{place.filename}, line {place.lineno}, in {place.name}: "
+            path = files.get(os.path.abspath(place.filename))
+            if path:
+                raise UserError(f"{path}, line {place.lineno}, in {place.name}: "
                                 f"{type(error).__name__}: {first_line(error)}") from None
         raise
 
