@@ -390,12 +390,12 @@ def check_chunks_equal_single_tokens(case):
     for T in sorted(length for length in lengths if length > len(case.prefix)):
         logits, cache = case.run(method, tokens[:, :T])
         worst = (logits - single[:, :T]).abs().max()
-        assert worst < 1e-5, (f"a text of {T} tokens in chunks of {method.chunk} has other logits than token "
+        assert worst < 1e-5, (f"a text of {T} tokens in chunks of {chunk} has other logits than token "
                               f"by token, by {worst:.3g}; does the choice depend on more than the cache?")
     for a, b in zip(one.layers, cache.layers):
         assert (a.keys.n_coded, a.values.n_coded) == (b.keys.n_coded, b.values.n_coded)
         assert all(torch.equal(x, y) for x, y in zip(read(a), read(b))), (
-            f"layer {a.layer}: in chunks of {method.chunk} the cache holds other numbers than token by token")
+            f"layer {a.layer}: in chunks of {chunk} the cache holds other numbers than token by token")
 
 
 def check_uneven_chunks_of_exact_rows(case):

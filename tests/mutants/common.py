@@ -176,7 +176,7 @@ class ResetKeepsLayers(KVCache):
 class ReadsOn(KVCache):
     """After its one window, too."""
 
-    def check_one_window(self, layer):
+    def check_order(self, layer, T):
         pass
 
 

@@ -1,8 +1,8 @@
 """KIVI with another window, another pace, or other groups."""
-from invariants import check_bytes, check_cache_holds_the_expected_rows, check_chunks_equal_single_tokens
+from invariants import check_bytes, check_cache_holds_the_expected_rows
 
 from mutants.common import QuantizesOneTooFew
-from mutants.mutant import DOUBLE, Mutant
+from mutants.mutant import Mutant
 from tinykv.codecs import Pair
 from tinykv.codecs.affine import Affine
 from tinykv.methods.kivi import KIVI
@@ -34,14 +34,6 @@ class KeysGroupedByChannels(KIVI):
         self.codecs = [Pair(k=keys, v=pair.v) for pair in self.codecs]
 
 
-class ChunksOfWholeBlocks(KIVI):
-    """A stream that arrives too coarsely: values wait for the keys."""
-
-    @property
-    def chunk(self):
-        return self.block
-
-
 V_BLOCK = {"settings": (("v_block", 2),)}
 
 MUTANTS = [
@@ -50,6 +42,5 @@ MUTANTS = [
     Mutant(KIVI, check_cache_holds_the_expected_rows, ValuesAtTheKeysPace, V_BLOCK),
     Mutant(KIVI, check_cache_holds_the_expected_rows, KeysAtTheValuesPace, V_BLOCK),
     Mutant(KIVI, check_cache_holds_the_expected_rows, KeysGroupedByChannels),
-    Mutant(KIVI, check_chunks_equal_single_tokens, ChunksOfWholeBlocks, V_BLOCK | DOUBLE),
     Mutant(KIVI, check_cache_holds_the_expected_rows, QuantizesOneTooFew),
 ]
