@@ -4,6 +4,8 @@
     python docs/results.py --only figures   the commands that draw a figure
     python docs/results.py --only kvquant   the commands with this word in them
     python docs/results.py --only pdb       the debugger sessions
+    python docs/results.py --paper kvsink   the commands of one paper, as docs/papers.md lists them
+    python docs/results.py --paper all      those of all five papers
 
 A block that begins with "$ python" is a command. Of its output, the table is kept, without the
 column of seconds. Figures are written where the commands say. A command may name a method that the
@@ -11,6 +13,9 @@ page defines, `heavy.py:HeavyHitters`. A block that begins with
 "$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)" go on with
 it. In a session, "..." stands for line numbers and for what a function returns. The prose is
 written by hand: read it again afterwards.
+
+docs/papers.md lists the commands of each paper. What one of them prints goes where the command has a
+block, on any page. If it has none, it is printed here.
 """
 import argparse
 import os
@@ -27,6 +32,7 @@ COMMAND = re.compile(r"```console\n\$ (python (?!-m pdb)(?:[^\n\\]|\\\n)*)\n(.*?
 CODE = re.compile(r"```python\n(.*?)```\n", re.DOTALL)
 SESSION = re.compile(r"```console\n(?=\$ python -m pdb |\(Pdb\) )(.*?)```\n", re.DOTALL)
 PROMPT = "(Pdb) "
+PAPERS = ROOT / "docs" / "papers.md"
 
 
 # Commands
@@ -72,6 +78,40 @@ def with_table(text, command, table):
     return text
 
 
+# Papers
+
+def in_one_line(command):
+    """A command as it is typed: without line breaks."""
+    return " ".join(command.replace("\\\n", " ").split())
+
+
+def commands_of_paper(name):
+    """The commands in the section of papers.md whose heading begins with a name, each once; "all":
+    in every section."""
+    _, *sections = re.split(r"^## ", PAPERS.read_text(), flags=re.MULTILINE)
+    found = []
+    for section in sections:
+        if name == "all" or section.lower().startswith(name.lower()):
+            found += re.findall(r"`(python [^`]+)`", section)
+    if not found:
+        headings = ", ".join(section.split()[0] for section in sections)
+        sys.exit(f"results.py: error: no paper {name!r} in {PAPERS.name}; there are {headings}")
+    return list(dict.fromkeys(in_one_line(command) for command in found))
+
+
+def print_paper(name):
+    """Run a paper's commands: into the pages where they have a block, the others to stdout."""
+    pages = sorted(Path(ROOT, "docs").glob("*.md"))
+    for command in tqdm(commands_of_paper(name), unit="command", disable=not sys.stderr.isatty()):
+        table = table_of(command)
+        blocks = [(page, block) for page in pages for block, _ in COMMAND.findall(page.read_text())
+                  if in_one_line(block) == command]
+        for page, block in blocks:
+            page.write_text(with_table(page.read_text(), block, table))
+        if not blocks:
+            print(f"$ {command}\n{table}\n", flush=True)
+
+
 # Debugger sessions
 
 def is_entry(line):
@@ -115,7 +155,11 @@ def lasting(answer):
 def main():
     p = argparse.ArgumentParser(description="Print the tables of docs/*.md anew.")
     p.add_argument("--only", metavar="WORD", default="", help="only commands that contain this")
+    p.add_argument("--paper", metavar="NAME", help="only the commands of this paper in papers.md, or of all")
     args = p.parse_args()
+    if args.paper:
+        print_paper(args.paper)
+        return
 
     # 1. the commands of all pages, and the pages with a session
     jobs, sessions = [], []
