@@ -148,6 +148,8 @@ def test_an_outlier_that_moves_between_channels_is_not_stable():
     ([1, 2, 20, 25, 5], [3, 4, 29, 28, 9], None),  # a ratio below 30
     ([1, 1, 2, 40, 10], [3, 20, 20, 50, 20], None),  # less than three times what was there before
     ([1, 1, 2, 40, 10], [90, 10, 12, 50, 20], 2),  # the embedding is no layer
+    ([1, 10, 12, 90, 20], [3, 9, 9, 60, 20], 2),  # an embedding is small: the growth into block 0 does not count
+    ([1, 10, 70, 90, 20], [3, 40, 50, 60, 20], 0),  # unless its ratio does
     ([1, 200, 300, 5000, 10], [3, 500, 2000, 5000, 9], 1),  # massive: the first over both bounds,
     ([1, 50, 300, 5000, 10], [3, 2000, 2000, 5000, 9], 1),  # not over one of them
     ([1, 1, 1, 1, 5000], [3, 3, 3, 3, 5000], None),  # only in the last block

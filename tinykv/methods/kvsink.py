@@ -173,9 +173,9 @@ def find_outlier(largest, ratio, channel, massive=(100.0, 1000.0)):
 
     A large model has massive activations, by the criterion of Sun et al. (2024): the first layer
     whose outlier is at least 100, and at least 1,000 times the median |h|, is the emergence layer.
-    A small model has the same thing smaller. Its emergence layer is the one at which the outlier
-    grows most, provided that the ratio there is at least 30, and three times the median ratio of
-    the layers before.
+    A small model has the same thing smaller. Layers qualify whose ratio is at least 30, and three
+    times the median ratio of the layers before. The emergence layer is the one of them at which the
+    outlier grows most. The growth into block 0 alone says little: an embedding is small.
     """
     if largest.shape[1] == 2:
         return None  # a single block has none after it to keep sinks in
@@ -186,10 +186,13 @@ def find_outlier(largest, ratio, channel, massive=(100.0, 1000.0)):
         layer = int(is_massive.int().argmax())
     else:
         growth = largest[1:-1] / largest[:-2]  # (L - 1)
-        layer = int(growth.argmax())
-        here, before = ratio[layer + 1], ratio[1:layer + 1]  # of this block; of the blocks before
-        if here < 30 or (layer and here < 3 * before.median()):
+        for layer in range(len(growth)):
+            here, before = ratio[layer + 1], ratio[1:layer + 1]  # of this block; of the blocks before
+            if here < 30 or (layer and here < 3 * before.median()):
+                growth[layer] = 0  # does not qualify
+        if not growth.any():
             return None
+        layer = int(growth.argmax())
     # 2. the channel: each window votes in up to three layers from there on; 90% have to agree
     votes = channel[:, layer + 1:layer + 4]  # (W, up to 3)
     winner = int(votes.flatten().mode().values)
