@@ -83,6 +83,7 @@ class Assignment:
     number: int
     title: str
     answers: tuple  # modules that hold the answer, which a submission may not import
+    blanks: dict  # {file: functions that a handed-out repository lacks; None: it lacks the file}
     checks: dict  # {name: function}, in the order of the file
 
     @property
@@ -102,7 +103,8 @@ def load(name):
         raise UserError(f"there is no assignment {name!r}; there are {', '.join(names())}")
     module = importlib.import_module(f"tinykv.course.checks.{name}")
     checks = {key: value for key, value in vars(module).items() if hasattr(value, "points")}
-    return Assignment(name, module.NUMBER, module.TITLE, module.ANSWERS, checks)
+    blanks = getattr(module, "BLANKS", {})
+    return Assignment(name, module.NUMBER, module.TITLE, module.ANSWERS, blanks, checks)
 
 
 def rng_of(seed, assignment, name):

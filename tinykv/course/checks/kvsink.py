@@ -8,6 +8,8 @@ from tinykv.model import Llama, LlamaConfig
 
 NUMBER, TITLE = 3, "KVSink"
 ANSWERS = ("tinykv.methods.kvsink",)
+BLANKS = {"tinykv/methods/kvsink.py": ("outlier", "find_outlier", "KVSink.observe", "KVSink.keep_keys"),
+          "tests/test_kvsink.py": None}
 
 SINK = 0  # the token that carries the outlier; no other token does
 D = 32  # channels of a hidden state
