@@ -10,6 +10,7 @@ if __name__ == "__main__":
     from tinykv import stop_early
     stop_early("eval_ppl.py")  # torch takes seconds to import
 
+import math
 import platform
 from pathlib import Path
 
@@ -52,6 +53,9 @@ def parser(more_settings=None):
     cli.add_attention(p, triton=True)
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
     p.add_argument("--json", metavar="PATH", help="also write the table as JSON")
+    p.add_argument("--at-bits", metavar="B", type=float,
+                   help="also compare at B true bits: between the two nearest rows of each method that "
+                        "differ in bits alone")
     p.add_argument("--wide", action="store_true",
                    help="print all columns of the table, also on a narrow terminal")
     p.add_argument("--plot", metavar="FILE",
@@ -110,19 +114,24 @@ def run(args, ranks=None):
         windows = windows.predicted_from(args.prompt)
 
     # 3. Calibrate: the weights first, since a method is calibrated on the model that it runs on
-    text, data = None, ""  # windows (W, T), and a label of them
+    text = text_of_weights = None  # windows (W, T)
+    data = ""  # a label of them
     if calibrates:
-        text, data = cli.calibration_text(args, tokenizer, context, device)
+        most = max(r.method.calibration_windows for r in runs.values())
+        text, data = cli.calibration_text(args, tokenizer, context, device, most)
+        text_of_weights = text[:args.calib_windows or cli.CALIBRATION_WINDOWS]
     open_calibration = ranks.SharedCalibration if ranks else CalibrationFile
     calibration_file = open_calibration(args.calibration, model, data)
     models = {None: model}  # {weights: Llama}
     for weights, quantizer in quantizers.items():
-        models[weights] = cli.quantized_model(model, weights, quantizer, text, calibration_file)
+        models[weights] = cli.quantized_model(model, weights, quantizer, text_of_weights,
+                                              calibration_file)
     for m in models.values():
         m.use_attention("fused" if args.attention == "triton" else args.attention)
     for r in runs.values():
         if r.method.needs_calibration:
-            calibrate_run(r, models[r.weights], text, calibration_file)
+            asked = args.calib_windows or r.method.calibration_windows
+            calibrate_run(r, models[r.weights], text[:asked], calibration_file)
     calibration_file.save()
 
     # 4. Fill the prefixes with the keys and values of the full-precision model
@@ -154,6 +163,9 @@ def run(args, ranks=None):
     for row in rows:
         if row["fault"]:
             print(f"{row['label']}: {row['fault']}")
+    if args.at_bits is not None:
+        print()
+        print_at_bits([row for row in rows if not row["fault"]], args.at_bits)
     if args.plot:
         from tinykv.analysis import figures
         figures.save(figures.perplexity([row for row in rows if not row["fault"]]), args.plot)
@@ -194,7 +206,8 @@ def calibrate_run(r, model, windows, calibration_file):
         calibrate(model, r.method, windows, lambda loop: cli.bar(loop, f"calibrating {r.title}"))
         return r.method.calibrated()
 
-    tables = calibration_file.take(r.calibration_name, calibrated)
+    name = f"{r.calibration_name} on {len(windows)} windows"
+    tables = calibration_file.take(name, calibrated)
     if not calibration_file.path:
         r.method.restore(tables)
         return
@@ -330,6 +343,60 @@ def print_table(rows, room):
         for row, line in zip(rows, lines):
             line.insert(0, row["weights"] or "-")
     cli.print_columns(head, lines, len(head) - 12, matter, room)
+
+
+BITS_SETTINGS = ("bits", "k_bits", "v_bits", "vq")
+
+
+def at_bits(rows, bits):
+    """What each method has at `bits` true bits: rows of `label`, `ppl`, `kld`, `between` and `tables`.
+
+    rows: of the table, fp16's first. Rows of a method that differ in bits alone lie on a line. The
+    loss and KL at `bits` are interpolated between the two nearest rows of the line, linearly in the
+    bits. `between`: their true bits; `tables`: the bytes of their calibrated tables. A line that does
+    not reach so far has no row.
+    """
+    lines = {}
+    for row in rows[1:]:
+        words = [word for word in row["label"].split(" ") if word.partition("=")[0] not in BITS_SETTINGS]
+        words += [row["weights"]] if row["weights"] else []
+        lines.setdefault(" ".join(words), []).append(row)
+    found = []
+    for label, line in lines.items():
+        below = max((row for row in line if row["bits_true"] <= bits), default=None,
+                    key=lambda row: row["bits_true"])
+        above = min((row for row in line if row["bits_true"] >= bits), default=None,
+                    key=lambda row: row["bits_true"])
+        if below is None or above is None:
+            continue
+        low, high = below["bits_true"], above["bits_true"]
+        share = (bits - low) / (high - low) if high > low else 0.0  # of the upper row
+        loss = (1 - share) * math.log(below["ppl"]) + share * math.log(above["ppl"])  # nats
+        found.append({
+            "label": label,
+            "ppl": math.exp(loss),
+            "kld": (1 - share) * below["kld"] + share * above["kld"],
+            "between": (low, high),
+            "tables": (below["offline_bytes"], above["offline_bytes"]),
+        })
+    return found
+
+
+def print_at_bits(rows, bits):
+    """The table of `at_bits`, or why there is none."""
+    found = at_bits(rows, bits)
+    if not found:
+        print(f"no method has rows on both sides of {bits:g} true bits that differ in bits alone; give "
+              "a list of --bits, or of --vq")
+        return
+    lines = []
+    for row in found:
+        delta = row["ppl"] - rows[0]["ppl"]
+        lines.append([row["label"], f"{row['ppl']:.3f}", f"{delta:+.3f}", f"{row['kld']:.4f}",
+                      *(f"{x:.2f}" for x in row["between"]),
+                      *(f"{x / 1024:.0f}" for x in row["tables"])])
+    head = [f"at {bits:g} true bits", "ppl", "delta", "KL", "from", "to", "tables KB", "to"]
+    cli.print_columns(head, lines, left=1)
 
 
 def main():

@@ -7,8 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinykv.analysis.anchors import damage, theorem_1
+from tinykv.cache import KVCache, Trace
+from tinykv.calibrate import calibrate
 from tinykv.methods import antkv
-from tinykv.methods.antkv import anchor_scores, log_sum_exp
+from tinykv.methods.antkv import AnTKV, anchor_scores, log_sum_exp
+from tinykv.methods.cq import CQ
+from tinykv.model import Llama, LlamaConfig
 
 
 @st.composite
@@ -186,3 +190,120 @@ def test_mutant_fails(wrong):
     check_scores(case)
     with pytest.raises(AssertionError):
         check_scores(case, wrong)
+
+
+# ---- AnTKV's settings: what anchors are kept for, and of what. All of it in plain lists.
+
+def small_model():
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(41, 32, 48, 2, 4, 2, 8, 256))
+
+
+def anchors_of(settings, text, protocol="paper"):
+    """{(layer, "k" or "v"): positions, sorted, by head} of an AnTKV with 3 anchors, and its cache."""
+    model = small_model()
+    method = AnTKV(model.config, "d2m8", anchors="3", recent=0, **settings)
+    calibrate(model, method, torch.randint(0, 41, (4, 40), generator=torch.Generator().manual_seed(1)))
+    cache = KVCache(model, method, protocol)
+    with torch.no_grad():
+        for chunk in (text.split(method.block, dim=1) if protocol == "stream" else [text]):
+            model(chunk, cache)
+    found = {}
+    for layer in cache.layers:
+        for rows in (layer.keys, layer.values):
+            pinned = rows.pinned_positions
+            found[layer.layer, rows.kind] = None if pinned is None else [sorted(of) for of in pinned[0].tolist()]
+    return found, model, method
+
+
+TEXT = torch.randint(0, 41, (1, 30), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("of, kept", [("both", "kv"), ("keys", "k"), ("values", "v")])
+def test_anchors_of_keys_or_values_alone(of, kept):
+    found, _, _ = anchors_of({"anchors_of": of}, TEXT)
+    both, _, _ = anchors_of({}, TEXT)
+    for (layer, kind), positions in found.items():
+        assert positions == (both[layer, kind] if kind in kept and layer == 0 else positions)
+        assert (positions is not None) == (kind in kept)
+
+
+def test_the_first_tokens_are_a_control():
+    for protocol in ("paper", "stream"):
+        found, _, _ = anchors_of({"anchors_by": "first"}, TEXT, protocol)
+        expected = [[0, 1, 2]] * 2 if protocol == "paper" else None  # 30 tokens do not fill a block
+        assert all(positions == expected for positions in found.values())
+
+
+def test_random_tokens_are_a_control():
+    """Other tokens than the score's and the first, the same in every run, and of each head its own."""
+    found, _, _ = anchors_of({"anchors_by": "random"}, TEXT)
+    again, _, _ = anchors_of({"anchors_by": "random"}, TEXT)
+    by_score, _, _ = anchors_of({}, TEXT)
+    assert found == again != by_score
+    first = found[0, "k"]
+    assert first[0] != first[1] and [0, 1, 2] not in first and all(positions == first for positions in found.values())
+
+
+def test_random_and_first_tokens_in_a_stream_are_those_of_one_chunk():
+    text = torch.randint(0, 41, (1, 256), generator=torch.Generator().manual_seed(3))
+    for by in ("first", "random"):
+        assert anchors_of({"anchors_by": by}, text)[0] == anchors_of({"anchors_by": by}, text, "stream")[0]
+
+
+def test_the_score_times_the_error_of_the_row():
+    """In layer 0, which has met no code yet: AnS of each token times the L1 distance to its nearest vectors."""
+    found, model, method = anchors_of({"anchors_by": "error"}, TEXT)
+    trace = Trace(model)
+    with torch.no_grad():
+        model(TEXT, trace)
+    positions = torch.arange(30)
+    k_pre, v = trace.k[0].half().float(), trace.v[0].half().float()
+    q, k = model.rope.rotate(trace.q[0], positions), model.rope.rotate(k_pre, positions)
+    ans = {"k": zeros(k), "v": zeros(k)}
+    for b, h, rows, keys in heads(q, k):
+        for row, A in zip(rows, weights(rows, keys)):
+            for j, a in enumerate(A):
+                ans["k"][b][h][j] += a * (1 - a) * norm(row)
+                ans["v"][b][h][j] += a
+    for kind, x in (("k", k_pre), ("v", v)):
+        books = getattr(method.codecs[0], kind).centroids.tolist()
+        for h in range(2):
+            scores = []
+            for t in range(30):
+                error = 0.0
+                for p in range(4):
+                    part = x[0, h, t, 2 * p:2 * p + 2].tolist()
+                    nearest = min(books[4 * h + p], key=lambda c: sum((i - j) ** 2 for i, j in zip(part, c)))
+                    error += sum(abs(i - j) for i, j in zip(part, nearest))
+                scores.append(ans[kind][0][h][t] * error)
+            assert found[0, kind][h] == sorted(sorted(range(30), key=lambda t: -scores[t])[:3])
+    assert found != anchors_of({}, TEXT)[0]
+
+
+def test_keys_may_be_quantized_after_rope():
+    """Then a cache holds rotated keys, and codebooks are those of rotated keys."""
+    model = small_model()
+    text = torch.randint(0, 41, (4, 40), generator=torch.Generator().manual_seed(1))
+    for cls in (CQ, AnTKV):
+        pre, post = (cls(model.config, "d2m8", sensitivity="none", recent=0, rope=rope) for rope in ("pre", "post"))
+        for method in (pre, post):
+            calibrate(model, method, text)
+            cache = KVCache(model, method, "paper")
+            with torch.no_grad():
+                model(TEXT, cache)
+            trace = Trace(model)
+            with torch.no_grad():
+                model(TEXT, trace)
+            k = trace.k[0].half()
+            if method is post:
+                k = model.rope.rotate(k, torch.arange(30))
+            # 7 of 8 rows and more are read as vectors of the codebook that is nearest to the stored key
+            read = method.codecs[0].k.decode(cache.layers[0].keys.codes)
+            books = method.codecs[0].k.centroids.float()
+            vectors = k[0].float().unflatten(-1, (4, 2)).permute(0, 2, 1, 3).flatten(0, 1)  # (places, T, n)
+            at = (vectors[:, :, None] - books[:, None]).pow(2).sum(-1).argmin(-1)  # (places, T)
+            want = books.gather(1, at[..., None].expand(-1, -1, 2)).unflatten(0, (2, 4)).permute(0, 2, 1, 3).flatten(2)
+            assert (read[0] == want).all(-1).float().mean() > 0.98
+        assert torch.equal(pre.codecs[0].v.centroids, post.codecs[0].v.centroids)
+        assert not torch.equal(pre.codecs[0].k.centroids, post.codecs[0].k.centroids)

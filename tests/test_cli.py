@@ -896,3 +896,51 @@ def test_a_narrow_terminal_has_the_columns_that_matter():
 def test_what_is_no_terminal_has_all_columns(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     assert len(table(command("--method", "fp16", *SMALL)[1])["fp16"]) == 14
+
+
+# ---- the number of calibration windows, and tables at equal true bits
+
+def test_each_method_sees_the_windows_that_it_asks_for(command, monkeypatch, tmp_path):
+    """By default cq with weights 64, without them 16, and rtn 16: the first ones of the same text."""
+    seen = {}
+
+    def note(model, method, windows, progress=None):
+        seen[type(method).__name__, method.codecs[0].k.__dict__.get("sensitivity")] = windows
+        return calibrate(model, method, windows[:2].repeat(20, 1), progress)
+
+    monkeypatch.setattr(eval_ppl, "calibrate", note)
+    words = ["--method", "rtn,cq", "--vq", "d2m8", "--sensitivity", "none,token", "--context", "32", "--windows", "1"]
+    assert command(*words, "--calibration", str(tmp_path / "tables"))[0] == 0
+    sizes = {name: len(windows) for name, windows in seen.items()}
+    assert sizes == {("RTN", None): 16, ("CQ", "none"): 16, ("CQ", "token"): 64}
+    assert all(windows.equal(seen["CQ", "token"][:len(windows)]) for windows in seen.values())
+    # what is asked for goes before; of the file, what was calibrated on as many is read again
+    seen.clear()
+    words += ["--calib-windows", "16", "--calibration", str(tmp_path / "tables")]
+    assert command(*words)[0] == 0 and {name: len(windows) for name, windows in seen.items()} == {("CQ", "token"): 16}
+
+
+def test_methods_at_equal_true_bits():
+    def row(label, bits, ppl, kld, tables):
+        return {"label": label, "weights": None, "bits_true": bits, "ppl": ppl, "kld": kld, "offline_bytes": tables}
+
+    rows = [row("fp16", 16.0, 2.0, 0.0, 0), row("a vq=d8m256 x=1", 1.0, 4.0, 0.4, 1024),
+            row("a vq=d4m256 x=1", 2.0, 2.5, 0.1, 2048), row("a vq=d2m256 x=1", 4.0, 2.1, 0.02, 4096),
+            row("a vq=d8m256 x=2", 1.5, 3.0, 0.3, 1024), row("b bits=3", 3.0, 2.2, 0.05, 0)]
+    by_label = {found["label"]: found for found in eval_ppl.at_bits(rows, 1.5)}
+    assert by_label.keys() == {"a x=1", "a x=2"}
+    one = by_label["a x=1"]
+    assert one["ppl"] == pytest.approx((4.0 * 2.5) ** 0.5) and one["kld"] == pytest.approx(0.25)
+    assert one["between"] == (1.0, 2.0) and one["tables"] == (1024, 2048)
+    assert by_label["a x=2"]["ppl"] == pytest.approx(3.0)
+    assert {found["label"] for found in eval_ppl.at_bits(rows, 3.0)} == {"a x=1", "b"}
+    assert eval_ppl.at_bits(rows, 5.0) == []
+
+
+def test_a_table_at_equal_true_bits_is_printed_last(command):
+    status, out, _ = command("--method", "rtn,pfn", "--preserve", "1", "--bits", "2,4", "--at-bits", "3", *SMALL)
+    head, *lines = out.split("\n\n")[-1].splitlines()
+    assert status == 0 and head.split() == "at 3 true bits ppl delta KL from to tables KB to".split()
+    assert [line.split()[0] for line in lines] == ["rtn", "pfn"] and lines[0].split()[4:6] == ["2.00", "4.00"]
+    _, out, _ = command("--method", "rtn", "--at-bits", "3", *SMALL)
+    assert "no method has rows on both sides of 3 true bits" in out

@@ -1,4 +1,5 @@
 """Vector codebooks: the codec against plain lists, its calibration, and what is refused."""
+import itertools
 import math
 from functools import lru_cache
 
@@ -238,3 +239,44 @@ def test_the_share_of_anchors_grows_with_the_text():
         for seen, kept in ((12, 2), (20, 2), (28, 3), (36, 4)):
             tiny()(windows(1, 40, seed=2)[:, len(cache):seen], cache)
             assert len(cache) == seen and all(layer.values.pinned_positions.shape[-1] == kept for layer in cache.layers)
+
+
+# ---- how much weighted vectors are worth
+
+@pytest.mark.parametrize("sharing", ["head", "layer"])
+@pytest.mark.parametrize("sensitivity", ["fisher", "token"])
+def test_effective_vectors_are_kish_s(sensitivity, sharing):
+    """(sum w)^2 / sum w^2 of the codebook that has the fewest, in plain lists."""
+    method = calibrated(sensitivity, sharing)
+    text = windows()
+    weights = {}  # (layer, kind, place): of all windows
+    for window in text:
+        recorder = record(tiny(), method, window, True)
+        for layer, kind, h, p in itertools.product(range(L), "kv", range(HKV), range(d // 2)):
+            gradient = recorder.of(layer, kind)[2]
+            of_place = weight_of(gradient, h, p, 2, sensitivity).tolist()
+            # the largest thousandth of the layer's weights in a window is cut down
+            every = [w for h2 in range(HKV) for p2 in range(d // 2)
+                     for w in weight_of(gradient, h2, p2, 2, sensitivity).tolist()]
+            limit = sorted(every)[int(0.999 * (len(every) - 1))]
+            key = layer, kind, h * (d // 2) + p if sharing == "head" else 0
+            weights[key] = weights.get(key, []) + [min(w, limit) for w in of_place]
+    for layer, pair in enumerate(method.codecs):
+        for kind in "kv":
+            of_codec = [w for key, w in weights.items() if key[:2] == (layer, kind)]
+            fewest = min(sum(w) ** 2 / sum(x * x for x in w) for w in of_codec)
+            assert getattr(pair, kind).effective == pytest.approx(fewest, rel=1e-3)
+
+
+def test_few_effective_vectors_are_warned_of():
+    """160 vectors for 8 centroids are enough, for 64 they are not; equal weights are not spoken of."""
+    enough, few = calibrated("token").describe(), calibrated("token", vq="d2m64").describe()
+    assert "a centroid" in enough and "--calib-windows" not in enough
+    assert "a centroid: few (below 4), so give more --calib-windows" in few
+    assert "a centroid" not in calibrated("none").describe()
+
+
+@pytest.mark.parametrize("sensitivity, n", [("none", 16), ("fisher", 64), ("token", 64)])
+def test_codebooks_with_weights_ask_for_more_text(sensitivity, n):
+    for cls in (CQ, AnTKV):
+        assert cls(tiny().config, "d2m8", sensitivity=sensitivity).calibration_windows == n

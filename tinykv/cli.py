@@ -25,6 +25,7 @@ from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
 from tinykv.weights.linear import group_of
 
 EMBEDDED = Path(__file__).parent / "assets" / "tales"
+CALIBRATION_WINDOWS = 16  # where neither the user nor a method says otherwise
 LARGEST_COUNT = 2 ** 31 - 1  # of tokens, windows, bits, ...
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -139,8 +140,9 @@ def add_windows(p, windows, longest):
                    help=f"tokens of a window (default: the model's, up to {longest})")
     p.add_argument("--windows", metavar="W", type=int, default=windows,
                    help="windows to evaluate on")
-    p.add_argument("--calib-windows", metavar="C", type=int, default=16,
-                   help="windows to calibrate on")
+    p.add_argument("--calib-windows", metavar="C", type=int,
+                   help=f"windows to calibrate on (default: {CALIBRATION_WINDOWS}; more for codebooks "
+                        "with weights, whose vectors count unevenly)")
 
 
 def add_bos(p):
@@ -268,16 +270,20 @@ def cache_class_of(attention, methods, device):
 
 # Text to calibrate on
 
-def calibration_text(args, tokenizer, context, device):
-    """The calibration windows, tokens (W, T), and a label of them, for files."""
+def calibration_text(args, tokenizer, context, device, most=CALIBRATION_WINDOWS):
+    """The calibration windows, tokens (W, T), and a label of them, for files.
+
+    most: the number of windows that what is calibrated asks for, at most; --calib-windows goes
+    before it. What asks for fewer takes the first ones.
+    """
     source = args.calib_data or args.data
     whole = two_texts(args)
-    windows = load_windows(source, tokenizer, context, args.calib_windows, "calibration", args.seed,
-                           args.bos, whole=whole)
+    windows = load_windows(source, tokenizer, context, args.calib_windows or most, "calibration",
+                           args.seed, args.bos, whole=whole)
     if whole and source not in TEXTS:
         source = windows.name
-    label = (f"{source}, {args.calib_windows} windows of {context} tokens, seed {args.seed}, "
-             f"bos {args.bos}")
+    label = (f"{source}, {args.calib_windows or CALIBRATION_WINDOWS} windows of {context} tokens, "
+             f"seed {args.seed}, bos {args.bos}")
     return windows.tokens.to(device), label
 
 

@@ -85,6 +85,9 @@ SETTINGS = {
     "sharing": (str, "head|layer", "cq, antkv: codebooks for each head and place, or for a layer's "
                                    "K and V"),
     "anchors": (str, "N|P%", "antkv: tokens kept, a count or a share"),
+    "anchors_by": (str, "NAME", "antkv: attention (Eq. 5), error (the same times the row's error), or "
+                                "the controls first and random"),
+    "anchors_of": (str, "both|keys|values", "antkv: what is kept of an anchor"),
     "prefix": (str, "bos|FILE", "intactkv: what texts begin with: BOS, a text, a trained prefix"),
     "q_norm": (str, "on|off", "kvquant: correct the mean and the deviation of the levels"),
 }

@@ -191,7 +191,8 @@ def check_method(method):
             bits = ", ".join(f"{bits:g}" for bits in sorted(PLANES))
             raise UserError(f"{name}: the kernels read codes of {bits} and 16 bits; these have "
                             f"{codec.bits}; {instead}")
-    if method.uses_scores and type(method).score is not AnTKV.score:
+    own_score = type(method).score is not AnTKV.score
+    if method.uses_scores and (own_score or not method.scores_attention):
         raise UserError(f"{name} has its own `score`, which reads all keys, and the kernels never "
                         f"write them; {instead}, or the scores of AnTKV")
     if method.uses_scores and method.v_block not in (None, method.block):

@@ -23,6 +23,7 @@ from tinykv import UserError, did_you_mean, hf, storage
 from tinykv.analysis import anchors, figures, prefixes, quantization, sinks
 from tinykv.cache import KVCache
 from tinykv.cli import (
+    CALIBRATION_WINDOWS,
     Help,
     Parser,
     add_attention,
@@ -60,7 +61,8 @@ class Text:
         check_finite(model, self.windows)
         self.calibration = None
         if calibrates:
-            self.calibration = self.load(args.calib_windows, "calibration")  # (C, T)
+            n = args.calib_windows or CALIBRATION_WINDOWS
+            self.calibration = self.load(n, "calibration")  # (C, T)
         self.scores, self.marks = self.find_sinks(self.windows)  # (W, L, H, T), (W, T)
 
     def load(self, n, split):

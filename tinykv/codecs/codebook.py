@@ -14,7 +14,11 @@ of the loss:
                sub-vectors (AnTKV)
 
 The largest thousandth of the weights is clamped to the next largest, or the gradients of the sinks
-would decide the codebooks alone.
+would decide the codebooks alone. Gradients are uneven all the same: N weighted sub-vectors fix the
+centroids no better than (sum w)^2 / sum w^2 of equal weight would (Kish's effective sample size),
+and that is a few in a hundred of N or fewer. So weighted codebooks are calibrated on more text
+(`WINDOWS`), and `describe_codebooks` prints the effective number, with a warning where it is below
+FEWEST for each centroid.
 
 `sharing` says which sub-vectors share a codebook: "head", those of one place in one KV head (of K
 or V of a layer); "layer", all of a layer's K, or of its V. Codebooks per head lose less. Together
@@ -33,6 +37,9 @@ from tinykv.kmeans import kmeans, nearest
 FORMATS = {4: "d2m256", 2: "d4m256", 1: "d8m256", 0.75: "d16m4096", 0.375: "d32m4096"}
 SENSITIVITIES = ("none", "fisher", "token")
 SAMPLES = 2 ** 16  # tokens held while calibrating, at most, in the CPU's memory
+FEWEST = 4  # effective sub-vectors of a centroid; fewer are warned of
+#          calibration windows by sensitivity, unless the user says otherwise
+WINDOWS = {"none": 16, "fisher": 64, "token": 64}
 
 
 class Codebook(Codec):
@@ -53,8 +60,9 @@ class Codebook(Codec):
         self.sensitivity, self.sharing = sensitivity, sharing
         self.centroids = None
         self.rows = self.weights = None  # while calibrating
-        # for `describe_codebooks`: what calibration held, and sub-vectors of each codebook
-        self.held_bytes = self.samples = 0
+        # for `describe_codebooks`: what calibration held, and of the codebook that has the fewest,
+        # its sub-vectors, and how many of equal weight they are worth
+        self.held_bytes = self.samples = self.effective = 0
 
     # Calibration
 
@@ -92,6 +100,9 @@ class Codebook(Codec):
             raise UserError(f"{self.name}: {self.m} centroids cannot be learned from "
                             f"{self.samples} vectors; use more or longer calibration windows, or "
                             "fewer centroids")
+        # Kish's effective sample size of each codebook
+        total, squares = weights.double().sum(1), weights.double().square().sum(1)  # (places or 1)
+        self.effective = (total.square() / squares).min().item()
         # find the centroids
         centroids = kmeans(points, self.m, weights, tolerance=1e-3)  # (places or 1, m, n)
         self.centroids = centroids.to(rows.dtype)
@@ -200,5 +211,14 @@ def describe_codebooks(pairs):
     if not samples:
         return f"{codec.name}, {who}"
     held = sum(each.held_bytes for pair in pairs for each in pair)
-    return (f"{codec.name}, {who}, each calibrated on {samples:,} vectors; "
+    line = (f"{codec.name}, {who}, each calibrated on {samples:,} vectors; "
             f"{held / 2 ** 20:.1f} MiB held for it")
+    if codec.sensitivity == "none":
+        return line
+    # the codebook that has the fewest
+    effective = min(each.effective for pair in pairs for each in pair)
+    each = effective / codec.m
+    line += f"; by their weights worth {effective:,.0f} or more, {each:.1f} a centroid"
+    if each < FEWEST:
+        line += f": few (below {FEWEST}), so give more --calib-windows, or fewer centroids"
+    return line

@@ -36,6 +36,12 @@ Paper and practice. No code is public. What the paper leaves open is settled her
 - Eq. 2 weights a token by the norm of the gradient, not by its square, though k-means squares the
   errors. The norm is that of the token's row of a KV head.
 - The paper's Algorithm 1 forgets the factor |Q_i|; it is used here.
+- Theorem 1 has two factors that Eq. 5 leaves out, of which the errors are known when a block is
+  quantized: `anchors_by="error"` multiplies the score by |dK_j|_1, or |dV_j|_1, of the row. The
+  controls "first" and "random" keep the first tokens, or any, and `anchors_of` keeps keys or values
+  alone.
+- The paper quantizes keys before RoPE, where their channels keep their ranges (Appendix B);
+  `rope="post"` quantizes them after it.
 - The paper's bits count neither anchors nor codebooks. `true` counts anchors, their positions and
   their scores, and no codebooks.
 """
@@ -46,9 +52,10 @@ import torch
 
 from tinykv import UserError, at_least, one_of
 from tinykv.codecs import BLOCK
-from tinykv.codecs.codebook import describe_codebooks, make_codebooks
+from tinykv.codecs.codebook import WINDOWS, describe_codebooks, make_codebooks
 from tinykv.methods.base import CHOOSE, Method, best_tokens
 
+ANCHORS_BY = ("attention", "error", "first", "random")  # what a token is kept for
 MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
 MAX_SCORES_GPU = 2 ** 26
 
@@ -122,19 +129,24 @@ def anchor_scores(q, k, lse=None, window=None):
 
 class AnTKV(Method):
     compare = {"cq": {}}
-    rope = "pre"
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
-                 anchors="1%", recent=32, block=BLOCK, choose="prompt"):
+                 anchors="1%", anchors_by="attention", anchors_of="both", recent=32, block=BLOCK,
+                 choose="prompt", rope="pre"):
         """anchors: a count, such as 64, or a share of the text, such as "1%"."""
         at_least(0, recent=recent)
         at_least(1, block=block)
         one_of(CHOOSE, choose=choose)
+        one_of(ANCHORS_BY, anchors_by=anchors_by)
+        one_of(("both", "keys", "values"), anchors_of=anchors_of)
+        one_of(("pre", "post"), rope=rope)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k
         self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
-        self.recent, self.block, self.choose = recent, block, choose
+        self.recent, self.block, self.choose, self.rope = recent, block, choose, rope
+        self.anchors_by, self.anchors_of = anchors_by, anchors_of
         self.window = config.sliding_window
+        self.calibration_windows = WINDOWS[sensitivity]
 
         # anchors: a count, or a share of the text
         self.count = self.share = None
@@ -151,26 +163,54 @@ class AnTKV(Method):
                             f"got {anchors!r}")
         self.keeps_share = self.share is not None
         self.preserve = anchors if self.keeps_share else self.count
+        # for random anchors: a number for each position, per KV head
+        shape = config.num_key_value_heads, config.max_position_embeddings
+        self.lots = torch.rand(shape, generator=torch.Generator().manual_seed(0))
 
     @property
     def uses_scores(self):
         return bool(self.count or self.share)
 
+    @property
+    def scores_attention(self):
+        """Whether the scores are those of Eq. 5, and not those of a control."""
+        return self.anchors_by in ("attention", "error")
+
     def score(self, layer_cache, q, K):
         """What the new queries add to each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
-        return anchor_scores(q, K, window=self.window)
+        if self.scores_attention:
+            return anchor_scores(q, K, window=self.window)
+        # a control: a token has its score from the start, and no query adds to it
+        S, T = K.shape[2], q.shape[2]
+        scores = torch.zeros(K.shape[:3], device=K.device)  # (B, Hkv, S)
+        new = torch.arange(S - T, S, device=K.device)  # (T): positions
+        if self.anchors_by == "first":
+            scores[:, :, new] = -new.float()
+        else:
+            scores[:, :, new] = self.lots.to(K.device)[:, new]
+        return scores, scores
 
     def keep_keys(self, layer_cache, n):
+        if self.anchors_of == "values":
+            return None
         return self.largest(layer_cache.keys, n, layer_cache.length)  # (B, Hkv, count)
 
     def keep_values(self, layer_cache, n):
+        if self.anchors_of == "keys":
+            return None
         return self.largest(layer_cache.values, n, layer_cache.length)  # (B, Hkv, count)
 
     def largest(self, rows, n, length):
         """The anchors of now, positions (B, Hkv, count). rows: the `CachedRows` of K or of V.
         length: tokens seen."""
         count = self.count if self.share is None else math.ceil(self.share * length)
-        return best_tokens(rows, n, count)
+        if self.anchors_by != "error" or rows.recent_scores is None:
+            return best_tokens(rows, n, count)
+
+        def error(x):  # what the code of each row loses, |dK_j|_1 or |dV_j|_1: (B, Hkv, m)
+            decoded = rows.codec.decode(rows.codec.encode(x))  # (B, Hkv, m, d)
+            return (decoded - x.float()).abs().sum(-1)
+        return best_tokens(rows, n, count, error)
 
     def describe(self):
         return describe_codebooks(self.codecs)

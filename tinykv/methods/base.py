@@ -40,6 +40,7 @@ class Method:
     prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
 
     passes = 0  # of the method itself over the calibration windows; the codecs have their own
+    calibration_windows = 16  # that it should see, unless the user says otherwise
     # The methods to show beside this one when it is asked for alone, and settings for them. They
     # share this method's other settings.
     compare = {}
@@ -164,28 +165,28 @@ def best_tokens(rows, n, count, score=None):
 
     The tokens that are pinned compete with those that are about to be quantized, the n oldest
     recent ones. Any other token is quantized already, or not due yet. rows: the `CachedRows` of K
-    or of V. score: a function of keys or values (B, Hkv, m, d) to their scores (B, 1 or Hkv, m);
-    without it, the scores that the cache accumulates for a method that `uses_scores`.
+    or of V. score: a function of keys or values (B, Hkv, m, d) to their scores (B, 1 or Hkv, m).
+    For a method that `uses_scores`, the scores that the cache accumulates are multiplied by it, or
+    stand alone where it is not given.
 
     Returns positions (B, 1 or Hkv, up to count), the best first; of equal scores, the earlier token
     wins. None where nothing has scores: calibration, which no query reads, accumulates none.
     """
-    if score is None and rows.recent_scores is None:
+    accumulates = rows.recent_scores is not None
+    if score is None and not accumulates:
         return None
     # the tokens that are due
-    if score is None:
-        scores = rows.recent_scores[:, :, :n]  # (B, h, n)
-    else:
-        scores = score(rows.recent[:, :, :n])  # (B, h, n)
+    scores = 1 if score is None else score(rows.recent[:, :, :n])  # (B, h, n)
+    if accumulates:
+        scores = scores * rows.recent_scores[:, :, :n]  # (B, h, n)
     positions = torch.arange(rows.n_coded, rows.n_coded + n, device=scores.device)  # (n)
     positions = positions.expand_as(scores)  # (B, h, n)
 
     # the pinned ones compete with them; they come first, as they are earlier
     if rows.pinned_positions is not None:
-        if score is None:
-            pinned_scores = rows.pinned_scores  # (B, h, p)
-        else:
-            pinned_scores = score(rows.pinned_rows)  # (B, h, p)
+        pinned_scores = 1 if score is None else score(rows.pinned_rows)  # (B, h, p)
+        if accumulates:
+            pinned_scores = pinned_scores * rows.pinned_scores  # (B, h, p)
         unused = rows.pinned_positions < 0  # (B, h, p): an unused entry loses to every token
         pinned_scores = pinned_scores.masked_fill(unused, float("-inf"))  # (B, h, p)
         pinned_positions = rows.pinned_positions.expand_as(pinned_scores)  # (B, h, p)

@@ -14,23 +14,26 @@ Paper and practice. No released code was found. That keys are quantized before R
 group of channels has its own codebook, is AnTKV's account of CQ. Bits are quoted without the
 codebooks, which `offline_bytes` counts.
 """
-from tinykv import at_least
+from tinykv import at_least, one_of
 from tinykv.codecs import BLOCK
-from tinykv.codecs.codebook import describe_codebooks, make_codebooks
+from tinykv.codecs.codebook import WINDOWS, describe_codebooks, make_codebooks
 from tinykv.methods.base import Method
 
 
 class CQ(Method):
     """Codebooks, and nothing is kept."""
     compare = {"rtn": {}}
-    rope, block = "pre", BLOCK
+    block = BLOCK
 
-    def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0):
+    def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0,
+                 rope="pre"):
         at_least(0, recent=recent)
+        one_of(("pre", "post"), rope=rope)
+        self.rope = rope
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k
         self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
-        self.recent = recent
+        self.recent, self.calibration_windows = recent, WINDOWS[sensitivity]
 
     def describe(self):
         return describe_codebooks(self.codecs)
