@@ -14,6 +14,7 @@ import torch
 
 from tinykv import UserError, cli, hf
 from tinykv.data import load_windows
+from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import evaluate
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import (
@@ -41,6 +42,9 @@ def parser():
     cli.add_attention(p)
     s = p.add_argument_group(
         "training", "on the calibration part of --data; its test part is held out")
+    s.add_argument("--chats", metavar="FILE",
+                   help="train on the answers of these chats in the place of --data: JSON lines of turns "
+                        "{\"from\": \"human\" or \"gpt\", \"value\": text}, in Vicuna's template")
     s.add_argument("--samples", metavar="N", type=int, default=128,
                    help="texts to train on")
     s.add_argument("--tokens", metavar="T", type=int, default=256,
@@ -124,21 +128,25 @@ def text_order(samples, seed, length):
 def train(full, quantized, texts, exact, state, args):
     """Bring `state` to the last update.
 
-    texts (N, T): after the prefix. exact: the prefix's (keys, values) in the full-precision model.
+    texts: tokens (N, T) after the prefix, and which of them count (N, T). exact: the prefix's (keys,
+    values) in the full-precision model.
     """
+    tokens, counts = texts
     batch = cli.batch_of(args, args.tokens)
-    order = text_order(len(texts), args.seed, args.updates * args.accumulate)
+    order = text_order(len(tokens), args.seed, args.updates * args.accumulate)
     with cli.bar(None, "training", args.updates, unit="update") as progress:
         progress.update(state.done)
         while state.done < args.updates:
             # the texts of this update
             begin = state.done * args.accumulate
-            chosen = texts[order[begin:begin + args.accumulate]]  # (accumulate, T)
+            chosen = order[begin:begin + args.accumulate]
 
             # their mean loss, a batch at a time: the gradients of the batches add up
             total = 0.0
-            for part in chosen.split(batch):
-                loss = block_loss(full, quantized, part, exact, (state.keys, state.values))
+            for i in range(0, len(chosen), batch):
+                part = chosen[i:i + batch]
+                loss = block_loss(full, quantized, tokens[part], exact, (state.keys, state.values),
+                                  counts[part])
                 loss = loss * (len(part) / args.accumulate)
                 loss.backward()
                 total += loss.item()
@@ -154,13 +162,33 @@ def train(full, quantized, texts, exact, state, args):
 
 @torch.no_grad()
 def mean_loss(full, quantized, texts, exact, rows, batch):
-    """Eq. 2 over all texts (N, T), if the prefix has the (keys, values) `rows`."""
+    """Eq. 2 over all texts, as in `train`, if the prefix has the (keys, values) `rows`."""
     total = 0.0
-    for part in texts.split(batch):
-        total += block_loss(full, quantized, part, exact, rows).item() * len(part)
+    for part, counts in zip(*(x.split(batch) for x in texts)):
+        total += block_loss(full, quantized, part, exact, rows, counts).item() * len(part)
     if not math.isfinite(total):
         raise UserError("the loss is not finite; give a smaller --lr, or another --dtype")
-    return total / len(texts)
+    return total / len(texts[0])
+
+
+def load_texts(args, tokenizer, prefix, device):
+    """The texts to train on, and those that are held out, both without the prefix: tokens (N, T) and
+    which of them count (N, T) each."""
+    if args.chats is not None:
+        # a prefix of BOS alone holds no system prompt
+        system = SYSTEM if len(prefix) == 1 else ""
+        longest = max(0, args.tokens - len(prefix))
+        chats = load_chats(args.chats, tokenizer, args.samples + args.windows, longest,
+                           system)
+        tokens, response = chats.tokens.to(device), chats.response.to(device)
+        sizes = args.samples, args.windows
+        return list(zip(tokens.split(sizes), response.split(sizes)))
+    found = []
+    for split, n in (("calibration", args.samples), ("test", args.windows)):
+        windows = load_windows(args.data, tokenizer, args.tokens, n, split, args.seed, prefix=prefix)
+        tokens = windows.tokens[:, len(prefix):].to(device)  # (n, T)
+        found.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
+    return found
 
 
 def in_16_bits(keys, values):
@@ -202,10 +230,7 @@ def run(args):
     full.use_attention(args.attention)
 
     # 2. The texts: to train on, and held out, both without the prefix; windows to evaluate on
-    texts = load_windows(args.data, tokenizer, args.tokens, args.samples, "calibration", args.seed,
-                         prefix=prefix.ids).tokens[:, n:].to(device)  # (samples, T - n)
-    held_out = load_windows(args.data, tokenizer, args.tokens, args.windows, "test", args.seed,
-                            prefix=prefix.ids).tokens[:, n:].to(device)  # (windows, T - n)
+    texts, held_out = load_texts(args, tokenizer, prefix.ids, device)
     windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed,
                            prefix=prefix.ids if n > 1 else [])  # BOS alone takes a token's place
 
@@ -228,7 +253,8 @@ def run(args):
     # 5. Train
     model = fingerprint(full)
     label = (f"model {model}; {weights}; prefix {args.prefix} of {n}; "
-             f"{args.data}, {args.samples} x {args.tokens} tokens, {args.accumulate} an update, "
+             f"{args.chats or args.data}, {args.samples} x {args.tokens} tokens, "
+             f"{args.accumulate} an update, "
              f"lr {args.lr:g}, clip {args.clip:g}, seed {args.seed}")
     state = State(f"{args.out}.state", label, *first, args.lr)
     parameters = state.keys.numel() + state.values.numel()

@@ -39,7 +39,7 @@ UNIFORM = {
 
 def scheme_of(case):
     """The pair of codecs, of methods that stand on a named one."""
-    own = {KIVI: "channel-dynamic", OTT: "channel-dynamic", KVQuant: "kvquant"}
+    own = {KIVI: "channel-dynamic", OTT: "channel-dynamic", KVQuant: "kvquant", SKVQ: "skvq"}
     return own.get(case.oracle, case.scheme)
 
 
@@ -164,6 +164,8 @@ def expected_quantized(case, method, layer, kind, rows, kept):
         out = READ[case.oracle](case, codec, x, ignore)
     elif scheme_of(case) == "kvquant":
         out, _ = nonuniform(case, codec, x, ignore)
+    elif scheme_of(case) == "skvq":
+        out = read_clipped_groups(case, codec, x, ignore)
     else:
         bits, axis = bits_of(method, kind), axis_of(case, kind)
         static = calibrated_range(case, method, layer, kind) if is_static(case) else None
@@ -191,7 +193,7 @@ def nonuniform(case, codec, x, ignore):
     return oracles.nonuniform(x, ignore, levels, share, mid, half)
 
 
-READ = {SKVQ: read_clipped_groups, CQ: read_nearest_centroids, AnTKV: read_nearest_centroids}
+READ = {CQ: read_nearest_centroids, AnTKV: read_nearest_centroids}
 
 
 def stored_keys(case, method, k):
@@ -263,7 +265,7 @@ def expected_code_bytes(case, method, watch, layer, kind):
     if bits == 16:
         return tokens * Hkv * d * 2
 
-    if case.oracle is SKVQ:  # groups cross heads; each has a scale and a zero point
+    if scheme == "skvq":  # groups cross heads; each has a scale and a zero point
         groups = len(codec.alpha)
         assert groups <= Hkv * d // G
         size = 2 if case.setting("metadata") == "fp16" else 1

@@ -110,6 +110,12 @@ def test_anchors_are_ranked_by_their_damage(monkeypatch, tmp_path, capsys):
         assert len(plain) == 6 and sum(plain[1:]) / 5 > 0.6 and sum(weighed) / 6 > 0.85
     assert min(rows["V", "score x error"]["rank correlation"]) > 0.99  # of values the bound of one token is exact
     assert all(0 <= x <= 1 for r in rows.values() for x in r["damage in the top 1%"])
+    for of in ("K", "K, without V", "V"):  # no rank holds more of the damage than that by the damage itself
+        ceiling = rows[of, "itself (ceiling)"]
+        assert min(ceiling["rank correlation"]) > 0.999
+        others = [r for (of_row, by), r in rows.items() if of_row == of]
+        for layer, most in enumerate(ceiling["damage in the top 1%"]):
+            assert all(r["damage in the top 1%"][layer] <= most + 1e-6 for r in others) and most > 0.05
 
 
 @pytest.mark.whole

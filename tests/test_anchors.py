@@ -134,16 +134,17 @@ def test_damage_is_what_happens_if_one_token_is_read_as_its_code(case):
     q, k, v, _, _ = case
     rng = torch.Generator().manual_seed(1)
     coded_k, coded_v = (x + torch.randn(x.shape, generator=rng) / 2 for x in (k, v))
-    by_k, by_v = zeros(k), zeros(k)
+    by_k, by_v, of_weights = zeros(k), zeros(k), zeros(k)
     for b, h, rows, keys, values, other_keys, other_values in heads(q, k, v, coded_k, coded_v):
         exact = output(weights(rows, keys), values)
         for j in range(len(keys)):
             swapped = keys[:j] + [other_keys[j]] + keys[j + 1:]
             by_k[b][h][j] += change(output(weights(rows, swapped), values), exact)
+            of_weights[b][h][j] += change(weights(rows, swapped), weights(rows, keys))
             swapped = values[:j] + [other_values[j]] + values[j + 1:]
             by_v[b][h][j] += change(output(weights(rows, keys), swapped), exact)
-    got_k, got_v = damage(q, k, v, coded_k, coded_v)
-    assert close(got_k, by_k) and close(got_v, by_v)
+    got_k, got_v, got_weights = damage(q, k, v, coded_k, coded_v)
+    assert close(got_k, by_k) and close(got_v, by_v) and close(got_weights, of_weights)
 
 
 def test_the_bounds_hold_for_small_errors():

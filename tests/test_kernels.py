@@ -27,12 +27,12 @@ from tinykv.calibrate import calibrate  # noqa: E402
 from tinykv.codecs import Pair  # noqa: E402
 from tinykv.codecs.affine import Affine  # noqa: E402
 from tinykv.codecs.base import TERNARY, Codec, Exact, unpack  # noqa: E402
+from tinykv.codecs.clipped import ClippedGroups  # noqa: E402
 from tinykv.codecs.codebook import Codebook  # noqa: E402
 from tinykv.codecs.nonuniform import NonUniform  # noqa: E402
 from tinykv.methods import antkv  # noqa: E402
 from tinykv.methods.base import Method  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
-from tinykv.methods.skvq import ClippedGroups  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
 from tinykv.triton_cache import TritonCache, TritonLayer  # noqa: E402
 

@@ -9,11 +9,11 @@ import pytest
 import eval_ppl
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import Codec
+from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.codebook import Codebook
 from tinykv.codecs.nonuniform import NonUniform
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
-from tinykv.methods.skvq import ClippedGroups
 
 ROOT = Path(__file__).parent.parent
 TINYKV = ROOT / "tinykv"

@@ -58,7 +58,7 @@ SETTINGS = {
     "k_bits": (float, "B", "of keys: 1, 1.5 (three levels), 2 to 8, 16"),
     "v_bits": (float, "B", "of values"),
     "scheme": (str, "NAME", "rtn, pfn, kvsink: token-dynamic, token-static, channel-static, "
-                            "channel-dynamic, kvquant"),
+                            "channel-dynamic, kvquant, skvq"),
     "group_size": (int, "G", "tokens (per channel), or channels (per token), of a group"),
     "rope": (str, "pre|post", "store keys before or after RoPE"),
     "formula": (str, "NAME", "uniform schemes: offset or integer-zero, the zero point"),
@@ -77,7 +77,10 @@ SETTINGS = {
     "select": (str, "NAME", "ott: keep the smallest or the largest keys"),
     "reorder": (str, "on|off", "skvq: regroup the channels"),
     "clip": (str, "NAME", "skvq: both, endpoint, centre or none"),
+    "alpha": (float, "A", "skvq: the clip of all groups, in the place of a search; the released code "
+                          "has 0.92 or 0.96, with --clip endpoint"),
     "metadata": (str, "fp8|fp16", "skvq: scales and offsets"),
+    "metadata_order": (str, "NAME", "skvq: rounded-first, or codes-first as in the released code"),
     "outliers": (float, "P", "kvquant: per cent of the numbers that are stored apart"),
     "sensitivity": (str, "NAME", "weights of the fit. kvquant: fisher-range, fisher, none; "
                                  "cq, antkv: token, fisher, none"),

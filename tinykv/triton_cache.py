@@ -18,10 +18,10 @@ from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import TERNARY, Exact
+from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.codebook import Codebook
 from tinykv.codecs.nonuniform import NonUniform
 from tinykv.methods.antkv import AnTKV
-from tinykv.methods.skvq import ClippedGroups
 
 TILE = 64  # tokens that a program reads at a time, at most
 

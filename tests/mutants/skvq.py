@@ -4,7 +4,8 @@ from invariants import check_bytes, check_cache_holds_the_expected_rows, check_k
 
 from mutants.common import KeysLeftUnrotated
 from mutants.mutant import PAPER, Mutant
-from tinykv.methods.skvq import SKVQ, ClippedGroups
+from tinykv.codecs.clipped import ClippedGroups
+from tinykv.methods.skvq import SKVQ
 
 
 class OrderNotUndone(ClippedGroups):
@@ -47,8 +48,7 @@ class ClipsTowardsZero(ClippedGroups):
 class ScalesOfSixteenBits(ClippedGroups):
     """Whatever the metadata should be."""
 
-    def grid(self, lo, hi, alpha, centre):
-        h, z = super().grid(lo, hi, alpha, centre)
+    def stored(self, h, z):
         return h.half(), z.half()
 
 

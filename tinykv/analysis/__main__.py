@@ -244,8 +244,8 @@ PHENOMENA = {
         calibrates=True),
     "anchors": Phenomenon(
         "AnTKV's scores: how well they rank the tokens by the damage that quantizing each alone "
-        "does to the attention output (its Appendix D), by rank correlation and by the damage "
-        "in the top 1%",
+        "does to the attention output, and to the attention weights, which leaves V out (its "
+        "Appendix D, Figure 9), by rank correlation and by the damage in the top 1%",
         look_at_anchors, figures.anchors, {}, needs_sinks=False, calibrates=True),
 }
 
@@ -297,11 +297,11 @@ def print_anchors(rows):
         n_layers = len(rows[0][name])
         print(heading)
         layers = "".join(f"{layer:7}" for layer in range(n_layers))
-        print(f"of  ranked by      {layers}     mean")
+        print(f"of            ranked by       {layers}     mean")
         for row in rows:
             numbers = "".join(f"{x:7{form}}" for x in row[name])
             mean = sum(row[name]) / n_layers
-            print(f"{row['of']:3} {row['ranked by']:15}{numbers}  {mean:7{form}}")
+            print(f"{row['of']:13} {row['ranked by']:16}{numbers}  {mean:7{form}}")
 
 
 def print_sinks(text, tokenizer):

@@ -37,13 +37,14 @@ def theorem_1(q, k, v):
 
 def damage(q, k, v, quantized_k, quantized_v):
     """The L1 change of the attention output if token j alone is quantized, for every j: by its key,
-    and by its value.
+    and by its value; and that of the attention weights A, by its key.
 
     q (B, H, T, d), k, v (B, Hkv, S, d), q and k rotated; quantized_k, quantized_v: the same rows as
-    they are read from their codes. Returns (B, Hkv, S) twice, summed over queries and query heads.
-    This is exact: if the score of key j changes by delta, then
+    they are read from their codes. Returns (B, Hkv, S) three times, summed over queries and query
+    heads. This is exact: if the score of key j changes by delta, and x = A_ij (e^delta - 1), then
 
-        O_i' - O_i = A_ij (e^delta - 1) (V_j - O_i) / (1 + A_ij (e^delta - 1))
+        O_i' - O_i = x / (1 + x) (V_j - O_i)
+        |A_i' - A_i|_1 = |x| / (1 + x) 2 (1 - A_ij)
     """
     B, H, T, d = q.shape
     Hkv, S = k.shape[1:3]
@@ -54,6 +55,7 @@ def damage(q, k, v, quantized_k, quantized_v):
     dv = dv.abs().sum(-1).repeat_interleave(heads_per_kv, dim=1)  # (B, H, S)
     v = v.float().repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
     by_k = torch.zeros(B, H, S, device=q.device)
+    of_weights = torch.zeros(B, H, S, device=q.device)  # the change of A
     received = torch.zeros(B, H, S, device=q.device)  # the attention to each token
     for tile, A in attention_tiles(q, k):  # A (B, H, tile, seen)
         seen = A.shape[-1]
@@ -61,17 +63,19 @@ def damage(q, k, v, quantized_k, quantized_v):
         delta = q[:, :, tile].float() @ dk[..., :seen] * d ** -0.5  # (B, H, tile, seen)
         # the closed form: A_ij (e^delta - 1) is `growth`
         growth = A * delta.expm1()
+        share = (growth / (1 + growth)).abs()  # (B, H, tile, seen)
         output = A @ v[:, :, :seen]  # (B, H, tile, d)
         distance = torch.cdist(output, v[:, :, :seen], p=1)  # (B, H, tile, seen): |V_j - O_i|_1
-        change = (growth / (1 + growth)).abs() * distance  # (B, H, tile, seen)
-        by_k[..., :seen] += change.sum(2)
+        by_k[..., :seen] += (share * distance).sum(2)
+        of_weights[..., :seen] += (share * 2 * (1 - A)).sum(2)
         received[..., :seen] += A.sum(2)
     # a value's error reaches each output in proportion to the attention
     by_v = received * dv
     # the query heads of each KV head
     by_k = by_k.unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, S)
     by_v = by_v.unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, S)
-    return by_k, by_v
+    of_weights = of_weights.unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, S)
+    return by_k, by_v, of_weights
 
 
 @torch.no_grad()
@@ -79,10 +83,10 @@ def anchor_damage(model, window, method):
     """The damage of every token of a window (T), and what is said of it: {"k": {...}, "v": {...}},
     (L, Hkv, T) each.
 
-    `damage`; `score`, AnS of Eq. 5; `error`, |d|_1 of its key or value; `bound`, of keys only, the
-    factor of Theorem 1.
+    `damage`; `score`, AnS of Eq. 5; `error`, |d|_1 of its key or value; of keys only: `bound`, the
+    factor of Theorem 1, and `weights`, the damage to the attention weights.
     """
-    tables = {"k": {"damage": [], "score": [], "error": [], "bound": []},
+    tables = {"k": {"damage": [], "weights": [], "score": [], "error": [], "bound": []},
               "v": {"damage": [], "score": [], "error": []}}
     positions = torch.arange(len(window), device=window.device)  # (T)
     for at, codecs in zip(walk(model, window), method.codecs):
@@ -91,10 +95,12 @@ def anchor_damage(model, window, method):
         quantized_k = model.rope.rotate(quantized_k, positions)  # (1, Hkv, T, d)
         quantized_v = codecs.v.decode(codecs.v.encode(at.v))  # (1, Hkv, T, d)
 
-        damage_k, damage_v = damage(at.q, at.k, at.v, quantized_k, quantized_v)  # (1, Hkv, T) both
+        # (1, Hkv, T) each
+        damage_k, damage_v, of_weights = damage(at.q, at.k, at.v, quantized_k, quantized_v)
         score_k, score_v = anchor_scores(at.q, at.k)  # (1, Hkv, T) both
         columns = {
-            "k": {"damage": damage_k, "score": score_k, "error": (quantized_k - at.k).abs().sum(-1),
+            "k": {"damage": damage_k, "weights": of_weights, "score": score_k,
+                  "error": (quantized_k - at.k).abs().sum(-1),
                   "bound": theorem_1(at.q, at.k, at.v)},
             "v": {"damage": damage_v, "score": score_v,
                   "error": (quantized_v - at.v).abs().sum(-1)},
@@ -133,16 +139,20 @@ def anchor_method(config, context, vq):
     return AnTKV(config, vq)
 
 
-RANKED_BY = {
-    "k": ("score", "bound", "score x error", "bound x error"),
-    "v": ("score", "score x error"),
+#   damage:        (of keys or values, column of `anchor_damage`, what the tokens are ranked by).
+# The last rank is by the damage itself: the ceiling, which no score can exceed.
+DAMAGES = {
+    "K": ("k", "damage", ("score", "bound", "score x error", "bound x error", "damage")),
+    "K, without V": ("k", "weights", ("score", "score x error", "weights")),
+    "V": ("v", "damage", ("score", "score x error", "damage")),
 }
 
 
 def anchor_report(model, windows, calibration, vq, progress=iter):
     """How well scores and bounds rank the tokens by damage: rows with, by layer, the `rank
     correlation`, and the share of the `damage in the top 1%` of the tokens; averaged over KV heads
-    and windows.
+    and windows. The damage of keys is measured twice: at the attention output, and at the attention
+    weights, which leaves V out, as the paper's Figure 9 does.
 
     windows, calibration (W, T); vq: the format of the codebooks. The example: `anchor_damage` of
     the first window.
@@ -151,12 +161,12 @@ def anchor_report(model, windows, calibration, vq, progress=iter):
     calibrate(model, method, calibration, progress)
     tables = [anchor_damage(model, window, method) for window in progress(windows)]
     rows = []
-    for kind in "kv":
-        for name in RANKED_BY[kind]:
+    for of, (kind, damage_name, names) in DAMAGES.items():
+        for name in names:
             # the mean over windows of what ranking by this column gives
             correlations, shares = [], []  # of each window (L)
             for table in tables:
-                damage_of_token = table[kind]["damage"]  # (L, Hkv, T)
+                damage_of_token = table[kind][damage_name]  # (L, Hkv, T)
                 x = table[kind][name.removesuffix(" x error")]  # (L, Hkv, T)
                 if name.endswith(" x error"):
                     x = x * table[kind]["error"]
@@ -166,8 +176,8 @@ def anchor_report(model, windows, calibration, vq, progress=iter):
                 damage_of_top = damage_of_token.gather(-1, top).sum(-1)  # (L, Hkv)
                 shares.append((damage_of_top / damage_of_token.sum(-1)).mean(1))
             rows.append({
-                "of": kind.upper(),
-                "ranked by": name,
+                "of": of,
+                "ranked by": "itself (ceiling)" if name == damage_name else name,
                 "rank correlation": torch.stack(correlations).mean(0).tolist(),
                 "damage in the top 1%": torch.stack(shares).mean(0).tolist(),
             })

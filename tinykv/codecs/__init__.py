@@ -8,6 +8,7 @@ them schemes.
                       tokens themselves
     kvquant           non-uniform levels and sparse outliers (`nonuniform.py`), K per channel and
                       static, V per token
+    skvq              regrouped channels and clipped ranges (`clipped.py`), K and V per token
 
 Any method whose own idea is which tokens to keep can stand on any of these pairs. The first four
 round to integers (`affine.py`). Without a group size, a group is one head of a token, or 128 tokens
@@ -64,6 +65,15 @@ def kvquant(config, k_bits, v_bits, outliers=1.0, sensitivity="fisher-range", q_
                 v=non_uniform(config, v_bits, "token", outliers, sensitivity, q_norm))
 
 
+def skvq(config, k_bits, v_bits, group_size=None, reorder="on", clip="both", alpha=None,
+         metadata="fp8", metadata_order="rounded-first"):
+    from tinykv.codecs.clipped import clipped_groups
+    at_least(1, group_size=group_size)
+    settings = group_size, reorder, clip, alpha, metadata, metadata_order
+    return Pair(k=clipped_groups(config, k_bits, *settings),
+                v=clipped_groups(config, v_bits, *settings))
+
+
 def per_token(config, bits, group_size, formula, static):
     """An integer codec with a grid per token, in groups of channels."""
     one_of(FORMULAS, formula=formula)
@@ -91,6 +101,7 @@ SCHEMES = {
     "channel-static": (channel_static, "pre"),
     "channel-dynamic": (channel_dynamic, "post"),
     "kvquant": (kvquant, "pre"),
+    "skvq": (skvq, "pre"),
 }
 
 

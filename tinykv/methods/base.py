@@ -132,12 +132,15 @@ class CodecMethod(Method):
     """A method on a named pair of codecs. Its own idea is what to keep, and when to quantize."""
 
     def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None,
-                 rope=None, block=None, formula=None, outliers=None, sensitivity=None, q_norm=None):
+                 rope=None, block=None, formula=None, outliers=None, sensitivity=None, q_norm=None,
+                 reorder=None, clip=None, alpha=None, metadata=None, metadata_order=None):
         one_of(SCHEMES, scheme=scheme)
         one_of(("pre", "post"), rope=rope)  # or None: where the scheme has it
         at_least(1, block=block)
         given = {"group_size": group_size, "formula": formula,  # of integer codecs
-                 "outliers": outliers, "sensitivity": sensitivity, "q_norm": q_norm}  # of kvquant
+                 "outliers": outliers, "sensitivity": sensitivity, "q_norm": q_norm,  # of kvquant
+                 "reorder": reorder, "clip": clip, "alpha": alpha, "metadata": metadata,  # of skvq
+                 "metadata_order": metadata_order}
         given = {name: value for name, value in given.items() if value is not None}
         self.codecs = make_codecs(config, scheme, k_bits, v_bits, **given)
         self.scheme, self.k_bits, self.v_bits = scheme, k_bits, v_bits

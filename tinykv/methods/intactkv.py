@@ -153,19 +153,24 @@ def value_gain(block):
 
 # The loss that trains it
 
-def block_loss(full, quantized, tokens, exact, trained):
+def block_loss(full, quantized, tokens, exact, trained, counts=None):
     """Eq. 2 as a mean over tokens and channels: how far `quantized`'s blocks are from `full`'s.
 
     tokens (B, T): a text after the prefix. exact, trained: the prefix's (keys, values), for `full`
-    and for `quantized`, (L, Hkv, n, d) each.
+    and for `quantized`, (L, Hkv, n, d) each. counts (B, T): True at the tokens that count, as a
+    chat's responses; of each text the mean is taken over its own, at least one. None: all count.
     """
+    if counts is None:
+        counts = torch.ones_like(tokens, dtype=torch.bool)
+    share = counts / counts.sum(1, keepdim=True)  # (B, T): of each token in the mean of its text
     with torch.no_grad():
         targets = block_outputs(full, tokens, *exact)
     outputs = block_outputs(quantized, tokens, *trained)
     loss = 0.0
     for output, target in zip(outputs, targets):
         error = output.float() - target.float()  # (B, T, D)
-        loss = loss + error.pow(2).mean()
+        of_token = error.pow(2).mean(-1)  # (B, T)
+        loss = loss + (of_token * share).sum(1).mean()
     return loss / 2
 
 

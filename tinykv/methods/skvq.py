@@ -1,274 +1,34 @@
 """SKVQ (Duanmu et al., 2024): channels regrouped by range, clipped groups, FP8 metadata, a window.
 
     Keep: the first 5 tokens.
-    Code: K and V per token, in groups of similar channels, clipped, with FP8 scales; K before RoPE.
+    Code: the pair of codecs `skvq`: K and V per token, in groups of similar channels, clipped, with
+          FP8 scales; K before RoPE.
     When: the 128 newest tokens stay in full precision.
 
-There are four ingredients, and each can be switched off:
-- reorder. k-means over the channels of a layer, all KV heads together, by (smallest, largest value)
-  on calibration text. The clusters are the groups, of G channels on average. A token's row is
-  gathered in that order before it is quantized.
-- clip. A group's range is shrunk by a factor alpha before its grid is laid:
-      h = alpha (max(X) - min(X)) / (2^N - 1)
-      q = clamp(round((X - z) / h), 0, 2^N - 1)
-      X' = h q + z
-  alpha is chosen for each group of a layer: of 1.00, 0.98 .. 0.60 the one that leaves the smallest
-  sum of (X - X')^2 over the calibration tokens. "endpoint" takes z = alpha min(X); "centre" shrinks
-  the range around its middle; "both" chooses for each group.
-- metadata. h and z are stored in FP8 (e4m3), and rounded before the codes are computed.
-- window. The first `preserve` tokens and the `recent` newest ones stay in full precision.
+The codec is in `codecs/clipped.py`. The first `preserve` tokens and the `recent` newest ones stay in
+full precision: the window.
 
 Paper and practice.
-- The paper does not say what z is; the released code multiplies both ends by alpha. For a group of
-  one sign, which the reordering makes, this moves the range instead of shrinking it, hence
-  "centre".
-- The released code has one fixed alpha (0.92 or 0.96) for all groups, and no search.
-- The released code computes codes from unrounded metadata, and decodes with rounded metadata. The
-  smallest e4m3 number above 0 is 2^-9, so this is the floor of h here; the released floor of 1e-5
-  is rounded to 0.
-- It collects channel statistics over all tokens; here without the first 5, which are not quantized.
-- The paper fuses the order into the weights. Groups that cross heads cannot be fused for K, so it
-  is a gather here.
+- The paper leaves open which old tokens are filtered out of quantization, and names the first ones
+  as its choice. `--method kvsink --scheme skvq` keeps the tokens of KVSink for the same codec.
 - The released window moves before attention and by one token a step; here after attention, `block`
   tokens at a time.
-- 1.5 bits are three levels, five to a byte: 1.6 bits stored, where the released packing takes 2.
+- What differs in the codec itself is told in `codecs/clipped.py`.
 """
-import torch
-
-from tinykv import UserError, at_least, one_of
-from tinykv.codecs import Pair
-from tinykv.codecs.base import BITS, TERNARY, Codec, Codes, Exact, pack, unpack
-from tinykv.kmeans import kmeans, nearest
-from tinykv.methods.base import Method, first_tokens
-
-# in the 16 bits in which they are stored
-ALPHAS = torch.tensor([a / 100 for a in range(100, 58, -2)]).half().tolist()
-#           type, smallest scale, largest number
-METADATA = {"fp8": (torch.float8_e4m3fn, 2 ** -9, 448), "fp16": (torch.float16, 1e-5, 65504)}
-# values of `centre` to choose from: 0 shrinks a range towards 0, 1 around its middle
-CLIPS = {"both": (0, 1), "endpoint": (0,), "centre": (1,), "none": ()}
+from tinykv import at_least
+from tinykv.methods.base import CodecMethod, first_tokens
 
 
-class ClippedGroups(Codec):
-    """The codec of one layer's K or V: n groups of channels, each with its own clipped range.
-
-    All KV heads of a token are one row of C = Hkv * d channels. heads, width: Hkv and d.
-    group_size: G. reorder: whether k-means makes the groups; if not, neighbours are a group.
-    centres: what the clips are chosen from, see CLIPS.
-    """
-    tables = ("order", "group", "alpha", "centre")  # (C) twice, (n) twice: see `regroup`
-
-    def __init__(self, bits, heads, width, group_size, metadata="fp8", reorder=True,
-                 centres=(0, 1)):
-        if bits not in BITS:
-            raise UserError(f"bits must be 1, 1.5 (three levels), 2 to 8 or 16; got {bits:g}")
-        self.bits = bits if bits == TERNARY else int(bits)
-        self.max_code = 2 if bits == TERNARY else 2 ** self.bits - 1
-        self.width, self.channels, self.group_size = width, heads * width, group_size
-        self.dtype, self.floor, self.largest = METADATA[metadata]
-        self.order = self.group = self.alpha = self.centre = None
-        # calibration: what each pass is for, and what it has collected so far
-        self.goals = ["groups"] if reorder else []
-        if centres:
-            self.goals.append("clips")
-        self.choices = [(alpha, centre) for alpha in ALPHAS for centre in centres]
-        self.lo = self.hi = None  # (C): the smallest and the largest number of each channel
-        self.loss = None  # (choices, n): the sum of (X - X')^2 of each group
-
-    # Calibration
-
-    @property
-    def passes(self):
-        return len(self.goals)
-
-    def begin(self, step, W, T):
-        self.lo = self.hi = self.loss = None
-        if step == 0:  # forget an earlier calibration
-            self.order = None
-
-    def collect(self, step, rows, kept, gradient):
-        if self.goals[step] == "groups":
-            self.collect_ranges(rows, kept)
-        else:
-            self.collect_losses(rows, kept)
-
-    def fit(self, step):
-        if self.goals[step] == "groups":
-            self.make_groups(self.lo, self.hi)
-        else:
-            self.choose_clips(self.loss)
-
-    def collect_ranges(self, rows, kept):
-        """The range of each channel. rows (Hkv, T, d), kept (Hkv, T) or None."""
-        lo = hi = rows.float()  # (Hkv, T, d)
-        # kept tokens must not be the smallest, nor the largest
-        if kept is not None:
-            lo = lo.masked_fill(kept[..., None], float("inf"))
-            hi = hi.masked_fill(kept[..., None], float("-inf"))
-        # of this window, then of all windows so far
-        lo, hi = lo.amin(1).flatten(), hi.amax(1).flatten()  # (C) both
-        self.lo = lo if self.lo is None else torch.minimum(self.lo, lo)
-        self.hi = hi if self.hi is None else torch.maximum(self.hi, hi)
-
-    def make_groups(self, lo, hi):
-        """Cluster the channels by their ranges, lo and hi (C)."""
-        points = torch.stack([lo, hi], dim=-1)[None]  # (1, C, 2)
-        means = kmeans(points, self.channels // self.group_size, tries=10)  # (1, C/G, 2)
-        self.regroup(nearest(points, means)[0])
-
-    def neighbours(self, device):
-        """Groups of G neighbouring channels, as without reordering: labels (C)."""
-        return torch.arange(self.channels, device=device) // self.group_size
-
-    def regroup(self, labels):
-        """Make groups that are not clipped. labels (C): the group of each channel."""
-        # number the groups without empty ones
-        _, labels = labels.unique(return_inverse=True)  # (C)
-        n = int(labels.max()) + 1
-        # places: the channels, sorted by group
-        self.order = labels.argsort(stable=True).to(torch.int32)  # (C): the channel at each place
-        self.group = labels[self.order].to(torch.int32)  # (C): the group of each place
-        # the whole range of each group
-        self.alpha = torch.ones(n, dtype=torch.float16, device=labels.device)  # (n)
-        self.centre = torch.zeros(n, dtype=torch.uint8, device=labels.device)  # (n)
-
-    def collect_losses(self, rows, kept):
-        """What each clip would cost each group. rows (Hkv, T, d), kept (Hkv, T) or None."""
-        if self.order is None:  # without reordering
-            self.regroup(self.neighbours(rows.device))
-        loss = self.losses(rows, kept, self.choices)  # (choices, n)
-        self.loss = loss if self.loss is None else self.loss + loss
-
-    def losses(self, x, kept, choices):
-        """The sum of (X - X')^2 of each group, for each choice of (alpha, centre): (choices, n).
-
-        Summed over x (Hkv, T, d) without the tokens that are kept (Hkv, T).
-        """
-        rows = self.rows(x[None])  # (1, T, C)
-        lo, hi = self.ranges(rows)  # (1, T, n) both
-        # kept tokens do not count
-        used = torch.ones_like(rows[0])  # (T, C)
-        if kept is not None:
-            kept = kept.T.repeat_interleave(self.width, dim=1)[:, self.order]  # (T, C)
-            used = used.masked_fill(kept, 0)
-        # quantize with each choice, and add up the squared errors of each group
-        sums = []
-        for alpha, centre in choices:
-            h, z = self.grid(lo, hi, alpha, centre)  # (1, T, n) both
-            read = self.dequantize(self.quantize(rows, h, z), h, z)  # (1, T, C)
-            error = (rows - read)[0].pow(2) * used  # (T, C)
-            of_group = torch.zeros(len(self.alpha), device=x.device)  # (n)
-            sums.append(of_group.index_add_(0, self.group, error.sum(0)))
-        return torch.stack(sums)
-
-    def choose_clips(self, loss):
-        """For each group the choice of the smallest loss (choices, n); of equals, the first."""
-        best = loss.argmin(0)  # (n)
-        choices = torch.tensor(self.choices, device=loss.device).half()  # (choices, 2)
-        self.alpha = choices[best, 0]  # (n)
-        self.centre = choices[best, 1].to(torch.uint8)  # (n)
-
-    # Quantization
-
-    def encode(self, x, ignore=None):
-        # 1. channels in the order of their groups
-        rows = self.rows(x)  # (B, T, C)
-        # 2. the clipped grid of each group, rounded to the precision in which it is stored
-        lo, hi = self.ranges(rows)  # (B, T, n) both
-        h, z = self.grid(lo, hi, self.alpha.float(), self.centre)  # (B, T, n) both
-        # 3. codes
-        q = self.quantize(rows, h, z).to(torch.uint8)  # (B, T, C)
-        packed = pack(q, self.bits)  # (B, T, bytes)
-        # one row for all heads: (B, 1, T, bytes) and (B, 1, T, n)
-        return Codes(packed[:, None], scale=h[:, None], zero=z[:, None])
-
-    def decode(self, codes):
-        """Codes -> (B, Hkv, T, d) fp32."""
-        q = unpack(codes.packed[:, 0], self.bits, self.channels).float()  # (B, T, C)
-        h, z = codes.scale[:, 0], codes.zero[:, 0]  # (B, T, n) both
-        rows = self.dequantize(q, h, z)  # (B, T, C)
-        # channels back to their own places
-        x = torch.empty_like(rows)
-        x[..., self.order] = rows
-        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)  # (B, Hkv, T, d)
-
-    # The steps
-
-    def rows(self, x):
-        """x (B, Hkv, T, d) -> (B, T, C) fp32, channels in the order of their groups."""
-        if self.order is None:
-            if self.passes:
-                raise UserError("skvq has no groups yet; "
-                                "run calibrate(model, method, windows) first")
-            self.regroup(self.neighbours(x.device))
-        x = x.float().transpose(1, 2).flatten(2)  # (B, T, C)
-        return x[..., self.order]
-
-    def ranges(self, rows):
-        """rows (B, T, C) -> the smallest and the largest number of each group, (B, T, n) both."""
-        B, T, _ = rows.shape
-        n = len(self.alpha)
-        # each channel's number goes to its group, which keeps the smallest, or the largest
-        group = self.group.long().expand_as(rows)  # (B, T, C)
-        lo = rows.new_full((B, T, n), float("inf")).scatter_reduce(-1, group, rows, "amin")
-        hi = rows.new_full((B, T, n), float("-inf")).scatter_reduce(-1, group, rows, "amax")
-        return lo, hi
-
-    def grid(self, lo, hi, alpha, centre):
-        """Ranges (B, T, n) -> clipped, as h and z (B, T, n) are stored. alpha and centre (n)."""
-        # shrink the range towards its middle (centre = 1) or towards 0
-        middle = centre * (lo + hi) / 2  # (B, T, n)
-        lo = alpha * lo + (1 - alpha) * middle
-        hi = alpha * hi + (1 - alpha) * middle
-        # the step, and the zero point
-        h = ((hi - lo) / self.max_code).clamp(self.floor, self.largest)
-        z = lo.clamp(-self.largest, self.largest)
-        return h.to(self.dtype), z.to(self.dtype)
-
-    def quantize(self, rows, h, z):
-        """rows (B, T, C), h and z (B, T, n) -> codes (B, T, C) before packing."""
-        # each channel takes h and z of its group
-        h = h.float().index_select(-1, self.group)  # (B, T, C)
-        z = z.float().index_select(-1, self.group)  # (B, T, C)
-        return torch.round((rows - z) / h).clamp(0, self.max_code)
-
-    def dequantize(self, q, h, z):
-        """Codes q (B, T, C), h and z (B, T, n) -> rows (B, T, C)."""
-        h = h.float().index_select(-1, self.group)  # (B, T, C)
-        z = z.float().index_select(-1, self.group)  # (B, T, C)
-        return q * h + z
-
-
-def clipped_groups(bits, *settings):
-    """The codec of one layer's K or V."""
-    return Exact() if bits == 16 else ClippedGroups(bits, *settings)
-
-
-class SKVQ(Method):
+class SKVQ(CodecMethod):
     compare = {"kivi": {}}
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=None, preserve=5, recent=128,
-                 block=16, reorder="on", clip="both", metadata="fp8", rope="pre"):
+                 block=16, reorder="on", clip="both", alpha=None, metadata="fp8",
+                 metadata_order="rounded-first", rope="pre"):
         at_least(0, preserve=preserve, recent=recent)
-        at_least(1, block=block, group_size=group_size)
-        one_of(("on", "off"), reorder=reorder)
-        one_of(CLIPS, clip=clip)
-        one_of(METADATA, metadata=metadata)
-        one_of(("pre", "post"), rope=rope)
-        self.k_bits, self.v_bits, self.rope = k_bits, v_bits, rope
-        self.preserve, self.recent, self.block = preserve, recent, block
-
-        heads, width = config.num_key_value_heads, config.head_dim
-        group_size = group_size or min(64, width)
-        if heads * width % group_size:
-            raise UserError(f"group size {group_size} does not divide the {heads * width} channels "
-                            "of a token")
-        settings = heads, width, group_size, metadata, reorder == "on", CLIPS[clip]
-        self.codecs = []
-        for _ in range(config.num_hidden_layers):
-            k = clipped_groups(k_bits, *settings)
-            v = clipped_groups(v_bits, *settings)
-            self.codecs.append(Pair(k, v))
+        super().__init__(config, k_bits, v_bits, "skvq", group_size, rope, block, reorder=reorder,
+                         clip=clip, alpha=alpha, metadata=metadata, metadata_order=metadata_order)
+        self.preserve, self.recent = preserve, recent
 
     def keep_keys(self, layer_cache, n):
         return first_tokens(layer_cache, self.preserve)  # (B, 1, preserve)

@@ -1,0 +1,126 @@
+"""Chats with a response mask: the mask is the answers, as the tokenizer says again; and a loss of answers alone."""
+import json
+
+import pytest
+import torch
+from test_cli import refused, run
+from test_intact import IDS, block_outputs, double, own_rows
+
+import train_intact
+from tinykv import UserError, hf
+from tinykv.cli import EMBEDDED
+from tinykv.data.chats import SYSTEM, load_chats
+from tinykv.methods.intactkv import block_loss
+
+CHATS = [
+    [("Where does Ada live?", "Ada lives in the red house."), ("Why?", "She likes it.")],
+    [("Tell me a story.", "Once upon a time there was a fox who lived by the sea. The fox was happy and old.")],
+    [("Hi", "Yes.")],
+]
+
+
+def write(path, chats, key="conversations"):
+    lines = []
+    for chat in chats:
+        turns = [{"from": who, "value": text} for pair in chat for who, text in zip(("human", "gpt"), pair)]
+        lines.append(json.dumps({"id": 3, key: turns} if key else turns))
+    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return hf.load(EMBEDDED)[1]
+
+
+def runs(ids, mask):
+    """[(True or False, ids)]: neighbours of one mask together."""
+    found = []
+    for i, m in zip(ids, mask):
+        if not found or found[-1][0] != m:
+            found.append((m, []))
+        found[-1][1].append(i)
+    return found
+
+
+@pytest.mark.parametrize("key", ["conversations", None])
+@pytest.mark.parametrize("system", ["", SYSTEM])
+def test_the_mask_is_the_answers(tmp_path, tokenizer, key, system):
+    """The tokens under it decode to the answers, each with the end of its turn, and all others to Vicuna's template."""
+    chats = load_chats(write(tmp_path / "c.jsonl", CHATS, key), tokenizer, 3, 10 ** 6, system)
+    for chat, ids, mask in zip(CHATS, chats.tokens.tolist(), chats.response.tolist()):
+        end = max(i for i, m in enumerate(mask) if m) + 1  # what comes after the last answer is filled up
+        parts = runs(ids[:end], mask[:end])
+        assert [m for m, _ in parts] == [False, True] * len(chat)
+        for i, (question, answer) in enumerate(chat):
+            asked, answered = parts[2 * i][1], parts[2 * i + 1][1]
+            assert answered[-1] == tokenizer.eos_id and tokenizer.eos_id not in asked
+            before = f"{system} " if system and not i else ""
+            assert tokenizer.decode(asked).strip() == f"{before}USER: {question} ASSISTANT:"
+            assert tokenizer.decode(answered[:-1]).strip() == answer
+        assert not any(ids[end:])
+
+
+def test_chats_are_cut_and_those_without_an_answer_left_out(tmp_path, tokenizer):
+    path = write(tmp_path / "c.jsonl", CHATS)
+    whole = load_chats(path, tokenizer, 3, 10 ** 6)
+    begins = [mask.index(True) for mask in whole.response.tolist()]  # the first token of an answer
+    longest = min(begins) + 1
+    cut = load_chats(path, tokenizer, 1, longest)
+    first = begins.index(min(begins))
+    assert torch.equal(cut.tokens[0], whole.tokens[first, :longest]) and cut.response[0].sum() == 1
+    with pytest.raises(UserError, match="has 0 chats in which the first"):
+        load_chats(path, tokenizer, 1, min(begins))
+
+
+@pytest.mark.parametrize("line", ["no json", "3", "[]", '{"text": "x"}', '[{"from": "gpt", "value": "x"}]',
+                                  '[{"from": "human", "value": "x"}]', '[{"from": "cat", "value": "x"}]',
+                                  '[{"from": "human", "value": 1}, {"from": "gpt", "value": "x"}]'])
+def test_what_is_no_chat_is_named_with_its_line(tmp_path, tokenizer, line):
+    path = tmp_path / "c.jsonl"
+    path.write_text(f"\n{line}\n")
+    with pytest.raises(UserError, match="line 2 is no chat"):
+        load_chats(str(path), tokenizer, 1, 100)
+
+
+@pytest.mark.parametrize("sharing, n", [(1, 1), (2, 4)])
+def test_the_loss_of_what_counts(sharing, n):
+    """Eq. 2 of each text over its own tokens that count, then the mean over texts: by hand, from whole forwards."""
+    model, coded, tokens = double(sharing, n)
+    counts = torch.rand(3, 17 - n, generator=torch.Generator().manual_seed(0)) < 0.4
+    counts[:, 2] = True
+    rows = own_rows(model, IDS[:n]), own_rows(coded, IDS[:n])
+    found = block_loss(model, coded, tokens[:, n:], *rows, counts).item()
+    expected = 0.0
+    for a, b in zip(block_outputs(model, tokens, n), block_outputs(coded, tokens, n)):
+        for i in range(3):
+            errors = [((a[i, t] - b[i, t]) ** 2).mean().item() for t in range(17 - n) if counts[i, t]]
+            expected += sum(errors) / len(errors) / 3
+    assert found == pytest.approx(expected / 2, rel=1e-5)
+
+
+def test_what_follows_a_chat_does_not_count(tmp_path, tokenizer):
+    """A chat that is filled up has the loss that it has alone."""
+    model, coded, _ = double(2, 1)
+    tokens = torch.tensor([[4, 9, 2, 7, 0, 0, 0], [5, 5, 1, 3, 8, 6, 2]])
+    counts = torch.tensor([[0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 1, 1]]).bool()
+    rows = own_rows(model, IDS[:1]), own_rows(coded, IDS[:1])
+    both = block_loss(model, coded, tokens, *rows, counts).item()
+    one = block_loss(model, coded, tokens[:1, :4], *rows, counts[:1, :4]).item()
+    other = block_loss(model, coded, tokens[1:], *rows, counts[1:]).item()
+    assert both == pytest.approx((one + other) / 2, rel=1e-5)
+
+
+def test_train_intact_on_chats(tmp_path, capsys, monkeypatch):
+    path = write(tmp_path / "c.jsonl", CHATS * 2)
+    words = ["--out", tmp_path / "p.safetensors", "--chats", path, "--samples", "4", "--windows", "2",
+             "--tokens", "120", "--updates", "2", "--accumulate", "2", "--context", "64"]
+    status, out, err = run(train_intact, capsys, monkeypatch, *words)
+    assert status == 0 and err == "" and "trained" in out and (tmp_path / "p.safetensors").exists()
+
+    def command(*more):
+        return run(train_intact, capsys, monkeypatch, *words, *more)
+
+    assert "7 are needed" in refused(command, "--samples", "5")
+    assert "cannot be read" in refused(command, "--chats", tmp_path / "none")
+    assert "hold some of an answer" in refused(command, "--tokens", "4")

@@ -1,0 +1,98 @@
+"""Chats -> token rows with a response mask, in Vicuna's template.
+
+A file of chats has one chat a line, as JSON: a list of turns, or ShareGPT's {"conversations": [...]}.
+A turn is {"from": "human" or "gpt", "value": text}. Each question, with its answer after it, becomes
+
+    USER: question ASSISTANT: answer</s>
+
+and the tokens of the answers, `</s>` among them, are the response: the mask is True there. What comes
+before the first question, BOS and a system prompt, is the prefix's affair.
+"""
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tinykv import UserError
+from tinykv.storage import check_regular, first_line
+
+# Vicuna's, for chats without a prefix that holds one
+SYSTEM = ("A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+          "helpful, detailed, and polite answers to the user's questions.")
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+
+
+@dataclass
+class Chats:
+    """tokens (N, T): shorter chats are filled up. response (N, T): True at answers."""
+    tokens: torch.Tensor
+    response: torch.Tensor
+
+
+def load_chats(path, tokenizer, n, longest, system=""):
+    """The first n chats of a file of which `longest` tokens hold some of an answer -> Chats.
+
+    system: text before the first question. UserError for another kind of file, or too few chats.
+    """
+    rows, masks, number = [], [], 0
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip() or len(rows) == n:
+            continue
+        tokens, response = encode_chat(turns_of(line, path, number), tokenizer, system)
+        if any(response[:longest]):
+            rows.append(tokens[:longest])
+            masks.append(response[:longest])
+    if len(rows) < n:
+        raise UserError(f"{path} has {len(rows)} chats in which the first {longest} tokens hold some of an "
+                        f"answer, and {n} are needed; ask for fewer, or for more tokens of each")
+    # shorter ones are filled up on the right, which no token before sees
+    T = max(len(row) for row in rows)
+    tokens = torch.zeros(n, T, dtype=torch.int64)
+    response = torch.zeros(n, T, dtype=torch.bool)
+    for i, (row, mask) in enumerate(zip(rows, masks)):
+        tokens[i, :len(row)] = torch.tensor(row)
+        response[i, :len(mask)] = torch.tensor(mask)
+    return Chats(tokens, response)
+
+
+def read_lines(path):
+    check_regular(path)
+    try:
+        return Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+        raise UserError(f"the chats {path} cannot be read ({first_line(error)}); give a UTF-8 file of "
+                        "JSON lines") from None
+
+
+def turns_of(line, path, number):
+    """A line of the file -> [(question, answer)]."""
+    try:
+        chat = json.loads(line)
+        turns = chat["conversations"] if isinstance(chat, dict) else chat
+        turns = [(ROLES[turn["from"]], turn["value"]) for turn in turns]
+        roles = [role for role, _ in turns]
+        texts = [text for _, text in turns]
+        fits = roles == ["user", "assistant"] * (len(roles) // 2) and all(isinstance(x, str) for x in texts)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        fits = False
+    if not fits or not turns:
+        raise UserError(f'{path}, line {number} is no chat; a chat is a list of turns {{"from": "human" or '
+                        '"gpt", "value": text}, a question and an answer in turn')
+    return list(zip(texts[::2], texts[1::2]))
+
+
+def encode_chat(rounds, tokenizer, system=""):
+    """[(question, answer)] -> its ids, and whether each is of a response: two lists."""
+    ids, response = [], []
+    for i, (question, answer) in enumerate(rounds):
+        before = f"{system} " if system and i == 0 else ""
+        prompt = f"{before}USER: {question} ASSISTANT:"
+        pieces, offsets = tokenizer.encode_with_offsets(f"{prompt} {answer}")
+        ids += pieces
+        # a token is of the response if it holds a character after the prompt
+        response += [end > len(prompt) for _, end in offsets]
+        if tokenizer.eos_id is not None:
+            ids.append(tokenizer.eos_id)
+            response.append(True)
+    return ids, response
