@@ -280,3 +280,33 @@ def test_few_effective_vectors_are_warned_of():
 def test_codebooks_with_weights_ask_for_more_text(sensitivity, n):
     for cls in (CQ, AnTKV):
         assert cls(tiny().config, "d2m8", sensitivity=sensitivity).calibration_windows == n
+    assert CQ(LlamaConfig(V, 128, 48, L, 4, 2, 32, 256), "d32m4096").calibration_windows == 16  # k-means stays quick
+
+
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 99))
+def test_points_are_drawn_by_their_weights(N, n, seed):
+    """Each as often as its weight says, to within one, in order; and the weights have the same sum."""
+    rng = torch.Generator().manual_seed(seed)
+    weights = torch.rand(2, N, generator=rng).square() * (torch.rand(2, N, generator=rng) < 0.7)
+    weights[:, N // 2] += 0.1
+    points, new = codebook.drawn(torch.arange(N).expand(2, N)[..., None].float(), weights, n)
+    for row, w, v in zip(points[..., 0].tolist(), weights.tolist(), new.tolist()):
+        assert row == sorted(row) and len(row) == n and sum(v) == pytest.approx(sum(w), rel=1e-4)
+        for i in range(N):
+            assert abs(row.count(i) - n * w[i] / sum(w)) < 1.001
+            assert w[i] or i not in row
+
+
+def test_drawn_vectors_serve_as_well_as_all():
+    """Of 64 windows, codebooks of 4 draws a centroid and more lose little more than those of all vectors."""
+    text = windows(64, 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codebook, "DRAWN", 10 ** 6)
+        every = calibrated("token", text=text)
+    patched = calibrated("token", text=text)
+    for pair, other in zip(patched.codecs, every.codecs):
+        assert not torch.equal(pair.k.centroids, other.k.centroids)
+        for codec, of_all in zip(pair, other):
+            x = torch.randn(1, HKV, 500, d, generator=torch.Generator().manual_seed(0)) * 0.5
+            losses = [(c.decode(c.encode(x)) - x).square().mean().item() for c in (codec, of_all)]
+            assert losses[0] < 1.15 * losses[1]

@@ -17,7 +17,7 @@ The largest thousandth of the weights is clamped to the next largest, or the gra
 would decide the codebooks alone. Gradients are uneven all the same: N weighted sub-vectors fix the
 centroids no better than (sum w)^2 / sum w^2 of equal weight would (Kish's effective sample size),
 and that is a few in a hundred of N or fewer. So weighted codebooks are calibrated on more text
-(`WINDOWS`), and `describe_codebooks` prints the effective number, with a warning where it is below
+(`windows_of`), and `describe_codebooks` prints the effective number, with a warning where it is below
 FEWEST for each centroid.
 
 `sharing` says which sub-vectors share a codebook: "head", those of one place in one KV head (of K
@@ -37,9 +37,8 @@ from tinykv.kmeans import kmeans, nearest
 FORMATS = {4: "d2m256", 2: "d4m256", 1: "d8m256", 0.75: "d16m4096", 0.375: "d32m4096"}
 SENSITIVITIES = ("none", "fisher", "token")
 SAMPLES = 2 ** 16  # tokens held while calibrating, at most, in the CPU's memory
+DRAWN = 64  # sub-vectors of a centroid that k-means sees, at most, at each place
 FEWEST = 4  # effective sub-vectors of a centroid; fewer are warned of
-#          calibration windows by sensitivity, unless the user says otherwise
-WINDOWS = {"none": 16, "fisher": 64, "token": 64}
 
 
 class Codebook(Codec):
@@ -92,17 +91,21 @@ class Codebook(Codec):
         rows = torch.cat(self.rows, dim=1).to(self.device)  # (Hkv, N, d)
         points = self.vectors(rows[None])  # (places, N, n)
         weights = torch.cat(self.weights, dim=1).to(self.device)  # (places, N)
-        if self.sharing == "layer":
-            points = points.flatten(0, 1)[None]  # (1, places * N, n)
-            weights = weights.flatten()[None]  # (1, places * N)
-        self.samples = int((weights > 0).sum(1).min())
+        of_book = weights if self.sharing == "head" else weights.flatten()[None]  # (places or 1, ..)
+        self.samples = int((of_book > 0).sum(1).min())
         if self.samples < self.m:
             raise UserError(f"{self.name}: {self.m} centroids cannot be learned from "
                             f"{self.samples} vectors; use more or longer calibration windows, or "
                             "fewer centroids")
         # Kish's effective sample size of each codebook
-        total, squares = weights.double().sum(1), weights.double().square().sum(1)  # (places or 1)
+        total, squares = of_book.double().sum(1), of_book.double().square().sum(1)  # (places or 1)
         self.effective = (total.square() / squares).min().item()
+        # more of them than k-means needs are drawn from by their weights
+        if points.shape[1] > DRAWN * self.m:
+            points, weights = drawn(points, weights, DRAWN * self.m)
+        if self.sharing == "layer":
+            points = points.flatten(0, 1)[None]  # (1, places * N, n)
+            weights = weights.flatten()[None]  # (1, places * N)
         # find the centroids
         centroids = kmeans(points, self.m, weights, tolerance=1e-3)  # (places or 1, m, n)
         self.centroids = centroids.to(rows.dtype)
@@ -162,6 +165,21 @@ class Codebook(Codec):
         return x.transpose(0, 1).contiguous()  # (places, B * T, n)
 
 
+def drawn(points, weights, n):
+    """n of N points, drawn in proportion to their weights: points (P, n, ..), weights (P, n).
+
+    points (P, N, ..), weights (P, N). The draws are evenly spaced along the sum of the weights, so a
+    point comes as often as its weight says, to within one. Each draw has the same weight, and their
+    sum is that of all weights.
+    """
+    sums = weights.double().cumsum(1)  # (P, N)
+    total = sums[:, -1:]  # (P, 1)
+    at = total * (torch.arange(n, device=sums.device) + 0.5) / n  # (P, n)
+    index = torch.searchsorted(sums, at).clamp(max=sums.shape[1] - 1)  # (P, n)
+    points = points.gather(1, index[..., None].expand(-1, -1, points.shape[-1]))  # (P, n, ..)
+    return points, (total / n).float().expand(-1, n)
+
+
 # What CQ and AnTKV share
 
 def make_codebooks(config, vq=None, bits=None, sensitivity="fisher", sharing="head"):
@@ -198,6 +216,13 @@ def parse_format(name, width):
         raise UserError(f"{name}: the number of centroids must be a power of two from 2 to 4096; "
                         f"got {m}")
     return n, m
+
+
+def windows_of(pairs):
+    """The calibration windows that codebooks should see, unless the user says otherwise: four times
+    as many as usual for weights, but where 4,096 centroids would take minutes."""
+    codec = pairs[0].k
+    return 64 if codec.sensitivity != "none" and codec.m <= 1024 else 16
 
 
 def describe_codebooks(pairs):

@@ -52,7 +52,7 @@ import torch
 
 from tinykv import UserError, at_least, one_of
 from tinykv.codecs import BLOCK
-from tinykv.codecs.codebook import WINDOWS, describe_codebooks, make_codebooks
+from tinykv.codecs.codebook import describe_codebooks, make_codebooks, windows_of
 from tinykv.methods.base import CHOOSE, Method, best_tokens
 
 ANCHORS_BY = ("attention", "error", "first", "random")  # what a token is kept for
@@ -146,7 +146,7 @@ class AnTKV(Method):
         self.recent, self.block, self.choose, self.rope = recent, block, choose, rope
         self.anchors_by, self.anchors_of = anchors_by, anchors_of
         self.window = config.sliding_window
-        self.calibration_windows = WINDOWS[sensitivity]
+        self.calibration_windows = windows_of(self.codecs)
 
         # anchors: a count, or a share of the text
         self.count = self.share = None

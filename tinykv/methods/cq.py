@@ -16,7 +16,7 @@ codebooks, which `offline_bytes` counts.
 """
 from tinykv import at_least, one_of
 from tinykv.codecs import BLOCK
-from tinykv.codecs.codebook import WINDOWS, describe_codebooks, make_codebooks
+from tinykv.codecs.codebook import describe_codebooks, make_codebooks, windows_of
 from tinykv.methods.base import Method
 
 
@@ -33,7 +33,7 @@ class CQ(Method):
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k
         self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
-        self.recent, self.calibration_windows = recent, WINDOWS[sensitivity]
+        self.recent, self.calibration_windows = recent, windows_of(self.codecs)
 
     def describe(self):
         return describe_codebooks(self.codecs)
