@@ -9,6 +9,7 @@ import math
 import statistics
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from test_anchors import norm, weights
 
 from tinykv import UserError
-from tinykv.analysis import anchors, prefixes, quantization, sinks
+from tinykv.analysis import anchors, maps, prefixes, quantization, sinks
 from tinykv.analysis.walk import walk
 from tinykv.cache import KVCache
 from tinykv.methods import antkv
@@ -604,3 +605,62 @@ def test_prefixes_stop_short_of_each_sink_and_past_it():
     assert [(row["kept"], row["n"]) for row in rows] == [
         ("nothing", 0), ("sink 1 too", 1), ("up to sink 2", 6), ("sink 2 too", 7)]  # means; both windows have two
     assert example["sinks"] == [0, 5] and [row["n"] for row in example["rows"]] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_prefix_of_any_length_over_many_texts():
+    """A row for each number of exact tokens from 0 to the prefix's, the mean of what each text has alone."""
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(41, 32, 48, 2, 4, 2, 16, 64)).requires_grad_(False)
+    coded = quantize(model, RTN(3))
+    windows, marks = torch.randint(0, 41, (3, 20)), torch.zeros(3, 20, dtype=torch.bool)
+    windows[:, :4], marks[0, [0, 2, 9]] = torch.tensor([1, 5, 9, 2]), True
+    rows, example = prefixes.prefix_lengths(model, coded, windows, marks, 4)
+    assert [row["n"] for row in rows] == [0, 1, 2, 3, 4] and example == {"rows": rows, "sinks": [0, 2]}
+    for n in (0, 3):
+        alone = [prefixes.errors_by_length(model, coded, window, [n], 4)[0]["last"] for window in windows]
+        assert rows[n]["last"] == pytest.approx(statistics.mean(alone))
+
+
+# ---- maps
+
+def test_maps_of_a_layer(case):
+    """Each map is what passes through the block, and its rows those of the table, by PyTorch's own hooks."""
+    model, windows, _, _ = case
+    rows, example = maps.maps(model, windows, shown=1)
+    T = windows.shape[1]
+    block = model.model["layers"][1]
+    with torch.no_grad(), Seen([block]) as seen, Seen([block.self_attn.o_proj]) as o, Seen(
+            [block.self_attn.k_proj]) as k:
+        model(windows[0][None], None, logits=False)
+    hidden, keys = seen.outputs[0][0], k.outputs[0][0]  # (T, D), (T, Hkv * d)
+    assert torch.allclose(example["H, after the block"], hidden.abs(), atol=1e-5)
+    assert torch.allclose(example["attention output"], o.inputs[0][0].abs(), atol=1e-5)
+    assert torch.allclose(example["keys before RoPE"], keys.abs(), atol=1e-5)
+    # a rotation keeps the length of each pair of channels
+    length = example["keys after RoPE"].square().sum(1)
+    assert torch.allclose(length, keys.square().sum(1), rtol=1e-4)
+    assert example["layer"] == 1 and example["tokens"] == T
+    assert torch.allclose(example["attention"].sum(1), torch.ones(min(64, T)), atol=1e-5)
+    number = max(hidden.flatten().tolist(), key=abs)
+    assert rows[1]["largest"] == pytest.approx(number, rel=1e-5)
+    assert hidden[rows[1]["token"], rows[1]["channel"]].item() == pytest.approx(number, rel=1e-5)
+
+
+def test_the_share_within_channels_in_numpy():
+    x = torch.randn(2, 30, 6, generator=torch.Generator().manual_seed(0)) + torch.arange(6) * 3
+    plain = [np.mean([np.var(head[:, c]) for c in range(6)]) / np.var(head) for head in x.double().numpy()]
+    assert maps.share_within(x) == pytest.approx(statistics.mean(plain), rel=1e-6)
+
+
+def test_a_map_of_a_long_text_holds_the_largest_of_neighbours():
+    x = torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
+    cells = maps.pooled(x)
+    assert cells.shape == (128, 3) and torch.equal(cells.amax(0), x.amax(0))
+    rows = x.tolist()
+    of_cell = [[rows[t] for t in range(300) if t * 128 // 300 == i] for i in range(128)]
+    assert cells.tolist() == [[max(column) for column in zip(*of)] for of in of_cell]
+
+
+def test_channels_with_outliers():
+    at_sinks, at_others = torch.tensor([5.0, 100.0, 11.0, 30.0, 9.9]), torch.tensor([1.0, 2.0, 6.0, 15.0, 0.1])
+    assert sinks.outlier_channels(at_sinks, at_others) == [1, 3]

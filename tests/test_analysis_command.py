@@ -275,3 +275,53 @@ def test_where_kept_tokens_were_varied_they_are_the_x_axis():
     lines, _ = drawn([*rows, share, row("rtn bits=2", 3.0)])
     assert {name: [x for x, _ in points] for name, points in lines.items()} == {
         "pfn bits=2": [1, 5], "pfn bits=3": [1, 5], "rtn bits=2": [0]}
+
+
+# ---- a whole text, a layer, a prefix
+
+def test_a_text_is_looked_at_whole(monkeypatch, tmp_path, capsys):
+    """All of its tokens, after <s>, in one window: nothing is put aside, and no window of --data is read."""
+    path = tmp_path / "text.txt"
+    path.write_text("Ada lives in the red house. " * 6)
+    _, tokenizer = hf.load(EMBEDDED)
+    n = 1 + len(tokenizer.encode(path.read_text()))
+    run(monkeypatch, "maps", "norms", "--text", str(path), "--layer", "1", "--json", str(tmp_path / "out.json"),
+        "--out", str(tmp_path))
+    out, numbers = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    assert f"text {path}: {n} tokens" in out and len(numbers["sinks at"]) == 1 and numbers["context"] == n
+    assert all(0 <= row["token"] < n for row in numbers["maps"])
+    assert (tmp_path / "maps.png").read_bytes().startswith(PNG)
+    run(monkeypatch, "maps", "--text", str(path), "--bos", "none")
+    assert f"text {path}: {n - 1} tokens" in capsys.readouterr().out
+
+
+def test_a_prefix_is_exact_from_none_to_all_of_its_tokens(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Ada lives here.")
+    _, tokenizer = hf.load(EMBEDDED)
+    n = 1 + len(tokenizer.encode("Ada lives here."))
+    run(monkeypatch, "prefix", "--prefix", str(path), *SMALL, "--json", str(tmp_path / "out.json"))
+    rows = json.loads((tmp_path / "out.json").read_text())["prefix"]
+    assert [row["n"] for row in rows] == list(range(n + 1)) and rows[-1]["last"] < rows[0]["last"]
+    assert len(capsys.readouterr().out.split("\n\n")[1].splitlines()) == n + 2
+
+
+def test_the_layer_of_a_figure(tmp_path):
+    model, tokenizer = hf.load(EMBEDDED)
+    windows = load_windows("tales", tokenizer, 128, 1).tokens
+    _, marks = sinks.find_sinks(model, windows)
+    for shown, layer in ((None, 3), (1, 1)):
+        _, example = sinks.norms(model, windows, marks, shown=shown)
+        assert example["layer"] == layer
+        figure = figures.norms(sinks.norms(model, windows, marks)[0], example)
+        assert figure.axes[0].get_title() == f"layer {layer}"
+
+
+@pytest.mark.parametrize("words, named", [
+    (["norms", "--layer", "6"], "layers 0 to 5"), (["norms", "--prefix", "bos"], "--prefix is a setting of prefix"),
+    (["norms", "--text", "no/file"], "no such file"), (["prefix", "--prefix", "bos", "--text", "README.md"], "--text")])
+def test_what_does_not_go_together_is_refused(monkeypatch, capsys, words, named):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *words, *SMALL)
+    err = capsys.readouterr().err
+    assert named in err and err.count("\n") == 1

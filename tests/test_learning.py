@@ -677,8 +677,11 @@ def f8(x):
     return np.round(x / step) * step
 
 
-def clipped_error(rows, alpha, centre, levels, metadata):
-    """rows (N, channels of a group) -> the sum of squares that this clip leaves. In double but for what is stored."""
+def clipped_error(rows, alpha, centre, levels, metadata, weights=1.0):
+    """rows (N, channels of a group) -> the sum of squares that this clip leaves. In double but for what is stored.
+
+    weights (N): of the rows.
+    """
     lo, hi = rows.min(1, keepdims=True), rows.max(1, keepdims=True)
     towards = centre * (lo + hi) / 2
     lo, hi = alpha * lo + (1 - alpha) * towards, alpha * hi + (1 - alpha) * towards
@@ -686,28 +689,36 @@ def clipped_error(rows, alpha, centre, levels, metadata):
     s, z = (f8(np.clip(s, 2 ** -9, 448)), f8(np.clip(lo, -448, 448))) if metadata == "fp8" else \
         (np.float16(np.clip(s, 1e-5, 65504)).astype(float), np.float16(lo).astype(float))
     read = np.clip(np.round((rows - z) / s), 0, levels) * s + z
-    return ((rows - read) ** 2).sum()
+    return (((rows - read) ** 2).sum(1) * weights).sum()
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("metadata", ["fp8", "fp16"])
 @pytest.mark.parametrize("clip, centres", [("both", (0, 1)), ("endpoint", (0,)), ("centre", (1,))])
 @pytest.mark.parametrize("reorder", ["on", "off"])
-def test_clips_are_the_best_of_the_grid(reorder, clip, centres, metadata):
-    """By brute force over the calibration rows beside the first tokens, which would have had a say of their own."""
+@pytest.mark.parametrize("sensitivity", ["token", "none"])
+def test_clips_are_the_best_of_the_grid(sensitivity, reorder, clip, centres, metadata):
+    """By brute force over the calibration rows beside the first tokens, which would have had a say of their own.
+
+    A row weighs as much as the norm of its true gradient.
+    """
     c = torch.arange(h)  # every other group has half its channels at 0, which a shift would cost
     rows = random_rows(shape=lambda layer, kind, x: torch.where(c % 16 < 8, (c % 8 > 3) * (3 + 0.5 * x), x + 4))
     model = Planted(changed(rows, [[0, 1, 2]] * 2))
-    method = SKVQ(CONFIG, 2, 1.5, group_size=8, preserve=3, reorder=reorder, clip=clip, metadata=metadata)
+    method = SKVQ(CONFIG, 2, 1.5, group_size=8, preserve=3, reorder=reorder, clip=clip, metadata=metadata,
+                  sensitivity=sensitivity)
     calibrate(model, method, model.windows())
+    gradients = model.gradients()
     seen, clear = set(), 0
     for layer in range(L):
         for kind, codec in kinds(method.codecs[layer]):
             x = model.numbers(layer, kind)[:, 3:].reshape(-1, h)
+            w = np.linalg.norm(np.array(gradients[layer, kind])[:, 3:].reshape(-1, h), axis=1)
+            w = w if sensitivity == "token" else np.ones(len(x))
             for i, (alpha, centre) in enumerate(zip(codec.alpha.tolist(), codec.centre.tolist())):
                 rows = x[:, [c for c, g in zip(codec.order.tolist(), codec.group.tolist()) if g == i]]
                 losses = {(float(np.float16(a / 100)), c):
-                          clipped_error(rows, float(np.float16(a / 100)), c, 3 if kind == "k" else 2, metadata)
+                          clipped_error(rows, float(np.float16(a / 100)), c, 3 if kind == "k" else 2, metadata, w)
                           for a in range(60 if kind == "k" else 20, 101, 2) for c in centres}
                 best = sorted(losses, key=losses.get)
                 assert (alpha, centre) in losses
@@ -728,7 +739,7 @@ def test_losses_leave_out_what_is_kept_in_each_head():
     error, expected = error.sum(1).flatten().tolist(), [0] * 4
     for c, g in zip(codec.order.tolist(), codec.group.tolist()):
         expected[g] += error[c]
-    assert codec.losses(x, kept, [(1.0, 0.0)])[0].tolist() == pytest.approx(expected, rel=1e-4)
+    assert codec.losses(x, kept, [(1.0, 0.0)], torch.ones(20))[0].tolist() == pytest.approx(expected, rel=1e-4)
 
 
 def test_clip_none_leaves_ranges_whole():
@@ -797,7 +808,7 @@ def clipped_read(rows, alpha, levels):
 
 def test_a_given_alpha_may_choose_its_kind_of_clip():
     model = Planted(random_rows(shape=clustered))
-    method = SKVQ(CONFIG, group_size=8, alpha=0.7)
+    method = SKVQ(CONFIG, group_size=8, alpha=0.7, sensitivity="none")
     calibrate(model, method, model.windows())
     for layer in range(L):
         for kind, codec in kinds(method.codecs[layer]):

@@ -83,7 +83,7 @@ SETTINGS = {
     "metadata_order": (str, "NAME", "skvq: rounded-first, or codes-first as in the released code"),
     "outliers": (float, "P", "kvquant: per cent of the numbers that are stored apart"),
     "sensitivity": (str, "NAME", "weights of the fit. kvquant: fisher-range, fisher, none; "
-                                 "cq, antkv: token, fisher, none"),
+                                 "cq, antkv: token, fisher, none; skvq: token, none"),
     "vq": (str, "dNmM", "cq, antkv: N channels share one of M centroids"),
     "sharing": (str, "head|layer", "cq, antkv: codebooks for each head and place, or for a layer's "
                                    "K and V"),

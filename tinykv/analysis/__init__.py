@@ -5,5 +5,6 @@
     quantization.py   how attention sinks and quantization error affect each other (KVSink)
     prefixes.py       what an exact prefix leaves of the error of quantized weights (IntactKV)
     anchors.py        anchor scores beside the damage that they stand for (AnTKV)
+    maps.py           one layer whole, token by channel (KVSink, IntactKV, AnTKV)
     figures.py        the figures of these, and that of eval_ppl.py
 """

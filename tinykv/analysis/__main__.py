@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError, did_you_mean, hf, storage
-from tinykv.analysis import anchors, figures, prefixes, quantization, sinks
+from tinykv.analysis import anchors, figures, maps, prefixes, quantization, sinks
 from tinykv.cache import KVCache
 from tinykv.cli import (
     CALIBRATION_WINDOWS,
@@ -32,6 +32,7 @@ from tinykv.cli import (
     add_weights,
     add_windows,
     bar,
+    check_context,
     check_counts,
     check_folder,
     context_of,
@@ -44,9 +45,10 @@ from tinykv.cli import (
 )
 from tinykv.codecs import make_codecs
 from tinykv.codecs.affine import FORMULAS
-from tinykv.data.windows import load_windows
+from tinykv.data.windows import halves, load_windows
 from tinykv.evaluate import fault_of
 from tinykv.methods.fp16 import FP16
+from tinykv.methods.intactkv import open_prefix
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 
@@ -57,6 +59,9 @@ class Text:
     def __init__(self, model, tokenizer, args, calibrates):
         """calibrates: whether calibration windows are needed; if they are not, none is read."""
         self.model, self.tokenizer, self.args = model, tokenizer, args
+        self.prefix = []  # tokens that all windows begin with
+        if args.prefix is not None:
+            self.prefix = open_prefix(args.prefix, tokenizer, model.config).ids
         self.windows = self.load(args.windows, "test")  # (W, T)
         check_finite(model, self.windows)
         self.calibration = None
@@ -66,10 +71,14 @@ class Text:
         self.scores, self.marks = self.find_sinks(self.windows)  # (W, L, H, T), (W, T)
 
     def load(self, n, split):
-        """n windows of a split, (n, T), on the model's device."""
-        windows = load_windows(
-            self.args.data, self.tokenizer, self.args.context, n, split, bos=self.args.bos)
-        return windows.tokens.to(self.model.lm_head.weight.device)
+        """n windows of a split, (n, T), on the model's device; of the test split, --text if given."""
+        if split == "test" and self.args.text is not None:
+            tokens = torch.tensor([self.args.text_ids])  # (1, T)
+        else:
+            prefix = self.prefix if split == "test" else []
+            tokens = load_windows(self.args.data, self.tokenizer, self.args.context, n, split,
+                                  bos=self.args.bos, prefix=prefix).tokens  # (n, T)
+        return tokens.to(self.model.lm_head.weight.device)
 
     def find_sinks(self, windows):
         return sinks.find_sinks(self.model, windows, self.args.threshold, progress("finding sinks"))
@@ -105,7 +114,8 @@ def progress(what):
 # What to look at. Each function returns the rows of a table, and an example for the figure.
 
 def look_at_sinks(model, text, args):
-    return sinks.attention_received(model, text.windows, text.marks, text.scores, args.threshold)
+    return sinks.attention_received(model, text.windows, text.marks, text.scores, args.threshold,
+                                    args.layer)
 
 
 def look_at_outliers(model, text, args):
@@ -113,19 +123,19 @@ def look_at_outliers(model, text, args):
 
 
 def look_at_norms(model, text, args):
-    return sinks.norms(model, text.windows, text.marks, progress("norms"))
+    return sinks.norms(model, text.windows, text.marks, progress("norms"), shown=args.layer)
 
 
 def look_at_cosines(model, text, args):
-    return sinks.cosines(model, text.windows, text.marks, progress("cosine"))
+    return sinks.cosines(model, text.windows, text.marks, progress("cosine"), shown=args.layer)
 
 
 def look_at_bias(model, text, args):
-    return sinks.biases(model, text.windows, text.marks, progress("bias"))
+    return sinks.biases(model, text.windows, text.marks, progress("bias"), shown=args.layer)
 
 
 def look_at_keys(model, text, args):
-    return sinks.sorted_keys(model, text.windows, text.marks, progress("keys"))
+    return sinks.sorted_keys(model, text.windows, text.marks, progress("keys"), shown=args.layer)
 
 
 def look_at_errors(model, text, args):
@@ -142,13 +152,20 @@ def look_at_widths(model, text, args):
 
 def look_at_prefixes(model, text, args):
     quantized = text.with_quantized_weights()
+    if text.prefix:
+        return prefixes.prefix_lengths(model, quantized, text.windows, text.marks, len(text.prefix),
+                                       progress("prefix"), args.layer)
     return prefixes.prefixes(
-        model, quantized, text.windows, text.marks, progress=progress("prefix"))
+        model, quantized, text.windows, text.marks, progress=progress("prefix"), shown=args.layer)
 
 
 def look_at_anchors(model, text, args):
     return anchors.anchor_report(
-        model, text.windows, text.calibration, args.vq, progress("anchors"))
+        model, text.windows, text.calibration, args.vq, progress("anchors"), args.layer)
+
+
+def look_at_maps(model, text, args):
+    return maps.maps(model, text.windows, progress("maps"), args.layer)
 
 
 @dataclass
@@ -174,13 +191,14 @@ PHENOMENA = {
     "outliers": Phenomenon(
         "the outlier's way through the layers: the largest magnitude in the four places of "
         "KVSink Section 3.1, at the sinks and at other tokens (Figure 4); ratio: of H's to its "
-        "median; channel: that of the outlier, and X_d,out and H in it at the sinks",
+        "median; channel: that of the outlier, and X_d,out and H in it at the sinks; outliers in: all "
+        "channels that have some",
         look_at_outliers, figures.outliers,
         {"layer": ("layer", "d"), "d_in": ("X_d,in", ".1f"), "d_in others": ("others", ".1f"),
          "d_out": ("X_d,out", ".1f"), "d_out others": ("others", ".1f"), "mid": ("H'", ".1f"),
          "mid others": ("others", ".1f"), "out": ("H", ".1f"), "out others": ("others", ".1f"),
          "ratio": ("ratio", ".0f"), "channel": ("channel", "d"), "d_out c": ("X_d,out", ".1f"),
-         "out c": ("H", ".1f")},
+         "out c": ("H", ".1f"), "channels": ("outliers in", "")},
         needs_sinks=False),
     "norms": Phenomenon(
         "norms of queries, keys and values: the median over heads and all other tokens, and the "
@@ -247,6 +265,15 @@ PHENOMENA = {
         "does to the attention output, and to the attention weights, which leaves V out (its "
         "Appendix D, Figure 9), by rank correlation and by the damage in the top 1%",
         look_at_anchors, figures.anchors, {}, needs_sinks=False, calibrates=True),
+    "maps": Phenomenon(
+        "one layer whole: H, attention output, keys and values, token by channel, and the attention "
+        "of the first 64 tokens (KVSink Figures 1b and 5f, IntactKV Figure 1); the largest H of each "
+        "layer; and the share of the keys' variance that lies within channels, before RoPE and after "
+        "it (AnTKV Appendix B, Figure 8)",
+        look_at_maps, figures.maps,
+        {"layer": ("layer", "d"), "largest": ("largest H", ".1f"), "token": ("at token", "d"),
+         "channel": ("channel", "d"), "pre": ("K before RoPE", ".2f"), "post": ("K after", ".2f")},
+        needs_sinks=False),
 }
 
 #   flag: the phenomena that take it
@@ -254,6 +281,7 @@ FLAGS = {
     "group_size": ("errors", "widths"),
     "formula": ("errors", "widths"),
     "vq": ("anchors",),
+    "prefix": ("prefix",),
     "weights": ("prefix",),
     "w_bits": ("prefix",),
     "w_group_size": ("prefix",),
@@ -279,6 +307,8 @@ def print_table(name, rows):
 def printed_row(name, row):
     """A row as it is printed: kept tokens in words, errors times 100, as in Table 1."""
     row = dict(row)
+    if name == "outliers":
+        row["channels"] = ",".join(map(str, row["channels"])) or "none"
     if name == "widths":
         row["kept"] = "sinks" if row["kept"] else "nothing"
     if name == "errors":
@@ -338,12 +368,18 @@ def parser():
     add_attention(p)
     add_windows(p, windows=4, longest=LONGEST)
     add_bos(p)
+    p.add_argument("--text", metavar="FILE",
+                   help="look at this text, whole and as it is, in the place of windows of --data")
+    p.add_argument("--layer", metavar="L", type=int,
+                   help="the layer that figures show (default: the middle one)")
     p.add_argument("--threshold", metavar="X", type=float, default=0.3,
                    help="attention received from which a token is a sink of a head")
     p.add_argument("--group-size", metavar="G", type=int, default=16,
                    help="errors, widths: channels, or tokens, of a group (default: 16, the paper's)")
     p.add_argument("--formula", choices=FORMULAS, default="offset",
                    help="errors, widths: the zero point")
+    p.add_argument("--prefix", metavar="bos|FILE",
+                   help="prefix: a text that all windows begin with, of which 0, 1, .. all tokens are exact")
     p.add_argument("--vq", metavar="dNmM", default="d8m256",
                    help="anchors: format of the codebooks")
     add_weights(p, several=False)
@@ -383,9 +419,24 @@ def check(args, names):
         raise UserError(f"--out {args.out} is a file; give a folder")
 
 
+def ids_of(path, tokenizer, bos):
+    """A text file whole, as ids, with `<s>` before it unless bos is "none"."""
+    first, second = halves(path)
+    ids = tokenizer.encode(first + second)
+    if bos == "replace" and tokenizer.bos_id is not None:
+        ids = [tokenizer.bos_id, *ids]
+    if len(ids) < 2:
+        raise UserError(f"{path} has {len(ids)} tokens; give a text of 2 or more")
+    return ids
+
+
 def check_settings(args, names, config):
     """Errors of settings that do not fit the model: before anything is computed."""
     quantizers_of(args, config)
+    if args.layer is not None and not 0 <= args.layer < config.num_hidden_layers:
+        raise UserError(f"--layer {args.layer}: this model has layers 0 to {config.num_hidden_layers - 1}")
+    if args.text is not None and args.prefix is not None:
+        raise UserError("--prefix begins windows of --data, and --text is a whole text; give one of them")
     if "anchors" in names:
         anchors.anchor_method(config, args.context, args.vq)
     if "errors" in names or "widths" in names:
@@ -399,17 +450,26 @@ def run(args):
     device = hf.usable_device(args.device)
     dtype = dtype_of(args.dtype, device)
     config = hf.load_config(args.model)
-    args.context = context_of(args, config, LONGEST)
+    tokenizer = hf.load_tokenizer(args.model, config)
+    if args.text is None:
+        args.context = context_of(args, config, LONGEST)
+    else:
+        args.text_ids = ids_of(args.text, tokenizer, args.bos)
+        args.context, args.windows = len(args.text_ids), 1
+        check_context(args.context, config, "text")
     check_settings(args, names, config)
 
     # 2. the model, the text and its sinks
-    model, tokenizer = hf.load(args.model, device, dtype)
+    model = hf.load_model(args.model, device, dtype)
     model.use_attention(args.attention)
     calibrates = any(PHENOMENA[name].calibrates for name in names)
     text = Text(model, tokenizer, args, calibrates)
     n_parameters = sum(p.numel() for p in model.parameters())
     print(f"model {args.model}: {n_parameters:,} parameters, {dtype}, {device}")
-    print(f"data {args.data}: {args.windows} windows of {args.context} tokens")
+    if args.text is None:
+        print(f"data {args.data}: {args.windows} windows of {args.context} tokens")
+    else:
+        print(f"text {args.text}: {args.context} tokens")
     print_sinks(text, tokenizer)
 
     # 3. a table for each name, and a figure
@@ -417,7 +477,7 @@ def run(args):
     for name in names:
         print()
         phenomenon = PHENOMENA[name]
-        if phenomenon.needs_sinks and not text.marks.any():
+        if phenomenon.needs_sinks and not text.marks.any() and not (name == "prefix" and text.prefix):
             print(f"{name}: no token of this text is a sink of this model; "
                   "a lower --threshold may find some")
             found[name] = None

@@ -9,6 +9,7 @@ T x S matrix is ever whole.
 import torch
 
 from tinykv import UserError
+from tinykv.analysis.sinks import shown_layer
 from tinykv.analysis.walk import walk
 from tinykv.calibrate import calibrate
 from tinykv.methods.antkv import AnTKV, anchor_scores, attention_tiles
@@ -148,14 +149,14 @@ DAMAGES = {
 }
 
 
-def anchor_report(model, windows, calibration, vq, progress=iter):
+def anchor_report(model, windows, calibration, vq, progress=iter, shown=None):
     """How well scores and bounds rank the tokens by damage: rows with, by layer, the `rank
     correlation`, and the share of the `damage in the top 1%` of the tokens; averaged over KV heads
     and windows. The damage of keys is measured twice: at the attention output, and at the attention
     weights, which leaves V out, as the paper's Figure 9 does.
 
     windows, calibration (W, T); vq: the format of the codebooks. The example: `anchor_damage` of
-    the first window.
+    the first window, and the `layer` to show.
     """
     method = anchor_method(model.config, windows.shape[1], vq)
     calibrate(model, method, calibration, progress)
@@ -181,4 +182,4 @@ def anchor_report(model, windows, calibration, vq, progress=iter):
                 "rank correlation": torch.stack(correlations).mean(0).tolist(),
                 "damage in the top 1%": torch.stack(shares).mean(0).tolist(),
             })
-    return rows, tables[0]
+    return rows, {**tables[0], "layer": shown_layer(model, shown)}

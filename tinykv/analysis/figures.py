@@ -5,6 +5,7 @@ Figures are made without pyplot, so the backend of a notebook stays as it is; af
 marker as well as in colour, and all eyes can tell the colours apart.
 """
 from tinykv import storage
+from tinykv.analysis.maps import pooled
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
            "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")
@@ -152,7 +153,7 @@ def sinks(rows, example):
     layer."""
     figure, (left, right) = new_figure(1, 2, 9.2, 3.8)
     scores_by_position(left, example["scores"].tolist())
-    attention_map(right, example["map"], T=len(example["marks"]), layer=len(rows) // 2)
+    attention_map(right, example["map"], T=len(example["marks"]), layer=example["layer"])
     return figure
 
 
@@ -205,9 +206,15 @@ def outliers(rows, example):
     title(middle, "at all other tokens")
 
     lines_by_layer(right, rows, {"d_out c": places["d_out"], "out c": places["out"]})
+    # the other channels with outliers
+    channel = rows[0]["channel"]
+    for i, (c, of_layers) in enumerate(example.items(), 2):
+        if c != channel:
+            right.plot(of_layers, label=f"H, channel {c}", **style(i))
+    legend(right)
     right.axhline(0, color="grey", linewidth=1)
     right.set(ylabel="value, mean over the sinks")
-    title(right, f"channel {rows[0]['channel']} at the sinks")
+    title(right, f"channel {channel} at the sinks")
     return figure
 
 
@@ -220,7 +227,7 @@ def norms(rows, example):
     for panel, kind, name in zip(panels, "qkv", ("queries", "keys", "values")):
         tokens_and_sinks(panel, example[kind], example["marks"], f"norm of {name}, mean over heads")
         panel.set(ylim=(0, None))
-        title(panel, f"layer {len(rows) // 2}")
+        title(panel, f"layer {example['layer']}")
     legend(panels[0])
     lines_by_layer(panels[3], rows, {"q sinks": "queries", "k sinks": "keys", "v sinks": "values"})
     panels[3].axhline(1, color="grey", linewidth=1, linestyle=":")
@@ -247,7 +254,7 @@ def cosine(rows, example):
         right.stairs(density.tolist(), edges, label=label,
                      color=COLOURS[i], linestyle=("-", ":", "--")[i], linewidth=1.6)
     right.set(xlabel="cosine of query and key", ylabel="density", xticks=(-1, -0.5, 0, 0.5, 1))
-    title(right, f"layer {len(rows) // 2}")
+    title(right, f"layer {example['layer']}")
     legend(right)
     return figure
 
@@ -275,7 +282,7 @@ def bias(rows, example):
     image = panels[2].imshow(example["bias"].cpu().numpy(), vmin=-limit, vmax=limit,
                              cmap="PuOr", aspect="auto", interpolation="nearest")
     panels[2].set(xlabel="channel", ylabel="position (tokens)")
-    title(panels[2], f"bias: layer {len(rows) // 2}, head {example['head']}")
+    title(panels[2], f"bias: layer {example['layer']}, head {example['head']}")
     figure.colorbar(image, ax=panels[2], label="bias")
     return figure
 
@@ -291,7 +298,7 @@ def keys(rows, example):
     left.set(ylabel="sum of magnitudes over a key's channels")
     right.set(ylabel=f"magnitude in channel {int(example['number'][0])}")
     for panel in (left, right):
-        title(panel, f"layer {len(rows) // 2}, KV head 0")
+        title(panel, f"layer {example['layer']}, KV head 0")
     legend(left)
     return figure
 
@@ -404,20 +411,59 @@ def prefixes(rows, example):
 # anchors
 
 def anchors(rows, example):
-    """AnTKV Appendix D: each token's score beside the damage of quantizing it; the middle layer, KV
-    head 0.
+    """AnTKV Appendix D: each token's score beside the damage of quantizing it, and the damage by position
+    (its Figure 1), of one layer's KV head 0; and the scores by position, of all heads (Figure 10).
 
-    example: of `anchors.anchor_damage`.
+    example: of `anchors.anchor_report`.
     """
-    figure, (left, right) = new_figure(1, 2, 8.4, 3.8)
-    layer = len(example["k"]["score"]) // 2
-    for panel, kind in ((left, "k"), (right, "v")):
+    figure, (of_keys, of_values, by_position, by_head) = new_figure(2, 2, 9.2, 7)
+    layer = example["layer"]
+    for panel, kind in ((of_keys, "k"), (of_values, "v")):
         score = example[kind]["score"][layer, 0].cpu()  # (T)
         damage = example[kind]["damage"][layer, 0].cpu()  # (T)
         score_and_damage(panel, score, damage)
-    left.set(xlabel="AnS(K), score of the key")
-    right.set(xlabel="AnS(V), score of the value")
-    legend(left)
+        title(panel, f"layer {layer}, KV head 0")
+    of_keys.set(xlabel="AnS(K), score of the key")
+    of_values.set(xlabel="AnS(V), score of the value")
+    legend(of_keys)
+
+    for i, (kind, name) in enumerate((("k", "keys"), ("v", "values"))):
+        damage = example[kind]["damage"][layer, 0].cpu()  # (T)
+        by_position.scatter(range(len(damage)), damage, s=7, color=COLOURS[i], linewidths=0, label=name)
+    by_position.set(yscale="log", xlabel="position (tokens)",
+                    ylabel="damage: L1 change of the attention output")
+    title(by_position, f"layer {layer}, KV head 0")
+    legend(by_position)
+
+    from matplotlib.colors import LogNorm
+    scores = example["v"]["score"].flatten(0, 1).cpu()  # (L * Hkv, T)
+    cells = pooled(scores.T).T  # (L * Hkv, up to 128)
+    image = by_head.imshow(cells.clamp(min=1e-3).numpy(), norm=LogNorm(), cmap="viridis", aspect="auto",
+                           extent=(0, scores.shape[1], len(scores), 0), interpolation="nearest")
+    by_head.grid(False)
+    by_head.set(xlabel="position (tokens)", ylabel="KV head, of all layers in turn")
+    title(by_head, "AnS(V) by position")
+    figure.colorbar(image, ax=by_head, label="score, the largest of a cell")
+    return figure
+
+
+# maps
+
+def maps(rows, example):
+    """KVSink Figures 1b and 5f, IntactKV Figure 1, AnTKV Figure 8: magnitudes, token by channel, and the
+    attention among the first tokens."""
+    figure, panels = new_figure(2, 3, 12, 7)
+    names = [name for name in example if name not in ("attention", "layer", "tokens")]
+    for panel, name in zip(panels, names):
+        cells = example[name].cpu()  # (rows, channels)
+        image = panel.imshow(cells.numpy(), cmap="viridis", aspect="auto", interpolation="nearest",
+                             vmax=cells.max().item(), vmin=0,
+                             extent=(0, cells.shape[1], example["tokens"], 0))
+        panel.grid(False)
+        panel.set(xlabel="channel", ylabel="position (tokens)")
+        title(panel, f"layer {example['layer']}: {name}")
+        figure.colorbar(image, ax=panel, label="magnitude")
+    attention_map(panels[5], example["attention"], T=len(example["attention"]), layer=example["layer"])
     return figure
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tinykv.analysis.sinks import shown_layer
 from tinykv.analysis.walk import mean, recorded_calls
 from tinykv.cache import Trace
 from tinykv.methods.intactkv import exact_rows, value_gain
@@ -19,7 +20,7 @@ MOST = 3  # sinks that are looked at
 # Figure 2
 
 @torch.no_grad()
-def prefixes(full, quantized, windows, marks, points=32, progress=iter):
+def prefixes(full, quantized, windows, marks, points=32, progress=iter, shown=None):
     """IntactKV Figure 2: what is left of the error if the first n tokens are exact.
 
     full, quantized: the model, and the model with quantized weights; windows, marks (W, T). Rows of
@@ -41,7 +42,7 @@ def prefixes(full, quantized, windows, marks, points=32, progress=iter):
         extra = []
         if example is None:
             extra = [round(start * i / points) for i in range(points)]
-        rows = errors_by_length(full, quantized, window, sorted({*lengths.values(), *extra}), start)
+        rows = errors_by_length(full, quantized, window, sorted({*lengths.values(), *extra}), start, shown)
         if example is None:
             example = {"rows": rows, "sinks": positions[:n_sinks]}
         by_length = {row["n"]: row for row in rows}
@@ -57,6 +58,24 @@ def prefixes(full, quantized, windows, marks, points=32, progress=iter):
             row_of_means[name] = mean([rows[kept][name] for rows in rows_of_windows])
         table.append(row_of_means)
     return table, example
+
+
+@torch.no_grad()
+def prefix_lengths(full, quantized, windows, marks, n, progress=iter, shown=None):
+    """IntactKV Figure 2 for a prefix of n tokens that all windows (W, T) begin with: what is left of the
+    error if its first 0, 1 .. n tokens are exact.
+
+    Rows of `errors_by_length`, means over the windows. Errors are of the tokens after the prefix. The
+    example: the same rows, and the sinks in the prefix of the first window, by marks (W, T).
+    """
+    rows_of_windows = []
+    for window in progress(windows):
+        rows_of_windows.append(errors_by_length(full, quantized, window, range(n + 1), n, shown))
+    table = []
+    for rows in zip(*rows_of_windows):
+        means = {name: mean([row[name] for row in rows]) for name in rows[0]}
+        table.append({"kept": "the first", **means})
+    return table, {"rows": table, "sinks": marks[0, :n].nonzero()[:, 0].tolist()}
 
 
 @dataclass
@@ -78,14 +97,14 @@ def run_after_prefix(full, model, window, n):
 
 
 @torch.no_grad()
-def errors_by_length(full, quantized, window, lengths, start):
+def errors_by_length(full, quantized, window, lengths, start, shown=None):
     """What is left of the error if the first n tokens' keys and values are exact.
 
     A row for each n of `lengths`. window (T); errors are means over the tokens from position
     `start` on, which is at least the largest n. `last`: the squared error of the last block's
     output; `attention`: that of what attention adds, summed over layers (Figure 2); `change` and
     `bound`: of a head's output by `theorem_1`, for the window's last query, averaged over the heads
-    of the middle layer.
+    of the `shown` layer.
     """
     exact = run_after_prefix(full, full, window, 0)
     rows = []
@@ -96,7 +115,7 @@ def errors_by_length(full, quantized, window, lengths, start):
         attention = 0.0
         for output, exact_output in zip(run.attention, exact.attention):
             attention += squared_error(output[:, start - n:], exact_output[:, start:])
-        change, bound = head_changes(exact, run, full.config.num_hidden_layers // 2)
+        change, bound = head_changes(exact, run, shown_layer(full, shown))
         rows.append({
             "n": n,
             "last": last,

@@ -4,8 +4,8 @@ Sections 3 and 4.2 of KVSink (Su and Yuan, 2025), on any model and text; and OTT
 
 A function takes a model, windows (W, T) of tokens, and marks (W, T) that are True at the sinks,
 from `find_sinks`. It returns the rows of a table, one for each layer, and an example: what a figure
-shows of the first window. A number in a row is a mean over windows, or None where there is nothing
-to average.
+shows of the first window, where it shows one layer of that which is `shown`: the middle one, if None.
+A number in a row is a mean over windows, or None where there is nothing to average.
 
 Notation of the paper: S the sinks; p_i^t, here A[t, i], the attention of query t to key i; v_i the
 value of token i.
@@ -18,7 +18,13 @@ from tinykv.methods.antkv import attention_tiles, score_tiles
 
 SPAN = 64  # queries that a sink score is averaged over (Gu et al., 2024)
 FEWEST = 16  # a token that fewer queries see is not judged: it attends to itself
+OUTLIER = 0.1  # of the largest channel: the share from which a channel has outliers, too
 HEADS = 0.1  # the share of all heads in which a token has to be a sink, to be called one
+
+
+def shown_layer(model, shown):
+    """The layer that figures show."""
+    return model.config.num_hidden_layers // 2 if shown is None else shown
 
 
 # Where sinks are: KVSink Figure 1a
@@ -71,7 +77,7 @@ def find_sinks(model, windows, threshold=0.3, progress=iter):
 
 
 @torch.no_grad()
-def attention_received(model, windows, marks, scores, threshold=0.3):
+def attention_received(model, windows, marks, scores, threshold=0.3, shown=None):
     """KVSink Figure 1a: sink scores, averaged over heads.
 
     `first`: of the first token; `later`: of the sinks after it; `others`: of all other judged
@@ -103,21 +109,22 @@ def attention_received(model, windows, marks, scores, threshold=0.3):
     example = {
         "scores": scores[0, :, :, :judged].mean(1),  # (L, judged)
         "marks": marks[0],  # (T)
-        "map": attention_map(model, windows[0]),  # (size, size)
+        "map": attention_map(model, windows[0], shown),  # (size, size)
+        "layer": shown_layer(model, shown),
     }
     return table.rows(), example
 
 
 @torch.no_grad()
-def attention_map(model, window, size=128):
-    """The middle layer's attention, averaged over heads, as (size, size) cells.
+def attention_map(model, window, shown=None, size=128):
+    """The shown layer's attention, averaged over heads, as (size, size) cells.
 
     A cell holds the largest of its keys' means over its queries. A sink is a line one token wide,
     and so it stays visible where the map is drawn small.
     """
     T = len(window)
     size = min(size, T)
-    at = walk(model, window)[model.config.num_hidden_layers // 2]
+    at = walk(model, window)[shown_layer(model, shown)]
     cell_of = torch.arange(T, device=window.device) * size // T  # (T): the cell of each token
 
     # 1. means over the queries of each cell
@@ -162,12 +169,18 @@ def outliers(model, windows, marks, progress=iter):
     the sinks over the median |H|. `channel`: that of the outlier, where H is largest in most blocks
     but the last. In that channel, means over the sinks: `d_out c`, what the down-projection adds,
     and `out c`, what H holds after it, both with their signs; `size c`, |H|, and `ratio c`, that
-    over the median |H|. The figure needs nothing else.
+    over the median |H|. `channels`: all outlier channels, the largest first: those where |H| at the
+    sinks, its mean over the blocks but the last, is at least OUTLIER of that in the largest channel, and
+    twice the mean at other tokens or more; the paper's Table 3 lists two to four channels. The
+    example: the means of H at the sinks in these channels, {channel: [of each layer]}.
     """
     L = model.config.num_hidden_layers
     others = [f"{place} others" for place in PLACES]
     table = LayerMeans(L, (*PLACES, *others, "ratio", "d_out c", "out c", "size c", "ratio c"))
     largest_channels = []  # of each window, and each block but the last
+    sizes = torch.zeros(2, model.config.hidden_size)  # of |H|: sums at sinks, and at other tokens
+    signed = torch.zeros(L, model.config.hidden_size)  # of H at sinks
+    n_tokens = torch.zeros(2)  # sinks, and other tokens
     at_sinks = []  # of each window with sinks, and each layer: (layer, d_out, H, median |H|)
     for window, sinks in zip(progress(windows), marks):
         for layer, places in enumerate(four_places(model, window)):
@@ -181,6 +194,13 @@ def outliers(model, windows, marks, progress=iter):
             size = places["out"].abs()  # (T, D)
             if layer < max(1, L - 1):
                 largest_channels.append(size.argmax().item() % size.shape[1])
+            # by channel, at sinks and at other tokens
+            out = places["out"].float().cpu()  # (T, D)
+            is_sink = sinks.cpu()
+            signed[layer] += out[is_sink].sum(0)
+            if layer < max(1, L - 1):
+                sizes += torch.stack([out[is_sink].abs().sum(0), out[~is_sink].abs().sum(0)])
+                n_tokens += torch.stack([is_sink.sum(), (~is_sink).sum()])
             # the outlier over the median, and what the channel needs, which is known later
             if sinks.any():
                 median = size.float().median().item()
@@ -198,22 +218,32 @@ def outliers(model, windows, marks, progress=iter):
             "size c": size,
             "ratio c": size / median,
         })
-    rows = [{**row, "channel": channel} for row in table.rows()]
-    return rows, None
+    channels = outlier_channels(*(sizes / n_tokens.clamp(min=1)[:, None]))
+    rows = [{**row, "channel": channel, "channels": channels} for row in table.rows()]
+    n_sinks = max(1, int(marks.sum()))
+    return rows, {c: (signed[:, c] / n_sinks).tolist() for c in channels}
+
+
+def outlier_channels(at_sinks, at_others):
+    """The channels with outliers, the largest first. at_sinks, at_others (D): the mean |H| there."""
+    is_outlier = (at_sinks >= OUTLIER * at_sinks.max()) & (at_sinks >= 2 * at_others)  # (D)
+    order = at_sinks.argsort(descending=True)  # (D)
+    return [c for c in order.tolist() if is_outlier[c]]
 
 
 # Small queries, keys and values: "QKV suppression" of KVSink Section 3.2, Figures 2 and 5
 
 @torch.no_grad()
-def norms(model, windows, marks, progress=iter):
+def norms(model, windows, marks, progress=iter, shown=None):
     """KVSink Figures 2 and 5: norms of queries, keys and values.
 
     `q`, `k`, `v`: the median over heads and all other tokens; `q sinks` and so on: the mean at the
-    sinks over that median. The example: norms of the middle layer, averaged over heads, (T) each.
+    sinks over that median. The example: norms of the shown layer, averaged over heads, (T) each.
     """
     L = model.config.num_hidden_layers
     table = LayerMeans(L, ("q", "q sinks", "k", "k sinks", "v", "v sinks"))
-    example = {"marks": marks[0]}
+    shown = shown_layer(model, shown)
+    example = {"marks": marks[0], "layer": shown}
     for w, (window, sinks) in enumerate(zip(progress(windows), marks)):
         for layer, at in enumerate(walk(model, window)):
             for kind, x in (("q", at.q), ("k", at.k), ("v", at.v)):
@@ -223,7 +253,7 @@ def norms(model, windows, marks, progress=iter):
                 table.add(layer, {kind: median})
                 if sinks.any():
                     table.add(layer, {f"{kind} sinks": norm[:, sinks].mean().item() / median})
-                if w == 0 and layer == L // 2:
+                if w == 0 and layer == shown:
                     example[kind] = norm.mean(0)  # (T)
     return table.rows(), example
 
@@ -231,17 +261,18 @@ def norms(model, windows, marks, progress=iter):
 # Queries point at the sinks' keys: KVSink Section 3.2, Figure 5a
 
 @torch.no_grad()
-def cosines(model, windows, marks, progress=iter, bins=100):
+def cosines(model, windows, marks, progress=iter, bins=100, shown=None):
     """KVSink Figure 5a: the cosine of a query with the keys that it sees, both after RoPE.
 
     The queries of sinks do not count. Means over the keys of all `sinks`, of the `first` sink of
     the text, of the sinks after it (`later`), and of all `others`. `largest`: how often the key
-    with the largest cosine is a sink's. The example: how many cosines of the middle layer, of all
+    with the largest cosine is a sink's. The example: how many cosines of the shown layer, of all
     windows, lie in each of the bins from -1 to 1; (3, bins): first, later, others.
     """
     L, sliding = model.config.num_hidden_layers, model.config.sliding_window
     table = LayerMeans(L, ("sinks", "first", "later", "others", "largest"))
     counts = torch.zeros(3, bins)  # (3, bins)
+    shown = shown_layer(model, shown)
     for window, sinks in zip(progress(windows), marks):
         # 1 at the first sink, 2 at the second, ...; 0 at all other tokens
         number = sinks.cumsum(0).where(sinks, 0)  # (T)
@@ -259,7 +290,7 @@ def cosines(model, windows, marks, progress=iter, bins=100):
                     values = values[values.isfinite()]  # (pairs): what a query does not see is -inf
                     totals[i, 0] += values.sum(dtype=torch.double).item()
                     totals[i, 1] += values.numel()
-                    if layer == L // 2:
+                    if layer == shown:
                         counts[i] += values.histc(bins, -1, 1).cpu()
                 # is the key with the largest cosine a sink's?
                 largest_is_sink.append(seen[cosine.argmax(-1)].flatten() > 0)  # (H * queries)
@@ -271,7 +302,7 @@ def cosines(model, windows, marks, progress=iter, bins=100):
                 "others": ratio_of(others),
                 "largest": mean_of(torch.cat(largest_is_sink)),
             })
-    return table.rows(), {"counts": counts}
+    return table.rows(), {"counts": counts, "layer": shown}
 
 
 def cosine_tiles(q, k, sliding):
@@ -334,7 +365,7 @@ def consistency(x, group=None):
 
 
 @torch.no_grad()
-def biases(model, windows, marks, progress=iter):
+def biases(model, windows, marks, progress=iter, shown=None):
     """KVSink Figure 6: the sinks' part of the attention output, b_t = sum_{i in S} p_i^t v_i.
 
     Is it a bias, nearly the same for all tokens t? Windows without a sink do not count.
@@ -343,12 +374,13 @@ def biases(model, windows, marks, progress=iter):
     over the mean |output|; `consistency`: the mean cosine of b_t and b_t' over all pairs of tokens,
     averaged over heads; `lowest`: of the head where it is lowest; `within`: over pairs that see the
     same sinks; `rest`: of the other tokens' part of the output. With a single sink every b_t is a
-    multiple of one v, and consistent. The example: the bias of one head of the middle layer, and
+    multiple of one v, and consistent. The example: the bias of one head of the shown layer, and
     the consistency by layer and head of the bias and of the other part, (2, L, H).
     """
     L, sliding = model.config.num_hidden_layers, model.config.sliding_window
     table = LayerMeans(L, ("attention", "size", "consistency", "lowest", "within", "rest"))
-    example = {}
+    shown = shown_layer(model, shown)
+    example = {"layer": shown}
     for window, sinks in zip(progress(windows), marks):
         if not sinks.any():
             continue
@@ -372,7 +404,7 @@ def biases(model, windows, marks, progress=iter):
                 "rest": finite_or_none(consistency_of_others.mean()),
             })
             by_head.append(torch.stack([consistency_of_bias, consistency_of_others]))
-            if layer == L // 2 and "bias" not in example:
+            if layer == shown and "bias" not in example:
                 head = int(attention.mean(1).argmax())  # the one that attends to the sinks most
                 example.update(marks=sinks, head=head, bias=bias[head])  # (T, d)
         example.setdefault("heads", torch.stack(by_head, dim=1))  # (2, L, H)
@@ -382,7 +414,7 @@ def biases(model, windows, marks, progress=iter):
 # Sorted keys and their cliff: OTT
 
 @torch.no_grad()
-def sorted_keys(model, windows, marks, progress=iter, most=32):
+def sorted_keys(model, windows, marks, progress=iter, most=32, shown=None):
     """OTT's key magnitudes sum_c |K[i, c]|, after RoPE, in ascending order; and the cliff in them.
 
     The cliff is the largest ratio of two neighbours among the `most` smallest; 32 is the size of
@@ -390,11 +422,12 @@ def sorted_keys(model, windows, marks, progress=iter, most=32):
     `below`: how many tokens are below the cliff; `sinks`: the share of these that are sinks.
     `stretched`: the share of all channel ranges, of groups of 128 tokens, that would be shorter
     without the sinks; `longer`: by what factor these are longer. No pool of sinks can mend more
-    than these ranges. The example, of the middle layer: sorted magnitudes, sorted |K| in the
+    than these ranges. The example, of the shown layer: sorted magnitudes, sorted |K| in the
     channel where that is largest on average, both (Hkv, T), and which of them are the sinks'.
     """
     L, T = model.config.num_hidden_layers, windows.shape[1]
     table = LayerMeans(L, ("smallest", "cliff", "below", "sinks", "stretched", "longer"))
+    shown = shown_layer(model, shown)
     example = {}
     for w, (window, sinks) in enumerate(zip(progress(windows), marks)):
         for layer, at in enumerate(walk(model, window)):
@@ -415,8 +448,8 @@ def sorted_keys(model, windows, marks, progress=iter, most=32):
                 "below": mean_of(last_below + 1),
                 "sinks": mean_of(sinks[order][is_below]),
             })
-            if w == 0 and layer == L // 2:
-                example = {"total": magnitudes, "total sinks": sinks[order]}
+            if w == 0 and layer == shown:
+                example = {"total": magnitudes, "total sinks": sinks[order], "layer": shown}
                 example.update(largest_channel(size, sinks))
     return table.rows(), example
 

@@ -66,10 +66,10 @@ def kvquant(config, k_bits, v_bits, outliers=1.0, sensitivity="fisher-range", q_
 
 
 def skvq(config, k_bits, v_bits, group_size=None, reorder="on", clip="both", alpha=None,
-         metadata="fp8", metadata_order="rounded-first"):
+         metadata="fp8", metadata_order="rounded-first", sensitivity="token"):
     from tinykv.codecs.clipped import clipped_groups
     at_least(1, group_size=group_size)
-    settings = group_size, reorder, clip, alpha, metadata, metadata_order
+    settings = group_size, reorder, clip, alpha, metadata, metadata_order, sensitivity
     return Pair(k=clipped_groups(config, k_bits, *settings),
                 v=clipped_groups(config, v_bits, *settings))
 

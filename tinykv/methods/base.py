@@ -138,7 +138,8 @@ class CodecMethod(Method):
         one_of(("pre", "post"), rope=rope)  # or None: where the scheme has it
         at_least(1, block=block)
         given = {"group_size": group_size, "formula": formula,  # of integer codecs
-                 "outliers": outliers, "sensitivity": sensitivity, "q_norm": q_norm,  # of kvquant
+                 "sensitivity": sensitivity,  # of kvquant and skvq
+                 "outliers": outliers, "q_norm": q_norm,  # of kvquant
                  "reorder": reorder, "clip": clip, "alpha": alpha, "metadata": metadata,  # of skvq
                  "metadata_order": metadata_order}
         given = {name: value for name, value in given.items() if value is not None}

@@ -24,10 +24,11 @@ class SKVQ(CodecMethod):
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=None, preserve=5, recent=128,
                  block=16, reorder="on", clip="both", alpha=None, metadata="fp8",
-                 metadata_order="rounded-first", rope="pre"):
+                 metadata_order="rounded-first", sensitivity="token", rope="pre"):
         at_least(0, preserve=preserve, recent=recent)
         super().__init__(config, k_bits, v_bits, "skvq", group_size, rope, block, reorder=reorder,
-                         clip=clip, alpha=alpha, metadata=metadata, metadata_order=metadata_order)
+                         clip=clip, alpha=alpha, metadata=metadata, metadata_order=metadata_order,
+                         sensitivity=sensitivity)
         self.preserve, self.recent = preserve, recent
 
     def keep_keys(self, layer_cache, n):
