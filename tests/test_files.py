@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -207,25 +208,32 @@ TRAINING = """
 import sys
 from dataclasses import replace
 from tinykv.assets import make
-make.PHASES = [replace(make.PHASES[0], until=250, rows=1, length=24)]
+make.PHASES = [replace(make.PHASES[0], until=130, rows=1, length=24)]
 make.print_report = lambda folder: None
 make.main()
 """
 
 
-@pytest.mark.whole  # several processes, half a minute
+def kill_within(process, seconds):
+    """Kill it then, unless it has ended before."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.whole  # several processes, half a minute and more
 def test_training_that_is_killed_again_and_again(tmp_path):
     """The same command goes on from what was saved last, to the bits of a run that nobody stopped."""
     def start(out):
         return subprocess.Popen([sys.executable, "-c", TRAINING, "--out", str(tmp_path / out), "--device", "cpu"],
                                 cwd=ROOT, stderr=subprocess.PIPE, text=True)
     rng = random.Random(0)
-    for _ in range(4):
+    for _ in range(2):
         process = start("killed")
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(rng.uniform(3, 9))
-        process.kill()
-        process.communicate()
+        while process.poll() is None and not (tmp_path / "killed" / "training.jsonl").exists():
+            time.sleep(0.01)
+        kill_within(process, rng.uniform(0, 5))
     for out in ("killed", "once"):
         _, err = start(out).communicate(timeout=300)
         assert err == ""
@@ -233,18 +241,16 @@ def test_training_that_is_killed_again_and_again(tmp_path):
     assert all(torch.equal(killed[name], once[name]) for name in once)
 
 
-@pytest.mark.whole  # several processes, half a minute
+@pytest.mark.whole  # several processes, half a minute and more
 def test_an_analysis_that_is_killed_leaves_whole_files(tmp_path):
     path, rng = tmp_path / "numbers.json", random.Random(1)
     path.write_text('{"old": 1}')
-    for _ in range(5):
+    for _ in range(4):
         process = subprocess.Popen(
-            [sys.executable, "-m", "tinykv.analysis", "norms", "--context", "64", "--windows", "1", "--json", path,
-             "--out", tmp_path], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(rng.uniform(3, 7))
-        process.kill()
-        process.wait()
+            [sys.executable, "-u", "-m", "tinykv.analysis", "norms", "--context", "64", "--windows", "1", "--json",
+             path, "--out", tmp_path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process.stdout.readline()
+        kill_within(process, rng.uniform(0, 2))
         assert {"old", "norms"} & json.loads(path.read_text()).keys()
         figure = tmp_path / "norms.png"
         assert not figure.exists() or figure.read_bytes().endswith(b"IEND\xaeB`\x82")
