@@ -704,7 +704,7 @@ def test_a_word_while_much_is_read(capsys, monkeypatch):
         def isatty(self):
             return True
 
-    def endless(*settings):
+    def endless(*settings, **more):
         yield Story("Balo lives in Eastwick. ")
         time.sleep(1.1)
         yield from map(Story, repeat("Balo lives in Eastwick. ", 500))
