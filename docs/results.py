@@ -93,6 +93,7 @@ def commands_of_paper(name):
     for section in sections:
         if name == "all" or section.lower().startswith(name.lower()):
             found += re.findall(r"`(python [^`]+)`", section)
+            found += [command for command, _ in COMMAND.findall(section)]
     if not found:
         headings = ", ".join(section.split()[0] for section in sections)
         sys.exit(f"results.py: error: no paper {name!r} in {PAPERS.name}; there are {headings}")
