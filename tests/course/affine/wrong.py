@@ -39,7 +39,7 @@ WRONG = {
         {"encode_clamps": "Codes are clamped to 0 .. 3"}),
     "decodes_in_uint8": (
         "else (q - z) * s", "else (codes - zero.to(torch.uint8)) * s",
-        {"decode_codes": "uint8 minus an integer wraps around"}),
+        {"decode_codes": "in uint8 the difference wraps around"}),
     "decodes_one_formula": (
         'return q * s + z if formula == "offset" else (q - z) * s', "return q * s + z",
         {"decode_codes": "formula integer-zero gives"}),

@@ -89,7 +89,7 @@ WRONG = {
          "generation": ""}),
     "keeps_everywhere": (
         "if layer_cache.layer > self.layer:", "if layer_cache.shared.sinks is not None:",
-        {"keep_after_the_layer": "it should be None", "generation": "Layer 0"}),
+        {"keep_after_the_layer": "it should give None", "generation": "Layer 0"}),
     "forgets_the_head_dimension": (
         "layer_cache.shared.sinks.unsqueeze(1)", "layer_cache.shared.sinks",
         {"keep_after_the_layer": "What keep_keys gives has to be a tensor of integers of shape (2, 1, 2)",

@@ -149,8 +149,9 @@ def decode_codes(submission, rng):
         expect(given.dtype == torch.float32, f"decode gives {given.dtype}; it should be torch.float32.")
         expect(given.tolist() == want,
                f"decode of {codes} with scale {scale:g}, zero {zero}, formula {formula} gives "
-               f"{shown(given)}; it should be {shown(want)}. uint8 minus an integer wraps around: "
-               "convert first.")
+               f"{shown(given)}; it should be {shown(want)}. The formula is "
+               + ("X' = s Q + z." if formula == "offset" else
+                  "X' = s (Q - z); in uint8 the difference wraps around, so convert first."))
 
 
 # ---- task 2: quantize

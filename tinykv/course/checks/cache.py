@@ -206,7 +206,7 @@ def pin_again(submission, rng):
     want[:, :, :4] = coded(x[:, :, :4])
     want[:, :, stays] = x[:, :, stays].half()
     tried = (f"append of 8 tokens, pin({stays}), quantize(2), pin({stays}, {comes}), quantize(2), read "
-             "(the same in both sequences).")
+             "(the same in both sequences; the codec reads an ignored token as 99).")
     expect_rows(rows.read(), want, tried, f"Token {stays} was pinned all the time: keep the row that "
                 "read gives, which is the pinned one, not its code.")
     rows.quantize(4)
@@ -311,7 +311,8 @@ def paper_reads_codes(submission, rng):
         want = coded(x)
         want[:, :, places] = x[:, :, places].half()
         expect_rows(got, want, f"paper, {T} tokens at once, the method keeps {places}: update, {name}.",
-                    "Quantize, then read: a query reads even its own token's code.")
+                    "Quantize, then read: a query reads even its own token's code, and the kept tokens "
+                    "as they were, in keys and values.")
     expect(layer.length == T, f"After {T} tokens layer.length is {layer.length}.")
 
 
@@ -394,7 +395,7 @@ def first_tokens(submission, rng):
     layer.values.append(draw(rng, 4))
     layer.length = 4
     given = layer.method.keep(layer, 4)
-    expect(given is None, f"PFN(0).keep gives {given}; with N = 0 it should be None.")
+    expect(given is None, f"PFN(0).keep gives {type(given).__name__}; with N = 0 it should be None.")
 
 
 # ---- all of it

@@ -291,7 +291,7 @@ def observe_top_k(submission, rng):
     show(cache, method, rng, [sizes], elsewhere=30)
     expect_sinks(cache, k, [top_k(sizes, k)],
                  f"k = {k}, and channel c of eight tokens has {shown(sizes)}; other channels have "
-                 "larger numbers.", "Sort by hidden[..., self.channel] alone.")
+                 "larger numbers.", "Sort by hidden[..., self.channel] alone, the largest first.")
 
 
 @check(points=3)
@@ -356,10 +356,10 @@ def observe_chunks(submission, rng):
     expect(second - 4 not in found,
            f"{tried} After the second chunk your sinks are {sorted(found)}; they should be "
            f"{[first, second]}. Count positions from the start of the text, not of the chunk.")
-    expect_sinks(cache, 2, [[first, second]], f"{tried} This is after the second chunk.",
+    expect_sinks(cache, 2, [[first, second]], f"{tried} After the second chunk:",
                  "New tokens compete with the sinks so far: neither of the two is forgotten.")
     show(cache, method, rng, [sizes[8:]])
-    expect_sinks(cache, 2, [[first, third]], f"{tried} This is after the third chunk.",
+    expect_sinks(cache, 2, [[first, third]], f"{tried} After the third chunk:",
                  f"Token {third}, with 25, takes the place of token {second}, with 20.")
 
 
@@ -398,7 +398,7 @@ def keep_after_the_layer(submission, rng):
         given = method.keep_keys(layer_cache, 8)
         tried = f"lE = {lE}, and cache.shared.sinks is {sinks}. In layer {layer} keep_keys"
         if layer <= lE:
-            expect(given is None, f"{tried} gives {given}; it should be None. Layers up to lE have "
+            expect(given is None, f"{tried} gives positions; it should give None. Layers up to lE have "
                    "stored their keys before the sinks are known.")
             continue
         expect(given is not None, f"{tried} gives None; layers after lE keep the sinks.")
