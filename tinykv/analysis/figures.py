@@ -411,8 +411,9 @@ def prefixes(rows, example):
 # anchors
 
 def anchors(rows, example):
-    """AnTKV Appendix D: each token's score beside the damage of quantizing it, and the damage by position
-    (its Figure 1), of one layer's KV head 0; and the scores by position, of all heads (Figure 10).
+    """AnTKV Appendix D: each token's score beside the damage of quantizing it, and the damage by
+    position (its Figure 1), of one layer's KV head 0; and the scores by position, of all heads
+    (Figure 10).
 
     example: of `anchors.anchor_report`.
     """
@@ -450,8 +451,8 @@ def anchors(rows, example):
 # maps
 
 def maps(rows, example):
-    """KVSink Figures 1b and 5f, IntactKV Figure 1, AnTKV Figure 8: magnitudes, token by channel, and the
-    attention among the first tokens."""
+    """KVSink Figures 1b and 5f, IntactKV Figure 1, AnTKV Figure 8: magnitudes, token by channel,
+    and the attention among the first tokens."""
     figure, panels = new_figure(2, 3, 12, 7)
     names = [name for name in example if name not in ("attention", "layer", "tokens")]
     for panel, name in zip(panels, names):

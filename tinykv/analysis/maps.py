@@ -1,5 +1,5 @@
-"""Whole maps of one layer: the hidden state, keys, values and the attention output, token by channel, and
-the attention among the first tokens.
+"""Whole maps of one layer: the hidden state, keys, values and the attention output, token by
+channel, and the attention among the first tokens.
 
 KVSink's Figures 1b and 5f (Su and Yuan, 2025), IntactKV's Figure 1 (Liu et al., 2024), and AnTKV's
 Figure 8 (Li et al., 2025), which sets keys before RoPE beside keys after it.
@@ -16,13 +16,14 @@ ROWS = 128  # of a map, at most
 
 @torch.no_grad()
 def maps(model, windows, progress=iter, shown=None):
-    """A row for each layer, of the first window: the largest |H| and its `token` and `channel`; and how
-    much of the variance of keys lies `within` their channels, before RoPE and after it, means over KV
-    heads and windows.
+    """A row for each layer, of the first window: the largest |H| and its `token` and `channel`; and
+    how much of the variance of keys lies `within` their channels, before RoPE and after it, means
+    over KV heads and windows.
 
     A codebook of channels that each keep their own level has less left to describe: the smaller the
-    share within channels, the better (AnTKV, Appendix B). The example: {name: (rows, channels)}, each
-    the magnitudes of one thing in the shown layer, and "attention" (64, 64), the mean over heads.
+    share within channels, the better (AnTKV, Appendix B). The example: {name: (rows, channels)},
+    each the magnitudes of one thing in the shown layer, and "attention" (64, 64), the mean over
+    heads.
     """
     shown = shown_layer(model, shown)
     table = LayerMeans(model.config.num_hidden_layers, ("pre", "post"))
@@ -64,8 +65,8 @@ def largest(hidden):
 
 
 def share_within(x):
-    """x (Hkv, T, d) -> the variance over tokens of each channel's numbers, over that of all numbers of
-    the head; the mean over heads."""
+    """x (Hkv, T, d) -> the variance over tokens of each channel's numbers, over that of all numbers
+    of the head; the mean over heads."""
     x = x.double()
     within = x.var(1, correction=0).mean(1)  # (Hkv)
     whole = x.flatten(1).var(1, correction=0)  # (Hkv)

@@ -62,11 +62,11 @@ def prefixes(full, quantized, windows, marks, points=32, progress=iter, shown=No
 
 @torch.no_grad()
 def prefix_lengths(full, quantized, windows, marks, n, progress=iter, shown=None):
-    """IntactKV Figure 2 for a prefix of n tokens that all windows (W, T) begin with: what is left of the
-    error if its first 0, 1 .. n tokens are exact.
+    """IntactKV Figure 2 for a prefix of n tokens that all windows (W, T) begin with: what is left
+    of the error if its first 0, 1 .. n tokens are exact.
 
-    Rows of `errors_by_length`, means over the windows. Errors are of the tokens after the prefix. The
-    example: the same rows, and the sinks in the prefix of the first window, by marks (W, T).
+    Rows of `errors_by_length`, means over the windows. Errors are of the tokens after the prefix.
+    The example: the same rows, and the sinks in the prefix of the first window, by marks (W, T).
     """
     rows_of_windows = []
     for window in progress(windows):

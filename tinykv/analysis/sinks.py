@@ -4,8 +4,8 @@ Sections 3 and 4.2 of KVSink (Su and Yuan, 2025), on any model and text; and OTT
 
 A function takes a model, windows (W, T) of tokens, and marks (W, T) that are True at the sinks,
 from `find_sinks`. It returns the rows of a table, one for each layer, and an example: what a figure
-shows of the first window, where it shows one layer of that which is `shown`: the middle one, if None.
-A number in a row is a mean over windows, or None where there is nothing to average.
+shows of the first window, where it shows one layer of that which is `shown`: the middle one, if
+None. A number in a row is a mean over windows, or None where there is nothing to average.
 
 Notation of the paper: S the sinks; p_i^t, here A[t, i], the attention of query t to key i; v_i the
 value of token i.
@@ -170,9 +170,10 @@ def outliers(model, windows, marks, progress=iter):
     but the last. In that channel, means over the sinks: `d_out c`, what the down-projection adds,
     and `out c`, what H holds after it, both with their signs; `size c`, |H|, and `ratio c`, that
     over the median |H|. `channels`: all outlier channels, the largest first: those where |H| at the
-    sinks, its mean over the blocks but the last, is at least OUTLIER of that in the largest channel, and
-    twice the mean at other tokens or more; the paper's Table 3 lists two to four channels. The
-    example: the means of H at the sinks in these channels, {channel: [of each layer]}.
+    sinks, its mean over the blocks but the last, is at least OUTLIER of that in the largest
+    channel, and twice the mean at other tokens or more; the paper's Table 3 lists two to four
+    channels. The example: the means of H at the sinks in these channels, {channel: [of each
+    layer]}.
     """
     L = model.config.num_hidden_layers
     others = [f"{place} others" for place in PLACES]

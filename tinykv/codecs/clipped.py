@@ -8,26 +8,25 @@ Three ingredients, and each can be switched off:
       h = alpha (max(X) - min(X)) / (2^N - 1)
       q = clamp(round((X - z) / h), 0, 2^N - 1)
       X' = h q + z
-  alpha is chosen for each group of a layer: of 1.00, 0.98 .. 0.60, and down to 0.20 for codes of two
-  or three levels, the one that leaves the smallest sum of w (X - X')^2 over the calibration tokens.
-  w is the norm of the loss's gradient with respect to the token's row (`sensitivity="token"`), or 1
-  ("none").
-  "endpoint" takes z = alpha min(X); "centre" shrinks the range around its middle; "both" chooses for
-  each group. A given alpha is that of all groups.
+  alpha is chosen for each group of a layer: of 1.00, 0.98 .. 0.60, and down to 0.20 for codes of
+  two or three levels, the one that leaves the smallest sum of w (X - X')^2 over the calibration
+  tokens. w is the norm of the loss's gradient with respect to the token's row
+  (`sensitivity="token"`), or 1 ("none"). "endpoint" takes z = alpha min(X); "centre" shrinks the
+  range around its middle; "both" chooses for each group. A given alpha is that of all groups.
 - metadata. h and z are stored in FP8 (e4m3), and rounded before the codes are computed.
 
 Paper and practice.
 - The paper does not say what z is; the released code multiplies both ends by alpha. For a group of
   one sign, which the reordering makes, this moves the range instead of shrinking it, hence
   "centre".
-- The released code has one fixed alpha (0.92 or 0.96) for all groups, and no search. AnTKV ran it so
-  (`alpha=0.92, clip="endpoint"`).
+- The released code has one fixed alpha (0.92 or 0.96) for all groups, and no search. AnTKV ran it
+  so (`alpha=0.92, clip="endpoint"`).
 - The released code computes codes from unrounded metadata, and decodes with rounded metadata
-  (`metadata_order="codes-first"`). The smallest e4m3 number above 0 is 2^-9, so this is the floor of
-  h here; the released floor of 1e-5 is rounded to 0.
+  (`metadata_order="codes-first"`). The smallest e4m3 number above 0 is 2^-9, so this is the floor
+  of h here; the released floor of 1e-5 is rounded to 0.
 - A clip that leaves the smallest squared error of all tokens (w = 1) loses clearly more on the
   embedded model in groups of 64 channels than one that weighs tokens, and no less in groups of 32;
-  docs/methods.md has the figures. The paper names no objective.
+  docs/results.md has the figures. The paper names no objective.
 - It collects channel statistics over all tokens; here without the tokens that the method keeps,
   which are not quantized.
 - The paper fuses the order into the weights. Groups that cross heads cannot be fused for K, so it
@@ -48,7 +47,7 @@ METADATA = {"fp8": (torch.float8_e4m3fn, 2 ** -9, 448), "fp16": (torch.float16, 
 # values of `centre` to choose from: 0 shrinks a range towards 0, 1 around its middle
 CLIPS = {"both": (0, 1), "endpoint": (0,), "centre": (1,), "none": ()}
 SENSITIVITIES = ("token", "none")
-ORDERS = ("rounded-first", "codes-first")  # is metadata rounded before codes are computed, or after?
+ORDERS = ("rounded-first", "codes-first")  # is metadata rounded before codes, or after?
 
 
 class ClippedGroups(Codec):
@@ -228,8 +227,8 @@ class ClippedGroups(Codec):
         return lo, hi
 
     def coded(self, rows, lo, hi, alpha, centre):
-        """rows (B, T, C), ranges (B, T, n) -> codes (B, T, C) before packing, and h and z (B, T, n) as
-        they are stored. alpha and centre (n)."""
+        """rows (B, T, C), ranges (B, T, n) -> codes (B, T, C) before packing, and h and z (B, T, n)
+        as they are stored. alpha and centre (n)."""
         # the clipped grid of each group, and its rounding to the precision in which it is stored
         exact_h, exact_z = self.grid(lo, hi, alpha, centre)  # (B, T, n) both
         h, z = self.stored(exact_h, exact_z)  # (B, T, n) both

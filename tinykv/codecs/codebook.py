@@ -17,8 +17,8 @@ The largest thousandth of the weights is clamped to the next largest, or the gra
 would decide the codebooks alone. Gradients are uneven all the same: N weighted sub-vectors fix the
 centroids no better than (sum w)^2 / sum w^2 of equal weight would (Kish's effective sample size),
 and that is a few in a hundred of N or fewer. So weighted codebooks are calibrated on more text
-(`windows_of`), and `describe_codebooks` prints the effective number, with a warning where it is below
-FEWEST for each centroid.
+(`windows_of`), and `describe_codebooks` prints the effective number, with a warning where it is
+below FEWEST for each centroid.
 
 `sharing` says which sub-vectors share a codebook: "head", those of one place in one KV head (of K
 or V of a layer); "layer", all of a layer's K, or of its V. Codebooks per head lose less. Together
@@ -168,9 +168,9 @@ class Codebook(Codec):
 def drawn(points, weights, n):
     """n of N points, drawn in proportion to their weights: points (P, n, ..), weights (P, n).
 
-    points (P, N, ..), weights (P, N). The draws are evenly spaced along the sum of the weights, so a
-    point comes as often as its weight says, to within one. Each draw has the same weight, and their
-    sum is that of all weights.
+    points (P, N, ..), weights (P, N). The draws are evenly spaced along the sum of the weights, so
+    a point comes as often as its weight says, to within one. Each draw has the same weight, and
+    their sum is that of all weights.
     """
     sums = weights.double().cumsum(1)  # (P, N)
     total = sums[:, -1:]  # (P, 1)

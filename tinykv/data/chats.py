@@ -1,12 +1,13 @@
 """Chats -> token rows with a response mask, in Vicuna's template.
 
-A file of chats has one chat a line, as JSON: a list of turns, or ShareGPT's {"conversations": [...]}.
-A turn is {"from": "human" or "gpt", "value": text}. Each question, with its answer after it, becomes
+A file of chats has one chat a line, as JSON: a list of turns, or ShareGPT's {"conversations":
+[...]}. A turn is {"from": "human" or "gpt", "value": text}. Each question, with its answer after
+it, becomes
 
     USER: question ASSISTANT: answer</s>
 
-and the tokens of the answers, `</s>` among them, are the response: the mask is True there. What comes
-before the first question, BOS and a system prompt, is the prefix's affair.
+and the tokens of the answers, `</s>` among them, are the response: the mask is True there. What
+comes before the first question, BOS and a system prompt, is the prefix's affair.
 """
 import json
 from dataclasses import dataclass
