@@ -166,6 +166,7 @@ def test_sink_scores_and_marks(case, monkeypatch, tile):
     model, windows, _, lists = case
     sliding = model.config.sliding_window
     monkeypatch.setattr(antkv, "MAX_SCORES", tile)
+    monkeypatch.setattr(antkv, "MIN_QUERIES", 1)
     monkeypatch.setattr(sinks, "SPAN", 8)
     monkeypatch.setattr(sinks, "FEWEST", 5)
     monkeypatch.setattr(sinks, "HEADS", 0.25)
@@ -265,6 +266,7 @@ def test_norms(case):
 def test_cosines(case, monkeypatch, tile):
     model, windows, marks, lists = case
     monkeypatch.setattr(antkv, "MAX_SCORES", tile)
+    monkeypatch.setattr(antkv, "MIN_QUERIES", 1)
     rows, example = sinks.cosines(model, windows, marks)
     sliding = model.config.sliding_window
 
@@ -308,6 +310,7 @@ def agreement(vectors, pairs):
 def test_biases(case, monkeypatch, tile):
     model, windows, marks, lists = case
     monkeypatch.setattr(antkv, "MAX_SCORES", tile)
+    monkeypatch.setattr(antkv, "MIN_QUERIES", 1)
     rows, example = sinks.biases(model, windows, marks)
     pairs = list(combinations(range(T), 2))
     segment = [[sum(j <= t for j in of_window) for t in range(T)] for of_window in SINKS]

@@ -160,6 +160,7 @@ def test_no_attention_matrix_is_ever_whole(monkeypatch):
     softmax = torch.Tensor.softmax
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *a: (seen.append(x.shape[-2]), softmax(x, *a))[1])
     monkeypatch.setattr(antkv, "MAX_SCORES", 1)
+    monkeypatch.setattr(antkv, "MIN_QUERIES", 1)
     model, tokenizer = hf.load(EMBEDDED)
     window = load_windows("tales", tokenizer, T, 1).tokens
     _, marks = sinks.find_sinks(model, window)

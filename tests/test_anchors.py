@@ -74,6 +74,7 @@ def check_scores(case, scores=anchor_scores):
 def test_scores_are_equation_5(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(antkv, "MAX_SCORES", case[-1])
+        patch.setattr(antkv, "MIN_QUERIES", 1)
         check_scores(case)
 
 

@@ -38,7 +38,7 @@ CONFIG = LlamaConfig(V, D, 24, L, 2, Hkv, d, 4096)
 
 class Still:
     """A rotation by nothing."""
-    def rotate(self, x, positions):
+    def rotate(self, x, positions=None):
         return x
 
 

@@ -54,7 +54,7 @@ class ExactCache:
 class AdjacentRope(Rope):
     """The other convention, of Meta's own files: channel 2i turns with channel 2i + 1."""
 
-    def rotate(self, x, positions):
+    def rotate(self, x, positions=None):
         halves = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)  # (..., T, d)
         return super().rotate(halves, positions)
 
@@ -483,3 +483,17 @@ def test_what_a_cache_prints():
     assert repr(cache.layers[1].values) == "CachedRows(layer 1, V: 3 coded, 2 pinned, 0 recent)"
     assert repr(cache.layers[1]) == f"LayerCache({cache.layers[1].keys!r}, {cache.layers[1].values!r})"
     assert repr(cache).startswith("KVCache(PFN(token-dynamic, 2-bit K, 2-bit V), paper, 3 tokens: ")
+
+
+def test_kept_angles_are_those_of_the_positions():
+    """Whatever was asked for before: fewer, more, in inference mode; and gradients pass through them."""
+    rope = Rope(LlamaConfig(2, 8, 8, 1, 1, 1, 8, 64))
+    x = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))  # (2, T, d)
+    for T in (3, 1, 6, 7, 40):
+        with torch.inference_mode(T == 7):
+            found = rope.rotate(x[:, :T])
+            assert torch.equal(found, rope.rotate(x[:, :T], torch.arange(T)))
+    leaf = x.clone().requires_grad_()
+    rope.rotate(leaf).sum().backward()
+    assert leaf.grad.isfinite().all()
+    assert len(rope.from_start[0]) == 80  # and they were computed three times only

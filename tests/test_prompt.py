@@ -28,7 +28,7 @@ BLOCK, EMERGENCE, CHANNEL = 4, 0, 5
 
 class Still:
     """A rotation by nothing."""
-    def rotate(self, x, positions):
+    def rotate(self, x, positions=None):
         return x
 
 

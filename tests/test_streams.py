@@ -35,8 +35,10 @@ def test_eight_bit_rounding_of_the_oracle():
 
 class QuarterTurns:
     """Pair i turns by i + 1 right angles a position."""
-    def rotate(self, x, positions):
+    def rotate(self, x, positions=None):
         half = x.shape[-1] // 2
+        if positions is None:
+            positions = torch.arange(x.shape[-2])  # (T)
         turns = positions[:, None] * (1 + torch.arange(half)) % 4  # (T, d/2)
         cos, sin = torch.tensor([1.0, 0, -1, 0])[turns], torch.tensor([0.0, 1, 0, -1])[turns]
         a, b = x.float().chunk(2, dim=-1)

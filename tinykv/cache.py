@@ -77,19 +77,20 @@ class CachedRows:
     def read(self):
         """The rows of all tokens so far, (B, Hkv, S, d): coded ones decoded, recent ones after
         them, pinned ones at their positions."""
-        rows = self.recent
+        if self.codes is None and self.pinned_positions is None:
+            return self.recent
+        B, Hkv, r, d = self.recent.shape
+        C, S = self.n_coded, self.n_coded + r
+        # one row too many: an unused entry of the pinned ones writes there
+        rows = self.recent.new_empty(B, Hkv, S + 1, d)  # (B, Hkv, S + 1, d)
         if self.codes is not None:
             decoded = self.codec.decode(self.codes)  # (B, Hkv, C, d)
-            shape = (*rows.shape[:2], self.n_coded, rows.shape[3])
-            check_shape(decoded, shape, "decode", self.codec)
-            rows = torch.cat([decoded.to(rows.dtype), rows], dim=2)  # (B, Hkv, S, d)
-        if self.pinned_positions is None:
-            return rows
-        B, Hkv, S, d = rows.shape
-        # an unused entry writes into a row after the last one, which is cut off again
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # (B, Hkv, S + 1, d)
-        at = self.pinned_index(unused=S)  # (B, 1 or Hkv, p)
-        rows.scatter_(2, at[..., None].expand(B, Hkv, -1, d), self.pinned_rows)
+            check_shape(decoded, (B, Hkv, C, d), "decode", self.codec)
+            rows[:, :, :C] = decoded
+        rows[:, :, C:S] = self.recent
+        if self.pinned_positions is not None:
+            at = self.pinned_index(unused=S)  # (B, 1 or Hkv, p)
+            rows.scatter_(2, at[..., None].expand(B, Hkv, -1, d), self.pinned_rows)
         return rows[:, :, :S]
 
     def pinned_index(self, unused):
@@ -274,8 +275,7 @@ class LayerCache:
         """Keys of all tokens as attention needs them. keys (B, Hkv, S, d): as they are stored."""
         if self.method.rope == "post":
             return keys
-        positions = torch.arange(keys.shape[2], device=keys.device)  # (S)
-        return self.rope.rotate(keys, positions)  # (B, Hkv, S, d)
+        return self.rope.rotate(keys)  # (B, Hkv, S, d): the token in row t is at position t
 
     # Whether the newest tokens, which have just been appended, are those of a prompt
 

@@ -78,15 +78,34 @@ class Rope:
             unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # (d/2): 1 where it is left alone
             freq = (1 - unscaled) * freq / scaling["factor"] + unscaled * freq
         self.freq = freq
+        self.from_start = None  # cos and sin of the positions 0, 1, 2, ... as far as needed so far
 
-    def rotate(self, x, positions):
-        """x (..., T, d) at positions (T) -> the same shape and dtype, rotated; computed in fp32."""
-        angle = positions[:, None].float() * self.freq.to(positions.device)  # (T, d/2)
-        cos, sin = angle.cos(), angle.sin()  # (T, d/2)
+    def rotate(self, x, positions=None):
+        """x (..., T, d) at positions (T), or at 0 .. T-1 without -> the same shape and dtype,
+        rotated; computed in fp32."""
+        if positions is None:
+            cos, sin = self.kept(x.shape[-2], x.device)  # (T, d/2) both
+        else:
+            cos, sin = self.cos_sin(positions)  # (T, d/2) both
         x1, x2 = x.float().chunk(2, dim=-1)  # (..., T, d/2) each
-        y1 = x1 * cos - x2 * sin  # (..., T, d/2)
-        y2 = x2 * cos + x1 * sin  # (..., T, d/2)
-        return torch.cat([y1, y2], dim=-1).to(x.dtype)  # (..., T, d)
+        y1 = (x1 * cos - x2 * sin).to(x.dtype)  # (..., T, d/2)
+        y2 = (x2 * cos + x1 * sin).to(x.dtype)  # (..., T, d/2)
+        return torch.cat([y1, y2], dim=-1)  # (..., T, d)
+
+    def cos_sin(self, positions):
+        """cos and sin of every pair's angle at positions (T): (T, d/2) both."""
+        angle = positions[:, None].float() * self.freq.to(positions.device)  # (T, d/2)
+        return angle.cos(), angle.sin()
+
+    def kept(self, T, device):
+        """`cos_sin` of the positions 0 .. T-1. They are kept: a cache that holds keys before RoPE
+        asks for them at every step."""
+        n = 0 if self.from_start is None else len(self.from_start[0])
+        if n < T or self.from_start[0].device != device:
+            with torch.inference_mode(False):  # tensors that can be used outside that mode, too
+                self.from_start = self.cos_sin(torch.arange(2 * T, device=device))
+        cos, sin = self.from_start
+        return cos[:T], sin[:T]
 
 
 ATTENTIONS = ("plain", "fused", "triton")
@@ -138,18 +157,22 @@ class Attention(nn.Module):
             k, v = cache.update(layer, q, k, v, positions)  # (B, Hkv, S, d) both, k rotated
         q = rope.rotate(q, positions)  # (B, H, T, d)
 
-        # each KV head serves several query heads
-        heads_per_kv = self.n_heads // self.n_kv_heads
-        k = k.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
-        v = v.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
+        # each KV head serves several query heads; torch's kernel needs no copies if there is no mask
+        grouped = self.attention == "fused" and mask is None
+        if not grouped:
+            heads_per_kv = self.n_heads // self.n_kv_heads
+            k = k.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
+            v = v.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
 
         if self.attention == "fused":
-            causal = mask is None
-            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)  # (B, H, T, d)
+            causal = mask is None and T > 1  # one new token sees all keys
+            out = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=causal, enable_gqa=grouped)  # (B, H, T, d)
         else:
             scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, T, S)
             if mask is None:
-                mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()  # (T, S = T)
+                S = k.shape[2]
+                mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)  # (T, S)
             scores = scores.masked_fill(~mask, float("-inf"))  # (B, H, T, S)
             p = torch.softmax(scores.float(), dim=-1).to(v.dtype)  # (B, H, T, S)
             out = p @ v  # (B, H, T, d)
@@ -224,7 +247,7 @@ class Llama(nn.Module):
             seen = len(cache)
         T = tokens.shape[1]
         positions = torch.arange(seen, seen + T, device=tokens.device)  # (T)
-        mask = self.mask(seen, T, tokens.device)  # (T, S), or None for a plain causal square
+        mask = self.mask(seen, T, tokens.device)  # (T, S), or None where none is needed
         h = self.model["embed_tokens"](tokens)  # (B, T, D)
         for layer, block in enumerate(self.model["layers"]):
             h = block(h, self.rope, positions, mask, layer, cache)  # (B, T, D)
@@ -236,10 +259,10 @@ class Llama(nn.Module):
     def mask(self, seen, T, device):
         """(T, S): True where new token i may look at token j, S = seen + T.
 
-        None where that is a T x T lower triangle, for which attention needs no mask.
+        None where attention needs no mask: a T x T lower triangle, or one token that sees all.
         """
         S, window = seen + T, self.config.sliding_window
-        if seen == 0 and (window is None or window >= S):
+        if (seen == 0 or T == 1) and (window is None or window >= S):
             return None
         key_at = torch.arange(S, device=device)[None]  # (1, S): positions of the keys
         query_at = torch.arange(seen, S, device=device)[:, None]  # (T, 1): of the queries

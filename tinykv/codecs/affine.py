@@ -125,15 +125,18 @@ class Affine(Codec):
         """Codes -> (B, Hkv, T, d) fp32."""
         q = unpack(codes.packed, self.bits, self.width)  # (B, Hkv, T, d) uint8
         T = q.shape[2]
-        q = self.to_groups(q.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
         if self.static:
             s, z = self.scale.float(), self.zero.float()
         else:
             s, z = codes.scale.float(), codes.zero.float()
+        # in place, as this runs over the whole text for every token that is generated
+        x = self.to_groups(q.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
         if self.formula == "offset":
-            x = q * s + z
+            x *= s
+            x += z
         else:
-            x = (q - z) * s
+            x -= z
+            x *= s
         return self.from_groups(x, T)  # (B, Hkv, T, d)
 
     # The steps
@@ -145,7 +148,8 @@ class Affine(Codec):
             return x.unflatten(-1, (-1, self.group))
         T = x.shape[2]
         size = self.group or T
-        x = torch.nn.functional.pad(x, (0, 0, 0, -T % size))  # (B, Hkv, T/G * G, d)
+        if T % size:
+            x = torch.nn.functional.pad(x, (0, 0, 0, -T % size))  # (B, Hkv, T/G * G, d)
         return x.unflatten(2, (-1, size))
 
     def from_groups(self, g, T):

@@ -58,6 +58,7 @@ from tinykv.methods.base import CHOOSE, Method, best_tokens
 ANCHORS_BY = ("attention", "error", "first", "random")  # what a token is kept for
 MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
 MAX_SCORES_GPU = 2 ** 26
+MIN_QUERIES = 64  # of a tile, even if it holds more scores: each tile reads all keys
 
 
 # Eq. 5. All of it goes over the queries in tiles: the T x S matrix is never held as a whole.
@@ -76,7 +77,7 @@ def score_tiles(q, k, window=None):
     q = q.float() * d ** -0.5  # (B, H, T, d)
     k = k.float().transpose(-2, -1)  # (B, Hkv, d, S)
     limit = MAX_SCORES_GPU if q.is_cuda else MAX_SCORES
-    size = max(1, limit // (B * H * S))  # queries of a tile
+    size = max(MIN_QUERIES, limit // (B * H * S))  # queries of a tile
     for begin in range(0, T, size):
         end = min(begin + size, T)
         seen = S - T + end  # keys that the tile's last query sees
