@@ -58,7 +58,7 @@ from tinykv.methods.base import CHOOSE, Method, best_tokens
 ANCHORS_BY = ("attention", "error", "first", "random")  # what a token is kept for
 MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
 MAX_SCORES_GPU = 2 ** 26
-MIN_QUERIES = 64  # of a tile, even if it holds more scores: each tile reads all keys
+MIN_QUERIES = 32  # of a tile, even if it holds more scores: each tile reads all keys
 
 
 # Eq. 5. All of it goes over the queries in tiles: the T x S matrix is never held as a whole.
