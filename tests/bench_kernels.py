@@ -1,9 +1,8 @@
 """The Triton kernels without a cache around them: compiled, checked, and timed.
 
-    python tests/bench_kernels.py compile     every kernel for sm_80 and sm_90, without a GPU:
-    registers, spills, code python tests/bench_kernels.py check       every case's attention beside
-    torch's, on this GPU python tests/bench_kernels.py bench       time, bandwidth, tokens a second;
-    without a GPU the byte limits
+    python tests/bench_kernels.py compile   every kernel for sm_80 and sm_90, without a GPU
+    python tests/bench_kernels.py check     every case's attention beside torch's, on this GPU
+    python tests/bench_kernels.py bench     time, bandwidth, tokens a second; else the byte limits
 """
 import argparse
 import itertools
@@ -30,7 +29,13 @@ import kernels  # noqa: E402
 from tinykv import UserError, at_least  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
-from tinykv.triton_cache import TritonCache, TritonLayer, anchor_scores, check_device  # noqa: E402
+from tinykv.triton_cache import (  # noqa: E402
+    PackedRows,
+    TritonCache,
+    TritonLayer,
+    anchor_scores,
+    check_device,
+)
 
 # name: (method, its settings)
 CASES = {
@@ -154,10 +159,12 @@ class Pretend:
                "warps": self.warps, **taken_apart(cubin)}
         if name == "attend_kernel":
             constants, names = self.source.constants, self.source.fn.arg_names
-            halves, N, d = (constants[names.index(x),] for x in ("HALVES", "N", "DIM"))
+            fields = PackedRows._fields
+            N, d, planes = constants[names.index("N"),], *(
+                constants[names.index("k"), fields.index(x)].value for x in ("width", "planes"))
             exact = all(constants[names.index(side), 0].value == "Exact" for side in "kv")
             if exact:
-                row["what"] = "16-bit rows" + ", K before RoPE" * (halves == 2)
+                row["what"] = "16-bit rows" + ", K before RoPE" * (len(planes) == 2)
             row["each"] = row["loop"] * 32 * self.warps / (2 * N * d)
         self.kernels.append(row)
         return None, None, 0, 0, 1024

@@ -24,9 +24,12 @@ D = 16  # channels of a row
 
 
 def plain_pack(codes, bits):
-    """One row of codes as bytes: a string of bits, or five base-3 digits a byte; the lowest first in both."""
-    if bits == TERNARY:
-        return [sum(c * 3 ** i for i, c in enumerate(codes[j:j + 5])) for j in range(0, len(codes), 5)]
+    """One row of codes as bytes. Where a byte holds whole codes, byte i of n has the codes i, i + n, i + 2n, ..., the
+    first in the lowest digit; else they are a string of bits, the lowest first."""
+    if bits == TERNARY or 8 % bits == 0:
+        base, digits = (3, 5) if bits == TERNARY else (2 ** bits, 8 // bits)
+        n = math.ceil(len(codes) / digits)
+        return [sum(c * base ** i for i, c in enumerate(codes[j::n])) for j in range(n)]
     string = "".join(format(c, f"0{bits}b")[::-1] for c in codes)
     return [int(string[j:j + 8][::-1], 2) for j in range(0, len(string), 8)]
 
@@ -84,7 +87,7 @@ def rows_of_codes(draw):
 
 
 @given(rows_of_codes())
-def test_packing_is_the_plain_bit_string(case):
+def test_packing_is_the_plain_one(case):
     check_pack(pack, unpack, *case)
 
 

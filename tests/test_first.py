@@ -35,8 +35,9 @@ def test_eight_numbers_in_two_bits():
 
 
 def test_four_codes_fit_a_byte():
-    # The first code is in the lowest bits: 0 + 4*0 + 16*1 + 64*1 = 80, and 1 + 4*2 + 16*2 + 64*3 = 233.
-    assert pack(torch.tensor([0, 0, 1, 1, 1, 2, 2, 3]), bits=2).tolist() == [80, 233]
+    # Eight codes take two bytes. The first two codes are in the lowest bits of the two bytes, the next two above them:
+    # 0 + 4*1 + 16*1 + 64*2 = 148, and 0 + 4*1 + 16*2 + 64*3 = 228.
+    assert pack(torch.tensor([0, 0, 1, 1, 1, 2, 2, 3]), bits=2).tolist() == [148, 228]
     # Two bytes of codes, and 16 bits each for the scale and the zero point. In fp16 eight numbers take 16 bytes.
     assert Affine(bits=2, width=8).encode(X.view(1, 1, 1, 8)).nbytes == 6
 

@@ -26,7 +26,7 @@ from tinykv.cache import CachedRows, KVCache  # noqa: E402
 from tinykv.calibrate import calibrate  # noqa: E402
 from tinykv.codecs import Pair  # noqa: E402
 from tinykv.codecs.affine import Affine  # noqa: E402
-from tinykv.codecs.base import TERNARY, Codec, Exact, unpack  # noqa: E402
+from tinykv.codecs.base import TERNARY, Codec, Exact, pack, unpack  # noqa: E402
 from tinykv.codecs.clipped import ClippedGroups  # noqa: E402
 from tinykv.codecs.codebook import Codebook  # noqa: E402
 from tinykv.codecs.nonuniform import NonUniform  # noqa: E402
@@ -242,17 +242,23 @@ def test_topk_are_kvsinks():
 # ---- decoding, bit for bit
 
 @triton.jit
-def write_rows(rows, out, T, h, DIM: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+def write_rows(rows, out, T, h, N: tl.constexpr):
+    words = ()
     for j0 in range(0, T, N):
         j = j0 + tl.arange(0, N)
         ok = j < T
-        words = 0
-        if rows.size > 0:
-            words = kernels.words_of(rows, 1, h, j, ok, 0, DIM, 1, W)
-        for plane in tl.static_range(rows.planes):
-            x = kernels.decoded(rows, 1, h, j0, ok, words, 0, plane, DIM, 1, W, N)
-            channel, there = kernels.channels_of(rows, 0, plane, DIM, 1, W)
-            tl.store(out + j[:, None] * DIM + channel[None], x, ok[:, None] & there[None])
+        if rows.fold != "":
+            words = kernels.words_of(rows, 1, h, j, ok)
+        for i in tl.static_range(kernels.count(rows.planes)):
+            channel, there = kernels.channels_of(rows, i)
+            if rows.fold == "":
+                x = kernels.decoded(rows, 1, h, j0, j, ok, i)
+            else:
+                column = channel // rows.grid.channels
+                scale, zero = kernels.grid_of(rows.grid, 1, h, j0, j, ok, column, there)
+                low = kernels.TINY * 0.5 ** kernels.of_plane(rows.planes, i, "low")
+                x = kernels.tiny(rows, words, i).to(tl.float32) * low * scale + zero
+            tl.store(out + j[:, None] * rows.width + channel[None], x, ok[:, None] & there[None])
 
 
 QUANTIZED = [name for name in CODECS if name != "exact"]
@@ -268,10 +274,10 @@ def test_rows_are_decoded_bit_for_bit(name, width):
     want = codec.decode(codes)[1, 1]
     codes.packed = torch.cat([codes.packed[:, :, :3], codes.packed, codes.packed[:, :, :2]],
                              dim=2)[:, :, 3:-2]
-    rows = triton_cache.ROWS[type(codec)](codec, codes, 1)
+    rows = triton_cache.ROWS[type(codec)](codec, codes, "k", 1)
     N = triton_cache.tiling(rows, rows, 1, 1).N
     out = torch.full((T, width), math.nan)
-    write_rows[1,](rows, out, T, 1, width, triton_cache.plane_width(width, rows), N)
+    write_rows[1,](rows, out, T, 1, N)
     assert torch.equal(out, want.float())
 
 
@@ -288,17 +294,52 @@ def test_the_bits_of_a_small_integer_are_a_small_number():
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_a_gpu_unpacks_two_words_at_once(bits):
-    """The arithmetic of `pair_of_codes`, which the interpreter cannot run, is that of `code_of`."""
-    words = torch.randint(0, 2 ** 16, (50, 2))
-    pairs = words[:, 0] | words[:, 1] << 16
-    for plane in range(16 // bits):
+    """The arithmetic of `pair_of_codes`, which the interpreter cannot run, finds the codes of two
+    words in their channels, `low` bits up."""
+    codes = torch.randint(0, 2 ** bits, (1, 1, 1, 512 // bits))
+    packed = pack(codes, bits)  # 64 bytes
+    words, fields = triton_cache.planes_of(packed, bits, codes.shape[3], codes.shape[3])
+    assert words.dtype == torch.uint16 and len(fields["planes"]) == 16 // bits
+    pairs = words.int().flatten().unflatten(0, (-1, 2))  # (16, 2)
+    pairs = pairs[:, 0] | pairs[:, 1].long() << 16  # (16)
+    for i, plane in enumerate(fields["planes"]):
         shift, mask = re.search(r"\$1, (\d+); and.b32 .*, (0x[0-9a-f]+);",
-                                kernels.pair_of_codes(bits, plane)).groups()
+                                kernels.pair_of_codes(bits, fields["planes"], i)).groups()
         both = pairs >> int(shift) & int(mask, 16)
-        low = 2 ** kernels.place_of(bits, plane)
-        want = (words >> bits * plane) % 2 ** bits * low
-        assert torch.equal(torch.stack([both % 2 ** 16, both >> 16], dim=1), want)
-        assert want.max() < 1024
+        found = torch.stack([both % 2 ** 16, both >> 16], dim=1).flatten()  # (32)
+        assert found.max() < 1024
+        want = codes.flatten()[plane.channel::fields["step"]][:32]
+        assert torch.equal(found, want << plane.low)
+
+
+@pytest.mark.parametrize("bits", triton_cache.BITS)
+@pytest.mark.parametrize("width, piece", [(128, 128), (128, 64), (128, 32), (128, 16), (64, 32),
+                                          (80, 80), (80, 40), (96, 32), (32, 16)])
+def test_a_plane_is_of_one_piece(bits, width, piece):
+    """Planes hold each channel's code once, and no plane channels of two groups or two halves."""
+    codes = torch.randint(0, 3 if bits == TERNARY else 2 ** bits, (1, 1, 1, width))
+    data, fields = triton_cache.planes_of(pack(codes, bits), bits, width, piece)
+    # 96 channels, 2 bits: the first bits of all bytes are 24 channels, and these no part of a group
+    assert (data is None) == (bits == TERNARY and piece < width
+                              or (width, piece) == (96, 32) and bits in (1, 2, 4))
+    if data is None:
+        return
+    row, found = data.flatten().int(), {}
+    if bits == 3:
+        row = row[0::3] | row[1::3] << 8 | row[2::3] << 16
+    elif bits == TERNARY:
+        row = triton_cache.ternary_table(row.device).int()[row]
+    for plane in fields["planes"]:
+        words = row[plane.slice * fields["words"]:][:fields["words"]]
+        channels = [plane.channel + n * fields["step"] for n in range(len(words))]
+        assert len({channel // piece for channel in channels if channel < width}) == 1
+        mask = 2 ** math.ceil(bits) - 1
+        assert mask << plane.low < 1024  # a subnormal number
+        read = (words >> plane.shift + plane.low) & mask
+        found |= dict(zip(channels, read.tolist()))
+    assert [found[channel] for channel in range(width)] == codes.flatten().tolist()
+    firsts = [plane.channel // piece for plane in fields["planes"]]
+    assert firsts == sorted(firsts)  # group by group
 
 
 def test_scales_leave_the_products():
@@ -428,7 +469,7 @@ def test_what_the_model_computes_in(dtype):
     ("1 bits per token", "1.5 bits per token", "pre"), ("d8m512", "d8m512", "pre")])
 def test_products_of_fp16_numbers(k, v, rope, monkeypatch):
     """As on a GPU: operands rounded to fp16, of which codes are the smallest subnormal ones."""
-    monkeypatch.setattr(triton_cache, "product_type", lambda *args: tl.float16)
+    monkeypatch.setattr(triton_cache, "product_type", lambda *args: torch.float16)
     same(layer_of(Plain(k, v, 2, 64, rope, block=70), 2, 64, 1, 75, 1), rtol=4e-3, atol=4e-3)
 
 
@@ -437,7 +478,7 @@ def test_small_values_behind_a_sink(bits, monkeypatch):
     """Products of fp16 numbers: weights of e**-10 times scales of 1e-4 are too small for these,
     unless lifted.
     """
-    monkeypatch.setattr(triton_cache, "product_type", lambda *args: tl.float16)
+    monkeypatch.setattr(triton_cache, "product_type", lambda *args: torch.float16)
     layer = layer_of(Plain("exact", f"{bits} bits per token", 1, 32, block=300), 1, 32, 1, 301, 1)
     rows = 0.02 * torch.randn(1, 1, 300, 32)
     rows[:, :, 0] *= 1e-3  # a sink has next to no value

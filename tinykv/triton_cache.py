@@ -1,8 +1,9 @@
 """The cache whose attention is the kernels of kernels.py: `--attention triton`.
 
-    attention      new queries to all tokens, in as many launches of the kernels as the tokens lie
-    in different ways TritonLayer    a `LayerCache` that attends from its packed codes, and decodes
-    none TritonCache    a `KVCache` of such layers, which `model.Attention` asks for its output
+    PackedRows     keys or values as the kernels read them, made from a codec and its codes
+    attention      new queries to all tokens: a launch for each range of tokens that lie alike
+    TritonLayer    a `LayerCache` that attends from its packed codes, and decodes none
+    TritonCache    a `KVCache` of such layers, which `model.Attention` asks for its output
 """
 import math
 from functools import lru_cache
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels import FMA, LOG2E, Book, Grid, Order, Outliers, PackedRows, Pins, Place, Turn
+from kernels import FMA, LIFT, LOG2E, Plane
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
@@ -26,10 +27,50 @@ from tinykv.methods.antkv import AnTKV
 TILE = 64  # tokens that a program reads at a time, at most
 
 
-# From a codec and its codes to what a kernel reads
+# What a kernel reads
 
-# bits: codes of a word, its bytes
-PLANES = {1: (8, 1), 2: (4, 1), 4: (2, 1), 8: (1, 1), 3: (8, 3), TERNARY: (5, 1)}
+BITS = (1, TERNARY, 2, 3, 4, 8)  # of codes that the kernels read
+
+
+class Grid(NamedTuple):
+    """x = code * scale + zero. So many `tokens` and `channels` share a scale; 0: all tokens."""
+    scale: torch.Tensor
+    zero: torch.Tensor
+    batch: int  # strides, in numbers: from one sequence to the next
+    head: int
+    token: tl.constexpr  # from a group of tokens to the next
+    channel: tl.constexpr
+    tokens: tl.constexpr
+    channels: tl.constexpr
+    form: tl.constexpr  # "offset"; "integer": x = scale * (code - zero); "fp8": bytes of e4m3
+
+
+class PackedRows(NamedTuple):
+    """The keys, or the values, of a range of tokens, as a kernel reads them.
+
+    What is tl.constexpr is a constant of the compiled kernel. The stride of a token is: only then
+    can the compiler load 16 bytes at once. What grows with the text is not.
+    """
+    codec: tl.constexpr  # name of the codec's class
+    # scales leave the products: of each "token", of each "channel"; "": numbers are decoded
+    fold: tl.constexpr
+    width: tl.constexpr  # d, channels of a head
+    data: torch.Tensor  # words: uint8; uint16, two bytes of codes at a time; or 16-bit numbers
+    batch: int  # strides, in words: from one sequence to the next
+    head: int  # 0 where the heads of a token are one row
+    token: tl.constexpr
+    start: int  # position of the first token
+    bits: tl.constexpr  # of a code; 2 for three levels
+    row: tl.constexpr  # bytes of a row
+    planes: tl.constexpr  # where numbers are decoded: the head, or its two halves
+    words: tl.constexpr  # of a plane
+    tile: tl.constexpr  # W: the next power of 2, at least the 16 that a product takes
+    step: tl.constexpr  # channels from a word of a plane to the next
+    size: tl.constexpr  # strides from a word to the next: 3 for words of three bytes
+    groups: tl.constexpr  # scales of a token that leave the products, each of as many planes
+    grid: Grid | None = None
+    ternary: torch.Tensor | None = None  # of three levels, five to a byte: `ternary_table`
+    tables: tuple | None = None  # Levels, Order or Book: what else a codec decodes by
 
 
 def made(kind, **fields):
@@ -37,40 +78,67 @@ def made(kind, **fields):
     compiled kernel.
     """
     declared = kind.__annotations__
-    return kind(**{name: tl.constexpr(x) if declared[name] is tl.constexpr else x for name,
-                   x in fields.items()})
+    return kind(**{name: tl.constexpr(x) if declared[name] is tl.constexpr else x
+                   for name, x in fields.items()})
 
 
-def place_of_rows(words, head=None, start=0):
-    batch, per_head, token, word = words.stride()
-    return made(Place, words=words, batch=batch, head=per_head if head is None else head,
-                token=token, word=word,
-                start=start)
-
-
-def exact_rows(rows, start=0):
-    """rows (B, Hkv, T, d) as they are, the first at position `start`."""
-    return made(PackedRows, codec="Exact", fold="", bits=16, planes=1, size=0, width=0,
-                place=place_of_rows(rows, start=start))
-
-
-def packing(packed, bits, width, halves):
-    """Codes `packed` of `width` channels a head -> the words to read them by, and the fields of
-    PackedRows on that.
+def made_rows(codec, data, width, start=0, **fields):
+    """PackedRows of words `data` (B, heads, T, words of a row), 1 head where those of a token are
+    one row; the first token at position `start`.
     """
-    planes, size = PLANES[bits]
-    width = width // halves
-    fields = {"bits": 2,
-              "ternary": ternary_table(packed.device)} if bits == TERNARY else {"bits": bits}
-    if width % planes and not (bits == TERNARY and halves == 1):
-        # a word would hold codes of two halves, or of two heads
-        return packed, dict(planes=1, size=0, **fields)
-    even = all(s % 2 == 0 for s in (packed.storage_offset(), packed.shape[-1],
-                                    *packed.stride()[:3]))
-    if 8 % bits == 0 and width % (32 * planes) == 0 and even and packed.stride(3) == 1:
-        # two bytes are a word
-        return packed.view(torch.uint16), dict(planes=2 * planes, size=1, **fields)
-    return packed, dict(planes=planes, size=size, **fields)
+    batch, head, token, word = data.stride()
+    assert word == 1 or data.shape[3] == 1, "the words of a row have to be neighbours"
+    head = 0 if data.shape[1] == 1 else head
+    tile = max(16, triton.next_power_of_2(fields["words"]))
+    if fields["bits"] == TERNARY:
+        fields.update(bits=2, ternary=ternary_table(data.device))
+    return made(PackedRows, codec=codec, width=width, data=data, batch=batch, head=head,
+                token=token, start=start, row=data.shape[3], tile=tile, **fields)
+
+
+def single_rows(codec, packed, bits, width, halves, start=0, **more):
+    """PackedRows of numbers that are loaded one by one: a plane is a head, or half of one."""
+    words = width // halves
+    planes = tuple(Plane(half * words, 0, 0, 0) for half in range(halves))
+    return made_rows(codec, packed, width, start, fold="", bits=bits, planes=planes, words=words,
+                     step=1, size=1, groups=1, **more)
+
+
+def exact_rows(rows, halves, start=0):
+    """rows (B, Hkv, T, d) as they are, the first at position `start`."""
+    return single_rows("Exact", rows, 16, rows.shape[3], halves, start)
+
+
+def planes_of(packed, bits, width, piece):
+    """How codes `packed` of `width` channels a head are cut into planes: the words, and fields of
+    PackedRows.
+
+    No plane has channels of two pieces: of the groups that share a scale, or of the halves of a
+    head. None if that cannot be.
+    """
+    size, step = 1, 1
+    if bits == 3:  # eight codes in a word of three bytes
+        if piece % 8:
+            return None, None
+        size, step, slices, words = 3, 8, width // piece, piece // 8
+        # (first channel, slice, bit)
+        places = [(n * piece + i, n, 3 * i) for n in range(slices) for i in range(8)]
+    else:
+        # the lowest bits of a row's bytes are `run` channels
+        run = packed.shape[3]
+        codes, apart = (5, 2) if bits == TERNARY else (8 // bits, bits)
+        if piece < width and (run * codes != width or run % piece and piece % run):
+            return None, None
+        slices = max(1, run // piece)
+        words = run // slices
+        even = all(x % 2 == 0 for x in (packed.storage_offset(), *packed.stride()[:3]))
+        if words % 32 == 0 and even and bits != TERNARY:  # two bytes are a word
+            words, step, packed = words // 2, 2, packed.view(torch.uint16)
+        places = [(i * run + n * words * step + byte, n, i * apart + 8 * byte)
+                  for i in range(codes) for n in range(slices) for byte in range(step)]
+    ten = 10 // math.ceil(bits) * math.ceil(bits)  # bits of the codes that are subnormal numbers
+    planes = tuple(Plane(channel, n, bit // ten * ten, bit % ten) for channel, n, bit in places)
+    return packed, dict(bits=bits, planes=planes, words=words, step=step, size=size)
 
 
 @lru_cache
@@ -81,69 +149,77 @@ def ternary_table(device):
     return sum(digits).to(torch.uint16).to(device)
 
 
-def affine_rows(codec, codes, halves):
+def affine_rows(codec, codes, kind, halves):
     d, T = codec.width, codes.packed.shape[2]
-    words, fields = packing(codes.packed, codec.bits, d, halves)
     scale, zero = codes.scale, codes.zero  # (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d) both
     if codec.static:
         scale, zero = codec.scale[None], codec.zero[None]  # (1, Hkv, 1, ...) both
     batch, head, token, channel_group, channel = scale.stride()
-    if codec.static:
-        batch = 0
 
     # which tokens, and which channels, share a scale
-    tokens, channels, fold = codec.group or T, 1, ""
     if codec.axis == "token":
-        tokens, channel = 1, channel_group
-        channels = 0 if codec.group == d else codec.group
+        tokens, channels, channel = 1, codec.group, channel_group
+    else:
+        tokens, channels = codec.group or T, 1
     if codec.static:
-        tokens = 0
-
-    # whether it can leave the product: one scale a token, or a tile of tokens that share theirs
-    if fields["size"] and halves == 1:
-        if channels == 0:
-            fold = "token"
-        elif codec.axis == "channel" and (codec.static or math.gcd(tokens, TILE) >= 16):
-            fold = "channel"
-
+        tokens, batch = 0, 0
     form = "integer" if codec.formula == "integer-zero" else "offset"
     grid = made(Grid, scale=scale, zero=zero, batch=batch, head=head, token=token, channel=channel,
                 tokens=tokens, channels=channels, form=form)
-    return made(PackedRows, codec="Affine", fold=fold, width=0, place=place_of_rows(words),
-                grid=grid, **fields)
+
+    # whether scales leave the products: a token's; of keys a channel's, before RoPE if static
+    fields = fold = None
+    if codec.axis == "token" and halves == 1:
+        fold, groups = "token", d // codec.group
+        data, fields = planes_of(codes.packed, codec.bits, d, codec.group)
+    elif kind == "k" and codec.axis == "channel" and (
+            codec.static or halves == 1 and math.gcd(tokens, TILE) >= 16):
+        fold, groups = "channel", 1
+        data, fields = planes_of(codes.packed, codec.bits, d, d // halves)
+    if fields is None:
+        return single_rows("Affine", codes.packed, codec.bits, d, halves, grid=grid)
+    return made_rows("Affine", data, d, fold=fold, groups=groups, grid=grid, **fields)
 
 
-def nonuniform_rows(codec, codes, halves):
-    words, fields = packing(codes.packed, codec.bits, codec.width, halves)
-    # heads are parts of one row
-    head = codec.width // fields["planes"] * fields["size"] * words.stride(3)
+class Levels(NamedTuple):
+    """KVQuant's levels, in the place of 0, 1, 2, ..., and its outliers; see `SparseCodes`."""
+    levels: torch.Tensor  # (2**bits)
+    row_end: torch.Tensor | None = None  # (T, B) int32
+    numbers: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    sequences: int = 0  # B
+
+
+def nonuniform_rows(codec, codes, kind, halves):
     if codec.axis == "channel":
         grid = made(Grid, scale=codec.half, zero=codec.mid, batch=0, head=codec.width, token=0,
-                    channel=1, tokens=0,
-                    channels=1, form="offset")
+                    channel=1, tokens=0, channels=1, form="offset")
     else:
         grid = made(Grid, scale=codes.scale, zero=codes.zero, batch=codes.scale.stride(0), head=0,
-                    token=codes.scale.stride(2), channel=0, tokens=1, channels=0, form="offset")
-    outliers = None
+                    token=codes.scale.stride(2), channel=0, tokens=1, channels=codec.width,
+                    form="offset")
+    tables = Levels(codec.levels)
     if codec.outliers and len(codes.values):
-        row_end = codes.row_end[:, 0, :, 0].contiguous()  # (B, T)
-        outliers = Outliers(row_end, codes.values, codes.columns, *row_end.shape)  # B, T
-    return made(PackedRows, codec="NonUniform", fold="", width=codec.width,
-                place=place_of_rows(words, head), grid=grid,
-                levels=codec.levels, outliers=outliers, **fields)
+        row_end = codes.row_end[:, 0, :, 0].T.contiguous()  # (T, B)
+        tables = Levels(codec.levels, row_end, codes.values, codes.columns, row_end.shape[1])
+    return single_rows("NonUniform", codes.packed, codec.bits, codec.width, halves, grid=grid,
+                       tables=tables)
 
 
-def clipped_rows(codec, codes, halves):
+class Order(NamedTuple):
+    """SKVQ's channels: each one's place in the row of all heads, and the group of each place."""
+    place: torch.Tensor  # (h) int32
+    group: torch.Tensor  # (h) int32
+
+
+def clipped_rows(codec, codes, kind, halves):
     scale, zero, form = codes.scale, codes.zero, "offset"
     if scale.itemsize == 1:
         scale, zero, form = scale.view(torch.uint8), zero.view(torch.uint8), "fp8"
     grid = made(Grid, scale=scale, zero=zero, batch=scale.stride(0), head=0, token=scale.stride(2),
                 channel=1, tokens=1, channels=1, form=form)
-    _, fields = packing(codes.packed, codec.bits, codec.width, halves)
-    fields.update(planes=1, size=0)  # neighbours in the row are no neighbours in the head
-    return made(PackedRows, codec="ClippedGroups", fold="", width=codec.width,
-                place=place_of_rows(codes.packed, 0), grid=grid,
-                order=Order(inverse(codec.order), codec.group), **fields)
+    return single_rows("ClippedGroups", codes.packed, codec.bits, codec.width, halves, grid=grid,
+                       tables=Order(inverse(codec.order), codec.group))
 
 
 @lru_cache(maxsize=1024)
@@ -152,14 +228,21 @@ def inverse(order):
     return order.argsort().to(torch.int32)
 
 
-def codebook_rows(codec, codes, halves):
+class Book(NamedTuple):
+    """Centroids of n channels each, m of them in a book."""
+    centroids: torch.Tensor  # (places or 1, m, n)
+    n: tl.constexpr
+    m: tl.constexpr
+    side: tl.constexpr  # channels of a centroid that lie side by side in a tile, too: one load
+    shared: tl.constexpr  # one book for all places
+
+
+def codebook_rows(codec, codes, kind, halves):
     centroids = codec.centroids.contiguous()
     side = math.gcd(codec.n, codec.width // halves, 2 ** 20)
     book = made(Book, centroids=centroids, n=codec.n, m=centroids.shape[1], side=side,
                 shared=len(centroids) == 1)
-    return made(PackedRows, codec="Codebook", fold="", bits=codec.code_bits, planes=1, size=0,
-                width=codec.width,
-                place=place_of_rows(codes.packed, 0), book=book)
+    return single_rows("Codebook", codes.packed, codec.code_bits, codec.width, halves, tables=book)
 
 
 ROWS = {Affine: affine_rows, NonUniform: nonuniform_rows, ClippedGroups: clipped_rows,
@@ -169,10 +252,10 @@ ROWS = {Affine: affine_rows, NonUniform: nonuniform_rows, ClippedGroups: clipped
 def packed_rows(rows, begin, halves):
     """The coded, or the recent, tokens of a CachedRows: those that `begin` is one of."""
     if begin >= rows.n_coded:
-        return exact_rows(rows.recent, rows.n_coded)
+        return exact_rows(rows.recent, halves, rows.n_coded)
     if type(rows.codec) is Exact:
-        return exact_rows(rows.codes.packed)
-    return ROWS[type(rows.codec)](rows.codec, rows.codes, halves)
+        return exact_rows(rows.codes.packed, halves)
+    return ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)
 
 
 def check_method(method):
@@ -187,8 +270,8 @@ def check_method(method):
         if type(codec) is Codebook and codec.n & codec.n - 1:
             raise UserError(f"{name}: the kernels look up vectors of 1, 2, 4, 8 ... channels; "
                             f"these have {codec.n}; {instead}")
-        if type(codec) in (Affine, NonUniform, ClippedGroups) and codec.bits not in PLANES:
-            bits = ", ".join(f"{bits:g}" for bits in sorted(PLANES))
+        if type(codec) in (Affine, NonUniform, ClippedGroups) and codec.bits not in BITS:
+            bits = ", ".join(f"{bits:g}" for bits in BITS)
             raise UserError(f"{name}: the kernels read codes of {bits} and 16 bits; these have "
                             f"{codec.bits}; {instead}")
     own_score = type(method).score is not AnTKV.score
@@ -219,33 +302,29 @@ TILES = {  # decoding, and many queries at once
     # nothing is decoded: many loads have to be under way
     "exact": (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3)),
     # a warp alone never waits for another, and its sums over tokens stay within it
-    "folded": (Tile(16, 64, 1, 3), Tile(16, 64, 4, 3)),
-    # the scales of channels take registers, too
-    "channel": (Tile(16, 64, 2, 3), Tile(16, 64, 4, 3)),
-    # as "folded", with a product for each number
-    "planes": (Tile(16, 64, 1, 3, 255), Tile(16, 64, 4, 3)),
-    # two halves of a row at once, and their angles
-    "rotated": (Tile(16, 32, 2, 1), Tile(16, 32, 4, 1)),
+    "token": (Tile(16, 64, 1, 3, 255), Tile(16, 64, 4, 3)),
+    # the same, and the scales of channels
+    "channel": (Tile(16, 64, 1, 3, 255), Tile(16, 64, 4, 3)),
+    # a table is read for each byte: one warp would spill
+    "ternary": (Tile(16, 64, 2, 3), Tile(16, 64, 4, 3)),
+    # two products for each number, and the tables of cosines and sines
+    "rotated": (Tile(16, 32, 1, 1), Tile(16, 64, 4, 1)),
     # one stage: only then are centroids loaded through the L1 cache
-    "book": (Tile(16, 64, 4, 1), Tile(16, 64, 8, 1)),
-    # as "book", with an address for every two or three channels
-    "pairs": (Tile(16, 64, 4, 1), Tile(16, 64, 8, 1)),
+    "Codebook": (Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)),
     # an address, a level, or outliers for every channel
-    "single": (Tile(16, 32, 8, 3), Tile(16, 32, 8, 3)),
+    "single": (Tile(16, 32, 4, 3), Tile(16, 32, 4, 3)),
 }
 
 
 def kind_of(rows, halves):
     """What of TILES these PackedRows are; halves: 2 for keys before RoPE."""
-    if rows.codec.value == "Exact":
-        return "exact" if halves == 1 else "rotated"
     if rows.codec.value == "Codebook":
-        return "book" if rows.book.side.value >= 4 else "pairs"
-    if rows.size.value == 0 or rows.levels is not None:
-        return "single"
-    if halves == 2:
-        return "rotated"
-    return {"token": "folded", "channel": "channel", "": "planes"}[rows.fold.value]
+        return "Codebook"
+    if rows.fold.value and rows.ternary is not None:
+        return "ternary"
+    if rows.codec.value == "Exact" or rows.fold.value:
+        return "rotated" if halves == 2 else rows.fold.value or "exact"
+    return "single"
 
 
 def tiling(keys, values, halves, rows):
@@ -325,17 +404,17 @@ def attention(q, keys, values, rope=None, window=None, slots=None):
     # (pieces, B, H, T) both
     top, total = torch.empty(2, first, B, H, T, dtype=torch.float32, device=q.device)
     for x in launches:
+        dtype = product_type(q, x.keys, x.values)
         turn = Turn()
         if rope is not None:
-            turn = turn_of(rope, x.tile.N, triton.next_power_of_2(triton.cdiv(S, x.tile.N)),
-                           q.device)
-        widths = plane_width(d // halves, x.keys), plane_width(d, x.values)
+            turn = turn_of(rope, x.tile.N, triton.next_power_of_2(triton.cdiv(S, x.tile.N)), dtype,
+                           LIFT.value if x.keys.fold.value else 1, q.device)
         kernels.attend_kernel[x.tiles * B * Hkv, x.pieces](
             q, x.keys, x.values, turn, k_pins if x.begin < keys.n_coded else Pins(),
             v_pins if x.begin < values.n_coded else Pins(), acc[x.first:], top[x.first:],
             total[x.first:], *q.stride()[:3], x.begin, x.end, x.split, T, S, window or S, x.tiles,
-            B * H * T, LOG2E / math.sqrt(d), H, R, d, halves, *widths, x.tile.M, x.tile.N,
-            product_type(q, x.keys, x.values), num_warps=x.tile.warps, num_stages=x.tile.stages,
+            B * H * T, LOG2E / math.sqrt(d), H, R, x.tile.M, x.tile.N,
+            DTYPES[dtype], num_warps=x.tile.warps, num_stages=x.tile.stages,
             maxnreg=x.tile.maxnreg, **FMA)
 
     out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=q.device)
@@ -349,11 +428,6 @@ def attention(q, keys, values, rope=None, window=None, slots=None):
     return Attended(out, lse, k_pins.score, v_pins.score)
 
 
-def plane_width(channels, rows):
-    """Channels of a plane in a tile: a power of 2, and at least the 16 that a product takes."""
-    return max(16, triton.next_power_of_2(triton.cdiv(channels, rows.planes.value)))
-
-
 def programs(device, warps):
     """Programs that fill a GPU: 8 warps for each of its processors. In the interpreter some
     pieces, to be merged.
@@ -361,6 +435,21 @@ def programs(device, warps):
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count * 8 // warps
+
+
+class Pins(NamedTuple):
+    """Pinned rows of the keys, or of the values.
+
+    A pinned key takes the place of its slot as a *score*, which is known before. For a pinned value
+    the kernel writes the slot's score, and `merge_kernel` adds the row. So a token's key may be
+    pinned where its value is quantized.
+    """
+    # (B, 1 or Hkv, S) int32: number of a token's pinned row, or -1
+    slot: torch.Tensor | None = None
+    batch: int = 0  # strides of `slot`
+    head: int = 0
+    score: torch.Tensor | None = None  # (B * H * T, n) fp32: of keys read, of values written
+    n: int = 0
 
 
 def pins_of(rows, q, slots, score):
@@ -405,13 +494,23 @@ def pinned_scores(keys, q, rope):
     return s.unflatten(2, (-1, q.shape[2])).flatten(1, 2).contiguous()
 
 
+class Turn(NamedTuple):
+    """RoPE's tables for keys that are stored before it: no angle is computed for a key."""
+    # of places 0 .. N - 1 in a tile (N, d/2), LIFT times larger where keys are codes
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    tile_cos: torch.Tensor | None = None  # (tiles, d/2), of positions 0, N, 2N, ...
+    tile_sin: torch.Tensor | None = None
+
+
 @lru_cache(maxsize=8)
-def turn_of(rope, N, tiles, device):
-    """The tables of Turn, angles as in `Rope.rotate`."""
+def turn_of(rope, N, tiles, dtype, lift, device):
+    """The tables of Turn, angles as in `Rope.rotate`; those of a tile in `dtype`."""
     freq = rope.freq.to(device)  # (d/2)
     place = torch.arange(N, device=device)[:, None].float() * freq  # (N, d/2)
     first = torch.arange(0, tiles * N, N, device=device)[:, None].float() * freq  # (tiles, d/2)
-    return Turn(place.cos(), place.sin(), first.cos(), first.sin())
+    cos, sin = (lift * place.cos()).to(dtype), (lift * place.sin()).to(dtype)  # (N, d/2) both
+    return Turn(cos, sin, first.cos(), first.sin())
 
 
 def anchor_scores(q, k, lse, window=None):
@@ -427,20 +526,21 @@ def anchor_scores(q, k, lse, window=None):
     tiles = triton.cdiv(S, N)
     kernels.anchor_kernel[tiles * B * Hkv,](
         q, norm, lse.contiguous(), k, of_k, of_v, *k.stride()[:3], T, S, window or S, tiles,
-        LOG2E / math.sqrt(d), H, H // Hkv, d, D, M, N, product_type(q), num_warps=4, num_stages=2,
-        **FMA)
+        LOG2E / math.sqrt(d), H, H // Hkv, d, D, M, N, DTYPES[product_type(q)], num_warps=4,
+        num_stages=2, **FMA)
     return of_k, of_v
 
 
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
 def product_type(q, *sides):
-    """What the operands of a product are rounded to: fp16 for planes, which are fp16; else the
+    """What the operands of a product are rounded to: fp16 for codes, which are fp16; else the
     model's own 16 bits.
     """
     if q.dtype.itemsize > 2 or kernels.INTERPRETED:  # the interpreter cannot multiply bf16
-        return tl.float32
-    if q.dtype == torch.float16 or any(rows.size.value for rows in sides):
-        return tl.float16
-    return tl.bfloat16
+        return torch.float32
+    return torch.float16 if any(rows.fold.value for rows in sides) else q.dtype
 
 
 # The cache

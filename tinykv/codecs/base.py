@@ -72,20 +72,27 @@ def place_values(bits):
 
 def pack(codes, bits):
     """Codes (..., n), integers below 2**bits (below 3 if ternary) -> (..., row_bytes(n, bits))
-    uint8, the first code in the lowest bits."""
+    uint8.
+
+    A row of n = 128 codes of 2 bits takes 32 bytes. The first 32 codes lie in the lowest bits of
+    these bytes, the next 32 codes above them, and so on.
+    """
     places = place_values(bits)
     if places is None:
-        # 3, 5, 6, 7 and more than 8 bits: split every code into its bits, and pack those
+        # 3, 5, 6, 7 and more than 8 bits: split every code into its bits, and put eight to a byte
         shifts = torch.arange(int(bits), device=codes.device)  # (bits)
         single_bits = (codes.int()[..., None] >> shifts) & 1  # (..., n, bits)
-        return pack(single_bits.flatten(-2), 1)
+        single_bits = single_bits.flatten(-2)  # (..., n * bits)
+        single_bits = torch.nn.functional.pad(single_bits, (0, -single_bits.shape[-1] % 8))
+        eights = single_bits.unflatten(-1, (-1, 8))  # (..., bytes, 8)
+        return (eights << torch.arange(8, device=codes.device)).sum(-1).to(torch.uint8)
     # fill the last byte up with zeros, then add the codes of each byte at their places
     padding = -codes.shape[-1] % len(places)
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, padding))  # (..., n + padding)
-    codes = codes.unflatten(-1, (-1, len(places)))  # (..., bytes, codes of a byte)
-    packed = torch.zeros_like(codes[..., 0])  # (..., bytes)
+    planes = codes.unflatten(-1, (len(places), -1))  # (..., codes of a byte, bytes)
+    packed = planes.new_zeros(planes[..., 0, :].shape)  # (..., bytes)
     for i, place in enumerate(places):
-        packed += codes[..., i] * place
+        packed += planes[..., i, :] * place
     return packed
 
 
@@ -94,7 +101,8 @@ def unpack(packed, bits, n):
     places = place_values(bits)
     if places is None:
         # put each code together from its bits
-        single_bits = unpack(packed, 1, n * int(bits))  # (..., n * bits)
+        eights = (packed[..., None] >> torch.arange(8, device=packed.device)) & 1  # (..., bytes, 8)
+        single_bits = eights.flatten(-2)[..., :n * int(bits)]  # (..., n * bits)
         single_bits = single_bits.unflatten(-1, (n, int(bits)))  # (..., n, bits)
         dtype = torch.uint8 if bits <= 8 else torch.int16
         codes = torch.zeros(single_bits.shape[:-1], dtype=dtype, device=packed.device)  # (..., n)
@@ -107,7 +115,7 @@ def unpack(packed, bits, n):
     else:
         mask = 2 ** int(bits) - 1
         digits = [(packed >> int(bits) * i) & mask for i in range(len(places))]
-    codes = torch.stack(digits, dim=-1).flatten(-2)  # (..., bytes * codes of a byte)
+    codes = torch.cat(digits, dim=-1)  # (..., codes of a byte * bytes)
     return codes[..., :n]
 
 
