@@ -92,7 +92,7 @@ def test_commands_of_a_handout_can_be_given(name):
     handout = (starter(name).parent / "handout.md").read_text(encoding="utf-8")
     for command in re.findall(r"^ *python eval_ppl.py (.*)$", handout, re.MULTILINE):
         args = eval_ppl.parser().parse_args(command.split())
-        for method in args.method:
+        for method in args.method.split(","):
             assert method in METHODS or (ROOT / method.split(":")[0]).is_file(), method
 
 
