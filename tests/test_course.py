@@ -78,9 +78,12 @@ def test_an_empty_starter_gets_nothing(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_assignment_is_whole(name):
-    """Its points are 80, it has ten wrong answers at least, and its handout has every part."""
+    """Its points are 80, it has ten wrong answers at least, its handout has every part, and it is on the course's
+    page."""
     assert check.load(name).points == 80
     assert len(wrong_of(name)) >= 10
+    page = (ROOT / "docs" / "course" / "README.md").read_text(encoding="utf-8")
+    assert f"({starter(name).parent.name}/handout.md)" in page
     handout = (starter(name).parent / "handout.md").read_text(encoding="utf-8")
     for part in ("## Aim", "## Background", "## Eight numbers", "## Tasks", "## Questions", "## Time"):
         assert part in handout
