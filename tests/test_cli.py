@@ -71,6 +71,23 @@ def test_kvsink_is_shown_beside_what_it_is_compared_with(command):
     assert err == ""  # no bar where nobody watches
 
 
+@pytest.mark.parametrize("words, heading, chosen", [
+    (["--prompt", "32"], "protocol paper, prompt 32", {"kvsink": "prompt"}),
+    (["--prompt", "32", "--choose", "always,prompt", "--protocol", "stream"], "protocol stream, prompt 32",
+     {"kvsink choose=always": "always", "kvsink choose=prompt": "prompt"}),
+    (["--protocol", "stream"], "protocol stream, seed", {"kvsink": "always"})])
+def test_every_table_says_when_tokens_are_chosen(command, tmp_path, words, heading, chosen):
+    path = tmp_path / "out.json"
+    status, out, _ = command("--method", "kvsink", *words, "--json", str(path), *SMALL)
+    rows = {row["label"]: row for row in json.loads(path.read_text())["rows"]}
+    assert status == 0 and heading in out
+    for label, when in chosen.items():
+        said = {"prompt": "once, after the prompt", "always": "at each quantization"}[when]
+        assert f"{label}: the tokens to keep are chosen {said}" in out
+        assert rows[label]["choose"] == when and rows[label]["prompt"] == (32 if "--prompt" in words else None)
+    assert rows["pfn"]["choose"] is None
+
+
 def test_a_list_shows_what_was_asked_for(command):
     _, out, _ = command("--method", "rtn,pfn", "--scheme", "token-dynamic", *SMALL)
     assert list(table(out)) == ["fp16", "rtn", "pfn"]
@@ -427,6 +444,11 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
 
 
 @pytest.mark.parametrize("words, named", [
+    (["--choose", "always"], ["--choose", "--prompt"]),
+    (["--prompt", "64"], ["--prompt 64", "shorter than a window, 64"]),
+    (["--prompt", "0"], ["--prompt"]),
+    (["--method", "intactkv", "--prefix", "docs/prompt.txt", "--prompt", "53"], ["the prefix", "53 tokens"]),
+    (["--method", "pfn", "--prompt", "32", "--choose", "prompt"], ["--choose", "pfn"]),
     (["--method", "kvsnik"], ["kvsnik", "kvsink", "rtn"]),
     (["--method", "antkv", "--anchors", "65"], ["antkv keeps 65", "64"]),
     (["--method", "pfn", "--preserve", "65"], ["pfn keeps 65", "64"]),
