@@ -42,7 +42,11 @@ def joined():
             yield
         except (Exception, KeyboardInterrupt):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if store.add("failed ranks", 1) > 1:
+            try:
+                first = store.add("failed ranks", 1) == 1
+            except RuntimeError:  # rank 0 held the store, and has ended
+                first = False
+            if not first:
                 sys.exit(2)
             raise
     dist.destroy_process_group()
