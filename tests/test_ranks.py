@@ -131,7 +131,7 @@ def test_more_ranks_than_windows(capfd):
     """One line, though every rank sees it."""
     assert fork(*SMALL, "--method", "rtn", "--windows", 1, ranks=2) == [2, 2]
     out, err = capfd.readouterr()
-    assert not out and err.count("\n") == 1 and "2 processes for 1 windows" in err
+    assert not out and err.count("eval_ppl.py: ") == 1 and "2 processes for 1 windows" in err
 
 
 @pytest.mark.whole
