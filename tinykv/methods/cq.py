@@ -22,7 +22,7 @@ from tinykv.methods.base import Method
 
 class CQ(Method):
     """Codebooks, and nothing is kept."""
-    compare = {"rtn": {}}
+    compare = {"rtn": {"rope": None}}
     block = BLOCK
 
     def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0,
