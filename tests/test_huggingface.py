@@ -49,7 +49,7 @@ def generate(theirs, tokens, cache=None):
 
 
 SMALL = {"k_bits": 2, "v_bits": 3, "preserve": 3, "emergence_layer": 0, "outlier_channel": 5, "outlier_num": 2,
-         "skip_layers": 1, "vq": "d4m8", "anchors": "4", "recent": 4}
+         "skip_layers": 1, "vq": "d4m8", "anchors": "4", "recent": 4, "group_size": 8}
 
 
 def built(name, own):

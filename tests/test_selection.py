@@ -80,7 +80,9 @@ def check_pools(cls, blocks, size=2, room=2, scope="head", select="smallest"):
 
     blocks: for each, whole numbers by sequence, head and token: the magnitude of the token's key.
     """
-    method = cls(model_of(2).config, outlier_num=size, extra_pool=room, skip_layers=1, scope=scope, select=select)
+    # in groups of one token, so that a block of any size has whole groups
+    method = cls(model_of(2).config, group_size=1, outlier_num=size, extra_pool=room, skip_layers=1, scope=scope,
+                 select=select)
     skipped, layer = new_layer(method, 0), new_layer(method, 1)
     so_far, events = torch.empty(len(blocks[0]), 2, 0, dtype=torch.long), []
     for block in blocks:
