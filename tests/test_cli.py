@@ -21,6 +21,7 @@ from tinykv.calibrate import calibrate
 from tinykv.cli import EMBEDDED, print_columns
 from tinykv.methods.registry import METHODS
 from tinykv.runs import SETTINGS, settings_of
+from tinykv.table import at_bits
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--context", "64", "--windows", "2", "--calib-windows", "2"]
@@ -949,14 +950,14 @@ def test_methods_at_equal_true_bits():
     rows = [row("fp16", 16.0, 2.0, 0.0, 0), row("a vq=d8m256 x=1", 1.0, 4.0, 0.4, 1024),
             row("a vq=d4m256 x=1", 2.0, 2.5, 0.1, 2048), row("a vq=d2m256 x=1", 4.0, 2.1, 0.02, 4096),
             row("a vq=d8m256 x=2", 1.5, 3.0, 0.3, 1024), row("b bits=3", 3.0, 2.2, 0.05, 0)]
-    by_label = {found["label"]: found for found in eval_ppl.at_bits(rows, 1.5)}
+    by_label = {found["label"]: found for found in at_bits(rows, 1.5)}
     assert by_label.keys() == {"a x=1", "a x=2"}
     one = by_label["a x=1"]
     assert one["ppl"] == pytest.approx((4.0 * 2.5) ** 0.5) and one["kld"] == pytest.approx(0.25)
     assert one["between"] == (1.0, 2.0) and one["tables"] == (1024, 2048)
     assert by_label["a x=2"]["ppl"] == pytest.approx(3.0)
-    assert {found["label"] for found in eval_ppl.at_bits(rows, 3.0)} == {"a x=1", "b"}
-    assert eval_ppl.at_bits(rows, 5.0) == []
+    assert {found["label"] for found in at_bits(rows, 3.0)} == {"a x=1", "b"}
+    assert at_bits(rows, 5.0) == []
 
 
 def test_a_table_at_equal_true_bits_is_printed_last(command):

@@ -6,6 +6,7 @@ marker as well as in colour, and all eyes can tell the colours apart.
 """
 from tinykv import storage
 from tinykv.analysis.maps import pooled
+from tinykv.table import BITS_SETTINGS, lines_of
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
            "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")
@@ -88,7 +89,6 @@ def tokens_and_sinks(panel, numbers, sinks, label):
 # eval_ppl.py --plot
 
 FLOOR = 0.01  # per cent: a smaller loss is drawn here, as a few windows cannot tell it from none
-BITS_SETTINGS = ("bits", "k_bits", "v_bits", "vq")
 
 
 def perplexity(rows):
@@ -126,24 +126,6 @@ def perplexity(rows):
     panel.grid(which="minor", visible=False)
     legend(panel, ncols=2 if len(panel.lines) > 12 else 1)
     return figure
-
-
-def lines_of(rows, varied):
-    """{name of a line: its rows}.
-
-    A row's label is its method, and then the settings that were swept: "pfn scheme=kvquant bits=2".
-    The rows of a line differ in one setting: the first in their label that is one of `varied`.
-    """
-    lines = {}
-    for row in rows:
-        words = row["label"].split(" ")
-        along_the_line = [word for word in words if word.partition("=")[0] in varied]
-        if along_the_line:
-            words.remove(along_the_line[0])
-        if row["weights"]:
-            words.append(row["weights"])
-        lines.setdefault(" ".join(words), []).append(row)
-    return lines
 
 
 # sinks
