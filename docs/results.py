@@ -104,7 +104,7 @@ def print_paper(name):
     """Run a paper's commands: into the pages where they have a block, the others to stdout."""
     pages = sorted(Path(ROOT, "docs").glob("*.md"))
     for command in tqdm(commands_of_paper(name), unit="command", disable=not sys.stderr.isatty()):
-        table = table_of(command)
+        table = table_of(command, files={})
         blocks = [(page, block) for page in pages for block, _ in COMMAND.findall(page.read_text())
                   if in_one_line(block) == command]
         for page, block in blocks:
