@@ -1,0 +1,150 @@
+"""Assignment 5, SKVQ: groups of similar channels, each with its own clipped range.
+
+handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
+work as they stand. Names, arguments and shapes stay as they are. To grade this file:
+
+    python -m tinykv.course.grade docs/course/5-skvq/starter.py
+
+Shapes: N tokens, C channels of a token (those of all its KV heads), n groups. `group` (C), integers
+from 0 to n - 1, says which group a channel is in; every group has one at least. `bits` is a whole
+number from 1 to 8. All numbers are fp32 unless it says otherwise. The project has k-means:
+
+    kmeans(points, k, tries=10)   points (1, P, dim) -> k means (1, k, dim)
+    nearest(points, means)        -> for each point the index of the nearest mean, (1, P)
+"""
+import torch
+
+from tinykv.codecs import Pair
+from tinykv.codecs.base import Codec, Codes, pack, unpack
+from tinykv.kmeans import kmeans, nearest  # noqa: F401
+from tinykv.methods.base import Method, first_tokens
+
+ASSIGNMENT = "skvq"
+FP8 = torch.float8_e4m3fn
+SMALLEST, LARGEST = 2 ** -9, 448.0  # the smallest scale, and the largest number, that FP8 has
+CHOICES = [(alpha / 32, centre) for alpha in range(32, 18, -1) for centre in (0, 1)]
+
+
+# Task 1: groups of similar channels
+
+def channel_ranges(x, kept):
+    """The smallest and the largest number of each channel, (lo, hi), (C) each. x (N, C). kept (N),
+    booleans, or None: True at tokens that are never quantized, and do not count."""
+    raise NotImplementedError("assignment 5, skvq: channel_ranges")
+
+
+def make_groups(lo, hi, n):
+    """Cluster the channels by (lo, hi), (C) each, into n groups -> the group of each, (C) integers.
+    Use k-means with ten tries."""
+    raise NotImplementedError("assignment 5, skvq: make_groups")
+
+
+# Task 2: the clipped grid
+
+def grid(lo, hi, bits, alpha, centre):
+    """The step h and the zero point z of groups whose numbers lie between lo and hi, before they are
+    rounded to FP8: (h, z), both of the shape of lo.
+
+    lo, hi: of one shape. alpha, centre: of a shape that broadcasts to it; centre holds 0 and 1. The
+    range is shrunk by the factor alpha, towards 0 where centre is 0, towards its own middle where
+    centre is 1. h is at least SMALLEST and at most LARGEST, z between -LARGEST and LARGEST.
+    """
+    raise NotImplementedError("assignment 5, skvq: grid")
+
+
+# Task 3: codes
+
+def encode(x, group, bits, alpha, centre):
+    """Quantize x (N, C). alpha, centre (n): of each group.
+
+    Returns (codes, h, z): codes (N, C) uint8, from 0 to 2^bits - 1, channels in their own order;
+    h and z (N, n) in FP8, for each token and group. Codes are computed from h and z as they are
+    stored, and rounded half to even.
+    """
+    raise NotImplementedError("assignment 5, skvq: encode")
+
+
+def decode(codes, h, z, group):
+    """What `encode` gave -> the numbers that it is read as, (N, C)."""
+    raise NotImplementedError("assignment 5, skvq: decode")
+
+
+# Task 4: how much to clip
+
+def clip_losses(x, group, bits, choices, weight):
+    """What each choice costs each group: the sum of w (X - X')^2 over its numbers, (choices, n).
+
+    x (N, C). choices: a list of pairs (alpha, centre), of which each is tried for all groups. weight
+    (N): w of each token. X' is what `encode` and `decode` make of X.
+    """
+    raise NotImplementedError("assignment 5, skvq: clip_losses")
+
+
+# given: the codec of one layer's K or V that calls your functions, and the method
+
+class Regrouped(Codec):
+    passes = 2  # over the calibration windows: groups, then clips
+    tables = ("group", "alpha", "centre")
+
+    def __init__(self, bits, heads, width, group_size):
+        self.bits, self.width = bits, width
+        self.n = heads * width // group_size
+        self.group = self.alpha = self.centre = None
+
+    def needs_gradient(self, step):
+        return step == 1
+
+    def begin(self, step, W, T):
+        self.ranges, self.loss = [], 0
+
+    def collect(self, step, rows, kept, gradient):
+        x = rows.float().transpose(0, 1).flatten(1)  # (T, C)
+        kept = None if kept is None else kept.all(0)  # (T)
+        if step == 0:
+            self.ranges.append(torch.stack(channel_ranges(x, kept)))  # (2, C)
+            return
+        # a token whose row the loss feels more weighs more
+        weight = gradient.float().pow(2).sum((0, 2)).sqrt()  # (T)
+        if kept is not None:
+            weight = weight.masked_fill(kept, 0)
+        self.loss = self.loss + clip_losses(x, self.group, self.bits, CHOICES, weight)
+
+    def fit(self, step):
+        if step == 0:
+            ranges = torch.stack(self.ranges)  # (W, 2, C)
+            labels = make_groups(ranges[:, 0].amin(0), ranges[:, 1].amax(0), self.n)  # (C)
+            self.group = labels.unique(return_inverse=True)[1]  # without empty groups
+        else:
+            best = torch.tensor(CHOICES)[self.loss.argmin(0)]  # (n, 2)
+            self.alpha, self.centre = best.unbind(-1)
+        self.ranges, self.loss = [], 0
+
+    def encode(self, x, ignore=None):
+        B, heads, T, d = x.shape
+        x = x.float().transpose(1, 2).reshape(B * T, heads * d)  # (N, C)
+        codes, h, z = encode(x, self.group, self.bits, self.alpha, self.centre)
+        packed = pack(codes, self.bits)
+        return Codes(*(part.view(B, 1, T, -1) for part in (packed, h, z)))
+
+    def decode(self, codes):
+        B, _, T, _ = codes.packed.shape
+        C = len(self.group)
+        q = unpack(codes.packed, self.bits, C).reshape(B * T, C)
+        h, z = (part.reshape(B * T, -1) for part in (codes.scale, codes.zero))
+        x = decode(q, h, z, self.group)  # (N, C)
+        return x.view(B, T, -1, self.width).transpose(1, 2)
+
+
+class SKVQ(Method):
+    rope = "pre"
+    block = 16
+
+    def __init__(self, config, k_bits=2, v_bits=2, group_size=32, preserve=5, recent=128):
+        shape = config.num_key_value_heads, config.head_dim, group_size
+        self.codecs = [Pair(Regrouped(k_bits, *shape), Regrouped(v_bits, *shape))
+                       for _ in range(config.num_hidden_layers)]
+        self.k_bits, self.v_bits, self.scheme = k_bits, v_bits, "skvq"
+        self.preserve, self.recent = preserve, recent
+
+    def keep_keys(self, layer_cache, n):
+        return first_tokens(layer_cache, self.preserve)
