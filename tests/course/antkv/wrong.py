@@ -83,7 +83,9 @@ WRONG = {
     "decodes_by_one_codebook": (
         "centroids[p][codes[..., p]]", "centroids[0][codes[..., p]]",
         {"decode_each_place": "the centroids of places", "codebook_learns": "below 30%"}),
-    "no_scale": ("/ d ** 0.5", "", SCORES | {"scores_of_values": "This comes if the scores are not divided by sqrt(d)"}),
+    "no_scale": (
+        "/ d ** 0.5", "",
+        SCORES | {"scores_of_values": "This comes if the scores are not divided by sqrt(d)"}),
     "no_mask": (
         's.masked_fill(~seen, float("-inf"))', "s",
         SCORES | {"scores_of_values": "queries see later keys, too"}),
