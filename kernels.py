@@ -3,10 +3,10 @@
 From easy to hard, each kernel under the torch lines that it equals:
 
     1. topk_kernel     the k largest |h| of one channel, KVSink's scores; a first Triton kernel
-    2. tiny            a code is a number: from packed bytes to fp16
+    2. codes_of_plane  a code is a number: from packed bytes to fp16
     3. scores_by_...   scales and zero points leave the products
     4. attend_kernel   attention of new queries to a piece of the text
-    5. decode_...      keys before RoPE, and codecs whose numbers have to be decoded one by one
+    5. rotated_scores  keys before RoPE; `decoded`: numbers that are looked up one by one
     6. merge_kernel    the pieces, and the pinned values, become the output
     7. anchor_kernel   AnTKV's Eq. 5
 
@@ -19,10 +19,11 @@ bandwidth, and packed codes are fewer bytes. That holds only if no decoded row i
 memory: a code has to become a number between its load and its product with the query.
 
 Shapes: B sequences, H query heads, Hkv KV heads of R = H / Hkv query heads each, T new queries, S
-tokens in all, d channels of a head. In a kernel: M rows of queries, N tokens, W channels. A kernel
-is one program, of which many run at once; each asks `tl.program_id` for its number. Sums are in
-fp32; products take 16-bit operands where the model has 16 bits (DOT). Scores are in base 2, log2(e)
-/ sqrt(d) q.k, so that a weight is 2**score.
+tokens in all, d channels of a head. In a kernel: M rows of queries, N tokens, W channels; D is d
+rounded up to a power of two. A kernel is one program, of which many run at once; each asks
+`tl.program_id` for its number. A tensor comes as a pointer to its first number and its strides:
+those of q are q_batch, q_head, q_token. Sums are in fp32; products take 16-bit operands where the
+model has 16 bits (DOT). Scores are in base 2, log2(e) / sqrt(d) q.k, so that a weight is 2**score.
 """
 import math
 from typing import NamedTuple
@@ -34,7 +35,6 @@ import triton.language as tl
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 FMA = {"enable_fp_fusion": True}  # a * b + c in one instruction: not every Triton's default
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: on the CPU, line by line
-PAIRS = tl.constexpr(not INTERPRETED)  # a GPU unpacks codes two at a time
 
 
 # ---- 1. The k largest |h| of one channel: KVSink's scores
@@ -47,23 +47,21 @@ def topk_lines(hidden, channel, k):
 
 
 @triton.jit
-def topk_kernel(h, score, position, tokens, sequence, token, K: tl.constexpr, N: tl.constexpr):
-    # One program: N tokens of one sequence, of which it writes the K best. It reads one number a
-    # token.
-    #   h: the channel in question of the first token    sequence, token: how far apart they lie
-    #   score (B, pieces, K) fp32, position (B, pieces, K) int32
+def topk_kernel(h, score, position, T, h_batch, h_token, K: tl.constexpr, N: tl.constexpr):
+    # One program: N tokens of one sequence, of which it writes the K best.
+    #   h (B, T): the channel    score (B, pieces, K) fp32, position (B, pieces, K) int32
     piece, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     # load |h| of the program's tokens; those after the end of the text get a score below all others
     t = piece * N + tl.arange(0, N)  # (N)
-    x = tl.load(h + b * sequence + t.to(tl.int64) * token, mask=t < tokens, other=0)  # (N)
-    x = tl.where(t < tokens, tl.abs(x.to(tl.float32)), -1.0)  # (N)
+    x = tl.load(h + b * h_batch + t.to(tl.int64) * h_token, mask=t < T, other=0)  # (N)
+    x = tl.where(t < T, tl.abs(x.to(tl.float32)), -1.0)  # (N)
     # K times: take the largest (of equal ones the earliest), write it, cross it out
-    place = (b * tl.num_programs(0) + piece) * K
+    first = (b * tl.num_programs(0) + piece) * K
     for i in range(K):
         largest = tl.max(x, 0)
-        at = tl.min(tl.where(x == largest, t, tokens), 0)
-        tl.store(score + place + i, largest)
-        tl.store(position + place + i, at)
+        at = tl.min(tl.where(x == largest, t, T), 0)
+        tl.store(score + first + i, largest)
+        tl.store(position + first + i, at)
         x = tl.where(t == at, -1.0, x)  # (N)
 
 
@@ -86,27 +84,29 @@ def number_lines(code):
     return code.to(torch.int16).view(torch.float16)
 
 
-TINY = tl.constexpr(2.0 ** 24)  # what such a number is multiplied by: once, after the product
+TO_INTEGER = tl.constexpr(2.0 ** 24)  # what undoes that: once, after the product
 
 
 class Plane(NamedTuple):
-    """The codes that one mask leaves of all words of a slice of a row.
+    """The codes that one mask finds in all words of a row; a word is 1, 2 or 3 bytes of codes.
 
     A byte of 2-bit codes holds the channels i, i + d/4, i + d/2 and i + 3d/4, so its four planes
     are four quarters of the head. The row is never put together again: q and the output are cut
     into planes, too.
     """
     channel: int  # the first
-    slice: int  # a row is one slice of words, or several, where a plane would have two scales
-    # An integer below 2**10 is subnormal in fp16. So codes in the ten low bits of a word stay where
-    # they are, as numbers that are 2**low times larger; one shift brings the next ten there.
+    slice: int  # a row is cut into slices of words where one plane would hold two groups
+    # A code that begins at bit `low` of its word is not shifted down: it is 2**low times larger.
+    # Only integers below 2**10 are subnormal, so `shift` brings higher codes into the ten low bits.
     shift: int
     low: int
 
 
-# What many functions take. rows, or k and v: PackedRows, see triton_cache.py. b, h: sequence and KV
-# head. j0: the first token of the tile, j (N): its tokens, ok (N): which of these are read. i: a
-# plane; its word n holds the channel of_plane(rows.planes, i, "channel") + n * step.
+# The arguments of the functions below:
+#   rows, or k and v: PackedRows of triton_cache.py    b, h: sequence and KV head
+#   j (N): the tokens of a tile, j0: the first, ok (N): which of them are read
+#   i: number of a plane    channel (W): channels of a head, there (W): which of them exist
+# planes is a constant of the compiled kernel; these two ask it for a number while compiling.
 
 
 @triton.constexpr_function
@@ -121,57 +121,63 @@ def of_plane(planes, i, field):
 
 @triton.jit
 def channels_of(rows, i: tl.constexpr):
-    # The channels (W) of plane i, and which of them there are.
+    # The channels (W) of plane i, and which of them exist: W is rounded up to a power of two.
     word = tl.arange(0, rows.tile)
     channel = word * rows.step + of_plane(rows.planes, i, "channel")
     return channel, (word < rows.words) & (channel < rows.width)
 
 
 @triton.jit
-def row_of(rows, b, h, j):
+def row_pointers(rows, b, h, j):
     # Pointers to the tokens' rows: (N, 1).
     token = (j - rows.start).to(tl.int64)
     return rows.data + b * rows.batch + h * rows.head + token[:, None] * rows.token
 
 
 @triton.jit
-def words_of(rows, b, h, j, ok, TURNED: tl.constexpr = False):
-    # The words of each slice, (N, W), or TURNED (W, N).
-    first = tl.arange(0, rows.tile)  # (W): the words of the first slice
+def words_of(rows, b, h, j, ok, TRANSPOSED: tl.constexpr = False):
+    # The words of each slice: a tuple of (N, W), or TRANSPOSED (W, N).
+    word = tl.arange(0, rows.tile)
     slices = ()
-    for n in tl.static_range(of_plane(rows.planes, -1, "slice") + 1):  # up to the last plane's
-        word = row_of(rows, b, h, j) + ((first + n * rows.words) * rows.size)[None]  # (N, W)
-        live = ok[:, None] & (first < rows.words)[None]
-        if TURNED:
-            word, live = tl.trans(word), tl.trans(live)
-        words = tl.load(word, live, 0)
-        if rows.size == 3:  # 3 bits: eight codes fill three bytes
-            middle, high = tl.load(word + 1, live, 0), tl.load(word + 2, live, 0)
+    for n in tl.static_range(of_plane(rows.planes, -1, "slice") + 1):  # the last plane's is last
+        at = row_pointers(rows, b, h, j) + ((word + n * rows.words) * rows.size)[None]  # (N, W)
+        mask = ok[:, None] & (word < rows.words)[None]  # (N, W)
+        if TRANSPOSED:
+            at, mask = tl.trans(at), tl.trans(mask)
+        words = tl.load(at, mask, 0)
+        # 3 bits: eight codes fill three bytes
+        if rows.size == 3:
+            middle, high = tl.load(at + 1, mask, 0), tl.load(at + 2, mask, 0)
             words = words.to(tl.int32) | middle.to(tl.int32) << 8 | high.to(tl.int32) << 16
-        if rows.ternary is not None:  # five codes in base 3: the table has two bits of each
+        # three levels: a byte is five digits in base 3; the table gives each digit two bits
+        if rows.ternary is not None:
             words = tl.load(rows.ternary + words)
         slices = slices + (words,)
     return slices
 
 
-@triton.constexpr_function
-def pair_of_codes(bits, planes, i):
-    # PTX: the codes of a plane in two 16-bit words at once. The compiler takes two for each.
-    mask = ((2 ** bits - 1) << planes[i].low) * 0x10001
-    return f"{{ .reg .b32 x; shr.b32 x, $1, {planes[i].shift}; and.b32 $0, x, {mask:#x}; }}"
-
-
 @triton.jit
-def tiny(rows, slices, i: tl.constexpr):
-    # The codes of plane i as fp16, TINY times smaller and 2**low larger: `number_lines`.
+def codes_of_plane(rows, slices, i: tl.constexpr):
+    # The codes of plane i as fp16, 2**24 times smaller (`number_lines`) and 2**low times larger.
     words = slices[of_plane(rows.planes, i, "slice")]
-    if PAIRS and rows.size == 1:
-        PTX: tl.constexpr = pair_of_codes(rows.bits, rows.planes, i)
+    if TWO_AT_ONCE and rows.size == 1:
+        PTX: tl.constexpr = two_words(rows.bits, rows.planes, i)
         return tl.inline_asm_elementwise(PTX, "=r,r", [words.to(tl.uint16)], dtype=tl.float16,
                                          is_pure=True, pack=2)
     mask: tl.constexpr = (2 ** rows.bits - 1) << of_plane(rows.planes, i, "low")
-    code = words >> of_plane(rows.planes, i, "shift") & mask
+    code = (words >> of_plane(rows.planes, i, "shift")) & mask
     return code.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+TWO_AT_ONCE = tl.constexpr(not INTERPRETED)  # the interpreter knows no PTX
+
+
+@triton.constexpr_function
+def two_words(bits, planes, i):
+    # PTX, a GPU's assembly: the same shift and mask, on two 16-bit words in one 32-bit register.
+    # Left to itself, the compiler takes an instruction for each word.
+    mask = ((2 ** bits - 1) << planes[i].low) * 0x10001
+    return f"{{ .reg .b32 x; shr.b32 x, $1, {planes[i].shift}; and.b32 $0, x, {mask:#x}; }}"
 
 
 @triton.jit
@@ -179,25 +185,28 @@ def grid_of(grid, b, h, j0, j, ok, column, there):
     # Scales and zero points of the tokens, in some columns of the grid: (N or 1, columns) both.
     at = (column * grid.channel)[None] + b * grid.batch + h * grid.head
     mask = there[None]
+    # the row of the grid: of each token, or one for the tile; a static grid (tokens 0) has only one
     if grid.tokens % j.shape[0] != 0:
         at += (j // grid.tokens).to(tl.int64)[:, None] * grid.token
         mask = mask & ok[:, None]
     elif grid.tokens > 0:  # a tile begins at a multiple of N, so it lies in one group
         at += j0 // grid.tokens * grid.token
     scale, zero = tl.load(grid.scale + at, mask, 1), tl.load(grid.zero + at, mask, 0)
+    # whatever is stored: x = code * scale + zero
     if grid.form == "fp8":
         return fp8_number(scale), fp8_number(zero)
     scale, zero = scale.to(tl.float32), zero.to(tl.float32)
-    if grid.form == "integer":
+    if grid.form == "integer":  # scale * (code - zero)
         zero = -scale * zero
     return scale, zero
 
 
 @triton.jit
 def fp8_number(x):
-    # The bytes of e4m3 numbers. An fp16 with the same digits is 2**8 times smaller.
+    # Bytes of e4m3 -> fp32. The exponent and the digits, read as fp16's, are 2**8 times smaller.
     x = x.to(tl.uint16)
-    return ((x & 127) << 7 | (x & 128) << 8).to(tl.float16, bitcast=True).to(tl.float32) * 256
+    bits = (x & 127) << 7 | (x & 128) << 8  # digits, exponent | sign
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256
 
 
 # ---- 3. Scales and zero points leave the products
@@ -208,16 +217,23 @@ def fold_lines(q, p, c, s, z, S, Z):
     s, z (N, 1): each token's scale and zero point. S, Z (1, d): each channel's.
     """
     # q.(c s + z) = (q.c) s + sum(q) z
-    scores_by_token = (q @ c.T) * s.T + q.sum(1, keepdim=True) * z.T
-    scores_by_channel = (q * S) @ c.T + (q * Z).sum(1, keepdim=True)  # q.(c S + Z) = (q S).c + q.Z
+    scores_by_token = (q @ c.T) * s.T + q.sum(1, keepdim=True) * z.T  # (M, N)
+    # q.(c S + Z) = (q S).c + q.Z
+    scores_by_channel = (q * S) @ c.T + (q * Z).sum(1, keepdim=True)  # (M, N)
     # sum p (c s + z) = sum (p s) c + sum p z
-    output_by_token = (p * s.T) @ c + (p * z.T).sum(1, keepdim=True)
+    output_by_token = (p * s.T) @ c + (p * z.T).sum(1, keepdim=True)  # (M, d)
     return scores_by_token, scores_by_channel, output_by_token
 
 
 @triton.jit
+def product(a, b, acc, DOT: tl.constexpr):
+    # acc + a @ b of operands rounded to DOT. "ieee": those in fp32 are not rounded to TF32.
+    return tl.dot(a.to(DOT), b.to(DOT), acc, input_precision="ieee")
+
+
+@triton.jit
 def grid_of_tokens(rows, b, h, j0, j, ok):
-    # Scales and zero points of the tokens: of each group of channels (N or 1, 1) both.
+    # Scales and zero points of the tokens: two tuples, for each group of channels (N or 1, 1).
     scales, zeros = (), ()
     for g in tl.static_range(rows.groups):
         column, there = tl.full((1,), g, tl.int32), tl.full((1,), 1, tl.int1)
@@ -228,33 +244,43 @@ def grid_of_tokens(rows, b, h, j0, j, ok):
 
 @triton.jit
 def scores_by_token(q, q_sum, k, b, h, j0, j, ok, DOT: tl.constexpr):
-    # The first line, transposed: K q^T (N, M). q: (W, M) of each plane, q_sum: (M) of each group
+    # The first of `fold_lines` transposed: K q^T (N, M). q: the queries' planes, (W, M) each; q_sum
+    # (M): their sum over each group of channels.
     PLANES: tl.constexpr = count(k.planes) // k.groups
     words = words_of(k, b, h, j, ok)
     scale, zero = grid_of_tokens(k, b, h, j0, j, ok)
-    s = tl.full((j.shape[0], q[0].shape[1]), 0.0, tl.float32)
+    s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
     for g in tl.static_range(k.groups):
-        part = tl.full(s.shape, 0.0, tl.float32)
+        # q.c over the planes of the group; the codes are 2**low times larger, so q is smaller
+        by_codes = tl.zeros(s.shape, tl.float32)  # (N, M)
         for i in tl.static_range(g * PLANES, g * PLANES + PLANES):
-            x = q[i] * 0.5 ** of_plane(k.planes, i, "low")  # (W, M): `tiny` is so much larger
-            part = tl.dot(tiny(k, words, i).to(DOT), x.to(DOT), part, input_precision="ieee")
-        s += part * (scale[g] * TINY) + q_sum[g][None] * zero[g]
+            x = q[i] * 0.5 ** of_plane(k.planes, i, "low")  # (W, M)
+            by_codes = product(codes_of_plane(k, words, i), x, by_codes, DOT)
+        # (q.c) s + sum(q) z
+        s += by_codes * (scale[g] * TO_INTEGER) + q_sum[g][None] * zero[g]
     return s
 
 
 @triton.jit
+def plane_by_channel(k, words, b, h, j0, j, ok, i: tl.constexpr):
+    # Codes of plane i (N, W), 2**low times larger; so smaller scales, and zero points, (W, 1) both.
+    channel, there = channels_of(k, i)
+    scale, zero = grid_of(k.grid, b, h, j0, j, ok, channel, there)  # (1, W) both
+    scale = tl.trans(scale) * 0.5 ** of_plane(k.planes, i, "low")
+    return codes_of_plane(k, words, i), scale, tl.trans(zero)
+
+
+@triton.jit
 def scores_by_channel(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
-    # The second line, transposed.
+    # The second of `fold_lines` transposed: (q S).c + q.Z, plane by plane, (N, M).
     words = words_of(k, b, h, j, ok)
-    s = tl.full((j.shape[0], q[0].shape[1]), 0.0, tl.float32)
-    offset = tl.full(q[0].shape, 0.0, tl.float32)  # (W, M)
+    s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
+    by_zeros = tl.zeros(q[0].shape, tl.float32)  # (W, M)
     for i in tl.static_range(count(k.planes)):
-        channel, there = channels_of(k, i)
-        scale, zero = grid_of(k.grid, b, h, j0, j, ok, channel, there)  # (1, W)
-        offset += q[i] * tl.trans(zero)
-        x = q[i] * tl.trans(scale) * 0.5 ** of_plane(k.planes, i, "low")
-        s = tl.dot(tiny(k, words, i).to(DOT), x.to(DOT), s, input_precision="ieee")
-    return s * TINY + tl.sum(offset, 0)[None]
+        codes, scale, zero = plane_by_channel(k, words, b, h, j0, j, ok, i)
+        s = product(codes, q[i] * scale, s, DOT)
+        by_zeros += q[i] * zero
+    return s * TO_INTEGER + tl.sum(by_zeros, 0)[None]
 
 
 # ---- 4. Attention over a piece of the text
@@ -267,83 +293,90 @@ def attend_lines(q, K, V, begin, end, window):
     size; `merge_lines` gives the same.)
     """
     T, S = q.shape[2], K.shape[2]
-    # (B, H, T, end - begin)
+    # scores in base 2, (B, H, T, end - begin)
     s = q @ K[:, :, begin:end].transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))
+    # a query sees no later token, and of a sliding window the newest
     at = torch.arange(S - T, S, device=q.device)[:, None]  # (T, 1): positions
     j = torch.arange(begin, end, device=q.device)[None]  # (1, end - begin)
     s = s.masked_fill((j > at) | (j <= at - window), float("-inf"))
+    # weights, not yet divided by their sum; a query that sees nothing here has the top -inf
     top = s.amax(-1)  # (B, H, T)
     p = torch.exp2(s - top.nan_to_num(neginf=0)[..., None])  # (B, H, T, end - begin)
     return p @ V[:, :, begin:end], top, p.sum(-1)
 
 
-# or a longer text would compile it anew
-@triton.jit(do_not_specialize=["begin", "end", "length", "window"])
-def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total, q_batch, q_head, q_token, begin,
-                  end, split, queries, length, window, tiles, lines, factor, H: tl.constexpr,
+# these grow with the text: a kernel specialized to their values would be compiled anew
+@triton.jit(do_not_specialize=["begin", "end", "S", "window"])
+def attend_kernel(q, k, v, turn, k_pins, v_pins, accs, tops, totals, q_batch, q_head, q_token,
+                  begin, end, split, T, S, window, tiles, all_queries, factor, H: tl.constexpr,
                   R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
     # One program: `split` of the tokens begin .. end, one KV head, M of the T * R query rows that
-    # share it. It reads the packed rows of these tokens once, and writes d + 2 numbers a row.
+    # share it, which are cut into `tiles`. It reads the packed rows of these tokens once, and
+    # writes d + 2 numbers a query row.
     #   q (B, H, T, d)    k, v: PackedRows    turn, k_pins, v_pins: sections 5 and 6
-    #   acc (pieces, B * H * T, d), top and total (pieces, B * H * T) fp32
+    #   accs (pieces, all_queries, d), tops and totals (pieces, all_queries) fp32: of all pieces
+    #   all_queries: B * H * T    factor: log2(e) / sqrt(d)
     piece, bh = tl.program_id(1), (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     b, h = bh // (H // R), bh % (H // R)
+    # the query rows: each new token's R query heads are neighbours
     row = tile * M + tl.arange(0, M)  # (M)
-    t, live = row // R, row < queries * R
-    at = length - queries + t  # (M): positions
+    t, live = row // R, row < T * R  # (M) both
+    at = S - T + t  # (M): positions
     head = h * R + row % R  # (M)
-    line = (b * H + head) * queries + t  # (M)
+    query = (b * H + head) * T + t  # (M): place among all_queries
 
     # the queries, cut into the planes of the keys; and their sums over the channels of each group
     K_PLANES: tl.constexpr = count(k.planes) // k.groups
-    parts, q_sum = (), ()
+    q_planes, q_sum = (), ()
     for g in tl.static_range(k.groups):
-        group_sum = tl.full((M,), 0.0, tl.float32)
+        group_sum = tl.zeros((M,), tl.float32)
         for i in tl.static_range(g * K_PLANES, g * K_PLANES + K_PLANES):
             channel, there = channels_of(k, i)
             at_q = b * q_batch + (head * q_head + t * q_token)[None] + channel[:, None]  # (W, M)
             x = tl.load(q + at_q, live[None] & there[:, None], 0).to(tl.float32) * factor
             if k.fold == "token":
                 x = x.to(DOT).to(tl.float32)  # rounded once, for the products and for the sum
-            parts = parts + (x,)
+            q_planes = q_planes + (x,)
             group_sum += tl.sum(x, 0)
         q_sum = q_sum + (group_sum,)
-    # what is summed up over the tokens: of each plane of the values, and of each row
+    # what is summed up over the tokens: weights times the codes of each plane of the values, times
+    # the zero points of each group; and the weights
     V_PLANES: tl.constexpr = count(v.planes) // v.groups
-    out, zeros = (), ()
+    acc, acc_zeros = (), ()
     for _ in tl.static_range(count(v.planes)):
-        out = out + (tl.full((v.tile, M), 0.0, tl.float32),)
+        acc = acc + (tl.zeros((v.tile, M), tl.float32),)
     for _ in tl.static_range(v.groups):
-        zeros = zeros + (tl.full((M,), 0.0, tl.float32),)
-    m, norm = tl.full((M,), float("-inf"), tl.float32), tl.full((M,), 0.0, tl.float32)
+        acc_zeros = acc_zeros + (tl.zeros((M,), tl.float32),)
+    top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
 
     # the tokens of this piece that a query of this tile sees; tiles begin at multiples of N
-    low = begin // N * N + piece * split
-    high = tl.minimum(tl.minimum(low + split, end), length - queries + (tile * M + M - 1) // R + 1)
-    oldest = length - queries + tile * M // R - window + 1  # what the first row still sees
-    low = tl.maximum(low, tl.maximum(oldest, 0) // N * N)
-    for j0 in range(low, high, N):
+    oldest = S - T + tile * M // R - window + 1  # that the first row sees
+    newest = S - T + (tile * M + M - 1) // R  # that the last row sees
+    start = begin // N * N + piece * split
+    stop = tl.minimum(tl.minimum(start + split, end), newest + 1)
+    start = tl.maximum(start, tl.maximum(oldest, 0) // N * N)
+    for j0 in range(start, stop, N):
         j = j0 + tl.arange(0, N)  # (N)
-        ok = (j >= begin) & (j < high)
-        # 1. scores (N, M)
+        ok = (j >= begin) & (j < stop)
+        # 1. scores (N, M), -inf where a query does not see the token
         if turn.cos is not None:
-            s = rotated_scores(parts, k, turn, b, h, j0, j, ok, DOT)
+            s = rotated_scores(q_planes, k, turn, b, h, j0, j, ok, DOT)
         elif k.fold == "token":
-            s = scores_by_token(parts, q_sum, k, b, h, j0, j, ok, DOT)
+            s = scores_by_token(q_planes, q_sum, k, b, h, j0, j, ok, DOT)
         elif k.fold == "channel":
-            s = scores_by_channel(parts, k, b, h, j0, j, ok, DOT)
+            s = scores_by_channel(q_planes, k, b, h, j0, j, ok, DOT)
         else:
-            keys = decoded(k, b, h, j0, j, ok, 0).to(DOT)  # (N, W)
-            s = tl.dot(keys, parts[0].to(DOT), input_precision="ieee")
+            s = product(decoded(k, b, h, j0, j, ok, 0), q_planes[0], None, DOT)
         if k_pins.slot is not None:
-            s = scores_of_pins(k_pins, s, b, h, j, ok, line, live)
+            pinned, score, known = pins_of(k_pins, b, h, j, ok, query, live)
+            s = tl.where(pinned, tl.load(score, known, 0), s)
         seen = ok[:, None] & (j[:, None] <= at[None]) & (j[:, None] > at[None] - window)
         s = tl.where(seen, s, float("-inf"))
 
-        # 2. weights, and their sum. `base` is what the largest score was so far. Where each value
-        # has a scale, it is the largest score + log2(scale): the *scaled* weights are rounded to 16
-        # bits, and the largest of these has to be 1
+        # 2. weights 2**(s - top), and their sum; `top` is the largest score so far. Where each
+        # value has a scale, it is the largest score + log2(scale): the *scaled* weights are rounded
+        # to 16 bits in step 3, and the largest of these has to be about 1
         size = s
         if v.fold == "token":
             scale, zero = grid_of_tokens(v, b, h, j0, j, ok)
@@ -351,38 +384,49 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, acc, top, total, q_batch, q_hea
             for g in tl.static_range(1, v.groups):
                 largest = tl.maximum(largest, scale[g])
             size = s + rough_log2(largest)
-        new = tl.maximum(m, tl.max(size, 0))  # (M)
-        base = tl.where(new == float("-inf"), 0.0, new)
-        p, fade = tl.exp2(s - base[None]), tl.exp2(m - base)  # (N, M), (M)
-        m, norm = new, norm * fade + tl.sum(p, 0)
-        if v_pins.slot is not None:
-            p = without_pins(v_pins, s, p, b, h, j, ok, line, live)
+        new_top = tl.maximum(top, tl.max(size, 0))  # (M)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+        p, fade = tl.exp2(s - base[None]), tl.exp2(top - base)  # (N, M), (M)
+        top, total = new_top, total * fade + tl.sum(p, 0)
+        if v_pins.slot is not None:  # `merge_kernel` adds the value
+            pinned, score, known = pins_of(v_pins, b, h, j, ok, query, live)
+            tl.store(score, s, known)
+            p = tl.where(pinned, 0.0, p)
 
         # 3. the output so far fades, and the weighted values join it, plane by plane
-        new_out, new_zeros = (), ()
-        if v.fold == "token":  # the third line of `fold_lines`
-            words = words_of(v, b, h, j, ok, TURNED=True)  # (W, N) each
+        new_acc, new_zeros = (), ()
+        if v.fold == "token":  # the third of `fold_lines`
+            words = words_of(v, b, h, j, ok, TRANSPOSED=True)  # (W, N) each
             for g in tl.static_range(v.groups):
-                new_zeros = new_zeros + (zeros[g] * fade + tl.sum(p * zero[g], 0),)
-                weights = (p * scale[g]).to(DOT)
+                new_zeros = new_zeros + (acc_zeros[g] * fade + tl.sum(p * zero[g], 0),)
+                weights = (p * scale[g]).to(DOT)  # (N, M)
                 for i in tl.static_range(g * V_PLANES, g * V_PLANES + V_PLANES):
-                    values, faded = tiny(v, words, i).to(DOT), out[i] * fade[None]  # (W, N), (W, M)
-                    new_out += (tl.dot(values, weights, faded, input_precision="ieee"),)
-            zeros = new_zeros
+                    codes = codes_of_plane(v, words, i)  # (W, N)
+                    new_acc += (product(codes, weights, acc[i] * fade[None], DOT),)
+            acc_zeros = new_zeros
         else:
-            values, faded = tl.trans(decoded(v, b, h, j0, j, ok, 0)).to(DOT), out[0] * fade[None]
-            new_out = (tl.dot(values, p.to(DOT), faded, input_precision="ieee"),)
-        out = new_out
+            values = tl.trans(decoded(v, b, h, j0, j, ok, 0))  # (W, N)
+            new_acc = (product(values, p, acc[0] * fade[None], DOT),)
+        acc = new_acc
 
-    line = piece * lines + line  # (M)
+    # write the sums of this piece; those over codes get their powers of two and their zero points
+    query += piece * all_queries  # (M): place among those of all pieces
     for i in tl.static_range(count(v.planes)):
         channel, there = channels_of(v, i)
-        x = out[i]
+        x = acc[i]  # (W, M)
         if v.fold == "token":
-            x = x * (TINY * 0.5 ** of_plane(v.planes, i, "low")) + zeros[i // V_PLANES][None]
-        tl.store(acc + line[None] * v.width + channel[:, None], x, live[None] & there[:, None])
-    tl.store(top + line, m, live)
-    tl.store(total + line, norm, live)
+            unit = TO_INTEGER * 0.5 ** of_plane(v.planes, i, "low")
+            x = x * unit + acc_zeros[i // V_PLANES][None]
+        tl.store(accs + query[None] * v.width + channel[:, None], x, live[None] & there[:, None])
+    tl.store(tops + query, top, live)
+    tl.store(totals + query, total, live)
+
+
+@triton.jit
+def pins_of(pins, b, h, j, ok, query, live):
+    # Which tokens are pinned (N, 1); pointers to the scores of these (N, M), and which there are.
+    slot = tl.load(pins.slot + b * pins.batch + h * pins.head + j, ok, -1)[:, None]  # (N, 1)
+    return slot >= 0, pins.score + query[None] * pins.n + slot, live[None] & (slot >= 0)
 
 
 @triton.jit
@@ -396,13 +440,13 @@ def rough_log2(x):
 def rotated_lines(q, k, cos, sin):
     """Scores q.R(k), (M, N), of queries q (M, d) and keys k (N, d) before RoPE; cos, sin (N, d/2).
 
-    R(k) is (x cos - y sin, y cos + x sin). Nothing but products of a key with cos and with sin has
-    to be computed for each key: the sums are those of the products with q.
+    R(k) is (x cos - y sin, y cos + x sin). A key is only multiplied by cos and by sin: its sums and
+    differences are left to the products with q.
     """
-    low, high = q.chunk(2, dim=-1)  # (M, d/2) both
+    qx, qy = q.chunk(2, dim=-1)  # (M, d/2) both
     x, y = k.chunk(2, dim=-1)  # (N, d/2) both
-    by_cos = low @ (x * cos).T + high @ (y * cos).T
-    by_sin = high @ (x * sin).T - low @ (y * sin).T
+    by_cos = qx @ (x * cos).T + qy @ (y * cos).T
+    by_sin = qy @ (x * sin).T - qx @ (y * sin).T
     return by_cos + by_sin
 
 
@@ -416,82 +460,87 @@ def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
     # plane i with plane i + HALF. RoPE goes in two steps: q turns back by the position of the first
     # token of the tile, a key forward by its place in the tile: one small table serves all tiles.
     HALF: tl.constexpr = count(k.planes) // 2
-    s = tl.full((j.shape[0], q[0].shape[1]), 0.0, tl.float32)
-    offset = tl.full((j.shape[0], q[0].shape[1]), 0.0, tl.float32)
+    s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
+    by_zeros = tl.zeros(s.shape, tl.float32)  # (N, M): what zero points add
     words = ()
     if k.fold == "channel":
         words = words_of(k, b, h, j, ok)
     for i in tl.static_range(HALF):
         channel, there = channels_of(k, i)
-        first = (channel + j0 // j.shape[0] * (k.width // 2))[:, None]  # (W, 1)
-        c = tl.load(turn.tile_cos + first, there[:, None], 0)
-        z = tl.load(turn.tile_sin + first, there[:, None], 0)
-        low = q[i] * c + q[i + HALF] * z  # (W, M)
-        high = q[i + HALF] * c - q[i] * z
-        place = (j - j0)[:, None] * (k.width // 2) + channel[None]  # (N, W)
-        cos = tl.load(turn.cos + place, there[None], 0)
-        sin = tl.load(turn.sin + place, there[None], 0)
-        if k.fold == "channel":  # the second line of `fold_lines`
-            x, y = tiny(k, words, i).to(DOT), tiny(k, words, i + HALF).to(DOT)
-            X, X0 = grid_of(k.grid, b, h, j0, j, ok, channel, there)  # (1, W)
-            Y, Y0 = grid_of(k.grid, b, h, j0, j, ok, channel + k.width // 2, there)
-            by_cos = low * tl.trans(X0) + high * tl.trans(Y0)  # (W, M)
-            by_sin = high * tl.trans(X0) - low * tl.trans(Y0)
-            offset = tl.dot(cos, by_cos.to(DOT), offset, input_precision="ieee")
-            offset = tl.dot(sin, by_sin.to(DOT), offset, input_precision="ieee")
-            X = tl.trans(X) * 0.5 ** of_plane(k.planes, i, "low")  # (W, 1)
-            Y = tl.trans(Y) * 0.5 ** of_plane(k.planes, i + HALF, "low")
+        # the queries, turned back
+        at = (channel + j0 // j.shape[0] * (k.width // 2))[:, None]  # (W, 1)
+        tile_cos = tl.load(turn.tile_cos + at, there[:, None], 0)
+        tile_sin = tl.load(turn.tile_sin + at, there[:, None], 0)
+        qx = q[i] * tile_cos + q[i + HALF] * tile_sin  # (W, M)
+        qy = q[i + HALF] * tile_cos - q[i] * tile_sin  # (W, M)
+        # the keys: codes, whose scales and zero points go to the queries, or decoded numbers
+        if k.fold == "channel":
+            x, x_scale, x_zero = plane_by_channel(k, words, b, h, j0, j, ok, i)
+            y, y_scale, y_zero = plane_by_channel(k, words, b, h, j0, j, ok, i + HALF)
         else:
-            x = decoded(k, b, h, j0, j, ok, i).to(DOT)
-            y = decoded(k, b, h, j0, j, ok, i + HALF).to(DOT)
-            X, Y = 1.0, 1.0
-        s = tl.dot(x * cos, (low * X).to(DOT), s, input_precision="ieee")
-        s = tl.dot(y * cos, (high * Y).to(DOT), s, input_precision="ieee")
-        s = tl.dot(x * sin, (high * X).to(DOT), s, input_precision="ieee")
-        s = tl.dot(y * sin, (-low * Y).to(DOT), s, input_precision="ieee")
+            x, x_scale = decoded(k, b, h, j0, j, ok, i), 1.0
+            y, y_scale = decoded(k, b, h, j0, j, ok, i + HALF), 1.0
+        x, y = x.to(DOT), y.to(DOT)  # (N, W) both
+        # the four products of `rotated_lines`
+        at = (j - j0)[:, None] * (k.width // 2) + channel[None]  # (N, W)
+        cos = tl.load(turn.cos + at, there[None], 0)
+        sin = tl.load(turn.sin + at, there[None], 0)
+        s = product(x * cos, qx * x_scale, s, DOT)
+        s = product(y * cos, qy * y_scale, s, DOT)
+        s = product(x * sin, qy * x_scale, s, DOT)
+        s = product(y * sin, -qx * y_scale, s, DOT)
+        # and of the zero points, which are the same for all keys
+        if k.fold == "channel":
+            by_zeros = product(cos, qx * x_zero + qy * y_zero, by_zeros, DOT)
+            by_zeros = product(sin, qy * x_zero - qx * y_zero, by_zeros, DOT)
     if k.fold == "channel":
-        s = s * (TINY / LIFT) + offset / LIFT
+        s = s * (TO_INTEGER / LIFT) + by_zeros / LIFT
     return s
 
 
 @triton.jit
 def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
-    # The numbers (N, W) fp32 of the tokens j, and of the channels of a head, or of its half i.
+    # The numbers (N, W) fp32 of the tokens j; of plane i, which is a head, or half of one.
     channel, there = channels_of(rows, i)
     if rows.codec == "Exact":
-        number = row_of(rows, b, h, j) + channel[None]  # (N, W) pointers
-        x = tl.load(number, ok[:, None] & there[None], 0).to(tl.float32)
-    elif rows.codec == "Affine":
-        x = decode_affine(rows, b, h, j0, j, ok, channel, there)
-    elif rows.codec == "NonUniform":
-        x = decode_nonuniform(rows, b, h, j0, j, ok, channel, there)
-    elif rows.codec == "ClippedGroups":
-        x = decode_clipped(rows, b, h, j0, j, ok, channel, there)
-    else:
+        at = row_pointers(rows, b, h, j) + channel[None]  # (N, W)
+        x = tl.load(at, ok[:, None] & there[None], 0).to(tl.float32)
+    elif rows.codec == "Codebook":
         x = decode_codebook(rows, b, h, j, ok, i)
+    else:
+        x = decode_scaled(rows, b, h, j0, j, ok, channel, there)
     return x
 
 
 @triton.jit
-def decode_affine(rows, b, h, j0, j, ok, channel, there):
-    # code * scale + zero
-    code = code_at(rows, b, h, j, ok, channel[None], there[None])
-    scale, zero = grid_of(rows.grid, b, h, j0, j, ok, channel // rows.grid.channels, there)
-    return code.to(tl.float32) * scale + zero
+def decode_scaled(rows, b, h, j0, j, ok, channel, there):
+    # where each channel's code lies in its row, and each group's scale in the grid
+    place, group = channel, channel // rows.grid.channels  # (W) both
+    if rows.codec == "NonUniform":  # all heads of a token are one row
+        place = channel + h * rows.width
+    if rows.codec == "ClippedGroups":  # the same, and SKVQ reorders the channels
+        place = tl.load(rows.tables.place + h * rows.width + channel, there, 0)
+        group = tl.load(rows.tables.group + place, there, 0)
+    # number * scale + zero; the number is the code, or one of KVQuant's levels
+    number = code_at(rows, b, h, j, ok, place, there)  # (N, W)
+    if rows.codec == "NonUniform":
+        number = tl.load(rows.tables.levels + number)
+    scale, zero = grid_of(rows.grid, b, h, j0, j, ok, group, there)  # (N or 1, W) both
+    x = number.to(tl.float32) * scale + zero
+    if rows.codec == "NonUniform":
+        x = with_outliers(rows, x, b, h, j, ok, channel, there)
+    return x
 
 
 @triton.jit
-def decode_nonuniform(rows, b, h, j0, j, ok, channel, there):
-    # levels[code] * half + mid; then the token's outliers, one after the other, take their places
-    code = code_at(rows, b, h, j, ok, (channel + h * rows.width)[None], there[None])
-    level = tl.load(rows.tables.levels + code).to(tl.float32)  # (N, W)
-    half_range, mid = grid_of(rows.grid, b, h, j0, j, ok, channel // rows.grid.channels, there)
-    x = level * half_range + mid
+def with_outliers(rows, x, b, h, j, ok, channel, there):
+    # KVQuant's outliers, a CSR matrix with a row for each token, take their places in x (N, W).
     sparse = rows.tables
     if sparse.row_end is not None:
         row = j * sparse.sequences + b  # (N)
         stop = tl.load(sparse.row_end + row, ok, 0)  # (N)
         start = tl.load(sparse.row_end + row - 1, ok & (row > 0), 0)  # (N)
+        # the i-th outlier of every token at once
         for i in range(0, tl.max(stop - start, 0)):
             here = start + i < stop  # (N)
             column = tl.load(sparse.columns + start + i, here, -1) - h * rows.width  # (N)
@@ -501,171 +550,157 @@ def decode_nonuniform(rows, b, h, j0, j, ok, channel, there):
 
 
 @triton.jit
-def decode_clipped(rows, b, h, j0, j, ok, channel, there):
-    # a channel's code lies at `place` in the row of all heads, in the group of that place
-    place = tl.load(rows.tables.place + h * rows.width + channel, there, 0)  # (W)
-    group = tl.load(rows.tables.group + place, there, 0)  # (W)
-    code = code_at(rows, b, h, j, ok, place[None], there[None])  # (N, W)
-    scale, zero = grid_of(rows.grid, b, h, j0, j, ok, group, there)  # (N, W)
-    return code.to(tl.float32) * scale + zero
-
-
-@triton.jit
 def decode_codebook(rows, b, h, j, ok, i: tl.constexpr):
-    # a code is the number of a centroid of n channels; SIDE of these are loaded at once
+    # The code of n channels is the number of their centroid. A load takes SIDE of these channels.
     SIDE: tl.constexpr = rows.tables.side
-    unit = tl.arange(0, rows.tile // SIDE) * SIDE  # (W / SIDE): the first channel of each
-    there = ok[:, None] & (unit < rows.words)[None]  # (N, W / SIDE)
+    unit = tl.arange(0, rows.tile // SIDE) * SIDE  # (W / SIDE): the first channel of each load
+    there = unit < rows.words  # (W / SIDE)
     channel = unit + of_plane(rows.planes, i, "channel") + h * rows.width  # (W / SIDE)
+    # the centroid's number, in the book of all places or of its own
     place = channel // rows.tables.n  # (W / SIDE): of the vector in the row of all heads
-    centroid = code_at(rows, b, h, j, ok, place[None], there)  # (N, W / SIDE)
+    centroid = code_at(rows, b, h, j, ok, place, there)  # (N, W / SIDE)
     if not rows.tables.shared:
         centroid += place[None] * rows.tables.m
+    # its channels
     at = centroid * rows.tables.n + (channel % rows.tables.n)[None]
     at = at[:, :, None] + tl.arange(0, SIDE)[None, None]  # (N, W / SIDE, SIDE)
-    x = tl.load(rows.tables.centroids + at, there[:, :, None], 0).to(tl.float32)
+    mask = (ok[:, None] & there[None])[:, :, None]
+    x = tl.load(rows.tables.centroids + at, mask, 0).to(tl.float32)
     return tl.reshape(x, (j.shape[0], rows.tile))
 
 
 @triton.jit
 def code_at(rows, b, h, j, ok, place, there):
-    # The codes at `place` in their rows, each loaded alone: (N, W) int32.
-    row, live = row_of(rows, b, h, j), ok[:, None] & there
+    # The codes (N, W) at `place` (W) in their rows, each loaded alone: `pack` in reverse.
+    row, mask = row_pointers(rows, b, h, j), ok[:, None] & there[None]
+    place = place[None]  # (1, W)
     if rows.bits == 3 or rows.bits > 8:  # one after the other: a code may go on in the next bytes
         bit = place * rows.bits
-        word = tl.load(row + bit // 8, live, 0).to(tl.int32)
+        word = tl.load(row + bit // 8, mask, 0).to(tl.int32)
         for i in tl.static_range(1, (rows.bits + 14) // 8):
-            reaches = live & (8 * i < bit % 8 + rows.bits)
+            reaches = mask & (8 * i < bit % 8 + rows.bits)
             word |= tl.load(row + bit // 8 + i, reaches, 0).to(tl.int32) << 8 * i
-        return word >> bit % 8 & 2 ** rows.bits - 1
-    byte = tl.load(row + place % rows.row, live, 0)
-    if rows.ternary is not None:
-        byte = tl.load(rows.ternary + byte)
-    return byte.to(tl.int32) >> place // rows.row * rows.bits & 2 ** rows.bits - 1
+        shift = bit % 8
+    else:  # the lowest codes of all bytes come first, then the next ones
+        word = tl.load(row + place % rows.row, mask, 0)
+        if rows.ternary is not None:
+            word = tl.load(rows.ternary + word)
+        shift = place // rows.row * rows.bits
+    return (word.to(tl.int32) >> shift) & (2 ** rows.bits - 1)
 
 
 # ---- 6. The pieces together, and the pinned values
 
-@triton.jit
-def scores_of_pins(pins, s, b, h, j, ok, line, live):
-    # Scores s (N, M), with those of pinned keys in their slots.
-    slot = tl.load(pins.slot + b * pins.batch + h * pins.head + j, ok, -1)[:, None]  # (N, 1)
-    known = tl.load(pins.score + line[None] * pins.n + slot, live[None] & (slot >= 0), 0)  # (N, M)
-    return tl.where(slot >= 0, known, s)
-
-
-@triton.jit
-def without_pins(pins, s, p, b, h, j, ok, line, live):
-    # Weights p (N, M), 0 where the value is pinned. Its score is written for `merge_kernel`.
-    slot = tl.load(pins.slot + b * pins.batch + h * pins.head + j, ok, -1)[:, None]  # (N, 1)
-    tl.store(pins.score + line[None] * pins.n + slot, s, live[None] & (slot >= 0))
-    return tl.where(slot >= 0, 0.0, p)
-
-
-def merge_lines(acc, top, total, score=None, pinned=None):
+def merge_lines(accs, tops, totals, score=None, pinned=None):
     """Pieces of `attend_lines` -> output (B, H, T, d), log-sum-exp (B, H, T).
 
     score (B, H, T, n) and pinned (B, H, n, d): of the pinned values.
     """
-    m = top.amax(0)  # (B, H, T)
-    part = torch.exp2(top - m)  # (pieces, B, H, T)
-    norm = (total * part).sum(0)  # (B, H, T)
-    x = (acc * part[..., None]).sum(0)  # (B, H, T, d)
+    # what each piece found, relative to the largest score of all
+    top = tops.amax(0)  # (B, H, T)
+    fade = torch.exp2(tops - top)  # (pieces, B, H, T)
+    total = (totals * fade).sum(0)  # (B, H, T)
+    acc = (accs * fade[..., None]).sum(0)  # (B, H, T, d)
+    # pinned values join with their weights, which are in the totals already
     if pinned is not None:
-        x = x + torch.exp2(score - m[..., None]) @ pinned.float()
-    return x / norm[..., None], (m + norm.log2()) * LN2
+        acc = acc + torch.exp2(score - top[..., None]) @ pinned.float()
+    return acc / total[..., None], (top + total.log2()) * LN2
 
 
 @triton.jit(do_not_specialize=["pieces", "n"])
-def merge_kernel(acc, top, total, score, pinned, out, lse, pieces, lines, queries, n, tiles,
+def merge_kernel(accs, tops, totals, score, pinned, out, lse, pieces, all_queries, T, n, tiles,
                  pinned_batch, pinned_head, pinned_row, H: tl.constexpr, R: tl.constexpr,
                  DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    # One program: M queries of one head. Bytes: what the pieces wrote, and the pinned values.
-    #   acc, top, total: of attend_kernel    pinned (B, Hkv, n, d)    out (B, H, T, d)
+    # One program: M queries of one head.
+    #   accs, tops, totals: of attend_kernel    pinned (B, Hkv, n, d)    out (B, H, T, d), d = DIM
     #   score (B * H * T, n) fp32: of the pinned values' slots, or -inf
     #   lse (B, H, T) fp32: natural log of the sum of e**score
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     t = tl.program_id(0) % tiles * M + tl.arange(0, M)  # (M)
-    live, line = t < queries, bh * queries + t  # (M) both
+    live, query = t < T, bh * T + t  # (M) both
     c = tl.arange(0, D)
     mask = live[:, None] & (c < DIM)[None]  # (M, D)
-    m, norm = tl.full((M,), float("-inf"), tl.float32), tl.full((M,), 0.0, tl.float32)
-    x = tl.full((M, D), 0.0, tl.float32)
-    # piece by piece, as in the online softmax
+    top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, D), tl.float32)
+    # piece by piece, as in the online softmax: what was found so far fades, and so does the piece
     for i in range(pieces):
-        at = i * lines + line
-        other = tl.load(top + at, live, 0)  # (M)
-        new = tl.maximum(m, other)
-        base = tl.where(new == float("-inf"), 0.0, new)
-        old, add = tl.exp2(m - base), tl.exp2(other - base)  # (M) both
-        norm = norm * old + tl.load(total + at, live, 1) * add
-        x = x * old[:, None] + tl.load(acc + at[:, None] * DIM + c[None], mask, 0) * add[:, None]
-        m = new
-    # the pinned values, with the weights that their slots have
+        at = i * all_queries + query  # (M)
+        piece_top = tl.load(tops + at, live, 0)  # (M)
+        new_top = tl.maximum(top, piece_top)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        fade, piece_fade = tl.exp2(top - base), tl.exp2(piece_top - base)  # (M) both
+        total = total * fade + tl.load(totals + at, live, 1) * piece_fade
+        piece_acc = tl.load(accs + at[:, None] * DIM + c[None], mask, 0)  # (M, D)
+        acc = acc * fade[:, None] + piece_acc * piece_fade[:, None]
+        top = new_top
+    # the pinned values, N at a time, with the weights that their slots have
     if pinned is not None:
-        row = pinned + bh // H * pinned_batch + bh % H // R * pinned_head
+        head = pinned + bh // H * pinned_batch + bh % H // R * pinned_head
         for i0 in range(0, n, N):
-            slot = i0 + tl.arange(0, N)  # (N)
-            there = slot < n
-            at, known = (line * n)[:, None] + slot[None], live[:, None] & there[None]  # (M, N) both
-            p = tl.load(score + at, known, float("-inf"))
-            at, known = slot[:, None] * pinned_row + c[None], there[:, None] & (c < DIM)[None]
-            rows = tl.load(row + at, known, 0)  # (N, D)
-            x += tl.dot(tl.exp2(p - m[:, None]), rows.to(tl.float32), input_precision="ieee")
-    tl.store(out + line[:, None] * DIM + c[None], x / norm[:, None], mask)
-    tl.store(lse + line, (m + tl.log2(norm)) * 0.6931471805599453, live)  # ln 2
+            i = i0 + tl.arange(0, N)  # (N)
+            at = (query * n)[:, None] + i[None]  # (M, N)
+            s = tl.load(score + at, live[:, None] & (i < n)[None], float("-inf"))
+            at = i[:, None] * pinned_row + c[None]  # (N, D)
+            values = tl.load(head + at, (i < n)[:, None] & (c < DIM)[None], 0)
+            acc += product(tl.exp2(s - top[:, None]), values, None, tl.float32)
+    tl.store(out + query[:, None] * DIM + c[None], acc / total[:, None], mask)
+    tl.store(lse + query, (top + tl.log2(total)) * 0.6931471805599453, live)  # ln 2
 
 
 # ---- 7. AnTKV's anchor scores
 
 def anchor_lines(q, k, lse, window=None):
-    """Eq. 5: AnS(K) and AnS(V), (B, Hkv, S) both, of q (B, H, T, d), k (B, Hkv, S, d), rotated,
-    and lse (B, H, T).
+    """Eq. 5: AnS(K) and AnS(V), (B, Hkv, S) both: how much hangs on each key and each value.
+
+    q (B, H, T, d) and k (B, Hkv, S, d), rotated; lse (B, H, T): log-sum-exp of the scores.
     """
     T, S, Hkv = q.shape[2], k.shape[2], k.shape[1]
+    # attention weights
     k = k.float().repeat_interleave(q.shape[1] // Hkv, dim=1)  # (B, H, S, d)
     s = q.float() @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, S)
     at, j = torch.arange(S - T, S)[:, None], torch.arange(S)[None]  # (T, 1), (1, S): positions
     s = s.masked_fill((j > at) | (j <= at - (window or S)), float("-inf"))
     A = torch.exp(s - lse[..., None])  # (B, H, T, S)
+    # AnS(K) = sum A (1 - A) |q|, AnS(V) = sum A: over queries, then over query heads of a KV head
     of_k = (A * (1 - A) * q.float().norm(dim=-1)[..., None]).sum(2)  # (B, H, S)
     of_v = A.sum(2)  # (B, H, S)
     return of_k.unflatten(1, (Hkv, -1)).sum(2), of_v.unflatten(1, (Hkv, -1)).sum(2)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "window"])
-def anchor_kernel(q, norm, lse, k, of_k, of_v, k_batch, k_head, k_token, queries, keys, window,
-                  tiles, factor, H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr,
-                  D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "S", "window"])
+def anchor_kernel(q, norm, lse, k, of_k, of_v, k_batch, k_head, k_token, T, S, window, tiles,
+                  factor, H: tl.constexpr, R: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
+                  M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
     # One program: N keys of one KV head, and all queries that see them: no other program adds to
-    # their sums. Bytes: the keys once, the queries once a block of keys; two numbers a key written.
-    # Products: half those of the attention.
-    #   q (B, H, T, d)    norm, lse (B, H, T) fp32    k (B, Hkv, S, d), rotated
-    #   of_k, of_v (B, Hkv, S) fp32
+    # their sums.
+    #   q (B, H, T, d), d = DIM    norm |q|, lse (B, H, T) fp32    k (B, Hkv, S, d), rotated
+    #   of_k, of_v (B, Hkv, S) fp32    tiles: of keys    factor: log2(e) / sqrt(d)
     bh, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     b, h = bh // (H // R), bh % (H // R)
     j = tile * N + tl.arange(0, N)  # (N)
     c = tl.arange(0, D)
-    place = b * k_batch + h * k_head + j.to(tl.int64)[:, None] * k_token + c[None]  # (N, D)
-    x = tl.load(k + place, (j < keys)[:, None] & (c < DIM)[None], 0)  # (N, D)
-    x = tl.trans(x.to(tl.float32)).to(DOT)  # (D, N)
-    sum_k, sum_v = tl.full((N,), 0.0, tl.float32), tl.full((N,), 0.0, tl.float32)
-    # the rows of queries, of all query heads, that see any of these keys
-    first = tl.maximum(tile * N - (keys - queries), 0) * R // M * M
-    last = tl.minimum(tile * N + N - 1 - (keys - queries) + window, queries) * R
+    at_k = b * k_batch + h * k_head + j.to(tl.int64)[:, None] * k_token + c[None]  # (N, D)
+    keys = tl.load(k + at_k, (j < S)[:, None] & (c < DIM)[None], 0)  # (N, D)
+    keys = tl.trans(keys.to(tl.float32))  # (D, N)
+    sum_k, sum_v = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
+    # the query rows that see any of these keys; as in attend_kernel, R of them for each new token
+    first = tl.maximum(tile * N - (S - T), 0) * R // M * M
+    last = tl.minimum(tile * N + N - 1 - (S - T) + window, T) * R
     for row0 in range(first, last, M):
         row = row0 + tl.arange(0, M)  # (M)
-        t, live = row // R, row < queries * R
-        line = (b * H + h * R + row % R) * queries + t  # (M)
+        t, live = row // R, row < T * R  # (M) both
+        query = (b * H + h * R + row % R) * T + t  # (M): place among all B * H * T
+        # scores
         mask = live[:, None] & (c < DIM)[None]
-        rows = tl.load(q + line[:, None] * DIM + c[None], mask, 0)  # (M, D)
-        s = tl.dot((rows.to(tl.float32) * factor).to(DOT), x, input_precision="ieee")  # (M, N)
-        at = keys - queries + t  # (M): positions
+        queries = tl.load(q + query[:, None] * DIM + c[None], mask, 0)  # (M, D)
+        s = product(queries.to(tl.float32) * factor, keys, None, DOT)  # (M, N)
+        at = S - T + t  # (M): positions
         seen = live[:, None] & (j[None] <= at[:, None]) & (j[None] > at[:, None] - window)
         # the attention weights, from each query's log-sum-exp; log2(e) turns that to base 2
-        s -= tl.load(lse + line, live, 0)[:, None] * 1.4426950408889634
+        s -= tl.load(lse + query, live, 0)[:, None] * 1.4426950408889634
         A = tl.exp2(tl.where(seen, s, float("-inf")))  # (M, N)
+        # the sums of Eq. 5
         sum_v += tl.sum(A, 0)
-        sum_k += tl.sum(tl.load(norm + line, live, 0)[:, None] * A * (1 - A), 0)
-    tl.store(of_k + bh * keys + j, sum_k, j < keys)
-    tl.store(of_v + bh * keys + j, sum_v, j < keys)
+        sum_k += tl.sum(tl.load(norm + query, live, 0)[:, None] * A * (1 - A), 0)
+    tl.store(of_k + bh * S + j, sum_k, j < S)
+    tl.store(of_v + bh * S + j, sum_v, j < S)

@@ -256,8 +256,8 @@ def write_rows(rows, out, T, h, N: tl.constexpr):
             else:
                 column = channel // rows.grid.channels
                 scale, zero = kernels.grid_of(rows.grid, 1, h, j0, j, ok, column, there)
-                low = kernels.TINY * 0.5 ** kernels.of_plane(rows.planes, i, "low")
-                x = kernels.tiny(rows, words, i).to(tl.float32) * low * scale + zero
+                low = kernels.TO_INTEGER * 0.5 ** kernels.of_plane(rows.planes, i, "low")
+                x = kernels.codes_of_plane(rows, words, i).to(tl.float32) * low * scale + zero
             tl.store(out + j[:, None] * rows.width + channel[None], x, ok[:, None] & there[None])
 
 
@@ -289,12 +289,12 @@ def test_three_levels_are_looked_up():
 
 def test_the_bits_of_a_small_integer_are_a_small_number():
     code = torch.arange(1024)
-    assert torch.equal(kernels.number_lines(code).double() * kernels.TINY.value, code.double())
+    assert torch.equal(kernels.number_lines(code).double() * kernels.TO_INTEGER.value, code.double())
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_a_gpu_unpacks_two_words_at_once(bits):
-    """The arithmetic of `pair_of_codes`, which the interpreter cannot run, finds the codes of two
+    """The arithmetic of `two_words`, which the interpreter cannot run, finds the codes of two
     words in their channels, `low` bits up."""
     codes = torch.randint(0, 2 ** bits, (1, 1, 1, 512 // bits))
     packed = pack(codes, bits)  # 64 bytes
@@ -304,7 +304,7 @@ def test_a_gpu_unpacks_two_words_at_once(bits):
     pairs = pairs[:, 0] | pairs[:, 1].long() << 16  # (16)
     for i, plane in enumerate(fields["planes"]):
         shift, mask = re.search(r"\$1, (\d+); and.b32 .*, (0x[0-9a-f]+);",
-                                kernels.pair_of_codes(bits, fields["planes"], i)).groups()
+                                kernels.two_words(bits, fields["planes"], i)).groups()
         both = pairs >> int(shift) & int(mask, 16)
         found = torch.stack([both % 2 ** 16, both >> 16], dim=1).flatten()  # (32)
         assert found.max() < 1024
