@@ -8,10 +8,11 @@ work as they stand. Names, arguments and shapes stay as they are. To grade this 
 Shapes: B sequences, H heads, d channels of a head, T new tokens, S tokens so far, p pinned tokens.
 A row is the key, or the value, of one token in one head: d numbers. A codec is given:
 
-    codec.encode(x, ignore=None)   x (B, H, n, d) -> codes. ignore (B, H, n), booleans: True where a
-                                   token must not stretch its group's range; None if there is none
+    codec.encode(x, ignore=None)   x (B, H, n, d), fp16 or fp32 -> codes. ignore (B, H, n),
+                                   booleans: True where a token must not stretch its group's range;
+                                   None, or False everywhere, if there is none
     codec.decode(codes)            -> (B, H, n, d), fp32
-    codes.append(other)            -> these codes, and then the others
+    codes.append(other)            -> new codes: these, and then the others. Changes neither
     codes.nbytes                   bytes that they take
 """
 import torch  # noqa: F401
@@ -81,6 +82,8 @@ class Layer:
     def update(self, k, v):
         """New keys and values (B, H, T, d), fp32 -> the keys and the values of all tokens so far
         that attention gets, (B, H, S, d) fp16 both.
+
+        The new tokens join keys, values and `length` first.
 
         Under "paper" quantize, then read. Under "stream" read, then quantize. If n > 0 tokens are
         about to be quantized, first ask `method.keep(self, n)`: positions (B, p), which are pinned

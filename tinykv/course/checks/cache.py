@@ -119,9 +119,11 @@ def expect_rows(got, want, tried, hint):
         return
     t = wrong[0]
     b, h = (got[:, :, t] != want[:, :, t]).any(-1).nonzero()[0].tolist()
+    told = (" Here 99 is a token that the codec was told to ignore: `ignore` is (B, H, n), True where a pinned "
+            "token stands, and such a token is read from its pinned row." if (got[b, h, t] == 99).all() else "")
     expect(False, f"{tried} Tokens {wrong} are wrong: token {t} of sequence {b}, head {h}, reads "
            f"{[round(x, 2) for x in got[b, h, t].tolist()]}; it should be "
-           f"{[round(x, 2) for x in want[b, h, t].tolist()]}. {hint}")
+           f"{[round(x, 2) for x in want[b, h, t].tolist()]}.{told} {hint}")
 
 
 def coded(rows):
@@ -158,7 +160,8 @@ def quantize_oldest(submission, rng):
     rows.quantize(more)
     done = n + more
     want = torch.cat([coded(x[:, :, :done]), x[:, :, done:].half()], dim=2)
-    expect_rows(rows.read(), want, f"Then quantize({more}), read.",
+    expect_rows(rows.read(), want, f"Then quantize({more}), whose codes join the others (codes.append returns them), "
+                "read.",
                 "The new codes are appended to those that are there.")
     expect(rows.n_coded == done, f"Then n_coded is {rows.n_coded}; it should be {done}.")
 
@@ -281,7 +284,8 @@ def due_tokens(submission, rng):
             want = max(0, length - recent) // block * block
             given = layer.due()
             expect(given == want, f"stream, recent = {recent}, block = {block}, {length} tokens, none "
-                   f"quantized: due gives {given}; it should be {want}.")
+                   f"quantized: due gives {given}; it should be {want}. Leave the newest {recent} out, then "
+                   f"take whole blocks of {block}.")
     block, recent = rng.randint(3, 5), rng.randint(1, 2)
     layer, _ = new_layer(submission, Keeps(None, recent, block), "stream")
     for rows in (layer.keys, layer.values):

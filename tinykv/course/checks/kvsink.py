@@ -272,13 +272,17 @@ def distinct(rng, T, largest=9.0):
 
 def expect_sinks(cache, k, expected, tried, hint):
     """expected: a list of positions for each sequence."""
-    sinks = cache.shared.sinks
-    count = min(k, cache.layers[0].length)
-    expect(sinks is not None, f"{tried} cache.shared.sinks is still None. {hint}")
+    sinks = getattr(cache.shared, "sinks", None)
+    length = cache.layers[0].length
+    count = min(k, length)
+    expect(sinks is not None, f"{tried} cache.shared.sinks is still None. Set it, on the cache and not on the "
+           f"method, after block lE. {hint}")
     expect_tensor(sinks, "integers", (len(expected), count), "cache.shared.sinks")
     found = [sorted(row) for row in sinks.tolist()]
     for b, (got, want) in enumerate(zip(found, expected)):
         where = f" of sequence {b}" if len(expected) > 1 else ""
+        expect(got[-1] < length, f"{tried} The sinks{where} are {got}; they should be {want}. There "
+               f"are {length} tokens so far: `cache.layers[layer].length` counts the new ones, too.")
         expect(got == want, f"{tried} The sinks{where} are {got}; they should be {want}. {hint}")
 
 
@@ -291,7 +295,8 @@ def observe_top_k(submission, rng):
     show(cache, method, rng, [sizes], elsewhere=30)
     expect_sinks(cache, k, [top_k(sizes, k)],
                  f"k = {k}, and channel c of eight tokens has {shown(sizes)}; other channels have "
-                 "larger numbers.", "Sort by hidden[..., self.channel] alone, the largest first.")
+                 "larger numbers.", "Sort by hidden[..., self.channel] alone, the largest first, and look "
+                 "after block lE alone.")
 
 
 @check(points=3)
