@@ -100,6 +100,12 @@ def test_commands_of_a_handout_can_be_given(name):
             assert method in METHODS or (ROOT / method.split(":")[0]).is_file(), method
 
 
+def test_a_package_that_is_missing_is_told_in_one_line(monkeypatch):
+    monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^assignment 7, triton, needs triton, which is not installed here; pip inst"):
+        runner.assignment_of(starter("triton"))
+
+
 # ---- what a submission may do
 
 SECOND = (ANSWERS / "kvsink" / "second.py").read_text(encoding="utf-8")

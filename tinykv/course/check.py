@@ -84,6 +84,7 @@ class Assignment:
     title: str
     answers: tuple  # modules that hold the answer, which a submission may not import
     blanks: dict  # {file: functions that a handed-out repository lacks; None: it lacks the file}
+    needs: tuple  # packages that not every computer has
     checks: dict  # {name: function}, in the order of the file
 
     @property
@@ -104,7 +105,8 @@ def load(name):
     module = importlib.import_module(f"tinykv.course.checks.{name}")
     checks = {key: value for key, value in vars(module).items() if hasattr(value, "points")}
     blanks = getattr(module, "BLANKS", {})
-    return Assignment(name, module.NUMBER, module.TITLE, module.ANSWERS, blanks, checks)
+    needs = getattr(module, "NEEDS", ())
+    return Assignment(name, module.NUMBER, module.TITLE, module.ANSWERS, blanks, needs, checks)
 
 
 def rng_of(seed, assignment, name):

@@ -9,6 +9,7 @@ user who grades it, can read files and open connections, and can find the check'
 instructor who fears that grades in a container.
 """
 import ast
+import importlib.util
 import json
 import linecache
 import os
@@ -97,7 +98,12 @@ def assignment_of(path):
     if line is None:
         raise UserError(f"{path} names no assignment; it needs a line such as "
                         f"ASSIGNMENT = \"kvsink\", with one of {', '.join(check.names())}")
-    return check.load(line[1])
+    assignment = check.load(line[1])
+    for package in assignment.needs:
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"assignment {assignment.number}, {assignment.name}, needs {package}, which is not "
+                            f"installed here; pip install {package}")
+    return assignment
 
 
 def load_file(path):

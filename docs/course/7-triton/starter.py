@@ -1,0 +1,105 @@
+"""Assignment 7: Triton. The top-k of a channel, and products of queries with 2-bit keys.
+
+handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
+work as they stand. Names, arguments and shapes stay as they are. To grade this file:
+
+    python -m tinykv.course.grade docs/course/7-triton/starter.py
+
+Kernels run in Triton's interpreter, on a CPU: no GPU is needed.
+
+Shapes: B sequences, T tokens, D channels of a hidden state, H query heads, Hkv KV heads, d channels
+of a head. N tokens belong to one program, and programs along the tokens are called pieces. N, d and
+d/4 are powers of 2. An argument that is named like a tensor is a pointer to its first number.
+"""
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+ASSIGNMENT = "triton"
+
+
+# Task 1: top-k of a channel
+
+@triton.jit
+def topk_kernel(h, score, position, tokens, sequence, token, K: tl.constexpr, N: tl.constexpr):
+    """Program (piece, b) finds the K largest |h| among tokens piece * N .. piece * N + N - 1 of
+    sequence b.
+
+    h: the channel in question, of token 0 of sequence 0. From there the next token is `token`
+    numbers away, and the next sequence `sequence` numbers. tokens: T.
+    score (B, pieces, K) fp32 and position (B, pieces, K) int32: what to write, the largest first;
+    of equal ones, the earlier token first. A position is counted from the start of the sequence. If
+    a piece has fewer than K tokens, the scores that are left are negative, their positions
+    anything.
+    """
+    raise NotImplementedError("assignment 7, triton: topk_kernel")
+
+
+def topk_outliers(hidden, channel, k, N=16):  # given
+    """hidden (B, T, D) -> the k largest |h| of a channel and their positions, (B, k) both."""
+    B, T, _ = hidden.shape
+    pieces = triton.cdiv(T, N)
+    score = torch.empty(B, pieces, k)
+    position = torch.empty(B, pieces, k, dtype=torch.int32)
+    h = hidden[..., channel]  # (B, T)
+    topk_kernel[pieces, B](h, score, position, T, h.stride(0), h.stride(1), k, N)
+    score, position = score.flatten(1), position.flatten(1)  # (B, pieces * k)
+    order = score.argsort(dim=1, descending=True, stable=True)[:, :k]  # (B, k)
+    return score.gather(1, order), position.gather(1, order)
+
+
+# Task 2: unpack
+
+@triton.jit
+def unpack_kernel(packed, codes, tokens, W: tl.constexpr, N: tl.constexpr):
+    """Program `piece` unpacks the codes of N tokens.
+
+    packed (T, W) uint8: W = d/4 bytes of a token. codes (T, d) uint8: what to write. tokens: T.
+    """
+    raise NotImplementedError("assignment 7, triton: unpack_kernel")
+
+
+def unpack(packed, N=16):  # given
+    """packed (T, d/4) uint8 -> codes (T, d) uint8."""
+    T, W = packed.shape
+    codes = torch.empty(T, 4 * W, dtype=torch.uint8)
+    unpack_kernel[(triton.cdiv(T, N),)](packed, codes, T, W, N)
+    return codes
+
+
+# Task 3: fold
+
+def fold(q, scale, zero):
+    """Torch lines. q (H, d), scale and zero (d), fp32 -> folded (H, d) and offset (H), so that for
+    any codes c (d)
+
+        q.(c * scale + zero) = folded.c + offset
+    """
+    raise NotImplementedError("assignment 7, triton: fold")
+
+
+# Task 4: scores
+
+@triton.jit
+def scores_kernel(q, packed, scale, zero, out, tokens, R: tl.constexpr, W: tl.constexpr,
+                  N: tl.constexpr):
+    """Program (piece, h) computes q.k / sqrt(d) of query head h with N tokens, a group. It folds
+    scale and zero point into q; no key is decoded.
+
+    q (H, d) fp32. packed (Hkv, T, W) uint8, W = d/4. scale and zero (Hkv, pieces, d) fp16: of each
+    group of N tokens. out (H, T) fp32: what to write. tokens: T. R = H / Hkv neighbouring query
+    heads share a KV head.
+    """
+    raise NotImplementedError("assignment 7, triton: scores_kernel")
+
+
+def scores(q, packed, scale, zero, N=16):  # given
+    """q (H, d) fp32, packed (Hkv, T, d/4) uint8, scale and zero (Hkv, pieces, d) fp16 -> (H, T)."""
+    (H, d), (Hkv, T, W) = q.shape, packed.shape
+    out = torch.empty(H, T)
+    scores_kernel[triton.cdiv(T, N), H](q, packed, scale, zero, out, T, H // Hkv, W, N)
+    return out
