@@ -99,7 +99,7 @@ def scores_kernel(q, packed, scale, zero, out, tokens, R: tl.constexpr, W: tl.co
 
 def scores(q, packed, scale, zero, N=16):  # given
     """q (H, d) fp32, packed (Hkv, T, d/4) uint8, scale and zero (Hkv, pieces, d) fp16 -> (H, T)."""
-    (H, d), (Hkv, T, W) = q.shape, packed.shape
+    H, (Hkv, T, W) = len(q), packed.shape
     out = torch.empty(H, T)
     scores_kernel[triton.cdiv(T, N), H](q, packed, scale, zero, out, T, H // Hkv, W, N)
     return out

@@ -33,7 +33,8 @@ def planes_kernel(k, codes, d: tl.constexpr, N: tl.constexpr, size: tl.constexpr
     words = kernels.words_of(k, 0, 0, j, ok)
     for i in tl.static_range(kernels.count(k.planes)):
         channel, there = kernels.channels_of(k, i)
-        code = kernels.tiny(k, words, i).to(tl.float32) * (kernels.TINY * 0.5 ** kernels.of_plane(k.planes, i, "low"))
+        larger = 0.5 ** kernels.of_plane(k.planes, i, "low")
+        code = kernels.codes_of_plane(k, words, i).to(tl.float32) * (kernels.TO_INTEGER * larger)
         tl.store(codes + j[:, None] * d + channel[None], code.to(tl.uint8), ok[:, None] & there[None])
 
 

@@ -73,7 +73,8 @@ WRONG = {
          "scores_of_heads": "", "scores_at_the_end": ""}),
     "root_of_the_bytes": (
         "tl.sqrt(4.0 * W)", "tl.sqrt(1.0 * W)",
-        {"scores_of_one_group": "it should be", "scores_of_groups": "", "scores_of_heads": "", "scores_at_the_end": ""}),
+        {"scores_of_one_group": "it should be", "scores_of_groups": "", "scores_of_heads": "",
+         "scores_at_the_end": ""}),
     "no_zero_point": (
         " + tl.sum(x * z, axis=0)", "",
         {"scores_of_one_group": "This comes if the zero points are left out", "scores_of_groups": "",

@@ -14,7 +14,8 @@ if find_spec("triton"):  # once, for the processes of all checks
 NUMBER, TITLE = 7, "Triton"
 NEEDS = ("triton",)
 ANSWERS = ("kernels", "tinykv.triton_cache")
-BLANKS = {"kernels.py": ("topk_lines", "topk_kernel", "fold_lines", "tiny", "scores_by_token", "scores_by_channel")}
+BLANKS = {"kernels.py": ("topk_lines", "topk_kernel", "fold_lines", "codes_of_plane", "scores_by_token",
+                         "plane_by_channel", "scores_by_channel")}
 
 GUARD = 64  # numbers before and after a tensor, which a kernel must not touch
 
@@ -87,7 +88,8 @@ def topk_of_magnitudes(submission, rng):
     row = sizes_of(rng, 8, top=5.0)
     row[rng.randint(0, 7)] *= -1
     row[rng.randint(0, 7)] = -30.0
-    run_topk(submission, [row], 2, 8, f"K = 2, N = 8, one sequence of 8 tokens: h = {shown(row)}. The magnitude counts.")
+    run_topk(submission, [row], 2, 8, f"K = 2, N = 8, one sequence of 8 tokens: h = {shown(row)}. "
+             "The magnitude counts.")
 
 
 @check(points=4)
@@ -157,8 +159,8 @@ def try_unpack(submission, rng, T, N):
         first = channel // 4 * 4
         expect(False, f"{tried} Byte {first // 4} of token {t} is {packed[t, first // 4].item()}, with the codes "
                f"{codes[t, first:first + 4].tolist()} of channels {first} to {first + 3}; your kernel writes "
-               f"{given[t, first:first + 4].tolist()} there (9: nothing was written). The first code has the lowest two "
-               "bits.")
+               f"{given[t, first:first + 4].tolist()} there (9: nothing was written). The first code has the lowest "
+               "two bits.")
 
 
 @check(points=9)
@@ -188,8 +190,8 @@ def fold_into_the_query(submission, rng):
         want = q @ (codes * scale + zero)
         got = given[0] @ codes + given[1]
         expect(torch.allclose(got, want, atol=1e-4),
-               f"For the codes {shown(codes.int())} q.(c s + z) is {shown(want)}, and folded.c + offset is {shown(got)}. "
-               "Write out the sum over the channels: what is multiplied by c, and what is not?")
+               f"For the codes {shown(codes.int())} q.(c s + z) is {shown(want)}, and folded.c + offset is "
+               f"{shown(got)}. Write out the sum over the channels: what is multiplied by c, and what is not?")
 
 
 # ---- task 4: scores
