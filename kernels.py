@@ -1,14 +1,7 @@
 """The Triton kernels: attention that reads the packed cache, and the scores of KVSink and AnTKV.
 
-From easy to hard, each kernel under the torch lines that it equals:
-
-    1. topk_kernel     the k largest |h| of one channel, KVSink's scores; a first Triton kernel
-    2. codes_of_plane  a code is a number: from packed bytes to fp16
-    3. scores_by_...   scales and zero points leave the products
-    4. attend_kernel   attention of new queries to a piece of the text
-    5. rotated_scores  keys before RoPE; `decoded`: numbers that are looked up one by one
-    6. merge_kernel    the pieces, and the pinned values, become the output
-    7. anchor_kernel   AnTKV's Eq. 5
+From easy to hard, in seven sections. Each kernel stands under the torch lines that it equals: those
+of `attend_kernel` are `attend_lines`. Read `topk_kernel` first if you have never read Triton.
 
 `tinykv/triton_cache.py` launches them, `tests/bench_kernels.py` compiles, checks and times them.
 Nothing here was run on a GPU: the tests run the kernels in Triton's interpreter, on a CPU, and
@@ -106,7 +99,8 @@ class Plane(NamedTuple):
 #   rows, or k and v: PackedRows of triton_cache.py    b, h: sequence and KV head
 #   j (N): the tokens of a tile, j0: the first, ok (N): which of them are read
 #   i: number of a plane    channel (W): channels of a head, there (W): which of them exist
-# planes is a constant of the compiled kernel; these two ask it for a number while compiling.
+#   query (M): rows of queries, live (M): which of them exist
+# `planes` is a constant: the compiler itself calls these two, which are plain Python.
 
 
 @triton.constexpr_function
@@ -145,12 +139,10 @@ def words_of(rows, b, h, j, ok, TRANSPOSED: tl.constexpr = False):
         if TRANSPOSED:
             at, mask = tl.trans(at), tl.trans(mask)
         words = tl.load(at, mask, 0)
-        # 3 bits: eight codes fill three bytes
-        if rows.size == 3:
+        if rows.size == 3:  # 3 bits: eight codes fill three bytes
             middle, high = tl.load(at + 1, mask, 0), tl.load(at + 2, mask, 0)
             words = words.to(tl.int32) | middle.to(tl.int32) << 8 | high.to(tl.int32) << 16
-        # three levels: a byte is five digits in base 3; the table gives each digit two bits
-        if rows.ternary is not None:
+        if rows.ternary is not None:  # a byte is five digits in base 3: two bits for each
             words = tl.load(rows.ternary + words)
         slices = slices + (words,)
     return slices
@@ -343,11 +335,8 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, accs, tops, totals, q_batch, q_
     # what is summed up over the tokens: weights times the codes of each plane of the values, times
     # the zero points of each group; and the weights
     V_PLANES: tl.constexpr = count(v.planes) // v.groups
-    acc, acc_zeros = (), ()
-    for _ in tl.static_range(count(v.planes)):
-        acc = acc + (tl.zeros((v.tile, M), tl.float32),)
-    for _ in tl.static_range(v.groups):
-        acc_zeros = acc_zeros + (tl.zeros((M,), tl.float32),)
+    acc = (tl.zeros((v.tile, M), tl.float32),) * count(v.planes)
+    acc_zeros = (tl.zeros((M,), tl.float32),) * v.groups
     top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
 
     # the tokens of this piece that a query of this tile sees; tiles begin at multiples of N
@@ -369,7 +358,7 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, accs, tops, totals, q_batch, q_
         else:
             s = product(decoded(k, b, h, j0, j, ok, 0), q_planes[0], None, DOT)
         if k_pins.slot is not None:
-            pinned, score, known = pins_of(k_pins, b, h, j, ok, query, live)
+            pinned, score, known = score_pointers(k_pins, b, h, j, ok, query, live)
             s = tl.where(pinned, tl.load(score, known, 0), s)
         seen = ok[:, None] & (j[:, None] <= at[None]) & (j[:, None] > at[None] - window)
         s = tl.where(seen, s, float("-inf"))
@@ -389,7 +378,7 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, accs, tops, totals, q_batch, q_
         p, fade = tl.exp2(s - base[None]), tl.exp2(top - base)  # (N, M), (M)
         top, total = new_top, total * fade + tl.sum(p, 0)
         if v_pins.slot is not None:  # `merge_kernel` adds the value
-            pinned, score, known = pins_of(v_pins, b, h, j, ok, query, live)
+            pinned, score, known = score_pointers(v_pins, b, h, j, ok, query, live)
             tl.store(score, s, known)
             p = tl.where(pinned, 0.0, p)
 
@@ -423,8 +412,8 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, accs, tops, totals, q_batch, q_
 
 
 @triton.jit
-def pins_of(pins, b, h, j, ok, query, live):
-    # Which tokens are pinned (N, 1); pointers to the scores of these (N, M), and which there are.
+def score_pointers(pins, b, h, j, ok, query, live):
+    # Which tokens are pinned (N, 1); pointers to their scores (N, M), and which of these exist.
     slot = tl.load(pins.slot + b * pins.batch + h * pins.head + j, ok, -1)[:, None]  # (N, 1)
     return slot >= 0, pins.score + query[None] * pins.n + slot, live[None] & (slot >= 0)
 
@@ -527,25 +516,18 @@ def decode_scaled(rows, b, h, j0, j, ok, channel, there):
         number = tl.load(rows.tables.levels + number)
     scale, zero = grid_of(rows.grid, b, h, j0, j, ok, group, there)  # (N or 1, W) both
     x = number.to(tl.float32) * scale + zero
+    # KVQuant's outliers, a CSR matrix with a row for each token, take their places in x
     if rows.codec == "NonUniform":
-        x = with_outliers(rows, x, b, h, j, ok, channel, there)
-    return x
-
-
-@triton.jit
-def with_outliers(rows, x, b, h, j, ok, channel, there):
-    # KVQuant's outliers, a CSR matrix with a row for each token, take their places in x (N, W).
-    sparse = rows.tables
-    if sparse.row_end is not None:
-        row = j * sparse.sequences + b  # (N)
-        stop = tl.load(sparse.row_end + row, ok, 0)  # (N)
-        start = tl.load(sparse.row_end + row - 1, ok & (row > 0), 0)  # (N)
-        # the i-th outlier of every token at once
-        for i in range(0, tl.max(stop - start, 0)):
-            here = start + i < stop  # (N)
-            column = tl.load(sparse.columns + start + i, here, -1) - h * rows.width  # (N)
-            value = tl.load(sparse.numbers + start + i, here, 0).to(tl.float32)  # (N)
-            x = tl.where((column[:, None] == channel[None]) & there[None], value[:, None], x)
+        sparse = rows.tables
+        if sparse.row_end is not None:
+            row = j * sparse.sequences + b  # (N)
+            stop = tl.load(sparse.row_end + row, ok, 0)  # (N)
+            start = tl.load(sparse.row_end + row - 1, ok & (row > 0), 0)  # (N)
+            for i in range(0, tl.max(stop - start, 0)):  # the i-th outlier of every token
+                here = start + i < stop  # (N)
+                column = tl.load(sparse.columns + start + i, here, -1) - h * rows.width  # (N)
+                value = tl.load(sparse.numbers + start + i, here, 0).to(tl.float32)  # (N)
+                x = tl.where((column[:, None] == channel[None]) & there[None], value[:, None], x)
     return x
 
 
