@@ -150,8 +150,8 @@ class WideCodec(Affine):
 class KeptTokensCount(CodecMethod):
     """Tokens that are kept widen their group's range."""
 
-    def __init__(self, config, **codec):
-        super().__init__(config, **{**codec, "scheme": "channel-dynamic"})
+    def __init__(self, config, k_bits=2, v_bits=2, group_size=8):
+        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size)
         for pair in self.codecs:
             for part in pair:
                 part.__class__ = WideCodec

@@ -187,8 +187,10 @@ class ClippedGroups(Codec):
     def encode(self, x, ignore=None):
         # 1. channels in the order of their groups
         rows = self.rows(x)  # (B, T, C)
-        # 2. codes, by the clipped grid of each group
-        lo, hi = self.ranges(rows)  # (B, T, n) both
+        # 2. codes, by the clipped grid of each group, which a head that is kept does not widen
+        if ignore is not None:
+            ignore = self.rows(ignore[..., None].expand(x.shape)).bool()  # (B, T, C)
+        lo, hi = self.ranges(rows, ignore)  # (B, T, n) both
         q, h, z = self.coded(rows, lo, hi, self.alpha.float(), self.centre)  # h, z (B, T, n)
         packed = pack(q.to(torch.uint8), self.bits)  # (B, T, bytes)
         # one row for all heads: (B, 1, T, bytes) and (B, 1, T, n)
@@ -216,14 +218,28 @@ class ClippedGroups(Codec):
         x = x.float().transpose(1, 2).flatten(2)  # (B, T, C)
         return x[..., self.order]
 
-    def ranges(self, rows):
-        """rows (B, T, C) -> the smallest and the largest number of each group, (B, T, n) both."""
-        B, T, _ = rows.shape
+    def ranges(self, rows, ignore=None):
+        """rows (B, T, C) -> the smallest and the largest number of each group, (B, T, n) both.
+
+        ignore (B, T, C): True at numbers that do not count, unless their group has no other.
+        """
+        lo, hi = self.smallest_and_largest(rows, rows)  # (B, T, n) both
+        if ignore is None:
+            return lo, hi
+        above = rows.masked_fill(ignore, float("inf"))  # (B, T, C)
+        below = rows.masked_fill(ignore, float("-inf"))  # (B, T, C)
+        seen_lo, seen_hi = self.smallest_and_largest(above, below)  # (B, T, n) both
+        nothing = seen_lo > seen_hi  # (B, T, n): every number of the group is ignored
+        return lo.where(nothing, seen_lo), hi.where(nothing, seen_hi)
+
+    def smallest_and_largest(self, x, y):
+        """The smallest of x and the largest of y (B, T, C) in each group, (B, T, n) both."""
+        B, T, _ = x.shape
         n = len(self.alpha)
         # each channel's number goes to its group, which keeps the smallest, or the largest
-        group = self.group.long().expand_as(rows)  # (B, T, C)
-        lo = rows.new_full((B, T, n), float("inf")).scatter_reduce(-1, group, rows, "amin")
-        hi = rows.new_full((B, T, n), float("-inf")).scatter_reduce(-1, group, rows, "amax")
+        group = self.group.long().expand_as(x)  # (B, T, C)
+        lo = x.new_full((B, T, n), float("inf")).scatter_reduce(-1, group, x, "amin")
+        hi = y.new_full((B, T, n), float("-inf")).scatter_reduce(-1, group, y, "amax")
         return lo, hi
 
     def coded(self, rows, lo, hi, alpha, centre):
