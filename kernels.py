@@ -618,12 +618,12 @@ def merge_kernel(accs, tops, totals, score, pinned, out, lse, pieces, all_querie
     # the pinned values, N at a time, with the weights that their slots have
     if pinned is not None:
         head = pinned + bh // H * pinned_batch + bh % H // R * pinned_head
-        for i0 in range(0, n, N):
-            i = i0 + tl.arange(0, N)  # (N)
-            at = (query * n)[:, None] + i[None]  # (M, N)
-            s = tl.load(score + at, live[:, None] & (i < n)[None], float("-inf"))
-            at = i[:, None] * pinned_row + c[None]  # (N, D)
-            values = tl.load(head + at, (i < n)[:, None] & (c < DIM)[None], 0)
+        for first in range(0, n, N):
+            slot = first + tl.arange(0, N)  # (N)
+            at = (query * n)[:, None] + slot[None]  # (M, N)
+            s = tl.load(score + at, live[:, None] & (slot < n)[None], float("-inf"))
+            at = slot[:, None] * pinned_row + c[None]  # (N, D)
+            values = tl.load(head + at, (slot < n)[:, None] & (c < DIM)[None], 0)
             acc += product(tl.exp2(s - top[:, None]), values, None, tl.float32)
     tl.store(out + query[:, None] * DIM + c[None], acc / total[:, None], mask)
     tl.store(lse + query, (top + tl.log2(total)) * 0.6931471805599453, live)  # ln 2
