@@ -462,6 +462,10 @@ def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
         tile_sin = tl.load(turn.tile_sin + at, there[:, None], 0)
         qx = q[i] * tile_cos + q[i + HALF] * tile_sin  # (W, M)
         qy = q[i + HALF] * tile_cos - q[i] * tile_sin  # (W, M)
+        # cos and sin of a key's place in the tile
+        at = (j - j0)[:, None] * (k.width // 2) + channel[None]  # (N, W)
+        cos = tl.load(turn.cos + at, there[None], 0)
+        sin = tl.load(turn.sin + at, there[None], 0)
         # the keys: codes, whose scales and zero points go to the queries, or decoded numbers
         if k.fold == "channel":
             x, x_scale, x_zero = plane_by_channel(k, words, b, h, j0, j, ok, i)
@@ -471,9 +475,6 @@ def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
             y, y_scale = decoded(k, b, h, j0, j, ok, i + HALF), 1.0
         x, y = x.to(DOT), y.to(DOT)  # (N, W) both
         # the four products of `rotated_lines`
-        at = (j - j0)[:, None] * (k.width // 2) + channel[None]  # (N, W)
-        cos = tl.load(turn.cos + at, there[None], 0)
-        sin = tl.load(turn.sin + at, there[None], 0)
         s = product(x * cos, qx * x_scale, s, DOT)
         s = product(y * cos, qy * y_scale, s, DOT)
         s = product(x * sin, qy * x_scale, s, DOT)
