@@ -29,14 +29,15 @@ def find_outlier(largest, ratio, channel):
     if massive:
         layer = massive[0]
     else:
-        if not candidates:
+        qualified = []
+        for layer in candidates:
+            before = sorted(share[1:layer + 1])
+            stands_out = not before or share[layer + 1] >= 3 * before[(len(before) - 1) // 2]
+            if share[layer + 1] >= 30 and stands_out:
+                qualified.append(layer)
+        if not qualified:
             return None
-        layer = max(candidates, key=lambda i: size[i + 1] / size[i])
-        if share[layer + 1] < 30:
-            return None
-        before = sorted(share[1:layer + 1])
-        if before and share[layer + 1] < 3 * before[(len(before) - 1) // 2]:
-            return None
+        layer = max(qualified, key=lambda i: size[i + 1] / size[i])
     votes = channel[:, layer + 1:layer + 4].flatten().tolist()
     winner = max(set(votes), key=votes.count)
     return (layer, winner) if votes.count(winner) >= 0.9 * len(votes) else None

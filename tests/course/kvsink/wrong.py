@@ -26,6 +26,9 @@ WRONG = {
     "largest_for_growth": (
         "size[i + 1] / size[i])", "size[i + 1])",
         {"growing_outlier": "the largest number grows most in block 1"}),
+    "grows_before_it_qualifies": (
+        "max(qualified, key", "max(candidates, key",
+        {"growing_outlier": "does not qualify"}),
     "last_block_counts": (
         "candidates = range(blocks - 1)", "candidates = range(blocks)",
         {"no_outlier": "the outlier comes in the last block"}),

@@ -170,6 +170,9 @@ def growing_outlier(submission, rng):
                "though it is larger after block 2.", c)
     try_search(submission, [1, grown, grown + 9, 20], [3, 90, 80, 20], (0, c),
                f"it grows most in block 0, from 1 after the embedding to {grown}.", c)
+    try_search(submission, [1, 9, 10, grown, 20], [3, 5, 6, 90, 20], (2, c),
+               "block 0 grows most, from 1 to 9, but its ratio is 5, so it does not qualify. Of the "
+               "blocks that do, block 2 grows most.", c)
 
 
 @check(points=6)
