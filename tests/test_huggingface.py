@@ -71,7 +71,7 @@ def test_fp16_is_transformers_own_generation(bridge, models):
     cache = bridge.QuantizedCache(theirs, built("fp16", own))
     text = generate(theirs, tokens, cache)
     cache.remove()
-    assert len(cache.tiny) == 9 + NEW - 1
+    assert len(cache.inner) == 9 + NEW - 1
     assert torch.equal(text, generate(theirs, tokens))
 
 
@@ -89,9 +89,9 @@ def test_every_method_generates_as_it_does_here(name, bridge, models):
     text = generate(theirs, tokens, cache)
     cache.remove()
     assert torch.equal(text, expected)
-    assert repr(cache.tiny) == repr(mine)
+    assert repr(cache.inner) == repr(mine)
     if name != "fp16":
-        assert cache.tiny.part_bytes()["coded"] > 0
+        assert cache.inner.part_bytes()["coded"] > 0
     cache.reset()
     assert cache.get_seq_length() == len(method.prefix.ids if method.prefix else [])
 
