@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_anchors import norm, weights
+from oracles import attention_weights, norm
 
 from tinykv import UserError
 from tinykv.analysis import anchors, maps, prefixes, quantization, sinks
@@ -80,7 +80,7 @@ def lists_of(model, window):
         q, k, v = map(heads_of, projected.outputs[3 * layer:3 * layer + 3])
         one = {"q": [rotate(head) for head in q], "k": [rotate(head) for head in k], "v": v, "k_pre": k,
                "out": out.outputs[layer][0].tolist()}
-        one["A"] = [weights(head, one["k"][h * HKV // H], model.config.sliding_window)
+        one["A"] = [attention_weights(head, one["k"][h * HKV // H], model.config.sliding_window)
                     for h, head in enumerate(one["q"])]
         layers.append(one)
     return layers
@@ -518,7 +518,7 @@ def test_figure_7(case, monkeypatch):
             now[kind] = [[[x if bits == 16 or kept and t in sinks else coded(x, *static(limits, h, c, True), bits)
                            for c, x in enumerate(row)] for t, row in enumerate(head)]
                          for h, head in enumerate(at[kind])]
-        now["A"] = [weights(head, now["k"][h * HKV // H], sliding) for h, head in enumerate(at["q"])]
+        now["A"] = [attention_weights(head, now["k"][h * HKV // H], sliding) for h, head in enumerate(at["q"])]
         for h in range(H):
             exact, changed = parts(at, h, sinks), parts(now, h, sinks)
             for t in set(range(T)) - sinks:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import attention_weights, norm
 
 from tinykv.analysis.anchors import damage, theorem_1
 from tinykv.cache import KVCache, Trace
@@ -26,28 +27,12 @@ def attention(draw):
     return q, k, v, draw(st.sampled_from([None, None, 1, 3])), draw(st.sampled_from([1, 40, 10 ** 6]))
 
 
-def weights(q, k, window=None):
-    """A of one head, as lists: q (T, d), k (S, d) lists; query i stands at S - T + i."""
-    rows, shift = [], len(k) - len(q)
-    for i, row in enumerate(q):
-        seen = [j <= i + shift and (window is None or j > i + shift - window) for j in range(len(k))]
-        score = [sum(a * b for a, b in zip(row, key)) / math.sqrt(len(row)) for key in k]
-        top = max(s for s, see in zip(score, seen) if see)
-        e = [math.exp(s - top) if see else 0.0 for s, see in zip(score, seen)]
-        rows.append([x / sum(e) for x in e])
-    return rows
-
-
 def heads(q, k, *others):
     """Each query head with its KV head's rows, as lists: (b, h of the KV head, q, k, others...)."""
     group = q.shape[1] // k.shape[1]
     for b in range(len(q)):
         for h in range(q.shape[1]):
             yield b, h // group, q[b, h].tolist(), *(x[b, h // group].tolist() for x in (k, *others))
-
-
-def norm(row):
-    return math.sqrt(sum(x * x for x in row))
 
 
 def close(got, expected):
@@ -62,7 +47,7 @@ def check_scores(case, scores=anchor_scores):
     q, k, _, window, _ = case
     ans_k, ans_v = zeros(k), zeros(k)
     for b, h, rows, keys in heads(q, k):
-        for row, A in zip(rows, weights(rows, keys, window)):
+        for row, A in zip(rows, attention_weights(rows, keys, window)):
             for j, a in enumerate(A):
                 ans_v[b][h][j] += a
                 ans_k[b][h][j] += a * (1 - a) * norm(row)
@@ -115,7 +100,7 @@ def test_the_factor_of_theorem_1(case):
     factor = zeros(k)
     for b, h, rows, keys, values in heads(q, k, v):
         S, d = len(keys), len(values[0])
-        for row, A in zip(rows, weights(rows, keys)):
+        for row, A in zip(rows, attention_weights(rows, keys)):
             for j in range(S):
                 column = [sum(values[s][c] * A[s] * ((s == j) - A[j]) for s in range(S)) for c in range(d)]
                 factor[b][h][j] += sum(map(abs, column)) * norm(row)
@@ -137,13 +122,13 @@ def test_damage_is_what_happens_if_one_token_is_read_as_its_code(case):
     coded_k, coded_v = (x + torch.randn(x.shape, generator=rng) / 2 for x in (k, v))
     by_k, by_v, of_weights = zeros(k), zeros(k), zeros(k)
     for b, h, rows, keys, values, other_keys, other_values in heads(q, k, v, coded_k, coded_v):
-        exact = output(weights(rows, keys), values)
+        exact = output(attention_weights(rows, keys), values)
         for j in range(len(keys)):
             swapped = keys[:j] + [other_keys[j]] + keys[j + 1:]
-            by_k[b][h][j] += change(output(weights(rows, swapped), values), exact)
-            of_weights[b][h][j] += change(weights(rows, swapped), weights(rows, keys))
+            by_k[b][h][j] += change(output(attention_weights(rows, swapped), values), exact)
+            of_weights[b][h][j] += change(attention_weights(rows, swapped), attention_weights(rows, keys))
             swapped = values[:j] + [other_values[j]] + values[j + 1:]
-            by_v[b][h][j] += change(output(weights(rows, keys), swapped), exact)
+            by_v[b][h][j] += change(output(attention_weights(rows, keys), swapped), exact)
     got_k, got_v, got_weights = damage(q, k, v, coded_k, coded_v)
     assert close(got_k, by_k) and close(got_v, by_v) and close(got_weights, of_weights)
 
@@ -264,7 +249,7 @@ def test_the_score_times_the_error_of_the_row():
     q, k = model.rope.rotate(trace.q[0], positions), model.rope.rotate(k_pre, positions)
     ans = {"k": zeros(k), "v": zeros(k)}
     for b, h, rows, keys in heads(q, k):
-        for row, A in zip(rows, weights(rows, keys)):
+        for row, A in zip(rows, attention_weights(rows, keys)):
             for j, a in enumerate(A):
                 ans["k"][b][h][j] += a * (1 - a) * norm(row)
                 ans["v"][b][h][j] += a
