@@ -72,7 +72,8 @@ def kept_by(method, cache, n, tried):
     given = method.keep_keys(cache, n)
     expect(given is not None, f"{tried} keep_keys gives None; it should keep tokens.")
     fits = isinstance(given, torch.Tensor) and given.dim() == 3
-    expect_tensor(given, "integers", (B, heads, given.shape[2] if fits else 2), "What keep_keys gives")
+    expect_tensor(given, "integers", (B, heads, given.shape[2] if fits else method.preserve),
+                  f"What keep_keys gives (p + e entries a row, p = {method.preserve}, e >= 0)")
     return [[sorted({i for i in head if i >= 0}) for head in row] for row in given.tolist()]
 
 
@@ -119,7 +120,7 @@ def codec_of_values(submission, rng):
     pair = submission.kivi_codecs(4, bits, D, G)
     try_codec(pair[1], [drawn_group(rng, G, bits) for _ in range(T * D // G)],
               lambda groups: torch.tensor(groups).view(1, 1, T, D), bits, f"values with G = {G}",
-              "A group of the values is G consecutive channels of one token: axis=\"token\".")
+              "A group of the values is G consecutive channels of one token, axis=\"token\", in v_bits.")
     pair = submission.kivi_codecs(4, bits, D, 4 * D)
     try_codec(pair[1], [drawn_group(rng, D, bits) for _ in range(T)],
               lambda groups: torch.tensor(groups).view(1, 1, T, D), bits, f"values with G = {4 * D} and d = {D}",
