@@ -72,6 +72,12 @@ def start_by_weight(submission, rng):
                f"{shown(given[0])}; it should draw point {target}, {shown(points[target])}: u times the sum is "
                f"{number * sum(weights):g}, and the sums up to each point are "
                f"{[sum(weights[:i + 1]) for i in range(6)]}.")
+    weights[0] = 0
+    given = submission.plus_plus(points.clone(), torch.tensor(weights).float(), [0.0])
+    expect(torch.equal(given[0], points[1]),
+           f"Points {shown(points)} have the weights {weights}, and u = [0]. plus_plus draws {shown(given[0])}; it "
+           f"should draw point 1, {shown(points[1])}: the first at which the sum is larger than u times the sum of "
+           "all, not equal to it.")
 
 
 @check(points=6)
@@ -134,7 +140,7 @@ def lloyd_without_points(submission, rng):
     away = rng.sample((7, 5, 1), 3)
     points = torch.tensor([[0.0, 0.0], [100.0, away[0]], [0.0, away[1]], [100.0, -away[2]], [0.0, 40.0],
                            [100.0, 0.0]])
-    weights = torch.tensor([1.0, 2, 1, 1, 0, 2])
+    weights = torch.tensor([1.0] + [60.0 if y == 1 else 1.0 for y in away] + [0, 2])
     near, empty = [[0.0, 0.0], [100.0, 0.0]], [[-500.0, rng.randint(0, 9)], [500.0, rng.randint(0, 9)]]
     centres = torch.tensor([empty[0], near[0], empty[1], near[1]])
     given = submission.lloyd(points.clone(), weights.clone(), centres.clone())
@@ -146,7 +152,7 @@ def lloyd_without_points(submission, rng):
                f"No point is nearest to centre {c}, {shown(centres[c])}, of {shown(centres)}. It becomes "
                f"{shown(given[c])}; it should move to {shown(points[target])}, of the points {shown(points)} with "
                f"the weights {shown(weights)}: the first such centre takes the point that is furthest from its own "
-               "centre, the second the next. Points without weight do not count.")
+               "centre, the second the next. Points without weight do not count. Other weights play no part.")
 
 
 @check(points=5)
@@ -203,7 +209,8 @@ def weights_are_norms(submission, rng):
     expect_tensor(given, "numbers", (2, T), "What token_weights gives")
     expect(close(given, torch.tensor(norms)),
            f"The rows of a gradient (2, {T}, 6) have the norms {norms}. token_weights gives {shown(given)}. A "
-           "weight is the L2 norm of a token's row of one KV head, not its square, nor its mean.")
+           "weight is the L2 norm of a token's row of one KV head, not its square, nor its mean. "
+           "Nothing is clamped here, since the two largest of all heads together are equal.")
 
 
 @check(points=4)

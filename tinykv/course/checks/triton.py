@@ -32,7 +32,8 @@ def guarded(x, fill):
 def expect_untouched(whole, fill, what):
     outside = torch.cat([whole[:GUARD], whole[-GUARD:]])
     expect(bool((outside == fill).all()),
-           f"{what} Your kernel writes before or after its tensor. A mask has to leave out tokens that are not there.")
+           f"{what} Your kernel writes before or after its tensor. Either no mask leaves out the tokens that are "
+           "not there, or an offset is wrong: look at what program_id(0) and program_id(1) count.")
 
 
 def pieces_of(T, N):
@@ -53,21 +54,25 @@ def run_topk(submission, rows, k, N, tried, h=None):
     submission.topk_kernel[pieces, B](h, score, position, T, h.stride(0), h.stride(1), k, N)
     expect_untouched(all_scores, -7, tried)
     expect_untouched(all_positions, -7, tried)
+    wanted = {(piece, b): sorted(range(piece * N, min(T, piece * N + N)), key=lambda i: -abs(row[i]))[:k]
+              for b, row in enumerate(rows) for piece in range(pieces)}
     for b, row in enumerate(rows):
         for piece in range(pieces):
-            tokens = range(piece * N, min(T, piece * N + N))
-            best = sorted(tokens, key=lambda i: -abs(row[i]))[:k]
+            best = wanted[piece, b]
             got, sizes = position[b, piece].tolist(), score[b, piece].tolist()
             where = f"{tried} Program ({piece}, {b})"
+            expect(got != [-9] * k, f"{where} writes no position, or another place of the tensor.")
+            others = [program for program, theirs in wanted.items() if theirs == got != best]
+            why = f" Those are the positions of program {others[0]}: where does each one write?" if others else ""
             expect(got[:len(best)] == best,
                    f"{where} writes the positions {got}; they should be {best}, where |h| is "
-                   f"{shown([abs(row[i]) for i in best])}.")
+                   f"{shown([abs(row[i]) for i in best])}.{why}")
             want = [abs(row[i]) for i in best]
             expect(all(abs(a - b) < 1e-4 for a, b in zip(sizes, want)),
-                   f"{where} writes the scores {shown(sizes)}; they should be {shown(want)}.")
+                   f"{where} writes the scores {shown(sizes)}; they should be {shown(want)} (-9: nothing was written).")
             expect(all(size < 0 for size in sizes[len(best):]),
-                   f"{where} has {len(best)} tokens, and writes the scores {shown(sizes)} for K = {k}; those that are "
-                   "left should be negative.")
+                   f"{where} has {len(best)} of the text's tokens, and writes the scores {shown(sizes)} for K = {k}; "
+                   "those that are left should be negative.")
 
 
 def sizes_of(rng, T, top=9.0):
@@ -157,10 +162,13 @@ def try_unpack(submission, rng, T, N):
     if len(wrong):
         t, channel = wrong[0].tolist()
         first = channel // 4 * 4
+        planes = codes.unflatten(-1, (-1, 4)).mT.flatten(-2)
+        why = (" This comes if codes i of all bytes are written beside each other; their channels are i, 4 + i, "
+               "8 + i, ..." if torch.equal(given.long(), planes) else "")
         expect(False, f"{tried} Byte {first // 4} of token {t} is {packed[t, first // 4].item()}, with the codes "
                f"{codes[t, first:first + 4].tolist()} of channels {first} to {first + 3}; your kernel writes "
                f"{given[t, first:first + 4].tolist()} there (9: nothing was written). The first code has the lowest "
-               "two bits.")
+               f"two bits.{why}")
 
 
 @check(points=9)
@@ -208,11 +216,13 @@ def plain_scores(q, codes, scale, zero, N, slip=None):
     k = codes.double() * scale.double()[:, group] + (0 if slip == "zero" else zero.double()[:, group])
     if slip == "order":
         k = codes.unflatten(-1, (-1, 4)).flip(-1).flatten(-2) * scale.double()[:, group] + zero.double()[:, group]
-    return torch.einsum("hd,htd->ht", q.double(), k[head]) / (1 if slip == "root" else d ** 0.5)
+    return torch.einsum("hd,htd->ht", q.double(), k[head]) / {"root": 1, "bytes": (d / 4) ** 0.5}.get(slip, d ** 0.5)
 
 
-SLIPS = {"root": "the scores are not divided by sqrt(d)", "zero": "the zero points are left out",
-         "group": "every group has the scale of group 0", "head": "query head h reads KV head h % Hkv",
+SLIPS = {"root": "the scores are not divided by sqrt(d)", "bytes": "the scores are divided by sqrt(d/4)",
+         "zero": "the zero points are left out",
+         "group": "every group has the scale of group 0",
+         "head": "query head h reads KV head h % Hkv",
          "order": "the first code of a byte is taken from its highest bits"}
 
 
@@ -227,13 +237,13 @@ def try_scores(submission, rng, H, Hkv, T, tried, N=16, d=16):
     tried = f"{tried} d = {d}, N = {N}."
     expect_untouched(whole, -7, tried)
 
-    def right(slip=None):
-        return torch.allclose(out.double(), plain_scores(q, codes, scale, zero, N, slip), atol=1e-3)
-    if right():
-        return
     want = plain_scores(q, codes, scale, zero, N)
-    h, j = (~((out - want).abs() < 1e-3)).nonzero()[0].tolist()
-    why = "".join(f" This comes if {words}." for slip, words in SLIPS.items() if right(slip))
+    wrong = (~torch.isclose(out.double(), want, atol=1e-3)).nonzero()
+    if not len(wrong):
+        return
+    h, j = wrong[0].tolist()
+    why = "".join(f" This comes if {words}." for slip, words in SLIPS.items()
+                  if torch.allclose(out[h].double(), plain_scores(q, codes, scale, zero, N, slip)[h], atol=1e-3))
     expect(False, f"{tried} Query head {h} and token {j} have the score {out[h, j].item():.4g} (-99: nothing was "
            f"written); it should be {want[h, j].item():.4g}.{why}")
 
