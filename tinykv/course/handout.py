@@ -20,7 +20,10 @@ GONE = ("tests/course/", "tests/test_course.py", "docs/course/authors.md")
 METHODS_PAGE, COURSE_PAGE, CONFTEST = "docs/methods.md", "docs/course/README.md", "tests/conftest.py"
 HOOK = """
 
-from tinykv.course.unwritten import pytest_runtest_makereport  # noqa: E402, F401
+from tinykv.course.unwritten import (  # noqa: E402, F401
+    pytest_runtest_makereport,
+    pytest_sessionstart,
+)
 """
 
 

@@ -3,8 +3,17 @@ written yet is skipped, and says which."""
 import re
 
 import pytest
+from hypothesis import Phase, settings
 
 UNWRITTEN = re.compile(r"assignment \d+, \w+: [\w.]+")  # what a function without its answer raises
+
+
+def pytest_sessionstart(session):
+    """Hypothesis looks for no smaller example of a test that fails: that takes minutes, and an answer
+    that is missing is missing in any."""
+    phases = [Phase.explicit, Phase.generate]
+    settings.register_profile("handed out", settings.get_profile("fixed"), phases=phases)
+    settings.load_profile("handed out")
 
 
 @pytest.hookimpl(hookwrapper=True)
