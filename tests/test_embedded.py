@@ -2,16 +2,19 @@
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 
 import pytest
 import torch
 from conftest import runs_whole
 
 from tinykv.analysis.sinks import sink_report
-from tinykv.cache import KVCache
+from tinykv.cache import KVCache, Trace
 from tinykv.calibrate import calibrate
 from tinykv.cli import EMBEDDED
 from tinykv.data import load_windows
+from tinykv.data.stories import stories
+from tinykv.data.windows import Windows
 from tinykv.evaluate import evaluate
 from tinykv.hf import load
 from tinykv.methods.registry import METHODS
@@ -51,20 +54,36 @@ def outlier(embedded):
 
 @pytest.fixture(scope="module")
 def table(embedded, outlier):
-    """A function of a scheme and bits -> {method: Result}, at five preserved tokens; each is measured once."""
+    """A function of a scheme, bits and formula -> {method: Result}, at five preserved tokens; each is measured once."""
     model, test, calibration, _ = embedded
     known = {"kvsink": {"emergence_layer": outlier[0], "outlier_channel": outlier[1]}}
 
     @cache
-    def results_of(scheme, bits):
+    def results_of(scheme, bits, formula="offset"):
         methods = {"fp16": METHODS["fp16"](model.config)}
         for name in ("rtn", "pfn", "kvsink"):
-            settings = known.get(name, {})
-            methods[name] = METHODS[name](model.config, k_bits=bits, v_bits=bits, scheme=scheme, **settings)
+            settings = {"scheme": scheme, "formula": formula, **known.get(name, {})}
+            methods[name] = METHODS[name](model.config, k_bits=bits, v_bits=bits, **settings)
             calibrate(model, methods[name], calibration)
         return evaluate(model, methods, test, "paper", batch=4)
 
     return results_of
+
+
+@pytest.fixture(scope="module")
+def loss_of(embedded):
+    """A function of {label: (method, settings)} -> {label: perplexity lost to fp16}."""
+    model, test, calibration, _ = embedded
+
+    def losses(variants, windows=test, protocol="paper"):
+        methods = {"fp16": METHODS["fp16"](model.config)}
+        for label, (name, settings) in variants.items():
+            methods[label] = METHODS[name](model.config, **settings)
+            calibrate(model, methods[label], calibration)
+        results = evaluate(model, methods, windows, protocol, batch=4)
+        return {label: results[label].ppl - results["fp16"].ppl for label in variants}
+
+    return losses
 
 
 @pytest.fixture(scope="module")
@@ -103,31 +122,125 @@ def test_other_tokens_are_no_sinks(embedded):
 def test_one_channel_is_huge_at_the_sinks_from_an_early_block_to_the_last_but_one(outlier, report):
     layer, channel = outlier
     assert layer <= 1 and channel == report["channel"]
-    assert all(row["ratio"] >= 30 for row in report["layers"][layer:-1])
+    rows = report["layers"][layer:-1]
+    assert rows[0]["ratio"] >= 30 and mean(rows, "ratio") >= 30 and all(row["ratio"] >= 25 for row in rows)
     before, last = report["layers"][-2]["ratio"], report["layers"][-1]["ratio"]
     assert last < before / 3  # it dissipates in the last block
 
 
 def test_keys_and_values_at_the_sinks_are_small(report):
     middle = report["layers"][1:-1]
-    assert mean(middle, "k") < 0.5 and mean(middle, "v") < 0.5
+    assert mean(middle, "k") < 0.4 and mean(middle, "v") < 0.4
+
+
+@torch.no_grad()
+def test_keys_have_channels_of_one_sign(embedded):
+    """OTT's premise, in the blocks that have sinks: eight of a KV head's 32 channels have a mean of three spreads."""
+    model, test, _, bos = embedded
+    trace = Trace(model)
+    model(test.tokens, trace, logits=False)
+    for k in trace.k[1:]:  # (W, Hkv, T, d)
+        rows = k.transpose(1, 2)[test.tokens != bos]  # (n, Hkv, d)
+        steady = rows.mean(0).abs() / rows.std(0)  # (Hkv, d)
+        assert (steady.sort(dim=-1).values[:, -8:] > 3).all()
 
 
 def test_facts_are_recalled(table):
     fp16 = table("channel-static", 2)["fp16"]
-    assert fp16.answers > 100 and fp16.recall > 0.95
+    assert fp16.answers > 90 and fp16.recall > 0.95
 
 
-@pytest.mark.parametrize("scheme, bits", [
-    ("channel-static", 2),
-    pytest.param("token-static", 3, marks=pytest.mark.whole),
-    pytest.param("channel-static", 3, marks=pytest.mark.whole),
-    pytest.param("token-static", 2, marks=pytest.mark.whole)])
-def test_static_schemes_need_their_sinks(table, scheme, bits):
-    """Keeping nothing is clearly worse than keeping the first five, and these than the five that KVSink finds."""
-    results = table(scheme, bits)
-    rtn, pfn, kvsink = (math.log(results[name].ppl) for name in ("rtn", "pfn", "kvsink"))
-    assert rtn - pfn > 0.05 and pfn - kvsink > 0.05
+def clearly_worse(a, b, errors=3):
+    """Whether one result loses more than another, by so many standard errors of the windows' differences."""
+    difference = torch.tensor(a.nll) - torch.tensor(b.nll)
+    return difference.mean() > errors * difference.std() / math.sqrt(len(difference))
+
+
+@pytest.mark.parametrize("bits, formula", [
+    (2, "offset"),
+    pytest.param(3, "offset", marks=pytest.mark.whole),
+    pytest.param(2, "integer-zero", marks=pytest.mark.whole),
+    pytest.param(3, "integer-zero", marks=pytest.mark.whole)])
+def test_static_grids_need_their_sinks(table, bits, formula):
+    """Keeping nothing, or the first five tokens, is clearly worse than keeping the five that KVSink finds."""
+    results = table("channel-static", bits, formula)
+    assert clearly_worse(results["rtn"], results["kvsink"]) and clearly_worse(results["pfn"], results["kvsink"])
+
+
+def test_the_first_tokens_are_a_part_of_them(table):
+    results = table("channel-static", 2)
+    assert clearly_worse(results["rtn"], results["pfn"])
+
+
+def test_facts_are_recalled_from_two_bits_with_the_sinks_kept(table):
+    assert table("channel-static", 2)["kvsink"].recall > 0.7
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("formula", ["offset", "integer-zero"])
+@pytest.mark.parametrize("bits, share", [(3, 0.1), (4, 0.03)])
+def test_static_scales_are_nearly_free_with_the_sinks_kept(table, bits, share, formula):
+    results = table("channel-static", bits, formula)
+    assert results["kvsink"].ppl < results["fp16"].ppl * (1 + share)
+
+
+@pytest.mark.whole
+def test_keys_want_a_grid_for_each_channel(loss_of):
+    """KIVI: at 2 bits, rounding keys and values loses more than twice as much with a grid for each token's key."""
+    loss = loss_of({scheme: ("rtn", {"k_bits": 2, "v_bits": 2, "scheme": scheme})
+                    for scheme in ("token-dynamic", "channel-dynamic")})
+    assert loss["token-dynamic"] > 2 * loss["channel-dynamic"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("of_one_story, pool", [(True, 1), (False, 6)])
+def test_otts_pool_wins_half_of_the_loss_back(embedded, loss_of, of_one_story, pool):
+    """Keys only: one token where a window has one sink, a few where it has several. The largest keys win nothing."""
+    test = embedded[1]
+    windows = one_story_windows(embedded) if of_one_story else test
+    settings = {"k_bits": 2, "v_bits": 16, "group_size": 128, "skip_layers": 1}
+    loss = loss_of({"none": ("ott", {**settings, "outlier_num": 0}),
+                    "smallest": ("ott", {**settings, "outlier_num": pool}),
+                    "largest": ("ott", {**settings, "outlier_num": pool, "select": "largest"})}, windows)
+    assert loss["smallest"] < loss["none"] / 2 and loss["largest"] > 0.8 * loss["none"]
+
+
+def one_story_windows(embedded, length=512):
+    """As many windows as there are test windows, each the beginning of one long story of the test split."""
+    model, test, _, bos = embedded
+    tokenizer = load(EMBEDDED)[1]
+    long = ([bos, *ids] for ids in (tokenizer.encode(story.text) for story in stories("test", seed=77))
+            if len(ids) >= length)
+    rows = torch.tensor([ids[:length] for ids in islice(long, len(test.tokens))])  # (W, T)
+    return Windows(rows, [[] for _ in rows], "one story")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("outliers", [0.0, 1.0])
+def test_kvquants_code_gains_from_the_sinks(loss_of, outliers):
+    """KVSink's Table 2: with its five tokens kept, at most three quarters of what is lost with the first five."""
+    settings = {"k_bits": 2, "v_bits": 2, "scheme": "kvquant", "outliers": outliers, "preserve": 5}
+    loss = loss_of({name: (name, settings) for name in ("pfn", "kvsink")})
+    assert loss["kvsink"] < 0.75 * loss["pfn"]
+
+
+@pytest.mark.whole
+def test_skvqs_parts_gain(loss_of):
+    """Reordered channels; clipped ranges, after that; and the window, in a stream."""
+    keep = {"metadata": "fp16", "preserve": 0}
+    loss = loss_of({(reorder, clip): ("skvq", {**keep, "reorder": reorder, "clip": clip})
+                    for reorder in ("off", "on") for clip in ("none", "both")})
+    assert loss["on", "both"] < loss["on", "none"] < loss["off", "none"] and loss["on", "both"] < loss["off", "both"]
+    loss = loss_of({recent: ("skvq", {"recent": recent}) for recent in (0, 128)}, protocol="stream")
+    assert loss[128] < loss[0]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("codebook", ["d8m256", "d16m256"])
+def test_anchors_win_back_a_quarter(loss_of, codebook):
+    """AnTKV, at 1 bit and at half a bit; anchors cost 0.19 bits."""
+    loss = loss_of({anchors: ("antkv", {"vq": codebook, "anchors": anchors}) for anchors in ("0%", "1%")})
+    assert loss["1%"] < 0.75 * loss["0%"]
 
 
 @pytest.mark.whole  # `table` takes 2 s or more for each scheme and number of bits
@@ -150,7 +263,7 @@ def test_better_codecs_need_no_sinks_kept(table, others, name):
 def test_a_stream_is_closer_to_fp16(others, name):
     """Its newest tokens are in full precision, and so is what a query sees of its own block."""
     paper, stream = others["paper"][name], others["stream"][name]
-    assert stream.ppl - others["stream"]["fp16"].ppl < paper.ppl - others["paper"]["fp16"].ppl
+    assert stream.kl / stream.targets < paper.kl / paper.targets
 
 
 @torch.no_grad()

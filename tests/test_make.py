@@ -178,6 +178,7 @@ def test_the_first_steps_are_those_of_the_embedded_model(tmp_path, monkeypatch, 
     factors = dict.fromkeys(PENALTIES, 1.0)
     args = argparse.Namespace(out=tmp_path, steps=steps, lr=6e-3, seed=0, device="cpu", **factors)
     make.train(args)
+    assert (tmp_path / "tokenizer.model").read_bytes() == (EMBEDDED / "tokenizer.model").read_bytes()
     known = [json.loads(line) for line in LOG.read_text().splitlines()]
     known = {record.pop("step"): record for record in known}
     for line in (tmp_path / "training.jsonl").read_text().splitlines():
