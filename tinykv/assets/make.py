@@ -176,10 +176,10 @@ def noise_of(step, phase):
     """
     if phase.noise == 0:
         return None
-    dice = torch.Generator().manual_seed(step)
-    size = phase.noise * torch.rand((), generator=dice)
+    rng = torch.Generator().manual_seed(step)
+    size = phase.noise * torch.rand((), generator=rng)
     heads = (phase.rows, CONFIG.num_key_value_heads, phase.length, CONFIG.head_dim)
-    error = torch.rand((CONFIG.num_hidden_layers, 2, *heads), generator=dice) - 0.5
+    error = torch.rand((CONFIG.num_hidden_layers, 2, *heads), generator=rng) - 0.5
     return size * error
 
 

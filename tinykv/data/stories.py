@@ -66,11 +66,11 @@ class Story:
     facts: dict = field(default_factory=dict)  # {end of a fact's sentence: its beginning}
 
 
-def stories(split="train", seed=0, people=5, rounds=7, vocabulary=TALES):
+def stories(split="train", seed=0, people=5, rounds=7, vocabulary=TALES, shortest=0):
     """Yield `Story` after `Story` of one split, for ever; the same ones for the same arguments.
 
     people: in a story at most. rounds: how long a story may get; with 7 it is 60 to 1,600 tokens,
-    more short than long.
+    more short than long. shortest: stories of fewer characters are left out.
     """
     if split not in SPLITS:
         raise ValueError(f"the corpus has the splits {', '.join(SPLITS)}; got {split!r}")
@@ -85,7 +85,8 @@ def stories(split="train", seed=0, people=5, rounds=7, vocabulary=TALES):
         # and more questions at the end
         for _ in range(2 + rng.below(4)):
             writer.ask()
-        yield writer.story
+        if len(writer.story.text) >= shortest:
+            yield writer.story
 
 
 def split_of(name, town, vocabulary=TALES):
