@@ -448,7 +448,7 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     (["--choose", "always"], ["--choose", "--prompt"]),
     (["--prompt", "64"], ["--prompt 64", "shorter than a window, 64"]),
     (["--prompt", "0"], ["--prompt"]),
-    (["--method", "intactkv", "--prefix", "docs/prompt.txt", "--prompt", "53"], ["the prefix", "53 tokens"]),
+    (["--method", "intactkv", "--prefix", "docs/prompt.txt", "--prompt", "54"], ["the prefix", "54 tokens"]),
     (["--method", "pfn", "--prompt", "32", "--choose", "prompt"], ["--choose", "pfn"]),
     (["--method", "kvsnik"], ["kvsnik", "kvsink", "rtn"]),
     (["--method", "antkv", "--anchors", "65"], ["antkv keeps 65", "64"]),

@@ -257,11 +257,19 @@ def test_questions_reach_far(pieces):
 def flat(tokenizer, split, need, seed=0):
     """The stream, spelled out: a list of (id, story or None, begin, end), with one entry a token."""
     stream = []
-    for story in stories(split, seed):
+    long_enough = (story for story in stories(split, seed) if len(story.text) >= 800)
+    for story in long_enough:
         stream.append((tokenizer.bos_id, None, 0, 0))
         stream += [(i, story, *span) for i, span in zip(*tokenizer.encode_with_offsets(story.text))]
         if len(stream) >= need:
             return stream[:need]
+
+
+def test_a_window_has_five_sinks_at_most(pieces):
+    """Kept tokens are five in the papers. Here the sinks are the first token and the stories' <s>."""
+    for split in ("calibration", "test"):
+        tokens = load_windows("tales", pieces, 1024, 64, split).tokens
+        assert (tokens == pieces.bos_id).sum(1).max() <= 5
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -19,7 +19,7 @@ from tinykv.evaluate import evaluate
 from tinykv.hf import load
 from tinykv.methods.registry import METHODS
 
-CONTEXT, WINDOWS = 1024, 8
+CONTEXT, WINDOWS = 1024, 16  # the defaults of eval_ppl.py
 
 
 @pytest.fixture(scope="module")

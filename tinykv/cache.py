@@ -251,7 +251,8 @@ class LayerCache:
 
     def append(self, k, v, positions):
         """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits; keys are rotated
-        first if the method stores them after RoPE."""
+        first if the method stores them after RoPE. Then they are rounded twice, before RoPE and
+        after it, as in a 16-bit model: one rounding would make two methods' exact keys differ."""
         dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
         k, v = k.to(dtype), v.to(dtype)
         if self.method.rope == "post":
