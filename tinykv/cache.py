@@ -223,8 +223,7 @@ class LayerCache:
             self.values.add_scores(of_values)
 
         # When: how many of the oldest recent tokens are quantized now?
-        n_keys = self.due(self.keys, self.method.block)
-        n_values = self.due(self.values, self.method.v_block or self.method.block)
+        n_keys, n_values = self.due(self.keys), self.due(self.values)
         # Keep: which tokens stay in full precision from now on?
         keep_keys, keep_values = self.to_keep(n_keys, n_values)
         if keep_keys is not None:
@@ -302,7 +301,7 @@ class LayerCache:
         """The method still chooses tokens to keep."""
         return self.in_prompt or not self.chooses_once
 
-    def due(self, rows, block):
+    def due(self, rows):
         """How many of the oldest recent tokens of `rows`, a `CachedRows`, are quantized now."""
         if self.quantizes_first:
             # all of them: a window, or a prompt, is one forward, so nothing is quantized yet
@@ -314,7 +313,7 @@ class LayerCache:
             return self.length - self.length % group
         # the recent part without the newest `method.recent` tokens; of that, whole blocks
         old = self.length - rows.n_coded - self.method.recent
-        return max(0, old - old % block)
+        return max(0, old - old % self.method.block_of(rows.kind))
 
     def to_keep(self, n_keys, n_values):
         """The positions of the keys, and of the values, that the method keeps; None: no change.
@@ -425,8 +424,8 @@ class KVCache:
         """The length of the text at which keys or values are quantized next, in a stream."""
         lengths = []
         method, layer = self.method, self.layers[0]
-        for rows, block in ((layer.keys, method.block),
-                            (layer.values, method.v_block or method.block)):
+        for rows in (layer.keys, layer.values):
+            block = method.block_of(rows.kind)
             old = layer.length - rows.n_coded - method.recent  # not among the newest `recent`
             full = max(0, old // block)  # blocks of them that are full already: of a prefix
             lengths.append(rows.n_coded + method.recent + (full + 1) * block)
