@@ -18,6 +18,7 @@ import torch
 from tinykv import UserError, cli, hf
 from tinykv.cache import PROTOCOLS
 from tinykv.calibrate import calibrate
+from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.runs import add_settings, build_runs, list_methods, own_errors, own_settings
@@ -118,7 +119,7 @@ def run(args, ranks=None):
     if calibrates:
         most = max(r.method.calibration_windows for r in runs.values())
         text, data = cli.calibration_text(args, tokenizer, context, device, most)
-        text_of_weights = text[:args.calib_windows or cli.CALIBRATION_WINDOWS]
+        text_of_weights = text[:args.calib_windows or CALIBRATION_WINDOWS]
     open_calibration = ranks.SharedCalibration if ranks else CalibrationFile
     calibration_file = open_calibration(args.calibration, model, data)
     models = {None: model}  # {weights: Llama}

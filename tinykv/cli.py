@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from tinykv import UserError, at_least, did_you_mean, one_of
 from tinykv.cache import KVCache
+from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.data.windows import TEXTS
 from tinykv.methods.intactkv import FULL_PRECISION
@@ -25,7 +26,6 @@ from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
 from tinykv.weights.linear import group_of
 
 EMBEDDED = Path(__file__).parent / "assets" / "tales"
-CALIBRATION_WINDOWS = 16  # where neither the user nor a method says otherwise
 LARGEST_COUNT = 2 ** 31 - 1  # of tokens, windows, bits, ...
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -255,13 +255,13 @@ def count_bits(result, cache, tokens):
     result.cache_bytes = max(result.cache_bytes, cache.nbytes // B)
     bits, bits_far, coded_bits = 0.0, 0.0, 0.0  # means over the batch's windows
     layer = cache.layers[0]
-    for rows, block in ((layer.keys, method.block), (layer.values, method.v_block or method.block)):
+    for rows in (layer.keys, layer.values):
         held = cache.part_bytes(rows.kind)  # of all layers and sequences
         if rows.n_coded == 0:
             bits += 8 * sum(held.values()) / (B * numbers * T) / 2
             bits_far += 16.0 / 2
             continue
-        n_recent = method.recent + (block - 1) / 2
+        n_recent = method.recent + (method.block_of(rows.kind) - 1) / 2
         if layer.in_prompt:  # `paper`: a window that is quantized as a whole
             n_recent = 0
         coded = held["coded"] / rows.n_coded  # bytes of a quantized token

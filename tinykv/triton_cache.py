@@ -616,8 +616,7 @@ class TritonLayer(LayerCache):
 
     def quantize(self):
         """The second half of `LayerCache.update`; pinned rows come from rows in full precision."""
-        n_keys = self.due(self.keys, self.method.block)
-        n_values = self.due(self.values, self.method.v_block or self.method.block)
+        n_keys, n_values = self.due(self.keys), self.due(self.values)
         keep_keys, keep_values = self.to_keep(n_keys, n_values)
         for rows, n, positions in ((self.keys, n_keys, keep_keys),
                                    (self.values, n_values, keep_values)):

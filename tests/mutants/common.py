@@ -93,22 +93,22 @@ class HoldsRowsBehindAView(CachedRows):
 # ---- the cache of a layer
 
 class QuantizesOneTooFew(LayerCache):
-    def due(self, rows, block):
-        n = super().due(rows, block)
+    def due(self, rows):
+        n = super().due(rows)
         return max(0, n - 1) if self.protocol == "stream" else n
 
 
 class QuantizesTooMuch(LayerCache):
     """With every block, all that is recent but the newest token."""
 
-    def due(self, rows, block):
-        n = super().due(rows, block)
+    def due(self, rows):
+        n = super().due(rows)
         return max(n, self.length - rows.n_coded - 1) if n else 0
 
 
 class QuantizesPartialBlocks(LayerCache):
-    def due(self, rows, block):
-        n = super().due(rows, block)
+    def due(self, rows):
+        n = super().due(rows)
         return self.length - rows.n_coded - self.method.recent if n else 0
 
 

@@ -23,7 +23,6 @@ from tinykv import UserError, did_you_mean, hf, storage
 from tinykv.analysis import anchors, figures, maps, prefixes, quantization, sinks
 from tinykv.cache import KVCache
 from tinykv.cli import (
-    CALIBRATION_WINDOWS,
     Help,
     Parser,
     add_attention,
@@ -45,6 +44,7 @@ from tinykv.cli import (
 )
 from tinykv.codecs import make_codecs
 from tinykv.codecs.affine import FORMULAS
+from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data.windows import halves, load_windows
 from tinykv.evaluate import fault_of
 from tinykv.methods.fp16 import FP16

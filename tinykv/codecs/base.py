@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+CALIBRATION_WINDOWS = 16  # where neither the user nor a method asks for another number
 TERNARY = 1.5  # nominal bits of three levels: five codes fit a byte (1.6 bits); log2(3) is 1.585
 BITS = (1, TERNARY, 2, 3, 4, 5, 6, 7, 8)  # of a code that rounds to integers
 

@@ -30,7 +30,7 @@ import torch
 
 from tinykv import UserError, one_of
 from tinykv.codecs import Pair
-from tinykv.codecs.base import Codec, Codes, pack, unpack
+from tinykv.codecs.base import CALIBRATION_WINDOWS, Codec, Codes, pack, unpack
 from tinykv.kmeans import kmeans, nearest
 
 # AnTKV's formats, by their bits
@@ -222,7 +222,7 @@ def windows_of(pairs):
     """The calibration windows that codebooks should see, unless the user says otherwise: four times
     as many as usual for weights, but where 4,096 centroids would take minutes."""
     codec = pairs[0].k
-    return 64 if codec.sensitivity != "none" and codec.m <= 1024 else 16
+    return 64 if codec.sensitivity != "none" and codec.m <= 1024 else CALIBRATION_WINDOWS
 
 
 def describe_codebooks(pairs):

@@ -8,6 +8,7 @@ import torch
 
 from tinykv import UserError, at_least, one_of
 from tinykv.codecs import BLOCK, SCHEMES, make_codecs
+from tinykv.codecs.base import CALIBRATION_WINDOWS
 
 CHOOSE = ("prompt", "always")  # when a method chooses the tokens that it keeps
 
@@ -40,13 +41,21 @@ class Method:
     prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
 
     passes = 0  # of the method itself over the calibration windows; the codecs have their own
-    calibration_windows = 16  # that it should see, unless the user says otherwise
+    calibration_windows = CALIBRATION_WINDOWS  # that it should see, unless the user says otherwise
     # The methods to show beside this one when it is asked for alone, and settings for them. They
     # share this method's other settings.
     compare = {}
 
     def __init__(self, config):
         pass
+
+    # When
+
+    def block_of(self, kind):
+        """How many keys (kind "k"), or values ("v"), are quantized at a time in a stream."""
+        if kind == "v" and self.v_block is not None:
+            return self.v_block
+        return self.block
 
     # Keep
 

@@ -25,6 +25,8 @@ class Rows(cache.CachedRows):
 class Adapted:
     """Rows of the assignment, as the project's LayerCache speaks to them."""
 
+    kind = "k"
+
     def __init__(self, rows):
         self.rows = rows
 
@@ -71,7 +73,7 @@ class Layer:
         return inner
 
     def due(self):
-        return self.inner().due(self.keys, self.method.block)
+        return self.inner().due(Adapted(self.keys))
 
     def update(self, k, v):
         inner = self.inner()

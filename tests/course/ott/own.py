@@ -6,6 +6,7 @@ import torch
 from tinykv.cache import LayerCache
 from tinykv.codecs import channel_dynamic
 from tinykv.methods import kivi
+from tinykv.methods.base import Method
 from tinykv.methods.ott import OTT  # noqa: F401
 from tinykv.model import LlamaConfig
 
@@ -24,8 +25,10 @@ def kivi_codecs(k_bits, v_bits, width, group_size):
 
 
 def due(length, n_coded, recent, block):
-    layer_cache = SimpleNamespace(quantizes_first=False, length=length, method=SimpleNamespace(recent=recent))
-    return LayerCache.due(layer_cache, SimpleNamespace(n_coded=n_coded), block)
+    method = Method(config=None)
+    method.recent, method.block = recent, block
+    layer_cache = SimpleNamespace(quantizes_first=False, length=length, method=method)
+    return LayerCache.due(layer_cache, SimpleNamespace(kind="k", n_coded=n_coded))
 
 
 def kivi_bits(T, d, bits, group_size, recent):
