@@ -216,12 +216,12 @@ def one_story_windows(embedded, length=512):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("outliers", [0.0, 1.0])
-def test_kvquants_code_gains_from_the_sinks(loss_of, outliers):
-    """KVSink's Table 2: with its five tokens kept, at most three quarters of what is lost with the first five."""
-    settings = {"k_bits": 2, "v_bits": 2, "scheme": "kvquant", "outliers": outliers, "preserve": 5}
+def test_kvquants_code_gains_from_the_sinks(loss_of):
+    """KVSink's Table 2, without outliers: with its five tokens kept, at most a quarter of what is lost with the first
+    five. Where 1% of the numbers are kept apart as outliers, either loses next to nothing."""
+    settings = {"k_bits": 2, "v_bits": 2, "scheme": "kvquant", "outliers": 0.0, "preserve": 5}
     loss = loss_of({name: (name, settings) for name in ("pfn", "kvsink")})
-    assert loss["kvsink"] < 0.75 * loss["pfn"]
+    assert loss["kvsink"] < 0.25 * loss["pfn"]
 
 
 @pytest.mark.whole
