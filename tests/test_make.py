@@ -169,22 +169,6 @@ def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch, capsys):
     assert not torch.equal(once["lm_head.weight"], start["lm_head.weight"])
 
 
-def test_a_part_of_the_steps_goes_through_all_phases(tmp_path, monkeypatch, capsys):
-    """Half of 4 + 4 steps: two of each phase, at the learning rates of every second step."""
-    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
-    monkeypatch.setattr(make, "PHASES", [phase_of(2, 40, 1, 1, until=4), phase_of(1, 60, 2, 1, until=8)])
-    monkeypatch.setattr(make, "print_report", lambda folder: None)
-    rows, rates = [], []
-    batch, rate = make.batch_of, make.rate_at
-    monkeypatch.setattr(make, "batch_of", lambda step, phase, *rest: rows.append((step, phase.rows))
-                        or batch(step, phase, *rest))
-    monkeypatch.setattr(make, "rate_at", lambda step: rates.append(step) or rate(step))
-    words = ["make", "--out", str(tmp_path / "new"), "--part", "0.5", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", words)
-    make.main()
-    assert rows == [(0, 2), (1, 2), (2, 1), (3, 1)] and sorted(set(rates)) == [0, 2, 4, 6]
-
-
 @pytest.mark.parametrize("steps", [2, pytest.param(100, marks=pytest.mark.whole)])
 def test_the_first_steps_are_those_of_the_embedded_model(tmp_path, monkeypatch, steps):
     """The losses and penalties that its run has logged; a hundred steps take a minute. Sums in another order, as on
@@ -192,7 +176,7 @@ def test_the_first_steps_are_those_of_the_embedded_model(tmp_path, monkeypatch, 
     if steps == 2:  # compiling takes half a minute
         monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
     factors = dict.fromkeys(PENALTIES, 1.0)
-    args = argparse.Namespace(out=tmp_path, steps=steps, lr=6e-3, seed=0, device="cpu", part=1.0, **factors)
+    args = argparse.Namespace(out=tmp_path, steps=steps, lr=6e-3, seed=0, device="cpu", **factors)
     make.train(args)
     assert (tmp_path / "tokenizer.model").read_bytes() == (EMBEDDED / "tokenizer.model").read_bytes()
     known = [json.loads(line) for line in LOG.read_text().splitlines()]

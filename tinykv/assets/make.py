@@ -351,12 +351,13 @@ def train(args):
     begin = load_state(state_path, model, optimizers, device) if state_path.exists() else 0
     compiled = torch.compile(forward, dynamic=False)
 
-    end = min(args.steps, round(PHASES[-1].until * args.part))
+    end = min(args.steps, PHASES[-1].until)
     steps = tqdm(range(begin, end), initial=begin, total=end, unit="step",
                  disable=not sys.stderr.isatty())
     with open(Path(args.out, "training.jsonl"), "a") as log:
         for step in steps:
-            record = train_step(compiled, model, optimizers, step, tokenizer, args)
+            phase = next(phase for phase in PHASES if step < phase.until)
+            record = train_step(compiled, model, optimizers, step, phase, tokenizer, args)
             done = step + 1
             if done <= 10 or done % 25 == 0:
                 log.write(json.dumps({"step": done, **record}) + "\n")
@@ -366,13 +367,11 @@ def train(args):
     return model
 
 
-def train_step(forward, model, optimizers, step, tokenizer, args):
+def train_step(forward, model, optimizers, step, phase, tokenizer, args):
     """One update. Returns the losses as numbers, for the log."""
-    place = step / args.part  # the step of the whole recipe
-    phase = next(phase for phase in PHASES if place < phase.until)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * rate_at(place)
+            group["lr"] = args.lr * rate_at(step)
 
     # forward
     tokens, marks = batch_of(step, phase, tokenizer).to(args.device)  # (rows, length + 1) both
@@ -449,8 +448,6 @@ def print_report(folder):
 def check(args):
     """Refuse bad arguments before anything is computed, then make sure of the folder."""
     at_least(1, **{"--steps": args.steps})
-    if not 0 < args.part <= 1:
-        raise UserError(f"--part must be above 0 and at most 1; got {args.part}")
     if not args.lr > 0:
         raise UserError(f"--lr must be above 0; got {args.lr}")
     hf.usable_device(args.device)
@@ -476,8 +473,6 @@ def main():
                    help="train nothing; report on the sinks of the model in DIR")
     p.add_argument("--steps", type=int, default=PHASES[-1].until,
                    help="stop after this many steps, to go on later")
-    p.add_argument("--part", type=float, default=1.0,
-                   help="part of each phase's steps, as 0.05: a trial of a few minutes")
     p.add_argument("--lr", type=float, default=6e-3, help="peak learning rate")
     for name in PENALTIES:
         p.add_argument(f"--{name}", type=float, default=1.0,
