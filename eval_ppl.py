@@ -233,7 +233,7 @@ def reads_rows(method, model):
 
 def main():
     p = parser()
-    with cli.one_line(p), cli.ranks() as ranks:
+    with cli.one_line(p, torchrun=True), cli.ranks() as ranks:
         # a method in a file of the user's has settings of its own, which become flags
         known, _ = p.parse_known_args()
         with own_errors(known.method):

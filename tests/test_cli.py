@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -650,6 +651,13 @@ def test_a_pipe_that_is_closed_says_nothing():
     done = subprocess.run(f"{sys.executable} eval_ppl.py --list-methods | head -1; echo $? >&2", shell=True, cwd=ROOT,
                           capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "0" and "Traceback" not in done.stderr and len(done.stdout.splitlines()) == 1
+
+
+def test_what_is_one_process_refuses_torchrun(capsys, monkeypatch, tmp_path):
+    """Each rank would train the same prefix, and write the same file."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = refused(partial(run, train_intact, capsys, monkeypatch), "--out", tmp_path / "x.safetensors")
+    assert "without torchrun" in line and not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_is_one_line(command, monkeypatch):

@@ -67,8 +67,11 @@ class Parser(argparse.ArgumentParser):
 
 
 @contextmanager
-def one_line(p, stopped="stopped"):
-    """Around a command's body: what the user can mend ends it with one line and exit status 2."""
+def one_line(p, stopped="stopped", torchrun=False):
+    """Around a command's body: what the user can mend ends it with one line and exit status 2.
+
+    torchrun: whether several processes can share the command's work.
+    """
     if callable(signal.getsignal(signal.SIGINT)):  # as `stop_early` left it, and not ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.stdout is None:  # it was closed
@@ -76,6 +79,8 @@ def one_line(p, stopped="stopped"):
     if hasattr(sys.stdout, "reconfigure"):  # a name that this stdout cannot print is printed escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        if not torchrun and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError("this command is one process; start it without torchrun")
         yield
         sys.stdout.flush()
     except UserError as error:
