@@ -12,7 +12,7 @@ from tinykv import UserError
 from tinykv.analysis.sinks import shown_layer
 from tinykv.analysis.walk import walk
 from tinykv.calibrate import calibrate
-from tinykv.methods.antkv import AnTKV, anchor_scores, attention_tiles
+from tinykv.methods.antkv import AnTKV, anchor_scores, attention_tiles, score_tiles
 
 # The bound, and what it bounds
 
@@ -42,10 +42,12 @@ def damage(q, k, v, quantized_k, quantized_v):
 
     q (B, H, T, d), k, v (B, Hkv, S, d), q and k rotated; quantized_k, quantized_v: the same rows as
     they are read from their codes. Returns (B, Hkv, S) three times, summed over queries and query
-    heads. This is exact: if the score of key j changes by delta, and x = A_ij (e^delta - 1), then
+    heads. This is exact: if the score of key j changes by delta, the log-odds of its weight do, and
+    with R_ij, the output of query i without key j,
 
-        O_i' - O_i = x / (1 + x) (V_j - O_i)
-        |A_i' - A_i|_1 = |x| / (1 + x) 2 (1 - A_ij)
+        A_ij' = sigmoid(log(A_ij / (1 - A_ij)) + delta)
+        O_i' - O_i = (A_ij' - A_ij) (V_j - R_ij),   where R_ij = (O_i - A_ij V_j) / (1 - A_ij)
+        |A_i' - A_i|_1 = 2 |A_ij' - A_ij|
     """
     B, H, T, d = q.shape
     Hkv, S = k.shape[1:3]
@@ -58,17 +60,27 @@ def damage(q, k, v, quantized_k, quantized_v):
     by_k = torch.zeros(B, H, S, device=q.device)
     of_weights = torch.zeros(B, H, S, device=q.device)  # the change of A
     received = torch.zeros(B, H, S, device=q.device)  # the attention to each token
-    for tile, A in attention_tiles(q, k):  # A (B, H, tile, seen)
-        seen = A.shape[-1]
-        # how much the score of each key changes
+    for tile, scores in score_tiles(q, k):  # (B, H, tile, seen)
+        seen = scores.shape[-1]
+        A = scores.softmax(-1)  # (B, H, tile, seen)
+        v_seen = v[:, :, :seen]  # (B, H, seen, d)
+        # log-odds, and |V_j - R_ij| = |V_j - O_i| / (1 - A_ij)
+        log_odds = scores - scores.logsumexp(-1, keepdim=True) - (-A).log1p()  # (B, H, tile, seen)
+        distance = torch.cdist(A @ v_seen, v_seen, p=1) / (1 - A)  # (B, H, tile, seen)
+        # the same for the largest weight, which may round to 1: from the attention without its key
+        top = scores.argmax(-1, keepdim=True)  # (B, H, tile, 1)
+        others = scores.scatter(-1, top, float("-inf"))  # (B, H, tile, seen)
+        top_odds = scores.gather(-1, top) - others.logsumexp(-1, keepdim=True)  # (B, H, tile, 1)
+        rest = others.softmax(-1).nan_to_num() @ v_seen  # (B, H, tile, d): 0 where there is no other key
+        top_v = v_seen.gather(2, top.expand(-1, -1, -1, d))  # (B, H, tile, d)
+        top_distance = (top_v - rest).abs().sum(-1, keepdim=True)  # (B, H, tile, 1)
+        log_odds = log_odds.scatter(-1, top, top_odds)
+        distance = distance.scatter(-1, top, top_distance)
+        # how much the score of each key changes, and then its weight
         delta = q[:, :, tile].float() @ dk[..., :seen] * d ** -0.5  # (B, H, tile, seen)
-        # the closed form: A_ij (e^delta - 1) is `growth`
-        growth = A * delta.expm1()
-        share = (growth / (1 + growth)).abs()  # (B, H, tile, seen)
-        output = A @ v[:, :, :seen]  # (B, H, tile, d)
-        distance = torch.cdist(output, v[:, :, :seen], p=1)  # (B, H, tile, seen): |V_j - O_i|_1
-        by_k[..., :seen] += (share * distance).sum(2)
-        of_weights[..., :seen] += (share * 2 * (1 - A)).sum(2)
+        change = ((log_odds + delta).sigmoid() - log_odds.sigmoid()).abs()  # (B, H, tile, seen)
+        by_k[..., :seen] += (change * distance).sum(2)
+        of_weights[..., :seen] += 2 * change.sum(2)
         received[..., :seen] += A.sum(2)
     # a value's error reaches each output in proportion to the attention
     by_v = received * dv
