@@ -181,22 +181,24 @@ def outliers(rows, example):
     middle.sharey(left)
     lines_by_layer(left, rows, places)
     lines_by_layer(middle, rows, {f"{place} others": label for place, label in places.items()})
-    middle.legend_.remove()  # the same as on the left
+    left.legend_.remove()  # the same as in the middle, where there is room
+    legend(middle, loc="lower right")
     left.set(yscale="log", ylabel="largest magnitude")
     middle.set(yscale="log", ylabel="largest magnitude")
     title(left, "at the sinks")
     title(middle, "at all other tokens")
 
-    lines_by_layer(right, rows, {"d_out c": places["d_out"], "out c": places["out"]})
-    # the other channels with outliers
     channel = rows[0]["channel"]
+    lines_by_layer(right, rows, {"d_out c": f"{channel}, output of down-projection",
+                                 "out c": f"{channel}, H after the block"})
+    # the other channels with outliers
     for i, (c, of_layers) in enumerate(example.items(), 2):
         if c != channel:
-            right.plot(of_layers, label=f"H, channel {c}", **style(i))
+            right.plot(of_layers, label=f"{c}, H after the block", **style(i))
     legend(right)
     right.axhline(0, color="grey", linewidth=1)
     right.set(ylabel="value, mean over the sinks")
-    title(right, f"channel {channel} at the sinks")
+    title(right, "outlier channels at the sinks")
     return figure
 
 
@@ -306,18 +308,16 @@ def errors(rows, example):
     for row in rows:
         by_panel.setdefault((row["scheme"], row["of"]), []).append(row)
     for panel, ((scheme, kind), of_panel) in zip(panels, by_panel.items()):
-        errors_of_scheme(panel, scheme, of_panel)
+        errors_of_scheme(panel, of_panel)
         axis, ranges = scheme.split("-")
         title(panel, f"{'keys' if kind == 'K' else 'values'} per {axis}, {ranges}")
-    legend(panels[2])  # dynamic
-    legend(panels[5])  # static
+    lines, labels = panels[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=3, fontsize="small")
     return figure
 
 
-def errors_of_scheme(panel, scheme, rows):
-    labels = {"overall": "overall", "without": "groups without a sink", "with": "groups with a sink"}
-    if scheme.endswith("static"):
-        labels = {"overall": "overall", "without": "without sinks"}
+def errors_of_scheme(panel, rows):
+    labels = {"overall": "overall", "without": "without sinks", "with": "groups with a sink"}
     bits = [row["bits"] for row in rows]
     for i, (column, label) in enumerate(labels.items()):
         if rows[0][column] is not None:
@@ -386,7 +386,7 @@ def prefixes(rows, example):
         errors_left = [row[column] for row in example["rows"]]
         panel.plot(lengths, errors_left, color=COLOURS[0], marker="o", markersize=3)
         panel.set(xlabel="tokens whose keys and values are exact (dashed: sinks)",
-                  ylabel=f"squared error, {label}", ylim=(0, None))
+                  ylabel=f"squared error, {label}", ylim=(0, 1.05 * max(errors_left)))
     return figure
 
 
