@@ -24,9 +24,8 @@ Paper and practice.
 - The released code computes codes from unrounded metadata, and decodes with rounded metadata
   (`metadata_order="codes-first"`). The smallest e4m3 number above 0 is 2^-9, so this is the floor
   of h here; the released floor of 1e-5 is rounded to 0.
-- A clip that leaves the smallest squared error of all tokens (w = 1) loses clearly more on the
-  embedded model in groups of 64 channels than one that weighs tokens, and no less in groups of 32;
-  docs/results.md has the figures. The paper names no objective.
+- The paper names no objective. On the embedded model a clip that leaves the smallest squared error
+  of all tokens (w = 1) is no worse than one that weighs tokens; docs/results.md has the figures.
 - It collects channel statistics over all tokens; here without the tokens that the method keeps,
   which are not quantized.
 - The paper fuses the order into the weights. Groups that cross heads cannot be fused for K, so it
