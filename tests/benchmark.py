@@ -59,7 +59,7 @@ def readings(args):
     model.use_attention(args.attention)
     context = min(args.context, model.config.max_position_embeddings)
     windows = load_windows("tales", tokenizer, context, args.windows)
-    calibration = load_windows("tales", tokenizer, context, 2, "calibration").tokens
+    calibration = load_windows("tales", tokenizer, context, 4, "calibration").tokens
 
     # every method as it is, and rtn and kvsink under every other scheme
     methods = {name: cls(model.config) for name, cls in METHODS.items()}
