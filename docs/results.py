@@ -100,10 +100,14 @@ def commands_of_paper(name):
     return list(dict.fromkeys(in_one_line(command) for command in found))
 
 
-def print_paper(name):
-    """Run a paper's commands: into the pages where they have a block, the others to stdout."""
+def print_paper(name, only=""):
+    """Run a paper's commands: into the pages where they have a block, the others to stdout.
+
+    only: a word that they contain.
+    """
     pages = sorted(Path(ROOT, "docs").glob("*.md"))
-    for command in tqdm(commands_of_paper(name), unit="command", disable=not sys.stderr.isatty()):
+    commands = [command for command in commands_of_paper(name) if only in command]
+    for command in tqdm(commands, unit="command", disable=not sys.stderr.isatty()):
         table = table_of(command, files={})
         blocks = [(page, block) for page in pages for block, _ in COMMAND.findall(page.read_text())
                   if in_one_line(block) == command]
@@ -159,7 +163,7 @@ def main():
     p.add_argument("--paper", metavar="NAME", help="only the commands of this paper in papers.md, or of all")
     args = p.parse_args()
     if args.paper:
-        print_paper(args.paper)
+        print_paper(args.paper, args.only)
         return
 
     # 1. the commands of all pages, and the pages with a session
