@@ -183,7 +183,7 @@ def test_a_new_method_is_shown_beside_what_it_is_compared_with(command, name, be
                                    ["--protocol", "paper", "--outliers", "1"], ["--protocol", "paper", "--bits", "4"]])
 def test_all_methods_in_one_table(command, tmp_path, words):
     path = tmp_path / "out.json"
-    status, out, err = command("--method", "all", *words, "--json", str(path), *SMALL[:-1], "8")
+    status, out, err = command("--method", "all", *words, "--json", str(path), *SMALL[:-1], "20")
     rows = json.loads(path.read_text())["rows"]
     assert (status, err) == (0, "") and list(table(out)) == [row["label"] for row in rows] == list(METHODS)
     assert "nan" not in out.lower() and "NaN" not in path.read_text()
@@ -199,7 +199,7 @@ def test_where_nothing_is_quantized_yet_all_methods_are_fp16(command, tmp_path):
     After a prefix matrix products have other shapes, and other last bits.
     """
     path = tmp_path / "out.json"
-    command("--method", "all", "--protocol", "stream", "--json", str(path), *SMALL[:-1], "8")
+    command("--method", "all", "--protocol", "stream", "--json", str(path), *SMALL[:-1], "20")
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == len(METHODS)
     for row in rows:

@@ -38,7 +38,7 @@ PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "README.md", *ROO
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PROGRAMS = ("python", "pytest", "pip", "hf")  # what a line begins with that is a command
-SMALL = {"--windows": "1", "--context": "160", "--calib-windows": "4", "--steps": "1", "--rounds": "1",
+SMALL = {"--windows": "1", "--context": "160", "--calib-windows": "6", "--steps": "1", "--rounds": "1",
          "--samples": "1", "--updates": "1", "--accumulate": "1", "--epochs": "1", "--tokens": "256",
          "--only": "no command has these words", "--cases": "8"}
 SLOW = {"0.375": "1", "0.75": "1"}  # bits: 4,096 centroids need 4,096 vectors, and minutes

@@ -18,7 +18,7 @@ from tinykv.methods.fp16 import FP16
 from tinykv.methods.rtn import RTN
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--context", "100", "--calib-windows", "4"]
+SMALL = ["--context", "100", "--calib-windows", "12"]
 TIMES = {"seconds", "tokens_per_s"}
 METHOD = """
 import os

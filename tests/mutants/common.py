@@ -119,7 +119,7 @@ class StreamQuantizesFirst(LayerCache):
     def append(self, k, v, positions):
         super().append(k, v, positions)
         for rows in (self.keys, self.values):
-            n = self.due(rows, self.method.block)
+            n = self.due(rows)
             if self.protocol == "stream" and n:
                 rows.quantize(n)
 
