@@ -15,15 +15,16 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, cli, hf
+from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS
 from tinykv.calibrate import calibrate
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
-from tinykv.runs import add_settings, build_runs, list_methods, own_errors, own_settings
+from tinykv.run import cli
+from tinykv.run.runs import add_settings, build_runs, list_methods, own_errors, own_settings
+from tinykv.run.table import print_at_bits, print_claims, print_heading, print_table, row_of
 from tinykv.storage import CalibrationFile, write_json
-from tinykv.table import print_at_bits, print_claims, print_heading, print_table, row_of
 
 
 def parser(more_settings=None):
@@ -82,7 +83,7 @@ def check(args):
 def run(args, ranks=None):
     """Measure and print what args ask for -> the rows of the table, as the JSON has them.
 
-    ranks: the module `tinykv.ranks` where torchrun started several processes, else None; of these,
+    ranks: the module `tinykv.run.ranks` where torchrun started several processes, else None; of these,
     the first has the rows, and the others None.
     """
     check(args)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, cli, hf
+from tinykv import UserError, hf
 from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import evaluate
@@ -25,6 +25,7 @@ from tinykv.methods.intactkv import (
     open_prefix,
     save_prefix,
 )
+from tinykv.run import cli
 from tinykv.storage import CalibrationFile, fingerprint, load_tensors, save_tensors
 
 

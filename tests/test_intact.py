@@ -26,10 +26,9 @@ from test_weights import D, V, fold, text, tiny
 
 import eval_ppl
 import train_intact
-from tinykv import UserError, cli, hf, weights
+from tinykv import UserError, hf, weights
 from tinykv.analysis.prefixes import theorem_1
 from tinykv.cache import PROTOCOLS, KVCache, Trace
-from tinykv.cli import EMBEDDED
 from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
 from tinykv.data.windows import encode_documents
@@ -45,7 +44,9 @@ from tinykv.methods.intactkv import (
     save_prefix,
 )
 from tinykv.methods.rtn import RTN
-from tinykv.runs import build_runs
+from tinykv.run import cli
+from tinykv.run.cli import EMBEDDED
+from tinykv.run.runs import build_runs
 from tinykv.storage import fingerprint, save_tensors
 from tinykv.weights import quantize
 from tinykv.weights.awq import AWQ

@@ -16,11 +16,11 @@ from torch import nn
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
-from tinykv.cli import EMBEDDED
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.methods.fp16 import FP16
 from tinykv.model import Llama, LlamaConfig
+from tinykv.run.cli import EMBEDDED
 from tinykv.weights import QUANTIZERS, awq, base, gptq, omniquant, quantize, restore, tensors_of, weight_bytes
 from tinykv.weights.awq import AWQ
 from tinykv.weights.base import FOLDS, BlockRunner, transform

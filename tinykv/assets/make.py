@@ -36,11 +36,11 @@ from tqdm import tqdm
 
 from tinykv import UserError, at_least, hf
 from tinykv.analysis.sinks import sink_report
-from tinykv.cli import Parser, add_device, one_line
 from tinykv.data import load_windows
 from tinykv.data.stories import stories
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama, LlamaConfig
+from tinykv.run.cli import Parser, add_device, one_line
 from tinykv.storage import check_regular, first_line, write
 
 BOS, EOS = 1, 2  # sentencepiece's own ids
