@@ -498,6 +498,7 @@ def test_training_that_goes_wrong_leaves_the_exact_prefix(training, tmp_path, em
     assert torch.equal(found.keys.float(), exact[0]) and torch.equal(found.values.float(), exact[1])
 
 
+@pytest.mark.whole
 def test_a_trained_prefix_to_go_on_with_is_called_given(training, tmp_path):
     """It is not exact: its losses are those of the run that trained it, and the exact ones stand beside it."""
     _, first, _ = training("--updates", 1)
