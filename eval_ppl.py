@@ -15,15 +15,17 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, cli, hf
+from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS
 from tinykv.calibrate import calibrate
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
-from tinykv.runs import add_settings, build_runs, list_methods, own_errors, own_settings
+from tinykv.run import cli
+from tinykv.run.prefix import fill_prefix
+from tinykv.run.runs import add_settings, build_runs, list_methods, own_errors, own_settings
+from tinykv.run.table import print_at_bits, print_claims, print_heading, print_table, row_of
 from tinykv.storage import CalibrationFile, write_json
-from tinykv.table import print_at_bits, print_claims, print_heading, print_table, row_of
 
 
 def parser(more_settings=None):
@@ -82,7 +84,7 @@ def check(args):
 def run(args, ranks=None):
     """Measure and print what args ask for -> the rows of the table, as the JSON has them.
 
-    ranks: the module `tinykv.ranks` where torchrun started several processes, else None; of these,
+    ranks: the module `tinykv.run.ranks` where torchrun started several processes, else None; of these,
     the first has the rows, and the others None.
     """
     check(args)
@@ -138,7 +140,7 @@ def run(args, ranks=None):
     for r in runs.values():
         if r.method.prefix:
             label = cli.weights_label(r.weights, quantizers, data)
-            r.method.prefix.fill(model, models[r.weights], label)
+            fill_prefix(r.method.prefix, model, models[r.weights], label)
     print_heading(args, model, dtype, device, context, windows, models, runs, left_out)
 
     # 5. Evaluate

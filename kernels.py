@@ -299,13 +299,13 @@ def attend_lines(q, K, V, begin, end, window):
 
 # these grow with the text: a kernel specialized to their values would be compiled anew
 @triton.jit(do_not_specialize=["begin", "end", "S", "window"])
-def attend_kernel(q, k, v, turn, k_pins, v_pins, accs, tops, totals, q_batch, q_head, q_token,
+def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, q_batch, q_head, q_token,
                   begin, end, split, T, S, window, tiles, all_queries, factor, H: tl.constexpr,
                   R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
     # One program: `split` of the tokens begin .. end, one KV head, M of the T * R query rows that
     # share it, which are cut into `tiles`. It reads the packed rows of these tokens once, and
     # writes d + 2 numbers a query row.
-    #   q (B, H, T, d)    k, v: PackedRows    turn, k_pins, v_pins: sections 5 and 6
+    #   q (B, H, T, d)    k, v: PackedRows    turn, k_kept, v_kept: sections 5 and 6
     #   accs (pieces, all_queries, d), tops and totals (pieces, all_queries) fp32: of all pieces
     #   all_queries: B * H * T    factor: log2(e) / sqrt(d)
     piece, bh = tl.program_id(1), (tl.program_id(0) // tiles).to(tl.int64)
@@ -357,9 +357,9 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, accs, tops, totals, q_batch, q_
             s = scores_by_channel(q_planes, k, b, h, j0, j, ok, DOT)
         else:
             s = product(decoded(k, b, h, j0, j, ok, 0), q_planes[0], None, DOT)
-        if k_pins.slot is not None:
-            pinned, score, known = score_pointers(k_pins, b, h, j, ok, query, live)
-            s = tl.where(pinned, tl.load(score, known, 0), s)
+        if k_kept.slot is not None:
+            kept, score, known = score_pointers(k_kept, b, h, j, ok, query, live)
+            s = tl.where(kept, tl.load(score, known, 0), s)
         seen = ok[:, None] & (j[:, None] <= at[None]) & (j[:, None] > at[None] - window)
         s = tl.where(seen, s, float("-inf"))
 
@@ -377,10 +377,10 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, accs, tops, totals, q_batch, q_
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
         p, fade = tl.exp2(s - base[None]), tl.exp2(top - base)  # (N, M), (M)
         top, total = new_top, total * fade + tl.sum(p, 0)
-        if v_pins.slot is not None:  # `merge_kernel` adds the value
-            pinned, score, known = score_pointers(v_pins, b, h, j, ok, query, live)
+        if v_kept.slot is not None:  # `merge_kernel` adds the value
+            kept, score, known = score_pointers(v_kept, b, h, j, ok, query, live)
             tl.store(score, s, known)
-            p = tl.where(pinned, 0.0, p)
+            p = tl.where(kept, 0.0, p)
 
         # 3. the output so far fades, and the weighted values join it, plane by plane
         new_acc, new_zeros = (), ()
@@ -412,10 +412,10 @@ def attend_kernel(q, k, v, turn, k_pins, v_pins, accs, tops, totals, q_batch, q_
 
 
 @triton.jit
-def score_pointers(pins, b, h, j, ok, query, live):
-    # Which tokens are pinned (N, 1); pointers to their scores (N, M), and which of these exist.
-    slot = tl.load(pins.slot + b * pins.batch + h * pins.head + j, ok, -1)[:, None]  # (N, 1)
-    return slot >= 0, pins.score + query[None] * pins.n + slot, live[None] & (slot >= 0)
+def score_pointers(kept, b, h, j, ok, query, live):
+    # Which tokens are kept (N, 1); pointers to their scores (N, M), and which of these exist.
+    slot = tl.load(kept.slot + b * kept.batch + h * kept.head + j, ok, -1)[:, None]  # (N, 1)
+    return slot >= 0, kept.score + query[None] * kept.n + slot, live[None] & (slot >= 0)
 
 
 @triton.jit
@@ -572,31 +572,31 @@ def code_at(rows, b, h, j, ok, place, there):
     return (word.to(tl.int32) >> shift) & (2 ** rows.bits - 1)
 
 
-# ---- 6. The pieces together, and the pinned values
+# ---- 6. The pieces together, and the kept values
 
-def merge_lines(accs, tops, totals, score=None, pinned=None):
+def merge_lines(accs, tops, totals, score=None, kept=None):
     """Pieces of `attend_lines` -> output (B, H, T, d), log-sum-exp (B, H, T).
 
-    score (B, H, T, n) and pinned (B, H, n, d): of the pinned values.
+    score (B, H, T, n) and kept (B, H, n, d): of the kept values.
     """
     # what each piece found, relative to the largest score of all
     top = tops.amax(0)  # (B, H, T)
     fade = torch.exp2(tops - top)  # (pieces, B, H, T)
     total = (totals * fade).sum(0)  # (B, H, T)
     acc = (accs * fade[..., None]).sum(0)  # (B, H, T, d)
-    # pinned values join with their weights, which are in the totals already
-    if pinned is not None:
-        acc = acc + torch.exp2(score - top[..., None]) @ pinned.float()
+    # kept values join with their weights, which are in the totals already
+    if kept is not None:
+        acc = acc + torch.exp2(score - top[..., None]) @ kept.float()
     return acc / total[..., None], (top + total.log2()) * LN2
 
 
 @triton.jit(do_not_specialize=["pieces", "n"])
-def merge_kernel(accs, tops, totals, score, pinned, out, lse, pieces, all_queries, T, n, tiles,
-                 pinned_batch, pinned_head, pinned_row, H: tl.constexpr, R: tl.constexpr,
+def merge_kernel(accs, tops, totals, score, kept, out, lse, pieces, all_queries, T, n, tiles,
+                 kept_batch, kept_head, kept_row, H: tl.constexpr, R: tl.constexpr,
                  DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     # One program: M queries of one head.
-    #   accs, tops, totals: of attend_kernel    pinned (B, Hkv, n, d)    out (B, H, T, d), d = DIM
-    #   score (B * H * T, n) fp32: of the pinned values' slots, or -inf
+    #   accs, tops, totals: of attend_kernel    kept (B, Hkv, n, d)    out (B, H, T, d), d = DIM
+    #   score (B * H * T, n) fp32: of the kept values' slots, or -inf
     #   lse (B, H, T) fp32: natural log of the sum of e**score
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     t = tl.program_id(0) % tiles * M + tl.arange(0, M)  # (M)
@@ -616,14 +616,14 @@ def merge_kernel(accs, tops, totals, score, pinned, out, lse, pieces, all_querie
         piece_acc = tl.load(accs + at[:, None] * DIM + c[None], mask, 0)  # (M, D)
         acc = acc * fade[:, None] + piece_acc * piece_fade[:, None]
         top = new_top
-    # the pinned values, N at a time, with the weights that their slots have
-    if pinned is not None:
-        head = pinned + bh // H * pinned_batch + bh % H // R * pinned_head
+    # the kept values, N at a time, with the weights that their slots have
+    if kept is not None:
+        head = kept + bh // H * kept_batch + bh % H // R * kept_head
         for first in range(0, n, N):
             slot = first + tl.arange(0, N)  # (N)
             at = (query * n)[:, None] + slot[None]  # (M, N)
             s = tl.load(score + at, live[:, None] & (slot < n)[None], float("-inf"))
-            at = slot[:, None] * pinned_row + c[None]  # (N, D)
+            at = slot[:, None] * kept_row + c[None]  # (N, D)
             values = tl.load(head + at, (slot < n)[:, None] & (c < DIM)[None], 0)
             acc += product(tl.exp2(s - top[:, None]), values, None, tl.float32)
     tl.store(out + query[:, None] * DIM + c[None], acc / total[:, None], mask)

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tinykv import UserError, hf, one_of
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.cli import EMBEDDED, Parser, add_attention, check_counts, list_of, one_line
 from tinykv.methods.registry import METHODS
+from tinykv.run.cli import EMBEDDED, Parser, add_attention, check_counts, list_of, one_line
 
 
 class Decoding:

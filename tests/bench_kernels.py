@@ -96,7 +96,7 @@ def filled(layer, config, B, coded, device, dtype):
     """Put random tokens into a layer: `coded` of them (256, 512, 1024, ...) quantized, then the
     recent ones.
 
-    As many as the method keeps are pinned, evenly spread.
+    As many as the method keeps are kept, evenly spread.
     """
     method, heads = layer.method, config.num_key_value_heads
     n = method.preserve
@@ -107,10 +107,10 @@ def filled(layer, config, B, coded, device, dtype):
             return torch.randn(B, heads, T, config.head_dim, device=device).to(dtype)
         if n:
             positions = torch.arange(n, dtype=torch.int32, device=device) * (coded // n)  # (n)
-            rows.pinned_positions = positions.expand(B, heads if method.keeps_share else 1, n)
-            rows.pinned_rows = random(n)
+            rows.kept_positions = positions.expand(B, heads if method.keeps_share else 1, n)
+            rows.kept_rows = random(n)
         if method.uses_scores:
-            rows.pinned_scores = torch.zeros(B, heads, n, device=device)
+            rows.kept_scores = torch.zeros(B, heads, n, device=device)
             rows.recent_scores = torch.zeros(B, heads, method.recent + 1, device=device)
         codes = rows.codec.encode(random(256))
         while codes.packed.shape[2] < coded:
@@ -330,7 +330,7 @@ def byte_limits(shape):
     for name in CASES:
         layer = new_layer(name, config, 1, 4096, "cpu", torch.float16)
         held = sum(part.part_bytes()[which] for part in (layer.keys, layer.values)
-                   for which in ("pinned", "coded"))
+                   for which in ("kept", "coded"))
         held /= layer.keys.n_coded * config.num_key_value_heads
         lines.append((name, held, 4 * config.head_dim / held))
     return lines

@@ -18,11 +18,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tinykv import hf
 from tinykv.calibrate import calibrate
-from tinykv.cli import EMBEDDED, Parser, add_attention, check_counts, one_line
 from tinykv.codecs import SCHEMES
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.methods.registry import METHODS
+from tinykv.run.cli import EMBEDDED, Parser, add_attention, check_counts, one_line
 
 
 class Reading:

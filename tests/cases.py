@@ -25,7 +25,7 @@ from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.runs import settings_of
+from tinykv.run.runs import settings_of
 
 VOCAB, D, L, H, d = 41, 32, 3, 4, 16
 WIDE = 64  # channels of a head, where bits are counted: scales and zero points are few then
@@ -379,7 +379,7 @@ class Watch:
         self.given = [[] for _ in range(L)]  # (k, v)
         self.returned = [[] for _ in range(L)]  # (K, V)
         self.outputs = [[] for _ in range(L)]
-        self.pins = {}  # (layer, kind, tokens seen): the positions that were pinned then, or None
+        self.kept = {}  # (layer, kind, tokens seen): the positions that were kept then, or None
 
     # what a model asks of its cache
 
@@ -396,7 +396,7 @@ class Watch:
         self.returned[layer].append((K, V))
         now = self.layers[layer]
         for kind in "kv":
-            self.pins[layer, kind, now.length] = rows_of(now, kind).pinned_positions
+            self.kept[layer, kind, now.length] = rows_of(now, kind).kept_positions
         return K, V
 
     def observe(self, layer, hidden):

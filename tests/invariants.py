@@ -60,7 +60,7 @@ NAMES = {"k": "keys", "v": "values"}
 # ---- what the cache holds
 
 def check_cache_holds_the_expected_rows(case, sizes=None):
-    """In every layer pinned and recent tokens are exact, and the others what the method's formula
+    """In every layer kept and recent tokens are exact, and the others what the method's formula
     makes of them."""
     method = case.method()
     _, watch = case.run_watched(method, case.tokens(), sizes)
@@ -99,7 +99,7 @@ def why_rows_differ(case, method, watch, layer, kind, differ, got, want):
         late = sorted(token for token in now - before if token < event.first)
         if late:
             return (f"{when}, {tokens_named(late)} kept from now on, but the tokens up to "
-                    f"{event.first - 1} were quantized before; keep recent or pinned tokens")
+                    f"{event.first - 1} were quantized before; keep recent or kept tokens")
         before = now
     n_coded = events[-1].end if events else 0
     numbers = [", ".join(f"{x:.3g}" for x in rows[b, h, t, :4].tolist()) for rows in (got, want)]
@@ -132,7 +132,7 @@ def check_uneven_chunks(case):
 
 
 def check_bytes(case):
-    """`nbytes` is the memory held, and the formula: codes, metadata, pinned tokens and positions,
+    """`nbytes` is the memory held, and the formula: codes, metadata, kept tokens and positions,
     recent, scores."""
     method = case.method()
     _, watch = case.run_watched(method, case.tokens())
@@ -140,7 +140,7 @@ def check_bytes(case):
 
     tensors = []
     for rows in (rows for layer in cache.layers for rows in (layer.keys, layer.values)):
-        tensors += [rows.pinned_positions, rows.pinned_rows, rows.pinned_scores]
+        tensors += [rows.kept_positions, rows.kept_rows, rows.kept_scores]
         tensors += [rows.recent, rows.recent_scores]
         if rows.codes is not None:
             tensors += vars(rows.codes).values()
@@ -207,17 +207,17 @@ def check_scores(case, sizes=None):
     for layer, kind in ((layer, kind) for layer in range(L) for kind in "kv"):
         rows, events = rows_of(watch.layers[layer], kind), watch.events(kind)
         assert rows.recent_scores is not None
-        assert (rows.pinned_positions is not None) == bool(events)
-        assert (rows.pinned_scores is not None) == bool(events)
+        assert (rows.kept_positions is not None) == bool(events)
+        assert (rows.kept_scores is not None) == bool(events)
         chunks = chunk_scores(case, watch, layer)[kind]
         for b, h in np.ndindex(chunks[0].shape[:2]):
             of_head = [scores[b, h].tolist() for scores in chunks]
             anchors, total = oracles.anchors(case.setting("anchors"), of_head, events, MARGIN)
             positions, held = list(range(rows.n_coded, case.T)), rows.recent_scores[b, h].tolist()
             if events:
-                pinned = rows.pinned_positions[b, h].tolist()
-                assert sorted(anchors) == sorted(pinned)
-                positions, held = pinned + positions, rows.pinned_scores[b, h].tolist() + held
+                kept = rows.kept_positions[b, h].tolist()
+                assert sorted(anchors) == sorted(kept)
+                positions, held = kept + positions, rows.kept_scores[b, h].tolist() + held
             want = [total[i] for i in positions]
             assert held == pytest.approx(want, rel=1e-5, abs=1e-5 * max(total.values()))
 
@@ -269,8 +269,8 @@ def check_low_bits_matter(case):
         # a token that is kept may see nothing but tokens that are kept
         first = 0
         for rows in (rows for layer in cache.layers for rows in (layer.keys, layer.values)):
-            if rows.pinned_positions is not None:
-                first = max(first, int((rows.pinned_positions >= 0).sum(-1).max()))
+            if rows.kept_positions is not None:
+                first = max(first, int((rows.kept_positions >= 0).sum(-1).max()))
     change = (logits - exact).abs().amax(-1)  # (B, T)
     unchanged = (change[:, first:] <= 1e-4).nonzero().tolist()
     assert not unchanged, (f"quantization does not change the logits of (sequence, token) {unchanged[:5]}; "
@@ -348,7 +348,7 @@ class Scrambled(Codec):
 
 
 def check_placeholders_do_not_matter(case):
-    """What the coded slot of a pinned token holds changes nothing: not the logits, nor its group's
+    """What the coded slot of a kept token holds changes nothing: not the logits, nor its group's
     range."""
     method, tokens = case.method(), case.tokens()
     logits, watch = case.run_watched(method, tokens)
@@ -424,7 +424,7 @@ def check_no_future_leak(case):
 
 
 def check_batch_rows_are_independent(case):
-    """A row of a batch gives the logits, the codes and the pinned tokens that it gives alone."""
+    """A row of a batch gives the logits, the codes and the kept tokens that it gives alone."""
     method, tokens = case.method(), case.tokens()
     logits, batch = case.run(method, tokens)
     for b in range(case.batch):
@@ -432,7 +432,7 @@ def check_batch_rows_are_independent(case):
         for layer, kind in ((layer, kind) for layer in range(L) for kind in "kv"):
             in_batch, own = rows_of(batch.layers[layer], kind), rows_of(single.layers[layer], kind)
             place = f"layer {layer}, {NAMES[kind]}, sequence {b} of {case.batch}"
-            got, want = pinned_of(in_batch, b), pinned_of(own, 0)
+            got, want = kept_of(in_batch, b), kept_of(own, 0)
             assert got == want, f"{place}: kept are {got} by head, and alone {want}"
             assert codes_of(in_batch.codes, b) == codes_of(own.codes, 0), f"{place}: other codes than alone"
             assert torch.equal(in_batch.read()[b], own.read()[0]), f"{place}: other numbers than alone"
@@ -456,12 +456,12 @@ def codes_of(codes, b):
     return {name: x if x is None else x[b].tolist() for name, x in tensors.items()}, outliers
 
 
-def pinned_of(rows, b):
-    """By head, the positions that are pinned in one sequence. Slots that are empty in all sequences
+def kept_of(rows, b):
+    """By head, the positions that are kept in one sequence. Slots that are empty in all sequences
     are not held."""
-    if rows.pinned_positions is None:
+    if rows.kept_positions is None:
         return None
-    return [set(positions) - {-1} for positions in rows.pinned_positions[b].tolist()]
+    return [set(positions) - {-1} for positions in rows.kept_positions[b].tolist()]
 
 
 def check_same_twice_and_after_reset(case):

@@ -27,7 +27,7 @@ def check_one(name, built_in, like):
     """UserError if a class of --method has not the settings of --as, or cannot be made."""
     from cases import SETTINGS, model_of
 
-    from tinykv.runs import load_class, own_errors, settings_of
+    from tinykv.run.runs import load_class, own_errors, settings_of
     cls = load_class(name)
     settings = settings_of(cls)
 
@@ -85,7 +85,7 @@ def broken_rule(error):
 def found(error, methods):
     """What a check says; of another exception, also the last line of the user's files that it came
     through. methods: those of --method."""
-    from tinykv.runs import own_errors
+    from tinykv.run.runs import own_errors
     if isinstance(error, AssertionError):
         return str(error) or "it does not hold"
     try:

@@ -10,10 +10,10 @@ import torch
 from tinykv import hf
 from tinykv.analysis import __main__ as command
 from tinykv.analysis import figures, sinks
-from tinykv.cli import EMBEDDED
 from tinykv.data.windows import load_windows
 from tinykv.methods import antkv
 from tinykv.model import Llama
+from tinykv.run.cli import EMBEDDED
 
 SMALL = ["--context", "128", "--windows", "2", "--calib-windows", "4"]
 PNG = b"\x89PNG"

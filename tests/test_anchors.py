@@ -199,8 +199,8 @@ def anchors_of(settings, text, protocol="paper"):
     found = {}
     for layer in cache.layers:
         for rows in (layer.keys, layer.values):
-            pinned = rows.pinned_positions
-            found[layer.layer, rows.kind] = None if pinned is None else [sorted(of) for of in pinned[0].tolist()]
+            kept = rows.kept_positions
+            found[layer.layer, rows.kind] = None if kept is None else [sorted(of) for of in kept[0].tolist()]
     return found, model, method
 
 

@@ -24,11 +24,11 @@ class Negating(Codec):
 
 @given(st.data())
 def test_cached_rows_against_plain_lists(data):
-    """Append, pin and quantize in any order; pinned tokens may differ by sequence and head, come
+    """Append, keep and quantize in any order; kept tokens may differ by sequence and head, come
     and go."""
     B, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     rows, exact, length, quantized = CachedRows(0, "k", Negating()), torch.empty(B, 2, 0, 2), 0, 0
-    pinned = [[set() for _ in range(2)] for _ in range(B)]
+    kept = [[set() for _ in range(2)] for _ in range(B)]
     for _ in range(data.draw(st.integers(1, 4))):
         # some tokens arrive
         n = data.draw(st.integers(1, 4))
@@ -36,18 +36,18 @@ def test_cached_rows_against_plain_lists(data):
         rows.append(new)
         exact = torch.cat([exact, new], dim=2)
         length += n
-        # some of those that are recent or pinned are pinned
+        # some of those that are recent or kept are kept
         if data.draw(st.booleans()):
             slots = data.draw(st.integers(1, 3))
             positions = torch.full((B, heads, slots), -1)
             for b in range(B):
                 for h in range(heads):
-                    able = sorted(pinned[b][h] | set(range(quantized, length)))
+                    able = sorted(kept[b][h] | set(range(quantized, length)))
                     chosen = data.draw(st.lists(st.sampled_from(able), max_size=slots, unique=True))
                     positions[b, h, :len(chosen)] = torch.tensor(chosen, dtype=torch.long)
                     for other in range(2) if heads == 1 else [h]:
-                        pinned[b][other] = set(chosen)
-            rows.pin(positions, rows.read())
+                        kept[b][other] = set(chosen)
+            rows.keep(positions, rows.read())
         # the oldest are quantized
         n = data.draw(st.integers(0, length - quantized))
         if n:
@@ -58,7 +58,7 @@ def test_cached_rows_against_plain_lists(data):
         expected = exact.clone()
         for b in range(B):
             for h in range(2):
-                for t in set(range(quantized)) - pinned[b][h]:
+                for t in set(range(quantized)) - kept[b][h]:
                     expected[b, h, t] *= -1
         assert torch.equal(rows.read(), expected)
 

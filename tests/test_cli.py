@@ -19,10 +19,10 @@ import eval_ppl
 import train_intact
 from tinykv.analysis import __main__ as analysis
 from tinykv.calibrate import calibrate
-from tinykv.cli import EMBEDDED, print_columns
 from tinykv.methods.registry import METHODS
-from tinykv.runs import SETTINGS, settings_of
-from tinykv.table import at_bits
+from tinykv.run.cli import EMBEDDED, print_columns
+from tinykv.run.runs import SETTINGS, settings_of
+from tinykv.run.table import at_bits
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--context", "64", "--windows", "2", "--calib-windows", "2"]

@@ -20,13 +20,13 @@ import sentencepiece
 import torch
 
 from tinykv import UserError, hf
-from tinykv.cli import EMBEDDED
 from tinykv.data import download, load_windows, windows
 from tinykv.data import stories as corpus
 from tinykv.data.download import SOURCES, Source, fetch
 from tinykv.data.stories import NAMES, SPLITS, TOWNS, Story, split_of, stories
 from tinykv.data.windows import answers_in_windows, encode_in_parts
 from tinykv.hf.tokenizer import JsonTokenizer
+from tinykv.run.cli import EMBEDDED
 
 SCHEMES = download.SCHEMES  # before any test changes them
 

@@ -27,11 +27,11 @@ import torch
 
 import eval_ppl
 from tinykv import hf
-from tinykv.cli import EMBEDDED
 from tinykv.evaluate import compare
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.runs import SETTINGS
+from tinykv.run.cli import EMBEDDED
+from tinykv.run.runs import SETTINGS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
@@ -434,9 +434,9 @@ def test_a_name_that_is_gone_is_found(span):
 
 @pytest.mark.parametrize("span", [
     "KVSink.observe", "KVQuant.keep_values", "tinykv/cache.py", "affine.py", "kvsink.find_outlier", "cache.nbytes",
-    "CachedRows.pinned_rows", "tinykv.cache.CachedRows", "tinykv.hf.load", "tinykv.assets.make", "tinykv.analysis",
+    "CachedRows.kept_rows", "tinykv.cache.CachedRows", "tinykv.hf.load", "tinykv.assets.make", "tinykv.analysis",
     "--bits 2 --scheme kvquant", "tinykv/methods/", "outlier_num=3", "torch.round", "tests/test_methods.py",
-    "path/to/file.py:Class", "config.json", "channel-static", "d4m256", "pinned | coded | recent"])
+    "path/to/file.py:Class", "config.json", "channel-static", "d4m256", "kept | coded | recent"])
 def test_a_name_that_is_there_is_not(span):
     assert missing(span) is None
 

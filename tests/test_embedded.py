@@ -11,13 +11,13 @@ from conftest import runs_whole
 from tinykv.analysis.sinks import sink_report
 from tinykv.cache import KVCache, Trace
 from tinykv.calibrate import calibrate
-from tinykv.cli import EMBEDDED
 from tinykv.data import load_windows
 from tinykv.data.stories import stories
 from tinykv.data.windows import Windows
 from tinykv.evaluate import evaluate
 from tinykv.hf import load
 from tinykv.methods.registry import METHODS
+from tinykv.run.cli import EMBEDDED
 
 CONTEXT, WINDOWS = 1024, 16  # the defaults of eval_ppl.py
 
@@ -276,7 +276,7 @@ def test_the_smallest_keys_are_those_of_the_sinks(embedded):
     ott = KVCache(model, METHODS["ott"](model.config, outlier_num=3, scope="layer"), "paper")
     model(test.tokens, ott, logits=False)
     for layer in ott.layers[2:-1]:
-        pool = layer.keys.pinned_positions[:, 0].long()  # (W, 3)
+        pool = layer.keys.kept_positions[:, 0].long()  # (W, 3)
         found = (test.tokens.gather(1, pool) == bos).sum(1)  # (W)
         there = (test.tokens == bos).sum(1).clamp(max=3)  # (W)
         assert found.sum() >= there.sum() * 2 / 3

@@ -16,7 +16,7 @@ from test_cli import SMALL, refused, run
 import eval_ppl
 import train_intact
 from tinykv import UserError, hf
-from tinykv.cli import EMBEDDED
+from tinykv.run.cli import EMBEDDED
 from tinykv.storage import CalibrationFile, read_json, write, write_json
 
 ROOT = Path(__file__).parent.parent
@@ -173,7 +173,7 @@ def test_two_runs_that_add_to_one_calibration_file(tmp_path):
 ADDING = """
 import sys, torch
 from tinykv import hf
-from tinykv.cli import EMBEDDED
+from tinykv.run.cli import EMBEDDED
 from tinykv.storage import CalibrationFile
 model, _ = hf.load(EMBEDDED)
 for number in range(6):

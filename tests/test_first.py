@@ -88,7 +88,7 @@ def test_fp16_quantizes_nothing():
 
 def test_rtn_quantizes_everything_and_keeps_nothing():
     layers = read(METHODS["rtn"](CONFIG, k_bits=2, v_bits=2, scheme="token-dynamic"))
-    assert layers[2].keys.n_coded == 20 and layers[2].keys.pinned_positions is None
+    assert layers[2].keys.n_coded == 20 and layers[2].keys.kept_positions is None
     # 6 bytes a token, as above
     assert layers[2].keys.codes.nbytes == layers[2].values.codes.nbytes == 20 * 6
 
@@ -96,18 +96,18 @@ def test_rtn_quantizes_everything_and_keeps_nothing():
 def test_pfn_keeps_the_first_tokens():
     layers = read(METHODS["pfn"](CONFIG, preserve=2, scheme="token-dynamic"))
     keys = layers[2].keys
-    assert keys.pinned_positions.tolist() == [[[0, 1]]]
+    assert keys.kept_positions.tolist() == [[[0, 1]]]
     # When the cache is read, the kept keys are in their places, as they were.
-    assert torch.equal(keys.read()[:, :, :2], keys.pinned_rows)
+    assert torch.equal(keys.read()[:, :, :2], keys.kept_rows)
 
 
 def test_kvsink_keeps_the_tokens_with_an_outlier():
     # Algorithm 1: the k tokens with the largest |H[i, c]| after block lE, in the layers after lE.
     method = METHODS["kvsink"](CONFIG, preserve=2, emergence_layer=0, outlier_channel=5, scheme="token-dynamic")
     layers = read(method)
-    assert layers[0].keys.pinned_positions is None
-    assert sorted(layers[1].keys.pinned_positions.flatten().tolist()) == [6, 13]
-    assert sorted(layers[2].values.pinned_positions.flatten().tolist()) == [6, 13]
+    assert layers[0].keys.kept_positions is None
+    assert sorted(layers[1].keys.kept_positions.flatten().tolist()) == [6, 13]
+    assert sorted(layers[2].values.kept_positions.flatten().tolist()) == [6, 13]
 
 
 def test_kivi_waits_for_a_block_to_be_full():
@@ -124,7 +124,7 @@ def test_ott_keeps_the_smallest_keys():
     keys = read(METHODS["ott"](CONFIG, outlier_num=3))[2].keys
     # score(i) = sum_c |K[i, c]|: no other key is smaller than those of the pool.
     score = keys.read()[0, 0].float().abs().sum(-1)  # (T)
-    assert sorted(keys.pinned_positions.flatten().tolist()) == sorted(score.argsort()[:3].tolist())
+    assert sorted(keys.kept_positions.flatten().tolist()) == sorted(score.argsort()[:3].tolist())
 
 
 def test_skvq_groups_channels_of_similar_range():
@@ -134,7 +134,7 @@ def test_skvq_groups_channels_of_similar_range():
     assert sorted(method.codecs[2].k.order.tolist()) == [0, 1, 2, 3, 4, 5, 6, 7]
     # The first token is kept. In a stream the 8 newest wait, and all 3 blocks of 4 before them are quantized.
     keys = read(method, protocol="stream")[2].keys
-    assert keys.pinned_positions.tolist() == [[[0]]] and keys.n_coded == 12
+    assert keys.kept_positions.tolist() == [[[0]]] and keys.n_coded == 12
 
 
 def test_intactkv_keeps_a_prefix_from_the_full_precision_model():
@@ -142,8 +142,8 @@ def test_intactkv_keeps_a_prefix_from_the_full_precision_model():
     prefix.fill(MODEL, MODEL)  # the model in full precision, and the one with quantized weights: here the same
     layers = read(METHODS["intactkv"](CONFIG, prefix, k_bits=2, v_bits=2))
     # The prefix is in the cache before the text is read, and what is read follows it.
-    assert layers[2].length == 20 and layers[2].keys.pinned_positions.tolist() == [[[0]]]
-    assert torch.equal(layers[2].values.pinned_rows[0].float(), prefix.values[2])
+    assert layers[2].length == 20 and layers[2].keys.kept_positions.tolist() == [[[0]]]
+    assert torch.equal(layers[2].values.kept_rows[0].float(), prefix.values[2])
 
 
 def test_kvquant_stores_outliers_apart():
@@ -171,4 +171,4 @@ def test_antkv_keeps_the_tokens_with_the_largest_anchor_scores():
     with torch.no_grad():
         MODEL(TOKENS, trace)
     scores = trace.attention(layer=0)[0].sum((0, 1))  # (T)
-    assert sorted(layers[0].values.pinned_positions.flatten().tolist()) == sorted(scores.topk(2).indices.tolist())
+    assert sorted(layers[0].values.kept_positions.flatten().tolist()) == sorted(scores.topk(2).indices.tolist())

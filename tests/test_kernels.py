@@ -1,7 +1,7 @@
 """The Triton kernels in the interpreter, each beside torch.
 
 The oracle of an attention is `expected`: rows as the codecs' own `decode` gives them, RoPE and
-softmax in float64, a loop over pinned rows. It shares nothing with kernels.py. What is decoded has
+softmax in float64, a loop over kept rows. It shares nothing with kernels.py. What is decoded has
 to agree bit for bit; sums in fp32 to 1e-4, of outputs of size 1; where operands are rounded to
 fp16, as a GPU does, to 4e-3.
 """
@@ -109,11 +109,11 @@ def divides(name, width):
 
 
 class Plain(Method):
-    """Codecs, and pinned tokens as they are told: {kind: (tokens of each head, ...)}."""
+    """Codecs, and kept tokens as they are told: {kind: (tokens of each head, ...)}."""
 
-    def __init__(self, k, v, heads, width, rope="post", recent=0, block=1, v_block=None, pins=None):
+    def __init__(self, k, v, heads, width, rope="post", recent=0, block=1, v_block=None, kept=None):
         self.codecs, self.rope = [Pair(CODECS[k](heads, width), CODECS[v](heads, width))], rope
-        self.recent, self.block, self.v_block, self.pins = recent, block, v_block, pins or {}
+        self.recent, self.block, self.v_block, self.kept = recent, block, v_block, kept or {}
 
     def keep_keys(self, layer_cache, n):
         return self.told("k", layer_cache)
@@ -122,9 +122,9 @@ class Plain(Method):
         return self.told("v", layer_cache)
 
     def told(self, kind, layer_cache):
-        if kind not in self.pins:
+        if kind not in self.kept:
             return None
-        return torch.tensor(self.pins[kind]).expand(len(layer_cache.keys.recent), -1, -1)
+        return torch.tensor(self.kept[kind]).expand(len(layer_cache.keys.recent), -1, -1)
 
 
 def layer_of(method, heads, width, batch, length, new, dtype=torch.float16, window=None):
@@ -156,13 +156,13 @@ def read(part):
     if part.n_coded:
         rows = torch.cat([part.codec.decode(part.codes).double(), rows], dim=2)
     rows = rows.clone()
-    if part.pinned_positions is not None:
-        B, Hkv, n, _ = part.pinned_rows.shape
+    if part.kept_positions is not None:
+        B, Hkv, n, _ = part.kept_rows.shape
         for b in range(B):
             for h in range(Hkv):
-                for i, at in enumerate(part.pinned_positions.expand(B, Hkv, n)[b, h].tolist()):
+                for i, at in enumerate(part.kept_positions.expand(B, Hkv, n)[b, h].tolist()):
                     if at >= 0:
-                        rows[b, h, at] = part.pinned_rows[b, h, i].double()
+                        rows[b, h, at] = part.kept_rows[b, h, i].double()
     return rows
 
 
@@ -412,41 +412,41 @@ def test_pieces_of_a_long_text_are_put_together(monkeypatch):
                   1), 4)
 
 
-PINS = {"both": {"k": [[2, 40, -1, 64]], "v": [[2, 40, -1, 64]]},
+KEPT = {"both": {"k": [[2, 40, -1, 64]], "v": [[2, 40, -1, 64]]},
         "own": {"k": [[0, 5, 69], [1, 63, -1]], "v": [[5, -1, 7, 64], [64, 2, 1, 0]]},
         "keys": {"k": [[3, 9]]}, "values": {"v": [[65, 0], [7, 8]]}}
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("rope", ["post", "pre"])
-@pytest.mark.parametrize("pins", PINS)
-def test_pinned_rows_take_their_slots(pins, rope):
-    """Also where the two heads, or keys and values, do not pin the same tokens; a token counts
+@pytest.mark.parametrize("kept", KEPT)
+def test_kept_rows_take_their_slots(kept, rope):
+    """Also where the two heads, or keys and values, do not keep the same tokens; a token counts
     once.
     """
     method = Plain("1 bits per token", "2 bits per token", 2, 32, rope, recent=1, block=70,
-                   pins=PINS[pins])
+                   kept=KEPT[kept])
     layer = layer_of(method, 2, 32, 2, 75, 3)
     layer.keys.recent[:] /= 2
     for part in (layer.keys, layer.values):
-        if part.pinned_rows is not None:
-            part.pinned_rows += 1  # so that it matters
+        if part.kept_rows is not None:
+            part.kept_rows += 1  # so that it matters
     same(layer, 2, 3)
 
 
-def test_more_pinned_rows_than_a_tile():
-    pins = {"k": [list(range(0, 90))], "v": [list(range(5, 95))]}
-    layer = layer_of(Plain("1 bits per token", "1 bits per token", 1, 32, block=100, pins=pins), 1,
+def test_more_kept_rows_than_a_tile():
+    kept = {"k": [list(range(0, 90))], "v": [list(range(5, 95))]}
+    layer = layer_of(Plain("1 bits per token", "1 bits per token", 1, 32, block=100, kept=kept), 1,
                      32, 1, 101, 1)
-    layer.values.pinned_rows += 1
+    layer.values.kept_rows += 1
     same(layer)
 
 
 def test_no_token_counts_twice():
     """All values 1: whatever the weights, the output is 1."""
     layer = layer_of(Plain("2 bits per token", "exact", 2, 32, recent=1, block=70,
-                           pins=PINS["own"]), 2, 32, 1, 75, 1)
-    layer.values.codes.packed[:], layer.values.recent[:], layer.values.pinned_rows[:] = 1, 1, 1
+                           kept=KEPT["own"]), 2, 32, 1, 75, 1)
+    layer.values.codes.packed[:], layer.values.recent[:], layer.values.kept_rows[:] = 1, 1, 1
     out = layer.attention(torch.randn(1, 4, 1, 32)).out
     torch.testing.assert_close(out, torch.ones_like(out))
 
@@ -526,19 +526,19 @@ def test_anchor_scores_of_the_newest_keys_alone():
         torch.testing.assert_close(got, want[:, :, 90:], **CLOSE)
 
 
-def test_slots_are_mapped_anew_where_something_is_coded_or_pinned():
-    """Of the coded tokens; a pinned one that is recent has no place among them yet."""
-    def pinned():
+def test_slots_are_mapped_anew_where_something_is_coded_or_kept():
+    """Of the coded tokens; a kept one that is recent has no place among them yet."""
+    def kept():
         coded = layer.slots(layer.keys, 1)[0, 0, :layer.keys.n_coded].tolist()
         return {i: row for i, row in enumerate(coded) if row >= 0}
     layer = layer_of(Plain("2 bits per token", "exact", 2, 32, block=20,
-                           pins={"k": [[1, 30, -1]]}), 2, 32, 1, 55, 1)
-    assert layer.keys.n_coded == 40 and pinned() == {1: 0, 30: 1}
+                           kept={"k": [[1, 30, -1]]}), 2, 32, 1, 55, 1)
+    assert layer.keys.n_coded == 40 and kept() == {1: 0, 30: 1}
     assert layer.slots(layer.keys, 1) is layer.slots(layer.keys, 1)
-    triton_cache.pin(layer.keys, torch.tensor([[[50, 1]]]))
-    assert pinned() == {1: 1}
+    triton_cache.keep(layer.keys, torch.tensor([[[50, 1]]]))
+    assert kept() == {1: 1}
     layer.keys.quantize(15)
-    assert layer.keys.n_coded == 55 and pinned() == {1: 1, 50: 0}
+    assert layer.keys.n_coded == 55 and kept() == {1: 1, 50: 0}
 
 
 # ---- methods, in a model
@@ -577,9 +577,9 @@ class Twice(TritonCache):
         self.largest = max(self.largest, (out - want).abs().max().item())
         mine, twin = self.layers[layer], self.twin.layers[layer]
         for one, two in ((mine.keys, twin.keys), (mine.values, twin.values)):
-            for name in ("pinned_positions", "pinned_rows"):
+            for name in ("kept_positions", "kept_rows"):
                 same_or_none(getattr(one, name), getattr(two, name), rtol=0, atol=0)
-            for name in ("recent_scores", "pinned_scores"):
+            for name in ("recent_scores", "kept_scores"):
                 same_or_none(getattr(one, name), getattr(two, name), rtol=1e-2, atol=1e-3)
             assert one.codes is None or torch.equal(one.codes.packed, two.codes.packed)
         return want
@@ -628,7 +628,7 @@ def tall(monkeypatch):
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_on_both_backends(name, protocol):
-    """The same codes, pins and scores; outputs, of size 1 to 5, within what rounding decoded rows
+    """The same codes, kept and scores; outputs, of size 1 to 5, within what rounding decoded rows
     to fp16 changes.
     """
     model = tiny(sliding_window=24 if name in ("antkv", "kivi") else None)

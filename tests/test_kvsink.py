@@ -180,9 +180,9 @@ def test_kvsink_finds_what_it_needs_by_itself(scheme):
     with torch.no_grad():
         model(text, cache)
     for layer in cache.layers[:2]:
-        assert layer.keys.pinned_positions is None
+        assert layer.keys.kept_positions is None
     for layer in cache.layers[2:]:
-        assert sorted(layer.keys.pinned_positions[0, 0].tolist()) == [11, 23]
+        assert sorted(layer.keys.kept_positions[0, 0].tolist()) == [11, 23]
 
 
 @pytest.mark.one_in(3)
@@ -206,7 +206,7 @@ def test_kvsink_without_an_outlier_is_pfn(scheme, protocol):
 
 
 def test_a_displaced_sink_is_read_as_its_code():
-    """And one that is found late is kept from then on: what a stream pins follows the outlier."""
+    """And one that is found late is kept from then on: what a stream keeps follows the outlier."""
     case = Case(KVSink, "token-dynamic", batch=1)
     method, model = case.method(preserve=1), copy.deepcopy(case.model)
     first, embedding = model.model["layers"][0], model.model["embed_tokens"].weight
@@ -220,11 +220,11 @@ def test_a_displaced_sink_is_read_as_its_code():
     skipped, *layers = watch.layers
     with torch.no_grad():
         model(tokens[:, :G], watch)
-        assert skipped.keys.pinned_positions is None
-        assert [layer.keys.pinned_positions.tolist() for layer in layers] == [[[[1]]]] * 2
+        assert skipped.keys.kept_positions is None
+        assert [layer.keys.kept_positions.tolist() for layer in layers] == [[[[1]]]] * 2
         early_keys = layers[0].keys.read()
         model(tokens[:, G:], watch)
-    assert [layer.values.pinned_positions.tolist() for layer in layers] == [[[[G + 3]]]] * 2
+    assert [layer.values.kept_positions.tolist() for layer in layers] == [[[[G + 3]]]] * 2
     assert not torch.equal(layers[0].keys.read()[:, :, 1], early_keys[:, :, 1])
     _, v = watch.exact(1)
     assert torch.equal(layers[0].values.read()[:, :, G + 3], v[:, :, G + 3])

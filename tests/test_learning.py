@@ -896,7 +896,7 @@ def test_bits_of_ott(scope, protocol):
     T, G, heads, width = 2048, 32, 2, 64
     method = METHODS["ott"](wide(heads, width), group_size=G, recent=32, outlier_num=3, extra_pool=8, scope=scope)
     cache, result = fed(method, wide(heads, width), protocol, T, B=2)
-    coded, pool = mean_share_coded(method, protocol, T), [layer.keys.pinned_positions for layer in cache.layers]
+    coded, pool = mean_share_coded(method, protocol, T), [layer.keys.kept_positions for layer in cache.layers]
     assert pool[:2] == [None, None]
     slots = pool[2].shape[2]
     assert slots == 3 if protocol == "paper" else 3 < slots <= 11

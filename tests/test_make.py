@@ -18,8 +18,8 @@ from tinykv import hf
 from tinykv.assets import make
 from tinykv.assets.make import BOS, PENALTIES, PHASES, Penalties, Phase, batch_of, forward
 from tinykv.cache import Trace
-from tinykv.cli import EMBEDDED
 from tinykv.data.stories import stories
+from tinykv.run.cli import EMBEDDED
 
 LOG = Path(__file__).parent / "training.jsonl"  # what the run that made the embedded model has logged
 

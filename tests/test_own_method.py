@@ -17,7 +17,7 @@ from mutants import own
 
 from tinykv import UserError
 from tinykv.methods.registry import METHODS
-from tinykv.runs import load_class, own_errors
+from tinykv.run.runs import load_class, own_errors
 
 ROOT = Path(__file__).parent.parent
 OWN = "tests/mutants/own.py"

@@ -139,7 +139,7 @@ def test_algorithm_1_and_decoding_after_it(protocol, prompt, choose, block):
         assert [both[i] for both in seen] == expected
     sinks = set(cache.shared.sinks[0].tolist())
     assert sinks == ({17, 30} if choose == "always" else largest(sizes_of_outlier, range(prompt), k))
-    assert cache.layers[EMERGENCE].keys.pinned_positions is None  # it has stored its keys before S is known
+    assert cache.layers[EMERGENCE].keys.kept_positions is None  # it has stored its keys before S is known
 
 
 # AnTKV
@@ -166,7 +166,7 @@ def test_anchors_from_the_prefill_alone(protocol, prompt, recent, block):
                                  math.ceil(share * prompt), "prompt")
         assert [both[i] for both in seen] == expected
     for layer in cache.layers:  # no score is held any more
-        assert layer.keys.recent_scores is layer.values.pinned_scores is None
+        assert layer.keys.recent_scores is layer.values.kept_scores is None
 
 
 def test_a_window_of_exactly_32():
@@ -179,7 +179,7 @@ def test_anchors_go_on_being_chosen():
     """Each quantization takes 15% of the tokens so far; a prompt of one token leaves one anchor."""
     for choose, count in (("prompt", 1), ("always", math.ceil(0.15 * T))):
         _, cache = read_by_cache(antkv(0, 1, "15%", choose), "stream", 1, [1] * T, 4)
-        assert cache.layers[0].keys.pinned_positions.shape[-1] == count
+        assert cache.layers[0].keys.kept_positions.shape[-1] == count
 
 
 @pytest.mark.whole  # the interpreter takes a second for each launch

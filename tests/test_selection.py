@@ -32,7 +32,7 @@ def quantize(layer, n):
     keep_keys, keep_values = layer.method.keep_keys(layer, n), layer.method.keep_values(layer, n)
     for rows, positions in ((layer.keys, keep_keys), (layer.values, keep_values)):
         if positions is not None:
-            rows.pin(positions, rows.read())
+            rows.keep(positions, rows.read())
         rows.quantize(n)
 
 
@@ -98,16 +98,16 @@ def check_pools(cls, blocks, size=2, room=2, scope="head", select="smallest"):
             each.length += n
             quantize(each, n)
 
-        assert skipped.keys.pinned_positions is None and skipped.values.pinned_positions is None
+        assert skipped.keys.kept_positions is None and skipped.values.kept_positions is None
         for b, h in np.ndindex(so_far.shape[:2]):
             scores = (so_far[b].sum(0) if scope == "layer" else so_far[b, h]).tolist()
             pool, extra = oracles.pools(scores, events, size, room, select)
             for rows, sign in ((layer.keys, 1), (layer.values, -1)):
-                positions = rows.pinned_positions[b, 0 if scope == "layer" else h].tolist()
+                positions = rows.kept_positions[b, 0 if scope == "layer" else h].tolist()
                 assert set(positions[:len(pool)]) == set(pool)
                 assert set(positions[len(pool):]) - {-1} == set(extra)
                 assert len(pool) + len(extra) == sum(i >= 0 for i in positions), "a token is held twice"
-                held = rows.pinned_rows[b, h, :, 0].tolist()
+                held = rows.kept_rows[b, h, :, 0].tolist()
                 assert all(x == sign * so_far[b, h, i] for i, x in zip(positions, held) if i >= 0)
 
 
@@ -158,9 +158,9 @@ def check_anchors(cls, chunks, anchors="2"):
             kept, total = oracles.anchors(anchors, [x[b, h, kind].tolist() for x in added], events)
             assert rows.recent_scores[b, h].tolist() == [total[i] for i in range(quantized, seen)]
             if events:
-                assert rows.pinned_positions[b, h].tolist() == kept
-                assert rows.pinned_scores[b, h].tolist() == [total[i] for i in kept]
-                assert rows.pinned_rows[b, h, :, 0].tolist() == [sign * (1 + i) for i in kept]
+                assert rows.kept_positions[b, h].tolist() == kept
+                assert rows.kept_scores[b, h].tolist() == [total[i] for i in kept]
+                assert rows.kept_rows[b, h, :, 0].tolist() == [sign * (1 + i) for i in kept]
 
 
 @st.composite
@@ -209,13 +209,13 @@ def test_best_tokens_by_a_score_of_the_key(blocks):
         layer.length += rows.shape[2]
         quantize(layer, rows.shape[2])
         for b, h in np.ndindex(seen.shape[:2]):
-            assert layer.keys.pinned_positions[b, h].tolist() == oracles.top_k(seen[b, h].tolist(), 3)
+            assert layer.keys.kept_positions[b, h].tolist() == oracles.top_k(seen[b, h].tolist(), 3)
 
 
 def test_an_unused_entry_loses_to_every_token():
     layer = new_layer(LargestNumbers(model_of(2).config, scheme="token-dynamic"), 0)
     layer.keys.append(torch.arange(-6, -2).half().view(1, 1, 4, 1).expand(1, 2, 4, d))
-    layer.keys.pin(torch.tensor([[[-1]]]), layer.keys.read())
+    layer.keys.keep(torch.tensor([[[-1]]]), layer.keys.read())
     best = best_tokens(layer.keys, 4, 5, score=lambda keys: keys[..., 0].float())
     assert best.tolist() == [[[3, 2, 1, 0, -1]] * 2]
 

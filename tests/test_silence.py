@@ -13,11 +13,12 @@ import train_intact
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
 from tinykv.assets import make
-from tinykv.cli import EMBEDDED
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
-from tinykv.methods.intactkv import exact_rows, open_prefix
+from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
+from tinykv.run.cli import EMBEDDED
+from tinykv.run.prefix import open_prefix
 from tinykv.storage import load_tensors, save_tensors, write_json
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]

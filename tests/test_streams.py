@@ -429,7 +429,7 @@ def test_the_comparison_is_of_quantized_tokens(case):
 
 def elected(cache, p):
     """Of the first sequence's heads, the pool."""
-    return [sorted(row) for row in cache.keys.pinned_positions[0, :, :p].tolist()]
+    return [sorted(row) for row in cache.keys.kept_positions[0, :, :p].tolist()]
 
 
 @given(texts(), st.integers(1, 4), st.booleans())
@@ -517,9 +517,9 @@ def test_what_stands_in_for_a_kept_token_does_not_matter(stand_in, protocol, T):
 
     # the same tokens are kept, and the others have the same codes
     one, two = (cache.keys for cache in caches)
-    assert torch.equal(one.pinned_positions, two.pinned_positions) and one.pinned_positions.shape[-1] >= 3
+    assert torch.equal(one.kept_positions, two.kept_positions) and one.kept_positions.shape[-1] >= 3
     assert torch.equal(one.codes.scale, two.codes.scale) and torch.equal(one.codes.zero, two.codes.zero)
-    kept = torch.arange(one.n_coded)[:, None] == one.pinned_positions[..., None, :]  # (B, Hkv, coded, p)
+    kept = torch.arange(one.n_coded)[:, None] == one.kept_positions[..., None, :]  # (B, Hkv, coded, p)
     kept = kept.any(-1)  # (B, Hkv, coded)
     assert kept.any() and torch.equal(one.codes.packed[~kept], two.codes.packed[~kept])
     assert not torch.equal(one.codes.packed[kept], two.codes.packed[kept])  # the slots do hold something else

@@ -238,7 +238,7 @@ def test_the_share_of_anchors_grows_with_the_text():
     with torch.no_grad():
         for seen, kept in ((12, 2), (20, 2), (28, 3), (36, 4)):
             tiny()(windows(1, 40, seed=2)[:, len(cache):seen], cache)
-            assert len(cache) == seen and all(layer.values.pinned_positions.shape[-1] == kept for layer in cache.layers)
+            assert len(cache) == seen and all(layer.values.kept_positions.shape[-1] == kept for layer in cache.layers)
 
 
 # ---- how much weighted vectors are worth

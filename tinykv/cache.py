@@ -1,21 +1,21 @@
 """The KV cache. A layer's keys, and likewise its values, are held in three parts:
 
-    pinned | coded | recent
+    kept | coded | recent
 
     coded    every token that is old enough, quantized by the method's codec, in token order
     recent   the tokens after those, in full precision
-    pinned   tokens kept in full precision; when the cache is read, each overwrites whatever stands
+    kept   tokens kept in full precision; when the cache is read, each overwrites whatever stands
              at its position
 
-A pinned token is quantized with its neighbours, too, so its position among the coded ones is never
+A kept token is quantized with its neighbours, too, so its position among the coded ones is never
 skipped: keys stay in token order, and the codec's groups (tokens or channels that share a scale)
-stay aligned. Its code is read only if the token is unpinned later. "Full precision" is 16 bits: the
+stay aligned. Its code is read only if the token is given up later. "Full precision" is 16 bits: the
 model's own dtype if it has 16 bits, fp16 if the model runs in fp32.
 
 Two protocols say when tokens are quantized:
 
     paper    Quantize, then read. One forward reads one window, a text of the evaluation. A query
-             reads the codes of every token that is not pinned, its own token included. The papers
+             reads the codes of every token that is not kept, its own token included. The papers
              measure perplexity this way.
     stream   Read, then quantize. Tokens arrive in chunks, and are read in full precision first.
              Then whole blocks of `method.block` tokens are quantized, but never the newest
@@ -59,12 +59,12 @@ class CachedRows:
         self.codes = None  # Codes of the tokens 0 .. C-1
         # recent
         self.recent = None  # (B, Hkv, r, d): the tokens C .. C+r-1
-        # pinned
-        self.pinned_positions = None  # (B, 1 or Hkv, p) int32; -1: an unused entry
-        self.pinned_rows = None  # (B, Hkv, p, d): the keys, or values, at those positions
+        # kept
+        self.kept_positions = None  # (B, 1 or Hkv, p) int32; -1: an unused entry
+        self.kept_rows = None  # (B, Hkv, p, d): the keys, or values, at those positions
         # how important tokens are, summed over all queries so far; only if the method `uses_scores`
         self.recent_scores = None  # (B, Hkv, r)
-        self.pinned_scores = None  # (B, Hkv, p)
+        self.kept_scores = None  # (B, Hkv, p)
 
     def append(self, rows):
         """New rows (B, Hkv, T, d) join the recent ones."""
@@ -76,31 +76,31 @@ class CachedRows:
 
     def read(self):
         """The rows of all tokens so far, (B, Hkv, S, d): coded ones decoded, recent ones after
-        them, pinned ones at their positions."""
-        if self.codes is None and self.pinned_positions is None:
+        them, kept ones at their positions."""
+        if self.codes is None and self.kept_positions is None:
             return self.recent
         B, Hkv, r, d = self.recent.shape
         C, S = self.n_coded, self.n_coded + r
-        # one row too many: an unused entry of the pinned ones writes there
+        # one row too many: an unused entry of the kept ones writes there
         rows = self.recent.new_empty(B, Hkv, S + 1, d)  # (B, Hkv, S + 1, d)
         if self.codes is not None:
             decoded = self.codec.decode(self.codes)  # (B, Hkv, C, d)
             check_shape(decoded, (B, Hkv, C, d), "decode", self.codec)
             rows[:, :, :C] = decoded
         rows[:, :, C:S] = self.recent
-        if self.pinned_positions is not None:
-            at = self.pinned_index(unused=S)  # (B, 1 or Hkv, p)
-            rows.scatter_(2, at[..., None].expand(B, Hkv, -1, d), self.pinned_rows)
+        if self.kept_positions is not None:
+            at = self.kept_index(unused=S)  # (B, 1 or Hkv, p)
+            rows.scatter_(2, at[..., None].expand(B, Hkv, -1, d), self.kept_rows)
         return rows[:, :, :S]
 
-    def pinned_index(self, unused):
-        """The pinned positions as an index (B, 1 or Hkv, p), with `unused` for unused entries."""
-        return self.pinned_positions.where(self.pinned_positions >= 0, unused).long()
+    def kept_index(self, unused):
+        """The kept positions as an index (B, 1 or Hkv, p), with `unused` for unused entries."""
+        return self.kept_positions.where(self.kept_positions >= 0, unused).long()
 
-    def pin(self, positions, rows):
+    def keep(self, positions, rows):
         """Keep the tokens at `positions` (B, 1 or Hkv, p) from now on, and no others.
 
-        rows (B, Hkv, S, d): what `read` gives now. Methods pin tokens that are recent or pinned
+        rows (B, Hkv, S, d): what `read` gives now. Methods keep tokens that are recent or kept
         now. Of any other token only the decoded row is left, and that would be kept.
         """
         B, Hkv, S, d = rows.shape
@@ -108,23 +108,23 @@ class CachedRows:
         # an unused entry gets a copy of token 0; the copy is never read
         at = positions.clamp(min=0).long().expand(B, Hkv, -1)  # (B, Hkv, p)
         if self.recent_scores is not None:
-            self.pinned_scores = self.read_scores().gather(2, at)  # (B, Hkv, p)
-        self.pinned_rows = rows.gather(2, at[..., None].expand(-1, -1, -1, d))  # (B, Hkv, p, d)
-        self.pinned_positions = positions.to(torch.int32, copy=True)
+            self.kept_scores = self.read_scores().gather(2, at)  # (B, Hkv, p)
+        self.kept_rows = rows.gather(2, at[..., None].expand(-1, -1, -1, d))  # (B, Hkv, p, d)
+        self.kept_positions = positions.to(torch.int32, copy=True)
 
-    def is_pinned(self, n):
-        """Which of the n oldest recent tokens are pinned: (B, Hkv, n); None if nothing is."""
-        if self.pinned_positions is None:
+    def is_kept(self, n):
+        """Which of the n oldest recent tokens are kept: (B, Hkv, n); None if nothing is."""
+        if self.kept_positions is None:
             return None
         Hkv = self.recent.shape[1]
         oldest = torch.arange(self.n_coded, self.n_coded + n, device=self.recent.device)  # (n)
-        same = oldest[:, None] == self.pinned_positions[..., None, :]  # (B, 1 or Hkv, n, p)
+        same = oldest[:, None] == self.kept_positions[..., None, :]  # (B, 1 or Hkv, n, p)
         return same.any(-1).expand(-1, Hkv, -1)
 
     def quantize(self, n):
-        """Quantize the n oldest recent tokens. Pinned ones do not widen their group's range."""
+        """Quantize the n oldest recent tokens. Kept ones do not widen their group's range."""
         oldest = self.recent[:, :, :n]  # (B, Hkv, n, d)
-        codes = self.codec.encode(oldest, ignore=self.is_pinned(n))
+        codes = self.codec.encode(oldest, ignore=self.is_kept(n))
         if not (hasattr(codes, "append") and hasattr(codes, "nbytes")):
             raise UserError(f"`encode` of {self.codec!r} has to give an object with `append` and "
                             f"`nbytes`, such as Codes; it gave {type(codes).__name__}")
@@ -135,16 +135,16 @@ class CachedRows:
         self.n_coded += n
 
     def add_scores(self, scores):
-        """Accumulate the scores (B, Hkv, S) of the tokens in full precision, recent and pinned."""
+        """Accumulate the scores (B, Hkv, S) of the tokens in full precision, recent and kept."""
         recent = scores[:, :, self.n_coded:]  # (B, Hkv, r)
-        pinned = None
-        if self.pinned_positions is not None:
-            at = self.pinned_index(unused=0).expand(*scores.shape[:2], -1)  # (B, Hkv, p)
-            pinned = scores.gather(2, at)  # (B, Hkv, p)
-        self.accumulate(recent, pinned)
+        kept = None
+        if self.kept_positions is not None:
+            at = self.kept_index(unused=0).expand(*scores.shape[:2], -1)  # (B, Hkv, p)
+            kept = scores.gather(2, at)  # (B, Hkv, p)
+        self.accumulate(recent, kept)
 
-    def accumulate(self, recent, pinned):
-        """Add scores of the recent tokens (B, Hkv, r) and of the pinned ones (B, Hkv, p), or None.
+    def accumulate(self, recent, kept):
+        """Add scores of the recent tokens (B, Hkv, r) and of the kept ones (B, Hkv, p), or None.
 
         A cache that never computes the scores of coded tokens calls this in place of `add_scores`.
         """
@@ -153,22 +153,22 @@ class CachedRows:
             new_tokens = recent.shape[-1] - self.recent_scores.shape[-1]
             recent = torch.nn.functional.pad(self.recent_scores, (0, new_tokens)) + recent
         self.recent_scores = recent
-        if pinned is not None:
-            self.pinned_scores = self.pinned_scores + pinned
+        if kept is not None:
+            self.kept_scores = self.kept_scores + kept
 
     def read_scores(self):
-        """Each token's accumulated score, (B, Hkv, S); 0 for a coded token that is not pinned."""
+        """Each token's accumulated score, (B, Hkv, S); 0 for a coded token that is not kept."""
         scores = torch.nn.functional.pad(self.recent_scores, (self.n_coded, 1))  # (B, Hkv, S + 1)
-        if self.pinned_positions is not None:
+        if self.kept_positions is not None:
             S = scores.shape[-1] - 1
-            at = self.pinned_index(unused=S)  # (B, 1 or Hkv, p)
-            scores.scatter_(2, at.expand(*scores.shape[:2], -1), self.pinned_scores)
+            at = self.kept_index(unused=S)  # (B, 1 or Hkv, p)
+            scores.scatter_(2, at.expand(*scores.shape[:2], -1), self.kept_scores)
         return scores[:, :, :-1]
 
     def tensors(self):
         """What is held, by part: {part: [Codes or tensor]}."""
         parts = {
-            "pinned": [self.pinned_positions, self.pinned_rows, self.pinned_scores],
+            "kept": [self.kept_positions, self.kept_rows, self.kept_scores],
             "coded": [self.codes],
             "recent": [self.recent, self.recent_scores],
         }
@@ -179,10 +179,10 @@ class CachedRows:
         return {part: sum(t.nbytes for t in held) for part, held in self.tensors().items()}
 
     def __repr__(self):
-        pinned = 0 if self.pinned_positions is None else self.pinned_positions.shape[-1]
+        kept = 0 if self.kept_positions is None else self.kept_positions.shape[-1]
         recent = 0 if self.recent is None else self.recent.shape[2]
         return (f"CachedRows(layer {self.layer}, {self.kind.upper()}: "
-                f"{self.n_coded} coded, {pinned} pinned, {recent} recent)")
+                f"{self.n_coded} coded, {kept} kept, {recent} recent)")
 
 
 class LayerCache:
@@ -209,7 +209,7 @@ class LayerCache:
         """
         self.append(k, v, positions)
         # Read: the new tokens in full precision. In a stream attention gets this; under `paper` it
-        # is for scores and pins, and attention gets the second read below.
+        # is for scores and kept, and attention gets the second read below.
         keys, values = self.keys.read(), self.values.read()  # (B, Hkv, S, d) both
 
         if self.method.uses_scores and self.is_choosing:
@@ -227,12 +227,12 @@ class LayerCache:
         # Keep: which tokens stay in full precision from now on?
         keep_keys, keep_values = self.to_keep(n_keys, n_values)
         if keep_keys is not None:
-            self.keys.pin(keep_keys, keys)
+            self.keys.keep(keep_keys, keys)
         if keep_values is not None:
-            self.values.pin(keep_values, values)
+            self.values.keep(keep_values, values)
         if self.chooses_once:
             self.forget_scores()
-        # Code: quantize the n oldest. A pinned one is quantized, too, but read from its own row.
+        # Code: quantize the n oldest. A kept one is quantized, too, but read from its own row.
         if n_keys:
             self.keys.quantize(n_keys)
         if n_values:
@@ -246,7 +246,7 @@ class LayerCache:
     def forget_scores(self):
         """The tokens to keep are chosen for good, and no score is needed any more."""
         for rows in (self.keys, self.values):
-            rows.recent_scores = rows.pinned_scores = None
+            rows.recent_scores = rows.kept_scores = None
 
     def append(self, k, v, positions):
         """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits; keys are rotated
@@ -318,7 +318,7 @@ class LayerCache:
     def to_keep(self, n_keys, n_values):
         """The positions of the keys, and of the values, that the method keeps; None: no change.
 
-        It is asked for both before anything is pinned or quantized. A method that chooses once is
+        It is asked for both before anything is kept or quantized. A method that chooses once is
         asked about the whole prompt, even if none of it is quantized yet.
         """
         if self.chooses_once:
@@ -433,7 +433,7 @@ class KVCache:
 
     def part_bytes(self, kinds="kv"):
         """Bytes held by each part, of all layers' keys (kinds "k"), values ("v"), or both."""
-        sums = dict.fromkeys(("pinned", "coded", "recent"), 0)
+        sums = dict.fromkeys(("kept", "coded", "recent"), 0)
         for layer in self.layers:
             for rows in (layer.keys, layer.values):
                 if rows.kind in kinds:

@@ -79,7 +79,7 @@ def check_finite(layer, rows, gradient):
 
 class Recorder(KVCache):
     """A cache of one window that quantizes nothing. It holds keys and values as the method stores
-    them, pins what the method keeps, and gives each key and value a zero to be added, through which
+    them, keeps what the method asks for, and gives each key and value a zero to be added, through which
     the loss can be differentiated."""
 
     def __init__(self, model, method, differentiable):
@@ -102,9 +102,9 @@ class Recorder(KVCache):
         keys, values = cache.keys.read(), cache.values.read()  # (1, Hkv, T, d) both
         keep_keys, keep_values = cache.to_keep(cache.length, cache.length)
         if keep_keys is not None:
-            cache.keys.pin(keep_keys, keys)
+            cache.keys.keep(keep_keys, keys)
         if keep_values is not None:
-            cache.values.pin(keep_values, values)
+            cache.values.keep(keep_values, values)
         if self.differentiable:  # not through the 16 bits, where a gradient would vanish
             return self.rope.rotate(k, positions), v
         return cache.rotated(keys).to(k.dtype), values.to(v.dtype)
@@ -113,7 +113,7 @@ class Recorder(KVCache):
         """Keys, or values, of a layer as they are stored: rows (Hkv, T, d), kept (Hkv, T) or None,
         gradient (Hkv, T, d) or None."""
         rows = self.layers[layer].keys if kind == "k" else self.layers[layer].values
-        kept = rows.is_pinned(rows.recent.shape[2])  # (1, Hkv, T)
+        kept = rows.is_kept(rows.recent.shape[2])  # (1, Hkv, T)
         kept = None if kept is None else kept[0]
         gradient = None
         if self.gradients is not None:

@@ -266,11 +266,11 @@ def count_bits(result, cache, tokens):
             n_recent = 0
         coded = held["coded"] / rows.n_coded  # bytes of a quantized token
         recent = config.num_hidden_layers * recent_token_bytes(rows)
-        pinned = held["pinned"]
-        total = coded * (T - n_recent) + recent * n_recent + pinned  # bytes
+        kept = held["kept"]
+        total = coded * (T - n_recent) + recent * n_recent + kept  # bytes
         if method.keeps_share and layer.is_choosing:
-            pinned = pinned / T * FAR  # it grows with the text
-        total_far = coded * (FAR - n_recent) + recent * n_recent + pinned
+            kept = kept / T * FAR  # it grows with the text
+        total_far = coded * (FAR - n_recent) + recent * n_recent + kept
         # a half each of the bits of K and of V
         bits += 8 * total / (B * numbers * T) / 2
         bits_far += 8 * total_far / (B * numbers * FAR) / 2
@@ -312,7 +312,7 @@ def compare(methods, **flags):
     takes no value. UserError for what the command refuses.
     """
     import eval_ppl  # only here: the command stands above this module
-    from tinykv.runs import load_class, own_errors, own_settings
+    from tinykv.run.runs import load_class, own_errors, own_settings
 
     def refuse(message):  # where the command would end
         raise UserError(message)

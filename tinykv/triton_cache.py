@@ -357,7 +357,7 @@ class Launch(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; of pinned
+    """out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; of kept
     keys and values the scores in base 2, (B, H, T, n), or None."""
     out: torch.Tensor
     lse: torch.Tensor
@@ -376,8 +376,8 @@ def attention(q, keys, values, rope=None, window=None, slots=None):
     B, H, T, d = q.shape
     Hkv, S = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2]
     R, halves, q = H // Hkv, 1 if rope is None else 2, q.contiguous()
-    k_pins = pins_of(keys, q, slots, pinned_scores(keys, q, rope))
-    v_pins = pins_of(values, q, slots, None)
+    k_kept = kept_of(keys, q, slots, kept_scores(keys, q, rope))
+    v_kept = kept_of(values, q, slots, None)
 
     # cut the text where keys, or values, begin to be recent; cut each part into pieces that fill
     # the GPU
@@ -410,22 +410,22 @@ def attention(q, keys, values, rope=None, window=None, slots=None):
             turn = turn_of(rope, x.tile.N, triton.next_power_of_2(triton.cdiv(S, x.tile.N)), dtype,
                            LIFT.value if x.keys.fold.value else 1, q.device)
         kernels.attend_kernel[x.tiles * B * Hkv, x.pieces](
-            q, x.keys, x.values, turn, k_pins if x.begin < keys.n_coded else Pins(),
-            v_pins if x.begin < values.n_coded else Pins(), acc[x.first:], top[x.first:],
+            q, x.keys, x.values, turn, k_kept if x.begin < keys.n_coded else Kept(),
+            v_kept if x.begin < values.n_coded else Kept(), acc[x.first:], top[x.first:],
             total[x.first:], *q.stride()[:3], x.begin, x.end, x.split, T, S, window or S, x.tiles,
             B * H * T, LOG2E / math.sqrt(d), H, R, x.tile.M, x.tile.N,
             DTYPES[dtype], num_warps=x.tile.warps, num_stages=x.tile.stages,
             maxnreg=x.tile.maxnreg, **FMA)
 
     out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    M, N = min(16, triton.next_power_of_2(T)), min(64, max(16, triton.next_power_of_2(v_pins.n)))
-    pinned = values.pinned_rows if v_pins.slot is not None else None
-    strides = (0, 0, 0) if pinned is None else pinned.stride()[:3]
+    M, N = min(16, triton.next_power_of_2(T)), min(64, max(16, triton.next_power_of_2(v_kept.n)))
+    kept = values.kept_rows if v_kept.slot is not None else None
+    strides = (0, 0, 0) if kept is None else kept.stride()[:3]
     tiles = triton.cdiv(T, M)
     kernels.merge_kernel[tiles * B * H,](
-        acc, top, total, v_pins.score, pinned, out, lse, first, B * H * T, T, v_pins.n, tiles,
+        acc, top, total, v_kept.score, kept, out, lse, first, B * H * T, T, v_kept.n, tiles,
         *strides, H, R, d, triton.next_power_of_2(d), M, N, **FMA)
-    return Attended(out, lse, k_pins.score, v_pins.score)
+    return Attended(out, lse, k_kept.score, v_kept.score)
 
 
 def programs(device, warps):
@@ -437,14 +437,14 @@ def programs(device, warps):
     return torch.cuda.get_device_properties(device).multi_processor_count * 8 // warps
 
 
-class Pins(NamedTuple):
-    """Pinned rows of the keys, or of the values.
+class Kept(NamedTuple):
+    """Kept rows of the keys, or of the values.
 
-    A pinned key takes the place of its slot as a *score*, which is known before. For a pinned value
+    A kept key takes the place of its slot as a *score*, which is known before. For a kept value
     the kernel writes the slot's score, and `merge_kernel` adds the row. So a token's key may be
-    pinned where its value is quantized.
+    kept where its value is quantized.
     """
-    # (B, 1 or Hkv, S) int32: number of a token's pinned row, or -1
+    # (B, 1 or Hkv, S) int32: number of a token's kept row, or -1
     slot: torch.Tensor | None = None
     batch: int = 0  # strides of `slot`
     head: int = 0
@@ -452,25 +452,25 @@ class Pins(NamedTuple):
     n: int = 0
 
 
-def pins_of(rows, q, slots, score):
-    """Pins of keys or values whose slots may be coded, or none. score: of keys (B, H, T, n); of
+def kept_of(rows, q, slots, score):
+    """Kept of keys or values whose slots may be coded, or none. score: of keys (B, H, T, n); of
     values None.
     """
-    if rows.pinned_positions is None or rows.n_coded == 0:
-        return Pins()
-    n = rows.pinned_positions.shape[-1]
+    if rows.kept_positions is None or rows.n_coded == 0:
+        return Kept()
+    n = rows.kept_positions.shape[-1]
     slot = (slots or slots_of)(rows, len(q))  # (B, 1 or Hkv, coded and more)
     if score is None:
         score = torch.full((*q.shape[:3], n), float("-inf"), dtype=torch.float32, device=q.device)
-    return Pins(slot, slot.stride(0), 0 if slot.shape[1] == 1 else slot.stride(1), score, n)
+    return Kept(slot, slot.stride(0), 0 if slot.shape[1] == 1 else slot.stride(1), score, n)
 
 
 def slots_of(rows, B):
-    """Of each coded token the number of its pinned row, or -1: (B, 1 or Hkv, coded and more) int32.
+    """Of each coded token the number of its kept row, or -1: (B, 1 or Hkv, coded and more) int32.
 
     A multiple of 16 long, or the kernels would be compiled anew where a stride becomes one.
     """
-    positions, coded = rows.pinned_positions, rows.n_coded
+    positions, coded = rows.kept_positions, rows.n_coded
     size = triton.cdiv(coded + 1, 16) * 16
     is_coded = (positions >= 0) & (positions < coded)  # (B or 1, h, n)
     place = positions.where(is_coded, coded).long().expand(B, -1, -1)  # (B, h, n)
@@ -479,15 +479,15 @@ def slots_of(rows, B):
     return slot.scatter_(2, place, number.expand_as(place))
 
 
-def pinned_scores(keys, q, rope):
-    """(B, H, T, n) fp32, in base 2: of the pinned keys, whether a query sees them or not; None if
+def kept_scores(keys, q, rope):
+    """(B, H, T, n) fp32, in base 2: of the kept keys, whether a query sees them or not; None if
     there are none.
     """
-    if keys.pinned_positions is None or keys.n_coded == 0:
+    if keys.kept_positions is None or keys.n_coded == 0:
         return None
-    rows = keys.pinned_rows.float()  # (B, Hkv, n, d)
+    rows = keys.kept_rows.float()  # (B, Hkv, n, d)
     if rope is not None:
-        at = keys.pinned_positions.expand(rows.shape[:3]).flatten()  # (B * Hkv * n)
+        at = keys.kept_positions.expand(rows.shape[:3]).flatten()  # (B * Hkv * n)
         rows = rope.rotate(rows.flatten(0, 2), at).view_as(rows)
     grouped = q.float().unflatten(1, (rows.shape[1], -1)).flatten(2, 3)  # (B, Hkv, R * T, d)
     s = grouped @ rows.transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))  # (B, Hkv, R * T, n)
@@ -578,15 +578,15 @@ class TritonLayer(LayerCache):
         return attention(q, self.keys, self.values, rope, self.window, self.slots)
 
     def slots(self, rows, B):
-        """`slots_of` keys or values, kept until something is quantized or pinned."""
+        """`slots_of` keys or values, kept until something is quantized or kept."""
         positions, coded, slots = self.known_slots.get(rows.kind, (None, 0, None))
-        if positions is not rows.pinned_positions or coded != rows.n_coded:
+        if positions is not rows.kept_positions or coded != rows.n_coded:
             slots = slots_of(rows, B)
-            self.known_slots[rows.kind] = rows.pinned_positions, rows.n_coded, slots
+            self.known_slots[rows.kind] = rows.kept_positions, rows.n_coded, slots
         return slots
 
     def add_scores(self, q, attended):
-        """Eq. 5 for the tokens in full precision. The pinned ones' weights come from the attention
+        """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention
         itself.
         """
         Hkv, window = self.keys.recent.shape[1], self.window or self.length
@@ -597,56 +597,56 @@ class TritonLayer(LayerCache):
         of_keys, of_values = anchor_scores(q, recent, attended.lse, self.window)  # (B, Hkv, r) both
 
         lse = attended.lse[..., None] * LOG2E  # (B, H, T, 1), in base 2
-        pinned_keys = pinned_values = None
+        kept_keys = kept_values = None
         if attended.key_scores is not None:
             # (T): positions
             at = torch.arange(self.length - q.shape[2], self.length, device=q.device)
             # (B, 1 or Hkv, T, n)
-            seen = self.keys.pinned_positions[:, :, None] > at[:, None] - window
+            seen = self.keys.kept_positions[:, :, None] > at[:, None] - window
             seen = seen.repeat_interleave(q.shape[1] // seen.shape[1], dim=1)  # (B, H, T, n)
             A = torch.exp2(attended.key_scores - lse) * seen  # (B, H, T, n)
             norm = q.float().norm(dim=-1)[..., None]  # (B, H, T, 1)
             of_heads = (norm * A * (1 - A)).sum(2)  # (B, H, n)
-            pinned_keys = of_heads.unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, n)
+            kept_keys = of_heads.unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, n)
         if attended.value_scores is not None:
             A = torch.exp2(attended.value_scores - lse)  # (B, H, T, n)
-            pinned_values = A.sum(2).unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, n)
-        self.keys.accumulate(of_keys, pinned_keys)
-        self.values.accumulate(of_values, pinned_values)
+            kept_values = A.sum(2).unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, n)
+        self.keys.accumulate(of_keys, kept_keys)
+        self.values.accumulate(of_values, kept_values)
 
     def quantize(self):
-        """The second half of `LayerCache.update`; pinned rows come from rows in full precision."""
+        """The second half of `LayerCache.update`; kept rows come from rows in full precision."""
         n_keys, n_values = self.due(self.keys), self.due(self.values)
         keep_keys, keep_values = self.to_keep(n_keys, n_values)
         for rows, n, positions in ((self.keys, n_keys, keep_keys),
                                    (self.values, n_values, keep_values)):
             if positions is not None:
-                pin(rows, positions)
+                keep(rows, positions)
             if n:
                 rows.quantize(n)
         if self.chooses_once:
             self.forget_scores()
 
 
-def pin(rows, positions):
-    """As `CachedRows.pin`, from pinned and recent rows alone. positions (B or 1, 1 or Hkv, p):
+def keep(rows, positions):
+    """As `CachedRows.keep`, from kept and recent rows alone. positions (B or 1, 1 or Hkv, p):
     each one of these.
     """
     B, Hkv, r, d = rows.recent.shape
     positions = positions.expand(B, -1, -1)  # (B, 1 or Hkv, p)
     if rows.recent_scores is not None:
         at = positions.clamp(min=0).long().expand(B, Hkv, -1)  # (B, Hkv, p)
-        rows.pinned_scores = rows.read_scores().gather(2, at)  # (B, Hkv, p)
-    # where each token is among `pinned rows | recent rows`
+        rows.kept_scores = rows.read_scores().gather(2, at)  # (B, Hkv, p)
+    # where each token is among `kept rows | recent rows`
     exact, n, at = rows.recent, 0, positions - rows.n_coded  # (B, 1 or Hkv, p)
-    if rows.pinned_positions is not None:
-        exact = torch.cat([rows.pinned_rows, rows.recent], dim=2)  # (B, Hkv, n + r, d)
-        n = rows.pinned_positions.shape[-1]
-        same = positions[..., :, None] == rows.pinned_positions[..., None, :]  # (B, 1 or Hkv, p, n)
+    if rows.kept_positions is not None:
+        exact = torch.cat([rows.kept_rows, rows.recent], dim=2)  # (B, Hkv, n + r, d)
+        n = rows.kept_positions.shape[-1]
+        same = positions[..., :, None] == rows.kept_positions[..., None, :]  # (B, 1 or Hkv, p, n)
         at = torch.where(same.any(-1) & (at < 0), same.int().argmax(-1), n + at)  # (B, 1 or Hkv, p)
     at = at.clamp(0, n + r - 1).long()  # an empty slot: any row
-    rows.pinned_rows = exact.gather(2, at[..., None].expand(B, Hkv, -1, d))  # (B, Hkv, p, d)
-    rows.pinned_positions = positions.to(torch.int32, copy=True)
+    rows.kept_rows = exact.gather(2, at[..., None].expand(B, Hkv, -1, d))  # (B, Hkv, p, d)
+    rows.kept_positions = positions.to(torch.int32, copy=True)
 
 
 class TritonCache(KVCache):

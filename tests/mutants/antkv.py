@@ -11,7 +11,7 @@ from invariants import (
     check_scores,
 )
 
-from mutants.common import PinnedAgainAsDecoded, PinnedRowsOfTheFirstSequence
+from mutants.common import KeptAgainAsDecoded, KeptRowsOfTheFirstSequence
 from mutants.mutant import DOUBLE, LONG, PAPER, Mutant
 from tinykv.cache import CachedRows
 from tinykv.methods.antkv import AnTKV, attention_tiles
@@ -21,10 +21,10 @@ from tinykv.methods.antkv import AnTKV, attention_tiles
 
 class SmallestAnchors(AnTKV):
     def largest(self, rows, n, length):
-        own = rows.recent_scores, rows.pinned_scores
-        rows.recent_scores, rows.pinned_scores = (None if scores is None else -scores for scores in own)
+        own = rows.recent_scores, rows.kept_scores
+        rows.recent_scores, rows.kept_scores = (None if scores is None else -scores for scores in own)
         positions = super().largest(rows, n, length)
-        rows.recent_scores, rows.pinned_scores = own
+        rows.recent_scores, rows.kept_scores = own
         return positions
 
 
@@ -32,7 +32,7 @@ class FirstAnchorsForGood(AnTKV):
     """Those of the first event are never replaced."""
 
     def largest(self, rows, n, length):
-        first = rows.pinned_positions
+        first = rows.kept_positions
         return super().largest(rows, n, length) if first is None else first
 
 
@@ -40,9 +40,9 @@ class OnlyTheNewestAnchors(AnTKV):
     """The anchors of now do not compete."""
 
     def largest(self, rows, n, length):
-        own, rows.pinned_positions = rows.pinned_positions, None
+        own, rows.kept_positions = rows.kept_positions, None
         positions = super().largest(rows, n, length)
-        rows.pinned_positions = own
+        rows.kept_positions = own
         return positions
 
 
@@ -55,10 +55,10 @@ class AnchorsOfTheWindowToo(AnTKV):
 
 class TiesToTheNewestAnchor(AnTKV):
     def largest(self, rows, n, length):
-        own = rows.pinned_scores
-        rows.pinned_scores = None if own is None else own - 1e-3
+        own = rows.kept_scores
+        rows.kept_scores = None if own is None else own - 1e-3
         positions = super().largest(rows, n, length)
-        rows.pinned_scores = own
+        rows.kept_scores = own
         return positions
 
 
@@ -174,16 +174,16 @@ class ScoresOfTheLastChunk(CachedRows):
     def add_scores(self, scores):
         if self.recent_scores is not None:
             self.recent_scores = torch.zeros_like(self.recent_scores)
-        if self.pinned_scores is not None:
-            self.pinned_scores = torch.zeros_like(self.pinned_scores)
+        if self.kept_scores is not None:
+            self.kept_scores = torch.zeros_like(self.kept_scores)
         super().add_scores(scores)
 
 
-class PinnedScoresStandStill(CachedRows):
+class KeptScoresStandStill(CachedRows):
     def add_scores(self, scores):
-        own = self.pinned_scores
+        own = self.kept_scores
         super().add_scores(scores)
-        self.pinned_scores = own
+        self.kept_scores = own
 
 
 class ScoresOfCodedRowsHeld(CachedRows):
@@ -240,11 +240,11 @@ MUTANTS = [
     Mutant(AnTKV, check_chunks_equal_single_tokens, ScoresOfTheLastQuery, DOUBLE),
     Mutant(AnTKV, check_cache_holds_the_expected_rows, ScoresOfTheLastChunk, LONG),
     Mutant(AnTKV, check_chunks_equal_single_tokens, ScoresOfTheLastChunk, DOUBLE),
-    Mutant(AnTKV, check_cache_holds_the_expected_rows, PinnedScoresStandStill, LONG),
+    Mutant(AnTKV, check_cache_holds_the_expected_rows, KeptScoresStandStill, LONG),
     Mutant(AnTKV, check_bytes, ScoresOfCodedRowsHeld, PAPER),
     Mutant(AnTKV, check_scores, NewestScoresDropped, {"recent": 5}),
     Mutant(AnTKV, check_cache_holds_the_expected_rows, NewestScoresDropped, {"recent": 6} | LONG),
     Mutant(AnTKV, check_cache_holds_the_expected_rows, ScoresOneChunkLate, LONG),
-    Mutant(AnTKV, check_cache_holds_the_expected_rows, PinnedAgainAsDecoded, LONG),
-    Mutant(AnTKV, check_batch_rows_are_independent, PinnedRowsOfTheFirstSequence, DOUBLE),
+    Mutant(AnTKV, check_cache_holds_the_expected_rows, KeptAgainAsDecoded, LONG),
+    Mutant(AnTKV, check_batch_rows_are_independent, KeptRowsOfTheFirstSequence, DOUBLE),
 ]

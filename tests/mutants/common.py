@@ -42,31 +42,31 @@ class KeptTokensCount(Affine):
 
 class PinsIgnoredOnReading(CachedRows):
     def read(self):
-        own, self.pinned_positions = self.pinned_positions, None
+        own, self.kept_positions = self.kept_positions, None
         rows = super().read()
-        self.pinned_positions = own
+        self.kept_positions = own
         return rows
 
 
-class PinnedRowsOfTheFirstSequence(CachedRows):
-    """Every sequence gets the first one's pinned rows, though in its own positions."""
+class KeptRowsOfTheFirstSequence(CachedRows):
+    """Every sequence gets the first one's kept rows, though in its own positions."""
 
     def read(self):
-        own = self.pinned_rows
-        self.pinned_rows = None if own is None else own[:1].expand_as(own)
+        own = self.kept_rows
+        self.kept_rows = None if own is None else own[:1].expand_as(own)
         rows = super().read()
-        self.pinned_rows = own
+        self.kept_rows = own
         return rows
 
 
-class PinnedAgainAsDecoded(CachedRows):
-    """A token that stays pinned is pinned again as it is decoded."""
+class KeptAgainAsDecoded(CachedRows):
+    """A token that stays kept is kept again as it is decoded."""
 
-    def pin(self, positions, rows):
-        own, self.pinned_positions = self.pinned_positions, None
+    def keep(self, positions, rows):
+        own, self.kept_positions = self.kept_positions, None
         rows = self.read()
-        self.pinned_positions = own
-        super().pin(positions, rows)
+        self.kept_positions = own
+        super().keep(positions, rows)
 
 
 class KeepsADecodedCopy(CachedRows):
@@ -183,8 +183,8 @@ class ReadsOn(KVCache):
 MUTANTS = [
     Mutant(PFN, check_cache_holds_the_expected_rows, PinsIgnoredOnReading, TOKEN),
     Mutant(PFN, check_placeholders_do_not_matter, PinsIgnoredOnReading, CHANNEL | PAPER),
-    Mutant(PFN, check_batch_rows_are_independent, PinnedRowsOfTheFirstSequence, TOKEN | DOUBLE),
-    Mutant(PFN, check_cache_holds_the_expected_rows, PinnedAgainAsDecoded, TOKEN),
+    Mutant(PFN, check_batch_rows_are_independent, KeptRowsOfTheFirstSequence, TOKEN | DOUBLE),
+    Mutant(PFN, check_cache_holds_the_expected_rows, KeptAgainAsDecoded, TOKEN),
     Mutant(RTN, check_bytes, KeepsADecodedCopy, TOKEN),
     Mutant(FP16, check_bytes, HoldsRowsBehindAView, {"batch": 1, "heads_per_kv": 4, "recent": 5}),
     Mutant(RTN, check_cache_holds_the_expected_rows, QuantizesOneTooFew, TOKEN),

@@ -5,7 +5,7 @@
 import torch
 from invariants import check_bytes, check_cache_holds_the_expected_rows, check_placeholders_do_not_matter
 
-from mutants.common import KeptTokensCount, PinnedAgainAsDecoded
+from mutants.common import KeptAgainAsDecoded, KeptTokensCount
 from mutants.mutant import LONG, PAPER, Mutant
 from tinykv.methods.ott import OTT
 
@@ -26,10 +26,10 @@ class ElectsWithoutThePool(OTT):
 
     def keep_keys(self, layer_cache, n):
         keys = layer_cache.keys
-        if layer_cache.layer < self.skip_layers or keys.pinned_positions is None:
+        if layer_cache.layer < self.skip_layers or keys.kept_positions is None:
             return super().keep_keys(layer_cache, n)
         order = self.size(keys.recent[:, :, :n]).sort(dim=-1, stable=True).indices
-        pool, extra = order[..., :self.preserve], keys.pinned_positions[..., :self.extra_pool]
+        pool, extra = order[..., :self.preserve], keys.kept_positions[..., :self.extra_pool]
         return torch.cat([keys.n_coded + pool, extra], dim=-1)
 
 
@@ -52,7 +52,7 @@ class FullBeforeItIs(OTT):
     """Admits none where not all fit."""
 
     def keep_keys(self, layer_cache, n):
-        positions, before = super().keep_keys(layer_cache, n), layer_cache.keys.pinned_positions
+        positions, before = super().keep_keys(layer_cache, n), layer_cache.keys.kept_positions
         if positions is None or before is None:
             return positions
         own, self.extra_pool = self.extra_pool, 1000
@@ -114,5 +114,5 @@ MUTANTS = [
     Mutant(OTT, check_cache_holds_the_expected_rows, OneHeadForTheLayer, PAPER | {"settings": (("scope", "layer"),)}),
     Mutant(OTT, check_cache_holds_the_expected_rows, KeptTokensCount, PAPER),
     Mutant(OTT, check_placeholders_do_not_matter, KeptTokensCount),
-    Mutant(OTT, check_cache_holds_the_expected_rows, PinnedAgainAsDecoded),
+    Mutant(OTT, check_cache_holds_the_expected_rows, KeptAgainAsDecoded),
 ]

@@ -76,10 +76,10 @@ class OneSequenceOnly(CodecMethod):
 
 
 class Crashes(CodecMethod):
-    """Forgets that nothing is pinned at first."""
+    """Forgets that nothing is kept at first."""
 
     def keep_keys(self, layer_cache, n):
-        return first_tokens(layer_cache, 1 + layer_cache.keys.pinned_rows.shape[2])
+        return first_tokens(layer_cache, 1 + layer_cache.keys.kept_rows.shape[2])
 
 
 class Remembers(CodecMethod):

@@ -22,7 +22,13 @@ import torch
 from tinykv import UserError, did_you_mean, hf, storage
 from tinykv.analysis import anchors, figures, maps, prefixes, quantization, sinks
 from tinykv.cache import KVCache
-from tinykv.cli import (
+from tinykv.codecs import make_codecs
+from tinykv.codecs.affine import FORMULAS
+from tinykv.codecs.base import CALIBRATION_WINDOWS
+from tinykv.data.windows import halves, load_windows
+from tinykv.evaluate import fault_of
+from tinykv.methods.fp16 import FP16
+from tinykv.run.cli import (
     Help,
     Parser,
     add_attention,
@@ -42,13 +48,7 @@ from tinykv.cli import (
     quantized_model,
     quantizers_of,
 )
-from tinykv.codecs import make_codecs
-from tinykv.codecs.affine import FORMULAS
-from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.data.windows import halves, load_windows
-from tinykv.evaluate import fault_of
-from tinykv.methods.fp16 import FP16
-from tinykv.methods.intactkv import open_prefix
+from tinykv.run.prefix import open_prefix
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 

@@ -6,7 +6,7 @@ marker as well as in colour, and all eyes can tell the colours apart.
 """
 from tinykv import storage
 from tinykv.analysis.maps import pooled
-from tinykv.table import BITS_SETTINGS, lines_of
+from tinykv.run.table import BITS_SETTINGS, lines_of
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
            "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")

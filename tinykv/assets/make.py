@@ -13,7 +13,6 @@ and stay in the stories; answers are learned after them.
 
 The command ends with the written rule by which the shipped model was chosen, see `RULE`.
 """
-import argparse
 import io
 import json
 import sys
@@ -29,6 +28,7 @@ from tinykv import hf
 from tinykv.data.stories import REFRAINS, WORDS, chants, stories
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama, LlamaConfig
+from tinykv.run.cli import Parser, one_line
 
 BOS, EOS = 1, 2  # sentencepiece's own ids
 CONFIG = LlamaConfig(

@@ -154,7 +154,7 @@ class Codec:
         """Pass `step` is over: compute what it was for."""
 
     def encode(self, x, ignore=None):
-        """x (B, Hkv, T, d) -> Codes. ignore (B, Hkv, T): True at pinned tokens, which must not
+        """x (B, Hkv, T, d) -> Codes. ignore (B, Hkv, T): True at kept tokens, which must not
         matter for the others."""
         raise NotImplementedError
 

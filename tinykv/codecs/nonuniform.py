@@ -247,7 +247,7 @@ class NonUniform(Codec):
             outlier = outlier & ~ignore
 
         # 2. the range of the other numbers. A token that is ignored in all heads gets a range, too:
-        #    it is pinned now, but may be evicted later, and is then read as its codes
+        #    it is kept now, but may be evicted later, and is then read as its codes
         aside = outlier | ignore  # (B, T, C)
         aside = aside & ~ignore.all(-1, keepdim=True)
         lo = x.masked_fill(aside, float("inf")).amin(-1, keepdim=True)  # (B, T, 1)

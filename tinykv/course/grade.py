@@ -13,9 +13,9 @@ import torch
 from tqdm import tqdm
 
 from tinykv import UserError
-from tinykv.cli import Parser, one_line, print_columns
 from tinykv.course import check
 from tinykv.course.runner import Report, grade
+from tinykv.run.cli import Parser, one_line, print_columns
 from tinykv.storage import write, write_json
 
 

@@ -12,8 +12,8 @@ import subprocess
 from pathlib import Path
 
 from tinykv import UserError
-from tinykv.cli import Parser, one_line
 from tinykv.course import check
+from tinykv.run.cli import Parser, one_line
 
 ROOT = Path(__file__).parents[2]
 GONE = ("tests/course/", "tests/test_course.py", "docs/course/authors.md")

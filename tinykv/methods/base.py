@@ -70,7 +70,7 @@ class Method:
         rotated.
 
         Returns the scores of the tokens' keys and of their values, (B, Hkv, S) both. The cache
-        accumulates them for the tokens in full precision: `recent_scores` and `pinned_scores` of
+        accumulates them for the tokens in full precision: `recent_scores` and `kept_scores` of
         its `CachedRows`.
         """
         raise NotImplementedError
@@ -80,7 +80,7 @@ class Method:
         layer are about to be quantized.
 
         Returns positions (B, 1 or Hkv, p), -1 for an unused entry; None leaves things as they
-        are. Any recent or pinned token can be kept. A function of the cache alone, which it does
+        are. Any recent or kept token can be kept. A function of the cache alone, which it does
         not change.
         """
         return None
@@ -176,7 +176,7 @@ def first_tokens(layer_cache, n):
 def best_tokens(rows, n, count, score=None):
     """What `keep_keys` returns to keep the `count` tokens with the largest scores so far.
 
-    The tokens that are pinned compete with those that are about to be quantized, the n oldest
+    The tokens that are kept compete with those that are about to be quantized, the n oldest
     recent ones. Any other token is quantized already, or not due yet. rows: the `CachedRows` of K
     or of V. score: a function of keys or values (B, Hkv, m, d) to their scores (B, 1 or Hkv, m).
     For a method that `uses_scores`, the scores that the cache accumulates are multiplied by it, or
@@ -195,16 +195,16 @@ def best_tokens(rows, n, count, score=None):
     positions = torch.arange(rows.n_coded, rows.n_coded + n, device=scores.device)  # (n)
     positions = positions.expand_as(scores)  # (B, h, n)
 
-    # the pinned ones compete with them; they come first, as they are earlier
-    if rows.pinned_positions is not None:
-        pinned_scores = 1 if score is None else score(rows.pinned_rows)  # (B, h, p)
+    # the kept ones compete with them; they come first, as they are earlier
+    if rows.kept_positions is not None:
+        kept_scores = 1 if score is None else score(rows.kept_rows)  # (B, h, p)
         if accumulates:
-            pinned_scores = pinned_scores * rows.pinned_scores  # (B, h, p)
-        unused = rows.pinned_positions < 0  # (B, h, p): an unused entry loses to every token
-        pinned_scores = pinned_scores.masked_fill(unused, float("-inf"))  # (B, h, p)
-        pinned_positions = rows.pinned_positions.expand_as(pinned_scores)  # (B, h, p)
-        scores = torch.cat([pinned_scores, scores], dim=-1)  # (B, h, p + n)
-        positions = torch.cat([pinned_positions, positions], dim=-1)  # (B, h, p + n)
+            kept_scores = kept_scores * rows.kept_scores  # (B, h, p)
+        unused = rows.kept_positions < 0  # (B, h, p): an unused entry loses to every token
+        kept_scores = kept_scores.masked_fill(unused, float("-inf"))  # (B, h, p)
+        kept_positions = rows.kept_positions.expand_as(kept_scores)  # (B, h, p)
+        scores = torch.cat([kept_scores, scores], dim=-1)  # (B, h, p + n)
+        positions = torch.cat([kept_positions, positions], dim=-1)  # (B, h, p + n)
 
     order = scores.sort(dim=-1, descending=True, stable=True).indices  # (B, h, p + n)
     return positions.gather(-1, order[..., :count])  # (B, h, up to count)

@@ -66,14 +66,14 @@ class OTT(CodecMethod):
         smallest = score.sort(dim=-1, stable=True)  # ties: the earlier token
         candidate_scores = smallest.values[..., :p]  # (B, h, up to p)
         candidates = keys.n_coded + smallest.indices[..., :p]  # (B, h, up to p): positions
-        if keys.pinned_positions is None:
+        if keys.kept_positions is None:
             return candidates  # the first pool
 
         # 2. The pool as it is, and its scores.
-        pool = keys.pinned_positions[..., :p]  # (B, h, up to p)
-        extra = keys.pinned_positions[..., p:]  # (B, h, e), -1 where a slot is empty
+        pool = keys.kept_positions[..., :p]  # (B, h, up to p)
+        extra = keys.kept_positions[..., p:]  # (B, h, e), -1 where a slot is empty
         n_pool = pool.shape[-1]  # p, or less if the first election had fewer candidates
-        pool_scores = self.size(keys.pinned_rows[:, :, :n_pool])  # (B, h, n_pool)
+        pool_scores = self.size(keys.kept_rows[:, :, :n_pool])  # (B, h, n_pool)
 
         # 3. Admit no more candidates than there are free places, in the pool and in the extra pool.
         extra_used = (extra >= 0).sum(-1, keepdim=True)  # (B, h, 1)

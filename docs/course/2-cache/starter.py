@@ -5,7 +5,7 @@ work as they stand. Names, arguments and shapes stay as they are. To grade this 
 
     python -m tinykv.course.grade docs/course/2-cache/starter.py
 
-Shapes: B sequences, H heads, d channels of a head, T new tokens, S tokens so far, p pinned tokens.
+Shapes: B sequences, H heads, d channels of a head, T new tokens, S tokens so far, p kept tokens.
 A row is the key, or the value, of one token in one head: d numbers. A codec is given:
 
     codec.encode(x, ignore=None)   x (B, H, n, d), fp16 or fp32 -> codes. ignore (B, H, n),
@@ -21,7 +21,7 @@ ASSIGNMENT = "cache"
 
 
 class Rows:
-    """The keys, or the values, of one layer: pinned | coded | recent."""
+    """The keys, or the values, of one layer: kept | coded | recent."""
 
     # given
 
@@ -29,8 +29,8 @@ class Rows:
         self.codec = codec
         self.codes, self.n_coded = None, 0  # codes of the tokens 0 .. n_coded - 1
         self.recent = None  # (B, H, r, d) fp16: the tokens after those
-        self.pinned_positions = None  # (B, p) int32
-        self.pinned_rows = None  # (B, H, p, d) fp16: the rows at those positions
+        self.kept_positions = None  # (B, p) int32
+        self.kept_rows = None  # (B, H, p, d) fp16: the rows at those positions
 
     # Task 1: the parts
 
@@ -39,23 +39,23 @@ class Rows:
         raise NotImplementedError("assignment 2, cache: Rows.append")
 
     def quantize(self, n):
-        """Quantize the n oldest recent tokens. Those that are pinned are ignored by the codec. What
+        """Quantize the n oldest recent tokens. Those that are kept are ignored by the codec. What
         is left of `recent` must not keep the memory of the quantized rows alive."""
         raise NotImplementedError("assignment 2, cache: Rows.quantize")
 
     def read(self):
         """The rows of all tokens so far, (B, H, S, d) fp16: the coded ones decoded, then the recent
-        ones; at the pinned positions the pinned rows."""
+        ones; at the kept positions the kept rows."""
         raise NotImplementedError("assignment 2, cache: Rows.read")
 
-    def pin(self, positions):
+    def keep(self, positions):
         """Keep the tokens at positions (B, p), integers, from now on, and no others. Each of them is
-        recent or pinned now, and the row that `read` gives of it is kept."""
-        raise NotImplementedError("assignment 2, cache: Rows.pin")
+        recent or kept now, and the row that `read` gives of it is kept."""
+        raise NotImplementedError("assignment 2, cache: Rows.keep")
 
     @property
     def nbytes(self):
-        """Bytes that all three parts take: codes, recent rows, pinned rows, pinned positions."""
+        """Bytes that all three parts take: codes, recent rows, kept rows, kept positions."""
         raise NotImplementedError("assignment 2, cache: Rows.nbytes")
 
 
@@ -86,8 +86,8 @@ class Layer:
         The new tokens join keys, values and `length` first.
 
         Under "paper" quantize, then read. Under "stream" read, then quantize. If n > 0 tokens are
-        about to be quantized, first ask `method.keep(self, n)`: positions (B, p), which are pinned
-        in keys and values, or None, which leaves the pins as they are.
+        about to be quantized, first ask `method.keep(self, n)`: positions (B, p), which are kept
+        in keys and values, or None, which leaves the kept tokens as they are.
         """
         raise NotImplementedError("assignment 2, cache: Layer.update")
 

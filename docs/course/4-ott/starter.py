@@ -93,9 +93,9 @@ class OTT(CodecMethod):
         `rows = layer_cache.keys` has, before this block is quantized:
             rows.recent (B, Hkv, r, d)                  recent keys, the oldest first; r >= n
             rows.n_coded                                the position of the first of them
-            rows.pinned_positions (B, Hkv, p + e)       what you returned last time; None at first
-            rows.pinned_rows (B, Hkv, p + e, d)         the keys of these tokens
-        Change none of them. At -1 pinned_rows holds some other token's key. Values keep the tokens
+            rows.kept_positions (B, Hkv, p + e)       what you returned last time; None at first
+            rows.kept_rows (B, Hkv, p + e, d)         the keys of these tokens
+        Change none of them. At -1 kept_rows holds some other token's key. Values keep the tokens
         that keys keep.
         """
         raise NotImplementedError("assignment 4, ott: OTT.keep_keys")

@@ -14,8 +14,8 @@ class Rows(cache.CachedRows):
     def append(self, rows):
         super().append(rows.half())
 
-    def pin(self, positions):
-        super().pin(positions[:, None], self.read())
+    def keep(self, positions):
+        super().keep(positions[:, None], self.read())
 
     @property
     def nbytes(self):
@@ -33,8 +33,8 @@ class Adapted:
     def __getattr__(self, name):
         return getattr(self.rows, name)
 
-    def pin(self, positions, _):
-        self.rows.pin(positions[:, 0])
+    def keep(self, positions, _):
+        self.rows.keep(positions[:, 0])
 
 
 class NoRope:

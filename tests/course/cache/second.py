@@ -9,8 +9,8 @@ class Rows:
         self.codec = codec
         self.codes, self.n_coded = None, 0
         self.recent = None
-        self.pinned_positions = None
-        self.pinned_rows = None
+        self.kept_positions = None
+        self.kept_rows = None
 
     def append(self, rows):
         rows = rows.to(torch.float16)
@@ -19,10 +19,10 @@ class Rows:
     def quantize(self, n):
         oldest, newer = self.recent[:, :, :n], self.recent[:, :, n:]
         ignore = None
-        if self.pinned_positions is not None:
+        if self.kept_positions is not None:
             B, H = oldest.shape[:2]
             ignore = torch.zeros(B, H, n, dtype=torch.bool)
-            for b, positions in enumerate(self.pinned_positions.tolist()):
+            for b, positions in enumerate(self.kept_positions.tolist()):
                 for position in positions:
                     if self.n_coded <= position < self.n_coded + n:
                         ignore[b, :, position - self.n_coded] = True
@@ -36,19 +36,19 @@ class Rows:
         if self.codes is not None:
             parts.insert(0, self.codec.decode(self.codes).half())
         rows = torch.cat(parts, dim=2)
-        if self.pinned_positions is not None:
-            for b, positions in enumerate(self.pinned_positions.long()):
-                rows[b, :, positions] = self.pinned_rows[b]
+        if self.kept_positions is not None:
+            for b, positions in enumerate(self.kept_positions.long()):
+                rows[b, :, positions] = self.kept_rows[b]
         return rows
 
-    def pin(self, positions):
+    def keep(self, positions):
         rows = self.read()
-        self.pinned_rows = torch.stack([rows[b, :, at] for b, at in enumerate(positions.long())])
-        self.pinned_positions = positions.to(torch.int32)
+        self.kept_rows = torch.stack([rows[b, :, at] for b, at in enumerate(positions.long())])
+        self.kept_positions = positions.to(torch.int32)
 
     @property
     def nbytes(self):
-        held = [self.codes, self.recent, self.pinned_rows, self.pinned_positions]
+        held = [self.codes, self.recent, self.kept_rows, self.kept_positions]
         return sum(part.nbytes for part in held if part is not None)
 
 
@@ -74,8 +74,8 @@ class Layer:
         if n > 0:
             positions = self.method.keep(self, n)
             if positions is not None:
-                self.keys.pin(positions)
-                self.values.pin(positions)
+                self.keys.keep(positions)
+                self.values.keep(positions)
             self.keys.quantize(n)
             self.values.quantize(n)
         if self.protocol == "stream":

@@ -26,42 +26,42 @@ WRONG = {
         {"quantize_frees": "a slice is a view of the whole tensor"}),
     "does_not_count": (
         "        self.n_coded += n\n", "",
-        {"quantize_oldest": "n_coded is 0", "pin_again": "", "pinned_are_ignored": "",
+        {"quantize_oldest": "n_coded is 0", "pin_again": "", "kept_are_ignored": "",
          "whole_cache": ""}),
-    "never_reads_pins": (
-        "rows[b, :, positions] = self.pinned_rows[b]", "pass",
-        {"pin_and_read": "pinned rows stand at their positions", "pin_again": "", "whole_cache": ""}),
+    "never_reads_kept": (
+        "rows[b, :, positions] = self.kept_rows[b]", "pass",
+        {"pin_and_read": "kept rows stand at their positions", "pin_again": "", "whole_cache": ""}),
     "pins_of_the_first_sequence": (
-        "rows[b, :, positions] = self.pinned_rows[b]", "rows[b, :, positions] = self.pinned_rows[0]",
+        "rows[b, :, positions] = self.kept_rows[b]", "rows[b, :, positions] = self.kept_rows[0]",
         {"pin_and_read": "Of sequence 0 tokens", "pin_again": "", "whole_cache": ""}),
     "positions_of_the_first_sequence": (
-        "for b, positions in enumerate(self.pinned_positions.long()):",
-        "for b, positions in enumerate(self.pinned_positions[:1].repeat(2, 1).long()):",
+        "for b, positions in enumerate(self.kept_positions.long()):",
+        "for b, positions in enumerate(self.kept_positions[:1].repeat(2, 1).long()):",
         {"pin_and_read": "of sequence 1 tokens"}),
     "pins_what_is_decoded": (
-        "        rows = self.read()\n", "        self.pinned_positions = None\n        rows = self.read()\n",
+        "        rows = self.read()\n", "        self.kept_positions = None\n        rows = self.read()\n",
         {"pin_again": "not its code", "whole_cache": "Tokens"}),
-    "adds_pins": (
-        "        self.pinned_rows = torch.stack(",
-        "        if self.pinned_positions is not None:\n"
-        "            positions = torch.cat([self.pinned_positions.long(), positions], dim=1)\n"
-        "        self.pinned_rows = torch.stack(",
+    "adds_kept": (
+        "        self.kept_rows = torch.stack(",
+        "        if self.kept_positions is not None:\n"
+        "            positions = torch.cat([self.kept_positions.long(), positions], dim=1)\n"
+        "        self.kept_rows = torch.stack(",
         {"pin_again": "and no others"}),
     "kept_tokens_count": (
         "self.codec.encode(oldest, ignore)", "self.codec.encode(oldest)",
-        {"pinned_are_ignored": "Pinned tokens must not stretch",
+        {"kept_are_ignored": "Kept tokens must not stretch",
          "whole_cache": "without the kept ones in their ranges"}),
     "ignores_by_the_block": (
         "if self.n_coded <= position < self.n_coded + n:\n"
         "                        ignore[b, :, position - self.n_coded] = True",
         "if position < n:\n                        ignore[b, :, position] = True",
-        {"pinned_are_ignored": "positions count from the start of the text", "pin_again": "",
+        {"kept_are_ignored": "positions count from the start of the text", "pin_again": "",
          "whole_cache": "Tokens"}),
     "positions_of_eight_bytes": (
         "positions.to(torch.int32)", "positions.long()",
         {"bytes_held": "positions of four bytes"}),
     "forgets_the_pins_in_its_bytes": (
-        "held = [self.codes, self.recent, self.pinned_rows, self.pinned_positions]",
+        "held = [self.codes, self.recent, self.kept_rows, self.kept_positions]",
         "held = [self.codes, self.recent]",
         {"bytes_held": "two more rows in 16 bits"}),
     "partial_blocks": (
@@ -89,15 +89,15 @@ WRONG = {
         {"stream_reads_exact": "Read, then quantize"}),
     "pins_after_quantizing": (
         "            if positions is not None:\n"
-        "                self.keys.pin(positions)\n"
-        "                self.values.pin(positions)\n"
+        "                self.keys.keep(positions)\n"
+        "                self.values.keep(positions)\n"
         "            self.keys.quantize(n)\n"
         "            self.values.quantize(n)\n",
         "            self.keys.quantize(n)\n"
         "            self.values.quantize(n)\n"
         "            if positions is not None:\n"
-        "                self.keys.pin(positions)\n"
-        "                self.values.pin(positions)\n",
+        "                self.keys.keep(positions)\n"
+        "                self.values.keep(positions)\n",
         {"asks_before_it_quantizes": "has lost its exact row", "whole_cache": "Tokens [0"}),
     "asks_after_quantizing": (
         "            positions = self.method.keep(self, n)\n            if positions",
@@ -112,8 +112,8 @@ WRONG = {
         "if n > 0:", "if True:",
         {"asks_before_it_quantizes": "keep should be asked once"}),
     "values_keep_nothing": (
-        "                self.values.pin(positions)\n", "",
-        {"keys_and_values": "pin of the values was called with []", "paper_reads_codes": "values",
+        "                self.values.keep(positions)\n", "",
+        {"keys_and_values": "keep of the values was called with []", "paper_reads_codes": "values",
          "whole_cache": "the values at the end"}),
     "keeps_one_too_many": (
         "min(self.preserve, layer.length)", "min(self.preserve + 1, layer.length)",

@@ -68,10 +68,10 @@ class OTT(CodecMethod):
         p = self.preserve
         start = rows.n_coded
         newcomers = sorted((score, start + i) for i, score in enumerate(new[b, h].tolist()))
-        if rows.pinned_positions is None:
+        if rows.kept_positions is None:
             return [position for _, position in newcomers[:p]]
-        positions = rows.pinned_positions[b, h].tolist()
-        scores = self.size(rows.pinned_rows)[b, h].tolist()
+        positions = rows.kept_positions[b, h].tolist()
+        scores = self.size(rows.kept_rows)[b, h].tolist()
         pool = list(zip(scores, positions))[:p]
         extra = [position for position in positions[p:] if position >= 0]
         room = self.extra_pool - len(extra)

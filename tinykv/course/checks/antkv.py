@@ -477,12 +477,12 @@ def window(submission, rng):
            "lines that are given as they are.")
     for layer, (layer_cache, (q, K)) in enumerate(zip(cache.layers, seen)):
         for rows, scores, kind in zip((layer_cache.keys, layer_cache.values), plain_scores(q, K), ("keys", "values")):
-            expect(rows.pinned_positions is not None, f"Layer {layer} keeps no {kind} in full precision.")
+            expect(rows.kept_positions is not None, f"Layer {layer} keeps no {kind} in full precision.")
             for b in range(2):
                 for h in range(2):
                     row = scores[b, h].tolist()
                     want = sorted(range(T), key=lambda i: -row[i])[:3]
-                    got = [i for i in rows.pinned_positions.expand(2, 2, -1)[b, h].tolist() if i >= 0]
+                    got = [i for i in rows.kept_positions.expand(2, 2, -1)[b, h].tolist() if i >= 0]
                     right = len(got) == 3 and max(got) < T
                     right = right and abs(sum(row[i] for i in got) - sum(row[i] for i in want)) < 1e-3
                     expect(right, f"A model reads two texts of {T} tokens with 10% anchors. Layer {layer} keeps {kind} "

@@ -6,7 +6,7 @@ from tinykv.course.check import check, expect, expect_tensor, normal
 
 NUMBER, TITLE = 2, "the cache"
 ANSWERS = ("tinykv.cache", "tinykv.triton_cache", "tinykv.methods", "tinykv.calibrate")
-BLANKS = {"tinykv/cache.py": ("CachedRows.append", "CachedRows.quantize", "CachedRows.read", "CachedRows.pin",
+BLANKS = {"tinykv/cache.py": ("CachedRows.append", "CachedRows.quantize", "CachedRows.read", "CachedRows.keep",
                               "LayerCache.due", "LayerCache.update"),
           "tinykv/methods/pfn.py": ("PFN.keep_keys",)}
 
@@ -49,7 +49,7 @@ class GivenRows:
     def __init__(self, name, log):
         self.name, self.log = name, log
         self.exact = None  # (B, H, S, d) fp16: all tokens
-        self.n_coded, self.pinned_positions = 0, None
+        self.n_coded, self.kept_positions = 0, None
 
     @property
     def recent(self):
@@ -67,15 +67,15 @@ class GivenRows:
     def read(self):
         rows = self.exact.clone()  # (B, H, S, d)
         rows[:, :, :self.n_coded] = rows[:, :, :self.n_coded].float().round().half()
-        if self.pinned_positions is not None:
-            for b, positions in enumerate(self.pinned_positions.tolist()):
+        if self.kept_positions is not None:
+            for b, positions in enumerate(self.kept_positions.tolist()):
                 rows[b][:, positions] = self.exact[b][:, positions]
         self.log.append((self.name, "read", rows.shape[2]))
         return rows
 
-    def pin(self, positions):
-        self.pinned_positions = positions
-        self.log.append((self.name, "pin", positions.tolist()))
+    def keep(self, positions):
+        self.kept_positions = positions
+        self.log.append((self.name, "keep", positions.tolist()))
 
 
 class Keeps:
@@ -119,8 +119,8 @@ def expect_rows(got, want, tried, hint):
         return
     t = wrong[0]
     b, h = (got[:, :, t] != want[:, :, t]).any(-1).nonzero()[0].tolist()
-    told = (" Here 99 is a token that the codec was told to ignore: `ignore` is (B, H, n), True where a pinned "
-            "token stands, and such a token is read from its pinned row." if (got[b, h, t] == 99).all() else "")
+    told = (" Here 99 is a token that the codec was told to ignore: `ignore` is (B, H, n), True where a kept "
+            "token stands, and such a token is read from its kept row." if (got[b, h, t] == 99).all() else "")
     expect(False, f"{tried} Tokens {wrong} are wrong: token {t} of sequence {b}, head {h}, reads "
            f"{[round(x, 2) for x in got[b, h, t].tolist()]}; it should be "
            f"{[round(x, 2) for x in want[b, h, t].tolist()]}.{told} {hint}")
@@ -179,65 +179,65 @@ def quantize_frees(submission, rng):
 
 @check(points=7)
 def pin_and_read(submission, rng):
-    """Rows.pin and read: pinned tokens are exact, each sequence has its own"""
+    """Rows.keep and read: kept tokens are exact, each sequence has its own"""
     rows = submission.Rows(Coarse())
     x, n = draw(rng, 8), rng.randint(5, 7)
     places = [sorted(rng.sample(range(0, 2), 1) + rng.sample(range(2, 5), 1)), [2, 4]]
     rows.append(x.clone())
-    rows.pin(torch.tensor(places))
+    rows.keep(torch.tensor(places))
     rows.quantize(n)
     want = torch.cat([coded(x[:, :, :n]), x[:, :, n:].half()], dim=2)
     for b, positions in enumerate(places):
         want[b][:, positions] = x[b][:, positions].half()
-    expect_rows(rows.read(), want, f"append of 8 tokens, pin({places}), quantize({n}), read.",
-                f"Of sequence 0 tokens {places[0]} are pinned, of sequence 1 tokens {places[1]}; pinned "
+    expect_rows(rows.read(), want, f"append of 8 tokens, keep({places}), quantize({n}), read.",
+                f"Of sequence 0 tokens {places[0]} are kept, of sequence 1 tokens {places[1]}; kept "
                 "rows stand at their positions, in place of what was decoded.")
 
 
 @check(points=5)
 def pin_again(submission, rng):
-    """Rows.pin: a token that stays pinned stays exact, one that does not is read as its code"""
+    """Rows.keep: a token that stays kept stays exact, one that does not is read as its code"""
     rows = submission.Rows(Coarse())
     x = draw(rng, 8)
     stays, comes = rng.randint(0, 1), rng.randint(5, 7)
     rows.append(x.clone())
-    rows.pin(torch.tensor([[stays]] * 2))
+    rows.keep(torch.tensor([[stays]] * 2))
     rows.quantize(2)
-    rows.pin(torch.tensor([[stays, comes]] * 2))
+    rows.keep(torch.tensor([[stays, comes]] * 2))
     rows.quantize(2)
     want = x.half()
     want[:, :, :4] = coded(x[:, :, :4])
     want[:, :, stays] = x[:, :, stays].half()
-    tried = (f"append of 8 tokens, pin({stays}), quantize(2), pin({stays}, {comes}), quantize(2), read "
+    tried = (f"append of 8 tokens, keep({stays}), quantize(2), keep({stays}, {comes}), quantize(2), read "
              "(the same in both sequences; the codec reads an ignored token as 99).")
-    expect_rows(rows.read(), want, tried, f"Token {stays} was pinned all the time: keep the row that "
-                "read gives, which is the pinned one, not its code.")
+    expect_rows(rows.read(), want, tried, f"Token {stays} was kept all the time: keep the row that "
+                "read gives, which is the kept one, not its code.")
     rows.quantize(4)
-    rows.pin(torch.tensor([[comes]] * 2))
+    rows.keep(torch.tensor([[comes]] * 2))
     read = rows.read()
     expect(read.shape == x.shape and not torch.equal(read[:, :, stays], x[:, :, stays].half()),
-           f"{tried} Then quantize(4), pin({comes}): token {stays} is pinned no more, and still exact. "
-           "pin keeps the given tokens, and no others.")
+           f"{tried} Then quantize(4), keep({comes}): token {stays} is kept no more, and still exact. "
+           "keep keeps the given tokens, and no others.")
     expect_rows(read[:, :, comes:comes + 1], x[:, :, comes:comes + 1].half(),
-                f"{tried} Then quantize(4), pin({comes}), read of token {comes}.", "It is pinned.")
+                f"{tried} Then quantize(4), keep({comes}), read of token {comes}.", "It is kept.")
 
 
 @check(points=6)
-def pinned_are_ignored(submission, rng):
-    """Rows.quantize: the codec is told which tokens are pinned"""
+def kept_are_ignored(submission, rng):
+    """Rows.quantize: the codec is told which tokens are kept"""
     codec = Coarse()
     rows = submission.Rows(codec)
     rows.append(draw(rng, 12))
     rows.quantize(4)
     told = codec.ignored[-1] if codec.ignored else None
-    expect(told is None or not told.any(), "quantize(4) with nothing pinned: ignore should be None, or "
+    expect(told is None or not told.any(), "quantize(4) with nothing kept: ignore should be None, or "
            "False everywhere.")
     places = [sorted(rng.sample(range(4, 8), 2)), sorted(rng.sample(range(4, 7), 1) + [9])]
-    rows.pin(torch.tensor(places))
+    rows.keep(torch.tensor(places))
     rows.quantize(4)
     told = codec.ignored[-1]
-    tried = f"4 of 12 tokens are quantized, then pin({places}), quantize(4):"
-    expect(told is not None, f"{tried} encode was called without ignore. Pinned tokens must not stretch "
+    tried = f"4 of 12 tokens are quantized, then keep({places}), quantize(4):"
+    expect(told is not None, f"{tried} encode was called without ignore. Kept tokens must not stretch "
            "the range of their group.")
     expect_tensor(told, "booleans", (2, 2, 4), f"{tried} ignore")
     for b, positions in enumerate(places):
@@ -250,7 +250,7 @@ def pinned_are_ignored(submission, rng):
 
 @check(points=5)
 def bytes_held(submission, rng):
-    """Rows.nbytes: codes, recent rows, pinned rows, and their positions"""
+    """Rows.nbytes: codes, recent rows, kept rows, and their positions"""
     rows = submission.Rows(Coarse())
     T, n = rng.randint(8, 12), rng.randint(4, 6)
     row = 2 * 2 * 4  # numbers of a token in all sequences and heads
@@ -262,9 +262,9 @@ def bytes_held(submission, rng):
     expect(rows.nbytes == want, f"{n} of {T} tokens are quantized, by a codec that takes a byte for each "
            f"of {row} numbers: nbytes is {rows.nbytes}; it should be {row} x {n} + 2 x {row} x {T - n} "
            f"= {want}.")
-    rows.pin(torch.tensor([[T - 2, T - 1]] * 2))
+    rows.keep(torch.tensor([[T - 2, T - 1]] * 2))
     want += 2 * row * 2 + 2 * 2 * 4
-    expect(rows.nbytes == want, f"Then two tokens of each sequence are pinned: nbytes is {rows.nbytes}; "
+    expect(rows.nbytes == want, f"Then two tokens of each sequence are kept: nbytes is {rows.nbytes}; "
            f"it should be {want}: two more rows in 16 bits, and 2 x 2 positions of four bytes.")
 
 
@@ -351,11 +351,11 @@ def asks_before_it_quantizes(submission, rng):
            "stream, blocks of 4, chunks of 3, 2 and 2: keep should be asked once, for n = 4, with nothing "
            "quantized yet and 5 tokens seen, which is (4, 0, 5). It was asked with "
            f"{method.asked or 'nothing: never'}.")
-    events = [event[:2] for event in log if event[1] in ("pin", "quantize")]
-    expect(events.index(("keys", "pin")) < events.index(("keys", "quantize")) if
-           ("keys", "pin") in events and ("keys", "quantize") in events else False,
-           f"The keys should be pinned, and then quantized; with them you do {events}. A token that is "
-           "quantized before it is pinned has lost its exact row.")
+    events = [event[:2] for event in log if event[1] in ("keep", "quantize")]
+    expect(events.index(("keys", "keep")) < events.index(("keys", "quantize")) if
+           ("keys", "keep") in events and ("keys", "quantize") in events else False,
+           f"The keys should be kept, and then quantized; with them you do {events}. A token that is "
+           "quantized before it is kept has lost its exact row.")
 
 
 @check(points=4)
@@ -365,16 +365,16 @@ def keys_and_values(submission, rng):
     layer, log = new_layer(submission, Keeps(places, 0, 4), "stream")
     layer.update(draw(rng, 6), draw(rng, 6))
     for name in ("keys", "values"):
-        pins = [event[2] for event in log if event[:2] == (name, "pin")]
-        expect(pins == [[places] * 2], f"The method keeps {places} in both sequences. pin of the {name} "
-               f"was called with {pins}; it should be called once, with {[places] * 2}.")
+        kept = [event[2] for event in log if event[:2] == (name, "keep")]
+        expect(kept == [[places] * 2], f"The method keeps {places} in both sequences. keep of the {name} "
+               f"was called with {kept}; it should be called once, with {[places] * 2}.")
         amounts = [event[2] for event in log if event[:2] == (name, "quantize")]
         expect(amounts == [4], f"Blocks of 4, 6 tokens: quantize of the {name} was called with {amounts}; it "
                "should be called once, with 4.")
     layer, log = new_layer(submission, Keeps(None, 0, 4), "stream")
     layer.update(draw(rng, 6), draw(rng, 6))
-    pins = [event for event in log if event[1] == "pin"]
-    expect(not pins, f"The method's keep gives None, and you pin {pins}. None leaves the pins as they are.")
+    kept = [event for event in log if event[1] == "keep"]
+    expect(not kept, f"The method's keep gives None, and you keep {kept}. None leaves the kept tokens as they are.")
 
 
 # ---- task 3: PFN

@@ -436,19 +436,19 @@ def keep_without_outlier(submission, rng):
 
 # ---- all of it
 
-def pinned(layer_cache, kind):
+def kept(layer_cache, kind):
     """By sequence, the positions that a layer's keys, or values, have in full precision."""
     rows = layer_cache.keys if kind == "keys" else layer_cache.values
-    if rows.pinned_positions is None:
+    if rows.kept_positions is None:
         return None
-    return [sorted({i for i in row.flatten().tolist() if i >= 0}) for row in rows.pinned_positions]
+    return [sorted({i for i in row.flatten().tolist() if i >= 0}) for row in rows.kept_positions]
 
 
-def expect_pinned(cache, lE, sizes, k, tried):
+def expect_kept(cache, lE, sizes, k, tried):
     """sizes: for each sequence, a list of |H[i, c]|. Tokens of equal size are equally right."""
     for layer, layer_cache in enumerate(cache.layers):
         for kind in ("keys", "values"):
-            found = pinned(layer_cache, kind)
+            found = kept(layer_cache, kind)
             what = f"{tried} Layer {layer} holds {kind} of tokens {found} in full precision"
             if layer <= lE:
                 expect(found is None, f"{what}; up to lE it should be None.")
@@ -474,7 +474,7 @@ def window(submission, rng):
     model(tokens, cache)
     sizes = cache.seen[lE][0][..., channel].abs().tolist()  # [sequence][token]
     places = [[i for i, token in enumerate(row) if token == SINK] for row in tokens.tolist()]
-    expect_pinned(cache, lE, sizes, k,
+    expect_kept(cache, lE, sizes, k,
                   f"A model reads two texts of 20 tokens, with sinks at {places}; lE = {lE}, k = {k}.")
 
 
@@ -494,6 +494,6 @@ def generation(submission, rng):
     # the last block is quantized when 24 tokens have been seen
     hidden = torch.cat(cache.seen[lE], dim=1)[:, :24]  # (B, 24, D)
     sizes = hidden[..., channel].abs().tolist()  # [sequence][token]
-    expect_pinned(cache, lE, sizes, k,
+    expect_kept(cache, lE, sizes, k,
                   f"28 tokens come in chunks of 8, k = {k}, lE = {lE}. The last whole block ends at "
                   "token 23, so the sinks are the top-k of tokens 0 .. 23.")

@@ -43,11 +43,11 @@ def keys_with(rng, scores):
     return signs * torch.tensor(scores)[..., None] / D
 
 
-def layer_of(submission, scores, rng, layer=3, n_coded=0, pins=None, pool=2, extra=4, skip=2):
+def layer_of(submission, scores, rng, layer=3, n_coded=0, kept=None, pool=2, extra=4, skip=2):
     """A method and one layer's cache that holds tokens with these scores.
 
-    n_coded: of the oldest tokens, how many are quantized already. pins [sequence][head][entry]: the positions
-    that are pinned, the pool first.
+    n_coded: of the oldest tokens, how many are quantized already. kept [sequence][head][entry]: the positions
+    that are kept, the pool first.
     """
     heads = len(scores[0])
     method = submission.OTT(config_of(heads), group_size=4, recent=0, outlier_num=pool, extra_pool=extra,
@@ -59,8 +59,8 @@ def layer_of(submission, scores, rng, layer=3, n_coded=0, pins=None, pool=2, ext
     cache.values.append(keys)
     cache.length = keys.shape[2]
     for rows in (cache.keys, cache.values):
-        if pins is not None:
-            rows.pin(torch.tensor(pins), rows.read())
+        if kept is not None:
+            rows.keep(torch.tensor(kept), rows.read())
         if n_coded:
             rows.quantize(n_coded)
     return method, cache
@@ -240,7 +240,7 @@ def ties(submission, rng):
            "stable=True: of equal numbers the first comes first.")
     scores = [1.0, 2.0, 9.0, 9.0, 8.0, 8.0, 8.0, 8.0]
     scores[4 + rng.randint(0, 3)] = 2.0
-    method, cache = layer_of(submission, [[scores]], rng, n_coded=4, pins=[[[0, 1]]])
+    method, cache = layer_of(submission, [[scores]], rng, n_coded=4, kept=[[[0, 1]]])
     tried = f"Tokens 0 and 1 are the pool; scores are {shown(scores)}, and tokens 4 to 7 are due."
     found = kept_by(method, cache, 4, tried)[0][0]
     expect(found == [0, 1], f"{tried} keep_keys keeps {found}; it should keep [0, 1]: a newcomer of equal score does "
@@ -271,18 +271,18 @@ def told(scores, pool, more=""):
 def pool_stays(submission, rng):
     """keep_keys: a pool that no newcomer beats stays"""
     scores, pool, _ = second_block(rng, 0)
-    method, cache = layer_of(submission, [[scores]], rng, n_coded=4, pins=[[pool]])
+    method, cache = layer_of(submission, [[scores]], rng, n_coded=4, kept=[[pool]])
     tried = told(scores, pool)
     found = kept_by(method, cache, 4, tried)[0][0]
     expect(found == sorted(pool), f"{tried} keep_keys keeps {found}; it should keep {sorted(pool)}. The pool's own "
-           "keys, `pinned_rows`, compete with the new ones.")
+           "keys, `kept_rows`, compete with the new ones.")
 
 
 @check(points=8)
 def eviction(submission, rng):
     """keep_keys: a newcomer takes a place, and who loses it stays in the extra pool"""
     scores, pool, (new,) = second_block(rng, 1)
-    method, cache = layer_of(submission, [[scores]], rng, n_coded=4, pins=[[pool]])
+    method, cache = layer_of(submission, [[scores]], rng, n_coded=4, kept=[[pool]])
     tried = told(scores, pool)
     found = kept_by(method, cache, 4, tried)[0][0]
     tried = f"{tried} keep_keys keeps {found}; it should keep {sorted([*pool, new])}."
@@ -296,8 +296,8 @@ def eviction(submission, rng):
     scores += halves(rng, 4, low=10.0)
     scores[8 + rng.randint(0, 3)] = 0.5
     newest = scores.index(0.5)
-    pins = [[[new, pool[0], pool[1]]]]
-    method, cache = layer_of(submission, [[scores]], rng, n_coded=8, pins=pins)
+    kept = [[[new, pool[0], pool[1]]]]
+    method, cache = layer_of(submission, [[scores]], rng, n_coded=8, kept=kept)
     tried = (f"p = 2. Scores are {shown(scores)}; tokens 0 to 7 are quantized, {[new, pool[0]]} are the pool, "
              f"{[pool[1]]} the extra pool, and tokens 8 to 11 are due.")
     found, want = kept_by(method, cache, 4, tried)[0][0], sorted([*pool, new, newest])
@@ -310,7 +310,7 @@ def little_room(submission, rng):
     """keep_keys: as many newcomers as the extra pool has room for, the best first"""
     scores, pool, new = second_block(rng, 2)
     old = next(i for i in range(4) if i not in pool)
-    method, cache = layer_of(submission, [[scores]], rng, n_coded=4, pins=[[[*pool, old]]], extra=2)
+    method, cache = layer_of(submission, [[scores]], rng, n_coded=4, kept=[[[*pool, old]]], extra=2)
     tried = told(scores, pool, f", [{old}] the extra pool, which takes 2 tokens")
     found, want = kept_by(method, cache, 4, tried)[0][0], sorted([*pool, old, new[0]])
     expect(found == want, f"{tried} keep_keys keeps {found}; it should keep {want}. Both {sorted(new)} have smaller "
@@ -323,7 +323,7 @@ def no_room(submission, rng):
     scores, pool, (new,) = second_block(rng, 1)
     old = next(i for i in range(4) if i not in pool)
     both = [[scores, list(scores)]]  # two heads
-    method, cache = layer_of(submission, both, rng, n_coded=4, pins=[[[*pool, old], [*pool, -1]]], extra=1)
+    method, cache = layer_of(submission, both, rng, n_coded=4, kept=[[[*pool, old], [*pool, -1]]], extra=1)
     tried = told(scores, pool, f", in both of two heads. The extra pool takes 1 token; in head 0 it is {old}, in "
                  "head 1 the entry is -1, unused")
     found = kept_by(method, cache, 4, tried)[0]
@@ -359,7 +359,7 @@ class NoTurn:
 
 
 def pools(scores, blocks, p, room):
-    """What is pinned after blocks of tokens: a set of positions. scores: a list."""
+    """What is kept after blocks of tokens: a set of positions. scores: a list."""
     pool, extra = [], []
     for block in blocks:
         for i in sorted(block, key=lambda i: (scores[i], i)):
@@ -389,13 +389,13 @@ def stream(submission, rng):
         cache.update(keys[:, :, now], keys[:, :, now], values[:, :, now], torch.tensor([i]))
     blocks = [range(start, start + G) for start in range(0, T - R, G)]
     tried = f"{T} tokens come one by one; G = {G}, R = {R}, p = {p}, and an extra pool of {room}."
-    expect(cache.keys.pinned_positions is not None, f"{tried} At the end nothing is in full precision.")
+    expect(cache.keys.kept_positions is not None, f"{tried} At the end nothing is in full precision.")
     read_k, read_v = cache.keys.read(), cache.values.read()
     sizes = keys.abs().sum(-1)  # (B, Hkv, T)
     for b in range(2):
         for h in range(2):
             want = pools(sizes[b, h].tolist(), blocks, p, room)
-            found = {i for i in cache.keys.pinned_positions[b, h].tolist() if i >= 0}
+            found = {i for i in cache.keys.kept_positions[b, h].tolist() if i >= 0}
             expect(found == want, f"{tried} At the end head {h} of sequence {b} keeps {sorted(found)}; it should keep "
                    f"{sorted(want)}. Both pools, and the heads, have their own checks.")
             for i in want:

@@ -20,12 +20,12 @@ from tinykv.cache import KVCache
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.data.windows import TEXTS
-from tinykv.methods.intactkv import FULL_PRECISION
+from tinykv.run.prefix import FULL_PRECISION
 from tinykv.storage import first_line, is_special
 from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
 from tinykv.weights.linear import group_of
 
-EMBEDDED = Path(__file__).parent / "assets" / "tales"
+EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"
 LARGEST_COUNT = 2 ** 31 - 1  # of tokens, windows, bits, ...
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -107,7 +107,7 @@ def ranks():
     if "WORLD_SIZE" not in os.environ:
         yield None
         return
-    from tinykv import ranks
+    from tinykv.run import ranks
     with ranks.joined():
         yield ranks
 

@@ -4,7 +4,7 @@ A row is a dict, as the JSON has it. The first one is fp16's, with which the oth
 """
 import math
 
-from tinykv import cli
+from tinykv.run import cli
 from tinykv.weights import weight_bytes
 
 # settings that change a method's bits and nothing else

@@ -1,0 +1,1 @@
+"""What turns a command line into runs: flags, runs, the table, ranks."""
