@@ -24,11 +24,14 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from tinykv import hf
-from tinykv.data.stories import REFRAINS, WORDS, chants, stories
+from tinykv import UserError, hf
+from tinykv.analysis.sinks import sink_report
+from tinykv.data import load_windows
+from tinykv.data.stories import OFTEN, REFRAINS, WORDS, chants, stories
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run.cli import Parser, one_line
+from tinykv.storage import write
 
 BOS, EOS = 1, 2  # sentencepiece's own ids
 CONFIG = LlamaConfig(
@@ -78,12 +81,13 @@ def train_tokenizer(path):
     path.write_bytes(model.getvalue())
 
 
-def batch_of(number, phase, pieces):
+def batch_of(number, phase, pieces, often=OFTEN):
     """The windows of a step, from its number alone: tokens and weights, (rows, length + 1).
 
-    Every window begins with a document, so that it holds the facts that it asks for.
+    Every window begins with a document, so that it holds the facts that it asks for. often: the share of refrains
+    in documents that are nothing but a chant.
     """
-    only_chants = chants(number)
+    only_chants = chants(number, often)
     told = stories("train", number, phase.people, chants=phase.story_chants)
     size = phase.length + 1
     tokens, weights = [], []
@@ -163,49 +167,55 @@ def new_optimizers(kind, model):
 
 # Training
 
-def train(out, seed=0, phases=PHASES, steps=10**9):
-    """Train from the last saved state, or from the start; returns the model."""
+def train(out, seed=0, steps=PHASES[-1].until):
+    """Train from the last saved state, or from the start, until so many steps are done; returns the model."""
     torch.set_num_threads(1)  # with more, sums come out differently
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
     if not (out / "tokenizer.model").exists():
         train_tokenizer(out / "tokenizer.model")
     pieces = SentencePieceTokenizer(out / "tokenizer.model").pieces
     mask = mask_of_chants(pieces)
     model = new_model(seed)
-    state = torch.load(out / "training.pt", weights_only=True) if (out / "training.pt").exists() else None
-    if state:
+    done = 0
+    if (out / "training.pt").exists():
+        state = torch.load(out / "training.pt", weights_only=True)
         model.load_state_dict(state["model"])
+        done = state["step"]
 
-    log = open(out / "training.jsonl", "a", buffering=1)
-    bar = tqdm(total=phases[-1].until, unit="step", disable=not sys.stderr.isatty())
+    bar = tqdm(initial=done, total=steps, unit="step", disable=not sys.stderr.isatty())
     begin = 0  # of the phase
-    for phase in phases:
+    for phase in PHASES:
         if phase.optimizer:
-            optimizers, optimizer_begin = new_optimizers(phase.optimizer, model), begin
-        for step in range(begin, min(phase.until, steps)):
-            bar.update()
-            if state and step < state["step"]:
-                continue
-            if state and step == state["step"]:
+            optimizers, first = new_optimizers(phase.optimizer, model), begin  # first: its first step
+        for step in range(max(begin, done), min(phase.until, steps)):
+            if step == done > first:
                 for optimizer, saved in zip(optimizers, state["optimizers"]):
                     optimizer.load_state_dict(saved)
-            rate = rate_at(step, begin, phase) * min(1, (step + 1 - optimizer_begin) / WARMUP)
+            rate = rate_at(step, begin, first, phase)
             number = seed * 10**5 + step
             torch.manual_seed(number)  # of dropout
             loss, asked = train_step(model, optimizers, rate, phase, *batch_of(number, phase, pieces), mask)
+            bar.update()
             if step < 10 or (step + 1) % 25 == 0:
-                log.write(json.dumps({"step": step + 1, "loss": round(loss, 5), "asked": round(asked, 5)}) + "\n")
-            if (step + 1) % 250 == 0 or step + 1 == min(phases[-1].until, steps):
-                torch.save({"step": step + 1, "model": model.state_dict(),
-                            "optimizers": [o.state_dict() for o in optimizers]}, out / "training.pt")
+                record = {"step": step + 1, "loss": round(loss, 5), "asked": round(asked, 5)}
+                with open(out / "training.jsonl", "a") as log:
+                    log.write(json.dumps(record) + "\n")
+            if (step + 1) % 250 == 0 or step + 1 == steps:
+                save_state(out / "training.pt", step + 1, model, optimizers)
         begin = phase.until
     return model.eval()
 
 
-def rate_at(step, begin, phase):
-    first, last = phase.rates
-    return first + (last - first) * (step - begin) / (phase.until - begin)
+def rate_at(step, begin, first, phase):
+    """The learning rate of a phase's step. begin, first: the first step of the phase, and of its optimizer."""
+    start, end = phase.rates
+    return (start + (end - start) * (step - begin) / (phase.until - begin)) * min(1, (step + 1 - first) / WARMUP)
+
+
+def save_state(path, step, model, optimizers):
+    state = {"step": step, "model": model.state_dict(),
+             "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+    write(path, lambda part: torch.save(state, part))
 
 
 def train_step(model, optimizers, rate, phase, tokens, weights, mask):
@@ -235,13 +245,42 @@ def train_step(model, optimizers, rate, phase, tokens, weights, mask):
     return loss.mean().item(), loss[weight > 1].mean().item()
 
 
+# The command
+
+def print_sinks(model, windows):
+    """Where the sinks of a model are: windows (W, T)."""
+    report = sink_report(model, windows, windows == BOS)
+    print(f"outlier channel {report['channel']}; sink score of position 0, and of a later <s>; |h| of the channel at\n"
+          "<s>, and its ratio to the layer's median; norms at <s> over the median of the others")
+    print("layer  first  later  outlier  ratio     q      k      v")
+    for layer, row in enumerate(report["layers"]):
+        print(f"{layer:5}  {row['first']:5.2f}  {row['later']:5.2f}  {row['outlier']:7.2f}"
+              f"  {row['ratio']:5.1f}  {row['q']:5.2f}  {row['k']:5.2f}  {row['v']:5.2f}")
+
+
 def main():
-    p = argparse.ArgumentParser(prog="python -m tinykv.assets.make", description="Make the embedded model.")
+    p = Parser(prog="python -m tinykv.assets.make",
+               description="Train the embedded model, and say where its sinks are.")
     p.add_argument("--out", metavar="DIR", required=True, help="where the checkpoint goes, and the state to go on from")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
-    args = p.parse_args()
-    model = train(args.out, args.seed)
-    hf.save(model, Path(args.out, "tokenizer.model"), args.out)
+    with one_line(p, "stopped; the same command goes on from the last state that was saved"):
+        args = p.parse_args()
+        out = usable_folder(args.out)
+        hf.save(train(out, args.seed), out / "tokenizer.model", out)
+        model, tokenizer = hf.load(out)
+        print_sinks(model, load_windows("tales", tokenizer, CONFIG.max_position_embeddings, 16).tokens)
+
+
+def usable_folder(out):
+    """A new folder, or one with a state to go on from; UserError for any other."""
+    out = Path(out)
+    if (out / "model.safetensors").exists() and not (out / "training.pt").exists():
+        raise UserError(f"{out} holds a model, and no state to go on from (training.pt); give another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be a folder ({error.strerror}); give another") from None
+    return out
 
 
 if __name__ == "__main__":
