@@ -3,10 +3,6 @@
     python train_intact.py --weights rtn --w-bits 3 --prefix bos --out trained.safetensors
     python eval_ppl.py --method intactkv --weights rtn --w-bits 3 --prefix trained.safetensors
 """
-if __name__ == "__main__":
-    from tinykv import stop_early
-    stop_early("train_intact.py")  # torch takes seconds to import
-
 import math
 from pathlib import Path
 
@@ -208,7 +204,6 @@ def check(args):
         raise UserError(f"--out is a name that ends in .safetensors; got {args.out}")
     cli.check_folder("out", args.out)
     cli.check_folder("calibration", args.calibration)
-    cli.check_different(out=args.out, calibration=args.calibration)
 
 
 def run(args):
@@ -239,11 +234,10 @@ def run(args):
     calibration_windows, data = None, ""
     if quantizer.needs_text:
         calibration_windows, data = cli.calibration_text(args, tokenizer, context, device)
-    calibration_file = CalibrationFile(args.calibration, full, data)
+    calibration_file = CalibrationFile(args.calibration, full)
     quantized = cli.quantized_model(full, name, quantizer, calibration_windows, calibration_file)
     quantized.requires_grad_(False)
     quantized.use_attention(args.attention)
-    calibration_file.save()
 
     # 4. The prefix's (keys, values), (L, Hkv, n, d) each: exact ones, and those to begin with
     weights = cli.weights_label(name, {name: quantizer}, data)
