@@ -107,6 +107,7 @@ def figures_of(result, fp16):
         "recall": result.recall,
         "bits_true": result.bits,
         "bits_128k": result.bits_far,
+        "bits_coded": result.coded_bits,
         "cache_bytes": result.cache_bytes,
         "tokens_per_s": result.tokens / result.seconds,
         "seconds": result.seconds,
@@ -184,14 +185,14 @@ def content_of(args, rows):
 
 # What stands under the table
 
-def print_rest(args, runs, rows, results):
+def print_rest(args, runs, rows):
     """What went wrong, and what compares the rows: --vs, --at-bits."""
     for row, r in zip(rows, runs):
         if row["fault"]:
             print(f"{r.title} {row['fault']}")
-        elif results[r.title].coded_bits > 1.5 * row["bits_nominal"] + 1.5:
+        elif row["bits_coded"] > 1.5 * row["bits_nominal"] + 1.5:
             print(f"{r.title}: {row['bits_nominal']:g} bits are claimed, and its codes hold "
-                  f"{results[r.title].coded_bits:.1f}")
+                  f"{row['bits_coded']:.1f}")
         if r.error is not None and not isinstance(r.error, UserError):
             print("".join(traceback.format_exception(r.error)).rstrip())
     measured = {r.title: row for row, r in zip(rows, runs) if not row["fault"]}
