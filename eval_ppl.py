@@ -17,6 +17,7 @@ from tinykv import hf
 from tinykv.calibrate import calibrate
 from tinykv.evaluate import measure
 from tinykv.run import cli, flags, runs, table
+from tinykv.run.prefix import fill_prefix
 from tinykv.storage import CalibrationFile
 
 
@@ -53,7 +54,7 @@ def run(args, ranks=None, loaded=None):
                     calibrate(quantized, r.method, seen, partial(cli.bar, what=f"calibrating {r.title}"))
                     r.save(file, seen)
         if r.method.prefix:  # its keys and values come from the full-precision model
-            r.method.prefix.fill(model, quantized, cli.weights_label(r.weights, quantizers, data))
+            fill_prefix(r.method.prefix, model, quantized, cli.weights_label(r.weights, quantizers, data))
     table.print_heading(args, model, windows, models, by_title, left_out)
 
     # 3. Evaluate and print: a row as soon as it is measured

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from tinykv import UserError, at_least, one_of
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
-from tinykv.methods.intactkv import FULL_PRECISION
+from tinykv.run.prefix import FULL_PRECISION
 from tinykv.storage import first_line, identity, sources
 from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
 from tinykv.weights.linear import group_of
