@@ -33,6 +33,7 @@ class Run:
     method: Method
     settings: dict  # all that the method takes, {name: value}
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
+    shared: str = ""  # settings that it shares with the method that it is shown beside
     error: Exception | None = None  # what calibration or evaluation ended with
 
     @property
@@ -276,10 +277,9 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
     found = []
     for chosen in combinations(cls, given, own):
         label = label_of(name, chosen, given)
-        arguments = constructor_arguments(cls, chosen)
+        arguments, shared = constructor_arguments(cls, chosen), {}
         if beside:
             shared = shared_settings(cls, load_class(beside), own, arguments)
-            label += "".join(f" {setting}={value}" for setting, value in shared.items())
             arguments = {**own, **shared, **arguments}
         settings = {**settings_of(cls), **arguments}
         for setting, value in settings.items():
@@ -295,7 +295,8 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
         if len(method.codecs) != config.num_hidden_layers:
             raise UserError(f"{name}: `codecs` has {len(method.codecs)} pairs for a model of "
                             f"{config.num_hidden_layers} layers; its constructor makes one for each")
-        found.append(Run(label, name, method, settings, weights))
+        shared = ", ".join(f"{setting}={value}" for setting, value in shared.items())
+        found.append(Run(label, name, method, settings, weights, shared))
     return found
 
 
