@@ -69,7 +69,7 @@ def logits(model, tokens, cache, sizes=None):
 
 def read(layer):
     """Keys, rotated, and values of a layer, (B, Hkv, S, d) both."""
-    return layer.rotated(layer.keys.read()), layer.values.read()
+    return layer.read()
 
 
 # ---- where nothing is quantized
