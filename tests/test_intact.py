@@ -25,7 +25,8 @@ import eval_ppl
 import train_intact
 from tinykv import UserError, hf, weights
 from tinykv.analysis.prefixes import theorem_1
-from tinykv.cache import PROTOCOLS, KVCache, Trace
+from tinykv.cache import PROTOCOLS, KVCache
+from tinykv.cache_parts.trace import Trace
 from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
 from tinykv.data.windows import encode_documents
@@ -68,7 +69,7 @@ def logits(model, tokens, cache, sizes=None):
 
 def read(layer):
     """Keys, rotated, and values of a layer, (B, Hkv, S, d) both."""
-    return layer.rotated(layer.keys.read()), layer.values.read()
+    return layer.read()
 
 
 # ---- where nothing is quantized
