@@ -26,7 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.cache import KVCache, Trace
+from tinykv.cache import KVCache
+from tinykv.cache_parts.trace import Trace
 from tinykv.codecs import Exact, Pair
 from tinykv.methods.base import CodecMethod, Method, first_tokens
 

@@ -123,8 +123,12 @@ def cache_class_of(args, runs):
 
 def load_test(args, tokenizer, runs):
     """The `Windows` to evaluate on, which all begin with the longest prefix."""
-    prefixes = [r.method.prefix.ids for r in runs.values() if r.method.prefix]
-    prefix = max(prefixes, key=len, default=[])
+    prefixes = {str(r.method.prefix): r.method.prefix.ids for r in runs.values() if r.method.prefix}
+    prefix = max(prefixes.values(), key=len, default=[])
+    for name, ids in prefixes.items():
+        if ids != prefix[:len(ids)]:
+            raise UserError(f"all methods read the same windows, and the longest prefix does not begin "
+                            f"with {name}; give prefixes of which one begins the other")
     if len(prefix) == 1:
         prefix = []  # BOS alone takes the place of a window's first token
     windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", args.seed,
