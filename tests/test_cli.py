@@ -132,10 +132,10 @@ def test_wide_has_all_columns_and_json_goes_to_stdout(command):
 
 
 def test_a_plot_of_bits_and_a_plot_of_kept_tokens(command, tmp_path):
-    for words in (["--method", "rtn,kivi", "--bits", "2,4"], ["--method", "pfn,kvsink", "--preserve", "1,5"]):
+    for words in ["--method", "rtn,kivi", "--bits", "2,4"], ["--method", "pfn,fp16,rtn", "--preserve", "1,5,2"]:
         path = tmp_path / "plot.png"
-        status, out, _ = command(*words, "--plot", str(path), *SMALL)
-        assert status == 0 and path.read_bytes().startswith(b"\x89PNG") and out.split("\n\n")[-1].count("=") == 4
+        status, out, _ = command(*words, "--scheme", "token-dynamic", "--plot", str(path), *SMALL)
+        assert status == 0 and path.read_bytes().startswith(b"\x89PNG") and out.split("\n\n")[-1].count("=") >= 3
         path.unlink()
 
 
@@ -291,7 +291,6 @@ def test_what_is_asked_for_decides_what_is_calibrated(command, calibrated, kept)
 
 
 MINE = """
-from own_codec import Own
 from tinykv.codecs import Pair
 from tinykv.methods.base import Method
 
@@ -305,15 +304,15 @@ class Mine(Method):
 @pytest.mark.parametrize("what", ["text", "seed", "windows", "method", "codec"])
 def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, kept, what):
     """Another content under the same name, or an edited source: the name is not what counts."""
-    text, own, codec = (kept.parent / name for name in ("text.txt", "own.py", "own_codec.py"))
+    text, own, codec = (kept.parent / name for name in ("text.txt", "own.py", f"{what}_codec.py"))
     text.write_text("Balo lives in Eastwick. " * 400)
     codec.write_text("from tinykv.codecs.affine import Affine\n\nclass Own(Affine):\n    pass\n")
-    own.write_text(MINE)
+    own.write_text(f"from {what}_codec import Own\n{MINE}")
     words = {**dict(zip(SMALL[::2], SMALL[1::2])), "--method": f"{own}:Mine", "--calibration": str(kept),
              "--data": "tales" if what == "seed" else str(text)}
 
     def again():
-        sys.modules.pop("own_codec", None)
+        sys.modules.pop(f"{what}_codec", None)
         status, out, _ = command(*(word for pair in words.items() for word in pair))
         assert status == 0
         return table(out)
@@ -619,11 +618,11 @@ def test_each_method_sees_the_windows_that_it_asks_for(command, monkeypatch):
 
     def note(model, method, windows, progress=None):
         seen[type(method).__name__, method.codecs[0].k.__dict__.get("sensitivity")] = windows
-        return calibrate(model, method, windows[:2].repeat(20, 1), progress)
+        raise ValueError("that is enough")
 
     monkeypatch.setattr(eval_ppl, "calibrate", note)
     words = ["--method", "rtn,cq", "--vq", "d2m8", "--sensitivity", "none,token", "--context", "32", "--windows", "1"]
-    assert command(*words)[0] == 0
+    assert command(*words)[0] == 1
     sizes = {name: len(windows) for name, windows in seen.items()}
     assert sizes == {("RTN", None): 16, ("CQ", "none"): 16, ("CQ", "token"): 64}
     assert all(windows.equal(seen["CQ", "token"][:len(windows)]) for windows in seen.values())
