@@ -15,6 +15,8 @@ from tinykv.analysis.walk import mean, means, walk
 from tinykv.calibrate import calibrate
 from tinykv.methods.antkv import AnTKV, anchor_scores, attention_tiles, score_tiles
 
+DECADES = 1e9  # of the figure's axes, below the largest number
+
 COLUMNS = {"of": ("of", ""), "ranked by": ("ranked by", ""), "rank by layer": ("rank correlation", ".2f"),
            "rank": ("mean", ".2f"), "top by layer": ("damage in the top 1%", ".0%"), "top": ("mean", ".0%")}
 
@@ -181,12 +183,14 @@ def draw(text, rows):
         top = score.topk(max(1, len(score) // 100)).indices
         panel.scatter(score, damaged, s=7, color=COLOURS[5], linewidths=0, label="tokens")
         panel.scatter(score[top], damaged[top], s=26, color=COLOURS[1], marker="D", label="anchors, the top 1%")
-        panel.set(xscale="log", yscale="log", xlabel=f"AnS({kind})", ylabel="damage: L1 change of the output")
+        panel.set(xscale="log", yscale="log", xlabel=f"AnS({kind})", ylabel="damage: L1 change of the output",
+                  xlim=(score.max() / DECADES, None), ylim=(damaged.max() / DECADES, None))
         title(panel, f"{'keys' if kind == 'K' else 'values'}, layer {text.layer}, KV head 0")
         by_position.scatter(range(len(damaged)), damaged, s=7, color=COLOURS[i], linewidths=0,
                             label="keys" if kind == "K" else "values")
     legend(of_keys)
-    by_position.set(yscale="log", xlabel="position (tokens)", ylabel="damage: L1 change of the output")
+    by_position.set(yscale="log", xlabel="position (tokens)", ylabel="damage: L1 change of the output",
+                    ylim=(damaged.max() / DECADES, None))
     title(by_position, f"damage by position, layer {text.layer}, KV head 0")
     legend(by_position)
 

@@ -5,13 +5,14 @@ one to the other.
 """
 import torch
 
-from tinykv.analysis.figures import LINES, legend, new_figure, plain_ticks, style, title
+from tinykv.analysis.figures import LINES, new_figure, plain_ticks, style, title
 from tinykv.analysis.walk import means, walk
 from tinykv.codecs import SCHEMES, make_codecs
 
 TABLE_1 = (("token-dynamic", "k"), ("token-dynamic", "v"), ("channel-dynamic", "k"),
            ("token-static", "k"), ("token-static", "v"), ("channel-static", "k"))
 BITS = (4, 3, 2)
+LABELS = {"overall": "all tokens", "without": "without sinks", "with": "groups with a sink"}
 
 COLUMNS = {"scheme": ("scheme", ""), "of": ("of", ""), "bits": ("bits", "d"), "overall": ("overall", ".3f"),
            "without": ("without", ".3f"), "with": ("with", ".3f"), "change": ("change", "+.1%")}
@@ -65,7 +66,7 @@ def measure(text, group_size=16, formula="offset"):
             codecs[scheme, False] = {bits: make_codecs(text.model.config, scheme, bits, bits, **settings)
                                      for bits in BITS}
 
-    # 2. squared errors by scheme, "k" or "v", bits and column
+    # 2. squared errors by scheme, "k" or "v", bits and column: their sum, and of how many numbers
     def look(at, sinks):
         found = {}
         for scheme, kind in TABLE_1:
@@ -80,7 +81,8 @@ def measure(text, group_size=16, formula="offset"):
                 for column, (kept, tokens) in columns.items():
                     codec = getattr(codecs[scheme, kept][bits][at.layer], kind)
                     error = read_back(codec, x) - x.float()  # (1, Hkv, T, d)
-                    found[scheme, kind, bits, column] = 100 * error[:, :, tokens].double().square().mean()
+                    square = 100 * error[:, :, tokens].double().square()  # (1, Hkv, n, d)
+                    found[scheme, kind, bits, column] = torch.tensor([square.sum(), square.numel()])
         return found
 
     # 3. the table
@@ -89,7 +91,8 @@ def measure(text, group_size=16, formula="offset"):
         for bits in BITS:
             row = {"scheme": scheme, "of": kind.upper(), "bits": bits, "change": None}
             for column in ("overall", "without", "with"):
-                row[column] = found.get((scheme, kind, bits, column))
+                total, n = found.get((scheme, kind, bits, column), (0, 0))
+                row[column] = total / n if n and (column == "overall" or text.marks.any()) else None
             before, after = ("overall", "without") if is_static(scheme) else ("without", "with")
             if row[after] is not None and row[before]:
                 row["change"] = row[after] / row[before] - 1
@@ -105,23 +108,22 @@ def shares_token_group(sinks, group):
 
 def draw(text, rows):
     """The errors by bits, a panel for each scheme, of K or V; its title has the change."""
-    figure, panels = new_figure(2, 3, 11, 6.4, "Mean squared error of keys and values, with and without sinks")
+    figure, panels = new_figure(2, 3, 11, 6.6, "How sinks change the mean squared error of keys and values")
     for panel, (scheme, kind) in zip(panels, TABLE_1):
         of_panel = [row for row in rows if (row["scheme"], row["of"]) == (scheme, kind.upper())]
-        curves = {"overall": "all tokens", "without": "sinks left out of ranges and errors"}
-        if not is_static(scheme):
-            curves = {"overall": "all tokens", "without": "groups without a sink", "with": "groups with a sink"}
-        overall = [row["overall"] for row in of_panel]
-        for i, (column, label) in enumerate(curves.items()):
-            numbers = [float("nan") if row[column] is None else row[column] for row in of_panel]
-            if i and all(abs(x / y - 1) < 0.02 for x, y in zip(numbers, overall)):
-                label += " (coincides with all tokens)"
-            panel.plot([row["bits"] for row in of_panel], numbers, label=label, linestyle=LINES[i], **style(i))
+        for i, column in enumerate(("overall", "without", "with")):
+            if of_panel[0][column] is not None:
+                panel.plot([row["bits"] for row in of_panel], [row[column] for row in of_panel],
+                           label=LABELS[column], linestyle=LINES[i], **style(i))
         panel.set(yscale="log", xlabel="bits", ylabel="mean squared error x 100", xticks=sorted(BITS))
         plain_ticks(panel)
-        legend(panel)
+        if all(row["without"] and abs(row["overall"] / row["without"] - 1) < 0.02 for row in of_panel):
+            panel.text(0.97, 0.95, "all tokens and without sinks:\nthe same", transform=panel.transAxes, ha="right",
+                       va="top", fontsize="small")
         axis, ranges = scheme.split("-")
+        which = "without sinks" if is_static(scheme) else "with a sink"
         change = of_panel[-1]["change"]
-        result = "" if change is None else f": {change:+.0%} {'without' if is_static(scheme) else 'with'} sinks"
-        title(panel, f"{'keys' if kind == 'k' else 'values'} per {axis}, {ranges}{result}")
+        result = "" if change is None else f"\n{which} {change:+.0%}, at {of_panel[-1]['bits']} bits"
+        title(panel, f"{'keys' if kind == 'k' else 'values'} per {axis}, {ranges} ranges{result}")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     return figure

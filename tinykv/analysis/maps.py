@@ -1,12 +1,9 @@
-"""One layer whole: |H| in the channels of its largest outliers, token by token, with the sinks marked,
-which is where KVSink looks for them (Figure 1b); H, attention output, keys and values, token by
-channel, and the attention of the first 64 tokens (KVSink Figure 5f, IntactKV Figure 1); the largest H
-of each layer; and the share of the keys' variance that lies within channels, before RoPE and after it
-(AnTKV Appendix B, Figure 8): a codebook of channels that each keep their own level has less left to
-describe.
+"""One layer whole: |H| in the outlier's channel, token by token, with the sinks marked, which is where
+KVSink looks for them (Figure 1b); attention output, keys and values, token by channel, and the
+attention of the first 64 tokens (KVSink Figure 5f, IntactKV Figure 1); the largest H of each layer;
+and the share of the keys' variance that lies within channels, before RoPE and after it (AnTKV
+Appendix B, Figure 8): a codebook of channels that each keep their own level has less left to describe.
 """
-import torch
-
 from tinykv.analysis.figures import new_figure, pooled, title, tokens_and_sinks
 from tinykv.analysis.sinks import attention_map, draw_map
 from tinykv.analysis.walk import Text, by_layer, walk
@@ -48,12 +45,12 @@ def draw(text, rows):
     found = size[:, channel].topk(max(1, int(sinks.sum()))).indices  # the largest |H[:, c]|
     hits = int(sinks[found].sum())
     figure, panels = new_figure(
-        2, 4, 16, 7, f"Layer {at.layer}: {hits} of the {len(found)} tokens with the largest |H| in channel {channel} "
+        2, 3, 12, 7, f"Layer {at.layer}: {hits} of the {len(found)} tokens with the largest |H| in channel {channel} "
         "are sinks")
     tokens_and_sinks(panels[0], size[:, channel].cpu(), sinks.cpu(), f"|H[:, {channel}]|")
     panels[0].set(ylim=(0, None))
     title(panels[0], f"|H| in channel {channel}, sinks marked")
-    maps = {"|H|, after the block": size, "attention output": at.attention, "values": by_token(at.v),
+    maps = {"attention output": at.attention, "values": by_token(at.v),
             "keys before RoPE": by_token(at.k_pre), "keys after RoPE": by_token(at.k)}
     for panel, (name, x) in zip(panels[1:], maps.items()):
         cells = pooled(x.float().abs()).cpu()  # (rows, channels)
@@ -64,7 +61,6 @@ def draw(text, rows):
         title(panel, name)
         figure.colorbar(image, ax=panel, label="magnitude")
     first = Text(text.model, text.windows[:1, :FIRST], text.marks[:1, :FIRST], text.layer)
-    draw_map(panels[6], attention_map(first.shown()[0]), min(FIRST, T))
-    title(panels[6], f"attention of the first {min(FIRST, T)} tokens")
-    panels[7].axis("off")
+    draw_map(panels[5], attention_map(first.shown()[0]), min(FIRST, T))
+    title(panels[5], f"attention of the first {min(FIRST, T)} tokens")
     return figure

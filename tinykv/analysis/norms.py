@@ -33,7 +33,7 @@ def draw(text, rows):
     figure, panels = new_figure(
         2, 2, 9.2, 6.2, "Norms at the sinks, as multiples of the other tokens', by layer: keys "
         f"{span([row['k sinks'] for row in rows], '.2f')}, values {span([row['v sinks'] for row in rows], '.2f')}")
-    for panel, (kind, norm), name in zip(panels, norms_of(at).items(), ("queries", "keys", "values")):
+    for panel, norm, name in zip(panels, norms_of(at).values(), ("queries", "keys", "values")):
         tokens_and_sinks(panel, norm.mean(0), sinks, f"norm of {name}, mean over heads")
         panel.set(ylim=(0, None))
         title(panel, f"{name} of layer {at.layer}")

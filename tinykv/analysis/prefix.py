@@ -90,9 +90,12 @@ def draw(text, rows):
     start = max(lengths.values())
     points = sorted({*lengths.values(), *(round(start * i / POINTS) for i in range(POINTS))})
     errors = errors_by_length(text, text.windows[0], points, start)
-    left_over = rows[-1]["last"] / rows[0]["last"]
-    figure, panels = new_figure(
-        1, 2, 10, 4, f"With {rows[-1]['n']:.0f} exact tokens {left_over:.0%} of the last block's error is left")
+    first, before, after = (rows[i]["last"] for i in (0, -2, -1))
+    result = f"The last sink takes {(before - after) / first:.0%} of the last block's error, the "
+    result += f"{rows[-2]['n']:.0f} tokens before it {(first - before) / first:.0%}"
+    if text.prefix:
+        result = f"With the prefix exact, {after / first:.0%} of the last block's error is left"
+    figure, panels = new_figure(1, 2, 10, 4, result)
     sinks = [t for t in text.marks[0].nonzero()[:, 0].tolist() if t < start]
     for panel, column, label in zip(panels, ("last", "attention"), ("output of the last block", "what attention adds")):
         for sink in sinks:

@@ -11,7 +11,7 @@ from tinykv.analysis.walk import mean, means
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)  # in bits
 
-COLUMNS = {"bits": ("bits", "d"), "kept": ("kept", ""), "attention": ("attention", ".3f"),
+COLUMNS = {"kept": ("kept", ""), "bits": ("bits", "d"), "attention": ("attention", ".3f"),
            "change": ("change", ".4f"), "bias change": ("bias change", ".3f"), "cosine": ("cosine", ".3f")}
 
 
