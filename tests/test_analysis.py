@@ -333,7 +333,7 @@ def test_the_report_on_a_model_that_is_trained(case):
     text, _ = case
     report = sinks.sink_report(text.model, text.windows, text.marks)
     sources = {"first": (sinks, "first"), "later": (sinks, "later"), "outlier": (outliers, "size c"),
-               "ratio": (outliers, "ratio c"), "q": (norms, "q sinks"), "k": (norms, "k sinks"), "v": (norms, "v sinks")}
+               "ratio": (outliers, "ratio c"), **{kind: (norms, f"{kind} sinks") for kind in "qkv"}}
     assert report["channel"] == outliers.measure(text)[0]["channel"] and len(report["layers"]) == L
     for name, (module, column) in sources.items():
         assert [row[name] for row in report["layers"]] == [row[column] for row in module.measure(text)]

@@ -5,10 +5,6 @@ them.
     python -m tinykv.analysis all --out docs/figures --json numbers.json
     python -m tinykv.analysis norms keys --model path/to/Llama-2-7b-hf --data wikitext2 --out .
 """
-if __name__ == "__main__":
-    from tinykv import stop_early
-    stop_early("python -m tinykv.analysis")  # torch takes seconds to import
-
 import argparse
 import platform
 import textwrap
@@ -16,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, did_you_mean, hf, storage
+from tinykv import UserError, hf, storage
 from tinykv.analysis import anchors, bias, cosine, errors, figures, keys, maps, norms, outliers, prefix, sinks, widths
 from tinykv.analysis.walk import Text
 from tinykv.codecs import make_codecs
@@ -24,7 +20,6 @@ from tinykv.codecs.affine import FORMULAS
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data.windows import halves, load_windows
 from tinykv.methods.antkv import AnTKV
-from tinykv.methods.intactkv import open_prefix
 from tinykv.run.cli import (
     Help,
     Parser,
@@ -42,9 +37,10 @@ from tinykv.run.cli import (
     figure,
     one_line,
     print_columns,
-    quantized_model,
     quantizers_of,
 )
+from tinykv.run.prefix import open_prefix
+from tinykv.weights import quantize
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 
@@ -119,8 +115,7 @@ def check(args, names):
     """Errors that can be found before anything is loaded."""
     for name in names:
         if name not in PHENOMENA:
-            raise UserError(f"unknown phenomenon {name!r}; there are {', '.join(PHENOMENA)}, all"
-                            f"{did_you_mean(name, PHENOMENA)}")
+            raise UserError(f"unknown phenomenon {name!r}; there are {', '.join(PHENOMENA)}, all")
     defaults = parser().parse_args(args.what)
     for flag, takers in FLAGS.items():
         given = getattr(args, flag) != getattr(defaults, flag)
@@ -188,9 +183,8 @@ def load_text(args, names, model, tokenizer):
     if "errors" in names or "widths" in names:
         text.calibration_marks = find_sinks(text.calibration)  # (C, T)
     if "prefix" in names:
-        (name, quantizer), = quantizers_of(args, model.config).items()
-        in_memory = storage.CalibrationFile(None, model, "")
-        text.quantized = quantized_model(model, name, quantizer, text.calibration, in_memory)
+        quantizer, = quantizers_of(args, model.config).values()
+        text.quantized = quantize(model, quantizer, text.calibration)
     return text
 
 
