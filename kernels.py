@@ -183,13 +183,16 @@ def grid_of(grid, b, h, j0, j, ok, column, there):
         mask = mask & ok[:, None]
     elif grid.tokens > 0:  # a tile begins at a multiple of N, so it lies in one group
         at += j0 // grid.tokens * grid.token
-    scale, zero = tl.load(grid.scale + at, mask, 1), tl.load(grid.zero + at, mask, 0)
-    # whatever is stored: x = code * scale + zero
+    # a word is both: one load; x = code * scale + zero
+    word = tl.load(grid.words + at, mask, 0)
     if grid.form == "fp8":
-        return fp8_number(scale), fp8_number(zero)
-    scale, zero = scale.to(tl.float32), zero.to(tl.float32)
-    if grid.form == "integer":  # scale * (code - zero)
-        zero = -scale * zero
+        return fp8_number(word), fp8_number(word >> 8)
+    scale = word.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    zero = (word >> 16).to(tl.int16)
+    if grid.form == "integer":  # x = scale * (code - zero)
+        zero = -scale * zero.to(tl.float32)
+    else:
+        zero = zero.to(tl.float16, bitcast=True).to(tl.float32)
     return scale, zero
 
 

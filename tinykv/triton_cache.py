@@ -34,9 +34,8 @@ BITS = (1, TERNARY, 2, 3, 4, 8)  # of codes that the kernels read
 
 class Grid(NamedTuple):
     """x = code * scale + zero. So many `tokens` and `channels` share a scale; 0: all tokens."""
-    scale: torch.Tensor
-    zero: torch.Tensor
-    batch: int  # strides, in numbers: from one sequence to the next
+    words: torch.Tensor
+    batch: int  # strides, in words: from one sequence to the next
     head: int
     token: tl.constexpr  # from a group of tokens to the next
     channel: tl.constexpr
@@ -149,12 +148,33 @@ def ternary_table(device):
     return sum(digits).to(torch.uint16).to(device)
 
 
+def words_of(scale, zero):
+    """Scale and zero point of each group side by side: a word, which is loaded at once."""
+    pairs = torch.stack([scale, zero.view(scale.dtype)], -1)
+    return pairs.view(torch.int32 if scale.itemsize == 2 else torch.int16)[..., 0]
+
+
+words_of_static = lru_cache(maxsize=1024)(words_of)
+
+
+def words_of_codes(codes):
+    """`words_of` the codes, which lie like that from now on."""
+    scale, zero = codes.scale, codes.zero
+    if zero.data_ptr() != scale.data_ptr() + scale.itemsize:
+        pairs = torch.stack([scale, zero.view(scale.dtype)], -1)
+        codes.scale, codes.zero = scale, zero = pairs[..., 0], pairs[..., 1].view(zero.dtype)
+    pairs = scale.as_strided((*scale.shape, 2), (*scale.stride(), 1))
+    return pairs.view(torch.int32 if scale.itemsize == 2 else torch.int16)[..., 0]
+
+
 def affine_rows(codec, codes, kind, halves):
     d, T = codec.width, codes.packed.shape[2]
-    scale, zero = codes.scale, codes.zero  # (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d) both
+    # (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d), or with 1 in the place of B and T
     if codec.static:
-        scale, zero = codec.scale[None], codec.zero[None]  # (1, Hkv, 1, ...) both
-    batch, head, token, channel_group, channel = scale.stride()
+        words = words_of_static(codec.scale, codec.zero)[None]  # (1, Hkv, 1, ...) both
+    else:
+        words = words_of_codes(codes)
+    batch, head, token, channel_group, channel = words.stride()
 
     # which tokens, and which channels, share a scale
     if codec.axis == "token":
@@ -164,7 +184,7 @@ def affine_rows(codec, codes, kind, halves):
     if codec.static:
         tokens, batch = 0, 0
     form = "integer" if codec.formula == "integer-zero" else "offset"
-    grid = made(Grid, scale=scale, zero=zero, batch=batch, head=head, token=token, channel=channel,
+    grid = made(Grid, words=words, batch=batch, head=head, token=token, channel=channel,
                 tokens=tokens, channels=channels, form=form)
 
     # whether scales leave the products: a token's; of keys a channel's, before RoPE if static
@@ -192,11 +212,11 @@ class Levels(NamedTuple):
 
 def nonuniform_rows(codec, codes, kind, halves):
     if codec.axis == "channel":
-        grid = made(Grid, scale=codec.half, zero=codec.mid, batch=0, head=codec.width, token=0,
+        grid = made(Grid, words=words_of_static(codec.half, codec.mid), batch=0, head=codec.width, token=0,
                     channel=1, tokens=0, channels=1, form="offset")
     else:
-        grid = made(Grid, scale=codes.scale, zero=codes.zero, batch=codes.scale.stride(0), head=0,
-                    token=codes.scale.stride(2), channel=0, tokens=1, channels=codec.width,
+        words = words_of_codes(codes)
+        grid = made(Grid, words=words, batch=words.stride(0), head=0, token=words.stride(2), channel=0, tokens=1, channels=codec.width,
                     form="offset")
     tables = Levels(codec.levels)
     if codec.outliers and len(codes.values):
@@ -213,10 +233,9 @@ class Order(NamedTuple):
 
 
 def clipped_rows(codec, codes, kind, halves):
-    scale, zero, form = codes.scale, codes.zero, "offset"
-    if scale.itemsize == 1:
-        scale, zero, form = scale.view(torch.uint8), zero.view(torch.uint8), "fp8"
-    grid = made(Grid, scale=scale, zero=zero, batch=scale.stride(0), head=0, token=scale.stride(2),
+    words = words_of_codes(codes)
+    form = "fp8" if words.itemsize == 2 else "offset"
+    grid = made(Grid, words=words, batch=words.stride(0), head=0, token=words.stride(2),
                 channel=1, tokens=1, channels=1, form=form)
     return single_rows("ClippedGroups", codes.packed, codec.bits, codec.width, halves, grid=grid,
                        tables=Order(inverse(codec.order), codec.group))
