@@ -27,6 +27,8 @@ LOG2E, LN2 = 1 / math.log(2), math.log(2)
 FMA = {"enable_fp_fusion": True}  # a * b + c in one instruction: not every Triton's default
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: on the CPU, line by line
 TWO_AT_ONCE = tl.constexpr(not INTERPRETED)  # see `two_words`: the interpreter knows no PTX
+TO_INTEGER = tl.constexpr(2.0 ** 24)  # see `codes_of_plane`
+LIFT = tl.constexpr(2.0 ** 15)  # see `Turn`
 
 
 # ---- 1. The k largest |h| of one channel: KVSink's sinks
@@ -82,17 +84,16 @@ def topk_outliers(hidden, channel, k, N=1024):
 #
 # Channel c lies in byte c % 32. Shift that right by c // 32 * 2 bits, and keep the lowest two.
 
-def simple_decode_lines(packed, scale, zero):
-    """packed (Hkv, T, d/4) bytes; scale and zero (Hkv, T, 1), each token's -> numbers (Hkv, T, d)."""
-    codes = torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], -1)  # (Hkv, T, d)
-    return codes * scale + zero
-
-
 def simple_lines(q, k, v):
-    """Attention of one new token: q (H, d); k and v: packed, scale and zero -> (H, d)."""
-    R = len(q) // len(k[0])  # query heads of a KV head
-    K = simple_decode_lines(*k).repeat_interleave(R, 0)  # (H, T, d)
-    V = simple_decode_lines(*v).repeat_interleave(R, 0)  # (H, T, d)
+    """Attention of one new token: q (H, d); k and v: packed (Hkv, T, d/4) bytes, and each token's scale and zero
+    (Hkv, T, 1) -> (H, d).
+    """
+    decoded = []
+    for packed, scale, zero in (k, v):
+        codes = torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)  # (Hkv, T, d)
+        x = codes * scale + zero  # (Hkv, T, d)
+        decoded.append(x.repeat_interleave(len(q) // len(x), dim=0))  # (H, T, d)
+    K, V = decoded
     scores = q[:, None] @ K.transpose(1, 2) / math.sqrt(q.shape[1])  # (H, 1, T)
     return (scores.softmax(-1) @ V)[:, 0]
 
@@ -131,28 +132,22 @@ def simple_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, out, T, R: tl.const
     tl.store(out + head * D + c, acc / total)
 
 
-# ---- 3. Now make it fast: the rows, and a code that is a number
-#
-# The same arithmetic for every codec. Each trick is named with what it saves.
+# ---- 3. Now make it fast: rows of any codec, and codes that are numbers
 
 class Plane(NamedTuple):
-    """The codes that one mask finds in all words of a row; a word is 1, 2 or 3 bytes of codes.
-
-    Saves loading a byte once for each of its codes, and shifting them down: four planes of 2-bit codes are
-    four quarters of the head. The row is never put together again: q and the output are cut into planes, too.
+    """The codes that one mask finds in all words of a row; a word is 1, 2 or 3 bytes of codes. Saves loading a
+    byte once for each of its codes, and shifting: the four planes of 2-bit codes are quarters of the head, and
+    so are q and the output cut. A row is never put together again.
     """
     channel: int  # the first
     slice: int  # a row is cut into slices of words where one plane would hold two groups
-    # A code that begins at bit `low` of its word is not shifted down: it is 2**low times larger.
-    # Only integers below 2**10 are subnormal, so `shift` brings higher codes into the ten low bits.
-    shift: int
-    low: int
+    shift: int  # only the ten low bits are a subnormal number: higher codes are shifted into these
+    low: int  # where the code begins then. It stays there, and is 2**low times larger
 
 
 class Grid(NamedTuple):
-    """x = code * scale + zero. A scale and its zero point, 16 bits each, are one word.
-
-    Saves every second load; and words of 32 bits are loaded ahead of time, those of 16 bits are not.
+    """x = code * scale + zero. A scale and its zero point, 16 bits each, are one word. Saves every second load,
+    and waiting: words of 32 bits are loaded ahead of time, those of 16 bits are not.
     """
     words: torch.Tensor  # int32; int16 for "fp8"
     batch: int  # strides, in words: from one sequence to the next
@@ -165,8 +160,8 @@ class Grid(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """The keys, or the values, of a range of tokens. What grows with the text is no constant of the kernel;
-    the stride of a token is: only then can the compiler load 16 bytes at once.
+    """The keys, or the values, of a range of tokens. What grows with the text is no constant of the kernel. The
+    stride of a token is: only then can the compiler load 16 bytes at once.
     """
     codec: tl.constexpr  # name of the codec's class
     fold: tl.constexpr  # whose scales leave the products: each "token"'s, each "channel"'s; "": none's
@@ -178,6 +173,7 @@ class PackedRows(NamedTuple):
     start: int  # position of the first token
     bits: tl.constexpr  # of a code; 2 for three levels
     planes: tl.constexpr  # where numbers are decoded: the head, or its two halves
+    n_planes: tl.constexpr
     words: tl.constexpr  # of a plane
     tile: tl.constexpr  # W: the next power of 2, at least the 16 that a product takes
     step: tl.constexpr  # channels from a word of a plane to the next
@@ -187,31 +183,14 @@ class PackedRows(NamedTuple):
     tables: tuple | None = None  # section 9
 
 
-def number_lines(code):
-    """The bits of a small integer are, read as fp16, the integer times 2**-24: a subnormal.
-
-    Saves turning integers into numbers.
-    """
-    return code.to(torch.int16).view(torch.float16)
-
-
-TO_INTEGER = tl.constexpr(2.0 ** 24)  # what undoes that: once, after the product
-
-
 # The arguments of the functions below:
 #   rows, or k and v: PackedRows    b, h: sequence and KV head    i: number of a plane
 #   j (N): the tokens of a tile, j0: the first, ok (N): which of them are read
 #   channel (W): channels of a head, there (W): which of them exist
 #   query (M): rows of queries, live (M): which of them exist
-# `planes` is a constant: the compiler itself calls these two, which are plain Python.
 
 @triton.constexpr_function
-def count(planes):
-    return len(planes)
-
-
-@triton.constexpr_function
-def of_plane(planes, i, field):
+def of_plane(planes, i, field):  # plain Python, which the compiler calls: `planes` is a constant
     return getattr(planes[i], field)
 
 
@@ -253,12 +232,13 @@ def words_of(rows, b, h, j, ok, TRANSPOSED: tl.constexpr = False):
 
 @triton.jit
 def codes_of_plane(rows, slices, i: tl.constexpr):
-    # The codes of plane i as fp16, 2**24 times smaller (`number_lines`) and 2**low times larger.
+    # The codes of plane i as fp16, 2**24 times smaller and 2**low times larger: the bits of an integer below
+    # 1,024, read as fp16, are the integer times 2**-24, a subnormal number. Saves turning it into a number;
+    # TO_INTEGER undoes it, once, after the product.
     words = slices[of_plane(rows.planes, i, "slice")]
     if TWO_AT_ONCE and rows.bits != 3:
         PTX: tl.constexpr = two_words(rows.bits, rows.planes, i)
-        return tl.inline_asm_elementwise(PTX, "=r,r", [words.to(tl.uint16)], dtype=tl.float16,
-                                         is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(PTX, "=r,r", [words.to(tl.uint16)], tl.float16, is_pure=True, pack=2)
     mask: tl.constexpr = (2 ** rows.bits - 1) << of_plane(rows.planes, i, "low")
     code = (words >> of_plane(rows.planes, i, "shift")) & mask
     return code.to(tl.uint16).to(tl.float16, bitcast=True)
@@ -266,8 +246,8 @@ def codes_of_plane(rows, slices, i: tl.constexpr):
 
 @triton.constexpr_function
 def two_words(bits, planes, i):
-    # PTX, a GPU's assembly: the same shift and mask, on two 16-bit words in one 32-bit register.
-    # Saves every second mask: left to itself, the compiler takes an instruction for each word.
+    # PTX, a GPU's assembly: the same shift and mask, on two 16-bit words in one 32-bit register. Saves every
+    # second mask: left to itself, the compiler takes one for each word.
     mask = ((2 ** bits - 1) << planes[i].low) * 0x10001
     return f"{{ .reg .b32 x; shr.b32 x, $1, {planes[i].shift}; and.b32 $0, x, {mask:#x}; }}"
 
@@ -286,10 +266,10 @@ def grid_of(grid, b, h, j0, j, ok, column, there):
     word = tl.load(grid.words + at, mask, 0)
     if grid.form == "fp8":
         return fp8_number(word), fp8_number(word >> 8)
-    scale = word.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    scale, zero = word.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32), word.to(tl.int32) >> 16
     if grid.form == "integer":  # scale * (code - zero)
-        return scale, -scale * (word >> 16).to(tl.float32)
-    return scale, (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        return scale, -scale * zero.to(tl.float32)
+    return scale, zero.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 # ---- 4. Scales and zero points leave the products: that saves a multiplication and an addition a number
@@ -327,21 +307,21 @@ def grid_of_tokens(rows, b, h, j0, j, ok):
 
 
 @triton.jit
-def scores_by_token(q, q_sum, k, b, h, j0, j, ok, DOT: tl.constexpr):
-    # The first of `fold_lines` transposed: K q^T (N, M). q: the queries' planes, (W, M) each; q_sum
-    # (M): their sum over each group of channels.
-    PLANES: tl.constexpr = count(k.planes) // k.groups
+def scores_by_token(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
+    # The first of `fold_lines` transposed: K q^T (N, M). q: the queries' planes, (W, M) each.
+    PLANES: tl.constexpr = k.n_planes // k.groups
     words = words_of(k, b, h, j, ok)
     scale, zero = grid_of_tokens(k, b, h, j0, j, ok)
     s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
     for g in tl.static_range(k.groups):
-        # q.c over the planes of the group; the codes are 2**low times larger, so q is smaller
-        by_codes = tl.zeros(s.shape, tl.float32)  # (N, M)
+        # q.c and sum(q) over the planes of the group; the codes are 2**low times larger, so q is smaller
+        by_codes, q_sum = tl.zeros(s.shape, tl.float32), tl.zeros(q[0].shape, tl.float32)  # (N, M), (W, M)
         for i in tl.static_range(g * PLANES, g * PLANES + PLANES):
             x = q[i] * 0.5 ** of_plane(k.planes, i, "low")  # (W, M)
             by_codes = product(codes_of_plane(k, words, i), x, by_codes, DOT)
+            q_sum += q[i]
         # (q.c) s + sum(q) z
-        s += by_codes * (scale[g] * TO_INTEGER) + q_sum[g][None] * zero[g]
+        s += by_codes * (scale[g] * TO_INTEGER) + tl.sum(q_sum, 0)[None] * zero[g]
     return s
 
 
@@ -360,7 +340,7 @@ def scores_by_channel(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
     words = words_of(k, b, h, j, ok)
     s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
     by_zeros = tl.zeros(q[0].shape, tl.float32)  # (W, M)
-    for i in tl.static_range(count(k.planes)):
+    for i in tl.static_range(k.n_planes):
         codes, scale, zero = plane_by_channel(k, words, b, h, j0, j, ok, i)
         s = product(codes, q[i] * scale, s, DOT)
         by_zeros += q[i] * zero
@@ -372,9 +352,8 @@ def scores_by_channel(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
 def attend_lines(q, K, V, begin, end, window):
     """One piece of the text: q (B, H, T, d), K and V (B, H, S, d) fp32, tokens begin .. end of S.
 
-    Returns acc (B, H, T, d), top and total (B, H, T): the sum of 2**(score - top) v, the largest score, the
-    sum of 2**(score - top). (The kernel's `top` may be another number of about this size; `merge_lines`
-    gives the same.)
+    Returns acc (B, H, T, d), top and total (B, H, T): the sum of 2**(score - top) v, the largest score, the sum of
+    2**(score - top). The kernel's `top` may be another number of about this size; `merge_lines` gives the same.
     """
     T, S = q.shape[2], K.shape[2]
     # scores in base 2, (B, H, T, end - begin): the weight is 2**score, which is one instruction
@@ -390,11 +369,8 @@ def attend_lines(q, K, V, begin, end, window):
 
 
 class Kept(NamedTuple):
-    """Kept rows of the keys, or of the values.
-
-    A kept key takes the place of its slot as a *score*, which is known before. For a kept value the kernel
-    writes the slot's score, and `merge_kernel` adds the row. So a token's key may be kept where its value is
-    quantized.
+    """Kept rows of the keys, or of the values. A kept key's *score*, which is known before, takes the place of its
+    slot's. For a kept value the kernel writes the slot's score, and `merge_kernel` adds the row.
     """
     slot: torch.Tensor | None = None  # (B, 1 or Hkv, S) int32: number of a token's kept row, or -1
     batch: int = 0  # strides of `slot`
@@ -421,24 +397,19 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
     at = S - T + t  # (M): positions
     query = (bh * R + row % R) * T + t  # (M): place among all B * H * T
 
-    # the queries, cut into the planes of the keys; and their sums over the channels of each group
-    K_PLANES: tl.constexpr = count(k.planes) // k.groups
-    q_planes, q_sum = (), ()
-    for g in tl.static_range(k.groups):
-        group_sum = tl.zeros((M,), tl.float32)
-        for i in tl.static_range(g * K_PLANES, g * K_PLANES + K_PLANES):
-            channel, there = channels_of(k, i)
-            x = tl.load(q + query[None] * k.width + channel[:, None], live[None] & there[:, None], 0)
-            x = x.to(tl.float32) * factor  # (W, M)
-            if k.fold == "token":
-                x = x.to(DOT).to(tl.float32)  # rounded once, for the products and for the sum
-            q_planes = q_planes + (x,)
-            group_sum += tl.sum(x, 0)
-        q_sum = q_sum + (group_sum,)
+    # the queries, cut into the planes of the keys
+    q_planes = ()
+    for i in tl.static_range(k.n_planes):
+        channel, there = channels_of(k, i)
+        x = tl.load(q + query[None] * k.width + channel[:, None], live[None] & there[:, None], 0)
+        x = x.to(tl.float32) * factor  # (W, M)
+        if k.fold == "token":
+            x = x.to(DOT).to(tl.float32)  # rounded once, for the products and for the sum
+        q_planes = q_planes + (x,)
     # what is summed up over the tokens: weights times the codes of each plane of the values, times
     # the zero points of each group; and the weights
-    V_PLANES: tl.constexpr = count(v.planes) // v.groups
-    acc = (tl.zeros((v.tile, M), tl.float32),) * count(v.planes)
+    V_PLANES: tl.constexpr = v.n_planes // v.groups
+    acc = (tl.zeros((v.tile, M), tl.float32),) * v.n_planes
     acc_zeros = (tl.zeros((M,), tl.float32),) * v.groups
     top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
 
@@ -456,7 +427,7 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
         if turn.cos is not None:
             s = rotated_scores(q_planes, k, turn, b, h, j0, j, ok, DOT)
         elif k.fold == "token":
-            s = scores_by_token(q_planes, q_sum, k, b, h, j0, j, ok, DOT)
+            s = scores_by_token(q_planes, k, b, h, j0, j, ok, DOT)
         elif k.fold == "channel":
             s = scores_by_channel(q_planes, k, b, h, j0, j, ok, DOT)
         else:
@@ -504,7 +475,7 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
 
     # write the sums of this piece; those over codes get their powers of two and their zero points
     query += piece * tl.num_programs(0) // tiles * R * T  # (M): place among those of all pieces
-    for i in tl.static_range(count(v.planes)):
+    for i in tl.static_range(v.n_planes):
         channel, there = channels_of(v, i)
         x = acc[i]  # (W, M)
         if v.fold == "token":
@@ -524,7 +495,7 @@ def score_pointers(kept, b, h, j, ok, query, live):
 
 @triton.jit
 def rough_log2(x):
-    # log2 of a positive number, up to 0.09: its bits are its exponent, then its digits.
+    # log2 of a positive number, up to 0.09: its bits are its exponent, then its digits. Saves 3 instructions.
     return x.to(tl.int32, bitcast=True).to(tl.float32) * 0.5 ** 23 - 127
 
 
@@ -548,48 +519,38 @@ def merge_lines(accs, tops, totals, score=None, kept=None):
 
 @triton.jit(do_not_specialize=["pieces", "n"])
 def merge_kernel(accs, tops, totals, score, kept, out, lse, pieces, T, n, R: tl.constexpr, DIM: tl.constexpr,
-                 D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr):
-    # One program: M queries of one head.
+                 D: tl.constexpr, N: tl.constexpr):
+    # One program: one query of one head.
     #   accs, tops, totals: of attend_kernel    kept (B, Hkv, n, d)    out (B, H, T, d), d = DIM
     #   score (B * H * T, n) fp32: of the kept values' slots, or -inf
     #   lse (B, H, T) fp32: natural log of the sum of e**score
-    tiles = tl.cdiv(T, M)
-    bh, all_queries = (tl.program_id(0) // tiles).to(tl.int64), tl.num_programs(0) // tiles * T
-    t = tl.program_id(0) % tiles * M + tl.arange(0, M)  # (M)
-    live, query = t < T, bh * T + t  # (M) both
+    query, all_queries = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     c = tl.arange(0, D)
-    mask = live[:, None] & (c < DIM)[None]  # (M, D)
-    # the largest score of all pieces first, P pieces at a time. Saves waiting: with the largest score known,
-    # no piece's sums depend on those before, as they do in the online softmax
-    top = tl.full((M,), float("-inf"), tl.float32)
-    for first in range(0, pieces, P):
-        i = first + tl.arange(0, P)  # (P)
-        at = i.to(tl.int64)[:, None] * all_queries + query[None]  # (P, M)
-        top = tl.maximum(top, tl.max(tl.load(tops + at, (i < pieces)[:, None] & live[None], float("-inf")), 0))
-    top = tl.where(live, top, 0.0)
+    # the largest score of all pieces first, N pieces at a time. Saves waiting: no piece depends on those before
+    # it, as it does in the online softmax
+    top = float("-inf")
+    for first in range(0, pieces, N):
+        i = first + tl.arange(0, N)  # (N)
+        top = tl.maximum(top, tl.max(tl.load(tops + i * all_queries + query, i < pieces, float("-inf")), 0))
     # the sums, each piece faded to it
-    total, acc = tl.zeros((M,), tl.float32), tl.zeros((M, D), tl.float32)
-    for first in range(0, pieces, P):
-        i = first + tl.arange(0, P)  # (P)
-        at = i.to(tl.int64)[:, None] * all_queries + query[None]  # (P, M)
-        here = (i < pieces)[:, None] & live[None]  # (P, M)
-        fade = tl.exp2(tl.load(tops + at, here, float("-inf")) - top[None])  # (P, M)
+    total, acc = 0.0, tl.zeros((D,), tl.float32)
+    for first in range(0, pieces, N):
+        i = first + tl.arange(0, N)  # (N)
+        at, here = i * all_queries + query, i < pieces  # (N) both
+        fade = tl.exp2(tl.load(tops + at, here, float("-inf")) - top)  # (N)
         total += tl.sum(tl.load(totals + at, here, 0) * fade, 0)
-        at = at[:, :, None] * DIM + c[None, None]  # (P, M, D)
-        acc += tl.sum(tl.load(accs + at, here[:, :, None] & mask[None], 0) * fade[:, :, None], 0)
+        sums = tl.load(accs + at[:, None] * DIM + c[None], here[:, None] & (c < DIM)[None], 0)  # (N, D)
+        acc += tl.sum(sums * fade[:, None], 0)
     # the kept values, N at a time, with the weights that their slots have
     if kept is not None:
-        head = kept + bh // R * n * DIM
+        head = kept + query // T // R * n * DIM
         for first in range(0, n, N):
             slot = first + tl.arange(0, N)  # (N)
-            at = (query * n)[:, None] + slot[None]  # (M, N)
-            s = tl.load(score + at, live[:, None] & (slot < n)[None], float("-inf"))
-            at = slot[:, None] * DIM + c[None]  # (N, D)
-            values = tl.load(head + at, (slot < n)[:, None] & (c < DIM)[None], 0)
-            acc += product(tl.exp2(s - top[:, None]), values, None, tl.float32)
-    total = tl.where(live, total, 1.0)
-    tl.store(out + query[:, None] * DIM + c[None], acc / total[:, None], mask)
-    tl.store(lse + query, (top + tl.log2(total)) * 0.6931471805599453, live)  # ln 2
+            p = tl.exp2(tl.load(score + query * n + slot, slot < n, float("-inf")) - top)  # (N)
+            values = tl.load(head + slot[:, None] * DIM + c[None], (slot < n)[:, None] & (c < DIM)[None], 0)
+            acc += tl.sum(p[:, None] * values.to(tl.float32), 0)
+    tl.store(out + query * DIM + c, acc / total, c < DIM)
+    tl.store(lse + query, (top + tl.log2(total)) * 0.6931471805599453)  # ln 2
 
 
 # ---- 7. Keys before RoPE
@@ -607,16 +568,12 @@ def rotated_lines(q, k, cos, sin):
     return by_cos + by_sin
 
 
-# What cos and sin are multiplied by where they meet codes: the product is no subnormal number.
-LIFT = tl.constexpr(2.0 ** 15)
-
-
 class Turn(NamedTuple):
-    """RoPE's tables for keys that are stored before it, in two steps: q turns back by the position of the
-    first token of the tile, a key forward by its place in the tile. Saves computing angles: one small table
-    serves all tiles.
+    """RoPE's tables for keys that are stored before it, in two steps: q turns back by the position of the first
+    token of the tile, a key forward by its place in the tile. Saves angles: one small table serves all tiles.
     """
-    cos: torch.Tensor | None = None  # of places 0 .. N - 1 in a tile (N, d/2), LIFT times larger for codes
+    # of places 0 .. N - 1 in a tile (N, d/2); LIFT times larger for codes, or the products would be subnormal
+    cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     tile_cos: torch.Tensor | None = None  # (tiles, d/2), of positions 0, N, 2N, ...
     tile_sin: torch.Tensor | None = None
@@ -626,7 +583,7 @@ class Turn(NamedTuple):
 def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
     # The same transposed, (N, M), of codes or of decoded numbers. Channel c turns with c + d/2, and
     # plane i with plane i + HALF.
-    HALF: tl.constexpr = count(k.planes) // 2
+    HALF: tl.constexpr = k.n_planes // 2
     s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
     by_zeros = tl.zeros(s.shape, tl.float32)  # (N, M): what zero points add
     words = ()
@@ -668,29 +625,11 @@ def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
 
 # ---- 8. AnTKV's anchor scores
 
-def anchor_lines(q, k, lse, window=None):
-    """Eq. 5: AnS(K) and AnS(V), (B, Hkv, S) both: how much hangs on each key and each value.
-
-    q (B, H, T, d) and k (B, Hkv, S, d), rotated; lse (B, H, T): log-sum-exp of the scores.
-    """
-    T, S, Hkv = q.shape[2], k.shape[2], k.shape[1]
-    # attention weights
-    k = k.float().repeat_interleave(q.shape[1] // Hkv, dim=1)  # (B, H, S, d)
-    s = q.float() @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, S)
-    at, j = torch.arange(S - T, S)[:, None], torch.arange(S)[None]  # (T, 1), (1, S): positions
-    s = s.masked_fill((j > at) | (j <= at - (window or S)), float("-inf"))
-    A = torch.exp(s - lse[..., None])  # (B, H, T, S)
-    # AnS(K) = sum A (1 - A) |q|, AnS(V) = sum A: over queries, then over query heads of a KV head
-    of_k = (A * (1 - A) * q.float().norm(dim=-1)[..., None]).sum(2)  # (B, H, S)
-    of_v = A.sum(2)  # (B, H, S)
-    return of_k.unflatten(1, (Hkv, -1)).sum(2), of_v.unflatten(1, (Hkv, -1)).sum(2)
-
-
 @triton.jit(do_not_specialize=["T", "S", "window"])
 def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.constexpr, DIM: tl.constexpr,
                   D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
-    # One program: N keys of one KV head, and all queries that see them: no other program adds to
-    # their sums.
+    # `equation_5` of tinykv/methods/antkv.py. One program: N keys of one KV head, and all queries that see them:
+    # no other program adds to their sums.
     #   q (B, H, T, d), d = DIM    norm |q|, lse (B, H, T) fp32    k (B, Hkv, S, d), rotated
     #   of_k, of_v (B, Hkv, S) fp32    factor: log2(e) / sqrt(d)
     tiles = tl.cdiv(S, N)

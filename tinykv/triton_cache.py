@@ -26,6 +26,7 @@ from tinykv.methods.antkv import AnTKV
 
 TILE = 64  # tokens that a program reads at a time, at most
 PIECE = 512  # tokens of a piece, at least: each piece writes d + 2 numbers, which the merge reads
+MERGED = 32  # pieces, and kept values, that are added at a time
 BITS = (1, TERNARY, 2, 3, 4, 8)  # of codes that the kernels read
 
 
@@ -48,7 +49,7 @@ def made_rows(codec, data, width, start=0, **fields):
         fields.update(bits=2, ternary=ternary_table(data.device))
     tile = max(16, triton.next_power_of_2(fields["words"]))
     return made(PackedRows, codec=codec, width=width, data=data, batch=batch, head=head, token=token, start=start,
-                tile=tile, **fields)
+                tile=tile, n_planes=len(fields["planes"]), **fields)
 
 
 def single_rows(codec, packed, bits, width, halves, start=0, **more):
@@ -329,10 +330,8 @@ def attention(q, keys, values, rope=None, window=None, slots=None):
 
     out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     kept = values.kept_rows.contiguous() if v_kept.slot is not None else None
-    M, N = min(16, triton.next_power_of_2(T)), min(64, max(16, triton.next_power_of_2(v_kept.n)))
-    kernels.merge_kernel[triton.cdiv(T, M) * B * H,](
-        acc, top, total, v_kept.score, kept, out, lse, n_pieces, T, v_kept.n, R, d, triton.next_power_of_2(d), M, N,
-        max(1, 32 // M), **FMA)
+    kernels.merge_kernel[B * H * T,](acc, top, total, v_kept.score, kept, out, lse, n_pieces, T, v_kept.n, R, d,
+                                     triton.next_power_of_2(d), MERGED, **FMA)
     return Attended(out, lse, k_kept.score, v_kept.score)
 
 
