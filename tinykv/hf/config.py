@@ -19,6 +19,10 @@ ARCHITECTURES = {
     "mistral": ("MistralForCausalLM",
                 {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
                 ["attention_bias", "mlp_bias"]),
+    "qwen2": ("Qwen2ForCausalLM", {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+              ["attention_bias", "mlp_bias", "use_sliding_window"]),
+    "qwen3": ("Qwen3ForCausalLM", {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+              ["mlp_bias", "use_sliding_window"]),
 }
 DEFAULTS = {  # values of fields that are absent, in every architecture
     "num_key_value_heads": None, "sliding_window": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
@@ -88,11 +92,13 @@ def parse_config(raw, where):
                 refuse(name, value, where, f"tinykv implements {', '.join(map(str, allowed)) or 'models without it'}")
     for name in lacks:
         if raw.get(name):
-            refuse(name, raw[name], where, f"a {kind} model does not have it; set it to null or correct model_type")
+            refuse(name, raw[name], where, f"tinykv implements {kind} without it")
 
     # 3. every field, with its default where it is absent
     given = {name: value for name, value in raw.items() if value is not None or name in NULLABLE}
     given = {**DEFAULTS, **defaults, **given}
+    if kind != "mistral":  # a Qwen has a number there, which use_sliding_window turns off
+        given["sliding_window"] = None
     heads = checked(given, "num_attention_heads", SIZE, where)
     if given["num_key_value_heads"] is None:
         given["num_key_value_heads"] = heads
@@ -164,7 +170,9 @@ def refuse(name, value, where, instead):
 
 def config_fields(config, dtype):
     """LlamaConfig -> the content of config.json, as every version of transformers reads it."""
-    fields = {name: value for name, value in asdict(config).items() if value is not None or name in NULLABLE}
+    fields = {name: value for name, value in asdict(config).items() if value is not None}
+    if config.model_type == "mistral":
+        fields["sliding_window"] = config.sliding_window  # null is not the same as absent
     fields["hidden_act"] = "silu"
     fields["torch_dtype"] = str(dtype).removeprefix("torch.")
     if parse_config(fields, "this model") != config:
