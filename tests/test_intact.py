@@ -133,11 +133,11 @@ def test_rows_are_the_transformed_models(monkeypatch, quantizer, sharing):
 # ---- what follows the prefix
 
 def plain_integer_zero(row, bits):
-    """A token's row of one head on its own grid, in plain lists, in 16 bits."""
+    """A token's row of one head on its own grid, in plain lists; the scale has 16 bits."""
     lo, hi, levels = min(row), max(row), 2 ** bits - 1
     s = float(np.float16(np.float32(hi - lo) / np.float32(levels)))
     z = round(-lo / s)
-    return [float(np.float16((min(levels, max(0, round(x / s) + z)) - z) * s)) for x in row]
+    return [float(np.float32((min(levels, max(0, round(x / s) + z)) - z) * s)) for x in row]
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
