@@ -210,6 +210,9 @@ def test_absent_fields_have_the_values_of_transformers(folder):
     mistral = raw | {"model_type": "mistral", "num_attention_heads": 16, "hidden_size": 32}
     config = parse_config(mistral, "here")
     assert (config.num_key_value_heads, config.sliding_window, config.max_position_embeddings) == (8, 4096, 131072)
+    qwen3 = raw | {"model_type": "qwen3", "num_attention_heads": 64, "sliding_window": 4096, "max_window_layers": 28}
+    config = parse_config(qwen3, "here")
+    assert (config.num_key_value_heads, config.head_dim, config.sliding_window) == (32, 128, None)
     config = parse_config(mistral | nulls, "here")  # null is not absent
     assert (config.num_key_value_heads, config.sliding_window) == (16, None)
 
@@ -238,7 +241,9 @@ def test_both_spellings_of_rope(folder, fields, theta, scaling):
 
 
 @pytest.mark.parametrize("fields, words", [
-    ({"model_type": "qwen2"}, ["model_type", '"qwen2"', "llama", "mistral"]),
+    ({"model_type": "gpt2"}, ["model_type", '"gpt2"', "llama", "mistral", "qwen3"]),
+    ({"model_type": "qwen3", "architectures": ..., "use_sliding_window": True, "sliding_window": 9},
+     ["use_sliding_window", "qwen3"]),
     ({"model_type": ...}, ["model_type", "null"]),
     ({"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "LlamaForSequenceClassification"]),
     ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', "silu"]),

@@ -831,11 +831,6 @@ def test_a_stdout_that_is_closed():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_cache_folder_of_nobody(command, monkeypatch):
-    monkeypatch.setenv("TINYKV_CACHE", "~nobodywiththisname/x")
-    assert "TINYKV_CACHE" in refused(command, "--data", "wikitext2", "--method", "fp16", *SMALL)
-
-
 @pytest.mark.parametrize("asked, meant", [
     ("--method kvsnik", "kvsink"), ("--method KIVI", "kivi"), ("--method rnt", "rtn"), ("--presreve 5", "--preserve"),
     ("--Preserve=5", "--preserve"), ("--group_size 5", "--group-size"), ("--protocol Strem", "stream"),
