@@ -51,7 +51,8 @@ VARIANTS = {  # name -> (config, dtype on disk, format)
     "sharded": (LlamaConfig(**SMALL), torch.float16, "safetensors in shards"),
     "bin": (LlamaConfig(**WIDE, rope_parameters=LLAMA3), torch.float16, "bin, config.json in the old spelling"),
     "bin_sharded": (LlamaConfig(**SMALL), torch.float16, "bin in shards, config.json in the old spelling"),
-    "qwen2": (Qwen2Config(**SMALL | {"num_key_value_heads": 2}, tie_word_embeddings=True), torch.float16, "safetensors"),
+    "qwen2": (Qwen2Config(**SMALL | {"num_key_value_heads": 2}, tie_word_embeddings=True),
+              torch.float16, "safetensors"),
     "qwen3": (Qwen3Config(**SMALL | {"num_key_value_heads": 2}, head_dim=16), torch.float16, "safetensors"),
 }
 LINES = ["the ferryman of Aldermoor counts seventeen crates of pears before the bell", "a tall widow sells 40 lanterns",
