@@ -610,6 +610,187 @@ def test_every_attention_prints_the_same_table(command, attention):
         assert abs(float(fused[label]["ppl"]) / float(other[label]["ppl"]) - 1) < 0.02
 
 
+<<<<<<< HEAD
+=======
+@pytest.mark.whole  # a process of its own
+def test_triton_is_imported_only_where_it_is_asked_for():
+    code = "import sys, eval_ppl; sys.exit('triton' in sys.modules or 'kernels' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+# ---- no traceback, by class
+
+OWN = """
+from tinykv.methods.rtn import RTN
+
+class Needs(RTN):
+    def __init__(self, config, amount, **settings):
+        super().__init__(config, **settings)
+
+class Seed(RTN):
+    def __init__(self, config, seed=1, **settings):
+        super().__init__(config, **settings)
+
+class Stars(RTN):
+    def __init__(self, config, *more):
+        super().__init__(config, scheme="token-dynamic")
+
+class Raises(RTN):
+    def __init__(self, config):
+        super().__init__(config, scheme="token-dynamic")
+    def begin(self, cache):
+        return {}["no"]
+
+class Exits(Raises):
+    def begin(self, cache):
+        raise SystemExit(0)
+
+class Constructor(RTN):
+    def __init__(self, config):
+        1 / 0
+"""
+
+
+@pytest.mark.parametrize("name, words", [
+    ("Needs", ["--amount", "no default"]), ("Seed", ["--seed", "another name"]),
+    ("Raises", ["own.py", "line 20", "begin", "KeyError"]), ("Exits", ["own.py", "line 24", "SystemExit"]),
+    ("Constructor", ["own.py", "line 28", "ZeroDivisionError"])])
+def test_what_a_file_of_ones_own_raises_is_one_line(command, tmp_path, name, words):
+    (tmp_path / "own.py").write_text(OWN)
+    line = refused(command, "--method", f"{tmp_path / 'own.py'}:{name}", *SMALL)
+    assert all(word in line for word in words), line
+
+
+def test_arguments_without_names_are_no_settings(command, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    assert command("--method", f"{tmp_path / 'own.py'}:Stars", *SMALL)[0] == 0
+
+
+def test_a_file_that_exits(command, tmp_path):
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit()\n")
+    assert "line 2: SystemExit" in refused(command, "--method", f"{tmp_path / 'exits.py'}:X", *SMALL)
+
+
+@pytest.mark.parametrize("words", [
+    ["--anchors", "1/0%"], ["--anchors", "1e99999999%"], ["--vq", "d" + "9" * 5000 + "m2"], ["--recent", "9" * 30],
+    ["--device", "meta"], ["--windows", "9" * 30], ["--seed", "9" * 30], ["--model", "x" * 5000],
+    ["--data", "x" * 5000], ["--json", "x" * 5000], ["--calibration", "nul\0"], ["--data", "nul\0"]])
+def test_far_too_much_is_refused_at_once(command, words):
+    line = refused(command, "--method", "antkv", *SMALL, *words)
+    assert len(line) < 6000
+
+
+@pytest.mark.whole  # a process of its own
+def test_a_name_that_stdout_cannot_print(tmp_path):
+    """A file name that is not UTF-8, and a terminal that knows ASCII only."""
+    data = tmp_path / "Bücher\udc80.txt"
+    data.write_text("Balo lives in Eastwick. " * 100)
+    done = subprocess.run([sys.executable, "eval_ppl.py", "--method", "fp16", "--data", str(data), *SMALL], cwd=ROOT,
+                          capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "") and "B\\xfccher" in done.stdout
+
+
+@pytest.mark.whole  # a process of its own
+def test_a_stdout_that_is_closed():
+    done = subprocess.run(f"{sys.executable} eval_ppl.py --list-methods >&-", shell=True, cwd=ROOT,
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("asked, meant", [
+    ("--method kvsnik", "kvsink"), ("--method KIVI", "kivi"), ("--method rnt", "rtn"), ("--presreve 5", "--preserve"),
+    ("--Preserve=5", "--preserve"), ("--group_size 5", "--group-size"), ("--protocol Strem", "stream"),
+    ("--dtype FP61", "fp16"), ("--scheme kvqant", "kvquant"), ("--method skvq --reorder On", "on"),
+    ("--weights AQW", "awq"), ("--data wikitxt2", "wikitext2"), ("--attention fuse", "fused")])
+def test_what_is_misspelt_is_guessed(command, asked, meant):
+    assert f"did you mean {meant}?" in refused(command, *SMALL, *asked.split())
+
+
+@pytest.mark.parametrize("module, words", [(train_intact, ["--out", "x.safetensors", "--acumulate", "2"]),
+                                           (analysis, ["norms", "--treshold", "0.1"]), (analysis, ["Nroms"])])
+def test_on_the_other_commands_too(capsys, monkeypatch, module, words):
+    status, _, err = run(module, capsys, monkeypatch, *words)
+    assert status == 2 and err.count("\n") == 1
+    assert re.search("did you mean (--accumulate|--threshold|norms)[?]$", err.strip())
+
+
+def test_what_is_near_to_nothing_is_not_guessed(command):
+    assert "did you mean" not in refused(command, "--xyzzy", "5", *SMALL)
+
+
+@pytest.mark.parametrize("words, takers", [
+    ("--method kivi --preserve 5", "it is one of pfn, kvsink, skvq, kvquant"),
+    ("--method rtn --outliers 1", "it is one of kvquant, and of rtn, pfn, kvsink under --scheme kvquant"),
+    ("--method fp16 --bits 3", "it is one of rtn, pfn, kvsink, kivi, ott, skvq, intactkv, kvquant, cq, antkv")])
+def test_a_refused_setting_says_who_takes_it(command, words, takers):
+    assert refused(command, *SMALL, *words.split()).strip().endswith(takers)
+
+
+def test_help_says_which_flag_of_bits_goes_before(command):
+    status, out, _ = command("--help")
+    assert status == 0 and "--k-bits and --v-bits go before it" in " ".join(out.split())
+
+
+def test_a_file_without_a_class_lists_its_classes(command, mine):
+    line = refused(command, "--method", mine, *SMALL)
+    assert "Every" in line and "Halves" in line
+
+
+# ---- on a narrow terminal
+
+HEAD = ["method", "scheme", "ppl", "delta", "s"]
+LINES = [["fp16", "-", "6.125", "+0.000", "0.1"], ["kvsink", "channel-static", "6.25", "+0.125", "0.25"]]
+
+
+@pytest.mark.parametrize("room, shown, hidden", [
+    (1000, HEAD, []), (43, HEAD, []), (42, ["method", "ppl", "delta", "s"], ["scheme"]),
+    (27, ["method", "ppl", "delta", "s"], ["scheme"]), (26, ["method", "ppl", "delta"], ["scheme", "s"]),
+    (1, ["method"], ["scheme", "ppl", "delta", "s"])])
+def test_columns_in_less_room(capsys, room, shown, hidden):
+    """What is printed is the columns asked for, in their order, in no more than this room."""
+    print_columns(HEAD, LINES, 2, ["method", "ppl", "delta", "s"], room)
+    out = capsys.readouterr().out.splitlines()
+    wanted = [[line[HEAD.index(name)] for name in shown] for line in [HEAD, *LINES]]
+    assert [line.split() for line in out[:3]] == wanted
+    assert max(map(len, out[:3])) <= max(room, 6)
+    assert out[3:] == ([f"--wide or --json has {', '.join(hidden)}, too"] if hidden else [])
+
+
+def on_a_terminal(columns, *words):
+    """What the command prints where stdout is a terminal of so many columns."""
+    pty, fcntl, struct, termios = map(pytest.importorskip, ("pty", "fcntl", "struct", "termios"))
+    mine, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.Popen([sys.executable, "eval_ppl.py", "--method", "rtn", "--scheme", "token-dynamic", *words,
+                             *SMALL], cwd=ROOT, stdout=its, stderr=subprocess.DEVNULL, env=env)
+    os.close(its)
+    text = b""
+    while True:
+        try:
+            text += os.read(mine, 65536)
+        except OSError:  # the other end is closed
+            break
+    os.close(mine)
+    assert done.wait(60) == 0
+    return text.decode().replace("\r\n", "\n").split("\n\n")[-1].splitlines()
+
+
+@pytest.mark.whole  # three processes
+def test_a_narrow_terminal_has_the_columns_that_matter():
+    narrow = on_a_terminal(80)
+    assert {"method", "keep", "ppl", "delta", "recall", "bits", "true", "s"} <= set(narrow[0].split())
+    assert all(len(line) <= 80 for line in narrow) and "--wide or --json" in narrow[-1]
+    for wide in (on_a_terminal(200), on_a_terminal(80, "--wide")):
+        assert "128K" in wide[0] and len(wide) == len(narrow) - 1 and len(wide[0]) > 80
+
+
+def test_what_is_no_terminal_has_all_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert len(table(command("--method", "fp16", *SMALL)[1])["fp16"]) == 14
+
+
+>>>>>>> hf
 # ---- the number of calibration windows, and tables at equal true bits
 
 def test_each_method_sees_the_windows_that_it_asks_for(command, monkeypatch):

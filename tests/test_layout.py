@@ -144,7 +144,7 @@ ARROWS = {
     "evaluate.py": {"", "cache"},
     "storage.py": {""},
     "run/ranks.py": {"", "evaluate", "storage"},
-    "data/": {"", "storage"},
+    "data/": {"", "hf", "storage"},  # hf/hub.py downloads
     "hf/": {"", "model", "storage"},
     "weights/": {"", "cache", "codecs", "model", "storage"},
 }
