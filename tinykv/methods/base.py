@@ -100,8 +100,9 @@ class Method:
 
     @property
     def needs_calibration(self):
-        """Whether `calibrate.calibrate` has to run before the first text."""
-        return self.passes > 0 or any(codec.passes for pair in self.codecs for codec in pair)
+        """Whether `calibrate.calibrate` has to run before the next text."""
+        passes = self.passes > 0 or any(codec.passes for pair in self.codecs for codec in pair)
+        return passes and not self.calibrated()
 
     def calibrated(self):
         """What calibration found, to be saved: {"3.k.scale": tensor, ...}."""
