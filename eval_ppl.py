@@ -22,6 +22,7 @@ from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.run import cli
+from tinykv.run.prefix import fill_prefix
 from tinykv.run.runs import add_settings, build_runs, list_methods, own_errors, own_settings
 from tinykv.run.table import print_at_bits, print_claims, print_heading, print_table, row_of
 from tinykv.storage import CalibrationFile, write_json
@@ -139,7 +140,7 @@ def run(args, ranks=None):
     for r in runs.values():
         if r.method.prefix:
             label = cli.weights_label(r.weights, quantizers, data)
-            r.method.prefix.fill(model, models[r.weights], label)
+            fill_prefix(r.method.prefix, model, models[r.weights], label)
     print_heading(args, model, dtype, device, context, windows, models, runs, left_out)
 
     # 5. Evaluate

@@ -17,15 +17,9 @@ from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import evaluate
 from tinykv.methods.fp16 import FP16
-from tinykv.methods.intactkv import (
-    IntactKV,
-    Prefix,
-    block_loss,
-    exact_rows,
-    open_prefix,
-    save_prefix,
-)
+from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
 from tinykv.run import cli
+from tinykv.run.prefix import fill_prefix, open_prefix, save_prefix
 from tinykv.storage import CalibrationFile, fingerprint, load_tensors, save_tensors
 
 
@@ -247,7 +241,7 @@ def run(args):
 
     # 4. The prefix's (keys, values), (L, Hkv, n, d) each: exact ones, and those to begin with
     weights = cli.weights_label(name, {name: quantizer}, data)
-    prefix.fill(full, quantized, weights)
+    fill_prefix(prefix, full, quantized, weights)
     exact = [rows.to(device) for rows in exact_rows(full, full, prefix.ids)]
     first = [rows.to(device).float() for rows in (prefix.keys, prefix.values)]
 
@@ -271,9 +265,9 @@ def run(args):
         "none": in_16_bits(*exact_rows(quantized, full, prefix.ids)),
         "exact": in_16_bits(*exact_rows(full, quantized, prefix.ids)),
     }
-    if prefix.model:  # a trained prefix, to go on with
+    if prefix.trained_for:  # a trained prefix, to go on with
         rows["given"] = in_16_bits(*first)
-    begun_with = "given" if prefix.model else "exact"
+    begun_with = "given" if prefix.trained_for else "exact"
     rows["trained"] = in_16_bits(state.keys, state.values)
     batch = cli.batch_of(args, args.tokens)
     losses = {}
@@ -285,7 +279,8 @@ def run(args):
     # 7. Write the trained prefix, or the one that training began with if that is better
     lowered = losses["trained"][0] <= losses[begun_with][0]
     keys, values = rows["trained" if lowered else begun_with]
-    save_prefix(args.out, Prefix(args.out, prefix.ids, keys.half(), values.half(), model, weights))
+    trained_for = {"model": model, "weights": weights}
+    save_prefix(args.out, Prefix(args.out, prefix.ids, keys.half(), values.half(), trained_for))
     state.path.unlink(missing_ok=True)
     if not lowered:
         print("training did not lower the loss that it was to lower; the "

@@ -157,12 +157,12 @@ def fault_of(cache, outputs):
     The norm of a residual whose square overflows is 0, so a state of zeros is a fault, too.
     """
     size = torch.cat([h.float().abs().amax(-1) for h in outputs], dim=1)  # (B, T): NaN if one is
-    finite = all(math.isfinite(layer.span) for layer in cache.layers)
+    finite = all(layer.finite for layer in cache.layers)
     if finite and ((size > 0) & size.isfinite()).all():
         return None
     # something is wrong: find the first layer where it is
     for layer in cache.layers:
-        if not math.isfinite(layer.span):
+        if not layer.finite:
             return (f"layer {layer.layer} computes keys, values or scores that are not finite, or "
                     "too large for 16 bits; use another --dtype, or other weights")
         for rows in (layer.keys, layer.values):
@@ -192,7 +192,7 @@ def chunks_of(tokens, cache):
         elif cache.protocol == "paper" and cache.prompt is None:
             end = tokens.shape[1]
         else:
-            end = cache.next_due()
+            end = cache.next_length()
         yield tokens[:, begin:end]  # a prefix belongs to the first chunk
         begin = end
 
@@ -268,7 +268,7 @@ def count_bits(result, cache, tokens):
         recent = config.num_hidden_layers * recent_token_bytes(rows)
         kept = held["kept"]
         total = coded * (T - n_recent) + recent * n_recent + kept  # bytes
-        if method.keeps_share and layer.is_choosing:
+        if method.keeps_share and layer.choose == "always":
             kept = kept / T * FAR  # it grows with the text
         total_far = coded * (FAR - n_recent) + recent * n_recent + kept
         # a half each of the bits of K and of V

@@ -28,7 +28,6 @@ from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data.windows import halves, load_windows
 from tinykv.evaluate import fault_of
 from tinykv.methods.fp16 import FP16
-from tinykv.methods.intactkv import open_prefix
 from tinykv.run.cli import (
     Help,
     Parser,
@@ -49,6 +48,7 @@ from tinykv.run.cli import (
     quantized_model,
     quantizers_of,
 )
+from tinykv.run.prefix import open_prefix
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 

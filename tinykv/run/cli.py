@@ -20,7 +20,7 @@ from tinykv.cache import KVCache
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.data.windows import TEXTS
-from tinykv.methods.intactkv import FULL_PRECISION
+from tinykv.run.prefix import FULL_PRECISION
 from tinykv.storage import first_line, is_special
 from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
 from tinykv.weights.linear import group_of

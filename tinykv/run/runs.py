@@ -19,9 +19,9 @@ from pathlib import Path
 from tinykv import UserError, did_you_mean
 from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
-from tinykv.methods.intactkv import open_prefix
 from tinykv.methods.registry import METHODS
 from tinykv.run.cli import list_of
+from tinykv.run.prefix import open_prefix
 from tinykv.storage import first_line, listed
 
 

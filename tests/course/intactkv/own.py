@@ -6,7 +6,8 @@ import torch
 
 import train_intact
 from tinykv import UserError
-from tinykv.cache import KVCache, Trace
+from tinykv.cache import KVCache
+from tinykv.cache_parts.trace import Trace
 from tinykv.methods import intactkv
 
 ASSIGNMENT = "intactkv"

@@ -3,7 +3,7 @@ import copy
 
 import torch
 
-from tinykv.cache import Trace
+from tinykv.cache_parts.trace import Trace
 from tinykv.course.check import check, expect, expect_tensor, normal, shown
 from tinykv.model import Llama, LlamaConfig
 
