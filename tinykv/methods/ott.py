@@ -49,7 +49,7 @@ class OTT(CodecMethod):
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=128, recent=32, outlier_num=3,
                  extra_pool=32, skip_layers=2, scope="head", select="smallest"):
-        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size)
+        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
         at_least(0, recent=recent, outlier_num=outlier_num, extra_pool=extra_pool,
                  skip_layers=skip_layers)
         one_of(("head", "layer"), scope=scope)
@@ -101,7 +101,7 @@ class OTT(CodecMethod):
         # 6. Empty slots last, and no more slots than the fullest head needs.
         empty = extra < 0  # (B, h, e + up to p)
         extra = extra.gather(-1, empty.sort(dim=-1, stable=True).indices)
-        extra = extra[..., :(~empty).sum(-1).max()] if extra.numel() else extra  # (B, h, used)
+        extra = extra[..., :(~empty).sum(-1).max()]  # (B, h, used)
         extra = extra.where(extra >= 0, winners[..., :1])
         return torch.cat([winners, extra], dim=-1)  # (B, h, p + used)
 
