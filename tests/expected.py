@@ -308,7 +308,7 @@ def calibration_rows(case, method):
 
 @lru_cache
 def calibration_rows_of(case, method):
-    watches = [case.run_watched(case.fp16(), window[None])[1] for window in calibration_windows()]
+    watches = [case.run_watched(case.fp16(method.rope), window[None])[1] for window in calibration_windows()]
     by_layer = []
     for layer in range(L):
         rows = {"k": [], "v": []}
