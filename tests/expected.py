@@ -239,14 +239,14 @@ def expected_bytes(case, method, watch, kind):
     position = 4 * Hkv if per_head else 4
     events = watch.events(kind)
     quantized = events[-1].end if events else 0
-    coded = kept = 0
+    coded = held = 0
     for layer in range(L):
         coded += expected_code_bytes(case, method, watch, layer, kind)
-        marks = expected_kept(case, method, watch, layer, kind, events)  # (B, Hkv, T)
-        slots = int(marks.sum(-1).max())  # of the sequence and head with the most
-        kept += B * slots * (Hkv * row + position)
+        kept = expected_kept(case, method, watch, layer, kind, events)  # (B, Hkv, T)
+        slots = int(kept.sum(-1).max())  # of the sequence and head with the most
+        held += B * slots * (Hkv * row + position)
     recent = L * B * Hkv * (case.T - quantized) * row
-    return {"coded": coded, "kept": kept, "recent": recent}
+    return {"coded": coded, "kept": held, "recent": recent}
 
 
 def expected_code_bytes(case, method, watch, layer, kind):
