@@ -42,7 +42,7 @@ WRONG = {
         "if votes.count(winner) >= 0.9 * len(votes) else None", "",
         {"votes_for_the_channel": "less than 90%"}),
     "mean_of_windows": (
-        "return column[len(column) // 2]", "return sum(column) / len(column)",
+        "return sorted(numbers)[(len(numbers) - 1) // 2]", "return sum(numbers) / len(numbers)",
         {"median_of_the_windows": "the median over the windows decides"}),
     "smallest": (
         "sorted(known, reverse=True)", "sorted(known)",

@@ -1,4 +1,4 @@
-"""Assignment 1: a second answer, written from the handout."""
+"""Assignment 1: an answer."""
 import math
 
 import torch

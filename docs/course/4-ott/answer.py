@@ -1,4 +1,4 @@
-"""Assignment 4: a second answer, written from the handout."""
+"""Assignment 4: an answer."""
 import torch
 
 from tinykv.codecs import Pair

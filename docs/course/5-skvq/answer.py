@@ -1,4 +1,4 @@
-"""Assignment 5, SKVQ: a second answer, written from the handout."""
+"""Assignment 5, SKVQ: an answer."""
 import torch
 
 from tinykv.codecs import Pair

@@ -1,4 +1,4 @@
-"""Assignment 5, IntactKV: a second answer, written from the handout."""
+"""Assignment 5, IntactKV: an answer."""
 import torch
 
 from tinykv.cache import Trace

@@ -1,4 +1,4 @@
-"""Assignment 6: a second answer, written from the handout."""
+"""Assignment 6: an answer."""
 import torch
 
 from tinykv.codecs import Pair

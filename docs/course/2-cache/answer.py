@@ -1,4 +1,4 @@
-"""Assignment 2: a second answer, written from the handout."""
+"""Assignment 2: an answer."""
 import torch
 
 ASSIGNMENT = "cache"
