@@ -35,17 +35,22 @@ def test_eight_numbers(sub, rng, same):
 @points(12)
 def test_grid(sub, rng, same):
     """grid: both formulas, and every bound"""
-    ends = (0.0, 1e-6, 0.01, 1.0, 3.0, 5.5, 100.0, 4000.0, 6e4, 7e4, 3e5, 1e7)
+    ends = (0.0, 1e-6, 0.01, 1.0, 3.0, 5.5, 100.0, 4000.0, 6e4, 7e4, 3e5, 1e7, 1e9)
     spans = (0.0, 1e-6, 1e-4, 0.01, 0.5, 1.0, 3.0, 7.0, 255.0, 1e4, 6e4, 2e5, 1e7)
     for _ in range(150):
         bits, formula = rng.choice(BITS), rng.choice(FORMULAS)
         lo = rng.of(ends, 6) * rng.of((-1, 1), 6)
         hi = lo + rng.of(spans, 6)
+        if rng.random() < 0.2:  # lo in the middle between two steps
+            step = rng.of((0.5, 1, 4), 6)
+            lo = (rng.of(range(-9, 9), 6) + 0.5) * step
+            hi = lo + top(bits) * step
         before = lo.clone()
         scale, zero = sub.grid(lo, hi, bits, formula)
-        same([scale, zero, lo], f"grid with lo = {before.tolist()}, hi = {hi.tolist()}, {bits} bits, {formula}: scale and "
-             "zero point as they are stored, the zero point computed from the stored scale; lo stays as it was. See "
-             "the handout's bounds.")
+        for i in range(6):  # one by one, so that a small number is compared as a small one
+            same([scale[i], zero[i], lo[i]], f"grid with lo = {before[i]:g}, hi = {hi[i]:g}, {bits} bits, {formula}: scale "
+                 "and zero point as they are stored, the zero point computed from the stored scale; and lo, which stays "
+                 "as it was. See the handout's bounds.")
 
 
 @points(11)

@@ -3,13 +3,30 @@ import torch
 
 from tinykv.codecs import Pair
 from tinykv.codecs.base import Codec, Codes, pack, unpack
-from tinykv.kmeans import kmeans, nearest
 from tinykv.methods.base import Method, first_tokens
 
 ASSIGNMENT = "skvq"
 FP8 = torch.float8_e4m3fn
 SMALLEST, LARGEST = 2 ** -9, 448.0  # the smallest scale, and the largest number, that FP8 has
 CHOICES = [(alpha / 32, centre) for alpha in range(32, 18, -1) for centre in (0, 1)]
+
+
+def clusters(points, n):  # given
+    """Clusters of points (P, dim): begins with one for each point, and merges the two whose union costs least, as
+    the sum of squared distances to its mean, until n are left. Returns the cluster of each point, (P)."""
+    label, means, sizes = torch.arange(len(points)), points.double(), torch.ones(len(points)).double()
+    while len(means) > n:
+        share = sizes[:, None] * sizes / (sizes[:, None] + sizes)  # (clusters, clusters)
+        cost = share * (means[:, None] - means).pow(2).sum(-1)
+        cost.fill_diagonal_(torch.inf)
+        first, last = sorted(divmod(int(cost.argmin()), len(means)))
+        means[first] = (sizes[first] * means[first] + sizes[last] * means[last]) / (sizes[first] + sizes[last])
+        sizes[first] += sizes[last]
+        rest = torch.arange(len(means)) != last
+        label[label == last] = first
+        label[label > last] -= 1
+        means, sizes = means[rest], sizes[rest]
+    return label
 
 
 def channel_ranges(x, kept):
@@ -19,8 +36,7 @@ def channel_ranges(x, kept):
 
 
 def make_groups(lo, hi, n):
-    points = torch.stack([lo, hi], dim=1).unsqueeze(0)
-    return nearest(points, kmeans(points, n, tries=10)).squeeze(0)
+    return clusters(torch.stack([lo, hi], dim=1), n)
 
 
 def grid(lo, hi, bits, alpha, centre):

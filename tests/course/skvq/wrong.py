@@ -19,13 +19,13 @@ WRONG = {
         "rows = [row if kept is None or not kept[i] else row * 0 for i, row in enumerate(x)]",
         {"ranges_without_kept_tokens": "a 0 in its place would count, too"}),
     "groups_by_the_largest_number": (
-        "points = torch.stack([lo, hi], dim=1)", "points = torch.stack([hi, hi], dim=1)",
+        "torch.stack([lo, hi], dim=1)", "torch.stack([hi, hi], dim=1)",
         {"groups": "A point is the pair (lo, hi)"}),
     "groups_by_the_width": (
-        "points = torch.stack([lo, hi], dim=1)", "points = torch.stack([hi - lo], dim=1)",
+        "torch.stack([lo, hi], dim=1)", "torch.stack([hi - lo], dim=1)",
         {"groups": "A point is the pair (lo, hi)", "calibration": ""}),
     "no_reorder": (
-        "return nearest(points, kmeans(points, n, tries=10)).squeeze(0)", "return torch.arange(len(lo)) * n // len(lo)",
+        "return clusters(torch.stack([lo, hi], dim=1), n)", "return torch.arange(len(lo)) * n // len(lo)",
         {"groups": "A point is the pair (lo, hi)", "calibration": ""}),
     "powers_of_two": (
         "steps = 2 ** bits - 1", "steps = 2 ** bits",
