@@ -22,7 +22,7 @@ import torch
 from tinykv.course.compare import difference, plain
 from tinykv.course.confine import confine
 
-LONGEST = 15  # seconds of a test that is recorded
+LONGEST = 15  # seconds of computing, of a test that is recorded
 
 
 def pytest_addoption(parser):
@@ -51,7 +51,8 @@ class Draws(random.Random):
 
     def of(self, numbers, *shape):
         """A tensor of a shape, of some of these numbers."""
-        return torch.tensor(self.choices(numbers, k=math.prod(shape))).view(shape)
+        kind = torch.float32 if any(isinstance(n, float) for n in numbers) else None
+        return torch.tensor(self.choices(numbers, k=math.prod(shape)), dtype=kind).view(shape)
 
 
 def draws(node):
@@ -102,7 +103,7 @@ def right_notes(request):
     stored = request.path.parent / "expected.json"
     if answer.is_file():
         notes = []
-        request.function(load(answer), draws(request.node), lambda *parts: notes.append((plain(parts[0]), *parts[1:])))
+        request.function(sub=load(answer), rng=draws(request.node), same=lambda value, *_: notes.append([plain(value)]))
         return notes
     expected = json.loads(stored.read_text())
     if seed != expected["seed"]:
@@ -115,12 +116,12 @@ def right_notes(request):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     if item.config.getoption("--record"):
-        signal.signal(signal.SIGALRM, too_long)
-        signal.alarm(LONGEST)
+        signal.signal(signal.SIGPROF, too_long)
+        signal.setitimer(signal.ITIMER_PROF, LONGEST)
     try:
         return (yield)
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def too_long(number, frame):
