@@ -3,10 +3,6 @@
     python train_intact.py --weights rtn --w-bits 3 --prefix bos --out trained.safetensors
     python eval_ppl.py --method intactkv --weights rtn --w-bits 3 --prefix trained.safetensors
 """
-if __name__ == "__main__":
-    from tinykv import stop_early
-    stop_early("train_intact.py")  # torch takes seconds to import
-
 import math
 from pathlib import Path
 
@@ -16,17 +12,12 @@ from tinykv import UserError, hf
 from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import evaluate
+from tinykv.methods import intactkv
 from tinykv.methods.fp16 import FP16
-from tinykv.methods.intactkv import (
-    IntactKV,
-    Prefix,
-    block_loss,
-    exact_rows,
-    open_prefix,
-    save_prefix,
-)
+from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
 from tinykv.run import cli
-from tinykv.storage import CalibrationFile, fingerprint, load_tensors, save_tensors
+from tinykv.run.prefix import fill_prefix, open_prefix, save_prefix
+from tinykv.storage import CalibrationFile, fingerprint, identity, load_tensors, save_tensors
 
 
 def parser():
@@ -73,14 +64,15 @@ def parser():
 class State:
     """The parameters, their optimizer, and the file of both: a run can be stopped at any time.
 
-    keys, values (L, Hkv, n, d): where training begins. run: a label of all its settings; UserError
+    keys, values (L, Hkv, n, d): where training begins. made_of: the `identity` of the run; UserError
     if the file is that of another run.
     """
 
-    def __init__(self, path, run, keys, values, lr):
-        self.path, self.run, self.done = Path(path), run, 0
+    def __init__(self, path, made_of, keys, values, lr):
+        self.path, self.made_of, self.done = Path(path), made_of, 0
         self.keys = keys.detach().float().clone().requires_grad_()
         self.values = values.detach().float().clone().requires_grad_()
+        self.parameters = {"keys": self.keys, "values": self.values}
         self.optimizer = torch.optim.AdamW([self.keys, self.values], lr=lr, weight_decay=0)
         if self.path.exists():
             self.load()
@@ -94,27 +86,22 @@ class State:
         self.save()
 
     def save(self):
-        tensors = {}
-        for name, parameter in (("keys", self.keys), ("values", self.values)):
-            tensors[name] = parameter
+        tensors = dict(self.parameters)
+        for name, parameter in self.parameters.items():
             for moment, tensor in self.optimizer.state[parameter].items():
                 tensors[f"{name}.{moment}"] = tensor
-        save_tensors(self.path, tensors, {"run": self.run, "done": str(self.done)})
+        save_tensors(self.path, tensors, {"made of": self.made_of, "done": str(self.done)})
 
     def load(self):
         tensors, notes = load_tensors(self.path, "state of a run", self.keys.device)
-        if notes.get("run") != self.run:
-            raise UserError(f"{self.path} is the state of another run ({notes.get('run')}, and not "
-                            f"{self.run}); remove it to begin anew, or give another --out")
-        try:
-            self.done = int(notes["done"])
-            for name, parameter in (("keys", self.keys), ("values", self.values)):
-                parameter.data.copy_(tensors[name])
-                self.optimizer.state[parameter] = {
-                    moment: tensors[f"{name}.{moment}"]
-                    for moment in ("step", "exp_avg", "exp_avg_sq")}
-        except (KeyError, ValueError, RuntimeError):  # RuntimeError: of another shape
-            raise UserError(f"{self.path} is not whole; remove it to begin anew") from None
+        if notes.get("made of") != self.made_of:
+            raise UserError(f"{self.path} is the state of another run, of other settings, texts or "
+                            "source; remove it to begin anew, or give another --out")
+        self.done = int(notes["done"])
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(tensors[name])
+            moments = {moment: tensors[f"{name}.{moment}"] for moment in ("step", "exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = moments
 
 
 def text_order(samples, seed, length):
@@ -208,7 +195,6 @@ def check(args):
         raise UserError(f"--out is a name that ends in .safetensors; got {args.out}")
     cli.check_folder("out", args.out)
     cli.check_folder("calibration", args.calibration)
-    cli.check_different(out=args.out, calibration=args.calibration)
 
 
 def run(args):
@@ -239,25 +225,22 @@ def run(args):
     calibration_windows, data = None, ""
     if quantizer.needs_text:
         calibration_windows, data = cli.calibration_text(args, tokenizer, context, device)
-    calibration_file = CalibrationFile(args.calibration, full, data)
+    calibration_file = CalibrationFile(args.calibration, full)
     quantized = cli.quantized_model(full, name, quantizer, calibration_windows, calibration_file)
     quantized.requires_grad_(False)
     quantized.use_attention(args.attention)
-    calibration_file.save()
 
     # 4. The prefix's (keys, values), (L, Hkv, n, d) each: exact ones, and those to begin with
     weights = cli.weights_label(name, {name: quantizer}, data)
-    prefix.fill(full, quantized, weights)
+    fill_prefix(prefix, full, quantized, weights)
     exact = [rows.to(device) for rows in exact_rows(full, full, prefix.ids)]
     first = [rows.to(device).float() for rows in (prefix.keys, prefix.values)]
 
     # 5. Train
     model = fingerprint(full)
-    label = (f"model {model}; {weights}; prefix {args.prefix} of {n}; "
-             f"{args.chats or args.data}, {args.samples} x {args.tokens} tokens, "
-             f"{args.accumulate} an update, "
-             f"lr {args.lr:g}, clip {args.clip:g}, seed {args.seed}")
-    state = State(f"{args.out}.state", label, *first, args.lr)
+    settings = [args.accumulate, args.lr, args.clip, args.seed]
+    made_of = identity(model, weights, prefix.ids, *first, *texts, settings, intactkv)
+    state = State(f"{args.out}.state", made_of, *first, args.lr)
     parameters = state.keys.numel() + state.values.numel()
     print(f"model {args.model}, weights {weights}")
     print(f"prefix {args.prefix}: {n} tokens, {parameters:,} parameters")
@@ -271,9 +254,9 @@ def run(args):
         "none": in_16_bits(*exact_rows(quantized, full, prefix.ids)),
         "exact": in_16_bits(*exact_rows(full, quantized, prefix.ids)),
     }
-    if prefix.model:  # a trained prefix, to go on with
+    if prefix.trained_for:  # a trained prefix, to go on with
         rows["given"] = in_16_bits(*first)
-    begun_with = "given" if prefix.model else "exact"
+    begun_with = "given" if prefix.trained_for else "exact"
     rows["trained"] = in_16_bits(state.keys, state.values)
     batch = cli.batch_of(args, args.tokens)
     losses = {}
@@ -285,7 +268,8 @@ def run(args):
     # 7. Write the trained prefix, or the one that training began with if that is better
     lowered = losses["trained"][0] <= losses[begun_with][0]
     keys, values = rows["trained" if lowered else begun_with]
-    save_prefix(args.out, Prefix(args.out, prefix.ids, keys.half(), values.half(), model, weights))
+    trained_for = {"model": model, "weights": weights}
+    save_prefix(args.out, Prefix(args.out, prefix.ids, keys.half(), values.half(), trained_for))
     state.path.unlink(missing_ok=True)
     if not lowered:
         print("training did not lower the loss that it was to lower; the "

@@ -29,10 +29,10 @@ import eval_ppl  # noqa: E402
 from tinykv import UserError, hf  # noqa: E402
 from tinykv.data import load_windows  # noqa: E402
 from tinykv.evaluate import evaluate  # noqa: E402
-from tinykv.methods.intactkv import FULL_PRECISION, open_prefix, save_prefix  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig  # noqa: E402
 from tinykv.run.cli import EMBEDDED  # noqa: E402
+from tinykv.run.prefix import FULL_PRECISION, open_prefix, save_prefix  # noqa: E402
 from tinykv.run.runs import SETTINGS, settings_of  # noqa: E402
 from tinykv.storage import fingerprint, load_tensors, save_tensors  # noqa: E402
 
@@ -185,7 +185,7 @@ def learned_file(rng, folder):
         model, tokenizer = hf.load(small_model())
         prefix = open_prefix("bos", tokenizer, model.config)
         prefix.fill(model, model)
-        prefix.model, prefix.weights = fingerprint(model), FULL_PRECISION
+        prefix.trained_for = {"model": fingerprint(model), "weights": FULL_PRECISION}
         save_prefix(path, prefix)
     if rng.random() < 0.5:
         change = rng.choice([change_bytes, change_header])

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from oracles import attention_weights, norm
 
 from tinykv.analysis.anchors import damage, theorem_1
-from tinykv.cache import KVCache, Trace
+from tinykv.cache import KVCache
+from tinykv.cache_parts.trace import Trace
 from tinykv.calibrate import calibrate
 from tinykv.methods import antkv
 from tinykv.methods.antkv import AnTKV, anchor_scores, log_sum_exp

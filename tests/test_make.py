@@ -17,7 +17,7 @@ import torch
 from tinykv import hf
 from tinykv.assets import make
 from tinykv.assets.make import BOS, PENALTIES, PHASES, Penalties, Phase, batch_of, forward
-from tinykv.cache import Trace
+from tinykv.cache_parts.trace import Trace
 from tinykv.data.stories import stories
 from tinykv.run.cli import EMBEDDED
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tinykv import UserError
-from tinykv.cache import PROTOCOLS, KVCache, Trace
+from tinykv.cache import PROTOCOLS, KVCache
+from tinykv.cache_parts.trace import Trace
 from tinykv.data.windows import Windows
 from tinykv.evaluate import evaluate
 from tinykv.hf import load_model

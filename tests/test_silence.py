@@ -15,9 +15,10 @@ from tinykv.analysis import __main__ as analysis
 from tinykv.assets import make
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
-from tinykv.methods.intactkv import exact_rows, open_prefix
+from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED
+from tinykv.run.prefix import open_prefix
 from tinykv.storage import load_tensors, save_tensors, write_json
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]

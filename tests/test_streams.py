@@ -321,7 +321,7 @@ class Plain:
 
 def read(cache):
     """K and V of all tokens so far, as attention would see them now."""
-    return cache.rotated(cache.keys.read()), cache.values.read()
+    return cache.read()
 
 
 def compare(case, text, sizes, protocol, prompt=None):

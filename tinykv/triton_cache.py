@@ -554,26 +554,9 @@ class TritonLayer(LayerCache):
         # {kind: (positions, coded tokens, slots)}, made anew only where these change
         self.known_slots = {}
 
-    def attend(self, q, k, v, positions):
-        """As `update`, but returns the attention's output, (B, H, T, d), and decodes nothing.
-
-        Append; attend and score, where the method scores. Under `paper` quantize, then attend.
-        Under `stream`, and after a prompt, attend, then quantize.
-        """
-        self.append(k, v, positions)
+    def read(self, q, positions):
+        """The attention of the newest tokens, q (B, H, T, d), to all: `Attended`. Nothing is decoded."""
         q = self.rope.rotate(q, positions)  # (B, H, T, d)
-        scores = self.method.uses_scores and self.is_choosing
-        if scores or not self.quantizes_first:
-            attended = self.attention(q)
-        if scores:
-            self.add_scores(q, attended)
-        self.quantize()
-        if self.quantizes_first:
-            attended = self.attention(q)
-        return attended.out
-
-    def attention(self, q):
-        """Attention of the newest tokens, q (B, H, T, d) rotated, to all: `Attended`."""
         rope = self.rope if self.method.rope == "pre" else None
         return attention(q, self.keys, self.values, rope, self.window, self.slots)
 
@@ -585,10 +568,9 @@ class TritonLayer(LayerCache):
             self.known_slots[rows.kind] = rows.kept_positions, rows.n_coded, slots
         return slots
 
-    def add_scores(self, q, attended):
-        """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention
-        itself.
-        """
+    def score(self, q, positions, attended):
+        """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention itself."""
+        q = self.rope.rotate(q, positions)  # (B, H, T, d)
         Hkv, window = self.keys.recent.shape[1], self.window or self.length
         recent = self.keys.recent  # (B, Hkv, r, d)
         if self.method.rope == "pre":
@@ -599,10 +581,8 @@ class TritonLayer(LayerCache):
         lse = attended.lse[..., None] * LOG2E  # (B, H, T, 1), in base 2
         kept_keys = kept_values = None
         if attended.key_scores is not None:
-            # (T): positions
-            at = torch.arange(self.length - q.shape[2], self.length, device=q.device)
             # (B, 1 or Hkv, T, n)
-            seen = self.keys.kept_positions[:, :, None] > at[:, None] - window
+            seen = self.keys.kept_positions[:, :, None] > positions[:, None] - window
             seen = seen.repeat_interleave(q.shape[1] // seen.shape[1], dim=1)  # (B, H, T, n)
             A = torch.exp2(attended.key_scores - lse) * seen  # (B, H, T, n)
             norm = q.float().norm(dim=-1)[..., None]  # (B, H, T, 1)
@@ -613,40 +593,6 @@ class TritonLayer(LayerCache):
             kept_values = A.sum(2).unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, n)
         self.keys.accumulate(of_keys, kept_keys)
         self.values.accumulate(of_values, kept_values)
-
-    def quantize(self):
-        """The second half of `LayerCache.update`; kept rows come from rows in full precision."""
-        n_keys, n_values = self.due(self.keys), self.due(self.values)
-        keep_keys, keep_values = self.to_keep(n_keys, n_values)
-        for rows, n, positions in ((self.keys, n_keys, keep_keys),
-                                   (self.values, n_values, keep_values)):
-            if positions is not None:
-                keep(rows, positions)
-            if n:
-                rows.quantize(n)
-        if self.chooses_once:
-            self.forget_scores()
-
-
-def keep(rows, positions):
-    """As `CachedRows.keep`, from kept and recent rows alone. positions (B or 1, 1 or Hkv, p):
-    each one of these.
-    """
-    B, Hkv, r, d = rows.recent.shape
-    positions = positions.expand(B, -1, -1)  # (B, 1 or Hkv, p)
-    if rows.recent_scores is not None:
-        at = positions.clamp(min=0).long().expand(B, Hkv, -1)  # (B, Hkv, p)
-        rows.kept_scores = rows.read_scores().gather(2, at)  # (B, Hkv, p)
-    # where each token is among `kept rows | recent rows`
-    exact, n, at = rows.recent, 0, positions - rows.n_coded  # (B, 1 or Hkv, p)
-    if rows.kept_positions is not None:
-        exact = torch.cat([rows.kept_rows, rows.recent], dim=2)  # (B, Hkv, n + r, d)
-        n = rows.kept_positions.shape[-1]
-        same = positions[..., :, None] == rows.kept_positions[..., None, :]  # (B, 1 or Hkv, p, n)
-        at = torch.where(same.any(-1) & (at < 0), same.int().argmax(-1), n + at)  # (B, 1 or Hkv, p)
-    at = at.clamp(0, n + r - 1).long()  # an empty slot: any row
-    rows.kept_rows = exact.gather(2, at[..., None].expand(B, Hkv, -1, d))  # (B, Hkv, p, d)
-    rows.kept_positions = positions.to(torch.int32, copy=True)
 
 
 class TritonCache(KVCache):
@@ -663,8 +609,7 @@ class TritonCache(KVCache):
 
     def attend(self, layer, q, k, v, positions):
         """Add new tokens to a layer; returns the attention's output for them, (B, H, T, d)."""
-        self.check_order(layer, v.shape[2])
-        return self.layers[layer].attend(q, k, v, positions)
+        return self.layers[layer].update(q, k, v, positions).out
 
 
 def check_device(device):

@@ -5,10 +5,6 @@ them.
     python -m tinykv.analysis all --out docs/figures --json numbers.json
     python -m tinykv.analysis norms keys --model path/to/Llama-2-7b-hf --data wikitext2 --out .
 """
-if __name__ == "__main__":
-    from tinykv import stop_early
-    stop_early("python -m tinykv.analysis")  # torch takes seconds to import
-
 import argparse
 import platform
 import textwrap
@@ -28,7 +24,6 @@ from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data.windows import halves, load_windows
 from tinykv.evaluate import fault_of
 from tinykv.methods.fp16 import FP16
-from tinykv.methods.intactkv import open_prefix
 from tinykv.run.cli import (
     Help,
     Parser,
@@ -49,6 +44,7 @@ from tinykv.run.cli import (
     quantized_model,
     quantizers_of,
 )
+from tinykv.run.prefix import open_prefix
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 
@@ -91,7 +87,7 @@ class Text:
     def with_quantized_weights(self):
         """The model with its weights quantized as --weights says."""
         (name, quantizer), = quantizers_of(self.args, self.model.config).items()
-        in_memory = storage.CalibrationFile(None, self.model, "")
+        in_memory = storage.CalibrationFile(None, self.model)
         return quantized_model(self.model, name, quantizer, self.calibration, in_memory)
 
 

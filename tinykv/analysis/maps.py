@@ -8,7 +8,7 @@ import torch
 
 from tinykv.analysis.sinks import shown_layer
 from tinykv.analysis.walk import LayerMeans, recorded_calls, walk
-from tinykv.cache import Trace
+from tinykv.cache_parts.trace import Trace
 
 FIRST = 64  # tokens of the attention map
 ROWS = 128  # of a map, at most

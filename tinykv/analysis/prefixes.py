@@ -11,7 +11,7 @@ import torch
 
 from tinykv.analysis.sinks import shown_layer
 from tinykv.analysis.walk import mean, recorded_calls
-from tinykv.cache import Trace
+from tinykv.cache_parts.trace import Trace
 from tinykv.methods.intactkv import exact_rows, value_gain
 
 MOST = 3  # sinks that are looked at

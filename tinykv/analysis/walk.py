@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tinykv import UserError
-from tinykv.cache import Trace
+from tinykv.cache_parts.trace import Trace
 
 # The forward
 

@@ -79,9 +79,8 @@ class Method:
         """Which keys to keep from now on, and no others, asked when the n oldest recent keys of a
         layer are about to be quantized.
 
-        Returns positions (B, 1 or Hkv, p), -1 for an unused entry; None leaves things as they
-        are. Any recent or kept token can be kept. A function of the cache alone, which it does
-        not change.
+        Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens; None leaves things as they are. A head that
+        keeps fewer than p tokens repeats one of them. A function of the cache alone, which it does not change.
         """
         return None
 
@@ -200,8 +199,6 @@ def best_tokens(rows, n, count, score=None):
         kept_scores = 1 if score is None else score(rows.kept_rows)  # (B, h, p)
         if accumulates:
             kept_scores = kept_scores * rows.kept_scores  # (B, h, p)
-        unused = rows.kept_positions < 0  # (B, h, p): an unused entry loses to every token
-        kept_scores = kept_scores.masked_fill(unused, float("-inf"))  # (B, h, p)
         kept_positions = rows.kept_positions.expand_as(kept_scores)  # (B, h, p)
         scores = torch.cat([kept_scores, scores], dim=-1)  # (B, h, p + n)
         positions = torch.cat([kept_positions, positions], dim=-1)  # (B, h, p + n)

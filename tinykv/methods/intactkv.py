@@ -21,18 +21,15 @@ Paper and practice, as in the released code.
 - Where the weight quantizer scaled the values (`QuantLinear.gain`), the prefix is scaled alike.
 - Predictions at the prefix's own positions are those of the full-precision model.
 """
-import json
-import os
 from dataclasses import dataclass
 
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.cache import KVCache, Trace
+from tinykv.cache import KVCache
+from tinykv.cache_parts.trace import Trace
 from tinykv.codecs import Exact, Pair
 from tinykv.methods.base import CodecMethod, Method, first_tokens
-
-FULL_PRECISION = "full precision"  # the label of a model whose weights are not quantized
 
 
 class IntactKV(CodecMethod):
@@ -41,10 +38,10 @@ class IntactKV(CodecMethod):
     def __init__(self, config, prefix=None, k_bits=16, v_bits=16, scheme="token-dynamic",
                  group_size=None, formula="integer-zero"):
         one_of(("token-dynamic", "channel-dynamic"), scheme=scheme)
-        super().__init__(config, k_bits, v_bits, scheme, group_size, formula=formula)
         if prefix is None and config.bos_token_id is None:
             raise UserError("this model has no BOS token, which is IntactKV's prefix by default; "
                             "give another prefix")
+        super().__init__(config, k_bits, v_bits, scheme, group_size, formula=formula)
         self.prefix = prefix or Prefix("bos", [config.bos_token_id])
         self.preserve = len(self.prefix.ids)
 
@@ -68,45 +65,22 @@ class Prefix:
     ids: list  # n tokens
     keys: torch.Tensor | None = None  # (L, Hkv, n, d); None until `fill`
     values: torch.Tensor | None = None  # (L, Hkv, n, d)
-    model: str = ""  # of a trained prefix: the fingerprint of the model that it was trained for
-    weights: str = ""  # of a trained prefix: the label of that model's quantized weights
+    trained_for: dict | None = None  # of a trained prefix: the model, and its quantized weights
 
-    def __str__(self):
-        return self.name
-
-    def fill(self, full, quantized, weights=FULL_PRECISION):
-        """Compute keys and values for `quantized`: `full` with quantized weights, or `full` itself.
-
-        A trained prefix has them already. UserError if it was trained for another model, or for
-        other `weights` (a label).
-        """
-        if not self.model:  # not a trained prefix
-            self.keys, self.values = exact_rows(full, quantized, self.ids)
-            return
-        from tinykv.storage import fingerprint
-        for what, found, wanted in [("model", self.model, fingerprint(full)),
-                                    ("quantizer", self.weights, weights)]:
-            if found != wanted:
-                raise UserError(f"the prefix {self.name} was trained for another {what}: {found}, "
-                                f"and not {wanted}")
+    def fill(self, full, quantized):
+        """Compute keys and values for `quantized`: `full` with quantized weights, or `full` itself."""
+        self.keys, self.values = exact_rows(full, quantized, self.ids)
 
     def rows(self, like):
         """Keys by layer, and values by layer, (1, Hkv, n, d) each; device and dtype of `like`."""
         if self.keys is None:
-            raise UserError(f"the prefix {self.name} has no keys and values yet; "
-                            "call its `fill` first")
+            raise UserError(f"the prefix {self.name} has no keys and values yet; call its `fill` first")
         keys = [rows[None] for rows in self.keys.to(like)]
         values = [rows[None] for rows in self.values.to(like)]
         return keys, values
 
-
-class KeysBeforeRope(Method):
-    """The n newest tokens stay in full precision, with keys before RoPE, to read a prefix from."""
-    rope = "pre"
-
-    def __init__(self, config, n):
-        self.recent = n
-        self.codecs = [Pair(Exact(), Exact())] * config.num_hidden_layers
+    def __str__(self):
+        return self.name
 
 
 @torch.no_grad()
@@ -114,13 +88,10 @@ def exact_rows(full, quantized, ids):
     """Keys, before RoPE, and values of tokens `ids` as `full` computes them: (L, Hkv, n, d) both.
 
     They have been rounded to the 16 bits of a cache, and are fp32 again. Values have the scale of
-    `quantized`'s. UserError for a token that the model does not know.
+    `quantized`'s.
     """
     config = full.config
     device = full.lm_head.weight.device
-    if not all(0 <= token < config.vocab_size for token in ids):
-        raise UserError(f"the prefix has tokens that this model, of {config.vocab_size} tokens, "
-                        "does not know")
     if not ids:
         L, Hkv, d = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         return torch.zeros(L, Hkv, 0, d, device=device), torch.zeros(L, Hkv, 0, d, device=device)
@@ -140,6 +111,15 @@ def exact_rows(full, quantized, ids):
     gains = [value_gain(block) for block in quantized.model["layers"]]
     gains = torch.stack(gains)  # (L, Hkv, 1, d)
     return keys, values * gains
+
+
+class KeysBeforeRope(Method):
+    """The n newest tokens stay in full precision, with keys before RoPE, to read a prefix from."""
+    rope = "pre"
+
+    def __init__(self, config, n):
+        self.recent = n
+        self.codecs = [Pair(Exact(), Exact())] * config.num_hidden_layers
 
 
 def value_gain(block):
@@ -179,55 +159,3 @@ def block_outputs(model, tokens, keys, values):
     trace = Trace(model, keys, values)
     model(tokens, trace, logits=False)
     return trace.hidden
-
-
-# Its file
-
-def open_prefix(what, tokenizer, config):
-    """"bos", or the path of a text file or of a trained prefix (.safetensors) -> Prefix."""
-    if what == "bos":
-        if tokenizer.bos_id is None:
-            raise UserError("this tokenizer has no BOS; give a text file for a prefix")
-        return Prefix(what, [tokenizer.bos_id])
-    if what.endswith(".safetensors"):
-        return load_prefix(what, config)
-    from tinykv.storage import read_text
-    if not os.path.exists(what):
-        raise UserError(f"there is no file {what!r}; for a prefix give bos, a UTF-8 text file, or a "
-                        "trained prefix (.safetensors)")
-    text = read_text(what, largest=2 ** 20).rstrip("\n")
-    if not text:
-        raise UserError(f"the prefix {what} is empty; give bos, or a text file that is not")
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return Prefix(what, [*bos, *tokenizer.encode(text)])
-
-
-def save_prefix(path, prefix):
-    """Write a trained prefix, whole or not at all."""
-    from tinykv.storage import save_tensors
-    notes = {"format": "tinykv-prefix", "model": prefix.model, "weights": prefix.weights,
-             "ids": json.dumps(prefix.ids)}
-    save_tensors(path, {"keys": prefix.keys, "values": prefix.values}, notes)
-
-
-def load_prefix(path, config):
-    """What `save_prefix` wrote. UserError for another file, or one of another kind of model."""
-    from tinykv.storage import load_tensors
-    tensors, notes = load_tensors(path, "trained prefix")
-    if notes.get("format") != "tinykv-prefix":
-        raise UserError(f"{path} is a safetensors file, but not one that train_intact.py wrote")
-    try:
-        prefix = Prefix(str(path), json.loads(notes["ids"]), tensors["keys"], tensors["values"],
-                        notes["model"], notes["weights"])
-        known = all(type(token) is int and 0 <= token < config.vocab_size for token in prefix.ids)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise UserError(f"{path} is not whole, or of another version; train it anew") from None
-
-    L, Hkv, d = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-    wanted = (L, Hkv, len(prefix.ids), d)
-    for found in (tuple(prefix.keys.shape), tuple(prefix.values.shape)):
-        if found != wanted or not known:
-            raise UserError(f"the prefix {path} was trained for another model: it has keys and "
-                            f"values of shape {found}, and not {wanted}, or tokens that this model "
-                            "does not know")
-    return prefix

@@ -71,7 +71,8 @@ class OTT(CodecMethod):
 
         # 2. The pool as it is, and its scores.
         pool = keys.kept_positions[..., :p]  # (B, h, up to p)
-        extra = keys.kept_positions[..., p:]  # (B, h, e), -1 where a slot is empty
+        extra = keys.kept_positions[..., p:]  # (B, h, e)
+        extra = extra.masked_fill(extra == pool[..., :1], -1)  # an empty slot repeats the pool's first token
         n_pool = pool.shape[-1]  # p, or less if the first election had fewer candidates
         pool_scores = self.size(keys.kept_rows[:, :, :n_pool])  # (B, h, n_pool)
 
@@ -99,7 +100,9 @@ class OTT(CodecMethod):
         empty_last = (extra < 0).sort(dim=-1, stable=True).indices  # (B, h, e + up to p)
         extra = extra.gather(-1, empty_last)
         used = int((extra >= 0).sum(-1).max()) if extra.numel() else 0
-        return torch.cat([winners, extra[..., :used]], dim=-1)  # (B, h, up to p + used)
+        extra = extra[..., :used]  # (B, h, used)
+        extra = extra.where(extra >= 0, winners[..., :1])  # an empty slot repeats the pool's first token
+        return torch.cat([winners, extra], dim=-1)  # (B, h, up to p + used)
 
     def size(self, keys):
         """score(i) of keys (B, Hkv, n, d): the sum of their magnitudes, (B, h, n). To select the

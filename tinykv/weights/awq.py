@@ -16,6 +16,7 @@ Paper and practice, as in the released code.
 """
 import torch
 
+from tinykv import UserError
 from tinykv.weights.base import Quantizer, transform
 from tinykv.weights.linear import codes_of, grid, group_of, rounded
 
@@ -97,6 +98,8 @@ class AWQ(Quantizer):
 
         for linear, weight in zip(linears, weights):
             linear.weight.data = weight
+        if best is None:
+            raise UserError("awq finds no scale: the outputs of a layer overflow; use another --dtype")
         return best
 
     def clips(self, x, weight):
