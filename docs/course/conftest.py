@@ -49,6 +49,10 @@ class Draws(random.Random):
     def normal(self, *shape):
         return torch.randn(shape, generator=torch.Generator().manual_seed(self.getrandbits(60)))
 
+    def sizes(self, *largest):
+        """A number from 1 up to each of these."""
+        return [self.randint(1, n) for n in largest]
+
     def of(self, numbers, *shape):
         """A tensor of a shape, of some of these numbers."""
         kind = torch.float32 if any(isinstance(n, float) for n in numbers) else None

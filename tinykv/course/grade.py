@@ -33,13 +33,15 @@ LARGEST = 2 ** 20  # bytes of a submission
 
 def parser():
     p = Parser(prog="python -m tinykv.course.grade", description=__doc__.split("\n\n")[0])
-    p.add_argument("submission", type=Path, metavar="FILE|FOLDER", nargs="?", help="a student's file, or a folder of them")
+    p.add_argument("submission", type=Path, metavar="FILE|FOLDER", nargs="?", help="a student's file, or a folder of "
+                   "them")
     p.add_argument("--all", action="store_true", help="show what is wrong in every failed test")
     p.add_argument("--seed", type=int, default=0, help="draws other models, sizes and inputs")
     p.add_argument("--json", type=Path, metavar="F", help="write a record of everything to F")
     p.add_argument("--csv", type=Path, metavar="F", help="write a line for each submission to F")
     p.add_argument("--gradescope", type=Path, metavar="F", help="write Gradescope's results.json of one file to F")
-    p.add_argument("--answers", metavar="NAME", help="print an assignment's model answers and rubric, and do nothing else")
+    p.add_argument("--answers", metavar="NAME", help="print an assignment's model answers and rubric, and do nothing "
+                   "else")
     return p
 
 

@@ -48,9 +48,9 @@ def test_grid(sub, rng, same):
         before = lo.clone()
         scale, zero = sub.grid(lo, hi, bits, formula)
         for i in range(6):  # one by one, so that a small number is compared as a small one
-            same([scale[i], zero[i], lo[i]], f"grid with lo = {before[i]:g}, hi = {hi[i]:g}, {bits} bits, {formula}: scale "
-                 "and zero point as they are stored, the zero point computed from the stored scale; and lo, which stays "
-                 "as it was. See the handout's bounds.")
+            same([scale[i], zero[i], lo[i]], f"grid with lo = {before[i]:g}, hi = {hi[i]:g}, {bits} bits, {formula}: "
+                 "scale and zero point as they are stored, the zero point computed from the stored scale; and lo, "
+                 "which stays as it was. See the handout's bounds.")
 
 
 @points(11)

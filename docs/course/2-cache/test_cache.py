@@ -59,7 +59,8 @@ def test_append(sub, rng, same):
         before = new.clone()
         rows.append(new)
         same([parts(rows), rows.read(), bool((new == before).all())],
-             f"after {T} more rows in {dtype}: n_coded, recent, kept; what is read; whether the given rows are unchanged")
+             f"after {T} more rows in {dtype}: n_coded, recent, kept; what is read; whether the given rows are "
+             "unchanged")
 
 
 @points(11)
@@ -103,8 +104,8 @@ def test_rows(sub, rng, same):
                 kept = [rng.sample(row, p) for row in free]
                 rows.keep(torch.tensor(kept))
             done.append(what if what != "keep" else f"keep {kept}")
-            same([rows.read(), parts(rows), rows.codec.ignored], f"{B} sequences, {H} heads; after {', '.join(done)}: what "
-                 "is read; n_coded, recent, kept; what the codec was told to ignore")
+            same([rows.read(), parts(rows), rows.codec.ignored], f"{B} sequences, {H} heads; after "
+                 f"{', '.join(done)}: what is read; n_coded, recent, kept; what the codec was told to ignore")
 
 
 @points(7)
@@ -119,8 +120,8 @@ def test_nbytes(sub, rng, same):
     rows.quantize(7)
     held.append(rows.nbytes)
     same(held, "9 tokens of 2 sequences, 3 heads and 4 numbers; then 3 are kept; then 7 are quantized: bytes")
-    same(rows.recent.untyped_storage().nbytes() <= 2 * rows.recent.nbytes, "whether what is left of `recent` has memory "
-         "of its own; a slice keeps all of it alive")
+    same(rows.recent.untyped_storage().nbytes() <= 2 * rows.recent.nbytes, "whether what is left of `recent` has "
+         "memory of its own; a slice keeps all of it alive")
 
 
 # Task 2
@@ -163,9 +164,9 @@ def test_update_of_eight_numbers(sub, rng, same):
         layer = sub.Layer(Coarse(), Coarse(), Script(rng, 1, 3, 0), protocol)
         for part in keys(EIGHT).split(chunk, dim=2):
             given = layer.update(part, 10 * part)
-            same([given, layer.length, layer.keys.n_coded], f"keys {EIGHT}, {chunk} at a time, under {protocol}, recent = "
-                 "1, block = 3, nothing kept: keys and values that attention gets, length, n_coded. A stream reads "
-                 "before it quantizes; under paper it is the other way round.")
+            same([given, layer.length, layer.keys.n_coded], f"keys {EIGHT}, {chunk} at a time, under {protocol}, "
+                 "recent = 1, block = 3, nothing kept: keys and values that attention gets, length, n_coded. A "
+                 "stream reads before it quantizes; under paper it is the other way round.")
 
 
 @points(18)
@@ -183,9 +184,10 @@ def test_update(sub, rng, same):
             given = layer.update(k, v)
             same([given, layer.length, layer.method.asked, parts(layer.keys), parts(layer.values),
                   layer.keys.codec.ignored, layer.values.codec.ignored, (k, v)],
-                 f"{protocol}, recent = {recent}, block = {block}, chunk {i // 2} of text {i % 2}: keys {before[0].tolist()},"
-                 f" values {before[1].tolist()}. Compared: what attention gets; length; when method.keep was asked (n, "
-                 "length, n_coded, recent keys, recent values); what is held; what is ignored; the given keys and values")
+                 f"{protocol}, recent = {recent}, block = {block}, chunk {i // 2} of text {i % 2}: keys "
+                 f"{before[0].tolist()}, values {before[1].tolist()}. Compared: what attention gets; length; when "
+                 "method.keep was asked (n, length, n_coded, recent keys, recent values); what is held; what is "
+                 "ignored; the given keys and values")
 
 
 # Task 3
@@ -199,8 +201,8 @@ def test_pfn(sub, rng, same):
             layer.length = length
             layer.keys.recent = torch.zeros(3, 2, max(n, length - 3), 4, dtype=torch.float16)
             given = layer.method.keep(layer, n)
-            same(given if given is None else given.sort(-1).values, f"PFN with N = {N}, asked about {n} of {length} tokens "
-                 "of 3 sequences: positions, sorted")
+            same(given if given is None else given.sort(-1).values, f"PFN with N = {N}, asked about {n} of {length} "
+                 "tokens of 3 sequences: positions, sorted")
 
 
 @points(6)

@@ -198,9 +198,9 @@ def test_observe(sub, rng, same):
             T = rng.randint(1, 5)
             sizes = torch.tensor([[next(tokens) / 32 * rng.choice((-1, 1)) for _ in range(T)] for _ in range(B)])
             shown = show(method, caches[i % 2], sizes, rng)
-            same([sinks_of(caches[i % 2]), shown], f"k = {k}, lE = {method.layer}, chunk {i // 2} of text {i % 2}, with "
-                 f"{sizes.tolist()} in channel c after block lE. The sinks, sorted, and their sizes; and the hidden "
-                 "states, which must not change. One method serves two texts.")
+            same([sinks_of(caches[i % 2]), shown], f"k = {k}, lE = {method.layer}, chunk {i // 2} of text {i % 2}, "
+                 f"with {sizes.tolist()} in channel c after block lE. The sinks, sorted, and their sizes; and the "
+                 "hidden states, which must not change. One method serves two texts.")
 
 
 @points(9)

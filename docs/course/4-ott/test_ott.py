@@ -23,8 +23,8 @@ def test_kivi_codecs(sub, rng, same):
         pair = sub.kivi_codecs(k_bits, v_bits, D, G)
         x = rng.normal(1, 2, 2 * G, D)
         for what, codec in zip(("keys", "values"), pair):
-            same(codec.decode(codec.encode(x)), f"kivi_codecs({k_bits}, {v_bits}, {D}, {G}): what the codec of the {what} "
-                 f"reads {2 * G} tokens as. A group of values is never longer than a head.")
+            same(codec.decode(codec.encode(x)), f"kivi_codecs({k_bits}, {v_bits}, {D}, {G}): what the codec of the "
+                 f"{what} reads {2 * G} tokens as. A group of values is never longer than a head.")
 
 
 @points(10)
@@ -44,7 +44,8 @@ def test_kivi_bits(sub, rng, same):
     for _ in range(60):
         G = rng.choice((8, 16, 32))
         T, d, bits, R = rng.randint(1, 150), G * rng.randint(1, 4), rng.choice((1, 2, 4)), rng.randint(0, 50)
-        same(float(sub.kivi_bits(T, d, bits, G, R)), f"kivi_bits of T = {T}, d = {d}, {bits} bits, G = {G}, R = {R}", 1e-6)
+        same(float(sub.kivi_bits(T, d, bits, G, R)), f"kivi_bits of T = {T}, d = {d}, {bits} bits, G = {G}, R = "
+             f"{R}", 1e-6)
 
 
 # Task 2
@@ -60,8 +61,8 @@ def test_size(sub, rng, same):
     for scale, dtype in ((1, torch.float32), (1, torch.float16), (20000, torch.float16), (1, torch.bfloat16)):
         keys = (scale * rng.normal(2, 2, 5, D).clamp(-3, 3)).to(dtype)
         before = keys.tolist()
-        same([method.size(keys), keys.float()], f"size of keys (B, Hkv, n, d) in {dtype}, {before}: the sum of |K[i, c]| "
-             "over c, fp32; and the keys, which stay as they were")
+        same([method.size(keys), keys.float()], f"size of keys (B, Hkv, n, d) in {dtype}, {before}: the sum of |K[i, "
+             "c]| over c, fp32; and the keys, which stay as they were")
 
 
 # Task 3. Keys are multiples of 1/8 with sums that meet often, so that scores are exact, and equal now and then
@@ -93,8 +94,8 @@ def stream(method, keys, blocks, same, hint, newer=2):
         rows.recent = keys[:, :, rows.n_coded:layer.length].clone()
         before = rows.recent.clone()
         given = method.keep_keys(layer, n)
-        told = f"{hint} p = {method.preserve}, E = {method.extra_pool}; scores by sequence and head {scores}; blocks of "
-        told += f"{blocks}, now tokens {rows.n_coded} to {rows.n_coded + n - 1}: pool and extra pool, sorted"
+        told = f"{hint} p = {method.preserve}, E = {method.extra_pool}; scores by sequence and head {scores}; blocks "
+        told += f"of {blocks}, now tokens {rows.n_coded} to {rows.n_coded + n - 1}: pool and extra pool, sorted"
         same([pools(given, method.preserve), rows.recent.equal(before)], told + "; whether the cache is unchanged")
         same([given.is_floating_point(), list(given.shape[:2])], told + ": whether positions are floats; B and Hkv")
         rows.kept_positions = given
@@ -108,8 +109,8 @@ def test_pool_of_eight_numbers(sub, rng, same):
     """keep_keys: the pool of the handout's example, and its second election"""
     scores = torch.tensor([[[9, 70, 5, 80, 3, 65, 4, 90]]])
     for p, E in ((2, 1), (2, 0), (1, 3), (2, 5)):
-        stream(method_of(sub, p, E), keys_with(rng, scores), [4, 4], same, "The tokens with the smallest scores win. One "
-               "that loses its place goes to the extra pool; only as many are admitted as that has room for.")
+        stream(method_of(sub, p, E), keys_with(rng, scores), [4, 4], same, "The tokens with the smallest scores win. "
+               "One that loses its place goes to the extra pool; only as many are admitted as that has room for.")
 
 
 @points(8)

@@ -70,12 +70,12 @@ class Turn:
 def test_begin_with(sub, rng, same):
     """begin_with: the prefix first, keys rotated to their own positions, values not at all"""
     for _ in range(15):
-        B, H, n, T, d = rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 4), 2
+        (B, H, n, T), d = rng.sizes(3, 2, 3, 4), 2
         prefix_k, prefix_v = rng.of(range(-5, 6), 2, H, n, d).float()
         k, v = rng.of(range(-5, 6), 2, B, H, T, d).float()
         tried = f"prefix_k = {prefix_k.tolist()}, prefix_v = {prefix_v.tolist()}, k = {k.tolist()}, v = {v.tolist()}"
-        same([sub.begin_with(prefix_k, prefix_v, k, v, Turn()), prefix_k, k], f"begin_with {tried}; rotation to position p "
-             "multiplies by p + 1 here. Compared: K and V; and the given keys, which stay as they were")
+        same([sub.begin_with(prefix_k, prefix_v, k, v, Turn()), prefix_k, k], f"begin_with {tried}; rotation to "
+             "position p multiplies by p + 1 here. Compared: K and V; and the given keys, which stay as they were")
 
 
 # Task 2
@@ -84,10 +84,10 @@ def test_begin_with(sub, rng, same):
 def test_scaled_values(sub, rng, same):
     """scaled_values: each layer's, head's and channel's own factor"""
     for _ in range(15):
-        L, H, n, d = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 3)
+        L, H, n, d = rng.sizes(3, 3, 3, 3)
         values, gain = rng.of(range(-5, 6), L, H, n, d).float(), rng.of((0.5, 1, 2, 3), L, H * d)
-        same([sub.scaled_values(values, gain), values], f"scaled_values of {values.tolist()} and the gain {gain.tolist()}; "
-             "and the values, which stay as they were")
+        same([sub.scaled_values(values, gain), values], f"scaled_values of {values.tolist()} and the gain "
+             f"{gain.tolist()}; and the values, which stay as they were")
 
 
 # Task 3
@@ -99,23 +99,24 @@ def test_loss_of_eight_numbers(sub, rng, same):
     outputs = torch.tensor([[5.0, 1, 4, 2], [7, 0, 1, 4]])[..., None]
     counts = torch.tensor([[False, True, False], [True, True, True]])
     for n, chosen in ((1, None), (0, None), (1, counts)):
-        same(sub.block_loss([outputs], [targets], n, chosen), f"block_loss of the handout's example with n = {n}, counts = "
-             f"{None if chosen is None else chosen.tolist()}: half of the mean over texts of each text's own mean")
+        same(sub.block_loss([outputs], [targets], n, chosen), f"block_loss of the handout's example with n = {n}, "
+             f"counts = {None if chosen is None else chosen.tolist()}: half of the mean over texts of each text's "
+             "own mean")
 
 
 @points(12)
 def test_block_loss(sub, rng, same):
     """block_loss: blocks, texts, channels, tokens that count"""
     for _ in range(30):
-        blocks, B, n, T, D = rng.randint(1, 3), rng.randint(1, 3), rng.randint(0, 2), rng.randint(1, 4), rng.randint(1, 3)
+        (blocks, B, T, D), n = rng.sizes(3, 3, 4, 3), rng.randint(0, 2)
         outputs, targets = ([rng.normal(B, n + T, D) for _ in range(blocks)] for _ in range(2))
         counts = None
         if rng.random() < 0.7:
             counts = rng.of((False, True), B, T)
             counts[torch.arange(B), rng.of(range(T), B)] = True
-        same(sub.block_loss(outputs, targets, n, counts), f"block_loss of {[x.tolist() for x in outputs]} and the targets "
-             f"{[x.tolist() for x in targets]}, n = {n}, counts = {None if counts is None else counts.tolist()}: the sum "
-             "over blocks")
+        same(sub.block_loss(outputs, targets, n, counts), f"block_loss of {[x.tolist() for x in outputs]} and the "
+             f"targets {[x.tolist() for x in targets]}, n = {n}, counts = "
+             f"{None if counts is None else counts.tolist()}: the sum over blocks")
 
 
 # Task 4
@@ -141,9 +142,9 @@ def test_adam_step(sub, rng, same):
             gradient = rng.normal(3) * rng.choice((1e-8, 0.01, 1, 100))
             before = x.clone()
             given, new = sub.adam_step(x, gradient, state, lr)
-            same([given - before, given, *new, x, state[0], gradient], f"adam_step {t} of x = {before.tolist()} with the "
-                 f"gradient {gradient.tolist()}, lr = {lr}: what it adds to x; x; m, v, t; and the given x, m and gradient,"
-                 " which stay as they were", 1e-3)
+            same([given - before, given, *new, x, state[0], gradient], f"adam_step {t} of x = {before.tolist()} with "
+                 f"the gradient {gradient.tolist()}, lr = {lr}: what it adds to x; x; m, v, t; and the given x, m "
+                 "and gradient, which stay as they were", 1e-3)
             x, state = given, new
 
 
@@ -163,7 +164,8 @@ def test_train(sub, rng, same):
              tried + "whether keys and values require a gradient; what they have changed by", 2e-3)
         same([weights_of(full).equal(before[0]), weights_of(quantized).equal(before[1]), keys.equal(before[2]),
               any(p.grad is not None for model in (full, quantized) for p in model.parameters())],
-             tried + "whether both models' weights, and the given keys, are as they were; whether a weight has a gradient")
+             tried + "whether both models' weights, and the given keys, are as they were; whether a weight has a "
+             "gradient")
 
 
 # Task 5
@@ -172,7 +174,7 @@ def test_train(sub, rng, same):
 def test_costs(sub, rng, same):
     """prefix_bytes, bits_of_a_number: what a prefix costs"""
     for _ in range(30):
-        L, H, d, n, T = rng.randint(1, 9), rng.randint(1, 9), rng.choice((8, 32, 64)), rng.randint(0, 9), rng.randint(1, 99)
+        (L, H, T), d, n = rng.sizes(9, 9, 99), rng.choice((8, 32, 64)), rng.randint(0, 9)
         same(sub.prefix_bytes(L, H, d, n), f"prefix_bytes({L}, {H}, {d}, {n})")
         bits = rng.choice((2, 3, 4))
         same(float(sub.bits_of_a_number(bits, d, n, T)), f"bits_of_a_number({bits}, {d}, {n}, {T})", 1e-5)

@@ -44,8 +44,9 @@ def test_make_groups(sub, rng, same):
         lo = rng.normal(C) * rng.choice((1, 10))
         hi = lo + rng.normal(C).abs() * rng.choice((1, 10))
         given = sub.make_groups(lo, hi, n)
-        same([renamed(given), given.is_floating_point()], f"make_groups with lo = {lo.tolist()}, hi = {hi.tolist()}, n = "
-             f"{n}: the groups, renamed in the order of channels; whether they are floats. A point is the pair (lo, hi).")
+        same([renamed(given), given.is_floating_point()], f"make_groups with lo = {lo.tolist()}, hi = {hi.tolist()}, "
+             f"n = {n}: the groups, renamed in the order of channels; whether they are floats. A point is the pair "
+             "(lo, hi).")
 
 
 # Task 2
@@ -63,8 +64,8 @@ def test_grid(sub, rng, same):
         alpha, centre = rng.of((0.5, 0.75, 0.9, 1.0), n), rng.of((0, 1), n).to(rng.choice(CENTRES))
         h, z = sub.grid(lo, hi, bits, alpha, centre)
         for i, j in ((i, j) for i in range(2) for j in range(n)):
-            same([h[i, j], z[i, j]], f"grid of lo = {lo[i, j]:g}, hi = {hi[i, j]:g} in {bits} bits, alpha = {alpha[j]:g}, "
-                 f"centre = {centre[j]:g}: (h, z), before FP8")
+            same([h[i, j], z[i, j]], f"grid of lo = {lo[i, j]:g}, hi = {hi[i, j]:g} in {bits} bits, alpha = "
+                 f"{alpha[j]:g}, centre = {centre[j]:g}: (h, z), before FP8")
 
 
 # Task 3
@@ -74,13 +75,14 @@ def test_codes_of_eight_numbers(sub, rng, same):
     """encode, decode: the handout's eight numbers"""
     x = torch.tensor([EIGHT])
     half = torch.tensor([[0.0, 3.0, 0.5, 1.5, 2.5]])  # in the middle between two codes
-    for numbers, group, alpha, centre in ((x, [0] * 4 + [1] * 4, 1.0, 0), (x, [0, 1] * 4, 1.0, 0), (half, [0] * 5, 1.0, 0),
-                                          (x, [0, 1] * 4, 0.75, 0), (x, [0, 1] * 4, 0.75, 1)):
+    neighbours, mixed = [0] * 4 + [1] * 4, [0, 1] * 4
+    for numbers, group, alpha, centre in ((x, neighbours, 1.0, 0), (x, mixed, 1.0, 0), (half, [0] * 5, 1.0, 0),
+                                          (x, mixed, 0.75, 0), (x, mixed, 0.75, 1)):
         group = torch.tensor(group)
         n = int(group.max()) + 1
         codes, h, z = sub.encode(numbers, group, 2, torch.full((n,), alpha), torch.full((n,), centre))
-        hint = (f"{numbers.tolist()} in the groups {group.tolist()}, 2 bits, alpha = {alpha}, centre = {centre}: codes, "
-                "uint8; h and z in FP8. Codes are computed from h and z as they are stored.")
+        hint = (f"{numbers.tolist()} in the groups {group.tolist()}, 2 bits, alpha = {alpha}, centre = {centre}: "
+                "codes, uint8; h and z in FP8. Codes are computed from h and z as they are stored.")
         same([codes, h, z], hint)
         same(sub.decode(codes, h, z, group), hint + " Then what they are read as")
 
@@ -97,13 +99,13 @@ def test_codes(sub, rng, same):
         before = x.clone()
         codes, h, z = sub.encode(x, group, bits, alpha, centre)
         tried = f"{before.tolist()} in the groups {group.tolist()}, {bits} bits, alpha = {alpha.tolist()}, centre = "
-        same([codes, h, z, x], f"encode of {tried}{centre.tolist()}: codes, in the channels' own order, h and z; and x, "
-             "which stays as it was")
+        same([codes, h, z, x], f"encode of {tried}{centre.tolist()}: codes, in the channels' own order, h and z; and "
+             "x, which stays as it was")
         codes = rng.of(range(2 ** bits), N, C).to(torch.uint8)
         h = rng.of((0.25, 1, 3), N, n).to(torch.float8_e4m3fn)
         z = rng.of((-20, 0, 1.5), N, n).to(torch.float8_e4m3fn)
-        same(sub.decode(codes, h, z, group), f"decode of the codes {codes.tolist()} in the groups {group.tolist()} with h "
-             f"= {h.float().tolist()}, z = {z.float().tolist()}")
+        same(sub.decode(codes, h, z, group), f"decode of the codes {codes.tolist()} in the groups {group.tolist()} "
+             f"with h = {h.float().tolist()}, z = {z.float().tolist()}")
 
 
 # Task 4

@@ -24,8 +24,8 @@ def told(**given):
 def test_nearest(sub, rng, same):
     """nearest: of equally near centres the first"""
     for _ in range(80):
-        n = rng.randint(1, 3)
-        x, centres = rng.of(range(-4, 5), rng.randint(1, 9), n).float(), rng.of(range(-4, 5), rng.randint(1, 5), n).float()
+        N, k, n = rng.sizes(9, 5, 3)
+        x, centres = rng.of(range(-4, 5), N, n).float(), rng.of(range(-4, 5), k, n).float()
         same(sub.nearest(x, centres), f"nearest, {told(points=x, centres=centres)}")
 
 
@@ -40,8 +40,8 @@ def test_plus_plus(sub, rng, same):
         if (weights > 0).sum() < k:
             continue
         u = [rng.randint(0, 15) / 16 for _ in range(k)]
-        same(sub.plus_plus(x, weights, u), f"plus_plus, {told(points=x, weights=weights, u=u)}: the first point at which "
-             "the sum of the odds is larger than u times the sum of all")
+        same(sub.plus_plus(x, weights, u), f"plus_plus, {told(points=x, weights=weights, u=u)}: the first point at "
+             "which the sum of the odds is larger than u times the sum of all")
 
 
 @points(10)
@@ -49,7 +49,8 @@ def test_lloyd(sub, rng, same):
     """lloyd: weighted means, and centres without points"""
     for start in ([0.0, 3], [0.0, 20], [20.0, 20, 20]):
         centres = torch.tensor(start)[:, None]
-        same(sub.lloyd(EIGHT, WEIGHTS, centres)[:2], f"lloyd of the handout's points from {start}: the first two centres")
+        same(sub.lloyd(EIGHT, WEIGHTS, centres)[:2], f"lloyd of the handout's points from {start}: the first two "
+             "centres")
     for _ in range(80):
         N, n, k = rng.randint(6, 10), rng.randint(1, 3), rng.randint(1, 5)
         x, weights = rng.normal(N, n), rng.of((0, 0.5, 1, 3), N)
@@ -70,8 +71,8 @@ def test_kmeans(sub, rng, same):
     for _ in range(40):
         x, weights = rng.normal(20, 2), rng.of((1, 2, 5), 20).float()
         centres, steps = x[: rng.randint(2, 5)].clone(), rng.choice((1, 2, 3, 25))
-        same([sub.kmeans(x, weights, centres, steps), centres], f"kmeans, {told(points=x, weights=weights, steps=steps)}, "
-             "from the first of the points; and these, which stay as they were")
+        same([sub.kmeans(x, weights, centres, steps), centres], f"kmeans, {told(points=x, weights=weights)}, steps = "
+             f"{steps}, from the first of the points; and these, which stay as they were")
 
 
 # Task 2
@@ -92,7 +93,7 @@ def test_token_weights(sub, rng, same):
 def test_codes(sub, rng, same):
     """encode, decode: a codebook for each place"""
     for _ in range(40):
-        B, H, T, n, m = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 4), rng.choice((1, 2, 4)), rng.choice((2, 4))
+        (B, H, T), n, m = rng.sizes(3, 3, 4), rng.choice((1, 2, 4)), rng.choice((2, 4))
         places = H * (4 // n)
         x, centroids = rng.of(range(-3, 4), B, H, T, 4).float(), rng.of(range(-3, 4), places, m, n).float()
         same(sub.encode(x, centroids), f"encode, {told(x=x, centroids=centroids)}")
@@ -118,12 +119,12 @@ def test_codec(sub, rng, same):
 def test_anchor_scores(sub, rng, same):
     """anchor_scores: both scores of Eq. 5"""
     for _ in range(40):
-        B, Hkv, shared, T, d = rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 5), rng.choice((1, 4, 9))
+        (B, Hkv, shared, T), d = rng.sizes(2, 3, 3, 5), rng.choice((1, 4, 9))
         S = T + rng.choice((0, 0, 1, 4))
         q, k = 2 * rng.normal(B, Hkv * shared, T, d), rng.normal(B, Hkv, S, d)
         before = q.clone(), k.clone()
-        same([sub.anchor_scores(q, k), q, k], f"anchor_scores, {told(q=before[0], k=before[1])}: AnS(K), AnS(V); and q and "
-             "k, which stay as they were. The queries are those of the newest tokens.")
+        same([sub.anchor_scores(q, k), q, k], f"anchor_scores, {told(q=before[0], k=before[1])}: AnS(K), AnS(V); and "
+             "q and k, which stay as they were. The queries are those of the newest tokens.")
 
 
 @points(5)
@@ -141,8 +142,8 @@ def test_keep(sub, rng, same):
                 for keep in (method.keep_keys, method.keep_values):
                     asked.clear()
                     keep(layer, n)
-                    same(asked, f"{keep.__name__} with {percent}% of {length} tokens, {n} about to be quantized: what it "
-                         "asks best_tokens for, (rows, n, count)")
+                    same(asked, f"{keep.__name__} with {percent}% of {length} tokens, {n} about to be quantized: "
+                         "what it asks best_tokens for, (rows, n, count)")
 
 
 @points(3)

@@ -29,11 +29,11 @@ def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
     there = torch.tensor([min(N, T - piece * N) for piece in range(pieces)])  # tokens of each piece
     real = (torch.arange(K) < there[:, None]).expand(B, -1, -1)
     hint = f"topk_kernel with K = {K}, N = {N}, T = {T}, strides {h.stride()}, {dtype}: h = {rows}. {hint} "
-    same([score.where(real, -1.0), position.where(real, -1)], hint + "Compared: scores and positions (B, pieces, K); -1 "
-         "here where a piece has fewer than K tokens")
+    same([score.where(real, -1.0), position.where(real, -1)], hint + "Compared: scores and positions (B, pieces, K); "
+         "-1 here where a piece has fewer than K tokens")
     same([bool((score < 0)[~real].all()), scores[:64], scores[-64:], positions[:64], positions[-64:], h],
-         hint + "Compared: whether the scores that are left are negative; memory around both tensors, and h, which stay "
-         "as they were")
+         hint + "Compared: whether the scores that are left are negative; memory around both tensors, and h, which "
+         "stay as they were")
 
 
 EIGHT = [2.0, -9, 4, 4, 0, 1, -7, 3]
@@ -57,7 +57,8 @@ def test_topk(sub, rng, same):
         B, T, N = rng.randint(1, 3), rng.randint(1, 20), rng.choice((2, 4, 8))
         numbers = range(-9, 10) if rng.random() < 0.5 else range(-400, 400)
         rows = rng.of(numbers, B, T).float().tolist()
-        topk(sub, same, rows, rng.randint(1, min(4, N)), N, "", rng.randint(1, 3), rng.choice((torch.float32, torch.half)))
+        K, stride = rng.sizes(min(4, N), 3)
+        topk(sub, same, rows, K, N, "", stride, rng.choice((torch.float32, torch.half)))
 
 
 # Task 2
@@ -82,7 +83,8 @@ def test_fold(sub, rng, same):
     same(sub.fold(q, scale, zero), "fold of the handout's head: folded (H, d), offset (H)")
     for _ in range(20):
         q, scale, zero = rng.normal(rng.randint(1, 4), 8), rng.normal(8).abs(), rng.normal(8)
-        same([sub.fold(q, scale, zero), q], f"fold with q = {q.tolist()}, scale = {scale.tolist()}, zero = {zero.tolist()}")
+        same([sub.fold(q, scale, zero), q], f"fold with q = {q.tolist()}, scale = {scale.tolist()}, zero = "
+             f"{zero.tolist()}")
 
 
 # Task 4
@@ -98,6 +100,6 @@ def test_scores(sub, rng, same):
         scale, zero = rng.of((0.25, 0.5, 1, 3), heads, pieces, d).half(), rng.of(range(-4, 5), heads, pieces, d).half()
         out, whole = guarded(torch.full((heads * R, T), 99.0), -7.0)
         sub.scores_kernel[pieces, heads * R](q, packed, scale, zero, out, T, R, W, N)
-        same([out, whole[:64], whole[-64:], q], f"scores_kernel with T = {T}, W = {W}, N = {N}, Hkv = {heads}, R = {R}: q = "
-             f"{q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = {zero.tolist()}. Compared: out "
-             "(99: not written), memory before and behind it, and q, which stays as it was")
+        same([out, whole[:64], whole[-64:], q], f"scores_kernel with T = {T}, W = {W}, N = {N}, Hkv = {heads}, R = "
+             f"{R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = {zero.tolist()}. "
+             "Compared: out (99: not written), memory before and behind it, and q, which stays as it was")
