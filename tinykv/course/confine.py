@@ -16,8 +16,8 @@ CREATE, ADD, RESTRICT, NO_NEW_PRIVILEGES = 444, 445, 446, 38
 EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8
 
 
-def confine(folder):
-    """From now on this process reads Python's own folders and `folder`, and writes in `folder` alone."""
+def confine(folder, readable=()):
+    """From now on this process reads Python's own folders and those given, and writes in `folder` alone."""
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE, FILE_SIZE))
@@ -34,9 +34,9 @@ def confine(folder):
     network, others = (3 if version >= 4 else 0), (3 if version >= 6 else 0)  # TCP; signals and sockets
     rules = struct.pack("QQQ", files, network, others)[:8 if version < 4 else 16 if version < 6 else 24]
     ruleset = libc.syscall(CREATE, rules, ctypes.c_size_t(len(rules)), 0)
-    readable = {"/usr", "/lib", "/lib64", "/etc", "/proc", "/sys", "/dev", sys.prefix, sys.base_prefix,
-                site.getusersitepackages(), *site.getsitepackages()}
-    for path in readable:
+    pythons = {"/usr", "/lib", "/lib64", "/etc", "/proc", "/sys", "/dev", sys.prefix, sys.base_prefix,
+               site.getusersitepackages(), *site.getsitepackages()}
+    for path in [*pythons, *readable]:
         allow(libc, ruleset, path, EXECUTE | READ | LIST)
     allow(libc, ruleset, "/dev/null", READ | WRITE)
     allow(libc, ruleset, folder, files)

@@ -186,15 +186,20 @@ def run_tests(root, name, file, seed, record, more=()):
     """Run an assignment's tests on a file, in a process of its own, until it ends or its time is up."""
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT),
              "--file", file, "--seed", seed, "--record", record, *more]
-    environment = {"PATH": os.environ.get("PATH", ""), "HOME": record.parent, "TMPDIR": record.parent,
-                   "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    process = subprocess.Popen(list(map(str, words)), cwd=root, env=environment, start_new_session=True,
-                               stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(list(map(str, words)), cwd=root, env=confined_environment(record.parent),
+                               start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(LONGEST)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # and what it started
     process.wait()
+
+
+def confined_environment(folder):
+    """Of a process that may write into `folder` alone."""
+    return {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def read_record(path):

@@ -71,8 +71,12 @@ def test_kmeans(sub, rng, same):
     for _ in range(40):
         x, weights = rng.normal(20, 2), rng.of((1, 2, 5), 20).float()
         centres, steps = x[: rng.randint(2, 5)].clone(), rng.choice((1, 2, 3, 25))
-        same([sub.kmeans(x, weights, centres, steps), centres], f"kmeans, {told(points=x, weights=weights)}, steps = "
-             f"{steps}, from the first of the points; and these, which stay as they were")
+        with pytest.MonkeyPatch.context() as patch:
+            calls, lloyd = [], sub.lloyd
+            patch.setattr(sub, "lloyd", lambda *parts: calls.append(1) or lloyd(*parts))  # noqa: B023
+            given = sub.kmeans(x, weights, centres, steps)
+        same([given, len(calls), centres], f"kmeans, {told(points=x, weights=weights)}, steps = {steps}, from the first "
+             "of the points; how often it calls lloyd; and the centres at the start, which stay as they were")
 
 
 # Task 2
