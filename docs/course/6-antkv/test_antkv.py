@@ -75,8 +75,8 @@ def test_kmeans(sub, rng, same):
             calls, lloyd = [], sub.lloyd
             patch.setattr(sub, "lloyd", lambda *parts: calls.append(1) or lloyd(*parts))  # noqa: B023
             given = sub.kmeans(x, weights, centres, steps)
-        same([given, len(calls), centres], f"kmeans, {told(points=x, weights=weights)}, steps = {steps}, from the first "
-             "of the points; how often it calls lloyd; and the centres at the start, which stay as they were")
+        same([given, len(calls), centres], f"kmeans, {told(points=x, weights=weights)}, steps = {steps}, from the "
+             "first of the points; how often it calls lloyd; and the centres at the start, which stay as they were")
 
 
 # Task 2
