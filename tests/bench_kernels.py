@@ -292,7 +292,7 @@ def off_by(name, config, T, device, dtype):
     """
     layer = new_layer(name, config, 2, 512, device, dtype)
     q = torch.randn(2, config.num_attention_heads, T, config.head_dim, device=device).to(dtype)
-    keys, values = layer.rotated(layer.keys.read()), layer.values.read()
+    keys, values = layer.read()
     # (B, H, S, d) both
     K, V = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
     piece = kernels.attend_lines(q.float(), K, V, 0, layer.length, layer.length)

@@ -9,6 +9,7 @@ A cell may name a class that is wrong on purpose (`wrong`, from mutants/). It ta
 class that it is made from: the method, its codecs, its prefix, the cache, the cache of a layer, or
 its keys and values.
 """
+import copy
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -255,9 +256,11 @@ class Case:
         return Case(self.cls, self.scheme, self.formula, heads_per_kv=self.heads_per_kv,
                     recent=self.recent, settings=settings, wrong=wrong, like=self.like)
 
-    def fp16(self):
-        """The fp16 method beside this cell's: the same blocks, the same model."""
-        return build_and_calibrate(Case(FP16, heads_per_kv=self.heads_per_kv, recent=self.recent))
+    def fp16(self, rope="post"):
+        """The fp16 method beside this cell's: the same blocks, the same model, keys stored alike."""
+        method = copy.copy(build_and_calibrate(Case(FP16, heads_per_kv=self.heads_per_kv, recent=self.recent)))
+        method.rope = rope
+        return method
 
     def events(self, kind, sizes, protocol=None):
         """When keys, or values, are quantized if a text comes in chunks of these sizes:
@@ -298,18 +301,13 @@ class Case:
             logits = [self.model(chunk, cache) for chunk in tokens.split(sizes, dim=1)]
         return torch.cat(logits, dim=1)
 
-    def exact_logits(self, tokens, sizes):
-        """The logits that the fp16 method gives of the same text, read in the same chunks.
-
-        A prefix is a chunk of its own, of one row for the whole batch: as the method reads it, so
-        that the last bits agree.
-        """
-        n, protocol = len(self.prefix), self.protocol
-        cache = KVCache(self.model, self.fp16(), "stream" if n else protocol)
-        if n:
-            self.feed(cache, tokens[:1, :n], [n])
-        logits = self.feed(cache, tokens[:, n:], without_prefix(n, sizes))
-        return with_zeros(n, logits)
+    def exact_logits(self, tokens, sizes, rope=None):
+        """The logits that the fp16 method gives of the same text after the same prefix, read in the same chunks. rope:
+        where keys are stored, if not as the cell's method has it."""
+        method = self.fp16(rope or self.method().rope)
+        method.prefix = self.method().prefix
+        logits, _ = self.run(method, tokens, KVCache(self.model, method, self.protocol), sizes)
+        return logits
 
 
 def chunk_sizes(method, protocol, T):
@@ -357,9 +355,21 @@ class CacheOfOtherParts(KVCache):
         return cache
 
 
+def stored_keys(model, method, k):
+    """Keys in 16 bits as the method stores them. k (B, Hkv, T, d) before RoPE."""
+    return model.rope.rotate(k, torch.arange(k.shape[2])) if method.rope == "post" else k
+
+
+def rotated_keys(model, method, k):
+    """Keys as attention reads them. k (B, Hkv, T, d), as they are stored, or decoded."""
+    if method.rope == "pre":
+        k = model.rope.rotate(k.float(), torch.arange(k.shape[2]))
+    return k.to(model.lm_head.weight.dtype)
+
+
 def read(layer):
-    """K (rotated) and V (B, Hkv, S, d) of all tokens, as a layer's cache holds them, in 16 bits."""
-    return layer.rotated(layer.keys.read()), layer.values.read()
+    """K (rotated) and V (B, Hkv, S, d) of all tokens, as attention reads them."""
+    return layer.read()
 
 
 def rows_of(layer, kind):
@@ -430,7 +440,8 @@ class Watch:
     def exact_read(self, layer):
         """The same as `read` would give them, if nothing were quantized."""
         k, v = self.exact(layer)
-        return self.case.model.rope.rotate(k, torch.arange(k.shape[2])), v
+        k = stored_keys(self.case.model, self.cache.method, k)
+        return rotated_keys(self.case.model, self.cache.method, k), v.to(self.case.dtype)
 
     def output(self, layer):
         """The output of a block for all tokens after the prefix, (B, T, D)."""
@@ -446,5 +457,5 @@ def prefix_rows(heads_per_kv, ids):
     """By layer, k and v (1, Hkv, n, d) of the tokens in 16 bits, before RoPE: what the model hands
     to a cache."""
     case = Case(FP16, heads_per_kv=heads_per_kv)
-    _, watch = case.run_watched(case.fp16(), torch.tensor([ids]), sizes=[len(ids)])
+    _, watch = case.run_watched(case.fp16("pre"), torch.tensor([ids]), sizes=[len(ids)])
     return [watch.exact(layer) for layer in range(L)]

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import oracles
 import torch
-from cases import Case, G, L, calibration_windows, d
+from cases import Case, G, L, calibration_windows, d, rotated_keys, stored_keys
 
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.cq import CQ
@@ -99,7 +99,7 @@ def mark_pools(case, method, watch, layer, kind, events, kept):
     if layer < case.setting("skip_layers"):
         return
     k, _ = watch.exact(layer)
-    scores = stored_keys(case, method, k).double().abs().sum(-1)  # (B, Hkv, T)
+    scores = stored_keys(case.model, method, k).double().abs().sum(-1)  # (B, Hkv, T)
     if case.setting("scope") == "layer":
         scores = scores.sum(1, keepdim=True).expand_as(scores)
     size, room, select = (case.setting(name) for name in ("outlier_num", "extra_pool", "select"))
@@ -122,7 +122,7 @@ def mark_what_the_cache_says(case, method, watch, layer, kind, events, kept):
     if positions is not None:
         positions = positions.expand(-1, kept.shape[1], -1).tolist()
         for b, h in np.ndindex(kept.shape[:2]):
-            kept[b, h, [i for i in positions[b][h] if i >= 0]] = True
+            kept[b, h, positions[b][h]] = True
 
 
 KEPT = {
@@ -156,9 +156,9 @@ def expected_quantized(case, method, layer, kind, rows, kept):
     """What rows (B, Hkv, n, d) that are quantized at once read as. kept (B, Hkv, n)."""
     codec = codec_of(method, layer, kind)
     if not case.known or case.oracle is FP16:
-        return codec.decode(codec.encode(rows, kept)).to(rows.dtype)
+        return codec.decode(codec.encode(rows, kept)).float()
     if bits_of(method, kind) == 16:
-        return rows
+        return rows.float()
     x, ignore = rows.float().numpy(), kept.numpy()
     if case.oracle in READ:
         out = READ[case.oracle](case, codec, x, ignore)
@@ -170,7 +170,7 @@ def expected_quantized(case, method, layer, kind, rows, kept):
         bits, axis = bits_of(method, kind), axis_of(case, kind)
         static = calibrated_range(case, method, layer, kind) if is_static(case) else None
         out = oracles.affine(x, ignore, bits, axis, case.formula, G, static)
-    return torch.from_numpy(out).to(rows.dtype)
+    return torch.from_numpy(out).float()
 
 
 def read_clipped_groups(case, codec, x, ignore):
@@ -196,18 +196,13 @@ def nonuniform(case, codec, x, ignore):
 READ = {CQ: read_nearest_centroids, AnTKV: read_nearest_centroids}
 
 
-def stored_keys(case, method, k):
-    """Keys as the method stores them. k (B, Hkv, T, d) before RoPE."""
-    return case.model.rope.rotate(k, torch.arange(k.shape[2])) if method.rope == "post" else k
-
-
 # ---- the whole cache
 
 def expected_events(case, method, watch, layer, kind):
     """For each event its tokens, a slice, with their rows (B, Hkv, n, d) in full precision, and
     which of them are kept by then, (B, Hkv, n)."""
     k, v = watch.exact(layer)
-    rows = stored_keys(case, method, k) if kind == "k" else v
+    rows = stored_keys(case.model, method, k) if kind == "k" else v
     events = watch.events(kind)
     for i, event in enumerate(events):
         tokens = slice(event.first, event.end)
@@ -216,20 +211,18 @@ def expected_events(case, method, watch, layer, kind):
 
 
 def expected_read(case, method, watch, layer):
-    """K, rotated, and V (B, Hkv, T, d) in 16 bits that the cache must hold for a layer."""
+    """K, rotated, and V (B, Hkv, T, d) that attention must read of a layer."""
     k, v = watch.exact(layer)
     out = []
-    for kind, exact in (("k", stored_keys(case, method, k)), ("v", v)):
-        quantized = exact.clone()  # (B, Hkv, T, d): recent tokens stay as they are
+    for kind, exact in (("k", stored_keys(case.model, method, k)), ("v", v)):
+        quantized = exact.float()  # (B, Hkv, T, d): recent tokens stay as they are
         for tokens, rows, kept in expected_events(case, method, watch, layer, kind):
             quantized[:, :, tokens] = expected_quantized(case, method, layer, kind, rows, kept)
         # what counts is what is kept after the last event
         kept = expected_kept(case, method, watch, layer, kind, watch.events(kind))  # (B, Hkv, T)
-        out.append(torch.where(kept[..., None], exact, quantized))
+        out.append(torch.where(kept[..., None], exact.float(), quantized))
     K, V = out
-    if method.rope == "pre":
-        K = case.model.rope.rotate(K, torch.arange(K.shape[2]))
-    return K, V
+    return rotated_keys(case.model, method, K), V.to(case.dtype)
 
 
 # ---- its bytes
@@ -246,14 +239,14 @@ def expected_bytes(case, method, watch, kind):
     position = 4 * Hkv if per_head else 4
     events = watch.events(kind)
     quantized = events[-1].end if events else 0
-    coded = kept = 0
+    coded = held = 0
     for layer in range(L):
         coded += expected_code_bytes(case, method, watch, layer, kind)
         kept = expected_kept(case, method, watch, layer, kind, events)  # (B, Hkv, T)
         slots = int(kept.sum(-1).max())  # of the sequence and head with the most
-        kept += B * slots * (Hkv * row + position)
+        held += B * slots * (Hkv * row + position)
     recent = L * B * Hkv * (case.T - quantized) * row
-    return {"coded": coded, "kept": kept, "recent": recent}
+    return {"coded": coded, "kept": held, "recent": recent}
 
 
 def expected_code_bytes(case, method, watch, layer, kind):
@@ -315,14 +308,14 @@ def calibration_rows(case, method):
 
 @lru_cache
 def calibration_rows_of(case, method):
-    watches = [case.run_watched(case.fp16(), window[None])[1] for window in calibration_windows()]
+    watches = [case.run_watched(case.fp16(method.rope), window[None])[1] for window in calibration_windows()]
     by_layer = []
     for layer in range(L):
         rows = {"k": [], "v": []}
         for watch in watches:
             k, v = watch.exact(layer)
             T = k.shape[2]
-            for kind, x in (("k", stored_keys(case, method, k)), ("v", v)):
+            for kind, x in (("k", stored_keys(case.model, method, k)), ("v", v)):
                 event = oracles.Event(first=0, end=T, seen=T)
                 kept = expected_kept(case, method, watch, layer, kind, [event])[0, 0]  # (T)
                 rows[kind].append(x[0, :, ~kept])

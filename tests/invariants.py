@@ -46,7 +46,7 @@ from expected import (
 )
 
 from tinykv import UserError
-from tinykv.cache import Trace
+from tinykv.cache_parts.trace import Trace
 from tinykv.calibrate import calibrate
 from tinykv.codecs import Codec, Pair
 from tinykv.codecs.affine import Affine
@@ -74,7 +74,9 @@ def check_cache_holds_the_expected_rows(case, sizes=None):
             place = f"layer {layer}, {NAMES[kind]}"
             assert got.shape == want.shape, f"{place}: the cache reads {tuple(got.shape)}"
             assert torch.isfinite(got).all(), f"{place}: the cache reads numbers that are not finite"
-            differ = (got != want).any(-1).nonzero().tolist()  # [(sequence, head, token)]
+            # in fp32, of which the last bits depend on the order of the sums
+            off = (got - want).abs() > 1e-6 * want.abs().amax(-1, keepdim=True)
+            differ = off.any(-1).nonzero().tolist()  # [(sequence, head, token)]
             if differ:
                 raise AssertionError(why_rows_differ(case, method, watch, layer, kind, differ, got, want))
 
@@ -270,7 +272,7 @@ def check_low_bits_matter(case):
         first = 0
         for rows in (rows for layer in cache.layers for rows in (layer.keys, layer.values)):
             if rows.kept_positions is not None:
-                first = max(first, int((rows.kept_positions >= 0).sum(-1).max()))
+                first = max(first, rows.kept_positions.shape[-1])
     change = (logits - exact).abs().amax(-1)  # (B, T)
     unchanged = (change[:, first:] <= 1e-4).nonzero().tolist()
     assert not unchanged, (f"quantization does not change the logits of (sequence, token) {unchanged[:5]}; "
@@ -291,13 +293,13 @@ def check_the_trap(case):
 # ---- what is exact
 
 def check_sixteen_bits_are_fp16(case):
-    """Bit for bit, whichever tokens are kept and wherever keys are rotated."""
+    """Bit for bit, whichever tokens are kept, with keys stored before or after RoPE."""
     tokens = case.tokens()
     for rope in ("pre", "post") if "rope" in takes(case.cls, case.scheme) else (None,):
         settings = {"rope": rope} if rope else {}
         method = case.method(k_bits=16, v_bits=16, **settings)
         logits, _ = case.run(method, tokens)
-        exact = case.exact_logits(tokens, chunk_sizes(method, case.protocol, case.T))
+        exact = case.exact_logits(tokens, chunk_sizes(method, case.protocol, case.T), rope)
         assert torch.equal(logits, exact), (f"with k_bits=16 and v_bits=16 (rope {rope}) the logits are off "
                                             f"fp16's by {(logits - exact).abs().max():.3g}")
 
@@ -457,11 +459,10 @@ def codes_of(codes, b):
 
 
 def kept_of(rows, b):
-    """By head, the positions that are kept in one sequence. Slots that are empty in all sequences
-    are not held."""
+    """By head, the positions that are kept in one sequence."""
     if rows.kept_positions is None:
         return None
-    return [set(positions) - {-1} for positions in rows.kept_positions[b].tolist()]
+    return [set(positions) for positions in rows.kept_positions[b].tolist()]
 
 
 def check_same_twice_and_after_reset(case):

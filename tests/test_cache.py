@@ -39,15 +39,18 @@ def test_cached_rows_against_plain_lists(data):
         # some of those that are recent or kept are kept
         if data.draw(st.booleans()):
             slots = data.draw(st.integers(1, 3))
-            positions = torch.full((B, heads, slots), -1)
+            positions = torch.empty(B, heads, slots, dtype=torch.long)
             for b in range(B):
                 for h in range(heads):
-                    able = sorted(kept[b][h] | set(range(quantized, length)))
-                    chosen = data.draw(st.lists(st.sampled_from(able), max_size=slots, unique=True))
-                    positions[b, h, :len(chosen)] = torch.tensor(chosen, dtype=torch.long)
+                    able = kept[b][h] & kept[b][1] if heads == 1 else kept[b][h]
+                    able = sorted(able | set(range(quantized, length)))
+                    if not able:
+                        return  # nothing is left that could be kept
+                    chosen = data.draw(st.lists(st.sampled_from(able), min_size=slots, max_size=slots))
+                    positions[b, h] = torch.tensor(chosen)
                     for other in range(2) if heads == 1 else [h]:
                         kept[b][other] = set(chosen)
-            rows.keep(positions, rows.read())
+            rows.keep(positions)
         # the oldest are quantized
         n = data.draw(st.integers(0, length - quantized))
         if n:

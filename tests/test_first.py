@@ -10,7 +10,8 @@ Every method answers three questions about each token's key and value.
 import pytest
 import torch
 
-from tinykv.cache import KVCache, Trace
+from tinykv.cache import KVCache
+from tinykv.cache_parts.trace import Trace
 from tinykv.calibrate import calibrate
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import pack, unpack

@@ -1,7 +1,10 @@
 """tinykv: every method of five papers on KV-cache quantization, small enough to read."""
 import difflib
-import os
-import signal
+import importlib.util
+import sys
+
+if importlib.util.find_spec("torch") is None:
+    sys.exit("tinykv needs the package torch; pip install -r requirements.txt")
 
 
 class UserError(ValueError):
@@ -23,16 +26,6 @@ def one_of(choices, **settings):
             name = name.replace("_", " ")
             raise UserError(f"{name} is one of {', '.join(choices)}; got {value!r}"
                             f"{did_you_mean(value, choices)}")
-
-
-def stop_early(command):
-    """From now on Ctrl-C ends a command in one line: called before torch is imported, which takes
-    seconds. `cli.one_line` takes over from there."""
-    def stop(number, frame):
-        os.write(2, f"\n{command}: stopped\n".encode())
-        os._exit(130)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored where it is another
-        signal.signal(signal.SIGINT, stop)
 
 
 def did_you_mean(word, words):

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tinykv import UserError
-from tinykv.cache import KVCache, Trace
+from tinykv.cache import KVCache
+from tinykv.cache_parts.trace import Trace
 
 
 def calibrate(model, method, windows, progress=None):
@@ -99,15 +100,14 @@ class Recorder(KVCache):
             self.leaves += [leaf_k, leaf_v]
             k, v = k + leaf_k, v + leaf_v
         cache.append(k.detach(), v.detach(), positions)
-        keys, values = cache.keys.read(), cache.values.read()  # (1, Hkv, T, d) both
         keep_keys, keep_values = cache.to_keep(cache.length, cache.length)
         if keep_keys is not None:
-            cache.keys.keep(keep_keys, keys)
+            cache.keys.keep(keep_keys)
         if keep_values is not None:
-            cache.values.keep(keep_values, values)
+            cache.values.keep(keep_values)
         if self.differentiable:  # not through the 16 bits, where a gradient would vanish
             return self.rope.rotate(k, positions), v
-        return cache.rotated(keys).to(k.dtype), values.to(v.dtype)
+        return cache.read()
 
     def of(self, layer, kind):
         """Keys, or values, of a layer as they are stored: rows (Hkv, T, d), kept (Hkv, T) or None,

@@ -1,11 +1,9 @@
-"""Perplexity, and what goes with it: each method beside fp16, on the same windows, in one pass.
+"""Perplexity, and what goes with it: each method beside fp16, on the same windows.
 
-For every batch of windows the fp16 cache goes first, then each method. Their final hidden states
-are turned into logits a slice at a time. So memory is bounded by one batch, whatever the number of
-windows and the size of the vocabulary.
+fp16 goes first. Its final hidden states are kept, window by window, in main memory, so that every
+method's predictions can be compared with its own. States are turned into logits a slice at a time:
+no method holds more than one batch's caches, whatever the size of the vocabulary.
 """
-import contextlib
-import io
 import math
 import time
 from dataclasses import dataclass, field
@@ -32,7 +30,7 @@ class Result:
     """
     fault: str | None = None
     nll: list = field(default_factory=list)  # per window: mean negative log-likelihood, in nats
-    window_kl: list = field(default_factory=list)  # sum over targets of KL(fp16 || method), in nats
+    window_kl: list = field(default_factory=list)  # per window: sum over targets of KL(fp16 || method), in nats
     window_bits: list = field(default_factory=list)  # `bits`
     window_bits_far: list = field(default_factory=list)  # `bits_far`
     window_coded_bits: list = field(default_factory=list)  # `coded_bits`
@@ -43,6 +41,8 @@ class Result:
     tokens: int = 0
     seconds: float = 0.0  # in the forward passes
     cache_bytes: int = 0  # of one window, the largest
+    # of fp16, per window: final hidden states (T, D), on the CPU
+    hidden: list = field(default_factory=list, repr=False, compare=False)
 
     @property
     def bits(self):
@@ -69,13 +69,6 @@ class Result:
         return math.exp(mean(self.nll))
 
     @property
-    def ppl_se(self):
-        """Standard error of the perplexity, from the spread of the windows' losses, or None."""
-        if len(self.nll) == 1:
-            return None
-        return self.ppl * torch.tensor(self.nll).std().item() / math.sqrt(len(self.nll))
-
-    @property
     def recall(self):
         """Share of answers got right, or None where the text has none."""
         return self.right / self.answers if self.answers else None
@@ -95,60 +88,111 @@ def mean(numbers):
     return sum(numbers) / len(numbers)
 
 
-@torch.inference_mode()
+# Differences, paired: all methods read the same windows, so what windows share cancels out
+
+def standard_error(differences):
+    """Of the mean of numbers, one a window; None for one window, which has no spread."""
+    if len(differences) == 1:
+        return None
+    return torch.tensor(differences, dtype=torch.float64).std().item() / math.sqrt(len(differences))
+
+
+def delta_error(result, fp16):
+    """The standard error of the difference of two perplexities, over windows.
+
+    To first order a window's part in the difference is ppl * nll - ppl of fp16 * nll of fp16.
+    """
+    parts = [result.ppl * nll - fp16.ppl * nll_fp16 for nll, nll_fp16 in zip(result.nll, fp16.nll)]
+    return standard_error(parts)
+
+
+def paired(nll, other):
+    """Losses of one row and of another, per window -> (mean difference in nats a token, its standard
+    error, t, windows where the first is better). Error and t are None for one window."""
+    differences = [a - b for a, b in zip(nll, other)]
+    difference, error = mean(differences), standard_error(differences)
+    t = None
+    if error is not None:
+        t = difference / error if error > 0 else math.copysign(math.inf, difference) if difference else 0.0
+    return difference, error, t, sum(d < 0 for d in differences)
+
+
+# Measuring
+
 def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, models=None,
              cache_class=KVCache, prompt=None):
-    """methods {name: Method}, fp16's first -> {name: Result}. windows: see `data.windows.Windows`.
+    """methods {name: Method}, fp16's first -> {name: Result}: each one measured, beside the first.
 
-    bar: an object with `update(n)`, told of every window that a method has finished. models {name:
-    Llama}: for methods that run on another model, with quantized weights; its embedding and head
-    must be model's. cache_class: `KVCache`, or a class of caches that compute attention themselves.
-    prompt: P, if the first P tokens of each window arrive at once, and the others as in a stream.
-
-    A method that computes numbers that are not finite has a `fault`, and the others go on.
-    UserError if it is fp16, or if no other method is left.
+    models {name: Llama}: for methods that run on another model, with quantized weights; its
+    embedding and head must be model's. The others: see `measure`. UserError if the first, or every
+    other, computes numbers that are not finite.
     """
-    results = {name: Result() for name in methods}
-    for start in range(0, len(windows.tokens), batch):
-        tokens = windows.tokens[start:start + batch].to(model.lm_head.weight.device)  # (B, T)
-        answers = windows.answers[start:start + batch]
-
-        # 1. read the windows through each method's cache
-        hidden = {}  # {name: (B, T, D)}
-        for name, method in methods.items():
-            if bar is not None:
-                bar.update(len(tokens))
-            if results[name].fault:
-                continue
-            clock = time.perf_counter()
-            runs = (models or {}).get(name, model)
-            cache = cache_class(runs, method, protocol, prompt)
-            outputs = []
-            try:
-                for chunk in chunks_of(tokens, cache):
-                    outputs.append(runs(chunk, cache, logits=False))  # (B, new tokens, D)
-            except UserError as error:
-                raise UserError(f"{name}: {error}") from None
-            if tokens.is_cuda:
-                torch.cuda.synchronize(tokens.device)
-            results[name].seconds += time.perf_counter() - clock
-            results[name].tokens += tokens.numel()
-            results[name].fault = fault_of(cache, outputs)
-            if results[name].fault:
-                check_left(results)
-                continue
-            if cache.start:  # predictions at a prefix's own positions are fp16's
-                if not hidden:
-                    raise ValueError(f"{name} begins with a prefix; evaluate fp16 before it")
-                fp16 = next(iter(hidden.values()))  # (B, T, D)
-                outputs = [fp16[:, :cache.start], *outputs]
-            hidden[name] = torch.cat(outputs, dim=1)  # (B, T, D)
-            count_bits(results[name], cache, tokens)
-
-        # 2. compare their predictions with the text's tokens and with fp16's predictions
-        score(model, hidden, tokens, answers, results, windows.start)
-        check_left(results)
+    results, fp16 = {}, None
+    for name, method in methods.items():
+        runs = (models or {}).get(name, model)
+        try:
+            results[name] = measure(runs, method, windows, protocol, batch, fp16, bar, cache_class,
+                                    prompt)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        fp16 = fp16 or results[name]
+    _, *others = results
+    if others and all(results[name].fault for name in others):
+        raise UserError(f"{others[0]}: {results[others[0]].fault}")
     return results
+
+
+@torch.inference_mode()
+def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None,
+            cache_class=KVCache, prompt=None):
+    """One method's `Result` on windows (`data.windows.Windows`); it has a `fault` where the method
+    computes numbers that are not finite.
+
+    fp16: the Result of fp16 on the same windows; None: this is it. bar: an object with `update(n)`,
+    told of every window that is finished. cache_class: `KVCache`, or a class of caches that compute
+    attention themselves. prompt: P, if the first P tokens of each window arrive at once, and the
+    others as in a stream.
+    """
+    result = Result()
+    device = model.lm_head.weight.device
+    for start in range(0, len(windows.tokens), batch):
+        tokens = windows.tokens[start:start + batch].to(device)  # (B, T)
+        answers = windows.answers[start:start + batch]
+        reference = None  # fp16's final hidden states
+        if fp16 is not None:
+            reference = torch.stack(fp16.hidden[start:start + batch]).to(device)  # (B, T, D)
+
+        # 1. read the windows through the method's cache
+        cache = cache_class(model, method, protocol, prompt)
+        outputs = []
+        clock = time.perf_counter()
+        for chunk in chunks_of(tokens, cache):
+            outputs.append(model(chunk, cache, logits=False))  # (B, new tokens, D)
+        if tokens.is_cuda:
+            torch.cuda.synchronize(device)
+        result.seconds += time.perf_counter() - clock
+        result.tokens += tokens.numel()
+        result.fault = fault_of(cache, outputs)
+        if result.fault:
+            break
+        if cache.start:  # predictions at a prefix's own positions are fp16's
+            if reference is None:
+                raise ValueError("this method begins with a prefix; evaluate fp16 before it")
+            outputs = [reference[:, :cache.start], *outputs]
+        hidden = torch.cat(outputs, dim=1)  # (B, T, D)
+        count_bits(result, cache, tokens)
+
+        # 2. compare its predictions with the text's tokens and with fp16's predictions
+        score(model, hidden, reference, tokens, answers, result, windows.start)
+        if result.fault:
+            break
+        if fp16 is None:
+            result.hidden += hidden.cpu()
+        if bar is not None:
+            bar.update(len(tokens))
+    if fp16 is None and result.fault:  # then there is nothing to compare with
+        raise UserError(result.fault)
+    return result
 
 
 def fault_of(cache, outputs):
@@ -157,12 +201,12 @@ def fault_of(cache, outputs):
     The norm of a residual whose square overflows is 0, so a state of zeros is a fault, too.
     """
     size = torch.cat([h.float().abs().amax(-1) for h in outputs], dim=1)  # (B, T): NaN if one is
-    finite = all(math.isfinite(layer.span) for layer in cache.layers)
+    finite = all(layer.finite for layer in cache.layers)
     if finite and ((size > 0) & size.isfinite()).all():
         return None
     # something is wrong: find the first layer where it is
     for layer in cache.layers:
-        if not math.isfinite(layer.span):
+        if not layer.finite:
             return (f"layer {layer.layer} computes keys, values or scores that are not finite, or "
                     "too large for 16 bits; use another --dtype, or other weights")
         for rows in (layer.keys, layer.values):
@@ -170,15 +214,6 @@ def fault_of(cache, outputs):
                 return (f"layer {rows.layer} decodes {rows.kind.upper()} to numbers that are not "
                         f"finite; see to {rows.codec!r}")
     return "the last block's output overflows; use another --dtype, or other weights"
-
-
-def check_left(results):
-    """UserError if fp16, or every other method, has a fault."""
-    first, *others = results
-    if results[first].fault:
-        raise UserError(f"{first}: {results[first].fault}")
-    if others and all(results[name].fault for name in others):
-        raise UserError(f"{others[0]}: {results[others[0]].fault}")
 
 
 def chunks_of(tokens, cache):
@@ -192,53 +227,49 @@ def chunks_of(tokens, cache):
         elif cache.protocol == "paper" and cache.prompt is None:
             end = tokens.shape[1]
         else:
-            end = cache.next_due()
+            end = cache.next_length()
         yield tokens[:, begin:end]  # a prefix belongs to the first chunk
         begin = end
 
 
-def score(model, hidden, tokens, answers, results, start=1):
-    """Add a batch to the results. hidden {name: (B, T, D)}, fp16's first; position t predicts token
-    t + 1.
+def score(model, hidden, reference, tokens, answers, result, start=1):
+    """Add a batch to the result. hidden (B, T, D): position t predicts token t + 1.
 
-    start: the first token that is a target.
+    reference (B, T, D): fp16's hidden states; None: these are they. start: the first token that is a
+    target.
     """
     size = max(1, SLICE // model.config.vocab_size)  # targets at a time
     for row, target in enumerate(tokens[:, start:]):  # (T - start)
-        nll, kl = dict.fromkeys(hidden, 0.0), dict.fromkeys(hidden, 0.0)
-        hits = {name: [] for name in hidden}
+        nll, kl, hits = 0.0, 0.0, []
         for begin in range(0, len(target), size):
             part = target[begin:begin + size]  # (n)
-            reference = best = None  # fp16's log-probabilities, and its most likely tokens
-            for name, states in hidden.items():
-                states = states[row, start - 1 + begin:start - 1 + begin + len(part)]  # (n, D)
-                logits = model.lm_head(states).float()  # (n, vocab)
-                logp = F.log_softmax(logits, dim=-1)  # (n, vocab)
-                top = logp.argmax(-1)  # (n)
-                if reference is None:
-                    reference, best = logp, top
-                else:
-                    divergence = F.kl_div(logp, reference, log_target=True, reduction="sum")
-                    kl[name] += divergence.item()
-                if not logits.sum().isfinite():
-                    nll[name] = math.nan
-                nll[name] -= logp.gather(1, part[:, None]).double().sum().item()
-                results[name].agree += (top == best).sum().item()
-                hits[name].append(top == part)
-        for name in hidden:
-            result = results[name]
-            loss = nll[name] / len(target)
-            if not math.isfinite(loss + kl[name]) or loss > LARGEST:
-                result.fault = result.fault or (
-                    f"its logits are not finite, or its loss of {loss:g} nats has no perplexity; "
-                    "use another --dtype, or other weights")
-            result.nll.append(loss)
-            result.window_kl.append(kl[name])
-            result.targets += len(target)
-            # an answer is right if each of its tokens is the most likely one
-            hit = torch.cat(hits[name])  # (T - start)
-            result.right += sum(bool(hit[a - start:b - start].all()) for a, b in answers[row])
-            result.answers += len(answers[row])
+            places = slice(start - 1 + begin, start - 1 + begin + len(part))
+            logits = model.lm_head(hidden[row, places]).float()  # (n, vocab)
+            logp = F.log_softmax(logits, dim=-1)  # (n, vocab)
+            top = logp.argmax(-1)  # (n)
+            nll -= logp.gather(1, part[:, None]).double().sum().item()
+            if not logits.sum().isfinite():
+                nll = math.nan
+            best = top  # fp16's most likely tokens, (n)
+            if reference is not None:
+                exact = model.lm_head(reference[row, places]).float()  # (n, vocab)
+                exact = F.log_softmax(exact, dim=-1)  # (n, vocab)
+                best = exact.argmax(-1)  # (n)
+                kl += F.kl_div(logp, exact, log_target=True, reduction="sum").item()
+            result.agree += (top == best).sum().item()
+            hits.append(top == part)
+
+        loss = nll / len(target)
+        if not math.isfinite(loss + kl) or loss > LARGEST:
+            result.fault = (f"its logits are not finite, or its loss of {loss:g} nats has no "
+                            "perplexity; use another --dtype, or other weights")
+        result.nll.append(loss)
+        result.window_kl.append(kl)
+        result.targets += len(target)
+        # an answer is right if each of its tokens is the most likely one
+        hit = torch.cat(hits)  # (T - start)
+        result.right += sum(bool(hit[a - start:b - start].all()) for a, b in answers[row])
+        result.answers += len(answers[row])
 
 
 def count_bits(result, cache, tokens):
@@ -268,7 +299,7 @@ def count_bits(result, cache, tokens):
         recent = config.num_hidden_layers * recent_token_bytes(rows)
         kept = held["kept"]
         total = coded * (T - n_recent) + recent * n_recent + kept  # bytes
-        if method.keeps_share and layer.is_choosing:
+        if method.keeps_share and layer.choose == "always":
             kept = kept / T * FAR  # it grows with the text
         total_far = coded * (FAR - n_recent) + recent * n_recent + kept
         # a half each of the bits of K and of V
@@ -287,51 +318,3 @@ def recent_token_bytes(rows):
     for held in rows.tensors()["recent"]:  # (B, Hkv, r, d) or (B, Hkv, r)
         size += held.element_size() * held.shape[:2].numel() * held.shape[3:].numel()
     return size
-
-
-# For Python and notebooks
-
-class Table(list):
-    """The rows of `compare`, dicts. It is shown as the command would print it."""
-
-    def __init__(self, rows, printed):
-        super().__init__(rows)
-        self.printed = printed
-
-    def __repr__(self):
-        return self.printed
-
-
-def compare(methods, **flags):
-    """What eval_ppl.py measures -> a `Table` of its rows, fp16's first, as its JSON has them.
-
-        compare("pfn,kvsink", bits=2)
-        compare("mine.py:Mine", preserve=[1, 5], protocol="stream", windows=4, json="out.json")
-
-    flags: those of the command, with `_` for `-`; a list is a flag's list, and True is a flag that
-    takes no value. UserError for what the command refuses.
-    """
-    import eval_ppl  # only here: the command stands above this module
-    from tinykv.run.runs import load_class, own_errors, own_settings
-
-    def refuse(message):  # where the command would end
-        raise UserError(message)
-
-    # 1. the command's own words
-    words = [f"--method={methods}"]
-    for name, value in {"wide": True, **flags}.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, list | tuple):
-            value = ",".join(map(str, value))
-        if value is True:
-            words.append(flag)
-        elif value is not None and value is not False:
-            words.append(f"{flag}={value}")
-
-    # 2. run the command, and keep what it prints
-    load_class.cache_clear()  # a file may have been edited since
-    with own_errors(methods), contextlib.redirect_stdout(io.StringIO()) as printed:
-        parser = eval_ppl.parser(own_settings(methods))
-        parser.error = refuse
-        rows = eval_ppl.run(parser.parse_args(words))
-    return Table(rows, printed.getvalue().rstrip())

@@ -5,60 +5,48 @@ Whatever is wrong with a file is a `UserError` of one line: which file, what is 
 import hashlib
 import json
 import os
-import shutil
 import stat
 import sys
-import tempfile
-from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from tinykv import UserError
 
-LARGEST_JSON = 64 * 2 ** 20  # bytes
 CALIBRATION = "tinykv-calibration"  # what a calibration file says that it is
 
 # Reading
 
 def read_json(path):
     """The object in a JSON file, as a dict."""
-    check_regular(path, LARGEST_JSON)
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"no {path.name} in {path.parent}; give a folder as save_pretrained writes it") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); see to its permissions") from None
-    except (ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested too deeply
-        raise UserError(f"{path} is not JSON ({first_line(error)}){remedy(path)}") from None
+    except (OSError, ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested too deeply
+        raise UserError(f"{path} is not JSON ({first_line(error)}); download it again") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds {short(content)} instead of a JSON object{remedy(path)}")
+        raise UserError(f"{path} holds {short(content)} instead of a JSON object; download it again")
     return content
 
 
-def read_text(path, largest=None):
+def read_text(path):
     """The text of a UTF-8 file, without a byte order mark, its lines ending in newlines."""
     try:
-        check_regular(path, largest)
         return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-    except UserError:
-        raise
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}); convert it first, with iconv for one") from None
-    except (OSError, ValueError) as error:  # ValueError: no file can have this name
-        raise UserError(f"{str(path)[:80]} cannot be read ({first_line(error)}); give a UTF-8 text file") from None
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
+        raise UserError(f"{path} cannot be read ({first_line(error)}); give a UTF-8 text file") from None
 
 
 def open_safetensors(path):
     """A safetensors file, opened: its tensors are read one by one, when they are asked for."""
     from safetensors import SafetensorError, safe_open
-    check_regular(path)
     try:
         return safe_open(path, framework="pt")  # checks the header against the length of the file
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a whole safetensors file ({first_line(error)}){remedy(path)}") from None
+        raise UserError(f"{path} is not a whole safetensors file ({first_line(error)}); download it again") from None
 
 
 def load_tensors(path, kind, device="cpu"):
@@ -68,17 +56,15 @@ def load_tensors(path, kind, device="cpu"):
     the file is not that of its tensors and notes, or if a number is not finite.
     """
     from safetensors import SafetensorError, safe_open
-    check_regular(path)
     try:
         with safe_open(path, "pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-            notes = json.loads((file.metadata() or {}).get("notes", "{}"))
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no {kind}, or a damaged one ({first_line(error)})") from None
-    if not isinstance(notes, dict) or "digest" not in notes:
-        raise UserError(f"{path} is a safetensors file, but not one that this version wrote as "
-                        f"a {kind}; give another name")
-    if notes.pop("digest") != digest_of(tensors, notes):
+            notes = json.loads(file.metadata()["notes"])
+        digest = notes.pop("digest")
+    except (SafetensorError, OSError, TypeError, LookupError, ValueError) as error:
+        raise UserError(f"{path} is no {kind}, or a damaged one ({first_line(error)}); give another "
+                        "name, or remove it to make it again") from None
+    if digest != digest_of(tensors, notes):
         raise UserError(f"{path} is a damaged {kind}; remove it to make it again")
     check_finite(path, tensors)
     return tensors, notes
@@ -100,6 +86,9 @@ def check_finite(what, tensors):
         if not torch.isfinite(tensor.float()).all():
             raise UserError(f"{what}: {name} holds numbers that are not finite; use another "
                             "--dtype, or other settings")
+
+
+LARGEST_JSON = 64 * 2 ** 20  # bytes
 
 
 def check_regular(path, largest=None):
@@ -135,150 +124,55 @@ def save_tensors(path, tensors, notes):
 
 
 def write(path, fill):
-    """`replace_file`, with a UserError if the file cannot be written."""
+    """Fill a temporary file, then rename it to `path`: an interrupted write leaves the old file.
+
+    fill: called with the temporary path, in the same folder.
+    """
     try:
         replace_file(Path(path), fill)
-    except UserError:
-        raise
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL byte
         raise UserError(f"{path} cannot be written ({first_line(error)}); choose another folder") from None
 
 
 def replace_file(path, fill):
-    """Fill a temporary file, then rename it to `path`: an interrupted write leaves the old file.
-
-    fill: called with the temporary path, in the same folder. A file's mode stays. Of a symbolic
-    link the target is replaced. A device or a pipe is written into.
-    """
-    special = is_special(path)
-    if not special:
-        path = path.resolve()
-        path.parent.mkdir(parents=True, exist_ok=True)
-    # a name that nobody can guess, in a file that was not there before
-    folder = None if special else path.parent
-    handle, name = tempfile.mkstemp(prefix=".tinykv-", suffix=".tmp", dir=folder)
-    os.close(handle)
-    part = Path(name)
+    """As `write`, with the exceptions of the file system."""
+    path = path.resolve()  # of a link, the target is replaced
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         fill(part)
-        if special:
-            sys.stdout.flush()  # the path may be that of stdout: what was printed comes first
-            with open(part, "rb") as source, open(path, "ab") as target:
-                shutil.copyfileobj(source, target)
-            return
-        part.chmod(mode_of(path))
         os.replace(part, path)
     finally:
-        with suppress(OSError):
-            part.unlink()
+        part.unlink(missing_ok=True)
 
 
-def is_special(path):
-    """Whether a path is a device, a pipe, or a file that is open already (/dev/stdout, /dev/fd/3)."""
-    opened = Path(os.path.abspath(path)).parts[:2] in (("/", "dev"), ("/", "proc"))
-    return path.exists() and not path.is_dir() and (opened or not path.is_file())
+# What made a file
 
+def identity(*parts):
+    """The SHA-256, in hex, of what made a file: another part, or an edited module, gives another one.
 
-def mode_of(path):
-    """The permissions of a file, or of one that is new."""
-    if path.exists():
-        return stat.S_IMODE(path.stat().st_mode)
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
-
-
-# What calibration found, in a file
-
-class CalibrationFile:
-    """The tables that calibration found for one model, under the name of a method and its settings.
-
-        file = CalibrationFile("tables.safetensors", model, "wikitext2, 16 windows of 2048 tokens")
-        method.restore(file.take("kvquant", calibrate_it))  # calibrates only what the file lacks
-        file.save()
-
-    path: where the tables are kept; None keeps them in memory only.
-    data: describes the calibration text. A file of another model, or of other data, is an error.
-
-    The names in a file never become attributes: `take` returns what lies under the caller's name,
-    and a codec's `restore` takes from it the tables that it declares.
+    parts: tensors, modules, of which the source counts, and what JSON knows (ids, names, settings).
     """
-
-    def __init__(self, path, model, data):
-        self.path, self.model, self.data = path, model, data
-        self.tables = {}  # {name: {table: tensor}}
-        if path:
-            self.tables = load_calibration(path, model, data)
-        self.n_saved = len(self.tables)
-
-    def take(self, name, calibrate):
-        """The tables of that name, {table: tensor}: the file's, or else what calibrate() gives."""
-        if name not in self.tables:
-            tables = calibrate()
-            check_finite(name, tables)
-            self.tables[name] = tables
-        return self.tables[name]
-
-    def save(self):
-        """Write the file, if there is one and something was added. What other runs added stays."""
-        if self.path and len(self.tables) > self.n_saved:
-            with locked(Path(self.path).resolve().parent):
-                theirs = load_calibration(self.path, self.model, self.data)
-                self.tables = {**theirs, **self.tables}
-                save_calibration(self.path, self.model, self.data, self.tables)
-            self.n_saved = len(self.tables)
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, ModuleType):
+            data = Path(part.__file__).read_bytes()
+        elif isinstance(part, torch.Tensor):
+            data = digest_of({"": part}, {}).encode()
+        else:
+            data = json.dumps(part, sort_keys=True).encode()
+        digest.update(f"{len(data)} ".encode() + data)  # with the length, no part runs into the next
+    return digest.hexdigest()
 
 
-@contextmanager
-def locked(folder):
-    """Only one process at a time is in here. Where there are no locks, none waits."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(ImportError, OSError):  # Windows has no fcntl, some network drives no locks
-            import fcntl
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)  # which gives the lock back
-
-
-def save_calibration(path, model, data, tables):
-    """Write {name: {table: tensor}} of a model, with the description of the calibration text."""
-    tensors = {}
-    for name, of_name in tables.items():
-        for table, tensor in of_name.items():
-            tensors[f"{name}/{table}"] = tensor
-    notes = {"format": CALIBRATION, "model": fingerprint(model), "data": data,
-             "names": json.dumps(list(tables))}  # a name may have no tables
-    save_tensors(path, tensors, notes)
-
-
-def load_calibration(path, model, data):
-    """What `save_calibration` wrote, {name: {table: tensor}}, on the model's device.
-
-    {} if there is no such file; UserError if it is of another kind, another model or other data.
-    """
-    if not Path(path).exists():
-        return {}
-    tensors, notes = load_tensors(path, "calibration file", model.lm_head.weight.device)
-
-    # 1. Is it a calibration file, of this model, and of this text?
-    wanted = {"format": CALIBRATION, "model": fingerprint(model), "data": data}
-    for what, of in wanted.items():
-        if notes.get(what) != of:
-            raise UserError(f"{path} is of another {what}: {notes.get(what)}, and not {of}; give "
-                            "another file name")
-
-    # 2. Sort the tensors by name
-    try:
-        tables = {name: {} for name in json.loads(notes["names"])}
-        for key, tensor in tensors.items():
-            name, _, table = key.rpartition("/")
-            tables[name][table] = tensor
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise UserError(f"{path} is not whole, or of another version; remove it to calibrate "
-                        "again") from None
-    return tables
+def sources(*objects):
+    """The modules that the classes of objects, and their parents', are written in: for `identity`."""
+    classes = [cls for thing in objects for cls in type(thing).__mro__[:-1]]
+    modules = [sys.modules.get(cls.__module__) for cls in dict.fromkeys(classes)]
+    if not all(getattr(module, "__file__", None) for module in modules):
+        raise UserError(f"{objects[0]!r} is written in no file, so that nobody could tell tables of "
+                        "another version of it; save it in one, or give no file for tables")
+    return list(dict.fromkeys(modules))
 
 
 def fingerprint(model):
@@ -286,6 +180,58 @@ def fingerprint(model):
     # the config, with every number as a float: 10000 and 10000.0 are one theta
     config = json.loads(json.dumps(asdict(model.config)), parse_int=float)
     return digest_of(dict(model.named_parameters()), config)[:16]
+
+
+class CalibrationFile:
+    """The tables that calibration found for one model, by name, each with the `identity` of what made it.
+
+        file = CalibrationFile("tables.safetensors", model)
+        file.put("kvquant", identity(windows), method.calibrated())
+        method.restore(file.get("kvquant", identity(windows)))
+
+    path: where the tables are kept; None keeps them in memory only. A file of another model is an
+    error; tables that something else has made are made again.
+    """
+
+    def __init__(self, path, model):
+        self.path, self.model = path, model
+        self.tables = {}  # {name: {table: tensor}}
+        self.made_of = {}  # {name: identity}
+        if path and Path(path).exists():
+            self.load()
+
+    def get(self, name, made_of):
+        """The tables of that name, {table: tensor}; None if there are none, or something else made them."""
+        return self.tables[name] if self.made_of.get(name, "") == made_of else None
+
+    def put(self, name, made_of, tables):
+        """Add tables, and write the file. UserError if a number in them is not finite."""
+        check_finite(name, tables)
+        self.tables[name], self.made_of[name] = tables, made_of
+        if self.path:
+            self.save()
+
+    def save(self):
+        tensors = {}
+        for name, tables in self.tables.items():
+            for table, tensor in tables.items():
+                tensors[f"{name}/{table}"] = tensor
+        notes = {"format": CALIBRATION, "model": fingerprint(self.model),
+                 "made of": json.dumps(self.made_of)}
+        save_tensors(self.path, tensors, notes)
+
+    def load(self):
+        tensors, notes = load_tensors(self.path, "calibration file", self.model.lm_head.weight.device)
+        wanted = {"format": CALIBRATION, "model": fingerprint(self.model)}
+        for what, of in wanted.items():
+            if notes.get(what) != of:
+                raise UserError(f"{self.path} is of another {what}: {notes.get(what)}, and not {of}; "
+                                "give another file name")
+        self.made_of = json.loads(notes["made of"])
+        self.tables = {name: {} for name in self.made_of}  # a name may have no tables
+        for key, tensor in tensors.items():
+            name, _, table = key.rpartition("/")
+            self.tables[name][table] = tensor
 
 
 # Text for error messages

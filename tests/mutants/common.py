@@ -40,7 +40,7 @@ class KeptTokensCount(Affine):
 
 # ---- keys, or values, of a layer
 
-class PinsIgnoredOnReading(CachedRows):
+class KeptRowsIgnored(CachedRows):
     def read(self):
         own, self.kept_positions = self.kept_positions, None
         rows = super().read()
@@ -62,11 +62,14 @@ class KeptRowsOfTheFirstSequence(CachedRows):
 class KeptAgainAsDecoded(CachedRows):
     """A token that stays kept is kept again as it is decoded."""
 
-    def keep(self, positions, rows):
-        own, self.kept_positions = self.kept_positions, None
-        rows = self.read()
-        self.kept_positions = own
-        super().keep(positions, rows)
+    def keep(self, positions):
+        own = self.kept_positions
+        if own is not None:
+            self.kept_positions = None
+            index = own.long()[..., None].expand_as(self.kept_rows)
+            self.kept_rows = self.read().gather(2, index).to(self.recent.dtype)
+            self.kept_positions = own
+        super().keep(positions)
 
 
 class KeepsADecodedCopy(CachedRows):
@@ -93,22 +96,22 @@ class HoldsRowsBehindAView(CachedRows):
 # ---- the cache of a layer
 
 class QuantizesOneTooFew(LayerCache):
-    def due(self, rows):
-        n = super().due(rows)
+    def n_to_quantize(self, rows):
+        n = super().n_to_quantize(rows)
         return max(0, n - 1) if self.protocol == "stream" else n
 
 
 class QuantizesTooMuch(LayerCache):
     """With every block, all that is recent but the newest token."""
 
-    def due(self, rows):
-        n = super().due(rows)
+    def n_to_quantize(self, rows):
+        n = super().n_to_quantize(rows)
         return max(n, self.length - rows.n_coded - 1) if n else 0
 
 
 class QuantizesPartialBlocks(LayerCache):
-    def due(self, rows):
-        n = super().due(rows)
+    def n_to_quantize(self, rows):
+        n = super().n_to_quantize(rows)
         return self.length - rows.n_coded - self.method.recent if n else 0
 
 
@@ -119,7 +122,7 @@ class StreamQuantizesFirst(LayerCache):
     def append(self, k, v, positions):
         super().append(k, v, positions)
         for rows in (self.keys, self.values):
-            n = self.due(rows)
+            n = self.n_to_quantize(rows)
             if self.protocol == "stream" and n:
                 rows.quantize(n)
 
@@ -129,17 +132,17 @@ class PaperReadsFirst(LayerCache):
         if self.protocol == "stream":
             return super().update(q, k, v, positions)
         self.append(k, v, positions)
-        K, V = self.rotated(self.keys.read()), self.values.read()
+        read = self.read()
         for rows in (self.keys, self.values):
             rows.quantize(self.length)
-        return K.to(k.dtype), V.to(v.dtype)
+        return read
 
 
 class KeysLeftUnrotated(LayerCache):
     """Keys that are stored before RoPE are read as they are."""
 
-    def rotated(self, keys):
-        return keys
+    def read(self, *_):
+        return self.keys.read().to(self.dtype), self.values.read().to(self.dtype)
 
 
 class ChunkPositionsFromZero(LayerCache):
@@ -151,6 +154,7 @@ class ExactIn32Bits(LayerCache):
     """The model's own 32 bits in a cache that says 16."""
 
     def append(self, k, v, positions):
+        self.dtype = k.dtype
         self.keys.append(self.rope.rotate(k, positions))
         self.values.append(v)
         self.length += k.shape[2]
@@ -176,13 +180,13 @@ class ResetKeepsLayers(KVCache):
 class ReadsOn(KVCache):
     """After its one window, too."""
 
-    def check_order(self, layer, T):
-        pass
+    def without_prefix(self, tokens):
+        return tokens
 
 
 MUTANTS = [
-    Mutant(PFN, check_cache_holds_the_expected_rows, PinsIgnoredOnReading, TOKEN),
-    Mutant(PFN, check_placeholders_do_not_matter, PinsIgnoredOnReading, CHANNEL | PAPER),
+    Mutant(PFN, check_cache_holds_the_expected_rows, KeptRowsIgnored, TOKEN),
+    Mutant(PFN, check_placeholders_do_not_matter, KeptRowsIgnored, CHANNEL | PAPER),
     Mutant(PFN, check_batch_rows_are_independent, KeptRowsOfTheFirstSequence, TOKEN | DOUBLE),
     Mutant(PFN, check_cache_holds_the_expected_rows, KeptAgainAsDecoded, TOKEN),
     Mutant(RTN, check_bytes, KeepsADecodedCopy, TOKEN),

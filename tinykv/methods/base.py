@@ -79,9 +79,8 @@ class Method:
         """Which keys to keep from now on, and no others, asked when the n oldest recent keys of a
         layer are about to be quantized.
 
-        Returns positions (B, 1 or Hkv, p), -1 for an unused entry; None leaves things as they
-        are. Any recent or kept token can be kept. A function of the cache alone, which it does
-        not change.
+        Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens; None leaves things as they are. A head that
+        keeps fewer than p tokens repeats one of them. A function of the cache alone, which it does not change.
         """
         return None
 
@@ -100,8 +99,9 @@ class Method:
 
     @property
     def needs_calibration(self):
-        """Whether `calibrate.calibrate` has to run before the first text."""
-        return self.passes > 0 or any(codec.passes for pair in self.codecs for codec in pair)
+        """Whether `calibrate.calibrate` has to run before the next text."""
+        passes = self.passes > 0 or any(codec.passes for pair in self.codecs for codec in pair)
+        return passes and not self.calibrated()
 
     def calibrated(self):
         """What calibration found, to be saved: {"3.k.scale": tensor, ...}."""
@@ -138,21 +138,16 @@ class Method:
 
 
 class CodecMethod(Method):
-    """A method on a named pair of codecs. Its own idea is what to keep, and when to quantize."""
+    """A method on a named pair of codecs. Its own idea is what to keep, and when to quantize.
 
-    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None,
-                 rope=None, block=None, formula=None, outliers=None, sensitivity=None, q_norm=None,
-                 reorder=None, clip=None, alpha=None, metadata=None, metadata_order=None):
-        one_of(SCHEMES, scheme=scheme)
+    codec: the pair's own settings, such as `group_size`; the functions of SCHEMES know them.
+    """
+
+    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", rope=None, block=None,
+                 **codec):
         one_of(("pre", "post"), rope=rope)  # or None: where the scheme has it
         at_least(1, block=block)
-        given = {"group_size": group_size, "formula": formula,  # of integer codecs
-                 "sensitivity": sensitivity,  # of kvquant and skvq
-                 "outliers": outliers, "q_norm": q_norm,  # of kvquant
-                 "reorder": reorder, "clip": clip, "alpha": alpha, "metadata": metadata,  # of skvq
-                 "metadata_order": metadata_order}
-        given = {name: value for name, value in given.items() if value is not None}
-        self.codecs = make_codecs(config, scheme, k_bits, v_bits, **given)
+        self.codecs = make_codecs(config, scheme, k_bits, v_bits, **codec)
         self.scheme, self.k_bits, self.v_bits = scheme, k_bits, v_bits
         _, default_rope = SCHEMES[scheme]
         self.rope = rope or default_rope
@@ -200,8 +195,6 @@ def best_tokens(rows, n, count, score=None):
         kept_scores = 1 if score is None else score(rows.kept_rows)  # (B, h, p)
         if accumulates:
             kept_scores = kept_scores * rows.kept_scores  # (B, h, p)
-        unused = rows.kept_positions < 0  # (B, h, p): an unused entry loses to every token
-        kept_scores = kept_scores.masked_fill(unused, float("-inf"))  # (B, h, p)
         kept_positions = rows.kept_positions.expand_as(kept_scores)  # (B, h, p)
         scores = torch.cat([kept_scores, scores], dim=-1)  # (B, h, p + n)
         positions = torch.cat([kept_positions, positions], dim=-1)  # (B, h, p + n)

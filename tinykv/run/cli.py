@@ -1,12 +1,7 @@
-"""What the commands share: flags and checks, errors in one line, quantized weights, tables."""
+"""What the commands share: errors in one line, flags and their checks, quantized weights, columns."""
 import argparse
-import errno
-import importlib.util
-import math
 import os
 import re
-import shutil
-import signal
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -15,18 +10,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, at_least, did_you_mean, one_of
-from tinykv.cache import KVCache
+from tinykv import UserError, at_least, one_of
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
-from tinykv.data.windows import TEXTS
 from tinykv.run.prefix import FULL_PRECISION
-from tinykv.storage import first_line, is_special
+from tinykv.storage import first_line, identity, sources
 from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
 from tinykv.weights.linear import group_of
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"
-LARGEST_COUNT = 2 ** 31 - 1  # of tokens, windows, bits, ...
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -42,28 +34,13 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error in one line, with the nearest word for one that is misspelt."""
+    """Reports an error in one line, and knows no abbreviations of flags."""
 
     def __init__(self, **settings):
-        settings.setdefault("formatter_class", Help)
-        super().__init__(**settings)
+        super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
 
     def error(self, message):
-        end = "" if message.endswith("?") else "; see --help"
-        self.exit(2, f"{self.prog}: error: {message}{end}\n")
-
-    def parse_args(self, words=None, namespace=None):
-        args, unknown = self.parse_known_args(words, namespace)
-        if unknown:
-            flag = unknown[0].partition("=")[0]
-            flags = re.findall(r"--[\w-]+", self.format_usage())
-            self.error(f"unknown argument {flag}{did_you_mean(flag, flags)}")
-        return args
-
-    def _check_value(self, action, value):
-        if action.choices is not None and value not in action.choices:
-            message = f"{value!r} is none of {', '.join(action.choices)}"
-            raise argparse.ArgumentError(action, message + did_you_mean(value, action.choices))
+        self.exit(2, f"{self.prog}: error: {printable(message)}; see --help\n")
 
 
 @contextmanager
@@ -72,39 +49,51 @@ def one_line(p, stopped="stopped", torchrun=False):
 
     torchrun: whether several processes can share the command's work.
     """
-    if callable(signal.getsignal(signal.SIGINT)):  # as `stop_early` left it, and not ignored
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.stdout is None:  # it was closed
-        sys.stdout = open(os.devnull, "w")
-    if hasattr(sys.stdout, "reconfigure"):  # a name that this stdout cannot print is printed escaped
-        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout.reconfigure(errors="backslashreplace")  # a name that stdout cannot print
     try:
-        if not torchrun and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not torchrun and os.environ.get("WORLD_SIZE", "1") != "1":
             raise UserError("this command is one process; start it without torchrun")
         yield
         sys.stdout.flush()
-    except UserError as error:
-        p.exit(2, f"{p.prog}: error: {error}\n")
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        p.exit(2, f"{p.prog}: error: not enough memory ({first_line(error)}); use a smaller --batch, "
-                  "--context or model\n")
+    except (UserError, ModuleNotFoundError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
+        p.exit(2, f"{p.prog}: error: {reason(error)}\n")
     except KeyboardInterrupt:
         p.exit(130, f"\n{p.prog}: {stopped}\n")
-    except OSError as error:
-        # files report their own errors, so this one is about stdout: a closed pipe, or a full disk
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        # Python flushes again when it exits: let it flush into nothing
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.ENOSPC:
-            p.exit(2, f"{p.prog}: error: no space is left for what is printed\n")
-        sys.exit(1)  # the reader of the pipe has seen enough, as `head` has
+    except BrokenPipeError:  # the reader of the pipe has seen enough, as `head` has
+        os._exit(1)
+
+
+def reason(error):
+    """What an exception says, on one line."""
+    if isinstance(error, UserError):
+        return printable(str(error))
+    if is_out_of_memory(error):
+        return (f"not enough memory ({printable(first_line(error))}); use a smaller --batch, "
+                "--context or model")
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}; pip install -r requirements.txt"
+    return f"{type(error).__name__}: {printable(first_line(error))}"
+
+
+def is_out_of_memory(error):
+    """Whether memory ran out: Python's, a GPU's, or a CPU's, of which torch raises a plain RuntimeError."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+def printable(text):
+    """A text on one line, whatever the names in it: control characters escaped, long words cut."""
+    escaped = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}...", escaped)
 
 
 @contextmanager
 def ranks():
     """Around a command that torchrun may start: the module `ranks`, or None in a single process."""
-    if "WORLD_SIZE" not in os.environ:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         yield None
         return
     from tinykv.run import ranks
@@ -167,33 +156,18 @@ def list_of(kind, several=True):
     """An argparse type: "a,b,c" -> [a, b, c]; with several=False only a single "a" -> [a]."""
     def values(text):
         words = text.split(",")
-        # a number such as 1e99999999 would be computed for ever
-        endless = re.search(r"\d[eE][+-]?\d{4}", text) or len(text) > 4096
-        try:
-            found = [kind(word.strip()) for word in words]
-            too_large = kind is int and any(abs(value) > LARGEST_COUNT for value in found)
-            if (several or len(words) == 1) and not endless and not too_large:
-                return found
-        except ValueError:
-            pass
-        text = text if len(text) <= 80 else text[:77] + "..."
-        what = {int: "whole number", float: "number", str: "name"}[kind]
-        or_list = f", or list of {what}s" if several else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is no {what}{or_list}")
+        if len(words) > 1 and not several:
+            raise argparse.ArgumentTypeError(f"{text!r} is a list; give one value")
+        return [kind(word.strip()) for word in words]
+    values.__name__ = {int: "whole number", float: "number", str: "name"}[kind]  # for argparse's error
     return values
 
 
 # Checks, and defaults that depend on the model or the device
 
 def check_counts(args, least, *flags):
-    """UserError for a flag whose number is below `least`, or far too large. Needs no model, so it
-    is called first."""
-    counts = {f"--{flag}": getattr(args, flag.replace("-", "_")) for flag in flags}
-    at_least(least, **counts)
-    for flag, count in {**counts, "--seed": getattr(args, "seed", 0)}.items():
-        if count is not None and abs(count) > LARGEST_COUNT:
-            raise UserError(f"{flag} must be at most {LARGEST_COUNT}; got a number of "
-                            f"{len(str(abs(count)))} digits")
+    """UserError for a flag whose number is below `least`. Needs no model, so it is called first."""
+    at_least(least, **{f"--{flag}": getattr(args, flag.replace("-", "_")) for flag in flags})
 
 
 def check_folder(flag, path):
@@ -201,30 +175,13 @@ def check_folder(flag, path):
     if path is None:
         return
     try:
-        special = is_special(Path(path))  # raises for a name that no file can have
         folder = Path(path).resolve().parent
-    except (OSError, ValueError) as error:
-        raise UserError(f"--{flag} {path[:80]!r} cannot be the name of a file "
-                        f"({first_line(error)}); give another") from None
-    if not path or Path(path).is_dir():
-        raise UserError(f"--{flag} {path!r} is a folder; give the name of a file")
-    if special and os.access(path, os.W_OK):
-        return
-    if not folder.is_dir():
-        raise UserError(f"--{flag} {path}: there is no folder {Path(path).parent}")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--{flag} {path}: the folder {Path(path).parent} cannot be written to; "
-                        "give another")
-
-
-def check_different(**paths):
-    """UserError if two flags name one file to write. paths: {flag: path or None}."""
-    flag_of = {}
-    for flag, path in paths.items():
-        if path is not None:
-            other = flag_of.setdefault(Path(path).resolve(), flag)
-            if other != flag:
-                raise UserError(f"--{other} and --{flag} are both {path}; give two files")
+        good = Path(path).name and not Path(path).is_dir() and os.access(folder, os.W_OK)
+    except (OSError, ValueError):  # a name that no file can have
+        good = False
+    if not good:
+        raise UserError(f"--{flag} {path!r}: no file can be written there; give a file name in a "
+                        "folder that exists")
 
 
 def check_context(context, config, flag="context"):
@@ -252,59 +209,25 @@ def dtype_of(name, device):
     return DTYPES[name]
 
 
-def cache_class_of(attention, methods, device):
-    """The cache class that --attention evaluates with.
-
-    UserError if triton is not installed, has no GPU, or has no kernel for a method's codec.
-    """
-    if attention != "triton":
-        return KVCache
-    if importlib.util.find_spec("triton") is None:
-        raise UserError("--attention triton needs the package triton (pip install triton, on "
-                        "Linux); or use --attention fused")
-    from tinykv.triton_cache import (  # only now: they need triton
-        TritonCache,
-        check_device,
-        check_method,
-    )
-    check_device(device)
-    for method in methods:
-        check_method(method)
-    return TritonCache
-
-
 # Text to calibrate on
 
 def calibration_text(args, tokenizer, context, device, most=CALIBRATION_WINDOWS):
-    """The calibration windows, tokens (W, T), and a label of them, for files.
+    """The calibration windows, tokens (W, T), and a label of those that weights see, for files.
 
     most: the number of windows that what is calibrated asks for, at most; --calib-windows goes
     before it. What asks for fewer takes the first ones.
     """
     source = args.calib_data or args.data
-    whole = two_texts(args)
     windows = load_windows(source, tokenizer, context, args.calib_windows or most, "calibration",
-                           args.seed, args.bos, whole=whole)
-    if whole and source not in TEXTS:
-        source = windows.name
-    label = (f"{source}, {args.calib_windows or CALIBRATION_WINDOWS} windows of {context} tokens, "
-             f"seed {args.seed}, bos {args.bos}")
+                           args.seed, args.bos, whole=two_texts(args))
+    of_weights = windows.tokens[:args.calib_windows or CALIBRATION_WINDOWS]
+    label = f"{source} {identity(of_weights)[:16]}"
     return windows.tokens.to(device), label
 
 
 def two_texts(args):
     """Whether calibration has a text of its own, so that all of --data may be the test."""
     return args.calib_data is not None and args.calib_data != args.data
-
-
-def calibration_flag(args):
-    """Which flag about calibration was given, or None. It is an error if nothing is calibrated."""
-    if args.calibration:
-        return "--calibration"
-    # beside a file, it also says that all of the file is the test
-    if args.calib_data and args.data in TEXTS:
-        return "--calib-data"
-    return None
 
 
 # Quantized weights
@@ -359,19 +282,17 @@ def weights_label(weights, quantizers, data):
     return f"{weights}, {data}" if quantizers[weights].needs_text else weights
 
 
-def quantized_model(model, name, quantizer, windows, calibration_file):
+def quantized_model(model, name, quantizer, windows, file):
     """The model with its weights quantized; calibrated ones are read from the file, or added to it.
 
-    windows (W, T): to calibrate on, where `quantizer.needs_text`.
+    windows (W, T): to calibrate on, where `quantizer.needs_text`. file: a `CalibrationFile`.
     """
-    def quantized_tensors():
-        progress = partial(bar, what=name, unit="block")
-        return tensors_of(quantize(model, quantizer, windows, progress))
-
-    if quantizer.needs_text:
-        tensors = calibration_file.take(f"weights {name}", quantized_tensors)
-    else:
-        tensors = quantized_tensors()
+    made_of = identity(windows, *sources(quantizer)) if quantizer.needs_text else None
+    tensors = file.get(f"weights {name}", made_of) if made_of else None
+    if tensors is None:
+        tensors = tensors_of(quantize(model, quantizer, windows, partial(bar, what=name, unit="block")))
+        if made_of:
+            file.put(f"weights {name}", made_of, tensors)
     return restore(model, quantizer, tensors)
 
 
@@ -390,41 +311,15 @@ def figure(value, form):
     return "-" if value is None else format(value, form)
 
 
-def print_columns(head, lines, left, matter=(), room=math.inf):
-    """A table of words: the heads, then the lines, the first `left` columns flush left.
-
-    matter: heads, those first without which the table says least. In less room (in characters) than
-    the table takes, they are printed as far as they fit, and then the others.
-    """
-    # a column is as wide as its longest word
+def print_columns(head, lines, left):
+    """A table of words: the heads, then the lines, the first `left` columns flush left."""
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
-    shown = columns_that_fit(head, widths, matter, room)
     for line in [head, *lines]:
-        words = []
-        for i in shown:
-            words.append(line[i].ljust(widths[i]) if i < left else line[i].rjust(widths[i]))
-        print("  ".join(words))
-    hidden = [name for i, name in enumerate(head) if i not in shown]
-    if hidden:
-        print(f"--wide or --json has {', '.join(hidden)}, too")
+        print(in_columns(line, widths, left))
 
 
-def columns_that_fit(head, widths, matter, room):
-    """The places in `head` of the columns that fit beside each other, in order."""
-    order = [head.index(name) for name in matter]
-    order += [i for i in range(len(head)) if i not in order]
-    shown = []
-    for i in order:
-        room -= widths[i]
-        if room < 0 and shown:
-            break
-        shown.append(i)
-        room -= 2  # blanks between two columns
-    return sorted(shown)
-
-
-def room_for_table(wide):
-    """Characters of a line: those of the terminal, and without one, or with --wide, any number."""
-    if wide or not sys.stdout.isatty():
-        return math.inf
-    return shutil.get_terminal_size().columns
+def in_columns(words, widths, left):
+    """Words in columns of these widths, the first `left` of them flush left."""
+    cells = [word.ljust(width) if i < left else word.rjust(width)
+             for i, (word, width) in enumerate(zip(words, widths))]
+    return "  ".join(cells).rstrip()

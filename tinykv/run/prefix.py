@@ -21,7 +21,7 @@ def open_prefix(what, tokenizer, config):
     if not os.path.exists(what):
         raise UserError(f"there is no file {what!r}; for a prefix give bos, a UTF-8 text file, or a "
                         "trained prefix (.safetensors)")
-    text = read_text(what, largest=2 ** 20).rstrip("\n")
+    text = read_text(what).rstrip("\n")
     if not text:
         raise UserError(f"the prefix {what} is empty; give bos, or a text file that is not")
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]

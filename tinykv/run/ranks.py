@@ -7,17 +7,14 @@ the others. Then each evaluates whole batches, the ones that one process would r
 figure but the seconds is that of one process. Rank 0 alone prints and writes files.
 """
 import os
-import signal
 import sys
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from tinykv import UserError
-from tinykv.evaluate import check_left
 from tinykv.storage import CalibrationFile
 
 PATIENCE = timedelta(days=30)  # calibration may take long; a rank that dies is seen without waiting
@@ -25,14 +22,15 @@ PATIENCE = timedelta(days=30)  # calibration may take long; a rank that dies is 
 
 @contextmanager
 def joined():
-    """Around a command: join the other ranks, and be silent on all but rank 0.
-
-    The first rank to fail says why. The others then end without a word.
-    """
+    """Around a command: join the other ranks, and be silent on all but rank 0. The first rank to fail
+    says why."""
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UserError(f"WORLD_SIZE is set and {', '.join(missing)} is not; start with torchrun, or "
+                        "unset WORLD_SIZE")
     store, rank, n_ranks = next(dist.rendezvous("env://"))
     # tensors on a CPU are sent by gloo, tensors on a GPU by NCCL
     dist.init_process_group(store=store, rank=rank, world_size=n_ranks, timeout=PATIENCE)
-    signal.signal(signal.SIGTERM, stopped)
     with ExitStack() as stack:
         if rank > 0:
             nowhere = stack.enter_context(open(os.devnull, "w"))
@@ -40,20 +38,23 @@ def joined():
             stack.enter_context(redirect_stderr(nowhere))
         try:
             yield
-        except (Exception, KeyboardInterrupt):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            try:
-                first = store.add("failed ranks", 1) == 1
-            except RuntimeError:  # rank 0 held the store, and has ended
-                first = False
-            if not first:
+        except Exception:
+            if store.add("failed ranks", 1) > 1:
                 sys.exit(2)
             raise
     dist.destroy_process_group()
 
 
-def stopped(*_):
-    raise UserError("torchrun stops this run; a process of it has died, or it was told to stop")
+def prepare(args):
+    """Give each rank a GPU of its own, and leave files to rank 0. UserError if some ranks would be
+    without a window."""
+    if dist.get_world_size() > args.windows:
+        raise UserError(f"torchrun started {dist.get_world_size()} processes for {args.windows} "
+                        "windows; start fewer, or give more --windows")
+    if args.device == "cuda":
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if dist.get_rank() > 0:
+        args.json = args.plot = args.calibration = None
 
 
 @contextmanager
@@ -66,36 +67,26 @@ def talking():
                         "says below which one") from None
 
 
-def prepare(args):
-    """Give each rank a GPU of its own. UserError if some ranks would be without a window."""
-    if args.device == "cuda":
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    if dist.get_world_size() > args.windows:
-        raise UserError(f"torchrun started {dist.get_world_size()} processes for {args.windows} "
-                        "windows; start fewer, or give more --windows")
-
-
 class SharedCalibration(CalibrationFile):
-    """A calibration file that rank 0 reads and writes; its tables reach every rank."""
+    """A calibration file that rank 0 reads and writes. The others get what it finds there, or adds."""
 
-    def __init__(self, path, model, data):
-        super().__init__(path if dist.get_rank() == 0 else None, model, data)
+    def get(self, name, made_of):
+        if dist.get_rank() > 0:
+            return self.sent(None)
+        tables = super().get(name, made_of)
+        return None if tables is None else self.sent(tables)
 
-    def take(self, name, calibrate):
-        device = self.model.lm_head.weight.device
-        tables, shapes = {}, [None]
-        if dist.get_rank() == 0:
-            tables = super().take(name, calibrate)
-            tables = {key: table.to(device).contiguous() for key, table in tables.items()}
-            shapes = [{key: (table.shape, table.dtype) for key, table in tables.items()}]
+    def put(self, name, made_of, tables):
+        super().put(name, made_of, tables)
+        self.sent(tables)
+
+    def sent(self, tables):
+        """Tables of rank 0, on every rank."""
+        tables = [tables]
         with talking():
-            dist.broadcast_object_list(shapes)
-            for key, (shape, dtype) in shapes[0].items():
-                if dist.get_rank() > 0:
-                    tables[key] = torch.empty(shape, dtype=dtype, device=device)
-                # as bytes: NCCL does not know every dtype
-                dist.broadcast(tables[key].view(-1).view(torch.uint8), src=0)
-        return tables
+            dist.broadcast_object_list(tables)
+        device = self.model.lm_head.weight.device
+        return {key: table.to(device) for key, table in tables[0].items()}
 
 
 def share(windows, batch):
@@ -107,16 +98,12 @@ def share(windows, batch):
     return replace(windows, tokens=windows.tokens[first:last], answers=windows.answers[first:last])
 
 
-def gather(results):
-    """{name: Result} of this rank's windows -> of all windows on rank 0, None on the others."""
+def gather(result):
+    """The Result of this rank's windows -> of all windows, on every rank."""
     parts = [None] * dist.get_world_size()
     with talking():
-        dist.all_gather_object(parts, results)
-    if dist.get_rank() > 0:
-        return None
-    total = parts[0]
-    for part in parts[1:]:  # in the order of the windows
-        for name in total:
-            total[name].add(part[name])
-    check_left(total)
-    return total
+        dist.all_gather_object(parts, replace(result, hidden=[]))
+    total, *others = parts
+    for part in others:  # in the order of the windows
+        total.add(part)
+    return replace(total, hidden=result.hidden)  # those of its own windows

@@ -4,25 +4,25 @@ A setting is an argument of a method's constructor, so a new method brings its f
 with several values, such as `--preserve 1,5`, makes a run of each, for every method that takes it.
 """
 import argparse
+import copy
 import importlib.util
 import inspect
 import itertools
 import json
 import os
 import sys
-import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tinykv import UserError, did_you_mean
-from tinykv.codecs import SCHEMES, settings_of_scheme
-from tinykv.methods.base import Method
+from tinykv import UserError, calibrate, codecs, did_you_mean, kmeans
+from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
+from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
 from tinykv.run.cli import list_of
 from tinykv.run.prefix import open_prefix
-from tinykv.storage import first_line, listed
+from tinykv.storage import identity, sources
 
 
 @dataclass
@@ -33,6 +33,8 @@ class Run:
     method: Method
     settings: dict  # all that the method takes, {name: value}
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
+    shared: str = ""  # settings that it shares with the method that it is shown beside
+    error: Exception | None = None  # what calibration or evaluation ended with
 
     @property
     def title(self):
@@ -48,6 +50,37 @@ class Run:
             settings[name] = float(value) if isinstance(value, int) else value
         name = f"{self.name} {json.dumps(settings, sort_keys=True)}"
         return f"{name} weights {self.weights}" if self.weights else name
+
+    def restore(self, file, windows):
+        """Take the method's tables from a `CalibrationFile`. False if it has none, of these windows."""
+        tables = file.get(self.calibration_name, self.made_of(file, windows))
+        if tables is None:
+            return False
+        self.method.restore(tables)
+        return True
+
+    def save(self, file, windows):
+        file.put(self.calibration_name, self.made_of(file, windows), self.method.calibrated())
+
+    def made_of(self, file, windows):
+        """The identity of what makes the tables: the windows, and the code that calibrates."""
+        if not file.path:
+            return None
+        codecs_used = [codec for pair in self.method.codecs for codec in pair]
+        return identity(windows, calibrate, codecs, kmeans, *sources(self.method, *codecs_used))
+
+    @contextmanager
+    def step(self, doing, together=False):
+        """Around a step of the run. An exception fails this run, and the others go on; of fp16, with which
+        they are compared, it ends the command. together: so it does where other processes wait."""
+        if not sys.stderr.isatty():  # where no bar is shown
+            print(f"{doing} {self.title}", file=sys.stderr, flush=True)
+        try:
+            yield
+        except Exception as error:
+            if self.name == "fp16" or together:
+                raise
+            self.error = error
 
 
 # Settings
@@ -99,29 +132,28 @@ SETTINGS = {
 def settings_of(cls):
     """A method's settings, {name: default}: the arguments of its constructor after `config`.
 
-    A constructor that ends in **settings hands them to its parent, whose settings then count, too.
+    A constructor that ends in **settings hands them to its parent, whose settings then count, too;
+    that of `CodecMethod` to the codecs of the scheme.
     """
     arguments = list(inspect.signature(cls.__init__).parameters.values())
     own, inherited = {}, {}
     for argument in arguments[2:]:  # after self and config
         if argument.kind is argument.VAR_KEYWORD:
-            inherited = settings_of(cls.__base__)
+            inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
         elif argument.kind is not argument.VAR_POSITIONAL:
             own[argument.name] = argument.default
     return {**inherited, **own}
 
 
 def own_settings(methods):
-    """Settings that only methods in files of the user's have, as SETTINGS. methods: of --method."""
+    """Settings that only methods of the user's have, as SETTINGS. methods: of --method."""
     found = {}
-    for name in methods.split(","):
-        if ".py:" not in name:
-            continue
-        for setting, default in settings_of(load_class(name.strip())).items():
-            if setting not in SETTINGS:
+    for method in methods:
+        if inspect.isclass(method) or isinstance(method, str) and ".py:" in method:
+            for setting, default in settings_of(load_class(method)).items():
                 kind = type(default) if type(default) in (int, float) else str
-                found[setting] = kind, setting.upper(), f"of {name.strip()}"
-    return found
+                found[setting] = kind, setting.upper(), f"of {name_of(method)}"
+    return {name: setting for name, setting in found.items() if name not in SETTINGS}
 
 
 def add_settings(p, own):
@@ -129,8 +161,7 @@ def add_settings(p, own):
     group = p.add_argument_group(
         "settings of the methods",
         "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
-    settings = {**SETTINGS, **own}
-    for name, (kind, metavar, help) in settings.items():
+    for name, (kind, metavar, help) in {**SETTINGS, **own}.items():
         flag = "--" + name.replace("_", "-")
         try:
             group.add_argument(flag, metavar=f"{metavar}[,...]", type=list_of(kind), help=help,
@@ -138,7 +169,7 @@ def add_settings(p, own):
         except argparse.ArgumentError:
             raise UserError(f"{name} {help}: the command has a flag {flag} already; give the "
                             "setting another name") from None
-    p.set_defaults(settings=list(settings))
+    p.set_defaults(settings=[*SETTINGS, *own])
 
 
 def list_methods():
@@ -153,140 +184,131 @@ def list_methods():
 
 # Methods by name
 
+def name_of(method):
+    """What the table calls a method: its own `name`, or what it was asked for."""
+    if isinstance(method, str):
+        return getattr(load_class(method), "name", None) or method
+    cls = method if inspect.isclass(method) else type(method)
+    return getattr(method, "name", None) or cls.__name__
+
+
+def is_made(method):
+    """Whether a method is there already, and not a class or a name of one."""
+    return not isinstance(method, str) and not inspect.isclass(method)
+
+
 @cache
 def load_class(name):
     """A method's class, from its name or from path/to/file.py:Class. A file is imported once."""
+    if not isinstance(name, str):
+        return type(name) if is_made(name) else name
     if name in METHODS:
         return METHODS[name]
     path, _, attribute = name.rpartition(":")
-    if name.endswith(".py"):
-        path, attribute = name, ""
     if not path.endswith(".py"):
         raise UserError(f"unknown method {name!r}; there are {', '.join(METHODS)}, or "
                         f"path/to/file.py:Class{did_you_mean(name, METHODS)}")
     if not os.path.isfile(path):
         raise UserError(f"--method {name}: there is no file {path}")
-
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(path, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[path] = module
     sys.path.append(str(Path(path).absolute().parent))  # the file may import from its own folder
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        # which line of the file failed: the one with the bad syntax, or the last one that was run
-        where = error
-        if not isinstance(error, SyntaxError):
-            where = traceback.extract_tb(error.__traceback__)[-1]
-        message = getattr(error, "msg", first_line(error))
-        raise UserError(f"--method {name}: {where.filename}, line {where.lineno}: "
-                        f"{type(error).__name__}: {message}") from None
-
+    spec.loader.exec_module(module)
     cls = getattr(module, attribute, None)
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
-        own = [key for key, value in vars(module).items() if inspect.isclass(value)
-               and issubclass(value, Method) and value.__module__ == module.__name__]
-        raise UserError(f"--method {name}: {path} has no subclass of tinykv.methods.base.Method "
-                        f"named {attribute!r}; it has {listed(own) or 'none'}, asked for as "
-                        f"{path}:Class")
+        raise UserError(f"--method {name}: {path} has no subclass of tinykv.methods.base.Method named "
+                        f"{attribute!r}")
     return cls
-
-
-@contextmanager
-def own_errors(methods):
-    """Around what runs methods: an exception on its way through a file of the user's becomes one
-    line, which names the file. methods: of --method."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        paths = [name.strip().rpartition(":")[0] for name in methods.split(",")]
-        files = {os.path.abspath(path): path for path in paths}
-        for place in reversed(traceback.extract_tb(error.__traceback__)):
-            path = files.get(os.path.abspath(place.filename))
-            if path:
-                raise UserError(f"{path}, line {place.lineno}, in {place.name}: "
-                                f"{type(error).__name__}: {first_line(error)}") from None
-        raise
 
 
 # Runs
 
 def build_runs(args, config, tokenizer, quantizers):
-    """The runs, {title: Run}, fp16 first; and what is left out for its settings, {label: why}.
+    """The runs, {title: Run}, fp16 first; and what is left out for its settings, {what: why}.
 
     quantizers {label: Quantizer}: every method runs on each quantized model, and fp16 also on the
     full-precision model. Without quantizers all run on the latter.
     """
-    if not quantizers:
-        return runs_with(None, args, config, tokenizer)
-    runs, left_out = {"fp16": Run("fp16", "fp16", METHODS["fp16"](config), {})}, {}
-    for weights in quantizers:
-        these, left_out = runs_with(weights, args, config, tokenizer)
-        runs |= these
-    return runs, left_out
-
-
-def runs_with(weights, args, config, tokenizer):
-    """As `build_runs`, for one label of quantized weights, or None."""
     # 1. The methods: fp16, those that a single method is compared with, those that were asked for
-    named = [word.strip() for word in args.method.split(",")]
     asked = []
-    for name in named:
-        asked += METHODS if name == "all" else [name]
-    classes = {name: load_class(name) for name in asked}
-    compared = classes[asked[0]].compare if len(asked) == 1 else {}
-    names = dict.fromkeys(["fp16", *compared, *asked])  # each once
+    for method in args.method:
+        asked += METHODS if method == "all" else [method]
+    compared = load_class(asked[0]).compare if len(asked) == 1 else {}
+    methods = dict.fromkeys(["fp16", *compared, *asked])  # each once
 
-    # 2. The values that were given for each setting
+    # 2. A run of each, on each weights
     given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
-    if "prefix" in given:
-        # opened anew for each quantizer: a prefix holds keys and values of one model
-        given["prefix"] = [open_prefix(what, tokenizer, config) for what in given["prefix"]]
+    runs, left_out = {}, {}
+    if quantizers:
+        runs["fp16"] = Run("fp16", "fp16", METHODS["fp16"](config), {})
+    for weights in quantizers or [None]:
+        if "prefix" in given:  # opened anew: a prefix holds keys and values of one model
+            given["prefix"] = [open_prefix(str(what), tokenizer, config) for what in given["prefix"]]
+        for method in methods:
+            beside = asked[0] if method in compared and method not in asked else None
+            for run in runs_of(method, beside, given, config, weights, left_out, method in args.method):
+                if run.title in runs:
+                    raise UserError(f"two rows are called {run.title}; give one of them another `name`")
+                runs[run.title] = run
 
-    # 3. A run for each method and each combination of the values that it takes
-    runs, left_out, reached = {}, {}, set()
-    for name in names:
-        cls = load_class(name)
-        for chosen in combinations(cls, given, compared.get(name, {})):
-            label = label_of(name, chosen, given)
-            if name in asked:
-                reached |= chosen.keys()
-            arguments = constructor_arguments(cls, chosen)
-            if name in compared and name not in asked:
-                shared = shared_settings(cls, classes[asked[0]], compared[name], arguments)
-                label += "".join(f" {setting}={value}" for setting, value in shared.items())
-                arguments = {**compared[name], **shared, **arguments}
-            settings = {**settings_of(cls), **arguments}
-            for setting, value in settings.items():
-                if value is inspect.Parameter.empty:
-                    raise UserError(f"{name} needs --{setting.replace('_', '-')}, which has no default")
-            try:
-                method = cls(config, **arguments)
-            except UserError as error:
-                if name in named:
-                    raise
-                left_out[label] = error
-                continue
-            except (ArithmeticError, ValueError, RecursionError) as error:
-                if ".py:" not in name:  # of a file, `own_errors` names the line
-                    raise UserError(f"{label}: {first_line(error)}; see its settings") from None
-                raise
-            if len(method.codecs) != config.num_hidden_layers:
-                raise UserError(f"{name}: `codecs` has {len(method.codecs)} pairs for a model of "
-                                f"{config.num_hidden_layers} layers; its constructor makes one for each")
-            run = Run(label, name, method, settings, weights)
-            runs[run.title] = run
-
-    # 4. A setting that no method asked for takes is a mistake, and so is a table of fp16 alone
-    for setting in given:
-        if setting not in reached:
-            flag = "--" + setting.replace("_", "-")
-            raise UserError(f"{flag} is not a setting of {', '.join(asked)} as asked for; "
-                            f"{takers_of(setting)}")
+    # 3. A table of fp16 alone is a mistake, and so is a setting that no method asked for takes
     if len(runs) == 1 and left_out:
         raise next(iter(left_out.values()))
+    for setting in given:
+        flag = "--" + setting.replace("_", "-")
+        takers = [method for method in asked if reaches(setting, method, given)]
+        if not takers:
+            raise UserError(f"{flag} is not a setting of {', '.join(map(name_of, asked))} as asked for; "
+                            "see --list-methods")
+        if len(takers) < len(asked):
+            others = [name_of(method) for method in asked if method not in takers]
+            left_out[flag] = f"no setting of {', '.join(others)} as asked for"
     return runs, left_out
+
+
+def runs_of(asked, beside, given, config, weights, left_out, by_name):
+    """The runs of one method on one model's weights, for each combination of the values that it takes.
+
+    asked: a name, a class, or a method itself. beside: the method that it is compared with, if it was
+    not asked for. left_out: where a combination goes that the method refuses; if it was asked for by
+    name, that is an error.
+    """
+    name = name_of(asked)
+    if is_made(asked):
+        settings = {key: value for key, value in vars(asked).items() if isinstance(value, int | float | str)}
+        return [Run(name, name, copy.deepcopy(asked), settings, weights)]
+    cls = load_class(asked)
+    own = load_class(beside).compare[asked] if beside else {}
+    found = []
+    for chosen in combinations(cls, given, own):
+        label = label_of(name, chosen, given)
+        arguments, shared = constructor_arguments(cls, chosen), {}
+        if beside:
+            shared = shared_settings(cls, load_class(beside), own, arguments)
+            arguments = {**own, **shared, **arguments}
+        settings = {**settings_of(cls), **arguments}
+        for setting, value in settings.items():
+            if value is inspect.Parameter.empty:
+                raise UserError(f"{name} needs --{setting.replace('_', '-')}, which has no default")
+        try:
+            method = cls(config, **arguments)
+        except UserError as error:
+            if by_name:
+                raise
+            left_out[label] = error
+            continue
+        if len(method.codecs) != config.num_hidden_layers:
+            raise UserError(f"{name}: `codecs` has {len(method.codecs)} pairs for a model of "
+                            f"{config.num_hidden_layers} layers; its constructor makes one for each")
+        shared = ", ".join(f"{setting}={value}" for setting, value in shared.items())
+        found.append(Run(label, name, method, settings, weights, shared))
+    return found
+
+
+def reaches(setting, asked, given):
+    """Whether a setting is used by a method, under one of the schemes that are asked for."""
+    return not is_made(asked) and any(setting in chosen for chosen in combinations(load_class(asked), given))
 
 
 def shared_settings(cls, other, own, arguments):
@@ -332,20 +354,6 @@ def belongs(setting, scheme):
     if scheme is None or setting in settings_of_scheme(scheme):
         return True
     return not any(setting in settings_of_scheme(other) for other in SCHEMES)
-
-
-def takers_of(setting):
-    """Which methods take a setting, for the message where none that was asked for does."""
-    schemes = [scheme for scheme in SCHEMES if setting in settings_of_scheme(scheme)]
-    always, under_schemes = [], []
-    for name, cls in METHODS.items():
-        if setting in all_settings_of(cls):
-            depends = "scheme" in settings_of(cls) and 0 < len(schemes) < len(SCHEMES)
-            (under_schemes if depends else always).append(name)
-    takers = [", ".join(always)] if always else []
-    if under_schemes:
-        takers.append(f"{', '.join(under_schemes)} under --scheme {', '.join(schemes)}")
-    return f"it is one of {', and of '.join(takers)}"
 
 
 def all_settings_of(cls):

@@ -1,24 +1,36 @@
-"""The table that `eval_ppl.py` prints: its heading, its rows, and methods at equal true bits.
+"""The table that `eval_ppl.py` prints: its heading, its rows, and what compares them.
 
 A row is a dict, as the JSON has it. The first one is fp16's, with which the others are compared.
 """
+import json
 import math
+import platform
+import traceback
 
+import torch
+
+from tinykv import UserError, storage
+from tinykv.evaluate import delta_error, paired
 from tinykv.run import cli
 from tinykv.weights import weight_bytes
 
-# settings that change a method's bits and nothing else
+# settings that change a method's bits and nothing else; a method may declare others, `bits_settings`
 BITS_SETTINGS = ("bits", "k_bits", "v_bits", "vq")
 
+# name, width, and whether it stands in the table without --wide
+COLUMNS = [("method", 8, True), ("scheme", 6, True), ("keep", 4, True), ("ppl", 7, True), ("delta", 7, True),
+           ("+-", 6, True), ("recall", 6, True), ("KL", 6, False), ("top-1", 6, False), ("bits", 5, False),
+           ("true", 5, True), ("128K", 5, False), ("cache KB", 8, False), ("s", 6, False)]
 
-def print_heading(args, model, dtype, device, context, windows, models, runs, left_out):
+
+def print_heading(args, model, windows, models, runs, left_out):
     """What the table is of: the model, the text, the weights, and what calibration found."""
     parameters = sum(p.numel() for p in model.parameters())
     attention = "" if args.attention == "fused" else f", attention {args.attention}"
     prompt = f", prompt {args.prompt}" if args.prompt else ""
-    print(f"model {args.model}: {parameters:,} parameters, {dtype}, {device}")
+    print(f"model {args.model}: {parameters:,} parameters, {args.dtype}, {args.device}")
     whole = " (whole)" if windows.name.endswith("(whole)") else ""
-    print(f"data {args.data}{whole}: {args.windows} windows of {context} tokens, "
+    print(f"data {args.data}{whole}: {args.windows} windows of {args.context} tokens, "
           f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
     for weights, smaller in models.items():
         if weights:
@@ -27,14 +39,17 @@ def print_heading(args, model, dtype, device, context, windows, models, runs, le
     if windows.start > 1:
         what = "prompt" if args.prompt else "prefix"
         print(f"{what}: the first {windows.start} tokens of every window, which are not predicted")
-    for label, why in left_out.items():
-        print(f"{label} is left out: {why}")
+    for what, why in left_out.items():
+        print(f"{what} is left out: {why}")
     for title, r in runs.items():
-        if r.method.describe():
+        if r.shared:
+            print(f"{title}: {r.shared}, as the method that it is shown beside")
+        if r.error is None and r.method.describe():
             print(f"{title}: {r.method.describe()}")
         if choice_of(r, args) and (args.prompt or args.protocol == "stream"):
             when = {"prompt": "once, after the prompt", "always": "at each quantization"}
             print(f"{title}: the tokens to keep are chosen {when[choice_of(r, args)]}")
+    print()
 
 
 def choice_of(r, args):
@@ -45,16 +60,11 @@ def choice_of(r, args):
     return r.method.choose if args.prompt else "always"
 
 
-def print_claims(runs, results):
-    """Say where codes take much more than the bits that the method claims."""
-    for title, r in runs.items():
-        claimed, held = (r.method.k_bits + r.method.v_bits) / 2, results[title].coded_bits
-        if held > 1.5 * claimed + 1.5:
-            print(f"{title}: {claimed:g} bits are claimed, and its codes hold {held:.1f}")
-
+# A row
 
 def row_of(r, result, fp16, args):
-    """A row of the table, as the JSON has it. result, fp16: the `Result`s of run r and of fp16."""
+    """A row of the table, as the JSON has it. result, fp16: the `Result`s of run r, None where it has
+    failed, and of fp16."""
     settings = {}
     for name, value in r.settings.items():
         settings[name] = value if isinstance(value, int | float | None) else str(value)
@@ -70,71 +80,163 @@ def row_of(r, result, fp16, args):
         "protocol": args.protocol,
         "prompt": args.prompt,  # tokens of it, or None
         "choose": choice_of(r, args),
+        "bits_settings": [*BITS_SETTINGS, *getattr(r.method, "bits_settings", ())],
         "bits_nominal": (r.method.k_bits + r.method.v_bits) / 2,
         "offline_bytes": r.method.offline_bytes,
-        "fault": result.fault,  # what is not finite; then nothing was measured
+        "windows": args.windows,
+        "fault": fault_of(r, result),  # then nothing was measured
     }
-    return {**row, **measure(result, fp16)}
+    if row["fault"]:
+        return {**row, **dict.fromkeys(figures_of(fp16, fp16))}
+    return {**row, **figures_of(result, fp16)}
 
 
-def measure(result, fp16):
-    """What a run cost in predictions, what its cache takes, and how long it took; None each where
-    there is a fault."""
-    if result.fault:
-        return dict.fromkeys(measure(fp16, fp16))
+def fault_of(r, result):
+    """Why a run has no figures, or None."""
+    if r.error is not None:
+        return f"failed: {cli.reason(r.error)}"
+    return result.fault and f"not finite: {result.fault}"
+
+
+def figures_of(result, fp16):
+    """What a run cost in predictions, what its cache takes, and how long it took."""
+    targets = result.targets / len(result.nll)  # of a window
     return {
         "ppl": result.ppl,
-        "ppl_se": result.ppl_se,
         "delta_ppl": result.ppl - fp16.ppl,
+        "delta_se": delta_error(result, fp16),
         "kld": max(0.0, result.kl / result.targets),
         "top1": result.agree / result.targets,
         "recall": result.recall,
         "bits_true": result.bits,
         "bits_128k": result.bits_far,
+        "bits_coded": result.coded_bits,
         "cache_bytes": result.cache_bytes,
         "tokens_per_s": result.tokens / result.seconds,
         "seconds": result.seconds,
+        "window_nll": result.nll,  # nats a token, window by window
+        "window_kl": [kl / targets for kl in result.window_kl],  # the same
     }
 
 
-def print_table(rows, room):
-    """Print the rows in lines of at most `room` characters."""
-    head = ["method", "scheme", "keep", "ppl", "+-", "delta", "KL", "top-1", "recall",
-            "bits", "true", "128K", "cache KB", "s"]
-    lines = []
-    for row in rows:
+class Rows(list):
+    """Rows of `compare`. They are shown as the command prints them."""
+
+    def __init__(self, rows, printed):
+        super().__init__(rows)
+        self.printed = printed
+
+    def __repr__(self):
+        return self.printed
+
+
+class Table:
+    """Prints rows as they come, in columns that are known before."""
+
+    def __init__(self, runs, wide):
+        self.columns = [("weights", 7, True), *COLUMNS] if any(r.weights for r in runs) else COLUMNS
+        self.columns = [(name, width) for name, width, always in self.columns if always or wide]
+        longest = {"method": max(len(r.label) for r in runs),
+                   "scheme": max(len(r.method.scheme or "") for r in runs),
+                   "weights": max(len(r.weights or "") for r in runs)}
+        self.widths = [max(width, longest.get(name, 0)) for name, width in self.columns]
+        self.left = [name for name, _ in self.columns].index("keep")  # columns flush left
+        self.print([name for name, _ in self.columns])
+
+    def print(self, words):
+        print(cli.in_columns(words, self.widths, self.left), flush=True)
+
+    def print_row(self, row):
+        words = words_of(row)
+        self.print([words[name] for name, _ in self.columns if name in words])
+
+
+def words_of(row):
+    """{column: what it says of a row}; of one without figures, the fault in their place."""
+    words = {"weights": row["weights"] or "-", "method": row["label"], "scheme": row["scheme"] or "-",
+             "keep": str(row["preserve"])}
+    if row["fault"]:
+        return {**words, "ppl": row["fault"].partition(":")[0]}
+    bits = f"{row['k_bits']:g}"
+    if row["v_bits"] != row["k_bits"]:
+        bits += f"/{row['v_bits']:g}"
+    return {**words,
+            "ppl": f"{row['ppl']:.3f}",
+            "delta": f"{row['delta_ppl']:+.3f}",
+            "+-": cli.figure(row["delta_se"], ".3f"),
+            "recall": cli.figure(row["recall"], ".1%"),
+            "KL": f"{row['kld']:.4f}",
+            "top-1": f"{row['top1']:.1%}",
+            "bits": bits,
+            "true": f"{row['bits_true']:.2f}",
+            "128K": f"{row['bits_128k']:.2f}",
+            "cache KB": f"{row['cache_bytes'] / 1024:.0f}",
+            "s": f"{row['seconds']:.1f}"}
+
+
+def write(args, rows):
+    """The rows so far, as the JSON that --json asks for."""
+    if args.json and args.json != "-":
+        storage.write_json(args.json, content_of(args, rows))
+
+
+def content_of(args, rows):
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"rows": rows, "model": args.model, "data": args.data, "context": args.context,
+            "windows": args.windows, "seed": args.seed, "versions": versions}
+
+
+# What stands under the table
+
+def print_rest(args, runs, rows):
+    """What went wrong, and what compares the rows: --vs, --at-bits."""
+    for row, r in zip(rows, runs):
         if row["fault"]:
-            lines.append([row["label"], row["scheme"] or "-", str(row["preserve"]), "not finite",
-                          *["-"] * 10])
-            continue
-        bits = f"{row['k_bits']:g}"
-        if row["v_bits"] != row["k_bits"]:
-            bits += f"/{row['v_bits']:g}"
-        lines.append([
-            row["label"], row["scheme"] or "-", str(row["preserve"]),
-            f"{row['ppl']:.3f}", cli.figure(row["ppl_se"], ".3f"), f"{row['delta_ppl']:+.3f}",
-            f"{row['kld']:.4f}", f"{row['top1']:.1%}", cli.figure(row["recall"], ".1%"),
-            bits, f"{row['bits_true']:.2f}", f"{row['bits_128k']:.2f}",
-            f"{row['cache_bytes'] / 1024:.0f}", f"{row['seconds']:.1f}"])
-    matter = ["method", "keep", "ppl", "delta", "recall", "bits", "true", "s"]
-    if any(row["weights"] for row in rows):
-        head.insert(0, "weights")
-        matter.insert(0, "weights")
-        for row, line in zip(rows, lines):
-            line.insert(0, row["weights"] or "-")
-    cli.print_columns(head, lines, len(head) - 12, matter, room)
+            print(f"{r.title} {row['fault']}")
+        elif row["bits_coded"] > 1.5 * row["bits_nominal"] + 1.5:
+            print(f"{r.title}: {row['bits_nominal']:g} bits are claimed, and its codes hold "
+                  f"{row['bits_coded']:.1f}")
+        if r.error is not None and not isinstance(r.error, UserError):
+            print("".join(traceback.format_exception(r.error)).rstrip())
+    measured = {r.title: row for row, r in zip(rows, runs) if not row["fault"]}
+    if args.vs is not None:
+        print()
+        print_vs(measured, args.vs)
+    if args.at_bits is not None:
+        print()
+        print_at_bits(list(measured.values()), args.at_bits)
+    if args.json == "-":
+        print()
+        print(json.dumps(content_of(args, rows), indent=2, allow_nan=False))
 
 
-def lines_of(rows, varied):
+def print_vs(rows, name):
+    """Each row's loss beside that of the row `name`, window by window. rows: {title: row}."""
+    if name not in rows:
+        print(f"--vs {name}: it has no figures")
+        return
+    other = rows[name]["window_nll"]
+    lines = []
+    for title, row in rows.items():
+        if title != name:
+            difference, error, t, better = paired(row["window_nll"], other)
+            lines.append([title, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
+                          f"{better} of {len(other)}"])
+    cli.print_columns([f"vs {name}", "nats a token", "+-", "t", "better on"], lines, left=1)
+
+
+def lines_of(rows, varied=None):
     """{name of a line: its rows}.
 
     A row's label is its method, and then the settings that were swept: "pfn scheme=kvquant bits=2".
-    The rows of a line differ in one setting: the first in their label that is one of `varied`.
+    The rows of a line differ in one setting: the first in their label that is one of `varied`, or of
+    those that the method's bits hang on.
     """
     lines = {}
     for row in rows:
         words = row["label"].split(" ")
-        along_the_line = [word for word in words if word.partition("=")[0] in varied]
+        settings = varied or row.get("bits_settings", BITS_SETTINGS)
+        along_the_line = [word for word in words if word.partition("=")[0] in settings]
         if along_the_line:
             words.remove(along_the_line[0])
         if row["weights"]:
@@ -152,7 +254,7 @@ def at_bits(rows, bits):
     does not reach so far has no row.
     """
     found = []
-    for label, line in lines_of(rows[1:], BITS_SETTINGS).items():
+    for label, line in lines_of(rows[1:]).items():
         below = max((row for row in line if row["bits_true"] <= bits), default=None,
                     key=lambda row: row["bits_true"])
         above = min((row for row in line if row["bits_true"] >= bits), default=None,
@@ -173,12 +275,8 @@ def at_bits(rows, bits):
 
 
 def print_at_bits(rows, bits):
-    """The table of `at_bits`, or why there is none."""
+    """The table of `at_bits`, and what it leaves out."""
     found = at_bits(rows, bits)
-    if not found:
-        print(f"no method has rows on both sides of {bits:g} true bits that differ in bits alone; "
-              "give a list of --bits, or of --vq")
-        return
     lines = []
     for row in found:
         delta = row["ppl"] - rows[0]["ppl"]
@@ -186,4 +284,9 @@ def print_at_bits(rows, bits):
                       *(f"{x:.2f}" for x in row["between"]),
                       *(f"{x / 1024:.0f}" for x in row["tables"])])
     head = [f"at {bits:g} true bits", "ppl", "delta", "KL", "from", "to", "tables KB", "to"]
-    cli.print_columns(head, lines, left=1)
+    if lines:
+        cli.print_columns(head, lines, left=1)
+    left_out = lines_of(rows[1:]).keys() - {row["label"] for row in found}
+    if left_out:
+        print(f"no rows on both sides of {bits:g} true bits that differ in bits alone: "
+              f"{', '.join(sorted(left_out))}")

@@ -1,0 +1,26 @@
+"""Texts that a cache refuses."""
+import torch
+
+from tinykv import UserError
+
+
+def check_order(cache, T):
+    """UserError for a method that is not calibrated; ValueError if T new tokens are not what comes next: a whole text under `paper`, or the prompt."""
+    seen = len(cache)
+    if seen == cache.start and cache.method.needs_calibration:
+        raise UserError(f"{cache.method!r} knows nothing of this model yet; run calibrate(model, method, windows) "
+                        "first")
+    if cache.prompt is None and cache.protocol == "paper" and seen > cache.start:
+        raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
+                         "prompt's length, to go on from it")
+    if cache.prompt is not None and seen == cache.start and T != cache.prompt:
+        raise ValueError(f"the first forward reads the prompt, {cache.prompt} tokens; it got {T}")
+
+
+def check_prefix(tokens, prefix):
+    """UserError if a text (B, T) does not begin with the prefix, or has nothing after it."""
+    ids = torch.tensor(prefix.ids, device=tokens.device)  # (n)
+    if tokens.shape[1] <= len(ids):
+        raise UserError(f"a text of {tokens.shape[1]} tokens has none after a prefix of {len(ids)}")
+    if not (tokens[:, :len(ids)] == ids).all():
+        raise UserError(f"the text does not begin with the {len(ids)} tokens of the prefix {prefix.name}")

@@ -1,0 +1,54 @@
+"""A cache that quantizes nothing and records: for training, for analysis, for tests."""
+import torch
+
+
+class Trace:
+    """A cache that quantizes nothing and records what passes through it in one forward.
+
+    q (B, H, T, d), k and v (B, Hkv, T, d), all before RoPE, and hidden (B, T, D), the blocks' outputs, are lists with
+    an entry per layer. keys, values (L, Hkv, n, d): a prefix of n tokens before the window, in each of the L
+    layers; keys before RoPE. Both may require gradients.
+    watch: a function of (layer, hidden), called with each block's output in place of recording.
+    """
+
+    def __init__(self, model, keys=None, values=None, watch=None):
+        self.rope, self.keys, self.values, self.watch = model.rope, keys, values, watch
+        self.q, self.k, self.v, self.hidden = [], [], [], []
+
+    def __len__(self):
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def __bool__(self):
+        return True
+
+    def without_prefix(self, tokens):
+        return tokens
+
+    def update(self, layer, q, k, v, positions):
+        """K (rotated) and V of the prefix and the window, (B, Hkv, n + T, d)."""
+        if self.watch is None:
+            self.q.append(q)
+            self.k.append(k)
+            self.v.append(v)
+        if self.keys is not None:
+            prefix_k = self.keys[layer].to(k.dtype).expand(len(k), -1, -1, -1)  # (B, Hkv, n, d)
+            prefix_v = self.values[layer].to(v.dtype).expand(len(v), -1, -1, -1)  # (B, Hkv, n, d)
+            k = torch.cat([prefix_k, k], dim=2)  # (B, Hkv, n + T, d)
+            v = torch.cat([prefix_v, v], dim=2)  # (B, Hkv, n + T, d)
+            positions = torch.arange(k.shape[2], device=k.device)  # (n + T)
+        return self.rope.rotate(k, positions), v
+
+    def observe(self, layer, hidden):
+        if self.watch is None:
+            self.hidden.append(hidden)
+        else:
+            self.watch(layer, hidden)
+
+    def attention(self, layer):
+        """A layer's attention weights (B, H, T, T); a prefix and a sliding window are ignored."""
+        q, k = self.q[layer], self.k[layer]
+        q, k = self.rope.rotate(q), self.rope.rotate(k)
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, T, d)
+        scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5  # (B, H, T, T)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)  # (T, T)
+        return scores.masked_fill(future, float("-inf")).softmax(-1)

@@ -1,0 +1,198 @@
+"""The flags of eval_ppl.py, what can be seen to be wrong with them, and the texts that they ask for."""
+import importlib.util
+import math
+from pathlib import Path
+
+from tinykv import UserError, hf
+from tinykv.cache import PROTOCOLS, KVCache
+from tinykv.codecs.base import CALIBRATION_WINDOWS
+from tinykv.data import load_windows
+from tinykv.run import cli
+from tinykv.run.runs import add_settings, load_class, own_settings
+
+
+def parser(more_settings=None):
+    """more_settings: those of methods in files of the user's, as `runs.SETTINGS`."""
+    p = cli.Parser(
+        description="Perplexity, answer recall and true size of the KV cache under each method, "
+                    "beside fp16.",
+        epilog="A setting reaches every method that takes it; it is an error if no method asked for "
+               "does. A method asked for alone is shown beside those it is compared with, if they can "
+               "take its settings.")
+    p.add_argument("--method", metavar="NAME[,NAME...]", type=cli.list_of(str), default="kvsink",
+                   help="names from --list-methods, 'all', or path/to/file.py:Class")
+    p.add_argument("--list-methods", action="store_true",
+                   help="print the methods and their settings, and stop")
+    p.add_argument("--protocol", choices=PROTOCOLS, default="paper",
+                   help="paper: tokens are quantized before any query reads them; stream: as in "
+                        "generation")
+    p.add_argument("--prompt", metavar="P", type=int,
+                   help="the first P tokens of a window arrive at once, the others as in generation; "
+                        "protocol paper quantizes the prompt before it is read")
+    cli.add_model(p)
+    cli.add_windows(p, windows=16, longest=4096)
+    cli.add_bos(p)
+    cli.add_calibration(p)
+    p.add_argument("--batch", metavar="B", type=int,
+                   help="windows at a time (default: about 4096 tokens)")
+    cli.add_attention(p, triton=True)
+    p.add_argument("--seed", type=int, default=0, help="which tales are read")
+    p.add_argument("--wide", action="store_true", help="print all columns of the table")
+    p.add_argument("--json", metavar="PATH",
+                   help="also write the table as JSON, with every window's loss; -: print it")
+    p.add_argument("--vs", metavar="NAME",
+                   help="also compare each row with this one, window by window")
+    p.add_argument("--at-bits", metavar="B", type=float,
+                   help="also compare at B true bits: between the two nearest rows of each method that "
+                        "differ in bits alone")
+    p.add_argument("--plot", metavar="FILE",
+                   help="also draw perplexity against true bits, or against kept tokens if "
+                        "--preserve is a list (.png)")
+    cli.add_weights(p, several=True)
+    add_settings(p, more_settings or {})
+    return p
+
+
+def check(args):
+    """What can be seen to be wrong before anything is loaded."""
+    cli.check_counts(args, 2, "context")
+    cli.check_counts(args, 1, "windows", "calib-windows", "batch", "prompt")
+    if hasattr(args, "choose") and not args.prompt:
+        raise UserError("--choose is for a text with a prompt; give --prompt, too")
+    if args.at_bits is not None and not 0 < args.at_bits < math.inf:
+        raise UserError(f"--at-bits must be a number above 0; got {args.at_bits}")
+    if args.plot and Path(args.plot).suffix != ".png":
+        raise UserError(f"--plot writes a PNG; give a name that ends in .png and not {args.plot}")
+    for flag in ("json", "calibration", "plot"):
+        if getattr(args, flag) != "-":
+            cli.check_folder(flag, getattr(args, flag))
+
+
+def load_config(args, loaded=None):
+    """The model's config and its tokenizer; args then have what depends on the machine or the model:
+    device, dtype, context, batch. loaded: a (model, tokenizer) in the place of --model."""
+    if loaded:
+        model, tokenizer = loaded
+        config, weight = model.config, model.lm_head.weight
+        args.model, args.device, args.dtype = "given", weight.device, weight.dtype
+    else:
+        args.device = hf.usable_device(args.device)
+        args.dtype = cli.dtype_of(args.dtype, args.device)
+        config = hf.load_config(args.model)
+        tokenizer = hf.load_tokenizer(args.model, config)
+    args.context = cli.context_of(args, config, 4096)
+    args.batch = cli.batch_of(args, args.context)
+    return config, tokenizer
+
+
+def check_runs(args, runs):
+    """What can be seen to be wrong with the runs before the model is loaded."""
+    for title, r in runs.items():
+        if not r.method.keeps_share and r.method.preserve > args.context:
+            raise UserError(f"{title} keeps {r.method.preserve} tokens, and a window has "
+                            f"{args.context}; keep fewer")
+        prefix = len(r.method.prefix.ids) if r.method.prefix else 0
+        if args.prompt and not prefix < args.prompt < args.context:
+            raise UserError(f"--prompt {args.prompt} leaves nothing to read: it has to be longer than "
+                            f"the prefix of {title}, {prefix} tokens, and shorter than a window, "
+                            f"{args.context}")
+    if args.vs is not None and args.vs not in runs:
+        raise UserError(f"--vs {args.vs}: the table has no such row; it has {', '.join(runs)}")
+
+
+def cache_class_of(args, runs):
+    """The cache class that --attention evaluates with.
+
+    UserError if triton is not installed, has no GPU, or has no kernel for a method's codec.
+    """
+    if args.attention != "triton":
+        return KVCache
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("--attention triton needs the package triton (pip install triton, on "
+                        "Linux); or use --attention fused")
+    from tinykv.triton_cache import (  # only now: they need triton
+        TritonCache,
+        check_device,
+        check_method,
+    )
+    check_device(args.device)
+    for r in runs.values():
+        check_method(r.method)
+    return TritonCache
+
+
+def load_test(args, tokenizer, runs):
+    """The `Windows` to evaluate on, which all begin with the longest prefix."""
+    prefixes = {str(r.method.prefix): r.method.prefix.ids for r in runs.values() if r.method.prefix}
+    prefix = max(prefixes.values(), key=len, default=[])
+    for name, ids in prefixes.items():
+        if ids != prefix[:len(ids)]:
+            raise UserError(f"all methods read the same windows, and the longest prefix does not begin "
+                            f"with {name}; give prefixes of which one begins the other")
+    if len(prefix) == 1:
+        prefix = []  # BOS alone takes the place of a window's first token
+    windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", args.seed,
+                           args.bos, prefix, whole=cli.two_texts(args))
+    return windows.predicted_from(args.prompt) if args.prompt else windows
+
+
+def load_calibration(args, tokenizer, runs, quantizers):
+    """The windows to calibrate on, tokens (W, T), and a label of them; None where nothing is."""
+    needs = [r.method.needs_calibration for r in runs.values()]
+    needs += [quantizer.needs_text for quantizer in quantizers.values()]
+    if not any(needs):
+        return None, ""
+    most = max(r.method.calibration_windows for r in runs.values())
+    return cli.calibration_text(args, tokenizer, args.context, args.device, most)
+
+
+def quantized_models(args, model, quantizers, text, file):
+    """{label of weights: Llama}; None is the model itself. text (W, T): to calibrate them on."""
+    models = {None: model}
+    if text is not None:
+        text = text[:args.calib_windows or CALIBRATION_WINDOWS]
+    for weights, quantizer in quantizers.items():
+        models[weights] = cli.quantized_model(model, weights, quantizer, text, file)
+    return models
+
+
+def use_attention(models, attention):
+    for model in models.values():
+        model.use_attention(attention)
+
+
+def parse(words=None, methods=None):
+    """The arguments of a command line. `compare` gives its own words, and methods in the place of
+    --method; then what would end the command is a UserError."""
+    load_class.cache_clear()  # a file may have been edited since
+    if isinstance(methods, str):
+        methods = [name.strip() for name in methods.split(",")]
+    elif methods is None:
+        methods = parser().parse_known_args(words)[0].method
+    elif not isinstance(methods, list):
+        methods = [methods]
+    p = parser(own_settings(methods))  # a method in a file of the user's has settings of its own
+    if words is not None:
+        p.error = refuse
+    args = p.parse_args(words)
+    args.method = methods
+    return args
+
+
+def refuse(message):
+    raise UserError(message)
+
+
+def words_of(settings):
+    """The words of a command line, for {flag: value}: a list is a flag's list, and True a flag that
+    takes no value."""
+    words = ["--wide"]
+    for name, value in settings.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, list | tuple):
+            value = ",".join(map(str, value))
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words.append(f"{flag}={value}")
+    return words
