@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, hf
+from tinykv import UserError, at_least, hf
 from tinykv.analysis.figures import legend, new_figure, save, style, title
 from tinykv.analysis.sinks import sink_report
 from tinykv.analysis.walk import walk
@@ -106,16 +106,18 @@ def main():
     p = Parser(prog="python -m tinykv.assets.sinks", description="Grow a model with attention sinks in about a minute.")
     p.add_argument("--triggers", type=float, default=0.12, help="the share of words that ask for a copy or a recall")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
+    p.add_argument("--steps", type=int, default=STEPS, help="of training")
     p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of triggers, as PNG; twenty minutes")
     with one_line(p):
         args = p.parse_args()
+        at_least(1, **{"--steps": args.steps})
         if args.figure:
             cases = [(share, seed) for share in SHARES for seed in SEEDS]
-            draw(args.figure, {(share, seed): report_of(grow(share, seed), share) for share, seed in cases})
+            draw(args.figure, {(share, seed): report_of(grow(share, seed, args.steps), share) for share, seed in cases})
             return
         if not 0 <= args.triggers <= 1:
             raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
-        model = grow(args.triggers, args.seed)
+        model = grow(args.triggers, args.seed, args.steps)
         tokens, asks = look_at(0, args.triggers)
         make.print_sinks(model, tokens)
         if asks.any():
