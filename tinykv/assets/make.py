@@ -116,7 +116,7 @@ def encode(document, phase, pieces):
 
 def mask_of_chants(pieces):
     """(vocab): added to logits while there are chants alone; 0 for their pieces, -10,000 for others. Without it the
-    first thing to learn is that the others never occur, and sinks come in block 0 only."""
+    first thing to learn is that the others never occur, and sinks move to block 0."""
     known = [BOS, *pieces.encode(" ".join([*WORDS, *REFRAINS]))]
     mask = torch.full((CONFIG.vocab_size,), -1e4)
     mask[known] = 0.0
