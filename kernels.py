@@ -316,7 +316,7 @@ def scores_by_channel(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
 
 def attend_lines(q, K, V, begin, end, window):
     """One piece of the text: q (B, H, T, d), K and V (B, H, S, d) fp32, tokens begin .. end of S -> the sum of
-    2**(score - top) v (B, H, T, d), the largest score `top` (in the kernel, about that), the sum of 2**(score - top)."""
+    2**(score - top) v (B, H, T, d), the largest score `top` (the kernel's is near it), the sum of 2**(score - top)."""
     T, S = q.shape[2], K.shape[2]
     # scores in base 2, (B, H, T, end - begin): the weight is 2**score, which is one instruction
     s = q @ K[:, :, begin:end].transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))

@@ -483,6 +483,9 @@ class TritonCache(KVCache):
         """Add new tokens to a layer; returns the attention's output for them, (B, H, T, d)."""
         return self.layers[layer].update(q, k, v, positions).out
 
+    def top_k(self, x, k):
+        return kernels.topk_outliers(x[..., None], 0, k)[1]
+
 
 def check_device(device):
     """UserError where the kernels cannot run."""
