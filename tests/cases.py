@@ -457,5 +457,5 @@ def prefix_rows(heads_per_kv, ids):
     """By layer, k and v (1, Hkv, n, d) of the tokens in 16 bits, before RoPE: what the model hands
     to a cache."""
     case = Case(FP16, heads_per_kv=heads_per_kv)
-    _, watch = case.run_watched(case.fp16("pre"), torch.tensor([ids]), sizes=[len(ids)])
+    _, watch = case.run_watched(case.fp16(), torch.tensor([ids]), sizes=[len(ids)])
     return [watch.exact(layer) for layer in range(L)]

@@ -70,8 +70,7 @@ class KVSink(CodecMethod):
         if cache.shared.sinks is not None:
             size = torch.cat([cache.shared.sink_sizes, size], dim=1)  # (B, up to k + T)
             position = torch.cat([cache.shared.sinks, position], dim=1)  # (B, up to k + T)
-        order = size.sort(dim=1, descending=True, stable=True).indices  # ties: the earlier token
-        top = order[:, :self.preserve]  # (B, up to k)
+        top = cache.top_k(size, self.preserve)  # (B, up to k); ties: the earlier token
         cache.shared.sink_sizes = size.gather(1, top)  # (B, up to k)
         cache.shared.sinks = position.gather(1, top)  # (B, up to k)
 
