@@ -46,7 +46,7 @@ from expected import (
 )
 
 from tinykv import UserError
-from tinykv.cache_parts.trace import Trace
+from tinykv.cache_parts.tracing import Trace
 from tinykv.calibrate import calibrate
 from tinykv.codecs import Codec, Pair
 from tinykv.codecs.affine import Affine
