@@ -249,7 +249,7 @@ def write_rows(rows, out, T, h, N: tl.constexpr):
         ok = j < T
         if rows.fold != "":
             words = kernels.words_of(rows, 1, h, j, ok)
-        for i in tl.static_range(kernels.count(rows.planes)):
+        for i in tl.static_range(rows.n_planes):
             channel, there = kernels.channels_of(rows, i)
             if rows.fold == "":
                 x = kernels.decoded(rows, 1, h, j0, j, ok, i)

@@ -3,10 +3,8 @@
 Most tests run on `Planted`: not a Llama, but an object with its interface whose keys, values and gradients are ours.
 So groups, ranges, levels and clips have a truth to be compared with. The oracles share no code with the product.
 """
-import json
 import math
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +13,8 @@ import torch.nn.functional as F
 from cases import chunk_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
-from tinykv import UserError, storage
+from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate, record
 from tinykv.codecs.clipped import ClippedGroups
@@ -29,7 +26,7 @@ from tinykv.methods.registry import METHODS
 from tinykv.methods.rtn import RTN
 from tinykv.methods.skvq import SKVQ
 from tinykv.model import Llama, LlamaConfig
-from tinykv.storage import load_calibration, save_calibration
+from tinykv.storage import CalibrationFile
 
 Hkv, d, L, V, D = 2, 16, 2, 23, 12  # of Planted
 h = Hkv * d
@@ -1032,8 +1029,10 @@ def test_a_file_gives_back_what_was_learned(tmp_path, name, options, outlier):
     with pytest.raises(UserError, match="calibrate"):
         run(model, fresh, "paper", text)
     path, label = tmp_path / "deep" / "learned.safetensors", f'{name} {{"a/b": "{options}"}}'
-    save_calibration(path, model, "some text", {"other": {"0.k.levels": torch.zeros(3)}, label: method.calibrated()})
-    learned = load_calibration(path, model, "some text")
+    file = CalibrationFile(path, model)
+    file.put("other", "", {"0.k.levels": torch.zeros(3)})
+    file.put(label, "", method.calibrated())
+    learned = CalibrationFile(path, model).tables
     assert set(learned) == {"other", label} and learned["other"].keys() == {"0.k.levels"}
     assert same(learned[label], method.calibrated())
     fresh.restore(learned[label])
@@ -1046,110 +1045,6 @@ def test_a_file_gives_back_what_was_learned(tmp_path, name, options, outlier):
     again = new(name, options, model)  # learning is the same every time
     calibrate(model, again, windows)
     assert same(again.calibrated(), method.calibrated())
-
-
-def saved(tmp_path, value=1.0):
-    path = tmp_path / "learned.safetensors"
-    save_calibration(path, llama(), "some text", {"rtn": {"0.k.scale": torch.full((500,), value)}, "empty": {}})
-    return path
-
-
-def refused(path, model=None, data="some text"):
-    with pytest.raises(UserError) as error:
-        load_calibration(path, model or llama(), data)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
-    return str(error.value)
-
-
-def test_no_file_is_nothing_learned(tmp_path):
-    assert load_calibration(tmp_path / "none", llama(), "some text") == {}
-
-
-def test_a_name_without_tables_is_remembered(tmp_path):
-    assert load_calibration(saved(tmp_path), llama(), "some text")["empty"] == {}
-
-
-def test_another_model_and_other_data_are_refused(tmp_path):
-    path = saved(tmp_path)
-    assert "model" in refused(path, sinking())
-    assert "model" in refused(path, llama(torch.float64))
-    assert "other text" in refused(path, data="other text")
-    assert load_calibration(path, llama(), "some text")["rtn"]["0.k.scale"].eq(1).all()
-
-
-def test_damaged_files_are_refused(tmp_path):
-    path = saved(tmp_path)
-    whole = path.read_bytes()
-    for n in (0, 1, 7, 8, 30, 200, len(whole) - 2000, len(whole) - 1):
-        path.write_bytes(whole[:n])
-        refused(path)
-    for damaged in (b"\xff" * 8 + whole[8:], whole[:8] + b"x" + whole[9:], b"some text\n" * 30, whole + b"more"):
-        path.write_bytes(damaged)
-        refused(path)
-    path.unlink()
-    path.mkdir()
-    refused(path)
-
-
-def test_foreign_safetensors_files_are_refused(tmp_path):
-    path = tmp_path / "model.safetensors"
-    for notes in (None, {}, {"format": "pt"}, {"model": "x", "data": "some text", "names": "[]"}):
-        save_file({"rtn/0.k.scale": torch.zeros(3)}, path, notes)
-        assert "not one that" in refused(path)
-
-
-def test_a_file_whose_notes_are_not_whole_is_refused(tmp_path):
-    """One of another version, say."""
-    path = tmp_path / "learned.safetensors"
-    save_file({"rtn/0.k.scale": torch.zeros(3)}, path, {"format": "tinykv-calibration"})
-    refused(path)
-
-
-def test_a_file_may_name_fewer_methods_than_it_holds_tables_of(tmp_path):
-    path = tmp_path / "learned.safetensors"
-    notes = {"format": "tinykv-calibration", "model": storage.fingerprint(llama()), "data": "some text"}
-    save_file({"rtn/0.k.scale": torch.zeros(3)}, path, {**notes, "names": json.dumps(["other"])})
-    refused(path)
-
-
-def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    path = saved(tmp_path)
-    before = path.read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage.os, "replace", full)
-        with pytest.raises(UserError) as error:
-            saved(tmp_path, 2.0)
-    assert str(path) in str(error.value) and "No space left" in str(error.value)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError, MemoryError])
-def test_a_save_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch, stop):
-    path = saved(tmp_path)
-    before = path.read_bytes()
-
-    def half_way(part, content):
-        with open(part, "wb") as file:
-            file.write(before[:100])
-        raise stop
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", half_way)
-        with pytest.raises(UserError if stop is OSError else stop):
-            saved(tmp_path, 2.0)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-    saved(tmp_path, 2.0)
-    assert load_calibration(path, llama(), "some text")["rtn"]["0.k.scale"].eq(2).all()
-
-
-def test_a_place_that_cannot_be_written_to(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file"):
-        save_calibration(tmp_path / "file" / "learned", llama(), "some text", {})
 
 
 # ---- numbers that are no numbers

@@ -39,9 +39,14 @@ from tinykv.data.stories import FABLES, SPLITS, TALES, Story, stories
 from tinykv.hf.hub import HubFile, fetch_file
 from tinykv.storage import read_text
 
+<<<<<<< HEAD
+PART = 2 ** 16  # characters of a long text that are encoded at a time
+NEAR = 64  # characters on either side of a place that say whether a token reaches over it
+=======
 # Characters of a story, at least. A window then begins so few stories that five kept tokens, as in
 # the papers, are enough for its sinks.
 SHORTEST = 800
+>>>>>>> hf
 
 
 @dataclass
@@ -194,7 +199,7 @@ def read_documents(data, split, seed, whole=False):
     if split not in splits:
         raise UserError(f"{data} has no split {split!r}; it has {', '.join(splits)}")
     if data in VOCABULARIES:
-        return f"{data} ({split})", stories(split, seed, vocabulary=VOCABULARIES[data], shortest=SHORTEST)
+        return f"{data} ({split})", stories(split, seed, vocabulary=VOCABULARIES[data])
     if data == "wikitext2":
         return f"wikitext2 ({split})", map(Story, wikitext2(split))
     if data == "c4":

@@ -193,8 +193,9 @@ def find_outlier(largest, ratio, channel, massive=(100.0, 1000.0)):
         if not growth.any():
             return None
         layer = int(growth.argmax())
-    # 2. the channel: each window votes in up to three layers from there on; 90% have to agree
-    votes = channel[:, layer + 1:layer + 4]  # (W, up to 3)
+    # 2. the channel: each window votes in up to three layers from there on; 90% have to agree. The last block has no
+    # vote: there the outlier is cleared
+    votes = channel[:, layer + 1:-1][:, :3]  # (W, up to 3)
     winner = int(votes.flatten().mode().values)
     agreement = (votes == winner).float().mean()
     return (layer, winner) if agreement >= 0.9 else None
