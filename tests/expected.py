@@ -242,8 +242,8 @@ def expected_bytes(case, method, watch, kind):
     coded = kept = 0
     for layer in range(L):
         coded += expected_code_bytes(case, method, watch, layer, kind)
-        kept = expected_kept(case, method, watch, layer, kind, events)  # (B, Hkv, T)
-        slots = int(kept.sum(-1).max())  # of the sequence and head with the most
+        marks = expected_kept(case, method, watch, layer, kind, events)  # (B, Hkv, T)
+        slots = int(marks.sum(-1).max())  # of the sequence and head with the most
         kept += B * slots * (Hkv * row + position)
     recent = L * B * Hkv * (case.T - quantized) * row
     return {"coded": coded, "kept": kept, "recent": recent}

@@ -70,23 +70,29 @@ def pools(scores, events, size, room, select="smallest"):
     return pool, extra
 
 
-def equation_5(q, K):
-    """AnTKV's AnS(K) and AnS(V) of all keys, (B, Hkv, S) both. q (B, H, T, d): the newest queries;
-    K (B, Hkv, S, d)."""
-    B, H, T, d = q.shape
-    Hkv, S = K.shape[1:3]
-    K = K.repeat(H // Hkv, axis=1)  # (B, H, S, d)
-    # attention weights
-    position = np.arange(S - T, S)[:, None]  # (T, 1)
-    logits = q @ K.swapaxes(2, 3) / d ** 0.5  # (B, H, T, S)
-    logits = np.where(position >= np.arange(S), logits, -np.inf)
+def attention(q, K, window=None):
+    """A (B, H, T, S). q (B, H, T, d): the newest queries; K (B, Hkv, S, d); both rotated."""
+    (T, d), S = q.shape[2:], K.shape[2]
+    K = K.repeat(q.shape[1] // K.shape[1], axis=1)  # (B, H, S, d)
+    before = np.arange(S - T, S)[:, None] - np.arange(S)  # (T, S): how far the key is before the query
+    seen = (before >= 0) & (before < (window or S))
+    logits = np.where(seen, q @ K.swapaxes(2, 3) / d ** 0.5, -np.inf)  # (B, H, T, S)
     A = np.exp(logits - logits.max(-1, keepdims=True))
-    A = A / A.sum(-1, keepdims=True)  # (B, H, T, S)
-    # the two sums over queries, then over the query heads of a KV head
+    return A / A.sum(-1, keepdims=True)
+
+
+def of_kv_heads(x, Hkv):
+    """x (B, H, S), summed over the query heads of each KV head, (B, Hkv, S)."""
+    return x.reshape(len(x), Hkv, -1, x.shape[-1]).sum(2)
+
+
+def equation_5(q, K, window=None):
+    """AnTKV's AnS(K) and AnS(V) of all keys, (B, Hkv, S) both."""
+    A = attention(q, K, window)  # (B, H, T, S)
     norm = np.sqrt((q ** 2).sum(-1, keepdims=True))  # (B, H, T, 1)
     of_keys = (norm * A * (1 - A)).sum(2)  # (B, H, S)
     of_values = A.sum(2)  # (B, H, S)
-    return [scores.reshape(B, Hkv, -1, S).sum(2) for scores in (of_keys, of_values)]
+    return [of_kv_heads(scores, K.shape[1]) for scores in (of_keys, of_values)]
 
 
 def anchors(wanted, chunks, events, margin=0.0):
@@ -226,18 +232,19 @@ def nonuniform(x, ignore, levels, share, mid=None, half=None):
     ignored = ignore.transpose(0, 2, 1).repeat(x.shape[3], axis=2)  # (B, T, C)
     outlier, read = np.zeros_like(ignored), np.zeros_like(rows)
     for b, t in np.ndindex(rows.shape[:2]):
-        row = rows[b, t]  # (C)
+        row, m, h = rows[b, t], mid, half  # (C) each
+        counted = np.flatnonzero(~ignored[b, t])
         if mid is not None:
-            m, h = mid, half
-            outlier[b, t] = ~ignored[b, t] & (np.abs(row - m) > h) & (share > 0)
+            outlier[b, t, counted] = (np.abs(row - m) > h)[counted] & (share > 0)
         else:
-            if not ignored[b, t].any():
-                median = np.sort(row)[(len(row) - 1) // 2]
-                furthest = sorted(range(len(row)), key=lambda c: (-np.abs(row[c] - median), c))
+            if len(counted):
+                median = np.sort(row[counted])[(len(counted) - 1) // 2]
+                furthest = sorted(counted, key=lambda c: (-np.abs(row[c] - median), c))
                 outlier[b, t, furthest[:round(share * len(row))]] = True
-            else:  # kept, for now: it has no outliers; if it is evicted, it is read in its own range
-                assert ignored[b, t].all()
-            lo, hi = row[~outlier[b, t]].min(), row[~outlier[b, t]].max()
+            else:  # kept, for now: it has no outliers; if it is given up, it is read in its own range
+                counted = np.arange(len(row))
+            inside = row[counted][~outlier[b, t, counted]]
+            lo, hi = (inside.min(), inside.max()) if len(inside) else (np.float32(0),) * 2
             m = np.float32(np.float16((lo + hi) / 2))
             h = np.float32(np.float16(max((hi - lo) / 2, np.float32(1e-5))))
         normal = ((row - m) / h).astype(np.float64)

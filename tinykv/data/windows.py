@@ -39,15 +39,6 @@ from tinykv.data.stories import FABLES, SPLITS, TALES, Story, stories
 from tinykv.hf.hub import HubFile, fetch_file
 from tinykv.storage import read_text
 
-<<<<<<< HEAD
-PART = 2 ** 16  # characters of a long text that are encoded at a time
-NEAR = 64  # characters on either side of a place that say whether a token reaches over it
-=======
-# Characters of a story, at least. A window then begins so few stories that five kept tokens, as in
-# the papers, are enough for its sinks.
-SHORTEST = 800
->>>>>>> hf
-
 
 @dataclass
 class Windows:

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 
 from tinykv import UserError, calibrate, codecs, did_you_mean, kmeans
-from tinykv.codecs import SCHEMES, settings_of_scheme
-from tinykv.methods.base import Method
+from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
+from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
 from tinykv.run.cli import list_of
 from tinykv.run.prefix import open_prefix
@@ -132,13 +132,14 @@ SETTINGS = {
 def settings_of(cls):
     """A method's settings, {name: default}: the arguments of its constructor after `config`.
 
-    A constructor that ends in **settings hands them to its parent, whose settings then count, too.
+    A constructor that ends in **settings hands them to its parent, whose settings then count, too;
+    that of `CodecMethod` to the codecs of the scheme.
     """
     arguments = list(inspect.signature(cls.__init__).parameters.values())
     own, inherited = {}, {}
     for argument in arguments[2:]:  # after self and config
         if argument.kind is argument.VAR_KEYWORD:
-            inherited = settings_of(cls.__base__)
+            inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
         elif argument.kind is not argument.VAR_POSITIONAL:
             own[argument.name] = argument.default
     return {**inherited, **own}
