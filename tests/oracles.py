@@ -201,9 +201,10 @@ def fp8(x):
 METADATA = {"fp8": (2 ** -9, 448, fp8), "fp16": (1e-5, 65504, float16)}
 
 
-def clipped_groups(x, bits, metadata, order, group, alpha, centre):
+def clipped_groups(x, bits, metadata, order, group, alpha, centre, codes_first=False):
     """What x reads as in SKVQ's groups. order, group (C): the channel at each place, and its group.
-    alpha, centre (n): how the range of each group is clipped."""
+    alpha, centre (n): how the range of each group is clipped. codes_first: codes are computed on the
+    grid before it is rounded."""
     floor, largest, rounded = METADATA[metadata]
     assert sorted(order) == list(range(len(order))), "a channel is in no group, or in two"
     rows = to_rows(x)  # (B, T, C)
@@ -216,10 +217,29 @@ def clipped_groups(x, bits, metadata, order, group, alpha, centre):
         middle = (lo + hi) / 2 if c else np.zeros_like(lo)
         lo, hi = (a * end + (1 - a) * middle for end in (lo, hi))
         # the grid
-        s = rounded(np.clip((hi - lo) / max_code(bits), np.float32(floor), np.float32(largest)))
-        z = rounded(np.clip(lo, np.float32(-largest), np.float32(largest)))
-        out[..., channels] = s * np.clip(np.rint((g - z) / s), 0, max_code(bits)) + z
+        exact_s = np.clip((hi - lo) / max_code(bits), np.float32(floor), np.float32(largest))
+        exact_z = np.clip(lo, np.float32(-largest), np.float32(largest))
+        s, z = rounded(exact_s), rounded(exact_z)
+        q = np.rint((g - exact_z) / exact_s) if codes_first else np.rint((g - z) / s)
+        out[..., channels] = s * np.clip(q, 0, max_code(bits)) + z
     return to_heads(out, x.shape[1])
+
+
+def token_range(row, counted, share):
+    """The middle of a token's range, half of it, and its outliers (C). row (C): its numbers; counted:
+    which of them are not ignored; share: that of the outliers among all."""
+    outlier = np.zeros(len(row), bool)
+    if len(counted):
+        median = np.sort(row[counted])[(len(counted) - 1) // 2]
+        furthest = sorted(counted, key=lambda c: (-np.abs(row[c] - median), c))
+        outlier[furthest[:round(share * len(row))]] = True
+    else:  # kept, for now: it has no outliers; if it is given up, it is read in its own range
+        counted = np.arange(len(row))
+    inside = row[counted][~outlier[counted]]
+    lo, hi = (inside.min(), inside.max()) if len(inside) else (np.float32(0),) * 2
+    mid = np.float32(np.float16((lo + hi) / 2))
+    half = np.float32(np.float16(max((hi - lo) / 2, np.float32(1e-5))))
+    return mid, half, outlier
 
 
 def nonuniform(x, ignore, levels, share, mid=None, half=None):
@@ -232,21 +252,12 @@ def nonuniform(x, ignore, levels, share, mid=None, half=None):
     ignored = ignore.transpose(0, 2, 1).repeat(x.shape[3], axis=2)  # (B, T, C)
     outlier, read = np.zeros_like(ignored), np.zeros_like(rows)
     for b, t in np.ndindex(rows.shape[:2]):
-        row, m, h = rows[b, t], mid, half  # (C) each
-        counted = np.flatnonzero(~ignored[b, t])
-        if mid is not None:
-            outlier[b, t, counted] = (np.abs(row - m) > h)[counted] & (share > 0)
+        row = rows[b, t]  # (C)
+        if mid is None:
+            m, h, outlier[b, t] = token_range(row, np.flatnonzero(~ignored[b, t]), share)
         else:
-            if len(counted):
-                median = np.sort(row[counted])[(len(counted) - 1) // 2]
-                furthest = sorted(counted, key=lambda c: (-np.abs(row[c] - median), c))
-                outlier[b, t, furthest[:round(share * len(row))]] = True
-            else:  # kept, for now: it has no outliers; if it is given up, it is read in its own range
-                counted = np.arange(len(row))
-            inside = row[counted][~outlier[b, t, counted]]
-            lo, hi = (inside.min(), inside.max()) if len(inside) else (np.float32(0),) * 2
-            m = np.float32(np.float16((lo + hi) / 2))
-            h = np.float32(np.float16(max((hi - lo) / 2, np.float32(1e-5))))
+            m, h = mid, half
+            outlier[b, t] = ~ignored[b, t] & (np.abs(row - m) > h) & (share > 0)
         normal = ((row - m) / h).astype(np.float64)
         code = np.abs(normal[:, None] - levels).argmin(1)  # ties: the smaller level
         read[b, t] = np.where(outlier[b, t], row, levels[code].astype(np.float32) * h + m)

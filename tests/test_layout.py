@@ -57,7 +57,7 @@ def test_ten_calls_from_the_command_to_the_rounding(protocol, monkeypatch, capsy
         eval_ppl.main()
     finally:
         sys.setprofile(None)
-    assert calls.stacks == {("main", "run", "evaluate", "Llama.forward", "Block.forward", "Attention.forward",
+    assert calls.stacks == {("main", "run", "measure", "Llama.forward", "Block.forward", "Attention.forward",
                              "KVCache.update", "LayerCache.update", "CachedRows.quantize", "Affine.encode")}
     assert "kvsink" in capsys.readouterr().out
 

@@ -88,7 +88,7 @@ def test_a_crash_is_told_by_its_line(tmp_path, monkeypatch):
     with pytest.raises(AttributeError) as caught:
         invariants.check_bytes(Case(load_class("crash.py:Crash"), "token-dynamic"))
     assert own_methods.found(caught.value, ["crash.py:Crash"]).startswith(
-        "crash.py, line 5, in keep_keys: AttributeError: 'LayerCache' object has no")
+        f"{tmp_path / 'crash.py'}, line 5, in keep_keys: AttributeError: 'LayerCache' object has no")
 
 
 @pytest.mark.parametrize("words, said", [

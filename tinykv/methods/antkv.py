@@ -163,7 +163,7 @@ def count_or_share(anchors):
 
 def anchor_scores(q, k, window=None):
     """Eq. 5: AnS(K) and AnS(V), (B, Hkv, S) both. The arguments are those of `score_tiles`."""
-    (B, H, T, _), (Hkv, S) = q.shape, k.shape[1:3]
+    (B, H), (Hkv, S) = q.shape[:2], k.shape[1:3]
     q_norm = q.float().norm(dim=-1)  # (B, H, T)
     factors = torch.stack([q_norm, torch.ones_like(q_norm)], dim=2)  # (B, H, 2, T)
     sums = torch.zeros(B, H, 2, S, device=q.device)  # of keys, and of values

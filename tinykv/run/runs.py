@@ -192,11 +192,16 @@ def name_of(method):
     return getattr(method, "name", None) or cls.__name__
 
 
+def is_made(method):
+    """Whether a method is there already, and not a class or a name of one."""
+    return not isinstance(method, str) and not inspect.isclass(method)
+
+
 @cache
 def load_class(name):
     """A method's class, from its name or from path/to/file.py:Class. A file is imported once."""
     if not isinstance(name, str):
-        return name if inspect.isclass(name) else type(name)
+        return type(name) if is_made(name) else name
     if name in METHODS:
         return METHODS[name]
     path, _, attribute = name.rpartition(":")
@@ -270,7 +275,7 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
     name, that is an error.
     """
     name = name_of(asked)
-    if isinstance(asked, Method):
+    if is_made(asked):
         settings = {key: value for key, value in vars(asked).items() if isinstance(value, int | float | str)}
         return [Run(name, name, copy.deepcopy(asked), settings, weights)]
     cls = load_class(asked)
@@ -303,9 +308,7 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
 
 def reaches(setting, asked, given):
     """Whether a setting is used by a method, under one of the schemes that are asked for."""
-    if isinstance(asked, Method):
-        return False
-    return any(setting in chosen for chosen in combinations(load_class(asked), given))
+    return not is_made(asked) and any(setting in chosen for chosen in combinations(load_class(asked), given))
 
 
 def shared_settings(cls, other, own, arguments):
