@@ -302,19 +302,12 @@ class Case:
         return torch.cat(logits, dim=1)
 
     def exact_logits(self, tokens, sizes, rope=None):
-        """The logits that the fp16 method gives of the same text, read in the same chunks. rope: where keys are stored,
-        if not as the cell's method has it.
-
-        A prefix is a chunk of its own, of one row for the whole batch: as the method reads it, so
-        that the last bits agree.
-        """
-        n, protocol = len(self.prefix), self.protocol
+        """The logits that the fp16 method gives of the same text after the same prefix, read in the same chunks. rope:
+        where keys are stored, if not as the cell's method has it."""
         method = self.fp16(rope or self.method().rope)
-        cache = KVCache(self.model, method, "stream" if n else protocol)
-        if n:
-            self.feed(cache, tokens[:1, :n], [n])
-        logits = self.feed(cache, tokens[:, n:], without_prefix(n, sizes))
-        return with_zeros(n, logits)
+        method.prefix = self.method().prefix
+        logits, _ = self.run(method, tokens, KVCache(self.model, method, self.protocol), sizes)
+        return logits
 
 
 def chunk_sizes(method, protocol, T):

@@ -74,7 +74,9 @@ def check_cache_holds_the_expected_rows(case, sizes=None):
             place = f"layer {layer}, {NAMES[kind]}"
             assert got.shape == want.shape, f"{place}: the cache reads {tuple(got.shape)}"
             assert torch.isfinite(got).all(), f"{place}: the cache reads numbers that are not finite"
-            differ = (got != want).any(-1).nonzero().tolist()  # [(sequence, head, token)]
+            # in fp32, of which the last bits depend on the order of the sums
+            off = (got - want).abs() > 1e-6 * want.abs().amax(-1, keepdim=True)
+            differ = off.any(-1).nonzero().tolist()  # [(sequence, head, token)]
             if differ:
                 raise AssertionError(why_rows_differ(case, method, watch, layer, kind, differ, got, want))
 

@@ -478,10 +478,10 @@ def test_what_a_cache_prints():
     cache = KVCache(model, method, "paper")
     assert repr(method) == "PFN(token-dynamic, 2-bit K, 2-bit V)"
     assert repr(method.codecs[0].k) == "Affine(2 bits)"
-    assert repr(cache.layers[1].keys) == "CachedRows(layer 1, K: 0 coded, 0 kept, 0 recent)"
+    assert repr(cache.layers[1].keys) == "CachedRows(layer 1, K: 0 tokens: 0 coded, 0 recent)"
     model(TEXT[:, :3], cache)
-    assert repr(cache.layers[1].keys) == "CachedRows(layer 1, K: 3 coded, 2 kept, 0 recent)"
-    assert repr(cache.layers[1].values) == "CachedRows(layer 1, V: 3 coded, 2 kept, 0 recent)"
+    assert repr(cache.layers[1].keys) == "CachedRows(layer 1, K: 3 tokens: 3 coded (2 of them kept), 0 recent)"
+    assert repr(cache.layers[1].values) == "CachedRows(layer 1, V: 3 tokens: 3 coded (2 of them kept), 0 recent)"
     assert repr(cache.layers[1]) == f"LayerCache({cache.layers[1].keys!r}, {cache.layers[1].values!r})"
     assert repr(cache).startswith("KVCache(PFN(token-dynamic, 2-bit K, 2-bit V), paper, 3 tokens: ")
 

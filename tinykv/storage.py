@@ -186,7 +186,8 @@ class CalibrationFile:
     """The tables that calibration found for one model, by name, each with the `identity` of what made it.
 
         file = CalibrationFile("tables.safetensors", model)
-        method.restore(file.take("kvquant", identity(windows), calibrate_it))
+        file.put("kvquant", identity(windows), method.calibrated())
+        method.restore(file.get("kvquant", identity(windows)))
 
     path: where the tables are kept; None keeps them in memory only. A file of another model is an
     error; tables that something else has made are made again.
@@ -199,16 +200,16 @@ class CalibrationFile:
         if path and Path(path).exists():
             self.load()
 
-    def take(self, name, made_of, calibrate):
-        """The tables of that name, {table: tensor}: the file's, or else what calibrate() gives, which is
-        saved at once."""
-        if name not in self.tables or self.made_of[name] != made_of:
-            tables = calibrate()
-            check_finite(name, tables)
-            self.tables[name], self.made_of[name] = tables, made_of
-            if self.path:
-                self.save()
-        return self.tables[name]
+    def get(self, name, made_of):
+        """The tables of that name, {table: tensor}; None if there are none, or something else made them."""
+        return self.tables[name] if self.made_of.get(name, "") == made_of else None
+
+    def put(self, name, made_of, tables):
+        """Add tables, and write the file. UserError if a number in them is not finite."""
+        check_finite(name, tables)
+        self.tables[name], self.made_of[name] = tables, made_of
+        if self.path:
+            self.save()
 
     def save(self):
         tensors = {}

@@ -1,20 +1,25 @@
-"""AnTKV's anchor scores beside the damage that they stand for (Li et al., 2025, Theorem 1 and
-Appendix D).
+"""AnTKV's scores: how well they rank the tokens by the damage that quantizing each alone does to the
+attention output, and to the attention weights, which leaves V out (its Appendix D, Figure 9), by rank
+correlation and by the damage in the top 1%; by layer, and the mean. The last row of each part is
+ranked by the damage itself, which no score can exceed.
 
 The damage of a token is how much the attention output changes, in L1, if this token alone is
 quantized. Theorem 1 bounds it for small errors; the scores of Eq. 5, by which AnTKV chooses, are a
-short form of the bound. See `methods/antkv.py` for both. The attention goes in tiles of queries: no
-T x S matrix is ever whole.
+short form of the bound: see `methods/antkv.py`. No T x S matrix is ever whole.
 """
 import torch
 
 from tinykv import UserError
-from tinykv.analysis.sinks import shown_layer
-from tinykv.analysis.walk import walk
+from tinykv.analysis.figures import COLOURS, legend, new_figure, pooled, title
+from tinykv.analysis.walk import mean, means, walk
 from tinykv.calibrate import calibrate
 from tinykv.methods.antkv import AnTKV, anchor_scores, attention_tiles, score_tiles
 
-# The bound, and what it bounds
+DECADES = 1e9  # of the figure's axes, below the largest number
+
+COLUMNS = {"of": ("of", ""), "ranked by": ("ranked by", ""), "rank by layer": ("rank correlation", ".2f"),
+           "rank": ("mean", ".2f"), "top by layer": ("damage in the top 1%", ".0%"), "top": ("mean", ".0%")}
+
 
 def theorem_1(q, k, v):
     """The factor of |dK_j|_1 in Theorem 1, sum_i A_ij |V_j - O_i|_1 |Q_i|_2: (B, Hkv, S), summed
@@ -91,42 +96,6 @@ def damage(q, k, v, quantized_k, quantized_v):
     return by_k, by_v, of_weights
 
 
-@torch.no_grad()
-def anchor_damage(model, window, method):
-    """The damage of every token of a window (T), and what is said of it: {"k": {...}, "v": {...}},
-    (L, Hkv, T) each.
-
-    `damage`; `score`, AnS of Eq. 5; `error`, |d|_1 of its key or value; of keys only: `bound`, the
-    factor of Theorem 1, and `weights`, the damage to the attention weights.
-    """
-    tables = {"k": {"damage": [], "weights": [], "score": [], "error": [], "bound": []},
-              "v": {"damage": [], "score": [], "error": []}}
-    positions = torch.arange(len(window), device=window.device)  # (T)
-    for at, codecs in zip(walk(model, window), method.codecs):
-        # read each key, stored before RoPE, and each value from its codes
-        quantized_k = codecs.k.decode(codecs.k.encode(at.k_pre)).to(at.k.dtype)  # (1, Hkv, T, d)
-        quantized_k = model.rope.rotate(quantized_k, positions)  # (1, Hkv, T, d)
-        quantized_v = codecs.v.decode(codecs.v.encode(at.v))  # (1, Hkv, T, d)
-
-        # (1, Hkv, T) each
-        damage_k, damage_v, of_weights = damage(at.q, at.k, at.v, quantized_k, quantized_v)
-        score_k, score_v = anchor_scores(at.q, at.k)  # (1, Hkv, T) both
-        columns = {
-            "k": {"damage": damage_k, "weights": of_weights, "score": score_k,
-                  "error": (quantized_k - at.k).abs().sum(-1),
-                  "bound": theorem_1(at.q, at.k, at.v)},
-            "v": {"damage": damage_v, "score": score_v,
-                  "error": (quantized_v - at.v).abs().sum(-1)},
-        }
-        for kind, of_kind in columns.items():
-            for name, x in of_kind.items():
-                tables[kind][name].append(x[0].float())  # (Hkv, T)
-    for of_kind in tables.values():
-        for name, layers in of_kind.items():
-            of_kind[name] = torch.stack(layers)  # (L, Hkv, T)
-    return tables
-
-
 # How well the scores rank the tokens: Appendix D
 
 def ranks(x):
@@ -141,57 +110,98 @@ def rank_correlation(a, b):
     return (a * b).sum(-1) / (a.pow(2).sum(-1) * b.pow(2).sum(-1)).sqrt()
 
 
-def anchor_method(config, context, vq):
-    """The method whose scores are looked at. UserError if the damage cannot be measured in this
-    model."""
+def check(config, context):
+    """UserError if the damage cannot be measured in this model."""
     sliding = config.sliding_window
     if sliding is not None and sliding < context:
         raise UserError(
             "anchors: the damage of a token is measured where a query sees all tokens before it, and "
             f"in this model it sees {sliding}; give a --context of at most that")
-    return AnTKV(config, vq)
 
 
-#   damage:        (of keys or values, column of `anchor_damage`, what the tokens are ranked by).
-# The last rank is by the damage itself: the ceiling, which no score can exceed.
-DAMAGES = {
-    "K": ("k", "damage", ("score", "bound", "score x error", "bound x error", "damage")),
-    "K, without V": ("k", "weights", ("score", "score x error", "weights")),
-    "V": ("v", "damage", ("score", "score x error", "damage")),
-}
+def rankings(at, codecs, rope):
+    """{what is damaged: (the damage, {what the tokens are ranked by: numbers})}, (Hkv, T) each."""
+    # read each key, stored before RoPE, and each value from its codes
+    positions = torch.arange(at.k.shape[2], device=at.k.device)  # (T)
+    quantized_k = codecs.k.decode(codecs.k.encode(at.k_pre)).to(at.k.dtype)  # (1, Hkv, T, d)
+    quantized_k = rope.rotate(quantized_k, positions)  # (1, Hkv, T, d)
+    quantized_v = codecs.v.decode(codecs.v.encode(at.v))  # (1, Hkv, T, d)
+
+    # (Hkv, T) each
+    by_k, by_v, of_weights = (x[0] for x in damage(at.q, at.k, at.v, quantized_k, quantized_v))
+    score_k, score_v = (x[0] for x in anchor_scores(at.q, at.k))
+    bound = theorem_1(at.q, at.k, at.v)[0]
+    error_k = (quantized_k - at.k)[0].abs().sum(-1)
+    error_v = (quantized_v - at.v)[0].abs().sum(-1)
+    return {
+        "K": (by_k, {"score": score_k, "bound": bound, "score x error": score_k * error_k,
+                     "bound x error": bound * error_k, "itself (ceiling)": by_k}),
+        "K, without V": (of_weights, {"score": score_k, "score x error": score_k * error_k,
+                                      "itself (ceiling)": of_weights}),
+        "V": (by_v, {"score": score_v, "score x error": score_v * error_v, "itself (ceiling)": by_v}),
+    }
 
 
-def anchor_report(model, windows, calibration, vq, progress=iter, shown=None):
-    """How well scores and bounds rank the tokens by damage: rows with, by layer, the `rank
-    correlation`, and the share of the `damage in the top 1%` of the tokens; averaged over KV heads
-    and windows. The damage of keys is measured twice: at the attention output, and at the attention
-    weights, which leaves V out, as the paper's Figure 9 does.
+def measure(text, vq="d8m256"):
+    """Means over KV heads and windows. `first window`: the damage and the score of its tokens in KV
+    head 0 of the shown layer. vq: the format of the codebooks."""
+    check(text.model.config, text.windows.shape[1])
+    method = AnTKV(text.model.config, vq)
+    calibrate(text.model, method, text.calibration, text.progress)
+    first = {}
 
-    windows, calibration (W, T); vq: the format of the codebooks. The example: `anchor_damage` of
-    the first window, and the `layer` to show.
-    """
-    method = anchor_method(model.config, windows.shape[1], vq)
-    calibrate(model, method, calibration, progress)
-    tables = [anchor_damage(model, window, method) for window in progress(windows)]
-    rows = []
-    for of, (kind, damage_name, names) in DAMAGES.items():
-        for name in names:
-            # the mean over windows of what ranking by this column gives
-            correlations, shares = [], []  # of each window (L)
-            for table in tables:
-                damage_of_token = table[kind][damage_name]  # (L, Hkv, T)
-                x = table[kind][name.removesuffix(" x error")]  # (L, Hkv, T)
-                if name.endswith(" x error"):
-                    x = x * table[kind]["error"]
-                correlations.append(rank_correlation(x, damage_of_token).mean(1))
-                one_percent = max(1, x.shape[-1] // 100)
-                top = x.topk(one_percent, dim=-1).indices  # (L, Hkv, 1%)
-                damage_of_top = damage_of_token.gather(-1, top).sum(-1)  # (L, Hkv)
-                shares.append((damage_of_top / damage_of_token.sum(-1)).mean(1))
-            rows.append({
-                "of": of,
-                "ranked by": "itself (ceiling)" if name == damage_name else name,
-                "rank correlation": torch.stack(correlations).mean(0).tolist(),
-                "damage in the top 1%": torch.stack(shares).mean(0).tolist(),
-            })
-    return rows, {**tables[0], "layer": shown_layer(model, shown)}
+    def look(at, sinks):
+        found = {}
+        for of, (damaged, ranked) in rankings(at, method.codecs[at.layer], text.model.rope).items():
+            for by, x in ranked.items():
+                top = x.topk(max(1, x.shape[-1] // 100), dim=-1).indices  # (Hkv, 1%)
+                of_top = damaged.gather(-1, top).sum(-1) / damaged.sum(-1)  # (Hkv)
+                found[of, by, at.layer] = torch.stack([rank_correlation(x, damaged).mean(), of_top.mean()])
+                if at.layer == text.layer:
+                    first.setdefault((of, by), {"damage": damaged[0].tolist(), "score": x[0].tolist()})
+        return found
+
+    found, rows = means(text, look), []
+    for of, by in first:
+        numbers = [found[of, by, layer] for layer in range(text.model.config.num_hidden_layers)]
+        rank, top = ([x[i] for x in numbers] for i in (0, 1))
+        rows.append({"of": of, "ranked by": by, "rank by layer": rank, "rank": mean(rank), "top by layer": top,
+                     "top": mean(top), "first window": first[of, by]})
+    return rows
+
+
+def draw(text, rows):
+    """Each token's score beside the damage of quantizing it, and the damage by position (AnTKV Figure
+    1), of the shown layer's KV head 0; and the scores by position, of all heads (Figure 10)."""
+    of = {(row["of"], row["ranked by"]): row for row in rows}
+    figure, (of_keys, of_values, by_position, by_head) = new_figure(
+        2, 2, 9.2, 7.4, f"The 1% with the largest scores hold {of['K', 'score']['top']:.0%} of the keys' damage and "
+        f"{of['V', 'score']['top']:.0%} of the values'")
+    for i, (panel, kind) in enumerate(((of_keys, "K"), (of_values, "V"))):
+        first = of[kind, "score"]["first window"]
+        score, damaged = torch.tensor(first["score"]), torch.tensor(first["damage"])  # (T) both
+        top = score.topk(max(1, len(score) // 100)).indices
+        panel.scatter(score, damaged, s=7, color=COLOURS[5], linewidths=0, label="tokens")
+        panel.scatter(score[top], damaged[top], s=26, color=COLOURS[1], marker="D", label="anchors, the top 1%")
+        panel.set(xscale="log", yscale="log", xlabel=f"AnS({kind})", ylabel="damage: L1 change of the output",
+                  xlim=(score.max() / DECADES, None), ylim=(damaged.max() / DECADES, None))
+        title(panel, f"{'keys' if kind == 'K' else 'values'}, layer {text.layer}, KV head 0")
+        by_position.scatter(range(len(damaged)), damaged, s=7, color=COLOURS[i], linewidths=0,
+                            label="keys" if kind == "K" else "values")
+    legend(of_keys)
+    by_position.set(yscale="log", xlabel="position (tokens)", ylabel="damage: L1 change of the output",
+                    ylim=(damaged.max() / DECADES, None))
+    title(by_position, f"damage by position, layer {text.layer}, KV head 0")
+    legend(by_position)
+
+    from matplotlib.colors import LogNorm
+    scores = [anchor_scores(at.q, at.k)[1][0] for at in walk(text.model, text.windows[0])]  # L of (Hkv, T)
+    scores = torch.cat(scores).cpu()  # (L * Hkv, T)
+    cells = pooled(scores.T).T  # (L * Hkv, up to 128)
+    image = by_head.imshow(cells.clamp(min=1e-3).numpy(), norm=LogNorm(), cmap="viridis", aspect="auto",
+                           extent=(0, scores.shape[1], len(scores), 0), interpolation="nearest")
+    by_head.grid(False)
+    by_head.set(xlabel="position (tokens)", ylabel="KV head, of all layers in turn")
+    title(by_head, "AnS(V) by position")
+    figure.colorbar(image, ax=by_head, label="score, the largest of a cell")
+    return figure

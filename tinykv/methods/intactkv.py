@@ -26,10 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.cache import KVCache
 from tinykv.cache_parts.trace import Trace
-from tinykv.codecs import Exact, Pair
-from tinykv.methods.base import CodecMethod, Method, first_tokens
+from tinykv.methods.base import CodecMethod, first_tokens
 
 
 class IntactKV(CodecMethod):
@@ -97,12 +95,12 @@ def exact_rows(full, quantized, ids):
         return torch.zeros(L, Hkv, 0, d, device=device), torch.zeros(L, Hkv, 0, d, device=device)
 
     # 1. Let the full-precision model read the tokens
-    cache = KVCache(full, KeysBeforeRope(config, len(ids)))
-    full(torch.tensor([ids], device=device), cache, logits=False)
+    trace = SixteenBits(full)
+    full(torch.tensor([ids], device=device), trace, logits=False)
 
-    # 2. Its cache holds the prefix now
-    keys = torch.cat([layer.keys.recent for layer in cache.layers]).float()  # (L, Hkv, n, d)
-    values = torch.cat([layer.values.recent for layer in cache.layers]).float()  # (L, Hkv, n, d)
+    # 2. Take its keys and values
+    keys = torch.cat(trace.k).float()  # (L, Hkv, n, d)
+    values = torch.cat(trace.v).float()  # (L, Hkv, n, d)
     if not (keys.isfinite().all() and values.isfinite().all()):
         raise UserError("the prefix has keys or values that are not finite, or too large for 16 "
                         "bits; use another --dtype, or another model")
@@ -113,13 +111,15 @@ def exact_rows(full, quantized, ids):
     return keys, values * gains
 
 
-class KeysBeforeRope(Method):
-    """The n newest tokens stay in full precision, with keys before RoPE, to read a prefix from."""
-    rope = "pre"
+class SixteenBits(Trace):
+    """A forward that reads keys and values in 16 bits, as with the fp16 method, and records them, keys before RoPE."""
 
-    def __init__(self, config, n):
-        self.recent = n
-        self.codecs = [Pair(Exact(), Exact())] * config.num_hidden_layers
+    def update(self, layer, q, k, v, positions):
+        dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
+        k, v = k.to(dtype), v.to(dtype)
+        self.k.append(k)
+        self.v.append(v)
+        return self.rope.rotate(k, positions).to(q.dtype), v.to(q.dtype)
 
 
 def value_gain(block):

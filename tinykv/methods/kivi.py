@@ -31,7 +31,7 @@ class KIVI(CodecMethod):
     compare = {"rtn": {"scheme": "token-dynamic"}}
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128, v_block=None):
-        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size)
+        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
         at_least(0, recent=recent)
         at_least(1, v_block=v_block)
         self.recent, self.v_block = recent, v_block

@@ -24,7 +24,7 @@ class KVQuant(CodecMethod):
     def __init__(self, config, k_bits=2, v_bits=2, preserve=1, outliers=1.0,
                  sensitivity="fisher-range", q_norm=None, rope="pre"):
         at_least(0, preserve=preserve)
-        super().__init__(config, k_bits, v_bits, "kvquant", rope=rope, outliers=outliers,
+        super().__init__(config, k_bits, v_bits, "kvquant", rope, outliers=outliers,
                          sensitivity=sensitivity, q_norm=q_norm)
         self.preserve = preserve
 

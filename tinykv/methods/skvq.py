@@ -26,9 +26,9 @@ class SKVQ(CodecMethod):
                  block=16, reorder="on", clip="both", alpha=None, metadata="fp8",
                  metadata_order="rounded-first", sensitivity="token", rope="pre"):
         at_least(0, preserve=preserve, recent=recent)
-        super().__init__(config, k_bits, v_bits, "skvq", group_size, rope, block, reorder=reorder,
-                         clip=clip, alpha=alpha, metadata=metadata, metadata_order=metadata_order,
-                         sensitivity=sensitivity)
+        super().__init__(config, k_bits, v_bits, "skvq", rope, block, group_size=group_size,
+                         reorder=reorder, clip=clip, alpha=alpha, metadata=metadata,
+                         metadata_order=metadata_order, sensitivity=sensitivity)
         self.preserve, self.recent = preserve, recent
 
     def keep_keys(self, layer_cache, n):

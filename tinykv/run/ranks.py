@@ -68,12 +68,21 @@ def talking():
 
 
 class SharedCalibration(CalibrationFile):
-    """A calibration file that rank 0 reads and writes; its tables reach every rank."""
+    """A calibration file that rank 0 reads and writes. The others get what it finds there, or adds."""
 
-    def take(self, name, made_of, calibrate):
-        tables = [{}]
-        if dist.get_rank() == 0:
-            tables = [super().take(name, made_of, calibrate)]
+    def get(self, name, made_of):
+        if dist.get_rank() > 0:
+            return self.sent(None)
+        tables = super().get(name, made_of)
+        return None if tables is None else self.sent(tables)
+
+    def put(self, name, made_of, tables):
+        super().put(name, made_of, tables)
+        self.sent(tables)
+
+    def sent(self, tables):
+        """Tables of rank 0, on every rank."""
+        tables = [tables]
         with talking():
             dist.broadcast_object_list(tables)
         device = self.model.lm_head.weight.device
@@ -97,4 +106,4 @@ def gather(result):
     total, *others = parts
     for part in others:  # in the order of the windows
         total.add(part)
-    return total
+    return replace(total, hidden=result.hidden)  # those of its own windows

@@ -1,0 +1,82 @@
+"""OTT's sorted key magnitudes, sum_c |K[i, c]| after RoPE: the smallest over the median, the cliff
+(the largest ratio of neighbours among the 32 smallest), the number of tokens below it, and the share
+of these that are sinks; stretched: the share of channel ranges, of groups of 128 tokens, that sinks
+stretch, and by what factor. No pool of sinks can mend more than these ranges.
+"""
+import torch
+
+from tinykv.analysis.figures import COLOURS, legend, new_figure, span, title
+from tinykv.analysis.walk import by_layer
+
+MOST = 32  # of the smallest keys, in which the cliff is looked for: the size of OTT's extra pool
+GROUP = 128  # tokens of a channel's range
+
+COLUMNS = {"layer": ("layer", "d"), "smallest": ("smallest", ".3f"), "cliff": ("cliff", ".2f"),
+           "below": ("below", ".1f"), "sinks": ("sinks", ".0%"), "stretched": ("stretched", ".0%"),
+           "longer": ("by", ".2f")}
+
+
+def look(at, sinks):
+    # 1. magnitudes of the keys, the smallest first
+    size = at.k[0].float().abs().sum(-1)  # (Hkv, T)
+    size, order = size.sort(dim=-1)  # (Hkv, T) both
+    # 2. the cliff: the largest step from one to the next
+    ratios = size[:, 1:] / size[:, :-1]  # (Hkv, T - 1)
+    cliff, last_below = ratios[:, :MOST].max(-1)  # (Hkv) both
+    # 3. the tokens below it
+    is_below = torch.arange(len(sinks), device=sinks.device) <= last_below[:, None]  # (Hkv, T)
+    # 4. the ranges that the sinks stretch
+    factors = stretch(at.k[0].float(), sinks)  # (ranges)
+    return {
+        "smallest": (size[:, 0] / size.median(-1).values).mean(),
+        "cliff": cliff.mean(),
+        "below": (last_below + 1).float().mean(),
+        "sinks": sinks[order][is_below].float().mean(),
+        "stretched": (factors > 1).float().mean(),
+        "longer": factors[factors > 1].mean(),
+    }
+
+
+def stretch(keys, sinks):
+    """By what factor the sinks stretch each channel's range: (ranges), 1 where they do not.
+
+    keys (Hkv, T, d), sinks (T). A range is one of a KV head's groups of tokens; a group of nothing
+    but sinks has none without them.
+    """
+    factors = []  # of each group: (Hkv * d)
+    for rows, marks in zip(keys.split(GROUP, dim=1), sinks.split(GROUP)):
+        others = rows[:, ~marks]  # (Hkv, n, d)
+        if others.shape[1] > 1:
+            whole = rows.amax(1) - rows.amin(1)  # (Hkv, d)
+            without = others.amax(1) - others.amin(1)  # (Hkv, d)
+            factors.append((whole / without).flatten())
+    return torch.cat(factors)
+
+
+def measure(text):
+    return by_layer(text, look)
+
+
+def draw(text, rows):
+    """Sorted magnitudes of keys, and of the channel where they are largest on average, with the sinks
+    marked: KV head 0 of the shown layer."""
+    at, sinks = text.shown()
+    size = at.k[0, 0].float().abs().cpu()  # (T, d)
+    channel = int(size.mean(0).argmax())
+    shown = rows[at.layer]
+    figure, panels = new_figure(
+        1, 2, 9.2, 4, f"Layer {at.layer}: {shown['below']:.1f} keys lie below a cliff of factor {shown['cliff']:.1f}, "
+        f"and {shown['sinks']:.0%} of them are sinks; cliffs by layer: {span([row['cliff'] for row in rows], '.1f')}")
+    magnitudes = {"sum of magnitudes over a key's channels": size.sum(1),
+                  f"magnitude in channel {channel}": size[:, channel]}
+    for panel, (label, of_keys) in zip(panels, magnitudes.items()):
+        of_keys, order = of_keys.sort()  # (T) both
+        is_sink = sinks.cpu()[order]  # (T)
+        panel.plot(range(1, len(order) + 1), of_keys.tolist(), label="keys, sorted", color=COLOURS[0], marker=".",
+                   markersize=4, linewidth=1)
+        panel.scatter((is_sink.nonzero()[:, 0] + 1).tolist(), of_keys[is_sink].tolist(), label="sinks", s=40,
+                      color=COLOURS[1], marker="D", zorder=3)
+        panel.set(xscale="log", xlabel="rank, the smallest first", ylabel=label, ylim=(0, None))
+        title(panel, f"layer {at.layer}, KV head 0")
+    legend(panels[0])
+    return figure

@@ -1,0 +1,106 @@
+"""What is left of the error of quantized weights (--weights) if the first n tokens' keys and values
+are exact, those of the full-precision model; the cache is not quantized. Squared error of the last
+block's output, and of what attention adds, summed over layers (IntactKV Figure 2).
+"""
+import torch
+
+from tinykv.analysis.figures import COLOURS, new_figure, title
+from tinykv.analysis.walk import mean, recorded
+from tinykv.cache_parts.trace import Trace
+from tinykv.methods.intactkv import exact_rows
+
+MOST = 3  # sinks that are looked at
+POINTS = 32  # of the figure
+
+COLUMNS = {"kept": ("exact", ""), "n": ("n", ".0f"), "last": ("last block", ".3f"),
+           "attention": ("attention", ".4f")}
+
+
+def lengths_of(text):
+    """{what is exact: n}, for each window. With a prefix (--prefix), 0 .. all of its tokens; without
+    one, up to just before, and just after, each of the first sinks that all windows have."""
+    if text.prefix:
+        return [{f"the first {n}": n for n in range(text.prefix + 1)}] * len(text.windows)
+    sinks_at = [sinks.nonzero()[:, 0].tolist() for sinks in text.marks]  # positions, of each window
+    n_sinks = min(MOST, *(len(positions) for positions in sinks_at))
+    of_windows = []
+    for positions in sinks_at:
+        lengths = {"nothing": 0}
+        for i, position in enumerate(positions[:n_sinks], 1):
+            lengths[f"up to sink {i}"] = position
+            lengths[f"sink {i} too"] = position + 1
+        of_windows.append(lengths)
+    return of_windows
+
+
+@torch.no_grad()
+def measure(text):
+    """Rows of `errors_by_length`; errors are of the tokens after the longest prefix."""
+    of_windows = []  # {what is exact: its row}
+    for window, lengths in zip(text.progress(text.windows), lengths_of(text)):
+        rows = errors_by_length(text, window, lengths.values(), max(lengths.values()))
+        of_windows.append(dict(zip(lengths, rows)))
+    # means over the windows; where the first token is a sink, nothing comes before it
+    table = []
+    for kept, first in of_windows[0].items():
+        if kept == "nothing" or kept.startswith("the first") or first["n"] > 0:
+            means = {name: mean([rows[kept][name] for rows in of_windows]) for name in first}
+            table.append({"kept": kept, **means})
+    return table
+
+
+@torch.no_grad()
+def errors_by_length(text, window, lengths, start):
+    """What is left of the error if the first n tokens of window (T) are exact: a row for each n.
+
+    Errors are means over the tokens from position `start` on, which is at least the largest n.
+    `last`: the squared error of the last block's output; `attention`: that of what attention adds,
+    summed over layers.
+    """
+    exact, exact_added = run_after_prefix(text.model, text.model, window, 0)
+    rows = []
+    for n in lengths:
+        trace, added = run_after_prefix(text.model, text.quantized, window, n)
+        # token t of the window is token t - n of the run
+        last = squared_error(trace.hidden[-1][:, start - n:], exact.hidden[-1][:, start:])
+        attention = [squared_error(x[:, start - n:], y[:, start:]) for x, y in zip(added, exact_added)]
+        rows.append({"n": n, "last": last, "attention": sum(attention)})
+    return rows
+
+
+def run_after_prefix(full, model, window, n):
+    """Run `model` on window (T) from token n on, after the first n tokens as `full` computes them ->
+    the trace, and what the attention of each layer adds to the residual, L of (1, T - n, D)."""
+    keys, values = exact_rows(full, model, window[:n].tolist())  # (L, Hkv, n, d) both
+    trace = Trace(model, keys, values)
+    with recorded([block.self_attn.o_proj for block in model.model["layers"]]) as calls:
+        model(window[None, n:], trace, logits=False)
+    return trace, [output for _, output in calls]
+
+
+def squared_error(x, exact):
+    error = x.float() - exact.float()
+    return error.pow(2).mean().item()
+
+
+def draw(text, rows):
+    """The error that is left in the first window, by the number of exact tokens; the axes begin at
+    the smallest error, so that the steps can be seen."""
+    lengths, = lengths_of(text)[:1]
+    start = max(lengths.values())
+    points = sorted({*lengths.values(), *(round(start * i / POINTS) for i in range(POINTS))})
+    errors = errors_by_length(text, text.windows[0], points, start)
+    first, before, after = (rows[i]["last"] for i in (0, -2, -1))
+    result = f"The last sink takes {(before - after) / first:.0%} of the last block's error, the "
+    result += f"{rows[-2]['n']:.0f} tokens before it {(first - before) / first:.0%}"
+    if text.prefix:
+        result = f"With the prefix exact, {after / first:.0%} of the last block's error is left"
+    figure, panels = new_figure(1, 2, 10, 4, result)
+    sinks = [t for t in text.marks[0].nonzero()[:, 0].tolist() if t < start]
+    for panel, column, label in zip(panels, ("last", "attention"), ("output of the last block", "what attention adds")):
+        for sink in sinks:
+            panel.axvline(sink, color=COLOURS[1], linewidth=1, linestyle="--")
+        panel.step(points, [row[column] for row in errors], where="post", color=COLOURS[0], marker="o", markersize=3)
+        panel.set(xlabel="tokens whose keys and values are exact (dashed: sinks)", ylabel="squared error")
+        title(panel, label)
+    return figure
