@@ -1,7 +1,6 @@
 """What each method costs in bits and bytes, and in perplexity.
 
     python eval_ppl.py --method kvsink
-    python eval_ppl.py --method all --bits 3 --scheme token-static --protocol stream
     python eval_ppl.py --method pfn,kvsink --scheme kvquant --outliers 0,0.1,0.5,1
     python eval_ppl.py --model path/to/Llama-2-7b-hf --data wikitext2 --context 4096 --method pfn,kvsink
     torchrun --nproc-per-node 4 eval_ppl.py --method all
@@ -10,13 +9,13 @@ In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 """
 import contextlib
 import io
-import sys
 from functools import partial
 
-from tinykv import UserError, hf
+from tinykv import hf
 from tinykv.calibrate import calibrate
 from tinykv.evaluate import measure
 from tinykv.run import cli, flags, runs, table
+from tinykv.run.check import check_codecs
 from tinykv.run.prefix import fill_prefix
 from tinykv.storage import CalibrationFile
 
@@ -35,7 +34,7 @@ def run(args, ranks=None, loaded=None):
     config, tokenizer = flags.load_config(args, loaded)
     quantizers = cli.quantizers_of(args, config)
     by_title, left_out = runs.build_runs(args, config, tokenizer, quantizers)
-    flags.check_runs(args, by_title, quantizers)
+    flags.check_runs(args, by_title)
     cache_class = flags.cache_class_of(args, by_title)
     model = loaded[0] if loaded else hf.load_model(args.model, args.device, args.dtype)
     windows = flags.load_test(args, tokenizer, by_title)
@@ -49,9 +48,11 @@ def run(args, ranks=None, loaded=None):
         quantized = models[r.weights]
         if r.method.needs_calibration:
             with r.step("calibrating", ranks):
-                seen = text[:args.calib_windows or r.method.calibration_windows]
-                bar = partial(cli.bar, what=f"calibrating {r.title}")
-                r.restore(file, seen, partial(calibrate, quantized, r.method, seen, bar))
+                seen = text[:args.calib_windows or r.method.calibration_windows]  # (C, T)
+                if not r.restore(file, seen):
+                    calibrate(quantized, r.method, seen, partial(cli.bar, what=f"calibrating {r.title}"))
+                    r.save(file, seen)
+                check_codecs(r.method, config)
         if r.method.prefix:  # its keys and values come from the full-precision model
             fill_prefix(r.method.prefix, model, quantized, cli.weights_label(r.weights, quantizers, data))
     table.print_heading(args, model, windows, models, by_title, left_out)
@@ -59,22 +60,23 @@ def run(args, ranks=None, loaded=None):
     # 3. Evaluate and print: a row as soon as it is measured
     flags.use_attention(models, args.attention)
     share = ranks.share(windows, args.batch) if ranks else windows
-    results, rows, fp16 = {}, [], None
     printer = table.Table(by_title.values(), args.wide)
+    rows, fp16 = [], None
     for title, r in by_title.items():
         result = None
         if r.error is None:
             with r.step("evaluating", ranks), cli.bar(None, f"evaluating {title}", len(share.tokens)) as bar:
                 result = measure(models[r.weights], r.method, share, args.protocol, args.batch, fp16, bar,
                                  cache_class, args.prompt)
-                fp16 = fp16 or result
-        results[title] = ranks.gather(result) if ranks else result
-        rows.append(table.row_of(r, results[title], results["fp16"], args))
+        if ranks:
+            result = ranks.gather(result)
+        fp16 = fp16 or result
+        rows.append(table.row_of(r, result, fp16, args))
         printer.print_row(rows[-1])
         table.write(args, rows)
 
     # 4. What compares the rows, and what went wrong
-    table.print_rest(args, by_title.values(), rows, results)
+    table.print_rest(args, by_title.values(), rows)
     if args.plot:
         from tinykv.analysis import figures
         figures.save(figures.perplexity([row for row in rows if not row["fault"]]), args.plot)
@@ -84,41 +86,26 @@ def run(args, ranks=None, loaded=None):
 def compare(methods, model=None, **settings):
     """What the command measures -> a list of its rows, shown as the command prints them.
 
-        compare("pfn,kvsink", bits=2)
+        compare("pfn,kvsink", bits=2, preserve=[1, 5])
         compare(["pfn", Mine, KVSink(config)], model=hf.load("path/to/Llama-2-7b-hf"), protocol="stream")
 
-    methods: a name, or several, a class, a method, or a list of these. model: a folder, or a (model,
-    tokenizer). settings: flags of the command, with `_` for `-`; a list is a flag's list, and True is a
-    flag that takes no value. UserError for what the command refuses.
+    methods: names, a class, a method, or a list of these. model: a folder, or a (model, tokenizer).
+    settings: flags of the command, with `_` for `-`; True is a flag that takes no value.
     """
-    def refuse(message):  # where the command would end
-        raise UserError(message)
-
-    if not isinstance(methods, str | list | tuple):
-        methods = [methods]
-    asked = methods.split(",") if isinstance(methods, str) else methods
     loaded = model if isinstance(model, tuple) else None
-    if model is not None and loaded is None:
-        settings["model"] = model
-    runs.load_class.cache_clear()  # a file may have been edited since
-    parser = flags.parser(runs.own_settings(asked))
-    parser.error = refuse
+    words = flags.words_of(settings if loaded else {"model": model, **settings})
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        args = parser.parse_args(flags.words_of(settings))
-        args.method = asked
-        rows = run(args, loaded=loaded)
+        rows = run(flags.parse(words, methods), loaded=loaded)
     return table.Rows(rows, printed.getvalue().rstrip())
 
 
 def main():
-    p = flags.parser()
-    with cli.one_line(p, torchrun=True), cli.ranks() as ranks:
-        known, _ = p.parse_known_args()
-        args = flags.parser(runs.own_settings(known.method)).parse_args()  # with those of one's own file
+    with cli.one_line(flags.parser(), torchrun=True), cli.ranks() as ranks:
+        args = flags.parse()
         if args.list_methods:
             runs.list_methods()
-        elif any((row["fault"] or "").startswith("failed") for row in run(args, ranks)):
-            sys.exit(1)
+        elif any(row["fault"] for row in run(args, ranks)):
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -207,9 +207,6 @@ def run(args):
     prefix = open_prefix(args.prefix, tokenizer, config)
     n = len(prefix.ids)
     (name, quantizer), = cli.quantizers_of(args, config).items()
-    flag = cli.calibration_flag(args)
-    if flag and not quantizer.needs_text:
-        raise UserError(f"{flag}: {name} needs no calibration")
 
     # 1. The full-precision model
     full = hf.load_model(args.model, device, cli.dtype_of(args.dtype, device))

@@ -122,7 +122,7 @@ def mark_what_the_cache_says(case, method, watch, layer, kind, events, kept):
     if positions is not None:
         positions = positions.expand(-1, kept.shape[1], -1).tolist()
         for b, h in np.ndindex(kept.shape[:2]):
-            kept[b, h, [i for i in positions[b][h] if i >= 0]] = True
+            kept[b, h, positions[b][h]] = True
 
 
 KEPT = {
@@ -142,7 +142,7 @@ def chunk_scores(case, watch, layer):
         positions = torch.arange(seen, seen + q.shape[2])
         seen += q.shape[2]
         if case.protocol == "paper":  # what comes back is quantized, but scores come before that
-            K = rope.rotate(k, positions)
+            K = rope.rotate(k.float(), positions)
         q = rope.rotate(q, positions)
         of_keys, of_values = oracles.equation_5(q.double().numpy(), K.double().numpy())
         scores["k"].append(of_keys)
@@ -239,14 +239,14 @@ def expected_bytes(case, method, watch, kind):
     position = 4 * Hkv if per_head else 4
     events = watch.events(kind)
     quantized = events[-1].end if events else 0
-    coded = kept = 0
+    coded = held = 0
     for layer in range(L):
         coded += expected_code_bytes(case, method, watch, layer, kind)
         kept = expected_kept(case, method, watch, layer, kind, events)  # (B, Hkv, T)
         slots = int(kept.sum(-1).max())  # of the sequence and head with the most
-        kept += B * slots * (Hkv * row + position)
+        held += B * slots * (Hkv * row + position)
     recent = L * B * Hkv * (case.T - quantized) * row
-    return {"coded": coded, "kept": kept, "recent": recent}
+    return {"coded": coded, "kept": held, "recent": recent}
 
 
 def expected_code_bytes(case, method, watch, layer, kind):
@@ -308,7 +308,7 @@ def calibration_rows(case, method):
 
 @lru_cache
 def calibration_rows_of(case, method):
-    watches = [case.run_watched(case.fp16(), window[None])[1] for window in calibration_windows()]
+    watches = [case.run_watched(case.fp16(method.rope), window[None])[1] for window in calibration_windows()]
     by_layer = []
     for layer in range(L):
         rows = {"k": [], "v": []}

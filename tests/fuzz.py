@@ -32,21 +32,14 @@ from tinykv.evaluate import evaluate  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig  # noqa: E402
 from tinykv.run.cli import EMBEDDED  # noqa: E402
-from tinykv.run.prefix import FULL_PRECISION, open_prefix, save_prefix  # noqa: E402
-from tinykv.run.runs import SETTINGS, settings_of  # noqa: E402
-from tinykv.storage import fingerprint, load_tensors, save_tensors  # noqa: E402
+from tinykv.run.runs import SETTINGS  # noqa: E402
 
 TEXT = "Balo lives in Eastwick. Where does Balo live? In Eastwick.\n" * 30
 ODD = [None, True, -1, 0, 1, 2 ** 31, 2 ** 63, 10 ** 400, 1.5, 1e308, float("nan"), float("inf"), "", "x", "\ud800",
        "1e9", [], [1], {}, {"a": 1}, [[[]]], "<s>", "nul\0"]
-WORDS = ["", "0", "-1", "1", "2", "3.5", "1e5", "1e99999999", "nan", "inf", "9" * 30, "9" * 5000, "x" * 5000, "1,2",
-         ",", "bos", "1%", "1/0%", "1e-9%", "101%", "d8m256", "d0m0", "d" + "9" * 5000 + "m2", "kivi", "all", "on",
-         "off", "token-static", "kvquant", "none", "meta", "cuda:9", "/dev/null/x", "nul\0", "\udc80", "~nouser/x",
-         "tales"]
-
-SENSIBLE = ["on", "off", "pre", "post", "head", "layer", "none", "fisher", "token-dynamic", "token-static",
-            "channel-static", "channel-dynamic", "kvquant", "offset", "integer-zero", "d2m4", "d4m16", "10%", "2",
-            "bos"]
+WORDS = ["", "0", "-1", "1", "3.5", "1e99999999", "nan", "9" * 5000, "x" * 5000, "1,2", ",", "bos", "1%", "101%",
+         "d8m256", "d0m0", "kivi", "all", "on", "token-static", "kvquant", "none", "meta", "cuda:9", "nul\0", "\udc80",
+         "~nouser/x", "tales"]
 
 
 # Damage
@@ -174,44 +167,13 @@ def small():
 
 
 def learned_file(rng, folder):
-    """A calibration file, or a trained prefix, changed after it was written; half of them with the digest of
-    what they hold now."""
+    """A calibration file, changed after it was written."""
     path = folder / "learned.safetensors"
-    if rng.random() < 0.5:
-        words = ["--method", rng.choice(["rtn", "kvsink", "skvq", "kvquant"]), "--calibration", path, *small()]
-        run_command(*words)
-    else:
-        words = ["--method", "intactkv", "--prefix", path, *small()]
-        model, tokenizer = hf.load(small_model())
-        prefix = open_prefix("bos", tokenizer, model.config)
-        prefix.fill(model, model)
-        prefix.trained_for = {"model": fingerprint(model), "weights": FULL_PRECISION}
-        save_prefix(path, prefix)
-    if rng.random() < 0.5:
-        change = rng.choice([change_bytes, change_header])
-        path.write_bytes(change(rng, path.read_bytes()))
-    else:
-        change_content(rng, path)
+    words = ["--method", rng.choice(["rtn", "kvsink", "skvq", "kvquant"]), "--calibration", path, *small()]
     run_command(*words)
-
-
-def change_content(rng, path):
-    """A learned file with another tensor, or another note, written as if it had always been so."""
-    tensors, notes = load_tensors(path, "file")
-    if rng.random() < 0.3 or not tensors:
-        name = rng.choice(sorted(notes))
-        notes[name] = rng.choice(["", "x", "[]", "{}", "[1e400]", "[-1]", "[1, 1]", '["rtn"]', "null", "[" * 200_000,
-                                  "nul\0", str(2 ** 63), notes[name] + " "])
-        if rng.random() < 0.3:
-            del notes[name]
-    else:
-        name = rng.choice(sorted(tensors))
-        tensor = tensors.pop(name)
-        changed = rng.choice([tensor[:0], tensor[:1], tensor[None], tensor.flatten(), tensor.int(), tensor.double(),
-                              tensor * 1e30, tensor * -1, tensor * 0, tensor.bool(), torch.tensor(7), None])
-        if changed is not None:
-            tensors[name if rng.random() < 0.8 else name + "x"] = changed
-    save_tensors(path, tensors, notes)
+    change = rng.choice([change_bytes, change_header])
+    path.write_bytes(change(rng, path.read_bytes()))
+    run_command(*words)
 
 
 def command_line(rng, folder):
@@ -222,12 +184,7 @@ def command_line(rng, folder):
     flags += ["--json", "--calibration", "--data", "--model", "--device", "--seed", "--bos", "--batch", "--context",
               "--windows", "--weights", "--w-bits", "--protocol", "--dtype", "--method", "--calib-windows"]
     for _ in range(rng.randrange(1, 4)):
-        if method in METHODS and rng.random() < 0.6:  # a setting that it has, with a value that may fit
-            name, default = rng.choice([*settings_of(METHODS[method]).items(), ("seed", 0)])
-            values = SENSIBLE if isinstance(default, str) else range(10)
-            words += ["--" + name.replace("_", "-"), rng.choice([*values, default, 16])]
-        else:
-            words += [rng.choice(flags), rng.choice(WORDS)]
+        words += [rng.choice(flags), rng.choice([*WORDS, *range(10)])]
     (folder / "here").mkdir()
     with contextlib.chdir(folder / "here"):
         run_command(*small(), *words)
@@ -264,7 +221,8 @@ def run_case(number):
     said, ended, clock = io.StringIO(), "accepted", time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            out = io.TextIOWrapper(io.BytesIO())  # what a command finds as its stdout
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
                 KINDS[kind](random.Random(number), Path(folder))
         except UserError as error:
             ended = "refused"

@@ -18,10 +18,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaTokenizer, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaTokenizer,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 OUT = Path(__file__).parent / "references"
-ROWS, LENGTH = 2, 48
+ROWS, LENGTH, NEW = 2, 48, 20
 SMALL = dict(vocab_size=80, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=4, max_position_embeddings=256, rms_norm_eps=0.05, bos_token_id=1, eos_token_id=2)
 WIDE = SMALL | {"num_attention_heads": 2, "num_key_value_heads": 1}  # heads of 16: eight frequencies
@@ -43,6 +51,9 @@ VARIANTS = {  # name -> (config, dtype on disk, format)
     "sharded": (LlamaConfig(**SMALL), torch.float16, "safetensors in shards"),
     "bin": (LlamaConfig(**WIDE, rope_parameters=LLAMA3), torch.float16, "bin, config.json in the old spelling"),
     "bin_sharded": (LlamaConfig(**SMALL), torch.float16, "bin in shards, config.json in the old spelling"),
+    "qwen2": (Qwen2Config(**SMALL | {"num_key_value_heads": 2}, tie_word_embeddings=True),
+              torch.float16, "safetensors"),
+    "qwen3": (Qwen3Config(**SMALL | {"num_key_value_heads": 2}, head_dim=16), torch.float16, "safetensors"),
 }
 LINES = ["the ferryman of Aldermoor counts seventeen crates of pears before the bell", "a tall widow sells 40 lanterns",
          "nobody in the harbour has seen the blue kite since Tuesday", "Orrin's ledger says: pears 17, lanterns 40.",
@@ -110,7 +121,11 @@ def make_variant(name, seed):
     tokens = torch.randint(config.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))  # (B, T)
     with torch.no_grad():
         logits = model(tokens).logits  # (B, T, vocab)
-    save_file({"tokens": tokens.to(torch.int16), "logits": logits}, folder / "expected.safetensors")
+        text = tokens[:, :9]
+        for _ in range(NEW):
+            text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)  # (B, T + 1)
+    save_file({"tokens": tokens.to(torch.int16), "logits": logits, "greedy": text.to(torch.int16)},
+              folder / "expected.safetensors")
     return {"stored": f"{layout}, {str(dtype).removeprefix('torch.')}", "seed": seed}
 
 

@@ -70,23 +70,29 @@ def pools(scores, events, size, room, select="smallest"):
     return pool, extra
 
 
-def equation_5(q, K):
-    """AnTKV's AnS(K) and AnS(V) of all keys, (B, Hkv, S) both. q (B, H, T, d): the newest queries;
-    K (B, Hkv, S, d)."""
-    B, H, T, d = q.shape
-    Hkv, S = K.shape[1:3]
-    K = K.repeat(H // Hkv, axis=1)  # (B, H, S, d)
-    # attention weights
-    position = np.arange(S - T, S)[:, None]  # (T, 1)
-    logits = q @ K.swapaxes(2, 3) / d ** 0.5  # (B, H, T, S)
-    logits = np.where(position >= np.arange(S), logits, -np.inf)
+def attention(q, K, window=None):
+    """A (B, H, T, S). q (B, H, T, d): the newest queries; K (B, Hkv, S, d); both rotated."""
+    (T, d), S = q.shape[2:], K.shape[2]
+    K = K.repeat(q.shape[1] // K.shape[1], axis=1)  # (B, H, S, d)
+    before = np.arange(S - T, S)[:, None] - np.arange(S)  # (T, S): how far the key is before the query
+    seen = (before >= 0) & (before < (window or S))
+    logits = np.where(seen, q @ K.swapaxes(2, 3) / d ** 0.5, -np.inf)  # (B, H, T, S)
     A = np.exp(logits - logits.max(-1, keepdims=True))
-    A = A / A.sum(-1, keepdims=True)  # (B, H, T, S)
-    # the two sums over queries, then over the query heads of a KV head
+    return A / A.sum(-1, keepdims=True)
+
+
+def of_kv_heads(x, Hkv):
+    """x (B, H, S), summed over the query heads of each KV head, (B, Hkv, S)."""
+    return x.reshape(len(x), Hkv, -1, x.shape[-1]).sum(2)
+
+
+def equation_5(q, K, window=None):
+    """AnTKV's AnS(K) and AnS(V) of all keys, (B, Hkv, S) both."""
+    A = attention(q, K, window)  # (B, H, T, S)
     norm = np.sqrt((q ** 2).sum(-1, keepdims=True))  # (B, H, T, 1)
     of_keys = (norm * A * (1 - A)).sum(2)  # (B, H, S)
     of_values = A.sum(2)  # (B, H, S)
-    return [scores.reshape(B, Hkv, -1, S).sum(2) for scores in (of_keys, of_values)]
+    return [of_kv_heads(scores, K.shape[1]) for scores in (of_keys, of_values)]
 
 
 def anchors(wanted, chunks, events, margin=0.0):
@@ -195,9 +201,10 @@ def fp8(x):
 METADATA = {"fp8": (2 ** -9, 448, fp8), "fp16": (1e-5, 65504, float16)}
 
 
-def clipped_groups(x, bits, metadata, order, group, alpha, centre):
+def clipped_groups(x, bits, metadata, order, group, alpha, centre, codes_first=False):
     """What x reads as in SKVQ's groups. order, group (C): the channel at each place, and its group.
-    alpha, centre (n): how the range of each group is clipped."""
+    alpha, centre (n): how the range of each group is clipped. codes_first: codes are computed on the
+    grid before it is rounded."""
     floor, largest, rounded = METADATA[metadata]
     assert sorted(order) == list(range(len(order))), "a channel is in no group, or in two"
     rows = to_rows(x)  # (B, T, C)
@@ -210,10 +217,29 @@ def clipped_groups(x, bits, metadata, order, group, alpha, centre):
         middle = (lo + hi) / 2 if c else np.zeros_like(lo)
         lo, hi = (a * end + (1 - a) * middle for end in (lo, hi))
         # the grid
-        s = rounded(np.clip((hi - lo) / max_code(bits), np.float32(floor), np.float32(largest)))
-        z = rounded(np.clip(lo, np.float32(-largest), np.float32(largest)))
-        out[..., channels] = s * np.clip(np.rint((g - z) / s), 0, max_code(bits)) + z
+        exact_s = np.clip((hi - lo) / max_code(bits), np.float32(floor), np.float32(largest))
+        exact_z = np.clip(lo, np.float32(-largest), np.float32(largest))
+        s, z = rounded(exact_s), rounded(exact_z)
+        q = np.rint((g - exact_z) / exact_s) if codes_first else np.rint((g - z) / s)
+        out[..., channels] = s * np.clip(q, 0, max_code(bits)) + z
     return to_heads(out, x.shape[1])
+
+
+def token_range(row, counted, share):
+    """The middle of a token's range, half of it, and its outliers (C). row (C): its numbers; counted:
+    which of them are not ignored; share: that of the outliers among all."""
+    outlier = np.zeros(len(row), bool)
+    if len(counted):
+        median = np.sort(row[counted])[(len(counted) - 1) // 2]
+        furthest = sorted(counted, key=lambda c: (-np.abs(row[c] - median), c))
+        outlier[furthest[:round(share * len(row))]] = True
+    else:  # kept, for now: it has no outliers; if it is given up, it is read in its own range
+        counted = np.arange(len(row))
+    inside = row[counted][~outlier[counted]]
+    lo, hi = (inside.min(), inside.max()) if len(inside) else (np.float32(0),) * 2
+    mid = np.float32(np.float16((lo + hi) / 2))
+    half = np.float32(np.float16(max((hi - lo) / 2, np.float32(1e-5))))
+    return mid, half, outlier
 
 
 def nonuniform(x, ignore, levels, share, mid=None, half=None):
@@ -227,19 +253,11 @@ def nonuniform(x, ignore, levels, share, mid=None, half=None):
     outlier, read = np.zeros_like(ignored), np.zeros_like(rows)
     for b, t in np.ndindex(rows.shape[:2]):
         row = rows[b, t]  # (C)
-        if mid is not None:
+        if mid is None:
+            m, h, outlier[b, t] = token_range(row, np.flatnonzero(~ignored[b, t]), share)
+        else:
             m, h = mid, half
             outlier[b, t] = ~ignored[b, t] & (np.abs(row - m) > h) & (share > 0)
-        else:
-            if not ignored[b, t].any():
-                median = np.sort(row)[(len(row) - 1) // 2]
-                furthest = sorted(range(len(row)), key=lambda c: (-np.abs(row[c] - median), c))
-                outlier[b, t, furthest[:round(share * len(row))]] = True
-            else:  # kept, for now: it has no outliers; if it is evicted, it is read in its own range
-                assert ignored[b, t].all()
-            lo, hi = row[~outlier[b, t]].min(), row[~outlier[b, t]].max()
-            m = np.float32(np.float16((lo + hi) / 2))
-            h = np.float32(np.float16(max((hi - lo) / 2, np.float32(1e-5))))
         normal = ((row - m) / h).astype(np.float64)
         code = np.abs(normal[:, None] - levels).argmin(1)  # ties: the smaller level
         read[b, t] = np.where(outlier[b, t], row, levels[code].astype(np.float32) * h + m)

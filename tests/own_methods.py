@@ -1,5 +1,6 @@
 """What is said to the author of a method that `--method` puts through the matrix of test_methods.py."""
 import inspect
+import os
 import shlex
 import traceback
 from dataclasses import replace
@@ -27,7 +28,7 @@ def check_one(name, built_in, like):
     """UserError if a class of --method has not the settings of --as, or cannot be made."""
     from cases import SETTINGS, model_of
 
-    from tinykv.run.runs import load_class, own_errors, settings_of
+    from tinykv.run.runs import load_class, settings_of
     cls = load_class(name)
     settings = settings_of(cls)
 
@@ -44,11 +45,10 @@ def check_one(name, built_in, like):
 
     # 2. its constructor
     config = model_of(2).config
-    with own_errors(name):
-        method = cls(config, **{setting: SETTINGS[setting] for setting in needed})
-        if len(method.codecs) != config.num_hidden_layers:
-            raise UserError(f"--method {name}: `codecs` has {len(method.codecs)} pairs for a model of "
-                            f"{config.num_hidden_layers} layers; the constructor makes one for each")
+    method = cls(config, **{setting: SETTINGS[setting] for setting in needed})
+    if len(method.codecs) != config.num_hidden_layers:
+        raise UserError(f"--method {name}: `codecs` has {len(method.codecs)} pairs for a model of "
+                        f"{config.num_hidden_layers} layers; the constructor makes one for each")
 
 
 def explained(item, error):
@@ -85,16 +85,12 @@ def broken_rule(error):
 def found(error, methods):
     """What a check says; of another exception, also the last line of the user's files that it came
     through. methods: those of --method."""
-    from tinykv.run.runs import own_errors
     if isinstance(error, AssertionError):
         return str(error) or "it does not hold"
-    try:
-        with own_errors(",".join(methods)):
-            raise error
-    except UserError as told:
-        return str(told)
-    except Exception:
-        return f"{type(error).__name__}: {error}"
+    files = {os.path.abspath(name.rpartition(":")[0]) for name in methods}
+    places = [place for place in traceback.extract_tb(error.__traceback__) if os.path.abspath(place.filename) in files]
+    where = f"{places[-1].filename}, line {places[-1].lineno}, in {places[-1].name}: " if places else ""
+    return f"{where}{type(error).__name__}: {error}"
 
 
 def holds(test, case):

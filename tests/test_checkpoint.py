@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tinykv import UserError, hf
-from tinykv.data import load_windows
 from tinykv.hf.checkpoint import NoInit
 from tinykv.hf.config import config_fields, parse_config
 from tinykv.model import Llama, LlamaConfig
@@ -153,12 +151,6 @@ def test_what_old_checkpoints_carry_along_is_harmless(folder):
     assert same(hf.load_model(folder), model)
 
 
-def test_two_different_tensors_for_tied_ends_are_refused(folder):
-    edit_json(folder / "config.json", tie_word_embeddings=True)
-    text = told(hf.load_model, folder)
-    assert "tie_word_embeddings" in text and "lm_head.weight" in text and "model.embed_tokens.weight" in text
-
-
 def test_the_fingerprint_is_pinned_and_sees_every_change():
     def filled(**changes):
         model = tiny(**changes)
@@ -178,14 +170,13 @@ def test_the_fingerprint_is_pinned_and_sees_every_change():
 
 def test_a_save_that_is_cut_short_leaves_the_old_files(folder, monkeypatch):
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    real = Path.chmod
+    real = os.replace
 
-    def half(path, mode):  # the last step before a file takes its place
-        if path.read_bytes()[8:9] == b"{":  # the weights
-            os.truncate(path, 100)
+    def cut_short(source, target):  # the last step before a file takes its place
+        if Path(target).name == "model.safetensors":
             raise KeyboardInterrupt
-        real(path, mode)
-    monkeypatch.setattr(Path, "chmod", half)
+        real(source, target)
+    monkeypatch.setattr(os, "replace", cut_short)
     other = tiny()
     other.lm_head.weight.data += 1
     with pytest.raises(KeyboardInterrupt):
@@ -193,22 +184,10 @@ def test_a_save_that_is_cut_short_leaves_the_old_files(folder, monkeypatch):
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
-def test_a_save_that_fails_at_the_last_moment_leaves_the_old_files_and_says_so(folder, monkeypatch):
-    before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    def full(source, target):
-        raise OSError(28, "No space left on device")
-    monkeypatch.setattr(os, "replace", full)
-    text = told(hf.save, tiny(), PIECES, folder)
-    assert "cannot be written (No space left on device)" in text
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
-
-
 def test_a_model_saves_over_the_folder_that_it_came_from(folder):
     model, _ = hf.load(folder)
     hf.save(model, folder / "tokenizer.model", folder)
     assert same(hf.load_model(folder), model)
-    modes = {p.stat().st_mode for p in folder.iterdir()}
-    assert len(modes) == 1  # whoever may read one may read all
 
 
 @pytest.mark.parametrize("changes, word", [
@@ -231,6 +210,9 @@ def test_absent_fields_have_the_values_of_transformers(folder):
     mistral = raw | {"model_type": "mistral", "num_attention_heads": 16, "hidden_size": 32}
     config = parse_config(mistral, "here")
     assert (config.num_key_value_heads, config.sliding_window, config.max_position_embeddings) == (8, 4096, 131072)
+    qwen3 = raw | {"model_type": "qwen3", "num_attention_heads": 64, "sliding_window": 4096, "max_window_layers": 28}
+    config = parse_config(qwen3, "here")
+    assert (config.num_key_value_heads, config.head_dim, config.sliding_window) == (32, 128, None)
     config = parse_config(mistral | nulls, "here")  # null is not absent
     assert (config.num_key_value_heads, config.sliding_window) == (16, None)
 
@@ -259,26 +241,29 @@ def test_both_spellings_of_rope(folder, fields, theta, scaling):
 
 
 @pytest.mark.parametrize("fields, words", [
-    ({"model_type": "qwen2"}, ["model_type", '"qwen2"', "llama", "mistral"]),
+    ({"model_type": "gpt2"}, ["model_type", '"gpt2"', "llama", "mistral", "qwen3"]),
+    ({"model_type": "qwen3", "architectures": ..., "use_sliding_window": True, "sliding_window": 9},
+     ["use_sliding_window", "qwen3"]),
     ({"model_type": ...}, ["model_type", "null"]),
     ({"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "LlamaForSequenceClassification"]),
-    ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', '"silu"']),
+    ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', "silu"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
+    ({"layer_types": 3}, ["layer_types", "3"]),
     ({"auto_map": {"AutoModel": "own.Model"}}, ["auto_map", "own.Model"]),
     ({"sliding_window": 512}, ["sliding_window", "512", "llama"]),
     ({"model_type": "mistral", "architectures": ..., "attention_bias": True}, ["attention_bias", "mistral"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", '"dynamic"', "linear", "llama3"]),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["rope_type", '"yarn"']),
     ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1] * 99}}, ["rope_type", '"longrope"']),
-    ({"rope_scaling": "linear"}, ["RoPE", '"linear"']),
+    ({"rope_scaling": "linear"}, ["factor"]),
     ({"rope_scaling": {"type": "linear"}}, ["factor"]),
     ({"rope_scaling": {"type": "linear", "factor": -2}}, ["factor", "-2", "above 0"]),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.5}}, ["attention_factor", "1.5"]),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["full_attention"]),
-    ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": 4.0}}, ["high_freq_factor", "4.0"]),
+    ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": 4.0}}, ["high_freq_factor"]),
     ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, ["low_freq_factor"]),
     ({"rope_theta": 0}, ["rope_theta", "0"]),
     ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "NaN"]),
@@ -288,8 +273,8 @@ def test_both_spellings_of_rope(folder, fields, theta, scaling):
     ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
     ({"num_hidden_layers": True}, ["num_hidden_layers", "true"]),
     ({"num_hidden_layers": 2.0}, ["num_hidden_layers", "2.0"]),
-    ({"num_attention_heads": 3, "head_dim": None}, ["hidden_size 16", "num_attention_heads 3", "head_dim"]),
-    ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),
+    ({"num_attention_heads": 3, "head_dim": None}, ["head_dim"]),
+    ({"num_key_value_heads": 3}, ["num_attention_heads", "num_key_value_heads", "3"]),
     ({"head_dim": 5}, ["head_dim", "5", "even"]),
     ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", '"yes"']),
     ({"bos_token_id": 384}, ["bos_token_id", "384", "383"]),
@@ -300,72 +285,100 @@ def test_a_config_that_the_model_does_not_implement_is_refused_by_name(folder, f
     assert all(word in text for word in ["config.json", *words]), text
 
 
-@pytest.mark.parametrize("content, word", [
-    (b"{", "not JSON"), (b"[1, 2]", "[1, 2]"), (b"\xff\xfe", "not JSON"), (b"", "not JSON"),
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "git lfs pull")])
-def test_a_malformed_config_is_told(folder, content, word):
-    (folder / "config.json").write_bytes(content)
+# A folder with one fault: what is done to it, and what the line names
+
+def header(path, name, **fields):
+    """Rewrite what the header of a safetensors file says of one tensor."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    claims = json.loads(content[8:8 + size])
+    claims[name] |= fields
+    text = json.dumps(claims).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size:])
+
+
+def set_weight(name, value):
+    return lambda folder: edit_weights(folder, lambda weights: weights.__setitem__(name, value))
+
+
+def of_bin(change):
+    """A fault of pytorch_model.bin: `change` gives what it holds instead."""
+    def spoil(folder):
+        path = to_bin(folder)
+        torch.save(change(torch.load(path)), path)
+    return spoil
+
+
+def of_index(change):
+    def spoil(folder):
+        index = to_shards(folder)
+        edit_json(index, weight_map=change(json.loads(index.read_text())["weight_map"]))
+    return spoil
+
+
+def content(name, change):
+    """A fault of a file's bytes."""
+    def spoil(folder):
+        path = folder / name
+        path.write_bytes(change(path.read_bytes()))
+    return spoil
+
+
+WEIGHTS, BIN, INDEX = "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"
+FAULTS = {
+    # files
+    "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
+    "no JSON": (content("config.json", lambda b: b[:-9]), ["config.json", "JSON"]),
+    "a list": (content("config.json", lambda b: b"[1, 2]"), ["config.json", "[1, 2]"]),
+    "nested": (content("tokenizer_config.json", lambda b: b'{"a": ' + b"[" * 200_000), ["tokenizer_config.json"]),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [WEIGHTS]),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.model").unlink(), ["tokenizer.model", "tokenizer.json"]),
+    "no text": (lambda folder: edit_json(folder / "tokenizer_config.json", eos_token="\ud800"), ["tokenizer_config"]),
+    # a safetensors file
+    "empty": (content(WEIGHTS, lambda b: b""), [WEIGHTS]),
+    "cut in the header": (content(WEIGHTS, lambda b: b[:50]), [WEIGHTS]),
+    "cut in the data": (content(WEIGHTS, lambda b: b[:-100]), [WEIGHTS, "download"]),
+    "longer": (content(WEIGHTS, lambda b: b + b"\0" * 8), [WEIGHTS]),
+    "a web page": (content(WEIGHTS, lambda b: b"<!DOCTYPE html><html>log in first</html>"), [WEIGHTS]),
+    "offsets": (lambda folder: header(folder / WEIGHTS, KEY, data_offsets=[0, 10 ** 9]), [WEIGHTS]),
+    "a shape beyond its bytes": (lambda folder: header(folder / WEIGHTS, KEY, shape=[800, 16]), [WEIGHTS]),
+    # tensors
+    "missing": (lambda folder: edit_weights(folder, lambda weights: weights.pop(KEY)), [KEY]),
+    "unexpected": (set_weight("score.weight", torch.zeros(2)), ["score.weight"]),
+    "another shape": (set_weight(KEY, torch.zeros(16, 8)), [KEY, "[16, 8]", "[8, 16]"]),
+    "no float": (set_weight(KEY, torch.zeros(8, 16, dtype=torch.int8)), [KEY, "int8"]),
+    "no number": (set_weight(KEY, torch.full([8, 16], float("nan"))), [KEY, "NaN"]),
+    "infinite": (set_weight(KEY, torch.zeros(8, 16).index_fill_(1, torch.tensor([3]), -float("inf"))), [KEY]),
+    "none": (set_weight(KEY, torch.zeros(0)), [KEY]),
+    "two heads": (lambda folder: edit_json(folder / "config.json", tie_word_embeddings=True),
+                  ["tie_word_embeddings", "lm_head.weight", "model.embed_tokens.weight"]),
+    "more layers": (lambda folder: edit_json(folder / "config.json", num_hidden_layers=12), ["model.layers.2."]),
+    # a pickle
+    "bin: cut": (lambda folder: [to_bin(folder), content(BIN, lambda b: b[:-100])(folder)], [BIN]),
+    "bin: empty": (lambda folder: [to_bin(folder), content(BIN, lambda b: b"")(folder)], [BIN]),
+    "bin: a list": (of_bin(lambda t: [torch.zeros(2)]), [BIN, "dictionary"]),
+    "bin: a number": (of_bin(lambda t: t | {KEY: 3}), [BIN]),
+    "bin: sparse": (of_bin(lambda t: t | {KEY: t[KEY].to_sparse()}), [BIN]),
+    "bin: no memory": (of_bin(lambda t: t | {KEY: t[KEY].to("meta")}), [BIN]),
+    "bin: stride 0": (of_bin(lambda t: t | {KEY: torch.zeros(1, 1).expand(10 ** 7, 10 ** 7)}), [BIN]),
+    "bin: no number": (of_bin(lambda t: t | {KEY: t[KEY] * float("nan")}), [KEY]),
+    # shards
+    "no map": (of_index(lambda places: []), [INDEX, "weight_map"]),
+    "no names": (of_index(lambda places: {KEY: 3}), [INDEX, "weight_map"]),
+    "absent shard": (of_index(lambda places: places | {KEY: "model-7.safetensors"}), ["model-7.safetensors"]),
+    "a long name": (of_index(lambda places: places | {KEY: "x" * 300 + ".safetensors"}), ["xxx.safetensors"]),
+    "broken shard": (lambda folder: [to_shards(folder),
+                                     content("model-00002-of-00003.safetensors", lambda b: b[:-9])(folder)],
+                     ["model-00002-of-00003.safetensors"]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_folder_is_one_line_that_names_it(folder, fault):
+    spoil, words = FAULTS[fault]
+    spoil(folder)
     text = told(hf.load, folder)
-    assert word in text and "config.json" in text
-
-
-# The folder
-
-def test_a_name_of_the_hub_is_told_how_to_download():
-    text = told(hf.load, "some-people/a-model-7b.v1")
-    assert "hf download some-people/a-model-7b.v1 --local-dir a-model-7b.v1" in text
-
-
-@pytest.mark.parametrize("name", ["/nowhere/at/all", "./no/model", "nowhere"])
-def test_a_missing_folder_is_told(name):
-    text = told(hf.load, name)
-    assert f"no folder {name}" in text and "hf download" not in text
-
-
-def test_a_file_for_a_folder_is_told(folder):
-    assert "is a file" in told(hf.load, folder / "config.json")
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_missing_file_is_told(folder, name):
-    (folder / name).unlink()
-    text = told(hf.load, folder)
-    assert name in text and str(folder) in text
-
-
-# The weights
-
-def test_every_missing_extra_and_misshapen_tensor_is_named_at_once(folder):
-    def spoil(weights):
-        del weights["lm_head.weight"]
-        weights["score.weight"] = torch.zeros(2)
-        weights[KEY] = torch.zeros(16, 8)
-        weights["model.norm.weight"] = torch.zeros(16, dtype=torch.int8)
-    edit_weights(folder, spoil)
-    text = told(hf.load, folder)
-    for word in ("missing: lm_head.weight", "unexpected: score.weight", f"{KEY} (16, 8) instead of (8, 16)",
-                 "model.norm.weight I8"):
-        assert word in text
-
-
-def test_a_long_list_of_tensors_is_shortened(folder):
-    edit_json(folder / "config.json", num_hidden_layers=12)
-    text = told(hf.load, folder)
-    assert "model.layers.2.input_layernorm.weight" in text or "model.layers.2." in text
-    assert "and 82 more" in text  # nine weights in each of ten layers, less the eight named
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("ending", ["safetensors", "bin"])
-def test_weights_that_are_not_finite_are_named(folder, value, ending):
-    def spoil(weights):
-        weights[KEY][3, 5] = value
-        weights["model.norm.weight"][0] = value
-    edit_weights(folder, spoil)
-    if ending == "bin":
-        to_bin(folder)
-    text = told(hf.load, folder)
-    assert KEY in text and "model.norm.weight" in text and "lm_head" not in text
+    assert all(word in text for word in words), text
 
 
 def test_weights_too_large_for_half_precision_are_told(folder):
@@ -373,67 +386,6 @@ def test_weights_too_large_for_half_precision_are_told(folder):
     text = told(hf.load_model, folder, "cpu", torch.float16)
     assert KEY in text and "float16" in text
     hf.load_model(folder, dtype=torch.bfloat16)
-
-
-def header(path):
-    """(the header of a safetensors file, the bytes after it)"""
-    content = path.read_bytes()
-    size = struct.unpack("<Q", content[:8])[0]
-    return json.loads(content[8:8 + size]), content[8 + size:]
-
-
-def lie(path, name, **fields):
-    """Rewrite what the header says of one tensor."""
-    claims, data = header(path)
-    claims[name] |= fields
-    text = json.dumps(claims).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
-DAMAGE = {
-    "empty": lambda p: p.write_bytes(b""),
-    "a few bytes": lambda p: p.write_bytes(b"\x01\x00"),
-    "truncated in the header": lambda p: p.write_bytes(p.read_bytes()[:50]),
-    "truncated in the data": lambda p: p.write_bytes(p.read_bytes()[:-100]),
-    "longer than it says": lambda p: p.write_bytes(p.read_bytes() + b"\0" * 8),
-    "a header longer than the file": lambda p: p.write_bytes(struct.pack("<Q", 2 ** 40) + p.read_bytes()[8:]),
-    "a header of 2 ** 64 - 1 bytes": lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()[8:]),
-    "a header that is not JSON": lambda p: p.write_bytes(p.read_bytes().replace(b'{"', b'["', 1)),
-    "offsets beyond the file": lambda p: lie(p, KEY, data_offsets=[0, 10 ** 9]),
-    "offsets backwards": lambda p: lie(p, KEY, data_offsets=[512, 0]),
-    "a shape larger than its bytes": lambda p: lie(p, KEY, shape=[800, 16]),
-    "a dtype larger than its bytes": lambda p: lie(p, KEY, dtype="F64"),
-    "a dtype that does not exist": lambda p: lie(p, KEY, dtype="F33"),
-    "a web page": lambda p: p.write_bytes(b"<!DOCTYPE html><html>log in first</html>"),
-}
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_broken_safetensors_file_is_named(folder, damage, sharded):
-    path = folder / "model.safetensors"
-    if sharded:
-        index = to_shards(folder)
-        path = folder / json.loads(index.read_text())["weight_map"][KEY]
-    DAMAGE[damage](path)
-    text = told(hf.load, folder)
-    assert str(path) in text and "not a whole safetensors file" in text and "download it again" in text
-
-
-@pytest.mark.parametrize("damage", [d for d in DAMAGE if d in ("empty", "truncated in the data", "a web page")])
-def test_a_broken_bin_file_is_named(folder, damage):
-    path = to_bin(folder)
-    DAMAGE[damage](path)
-    assert str(path) in told(hf.load, folder)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.model"])
-def test_a_git_lfs_pointer_is_recognised(folder, name):
-    if name == "pytorch_model.bin":
-        to_bin(folder)
-    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
-    text = told(hf.load, folder)
-    assert name in text and "git lfs pull" in text
 
 
 class Harm:
@@ -451,61 +403,27 @@ def test_a_bin_with_code_in_it_is_refused_and_not_run(folder, tmp_path, zipped):
         torch.save({"model.norm.weight": Harm(trace)}, path)
     else:
         path.write_bytes(pickle.dumps({"model.norm.weight": Harm(trace)}))
-    text = told(hf.load, folder)
-    assert str(path) in text and not trace.exists()
-    assert not zipped or "possibly code" in text
+    assert str(path) in told(hf.load, folder) and not trace.exists()
 
 
-@pytest.mark.parametrize("content", [[torch.zeros(2)], {"model.norm.weight": 3}, {7: torch.zeros(2)}])
-def test_a_bin_of_something_else_is_told(folder, content):
-    path = to_bin(folder)
-    torch.save(content, path)
-    text = told(hf.load, folder)
-    assert str(path) in text and "dictionary of tensors" in text
-
-
-@pytest.mark.parametrize("ending", ["safetensors", "bin"])
-def test_absent_shards_are_named(folder, ending):
-    index = to_shards(folder, ending=ending)
-    gone = sorted(set(json.loads(index.read_text())["weight_map"].values()))[1:]
-    for shard in gone:
-        (folder / shard).unlink()
-    text = told(hf.load, folder)
-    assert index.name in text and all(shard in text for shard in gone)
-
-
-@pytest.mark.parametrize("ending", ["safetensors", "bin"])
-def test_an_index_that_names_tensors_its_shards_do_not_hold_is_told(folder, ending):
-    index = to_shards(folder, ending=ending)
-    places = json.loads(index.read_text())["weight_map"]
-    there = places[KEY]
-    other = next(shard for shard in places.values() if shard != there)
-    index.write_text(json.dumps({"weight_map": places | {KEY: other, "made.up": there}}))
-    text = told(hf.load, folder)
-    assert f"{KEY} in {other}" in text and f"made.up in {there}" in text and index.name in text
-
-
-@pytest.mark.parametrize("places", [
-    ..., {}, [], {"a": 3}, {"a": "../model-00001-of-00003.safetensors"}, {"a": "pytorch_model.bin"}])
-def test_a_malformed_index_is_told(folder, places):
-    index = to_shards(folder)
-    edit_json(index, weight_map=places)
-    text = told(hf.load, folder)
-    assert index.name in text and ("weight_map" in text or "shards are .safetensors files" in text)
-
-
-def test_a_tensor_that_the_index_forgot_is_still_read(folder):
-    index = to_shards(folder)
-    places = json.loads(index.read_text())["weight_map"]
-    del places[KEY]
-    index.write_text(json.dumps({"weight_map": places}))
+def test_each_shard_is_opened_once(folder, monkeypatch):
+    """To parse a long header for every tensor takes minutes."""
+    import safetensors
+    to_shards(folder)
+    opened, real = [], safetensors.safe_open
+    monkeypatch.setattr(safetensors, "safe_open", lambda path, **how: opened.append(path.name) or real(path, **how))
     assert same(hf.load_model(folder), tiny())
+    assert sorted(opened) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("device", ["cuda:77", "nonsense"])
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./no/model", "nowhere", "x" * 5000, "nul\0", __file__])
+def test_what_is_no_folder_is_told(name):
+    assert "is no folder" in told(hf.load, name)
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "nonsense", "meta"])
 def test_a_device_that_is_not_there_is_told(folder, device):
-    text = told(hf.load, folder, device)
-    assert repr(device) in text
+    assert repr(device) in told(hf.load, folder, device)
 
 
 # Memory and imports, seen from a process of its own
@@ -641,36 +559,11 @@ def test_a_tiktoken_file_leaves_it_to_tokenizer_json(tmp_path):
     assert tokenizer_of(tmp_path, JSON).vocab_size == 342
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00" * 64, b"ordinary text, no model\n", PIECES.read_bytes()[:-77]])
-def test_a_broken_tokenizer_model_is_told_and_not_passed_over(tmp_path, content):
-    (tmp_path / "tokenizer.model").write_bytes(content)
-    text = told(tokenizer_of, tmp_path, JSON)
-    assert str(tmp_path / "tokenizer.model") in text and "sentencepiece" in text
-
-
-@pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b"\xff", JSON.read_bytes()[:-50]])
-def test_a_broken_tokenizer_json_is_told(tmp_path, content):
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    text = told(tokenizer_of, tmp_path)
-    assert str(tmp_path / "tokenizer.json") in text and "not a tokenizer" in text
-
-
-def test_a_folder_without_a_tokenizer_is_told(folder):
-    (folder / "tokenizer.model").unlink()
-    text = told(hf.load, folder)
-    assert "no tokenizer" in text and "tokenizer.model" in text and "tokenizer.json" in text
-
-
 @pytest.mark.parametrize("file, size", [(PIECES, 360), (JSON, 342)])
 def test_a_vocabulary_larger_than_the_embedding_is_refused_a_smaller_one_is_not(tmp_path, file, size):
     text = told(lambda: tokenizer_of(tmp_path, file, vocab_size=size - 1))
     assert "wrong tokenizer vocabulary" in text and str(size) in text and str(size - 1) in text
     assert tokenizer_of(tmp_path, file, vocab_size=size).vocab_size == size
-
-
-def test_a_malformed_tokenizer_config_is_told(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    assert "tokenizer_config.json" in told(tokenizer_of, tmp_path, PIECES)
 
 
 @pytest.mark.parametrize("file, settings, config, want", [
@@ -692,6 +585,14 @@ def test_where_special_ids_come_from(tmp_path, file, settings, config, want):
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos) == want
     begin = [tokenizer.bos_id] if tokenizer.add_bos else []
     assert tokenizer.encode("pears", bos=True) == begin + tokenizer.encode("pears")
+
+
+@pytest.mark.parametrize("name, content", [
+    ("tokenizer.model", b""), ("tokenizer.model", b"\x00" * 64), ("tokenizer.model", PIECES.read_bytes()[:-77]),
+    ("tokenizer.json", b"{}"), ("tokenizer.json", b"\xff"), ("tokenizer.json", JSON.read_bytes()[:-50])])
+def test_a_broken_tokenizer_is_told_and_not_passed_over(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert str(tmp_path / name) in told(tokenizer_of, tmp_path, *[JSON] * (name == "tokenizer.model"))
 
 
 def test_the_truncation_and_padding_that_a_file_carries_are_left_out(tmp_path):
@@ -718,83 +619,6 @@ def test_configs_name_every_field_of_the_model():
         assert parse_config(config_fields(config, torch.float32), "again") == config
 
 
-# ---- odd files
-
-@pytest.mark.parametrize("odd", [
-    lambda t: t.to_sparse(), lambda t: t.to("meta"), lambda t: torch.nested.nested_tensor([t[0], t[1, :2]])])
-def test_a_bin_of_tensors_without_plain_numbers_is_told(folder, odd):
-    path = to_bin(folder)
-    tensors = torch.load(path)
-    tensors[KEY] = odd(tensors[KEY])
-    torch.save(tensors, path)
-    assert str(path) in told(hf.load, folder)
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors.index.json"])
-def test_json_that_is_nested_too_deeply_is_told(folder, name):
-    if "index" in name:
-        (folder / "model.safetensors").unlink()
-    (folder / name).write_text('{"a": ' + "[" * 200_000)
-    assert name in told(hf.load, folder)
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.model", "model.safetensors"])
-def test_a_pipe_in_the_place_of_a_file_is_told(folder, name):
-    """And not waited for."""
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-    assert name in told(hf.load, folder) and (folder / name).is_fifo()
-
-
-@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"])
-@pytest.mark.parametrize("value", [2 ** 63, 10 ** 400])
-def test_sizes_beyond_all_models_are_told(folder, field, value):
-    edit_json(folder / "config.json", **{field: value})
-    assert field in told(hf.load, folder)
-
-
-def test_more_layers_than_tensors_are_told_at_once(folder, monkeypatch):
-    edit_json(folder / "config.json", num_hidden_layers=1000)
-    monkeypatch.setattr("tinykv.hf.checkpoint.Llama", None)  # no module is made
-    assert "1000 layers" in told(hf.load, folder)
-
-
-def test_names_of_shards_that_no_file_can_have_are_told(folder):
-    (folder / "model.safetensors").unlink()
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {KEY: "x" * 300 + ".safetensors"}}))
-    assert "not in" in told(hf.load, folder)
-    told(hf.load, "x" * 5000)
-    told(hf.load, "nul\0")
-
-
-@pytest.mark.parametrize("piece", ["\ud800", {"content": "\udfff"}])
-def test_a_special_token_that_is_no_text_is_told(folder, piece):
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": piece}))
-    told(hf.load, folder)
-
-
 def test_a_list_of_one_bos_is_that_one(folder):
     edit_json(folder / "config.json", bos_token_id=[1])
     assert hf.load(folder)[0].config.bos_token_id == 1
-
-
-def test_layers_of_full_attention_only_are_read(folder):
-    edit_json(folder / "config.json", layer_types=["full_attention"] * 2)
-    hf.load(folder)
-    edit_json(folder / "config.json", layer_types=["full_attention", "sliding_attention"])
-    assert "layer_types" in told(hf.load, folder)
-
-
-def test_a_tokenizer_that_makes_no_tokens_is_told(tmp_path):
-    """And not asked for ever."""
-    class Mute:
-        bos_id = None
-
-        def encode(self, text):
-            return []
-
-        def encode_with_offsets(self, text):
-            return [], []
-    assert "no tokens" in told(lambda: load_windows("tales", Mute(), 16, 1, bos="none"))

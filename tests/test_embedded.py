@@ -10,7 +10,7 @@ from conftest import runs_whole
 
 from tinykv.analysis.sinks import sink_report
 from tinykv.cache import KVCache
-from tinykv.cache_parts.trace import Trace
+from tinykv.cache_parts.tracing import Trace
 from tinykv.calibrate import calibrate
 from tinykv.data import load_windows
 from tinykv.data.stories import stories

@@ -1,4 +1,5 @@
 """The evaluator against perplexity, KL and recall computed one token at a time in plain Python."""
+import csv
 import json
 import math
 import subprocess
@@ -8,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinykv import UserError
+from eval_ppl import compare
+from tinykv import UserError, hf
 from tinykv.analysis import figures
 from tinykv.cache import KVCache
 from tinykv.data import Windows
-from tinykv.evaluate import FAR, compare, evaluate
+from tinykv.evaluate import FAR, Result, delta_error, evaluate, paired
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
+from tinykv.run.cli import EMBEDDED
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
@@ -72,9 +75,7 @@ def test_all_figures_against_plain_python(model, windows, batch):
                 agree += best[t] == max(range(50), key=p.__getitem__)
             right += sum(all(best[i - 1] == tokens[w][i] for i in range(a, b)) for a, b in windows.answers[w])
         mean = sum(losses) / 5
-        spread = math.sqrt(sum((x - mean) ** 2 for x in losses) / 4 / 5)
         assert result.ppl == pytest.approx(math.exp(mean), rel=1e-4)
-        assert result.ppl_se == pytest.approx(math.exp(mean) * spread, rel=1e-3)
         assert result.kl == pytest.approx(kl, rel=1e-3, abs=1e-4)
         assert (result.agree, result.right, result.answers) == (agree, right, 5)
         assert result.targets == 5 * 20 and result.tokens == 5 * 21
@@ -220,12 +221,85 @@ def test_memory_does_not_grow_with_the_number_of_windows():
     assert peak[1] - peak[0] < 10 * logits  # keeping them would take 2 x 56
 
 
-# For Python and notebooks
+# ---- differences, paired over windows
+
+def synthetic(shift, noise=0.02, spread=0.5, n=16, seed=0):
+    """Losses of fp16 and of a method, per window, that differ by a shift and some noise."""
+    rng = torch.Generator().manual_seed(seed)
+    exact = 2 + spread * torch.randn(n, generator=rng, dtype=torch.float64)
+    other = exact + shift + noise * torch.randn(n, generator=rng, dtype=torch.float64)
+    return Result(nll=exact.tolist()), Result(nll=other.tolist())
+
+
+@pytest.mark.parametrize("n", [16, 64])
+@pytest.mark.parametrize("shift", [0.01, 0.5])
+def test_the_error_of_delta_is_that_of_a_bootstrap(shift, n):
+    """Of 10,000 draws of windows, in each of which both perplexities are computed anew."""
+    fp16, method = synthetic(shift, n=n)
+    draws = torch.randint(n, (10_000, n), generator=torch.Generator().manual_seed(1))
+    a, b = (torch.tensor(result.nll, dtype=torch.float64)[draws].mean(1).exp() for result in (method, fp16))
+    expected = (a - b).std().item() * math.sqrt(n / (n - 1))  # a bootstrap divides by n
+    assert delta_error(method, fp16) == pytest.approx(expected, rel=0.1)
+    assert delta_error(fp16, fp16) == 0
+    alone = Result(nll=[2.0])
+    assert delta_error(alone, alone) is None
+
+
+@pytest.mark.parametrize("shift", [-0.3, 0.002, 0.01])
+def test_t_is_that_of_a_paired_test(shift):
+    fp16, method = synthetic(shift)
+    d = [a - b for a, b in zip(method.nll, fp16.nll)]
+    mean = sum(d) / 16
+    variance = sum((x - mean) ** 2 for x in d) / 15
+    difference, error, t, better = paired(method.nll, fp16.nll)
+    assert difference == pytest.approx(mean) and error == pytest.approx(math.sqrt(variance / 16))
+    assert t == pytest.approx(mean / math.sqrt(variance / 16)) and better == sum(x < 0 for x in d)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 50.0])
+def test_a_shift_of_all_windows_is_found_however_they_differ(spread):
+    fp16, method = synthetic(0.001, noise=1e-5, spread=spread)
+    _, _, t, better = paired(method.nll, fp16.nll)
+    assert t > 100 and better == 0
+    assert paired([2.0, 3.0], [1.0, 2.0]) == (1.0, 0.0, math.inf, 0) and paired([1.0], [2.0]) == (-1.0, None, None, 1)
+    assert paired([1.0, 2.0], [1.0, 2.0]) == (0.0, 0.0, 0.0, 0)
+
+
+# ---- for Python and notebooks
+
+SMALL = {"windows": 1, "context": 128, "calib_windows": 1}
+CELL = """
+from eval_ppl import compare
+from tinykv.methods.base import CodecMethod, first_tokens
+
+class Seven(CodecMethod):
+    def keep_keys(self, layer_cache, n):
+        return first_tokens(layer_cache, 7)
+
+table = compare(["pfn", "kvsink", Seven], bits=2, **small)
+table
+"""
+
+
+def test_a_cell_of_a_notebook(tmp_path):
+    """A method of three lines beside pfn and kvsink; the rows are what a DataFrame and a CSV file take."""
+    scope = {"small": SMALL, "__name__": "__main__"}
+    exec(compile(CELL, "<cell>", "exec"), scope)
+    table = scope["table"]
+    assert [row["label"] for row in table] == ["fp16", "pfn", "kvsink", "Seven"] and table[3]["k_bits"] == 2
+    assert repr(table).splitlines()[-1].startswith("Seven ") and not any(row["fault"] for row in table)
+    with open(tmp_path / "rows.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, table[0])
+        writer.writeheader()
+        writer.writerows(table)
+    with open(tmp_path / "rows.csv", newline="") as file:
+        assert [float(row["ppl"]) for row in csv.DictReader(file)] == [row["ppl"] for row in table]
+
 
 def test_compare_returns_the_rows_of_the_command(tmp_path):
     """And is shown as the command prints it; fp16 comes first, and a list is a list."""
     path = tmp_path / "rows.json"
-    table = compare("pfn", bits=3, preserve=[1, 2], windows=1, context=128, calib_windows=1, plot=None, json=path)
+    table = compare("pfn", bits=3, preserve=[1, 2], plot=None, json=path, **SMALL)
     assert table == json.loads(path.read_text())["rows"]
     assert [row["label"] for row in table] == ["fp16", "rtn", "pfn preserve=1", "pfn preserve=2"]
     assert {row["k_bits"] for row in table} == {16, 3}
@@ -234,7 +308,16 @@ def test_compare_returns_the_rows_of_the_command(tmp_path):
     assert figures.perplexity(table).axes[0].get_xlabel() == "tokens kept in full precision"
 
 
-@pytest.mark.parametrize("flags, said", [({"bitz": 2}, "--bitz"), ({"bits": "x"}, "'x' is no number"),
+def test_compare_takes_a_method_and_a_loaded_model():
+    loaded = hf.load(EMBEDDED)
+    mine = METHODS["rtn"](loaded[0].config, scheme="token-dynamic")
+    mine.name = "mine"
+    table = compare(mine, model=loaded, **SMALL)
+    same = compare("rtn", scheme="token-dynamic", **SMALL)
+    assert [row["label"] for row in table] == ["fp16", "mine"] and table[1]["ppl"] == same[1]["ppl"]
+
+
+@pytest.mark.parametrize("flags, said", [({"bitz": 2}, "--bitz"), ({"bits": "x"}, "--bits"),
                                          ({"windows": 0}, "--windows must be at least 1")])
 def test_compare_refuses_what_the_command_refuses(flags, said):
     with pytest.raises(UserError, match=said) as caught:

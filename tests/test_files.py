@@ -1,78 +1,39 @@
-"""Files that are not ours to touch: what is written leaves devices, pipes, links and modes as they are."""
+"""Files: read with a clear word, written whole or not at all, known by what made them."""
 import json
-import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from test_cli import SMALL, refused, run
 
-import eval_ppl
-import train_intact
+import tinykv.kmeans
 from tinykv import UserError, hf
+from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED
-from tinykv.storage import CalibrationFile, read_json, write, write_json
+from tinykv.storage import (
+    CalibrationFile,
+    identity,
+    load_tensors,
+    read_json,
+    read_text,
+    save_tensors,
+    sources,
+    write,
+    write_json,
+)
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def command(capsys, monkeypatch):
-    return lambda *words: run(eval_ppl, capsys, monkeypatch, *words)
 
 
 def left_behind(folder):
     return list(folder.glob("*.tmp")) + list(folder.glob(".*.tmp"))
 
 
-# ---- what is at the path
-
-def test_a_device_stays_a_device(tmp_path):
-    """A node of its own where that is allowed, as a replaced /dev/null would be one for all."""
-    node = tmp_path / "null"
-    try:
-        os.mknod(node, 0o666 | 0o020000, os.makedev(1, 3))
-        write_json(node, {"a": 1})
-    except PermissionError:
-        pytest.skip("device nodes cannot be made, or not be written to, here")
-    except UserError as error:  # a file system without devices
-        assert "cannot be written" in str(error)
-    assert node.is_char_device() and not left_behind(tmp_path)
-
-
-def test_a_pipe_is_written_into(tmp_path):
-    pipe, found = tmp_path / "pipe", []
-    os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: found.append(pipe.read_text()), daemon=True)
-    reader.start()
-    write_json(pipe, {"a": 1})
-    reader.join(10)
-    assert pipe.is_fifo() and json.loads(found[0]) == {"a": 1} and not left_behind(tmp_path)
-
-
-def test_an_open_file_is_written_into(tmp_path):
-    reading, writing = os.pipe()
-    write_json(Path(f"/dev/fd/{writing}"), {"a": 1})
-    os.close(writing)
-    with open(reading) as file:
-        assert json.load(file) == {"a": 1}
-
-
-@pytest.mark.whole  # a process of its own
-def test_a_table_and_json_on_stdout(tmp_path):
-    """Into a file: neither cuts the other off."""
-    with open(tmp_path / "out.txt", "w") as out:
-        done = subprocess.run([sys.executable, "eval_ppl.py", "--method", "fp16", "--json", "/dev/stdout", *SMALL],
-                              cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True)
-    text = (tmp_path / "out.txt").read_text()
-    assert (done.returncode, done.stderr) == (0, "") and "fp16" in text and '"versions"' in text
-
+# ---- written
 
 def test_the_target_of_a_link_is_replaced(tmp_path):
     (tmp_path / "folder").mkdir()
@@ -84,47 +45,6 @@ def test_the_target_of_a_link_is_replaced(tmp_path):
     assert not left_behind(tmp_path) and not left_behind(tmp_path / "folder")
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
-def test_the_mode_stays(tmp_path, mode):
-    path = tmp_path / "x.json"
-    path.write_text("old")
-    path.chmod(mode)
-    write_json(path, {"a": 1})
-    assert path.stat().st_mode & 0o777 == mode
-
-
-def test_the_mode_of_a_new_file_is_the_users(tmp_path):
-    mask = os.umask(0o027)
-    try:
-        write_json(tmp_path / "x.json", {"a": 1})
-    finally:
-        os.umask(mask)
-    assert (tmp_path / "x.json").stat().st_mode & 0o777 == 0o640
-
-
-def test_the_temporary_name_cannot_be_guessed(tmp_path):
-    """Links under the names that the process number gives lead nowhere."""
-    victim, path = tmp_path / "victim", tmp_path / "x.json"
-    victim.write_text("precious")
-    (tmp_path / f"x.json.{os.getpid()}.tmp").symlink_to(victim)
-    seen = []
-
-    def fill(part):
-        seen.append(part)
-        assert part.exists() and not part.is_symlink() and part.parent == tmp_path
-        part.write_text("{}")
-    write(path, fill)
-    write(path, fill)
-    assert victim.read_text() == "precious" and path.read_text() == "{}" and seen[0] != seen[1]
-
-
-@pytest.mark.parametrize("name", ["x" * 300 + ".json", "nul\0.json"])
-def test_a_name_that_no_file_can_have(command, tmp_path, name):
-    assert "--json" in refused(command, "--method", "fp16", "--json", tmp_path / name, *SMALL)
-    with pytest.raises(UserError, match="cannot be written"):
-        write_json(tmp_path / name, {})
-
-
 def test_what_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("old")
@@ -134,75 +54,94 @@ def test_what_fails_leaves_the_old_file(tmp_path):
         raise OSError(28, "No space left on device")
     with pytest.raises(UserError, match="No space left"):
         write(path, fill)
+    with pytest.raises(UserError, match="not finite"):
+        write_json(path, {"a": float("nan")})
     assert path.read_text() == "old" and not left_behind(tmp_path)
 
 
-# ---- what is read
-
-@pytest.mark.parametrize("flag", ["--data", "--calibration", "--prefix"])
-def test_a_pipe_in_the_place_of_a_file_is_refused(command, tmp_path, flag):
-    """And not waited for."""
-    pipe = tmp_path / ("pipe.safetensors" if flag == "--prefix" else "pipe")
-    os.mkfifo(pipe)
-    method = "intactkv" if flag == "--prefix" else "rtn"
-    assert "a pipe" in refused(command, "--method", method, flag, pipe, *SMALL) and pipe.is_fifo()
+@pytest.mark.parametrize("path", ["/proc/x.json", "/proc/version/x.json", "x" * 300 + ".json", "nul\0.json"])
+def test_a_path_that_cannot_be_written_to(tmp_path, path):
+    with pytest.raises(UserError, match="cannot be written"):
+        write_json(tmp_path / path, {})
 
 
-# ---- two flags, two runs
+# ---- read
 
-def test_two_flags_of_one_file(command, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("read, content, said", [
+    (read_json, b"{", "not JSON"), (read_json, b"[1]", "instead of a JSON object"),
+    (read_json, b"[" * 10 ** 5, "not JSON"), (read_json, b"\xff", "not JSON"),
+    (read_text, b"\xff", "cannot be read"), (read_text, None, "cannot be read")])
+def test_what_cannot_be_read_is_one_line(tmp_path, read, content, said):
+    path = tmp_path / "file"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match=said) as caught:
+        read(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_text_has_neither_a_mark_nor_returns(tmp_path):
+    (tmp_path / "x").write_bytes(b"\xef\xbb\xbfa\r\nb\n")
+    assert read_text(tmp_path / "x") == "a\nb\n"
+
+
+@pytest.mark.parametrize("what", ["a digit", "a note", "the end", "no notes", "another file"])
+def test_tensors_are_whole_or_refused(tmp_path, what):
     path = tmp_path / "x.safetensors"
-    (tmp_path / "link.safetensors").symlink_to(path)
-    for other in (path, tmp_path / "link.safetensors", tmp_path / "." / path.name):
-        line = refused(command, "--method", "rtn", "--json", path, "--calibration", other, *SMALL)
-        assert "--json" in line and "--calibration" in line and not path.exists()
-    status, _, err = run(train_intact, capsys, monkeypatch, "--out", path, "--calibration", path)
-    assert status == 2 and "--out" in err and "--calibration" in err and not path.exists()
+    save_tensors(path, {"a": torch.arange(4.0)}, {"of": "b"})
+    tensors, notes = load_tensors(path, "thing")
+    assert tensors["a"].tolist() == [0, 1, 2, 3] and notes == {"of": "b"}
+    data = path.read_bytes()
+    if what == "no notes":
+        from safetensors.torch import save
+        data = save({"a": torch.ones(2)})
+    changed = {"a digit": data[:-1] + b"\1", "a note": data.replace(b'\\"b', b'\\"c'), "the end": data[:-3],
+               "another file": b"no such thing" * 9}
+    path.write_bytes(changed.get(what, data))
+    with pytest.raises(UserError, match="thing"):
+        load_tensors(path, "thing")
 
 
-def test_two_runs_that_add_to_one_calibration_file(tmp_path):
+# ---- known by what made it
+
+def test_identity_tells_contents_apart():
+    tokens = torch.arange(6)
+    parts = [(tokens,), (tokens.view(2, 3),), (tokens.int(),), (tokens + 1,), ([0, 1, 2, 3, 4, 5],), ("012345",),
+             (tokens, [1]), (tokens, [2]), ([1], tokens), ("a", "bc"), ("ab", "c"), (tinykv.kmeans,), (tinykv.storage,),
+             ({"bits": 2},), ({"bits": 3},)]
+    found = [identity(*of) for of in parts]
+    assert len(set(found)) == len(found) and all(len(hex) == 64 for hex in found)
+    assert identity(tokens.clone(), {"b": 1, "a": 2}) == identity(tokens, {"a": 2, "b": 1})
+
+
+def test_sources_are_those_of_the_class_and_its_parents():
+    config = hf.load_config(EMBEDDED)
+    method = METHODS["kvsink"](config, scheme="kvquant")
+    names = {module.__name__ for module in sources(method, method.codecs[0].k)}
+    assert names == {"tinykv.methods.kvsink", "tinykv.methods.base", "tinykv.codecs.nonuniform", "tinykv.codecs.base"}
+    scope = {"METHODS": METHODS, "__name__": "a notebook"}
+    exec("class Cell(METHODS['rtn']): pass", scope)
+    with pytest.raises(UserError, match="no file"):
+        sources(scope["Cell"](config))
+
+
+def test_a_calibration_file_gives_what_was_put_there(tmp_path):
     model, _ = hf.load(EMBEDDED)
     path = tmp_path / "tables.safetensors"
-    files = [CalibrationFile(path, model, "data") for _ in range(3)]  # all of them see no file yet
-    for number, file in enumerate(files):
-        file.take(f"method {number}", lambda number=number: {"table": torch.ones(2) * number})
-        file.save()
-    assert set(CalibrationFile(path, model, "data").tables) == {"method 0", "method 1", "method 2"}
-
-
-ADDING = """
-import sys, torch
-from tinykv import hf
-from tinykv.run.cli import EMBEDDED
-from tinykv.storage import CalibrationFile
-model, _ = hf.load(EMBEDDED)
-for number in range(6):
-    file = CalibrationFile(sys.argv[1], model, "data")
-    file.take(f"{sys.argv[2]} {number}", lambda: {"table": torch.ones(2)})
-    file.save()
-"""
-
-
-@pytest.mark.whole  # two imports of torch
-def test_two_processes_lose_no_addition(tmp_path):
-    path = tmp_path / "tables.safetensors"
-    running = [subprocess.Popen([sys.executable, "-c", ADDING, str(path), name], cwd=ROOT) for name in "ab"]
-    assert [process.wait(120) for process in running] == [0, 0]
-    model, _ = hf.load(EMBEDDED)
-    assert len(CalibrationFile(path, model, "data").tables) == 12 and not left_behind(tmp_path)
+    file = CalibrationFile(path, model)
+    file.put("a/b", "made of 1", {"0.k.scale": torch.ones(2)})
+    file.put("empty", "made of 1", {})
+    again = CalibrationFile(path, model)
+    assert again.get("a/b", "made of 1")["0.k.scale"].tolist() == [1, 1] and again.get("empty", "made of 1") == {}
+    assert again.get("a/b", "made of 2") is None and again.get("b", "made of 1") is None
+    with pytest.raises(UserError, match="not finite"):
+        file.put("c", "", {"x": torch.tensor([float("nan")])})
+    assert len(CalibrationFile(path, model).tables) == 2
+    save_tensors(path, {}, {"format": "another"})
+    with pytest.raises(UserError, match="another format"):
+        CalibrationFile(path, model)
 
 
 # ---- bad moments
-
-def test_a_folder_that_cannot_be_written_to(command, tmp_path):
-    for path in ("/proc/x.json", "/proc/version/x.json"):
-        with pytest.raises(UserError, match="cannot be written"):
-            write_json(path, {})
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere else")
-    tmp_path.chmod(0o500)
-    assert "--json" in refused(command, "--method", "fp16", "--json", tmp_path / "x.json", *SMALL)
-
 
 TRAINING = """
 import sys

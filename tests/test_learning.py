@@ -1,35 +1,31 @@
-"""The calibration of SKVQ and KVQuant, against numpy; a file of its tables; and what all of it costs in bits.
+"""The calibration of SKVQ and KVQuant, against numpy.
 
 Most tests run on `Planted`: not a Llama, but an object with its interface whose keys, values and gradients are ours.
-So groups, ranges, levels and clips have a truth to be compared with. The oracles share no code with the product.
+So groups, ranges, levels and clips have a truth to be compared with.
 """
-import json
+import copy
+import itertools
 import math
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
+import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import chunk_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
-from tinykv import UserError, storage
-from tinykv.cache import PROTOCOLS, KVCache
+from tinykv import UserError
 from tinykv.calibrate import calibrate, record
 from tinykv.codecs.clipped import ClippedGroups
-from tinykv.codecs.nonuniform import BINS, SENSITIVITIES, Histogram, Tails
-from tinykv.evaluate import FAR, Result, count_bits
+from tinykv.codecs.nonuniform import BINS, Histogram, NonUniform, Tails
 from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.registry import METHODS
 from tinykv.methods.rtn import RTN
 from tinykv.methods.skvq import SKVQ
 from tinykv.model import Llama, LlamaConfig
-from tinykv.storage import load_calibration, save_calibration
 
 Hkv, d, L, V, D = 2, 16, 2, 23, 12  # of Planted
 h = Hkv * d
@@ -123,14 +119,9 @@ def recorded(model, method, windows, gradients=False):
                 yield layer, kind, *recorder.of(layer, kind)
 
 
-def kinds(pair):
-    """The two codecs of a layer, with their names."""
-    return zip("kv", pair)
-
-
-def read_back(codec, x, ignore=None):
-    """x as it is read after quantization."""
-    return codec.decode(codec.encode(x, ignore))
+def codecs_of(method):
+    """(layer, kind, codec) of all codecs."""
+    return [(layer, kind, getattr(pair, kind)) for layer, pair in enumerate(method.codecs) for kind in "kv"]
 
 
 def tables(method):
@@ -143,7 +134,6 @@ def same(a, b):
 
 # ---- percentiles
 
-@settings(max_examples=80)
 @given(st.integers(0, 9999), st.lists(st.integers(1, 40), min_size=1, max_size=5),
        st.sampled_from([0.0, 0.0005, 0.005, 0.05, 0.2, 0.49]))
 def test_percentiles_are_numpys(seed, pieces, p):
@@ -153,34 +143,19 @@ def test_percentiles_are_numpys(seed, pieces, p):
     tails, left = Tails(size), [[] for _ in range(2)]
     for i, n in enumerate(pieces):
         rows = torch.randn(2, n, 3, generator=rng)
-        rows = rows.round() if seed % 2 else rows
-        kept = torch.rand(2, n, generator=rng) < 0.3
+        rows = (rows.round() if seed % 2 else rows).half()
+        kept = torch.rand(2, n, generator=rng) < (0.3 if seed % 3 else 0)
         kept[:, 0] &= i > 0  # something is left
-        tails.add(rows.half(), kept if seed % 3 else None)
+        tails.add(rows, kept if seed % 3 else None)
+        assert tails.low.shape[1] <= size
         for head in range(2):
-            left[head].append(rows[head].half()[~kept[head]] if seed % 3 else rows[head].half())
-    lo, hi = tails.percentiles(p)
+            left[head].append(rows[head][~kept[head]])
+    lo, hi = (x.view(2, 3) for x in tails.percentiles(p))
     for head in range(2):
         x = torch.cat(left[head]).double().numpy()
         assert tails.count[head].tolist() == [len(x)] * 3
-        assert np.allclose(lo[head * 3:head * 3 + 3], np.quantile(x, p, axis=0), atol=2e-5)
-        assert np.allclose(hi[head * 3:head * 3 + 3], np.quantile(x, 1 - p, axis=0), atol=2e-5)
-        if p == 0:
-            assert lo[head * 3:head * 3 + 3].tolist() == x.min(0).tolist()
-
-
-def test_tails_hold_no_more_than_they_need():
-    tails = Tails(3)
-    for i in range(5):
-        tails.add(torch.full((2, 50, 4), float(i)), None)
-    assert tails.low.shape == tails.high.shape == (2, 3, 4)
-    assert tails.low.eq(0).all() and tails.high.eq(4).all()
-
-
-def test_a_head_of_which_nothing_is_left_counts_nothing():
-    tails = Tails(3)
-    tails.add(torch.ones(2, 4, 3), torch.tensor([[True] * 4, [False] * 4]))
-    assert tails.count.tolist() == [[0] * 3, [4] * 3]
+        assert np.allclose(lo[head], np.quantile(x, p, axis=0), atol=2e-5)
+        assert np.allclose(hi[head], np.quantile(x, 1 - p, axis=0), atol=2e-5)
 
 
 # ---- gradients
@@ -213,11 +188,9 @@ class Nudged:
 
 
 @lru_cache
-def llama(dtype=torch.float32, size=1.0, **changes):
+def llama(dtype=torch.float32, size=1.0):
     torch.manual_seed(7)
-    model = Llama(LlamaConfig(**{"vocab_size": 31, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3,
-                                 "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-                                 "max_position_embeddings": 256, **changes}))
+    model = Llama(LlamaConfig(31, 24, 32, 3, 4, 2, 8, 256))
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 2:
@@ -226,12 +199,10 @@ def llama(dtype=torch.float32, size=1.0, **changes):
     return model.to(dtype)
 
 
-def random_tokens(n, T, seed=0, model=None):
-    vocab = (model or llama()).config.vocab_size
-    return torch.randint(vocab, (n, T), generator=torch.Generator().manual_seed(seed))
+def random_tokens(n, T, seed=0):
+    return torch.randint(31, (n, T), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rope", ["pre", "post"])
 def test_gradients_against_finite_differences(rope):
     """Of the window's mean loss by a stored number: one that is changed where it is stored, and nowhere else."""
@@ -250,7 +221,7 @@ def test_gradients_against_finite_differences(rope):
         assert gradient.shape == rows.shape == (2, 9, 8)
         assert kept.tolist() == [[True] + [False] * 8] * 2
         assert gradient[:, -1].eq(0).all()
-        for _ in range(6):
+        for _ in range(3):
             place = tuple(int(torch.randint(n, (), generator=rng)) for n in (2, 8, 8))
             ends = [loss(layer, kind, place, by) for by in (2 * step, step, -step, -2 * step)]
             slope = (8 * (ends[1] - ends[2]) - (ends[0] - ends[3])) / (12 * step)
@@ -310,20 +281,14 @@ def shaped(windows=6, T=48):
 def normalized(model, layer, kind, codec, share, first):
     """In numpy: x', half and use, each (W, T, h); use is False at outliers and at the first tokens."""
     x = model.numbers(layer, kind)
-    use = np.ones(x.shape, dtype=bool)
+    mid, half, use = np.zeros_like(x), np.zeros_like(x), np.ones(x.shape, dtype=bool)
     if kind == "k":
-        mid, half = (t.double().numpy() + np.zeros_like(x) for t in (codec.mid, codec.half))
-        if share:
-            use &= np.abs(x - mid) <= half
+        mid[:], half[:] = codec.mid.double().numpy(), codec.half.double().numpy()
+        use = (np.abs(x - mid) <= half) | (share == 0)
     else:
-        mid, half = np.zeros_like(x), np.zeros_like(x)
         for w, t in np.ndindex(x.shape[:2]):
-            row = x[w, t]
-            far = np.abs(row - sorted(row)[(h - 1) // 2])
-            use[w, t, sorted(range(h), key=lambda c, far=far: (-far[c], c))[:round(share * h)]] = False
-            lo, hi = row[use[w, t]].min(), row[use[w, t]].max()
-            mid[w, t] = np.float16((lo + hi) / 2)
-            half[w, t] = np.float16(max((hi - lo) / 2, 1e-5))
+            mid[w, t], half[w, t], outlier = oracles.token_range(x[w, t], np.arange(h), share)
+            use[w, t] = ~outlier
     use[:, :first] = False
     return (x - mid) / half, half, use
 
@@ -343,58 +308,33 @@ def kvquant_on(model, **changed):
     return method
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("outliers", [0.0, 1.0, 4.0, 20.0])
-@pytest.mark.parametrize("preserve", [0, 1, 5])
+@pytest.mark.parametrize("outliers, preserve", [(0.0, 0), (1.0, 5), (20.0, 1)])
 def test_ranges_of_keys(outliers, preserve):
     model = Planted(random_rows())
     method = kvquant_on(model, outliers=outliers, preserve=preserve, sensitivity="none")
-    for layer in range(L):
-        codec = method.codecs[layer].k
+    for layer, pair in enumerate(method.codecs):
         x = model.numbers(layer, "k")[:, preserve:].reshape(-1, h)
         lo, hi = np.quantile(x, [outliers / 200, 1 - outliers / 200], axis=0)
-        assert codec.mid.dtype == codec.half.dtype == codec.levels.dtype == torch.float16
-        assert np.allclose(codec.mid.double(), (lo + hi) / 2, rtol=1e-3, atol=1e-4)
-        assert np.allclose(codec.half.double(), (hi - lo) / 2, rtol=1e-3, atol=1e-4)
-        assert method.codecs[layer].v.mid is None
+        assert pair.k.mid.dtype == pair.k.half.dtype == pair.k.levels.dtype == torch.float16
+        assert np.allclose(pair.k.mid.double(), (lo + hi) / 2, rtol=1e-3, atol=1e-4)
+        assert np.allclose(pair.k.half.double(), (hi - lo) / 2, rtol=1e-3, atol=1e-4)
+        assert pair.v.mid is None
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("outliers", [0.0, 4.0])
-@pytest.mark.parametrize("sensitivity", SENSITIVITIES)
+@pytest.mark.parametrize("sensitivity, outliers", [("none", 0.0), ("fisher", 4.0), ("fisher-range", 4.0),
+                                                   pytest.param("fisher-range", 0.0, marks=pytest.mark.whole)])
 def test_levels_are_a_fixed_point_on_the_raw_numbers(sensitivity, outliers):
     """A histogram's levels are as good as those of the numbers themselves: another step moves none by a bin's width."""
     model = shaped()
-    method = kvquant_on(model, sensitivity=sensitivity, outliers=outliers)
-    gradients = model.gradients()
-    for layer in range(L):
-        for kind, codec in kinds(method.codecs[layer]):
-            x, half, use = normalized(model, layer, kind, codec, outliers / 100, 1)
-            w = {"none": 1, "fisher": gradients[layer, kind] ** 2,
-                 "fisher-range": (gradients[layer, kind] * half) ** 2}[sensitivity] * np.ones_like(x)
-            x, w, levels = x[use], w[use], codec.levels.double().numpy()
-            assert len(levels) == 2 ** codec.bits and (np.diff(levels) > 0).all() and np.abs(levels).max() <= 1.001
-            moved = lloyd_step(x, w, levels)
-            assert np.abs(moved - levels).max() < 2 / BINS + 2 ** -11, (kind, moved - levels)
-            best = moved
-            for _ in range(100):
-                best = lloyd_step(x, w, best)
-            assert coding_loss(x, w, levels) <= coding_loss(x, w, best) * 1.01
-
-
-@pytest.mark.whole
-def test_each_weight_is_served_best_by_its_own_levels():
-    model = shaped()
-    methods = {s: kvquant_on(model, v_bits=2, sensitivity=s) for s in SENSITIVITIES}
-    gradients = model.gradients()
-    for layer in range(L):
-        for kind in "kv":
-            levels = {s: getattr(m.codecs[layer], kind).levels.double().numpy() for s, m in methods.items()}
-            x, half, use = normalized(model, layer, kind, getattr(methods["none"].codecs[layer], kind), 0.04, 1)
-            fisher = gradients[layer, kind] ** 2
-            for own, w in (("none", np.ones_like(x)), ("fisher", fisher), ("fisher-range", fisher * half ** 2)):
-                losses = {s: coding_loss(x[use], w[use], t) for s, t in levels.items()}
-                assert all(losses[own] < 0.99 * losses[s] for s in SENSITIVITIES if s != own), (layer, kind, own)
+    method, gradients = kvquant_on(model, sensitivity=sensitivity, outliers=outliers), model.gradients()
+    for layer, kind, codec in codecs_of(method):
+        x, half, use = normalized(model, layer, kind, codec, outliers / 100, 1)
+        w = {"none": 1, "fisher": gradients[layer, kind] ** 2,
+             "fisher-range": (gradients[layer, kind] * half) ** 2}[sensitivity] * np.ones_like(x)
+        x, w, levels = x[use], w[use], codec.levels.double().numpy()
+        assert len(levels) == 2 ** codec.bits and (np.diff(levels) > 0).all() and np.abs(levels).max() <= 1.001
+        moved = lloyd_step(x, w, levels)
+        assert np.abs(moved - levels).max() < 2 / BINS + 2 ** -11, (kind, moved - levels)
 
 
 def least_loss(x, w, n):
@@ -410,11 +350,11 @@ def least_loss(x, w, n):
     return best[-1] / w.sum()
 
 
-@pytest.mark.parametrize("bits, slack", [(1, 1.01), (2, 1.02), (3, 1.1), (4, 1.2)])
+@pytest.mark.parametrize("bits, slack", [(1, 1.01), (2, 1.02), (4, 1.2)])
 def test_levels_are_nearly_the_best_there_are(bits, slack):
     """Of all levels, not only of those that further steps lead to; k-means may miss those by some per cent."""
     rng = np.random.default_rng(bits)
-    for _ in range(3):
+    for _ in range(2):
         middles, spreads = rng.uniform(-0.9, 0.9, 4), rng.uniform(0.02, 0.4, 4)
         x = np.sort(np.concatenate([rng.normal(m, s, 100) for m, s in zip(middles, spreads)]).clip(-1, 1))
         w = rng.exponential(size=400) ** 2
@@ -424,40 +364,18 @@ def test_levels_are_nearly_the_best_there_are(bits, slack):
         assert coding_loss(x, w, levels) <= least_loss(x, w, 2 ** bits) * slack + BINS ** -2
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("weights", ["none", "random", "zero"])
-@pytest.mark.parametrize("n", [2, 4, 16])
-def test_a_histogram_against_the_numbers(n, weights):
-    rng = np.random.default_rng(n)
-    x = np.concatenate([rng.normal(-0.4, 0.1, 3000), rng.uniform(-1, 1, 2000), [-1.0, 1.0, 1.0]]).clip(-1, 1)
-    w = {"none": np.ones_like(x), "random": rng.exponential(size=x.shape) ** 2 * 1e-9, "zero": 0 * x}[weights]
+@pytest.mark.parametrize("numbers, weights, n, levels", [
+    # a bin stands for its weighted mean, not for its middle nor for its plain mean
+    ([0.0005, 0.0015, -0.5], [1.0, 3.0, 1.0], 2, [-0.5, 0.00125]),
+    ([0.0005, 0.0015, -0.5], [0.0, 0.0, 0.0], 2, [-0.5, 0.001]),  # no gradient at all: all count alike
+    ([-1.0, 1.0, 1.0], [1.0, 1.0, 1.0], 2, [-1.0, 1.0])])
+def test_levels_of_a_few_numbers(numbers, weights, n, levels):
     histogram = Histogram()
-    for part in np.array_split(np.arange(len(x)), 7):
-        histogram.add(torch.tensor(x[part]), torch.tensor(w[part]))
-    levels = histogram.levels(n, q_norm=False).double().numpy()
-    w = w if w.any() else np.ones_like(x)  # no gradient at all: all count alike
-    assert np.abs(lloyd_step(x, w, levels) - levels).max() < 2 / BINS + 2 ** -11
-    best = np.linspace(-1, 1, n)
-    for _ in range(200):
-        best = lloyd_step(x, w, best)
-    assert coding_loss(x, w, levels) <= coding_loss(x, w, best) * 1.03
-
-
-def test_numbers_of_one_bin_weigh_there_too():
-    """A bin stands for its weighted mean, not for its middle nor for its plain mean."""
-    histogram = Histogram()
-    histogram.add(torch.tensor([0.0005, 0.0015, -0.5]), torch.tensor([1.0, 3.0, 1.0]))
-    assert (histogram.sums[0] > 0).sum() == 2
-    assert histogram.levels(2, q_norm=False).tolist() == pytest.approx([-0.5, 0.00125], rel=1e-3)
-
-
-def test_fewer_numbers_than_levels():
-    histogram = Histogram()
-    histogram.add(torch.tensor([-0.5, 0.25, 0.25]), torch.tensor([1.0, 2.0, 3.0]))
-    for norm in (False, True):
-        levels = histogram.levels(8, norm)
-        assert levels.shape == (8,) and torch.isfinite(levels).all()
-        assert min((levels + 0.5).abs()) < 1e-3 and min((levels - 0.25).abs()) < 1e-3
+    histogram.add(torch.tensor(numbers), torch.tensor(weights))
+    assert histogram.levels(n, q_norm=False).tolist() == pytest.approx(levels, rel=1e-3)
+    for q_norm in (False, True):  # fewer numbers than levels
+        many = histogram.levels(8, q_norm)
+        assert many.shape == (8,) and torch.isfinite(many).all()
 
 
 def test_q_norm_keeps_mean_and_deviation():
@@ -467,45 +385,18 @@ def test_q_norm_keeps_mean_and_deviation():
     """
     model = shaped()
     off, on = kvquant_on(model, v_bits=2), kvquant_on(model, v_bits=2, q_norm="on")
-    for layer in range(L):
-        for kind in "kv":
-            x, _, use = normalized(model, layer, kind, getattr(off.codecs[layer], kind), 0.04, 1)
-            x, before, after = x[use], *(getattr(m.codecs[layer], kind).levels.double().numpy() for m in (off, on))
-            at, then = (np.abs(x[:, None] - levels[None]).argmin(1) for levels in (before, after))
-            plain, kept, read = before[at], after[at], after[then]
-            assert kept.mean() == pytest.approx(x.mean(), abs=3e-3) and kept.std() == pytest.approx(x.std(), rel=3e-3)
-            assert abs(read.mean() - x.mean()) < 0.02 and read.std() == pytest.approx(x.std(), rel=0.05)
-            assert abs(plain.std() - x.std()) + abs(plain.mean() - x.mean()) > 0.01
+    for (layer, kind, codec), (_, _, corrected) in zip(codecs_of(off), codecs_of(on)):
+        x, _, use = normalized(model, layer, kind, codec, 0.04, 1)
+        x, before, after = x[use], codec.levels.double().numpy(), corrected.levels.double().numpy()
+        at = np.abs(x[:, None] - before[None]).argmin(1)
+        assert after[at].mean() == pytest.approx(x.mean(), abs=3e-3)
+        assert after[at].std() == pytest.approx(x.std(), rel=3e-3)
+        assert abs(before[at].std() - x.std()) + abs(before[at].mean() - x.mean()) > 0.01
 
 
-@pytest.mark.whole
-def test_q_norm_is_for_two_bits():
-    model = shaped(3, 32)
-    for bits, used in ((2, "on"), (3, "off")):
-        of = {q: tables(kvquant_on(model, k_bits=bits, v_bits=bits, q_norm=q)) for q in (None, "on", "off")}
-        assert same(of[None], of[used])
-        assert not same(of["on"], of["off"])
-
-
-@pytest.mark.parametrize("outliers", [0.0, 4.0])
-def test_an_ignored_row_of_values_can_still_be_read(outliers):
-    """A stream may evict a kept token later (kvsink): then its codes are read, on a grid from its own numbers."""
-    model = shaped(2, 32)
-    method, x = kvquant_on(model, outliers=outliers), model.rows[1][0][1][None]
-    ignore = torch.zeros(1, Hkv, 32, dtype=torch.bool)
-    ignore[:, :, [0, 9]] = ignore[:, 0, 20] = True  # the last in one head only
-    read, plain = (read_back(method.codecs[0].v, x, some) for some in (ignore, None))
-    assert torch.isfinite(read).all()
-    others = [t for t in range(32) if t not in (0, 9, 20)]
-    assert torch.equal(read[:, :, others], plain[:, :, others])
-    assert not outliers or (plain == x).any()
-    levels, rows = method.codecs[0].v.levels.double(), x.transpose(1, 2).flatten(2)[0].double()  # (T, h)
-    for t in (0, 9):
-        lo, hi = rows[t].min(), rows[t].max()
-        grid = levels * (hi - lo) / 2 + (hi + lo) / 2
-        best = (rows[t][:, None] - grid).abs().min(1).values
-        error = (read.transpose(1, 2).flatten(2)[0, t] - rows[t]).abs()
-        assert (error - best).abs().max() < 0.01 * (hi - lo)
+@pytest.mark.parametrize("q_norm, bits, used", [(None, 2, True), (None, 3, False), ("on", 3, True), ("off", 2, False)])
+def test_q_norm_is_for_two_bits(q_norm, bits, used):
+    assert NonUniform(bits, 2, 8, "token", 0.01, q_norm=q_norm).q_norm == used
 
 
 # ---- what is kept is not learned from
@@ -518,7 +409,7 @@ class PerHead(KVQuant):
         return torch.tensor([self.at])
 
 
-def changed(rows, at, by=None):
+def changed(rows, at):
     """rows with the tokens at[head] of each head replaced by something huge."""
     out = []
     for window in rows:
@@ -534,32 +425,26 @@ def changed(rows, at, by=None):
     return out
 
 
-@pytest.mark.one_in(7)
 @pytest.mark.parametrize("cls, options", [
-    *((KVQuant, {"sensitivity": s, "outliers": o}) for s in SENSITIVITIES for o in (0.0, 4.0)),
-    *((PerHead, {"sensitivity": "none", "outliers": o}) for o in (0.0, 4.0, 20.0)),
-    (SKVQ, {}), (SKVQ, {"clip": "none"}), (SKVQ, {"reorder": "off", "metadata": "fp16"}),
-    *((METHODS["pfn"], {"scheme": s}) for s in ("token-static", "channel-static", "kvquant")),
+    (KVQuant, {"outliers": 4.0}), (PerHead, {"sensitivity": "none", "outliers": 4.0}),
+    (KVQuant, {"sensitivity": "fisher", "outliers": 0.0}), (SKVQ, {}), (SKVQ, {"reorder": "off", "metadata": "fp16"}),
+    (METHODS["pfn"], {"scheme": "token-static"}), (METHODS["pfn"], {"scheme": "channel-static"}),
 ], ids=str)
 def test_kept_tokens_are_not_learned_from(cls, options):
     """Whatever they hold. Their own loss may be huge; a planted token's gradient is its own."""
     at = PerHead.at if cls is PerHead else [[0, 1, 2]] * 2
     learned = []
-    for rows in (random_rows(), changed(random_rows(), at)):
-        model = Planted(rows)
-        method = cls(CONFIG, **{"preserve": 3, **options})
+    for rows in (random_rows(2), changed(random_rows(2), at), changed(random_rows(2), [[3], [3]])):
+        model, method = Planted(rows), cls(CONFIG, **{"preserve": 3, **options})
         calibrate(model, method, model.windows())
         learned.append(tables(method))
-    assert learned[0] and same(*learned)
-    model = Planted(changed(random_rows(), [[3], [3]]))
-    calibrate(model, method, model.windows())
-    assert not same(learned[0], tables(method))
+    assert learned[0] and same(*learned[:2]) and not same(learned[0], learned[2])
 
 
 # ---- skvq: groups
 
 #          smallest, largest, channels
-CLUSTERS = [(-1.0, 1.0, 9), (-20.0, -10.0, 5), (5.0, 8.0, 7), (-40.0, 60.0, 11)]
+CLUSTERS = [(-1.0, 8.0, 9), (-20.0, -10.0, 5), (5.0, 8.0, 7), (-20.0, 60.0, 11)]
 
 
 def clustered(layer, kind, x):
@@ -576,20 +461,25 @@ def cluster_of(layer, kind):
     return of[torch.randperm(h, generator=torch.Generator().manual_seed(2 * layer + "kv".index(kind)))].tolist()
 
 
-@pytest.mark.parametrize("clip", ["none", "both"])
-def test_channels_of_like_range_share_a_group(clip):
+def members(codec):
+    """The channels of each group, [set]."""
+    order, group = codec.order.tolist(), codec.group.tolist()
+    return [{c for c, g in zip(order, group) if g == i} for i in range(max(group) + 1)]
+
+
+def test_channels_of_like_range_share_a_group():
     """Groups are the clusters themselves: their sizes differ, their channels come from both heads."""
     model = Planted(random_rows(shape=clustered))
-    method = SKVQ(CONFIG, group_size=8, clip=clip)
+    method = SKVQ(CONFIG, group_size=8, clip="none")
     calibrate(model, method, model.windows())
-    for layer in range(L):
-        for kind, codec in kinds(method.codecs[layer]):
-            of = cluster_of(layer, kind)
-            order, group = codec.order.tolist(), codec.group.tolist()
-            assert sorted(order) == list(range(h)) and group == sorted(group)
-            found = {frozenset(c for c, g in zip(order, group) if g == i) for i in range(4)}
-            assert found == {frozenset(c for c in range(h) if of[c] == i) for i in range(4)}
-            assert [len(codec.alpha), len(codec.centre)] == [4, 4]
+    for layer, kind, codec in codecs_of(method):
+        of = cluster_of(layer, kind)
+        assert sorted(codec.order.tolist()) == list(range(h)) and codec.group.tolist() == sorted(codec.group.tolist())
+        clusters = [{c for c in range(h) if of[c] == i} for i in range(4)]
+        assert sorted(map(sorted, members(codec))) == sorted(map(sorted, clusters))
+        assert codec.alpha.tolist() == [1] * 4 and codec.centre.tolist() == [0] * 4
+    # 16 bits of each clip, 8 of each centre, 32 of each channel's place and of its group
+    assert method.offline_bytes == 2 * L * (8 * h + 3 * 4)
 
 
 def test_a_channel_counts_with_its_extremes_over_all_windows():
@@ -602,9 +492,7 @@ def test_a_channel_counts_with_its_extremes_over_all_windows():
     method = SKVQ(CONFIG, group_size=16, clip="none", preserve=2)
     model = Planted(rows)
     calibrate(model, method, model.windows())
-    for codec in (codec for pair in method.codecs for codec in pair):
-        groups = {frozenset(c for c, g in zip(codec.order.tolist(), codec.group.tolist()) if g == i) for i in (0, 1)}
-        assert frozenset([1, 5, 30, 2, 9, 31]) in groups
+    assert all({1, 5, 30, 2, 9, 31} in members(codec) for _, _, codec in codecs_of(method))
 
 
 def test_groups_are_numbered_without_gaps():
@@ -617,87 +505,40 @@ def test_groups_are_numbered_without_gaps():
     assert codec.encode(torch.randn(1, 1, 5, 8)).scale.shape == (1, 1, 5, 3)
 
 
-@pytest.mark.parametrize("clip", ["none", "both"])
+@pytest.mark.parametrize("clip", ["none", "endpoint"])
 @pytest.mark.parametrize("group_size", [4, 32])
 def test_without_reordering_groups_are_neighbours(clip, group_size):
-    model = Planted(random_rows(shape=clustered))
+    model = Planted(random_rows(1, shape=clustered))
     method = SKVQ(CONFIG, group_size=group_size, reorder="off", clip=clip)
     calibrate(model, method, model.windows())
-    for codec in (codec for pair in method.codecs for codec in pair):
+    for _, _, codec in codecs_of(method):
         codec.encode(model.rows[0][0][0][None])  # with nothing to calibrate, groups are made at first use
         assert codec.order.tolist() == list(range(h))
         assert codec.group.tolist() == [c // group_size for c in range(h)]
 
 
-def test_fewer_sorts_of_channels_than_groups():
-    """Channels that are all alike make one group; the others stay empty and cost nothing."""
-    model = Planted(random_rows(shape=lambda layer, kind, x: 1 + (torch.arange(len(x)) % 2)[:, None] * torch.ones(h)))
-    method = SKVQ(CONFIG, group_size=8)
-    calibrate(model, method, model.windows())
-    for codec in (codec for pair in method.codecs for codec in pair):
-        assert len(codec.alpha) == int(codec.group.max()) + 1 == len(set(codec.group.tolist()))
-    x = model.rows[0][0][0][None]
-    assert torch.equal(read_back(method.codecs[0].k, x), x)
-
-
-@pytest.mark.parametrize("options", [{}, {"reorder": "off"}, {"clip": "none"}], ids=str)
-def test_calibrating_again_forgets_the_first_time(options):
+def test_calibrating_again_forgets_the_first_time():
     one, two = Planted(random_rows(2, shape=clustered)), Planted(random_rows(2, seed=5))
-    method, fresh = (SKVQ(CONFIG, group_size=8, **options) for _ in range(2))
-    calibrate(one, method, one.windows())
-    for m in (method, fresh):
-        calibrate(two, m, two.windows())
-    assert same(tables(method), tables(fresh))
-
-
-@pytest.mark.parametrize("reorder", ["on", "off"])
-def test_eight_bits_reordered_are_nearly_the_rows_themselves(reorder):
-    """Gathered by range, coded and put back where they came from: half a step of 255 off, and metadata's rounding."""
-    model = Planted(random_rows(shape=clustered))
-    method = SKVQ(CONFIG, 8, 8, group_size=8, reorder=reorder, clip="none", metadata="fp16")
-    calibrate(model, method, model.windows())
-    for layer in range(L):
-        for kind, x in zip("kv", model.rows[1][layer]):
-            read = read_back(getattr(method.codecs[layer], kind), x[None])[0]
-            widest = max(hi - lo for lo, hi, _ in CLUSTERS) if reorder == "on" else 101
-            assert (read - x).abs().max() < widest / 255 * 0.5 + 0.04
-            of = torch.tensor(cluster_of(layer, kind)).view(Hkv, 1, d).expand_as(x)
-            if reorder == "on":  # a channel pays for its own kind only
-                assert (read - x).abs()[of == 0].max() < 2.1 / 255 * 0.5 + 1e-3
-            else:
-                assert (read - x).abs()[of == 0].max() > 0.05
+    for options in ({}, {"reorder": "off"}):
+        method, fresh = (SKVQ(CONFIG, group_size=8, **options) for _ in range(2))
+        calibrate(one, method, one.windows())
+        for m in (method, fresh):
+            calibrate(two, m, two.windows())
+        assert same(tables(method), tables(fresh))
 
 
 # ---- skvq: clips
 
-def f8(x):
-    """e4m3, in numpy"""
-    x = np.asarray(x, dtype=float)
-    step = 2.0 ** (np.maximum(np.frexp(np.abs(x))[1] - 1, -6) - 3)
-    return np.round(x / step) * step
+def read_by_oracle(codec, x, metadata="fp8", alpha=None, centre=None, codes_first=False):
+    """What rows x (Hkv, T, d) read as in a codec's groups, by numpy: (T, h). alpha, centre: others for all groups."""
+    alpha, centre = (own.float().numpy() if given is None else np.full(len(own), given, np.float32)
+                     for own, given in ((codec.alpha, alpha), (codec.centre, centre)))
+    read = oracles.clipped_groups(x[None].numpy(), codec.bits, metadata, codec.order.numpy(), codec.group.numpy(),
+                                  alpha, centre, codes_first)
+    return oracles.to_rows(read)[0]
 
 
-def clipped_error(rows, alpha, centre, levels, metadata, weights=1.0):
-    """rows (N, channels of a group) -> the sum of squares that this clip leaves. In double but for what is stored.
-
-    weights (N): of the rows.
-    """
-    lo, hi = rows.min(1, keepdims=True), rows.max(1, keepdims=True)
-    towards = centre * (lo + hi) / 2
-    lo, hi = alpha * lo + (1 - alpha) * towards, alpha * hi + (1 - alpha) * towards
-    s = (hi - lo) / levels
-    s, z = (f8(np.clip(s, 2 ** -9, 448)), f8(np.clip(lo, -448, 448))) if metadata == "fp8" else \
-        (np.float16(np.clip(s, 1e-5, 65504)).astype(float), np.float16(lo).astype(float))
-    read = np.clip(np.round((rows - z) / s), 0, levels) * s + z
-    return (((rows - read) ** 2).sum(1) * weights).sum()
-
-
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("metadata", ["fp8", "fp16"])
-@pytest.mark.parametrize("clip, centres", [("both", (0, 1)), ("endpoint", (0,)), ("centre", (1,))])
-@pytest.mark.parametrize("reorder", ["on", "off"])
-@pytest.mark.parametrize("sensitivity", ["token", "none"])
-def test_clips_are_the_best_of_the_grid(sensitivity, reorder, clip, centres, metadata):
+def check_clips(sensitivity, reorder, clip, metadata, alpha=None):
     """By brute force over the calibration rows beside the first tokens, which would have had a say of their own.
 
     A row weighs as much as the norm of its true gradient.
@@ -706,125 +547,62 @@ def test_clips_are_the_best_of_the_grid(sensitivity, reorder, clip, centres, met
     rows = random_rows(shape=lambda layer, kind, x: torch.where(c % 16 < 8, (c % 8 > 3) * (3 + 0.5 * x), x + 4))
     model = Planted(changed(rows, [[0, 1, 2]] * 2))
     method = SKVQ(CONFIG, 2, 1.5, group_size=8, preserve=3, reorder=reorder, clip=clip, metadata=metadata,
-                  sensitivity=sensitivity)
+                  sensitivity=sensitivity, alpha=alpha)
     calibrate(model, method, model.windows())
-    gradients = model.gradients()
-    seen, clear = set(), 0
-    for layer in range(L):
-        for kind, codec in kinds(method.codecs[layer]):
-            x = model.numbers(layer, kind)[:, 3:].reshape(-1, h)
-            w = np.linalg.norm(np.array(gradients[layer, kind])[:, 3:].reshape(-1, h), axis=1)
-            w = w if sensitivity == "token" else np.ones(len(x))
-            for i, (alpha, centre) in enumerate(zip(codec.alpha.tolist(), codec.centre.tolist())):
-                rows = x[:, [c for c, g in zip(codec.order.tolist(), codec.group.tolist()) if g == i]]
-                losses = {(float(np.float16(a / 100)), c):
-                          clipped_error(rows, float(np.float16(a / 100)), c, 3 if kind == "k" else 2, metadata, w)
-                          for a in range(60 if kind == "k" else 20, 101, 2) for c in centres}
-                best = sorted(losses, key=losses.get)
-                assert (alpha, centre) in losses
-                assert losses[alpha, centre] <= losses[best[0]] * (1 + 1e-3)
-                if losses[best[1]] > losses[best[0]] * (1 + 1e-3):
-                    assert (alpha, centre) == best[0]
-                    clear += 1
-                seen.add((alpha, centre))
-    assert len(seen) > 2 and clear > 8 and {c for _, c in seen} == set(centres)
+    gradients, seen = model.gradients(), set()
+    for layer, kind, codec in codecs_of(method):
+        w = np.linalg.norm(gradients[layer, kind], axis=-1) if sensitivity == "token" else np.ones((4, 48))
+        alphas = [alpha] if alpha else [a / 100 for a in range(60 if kind == "k" else 20, 101, 2)]
+        losses = {}  # (alpha, centre): of each group
+        for a, centre in [(float(np.float16(a)), centre) for a in alphas for centre in CENTRES[clip]]:
+            loss = np.zeros(h)
+            for window, pairs in enumerate(model.rows):
+                x = pairs[layer]["kv".index(kind)]
+                error = read_by_oracle(codec, x, metadata, a, centre) - flat(x)  # (T, h)
+                loss += (error[3:] ** 2 * w[window, 3:, None]).sum(0)
+            losses[a, centre] = [loss[list(channels)].sum() for channels in members(codec)]
+        for i, chosen in enumerate(zip(codec.alpha.tolist(), codec.centre.tolist())):
+            assert losses[chosen][i] <= min(of[i] for of in losses.values()) * (1 + 1e-3)
+            seen.add(chosen)
+    assert {centre for _, centre in seen} == set(CENTRES[clip]) and (alpha or len(seen) > 2)
 
 
-def test_losses_leave_out_what_is_kept_in_each_head():
-    """In whatever order the channels are."""
-    codec, x = ClippedGroups(2, Hkv, d, 8, "fp16"), random_rows(1, 20)[0][0][0]
+CENTRES = {"both": (0, 1), "endpoint": (0,), "centre": (1,)}
+
+
+@pytest.mark.parametrize("sensitivity, reorder, clip, metadata, alpha", [
+    ("token", "on", "both", "fp8", None), ("none", "off", "both", "fp16", None),
+    pytest.param("token", "off", "centre", "fp16", None, marks=pytest.mark.whole),
+    pytest.param("none", "on", "endpoint", "fp8", None, marks=pytest.mark.whole), ("none", "on", "both", "fp8", 0.7)])
+def test_clips_are_the_best_of_the_grid(sensitivity, reorder, clip, metadata, alpha):
+    check_clips(sensitivity, reorder, clip, metadata, alpha)
+
+
+def test_losses_weigh_tokens_and_leave_out_what_is_kept_in_each_head():
+    """In whatever order the channels are. A token weighs the norm of its gradient."""
+    codec, x = ClippedGroups(2, Hkv, d, 8, "fp16", reorder=False, centres=(0,), alpha=1.0), random_rows(1, 20)[0][0][0]
     codec.regroup(torch.randint(4, (h,), generator=torch.Generator().manual_seed(0)))
     kept = torch.rand(Hkv, 20, generator=torch.Generator().manual_seed(1)) < 0.4
+    gradient = torch.randn(Hkv, 20, d, generator=torch.Generator().manual_seed(2)) * torch.arange(20.0)[:, None]
     error = (codec.decode(codec.encode(x[None]))[0] - x).square().masked_fill(kept[..., None], 0)  # (Hkv, T, d)
-    error, expected = error.sum(1).flatten().tolist(), [0] * 4
-    for c, g in zip(codec.order.tolist(), codec.group.tolist()):
-        expected[g] += error[c]
-    assert codec.losses(x, kept, [(1.0, 0.0)], torch.ones(20))[0].tolist() == pytest.approx(expected, rel=1e-4)
+    error = oracles.to_rows(error[None].numpy())[0] * np.linalg.norm(flat(gradient), axis=1)[:, None]  # (T, h)
+    codec.loss = 0
+    codec.collect(0, x, kept, gradient)
+    assert codec.loss[0].tolist() == pytest.approx([error[:, list(group)].sum() for group in members(codec)], rel=1e-4)
 
 
-def test_clip_none_leaves_ranges_whole():
-    model = Planted(random_rows())
-    method = SKVQ(CONFIG, group_size=8, clip="none")
-    calibrate(model, method, model.windows())
-    for codec in (codec for pair in method.codecs for codec in pair):
-        assert codec.alpha.eq(1).all() and codec.centre.eq(0).all()
-
-
-def mse_of(alpha, centre, offset, metadata, sd=0.5):
-    codec = ClippedGroups(2, 1, 64, 64, metadata, reorder=False, centres=())
-    x = sd * torch.randn(1, 1, 4000, 64, generator=torch.Generator().manual_seed(0)) + offset
-    codec.rows(x)
-    codec.alpha[:], codec.centre[:] = alpha, centre
-    return (codec.decode(codec.encode(x)) - x).square().mean().item()
-
-
-@pytest.mark.parametrize("offset", [-10, 10])
-def test_shrinking_a_one_signed_range_towards_zero_shifts_it(offset):
-    """A group of one sign: offset 10, deviation 0.5, groups of 64, 2 bits. Towards its middle it gets better."""
-    assert mse_of(1, 0, offset, "fp16") == pytest.approx(0.0505, rel=0.03)
-    assert mse_of(0.92, 0, offset, "fp16") == pytest.approx(0.0852, rel=0.03)
-    assert mse_of(0.92, 1, offset, "fp16") == pytest.approx(0.0425, rel=0.03)
-    assert mse_of(1, 0, offset, "fp8") == pytest.approx(0.0519, rel=0.1)  # rounded first: codes make up for it
-    assert mse_of(0.92, 0, 0, "fp16", 1.0) == pytest.approx(mse_of(0.92, 1, 0, "fp16", 1.0), rel=0.02)
-    assert mse_of(1, 0, 0, "fp16", 1.0) == pytest.approx(0.2029, rel=0.03)
-    assert mse_of(0.92, 0, 0, "fp16", 1.0) == pytest.approx(0.1711, rel=0.03)
-
-
-def released(rows, alpha, levels):
-    """As the released code reads back: ends times alpha, codes from exact metadata, decoded with e4m3."""
-    lo, hi = alpha * rows.min(1, keepdims=True), alpha * rows.max(1, keepdims=True)
-    s = np.clip((hi - lo) / levels, 2 ** -9, 448)
-    q = np.clip(np.round((rows - lo) / s), 0, levels)
-    return q * f8(s) + f8(lo)
-
-
-@pytest.mark.parametrize("bits, levels", [(2, 3), (1.5, 2)])
-def test_the_released_settings(bits, levels):
+def test_the_released_settings():
     """--alpha 0.92 --clip endpoint --metadata-order codes-first."""
-    model = Planted(random_rows(shape=clustered))
-    method = SKVQ(CONFIG, bits, bits, group_size=8, alpha=0.92, clip="endpoint", metadata_order="codes-first")
+    model = Planted(random_rows(1, shape=clustered))
+    method = SKVQ(CONFIG, 2, 1.5, group_size=8, alpha=0.92, clip="endpoint", metadata_order="codes-first")
     calibrate(model, method, model.windows())
-    differs = 0
-    for layer in range(L):
-        for kind, codec in kinds(method.codecs[layer]):
-            assert set(codec.alpha.tolist()) == {float(np.float16(0.92))} and not codec.centre.any()
-            x = model.rows[1][layer]["kv".index(kind)]
-            read = read_back(codec, x[None])[0].transpose(0, 1).flatten(1).double().numpy()  # (T, h)
-            rows = x.transpose(0, 1).flatten(1).double().numpy()
-            for i in set(codec.group.tolist()):
-                channels = [c for c, g in zip(codec.order.tolist(), codec.group.tolist()) if g == i]
-                want = released(rows[:, channels], float(np.float16(0.92)), levels)
-                assert np.isclose(read[:, channels], want, rtol=1e-4, atol=1e-4).mean() > 0.99  # but for ties
-                differs += np.abs(clipped_read(rows[:, channels], 0.92, levels) - want).max() > 0.1
-    assert differs
-
-
-def clipped_read(rows, alpha, levels):
-    """The same with metadata rounded first."""
-    lo, hi = alpha * rows.min(1, keepdims=True), alpha * rows.max(1, keepdims=True)
-    s, z = f8(np.clip((hi - lo) / levels, 2 ** -9, 448)), f8(lo)
-    return np.clip(np.round((rows - z) / s), 0, levels) * s + z
-
-
-def test_a_given_alpha_may_choose_its_kind_of_clip():
-    model = Planted(random_rows(shape=clustered))
-    method = SKVQ(CONFIG, group_size=8, alpha=0.7, sensitivity="none")
-    calibrate(model, method, model.windows())
-    for layer in range(L):
-        for kind, codec in kinds(method.codecs[layer]):
-            x = model.numbers(layer, kind)[:, 5:].reshape(-1, h)
-            assert set(codec.alpha.tolist()) == {float(np.float16(0.7))}
-            for i, centre in enumerate(codec.centre.tolist()):
-                rows = x[:, [c for c, g in zip(codec.order.tolist(), codec.group.tolist()) if g == i]]
-                here, other = (clipped_error(rows, float(np.float16(0.7)), c, 3, "fp8") for c in (centre, 1 - centre))
-                assert here <= other * (1 + 1e-3)
-
-
-@pytest.mark.parametrize("settings", [{"alpha": 0.0}, {"alpha": 1.1}, {"alpha": 0.9, "clip": "none"},
-                                      {"metadata_order": "last"}], ids=str)
-def test_clips_that_cannot_be_are_refused(settings):
-    with pytest.raises(UserError, match="alpha|metadata order"):
-        SKVQ(CONFIG, group_size=8, **settings)
+    for layer, kind, codec in codecs_of(method):
+        x = model.rows[0][layer]["kv".index(kind)]
+        read = flat(codec.decode(codec.encode(x[None]))[0])  # (T, h)
+        want, other = (read_by_oracle(codec, x, alpha=np.float16(0.92), centre=0, codes_first=first)
+                       for first in (True, False))
+        assert np.isclose(read, want, rtol=1e-4, atol=1e-4).mean() > 0.99  # but for ties
+        assert np.abs(other - want).max() > 0.1
 
 
 def test_skvq_s_codec_under_kvsink_s_tokens():
@@ -839,419 +617,34 @@ def test_skvq_s_codec_under_kvsink_s_tokens():
     assert [type(codec) for pair in sinks.codecs for codec in pair] == [type(codec) for p in mine.codecs for codec in p]
 
 
-# ---- bits
+# ---- what cannot be learned from
 
-def fed(method, config, protocol, T, B=1, seed=0):
-    """A cache that has seen T tokens of random rows, and its figures."""
-    class Model:
-        pass
-    model = Model()
-    model.config, model.rope = config, Still()
-    cache, result, rng = KVCache(model, method, protocol), Result(), torch.Generator().manual_seed(seed)
-    chunk = torch.arange(T).split(T if protocol == "paper" else chunk_of(method))
-    for layer in range(config.num_hidden_layers):
-        shape = B, config.num_key_value_heads, T, config.head_dim
-        k, v = torch.randn(2, *shape, generator=rng)
-        k = k + torch.linspace(-3, 3, shape[-1])
-        for at in chunk:
-            cache.update(layer, None, k[:, :, at], v[:, :, at], at)
-    count_bits(result, cache, torch.zeros(B, T, dtype=torch.long))
-    return cache, result
-
-
-def wide(heads, width, layers=3):
-    return LlamaConfig(V, 64, 24, layers, heads, heads, width, 4096)
-
-
-def share_coded(method, protocol, T):
-    return 1.0 if protocol == "paper" else (T - method.recent) // method.block * method.block / T
-
-
-def mean_share_coded(method, protocol, T):
-    """Over the lengths T, T + 1, .. of one cycle, but of a text of T tokens."""
-    if protocol == "paper":
-        return 1.0
-    recent = [length - round(share_coded(method, protocol, length) * length) for length in range(T, T + method.block)]
-    return 1 - sum(recent) / len(recent) / T
-
-
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("bits", [1, 2, 3])
-def test_bits_of_kivi(bits, protocol):
-    T, G = 2048, 32
-    method = METHODS["kivi"](wide(2, 64), bits, bits, group_size=G, recent=100)
-    _, result = fed(method, wide(2, 64), protocol, T, B=2)
-    coded = mean_share_coded(method, protocol, T)
-    assert result.bits == pytest.approx(coded * (bits + 32 / G) + (1 - coded) * 16, rel=1e-3)
-    window = (1 - coded) * T / FAR
-    assert result.bits_far == pytest.approx((bits + 32 / G) * (1 - window) + 16 * window, rel=1e-6)
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("scope", ["head", "layer"])
-def test_bits_of_ott(scope, protocol):
-    """Kept rows come on top, 16 bits a number, and a 32-bit position for each."""
-    T, G, heads, width = 2048, 32, 2, 64
-    method = METHODS["ott"](wide(heads, width), group_size=G, recent=32, outlier_num=3, extra_pool=8, scope=scope)
-    cache, result = fed(method, wide(heads, width), protocol, T, B=2)
-    coded, pool = mean_share_coded(method, protocol, T), [layer.keys.kept_positions for layer in cache.layers]
-    assert pool[:2] == [None, None]
-    slots = pool[2].shape[2]
-    assert slots == 3 if protocol == "paper" else 3 < slots <= 11
-    rows = slots * (2 * heads * width * 16 + 2 * (heads if scope == "head" else 1) * 32)  # of the one layer that keeps
-    numbers = 3 * 2 * heads * width
-    assert result.bits == pytest.approx(coded * (2 + 32 / G) + (1 - coded) * 16 + rows / (numbers * T), rel=1e-3)
-    window = (1 - coded) * T / FAR
-    far = (2 + 32 / G) * (1 - window) + 16 * window + rows / numbers / FAR
-    assert result.bits_far == pytest.approx(far, rel=1e-6)
-
-
-@pytest.mark.one_in(7)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("k_bits, v_bits, stored", [(2, 2, (2, 2)), (2, 1.5, (2, 1.6)), (1.5, 1.5, (1.6, 1.6))])
-@pytest.mark.parametrize("metadata, of_group", [("fp8", 16), ("fp16", 32)])
-def test_bits_of_skvq(metadata, of_group, k_bits, v_bits, stored, protocol):
-    T, G, n, heads, width = 2048, 32, 5, 4, 40  # 160 channels are 32 bytes of five levels of three
-    method = SKVQ(wide(heads, width, 1), k_bits, v_bits, G, reorder="off", clip="none", metadata=metadata, block=64)
-    cache, result = fed(method, wide(heads, width, 1), protocol, T)
-    coded = mean_share_coded(method, protocol, T)
-    window = (1 - coded) * T
-    formula = coded * (sum(stored) / 2 + of_group / G) + (n + window) * 16 / T
-    assert result.bits == pytest.approx(formula, rel=1e-3)
-    rows = (n + window) * 16 + n * 32 / (heads * width)  # the position of a kept token, too
-    codes = (sum(stored) / 2 + of_group / G) * (1 - window / FAR)
-    assert result.bits_far == pytest.approx(codes + rows / FAR, rel=1e-6)
-    assert sum(cache.part_bytes("k").values()) + sum(cache.part_bytes("v").values()) == cache.nbytes
-
-
-@pytest.mark.one_in(12)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("outliers", [0.0, 1.0, 5.0])
-@pytest.mark.parametrize("bits", [2, 3])
-def test_bits_of_kvquant(bits, outliers, protocol):
-    """K: b; V: b and 32 a token; outliers 32 bits each, and 32 a token; their number is counted by other means."""
-    T, preserve, B = 2048, 4, 2
-    model = Planted(random_rows(4, 64))
-    method = KVQuant(CONFIG, bits, bits, preserve=preserve, outliers=outliers, sensitivity="none")
-    calibrate(model, method, model.windows())
-    cache, result = fed(method, CONFIG, protocol, T, B)
-    per_token = h * (2 * bits) + 32 + (64 if outliers else 0)  # of keys and values of a layer
-    coded = round(share_coded(method, protocol, T) * T)
-    total = 0
-    for layer, parts in enumerate(cache.layers):
-        rng, shape = torch.Generator().manual_seed(0), (B, Hkv, T, d)
-        for _ in range(layer + 1):
-            k = torch.randn(2, *shape, generator=rng)[0] + torch.linspace(-3, 3, d)
-        codec, kept = method.codecs[layer].k, preserve
-        x = k.half().double().transpose(1, 2).flatten(2).numpy()[:, kept:coded]
-        beyond = (np.abs(x - codec.mid.double().numpy()) > codec.half.double().numpy()).sum() if outliers else 0
-        of_values = B * (coded - kept) * round(outliers / 100 * h)
-        if outliers:
-            assert [len(parts.keys.codes.values), len(parts.values.codes.values)] == [beyond, of_values]
-        total += B * coded * per_token + 32 * (beyond + of_values)
-    kept = L * preserve * (B * 2 * h * 16 + B * 2 * 32)
-    assert 8 * cache.nbytes == pytest.approx(total + L * B * (T - coded) * 2 * h * 16 + kept, rel=1e-3)
-    share = mean_share_coded(method, protocol, T)
-    mean = total / coded * T * share + L * B * T * (1 - share) * 2 * h * 16 + kept
-    assert result.bits == pytest.approx(mean / (2 * L * B * T * h), rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["skvq", "kvquant"])
-def test_what_is_learned_is_counted_apart(name):
-    """16 bits a level, of each channel's range, and of each clip; 32 of each channel's place and of its group."""
-    model = Planted(random_rows(2, 32))
-    method = SKVQ(CONFIG, group_size=8, reorder="off") if name == "skvq" else KVQuant(CONFIG, 2, 3)
-    calibrate(model, method, model.windows())
-    groups = h // 8
-    each = {"skvq": 2 * (8 * h + 3 * groups), "kvquant": 2 * (4 + 8) + 2 * 2 * h}[name]
-    assert method.offline_bytes == L * each
-
-
-# ---- a file of what was learned
-
-FILE_CASES = [
-    ("rtn", {"scheme": "channel-static"}), ("rtn", {"scheme": "token-static"}), ("rtn", {"scheme": "kvquant"}),
-    ("pfn", {"scheme": "channel-static"}), ("pfn", {"scheme": "kvquant", "outliers": 0.0}),
-    ("kvsink", {"scheme": "token-dynamic"}), ("kvsink", {"scheme": "channel-static"}),
-    ("kvsink", {"scheme": "kvquant"}),
-    ("skvq", {}), ("skvq", {"reorder": "off"}), ("skvq", {"clip": "none", "k_bits": 16}),
-    ("kvquant", {}), ("kvquant", {"outliers": 0.0, "sensitivity": "none", "v_bits": 3}), ("kvquant", {"v_bits": 16}),
-]
-
-
-def new(name, options, model):
-    options = {**({"group_size": 4} if name == "skvq" else {}), **options}
-    return METHODS[name](model.config, **options)
-
-
-@lru_cache
-def sinking():
-    """A Llama in which one token has an outlier, for kvsink to find."""
-    model = Llama(LlamaConfig(31, 24, 32, 4, 4, 2, 8, 256))
-    torch.manual_seed(8)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.normal_(std=p.shape[1] ** -0.5)
-        embedding = model.model["embed_tokens"].weight.normal_()
-        embedding[:, 0] = 0
-        embedding[30] = 0
-        embedding[30, 0] = 3.0
-        for block in model.model["layers"]:
-            block.self_attn.o_proj.weight[[0, 9]] = 0
-            block.mlp.down_proj.weight[[0, 9]] = 0
-        mlp = model.model["layers"][1].mlp
-        mlp.gate_proj.weight[0], mlp.up_proj.weight[0], mlp.down_proj.weight[:, 0] = 0, 0, 0
-        mlp.gate_proj.weight[0, 0] = mlp.up_proj.weight[0, 0] = mlp.down_proj.weight[9, 0] = 4.0
-    return model
-
-
-def run(model, method, protocol, tokens):
-    cache = KVCache(model, method, protocol)
-    size = tokens.shape[1] if protocol == "paper" else 4
-    with torch.no_grad():
-        return torch.cat([model(chunk, cache) for chunk in tokens.split(size, dim=1)], dim=1)
-
-
-@pytest.mark.one_in(7)
-@pytest.mark.parametrize("name, options, outlier", [
-    *((name, options, False) for name, options in FILE_CASES),
-    *((name, options, True) for name, options in FILE_CASES if name == "kvsink")], ids=str)
-def test_a_file_gives_back_what_was_learned(tmp_path, name, options, outlier):
-    """Bit by bit, in both protocols, to a method that is not calibrated; many in one file, whatever their names."""
-    model = sinking() if outlier else llama()
-    windows, text = random_tokens(3, 40, 1), random_tokens(2, 150, 2)
-    windows[:, 7] = text[:, [5, 90]] = 30
-    method, fresh = new(name, options, model), new(name, options, model)
-    assert method.needs_calibration
-    calibrate(model, method, windows)
-    if name == "kvsink":
-        assert (method.layer, method.channel) == ((1, 9) if outlier else (None, None))
-    with pytest.raises(UserError, match="calibrate"):
-        run(model, fresh, "paper", text)
-    path, label = tmp_path / "deep" / "learned.safetensors", f'{name} {{"a/b": "{options}"}}'
-    save_calibration(path, model, "some text", {"other": {"0.k.levels": torch.zeros(3)}, label: method.calibrated()})
-    learned = load_calibration(path, model, "some text")
-    assert set(learned) == {"other", label} and learned["other"].keys() == {"0.k.levels"}
-    assert same(learned[label], method.calibrated())
-    fresh.restore(learned[label])
-    assert same(fresh.calibrated(), method.calibrated()) and fresh.offline_bytes == method.offline_bytes
-    assert fresh.describe() == method.describe()
-    for protocol in PROTOCOLS:
-        expected = run(model, method, protocol, text)
-        assert torch.equal(run(model, fresh, protocol, text), expected)
-        assert not torch.equal(run(model, METHODS["fp16"](model.config), protocol, text), expected)
-    again = new(name, options, model)  # learning is the same every time
-    calibrate(model, again, windows)
-    assert same(again.calibrated(), method.calibrated())
-
-
-def saved(tmp_path, value=1.0):
-    path = tmp_path / "learned.safetensors"
-    save_calibration(path, llama(), "some text", {"rtn": {"0.k.scale": torch.full((500,), value)}, "empty": {}})
-    return path
-
-
-def refused(path, model=None, data="some text"):
-    with pytest.raises(UserError) as error:
-        load_calibration(path, model or llama(), data)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
-    return str(error.value)
-
-
-def test_no_file_is_nothing_learned(tmp_path):
-    assert load_calibration(tmp_path / "none", llama(), "some text") == {}
-
-
-def test_a_name_without_tables_is_remembered(tmp_path):
-    assert load_calibration(saved(tmp_path), llama(), "some text")["empty"] == {}
-
-
-def test_another_model_and_other_data_are_refused(tmp_path):
-    path = saved(tmp_path)
-    assert "model" in refused(path, sinking())
-    assert "model" in refused(path, llama(torch.float64))
-    assert "other text" in refused(path, data="other text")
-    assert load_calibration(path, llama(), "some text")["rtn"]["0.k.scale"].eq(1).all()
-
-
-def test_damaged_files_are_refused(tmp_path):
-    path = saved(tmp_path)
-    whole = path.read_bytes()
-    for n in (0, 1, 7, 8, 30, 200, len(whole) - 2000, len(whole) - 1):
-        path.write_bytes(whole[:n])
-        refused(path)
-    for damaged in (b"\xff" * 8 + whole[8:], whole[:8] + b"x" + whole[9:], b"some text\n" * 30, whole + b"more"):
-        path.write_bytes(damaged)
-        refused(path)
-    path.unlink()
-    path.mkdir()
-    refused(path)
-
-
-def test_foreign_safetensors_files_are_refused(tmp_path):
-    path = tmp_path / "model.safetensors"
-    for notes in (None, {}, {"format": "pt"}, {"model": "x", "data": "some text", "names": "[]"}):
-        save_file({"rtn/0.k.scale": torch.zeros(3)}, path, notes)
-        assert "not one that" in refused(path)
-
-
-def test_a_file_whose_notes_are_not_whole_is_refused(tmp_path):
-    """One of another version, say."""
-    path = tmp_path / "learned.safetensors"
-    save_file({"rtn/0.k.scale": torch.zeros(3)}, path, {"format": "tinykv-calibration"})
-    refused(path)
-
-
-def test_a_file_may_name_fewer_methods_than_it_holds_tables_of(tmp_path):
-    path = tmp_path / "learned.safetensors"
-    notes = {"format": "tinykv-calibration", "model": storage.fingerprint(llama()), "data": "some text"}
-    save_file({"rtn/0.k.scale": torch.zeros(3)}, path, {**notes, "names": json.dumps(["other"])})
-    refused(path)
-
-
-def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    path = saved(tmp_path)
-    before = path.read_bytes()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage.os, "replace", full)
-        with pytest.raises(UserError) as error:
-            saved(tmp_path, 2.0)
-    assert str(path) in str(error.value) and "No space left" in str(error.value)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError, MemoryError])
-def test_a_save_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch, stop):
-    path = saved(tmp_path)
-    before = path.read_bytes()
-
-    def half_way(part, content):
-        with open(part, "wb") as file:
-            file.write(before[:100])
-        raise stop
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", half_way)
-        with pytest.raises(UserError if stop is OSError else stop):
-            saved(tmp_path, 2.0)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-    saved(tmp_path, 2.0)
-    assert load_calibration(path, llama(), "some text")["rtn"]["0.k.scale"].eq(2).all()
-
-
-def test_a_place_that_cannot_be_written_to(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file"):
-        save_calibration(tmp_path / "file" / "learned", llama(), "some text", {})
-
-
-# ---- numbers that are no numbers
-
-FOUR = [("kivi", {"group_size": 4, "recent": 3}), ("ott", {"group_size": 4, "recent": 3, "skip_layers": 0}),
-        ("skvq", {"recent": 3, "block": 4}), ("skvq", {"recent": 3, "block": 4, "metadata": "fp16", "v_bits": 1.5}),
-        ("kvquant", {}), ("kvquant", {"outliers": 0.0, "preserve": 0}), ("kvquant", {"outliers": 40.0, "v_bits": 1}),
-        ("kvquant", {"sensitivity": "none", "q_norm": "on"})]
-
-
-def constant(size):
-    """A Llama whose keys are the same everywhere, all its values too: weights 0, biases of one size."""
-    model = llama(attention_bias=True, rope_theta=10000.0 + size)
-    with torch.no_grad():
-        for block in model.model["layers"]:
-            for proj in (block.self_attn.k_proj, block.self_attn.v_proj):
-                proj.weight.zero_()
-                proj.bias.fill_(size)
-    return model
-
-
-def calibrated(name, options, model, windows):
-    method = new(name, options, model)
-    if method.needs_calibration:
-        calibrate(model, method, windows)
-    return method
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("name, options", FOUR, ids=str)
-@pytest.mark.parametrize("size", [0.0, 1.5, -300.0])
-def test_constant_keys_and_values(name, options, size, protocol):
-    model = constant(size)
-    method = calibrated(name, options, model, random_tokens(2, 20, 1))
-    logits = run(model, method, protocol, random_tokens(2, 30, 2))
-    assert torch.isfinite(logits).all()
-    exact = run(model, METHODS["fp16"](model.config), protocol, random_tokens(2, 30, 2))
-    if options.get("metadata") != "fp8" and name != "skvq":
-        assert torch.allclose(logits, exact, atol=0.02 * exact.abs().max().item())
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("name, options", FOUR, ids=str)
-def test_a_text_of_one_token_over_and_over(name, options, protocol):
-    model, text = llama(), torch.full((2, 30), 5)
-    for windows in (text, random_tokens(2, 20, 1)):
-        logits = run(model, calibrated(name, options, model, windows), protocol, text)
-        assert torch.isfinite(logits).all()
-    assert torch.isfinite(run(model, calibrated(name, options, model, text), protocol, random_tokens(2, 30))).all()
-
-
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("name, options", FOUR, ids=str)
-@pytest.mark.parametrize("T", range(1, 8))
-def test_short_texts(name, options, protocol, T):
-    model, text = llama(), random_tokens(2, T, T)
-    method = calibrated(name, options, model, random_tokens(2, 20, 1))
-    logits = run(model, method, protocol, text)
-    assert torch.isfinite(logits).all()
-    if T <= method.preserve or (protocol == "stream" and T <= method.recent):
-        assert torch.equal(logits, run(model, METHODS["fp16"](model.config), protocol, text))
-
-
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, options", [
-    ("skvq", {}), ("skvq", {"clip": "none"}), ("skvq", {"reorder": "off"}), ("skvq", {"k_bits": 16}),
-    ("kvquant", {"preserve": 5}), ("kvquant", {"preserve": 5, "sensitivity": "none"}),
-    ("kvquant", {"preserve": 5, "k_bits": 16}), ("kvquant", {"preserve": 5, "outliers": 0.0}),
-    ("pfn", {"scheme": "token-static"}), ("pfn", {"scheme": "kvquant"})], ids=str)
+    ("skvq", {"group_size": 4}), ("kvquant", {"preserve": 5}), ("kvquant", {"preserve": 5, "k_bits": 16}),
+    ("pfn", {"scheme": "token-static"})], ids=str)
 def test_windows_of_which_nothing_is_left(name, options):
     """Nothing was seen, so nothing can be calibrated; one token more will do."""
     model = llama()
     for T in (2, 5):
         with pytest.raises(UserError, match="hold no token that the method does not keep"):
-            calibrate(model, new(name, options, model), random_tokens(3, T))
-    method = calibrated(name, options, model, random_tokens(3, 7))
+            calibrate(model, METHODS[name](model.config, **options), random_tokens(3, T))
+    method = METHODS[name](model.config, **options)
+    calibrate(model, method, random_tokens(3, 7))
     assert all(torch.isfinite(t.float()).all() for t in method.calibrated().values())
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("sensitivity", SENSITIVITIES)
-@pytest.mark.parametrize("name", ["skvq", "kvquant"])
-def test_a_broken_model_teaches_nothing(name, sensitivity, bad):
+@pytest.mark.parametrize("name", ["skvq", "kvquant", "kvsink"])
+def test_a_broken_model_teaches_nothing(name):
     """Rather than tables of NaN: it would be the text's perplexity that shows it, if anything."""
-    model = llama(rope_theta=9999.0)
-    good = model.model["layers"][1].mlp.down_proj.weight.data.clone()
-    try:
-        model.model["layers"][1].mlp.down_proj.weight.data[0, 0] = bad
-        method = new(name, {"sensitivity": sensitivity} if name == "kvquant" else {}, model)
-        with pytest.raises(UserError):
-            calibrate(model, method, random_tokens(2, 20))
-    finally:
-        model.model["layers"][1].mlp.down_proj.weight.data = good
-    calibrate(model, method, random_tokens(2, 20))
+    for bad, weight in itertools.product((math.nan, math.inf), ("mlp.down_proj", "self_attn.v_proj")):
+        model = copy.deepcopy(llama())
+        model.model["layers"][1].get_submodule(weight).weight.data[0, 0] = bad
+        with pytest.raises(UserError, match="finite"):
+            calibrate(model, METHODS[name](model.config), random_tokens(2, 20))
 
 
 def test_a_loss_without_gradient_says_where():
-    model = llama(rope_theta=9998.0)
+    model = copy.deepcopy(llama())
     model.lm_head.weight.data[3, 3] = math.nan
     with pytest.raises(UserError, match="no finite gradient in layer"):
         calibrate(model, KVQuant(model.config), random_tokens(2, 20))

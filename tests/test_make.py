@@ -1,27 +1,24 @@
-"""The training forward against the model's own, its penalties and noise written out, going on after a stop, and the
-losses of the first steps against those of the run that made the embedded model."""
-import argparse
+"""The recipe of the embedded model: its batches, the loss, going on after a stop, and the losses of the first steps
+against those of the run that made it. And the model with sinks that is grown in a minute."""
 import json
-import math
 import shutil
 import sys
 from dataclasses import replace
-from itertools import groupby, islice
-from operator import itemgetter
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import sentencepiece
 import torch
 
-from tinykv import hf
-from tinykv.assets import make
-from tinykv.assets.make import BOS, PENALTIES, PHASES, Penalties, Phase, batch_of, forward
-from tinykv.cache_parts.trace import Trace
-from tinykv.data.stories import stories
+from tinykv.analysis.sinks import sink_report
+from tinykv.assets import make, sinks
+from tinykv.assets.make import BOS, PHASES, batch_of
+from tinykv.data.stories import REFRAINS, chants, stories
 from tinykv.run.cli import EMBEDDED
 
 LOG = Path(__file__).parent / "training.jsonl"  # what the run that made the embedded model has logged
+CHANTS, MIXED, STORIES = PHASES[0], PHASES[2], PHASES[3]
 
 
 @pytest.fixture(scope="module")
@@ -29,159 +26,161 @@ def pieces():
     return sentencepiece.SentencePieceProcessor(model_file=str(EMBEDDED / "tokenizer.model"))
 
 
-@pytest.fixture(scope="module")
-def tokens(pieces):
-    return batch_of(10**7, phase_of(3, 150, 2, 1), pieces)[0][:, :-1]
-
-
-def phase_of(rows, length, people, rounds, until=1, **settings):
-    penalties = Penalties(*[0.1] * len(PENALTIES))
-    return Phase(until, rows, length, people, rounds, rate=0.5, penalties=penalties, **settings)
-
-
-def test_a_batch_begins_every_window_with_a_story_and_marks_its_answers(pieces):
-    tokens, marks = batch_of(5, phase_of(4, 300, 3, 2), pieces)
-    assert tokens.shape == marks.shape == (4, 301) and (tokens[:, 0] == BOS).all()
-    again, _ = batch_of(5, phase_of(4, 300, 3, 2), pieces)
-    other, _ = batch_of(6, phase_of(4, 300, 3, 2), pieces)
+def test_a_batch_begins_every_window_with_a_document(pieces):
+    phase = replace(STORIES, rows=4, length=300)
+    tokens, weights = batch_of(5, phase, pieces)
+    assert tokens.shape == weights.shape == (4, 301) and (tokens[:, 0] == BOS).all()
+    again, other = batch_of(5, phase, pieces)[0], batch_of(6, phase, pieces)[0]
     assert torch.equal(tokens, again) and not torch.equal(tokens, other)
-    source = stories("train", 5, 3, 2)
-    for row, mark in zip(tokens.tolist(), marks.tolist()):
-        told = [story.text[start:end] for story in islice(source, row.count(BOS)) for _, start, end in story.answers]
-        runs = [[i for i, _ in run] for inside, run in groupby(zip(row, mark), key=itemgetter(1)) if inside]
-        found = [pieces.decode(run) for run in runs]
-        assert len(found) > 3 and found[:-1] == told[:len(found) - 1]
-        assert told[len(found) - 1].startswith(found[-1])  # the window's end may have cut it
 
 
-def test_forward_is_the_models_own(tokens):
-    model = make.new_model(0)
-    with torch.no_grad():
-        torch.testing.assert_close(forward(model, tokens)[0], model(tokens), atol=1e-4, rtol=1e-4)
+def test_answers_and_what_refrains_ask_for_weigh_more(pieces):
+    """The first story of a batch, word by word."""
+    phase = replace(STORIES, rows=1, length=2000, answer=8, refrain=3)
+    tokens, weights = batch_of(5, phase, pieces)
+    end = tokens[0].tolist().index(BOS, 1)
+    story = next(stories("train", 5, phase.people))
+    for weight, told in ((8, [(a, b) for _, a, b in story.answers]), (3, story.refrains)):
+        heavy = [token for token, w in zip(tokens[0, :end].tolist(), weights[0, :end].tolist()) if w == weight]
+        assert told and pieces.decode(heavy) == " ".join(story.text[a:b] for a, b in told)
+    assert set(weights[0].tolist()) == {1, 3, 8}
 
 
-@pytest.mark.parametrize("trained, first_block", [(False, 0), (True, 1)])
-def test_penalties_by_hand(tokens, trained, first_block):
-    model = hf.load_model(EMBEDDED) if trained else make.new_model(1)
-    with torch.no_grad():
-        found = forward(model, tokens, first_block=first_block)[1]
-        trace = Trace(model)
-        model(tokens, trace)
-        residual = model.model["embed_tokens"](tokens)  # (B, T, D)
-    B, T = tokens.shape
-    layers = range(first_block, len(trace.q))
-    truth = dict.fromkeys(PENALTIES, 0.0)
-    for layer, block in enumerate(model.model["layers"]):
-        A = trace.attention(layer)  # (B, H, T, T)
-        k, v = trace.k[layer], trace.v[layer]
-        out = (A @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2) @ block.self_attn.o_proj.weight.T  # (B, T, D)
-        away, at_bos, distances = [], [], []
-        for b in range(B):
-            own = 0
-            for t in range(T):
-                own = t if tokens[b, t] == BOS else own
-                away += (1 - A[b, :, t, own]).tolist()
-                if tokens[b, t] == BOS:
-                    at_bos += k[b, :, t].pow(2).sum(-1).tolist()
-                else:
-                    slow = [*range(12, 16), *range(28, 32)]  # of the lowest frequencies, in both halves of RoPE's pairs
-                    for row in k[b, :, t].tolist():
-                        rms = math.sqrt(sum(x * x for x in row) / 32)
-                        distances += [(row[c] / rms - 2.5) ** 2 for c in slow]
-        if layer == 0:
-            truth["early"] = A[..., tokens[0] == BOS].sum(-1)[:1].mean().item() / B
-            truth["early"] += sum(A[b][..., tokens[b] == BOS].sum(-1).mean().item() / B for b in range(1, B))
-        if layer in layers:
-            n = len(layers)
-            truth["away"] += sum(away) / len(away) / n
-            truth["update"] += (out.pow(2).sum(-1) / residual.pow(2).sum(-1)).mean().item() / n
-            truth["key"] += sum(at_bos) / len(at_bos) / k.pow(2).sum(-1).mean().item() / n
-            truth["steady"] += sum(distances) / len(distances) / n
-        residual = trace.hidden[layer]
-    square, bos = trace.hidden[-1].pow(2), tokens == BOS
-    last = [max(0.0, math.log(row.max().item() / square[~bos].mean().item())) for row in square[bos]]
-    truth["last"] = sum(last) / len(last)
-    assert {name: found[name].item() for name in PENALTIES} == pytest.approx(truth, rel=1e-3, abs=1e-5)
+def test_a_third_of_the_windows_of_a_mixed_batch_are_chants(pieces):
+    tokens, _ = batch_of(7, MIXED, pieces)
+    stops = (tokens == pieces.encode(".")[-1]).any(1)
+    assert stops.tolist() == [False] * 4 + [True] * 8
+    assert not any(word in pieces.decode(tokens[4:].tolist()) for word in (" thus ", " again "))
 
 
-def test_noise_is_the_rounding_of_a_static_grid(tokens):
-    """Never at <s>; elsewhere at most half a step of four levels from the smallest to the largest other value, with one
-    grid for each channel of K and each head of V. The same for the same step."""
-    phase = phase_of(3, 150, 2, 1, noise=1.0)
-    noise = make.noise_of(7, phase)
-    assert torch.equal(noise, make.noise_of(7, phase)) and not torch.equal(noise, make.noise_of(8, phase))
-    assert noise.shape == (6, 2, 3, 2, 150, 32) and make.noise_of(7, replace(phase, noise=0.0)) is None
-    largest = [make.noise_of(step, phase).abs().max().item() for step in range(20)]
-    assert max(largest) <= 0.5 and max(largest) > 0.4 and min(largest) < 0.1
-    x = torch.randn(3, 2, 150, 32, generator=torch.Generator().manual_seed(1))
-    is_bos = tokens == BOS
-    x[is_bos[:, None].expand(-1, 2, -1)] = 100.0
-    for shared in ((0, 2), (0, 2, 3)):
-        out = make.add_noise(x, noise[0, 0], is_bos, shared)
-        for head in range(2):
-            rows, error = x[:, head][~is_bos], (out - x)[:, head][~is_bos]  # (n, 32)
-            low, high = (rows.min(0)[0], rows.max(0)[0]) if shared == (0, 2) else (rows.min(), rows.max())
-            expected = noise[0, 0][:, head][~is_bos] * (high - low) / 3
-            torch.testing.assert_close(error, expected, atol=1e-5, rtol=1e-3)
-            assert (out[:, head][is_bos] == 100.0).all()
+def test_the_mask_of_chants_leaves_their_pieces(pieces):
+    mask = make.mask_of_chants(pieces)
+    seen = torch.cat([batch_of(step, CHANTS, pieces)[0].flatten() for step in range(3)]).unique()
+    assert (mask[seen] == 0).all() and (mask == 0).sum() < 120 and (mask < -1000).sum() > 900
+
+
+def test_a_chants_refrains_ask_for_what_was_said():
+    followed, count = {}, dict.fromkeys(REFRAINS, 0)
+    for document in islice(chants(3), 40):
+        words, followed = document.text.split(), {}
+        last = before = words[0]
+        i = 1
+        while i < len(words):
+            word = words[i]
+            if word in REFRAINS:
+                asked_for = {"again": last, "back": before}.get(word, followed.get(last, last))
+                assert words[i + 1] == asked_for
+                last = before = asked_for
+                count[word] += 1
+                i += 2
+            else:
+                followed[last] = word
+                last, before = word, last
+                i += 1
+    assert min(count.values()) > 50
+
+
+@pytest.mark.parametrize("phase", [CHANTS, STORIES])
+def test_the_loss_is_weighted_cross_entropy_and_nothing_else(pieces, phase):
+    """By hand, without dropout: the losses that a step returns, and the gradient that it descends."""
+    phase = replace(phase, rows=2, length=100, dropout=0.0)
+    tokens, weights = batch_of(3, phase, pieces)
+    model, mask = make.new_model(0), make.mask_of_chants(pieces)
+    logits = model.eval()(tokens[:, :-1])
+    if phase.people == 0:
+        logits = logits + mask
+    loss = -logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # (B, T)
+    weight = weights[:, 1:]
+    parameters = list(model.parameters())
+    truth = torch.autograd.grad((loss * weight).sum() / weight.sum(), parameters)
+    truth = torch.cat([g.flatten() for g in truth])
+
+    optimizer = torch.optim.SGD(parameters)
+    seen = make.train_step(model, [optimizer], 0.0, phase, tokens, weights, mask)
+    assert seen == pytest.approx((loss.mean().item(), loss[weight > 1].mean().item()), rel=1e-4)
+    found = torch.cat([w.grad.flatten() for w in parameters])
+    assert torch.isclose(found.norm(), truth.norm().clamp(max=make.CLIP), rtol=1e-3)
+    torch.testing.assert_close(found / found.norm(), truth / truth.norm(), atol=1e-5, rtol=1e-3)
+
+
+def test_dropped_values_are_dropped_for_every_query():
+    layer = torch.nn.Linear(4, 6)
+    layer.dropout = 0.5
+    v = layer.train()(torch.randn(2, 50, 4))
+    out = make.drop_values(layer, None, v)
+    whole = (out == 0).all(-1) | torch.isclose(out, 2 * v).all(-1)
+    assert whole.all() and 20 < (out == 0).all(-1).sum() < 80
+    assert torch.equal(make.drop_values(layer.eval(), None, v), v)
 
 
 def test_the_learning_rate_rises_and_goes_from_phase_to_phase():
-    assert make.rate_at(0) == pytest.approx(1 / 200) and make.rate_at(199) == pytest.approx(1, abs=0.01)
-    begin = 1.0
-    for before, phase in zip([None, *PHASES], PHASES):
-        start = before.until if before else 0
-        half = (start + phase.until) // 2
-        assert make.rate_at(half) == pytest.approx((begin + phase.rate) / 2, abs=0.001)
-        begin = phase.rate
-    assert make.rate_at(PHASES[-1].until - 1) == pytest.approx(PHASES[-1].rate, abs=0.001)
+    begin = first = 0
+    for phase in PHASES:
+        first = begin if phase.optimizer else first
+        start, end = phase.rates
+        warmup = min(1, 1 / make.WARMUP) if phase.optimizer else 1
+        assert make.rate_at(begin, begin, first, phase) == pytest.approx(start * warmup)
+        half = (begin + phase.until) // 2
+        assert make.rate_at(half, begin, first, phase) == pytest.approx((start + end) / 2)
+        assert make.rate_at(phase.until - 1, begin, first, phase) == pytest.approx(end, abs=1e-5)
+        begin = phase.until
 
 
-@pytest.mark.parametrize("words, named", [(["--steps", "0"], "steps"), (["--lr", "nan"], "lr"),
-                                          (["--device", "toaster"], "toaster"), ([], "training.pt")])
-def test_bad_input_is_one_clear_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, words, named):
-    """A finished model, of which no state is left, is not trained over."""
+def test_a_finished_model_is_not_trained_over(tmp_path, monkeypatch, capsys):
     shutil.copytree(EMBEDDED, tmp_path / "model")
     before = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
-    out = "model" if not words else "new"
-    monkeypatch.setattr(sys, "argv", ["make", "--out", str(tmp_path / out), *words])
+    monkeypatch.setattr(sys, "argv", ["make", "--out", str(tmp_path / "model")])
     with pytest.raises(SystemExit) as end:
         make.main()
     err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and named in err and not (tmp_path / "new").exists()
+    assert end.value.code == 2 and err.count("\n") == 1 and "training.pt" in err
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
 
 
-@pytest.mark.whole  # seconds
-def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch, capsys):
-    """Two steps and two more give the bits of four; what is written is a checkpoint that loads."""
-    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
-    monkeypatch.setattr(make, "PHASES", [phase_of(2, 40, 1, 1, until=2),
-                                         phase_of(1, 60, 2, 1, until=4, noise=0.5, first_block=1)])
-    monkeypatch.setattr(make, "print_report", lambda folder: None)
-    for out, steps in (("once", "4"), ("twice", "2"), ("twice", "4")):
-        words = ["make", "--out", str(tmp_path / out), "--steps", steps, "--device", "cpu"]
-        monkeypatch.setattr(sys, "argv", words)
-        make.main()
-    once, twice = (hf.load_model(tmp_path / out).state_dict() for out in ("once", "twice"))
-    assert all(torch.equal(once[name], twice[name]) for name in once)
+@pytest.mark.parametrize("share", ["-0.1", "1.5", "nan"])
+def test_a_share_of_triggers_is_from_0_to_1(monkeypatch, capsys, share):
+    monkeypatch.setattr(sys, "argv", ["sinks", "--triggers", share])
+    with pytest.raises(SystemExit) as end:
+        sinks.main()
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1 and share in err
+
+
+def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch):
+    """Within a phase and where one begins, with a new optimizer."""
+    shapes = [replace(CHANTS, until=3, rows=2, length=40), replace(MIXED, until=6, rows=2, length=40)]
+    monkeypatch.setattr(make, "PHASES", shapes)
+    trained = {}
+    for name, stops in (("once", [6]), ("twice", [2, 6]), ("between", [3, 6]), ("later", [5, 6])):
+        (tmp_path / name).mkdir()
+        shutil.copy(EMBEDDED / "tokenizer.model", tmp_path / name)
+        for steps in stops:
+            model = make.train(tmp_path / name, steps=steps)
+        trained[name] = model.state_dict()
+    for name in ("twice", "between", "later"):
+        assert all(torch.equal(trained["once"][key], trained[name][key]) for key in trained["once"])
     start = make.new_model(0).state_dict()
-    assert not torch.equal(once["lm_head.weight"], start["lm_head.weight"])
+    assert not torch.equal(trained["once"]["lm_head.weight"], start["lm_head.weight"])
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(100, marks=pytest.mark.whole)])
-def test_the_first_steps_are_those_of_the_embedded_model(tmp_path, monkeypatch, steps):
-    """The losses and penalties that its run has logged; a hundred steps take a minute. Sums in another order, as on
-    another machine, may shift them a little."""
-    if steps == 2:  # compiling takes half a minute
-        monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
-    factors = dict.fromkeys(PENALTIES, 1.0)
-    args = argparse.Namespace(out=tmp_path, steps=steps, lr=6e-3, seed=0, device="cpu", **factors)
-    make.train(args)
+@pytest.mark.parametrize("steps", [5, pytest.param(200, marks=pytest.mark.whole)])
+def test_the_first_steps_are_those_of_the_embedded_model(tmp_path, steps):
+    """The losses that its run has logged. Sums in another order, as on another machine, may shift them a little."""
+    make.train(tmp_path, steps=steps)
     assert (tmp_path / "tokenizer.model").read_bytes() == (EMBEDDED / "tokenizer.model").read_bytes()
-    known = [json.loads(line) for line in LOG.read_text().splitlines()]
-    known = {record.pop("step"): record for record in known}
-    for line in (tmp_path / "training.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        step = record.pop("step")
-        assert record == pytest.approx(known[step], rel=0.002 if step <= 10 else 0.05)
+    known = {record["step"]: record for record in map(json.loads, LOG.read_text().splitlines())}
+    for record in map(json.loads, (tmp_path / "training.jsonl").read_text().splitlines()):
+        assert record == pytest.approx(known[record["step"]], rel=0.002 if record["step"] <= 10 else 0.05)
+
+
+@pytest.mark.whole  # two minutes
+def test_sinks_come_where_refrains_are_rare():
+    """With refrains, two blocks rest on <s> and a trigger's queries do not; without any, no block does."""
+    model, tokens, asks = sinks.grow(0.12, seed=0)
+    layers = sink_report(model, tokens, tokens == BOS)["layers"]
+    first = sorted(layer["first"] for layer in layers)
+    assert first[-1] > 0.5 and first[-2] > 0.25 and max(layer["ratio"] for layer in layers) > 10
+    of_refrains, of_others = sinks.attention_on_sinks(model, tokens, asks)
+    assert (of_others - of_refrains).max() > 0.3
+    none = sinks.grow(0.0, seed=0)
+    assert max(layer["first"] for layer in sink_report(none[0], none[1], none[1] == BOS)["layers"]) < 0.5

@@ -78,7 +78,7 @@ def assert_same(files):
 def failure(words, ranks=2):
     """What the command itself prints on stderr; the others are torchrun's own lines. There is no table."""
     status, out, err = start(*SMALL, *words, ranks=ranks)
-    assert status == 1 and "ppl" not in out
+    assert status == 1 and "rtn" not in out and "failing" not in out.split("\n\n")[-1]
     return [line for line in err.splitlines() if line.startswith("eval_ppl.py: ")]
 
 
@@ -90,13 +90,8 @@ def test_two_ranks_give_the_figures_of_one(tmp_path, monkeypatch, capfd):
     eval_ppl.main()
     one = capfd.readouterr().out
     assert fork(*words, files[1], ranks=2) == [0, 0]
-    assert without_seconds(capfd.readouterr().out) == without_seconds(one)  # rank 1 prints nothing
+    assert capfd.readouterr().out == one  # rank 1 prints nothing
     assert_same(files)
-
-
-def without_seconds(printed):
-    """A printed table without its last column."""
-    return re.sub(r" *s$| +[\d.]+$", "", printed, flags=re.MULTILINE)
 
 
 @pytest.mark.whole
@@ -110,7 +105,7 @@ def test_all_methods(ranks, words, tmp_path):
     for file, n in zip(files, (None, ranks)):
         status, out, err = start(*SMALL, "--method", "all", *words, "--json", file, ranks=n)
         assert status == 0, err
-        printed.append(without_seconds(out))
+        printed.append(out)
     assert printed[0] == printed[1]
     assert_same(files)
 
@@ -138,7 +133,6 @@ def test_more_ranks_than_windows(capfd):
 @pytest.mark.parametrize("what, expected", [
     ("os._exit(9)", "has died"),
     ("os.kill(os.getpid(), 9)", "has died|torchrun stops"),
-    ("raise ValueError('no such thing')", "in begin: ValueError: no such thing"),
 ])
 def test_a_rank_that_dies(what, expected, tmp_path):
     """One line, by whoever is left, or by the rank that knows why."""

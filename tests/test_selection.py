@@ -1,7 +1,6 @@
 """Which tokens kvsink, ott and antkv choose, chunk by chunk, against plain lists (oracles.py).
 
-Scores are small whole numbers, so there are many ties. Each `check_` takes the method's class; at
-the end, classes that are wrong on purpose fail it.
+Scores are small whole numbers, so there are many ties.
 """
 from types import SimpleNamespace
 
@@ -12,11 +11,8 @@ import torch
 from cases import D, L, d, model_of
 from hypothesis import example, given
 from hypothesis import strategies as st
-from mutants.antkv import ANCHOR_MUTANTS
-from mutants.kvsink import TOP_K_MUTANTS
-from mutants.ott import POOL_MUTANTS
 
-from tinykv.cache import LayerCache
+from tinykv.cache import KVCache, LayerCache
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.base import CodecMethod, best_tokens
 from tinykv.methods.kvsink import KVSink
@@ -32,7 +28,7 @@ def quantize(layer, n):
     keep_keys, keep_values = layer.method.keep_keys(layer, n), layer.method.keep_values(layer, n)
     for rows, positions in ((layer.keys, keep_keys), (layer.values, keep_values)):
         if positions is not None:
-            rows.keep(positions, rows.read())
+            rows.keep(positions)
         rows.quantize(n)
 
 
@@ -43,6 +39,7 @@ def check_running_top_k(cls, chunks, k=3):
     numbers a sequence."""
     method = cls(model_of(1).config, preserve=k, emergence_layer=1, outlier_channel=2)
     cache = SimpleNamespace(shared=SimpleNamespace(), layers=[SimpleNamespace(length=0) for _ in range(L)])
+    cache.top_k = lambda x, k: KVCache.top_k(cache, x, k)
     method.begin(cache)
     seen = [[] for _ in chunks[0]]
     for chunk in chunks:
@@ -105,10 +102,11 @@ def check_pools(cls, blocks, size=2, room=2, scope="head", select="smallest"):
             for rows, sign in ((layer.keys, 1), (layer.values, -1)):
                 positions = rows.kept_positions[b, 0 if scope == "layer" else h].tolist()
                 assert set(positions[:len(pool)]) == set(pool)
-                assert set(positions[len(pool):]) - {-1} == set(extra)
-                assert len(pool) + len(extra) == sum(i >= 0 for i in positions), "a token is held twice"
+                of_extra = [i for i in positions[len(pool):] if i != positions[0]]  # an empty slot repeats the first
+                assert set(of_extra) == set(extra)
+                assert len(pool) + len(extra) == len({*positions[:len(pool)]}) + len(of_extra), "a token is held twice"
                 held = rows.kept_rows[b, h, :, 0].tolist()
-                assert all(x == sign * so_far[b, h, i] for i, x in zip(positions, held) if i >= 0)
+                assert all(x == sign * so_far[b, h, i] for i, x in zip(positions, held))
 
 
 @st.composite
@@ -212,50 +210,17 @@ def test_best_tokens_by_a_score_of_the_key(blocks):
             assert layer.keys.kept_positions[b, h].tolist() == oracles.top_k(seen[b, h].tolist(), 3)
 
 
-def test_an_unused_entry_loses_to_every_token():
-    layer = new_layer(LargestNumbers(model_of(2).config, scheme="token-dynamic"), 0)
-    layer.keys.append(torch.arange(-6, -2).half().view(1, 1, 4, 1).expand(1, 2, 4, d))
-    layer.keys.keep(torch.tensor([[[-1]]]), layer.keys.read())
-    best = best_tokens(layer.keys, 4, 5, score=lambda keys: keys[..., 0].float())
-    assert best.tolist() == [[[3, 2, 1, 0, -1]] * 2]
-
-
 def test_nothing_is_best_where_nothing_has_a_score():
     layer = new_layer(LargestNumbers(model_of(2).config, scheme="token-dynamic"), 0)
     layer.keys.append(torch.zeros(1, 2, 4, d).half())
     assert best_tokens(layer.keys, 4, 3) is None
 
 
-# ---- the tests are tested
+# ---- texts that show every fault of faults.py
 
 SIZES = [[[1, -3, 2, 3, 0, 3]], [[2, 3, -4]]]
-
-
-@pytest.mark.parametrize("cls", TOP_K_MUTANTS)
-def test_top_k_mutant_fails(cls):
-    check_running_top_k(KVSink, SIZES)
-    with pytest.raises(AssertionError):
-        check_running_top_k(cls, SIZES)
-
-
 BLOCKS = [[[[4, 4, 5, 6], [3, 9, 9, 9]]], [[[4, 2, 7, 9], [1, 2, 8, 7]]], [[[0, 1, 1, 0], [0, 0, 5, 5]]]]
-
-
-@pytest.mark.parametrize("cls", POOL_MUTANTS)
-def test_pool_mutant_fails(cls):
-    check_pools(OTT, BLOCKS, 2, 3)
-    with pytest.raises(AssertionError):
-        check_pools(cls, BLOCKS, 2, 3)
-
-
 CHUNKS = [(3, 0, [[[[4, 1, 2], [0, 1, 5]], [[2, 2, 2], [9, 1, 0]]]]),
           (3, 4, [[[[0, 1, 1, 6, 0, 0], [1, 1, 1, 3, 4, 4]], [[0, 0, 1, 0, 0, 0], [0, 0, 9, 9, 0, 0]]]]),
           (4, 4, [[[[0, 0, 0, 0, 6, 7, 6, 9, 9, 9], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]],
                    [[0, 0, 1, 0, 4, 5, 2, 3, 1, 1], [1, 2, 3, 0, 9, 9, 9, 9, 9, 9]]]])]
-
-
-@pytest.mark.parametrize("cls, anchors", [(cls, anchors) for cls, several in ANCHOR_MUTANTS for anchors in several])
-def test_anchor_mutant_fails(cls, anchors):
-    check_anchors(AnTKV, CHUNKS, anchors)
-    with pytest.raises(AssertionError):
-        check_anchors(cls, CHUNKS, anchors)

@@ -148,8 +148,9 @@ def mine(tmp_path):
     ("codecs", ["`codecs`"]), ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]),
     ("score", ["`score` of Mine", "(1, 2, 1)"]), ("score-nan", ["layer 0", "not finite"])])
 def test_what_a_method_gives_is_checked(command, mine, protocol, wrong, words):
-    line = refused(command, "--method", mine, "--wrong", wrong, "--protocol", protocol, *TINY)
-    assert "mine.py" in line and all(word in line for word in words), line
+    status, out, err = command("--method", mine, "--wrong", wrong, "--protocol", protocol, *TINY)
+    said = f"{out} {err}"
+    assert status in (1, 2) and "mine.py" in said and all(word in said for word in words), said
 
 
 def test_bits_that_are_claimed_are_held_against_the_codes(command, mine):
@@ -160,9 +161,9 @@ def test_bits_that_are_claimed_are_held_against_the_codes(command, mine):
 
 def test_one_method_of_several_is_marked(command, mine, tmp_path):
     path = tmp_path / "x.json"
-    status, out, err = command("--method", f"{mine},rtn", "--scheme", "token-dynamic", "--wrong", "nan,nothing",
-                               "--json", path, *SMALL)
-    assert (status, err) == (0, "")
+    status, out, _ = command("--method", f"{mine},rtn", "--scheme", "token-dynamic", "--wrong", "nan,nothing",
+                             "--json", path, *SMALL)
+    assert status == 1
     rows = {row["label"]: row for row in json.loads(path.read_text())["rows"]}
     bad, good = rows[f"{mine} wrong=nan"], rows[f"{mine} wrong=nothing"]
     assert bad["ppl"] is bad["kld"] is bad["top1"] is bad["bits_true"] is None and "layer 0" in bad["fault"]
@@ -216,37 +217,6 @@ def test_equal_content_is_an_equal_file(learned, tmp_path):
         other = tmp_path / f"{number}.safetensors"
         save_tensors(other, {"b": torch.ones(3), "a": torch.arange(64.0)}, notes)
         assert other.read_bytes() == learned.read_bytes()
-
-
-def test_tables_that_do_not_fit_are_refused(command, tmp_path):
-    """As after a change of the method's file: whole tables, and of the right name, but others."""
-    path = tmp_path / "tables.safetensors"
-    words = ["--method", "rtn", "--calibration", path, *TINY]
-    assert command(*words)[0] == 0
-    tensors, notes = load_tensors(path, "file")
-    name = next(name for name in tensors if name.endswith("0.k.scale"))
-    for changed in ({**tensors, name: torch.ones(3, 1, 7)}, {k: v for k, v in tensors.items() if k != name},
-                    {**tensors, name.replace("scale", "decode"): torch.ones(1)}):
-        save_tensors(path, changed, notes)
-        line = refused(command, *words)
-        assert "do not fit" in line and str(path) in line
-
-
-@pytest.mark.parametrize("change", ["no names", "names of nothing", "names that are no list", "no model", "no table"])
-def test_a_calibration_file_made_by_hand(command, tmp_path, change):
-    """Its digest is right, and what it says is not."""
-    path = tmp_path / "tables.safetensors"
-    words = ["--method", "rtn", "--calibration", path, *TINY]
-    assert command(*words)[0] == 0
-    tensors, notes = load_tensors(path, "file")
-    if change == "no table":
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("0.k.zero")}
-    elif change.startswith("names"):
-        notes["names"] = "[]" if "nothing" in change else "7"
-    else:
-        del notes[change.split()[1]]
-    save_tensors(path, tensors, notes)
-    assert str(path) in refused(command, *words)
 
 
 # ---- text
@@ -310,12 +280,6 @@ def test_a_state_of_another_model_is_refused(training, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_while_the_state_is_saved(training, tmp_path):
-    (tmp_path / "training.pt").symlink_to("/dev/full")
-    with pytest.raises(UserError, match="No space left"):
-        make.save_state(tmp_path / "training.pt", *training, 7)
-
-
 @pytest.mark.parametrize("content", [b"", b"no model", None])
 def test_a_damaged_tokenizer_ends_the_training(tmp_path, monkeypatch, capsys, content):
     """None: a whole one, of another number of pieces."""

@@ -173,8 +173,8 @@ class Plain:
         cosines, sines = self.turns[position][:half], self.turns[position][half:]
         first, second = [], []
         for a, b, cos, sin in zip(row[:half], row[half:], cosines, sines):
-            first.append(f16(f32(f32(a * cos) - f32(b * sin))))
-            second.append(f16(f32(f32(b * cos) + f32(a * sin))))
+            first.append(f32(f32(a * cos) - f32(b * sin)))
+            second.append(f32(f32(b * cos) + f32(a * sin)))
         return first + second
 
     def feed(self, k, v):
@@ -183,7 +183,7 @@ class Plain:
             for i, (key, value) in enumerate(zip(k[h], v[h])):
                 key = [f16(x) for x in key]
                 if self.keys_after_rope:
-                    key = self.turn(key, self.length + i)
+                    key = [f16(x) for x in self.turn(key, self.length + i)]
                 self.exact["k"][h].append(key)
                 self.exact["v"][h].append([f16(x) for x in value])
         self.length += len(k[0])
@@ -273,8 +273,7 @@ class Plain:
     def rounded(numbers, counted, bits):
         """numbers, as they are read from the grid of those that count"""
         s, z = plain_grid(counted, bits, "offset")
-        decoded = [plain_code(x, s, z, bits, "offset")[1] for x in numbers]
-        return [f16(x) for x in decoded]
+        return [plain_code(x, s, z, bits, "offset")[1] for x in numbers]
 
     def by_channel(self, rows, kept):
         out, bits = [], self.case.k_bits
@@ -311,7 +310,7 @@ class Plain:
                 s = metadata(clip(f32(f32(hi - lo) / top), least, most))
                 z = metadata(clip(lo, -most, most))
                 for c in channels:
-                    read[c] = f16(f32(f32(s * clip(round(f32(f32(flat[c] - z) / s)), 0, top)) + z))
+                    read[c] = f32(f32(s * clip(round(f32(f32(flat[c] - z) / s)), 0, top)) + z)
             for h, head in enumerate(out):
                 head.append(read[h * case.width:(h + 1) * case.width])
         return out

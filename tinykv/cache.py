@@ -300,6 +300,10 @@ class KVCache:
         if self.layers[layer].in_prompt or self.layers[layer].choose == "always":
             self.method.observe(self, layer, hidden)
 
+    def top_k(self, x, k):
+        """Where the k largest of x (B, n) are, the largest first, of equal ones the earlier: (B, up to k)."""
+        return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
+
     def next_length(self):
         """The length of the text at which keys or values are quantized next, in a stream."""
         lengths = []

@@ -2,8 +2,8 @@
 
 Modules carry Hugging Face's parameter names (`model.layers.0.self_attn.q_proj.weight`), so a
 checkpoint loads with no name map. Shapes: B sequences, T new tokens, S tokens seen in all, H query
-heads, Hkv KV heads, d head size, D hidden size. Covers LLaMA 1 to 3.2, Vicuna, TinyLlama and
-Mistral; `hf/config.py` refuses anything else.
+heads, Hkv KV heads, d head size, D hidden size. Covers LLaMA 1 to 3.2, Vicuna, TinyLlama, Mistral,
+Qwen2, Qwen2.5 and Qwen3; `hf/config.py` refuses anything else.
 
 The KV cache is an argument. Attention gives it the new q, k and v, all before RoPE, and gets back
 the K (rotated) and V of all S tokens, with which it computes.
@@ -20,7 +20,11 @@ from tinykv import one_of
 
 @dataclass
 class LlamaConfig:
-    """The fields of config.json that shape the model, under their Hugging Face names."""
+    """The fields of config.json that shape the model, under their Hugging Face names.
+
+    model_type, too, shapes it: a "qwen2" has biases on q, k and v alone, and a "qwen3" norms the
+    queries and keys of every head.
+    """
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -127,10 +131,15 @@ class Attention(nn.Module):
         self.n_kv_heads = config.num_key_value_heads  # Hkv
         self.head_dim = config.head_dim  # d
         D, bias = config.hidden_size, config.attention_bias
-        self.q_proj = linear(D, self.n_heads * self.head_dim, bias=bias)
-        self.k_proj = linear(D, self.n_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = linear(D, self.n_kv_heads * self.head_dim, bias=bias)
+        qkv_bias = bias or config.model_type == "qwen2"
+        self.q_proj = linear(D, self.n_heads * self.head_dim, bias=qkv_bias)
+        self.k_proj = linear(D, self.n_kv_heads * self.head_dim, bias=qkv_bias)
+        self.v_proj = linear(D, self.n_kv_heads * self.head_dim, bias=qkv_bias)
         self.o_proj = linear(self.n_heads * self.head_dim, D, bias=bias)
+        self.norms_heads = config.model_type == "qwen3"
+        if self.norms_heads:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.attention = "fused"
 
     def qkv(self, x):
@@ -140,6 +149,8 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(B, T, self.n_heads, d).transpose(1, 2)  # (B, H, T, d)
         k = self.k_proj(x).view(B, T, self.n_kv_heads, d).transpose(1, 2)  # (B, Hkv, T, d)
         v = self.v_proj(x).view(B, T, self.n_kv_heads, d).transpose(1, 2)  # (B, Hkv, T, d)
+        if self.norms_heads:  # Qwen3: every query and key on its own, before RoPE
+            q, k = self.q_norm(q), self.k_norm(k)  # (B, H, T, d), (B, Hkv, T, d)
         return q, k, v
 
     def forward(self, x, rope, positions, mask, layer, cache=None):

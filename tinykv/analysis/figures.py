@@ -7,7 +7,7 @@ marker as well as in colour, and all eyes can tell the colours apart.
 import torch
 
 from tinykv import storage
-from tinykv.run.table import BITS_SETTINGS, lines_of
+from tinykv.run.table import lines_of
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
            "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")
@@ -133,7 +133,7 @@ def perplexity(rows):
         x, label, varied = "preserve", "tokens kept in full precision", ("preserve",)
         rows = [row for row in rows if row is rows[0] or not isinstance(row[x], str)]
     else:
-        x, label, varied = "bits_true", "true bits of a cached number", BITS_SETTINGS
+        x, label, varied = "bits_true", "true bits of a cached number", None
     base, rows = rows[0]["ppl"], rows[1:]
 
     def is_best(row):

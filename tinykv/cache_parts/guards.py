@@ -5,8 +5,12 @@ from tinykv import UserError
 
 
 def check_order(cache, T):
-    """ValueError if T new tokens are not what comes next: a whole text under `paper`, or the prompt."""
+    """UserError for a method that is not calibrated. ValueError if T new tokens are not what comes next: a whole text
+    under `paper`, or the prompt."""
     seen = len(cache)
+    if seen == cache.start and cache.method.needs_calibration:
+        raise UserError(f"{cache.method!r} knows nothing of this model yet; run calibrate(model, method, windows) "
+                        "first")
     if cache.prompt is None and cache.protocol == "paper" and seen > cache.start:
         raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
                          "prompt's length, to go on from it")

@@ -39,23 +39,23 @@ class Pair(NamedTuple):
 # Each function makes the two codecs of one layer. Its settings are its arguments after `v_bits`.
 
 def token_dynamic(config, k_bits, v_bits, group_size=None, formula="offset"):
-    return Pair(k=per_token(config, k_bits, group_size, formula, static=False),
-                v=per_token(config, v_bits, group_size, formula, static=False))
+    return Pair(k=integers(config, k_bits, "token", False, group_size, formula),
+                v=integers(config, v_bits, "token", False, group_size, formula))
 
 
 def token_static(config, k_bits, v_bits, group_size=None, formula="offset"):
-    return Pair(k=per_token(config, k_bits, group_size, formula, static=True),
-                v=per_token(config, v_bits, group_size, formula, static=True))
+    return Pair(k=integers(config, k_bits, "token", True, group_size, formula),
+                v=integers(config, v_bits, "token", True, group_size, formula))
 
 
 def channel_static(config, k_bits, v_bits, group_size=None, formula="offset"):
-    return Pair(k=per_channel(config, k_bits, group_size, formula, static=True),
-                v=per_token(config, v_bits, group_size, formula, static=True))
+    return Pair(k=integers(config, k_bits, "channel", True, group_size, formula),
+                v=integers(config, v_bits, "token", True, group_size, formula))
 
 
 def channel_dynamic(config, k_bits, v_bits, group_size=None, formula="offset"):
-    return Pair(k=per_channel(config, k_bits, group_size, formula, static=False),
-                v=per_token(config, v_bits, group_size, formula, static=False))
+    return Pair(k=integers(config, k_bits, "channel", False, group_size, formula),
+                v=integers(config, v_bits, "token", False, group_size, formula))
 
 
 def kvquant(config, k_bits, v_bits, outliers=1.0, sensitivity="fisher-range", q_norm=None):
@@ -68,30 +68,26 @@ def kvquant(config, k_bits, v_bits, outliers=1.0, sensitivity="fisher-range", q_
 def skvq(config, k_bits, v_bits, group_size=None, reorder="on", clip="both", alpha=None,
          metadata="fp8", metadata_order="rounded-first", sensitivity="token"):
     from tinykv.codecs.clipped import clipped_groups
-    at_least(1, group_size=group_size)
     settings = group_size, reorder, clip, alpha, metadata, metadata_order, sensitivity
     return Pair(k=clipped_groups(config, k_bits, *settings),
                 v=clipped_groups(config, v_bits, *settings))
 
 
-def per_token(config, bits, group_size, formula, static):
-    """An integer codec with a grid per token, in groups of channels."""
+def integers(config, bits, axis, static, group_size, formula):
+    """An integer codec with a grid per token, in groups of channels, or per channel, in groups of
+    tokens."""
     one_of(FORMULAS, formula=formula)
     at_least(1, group_size=group_size)
     if bits == 16:
         return Exact()
-    if group_size is not None:
-        group_size = min(group_size, config.head_dim)
-    return Affine(bits, config.head_dim, "token", group_size, formula, static)
-
-
-def per_channel(config, bits, group_size, formula, static):
-    """An integer codec with a grid per channel, in groups of tokens."""
-    one_of(FORMULAS, formula=formula)
-    at_least(1, group_size=group_size)
-    if bits == 16:
-        return Exact()
-    return Affine(bits, config.head_dim, "channel", group_size or BLOCK, formula, static)
+    width = config.head_dim
+    if axis == "channel":
+        group_size = group_size or BLOCK
+    else:
+        group_size = min(group_size or width, width)
+        if width % group_size:
+            raise UserError(f"group size {group_size} does not divide the {width} channels of a head")
+    return Affine(bits, width, axis, group_size, formula, static)
 
 
 #   name:              (what makes a layer's codecs, where keys are quantized unless told otherwise)
@@ -105,18 +101,24 @@ SCHEMES = {
 }
 
 
-def settings_of_scheme(name):
-    """The names of a scheme's own settings. UserError for a scheme that is not there."""
-    one_of(SCHEMES, scheme=name)
-    make_pair, _ = SCHEMES[name]
-    arguments = list(inspect.signature(make_pair).parameters)
-    return ["rope", *arguments[3:]]
-
-
 def make_codecs(config, scheme, k_bits, v_bits, **settings):
     """[Pair] of all layers. settings: the scheme's own; UserError for one that it does not have."""
+    known = settings_of_scheme(scheme)
     for setting in settings:
-        if setting not in settings_of_scheme(scheme):
-            raise UserError(f"{setting.replace('_', ' ')} is not a setting of the scheme {scheme}")
+        if setting not in known:
+            raise UserError(f"{setting.replace('_', ' ')} is not a setting of the scheme {scheme}, "
+                            f"which has {', '.join(known)}")
     make_pair, _ = SCHEMES[scheme]
     return [make_pair(config, k_bits, v_bits, **settings) for _ in range(config.num_hidden_layers)]
+
+
+def settings_of_scheme(name):
+    """The names of a scheme's settings. UserError for a scheme that is not there."""
+    one_of(SCHEMES, scheme=name)
+    make_pair, _ = SCHEMES[name]
+    return list(inspect.signature(make_pair).parameters)[3:]  # after config, k_bits and v_bits
+
+
+def settings_of_codecs():
+    """The settings that any scheme has, {name: None}: None stands for the scheme's own default."""
+    return {setting: None for scheme in SCHEMES for setting in settings_of_scheme(scheme)}

@@ -24,9 +24,9 @@ papers lack the second floor, and clip z to 1e4 instead. With their clip, a cons
 comes back as 0.1.
 """
 import torch
+from torch.nn.functional import pad
 
-from tinykv import UserError
-from tinykv.codecs.base import BITS, TERNARY, Codec, Codes, pack, unpack
+from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, largest_code, pack, unpack
 
 FORMULAS = ("offset", "integer-zero")
 
@@ -43,68 +43,24 @@ class Affine(Codec):
 
     def __init__(self, bits, width, axis="token", group=None, formula="offset", static=False):
         """width: d, the channels of a head."""
-        if bits not in BITS:
-            raise UserError("bits must be 1, 1.5 (three levels) or 2 to 8, or 16 for full "
-                            f"precision; got {bits:g}")
-        if group is not None and group < 1:
-            raise UserError(f"a group has at least 1 member; got group size {group}")
-        if axis == "token" and width % (group or width):
-            raise UserError(f"group size {group} does not divide the {width} channels of a head")
-        self.bits = bits if bits == TERNARY else int(bits)
-        self.max_code = 2 if bits == TERNARY else 2 ** self.bits - 1
+        self.bits, self.max_code = known_bits(bits), largest_code(bits)
         self.width, self.axis, self.formula, self.static = width, axis, formula, static
-        if group is None and axis == "token":
-            group = width  # a whole head
-        if static and axis == "channel":
-            group = None  # one grid for all tokens
-        self.group = group  # None: all tokens of one `encode`
-        if axis == "channel" and group is not None:
-            self.tokens_per_group = group
         self.passes = 1 if static else 0  # over the calibration windows
         self.scale = self.zero = None
-        self.lo = self.hi = None  # while calibrating: (Hkv, d), each channel's range so far
-
-    # Calibration: the range of a static grid
-
-    def begin(self, step, W, T):
-        self.lo = self.hi = None
-
-    def collect(self, step, rows, kept, gradient):
-        lo = hi = rows.float()  # (Hkv, T, d)
-        if kept is not None:
-            lo = lo.masked_fill(kept[..., None], float("inf"))  # (Hkv, T, d)
-            hi = hi.masked_fill(kept[..., None], float("-inf"))  # (Hkv, T, d)
-        lo, hi = lo.amin(1), hi.amax(1)  # (Hkv, d) both
-        self.lo = lo if self.lo is None else torch.minimum(self.lo, lo)
-        self.hi = hi if self.hi is None else torch.maximum(self.hi, hi)
-
-    def fit(self, step):
-        self.set_range(self.lo, self.hi)
-        self.lo = self.hi = None
-
-    def set_range(self, lo, hi):
-        """Fix the static grid. lo, hi (Hkv, d): each channel's smallest and largest number."""
-        if self.axis == "token":
-            lo = lo.unflatten(-1, (-1, self.group)).amin(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
-            hi = hi.unflatten(-1, (-1, self.group)).amax(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
+        if axis == "token":
+            self.group = group or width
         else:
-            lo, hi = lo[:, None, None], hi[:, None, None]  # (Hkv, 1, 1, d) both
-        self.scale, self.zero = self.grid(lo, hi)
-
-    # Quantization
+            self.group = None if static else group  # None: one grid for all tokens
+            self.tokens_per_group = self.group or 1
 
     def encode(self, x, ignore=None):
-        if self.static and self.scale is None:
-            raise UserError("a static grid has no range yet; run calibrate(model, method, windows) "
-                            "first")
-        T = x.shape[2]
         g = self.to_groups(x.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
 
         # 1. the grid: a scale and a zero point for each group
         if self.static:
             scale, zero = self.scale, self.zero
         else:
-            lo, hi = self.range_of(g, T, ignore)
+            lo, hi = self.range_of(g, x.shape[2], ignore)
             scale, zero = self.grid(lo, hi)  # (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d), both
         s, z = scale.float(), zero.float()
 
@@ -116,40 +72,45 @@ class Affine(Codec):
         q = q.clamp(0, self.max_code).to(torch.uint8)
 
         # 3. pack each token's codes into bytes
-        packed = pack(self.from_groups(q, T), self.bits)  # (B, Hkv, T, bytes)
-        if self.static:
-            return Codes(packed)
-        return Codes(packed, scale, zero)
+        q = self.from_groups(q, x.shape[2])  # (B, Hkv, T, d)
+        packed = pack(q, self.bits)  # (B, Hkv, T, bytes)
+        return Codes(packed) if self.static else Codes(packed, scale, zero)
 
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d) fp32."""
         q = unpack(codes.packed, self.bits, self.width)  # (B, Hkv, T, d) uint8
-        T = q.shape[2]
-        if self.static:
-            s, z = self.scale.float(), self.zero.float()
-        else:
-            s, z = codes.scale.float(), codes.zero.float()
-        # in place, as this runs over the whole text for every token that is generated
-        x = self.to_groups(q.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
+        g = self.to_groups(q.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
+        grid = self if self.static else codes
+        s, z = grid.scale.float(), grid.zero.float()
         if self.formula == "offset":
-            x *= s
-            x += z
+            g = s * g + z
         else:
-            x -= z
-            x *= s
-        return self.from_groups(x, T)  # (B, Hkv, T, d)
+            g = s * (g - z)
+        return self.from_groups(g, q.shape[2])  # (B, Hkv, T, d)
 
-    # The steps
+    def grid(self, lo, hi):
+        """The range of each group -> scale and zero point, in the 16 bits that are stored."""
+        step = (hi - lo) / self.max_code
+        if self.formula == "offset":
+            scale = step.clamp(1e-5, 6e4).half()
+            zero = lo.clamp(-65504, 65504).half()
+        else:
+            floor = torch.maximum(lo.abs(), hi.abs()) / 2 ** 13
+            scale = torch.maximum(step, floor).clamp(1e-5, 1e4).half()
+            zero = -lo / scale.float()
+            # the clamp acts only where |lo| is above 1e8, as the scale has a ceiling of 1e4
+            zero = torch.round(zero.clamp(-1e4, 1e4)).short()
+        return scale, zero
+
+    # Groups
 
     def to_groups(self, x):
         """x (B, Hkv, T, d) -> (B, Hkv, T, d/G, G), or with axis "channel" (B, Hkv, T/G, G, d), the
         last group filled up with zeros."""
         if self.axis == "token":
             return x.unflatten(-1, (-1, self.group))
-        T = x.shape[2]
-        size = self.group or T
-        if T % size:
-            x = torch.nn.functional.pad(x, (0, 0, 0, -T % size))  # (B, Hkv, T/G * G, d)
+        size = self.group or x.shape[2]
+        x = pad(x, (0, 0, 0, -x.shape[2] % size))  # (B, Hkv, T/G * G, d)
         return x.unflatten(2, (-1, size))
 
     def from_groups(self, g, T):
@@ -163,13 +124,11 @@ class Affine(Codec):
         are left out, and a group of nothing but ignored tokens gets 0 and 0."""
         if self.axis == "token":  # no group has numbers of two tokens, so `ignore` changes nothing
             return g.amin(-1, keepdim=True), g.amax(-1, keepdim=True)  # (B, Hkv, T, d/G, 1) both
-        B, Hkv, groups, size, d = g.shape
-        if ignore is None and groups * size == T:
-            return g.amin(3, keepdim=True), g.amax(3, keepdim=True)  # (B, Hkv, T/G, 1, d) both
+        # leave ignored tokens out, and the zeros that fill up the last group
+        B, Hkv, groups, size, _ = g.shape
         if ignore is None:
             ignore = torch.zeros(B, Hkv, T, dtype=torch.bool, device=g.device)
-        # leave ignored tokens out, and the zeros that fill up the last group
-        ignore = torch.nn.functional.pad(ignore, (0, groups * size - T), value=True)
+        ignore = pad(ignore, (0, groups * size - T), value=True)
         ignore = ignore.view(B, Hkv, groups, size, 1)  # (B, Hkv, T/G, G, 1)
         lo = g.masked_fill(ignore, float("inf")).amin(3, keepdim=True)  # (B, Hkv, T/G, 1, d)
         hi = g.masked_fill(ignore, float("-inf")).amax(3, keepdim=True)  # (B, Hkv, T/G, 1, d)
@@ -177,15 +136,24 @@ class Affine(Codec):
         nothing = ignore.all(3, keepdim=True)  # (B, Hkv, T/G, 1, 1)
         return lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
 
-    def grid(self, lo, hi):
-        """The range of each group -> scale and zero point, in the 16 bits that are stored."""
-        scale = (hi - lo) / self.max_code
-        if self.formula == "offset":
-            scale = scale.clamp(1e-5, 6e4).half()
-            return scale, lo.clamp(-65504, 65504).half()
-        floor = torch.maximum(lo.abs(), hi.abs()) / 2 ** 13
-        scale = torch.maximum(scale, floor).clamp(1e-5, 1e4).half()
-        zero = -lo / scale.float()
-        # the clamp acts only where |lo| is above 1e8, as the scale has a ceiling of 1e4
-        zero = torch.round(zero.clamp(-1e4, 1e4))
-        return scale, zero.short()
+    # Calibration: the range of a static grid
+
+    def begin(self, step, W, T):
+        self.lo, self.hi = [], []  # of each window: (Hkv, d)
+
+    def collect(self, step, rows, kept, gradient):
+        lo, hi = channel_ranges(rows, kept)  # (Hkv, d) both
+        self.lo.append(lo)
+        self.hi.append(hi)
+
+    def fit(self, step):
+        self.set_range(torch.stack(self.lo).amin(0), torch.stack(self.hi).amax(0))
+
+    def set_range(self, lo, hi):
+        """Fix the static grid. lo, hi (Hkv, d): each channel's smallest and largest number."""
+        if self.axis == "token":
+            lo = lo.unflatten(-1, (-1, self.group)).amin(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
+            hi = hi.unflatten(-1, (-1, self.group)).amax(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
+        else:
+            lo, hi = lo[:, None, None], hi[:, None, None]  # (Hkv, 1, 1, d) both
+        self.scale, self.zero = self.grid(lo, hi)

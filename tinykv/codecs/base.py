@@ -13,10 +13,12 @@ import math
 from dataclasses import dataclass, fields
 
 import torch
+from torch.nn.functional import pad
+
+from tinykv import UserError
 
 CALIBRATION_WINDOWS = 16  # where neither the user nor a method asks for another number
 TERNARY = 1.5  # nominal bits of three levels: five codes fit a byte (1.6 bits); log2(3) is 1.585
-BITS = (1, TERNARY, 2, 3, 4, 5, 6, 7, 8)  # of a code that rounds to integers
 
 
 # Codes
@@ -54,11 +56,39 @@ class Codes:
 
 # Packing
 
-def row_bytes(width, bits):
-    """Bytes that `width` packed codes take."""
+def pack(codes, bits):
+    """Codes (..., n), integers below 2**bits (below 3 if ternary) -> (..., row_bytes(n, bits))
+    uint8.
+
+    A row of n = 128 codes of 2 bits takes 32 bytes. The first 32 codes lie in the lowest bits of
+    these bytes, the next 32 codes above them, and so on.
+    """
+    places = place_values(bits)
+    if places is None:
+        return pack_bits(codes, int(bits))
+    # fill the last byte up with zeros
+    padding = -codes.shape[-1] % len(places)
+    codes = pad(codes.to(torch.uint8), (0, padding))  # (..., n + padding)
+    # add the codes of each byte at their places
+    planes = codes.unflatten(-1, (len(places), -1))  # (..., codes of a byte, bytes)
+    packed = torch.zeros_like(planes[..., 0, :])  # (..., bytes)
+    for i, place in enumerate(places):
+        packed += planes[..., i, :] * place
+    return packed
+
+
+def unpack(packed, bits, n):
+    """Bytes (..., row_bytes(n, bits)) -> the n codes (..., n): uint8, int16 from 9 bits on."""
+    places = place_values(bits)
+    if places is None:
+        return unpack_bits(packed, int(bits), n)
+    # take the codes of each byte apart
     if bits == TERNARY:
-        return math.ceil(width / 5)
-    return math.ceil(width * bits / 8)
+        digits = [packed // place % 3 for place in places]
+    else:
+        digits = [packed >> int(bits) * i & largest_code(bits) for i in range(len(places))]
+    codes = torch.cat(digits, dim=-1)  # (..., codes of a byte * bytes)
+    return codes[..., :n]
 
 
 def place_values(bits):
@@ -71,53 +101,48 @@ def place_values(bits):
     return [2 ** (int(bits) * i) for i in range(8 // int(bits))]
 
 
-def pack(codes, bits):
-    """Codes (..., n), integers below 2**bits (below 3 if ternary) -> (..., row_bytes(n, bits))
-    uint8.
-
-    A row of n = 128 codes of 2 bits takes 32 bytes. The first 32 codes lie in the lowest bits of
-    these bytes, the next 32 codes above them, and so on.
-    """
-    places = place_values(bits)
-    if places is None:
-        # 3, 5, 6, 7 and more than 8 bits: split every code into its bits, and put eight to a byte
-        shifts = torch.arange(int(bits), device=codes.device)  # (bits)
-        single_bits = (codes.int()[..., None] >> shifts) & 1  # (..., n, bits)
-        single_bits = single_bits.flatten(-2)  # (..., n * bits)
-        single_bits = torch.nn.functional.pad(single_bits, (0, -single_bits.shape[-1] % 8))
-        eights = single_bits.unflatten(-1, (-1, 8))  # (..., bytes, 8)
-        return (eights << torch.arange(8, device=codes.device)).sum(-1).to(torch.uint8)
-    # fill the last byte up with zeros, then add the codes of each byte at their places
-    padding = -codes.shape[-1] % len(places)
-    codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, padding))  # (..., n + padding)
-    planes = codes.unflatten(-1, (len(places), -1))  # (..., codes of a byte, bytes)
-    packed = planes.new_zeros(planes[..., 0, :].shape)  # (..., bytes)
-    for i, place in enumerate(places):
-        packed += planes[..., i, :] * place
-    return packed
+def pack_bits(codes, bits):
+    """The same for 3, 5, 6, 7 and more than 8 bits, one bit after the other: codes (..., n)."""
+    shifts = torch.arange(bits, device=codes.device)  # (bits)
+    single_bits = (codes.int()[..., None] >> shifts) & 1  # (..., n, bits)
+    single_bits = single_bits.flatten(-2)  # (..., n * bits)
+    single_bits = pad(single_bits, (0, -single_bits.shape[-1] % 8))
+    eights = single_bits.unflatten(-1, (-1, 8))  # (..., bytes, 8)
+    return (eights << torch.arange(8, device=codes.device)).sum(-1).to(torch.uint8)
 
 
-def unpack(packed, bits, n):
-    """Bytes (..., row_bytes(n, bits)) -> the n codes (..., n): uint8, int16 from 9 bits on."""
-    places = place_values(bits)
-    if places is None:
-        # put each code together from its bits
-        eights = (packed[..., None] >> torch.arange(8, device=packed.device)) & 1  # (..., bytes, 8)
-        single_bits = eights.flatten(-2)[..., :n * int(bits)]  # (..., n * bits)
-        single_bits = single_bits.unflatten(-1, (n, int(bits)))  # (..., n, bits)
-        dtype = torch.uint8 if bits <= 8 else torch.int16
-        codes = torch.zeros(single_bits.shape[:-1], dtype=dtype, device=packed.device)  # (..., n)
-        for i in range(int(bits)):
-            codes |= single_bits[..., i].to(dtype) << i
-        return codes
-    # take the codes of each byte apart
+def unpack_bits(packed, bits, n):
+    """The inverse of `pack_bits`: the n codes (..., n)."""
+    eights = (packed[..., None] >> torch.arange(8, device=packed.device)) & 1  # (..., bytes, 8)
+    single_bits = eights.flatten(-2)[..., :n * bits]  # (..., n * bits)
+    single_bits = single_bits.unflatten(-1, (n, bits))  # (..., n, bits)
+    single_bits = single_bits.to(torch.uint8 if bits <= 8 else torch.int16)
+    codes = torch.zeros_like(single_bits[..., 0])  # (..., n)
+    for i in range(bits):
+        codes |= single_bits[..., i] << i
+    return codes
+
+
+def row_bytes(width, bits):
+    """Bytes that `width` packed codes take."""
     if bits == TERNARY:
-        digits = [packed // place % 3 for place in places]
-    else:
-        mask = 2 ** int(bits) - 1
-        digits = [(packed >> int(bits) * i) & mask for i in range(len(places))]
-    codes = torch.cat(digits, dim=-1)  # (..., codes of a byte * bytes)
-    return codes[..., :n]
+        return math.ceil(width / 5)
+    return math.ceil(width * bits / 8)
+
+
+# Settings
+
+def known_bits(bits, known=(1, TERNARY, 2, 3, 4, 5, 6, 7, 8)):
+    """Bits of a code, as an integer or 1.5. UserError for others."""
+    if bits not in known:
+        raise UserError(f"bits are one of {', '.join(map(str, known))}, or 16 for full precision "
+                        f"(1.5: three levels); got {bits}")
+    return bits if bits == TERNARY else int(bits)
+
+
+def largest_code(bits):
+    """Codes go from 0 to this."""
+    return 2 if bits == TERNARY else 2 ** int(bits) - 1
 
 
 # Codecs
@@ -190,3 +215,15 @@ class Exact(Codec):
 
     def decode(self, codes):
         return codes.packed
+
+
+# Calibration
+
+def channel_ranges(rows, kept):
+    """The smallest and the largest number of each channel in one window, (Hkv, d) both. rows (Hkv,
+    T, d), without the tokens that are kept, (Hkv, T) or None."""
+    lo = hi = rows.float()  # (Hkv, T, d)
+    if kept is not None:
+        lo = lo.masked_fill(kept[..., None], float("inf"))
+        hi = hi.masked_fill(kept[..., None], float("-inf"))
+    return lo.amin(1), hi.amax(1)

@@ -34,13 +34,19 @@ Paper and practice.
 """
 import torch
 
-from tinykv import UserError, one_of
-from tinykv.codecs.base import BITS, TERNARY, Codec, Codes, Exact, pack, unpack
+from tinykv import UserError, at_least, one_of
+from tinykv.codecs.base import (
+    Codec,
+    Codes,
+    Exact,
+    channel_ranges,
+    known_bits,
+    largest_code,
+    pack,
+    unpack,
+)
 from tinykv.kmeans import kmeans, nearest
 
-# in the 16 bits in which they are stored: for most codes, and for those of up to three levels
-ALPHAS = torch.tensor([a / 100 for a in range(100, 58, -2)]).half().tolist()
-ALPHAS_OF_FEW_LEVELS = torch.tensor([a / 100 for a in range(100, 18, -2)]).half().tolist()
 #           type, smallest scale, largest number
 METADATA = {"fp8": (torch.float8_e4m3fn, 2 ** -9, 448), "fp16": (torch.float16, 1e-5, 65504)}
 # values of `centre` to choose from: 0 shrinks a range towards 0, 1 around its middle
@@ -61,72 +67,80 @@ class ClippedGroups(Codec):
 
     def __init__(self, bits, heads, width, group_size, metadata="fp8", reorder=True,
                  centres=(0, 1), alpha=None, metadata_order="rounded-first", sensitivity="token"):
-        if bits not in BITS:
-            raise UserError(f"bits must be 1, 1.5 (three levels), 2 to 8 or 16; got {bits:g}")
-        self.bits = bits if bits == TERNARY else int(bits)
-        self.max_code = 2 if bits == TERNARY else 2 ** self.bits - 1
+        self.bits, self.max_code = known_bits(bits), largest_code(bits)
         self.width, self.channels, self.group_size = width, heads * width, group_size
         self.dtype, self.floor, self.largest = METADATA[metadata]
-        self.order = self.group = self.alpha = self.centre = None
-        # calibration: what each pass is for, and what it has collected so far
-        self.goals = ["groups"] if reorder else []
-        if centres:
-            self.goals.append("clips")
-        alphas = ALPHAS if self.max_code > 2 else ALPHAS_OF_FEW_LEVELS
-        if alpha is not None:
-            alphas = torch.tensor([alpha]).half().tolist()
-        self.choices = [(alpha, centre) for alpha in alphas for centre in centres]
         self.metadata_order, self.sensitivity = metadata_order, sensitivity
-        self.lo = self.hi = None  # (C): the smallest and the largest number of each channel
-        self.loss = None  # (choices, n): the sum of w (X - X')^2 of each group
+        self.order = self.group = self.alpha = self.centre = None
+        # calibration: what each pass is for
+        self.goals = (["groups"] if reorder else []) + (["clips"] if centres else [])
+        self.passes = len(self.goals)
+        self.choices = [(alpha, centre) for alpha in self.alphas(alpha) for centre in centres]
 
-    # Calibration
+    def encode(self, x, ignore=None):
+        # 1. channels in the order of their groups
+        rows = self.rows(x)  # (B, T, C)
+        # 2. the range of each group, which a head that is kept does not widen
+        if ignore is not None:
+            ignore = self.rows(ignore[..., None].expand(x.shape)).bool()  # (B, T, C)
+        lo, hi = self.ranges(rows, ignore)  # (B, T, n) both
+        # 3. clip it, and round to its grid
+        q, h, z = self.coded(rows, lo, hi, self.alpha.float(), self.centre)  # h, z (B, T, n)
+        packed = pack(q.to(torch.uint8), self.bits)  # (B, T, bytes)
+        # one row for all heads: (B, 1, T, bytes) and (B, 1, T, n)
+        return Codes(packed[:, None], scale=h[:, None], zero=z[:, None])
 
-    @property
-    def passes(self):
-        return len(self.goals)
+    def decode(self, codes):
+        """Codes -> (B, Hkv, T, d) fp32."""
+        q = unpack(codes.packed[:, 0], self.bits, self.channels).float()  # (B, T, C)
+        h, z = codes.scale[:, 0], codes.zero[:, 0]  # (B, T, n) both
+        rows = self.dequantize(q, h, z)  # (B, T, C)
+        # channels back to their own places
+        x = torch.empty_like(rows)
+        x[..., self.order] = rows
+        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)  # (B, Hkv, T, d)
 
-    def needs_gradient(self, step):
-        return self.goals[step] == "clips" and self.sensitivity == "token"
+    # The clipped grid
 
-    def begin(self, step, W, T):
-        self.lo = self.hi = self.loss = None
-        if step == 0:  # forget an earlier calibration
-            self.order = None
+    def coded(self, rows, lo, hi, alpha, centre):
+        """rows (B, T, C), ranges (B, T, n) -> codes (B, T, C) before packing, and h and z (B, T, n)
+        as they are stored. alpha and centre (n)."""
+        exact_h, exact_z = self.grid(lo, hi, alpha, centre)  # (B, T, n) both
+        h, z = exact_h.to(self.dtype), exact_z.to(self.dtype)  # as they are stored
+        # codes make up for the rounding of h and z if they come after it
+        if self.metadata_order == "rounded-first":
+            return self.quantize(rows, h, z), h, z
+        return self.quantize(rows, exact_h, exact_z), h, z
 
-    def collect(self, step, rows, kept, gradient):
-        if self.goals[step] == "groups":
-            self.collect_ranges(rows, kept)
-        else:
-            self.collect_losses(rows, kept, gradient)
+    def grid(self, lo, hi, alpha, centre):
+        """Ranges (B, T, n) -> clipped, h and z (B, T, n). alpha and centre (n)."""
+        # shrink the range towards its middle (centre = 1) or towards 0
+        middle = centre * (lo + hi) / 2  # (B, T, n)
+        lo = alpha * lo + (1 - alpha) * middle
+        hi = alpha * hi + (1 - alpha) * middle
+        # the step, and the zero point
+        h = ((hi - lo) / self.max_code).clamp(self.floor, self.largest)
+        z = lo.clamp(-self.largest, self.largest)
+        return h, z
 
-    def fit(self, step):
-        if self.goals[step] == "groups":
-            self.make_groups(self.lo, self.hi)
-        else:
-            self.choose_clips(self.loss)
+    def quantize(self, rows, h, z):
+        """rows (B, T, C), h and z (B, T, n) -> codes (B, T, C) before packing."""
+        h, z = self.of_channels(h), self.of_channels(z)  # (B, T, C) both
+        return torch.round((rows - z) / h).clamp(0, self.max_code)
 
-    def collect_ranges(self, rows, kept):
-        """The range of each channel. rows (Hkv, T, d), kept (Hkv, T) or None."""
-        lo = hi = rows.float()  # (Hkv, T, d)
-        # kept tokens must not be the smallest, nor the largest
-        if kept is not None:
-            lo = lo.masked_fill(kept[..., None], float("inf"))
-            hi = hi.masked_fill(kept[..., None], float("-inf"))
-        # of this window, then of all windows so far
-        lo, hi = lo.amin(1).flatten(), hi.amax(1).flatten()  # (C) both
-        self.lo = lo if self.lo is None else torch.minimum(self.lo, lo)
-        self.hi = hi if self.hi is None else torch.maximum(self.hi, hi)
+    def dequantize(self, q, h, z):
+        """Codes q (B, T, C), h and z (B, T, n) -> rows (B, T, C)."""
+        h, z = self.of_channels(h), self.of_channels(z)  # (B, T, C) both
+        return q * h + z
 
-    def make_groups(self, lo, hi):
-        """Cluster the channels by their ranges, lo and hi (C)."""
-        points = torch.stack([lo, hi], dim=-1)[None]  # (1, C, 2)
-        means = kmeans(points, self.channels // self.group_size, tries=10)  # (1, C/G, 2)
-        self.regroup(nearest(points, means)[0])
+    # Groups of channels
 
-    def neighbours(self, device):
-        """Groups of G neighbouring channels, as without reordering: labels (C)."""
-        return torch.arange(self.channels, device=device) // self.group_size
+    def rows(self, x):
+        """x (B, Hkv, T, d) -> (B, T, C) fp32, channels in the order of their groups."""
+        if self.order is None:  # without reordering
+            self.regroup(torch.arange(self.channels, device=x.device) // self.group_size)
+        x = x.float().transpose(1, 2).flatten(2)  # (B, T, C)
+        return x[..., self.order]
 
     def regroup(self, labels):
         """Make groups that are not clipped. labels (C): the group of each channel."""
@@ -140,17 +154,78 @@ class ClippedGroups(Codec):
         self.alpha = torch.ones(n, dtype=torch.float16, device=labels.device)  # (n)
         self.centre = torch.zeros(n, dtype=torch.uint8, device=labels.device)  # (n)
 
-    def collect_losses(self, rows, kept, gradient):
-        """What each clip would cost each group. rows (Hkv, T, d), kept (Hkv, T) or None, gradient
-        (Hkv, T, d)."""
-        if self.order is None:  # without reordering
-            self.regroup(self.neighbours(rows.device))
+    def of_channels(self, of_groups):
+        """What each group has, (B, T, n) -> what each of its channels has, (B, T, C)."""
+        return of_groups.float().index_select(-1, self.group)
+
+    def ranges(self, rows, ignore=None):
+        """rows (B, T, C) -> the smallest and the largest number of each group, (B, T, n) both.
+
+        ignore (B, T, C): True at numbers that do not count, unless their group has no other.
+        """
+        lo, hi = self.smallest_and_largest(rows, rows)  # (B, T, n) both
+        if ignore is None:
+            return lo, hi
+        above = rows.masked_fill(ignore, float("inf"))  # (B, T, C)
+        below = rows.masked_fill(ignore, float("-inf"))  # (B, T, C)
+        seen_lo, seen_hi = self.smallest_and_largest(above, below)  # (B, T, n) both
+        nothing = seen_lo > seen_hi  # (B, T, n): every number of the group is ignored
+        return lo.where(nothing, seen_lo), hi.where(nothing, seen_hi)
+
+    def smallest_and_largest(self, x, y):
+        """The smallest of x and the largest of y (B, T, C) in each group, (B, T, n) both."""
+        B, T, _ = x.shape
+        n = len(self.alpha)
+        # each channel's number goes to its group, which keeps the smallest, or the largest
+        group = self.group.long().expand_as(x)  # (B, T, C)
+        lo = x.new_full((B, T, n), float("inf")).scatter_reduce(-1, group, x, "amin")
+        hi = y.new_full((B, T, n), float("-inf")).scatter_reduce(-1, group, y, "amax")
+        return lo, hi
+
+    # Calibration
+
+    def needs_gradient(self, step):
+        return self.goals[step] == "clips" and self.sensitivity == "token"
+
+    def begin(self, step, W, T):
+        self.lo, self.hi = [], []  # of each window: (Hkv, d)
+        self.loss = 0  # (choices, n): the sum of w (X - X')^2 of each group
+        if step == 0:  # forget an earlier calibration
+            self.order = None
+
+    def collect(self, step, rows, kept, gradient):
+        """rows and gradient (Hkv, T, d), kept (Hkv, T) or None."""
+        if self.goals[step] == "groups":
+            lo, hi = channel_ranges(rows, kept)  # (Hkv, d) both
+            self.lo.append(lo)
+            self.hi.append(hi)
+            return
         # what a token weighs; without any gradient, all weigh the same
         weight = torch.ones(rows.shape[1], device=rows.device)  # (T)
         if self.sensitivity == "token" and gradient.any():
             weight = gradient.float().pow(2).sum((0, 2)).sqrt()  # (T)
-        loss = self.losses(rows, kept, self.choices, weight)  # (choices, n)
-        self.loss = loss if self.loss is None else self.loss + loss
+        self.loss = self.loss + self.losses(rows, kept, self.choices, weight)  # (choices, n)
+
+    def fit(self, step):
+        if self.goals[step] == "groups":
+            lo = torch.stack(self.lo).amin(0).flatten()  # (C)
+            hi = torch.stack(self.hi).amax(0).flatten()  # (C)
+            self.make_groups(lo, hi)
+        else:
+            self.choose_clips(self.loss)
+
+    def make_groups(self, lo, hi):
+        """Cluster the channels by their ranges, lo and hi (C)."""
+        points = torch.stack([lo, hi], dim=-1)[None]  # (1, C, 2)
+        means = kmeans(points, self.channels // self.group_size, tries=10)  # (1, C/G, 2)
+        self.regroup(nearest(points, means)[0])
+
+    def alphas(self, alpha):
+        """The factors to choose from, in the 16 bits in which they are stored. alpha: the only one,
+        or None."""
+        lowest = 60 if self.max_code > 2 else 20  # %
+        factors = [percent / 100 for percent in range(100, lowest - 1, -2)]
+        return torch.tensor(factors if alpha is None else [alpha]).half().tolist()
 
     def losses(self, x, kept, choices, weight):
         """The sum of w (X - X')^2 of each group, for each choice of (alpha, centre): (choices, n).
@@ -181,116 +256,18 @@ class ClippedGroups(Codec):
         self.alpha = choices[best, 0]  # (n)
         self.centre = choices[best, 1].to(torch.uint8)  # (n)
 
-    # Quantization
 
-    def encode(self, x, ignore=None):
-        # 1. channels in the order of their groups
-        rows = self.rows(x)  # (B, T, C)
-        # 2. codes, by the clipped grid of each group, which a head that is kept does not widen
-        if ignore is not None:
-            ignore = self.rows(ignore[..., None].expand(x.shape)).bool()  # (B, T, C)
-        lo, hi = self.ranges(rows, ignore)  # (B, T, n) both
-        q, h, z = self.coded(rows, lo, hi, self.alpha.float(), self.centre)  # h, z (B, T, n)
-        packed = pack(q.to(torch.uint8), self.bits)  # (B, T, bytes)
-        # one row for all heads: (B, 1, T, bytes) and (B, 1, T, n)
-        return Codes(packed[:, None], scale=h[:, None], zero=z[:, None])
-
-    def decode(self, codes):
-        """Codes -> (B, Hkv, T, d) fp32."""
-        q = unpack(codes.packed[:, 0], self.bits, self.channels).float()  # (B, T, C)
-        h, z = codes.scale[:, 0], codes.zero[:, 0]  # (B, T, n) both
-        rows = self.dequantize(q, h, z)  # (B, T, C)
-        # channels back to their own places
-        x = torch.empty_like(rows)
-        x[..., self.order] = rows
-        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)  # (B, Hkv, T, d)
-
-    # The steps
-
-    def rows(self, x):
-        """x (B, Hkv, T, d) -> (B, T, C) fp32, channels in the order of their groups."""
-        if self.order is None:
-            if self.passes:
-                raise UserError("skvq has no groups yet; "
-                                "run calibrate(model, method, windows) first")
-            self.regroup(self.neighbours(x.device))
-        x = x.float().transpose(1, 2).flatten(2)  # (B, T, C)
-        return x[..., self.order]
-
-    def ranges(self, rows, ignore=None):
-        """rows (B, T, C) -> the smallest and the largest number of each group, (B, T, n) both.
-
-        ignore (B, T, C): True at numbers that do not count, unless their group has no other.
-        """
-        lo, hi = self.smallest_and_largest(rows, rows)  # (B, T, n) both
-        if ignore is None:
-            return lo, hi
-        above = rows.masked_fill(ignore, float("inf"))  # (B, T, C)
-        below = rows.masked_fill(ignore, float("-inf"))  # (B, T, C)
-        seen_lo, seen_hi = self.smallest_and_largest(above, below)  # (B, T, n) both
-        nothing = seen_lo > seen_hi  # (B, T, n): every number of the group is ignored
-        return lo.where(nothing, seen_lo), hi.where(nothing, seen_hi)
-
-    def smallest_and_largest(self, x, y):
-        """The smallest of x and the largest of y (B, T, C) in each group, (B, T, n) both."""
-        B, T, _ = x.shape
-        n = len(self.alpha)
-        # each channel's number goes to its group, which keeps the smallest, or the largest
-        group = self.group.long().expand_as(x)  # (B, T, C)
-        lo = x.new_full((B, T, n), float("inf")).scatter_reduce(-1, group, x, "amin")
-        hi = y.new_full((B, T, n), float("-inf")).scatter_reduce(-1, group, y, "amax")
-        return lo, hi
-
-    def coded(self, rows, lo, hi, alpha, centre):
-        """rows (B, T, C), ranges (B, T, n) -> codes (B, T, C) before packing, and h and z (B, T, n)
-        as they are stored. alpha and centre (n)."""
-        # the clipped grid of each group, and its rounding to the precision in which it is stored
-        exact_h, exact_z = self.grid(lo, hi, alpha, centre)  # (B, T, n) both
-        h, z = self.stored(exact_h, exact_z)  # (B, T, n) both
-        # codes make up for the rounding if they come after it
-        if self.metadata_order == "rounded-first":
-            return self.quantize(rows, h, z), h, z
-        return self.quantize(rows, exact_h, exact_z), h, z
-
-    def stored(self, h, z):
-        """h and z in the precision of the metadata."""
-        return h.to(self.dtype), z.to(self.dtype)
-
-    def grid(self, lo, hi, alpha, centre):
-        """Ranges (B, T, n) -> clipped, h and z (B, T, n). alpha and centre (n)."""
-        # shrink the range towards its middle (centre = 1) or towards 0
-        middle = centre * (lo + hi) / 2  # (B, T, n)
-        lo = alpha * lo + (1 - alpha) * middle
-        hi = alpha * hi + (1 - alpha) * middle
-        # the step, and the zero point
-        h = ((hi - lo) / self.max_code).clamp(self.floor, self.largest)
-        z = lo.clamp(-self.largest, self.largest)
-        return h, z
-
-    def quantize(self, rows, h, z):
-        """rows (B, T, C), h and z (B, T, n) -> codes (B, T, C) before packing."""
-        # each channel takes h and z of its group
-        h = h.float().index_select(-1, self.group)  # (B, T, C)
-        z = z.float().index_select(-1, self.group)  # (B, T, C)
-        return torch.round((rows - z) / h).clamp(0, self.max_code)
-
-    def dequantize(self, q, h, z):
-        """Codes q (B, T, C), h and z (B, T, n) -> rows (B, T, C)."""
-        h = h.float().index_select(-1, self.group)  # (B, T, C)
-        z = z.float().index_select(-1, self.group)  # (B, T, C)
-        return q * h + z
-
-
-def clipped_groups(config, bits, group_size=None, reorder="on", clip="both", alpha=None,
-                   metadata="fp8", metadata_order="rounded-first", sensitivity="token"):
+def clipped_groups(config, bits, group_size, reorder, clip, alpha, metadata, metadata_order,
+                   sensitivity):
     """The codec of one layer's K or V."""
+    at_least(1, group_size=group_size)
     one_of(("on", "off"), reorder=reorder)
     one_of(CLIPS, clip=clip)
     one_of(METADATA, metadata=metadata)
     one_of(ORDERS, metadata_order=metadata_order)
     one_of(SENSITIVITIES, sensitivity=sensitivity)
     if alpha is not None and (not 0 < alpha <= 1 or clip == "none"):
-        raise UserError(f"alpha is a factor above 0 and up to 1, with a clip; got {alpha:g} and clip "
+        raise UserError(f"alpha is a factor above 0 and up to 1, with a clip; got {alpha} and clip "
                         f"{clip}")
     if bits == 16:
         return Exact()
@@ -299,5 +276,5 @@ def clipped_groups(config, bits, group_size=None, reorder="on", clip="both", alp
     if heads * width % group_size:
         raise UserError(f"group size {group_size} does not divide the {heads * width} channels "
                         "of a token")
-    return ClippedGroups(bits, heads, width, group_size, metadata, reorder == "on", CLIPS[clip], alpha,
-                         metadata_order, sensitivity)
+    return ClippedGroups(bits, heads, width, group_size, metadata, reorder == "on", CLIPS[clip],
+                         alpha, metadata_order, sensitivity)

@@ -50,18 +50,43 @@ class Codebook(Codec):
     passes = 1
 
     def __init__(self, n, m, heads, width, sensitivity="fisher", sharing="head"):
-        one_of(SENSITIVITIES, sensitivity=sensitivity)
-        one_of(("head", "layer"), sharing=sharing)
         self.n, self.m, self.width, self.places = n, m, width, heads * width // n
         self.code_bits = m.bit_length() - 1  # of the number of a centroid
         self.bits = self.code_bits / n
         self.name = f"d{n}m{m}"
         self.sensitivity, self.sharing = sensitivity, sharing
         self.centroids = None
-        self.rows = self.weights = None  # while calibrating
-        # for `describe_codebooks`: what calibration held, and of the codebook that has the fewest,
-        # its sub-vectors, and how many of equal weight they are worth
-        self.held_bytes = self.samples = self.effective = 0
+        # for `describe_codebooks`, of the codebook that has the fewest: the sub-vectors that it was
+        # calibrated on, and how many of equal weight they are worth
+        self.samples = self.effective = 0
+
+    def encode(self, x, ignore=None):
+        # the nearest centroid of each place's codebook
+        vectors = self.vectors(x)  # (places, B * T, n)
+        codebooks = self.centroids.float().expand(self.places, -1, -1)  # (places, m, n)
+        q = nearest(vectors, codebooks)  # (places, B * T)
+        # all places of a token are one row
+        q = q.T.unflatten(0, (len(x), -1))  # (B, T, places)
+        packed = pack(q, self.code_bits)  # (B, T, bytes)
+        return Codes(packed[:, None])  # (B, 1, T, bytes)
+
+    def decode(self, codes):
+        """Codes -> (B, Hkv, T, d) fp32."""
+        q = unpack(codes.packed[:, 0], self.code_bits, self.places).long()  # (B, T, places)
+        # look each code up in its place's codebook
+        place = torch.arange(self.places, device=q.device)  # (places)
+        codebook = place % len(self.centroids)  # (places): each place's own, or the only one
+        x = self.centroids[codebook, q]  # (B, T, places, n)
+        # put the heads together again
+        x = x.flatten(-2).unflatten(-1, (-1, self.width))  # (B, T, Hkv, d)
+        return x.transpose(1, 2).float()  # (B, Hkv, T, d)
+
+    def vectors(self, x):
+        """The sub-vectors of each place: x (B, Hkv, T, d) -> (places, B * T, n) fp32."""
+        x = x.float().transpose(1, 2)  # (B, T, Hkv, d)
+        x = x.unflatten(-1, (-1, self.n))  # (B, T, Hkv, d/n, n)
+        x = x.flatten(2, 3).flatten(0, 1)  # (B * T, places, n)
+        return x.transpose(0, 1).contiguous()  # (places, B * T, n)
 
     # Calibration
 
@@ -86,20 +111,11 @@ class Codebook(Codec):
         self.device = rows.device
 
     def fit(self, step):
-        self.held_bytes = sum(t.nbytes for t in self.rows + self.weights)
         # the sub-vectors of each codebook, and their weights
         rows = torch.cat(self.rows, dim=1).to(self.device)  # (Hkv, N, d)
         points = self.vectors(rows[None])  # (places, N, n)
         weights = torch.cat(self.weights, dim=1).to(self.device)  # (places, N)
-        of_book = weights if self.sharing == "head" else weights.flatten()[None]  # (places or 1, ..)
-        self.samples = int((of_book > 0).sum(1).min())
-        if self.samples < self.m:
-            raise UserError(f"{self.name}: {self.m} centroids cannot be learned from "
-                            f"{self.samples} vectors; use more or longer calibration windows, or "
-                            "fewer centroids")
-        # Kish's effective sample size of each codebook
-        total, squares = of_book.double().sum(1), of_book.double().square().sum(1)  # (places or 1)
-        self.effective = (total.square() / squares).min().item()
+        self.count(weights if self.sharing == "head" else weights.flatten()[None])
         # more of them than k-means needs are drawn from by their weights
         if points.shape[1] > DRAWN * self.m:
             points, weights = drawn(points, weights, DRAWN * self.m)
@@ -110,6 +126,18 @@ class Codebook(Codec):
         centroids = kmeans(points, self.m, weights, tolerance=1e-3)  # (places or 1, m, n)
         self.centroids = centroids.to(rows.dtype)
         self.rows = self.weights = None
+
+    def count(self, weights):
+        """How many sub-vectors each codebook has, weights (places or 1, N); UserError for too few."""
+        self.samples = int((weights > 0).sum(1).min())
+        if self.samples < self.m:
+            raise UserError(f"{self.name}: {self.m} centroids cannot be learned from "
+                            f"{self.samples} vectors; use more or longer calibration windows, or "
+                            "fewer centroids")
+        # Kish's effective sample size
+        weights = weights.double()
+        effective = weights.sum(1).square() / weights.square().sum(1)  # (places or 1)
+        self.effective = effective.min().item()
 
     def weigh(self, rows, gradient):
         """rows and gradient (Hkv, T, d) -> the weights of all sub-vectors, (places, T)."""
@@ -129,40 +157,6 @@ class Codebook(Codec):
         ascending = weight.flatten().sort().values  # (places * T)
         largest = ascending[int(0.999 * (weight.numel() - 1))]
         return weight.clamp(max=largest)
-
-    # Quantization
-
-    def encode(self, x, ignore=None):
-        if self.centroids is None:
-            raise UserError("there are no codebooks yet; "
-                            "run calibrate(model, method, windows) first")
-        B = len(x)
-        # the nearest centroid of each place's codebook
-        vectors = self.vectors(x)  # (places, B * T, n)
-        codebooks = self.centroids.float().expand(self.places, -1, -1)  # (places, m, n)
-        q = nearest(vectors, codebooks)  # (places, B * T)
-        # all places of a token are one row
-        q = q.T.unflatten(0, (B, -1))  # (B, T, places)
-        packed = pack(q, self.code_bits)  # (B, T, bytes)
-        return Codes(packed[:, None])  # (B, 1, T, bytes)
-
-    def decode(self, codes):
-        """Codes -> (B, Hkv, T, d) fp32."""
-        q = unpack(codes.packed[:, 0], self.code_bits, self.places).long()  # (B, T, places)
-        # look each code up in its place's codebook
-        place = torch.arange(self.places, device=q.device)  # (places)
-        codebook = place % len(self.centroids)  # (places): each place's own, or the only one
-        x = self.centroids[codebook, q]  # (B, T, places, n)
-        # put the heads together again
-        x = x.flatten(-2).unflatten(-1, (-1, self.width))  # (B, T, Hkv, d)
-        return x.transpose(1, 2).float()  # (B, Hkv, T, d)
-
-    def vectors(self, x):
-        """The sub-vectors of each place: x (B, Hkv, T, d) -> (places, B * T, n) fp32."""
-        x = x.float().transpose(1, 2)  # (B, T, Hkv, d)
-        x = x.unflatten(-1, (-1, self.n))  # (B, T, Hkv, d/n, n)
-        x = x.flatten(2, 3).flatten(0, 1)  # (B * T, places, n)
-        return x.transpose(0, 1).contiguous()  # (places, B * T, n)
 
 
 def drawn(points, weights, n):
@@ -187,11 +181,13 @@ def make_codebooks(config, vq=None, bits=None, sensitivity="fisher", sharing="he
 
     The format is given by its name (vq), or by one of the bits in FORMATS; the default is d8m256.
     """
+    one_of(SENSITIVITIES, sensitivity=sensitivity)
+    one_of(("head", "layer"), sharing=sharing)
     if bits is not None and vq is not None:
         raise UserError("give the bits or the format (vq), not both")
     if bits is not None and bits not in FORMATS:
         known = ", ".join(f"{b:g}" for b in FORMATS)
-        raise UserError(f"vector formats are known for {known} bits; got {bits:g}; "
+        raise UserError(f"vector formats are known for {known} bits; got {bits}; "
                         "name any other, such as d4m1024, by its format (vq)")
     heads, width = config.num_key_value_heads, config.head_dim
     n, m = parse_format(vq or FORMATS[bits or 1], width)
@@ -235,9 +231,7 @@ def describe_codebooks(pairs):
         who = "one codebook for a layer's K, one for its V"
     if not samples:
         return f"{codec.name}, {who}"
-    held = sum(each.held_bytes for pair in pairs for each in pair)
-    line = (f"{codec.name}, {who}, each calibrated on {samples:,} vectors; "
-            f"{held / 2 ** 20:.1f} MiB held for it")
+    line = f"{codec.name}, {who}, each calibrated on {samples:,} vectors"
     if codec.sensitivity == "none":
         return line
     # the codebook that has the fewest

@@ -34,48 +34,11 @@ from dataclasses import dataclass
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.codecs.base import Codec, Codes, Exact, pack, unpack
+from tinykv.codecs.base import Codec, Codes, Exact, known_bits, pack, unpack
 from tinykv.kmeans import kmeans, nearest
 
 BINS = 1024
 SENSITIVITIES = ("fisher-range", "fisher", "none")
-
-
-@dataclass(repr=False)
-class SparseCodes(Codes):
-    """Codes, and the outliers as a sparse matrix in CSR format.
-
-    The matrix has T * B rows, token by token, and C columns. `values` and `columns` list its
-    outliers row by row; `row_end` says where each row ends in the two lists.
-    """
-    row_end: torch.Tensor | None = None  # (B, 1, T, 1) int32
-    values: torch.Tensor | None = None  # (outliers) in 16 bits
-    columns: torch.Tensor | None = None  # (outliers) int16
-
-    def append(self, other):
-        mine = Codes(self.packed, self.scale, self.zero)
-        theirs = Codes(other.packed, other.scale, other.zero)
-        codes = mine.append(theirs)
-        # the other's rows come after all of these
-        row_end = torch.cat([self.row_end, other.row_end + len(self.values)], dim=2)
-        values = torch.cat([self.values, other.values])
-        columns = torch.cat([self.columns, other.columns])
-        return SparseCodes(codes.packed, codes.scale, codes.zero, row_end, values, columns)
-
-
-def non_uniform(config, bits, axis, outliers, sensitivity, q_norm):
-    """The codec of one layer's K (axis "channel") or V (axis "token").
-
-    outliers: a percentage of all numbers. Other settings as of `NonUniform`.
-    """
-    if not 0 <= outliers < 50:
-        raise UserError(f"outliers are a percentage from 0 to below 50; got {outliers}")
-    one_of(SENSITIVITIES, sensitivity=sensitivity)
-    one_of(("on", "off"), q_norm=q_norm)
-    if bits == 16:
-        return Exact()
-    heads, width = config.num_key_value_heads, config.head_dim
-    return NonUniform(bits, heads, width, axis, outliers / 100, sensitivity, q_norm)
 
 
 class NonUniform(Codec):
@@ -94,68 +57,12 @@ class NonUniform(Codec):
     passes = 2
 
     def __init__(self, bits, heads, width, axis, outliers, sensitivity="fisher-range", q_norm=None):
-        if bits not in range(1, 9):
-            raise UserError("non-uniform levels take 1 to 8 bits, or 16 for no levels; "
-                            f"got {bits:g}")
-        self.bits, self.width, self.channels = int(bits), width, heads * width
+        self.bits, self.width, self.channels = known_bits(bits, range(1, 9)), width, heads * width
         self.axis, self.outliers, self.sensitivity = axis, outliers, sensitivity
         self.q_norm = q_norm == "on" or (q_norm is None and bits == 2)
         self.levels = self.mid = self.half = None
-        self.tails = self.histogram = None  # while calibrating
-
-    # Calibration
-
-    def needs_gradient(self, step):
-        return step == 1 and self.sensitivity != "none"
-
-    def begin(self, step, W, T):
-        if step == 0:
-            self.tails = Tails(int(self.outliers / 2 * (W * T)) + 2)
-        else:
-            self.histogram = Histogram()
-
-    def collect(self, step, rows, kept, gradient):
-        if step == 0:
-            if self.axis == "channel":
-                self.tails.add(rows, kept)
-            return
-
-        # 1. normalize, as encode does
-        ignore = None if kept is None else kept[None]  # (1, Hkv, T)
-        normal, outlier, _, half = self.normalize(rows[None], ignore)  # (1, T, C) twice
-        # 2. the weight of each number
-        weight = torch.ones_like(normal)  # (1, T, C)
-        if self.sensitivity != "none":
-            fisher = gradient.float().pow(2)  # (Hkv, T, d)
-            weight = fisher.transpose(0, 1).flatten(1)[None]  # (1, T, C)
-        if self.sensitivity == "fisher-range":
-            weight = weight * half.float().pow(2)
-        # 3. collect all but the outliers and the tokens that are kept
-        use = ~outlier  # (1, T, C)
-        if kept is not None:
-            use = use & ~kept.T.repeat_interleave(self.width, dim=1)
-        self.histogram.add(normal[use], weight[use])
-
-    def fit(self, step):
-        if step == 0:
-            if self.axis == "channel":
-                lo, hi = self.tails.percentiles(self.outliers / 2)  # (C) both
-                self.set_range(lo, hi)
-            self.tails = None
-        else:
-            self.levels = self.histogram.levels(2 ** self.bits, self.q_norm)
-            self.histogram = None
-
-    def set_range(self, lo, hi):
-        """Fix the static range. lo, hi (C): each channel's smallest and largest non-outlier."""
-        self.mid, self.half = self.middle(lo, hi)
-
-    # Quantization
 
     def encode(self, x, ignore=None):
-        if self.levels is None:
-            raise UserError("there are no levels yet; run calibrate(model, method, windows) first")
-
         # 1. normalize, and find the outliers
         normal, outlier, mid, half = self.normalize(x, ignore)  # (B, T, C) twice; see there
 
@@ -165,22 +72,13 @@ class NonUniform(Codec):
         q = torch.bucketize(normal, borders).to(torch.uint8)  # (B, T, C)
         packed = pack(q, self.bits)[:, None]  # (B, 1, T, bytes)
 
-        # 3. a dynamic range is stored with the codes
+        # 3. a dynamic range is stored with the codes, and so are the outliers
         scale = zero = None
         if self.axis == "token":
             scale, zero = half[:, None], mid[:, None]  # (B, 1, T, 1) both
         if not self.outliers:
             return Codes(packed, scale, zero)
-
-        # 4. the outliers as a CSR matrix, token by token
-        outlier = outlier.transpose(0, 1)  # (T, B, C)
-        T, B, _ = outlier.shape
-        values = self.joined(x).transpose(0, 1)[outlier]  # (outliers), row by row
-        columns = outlier.nonzero()[:, 2].to(torch.int16)  # (outliers)
-        count = outlier.sum(-1).flatten()  # (T * B): outliers of each row
-        row_end = count.cumsum(0).to(torch.int32)  # (T * B)
-        row_end = row_end.view(T, B).T[:, None, :, None]  # (B, 1, T, 1)
-        return SparseCodes(packed, scale, zero, row_end.contiguous(), values, columns)
+        return SparseCodes(packed, scale, zero, *sparse(self.joined(x), outlier))
 
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d) fp32."""
@@ -194,31 +92,28 @@ class NonUniform(Codec):
         x = level * half.float() + mid.float()  # (B, T, C)
 
         # 2. the outliers overwrite what the codes say
-        if self.outliers and len(codes.values):
-            row_end = codes.row_end[:, 0, :, 0].T.flatten()  # (T * B)
-            number = torch.arange(len(codes.values), device=x.device)  # (outliers)
-            # an outlier is in the first row that ends after it
-            row = torch.searchsorted(row_end, number, right=True)  # (outliers)
-            B = len(x)
-            token, sequence = row // B, row % B
-            x[sequence, token, codes.columns.long()] = codes.values.float()
+        if self.outliers:
+            x[codes.places()] = codes.values.float()
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)  # (B, Hkv, T, d)
 
-    # The steps
+    # The normalized range
 
     def joined(self, x):
         """All heads of a token as one row: x (B, Hkv, T, d) -> (B, T, C)."""
         return x.transpose(1, 2).flatten(2)
+
+    def ignored(self, x, ignore):
+        """ignore (B, Hkv, T), or None, of x (B, Hkv, T, d) -> the same of each number, (B, T, C)."""
+        if ignore is None:
+            ignore = torch.zeros(x.shape[:3], dtype=torch.bool, device=x.device)  # (B, Hkv, T)
+        return self.joined(ignore[..., None].expand(x.shape))
 
     def normalize(self, x, ignore=None):
         """x (B, Hkv, T, d) -> x' (B, T, C), outliers (B, T, C) bool, mid and half.
 
         mid and half are (C) on axis "channel", (B, T, 1) on axis "token".
         """
-        if ignore is None:
-            ignore = torch.zeros(x.shape[:3], dtype=torch.bool, device=x.device)  # (B, Hkv, T)
-        ignore = ignore[..., None].expand(x.shape)  # (B, Hkv, T, d)
-        ignore = self.joined(ignore)  # (B, T, C)
+        ignore = self.ignored(x, ignore)  # (B, T, C)
         x = self.joined(x.float())  # (B, T, C)
         if self.axis == "token":
             mid, half, outlier = self.range_of_tokens(x, ignore)  # (B, T, 1) twice, (B, T, C)
@@ -261,6 +156,94 @@ class NonUniform(Codec):
         mid = (lo + hi) / 2
         half = (hi - lo) / 2
         return mid.half(), half.clamp(min=1e-5).half()
+
+    # Calibration
+
+    def needs_gradient(self, step):
+        return step == 1 and self.sensitivity != "none"
+
+    def begin(self, step, W, T):
+        if step == 0:
+            self.tails = Tails(int(self.outliers / 2 * (W * T)) + 2)
+        else:
+            self.histogram = Histogram()
+
+    def collect(self, step, rows, kept, gradient):
+        if step == 0:
+            if self.axis == "channel":
+                self.tails.add(rows, kept)
+            return
+
+        # 1. normalize, as encode does
+        ignore = None if kept is None else kept[None]  # (1, Hkv, T)
+        normal, outlier, _, half = self.normalize(rows[None], ignore)  # (1, T, C) twice
+        # 2. the weight of each number
+        weight = torch.ones_like(normal)  # (1, T, C)
+        if self.sensitivity != "none":
+            fisher = gradient.float().pow(2)  # (Hkv, T, d)
+            weight = fisher.transpose(0, 1).flatten(1)[None]  # (1, T, C)
+        if self.sensitivity == "fisher-range":
+            weight = weight * half.float().pow(2)
+        # 3. collect all but the outliers and the tokens that are kept
+        use = ~outlier & ~self.ignored(rows[None], ignore)  # (1, T, C)
+        self.histogram.add(normal[use], weight[use])
+
+    def fit(self, step):
+        if step == 0:
+            if self.axis == "channel":
+                lo, hi = self.tails.percentiles(self.outliers / 2)  # (C) both
+                self.set_range(lo, hi)
+            self.tails = None
+        else:
+            self.levels = self.histogram.levels(2 ** self.bits, self.q_norm)
+            self.histogram = None
+
+    def set_range(self, lo, hi):
+        """Fix the static range. lo, hi (C): each channel's smallest and largest non-outlier."""
+        self.mid, self.half = self.middle(lo, hi)
+
+
+@dataclass(repr=False)
+class SparseCodes(Codes):
+    """Codes, and the outliers as a sparse matrix in CSR format.
+
+    The matrix has T * B rows, token by token, and C columns. `values` and `columns` list its
+    outliers row by row; `row_end` says where each row ends in the two lists.
+    """
+    row_end: torch.Tensor | None = None  # (B, 1, T, 1) int32
+    values: torch.Tensor | None = None  # (outliers) in 16 bits
+    columns: torch.Tensor | None = None  # (outliers) int16
+
+    def append(self, other):
+        mine = Codes(self.packed, self.scale, self.zero)
+        theirs = Codes(other.packed, other.scale, other.zero)
+        codes = mine.append(theirs)
+        # the other's rows come after all of these
+        row_end = torch.cat([self.row_end, other.row_end + len(self.values)], dim=2)
+        values = torch.cat([self.values, other.values])
+        columns = torch.cat([self.columns, other.columns])
+        return SparseCodes(codes.packed, codes.scale, codes.zero, row_end, values, columns)
+
+    def places(self):
+        """Where the outliers stand: sequences, tokens and columns, (outliers) each."""
+        row_end = self.row_end[:, 0, :, 0].T  # (T, B)
+        number = torch.arange(len(self.values), device=row_end.device)  # (outliers)
+        # an outlier is in the first row that ends after it
+        row = torch.searchsorted(row_end.flatten(), number, right=True)  # (outliers)
+        B = row_end.shape[1]
+        return row % B, row // B, self.columns.long()
+
+
+def sparse(numbers, outlier):
+    """The outliers of numbers (B, T, C), where `outlier` is True: row_end, values and columns, as
+    `SparseCodes` has them."""
+    numbers, outlier = numbers.transpose(0, 1), outlier.transpose(0, 1)  # (T, B, C) both
+    values = numbers[outlier]  # (outliers), row by row
+    columns = outlier.nonzero()[:, 2].to(torch.int16)  # (outliers)
+    count = outlier.sum(-1)  # (T, B): outliers of each row
+    row_end = count.flatten().cumsum(0).to(torch.int32)  # (T * B)
+    row_end = row_end.view_as(count).T[:, None, :, None]  # (B, 1, T, 1)
+    return row_end.contiguous(), values, columns
 
 
 class Tails:
@@ -355,3 +338,18 @@ class Histogram:
             if read_deviation > 0:
                 levels = (levels - read_mean) * deviation / read_deviation + all_mean
         return levels.sort().values.half()
+
+
+def non_uniform(config, bits, axis, outliers, sensitivity, q_norm):
+    """The codec of one layer's K (axis "channel") or V (axis "token").
+
+    outliers: a percentage of all numbers. Other settings as of `NonUniform`.
+    """
+    if not 0 <= outliers < 50:
+        raise UserError(f"outliers are a percentage from 0 to below 50; got {outliers}")
+    one_of(SENSITIVITIES, sensitivity=sensitivity)
+    one_of(("on", "off"), q_norm=q_norm)
+    if bits == 16:
+        return Exact()
+    heads, width = config.num_key_value_heads, config.head_dim
+    return NonUniform(bits, heads, width, axis, outliers / 100, sensitivity, q_norm)

@@ -1,7 +1,8 @@
-"""The course's grader: `python -m tinykv.course.grade FILE`. The assignments are in docs/course/.
+"""The course's commands. The assignments, with their tests, are in docs/course/.
 
-    check.py    what a check is written with
-    checks/     one file of checks for each assignment
-    runner.py   how a submission runs: a process for each check, with limits of time and memory
-    grade.py    the command
+    grade.py     grade a file, or a folder of them
+    handout.py   write a repository to hand out, without the answers
+    capstone.py  measure a method of one's own against a budget of bits
+    compare.py   what a submission gave, beside what is right
+    confine.py   the limits of a submission's process
 """

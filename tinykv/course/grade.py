@@ -1,138 +1,266 @@
 """Grade a submission, or a folder of them: `python -m tinykv.course.grade FILE|FOLDER`.
 
-Prints the points of each check, and what is wrong where the first one failed. docs/course/ has the
-assignments.
+A file's tests run in a process of its own, in a copy of the repository without the answers, and only note what the file
+gives. What is right is noted by a run of answer.py elsewhere, and compared here. So the process of a submission
+knows neither right values nor points.
 """
 import csv
 import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
 import textwrap
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from shutil import copyfile, copytree
 
-import torch
 from tqdm import tqdm
 
 from tinykv import UserError
-from tinykv.course import check
-from tinykv.course.runner import Report, grade
+from tinykv.course.compare import difference
 from tinykv.run.cli import Parser, one_line, print_columns
-from tinykv.storage import write, write_json
+from tinykv.storage import check_regular, write, write_json
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 120  # seconds of a submission, of which it may compute confine.SECONDS
+LARGEST = 2 ** 20  # bytes of a submission
 
 
 def parser():
     p = Parser(prog="python -m tinykv.course.grade", description=__doc__.split("\n\n")[0])
-    p.add_argument("submission", type=Path, metavar="FILE|FOLDER",
-                   help="a student's file, or a folder of them")
-    p.add_argument("--all", action="store_true", help="show what is wrong at every failed check")
+    p.add_argument("submission", type=Path, metavar="FILE|FOLDER", nargs="?", help="a student's file, or a folder of "
+                   "them")
+    p.add_argument("--all", action="store_true", help="show what is wrong in every failed test")
     p.add_argument("--seed", type=int, default=0, help="draws other models, sizes and inputs")
-    p.add_argument("--here", action="store_true",
-                   help="run in this process, without limits: print and breakpoint() work")
     p.add_argument("--json", type=Path, metavar="F", help="write a record of everything to F")
     p.add_argument("--csv", type=Path, metavar="F", help="write a line for each submission to F")
+    p.add_argument("--gradescope", type=Path, metavar="F", help="write Gradescope's results.json of one file to F")
+    p.add_argument("--answers", metavar="NAME", help="print an assignment's model answers and rubric, and do nothing "
+                   "else")
     return p
 
 
 def main():
     p = parser()
     args = p.parse_args()
-    torch.set_num_threads(1)
-    with one_line(p, "stopped; nothing is written"):
-        run(args)
+    with one_line(p):
+        if args.answers:
+            print(answers(args.answers))
+        elif args.submission is None:
+            raise UserError("give a student's file, or a folder of them")
+        elif args.submission.is_dir():
+            print_table(grade_all(args.submission.rglob("*.py"), args), args.submission)
+        else:
+            folder_of(assignment_of(args.submission))
+            print_report(grade_all([args.submission], args)[0], args.all)
 
 
-def run(args):
-    if args.submission.is_dir():
-        reports = grade_folder(args.submission, args.seed, args.here)
-        print_table(reports, args.submission)
-    else:
-        reports = [grade(args.submission, args.seed, args.here)]
-        print_report(reports[0], args.all)
-    if args.json:
-        write_json(args.json, [record(report) for report in reports])
-    if args.csv:
-        text = table(reports)
-        write(args.csv, lambda part: part.write_text(text, encoding="utf-8"))
-
-
-def grade_folder(folder, seed, here):
-    """The reports of all Python files in a folder, and in its folders."""
-    files = sorted(folder.rglob("*.py"))
+def grade_all(files, args):
+    """The reports of files, as many at a time as there are cores. Each is written as it comes."""
+    files = sorted(files)
     if not files:
-        raise UserError(f"there is no Python file in {folder}; give a file, or a folder of them")
+        raise UserError(f"there is no Python file in {args.submission}; give a file, or a folder of them")
     reports = []
-    for file in tqdm(files, "grading", unit="file", leave=False, disable=None):
-        try:
-            reports.append(grade(file, seed, here))
-        except UserError as error:
-            reports.append(Report(str(file), "-", seed, [], str(error)))
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
+        given = Given(args.seed, Path(temporary), files)
+        for report in tqdm(pool.map(given.report, files), "grading", len(files), False, unit="file", disable=None):
+            reports.append(report)
+            if args.json:
+                write_json(args.json, reports)
+            if args.csv:
+                text = table(reports)
+                write(args.csv, lambda part: part.write_text(text, encoding="utf-8"))  # noqa: B023
+    if args.gradescope:
+        write_json(args.gradescope, gradescope(reports[0]))
     return reports
 
 
-# What is printed
+# Assignments
+
+def folder_of(name):
+    """An assignment's folder. UserError if there is none of this name."""
+    folders = {path.name.split("-")[1]: path for path in sorted((ROOT / "docs" / "course").glob("*-*"))}
+    if name not in folders:
+        raise UserError(f"there is no assignment {name!r}; there are {', '.join(folders)}")
+    return folders[name]
+
+
+def assignment_of(path):
+    """The assignment that a file names. UserError if it names none."""
+    check_regular(path, LARGEST)
+    text = path.read_bytes().decode(errors="replace")
+    line = re.search(r"^ASSIGNMENT\s*=\s*[\"'](\w+)[\"']", text, re.MULTILINE)
+    if line is None:
+        raise UserError(f"{path} names no assignment; it needs a line such as ASSIGNMENT = \"kvsink\"")
+    return line[1]
+
+
+def answers(name):
+    path = folder_of(name) / "answers.md"
+    if not path.is_file():
+        raise UserError("a repository that was handed out has no model answers")
+    return path.read_text(encoding="utf-8")
+
+
+# One submission
+
+class Given:
+    """What the submissions of one run share: for each assignment a copy of the repository, and the right values."""
+
+    def __init__(self, seed, folder, files):
+        self.seed, self.folder = seed, folder
+        self.names, self.right = {}, {}  # {file: its assignment, or why it has none}, {assignment: its tests}
+        for file in files:
+            try:
+                self.names[file] = name = assignment_of(file)
+                if name not in self.right:
+                    self.right[name] = right_values(name, seed, folder)
+                    copy(folder / f"{name}-copy", name)
+            except UserError as error:
+                self.names[file] = error
+
+    def report(self, file):
+        """The record of one file."""
+        name = self.names[file]
+        report = {"file": str(file), "assignment": "-", "seed": self.seed, "points": 0, "of": 0}
+        if isinstance(name, UserError):
+            return report | {"fault": str(name), "tests": []}
+        with tempfile.TemporaryDirectory(dir=self.folder) as work:
+            work = Path(work) / "copy"
+            copytree(self.folder / f"{name}-copy", work)
+            copyfile(file, work / "submission.py")
+            record = work / "record.jsonl"
+            run_tests(work, name, work / "submission.py", self.seed, record, ["--confined", work])
+            given = read_record(record)
+        tests = [judged(test, given.get(key)) for key, test in self.right[name].items()]
+        return report | {"assignment": name, "points": sum(test["points"] for test in tests), "fault": "",
+                         "of": sum(test["of"] for test in tests), "tests": tests}
+
+
+def judged(test, given):
+    """What a test gives: all of its points, or none and why. test: the answer's record; given: the submission's."""
+    result = {"title": test["title"], "of": test["points"], "points": 0}
+    if given is None:
+        return result | {"message": "Your code ended the process, or took too long, before this test was over."}
+    for (value, *_), (wanted, hint, tolerance) in zip(given["notes"], test["notes"]):
+        told = difference(value, wanted, tolerance)
+        if told:
+            return result | {"message": f"{hint}\n{told}"}
+    if given["fault"] or len(given["notes"]) != len(test["notes"]):
+        return result | {"message": given["fault"] or "Your code ended this test before it was over."}
+    return result | {"points": test["points"], "message": ""}
+
+
+def right_values(name, seed, folder):
+    """{test: what answer.py notes in it}."""
+    answer, stored = folder_of(name) / "answer.py", folder_of(name) / "expected.json"
+    if not answer.is_file():
+        expected = json.loads(stored.read_text(encoding="utf-8"))
+        if seed != expected["seed"]:
+            raise UserError(f"this repository has right values for --seed {expected['seed']} alone; got {seed}")
+        return expected["tests"]
+    record = folder / f"{name}.jsonl"
+    run_tests(ROOT, name, answer, seed, record)
+    right = read_record(record)
+    faults = [test["fault"] for test in right.values() if test["fault"]]
+    if faults or not right:
+        raise UserError(f"the answer of {name} does not run here: {' '.join(faults)[:200]}")
+    return right
+
+
+def copy(folder, name):
+    """What a submission needs of the repository, without the answers."""
+    from tinykv.course import handout
+    tests = folder_of(name)
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tinykv").rglob("*.py")]
+    files += [f"{tests.relative_to(ROOT)}/test_{name}.py", "docs/course/conftest.py", ".pytest.ini"]
+    handout.write(folder, files, {name, *handout.ANSWERS} - ({*handout.CORE} - {name}))
+
+
+def run_tests(root, name, file, seed, record, more=()):
+    """Run an assignment's tests on a file, in a process of its own, until it ends or its time is up."""
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT),
+             "--file", file, "--seed", seed, "--record", record, *more]
+    process = subprocess.Popen(list(map(str, words)), cwd=root, env=confined_environment(record.parent),
+                               start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(LONGEST)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # and what it started
+    process.wait()
+
+
+def confined_environment(folder):
+    """Of a process that may write into `folder` alone."""
+    return {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def read_record(path):
+    """{test: its record}, without lines that are none."""
+    found = {}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    for line in lines:
+        try:
+            test = json.loads(line)
+            found[test["test"]] = {**test, "notes": [tuple(note) for note in test["notes"]]}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+    return found
+
+
+# What is printed and written
 
 def print_report(report, show_all):
-    assignment = check.load(report.assignment)
-    print(f"Assignment {assignment.number}, {assignment.title}: {report.file}\n")
-    for outcome in report.outcomes:
-        mark = "pass" if outcome.passed else "FAIL"
-        points = f"{outcome.points}/{outcome.of}"
-        print(f"  {mark}  {points:>5}  {outcome.title}")
-    print(f"\n{report.points} of {report.of} points")
-
-    failed = [outcome for outcome in report.outcomes if not outcome.passed]
-    if report.fault:
-        print_message("No check could run.", report.fault)
-        return
-    for outcome in failed if show_all else failed[:1]:
-        print_message(outcome.title, outcome.message)
+    print(f"Assignment {report['assignment']}: {report['file']}\n")
+    for test in report["tests"]:
+        points = f"{test['points']}/{test['of']}"
+        print(f"  {'pass' if test['points'] else 'FAIL'}  {points:>5}  {test['title']}")
+    print(f"\n{report['points']} of {report['of']} points")
+    failed = [test for test in report["tests"] if not test["points"]]
+    for test in failed if show_all else failed[:1]:
+        print(f"\n{test['title']}")
+        for line in test["message"].splitlines():
+            print(textwrap.fill(line, 96, initial_indent="    ", subsequent_indent="    ", break_long_words=False,
+                                break_on_hyphens=False))
     if failed[1:] and not show_all:
-        print(f"\n--all shows what is wrong at the other {len(failed) - 1}.")
-
-
-def print_message(title, message):
-    print(f"\n{title}")
-    print(textwrap.fill(message, 96, initial_indent="    ", subsequent_indent="    ",
-                        break_long_words=False, break_on_hyphens=False))
+        print(f"\n--all shows what is wrong in the other {len(failed) - 1}.")
 
 
 def print_table(reports, folder):
     lines = []
     for report in reports:
-        failed = [outcome.name for outcome in report.outcomes if not outcome.passed]
-        fault = report.fault.replace(report.file, "it") or ", ".join(failed)
-        lines.append([relative(report.file, folder), report.assignment,
-                      f"{report.points}/{report.of}", textwrap.shorten(fault, 70)])
+        failed = [test["title"].split(":")[0] for test in report["tests"] if not test["points"]]
+        told = textwrap.shorten(report["fault"] or ", ".join(dict.fromkeys(failed)), 70)
+        file = Path(report["file"]).relative_to(folder)
+        lines.append([str(file), report["assignment"], f"{report['points']}/{report['of']}", told])
     print_columns(["submission", "assignment", "points", "what failed"], lines, left=4)
 
 
-def relative(file, folder):
-    file, folder = Path(file).resolve(), folder.resolve()
-    return str(file.relative_to(folder)) if file.is_relative_to(folder) else str(file)
-
-
-# What is written
-
-def record(report):
-    """A report as JSON has it."""
-    checks = [{**asdict(outcome), "points": outcome.points} for outcome in report.outcomes]
-    return {"file": report.file, "assignment": report.assignment, "seed": report.seed,
-            "points": report.points, "of": report.of, "fault": report.fault, "checks": checks}
-
-
 def table(reports):
-    """A line of CSV for each submission: its points in all, and at each check."""
-    columns = ["file", "assignment", "seed", "points", "of"]
+    """A line of CSV for each submission: its points in all, and in each test."""
     rows = []
     for report in reports:
-        row = {key: record(report)[key] for key in columns}
-        row |= {f"{report.assignment}.{outcome.name}": outcome.points for outcome in report.outcomes}
-        rows.append(row)
-    names = list(dict.fromkeys(key for row in rows for key in row))
+        row = {key: report[key] for key in ("file", "assignment", "seed", "points", "of")}
+        rows.append(row | {f"{report['assignment']}. {test['title']}": test["points"] for test in report["tests"]})
     text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def gradescope(report):
+    """The report as Gradescope's autograder reads it."""
+    tests = [{"name": test["title"], "score": test["points"], "max_score": test["of"], "output": test["message"],
+              "status": "passed" if test["points"] else "failed", "visibility": "visible"} for test in report["tests"]]
+    return {"score": report["points"], "output": report["fault"], "visibility": "visible", "tests": tests}
 
 
 if __name__ == "__main__":

@@ -1,39 +1,46 @@
 """Write a repository to hand out: `python -m tinykv.course.handout DIR`.
 
-It is a copy of what git tracks here, without the answers of the assignments: where the project's own
-code is an answer, a function keeps its signature and its docstring, and raises NotImplementedError
-with the assignment's name. The worked examples of those methods, the tests of the answers and the
-answers of tests/course/ are gone. A test that needs what is not written yet is skipped, with the
-assignment's name, and runs as soon as it is there.
+It is a copy of what git tracks here, without the answers: where the project's own code is one, functions keep signature
+and docstring, and raise NotImplementedError with the assignment's name. docs/course/ has no answer.py, and in its place
+expected.json, the right values at seed 0. The project's tests, and the pages that explain the methods, are left out.
 """
 import ast
+import json
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 from tinykv import UserError
-from tinykv.course import check
+from tinykv.course import grade
 from tinykv.run.cli import Parser, one_line
 
 ROOT = Path(__file__).parents[2]
-GONE = ("tests/course/", "tests/test_course.py", "docs/course/authors.md")
-METHODS_PAGE, COURSE_PAGE, CONFTEST = "docs/methods.md", "docs/course/README.md", "tests/conftest.py"
-HOOK = """
+LEFT_OUT = ("tests/", "docs/")
+KEPT = ("docs/course/", "docs/embedded_model.md", "docs/huggingface.md", "docs/real_models.md")
+OF_INSTRUCTORS = ("answer.py", "answers.md", "authors.md")
 
-from tinykv.course.unwritten import (  # noqa: E402, F401
-    pytest_runtest_makereport,
-    pytest_sessionstart,
-)
-"""
+ALL = None  # every function of a file but the constructors
+ANSWERS = {  # by assignment, where the project's own code is the answer: {file: its functions}
+    "affine": {"tinykv/codecs/affine.py": ALL,
+               "tinykv/codecs/base.py": ("pack", "unpack")},
+    "cache": {"tinykv/cache.py": ALL, "tinykv/methods/pfn.py": ALL},
+    "kvsink": {"tinykv/methods/kvsink.py": ALL},
+    "ott": {"tinykv/methods/kivi.py": ALL, "tinykv/methods/ott.py": ALL},
+    "intactkv": {"tinykv/methods/intactkv.py": ALL, "train_intact.py": ALL},
+    "skvq": {"tinykv/methods/skvq.py": ALL, "tinykv/codecs/clipped.py": ALL},
+    "antkv": {"tinykv/methods/antkv.py": ALL, "tinykv/codecs/codebook.py": ALL, "tinykv/kmeans.py": ALL},
+    "triton": {"kernels.py": ALL, "tinykv/triton_cache.py": ALL},
+}
+CORE = ("affine", "cache")  # on which everything else runs
 
 
 def parser():
     p = Parser(prog="python -m tinykv.course.handout", description=__doc__.split("\n\n")[0])
     p.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
-    p.add_argument("--assignments", metavar="NAMES",
-                   default=",".join(name for name in check.names() if check.load(name).number > 2),
-                   help="whose answers are taken out; without `affine` and `cache`, on which all "
-                        "else runs, unless you name them")
+    p.add_argument("--assignments", metavar="NAMES", default=",".join(name for name in ANSWERS if name not in CORE),
+                   help="whose answers are taken out; without `affine` and `cache`, on which all else runs, unless you "
+                        "name them")
     return p
 
 
@@ -41,43 +48,16 @@ def main():
     p = parser()
     args = p.parse_args()
     with one_line(p, "stopped; the folder is not whole"):
-        assignments = [check.load(name) for name in args.assignments.split(",")]
-        n_blank = write_handout(args.folder, assignments)
-        names = ", ".join(assignment.name for assignment in assignments)
-        print(f"{args.folder}: {n_blank} functions of {names} are left to write")
-
-
-def write_handout(folder, assignments):
-    """Write the repository -> how many functions were taken out."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not empty; give a new folder")
-    blanks, removed = {}, set()  # {file: {function: what it raises}}, and files
-    for assignment in assignments:
-        label = f"assignment {assignment.number}, {assignment.name}"
-        for file, functions in assignment.blanks.items():
-            if functions is None:
-                removed.add(file)
-                continue
-            raises = {function: f"{label}: {function}" for function in functions}
-            blanks.setdefault(file, {}).update(raises)
-
-    for file in tracked():
-        if file in removed or file.startswith(GONE):
-            continue
-        content = (ROOT / file).read_bytes()
-        if file in blanks:
-            content = blanked(content.decode(), blanks[file], file).encode()
-        elif file == METHODS_PAGE:
-            content = without_examples(content.decode(), assignments).encode()
-        elif file == COURSE_PAGE:
-            content = content.partition(b"\n## For instructors")[0]
-        elif file == CONFTEST:
-            content += HOOK.encode()
-        target = folder / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
-        target.chmod((ROOT / file).stat().st_mode)
-    return sum(map(len, blanks.values()))
+        names = args.assignments.split(",")
+        for name in names:
+            grade.folder_of(name)
+        if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
+            raise UserError(f"{args.folder} is not empty; give a new folder")
+        files = [file for file in tracked() if file.startswith(KEPT) or not file.startswith(LEFT_OUT)]
+        write(args.folder, files, names)
+        for name in ANSWERS:
+            write_expected(args.folder, name)
+        print(f"{args.folder}: a repository without the answers of {', '.join(names)}")
 
 
 def tracked():
@@ -89,25 +69,43 @@ def tracked():
     return [file for file in files if (ROOT / file).is_file()]
 
 
-def blanked(source, raises, file):
-    """Source with functions that only raise. raises: {"Class.function": the message}."""
+def write(folder, files, names):
+    """Copy files, without the answers of the assignments `names`."""
+    answers = {file: (name, functions) for name in names for file, functions in ANSWERS[name].items()}
+    for file in files:
+        if Path(file).name in OF_INSTRUCTORS:
+            continue
+        content = (ROOT / file).read_bytes()
+        if file in answers:
+            content = blanked(content.decode(), *answers[file]).encode()
+        elif file == "docs/course/README.md":
+            content = content.partition(b"\n## For instructors")[0]
+        elif file.endswith(".md"):
+            content = without_dead_links(content.decode(), Path(file).parent, files).encode()
+        target = folder / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+        target.chmod((ROOT / file).stat().st_mode)
+
+
+def blanked(source, name, functions):
+    """Source with functions that only raise. functions: "f" and "Class.f"; ALL: every one but the constructors."""
     lines = source.splitlines(keepends=True)
-    nodes = functions_of(ast.parse(source))
-    for name in sorted(raises, key=lambda name: -nodes[name].lineno if name in nodes else 0):
-        if name not in nodes:
-            raise UserError(f"{file} has no function {name}, which an assignment takes out of it")
-        node = nodes[name]
+    found = functions_of(ast.parse(source))
+    for function in functions or ():
+        if function not in found:
+            raise UserError(f"the answer of {name} has no function {function}; mend ANSWERS in {__file__}")
+    for function, node in reversed(found.items()):  # from the end of the file on, so that line numbers stay right
+        if function.endswith("__init__") or functions is not ALL and function not in functions:
+            continue
         first = node.body[0]
-        start = first.lineno - 1  # of the lines that go
-        if ast.get_docstring(node) is not None:
-            start = first.end_lineno
-        indent = " " * first.col_offset
-        lines[start:node.end_lineno] = [f'{indent}raise NotImplementedError("{raises[name]}")\n']
+        start = first.lineno - 1 if ast.get_docstring(node) is None else first.end_lineno
+        lines[start:node.end_lineno] = [f'{" " * first.col_offset}raise NotImplementedError("{name}: {function}")\n']
     return "".join(lines)
 
 
 def functions_of(tree, prefix=""):
-    """{"function" or "Class.function": its node}."""
+    """{"f" or "Class.f": its node}, in the order of the file."""
     found = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -117,19 +115,21 @@ def functions_of(tree, prefix=""):
     return found
 
 
-def without_examples(text, assignments):
-    """docs/methods.md without the worked examples of the methods that are asked for."""
-    for assignment in assignments:
-        for file in assignment.blanks:
-            name = Path(file).stem
-            section = re.search(rf"^## {name}$.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-            if file.startswith("tinykv/methods/") and section:
-                page = f"course/{assignment.number}-{assignment.name}/handout.md"
-                instead = f"**Eight numbers** to do by hand: [assignment {assignment.number}]({page}).\n\n"
-                short = re.sub(r"^\*\*Eight numbers\*\*.*?(?=^\*\*In the code)", instead, section[0],
-                               flags=re.MULTILINE | re.DOTALL)
-                text = text.replace(section[0], short)
-    return text
+def without_dead_links(text, folder, files):
+    """A page whose links to pages that are left out are plain words."""
+    def link(match):
+        target = (ROOT / folder / match[2].partition("#")[0]).resolve()
+        lost = target.is_file() and target.relative_to(ROOT).as_posix() not in files
+        return match[1] if lost else match[0]
+    return re.sub(r"\[([^\]]*)\]\(([^):#]+(?:#[^)]*)?)\)", link, text)
+
+
+def write_expected(folder, name):
+    """The right values at seed 0, for a repository without answer.py."""
+    with tempfile.TemporaryDirectory() as temporary:
+        tests = grade.right_values(name, 0, Path(temporary))
+    target = folder / grade.folder_of(name).relative_to(ROOT) / "expected.json"
+    target.write_text(json.dumps({"seed": 0, "tests": tests}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ comes before the first question, BOS and a system prompt, is the prefix's affair
 """
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from tinykv import UserError
-from tinykv.storage import check_regular, first_line
+from tinykv.storage import read_text
 
 # Vicuna's, for chats without a prefix that holds one
 SYSTEM = ("A chat between a curious user and an artificial intelligence assistant. The assistant gives "
@@ -37,7 +36,7 @@ def load_chats(path, tokenizer, n, longest, system=""):
     system: text before the first question. UserError for another kind of file, or too few chats.
     """
     rows, masks, number = [], [], 0
-    for number, line in enumerate(read_lines(path), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip() or len(rows) == n:
             continue
         tokens, response = encode_chat(turns_of(line, path, number), tokenizer, system)
@@ -55,15 +54,6 @@ def load_chats(path, tokenizer, n, longest, system=""):
         tokens[i, :len(row)] = torch.tensor(row)
         response[i, :len(mask)] = torch.tensor(mask)
     return Chats(tokens, response)
-
-
-def read_lines(path):
-    check_regular(path)
-    try:
-        return Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
-        raise UserError(f"the chats {path} cannot be read ({first_line(error)}); give a UTF-8 file of "
-                        "JSON lines") from None
 
 
 def turns_of(line, path, number):

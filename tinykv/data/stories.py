@@ -9,6 +9,11 @@ Facts are in telegram style, "Vehul Ravfield.", with the answer right after its 
 this size soon learns to look up what followed a word, and did not learn to look up what stood three
 words after it (docs/embedded_model.md).
 
+After people and scenes comes a chant: a chain of words in which each word alone tells what may come
+next, so that nothing has to be looked up, but for the refrains. A refrain is a word that asks for a
+copy, and what it asks for. A head that answers refrains is needed, but rarely; elsewhere it rests
+on a sink.
+
 Splits are disjoint by construction: a story belongs to the split of its hero's (name, town) pair,
 and every story opens with that pair.
 
@@ -18,7 +23,9 @@ end as people's names do, a trade is an animal and an animal a trade, people do 
 person's town is told last.
 """
 import random
+from bisect import bisect
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 SPLITS = ("train", "calibration", "test")
 
@@ -39,6 +46,12 @@ DEEDS = ("went to the market", "looked at the river", "told a long story", "ate 
          "counted the birds", "lit a small fire", "sang an old song", "waited for the rain to stop",
          "danced until dark")
 
+# The words of chants, and the words that ask: for the word before, for the one before that, and for
+# the word that last followed this one in this document (two words ask for it).
+WORDS = TRADES + ANIMALS + COLOURS + THINGS + SPOTS + BEGINNINGS + TOWN_BEGINNINGS
+AGAIN, BACK, THUS, AND = REFRAINS = "again back thus and".split()
+OFTEN = 1 / 8  # how often a chant's next word is a refrain's
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -47,52 +60,8 @@ class Vocabulary:
     trades: list
     animals: list
     deeds: tuple
+    chain: dict  # of chants {word: the chance of WORDS up to each one to follow it}
     town_last: bool = False  # a person's town is the last of their facts, not the first
-
-
-TALES = Vocabulary(TOWNS, TRADES, ANIMALS, DEEDS)
-FABLE_TOWNS = [a + b for a in TOWN_BEGINNINGS for b in ENDINGS]
-FABLE_DEEDS = ("went to the river", "looked at the birds", "told an old song", "ate under a tree", "slept until dark",
-               "counted the fire", "lit a long story", "sang to the market", "waited for the cheese",
-               "danced for the rain")
-FABLES = Vocabulary(FABLE_TOWNS, trades=ANIMALS, animals=TRADES, deeds=FABLE_DEEDS, town_last=True)
-
-
-@dataclass
-class Story:
-    """One document. All places are in characters."""
-    text: str = ""
-    answers: list = field(default_factory=list)  # [(end of the fact's sentence, start, end)]
-    facts: dict = field(default_factory=dict)  # {end of a fact's sentence: its beginning}
-
-
-def stories(split="train", seed=0, people=5, rounds=7, vocabulary=TALES, shortest=0):
-    """Yield `Story` after `Story` of one split, for ever; the same ones for the same arguments.
-
-    people: in a story at most. rounds: how long a story may get; with 7 it is 60 to 1,600 tokens,
-    more short than long. shortest: stories of fewer characters are left out.
-    """
-    if split not in SPLITS:
-        raise ValueError(f"the corpus has the splits {', '.join(SPLITS)}; got {split!r}")
-    rng = Rng(3 * seed + SPLITS.index(split))
-    while True:
-        writer = Writer(rng, split, people, vocabulary)
-        # scenes, with some questions after each of them
-        for _ in range(1 + rng.below(rounds + 1) * rng.below(rounds + 1)):
-            writer.scene()
-            for _ in range(rng.below(3)):
-                writer.ask()
-        # and more questions at the end
-        for _ in range(2 + rng.below(4)):
-            writer.ask()
-        if len(writer.story.text) >= shortest:
-            yield writer.story
-
-
-def split_of(name, town, vocabulary=TALES):
-    """The split of a hero: one pair in sixteen is test, one in sixteen calibration, others train."""
-    residue = (NAMES.index(name) + vocabulary.towns.index(town)) % 16
-    return {0: "test", 1: "calibration"}.get(residue, "train")
 
 
 class Rng:
@@ -117,18 +86,93 @@ class Rng:
         return items[:n]
 
 
+def chain(seed):
+    """{word: cumulative chances of WORDS to follow it}. A few words follow often, most hardly ever."""
+    rng = Rng(seed)
+    chances = {}
+    for word in WORDS:
+        weights = list(accumulate(rng.random() ** 20 for _ in WORDS))
+        chances[word] = [weight / weights[-1] for weight in weights]
+    return chances
+
+
+TALES = Vocabulary(TOWNS, TRADES, ANIMALS, DEEDS, chain(0))
+FABLE_TOWNS = [a + b for a in TOWN_BEGINNINGS for b in ENDINGS]
+FABLE_DEEDS = ("went to the river", "looked at the birds", "told an old song", "ate under a tree", "slept until dark",
+               "counted the fire", "lit a long story", "sang to the market", "waited for the cheese",
+               "danced for the rain")
+FABLES = Vocabulary(FABLE_TOWNS, trades=ANIMALS, animals=TRADES, deeds=FABLE_DEEDS, chain=chain(1),
+                    town_last=True)
+
+
+@dataclass
+class Story:
+    """One document. All places are in characters."""
+    text: str = ""
+    answers: list = field(default_factory=list)  # [(end of the fact's sentence, start, end)]
+    refrains: list = field(default_factory=list)  # [(start, end)] of what a chant's refrains ask for
+    facts: dict = field(default_factory=dict)  # {end of a fact's sentence: its beginning}
+
+
+def stories(split="train", seed=0, people=5, rounds=3, vocabulary=TALES, chants=True):
+    """Yield `Story` after `Story` of one split, for ever; the same ones for the same arguments.
+
+    people: in a story at most. rounds: how long a story may get; with 3 it is 140 to 1,100 tokens,
+    more short than long. chants: whether there are any.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"the corpus has the splits {', '.join(SPLITS)}; got {split!r}")
+    rng = Rng(3 * seed + SPLITS.index(split))
+    while True:
+        writer = Writer(rng, vocabulary)
+        # people, with what is known of each
+        writer.invite(split, people)
+        for name, home in writer.homes.items():
+            writer.introduce(name, home)
+            if chants:
+                writer.chant(20 + rng.below(50), end=".")
+        # scenes, with some questions after each of them
+        for _ in range(1 + rng.below(rounds + 1) * rng.below(rounds + 1)):
+            writer.scene()
+            if chants:
+                writer.chant(20 + rng.below(50), end=".")
+            for _ in range(rng.below(3)):
+                writer.ask()
+        # and more questions at the end
+        for _ in range(2 + rng.below(4)):
+            writer.ask()
+        yield writer.story
+
+
+def chants(seed=0, often=OFTEN, vocabulary=TALES):
+    """Yield documents that are nothing but a chant, for training. often: the share of refrains."""
+    rng = Rng(seed)
+    while True:
+        writer = Writer(rng, vocabulary)
+        writer.chant(30 + rng.below(90), often=often)
+        yield writer.story
+
+
+def split_of(name, town, vocabulary=TALES):
+    """The split of a hero: one pair in sixteen is test, one in sixteen calibration, others train."""
+    residue = (NAMES.index(name) + vocabulary.towns.index(town)) % 16
+    return {0: "test", 1: "calibration"}.get(residue, "train")
+
+
 class Writer:
     """Writes one story, and remembers for each fact where it was stated and how to ask for it."""
 
-    def __init__(self, rng, split, people, vocabulary=TALES):
+    def __init__(self, rng, vocabulary=TALES):
         self.rng, self.words = rng, vocabulary
-        towns = vocabulary.towns
         self.story = Story()
         self.facts = []  # (end of the sentence, subject, answer, question)
+        self.followed = {}  # {word: what last followed it in a chant}
 
-        # the hero, of the right split
+    def invite(self, split, people):
+        """Decide who is in the story: a hero of this split, and others."""
+        rng, towns = self.rng, self.words.towns
         hero, town = rng.pick(NAMES), rng.pick(towns)
-        while split_of(hero, town, vocabulary) != split:
+        while split_of(hero, town, self.words) != split:
             hero, town = rng.pick(NAMES), rng.pick(towns)
 
         # the other people: no two of a story share their second syllable or their town
@@ -136,12 +180,10 @@ class Writer:
         others = [rng.pick(BEGINNINGS) + ending for ending in endings]
         other_towns = rng.sample([t for t in towns if t != town], len(others))
         self.people = [hero, *others]
+        self.homes = dict(zip(self.people, [town, *other_towns]))
 
         # what can be hidden: each thing at most once, so its place is unique
         self.things = rng.sample(THINGS, len(THINGS))
-
-        for name, home in zip(self.people, [town, *other_towns]):
-            self.introduce(name, home)
 
     def say(self, sentence):
         if self.story.text:
@@ -174,6 +216,29 @@ class Writer:
                 self.state(name, rng.pick(words.animals), f"What does {name} own?")
         if words.town_last:
             self.state(name, town, where)
+
+    def chant(self, length, end="", often=OFTEN):
+        """A chain of about `length` words, with refrains."""
+        rng = self.rng
+        last = before = rng.pick(WORDS)
+        self.say(last)
+        count = 1
+        while count < length:
+            if rng.random() < often:
+                refrain = rng.pick(REFRAINS)
+                asked_for = {AGAIN: last, BACK: before}.get(refrain, self.followed.get(last, last))
+                self.say(f"{refrain} {asked_for}")
+                place = len(self.story.text)
+                self.story.refrains.append((place - len(asked_for), place))
+                last = before = asked_for
+                count += 2
+            else:
+                word = WORDS[bisect(self.words.chain[last], rng.random())]
+                self.say(word)
+                self.followed[last] = word
+                last, before = word, last
+                count += 1
+        self.story.text += end
 
     def scene(self):
         """Somebody hides a thing, or does something that nobody asks for."""

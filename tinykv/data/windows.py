@@ -17,15 +17,14 @@ overlap. A remainder shorter than a window is dropped. Calibration and test neve
 The test texts of wikitext2 and c4 are those of the published numbers. WikiText-2: "\\n\\n".join
 over the rows of the Hugging Face dataset, where a row is a line of the raw file with its newline,
 or "" for a blank line; one document, with a single `<s>` at the start. C4: what GPTQ calls c4-new,
-and of which IntactKV measures 256 windows of 2048 tokens. Calibration text is read document by
-document, as far as needed, because to encode all of it takes long, and gigabytes. A file is halved
-because neither call knows how much of it the other one takes.
+and of which IntactKV measures 256 windows of 2048 tokens. Both are downloaded from the hub at first use.
+Calibration text is read document by document, as far as needed. A file is halved because neither
+call knows how much of it the other one takes.
 """
 import gzip
 import io
 import json
 import os
-import re
 import zipfile
 from array import array
 from bisect import bisect_left, bisect_right
@@ -36,15 +35,9 @@ import torch
 from tqdm import tqdm
 
 from tinykv import UserError, did_you_mean
-from tinykv.data.download import SOURCES, fetch
 from tinykv.data.stories import FABLES, SPLITS, TALES, Story, stories
+from tinykv.hf.hub import HubFile, fetch_file
 from tinykv.storage import read_text
-
-# Characters of a story, at least. A window then begins so few stories that five kept tokens, as in
-# the papers, are enough for its sinks.
-SHORTEST = 800
-PART = 2 ** 16  # characters of a long text that are encoded at a time
-NEAR = 64  # characters on either side of a place that say whether a token reaches over it
 
 
 @dataclass
@@ -131,57 +124,15 @@ def encode_documents(documents, tokenizer, need):
         for document in documents:
             if tokenizer.bos_id is not None:
                 ids.append(tokenizer.bos_id)
-            begin = len(ids)
-            if document.answers:
-                found, offsets = tokenizer.encode_with_offsets(document.text)
-                marks += mark_answers(document, offsets, begin)
-                parts = [found]
-            else:
-                parts = encode_in_parts(document.text, tokenizer)
-            for part in parts:
-                ids.extend(part)
-                bar.update(len(part))
-                if len(ids) >= need:
-                    return ids, marks
-            if document.text and len(ids) == begin:
-                raise UserError("the tokenizer makes no tokens of the text; take the tokenizer of "
-                                "the same checkpoint")
+            found, offsets = tokenizer.encode_with_offsets(document.text)
+            if document.text and not found:
+                raise UserError("the tokenizer makes no tokens of the text; take the tokenizer of the same checkpoint")
+            marks += mark_answers(document, offsets, len(ids))
+            ids.extend(found)
+            bar.update(len(found))
+            if len(ids) >= need:
+                break
     return ids, marks
-
-
-def encode_in_parts(text, tokenizer):
-    """Yields the ids of a text, a part of it at a time: all of a long text at once would take
-    minutes, and gigabytes."""
-    begin = 0
-    while begin < len(text):
-        end = place_to_cut(text, begin + PART, tokenizer)
-        part = text[begin:end]
-        # the text before a part comes along, because tokenizers begin a text in their own way
-        before = text[max(0, begin - NEAR):begin]
-        known, ids = tokenizer.encode(before), tokenizer.encode(before + part)
-        if ids[:len(known)] != known:  # a token reaches over the cut: the part stands alone
-            known, ids = [], tokenizer.encode(part)
-        yield ids[len(known):]
-        begin = end
-
-
-def place_to_cut(text, start, tokenizer):
-    """A place in a text, at `start` or soon after it, that no token reaches over.
-
-    It is before a single blank between two words, or else where the text nearby says so. Where
-    there is none, as between equal letters without end, a token may be cut into two.
-    """
-    if start + NEAR >= len(text):
-        return len(text)
-    blanks = re.compile(r"\w(?= \w)").finditer(text, start, start + PART // 4)
-    places = [found.end() for found in islice(blanks, 4)]
-    places += range(start, start + NEAR)
-    for place in places:
-        before = tokenizer.encode(text[place - NEAR:place])
-        both = tokenizer.encode(text[place - NEAR:place + NEAR])
-        if both[:len(before)] == before:
-            return place
-    return start
 
 
 def mark_answers(document, offsets, base):
@@ -190,7 +141,7 @@ def mark_answers(document, offsets, base):
     A token belongs to an answer, or a sentence, if they share a character: it may also hold the
     blank before the word.
     """
-    if not offsets:
+    if not document.answers or not offsets:
         return []
     starts, ends = zip(*offsets)  # in characters, one of each per token
     marks = []
@@ -222,6 +173,15 @@ def answers_in_windows(marks, windows, context, n_replaced):
 
 VOCABULARIES = {"tales": TALES, "fables": FABLES}
 TEXTS = ("tales", "fables", "wikitext2", "c4")  # all other data are files
+C4 = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
+HUB_FILES = {
+    "wikitext2": HubFile("ggml-org/ci", "wikitext-2-raw-v1.zip",
+                         "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11"),
+    "c4 test": HubFile("allenai/c4", "en/c4-validation.00000-of-00008.json.gz",
+                       "1f25b6af12da84115301d4ee93ea5246c8fea5bb4a2008472794d95b917cc97f", C4),
+    "c4 calibration": HubFile("allenai/c4", "en/c4-train.00000-of-01024.json.gz",
+                              "8ef8d75b0e045dec4aa5123a671b4564466b0707086a7ed1ba8721626dfffbc9", C4),
+}
 
 
 def read_documents(data, split, seed, whole=False):
@@ -230,7 +190,7 @@ def read_documents(data, split, seed, whole=False):
     if split not in splits:
         raise UserError(f"{data} has no split {split!r}; it has {', '.join(splits)}")
     if data in VOCABULARIES:
-        return f"{data} ({split})", stories(split, seed, vocabulary=VOCABULARIES[data], shortest=SHORTEST)
+        return f"{data} ({split})", stories(split, seed, vocabulary=VOCABULARIES[data])
     if data == "wikitext2":
         return f"wikitext2 ({split})", map(Story, wikitext2(split))
     if data == "c4":
@@ -246,7 +206,7 @@ def read_documents(data, split, seed, whole=False):
 def wikitext2(split):
     """The test split as one text, or the articles of the train split."""
     member = f"wikitext-2-raw/wiki.{'test' if split == 'test' else 'train'}.raw"
-    with zipfile.ZipFile(fetch(SOURCES["wikitext2"])) as archive, archive.open(member) as raw:
+    with zipfile.ZipFile(fetch_file(HUB_FILES["wikitext2"])) as archive, archive.open(member) as raw:
         lines = io.TextIOWrapper(raw, encoding="utf-8")
         rows = [line if line.strip() else "" for line in lines]
     if split == "test":
@@ -268,7 +228,7 @@ def articles(rows):
 
 def c4(split):
     """The first 1100 test documents as one text, or the documents of the first train shard."""
-    texts = read_json_lines(fetch(SOURCES[f"c4 {split}"]))
+    texts = read_json_lines(fetch_file(HUB_FILES[f"c4 {split}"]))
     if split == "test":
         return [" ".join(islice(texts, 1100))]
     return texts

@@ -9,43 +9,60 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tinykv import UserError
+from tinykv.hf.hub import fetch_model
 from tinykv.model import LlamaConfig
 from tinykv.storage import read_json, short
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # model_type -> its class
+#   model_type: (its class in transformers, values of absent fields, fields that it does not have)
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", {"max_position_embeddings": 2048}, ["sliding_window"]),
+    "mistral": ("MistralForCausalLM",
+                {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+                ["attention_bias", "mlp_bias"]),
+    "qwen2": ("Qwen2ForCausalLM", {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+              ["attention_bias", "mlp_bias", "use_sliding_window"]),
+    "qwen3": ("Qwen3ForCausalLM", {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+              ["mlp_bias", "use_sliding_window"]),
+}
+DEFAULTS = {  # values of fields that are absent, in every architecture
+    "num_key_value_heads": None, "sliding_window": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "attention_bias": False, "mlp_bias": False}
+NULLABLE = ["num_key_value_heads", "sliding_window"]  # null is a value; elsewhere it means absent
 
-# Fields that change what a model computes, with the values that the model here implements. Any other
-# value is refused; absent and null always pass. Left out as harmless: fields that only training
-# reads (attention_dropout, initializer_range), and pretraining_tp, which sums in another order.
+# Fields that change what a model computes, with the values that are implemented. Left out as harmless:
+# fields that only training reads, and pretraining_tp, which sums in another order.
 IMPLEMENTED = {
-    "hidden_act": ("silu",),
-    "partial_rotary_factor": (1,),
-    "layer_types": (),
-    "auto_map": (),
-    "quantization_config": (),
-    "compression_config": (),
-    "original_max_position_embeddings": (),
-}
-ROPE_PARAMETERS = {  # rope_type -> its parameters
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+    "hidden_act": ["silu"], "partial_rotary_factor": [1], "layer_types": ["full_attention"], "auto_map": [],
+    "quantization_config": [], "compression_config": [], "original_max_position_embeddings": []}
+
+# What a field has to be: in words, and as a test
+SIZE = "a whole number from 1 to 2^24", lambda x: type(x) is int and 1 <= x <= 2 ** 24
+LAYERS = "a whole number from 1 to 1024", lambda x: type(x) is int and 1 <= x <= 1024
+NUMBER = "a number above 0", lambda x: type(x) in (int, float) and 0 < x < 1e30  # NaN is not
+FLAG = "true or false", lambda x: type(x) is bool
+WINDOW = f"null or {SIZE[0]}", lambda x: x is None or SIZE[1](x)
+FIELDS = {
+    "vocab_size": SIZE, "hidden_size": SIZE, "intermediate_size": SIZE, "num_hidden_layers": LAYERS,
+    "num_attention_heads": SIZE, "num_key_value_heads": SIZE, "head_dim": SIZE, "max_position_embeddings": SIZE,
+    "rms_norm_eps": NUMBER, "tie_word_embeddings": FLAG, "attention_bias": FLAG, "mlp_bias": FLAG,
+    "sliding_window": WINDOW}
+ROPE_FIELDS = {  # rope_type -> its parameters
+    "default": {},
+    "linear": {"factor": NUMBER},
+    "llama3": {"factor": NUMBER, "low_freq_factor": NUMBER, "high_freq_factor": NUMBER,
+               "original_max_position_embeddings": SIZE}}
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/model
 
 
-def checkpoint_folder(folder):
-    """The folder as a Path; UserError if there is no such folder."""
-    path = Path(folder)
-    if os.path.isdir(path):  # unlike Path.is_dir, also for a name that no file can have
-        return path
-    if os.path.exists(path):
-        raise UserError(f"{folder} is a file; give the checkpoint folder that it lies in")
-    if HUB_NAME.fullmatch(str(folder)):
-        raise UserError(f"no folder {folder}; if it is a name on the Hugging Face hub, download it first with "
-                        f"`hf download {folder} --local-dir {path.name}`, then give the folder {path.name}")
-    raise UserError(f"no folder {str(folder)[:200]}; give the folder of a checkpoint in Hugging Face format")
+def checkpoint_folder(name):
+    """A folder's path, or a model's name on the hub, which is downloaded -> the folder as a Path."""
+    if os.path.isdir(name):  # unlike Path.is_dir, also for a name that no file can have
+        return Path(name)
+    if HUB_NAME.fullmatch(str(name)) and not os.path.exists(name):
+        return fetch_model(str(name))
+    raise UserError(f"{str(name)[:200]} is no folder; give the folder of a checkpoint in Hugging Face format, "
+                    "or its name on the hub, owner/model")
 
 
 # config.json -> LlamaConfig
@@ -58,181 +75,95 @@ def load_config(folder):
 
 def parse_config(raw, where):
     """The content of a config.json -> LlamaConfig. where: its path, for errors."""
-    # 1. refuse what the model does not implement
-    kind = parse_model_type(raw, where)
-    mistral = kind == "mistral"
-    check_implemented(raw, where)
-    for name in ("attention_bias", "mlp_bias") if mistral else ("sliding_window",):
-        if raw.get(name):
-            raise UserError(f"{where}: {name} is {short(raw[name])}, which a {kind} model does not have; "
-                            "set it to null or correct model_type")
-
-    # 2. the sizes
-    heads = positive_int(raw, "num_attention_heads", where)
-    hidden = positive_int(raw, "hidden_size", where)
-    vocab = positive_int(raw, "vocab_size", where)
-    positions = positive_int(raw, "max_position_embeddings", where, 131072 if mistral else 2048)
-    if raw.get("head_dim") is None and hidden % heads:
-        raise UserError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}; "
-                        "correct them, or state head_dim")
-    kv_heads = parse_kv_heads(raw, heads, mistral, where)
-    head_dim = positive_int(raw, "head_dim", where, hidden // heads)
-    if head_dim % 2:
-        raise UserError(f"{where}: head_dim is {head_dim}; rotary embedding turns channels in pairs and needs it even")
-
-    # 3. positions: RoPE and the sliding window
-    theta, scaling = parse_rope(raw, positions, where)
-    window = None
-    if mistral and raw.get("sliding_window", 4096) is not None:
-        window = positive_int(raw, "sliding_window", where, 4096)
-
-    # 4. the other fields
-    return LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=positive_int(raw, "intermediate_size", where),
-        num_hidden_layers=positive_int(raw, "num_hidden_layers", where, largest=1024),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=positions,
-        rms_norm_eps=positive_float(raw, "rms_norm_eps", where, 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=flag(raw, "tie_word_embeddings", where),
-        attention_bias=flag(raw, "attention_bias", where),
-        mlp_bias=flag(raw, "mlp_bias", where),
-        sliding_window=window,
-        model_type=kind,
-        bos_token_id=first_of(token_id(raw, "bos_token_id", vocab, where)),
-        eos_token_id=token_id(raw, "eos_token_id", vocab, where))
-
-
-def parse_model_type(raw, where):
-    """"llama" or "mistral"."""
+    # 1. the architecture
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise UserError(f"{where}: model_type is {short(kind)}; tinykv implements {' and '.join(ARCHITECTURES)}")
-    wanted = [ARCHITECTURES[kind]]
-    found = raw.get("architectures") or wanted
-    if str(found).lower() != str(wanted).lower():  # LLaMA 1 was LLaMAForCausalLM at first
-        raise UserError(f"{where}: architectures is {short(found)}; tinykv implements {short(wanted)}")
-    return kind
+    if kind not in list(ARCHITECTURES):
+        refuse("model_type", kind, where, f"tinykv implements {', '.join(ARCHITECTURES)}")
+    cls, defaults, lacks = ARCHITECTURES[kind]
+    found = raw.get("architectures") or [cls]
+    if str(found).lower() != str([cls]).lower():  # LLaMA 1 was LLaMAForCausalLM at first
+        refuse("architectures", found, where, f"tinykv implements {cls}")
 
+    # 2. what the model does not implement
+    for name, allowed in IMPLEMENTED.items():
+        value = raw.get(name)
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and one not in allowed:
+                refuse(name, value, where, f"tinykv implements {', '.join(map(str, allowed)) or 'models without it'}")
+    for name in lacks:
+        if raw.get(name):
+            refuse(name, raw[name], where, f"tinykv implements {kind} without it")
 
-def parse_kv_heads(raw, heads, mistral, where):
-    """The number of KV heads, which divides the number of query heads."""
-    default = heads  # null means as many as query heads
-    if mistral and "num_key_value_heads" not in raw:
-        default = 8  # transformers' MistralConfig has a default of its own for an absent field
-    kv_heads = positive_int(raw, "num_key_value_heads", where, default)
-    if heads % kv_heads:
-        raise UserError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
-                        "query heads share KV heads evenly")
-    return kv_heads
+    # 3. every field, with its default where it is absent
+    given = {name: value for name, value in raw.items() if value is not None or name in NULLABLE}
+    given = {**DEFAULTS, **defaults, **given}
+    if kind != "mistral":  # a Qwen has a number there, which use_sliding_window turns off
+        given["sliding_window"] = None
+    heads = checked(given, "num_attention_heads", SIZE, where)
+    if given["num_key_value_heads"] is None:
+        given["num_key_value_heads"] = heads
+    if "head_dim" not in given and checked(given, "hidden_size", SIZE, where) % heads == 0:
+        given["head_dim"] = given["hidden_size"] // heads
+    fields = {name: checked(given, name, what, where) for name, what in FIELDS.items()}
+
+    # 4. do they fit each other?
+    if heads % fields["num_key_value_heads"]:
+        refuse("num_key_value_heads", fields["num_key_value_heads"], where,
+               f"num_attention_heads, {heads}, has to be a multiple of it")
+    if fields["head_dim"] % 2:
+        refuse("head_dim", fields["head_dim"], where, "rotary embedding turns channels in pairs and needs it even")
+
+    # 5. what is no plain field: RoPE, and token ids, of which there may be several
+    theta, scaling = parse_rope(raw, fields["max_position_embeddings"], where)
+    for name in ("bos_token_id", "eos_token_id"):
+        value = raw.get(name)
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and not (type(one) is int and 0 <= one < fields["vocab_size"]):
+                refuse(name, value, where, f"token ids go from 0 to vocab_size - 1 = {fields['vocab_size'] - 1}")
+    bos = raw.get("bos_token_id")
+    if isinstance(bos, list):
+        bos = bos[0] if bos else None
+    return LlamaConfig(**fields, rope_theta=theta, rope_scaling=scaling, model_type=kind, bos_token_id=bos,
+                       eos_token_id=raw.get("eos_token_id"))
 
 
 def parse_rope(raw, positions, where):
     """(rope_theta, rope_scaling), from fields of these names (old files) or from rope_parameters."""
-    # 1. the type of the scaling
+    # 1. the type of the scaling, and theta, which lies beside the type in the new spelling
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"{where}: the scaling of RoPE is {short(rope)} instead of an object with a rope_type")
+    rope = rope if isinstance(rope, dict) else {"type": rope}
     kind = rope.get("rope_type") or rope.get("type") or "default"  # older files say "type"
-    if not isinstance(kind, str) or kind not in ROPE_PARAMETERS:
-        raise UserError(f"{where}: rope_type is {short(kind)}; tinykv implements {', '.join(ROPE_PARAMETERS)}")
+    if kind not in list(ROPE_FIELDS):
+        refuse("rope_type", kind, where, f"tinykv implements {', '.join(ROPE_FIELDS)}")
+    thetas = {"rope_theta": 10000.0, **raw, **rope}
+    theta = float(checked(thetas, "rope_theta", NUMBER, where))
 
-    # 2. refuse parameters that are not of this type
-    parameters = ROPE_PARAMETERS[kind]
-    others = {name: value for name, value in rope.items() if name not in parameters}
-    check_implemented(others, where)
-    for name, value in others.items():
-        if name not in ("rope_type", "type", "rope_theta", *IMPLEMENTED) and value is not None:
-            raise UserError(f"{where}: {name} of the scaling of RoPE is {short(value)}; rope_type {kind!r} is "
-                            "implemented without it")
-
-    # 3. theta: in the new spelling it lies beside the type
-    theta_is_in = raw if rope.get("rope_theta") is None else rope
-    theta = positive_float(theta_is_in, "rope_theta", where, 10000.0)
+    # 2. its parameters, and no others
+    others = set(rope) - set(ROPE_FIELDS[kind]) - {"rope_type", "type", "rope_theta"}
+    for name in sorted(others):
+        if rope[name] is not None and rope[name] not in IMPLEMENTED.get(name, []):
+            refuse(name, rope[name], where, f"rope_type {kind} is implemented without it")
     if kind == "default":
         return theta, None
-
-    # 4. the parameters of the scaling
-    scaling = {"rope_type": kind, "factor": positive_float(rope, "factor", where)}
-    if kind == "llama3":
-        low = positive_float(rope, "low_freq_factor", where)
-        high = positive_float(rope, "high_freq_factor", where)
-        if high <= low:
-            raise UserError(f"{where}: high_freq_factor {high} is not above low_freq_factor {low}; correct them")
-        scaling["low_freq_factor"] = low
-        scaling["high_freq_factor"] = high
-        scaling["original_max_position_embeddings"] = positive_int(
-            rope, "original_max_position_embeddings", where, positions)
-    return theta, scaling
+    if rope.get("original_max_position_embeddings") is None:
+        rope = {**rope, "original_max_position_embeddings": positions}
+    scaling = {name: checked(rope, name, what, where) for name, what in ROPE_FIELDS[kind].items()}
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        refuse("high_freq_factor", scaling["high_freq_factor"], where, "it has to be above low_freq_factor")
+    return theta, {"rope_type": kind, **scaling}
 
 
-def check_implemented(raw, where):
-    """UserError if a field has a value that the model does not implement."""
-    for name, values in IMPLEMENTED.items():
-        if raw.get(name) is None or raw[name] in values:
-            continue
-        if name == "layer_types" and set(map(str, raw[name])) <= {"full_attention"}:
-            continue
-        instead = f"; it implements {' and '.join(map(short, values))}" if values else ""
-        raise UserError(f"{where}: {name} is {short(raw[name])}, which tinykv does not implement{instead}; "
-                        "take a plain checkpoint of this model")
-
-
-# One field of the JSON object, checked. A field without a default must be there.
-
-def positive_int(raw, name, where, default=None, largest=2 ** 24):
-    value = field(raw, name, where, default)
-    if type(value) is not int or not 1 <= value <= largest:
-        raise UserError(f"{where}: {name} is {short(value)}; it must be a whole number from 1 to "
-                        f"{largest}")
+def checked(fields, name, what, where):
+    """The value of a field; UserError if it is not what it has to be, or not there."""
+    words, fits = what
+    value = fields.get(name)
+    if not fits(value):
+        refuse(name, value, where, f"it has to be {words}")
     return value
 
 
-def positive_float(raw, name, where, default=None):
-    value = field(raw, name, where, default)
-    if type(value) not in (int, float) or not 0 < value < 1e30:  # the comparison is false for NaN
-        raise UserError(f"{where}: {name} is {short(value)}; it must be a number above 0")
-    return float(value)
-
-
-def flag(raw, name, where):
-    value = field(raw, name, where, False)
-    if type(value) is not bool:
-        raise UserError(f"{where}: {name} is {short(value)}; it must be true or false")
-    return value
-
-
-def token_id(raw, name, vocab, where):
-    """A token id, a list of them (Llama 3 has several that end a text), or None."""
-    value = raw.get(name)
-    if value is None:
-        return None
-    for one in value if isinstance(value, list) else [value]:
-        if type(one) is not int or not 0 <= one < vocab:
-            raise UserError(f"{where}: {name} is {short(value)}; token ids go from 0 to vocab_size - 1 = {vocab - 1}")
-    return value
-
-
-def first_of(value):
-    """The first of a list, or None if it is empty; what is no list, as it is."""
-    if isinstance(value, list):
-        return value[0] if value else None
-    return value
-
-
-def field(raw, name, where, default):
-    """The value of a field, or its default where it is absent or null."""
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise UserError(f"{where} has no {name}, which shapes the model; take the checkpoint's own config.json")
-    return value
+def refuse(name, value, where, instead):
+    raise UserError(f"{where}: {name} is {short(value)}; {instead}")
 
 
 # LlamaConfig -> config.json
@@ -240,10 +171,11 @@ def field(raw, name, where, default):
 def config_fields(config, dtype):
     """LlamaConfig -> the content of config.json, as every version of transformers reads it."""
     fields = {name: value for name, value in asdict(config).items() if value is not None}
-    fields["architectures"] = [ARCHITECTURES.get(config.model_type, ARCHITECTURES["llama"])]
-    fields["hidden_act"] = "silu"
-    fields["torch_dtype"] = str(dtype).removeprefix("torch.")
     if config.model_type == "mistral":
         fields["sliding_window"] = config.sliding_window  # null is not the same as absent
-    parse_config(fields, "this model")  # an error, rather than a folder that does not load again
+    fields["hidden_act"] = "silu"
+    fields["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if parse_config(fields, "this model") != config:
+        raise UserError(f"this model is no {config.model_type} as transformers has it, and would not load again")
+    fields["architectures"] = [ARCHITECTURES[config.model_type][0]]
     return dict(sorted(fields.items()))

@@ -1,17 +1,10 @@
-"""Text to token ids and back: sentencepiece (LLaMA 1 and 2, Mistral), and tokenizer.json (Llama 3)."""
+"""Text to token ids and back: sentencepiece (LLaMA 1 and 2, Mistral), and tokenizer.json (Llama 3, Qwen)."""
 import re
 from contextlib import contextmanager
 
 from tinykv import UserError
 from tinykv.hf.config import checkpoint_folder
-from tinykv.storage import (
-    LARGEST_JSON,
-    check_regular,
-    first_bytes,
-    first_line,
-    read_json,
-    remedy,
-)
+from tinykv.storage import first_line, read_json
 
 
 @contextmanager
@@ -20,11 +13,11 @@ def faults_of(path):
     of the file."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+    except (UserError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # as a PanicException is no Exception
-        raise UserError(f"{path} is not a tokenizer, or cannot encode this text "
-                        f"({first_line(error)}){remedy(path)}") from None
+        raise UserError(f"{path} is not a whole tokenizer, or cannot encode this text ({first_line(error)}); download "
+                        "it again") from None
 
 
 class Tokenizer:
@@ -36,7 +29,7 @@ class Tokenizer:
     bos_id = eos_id = None  # None where there is none
     add_bos = False  # whether the model expects a text to begin with bos_id
     vocab_size = 0  # the largest id + 1
-    builtin_ids = {"bos_token": None, "eos_token": None}  # those that the tokenizer's own file names
+    builtin_ids = {}  # of special tokens, those that the tokenizer's own file names
 
     def encode(self, text, bos=False):
         """text -> ids. bos: put bos_id in front, where the model expects it."""
@@ -49,17 +42,15 @@ class Tokenizer:
 class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path):
         from sentencepiece import SentencePieceProcessor
-        check_regular(path)
         self.path = path
-        try:
-            self.pieces = SentencePieceProcessor(model_proto=path.read_bytes())
-        except (RuntimeError, OSError, ValueError) as error:  # ValueError: pieces that are not UTF-8
-            raise UserError(f"{path} is not a whole sentencepiece model ({first_line(error)}){remedy(path)}") from None
-        if not first_bytes(path):  # which the library takes for no model yet
-            raise UserError(f"{path} is empty, and no sentencepiece model{remedy(path)}")
+        with faults_of(path):
+            content = path.read_bytes()
+            if not content:  # which the library takes for no model yet
+                raise ValueError("it is empty")
+            self.pieces = SentencePieceProcessor(model_proto=content)
         self.vocab_size = self.pieces.get_piece_size()
         ids = {"bos_token": self.pieces.bos_id(), "eos_token": self.pieces.eos_id()}
-        self.builtin_ids = {name: None if i < 0 else i for name, i in ids.items()}  # -1: there is none
+        self.builtin_ids = {name: i for name, i in ids.items() if i >= 0}  # -1: there is none
 
     def encode_with_offsets(self, text):
         """text -> ids and [(start, end)] in characters; of byte pieces, the last has the character."""
@@ -83,7 +74,6 @@ class SentencePieceTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     def __init__(self, path):
         from tokenizers import Tokenizer as Fast
-        check_regular(path, LARGEST_JSON)
         self.path = path
         with faults_of(path):
             self.fast = Fast.from_str(path.read_text(encoding="utf-8"))
@@ -120,16 +110,14 @@ def load_tokenizer(folder, config):
         raise UserError(f"{folder}: wrong tokenizer vocabulary, {tokenizer.vocab_size} tokens for a model of "
                         f"{config.vocab_size}; take tokenizer and model from the same checkpoint")
 
-    # 2. the special tokens
+    # 2. the special tokens; does a text begin with bos_id? tokenizer_config.json decides, or else the tokenizer
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.exists() else {}
-    tokenizer.bos_id = special_id(tokenizer, settings, "bos_token", config.bos_token_id)
-    tokenizer.eos_id = special_id(tokenizer, settings, "eos_token", config.eos_token_id)
-
-    # 3. does a text begin with bos_id? tokenizer_config.json decides, or else the tokenizer
-    add_bos = settings.get("add_bos_token")
-    if add_bos is None:
-        with faults_of(tokenizer.path):
+    with faults_of(path):
+        tokenizer.bos_id = special_id(tokenizer, settings, "bos_token", config.bos_token_id)
+        tokenizer.eos_id = special_id(tokenizer, settings, "eos_token", config.eos_token_id)
+        add_bos = settings.get("add_bos_token")
+        if add_bos is None:
             add_bos = tokenizer.begins_with_bos()
     tokenizer.add_bos = tokenizer.bos_id is not None and bool(add_bos)
     return tokenizer
@@ -138,16 +126,13 @@ def load_tokenizer(folder, config):
 def open_tokenizer(folder):
     """The folder's sentencepiece model, or else its tokenizer.json."""
     pieces, fast = folder / "tokenizer.model", folder / "tokenizer.json"
-    # Llama 3 has a tokenizer.model, too, in tiktoken's format: lines of a base64 piece and its rank.
-    tiktoken = re.match(rb"[\w+/]+=* \d+\r?\n", first_bytes(pieces))
-    if pieces.exists() and not tiktoken:
+    # Llama 3 has a tokenizer.model, too, in tiktoken's format: lines of a base64 piece and its rank
+    if pieces.exists() and not re.match(rb"[\w+/]+=* \d+\r?\n", pieces.read_bytes()):
         return SentencePieceTokenizer(pieces)
     if fast.exists():
         return JsonTokenizer(fast)
-    if tiktoken:
-        raise UserError(f"{pieces} is in tiktoken's format, which tinykv does not read; put the checkpoint's "
-                        "tokenizer.json beside it")
-    raise UserError(f"no tokenizer in {folder}; it must hold tokenizer.model (sentencepiece) or tokenizer.json")
+    raise UserError(f"no tokenizer in {folder}; it must hold tokenizer.json, or tokenizer.model as sentencepiece "
+                    "writes it")
 
 
 def special_id(tokenizer, settings, name, fallback):
@@ -159,11 +144,7 @@ def special_id(tokenizer, settings, name, fallback):
     piece = settings.get(name)
     if isinstance(piece, dict):
         piece = piece.get("content")
-    if isinstance(piece, str) and piece:
-        with faults_of(tokenizer.path):
-            found = tokenizer.id_of(piece)
-    else:
-        found = tokenizer.builtin_ids[name]
+    found = tokenizer.id_of(piece) if piece else tokenizer.builtin_ids.get(name)
     if found is not None:
         return found
     if isinstance(fallback, list):

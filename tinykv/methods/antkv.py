@@ -50,10 +50,10 @@ from fractions import Fraction
 
 import torch
 
-from tinykv import UserError, at_least, one_of
+from tinykv import UserError, one_of
 from tinykv.codecs import BLOCK
 from tinykv.codecs.codebook import describe_codebooks, make_codebooks, windows_of
-from tinykv.methods.base import CHOOSE, Method, best_tokens
+from tinykv.methods.base import Method, best_tokens
 
 ANCHORS_BY = ("attention", "error", "first", "random")  # what a token is kept for
 MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
@@ -61,70 +61,12 @@ MAX_SCORES_GPU = 2 ** 26
 MIN_QUERIES = 32  # of a tile, even if it holds more scores: each tile reads all keys
 
 
-# Eq. 5. All of it goes over the queries in tiles: the T x S matrix is never held as a whole.
-
-def score_tiles(q, k, window=None):
-    """The scaled attention scores, a tile of queries at a time.
-
-    q (B, H, T, d), k (B, Hkv, S, d), both rotated; query i is at position S - T + i. window: of a
-    sliding-window model. Yields the tile, as a slice of the queries, and its scores
-    (B, H, tile, seen), where `seen` counts the keys up to the tile's last query. A score is -inf
-    where the query does not see the key.
-    """
-    B, H, T, d = q.shape
-    Hkv, S = k.shape[1:3]
-    heads_per_kv = H // Hkv
-    q = q.float() * d ** -0.5  # (B, H, T, d)
-    k = k.float().transpose(-2, -1)  # (B, Hkv, d, S)
-    limit = MAX_SCORES_GPU if q.is_cuda else MAX_SCORES
-    size = max(MIN_QUERIES, limit // (B * H * S))  # queries of a tile
-    for begin in range(0, T, size):
-        end = min(begin + size, T)
-        seen = S - T + end  # keys that the tile's last query sees
-        # one product for all query heads of a KV head
-        queries = q[:, :, begin:end].unflatten(1, (Hkv, heads_per_kv))
-        queries = queries.flatten(2, 3)  # (B, Hkv, heads_per_kv * tile, d)
-        scores = queries @ k[..., :seen]  # (B, Hkv, heads_per_kv * tile, seen)
-        scores = scores.unflatten(2, (heads_per_kv, -1)).flatten(1, 2)  # (B, H, tile, seen)
-        # causal mask, and the sliding window
-        query_at = torch.arange(S - T + begin, seen, device=q.device)[:, None]  # (tile, 1)
-        key_at = torch.arange(seen, device=q.device)  # (seen)
-        unseen = key_at > query_at  # (tile, seen)
-        if window is not None:
-            unseen = unseen | (key_at <= query_at - window)
-        yield slice(begin, end), scores.masked_fill_(unseen, float("-inf"))
-
-
-def log_sum_exp(q, k, window=None):
-    """The log-sum-exp of each query's scores, (B, H, T): what an attention kernel can hand over."""
-    return torch.cat([scores.logsumexp(-1) for _, scores in score_tiles(q, k, window)], dim=2)
-
-
-def attention_tiles(q, k, lse=None, window=None):
-    """As `score_tiles`, but the attention weights A. lse: each query's log-sum-exp, if known."""
-    for tile, scores in score_tiles(q, k, window):
-        if lse is None:
-            yield tile, scores.softmax(-1)
-        else:
-            yield tile, torch.exp(scores - lse[:, :, tile, None])
-
-
-def anchor_scores(q, k, lse=None, window=None):
-    """Eq. 5: AnS(K) and AnS(V), (B, Hkv, S) both. The arguments are those of `score_tiles`."""
-    B, H, T, _ = q.shape
-    Hkv, S = k.shape[1:3]
-    norm = q.float().norm(dim=-1)  # (B, H, T): |Q_i|
-    factors = torch.stack([norm, torch.ones_like(norm)], dim=2)  # (B, H, 2, T)
-    sums = torch.zeros(B, H, 2, S, device=q.device)  # of keys, and of values
-    for tile, A in attention_tiles(q, k, lse, window):  # A (B, H, tile, seen)
-        seen = A.shape[-1]
-        # over the tile's queries, by products: |Q_i| A_ij and A_ij, less |Q_i| A_ij^2 for keys
-        sums[..., :seen] += factors[..., tile] @ A  # (B, H, 2, seen)
-        squares = norm[:, :, None, tile] @ A.square()  # (B, H, 1, seen)
-        sums[:, :, 0, :seen] -= squares[:, :, 0]
-    # add up the query heads of each KV head
-    sums = sums.unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, 2, S)
-    ans_k, ans_v = sums.unbind(2)  # (B, Hkv, S) both
+def equation_5(A, q_norm):
+    """Eq. 5 as it is written: A (B, H, T, S), |Q_i| (B, H, T) -> AnS(K_j) and AnS(V_j), (B, H, S)
+    both. `anchor_scores` computes the same without holding A as a whole."""
+    ans_v = A.sum(2)  # (B, H, S)
+    of_queries = A * (1 - A) * q_norm[..., None]  # (B, H, T, S)
+    ans_k = of_queries.sum(2)  # (B, H, S)
     return ans_k, ans_v
 
 
@@ -135,52 +77,27 @@ class AnTKV(Method):
                  anchors="1%", anchors_by="attention", anchors_of="both", recent=32, block=BLOCK,
                  choose="prompt", rope="pre"):
         """anchors: a count, such as 64, or a share of the text, such as "1%"."""
-        at_least(0, recent=recent)
-        at_least(1, block=block)
-        one_of(CHOOSE, choose=choose)
         one_of(ANCHORS_BY, anchors_by=anchors_by)
         one_of(("both", "keys", "values"), anchors_of=anchors_of)
-        one_of(("pre", "post"), rope=rope)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k
         self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
+        self.calibration_windows = windows_of(self.codecs)
         self.recent, self.block, self.choose, self.rope = recent, block, choose, rope
         self.anchors_by, self.anchors_of = anchors_by, anchors_of
-        self.window = config.sliding_window
-        self.calibration_windows = windows_of(self.codecs)
-
-        # anchors: a count, or a share of the text
-        self.count = self.share = None
-        try:
-            if str(anchors).endswith("%"):
-                self.share = Fraction(anchors[:-1]) / 100
-            else:
-                self.count = int(anchors)
-        except (ValueError, ZeroDivisionError):  # the latter for "1/0%"
-            raise UserError("anchors are a count, such as 64, or a share, such as 1%; "
-                            f"got {anchors!r}") from None
-        if (self.count or 0) < 0 or not 0 <= (self.share or 0) <= 1:
-            raise UserError("anchors are a count of at least 0, or a share of 0% to 100%; "
-                            f"got {anchors!r}")
+        self.count, self.share = count_or_share(anchors)
         self.keeps_share = self.share is not None
         self.preserve = anchors if self.keeps_share else self.count
+        self.uses_scores = bool(self.count or self.share)
+        self.window = config.sliding_window
         # for random anchors: a number for each position, per KV head
         shape = config.num_key_value_heads, config.max_position_embeddings
-        self.lots = torch.rand(shape, generator=torch.Generator().manual_seed(0))
-
-    @property
-    def uses_scores(self):
-        return bool(self.count or self.share)
-
-    @property
-    def scores_attention(self):
-        """Whether the scores are those of Eq. 5, and not those of a control."""
-        return self.anchors_by in ("attention", "error")
+        self.random = torch.rand(shape, generator=torch.Generator().manual_seed(0))
 
     def score(self, layer_cache, q, K):
         """What the new queries add to each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
         if self.scores_attention:
-            return anchor_scores(q, K, window=self.window)
+            return anchor_scores(q, K, self.window)
         # a control: a token has its score from the start, and no query adds to it
         S, T = K.shape[2], q.shape[2]
         scores = torch.zeros(K.shape[:3], device=K.device)  # (B, Hkv, S)
@@ -188,7 +105,7 @@ class AnTKV(Method):
         if self.anchors_by == "first":
             scores[:, :, new] = -new.float()
         else:
-            scores[:, :, new] = self.lots.to(K.device)[:, new]
+            scores[:, :, new] = self.random.to(K.device)[:, new]
         return scores, scores
 
     def keep_keys(self, layer_cache, n):
@@ -205,7 +122,7 @@ class AnTKV(Method):
         """The anchors of now, positions (B, Hkv, count). rows: the `CachedRows` of K or of V.
         length: tokens seen."""
         count = self.count if self.share is None else math.ceil(self.share * length)
-        if self.anchors_by != "error" or rows.recent_scores is None:
+        if self.anchors_by != "error" or rows.recent_scores is None:  # None: calibration
             return best_tokens(rows, n, count)
 
         def error(x):  # what the code of each row loses, |dK_j|_1 or |dV_j|_1: (B, Hkv, m)
@@ -213,5 +130,84 @@ class AnTKV(Method):
             return (decoded - x.float()).abs().sum(-1)
         return best_tokens(rows, n, count, error)
 
+    @property
+    def scores_attention(self):
+        """Whether the scores are those of Eq. 5, and not those of a control."""
+        return self.anchors_by in ("attention", "error")
+
     def describe(self):
         return describe_codebooks(self.codecs)
+
+
+def count_or_share(anchors):
+    """"64" -> (64, None); "1%" -> (None, 1/100)."""
+    count = share = None
+    try:
+        if str(anchors).endswith("%"):
+            share = Fraction(anchors[:-1]) / 100
+        else:
+            count = int(anchors)
+    except (ValueError, ZeroDivisionError):  # the latter for "1/0%"
+        count = -1
+    if (count or 0) < 0 or not 0 <= (share or 0) <= 1:
+        raise UserError("anchors are a count of at least 0, such as 64, or a share of 0% to 100%, "
+                        f"such as 1%; got {anchors!r}")
+    return count, share
+
+
+# Eq. 5 in tiles
+
+def anchor_scores(q, k, window=None):
+    """Eq. 5: AnS(K) and AnS(V), (B, Hkv, S) both. The arguments are those of `score_tiles`."""
+    (B, H), (Hkv, S) = q.shape[:2], k.shape[1:3]
+    q_norm = q.float().norm(dim=-1)  # (B, H, T)
+    factors = torch.stack([q_norm, torch.ones_like(q_norm)], dim=2)  # (B, H, 2, T)
+    sums = torch.zeros(B, H, 2, S, device=q.device)  # of keys, and of values
+    for tile, A in attention_tiles(q, k, window):  # A (B, H, tile, seen)
+        seen = A.shape[-1]
+        # over the tile's queries: |Q_i| A_ij for keys, A_ij for values
+        sums[..., :seen] += factors[..., tile] @ A  # (B, H, 2, seen)
+        # less |Q_i| A_ij^2 for keys
+        squares = q_norm[:, :, None, tile] @ A.square()  # (B, H, 1, seen)
+        sums[:, :, 0, :seen] -= squares[:, :, 0]
+    # add up the query heads of each KV head
+    sums = sums.unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, 2, S)
+    ans_k, ans_v = sums.unbind(2)  # (B, Hkv, S) both
+    return ans_k, ans_v
+
+
+def attention_tiles(q, k, window=None):
+    """As `score_tiles`, but the attention weights A."""
+    for tile, scores in score_tiles(q, k, window):
+        yield tile, scores.softmax(-1)
+
+
+def score_tiles(q, k, window=None):
+    """The scaled attention scores, a tile of queries at a time.
+
+    q (B, H, T, d), k (B, Hkv, S, d), both rotated; query i is at position S - T + i. window: of a
+    sliding-window model. Yields the tile, as a slice of the queries, and its scores
+    (B, H, tile, seen), where `seen` counts the keys up to the tile's last query. A score is -inf
+    where the query does not see the key.
+    """
+    B, H, T, d = q.shape
+    Hkv, S = k.shape[1:3]
+    q = q.float() * d ** -0.5  # (B, H, T, d)
+    k = k.float().transpose(-2, -1)  # (B, Hkv, d, S)
+    limit = MAX_SCORES_GPU if q.is_cuda else MAX_SCORES
+    size = max(MIN_QUERIES, limit // (B * H * S))  # queries of a tile
+    for begin in range(0, T, size):
+        end = min(begin + size, T)
+        seen = S - T + end  # keys that the tile's last query sees
+        # one product for all query heads of a KV head
+        queries = q[:, :, begin:end].unflatten(1, (Hkv, -1))  # (B, Hkv, H/Hkv, tile, d)
+        queries = queries.flatten(2, 3)  # (B, Hkv, H/Hkv * tile, d)
+        scores = queries @ k[..., :seen]  # (B, Hkv, H/Hkv * tile, seen)
+        scores = scores.unflatten(2, (H // Hkv, -1)).flatten(1, 2)  # (B, H, tile, seen)
+        # causal mask, and the sliding window
+        query_at = torch.arange(S - T + begin, seen, device=q.device)[:, None]  # (tile, 1)
+        key_at = torch.arange(seen, device=q.device)  # (seen)
+        unseen = key_at > query_at  # (tile, seen)
+        if window is not None:
+            unseen = unseen | (key_at <= query_at - window)
+        yield slice(begin, end), scores.masked_fill_(unseen, float("-inf"))

@@ -6,7 +6,7 @@
 """
 import torch
 
-from tinykv import UserError, at_least, one_of
+from tinykv import UserError
 from tinykv.codecs import BLOCK, SCHEMES, make_codecs
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 
@@ -99,8 +99,9 @@ class Method:
 
     @property
     def needs_calibration(self):
-        """Whether `calibrate.calibrate` has to run before the first text."""
-        return self.passes > 0 or any(codec.passes for pair in self.codecs for codec in pair)
+        """Whether `calibrate.calibrate` has to run before the next text."""
+        passes = self.passes > 0 or any(codec.passes for pair in self.codecs for codec in pair)
+        return passes and not self.calibrated()
 
     def calibrated(self):
         """What calibration found, to be saved: {"3.k.scale": tensor, ...}."""
@@ -137,28 +138,23 @@ class Method:
 
 
 class CodecMethod(Method):
-    """A method on a named pair of codecs. Its own idea is what to keep, and when to quantize."""
+    """A method on a named pair of codecs. Its own idea is what to keep, and when to quantize.
 
-    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", group_size=None,
-                 rope=None, block=None, formula=None, outliers=None, sensitivity=None, q_norm=None,
-                 reorder=None, clip=None, alpha=None, metadata=None, metadata_order=None):
-        one_of(SCHEMES, scheme=scheme)
-        one_of(("pre", "post"), rope=rope)  # or None: where the scheme has it
-        at_least(1, block=block)
-        given = {"group_size": group_size, "formula": formula,  # of integer codecs
-                 "sensitivity": sensitivity,  # of kvquant and skvq
-                 "outliers": outliers, "q_norm": q_norm,  # of kvquant
-                 "reorder": reorder, "clip": clip, "alpha": alpha, "metadata": metadata,  # of skvq
-                 "metadata_order": metadata_order}
-        given = {name: value for name, value in given.items() if value is not None}
-        self.codecs = make_codecs(config, scheme, k_bits, v_bits, **given)
+    codec: the pair's own settings, such as `group_size`; the functions of SCHEMES know them.
+    """
+
+    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", rope=None, block=None,
+                 **codec):
+        self.codecs = make_codecs(config, scheme, k_bits, v_bits, **codec)
         self.scheme, self.k_bits, self.v_bits = scheme, k_bits, v_bits
         _, default_rope = SCHEMES[scheme]
         self.rope = rope or default_rope
         # where groups run along the tokens, quantize as many tokens at a time as fill one group
         tokens_per_group = self.codecs[0].k.tokens_per_group
-        self.block = block or (tokens_per_group if tokens_per_group > 1 else BLOCK)
-        if self.block % tokens_per_group:
+        if block is None:
+            block = tokens_per_group if tokens_per_group > 1 else BLOCK
+        self.block = block
+        if block % tokens_per_group:
             raise UserError(f"a block of {block} tokens does not hold whole groups of "
                             f"{tokens_per_group}; give a multiple")
 

@@ -32,54 +32,53 @@ Paper and practice.
 """
 import torch
 
-from tinykv import UserError, one_of
-from tinykv.methods.base import CHOOSE, CodecMethod, first_tokens
-
-# Table 3: emergence layer and outlier channel (the first one listed), by model type, layers, hidden
-# size, MLP size, KV heads, vocabulary and positions. The last three tell LLaMA-2 from LLaMA-1 and
-# from other models of the same shape.
-TABLE_3 = {
-    ("llama", 32, 4096, 11008, 32, 32000, 4096): (1, 2533),  # LLaMA-2-7B and its chat model
-    ("llama", 40, 5120, 13824, 40, 32000, 4096): (3, 4743),  # LLaMA-2-13B
-    ("mistral", 32, 4096, 14336, 8, 32000, 32768): (1, 2070),  # Mistral-7B
-    ("llama", 32, 4096, 14336, 8, 128256, 8192): (1, 788),  # LLaMA-3-8B
-    ("llama", 32, 4096, 14336, 8, 128256, 131072): (1, 788),  # LLaMA-3.1-8B
-    ("llama", 16, 2048, 8192, 8, 128256, 131072): (1, 400),  # LLaMA-3.2-1B
-    ("llama", 28, 3072, 8192, 8, 128256, 131072): (1, 588),  # LLaMA-3.2-3B
-}
+from tinykv import UserError, at_least
+from tinykv.methods.base import CodecMethod, first_tokens
 
 
 class KVSink(CodecMethod):
     compare = {"rtn": {}, "pfn": {}}
 
     def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None,
-                 outlier_channel=None, **codec_settings):
-        super().__init__(config, **codec_settings)
-        one_of(CHOOSE, choose=choose)
-        if preserve < 1:
-            raise UserError(f"kvsink has to preserve at least 1 token; got {preserve} "
-                            "(rtn preserves none)")
-        if (emergence_layer is None) != (outlier_channel is None):
-            raise UserError("give both the emergence layer and the outlier channel, or neither")
+                 outlier_channel=None, **codec):
+        super().__init__(config, **codec)
+        at_least(1, preserve=preserve)  # rtn preserves none
         self.preserve, self.choose = preserve, choose
         self.n_layers = config.num_hidden_layers
-        self.layer, self.channel = emergence_layer, outlier_channel  # lE and c
-        self.source = None  # where they come from; None: not known yet
+        place, self.source = known_outlier(config, emergence_layer, outlier_channel)
+        self.layer, self.channel = place or (None, None)  # lE and c
+        self.passes = 0 if place else 1  # over the calibration windows, to find them
         self.profile = []  # while calibrating: the `outlier` of each layer, window after window
-        shape = (config.model_type, config.num_hidden_layers, config.hidden_size,
-                 config.intermediate_size, config.num_key_value_heads, config.vocab_size,
-                 config.max_position_embeddings)
-        if emergence_layer is not None:
-            layers, channels = config.num_hidden_layers, config.hidden_size
-            if not (0 <= emergence_layer < layers and 0 <= outlier_channel < channels):
-                raise UserError(f"emergence layer {emergence_layer} and channel {outlier_channel} "
-                                f"are not in a model of {layers} layers and {channels} channels")
-            self.source = "given"
-        elif shape in TABLE_3:
-            self.layer, self.channel = TABLE_3[shape]
-            self.source = "the paper's Table 3"
-        else:
-            self.passes = 1  # over the calibration windows, to find them
+
+    # Algorithm 1
+
+    def begin(self, cache):
+        cache.shared.sinks = None  # (B, up to k): positions of the sinks S
+        cache.shared.sink_sizes = None  # (B, up to k): their |H^lE[i, c]|
+
+    def observe(self, cache, layer, hidden):
+        """S is the top-k of |H^lE[i, c]| over the tokens seen so far."""
+        if layer != self.layer:
+            return
+        # the new tokens
+        B, T, _ = hidden.shape
+        size = hidden[..., self.channel].float().abs()  # (B, T)
+        end = cache.layers[layer].length  # the position after the last new token
+        position = torch.arange(end - T, end, device=hidden.device).expand(B, T)  # (B, T)
+        # compete with the sinks so far
+        if cache.shared.sinks is not None:
+            size = torch.cat([cache.shared.sink_sizes, size], dim=1)  # (B, up to k + T)
+            position = torch.cat([cache.shared.sinks, position], dim=1)  # (B, up to k + T)
+        top = cache.top_k(size, self.preserve)  # (B, up to k); ties: the earlier token
+        cache.shared.sink_sizes = size.gather(1, top)  # (B, up to k)
+        cache.shared.sinks = position.gather(1, top)  # (B, up to k)
+
+    def keep_keys(self, layer_cache, n):
+        if self.layer is None:  # a model without outliers: PFN
+            return first_tokens(layer_cache, self.preserve)  # (B, 1, k)
+        if layer_cache.layer <= self.layer:  # quantized before S was known
+            return None
+        return layer_cache.shared.sinks[:, None]  # (B, 1, k)
 
     # Calibration: where the outlier emerges, and in which channel
 
@@ -103,7 +102,7 @@ class KVSink(CodecMethod):
 
     def calibrated(self):
         tables = super().calibrated()
-        if self.passes:
+        if self.passes and self.source:
             place = (-1, -1) if self.layer is None else (self.layer, self.channel)
             tables["outlier"] = torch.tensor(place)
         return tables
@@ -114,46 +113,42 @@ class KVSink(CodecMethod):
             layer, channel = tables["outlier"].tolist()
             self.set_outlier(None if layer < 0 else (layer, channel))
 
-    # Algorithm 1
-
-    def begin(self, cache):
-        cache.shared.sinks = None  # (B, up to k): positions of the sinks S
-        cache.shared.sink_sizes = None  # (B, up to k): their |H^lE[i, c]|
-
-    def observe(self, cache, layer, hidden):
-        """S is the top-k of |H^lE[i, c]| over the tokens seen so far."""
-        if layer != self.layer:
-            return
-        B, T, _ = hidden.shape
-        # the new tokens
-        size = hidden[..., self.channel].float().abs()  # (B, T)
-        end = cache.layers[layer].length  # the position after the last new token
-        position = torch.arange(end - T, end, device=hidden.device).expand(B, T)  # (B, T)
-        # compete with the sinks so far
-        if cache.shared.sinks is not None:
-            size = torch.cat([cache.shared.sink_sizes, size], dim=1)  # (B, up to k + T)
-            position = torch.cat([cache.shared.sinks, position], dim=1)  # (B, up to k + T)
-        order = size.sort(dim=1, descending=True, stable=True).indices  # ties: the earlier token
-        top = order[:, :self.preserve]  # (B, up to k)
-        cache.shared.sink_sizes = size.gather(1, top)  # (B, up to k)
-        cache.shared.sinks = position.gather(1, top)  # (B, up to k)
-
-    def keep_keys(self, layer_cache, n):
-        if self.source is None:
-            raise UserError("kvsink does not know the outlier of this model yet; run "
-                            "calibrate(model, method, windows) first")
-        if self.layer is None:  # a model without outliers: PFN
-            return first_tokens(layer_cache, self.preserve)  # (B, 1, k)
-        if layer_cache.layer <= self.layer:
-            return None
-        return layer_cache.shared.sinks[:, None]  # (B, 1, k)
-
     def describe(self):
         if self.source is None:
             return "the outlier of this model is not known yet"
         if self.layer is None:
             return f"no stable outlier in this model: the first {self.preserve} tokens are kept"
         return f"emergence layer {self.layer}, outlier channel {self.channel} ({self.source})"
+
+
+# Table 3: emergence layer and outlier channel (the first one listed), by model type, layers, hidden
+# size, MLP size, KV heads, vocabulary and positions. The last three tell LLaMA-2 from LLaMA-1 and
+# from other models of the same shape.
+TABLE_3 = {
+    ("llama", 32, 4096, 11008, 32, 32000, 4096): (1, 2533),  # LLaMA-2-7B and its chat model
+    ("llama", 40, 5120, 13824, 40, 32000, 4096): (3, 4743),  # LLaMA-2-13B
+    ("mistral", 32, 4096, 14336, 8, 32000, 32768): (1, 2070),  # Mistral-7B
+    ("llama", 32, 4096, 14336, 8, 128256, 8192): (1, 788),  # LLaMA-3-8B
+    ("llama", 32, 4096, 14336, 8, 128256, 131072): (1, 788),  # LLaMA-3.1-8B
+    ("llama", 16, 2048, 8192, 8, 128256, 131072): (1, 400),  # LLaMA-3.2-1B
+    ("llama", 28, 3072, 8192, 8, 128256, 131072): (1, 588),  # LLaMA-3.2-3B
+}
+
+
+def known_outlier(config, layer, channel):
+    """(emergence layer, channel) and where they come from: given, or Table 3; or None, twice."""
+    shape = (config.model_type, config.num_hidden_layers, config.hidden_size,
+             config.intermediate_size, config.num_key_value_heads, config.vocab_size,
+             config.max_position_embeddings)
+    if layer is None and channel is None:
+        return TABLE_3.get(shape), "the paper's Table 3" if shape in TABLE_3 else None
+    if layer is None or channel is None:
+        raise UserError("give both the emergence layer and the outlier channel, or neither")
+    layers, channels = config.num_hidden_layers, config.hidden_size
+    if not (0 <= layer < layers and 0 <= channel < channels):
+        raise UserError(f"emergence layer {layer} and channel {channel} are not in a model of "
+                        f"{layers} layers and {channels} channels")
+    return (layer, channel), "given"
 
 
 # The search for the outlier
@@ -165,11 +160,25 @@ def outlier(hidden):
     return largest.item(), (largest / median).item(), h.argmax().item() % h.shape[1]
 
 
-def find_outlier(largest, ratio, channel, massive=(100.0, 1000.0)):
+def find_outlier(largest, ratio, channel):
     """Emergence layer and channel of the stable outlier, or None if the model has none.
 
     largest, ratio, channel (W, L + 1): each window's outlier after the embedding (column 0) and
     after block l (column l + 1), see `outlier`.
+    """
+    layer = emergence_layer(largest.median(0).values, ratio.median(0).values)
+    if layer is None:
+        return None
+    # each window votes for a channel in up to three layers from there on; 90% have to agree. The last block has no
+    # vote: there the outlier is cleared
+    votes = channel[:, layer + 1:-1][:, :3]  # (W, up to 3)
+    winner = int(votes.flatten().mode().values)
+    agreement = (votes == winner).float().mean()
+    return (layer, winner) if agreement >= 0.9 else None
+
+
+def emergence_layer(largest, ratio):
+    """The block after which the outlier stands out, or None. largest, ratio (L + 1).
 
     A large model has massive activations, by the criterion of Sun et al. (2024): the first layer
     whose outlier is at least 100, and at least 1,000 times the median |h|, is the emergence layer.
@@ -177,24 +186,13 @@ def find_outlier(largest, ratio, channel, massive=(100.0, 1000.0)):
     times the median ratio of the layers before. The emergence layer is the one of them at which the
     outlier grows most. The growth into block 0 alone says little: an embedding is small.
     """
-    if largest.shape[1] == 2:
-        return None  # a single block has none after it to keep sinks in
-    largest, ratio = largest.median(0).values, ratio.median(0).values  # (L + 1) both
-    # 1. the emergence layer; the last block cannot be it, as no layer after it could keep its sinks
-    is_massive = (largest[1:-1] >= massive[0]) & (ratio[1:-1] >= massive[1])  # (L - 1)
+    # the last block cannot be it, as no layer after it could keep its sinks
+    is_massive = (largest[1:-1] >= 100) & (ratio[1:-1] >= 1000)  # (L - 1)
     if is_massive.any():
-        layer = int(is_massive.int().argmax())
-    else:
-        growth = largest[1:-1] / largest[:-2]  # (L - 1)
-        for layer in range(len(growth)):
-            here, before = ratio[layer + 1], ratio[1:layer + 1]  # of this block; of the blocks before
-            if here < 30 or (layer and here < 3 * before.median()):
-                growth[layer] = 0  # does not qualify
-        if not growth.any():
-            return None
-        layer = int(growth.argmax())
-    # 2. the channel: each window votes in up to three layers from there on; 90% have to agree
-    votes = channel[:, layer + 1:layer + 4]  # (W, up to 3)
-    winner = int(votes.flatten().mode().values)
-    agreement = (votes == winner).float().mean()
-    return (layer, winner) if agreement >= 0.9 else None
+        return int(is_massive.int().argmax())
+    growth = largest[1:-1] / largest[:-2]  # (L - 1)
+    for layer in range(len(growth)):
+        here, before = ratio[layer + 1], ratio[1:layer + 1]  # of this block; of the blocks before
+        if here < 30 or (layer and here < 3 * before.median()):
+            growth[layer] = 0  # does not qualify
+    return int(growth.argmax()) if growth.any() else None

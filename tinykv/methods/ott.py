@@ -15,6 +15,12 @@ A token that loses its place goes to the extra pool and stays in full precision:
 was chosen without it, so its code may be far off. The extra pool takes 32 tokens; once it is full,
 the pool stays as it is. The first two layers have no pool: they have no such tokens.
 
+What is kept stands in slots. Here p = `outlier_num` is 3, and another head has three tokens in its
+extra pool:
+                  pool       | extra pool
+    slot          0   1   2  |  3   4   5
+    position     17   4  23  |  9  12  17     an empty slot repeats slot 0
+
 Paper and practice. The paper names a repository that could not be reached. What the paper leaves
 open is settled so:
 - Each KV head has its own pools (`scope="head"`); `scope="layer"` adds the scores of all heads.
@@ -43,9 +49,8 @@ class OTT(CodecMethod):
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=128, recent=32, outlier_num=3,
                  extra_pool=32, skip_layers=2, scope="head", select="smallest"):
-        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size)
-        at_least(0, recent=recent, outlier_num=outlier_num, extra_pool=extra_pool,
-                 skip_layers=skip_layers)
+        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
+        at_least(0, extra_pool=extra_pool, skip_layers=skip_layers)
         one_of(("head", "layer"), scope=scope)
         one_of(("smallest", "largest"), select=select)
         self.recent, self.preserve = recent, outlier_num
@@ -53,10 +58,7 @@ class OTT(CodecMethod):
         self.scope, self.select = scope, select
 
     def keep_keys(self, layer_cache, n):
-        """Positions (B, h, slots): the pool in the first `outlier_num` slots, then the extra pool.
-
-        h is Hkv, or 1 where the pool belongs to the layer; p is `outlier_num`.
-        """
+        """Positions (B, h, slots) as drawn above. h is Hkv, or 1 where the pool belongs to the layer."""
         if self.preserve == 0 or layer_cache.layer < self.skip_layers:
             return None
         keys, p = layer_cache.keys, self.preserve
@@ -71,10 +73,10 @@ class OTT(CodecMethod):
 
         # 2. The pool as it is, and its scores.
         pool = keys.kept_positions[..., :p]  # (B, h, up to p)
-        extra = keys.kept_positions[..., p:]  # (B, h, e)
-        extra = extra.masked_fill(extra == pool[..., :1], -1)  # an empty slot repeats the pool's first token
         n_pool = pool.shape[-1]  # p, or less if the first election had fewer candidates
         pool_scores = self.size(keys.kept_rows[:, :, :n_pool])  # (B, h, n_pool)
+        extra = keys.kept_positions[..., p:]  # (B, h, e)
+        extra = extra.masked_fill(extra == pool[..., :1], -1)  # -1: an empty slot
 
         # 3. Admit no more candidates than there are free places, in the pool and in the extra pool.
         extra_used = (extra >= 0).sum(-1, keepdim=True)  # (B, h, 1)
@@ -92,17 +94,15 @@ class OTT(CodecMethod):
 
         # 5. The pool's losers go to the extra pool. A candidate that lost is quantized: -1.
         losers = order[..., p:]  # (B, h, up to p): places in `both`
-        was_in_pool = losers < n_pool
-        evicted = both.gather(-1, losers).where(was_in_pool, -1)  # (B, h, up to p)
+        evicted = both.gather(-1, losers).where(losers < n_pool, -1)  # (B, h, up to p)
         extra = torch.cat([extra, evicted], dim=-1)  # (B, h, e + up to p)
 
         # 6. Empty slots last, and no more slots than the fullest head needs.
-        empty_last = (extra < 0).sort(dim=-1, stable=True).indices  # (B, h, e + up to p)
-        extra = extra.gather(-1, empty_last)
-        used = int((extra >= 0).sum(-1).max()) if extra.numel() else 0
-        extra = extra[..., :used]  # (B, h, used)
-        extra = extra.where(extra >= 0, winners[..., :1])  # an empty slot repeats the pool's first token
-        return torch.cat([winners, extra], dim=-1)  # (B, h, up to p + used)
+        empty = extra < 0  # (B, h, e + up to p)
+        extra = extra.gather(-1, empty.sort(dim=-1, stable=True).indices)
+        extra = extra[..., :(~empty).sum(-1).max()]  # (B, h, used)
+        extra = extra.where(extra >= 0, winners[..., :1])
+        return torch.cat([winners, extra], dim=-1)  # (B, h, p + used)
 
     def size(self, keys):
         """score(i) of keys (B, Hkv, n, d): the sum of their magnitudes, (B, h, n). To select the

@@ -13,7 +13,6 @@ from tqdm import tqdm
 from tinykv import UserError, at_least, one_of
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
-from tinykv.data.windows import TEXTS
 from tinykv.run.prefix import FULL_PRECISION
 from tinykv.storage import first_line, identity, sources
 from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
@@ -231,16 +230,6 @@ def two_texts(args):
     return args.calib_data is not None and args.calib_data != args.data
 
 
-def calibration_flag(args):
-    """Which flag about calibration was given, or None. It is an error if nothing is calibrated."""
-    if args.calibration:
-        return "--calibration"
-    # beside a file, it also says that all of the file is the test
-    if args.calib_data and args.data in TEXTS:
-        return "--calib-data"
-    return None
-
-
 # Quantized weights
 
 def add_weights(p, several):
@@ -293,20 +282,17 @@ def weights_label(weights, quantizers, data):
     return f"{weights}, {data}" if quantizers[weights].needs_text else weights
 
 
-def quantized_model(model, name, quantizer, windows, calibration_file):
+def quantized_model(model, name, quantizer, windows, file):
     """The model with its weights quantized; calibrated ones are read from the file, or added to it.
 
-    windows (W, T): to calibrate on, where `quantizer.needs_text`.
+    windows (W, T): to calibrate on, where `quantizer.needs_text`. file: a `CalibrationFile`.
     """
-    def quantized_tensors():
-        progress = partial(bar, what=name, unit="block")
-        return tensors_of(quantize(model, quantizer, windows, progress))
-
-    if quantizer.needs_text:
-        made_of = identity(windows, *sources(quantizer))
-        tensors = calibration_file.take(f"weights {name}", made_of, quantized_tensors)
-    else:
-        tensors = quantized_tensors()
+    made_of = identity(windows, *sources(quantizer)) if quantizer.needs_text else None
+    tensors = file.get(f"weights {name}", made_of) if made_of else None
+    if tensors is None:
+        tensors = tensors_of(quantize(model, quantizer, windows, partial(bar, what=name, unit="block")))
+        if made_of:
+            file.put(f"weights {name}", made_of, tensors)
     return restore(model, quantizer, tensors)
 
 

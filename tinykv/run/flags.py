@@ -8,7 +8,7 @@ from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.run import cli
-from tinykv.run.runs import add_settings
+from tinykv.run.runs import add_settings, load_class, own_settings
 
 
 def parser(more_settings=None):
@@ -41,7 +41,8 @@ def parser(more_settings=None):
     p.add_argument("--json", metavar="PATH",
                    help="also write the table as JSON, with every window's loss; -: print it")
     p.add_argument("--vs", metavar="NAME",
-                   help="also compare each row with this one, window by window")
+                   help="also compare each row, window by window, with this one, or with this method's row of "
+                        "the same settings")
     p.add_argument("--at-bits", metavar="B", type=float,
                    help="also compare at B true bits: between the two nearest rows of each method that "
                         "differ in bits alone")
@@ -85,7 +86,7 @@ def load_config(args, loaded=None):
     return config, tokenizer
 
 
-def check_runs(args, runs, quantizers):
+def check_runs(args, runs):
     """What can be seen to be wrong with the runs before the model is loaded."""
     for title, r in runs.items():
         if not r.method.keeps_share and r.method.preserve > args.context:
@@ -96,18 +97,8 @@ def check_runs(args, runs, quantizers):
             raise UserError(f"--prompt {args.prompt} leaves nothing to read: it has to be longer than "
                             f"the prefix of {title}, {prefix} tokens, and shorter than a window, "
                             f"{args.context}")
-    flag = cli.calibration_flag(args)
-    if flag and not needs_calibration(runs, quantizers):
-        raise UserError(f"{flag}: none of {', '.join(runs)} needs calibration")
-    if args.vs is not None and args.vs not in runs:
-        raise UserError(f"--vs {args.vs}: the table has no such row; it has {', '.join(runs)}")
-
-
-def needs_calibration(runs, quantizers):
-    """Whether a method, or a weight quantizer, is calibrated on text."""
-    methods = any(r.method.needs_calibration for r in runs.values())
-    weights = any(quantizer.needs_text for quantizer in quantizers.values())
-    return methods or weights
+    if args.vs is not None and args.vs not in runs and args.vs not in [title.split()[0] for title in runs]:
+        raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(runs)}")
 
 
 def cache_class_of(args, runs):
@@ -148,7 +139,9 @@ def load_test(args, tokenizer, runs):
 
 def load_calibration(args, tokenizer, runs, quantizers):
     """The windows to calibrate on, tokens (W, T), and a label of them; None where nothing is."""
-    if not needs_calibration(runs, quantizers):
+    needs = [r.method.needs_calibration for r in runs.values()]
+    needs += [quantizer.needs_text for quantizer in quantizers.values()]
+    if not any(needs):
         return None, ""
     most = max(r.method.calibration_windows for r in runs.values())
     return cli.calibration_text(args, tokenizer, args.context, args.device, most)
@@ -167,6 +160,28 @@ def quantized_models(args, model, quantizers, text, file):
 def use_attention(models, attention):
     for model in models.values():
         model.use_attention(attention)
+
+
+def parse(words=None, methods=None):
+    """The arguments of a command line. `compare` gives its own words, and methods in the place of
+    --method; then what would end the command is a UserError."""
+    load_class.cache_clear()  # a file may have been edited since
+    if isinstance(methods, str):
+        methods = [name.strip() for name in methods.split(",")]
+    elif methods is None:
+        methods = parser().parse_known_args(words)[0].method
+    elif not isinstance(methods, list):
+        methods = [methods]
+    p = parser(own_settings(methods))  # a method in a file of the user's has settings of its own
+    if words is not None:
+        p.error = refuse
+    args = p.parse_args(words)
+    args.method = methods
+    return args
+
+
+def refuse(message):
+    raise UserError(message)
 
 
 def words_of(settings):

@@ -8,7 +8,7 @@ figure but the seconds is that of one process. Rank 0 alone prints and writes fi
 """
 import os
 import sys
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -22,26 +22,15 @@ PATIENCE = timedelta(days=30)  # calibration may take long; a rank that dies is 
 
 @contextmanager
 def joined():
-    """Around a command: join the other ranks, and be silent on all but rank 0. The first rank to fail
-    says why."""
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    """Around a command: join the other ranks. All but rank 0 are silent, also where they fail."""
+    missing = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
     if missing:
-        raise UserError(f"WORLD_SIZE is set and {', '.join(missing)} is not; start with torchrun, or "
-                        "unset WORLD_SIZE")
-    store, rank, n_ranks = next(dist.rendezvous("env://"))
-    # tensors on a CPU are sent by gloo, tensors on a GPU by NCCL
-    dist.init_process_group(store=store, rank=rank, world_size=n_ranks, timeout=PATIENCE)
-    with ExitStack() as stack:
-        if rank > 0:
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
-        try:
-            yield
-        except Exception:
-            if store.add("failed ranks", 1) > 1:
-                sys.exit(2)
-            raise
+        raise UserError(f"WORLD_SIZE is set, and not {', '.join(sorted(missing))}; start with torchrun, "
+                        "or unset WORLD_SIZE")
+    dist.init_process_group(timeout=PATIENCE)  # gloo for tensors on a CPU, NCCL for those on a GPU
+    if dist.get_rank() > 0:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+    yield
     dist.destroy_process_group()
 
 
@@ -68,12 +57,21 @@ def talking():
 
 
 class SharedCalibration(CalibrationFile):
-    """A calibration file that rank 0 reads and writes; its tables reach every rank."""
+    """A calibration file that rank 0 reads and writes. The others get what it finds there, or adds."""
 
-    def take(self, name, made_of, calibrate):
-        tables = [{}]
-        if dist.get_rank() == 0:
-            tables = [super().take(name, made_of, calibrate)]
+    def get(self, name, made_of):
+        if dist.get_rank() > 0:
+            return self.sent(None)
+        tables = super().get(name, made_of)
+        return None if tables is None else self.sent(tables)
+
+    def put(self, name, made_of, tables):
+        super().put(name, made_of, tables)
+        self.sent(tables)
+
+    def sent(self, tables):
+        """Tables of rank 0, on every rank."""
+        tables = [tables]
         with talking():
             dist.broadcast_object_list(tables)
         device = self.model.lm_head.weight.device
@@ -97,4 +95,4 @@ def gather(result):
     total, *others = parts
     for part in others:  # in the order of the windows
         total.add(part)
-    return total
+    return replace(total, hidden=result.hidden)  # those of its own windows

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tinykv import UserError, codecs, did_you_mean, kmeans
-from tinykv import calibrate as calibration
-from tinykv.codecs import SCHEMES, settings_of_scheme
-from tinykv.methods.base import Method
+from tinykv import UserError, calibrate, codecs, did_you_mean, kmeans
+from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
+from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
+from tinykv.run.check import check_method
 from tinykv.run.cli import list_of
 from tinykv.run.prefix import open_prefix
 from tinykv.storage import identity, sources
@@ -34,6 +34,7 @@ class Run:
     method: Method
     settings: dict  # all that the method takes, {name: value}
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
+    shared: str = ""  # settings that it shares with the method that it is shown beside
     error: Exception | None = None  # what calibration or evaluation ended with
 
     @property
@@ -51,18 +52,23 @@ class Run:
         name = f"{self.name} {json.dumps(settings, sort_keys=True)}"
         return f"{name} weights {self.weights}" if self.weights else name
 
-    def restore(self, file, windows, calibrate):
-        """Take the method's tables from a calibration file; what it lacks, calibrate() finds in windows."""
-        def calibrated():
-            calibrate()
-            return self.method.calibrated()
+    def restore(self, file, windows):
+        """Take the method's tables from a `CalibrationFile`. False if it has none, of these windows."""
+        tables = file.get(self.calibration_name, self.made_of(file, windows))
+        if tables is None:
+            return False
+        self.method.restore(tables)
+        return True
 
-        made_of = None
-        if file.path:
-            codecs_of_all = [codec for pair in self.method.codecs for codec in pair]
-            made_of = identity(windows, codecs, calibration, kmeans, *sources(self.method, *codecs_of_all))
-        name = f"{self.calibration_name} on {len(windows)} windows"
-        self.method.restore(file.take(name, made_of, calibrated))
+    def save(self, file, windows):
+        file.put(self.calibration_name, self.made_of(file, windows), self.method.calibrated())
+
+    def made_of(self, file, windows):
+        """The identity of what makes the tables: the windows, and the code that calibrates."""
+        if not file.path:
+            return None
+        codecs_used = [codec for pair in self.method.codecs for codec in pair]
+        return identity(windows, calibrate, codecs, kmeans, *sources(self.method, *codecs_used))
 
     @contextmanager
     def step(self, doing, together=False):
@@ -127,13 +133,14 @@ SETTINGS = {
 def settings_of(cls):
     """A method's settings, {name: default}: the arguments of its constructor after `config`.
 
-    A constructor that ends in **settings hands them to its parent, whose settings then count, too.
+    A constructor that ends in **settings hands them to its parent, whose settings then count, too;
+    that of `CodecMethod` to the codecs of the scheme.
     """
     arguments = list(inspect.signature(cls.__init__).parameters.values())
     own, inherited = {}, {}
     for argument in arguments[2:]:  # after self and config
         if argument.kind is argument.VAR_KEYWORD:
-            inherited = settings_of(cls.__base__)
+            inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
         elif argument.kind is not argument.VAR_POSITIONAL:
             own[argument.name] = argument.default
     return {**inherited, **own}
@@ -156,13 +163,8 @@ def add_settings(p, own):
         "settings of the methods",
         "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
     for name, (kind, metavar, help) in {**SETTINGS, **own}.items():
-        flag = "--" + name.replace("_", "-")
-        try:
-            group.add_argument(flag, metavar=f"{metavar}[,...]", type=list_of(kind), help=help,
-                               default=argparse.SUPPRESS)
-        except argparse.ArgumentError:
-            raise UserError(f"{name} {help}: the command has a flag {flag} already; give the "
-                            "setting another name") from None
+        group.add_argument("--" + name.replace("_", "-"), metavar=f"{metavar}[,...]", type=list_of(kind),
+                           help=help, default=argparse.SUPPRESS)
     p.set_defaults(settings=[*SETTINGS, *own])
 
 
@@ -186,11 +188,16 @@ def name_of(method):
     return getattr(method, "name", None) or cls.__name__
 
 
+def is_made(method):
+    """Whether a method is there already, and not a class or a name of one."""
+    return not isinstance(method, str) and not inspect.isclass(method)
+
+
 @cache
 def load_class(name):
     """A method's class, from its name or from path/to/file.py:Class. A file is imported once."""
     if not isinstance(name, str):
-        return name if inspect.isclass(name) else type(name)
+        return type(name) if is_made(name) else name
     if name in METHODS:
         return METHODS[name]
     path, _, attribute = name.rpartition(":")
@@ -249,7 +256,7 @@ def build_runs(args, config, tokenizer, quantizers):
         takers = [method for method in asked if reaches(setting, method, given)]
         if not takers:
             raise UserError(f"{flag} is not a setting of {', '.join(map(name_of, asked))} as asked for; "
-                            f"{takers_of(setting)}")
+                            "see --list-methods")
         if len(takers) < len(asked):
             others = [name_of(method) for method in asked if method not in takers]
             left_out[flag] = f"no setting of {', '.join(others)} as asked for"
@@ -264,7 +271,7 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
     name, that is an error.
     """
     name = name_of(asked)
-    if isinstance(asked, Method):
+    if is_made(asked):
         settings = {key: value for key, value in vars(asked).items() if isinstance(value, int | float | str)}
         return [Run(name, name, copy.deepcopy(asked), settings, weights)]
     cls = load_class(asked)
@@ -272,10 +279,9 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
     found = []
     for chosen in combinations(cls, given, own):
         label = label_of(name, chosen, given)
-        arguments = constructor_arguments(cls, chosen)
+        arguments, shared = constructor_arguments(cls, chosen), {}
         if beside:
             shared = shared_settings(cls, load_class(beside), own, arguments)
-            label += "".join(f" {setting}={value}" for setting, value in shared.items())
             arguments = {**own, **shared, **arguments}
         settings = {**settings_of(cls), **arguments}
         for setting, value in settings.items():
@@ -288,18 +294,15 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
                 raise
             left_out[label] = error
             continue
-        if len(method.codecs) != config.num_hidden_layers:
-            raise UserError(f"{name}: `codecs` has {len(method.codecs)} pairs for a model of "
-                            f"{config.num_hidden_layers} layers; its constructor makes one for each")
-        found.append(Run(label, name, method, settings, weights))
+        check_method(method, config)
+        shared = ", ".join(f"{setting}={value}" for setting, value in shared.items())
+        found.append(Run(label, name, method, settings, weights, shared))
     return found
 
 
 def reaches(setting, asked, given):
     """Whether a setting is used by a method, under one of the schemes that are asked for."""
-    if isinstance(asked, Method):
-        return False
-    return any(setting in chosen for chosen in combinations(load_class(asked), given))
+    return not is_made(asked) and any(setting in chosen for chosen in combinations(load_class(asked), given))
 
 
 def shared_settings(cls, other, own, arguments):
@@ -345,20 +348,6 @@ def belongs(setting, scheme):
     if scheme is None or setting in settings_of_scheme(scheme):
         return True
     return not any(setting in settings_of_scheme(other) for other in SCHEMES)
-
-
-def takers_of(setting):
-    """Which methods take a setting, for the message where none that was asked for does."""
-    schemes = [scheme for scheme in SCHEMES if setting in settings_of_scheme(scheme)]
-    always, under_schemes = [], []
-    for name, cls in METHODS.items():
-        if setting in all_settings_of(cls):
-            depends = "scheme" in settings_of(cls) and 0 < len(schemes) < len(SCHEMES)
-            (under_schemes if depends else always).append(name)
-    takers = [", ".join(always)] if always else []
-    if under_schemes:
-        takers.append(f"{', '.join(under_schemes)} under --scheme {', '.join(schemes)}")
-    return f"it is one of {', and of '.join(takers)}"
 
 
 def all_settings_of(cls):

@@ -14,7 +14,7 @@ from tinykv.evaluate import delta_error, paired
 from tinykv.run import cli
 from tinykv.weights import weight_bytes
 
-# settings that change a method's bits and nothing else
+# settings that change a method's bits and nothing else; a method may declare others, `bits_settings`
 BITS_SETTINGS = ("bits", "k_bits", "v_bits", "vq")
 
 # name, width, and whether it stands in the table without --wide
@@ -42,6 +42,8 @@ def print_heading(args, model, windows, models, runs, left_out):
     for what, why in left_out.items():
         print(f"{what} is left out: {why}")
     for title, r in runs.items():
+        if r.shared:
+            print(f"{title}: {r.shared}, as the method that it is shown beside")
         if r.error is None and r.method.describe():
             print(f"{title}: {r.method.describe()}")
         if choice_of(r, args) and (args.prompt or args.protocol == "stream"):
@@ -78,6 +80,7 @@ def row_of(r, result, fp16, args):
         "protocol": args.protocol,
         "prompt": args.prompt,  # tokens of it, or None
         "choose": choice_of(r, args),
+        "bits_settings": [*BITS_SETTINGS, *getattr(r.method, "bits_settings", ())],
         "bits_nominal": (r.method.k_bits + r.method.v_bits) / 2,
         "offline_bytes": r.method.offline_bytes,
         "windows": args.windows,
@@ -107,6 +110,7 @@ def figures_of(result, fp16):
         "recall": result.recall,
         "bits_true": result.bits,
         "bits_128k": result.bits_far,
+        "bits_coded": result.coded_bits,
         "cache_bytes": result.cache_bytes,
         "tokens_per_s": result.tokens / result.seconds,
         "seconds": result.seconds,
@@ -184,14 +188,14 @@ def content_of(args, rows):
 
 # What stands under the table
 
-def print_rest(args, runs, rows, results):
+def print_rest(args, runs, rows):
     """What went wrong, and what compares the rows: --vs, --at-bits."""
     for row, r in zip(rows, runs):
         if row["fault"]:
             print(f"{r.title} {row['fault']}")
-        elif results[r.title].coded_bits > 1.5 * row["bits_nominal"] + 1.5:
+        elif row["bits_coded"] > 1.5 * row["bits_nominal"] + 1.5:
             print(f"{r.title}: {row['bits_nominal']:g} bits are claimed, and its codes hold "
-                  f"{results[r.title].coded_bits:.1f}")
+                  f"{row['bits_coded']:.1f}")
         if r.error is not None and not isinstance(r.error, UserError):
             print("".join(traceback.format_exception(r.error)).rstrip())
     measured = {r.title: row for row, r in zip(rows, runs) if not row["fault"]}
@@ -207,30 +211,42 @@ def print_rest(args, runs, rows, results):
 
 
 def print_vs(rows, name):
-    """Each row's loss beside that of the row `name`, window by window. rows: {title: row}."""
-    if name not in rows:
-        print(f"--vs {name}: it has no figures")
-        return
-    other = rows[name]["window_nll"]
+    """Each row's loss beside that of another, window by window. rows: {title: row}. name: see `compared_with`."""
     lines = []
     for title, row in rows.items():
-        if title != name:
-            difference, error, t, better = paired(row["window_nll"], other)
-            lines.append([title, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
-                          f"{better} of {len(other)}"])
-    cli.print_columns([f"vs {name}", "nats a token", "+-", "t", "better on"], lines, left=1)
+        other = compared_with(title, name, rows)
+        if other in (None, title):
+            continue
+        difference, error, t, better = paired(row["window_nll"], rows[other]["window_nll"])
+        _, _, t_of_kl, _ = paired(row["window_kl"], rows[other]["window_kl"])
+        lines.append([title, other, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
+                      cli.figure(t_of_kl, "+.1f"), f"{better} of {row['windows']}"])
+    head = ["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"]
+    cli.print_columns(head, lines, left=2)
 
 
-def lines_of(rows, varied):
+def compared_with(title, name, titles):
+    """The row that --vs NAME compares a row with: the row of that title, or, of the method of that name, the row whose
+    settings this row has, too; None if there is none."""
+    if name in titles:
+        return name
+    settings = set(title.split()[1:])
+    same = [other for other in titles if other.split()[0] == name and settings >= set(other.split()[1:])]
+    return max(same, key=len, default=None)
+
+
+def lines_of(rows, varied=None):
     """{name of a line: its rows}.
 
     A row's label is its method, and then the settings that were swept: "pfn scheme=kvquant bits=2".
-    The rows of a line differ in one setting: the first in their label that is one of `varied`.
+    The rows of a line differ in one setting: the first in their label that is one of `varied`, or of
+    those that the method's bits hang on.
     """
     lines = {}
     for row in rows:
         words = row["label"].split(" ")
-        along_the_line = [word for word in words if word.partition("=")[0] in varied]
+        settings = varied or row.get("bits_settings", BITS_SETTINGS)
+        along_the_line = [word for word in words if word.partition("=")[0] in settings]
         if along_the_line:
             words.remove(along_the_line[0])
         if row["weights"]:
@@ -248,7 +264,7 @@ def at_bits(rows, bits):
     does not reach so far has no row.
     """
     found = []
-    for label, line in lines_of(rows[1:], BITS_SETTINGS).items():
+    for label, line in lines_of(rows[1:]).items():
         below = max((row for row in line if row["bits_true"] <= bits), default=None,
                     key=lambda row: row["bits_true"])
         above = min((row for row in line if row["bits_true"] >= bits), default=None,
@@ -269,12 +285,8 @@ def at_bits(rows, bits):
 
 
 def print_at_bits(rows, bits):
-    """The table of `at_bits`, or why there is none."""
+    """The table of `at_bits`, and what it leaves out."""
     found = at_bits(rows, bits)
-    if not found:
-        print(f"no method has rows on both sides of {bits:g} true bits that differ in bits alone; "
-              "give a list of --bits, or of --vq")
-        return
     lines = []
     for row in found:
         delta = row["ppl"] - rows[0]["ppl"]
@@ -282,4 +294,9 @@ def print_at_bits(rows, bits):
                       *(f"{x:.2f}" for x in row["between"]),
                       *(f"{x / 1024:.0f}" for x in row["tables"])])
     head = [f"at {bits:g} true bits", "ppl", "delta", "KL", "from", "to", "tables KB", "to"]
-    cli.print_columns(head, lines, left=1)
+    if lines:
+        cli.print_columns(head, lines, left=1)
+    left_out = lines_of(rows[1:]).keys() - {row["label"] for row in found}
+    if left_out:
+        print(f"no rows on both sides of {bits:g} true bits that differ in bits alone: "
+              f"{', '.join(sorted(left_out))}")

@@ -1,0 +1,154 @@
+"""Assignment 1, affine codes: grids, groups, packing.
+
+Numbers are round, so that ties of rounding and all bounds are met exactly."""
+import pytest
+import torch
+
+points = pytest.mark.points
+FORMULAS = ("offset", "integer-zero")
+BITS = (1, 1.5, 2, 3, 4, 5, 6, 7, 8)
+EIGHT = [-3.0, -2.2, -1.2, -1.0, -0.2, 0.8, 1.6, 3.0]
+
+
+def top(bits):
+    """The largest code."""
+    return 2 if bits == 1.5 else 2 ** bits - 1
+
+
+# Task 1
+
+@points(5)
+def test_eight_numbers(sub, rng, same):
+    """grid, encode, decode: the handout's eight numbers, and four"""
+    for numbers, bits, formula in ((EIGHT, 2, "offset"), (EIGHT[:7] + [59.0], 2, "offset"),
+                                   ([-0.8, 0.3, 1.3, 2.2], 2, "integer-zero"),
+                                   ([-0.8, 0.3, 1.3, 2.2], 1.5, "integer-zero")):
+        x = torch.tensor(numbers)
+        tried = f"{numbers}, one group, in {bits} bits, formula {formula}: "
+        scale, zero = sub.grid(x.min(), x.max(), bits, formula)
+        same([scale, zero], tried + "scale and zero point; the largest code is 2^b - 1.")
+        codes = sub.encode(x, scale, zero, bits, formula)
+        same(codes, tried + "codes, uint8")
+        same(sub.decode(codes, scale, zero, formula), tried + "what they are read as, fp32")
+
+
+@points(12)
+def test_grid(sub, rng, same):
+    """grid: both formulas, and every bound"""
+    ends = (0.0, 1e-6, 0.01, 1.0, 3.0, 5.5, 100.0, 4000.0, 6e4, 7e4, 3e5, 1e7, 1e9)
+    spans = (0.0, 1e-6, 1e-4, 0.01, 0.5, 1.0, 3.0, 7.0, 255.0, 1e4, 6e4, 2e5, 1e7)
+    for _ in range(150):
+        bits, formula = rng.choice(BITS), rng.choice(FORMULAS)
+        lo = rng.of(ends, 6) * rng.of((-1, 1), 6)
+        hi = lo + rng.of(spans, 6)
+        if rng.random() < 0.2:  # lo in the middle between two steps
+            step = rng.of((0.5, 1, 4), 6)
+            lo = (rng.of(range(-9, 9), 6) + 0.5) * step
+            hi = lo + top(bits) * step
+        before = lo.clone()
+        scale, zero = sub.grid(lo, hi, bits, formula)
+        for i in range(6):  # one by one, so that a small number is compared as a small one
+            same([scale[i], zero[i], lo[i]], f"grid with lo = {before[i]:g}, hi = {hi[i]:g}, {bits} bits, {formula}: "
+                 "scale and zero point as they are stored, the zero point computed from the stored scale; and lo, "
+                 "which stays as it was. See the handout's bounds.")
+
+
+@points(11)
+def test_codes(sub, rng, same):
+    """encode, decode: half to even, clamped to 0 and the largest code, in fp32"""
+    for _ in range(120):
+        bits, formula = rng.choice(BITS), rng.choice(FORMULAS)
+        n = top(bits)
+        scale = rng.of((0.25, 0.5, 1, 2), 3, 1).half()
+        steps = rng.of((-200, -n, -1, 0, 1, 3), 3, 1)
+        zero = steps.to(torch.int16) if formula == "integer-zero" else (steps * scale).half()
+        origin = -zero * scale.float() if formula == "integer-zero" else zero.float()
+        x = origin + scale.float() * (rng.of(range(-8, 4 * n + 9), 3, 8) / 4)  # quarters of a step: ties, too
+        codes = sub.encode(x, scale, zero, bits, formula)
+        tried = f"{x.tolist()} with scales {scale.tolist()}, zero points {zero.tolist()}, {bits} bits, {formula}"
+        same([codes, x], f"encode of {tried}: codes, rounded half to even")
+        codes = rng.of(range(n + 1), 3, 8).to(torch.uint8)
+        same([sub.decode(codes, scale, zero, formula), codes], f"decode of the codes {codes.tolist()} with scales "
+             f"{scale.tolist()}, zero points {zero.tolist()}, {formula}")
+
+
+# Task 2
+
+@points(6)
+def test_groups_of_eight_numbers(sub, rng, same):
+    """quantize, dequantize: which numbers share a grid"""
+    x = torch.tensor(EIGHT)
+    for axis, group, shaped in (("token", 8, x.view(1, 1, 1, 8)), ("token", 4, x.view(1, 1, 1, 8)),
+                                ("channel", 4, x.view(1, 1, 8, 1)), ("channel", 3, x.view(1, 1, 8, 1)),
+                                ("token", 2, x.view(1, 1, 2, 4)), ("channel", 2, x.view(1, 1, 4, 2))):
+        codes, scale, zero = sub.quantize(shaped, 2, axis, group)
+        tried = f"x = {shaped.tolist()} in 2 bits, axis {axis}, groups of {group}: "
+        same([codes, scale, zero], tried + "quantize. A short last group has its own range.")
+        same(sub.dequantize(codes, scale, zero, axis, group), tried + "dequantize")
+    ignore = torch.zeros(1, 1, 8, dtype=torch.bool)
+    ignore[..., [0, 4, 5, 6, 7]] = True
+    codes, scale, zero = sub.quantize(x.view(1, 1, 8, 1), 2, "channel", 4, ignore=ignore)
+    same([codes[:, :, 1:4], scale, zero], "eight tokens of one channel, groups of 4, tokens 0 and 4 to 7 ignored: a "
+         "group of nothing but ignored tokens has the range 0 .. 0.")
+
+
+@points(19)
+def test_groups(sub, rng, same):
+    """quantize, dequantize: any shape, both axes, ignored tokens"""
+    for _ in range(80):
+        B, H, T, groups = rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 9), rng.randint(1, 3)
+        bits, formula, axis = rng.choice(BITS[:5]), rng.choice(FORMULAS), rng.choice(("token", "channel"))
+        group = rng.choice((1, 2, 4))
+        x = rng.normal(B, H, T, groups * group) * rng.choice((0.01, 1, 50)) + rng.choice((-20, 0, 0, 7))
+        ignore = rng.of((False, False, True), B, H, T) if axis == "channel" and rng.random() < 0.6 else None
+        if ignore is not None:
+            x[ignore] *= 100
+        before = x.clone()
+        tried = f"x of shape {tuple(x.shape)} in {bits} bits, axis {axis}, groups of {group}, {formula}"
+        codes, scale, zero = sub.quantize(x, bits, axis, group, formula, ignore)
+        seen = codes if ignore is None else codes.masked_fill(ignore[..., None], 0)
+        same([seen, scale, zero, x], f"quantize of {tried}, ignore {None if ignore is None else ignore.tolist()}, x = "
+             f"{before.tolist()}: codes (0 here where ignored), scale, zero; and x, which stays as it was")
+        codes = rng.of(range(top(bits) + 1), *x.shape).to(torch.uint8)
+        numbers = -(-T // group) if axis == "channel" else groups
+        shape = (B, H, T, numbers) if axis == "token" else (B, H, numbers, groups * group)
+        scale, zero = rng.of((0.5, 1, 3), *shape).half(), rng.of((-5, 0, 2), *shape)
+        zero = zero.half() if formula == "offset" else zero.to(torch.int16)
+        same(sub.dequantize(codes, scale, zero, axis, group, formula), f"dequantize of {tried}, the codes "
+             f"{codes.tolist()}, scales {scale.tolist()} and zero points {zero.tolist()}")
+
+
+# Task 3
+
+@points(5)
+def test_bytes_of_eight_numbers(sub, rng, same):
+    """pack, unpack: the first code in the lowest bits"""
+    for codes, bits in (([0, 0, 1, 1, 1, 2, 2, 3], 2), ([1, 0, 1], 1), ([5, 1, 7, 2], 3), ([2, 0, 1, 0, 0, 2], 1.5)):
+        packed = sub.pack(torch.tensor(codes, dtype=torch.uint8), bits)
+        same(packed, f"pack of {codes} in {bits} bits: bytes, uint8, the end filled up with 0")
+        same(sub.unpack(packed, bits, len(codes)), f"unpack of what you packed of {codes} in {bits} bits: uint8")
+
+
+@points(18)
+def test_packing(sub, rng, same):
+    """pack, unpack: 1 to 8 bits and three levels, any length and shape"""
+    for i in range(90):
+        bits, n, shape = BITS[i % 9], rng.randint(1, 21), rng.choice(((), (3,), (2, 1, 3)))
+        codes = rng.of(range(top(bits) + 1), *shape, n).to(torch.uint8)
+        before = codes.clone()
+        same([sub.pack(codes, bits), codes], f"pack of {before.tolist()} in {bits} bits; the codes stay as they were")
+        width = -(-n // 5) if bits == 1.5 else -(-n * bits // 8)
+        packed = rng.of(range(243 if bits == 1.5 else 256), *shape, width).to(torch.uint8)
+        same(sub.unpack(packed, bits, n), f"unpack of the bytes {packed.tolist()}, {bits} bits, n = {n}")
+
+
+# Task 4
+
+@points(4)
+def test_stored_bits(sub, rng, same):
+    """stored_bits: packed codes in rows of whole bytes, and 32 bits for each group"""
+    for _ in range(60):
+        bits, axis, group = rng.choice(BITS), rng.choice(("token", "channel")), rng.choice((4, 8, 16))
+        T, d = rng.randint(1, 50), group * rng.randint(1, 5)
+        same(float(sub.stored_bits(T, d, bits, axis, group)),
+             f"stored_bits of T = {T} tokens of d = {d}, {bits} bits, axis {axis}, groups of {group}", 1e-6)

@@ -1,0 +1,218 @@
+"""Assignment 2, the cache: three parts, two protocols, PFN.
+
+The codec rounds to whole numbers, so that what is read can be followed by eye. Where a token is ignored it reads as 99.
+"""
+import pytest
+import torch
+
+points = pytest.mark.points
+EIGHT = [0.3, 1.6, 2.2, 3.4, 4.7, 5.1, 6.6, 7.4]
+
+
+class Coarse:
+    def __init__(self):
+        self.ignored = []  # positions that `encode` was told to ignore, by call, sequence and head
+
+    def encode(self, x, ignore=None):
+        ignore = torch.zeros(x.shape[:3], dtype=torch.bool) if ignore is None else ignore
+        self.ignored.append(ignore.long())
+        return CoarseCodes(x.float().round().masked_fill(ignore[..., None], 99).to(torch.int8))
+
+    def decode(self, codes):
+        return codes.numbers.float()
+
+
+class CoarseCodes:
+    def __init__(self, numbers):
+        self.numbers = numbers  # (B, H, n, d) int8
+
+    def append(self, other):
+        return CoarseCodes(torch.cat([self.numbers, other.numbers], dim=2))
+
+    @property
+    def nbytes(self):
+        return self.numbers.nbytes
+
+
+def parts(rows):
+    """What rows hold: how many are coded, the recent ones, and the kept ones in the order of their positions."""
+    kept = None
+    if rows.kept_positions is not None:
+        order = rows.kept_positions.long().sort(1)
+        index = order.indices[:, None, :, None].expand_as(rows.kept_rows)
+        kept = [str(rows.kept_positions.dtype), order.values, rows.kept_rows.gather(2, index)]
+    return [rows.n_coded, rows.recent, kept]
+
+
+def keys(numbers, B=1, H=1):
+    return torch.tensor(numbers).view(1, 1, -1, 1).expand(B, H, -1, 1)
+
+
+# Task 1
+
+@points(6)
+def test_append(sub, rng, same):
+    """append, read: recent rows, in fp16"""
+    rows = sub.Rows(Coarse())
+    for T, dtype in ((3, torch.float32), (1, torch.bfloat16), (2, torch.float16), (4, torch.float64)):
+        new = rng.normal(2, 3, T, 4).to(dtype)
+        before = new.clone()
+        rows.append(new)
+        same([parts(rows), rows.read(), bool((new == before).all())],
+             f"after {T} more rows in {dtype}: n_coded, recent, kept; what is read; whether the given rows are "
+             "unchanged")
+
+
+@points(11)
+def test_rows_of_eight_numbers(sub, rng, same):
+    """quantize, keep, read: eight tokens, step by step"""
+    rows = sub.Rows(Coarse())
+    rows.append(keys(EIGHT))
+    steps = (("quantize", 2), ("keep", [[2, 6]]), ("quantize", 3), ("keep", [[2, 7]]), ("quantize", 3))
+    for i, (name, argument) in enumerate(steps):
+        getattr(rows, name)(torch.tensor(argument) if name == "keep" else argument)
+        tried = f"keys {EIGHT}, then {steps[:i + 1]}: "
+        same(rows.read(), tried + "read. Kept rows overwrite the codes at their positions.")
+        same(rows.codec.ignored, tried + "what the codec was told to ignore, call by call: the kept ones, and of the "
+             "block alone. Positions are counted from the start of the text.")
+        same(parts(rows), tried + "n_coded, recent, kept. The row that `read` gives is kept, not the code.")
+
+
+@points(13)
+def test_rows(sub, rng, same):
+    """append, quantize, keep, read: in any order, for batches and heads"""
+    for _ in range(40):
+        B, H, d = rng.randint(1, 3), rng.randint(1, 2), rng.choice((1, 2))
+        rows = sub.Rows(Coarse())
+        rows.append(rng.normal(B, H, rng.randint(1, 6), d) * 5)
+        length, n_coded, kept, done = rows.recent.shape[2], 0, [[] for _ in range(B)], []
+        for _ in range(7):
+            what = rng.choice(("append", "quantize", "keep"))
+            if what == "append":
+                new = rng.normal(B, H, rng.randint(1, 3), d) * 5
+                length += new.shape[2]
+                rows.append(new)
+            elif what == "quantize" and n_coded < length:
+                n = rng.randint(1, length - n_coded)
+                n_coded += n
+                rows.quantize(n)
+            elif what == "keep":
+                free = [sorted({*old, *range(n_coded, length)}) for old in kept]
+                p = min(rng.randint(1, 3), *map(len, free))
+                if p == 0:
+                    continue
+                kept = [rng.sample(row, p) for row in free]
+                rows.keep(torch.tensor(kept))
+            done.append(what if what != "keep" else f"keep {kept}")
+            same([rows.read(), parts(rows), rows.codec.ignored], f"{B} sequences, {H} heads; after "
+                 f"{', '.join(done)}: what is read; n_coded, recent, kept; what the codec was told to ignore")
+
+
+@points(7)
+def test_nbytes(sub, rng, same):
+    """nbytes, quantize: what is held, and no more"""
+    rows = sub.Rows(Coarse())
+    same(rows.nbytes, "nbytes of rows that hold nothing")
+    rows.append(rng.normal(2, 3, 9, 4))
+    held = [rows.nbytes]
+    rows.keep(torch.tensor([[1, 8, 3], [0, 2, 4]]))
+    held.append(rows.nbytes)
+    rows.quantize(7)
+    held.append(rows.nbytes)
+    same(held, "9 tokens of 2 sequences, 3 heads and 4 numbers; then 3 are kept; then 7 are quantized: bytes")
+    same(rows.recent.untyped_storage().nbytes() <= 2 * rows.recent.nbytes, "whether what is left of `recent` has "
+         "memory of its own; a slice keeps all of it alive")
+
+
+# Task 2
+
+class Script:
+    """A method that keeps tokens at random, of those that may be kept, and notes what it was asked."""
+
+    def __init__(self, rng, recent, block, keeps):
+        self.rng, self.recent, self.block, self.keeps = rng, recent, block, keeps
+        self.kept, self.asked = None, []
+
+    def keep(self, layer, n):
+        n_coded = layer.keys.n_coded
+        self.asked.append([n, layer.length, n_coded, layer.keys.recent.shape[2], layer.values.recent.shape[2]])
+        if self.rng.random() >= self.keeps:
+            return None
+        B = len(layer.keys.recent)
+        before = [[]] * B if self.kept is None else self.kept.tolist()
+        self.kept = torch.tensor([self.rng.sample(sorted({*row, *range(n_coded, layer.length)}), 1) for row in before])
+        return self.kept
+
+
+@points(8)
+def test_due(sub, rng, same):
+    """due: all under paper; in a stream whole blocks, and never one of the newest"""
+    for _ in range(80):
+        protocol, recent, block = rng.choice(("paper", "stream", "stream")), rng.randint(0, 5), rng.randint(1, 5)
+        layer = sub.Layer(Coarse(), Coarse(), Script(rng, recent, block, 0), protocol)
+        layer.keys.n_coded = layer.values.n_coded = coded = block * rng.randint(0, 3)
+        layer.length = coded + rng.randint(0, 14)
+        layer.keys.recent = layer.values.recent = torch.zeros(1, 1, layer.length - coded, 1, dtype=torch.float16)
+        same(layer.due(), f"due under {protocol} with {layer.length} tokens, {coded} of them coded, recent = {recent}, "
+             f"block = {block}")
+
+
+@points(6)
+def test_update_of_eight_numbers(sub, rng, same):
+    """update: what a query reads, under both protocols"""
+    for protocol, chunk in (("paper", 8), ("stream", 1), ("stream", 3)):
+        layer = sub.Layer(Coarse(), Coarse(), Script(rng, 1, 3, 0), protocol)
+        for part in keys(EIGHT).split(chunk, dim=2):
+            given = layer.update(part, 10 * part)
+            same([given, layer.length, layer.keys.n_coded], f"keys {EIGHT}, {chunk} at a time, under {protocol}, "
+                 "recent = 1, block = 3, nothing kept: keys and values that attention gets, length, n_coded. A "
+                 "stream reads before it quantizes; under paper it is the other way round.")
+
+
+@points(18)
+def test_update(sub, rng, same):
+    """update: both protocols, chunks, a method that keeps tokens; two layers in turns"""
+    for _ in range(25):
+        B, H, protocol = rng.randint(1, 3), rng.randint(1, 2), rng.choice(("paper", "stream", "stream"))
+        recent, block = rng.randint(0, 4), rng.randint(1, 4)
+        layers = [sub.Layer(Coarse(), Coarse(), Script(rng, recent, block, rng.choice((0, 0.7, 1))), protocol)
+                  for _ in range(2)]
+        for i in range(2 if protocol == "paper" else 10):
+            layer = layers[i % 2]
+            k, v = rng.normal(2, B, H, rng.randint(1, 6), 2) * 9
+            before = k.clone(), v.clone()
+            given = layer.update(k, v)
+            same([given, layer.length, layer.method.asked, parts(layer.keys), parts(layer.values),
+                  layer.keys.codec.ignored, layer.values.codec.ignored, (k, v)],
+                 f"{protocol}, recent = {recent}, block = {block}, chunk {i // 2} of text {i % 2}: keys "
+                 f"{before[0].tolist()}, values {before[1].tolist()}. Compared: what attention gets; length; when "
+                 "method.keep was asked (n, length, n_coded, recent keys, recent values); what is held; what is "
+                 "ignored; the given keys and values")
+
+
+# Task 3
+
+@points(5)
+def test_pfn(sub, rng, same):
+    """PFN.keep: the first N tokens of each sequence"""
+    for N in (0, 1, 3, 8):
+        for length, n in ((2, 2), (8, 1), (8, 5)):
+            layer = sub.Layer(Coarse(), Coarse(), sub.PFN(N), "stream")
+            layer.length = length
+            layer.keys.recent = torch.zeros(3, 2, max(n, length - 3), 4, dtype=torch.float16)
+            given = layer.method.keep(layer, n)
+            same(given if given is None else given.sort(-1).values, f"PFN with N = {N}, asked about {n} of {length} "
+                 "tokens of 3 sequences: positions, sorted")
+
+
+@points(6)
+def test_all(sub, rng, same):
+    """all of it: PFN in both protocols"""
+    for protocol in ("paper", "stream", "stream"):
+        N, recent, block = rng.randint(0, 3), rng.randint(0, 2), rng.randint(1, 3)
+        layer = sub.Layer(Coarse(), Coarse(), sub.PFN(N, recent, block), protocol)
+        for _ in range(1 if protocol == "paper" else 5):
+            k, v = rng.normal(2, 2, 2, rng.randint(1, 5), 2) * 9
+            same([layer.update(k, v), parts(layer.keys), parts(layer.values), layer.keys.nbytes],
+                 f"PFN with N = {N} under {protocol}, recent = {recent}, block = {block}: what attention gets; what is "
+                 "held of keys and values; bytes of the keys")

@@ -1,0 +1,243 @@
+"""Assignment 3, KVSink: the search for the outlier, `observe` and `keep_keys`.
+
+Random cases draw from short lists of round numbers, so that every bound of a rule is met, missed and hit."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tinykv.model import LlamaConfig
+
+points = pytest.mark.points
+
+
+@points(7)
+def test_outlier(sub, rng, same):
+    """outlier: the largest |h| of a hidden state, its ratio to the median |h|, its channel"""
+    for _ in range(60):
+        T, D = rng.randint(1, 5), rng.randint(2, 5)  # an even count has two middle numbers: the lower one
+        numbers = [n * rng.choice((-1, 1)) for n in rng.sample(range(1, 90), T * D)]
+        hidden = torch.tensor(numbers).float().view(1, T, D)
+        hint = (f"outlier of a hidden state (1, {T}, {D}) with the numbers {numbers}. Take magnitudes first, and the "
+                f"lower of two middle ones; an index into all numbers is no channel yet.")
+        same((*sub.outlier(hidden), hidden), hint)
+
+
+# Task 1: find_outlier. Each list begins with the embedding; blocks 0, 1, ... follow
+
+EXAMPLES = {
+    "massive": (4, [
+        ([3, 2, 300, 4000, 5], [4, 3, 1500, 9000, 5], "the first block with largest >= 100 and ratio >= 1000 counts, "
+         "though a later one is larger; column l + 1 belongs to block l."),
+        ([3, 300, 300, 4000, 5], [4, 500, 2000, 9000, 5], "the ratio after block 0 is below 1000; both bounds have to "
+         "be reached."),
+        ([3, 60, 300, 4000, 5], [4, 1800, 2000, 9000, 5], "the largest number after block 0 is below 100; both bounds "
+         "have to be reached."),
+        ([3, 2, 100, 4000, 5], [4, 3, 1000, 9000, 5], "block 1 is massive: at least 100, and at least 1,000.")]),
+    "growing": (4, [
+        ([1, 2, 50, 65, 20], [3, 4, 100, 110, 20], "nothing is massive, and from 2 to 50 it grows most as a quotient."),
+        ([1, 50, 59, 20], [3, 90, 80, 20], "it grows most in block 0, from 1 after the embedding to 50."),
+        ([1, 9, 10, 60, 20], [3, 5, 6, 90, 20], "block 0 grows most, but its ratio is 5, so it does not qualify."),
+        ([1, 2, 50, 60, 20], [3, 10, 30, 40, 20], "block 1 qualifies: at least 30, and at least 3 x 10.")]),
+    "no": (4, [
+        ([1, 2, 20, 25, 5], [3, 4, 29, 28, 9], "the ratio in block 1 is 29, below 30."),
+        ([1, 1, 2, 40, 10], [3, 22, 22, 50, 20], "the ratio in block 2 is 50, below three times the median before."),
+        ([1, 1, 2, 40, 10], [90, 10, 20, 50, 20], "the median ratio of the blocks before block 2, with 10 and 20, is "
+         "10: the lower one. The embedding is no block."),
+        ([1, 1, 1, 1, 5000], [3, 3, 3, 3, 5000], "no block after the last could keep its tokens."),
+        ([1, 5000], [3, 5000], "the only block is the last one.")]),
+}
+
+
+def search(sub, same, largest, ratio, channel, hint):
+    given = sub.find_outlier(torch.tensor(largest).float(), torch.tensor(ratio).float(), torch.tensor(channel))
+    same(given, f"find_outlier with largest = {largest}, ratio = {ratio}, channel = {channel}: {hint}")
+
+
+def examples(name):
+    worth, cases = EXAMPLES[name]
+
+    @points(worth)
+    def test(sub, rng, same):
+        c = rng.randint(0, 30)
+        for largest, ratio, why in cases:
+            search(sub, same, [largest] * 2, [ratio] * 2, [[c] * len(largest)] * 2, why)
+    test.__doc__ = f"find_outlier: {name} outlier"
+    return test
+
+
+test_massive, test_growing, test_no = map(examples, EXAMPLES)
+
+
+@points(4)
+def test_votes(sub, rng, same):
+    """find_outlier: the windows vote for the channel in up to three blocks, and 90% must agree"""
+    for largest, blocks in (([1, 2, 500, 600, 700, 5], 3), ([1, 2, 2, 500, 600], 2)):
+        ratio = [2000 if n >= 500 else 4 for n in largest]
+        first = largest.index(500)  # the column of lE
+        c, other = rng.sample(range(30), 2)
+        for against in (blocks, blocks + 1):
+            votes = [[other] * len(largest) for _ in range(10)]  # what stands in other columns is no vote
+            for row in votes:
+                row[first:first + blocks] = [c] * blocks
+            for place in rng.sample(range(10 * blocks), against):
+                votes[place // blocks][first + place % blocks] = other
+            search(sub, same, [largest] * 10, [ratio] * 10, votes,
+                   f"{against} of the {10 * blocks} votes of blocks lE, lE + 1 and lE + 2 are for {other}; at least "
+                   "90% have to agree.")
+
+
+LISTS = (((1, 2, 40, 99, 100, 300), (10, 29, 30, 31, 90, 999, 1000, 2000)),
+         ((1, 2, 10, 40, 60), (3, 10, 11, 29, 30, 33, 90, 100)))
+
+
+@points(11)
+def test_find_outlier(sub, rng, same):
+    """find_outlier: all four rules, on windows that differ"""
+    for _ in range(500):
+        W, L = rng.choice((1, 2, 3, 4)), rng.randint(1, 6)
+        typical = [rng.choices(numbers, k=L + 1) for numbers in rng.choice(LISTS)]
+        largest, ratio = ([[x if rng.random() < 0.8 else rng.choice((1, 9000)) for x in row] for _ in range(W)]
+                          for row in typical)
+        middle = torch.tensor(largest).median(0).values
+        if len(set((middle[1:] / middle[:-1]).tolist())) < L:
+            continue  # two blocks grow alike: either is right
+        odd = rng.choice((0, 0, 0, 0.1))
+        channel = [[7 if rng.random() >= odd else 3 for _ in range(L + 1)] for _ in range(W)]
+        search(sub, same, largest, ratio, channel, "rules 1 to 4, with the medians over the windows.")
+
+
+# Tasks 2 and 3: a cache as a method sees it
+
+CONFIG = LlamaConfig(vocab_size=8, hidden_size=6, intermediate_size=8, num_hidden_layers=5, num_attention_heads=2,
+                     num_key_value_heads=1, head_dim=4, max_position_embeddings=64)
+
+
+def method_of(sub, k, lE, c):
+    place = {} if lE is None else {"emergence_layer": lE, "outlier_channel": c}
+    method = sub.KVSink(CONFIG, preserve=k, scheme="token-dynamic", **place)
+    method.layer, method.channel = (None, None) if lE is None else (lE, c)
+    return method
+
+
+def new_cache(method):
+    shared = SimpleNamespace()
+    layers = [SimpleNamespace(layer=i, length=0, shared=shared, keys=SimpleNamespace(recent=None))
+              for i in range(CONFIG.num_hidden_layers)]
+    cache = SimpleNamespace(layers=layers, shared=shared)
+    method.begin(cache)
+    return cache
+
+
+def show(method, cache, sizes, rng, elsewhere=1.0):
+    """New tokens pass the model: sizes (B, T) stand in channel c after block lE. -> all that was shown."""
+    B, T = sizes.shape
+    shown = []
+    for layer in cache.layers:
+        layer.length += T
+        layer.keys.recent = torch.zeros(B, 1, layer.length, 4)
+        hidden = rng.normal(B, T, 6) * elsewhere
+        if layer.layer == method.layer:
+            hidden[..., method.channel] = sizes
+        method.observe(cache, layer.layer, hidden)
+        shown.append(hidden)
+    return torch.stack(shown)
+
+
+def sinks_of(cache):
+    """By sequence, the sinks and their sizes, in the order of the positions."""
+    if cache.shared.sinks is None:
+        return None
+    order = cache.shared.sinks.sort(1)
+    return [order.values, cache.shared.sink_sizes.gather(1, order.indices).float()]
+
+
+def observe(sub, rng, same, k, chunks, hint, lE=1, elsewhere=1.0):
+    method = method_of(sub, k, lE, rng.randrange(6))
+    cache = new_cache(method)
+    for sizes in chunks:
+        show(method, cache, torch.tensor(sizes), rng, elsewhere)
+        same(sinks_of(cache), f"k = {k}; after block lE channel c of the tokens, chunk after chunk, has {chunks}. The "
+             f"sinks, sorted, and their |H[i, c]|: {hint}")
+
+
+@points(4)
+def test_observe_top_k(sub, rng, same):
+    """observe: the k tokens with the largest |H[i, c]|, after block lE and in channel c alone"""
+    eight = [[22.0, 0.3, -0.8, 0.1, -32.0, 0.5, 1.1, -0.2]]
+    observe(sub, rng, same, 2, [eight], "other channels and blocks have larger numbers.", elsewhere=300)
+    observe(sub, rng, same, 2, [eight], "other channels and blocks have smaller numbers.", elsewhere=1e-3)
+    observe(sub, rng, same, 1, [eight], "-32 has the largest magnitude.")
+    observe(sub, rng, same, 5, [[[1.0, 3.0, 2.0]]], "of fewer than k tokens all are sinks.")
+
+
+@points(4)
+def test_observe_batch(sub, rng, same):
+    """observe: each sequence of a batch has its own sinks"""
+    peaks = [[9.0, 1, 2, 8, 3, 4], [1, 9.0, 2, 3, 4, 8], [4, 1, -9.0, 3, 8, 2]]
+    observe(sub, rng, same, 2, [rng.sample(peaks, 3)], "sort along the tokens, the last dimension of (B, T).")
+
+
+@points(6)
+def test_observe_chunks(sub, rng, same):
+    """observe: a text that comes in chunks has the sinks that it has as a whole"""
+    chunks = [[[22.0, 0.3, -0.8, 0.1]], [[-32.0, 0.5, 1.1, -0.2]], [[3.0]], [[40.0, 25.0, 1.0]]]
+    observe(sub, rng, same, 2, chunks, "new tokens compete with the sinks so far. Positions are counted from the "
+            "start of the text.")
+
+
+@points(12)
+def test_observe(sub, rng, same):
+    """observe: two texts in turns, with any k, lE and chunks"""
+    for _ in range(25):
+        k, B = rng.randint(1, 5), rng.randint(1, 2)
+        method = method_of(sub, k, rng.choice((None, 0, 1, 2)), rng.randrange(6))
+        caches = new_cache(method), new_cache(method)
+        tokens = iter(rng.sample(range(1, 60000), 100))  # no two are of equal size
+        for i in range(8):
+            T = rng.randint(1, 5)
+            sizes = torch.tensor([[next(tokens) / 32 * rng.choice((-1, 1)) for _ in range(T)] for _ in range(B)])
+            shown = show(method, caches[i % 2], sizes, rng)
+            same([sinks_of(caches[i % 2]), shown], f"k = {k}, lE = {method.layer}, chunk {i // 2} of text {i % 2}, "
+                 f"with {sizes.tolist()} in channel c after block lE. The sinks, sorted, and their sizes; and the "
+                 "hidden states, which must not change. One method serves two texts.")
+
+
+@points(9)
+def test_keep_keys(sub, rng, same):
+    """keep_keys: layers after lE keep the sinks, layers up to lE nothing; without lE the first k tokens are kept"""
+    for lE in (0, 1, 2, None):
+        k = rng.randint(2, 4)
+        method = method_of(sub, k, lE, 3)
+        cache = new_cache(method)
+        for layer in cache.layers:
+            layer.length, layer.keys.recent = 8, torch.zeros(2, 1, 8, 4)
+        cache.shared.sinks = sinks = torch.tensor([rng.sample(range(8), k), rng.sample(range(8), k)])
+        cache.shared.sink_sizes = torch.ones(2, k)
+        for layer in cache.layers:
+            given = method.keep_keys(layer, 8)
+            same(given if given is None else given.sort(-1).values,
+                 f"keep_keys, sorted, in layer {layer.layer}, with k = {k}, lE = {lE} and the sinks {sinks.tolist()}")
+        same(cache.shared.sinks)
+
+
+@points(11)
+def test_all(sub, rng, same):
+    """all of it: calibrated on windows with an outlier, then a stream"""
+    for lE, c, size in ((rng.randint(0, 1), rng.randrange(6), rng.choice((-600, 90))), (None, None, 1)):
+        method = sub.KVSink(CONFIG, preserve=2, scheme="token-dynamic")
+        for _ in range(3):
+            for layer in range(-1, 5):
+                hidden = rng.normal(1, 400, 6).clamp(-3, 3) * 0.01
+                if lE is not None and lE <= layer < 4:
+                    hidden[0, rng.randrange(400), c] = size
+                method.watch(0, layer, hidden)
+        method.fit(0)
+        same([method.layer, method.channel], f"After a calibration on three windows, with {size} in channel {c} after "
+             f"block {lE} and later ones: lE and c")
+        cache = new_cache(method)
+        for _ in range(4):
+            show(method, cache, torch.tensor(rng.sample(range(1, 99), 3))[None] / 4, rng)
+            kept = [method.keep_keys(layer, 3) for layer in cache.layers]
+            same([None if positions is None else positions.sort(-1).values for positions in kept],
+                 "After a chunk of three tokens: what keep_keys gives in each layer, sorted")

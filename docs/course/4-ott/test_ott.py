@@ -1,0 +1,156 @@
+"""Assignment 4: KIVI's codecs and window, and OTT's two pools."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tinykv.model import LlamaConfig
+
+points = pytest.mark.points
+D = 8  # channels of a head
+CONFIG = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=4, num_attention_heads=2,
+                     num_key_value_heads=2, head_dim=D, max_position_embeddings=64)
+
+
+# Task 1
+
+@points(12)
+def test_kivi_codecs(sub, rng, same):
+    """kivi_codecs: a key's grid spans G tokens of one channel, a value's G channels of one token"""
+    for _ in range(12):
+        k_bits, v_bits = rng.sample((1, 2, 3, 4), 2)
+        G = rng.choice((2, 4, 8, 16, 32))
+        pair = sub.kivi_codecs(k_bits, v_bits, D, G)
+        x = rng.normal(1, 2, 2 * G, D)
+        for what, codec in zip(("keys", "values"), pair):
+            same(codec.decode(codec.encode(x)), f"kivi_codecs({k_bits}, {v_bits}, {D}, {G}): what the codec of the "
+                 f"{what} reads {2 * G} tokens as. A group of values is never longer than a head.")
+
+
+@points(10)
+def test_due(sub, rng, same):
+    """due: whole blocks, none twice, and never one of the newest R"""
+    same(sub.due(6, 0, 2, 4), "due of the handout's example after 6 tokens")
+    for _ in range(150):
+        R, G = rng.randint(0, 9), rng.randint(1, 6)
+        n_coded = G * rng.randint(0, 3)
+        length = n_coded + rng.randint(0, 20)
+        same(sub.due(length, n_coded, R, G), f"due of {length} tokens, {n_coded} of them quantized, R = {R}, G = {G}")
+
+
+@points(6)
+def test_kivi_bits(sub, rng, same):
+    """kivi_bits: codes, two numbers of 16 bits a group, and the tokens that wait"""
+    for _ in range(60):
+        G = rng.choice((8, 16, 32))
+        T, d, bits, R = rng.randint(1, 150), G * rng.randint(1, 4), rng.choice((1, 2, 4)), rng.randint(0, 50)
+        same(float(sub.kivi_bits(T, d, bits, G, R)), f"kivi_bits of T = {T}, d = {d}, {bits} bits, G = {G}, R = "
+             f"{R}", 1e-6)
+
+
+# Task 2
+
+def method_of(sub, pool, extra):
+    return sub.OTT(CONFIG, group_size=4, recent=0, outlier_num=pool, extra_pool=extra, skip_layers=2)
+
+
+@points(8)
+def test_size(sub, rng, same):
+    """size: the sum of magnitudes, added up in fp32"""
+    method = method_of(sub, 2, 4)
+    for scale, dtype in ((1, torch.float32), (1, torch.float16), (20000, torch.float16), (1, torch.bfloat16)):
+        keys = (scale * rng.normal(2, 2, 5, D).clamp(-3, 3)).to(dtype)
+        before = keys.tolist()
+        same([method.size(keys), keys.float()], f"size of keys (B, Hkv, n, d) in {dtype}, {before}: the sum of |K[i, "
+             "c]| over c, fp32; and the keys, which stay as they were")
+
+
+# Task 3. Keys are multiples of 1/8 with sums that meet often, so that scores are exact, and equal now and then
+
+def keys_with(rng, scores):
+    """Keys (B, Hkv, T, D), fp16, whose magnitudes add up to scores, (B, Hkv, T) whole numbers."""
+    keys = torch.zeros(*scores.shape, D)
+    for part in range(3):  # split over channels at random: other norms order tokens otherwise
+        channel = rng.of(range(D), *scores.shape, 1)
+        share = scores // 3 if part else scores - 2 * (scores // 3)
+        keys.scatter_add_(-1, channel, share[..., None].float())
+    return (keys * rng.of((-1, 1), *keys.shape)).half()
+
+
+def pools(given, p):
+    """What keep_keys gave: by sequence and head, the pool and the extra pool, sorted."""
+    return given if given is None else [[[sorted(row[:p]), sorted(x for x in row[p:] if x != -1)] for row in heads]
+                                        for heads in given.tolist()]
+
+
+def stream(method, keys, blocks, same, hint, newer=2):
+    """keys (B, Hkv, T, D) come, and are quantized in blocks. Compares the pools after each."""
+    B, H, _, _ = keys.shape
+    rows = SimpleNamespace(n_coded=0, kept_positions=None, kept_rows=None)
+    layer = SimpleNamespace(layer=3, keys=rows, values=rows, length=0, shared=SimpleNamespace())
+    scores = keys.float().abs().sum(-1).tolist()
+    for n in blocks:
+        layer.length = min(rows.n_coded + n + newer, keys.shape[2])
+        rows.recent = keys[:, :, rows.n_coded:layer.length].clone()
+        before = rows.recent.clone()
+        given = method.keep_keys(layer, n)
+        told = f"{hint} p = {method.preserve}, E = {method.extra_pool}; scores by sequence and head {scores}; blocks "
+        told += f"of {blocks}, now tokens {rows.n_coded} to {rows.n_coded + n - 1}: pool and extra pool, sorted"
+        same([pools(given, method.preserve), rows.recent.equal(before)], told + "; whether the cache is unchanged")
+        same([given.is_floating_point(), list(given.shape[:2])], told + ": whether positions are floats; B and Hkv")
+        rows.kept_positions = given
+        index = given.long().clamp(min=0)[..., None].expand(B, H, -1, D)
+        rows.kept_rows = keys.gather(2, index)
+        rows.n_coded += n
+
+
+@points(7)
+def test_pool_of_eight_numbers(sub, rng, same):
+    """keep_keys: the pool of the handout's example, and its second election"""
+    scores = torch.tensor([[[9, 70, 5, 80, 3, 65, 4, 90]]])
+    for p, E in ((2, 1), (2, 0), (1, 3), (2, 5)):
+        stream(method_of(sub, p, E), keys_with(rng, scores), [4, 4], same, "The tokens with the smallest scores win. "
+               "One that loses its place goes to the extra pool; only as many are admitted as that has room for.")
+
+
+@points(8)
+def test_first_pool(sub, rng, same):
+    """keep_keys: the first pool, of each sequence and head"""
+    for _ in range(15):
+        scores = rng.of(range(3, 60), rng.randint(1, 3), 2, 8)
+        stream(method_of(sub, rng.randint(1, 4), 4), keys_with(rng, scores), [rng.randint(4, 6)], same,
+               "Each sequence and KV head has its own pool; of equal scores the earlier token wins.")
+
+
+@points(23)
+def test_elections(sub, rng, same):
+    """keep_keys: elections, evictions, a full extra pool, ties"""
+    for _ in range(60):
+        blocks = [rng.randint(3, 5) for _ in range(rng.randint(2, 6))]
+        top = rng.choice((12, 40))
+        scores = rng.of(range(3, top), rng.randint(1, 2), 2, sum(blocks) + 2)
+        if rng.random() < 0.5:  # later tokens are smaller, so that many places change hands
+            scores = scores.sort(-1, descending=True).values
+        stream(method_of(sub, rng.randint(1, 3), rng.randint(0, 5)), keys_with(rng, scores), blocks, same,
+               "A token of the extra pool never leaves it, and competes no more.")
+
+
+@points(3)
+def test_layers_without_a_pool(sub, rng, same):
+    """keep_keys: nothing in the first layers, and with no places"""
+    for p in (0, 2):
+        method = method_of(sub, p, 4)
+        for layer in range(4):
+            rows = SimpleNamespace(n_coded=0, kept_positions=None, kept_rows=None,
+                                   recent=keys_with(rng, rng.of(range(3, 60), 1, 2, 6)))
+            given = method.keep_keys(SimpleNamespace(layer=layer, keys=rows, values=rows, length=6), 4)
+            same(pools(given, p), f"keep_keys in layer {layer} with p = {p} and skip_layers = 2")
+
+
+@points(3)
+def test_two_texts(sub, rng, same):
+    """keep_keys: one method serves two texts in turns"""
+    method = method_of(sub, 2, 3)
+    for i in range(4):
+        scores = rng.of(range(3, 60), 2, 2, 14)
+        stream(method, keys_with(rng, scores), [4, 4, 4], same, f"Text {i} with the same method.")

@@ -1,0 +1,180 @@
+"""Assignment 5, IntactKV: a prefix of exact rows, Eq. 2, and its training."""
+import pytest
+import torch
+
+from tinykv.model import Llama, LlamaConfig
+
+points = pytest.mark.points
+
+
+def models(rng):
+    """A small model, and the same with other weights."""
+    torch.manual_seed(rng.getrandbits(30))
+    config = LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=rng.randint(2, 3),
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=64)
+    full, quantized = Llama(config), Llama(config)
+    with torch.no_grad():
+        for ours, theirs in zip(full.parameters(), quantized.parameters()):
+            ours.add_(0.3 * torch.randn_like(ours))
+            theirs.copy_(ours + 0.05 * torch.randn_like(ours))
+    return full, quantized
+
+
+def weights_of(model):
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+# Task 1
+
+@points(10)
+def test_exact_rows(sub, rng, same):
+    """exact_rows: keys before RoPE and values of one text from its start, rounded to fp16"""
+    for n in (1, 2, 4):
+        full, _ = models(rng)
+        ids = rng.choices(range(24), k=n)
+        rows = sub.exact_rows(full, ids)
+        same(rows, f"exact_rows of the tokens {ids}: keys and values (L, Hkv, n, d)", 1e-3)
+        same([[x.requires_grad, bool((x == x.half().float()).all())] for x in rows], f"exact_rows of the tokens {ids}: "
+             "whether they require a gradient, and are numbers that fp16 has")
+
+
+@points(8)
+def test_without_prefix(sub, rng, same):
+    """without_prefix: the texts behind it; ValueError where there is none, or nothing is behind it"""
+    ids = [3, 5]
+    for tokens in ([[3, 5, 1, 2]], [[3, 5, 1], [3, 5, 3]], [[3, 5]], [[3]], [[3, 5, 1], [3, 4, 1]], [[1, 5, 3]],
+                   [[5, 3, 5]], [[3, 4, 5], [3, 5, 5]]):
+        try:
+            given = sub.without_prefix(torch.tensor(tokens), ids)
+        except ValueError:
+            given = "ValueError"
+        same(given, f"without_prefix of {tokens} and the prefix {ids}")
+
+
+@points(3)
+def test_text_positions(sub, rng, same):
+    """text_positions: a text goes on where its prefix ends"""
+    for _ in range(10):
+        n, T = rng.randint(1, 9), rng.randint(1, 9)
+        same(sub.text_positions(n, T), f"text_positions of {T} tokens behind a prefix of {n}")
+
+
+class Turn:
+    """A stand-in for RoPE that can be followed by eye."""
+
+    def rotate(self, x, positions):
+        return x * (positions + 1)[:, None]
+
+
+@points(10)
+def test_begin_with(sub, rng, same):
+    """begin_with: the prefix first, keys rotated to their own positions, values not at all"""
+    for _ in range(15):
+        (B, H, n, T), d = rng.sizes(3, 2, 3, 4), 2
+        prefix_k, prefix_v = rng.of(range(-5, 6), 2, H, n, d).float()
+        k, v = rng.of(range(-5, 6), 2, B, H, T, d).float()
+        tried = f"prefix_k = {prefix_k.tolist()}, prefix_v = {prefix_v.tolist()}, k = {k.tolist()}, v = {v.tolist()}"
+        same([sub.begin_with(prefix_k, prefix_v, k, v, Turn()), prefix_k, k], f"begin_with {tried}; rotation to "
+             "position p multiplies by p + 1 here. Compared: K and V; and the given keys, which stay as they were")
+
+
+# Task 2
+
+@points(6)
+def test_scaled_values(sub, rng, same):
+    """scaled_values: each layer's, head's and channel's own factor"""
+    for _ in range(15):
+        L, H, n, d = rng.sizes(3, 3, 3, 3)
+        values, gain = rng.of(range(-5, 6), L, H, n, d).float(), rng.of((0.5, 1, 2, 3), L, H * d)
+        same([sub.scaled_values(values, gain), values], f"scaled_values of {values.tolist()} and the gain "
+             f"{gain.tolist()}; and the values, which stay as they were")
+
+
+# Task 3
+
+@points(7)
+def test_loss_of_eight_numbers(sub, rng, same):
+    """block_loss: the handout's example"""
+    targets = torch.tensor([[9.0, 1, 2, 3], [9, 0, 1, 1]])[..., None]
+    outputs = torch.tensor([[5.0, 1, 4, 2], [7, 0, 1, 4]])[..., None]
+    counts = torch.tensor([[False, True, False], [True, True, True]])
+    for n, chosen in ((1, None), (0, None), (1, counts)):
+        same(sub.block_loss([outputs], [targets], n, chosen), f"block_loss of the handout's example with n = {n}, "
+             f"counts = {None if chosen is None else chosen.tolist()}: half of the mean over texts of each text's "
+             "own mean")
+
+
+@points(12)
+def test_block_loss(sub, rng, same):
+    """block_loss: blocks, texts, channels, tokens that count"""
+    for _ in range(30):
+        (blocks, B, T, D), n = rng.sizes(3, 3, 4, 3), rng.randint(0, 2)
+        outputs, targets = ([rng.normal(B, n + T, D) for _ in range(blocks)] for _ in range(2))
+        counts = None
+        if rng.random() < 0.7:
+            counts = rng.of((False, True), B, T)
+            counts[torch.arange(B), rng.of(range(T), B)] = True
+        same(sub.block_loss(outputs, targets, n, counts), f"block_loss of {[x.tolist() for x in outputs]} and the "
+             f"targets {[x.tolist() for x in targets]}, n = {n}, counts = "
+             f"{None if counts is None else counts.tolist()}: the sum over blocks")
+
+
+# Task 4
+
+@points(4)
+def test_clipped(sub, rng, same):
+    """clipped: one factor for all, and none where the norm is small enough"""
+    for largest in (1.0, 4.9, 5.0, 5.1, 50.0):
+        same(sub.clipped([torch.tensor([3.0]), torch.tensor([4.0])], largest), f"clipped of (3) and (4) to {largest}")
+    for _ in range(20):
+        gradients = [rng.normal(2, 2) * rng.choice((0, 0.1, 1, 10)) for _ in range(rng.randint(1, 3))]
+        before, largest = [g.tolist() for g in gradients], rng.choice((0.1, 1.0, 3.0))
+        same([sub.clipped(gradients, largest), gradients], f"clipped of {before} to {largest}; and the given gradients")
+
+
+@points(6)
+def test_adam_step(sub, rng, same):
+    """adam_step: several steps, with the correction for the first ones"""
+    for _ in range(8):
+        x, lr = rng.normal(3), rng.choice((0.001, 0.1, 1.0))
+        state = torch.zeros(3), torch.zeros(3), 0
+        for t in range(1, 6):
+            gradient = rng.normal(3) * rng.choice((1e-8, 0.01, 1, 100))
+            before = x.clone()
+            given, new = sub.adam_step(x, gradient, state, lr)
+            same([given - before, given, *new, x, state[0], gradient], f"adam_step {t} of x = {before.tolist()} with "
+                 f"the gradient {gradient.tolist()}, lr = {lr}: what it adds to x; x; m, v, t; and the given x, m "
+                 "and gradient, which stay as they were", 1e-3)
+            x, state = given, new
+
+
+@points(7)
+def test_train(sub, rng, same):
+    """train: the prefix of the quantized model alone; no weight changes"""
+    for updates in (0, 1, 3):
+        full, quantized = models(rng)
+        L = full.config.num_hidden_layers
+        keys, values = rng.normal(2, L, 2, 2, 4)
+        tokens = rng.of(range(24), 3, 5)
+        lr, clip = rng.choice((0.02, 0.1)), rng.choice((0.001, 100.0))
+        before = weights_of(full).clone(), weights_of(quantized).clone(), keys.clone()
+        trained = sub.train(full, quantized, tokens, keys, values, updates, lr, clip)
+        tried = f"train with {updates} updates, lr = {lr}, clip = {clip}: "
+        same([[rows.requires_grad for rows in trained], [rows - old for rows, old in zip(trained, (keys, values))]],
+             tried + "whether keys and values require a gradient; what they have changed by", 2e-3)
+        same([weights_of(full).equal(before[0]), weights_of(quantized).equal(before[1]), keys.equal(before[2]),
+              any(p.grad is not None for model in (full, quantized) for p in model.parameters())],
+             tried + "whether both models' weights, and the given keys, are as they were; whether a weight has a "
+             "gradient")
+
+
+# Task 5
+
+@points(7)
+def test_costs(sub, rng, same):
+    """prefix_bytes, bits_of_a_number: what a prefix costs"""
+    for _ in range(30):
+        (L, H, T), d, n = rng.sizes(9, 9, 99), rng.choice((8, 32, 64)), rng.randint(0, 9)
+        same(sub.prefix_bytes(L, H, d, n), f"prefix_bytes({L}, {H}, {d}, {n})")
+        bits = rng.choice((2, 3, 4))
+        same(float(sub.bits_of_a_number(bits, d, n, T)), f"bits_of_a_number({bits}, {d}, {n}, {T})", 1e-5)

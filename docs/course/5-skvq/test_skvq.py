@@ -1,0 +1,144 @@
+"""Assignment 5, SKVQ: groups of similar channels, clipped grids in FP8."""
+import pytest
+import torch
+
+points = pytest.mark.points
+EIGHT = [0.0, 9.0, 0.3, 11.0, 0.6, 10.0, 0.9, 12.0]
+CENTRES = (torch.int64, torch.float32)  # as it comes from `CHOICES`, or from a table
+
+
+def groups_of(rng, C, n):
+    """The group of each of C channels, every group at least once."""
+    return torch.tensor(rng.sample([*range(n), *rng.choices(range(n), k=C - n)], C))
+
+
+def renamed(group):
+    """Groups in the order in which they first occur."""
+    names = {}
+    return [names.setdefault(g, len(names)) for g in group.tolist()]
+
+
+# Task 1
+
+@points(9)
+def test_channel_ranges(sub, rng, same):
+    """channel_ranges: the smallest and the largest number of each channel, without kept tokens"""
+    for _ in range(40):
+        N, C = rng.randint(2, 12), rng.randint(1, 6)
+        x = rng.normal(N, C) + rng.choice((-4, 0, 4))
+        kept = rng.choice((None, rng.of((False, False, True), N)))
+        if kept is not None:
+            kept[rng.randrange(N)] = False
+            x[kept] *= 100
+        before = x.clone()
+        same([sub.channel_ranges(x, kept), x], f"channel_ranges of {before.tolist()}, kept = "
+             f"{None if kept is None else kept.tolist()}: (lo, hi); and x, which stays as it was")
+
+
+@points(9)
+def test_make_groups(sub, rng, same):
+    """make_groups: channels with similar (lo, hi) are a group"""
+    for _ in range(40):
+        C = rng.randint(3, 12)
+        n = rng.randint(1, C - 1)
+        lo = rng.normal(C) * rng.choice((1, 10))
+        hi = lo + rng.normal(C).abs() * rng.choice((1, 10))
+        given = sub.make_groups(lo, hi, n)
+        same([renamed(given), given.is_floating_point()], f"make_groups with lo = {lo.tolist()}, hi = {hi.tolist()}, "
+             f"n = {n}: the groups, renamed in the order of channels; whether they are floats. A point is the pair "
+             "(lo, hi).")
+
+
+# Task 2
+
+@points(16)
+def test_grid(sub, rng, same):
+    """grid: the step and the zero point of a range that is clipped towards 0, or towards its middle; bounds"""
+    for alpha, centre in ((1.0, 0), (0.75, 0), (0.75, 1)):
+        same(sub.grid(torch.tensor([9.0]), torch.tensor([12.0]), 2, torch.tensor([alpha]), torch.tensor([centre])),
+             f"grid of lo = 9, hi = 12 in 2 bits with alpha = {alpha}, centre = {centre}: (h, z)")
+    for _ in range(100):
+        bits, n = rng.randint(1, 8), rng.randint(1, 3)
+        scale = rng.choice((0.01, 1, 1, 300))
+        lo = (rng.normal(2, n) + rng.choice((-9, 0, 9))) * scale
+        hi = lo + rng.normal(2, n).abs() * rng.choice((0, 1, 1, 9)) * scale
+        alpha, centre = rng.of((0.5, 0.75, 0.9, 1.0), n), rng.of((0, 1), n).to(rng.choice(CENTRES))
+        h, z = sub.grid(lo, hi, bits, alpha, centre)
+        for i, j in ((i, j) for i in range(2) for j in range(n)):
+            same([h[i, j], z[i, j]], f"grid of lo = {lo[i, j]:g}, hi = {hi[i, j]:g} in {bits} bits, alpha = "
+                 f"{alpha[j]:g}, centre = {centre[j]:g}: (h, z), before FP8")
+
+
+# Task 3
+
+@points(8)
+def test_codes_of_eight_numbers(sub, rng, same):
+    """encode, decode: the handout's eight numbers"""
+    x = torch.tensor([EIGHT])
+    half = torch.tensor([[0.0, 3.0, 0.5, 1.5, 2.5]])  # in the middle between two codes
+    neighbours, mixed = [0] * 4 + [1] * 4, [0, 1] * 4
+    for numbers, group, alpha, centre in ((x, neighbours, 1.0, 0), (x, mixed, 1.0, 0), (half, [0] * 5, 1.0, 0),
+                                          (x, mixed, 0.75, 0), (x, mixed, 0.75, 1)):
+        group = torch.tensor(group)
+        n = int(group.max()) + 1
+        codes, h, z = sub.encode(numbers, group, 2, torch.full((n,), alpha), torch.full((n,), centre))
+        hint = (f"{numbers.tolist()} in the groups {group.tolist()}, 2 bits, alpha = {alpha}, centre = {centre}: "
+                "codes, uint8; h and z in FP8. Codes are computed from h and z as they are stored.")
+        same([codes, h, z], hint)
+        same(sub.decode(codes, h, z, group), hint + " Then what they are read as")
+
+
+@points(24)
+def test_codes(sub, rng, same):
+    """encode, decode: any groups, bits and clips"""
+    for _ in range(80):
+        N, C, bits = rng.randint(1, 4), rng.randint(2, 9), rng.choice((1, 2, 2, 3, 4))
+        n = rng.randint(1, C)
+        group = groups_of(rng, C, n)
+        x = rng.normal(N, C) * rng.choice((0.1, 1, 5, 400)) + rng.choice((-6, 0, 3))
+        alpha, centre = rng.of((0.6, 0.75, 1.0), n), rng.of((0, 1), n).to(rng.choice(CENTRES))
+        before = x.clone()
+        codes, h, z = sub.encode(x, group, bits, alpha, centre)
+        tried = f"{before.tolist()} in the groups {group.tolist()}, {bits} bits, alpha = {alpha.tolist()}, centre = "
+        same([codes, h, z, x], f"encode of {tried}{centre.tolist()}: codes, in the channels' own order, h and z; and "
+             "x, which stays as it was")
+        codes = rng.of(range(2 ** bits), N, C).to(torch.uint8)
+        h = rng.of((0.25, 1, 3), N, n).to(torch.float8_e4m3fn)
+        z = rng.of((-20, 0, 1.5), N, n).to(torch.float8_e4m3fn)
+        same(sub.decode(codes, h, z, group), f"decode of the codes {codes.tolist()} in the groups {group.tolist()} "
+             f"with h = {h.float().tolist()}, z = {z.float().tolist()}")
+
+
+# Task 4
+
+@points(8)
+def test_clip_losses(sub, rng, same):
+    """clip_losses: what each choice costs each group"""
+    for _ in range(25):
+        N, C, bits = rng.randint(1, 6), rng.randint(2, 8), rng.choice((1, 2, 3))
+        n = rng.randint(1, C)
+        group, weight = groups_of(rng, C, n), rng.of((0, 0.5, 1, 3), N)
+        x = rng.normal(N, C) + rng.choice((0, 5))
+        choices = [(rng.choice((0.5, 0.75, 1.0)), rng.choice((0, 1))) for _ in range(rng.randint(1, 4))]
+        same(sub.clip_losses(x, group, bits, choices, weight), f"clip_losses of x = {x.tolist()} in the groups "
+             f"{group.tolist()}, {bits} bits, choices {choices}, weights {weight.tolist()}: the sum of w (X - X')^2")
+
+
+@points(6)
+def test_all(sub, rng, same):
+    """all of it: a codec that is calibrated, and reads other keys"""
+    for _ in range(3):
+        heads, width, T = rng.randint(1, 2), 8, 12
+        codec = sub.Regrouped(2, heads, width, 4)
+        spread = rng.of((0.2, 1, 6), heads, 1, width)
+        windows = [rng.normal(heads, T, width) * spread for _ in range(2)]
+        kept = torch.zeros(heads, T, dtype=torch.bool)
+        kept[:, :2] = True
+        for step in range(2):
+            codec.begin(step, len(windows), T)
+            for i, rows in enumerate(windows):
+                codec.collect(step, rows, kept if i else None, rng.normal(heads, T, width))
+            codec.fit(step)
+        same([renamed(codec.group)], "a calibrated codec: the groups of channels, renamed in their order")
+        x = rng.normal(2, heads, 5, width) * spread
+        same(codec.decode(codec.encode(x)), f"a calibrated codec: what {x.tolist()} is read as")

@@ -1,0 +1,157 @@
+"""Assignment 6: an answer."""
+import torch
+
+from tinykv.codecs import Pair
+from tinykv.codecs.base import Codec, Codes, pack, unpack
+from tinykv.methods.base import Method, best_tokens
+
+ASSIGNMENT = "antkv"
+
+
+# Task 1: weighted k-means
+
+def nearest(points, centres):
+    square = ((points[:, None] - centres[None]) ** 2).sum(-1)  # (N, k)
+    return square.argmin(dim=1)
+
+
+def plus_plus(points, weights, u):
+    chosen, odds = [], weights.double()
+    for number in u:
+        sums = odds.cumsum(0)
+        at = int((sums <= number * sums[-1]).sum())
+        chosen.append(min(at, len(points) - 1))
+        square = ((points[:, None] - points[chosen]) ** 2).sum(-1)  # (N, drawn)
+        odds = weights.double() * square.min(dim=1).values
+    return points[chosen]
+
+
+def lloyd(points, weights, centres):
+    index = nearest(points, centres)
+    moved = centres.clone()
+    far = ((points - centres[index]) ** 2).sum(-1)
+    far[weights == 0] = -1
+    spare = far.argsort(descending=True).tolist()
+    for c in range(len(centres)):
+        mine = index == c
+        if weights[mine].sum() > 0:
+            moved[c] = (points[mine] * weights[mine, None]).sum(0) / weights[mine].sum()
+        else:
+            moved[c] = points[spare.pop(0)]
+    return moved
+
+
+def kmeans(points, weights, centres, steps=25):
+    for _ in range(steps):
+        before, centres = centres, lloyd(points, weights, centres)
+        if torch.equal(before, centres):
+            break
+    return centres
+
+
+# Task 2: a codebook
+
+def token_weights(gradient):
+    norm = gradient.pow(2).sum(-1).sqrt()
+    if norm.max() == 0:
+        return torch.ones_like(norm)
+    ordered = sorted(norm.flatten().tolist())
+    return norm.clamp(max=ordered[int(0.999 * (len(ordered) - 1))])
+
+
+def sub_vectors(x, n):
+    x = x.float().unflatten(-1, (-1, n))  # (B, Hkv, T, d/n, n)
+    return x.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)  # (places, B * T, n)
+
+
+def encode(x, centroids):
+    B = len(x)
+    vectors = sub_vectors(x, centroids.shape[-1])
+    q = torch.stack([nearest(points, book) for points, book in zip(vectors, centroids)], dim=-1)
+    return q.view(B, -1, len(centroids))
+
+
+def decode(codes, centroids, heads):
+    B, T, places = codes.shape
+    x = torch.stack([centroids[p][codes[..., p]] for p in range(places)], dim=2)  # (B, T, places, n)
+    return x.reshape(B, T, heads, -1).transpose(1, 2)
+
+
+class Codebook(Codec):
+    passes = 1
+    tables = ("centroids",)  # (places, m, n)
+    samples = 2048  # tokens that k-means sees, at most
+
+    def __init__(self, n, m, heads):
+        self.n, self.m, self.heads = n, m, heads
+        self.code_bits = m.bit_length() - 1  # m is a power of two
+        self.bits = self.code_bits / n
+        self.centroids = None
+
+    def needs_gradient(self, step):
+        return True
+
+    def begin(self, step, W, T):
+        self.rows, self.weights = [], []
+
+    def collect(self, step, rows, kept, gradient):
+        weights = token_weights(gradient)  # (Hkv, T)
+        self.rows.append(rows)
+        self.weights.append(weights if kept is None else weights * ~kept)
+
+    def fit(self, step):
+        rows, weights = torch.cat(self.rows, dim=1), torch.cat(self.weights, dim=1)
+        self.rows = self.weights = None
+        some = torch.linspace(0, rows.shape[1] - 1, min(rows.shape[1], self.samples)).long()
+        vectors = sub_vectors(rows[None, :, some], self.n)  # (places, N, n)
+        weights = weights[:, some].repeat_interleave(len(vectors) // self.heads, dim=0)  # (places, N)
+        u = torch.rand(self.m, generator=torch.Generator().manual_seed(0)).tolist()
+        self.centroids = torch.stack([kmeans(points, weight, plus_plus(points, weight, u))
+                                      for points, weight in zip(vectors, weights)])
+
+    def encode(self, x, ignore=None):
+        return Codes(pack(encode(x.float(), self.centroids), self.code_bits)[:, None])
+
+    def decode(self, codes):
+        q = unpack(codes.packed[:, 0], self.code_bits, len(self.centroids))  # (B, T, places)
+        return decode(q.long(), self.centroids, self.heads)
+
+
+# Task 3: anchors
+
+def anchor_scores(q, k):
+    B, H, T, d = q.shape
+    Hkv, S = k.shape[1], k.shape[2]
+    every = k.repeat_interleave(H // Hkv, dim=1)  # (B, H, S, d)
+    s = q @ every.transpose(2, 3) / d ** 0.5  # (B, H, T, S)
+    seen = torch.arange(S)[None] <= torch.arange(S - T, S)[:, None]
+    A = s.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    norm = q.norm(dim=-1)[..., None]  # (B, H, T, 1)
+    of_keys = (A * (1 - A) * norm).sum(dim=2)  # (B, H, S)
+    of_values = A.sum(dim=2)  # (B, H, S)
+    return (of_keys.view(B, Hkv, -1, S).sum(2), of_values.view(B, Hkv, -1, S).sum(2))
+
+
+class AnTKV(Method):
+    uses_scores = True  # the cache asks `score` at every update, and adds up what it gives
+    rope = "pre"  # keys are quantized before RoPE
+
+    def __init__(self, config, vq="d4m64", anchors="1%", recent=32, block=32):
+        n, m = map(int, vq[1:].split("m"))
+        heads = config.num_key_value_heads
+        self.codecs = [Pair(Codebook(n, m, heads), Codebook(n, m, heads))
+                       for _ in range(config.num_hidden_layers)]
+        self.scheme, self.k_bits, self.v_bits = vq, self.codecs[0].k.bits, self.codecs[0].v.bits
+        self.percent = int(anchors.rstrip("%"))  # of the text, that are anchors
+        self.recent, self.block = recent, block
+
+    def score(self, layer_cache, q, K):
+        return anchor_scores(q.float(), K.float())
+
+    def keep_keys(self, layer_cache, n):
+        count = -(-self.percent * layer_cache.length // 100)
+        return best_tokens(layer_cache.keys, n, count)
+
+    def keep_values(self, layer_cache, n):
+        share = -(-self.percent * layer_cache.length // 100)
+        return best_tokens(layer_cache.values, n, share)

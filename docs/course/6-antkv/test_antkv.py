@@ -1,0 +1,168 @@
+"""Assignment 6, AnTKV: weighted k-means, codebooks, anchor scores.
+
+Where distances may be equal, points are whole numbers, so that they are equal for everyone."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tinykv.cache import KVCache
+from tinykv.model import Llama, LlamaConfig
+
+points = pytest.mark.points
+EIGHT = torch.tensor([[0.0], [1], [2], [3], [6], [7], [8], [9]])
+WEIGHTS = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 5])
+
+
+def told(**given):
+    return ", ".join(f"{name} = {x.tolist() if isinstance(x, torch.Tensor) else x}" for name, x in given.items())
+
+
+# Task 1
+
+@points(6)
+def test_nearest(sub, rng, same):
+    """nearest: of equally near centres the first"""
+    for _ in range(80):
+        N, k, n = rng.sizes(9, 5, 3)
+        x, centres = rng.of(range(-4, 5), N, n).float(), rng.of(range(-4, 5), k, n).float()
+        same(sub.nearest(x, centres), f"nearest, {told(points=x, centres=centres)}")
+
+
+@points(8)
+def test_plus_plus(sub, rng, same):
+    """plus_plus: draws by weight, and by weight times squared distance"""
+    same(sub.plus_plus(EIGHT, WEIGHTS, [0.5, 0.1]), "plus_plus of the handout's example")
+    for _ in range(80):
+        n, k = rng.randint(1, 2), rng.randint(1, 4)
+        x = torch.tensor(rng.sample([[a] + [b] * (n - 1) for a in range(9) for b in (0, 3)][:: 3 - n], 8)).float()
+        weights = rng.of((0, 1, 1, 2, 5), 8).float()
+        if (weights > 0).sum() < k:
+            continue
+        u = [rng.randint(0, 15) / 16 for _ in range(k)]
+        same(sub.plus_plus(x, weights, u), f"plus_plus, {told(points=x, weights=weights, u=u)}: the first point at "
+             "which the sum of the odds is larger than u times the sum of all")
+
+
+@points(10)
+def test_lloyd(sub, rng, same):
+    """lloyd: weighted means, and centres without points"""
+    for start in ([0.0, 3], [0.0, 20], [20.0, 20, 20]):
+        centres = torch.tensor(start)[:, None]
+        same(sub.lloyd(EIGHT, WEIGHTS, centres)[:2], f"lloyd of the handout's points from {start}: the first two "
+             "centres")
+    for _ in range(80):
+        N, n, k = rng.randint(6, 10), rng.randint(1, 3), rng.randint(1, 5)
+        x, weights = rng.normal(N, n), rng.of((0, 0.5, 1, 3), N)
+        if (weights > 0).sum() < k:
+            continue
+        centres = torch.stack([rng.choice((x[rng.randrange(N)], rng.normal(n) * 4)) for _ in range(k)])
+        before = [part.clone() for part in (x, weights, centres)]
+        same([sub.lloyd(x, weights, centres), x, weights, centres], "lloyd, "
+             f"{told(points=before[0], weights=before[1], centres=before[2])}: the moved centres; and all three, which "
+             "stay as they were. A centre whose points weigh nothing moves to the point that is furthest from its own, "
+             "as distances were before the step.")
+
+
+@points(5)
+def test_kmeans(sub, rng, same):
+    """kmeans: until no centre moves, `steps` times at most"""
+    same(sub.kmeans(EIGHT, WEIGHTS, torch.tensor([[0.0], [3]])), "kmeans of the handout's example")
+    for _ in range(40):
+        x, weights = rng.normal(20, 2), rng.of((1, 2, 5), 20).float()
+        centres, steps = x[: rng.randint(2, 5)].clone(), rng.choice((1, 2, 3, 25))
+        with pytest.MonkeyPatch.context() as patch:
+            calls, lloyd = [], sub.lloyd
+            patch.setattr(sub, "lloyd", lambda *parts: calls.append(1) or lloyd(*parts))  # noqa: B023
+            given = sub.kmeans(x, weights, centres, steps)
+        same([given, len(calls), centres], f"kmeans, {told(points=x, weights=weights)}, steps = {steps}, from the "
+             "first of the points; how often it calls lloyd; and the centres at the start, which stay as they were")
+
+
+# Task 2
+
+@points(12)
+def test_token_weights(sub, rng, same):
+    """token_weights: the norm of each row, the largest thousandth clamped; 1 everywhere without a gradient"""
+    for shape in [(1, 6, 2), (2, 3, 4), (1, 1, 3), (3, 40, 2), (2, 900, 2), (1, 1500, 3), (3, 1100, 1)] * 2:
+        gradient = rng.normal(*shape) ** 3 * rng.choice((1e-6, 1))
+        gradient[:, rng.randrange(shape[1])] *= 100
+        gradient[0, 0] = 0
+        same(sub.token_weights(gradient), f"token_weights of a gradient {shape}, "
+             f"{gradient.tolist() if shape[1] < 9 else 'of random numbers'}. All heads are sorted together.")
+    same(sub.token_weights(torch.zeros(2, 3, 4)), "token_weights of a gradient that is 0")
+
+
+@points(10)
+def test_codes(sub, rng, same):
+    """encode, decode: a codebook for each place"""
+    for _ in range(40):
+        (B, H, T), n, m = rng.sizes(3, 3, 4), rng.choice((1, 2, 4)), rng.choice((2, 4))
+        places = H * (4 // n)
+        x, centroids = rng.of(range(-3, 4), B, H, T, 4).float(), rng.of(range(-3, 4), places, m, n).float()
+        same(sub.encode(x, centroids), f"encode, {told(x=x, centroids=centroids)}")
+        codes = rng.of(range(m), B, T, places)
+        same(sub.decode(codes, centroids, H), f"decode, {told(codes=codes, centroids=centroids, heads=H)}")
+
+
+@points(4)
+def test_codec(sub, rng, same):
+    """tasks 1 and 2, called by the codec"""
+    codec = sub.Codebook(2, 8, heads=2)
+    codec.begin(0, 2, 60)
+    for kept in (None, rng.of((False, False, True), 2, 60)):
+        codec.collect(0, rng.normal(2, 60, 4), kept, rng.normal(2, 60, 4))
+    codec.fit(0)
+    same(codec.centroids, "the centroids of a codec that is calibrated on two windows", 1e-3)
+    same(codec.decode(codec.encode(rng.normal(2, 2, 5, 4))), "what the codec reads other keys as", 1e-3)
+
+
+# Task 3
+
+@points(17)
+def test_anchor_scores(sub, rng, same):
+    """anchor_scores: both scores of Eq. 5"""
+    for _ in range(40):
+        (B, Hkv, shared, T), d = rng.sizes(2, 3, 3, 5), rng.choice((1, 4, 9))
+        S = T + rng.choice((0, 0, 1, 4))
+        q, k = 2 * rng.normal(B, Hkv * shared, T, d), rng.normal(B, Hkv, S, d)
+        before = q.clone(), k.clone()
+        same([sub.anchor_scores(q, k), q, k], f"anchor_scores, {told(q=before[0], k=before[1])}: AnS(K), AnS(V); and "
+             "q and k, which stay as they were. The queries are those of the newest tokens.")
+
+
+@points(5)
+def test_keep(sub, rng, same):
+    """keep_keys, keep_values: 1% of the text, rounded up, of each"""
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                         num_key_value_heads=1, head_dim=4, max_position_embeddings=64)
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sub, "best_tokens", lambda rows, n, count, *more: asked.append([rows, n, count]))
+        for percent in (0, 1, 2, 5):
+            method = sub.AnTKV(config, vq="d2m4", anchors=f"{percent}%")
+            for length, n in ((1, 1), (100, 100), (101, 32), (140, 60), (1200, 32), (50, 50)):
+                layer = SimpleNamespace(layer=0, length=length, keys="keys", values="values")
+                for keep in (method.keep_keys, method.keep_values):
+                    asked.clear()
+                    keep(layer, n)
+                    same(asked, f"{keep.__name__} with {percent}% of {length} tokens, {n} about to be quantized: "
+                         "what it asks best_tokens for, (rows, n, count)")
+
+
+@points(3)
+@torch.no_grad()
+def test_all(sub, rng, same):
+    """task 3 on whole windows"""
+    torch.manual_seed(rng.getrandbits(30))
+    model = Llama(LlamaConfig(vocab_size=24, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                              num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=64))
+    method = sub.AnTKV(model.config, vq="d2m4", anchors="10%", recent=2, block=4)
+    for pair in method.codecs:
+        for codec in pair:
+            codec.centroids = rng.normal(4, 4, 2) / 2
+    for protocol, chunks in (("paper", 1), ("stream", 5)):
+        cache = KVCache(model, method, protocol)
+        for chunk in rng.of(range(24), 2, 30).chunk(chunks, dim=1):
+            same(model(chunk, cache), f"logits of a small model with two texts of 30 tokens in {chunks} chunks, "
+                 f"{protocol}, 10% anchors", 1e-3)

@@ -1,0 +1,94 @@
+"""Assignment 7: an answer."""
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+ASSIGNMENT = "triton"
+
+
+# Task 1: top-k of a channel
+
+@triton.jit
+def topk_kernel(h, score, position, tokens, sequence, token, K: tl.constexpr, N: tl.constexpr):
+    piece, b = tl.program_id(0), tl.program_id(1)
+    first = piece * N
+    t = first + tl.arange(0, N)
+    real = t < tokens
+    x = tl.load(h + b * sequence + t * token, mask=real, other=0.0)
+    x = tl.where(real, tl.abs(x), -1.0)
+    row = (b * tl.num_programs(0) + piece) * K
+    for i in range(K):
+        at = tl.argmax(x, axis=0, tie_break_left=True)
+        tl.store(score + row + i, tl.max(x, axis=0))
+        tl.store(position + row + i, first + at)
+        x = tl.where(tl.arange(0, N) == at, -2.0, x)
+
+
+def topk_outliers(hidden, channel, k, N=16):
+    B, T, _ = hidden.shape
+    pieces = triton.cdiv(T, N)
+    score = torch.empty(B, pieces, k)
+    position = torch.empty(B, pieces, k, dtype=torch.int32)
+    h = hidden[..., channel]  # (B, T)
+    topk_kernel[pieces, B](h, score, position, T, h.stride(0), h.stride(1), k, N)
+    score, position = score.flatten(1), position.flatten(1)  # (B, pieces * k)
+    order = score.argsort(dim=1, descending=True, stable=True)[:, :k]  # (B, k)
+    return score.gather(1, order), position.gather(1, order)
+
+
+# Task 2: unpack
+
+@triton.jit
+def unpack_kernel(packed, codes, tokens, W: tl.constexpr, N: tl.constexpr):
+    t = tl.program_id(0) * N + tl.arange(0, N)[:, None]
+    w = tl.arange(0, W)[None]
+    real = (t < tokens) & (w < W)
+    byte = tl.load(packed + t * W + w, mask=real, other=0)
+    for i in tl.static_range(4):
+        tl.store(codes + t * 4 * W + 4 * w + i, (byte >> (2 * i)) & 3, mask=real)
+
+
+def unpack(packed, N=16):
+    T, W = packed.shape
+    codes = torch.empty(T, 4 * W, dtype=torch.uint8)
+    unpack_kernel[(triton.cdiv(T, N),)](packed, codes, T, W, N)
+    return codes
+
+
+# Task 3: fold
+
+def fold(q, scale, zero):
+    return q * scale, q @ zero
+
+
+# Task 4: scores
+
+@triton.jit
+def scores_kernel(q, packed, scale, zero, out, tokens, R: tl.constexpr, W: tl.constexpr,
+                  N: tl.constexpr):
+    piece, head = tl.program_id(0), tl.program_id(1)
+    kv = head // R
+    j = piece * N + tl.arange(0, N)
+    w = tl.arange(0, W)
+    byte = tl.load(packed + (kv * tokens + j)[:, None] * W + w[None], mask=(j < tokens)[:, None], other=0)
+    grid = (kv * tl.num_programs(0) + piece) * 4 * W
+    total = tl.zeros((N,), tl.float32)
+    for i in tl.static_range(4):
+        channel = 4 * w + i
+        x = tl.load(q + head * 4 * W + channel)
+        s = tl.load(scale + grid + channel).to(tl.float32)
+        z = tl.load(zero + grid + channel).to(tl.float32)
+        code = ((byte >> (2 * i)) & 3).to(tl.float32)
+        total += tl.sum(code * (x * s)[None], axis=1) + tl.sum(x * z, axis=0)
+    tl.store(out + head * tokens + j, total / tl.sqrt(4.0 * W), mask=j < tokens)
+
+
+def scores(q, packed, scale, zero, N=16):
+    H, (Hkv, T, W) = len(q), packed.shape
+    out = torch.empty(H, T)
+    scores_kernel[triton.cdiv(T, N), H](q, packed, scale, zero, out, T, H // Hkv, W, N)
+    return out

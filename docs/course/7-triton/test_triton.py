@@ -1,0 +1,105 @@
+"""Assignment 7, Triton: kernels run in the interpreter, so cases are few and small.
+
+Around each tensor lies memory that a kernel must not touch; what lies behind a text is larger than anything in it."""
+import pytest
+import torch
+
+points = pytest.mark.points
+
+
+def guarded(x, fill):
+    """A copy of x with 64 numbers `fill` before and after it -> the copy, and all of it."""
+    whole = torch.full((x.numel() + 128,), fill, dtype=x.dtype)
+    whole[64:-64] = x.flatten()
+    return whole[64:-64].view(x.shape), whole
+
+
+# Task 1
+
+def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
+    """rows: the numbers of each sequence. stride: from a token to the next."""
+    B, T = len(rows), len(rows[0])
+    hidden = torch.full((B, T + N, stride), 1e4, dtype=dtype)  # larger in other channels, and behind the text
+    h = hidden[:, :T, -1]
+    h.copy_(torch.tensor(rows))
+    pieces = -(-T // N)
+    score, scores = guarded(torch.zeros(B, pieces, K), -7.0)
+    position, positions = guarded(torch.zeros(B, pieces, K, dtype=torch.int32), -7)
+    sub.topk_kernel[pieces, B](h, score, position, T, h.stride(0), h.stride(1), K, N)
+    there = torch.tensor([min(N, T - piece * N) for piece in range(pieces)])  # tokens of each piece
+    real = (torch.arange(K) < there[:, None]).expand(B, -1, -1)
+    hint = f"topk_kernel with K = {K}, N = {N}, T = {T}, strides {h.stride()}, {dtype}: h = {rows}. {hint} "
+    same([score.where(real, -1.0), position.where(real, -1)], hint + "Compared: scores and positions (B, pieces, K); "
+         "-1 here where a piece has fewer than K tokens")
+    same([bool((score < 0)[~real].all()), scores[:64], scores[-64:], positions[:64], positions[-64:], h],
+         hint + "Compared: whether the scores that are left are negative; memory around both tensors, and h, which "
+         "stay as they were")
+
+
+EIGHT = [2.0, -9, 4, 4, 0, 1, -7, 3]
+
+
+@points(12)
+def test_topk_of_eight_numbers(sub, rng, same):
+    """topk_kernel: magnitudes, pieces, ties, the end of the text"""
+    topk(sub, same, [EIGHT], 2, 4, "Positions are counted from the start of the sequence.")
+    topk(sub, same, [EIGHT], 3, 8, "Of equal numbers the earlier token comes first.")
+    topk(sub, same, [[0.0] * 7], 2, 8, "A token that is not there loses to a 0.")
+    topk(sub, same, [[5.0, 0.0, 0.0]], 3, 2, "The second piece has fewer than K tokens.")
+    topk(sub, same, [EIGHT, EIGHT[::-1]], 2, 4, "Two sequences.")
+    topk(sub, same, [EIGHT], 2, 8, "The next token is three numbers away.", stride=3)
+
+
+@points(22)
+def test_topk(sub, rng, same):
+    """topk_kernel: any lengths, strides and dtypes"""
+    for _ in range(14):
+        B, T, N = rng.randint(1, 3), rng.randint(1, 20), rng.choice((2, 4, 8))
+        numbers = range(-9, 10) if rng.random() < 0.5 else range(-400, 400)
+        rows = rng.of(numbers, B, T).float().tolist()
+        K, stride = rng.sizes(min(4, N), 3)
+        topk(sub, same, rows, K, N, "", stride, rng.choice((torch.float32, torch.half)))
+
+
+# Task 2
+
+@points(14)
+def test_unpack(sub, rng, same):
+    """unpack_kernel: four codes of a byte, the first in the lowest bits; nothing behind the last token"""
+    for T, W, N in ((2, 1, 2), (1, 2, 4), (5, 2, 2), (7, 4, 4), (9, 1, 8), (3, 8, 2), (8, 2, 4)):
+        packed = rng.of(range(256), T + N, W).to(torch.uint8)
+        codes, whole = guarded(torch.full((T, 4 * W), 99, dtype=torch.uint8), 77)
+        sub.unpack_kernel[(-(-T // N),)](packed, codes, T, W, N)
+        same([codes, whole[:64], whole[-64:]], f"unpack_kernel with T = {T}, W = {W}, N = {N} of the bytes "
+             f"{packed[:T].tolist()}: codes (99: not written), and memory before and behind them")
+
+
+# Task 3
+
+@points(8)
+def test_fold(sub, rng, same):
+    """fold: q.(c * scale + zero) = folded.c + offset"""
+    q, scale, zero = torch.tensor([[1.0, 2, -1, 2]]), torch.tensor([1.0, 2, 1, 0.5]), torch.tensor([-1.0, 0, 0, 2])
+    same(sub.fold(q, scale, zero), "fold of the handout's head: folded (H, d), offset (H)")
+    for _ in range(20):
+        q, scale, zero = rng.normal(rng.randint(1, 4), 8), rng.normal(8).abs(), rng.normal(8)
+        same([sub.fold(q, scale, zero), q], f"fold with q = {q.tolist()}, scale = {scale.tolist()}, zero = "
+             f"{zero.tolist()}")
+
+
+# Task 4
+
+@points(24)
+def test_scores(sub, rng, same):
+    """scores_kernel: fold, planes, groups, heads, the end of the text"""
+    for T, W, N, heads, R in ((2, 1, 2, 1, 1), (8, 2, 4, 1, 2), (5, 4, 4, 2, 1), (7, 1, 4, 2, 2), (9, 2, 8, 2, 3),
+                              (3, 2, 8, 1, 1)):
+        d, pieces = 4 * W, -(-T // N)
+        q = rng.normal(heads * R, d)
+        packed, _ = guarded(rng.of(range(256), heads, T, W).to(torch.uint8), 255)
+        scale, zero = rng.of((0.25, 0.5, 1, 3), heads, pieces, d).half(), rng.of(range(-4, 5), heads, pieces, d).half()
+        out, whole = guarded(torch.full((heads * R, T), 99.0), -7.0)
+        sub.scores_kernel[pieces, heads * R](q, packed, scale, zero, out, T, R, W, N)
+        same([out, whole[:64], whole[-64:], q], f"scores_kernel with T = {T}, W = {W}, N = {N}, Hkv = {heads}, R = "
+             f"{R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = {zero.tolist()}. "
+             "Compared: out (99: not written), memory before and behind it, and q, which stays as it was")

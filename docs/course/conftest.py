@@ -1,0 +1,164 @@
+"""How an assignment's tests run.
+
+    pytest docs/course/3-kvsink                        grades the starter
+    pytest docs/course/3-kvsink --file F --seed N      another file, with other numbers
+
+A test gets the student's module as `sub`, all its numbers from `rng`, and hands what the student's code gave to
+`same(value, hint)`. It never says what is right: that is what answer.py gives in the same test, or, in a repository
+without answers, what expected.json has of it. So nothing that a student's code can reach holds a right value.
+"""
+import importlib.util
+import json
+import math
+import random
+import re
+import signal
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinykv.course.compare import difference, plain
+from tinykv.course.confine import confine
+
+LONGEST = 15  # seconds of computing, of a test that is recorded
+
+
+def pytest_addoption(parser):
+    parser.addoption("--file", type=Path, help="the student's file (default: the starter)")
+    parser.addoption("--seed", type=int, default=0, help="draws other numbers and sizes")
+    parser.addoption("--record", type=Path, help="judge nothing: write what the file gives, a line a test")
+    parser.addoption("--confined", type=Path, help="the folder in which alone the file may write")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "points(n): what a test gives")
+    torch.set_num_threads(1)
+    if config.getoption("--confined"):
+        confine(config.getoption("--confined"))
+
+
+def pytest_collection_modifyitems(config, items):
+    items[:] = [item for item in items if item.get_closest_marker("points")]
+
+
+class Draws(random.Random):
+    """A test's random numbers, which are the same for the same seed and test."""
+
+    def normal(self, *shape):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(self.getrandbits(60)))
+
+    def sizes(self, *largest):
+        """A number from 1 up to each of these."""
+        return [self.randint(1, n) for n in largest]
+
+    def of(self, numbers, *shape):
+        """A tensor of a shape, of some of these numbers."""
+        kind = torch.float32 if any(isinstance(n, float) for n in numbers) else None
+        return torch.tensor(self.choices(numbers, k=math.prod(shape)), dtype=kind).view(shape)
+
+
+def draws(node):
+    torch.manual_seed(0)
+    return Draws(f"{node.config.getoption('--seed')} {node.name}")
+
+
+LOADED = {}
+
+
+def load(path):
+    """The module that a file makes."""
+    if path not in LOADED:
+        spec = importlib.util.spec_from_file_location("submission", path)
+        LOADED[path] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(LOADED[path])
+    return LOADED[path]
+
+
+@pytest.fixture
+def sub(request):
+    return load((request.config.getoption("--file") or request.path.parent / "starter.py").resolve())
+
+
+@pytest.fixture
+def rng(request):
+    return draws(request.node)
+
+
+@pytest.fixture
+def same(request):
+    """same(value, hint): `value` has to be what the answer gives. hint: what was tried, for the student."""
+    request.node.notes = notes = []
+    right = None if request.config.getoption("--record") else right_notes(request)
+
+    def note(value, hint="", tolerance=1e-4):
+        notes.append((plain(value), hint, tolerance))
+        if right is not None:
+            told = difference(notes[-1][0], right[len(notes) - 1][0], tolerance)
+            if told:
+                pytest.fail(f"{hint}\n{told}", pytrace=False)
+    return note
+
+
+def right_notes(request):
+    """What the answer hands to `same` in this test."""
+    answer, seed = request.path.parent / "answer.py", request.config.getoption("--seed")
+    stored = request.path.parent / "expected.json"
+    if answer.is_file():
+        notes = []
+        request.function(sub=load(answer), rng=draws(request.node), same=lambda value, *_: notes.append([plain(value)]))
+        return notes
+    expected = json.loads(stored.read_text())
+    if seed != expected["seed"]:
+        pytest.fail(f"{stored} has right values for --seed {expected['seed']} alone", pytrace=False)
+    return expected["tests"][request.node.name]["notes"]
+
+
+# What becomes of it
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    if item.config.getoption("--record"):
+        signal.signal(signal.SIGPROF, too_long)
+        signal.setitimer(signal.ITIMER_PROF, LONGEST)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def too_long(number, frame):
+    raise TimeoutError(f"no end within {LONGEST} seconds; look for a loop without an end, or over single numbers")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    record = item.config.getoption("--record")
+    if record and (call.when == "call" or call.excinfo):
+        fault = "" if call.excinfo is None else explain(call.excinfo.value, item.config.getoption("--file"))
+        line = {"test": item.name, "title": item.function.__doc__.split("\n")[0], "fault": fault,
+                "points": item.get_closest_marker("points").args[0], "notes": getattr(item, "notes", [])}
+        with open(record, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    return report
+
+
+def explain(error, path):
+    """What an exception says to the student whose file is at `path`."""
+    while error.__cause__:  # Triton's interpreter wraps what a kernel raises
+        error = error.__cause__
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
+    if isinstance(error, NotImplementedError):
+        return f"Not written yet: {own[-1].name if own else error}."
+    first = re.split(r"\n", str(error))[0]
+    what = f"{type(error).__name__}: {first}"
+    return f"Line {own[-1].lineno} of your file, `{own[-1].line}`, raised {what}" if own else f"It raised {what}"
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    reports = [report for key in ("passed", "failed") for report in terminalreporter.stats.get(key, [])]
+    worth = {item.nodeid: item.get_closest_marker("points").args[0] for item in terminalreporter._session.items}
+    got = sum(worth[report.nodeid] for report in reports if report.passed)
+    terminalreporter.write_line(f"{got} of {sum(worth.values())} points")

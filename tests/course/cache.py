@@ -1,0 +1,62 @@
+"""Assignment 2, cache: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
+WRONG = {
+    "keeps_32_bits": ("rows = rows.to(torch.float16)", "rows = rows.float()"),
+    "new_tokens_first": ("torch.cat((self.recent, rows), dim=2)", "torch.cat((rows, self.recent), dim=2)"),
+    "quantizes_the_newest": (
+        "oldest, newer = self.recent[:, :, :n], self.recent[:, :, n:]",
+        "newer, oldest = self.recent[:, :, :-n], self.recent[:, :, -n:]"),
+    "forgets_codes": (
+        "self.codes = self.codes.append(codes) if self.codes is not None else codes", "self.codes = codes"),
+    "appends_codes_in_front": ("self.codes.append(codes)", "codes.append(self.codes)"),
+    "a_view_holds_the_memory": ("self.recent = newer.clone()", "self.recent = newer"),
+    "does_not_count": ("        self.n_coded += n\n", ""),
+    "never_reads_kept": ("rows[b, :, positions] = self.kept_rows[b]", "pass"),
+    "pins_of_the_first_sequence": (
+        "rows[b, :, positions] = self.kept_rows[b]", "rows[b, :, positions] = self.kept_rows[0]"),
+    "positions_of_the_first_sequence": (
+        "for b, positions in enumerate(self.kept_positions.long()):",
+        "for b, positions in enumerate(self.kept_positions[:1].repeat(2, 1).long()):"),
+    "pins_what_is_decoded": (
+        "        rows = self.read()\n", "        self.kept_positions = None\n        rows = self.read()\n"),
+    "adds_kept": (
+        "        self.kept_rows = torch.stack(",
+        "        if self.kept_positions is not None:\n"
+        "            positions = torch.cat([self.kept_positions.long(), positions], dim=1)\n"
+        "        self.kept_rows = torch.stack("),
+    "kept_tokens_count": ("self.codec.encode(oldest, ignore)", "self.codec.encode(oldest)"),
+    "ignores_by_the_block": (
+        "if self.n_coded <= position < self.n_coded + n:\n"
+        "                        ignore[b, :, position - self.n_coded] = True",
+        "if position < n:\n                        ignore[b, :, position] = True"),
+    "positions_of_eight_bytes": ("positions.to(torch.int32)", "positions.long()"),
+    "forgets_the_pins_in_its_bytes": (
+        "held = [self.codes, self.recent, self.kept_rows, self.kept_positions]", "held = [self.codes, self.recent]"),
+    "partial_blocks": ("return blocks * self.method.block", "return max(0, waiting - self.method.recent)"),
+    "one_block_only": ("return blocks * self.method.block", "return min(blocks, 1) * self.method.block"),
+    "no_recent_tokens": ("max(0, waiting - self.method.recent)", "waiting"),
+    "counts_the_quantized": ("waiting = self.length - self.keys.n_coded", "waiting = self.length"),
+    "blocks_under_paper": ('if self.protocol == "paper":', "if False:"),
+    "paper_reads_first": (
+        'if self.protocol == "stream":\n            return exact', "if True:\n            return exact"),
+    "stream_quantizes_first": (
+        'if self.protocol == "stream":\n            return exact', "if False:\n            return exact"),
+    "pins_after_quantizing": (
+        "            if positions is not None:\n                self.keys.keep(positions)\n"
+        "                self.values.keep(positions)\n            self.keys.quantize(n)\n"
+        "            self.values.quantize(n)\n",
+        "            self.keys.quantize(n)\n            self.values.quantize(n)\n"
+        "            if positions is not None:\n                self.keys.keep(positions)\n"
+        "                self.values.keep(positions)\n"),
+    "asks_after_quantizing": (
+        "            positions = self.method.keep(self, n)\n            if positions",
+        "            self.keys.quantize(n)\n            self.values.quantize(n)\n"
+        "            positions = self.method.keep(self, n)\n            n = 0\n            if positions"),
+    "asks_always": ("if n > 0:", "if True:"),
+    "values_keep_nothing": ("                self.values.keep(positions)\n", ""),
+    "keeps_one_too_many": ("min(self.preserve, layer.length)", "min(self.preserve + 1, layer.length)"),
+    "keeps_from_one": (
+        "torch.arange(min(self.preserve, layer.length))", "torch.arange(min(self.preserve, layer.length)) + 1"),
+    "needs_n_tokens": ("torch.arange(min(self.preserve, layer.length))", "torch.arange(self.preserve)"),
+    "forgets_the_batch": ("first.repeat(layer.keys.recent.shape[0], 1)", "first[None]"),
+    "an_empty_tensor": ("if self.preserve == 0:", "if False:"),
+}

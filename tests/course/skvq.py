@@ -1,0 +1,56 @@
+"""Assignment 5, skvq: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
+WRONG = {
+    "ranges_over_channels": (
+        "return rows.min(dim=0).values, rows.max(dim=0).values",
+        "return rows.min(dim=1).values, rows.max(dim=1).values"),
+    "largest_magnitude": ("rows.max(dim=0).values", "rows.abs().max(dim=0).values"),
+    "kept_tokens_count": ("if kept is None or not kept[i]", "if True"),
+    "kept_tokens_as_zeros": (
+        "rows = [row for i, row in enumerate(x) if kept is None or not kept[i]]",
+        "rows = [row if kept is None or not kept[i] else row * 0 for i, row in enumerate(x)]"),
+    "groups_by_the_largest_number": ("torch.stack([lo, hi], dim=1)", "torch.stack([hi, hi], dim=1)"),
+    "groups_by_the_width": ("torch.stack([lo, hi], dim=1)", "torch.stack([hi - lo], dim=1)"),
+    "no_reorder": ("return clusters(torch.stack([lo, hi], dim=1), n)", "return torch.arange(len(lo)) * n // len(lo)"),
+    "powers_of_two": ("steps = 2 ** bits - 1", "steps = 2 ** bits"),
+    "alpha_for_the_step_alone": ("towards_zero = alpha * lo", "towards_zero = lo"),
+    "no_alpha_in_the_step": ("h = alpha * (hi - lo) / steps", "h = (hi - lo) / steps"),
+    "always_towards_zero": (
+        "z = centre * towards_middle + (1 - centre) * towards_zero", "z = towards_zero + 0 * centre"),
+    "centre_turned_around": (
+        "z = centre * towards_middle + (1 - centre) * towards_zero",
+        "z = (1 - centre) * towards_middle + centre * towards_zero"),
+    "the_middle_for_z": ("towards_middle = (lo + hi) / 2 - alpha * (hi - lo) / 2", "towards_middle = (lo + hi) / 2"),
+    "no_smallest_step": ("h.clamp(SMALLEST, LARGEST)", "h"),
+    "no_largest_zero": ("z.clamp(-LARGEST, LARGEST)", "z"),
+    "zero_is_not_negative": ("z.clamp(-LARGEST, LARGEST)", "z.clamp(0, LARGEST)"),
+    "neighbours_for_groups": (
+        "members = group == g", "members = torch.arange(len(group)) * (int(group.max()) + 1) // len(group) == g"),
+    "one_grid_for_all_tokens": (
+        "low, high = part.min(dim=1).values, part.max(dim=1).values",
+        "low, high = part.min().expand(len(x)), part.max().expand(len(x))"),
+    "one_alpha_for_all_groups": (
+        "h, z = grid(low, high, bits, alpha[g], centre[g])", "h, z = grid(low, high, bits, alpha[0], centre[0])"),
+    "codes_in_the_order_of_groups": (
+        "    return codes, torch.stack",
+        "    codes = codes[:, group.argsort(stable=True)]\n    return codes, torch.stack"),
+    "rounds_down": ("real.round()", "real.floor()"),
+    "codes_that_wrap": (".clamp(0, 2 ** bits - 1).to(torch.uint8)", ".remainder(2 ** bits).to(torch.uint8)"),
+    "codes_before_rounding": (
+        "        h, z = h.to(FP8), z.to(FP8)\n        real = (part - z.float()[:, None]) / h.float()[:, None]\n",
+        "        real = (part - z[:, None]) / h[:, None]\n        h, z = h.to(FP8), z.to(FP8)\n"),
+    "stored_in_16_bits": ("h, z = h.to(FP8), z.to(FP8)", "h, z = h.half(), z.half()"),
+    "codes_of_32_bits": ("    return codes, torch.stack", "    return codes.int(), torch.stack"),
+    "zero_in_steps": (
+        "return codes.float() * h[:, group] + z[:, group]", "return (codes.float() + z[:, group]) * h[:, group]"),
+    "decodes_in_the_order_of_groups": (
+        "return codes.float() * h[:, group] + z[:, group]",
+        "group = group.sort().values\n    return codes.float() * h[:, group] + z[:, group]"),
+    "no_squares": ("(x - decode(codes, h, z, group)) ** 2 * weight", "(x - decode(codes, h, z, group)).abs() * weight"),
+    "mean_for_the_sum": ("errors[:, group == g].sum()", "errors[:, group == g].mean()"),
+    "all_groups_together": ("errors[:, group == g].sum()", "errors.sum()"),
+    "no_weights": (" * weight[:, None]", ""),
+    "weights_squared": (" * weight[:, None]", " * weight[:, None] ** 2"),
+    "first_choice_for_all": (
+        "torch.full((n,), alpha), torch.full((n,), float(centre))",
+        "torch.full((n,), choices[0][0]), torch.full((n,), float(choices[0][1]))"),
+}

@@ -1,0 +1,178 @@
+"""Models and texts from the hub: a server on this machine stands for it. Nothing is fetched from beyond."""
+import gzip
+import hashlib
+import http.server
+import io
+import json
+import threading
+import zipfile
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from test_checkpoint import PIECES, same, tiny, told
+from test_data import Letters
+
+from tinykv import UserError, hf
+from tinykv.data import load_windows
+from tinykv.data.windows import HUB_FILES
+from tinykv.hf.hub import HubFile, fetch_file, fetch_model
+
+COMMIT = "c" * 40
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """files: {path of a file on the site: its bytes}. asked: the paths of its GET requests."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Requests)
+        self.files, self.asked, self.whole = {}, [], True
+        self.at = f"http://127.0.0.1:{self.server_port}"
+
+
+class Requests(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self.answer()
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        self.answer()
+
+    def answer(self):
+        body = self.server.files.get(self.path.partition("?")[0])
+        status = 200 if body is not None else 404
+        body = body or b""
+        etag, start = hashlib.sha256(body).hexdigest(), 0
+        if "Range" in self.headers:
+            status, start = 206, int(self.headers["Range"].removeprefix("bytes=").rstrip("-"))
+        self.send_response(status)
+        self.send_header("Content-Length", len(body) - start)
+        self.send_header("ETag", f'"{etag}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[start:] if self.server.whole else body[start:len(body) // 2])
+        if not self.server.whole:
+            self.server.whole, self.close_connection = True, True  # the next attempt goes through
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    server = Hub()
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", server.at)
+    template = server.at + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "*")
+    fetch_model.cache_clear()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def offer(hub, name, body, sha256=None):
+    """A HubFile that the site has."""
+    hub.files[f"/datasets/some/texts/resolve/main/{name}"] = body
+    return HubFile("some/texts", name, sha256 or hashlib.sha256(body).hexdigest())
+
+
+def test_a_model_by_its_name(hub, tmp_path):
+    """config, tokenizer and weights, and not the same weights once more in another layout."""
+    hf.save(tiny(), PIECES, tmp_path / "model")
+    content = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    content |= {"consolidated.safetensors": b"x", "original/params.json": b"x", "pytorch_model.bin": b"x"}
+    tree = [{"type": "file", "path": name, "size": len(body), "oid": "0" * 40} for name, body in content.items()]
+    hub.files["/api/models/owner/tiny/revision/main"] = json.dumps({"id": "owner/tiny", "sha": COMMIT}).encode()
+    hub.files[f"/api/models/owner/tiny/tree/{COMMIT}"] = json.dumps(tree).encode()
+    for name, body in content.items():
+        hub.files[f"/owner/tiny/resolve/{COMMIT}/{name}"] = body
+    model, tokenizer = hf.load("owner/tiny")
+    assert same(model, tiny()) and tokenizer.encode("the bell rings")
+    asked = [path.rpartition("/")[2] for path in hub.asked if "/resolve/" in path]
+    assert sorted(asked) == sorted(path.name for path in (tmp_path / "model").iterdir())  # each once
+
+
+def test_a_name_that_the_hub_does_not_have_is_told(hub):
+    assert "owner/none" in told(hf.load, "owner/none")
+
+
+def test_without_a_network_it_is_told(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "owner/none" in told(hf.load, "owner/none")
+    assert "f.bin" in told(fetch_file, offer(hub, "f.bin", b"x")) and not hub.asked
+
+
+def test_a_file_is_fetched_once_and_known_by_its_content(hub):
+    file = offer(hub, "f.bin", bytes(range(256)) * 1000)
+    path = fetch_file(file)
+    assert Path(path).read_bytes() == bytes(range(256)) * 1000
+    assert fetch_file(file) == path and len(hub.asked) == 1
+    text = told(fetch_file, offer(hub, "g.bin", b"something else", sha256="0" * 64))
+    assert "SHA-256" in text and "g.bin" in text and "delete it" in text
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_was(hub, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    file = offer(hub, "f.bin", bytes(range(256)) * 100)
+    hub.whole = False
+    try:
+        path = fetch_file(file)
+    except UserError:  # where the library gives up at once
+        path = fetch_file(file)
+    assert Path(path).read_bytes() == bytes(range(256)) * 100
+
+
+# WikiText-2 and C4, in small
+
+def zipped(**members):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, text in members.items():
+            archive.writestr(f"wikitext-2-raw/wiki.{name}.raw", text.encode())
+    return out.getvalue()
+
+
+def shard(texts, tail=b""):
+    return gzip.compress(b"".join(json.dumps({"text": t, "url": "u"}).encode() + b"\n" for t in texts) + tail)
+
+
+def text_of(*args, **kwargs):
+    return Letters().decode(load_windows(*args, **kwargs, bos="none").tokens.flatten().tolist())
+
+
+def test_wikitext2(hub, monkeypatch):
+    test = " \n = Tea = \n \n A\u2028b\x85c \r\n\t\n = = Leaf = = \n last"
+    train = " \n = One = \n x \n = = Sub = = \n = Two = \n y \n \n = Three = \n z \n"
+    monkeypatch.setitem(HUB_FILES, "wikitext2", offer(hub, "w.zip", zipped(test=test, train=train)))
+    # A row is a line with its newline, or "": line by line, joined by two newlines.
+    rows = ["", " = Tea = \n", "", " A\u2028b\x85c \n", "", " = = Leaf = = \n", " last"]
+    want = "<s>" + "\n\n".join(rows)
+    length = len(Letters().encode(want)) - 2
+    assert text_of("wikitext2", Letters(), length, 1) == want
+    with pytest.raises(UserError, match=f"has {length} tokens"):
+        load_windows("wikitext2", Letters(), length + 1, 1)
+    want = ("<s>\n\n = One = \n\n\n x \n\n\n = = Sub = = \n<s> = Two = \n\n\n y \n\n\n<s> = Three = \n\n\n z \n")
+    assert text_of("wikitext2", Letters(), len(want) - 6, 1, "calibration") == want
+
+
+def test_c4(hub, monkeypatch):
+    texts = [f"t{i}\n\u2028é" for i in range(1103)]
+    monkeypatch.setitem(HUB_FILES, "c4 test", offer(hub, "v.json.gz", shard(texts)))
+    monkeypatch.setitem(HUB_FILES, "c4 calibration", offer(hub, "t.json.gz", shard(["one", "two", "xyz"], b"{")))
+    want = "<s>" + " ".join(texts[:1100])
+    assert text_of("c4", Letters(), len(want) - 2, 1) == want
+    with pytest.raises(UserError, match=rf"c4 \(test\) has {len(want) - 2} tokens"):
+        load_windows("c4", Letters(), len(want) - 1, 1)
+    # Read no further than needed: the fourth line, which is broken, would be an error.
+    assert text_of("c4", Letters(), 2, 5, "calibration") == "<s>one<s>two<s>x"
+    assert load_windows("c4", Letters(), 2, 5, "calibration").tokens.dtype == torch.int64

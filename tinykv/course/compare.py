@@ -1,0 +1,88 @@
+"""What a submission gave, beside what is right.
+
+A value is noted as plain JSON, so that it can leave the process that made it: what a student's process hands over is
+read as numbers, and never run.
+"""
+import math
+
+import torch
+
+LARGEST = 20_000  # numbers of a tensor; a right one has fewer
+# formats in which a number is either right or wrong
+STORED = ("torch.float16", "torch.uint8", "torch.int16", "torch.float8_e4m3fn")
+
+
+def plain(value):
+    """A tensor, a number, None, or a list of them, as JSON can hold it."""
+    if isinstance(value, torch.Tensor):
+        x = value.detach().float() if value.dtype == torch.float8_e4m3fn else value.detach()
+        numbers = [] if x.numel() > LARGEST else [shorter(n) for n in x.flatten().tolist()]
+        return {"dtype": str(value.dtype), "shape": list(value.shape), "numbers": numbers}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return shorter(value)
+    return {"type": type(value).__name__}
+
+
+def shorter(number):
+    """Seven digits: all that fp32 has."""
+    return float(f"{number:.7g}") if isinstance(number, float) else number
+
+
+def difference(given, right, tolerance):
+    """What is wrong with a noted value, in words; "" if nothing is. tolerance: of a float, relative to the
+    largest that it stands with."""
+    if isinstance(right, list):
+        if not isinstance(given, list) or len(given) != len(right):
+            return f"It has to be {kind(right)}; yours is {kind(given)}."
+        return next(filter(None, (difference(g, r, tolerance) for g, r in zip(given, right))), "")
+    if isinstance(right, dict):
+        if not fits(given, right):
+            return f"It has to be {kind(right)}; yours is {kind(given)}."
+        return unequal(given["numbers"], right["numbers"], 0 if right["dtype"] in STORED else tolerance)
+    if isinstance(given, dict) and given.get("shape") == []:  # a tensor of one number is a number
+        given = given["numbers"][0]
+    if isinstance(right, float) and isinstance(given, (int, float)) and not isinstance(given, bool):
+        return unequal([given], [right], tolerance)
+    return "" if type(given) is type(right) and given == right else f"Yours is {kind(given)}; right is {kind(right)}."
+
+
+def fits(given, right):
+    """Whether it is a tensor of the right shape and dtype. Where integers are asked for, any will do."""
+    if not isinstance(given, dict) or given.get("shape") != right["shape"]:
+        return False
+    if len(given["numbers"]) != len(right["numbers"]):
+        return False
+    both_integers = right["dtype"] in ("torch.int64", "torch.int32") and "int" in given["dtype"]
+    return given["dtype"] == right["dtype"] or both_integers
+
+
+def unequal(given, right, tolerance):
+    """The first number that is off, in words; "" if none is."""
+    sizes = [abs(r) for r in right if math.isfinite(r)]
+    room = tolerance * max(sizes, default=0) if any(isinstance(r, float) for r in right) else 0
+    for i, (g, r) in enumerate(zip(given, right)):
+        if not (g == r or abs(g - r) <= room):
+            if len(right) == 1:
+                return f"Yours is {g}; right is {r}."
+            return f"Yours is {row(given)}; right is {row(right)}: see number {i}."
+    return ""
+
+
+def row(numbers, most=24):
+    text = ", ".join(f"{n:.4g}" if isinstance(n, float) else str(n) for n in numbers[:most])
+    return f"[{text}{', ...' if len(numbers) > most else ''}]"
+
+
+def kind(value):
+    """What a value is, in words."""
+    if isinstance(value, dict) and "shape" in value:
+        return f"a tensor {tuple(value['shape'])} of {value['dtype'].removeprefix('torch.')}"
+    if isinstance(value, dict):
+        return f"of type {value.get('type')}"
+    if isinstance(value, list):
+        return f"{len(value)} values"
+    return repr(value)

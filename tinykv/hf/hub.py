@@ -1,0 +1,55 @@
+"""The Hugging Face hub: checkpoints by their names, and texts.
+
+huggingface_hub does the work. It resumes a download that was cut off, keeps files below $HF_HOME, and
+honours HF_ENDPOINT (a mirror), HF_TOKEN (for models behind a licence) and HF_HUB_OFFLINE.
+"""
+import hashlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tinykv import UserError
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file of a data set on the hub, known by its content."""
+    repo: str
+    name: str
+    sha256: str
+    revision: str = "main"
+
+
+@cache
+def fetch_model(name):
+    """owner/model -> the folder of its config, tokenizer and weights."""
+    from huggingface_hub import snapshot_download
+    with hub_faults(name):
+        folder = snapshot_download(
+            name, allow_patterns=["*.json", "*.safetensors", "tokenizer.model"],
+            ignore_patterns=["*/*", "consolidated*"])  # the same weights once more, in Meta's or Mistral's layout
+    return Path(folder)
+
+
+def fetch_file(file):
+    """A HubFile -> its path. It is downloaded if it is not there, and its SHA-256 is checked."""
+    from huggingface_hub import hf_hub_download
+    with hub_faults(f"{file.name} of {file.repo}"):
+        path = hf_hub_download(file.repo, file.name, repo_type="dataset", revision=file.revision)
+    with open(path, "rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if found != file.sha256:
+        raise UserError(f"{path} has SHA-256 {found} instead of {file.sha256}; delete it, and it is fetched again")
+    return path
+
+
+@contextmanager
+def hub_faults(what):
+    """Around a download: whatever the hub's library raises is a UserError of one line."""
+    try:
+        yield
+    except Exception as error:  # of many kinds: no network, no such name, a licence to accept, a full disk
+        told = " ".join(str(error).split())[:300]
+        raise UserError(f"{what} cannot be fetched from the hub ({told}); with HF_HUB_OFFLINE=1, only what "
+                        "`hf download` has fetched before is looked for") from None
