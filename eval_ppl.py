@@ -15,6 +15,7 @@ from tinykv import hf
 from tinykv.calibrate import calibrate
 from tinykv.evaluate import measure
 from tinykv.run import cli, flags, runs, table
+from tinykv.run.check import check_codecs
 from tinykv.run.prefix import fill_prefix
 from tinykv.storage import CalibrationFile
 
@@ -51,6 +52,7 @@ def run(args, ranks=None, loaded=None):
                 if not r.restore(file, seen):
                     calibrate(quantized, r.method, seen, partial(cli.bar, what=f"calibrating {r.title}"))
                     r.save(file, seen)
+                check_codecs(r.method, config)
         if r.method.prefix:  # its keys and values come from the full-precision model
             fill_prefix(r.method.prefix, model, quantized, cli.weights_label(r.weights, quantizers, data))
     table.print_heading(args, model, windows, models, by_title, left_out)

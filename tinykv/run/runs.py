@@ -20,6 +20,7 @@ from tinykv import UserError, calibrate, codecs, did_you_mean, kmeans
 from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
+from tinykv.run.check import check_method
 from tinykv.run.cli import list_of
 from tinykv.run.prefix import open_prefix
 from tinykv.storage import identity, sources
@@ -293,9 +294,7 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
                 raise
             left_out[label] = error
             continue
-        if len(method.codecs) != config.num_hidden_layers:
-            raise UserError(f"{name}: `codecs` has {len(method.codecs)} pairs for a model of "
-                            f"{config.num_hidden_layers} layers; its constructor makes one for each")
+        check_method(method, config)
         shared = ", ".join(f"{setting}={value}" for setting, value in shared.items())
         found.append(Run(label, name, method, settings, weights, shared))
     return found
