@@ -277,6 +277,23 @@ def test_results_finds_the_commands_of_a_paper():
         script.commands_of_paper("kivi")
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_says_of_its_tables_stands_in_them(page):
+    assert not results_script().unfounded(ROOT / page)
+
+
+@pytest.mark.parametrize("sentence, wrong", [
+    ("pfn is at 10.250, by -0.1321 nats (t = 8.8).", []), ("pfn is at 10.251.", ["10.251"]),
+    ("It was 9.5 (paper: 7.25), see `--alpha 0.96` in [there](x.md#0.1).", ["9.5"]),
+    ("Of 1,024.5 and 16 windows,\nall 4.4.", ["1,024.5", "4.4"])])
+def test_a_figure_that_no_table_has_is_found(tmp_path, sentence, wrong):
+    block = "```console\n$ python eval_ppl.py --vs rtn\npfn  10.250\n\npfn  rtn  -0.1321  -8.8\n```\n"
+    page = tmp_path / "page.md"
+    page.write_text(f"Not checked: 1.23.\n\n{block}\n<!-- checked -->\n{sentence}\n\nNot checked: 4.56.\n")
+    found = results_script().unfounded(page)
+    assert len(found) == len(wrong) and all(f"the {figure} of" in line for figure, line in zip(wrong, found))
+
+
 def test_commands_are_found():
     """Of each form one that is there, so that a block written in another way is not passed over."""
     found = commands(read("README.md"))
