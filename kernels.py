@@ -1,20 +1,17 @@
 """The Triton kernels: attention that reads the packed cache, and the scores of KVSink and AnTKV.
 
-From easy to hard; each kernel stands under the torch lines that it equals. Sections 1 and 2 are the idea: the
-first says what a kernel is, the second attends to 2-bit codes, simply. Sections 3 to 6 make that fast, for every
-codec; above each trick stands what it saves. 7 is for keys before RoPE, 8 for AnTKV's scores. The appendix reads
-what has to be looked up. `tinykv/triton_cache.py` launches the kernels, `tests/bench_kernels.py` compiles, checks
-and times them. No speed here was measured on a GPU: the tests run the kernels in Triton's interpreter, on a CPU,
-and compile them for two GPUs.
+From easy to hard, each under the torch lines that it equals. Sections 1 and 2 are the idea: what a kernel is, and one
+that attends to 2-bit codes, simply. Sections 3 to 6 make that fast, for every codec, and each trick says what it saves.
+No speed here was measured on a GPU: the tests run the kernels in Triton's interpreter, on a CPU.
 
-Why kernels? Decoding reads every cached token once per new token, so its time is bytes over bandwidth, and packed
-codes are fewer bytes. That holds only if no decoded row is ever written to memory: a code has to become a number
-between its load and its product with the query.
+Why kernels? Decoding reads every cached token once per new token, so its time is bytes over bandwidth, and packed codes
+are fewer bytes. That holds only if no decoded row is ever written to memory: a code has to become a number between its
+load and its product with the query.
 
-Shapes: B sequences, H query heads, Hkv KV heads of R = H / Hkv query heads each, T new queries, S tokens in all,
-d channels of a head. In a kernel: M rows of queries, N tokens, W channels; D is d rounded up to a power of two. A
-kernel is one program, of which many run at once; each asks `tl.program_id` for its number. A tensor comes as a
-pointer to its first number, and its strides where it is not contiguous.
+Shapes: B sequences, H query heads, Hkv KV heads of R = H / Hkv query heads each, T new queries, S tokens in all, d
+channels of a head. In a kernel: M rows of queries, N tokens, W channels; D is d rounded up to a power of two. A kernel
+is one program, of which many run at once; each asks `tl.program_id` for its number. A tensor comes as a pointer to its
+first number, and its strides where it is not contiguous.
 """
 import math
 from typing import NamedTuple
@@ -28,7 +25,7 @@ FMA = {"enable_fp_fusion": True}  # a * b + c in one instruction: not every Trit
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: on the CPU, line by line
 TWO_AT_ONCE = tl.constexpr(not INTERPRETED)  # see `two_words`: the interpreter knows no PTX
 TO_INTEGER = tl.constexpr(2.0 ** 24)  # see `codes_of_plane`
-LIFT = tl.constexpr(2.0 ** 15)  # see `Turn`
+LIFT = tl.constexpr(2.0 ** 15)  # what cos and sin are multiplied by, so that their products with codes are normal
 
 
 # ---- 1. The k largest |h| of one channel: KVSink's sinks
@@ -73,7 +70,6 @@ def topk_outliers(hidden, channel, k, N=1024):
 
 
 # ---- 2. Attention that reads 2-bit codes: slow, and all that matters
-#
 # A row of d = 128 channels is 32 bytes. Byte i holds the codes of four channels, 32 apart:
 #
 #     bits         7 6       5 4       3 2       1 0
@@ -81,13 +77,10 @@ def topk_outliers(hidden, channel, k, N=1024):
 #     byte i   | i + 96  | i + 64  | i + 32  |    i    |   channels
 #              +---------+---------+---------+---------+
 #                  1 1       0 0       1 0       0 1       0b11001001: their codes are 3, 0, 2, 1
-#
 # Channel c lies in byte c % 32. Shift that right by c // 32 * 2 bits, and keep the lowest two.
 
 def simple_lines(q, k, v):
-    """Attention of one new token: q (H, d); k and v: packed (Hkv, T, d/4) bytes, and each token's scale and zero
-    (Hkv, T, 1) -> (H, d).
-    """
+    """Attention of one new token: q (H, d) -> (H, d). k and v: packed (Hkv, T, d/4), scale and zero (Hkv, T, 1)."""
     decoded = []
     for packed, scale, zero in (k, v):
         codes = torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)  # (Hkv, T, d)
@@ -110,8 +103,7 @@ def simple_decode(packed, scale, zero, token, ok, D: tl.constexpr):
 
 
 @triton.jit
-def simple_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, out, T, R: tl.constexpr, D: tl.constexpr,
-                  N: tl.constexpr):
+def simple_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, out, T, R: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
     # One program: one query head, N tokens at a time.
     head, c = tl.program_id(0), tl.arange(0, D)
     queries = tl.load(q + head * D + c) / tl.sqrt(float(D))  # (D)
@@ -127,18 +119,15 @@ def simple_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, out, T, R: tl.const
         p, fade = tl.exp(s - new_top), tl.exp(top - new_top)  # (N), one number
         values = simple_decode(v, v_scale, v_zero, token, ok, D)  # (N, D)
         acc = acc * fade + tl.sum(p[:, None] * values, 0)  # (D)
-        total = total * fade + tl.sum(p, 0)
-        top = new_top
+        top, total = new_top, total * fade + tl.sum(p, 0)
     tl.store(out + head * D + c, acc / total)
 
 
 # ---- 3. Now make it fast: rows of any codec, and codes that are numbers
 
 class Plane(NamedTuple):
-    """The codes that one mask finds in all words of a row; a word is 1, 2 or 3 bytes of codes. Saves loading a
-    byte once for each of its codes, and shifting: the four planes of 2-bit codes are quarters of the head, and
-    so are q and the output cut. A row is never put together again.
-    """
+    """The codes that one mask finds in all words of a row; a word is 1, 2 or 3 bytes of codes. Saves loading a byte
+    for each code: the four planes of 2-bit codes are quarters of the head, into which q and the output are cut, too."""
     channel: int  # the first
     slice: int  # a row is cut into slices of words where one plane would hold two groups
     shift: int  # only the ten low bits are a subnormal number: higher codes are shifted into these
@@ -146,9 +135,8 @@ class Plane(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """x = code * scale + zero. A scale and its zero point, 16 bits each, are one word. Saves every second load,
-    and waiting: words of 32 bits are loaded ahead of time, those of 16 bits are not.
-    """
+    """x = code * scale + zero. A scale and its zero point, 16 bits each, are one word. Saves every second load, and
+    waiting: words of 32 bits are loaded ahead of time, those of 16 bits are not."""
     words: torch.Tensor  # int32; int16 for "fp8"
     batch: int  # strides, in words: from one sequence to the next
     head: int
@@ -160,9 +148,8 @@ class Grid(NamedTuple):
 
 
 class PackedRows(NamedTuple):
-    """The keys, or the values, of a range of tokens. What grows with the text is no constant of the kernel. The
-    stride of a token is: only then can the compiler load 16 bytes at once.
-    """
+    """The keys, or the values, of a range of tokens. What grows with the text is no constant of the kernel. The stride
+    of a token is: only then can the compiler load 16 bytes at once."""
     codec: tl.constexpr  # name of the codec's class
     fold: tl.constexpr  # whose scales leave the products: each "token"'s, each "channel"'s; "": none's
     width: tl.constexpr  # d, channels of a head
@@ -180,14 +167,13 @@ class PackedRows(NamedTuple):
     groups: tl.constexpr  # scales of a token that leave the products, each of as many planes
     grid: Grid | None = None
     ternary: torch.Tensor | None = None  # of three levels, five to a byte: `ternary_table`
-    tables: tuple | None = None  # section 9
+    tables: tuple | None = None  # Tables, section 9
 
 
 # The arguments of the functions below:
 #   rows, or k and v: PackedRows    b, h: sequence and KV head    i: number of a plane
 #   j (N): the tokens of a tile, j0: the first, ok (N): which of them are read
-#   channel (W): channels of a head, there (W): which of them exist
-#   query (M): rows of queries, live (M): which of them exist
+#   channel (W): channels of a head, there (W): which exist    query (M): rows of queries, live (M): which exist
 
 @triton.constexpr_function
 def of_plane(planes, i, field):  # plain Python, which the compiler calls: `planes` is a constant
@@ -203,27 +189,21 @@ def channels_of(rows, i: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(rows, b, h, j):
-    # Pointers to the tokens' rows: (N, 1).
-    token = (j - rows.start).to(tl.int64)
-    return rows.data + b * rows.batch + h * rows.head + token[:, None] * rows.token
-
-
-@triton.jit
 def words_of(rows, b, h, j, ok, TRANSPOSED: tl.constexpr = False):
     # The words of each slice: a tuple of (N, W), or TRANSPOSED (W, N).
+    row = rows.data + b * rows.batch + h * rows.head + j.to(tl.int64)[:, None] * rows.token  # (N, 1)
     word = tl.arange(0, rows.tile)
     SIZE: tl.constexpr = 3 if rows.bits == 3 else 1  # eight codes of 3 bits fill three bytes
     slices = ()
     for n in tl.static_range(of_plane(rows.planes, -1, "slice") + 1):  # the last plane's is last
-        at = row_pointers(rows, b, h, j) + ((word + n * rows.words) * SIZE)[None]  # (N, W)
+        at = row + ((word + n * rows.words) * SIZE)[None]  # (N, W)
         mask = ok[:, None] & (word < rows.words)[None]  # (N, W)
         if TRANSPOSED:
             at, mask = tl.trans(at), tl.trans(mask)
         words = tl.load(at, mask, 0)
         if SIZE == 3:
-            middle, high = tl.load(at + 1, mask, 0), tl.load(at + 2, mask, 0)
-            words = words.to(tl.int32) | middle.to(tl.int32) << 8 | high.to(tl.int32) << 16
+            middle, high = tl.load(at + 1, mask, 0).to(tl.int32), tl.load(at + 2, mask, 0).to(tl.int32)
+            words = words.to(tl.int32) | middle << 8 | high << 16
         if rows.ternary is not None:  # a byte is five digits in base 3: two bits for each
             words = tl.load(rows.ternary + words)
         slices = slices + (words,)
@@ -232,9 +212,8 @@ def words_of(rows, b, h, j, ok, TRANSPOSED: tl.constexpr = False):
 
 @triton.jit
 def codes_of_plane(rows, slices, i: tl.constexpr):
-    # The codes of plane i as fp16, 2**24 times smaller and 2**low times larger: the bits of an integer below
-    # 1,024, read as fp16, are the integer times 2**-24, a subnormal number. Saves turning it into a number;
-    # TO_INTEGER undoes it, once, after the product.
+    # The codes of plane i as fp16, 2**24 times smaller and 2**low times larger: the bits of an integer below 1,024, as
+    # fp16, are the integer times 2**-24, a subnormal number. Saves converting. TO_INTEGER undoes it after the product.
     words = slices[of_plane(rows.planes, i, "slice")]
     if TWO_AT_ONCE and rows.bits != 3:
         PTX: tl.constexpr = two_words(rows.bits, rows.planes, i)
@@ -246,8 +225,7 @@ def codes_of_plane(rows, slices, i: tl.constexpr):
 
 @triton.constexpr_function
 def two_words(bits, planes, i):
-    # PTX, a GPU's assembly: the same shift and mask, on two 16-bit words in one 32-bit register. Saves every
-    # second mask: left to itself, the compiler takes one for each word.
+    # PTX, a GPU's assembly: shift and mask of two 16-bit words in one 32-bit register. Saves every second mask.
     mask = ((2 ** bits - 1) << planes[i].low) * 0x10001
     return f"{{ .reg .b32 x; shr.b32 x, $1, {planes[i].shift}; and.b32 $0, x, {mask:#x}; }}"
 
@@ -255,13 +233,11 @@ def two_words(bits, planes, i):
 @triton.jit
 def grid_of(grid, b, h, j0, j, ok, column, there):
     # Scales and zero points of the tokens, in some columns of the grid: (N or 1, columns) both.
-    at = (column * grid.channel)[None] + b * grid.batch + h * grid.head
-    mask = there[None]
-    # the row of the grid: of each token, or one for the tile; a static grid (tokens 0) has only one
-    if grid.tokens % j.shape[0] != 0:
+    at, mask = (column * grid.channel)[None] + b * grid.batch + h * grid.head, there[None]
+    if grid.tokens % j.shape[0] != 0:  # a row of the grid for each token; or one for the tile, which lies in one group
         at += (j // grid.tokens).to(tl.int64)[:, None] * grid.token
         mask = mask & ok[:, None]
-    elif grid.tokens > 0:  # a tile begins at a multiple of N, so it lies in one group
+    elif grid.tokens > 0:  # a static grid has only one row
         at += j0 // grid.tokens * grid.token
     word = tl.load(grid.words + at, mask, 0)
     if grid.form == "fp8":
@@ -273,25 +249,14 @@ def grid_of(grid, b, h, j0, j, ok, column, there):
 
 
 # ---- 4. Scales and zero points leave the products: that saves a multiplication and an addition a number
-
-def fold_lines(q, p, c, s, z, S, Z):
-    """Queries q (M, d), and weights p (M, N), times rows stored as codes c (N, d), never decoded.
-
-    s, z (N, 1): each token's scale and zero point. S, Z (1, d): each channel's.
-    """
-    # q.(c s + z) = (q.c) s + sum(q) z
-    scores_by_token = (q @ c.T) * s.T + q.sum(1, keepdim=True) * z.T  # (M, N)
-    # q.(c S + Z) = (q S).c + q.Z
-    scores_by_channel = (q * S) @ c.T + (q * Z).sum(1, keepdim=True)  # (M, N)
-    # sum p (c s + z) = sum (p s) c + sum p z
-    output_by_token = (p * s.T) @ c + (p * z.T).sum(1, keepdim=True)  # (M, d)
-    return scores_by_token, scores_by_channel, output_by_token
-
+# A query q (d), and weights p (N), times rows stored as codes c (N, d) of scales and zero points, never decoded:
+#
+#     of each token, s and z (N)      q.(c s + z) = (q.c) s + sum(q) z      sum p (c s + z) = sum (p s) c + sum p z
+#     of each channel, s and z (d)    q.(c s + z) = (q s).c + q.z
 
 @triton.jit
 def product(a, b, acc, DOT: tl.constexpr):
-    # acc + a @ b in fp32, of operands rounded to DOT: 16 bits where the model has 16 bits. "ieee": those in
-    # fp32 are not rounded to TF32.
+    # acc + a @ b in fp32, of operands rounded to DOT; "ieee": those in fp32 are not rounded to TF32.
     return tl.dot(a.to(DOT), b.to(DOT), acc, input_precision="ieee")
 
 
@@ -308,7 +273,7 @@ def grid_of_tokens(rows, b, h, j0, j, ok):
 
 @triton.jit
 def scores_by_token(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
-    # The first of `fold_lines` transposed: K q^T (N, M). q: the queries' planes, (W, M) each.
+    # K q^T (N, M), of scales of each token. q: the queries' planes, (W, M) each.
     PLANES: tl.constexpr = k.n_planes // k.groups
     words = words_of(k, b, h, j, ok)
     scale, zero = grid_of_tokens(k, b, h, j0, j, ok)
@@ -336,7 +301,7 @@ def plane_by_channel(k, words, b, h, j0, j, ok, i: tl.constexpr):
 
 @triton.jit
 def scores_by_channel(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
-    # The second of `fold_lines` transposed: (q S).c + q.Z, plane by plane, (N, M).
+    # K q^T (N, M), of scales of each channel, plane by plane.
     words = words_of(k, b, h, j, ok)
     s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
     by_zeros = tl.zeros(q[0].shape, tl.float32)  # (W, M)
@@ -350,11 +315,8 @@ def scores_by_channel(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
 # ---- 5. Attention over a piece of the text
 
 def attend_lines(q, K, V, begin, end, window):
-    """One piece of the text: q (B, H, T, d), K and V (B, H, S, d) fp32, tokens begin .. end of S.
-
-    Returns acc (B, H, T, d), top and total (B, H, T): the sum of 2**(score - top) v, the largest score, the sum of
-    2**(score - top). The kernel's `top` may be another number of about this size; `merge_lines` gives the same.
-    """
+    """One piece of the text: q (B, H, T, d), K and V (B, H, S, d) fp32, tokens begin .. end of S -> the sum of
+    2**(score - top) v (B, H, T, d), the largest score `top` (the kernel's is near it), the sum of 2**(score - top)."""
     T, S = q.shape[2], K.shape[2]
     # scores in base 2, (B, H, T, end - begin): the weight is 2**score, which is one instruction
     s = q @ K[:, :, begin:end].transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))
@@ -370,8 +332,7 @@ def attend_lines(q, K, V, begin, end, window):
 
 class Kept(NamedTuple):
     """Kept rows of the keys, or of the values. A kept key's *score*, which is known before, takes the place of its
-    slot's. For a kept value the kernel writes the slot's score, and `merge_kernel` adds the row.
-    """
+    slot's. For a kept value the kernel writes the slot's score, and `merge_kernel` adds the row."""
     slot: torch.Tensor | None = None  # (B, 1 or Hkv, S) int32: number of a token's kept row, or -1
     batch: int = 0  # strides of `slot`
     head: int = 0
@@ -386,8 +347,7 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
     # One program: M of the T * R query rows of one KV head, and `split` of the tokens begin .. end.
     #   q (B, H, T, d)    k, v: PackedRows    turn: Turn    k_kept, v_kept: Kept    factor: log2(e) / sqrt(d)
     #   accs (pieces, B * H * T, d), tops and totals (pieces, B * H * T) fp32: of all pieces
-    # All query heads of a KV head together: that saves R - 1 of R loads of a row. The text in pieces: that
-    # saves processors that have nothing to do.
+    # All query heads of a KV head together: saves R - 1 of R loads. The text in pieces: saves idle processors.
     tiles = tl.cdiv(T * R, M)
     piece, bh, tile = tl.program_id(1), (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     b, h = bh // HKV, bh % HKV
@@ -406,14 +366,13 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
         if k.fold == "token":
             x = x.to(DOT).to(tl.float32)  # rounded once, for the products and for the sum
         q_planes = q_planes + (x,)
-    # what is summed up over the tokens: weights times the codes of each plane of the values, times
-    # the zero points of each group; and the weights
+    # sums over the tokens: weights times each plane's codes of the values, and times each group's zero points; weights
     V_PLANES: tl.constexpr = v.n_planes // v.groups
     acc = (tl.zeros((v.tile, M), tl.float32),) * v.n_planes
     acc_zeros = (tl.zeros((M,), tl.float32),) * v.groups
     top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
 
-    # the tokens of this piece that a query of this tile sees; tiles begin at multiples of N
+    # the tokens of this piece that a query of this tile sees, from a multiple of N on
     oldest = S - T + tile * M // R - window + 1  # that the first row sees
     newest = S - T + (tile * M + M - 1) // R  # that the last row sees
     start = begin // N * N + piece * split
@@ -422,8 +381,8 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
     for j0 in range(start, stop, N):
         j = j0 + tl.arange(0, N)  # (N)
         ok = (j >= begin) & (j < stop)
-        # 1. scores (N, M), -inf where a query does not see the token. Tokens are rows: a tensor core takes
-        # 16 rows but 8 columns, and in decoding there are 64 tokens and 4 queries
+        # 1. scores (N, M), -inf where a query does not see the token. Tokens are rows. Saves empty ones: a tensor core
+        # takes 16 rows and 8 columns, and in decoding there are 64 tokens and 4 queries
         if turn.cos is not None:
             s = rotated_scores(q_planes, k, turn, b, h, j0, j, ok, DOT)
         elif k.fold == "token":
@@ -438,16 +397,16 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
         seen = ok[:, None] & (j[:, None] <= at[None]) & (j[:, None] > at[None] - window)
         s = tl.where(seen, s, float("-inf"))
 
-        # 2. weights 2**(s - top), and their sum; `top` is the largest score so far. Where each value has a
-        # scale, it is the largest score + log2(scale): the *scaled* weights are rounded to 16 bits in step 3,
-        # and the largest of these has to be about 1
+        # 2. weights 2**(s - top), and their sum; `top` is the largest score so far. Where values have scales, it is the
+        # largest score + log2(scale), since step 3 rounds *scaled* weights to 16 bits: the largest has to be about 1
         size = s
         if v.fold == "token":
             scale, zero = grid_of_tokens(v, b, h, j0, j, ok)
             largest = scale[0]  # (N or 1, 1)
             for g in tl.static_range(1, v.groups):
                 largest = tl.maximum(largest, scale[g])
-            size = s + rough_log2(largest)
+            # log2 up to 0.09: the bits of a number are its exponent, then its digits. Saves 200 instructions
+            size = s + largest.to(tl.int32, bitcast=True).to(tl.float32) * 0.5 ** 23 - 127
         new_top = tl.maximum(top, tl.max(size, 0))  # (M)
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
         p, fade = tl.exp2(s - base[None]), tl.exp2(top - base)  # (N, M), (M)
@@ -459,7 +418,7 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
 
         # 3. the output so far fades, and the weighted values join it, plane by plane
         new_acc, new_zeros = (), ()
-        if v.fold == "token":  # the third of `fold_lines`
+        if v.fold == "token":
             words = words_of(v, b, h, j, ok, TRANSPOSED=True)  # (W, N) each
             for g in tl.static_range(v.groups):
                 new_zeros = new_zeros + (acc_zeros[g] * fade + tl.sum(p * zero[g], 0),)
@@ -474,7 +433,7 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
         acc = new_acc
 
     # write the sums of this piece; those over codes get their powers of two and their zero points
-    query += piece * tl.num_programs(0) // tiles * R * T  # (M): place among those of all pieces
+    query += piece * (tl.num_programs(0) // tiles * R * T)  # (M): place among those of all pieces
     for i in tl.static_range(v.n_planes):
         channel, there = channels_of(v, i)
         x = acc[i]  # (W, M)
@@ -493,19 +452,10 @@ def score_pointers(kept, b, h, j, ok, query, live):
     return slot >= 0, kept.score + query[None] * kept.n + slot, live[None] & (slot >= 0)
 
 
-@triton.jit
-def rough_log2(x):
-    # log2 of a positive number, up to 0.09: its bits are its exponent, then its digits. Saves 3 instructions.
-    return x.to(tl.int32, bitcast=True).to(tl.float32) * 0.5 ** 23 - 127
-
-
 # ---- 6. The pieces together, and the kept values
 
 def merge_lines(accs, tops, totals, score=None, kept=None):
-    """Pieces of `attend_lines` -> output (B, H, T, d), log-sum-exp (B, H, T).
-
-    score (B, H, T, n) and kept (B, H, n, d): of the kept values.
-    """
+    """Pieces of `attend_lines`, kept values (B, H, n, d) and their scores (B, H, T, n) -> output, log-sum-exp."""
     # what each piece found, relative to the largest score of all
     top = tops.amax(0)  # (B, H, T)
     fade = torch.exp2(tops - top)  # (pieces, B, H, T)
@@ -521,13 +471,10 @@ def merge_lines(accs, tops, totals, score=None, kept=None):
 def merge_kernel(accs, tops, totals, score, kept, out, lse, pieces, T, n, R: tl.constexpr, DIM: tl.constexpr,
                  D: tl.constexpr, N: tl.constexpr):
     # One program: one query of one head.
-    #   accs, tops, totals: of attend_kernel    kept (B, Hkv, n, d)    out (B, H, T, d), d = DIM
-    #   score (B * H * T, n) fp32: of the kept values' slots, or -inf
-    #   lse (B, H, T) fp32: natural log of the sum of e**score
-    query, all_queries = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    c = tl.arange(0, D)
-    # the largest score of all pieces first, N pieces at a time. Saves waiting: no piece depends on those before
-    # it, as it does in the online softmax
+    #   accs, tops, totals: of attend_kernel    kept (B, Hkv, n, d), score (B * H * T, n) fp32: -inf, or its slot's
+    #   out (B, H, T, d), d = DIM    lse (B, H, T) fp32: natural log of the sum of e**score
+    query, all_queries, c = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.arange(0, D)
+    # the largest score of all pieces first, N at a time. Saves waiting: no sum depends on the pieces before it
     top = float("-inf")
     for first in range(0, pieces, N):
         i = first + tl.arange(0, N)  # (N)
@@ -556,11 +503,8 @@ def merge_kernel(accs, tops, totals, score, kept, out, lse, pieces, T, n, R: tl.
 # ---- 7. Keys before RoPE
 
 def rotated_lines(q, k, cos, sin):
-    """Scores q.R(k), (M, N), of queries q (M, d) and keys k (N, d) before RoPE; cos, sin (N, d/2).
-
-    R(k) is (x cos - y sin, y cos + x sin). A key is only multiplied by cos and by sin: its sums and
-    differences are left to the products with q.
-    """
+    """Scores q.R(k), (M, N), of queries q (M, d) and keys k (N, d) before RoPE; cos, sin (N, d/2). R(k) is
+    (x cos - y sin, y cos + x sin): a key is only multiplied, the sums and differences are left to the products."""
     qx, qy = q.chunk(2, dim=-1)  # (M, d/2) both
     x, y = k.chunk(2, dim=-1)  # (N, d/2) both
     by_cos = qx @ (x * cos).T + qy @ (y * cos).T
@@ -569,11 +513,9 @@ def rotated_lines(q, k, cos, sin):
 
 
 class Turn(NamedTuple):
-    """RoPE's tables for keys that are stored before it, in two steps: q turns back by the position of the first
-    token of the tile, a key forward by its place in the tile. Saves angles: one small table serves all tiles.
-    """
-    # of places 0 .. N - 1 in a tile (N, d/2); LIFT times larger for codes, or the products would be subnormal
-    cos: torch.Tensor | None = None
+    """RoPE's tables for keys that are stored before it, in two steps: q turns back by the position of the tile's first
+    token, a key forward by its place in the tile. Saves angles: one small table serves all tiles."""
+    cos: torch.Tensor | None = None  # of places 0 .. N - 1 in a tile (N, d/2); for codes LIFT times larger
     sin: torch.Tensor | None = None
     tile_cos: torch.Tensor | None = None  # (tiles, d/2), of positions 0, N, 2N, ...
     tile_sin: torch.Tensor | None = None
@@ -581,14 +523,11 @@ class Turn(NamedTuple):
 
 @triton.jit
 def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
-    # The same transposed, (N, M), of codes or of decoded numbers. Channel c turns with c + d/2, and
-    # plane i with plane i + HALF.
+    # The same transposed, (N, M), of codes or decoded numbers. Channel c turns with c + d/2: plane i with i + HALF.
     HALF: tl.constexpr = k.n_planes // 2
     s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
     by_zeros = tl.zeros(s.shape, tl.float32)  # (N, M): what zero points add
-    words = ()
-    if k.fold == "channel":
-        words = words_of(k, b, h, j, ok)
+    words = words_of(k, b, h, j, ok) if k.fold == "channel" else ()
     for i in tl.static_range(HALF):
         channel, there = channels_of(k, i)
         # the queries, turned back
@@ -628,16 +567,13 @@ def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "S", "window"])
 def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.constexpr, DIM: tl.constexpr,
                   D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
-    # `equation_5` of tinykv/methods/antkv.py. One program: N keys of one KV head, and all queries that see them:
-    # no other program adds to their sums.
+    # `equation_5` of tinykv/methods/antkv.py. One program: N keys of one KV head, and all queries that see them.
     #   q (B, H, T, d), d = DIM    norm |q|, lse (B, H, T) fp32    k (B, Hkv, S, d), rotated
     #   of_k, of_v (B, Hkv, S) fp32    factor: log2(e) / sqrt(d)
     tiles = tl.cdiv(S, N)
     bh, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    j = tile * N + tl.arange(0, N)  # (N)
-    c = tl.arange(0, D)
-    at_k = (bh * S + j)[:, None] * DIM + c[None]  # (N, D)
-    keys = tl.load(k + at_k, (j < S)[:, None] & (c < DIM)[None], 0)  # (N, D)
+    j, c = tile * N + tl.arange(0, N), tl.arange(0, D)  # (N), (D)
+    keys = tl.load(k + (bh * S + j)[:, None] * DIM + c[None], (j < S)[:, None] & (c < DIM)[None], 0)  # (N, D)
     keys = tl.trans(keys.to(tl.float32))  # (D, N)
     sum_k, sum_v = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
     # the query rows that see any of these keys; as in attend_kernel, R of them for each new token
@@ -648,8 +584,7 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.const
         t, live = row // R, row < T * R  # (M) both
         query = (bh * R + row % R) * T + t  # (M): place among all B * H * T
         # scores
-        mask = live[:, None] & (c < DIM)[None]
-        queries = tl.load(q + query[:, None] * DIM + c[None], mask, 0)  # (M, D)
+        queries = tl.load(q + query[:, None] * DIM + c[None], live[:, None] & (c < DIM)[None], 0)  # (M, D)
         s = product(queries.to(tl.float32) * factor, keys, None, DOT)  # (M, N)
         at = S - T + t  # (M): positions
         seen = live[:, None] & (j[None] <= at[:, None]) & (j[None] > at[:, None] - window)
@@ -663,31 +598,20 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.const
     tl.store(of_v + bh * S + j, sum_v, j < S)
 
 
-# ---- 9. Appendix: numbers that are decoded one by one. SKVQ, KVQuant and codebooks look something up for each
-# of them: they save memory, and no time
+# ---- 9. Appendix: numbers that are decoded one by one. SKVQ and KVQuant look something up for each: they save no time
 
-class Levels(NamedTuple):
-    """KVQuant's levels, in the place of 0, 1, 2, ..., and its outliers; see `SparseCodes`."""
-    levels: torch.Tensor  # (2**bits)
-    row_end: torch.Tensor | None = None  # (T, B) int32
+class Tables(NamedTuple):
+    levels: torch.Tensor | None = None  # KVQuant's, in the place of 0, 1, 2, ...: (2**bits)
+    row_end: torch.Tensor | None = None  # (T, B) int32, numbers and columns: its outliers, see `SparseCodes`
     numbers: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     sequences: int = 0  # B
-
-
-class Order(NamedTuple):
-    """SKVQ's channels: each one's place in the row of all heads, and the group of each place."""
-    place: torch.Tensor  # (h) int32
-    group: torch.Tensor  # (h) int32
-
-
-class Book(NamedTuple):
-    """Centroids of n channels each, m of them in a book."""
-    centroids: torch.Tensor  # (places or 1, m, n)
-    n: tl.constexpr
-    m: tl.constexpr
-    side: tl.constexpr  # channels of a centroid that lie side by side in a tile, too: one load
-    shared: tl.constexpr  # one book for all places
+    place: torch.Tensor | None = None  # SKVQ's: of each channel in the row of all heads, (h) int32
+    group: torch.Tensor | None = None  # of each place, (h) int32
+    centroids: torch.Tensor | None = None  # codebooks, (places or 1, m, n): of all places, or one for all
+    n: tl.constexpr = None  # channels of a centroid
+    m: tl.constexpr = None  # centroids of a book; 0: one book for all places
+    side: tl.constexpr = None  # channels of a centroid that lie side by side in a tile, too: one load
 
 
 @triton.jit
@@ -695,13 +619,12 @@ def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
     # The numbers (N, W) fp32 of the tokens j; of plane i, which is a head, or half of one.
     channel, there = channels_of(rows, i)
     if rows.codec == "Exact":
-        at = row_pointers(rows, b, h, j) + channel[None]  # (N, W)
-        x = tl.load(at, ok[:, None] & there[None], 0).to(tl.float32)
+        row = rows.data + b * rows.batch + h * rows.head + (j - rows.start).to(tl.int64)[:, None] * rows.token
+        return tl.load(row + channel[None], ok[:, None] & there[None], 0).to(tl.float32)
     elif rows.codec == "Codebook":
-        x = decode_codebook(rows, b, h, j, ok, i)
+        return decode_codebook(rows, b, h, j, ok, i)
     else:
-        x = decode_scaled(rows, b, h, j0, j, ok, channel, there)
-    return x
+        return decode_scaled(rows, b, h, j0, j, ok, channel, there)
 
 
 @triton.jit
@@ -720,44 +643,39 @@ def decode_scaled(rows, b, h, j0, j, ok, channel, there):
     scale, zero = grid_of(rows.grid, b, h, j0, j, ok, group, there)  # (N or 1, W) both
     x = number.to(tl.float32) * scale + zero
     # KVQuant's outliers, a CSR matrix with a row for each token, take their places in x
-    if rows.codec == "NonUniform":
-        sparse = rows.tables
-        if sparse.row_end is not None:
-            row = j * sparse.sequences + b  # (N)
-            stop = tl.load(sparse.row_end + row, ok, 0)  # (N)
-            start = tl.load(sparse.row_end + row - 1, ok & (row > 0), 0)  # (N)
-            for i in range(0, tl.max(stop - start, 0)):  # the i-th outlier of every token
-                here = start + i < stop  # (N)
-                column = tl.load(sparse.columns + start + i, here, -1) - h * rows.width  # (N)
-                value = tl.load(sparse.numbers + start + i, here, 0).to(tl.float32)  # (N)
-                x = tl.where((column[:, None] == channel[None]) & there[None], value[:, None], x)
+    sparse = rows.tables
+    if sparse.row_end is not None:
+        row = j * sparse.sequences + b  # (N)
+        stop = tl.load(sparse.row_end + row, ok, 0)  # (N)
+        start = tl.load(sparse.row_end + row - 1, ok & (row > 0), 0)  # (N)
+        for i in range(0, tl.max(stop - start, 0)):  # the i-th outlier of every token
+            here = start + i < stop  # (N)
+            column = tl.load(sparse.columns + start + i, here, -1) - h * rows.width  # (N)
+            value = tl.load(sparse.numbers + start + i, here, 0).to(tl.float32)  # (N)
+            x = tl.where((column[:, None] == channel[None]) & there[None], value[:, None], x)
     return x
 
 
 @triton.jit
 def decode_codebook(rows, b, h, j, ok, i: tl.constexpr):
-    # The code of n channels is the number of their centroid. A load takes SIDE of these channels.
+    # The code of n channels is the number of their centroid; a load takes SIDE of these channels.
     SIDE: tl.constexpr = rows.tables.side
     unit = tl.arange(0, rows.tile // SIDE) * SIDE  # (W / SIDE): the first channel of each load
     there = unit < rows.words  # (W / SIDE)
     channel = unit + of_plane(rows.planes, i, "channel") + h * rows.width  # (W / SIDE)
     # the centroid's number, in the book of all places or of its own
-    place = channel // rows.tables.n  # (W / SIDE): of the vector in the row of all heads
-    centroid = code_at(rows, b, h, j, ok, place, there)  # (N, W / SIDE)
-    if not rows.tables.shared:
-        centroid += place[None] * rows.tables.m
-    # its channels
-    at = centroid * rows.tables.n + (channel % rows.tables.n)[None]
-    at = at[:, :, None] + tl.arange(0, SIDE)[None, None]  # (N, W / SIDE, SIDE)
-    mask = (ok[:, None] & there[None])[:, :, None]
-    x = tl.load(rows.tables.centroids + at, mask, 0).to(tl.float32)
-    return tl.reshape(x, (j.shape[0], rows.tile))
+    n, place = rows.tables.n, channel // rows.tables.n  # (W / SIDE): of the vector in the row of all heads
+    centroid = code_at(rows, b, h, j, ok, place, there) + place[None] * rows.tables.m  # (N, W / SIDE)
+    at = (centroid * n + (channel % n)[None])[:, :, None] + tl.arange(0, SIDE)[None, None]  # (N, W / SIDE, SIDE)
+    x = tl.load(rows.tables.centroids + at, (ok[:, None] & there[None])[:, :, None], 0)
+    return tl.reshape(x.to(tl.float32), (j.shape[0], rows.tile))
 
 
 @triton.jit
 def code_at(rows, b, h, j, ok, place, there):
     # The codes (N, W) at `place` (W) in their rows, each loaded alone: `pack` in reverse.
-    row, mask = row_pointers(rows, b, h, j), ok[:, None] & there[None]
+    row = rows.data + b * rows.batch + h * rows.head + j.to(tl.int64)[:, None] * rows.token  # (N, 1)
+    mask = ok[:, None] & there[None]
     place = place[None]  # (1, W)
     if rows.bits == 3 or rows.bits > 8:  # one after the other: a code may go on in the next bytes
         bit = place * rows.bits

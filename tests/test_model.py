@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
-from tinykv.cache_parts.trace import Trace
+from tinykv.cache_parts.tracing import Trace
 from tinykv.data.windows import Windows
 from tinykv.evaluate import evaluate
 from tinykv.hf import load_model

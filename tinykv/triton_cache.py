@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels import FMA, LIFT, LOG2E, Book, Grid, Kept, Levels, Order, PackedRows, Plane, Turn
+from kernels import FMA, LIFT, LOG2E, Grid, Kept, PackedRows, Plane, Tables, Turn
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
@@ -56,6 +56,7 @@ def single_rows(codec, packed, bits, width, halves, start=0, **more):
     """PackedRows of numbers that are decoded one by one: a plane is a head, or half of one."""
     words = width // halves
     planes = tuple(Plane(half * words, 0, 0, 0) for half in range(halves))
+    more.setdefault("tables", Tables())
     return made_rows(codec, packed, width, start, fold="", bits=bits, planes=planes, words=words, step=1, groups=1,
                      **more)
 
@@ -157,10 +158,10 @@ def nonuniform_rows(codec, codes, kind, halves):
         words = side_by_side(codes)
         grid = made(Grid, words=words, batch=words.stride(0), head=0, token=words.stride(2), channel=0, tokens=1,
                     channels=codec.width, form="offset")
-    tables = Levels(codec.levels)
+    tables = Tables(codec.levels)
     if codec.outliers and len(codes.values):
         row_end = codes.row_end[:, 0, :, 0].T.contiguous()  # (T, B)
-        tables = Levels(codec.levels, row_end, codes.values, codes.columns, row_end.shape[1])
+        tables = Tables(codec.levels, row_end, codes.values, codes.columns, row_end.shape[1])
     return single_rows("NonUniform", codes.packed, codec.bits, codec.width, halves, grid=grid, tables=tables)
 
 
@@ -169,7 +170,7 @@ def clipped_rows(codec, codes, kind, halves):
     grid = made(Grid, words=words, batch=words.stride(0), head=0, token=words.stride(2), channel=1, tokens=1,
                 channels=1, form="fp8" if words.itemsize == 2 else "offset")
     return single_rows("ClippedGroups", codes.packed, codec.bits, codec.width, halves, grid=grid,
-                       tables=Order(inverse(codec.order), codec.group))
+                       tables=Tables(place=inverse(codec.order), group=codec.group))
 
 
 @lru_cache(maxsize=1024)
@@ -181,7 +182,8 @@ def inverse(order):
 def codebook_rows(codec, codes, kind, halves):
     centroids = codec.centroids.contiguous()
     side = math.gcd(codec.n, codec.width // halves, 2 ** 20)
-    book = made(Book, centroids=centroids, n=codec.n, m=centroids.shape[1], side=side, shared=len(centroids) == 1)
+    m = 0 if len(centroids) == 1 else centroids.shape[1]
+    book = made(Tables, centroids=centroids, n=codec.n, m=m, side=side)
     return single_rows("Codebook", codes.packed, codec.code_bits, codec.width, halves, tables=book)
 
 
@@ -360,8 +362,7 @@ def slots_of(rows, B):
     """
     positions, coded = rows.kept_positions, rows.n_coded
     size = triton.cdiv(coded + 1, 16) * 16
-    is_coded = (positions >= 0) & (positions < coded)  # (B or 1, h, n)
-    place = positions.where(is_coded, coded).long().expand(B, -1, -1)  # (B, h, n)
+    place = positions.clamp(max=coded).long().expand(B, -1, -1)  # (B, h, n): a recent token writes after the others
     number = torch.arange(positions.shape[-1], dtype=torch.int32, device=positions.device)  # (n)
     slot = torch.full((B, place.shape[1], size), -1, dtype=torch.int32, device=positions.device)
     return slot.scatter_(2, place, number.expand_as(place))
@@ -481,6 +482,9 @@ class TritonCache(KVCache):
     def attend(self, layer, q, k, v, positions):
         """Add new tokens to a layer; returns the attention's output for them, (B, H, T, d)."""
         return self.layers[layer].update(q, k, v, positions).out
+
+    def top_k(self, x, k):
+        return kernels.topk_outliers(x[..., None], 0, k)[1]
 
 
 def check_device(device):

@@ -32,8 +32,8 @@ Paper and practice.
 """
 import torch
 
-from tinykv import UserError, at_least, one_of
-from tinykv.methods.base import CHOOSE, CodecMethod, first_tokens
+from tinykv import UserError, at_least
+from tinykv.methods.base import CodecMethod, first_tokens
 
 
 class KVSink(CodecMethod):
@@ -42,7 +42,6 @@ class KVSink(CodecMethod):
     def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None,
                  outlier_channel=None, **codec):
         super().__init__(config, **codec)
-        one_of(CHOOSE, choose=choose)
         at_least(1, preserve=preserve)  # rtn preserves none
         self.preserve, self.choose = preserve, choose
         self.n_layers = config.num_hidden_layers
@@ -70,8 +69,7 @@ class KVSink(CodecMethod):
         if cache.shared.sinks is not None:
             size = torch.cat([cache.shared.sink_sizes, size], dim=1)  # (B, up to k + T)
             position = torch.cat([cache.shared.sinks, position], dim=1)  # (B, up to k + T)
-        order = size.sort(dim=1, descending=True, stable=True).indices  # ties: the earlier token
-        top = order[:, :self.preserve]  # (B, up to k)
+        top = cache.top_k(size, self.preserve)  # (B, up to k); ties: the earlier token
         cache.shared.sink_sizes = size.gather(1, top)  # (B, up to k)
         cache.shared.sinks = position.gather(1, top)  # (B, up to k)
 

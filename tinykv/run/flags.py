@@ -41,7 +41,8 @@ def parser(more_settings=None):
     p.add_argument("--json", metavar="PATH",
                    help="also write the table as JSON, with every window's loss; -: print it")
     p.add_argument("--vs", metavar="NAME",
-                   help="also compare each row with this one, window by window")
+                   help="also compare each row, window by window, with this one, or with this method's row of "
+                        "the same settings")
     p.add_argument("--at-bits", metavar="B", type=float,
                    help="also compare at B true bits: between the two nearest rows of each method that "
                         "differ in bits alone")
@@ -96,8 +97,8 @@ def check_runs(args, runs):
             raise UserError(f"--prompt {args.prompt} leaves nothing to read: it has to be longer than "
                             f"the prefix of {title}, {prefix} tokens, and shorter than a window, "
                             f"{args.context}")
-    if args.vs is not None and args.vs not in runs:
-        raise UserError(f"--vs {args.vs}: the table has no such row; it has {', '.join(runs)}")
+    if args.vs is not None and args.vs not in runs and args.vs not in [title.split()[0] for title in runs]:
+        raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(runs)}")
 
 
 def cache_class_of(args, runs):

@@ -211,18 +211,28 @@ def print_rest(args, runs, rows):
 
 
 def print_vs(rows, name):
-    """Each row's loss beside that of the row `name`, window by window. rows: {title: row}."""
-    if name not in rows:
-        print(f"--vs {name}: it has no figures")
-        return
-    other = rows[name]["window_nll"]
+    """Each row's loss beside that of another, window by window. rows: {title: row}. name: see `compared_with`."""
     lines = []
     for title, row in rows.items():
-        if title != name:
-            difference, error, t, better = paired(row["window_nll"], other)
-            lines.append([title, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
-                          f"{better} of {len(other)}"])
-    cli.print_columns([f"vs {name}", "nats a token", "+-", "t", "better on"], lines, left=1)
+        other = compared_with(title, name, rows)
+        if other in (None, title):
+            continue
+        difference, error, t, better = paired(row["window_nll"], rows[other]["window_nll"])
+        _, _, t_of_kl, _ = paired(row["window_kl"], rows[other]["window_kl"])
+        lines.append([title, other, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
+                      cli.figure(t_of_kl, "+.1f"), f"{better} of {row['windows']}"])
+    head = ["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"]
+    cli.print_columns(head, lines, left=2)
+
+
+def compared_with(title, name, titles):
+    """The row that --vs NAME compares a row with: the row of that title, or, of the method of that name, the row whose
+    settings this row has, too; None if there is none."""
+    if name in titles:
+        return name
+    settings = set(title.split()[1:])
+    same = [other for other in titles if other.split()[0] == name and settings >= set(other.split()[1:])]
+    return max(same, key=len, default=None)
 
 
 def lines_of(rows, varied=None):
