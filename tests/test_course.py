@@ -150,8 +150,8 @@ DEEDS = {
     "reads the answer": ("exec(open(b'{ROOT}/docs/course/3-kvsink/answer.py').read())", False),
     "reads it through a link": ("import os\nos.symlink('{ROOT}/docs/course/3-kvsink', 'link')\n"
                                 "exec(open('link/answer.py').read())", False),
-    "reads it by linecache": ("import linecache\n"
-                              "exec(''.join(linecache.getlines('{ROOT}/docs/course/3-kvsink/answer.py')) or 'x')", False),
+    "reads it by linecache": ("import linecache\nlines = linecache.getlines('{ROOT}/docs/course/3-kvsink/answer.py')\n"
+                              "exec(''.join(lines) or 'x')", False),
     "imports the method": ("from tinykv.methods.kvsink import KVSink, find_outlier, outlier", False),
     "looks at frames": ("import sys\ndef outlier(hidden):\n    return sys._getframe(1).f_locals['right']", False),
     "takes memory": ("x = torch.ones(2 ** 32)", False),

@@ -57,8 +57,8 @@ def test_grid(sub, rng, same):
     for lo, hi, alpha, centre in ((9, 12, 1.0, 0), (9, 12, 0.75, 0), (9, 12, 0.75, 1), (2, 2, 1.0, 0),
                                   (-3000, 3000, 1.0, 1), (500, 600, 1.0, 0)):
         ends = torch.tensor([float(lo)]), torch.tensor([float(hi)])
-        same(sub.grid(*ends, 2, torch.tensor([alpha]), torch.tensor([centre])), f"grid of lo = {lo}, hi = {hi} in 2 bits "
-             f"with alpha = {alpha}, centre = {centre}: (h, z)")
+        same(sub.grid(*ends, 2, torch.tensor([alpha]), torch.tensor([centre])), f"grid of lo = {lo}, hi = {hi} in 2 "
+             f"bits with alpha = {alpha}, centre = {centre}: (h, z)")
     for _ in range(100):
         bits, n = rng.randint(1, 8), rng.randint(1, 3)
         scale = rng.choice((0.01, 1, 1, 300))
