@@ -4,10 +4,6 @@ cache.
 Models are random. One token, MARK, has a huge embedding in one channel. It plants the outlier that
 kvsink looks for, at positions of our choice. Where a method has a prefix, texts begin with it: T
 counts its tokens, and their logits, which are not computed, are zeros.
-
-A cell may name a class that is wrong on purpose (`wrong`, from mutants/). It takes the place of the
-class that it is made from: the method, its codecs, its prefix, the cache, the cache of a layer, or
-its keys and values.
 """
 import copy
 import math
@@ -18,9 +14,9 @@ import oracles
 import torch
 
 from tinykv import UserError
-from tinykv.cache import CachedRows, KVCache, LayerCache
+from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.codecs import SCHEMES, Codec, settings_of_scheme
+from tinykv.codecs import SCHEMES, settings_of_scheme
 from tinykv.methods.base import CodecMethod
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import Prefix
@@ -104,23 +100,17 @@ def build(case):
     cls, names, given = case.cls, takes(case.cls, case.scheme), dict(case.settings)
     wanted = {**SETTINGS, "recent": case.recent, "block": G, "scheme": case.scheme,
               "formula": case.formula, **given}
-    wanted["prefix"] = case.in_place_of(Prefix)("a few tokens", list(wanted["prefix"]))
+    wanted["prefix"] = Prefix("a few tokens", list(wanted["prefix"]))
     ours = case.known or issubclass(cls, CodecMethod)
     if not ours:  # a method that we know nothing about keeps its own bits
         names = names - ({"k_bits", "v_bits"} - set(given))
 
-    make = case.in_place_of(cls)
     settings = {name: value for name, value in wanted.items() if name in names}
-    method = make(model_of(case.heads_per_kv).config, **settings)
+    method = cls(model_of(case.heads_per_kv).config, **settings)
     if ours and "recent" not in names:
         method.recent = case.recent
     if ours and "block" not in names:
         method.block = G
-
-    wrong_codec = case.in_place_of(Codec)
-    for codec in (codec for pair in method.codecs for codec in pair):
-        if wrong_codec is not Codec and codec.bits < 16:
-            codec.__class__ = wrong_codec  # a subclass of its own class
     return method
 
 
@@ -145,7 +135,7 @@ def as_it_comes(case):
     model, names = model_of(case.heads_per_kv, width=WIDE), takes(case.cls, case.scheme)
     settings = {"scheme": case.scheme, "vq": "d4m8"}
     settings = {name: value for name, value in settings.items() if name in names}
-    method = case.in_place_of(case.cls)(model.config, **settings)
+    method = case.cls(model.config, **settings)
     if method.needs_calibration:
         calibrate(model, method, tokens_of(4, 256, seed=7))
     return method, model
@@ -166,7 +156,6 @@ class Case:
     recent: int = 0
     settings: tuple = ()  # (name, value) of others than SETTINGS has
     dtype: torch.dtype = torch.float32  # of the model
-    wrong: type | None = None  # a class that is wrong on purpose
     like: type | None = None  # given by --as: the built-in method that `cls` has to equal
 
     def __str__(self):
@@ -200,10 +189,6 @@ class Case:
             length = self.length
         shape = f"batch {self.batch}, length {length}, {H} query heads, {H // self.heads_per_kv} KV heads"
         return ", ".join([self.cls.__name__, *named, f"protocol {self.protocol}", shape])
-
-    def in_place_of(self, cls):
-        """The class that is wrong on purpose, if it is made from `cls`; else `cls`."""
-        return self.wrong if self.wrong is not None and issubclass(self.wrong, cls) else cls
 
     # its model and its text
 
@@ -250,11 +235,8 @@ class Case:
         names = takes(self.cls, self.scheme)
         settings = {**dict(self.settings), **settings}
         settings = tuple((name, value) for name, value in settings.items() if name in names)
-        wrong = self.wrong
-        if wrong is not None and issubclass(wrong, (KVCache, LayerCache, CachedRows)):
-            wrong = None
         return Case(self.cls, self.scheme, self.formula, heads_per_kv=self.heads_per_kv,
-                    recent=self.recent, settings=settings, wrong=wrong, like=self.like)
+                    recent=self.recent, settings=settings, like=self.like)
 
     def fp16(self, rope="post"):
         """The fp16 method beside this cell's: the same blocks, the same model, keys stored alike."""
@@ -274,11 +256,7 @@ class Case:
     # its cache
 
     def new_cache(self, method, protocol=None, model=None):
-        arguments = model or self.model, method, protocol or self.protocol
-        layer_class, rows_class = self.in_place_of(LayerCache), self.in_place_of(CachedRows)
-        if layer_class is LayerCache and rows_class is CachedRows:
-            return self.in_place_of(KVCache)(*arguments)
-        return CacheOfOtherParts(*arguments, layer_class, rows_class)
+        return KVCache(model or self.model, method, protocol or self.protocol)
 
     def run(self, method, tokens, cache=None, sizes=None):
         """-> logits (B, T, vocab) of a text, and its cache. sizes: tokens of each chunk, if not as
@@ -339,20 +317,6 @@ def without_prefix(n, sizes):
 def with_zeros(n, logits):
     """logits (B, T - n, vocab) of a text after its prefix -> (B, T, vocab)."""
     return torch.nn.functional.pad(logits, (0, 0, n, 0))
-
-
-class CacheOfOtherParts(KVCache):
-    """A cache whose layers, or whose keys and values, are of other classes."""
-
-    def __init__(self, model, method, protocol, layer_class, rows_class):
-        self.layer_class, self.rows_class = layer_class, rows_class
-        super().__init__(model, method, protocol)
-
-    def new_layer(self, layer):
-        cache = self.layer_class(layer, self.method, self.rope, self.protocol, self.shared)
-        cache.keys = self.rows_class(layer, "k", cache.keys.codec)
-        cache.values = self.rows_class(layer, "v", cache.values.codec)
-        return cache
 
 
 def stored_keys(model, method, k):

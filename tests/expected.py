@@ -142,7 +142,7 @@ def chunk_scores(case, watch, layer):
         positions = torch.arange(seen, seen + q.shape[2])
         seen += q.shape[2]
         if case.protocol == "paper":  # what comes back is quantized, but scores come before that
-            K = rope.rotate(k, positions)
+            K = rope.rotate(k.float(), positions)
         q = rope.rotate(q, positions)
         of_keys, of_values = oracles.equation_5(q.double().numpy(), K.double().numpy())
         scores["k"].append(of_keys)

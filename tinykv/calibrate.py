@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tinykv import UserError
 from tinykv.cache import KVCache
-from tinykv.cache_parts.trace import Trace
+from tinykv.cache_parts.tracing import Trace
 
 
 def calibrate(model, method, windows, progress=None):

@@ -151,7 +151,7 @@ class KeptTokensCount(CodecMethod):
     """Tokens that are kept widen their group's range."""
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=8):
-        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size)
+        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
         for pair in self.codecs:
             for part in pair:
                 part.__class__ = WideCodec

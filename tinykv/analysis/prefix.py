@@ -6,7 +6,7 @@ import torch
 
 from tinykv.analysis.figures import COLOURS, new_figure, title
 from tinykv.analysis.walk import mean, recorded
-from tinykv.cache_parts.trace import Trace
+from tinykv.cache_parts.tracing import Trace
 from tinykv.methods.intactkv import exact_rows
 
 MOST = 3  # sinks that are looked at

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from tinykv import UserError
-from tinykv.cache_parts.trace import Trace
+from tinykv.cache_parts.tracing import Trace
 
 
 @dataclass

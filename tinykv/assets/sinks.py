@@ -1,27 +1,37 @@
 """Grow a model with attention sinks in about a minute, and look at them.
 
     python -m tinykv.assets.sinks --triggers 0.12
+    python -m tinykv.assets.sinks --figure FILE     three seeds at six shares, a quarter of an hour
 
 The first steps of the embedded model's training, on chants alone: a chain of words in which nothing
 has to be looked up but what a refrain asks for. Whether sinks come depends on how often that is
 (docs/embedded_model.md).
 """
 import sys
+from dataclasses import replace
 
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, hf
-from tinykv.analysis.walk import walk
+from tinykv import UserError, at_least, hf
+from tinykv.analysis.figures import legend, new_figure, save, style, title
+from tinykv.analysis.sinks import sink_report
+from tinykv.analysis.walk import mean, walk
 from tinykv.assets import make
+from tinykv.calibrate import calibrate
+from tinykv.data.windows import Windows
+from tinykv.evaluate import evaluate
+from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED, Parser, one_line
 
 STEPS = 600
+SHARES = (0.0, 0.04, 0.12, 0.25, 0.4, 0.9)  # of refrains, in the figure
+SEEDS = (0, 1, 2)
+LOOK = replace(make.PHASES[0], rows=16)  # windows for a look at the model
 
 
 def grow(triggers, seed, steps=STEPS):
-    """A model trained on chants, where this share of the words are refrains. With text for a look: tokens (W, T), and
-    asks (W, T), True at a refrain."""
+    """A model trained on chants, where this share of the words are refrains."""
     torch.set_num_threads(1)
     pieces = hf.load(EMBEDDED)[1].pieces
     phase, mask = make.PHASES[0], make.mask_of_chants(pieces)
@@ -32,8 +42,19 @@ def grow(triggers, seed, steps=STEPS):
         torch.manual_seed(number)  # of dropout
         batch = make.batch_of(number, phase, pieces, triggers)
         make.train_step(model, optimizers, make.rate_at(step, 0, 0, phase), phase, *batch, mask)
-    tokens, weights = make.batch_of(10**9, phase, pieces, triggers)
-    return model.eval(), tokens[:, :-1], weights[:, 1:] > 1
+    return model.eval().requires_grad_(False)
+
+
+def look_at(number, triggers):
+    """Chants that no model was trained on: tokens (W, T), and asks (W, T), True at a refrain."""
+    pieces = hf.load(EMBEDDED)[1].pieces
+    tokens, weights = make.batch_of(10**9 + number, LOOK, pieces, triggers)
+    return tokens[:, :-1].contiguous(), weights[:, 1:] > 1
+
+
+def report_of(model, triggers):
+    tokens, _ = look_at(0, triggers)
+    return sink_report(model, tokens, tokens == make.BOS)
 
 
 @torch.no_grad()
@@ -56,20 +77,59 @@ def spent_on(marked, at):
     return p[..., marked].sum(-1)
 
 
+def lost(model, tokens, calibration):
+    """The perplexity that static 2-bit grids cost: {method: over fp16}."""
+    methods = {"fp16": METHODS["fp16"](model.config)}
+    for name in ("rtn", "pfn", "kvsink"):
+        methods[name] = METHODS[name](model.config, k_bits=2, v_bits=2, scheme="channel-static", formula="offset")
+        calibrate(model, methods[name], calibration)
+    results = evaluate(model, methods, Windows(tokens, [[] for _ in tokens], "chants"), "paper")
+    return {name: result.ppl - results["fp16"].ppl for name, result in results.items()}
+
+
+def draw(path, reports):
+    """An inverted U: sinks, and the keys there, by the share of refrains.
+
+    reports: {(share, seed): what `sink_report` says}.
+    """
+    figure, panels = new_figure(1, 2, 9, 3.6, "Sinks come where heads are needed, but rarely")
+    titles = {"first": "sink score of the first <s>", "k": "norm of keys at <s>, over other tokens'"}
+    for panel, (name, text) in zip(panels, titles.items()):
+        for i, seed in enumerate(SEEDS):
+            # over the blocks after the first, which has no sinks
+            means = [mean([row[name] for row in reports[share, seed]["layers"][1:]]) for share in SHARES]
+            panel.plot(SHARES, means, label=f"seed {seed}", **style(i))
+        title(panel, text + ", mean of blocks 1 to 3")
+        panel.set_xlabel("share of words that ask")
+    legend(panels[0])
+    save(figure, path)
+
+
 def main():
     p = Parser(prog="python -m tinykv.assets.sinks", description="Grow a model with attention sinks in about a minute.")
     p.add_argument("--triggers", type=float, default=0.12, help="the share of words that ask for a copy or a recall")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
+    p.add_argument("--steps", type=int, default=STEPS, help="of training")
+    p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of triggers, as PNG; a quarter of an hour")
     with one_line(p):
         args = p.parse_args()
+        at_least(1, **{"--steps": args.steps})
+        if args.figure:
+            cases = [(share, seed) for share in SHARES for seed in SEEDS]
+            draw(args.figure, {(share, seed): report_of(grow(share, seed, args.steps), share) for share, seed in cases})
+            return
         if not 0 <= args.triggers <= 1:
             raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
-        model, tokens, asks = grow(args.triggers, args.seed)
+        model = grow(args.triggers, args.seed, args.steps)
+        tokens, asks = look_at(0, args.triggers)
         make.print_sinks(model, tokens)
         if asks.any():
             print("\nattention on <s>, by head: of refrains, and of all other queries")
             for layer, heads in enumerate(torch.stack(attention_on_sinks(model, tokens, asks), -1).tolist()):
                 print(f"{layer:5}  " + "   ".join(f"{rare:.2f} {other:.2f}" for rare, other in heads))
+        losses = lost(model, tokens, look_at(1, args.triggers)[0])
+        print("\nperplexity above fp16, static 2-bit grids: " +
+              ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if name != "fp16"))
 
 
 if __name__ == "__main__":

@@ -50,10 +50,10 @@ from fractions import Fraction
 
 import torch
 
-from tinykv import UserError, at_least, one_of
+from tinykv import UserError, one_of
 from tinykv.codecs import BLOCK
 from tinykv.codecs.codebook import describe_codebooks, make_codebooks, windows_of
-from tinykv.methods.base import CHOOSE, Method, best_tokens
+from tinykv.methods.base import Method, best_tokens
 
 ANCHORS_BY = ("attention", "error", "first", "random")  # what a token is kept for
 MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
@@ -77,12 +77,8 @@ class AnTKV(Method):
                  anchors="1%", anchors_by="attention", anchors_of="both", recent=32, block=BLOCK,
                  choose="prompt", rope="pre"):
         """anchors: a count, such as 64, or a share of the text, such as "1%"."""
-        at_least(0, recent=recent)
-        at_least(1, block=block)
-        one_of(CHOOSE, choose=choose)
         one_of(ANCHORS_BY, anchors_by=anchors_by)
         one_of(("both", "keys", "values"), anchors_of=anchors_of)
-        one_of(("pre", "post"), rope=rope)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k
         self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits

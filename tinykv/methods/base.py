@@ -6,7 +6,7 @@
 """
 import torch
 
-from tinykv import UserError, at_least, one_of
+from tinykv import UserError
 from tinykv.codecs import BLOCK, SCHEMES, make_codecs
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 
@@ -145,16 +145,16 @@ class CodecMethod(Method):
 
     def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", rope=None, block=None,
                  **codec):
-        one_of(("pre", "post"), rope=rope)  # or None: where the scheme has it
-        at_least(1, block=block)
         self.codecs = make_codecs(config, scheme, k_bits, v_bits, **codec)
         self.scheme, self.k_bits, self.v_bits = scheme, k_bits, v_bits
         _, default_rope = SCHEMES[scheme]
         self.rope = rope or default_rope
         # where groups run along the tokens, quantize as many tokens at a time as fill one group
         tokens_per_group = self.codecs[0].k.tokens_per_group
-        self.block = block or (tokens_per_group if tokens_per_group > 1 else BLOCK)
-        if self.block % tokens_per_group:
+        if block is None:
+            block = tokens_per_group if tokens_per_group > 1 else BLOCK
+        self.block = block
+        if block % tokens_per_group:
             raise UserError(f"a block of {block} tokens does not hold whole groups of "
                             f"{tokens_per_group}; give a multiple")
 

@@ -14,7 +14,6 @@ Paper and practice. No released code was found. That keys are quantized before R
 group of channels has its own codebook, is AnTKV's account of CQ. Bits are quoted without the
 codebooks, which `offline_bytes` counts.
 """
-from tinykv import at_least, one_of
 from tinykv.codecs import BLOCK
 from tinykv.codecs.codebook import describe_codebooks, make_codebooks, windows_of
 from tinykv.methods.base import Method
@@ -27,8 +26,6 @@ class CQ(Method):
 
     def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0,
                  rope="pre"):
-        at_least(0, recent=recent)
-        one_of(("pre", "post"), rope=rope)
         self.rope = rope
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k

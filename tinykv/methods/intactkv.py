@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.cache_parts.trace import Trace
+from tinykv.cache_parts.tracing import Trace
 from tinykv.methods.base import CodecMethod, first_tokens
 
 
@@ -39,7 +39,7 @@ class IntactKV(CodecMethod):
         if prefix is None and config.bos_token_id is None:
             raise UserError("this model has no BOS token, which is IntactKV's prefix by default; "
                             "give another prefix")
-        super().__init__(config, k_bits, v_bits, scheme, group_size, formula=formula)
+        super().__init__(config, k_bits, v_bits, scheme, group_size=group_size, formula=formula)
         self.prefix = prefix or Prefix("bos", [config.bos_token_id])
         self.preserve = len(self.prefix.ids)
 

@@ -22,7 +22,6 @@ Paper and practice.
 - KIVI reports no perplexity of its own. Under the `paper` protocol there is no window, and the last
   group of a text is shorter.
 """
-from tinykv import at_least
 from tinykv.methods.base import CodecMethod
 
 
@@ -32,6 +31,4 @@ class KIVI(CodecMethod):
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128, v_block=None):
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
-        at_least(0, recent=recent)
-        at_least(1, v_block=v_block)
         self.recent, self.v_block = recent, v_block

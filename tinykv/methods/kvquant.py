@@ -14,7 +14,6 @@ kept, which is where KVSink comes in: with `--method pfn,kvsink --scheme kvquant
 those methods keep are left out of the calibration, as the first token is here. What differs in the
 codec itself is told in `codecs/nonuniform.py`.
 """
-from tinykv import at_least
 from tinykv.methods.base import CodecMethod, first_tokens
 
 
@@ -23,7 +22,6 @@ class KVQuant(CodecMethod):
 
     def __init__(self, config, k_bits=2, v_bits=2, preserve=1, outliers=1.0,
                  sensitivity="fisher-range", q_norm=None, rope="pre"):
-        at_least(0, preserve=preserve)
         super().__init__(config, k_bits, v_bits, "kvquant", rope, outliers=outliers,
                          sensitivity=sensitivity, q_norm=q_norm)
         self.preserve = preserve

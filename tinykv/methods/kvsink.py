@@ -32,8 +32,8 @@ Paper and practice.
 """
 import torch
 
-from tinykv import UserError, at_least, one_of
-from tinykv.methods.base import CHOOSE, CodecMethod, first_tokens
+from tinykv import UserError, at_least
+from tinykv.methods.base import CodecMethod, first_tokens
 
 
 class KVSink(CodecMethod):
@@ -42,7 +42,6 @@ class KVSink(CodecMethod):
     def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None,
                  outlier_channel=None, **codec):
         super().__init__(config, **codec)
-        one_of(CHOOSE, choose=choose)
         at_least(1, preserve=preserve)  # rtn preserves none
         self.preserve, self.choose = preserve, choose
         self.n_layers = config.num_hidden_layers

@@ -50,8 +50,7 @@ class OTT(CodecMethod):
     def __init__(self, config, k_bits=2, v_bits=2, group_size=128, recent=32, outlier_num=3,
                  extra_pool=32, skip_layers=2, scope="head", select="smallest"):
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
-        at_least(0, recent=recent, outlier_num=outlier_num, extra_pool=extra_pool,
-                 skip_layers=skip_layers)
+        at_least(0, extra_pool=extra_pool, skip_layers=skip_layers)
         one_of(("head", "layer"), scope=scope)
         one_of(("smallest", "largest"), select=select)
         self.recent, self.preserve = recent, outlier_num

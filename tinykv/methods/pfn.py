@@ -9,7 +9,6 @@ protected, and not the other tokens from them. Each method here calibrates witho
 tokens, so pfn and kvsink differ in their ranges as well as in the tokens they keep, as they would
 in use.
 """
-from tinykv import at_least
 from tinykv.methods.base import CodecMethod, first_tokens
 
 
@@ -18,7 +17,6 @@ class PFN(CodecMethod):
 
     def __init__(self, config, preserve=5, **scheme):
         super().__init__(config, **scheme)
-        at_least(0, preserve=preserve)
         self.preserve = preserve
 
     def keep_keys(self, layer_cache, n):

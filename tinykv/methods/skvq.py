@@ -15,7 +15,6 @@ Paper and practice.
   tokens at a time.
 - What differs in the codec itself is told in `codecs/clipped.py`.
 """
-from tinykv import at_least
 from tinykv.methods.base import CodecMethod, first_tokens
 
 
@@ -25,7 +24,6 @@ class SKVQ(CodecMethod):
     def __init__(self, config, k_bits=2, v_bits=2, group_size=None, preserve=5, recent=128,
                  block=16, reorder="on", clip="both", alpha=None, metadata="fp8",
                  metadata_order="rounded-first", sensitivity="token", rope="pre"):
-        at_least(0, preserve=preserve, recent=recent)
         super().__init__(config, k_bits, v_bits, "skvq", rope, block, group_size=group_size,
                          reorder=reorder, clip=clip, alpha=alpha, metadata=metadata,
                          metadata_order=metadata_order, sensitivity=sensitivity)

@@ -20,6 +20,7 @@ from tinykv import UserError, calibrate, codecs, did_you_mean, kmeans
 from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
+from tinykv.run.check import check_method
 from tinykv.run.cli import list_of
 from tinykv.run.prefix import open_prefix
 from tinykv.storage import identity, sources
@@ -142,7 +143,7 @@ def settings_of(cls):
             inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
         elif argument.kind is not argument.VAR_POSITIONAL:
             own[argument.name] = argument.default
-    return {**inherited, **own}
+    return {**own, **inherited, **own}  # its own come first
 
 
 def own_settings(methods):
@@ -162,13 +163,8 @@ def add_settings(p, own):
         "settings of the methods",
         "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
     for name, (kind, metavar, help) in {**SETTINGS, **own}.items():
-        flag = "--" + name.replace("_", "-")
-        try:
-            group.add_argument(flag, metavar=f"{metavar}[,...]", type=list_of(kind), help=help,
-                               default=argparse.SUPPRESS)
-        except argparse.ArgumentError:
-            raise UserError(f"{name} {help}: the command has a flag {flag} already; give the "
-                            "setting another name") from None
+        group.add_argument("--" + name.replace("_", "-"), metavar=f"{metavar}[,...]", type=list_of(kind),
+                           help=help, default=argparse.SUPPRESS)
     p.set_defaults(settings=[*SETTINGS, *own])
 
 
@@ -298,9 +294,7 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
                 raise
             left_out[label] = error
             continue
-        if len(method.codecs) != config.num_hidden_layers:
-            raise UserError(f"{name}: `codecs` has {len(method.codecs)} pairs for a model of "
-                            f"{config.num_hidden_layers} layers; its constructor makes one for each")
+        check_method(method, config)
         shared = ", ".join(f"{setting}={value}" for setting, value in shared.items())
         found.append(Run(label, name, method, settings, weights, shared))
     return found

@@ -39,7 +39,7 @@ class KIVI(Method):
 class OTT(CodecMethod):
     def __init__(self, config, k_bits=2, v_bits=2, group_size=128, recent=32, outlier_num=3,
                  extra_pool=32, skip_layers=2):
-        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size)
+        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
         self.recent = recent
         self.preserve = outlier_num
         self.extra_pool = extra_pool

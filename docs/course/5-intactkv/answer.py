@@ -1,7 +1,7 @@
 """Assignment 5, IntactKV: an answer."""
 import torch
 
-from tinykv.cache_parts.trace import Trace
+from tinykv.cache_parts.tracing import Trace
 from tinykv.methods.base import CodecMethod, first_tokens
 
 ASSIGNMENT = "intactkv"
@@ -134,7 +134,7 @@ class Prefix:
 
 class IntactKV(CodecMethod):
     def __init__(self, config, k_bits=16, v_bits=16, scheme="token-dynamic", group_size=None):
-        super().__init__(config, k_bits, v_bits, scheme, group_size, formula="integer-zero")
+        super().__init__(config, k_bits, v_bits, scheme, group_size=group_size, formula="integer-zero")
         self.prefix = Prefix([config.bos_token_id])
         self.preserve = 1
 

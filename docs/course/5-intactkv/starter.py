@@ -16,7 +16,7 @@ that records one forward, of the tokens alone or behind a prefix:
 """
 import torch
 
-from tinykv.cache_parts.trace import Trace  # noqa: F401
+from tinykv.cache_parts.tracing import Trace  # noqa: F401
 from tinykv.methods.base import CodecMethod, first_tokens
 
 ASSIGNMENT = "intactkv"
@@ -148,7 +148,7 @@ class Prefix:
 
 class IntactKV(CodecMethod):
     def __init__(self, config, k_bits=16, v_bits=16, scheme="token-dynamic", group_size=None):
-        super().__init__(config, k_bits, v_bits, scheme, group_size, formula="integer-zero")
+        super().__init__(config, k_bits, v_bits, scheme, group_size=group_size, formula="integer-zero")
         self.prefix = Prefix([config.bos_token_id])
         self.preserve = 1
 

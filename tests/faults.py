@@ -1,0 +1,347 @@
+"""What is wrong on purpose: of a file of tinykv/, one text in the place of another, and who has to notice.
+
+    FAULTS = {file: [(old text, new text, check, ...), ...]}
+
+The old text occurs once. Each check passes as the project is, and fails with the new text. A fault that survives is a
+hole in the tests: see test_faults.py.
+"""
+from functools import partial
+
+import invariants
+import test_codecs
+import test_learning
+import test_selection
+import torch
+from cases import Case
+from test_codecs import TERNARY, Affine, D, NonUniform
+
+from tinykv.methods.antkv import AnTKV
+from tinykv.methods.cq import CQ
+from tinykv.methods.fp16 import FP16
+from tinykv.methods.intactkv import IntactKV
+from tinykv.methods.kivi import KIVI
+from tinykv.methods.kvquant import KVQuant
+from tinykv.methods.kvsink import KVSink
+from tinykv.methods.ott import OTT
+from tinykv.methods.pfn import PFN
+from tinykv.methods.rtn import RTN
+from tinykv.methods.skvq import SKVQ
+
+TOKEN, CHANNEL, T_STATIC, C_STATIC = "token-dynamic", "channel-dynamic", "token-static", "channel-static"
+HOLDS = "cache_holds_the_expected_rows"
+PAPER, LONG, DOUBLE = {"protocol": "paper"}, {"length": "6G+3"}, {"dtype": torch.float64}
+
+
+def cell(check, cls, scheme=None, **others):
+    """A check of invariants.py in one cell of the matrix."""
+    return partial(getattr(invariants, f"check_{check}"), Case(cls, scheme, **others))
+
+
+def settings(**given):
+    return {"settings": tuple(given.items())}
+
+
+def formula(*arguments):
+    return partial(test_codecs.check_formula, *arguments)
+
+
+def constant(*arguments):
+    return partial(test_codecs.check_constant, *arguments)
+
+
+def append(codec):
+    return partial(test_codecs.check_append, codec)
+
+
+def anchors(count):
+    return partial(test_selection.check_anchors, AnTKV, test_selection.CHUNKS, count)
+
+
+half_to_even = test_codecs.check_half_to_even
+pack = partial(partial, test_codecs.check_pack)
+top_k = partial(test_selection.check_running_top_k, KVSink, test_selection.SIZES)
+pools = partial(test_selection.check_pools, OTT, test_selection.BLOCKS, 2, 3)
+
+FAULTS = {
+    "codecs/base.py": [
+        ("planes[..., i, :] * place", "planes.flip(-2)[..., i, :] * place", pack(2), pack(TERNARY)),
+        ("padding = -codes.shape[-1] % len(places)", "padding = 8", pack(2)),
+        ("-single_bits.shape[-1] % 8", "8", pack(3)),
+        ("single_bits[..., i] << i", "single_bits[..., -1 - i] << i", pack(5)),
+        ("return [1, 3, 9, 27, 81]", "return [1, 4, 16, 64]", pack(TERNARY)),
+        ("None if mine is None else torch.cat([mine, theirs], dim=2)",
+         "mine if field.name != 'packed' else torch.cat([mine, theirs], dim=2)", append(Affine(2, D, "channel", 8))),
+        ("Codes(x.clone())", "Codes(x.clone().bfloat16().half())",
+         partial(test_codecs.test_sixteen_bits_change_nothing, torch.float16)),
+        ("setattr(self, name, tables[name])", "setattr(self, name, tables[name].flip(-1))",
+         cell("what_is_calibrated_can_be_restored", KVQuant)),
+        ("lo.amin(1), hi.amax(1)", "lo.amin(1), hi.amin(1)", cell("static_ranges", RTN, T_STATIC)),
+    ],
+    "codecs/affine.py": [
+        ("torch.round((g - z) / s)", "torch.floor((g - z) / s + 0.5)", partial(half_to_even, "offset")),
+        ("torch.round(g / s) + z", "torch.floor(g / s + 0.5) + z", partial(half_to_even, "integer-zero")),
+        ("step = (hi - lo) / self.max_code", "step = (hi - lo) / (self.max_code + 1)",
+         formula(2, "token", "offset"), formula(TERNARY, "token", "integer-zero")),
+        ("self.range_of(g, x.shape[2], ignore)", "self.range_of(g, x.shape[2], None)",
+         partial(test_codecs.check_ignored_rows_do_not_count, "integer-zero"), formula(2, "channel", "offset"),
+         cell("placeholders_do_not_matter", PFN, CHANNEL), cell(HOLDS, PFN, CHANNEL, **PAPER),
+         cell(HOLDS, IntactKV, CHANNEL), cell(HOLDS, OTT, **PAPER), cell("placeholders_do_not_matter", OTT)),
+        ("groups * size - T), value=True", "groups * size - T), value=False", formula(2, "channel", "offset")),
+        ("step.clamp(1e-5, 6e4).half()", "step.half()", formula(2, "channel", "offset")),
+        ("torch.maximum(step, floor).clamp(1e-5, 1e4)", "step", constant("integer-zero", "token", 2, 1.0)),
+        ("torch.maximum(step, floor)", "step", constant("integer-zero", "token", 2, 1.0),
+         constant("integer-zero", "channel", 4, -1000.0)),
+        ("zero = lo.clamp(-65504, 65504).half()", "zero = lo", formula(8, "token", "offset")),
+        ("s, z = grid.scale.float(), grid.zero.float()", "z, s = grid.scale.float(), grid.zero.float()",
+         formula(2, "channel", "offset"), cell(HOLDS, RTN, CHANNEL)),
+        ("g = s * (g - z)", "g = s * (g + z)", formula(2, "token", "integer-zero")),
+        ("self.scale, self.zero = self.grid(lo, hi)",
+         "self.scale, self.zero = self.grid(lo.amin(0, True).expand_as(lo), hi.amax(0, True).expand_as(hi))",
+         formula(2, "channel", "offset", 8, True)),
+        ("axis, formula, static\n", "{'token': 'channel', 'channel': 'token'}[axis], formula, static\n",
+         formula(2, "channel", "offset")),
+        ("channel_ranges(rows, kept)", "channel_ranges(rows, None)", cell("static_ranges", PFN, C_STATIC),
+         cell("static_ranges", PFN, T_STATIC), partial(test_codecs.check_static_range, "token", 3)),
+        ("torch.stack(self.lo).amin(0)", "self.lo[-1]", cell("static_ranges", PFN, T_STATIC),
+         cell("calibration_order_is_no_matter", PFN, T_STATIC)),
+        ("self.bits, self.max_code = known_bits(bits),", "self.bits, self.max_code = 8,", cell("bytes", RTN, TOKEN)),
+        ("g = self.to_groups(x.float())",
+         "self.seen = max(getattr(self, 'seen', 0), x.abs().max().item())\n"
+         "        g = self.to_groups(x.float() + self.seen * 1e-2)",
+         cell("same_twice_and_after_reset", RTN, TOKEN, **PAPER)),
+        ("hi.masked_fill(nothing, 0)", "hi.masked_fill(nothing, 0).amax(0, keepdim=True).expand_as(hi)",
+         cell("batch_rows_are_independent", RTN, CHANNEL, **PAPER, **DOUBLE), cell(HOLDS, RTN, CHANNEL)),
+    ],
+    "codecs/__init__.py": [
+        ("    if bits == 16:\n", "    if True:\n", cell(HOLDS, RTN, TOKEN),
+         cell("low_bits_matter", RTN, TOKEN, **PAPER),
+         cell("low_bits_matter", RTN, TOKEN), cell("the_trap", RTN, TOKEN),
+         cell("sixteen_bits_of_one_kind", RTN, TOKEN, **PAPER), cell("codes_are_what_is_claimed", RTN, TOKEN)),
+        ('k=integers(config, k_bits, "token", False', 'k=integers(config, v_bits, "token", False',
+         cell(HOLDS, RTN, TOKEN), cell("sixteen_bits_of_one_kind", RTN, TOKEN, **PAPER)),
+        ('k=integers(config, k_bits, "channel", False', 'k=integers(config, k_bits, "token", False', cell(HOLDS, KIVI)),
+        ('k=non_uniform(config, k_bits, "channel"', 'k=non_uniform(config, k_bits, "token"',
+         partial(test_learning.test_ranges_of_keys, 0.0, 0)),
+    ],
+    "codecs/clipped.py": [
+        ("x[..., self.order] = rows", "x = rows", cell(HOLDS, SKVQ, **PAPER), cell(HOLDS, SKVQ)),
+        ('if self.metadata_order == "rounded-first":', "if False:", cell(HOLDS, SKVQ, **PAPER)),
+        ("lo, hi, self.alpha.float(), self.centre)", "lo, hi, 1.0, self.centre)", cell(HOLDS, SKVQ, **PAPER)),
+        ("lo, hi, self.alpha.float(), self.centre)", "lo, hi, self.alpha.float(), 0)", cell(HOLDS, SKVQ, **PAPER)),
+        ("exact_h.to(self.dtype), exact_z.to(self.dtype)", "exact_h.half(), exact_z.half()",
+         cell("bytes", SKVQ, **PAPER)),
+        ("(rows - read)[0].pow(2)", "(rows - read)[0].abs()",
+         partial(test_learning.check_clips, "none", "off", "both", "fp16")),
+        ("pow(2).sum((0, 2)).sqrt()", "pow(2).sum((0, 2))",
+         test_learning.test_losses_weigh_tokens_and_leave_out_what_is_kept_in_each_head),
+        ("used = used.masked_fill(kept, 0)", "pass",
+         test_learning.test_losses_weigh_tokens_and_leave_out_what_is_kept_in_each_head),
+        ("torch.stack([lo, hi], dim=-1)[None]", "torch.stack([lo, lo], dim=-1)[None]",
+         test_learning.test_channels_of_like_range_share_a_group),
+        ("lo.where(nothing, seen_lo)", "lo", test_codecs.check_ignored_heads),
+    ],
+    "codecs/codebook.py": [
+        ("q.T.unflatten(0, (len(x), -1))", "q.T.unflatten(0, (len(x), -1)).flip(-1)", cell(HOLDS, CQ, **PAPER)),
+        ("self.centroids.float().expand(self.places, -1, -1)",
+         "self.centroids.float().expand(self.places, -1, -1).roll(1, 0)", cell(HOLDS, CQ, **PAPER)),
+        ("packed = pack(q, self.code_bits)", "q[..., -1] = 0\n        packed = pack(q, self.code_bits)",
+         cell(HOLDS, CQ, **PAPER), cell(HOLDS, CQ, heads_per_kv=4)),
+        ("place % len(self.centroids)", "place.flip(0) % len(self.centroids)", cell(HOLDS, CQ, **PAPER)),
+        ("x.unflatten(-1, (-1, self.n))  # (B, T", "x.unflatten(-1, (self.n, -1)).transpose(-1, -2)  # (B, T",
+         cell(HOLDS, CQ, **PAPER)),
+        ("self.code_bits = m.bit_length() - 1", "self.code_bits = 8", cell("bytes", CQ)),
+        ("self.rows.append(rows[:, held].cpu())", "self.rows[:], self.weights[:] = [rows[:, held].cpu()], []",
+         cell("calibration_order_is_no_matter", CQ, **settings(vq="d4m4"))),
+    ],
+    "codecs/nonuniform.py": [
+        ("x[codes.places()] = codes.values.float()", "pass", cell(HOLDS, KVQuant, **PAPER)),
+        ("row % B, row // B, self.columns.long()", "row % B, row // B, self.columns.long().flip(0)",
+         cell(HOLDS, KVQuant, **PAPER)),
+        ("row % B, row // B,", "row // row_end.shape[0], row % row_end.shape[0],", cell(HOLDS, KVQuant, **PAPER),
+         cell("batch_rows_are_independent", KVQuant, **PAPER, **DOUBLE)),
+        ("torch.cat([self.values, other.values])", "torch.cat([other.values, self.values])", cell(HOLDS, KVQuant),
+         append(NonUniform(3, 2, D, "token", 0.1))),
+        ("= self.normalize(x, ignore)  # (B, T, C) twice; see there", "= self.normalize(x, None)",
+         cell("bytes", KVQuant, **PAPER)),
+        ("borders = (levels[1:] + levels[:-1]) / 2", "borders = levels[1:]", cell(HOLDS, KVQuant, **PAPER)),
+        ("mid, half = codes.zero[:, 0], codes.scale[:, 0]", "half, mid = codes.zero[:, 0], codes.scale[:, 0]",
+         cell(HOLDS, KVQuant, **PAPER)),
+        ("aside = outlier | ignore", "aside = ignore", cell(HOLDS, KVQuant, **PAPER)),
+        ("distance = (x - median).abs()", "distance = x - median", cell(HOLDS, KVQuant, **PAPER)),
+        ("self.tails.add(rows, kept)", "self.tails.add(rows, None)", cell("static_ranges", KVQuant)),
+        ("weight = weight * half.float().pow(2)", "weight = weight * half.float()",
+         partial(test_learning.test_levels_are_a_fixed_point_on_the_raw_numbers, "fisher-range", 4.0)),
+        ("w, w * x)", "w, w * (x + 1))", partial(test_learning.test_levels_of_a_few_numbers,
+                                                 [0.0005, 0.0015, -0.5], [1.0, 3.0, 1.0], 2, [-0.5, 0.00125])),
+        ("deviation / read_deviation + all_mean", "deviation / read_deviation",
+         test_learning.test_q_norm_keeps_mean_and_deviation),
+    ],
+    "methods/base.py": [
+        ('prefix = f"{layer}.{kind}."', 'prefix = f"0.{kind}."', cell("what_is_calibrated_can_be_restored", KVQuant)),
+        ('prefix = f"{layer}.{kind}."', 'prefix = f"{layer}.{dict(k=\'v\', v=\'k\')[kind]}."',
+         cell("what_is_calibrated_can_be_restored", CQ)),
+        ("return self.keep_keys(layer_cache, n)", "return None", cell(HOLDS, SKVQ, **PAPER)),
+        ("scores.sort(dim=-1, descending=True", "scores.sort(dim=-1, descending=False", anchors("2"), anchors("30%"),
+         cell(HOLDS, AnTKV, **PAPER), cell(HOLDS, AnTKV)),
+        ("    if rows.kept_positions is not None:\n", "    if False:\n", anchors("2"), cell(HOLDS, AnTKV, **LONG)),
+        ("kept_scores * rows.kept_scores", "kept_scores * rows.kept_scores - 1e-3", anchors("2"), anchors("3")),
+        ("positions.gather(-1, order[..., :count])",
+         "positions.gather(-1, order[:, :1, :count].expand(-1, positions.shape[1], -1))", anchors("2"),
+         cell(HOLDS, AnTKV, **PAPER)),
+    ],
+    "methods/pfn.py": [
+        ("first_tokens(layer_cache, self.preserve)",
+         "(first_tokens(layer_cache, self.preserve) + 1).clamp(max=layer_cache.length - 1)", cell(HOLDS, PFN, TOKEN),
+         cell("keeping_everything_is_exact", PFN, TOKEN, **PAPER)),
+        ("first_tokens(layer_cache, self.preserve)",
+         "first_tokens(layer_cache, self.preserve) if layer_cache.layer == 0 else None",
+         cell(HOLDS, PFN, C_STATIC, **PAPER), cell("keeping_everything_is_exact", PFN, TOKEN, **PAPER)),
+    ],
+    "methods/kvsink.py": [
+        ("if layer_cache.layer <= self.layer:", "if layer_cache.layer < self.layer:", cell(HOLDS, KVSink, TOKEN),
+         cell("keeping_everything_is_exact", KVSink, TOKEN, **PAPER)),
+        ("layer_cache.shared.sinks[:, None]", "layer_cache.shared.sinks[:1, None]",
+         cell(HOLDS, KVSink, TOKEN, **PAPER), cell("batch_rows_are_independent", KVSink, TOKEN, **DOUBLE)),
+        ("hidden[..., self.channel]", "hidden[..., self.channel - 1]", top_k, cell(HOLDS, KVSink, TOKEN, **PAPER)),
+        ("        if layer != self.layer:\n",
+         "        if layer != self.layer or cache.shared.sinks is not None:\n", top_k,
+         cell(HOLDS, KVSink, TOKEN), cell("chunks_equal_single_tokens", KVSink, TOKEN, **DOUBLE)),
+        ("        if layer != self.layer:\n", "        if self.layer is None:\n", top_k),
+        ("end = cache.layers[layer].length", "end = T", top_k, cell(HOLDS, KVSink, TOKEN)),
+        ("hidden[..., self.channel].float().abs()", "hidden[..., self.channel].float()", top_k),
+        ("        if cache.shared.sinks is not None:\n", "        if False:\n", top_k, cell(HOLDS, KVSink, TOKEN)),
+    ],
+    "methods/kivi.py": [
+        ("= recent, v_block", "= recent + 1, v_block", cell(HOLDS, KIVI, recent=5), cell("bytes", KIVI, recent=5)),
+        ("= recent, v_block", "= recent, None", cell(HOLDS, KIVI, **settings(v_block=2))),
+    ],
+    "methods/ott.py": [
+        ('return score if self.select == "smallest" else -score', "return -score", pools, cell(HOLDS, OTT, **PAPER)),
+        ("return torch.cat([winners, extra], dim=-1)", "return winners", pools, cell(HOLDS, OTT),
+         cell("placeholders_do_not_matter", OTT)),
+        ("self.size(keys.kept_rows[:, :, :n_pool])", "self.size(keys.kept_rows[:, :, :n_pool]) + 1e6", pools,
+         cell(HOLDS, OTT)),
+        ("keys.n_coded + smallest.indices", "smallest.indices", pools, cell(HOLDS, OTT)),
+        ("free = self.extra_pool - extra_used", "free = 1000 - extra_used", pools, cell(HOLDS, OTT, **LONG),
+         cell("bytes", OTT, **LONG)),
+        ("rank >= free,", "(rank >= free) | (free < candidates.shape[-1]),", pools, cell(HOLDS, OTT, **LONG)),
+        ("torch.cat([pool_scores, candidate_scores]", "torch.cat([pool_scores + 1e-3, candidate_scores]", pools),
+        ("keys.float().abs().sum(-1)", "keys.float().norm(dim=-1)", cell(HOLDS, OTT)),
+        ("layer_cache.layer < self.skip_layers", "layer_cache.layer < 0", pools, cell(HOLDS, OTT, **PAPER),
+         cell("bytes", OTT)),
+        ('if self.scope == "layer":', "if True:", pools, cell(HOLDS, OTT, **PAPER)),
+        ("score.sum(1, keepdim=True)", "score[:, :1]", cell(HOLDS, OTT, **PAPER, **settings(scope="layer"))),
+        ("extra == pool[..., :1], -1", "extra == -2, -1", pools),
+    ],
+    "methods/skvq.py": [
+        ("= preserve, recent", "= preserve, 0", cell(HOLDS, SKVQ, recent=6)),
+        ("return first_tokens(layer_cache, self.preserve)", "return None", cell(HOLDS, SKVQ),
+         cell("keeping_everything_is_exact", SKVQ, **PAPER)),
+    ],
+    "methods/antkv.py": [
+        ("return best_tokens(rows, n, count)\n",
+         "return best_tokens(rows, n, count) if rows.kept_positions is None else rows.kept_positions\n", anchors("2"),
+         anchors("30%"), cell(HOLDS, AnTKV, **LONG)),
+        ("return best_tokens(rows, n, count)\n", "return best_tokens(rows, rows.recent.shape[2], count)\n",
+         anchors("2"),
+         cell("scores", AnTKV, recent=5)),
+        ("math.ceil(self.share * length)", "math.ceil(self.share * n)", anchors("20%"), anchors("30%"),
+         cell("bytes", AnTKV, **settings(anchors="20%"))),
+        ("math.ceil(self.share * length)", "int(self.share * length)", anchors("20%"), anchors("30%")),
+        ("    q_norm = q.float().norm(dim=-1)", "    q_norm = torch.ones(q.shape[:3])", cell(HOLDS, AnTKV, **PAPER),
+         cell("scores", AnTKV, **PAPER)),
+        ("sums[:, :, 0, :seen] -= squares[:, :, 0]", "pass", cell(HOLDS, AnTKV, **PAPER)),
+        ("torch.ones_like(q_norm)], dim=2)", "q_norm], dim=2)", cell(HOLDS, AnTKV, **PAPER)),
+        ("sums = sums.unflatten(1, (Hkv, -1)).sum(2)",
+         "sums = sums.unflatten(1, (Hkv, -1)).sum(2) / torch.arange(S, 0, -1)", cell(HOLDS, AnTKV, **PAPER)),
+        ("ans_k, ans_v = sums.unbind(2)", "ans_k = ans_v = sums[:, :, 0]", cell(HOLDS, AnTKV, **PAPER),
+         cell(HOLDS, AnTKV)),
+        ("ans_k, ans_v = sums.unbind(2)", "ans_k = ans_v = sums[:, :, 1]", cell(HOLDS, AnTKV, **PAPER)),
+        ("sums.unflatten(1, (Hkv, -1)).sum(2)", "sums.unflatten(1, (-1, Hkv)).sum(1)", cell(HOLDS, AnTKV, **PAPER)),
+        ("sums.unflatten(1, (Hkv, -1)).sum(2)", "sums.unflatten(1, (Hkv, -1))[:, :, 0]", cell(HOLDS, AnTKV, **PAPER)),
+        ("anchor_scores(q, K, self.window)", "anchor_scores(q[:, :, -1:], K, self.window)", cell(HOLDS, AnTKV, **PAPER),
+         cell("chunks_equal_single_tokens", AnTKV, **DOUBLE)),
+    ],
+    "methods/intactkv.py": [
+        ("        if self.k_bits == 16:\n", "        if True:\n", cell(HOLDS, IntactKV, TOKEN),
+         cell(HOLDS, IntactKV, CHANNEL, **PAPER), cell("bytes", IntactKV, TOKEN)),
+        ("        if self.v_bits == 16:\n", "        if True:\n", cell(HOLDS, IntactKV, TOKEN)),
+        ("len(self.prefix.ids)\n", "len(self.prefix.ids) - 1\n", cell(HOLDS, IntactKV, TOKEN),
+         cell("bytes", IntactKV, TOKEN, **PAPER)),
+        ("len(self.prefix.ids)\n", "len(self.prefix.ids) + 1\n", cell(HOLDS, IntactKV, TOKEN)),
+        ("formula=formula)", 'formula="offset")', cell(HOLDS, IntactKV, TOKEN, formula="integer-zero")),
+        ("return keys, values * gains", "return values * gains, keys", cell(HOLDS, IntactKV, TOKEN)),
+        ("return keys, values * gains", "return keys[:1].expand_as(keys), values * gains",
+         cell(HOLDS, IntactKV, TOKEN)),
+        ("return keys, values * gains", "return 1.01 * keys, values * gains", cell(HOLDS, IntactKV, TOKEN)),
+    ],
+    "calibrate.py": [
+        ("cache.append(k.detach(), v.detach(), positions)", "cache.append(k.detach(), v.detach(), 0 * positions)",
+         cell("static_ranges", RTN, T_STATIC)),
+    ],
+    "cache_parts/guards.py": [
+        ("seen > cache.start:", "False:", cell("paper_refuses_a_second_forward", RTN, TOKEN, **PAPER)),
+        ("(tokens[:, :len(ids)] == ids).all()", "True", cell("a_text_has_to_begin_with_the_prefix", IntactKV, TOKEN)),
+    ],
+    "cache_parts/scores.py": [
+        ("(0, new_tokens)) + recent", "(0, new_tokens)) * 0 + recent", anchors("2"),
+         cell("scores", AnTKV, recent=5), cell("chunks_equal_single_tokens", AnTKV, **DOUBLE)),
+        ("self.kept_scores = self.kept_scores + kept", "pass", cell(HOLDS, AnTKV, **LONG)),
+        ("self.recent_scores = self.recent_scores[:, :, n:].clone()", "pass", cell("bytes", AnTKV, **PAPER)),
+        ("self.recent_scores[:, :, n:].clone()", "self.recent_scores[:, :, :self.recent_scores.shape[2] - n].clone()",
+         cell("scores", AnTKV, recent=5), cell(HOLDS, AnTKV, recent=6, **LONG)),
+    ],
+    "cache.py": [
+        ("x.sort(dim=1, descending=True, stable=True).indices[:, :k]",
+         "x.shape[1] - 1 - x.flip(1).sort(dim=1, descending=True, stable=True).indices[:, :k]", top_k),
+        ("x.sort(dim=1, descending=True", "x.sort(dim=1, descending=False", top_k),
+        ("torch.cat([self.recent, self.kept_rows], dim=2)", "torch.cat([self.recent, 1.01 * self.kept_rows], dim=2)",
+         cell(HOLDS, PFN, TOKEN), cell(HOLDS, OTT), cell(HOLDS, AnTKV, **LONG)),
+        ("            rows.scatter_(2, index, self.kept_rows.to(rows.dtype))", "            pass",
+         cell(HOLDS, PFN, TOKEN),
+         cell("placeholders_do_not_matter", PFN, CHANNEL, **PAPER), cell(HOLDS, KVQuant)),
+        ("self.kept_rows.to(rows.dtype)", "self.kept_rows[:1].expand_as(self.kept_rows).to(rows.dtype)",
+         cell("batch_rows_are_independent", PFN, TOKEN, **DOUBLE),
+         cell("batch_rows_are_independent", AnTKV, **DOUBLE)),
+        ('"coded": [self.codes]', '"coded": [self.codes, self.recent]', cell("bytes", RTN, TOKEN)),
+        ("self.recent[:, :, n:].clone()", "self.recent[:, :, n:]",
+         cell("bytes", FP16, batch=1, heads_per_kv=4, recent=5)),
+        ("old - old % self.method.block_of(rows.kind))", "old - old % self.method.block_of(rows.kind) - 1)",
+         cell(HOLDS, RTN, TOKEN), cell("bytes", RTN, TOKEN), cell("generation", RTN, TOKEN), cell(HOLDS, KIVI)),
+        ("old - old % self.method.block_of(rows.kind))",
+         "old >= self.method.block_of(rows.kind) and self.length - rows.n_coded - 1)",
+         cell(HOLDS, RTN, TOKEN, recent=5)),
+        ("old - old % self.method.block_of(rows.kind))", "old >= self.method.block_of(rows.kind) and old)",
+         cell("uneven_chunks", RTN, CHANNEL)),
+        ('quantizes_first = self.protocol == "paper" and self.in_prompt', "quantizes_first = True",
+         cell("attention_sees_the_cache", RTN, TOKEN), cell("no_future_leak", RTN, CHANNEL),
+         cell("low_bits_matter", RTN, TOKEN), cell("the_trap", RTN, TOKEN),
+         cell("chunks_equal_single_tokens", RTN, TOKEN, **DOUBLE)),
+        ('quantizes_first = self.protocol == "paper" and self.in_prompt', "quantizes_first = False",
+         cell("attention_sees_the_cache", RTN, TOKEN, **PAPER), cell("the_trap", RTN, TOKEN)),
+        ('if self.method.rope == "pre":', "if False:", cell(HOLDS, RTN, C_STATIC), cell(HOLDS, CQ), cell(HOLDS, SKVQ)),
+        ("k = self.rope.rotate(k, positions)", "k = self.rope.rotate(k, positions - positions[0])",
+         cell("uneven_chunks_of_exact_rows", FP16, **DOUBLE), cell(HOLDS, RTN, TOKEN)),
+        ("dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16", "dtype = k.dtype", cell("bytes", FP16)),
+        ("dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16", "dtype = torch.float16",
+         cell("sixteen_bit_models_cache_what_they_compute", FP16, **PAPER)),
+        ("q = self.rope.rotate(q, positions)", "pass", cell(HOLDS, AnTKV, **PAPER)),
+        ("before = self.recent.expand(len(rows), -1, -1, -1)",
+         "before = self.recent * (torch.arange(len(rows)) == 0).view(-1, 1, 1, 1)", cell(HOLDS, IntactKV, TOKEN),
+         cell("batch_rows_are_independent", IntactKV, TOKEN, **DOUBLE)),
+        ("self.layers = [self.new_layer(i)", "self.layers = getattr(self, 'layers', None) or [self.new_layer(i)",
+         cell("same_twice_and_after_reset", RTN, TOKEN)),
+        ("        self.method.begin(self)\n", "        hasattr(self, 'layers') or self.method.begin(self)\n",
+         cell("same_twice_and_after_reset", KVSink, TOKEN, **PAPER)),
+        ("if self.method.prefix is not None:", "if self.method.prefix is not None and not hasattr(self, 'start'):",
+         cell("same_twice_and_after_reset", IntactKV, TOKEN)),
+        ("(len(self.method.prefix.ids), device=weight.device)", "(1, 1 + len(self.method.prefix.ids))",
+         cell(HOLDS, IntactKV, TOKEN), cell("attention_sees_the_cache", IntactKV, TOKEN)),
+        ("(len(self.method.prefix.ids), device=weight.device)", "(len(self.method.prefix.ids)) * 0",
+         cell(HOLDS, IntactKV, TOKEN)),
+        ("return tokens[:, self.start:]", "return tokens", cell(HOLDS, IntactKV, TOKEN)),
+        ("scores = self.method.uses_scores and", "scores = False and", cell("scores", AnTKV, recent=5)),
+        ('if self.layers[layer].in_prompt or self.layers[layer].choose == "always":',
+         "if self.layers[layer].length == hidden.shape[1]:", cell(HOLDS, KVSink, TOKEN)),
+    ],
+}
