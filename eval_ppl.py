@@ -1,7 +1,6 @@
 """What each method costs in bits and bytes, and in perplexity.
 
     python eval_ppl.py --method kvsink
-    python eval_ppl.py --method all --bits 3 --scheme token-static --protocol stream
     python eval_ppl.py --method pfn,kvsink --scheme kvquant --outliers 0,0.1,0.5,1
     python eval_ppl.py --model path/to/Llama-2-7b-hf --data wikitext2 --context 4096 --method pfn,kvsink
     torchrun --nproc-per-node 4 eval_ppl.py --method all
@@ -10,7 +9,6 @@ In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 """
 import contextlib
 import io
-import sys
 from functools import partial
 
 from tinykv import hf
@@ -91,9 +89,8 @@ def compare(methods, model=None, **settings):
         compare("pfn,kvsink", bits=2, preserve=[1, 5])
         compare(["pfn", Mine, KVSink(config)], model=hf.load("path/to/Llama-2-7b-hf"), protocol="stream")
 
-    methods: a name, or several, a class, a method, or a list of these. model: a folder, or a (model,
-    tokenizer). settings: flags of the command, with `_` for `-`; a list is a flag's list, and True is a
-    flag that takes no value. UserError for what the command refuses.
+    methods: names, a class, a method, or a list of these. model: a folder, or a (model, tokenizer).
+    settings: flags of the command, with `_` for `-`; True is a flag that takes no value.
     """
     loaded = model if isinstance(model, tuple) else None
     words = flags.words_of(settings if loaded else {"model": model, **settings})
@@ -108,7 +105,7 @@ def main():
         if args.list_methods:
             runs.list_methods()
         elif any(row["fault"] for row in run(args, ranks)):
-            sys.exit(1)
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,22 @@
     python docs/results.py --paper kvsink   the commands of one paper, as docs/papers.md lists them
     python docs/results.py --paper all      those of all five papers
 
-A block that begins with "$ python" is a command. Of its output, the table is kept, without the
-column of seconds. Figures are written where the commands say. A command may name a method that the
-page defines, `heavy.py:HeavyHitters`. A block that begins with
+A block that begins with "$ python" is a command. Of its output, the table is kept, and with --vs
+the second one, without the column of seconds. Figures are written where the commands say. A command
+may name a method that the page defines, `heavy.py:HeavyHitters`. A block that begins with
 "$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)" go on with
-it. In a session, "..." stands for line numbers and for what a function returns. The prose is
-written by hand: read it again afterwards.
+it. In a session, "..." stands for line numbers and for what a function returns.
 
 docs/papers.md lists the commands of each paper. What one of them prints goes where the command has a
 block, on any page. If it has none, it is printed here.
+
+The prose is written by hand. A paragraph under the line `<!-- checked -->` says of its page's tables
+what they say: each of its figures with a decimal point stands in one of them, or else this script
+names it and ends with status 1. `<!-- checked against results.md -->`: in those of another page.
+What stands in parentheses that begin with "paper", or in backticks, is not looked up. In papers.md
+the last cell of a row is looked up in what its command printed.
+
+    python docs/results.py --check          only look up the figures; runs nothing
 """
 import argparse
 import os
@@ -31,6 +38,8 @@ ROOT = Path(__file__).parent.parent
 COMMAND = re.compile(r"```console\n\$ (python (?!-m pdb)(?:[^\n\\]|\\\n)*)\n(.*?)```\n", re.DOTALL)
 CODE = re.compile(r"```python\n(.*?)```\n", re.DOTALL)
 SESSION = re.compile(r"```console\n(?=\$ python -m pdb |\(Pdb\) )(.*?)```\n", re.DOTALL)
+FIGURE = re.compile(r"\d[\d,]*\.\d+")
+CHECKED = re.compile(r"^<!-- checked(?: against (\S+))? -->\n(.+?)(?=\n\n|\Z)", re.DOTALL | re.MULTILINE)
 PROMPT = "(Pdb) "
 PAPERS = ROOT / "docs" / "papers.md"
 
@@ -62,12 +71,18 @@ def table_of(command, files):
         done = subprocess.run([sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"results.py: error: {command} ended with status {done.returncode}")
-    lines = done.stdout.rstrip().split("\n\n")[-1].splitlines()
-    if lines[0].split()[-1] == "s":
-        seconds = [line.split()[-1] for line in lines]
-        width = max(map(len, lines)) - max(map(len, seconds))
-        lines = [line[:width].rstrip() for line in lines]
-    return "\n".join(lines)
+    blocks = done.stdout.rstrip().split("\n\n")
+    blocks = blocks[1:] if "--vs" in words else blocks[-1:]
+    return "\n\n".join(map(without_seconds, blocks))
+
+
+def without_seconds(block):
+    """A table without the column of seconds, the last one under --wide."""
+    lines = block.splitlines()
+    if lines[0].split()[-1] != "s":
+        return block
+    width = max(len(line.rpartition(" ")[0].rstrip()) for line in lines)
+    return "\n".join(line[:width] for line in lines)
 
 
 def with_table(text, command, table):
@@ -101,10 +116,12 @@ def commands_of_paper(name):
 
 
 def print_paper(name, only=""):
-    """Run a paper's commands: into the pages where they have a block, the others to stdout.
+    """Run a paper's commands: into the pages where they have a block, the others to stdout. Returns
+    what its rows say that was not printed.
 
     only: a word that they contain.
     """
+    faults = []
     pages = sorted(Path(ROOT, "docs").glob("*.md"))
     commands = [command for command in commands_of_paper(name) if only in command]
     for command in tqdm(commands, unit="command", disable=not sys.stderr.isatty()):
@@ -115,6 +132,29 @@ def print_paper(name, only=""):
             page.write_text(with_table(page.read_text(), block, table))
         if not blocks:
             print(f"$ {command}\n{table}\n", flush=True)
+        for row in re.findall(r"^\|.*\|$", PAPERS.read_text(), re.MULTILINE):
+            if f"`{command}`" in row:
+                faults += missing(PAPERS, row.strip("|").split(" | ")[-1], table)
+    return faults
+
+
+# Sentences
+
+def missing(page, text, printed):
+    """A line for each figure with a decimal point that a text of a page has, and the tables have not."""
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|\((?:the |in the )?paper[^)]*\)", " ", text)
+    known = FIGURE.findall(printed)
+    return [f"{page.name}: no table has the {figure} of: {' '.join(text.split())[:80]}..."
+            for figure in dict.fromkeys(FIGURE.findall(text)) if figure not in known]
+
+
+def unfounded(page):
+    """`missing` of all paragraphs of a page that say that they are checked."""
+    found = []
+    for other, paragraph in CHECKED.findall(page.read_text()):
+        tables = COMMAND.findall(Path(page.parent, other or page.name).read_text())
+        found += missing(page, paragraph, "\n".join(table for _, table in tables))
+    return found
 
 
 # Debugger sessions
@@ -161,18 +201,29 @@ def main():
     p = argparse.ArgumentParser(description="Print the tables of docs/*.md anew.")
     p.add_argument("--only", metavar="WORD", default="", help="only commands that contain this")
     p.add_argument("--paper", metavar="NAME", help="only the commands of this paper in papers.md, or of all")
+    p.add_argument("--check", action="store_true", help="run nothing, and look up the figures of the prose")
     args = p.parse_args()
+    pages = sorted(Path(ROOT, "docs").glob("*.md"))
+    faults = []
     if args.paper:
-        print_paper(args.paper, args.only)
-        return
+        faults += print_paper(args.paper, args.only)
+    elif not args.check:
+        print_pages(pages, args.only)
+    for page in pages:
+        faults += unfounded(page)
+    if faults:
+        sys.exit("\n".join(faults))
 
+
+def print_pages(pages, only):
+    """Run the commands and sessions of pages that contain a word."""
     # 1. the commands of all pages, and the pages with a session
     jobs, sessions = [], []
-    for page in sorted(Path(ROOT, "docs").glob("*.md")):
+    for page in pages:
         text = page.read_text()
-        jobs += [(page, command) for command, _ in COMMAND.findall(text) if args.only in command]
+        jobs += [(page, command) for command, _ in COMMAND.findall(text) if only in command]
         blocks = [block for block in SESSION.findall(text) if block.startswith("$ ")]
-        if any(args.only in block.splitlines()[0] for block in blocks):
+        if any(only in block.splitlines()[0] for block in blocks):
             sessions.append(page)
 
     # 2. run them; a page is written after each, so that nothing is lost if a later one fails

@@ -114,7 +114,7 @@ def test_what_follows_a_chat_does_not_count(tmp_path, tokenizer):
 def test_train_intact_on_chats(tmp_path, capsys, monkeypatch):
     path = write(tmp_path / "c.jsonl", CHATS * 2)
     words = ["--out", tmp_path / "p.safetensors", "--chats", path, "--samples", "4", "--windows", "2",
-             "--tokens", "80", "--updates", "1", "--accumulate", "1", "--context", "32"]
+             "--tokens", "120", "--updates", "1", "--accumulate", "1", "--context", "32"]
     status, out, err = run(train_intact, capsys, monkeypatch, *words)
     assert status == 0 and err == "" and "trained" in out and (tmp_path / "p.safetensors").exists()
 

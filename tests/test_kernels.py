@@ -389,8 +389,9 @@ def test_any_shape(number, monkeypatch):
                    draw.choice([0, 0, 9]), draw.choice([1, 16, 70]), draw.choice([None, None, 1, 7]), kept)
     layer = layer_of(method, heads, width, batch, length, new)
     for part in (layer.keys, layer.values):
-        if part.kept_rows is not None:  # so that it matters
-            part.kept_rows = (part.kept_rows + part.kept_positions[..., None] % 3 - 1).half()
+        if part.kept_rows is not None:  # so that it matters; a recent one stays what is among the recent
+            place = part.kept_positions[..., None]
+            part.kept_rows = (part.kept_rows + (place % 3 - 1) * (place < part.n_coded)).half()
     same(layer, R, new, draw.choice([None, None, 1, 20, 64, 200]))
 
 
@@ -492,23 +493,22 @@ def test_the_torch_lines_are_the_kernels():
 
 # ---- anchor scores
 
-def log_sum_exp(q, k, window=None):
-    """Of each query's scores, (B, H, T)."""
-    return torch.cat([scores.logsumexp(-1) for _, scores in antkv.score_tiles(q, k, window)], dim=2)
-
-
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("T,S,window", [(1, 1, None), (1, 65, None), (64, 64, None), (65, 65, None), (30, 130, None),
                                         (70, 70, 20), (5, 100, 64)])
 @pytest.mark.parametrize("heads,R,width", [(2, 1, 32), (1, 4, 80)])
 def test_anchor_scores(T, S, window, heads, R, width):
-    """Of all keys, and of the newest third alone."""
+    """Eq. 5 of all keys, and of the newest third alone."""
     q = torch.randn(2, heads * R, T, width)
     k = torch.randn(2, S, heads, width).half().transpose(1, 2)
-    lse, want = log_sum_exp(q, k, window), antkv.anchor_scores(q, k, window)
+    s = q.double() @ k.double().repeat_interleave(R, 1).transpose(-2, -1) / math.sqrt(width)  # (B, H, T, S)
+    at, j = torch.arange(S - T, S)[:, None], torch.arange(S)
+    s = s.masked_fill((j > at) | (j <= at - (window or S)), -math.inf)
+    want = [x.unflatten(1, (heads, R)).sum(2) for x in antkv.equation_5(s.softmax(-1), q.double().norm(dim=-1))]
     for first in (0, S * 2 // 3):
-        for got, all_keys in zip(triton_cache.anchor_scores(q, k[:, :, first:], lse, window), want):
-            torch.testing.assert_close(got, all_keys[:, :, first:], **CLOSE)
+        found = triton_cache.anchor_scores(q, k[:, :, first:], s.logsumexp(-1).float(), window)
+        for got, all_keys in zip(found, want):
+            torch.testing.assert_close(got.double(), all_keys[:, :, first:], **CLOSE)
 
 
 def test_slots_are_mapped_anew_where_something_is_coded_or_kept():

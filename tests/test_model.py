@@ -20,9 +20,6 @@ from tinykv.model import Llama, LlamaConfig, Rope, pick_token
 
 REFERENCES = Path(__file__).parent / "references"
 VARIANTS = sorted(json.loads((REFERENCES / "manifest.json").read_text())["variants"])
-NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
-BIASES = tuple(f"{name}_proj.bias" for name in ("q", "k", "v", "o", "gate", "up", "down"))
-
 
 class ExactCache:
     """The least that the model asks of a cache. It keeps every key and value, and records what it was shown."""
@@ -52,14 +49,6 @@ class ExactCache:
         self.seen.append((layer, tuple(hidden.shape)))
 
 
-class AdjacentRope(Rope):
-    """The other convention, of Meta's own files: channel 2i turns with channel 2i + 1."""
-
-    def rotate(self, x, positions=None):
-        halves = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)  # (..., T, d)
-        return super().rotate(halves, positions)
-
-
 def expected(variant):
     reference = load_file(REFERENCES / variant / "expected.safetensors")
     return reference["tokens"].long(), reference["logits"]  # (B, T), (B, T, vocab)
@@ -68,22 +57,6 @@ def expected(variant):
 @torch.no_grad()
 def logits_of(model, tokens):
     return model(tokens)  # (B, T, vocab)
-
-
-def rebuilt(model, **changes):
-    """The same weights under another configuration."""
-    other = Llama(dataclasses.replace(model.config, **changes))
-    other.load_state_dict(model.state_dict())
-    return other
-
-
-def overwritten(model, suffix, value):
-    """The model with every parameter whose name ends in `suffix` set to one value."""
-    found = [p for name, p in model.named_parameters() if name.endswith(suffix)]
-    assert found
-    for p in found:
-        p.data.fill_(value)
-    return model
 
 
 def tiny(seed=0, **changes):
@@ -103,6 +76,13 @@ def tiny(seed=0, **changes):
 def test_logits_are_those_of_transformers(variant):
     tokens, logits = expected(variant)
     torch.testing.assert_close(logits_of(load_model(REFERENCES / variant), tokens), logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_twenty_greedy_tokens_are_those_of_transformers(variant):
+    text = load_file(REFERENCES / variant / "expected.safetensors")["greedy"].long()  # (B, 9 + 20)
+    model = load_model(REFERENCES / variant)
+    assert torch.equal(model.generate(text[:, :-20], 20, ExactCache(model)), text)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -132,53 +112,86 @@ def test_each_word_for_attention_runs_its_own_lines(monkeypatch):
         model.use_attention("flash")
 
 
-@pytest.mark.parametrize("variant, changes", [
-    ("rope_llama3", {"rope_scaling": None}),
-    ("rope_llama3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
-    ("rope_linear", {"rope_scaling": None}),
-    ("rope_theta", {"rope_theta": 10000.0}),
-    ("mistral", {"sliding_window": None}),
-    ("mistral", {"sliding_window": 7}),
-    ("mistral", {"sliding_window": 9}),
-    ("mha", {"rms_norm_eps": 1e-6})])
-def test_the_references_show_an_ignored_config_value(variant, changes):
-    tokens, logits = expected(variant)
-    wrong = rebuilt(load_model(REFERENCES / variant), **changes)
-    assert (logits_of(wrong, tokens) - logits).abs().max() > 1e-2
+def overwritten(suffix, value):
+    """Every parameter whose name ends in `suffix` set to one value."""
+    def spoil(model):
+        found = [p for name, p in model.named_parameters() if name.endswith(suffix)]
+        for p in found:
+            p.data.fill_(value)
+        assert found
+        return model
+    return spoil
 
 
-@pytest.mark.parametrize("variant, suffix, value",
-                         [("biases", name, 0.0) for name in BIASES] + [("mha", name, 1.0) for name in NORMS])
-def test_the_references_show_an_ignored_bias_or_norm(variant, suffix, value):
-    tokens, logits = expected(variant)
-    wrong = overwritten(load_model(REFERENCES / variant), suffix, value)
-    assert (logits_of(wrong, tokens) - logits).abs().max() > 1e-2
+def rebuilt(**changes):
+    """The same weights under another configuration."""
+    def spoil(model):
+        other = Llama(dataclasses.replace(model.config, **changes))
+        other.load_state_dict(model.state_dict())
+        return other
+    return spoil
 
 
-def test_the_references_show_the_wrong_rope_convention():
-    tokens, logits = expected("mha")
-    model = load_model(REFERENCES / "mha")
+class AdjacentRope(Rope):
+    """The other convention, of Meta's own files: channel 2i turns with channel 2i + 1."""
+
+    def rotate(self, x, positions=None):
+        halves = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)  # (..., T, d)
+        return super().rotate(halves, positions)
+
+
+def with_adjacent_rope(model):
     model.rope = AdjacentRope(model.config)
-    assert (logits_of(model, tokens) - logits).abs().max() > 1e-2
+    return model
 
 
-def test_the_references_show_which_query_heads_share_a_kv_head():
-    tokens, logits = expected("gqa")
-    model = load_model(REFERENCES / "gqa")
-    for block in model.model["layers"]:  # heads 0 and 2 on the first KV head, 1 and 3 on the second
+def with_other_groups(model):
+    """Heads 0 and 2 on the first KV head, 1 and 3 on the second."""
+    for block in model.model["layers"]:
         q, o = block.self_attn.q_proj.weight, block.self_attn.o_proj.weight
         q.data = q.data.view(4, 8, 32)[[0, 2, 1, 3]].reshape(32, 32)  # (H d, D)
         o.data = o.data.view(32, 4, 8)[:, [0, 2, 1, 3]].reshape(32, 32)  # (D, H d)
-    assert (logits_of(model, tokens) - logits).abs().max() > 1e-2
+    return model
 
 
-def test_the_references_show_a_scale_from_the_wrong_head_size():
-    tokens, logits = expected("head_dim")
-    model = load_model(REFERENCES / "head_dim")
+def with_another_scale(model):
+    """That of hidden_size / heads, where head_dim is another."""
     assert model.config.head_dim != model.config.hidden_size // model.config.num_attention_heads
     for block in model.model["layers"]:
         block.self_attn.q_proj.weight.data *= math.sqrt(model.config.head_dim / 16)
-    assert (logits_of(model, tokens) - logits).abs().max() > 1e-2
+    return model
+
+
+WRONG = [
+    ("rope_llama3", rebuilt(rope_scaling=None)),
+    ("rope_llama3", rebuilt(rope_scaling={"rope_type": "linear", "factor": 8.0})),
+    ("rope_linear", rebuilt(rope_scaling=None)),
+    ("rope_theta", rebuilt(rope_theta=10000.0)),
+    *[("mistral", rebuilt(sliding_window=window)) for window in (None, 7, 9)],
+    ("mha", rebuilt(rms_norm_eps=1e-6)),
+    *[("biases", overwritten(f"{name}_proj.bias", 0.0)) for name in ("q", "k", "v", "o", "gate", "up", "down")],
+    *[("qwen2", overwritten(f"{name}_proj.bias", 0.0)) for name in "qkv"],
+    *[("qwen3", overwritten(f"{name}_norm.weight", 1.0)) for name in "qk"],
+    ("qwen3", lambda model: rebuilt(model_type="llama")(without_head_norms(model))),
+    *[("mha", overwritten(f"{name}norm.weight", 1.0)) for name in ("input_layer", "post_attention_layer", "model.")],
+    ("mha", with_adjacent_rope),
+    ("gqa", with_other_groups),
+    ("head_dim", with_another_scale),
+]
+
+
+def without_head_norms(model):
+    for block in model.model["layers"]:
+        del block.self_attn.q_norm, block.self_attn.k_norm
+    return model
+
+
+@pytest.mark.parametrize("variant, spoil", WRONG)
+def test_the_references_show_what_is_left_out(variant, spoil):
+    """Otherwise a model without it could have the same logits."""
+    tokens, logits = expected(variant)
+    wrong = spoil(load_model(REFERENCES / variant))
+    assert (logits_of(wrong, tokens) - logits).abs().max() > 1e-2
 
 
 # The model by itself

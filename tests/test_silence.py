@@ -1,6 +1,5 @@
 """Nothing wrong in silence: what is not finite, not of the right shape, or damaged ends in one line, never in a row."""
 import json
-import os
 import shutil
 
 import pytest
@@ -12,7 +11,6 @@ import eval_ppl
 import train_intact
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
-from tinykv.assets import make
 from tinykv.data import load_windows
 from tinykv.evaluate import evaluate
 from tinykv.methods.intactkv import exact_rows
@@ -41,7 +39,7 @@ def damaged(folder, name, factor):
 # ---- numbers that are not finite
 
 VALUES = "model.layers.2.self_attn.v_proj.weight", 1e6  # beyond what 16 bits hold
-RESIDUAL = "model.layers.5.mlp.down_proj.weight", 1e22  # its square is beyond fp32, and its norm 0
+RESIDUAL = "model.layers.3.mlp.down_proj.weight", 1e22  # its square is beyond fp32, and its norm 0
 
 
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
@@ -142,15 +140,15 @@ def mine(tmp_path):
 
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
 @pytest.mark.parametrize("wrong, words", [
-    ("one", ["`decode` of Half", "(1, 2, 1, 32)"]), ("none", ["`decode` of Half", "NoneType"]),
+    ("one", ["Mine: `decode` of Half", "(2, 1, 1, 32)"]), ("none", ["Mine: `decode` of Half", "NoneType"]),
     ("nan", ["layer 0", "decodes", "not finite"]), ("ints", ["`decode` of Half", "int64"]),
-    ("encode", ["`encode` of Half", "NoneType"]), ("zero", ["line 15", "ZeroDivisionError"]),
-    ("codecs", ["`codecs`"]), ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]),
-    ("score", ["`score` of Mine", "(1, 2, 1)"]), ("score-nan", ["layer 0", "not finite"])])
+    ("encode", ["Mine: `encode` of Half", "NoneType"]), ("codecs", ["Mine: `codecs`"]),
+    ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]),
+    ("score", ["`score` of Mine", "(2, 1, 1)"]), ("score-nan", ["layer 0", "not finite"])])
 def test_what_a_method_gives_is_checked(command, mine, protocol, wrong, words):
     status, out, err = command("--method", mine, "--wrong", wrong, "--protocol", protocol, *TINY)
     said = f"{out} {err}"
-    assert status in (1, 2) and "mine.py" in said and all(word in said for word in words), said
+    assert status in (1, 2) and all(word in said for word in words), said
 
 
 def test_bits_that_are_claimed_are_held_against_the_codes(command, mine):
@@ -239,57 +237,3 @@ def test_nor_of_a_prefix(tmp_path):
     one, other = (open_prefix(str(tmp_path / name), tokenizer, model.config).ids
                   for name in ("plain.txt", "windows.txt"))
     assert one == other
-
-
-# ---- the state of the embedded model's training
-
-@pytest.fixture(scope="module")
-def training():
-    """A model and an optimizer after a step."""
-    model = make.new_model(0)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    for weight in model.parameters():
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    return model, [optimizer]
-
-
-def test_a_damaged_state_is_refused(training, tmp_path):
-    path = tmp_path / "training.pt"
-    make.save_state(path, *training, 7)
-    whole = path.read_bytes()
-    assert make.load_state(path, *training, "cpu") == 7
-    flipped = [whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:]
-               for place in range(5, len(whole), len(whole) // 4)]
-    for damaged in (b"", b"x", whole[:-1], whole[:1000], whole + b"x", *flipped):
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match="training.pt is damaged"):
-            make.load_state(path, *training, "cpu")
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(UserError, match="folder"):
-        make.load_state(path, *training, "cpu")
-
-
-def test_a_state_of_another_model_is_refused(training, tmp_path):
-    path = tmp_path / "training.pt"
-    make.save_state(path, torch.nn.Linear(2, 2), [], 7)
-    with pytest.raises(UserError, match="another model") as error:
-        make.load_state(path, *training, "cpu")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("content", [b"", b"no model", None])
-def test_a_damaged_tokenizer_ends_the_training(tmp_path, monkeypatch, capsys, content):
-    """None: a whole one, of another number of pieces."""
-    path = tmp_path / "tokenizer.model"
-    if content is None:
-        make.train_tokenizer(path, 400, 100)
-    else:
-        path.write_bytes(content)
-    monkeypatch.setattr("sys.argv", ["make", "--out", str(tmp_path), "--steps", "1", "--device", "cpu"])
-    with pytest.raises(SystemExit) as end:
-        make.main()
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and str(path) in err

@@ -31,7 +31,7 @@ from types import SimpleNamespace
 import torch
 
 from tinykv import UserError
-from tinykv.cache_parts.guards import check_order, check_prefix
+from tinykv.cache_parts.guards import check_prefix, check_text
 from tinykv.cache_parts.scores import Scores
 
 PROTOCOLS = ("paper", "stream")
@@ -78,8 +78,8 @@ class CachedRows(Scores):
             place = torch.where(found, place, r + same.int().argmax(-1))
             found = found | same.any(-1)
         if not found.all():
-            raise UserError(f"layer {self.layer}: only the code is left of token {int(positions[~found][0])}; "
-                            "`keep_keys` and `keep_values` may give positions of recent and kept tokens")
+            raise UserError(f"`keep_keys` or `keep_values` gave token {int(positions[~found][0])}, which is neither "
+                            f"recent nor kept: layer {self.layer} has {self.n_coded + r} tokens, {self.n_coded} coded")
 
         place = place.long().expand(B, Hkv, -1)  # (B, Hkv, p)
         self.keep_scores(place)
@@ -285,7 +285,7 @@ class KVCache:
     def without_prefix(self, tokens):
         """What a model reads of new tokens (B, T): a text without the prefix that it has to begin with, a later
         chunk of a text as it is."""
-        check_order(self, tokens.shape[1])
+        check_text(self, tokens.shape[1])
         if self.start == 0 or len(self) > self.start:
             return tokens
         check_prefix(tokens, self.method.prefix)

@@ -88,9 +88,6 @@ def check_finite(what, tensors):
                             "--dtype, or other settings")
 
 
-LARGEST_JSON = 64 * 2 ** 20  # bytes
-
-
 def check_regular(path, largest=None):
     """UserError for a folder, for a device or a pipe, which may never end, and for too many bytes."""
     try:
@@ -129,21 +126,16 @@ def write(path, fill):
     fill: called with the temporary path, in the same folder.
     """
     try:
-        replace_file(Path(path), fill)
+        path = Path(path).resolve()  # of a link, the target is replaced
+        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fill(part)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL byte
         raise UserError(f"{path} cannot be written ({first_line(error)}); choose another folder") from None
-
-
-def replace_file(path, fill):
-    """As `write`, with the exceptions of the file system."""
-    path = path.resolve()  # of a link, the target is replaced
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        fill(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 # What made a file
@@ -254,21 +246,3 @@ def first_line(error):
     """What an exception says, on one line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return text.strip().splitlines()[0][:200]
-
-
-def first_bytes(path):
-    """The first 200 bytes of a file; none if it cannot be read, which whoever opens it will report."""
-    if not os.path.isfile(path):  # to open a pipe is to wait
-        return b""
-    try:
-        with open(path, "rb") as file:
-            return file.read(200)
-    except OSError:
-        return b""
-
-
-def remedy(path):
-    """How to repair a damaged file, to be put at the end of an error."""
-    if first_bytes(path).startswith(b"version https://git-lfs"):
-        return "; it is the pointer that git-lfs leaves, run `git lfs pull` in its folder"
-    return "; download it again"

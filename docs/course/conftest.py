@@ -147,6 +147,8 @@ def pytest_runtest_makereport(item, call):
 
 def explain(error, path):
     """What an exception says to the student whose file is at `path`."""
+    while error.__cause__:  # Triton's interpreter wraps what a kernel raises
+        error = error.__cause__
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
     if isinstance(error, NotImplementedError):
         return f"Not written yet: {own[-1].name if own else error}."

@@ -4,6 +4,8 @@ them.
     python -m tinykv.analysis sinks
     python -m tinykv.analysis all --out docs/figures --json numbers.json
     python -m tinykv.analysis norms keys --model path/to/Llama-2-7b-hf --data wikitext2 --out .
+    python -m tinykv.analysis timeline --method "rtn,kivi recent=64" --out .
+    python -m tinykv.analysis page --out cache.html
 """
 import argparse
 import platform
@@ -13,7 +15,22 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError, hf, storage
-from tinykv.analysis import anchors, bias, cosine, errors, figures, keys, maps, norms, outliers, prefix, sinks, widths
+from tinykv.analysis import (
+    anchors,
+    bias,
+    cosine,
+    errors,
+    figures,
+    keys,
+    maps,
+    norms,
+    outliers,
+    page,
+    prefix,
+    sinks,
+    timeline,
+    widths,
+)
 from tinykv.analysis.walk import Text
 from tinykv.codecs import make_codecs
 from tinykv.codecs.affine import FORMULAS
@@ -40,22 +57,24 @@ from tinykv.run.cli import (
     quantizers_of,
 )
 from tinykv.run.prefix import open_prefix
+from tinykv.run.runs import SETTINGS, all_settings_of, constructor_arguments, load_class
 from tinykv.weights import quantize
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 
 PHENOMENA = {
     "sinks": sinks, "outliers": outliers, "norms": norms, "cosine": cosine, "bias": bias, "keys": keys,
-    "errors": errors, "widths": widths, "prefix": prefix, "anchors": anchors, "maps": maps,
+    "errors": errors, "widths": widths, "prefix": prefix, "anchors": anchors, "maps": maps, "timeline": timeline,
 }
 NEED_SINKS = ("outliers", "norms", "cosine", "bias", "widths", "prefix")
-NEED_CALIBRATION = ("errors", "widths", "prefix", "anchors")
+NEED_CALIBRATION = ("errors", "widths", "prefix", "anchors", "timeline", "page")
 
 #   flag: the phenomena that take it
 FLAGS = {
     "group_size": ("errors", "widths"),
     "formula": ("errors", "widths"),
     "vq": ("anchors",),
+    "method": ("timeline", "page"),
     "prefix": ("prefix",),
     "weights": ("prefix",),
     "w_bits": ("prefix",),
@@ -71,16 +90,16 @@ class HelpWithTable(Help, argparse.RawDescriptionHelpFormatter):
 
 def parser():
     shown = []
-    for name, module in PHENOMENA.items():
+    for name, module in {**PHENOMENA, "page": page}.items():
         text = f"{name:10}" + " ".join(module.__doc__.split("\n\n")[0].split())
         shown.append(textwrap.fill(text, 100, initial_indent="  ", subsequent_indent=" " * 12))
     p = Parser(
         prog="python -m tinykv.analysis", formatter_class=HelpWithTable,
         description=__doc__.split("\n\n")[0],
-        epilog="what to look at:\n" + "\n".join(shown) + "\n  all       all of these\n\n"
+        epilog="what to look at:\n" + "\n".join(shown) + "\n  all       all but the page\n\n"
                "A token is a sink if its attention received reaches --threshold in a tenth of all heads "
                "of all layers.")
-    p.add_argument("what", nargs="+", metavar="WHAT", help=f"{', '.join(PHENOMENA)}, or all: see below")
+    p.add_argument("what", nargs="+", metavar="WHAT", help=f"{', '.join(PHENOMENA)}, page, or all: see below")
     add_model(p)
     add_attention(p)
     add_windows(p, windows=4, longest=LONGEST)
@@ -97,8 +116,11 @@ def parser():
     p.add_argument("--prefix", metavar="bos|FILE",
                    help="prefix: a text that all windows begin with, of which 0, 1, .. all tokens are exact")
     p.add_argument("--vq", metavar="dNmM", default="d8m256", help="anchors: format of the codebooks")
+    p.add_argument("--method", metavar="NAME[,...]",
+                   help='timeline, page: methods with their settings, such as "rtn,kivi recent=64" (default: several)')
     add_weights(p, several=False)
-    p.add_argument("--out", metavar="DIR", help="draw each as DIR/WHAT.png (default: nothing is drawn)")
+    p.add_argument("--out", metavar="DIR|FILE",
+                   help="draw each as DIR/WHAT.png (default: nothing is drawn); page: the file (default: cache.html)")
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
     return p
 
@@ -114,8 +136,8 @@ def names_of(words):
 def check(args, names):
     """Errors that can be found before anything is loaded."""
     for name in names:
-        if name not in PHENOMENA:
-            raise UserError(f"unknown phenomenon {name!r}; there are {', '.join(PHENOMENA)}, all")
+        if name not in PHENOMENA and names != ["page"]:
+            raise UserError(f"unknown phenomenon {name!r}; there are {', '.join(PHENOMENA)}, all, and page alone")
     defaults = parser().parse_args(args.what)
     for flag, takers in FLAGS.items():
         given = getattr(args, flag) != getattr(defaults, flag)
@@ -130,7 +152,10 @@ def check(args, names):
     if args.text is not None and args.prefix is not None:
         raise UserError("--prefix begins windows of --data, and --text is a whole text; give one of them")
     check_folder("json", args.json)
-    if args.out and Path(args.out).exists() and not Path(args.out).is_dir():
+    if names == ["page"]:
+        args.out = args.out or "cache.html"
+        check_folder("out", args.out)
+    elif args.out and Path(args.out).exists() and not Path(args.out).is_dir():
         raise UserError(f"--out {args.out} is a file; give a folder")
 
 
@@ -139,11 +164,32 @@ def check_settings(args, names, config):
     quantizers_of(args, config)
     if args.layer is not None and not 0 <= args.layer < config.num_hidden_layers:
         raise UserError(f"--layer {args.layer}: this model has layers 0 to {config.num_hidden_layers - 1}")
+    if "timeline" in names or "page" in names:
+        args.methods = methods_of(args.method or (timeline if "timeline" in names else page).EXAMPLES, config)
     if "anchors" in names:
         AnTKV(config, args.vq)
         anchors.check(config, args.context)
     if "errors" in names or "widths" in names:
         make_codecs(config, "token-dynamic", 2, 2, group_size=args.group_size, formula=args.formula)
+
+
+def methods_of(words, config):
+    """"rtn,kivi recent=64" -> {"rtn": Method, "kivi": Method}."""
+    methods = {}
+    for word in words.split(","):
+        name, *settings = word.split()
+        cls, chosen = load_class(name), {}
+        for setting in settings:
+            key, _, value = setting.partition("=")
+            if key not in all_settings_of(cls) or key == "prefix":
+                raise UserError(f"--method {word}: {key} is no setting of {name}")
+            kind, *_ = SETTINGS.get(key, (str,))
+            try:
+                chosen[key] = kind(value)
+            except ValueError:
+                raise UserError(f"--method {word}: {key} is a number; got {value!r}") from None
+        methods[name if name not in methods else word] = cls(config, **constructor_arguments(cls, chosen))
+    return methods
 
 
 def ids_of(path, tokenizer, bos):
@@ -197,6 +243,8 @@ def settings_of(name, args):
     """What a phenomenon is told besides the text."""
     if name == "sinks":
         return {"threshold": args.threshold}
+    if name == "timeline":
+        return {"methods": args.methods}
     own = [flag for flag in ("group_size", "formula", "vq") if name in FLAGS[flag]]
     return {flag: getattr(args, flag) for flag in own}
 
@@ -214,6 +262,26 @@ def cell(value, form):
     if isinstance(value, list):
         return " ".join(figure(x, form) for x in value) or "none"
     return figure(value, form)
+
+
+def draw(text, name, rows, args):
+    """The figure of a phenomenon; of the timeline, a small one for each method besides."""
+    module = PHENOMENA[name]
+    shown = rows[:6] if name == "timeline" and args.method is None else rows
+    figures.save(module.draw(text, shown), Path(args.out, f"{name}.png"))
+    if name == "timeline":
+        for row in rows:
+            figures.save(timeline.draw_small(text, row), Path(args.out, f"timeline-{row['method']}.png"))
+
+
+def words_of(ids, tokenizer):
+    """The text of each token, with the blanks around it."""
+    words, before = [], ""
+    for i, token in enumerate(ids):
+        text = tokenizer.decode(ids[:i + 1])
+        words.append("<s>" if token == tokenizer.bos_id else text[len(before):])
+        before = text
+    return words
 
 
 def print_sinks(text, tokenizer):
@@ -255,7 +323,12 @@ def run(args):
         print(f"text {args.text}: {args.context} tokens")
     print_sinks(text, tokenizer)
 
-    # 3. a table for each name, and a figure
+    # 3. the page; or a table for each name, and a figure
+    if names == ["page"]:
+        about = f"Model {Path(args.model).resolve().name}; where the keys of layer {text.layer} are."
+        page.write(args.out, text, args.methods, words_of(text.windows[0].tolist(), tokenizer), about)
+        print(f"wrote {args.out}")
+        return
     found = {}  # {name: rows}
     for name in names:
         print()
@@ -268,7 +341,7 @@ def run(args):
         found[name] = module.measure(text, **settings_of(name, args))
         print_table(found[name], module.COLUMNS)
         if args.out:
-            figures.save(module.draw(text, found[name]), Path(args.out, f"{name}.png"))
+            draw(text, name, found[name], args)
 
     # 4. the numbers
     if args.json:

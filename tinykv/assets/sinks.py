@@ -1,6 +1,7 @@
 """Grow a model with attention sinks in about a minute, and look at them.
 
     python -m tinykv.assets.sinks --triggers 0.12
+    python -m tinykv.assets.sinks --figure FILE     three seeds at seven shares, twenty minutes
 
 The first steps of the embedded model's training, on chants alone: a chain of words in which nothing
 has to be looked up but what a refrain asks for. Whether sinks come depends on how often that is
@@ -13,6 +14,8 @@ import torch
 from tqdm import tqdm
 
 from tinykv import UserError, hf
+from tinykv.analysis.figures import legend, new_figure, save, style, title
+from tinykv.analysis.sinks import sink_report
 from tinykv.analysis.walk import walk
 from tinykv.assets import make
 from tinykv.calibrate import calibrate
@@ -22,6 +25,8 @@ from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED, Parser, one_line
 
 STEPS = 600
+SHARES = (0.0, 0.04, 0.12, 0.25, 0.4, 0.65, 0.9)  # of refrains, in the figure
+SEEDS = (0, 1, 2)
 LOOK = replace(make.PHASES[0], rows=16)  # windows for a look at the model
 
 
@@ -45,6 +50,11 @@ def look_at(number, triggers):
     pieces = hf.load(EMBEDDED)[1].pieces
     tokens, weights = make.batch_of(10**9 + number, LOOK, pieces, triggers)
     return tokens[:, :-1].contiguous(), weights[:, 1:] > 1
+
+
+def report_of(model, triggers):
+    tokens, _ = look_at(0, triggers)
+    return sink_report(model, tokens, tokens == make.BOS)
 
 
 @torch.no_grad()
@@ -77,12 +87,32 @@ def lost(model, tokens, calibration):
     return {name: result.ppl - results["fp16"].ppl for name, result in results.items()}
 
 
+def draw(path, reports):
+    """An inverted U: sinks and outlier by the share of refrains. reports: {(share, seed): of `sink_report`}."""
+    figure, panels = new_figure(1, 2, 9, 3.6, "Sinks come where heads are needed, but rarely")
+    titles = {"first": "sink score of the first <s>, in the block where it is largest",
+              "ratio": "the outlier over the median, in the block where it is largest"}
+    for panel, (name, text) in zip(panels, titles.items()):
+        for i, seed in enumerate(SEEDS):
+            largest = [max(row[name] for row in reports[share, seed]["layers"]) for share in SHARES]
+            panel.plot(SHARES, largest, label=f"seed {seed}", **style(i))
+        title(panel, text)
+        panel.set_xlabel("share of words that ask")
+    legend(panels[0])
+    save(figure, path)
+
+
 def main():
     p = Parser(prog="python -m tinykv.assets.sinks", description="Grow a model with attention sinks in about a minute.")
     p.add_argument("--triggers", type=float, default=0.12, help="the share of words that ask for a copy or a recall")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
+    p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of triggers, as PNG; twenty minutes")
     with one_line(p):
         args = p.parse_args()
+        if args.figure:
+            cases = [(share, seed) for share in SHARES for seed in SEEDS]
+            draw(args.figure, {(share, seed): report_of(grow(share, seed), share) for share, seed in cases})
+            return
         if not 0 <= args.triggers <= 1:
             raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
         model = grow(args.triggers, args.seed)

@@ -4,9 +4,9 @@ import torch
 from tinykv import UserError
 
 
-def check_order(cache, T):
-    """UserError for a method that is not calibrated. ValueError if T new tokens are not what comes next: a whole text
-    under `paper`, or the prompt."""
+def check_text(cache, T):
+    """UserError if the method is not calibrated; ValueError if T new tokens are not what comes next: one text under
+    `paper`, or the prompt."""
     seen = len(cache)
     if seen == cache.start and cache.method.needs_calibration:
         raise UserError(f"{cache.method!r} knows nothing of this model yet; run calibrate(model, method, windows) "

@@ -59,10 +59,10 @@ def check_codecs(method, config):
             is_ready = not codec.passes or codec.calibrated()
             if is_ready and (kind, type(codec)) not in tried:
                 tried.add((kind, type(codec)))
-                try_codec(codec, config)
+                try_codec(codec, config, name)
 
 
-def try_codec(codec, config):
+def try_codec(codec, config, name):
     """Encode and decode a few random rows, twice as many tokens as share a scale."""
     at_least_whole(1, codec, "tokens_per_group")
     codec = copy.deepcopy(codec)  # some remember something of the first rows
@@ -73,12 +73,12 @@ def try_codec(codec, config):
 
     codes = codec.encode(rows, ignore=None)
     if not (hasattr(codes, "append") and hasattr(codes, "nbytes")):
-        raise UserError(f"`encode` of {codec!r} has to give an object with `append` and `nbytes`, such as Codes; it "
-                        f"gave {type(codes).__name__}")
+        raise UserError(f"{name}: `encode` of {codec!r} has to give an object with `append` and `nbytes`, such as "
+                        f"Codes; it gave {type(codes).__name__}")
     decoded = codec.decode(codes.append(codec.encode(rows, ignore=None)))
     if not is_float(decoded, (B, Hkv, 2 * n, d)):
-        raise UserError(f"`decode` of {codec!r} has to give floating-point numbers {(B, Hkv, 2 * n, d)}; it gave "
-                        f"{shown(decoded)}")
+        raise UserError(f"{name}: `decode` of {codec!r} has to give floating-point numbers {(B, Hkv, 2 * n, d)}; it "
+                        f"gave {shown(decoded)}")
 
 
 def check_score(method, config):

@@ -49,7 +49,8 @@ def one_line(p, stopped="stopped", torchrun=False):
 
     torchrun: whether several processes can share the command's work.
     """
-    sys.stdout.reconfigure(errors="backslashreplace")  # a name that stdout cannot print
+    if hasattr(sys.stdout, "reconfigure"):  # a name that this stdout cannot print is printed escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if not torchrun and os.environ.get("WORLD_SIZE", "1") != "1":
             raise UserError("this command is one process; start it without torchrun")

@@ -8,7 +8,7 @@ figure but the seconds is that of one process. Rank 0 alone prints and writes fi
 """
 import os
 import sys
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -22,26 +22,15 @@ PATIENCE = timedelta(days=30)  # calibration may take long; a rank that dies is 
 
 @contextmanager
 def joined():
-    """Around a command: join the other ranks, and be silent on all but rank 0. The first rank to fail
-    says why."""
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    """Around a command: join the other ranks. All but rank 0 are silent, also where they fail."""
+    missing = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
     if missing:
-        raise UserError(f"WORLD_SIZE is set and {', '.join(missing)} is not; start with torchrun, or "
-                        "unset WORLD_SIZE")
-    store, rank, n_ranks = next(dist.rendezvous("env://"))
-    # tensors on a CPU are sent by gloo, tensors on a GPU by NCCL
-    dist.init_process_group(store=store, rank=rank, world_size=n_ranks, timeout=PATIENCE)
-    with ExitStack() as stack:
-        if rank > 0:
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
-        try:
-            yield
-        except Exception:
-            if store.add("failed ranks", 1) > 1:
-                sys.exit(2)
-            raise
+        raise UserError(f"WORLD_SIZE is set, and not {', '.join(sorted(missing))}; start with torchrun, "
+                        "or unset WORLD_SIZE")
+    dist.init_process_group(timeout=PATIENCE)  # gloo for tensors on a CPU, NCCL for those on a GPU
+    if dist.get_rank() > 0:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+    yield
     dist.destroy_process_group()
 
 

@@ -163,13 +163,8 @@ def add_settings(p, own):
         "settings of the methods",
         "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
     for name, (kind, metavar, help) in {**SETTINGS, **own}.items():
-        flag = "--" + name.replace("_", "-")
-        try:
-            group.add_argument(flag, metavar=f"{metavar}[,...]", type=list_of(kind), help=help,
-                               default=argparse.SUPPRESS)
-        except argparse.ArgumentError:
-            raise UserError(f"{name} {help}: the command has a flag {flag} already; give the "
-                            "setting another name") from None
+        group.add_argument("--" + name.replace("_", "-"), metavar=f"{metavar}[,...]", type=list_of(kind),
+                           help=help, default=argparse.SUPPRESS)
     p.set_defaults(settings=[*SETTINGS, *own])
 
 

@@ -1,0 +1,122 @@
+"""Where the key of each token is at any time, from real caches that read a text token by token: recent, coded,
+or kept (the three questions, Keep, Code and When, of each method in one picture). A picture of all methods, and
+a small one of each; position runs to the right and time down.
+"""
+import torch
+
+from tinykv.analysis.figures import new_figure, title
+from tinykv.cache import KVCache
+from tinykv.calibrate import calibrate
+from tinykv.evaluate import chunks_of
+
+LONGEST = 512  # tokens of the picture
+STATES = {"r": ("recent: 16 bits", "#f0a020"), "c": ("coded", "#a6cbe8"), "k": ("kept: 16 bits for good", "#98001f")}
+# blocks small enough to be seen in a picture; the first six are in the picture of all
+EXAMPLES = ("rtn,pfn,kvsink choose=always,kivi recent=64,ott recent=32 group_size=64,"
+            "antkv vq=d4m16 anchors=4% block=32 choose=always,skvq,intactkv bits=4,kvquant,cq vq=d4m16")
+
+COLUMNS = {"method": ("method", ""), "tokens": ("tokens", "d"), "recent": ("recent", "d"), "coded": ("coded", "d"),
+           "kept": ("of them kept", "d")}
+
+
+def states_of(rows, head=0):
+    """The keys, or values, of a cache (`CachedRows`) -> a letter for each token: where its row is in one KV head."""
+    states = ["c"] * rows.n_coded + ["r"] * rows.recent.shape[2]
+    if rows.kept_positions is not None:
+        by_head = rows.kept_positions[0].tolist()  # 1 or Hkv lists of positions
+        for position in by_head[min(head, len(by_head) - 1)]:
+            states[position] = "k"
+    return "".join(states)
+
+
+@torch.no_grad()
+def read_text(text, method, tokens, cache_class=KVCache):
+    """Calibrate a method and let its cache read tokens (T), in chunks that end where something is quantized: the
+    cache after each."""
+    calibrate(text.model, method, text.calibration, text.progress)
+    if method.prefix is not None:
+        method.prefix.fill(text.model, text.model)
+    cache = cache_class(text.model, method)
+    for chunk in chunks_of(tokens[None], cache):
+        text.model(chunk, cache, logits=False)
+        yield cache
+
+
+def states_at(history, n):
+    """The states when n tokens have been read: those after the last chunk, and the tokens since then are recent."""
+    states = ""
+    for length, after in history:
+        if length <= n:
+            states = after
+    return states + "r" * (n - len(states))
+
+
+def measure(text, methods):
+    """A row for each method, after the whole text. `history`: the states of the shown layer's keys after each
+    chunk, [(tokens read so far, states)].
+
+    methods: {label: Method}.
+    """
+    tokens, rows = text.windows[0, :LONGEST], []
+    for label, method in methods.items():
+        history = []
+        for cache in read_text(text, method, tokens):
+            history.append((len(cache), states_of(cache.layers[text.layer].keys)))
+        states = history[-1][1]
+        rows.append({"method": label, "tokens": len(states), "recent": states.count("r"),
+                     "coded": len(states) - states.count("r"), "kept": states.count("k"), "history": history})
+    return rows
+
+
+def draw_method(panel, row, sinks):
+    """sinks: the positions of the text's sinks."""
+    from matplotlib.colors import ListedColormap
+    T = row["tokens"]
+    image = torch.full((T, T), float("nan"))  # time by position
+    for n in range(1, T + 1):
+        image[n - 1, :n] = torch.tensor(["rck".index(letter) for letter in states_at(row["history"], n)])
+    panel.imshow(image.numpy(), cmap=ListedColormap([colour for _, colour in STATES.values()]), vmin=0, vmax=2,
+                 extent=(0, T, T, 0), interpolation="nearest")
+    # a column of one token would be too thin to be seen
+    times, positions = (image == 2).nonzero().T + 0.5
+    panel.scatter(positions, times, s=1.2, color=STATES["k"][1], linewidths=0)
+    panel.plot([sink + 0.5 for sink in sinks], [-0.02 * T] * len(sinks), "v", color="black", markersize=4,
+               clip_on=False)
+    panel.grid(False)
+    title(panel, row["method"])
+
+
+def draw(text, rows):
+    """All methods, in rows of three."""
+    n_columns = min(3, len(rows))
+    n_rows = -(-len(rows) // n_columns)
+    figure, panels = new_figure(n_rows, n_columns, 0.6 + 3.6 * n_columns, 1.2 + 3.4 * n_rows,
+                                f"Where each token's key is (layer {text.layer}, KV head 0), while a text is read")
+    sinks = text.marks[0, :LONGEST].nonzero()[:, 0].tolist()
+    for panel in panels[len(rows):]:
+        panel.axis("off")
+    for i, (panel, row) in enumerate(zip(panels, rows)):
+        draw_method(panel, row, sinks)
+        if i % n_columns == 0:
+            panel.set_ylabel("tokens read so far")
+        if i + n_columns >= len(rows):
+            panel.set_xlabel("position of the token")
+    legend_of_states(figure, sinks)
+    return figure
+
+
+def draw_small(text, row):
+    """One method, small."""
+    figure, (panel,) = new_figure(1, 1, 2.6, 2.9)
+    draw_method(panel, row, text.marks[0, :LONGEST].nonzero()[:, 0].tolist())
+    panel.set(xlabel="position", ylabel="tokens read")
+    return figure
+
+
+def legend_of_states(figure, sinks):
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    handles = [Patch(color=colour, label=label) for label, colour in STATES.values()]
+    if sinks:
+        handles.append(Line2D([], [], marker="v", color="black", linestyle="", label="a sink"))
+    figure.legend(handles=handles, loc="outside lower center", ncol=4, frameon=False)
