@@ -124,7 +124,7 @@ def test_values_that_are_wrong():
     for given, right in ((2, 3), (None, 3), (True, 1), (2.1, 2.0), (float("nan"), 2.0), ([1], [1, 2]), ("3", 3),
                          (torch.arange(3).float(), torch.arange(3)), (torch.ones(1, 2), torch.ones(2)),
                          (torch.ones(2).double(), torch.ones(2)), (half + 0.001, half), (object(), 3), ({}, 3),
-                         (torch.full((2,), torch.nan), torch.ones(2)), (torch.ones(30000), torch.ones(30000))):
+                         (torch.full((2,), torch.nan), torch.ones(2)), (torch.ones(30000), torch.ones(2))):
         assert compare.difference(compare.plain(given), compare.plain(right), 1e-4) != "", (given, right)
 
 

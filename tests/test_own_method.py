@@ -25,13 +25,13 @@ WRONG = {
     "OneTooMany": ("pfn", "cache_holds_the_expected_rows", "token-dynamic",
                    r"layer 0, keys, sequence 0, KV head 0: .* tokens 0, 1, 2, 3 are kept; PFN keeps \[0, 1, 2\]"),
     "TooLate": (None, "cache_holds_the_expected_rows", "token-dynamic",
-                "gave token 0, which is neither recent nor kept: layer 0 has 16 tokens, 8 coded"),
+                "when 16 tokens have come, token 0 is kept from now on, but the tokens up to 7 were quantized before"),
     "NotThere": (None, "cache_holds_the_expected_rows", "token-dynamic",
-                 "gave token 8, which is neither recent nor kept: layer 0 has 8 tokens"),
+                 "have to give None or positions.*from 8 to 8 where there are 8 tokens"),
     "FirstSequenceChooses": (None, "batch_rows_are_independent", "token-dynamic",
                              r"layer 1, keys, sequence 1 of 3: kept are .* by head, and alone"),
     "OneSequenceOnly": (None, "cache_holds_the_expected_rows", "token-dynamic",
-                        "which is neither recent nor kept"),
+                        "B = 3 and Hkv = 2; one of them gave"),
     "Crashes": (None, "cache_holds_the_expected_rows", "token-dynamic",
                 r"own.py, line \d+, in keep_keys: AttributeError: 'NoneType' object has no attribute 'shape'"),
     "Remembers": (None, "same_twice_and_after_reset", "token-dynamic", "a method holds nothing of a text"),
@@ -94,7 +94,7 @@ def test_a_crash_is_told_by_its_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, said", [
     (("--method", "nowhere.py:Mine"), "there is no file nowhere.py"),
     (("--method", f"{OWN}:Mine"), "no subclass .* named 'Mine'"),
-    (("--method", f"{OWN}:Swapped", "--as", "pfn"), "does not take .*k_bits, .*, preserve, as pfn does"),
+    (("--method", f"{OWN}:Swapped", "--as", "pfn"), "does not take .*preserve.*, as pfn does"),
     (("--method", f"{OWN}:Swapped", "--as", "pfm"), "--as pfm: there are fp16, rtn, pfn"),
     (("--as", "pfn"), "give --method, too")])
 def test_what_cannot_be_tested_is_one_line(words, said):

@@ -35,16 +35,7 @@ Paper and practice.
 import torch
 
 from tinykv import UserError, at_least, one_of
-from tinykv.codecs.base import (
-    Codec,
-    Codes,
-    Exact,
-    channel_ranges,
-    known_bits,
-    largest_code,
-    pack,
-    unpack,
-)
+from tinykv.codecs.base import Codec, Codes, Exact, channel_ranges, known_bits, largest_code, pack, unpack
 from tinykv.kmeans import kmeans, nearest
 
 #           type, smallest scale, largest number

@@ -143,7 +143,7 @@ def settings_of(cls):
             inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
         elif argument.kind is not argument.VAR_POSITIONAL:
             own[argument.name] = argument.default
-    return {**inherited, **own}
+    return {**own, **inherited, **own}  # its own come first
 
 
 def own_settings(methods):
