@@ -70,7 +70,8 @@ def test_the_accuracy_of_a_task_is_the_recall_that_the_project_counts(task, aske
 
 
 SETTINGS = [{"protocol": "stream", "prompt": "context", "recent": 8, "block": 16, **CODED},
-            {"protocol": "stream", "recent": 8, "block": 16, **CODED}, {"protocol": "paper", "prompt": "context", **CODED},
+            {"protocol": "stream", "recent": 8, "block": 16, **CODED},
+            {"protocol": "paper", "prompt": "context", **CODED},
             {"method": "intactkv", "bits": 2}]
 
 
