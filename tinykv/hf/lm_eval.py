@@ -121,7 +121,7 @@ class TinyKV(TemplateLM):
         context, new, answer = self.tokenizer.decode(ids), [], ""
         for _ in range(settings["max_gen_toks"]):
             logits = self.model(unread, cache)[:, -1].float()  # (1, vocab)
-            unread = pick_token(logits, settings["temperature"], settings.get("top_p", 1.0), None)  # (1, 1)
+            unread = pick_token(logits, settings.get("temperature", 0.0), settings.get("top_p", 1.0), None)  # (1, 1)
             if unread.item() == self.eot_token_id:
                 break
             new.append(unread.item())
