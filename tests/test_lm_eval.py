@@ -88,7 +88,7 @@ def log_likelihood(model, context, target):
 @torch.no_grad()
 def test_log_likelihoods_are_those_of_a_direct_forward(asked, settings):
     model = TinyKV(**settings)
-    pairs = [(story.text[:start].rstrip(), " " + story.text[start:end]) for story in asked[:2]
+    pairs = [(story.text[start - 150:start].rstrip(), " " + story.text[start:end]) for story in asked
              for _, start, end in story.answers[:1]]
     pairs += [(asked[0].text[:at], asked[0].text[at:at + 9]) for at in (101, 103)]  # within a word
     found = model.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs], disable_tqdm=True)
@@ -99,7 +99,7 @@ def test_log_likelihoods_are_those_of_a_direct_forward(asked, settings):
 def test_generation_is_the_models_own(asked):
     model = TinyKV(max_gen_toks=24, **STREAM)
     story = asked[0]
-    context = story.text[:story.answers[0][1]].rstrip()
+    context = story.text[:200].rstrip()
     ids = torch.tensor([model.tokenizer.encode(context, bos=True)])
     text = model.model.generate(ids, 24, KVCache(model.model, model.method, prompt=ids.shape[1]))
     expected = model.tokenizer.decode(text[0].tolist())[len(model.tokenizer.decode(ids[0].tolist())):]

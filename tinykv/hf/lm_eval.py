@@ -138,7 +138,7 @@ def load(args):
     by_title, _ = runs.build_runs(args, config, tokenizer, quantizers)
     *_, run = by_title.values()  # fp16 comes first
     flags.check_runs(args, {run.title: run})
-    model = hf.load_model(args.model, args.device, args.dtype)
+    model = hf.load_model(args.model, args.devices, args.dtype)
     text, data = flags.load_calibration(args, tokenizer, {run.title: run}, quantizers)  # (C, T)
     file = CalibrationFile(args.calibration, model)
     models = flags.quantized_models(args, model, quantizers, text, file)

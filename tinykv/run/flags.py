@@ -64,9 +64,9 @@ def check(args):
         raise UserError(f"--at-bits must be a number above 0; got {args.at_bits}")
     if args.plot and Path(args.plot).suffix != ".png":
         raise UserError(f"--plot writes a PNG; give a name that ends in .png and not {args.plot}")
-    for flag in ("json", "calibration", "plot"):
-        if getattr(args, flag) != "-":
-            cli.check_folder(flag, getattr(args, flag))
+    cli.check_folder("json", None if args.json == "-" else args.json)
+    cli.check_folder("calibration", args.calibration)
+    cli.check_folder("plot", args.plot)
 
 
 def load_config(args, loaded=None):
@@ -77,7 +77,8 @@ def load_config(args, loaded=None):
         config, weight = model.config, model.lm_head.weight
         args.model, args.device, args.dtype = "given", weight.device, weight.dtype
     else:
-        args.device = hf.usable_device(args.device)
+        args.devices = hf.usable_devices(args.device)
+        args.device = args.devices[0]  # of several, the one that tokens go to
         args.dtype = cli.dtype_of(args.dtype, args.device)
         config = hf.load_config(args.model)
         tokenizer = hf.load_tokenizer(args.model, config)
