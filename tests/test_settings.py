@@ -7,6 +7,7 @@ from tinykv.calibrate import calibrate
 from tinykv.codecs import SCHEMES
 from tinykv.methods.pfn import PFN
 from tinykv.methods.registry import METHODS
+from tinykv.run.check import check_method
 
 CONFIG = model_of(1).config
 
@@ -88,7 +89,7 @@ def test_a_block_holds_whole_channel_groups(scheme, group_size):
     ("intactkv", {"scheme": "token-static"}), ("intactkv", {"formula": "clamped"}), ("intactkv", {"k_bits": 9})])
 def test_settings_that_cannot_be_are_refused(name, settings):
     with pytest.raises(UserError):
-        METHODS[name](CONFIG, **settings)
+        check_method(METHODS[name](CONFIG, **settings), CONFIG)
 
 
 def test_calibration_needs_more_tokens_than_are_kept():

@@ -207,11 +207,11 @@ def test_effective_vectors_are_kish_s(sensitivity, sharing):
 
 
 def test_few_effective_vectors_are_warned_of():
-    """160 vectors for 8 centroids are enough, for 64 they are not; equal weights are not spoken of."""
+    """160 vectors for 8 centroids are enough, for 64 they are not; equal weights are worth all of them."""
     enough, few = calibrated("token").describe(), calibrated("token", vq="d2m64").describe()
-    assert "a centroid" in enough and "--calib-windows" not in enough
-    assert "a centroid: few (below 4), so give more --calib-windows" in few
-    assert "a centroid" not in calibrated("none").describe()
+    assert "156 vectors" in enough and "--calib-windows" not in enough
+    assert "few (below 4 a centroid), so give more --calib-windows" in few
+    assert calibrated("none").describe().endswith("worth 160 or more")
 
 
 @pytest.mark.parametrize("sensitivity, n", [("none", 16), ("fisher", 64), ("token", 64)])

@@ -183,12 +183,9 @@ def make_codebooks(config, vq=None, bits=None, sensitivity="fisher", sharing="he
     """
     one_of(SENSITIVITIES, sensitivity=sensitivity)
     one_of(("head", "layer"), sharing=sharing)
-    if bits is not None and vq is not None:
-        raise UserError("give the bits or the format (vq), not both")
-    if bits is not None and bits not in FORMATS:
-        known = ", ".join(f"{b:g}" for b in FORMATS)
-        raise UserError(f"vector formats are known for {known} bits; got {bits}; "
-                        "name any other, such as d4m1024, by its format (vq)")
+    if bits is not None and (vq is not None or bits not in FORMATS):
+        raise UserError(f"give the format (vq), such as d4m1024, or one of the bits {', '.join(map(str, FORMATS))}; "
+                        f"got bits {bits} and vq {vq}")
     heads, width = config.num_key_value_heads, config.head_dim
     n, m = parse_format(vq or FORMATS[bits or 1], width)
     pairs = []
@@ -201,16 +198,11 @@ def make_codebooks(config, vq=None, bits=None, sensitivity="fisher", sharing="he
 
 def parse_format(name, width):
     """"d8m256" -> (8, 256), channels and centroids. width: d, the channels of a head."""
-    found = re.fullmatch(r"d(\d+)m(\d+)", name)
-    if not found:
-        raise UserError("a vector format is d, channels, m, centroids, such as d8m256; "
-                        f"got {name!r}")
-    n, m = int(found[1]), int(found[2])
-    if n < 1 or width % n:
-        raise UserError(f"{name}: {n} channels do not divide the {width} channels of a head")
-    if not 2 <= m <= 4096 or m & (m - 1):
-        raise UserError(f"{name}: the number of centroids must be a power of two from 2 to 4096; "
-                        f"got {m}")
+    found = re.fullmatch(r"d([1-9]\d*)m(\d+)", name)
+    n, m = (int(found[1]), int(found[2])) if found else (1, 0)
+    if width % n or m not in [2 ** b for b in range(1, 13)]:
+        raise UserError(f"a vector format is dNmM, such as d8m256, where N divides the {width} channels of a head, and "
+                        f"M is a power of two from 2 to 4096; got {name!r}")
     return n, m
 
 
@@ -222,22 +214,13 @@ def windows_of(pairs):
 
 
 def describe_codebooks(pairs):
-    """One line for the user: the format, who has a codebook, and what it was calibrated on."""
-    codec = pairs[0].k
-    samples = min(each.samples for pair in pairs for each in pair)
-    if codec.sharing == "head":
-        who = "a codebook for each KV head and place"
-    else:
-        who = "one codebook for a layer's K, one for its V"
-    if not samples:
-        return f"{codec.name}, {who}"
-    line = f"{codec.name}, {who}, each calibrated on {samples:,} vectors"
-    if codec.sensitivity == "none":
-        return line
-    # the codebook that has the fewest
-    effective = min(each.effective for pair in pairs for each in pair)
-    each = effective / codec.m
-    line += f"; by their weights worth {effective:,.0f} or more, {each:.1f} a centroid"
-    if each < FEWEST:
-        line += f": few (below {FEWEST}), so give more --calib-windows, or fewer centroids"
+    """One line for the user: the format, and what the codebook that has the fewest was calibrated on."""
+    codecs = [codec for pair in pairs for codec in pair]
+    name, m, sharing = codecs[0].name, codecs[0].m, codecs[0].sharing
+    samples, effective = min(codec.samples for codec in codecs), min(codec.effective for codec in codecs)
+    line = f"{name}, codebooks of a {sharing}"
+    if samples:
+        line += f", each calibrated on {samples:,} vectors; by their weights worth {effective:,.0f} or more"
+    if samples and effective < FEWEST * m:
+        line += f": few (below {FEWEST} a centroid), so give more --calib-windows, or fewer centroids"
     return line
