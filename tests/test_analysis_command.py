@@ -51,7 +51,8 @@ def some_sinks(monkeypatch):
 
 
 def test_all_gives_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_path):
-    printed = run("all", "--vq", "d8m16", "--out", tmp_path, "--json", tmp_path / "out.json")
+    printed = run("all", "--vq", "d8m16", "--method", "pfn block=16,kivi recent=8 group_size=8", "--out", tmp_path,
+                  "--json", tmp_path / "out.json")
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert numbers["sinks at"] == [[0, 9], [0, 9]] and "sinks of window 1: 0 <s>, 9 " in printed
     blocks = printed.split("\n\n")[1:]
@@ -64,6 +65,12 @@ def test_all_gives_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_pat
         for line, row in zip(lines[1:], rows):
             words = [command.cell(row[column], form) for column, (_, form) in module.COLUMNS.items()]
             assert re.split("  +", line.strip()) == words
+    assert (tmp_path / "timeline-pfn.png").exists() and (tmp_path / "timeline-kivi.png").exists()
+
+
+def test_the_page_of_the_command(run, tmp_path):
+    out = run("page", "--method", "pfn block=16,pfn block=32", "--out", tmp_path / "cache.html")
+    assert f"wrote {tmp_path / 'cache.html'}" in out and (tmp_path / "cache.html").stat().st_size < 500_000
 
 
 def test_a_cell():
@@ -133,7 +140,10 @@ def test_help_names_every_phenomenon(run, capsys):
     (["norms", "--formula", "integer-zero"], "--formula"), (["errors", "--group-size", 0], "--group-size"),
     (["norms", "--windows", "9" * 30], "--windows"), (["norms", "--threshold", "nan"], "--threshold"),
     (["norms", "--out", __file__], "--out"), (["norms", "--data", "no/file"], "no/file"),
-    (["norms", "--layer", 6], "--layer 6"), (["norms", "--prefix", "bos"], "--prefix is a setting of prefix"),
+    (["norms", "--layer", 6], "--layer 6"), (["timeline", "--method", "rtm"], "rtm"), (["norms", "page"], "page"),
+    (["timeline", "--method", "rtn recent=3"], "recent"), (["timeline", "--method", "rtn block=x"], "block"),
+    (["norms", "--method", "rtn"], "--method"), (["page", "--out", "no/folder/cache.html"], "no/folder"),
+    (["norms", "--prefix", "bos"], "--prefix is a setting of prefix"),
     (["norms", "--text", "no/file"], "no/file"), (["prefix", "--prefix", "bos", "--text", __file__], "--text")])
 def test_bad_input_is_one_clear_line(run, capsys, words, named):
     with pytest.raises(SystemExit) as end:

@@ -147,7 +147,7 @@ ARROWS = {
     "storage.py": {""},
     "run/ranks.py": {"", "evaluate", "storage"},
     "data/": {"", "hf", "storage"},  # hf/hub.py downloads
-    "hf/": {"", "model", "storage"},
+    "hf/": {"", "cache", "model", "storage"},
     "weights/": {"", "cache", "codecs", "model", "storage"},
 }
 

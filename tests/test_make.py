@@ -137,13 +137,14 @@ def test_a_finished_model_is_not_trained_over(tmp_path, monkeypatch, capsys):
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
 
 
-@pytest.mark.parametrize("share", ["-0.1", "1.5", "nan"])
-def test_a_share_of_triggers_is_from_0_to_1(monkeypatch, capsys, share):
-    monkeypatch.setattr(sys, "argv", ["sinks", "--triggers", share])
+@pytest.mark.parametrize("words", [["--triggers", "-0.1"], ["--triggers", "1.5"], ["--triggers", "nan"],
+                                   ["--steps", "0"]])
+def test_bad_settings_are_one_clear_line(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["sinks", *words])
     with pytest.raises(SystemExit) as end:
         sinks.main()
     err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and share in err
+    assert end.value.code == 2 and err.count("\n") == 1 and words[0] in err and words[1] in err
 
 
 def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from tinykv.methods.kivi import KIVI
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.ott import OTT
 from tinykv.model import Llama, LlamaConfig
+from tinykv.run.check import check_method
 
 T, D, H, HKV, WIDTH, L = 40, 12, 2, 1, 4, 3
 CONFIG = LlamaConfig(29, D, 24, L, H, HKV, WIDTH, 128)
@@ -260,8 +261,8 @@ def test_chunks_after_a_prompt_end_where_blocks_do(model):
 
 
 def test_settings_that_cannot_be():
-    for make in (KVSink, AnTKV):
+    for method in (KVSink(CONFIG, choose="once"), AnTKV(CONFIG, vq="d2m4", choose="once")):
         with pytest.raises(UserError, match="once"):
-            make(CONFIG, choose="once")
+            check_method(method, CONFIG)
     with pytest.raises(UserError, match="whole groups"):
         KVSink(CONFIG, scheme="channel-dynamic", group_size=8, block=12)

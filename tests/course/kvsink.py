@@ -9,7 +9,7 @@ WRONG = {
     "grows_before_it_qualifies": ("max(qualified, key", "max(candidates, key"),
     "last_block_counts": ("candidates = range(blocks - 1)", "candidates = range(blocks)"),
     "embedding_is_a_block": ("share[1:layer + 1]", "share[:layer + 1]"),
-    "every_block_votes": ("channel[:, layer + 1:layer + 4]", "channel"),
+    "every_block_votes": ("channel[:, layer + 1:min(layer + 4, blocks)]", "channel"),
     "most_votes_win": ("if votes.count(winner) >= 0.9 * len(votes) else None", ""),
     "mean_of_windows": ("return sorted(numbers)[(len(numbers) - 1) // 2]", "return sum(numbers) / len(numbers)"),
     "smallest": ("sorted(known, reverse=True)", "sorted(known)"),

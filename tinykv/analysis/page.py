@@ -34,9 +34,12 @@ class ExactRows(KVCache):
         super().reset()
 
     def update(self, layer, q, k, v, positions):
-        stored = self.rope.rotate(k, positions) if self.method.rope == "post" else k
+        dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
+        stored = k.to(dtype)
+        if self.method.rope == "post":
+            stored = self.rope.rotate(stored, positions)
         self.exact.setdefault((layer, "k"), []).append(stored)
-        self.exact.setdefault((layer, "v"), []).append(v)
+        self.exact.setdefault((layer, "v"), []).append(v.to(dtype))
         return super().update(layer, q, k, v, positions)
 
 

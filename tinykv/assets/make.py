@@ -11,7 +11,7 @@ It says nothing about attention, keys, values or hidden states. Sinks come becau
 needed at few tokens only (docs/embedded_model.md). They begin in chants, which teach little else,
 and stay in the stories; answers are learned after them.
 
-The command ends with the written rule by which the shipped model was chosen, see `RULE`.
+Why these phases, and by which rule the shipped model was chosen, is in docs/embedded_model.md.
 """
 import io
 import json
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from tinykv import UserError, hf
+from tinykv import UserError, at_least, hf
 from tinykv.analysis.sinks import sink_report
 from tinykv.data import load_windows
 from tinykv.data.stories import OFTEN, REFRAINS, WORDS, chants, stories
@@ -115,8 +115,8 @@ def encode(document, phase, pieces):
 
 
 def mask_of_chants(pieces):
-    """(vocab): 0 for the pieces of chants, -10,000 for others. Chants alone would teach the model to
-    make all the others unlikely, which is learned in no time with this."""
+    """(vocab): added to logits while there are chants alone; 0 for their pieces, -10,000 for others. Without it the
+    first thing to learn is that the others never occur, and sinks move to block 0."""
     known = [BOS, *pieces.encode(" ".join([*WORDS, *REFRAINS]))]
     mask = torch.full((CONFIG.vocab_size,), -1e4)
     mask[known] = 0.0
@@ -263,10 +263,12 @@ def main():
                description="Train the embedded model, and say where its sinks are.")
     p.add_argument("--out", metavar="DIR", required=True, help="where the checkpoint goes, and the state to go on from")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
+    p.add_argument("--steps", type=int, default=PHASES[-1].until, help="stop after this many, to go on later")
     with one_line(p, "stopped; the same command goes on from the last state that was saved"):
         args = p.parse_args()
+        at_least(1, **{"--steps": args.steps})
         out = usable_folder(args.out)
-        hf.save(train(out, args.seed), out / "tokenizer.model", out)
+        hf.save(train(out, args.seed, args.steps), out / "tokenizer.model", out)
         model, tokenizer = hf.load(out)
         print_sinks(model, load_windows("tales", tokenizer, CONFIG.max_position_embeddings, 16).tokens)
 

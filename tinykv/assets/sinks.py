@@ -1,7 +1,7 @@
 """Grow a model with attention sinks in about a minute, and look at them.
 
     python -m tinykv.assets.sinks --triggers 0.12
-    python -m tinykv.assets.sinks --figure FILE     three seeds at seven shares, twenty minutes
+    python -m tinykv.assets.sinks --figure FILE     three seeds at six shares, a quarter of an hour
 
 The first steps of the embedded model's training, on chants alone: a chain of words in which nothing
 has to be looked up but what a refrain asks for. Whether sinks come depends on how often that is
@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, hf
+from tinykv import UserError, at_least, hf
 from tinykv.analysis.figures import legend, new_figure, save, style, title
 from tinykv.analysis.sinks import sink_report
-from tinykv.analysis.walk import walk
+from tinykv.analysis.walk import mean, walk
 from tinykv.assets import make
 from tinykv.calibrate import calibrate
 from tinykv.data.windows import Windows
@@ -25,7 +25,7 @@ from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED, Parser, one_line
 
 STEPS = 600
-SHARES = (0.0, 0.04, 0.12, 0.25, 0.4, 0.65, 0.9)  # of refrains, in the figure
+SHARES = (0.0, 0.04, 0.12, 0.25, 0.4, 0.9)  # of refrains, in the figure
 SEEDS = (0, 1, 2)
 LOOK = replace(make.PHASES[0], rows=16)  # windows for a look at the model
 
@@ -88,15 +88,18 @@ def lost(model, tokens, calibration):
 
 
 def draw(path, reports):
-    """An inverted U: sinks and outlier by the share of refrains. reports: {(share, seed): of `sink_report`}."""
+    """An inverted U: sinks, and the keys there, by the share of refrains.
+
+    reports: {(share, seed): what `sink_report` says}.
+    """
     figure, panels = new_figure(1, 2, 9, 3.6, "Sinks come where heads are needed, but rarely")
-    titles = {"first": "sink score of the first <s>, in the block where it is largest",
-              "ratio": "the outlier over the median, in the block where it is largest"}
+    titles = {"first": "sink score of the first <s>", "k": "norm of keys at <s>, over other tokens'"}
     for panel, (name, text) in zip(panels, titles.items()):
         for i, seed in enumerate(SEEDS):
-            largest = [max(row[name] for row in reports[share, seed]["layers"]) for share in SHARES]
-            panel.plot(SHARES, largest, label=f"seed {seed}", **style(i))
-        title(panel, text)
+            # over the blocks after the first, which has no sinks
+            means = [mean([row[name] for row in reports[share, seed]["layers"][1:]]) for share in SHARES]
+            panel.plot(SHARES, means, label=f"seed {seed}", **style(i))
+        title(panel, text + ", mean of blocks 1 to 3")
         panel.set_xlabel("share of words that ask")
     legend(panels[0])
     save(figure, path)
@@ -106,16 +109,18 @@ def main():
     p = Parser(prog="python -m tinykv.assets.sinks", description="Grow a model with attention sinks in about a minute.")
     p.add_argument("--triggers", type=float, default=0.12, help="the share of words that ask for a copy or a recall")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
-    p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of triggers, as PNG; twenty minutes")
+    p.add_argument("--steps", type=int, default=STEPS, help="of training")
+    p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of triggers, as PNG; a quarter of an hour")
     with one_line(p):
         args = p.parse_args()
+        at_least(1, **{"--steps": args.steps})
         if args.figure:
             cases = [(share, seed) for share in SHARES for seed in SEEDS]
-            draw(args.figure, {(share, seed): report_of(grow(share, seed), share) for share, seed in cases})
+            draw(args.figure, {(share, seed): report_of(grow(share, seed, args.steps), share) for share, seed in cases})
             return
         if not 0 <= args.triggers <= 1:
             raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
-        model = grow(args.triggers, args.seed)
+        model = grow(args.triggers, args.seed, args.steps)
         tokens, asks = look_at(0, args.triggers)
         make.print_sinks(model, tokens)
         if asks.any():

@@ -135,8 +135,8 @@ def row_bytes(width, bits):
 def known_bits(bits, known=(1, TERNARY, 2, 3, 4, 5, 6, 7, 8)):
     """Bits of a code, as an integer or 1.5. UserError for others."""
     if bits not in known:
-        raise UserError(f"bits are one of {', '.join(map(str, known))}, or 16 for full precision "
-                        f"(1.5: three levels); got {bits}")
+        raise UserError(f"bits are one of {', '.join(map(str, known))} (1.5: three levels), or 16, which is "
+                        f"the codec `Exact`; got {bits}")
     return bits if bits == TERNARY else int(bits)
 
 

@@ -24,10 +24,12 @@ class Method:
     defaults. The command line offers them under the same names, with `-` for `_`. A constructor
     that ends in `**name` passes the rest to its parent, whose settings then count, too.
     """
+    name = None  # in the table; None: the name that it was asked for by
     # Code
     codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/__init__.py)
     k_bits = v_bits = 16  # nominal bits of a number, for the table that eval_ppl.py prints
     scheme = None  # the name of the pair of codecs, for that table
+    bits_settings = ()  # settings, beside the bits themselves, that its bits hang on: for --at-bits
     rope = "post"  # keys are stored after RoPE; "pre": before RoPE, and rotated when they are read
     # When (protocol stream)
     recent = 0  # the newest tokens that stay in full precision

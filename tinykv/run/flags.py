@@ -64,9 +64,9 @@ def check(args):
         raise UserError(f"--at-bits must be a number above 0; got {args.at_bits}")
     if args.plot and Path(args.plot).suffix != ".png":
         raise UserError(f"--plot writes a PNG; give a name that ends in .png and not {args.plot}")
-    for flag in ("json", "calibration", "plot"):
-        if getattr(args, flag) != "-":
-            cli.check_folder(flag, getattr(args, flag))
+    cli.check_folder("json", None if args.json == "-" else args.json)
+    cli.check_folder("calibration", args.calibration)
+    cli.check_folder("plot", args.plot)
 
 
 def load_config(args, loaded=None):

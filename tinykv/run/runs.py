@@ -183,9 +183,9 @@ def list_methods():
 def name_of(method):
     """What the table calls a method: its own `name`, or what it was asked for."""
     if isinstance(method, str):
-        return getattr(load_class(method), "name", None) or method
+        return load_class(method).name or method
     cls = method if inspect.isclass(method) else type(method)
-    return getattr(method, "name", None) or cls.__name__
+    return method.name or cls.__name__
 
 
 def is_made(method):
@@ -272,6 +272,7 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
     """
     name = name_of(asked)
     if is_made(asked):
+        check_method(asked, config)
         settings = {key: value for key, value in vars(asked).items() if isinstance(value, int | float | str)}
         return [Run(name, name, copy.deepcopy(asked), settings, weights)]
     cls = load_class(asked)

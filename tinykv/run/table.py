@@ -80,7 +80,7 @@ def row_of(r, result, fp16, args):
         "protocol": args.protocol,
         "prompt": args.prompt,  # tokens of it, or None
         "choose": choice_of(r, args),
-        "bits_settings": [*BITS_SETTINGS, *getattr(r.method, "bits_settings", ())],
+        "bits_settings": [*BITS_SETTINGS, *r.method.bits_settings],
         "bits_nominal": (r.method.k_bits + r.method.v_bits) / 2,
         "offline_bytes": r.method.offline_bytes,
         "windows": args.windows,

@@ -37,7 +37,7 @@ def find_outlier(largest, ratio, channel):
         if not qualified:
             return None
         layer = max(qualified, key=lambda i: size[i + 1] / size[i])
-    votes = channel[:, layer + 1:layer + 4].flatten().tolist()
+    votes = channel[:, layer + 1:min(layer + 4, blocks)].flatten().tolist()
     winner = max(set(votes), key=votes.count)
     return (layer, winner) if votes.count(winner) >= 0.9 * len(votes) else None
 
