@@ -296,8 +296,8 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
             left_out[label] = error
             continue
         check_method(method, config)
-        shared = ", ".join(f"{setting}={value}" for setting, value in shared.items())
-        found.append(Run(label, name, method, settings, weights, shared))
+        words = ", ".join(f"{setting}={value}" for setting, value in shared.items())
+        found.append(Run(label, name, method, settings, weights, words))
     return found
 
 
