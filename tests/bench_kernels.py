@@ -31,6 +31,8 @@ from tinykv.cache import LayerCache  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
 from tinykv.triton_cache import (  # noqa: E402
+    MERGED,
+    PIECE,
     PackedRows,
     TritonCache,
     TritonLayer,
@@ -39,24 +41,19 @@ from tinykv.triton_cache import (  # noqa: E402
     check_device,
 )
 
-# name: (method, its settings)
-CASES = {
+TOKEN = {"scheme": "token-dynamic"}
+CASES = {  # name: (method, its settings)
     "fp16": ("fp16", {}),
-    **{f"{bits:g}-bit per token": ("rtn",
-                                   {"k_bits": bits, "v_bits": bits, "scheme": "token-dynamic"})
-       for bits in (8, 4, 3, 2, 1.5, 1)},
-    **{f"{bits}-bit kivi, groups of 128": ("kivi",
-                                           {"k_bits": bits, "v_bits": bits, "group_size": 128})
+    **{f"{bits:g}-bit per token": ("rtn", {"k_bits": bits, "v_bits": bits, **TOKEN}) for bits in (8, 4, 3, 2, 1.5, 1)},
+    **{f"{bits}-bit kivi, groups of 128": ("kivi", {"k_bits": bits, "v_bits": bits, "group_size": 128})
        for bits in (4, 2)},
     "2-bit kivi, groups of 32": ("kivi", {}),
     "2-bit static, K before RoPE": ("rtn", {"scheme": "channel-static"}),
-    "2-bit kvsink, 5 kept": ("kvsink",
-                             {"scheme": "token-dynamic", "emergence_layer": 0,
-                              "outlier_channel": 0}),
+    "2-bit kvsink, 5 kept": ("kvsink", {"emergence_layer": 0, "outlier_channel": 0, **TOKEN}),
     "2-bit skvq": ("skvq", {}),
     "2-bit kvquant, 1% outliers": ("kvquant", {}),
-    **{f"{bits:g}-bit codebooks {vq}": ("cq", {"vq": vq}) for vq, bits in
-       (("d2m256", 4), ("d4m256", 2), ("d8m256", 1), ("d16m4096", 0.75))},
+    **{f"{bits:g}-bit codebooks {vq}": ("cq", {"vq": vq})
+       for vq, bits in (("d2m256", 4), ("d4m256", 2), ("d8m256", 1), ("d16m4096", 0.75))},
     "1-bit antkv, 1% kept": ("antkv", {"vq": "d8m256"}),
 }
 SHAPES = {  # L, D, MLP, H, Hkv, d, vocabulary, theta
@@ -73,9 +70,7 @@ def config_of(shape, layers=None, positions=2 ** 20):
 
 
 def method_of(name, config, device):
-    """A method of CASES, with tables of random numbers where it would be calibrated: they cost the
-    same to read.
-    """
+    """A method of CASES, with tables of random numbers where it would be calibrated: they cost the same to read."""
     kind, settings = CASES[name]
     method = METHODS[kind](config, **settings)
     heads, d = config.num_key_value_heads, config.head_dim
@@ -98,8 +93,7 @@ def filled(layer, config, B, coded, device, dtype):
     """Put random tokens into a layer: `coded` of them (256, 512, 1024, ...) quantized, then the
     recent ones.
 
-    As many as the method keeps are kept, evenly spread.
-    """
+    As many as the method keeps are kept, evenly spread."""
     method, heads = layer.method, config.num_key_value_heads
     n = method.preserve
     if method.keeps_share:
@@ -138,9 +132,7 @@ def attended(layer, q):
 # Compile
 
 class Pretend:
-    """In the place of Triton's driver: kernels are compiled for `sm` and taken apart, and nothing
-    is launched.
-    """
+    """In the place of Triton's driver: kernels are compiled for `sm` and taken apart, and nothing is launched."""
 
     def __init__(self, sm):
         self.sm, self.utils, self.kernels = sm, self, []
@@ -162,8 +154,7 @@ class Pretend:
         return lambda *args: None
 
     def load_binary(self, name, cubin, shared, device):
-        row = {"sm": self.sm, "kernel": name.removesuffix("_kernel"), "what": "", "each": None,
-               "shared": shared,
+        row = {"sm": self.sm, "kernel": name.removesuffix("_kernel"), "what": "", "each": None, "shared": shared,
                "warps": self.warps, **taken_apart(cubin)}
         if name == "attend_kernel":
             constants, names = self.source.constants, self.source.fn.arg_names
@@ -179,16 +170,13 @@ class Pretend:
 
 
 def taken_apart(cubin):
-    """Registers of a thread, instructions that spill them, and the instructions of the longest
-    loop.
-    """
+    """Registers of a thread, instructions that spill them, and the instructions of the longest loop."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = triton.knobs.nvidia
         usage = subprocess.check_output([tool.cuobjdump.path, "-res-usage", file.name], text=True)
-        sass = subprocess.check_output([tool.nvdisasm.path, "-c", file.name], text=True,
-                                       stderr=subprocess.DEVNULL)
+        sass = subprocess.check_output([tool.nvdisasm.path, "-c", file.name], text=True, stderr=subprocess.DEVNULL)
     code, labels, loop, spills = 0, {}, 0, 0
     for line in sass.splitlines():
         if label := re.match(r"(\.L_\w+):", line):
@@ -207,9 +195,7 @@ UNCOMPILED = ("4-bit kivi, groups of 128", "2-bit codebooks d4m256", "0.75-bit c
 
 
 def compiled(job):
-    """(sm, case, d, query heads a KV head, queries) -> a row for each kernel that this starts, in
-    bf16.
-    """
+    """(sm, case, d, query heads a KV head, queries) -> a row for each kernel that this starts, in bf16."""
     sm, name, d, R, T = job
     torch.set_num_threads(1)
     driver.set_active(Pretend(sm))
@@ -230,9 +216,7 @@ def compiled(job):
 
 
 def jobs_of(quick):
-    """The cases that are compiled: all of them at LLaMA-3-8B's shape, and those with planes at
-    other shapes, too.
-    """
+    """The cases that are compiled: all of them at LLaMA-3-8B's shape, and those with planes at other shapes, too."""
     names = [name for name in CASES if name not in UNCOMPILED]
     if quick:
         names = ["fp16", "2-bit per token", "2-bit skvq", "1-bit codebooks d8m256"]
@@ -240,27 +224,33 @@ def jobs_of(quick):
     shapes = [(64, 4), (80, 4), (128, 1), (128, 8)]
     if quick:
         return jobs + [(90, "2-bit per token", 80, 4, 1)]
-    others = ("fp16", "4-bit per token", "2-bit per token", "1-bit per token",
-              "2-bit kivi, groups of 32",
+    others = ("fp16", "4-bit per token", "2-bit per token", "1-bit per token", "2-bit kivi, groups of 32",
               "2-bit static, K before RoPE")
     jobs += [(90, name, d, R, 1) for d, R in shapes for name in others]
     return [job for job in jobs if job[1:3] != ("2-bit kivi, groups of 32", 80)]  # 32 divides no 80
 
 
 def predicted(row):
-    """Decoding over 16 bits on an H100 and an H200, ["3.2x", "2.4x"]: arithmetic, not measured.
+    """Decoding 32K tokens over 16 bits: one sequence and eight, on an H100, then on an H200: ["3.2x", ...].
 
-    The smaller of two limits: bytes, and instructions, of which 132 processors issue 4 x 32 at a
-    time, 1.755e9 times a second, 70% of the time. 16 bits run at 85% of the bandwidth.
+    Arithmetic, not measured. Of a step: the bytes at 85% of the bandwidth, or the instructions, of which 132 processors
+    issue 4 x 32 at a time, 1.755e9 times a second, 70% of the time; the partial sums, written and read; loads of
+    the merge that wait for memory, 0.7e-6 s each; three launches (coded rows, recent rows, merge), 1.5e-6 s each.
     """
     if row["kernel"] != "attend" or row["sm"] != 90 or row["T"] > 1 or row["limit"] is None:
-        return ["-", "-"]
-    instructions = 132 * 4 * 32 * 1.755e9 * 0.7  # a second
+        return ["-"] * 4
     speeds = []
     for bandwidth in (3.35e12, 4.8e12):
-        of_16_bits = 0.85 * bandwidth / 2  # numbers a second
-        speeds.append(min(row["limit"], instructions / row["each"] / of_16_bits))
-    return [f"{speed:.1f}x" for speed in speeds]
+        for B in (1, 8):
+            numbers = 2 * 2 ** 15 * B * 8 * row["d"]  # K and V of 8 KV heads
+            seconds = []
+            for size, each, warps in ((2, 0, 4), (2 / row["limit"], row["each"], row["warps"])):  # 16 bits, and this
+                pieces = min(-(-132 * 8 // warps // (8 * B)), 2 ** 15 // PIECE)
+                reads = max(numbers * size / (0.85 * bandwidth), numbers * each / (132 * 4 * 32 * 1.755e9 * 0.7))
+                sums = 2 * pieces * B * 8 * row["R"] * (row["d"] + 2) * 4 / (0.85 * bandwidth)
+                seconds.append(reads + sums + 2 * -(-pieces // MERGED) * 0.7e-6 + 3 * 1.5e-6)
+            speeds.append(f"{seconds[0] / seconds[1]:.1f}x")
+    return speeds
 
 
 def compile_all(args):
@@ -269,25 +259,21 @@ def compile_all(args):
     jobs = jobs_of(args.quick)
     with ProcessPoolExecutor(args.jobs) as pool:
         quiet = not sys.stderr.isatty()
-        found = tqdm(pool.map(compiled, jobs), total=len(jobs), disable=quiet, leave=False,
-                     unit="case")
+        found = tqdm(pool.map(compiled, jobs), total=len(jobs), disable=quiet, leave=False, unit="case")
         rows = list(itertools.chain.from_iterable(found))
     key = ("sm", "d", "R", "T", "kernel", "what")
     rows = list({tuple(row[x] for x in key): row for row in rows}.values())  # each once
-    rows.sort(key=lambda row: (-row["sm"], -row["d"], row["R"] != 4, row["R"], row["T"],
-                               row["kernel"]))
-    print("bf16. R: query heads a KV head, T: new tokens. instr.: a thread's instructions for each "
-          "number of K and V.\nH100, H200: speed over 16 bits, as predicted by `predicted`; nothing "
-          "was run\n")
-    print(f"{'kernel':8}{'case':30}{'GPU':>6}{'d':>5}{'R':>3}{'T':>5}{'warps':>7}{'regs':>6}"
-          f"{'spills':>8}{'KB':>7}{'instr.':>8}{'H100':>7}{'H200':>7}")
+    rows.sort(key=lambda row: (-row["sm"], -row["d"], row["R"] != 4, row["R"], row["T"], row["kernel"]))
+    print("bf16. R: query heads a KV head, T: new tokens. instr.: a thread's instructions for each number of K and V.\n"
+          "H100, H200: decoding 32K tokens over 16 bits, of one sequence and of eight; predicted, nothing was run\n")
+    print(f"{'kernel':8}{'case':30}{'GPU':>6}{'d':>5}{'R':>3}{'T':>5}{'warps':>7}{'regs':>6}{'spills':>8}{'KB':>7}"
+          f"{'instr.':>8}{'H100':>7}{'x8':>7}{'H200':>7}{'x8':>7}")
     for row in rows:
         each = "-" if row["each"] is None else f"{row['each']:.1f}"
         speeds = "".join(f"{speed:>7}" for speed in predicted(row))
         gpu = f"sm_{row['sm']}"
-        print(f"{row['kernel']:8}{row['what']:30}{gpu:>6}{row['d']:>5}{row['R']:>3}"
-              f"{row['T']:>5}{row['warps']:>7}{row['registers']:>6}{row['spills']:>8}"
-              f"{row['shared'] / 1024:>7.1f}{each:>8}{speeds}")
+        print(f"{row['kernel']:8}{row['what']:30}{gpu:>6}{row['d']:>5}{row['R']:>3}{row['T']:>5}{row['warps']:>7}"
+              f"{row['registers']:>6}{row['spills']:>8}{row['shared'] / 1024:>7.1f}{each:>8}{speeds}")
     if any(row["spills"] for row in rows):
         sys.exit("bench_kernels.py: error: a kernel spills registers")
 
@@ -295,9 +281,7 @@ def compile_all(args):
 # Check
 
 def off_by(name, config, T, device, dtype):
-    """How far the attention of T new queries is from torch's on decoded rows, relative to the size
-    of that.
-    """
+    """How far the attention of T new queries is from torch's on decoded rows, relative to the size of that."""
     layer = new_layer(name, config, 2, 512, device, dtype)
     q = torch.randn(2, config.num_attention_heads, T, config.head_dim, device=device).to(dtype)
     # (B, H, S, d) both
@@ -308,13 +292,10 @@ def off_by(name, config, T, device, dtype):
 
 
 def check(shape, device, dtypes=(torch.float16, torch.bfloat16)):
-    """Every case's attention beside torch's. UserError if one is further off than 16 bits
-    explain.
-    """
+    """Every case's attention beside torch's. UserError if one is further off than 16 bits explain."""
     torch.manual_seed(0)
     config = config_of(shape, layers=1)
-    print(f"{shape}, distance from torch's attention: {'':14}"
-          + "".join(f"{str(t)[6:]:>20}" for t in dtypes))
+    print(f"{shape}, distance from torch's attention: {'':14}" + "".join(f"{str(t)[6:]:>20}" for t in dtypes))
     print(f"{'case':54}" + f"{'1 query':>10}{'40':>10}" * len(dtypes))
     wrong = []
     for name in CASES:
@@ -328,16 +309,13 @@ def check(shape, device, dtypes=(torch.float16, torch.bfloat16)):
 # Bench
 
 def byte_limits(shape):
-    """What reading fewer bytes can gain at most: K and V of a token and KV head, without the
-    recent rows.
-    """
+    """What reading fewer bytes can gain at most: K and V of a token and KV head, without the recent rows."""
     torch.manual_seed(0)
     config = config_of(shape, layers=1)
     lines = []
     for name in CASES:
         layer = new_layer(name, config, 1, 4096, "cpu", torch.float16)
-        held = sum(part.part_bytes()[which] for part in (layer.keys, layer.values)
-                   for which in ("kept", "coded"))
+        held = sum(part.part_bytes()[which] for part in (layer.keys, layer.values) for which in ("kept", "coded"))
         held /= layer.keys.n_coded * config.num_key_value_heads
         lines.append((name, held, 4 * config.head_dim / held))
     return lines
@@ -347,8 +325,7 @@ def best_of(run):
     """Median milliseconds of a call on the GPU, the L2 cache flushed before each.
 
     It is replayed from a CUDA graph: the time that Python takes to start kernels is in
-    `bench_decoding`, and not here.
-    """
+    `bench_decoding`, and not here."""
     run()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -357,12 +334,9 @@ def best_of(run):
 
 
 def bench_attention(shape, contexts, batches, names, device):
-    """A line for each case: time, GB/s of what is held, share of the copy bandwidth, ratios to
-    SDPA and to fp16.
-    """
+    """A line for each case: time, GB/s of what is held, share of the copy bandwidth, ratios to SDPA and to fp16."""
     config = config_of(shape, layers=1)
-    block = torch.empty(2 ** 29 if device.type == "cuda" else 2 ** 10, dtype=torch.uint8,
-                        device=device)
+    block = torch.empty(2 ** 29 if device.type == "cuda" else 2 ** 10, dtype=torch.uint8, device=device)
     copy = 2 * block.nbytes / best_of(lambda: block.clone()) / 1e6  # GB/s, read and written
     print(f"\n{shape}, attention of one new token, copy bandwidth {copy:.0f} GB/s")
     print(f"{'context':>8}{'batch':>6}  {'case':30}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'x SDPA':>8}"
@@ -384,16 +358,13 @@ def bench_attention(shape, contexts, batches, names, device):
 
 
 def one_query(config, B, device):
-    return torch.randn(B, config.num_attention_heads, 1, config.head_dim,
-                       device=device).to(torch.bfloat16)
+    return torch.randn(B, config.num_attention_heads, 1, config.head_dim, device=device).to(torch.bfloat16)
 
 
 def time_sdpa(config, context, B, device):
     """Milliseconds of torch's attention to 16-bit rows."""
-    K, V = torch.randn(2, B, config.num_key_value_heads, context, config.head_dim, device=device,
-                       dtype=torch.bfloat16)
-    return best_of(partial(F.scaled_dot_product_attention, one_query(config, B, device), K, V,
-                           enable_gqa=True))
+    K, V = torch.randn(2, B, config.num_key_value_heads, context, config.head_dim, device=device, dtype=torch.bfloat16)
+    return best_of(partial(F.scaled_dot_product_attention, one_query(config, B, device), K, V, enable_gqa=True))
 
 
 def time_attention(name, config, context, B, device):
@@ -411,8 +382,7 @@ def bench_scores(shape, contexts, device):
           "encode of the keys")
     for T in contexts:
         q, k, v = (torch.randn(1, h, T, config.head_dim, device=device).to(torch.bfloat16) for h in
-                   (config.num_attention_heads, config.num_key_value_heads,
-                    config.num_key_value_heads))
+                   (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads))
         lse = torch.zeros(q.shape[:3], device=device)
         hidden = torch.randn(1, T, config.hidden_size, device=device)
         codec = method_of("2-bit per token", config, device).codecs[0].k
@@ -441,23 +411,18 @@ def decoding(model, name, B, context, steps, device):
 
 
 def bench_decoding(config, contexts, names, device, steps=32, largest=4096):
-    """Tokens a second; then the longest context of one sequence and the largest batch at 8K, both
-    by doubling.
-    """
+    """Tokens a second; then the longest context of one sequence and the largest batch at 8K, both by doubling."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(config).to(torch.bfloat16).requires_grad_(False)
     model.rope.freq = model.rope.freq.to(device)  # (d/2)
     model.use_attention("triton")
-    print(f"\n{'case':30}" + "".join(f"{f'tok/s at {c}':>17}" for c in contexts)
-          + f"{'longest':>10}{'batch':>7}")
+    print(f"\n{'case':30}" + "".join(f"{f'tok/s at {c}':>17}" for c in contexts) + f"{'longest':>10}{'batch':>7}")
     for name in names:
         def speed(B, context, steps, name=name):
             return fitting(decoding, model, name, B, context, steps, device)
-        line = f"{name:30}" + "".join(f"{speed(1, context, steps) or 0:>17.1f}"
-                                      for context in contexts)
-        longest = doubled(contexts[0], config.max_position_embeddings,
-                          lambda context: speed(1, context, 1))
+        line = f"{name:30}" + "".join(f"{speed(1, context, steps) or 0:>17.1f}" for context in contexts)
+        longest = doubled(contexts[0], config.max_position_embeddings, lambda context: speed(1, context, 1))
         batch = doubled(1, largest, lambda B: speed(B, contexts[0], 1))
         print(f"{line}{longest:>10}{batch:>7}", flush=True)
 
@@ -501,8 +466,7 @@ def bench(args):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = p.add_subparsers(dest="command", required=True)
     c = commands.add_parser("compile", help="compile every kernel for two GPUs; needs none")
     c.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")

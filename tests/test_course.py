@@ -128,32 +128,34 @@ def test_values_that_are_wrong():
         assert compare.difference(compare.plain(given), compare.plain(right), 1e-4) != "", (given, right)
 
 
-# ---- what a submission may do: a line of it, and whether it still gets all points
+# ---- what a submission may do: the lines that do it, and whether the rest of the file is right
 
 HONEST = "the answer as it is"
 DEEDS = {
     HONEST: ("", True),
+    "forks": ("import os\nif os.fork() == 0:\n    os.setsid()\n    import time; time.sleep(1)\n    os._exit(0)", True),
+    "writes elsewhere": ("for path in ('{ROOT}/docs/course/written', '/tmp/written_by_a_submission'):\n"
+                         "    try: open(path, 'w')\n    except OSError: pass", True),
     "empty message": ("import pytest\nclass Quiet(Exception):\n    def __str__(self): return ''\n"
                       "pytest.fail = Quiet\nimport tinykv.course.compare as c\nc.difference = lambda *_: ''", False),
-    "no test at all": ("import sys\ndef quiet(*_): pass\nfor f in list(globals()): globals()[f] = quiet", False),
+    "no test at all": ("import sys, types\nfor module in list(sys.modules.values()):\n"
+                       "    for name in [n for n in vars(module) if n.startswith('test_')]:\n"
+                       "        setattr(module, name, lambda **_: None)", False),
     "exits hard": ("import os; os._exit(0)", False),
     "exits": ("raise SystemExit(0)", False),
     "crashes": ("import ctypes; ctypes.string_at(0)", False),
-    "prints points": ("print('80 of 80 points'); del outlier, KVSink", False),
+    "prints points": ("print('80 of 80 points')", False),
     "writes a record": ("import json, os\nrecord = {'test': 'test_outlier', 'notes': [], 'fault': '', 'points': 80}\n"
                         "open('record.jsonl', 'w').write(json.dumps(record) + '\\n')\nos._exit(0)", False),
-    "reads the answer": ("x = open(b'{ROOT}/docs/course/3-kvsink/answer.py').read()\nexec(x)", False),
+    "reads the answer": ("exec(open(b'{ROOT}/docs/course/3-kvsink/answer.py').read())", False),
     "reads it through a link": ("import os\nos.symlink('{ROOT}/docs/course/3-kvsink', 'link')\n"
                                 "exec(open('link/answer.py').read())", False),
-    "reads it by linecache": ("import linecache\nexec(linecache.getlines('{ROOT}/docs/course/3-kvsink/answer.py')[0])",
-                              False),
-    "imports the method": ("from tinykv.methods.kvsink import find_outlier, outlier", False),
+    "reads it by linecache": ("import linecache\nlines = linecache.getlines('{ROOT}/docs/course/3-kvsink/answer.py')\n"
+                              "exec(''.join(lines) or 'x')", False),
+    "imports the method": ("from tinykv.methods.kvsink import KVSink, find_outlier, outlier", False),
     "looks at frames": ("import sys\ndef outlier(hidden):\n    return sys._getframe(1).f_locals['right']", False),
-    "forks": ("import os\nif os.fork() == 0:\n    os.setsid()\n    import time; time.sleep(1)\n    os._exit(0)", True),
     "takes memory": ("x = torch.ones(2 ** 32)", False),
     "loops": ("def outlier(hidden):\n    while True: pass", False),
-    "writes elsewhere": ("try: open('{ROOT}/docs/course/written', 'w')\nexcept OSError: pass\n"
-                         "try: open('/tmp/written_by_a_submission', 'w')\nexcept OSError: pass", True),
 }
 QUICK = (HONEST, "empty message", "reads the answer", "writes elsewhere")
 
@@ -174,14 +176,15 @@ def run_grader(monkeypatch, capsys, tmp_path):
 
 
 def test_what_a_submission_does_brings_it_nothing(run_grader, tmp_path, request):
-    """One folder with all of them: table, JSON, CSV; only what is right gets all points, and nothing is written."""
-    answer = (ROOT / "docs" / "course" / "3-kvsink" / "answer.py").read_text(encoding="utf-8")
+    """One folder with all of them: table, JSON, CSV; only what is right gets points, and nothing is written."""
+    texts = [(ROOT / "docs" / "course" / "3-kvsink" / name).read_text(encoding="utf-8")
+             for name in ("starter.py", "answer.py")]
     deeds = DEEDS if request.config.getoption("--whole") else QUICK
     folder = tmp_path / "submissions"
     folder.mkdir()
     for deed in deeds:
-        lines, _ = DEEDS[deed]
-        text = answer + "\n" + lines.replace("{ROOT}", str(ROOT)) + "\n"
+        lines, right = DEEDS[deed]
+        text = texts[right] + "\n" + lines.replace("{ROOT}", str(ROOT)) + "\n"
         (folder / f"{deed}.py").write_text(text, encoding="utf-8")
     (folder / "other.py").write_text('ASSIGNMENT = "astrology"', encoding="utf-8")
     (folder / "none.py").write_text("", encoding="utf-8")
@@ -190,8 +193,7 @@ def test_what_a_submission_does_brings_it_nothing(run_grader, tmp_path, request)
     rows = {Path(row["file"]).stem: row for row in csv.DictReader(open(tmp_path / "c.csv", encoding="utf-8"))}
     records = {Path(record["file"]).stem: record for record in json.loads((tmp_path / "r.json").read_text())}
     for deed in deeds:
-        all_points = rows[deed]["points"] == "80"
-        assert all_points == DEEDS[deed][1], (deed, records[deed])
+        assert rows[deed]["points"] == ("80" if DEEDS[deed][1] else "0"), (deed, records[deed])
         assert records[deed]["points"] == int(rows[deed]["points"])
     assert "there is no assignment 'astrology'" in out and "names no assignment" in out
     assert not (ROOT / "docs" / "course" / "written").exists()
@@ -248,7 +250,7 @@ def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
     assert "docs/methods.md" not in names and "docs/results.md" not in names
     assert "## For instructors" not in (tmp_path / "out/docs/course/README.md").read_text(encoding="utf-8")
     for page in (tmp_path / "out").rglob("*.md"):
-        for target in re.findall(r"\]\(([^):#]+)", page.read_text(encoding="utf-8")):
+        for target in re.findall(r"\]\(([\w./-]*\w)[)#]", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), (page, target)
 
 

@@ -125,12 +125,12 @@ def layer_of(method, heads, width, batch, length, new, dtype=torch.float16, wind
     config = LlamaConfig(9, 8, 8, 1, heads, heads, width, 32768)
     layer = TritonLayer(0, method, Rope(config), "stream", None, None, window)
     rows = torch.randn(2, batch, length, heads, width).to(dtype).transpose(2, 3)  # not contiguous, as attention's are
-    before, now = torch.arange(length).split([length - new, new])
-    if len(before):
+    first, positions = length - new, torch.arange(length)
+    if first:
         layer.read = lambda q, positions: None  # the first tokens' queries do not matter
-        layer.update(None, *rows[:, :, :, before], before)
+        layer.update(None, *rows[:, :, :, :first], positions[:first])
         del layer.read
-    layer.append(*rows[:, :, :, now], now)
+    layer.append(*rows[:, :, :, first:], positions[first:])
     return layer
 
 

@@ -194,6 +194,7 @@ def packed_rows(rows, begin, halves):
     """The coded, or the recent, tokens of a CachedRows: those that `begin` is one of."""
     if begin >= rows.n_coded:
         return exact_rows(rows.recent, halves, rows.n_coded)
+    rows.codes.packed = rows.codes.packed.contiguous()  # codes of more than 8 bits may lie in another order
     if type(rows.codec) is Exact:
         return exact_rows(rows.codes.packed, halves)
     return ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)

@@ -71,8 +71,9 @@ def load(path):
     """The module that a file makes."""
     if path not in LOADED:
         spec = importlib.util.spec_from_file_location("submission", path)
-        LOADED[path] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(LOADED[path])
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        LOADED[path] = module
     return LOADED[path]
 
 

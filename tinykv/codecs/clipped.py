@@ -19,15 +19,13 @@ Paper and practice.
 - The paper does not say what z is; the released code multiplies both ends by alpha. For a group of
   one sign, which the reordering makes, this moves the range instead of shrinking it, hence
   "centre".
-- The released code has one fixed alpha (0.92 or 0.96) for all groups, and no search. AnTKV ran it
-  so (`alpha=0.92, clip="endpoint"`).
+- The paper names no objective for alpha. The released code has one alpha (0.92 or 0.96) for all
+  groups, and no search. AnTKV ran it so (`alpha=0.92, clip="endpoint"`). On the embedded model the
+  smallest squared error of all tokens (w = 1) is no worse than a weighted one (docs/results.md).
 - The released code computes codes from unrounded metadata, and decodes with rounded metadata
   (`metadata_order="codes-first"`). The smallest e4m3 number above 0 is 2^-9, so this is the floor
   of h here; the released floor of 1e-5 is rounded to 0.
-- The paper names no objective. On the embedded model a clip that leaves the smallest squared error
-  of all tokens (w = 1) is no worse than one that weighs tokens; docs/results.md has the figures.
-- It collects channel statistics over all tokens; here without the tokens that the method keeps,
-  which are not quantized.
+- It collects channel statistics over all tokens; here without those that the method keeps.
 - The paper fuses the order into the weights. Groups that cross heads cannot be fused for K, so it
   is a gather here.
 - 1.5 bits are three levels, five to a byte: 1.6 bits stored, where the released packing takes 2.

@@ -121,7 +121,7 @@ def without_dead_links(text, folder, files):
         target = (ROOT / folder / match[2].partition("#")[0]).resolve()
         lost = target.is_file() and target.relative_to(ROOT).as_posix() not in files
         return match[1] if lost else match[0]
-    return re.sub(r"\[([^\]]*)\]\(([^):#]+(?:#[^)]*)?)\)", link, text)
+    return re.sub(r"\[([^\]]*)\]\(([\w./-]+(?:#[^)]*)?)\)", link, text)
 
 
 def write_expected(folder, name):

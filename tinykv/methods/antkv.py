@@ -23,24 +23,19 @@ anchors are the top 1% of each:
 Sums are over the queries that see the key, so an early key has more of them.
 
 Paper and practice. No code is public. What the paper leaves open is settled here as follows.
-- K and V have their own anchors, per KV head; the scores of its query heads are added up. Scores
-  are computed from what the layer sees: under the `paper` protocol its hidden states are those of a
-  model whose earlier layers have read quantized caches, and its own keys are in full precision.
-- Under that protocol, future queries decide what earlier queries saw in full precision. This is so
-  in all perplexities of the paper. Its LongBench has a prompt that is read in full precision:
-  `stream` with a prompt. Anchors are chosen at the prompt's end, among all of its tokens, and
-  later tokens have the window of recent ones alone; of exactly 32 tokens with `block=1`.
+- K and V have their own anchors, per KV head; the scores of its query heads are added up.
+- Under the `paper` protocol future queries decide what earlier queries saw in full precision, as in
+  all perplexities of the paper. Its LongBench has a prompt that is read in full precision: `stream`
+  with a prompt. Anchors are chosen at the prompt's end, among all of its tokens, and later tokens
+  have the window of recent ones alone.
 - With `choose="always"`, and in a stream without a prompt, the scores are sums over the queries
   seen so far. A token competes when its block is quantized, with the anchors of that time, for 1%
   of the tokens seen. An evicted anchor is read as its codes.
-- Eq. 2 weights a token by the norm of the gradient, not by its square, though k-means squares the
-  errors. The norm is that of the token's row of a KV head.
 - The paper's Algorithm 1 forgets the factor |Q_i|; it is used here.
-- Theorem 1 has two factors that Eq. 5 leaves out, of which the errors are known when a block is
-  quantized: `anchors_by="error"` multiplies the score by |dK_j|_1, or |dV_j|_1, of the row. The
-  controls "first" and "random" keep the first tokens, or any, and `anchors_of` keeps keys or values
-  alone.
-- The paper quantizes keys before RoPE, where their channels keep their ranges (Appendix B);
+- Of the errors that Eq. 5 leaves out, those of a row are known when its block is quantized:
+  `anchors_by="error"` multiplies the score by |dK_j|_1, or |dV_j|_1. The controls "first" and
+  "random" keep the first tokens, or any, and `anchors_of` keeps keys or values alone.
+- Keys are quantized before RoPE, where their channels keep their ranges (Appendix B);
   `rope="post"` quantizes them after it.
 - The paper's bits count neither anchors nor codebooks. `true` counts anchors, their positions and
   their scores, and no codebooks.

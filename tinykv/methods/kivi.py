@@ -10,9 +10,7 @@ token. Keys are quantized after RoPE. Both grids are dynamic:
 This is the scheme `channel-dynamic`; KIVI adds the window of recent tokens.
 
 Paper and practice.
-- The released code has no floor under s. A constant group divides 0 by 0 and is read as NaN. Where
-  a group is shorter than a packed word of 32 bits, the bits of the NaN overwrite the codes of the
-  groups that share the word, too.
+- The released code has no floor under s. A constant group divides 0 by 0 and is read as NaN.
 - The released code quantizes its whole window of R keys each time the window is full, and one value
   a step: attention sees 1 to R keys in full precision, and R + 1 values. Here values are quantized
   together with the keys, G at a time, and attention sees R + 1 to R + G of both. `recent=0,

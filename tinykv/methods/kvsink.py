@@ -12,23 +12,19 @@ one block's output tells where the sinks are:
 Layers up to lE have stored their keys before S is known. They quantize every token.
 
 Paper and practice.
-- lE and c come from the paper's Table 3 for the models in it, recognised by their config. The table
-  counts layers from 0, so lE = 1 is the second block. This fits the figures, which show sinks only
-  "beyond layers 0 and 1". The table lists up to four channels; the method uses one and does not say
-  which: here the first. On any other model `find_outlier` looks for both on the calibration
-  windows. If it finds no outlier, the first k tokens are kept, as the method `pfn` does, and
-  `describe` says so.
+- lE and c come from the paper's Table 3 for the models in it, recognised by their config. It counts
+  layers from 0, so lE = 1 is the second block, and lists up to four channels, of which the method
+  uses one: here the first. On any other model `find_outlier` looks for both on the calibration
+  windows. If it finds no outlier, the first k tokens are kept, as the method `pfn` does.
 - k tokens are always kept, though there may be only one to three sinks. The others cost 16 bits a
-  number, and do no other harm.
+  number, and do no other harm. With static ranges they are left out of the calibration, as the
+  paper asks.
 - Algorithm 1 is a quantized prefill, and S stays as it is when decoding goes on: the `paper`
-  protocol with a prompt. Under `stream` a prompt is read in full precision first. Without a prompt
-  `paper` chooses S over the whole window, so a later token can take the place of one that an early
-  query would have kept.
+  protocol with a prompt. Without a prompt `paper` chooses S over the whole window, so a later token
+  can take the place of one that an early query would have kept.
 - With `choose="always"`, and in a stream without a prompt, S is the top-k of the tokens seen so
-  far: a new sink takes the place of a weaker one at the next quantization, and the weaker one is
-  read as its codes from then on. This finds sinks that come after the prompt; the paper does not
-  have it.
-- With static ranges the sinks are left out of the calibration, as the paper asks.
+  far: a new sink takes the place of a weaker one, which is read as its codes from then on. This
+  finds sinks that come after the prompt; the paper does not have it.
 """
 import torch
 

@@ -26,13 +26,11 @@ open is settled so:
 - Each KV head has its own pools (`scope="head"`); `scope="layer"` adds the scores of all heads.
   Scores are after RoPE.
 - The paper replaces a kept token by the mean of all tokens before quantizing. Any number within the
-  range of the other tokens gives the others the same codes, so here kept tokens are left out of the
-  range and nothing is replaced.
-- A text that comes at once (a prompt, or a window under `paper`) gets its pool in one election,
-  among all its tokens that are quantized then, so no token is evicted. Fed in block by block, the
-  same text ends with the same pool, as long as the extra pool is not full.
-- Where the extra pool has room for fewer tokens than would be evicted, only as many newcomers are
-  admitted as it has room for, the best first.
+  range of the others gives them the same codes, so here kept tokens are left out of the range.
+- A text that comes at once (a prompt, or a window under `paper`) gets its pool in one election, so
+  no token is evicted. Fed in block by block, it ends with the same pool, as long as the extra pool
+  is not full. Where that has room for fewer tokens than would be evicted, only as many newcomers
+  are admitted, the best first.
 - Values are quantized together with the keys, G at a time; the code of KIVI's authors quantizes the
   values of one token per step. With `outlier_num=0` this equals the method `kivi` here with the
   same `group_size` and `recent`.

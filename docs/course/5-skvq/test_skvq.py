@@ -54,9 +54,11 @@ def test_make_groups(sub, rng, same):
 @points(16)
 def test_grid(sub, rng, same):
     """grid: the step and the zero point of a range that is clipped towards 0, or towards its middle; bounds"""
-    for alpha, centre in ((1.0, 0), (0.75, 0), (0.75, 1)):
-        same(sub.grid(torch.tensor([9.0]), torch.tensor([12.0]), 2, torch.tensor([alpha]), torch.tensor([centre])),
-             f"grid of lo = 9, hi = 12 in 2 bits with alpha = {alpha}, centre = {centre}: (h, z)")
+    for lo, hi, alpha, centre in ((9, 12, 1.0, 0), (9, 12, 0.75, 0), (9, 12, 0.75, 1), (2, 2, 1.0, 0),
+                                  (-3000, 3000, 1.0, 1), (500, 600, 1.0, 0)):
+        ends = torch.tensor([float(lo)]), torch.tensor([float(hi)])
+        same(sub.grid(*ends, 2, torch.tensor([alpha]), torch.tensor([centre])), f"grid of lo = {lo}, hi = {hi} in 2 "
+             f"bits with alpha = {alpha}, centre = {centre}: (h, z)")
     for _ in range(100):
         bits, n = rng.randint(1, 8), rng.randint(1, 3)
         scale = rng.choice((0.01, 1, 1, 300))

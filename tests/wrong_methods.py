@@ -1,6 +1,6 @@
 """Methods as a student may hand them in: two that are right, and others with one thing wrong.
 
-    pytest tests/test_methods.py --method tests/mutants/own.py:OneTooMany --as pfn
+    pytest tests/test_methods.py --method tests/wrong_methods.py:OneTooMany --as pfn
 
 test_own_method.py shows what is said of each.
 """

@@ -1,0 +1,158 @@
+"""A model of EleutherAI's lm_eval that reads through the cache of any method: its tasks, under KV-cache quantization.
+
+    python -m tinykv.hf.lm_eval --model tinykv --tasks arc_easy,gsm8k \\
+        --model_args model=path/to/Llama-2-7b-hf,method=kvsink,bits=2,protocol=stream,prompt=context
+
+model_args are the flags of eval_ppl.py, with `_` for `-`, for one method. protocol and prompt say when a context is
+quantized:
+
+    protocol=paper                   before anything reads it; the answer, too, is read as its codes
+    protocol=paper, prompt=context   before anything reads it; the answer arrives token by token
+    protocol=stream                  block by block, as in a stream of tokens from the first one on
+    protocol=stream, prompt=context  after the whole context was read exactly, as KIVI's code does
+
+What is generated always follows a context that arrives at once. lm_eval is no requirement of this project; this file is
+written for its version 0.4.13, and takes requests one at a time.
+"""
+import torch
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from tqdm import tqdm
+
+from tinykv import UserError, hf
+from tinykv.cache import KVCache
+from tinykv.calibrate import calibrate
+from tinykv.evaluate import chunks_of
+from tinykv.model import pick_token
+from tinykv.run import cli, flags, runs
+from tinykv.run.prefix import fill_prefix
+from tinykv.storage import CalibrationFile
+
+
+@register_model("tinykv")
+class TinyKV(TemplateLM):
+    def __init__(self, method="fp16", prompt=None, max_gen_toks=256, batch_size=1, max_batch_size=None, **settings):
+        super().__init__()
+        if prompt not in (None, "context"):
+            raise UserError(f"prompt is {prompt}; give prompt=context, or no prompt")
+        args = flags.parser(runs.own_settings([method])).parse_args(flags.words_of(settings))
+        args.method = ["fp16", method]
+        flags.check(args)
+        self.model, self.tokenizer, self.method = load(args)
+        self.args, self.prompt, self.max_gen_toks = args, prompt, max_gen_toks
+        self.max_length = self.model.config.max_position_embeddings
+        self.prefix = self.method.prefix.ids if self.method.prefix else []
+
+    # What lm_eval asks of a tokenizer
+
+    @property
+    def eot_token_id(self):
+        return self.tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self):
+        return self.eot_token_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+
+    def tok_encode(self, string, add_special_tokens=None, **kwargs):
+        return self.tokenizer.encode(string, bos=add_special_tokens is not False)
+
+    # Likelihoods
+
+    @torch.inference_mode()
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
+        """[(text, context's ids, target's ids)] -> [(log-likelihood of the target, whether it is the most likely)]."""
+        found = []
+        for _, context, target in tqdm(requests, disable=disable_tqdm):
+            n = len(target)
+            ids = (context + target)[-self.max_length - 1:-1]  # too long a context loses its beginning
+            states = self.read(ids, n_context=len(ids) + 1 - n)  # (1, T', D)
+            logits = self.model.lm_head(states[0, -n:]).float()  # (n, vocab)
+            chosen = torch.tensor(target, device=logits.device)  # (n)
+            logp = logits.log_softmax(-1).gather(1, chosen[:, None]).sum()
+            found.append((logp.item(), bool((logits.argmax(-1) == chosen).all())))
+        return found
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        """[a text's log-likelihood], in windows of max_length tokens."""
+        found = []
+        for request in requests:
+            windows = utils.get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1)
+            pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
+            found.append(sum(logp for logp, _ in self._loglikelihood_tokens(pairs, disable_tqdm)))
+        return found
+
+    def read(self, ids, n_context):
+        """The normed hidden states (1, T', D) of a text: of all its tokens, or of those after a prefix."""
+        tokens = self.with_prefix(ids)  # (1, T)
+        n_context += tokens.shape[1] - len(ids)
+        cache = KVCache(self.model, self.method, self.args.protocol, n_context if self.prompt else None)
+        states = [self.model(chunk, cache, logits=False) for chunk in chunks_of(tokens, cache)]
+        return torch.cat(states, dim=1)
+
+    def with_prefix(self, ids):
+        """ids -> tokens (1, T), which begin with the method's prefix, if it has one."""
+        if self.prefix and ids[0] == self.tokenizer.bos_id:
+            ids = ids[1:]  # the prefix has a BOS of its own
+        return torch.tensor([[*self.prefix, *ids]], device=self.args.device)
+
+    # Generation
+
+    @torch.inference_mode()
+    def generate_until(self, requests, disable_tqdm=False):
+        """[what follows a context, up to one of the texts that end it]."""
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm):
+            text, settings = request.args
+            settings = normalize_gen_kwargs(settings, self.max_gen_toks)
+            ids = self.tok_encode(text)[-(self.max_length - settings["max_gen_toks"]):]
+            answer = self.generate(ids, settings)
+            for end in filter(None, settings["until"]):
+                answer = answer.split(end)[0]
+            found.append(answer)
+        return found
+
+    def generate(self, ids, settings):
+        """The text after a context, up to the token that shows one of settings["until"]."""
+        unread = self.with_prefix(ids)  # (1, T)
+        cache = KVCache(self.model, self.method, self.args.protocol, unread.shape[1])
+        context, new, answer = self.tokenizer.decode(ids), [], ""
+        for _ in range(settings["max_gen_toks"]):
+            logits = self.model(unread, cache)[:, -1].float()  # (1, vocab)
+            unread = pick_token(logits, settings["temperature"], settings.get("top_p", 1.0), None)  # (1, 1)
+            if unread.item() == self.eot_token_id:
+                break
+            new.append(unread.item())
+            answer = self.tokenizer.decode(ids + new)[len(context):]
+            if any(end in answer for end in filter(None, settings["until"])):
+                break
+        return answer
+
+
+def load(args):
+    """The flags of eval_ppl.py -> (model, tokenizer, method), calibrated as the command does it."""
+    config, tokenizer = flags.load_config(args)
+    quantizers = cli.quantizers_of(args, config)
+    by_title, _ = runs.build_runs(args, config, tokenizer, quantizers)
+    *_, run = by_title.values()  # fp16 comes first
+    flags.check_runs(args, {run.title: run})
+    model = hf.load_model(args.model, args.device, args.dtype)
+    text, data = flags.load_calibration(args, tokenizer, {run.title: run}, quantizers)  # (C, T)
+    file = CalibrationFile(args.calibration, model)
+    models = flags.quantized_models(args, model, quantizers, text, file)
+    quantized = models[run.weights]
+    if run.method.needs_calibration:
+        seen = text[:args.calib_windows or run.method.calibration_windows]  # (C, T)
+        if not run.restore(file, seen):
+            calibrate(quantized, run.method, seen, cli.bar)
+            run.save(file, seen)
+    if run.method.prefix:
+        fill_prefix(run.method.prefix, model, quantized, cli.weights_label(run.weights, quantizers, data))
+    return quantized, tokenizer, run.method
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+    cli_evaluate()
