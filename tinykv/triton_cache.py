@@ -272,9 +272,9 @@ def tiling(keys, values, halves, rows):
     hardest = max(kind_of(keys, halves), kind_of(values, 1), key=kinds.index)
     few = 4 if hardest == "rotated" else 16  # rows of queries, as in decoding
     tile = TILES[hardest][rows > few]
-    # a head of 80 channels is padded to 128: one warp has too few registers for it
-    d = keys.width.value
-    if d & d - 1 and tile.warps == 1:
+    # one warp has too few registers for 8 bits, and for a head of 80 channels, which is padded to 128
+    d, eight = keys.width.value, 8 in (keys.bits.value, values.bits.value)
+    if (d & d - 1 or eight) and tile.warps == 1:
         tile = tile._replace(warps=2)
     groups = [side.grid.tokens.value for side in (keys, values) if side.grid is not None]
     group = math.gcd(tile.N, *(tokens for tokens in groups if tokens > 1))
