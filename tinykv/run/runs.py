@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+from bdb import BdbQuit
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -81,6 +82,8 @@ class Run:
             print(f"{doing} {self.title}", file=sys.stderr, flush=True)
         try:
             yield
+        except BdbQuit:  # of a debugger
+            raise
         except Exception as error:
             if self.name == "fp16" or together:
                 raise
