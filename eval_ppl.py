@@ -36,7 +36,7 @@ def run(args, ranks=None, loaded=None):
     by_title, left_out = runs.build_runs(args, config, tokenizer, quantizers)
     flags.check_runs(args, by_title)
     cache_class = flags.cache_class_of(args, by_title)
-    model = loaded[0] if loaded else hf.load_model(args.model, args.device, args.dtype)
+    model = loaded[0] if loaded else hf.load_model(args.model, args.devices, args.dtype)
     windows = flags.load_test(args, tokenizer, by_title)
     text, data = flags.load_calibration(args, tokenizer, by_title, quantizers)  # (W, T), its label
 

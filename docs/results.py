@@ -27,6 +27,7 @@ the last cell of a row is looked up in what its command printed.
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -61,7 +62,7 @@ def table_of(command, files):
 
     files: `own_methods` of the page. A command that names one runs where the file is.
     """
-    words = command.replace("\\\n", " ").split()[1:]
+    words = shlex.split(command.replace("\\\n", " "))[1:]
     folder = ROOT
     with tempfile.TemporaryDirectory() as own:
         if any(f"{file}:" in command for file in files):

@@ -235,6 +235,7 @@ class Llama(nn.Module):
             "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
         })
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.devices = None  # of each block, where they lie on several
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model["embed_tokens"].weight
 
@@ -261,10 +262,14 @@ class Llama(nn.Module):
         mask = self.mask(seen, T, tokens.device)  # (T, S), or None where none is needed
         h = self.model["embed_tokens"](tokens)  # (B, T, D)
         for layer, block in enumerate(self.model["layers"]):
+            if self.devices is not None:  # the states move with the text
+                device = self.devices[layer]
+                h, positions = h.to(device), positions.to(device)
+                mask = None if mask is None else mask.to(device)
             h = block(h, self.rope, positions, mask, layer, cache)  # (B, T, D)
             if cache is not None:
                 cache.observe(layer, h)  # a block's output may tell which tokens to keep (kvsink)
-        h = self.model["norm"](h)  # (B, T, D)
+        h = self.model["norm"](h.to(tokens.device))  # (B, T, D)
         return self.lm_head(h) if logits else h
 
     def mask(self, seen, T, device):

@@ -10,11 +10,11 @@ already.
 """
 import torch
 
-from tinykv.hf.checkpoint import load_model, save, usable_device
+from tinykv.hf.checkpoint import load_model, save, usable_device, usable_devices
 from tinykv.hf.config import load_config
 from tinykv.hf.tokenizer import load_tokenizer
 
-__all__ = ["load", "load_config", "load_model", "load_tokenizer", "save", "usable_device"]
+__all__ = ["load", "load_config", "load_model", "load_tokenizer", "save", "usable_device", "usable_devices"]
 
 
 def load(folder, device="cpu", dtype=torch.float32):

@@ -1,5 +1,6 @@
 """The weights of a checkpoint folder -> Llama, and a Llama with its tokenizer -> a folder."""
 import pickle
+import re
 from pathlib import Path
 
 import torch
@@ -21,23 +22,29 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def load_model(folder, device="cpu", dtype=torch.float32):
     """A checkpoint folder -> Llama on `device`, every weight in `dtype`.
 
+    device: one, or several as in "cuda:0,cuda:1", which the blocks are divided among. What stands
+    around the blocks lies on the first, so that tokens go in, and states come out, on one device.
     Tensors are read one by one: there is never more in memory than the model and one tensor, beside
     the pages of the mapped file, which the system takes back as it likes.
     """
     # 1. a model with shapes and no memory
-    device = usable_device(device)
+    device, *others = devices = usable_devices(device)
     folder = checkpoint_folder(folder)
     config = load_config(folder)
     with torch.device("meta"), NoInit():
         model = Llama(config)
     model.rope.freq = model.rope.freq.to(device)  # (d/2)
+    if others:
+        model.devices = place_blocks(model, devices, dtype)
 
     # 2. every tensor of the folder
     state, not_finite = {}, []
     for name, tensor in read_tensors(folder):
         if name.endswith("rotary_emb.inv_freq"):  # which old versions of transformers saved
             continue
-        tensor = tensor.to(device, dtype, copy=True, memory_format=torch.contiguous_format)
+        block = re.match(r"model\.layers\.(\d+)\.", name)
+        on = model.devices[int(block[1])] if others and block else device
+        tensor = tensor.to(on, dtype, copy=True, memory_format=torch.contiguous_format)
         low, high = tensor.aminmax() if tensor.numel() else (tensor, tensor)  # NaN if there is one; takes no memory
         if not (low.isfinite().all() and high.isfinite().all()):
             not_finite.append(name)
@@ -71,6 +78,26 @@ class NoInit(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", None) != "torch.nn.init":
             return function(*args, **(kwargs or {}))
+
+
+def place_blocks(model, devices, dtype):
+    """The device of each block: neighbours lie together, and each device holds about as many bytes, of
+    weights and of the cache of one text as long as the model can read."""
+    config, blocks = model.config, model.model["layers"]
+    around = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2) * dtype.itemsize
+    weights = sum(p.numel() for p in blocks[0].parameters()) * dtype.itemsize
+    row = config.num_key_value_heads * config.head_dim * 2  # bytes of a key, or of a value, in 16 bits
+    block = weights + 2 * row * config.max_position_embeddings
+    share = (around + len(blocks) * block) / len(devices)
+    middles = [around + (i + 0.5) * block for i in range(len(blocks))]  # where each block's middle byte is
+    return [devices[min(int(middle / share), len(devices) - 1)] for middle in middles]
+
+
+def usable_devices(names):
+    """The torch.devices of "cpu", "cuda" or "cuda:0,cuda:1", or of a list of such names."""
+    names = names if isinstance(names, list) else str(names).split(",")
+    devices = [usable_device(name) for name in reversed(names)]  # kernels run on the first
+    return devices[::-1]
 
 
 def usable_device(device):

@@ -121,7 +121,7 @@ class TinyKV(TemplateLM):
         context, new, answer = self.tokenizer.decode(ids), [], ""
         for _ in range(settings["max_gen_toks"]):
             logits = self.model(unread, cache)[:, -1].float()  # (1, vocab)
-            unread = pick_token(logits, settings["temperature"], settings.get("top_p", 1.0), None)  # (1, 1)
+            unread = pick_token(logits, settings.get("temperature", 0.0), settings.get("top_p", 1.0), None)  # (1, 1)
             if unread.item() == self.eot_token_id:
                 break
             new.append(unread.item())
@@ -138,7 +138,7 @@ def load(args):
     by_title, _ = runs.build_runs(args, config, tokenizer, quantizers)
     *_, run = by_title.values()  # fp16 comes first
     flags.check_runs(args, {run.title: run})
-    model = hf.load_model(args.model, args.device, args.dtype)
+    model = hf.load_model(args.model, args.devices, args.dtype)
     text, data = flags.load_calibration(args, tokenizer, {run.title: run}, quantizers)  # (C, T)
     file = CalibrationFile(args.calibration, model)
     models = flags.quantized_models(args, model, quantizers, text, file)

@@ -114,7 +114,7 @@ def add_model(p):
 
 def add_device(p):
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    p.add_argument("--device", default=default, help="cpu, cuda, cuda:1, ...")
+    p.add_argument("--device", default=default, help="cpu, cuda, cuda:1; several divide the blocks: cuda:0,cuda:1")
 
 
 def add_attention(p, triton=False):

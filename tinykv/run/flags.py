@@ -77,7 +77,8 @@ def load_config(args, loaded=None):
         config, weight = model.config, model.lm_head.weight
         args.model, args.device, args.dtype = "given", weight.device, weight.dtype
     else:
-        args.device = hf.usable_device(args.device)
+        args.devices = hf.usable_devices(args.device)
+        args.device = args.devices[0]  # of several, the one that tokens go to
         args.dtype = cli.dtype_of(args.dtype, args.device)
         config = hf.load_config(args.model)
         tokenizer = hf.load_tokenizer(args.model, config)
