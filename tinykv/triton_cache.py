@@ -445,10 +445,9 @@ class TritonLayer(LayerCache):
         """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention itself."""
         q = self.rope.rotate(q, positions)  # (B, H, T, d)
         Hkv, window = self.keys.recent.shape[1], self.window or self.length
-        recent = self.keys.recent  # (B, Hkv, r, d)
+        recent = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
         if self.method.rope == "pre":
-            recent = self.rope.rotate(recent,
-                                      torch.arange(self.keys.n_coded, self.length, device=q.device))
+            recent = self.rope.rotate(recent, torch.arange(self.keys.n_coded, self.length, device=q.device))
         of_keys, of_values = anchor_scores(q, recent, attended.lse, self.window)  # (B, Hkv, r) both
 
         lse = attended.lse[..., None] * LOG2E  # (B, H, T, 1), in base 2
