@@ -66,5 +66,5 @@ def test_all_attentions_give_the_same_perplexity(name, protocol, prompt):
     """Codes are computed from what layers before have read: where one attention rounds more, later codes differ."""
     TritonCache = pytest.importorskip("tinykv.triton_cache").TritonCache
     plain = perplexity(name, "plain", KVCache, protocol, prompt)
-    assert perplexity(name, "fused", KVCache, protocol, prompt) == pytest.approx(plain, rel=1e-5)
-    assert perplexity(name, "triton", TritonCache, protocol, prompt) == pytest.approx(plain, rel=1e-5)
+    assert perplexity(name, "fused", KVCache, protocol, prompt) == pytest.approx(plain, rel=1e-4)
+    assert perplexity(name, "triton", TritonCache, protocol, prompt) == pytest.approx(plain, rel=1e-4)

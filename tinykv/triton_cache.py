@@ -249,7 +249,7 @@ TILES = {  # decoding, and many queries at once
     # one stage: only then are centroids loaded through the L1 cache
     "Codebook": (Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)),
     # an address, a level, or outliers for every channel
-    "single": (Tile(16, 32, 4, 3), Tile(16, 32, 8, 3)),
+    "single": (Tile(16, 32, 4, 3, 255), Tile(16, 32, 8, 3)),
 }
 
 
