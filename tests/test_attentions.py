@@ -4,7 +4,7 @@ import functools
 import pytest
 import torch
 
-from tinykv.cache import KVCache
+from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate
 from tinykv.data import Windows
 from tinykv.evaluate import measure
@@ -56,9 +56,12 @@ def perplexity(name, attention, cache_class, protocol, prompt):
     return found[name].ppl
 
 
-@pytest.mark.parametrize("prompt", [None, 9])
-@pytest.mark.parametrize("protocol", ["paper", pytest.param("stream", marks=pytest.mark.whole)])
-@pytest.mark.parametrize("name", METHODS)
+CASES = [(name, protocol, prompt) for name in METHODS for protocol in PROTOCOLS for prompt in (None, 9)]
+QUICK = [("rtn", "paper", None), ("antkv", "paper", 9)]  # in the interpreter a case takes seconds
+
+
+@pytest.mark.parametrize("name, protocol, prompt", [
+    case if case in QUICK else pytest.param(*case, marks=pytest.mark.whole) for case in CASES])
 def test_all_attentions_give_the_same_perplexity(name, protocol, prompt):
     """Codes are computed from what layers before have read: where one attention rounds more, later codes differ."""
     TritonCache = pytest.importorskip("tinykv.triton_cache").TritonCache
