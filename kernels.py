@@ -677,7 +677,8 @@ def code_at(rows, b, h, j, ok, place, there):
     row = rows.data + b * rows.batch + h * rows.head + j.to(tl.int64)[:, None] * rows.token  # (N, 1)
     mask = ok[:, None] & there[None]
     place = place[None]  # (1, W)
-    if rows.bits == 3 or rows.bits > 8:  # one after the other: a code may go on in the next bytes
+    # one after the other where a code may go on in the next byte
+    if rows.bits == 3 or (rows.bits > 4 and rows.bits != 8):
         bit = place * rows.bits
         word = tl.load(row + bit // 8, mask, 0).to(tl.int32)
         for i in tl.static_range(1, (rows.bits + 14) // 8):

@@ -50,14 +50,17 @@ def some_sinks(monkeypatch):
     monkeypatch.setattr(sinks, "find_sinks", find_sinks)
 
 
-def test_all_gives_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_path):
-    printed = run("all", "--vq", "d8m16", "--method", "pfn block=16,kivi recent=8 group_size=8", "--out", tmp_path,
-                  "--json", tmp_path / "out.json")
+@pytest.mark.parametrize("what", ["norms timeline", pytest.param("all", marks=pytest.mark.whole)])
+def test_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_path, what):
+    names = command.names_of(what.split())
+    printed = run(*what.split(), "--method", "pfn block=16,kivi recent=8 group_size=8", "--out", tmp_path, "--json",
+                  tmp_path / "out.json", *(["--vq", "d8m16"] if what == "all" else []))
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert numbers["sinks at"] == [[0, 9], [0, 9]] and "sinks of window 1: 0 <s>, 9 " in printed
     blocks = printed.split("\n\n")[1:]
-    assert len(blocks) == len(command.PHENOMENA)
-    for block, (name, module) in zip(blocks, command.PHENOMENA.items()):
+    assert len(blocks) == len(names)
+    for block, name in zip(blocks, names):
+        module = command.PHENOMENA[name]
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
         lines, rows = block.splitlines(), numbers[name]
         assert len(lines) == len(rows) + 1 and len({len(line) for line in lines}) == 1
@@ -86,10 +89,10 @@ def test_the_embedded_model_has_sinks(run):
 
 def test_a_model_without_sinks_is_told_of(run, tmp_path):
     """What needs no sinks is shown, the rest says why not."""
-    out = run("sinks", "keys", "norms", "widths", "--out", tmp_path, "--json", tmp_path / "out.json")
+    out = run("keys", "norms", "widths", "--out", tmp_path, "--json", tmp_path / "out.json")
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert "sinks of window 0: none" in out and numbers["sinks at"] == [[], []]
-    for name in ("sinks", "keys", "norms", "widths"):
+    for name in ("keys", "norms", "widths"):
         needs = name in command.NEED_SINKS
         assert (f"{name}: no token of this text is a sink" in out) == needs == (numbers[name] is None)
         assert (tmp_path / f"{name}.png").exists() != needs

@@ -72,12 +72,19 @@ def test_the_picture_of_a_method_has_its_states(text):
     assert len(timeline.draw(text, [row] * 4).axes) == 6
 
 
+class Words:
+    """A tokenizer whose words a page has to escape."""
+    bos_id = 0
+
+    def decode(ids):
+        return "".join(f" <{i}>&" for i in ids)
+
+
 @pytest.fixture(scope="module")
 def written(text, tmp_path_factory):
     """A page of two methods: its path, its content, and the caches that it was made from."""
     path, asked = tmp_path_factory.mktemp("page") / "cache.html", methods(text, "kivi", "pfn")
-    words = ["<s>", *(f" word{i}&" for i in range(1, T))]
-    content = page.write(path, text, asked, words, "about")
+    content = page.write(path, text, asked, Words, "about")
     return path, content, {name: fresh(text, method, T) for name, method in asked.items()}
 
 
@@ -89,6 +96,7 @@ def decimals(row):
 @torch.no_grad()
 def test_the_page_has_what_is_read(text, written):
     path, content, caches = written
+    assert content["tokens"] == ["<s>" if i == 0 else f" <{i}>&" for i in text.windows[0].tolist()]
     assert path.stat().st_size <= page.LARGEST
     assert set(re.findall(r"https?://[^\"'\s]+", path.read_text())) == {"http://www.w3.org/2000/svg"}  # no address
     for name, cache in caches.items():
@@ -108,11 +116,10 @@ def test_the_page_has_what_is_read(text, written):
 
 
 def test_a_page_that_is_too_large_has_fewer_layers_and_heads(text, monkeypatch, tmp_path):
-    asked, words = methods(text, "pfn"), ["word"] * T
-    sizes = []
+    asked, sizes = methods(text, "pfn"), []
     for largest in (10 ** 6, 40_000, 27_000):
         monkeypatch.setattr(page, "LARGEST", largest)
-        content = page.write(tmp_path / "cache.html", text, asked, words, "")
+        content = page.write(tmp_path / "cache.html", text, asked, Words, "")
         sizes.append((content["layers"], content["heads"]))
         assert (tmp_path / "cache.html").stat().st_size <= largest
     assert sizes == [([0, 1], [0, 1]), ([1], [0, 1]), ([1], [0])]

@@ -11,8 +11,10 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import eval_ppl
@@ -24,6 +26,7 @@ from tinykv.run import flags
 from tinykv.run.cli import EMBEDDED
 from tinykv.run.runs import SETTINGS, build_runs, settings_of
 from tinykv.run.table import at_bits
+from tinykv.weights import QUANTIZERS
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--context", "64", "--windows", "2", "--calib-windows", "2"]
@@ -330,6 +333,14 @@ def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, 
         edited.write_text(edited.read_text() + "\n# edited\n")
     again()
     assert calibrated == ["Mine", "Mine"]
+
+
+def test_tables_on_quantized_weights_are_known_by_the_quantizer(kept):
+    r, file, windows = runs_of("--method rtn")["rtn"], SimpleNamespace(path=kept), torch.zeros(2, 8)
+    found = []
+    for r.quantizer in (None, *(quantizer(3) for quantizer in QUANTIZERS.values())):
+        found.append(r.made_of(file, windows))
+    assert len(set(found)) == len(found) == 5
 
 
 def test_a_file_of_another_model_is_refused(command, tmp_path, kept):

@@ -33,6 +33,7 @@ def rows(seed, B=2, Hkv=2, T=13, dtype=torch.float16):
     x[..., 4] = -x[..., 4].abs() - 20
     x[..., 5] = 0
     x[..., 6] = -0.75
+    x[..., 7] += 50  # far from 0, and in a narrow range
     x[:, :, T // 2] *= 30
     return x.to(dtype)
 

@@ -147,6 +147,7 @@ def test_an_outlier_that_moves_between_channels_is_not_stable():
     ([1, 2, 60, 70, 20], [3, 4, 100, 90, 20], 1),  # where it grows most, not where it is largest
     ([1, 2, 20, 25, 5], [3, 4, 29, 28, 9], None),  # a ratio below 30
     ([1, 1, 2, 40, 10], [3, 20, 20, 50, 20], None),  # less than three times what was there before
+    ([1, 1, 2, 40, 10], [3, 9, 20, 50, 20], 2),  # the median of what was there, not its largest
     ([1, 1, 2, 40, 10], [90, 10, 12, 50, 20], 2),  # the embedding is no layer
     ([1, 10, 12, 90, 20], [3, 9, 9, 60, 20], 2),  # an embedding is small: the growth into block 0 does not count
     ([1, 10, 70, 90, 20], [3, 40, 50, 60, 20], 0),  # unless its ratio does

@@ -155,6 +155,15 @@ def test_calibration_holds_no_more_than_it_says(monkeypatch):
     assert codec.samples == 12 and codec.rows is None
 
 
+def test_kept_tokens_weigh_nothing():
+    """In the heads that keep them."""
+    codec, gradient = Codebook(2, 4, 2, 4), torch.ones(2, 6, 4)
+    kept = torch.tensor([[True, False, False, False, True, False], [False, True, False, False, False, False]])
+    codec.begin(0, 1, 6)
+    codec.collect(0, gradient, kept, gradient)
+    assert codec.weights[0].bool().tolist() == [*[(~kept[0]).tolist()] * 2, *[(~kept[1]).tolist()] * 2]
+
+
 def test_too_few_vectors_are_refused():
     with pytest.raises(UserError, match="160 vectors"):
         calibrated(vq="d2m256")

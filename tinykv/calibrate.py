@@ -8,8 +8,8 @@ levels, SKVQ's groups and clips, codebooks.
 import torch
 import torch.nn.functional as F
 
-from tinykv import UserError
 from tinykv.cache import KVCache
+from tinykv.cache_parts.guards import CheckedWindows
 from tinykv.cache_parts.tracing import Trace
 
 
@@ -32,18 +32,14 @@ def calibrate(model, method, windows, progress=None):
         gradients = any(codec.needs_gradient(step) for _, _, codec in active)
         for _, _, codec in active:
             codec.begin(step, *windows.shape)
-        has_unkept = {}  # (layer, kind): whether each KV head has had a token that is not kept
+        checked = CheckedWindows()
         for window in progress(windows):
             recorder = record(model, method, window, gradients)
             for layer, kind, codec in active:
                 rows, kept, gradient = recorder.of(layer, kind)
-                check_finite(layer, rows, gradient)
+                checked.look(layer, kind, rows, kept, gradient)
                 codec.collect(step, rows, kept, gradient)
-                unkept = torch.tensor(True) if kept is None else ~kept.all(1).cpu()  # () or (Hkv)
-                has_unkept[layer, kind] = has_unkept.get((layer, kind), False) | unkept
-        if not all(heads.all() for heads in has_unkept.values()):
-            raise UserError(f"calibration windows of {windows.shape[1]} tokens hold no token that "
-                            "the method does not keep; use a longer context or keep fewer tokens")
+        checked.check(windows.shape[1])
         for _, _, codec in progress(active):
             codec.fit(step)
 
@@ -67,15 +63,6 @@ def record(model, method, window, gradients):
             loss = F.cross_entropy(logits, window[1:])
             recorder.gradients = torch.autograd.grad(loss, recorder.leaves)
     return recorder
-
-
-def check_finite(layer, rows, gradient):
-    if not torch.isfinite(rows).all():
-        raise UserError(f"layer {layer} computes numbers that are not finite, or too large for 16 "
-                        "bits; use another --dtype, or another model")
-    if gradient is not None and not torch.isfinite(gradient).all():
-        raise UserError(f"the loss has no finite gradient in layer {layer}; use another --dtype, "
-                        "or calibrate without gradients")
 
 
 class Recorder(KVCache):

@@ -88,7 +88,7 @@ class Rope:
         """x (..., T, d) at positions (T), or at 0 .. T-1 without -> the same shape and dtype,
         rotated; computed in fp32."""
         if positions is None:
-            cos, sin = self.kept(x.shape[-2], x.device)  # (T, d/2) both
+            cos, sin = self.cos_sin_from_start(x.shape[-2], x.device)  # (T, d/2) both
         else:
             cos, sin = self.cos_sin(positions)  # (T, d/2) both
         x1, x2 = x.float().chunk(2, dim=-1)  # (..., T, d/2) each
@@ -101,9 +101,9 @@ class Rope:
         angle = positions[:, None].float() * self.freq.to(positions.device)  # (T, d/2)
         return angle.cos(), angle.sin()
 
-    def kept(self, T, device):
-        """`cos_sin` of the positions 0 .. T-1. They are kept: a cache that holds keys before RoPE
-        asks for them at every step."""
+    def cos_sin_from_start(self, T, device):
+        """`cos_sin` of the positions 0 .. T-1, computed once: a cache that holds keys before RoPE asks
+        for them at every step."""
         n = 0 if self.from_start is None else len(self.from_start[0])
         if n < T or self.from_start[0].device != device:
             with torch.inference_mode(False):  # tensors that can be used outside that mode, too

@@ -249,7 +249,7 @@ TILES = {  # decoding, and many queries at once
     # one stage: only then are centroids loaded through the L1 cache
     "Codebook": (Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)),
     # an address, a level, or outliers for every channel
-    "single": (Tile(16, 32, 4, 3), Tile(16, 32, 8, 3)),
+    "single": (Tile(16, 32, 4, 3, 255), Tile(16, 32, 8, 3)),
 }
 
 
@@ -272,9 +272,9 @@ def tiling(keys, values, halves, rows):
     hardest = max(kind_of(keys, halves), kind_of(values, 1), key=kinds.index)
     few = 4 if hardest == "rotated" else 16  # rows of queries, as in decoding
     tile = TILES[hardest][rows > few]
-    # a head of 80 channels is padded to 128: one warp has too few registers for it
-    d = keys.width.value
-    if d & d - 1 and tile.warps == 1:
+    # one warp has too few registers for 8 bits, and for a head of 80 channels, which is padded to 128
+    d, eight = keys.width.value, 8 in (keys.bits.value, values.bits.value)
+    if (d & d - 1 or eight) and tile.warps == 1:
         tile = tile._replace(warps=2)
     groups = [side.grid.tokens.value for side in (keys, values) if side.grid is not None]
     group = math.gcd(tile.N, *(tokens for tokens in groups if tokens > 1))
@@ -445,10 +445,9 @@ class TritonLayer(LayerCache):
         """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention itself."""
         q = self.rope.rotate(q, positions)  # (B, H, T, d)
         Hkv, window = self.keys.recent.shape[1], self.window or self.length
-        recent = self.keys.recent  # (B, Hkv, r, d)
+        recent = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
         if self.method.rope == "pre":
-            recent = self.rope.rotate(recent,
-                                      torch.arange(self.keys.n_coded, self.length, device=q.device))
+            recent = self.rope.rotate(recent, torch.arange(self.keys.n_coded, self.length, device=q.device))
         of_keys, of_values = anchor_scores(q, recent, attended.lse, self.window)  # (B, Hkv, r) both
 
         lse = attended.lse[..., None] * LOG2E  # (B, H, T, 1), in base 2

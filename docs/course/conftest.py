@@ -39,10 +39,6 @@ def pytest_configure(config):
         confine(config.getoption("--confined"))
 
 
-def pytest_collection_modifyitems(config, items):
-    items[:] = [item for item in items if item.get_closest_marker("points")]
-
-
 class Draws(random.Random):
     """A test's random numbers, which are the same for the same seed and test."""
 
@@ -158,8 +154,11 @@ def explain(error, path):
     return f"Line {own[-1].lineno} of your file, `{own[-1].line}`, raised {what}" if own else f"It raised {what}"
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    reports = [report for key in ("passed", "failed") for report in terminalreporter.stats.get(key, [])]
-    worth = {item.nodeid: item.get_closest_marker("points").args[0] for item in terminalreporter._session.items}
-    got = sum(worth[report.nodeid] for report in reports if report.passed)
-    terminalreporter.write_line(f"{got} of {sum(worth.values())} points")
+def pytest_runtest_setup(item):
+    item.user_properties.append(("points", item.get_closest_marker("points").args[0]))
+
+
+def pytest_terminal_summary(terminalreporter):
+    passed, failed, broken = ([dict(report.user_properties)["points"] for report in terminalreporter.stats.get(key, [])]
+                              for key in ("passed", "failed", "error"))
+    terminalreporter.write_line(f"{sum(passed)} of {sum(passed + failed + broken)} points")

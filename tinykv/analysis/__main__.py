@@ -8,6 +8,8 @@ them.
     python -m tinykv.analysis page --out cache.html
 """
 import argparse
+import importlib
+import inspect
 import platform
 import textwrap
 from pathlib import Path
@@ -15,76 +17,35 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError, hf, storage
-from tinykv.analysis import (
-    anchors,
-    bias,
-    cosine,
-    errors,
-    figures,
-    keys,
-    maps,
-    norms,
-    outliers,
-    page,
-    prefix,
-    sinks,
-    timeline,
-    widths,
-)
+from tinykv.analysis import anchors, figures, page, sinks, timeline
 from tinykv.analysis.walk import Text
 from tinykv.codecs import make_codecs
 from tinykv.codecs.affine import FORMULAS
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data.windows import halves, load_windows
 from tinykv.methods.antkv import AnTKV
-from tinykv.run.cli import (
-    Help,
-    Parser,
-    add_attention,
-    add_bos,
-    add_model,
-    add_weights,
-    add_windows,
-    bar,
-    check_context,
-    check_counts,
-    check_folder,
-    context_of,
-    dtype_of,
-    figure,
-    one_line,
-    print_columns,
-    quantizers_of,
-)
+from tinykv.run import cli
 from tinykv.run.prefix import open_prefix
 from tinykv.run.runs import SETTINGS, all_settings_of, constructor_arguments, load_class
 from tinykv.weights import quantize
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 
-PHENOMENA = {
-    "sinks": sinks, "outliers": outliers, "norms": norms, "cosine": cosine, "bias": bias, "keys": keys,
-    "errors": errors, "widths": widths, "prefix": prefix, "anchors": anchors, "maps": maps, "timeline": timeline,
-}
+NAMES = ("sinks", "outliers", "norms", "cosine", "bias", "keys", "errors", "widths", "prefix", "anchors", "maps",
+         "timeline")
+PHENOMENA = {name: importlib.import_module(f"tinykv.analysis.{name}") for name in NAMES}  # each is a file
 NEED_SINKS = ("outliers", "norms", "cosine", "bias", "widths", "prefix")
 NEED_CALIBRATION = ("errors", "widths", "prefix", "anchors", "timeline", "page")
 
-#   flag: the phenomena that take it
-FLAGS = {
-    "group_size": ("errors", "widths"),
-    "formula": ("errors", "widths"),
-    "vq": ("anchors",),
-    "method": ("timeline", "page"),
-    "prefix": ("prefix",),
-    "weights": ("prefix",),
-    "w_bits": ("prefix",),
-    "w_group_size": ("prefix",),
-}
+#   the flags that only some phenomena take
+FLAGS = {"group_size": ("errors", "widths"), "formula": ("errors", "widths"), "vq": ("anchors",),
+         "method": ("timeline", "page"), "prefix": ("prefix",), "weights": ("prefix",), "w_bits": ("prefix",),
+         "w_group_size": ("prefix",)}
 
 
 # The command
 
-class HelpWithTable(Help, argparse.RawDescriptionHelpFormatter):
+class HelpWithTable(cli.Help, argparse.RawDescriptionHelpFormatter):
     """Leaves the lines of the description and the epilog as they are."""
 
 
@@ -93,17 +54,17 @@ def parser():
     for name, module in {**PHENOMENA, "page": page}.items():
         text = f"{name:10}" + " ".join(module.__doc__.split("\n\n")[0].split())
         shown.append(textwrap.fill(text, 100, initial_indent="  ", subsequent_indent=" " * 12))
-    p = Parser(
+    p = cli.Parser(
         prog="python -m tinykv.analysis", formatter_class=HelpWithTable,
         description=__doc__.split("\n\n")[0],
         epilog="what to look at:\n" + "\n".join(shown) + "\n  all       all but the page\n\n"
                "A token is a sink if its attention received reaches --threshold in a tenth of all heads "
                "of all layers.")
     p.add_argument("what", nargs="+", metavar="WHAT", help=f"{', '.join(PHENOMENA)}, page, or all: see below")
-    add_model(p)
-    add_attention(p)
-    add_windows(p, windows=4, longest=LONGEST)
-    add_bos(p)
+    cli.add_model(p)
+    cli.add_attention(p)
+    cli.add_windows(p, windows=4, longest=LONGEST)
+    cli.add_bos(p)
     p.add_argument("--text", metavar="FILE",
                    help="look at this text, whole and as it is, in the place of windows of --data")
     p.add_argument("--layer", metavar="L", type=int,
@@ -118,7 +79,7 @@ def parser():
     p.add_argument("--vq", metavar="dNmM", default="d8m256", help="anchors: format of the codebooks")
     p.add_argument("--method", metavar="NAME[,...]",
                    help='timeline, page: methods with their settings, such as "rtn,kivi recent=64" (default: several)')
-    add_weights(p, several=False)
+    cli.add_weights(p, several=False)
     p.add_argument("--out", metavar="DIR|FILE",
                    help="draw each as DIR/WHAT.png (default: nothing is drawn); page: the file (default: cache.html)")
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
@@ -144,24 +105,24 @@ def check(args, names):
         if given and not set(takers) & set(names):
             raise UserError(f"--{flag.replace('_', '-')} is a setting of {' and '.join(takers)}, "
                             f"and not of {', '.join(names)}")
-    check_counts(args, 2, "context")
-    check_counts(args, 1, "windows", "calib-windows", "group-size", "w-group-size")
+    cli.check_counts(args, 2, "context")
+    cli.check_counts(args, 1, "windows", "calib-windows", "group-size", "w-group-size")
     if not 0 < args.threshold <= 1:
         raise UserError("--threshold is a share of the attention, above 0 and up to 1; "
                         f"got {args.threshold:g}")
     if args.text is not None and args.prefix is not None:
         raise UserError("--prefix begins windows of --data, and --text is a whole text; give one of them")
-    check_folder("json", args.json)
+    cli.check_folder("json", args.json)
     if names == ["page"]:
         args.out = args.out or "cache.html"
-        check_folder("out", args.out)
+        cli.check_folder("out", args.out)
     elif args.out and Path(args.out).exists() and not Path(args.out).is_dir():
         raise UserError(f"--out {args.out} is a file; give a folder")
 
 
 def check_settings(args, names, config):
     """Errors of settings that do not fit the model: before anything is computed."""
-    quantizers_of(args, config)
+    cli.quantizers_of(args, config)
     if args.layer is not None and not 0 <= args.layer < config.num_hidden_layers:
         raise UserError(f"--layer {args.layer}: this model has layers 0 to {config.num_hidden_layers - 1}")
     if "timeline" in names or "page" in names:
@@ -229,24 +190,20 @@ def load_text(args, names, model, tokenizer):
     if "errors" in names or "widths" in names:
         text.calibration_marks = find_sinks(text.calibration)  # (C, T)
     if "prefix" in names:
-        quantizer, = quantizers_of(args, model.config).values()
+        quantizer, = cli.quantizers_of(args, model.config).values()
         text.quantized = quantize(model, quantizer, text.calibration)
     return text
 
 
 def progress(windows):
     """Wraps a loop over windows in a progress bar."""
-    return bar(windows, "analysis")
+    return cli.bar(windows, "analysis")
 
 
 def settings_of(name, args):
-    """What a phenomenon is told besides the text."""
-    if name == "sinks":
-        return {"threshold": args.threshold}
-    if name == "timeline":
-        return {"methods": args.methods}
-    own = [flag for flag in ("group_size", "formula", "vq") if name in FLAGS[flag]]
-    return {flag: getattr(args, flag) for flag in own}
+    """What a phenomenon is told besides the text: the arguments of its `measure`."""
+    _, *settings = inspect.signature(PHENOMENA[name].measure).parameters
+    return {setting: getattr(args, setting) for setting in settings}
 
 
 # What is printed
@@ -254,14 +211,14 @@ def settings_of(name, args):
 def print_table(rows, columns):
     lines = [[cell(row[name], form) for name, (_, form) in columns.items()] for row in rows]
     n_words = sum(form == "" for _, form in columns.values())  # columns of words, which come first
-    print_columns([head for head, _ in columns.values()], lines, n_words)
+    cli.print_columns([head for head, _ in columns.values()], lines, n_words)
 
 
 def cell(value, form):
     """A number, or a list of them, formatted for a table."""
     if isinstance(value, list):
-        return " ".join(figure(x, form) for x in value) or "none"
-    return figure(value, form)
+        return " ".join(cli.figure(x, form) for x in value) or "none"
+    return cli.figure(value, form)
 
 
 def draw(text, name, rows, args):
@@ -272,16 +229,6 @@ def draw(text, name, rows, args):
     if name == "timeline":
         for row in rows:
             figures.save(timeline.draw_small(text, row), Path(args.out, f"timeline-{row['method']}.png"))
-
-
-def words_of(ids, tokenizer):
-    """The text of each token, with the blanks around it."""
-    words, before = [], ""
-    for i, token in enumerate(ids):
-        text = tokenizer.decode(ids[:i + 1])
-        words.append("<s>" if token == tokenizer.bos_id else text[len(before):])
-        before = text
-    return words
 
 
 def print_sinks(text, tokenizer):
@@ -300,15 +247,15 @@ def run(args):
     names = names_of(args.what)
     check(args, names)
     device = hf.usable_device(args.device)
-    dtype = dtype_of(args.dtype, device)
+    dtype = cli.dtype_of(args.dtype, device)
     config = hf.load_config(args.model)
     tokenizer = hf.load_tokenizer(args.model, config)
     if args.text is None:
-        args.context = context_of(args, config, LONGEST)
+        args.context = cli.context_of(args, config, LONGEST)
     else:
         args.text_ids = ids_of(args.text, tokenizer, args.bos)
         args.context, args.windows = len(args.text_ids), 1
-        check_context(args.context, config, "text")
+        cli.check_context(args.context, config, "text")
     check_settings(args, names, config)
 
     # 2. the model, the text and its sinks
@@ -326,7 +273,7 @@ def run(args):
     # 3. the page; or a table for each name, and a figure
     if names == ["page"]:
         about = f"Model {Path(args.model).resolve().name}; where the keys of layer {text.layer} are."
-        page.write(args.out, text, args.methods, words_of(text.windows[0].tolist(), tokenizer), about)
+        page.write(args.out, text, args.methods, tokenizer, about)
         print(f"wrote {args.out}")
         return
     found = {}  # {name: rows}
@@ -356,7 +303,7 @@ def run(args):
 
 def main():
     p = parser()
-    with one_line(p):
+    with cli.one_line(p):
         run(p.parse_args())
 
 

@@ -41,6 +41,10 @@ def static_codecs(text, scheme, all_bits, kept, **settings):
     kept: True leaves the sinks out of the ranges, as they are for a method that keeps them.
     """
     codecs = {bits: make_codecs(text.model.config, scheme, bits, bits, **settings) for bits in all_bits}
+    for pairs in codecs.values():
+        for pair in pairs:
+            pair.k.begin(0, *text.calibration.shape)
+            pair.v.begin(0, *text.calibration.shape)
     for window, sinks in zip(text.progress(text.calibration), text.calibration_marks):
         ignored = sinks.expand(text.model.config.num_key_value_heads, -1) if kept else None  # (Hkv, T)
         for at in walk(text.model, window):

@@ -1,8 +1,8 @@
 """The outlier's way through the layers: the largest magnitude in the four places of KVSink Section
 3.1, at the sinks and at other tokens (Figure 4): the input of the down-projection (Eq. 7), its
 output (Eq. 8), the residual H' after attention (Eq. 2), and H after the block (Eq. 1); ratio: of H's
-to its median; channel: that of the outlier, and X_d,out and H in it at the sinks; outliers in: all
-channels that have some.
+to its median; channel: that of the outlier, and X_d,out and H in it at the sinks; outliers in: the
+channels that have some, the five largest.
 """
 import torch
 
@@ -10,6 +10,7 @@ from tinykv.analysis.figures import COLOURS, label_ends, lines_by_layer, new_fig
 from tinykv.analysis.walk import by_layer, largest, means
 
 OUTLIER = 0.1  # of the largest channel: the share from which a channel has outliers, too
+MOST = 5  # channels that are listed
 
 COLUMNS = {"layer": ("layer", "d"), "d_in": ("X_d,in", ".1f"), "d_in others": ("others", ".1f"),
            "d_out": ("X_d,out", ".1f"), "d_out others": ("others", ".1f"), "mid": ("H'", ".1f"),
@@ -69,7 +70,7 @@ def channels_of(text):
 
 
 def measure(text):
-    channels = channels_of(text)
+    channels = channels_of(text)[:MOST]
     rows = by_layer(text, lambda at, sinks: look(at, sinks, channels))
     return [{**row, "channel": channels[0], "channels": channels} for row in rows]
 

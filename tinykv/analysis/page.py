@@ -69,16 +69,26 @@ def rows_of(cache, layer, kind, head):
     return found
 
 
-def content(text, methods, words):
-    """All that the page shows. methods: {label: Method}; words: the tokens of the text."""
-    tokens, config = text.windows[0, :LONGEST], text.model.config
-    first = Text(text.model, tokens[None], text.marks[:1, :len(tokens)], text.layer)
-    channel = channels_of(first)[0] if first.marks.any() else 0
+def words_of(ids, tokenizer):
+    """The text of each token, with the blanks around it."""
+    words, before = [], ""
+    for i, token in enumerate(ids):
+        read = tokenizer.decode(ids[:i + 1])
+        words.append("<s>" if token == tokenizer.bos_id else read[len(before):])
+        before = read
+    return words
+
+
+def content(text, methods, tokenizer):
+    """All that the page shows. methods: {label: Method}."""
+    tokens, marks = text.begin(LONGEST)  # (T) both
+    first, config = Text(text.model, tokens[None], marks[None], text.layer), text.model.config
+    channel = channels_of(first)[0] if marks.any() else 0
     blocks = walk(text.model, tokens)
     layers, heads = list(range(config.num_hidden_layers)), list(range(config.num_key_value_heads))
     page = {
-        "tokens": words[:len(tokens)],
-        "sinks": first.marks[0].nonzero()[:, 0].tolist(),
+        "tokens": words_of(tokens.tolist(), tokenizer),
+        "sinks": marks.nonzero()[:, 0].tolist(),
         "layers": layers, "heads": heads, "shown": text.layer,
         "channel": channel,
         "attention": {at.layer: [[round(x, 3) for x in head] for head in sink_scores(at).tolist()] for at in blocks},
@@ -95,12 +105,12 @@ def content(text, methods, words):
     return page
 
 
-def write(path, text, methods, words, about):
+def write(path, text, methods, tokenizer, about):
     """Write the page, whole or not at all. It holds as many layers, and then heads, as fit in LARGEST bytes.
 
     about: a line below the title.
     """
-    page = {"about": about, **content(text, methods, words)}
+    page = {"about": about, **content(text, methods, tokenizer)}
     while len(html := html_of(page)) > LARGEST:
         if not smaller(page):
             raise UserError(f"the page takes {len(html):,} bytes with one layer and one head, and may take "

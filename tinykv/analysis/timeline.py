@@ -57,7 +57,7 @@ def measure(text, methods):
 
     methods: {label: Method}.
     """
-    tokens, rows = text.windows[0, :LONGEST], []
+    (tokens, _), rows = text.begin(LONGEST), []
     for label, method in methods.items():
         history = []
         for cache in read_text(text, method, tokens):
@@ -66,6 +66,10 @@ def measure(text, methods):
         rows.append({"method": label, "tokens": len(states), "recent": states.count("r"),
                      "coded": len(states) - states.count("r"), "kept": states.count("k"), "history": history})
     return rows
+
+
+def sinks_of(text):
+    return text.begin(LONGEST)[1].nonzero()[:, 0].tolist()
 
 
 def draw_method(panel, row, sinks):
@@ -92,7 +96,7 @@ def draw(text, rows):
     n_rows = -(-len(rows) // n_columns)
     figure, panels = new_figure(n_rows, n_columns, 0.6 + 3.6 * n_columns, 1.2 + 3.4 * n_rows,
                                 f"Where each token's key is (layer {text.layer}, KV head 0), while a text is read")
-    sinks = text.marks[0, :LONGEST].nonzero()[:, 0].tolist()
+    sinks = sinks_of(text)
     for panel in panels[len(rows):]:
         panel.axis("off")
     for i, (panel, row) in enumerate(zip(panels, rows)):
@@ -108,7 +112,7 @@ def draw(text, rows):
 def draw_small(text, row):
     """One method, small."""
     figure, (panel,) = new_figure(1, 1, 2.6, 2.9)
-    draw_method(panel, row, text.marks[0, :LONGEST].nonzero()[:, 0].tolist())
+    draw_method(panel, row, sinks_of(text))
     panel.set(xlabel="position", ylabel="tokens read")
     return figure
 

@@ -40,6 +40,11 @@ class Text:
         """What figures show: the first window in the shown layer, and its sinks (T)."""
         return walk(self.model, self.windows[0])[self.layer], self.marks[0]
 
+    def begin(self, n):
+        """The first n tokens of the window with the most sinks among them, and their marks: (n) both."""
+        w = int(self.marks[:, :n].sum(1).argmax())
+        return self.windows[w, :n], self.marks[w, :n]
+
 
 @dataclass
 class Block:

@@ -24,7 +24,7 @@ class Scores:
             # tokens that came since the last scores start at 0
             new_tokens = recent.shape[-1] - self.recent_scores.shape[-1]
             recent = torch.nn.functional.pad(self.recent_scores, (0, new_tokens)) + recent
-        self.recent_scores = recent
+        self.recent_scores = recent.clone()  # keys and values may have the same scores
         if kept is not None:
             self.kept_scores = self.kept_scores + kept
 

@@ -71,7 +71,7 @@ def pack(codes, bits):
     codes = pad(codes.to(torch.uint8), (0, padding))  # (..., n + padding)
     # add the codes of each byte at their places
     planes = codes.unflatten(-1, (len(places), -1))  # (..., codes of a byte, bytes)
-    packed = torch.zeros_like(planes[..., 0, :])  # (..., bytes)
+    packed = planes.new_zeros(planes[..., 0, :].shape)  # (..., bytes), each row in one piece
     for i, place in enumerate(places):
         packed += planes[..., i, :] * place
     return packed

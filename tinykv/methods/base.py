@@ -174,8 +174,8 @@ def best_tokens(rows, n, count, score=None):
     """What `keep_keys` returns to keep the `count` tokens with the largest scores so far.
 
     The tokens that are kept compete with those that are about to be quantized, the n oldest
-    recent ones. Any other token is quantized already, or not due yet. rows: the `CachedRows` of K
-    or of V. score: a function of keys or values (B, Hkv, m, d) to their scores (B, 1 or Hkv, m).
+    recent ones. rows: the `CachedRows` of K or of V. score: a function of keys or values (B, Hkv, m, d)
+    to their scores (B, 1 or Hkv, m).
     For a method that `uses_scores`, the scores that the cache accumulates are multiplied by it, or
     stand alone where it is not given.
 
@@ -185,7 +185,7 @@ def best_tokens(rows, n, count, score=None):
     accumulates = rows.recent_scores is not None
     if score is None and not accumulates:
         return None
-    # the tokens that are due
+    # the tokens that are about to be quantized
     scores = 1 if score is None else score(rows.recent[:, :, :n])  # (B, h, n)
     if accumulates:
         scores = scores * rows.recent_scores[:, :, :n]  # (B, h, n)

@@ -19,6 +19,7 @@ from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
 from tinykv.weights.linear import group_of
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"
+LARGEST_COUNT = 2 ** 24  # of tokens, windows, updates: the tales never end
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -167,8 +168,12 @@ def list_of(kind, several=True):
 # Checks, and defaults that depend on the model or the device
 
 def check_counts(args, least, *flags):
-    """UserError for a flag whose number is below `least`. Needs no model, so it is called first."""
-    at_least(least, **{f"--{flag}": getattr(args, flag.replace("-", "_")) for flag in flags})
+    """UserError for a flag whose number is below `least`, or endless. Needs no model, so it is called first."""
+    counts = {f"--{flag}": getattr(args, flag.replace("-", "_")) for flag in flags}
+    at_least(least, **counts)
+    for flag, count in counts.items():
+        if count is not None and count > LARGEST_COUNT:
+            raise UserError(f"{flag} must be at most {LARGEST_COUNT}; got {count}")
 
 
 def check_folder(flag, path):

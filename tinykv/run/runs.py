@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sys
+from bdb import BdbQuit
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +35,7 @@ class Run:
     method: Method
     settings: dict  # all that the method takes, {name: value}
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
+    quantizer: object = None  # of the weights
     shared: str = ""  # settings that it shares with the method that it is shown beside
     error: Exception | None = None  # what calibration or evaluation ended with
 
@@ -67,8 +69,10 @@ class Run:
         """The identity of what makes the tables: the windows, and the code that calibrates."""
         if not file.path:
             return None
-        codecs_used = [codec for pair in self.method.codecs for codec in pair]
-        return identity(windows, calibrate, codecs, kmeans, *sources(self.method, *codecs_used))
+        makers = [self.method, *(codec for pair in self.method.codecs for codec in pair)]
+        if self.quantizer:
+            makers.append(self.quantizer)
+        return identity(windows, calibrate, codecs, kmeans, *sources(*makers))
 
     @contextmanager
     def step(self, doing, together=False):
@@ -78,6 +82,8 @@ class Run:
             print(f"{doing} {self.title}", file=sys.stderr, flush=True)
         try:
             yield
+        except BdbQuit:  # of a debugger
+            raise
         except Exception as error:
             if self.name == "fp16" or together:
                 raise
@@ -246,6 +252,7 @@ def build_runs(args, config, tokenizer, quantizers):
             for run in runs_of(method, beside, given, config, weights, left_out, method in args.method):
                 if run.title in runs:
                     raise UserError(f"two rows are called {run.title}; give one of them another `name`")
+                run.quantizer = quantizers.get(weights)
                 runs[run.title] = run
 
     # 3. A table of fp16 alone is a mistake, and so is a setting that no method asked for takes
@@ -296,8 +303,8 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
             left_out[label] = error
             continue
         check_method(method, config)
-        shared = ", ".join(f"{setting}={value}" for setting, value in shared.items())
-        found.append(Run(label, name, method, settings, weights, shared))
+        words = ", ".join(f"{setting}={value}" for setting, value in shared.items())
+        found.append(Run(label, name, method, settings, weights, shared=words))
     return found
 
 

@@ -226,9 +226,9 @@ def print_vs(rows, name):
 
 
 def compared_with(title, name, titles):
-    """The row that --vs NAME compares a row with: the row of that title, or, of the method of that name, the row whose
-    settings this row has, too; None if there is none."""
-    if name in titles:
+    """The row that --vs NAME compares a row with: the row of that title, or, of the method of that name, the row that
+    shares most settings and has no other; None if there is none."""
+    if name in titles and " " in name:
         return name
     settings = set(title.split()[1:])
     same = [other for other in titles if other.split()[0] == name and settings >= set(other.split()[1:])]
