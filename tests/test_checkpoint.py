@@ -440,6 +440,7 @@ def test_blocks_are_divided_by_bytes():
 @torch.no_grad()
 def test_a_model_on_two_devices_computes_the_same(folder):
     """Two names for a CPU: the states go from one to the other, and the cache with them."""
+    hf.save(tiny(max_position_embeddings=4096), PIECES, folder)
     one, two = hf.load_model(folder), hf.load_model(folder, "cpu,cpu:0")
     assert [str(device) for device in two.devices] == ["cpu", "cpu:0"] and same(one, two)
     tokens = torch.arange(2, 14).view(2, 6)
