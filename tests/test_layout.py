@@ -155,7 +155,7 @@ ARROWS = {
 @pytest.mark.parametrize("where", ARROWS)
 def test_arrows_point_down(where):
     """Commands know evaluation and calibration, these know the cache, methods know codecs, codecs know nothing."""
-    names = [name for name in FILES if name.startswith(where)]
+    names = [name for name in FILES if name.startswith(where) and name != "hf/lm_eval.py"]  # which is a command
     assert names
     for name in names:
         for module in own_imports(name, top_only=True):
