@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import takes
 from safetensors.torch import load_file
 
 from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.cache_parts.tracing import Trace
+from tinykv.calibrate import calibrate
 from tinykv.data.windows import Windows
 from tinykv.evaluate import evaluate
 from tinykv.hf import load_model
@@ -449,6 +451,27 @@ def test_evaluation_reads_each_token_once(protocol):
     results = evaluate(model, methods, windows, protocol, cache_class=ListedCache)
     assert [len(cache) for cache in ListedCache.made] == [7] * 4  # two methods, two windows
     assert results["intactkv"].nll == pytest.approx(results["fp16"].nll, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_method_runs_on_a_qwen3(name, protocol):
+    """Calibration and a prefix included: with 8 bits, or few keys, it stays near fp16."""
+    model = load_model(REFERENCES / "qwen3")
+    settings = {"emergence_layer": 0, "outlier_channel": 5, "vq": "d4m8", "anchors": "4", "preserve": 3,
+                "skip_layers": 1, "outlier_num": 2, "group_size": 8, "prefix": Prefix("two tokens", [11, 40])}
+    cls = METHODS[name]
+    method = cls(model.config, **{key: value for key, value in settings.items() if key in takes(cls)})
+    text = torch.randint(80, (3, 40), generator=torch.Generator().manual_seed(5))  # (W, T)
+    text[:, :2] = torch.tensor([11, 40])
+    if method.needs_calibration:
+        calibrate(model, method, text)
+    if method.prefix:
+        method.prefix.fill(model, model)
+    methods = {"fp16": METHODS["fp16"](model.config), name: method}
+    result = evaluate(model, methods, Windows(text[:2], [[], []], "a text", start=2), protocol)[name]
+    assert result.fault is None and math.isfinite(result.ppl) and result.bits <= 16.01 or name == "antkv"
+    assert (result.kl > 0) == (name != "fp16") or protocol == "stream"  # a stream may be all recent
 
 
 @pytest.mark.parametrize("tokens", [TEXT[:, 3:], TEXT[:, :3], TEXT[:, :2], TEXT.where(TEXT != 8, 9)],

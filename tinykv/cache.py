@@ -60,14 +60,14 @@ class CachedRows(Scores, HeldRows):
         """New rows (B, Hkv, T, d) join the recent ones."""
         if self.recent is not None:
             # a prefix, which a cache may begin with, is held once for all sequences of a batch
-            before = self.recent.expand(len(rows), -1, -1, -1)  # (B, Hkv, r, d)
+            before = self.recent.to(rows.device).expand(len(rows), -1, -1, -1)  # (B, Hkv, r, d)
             rows = torch.cat([before, rows], dim=2)  # (B, Hkv, r + T, d)
         self.recent = rows
 
     def keep(self, positions):
         """Keep the tokens at `positions` (1 or B, 1 or Hkv, p) from now on, and no others."""
         B, Hkv, r, d = self.recent.shape
-        positions = positions.expand(B, -1, -1)  # (B, 1 or Hkv, p)
+        positions = positions.to(self.recent.device).expand(B, -1, -1)  # (B, 1 or Hkv, p)
 
         # the rows in full precision, and where each token is among them
         exact = self.recent  # (B, Hkv, r, d)

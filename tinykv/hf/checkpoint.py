@@ -43,7 +43,7 @@ def load_model(folder, device="cpu", dtype=torch.float32):
         if name.endswith("rotary_emb.inv_freq"):  # which old versions of transformers saved
             continue
         block = re.match(r"model\.layers\.(\d+)\.", name)
-        on = model.devices[int(block[1])] if others and block else device
+        on = model.devices[int(block[1])] if others and block and int(block[1]) < len(model.devices) else device
         tensor = tensor.to(on, dtype, copy=True, memory_format=torch.contiguous_format)
         low, high = tensor.aminmax() if tensor.numel() else (tensor, tensor)  # NaN if there is one; takes no memory
         if not (low.isfinite().all() and high.isfinite().all()):
