@@ -283,6 +283,9 @@ FAULTS = {
         ("seen > cache.start:", "False:", cell("paper_refuses_a_second_forward", RTN, TOKEN, **PAPER)),
         ("(tokens[:, :len(ids)] == ids).all()", "True", cell("a_text_has_to_begin_with_the_prefix", IntactKV, TOKEN)),
     ],
+    "cache_parts/held.py": [
+        ('"coded": [self.codes]', '"coded": [self.codes, self.recent]', cell("bytes", RTN, TOKEN)),
+    ],
     "cache_parts/scores.py": [
         ("(0, new_tokens)) + recent", "(0, new_tokens)) * 0 + recent", anchors("2"),
          cell("scores", AnTKV, recent=5), cell("chunks_equal_single_tokens", AnTKV, **DOUBLE)),
@@ -303,7 +306,6 @@ FAULTS = {
         ("self.kept_rows.to(rows.dtype)", "self.kept_rows[:1].expand_as(self.kept_rows).to(rows.dtype)",
          cell("batch_rows_are_independent", PFN, TOKEN, **DOUBLE),
          cell("batch_rows_are_independent", AnTKV, **DOUBLE)),
-        ('"coded": [self.codes]', '"coded": [self.codes, self.recent]', cell("bytes", RTN, TOKEN)),
         ("self.recent[:, :, n:].clone()", "self.recent[:, :, n:]",
          cell("bytes", FP16, batch=1, heads_per_kv=4, recent=5)),
         ("old - old % self.method.block_of(rows.kind))", "old - old % self.method.block_of(rows.kind) - 1)",
