@@ -610,6 +610,7 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused_a_smaller_one_is_not(
     (JSON, {"bos_token": "<|begin_of_text|>"}, {"eos_token_id": [341, 2]}, (340, 341, True)),
     (JSON, None, {"bos_token_id": 340, "eos_token_id": 0}, (340, 0, True)),
     (JSON, None, {"bos_token_id": 5}, (5, 2, False)),
+    (JSON, {"bos_token": None}, {"bos_token_id": 340}, (None, 2, False)),  # as a Qwen has it
     (JSON, {"add_bos_token": True}, {"bos_token_id": None}, (None, 2, False)),
     (JSON, {"bos_token": "<|begin_of_text|>", "add_bos_token": False}, {}, (340, 2, False))])
 def test_where_special_ids_come_from(tmp_path, file, settings, config, want):

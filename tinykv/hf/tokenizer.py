@@ -144,6 +144,8 @@ def special_id(tokenizer, settings, name, fallback):
     piece = settings.get(name)
     if isinstance(piece, dict):
         piece = piece.get("content")
+    if name in settings and piece is None and not tokenizer.builtin_ids:
+        return None  # a Qwen's file says so, whatever config.json has
     found = tokenizer.id_of(piece) if piece else tokenizer.builtin_ids.get(name)
     if found is not None:
         return found
