@@ -92,8 +92,8 @@ def check_regular(path, largest=None):
     """UserError for a folder, for a device or a pipe, which may never end, and for too many bytes."""
     try:
         found = os.stat(path)
-    except (OSError, ValueError):  # whoever opens the file says what is wrong
-        return
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({first_line(error)}); give another") from None
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{path} is a folder, a device or a pipe; give a file")
     if largest is not None and found.st_size > largest:

@@ -96,7 +96,7 @@ def assignment_of(path):
     text = path.read_bytes().decode(errors="replace")
     line = re.search(r"^ASSIGNMENT\s*=\s*[\"'](\w+)[\"']", text, re.MULTILINE)
     if line is None:
-        raise UserError(f"{path} names no assignment; it needs a line such as ASSIGNMENT = \"kvsink\"")
+        raise UserError(f"{path.name} names no assignment; it needs a line such as ASSIGNMENT = \"kvsink\"")
     return line[1]
 
 
