@@ -9,9 +9,10 @@ are fewer bytes. That holds only if no decoded row is ever written to memory: a 
 load and its product with the query.
 
 Shapes: B sequences, H query heads, Hkv KV heads of R = H / Hkv query heads each, T new queries, S tokens in all, d
-channels of a head. In a kernel: M rows of queries, N tokens, W channels; D is d rounded up to a power of two. A kernel
-is one program, of which many run at once; each asks `tl.program_id` for its number. A tensor comes as a pointer to its
-first number, and its strides where it is not contiguous.
+channels of a head. In a kernel: M rows of queries, N tokens, W channels; D is d rounded up to a power of two.
+A kernel is one program, of which many run at once: `kernel[a, b](...)` starts a * b, and each asks `tl.program_id` for
+its number. A tensor comes as a pointer to its first number, and its strides where it is not contiguous. `constexpr`:
+known when the kernel is compiled, as the length of a block has to be, a power of two. A line works on a whole block.
 """
 import math
 from typing import NamedTuple
@@ -23,9 +24,6 @@ import triton.language as tl
 LOG2E, LN2 = 1 / math.log(2), math.log(2)
 FMA = {"enable_fp_fusion": True}  # a * b + c in one instruction: not every Triton's default
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: on the CPU, line by line
-TWO_AT_ONCE = tl.constexpr(not INTERPRETED)  # see `two_words`: the interpreter knows no PTX
-TO_INTEGER = tl.constexpr(2.0 ** 24)  # see `codes_of_plane`
-LIFT = tl.constexpr(2.0 ** 15)  # what cos and sin are multiplied by, so that their products with codes are normal
 
 
 # ---- 1. The k largest |h| of one channel: KVSink's sinks
@@ -69,21 +67,22 @@ def topk_outliers(hidden, channel, k, N=1024):
     return score.gather(1, order), position.gather(1, order).long()
 
 
-# ---- 2. Attention that reads 2-bit codes: slow, and all that matters
+# ---- 2. Attention that reads 2-bit codes, in the simplest way: all that follows only makes it faster
 # A row of d = 128 channels is 32 bytes. Byte i holds the codes of four channels, 32 apart:
 #
 #     bits         7 6       5 4       3 2       1 0
 #              +---------+---------+---------+---------+
 #     byte i   | i + 96  | i + 64  | i + 32  |    i    |   channels
 #              +---------+---------+---------+---------+
-#                  1 1       0 0       1 0       0 1       0b11001001: their codes are 3, 0, 2, 1
-# Channel c lies in byte c % 32. Shift that right by c // 32 * 2 bits, and keep the lowest two.
+#                  1 1       0 0       1 0       0 1       0b11001001: channel i has the code 1, i + 32 has 2
+# Channel c lies in byte c % 32. Shift that right by c // 32 * 2 bits, and keep the lowest two. A number
+# is code * scale + zero: with the token's scale 0.5 and zero -1, channel i of this byte is -0.5, channel i + 32 is 0.
 
 def simple_lines(q, k, v):
-    """Attention of one new token: q (H, d) -> (H, d). k and v: packed (Hkv, T, d/4), scale and zero (Hkv, T, 1)."""
+    """One new token attends to all: q (H, d) -> (H, d). k and v: packed (Hkv, T, d/4), scale and zero (Hkv, T, 1)."""
     decoded = []
     for packed, scale, zero in (k, v):
-        codes = torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)  # (Hkv, T, d)
+        codes = torch.cat([(packed >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)  # (Hkv, T, d)
         x = codes * scale + zero  # (Hkv, T, d)
         decoded.append(x.repeat_interleave(len(q) // len(x), dim=0))  # (H, T, d)
     K, V = decoded
@@ -93,30 +92,30 @@ def simple_lines(q, k, v):
 
 @triton.jit
 def simple_decode(packed, scale, zero, token, ok, D: tl.constexpr):
-    # Rows of 2-bit codes -> numbers (N, D). token (N): numbers of the rows, ok (N): which are read
+    # Rows of 2-bit codes -> numbers (N, D). token (N): which rows, of all KV heads; ok (N): which of them exist
     c = tl.arange(0, D)
     byte, shift = c % (D // 4), c // (D // 4) * 2  # (D): where each channel's code lies
-    x = tl.load(packed + token[:, None] * (D // 4) + byte[None], ok[:, None], 0)  # (N, D), each byte 4 times
+    x = tl.load(packed + token[:, None] * (D // 4) + byte[None], mask=ok[:, None], other=0)  # (N, D): a byte 4 times
     codes = (x >> shift[None]) & 3  # (N, D): 0, 1, 2 or 3
-    s, z = tl.load(scale + token, ok, 0), tl.load(zero + token, ok, 0)  # (N) both
+    s, z = tl.load(scale + token, mask=ok, other=0), tl.load(zero + token, mask=ok, other=0)  # (N) both
     return codes.to(tl.float32) * s[:, None] + z[:, None]
 
 
 @triton.jit
 def simple_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, out, T, R: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
-    # One program: one query head, N tokens at a time.
+    # One program: one query head, N tokens at a time. simple_kernel[H,](q, *k, *v, out, T, R, d, N), d a power of two
     head, c = tl.program_id(0), tl.arange(0, D)
     queries = tl.load(q + head * D + c) / tl.sqrt(float(D))  # (D)
     acc, total, top = tl.zeros((D,), tl.float32), 0.0, float("-inf")
     for first in range(0, T, N):
         j = first + tl.arange(0, N)  # (N)
-        token, ok = head // R * T + j, j < T  # (N) both
+        token, ok = (head // R) * T + j, j < T  # (N) both: the rows of KV head head // R
         # scores
         keys = simple_decode(k, k_scale, k_zero, token, ok, D)  # (N, D)
         s = tl.where(ok, tl.sum(keys * queries[None], 1), float("-inf"))  # (N)
-        # the online softmax: `top` is the largest score so far, and what was summed up before fades to it
+        # softmax on the fly: the sums so far are relative to the largest score then; times `fade` to that of now
         new_top = tl.maximum(top, tl.max(s, 0))
-        p, fade = tl.exp(s - new_top), tl.exp(top - new_top)  # (N), one number
+        p, fade = tl.exp(s - new_top), tl.exp(top - new_top)  # p (N), fade one number
         values = simple_decode(v, v_scale, v_zero, token, ok, D)  # (N, D)
         acc = acc * fade + tl.sum(p[:, None] * values, 0)  # (D)
         top, total = new_top, total * fade + tl.sum(p, 0)
@@ -124,6 +123,11 @@ def simple_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, out, T, R: tl.const
 
 
 # ---- 3. Now make it fast: rows of any codec, and codes that are numbers
+
+TWO_AT_ONCE = tl.constexpr(not INTERPRETED)  # see `two_words`: the interpreter knows no PTX
+TO_INTEGER = tl.constexpr(2.0 ** 24)  # see `codes_of_plane`
+LIFT = tl.constexpr(2.0 ** 15)  # what cos and sin are multiplied by, so that their products with codes are normal
+
 
 class Plane(NamedTuple):
     """The codes that one mask finds in all words of a row; a word is 1, 2 or 3 bytes of codes. Saves loading a byte
