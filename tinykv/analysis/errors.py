@@ -15,7 +15,7 @@ TABLE_1 = (("token-dynamic", "k"), ("token-dynamic", "v"), ("channel-dynamic", "
            ("token-static", "k"), ("token-static", "v"), ("channel-static", "k"))
 BITS = (4, 3, 2)
 GROUP_SIZE = 16  # the paper's
-LABELS = {"overall": "all tokens", "without": "without sinks", "with": "groups with a sink"}
+LABELS = {"overall": "all tokens", "without": "without sinks", "with": "with a sink"}
 
 COLUMNS = {"scheme": ("scheme", ""), "of": ("of", ""), "bits": ("bits", "d"), "overall": ("overall", ".3f"),
            "without": ("without", ".3f"), "with": ("with", ".3f"), "change": ("change", "+.1%")}
