@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinykv import UserError
-from tinykv.analysis import anchors, bias, cosine, errors, figures, keys, maps, norms, outliers, prefix, sinks, widths
+from tinykv.analysis import anchors, bias, cosine, errors, keys, maps, norms, outliers, prefix, sinks, widths
 from tinykv.analysis.walk import Text, mean, walk
 from tinykv.cache import KVCache
 from tinykv.methods import antkv
@@ -121,17 +120,6 @@ def test_the_walk_is_the_forward(case):
         for name, y in wanted.items():
             assert np.allclose(getattr(at, name), y, rtol=1e-3, atol=1e-3), name
         assert np.allclose(h, p.out, atol=1e-3)
-
-
-@pytest.mark.parametrize("number", [float("nan"), 1e30])
-def test_numbers_that_no_cache_can_hold_are_an_error(case, number):
-    text, _ = case
-    weight = text.model.model["layers"][1].self_attn.v_proj.weight
-    before = weight[0, 0].item()
-    weight[0, 0] = number
-    with pytest.raises(UserError, match="layer 1"):
-        norms.measure(text)
-    weight[0, 0] = before
 
 
 def test_what_is_not_finite_does_not_count():
@@ -533,9 +521,3 @@ def test_maps_of_a_layer(case):
 
     check(case, rows, "pre", lambda p, s: within(p.k_pre))
     check(case, rows, "post", lambda p, s: within(p.k))
-
-
-def test_a_map_of_a_long_text_holds_the_largest_of_neighbours():
-    x = torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
-    wanted = [x[[t for t in range(300) if t * 128 // 300 == i]].amax(0).tolist() for i in range(128)]
-    assert figures.pooled(x).tolist() == wanted

@@ -84,19 +84,6 @@ def test_damage_is_what_happens_if_one_token_is_read_as_its_code(case, sharpness
             assert close(x[..., j:j + 1], oracles.of_kv_heads(total, Hkv))
 
 
-def test_the_bounds_hold_for_small_errors():
-    """Theorem 1 for the sum over tokens of one head: what is bounded is the change when all rows move at once."""
-    rng = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 24, 8, generator=rng) for _ in range(3))
-    dk, dv = (1e-3 * torch.randn(1, 1, 24, 8, generator=rng) for _ in range(2))
-    bound_k = (theorem_1(q, k, v) * dk.abs().sum(-1)).sum().item()
-    bound_v = (anchor_scores(q, k)[1] * dv.abs().sum(-1)).sum().item()
-    outputs = [oracles.attention(*arrays(q, key)) @ value.double().numpy()
-               for key, value in ((k, v), (k + dk, v), (k, v + dv))]
-    changed_k, changed_v = (np.abs(x - outputs[0]).sum() for x in outputs[1:])
-    assert 0.01 * bound_k < changed_k < bound_k and 0.01 * bound_v < changed_v < bound_v
-
-
 # ---- AnTKV's settings: what anchors are kept for, and of what
 
 TEXT = torch.randint(0, 41, (1, 30), generator=torch.Generator().manual_seed(2))

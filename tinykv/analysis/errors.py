@@ -111,6 +111,6 @@ def draw(text, rows):
             panel.text(0.97, 0.95, "all tokens and without sinks:\nthe same", transform=panel.transAxes, ha="right",
                        va="top", fontsize="small")
         change = cli.figure(of_panel[-1]["change"], "+.0%")
-        title(panel, f"{'keys' if kind == 'k' else 'values'}, {scheme}: {change} at {BITS[-1]} bits")
+        title(panel, f"{kind.upper()}, {scheme}: {change} at {BITS[-1]} bits")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     return figure

@@ -51,10 +51,6 @@ def legend(panel, **where):
     panel.legend(fontsize="small", **where)
 
 
-def whole_numbers(axis):
-    axis.get_major_locator().set_params(integer=True)
-
-
 def plain_ticks(panel):
     """1, 2, 5, 10, 20, ... along a logarithmic y axis, written as plain numbers."""
     low, high = panel.get_ylim()
@@ -87,7 +83,7 @@ def lines_by_layer(panel, rows, labels):
     for i, (column, label) in enumerate(labels.items()):
         panel.plot(layers, [row[column] for row in rows], label=label, **style(i))
     panel.set(xlabel="layer")
-    whole_numbers(panel.xaxis)
+    panel.xaxis.get_major_locator().set_params(integer=True)
 
 
 def tokens_and_sinks(panel, numbers, sinks, label):

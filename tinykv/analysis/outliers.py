@@ -73,9 +73,8 @@ def draw(text, rows):
         f"{largest_row['layer']}: {largest_row['ratio c']:.0f} times the median")
     places = {"d_in": "X_d,in", "d_out": "X_d,out", "mid": "H'", "out": "H"}
     middle.sharey(left)
-    lines_by_layer(left, rows, places)
-    lines_by_layer(middle, rows, {f"{place} others": label for place, label in places.items()})
-    for panel, where in ((left, "at the sinks"), (middle, "at all other tokens")):
+    for panel, suffix, where in ((left, "", "at the sinks"), (middle, " others", "at all other tokens")):
+        lines_by_layer(panel, rows, {place + suffix: label for place, label in places.items()})
         panel.set(yscale="log", ylabel="largest magnitude")
         title(panel, where)
     lines_by_layer(right, rows, {"d_out c": "X_d,out", "out c": "H"})

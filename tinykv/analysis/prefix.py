@@ -4,7 +4,7 @@ of the last block's output, and of what attention adds, summed over layers (Inta
 """
 import torch
 
-from tinykv.analysis.figures import COLOURS, new_figure, title
+from tinykv.analysis.figures import new_figure, style, title
 from tinykv.analysis.walk import mean, recorded
 from tinykv.cache_parts.tracing import Trace
 from tinykv.methods.intactkv import exact_rows
@@ -12,7 +12,6 @@ from tinykv.weights import RTN, quantize
 
 BITS = 3
 MOST = 3  # sinks that are looked at
-POINTS = 32  # of the figure
 
 COLUMNS = {"kept": ("exact", ""), "n": ("n", ".0f"), "last": ("last block", ".3f"),
            "attention": ("attention", ".4f")}
@@ -85,21 +84,13 @@ def squared_error(x, exact):
 
 
 def draw(text, rows):
-    """The error that is left in the first window, by the number of exact tokens; the axes begin at
-    the smallest error, so that the steps can be seen."""
-    lengths = lengths_of(text)[0].values()
-    start = max(lengths)
-    points = sorted({*lengths, start - 1, *(round(start * i / POINTS) for i in range(POINTS))})
-    quantized = quantize(text.model, RTN(BITS))
-    errors = errors_by_length(text.model, quantized, text.windows[0], points, start)
-    first, before, after = (errors[i]["last"] for i in (0, -2, -1))
+    """The error that is left; the axes begin at the smallest error, so that the steps can be seen."""
+    first, before, after = (rows[i]["last"] for i in (0, -2, -1))
     figure, panels = new_figure(
-        1, 2, 10, 4, f"{start} exact tokens leave {after / first:.0%} of the last block's error, {start - 1} leave "
-        f"{before / first:.0%}")
+        1, 2, 10, 4, f"Of the last block's error {before / first:.0%} are left (exact: {rows[-2]['kept']}), "
+        f"{after / first:.0%} (exact: {rows[-1]['kept']})")
     for panel, column, label in zip(panels, ("last", "attention"), ("output of the last block", "what attention adds")):
-        for sink in text.marks[0, :start].nonzero()[:, 0].tolist():
-            panel.axvline(sink, color=COLOURS[1], linewidth=1, linestyle="--")
-        panel.step(points, [row[column] for row in errors], where="post", color=COLOURS[0], marker="o", markersize=3)
-        panel.set(xlabel="tokens whose keys and values are exact (dashed: sinks)", ylabel="squared error")
+        panel.plot([row["n"] for row in rows], [row[column] for row in rows], **style(0))
+        panel.set(xlabel="tokens whose keys and values are exact, mean over windows", ylabel="squared error")
         title(panel, label)
     return figure

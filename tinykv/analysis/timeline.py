@@ -20,12 +20,11 @@ COLUMNS = {"method": ("method", ""), "tokens": ("tokens", "d"), "recent": ("rece
            "kept": ("of them kept", "d")}
 
 
-def states_of(rows, head=0):
-    """The keys, or values, of a cache (`CachedRows`) -> a letter for each token: where its row is in one KV head."""
+def states_of(rows):
+    """The keys, or values, of a cache (`CachedRows`) -> a letter for each token: where its row is in KV head 0."""
     states = ["c"] * rows.n_coded + ["r"] * rows.recent.shape[2]
     if rows.kept_positions is not None:
-        by_head = rows.kept_positions[0].tolist()  # 1 or Hkv lists of positions
-        for position in by_head[min(head, len(by_head) - 1)]:
+        for position in rows.kept_positions[0, 0].tolist():
             states[position] = "k"
     return "".join(states)
 
