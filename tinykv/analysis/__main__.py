@@ -80,7 +80,6 @@ def names_of(args):
 
 def check(args, config):
     """Errors that can be found before anything is computed."""
-    cli.check_counts(args, 2, "context")
     cli.check_counts(args, 1, "windows", "calib-windows")
     if not 0 < args.threshold <= 1:
         raise UserError(f"--threshold is a share of the attention, above 0 and up to 1; got {args.threshold:g}")
@@ -97,11 +96,11 @@ def methods_of(words, config):
     """"rtn,kivi recent=64" -> {"rtn": Method, "kivi": Method}."""
     methods = {}
     for word in words.split(","):
-        name, *settings = word.split()
+        name, *settings = word.split() or [""]
         cls, chosen = load_class(name), {}
         for setting in settings:
             key, _, value = setting.partition("=")
-            one_of(set(all_settings_of(cls)) - {"prefix"}, **{f"a setting of {name}": key})
+            one_of([x for x in all_settings_of(cls) if x != "prefix"], **{f"a setting of {name}": key})
             kind, *_ = SETTINGS.get(key, (str,))
             try:
                 chosen[key] = kind(value)
@@ -125,10 +124,10 @@ def load_text(args, names, model, tokenizer):
         if args.bos == "replace" and tokenizer.bos_id is not None:
             ids = [tokenizer.bos_id, *ids]
         args.context = len(ids)
-        cli.check_context(args.context, config, "text")
         windows = torch.tensor([ids])  # (1, T)
-    else:
-        args.context = cli.context_of(args, config, LONGEST)
+    cli.check_counts(args, 2, "context")
+    args.context = cli.context_of(args, config, LONGEST)
+    if not args.text:
         windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", bos=args.bos,
                                prefix=prefix).tokens  # (W, T)
     if set(names) & set(NEED_CALIBRATION):
