@@ -4,8 +4,7 @@
     python docs/results.py --only figures   the commands that draw a figure
     python docs/results.py --only kvquant   the commands with this word in them
     python docs/results.py --only pdb       the debugger sessions
-    python docs/results.py --paper kvsink   the commands of one paper, as docs/papers.md lists them
-    python docs/results.py --paper all      those of all five papers
+    python docs/results.py --check          only look up the figures of the prose; runs nothing
 
 A block that begins with "$ python" is a command. Of its output, the table is kept, and with --vs
 the second one, without the column of seconds. Figures are written where the commands say. A command
@@ -13,16 +12,10 @@ may name a method that the page defines, `heavy.py:HeavyHitters`. A block that b
 "$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)" go on with
 it. In a session, "..." stands for line numbers and for what a function returns.
 
-docs/papers.md lists the commands of each paper. What one of them prints goes where the command has a
-block, on any page. If it has none, it is printed here.
-
 The prose is written by hand. A paragraph under the line `<!-- checked -->` says of its page's tables
 what they say: each of its figures with a decimal point stands in one of them, or else this script
 names it and ends with status 1. `<!-- checked against results.md -->`: in those of another page.
-What stands in parentheses that begin with "paper", or in backticks, is not looked up. In papers.md
-the last cell of a row is looked up in what its command printed.
-
-    python docs/results.py --check          only look up the figures; runs nothing
+What stands in parentheses that begin with "paper", or in backticks, is not looked up.
 """
 import argparse
 import os
@@ -42,7 +35,6 @@ SESSION = re.compile(r"```console\n(?=\$ python -m pdb |\(Pdb\) )(.*?)```\n", re
 FIGURE = re.compile(r"\d[\d,]*\.\d+")
 CHECKED = re.compile(r"^<!-- checked(?: against (\S+))? -->\n(.+?)(?=\n\n|\Z)", re.DOTALL | re.MULTILINE)
 PROMPT = "(Pdb) "
-PAPERS = ROOT / "docs" / "papers.md"
 
 
 # Commands
@@ -92,51 +84,6 @@ def with_table(text, command, table):
         if block[1] == command:
             text = text.replace(block[0], f"```console\n$ {command}\n{table}\n```\n")
     return text
-
-
-# Papers
-
-def in_one_line(command):
-    """A command as it is typed: without line breaks."""
-    return " ".join(command.replace("\\\n", " ").split())
-
-
-def commands_of_paper(name):
-    """The commands in the section of papers.md whose heading begins with a name, each once; "all":
-    in every section."""
-    _, *sections = re.split(r"^## ", PAPERS.read_text(), flags=re.MULTILINE)
-    found = []
-    for section in sections:
-        if name == "all" or section.lower().startswith(name.lower()):
-            found += re.findall(r"`(python [^`]+)`", section)
-            found += [command for command, _ in COMMAND.findall(section)]
-    if not found:
-        headings = ", ".join(section.split()[0] for section in sections)
-        sys.exit(f"results.py: error: no paper {name!r} in {PAPERS.name}; there are {headings}")
-    return list(dict.fromkeys(in_one_line(command) for command in found))
-
-
-def print_paper(name, only=""):
-    """Run a paper's commands: into the pages where they have a block, the others to stdout. Returns
-    what its rows say that was not printed.
-
-    only: a word that they contain.
-    """
-    faults = []
-    pages = sorted(Path(ROOT, "docs").glob("*.md"))
-    commands = [command for command in commands_of_paper(name) if only in command]
-    for command in tqdm(commands, unit="command", disable=not sys.stderr.isatty()):
-        table = table_of(command, files={})
-        blocks = [(page, block) for page in pages for block, _ in COMMAND.findall(page.read_text())
-                  if in_one_line(block) == command]
-        for page, block in blocks:
-            page.write_text(with_table(page.read_text(), block, table))
-        if not blocks:
-            print(f"$ {command}\n{table}\n", flush=True)
-        for row in re.findall(r"^\|.*\|$", PAPERS.read_text(), re.MULTILINE):
-            if f"`{command}`" in row:
-                faults += missing(PAPERS, row.strip("|").split(" | ")[-1], table)
-    return faults
 
 
 # Sentences
@@ -198,41 +145,30 @@ def lasting(answer):
     return re.sub(r"(\.py)(\(|:)\d+", r"\1\2...", answer)  # line numbers
 
 
+def print_pages(pages, only):
+    """Run the commands and sessions of pages that contain a word."""
+    for page in tqdm(pages, unit="page", disable=None):
+        text = page.read_text()
+        for command, _ in COMMAND.findall(text):
+            if only in command:
+                table = table_of(command, own_methods(text))
+                # after each, so that nothing is lost if a later one fails
+                page.write_text(with_table(page.read_text(), command, table))
+        if any(only in block.splitlines()[0] for block in SESSION.findall(text) if block.startswith("$ ")):
+            page.write_text(session(page.read_text()))
+
+
 def main():
     p = argparse.ArgumentParser(description="Print the tables of docs/*.md anew.")
     p.add_argument("--only", metavar="WORD", default="", help="only commands that contain this")
-    p.add_argument("--paper", metavar="NAME", help="only the commands of this paper in papers.md, or of all")
     p.add_argument("--check", action="store_true", help="run nothing, and look up the figures of the prose")
     args = p.parse_args()
     pages = sorted(Path(ROOT, "docs").glob("*.md"))
-    faults = []
-    if args.paper:
-        faults += print_paper(args.paper, args.only)
-    elif not args.check:
+    if not args.check:
         print_pages(pages, args.only)
-    for page in pages:
-        faults += unfounded(page)
+    faults = [fault for page in pages for fault in unfounded(page)]
     if faults:
         sys.exit("\n".join(faults))
-
-
-def print_pages(pages, only):
-    """Run the commands and sessions of pages that contain a word."""
-    # 1. the commands of all pages, and the pages with a session
-    jobs, sessions = [], []
-    for page in pages:
-        text = page.read_text()
-        jobs += [(page, command) for command, _ in COMMAND.findall(text) if only in command]
-        blocks = [block for block in SESSION.findall(text) if block.startswith("$ ")]
-        if any(only in block.splitlines()[0] for block in blocks):
-            sessions.append(page)
-
-    # 2. run them; a page is written after each, so that nothing is lost if a later one fails
-    for page, command in tqdm(jobs, unit="command", disable=not sys.stderr.isatty()):
-        table = table_of(command, own_methods(page.read_text()))
-        page.write_text(with_table(page.read_text(), command, table))
-    for page in sessions:
-        page.write_text(session(page.read_text()))
 
 
 if __name__ == "__main__":

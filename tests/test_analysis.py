@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinykv import UserError
-from tinykv.analysis import anchors, bias, cosine, errors, figures, keys, maps, norms, outliers, prefix, sinks, widths
+from tinykv.analysis import anchors, bias, cosine, errors, keys, maps, norms, outliers, prefix, sinks, widths
 from tinykv.analysis.walk import Text, mean, walk
 from tinykv.cache import KVCache
 from tinykv.methods import antkv
@@ -36,7 +35,7 @@ def case(request):
     windows, marks = torch.randint(0, 40, (W, T)), torch.zeros(W, T, dtype=torch.bool)
     for of, positions in zip(marks, SINKS):
         of[positions] = True
-    text = Text(model, windows, marks, layer=1, calibration=windows.flip(0), calibration_marks=marks.flip(0))
+    text = Text(model, windows, marks, layer=1, calibration=windows.flip(0))
     return text, [plain(model, window) for window in windows]
 
 
@@ -123,17 +122,6 @@ def test_the_walk_is_the_forward(case):
         assert np.allclose(h, p.out, atol=1e-3)
 
 
-@pytest.mark.parametrize("number", [float("nan"), 1e30])
-def test_numbers_that_no_cache_can_hold_are_an_error(case, number):
-    text, _ = case
-    weight = text.model.model["layers"][1].self_attn.v_proj.weight
-    before = weight[0, 0].item()
-    weight[0, 0] = number
-    with pytest.raises(UserError, match="layer 1"):
-        norms.measure(text)
-    weight[0, 0] = before
-
-
 def test_what_is_not_finite_does_not_count():
     assert mean([1.0, torch.tensor(3.0), math.nan]) == 2.0 and mean([torch.tensor([]).mean()]) is None
     assert mean([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0])]) == [2.0, 2.0]
@@ -162,7 +150,7 @@ def test_sink_scores_and_marks(case, monkeypatch, tile):
         return lambda p, s: collect(x) if len(x := by_head(p).mean(0)[tokens(s)]) else None
 
     near = min(8, text.model.config.sliding_window or 8)
-    marks = sinks.find_sinks(text.model, text.windows, threshold=0.2)
+    marks = sinks.find_sinks(text.model, text.windows, 0.2)
     scores = np.array([[[score_of(A, near) for A in p.A] for p in of] for of in layers])  # (W, L, H, T)
     found = ((scores >= 0.2).mean((1, 2)) >= 0.25) & judged
     assert marks.tolist() == found.tolist() and marks.any() and not marks.all()
@@ -170,7 +158,7 @@ def test_sink_scores_and_marks(case, monkeypatch, tile):
     only = torch.zeros(W, T, dtype=torch.bool)
     only[:, 9] = True  # the first token no sink: it has its column all the same
     for of_sinks in (marks, only):
-        rows = sinks.measure(Text(text.model, text.windows, of_sinks, 1), threshold=0.2)
+        rows = sinks.measure(Text(text.model, text.windows, of_sinks, 1, threshold=0.2))
         check(case, rows, "first", of(lambda s: [0]), of_sinks)
         check(case, rows, "later", of(lambda s: s & after), of_sinks)
         check(case, rows, "others", of(lambda s: ~s & after & judged), of_sinks)
@@ -215,7 +203,6 @@ def test_outliers(case):
         for name, numbers in found.items():
             if numbers:
                 assert row[name] == pytest.approx(np.mean(numbers), rel=1e-4), name
-        assert row["out by channel"][0] == row["out c"]
 
 
 def test_channels_with_outliers():
@@ -247,15 +234,12 @@ def test_cosines(case, tiles):
 
     def mean_of(pick):
         def expected(p, s):
-            is_first = np.arange(T) == s.argmax()
-            c = cosines(p, s, pick(s, is_first))
+            c = cosines(p, s, pick(s))
             return np.nanmean(c) if np.isfinite(c).any() else None
         return expected
 
-    check(case, rows, "sinks", mean_of(lambda s, f: s))
-    check(case, rows, "first", mean_of(lambda s, f: f))
-    check(case, rows, "later", mean_of(lambda s, f: s & ~f))
-    check(case, rows, "others", mean_of(lambda s, f: ~s))
+    check(case, rows, "sinks", mean_of(lambda s: s))
+    check(case, rows, "others", mean_of(lambda s: ~s))
     check(case, rows, "largest", lambda p, s: s[np.nanargmax(cosines(p, s, s | True), -1)].mean())
 
 
@@ -265,15 +249,13 @@ def parts(p, s):
     return p.A[..., s] @ v[:, s], p.A[..., ~s] @ v[:, ~s]
 
 
-def agreement(x, group=None):
-    """(H): the mean cosine over all pairs of the vectors of each head that are not 0, and in the same group."""
-    group = np.zeros(x.shape[1]) if group is None else group
+def agreement(x):
+    """(H): the mean cosine over all pairs of the vectors of each head that are not 0."""
     found = []
     for of in x:
-        there = np.linalg.norm(of, axis=-1) > 0
-        u = of[there] / np.linalg.norm(of[there], axis=-1, keepdims=True)
-        pairs = np.triu(group[there][:, None] == group[there], 1)
-        found.append((u @ u.T)[pairs].mean())
+        of = of[np.linalg.norm(of, axis=-1) > 0]
+        u = of / np.linalg.norm(of, axis=-1, keepdims=True)
+        found.append((u @ u.T)[np.triu_indices(len(u), 1)].mean())
     return np.array(found)
 
 
@@ -283,9 +265,7 @@ def test_biases(case, tiles):
     check(case, rows, "size", lambda p, s: np.linalg.norm(parts(p, s)[0][:, ~s], axis=-1).mean()
           / np.linalg.norm(sum(parts(p, s))[:, ~s], axis=-1).mean())
     check(case, rows, "consistency", lambda p, s: agreement(parts(p, s)[0]).mean())
-    check(case, rows, "lowest", lambda p, s: agreement(parts(p, s)[0]).min())
     check(case, rows, "rest", lambda p, s: agreement(parts(p, s)[1]).mean())
-    check(case, rows, "within", lambda p, s: agreement(parts(p, s)[0], s.cumsum()).mean())
 
 
 def test_windows_without_a_sink_do_not_count(case):
@@ -304,7 +284,8 @@ def test_consistency_is_the_mean_over_pairs(n, seed, zero):
     if zero:
         x[0, -1] = 0
     got = bias.consistency(x)[0].item()
-    assert math.isnan(got) if n + 1 - zero < 2 else got == pytest.approx(agreement(x.double().numpy())[0], abs=1e-6)
+    wanted = agreement(x.double().numpy())[0] if n + 1 - zero > 1 else None
+    assert got == pytest.approx(wanted, abs=1e-6) if wanted is not None else not math.isfinite(got)
 
 
 def test_sorted_keys(case, monkeypatch):
@@ -334,14 +315,23 @@ def test_the_report_on_a_model_that_is_trained(case):
     report = sinks.sink_report(text.model, text.windows, text.marks)
     sources = {"first": (sinks, "first"), "later": (sinks, "later"), "outlier": (outliers, "size c"),
                "ratio": (outliers, "ratio c"), **{kind: (norms, f"{kind} sinks") for kind in "qkv"}}
-    assert report["channel"] == outliers.measure(text)[0]["channel"] and len(report["layers"]) == L
     for name, (module, column) in sources.items():
-        assert [row[name] for row in report["layers"]] == [row[column] for row in module.measure(text)]
+        assert [row[name] for row in report] == [row[column] for row in module.measure(text)]
 
 
 # Quantization
 
 GROUP = 2
+
+
+@pytest.fixture
+def small_groups(case, monkeypatch):
+    """And the sinks of the calibration windows, which are the text's own."""
+    def find_sinks(model, windows, threshold):
+        return torch.stack([text.marks[(text.windows == window).all(1)][0] for window in windows])
+    text, _ = case
+    monkeypatch.setattr(errors, "find_sinks", find_sinks)
+    monkeypatch.setattr(errors, "GROUP_SIZE", GROUP)
 
 
 def coded(x, low, high, bits):
@@ -369,10 +359,10 @@ def grid(x, scheme, layers, layer, kind, sinks_count):
     return low, high
 
 
-def test_table_1(case):
+def test_table_1(case, small_groups):
     """Every row and column, with grids from the definitions; windows count by their tokens."""
     text, layers = case
-    rows = errors.measure(text, group_size=GROUP)
+    rows = errors.measure(text)
     assert len(rows) == 18
     for row in rows:
         scheme, bits = row["scheme"], row["bits"]
@@ -384,30 +374,27 @@ def test_table_1(case):
                 square = 100 * (x - coded(x, *grid(x, scheme, layers, layer, kind, True), bits)) ** 2
                 hit = s if scheme != "channel-dynamic" else s.reshape(-1, GROUP).any(1).repeat(GROUP)
                 found["overall"].append(square.ravel())
-                if scheme.endswith("static"):
-                    square = 100 * (x - coded(x, *grid(x, scheme, layers, layer, kind, False), bits)) ** 2
-                else:
-                    found["with"].append(square[:, hit].ravel())
+                found["with"].append(square[:, hit].ravel())
+                square = 100 * (x - coded(x, *grid(x, scheme, layers, layer, kind, False), bits)) ** 2
                 found["without"].append(square[:, ~hit].ravel())
-        wanted = {name: np.concatenate(x).mean() if x else None for name, x in found.items()}
+        wanted = {name: np.concatenate(x).mean() for name, x in found.items()}
         for name, number in wanted.items():
-            assert row[name] == (None if number is None else pytest.approx(number, rel=1e-3)), (scheme, bits, name)
+            assert row[name] == pytest.approx(number, rel=1e-3), (scheme, bits, name)
         before, after = ("overall", "without") if scheme.endswith("static") else ("without", "with")
         assert row["change"] == pytest.approx(wanted[after] / wanted[before] - 1, rel=1e-2, abs=1e-3)
 
 
-def test_table_1_without_sinks(case):
+def test_table_1_without_sinks(case, small_groups):
     text, _ = case
-    none = text.marks & False
-    text = Text(text.model, text.windows, none, 1, calibration=text.windows, calibration_marks=none)
-    rows = errors.measure(text, GROUP)
+    text = Text(text.model, text.windows, text.marks & False, 1, calibration=text.windows)
+    rows = errors.measure(text)
     assert all(row["overall"] > 0 and row["without"] is row["with"] is row["change"] is None for row in rows)
 
 
-def test_figure_7(case, monkeypatch):
+def test_figure_7(case, small_groups, monkeypatch):
     text, layers = case
     monkeypatch.setattr(widths, "WIDTHS", (2, 5))
-    rows = widths.measure(text, group_size=GROUP)
+    rows = widths.measure(text)
     assert [(row["bits"], row["kept"]) for row in rows] == [
         (16, "nothing"), (2, "nothing"), (5, "nothing"), (2, "sinks"), (5, "sinks")]
     for row in rows:
@@ -428,18 +415,9 @@ def test_figure_7(case, monkeypatch):
                 cosines = (exact * changed).sum(-1) / np.linalg.norm(exact, axis=-1) / np.linalg.norm(changed, axis=-1)
                 change = np.linalg.norm(changed - exact, axis=-1).mean() / np.linalg.norm(exact, axis=-1).mean()
                 found.append([new_mass.mean(), np.abs(new_mass - mass).mean(), change, cosines.mean()])
-        found = np.array(found).reshape(L, W, 4)
-        assert row["by layer"] == pytest.approx(found[..., 0].mean(1), rel=2e-3)
-        for i, name in enumerate(("attention", "change", "bias change", "cosine")):
+        for name, number in zip(("attention", "change", "bias change", "cosine"), np.mean(found, 0)):
             exact = row["bits"] == 16 and name != "attention"
-            assert row[name] == (None if exact else pytest.approx(found[..., i].mean(), rel=2e-3))
-
-
-def test_the_damage_of_a_token_is_not_measured_through_a_sliding_window(case):
-    text, _ = case
-    if text.model.config.sliding_window:
-        with pytest.raises(UserError, match="--context"):
-            anchors.measure(text, "d2m4")
+            assert row[name] == (None if exact else pytest.approx(number, rel=2e-3))
 
 
 @given(st.permutations(range(7)), st.permutations(range(7)))
@@ -477,14 +455,15 @@ def small_text(W=2, layers=2, **more):
     for parameter in model.parameters():
         parameter.mul_(2)  # so that the layers do something
     marks = torch.zeros(W, 20, dtype=torch.bool)
-    return Text(model, torch.randint(0, 41, (W, 20)), marks, 1, quantized=quantize(model, RTN(3)), **more)
+    return Text(model, torch.randint(0, 41, (W, 20)), marks, 1, **more)
 
 
 @pytest.mark.parametrize("n", [0, 7])
 def test_errors_by_length(n):
     """Against the same rows in the cache that generates, which rounds them to 16 bits, and PyTorch's own hooks."""
     text, start = small_text(layers=3), 8
-    row, = prefix.errors_by_length(text, text.windows[0], [n], start)
+    quantized = quantize(text.model, RTN(3))
+    row, = prefix.errors_by_length(text.model, quantized, text.windows[0], [n], start)
 
     def outputs(model, tokens, cache=None):
         """What the last block gives, and what attention adds: from before a block to before its MLP."""
@@ -494,15 +473,14 @@ def test_errors_by_length(n):
         return calls[-1][1][0], [(mid[0] - given[0]) for (mid, _), (given, _) in zip(calls[::2], calls[1::2])]
 
     exact_rows = Prefix("first", text.windows[0][:n].tolist())
-    exact_rows.fill(text.model, text.quantized)
-    cache = KVCache(text.quantized, IntactKV(text.model.config, exact_rows))
-    last, attention = outputs(text.quantized, text.windows[0], cache)
+    exact_rows.fill(text.model, quantized)
+    cache = KVCache(quantized, IntactKV(text.model.config, exact_rows))
+    last, attention = outputs(quantized, text.windows[0], cache)
     exact_last, exact_attention = outputs(text.model, text.windows[0])
     assert row["last"] == pytest.approx((last[start - n:] - exact_last[start:]).pow(2).mean().item(), rel=0.02)
     wanted = sum((a[start - n:] - b[start:]).pow(2).mean().item() for a, b in zip(attention, exact_attention))
     assert row["n"] == n and row["attention"] == pytest.approx(wanted, rel=0.02)
-    text.quantized = text.model
-    row, = prefix.errors_by_length(text, text.windows[0], [n], start)
+    row, = prefix.errors_by_length(text.model, text.model, text.windows[0], [n], start)
     assert max(row["last"], row["attention"]) < 1e-4  # 16 bits of the prefix, doubled in each layer
 
 
@@ -512,7 +490,7 @@ def test_prefixes_stop_short_of_each_sink_and_past_it():
     rows = prefix.measure(text)
     assert [(row["kept"], row["n"]) for row in rows] == [
         ("nothing", 0), ("sink 1 too", 1), ("up to sink 2", 6), ("sink 2 too", 7)]  # means; both windows have two
-    alone = [prefix.errors_by_length(text, window, [n], start)[0]["last"]
+    alone = [prefix.errors_by_length(text.model, quantize(text.model, RTN(3)), window, [n], start)[0]["last"]
              for window, n, start in zip(text.windows, (5, 7), (6, 8))]
     assert rows[2]["last"] == pytest.approx(np.mean(alone))
 
@@ -523,7 +501,8 @@ def test_a_prefix_of_any_length_over_many_texts():
     text.windows[:, :4] = torch.tensor([1, 5, 9, 2])
     rows = prefix.measure(text)
     assert [row["n"] for row in rows] == [0, 1, 2, 3, 4]
-    alone = [prefix.errors_by_length(text, window, [3], 4)[0]["last"] for window in text.windows]
+    quantized = quantize(text.model, RTN(3))
+    alone = [prefix.errors_by_length(text.model, quantized, window, [3], 4)[0]["last"] for window in text.windows]
     assert rows[3]["last"] == pytest.approx(np.mean(alone))
 
 
@@ -542,9 +521,3 @@ def test_maps_of_a_layer(case):
 
     check(case, rows, "pre", lambda p, s: within(p.k_pre))
     check(case, rows, "post", lambda p, s: within(p.k))
-
-
-def test_a_map_of_a_long_text_holds_the_largest_of_neighbours():
-    x = torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
-    wanted = [x[[t for t in range(300) if t * 128 // 300 == i]].amax(0).tolist() for i in range(128)]
-    assert figures.pooled(x).tolist() == wanted

@@ -43,18 +43,18 @@ def run(monkeypatch, capsys, model):
 @pytest.fixture
 def some_sinks(monkeypatch):
     """A random model has no sinks: the first tokens are called sinks here."""
-    def find_sinks(model, windows, threshold, progress):
+    def find_sinks(model, windows, threshold):
         marks = torch.zeros_like(windows, dtype=torch.bool)
         marks[:, [0, 9]] = True
         return marks
-    monkeypatch.setattr(sinks, "find_sinks", find_sinks)
+    monkeypatch.setattr(command, "find_sinks", find_sinks)
 
 
 @pytest.mark.parametrize("what", ["norms timeline", pytest.param("all", marks=pytest.mark.whole)])
 def test_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_path, what):
-    names = command.names_of(what.split())
+    names = command.NAMES if what == "all" else what.split()
     printed = run(*what.split(), "--method", "pfn block=16,kivi recent=8 group_size=8", "--out", tmp_path, "--json",
-                  tmp_path / "out.json", *(["--vq", "d8m16"] if what == "all" else []))
+                  tmp_path / "out.json", "--calib-windows", 33)  # two vectors a centroid
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert numbers["sinks at"] == [[0, 9], [0, 9]] and "sinks of window 1: 0 <s>, 9 " in printed
     blocks = printed.split("\n\n")[1:]
@@ -79,12 +79,6 @@ def test_the_page_of_the_command(run, tmp_path):
 def test_a_cell():
     cells = [command.cell(x, ".1f") for x in (None, "word", 1.25, [1.0, None], [])]
     assert cells == ["-", "word", "1.2", "1.0 -", "none"]
-
-
-@pytest.mark.whole  # half a minute
-def test_the_embedded_model_has_sinks(run):
-    printed = run("sinks", "norms", "--model", EMBEDDED, "--context", 512)
-    assert re.search(r"sinks of window 0: \d+ ", printed) and "x at sinks" in printed
 
 
 def test_a_model_without_sinks_is_told_of(run, tmp_path):
@@ -120,7 +114,7 @@ def test_no_attention_matrix_is_ever_whole(monkeypatch, model):
     monkeypatch.setattr(antkv, "MIN_QUERIES", 1)
     llama, tokenizer = hf.load(model)
     windows = load_windows("tales", tokenizer, 64, 1).tokens
-    text = Text(llama, windows, sinks.find_sinks(llama, windows), layer=1)
+    text = Text(llama, windows, sinks.find_sinks(llama, windows, 0.3), layer=1)
     bias.measure(text)
     sinks.attention_map(text.shown()[0])
     assert set(seen) == {1}
@@ -130,24 +124,23 @@ def test_help_names_every_phenomenon(run, capsys):
     with pytest.raises(SystemExit) as end:
         run("--help")
     out = capsys.readouterr().out
-    assert end.value.code == 0 and all(f"\n  {name} " in out for name in [*command.PHENOMENA, "all"])
+    assert end.value.code == 0 and all(f"\n{name}\n" in out for name in [*command.PHENOMENA, "page", "all"])
     for place in ("Figure 1a", "Section 3.1", "Figure 4", "Figures 2 and 5", "Figure 5a", "Eq. 9", "Figure 6",
                   "Table 1", "Figure 7", "Appendix D"):
         assert place in " ".join(out.split())
 
 
 @pytest.mark.parametrize("words, named", [
-    (["anchors", "--vq", "d3m8"], "d3m8"), (["norms", "--context", 100000], "--context"), (["nothing"], "nothing"),
-    (["norms", "--model", "no/folder"], "no/folder"), (["norms", "--windows", 0], "--windows"),
-    (["norms", "--json", "no/such/folder/x.json"], "no/such/folder"), (["errors", "--weights", "awq"], "--weights"),
-    (["norms", "--formula", "integer-zero"], "--formula"), (["errors", "--group-size", 0], "--group-size"),
-    (["norms", "--windows", "9" * 30], "--windows"), (["norms", "--threshold", "nan"], "--threshold"),
-    (["norms", "--out", __file__], "--out"), (["norms", "--data", "no/file"], "no/file"),
-    (["norms", "--layer", 6], "--layer 6"), (["timeline", "--method", "rtm"], "rtm"), (["norms", "page"], "page"),
-    (["timeline", "--method", "rtn recent=3"], "recent"), (["timeline", "--method", "rtn block=x"], "block"),
-    (["norms", "--method", "rtn"], "--method"), (["page", "--out", "no/folder/cache.html"], "no/folder"),
-    (["norms", "--prefix", "bos"], "--prefix is a setting of prefix"),
-    (["norms", "--text", "no/file"], "no/file"), (["prefix", "--prefix", "bos", "--text", __file__], "--text")])
+    (["norms", "--context", 100000], "--context"), (["nothing"], "nothing"), (["norms", "--windows", 0], "--windows"),
+    (["norms", "--model", "no/folder"], "no/folder"), (["norms", "--json", "no/such/folder/x.json"], "no/such/folder"),
+    (["norms", "--threshold", "nan"], "--threshold"), (["norms", "--out", __file__], "test_analysis_command"),
+    (["norms", "--data", "no/file"], "no/file"), (["norms", "--layer", 6], "--layer 6"),
+    (["timeline", "--method", "rtm"], "rtm"), (["timeline", "--method", "rtn recent=3"], "recent"),
+    (["timeline", "--method", "rtn block=x"], "block"), (["timeline", "--method", "intactkv prefix=bos"], "prefix"),
+    (["norms", "page"], "page"), (["norms", "--method", "rtn"], "--method"),
+    (["page", "--out", "no/folder/cache.html"], "no/folder"), (["norms", "--text", "no/file"], "no/file"),
+    (["norms", "--context", 0], "--context"), (["timeline", "--method", "rtn,,kivi"], "unknown method"),
+    (["prefix", "--prefix", "bos", "--text", __file__], "--text")])
 def test_bad_input_is_one_clear_line(run, capsys, words, named):
     with pytest.raises(SystemExit) as end:
         run(*words)
@@ -172,9 +165,9 @@ def test_a_text_is_looked_at_whole(run, tmp_path):
     n = 1 + len(hf.load(EMBEDDED)[1].encode(path.read_text()))
     out = run("maps", "--text", path, "--layer", 1, "--json", tmp_path / "out.json", "--out", tmp_path)
     numbers = json.loads((tmp_path / "out.json").read_text())
-    assert f"text {path}: {n} tokens" in out and len(numbers["sinks at"]) == 1 and numbers["context"] == n
+    assert f"{path}: 1 windows of {n} tokens" in out and len(numbers["sinks at"]) == 1 and numbers["context"] == n
     assert (tmp_path / "maps.png").read_bytes().startswith(PNG)
-    assert f"text {path}: {n - 1} tokens" in run("maps", "--text", path, "--bos", "none")
+    assert f"{path}: 1 windows of {n - 1} tokens" in run("maps", "--text", path, "--bos", "none")
 
 
 def test_a_prefix_is_exact_from_none_to_all_of_its_tokens(run, tmp_path):
@@ -196,24 +189,16 @@ FP16 = row("fp16", 2.0, 16.0)
 
 
 def drawn(rows):
-    """{label: [(x, y)]} of the lines in the figure, the points of the open markers, and the lines in colour."""
+    """{label: [(x, y)]} of the lines in the figure, and the lines in colour."""
     panel, = figures.perplexity([FP16, *rows]).axes
-    lines, below, coloured = {}, [], set()
-    for line in panel.lines:
-        points = list(zip(*(values.tolist() for values in line.get_data())))
-        if line.get_markerfacecolor() == "white":
-            below += points
-            continue
-        lines[line.get_label()] = points
-        if line.get_color() != figures.GREY:
-            coloured.add(line.get_label())
+    lines = {line.get_label(): list(zip(*(values.tolist() for values in line.get_data()))) for line in panel.lines}
     assert panel.get_yscale() == "log" and {note.get_text() for note in panel.texts} == set(lines)
-    return lines, below, coloured
+    return lines, {line.get_label() for line in panel.lines if line.get_color() != figures.GREY}
 
 
 def test_perplexity_is_drawn_above_fp16_s_in_per_cent():
-    lines, below, _ = drawn([row("rtn bits=2", 3.0), row("rtn bits=4", 2.002, 4.0), row("rtn bits=8", 1.99, 8.0)])
-    assert lines.keys() == {"rtn"} and below == [(8.0, figures.FLOOR)]
+    lines, _ = drawn([row("rtn bits=2", 3.0), row("rtn bits=4", 2.002, 4.0), row("rtn bits=8", 1.99, 8.0)])
+    assert lines.keys() == {"rtn"}
     assert lines["rtn"] == [pytest.approx(point) for point in ((2, 50), (4, 0.1), (8, figures.FLOOR))]
 
 
@@ -221,13 +206,13 @@ def test_what_loses_the_least_somewhere_has_a_colour():
     rows = [row("rtn bits=2", 9.0), row("rtn bits=4", 2.5, 4.0), row("kivi bits=2", 4.0), row("cq bits=1", 5.0, 1.0),
             row("kivi bits=4", 2.6, 4.1)]
     for more in ([], [row("ott bits=2", 4.1)]):
-        assert drawn([*rows, *more])[2] == {"rtn", "kivi", "cq"}
+        assert drawn([*rows, *more])[1] == {"rtn", "kivi", "cq"}
 
 
 def test_a_line_joins_what_differs_in_bits_alone():
     rows = [row(f"pfn scheme={scheme} bits={bits}", 2 + 1 / bits, bits, 5, weights)
             for bits in (4, 2) for scheme in ("kvquant", "token-static") for weights in (None, "awq-3")]
-    lines, _, _ = drawn([*rows, row("cq vq=d4m256", 2.2), row("cq vq=d8m256", 2.3, 1.0),
+    lines, _ = drawn([*rows, row("cq vq=d4m256", 2.2), row("cq vq=d8m256", 2.3, 1.0),
                          *(row(f"rtn k_bits={k} v_bits={v}", 3, (k + v) / 2) for k in (2, 4) for v in (2, 4))])
     assert lines.keys() == {"pfn scheme=kvquant", "pfn scheme=kvquant awq-3", "pfn scheme=token-static",
                             "pfn scheme=token-static awq-3", "cq", "rtn v_bits=2", "rtn v_bits=4"}
@@ -236,7 +221,7 @@ def test_a_line_joins_what_differs_in_bits_alone():
 
 def test_where_kept_tokens_were_varied_they_are_the_x_axis():
     rows = [row(f"pfn preserve={n} bits={bits}", 2 + 1 / n / bits, bits, n) for n in (5, 1) for bits in (2, 3)]
-    lines, _, _ = drawn([*rows, row("antkv", 2.1, preserve="1%"), row("rtn bits=2", 3.0)])
+    lines, _ = drawn([*rows, row("antkv", 2.1, preserve="1%"), row("rtn bits=2", 3.0)])
     assert {name: [x for x, _ in points] for name, points in lines.items()} == {
         "pfn bits=2": [1, 5], "pfn bits=3": [1, 5], "rtn bits=2": [0]}
 

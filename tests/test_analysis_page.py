@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ def text():
     return Text(model, torch.randint(0, 64, (1, T)), marks, 1, calibration=torch.randint(0, 64, (4, T)))
 
 
-def methods(text, *names):
-    return {name: METHODS[name](text.model.config, **SETTINGS[name]) for name in names}
+def with_methods(text, *names):
+    return replace(text, methods={name: METHODS[name](text.model.config, **SETTINGS[name]) for name in names})
 
 
 @torch.no_grad()
@@ -51,19 +52,19 @@ def expected_states(rows):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_timeline_is_what_a_cache_holds_at_any_time(text, name):
-    asked = methods(text, name)
-    row, = timeline.measure(text, asked)
+    text = with_methods(text, name)
+    row, = timeline.measure(text)
     seen = set()
     for n in (3, 16, 17, 47, T):
         states = timeline.states_at(row["history"], n)
-        assert states == expected_states(fresh(text, asked[name], n).layers[1].keys)
+        assert states == expected_states(fresh(text, text.methods[name], n).layers[1].keys)
         seen |= set(states)
     assert seen == set("rc" if name == "kivi" else "rck")
     assert (row["tokens"], row["recent"], row["kept"]) == (T, states.count("r"), states.count("k"))
 
 
 def test_the_picture_of_a_method_has_its_states(text):
-    row, = timeline.measure(text, methods(text, "pfn"))
+    row, = timeline.measure(with_methods(text, "pfn"))
     panel, = timeline.draw_small(text, row).axes
     image = panel.images[0].get_array().filled(-1)
     for n in (1, 20, T):
@@ -83,9 +84,9 @@ class Words:
 @pytest.fixture(scope="module")
 def written(text, tmp_path_factory):
     """A page of two methods: its path, its content, and the caches that it was made from."""
-    path, asked = tmp_path_factory.mktemp("page") / "cache.html", methods(text, "kivi", "pfn")
-    content = page.write(path, text, asked, Words, "about")
-    return path, content, {name: fresh(text, method, T) for name, method in asked.items()}
+    path, text = tmp_path_factory.mktemp("page") / "cache.html", with_methods(text, "kivi", "pfn")
+    content = page.write(path, text, Words, "small")
+    return path, content, {name: fresh(text, method, T) for name, method in text.methods.items()}
 
 
 def decimals(row):
@@ -97,7 +98,7 @@ def decimals(row):
 def test_the_page_has_what_is_read(text, written):
     path, content, caches = written
     assert content["tokens"] == ["<s>" if i == 0 else f" <{i}>&" for i in text.windows[0].tolist()]
-    assert path.stat().st_size <= page.LARGEST
+    assert path.stat().st_size <= 500_000
     assert set(re.findall(r"https?://[^\"'\s]+", path.read_text())) == {"http://www.w3.org/2000/svg"}  # no address
     for name, cache in caches.items():
         for layer in range(2):
@@ -115,14 +116,10 @@ def test_the_page_has_what_is_read(text, written):
     assert rows["exact"][-1] == rows["read"][-1] and rows["exact"][0] != rows["read"][0]
 
 
-def test_a_page_that_is_too_large_has_fewer_layers_and_heads(text, monkeypatch, tmp_path):
-    asked, sizes = methods(text, "pfn"), []
-    for largest in (10 ** 6, 40_000, 27_000):
-        monkeypatch.setattr(page, "LARGEST", largest)
-        content = page.write(tmp_path / "cache.html", text, asked, Words, "")
-        sizes.append((content["layers"], content["heads"]))
-        assert (tmp_path / "cache.html").stat().st_size <= largest
-    assert sizes == [([0, 1], [0, 1]), ([1], [0, 1]), ([1], [0])]
+@pytest.mark.parametrize("numbers, layers, heads", [(10 ** 6, [0, 1], [0, 1]), (20_000, [1], [0, 1]), (9, [1], [0])])
+def test_a_page_that_is_too_large_has_fewer_layers_and_heads(text, monkeypatch, numbers, layers, heads):
+    monkeypatch.setattr(page, "MOST", numbers)  # a layer and a head of one method have 6,400
+    assert page.shown_of(text, 1, T) == (layers, heads)
 
 
 SCRIPT = """<script type="module">

@@ -54,47 +54,34 @@ def test_scores_are_equation_5(case):
 @given(attention())
 def test_the_factor_of_theorem_1(case):
     """Column j of V^T Diag(A_i) (I - e A_i), built as the paper writes it."""
-    q, k, v, _, _ = arrays(*case[:3]) + [None, None]
-    A, H = oracles.attention(q, k), q.shape[1]  # (B, H, T, S)
+    q, k, v = arrays(*case[:3])
+    A, H = oracles.attention(q, k, case[3]), q.shape[1]  # (B, H, T, S)
     V = v.repeat(H // v.shape[1], axis=1)  # (B, H, S, d)
     factor = np.zeros(A.shape[:2] + A.shape[3:])  # (B, H, S)
     for b, h, i in np.ndindex(A.shape[:3]):
         a = A[b, h, i]  # (S)
         columns = V[b, h].T @ np.diag(a) @ (np.eye(len(a)) - np.ones((len(a), 1)) * a)  # (d, S)
         factor[b, h] += np.abs(columns).sum(0) * np.linalg.norm(q[b, h, i])
-    assert close(theorem_1(*case[:3]), oracles.of_kv_heads(factor, k.shape[1]))
+    assert close(theorem_1(*case[:4]), oracles.of_kv_heads(factor, k.shape[1]))
 
 
-@given(attention(), st.sampled_from([1, 30]))  # 30: the largest weight rounds to 1
+@given(attention(), st.sampled_from([1, 10]))  # 10: weights round to 1 in 32 bits
 def test_damage_is_what_happens_if_one_token_is_read_as_its_code(case, sharpness):
-    q, k, v, _, _ = case
+    q, k, v, window, _ = case
     q, rng = q * sharpness, torch.Generator().manual_seed(1)
     coded_k, coded_v = (x + torch.randn(x.shape, generator=rng) / 2 for x in (k, v))
-    got = damage(q, k, v, coded_k, coded_v)  # (B, Hkv, S) each
+    got = damage(q, k, v, coded_k, coded_v, window)  # (B, Hkv, S) each
     q, k, v, coded_k, coded_v = arrays(q, k, v, coded_k, coded_v)
     Hkv, S = k.shape[1:3]
-    A, V = oracles.attention(q, k), v.repeat(q.shape[1] // Hkv, axis=1)
+    A, V = oracles.attention(q, k, window), v.repeat(q.shape[1] // Hkv, axis=1)
     for j in range(S):
         only = (np.arange(S) == j)[:, None]
-        A_j = oracles.attention(q, np.where(only, coded_k, k))
+        A_j = oracles.attention(q, np.where(only, coded_k, k), window)
         V_j = np.where(only, coded_v, v).repeat(q.shape[1] // Hkv, axis=1)
         changes = [(A_j - A) @ V, A @ (V_j - V), A_j - A]  # by the key, by the value; of the weights
         for x, change in zip(got, changes):
             total = np.abs(change).sum((2, 3))[..., None]  # (B, H, 1)
             assert close(x[..., j:j + 1], oracles.of_kv_heads(total, Hkv))
-
-
-def test_the_bounds_hold_for_small_errors():
-    """Theorem 1 for the sum over tokens of one head: what is bounded is the change when all rows move at once."""
-    rng = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 24, 8, generator=rng) for _ in range(3))
-    dk, dv = (1e-3 * torch.randn(1, 1, 24, 8, generator=rng) for _ in range(2))
-    bound_k = (theorem_1(q, k, v) * dk.abs().sum(-1)).sum().item()
-    bound_v = (anchor_scores(q, k)[1] * dv.abs().sum(-1)).sum().item()
-    outputs = [oracles.attention(*arrays(q, key)) @ value.double().numpy()
-               for key, value in ((k, v), (k + dk, v), (k, v + dv))]
-    changed_k, changed_v = (np.abs(x - outputs[0]).sum() for x in outputs[1:])
-    assert 0.01 * bound_k < changed_k < bound_k and 0.01 * bound_v < changed_v < bound_v
 
 
 # ---- AnTKV's settings: what anchors are kept for, and of what

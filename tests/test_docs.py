@@ -174,20 +174,6 @@ def test_command_runs(command, workplace, monkeypatch):
     eval_ppl.main()  # ends with SystemExit where anything is wrong
 
 
-def test_results_finds_the_commands_of_a_paper():
-    """Every row of every paper's table has a command, or says that there is none."""
-    script, text = results_script(), read("docs/papers.md")
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    cells = [row[1].strip("`") for row in rows if len(row) == 3 and row[1].startswith(("`python", "-"))]
-    names = ["kvsink", "ott", "skvq", "intactkv", "antkv"]
-    found = [command for name in names for command in script.commands_of_paper(name)]
-    assert {cell for cell in cells if cell != "-"} <= set(found) <= {*commands(text)}
-    assert list(dict.fromkeys(found)) == script.commands_of_paper("all")
-    assert script.commands_of_paper("OTT") == script.commands_of_paper("ott")
-    with pytest.raises(SystemExit, match="no paper 'kivi'.*KVSink"):
-        script.commands_of_paper("kivi")
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_says_of_its_tables_stands_in_them(page):
     assert not results_script().unfounded(ROOT / page)
@@ -446,8 +432,11 @@ def test_every_method_has_its_page_and_its_row():
         # in a repository that was handed out, a method to be written has its numbers in the assignment
         assert "$" in page[1] and (">>>" in page[1] or "](course/" in page[1])
     asked = [[cell.split("](")[0].strip("[`") for cell in row.values()] for row in tables(text)[0]]
+    for name, *_, picture in asked:
+        assert name == "fp16" or f"figures/timeline-{name}.png" in picture
+    assert all((ROOT / "docs" / path).exists() for path in re.findall(r'src="([^"]+)"', text))
     readme = next(table for table in tables(read("README.md")) if "keep" in table[0])
-    assert asked == [[cell.split("](")[0].strip("[`") for cell in row.values()] for row in readme]
+    assert [row[:-1] for row in asked] == [[cell.split("](")[0].strip("[`") for cell in row.values()] for row in readme]
     assert {row[0] for row in asked} >= METHODS.keys()
 
 

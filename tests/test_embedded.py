@@ -30,7 +30,7 @@ def test_it_is_small():
 
 def test_it_has_the_sinks_of_the_rule(embedded):
     """First <s>: .5 in one block and .3 in another; later ones: .2 in two."""
-    layers = sink_report(*embedded)["layers"]
+    layers = sink_report(*embedded)
     first = sorted((row["first"] for row in layers), reverse=True)
     later = sorted((row["later"] for row in layers), reverse=True)
     assert first[0] >= 0.5 and first[1] >= 0.3 and later[1] >= 0.2
@@ -42,12 +42,12 @@ def test_other_tokens_are_no_sinks(embedded):
     model, tokens, marks = embedded
     after = torch.zeros_like(marks)  # (W, T)
     after[:, 1:] = marks[:, :-1]
-    assert all(row["later"] < 0.1 for row in sink_report(model, tokens, after)["layers"])
+    assert all(row["later"] < 0.1 for row in sink_report(model, tokens, after))
 
 
 def test_values_at_the_sinks_are_small(embedded):
     """In the blocks that have sinks."""
-    rows = [row for row in sink_report(*embedded)["layers"] if row["first"] >= 0.3]
+    rows = [row for row in sink_report(*embedded) if row["first"] >= 0.3]
     assert all(row["v"] < 0.4 for row in rows)
 
 

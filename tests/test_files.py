@@ -148,7 +148,7 @@ import sys
 from dataclasses import replace
 from tinykv.assets import make
 make.PHASES = [replace(make.PHASES[0], until=130, rows=1, length=24)]
-make.print_report = lambda folder: None
+make.print_sinks = lambda model, windows: None
 make.main()
 """
 
@@ -165,7 +165,7 @@ def kill_within(process, seconds):
 def test_training_that_is_killed_again_and_again(tmp_path):
     """The same command goes on from what was saved last, to the bits of a run that nobody stopped."""
     def start(out):
-        return subprocess.Popen([sys.executable, "-c", TRAINING, "--out", str(tmp_path / out), "--device", "cpu"],
+        return subprocess.Popen([sys.executable, "-c", TRAINING, "--out", str(tmp_path / out)],
                                 cwd=ROOT, stderr=subprocess.PIPE, text=True)
     rng = random.Random(0)
     for _ in range(2):

@@ -1,25 +1,24 @@
 """Mean squared error x 100 of quantized keys and values, with and without sinks (KVSink Table 1).
 Dynamic grids: of groups without and with a sink, change from one to the other. Static grids, with
 ranges from calibration windows: overall, and with sinks left out of ranges and errors, change from
-one to the other.
+one to the other. With: of groups, and in static grids of tokens, with a sink.
 """
 import torch
 
 from tinykv.analysis.figures import LINES, new_figure, plain_ticks, style, title
-from tinykv.analysis.walk import means, walk
+from tinykv.analysis.sinks import find_sinks
+from tinykv.analysis.walk import by_layer, mean, walk
 from tinykv.codecs import SCHEMES, make_codecs
+from tinykv.run import cli
 
 TABLE_1 = (("token-dynamic", "k"), ("token-dynamic", "v"), ("channel-dynamic", "k"),
            ("token-static", "k"), ("token-static", "v"), ("channel-static", "k"))
 BITS = (4, 3, 2)
-LABELS = {"overall": "all tokens", "without": "without sinks", "with": "groups with a sink"}
+GROUP_SIZE = 16  # the paper's
+LABELS = {"overall": "all tokens", "without": "without sinks", "with": "with a sink"}
 
 COLUMNS = {"scheme": ("scheme", ""), "of": ("of", ""), "bits": ("bits", "d"), "overall": ("overall", ".3f"),
            "without": ("without", ".3f"), "with": ("with", ".3f"), "change": ("change", "+.1%")}
-
-
-def is_static(scheme):
-    return scheme.endswith("static")
 
 
 def stored_keys(at, scheme):
@@ -35,78 +34,66 @@ def read_back(codec, x):
 
 
 @torch.no_grad()
-def static_codecs(text, scheme, all_bits, kept, **settings):
-    """{bits: [Pair of each layer]}, with ranges from the calibration windows.
-
-    kept: True leaves the sinks out of the ranges, as they are for a method that keeps them.
-    """
-    codecs = {bits: make_codecs(text.model.config, scheme, bits, bits, **settings) for bits in all_bits}
-    for pairs in codecs.values():
-        for pair in pairs:
-            pair.k.begin(0, *text.calibration.shape)
-            pair.v.begin(0, *text.calibration.shape)
-    for window, sinks in zip(text.progress(text.calibration), text.calibration_marks):
-        ignored = sinks.expand(text.model.config.num_key_value_heads, -1) if kept else None  # (Hkv, T)
+def codecs_of(text, scheme, all_bits):
+    """{(bits, sinks kept): [Pair of each layer]}; static ranges from the calibration windows: of all of their tokens,
+    and without the sinks, as for a method that keeps them."""
+    pairs = {(bits, kept): make_codecs(text.model.config, scheme, bits, bits, group_size=GROUP_SIZE)
+             for kept in (False, True) for bits in all_bits}
+    if scheme.endswith("dynamic"):
+        return pairs
+    codecs = [codec for of_layers in pairs.values() for pair in of_layers for codec in (pair.k, pair.v)]
+    for codec in codecs:
+        codec.begin(0, *text.calibration.shape)
+    for window in text.calibration:
+        sinks = find_sinks(text.model, window[None], text.threshold)  # (1, T)
         for at in walk(text.model, window):
-            for pairs in codecs.values():
-                pairs[at.layer].k.collect(0, stored_keys(at, scheme)[0], ignored, None)
-                pairs[at.layer].v.collect(0, at.v[0], ignored, None)
-    for pairs in codecs.values():
-        for pair in pairs:
-            pair.k.fit(0)
-            pair.v.fit(0)
-    return codecs
+            for (_, kept), of_layers in pairs.items():
+                ignored = sinks.expand(at.k.shape[1], -1) if kept else None  # (Hkv, T)
+                of_layers[at.layer].k.collect(0, stored_keys(at, scheme)[0], ignored, None)
+                of_layers[at.layer].v.collect(0, at.v[0], ignored, None)
+    for codec in codecs:
+        codec.fit(0)
+    return pairs
 
 
-def measure(text, group_size=16, formula="offset"):
-    # 1. codecs by scheme and whether sinks are kept
-    settings = {"group_size": group_size, "formula": formula}
-    codecs = {}
-    for scheme in dict.fromkeys(scheme for scheme, _ in TABLE_1):
-        if is_static(scheme):
-            codecs[scheme, False] = static_codecs(text, scheme, BITS, False, **settings)
-            codecs[scheme, True] = static_codecs(text, scheme, BITS, True, **settings)
-        else:
-            codecs[scheme, False] = {bits: make_codecs(text.model.config, scheme, bits, bits, **settings)
-                                     for bits in BITS}
+def measure(text):
+    codecs = {scheme: codecs_of(text, scheme, BITS) for scheme in dict.fromkeys(scheme for scheme, _ in TABLE_1)}
 
-    # 2. squared errors by scheme, "k" or "v", bits and column: their sum, and of how many numbers
+    # 1. squared errors by scheme, "k" or "v", bits and column: their sum, and of how many numbers
     def look(at, sinks):
         found = {}
         for scheme, kind in TABLE_1:
             x = stored_keys(at, scheme) if kind == "k" else at.v  # (1, Hkv, T, d)
             # groups of channels are of one token each, and groups of tokens have a sink or none
-            hit = shares_token_group(sinks, group_size) if scheme == "channel-dynamic" else sinks  # (T)
-            # {column: (sinks kept, which tokens count)}
-            columns = {"overall": (False, sinks | True), "without": (is_static(scheme), ~hit)}
-            if not is_static(scheme):
-                columns["with"] = False, hit
+            hit = shares_token_group(sinks) if scheme == "channel-dynamic" else sinks  # (T)
+            # (column, sinks kept, which tokens count)
+            columns = (("overall", False, sinks | True), ("without", True, ~hit), ("with", False, hit))
             for bits in BITS:
-                for column, (kept, tokens) in columns.items():
-                    codec = getattr(codecs[scheme, kept][bits][at.layer], kind)
+                for column, kept, tokens in columns:
+                    codec = getattr(codecs[scheme][bits, kept][at.layer], kind)
                     error = read_back(codec, x) - x.float()  # (1, Hkv, T, d)
                     square = 100 * error[:, :, tokens].double().square()  # (1, Hkv, n, d)
                     found[scheme, kind, bits, column] = torch.tensor([square.sum(), square.numel()])
         return found
 
-    # 3. the table
-    found, rows = means(text, look), []
+    # 2. the table, over all layers
+    layers, rows = by_layer(text, look), []
     for scheme, kind in TABLE_1:
+        before, after = ("overall", "without") if scheme.endswith("static") else ("without", "with")
         for bits in BITS:
             row = {"scheme": scheme, "of": kind.upper(), "bits": bits, "change": None}
-            for column in ("overall", "without", "with"):
-                total, n = found.get((scheme, kind, bits, column), (0, 0))
+            for column in LABELS:
+                total, n = mean([layer.get((scheme, kind, bits, column)) for layer in layers]) or (0, 0)
                 row[column] = total / n if n and (column == "overall" or text.marks.any()) else None
-            before, after = ("overall", "without") if is_static(scheme) else ("without", "with")
             if row[after] is not None and row[before]:
                 row["change"] = row[after] / row[before] - 1
             rows.append(row)
     return rows
 
 
-def shares_token_group(sinks, group):
-    """sinks (T) -> (T): True where one of the `group` tokens of a token's group is a sink."""
-    group_of = torch.arange(len(sinks), device=sinks.device) // group  # (T)
+def shares_token_group(sinks):
+    """sinks (T) -> (T): True where one of the tokens of a token's group is a sink."""
+    group_of = torch.arange(len(sinks), device=sinks.device) // GROUP_SIZE  # (T)
     return torch.isin(group_of, group_of[sinks])
 
 
@@ -115,19 +102,15 @@ def draw(text, rows):
     figure, panels = new_figure(2, 3, 11, 6.6, "How sinks change the mean squared error of keys and values")
     for panel, (scheme, kind) in zip(panels, TABLE_1):
         of_panel = [row for row in rows if (row["scheme"], row["of"]) == (scheme, kind.upper())]
-        for i, column in enumerate(("overall", "without", "with")):
+        for i, (column, label) in enumerate(LABELS.items()):
             if of_panel[0][column] is not None:
-                panel.plot([row["bits"] for row in of_panel], [row[column] for row in of_panel],
-                           label=LABELS[column], linestyle=LINES[i], **style(i))
+                panel.plot(BITS, [row[column] for row in of_panel], label=label, linestyle=LINES[i], **style(i))
         panel.set(yscale="log", xlabel="bits", ylabel="mean squared error x 100", xticks=sorted(BITS))
         plain_ticks(panel)
         if all(row["without"] and abs(row["overall"] / row["without"] - 1) < 0.02 for row in of_panel):
             panel.text(0.97, 0.95, "all tokens and without sinks:\nthe same", transform=panel.transAxes, ha="right",
                        va="top", fontsize="small")
-        axis, ranges = scheme.split("-")
-        which = "without sinks" if is_static(scheme) else "with a sink"
-        change = of_panel[-1]["change"]
-        result = "" if change is None else f"\n{which} {change:+.0%}, at {of_panel[-1]['bits']} bits"
-        title(panel, f"{'keys' if kind == 'k' else 'values'} per {axis}, {ranges} ranges{result}")
+        change = cli.figure(of_panel[-1]["change"], "+.0%")
+        title(panel, f"{kind.upper()}, {scheme}: {change} at {BITS[-1]} bits")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     return figure

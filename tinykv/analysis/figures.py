@@ -51,10 +51,6 @@ def legend(panel, **where):
     panel.legend(fontsize="small", **where)
 
 
-def whole_numbers(axis):
-    axis.get_major_locator().set_params(integer=True)
-
-
 def plain_ticks(panel):
     """1, 2, 5, 10, 20, ... along a logarithmic y axis, written as plain numbers."""
     low, high = panel.get_ylim()
@@ -85,18 +81,28 @@ def lines_by_layer(panel, rows, labels):
     """A line over the layers for each column in labels {column: label}; a missing number is a gap."""
     layers = [row["layer"] for row in rows]
     for i, (column, label) in enumerate(labels.items()):
-        numbers = [float("nan") if row[column] is None else row[column] for row in rows]
-        panel.plot(layers, numbers, label=label, **style(i))
+        panel.plot(layers, [row[column] for row in rows], label=label, **style(i))
     panel.set(xlabel="layer")
-    whole_numbers(panel.xaxis)
+    panel.xaxis.get_major_locator().set_params(integer=True)
 
 
 def tokens_and_sinks(panel, numbers, sinks, label):
     """A dot for each token by position, the sinks among them larger. numbers, sinks (T)."""
-    positions = sinks.nonzero()[:, 0].tolist()
-    panel.scatter(range(len(numbers)), numbers.tolist(), label="tokens", s=5, color=COLOURS[5], linewidths=0)
-    panel.scatter(positions, numbers[sinks].tolist(), label="sinks", s=32, color=COLOURS[1], marker="D")
-    panel.set(xlabel="position (tokens)", ylabel=label)
+    numbers, sinks = numbers.cpu(), sinks.cpu()
+    panel.scatter(range(len(numbers)), numbers, label="tokens", s=5, color=COLOURS[5], linewidths=0)
+    panel.scatter(sinks.nonzero()[:, 0], numbers[sinks], label="sinks", s=32, color=COLOURS[1], marker="D")
+    panel.set(xlabel="position (tokens)", ylabel=label, ylim=(0, None))
+
+
+def draw_map(panel, x, xlabel, label, **how):
+    """x (T, C) as a map, a token a row; in a long text a row of pixels is the largest of neighbouring tokens."""
+    T, C = x.shape
+    cells = pooled(x.float()).cpu().numpy()  # (up to 128, C)
+    how = {"cmap": "viridis", "aspect": "auto", "extent": (0, C, T, 0), **how}
+    image = panel.imshow(cells, interpolation="nearest", **how)
+    panel.grid(False)
+    panel.set(xlabel=xlabel, ylabel="position (tokens)")
+    panel.figure.colorbar(image, ax=panel, label=label)
 
 
 def pooled(x, size=128):
@@ -124,7 +130,7 @@ def perplexity(rows):
     rows: those of eval_ppl.py, fp16's in full precision first; what is read of each is "label",
     "weights", "ppl", "bits_true" and "preserve". A line joins rows that differ in bits alone (or in
     kept tokens alone). Lines in colour lose the least somewhere: no row has both less loss and
-    fewer bits. A loss below FLOOR, or a gain, is an open marker at FLOOR. Standard errors are not
+    fewer bits. A loss below FLOOR, or a gain, is drawn at FLOOR. Standard errors are not
     drawn: they come from the windows, which all methods share. Where kept tokens are varied, a
     method that keeps a share of the text is left out.
     """
@@ -144,15 +150,9 @@ def perplexity(rows):
     figure, (panel,) = new_figure(1, 1, 8, 4.8, f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
     for name, points in lines.items():
         points = sorted(points, key=lambda row: row[x])
-        losses = [100 * (row["ppl"] / base - 1) for row in points]
-        drawn = [max(loss, FLOOR) for loss in losses]
-        along_x = [row[x] for row in points]
+        losses = [max(100 * (row["ppl"] / base - 1), FLOOR) for row in points]
         how = style(best.index(name)) if name in best else {"color": GREY, "marker": ".", "zorder": 1}
-        panel.plot(along_x, drawn, label=name, **how)
-        # open markers on top, where the loss is below the floor
-        below = [at for at, loss in zip(along_x, losses) if loss < FLOOR]
-        panel.plot(below, [FLOOR] * len(below), linestyle="", label="_below", **{
-            **how, "markerfacecolor": "white", "zorder": 3})
+        panel.plot([row[x] for row in points], losses, label=name, **how)
     panel.set(yscale="log", xlabel=label, ylabel="perplexity above fp16's (%)")
     plain_ticks(panel)
     label_ends(panel)

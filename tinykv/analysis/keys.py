@@ -58,25 +58,19 @@ def measure(text):
 
 
 def draw(text, rows):
-    """Sorted magnitudes of keys, and of the channel where they are largest on average, with the sinks
-    marked: KV head 0 of the shown layer."""
+    """Sorted magnitudes of the keys, with the sinks marked: KV head 0 of the shown layer."""
     at, sinks = text.shown()
-    size = at.k[0, 0].float().abs().cpu()  # (T, d)
-    channel = int(size.mean(0).argmax())
     shown = rows[at.layer]
-    figure, panels = new_figure(
-        1, 2, 9.2, 4, f"Layer {at.layer}: {shown['below']:.1f} keys lie below a cliff of factor {shown['cliff']:.1f}, "
+    figure, (panel,) = new_figure(
+        1, 1, 9.2, 4, f"Layer {at.layer}: {shown['below']:.1f} keys lie below a cliff of factor {shown['cliff']:.1f}, "
         f"and {shown['sinks']:.0%} of them are sinks; cliffs by layer: {span([row['cliff'] for row in rows], '.1f')}")
-    magnitudes = {"sum of magnitudes over a key's channels": size.sum(1),
-                  f"magnitude in channel {channel}": size[:, channel]}
-    for panel, (label, of_keys) in zip(panels, magnitudes.items()):
-        of_keys, order = of_keys.sort()  # (T) both
-        is_sink = sinks.cpu()[order]  # (T)
-        panel.plot(range(1, len(order) + 1), of_keys.tolist(), label="keys, sorted", color=COLOURS[0], marker=".",
-                   markersize=4, linewidth=1)
-        panel.scatter((is_sink.nonzero()[:, 0] + 1).tolist(), of_keys[is_sink].tolist(), label="sinks", s=40,
-                      color=COLOURS[1], marker="D", zorder=3)
-        panel.set(xscale="log", xlabel="rank, the smallest first", ylabel=label, ylim=(0, None))
-        title(panel, f"layer {at.layer}, KV head 0")
-    legend(panels[0])
+    size, order = at.k[0, 0].float().abs().sum(1).cpu().sort()  # (T) both
+    is_sink = sinks.cpu()[order]  # (T)
+    panel.plot(range(1, len(order) + 1), size, label="keys, sorted", color=COLOURS[0], marker=".", linewidth=1)
+    panel.scatter(is_sink.nonzero()[:, 0] + 1, size[is_sink], label="sinks", s=40, color=COLOURS[1], marker="D",
+                  zorder=3)
+    panel.set(xscale="log", xlabel="rank, the smallest first", ylabel="sum of magnitudes over a key's channels",
+              ylim=(0, None))
+    title(panel, f"layer {at.layer}, KV head 0")
+    legend(panel)
     return figure

@@ -4,9 +4,9 @@ attention of the first 64 tokens (KVSink Figure 5f, IntactKV Figure 1); the larg
 and the share of the keys' variance that lies within channels, before RoPE and after it (AnTKV
 Appendix B, Figure 8): a codebook of channels that each keep their own level has less left to describe.
 """
-from tinykv.analysis.figures import new_figure, pooled, title, tokens_and_sinks
-from tinykv.analysis.sinks import attention_map, draw_map
-from tinykv.analysis.walk import Text, by_layer, walk
+from tinykv.analysis.figures import draw_map, new_figure, title, tokens_and_sinks
+from tinykv.analysis.sinks import draw_attention
+from tinykv.analysis.walk import by_layer, walk
 
 FIRST = 64  # tokens of the attention map
 
@@ -39,28 +39,20 @@ def by_token(x):
 
 def draw(text, rows):
     at, sinks = text.shown()
-    T, size = len(sinks), at.hidden.float().abs()  # (T, D)
-    at_sinks = size[sinks] if sinks.any() else size
-    channel = int(at_sinks.mean(0).argmax())
+    size = at.hidden.float().abs().cpu()  # (T, D)
+    channel = int(size[sinks].mean(0).argmax()) if sinks.any() else rows[at.layer]["channel"]
     found = size[:, channel].topk(max(1, int(sinks.sum()))).indices  # the largest |H[:, c]|
-    hits = int(sinks[found].sum())
     figure, panels = new_figure(
-        2, 3, 12, 7, f"Layer {at.layer}: {hits} of the {len(found)} tokens with the largest |H| in channel {channel} "
-        "are sinks")
-    tokens_and_sinks(panels[0], size[:, channel].cpu(), sinks.cpu(), f"|H[:, {channel}]|")
-    panels[0].set(ylim=(0, None))
+        2, 3, 12, 7, f"Layer {at.layer}: {sinks[found].sum()} of the {len(found)} tokens with the largest |H| in "
+        f"channel {channel} are sinks")
+    tokens_and_sinks(panels[0], size[:, channel], sinks, f"|H[:, {channel}]|")
     title(panels[0], f"|H| in channel {channel}, sinks marked")
     maps = {"attention output": at.attention, "values": by_token(at.v),
             "keys before RoPE": by_token(at.k_pre), "keys after RoPE": by_token(at.k)}
     for panel, (name, x) in zip(panels[1:], maps.items()):
-        cells = pooled(x.float().abs()).cpu()  # (rows, channels)
-        image = panel.imshow(cells.numpy(), cmap="viridis", aspect="auto", interpolation="nearest", vmin=0,
-                             extent=(0, cells.shape[1], T, 0))
-        panel.grid(False)
-        panel.set(xlabel="channel", ylabel="position (tokens)")
+        draw_map(panel, x.abs(), "channel", "magnitude", vmin=0)
         title(panel, name)
-        figure.colorbar(image, ax=panel, label="magnitude")
-    first = Text(text.model, text.windows[:1, :FIRST], text.marks[:1, :FIRST], text.layer)
-    draw_map(panels[5], attention_map(first.shown()[0]), min(FIRST, T))
-    title(panels[5], f"attention of the first {min(FIRST, T)} tokens")
+    first = walk(text.model, text.windows[0, :FIRST])[text.layer]
+    draw_attention(panels[5], first)
+    title(panels[5], f"attention of the first {first.q.shape[2]} tokens")
     return figure

@@ -6,8 +6,8 @@ channels that have some, the five largest.
 """
 import torch
 
-from tinykv.analysis.figures import COLOURS, label_ends, lines_by_layer, new_figure, style, title
-from tinykv.analysis.walk import by_layer, largest, means
+from tinykv.analysis.figures import label_ends, lines_by_layer, new_figure, title
+from tinykv.analysis.walk import by_layer, largest, mean
 
 OUTLIER = 0.1  # of the largest channel: the share from which a channel has outliers, too
 MOST = 5  # channels that are listed
@@ -19,27 +19,23 @@ COLUMNS = {"layer": ("layer", "d"), "d_in": ("X_d,in", ".1f"), "d_in others": ("
            "out c": ("H", ".1f"), "channels": ("outliers in", "d")}
 
 
-def look(at, sinks, channels):
-    """The largest magnitudes, and what channels[0] holds: with its sign, and as a size.
-
-    `out by channel`: the mean of H at the sinks in each of the channels.
-    """
+def look(at, sinks):
+    """The largest magnitudes; and by channel: means at the sinks with their sign, and of the size of H."""
     places = {"d_in": at.d_in, "d_out": at.d_out, "mid": at.mid, "out": at.hidden}  # (T, D or M) each
     row = {}
     for place, x in places.items():
         row[place] = largest(x[sinks])
         row[f"{place} others"] = largest(x[~sinks])
-    channel, median = channels[0], at.hidden.float().abs().median()
-    out = at.hidden[sinks].float()  # (sinks, D)
-    size = out[:, channel].abs().mean()
+    size = at.hidden.float().abs()  # (T, D)
+    median = size.median()
     return {
         **row,
         "ratio": row["out"] / median,
-        "d_out c": at.d_out[sinks].float().mean(0)[channel],
-        "out c": out.mean(0)[channel],
-        "size c": size,
-        "ratio c": size / median,
-        "out by channel": out.mean(0)[channels],
+        "d_out of": at.d_out[sinks].float().mean(0),  # (D)
+        "out of": at.hidden[sinks].float().mean(0),  # (D)
+        "size of": size[sinks].mean(0),  # (D)
+        "others of": size[~sinks].mean(0),  # (D)
+        "ratio of": size[sinks].mean(0) / median,  # (D)
     }
 
 
@@ -53,26 +49,20 @@ def outlier_channels(at_sinks, at_others):
     is_outlier = (at_sinks >= OUTLIER * at_sinks.max()) & (at_sinks >= 2 * at_others)  # (D)
     is_outlier[at_sinks.argmax()] = True
     order = at_sinks.argsort(descending=True)  # (D)
-    return [c for c in order.tolist() if is_outlier[c]]
-
-
-def channels_of(text):
-    """The channels with outliers, by the mean |H| over windows and all blocks but the last."""
-    last = text.model.config.num_hidden_layers - 1
-
-    def sizes(at, sinks):
-        size = at.hidden.float().abs()  # (T, D)
-        which = "last" if at.layer == last > 0 else "before"
-        return {(which, "sinks"): size[sinks].mean(0), (which, "others"): size[~sinks].mean(0)}
-
-    found = means(text, sizes)
-    return outlier_channels(torch.tensor(found["before", "sinks"]), torch.tensor(found["before", "others"]))
+    return [c for c in order.tolist() if is_outlier[c]][:MOST]
 
 
 def measure(text):
-    channels = channels_of(text)[:MOST]
-    rows = by_layer(text, lambda at, sinks: look(at, sinks, channels))
-    return [{**row, "channel": channels[0], "channels": channels} for row in rows]
+    rows = by_layer(text, look)
+    before = rows[:-1] or rows  # the last block takes the outlier away
+    at_sinks, at_others = (torch.tensor(mean([row[name] for row in before])) for name in ("size of", "others of"))
+    channels = outlier_channels(at_sinks, at_others)
+    for row in rows:
+        row.update({"channel": channels[0], "channels": channels})
+        for name in ("d_out", "out", "size", "ratio"):
+            row[f"{name} c"] = row.pop(f"{name} of")[channels[0]]
+        del row["others of"]
+    return rows
 
 
 def draw(text, rows):
@@ -83,20 +73,14 @@ def draw(text, rows):
         f"{largest_row['layer']}: {largest_row['ratio c']:.0f} times the median")
     places = {"d_in": "X_d,in", "d_out": "X_d,out", "mid": "H'", "out": "H"}
     middle.sharey(left)
-    lines_by_layer(left, rows, places)
-    lines_by_layer(middle, rows, {f"{place} others": label for place, label in places.items()})
-    for panel, where in ((left, "at the sinks"), (middle, "at all other tokens")):
+    for panel, suffix, where in ((left, "", "at the sinks"), (middle, " others", "at all other tokens")):
+        lines_by_layer(panel, rows, {place + suffix: label for place, label in places.items()})
         panel.set(yscale="log", ylabel="largest magnitude")
         title(panel, where)
-
-    lines_by_layer(right, rows, {"d_out c": f"X_d,out in {channel}"})
-    for i, c in enumerate(rows[0]["channels"]):
-        label = f"H in {c}" if i < 2 else "_"  # the others, which are small, are grey
-        how = {**style(i + 1), "color": COLOURS[i + 1]} if i < 2 else {"color": COLOURS[7], "linewidth": 1}
-        right.plot([row["out by channel"][i] for row in rows], label=label, **how)
+    lines_by_layer(right, rows, {"d_out c": "X_d,out", "out c": "H"})
     right.axhline(0, color="grey", linewidth=1)
     right.set(ylabel="value, mean over the sinks")
-    title(right, "outlier channels at the sinks")
+    title(right, f"channel {channel} at the sinks")
     for panel in (left, middle, right):
         label_ends(panel)
     return figure

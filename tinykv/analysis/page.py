@@ -10,16 +10,16 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, storage
-from tinykv.analysis.outliers import channels_of
+from tinykv import storage
+from tinykv.analysis import outliers
 from tinykv.analysis.sinks import sink_scores
-from tinykv.analysis.timeline import read_text, states_of
+from tinykv.analysis.timeline import read_text
 from tinykv.analysis.walk import Text, walk
 from tinykv.cache import KVCache
 from tinykv.codecs.base import row_bytes, unpack
 
 LONGEST = 128  # tokens of the page
-LARGEST = 500_000  # bytes of the page
+MOST = 250_000  # numbers of the page, so that it has less than 500 KB
 TEMPLATE = Path(__file__).with_name("page.html")
 # blocks small enough that something happens in a short text
 EXAMPLES = ("rtn block=16,pfn block=16,kvsink block=16 choose=always,kivi recent=32 group_size=16,"
@@ -79,13 +79,23 @@ def words_of(ids, tokenizer):
     return words
 
 
-def content(text, methods, tokenizer):
-    """All that the page shows. methods: {label: Method}."""
+def shown_of(text, n_methods, T):
+    """The layers, around the shown one, and the KV heads whose rows the page holds: not more than MOST numbers."""
+    config = text.model.config
+    n_pairs = MOST // (n_methods * 4 * T * config.head_dim)  # of a layer and a head: K and V, exact and read
+    heads = list(range(max(1, min(config.num_key_value_heads, n_pairs))))
+    n_layers = max(1, min(config.num_hidden_layers, n_pairs // len(heads)))
+    first = min(text.layer, config.num_hidden_layers - n_layers)
+    return list(range(first, first + n_layers)), heads
+
+
+def content(text, tokenizer):
+    """All that the page shows."""
     tokens, marks = text.begin(LONGEST)  # (T) both
-    first, config = Text(text.model, tokens[None], marks[None], text.layer), text.model.config
-    channel = channels_of(first)[0] if marks.any() else 0
-    blocks = walk(text.model, tokens)
-    layers, heads = list(range(config.num_hidden_layers)), list(range(config.num_key_value_heads))
+    first = Text(text.model, tokens[None], marks[None], text.layer)
+    channel = outliers.measure(first)[0]["channel"] if marks.any() else 0
+    layers, heads = shown_of(text, len(text.methods), len(tokens))
+    blocks = walk(text.model, tokens)[layers[0]:layers[-1] + 1]
     page = {
         "tokens": words_of(tokens.tolist(), tokenizer),
         "sinks": marks.nonzero()[:, 0].tolist(),
@@ -95,48 +105,19 @@ def content(text, methods, tokenizer):
         "sizes": {at.layer: [round(x, 2) for x in at.hidden[:, channel].abs().tolist()] for at in blocks},
         "methods": {},
     }
-    for label, method in methods.items():
-        history = []
-        for cache in read_text(text, method, tokens, ExactRows):
-            history.append((len(cache), states_of(cache.layers[text.layer].keys)))
+    for label, method in text.methods.items():
+        cache, history = read_text(text, method, tokens, ExactRows)
         rows = {layer: {kind: {head: rows_of(cache, layer, kind, head) for head in heads} for kind in "kv"}
                 for layer in layers}
         page["methods"][label] = {"history": history, "bits": f"{method.k_bits:g}", "rows": rows}
     return page
 
 
-def write(path, text, methods, tokenizer, about):
-    """Write the page, whole or not at all. It holds as many layers, and then heads, as fit in LARGEST bytes.
-
-    about: a line below the title.
-    """
-    page = {"about": about, **content(text, methods, tokenizer)}
-    while len(html := html_of(page)) > LARGEST:
-        if not smaller(page):
-            raise UserError(f"the page takes {len(html):,} bytes with one layer and one head, and may take "
-                            f"{LARGEST:,}; give fewer methods")
-    storage.write(path, lambda part: Path(part).write_text(html))
-    return page
-
-
-def smaller(page):
-    """Leave out a layer, but not the shown one, or else a head; False if there is but one of each."""
-    others = [layer for layer in page["layers"] if layer != page["shown"]]
-    if others:
-        page["layers"].remove(others[0])
-        for method in page["methods"].values():
-            del method["rows"][others[0]]
-        return True
-    if len(page["heads"]) > 1:
-        head = page["heads"].pop()
-        for method in page["methods"].values():
-            for kind in "kv":
-                del method["rows"][page["shown"]][kind][head]
-        return True
-    return False
-
-
-def html_of(page):
+def write(path, text, tokenizer, name):
+    """Write the page of a model of this name, whole or not at all."""
+    page = {"about": f"Model {name}; where the keys of layer {text.layer} are.", **content(text, tokenizer)}
     data = json.dumps(page, separators=(",", ":")).encode()
     packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()
-    return TEMPLATE.read_text().replace("DATA", packed, 1)
+    html = TEMPLATE.read_text().replace("DATA", packed, 1)
+    storage.write(path, lambda part: Path(part).write_text(html))
+    return page

@@ -1,16 +1,17 @@
-"""What is left of the error of quantized weights (--weights) if the first n tokens' keys and values
-are exact, those of the full-precision model; the cache is not quantized. Squared error of the last
-block's output, and of what attention adds, summed over layers (IntactKV Figure 2).
+"""What is left of the error of weights quantized to 3 bits, rounded to nearest, if the first n tokens'
+keys and values are exact, those of the full-precision model; the cache is not quantized. Squared error
+of the last block's output, and of what attention adds, summed over layers (IntactKV Figure 2).
 """
 import torch
 
-from tinykv.analysis.figures import COLOURS, new_figure, title
+from tinykv.analysis.figures import new_figure, style, title
 from tinykv.analysis.walk import mean, recorded
 from tinykv.cache_parts.tracing import Trace
 from tinykv.methods.intactkv import exact_rows
+from tinykv.weights import RTN, quantize
 
+BITS = 3
 MOST = 3  # sinks that are looked at
-POINTS = 32  # of the figure
 
 COLUMNS = {"kept": ("exact", ""), "n": ("n", ".0f"), "last": ("last block", ".3f"),
            "attention": ("attention", ".4f")}
@@ -22,7 +23,7 @@ def lengths_of(text):
     if text.prefix:
         return [{f"the first {n}": n for n in range(text.prefix + 1)}] * len(text.windows)
     sinks_at = [sinks.nonzero()[:, 0].tolist() for sinks in text.marks]  # positions, of each window
-    n_sinks = min(MOST, *(len(positions) for positions in sinks_at))
+    n_sinks = min(MOST, *map(len, sinks_at))
     of_windows = []
     for positions in sinks_at:
         lengths = {"nothing": 0}
@@ -33,34 +34,33 @@ def lengths_of(text):
     return of_windows
 
 
-@torch.no_grad()
 def measure(text):
-    """Rows of `errors_by_length`; errors are of the tokens after the longest prefix."""
-    of_windows = []  # {what is exact: its row}
-    for window, lengths in zip(text.progress(text.windows), lengths_of(text)):
-        rows = errors_by_length(text, window, lengths.values(), max(lengths.values()))
-        of_windows.append(dict(zip(lengths, rows)))
-    # means over the windows; where the first token is a sink, nothing comes before it
+    """Errors are of the tokens after the longest prefix, and means over the windows."""
+    quantized = quantize(text.model, RTN(BITS))
+    found = {}  # {what is exact: [a row for each window]}
+    for window, lengths in zip(text.windows, lengths_of(text)):
+        rows = errors_by_length(text.model, quantized, window, lengths.values(), max(lengths.values()))
+        for kept, row in zip(lengths, rows):
+            found.setdefault(kept, []).append(row)
     table = []
-    for kept, first in of_windows[0].items():
-        if kept == "nothing" or kept.startswith("the first") or first["n"] > 0:
-            means = {name: mean([rows[kept][name] for rows in of_windows]) for name in first}
-            table.append({"kept": kept, **means})
+    for kept, rows in found.items():
+        if kept != "up to sink 1" or rows[0]["n"] > 0:  # nothing comes before the first token
+            table.append({"kept": kept, **{name: mean([row[name] for row in rows]) for name in rows[0]}})
     return table
 
 
 @torch.no_grad()
-def errors_by_length(text, window, lengths, start):
+def errors_by_length(model, quantized, window, lengths, start):
     """What is left of the error if the first n tokens of window (T) are exact: a row for each n.
 
     Errors are means over the tokens from position `start` on, which is at least the largest n.
     `last`: the squared error of the last block's output; `attention`: that of what attention adds,
     summed over layers.
     """
-    exact, exact_added = run_after_prefix(text.model, text.model, window, 0)
+    exact, exact_added = run_after_prefix(model, model, window, 0)
     rows = []
     for n in lengths:
-        trace, added = run_after_prefix(text.model, text.quantized, window, n)
+        trace, added = run_after_prefix(model, quantized, window, n)
         # token t of the window is token t - n of the run
         last = squared_error(trace.hidden[-1][:, start - n:], exact.hidden[-1][:, start:])
         attention = [squared_error(x[:, start - n:], y[:, start:]) for x, y in zip(added, exact_added)]
@@ -73,8 +73,8 @@ def run_after_prefix(full, model, window, n):
     the trace, and what the attention of each layer adds to the residual, L of (1, T - n, D)."""
     keys, values = exact_rows(full, model, window[:n].tolist())  # (L, Hkv, n, d) both
     trace = Trace(model, keys, values)
-    with recorded([block.self_attn.o_proj for block in model.model["layers"]]) as calls:
-        model(window[None, n:], trace, logits=False)
+    modules = [block.self_attn.o_proj for block in model.model["layers"]]
+    calls = recorded(modules, lambda: model(window[None, n:], trace, logits=False))
     return trace, [output for _, output in calls]
 
 
@@ -84,23 +84,13 @@ def squared_error(x, exact):
 
 
 def draw(text, rows):
-    """The error that is left in the first window, by the number of exact tokens; the axes begin at
-    the smallest error, so that the steps can be seen."""
-    lengths, = lengths_of(text)[:1]
-    start = max(lengths.values())
-    points = sorted({*lengths.values(), *(round(start * i / POINTS) for i in range(POINTS))})
-    errors = errors_by_length(text, text.windows[0], points, start)
+    """The error that is left; the axes begin at the smallest error, so that the steps can be seen."""
     first, before, after = (rows[i]["last"] for i in (0, -2, -1))
-    result = f"The last sink takes {(before - after) / first:.0%} of the last block's error, the "
-    result += f"{rows[-2]['n']:.0f} tokens before it {(first - before) / first:.0%}"
-    if text.prefix:
-        result = f"With the prefix exact, {after / first:.0%} of the last block's error is left"
-    figure, panels = new_figure(1, 2, 10, 4, result)
-    sinks = [t for t in text.marks[0].nonzero()[:, 0].tolist() if t < start]
+    figure, panels = new_figure(
+        1, 2, 10, 4, f"Of the last block's error {before / first:.0%} are left (exact: {rows[-2]['kept']}), "
+        f"{after / first:.0%} (exact: {rows[-1]['kept']})")
     for panel, column, label in zip(panels, ("last", "attention"), ("output of the last block", "what attention adds")):
-        for sink in sinks:
-            panel.axvline(sink, color=COLOURS[1], linewidth=1, linestyle="--")
-        panel.step(points, [row[column] for row in errors], where="post", color=COLOURS[0], marker="o", markersize=3)
-        panel.set(xlabel="tokens whose keys and values are exact (dashed: sinks)", ylabel="squared error")
+        panel.plot([row["n"] for row in rows], [row[column] for row in rows], **style(0))
+        panel.set(xlabel="tokens whose keys and values are exact, mean over windows", ylabel="squared error")
         title(panel, label)
     return figure

@@ -1,6 +1,6 @@
 """Where the key of each token is at any time, from real caches that read a text token by token: recent, coded,
-or kept (the three questions, Keep, Code and When, of each method in one picture). A picture of all methods, and
-a small one of each; position runs to the right and time down.
+or kept (the three questions, Keep, Code and When, of each method in one picture). A picture of the first six
+methods, and a small one of each; position runs to the right and time down.
 """
 import torch
 
@@ -10,8 +10,9 @@ from tinykv.calibrate import calibrate
 from tinykv.evaluate import chunks_of
 
 LONGEST = 512  # tokens of the picture
+SHOWN = 6  # methods of the picture
 STATES = {"r": ("recent: 16 bits", "#f0a020"), "c": ("coded", "#a6cbe8"), "k": ("kept: 16 bits for good", "#98001f")}
-# blocks small enough to be seen in a picture; the first six are in the picture of all
+# blocks small enough to be seen in a picture
 EXAMPLES = ("rtn,pfn,kvsink choose=always,kivi recent=64,ott recent=32 group_size=64,"
             "antkv vq=d4m16 anchors=4% block=32 choose=always,skvq,intactkv bits=4,kvquant,cq vq=d4m16")
 
@@ -19,12 +20,11 @@ COLUMNS = {"method": ("method", ""), "tokens": ("tokens", "d"), "recent": ("rece
            "kept": ("of them kept", "d")}
 
 
-def states_of(rows, head=0):
-    """The keys, or values, of a cache (`CachedRows`) -> a letter for each token: where its row is in one KV head."""
+def states_of(rows):
+    """The keys, or values, of a cache (`CachedRows`) -> a letter for each token: where its row is in KV head 0."""
     states = ["c"] * rows.n_coded + ["r"] * rows.recent.shape[2]
     if rows.kept_positions is not None:
-        by_head = rows.kept_positions[0].tolist()  # 1 or Hkv lists of positions
-        for position in by_head[min(head, len(by_head) - 1)]:
+        for position in rows.kept_positions[0, 0].tolist():
             states[position] = "k"
     return "".join(states)
 
@@ -32,48 +32,35 @@ def states_of(rows, head=0):
 @torch.no_grad()
 def read_text(text, method, tokens, cache_class=KVCache):
     """Calibrate a method and let its cache read tokens (T), in chunks that end where something is quantized: the
-    cache after each."""
-    calibrate(text.model, method, text.calibration, text.progress)
+    cache, and its history, [(tokens read so far, states of the shown layer's keys)] after each chunk."""
+    calibrate(text.model, method, text.calibration)
     if method.prefix is not None:
         method.prefix.fill(text.model, text.model)
-    cache = cache_class(text.model, method)
+    cache, history = cache_class(text.model, method), []
     for chunk in chunks_of(tokens[None], cache):
         text.model(chunk, cache, logits=False)
-        yield cache
+        history.append((len(cache), states_of(cache.layers[text.layer].keys)))
+    return cache, history
 
 
 def states_at(history, n):
     """The states when n tokens have been read: those after the last chunk, and the tokens since then are recent."""
-    states = ""
-    for length, after in history:
-        if length <= n:
-            states = after
-    return states + "r" * (n - len(states))
+    before = [states for length, states in history if length <= n]
+    return "".join(before[-1:]).ljust(n, "r")
 
 
-def measure(text, methods):
-    """A row for each method, after the whole text. `history`: the states of the shown layer's keys after each
-    chunk, [(tokens read so far, states)].
-
-    methods: {label: Method}.
-    """
+def measure(text):
+    """A row for each method, after the whole text."""
     (tokens, _), rows = text.begin(LONGEST), []
-    for label, method in methods.items():
-        history = []
-        for cache in read_text(text, method, tokens):
-            history.append((len(cache), states_of(cache.layers[text.layer].keys)))
+    for label, method in text.methods.items():
+        _, history = read_text(text, method, tokens)
         states = history[-1][1]
         rows.append({"method": label, "tokens": len(states), "recent": states.count("r"),
                      "coded": len(states) - states.count("r"), "kept": states.count("k"), "history": history})
     return rows
 
 
-def sinks_of(text):
-    return text.begin(LONGEST)[1].nonzero()[:, 0].tolist()
-
-
-def draw_method(panel, row, sinks):
-    """sinks: the positions of the text's sinks."""
+def draw_method(panel, text, row):
     from matplotlib.colors import ListedColormap
     T = row["tokens"]
     image = torch.full((T, T), float("nan"))  # time by position
@@ -84,43 +71,35 @@ def draw_method(panel, row, sinks):
     # a column of one token would be too thin to be seen
     times, positions = (image == 2).nonzero().T + 0.5
     panel.scatter(positions, times, s=1.2, color=STATES["k"][1], linewidths=0)
-    panel.plot([sink + 0.5 for sink in sinks], [-0.02 * T] * len(sinks), "v", color="black", markersize=4,
-               clip_on=False)
+    sinks = text.begin(LONGEST)[1].nonzero()[:, 0] + 0.5
+    panel.plot(sinks, 0 * sinks - 0.03 * T, "v", color="black", markersize=4, clip_on=False)
     panel.grid(False)
+    panel.set(xlabel="position of the token", ylabel="tokens read so far", xlim=(0, T),
+              ylim=(T, -0.06 * T))
     title(panel, row["method"])
 
 
 def draw(text, rows):
-    """All methods, in rows of three."""
+    """The first six methods, in rows of three."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
     n_columns = min(3, len(rows))
-    n_rows = -(-len(rows) // n_columns)
+    n_rows = -(-len(rows[:SHOWN]) // n_columns)
     figure, panels = new_figure(n_rows, n_columns, 0.6 + 3.6 * n_columns, 1.2 + 3.4 * n_rows,
                                 f"Where each token's key is (layer {text.layer}, KV head 0), while a text is read")
-    sinks = sinks_of(text)
+    for panel, row in zip(panels, rows):
+        draw_method(panel, text, row)
     for panel in panels[len(rows):]:
         panel.axis("off")
-    for i, (panel, row) in enumerate(zip(panels, rows)):
-        draw_method(panel, row, sinks)
-        if i % n_columns == 0:
-            panel.set_ylabel("tokens read so far")
-        if i + n_columns >= len(rows):
-            panel.set_xlabel("position of the token")
-    legend_of_states(figure, sinks)
+    handles = [Patch(color=colour, label=label) for label, colour in STATES.values()]
+    handles.append(Line2D([], [], marker="v", color="black", linestyle="", label="a sink"))
+    figure.legend(handles=handles, loc="outside lower center", ncol=4, frameon=False)
     return figure
 
 
 def draw_small(text, row):
     """One method, small."""
     figure, (panel,) = new_figure(1, 1, 2.6, 2.9)
-    draw_method(panel, row, sinks_of(text))
+    draw_method(panel, text, row)
     panel.set(xlabel="position", ylabel="tokens read")
     return figure
-
-
-def legend_of_states(figure, sinks):
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-    handles = [Patch(color=colour, label=label) for label, colour in STATES.values()]
-    if sinks:
-        handles.append(Line2D([], [], marker="v", color="black", linestyle="", label="a sink"))
-    figure.legend(handles=handles, loc="outside lower center", ncol=4, frameon=False)

@@ -7,17 +7,18 @@ A phenomenon is a file that has
     draw(text, rows)  -> its figure
 
 and its docstring says what it shows. Most have a function `look(at, sinks)`, too: what there is to
-measure in one block of one window. A number in a row is the mean over windows, each counted once.
+measure at one block of one window, of what `walk` returns. A number in a row is the mean over windows,
+each counted once.
 
 Memory holds one window's activations, of all layers. No T x T matrix of attention is ever whole.
 """
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
+from tqdm import tqdm
 
 from tinykv import UserError
 from tinykv.cache_parts.tracing import Trace
@@ -30,11 +31,10 @@ class Text:
     windows: torch.Tensor  # (W, T)
     marks: torch.Tensor  # (W, T): True at the sinks
     layer: int  # that figures show
-    progress: Callable = iter  # wraps a loop over windows
-    calibration: torch.Tensor | None = None  # (C, T)
-    calibration_marks: torch.Tensor | None = None  # (C, T)
-    quantized: torch.nn.Module | None = None  # the model with quantized weights
+    threshold: float = 0.3  # the score from which a token is a sink of a head: that of Gu et al. (2024)
     prefix: int = 0  # tokens that all windows begin with
+    calibration: torch.Tensor | None = None  # (C, T)
+    methods: dict | None = None  # {label: Method}, of the timeline and the page
 
     def shown(self):
         """What figures show: the first window in the shown layer, and its sinks (T)."""
@@ -46,53 +46,36 @@ class Text:
         return self.windows[w, :n], self.marks[w, :n]
 
 
-@dataclass
-class Block:
-    """What passes through one block of the model in one forward of a window."""
-    layer: int
-    sliding: int | None  # the size of the model's sliding window
-    q: torch.Tensor  # (1, H, T, d), rotated
-    k: torch.Tensor  # (1, Hkv, T, d), rotated
-    v: torch.Tensor  # (1, Hkv, T, d)
-    k_pre: torch.Tensor  # (1, Hkv, T, d), before RoPE
-    attention: torch.Tensor  # (T, H * d): the attention output, before o_proj
-    mid: torch.Tensor  # (T, D): the residual H' after attention
-    d_in: torch.Tensor  # (T, M): the input of the down-projection
-    d_out: torch.Tensor  # (T, D): its output
-    hidden: torch.Tensor  # (T, D): the residual H after the block
-
-
 @torch.no_grad()
 def walk(model, window):
-    """One forward over window (T) in full precision -> [Block], one for each block of the model.
+    """One forward over window (T) in full precision -> what passes through each block of the model, [block].
 
     UserError where the model computes numbers that are not finite.
     """
     # 1. run the model; the trace keeps q, k and v before RoPE, and each block's output
-    blocks = model.model["layers"]
-    trace = Trace(model)
-    with (recorded([block.self_attn.o_proj for block in blocks]) as attention,
-          recorded([block.post_attention_layernorm for block in blocks]) as norms,
-          recorded([block.mlp.down_proj for block in blocks]) as down):
-        model(window[None], trace, logits=False)
+    trace, modules = Trace(model), []
+    for block in model.model["layers"]:
+        modules += [block.self_attn.o_proj, block.post_attention_layernorm, block.mlp.down_proj]
+    calls = recorded(modules, lambda: model(window[None], trace, logits=False))
 
     # 2. rotate q and k, layer by layer
     positions = torch.arange(len(window), device=window.device)  # (T)
     found = []
     for layer, hidden in enumerate(trace.hidden):  # (1, T, D)
         check_finite(layer, hidden, trace.k[layer], trace.v[layer])
-        (heads, _), (mid, _), (d_in, d_out) = attention[layer], norms[layer], down[layer]
-        found.append(Block(
-            layer, model.config.sliding_window,
-            q=model.rope.rotate(trace.q[layer], positions),
-            k=model.rope.rotate(trace.k[layer], positions),
-            v=trace.v[layer],
-            k_pre=trace.k[layer],
-            attention=heads[0],
-            mid=mid[0],
-            d_in=d_in[0],
-            d_out=d_out[0],
-            hidden=hidden[0]))
+        (heads, _), (mid, _), (d_in, d_out) = calls[3 * layer:3 * layer + 3]
+        found.append(SimpleNamespace(
+            layer=layer,
+            sliding=model.config.sliding_window,  # of the model, or None
+            q=model.rope.rotate(trace.q[layer], positions),  # (1, H, T, d)
+            k=model.rope.rotate(trace.k[layer], positions),  # (1, Hkv, T, d)
+            v=trace.v[layer],  # (1, Hkv, T, d)
+            k_pre=trace.k[layer],  # (1, Hkv, T, d), before RoPE
+            attention=heads[0],  # (T, H * d): the attention output, before o_proj
+            mid=mid[0],  # (T, D): the residual H' after attention
+            d_in=d_in[0],  # (T, M): the input of the down-projection
+            d_out=d_out[0],  # (T, D): its output
+            hidden=hidden[0]))  # (T, D): the residual H after the block
     return found
 
 
@@ -104,49 +87,40 @@ def check_finite(layer, hidden, k, v):
                         "use another --dtype or model")
 
 
-@contextmanager
-def recorded(modules):
-    """Record what modules are given and what they return: [(input, output)], in the order of calls."""
+def recorded(modules, forward):
+    """What modules are given and what they return in a forward: [(input, output)], in the order of calls."""
     calls = []
     hooks = [module.register_forward_hook(lambda module, args, output: calls.append((args[0], output)))
              for module in modules]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
+    forward()
+    for hook in hooks:
+        hook.remove()
+    return calls
 
 
 # The loop, and its averages
 
 @torch.no_grad()
-def means(text, look):
-    """look(at, sinks) -> {key: number or tensor}, of each `Block` of each window -> {key: mean}.
+def by_layer(text, look):
+    """look(at, sinks) -> {name: number or tensor}, of each block of each window -> a row of means for each
+    layer: [{"layer": 0, name: mean, ..}, ..].
 
     sinks (T): True at them. What is not finite, such as the mean of no token, does not count.
     """
-    numbers = defaultdict(list)
-    for window, sinks in zip(text.progress(text.windows), text.marks):
+    numbers = [defaultdict(list) for _ in text.model.model["layers"]]
+    for window, sinks in zip(tqdm(text.windows, "analysis", leave=False, delay=1, disable=None), text.marks):
         for at in walk(text.model, window):
-            for key, number in look(at, sinks).items():
-                numbers[key].append(number)
-    return {key: mean(of_key) for key, of_key in numbers.items()}
-
-
-def by_layer(text, look):
-    """look(at, sinks) -> {name: number} -> a row for each layer: [{"layer": 0, name: mean, ..}, ..]."""
-    def look_in_layer(at, sinks):
-        return {(at.layer, name): number for name, number in look(at, sinks).items()}
-
-    rows = [{"layer": layer} for layer in range(text.model.config.num_hidden_layers)]
-    for (layer, name), number in means(text, look_in_layer).items():
-        rows[layer][name] = number
+            for name, number in look(at, sinks).items():
+                numbers[at.layer][name].append(number)
+    rows = []
+    for layer, of_layer in enumerate(numbers):
+        rows.append({"layer": layer, **{name: mean(of_name) for name, of_name in of_layer.items()}})
     return rows
 
 
 def mean(numbers):
     """The mean of those numbers, or tensors, that are finite, as a number or list; None if none is."""
-    tensors = [torch.as_tensor(x).double().cpu() for x in numbers]
+    tensors = [torch.as_tensor(x).double().cpu() for x in numbers if x is not None]
     finite = [x for x in tensors if x.isfinite().all()]
     return torch.stack(finite).mean(0).tolist() if finite else None
 

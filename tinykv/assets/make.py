@@ -15,16 +15,16 @@ Why these phases, and by which rule the shipped model was chosen, is in docs/emb
 """
 import io
 import json
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import sentencepiece
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
+from tqdm import trange
 
-from tinykv import UserError, at_least, hf
+from tinykv import hf
 from tinykv.analysis.sinks import sink_report
 from tinykv.data import load_windows
 from tinykv.data.stories import OFTEN, REFRAINS, WORDS, chants, stories
@@ -42,6 +42,9 @@ WARMUP = 100  # steps until the learning rate of an optimizer is at its peak
 CLIP = 1.0  # largest norm of the gradient
 
 
+REFRAIN = 3  # weight in the loss of what refrains ask for; other tokens weigh 1
+
+
 @dataclass
 class Phase:
     """One stretch of training."""
@@ -51,19 +54,18 @@ class Phase:
     chants: float  # the share of windows that hold nothing but chants
     people: int  # in a story, at most; 0: there are no stories
     story_chants: bool  # whether stories have chants
-    answer: int  # weight of an answer's tokens in the loss; other tokens weigh 1
-    refrain: int  # weight of what refrains ask for
+    answer: int  # weight of an answer's tokens in the loss
     dropout: float  # the share of values that are 0
     rates: tuple  # the learning rate, from here to there in a straight line
     optimizer: str = ""  # a new one from here on
 
 
 PHASES = [
-    Phase(1500, 8, 128, 1.0, 0, False, 1, 3, 0.30, (5e-3, 4.25e-3), "adamw"),
-    Phase(1700, 4, 512, 1.0, 0, False, 1, 3, 0.30, (4.25e-3, 4e-3)),
-    Phase(2700, 12, 128, 0.33, 1, False, 5, 3, 0.20, (4e-3, 4.75e-3), "muon"),
-    Phase(4250, 6, 512, 0.0, 5, True, 8, 3, 0.15, (4.75e-3, 2.4e-3)),
-    Phase(4750, 3, 1024, 0.0, 5, True, 8, 3, 0.15, (2.4e-3, 1e-4)),
+    Phase(1500, 8, 128, 1.0, 0, False, 1, 0.30, (5e-3, 4.25e-3), "adamw"),
+    Phase(1700, 4, 512, 1.0, 0, False, 1, 0.30, (4.25e-3, 4e-3)),
+    Phase(2700, 12, 128, 0.33, 1, False, 5, 0.20, (4e-3, 4.75e-3), "muon"),
+    Phase(4250, 6, 512, 0.0, 5, True, 8, 0.15, (4.75e-3, 2.4e-3)),
+    Phase(4750, 3, 1024, 0.0, 5, True, 8, 0.15, (2.4e-3, 1e-4)),
 ]
 
 
@@ -90,28 +92,25 @@ def batch_of(number, phase, pieces, often=OFTEN):
     only_chants = chants(number, often)
     told = stories("train", number, phase.people, chants=phase.story_chants)
     size = phase.length + 1
-    tokens, weights = [], []
+    windows = []  # of (token, weight)
     for row in range(phase.rows):
         source = only_chants if row < round(phase.rows * phase.chants) else told
-        ids, marks = [], []
-        while len(ids) < size:
-            document_ids, document_marks = encode(next(source), phase, pieces)
-            ids += document_ids
-            marks += document_marks
-        tokens.append(ids[:size])
-        weights.append(marks[:size])
-    return torch.tensor(tokens), torch.tensor(weights)
+        window = []
+        while len(window) < size:
+            window += encode(next(source), phase, pieces)
+        windows.append(window[:size])
+    return torch.tensor(windows).unbind(-1)
 
 
 def encode(document, phase, pieces):
-    """A document's ids, `<s>` first, and what each of them weighs in the loss."""
+    """A document as [(id, what it weighs in the loss)], `<s>` first."""
     weight = [1] * len(document.text)  # of a token that ends with this character
     for _, start, end in document.answers:
         weight[start:end] = [phase.answer] * (end - start)
     for start, end in document.refrains:
-        weight[start:end] = [phase.refrain] * (end - start)
+        weight[start:end] = [REFRAIN] * (end - start)
     encoded = pieces.encode(document.text, return_type="offset_mapping")
-    return [BOS, *encoded["ids"]], [1, *[weight[end - 1] for _, end in encoded["offsets"]]]
+    return [(BOS, 1), *((token, weight[end - 1]) for token, (_, end) in zip(encoded["ids"], encoded["offsets"]))]
 
 
 def mask_of_chants(pieces):
@@ -131,16 +130,12 @@ def new_model(seed):
     torch.manual_seed(seed)
     model = Llama(CONFIG)
     for name, weight in model.named_parameters():
-        if weight.dim() != 2:
-            continue
-        inputs = weight.shape[1]
-        if "embed_tokens" in name:
-            std = 0.05
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            std = (inputs * (2 * CONFIG.num_hidden_layers)) ** -0.5
-        else:
-            std = inputs ** -0.5
-        torch.nn.init.normal_(weight, std=std)
+        if weight.dim() == 2:
+            inputs = weight.shape[1]
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                inputs *= 2 * CONFIG.num_hidden_layers
+            std = 0.05 if "embed_tokens" in name else inputs ** -0.5
+            torch.nn.init.normal_(weight, std=std)
     for block in model.model["layers"]:
         block.self_attn.v_proj.register_forward_hook(drop_values)
     return model
@@ -170,38 +165,35 @@ def new_optimizers(kind, model):
 def train(out, seed=0, steps=PHASES[-1].until):
     """Train from the last saved state, or from the start, until so many steps are done; returns the model."""
     torch.set_num_threads(1)  # with more, sums come out differently
-    out = Path(out)
     if not (out / "tokenizer.model").exists():
         train_tokenizer(out / "tokenizer.model")
     pieces = SentencePieceTokenizer(out / "tokenizer.model").pieces
     mask = mask_of_chants(pieces)
-    model = new_model(seed)
-    done = 0
+    model, state = new_model(seed), {"step": 0}
     if (out / "training.pt").exists():
         state = torch.load(out / "training.pt", weights_only=True)
         model.load_state_dict(state["model"])
-        done = state["step"]
 
-    bar = tqdm(initial=done, total=steps, unit="step", disable=not sys.stderr.isatty())
     begin = 0  # of the phase
     for phase in PHASES:
         if phase.optimizer:
             optimizers, first = new_optimizers(phase.optimizer, model), begin  # first: its first step
-        for step in range(max(begin, done), min(phase.until, steps)):
-            if step == done > first:
+        for step in trange(max(begin, state["step"]), min(phase.until, steps), disable=None):
+            if step == state["step"] > first:
                 for optimizer, saved in zip(optimizers, state["optimizers"]):
                     optimizer.load_state_dict(saved)
-            rate = rate_at(step, begin, first, phase)
             number = seed * 10**5 + step
             torch.manual_seed(number)  # of dropout
+            rate = rate_at(step, begin, first, phase)
             loss, asked = train_step(model, optimizers, rate, phase, *batch_of(number, phase, pieces), mask)
-            bar.update()
             if step < 10 or (step + 1) % 25 == 0:
                 record = {"step": step + 1, "loss": round(loss, 5), "asked": round(asked, 5)}
                 with open(out / "training.jsonl", "a") as log:
                     log.write(json.dumps(record) + "\n")
             if (step + 1) % 250 == 0 or step + 1 == steps:
-                save_state(out / "training.pt", step + 1, model, optimizers)
+                state_now = {"step": step + 1, "model": model.state_dict(),
+                             "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+                write(out / "training.pt", partial(torch.save, state_now))
         begin = phase.until
     return model.eval()
 
@@ -210,12 +202,6 @@ def rate_at(step, begin, first, phase):
     """The learning rate of a phase's step. begin, first: the first step of the phase, and of its optimizer."""
     start, end = phase.rates
     return (start + (end - start) * (step - begin) / (phase.until - begin)) * min(1, (step + 1 - first) / WARMUP)
-
-
-def save_state(path, step, model, optimizers):
-    state = {"step": step, "model": model.state_dict(),
-             "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-    write(path, lambda part: torch.save(state, part))
 
 
 def train_step(model, optimizers, rate, phase, tokens, weights, mask):
@@ -249,11 +235,10 @@ def train_step(model, optimizers, rate, phase, tokens, weights, mask):
 
 def print_sinks(model, windows):
     """Where the sinks of a model are: windows (W, T)."""
-    report = sink_report(model, windows, windows == BOS)
-    print(f"outlier channel {report['channel']}; sink score of position 0, and of a later <s>; |h| of the channel at\n"
-          "<s>, and its ratio to the layer's median; norms at <s> over the median of the others")
+    print("sink score of position 0, and of a later <s>; |H| of the outlier's channel at <s>, and its ratio to the\n"
+          "layer's median; norms at <s> over the median of the others")
     print("layer  first  later  outlier  ratio     q      k      v")
-    for layer, row in enumerate(report["layers"]):
+    for layer, row in enumerate(sink_report(model, windows, windows == BOS)):
         print(f"{layer:5}  {row['first']:5.2f}  {row['later']:5.2f}  {row['outlier']:7.2f}"
               f"  {row['ratio']:5.1f}  {row['q']:5.2f}  {row['k']:5.2f}  {row['v']:5.2f}")
 
@@ -263,26 +248,13 @@ def main():
                description="Train the embedded model, and say where its sinks are.")
     p.add_argument("--out", metavar="DIR", required=True, help="where the checkpoint goes, and the state to go on from")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
-    p.add_argument("--steps", type=int, default=PHASES[-1].until, help="stop after this many, to go on later")
+    args = p.parse_args()
     with one_line(p, "stopped; the same command goes on from the last state that was saved"):
-        args = p.parse_args()
-        at_least(1, **{"--steps": args.steps})
-        out = usable_folder(args.out)
-        hf.save(train(out, args.seed, args.steps), out / "tokenizer.model", out)
+        out = Path(args.out)
+        out.mkdir(parents=True, exist_ok=True)
+        hf.save(train(out, args.seed), out / "tokenizer.model", out)
         model, tokenizer = hf.load(out)
         print_sinks(model, load_windows("tales", tokenizer, CONFIG.max_position_embeddings, 16).tokens)
-
-
-def usable_folder(out):
-    """A new folder, or one with a state to go on from; UserError for any other."""
-    out = Path(out)
-    if (out / "model.safetensors").exists() and not (out / "training.pt").exists():
-        raise UserError(f"{out} holds a model, and no state to go on from (training.pt); give another folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be a folder ({error.strerror}); give another") from None
-    return out
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ The first steps of the embedded model's training, on chants alone: a chain of wo
 has to be looked up but what a refrain asks for. Whether sinks come depends on how often that is
 (docs/embedded_model.md).
 """
-import sys
 from dataclasses import replace
 
 import torch
-from tqdm import tqdm
+from tqdm import trange
 
-from tinykv import UserError, at_least, hf
+from tinykv import UserError, hf
+from tinykv.analysis.bias import split_output
 from tinykv.analysis.figures import legend, new_figure, save, style, title
 from tinykv.analysis.sinks import sink_report
 from tinykv.analysis.walk import mean, walk
@@ -30,14 +30,14 @@ SEEDS = (0, 1, 2)
 LOOK = replace(make.PHASES[0], rows=16)  # windows for a look at the model
 
 
-def grow(triggers, seed, steps=STEPS):
+def grow(triggers, seed):
     """A model trained on chants, where this share of the words are refrains."""
     torch.set_num_threads(1)
     pieces = hf.load(EMBEDDED)[1].pieces
     phase, mask = make.PHASES[0], make.mask_of_chants(pieces)
     model = make.new_model(seed)
     optimizers = make.new_optimizers("adamw", model)
-    for step in tqdm(range(steps), unit="step", disable=not sys.stderr.isatty()):
+    for step in trange(STEPS, disable=None):
         number = seed * 10**5 + step
         torch.manual_seed(number)  # of dropout
         batch = make.batch_of(number, phase, pieces, triggers)
@@ -62,19 +62,11 @@ def attention_on_sinks(model, tokens, asks):
     """What queries spend on any <s>: (L, H) of refrains, and (L, H) of all other tokens."""
     of_refrains, of_others = [], []
     for window, is_refrain in zip(tokens, asks):
-        shares = torch.stack([spent_on(window == make.BOS, at) for at in walk(model, window)])  # (L, H, T)
-        of_refrains.append(shares[..., is_refrain])
-        of_others.append(shares[..., ~is_refrain & (window != make.BOS)])
+        sinks = window == make.BOS  # (T)
+        spent = torch.stack([split_output(at, sinks, at.k, at.v)[2] for at in walk(model, window)])  # (L, H, T)
+        of_refrains.append(spent[..., is_refrain])
+        of_others.append(spent[..., ~is_refrain & ~sinks])
     return torch.cat(of_refrains, -1).mean(-1), torch.cat(of_others, -1).mean(-1)
-
-
-def spent_on(marked, at):
-    """The attention that each query of a block spends on the marked tokens (T): (H, T)."""
-    T, d = at.q.shape[2:]
-    scores = at.q[0] @ at.k[0].transpose(-1, -2) / d ** 0.5  # (H, T, T), with one KV head
-    future = torch.ones(T, T, dtype=torch.bool).triu(1)
-    p = scores.masked_fill(future, float("-inf")).softmax(-1)  # (H, T, T)
-    return p[..., marked].sum(-1)
 
 
 def lost(model, tokens, calibration):
@@ -97,7 +89,7 @@ def draw(path, reports):
     for panel, (name, text) in zip(panels, titles.items()):
         for i, seed in enumerate(SEEDS):
             # over the blocks after the first, which has no sinks
-            means = [mean([row[name] for row in reports[share, seed]["layers"][1:]]) for share in SHARES]
+            means = [mean([row[name] for row in reports[share, seed][1:]]) for share in SHARES]
             panel.plot(SHARES, means, label=f"seed {seed}", **style(i))
         title(panel, text + ", mean of blocks 1 to 3")
         panel.set_xlabel("share of words that ask")
@@ -109,27 +101,27 @@ def main():
     p = Parser(prog="python -m tinykv.assets.sinks", description="Grow a model with attention sinks in about a minute.")
     p.add_argument("--triggers", type=float, default=0.12, help="the share of words that ask for a copy or a recall")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
-    p.add_argument("--steps", type=int, default=STEPS, help="of training")
     p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of triggers, as PNG; a quarter of an hour")
     with one_line(p):
-        args = p.parse_args()
-        at_least(1, **{"--steps": args.steps})
-        if args.figure:
-            cases = [(share, seed) for share in SHARES for seed in SEEDS]
-            draw(args.figure, {(share, seed): report_of(grow(share, seed, args.steps), share) for share, seed in cases})
-            return
-        if not 0 <= args.triggers <= 1:
-            raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
-        model = grow(args.triggers, args.seed, args.steps)
-        tokens, asks = look_at(0, args.triggers)
-        make.print_sinks(model, tokens)
-        if asks.any():
-            print("\nattention on <s>, by head: of refrains, and of all other queries")
-            for layer, heads in enumerate(torch.stack(attention_on_sinks(model, tokens, asks), -1).tolist()):
-                print(f"{layer:5}  " + "   ".join(f"{rare:.2f} {other:.2f}" for rare, other in heads))
-        losses = lost(model, tokens, look_at(1, args.triggers)[0])
-        print("\nperplexity above fp16, static 2-bit grids: " +
-              ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if name != "fp16"))
+        run(p.parse_args())
+
+
+def run(args):
+    if args.figure:
+        draw(args.figure, {(share, seed): report_of(grow(share, seed), share) for share in SHARES for seed in SEEDS})
+        return
+    if not 0 <= args.triggers <= 1:
+        raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
+    model = grow(args.triggers, args.seed)
+    tokens, asks = look_at(0, args.triggers)
+    make.print_sinks(model, tokens)
+    if asks.any():
+        print("\nattention on <s>, by head: of refrains, and of all other queries")
+        for layer, heads in enumerate(torch.stack(attention_on_sinks(model, tokens, asks), -1).tolist()):
+            print(f"{layer:5}  " + "   ".join(f"{rare:.2f} {other:.2f}" for rare, other in heads))
+    losses = lost(model, tokens, look_at(1, args.triggers)[0])
+    print("\nperplexity above fp16, static 2-bit grids: " +
+          ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if name != "fp16"))
 
 
 if __name__ == "__main__":
