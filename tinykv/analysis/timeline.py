@@ -11,10 +11,9 @@ from tinykv.evaluate import chunks_of
 
 LONGEST = 512  # tokens of the picture
 SHOWN = 6  # methods of the picture
-STATES = {"r": ("recent: 16 bits", "#f0a020"), "c": ("coded", "#a6cbe8"), "k": ("kept: 16 bits for good", "#98001f")}
-# blocks small enough to be seen in a picture
-EXAMPLES = ("rtn,pfn,kvsink choose=always,kivi recent=64,ott recent=32 group_size=64,"
-            "antkv vq=d4m16 anchors=4% block=32 choose=always,skvq,intactkv bits=4,kvquant,cq vq=d4m16")
+STATES = {"r": ("recent: 16 bits", "#f0a020"), "c": ("coded", "#a6cbe8"), "k": ("kept: 16 bits", "#98001f")}
+# with the recent tokens and blocks of the table in README; codebooks that a short text can fit
+EXAMPLES = "rtn,pfn,kvsink,kivi,ott,antkv vq=d4m16,skvq,intactkv bits=4,kvquant,cq vq=d4m16"
 
 COLUMNS = {"method": ("method", ""), "tokens": ("tokens", "d"), "recent": ("recent", "d"), "coded": ("coded", "d"),
            "kept": ("of them kept", "d")}
@@ -74,7 +73,7 @@ def draw_method(panel, text, row):
     sinks = text.begin(LONGEST)[1].nonzero()[:, 0] + 0.5
     panel.plot(sinks, 0 * sinks - 0.03 * T, "v", color="black", markersize=4, clip_on=False)
     panel.grid(False)
-    panel.set(xlabel="position of the token", ylabel="tokens read so far", xlim=(0, T),
+    panel.set(xlabel="position of the token", ylabel="tokens read so far", xlim=(-0.02 * T, T),
               ylim=(T, -0.06 * T))
     title(panel, row["method"])
 
