@@ -84,22 +84,22 @@ def draw(path, reports):
 
     reports: {(share, seed): what `sink_report` says}.
     """
-    figure, panels = new_figure(1, 2, 9, 3.6, "Sinks come where heads are needed, but rarely")
+    figure, panels = new_figure(1, 2, 9, 3.6, "Sinks come where heads are needed, but rarely (mean of blocks 1 to 3)")
     titles = {"first": "sink score of the first <s>", "k": "norm of keys at <s>, over other tokens'"}
     for panel, (name, text) in zip(panels, titles.items()):
         for i, seed in enumerate(SEEDS):
             # over the blocks after the first, which has no sinks
             means = [mean([row[name] for row in reports[share, seed][1:]]) for share in SHARES]
             panel.plot(SHARES, means, label=f"seed {seed}", **style(i))
-        title(panel, text + ", mean of blocks 1 to 3")
-        panel.set_xlabel("share of words that ask")
+        title(panel, text)
+        panel.set_xlabel("chance of a refrain at each step")
     legend(panels[0])
     save(figure, path)
 
 
 def main():
     p = Parser(prog="python -m tinykv.assets.sinks", description="Grow a model with attention sinks in about a minute.")
-    p.add_argument("--triggers", type=float, default=0.12, help="the share of words that ask for a copy or a recall")
+    p.add_argument("--triggers", type=float, default=0.12, help="the chance of a refrain, a word that asks for a copy, at each step of a chant")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
     p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of triggers, as PNG; a quarter of an hour")
     with one_line(p):
