@@ -38,7 +38,7 @@ TEXT = "Balo lives in Eastwick. Where does Balo live? In Eastwick.\n" * 30
 ODD = [None, True, -1, 0, 1, 2 ** 31, 2 ** 63, 10 ** 400, 1.5, 1e308, float("nan"), float("inf"), "", "x", "\ud800",
        "1e9", [], [1], {}, {"a": 1}, [[[]]], "<s>", "nul\0"]
 WORDS = ["", "0", "-1", "1", "3.5", "1e99999999", "nan", "9" * 5000, "x" * 5000, "1,2", ",", "bos", "1%", "101%",
-         "d8m256", "d0m0", "kivi", "all", "on", "token-static", "kvquant", "none", "meta", "cuda:9", "nul\0", "\udc80",
+         "d8m256", "d0m0", "kivi", "all", "on", "token-static", "kvquant", "none", "meta", "cuda:9", "\udc80",
          "~nouser/x", "tales"]
 
 

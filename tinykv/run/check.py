@@ -62,6 +62,8 @@ def try_codec(codec, config, name):
     rows = torch.randn(B, Hkv, n, d, generator=torch.Generator().manual_seed(0)).half().to(device)
 
     codes = codec.encode(rows, ignore=None)
+    if not hasattr(codes, "append"):
+        raise UserError(f"{name}: `encode` of {codec!r} has to give Codes; it gave {type(codes).__name__}")
     decoded = codec.decode(codes.append(codec.encode(rows, ignore=None)))
     if not is_float(decoded, (B, Hkv, 2 * n, d)):
         raise UserError(f"{name}: `decode` of {codec!r} has to give floating-point numbers {(B, Hkv, 2 * n, d)}; it "
