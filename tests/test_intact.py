@@ -297,12 +297,12 @@ def test_a_prefix_is_read_as_it_was_written(trained):
     assert torch.equal(cache.layers[1].values.read(), prefix.values[1][None])
 
 
-@pytest.mark.parametrize("seed, weights, named", [(0, "rtn-4, groups of 16", "weights: rtn-3"),
-                                                  (0, "full precision", "weights: rtn-3"), (1, LABEL, "model: ")])
+@pytest.mark.parametrize("seed, weights, named", [(0, "rtn-4, groups of 16", "rtn-4"),
+                                                  (0, "full precision", "full precision"), (1, LABEL, "rtn-3")])
 def test_a_prefix_of_another_model_or_other_weights_is_refused(trained, seed, weights, named):
     path, model, _ = trained
     other = tiny(seed=seed)
-    with pytest.raises(UserError, match=f"another model or for other weights .{named}"):
+    with pytest.raises(UserError, match=f"another model or for other weights, .*train it for {named}"):
         fill_prefix(load_prefix(path, model.config), other, other, weights)
 
 

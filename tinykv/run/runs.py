@@ -270,6 +270,10 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
     for chosen in combinations(cls, given, beside):
         label = label_of(name, chosen, given)
         arguments = {**beside, **constructor_arguments(cls, chosen)}
+        settings = {**settings_of(cls), **arguments}
+        for setting, value in settings.items():
+            if value is inspect.Parameter.empty:
+                raise UserError(f"{name} needs --{setting.replace('_', '-')}, which has no default")
         try:
             method = cls(config, **arguments)
         except UserError as error:
@@ -279,7 +283,7 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
             continue
         check_method(method, config)
         words = ", ".join(f"{setting}={arguments[setting]}" for setting in beside if setting not in chosen)
-        found.append(Run(label, name, method, {**settings_of(cls), **arguments}, weights, beside=words))
+        found.append(Run(label, name, method, settings, weights, beside=words))
     return found
 
 
