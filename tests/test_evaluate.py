@@ -77,6 +77,7 @@ def test_all_figures_against_plain_python(model, windows, batch):
         assert (result.agree, result.right, result.answers) == (agree, right, 5)
         assert result.targets == 5 * 20 and result.tokens == 5 * 21
     assert found["rtn"].kl > 0.1  # the two methods do differ
+    assert found["fp16"].hidden and not found["rtn"].hidden  # memory: states are kept of one method
 
 
 def test_slices_of_the_vocabulary_change_nothing(model, windows, monkeypatch):
