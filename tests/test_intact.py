@@ -622,6 +622,7 @@ def test_quantized_weights_are_kept_in_the_calibration_file(evaluating, monkeypa
     (["--weights", "rtn", "--w-bits", "3,1"], ["2 to 8", "1"]),
     (["--weights", "rtn", "--w-group-size", "24"], ["24", "128"]),
     (["--w-bits", "3"], ["--w-bits", "--weights"]),
+    (["--w-group-size", "32"], ["--w-group-size", "--weights"]),
     (["--prefix", "nothing.txt"], ["nothing.txt"]),
     (["--prefix", "nothing.safetensors"], ["nothing.safetensors"]),
     (["--prefix", str(EMBEDDED / "model.safetensors")], ["model.safetensors"]),
