@@ -186,24 +186,6 @@ def test_what_a_method_is_shown_beside_has_settings_for_it():
             assert settings.items() - {("scheme", "token-dynamic")} <= settings_of(cls).items()
 
 
-@pytest.mark.whole
-def test_where_nothing_is_quantized_yet_all_methods_are_fp16(command, tmp_path):
-    """64 tokens are less than a block, or than the recent tokens: fp16's result to the last bit.
-
-    After a prefix matrix products have other shapes, and other last bits.
-    """
-    path = tmp_path / "out.json"
-    command("--method", "all", "--protocol", "stream", "--json", str(path), *SMALL[:-1], "20")
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == len(METHODS)
-    for row in rows:
-        figures, exact = [row[key] for key in ("ppl", "delta_ppl", "kld", "top1")], [rows[0]["ppl"], 0, 0, 1]
-        off = 1e-5 if "prefix" in row["settings"] else 0
-        assert figures == pytest.approx(exact, rel=off, abs=off), row["label"]
-        score = 32 / 32 if row["method"] == "antkv" else 0  # held beside each exact row of 32 channels
-        assert (row["bits_true"], row["bits_128k"]) == (16 + score, 16)
-
-
 # ---- lists of settings
 
 @pytest.mark.parametrize("words, titles", [
