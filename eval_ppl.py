@@ -14,21 +14,18 @@ from functools import partial
 from tinykv import hf
 from tinykv.calibrate import calibrate
 from tinykv.evaluate import measure
-from tinykv.run import cli, flags, runs, table
+from tinykv.run import cli, flags, ranks, runs, table
 from tinykv.run.check import check_codecs
 from tinykv.run.prefix import fill_prefix
-from tinykv.storage import CalibrationFile
 
 
-def run(args, ranks=None, loaded=None):
+def run(args, loaded=None):
     """Load, calibrate, evaluate, print -> the rows of the table, as the JSON has them.
 
-    ranks: the module `tinykv.run.ranks` where torchrun started several processes, else None.
     loaded: a (model, tokenizer) in the place of those of --model.
     """
     flags.check(args)
-    if ranks:
-        ranks.prepare(args)
+    ranks.prepare(args)  # where torchrun started several processes, each evaluates a share
 
     # 1. Load: first the config and the tokenizer, as the methods need no more
     config, tokenizer = flags.load_config(args, loaded)
@@ -41,13 +38,13 @@ def run(args, ranks=None, loaded=None):
     text, data = flags.load_calibration(args, tokenizer, by_title, quantizers)  # (W, T), its label
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
-    file = (ranks.SharedCalibration if ranks else CalibrationFile)(args.calibration, model)
+    file = ranks.SharedCalibration(args.calibration, model)
     models = flags.quantized_models(args, model, quantizers, text, file)  # {label of weights: Llama}
     flags.use_attention(models, "fused" if args.attention == "triton" else args.attention)
     for r in by_title.values():
         quantized = models[r.weights]
         if r.method.needs_calibration:
-            with r.step("calibrating", ranks):
+            with r.step("calibrating"):
                 seen = text[:args.calib_windows or r.method.calibration_windows]  # (C, T)
                 if not r.restore(file, seen):
                     calibrate(quantized, r.method, seen, partial(cli.bar, what=f"calibrating {r.title}"))
@@ -59,17 +56,16 @@ def run(args, ranks=None, loaded=None):
 
     # 3. Evaluate and print: a row as soon as it is measured
     flags.use_attention(models, args.attention)
-    share = ranks.share(windows, args.batch) if ranks else windows
+    share = ranks.share(windows, args.batch)
     printer = table.Table(by_title.values(), args.wide)
     rows, fp16 = [], None
     for title, r in by_title.items():
         result = None
         if r.error is None:
-            with r.step("evaluating", ranks), cli.bar(None, f"evaluating {title}", len(share.tokens)) as bar:
+            with r.step("evaluating"), cli.bar(None, f"evaluating {title}", len(share.tokens)) as bar:
                 result = measure(models[r.weights], r.method, share, args.protocol, args.batch, fp16, bar,
                                  cache_class, args.prompt)
-        if ranks:
-            result = ranks.gather(result)
+                result = ranks.gather(result)
         fp16 = fp16 or result
         rows.append(table.row_of(r, result, fp16, args))
         printer.print_row(rows[-1])
@@ -100,11 +96,11 @@ def compare(methods, model=None, **settings):
 
 
 def main():
-    with cli.one_line(flags.parser(), torchrun=True), cli.ranks() as ranks:
+    with cli.one_line(flags.parser()), ranks.joined():
         args = flags.parse()
         if args.list_methods:
             runs.list_methods()
-        elif any(row["fault"] for row in run(args, ranks)):
+        elif any(row["fault"] for row in run(args)):
             raise SystemExit(1)
 
 

@@ -22,37 +22,26 @@ from tinykv.storage import CalibrationFile, fingerprint, identity, load_tensors,
 
 def parser():
     p = cli.Parser(
-        description="Train the keys and values of a prefix, so that a model with quantized weights "
-                    "computes what the full-precision model does (IntactKV, Eq. 2).",
-        epilog="The state of a run is kept in OUT.state after every update; the same command goes on "
-               "from there.")
+        description="Train the keys and values of a prefix, so that a model with quantized weights computes what the "
+                    "full-precision model does (IntactKV, Eq. 2).",
+        epilog="The state of a run is kept in OUT.state after every update; the same command goes on from there.")
     p.add_argument("--out", metavar="FILE", required=True, help="the trained prefix (.safetensors)")
     p.add_argument("--prefix", metavar="bos|FILE", default="bos",
-                   help="what texts begin with: BOS, a text file, or a trained prefix to go on with "
-                        "(.safetensors)")
+                   help="what texts begin with: BOS, a text file, or a trained prefix to go on with (.safetensors)")
     cli.add_model(p)
     cli.add_attention(p)
-    s = p.add_argument_group(
-        "training", "on the calibration part of --data; its test part is held out")
+    s = p.add_argument_group("training", "on the calibration part of --data; its test part is held out")
     s.add_argument("--chats", metavar="FILE",
                    help="train on the answers of these chats in the place of --data: JSON lines of turns "
                         "{\"from\": \"human\" or \"gpt\", \"value\": text}, in Vicuna's template")
-    s.add_argument("--samples", metavar="N", type=int, default=128,
-                   help="texts to train on")
-    s.add_argument("--tokens", metavar="T", type=int, default=256,
-                   help="tokens of each, the prefix included")
-    s.add_argument("--updates", metavar="N", type=int, default=160,
-                   help="updates in all")
-    s.add_argument("--accumulate", metavar="N", type=int, default=16,
-                   help="texts of an update")
-    s.add_argument("--lr", type=float, default=2e-4,
-                   help="learning rate of AdamW, constant")
-    s.add_argument("--clip", type=float, default=0.3,
-                   help="largest norm of a gradient")
-    s.add_argument("--seed", type=int, default=0,
-                   help="which tales are read, and in which order the texts come")
-    s.add_argument("--batch", metavar="B", type=int,
-                   help="texts at a time (default: about 4096 tokens)")
+    s.add_argument("--samples", metavar="N", type=int, default=128, help="texts to train on")
+    s.add_argument("--tokens", metavar="T", type=int, default=256, help="tokens of each, the prefix included")
+    s.add_argument("--updates", metavar="N", type=int, default=160, help="updates in all")
+    s.add_argument("--accumulate", metavar="N", type=int, default=16, help="texts of an update")
+    s.add_argument("--lr", type=float, default=2e-4, help="learning rate of AdamW, constant")
+    s.add_argument("--clip", type=float, default=0.3, help="largest norm of a gradient")
+    s.add_argument("--seed", type=int, default=0, help="which tales are read, and in which order the texts come")
+    s.add_argument("--batch", metavar="B", type=int, help="texts at a time (default: about 4096 tokens)")
     cli.add_weights(p, several=False)
     s = p.add_argument_group("calibration of the quantizer, and evaluation: as in eval_ppl.py")
     cli.add_windows(s, windows=16, longest=4096)
@@ -133,14 +122,11 @@ def train(full, quantized, texts, exact, state, args):
             total = 0.0
             for i in range(0, len(chosen), batch):
                 part = chosen[i:i + batch]
-                loss = block_loss(full, quantized, tokens[part], exact, (state.keys, state.values),
-                                  counts[part])
+                loss = block_loss(full, quantized, tokens[part], exact, (state.keys, state.values), counts[part])
                 loss = loss * (len(part) / args.accumulate)
                 loss.backward()
                 total += loss.item()
-            if not math.isfinite(total):
-                raise UserError(f"the loss is not finite after {state.done} updates; give a "
-                                "smaller --lr, or another --dtype")
+            check_loss(total)
 
             # one step of AdamW
             state.update(args.clip)
@@ -154,25 +140,26 @@ def mean_loss(full, quantized, texts, exact, rows, batch):
     total = 0.0
     for part, counts in zip(*(x.split(batch) for x in texts)):
         total += block_loss(full, quantized, part, exact, rows, counts).item() * len(part)
-    if not math.isfinite(total):
-        raise UserError("the loss is not finite; give a smaller --lr, or another --dtype")
+    check_loss(total)
     return total / len(texts[0])
+
+
+def check_loss(loss):
+    if not math.isfinite(loss):
+        raise UserError("the loss is not finite; give a smaller --lr, or another --dtype")
 
 
 def load_texts(args, tokenizer, prefix, device):
     """The texts to train on, and those that are held out, both without the prefix: tokens (N, T) and
     which of them count (N, T) each."""
+    sizes = [args.samples, args.windows]
     if args.chats is not None:
-        # a prefix of BOS alone holds no system prompt
-        system = SYSTEM if len(prefix) == 1 else ""
+        system = SYSTEM if len(prefix) == 1 else ""  # a prefix of BOS alone holds no system prompt
         longest = max(0, args.tokens - len(prefix))
-        chats = load_chats(args.chats, tokenizer, args.samples + args.windows, longest,
-                           system)
-        tokens, response = chats.tokens.to(device), chats.response.to(device)
-        sizes = args.samples, args.windows
-        return list(zip(tokens.split(sizes), response.split(sizes)))
+        tokens, response = load_chats(args.chats, tokenizer, sum(sizes), longest, system)
+        return list(zip(tokens.to(device).split(sizes), response.to(device).split(sizes)))
     found = []
-    for split, n in (("calibration", args.samples), ("test", args.windows)):
+    for split, n in zip(("calibration", "test"), sizes):
         windows = load_windows(args.data, tokenizer, args.tokens, n, split, args.seed, prefix=prefix)
         tokens = windows.tokens[:, len(prefix):].to(device)  # (n, T)
         found.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
@@ -186,8 +173,7 @@ def in_16_bits(keys, values):
 
 def check(args):
     """What can be seen to be wrong before anything is loaded."""
-    cli.check_counts(args, 1, "samples", "updates", "accumulate", "windows", "calib-windows",
-                     "batch")
+    cli.check_counts(args, 1, "samples", "updates", "accumulate", "windows", "calib-windows", "batch")
     for flag in ("lr", "clip"):
         if not 0 < getattr(args, flag) < math.inf:
             raise UserError(f"--{flag} must be a number above 0; got {getattr(args, flag)}")
@@ -234,67 +220,52 @@ def run(args):
     first = [rows.to(device).float() for rows in (prefix.keys, prefix.values)]
 
     # 5. Train
-    model = fingerprint(full)
+    trained_for = {"model": fingerprint(full), "weights": weights}
     settings = [args.accumulate, args.lr, args.clip, args.seed]
-    made_of = identity(model, weights, prefix.ids, *first, *texts, settings, intactkv)
+    made_of = identity(trained_for, prefix.ids, *first, *texts, settings, intactkv)
     state = State(f"{args.out}.state", made_of, *first, args.lr)
-    parameters = state.keys.numel() + state.values.numel()
     print(f"model {args.model}, weights {weights}")
-    print(f"prefix {args.prefix}: {n} tokens, {parameters:,} parameters")
+    print(f"prefix {args.prefix}: {n} tokens, {state.keys.numel() + state.values.numel():,} parameters")
     if state.done:
         print(f"going on after {state.done} updates ({state.path})")
     train(full, quantized, texts, exact, state, args)
 
-    # 6. Eq. 2 with the prefix of the quantized model, of the full-precision model, as a file gave
-    #    it, and trained
+    # 6. Eq. 2 with the prefix of the quantized model, of the full-precision model, and trained
     rows = {
         "none": in_16_bits(*exact_rows(quantized, full, prefix.ids)),
         "exact": in_16_bits(*exact_rows(full, quantized, prefix.ids)),
+        "trained": in_16_bits(state.keys, state.values),
     }
-    if prefix.trained_for:  # a trained prefix, to go on with
-        rows["given"] = in_16_bits(*first)
-    begun_with = "given" if prefix.trained_for else "exact"
-    rows["trained"] = in_16_bits(state.keys, state.values)
     batch = cli.batch_of(args, args.tokens)
     losses = {}
     for what, of in rows.items():
-        on_texts = mean_loss(full, quantized, texts, exact, of, batch)
-        on_held_out = mean_loss(full, quantized, held_out, exact, of, batch)
-        losses[what] = on_texts, on_held_out
+        losses[what] = [mean_loss(full, quantized, part, exact, of, batch) for part in (texts, held_out)]
 
-    # 7. Write the trained prefix, or the one that training began with if that is better
-    lowered = losses["trained"][0] <= losses[begun_with][0]
-    keys, values = rows["trained" if lowered else begun_with]
-    trained_for = {"model": model, "weights": weights}
+    # 7. Write the trained prefix
+    keys, values = rows["trained"]
     save_prefix(args.out, Prefix(args.out, prefix.ids, keys.half(), values.half(), trained_for))
     state.path.unlink(missing_ok=True)
-    if not lowered:
-        print("training did not lower the loss that it was to lower; the "
-              f"{begun_with} prefix is written instead")
     print(f"wrote {args.out}")
 
     # 8. Evaluate the quantized model with each, beside the full-precision model
     methods = {"fp16": FP16(config)}
-    for what, (keys, values) in rows.items():
-        methods[what] = IntactKV(config, Prefix(what, prefix.ids, keys, values))
+    for what, of in rows.items():
+        methods[what] = IntactKV(config, Prefix(what, prefix.ids, *of))
     models = dict.fromkeys(rows, quantized)
-    batch = cli.batch_of(args, context)
     with cli.bar(None, "evaluating", len(methods) * args.windows) as progress:
-        results = evaluate(full, methods, windows, "paper", batch, progress, models)
+        results = evaluate(full, methods, windows, "paper", cli.batch_of(args, context), progress, models)
     print()
     print_table(name, losses, results)
 
 
 def print_table(weights, losses, results):
-    """Losses by prefix, {what: (loss, held-out loss)}, beside the `Result`s, fp16's first."""
+    """Losses by prefix, {what: [loss, held-out loss]}, beside the `Result`s, fp16's first."""
     lines = []
     for what, result in results.items():
-        line = ["-"] * 4
-        if what in losses:
-            line = [weights, what, *(f"{loss:.4f}" for loss in losses[what])]
-        lines.append([*line, f"{result.ppl:.4f}", f"{result.kl / result.targets:.4f}"])
-    head = ["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"]
-    cli.print_columns(head, lines, left=2)
+        names = [weights, what] if what in losses else ["-", "-"]
+        figures = [*losses.get(what, [None, None]), result.ppl, result.kl / result.targets]
+        lines.append([*names, *(cli.figure(x, ".4f") for x in figures)])
+    cli.print_columns(["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"], lines, left=2)
 
 
 def main():

@@ -47,8 +47,8 @@ def runs(ids, mask):
 @pytest.mark.parametrize("system", ["", SYSTEM])
 def test_the_mask_is_the_answers(tmp_path, tokenizer, key, system):
     """The tokens under it decode to the answers, each with the end of its turn, and all others to Vicuna's template."""
-    chats = load_chats(write(tmp_path / "c.jsonl", CHATS, key), tokenizer, 3, 10 ** 6, system)
-    for chat, ids, mask in zip(CHATS, chats.tokens.tolist(), chats.response.tolist()):
+    tokens, response = load_chats(write(tmp_path / "c.jsonl", CHATS, key), tokenizer, 3, 10 ** 6, system)
+    for chat, ids, mask in zip(CHATS, tokens.tolist(), response.tolist()):
         end = max(i for i, m in enumerate(mask) if m) + 1  # what comes after the last answer is filled up
         parts = runs(ids[:end], mask[:end])
         assert [m for m, _ in parts] == [False, True] * len(chat)
@@ -63,12 +63,12 @@ def test_the_mask_is_the_answers(tmp_path, tokenizer, key, system):
 
 def test_chats_are_cut_and_those_without_an_answer_left_out(tmp_path, tokenizer):
     path = write(tmp_path / "c.jsonl", CHATS)
-    whole = load_chats(path, tokenizer, 3, 10 ** 6)
-    begins = [mask.index(True) for mask in whole.response.tolist()]  # the first token of an answer
+    whole, response = load_chats(path, tokenizer, 3, 10 ** 6)
+    begins = [mask.index(True) for mask in response.tolist()]  # the first token of an answer
     longest = min(begins) + 1
-    cut = load_chats(path, tokenizer, 1, longest)
+    cut, response = load_chats(path, tokenizer, 1, longest)
     first = begins.index(min(begins))
-    assert torch.equal(cut.tokens[0], whole.tokens[first, :longest]) and cut.response[0].sum() == 1
+    assert torch.equal(cut[0], whole[first, :longest]) and response[0].sum() == 1
     with pytest.raises(UserError, match="has 0 chats in which the first"):
         load_chats(path, tokenizer, 1, min(begins))
 

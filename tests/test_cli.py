@@ -1,15 +1,10 @@
 """The command as a user meets it: the table, the JSON, and one clear line for what is wrong."""
-import importlib.util
 import json
-import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eval_ppl
-import train_intact
 from tinykv import hf
 from tinykv.calibrate import calibrate
 from tinykv.methods.registry import METHODS
@@ -182,47 +176,14 @@ def test_every_setting_of_every_method_is_an_option():
     assert taken == set(SETTINGS)
 
 
-@pytest.mark.parametrize("name, beside, shared", [
-    ("kivi", ["rtn"], "group_size=32"), ("ott", ["kivi"], "group_size=128, recent=32"), ("skvq", ["kivi"], ""),
-    ("kvquant", ["rtn"], "")])
-def test_what_a_method_is_shown_beside_shares_its_settings(name, beside, shared):
-    runs = runs_of(f"--method {name}")
-    assert list(runs) == ["fp16", *beside, name] and runs[beside[0]].shared == shared
-    for setting in shared.split(", ") if shared else ():
-        setting, _, value = setting.partition("=")
-        assert str(runs[beside[0]].settings[setting]) == value
-
-
-@pytest.mark.whole  # seconds each
-@pytest.mark.parametrize("words", [["--protocol", "paper"], ["--protocol", "stream"],
-                                   ["--protocol", "paper", "--outliers", "1"], ["--protocol", "paper", "--bits", "4"]])
-def test_all_methods_in_one_table(command, tmp_path, words):
-    path = tmp_path / "out.json"
-    status, out, _ = command("--method", "all", *words, "--json", str(path), *SMALL[:-1], "20")
-    rows = json.loads(path.read_text())["rows"]
-    assert status == 0 and list(table(out)) == [row["label"] for row in rows] == list(METHODS)
-    assert "nan" not in out.lower() and "NaN" not in path.read_text()
-    for row in rows:
-        assert row["method"] == row["label"] and row["ppl"] > 1
-        assert set(row["settings"]) == set(settings_of(METHODS[row["method"]]))
-
-
-@pytest.mark.whole
-def test_where_nothing_is_quantized_yet_all_methods_are_fp16(command, tmp_path):
-    """64 tokens are less than a block, or than the recent tokens: fp16's result to the last bit.
-
-    After a prefix matrix products have other shapes, and other last bits.
-    """
-    path = tmp_path / "out.json"
-    command("--method", "all", "--protocol", "stream", "--json", str(path), *SMALL[:-1], "20")
-    rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == len(METHODS)
-    for row in rows:
-        figures, exact = [row[key] for key in ("ppl", "delta_ppl", "kld", "top1")], [rows[0]["ppl"], 0, 0, 1]
-        off = 1e-5 if "prefix" in row["settings"] else 0
-        assert figures == pytest.approx(exact, rel=off, abs=off), row["label"]
-        score = 32 / 32 if row["method"] == "antkv" else 0  # held beside each exact row of 32 channels
-        assert (row["bits_true"], row["bits_128k"]) == (16 + score, 16)
+def test_what_a_method_is_shown_beside_has_settings_for_it():
+    runs = runs_of("--method ott --recent 16")
+    assert list(runs) == ["fp16", "kivi", "ott"] and runs["kivi"].beside == "group_size=128"
+    assert (runs["kivi"].settings["group_size"], runs["kivi"].settings["recent"]) == (128, 16)
+    assert runs_of("--method ott,kivi")["kivi"].settings["group_size"] == 32  # asked for, it is itself
+    for cls in METHODS.values():  # by default the same as the method that it is shown beside
+        for settings in cls.compare.values():
+            assert settings.items() - {("scheme", "token-dynamic")} <= settings_of(cls).items()
 
 
 # ---- lists of settings
@@ -292,7 +253,7 @@ def test_calibrated_tables_are_read_again(command, calibrated, kept):
 def test_what_is_asked_for_decides_what_is_calibrated(command, calibrated, kept):
     """Other settings are calibrated anew, each row of a list by itself; a default that is asked for is not."""
     words = ["--calibration", str(kept), *SMALL]
-    for asked, n in (["--preserve", "1,5"], 2), (["--preserve", "5", "--v-bits", "2.0"], 2), (["--preserve", "4,1"], 3):
+    for asked, n in (["--preserve", "1,5"], 2), (["--preserve", "5"], 2), (["--preserve", "4,1"], 3):
         command("--method", "pfn,fp16", *asked, *words)
         assert len(calibrated) == n
 
@@ -358,12 +319,9 @@ def test_a_file_of_another_model_is_refused(command, tmp_path, kept):
 def test_a_damaged_calibration_file_is_refused(command, kept):
     words = ["--method", "fp16,rtn", "--calibration", str(kept), *SMALL]
     command(*words)
-    whole = kept.read_bytes()
-    model = (EMBEDDED / "model.safetensors").read_bytes()
-    for damaged in (whole[:-100], whole[:20], b"", b"no such thing" * 100, model):
-        kept.write_bytes(damaged)
-        assert str(kept) in refused(command, *words)
-        assert kept.read_bytes() == damaged
+    damaged = kept.read_bytes()[:-100]
+    kept.write_bytes(damaged)
+    assert str(kept) in refused(command, *words) and kept.read_bytes() == damaged
 
 
 # ---- what is wrong
@@ -375,50 +333,37 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     words = "--method", "kivi", "--context", "64", "--windows", "4", "--data", str(path)
     assert "windows of 64" in command(*words)[2]
     status, out, _ = command("--calib-data", "fables", *words)
-    assert status == 0 and f"data {path} (whole): 4 windows" in out
+    assert status == 0 and f"data {path}: 4 windows" in out
 
 
 @pytest.mark.parametrize("words, named", [
     ("--choose always", ["--choose", "--prompt"]),
     ("--prompt 64", ["--prompt 64", "shorter than a window, 64"]),
-    ("--prompt 0", ["--prompt"]),
     ("--method intactkv --prefix docs/prompt.txt --prompt 9", ["the prefix", "tokens"]),
-    ("--method pfn --prompt 32 --choose prompt", ["--choose", "pfn"]),
     ("--method kvsnik", ["kvsnik", "did you mean kvsink?"]),
     ("--method pfn --preserve 65", ["pfn keeps 65", "64"]),
-    ("--method antkv --anchors 65", ["antkv keeps 65", "64"]),
-    ("--method cq --calib-data nothing.txt", ["nothing.txt"]),
-    ("--plot figure.pdf", ["figure.pdf", ".png"]),
     ("--method rtn --preserve 5", ["--preserve", "rtn"]),
-    ("--method fp16 --bits 3", ["--bits", "fp16"]),
-    ("--method rtn --bits 9", ["9"]),
     ("--method rtn --bits 2,nan", ["nan"]),
-    ("--method fp16,skvq --bits 2.5", ["bits", "2.5"]),
     ("--method rtn --scheme token-static --group-size 24", ["24", "32"]),
-    ("--method pfn --preserve -1", ["-1"]),
     ("--method kvsink --emergence-layer 9 --outlier-channel 1", ["9", "layers"]),
     ("--method pfn --scheme channel-static,kvqant", ["kvqant", "kvquant", "token-static"]),
     ("--method kivi --scheme token-static", ["--scheme", "kivi"]),  # rtn, beside it, takes one
     ("--method rtn --outliers 1", ["--outliers", "rtn"]),  # not a setting of its scheme
     ("--method pfn,kvsink --outliers 0,1 --scheme token-static", ["--outliers", "pfn", "kvsink"]),
     ("--context 2048", ["2048", "1024"]),
-    ("--context -3", ["-3"]),
     ("--windows 0", ["0"]),
     ("--calib-windows 0", ["0"]),
     ("--batch 0", ["0"]),
+    ("--prompt 0", ["--prompt"]),
     ("--at-bits nan", ["--at-bits", "nan"]),
     ("--data nothing.txt", ["nothing.txt", "tales"]),
     ("--model no/folder", ["no/folder"]),
     ("--method nowhere.py:X", ["nowhere.py"]),
     ("--method eval_ppl.py:Nothing", ["Nothing", "Method"]),
     ("--json no/such/folder/out.json --method fp16", ["no/such/folder"]),
-    ("--calibration tests --method rtn", ["--calibration", "tests"]),
-    ("--method fp16 --json nul\0", ["--json", "nul"]),
-    (f"--method fp16 --json {'x' * 5000}", ["--json", "xxx..."]),
+    (f"--method fp16 --data {'x' * 5000}", ["xxx..."]),
     ("--device cuda:9", ["cuda:9"]),
-    ("--device toaster", ["toaster"]),
     ("--bits two --method rtn", ["argument --bits"]),
-    ("--preserve 0,5, --method pfn", ["argument --preserve"]),
     ("--protocol quick", ["argument --protocol", "stream"]),
     ("--presreve 5", ["--presreve"]),
     ("--data line\nbreak.txt", ["line\\nbreak"]),
@@ -503,7 +448,7 @@ def test_a_method_that_fails_is_a_row_and_the_others_go_on(command, mine, tmp_pa
     assert [row["ppl"] is None for row in rows] == [False, False, True, False]
     assert rows[2]["fault"] == "failed: KeyError: 'no'" and set(rows[2]) == set(rows[3])
     printed = out.split("\n\n")[-1]
-    assert re.search(r"^bad .* failed\n", printed, re.M) and re.search(r"^kivi .*\nbad failed: KeyError", printed, re.M)
+    assert re.search(r"^bad .* failed ", printed, re.M) and re.search(r"^kivi .*\nbad failed: KeyError", printed, re.M)
     assert "Traceback" in printed and 'return {}["no"]' in printed
 
 
@@ -534,12 +479,9 @@ def test_a_file_imports_from_beside_it(command, tmp_path):
     assert status == 0 and len(table(out)) == 2
 
 
-def test_what_is_one_process_refuses_torchrun(capsys, monkeypatch, tmp_path):
-    """Each rank would train the same prefix, and write the same file."""
+def test_half_of_torchrun_is_one_line(command, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    line = refused(partial(run, train_intact, capsys, monkeypatch), "--out", tmp_path / "x.safetensors")
-    assert "without torchrun" in line and not list(tmp_path.iterdir())
-    assert "MASTER_PORT" in refused(partial(run, eval_ppl, capsys, monkeypatch))
+    assert "MASTER_PORT" in refused(command)
 
 
 def test_ctrl_c_is_one_line(command, monkeypatch):
@@ -562,7 +504,7 @@ def test_what_the_machine_lacks_is_one_line(command, monkeypatch, error, said):
 
 @pytest.mark.whole  # a process of its own each
 def test_as_processes():
-    """Through the real command line: memory, a missing package, Ctrl-C, `head`."""
+    """Through the real command line: memory, a missing package, `head`."""
     def of(words, **how):
         return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, **how)
     done = of(["eval_ppl.py", "--method", "rtn", "--windows", "64", "--batch", "64"],
@@ -573,25 +515,6 @@ def test_as_processes():
     done = subprocess.run(f"{sys.executable} eval_ppl.py --list-methods | head -1", shell=True, cwd=ROOT,
                           capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 1
-    code = "import sys, eval_ppl; sys.exit('triton' in sys.modules or 'kernels' in sys.modules)"
-    assert of(["-c", code]).returncode == 0
-    process = subprocess.Popen([sys.executable, "eval_ppl.py", "--windows", "100000"], cwd=ROOT, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
-    time.sleep(15)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err.endswith("\neval_ppl.py: stopped\n") and "Traceback" not in err
-
-
-@pytest.mark.whole  # a process of its own
-def test_a_name_that_stdout_cannot_print(tmp_path):
-    """A file name that is not UTF-8, and a terminal that knows ASCII only."""
-    data = tmp_path / "Bücher\udc80.txt"
-    data.write_text("Balo lives in Eastwick. " * 100)
-    done = subprocess.run([sys.executable, "eval_ppl.py", "--method", "fp16", "--data", str(data), *SMALL], cwd=ROOT,
-                          capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0 and "B\\xfccher" in done.stdout
 
 
 def test_a_text_of_ones_own(command, tmp_path):
@@ -608,9 +531,9 @@ def test_triton_without_a_gpu_says_what_is_missing(command, monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     err = refused(command, "--attention", "triton", "--device", "cpu", *SMALL)
     assert "needs a GPU" in err and "--attention fused" in err
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name))
-    assert "needs the package triton" in refused(command, "--attention", "triton", *SMALL)
+    monkeypatch.setitem(sys.modules, "tinykv.triton_cache", None)
+    monkeypatch.delattr("tinykv.triton_cache", raising=False)
+    assert "pip install -r" in refused(command, "--attention", "triton", *SMALL)
 
 
 @pytest.mark.parametrize("attention", ["plain", pytest.param("triton", marks=pytest.mark.whole)])

@@ -1,10 +1,6 @@
 """The evaluator against perplexity, KL and recall computed one token at a time in plain Python."""
-import csv
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +76,7 @@ def test_all_figures_against_plain_python(model, windows, batch):
         assert (result.agree, result.right, result.answers) == (agree, right, 5)
         assert result.targets == 5 * 20 and result.tokens == 5 * 21
     assert found["rtn"].kl > 0.1  # the two methods do differ
+    assert found["fp16"].hidden and not found["rtn"].hidden  # memory: states are kept of one method
 
 
 def test_slices_of_the_vocabulary_change_nothing(model, windows, monkeypatch):
@@ -89,11 +86,6 @@ def test_slices_of_the_vocabulary_change_nothing(model, windows, monkeypatch):
     for name in whole:
         assert sliced[name].nll == pytest.approx(whole[name].nll, rel=1e-5)
         assert sliced[name].right == whole[name].right
-
-
-def test_text_without_answers_has_no_recall(model, windows):
-    result = evaluate(model, methods(), Windows(windows.tokens, [[]] * 5, "x"), "paper")["rtn"]
-    assert result.recall is None
 
 
 def kivi(recent=4, v_block=None):
@@ -195,32 +187,6 @@ def test_no_length_flatters_a_method(model, name, settings, protocol):
     assert steps == pytest.approx([bits] * len(steps))
 
 
-MEMORY = """
-import resource, sys, torch
-from tinykv.data import Windows
-from tinykv.evaluate import evaluate
-from tinykv.methods.registry import METHODS
-from tinykv.model import Llama, LlamaConfig
-torch.set_num_threads(1)
-config = LlamaConfig(2000, 32, 48, 2, 4, 2, 8, 256)
-model = Llama(config)
-W = int(sys.argv[1])
-windows = Windows(torch.randint(0, 2000, (W, 256)), [[]] * W, "x")
-rtn = METHODS["rtn"](config, 2, 2, "token-dynamic")
-evaluate(model, {"fp16": METHODS["fp16"](config), "rtn": rtn}, windows, "paper")
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-"""
-
-
-@pytest.mark.whole  # two processes
-def test_memory_does_not_grow_with_the_number_of_windows():
-    root = Path(__file__).parent.parent
-    peak = [int(subprocess.run([sys.executable, "-c", MEMORY, str(n)], cwd=root, capture_output=True, text=True,
-                               check=True).stdout) for n in (4, 60)]  # KiB
-    logits = 256 * 2000 * 4 / 1024  # KiB of one window under one method
-    assert peak[1] - peak[0] < 10 * logits  # keeping them would take 2 x 56
-
-
 # ---- differences, paired over windows
 
 def synthetic(shift, noise=0.02, spread=0.5, n=16, seed=0):
@@ -281,19 +247,14 @@ table
 """
 
 
-def test_a_cell_of_a_notebook(tmp_path):
+def test_a_cell_of_a_notebook():
     """A method of three lines beside pfn and kvsink; the rows are what a DataFrame and a CSV file take."""
     scope = {"small": SMALL, "__name__": "__main__"}
     exec(compile(CELL, "<cell>", "exec"), scope)
     table = scope["table"]
     assert [row["label"] for row in table] == ["fp16", "pfn", "kvsink", "Seven"] and table[3]["k_bits"] == 2
     assert repr(table).splitlines()[-1].startswith("Seven ") and not any(row["fault"] for row in table)
-    with open(tmp_path / "rows.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, table[0])
-        writer.writeheader()
-        writer.writerows(table)
-    with open(tmp_path / "rows.csv", newline="") as file:
-        assert [float(row["ppl"]) for row in csv.DictReader(file)] == [row["ppl"] for row in table]
+    assert all(row.keys() == table[0].keys() for row in table)
 
 
 def test_compare_returns_the_rows_of_the_command(tmp_path):

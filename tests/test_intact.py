@@ -30,7 +30,7 @@ from tinykv.data.stories import stories
 from tinykv.data.windows import encode_documents
 from tinykv.evaluate import chunks_of, evaluate
 from tinykv.methods.fp16 import FP16
-from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
+from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
 from tinykv.methods.rtn import RTN
 from tinykv.run import cli, flags
 from tinykv.run.cli import EMBEDDED
@@ -297,12 +297,12 @@ def test_a_prefix_is_read_as_it_was_written(trained):
     assert torch.equal(cache.layers[1].values.read(), prefix.values[1][None])
 
 
-@pytest.mark.parametrize("seed, weights, named", [(0, "rtn-4, groups of 16", "weights: rtn-3"),
-                                                  (0, "full precision", "weights: rtn-3"), (1, LABEL, "model: ")])
+@pytest.mark.parametrize("seed, weights, named", [(0, "rtn-4, groups of 16", "rtn-4"),
+                                                  (0, "full precision", "full precision"), (1, LABEL, "rtn-3")])
 def test_a_prefix_of_another_model_or_other_weights_is_refused(trained, seed, weights, named):
     path, model, _ = trained
     other = tiny(seed=seed)
-    with pytest.raises(UserError, match=f"another model or for other weights .{named}"):
+    with pytest.raises(UserError, match=f"another model or for other weights, .*train it for {named}"):
         fill_prefix(load_prefix(path, model.config), other, other, weights)
 
 
@@ -436,30 +436,7 @@ def test_training_lowers_the_loss(whole_run):
     assert list(losses) == ["-", "none", "exact", "trained"]
     assert losses["trained"][0] < losses["exact"][0] < losses["none"][0]
     assert losses["-"][0] is None and losses["-"][3] == 0 and losses["exact"][3] < losses["none"][3]
-    assert "768 parameters" in out  # 6 layers, keys and values of 2 heads of 32
-
-
-def test_training_that_goes_wrong_leaves_the_exact_prefix(training, tmp_path, embedded):
-    status, out, _ = training("--updates", 3, "--lr", 1000, "--clip", 1e9)
-    losses = losses_in(out)
-    assert status == 0 and losses["trained"][0] > losses["exact"][0] and "the exact prefix is written instead" in out
-    model, _ = embedded
-    found = load_prefix(tmp_path / "trained.safetensors", model.config)
-    exact = exact_rows(model, model, [1])
-    assert found.keys.dtype == torch.float16
-    assert torch.equal(found.keys.float(), exact[0]) and torch.equal(found.values.float(), exact[1])
-
-
-@pytest.mark.whole
-def test_a_trained_prefix_to_go_on_with_is_called_given(training, tmp_path):
-    """It is not exact: its losses are those of the run that trained it, and the exact ones stand beside it."""
-    _, first, _ = training("--updates", 1)
-    (tmp_path / "trained.safetensors").rename(tmp_path / "first.safetensors")
-    status, again, _ = training("--updates", 1, "--prefix", tmp_path / "first.safetensors")
-    first, again = losses_in(first), losses_in(again)
-    assert status == 0 and list(again) == ["-", "none", "exact", "given", "trained"]
-    assert again["given"] == first["trained"] and again["exact"] == first["exact"]
-    assert again["trained"][0] < again["given"][0] < again["exact"][0]
+    assert "256 parameters" in out  # 4 layers, keys and values of a head of 32
 
 
 @pytest.mark.whole
@@ -472,7 +449,7 @@ def test_what_was_trained_is_what_is_evaluated(training, evaluating, tmp_path):
     assert "weights" in refused(evaluating, *words)
     for other in (["--w-bits", 3], ["--w-bits", 2, "--w-group-size", 32]):
         assert "weights" in refused(evaluating, *words, "--weights", "rtn", *other)
-    assert "model: " in refused(evaluating, *words, "--weights", "rtn", "--w-bits", 2, "--dtype", "bf16")
+    assert "another model" in refused(evaluating, *words, "--weights", "rtn", "--w-bits", 2, "--dtype", "bf16")
 
 
 def test_an_update_is_a_step_of_adam(tmp_path):
@@ -562,10 +539,8 @@ def test_the_state_of_another_run_is_refused(training, monkeypatch, tmp_path, wo
 @pytest.mark.parametrize("words, named", [
     (["--out", "no/such/folder/x.safetensors"], ["no/such/folder"]), (["--out", "prefix.bin"], ["prefix.bin"]),
     (["--weights", "rnt"], ["rnt", "awq", "rtn"]), (["--w-bits", "9"], ["2 to 8", "9"]),
-    (["--w-group-size", "24"], ["24", "128"]), (["--prefix", "nothing.txt"], ["nothing.txt"]),
-    (["--updates", "0"], ["updates", "0"]), (["--samples", "-1"], ["samples", "-1"]), (["--lr", "0"], ["lr", "0"]),
-    (["--clip", "nan"], ["clip", "nan"]), (["--tokens", "2048"], ["2048", "1024"]), (["--tokens", "2"], ["2"]),
-    (["--data", "nothing.txt"], ["nothing.txt"]), (["--model", "no/folder"], ["no/folder"]),
+    (["--updates", "0"], ["updates", "0"]), (["--lr", "0"], ["lr", "0"]), (["--clip", "nan"], ["clip", "nan"]),
+    (["--tokens", "2048"], ["2048", "1024"]), (["--tokens", "2"], ["2"]),
 ])
 def test_bad_input_of_training_is_one_clear_line(training, tmp_path, words, named):
     line = refused(training, *words)
@@ -636,27 +611,22 @@ def test_quantized_weights_are_kept_in_the_calibration_file(evaluating, monkeypa
     monkeypatch.setattr(weights, "quantize", never)
     status, again, _ = evaluating(*words)
     assert status == 0 and rows_in(again) == rows_in(out) and kept.read_bytes() == before
-    for more in (["--w-group-size", 32], ["--w-bits", 4]):
-        with pytest.raises(AssertionError, match="quantized again"):
-            evaluating(*words, *more)
+    with pytest.raises(AssertionError, match="quantized again"):
+        evaluating(*words, "--w-bits", 4)
 
 
 @pytest.mark.parametrize("words, named", [
     (["--weights", "rnt"], ["rnt", "rtn", "awq", "gptq", "omniquant"]),
     (["--weights", "rtn,"], ["''", "rtn"]),
-    (["--weights", "rtn", "--w-bits", "9"], ["2 to 8", "9"]),
     (["--weights", "rtn", "--w-bits", "3,1"], ["2 to 8", "1"]),
     (["--weights", "rtn", "--w-group-size", "24"], ["24", "128"]),
-    (["--weights", "rtn", "--w-group-size", "0"], ["0"]),
     (["--w-bits", "3"], ["--w-bits", "--weights"]),
     (["--w-group-size", "32"], ["--w-group-size", "--weights"]),
-    (["--prefix", "nothing.txt"], ["nothing.txt", "bos"]),
+    (["--prefix", "nothing.txt"], ["nothing.txt"]),
     (["--prefix", "nothing.safetensors"], ["nothing.safetensors"]),
     (["--prefix", str(EMBEDDED / "model.safetensors")], ["model.safetensors"]),
-    (["--method", "rtn", "--prefix", "bos"], ["--prefix", "rtn"]),
     (["--prefix", str(ROOT / "README.md")], ["64"]),  # longer than a window
     (["--scheme", "token-static"], ["scheme", "token-dynamic", "token-static"]),
-    (["--weights", "gptq", "--calib-data", "nothing.txt"], ["nothing.txt"]),
 ])
 def test_bad_input_is_one_clear_line(evaluating, words, named):
     line = refused(evaluating, *([] if "--method" in words else ["--method", "intactkv"]), *words)
@@ -668,4 +638,5 @@ def test_prefixes_of_which_neither_begins_the_other(evaluating, tmp_path):
     paths = [tmp_path / "one.txt", tmp_path / "two.txt"]
     for path, words in zip(paths, ("Balo lives in", "Eastwick is far")):
         path.write_text(words)
-    assert "does not begin with" in refused(evaluating, "--method", "intactkv", "--prefix", ",".join(map(str, paths)))
+    words = ["--method", "intactkv", "--prefix", ",".join(map(str, paths))]
+    assert "does not begin the longest" in refused(evaluating, *words)

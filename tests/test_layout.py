@@ -170,13 +170,6 @@ def test_only_the_triton_cache_imports_triton(name):
         assert module.split(".")[0] not in ("triton", "kernels") and module != "tinykv.triton_cache", module
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_a_single_process_imports_nothing_for_several(name):
-    for module in imports_of(name, top_only=True):
-        alone = module != "tinykv.run.ranks" and not module.startswith("torch.distributed")
-        assert alone or name == "run/ranks.py", module
-
-
 def test_no_module_hides_one_of_the_standard_library():
     """A file `tinykv/inspect.py` would break "run this file" in an editor, which puts its folder first on the path.
 

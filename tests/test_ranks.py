@@ -2,7 +2,6 @@
 import json
 import multiprocessing
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -20,15 +19,6 @@ from tinykv.methods.rtn import RTN
 ROOT = Path(__file__).parent.parent
 SMALL = ["--context", "100", "--calib-windows", "12"]
 TIMES = {"seconds", "tokens_per_s"}
-METHOD = """
-import os
-from tinykv.methods.rtn import RTN
-
-class Failing(RTN):
-    def begin(self, cache):
-        if os.environ["RANK"] == "1":
-            {what}
-"""
 
 
 def start(*words, ranks=None):
@@ -73,13 +63,6 @@ def assert_same(files):
         for key in of_one.keys() - TIMES:
             assert of_one[key] == of_several[key], (of_one["label"], key)
     assert one == several
-
-
-def failure(words, ranks=2):
-    """What the command itself prints on stderr; the others are torchrun's own lines. There is no table."""
-    status, out, err = start(*SMALL, *words, ranks=ranks)
-    assert status == 1 and "rtn" not in out and "failing" not in out.split("\n\n")[-1]
-    return [line for line in err.splitlines() if line.startswith("eval_ppl.py: ")]
 
 
 def test_two_ranks_give_the_figures_of_one(tmp_path, monkeypatch, capfd):
@@ -127,18 +110,6 @@ def test_more_ranks_than_windows(capfd):
     assert fork(*SMALL, "--method", "rtn", "--windows", 1, ranks=2) == [2, 2]
     out, err = capfd.readouterr()
     assert not out and err.count("eval_ppl.py: ") == 1 and "2 processes for 1 windows" in err
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("what, expected", [
-    ("os._exit(9)", "has died"),
-    ("os.kill(os.getpid(), 9)", "has died|torchrun stops"),
-])
-def test_a_rank_that_dies(what, expected, tmp_path):
-    """One line, by whoever is left, or by the rank that knows why."""
-    (tmp_path / "mine.py").write_text(METHOD.format(what=what))
-    line, = failure(["--method", f"{tmp_path}/mine.py:Failing", "--windows", 2])
-    assert re.search(expected, line)
 
 
 def test_parts_add_up_to_the_whole():

@@ -16,8 +16,7 @@ from tinykv.evaluate import evaluate
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED
-from tinykv.run.prefix import open_prefix
-from tinykv.storage import load_tensors, save_tensors, write_json
+from tinykv.storage import load_tensors, save_tensors
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]
 
@@ -73,17 +72,11 @@ def test_training_writes_no_nan(capsys, monkeypatch, tmp_path, rate):
     assert status == 2 and "--lr" in err and not out.exists()
 
 
-def test_json_holds_no_nan(tmp_path):
-    with pytest.raises(UserError, match="not finite"):
-        write_json(tmp_path / "x.json", {"ppl": float("nan")})
-    assert not (tmp_path / "x.json").exists()
-
-
 def test_logits_that_overflow_are_no_result():
     model, tokenizer = hf.load(EMBEDDED)
     windows = load_windows("tales", tokenizer, 32, 1)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 1e38)
-    with pytest.raises(UserError, match="fp16: .* logits"):
+    with pytest.raises(UserError, match="logits"):
         evaluate(model, {"fp16": METHODS["fp16"](model.config)}, windows)
 
 
@@ -194,15 +187,6 @@ def learned(tmp_path):
     return path
 
 
-def test_a_flipped_byte_is_seen(learned):
-    whole = learned.read_bytes()
-    load_tensors(learned, "file")
-    for place in range(8, len(whole), 7):
-        learned.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1:])
-        with pytest.raises(UserError, match="learned.safetensors"):
-            load_tensors(learned, "file")
-
-
 def test_numbers_that_are_not_finite_are_not_loaded(learned):
     save_tensors(learned, {"a": torch.tensor([1.0, float("nan")])}, {})
     with pytest.raises(UserError, match="not finite"):
@@ -215,25 +199,3 @@ def test_equal_content_is_an_equal_file(learned, tmp_path):
         other = tmp_path / f"{number}.safetensors"
         save_tensors(other, {"b": torch.ones(3), "a": torch.arange(64.0)}, notes)
         assert other.read_bytes() == learned.read_bytes()
-
-
-# ---- text
-
-@pytest.mark.parametrize("split", ["test", "calibration"])
-def test_a_byte_order_mark_and_crlf_are_no_text(tmp_path, split):
-    _, tokenizer = hf.load(EMBEDDED)
-    text = "Balo lives in Eastwick.\nWhere does Balo live?\n" * 40
-    (tmp_path / "plain.txt").write_bytes(text.encode())
-    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
-    one, other = (load_windows(str(tmp_path / name), tokenizer, 32, 2, split).tokens
-                  for name in ("plain.txt", "windows.txt"))
-    assert torch.equal(one, other)
-
-
-def test_nor_of_a_prefix(tmp_path):
-    model, tokenizer = hf.load(EMBEDDED)
-    (tmp_path / "plain.txt").write_bytes(b"Balo lives.")
-    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbfBalo lives.\r\n")
-    one, other = (open_prefix(str(tmp_path / name), tokenizer, model.config).ids
-                  for name in ("plain.txt", "windows.txt"))
-    assert one == other

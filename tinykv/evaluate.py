@@ -130,15 +130,11 @@ def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, model
     results, fp16 = {}, None
     for name, method in methods.items():
         runs = (models or {}).get(name, model)
-        try:
-            results[name] = measure(runs, method, windows, protocol, batch, fp16, bar, cache_class,
-                                    prompt)
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+        results[name] = measure(runs, method, windows, protocol, batch, fp16, bar, cache_class, prompt)
         fp16 = fp16 or results[name]
-    _, *others = results
-    if others and all(results[name].fault for name in others):
-        raise UserError(f"{others[0]}: {results[others[0]].fault}")
+    _, *others = results.values()
+    if others and all(result.fault for result in others):
+        raise UserError(others[0].fault)
     return results
 
 

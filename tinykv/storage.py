@@ -5,7 +5,6 @@ Whatever is wrong with a file is a `UserError` of one line: which file, what is 
 import hashlib
 import json
 import os
-import stat
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -38,15 +37,6 @@ def read_text(path):
         return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
         raise UserError(f"{path} cannot be read ({first_line(error)}); give a UTF-8 text file") from None
-
-
-def open_safetensors(path):
-    """A safetensors file, opened: its tensors are read one by one, when they are asked for."""
-    from safetensors import SafetensorError, safe_open
-    try:
-        return safe_open(path, framework="pt")  # checks the header against the length of the file
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a whole safetensors file ({first_line(error)}); download it again") from None
 
 
 def load_tensors(path, kind, device="cpu"):
@@ -88,25 +78,19 @@ def check_finite(what, tensors):
                             "--dtype, or other settings")
 
 
-def check_regular(path, largest=None):
+def check_regular(path, largest):
     """UserError for a folder, for a device or a pipe, which may never end, and for too many bytes."""
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({first_line(error)}); give another") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{path} is a folder, a device or a pipe; give a file")
-    if largest is not None and found.st_size > largest:
+    if not os.path.isfile(path):
+        raise UserError(f"{path} is no file; give a file")
+    if os.path.getsize(path) > largest:
         raise UserError(f"{path} has more than {largest:,} bytes, which no such file has")
 
 
 # Writing
 
 def write_json(path, content):
-    try:
-        text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    except ValueError:
-        raise UserError(f"{path} is not written: a result is not finite") from None
+    """ValueError for a number that is not finite, which JSON does not know."""
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     write(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
@@ -125,16 +109,16 @@ def write(path, fill):
 
     fill: called with the temporary path, in the same folder.
     """
+    path = Path(path).resolve()  # of a link, the target is replaced
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path = Path(path).resolve()  # of a link, the target is replaced
-        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             fill(part)
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a name with a NUL byte
+    except OSError as error:
         raise UserError(f"{path} cannot be written ({first_line(error)}); choose another folder") from None
 
 
@@ -160,11 +144,7 @@ def identity(*parts):
 def sources(*objects):
     """The modules that the classes of objects, and their parents', are written in: for `identity`."""
     classes = [cls for thing in objects for cls in type(thing).__mro__[:-1]]
-    modules = [sys.modules.get(cls.__module__) for cls in dict.fromkeys(classes)]
-    if not all(getattr(module, "__file__", None) for module in modules):
-        raise UserError(f"{objects[0]!r} is written in no file, so that nobody could tell tables of "
-                        "another version of it; save it in one, or give no file for tables")
-    return list(dict.fromkeys(modules))
+    return [sys.modules[name] for name in dict.fromkeys(cls.__module__ for cls in classes)]
 
 
 def fingerprint(model):
@@ -187,6 +167,7 @@ class CalibrationFile:
 
     def __init__(self, path, model):
         self.path, self.model = path, model
+        self.notes = {"format": CALIBRATION, "model": fingerprint(model) if path else None}
         self.tables = {}  # {name: {table: tensor}}
         self.made_of = {}  # {name: identity}
         if path and Path(path).exists():
@@ -208,16 +189,13 @@ class CalibrationFile:
         for name, tables in self.tables.items():
             for table, tensor in tables.items():
                 tensors[f"{name}/{table}"] = tensor
-        notes = {"format": CALIBRATION, "model": fingerprint(self.model),
-                 "made of": json.dumps(self.made_of)}
-        save_tensors(self.path, tensors, notes)
+        save_tensors(self.path, tensors, {**self.notes, "made of": json.dumps(self.made_of)})
 
     def load(self):
         tensors, notes = load_tensors(self.path, "calibration file", self.model.lm_head.weight.device)
-        wanted = {"format": CALIBRATION, "model": fingerprint(self.model)}
-        for what, of in wanted.items():
-            if notes.get(what) != of:
-                raise UserError(f"{self.path} is of another {what}: {notes.get(what)}, and not {of}; "
+        for what, wanted in self.notes.items():
+            if notes.get(what) != wanted:
+                raise UserError(f"{self.path} is of another {what}: {notes.get(what)}, and not {wanted}; "
                                 "give another file name")
         self.made_of = json.loads(notes["made of"])
         self.tables = {name: {} for name in self.made_of}  # a name may have no tables

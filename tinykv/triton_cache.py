@@ -200,7 +200,7 @@ def packed_rows(rows, begin, halves):
     return ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)
 
 
-def check_method(method):
+def check_kernels(method):
     """UserError for a method whose codes, or scores, no kernel knows."""
     unknown = []
     for codec in {codec for pair in method.codecs for codec in pair}:
@@ -472,7 +472,7 @@ class TritonCache(KVCache):
 
     def __init__(self, model, method, protocol="stream", prompt=None):
         check_device(model.lm_head.weight.device)
-        check_method(method)
+        check_kernels(method)
         super().__init__(model, method, protocol, prompt)
 
     def new_layer(self, layer):

@@ -10,9 +10,9 @@ and the tokens of the answers, `</s>` among them, are the response: the mask is 
 comes before the first question, BOS and a system prompt, is the prefix's affair.
 """
 import json
-from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tinykv import UserError
 from tinykv.storage import read_text
@@ -23,37 +23,24 @@ SYSTEM = ("A chat between a curious user and an artificial intelligence assistan
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 
-@dataclass
-class Chats:
-    """tokens (N, T): shorter chats are filled up. response (N, T): True at answers."""
-    tokens: torch.Tensor
-    response: torch.Tensor
-
-
 def load_chats(path, tokenizer, n, longest, system=""):
-    """The first n chats of a file of which `longest` tokens hold some of an answer -> Chats.
+    """The first n chats of a file of which `longest` tokens hold some of an answer -> tokens (n, T), shorter
+    chats filled up, and response (n, T), True at answers.
 
     system: text before the first question. UserError for another kind of file, or too few chats.
     """
-    rows, masks, number = [], [], 0
+    rows, masks = [], []
     for number, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip() or len(rows) == n:
-            continue
-        tokens, response = encode_chat(turns_of(line, path, number), tokenizer, system)
-        if any(response[:longest]):
-            rows.append(tokens[:longest])
-            masks.append(response[:longest])
+        if line.strip() and len(rows) < n:
+            tokens, response = encode_chat(turns_of(line, path, number), tokenizer, system)
+            if any(response[:longest]):
+                rows.append(torch.tensor(tokens[:longest]))
+                masks.append(torch.tensor(response[:longest]))
     if len(rows) < n:
         raise UserError(f"{path} has {len(rows)} chats in which the first {longest} tokens hold some of an "
                         f"answer, and {n} are needed; ask for fewer, or for more tokens of each")
     # shorter ones are filled up on the right, which no token before sees
-    T = max(len(row) for row in rows)
-    tokens = torch.zeros(n, T, dtype=torch.int64)
-    response = torch.zeros(n, T, dtype=torch.bool)
-    for i, (row, mask) in enumerate(zip(rows, masks)):
-        tokens[i, :len(row)] = torch.tensor(row)
-        response[i, :len(mask)] = torch.tensor(mask)
-    return Chats(tokens, response)
+    return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
 def turns_of(line, path, number):

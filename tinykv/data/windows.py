@@ -32,10 +32,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from tqdm import tqdm
 
 from tinykv import UserError, did_you_mean
-from tinykv.data.stories import FABLES, SPLITS, TALES, Story, stories
+from tinykv.data.stories import FABLES, TALES, Story, stories
 from tinykv.hf.hub import HubFile, fetch_file
 from tinykv.storage import read_text
 
@@ -70,7 +69,10 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     whole: of a file, read all of it and not the half of this split; the other split is another
     text.
     """
-    check_arguments(tokenizer, context, windows, bos, prefix)
+    if bos == "replace" and tokenizer.bos_id is None:
+        raise UserError("this tokenizer has no <s> to begin every window with; use bos 'none', windows as they are cut")
+    if len(prefix) > context - 2:
+        raise UserError(f"a prefix of {len(prefix)} tokens leaves no text in windows of {context}; use longer ones")
     replace_first = bos == "replace" and not prefix
 
     # 1. the stream: the tokens of as many documents as are needed
@@ -98,18 +100,6 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     return Windows(tokens, answers, name, start=max(1, len(prefix)))
 
 
-def check_arguments(tokenizer, context, windows, bos, prefix):
-    """UserError if `load_windows` cannot do what is asked, whatever the text."""
-    if context < 2 or windows < 1:
-        raise UserError(f"{windows} windows of {context} tokens were asked for; ask for 1 or more, of 2 tokens or more")
-    if bos not in ("replace", "none"):
-        raise UserError(f"bos is {bos!r}; it is 'replace' or 'none'")
-    if bos == "replace" and tokenizer.bos_id is None:
-        raise UserError("this tokenizer has no <s> to begin every window with; use bos 'none', windows as they are cut")
-    if len(prefix) > context - 2:
-        raise UserError(f"a prefix of {len(prefix)} tokens leaves no text in windows of {context}; use longer ones")
-
-
 def encode_documents(documents, tokenizer, need):
     """Documents -> the stream's ids, at least `need` if the text has as many, and a mark per
     answer.
@@ -118,20 +108,14 @@ def encode_documents(documents, tokenizer, need):
     the fact, the first token of the answer, and the token after its last.
     """
     ids, marks = array("q"), []  # 8 bytes an id
-    # disable=None: no bar where there is no terminal
-    with tqdm(total=need, unit="token", desc="reading text", leave=False, delay=1,
-              disable=None) as bar:
-        for document in documents:
-            if tokenizer.bos_id is not None:
-                ids.append(tokenizer.bos_id)
-            found, offsets = tokenizer.encode_with_offsets(document.text)
-            if document.text and not found:
-                raise UserError("the tokenizer makes no tokens of the text; take the tokenizer of the same checkpoint")
-            marks += mark_answers(document, offsets, len(ids))
-            ids.extend(found)
-            bar.update(len(found))
-            if len(ids) >= need:
-                break
+    for document in documents:
+        if tokenizer.bos_id is not None:
+            ids.append(tokenizer.bos_id)
+        found, offsets = tokenizer.encode_with_offsets(document.text)
+        marks += mark_answers(document, offsets, len(ids))
+        ids.extend(found)
+        if len(ids) >= need:
+            break
     return ids, marks
 
 
@@ -186,9 +170,6 @@ HUB_FILES = {
 
 def read_documents(data, split, seed, whole=False):
     """A split of a text -> its name, and its documents. Only stories have answers."""
-    splits = SPLITS if data in VOCABULARIES else ("calibration", "test")
-    if split not in splits:
-        raise UserError(f"{data} has no split {split!r}; it has {', '.join(splits)}")
     if data in VOCABULARIES:
         return f"{data} ({split})", stories(split, seed, vocabulary=VOCABULARIES[data])
     if data == "wikitext2":
@@ -198,9 +179,7 @@ def read_documents(data, split, seed, whole=False):
     first, second = halves(data)
     if whole:
         return f"{data} (whole)", [Story(first + second)]
-    if split == "test":
-        return f"{data} (first half)", [Story(first)]
-    return f"{data} (second half)", [Story(second)]
+    return f"{data} ({split})", [Story(first if split == "test" else second)]
 
 
 def wikitext2(split):

@@ -66,7 +66,7 @@ def equation_5(A, q_norm):
 
 
 class AnTKV(Method):
-    compare = {"cq": {}}
+    compare = {"cq": {"sensitivity": "token", "recent": 32}}
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
                  anchors="1%", anchors_by="attention", anchors_of="both", recent=32, block=BLOCK,

@@ -44,8 +44,7 @@ class Method:
 
     passes = 0  # of the method itself over the calibration windows; the codecs have their own
     calibration_windows = CALIBRATION_WINDOWS  # that it should see, unless the user says otherwise
-    # The methods to show beside this one when it is asked for alone, and settings for them. They
-    # share this method's other settings.
+    # The methods to show beside this one when it is asked for alone, and settings for them.
     compare = {}
 
     def __init__(self, config):

@@ -19,7 +19,6 @@ from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
 from tinykv.weights.linear import group_of
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"
-LARGEST_COUNT = 2 ** 24  # of tokens, windows, updates: the tales never end
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -45,45 +44,36 @@ class Parser(argparse.ArgumentParser):
 
 
 @contextmanager
-def one_line(p, stopped="stopped", torchrun=False):
-    """Around a command's body: what the user can mend ends it with one line and exit status 2.
-
-    torchrun: whether several processes can share the command's work.
-    """
-    if hasattr(sys.stdout, "reconfigure"):  # a name that this stdout cannot print is printed escaped
-        sys.stdout.reconfigure(errors="backslashreplace")
+def one_line(p, stopped="stopped"):
+    """Around a command's body: what the user can mend ends it with one line and exit status 2."""
     try:
-        if not torchrun and os.environ.get("WORLD_SIZE", "1") != "1":
-            raise UserError("this command is one process; start it without torchrun")
         yield
         sys.stdout.flush()
-    except (UserError, ModuleNotFoundError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
-            raise
-        p.exit(2, f"{p.prog}: error: {reason(error)}\n")
     except KeyboardInterrupt:
         p.exit(130, f"\n{p.prog}: {stopped}\n")
     except BrokenPipeError:  # the reader of the pipe has seen enough, as `head` has
         os._exit(1)
+    except Exception as error:
+        if not isinstance(error, UserError | ModuleNotFoundError) and not is_out_of_memory(error):
+            raise
+        p.exit(2, f"{p.prog}: error: {reason(error)}\n")
 
 
 def reason(error):
     """What an exception says, on one line."""
     if isinstance(error, UserError):
         return printable(str(error))
+    text = printable(first_line(error))
     if is_out_of_memory(error):
-        return (f"not enough memory ({printable(first_line(error))}); use a smaller --batch, "
-                "--context or model")
+        return f"not enough memory ({text}); use a smaller --batch, --context or model"
     if isinstance(error, ModuleNotFoundError):
-        return f"{error}; pip install -r requirements.txt"
-    return f"{type(error).__name__}: {printable(first_line(error))}"
+        return f"{text}; pip install -r requirements.txt"
+    return f"{type(error).__name__}: {text}"
 
 
 def is_out_of_memory(error):
     """Whether memory ran out: Python's, a GPU's, or a CPU's, of which torch raises a plain RuntimeError."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def printable(text):
@@ -92,53 +82,30 @@ def printable(text):
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}...", escaped)
 
 
-@contextmanager
-def ranks():
-    """Around a command that torchrun may start: the module `ranks`, or None in a single process."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        yield None
-        return
-    from tinykv.run import ranks
-    with ranks.joined():
-        yield ranks
-
-
 # Flags
 
 def add_model(p):
     p.add_argument("--model", metavar="DIR", default=str(EMBEDDED),
                    help="a Hugging Face checkpoint folder (default: the embedded model)")
-    add_device(p)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                   help="cpu, cuda, cuda:1; several divide the blocks: cuda:0,cuda:1")
     p.add_argument("--dtype", choices=DTYPES,
                    help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
 
 
-def add_device(p):
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    p.add_argument("--device", default=default, help="cpu, cuda, cuda:1; several divide the blocks: cuda:0,cuda:1")
-
-
-def add_attention(p, triton=False):
-    """--attention. triton: the command can also evaluate with the kernels."""
-    words = ["plain", "fused"]
-    help = "plain: attention line by line, for stepping through; fused: torch's own"
-    if triton:
-        words.append("triton")
-        help += ("; triton: the kernels of kernels.py, from the packed codes, on a GPU "
-                 "(calibration stays fused)")
-    p.add_argument("--attention", choices=words, default="fused", help=help)
+def add_attention(p, *others):
+    """--attention. others: those besides plain and fused that the command knows: triton."""
+    p.add_argument("--attention", choices=["plain", "fused", *others], default="fused",
+                   help="plain: attention line by line, for stepping through; fused: torch's own"
+                        + "; triton: the kernels of kernels.py, from the packed codes, on a GPU" * len(others))
 
 
 def add_windows(p, windows, longest):
-    p.add_argument("--data", metavar="tales|fables|wikitext2|c4|FILE", default="tales",
-                   help="the text, or a UTF-8 file")
-    p.add_argument("--context", metavar="T", type=int,
-                   help=f"tokens of a window (default: the model's, up to {longest})")
-    p.add_argument("--windows", metavar="W", type=int, default=windows,
-                   help="windows to evaluate on")
+    p.add_argument("--data", metavar="tales|fables|wikitext2|c4|FILE", default="tales", help="a text, or a UTF-8 file")
+    p.add_argument("--context", metavar="T", type=int, help=f"tokens of one (default: the model's, up to {longest})")
+    p.add_argument("--windows", metavar="W", type=int, default=windows, help="windows to evaluate on")
     p.add_argument("--calib-windows", metavar="C", type=int,
-                   help=f"windows to calibrate on (default: {CALIBRATION_WINDOWS}; more for codebooks "
-                        "with weights, whose vectors count unevenly)")
+                   help=f"windows to calibrate on (default: {CALIBRATION_WINDOWS}; more for codebooks with weights)")
 
 
 def add_bos(p):
@@ -148,52 +115,37 @@ def add_bos(p):
 
 def add_calibration(p):
     p.add_argument("--calib-data", metavar="tales|...|FILE",
-                   help="to calibrate on (default: another part of --data); with a text of its own, "
-                        "no half of a file is put aside for calibration")
+                   help="to calibrate on (default: another part of --data; of a file, its second half)")
     p.add_argument("--calibration", metavar="FILE",
                    help="read calibrated tables from this file; what it lacks is calibrated and added")
 
 
 def list_of(kind, several=True):
-    """An argparse type: "a,b,c" -> [a, b, c]; with several=False only a single "a" -> [a]."""
+    """An argparse type: "a,b,c" -> [a, b, c]; with several=False a text is one value."""
     def values(text):
-        words = text.split(",")
-        if len(words) > 1 and not several:
-            raise argparse.ArgumentTypeError(f"{text!r} is a list; give one value")
+        words = text.split(",") if several else [text]
         return [kind(word.strip()) for word in words]
-    values.__name__ = {int: "whole number", float: "number", str: "name"}[kind]  # for argparse's error
+    values.__name__ = kind.__name__  # for argparse's error
     return values
 
 
 # Checks, and defaults that depend on the model or the device
 
 def check_counts(args, least, *flags):
-    """UserError for a flag whose number is below `least`, or endless. Needs no model, so it is called first."""
-    counts = {f"--{flag}": getattr(args, flag.replace("-", "_")) for flag in flags}
-    at_least(least, **counts)
-    for flag, count in counts.items():
-        if count is not None and count > LARGEST_COUNT:
-            raise UserError(f"{flag} must be at most {LARGEST_COUNT}; got {count}")
+    """UserError for a flag whose number is below `least`. Needs no model, so it is called first."""
+    at_least(least, **{f"--{flag}": getattr(args, flag.replace("-", "_")) for flag in flags})
 
 
 def check_folder(flag, path):
     """UserError if a file could not be written to `path`, which --flag gave."""
-    if path is None:
-        return
-    try:
-        folder = Path(path).resolve().parent
-        good = Path(path).name and not Path(path).is_dir() and os.access(folder, os.W_OK)
-    except (OSError, ValueError):  # a name that no file can have
-        good = False
-    if not good:
-        raise UserError(f"--{flag} {path!r}: no file can be written there; give a file name in a "
-                        "folder that exists")
+    if path is not None and (os.path.isdir(path) or not os.access(Path(path).resolve().parent, os.W_OK)):
+        raise UserError(f"--{flag} {path}: no file can be written there; give a file name in a folder that exists")
 
 
 def check_context(context, config, flag="context"):
-    if context > config.max_position_embeddings:
-        raise UserError(f"--{flag} {context} is longer than the {config.max_position_embeddings} "
-                        "positions that this model was made for; ask for fewer tokens")
+    longest = config.max_position_embeddings
+    if context > longest:
+        raise UserError(f"--{flag} {context} is longer than the {longest} positions that this model was made for")
 
 
 def context_of(args, config, longest):
@@ -210,9 +162,7 @@ def batch_of(args, tokens):
 
 def dtype_of(name, device):
     """The dtype of a name, or of a device: half-precision products are slow on a CPU."""
-    if name is None:
-        name = "fp32" if device.type == "cpu" else "bf16"
-    return DTYPES[name]
+    return DTYPES[name or ("fp32" if device.type == "cpu" else "bf16")]
 
 
 # Text to calibrate on
@@ -224,11 +174,10 @@ def calibration_text(args, tokenizer, context, device, most=CALIBRATION_WINDOWS)
     before it. What asks for fewer takes the first ones.
     """
     source = args.calib_data or args.data
-    windows = load_windows(source, tokenizer, context, args.calib_windows or most, "calibration",
-                           args.seed, args.bos, whole=two_texts(args))
+    n = args.calib_windows or most
+    windows = load_windows(source, tokenizer, context, n, "calibration", args.seed, args.bos, whole=two_texts(args))
     of_weights = windows.tokens[:args.calib_windows or CALIBRATION_WINDOWS]
-    label = f"{source} {identity(of_weights)[:16]}"
-    return windows.tokens.to(device), label
+    return windows.tokens.to(device), f"{source} {identity(of_weights)[:16]}"
 
 
 def two_texts(args):
@@ -243,36 +192,28 @@ def add_weights(p, several):
 
     several: --weights and --w-bits take lists; without --weights, weights are not quantized.
     """
+    more = "[,...]" if several else ""
+    weights, bits = (argparse.SUPPRESS, argparse.SUPPRESS) if several else ("rtn", "3")
     group = p.add_argument_group("quantized weights")
-    names = ", ".join(QUANTIZERS)
-    if several:
-        more, weights, bits, bits_help = "[,...]", argparse.SUPPRESS, argparse.SUPPRESS, " (default: 4)"
-    else:
-        more, weights, bits, bits_help = "", "rtn", "3", ""
-    group.add_argument("--weights", metavar=f"NAME{more}", type=list_of(str, several),
-                       default=weights, help=f"how the linear layers' weights are quantized: {names}")
-    group.add_argument("--w-bits", metavar=f"B{more}", type=list_of(int, several),
-                       default=bits, help=f"2 to 8{bits_help}")
+    group.add_argument("--weights", metavar=f"NAME{more}", type=list_of(str, several), default=weights,
+                       help=f"how the linear layers' weights are quantized: {', '.join(QUANTIZERS)}")
+    group.add_argument("--w-bits", metavar=f"B{more}", type=list_of(int, several), default=bits,
+                       help="2 to 8" + " (default: 4)" * several)
     group.add_argument("--w-group-size", metavar="G", type=int,
-                       help="inputs that share a scale (default: the largest divisor of a layer's "
-                            "inputs up to 128)")
+                       help="inputs that share a scale (default: the largest divisor of a layer's inputs up to 128)")
 
 
 def quantizers_of(args, config):
     """Each of --weights at each of --w-bits, by label: {"awq-3": Quantizer}; "awq-3-g64" with groups."""
-    # bits and groups belong to --weights
-    for flag in ("w_bits", "w_group_size"):
-        if not hasattr(args, "weights") and getattr(args, flag, None) is not None:
-            raise UserError(f"--{flag.replace('_', '-')} is for quantized weights; give --weights, "
-                            "too")
+    if not hasattr(args, "weights") and (hasattr(args, "w_bits") or args.w_group_size):
+        raise UserError("--w-bits and --w-group-size are for quantized weights; give --weights, too")
     quantizers = {}
     groups = f"-g{args.w_group_size}" if args.w_group_size else ""
+    # a group must divide the inputs of every linear layer
+    for inputs in (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size):
+        group_of(inputs, args.w_group_size)
     for name in getattr(args, "weights", []):
         one_of(QUANTIZERS, weights=name)
-        # a group must divide the inputs of every linear layer
-        heads = config.num_attention_heads * config.head_dim
-        for inputs in (config.hidden_size, heads, config.intermediate_size):
-            group_of(inputs, args.w_group_size)
         for bits in getattr(args, "w_bits", [4]):
             quantizers[f"{name}-{bits}{groups}"] = QUANTIZERS[name](bits, args.w_group_size)
     return quantizers
@@ -311,10 +252,10 @@ def bar(windows, what, total=None, unit="window"):
 
 
 def figure(value, form):
-    """A number formatted for a table; "-" where there is none."""
-    if isinstance(value, str):
-        return value
-    return "-" if value is None else format(value, form)
+    """A number formatted for a table; a word as it is; "-" where there is none."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return format(value, form)
 
 
 def print_columns(head, lines, left):

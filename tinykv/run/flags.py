@@ -1,7 +1,5 @@
 """The flags of eval_ppl.py, what can be seen to be wrong with them, and the texts that they ask for."""
-import importlib.util
 import math
-from pathlib import Path
 
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
@@ -14,18 +12,14 @@ from tinykv.run.runs import add_settings, load_class, own_settings
 def parser(more_settings=None):
     """more_settings: those of methods in files of the user's, as `runs.SETTINGS`."""
     p = cli.Parser(
-        description="Perplexity, answer recall and true size of the KV cache under each method, "
-                    "beside fp16.",
-        epilog="A setting reaches every method that takes it; it is an error if no method asked for "
-               "does. A method asked for alone is shown beside those it is compared with, if they can "
-               "take its settings.")
+        description="Perplexity, answer recall and true size of the KV cache under each method, beside fp16.",
+        epilog="A setting reaches every method that takes it; it is an error if no method asked for does. A method "
+               "asked for alone is shown beside those it is compared with, if they can take its settings.")
     p.add_argument("--method", metavar="NAME[,NAME...]", type=cli.list_of(str), default="kvsink",
                    help="names from --list-methods, 'all', or path/to/file.py:Class")
-    p.add_argument("--list-methods", action="store_true",
-                   help="print the methods and their settings, and stop")
+    p.add_argument("--list-methods", action="store_true", help="print the methods and their settings, and stop")
     p.add_argument("--protocol", choices=PROTOCOLS, default="paper",
-                   help="paper: tokens are quantized before any query reads them; stream: as in "
-                        "generation")
+                   help="paper: tokens are quantized before any query reads them; stream: as in generation")
     p.add_argument("--prompt", metavar="P", type=int,
                    help="the first P tokens of a window arrive at once, the others as in generation; "
                         "protocol paper quantizes the prompt before it is read")
@@ -33,22 +27,19 @@ def parser(more_settings=None):
     cli.add_windows(p, windows=16, longest=4096)
     cli.add_bos(p)
     cli.add_calibration(p)
-    p.add_argument("--batch", metavar="B", type=int,
-                   help="windows at a time (default: about 4096 tokens)")
-    cli.add_attention(p, triton=True)
+    p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
+    cli.add_attention(p, "triton")
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
     p.add_argument("--wide", action="store_true", help="print all columns of the table")
-    p.add_argument("--json", metavar="PATH",
-                   help="also write the table as JSON, with every window's loss; -: print it")
+    p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss; -: print it")
     p.add_argument("--vs", metavar="NAME",
                    help="also compare each row, window by window, with this one, or with this method's row of "
                         "the same settings")
     p.add_argument("--at-bits", metavar="B", type=float,
                    help="also compare at B true bits: between the two nearest rows of each method that "
                         "differ in bits alone")
-    p.add_argument("--plot", metavar="FILE",
-                   help="also draw perplexity against true bits, or against kept tokens if "
-                        "--preserve is a list (.png)")
+    p.add_argument("--plot", metavar="FILE.png",
+                   help="also draw perplexity against true bits, or against kept tokens if --preserve is a list")
     cli.add_weights(p, several=True)
     add_settings(p, more_settings or {})
     return p
@@ -62,9 +53,7 @@ def check(args):
         raise UserError("--choose is for a text with a prompt; give --prompt, too")
     if args.at_bits is not None and not 0 < args.at_bits < math.inf:
         raise UserError(f"--at-bits must be a number above 0; got {args.at_bits}")
-    if args.plot and Path(args.plot).suffix != ".png":
-        raise UserError(f"--plot writes a PNG; give a name that ends in .png and not {args.plot}")
-    cli.check_folder("json", None if args.json == "-" else args.json)
+    cli.check_folder("json", args.json)
     cli.check_folder("calibration", args.calibration)
     cli.check_folder("plot", args.plot)
 
@@ -91,50 +80,39 @@ def check_runs(args, runs):
     """What can be seen to be wrong with the runs before the model is loaded."""
     for title, r in runs.items():
         if not r.method.keeps_share and r.method.preserve > args.context:
-            raise UserError(f"{title} keeps {r.method.preserve} tokens, and a window has "
-                            f"{args.context}; keep fewer")
+            raise UserError(f"{title} keeps {r.method.preserve} tokens, and a window has {args.context}; keep fewer")
         prefix = len(r.method.prefix.ids) if r.method.prefix else 0
         if args.prompt and not prefix < args.prompt < args.context:
-            raise UserError(f"--prompt {args.prompt} leaves nothing to read: it has to be longer than "
-                            f"the prefix of {title}, {prefix} tokens, and shorter than a window, "
-                            f"{args.context}")
+            raise UserError(f"--prompt {args.prompt} has to be longer than the prefix of {title}, {prefix} tokens, "
+                            f"and shorter than a window, {args.context}")
     if args.vs is not None and args.vs not in runs and args.vs not in [title.split()[0] for title in runs]:
         raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(runs)}")
 
 
 def cache_class_of(args, runs):
-    """The cache class that --attention evaluates with.
-
-    UserError if triton is not installed, has no GPU, or has no kernel for a method's codec.
-    """
+    """The cache class that --attention evaluates with. UserError if triton has no GPU, or no kernel for a
+    method's codec."""
     if args.attention != "triton":
         return KVCache
-    if importlib.util.find_spec("triton") is None:
-        raise UserError("--attention triton needs the package triton (pip install triton, on "
-                        "Linux); or use --attention fused")
-    from tinykv.triton_cache import (  # only now: they need triton
-        TritonCache,
-        check_device,
-        check_method,
-    )
-    check_device(args.device)
+    from tinykv import triton_cache  # only now: it needs triton
+    triton_cache.check_device(args.device)
     for r in runs.values():
-        check_method(r.method)
-    return TritonCache
+        triton_cache.check_kernels(r.method)
+    return triton_cache.TritonCache
 
 
 def load_test(args, tokenizer, runs):
     """The `Windows` to evaluate on, which all begin with the longest prefix."""
-    prefixes = {str(r.method.prefix): r.method.prefix.ids for r in runs.values() if r.method.prefix}
-    prefix = max(prefixes.values(), key=len, default=[])
-    for name, ids in prefixes.items():
-        if ids != prefix[:len(ids)]:
-            raise UserError(f"all methods read the same windows, and the longest prefix does not begin "
-                            f"with {name}; give prefixes of which one begins the other")
-    if len(prefix) == 1:
-        prefix = []  # BOS alone takes the place of a window's first token
-    windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", args.seed,
-                           args.bos, prefix, whole=cli.two_texts(args))
+    prefixes = [r.method.prefix for r in runs.values() if r.method.prefix]
+    longest = max([p.ids for p in prefixes], key=len, default=[])
+    for p in prefixes:
+        if p.ids != longest[:len(p.ids)]:
+            raise UserError("all methods read the same windows, so one prefix has to begin the other; "
+                            f"{p} does not begin the longest one")
+    if len(longest) == 1:
+        longest = []  # BOS alone takes the place of a window's first token
+    windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", args.seed, args.bos, longest,
+                           whole=cli.two_texts(args))
     return windows.predicted_from(args.prompt) if args.prompt else windows
 
 

@@ -1,6 +1,5 @@
 """IntactKV's prefix as the user gives it: bos, a text file, or a file that train_intact.py wrote."""
 import json
-import os
 
 from tinykv import UserError
 from tinykv.methods.intactkv import Prefix
@@ -18,12 +17,7 @@ def open_prefix(what, tokenizer, config):
         return Prefix(what, [tokenizer.bos_id])
     if what.endswith(".safetensors"):
         return load_prefix(what, config)
-    if not os.path.exists(what):
-        raise UserError(f"there is no file {what!r}; for a prefix give bos, a UTF-8 text file, or a "
-                        "trained prefix (.safetensors)")
     text = read_text(what).rstrip("\n")
-    if not text:
-        raise UserError(f"the prefix {what} is empty; give bos, or a text file that is not")
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return Prefix(what, [*bos, *tokenizer.encode(text)])
 
@@ -36,12 +30,9 @@ def fill_prefix(prefix, full, quantized, weights=FULL_PRECISION):
     """
     if prefix.trained_for is None:
         prefix.fill(full, quantized)
-        return
-    wanted = {"model": fingerprint(full), "weights": weights}
-    for what, found in prefix.trained_for.items():
-        if found != wanted[what]:
-            raise UserError(f"the prefix {prefix} was trained for another model or for other weights "
-                            f"({what}: {found}, and not {wanted[what]}); train it for these")
+    elif prefix.trained_for != {"model": fingerprint(full), "weights": weights}:
+        raise UserError(f"the prefix {prefix} was trained for another model or for other weights, "
+                        f"{prefix.trained_for}; train it for {weights} of this model")
 
 
 def save_prefix(path, prefix):

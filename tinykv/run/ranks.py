@@ -4,7 +4,8 @@
 
 Each process, called a rank, reads the model and the text. Rank 0 calibrates and sends the tables to
 the others. Then each evaluates whole batches, the ones that one process would read, so that every
-figure but the seconds is that of one process. Rank 0 alone prints and writes files.
+figure but the seconds is that of one process. Rank 0 alone prints and writes files. A single process
+is rank 0 of one, with nobody to talk to.
 """
 import os
 import sys
@@ -22,7 +23,10 @@ PATIENCE = timedelta(days=30)  # calibration may take long; a rank that dies is 
 
 @contextmanager
 def joined():
-    """Around a command: join the other ranks. All but rank 0 are silent, also where they fail."""
+    """Around a command: join the other ranks, if there are any. All but rank 0 are silent, also where they fail."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        yield
+        return
     missing = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
     if missing:
         raise UserError(f"WORLD_SIZE is set, and not {', '.join(sorted(missing))}; start with torchrun, "
@@ -34,33 +38,32 @@ def joined():
     dist.destroy_process_group()
 
 
+def here():
+    """(this process's rank, the number of ranks)."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
 def prepare(args):
     """Give each rank a GPU of its own, and leave files to rank 0. UserError if some ranks would be
     without a window."""
-    if dist.get_world_size() > args.windows:
-        raise UserError(f"torchrun started {dist.get_world_size()} processes for {args.windows} "
+    rank, n_ranks = here()
+    if n_ranks > args.windows:
+        raise UserError(f"torchrun started {n_ranks} processes for {args.windows} "
                         "windows; start fewer, or give more --windows")
-    if args.device == "cuda":
+    if n_ranks > 1 and args.device == "cuda":
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    if dist.get_rank() > 0:
+    if rank > 0:
         args.json = args.plot = args.calibration = None
-
-
-@contextmanager
-def talking():
-    """Around what the ranks tell each other: UserError if one of them is not there any more."""
-    try:
-        yield
-    except RuntimeError:
-        raise UserError("a process of this run has died, so some windows are missing; torchrun "
-                        "says below which one") from None
 
 
 class SharedCalibration(CalibrationFile):
     """A calibration file that rank 0 reads and writes. The others get what it finds there, or adds."""
 
     def get(self, name, made_of):
-        if dist.get_rank() > 0:
+        rank, _ = here()
+        if rank > 0:
             return self.sent(None)
         tables = super().get(name, made_of)
         return None if tables is None else self.sent(tables)
@@ -71,17 +74,19 @@ class SharedCalibration(CalibrationFile):
 
     def sent(self, tables):
         """Tables of rank 0, on every rank."""
+        _, n_ranks = here()
+        if n_ranks == 1:
+            return tables
         tables = [tables]
-        with talking():
-            dist.broadcast_object_list(tables)
+        dist.broadcast_object_list(tables)
         device = self.model.lm_head.weight.device
         return {key: table.to(device) for key, table in tables[0].items()}
 
 
 def share(windows, batch):
     """The windows of this rank, as many batches as the others have, give or take one."""
+    rank, n_ranks = here()
     n_batches = -(-len(windows.tokens) // batch)
-    rank, n_ranks = dist.get_rank(), dist.get_world_size()
     first = rank * n_batches // n_ranks * batch
     last = (rank + 1) * n_batches // n_ranks * batch
     return replace(windows, tokens=windows.tokens[first:last], answers=windows.answers[first:last])
@@ -89,9 +94,11 @@ def share(windows, batch):
 
 def gather(result):
     """The Result of this rank's windows -> of all windows, on every rank."""
-    parts = [None] * dist.get_world_size()
-    with talking():
-        dist.all_gather_object(parts, replace(result, hidden=[]))
+    _, n_ranks = here()
+    if n_ranks == 1:
+        return result
+    parts = [None] * n_ranks
+    dist.all_gather_object(parts, replace(result, hidden=[]))
     total, *others = parts
     for part in others:  # in the order of the windows
         total.add(part)

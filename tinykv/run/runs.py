@@ -8,7 +8,6 @@ import copy
 import importlib.util
 import inspect
 import itertools
-import json
 import os
 import sys
 from bdb import BdbQuit
@@ -21,6 +20,7 @@ from tinykv import UserError, calibrate, codecs, did_you_mean, kmeans
 from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
+from tinykv.run import ranks
 from tinykv.run.check import check_method
 from tinykv.run.cli import list_of
 from tinykv.run.prefix import open_prefix
@@ -36,7 +36,7 @@ class Run:
     settings: dict  # all that the method takes, {name: value}
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
     quantizer: object = None  # of the weights
-    shared: str = ""  # settings that it shares with the method that it is shown beside
+    beside: str = ""  # settings that it has for the sake of the method that it is shown beside
     error: Exception | None = None  # what calibration or evaluation ended with
 
     @property
@@ -47,12 +47,7 @@ class Run:
     @property
     def calibration_name(self):
         """Of its tables in a calibration file: the method, all of its settings, the weights."""
-        settings = {}
-        for name, value in self.settings.items():
-            # 2 and 2.0 are the same
-            settings[name] = float(value) if isinstance(value, int) else value
-        name = f"{self.name} {json.dumps(settings, sort_keys=True)}"
-        return f"{name} weights {self.weights}" if self.weights else name
+        return f"{self.name} {self.settings} weights {self.weights}"
 
     def restore(self, file, windows):
         """Take the method's tables from a `CalibrationFile`. False if it has none, of these windows."""
@@ -75,17 +70,16 @@ class Run:
         return identity(windows, calibrate, codecs, kmeans, *sources(*makers))
 
     @contextmanager
-    def step(self, doing, together=False):
-        """Around a step of the run. An exception fails this run, and the others go on; of fp16, with which
-        they are compared, it ends the command. together: so it does where other processes wait."""
+    def step(self, doing):
+        """Around a step of the run. An exception fails this run, and the others go on; it ends the command where
+        fp16 fails, with which they are compared, where other processes wait, and where a debugger is left."""
         if not sys.stderr.isatty():  # where no bar is shown
             print(f"{doing} {self.title}", file=sys.stderr, flush=True)
         try:
             yield
-        except BdbQuit:  # of a debugger
-            raise
         except Exception as error:
-            if self.name == "fp16" or together:
+            _, n_ranks = ranks.here()
+            if self.name == "fp16" or n_ranks > 1 or isinstance(error, BdbQuit):
                 raise
             self.error = error
 
@@ -97,8 +91,7 @@ SETTINGS = {
     "bits": (float, "B", "of keys and values both; --k-bits and --v-bits go before it"),
     "k_bits": (float, "B", "of keys: 1, 1.5 (three levels), 2 to 8, 16"),
     "v_bits": (float, "B", "of values"),
-    "scheme": (str, "NAME", "rtn, pfn, kvsink: token-dynamic, token-static, channel-static, "
-                            "channel-dynamic, kvquant, skvq"),
+    "scheme": (str, "NAME", f"rtn, pfn, kvsink: {', '.join(SCHEMES)}"),
     "group_size": (int, "G", "tokens (per channel), or channels (per token), of a group"),
     "rope": (str, "pre|post", "store keys before or after RoPE"),
     "formula": (str, "NAME", "uniform schemes: offset or integer-zero, the zero point"),
@@ -106,8 +99,7 @@ SETTINGS = {
     "recent": (int, "R", "newest tokens that stay in full precision (protocol stream)"),
     "block": (int, "N", "tokens quantized at a time (protocol stream)"),
     "v_block": (int, "N", "kivi: values quantized at a time, where not as many as keys"),
-    "choose": (str, "prompt|always", "kvsink, antkv: choose the tokens to keep once, after the "
-                                     "--prompt, or go on choosing"),
+    "choose": (str, "prompt|always", "kvsink, antkv: choose the tokens to keep once, after --prompt, or go on"),
     "emergence_layer": (int, "L", "kvsink: the block whose output shows the outlier"),
     "outlier_channel": (int, "C", "kvsink: the outlier's channel"),
     "outlier_num": (int, "N", "ott: tokens in the pool"),
@@ -117,19 +109,16 @@ SETTINGS = {
     "select": (str, "NAME", "ott: keep the smallest or the largest keys"),
     "reorder": (str, "on|off", "skvq: regroup the channels"),
     "clip": (str, "NAME", "skvq: both, endpoint, centre or none"),
-    "alpha": (float, "A", "skvq: the clip of all groups, in the place of a search; the released code "
-                          "has 0.92 or 0.96, with --clip endpoint"),
+    "alpha": (float, "A", "skvq: the clip of all groups; the released code has 0.92 or 0.96, with --clip endpoint"),
     "metadata": (str, "fp8|fp16", "skvq: scales and offsets"),
     "metadata_order": (str, "NAME", "skvq: rounded-first, or codes-first as in the released code"),
     "outliers": (float, "P", "kvquant: per cent of the numbers that are stored apart"),
     "sensitivity": (str, "NAME", "weights of the fit. kvquant: fisher-range, fisher, none; "
                                  "cq, antkv: token, fisher, none; skvq: token, none"),
     "vq": (str, "dNmM", "cq, antkv: N channels share one of M centroids"),
-    "sharing": (str, "head|layer", "cq, antkv: codebooks for each head and place, or for a layer's "
-                                   "K and V"),
+    "sharing": (str, "head|layer", "cq, antkv: codebooks for each head and place, or for a layer's K and V"),
     "anchors": (str, "N|P%", "antkv: tokens kept, a count or a share"),
-    "anchors_by": (str, "NAME", "antkv: attention (Eq. 5), error (the same times the row's error), or "
-                                "the controls first and random"),
+    "anchors_by": (str, "NAME", "antkv: attention (Eq. 5), error (times the row's), or the controls first and random"),
     "anchors_of": (str, "both|keys|values", "antkv: what is kept of an anchor"),
     "prefix": (str, "bos|FILE", "intactkv: what texts begin with: BOS, a text, a trained prefix"),
     "q_norm": (str, "on|off", "kvquant: correct the mean and the deviation of the levels"),
@@ -142,14 +131,14 @@ def settings_of(cls):
     A constructor that ends in **settings hands them to its parent, whose settings then count, too;
     that of `CodecMethod` to the codecs of the scheme.
     """
-    arguments = list(inspect.signature(cls.__init__).parameters.values())
-    own, inherited = {}, {}
-    for argument in arguments[2:]:  # after self and config
+    settings = {}
+    for argument in list(inspect.signature(cls.__init__).parameters.values())[2:]:  # after self and config
         if argument.kind is argument.VAR_KEYWORD:
             inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
+            settings = {**settings, **inherited, **settings}  # its own defaults go before
         elif argument.kind is not argument.VAR_POSITIONAL:
-            own[argument.name] = argument.default
-    return {**own, **inherited, **own}  # its own come first
+            settings[argument.name] = argument.default
+    return settings
 
 
 def own_settings(methods):
@@ -188,10 +177,9 @@ def list_methods():
 
 def name_of(method):
     """What the table calls a method: its own `name`, or what it was asked for."""
-    if isinstance(method, str):
-        return load_class(method).name or method
-    cls = method if inspect.isclass(method) else type(method)
-    return method.name or cls.__name__
+    cls = load_class(method)
+    asked_for = method if isinstance(method, str) else cls.__name__
+    return getattr(method, "name", cls.name) or asked_for
 
 
 def is_made(method):
@@ -207,11 +195,9 @@ def load_class(name):
     if name in METHODS:
         return METHODS[name]
     path, _, attribute = name.rpartition(":")
-    if not path.endswith(".py"):
-        raise UserError(f"unknown method {name!r}; there are {', '.join(METHODS)}, or "
+    if not (path.endswith(".py") and os.path.isfile(path)):
+        raise UserError(f"there is no method {name!r}; there are {', '.join(METHODS)}, or "
                         f"path/to/file.py:Class{did_you_mean(name, METHODS)}")
-    if not os.path.isfile(path):
-        raise UserError(f"--method {name}: there is no file {path}")
     spec = importlib.util.spec_from_file_location(path, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path] = module
@@ -219,8 +205,7 @@ def load_class(name):
     spec.loader.exec_module(module)
     cls = getattr(module, attribute, None)
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
-        raise UserError(f"--method {name}: {path} has no subclass of tinykv.methods.base.Method named "
-                        f"{attribute!r}")
+        raise UserError(f"{path} has no subclass of tinykv.methods.base.Method named {attribute!r}")
     return cls
 
 
@@ -248,7 +233,7 @@ def build_runs(args, config, tokenizer, quantizers):
         if "prefix" in given:  # opened anew: a prefix holds keys and values of one model
             given["prefix"] = [open_prefix(str(what), tokenizer, config) for what in given["prefix"]]
         for method in methods:
-            beside = asked[0] if method in compared and method not in asked else None
+            beside = {} if method in asked else compared.get(method, {})
             for run in runs_of(method, beside, given, config, weights, left_out, method in args.method):
                 if run.title in runs:
                     raise UserError(f"two rows are called {run.title}; give one of them another `name`")
@@ -260,12 +245,10 @@ def build_runs(args, config, tokenizer, quantizers):
         raise next(iter(left_out.values()))
     for setting in given:
         flag = "--" + setting.replace("_", "-")
-        takers = [method for method in asked if reaches(setting, method, given)]
-        if not takers:
-            raise UserError(f"{flag} is not a setting of {', '.join(map(name_of, asked))} as asked for; "
-                            "see --list-methods")
-        if len(takers) < len(asked):
-            others = [name_of(method) for method in asked if method not in takers]
+        others = [name_of(method) for method in asked if not reaches(setting, method, given)]
+        if len(others) == len(asked):
+            raise UserError(f"{flag} is not a setting of {', '.join(others)} as asked for; see --list-methods")
+        if others:
             left_out[flag] = f"no setting of {', '.join(others)} as asked for"
     return runs, left_out
 
@@ -273,8 +256,8 @@ def build_runs(args, config, tokenizer, quantizers):
 def runs_of(asked, beside, given, config, weights, left_out, by_name):
     """The runs of one method on one model's weights, for each combination of the values that it takes.
 
-    asked: a name, a class, or a method itself. beside: the method that it is compared with, if it was
-    not asked for. left_out: where a combination goes that the method refuses; if it was asked for by
+    asked: a name, a class, or a method itself. beside: settings for the sake of the method that it is
+    shown beside. left_out: where a combination goes that the method refuses; if it was asked for by
     name, that is an error.
     """
     name = name_of(asked)
@@ -283,14 +266,10 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
         settings = {key: value for key, value in vars(asked).items() if isinstance(value, int | float | str)}
         return [Run(name, name, copy.deepcopy(asked), settings, weights)]
     cls = load_class(asked)
-    own = load_class(beside).compare[asked] if beside else {}
     found = []
-    for chosen in combinations(cls, given, own):
+    for chosen in combinations(cls, given, beside):
         label = label_of(name, chosen, given)
-        arguments, shared = constructor_arguments(cls, chosen), {}
-        if beside:
-            shared = shared_settings(cls, load_class(beside), own, arguments)
-            arguments = {**own, **shared, **arguments}
+        arguments = {**beside, **constructor_arguments(cls, chosen)}
         settings = {**settings_of(cls), **arguments}
         for setting, value in settings.items():
             if value is inspect.Parameter.empty:
@@ -303,43 +282,25 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
             left_out[label] = error
             continue
         check_method(method, config)
-        words = ", ".join(f"{setting}={value}" for setting, value in shared.items())
-        found.append(Run(label, name, method, settings, weights, shared=words))
+        words = ", ".join(f"{setting}={arguments[setting]}" for setting in beside if setting not in chosen)
+        found.append(Run(label, name, method, settings, weights, beside=words))
     return found
 
 
 def reaches(setting, asked, given):
     """Whether a setting is used by a method, under one of the schemes that are asked for."""
-    return not is_made(asked) and any(setting in chosen for chosen in combinations(load_class(asked), given))
+    return not is_made(asked) and any(setting in chosen for chosen in combinations(load_class(asked), given, {}))
 
 
-def shared_settings(cls, other, own, arguments):
-    """What a method `cls` takes from the method that it is shown beside: {setting: value}.
-
-    other: that method's class, whose defaults count where they differ. own: settings that `other`
-    has for it. arguments: what the user gave.
-    """
-    mine, theirs = settings_of(cls), settings_of(other)
-    scheme = arguments.get("scheme", own.get("scheme", mine.get("scheme")))
-    shared = {}
-    for setting, value in theirs.items():
-        is_free = setting in mine and setting not in own and setting not in arguments
-        if is_free and value not in (None, mine[setting]) and belongs(setting, scheme):
-            shared[setting] = value
-    return shared
-
-
-def combinations(cls, given, own=()):
+def combinations(cls, given, beside):
     """Every combination of the given values that reach a method, [{setting: value}].
 
-    given: {setting: [value, ...]}. A scheme's own settings are combined with that scheme only. own:
+    given: {setting: [value, ...]}. A scheme's own settings are combined with that scheme only. beside:
     other defaults than the method's, {setting: value}.
     """
     takes = all_settings_of(cls)
-    schemes = [None]
-    if "scheme" in takes:
-        schemes = given.get("scheme", [{**settings_of(cls), **dict(own)}["scheme"]])
-
+    defaults = {**settings_of(cls), **beside}
+    schemes = given.get("scheme", [defaults["scheme"]]) if "scheme" in takes else [None]
     found = []
     for scheme in schemes:
         # the settings that the method takes under this scheme, each with its given values
@@ -368,11 +329,11 @@ def all_settings_of(cls):
 
 def constructor_arguments(cls, chosen):
     """A combination as the constructor takes it: bits become k_bits and v_bits."""
-    if "bits" not in chosen or "bits" in settings_of(cls):
-        return chosen
-    bits = {"k_bits": chosen["bits"], "v_bits": chosen["bits"]}
-    others = {name: value for name, value in chosen.items() if name != "bits"}
-    return {**bits, **others}
+    arguments = dict(chosen)
+    if "bits" in chosen and "bits" not in settings_of(cls):
+        bits = arguments.pop("bits")
+        arguments = {"k_bits": bits, "v_bits": bits, **arguments}
+    return arguments
 
 
 def label_of(name, chosen, given):

@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import traceback
+from operator import itemgetter
 
 import torch
 
@@ -17,10 +18,25 @@ from tinykv.weights import weight_bytes
 # settings that change a method's bits and nothing else; a method may declare others, `bits_settings`
 BITS_SETTINGS = ("bits", "k_bits", "v_bits", "vq")
 
-# name, width, and whether it stands in the table without --wide
-COLUMNS = [("method", 8, True), ("scheme", 6, True), ("keep", 4, True), ("ppl", 7, True), ("delta", 7, True),
-           ("+-", 6, True), ("recall", 6, True), ("KL", 6, False), ("top-1", 6, False), ("bits", 5, False),
-           ("true", 5, True), ("128K", 5, False), ("cache KB", 8, False), ("s", 6, False)]
+# column: (width, key of a row, format)
+COLUMNS = {
+    "weights": (7, "weights", ""),
+    "method": (8, "label", ""),
+    "scheme": (6, "scheme", ""),
+    "keep": (4, "preserve", ""),
+    "ppl": (7, "ppl", ".3f"),
+    "delta": (7, "delta_ppl", "+.3f"),
+    "+-": (6, "delta_se", ".3f"),
+    "recall": (6, "recall", ".1%"),
+    "KL": (6, "kld", ".4f"),
+    "top-1": (6, "top1", ".1%"),
+    "bits": (5, "bits", ""),
+    "true": (5, "bits_true", ".2f"),
+    "128K": (5, "bits_128k", ".2f"),
+    "cache KB": (8, "cache_kb", ".0f"),
+    "s": (6, "seconds", ".1f"),
+}
+WIDE_ONLY = ("KL", "top-1", "bits", "128K", "cache KB", "s")
 
 
 def print_heading(args, model, windows, models, runs, left_out):
@@ -29,21 +45,20 @@ def print_heading(args, model, windows, models, runs, left_out):
     attention = "" if args.attention == "fused" else f", attention {args.attention}"
     prompt = f", prompt {args.prompt}" if args.prompt else ""
     print(f"model {args.model}: {parameters:,} parameters, {args.dtype}, {args.device}")
-    whole = " (whole)" if windows.name.endswith("(whole)") else ""
-    print(f"data {args.data}{whole}: {args.windows} windows of {args.context} tokens, "
+    print(f"data {args.data}: {args.windows} windows of {args.context} tokens, "
           f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
     for weights, smaller in models.items():
         if weights:
-            print(f"weights {weights}: {weight_bytes(smaller) / 1e6:.2f} MB instead of "
-                  f"{weight_bytes(model) / 1e6:.2f} MB")
+            megabytes, instead_of = weight_bytes(smaller) / 1e6, weight_bytes(model) / 1e6
+            print(f"weights {weights}: {megabytes:.2f} MB instead of {instead_of:.2f} MB")
     if windows.start > 1:
         what = "prompt" if args.prompt else "prefix"
         print(f"{what}: the first {windows.start} tokens of every window, which are not predicted")
     for what, why in left_out.items():
         print(f"{what} is left out: {why}")
     for title, r in runs.items():
-        if r.shared:
-            print(f"{title}: {r.shared}, as the method that it is shown beside")
+        if r.beside:
+            print(f"{title}: {r.beside}, as the method that it is shown beside")
         if r.error is None and r.method.describe():
             print(f"{title}: {r.method.describe()}")
         if choice_of(r, args) and (args.prompt or args.protocol == "stream"):
@@ -131,47 +146,32 @@ class Rows(list):
 
 
 class Table:
-    """Prints rows as they come, in columns that are known before."""
+    """Prints rows as they come, in columns as wide as the longest name of a run."""
 
     def __init__(self, runs, wide):
-        self.columns = [("weights", 7, True), *COLUMNS] if any(r.weights for r in runs) else COLUMNS
-        self.columns = [(name, width) for name, width, always in self.columns if always or wide]
+        self.columns = [column for column in COLUMNS if wide or column not in WIDE_ONLY]
+        if not any(r.weights for r in runs):
+            self.columns.remove("weights")
         longest = {"method": max(len(r.label) for r in runs),
                    "scheme": max(len(r.method.scheme or "") for r in runs),
                    "weights": max(len(r.weights or "") for r in runs)}
-        self.widths = [max(width, longest.get(name, 0)) for name, width in self.columns]
-        self.left = [name for name, _ in self.columns].index("keep")  # columns flush left
-        self.print([name for name, _ in self.columns])
+        self.widths = [max(COLUMNS[column][0], longest.get(column, 0)) for column in self.columns]
+        self.print(self.columns)
 
     def print(self, words):
-        print(cli.in_columns(words, self.widths, self.left), flush=True)
+        print(cli.in_columns(words, self.widths, left=self.columns.index("keep")), flush=True)
 
     def print_row(self, row):
-        words = words_of(row)
-        self.print([words[name] for name, _ in self.columns if name in words])
-
-
-def words_of(row):
-    """{column: what it says of a row}; of one without figures, the fault in their place."""
-    words = {"weights": row["weights"] or "-", "method": row["label"], "scheme": row["scheme"] or "-",
-             "keep": str(row["preserve"])}
-    if row["fault"]:
-        return {**words, "ppl": row["fault"].partition(":")[0]}
-    bits = f"{row['k_bits']:g}"
-    if row["v_bits"] != row["k_bits"]:
-        bits += f"/{row['v_bits']:g}"
-    return {**words,
-            "ppl": f"{row['ppl']:.3f}",
-            "delta": f"{row['delta_ppl']:+.3f}",
-            "+-": cli.figure(row["delta_se"], ".3f"),
-            "recall": cli.figure(row["recall"], ".1%"),
-            "KL": f"{row['kld']:.4f}",
-            "top-1": f"{row['top1']:.1%}",
-            "bits": bits,
-            "true": f"{row['bits_true']:.2f}",
-            "128K": f"{row['bits_128k']:.2f}",
-            "cache KB": f"{row['cache_bytes'] / 1024:.0f}",
-            "s": f"{row['seconds']:.1f}"}
+        """A row; "-" for what it has not, as where its method has failed."""
+        bits = dict.fromkeys([f"{row['k_bits']:g}", f"{row['v_bits']:g}"])  # once, where they are equal
+        row = {**row, "bits": "/".join(bits), "cache_kb": row["cache_bytes"] and row["cache_bytes"] / 1024}
+        if row["fault"]:
+            row["ppl"] = row["fault"].partition(":")[0]
+        words = []
+        for column in self.columns:
+            _, key, form = COLUMNS[column]
+            words.append(cli.figure(row[key], form))
+        self.print(words)
 
 
 def write(args, rows):
@@ -190,15 +190,17 @@ def content_of(args, rows):
 
 def print_rest(args, runs, rows):
     """What went wrong, and what compares the rows: --vs, --at-bits."""
+    measured = {}  # {title: row}
     for row, r in zip(rows, runs):
-        if row["fault"]:
-            print(f"{r.title} {row['fault']}")
-        elif row["bits_coded"] > 1.5 * row["bits_nominal"] + 1.5:
-            print(f"{r.title}: {row['bits_nominal']:g} bits are claimed, and its codes hold "
-                  f"{row['bits_coded']:.1f}")
+        if not row["fault"]:
+            measured[r.title] = row
+            if row["bits_coded"] > 1.5 * row["bits_nominal"] + 1.5:
+                claimed, held = row["bits_nominal"], row["bits_coded"]
+                print(f"{r.title}: {claimed:g} bits are claimed, and its codes hold {held:.1f}")
+            continue
+        print(f"{r.title} {row['fault']}")
         if r.error is not None and not isinstance(r.error, UserError):
             print("".join(traceback.format_exception(r.error)).rstrip())
-    measured = {r.title: row for row, r in zip(rows, runs) if not row["fault"]}
     if args.vs is not None:
         print()
         print_vs(measured, args.vs)
@@ -221,8 +223,7 @@ def print_vs(rows, name):
         _, _, t_of_kl, _ = paired(row["window_kl"], rows[other]["window_kl"])
         lines.append([title, other, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
                       cli.figure(t_of_kl, "+.1f"), f"{better} of {row['windows']}"])
-    head = ["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"]
-    cli.print_columns(head, lines, left=2)
+    cli.print_columns(["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"], lines, left=2)
 
 
 def compared_with(title, name, titles):
@@ -264,14 +265,14 @@ def at_bits(rows, bits):
     does not reach so far has no row.
     """
     found = []
+    bits_of = itemgetter("bits_true")
     for label, line in lines_of(rows[1:]).items():
-        below = max((row for row in line if row["bits_true"] <= bits), default=None,
-                    key=lambda row: row["bits_true"])
-        above = min((row for row in line if row["bits_true"] >= bits), default=None,
-                    key=lambda row: row["bits_true"])
-        if below is None or above is None:
+        below = [row for row in line if bits_of(row) <= bits]
+        above = [row for row in line if bits_of(row) >= bits]
+        if not below or not above:
             continue
-        low, high = below["bits_true"], above["bits_true"]
+        below, above = max(below, key=bits_of), min(above, key=bits_of)
+        low, high = bits_of(below), bits_of(above)
         share = (bits - low) / (high - low) if high > low else 0.0  # of the upper row
         loss = (1 - share) * math.log(below["ppl"]) + share * math.log(above["ppl"])  # nats
         found.append({
@@ -291,10 +292,9 @@ def print_at_bits(rows, bits):
     for row in found:
         delta = row["ppl"] - rows[0]["ppl"]
         lines.append([row["label"], f"{row['ppl']:.3f}", f"{delta:+.3f}", f"{row['kld']:.4f}",
-                      *(f"{x:.2f}" for x in row["between"]),
-                      *(f"{x / 1024:.0f}" for x in row["tables"])])
-    head = [f"at {bits:g} true bits", "ppl", "delta", "KL", "from", "to", "tables KB", "to"]
+                      *(f"{x:.2f}" for x in row["between"]), *(f"{x / 1024:.0f}" for x in row["tables"])])
     if lines:
+        head = [f"at {bits:g} true bits", "ppl", "delta", "KL", "from", "to", "tables KB", "to"]
         cli.print_columns(head, lines, left=1)
     left_out = lines_of(rows[1:]).keys() - {row["label"] for row in found}
     if left_out:
