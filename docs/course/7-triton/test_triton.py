@@ -97,8 +97,8 @@ def test_unpack(sub, rng, same):
         with loads(packed, codes) as strays:
             sub.unpack_kernel[(-(-T // N),)](packed, codes, T, W, N)
         same([codes, whole[:64], whole[-64:], len(strays)], f"unpack_kernel with T = {T}, W = {W}, N = {N} of the "
-             f"bytes {packed.tolist()}: codes (99: not written), and memory before and behind them; how many numbers are "
-             "loaded that are no bytes of the text")
+             f"bytes {packed.tolist()}: codes (99: not written), and memory before and behind them; how many numbers "
+             "are loaded that are no bytes of the text")
 
 
 # Task 3
@@ -129,6 +129,7 @@ def test_scores(sub, rng, same):
         with loads(q, packed, scale, zero, out) as strays:
             sub.scores_kernel[pieces, heads * R](q, packed, scale, zero, out, T, R, W, N)
         same([out, whole[:64], whole[-64:], q, len(strays)], f"scores_kernel with T = {T}, W = {W}, N = {N}, Hkv = "
-             f"{heads}, R = {R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = {zero.tolist()}. "
+             f"{heads}, R = {R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = "
+             f"{zero.tolist()}. "
              "Compared: out (99: not written), memory before and behind it, and q, which stays as it was; "
              "how many numbers are loaded that are none of these tensors'")
