@@ -134,6 +134,9 @@ HONEST = "the answer as it is"
 DEEDS = {
     HONEST: ("", True),
     "forks": ("import os\nif os.fork() == 0:\n    os.setsid()\n    import time; time.sleep(1)\n    os._exit(0)", True),
+    "litters on": ("import os, time\nend, here = time.time() + 5, os.getcwd()\nif os.fork() == 0:\n    os.setsid()\n"
+                   "    while time.time() < end:\n        try: open(f'{here}/{time.time()}', 'w').close()\n"
+                   "        except OSError: pass\n    os._exit(0)", True),
     "writes elsewhere": ("for path in ('{ROOT}/docs/course/written', '/tmp/written_by_a_submission'):\n"
                          "    try: open(path, 'w')\n    except OSError: pass", True),
     "empty message": ("import pytest\nclass Quiet(Exception):\n    def __str__(self): return ''\n"

@@ -12,12 +12,12 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from shutil import copyfile, copytree
+from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
@@ -68,7 +68,7 @@ def grade_all(files, args):
     if not files:
         raise UserError(f"there is no Python file in {args.submission}; give a file, or a folder of them")
     reports = []
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
         given = Given(args.seed, Path(temporary), files)
         for report in tqdm(pool.map(given.report, files), "grading", len(files), False, unit="file", disable=None):
             reports.append(report)
@@ -131,7 +131,8 @@ class Given:
         report = {"file": str(file), "assignment": "-", "seed": self.seed, "points": 0, "of": 0}
         if isinstance(name, UserError):
             return report | {"fault": str(name), "tests": []}
-        with tempfile.TemporaryDirectory(dir=self.folder) as work:
+        # a process that it has left behind may still write there
+        with TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as work:
             work = Path(work) / "copy"
             copytree(self.folder / f"{name}-copy", work)
             copyfile(file, work / "submission.py")
