@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tinykv import UserError, hf
+from tinykv import hf
 from tinykv.course import capstone, compare, grade, handout
 from tinykv.methods.registry import METHODS
 
@@ -134,6 +134,9 @@ HONEST = "the answer as it is"
 DEEDS = {
     HONEST: ("", True),
     "forks": ("import os\nif os.fork() == 0:\n    os.setsid()\n    import time; time.sleep(1)\n    os._exit(0)", True),
+    "litters on": ("import os, time\nend, here = time.time() + 5, os.getcwd()\nif os.fork() == 0:\n    os.setsid()\n"
+                   "    while time.time() < end:\n        try: open(f'{here}/{time.time()}', 'w').close()\n"
+                   "        except OSError: pass\n    os._exit(0)", True),
     "writes elsewhere": ("for path in ('{ROOT}/docs/course/written', '/tmp/written_by_a_submission'):\n"
                          "    try: open(path, 'w')\n    except OSError: pass", True),
     "empty message": ("import pytest\nclass Quiet(Exception):\n    def __str__(self): return ''\n"
@@ -147,6 +150,9 @@ DEEDS = {
     "prints points": ("print('80 of 80 points')", False),
     "writes a record": ("import json, os\nrecord = {'test': 'test_outlier', 'notes': [], 'fault': '', 'points': 80}\n"
                         "open('record.jsonl', 'w').write(json.dumps(record) + '\\n')\nos._exit(0)", False),
+    "links to the right values": ("import os\nos.symlink('../../kvsink.jsonl', 'record.jsonl')\nos._exit(0)", False),
+    "writes what is no record": ("import os\nopen('record.jsonl', 'w').write('{\"test\": \"test_outlier\", "
+                                 "\"notes\": [[]], \"fault\": 3}\\n[]\\n')\nos._exit(0)", False),
     "reads the answer": ("exec(open(b'{ROOT}/docs/course/3-kvsink/answer.py').read())", False),
     "reads it through a link": ("import os\nos.symlink('{ROOT}/docs/course/3-kvsink', 'link')\n"
                                 "exec(open('link/answer.py').read())", False),
@@ -157,7 +163,7 @@ DEEDS = {
     "takes memory": ("x = torch.ones(2 ** 32)", False),
     "loops": ("def outlier(hidden):\n    while True: pass", False),
 }
-QUICK = (HONEST, "empty message", "reads the answer", "writes elsewhere")
+QUICK = (HONEST, "empty message", "links to the right values", "reads the answer", "writes elsewhere")
 
 
 @pytest.fixture
@@ -232,8 +238,9 @@ def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
     for name in NAMES:
         answers |= functions(grade.folder_of(name) / "answer.py")
         for file, chosen in handout.ANSWERS[name].items():
-            answers |= {f"{file} {key}": text for key, text in functions(ROOT / file).items()
-                        if not key.endswith("__init__") and chosen in (None, key)}
+            found = functions(ROOT / file)
+            chosen = chosen or [key for key in found if not key.endswith("__init__")]
+            answers |= {f"{file} {key}": found[key] for key in chosen}
     given = {body for name in NAMES for body in functions(grade.folder_of(name) / "starter.py").values()}
     bodies = {text for text in answers.values() if len(text) > 300} - given
     of_answers = {"outlier", "find_outlier", "anchor_scores", "lloyd", "plus_plus", "token_weights", "block_loss",
@@ -252,11 +259,6 @@ def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
     for page in (tmp_path / "out").rglob("*.md"):
         for target in re.findall(r"\]\(([\w./-]*\w)[)#]", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), (page, target)
-
-
-def test_a_function_that_is_not_there_cannot_be_taken_out():
-    with pytest.raises(UserError, match="has no function g"):
-        handout.blanked("def f():\n    pass\n", "x", ("g",))
 
 
 @pytest.mark.whole

@@ -24,6 +24,10 @@ WRONG = {
     "points_without_weight_count": ("far[weights == 0] = -1", "pass"),
     "one_step": ("    for _ in range(steps):\n", "    for _ in range(1):\n"),
     "never_stops": ("if torch.equal(before, centres):", "if False:"),
+    "stops_when_near": ("torch.equal(before, centres)", "torch.allclose(before, centres, atol=1e-3)"),
+    "heads_of_zeros_weigh_1": (
+        "    ordered = sorted",
+        "    norm = norm.masked_fill(norm.amax(1, keepdim=True) == 0, 1.0)\n    ordered = sorted"),
     "squared_norm": ("gradient.pow(2).sum(-1).sqrt()", "gradient.pow(2).sum(-1)"),
     "sum_of_magnitudes": ("gradient.pow(2).sum(-1).sqrt()", "gradient.abs().sum(-1)"),
     "one_weight_for_all_heads": (
@@ -53,4 +57,7 @@ WRONG = {
         "count = -(-self.percent * layer_cache.length // 100)", "count = -(-self.percent * n // 100)"),
     "anchors_of_keys_for_values": (
         "best_tokens(layer_cache.values, n, share)", "best_tokens(layer_cache.keys, n, share)"),
+    "counts_in_floats": (
+        "count = -(-self.percent * layer_cache.length // 100)",
+        "count = int(-(-self.percent / 100 * layer_cache.length // 1))"),
 }

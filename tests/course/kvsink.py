@@ -10,12 +10,15 @@ WRONG = {
     "last_block_counts": ("candidates = range(blocks - 1)", "candidates = range(blocks)"),
     "embedding_is_a_block": ("share[1:layer + 1]", "share[:layer + 1]"),
     "every_block_votes": ("channel[:, layer + 1:min(layer + 4, blocks)]", "channel"),
+    "four_blocks_vote": ("min(layer + 4, blocks)", "min(layer + 5, blocks)"),
     "most_votes_win": ("if votes.count(winner) >= 0.9 * len(votes) else None", ""),
     "mean_of_windows": ("return sorted(numbers)[(len(numbers) - 1) // 2]", "return sum(numbers) / len(numbers)"),
     "smallest": ("sorted(known, reverse=True)", "sorted(known)"),
     "signed": ("row[:, self.channel].abs().tolist()", "row[:, self.channel].tolist()"),
     "next_channel": ("row[:, self.channel]", "row[:, self.channel - 1]"),
     "any_channel": ("row[:, self.channel].abs().tolist()", "row.abs().amax(-1).tolist()"),
+    "on_the_method": (
+        "cache.shared.sinks = torch.tensor(sinks)", "self.sinks = cache.shared.sinks = torch.tensor(sinks)"),
     "any_layer": ("if layer != self.layer:", "if self.layer is None:"),
     "sinks_of_the_first_sequence": (
         "cache.shared.sinks = torch.tensor(sinks)", "cache.shared.sinks = torch.tensor(sinks[:1] * len(sinks))"),

@@ -15,6 +15,9 @@ WRONG = {
     "no_mask": (
         "x = tl.load(h + b * sequence + t * token, mask=real, other=0.0)\n    x = tl.where(real, tl.abs(x), -1.0)",
         "x = tl.abs(tl.load(h + b * sequence + t * token))"),
+    "loads_past_the_end": ("t * token, mask=real, other=0.0)", "t * token)"),
+    "unpacks_past_the_end": ("tl.load(packed + t * W + w, mask=real, other=0)", "tl.load(packed + t * W + w)"),
+    "keys_past_the_end": (", mask=(j < tokens)[:, None], other=0)", ")"),
     "missing_tokens_are_zero": ("tl.where(real, tl.abs(x), -1.0)", "tl.abs(x)"),
     "one_too_few": ("for i in range(K):", "for i in range(K - 1):"),
     "high_bits_first": (

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from shutil import copyfile
 
@@ -21,10 +22,11 @@ from tinykv import UserError, hf
 from tinykv.course.confine import confine
 from tinykv.course.grade import LARGEST, ROOT, confined_environment
 from tinykv.run.cli import EMBEDDED, Parser, one_line, print_columns
-from tinykv.storage import check_regular, write_json
+from tinykv.storage import check_regular
 
 FAR, NEAR = 2.5, 3.0  # true bits of a number that a method may take: at 128K tokens, and in a window
 REFERENCE = "kvsink"
+WINDOWS = 16  # of text to measure on
 LONGEST = 1200  # seconds of a method
 
 
@@ -33,8 +35,6 @@ def parser():
     p.add_argument("submission", metavar="FILE.py:Class|FOLDER",
                    help="a method, or a folder of files that each have a line CAPSTONE = \"Class\"")
     p.add_argument("--seed", type=int, default=0, help="chooses texts, and the order of the model's channels")
-    p.add_argument("--windows", type=int, default=16, metavar="W", help="windows of text to measure on")
-    p.add_argument("--json", type=Path, metavar="F", help="write the rows to F")
     return p
 
 
@@ -42,11 +42,8 @@ def main():
     p = parser()
     args = p.parse_args()
     with one_line(p):
-        rows = [measured(method, args) for method in [REFERENCE, *methods_of(args.submission)]]
-        rows = sorted(rows, key=lambda row: (bool(row["fault"]), row["kld"]))
-        if args.json:
-            write_json(args.json, rows)
-        print_rows(rows)
+        rows = [measured(method, args.seed) for method in [REFERENCE, *methods_of(args.submission)]]
+        print_rows(sorted(rows, key=lambda row: (bool(row["fault"]), row["kld"])))
 
 
 def methods_of(submission):
@@ -66,7 +63,7 @@ def methods_of(submission):
     return found
 
 
-def measured(method, args):
+def measured(method, seed):
     """A method's row, measured in a process of its own that can write into a temporary folder alone."""
     with tempfile.TemporaryDirectory() as folder:
         folder, inside = Path(folder), method
@@ -74,17 +71,12 @@ def measured(method, args):
             file, _, name = method.rpartition(":")
             copyfile(file, folder / "method.py")
             inside = f"{folder / 'method.py'}:{name}"
-        words = [sys.executable, "-c", "from tinykv.course.capstone import measure; measure()", inside, args.seed,
-                 args.windows, folder]
-        row = {"fault": "it ended without a result"}
-        try:
+        words = [sys.executable, "-c", "from tinykv.course.capstone import measure; measure()", inside, seed, folder]
+        row = {"fault": f"it ended without a result, or took more than {LONGEST} seconds"}
+        with suppress(subprocess.TimeoutExpired, OSError, ValueError):
             subprocess.run(list(map(str, words)), cwd=ROOT, env=confined_environment(folder), timeout=LONGEST,
                            stdin=subprocess.DEVNULL, capture_output=True)
             row = json.loads((folder / "row.json").read_text())
-        except subprocess.TimeoutExpired:
-            row["fault"] = f"it took more than {LONGEST} seconds"
-        except (OSError, ValueError):
-            pass
     row = {"kld": math.inf, **row, "submission": method}
     if not row["fault"] and (row["bits_128k"] > FAR or row["bits_true"] > NEAR):
         row["fault"] = "over the budget"
@@ -93,12 +85,12 @@ def measured(method, args):
 
 def measure():
     """The process of one method: writes its row."""
-    method, seed, windows, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    method, seed, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     model, tokenizer = hf.load(EMBEDDED)
     reorder_channels(model, seed)
     confine(folder, readable=[ROOT])
     try:
-        row = compare(method, model=(model, tokenizer), seed=seed, windows=windows)[-1]
+        row = compare(method, model=(model, tokenizer), seed=seed, windows=WINDOWS)[-1]
         names = ("kld", "window_kl", "ppl", "bits_true", "bits_128k", "offline_bytes", "seconds", "fault")
         row = {name: row[name] for name in names}
     except Exception as error:

@@ -150,7 +150,8 @@ def test_due(sub, rng, same):
     for _ in range(80):
         protocol, recent, block = rng.choice(("paper", "stream", "stream")), rng.randint(0, 5), rng.randint(1, 5)
         layer = sub.Layer(Coarse(), Coarse(), Script(rng, recent, block, 0), protocol)
-        layer.keys.n_coded = layer.values.n_coded = coded = block * rng.randint(0, 3)
+        coded = block * rng.randint(0, 3) if protocol == "stream" else 0
+        layer.keys.n_coded = layer.values.n_coded = coded
         layer.length = coded + rng.randint(0, 14)
         layer.keys.recent = layer.values.recent = torch.zeros(1, 1, layer.length - coded, 1, dtype=torch.float16)
         same(layer.due(), f"due under {protocol} with {layer.length} tokens, {coded} of them coded, recent = {recent}, "

@@ -61,10 +61,11 @@ def test_grid(sub, rng, same):
              f"bits with alpha = {alpha}, centre = {centre}: (h, z)")
     for _ in range(100):
         bits, n = rng.randint(1, 8), rng.randint(1, 3)
-        scale = rng.choice((0.01, 1, 1, 300))
-        lo = (rng.normal(2, n) + rng.choice((-9, 0, 9))) * scale
-        hi = lo + rng.normal(2, n).abs() * rng.choice((0, 1, 1, 9)) * scale
-        alpha, centre = rng.of((0.5, 0.75, 0.9, 1.0), n), rng.of((0, 1), n).to(rng.choice(CENTRES))
+        # multiples of a power of two, so that any way of computing gives the same
+        scale = rng.choice((2 ** -9, 1 / 8, 1 / 8, 32))
+        lo = (rng.of(range(-16, 17), 2, n) + rng.choice((-72, 0, 72))) * scale
+        hi = lo + rng.of(range(20), 2, n) * rng.choice((0, 1, 1, 9)) * scale
+        alpha, centre = rng.of((0.5, 0.75, 0.875, 1.0), n), rng.of((0, 1), n).to(rng.choice(CENTRES))
         h, z = sub.grid(lo, hi, bits, alpha, centre)
         for i, j in ((i, j) for i in range(2) for j in range(n)):
             same([h[i, j], z[i, j]], f"grid of lo = {lo[i, j]:g}, hi = {hi[i, j]:g} in {bits} bits, alpha = "

@@ -1,6 +1,8 @@
 """Assignment 7, Triton: kernels run in the interpreter, so cases are few and small.
 
 Around each tensor lies memory that a kernel must not touch; what lies behind a text is larger than anything in it."""
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -14,6 +16,28 @@ def guarded(x, fill):
     return whole[64:-64].view(x.shape), whole
 
 
+def places(x):
+    """Where the numbers of x are in memory."""
+    storage = x.untyped_storage()
+    index = torch.arange(storage.nbytes() // x.itemsize).as_strided(x.shape, x.stride(), x.storage_offset())
+    return (storage.data_ptr() + index * x.itemsize).flatten().tolist()
+
+
+@contextmanager
+def loads(*tensors):
+    """A list that gets where a kernel loads numbers that are none of these tensors'."""
+    from triton.runtime.interpreter import InterpreterBuilder  # the submission has asked for the interpreter
+    known = {place for x in tensors for place in places(x)}
+    strays, load = [], InterpreterBuilder.create_masked_load
+
+    def watched(self, pointers, mask, *more):
+        strays.extend({*pointers.data[mask.data].tolist()} - known)
+        return load(self, pointers, mask, *more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_masked_load", watched)
+        yield strays
+
+
 # Task 1
 
 def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
@@ -25,15 +49,16 @@ def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
     pieces = -(-T // N)
     score, scores = guarded(torch.zeros(B, pieces, K), -7.0)
     position, positions = guarded(torch.zeros(B, pieces, K, dtype=torch.int32), -7)
-    sub.topk_kernel[pieces, B](h, score, position, T, h.stride(0), h.stride(1), K, N)
+    with loads(h, score, position) as strays:
+        sub.topk_kernel[pieces, B](h, score, position, T, h.stride(0), h.stride(1), K, N)
     there = torch.tensor([min(N, T - piece * N) for piece in range(pieces)])  # tokens of each piece
     real = (torch.arange(K) < there[:, None]).expand(B, -1, -1)
     hint = f"topk_kernel with K = {K}, N = {N}, T = {T}, strides {h.stride()}, {dtype}: h = {rows}. {hint} "
     same([score.where(real, -1.0), position.where(real, -1)], hint + "Compared: scores and positions (B, pieces, K); "
          "-1 here where a piece has fewer than K tokens")
-    same([bool((score < 0)[~real].all()), scores[:64], scores[-64:], positions[:64], positions[-64:], h],
+    same([bool((score < 0)[~real].all()), scores[:64], scores[-64:], positions[:64], positions[-64:], h, len(strays)],
          hint + "Compared: whether the scores that are left are negative; memory around both tensors, and h, which "
-         "stay as they were")
+         "stay as they were; how many numbers are loaded that are not the text's")
 
 
 EIGHT = [2.0, -9, 4, 4, 0, 1, -7, 3]
@@ -67,11 +92,13 @@ def test_topk(sub, rng, same):
 def test_unpack(sub, rng, same):
     """unpack_kernel: four codes of a byte, the first in the lowest bits; nothing behind the last token"""
     for T, W, N in ((2, 1, 2), (1, 2, 4), (5, 2, 2), (7, 4, 4), (9, 1, 8), (3, 8, 2), (8, 2, 4)):
-        packed = rng.of(range(256), T + N, W).to(torch.uint8)
+        packed = rng.of(range(256), T + N, W).to(torch.uint8)[:T]
         codes, whole = guarded(torch.full((T, 4 * W), 99, dtype=torch.uint8), 77)
-        sub.unpack_kernel[(-(-T // N),)](packed, codes, T, W, N)
-        same([codes, whole[:64], whole[-64:]], f"unpack_kernel with T = {T}, W = {W}, N = {N} of the bytes "
-             f"{packed[:T].tolist()}: codes (99: not written), and memory before and behind them")
+        with loads(packed, codes) as strays:
+            sub.unpack_kernel[(-(-T // N),)](packed, codes, T, W, N)
+        same([codes, whole[:64], whole[-64:], len(strays)], f"unpack_kernel with T = {T}, W = {W}, N = {N} of the "
+             f"bytes {packed.tolist()}: codes (99: not written), and memory before and behind them; how many numbers "
+             "are loaded that are no bytes of the text")
 
 
 # Task 3
@@ -99,7 +126,10 @@ def test_scores(sub, rng, same):
         packed, _ = guarded(rng.of(range(256), heads, T, W).to(torch.uint8), 255)
         scale, zero = rng.of((0.25, 0.5, 1, 3), heads, pieces, d).half(), rng.of(range(-4, 5), heads, pieces, d).half()
         out, whole = guarded(torch.full((heads * R, T), 99.0), -7.0)
-        sub.scores_kernel[pieces, heads * R](q, packed, scale, zero, out, T, R, W, N)
-        same([out, whole[:64], whole[-64:], q], f"scores_kernel with T = {T}, W = {W}, N = {N}, Hkv = {heads}, R = "
-             f"{R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = {zero.tolist()}. "
-             "Compared: out (99: not written), memory before and behind it, and q, which stays as it was")
+        with loads(q, packed, scale, zero, out) as strays:
+            sub.scores_kernel[pieces, heads * R](q, packed, scale, zero, out, T, R, W, N)
+        same([out, whole[:64], whole[-64:], q, len(strays)], f"scores_kernel with T = {T}, W = {W}, N = {N}, Hkv = "
+             f"{heads}, R = {R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = "
+             f"{zero.tolist()}. "
+             "Compared: out (99: not written), memory before and behind it, and q, which stays as it was; "
+             "how many numbers are loaded that are none of these tensors'")
