@@ -139,7 +139,7 @@ def test_help_names_every_phenomenon(run, capsys):
     (["timeline", "--method", "rtn block=x"], "block"), (["timeline", "--method", "intactkv prefix=bos"], "prefix"),
     (["norms", "page"], "page"), (["norms", "--method", "rtn"], "--method"),
     (["page", "--out", "no/folder/cache.html"], "no/folder"), (["norms", "--text", "no/file"], "no/file"),
-    (["norms", "--context", 0], "--context"), (["timeline", "--method", "rtn,,kivi"], "unknown method"),
+    (["norms", "--context", 0], "--context"), (["timeline", "--method", "rtn,,kivi"], "no method"),
     (["prefix", "--prefix", "bos", "--text", __file__], "--text")])
 def test_bad_input_is_one_clear_line(run, capsys, words, named):
     with pytest.raises(SystemExit) as end:
