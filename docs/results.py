@@ -12,9 +12,10 @@ may name a method that the page defines, `heavy.py:HeavyHitters`. A block that b
 "$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)" go on with
 it. In a session, "..." stands for line numbers and for what a function returns.
 
-The prose is written by hand. A paragraph under the line `<!-- checked -->` says of its page's tables
-what they say: each of its figures with a decimal point stands in one of them, or else this script
-names it and ends with status 1. `<!-- checked against results.md -->`: in those of another page.
+The prose is written by hand. A paragraph under the line `<!-- checked -->` says of the tables
+under its heading what they say: each of its figures with a decimal point stands in one of them, or
+else this script names it and ends with status 1. `<!-- checked against results.md -->`: in those of
+another page.
 What stands in parentheses that begin with "paper", or in backticks, is not looked up.
 """
 import argparse
@@ -34,6 +35,7 @@ CODE = re.compile(r"```python\n(.*?)```\n", re.DOTALL)
 SESSION = re.compile(r"```console\n(?=\$ python -m pdb |\(Pdb\) )(.*?)```\n", re.DOTALL)
 FIGURE = re.compile(r"\d[\d,]*\.\d+")
 CHECKED = re.compile(r"^<!-- checked(?: against (\S+))? -->\n(.+?)(?=\n\n|\Z)", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r"^(?=##)", re.MULTILINE)
 PROMPT = "(Pdb) "
 
 
@@ -99,9 +101,10 @@ def missing(page, text, printed):
 def unfounded(page):
     """`missing` of all paragraphs of a page that say that they are checked."""
     found = []
-    for other, paragraph in CHECKED.findall(page.read_text()):
-        tables = COMMAND.findall(Path(page.parent, other or page.name).read_text())
-        found += missing(page, paragraph, "\n".join(table for _, table in tables))
+    for section in HEADING.split(page.read_text()):
+        for other, paragraph in CHECKED.findall(section):
+            tables = COMMAND.findall(Path(page.parent, other).read_text() if other else section)
+            found += missing(page, paragraph, "\n".join(table for _, table in tables))
     return found
 
 
