@@ -186,7 +186,9 @@ def test_what_a_page_says_of_its_tables_stands_in_them(page):
 def test_a_figure_that_no_table_has_is_found(tmp_path, sentence, wrong):
     block = "```console\n$ python eval_ppl.py --vs rtn\npfn  10.250\n\npfn  rtn  -0.1321  -8.8\n```\n"
     page = tmp_path / "page.md"
-    page.write_text(f"Not checked: 1.23.\n\n{block}\n<!-- checked -->\n{sentence}\n\nNot checked: 4.56.\n")
+    elsewhere = "```console\n$ python eval_ppl.py\nrtn  10.251\n```\n"
+    page.write_text(f"Not checked: 1.23.\n\n{elsewhere}\n## Here\n\n{block}\n<!-- checked -->\n{sentence}\n\n"
+                    "Not checked: 4.56.\n")
     found = results_script().unfounded(page)
     assert len(found) == len(wrong) and all(f"the {figure} of" in line for figure, line in zip(wrong, found))
 
