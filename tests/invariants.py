@@ -47,8 +47,8 @@ from expected import (
 from tinykv import UserError
 from tinykv.cache_parts.tracing import Trace
 from tinykv.calibrate import calibrate
-from tinykv.codecs import Codec, Pair
 from tinykv.codecs.affine import Affine
+from tinykv.codecs.base import Codec, Pair
 from tinykv.codecs.codebook import Codebook
 from tinykv.codecs.nonuniform import SparseCodes
 from tinykv.methods.kvsink import KVSink
@@ -448,7 +448,8 @@ def codes_of(codes, b):
         return None
     tensors, outliers = dict(vars(codes)), []
     if isinstance(codes, SparseCodes):  # the two lists hold the sequences of a token one after the other
-        row_end, values, columns = (tensors.pop(name) for name in ("row_end", "values", "columns"))
+        row_end = tensors.pop("row_end")
+        values, columns = tensors.pop("values")[0, 0], tensors.pop("columns")[0, 0]
         B, _, T, _ = row_end.shape
         ends = [0, *row_end[:, 0, :, 0].T.flatten().tolist()]
         for t in range(T):

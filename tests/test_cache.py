@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinykv.cache import CachedRows, KVCache, LayerCache
-from tinykv.codecs import Codec
-from tinykv.codecs.base import Codes
+from tinykv.codecs.base import Codec, Codes
 from tinykv.methods.fp16 import FP16
 
 

@@ -112,14 +112,10 @@ def cache_class_of(args, runs):
     if importlib.util.find_spec("triton") is None:
         raise UserError("--attention triton needs the package triton (pip install triton, on "
                         "Linux); or use --attention fused")
-    from tinykv.triton_cache import (  # only now: they need triton
-        TritonCache,
-        check_device,
-        check_method,
-    )
+    from tinykv.triton_cache import TritonCache, check_device, check_kernels  # only now: they need triton
     check_device(args.device)
     for r in runs.values():
-        check_method(r.method)
+        check_kernels(r.method)
     return TritonCache
 
 
