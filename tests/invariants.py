@@ -128,8 +128,15 @@ def tokens_named(tokens):
 
 
 def check_uneven_chunks(case):
-    """Chunks that end anywhere, or hold several blocks."""
-    check_cache_holds_the_expected_rows(case, [3, 1, case.T - 10, 6])
+    """Chunks that end anywhere, or hold several blocks: only whole blocks are quantized, after they were read."""
+    for sizes in ([3, 1, case.T - 10, 6], [case.T - 2, 1, 1]):
+        check_cache_holds_the_expected_rows(case, sizes)
+        check_attention_sees_the_cache(case, sizes)
+
+
+def check_scores_of_uneven_chunks(case):
+    for sizes in ([3, 1, case.T - 10, 6], [1, case.T - 3, 1, 1]):
+        check_scores(case, sizes)
 
 
 def check_bytes(case):
