@@ -46,18 +46,18 @@ def formula(*arguments):
 
 
 def constant(*arguments):
-    return partial(test_codecs.check_constant, *arguments)
+    return partial(test_codecs.test_a_constant_group_comes_back, *arguments)
 
 
 def append(codec):
-    return partial(test_codecs.check_append, codec)
+    return partial(test_codecs.test_append_is_concatenation, codec)
 
 
 def anchors(count):
     return partial(test_selection.check_anchors, AnTKV, test_selection.CHUNKS, count)
 
 
-half_to_even = test_codecs.check_half_to_even
+half_to_even = test_codecs.test_rounding_is_half_to_even
 pack = partial(partial, test_codecs.check_pack)
 top_k = partial(test_selection.check_running_top_k, KVSink, test_selection.SIZES)
 pools = partial(test_selection.check_pools, OTT, test_selection.BLOCKS, 2, 3)
@@ -83,7 +83,7 @@ FAULTS = {
         ("torch.round(g / s) + z", "torch.floor(g / s + 0.5) + z", partial(half_to_even, "integer-zero")),
         ("step = (hi - lo) / self.max_code", "step = (hi - lo) / (self.max_code + 1)", formula(2, "token", "offset")),
         ("self.range_of(g, x.shape[2], ignore)", "self.range_of(g, x.shape[2], None)",
-         partial(test_codecs.check_ignored_rows_do_not_count, "integer-zero"),
+         partial(test_codecs.test_ignored_rows_do_not_count, "integer-zero"),
          cell("placeholders_do_not_matter", PFN, CHANNEL)),
         ("groups * size - T), value=True", "groups * size - T), value=False", formula(2, "channel", "offset")),
         ("step.clamp(1e-5, 6e4).half()", "step.half()", formula(2, "channel", "offset")),
@@ -99,7 +99,7 @@ FAULTS = {
         ("axis, formula, static\n", "{'token': 'channel', 'channel': 'token'}[axis], formula, static\n",
          formula(2, "channel", "offset")),
         ("channel_ranges(rows, kept)", "channel_ranges(rows, kept & False)", cell("static_ranges", PFN, C_STATIC),
-         partial(test_codecs.check_static_range, "token", 3)),
+         partial(test_codecs.test_a_static_range_leaves_kept_tokens_out, "token", 3)),
         ("torch.stack(self.lo).amin(0)", "self.lo[-1]", cell("static_ranges", PFN, T_STATIC)),
         ("self.bits, self.max_code = known_bits(bits)", "self.bits, self.max_code = 8, 3", cell("bytes", RTN, TOKEN)),
         ("g = self.to_groups(x.float())",
@@ -130,7 +130,7 @@ FAULTS = {
          test_learning.test_losses_weigh_tokens_and_leave_out_what_is_kept_in_each_head),
         ("torch.stack([lo, hi], dim=-1)[None]", "torch.stack([lo, lo], dim=-1)[None]",
          test_learning.test_channels_of_like_range_share_a_group),
-        ("lo.where(nothing, seen_lo)", "lo", test_codecs.check_ignored_heads),
+        ("lo.where(nothing, seen_lo)", "lo", test_codecs.test_ignored_heads_do_not_count),
     ],
     "codecs/codebook.py": [
         ("q.T.unflatten(0, (len(x), -1))", "q.T.unflatten(0, (len(x), -1)).flip(-1)", cell(HOLDS, CQ, **PAPER)),
