@@ -9,9 +9,8 @@ are fewer bytes. That holds only if no decoded row is ever written to memory: a 
 load and its product with the query.
 
 Shapes: B sequences, H query heads, Hkv KV heads of R = H / Hkv query heads each, T new queries, S tokens in all, d
-channels of a head. In a kernel: M rows of queries, N tokens, W channels; D is d rounded up to a power of two. A kernel
-is one program, of which many run at once; each asks `tl.program_id` for its number. A tensor comes as a pointer to its
-first number, and its strides where it is not contiguous.
+channels of a head. In a kernel: M rows of queries, N tokens, W channels; D is d rounded up to a power of two. Many
+programs run a kernel at once; each asks `tl.program_id` for its number. A tensor comes as a pointer, and its strides.
 """
 import math
 from typing import NamedTuple

@@ -92,7 +92,7 @@ FAULTS = {
         ("zero = lo.clamp(-65504, 65504).half()", "zero = lo", formula(8, "token", "offset")),
         ("s, z = grid.scale.float(), grid.zero.float()", "z, s = grid.scale.float(), grid.zero.float()",
          formula(2, "channel", "offset")),
-        ("g = s * (g - z)", "g = s * (g + z)", formula(2, "token", "integer-zero")),
+        ("g = g - z", "g = g + z * -3", formula(2, "token", "integer-zero")),
         ("self.scale, self.zero = self.grid(lo, hi)",
          "self.scale, self.zero = self.grid(lo.amin(0, True).expand_as(lo), hi.amax(0, True).expand_as(hi))",
          formula(2, "channel", "offset", 8, True)),

@@ -82,10 +82,13 @@ class Affine(Codec):
         g = self.to_groups(q.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
         grid = self if self.static else codes
         s, z = grid.scale.float(), grid.zero.float()
+        # a product and a sum a line: in one line, three copies of all numbers are held at once
         if self.formula == "offset":
-            g = s * g + z
+            g = s * g
+            g = g + z
         else:
-            g = s * (g - z)
+            g = g - z
+            g = s * g
         return self.from_groups(g, q.shape[2])  # (B, Hkv, T, d)
 
     def grid(self, lo, hi):
