@@ -354,17 +354,19 @@ def kept_of(rows, q, score):
     return Kept(slot, slot.stride(0), 0 if slot.shape[1] == 1 else slot.stride(1), score, n)
 
 
-@lru_cache(maxsize=256)  # made anew only where something is quantized or kept
 def slots_of(positions, coded):
     """Of each coded token the number of its kept row, or -1: (B, 1 or Hkv, coded and more) int32.
 
-    A multiple of 16 long, or the kernels would be compiled anew where a stride becomes one.
+    A multiple of 16 long, or the kernels would be compiled anew where a stride becomes one. It is held with the
+    positions, and made anew only where something is quantized or kept.
     """
-    size = triton.cdiv(coded + 1, 16) * 16
-    place = positions.clamp(max=coded).long()  # (B, h, n): a recent token writes after the others
-    number = torch.arange(positions.shape[-1], dtype=torch.int32, device=positions.device)  # (n)
-    slot = torch.full((*place.shape[:2], size), -1, dtype=torch.int32, device=positions.device)
-    return slot.scatter_(2, place, number.expand_as(place))
+    if getattr(positions, "coded", None) != coded:
+        size = triton.cdiv(coded + 1, 16) * 16
+        place = positions.clamp(max=coded).long()  # (B, h, n): a recent token writes after the others
+        number = torch.arange(positions.shape[-1], dtype=torch.int32, device=positions.device)  # (n)
+        slot = torch.full((*place.shape[:2], size), -1, dtype=torch.int32, device=positions.device)
+        positions.coded, positions.slots = coded, slot.scatter_(2, place, number.expand_as(place))
+    return positions.slots
 
 
 def kept_scores(keys, q, rope):

@@ -21,10 +21,9 @@ def check_text(cache, T):
 def check_prefix(tokens, prefix):
     """UserError if a text (B, T) does not begin with the prefix, or has nothing after it."""
     ids = torch.tensor(prefix.ids, device=tokens.device)  # (n)
-    if tokens.shape[1] <= len(ids):
-        raise UserError(f"a text of {tokens.shape[1]} tokens has none after a prefix of {len(ids)}")
-    if not (tokens[:, :len(ids)] == ids).all():
-        raise UserError(f"the text does not begin with the {len(ids)} tokens of the prefix {prefix.name}")
+    if tokens.shape[1] <= len(ids) or not (tokens[:, :len(ids)] == ids).all():
+        raise UserError(f"a text begins with the {len(ids)} tokens of the prefix {prefix.name} and goes on after them; "
+                        f"this one of {tokens.shape[1]} tokens does not")
 
 
 def check_window(layer, rows, kept, gradient):

@@ -107,8 +107,6 @@ class KVSink(CodecMethod):
             self.set_outlier(None if layer < 0 else (layer, channel))
 
     def describe(self):
-        if self.source is None:
-            return "the outlier of this model is not known yet"
         if self.layer is None:
             return f"no stable outlier in this model: the first {self.preserve} tokens are kept"
         return f"emergence layer {self.layer}, outlier channel {self.channel} ({self.source})"
