@@ -46,7 +46,7 @@ def static_codecs(text, scheme, all_bits, kept, **settings):
             pair.k.begin(0, *text.calibration.shape)
             pair.v.begin(0, *text.calibration.shape)
     for window, sinks in zip(text.progress(text.calibration), text.calibration_marks):
-        ignored = sinks.expand(text.model.config.num_key_value_heads, -1) if kept else None  # (Hkv, T)
+        ignored = (sinks & kept).expand(text.model.config.num_key_value_heads, -1)  # (Hkv, T)
         for at in walk(text.model, window):
             for pairs in codecs.values():
                 pairs[at.layer].k.collect(0, stored_keys(at, scheme)[0], ignored, None)

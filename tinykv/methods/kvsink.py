@@ -133,9 +133,10 @@ def known_outlier(config, layer, channel):
              config.max_position_embeddings)
     if layer is None and channel is None:
         return TABLE_3.get(shape), "the paper's Table 3" if shape in TABLE_3 else None
-    if layer not in range(config.num_hidden_layers) or channel not in range(config.hidden_size):
-        raise UserError("give both the emergence layer and the outlier channel, of those that the model has; got layer "
-                        f"{layer} and channel {channel}")
+    layers, channels = config.num_hidden_layers, config.hidden_size
+    if layer not in range(layers) or channel not in range(channels):
+        raise UserError(f"give both the emergence layer and the outlier channel, of {layers} layers and {channels} "
+                        f"channels; got {layer} and {channel}")
     return (layer, channel), "given"
 
 
