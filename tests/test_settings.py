@@ -1,11 +1,9 @@
 """The settings of the methods: defaults, what follows from them, and what is refused."""
 import pytest
-from cases import chunk_of, model_of, schemes_of, takes, tokens_of
+from cases import chunk_of, model_of, schemes_of, takes
 
 from tinykv import UserError
-from tinykv.calibrate import calibrate
 from tinykv.codecs import SCHEMES
-from tinykv.methods.pfn import PFN
 from tinykv.methods.registry import METHODS
 from tinykv.run.check import check_method
 
@@ -87,9 +85,3 @@ def test_a_block_holds_whole_channel_groups(scheme, group_size):
 def test_settings_that_cannot_be_are_refused(name, settings):
     with pytest.raises(UserError):
         check_method(METHODS[name](CONFIG, **settings), CONFIG)
-
-
-def test_calibration_needs_more_tokens_than_are_kept():
-    method = PFN(CONFIG, scheme="token-static", preserve=30)
-    with pytest.raises(UserError, match="no token that the method does not keep"):
-        calibrate(model_of(1), method, tokens_of(2, 30))

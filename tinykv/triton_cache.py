@@ -60,11 +60,6 @@ def single_rows(codec, packed, bits, width, halves, start=0, **more):
                      **more)
 
 
-def exact_rows(rows, halves, start=0):
-    """rows (B, Hkv, T, d) as they are, the first at position `start`."""
-    return single_rows("Exact", rows, 16, rows.shape[3], halves, start)
-
-
 def planes_of(packed, bits, width, piece):
     """How codes `packed` of `width` channels a head are cut into planes: the words, and fields of PackedRows.
 
@@ -193,11 +188,12 @@ ROWS = {Affine: affine_rows, NonUniform: nonuniform_rows, ClippedGroups: clipped
 
 def packed_rows(rows, begin, halves):
     """The coded, or the recent, tokens of a CachedRows: those that `begin` is one of."""
+    d = rows.recent.shape[3]
     if begin >= rows.n_coded:
-        return exact_rows(rows.recent, halves, rows.n_coded)
+        return single_rows("Exact", rows.recent, 16, d, halves, rows.n_coded)
     rows.codes.packed = rows.codes.packed.contiguous()  # codes of more than 8 bits may lie in another order
     if type(rows.codec) is Exact:
-        return exact_rows(rows.codes.packed, halves)
+        return single_rows("Exact", rows.codes.packed, 16, d, halves)
     return ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)
 
 
