@@ -119,14 +119,14 @@ def filled(layer, config, B, coded, device, dtype):
 def new_layer(name, config, B, coded, device, dtype):
     method, rope = method_of(name, config, device), Rope(config)
     rope.freq = rope.freq.to(device)  # (d/2)
-    return filled(TritonLayer(0, method, rope, "stream", SimpleNamespace(), None, None), config,
+    return filled(TritonLayer(0, method, rope, "stream", SimpleNamespace()), config,
                   B, coded, device, dtype)
 
 
 def attended(layer, q):
     """The attention of the newest tokens to all. q (B, H, T, d): rotated."""
     rope = layer.rope if layer.method.rope == "pre" else None
-    return attention(q, layer.keys, layer.values, rope, layer.window, layer.slots)
+    return attention(q, layer.keys, layer.values, rope, layer.window)
 
 
 # Compile

@@ -47,8 +47,8 @@ from expected import (
 from tinykv import UserError
 from tinykv.cache_parts.tracing import Trace
 from tinykv.calibrate import calibrate
-from tinykv.codecs import Codec, Pair
 from tinykv.codecs.affine import Affine
+from tinykv.codecs.base import Codec, Pair
 from tinykv.codecs.codebook import Codebook
 from tinykv.codecs.nonuniform import SparseCodes
 from tinykv.methods.kvsink import KVSink
@@ -128,8 +128,15 @@ def tokens_named(tokens):
 
 
 def check_uneven_chunks(case):
-    """Chunks that end anywhere, or hold several blocks."""
-    check_cache_holds_the_expected_rows(case, [3, 1, case.T - 10, 6])
+    """Chunks that end anywhere, or hold several blocks: only whole blocks are quantized, after they were read."""
+    for sizes in ([3, 1, case.T - 10, 6], [case.T - 2, 1, 1]):
+        check_cache_holds_the_expected_rows(case, sizes)
+        check_attention_sees_the_cache(case, sizes)
+
+
+def check_scores_of_uneven_chunks(case):
+    for sizes in ([3, 1, case.T - 10, 6], [1, case.T - 3, 1, 1]):
+        check_scores(case, sizes)
 
 
 def check_bytes(case):
@@ -448,7 +455,8 @@ def codes_of(codes, b):
         return None
     tensors, outliers = dict(vars(codes)), []
     if isinstance(codes, SparseCodes):  # the two lists hold the sequences of a token one after the other
-        row_end, values, columns = (tensors.pop(name) for name in ("row_end", "values", "columns"))
+        row_end = tensors.pop("row_end")
+        values, columns = tensors.pop("values")[0, 0], tensors.pop("columns")[0, 0]
         B, _, T, _ = row_end.shape
         ends = [0, *row_end[:, 0, :, 0].T.flatten().tolist()]
         for t in range(T):

@@ -59,7 +59,7 @@ def explained(item, error):
     if rule and isinstance(error, AssertionError):
         lines.append(f"rule    {rule}")
     lines.append(f"found   {found(error, option.method)}")
-    if case.batch > 1 and holds(item.function, replace(case, batch=1)):
+    if case.batch > 1 and holds(item.function, {**item.funcargs, "case": replace(case, batch=1)}):
         lines.append("note    with one sequence it holds: look at what the method does for a batch")
 
     again = ["pytest", item.nodeid]
@@ -93,10 +93,10 @@ def found(error, methods):
     return f"{where}{type(error).__name__}: {error}"
 
 
-def holds(test, case):
+def holds(test, arguments):
     """Whether a test passes in another cell."""
     try:
-        test(case)
+        test(**arguments)
     except Exception:
         return False
     return True

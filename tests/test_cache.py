@@ -2,13 +2,12 @@
 empty."""
 import pytest
 import torch
-from cases import L, model_of
+from cases import model_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinykv.cache import CachedRows, KVCache, LayerCache
-from tinykv.codecs import Codec
-from tinykv.codecs.base import Codes
+from tinykv.cache import CachedRows, KVCache
+from tinykv.codecs.base import Codec, Codes
 from tinykv.methods.fp16 import FP16
 
 
@@ -69,8 +68,3 @@ def test_cached_rows_against_plain_lists(data):
 def test_unknown_protocol_is_refused():
     with pytest.raises(ValueError, match="protocol"):
         KVCache(model_of(1), FP16(model_of(1).config), "Paper")
-
-
-def test_layer_cache_is_what_the_model_uses():
-    cache = KVCache(model_of(1), FP16(model_of(1).config))
-    assert all(type(layer) is LayerCache for layer in cache.layers) and len(cache.layers) == L

@@ -253,9 +253,9 @@ def test_a_prefix_that_leaves_no_text_is_refused(embedded):
     model = tiny()
     cache = KVCache(model, IntactKV(model.config, prefix_of(model, 5)))
     for T in (5, 3):
-        with pytest.raises(UserError, match="has none after"):
+        with pytest.raises(UserError, match="goes on after them"):
             model(begun(5, 20)[:, :T], cache)
-    with pytest.raises(UserError, match="begin with"):
+    with pytest.raises(UserError, match="begins with the 5 tokens"):
         model(begun(4, 20), cache)
 
 

@@ -25,37 +25,12 @@ back what pytest does by itself.
 """
 from dataclasses import replace
 
+import invariants
 import pytest
 import torch
 from cases import KEEP_ALL, Case, G, schemes_of, takes, tokens_of
 from conftest import runs_whole
 from expected import is_static
-from invariants import (
-    check_a_text_has_to_begin_with_the_prefix,
-    check_attention_sees_the_cache,
-    check_batch_rows_are_independent,
-    check_bytes,
-    check_cache_holds_the_expected_rows,
-    check_calibration_order_is_no_matter,
-    check_chunks_equal_single_tokens,
-    check_codes_are_what_is_claimed,
-    check_generation,
-    check_keeping_everything_is_exact,
-    check_low_bits_matter,
-    check_never_nan,
-    check_no_future_leak,
-    check_paper_refuses_a_second_forward,
-    check_placeholders_do_not_matter,
-    check_same_twice_and_after_reset,
-    check_scores,
-    check_sixteen_bit_models_cache_what_they_compute,
-    check_sixteen_bits_are_fp16,
-    check_sixteen_bits_of_one_kind,
-    check_static_ranges,
-    check_the_trap,
-    check_uneven_chunks_of_exact_rows,
-    check_what_is_calibrated_can_be_restored,
-)
 
 from tinykv import UserError
 from tinykv.cache import PROTOCOLS
@@ -86,15 +61,19 @@ def cells(where=lambda case: True, **axes):
 
 
 def pytest_generate_tests(metafunc):
-    if "case" not in metafunc.fixturenames:
-        return
-    given, like = metafunc.config.getoption("--method"), metafunc.config.getoption("--as")
+    if metafunc.function is test_invariant:
+        pairs = [(check, case) for check, where, axes in INVARIANTS for case in cells_of(where, axes, metafunc.config)]
+        metafunc.parametrize("check, case", pairs, ids=[f"{check}-{case}" for check, case in pairs])
+    elif "case" in metafunc.fixturenames:
+        found = cells_of(metafunc.function.where, metafunc.function.axes, metafunc.config)
+        metafunc.parametrize("case", found, ids=str)
+
+
+def cells_of(where, axes, config):
+    given, like = config.getoption("--method"), config.getoption("--as")
     methods = [load_class(name) for name in given] if given else METHODS.values()
-    axes, where = metafunc.function.axes, metafunc.function.where
     found = [case for case in all_cells(methods, axes, METHODS.get(like)) if where(case)]
-    if not runs_whole(metafunc.config):
-        found = covering(found, axes, pairs=bool(given))
-    metafunc.parametrize("case", found, ids=str)
+    return found if runs_whole(config) else covering(found, axes, pairs=bool(given))
 
 
 def all_cells(methods, axes, like=None):
@@ -137,6 +116,10 @@ def covering(found, axes, pairs=False):
 
 
 # ---- what cells are told apart by
+
+def every(case):
+    return True
+
 
 def has(*settings):
     return lambda case: takes(case.cls, case.scheme) >= set(settings)
@@ -207,50 +190,9 @@ def causal_in_paper(case):
     return True
 
 
-# ---- what the cache holds
+# ---- what holds of every method
 
-@pytest.mark.whole
-@cells()
-def test_codes_are_what_is_claimed(case):
-    check_codes_are_what_is_claimed(case)
-
-
-@cells(protocol=PROTOCOLS, length=LENGTHS, **SHAPES)
-def test_cache_holds_the_expected_rows(case):
-    check_cache_holds_the_expected_rows(case)
-
-
-@cells(has("formula"), formula=["integer-zero"], protocol=PROTOCOLS, length=["G+1", "2G+5"], batch=(1, 3))
-def test_cache_holds_the_expected_rows_with_an_integer_zero(case):
-    check_cache_holds_the_expected_rows(case)
-    check_bytes(case)
-
-
-@cells(length=["2G+5"], recent=[1, 6], batch=(1, 3))
-def test_a_recent_window_stays_exact(case):
-    check_cache_holds_the_expected_rows(case)
-    check_attention_sees_the_cache(case)
-    check_bytes(case)
-
-
-@cells(recent=[0, 5], batch=(1, 3))
-def test_uneven_chunks(case):
-    """Chunks that end anywhere, or hold several blocks: only whole blocks are quantized, after they
-    were read."""
-    for sizes in ([3, 1, case.T - 10, 6], [case.T - 2, 1, 1]):
-        check_cache_holds_the_expected_rows(case, sizes)
-        check_attention_sees_the_cache(case, sizes)
-
-
-@cells(chooses, protocol=PROTOCOLS, length=["6G+3"], heads_per_kv=(1, 4))
-def test_a_choice_that_is_made_many_times(case):
-    """Long enough that tokens are evicted and that pools are full, in some sequence, head or
-    layer."""
-    check_cache_holds_the_expected_rows(case)
-    check_bytes(case)
-
-
-@cells(has_the_settings, protocol=PROTOCOLS, settings=[
+SETTINGS = [
     (("metadata", "fp16"), ("clip", "none")),
     (("metadata", "fp16"), ("clip", "centre"), ("k_bits", 4)),
     (("reorder", "off"), ("clip", "endpoint")),
@@ -272,103 +214,72 @@ def test_a_choice_that_is_made_many_times(case):
     (("prefix", ()),),
     (("prefix", (5,)), ("k_bits", 4), ("v_bits", 16)),
     (("prefix", (*range(G + 3),)),),  # more than a block
-])
-def test_settings(case):
-    """Whatever changes what is kept or how tokens are quantized is in the oracles, too."""
-    check_cache_holds_the_expected_rows(case)
-    check_bytes(case)
+]
+MANY_TIMES = dict(protocol=PROTOCOLS, length=["6G+3"], heads_per_kv=(1, 4))  # tokens are evicted, and pools are full
+INTEGER_ZERO = dict(formula=["integer-zero"], protocol=PROTOCOLS, length=["G+1", "2G+5"], batch=(1, 3))
+RECENT = dict(length=["2G+5"], recent=[1, 6], batch=(1, 3))
+
+# `check_NAME` of invariants.py, which cells it runs on, and their axes
+INVARIANTS = [
+    ("cache_holds_the_expected_rows", every, dict(protocol=PROTOCOLS, length=LENGTHS, **SHAPES)),
+    ("cache_holds_the_expected_rows", has("formula"), INTEGER_ZERO),
+    ("cache_holds_the_expected_rows", every, RECENT),
+    ("cache_holds_the_expected_rows", chooses, MANY_TIMES),
+    ("cache_holds_the_expected_rows", has_the_settings, dict(protocol=PROTOCOLS, settings=SETTINGS)),
+    ("bytes", every, dict(protocol=PROTOCOLS, length=LENGTHS, heads_per_kv=(1, 4))),
+    ("bytes", has("formula"), INTEGER_ZERO),
+    ("bytes", every, RECENT),
+    ("bytes", chooses, MANY_TIMES),
+    ("bytes", has_the_settings, dict(protocol=PROTOCOLS, settings=SETTINGS)),
+    ("uneven_chunks", every, dict(recent=[0, 5], batch=(1, 3))),
+    ("scores", scores, dict(protocol=PROTOCOLS, recent=[0, 5], length=["1", "G", "2G+5"], heads_per_kv=(1, 4))),
+    ("scores_of_uneven_chunks", scores, dict(recent=[0, 5])),
+    # what attention sees
+    ("attention_sees_the_cache", every, dict(protocol=PROTOCOLS, length=["1", "G+1", "2G+5"])),
+    ("attention_sees_the_cache", every, RECENT),
+    ("low_bits_matter", quantizes, dict(protocol=PROTOCOLS)),
+    ("the_trap", quantizes, dict(heads_per_kv=(1, 2, 4))),
+    # what is exact
+    ("sixteen_bits_are_fp16", has("k_bits", "v_bits"),
+     dict(protocol=PROTOCOLS, length=["1", "G", "G+1", "2G+5"], heads_per_kv=(1, 4))),
+    ("sixteen_bits_of_one_kind", has("k_bits", "v_bits"), dict(protocol=["paper"])),
+    ("sixteen_bit_models_cache_what_they_compute", is_fp16, dict(protocol=PROTOCOLS, heads_per_kv=(1, 4))),
+    ("keeping_everything_is_exact", keeps, dict(protocol=PROTOCOLS, length=["G-1", "2G+5"])),
+    ("placeholders_do_not_matter", may_keep,
+     dict(protocol=PROTOCOLS, formula=FORMULAS, heads_per_kv=(1, 4), batch=(1, 3))),
+    # what does not depend on what
+    ("chunks_equal_single_tokens", every,
+     dict(dtype=[torch.float64], recent=[0, 5], heads_per_kv=(1, 4), batch=(1, 3))),
+    ("uneven_chunks_of_exact_rows", is_fp16, dict(recent=[0, 5], dtype=[torch.float64], **SHAPES)),
+    ("no_future_leak", every, dict(heads_per_kv=(1, 4), recent=[0, 5])),
+    ("no_future_leak", causal_in_paper, dict(protocol=["paper"], heads_per_kv=(1, 4))),
+    ("batch_rows_are_independent", every,
+     dict(protocol=PROTOCOLS, length=["1", "G+1", "2G+5"], heads_per_kv=(1, 4), dtype=[torch.float64])),
+    ("same_twice_and_after_reset", every, dict(protocol=PROTOCOLS)),
+    # what is refused
+    ("paper_refuses_a_second_forward", every, dict(protocol=["paper"], length=["1", "2G+5"])),
+    ("a_text_has_to_begin_with_the_prefix", begins, dict(batch=(1, 3))),
+    # calibration
+    ("static_ranges", static, dict(heads_per_kv=(1, 4), formula=FORMULAS)),
+    ("what_is_calibrated_can_be_restored", calibrates, {}),
+    ("calibration_order_is_no_matter", calibrates_as_a_sum, {}),
+    # in use
+    ("generation", every, dict(heads_per_kv=(1, 4))),
+    ("never_nan", every, dict(protocol=PROTOCOLS, formula=FORMULAS)),
+]
 
 
-@cells(protocol=PROTOCOLS, length=LENGTHS, heads_per_kv=(1, 4))
-def test_bytes(case):
-    check_bytes(case)
+def test_invariant(check, case):
+    getattr(invariants, f"check_{check}")(case)
 
 
-@cells(scores, protocol=PROTOCOLS, recent=[0, 5], length=["1", "G", "2G+5"], heads_per_kv=(1, 4))
-def test_scores(case):
-    check_scores(case)
+test_invariant.axes = {}  # a test of cells, which --method selects
 
 
-@cells(scores, recent=[0, 5])
-def test_scores_of_uneven_chunks(case):
-    for sizes in ([3, 1, case.T - 10, 6], [1, case.T - 3, 1, 1]):
-        check_scores(case, sizes)
-
-
-# ---- what attention sees
-
-@cells(protocol=PROTOCOLS, length=["1", "G+1", "2G+5"])
-def test_attention_sees_the_cache(case):
-    check_attention_sees_the_cache(case)
-
-
-@cells(quantizes, protocol=PROTOCOLS)
-def test_low_bits_matter(case):
-    check_low_bits_matter(case)
-
-
-@cells(quantizes, heads_per_kv=(1, 2, 4))
-def test_the_trap(case):
-    check_the_trap(case)
-
-
-# ---- what is exact
-
-@cells(has("k_bits", "v_bits"), protocol=PROTOCOLS, length=["1", "G", "G+1", "2G+5"], heads_per_kv=(1, 4))
-def test_sixteen_bits_are_fp16(case):
-    check_sixteen_bits_are_fp16(case)
-
-
-@cells(has("k_bits", "v_bits"), protocol=["paper"])
-def test_sixteen_bits_of_one_kind(case):
-    check_sixteen_bits_of_one_kind(case)
-
-
-@cells(is_fp16, protocol=PROTOCOLS, heads_per_kv=(1, 4))
-def test_sixteen_bit_models_cache_what_they_compute(case):
-    check_sixteen_bit_models_cache_what_they_compute(case)
-
-
-@cells(keeps, protocol=PROTOCOLS, length=["G-1", "2G+5"])
-def test_keeping_everything_is_exact(case):
-    check_keeping_everything_is_exact(case)
-
-
-@cells(may_keep, protocol=PROTOCOLS, formula=FORMULAS, heads_per_kv=(1, 4), batch=(1, 3))
-def test_placeholders_do_not_matter(case):
-    check_placeholders_do_not_matter(case)
-
-
-# ---- what does not depend on what
-
-@cells(dtype=[torch.float64], recent=[0, 5], heads_per_kv=(1, 4), batch=(1, 3))
-def test_chunks_equal_single_tokens(case):
-    check_chunks_equal_single_tokens(case)
-
-
-@cells(is_fp16, recent=[0, 5], dtype=[torch.float64], **SHAPES)
-def test_uneven_chunks_of_exact_rows(case):
-    check_uneven_chunks_of_exact_rows(case)
-
-
-@cells(heads_per_kv=(1, 4), recent=[0, 5])
-def test_no_future_leak_in_a_stream(case):
-    check_no_future_leak(case)
-
-
-@cells(causal_in_paper, protocol=["paper"], heads_per_kv=(1, 4))
-def test_no_future_leak_on_paper(case):
-    check_no_future_leak(case)
-
-
-@cells(protocol=PROTOCOLS, length=["1", "G+1", "2G+5"], heads_per_kv=(1, 4), dtype=[torch.float64])
-def test_batch_rows_are_independent(case):
-    check_batch_rows_are_independent(case)
-
-
-@cells(protocol=PROTOCOLS)
-def test_same_twice_and_after_reset(case):
-    check_same_twice_and_after_reset(case)
+@pytest.mark.whole
+@cells()
+def test_codes_are_what_is_claimed(case):
+    invariants.check_codes_are_what_is_claimed(case)
 
 
 @cells(lambda case: case.oracle is OTT, protocol=PROTOCOLS, recent=[0, 5])
@@ -376,18 +287,6 @@ def test_ott_without_a_pool_is_kivi(case):
     kivi, tokens = replace(case, cls=KIVI, like=None), case.tokens()
     logits, _ = case.run(case.method(outlier_num=0), tokens)
     assert torch.equal(logits, kivi.run(kivi.method(), tokens)[0])
-
-
-# ---- what is refused
-
-@cells(protocol=["paper"], length=["1", "2G+5"])
-def test_paper_refuses_a_second_forward(case):
-    check_paper_refuses_a_second_forward(case)
-
-
-@cells(begins, batch=(1, 3))
-def test_a_text_has_to_begin_with_the_prefix(case):
-    check_a_text_has_to_begin_with_the_prefix(case)
 
 
 @cells(lambda case: case.known)
@@ -404,30 +303,6 @@ def test_a_method_is_refused_where_its_calibration_was_forgotten(case):
         assert case.model.generate(tokens_of(1, T), 1, case.new_cache(method)).shape == (1, T + 1)
 
 
-# ---- calibration
-
-@cells(static, heads_per_kv=(1, 4), formula=FORMULAS)
-def test_static_ranges(case):
-    check_static_ranges(case)
-
-
-@cells(calibrates)
-def test_what_is_calibrated_can_be_restored(case):
-    check_what_is_calibrated_can_be_restored(case)
-
-
-@cells(calibrates_as_a_sum)
-def test_calibration_order_is_no_matter(case):
-    check_calibration_order_is_no_matter(case)
-
-
-# ---- in use
-
-@cells(heads_per_kv=(1, 4))
-def test_generation(case):
-    check_generation(case)
-
-
 @cells(has("k_bits", "v_bits"), heads_per_kv=(1, 4))
 def test_generation_in_sixteen_bits_is_plain_generation(case):
     """In float32 the cache rounds to 16 bits: the same tokens come out if no two are about equally
@@ -442,8 +317,3 @@ def test_generation_in_sixteen_bits_is_plain_generation(case):
     rounding = (cached[:, 8:] - logits).abs().max()
     assert (best - second).min() > 10 * rounding, "choose another prompt"
     assert torch.equal(case.model.generate(prompt, 8, case.new_cache(exact)), text)
-
-
-@cells(protocol=PROTOCOLS, formula=FORMULAS)
-def test_never_nan(case):
-    check_never_nan(case)

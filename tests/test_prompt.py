@@ -1,12 +1,13 @@
 """A text with a prompt: what KVSink and AnTKV keep, and when tokens are quantized, against plain lists.
 
-The lists know no tensors: a token is exact or it is read as its codes, which are rounded by hand (plain.py).
+The lists know no tensors: a token is exact, or it is read as its codes (oracles.py).
 """
 import math
 
+import numpy as np
+import oracles
 import pytest
 import torch
-from plain import f16, plain_code, plain_grid
 
 from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
@@ -67,42 +68,33 @@ def read_by_cache(method, protocol, prompt, sizes, seed):
 
 # The same in lists
 
-def coded(row, bits=2):
-    row = [f16(x) for x in row]
-    scale, zero = plain_grid(row, bits, "offset")
-    return [plain_code(x, scale, zero, bits, "offset")[1] for x in row]
+def in_16_bits(rows):
+    return oracles.float16(rows.numpy()).tolist()
+
+
+def coded(row):
+    row = np.array(row, dtype=np.float32)
+    return oracles.affine_group(row, row.min(), row.max(), oracles.max_code(2), "offset").tolist()
 
 
 def largest(scores, positions, k):
     return set(sorted(positions, key=lambda t: (-scores[t], t))[:k])
 
 
-def softmax_rows(q, k, seen):
-    """Attention of the first `seen` queries to their keys: [[A_ij]]."""
-    rows = []
-    for i in range(seen):
-        logits = [sum(a * b for a, b in zip(q[i], k[j])) / math.sqrt(WIDTH) for j in range(i + 1)]
-        top = max(logits)
-        e = [math.exp(x - top) for x in logits]
-        rows.append([x / sum(e) for x in e])
-    return rows
-
-
 def anchor_scores(q, k, seen):
     """Eq. 5 over the first `seen` tokens, which are all exact: AnS(K) and AnS(V), lists by token."""
     of_keys, of_values = [0.0] * seen, [0.0] * seen
     for head in q:
-        for i, row in enumerate(softmax_rows(head, k, seen)):
-            norm = math.sqrt(sum(x * x for x in head[i]))
+        for i, row in enumerate(oracles.attention_weights(head[:seen], k[:seen])):
             for j, a in enumerate(row):
-                of_keys[j] += a * (1 - a) * norm
+                of_keys[j] += a * (1 - a) * oracles.norm(head[i])
                 of_values[j] += a
     return of_keys, of_values
 
 
 def read_by_lists(rows, scores, protocol, prompt, sizes, recent, block, k, choose):
     """[rows as attention sees them] after each chunk. scores: by token, of what is kept; k: a number of tokens."""
-    rows = [[f16(x) for x in row] for row in rows]
+    rows = in_16_bits(rows)
     n_coded, kept, length, out = 0, set(), 0, []
     for n in sizes:
         before = n_coded, kept
@@ -136,7 +128,7 @@ def test_algorithm_1_and_decoding_after_it(protocol, prompt, choose, block):
     _, keys, values, hidden = numbers(1)
     sizes_of_outlier = hidden[:, CHANNEL].abs().tolist()
     for i, rows in enumerate((keys, values)):
-        expected = read_by_lists(rows.tolist(), sizes_of_outlier, protocol, prompt, sizes, 0, block, k, choose)
+        expected = read_by_lists(rows, sizes_of_outlier, protocol, prompt, sizes, 0, block, k, choose)
         assert [both[i] for both in seen] == expected
     sinks = set(cache.shared.sinks[0].tolist())
     assert sinks == ({17, 30} if choose == "always" else largest(sizes_of_outlier, range(prompt), k))
@@ -159,11 +151,10 @@ def test_anchors_from_the_prefill_alone(protocol, prompt, recent, block):
     sizes, share = [prompt] + [1] * (T - prompt), 0.15
     seen, cache = read_by_cache(antkv(recent, block, "15%"), protocol, prompt, sizes, 2)
     q, keys, values, _ = numbers(2)
-    exact = [[f16(x) for x in row] for row in keys.tolist()]
-    scores = anchor_scores(q.tolist(), exact, prompt)
+    scores = anchor_scores(q.tolist(), in_16_bits(keys), prompt)
     for i, rows in enumerate((keys, values)):
         padded = scores[i] + [-1.0] * (T - prompt)
-        expected = read_by_lists(rows.tolist(), padded, protocol, prompt, sizes, recent, block,
+        expected = read_by_lists(rows, padded, protocol, prompt, sizes, recent, block,
                                  math.ceil(share * prompt), "prompt")
         assert [both[i] for both in seen] == expected
     for layer in cache.layers:  # no score is held any more
@@ -204,6 +195,12 @@ def test_the_kernels_read_a_prompt_alike(protocol, choose):
             with torch.no_grad():
                 found.append(torch.cat([model(chunk, cache) for chunk in chunks_of(tokens, cache)], dim=1))
         assert torch.allclose(*found, rtol=1e-2, atol=1e-2)
+
+
+def test_a_group_that_is_not_full_waits_for_the_tokens_after_the_prompt():
+    """Four keys share a scale; values wait with their keys."""
+    _, cache = read_by_cache(KIVI(CONFIG, group_size=4, recent=0), "paper", 7, [7], 1)
+    assert [(layer.keys.n_coded, layer.values.n_coded) for layer in cache.layers] == [(4, 4)] * L
 
 
 # The order in which a text arrives

@@ -149,7 +149,7 @@ def test_calibration_holds_no_more_than_it_says(monkeypatch):
     codec.sensitivity = "none"
     codec.begin(0, 2, 40)
     for _ in range(2):
-        codec.collect(0, rows, None, None)
+        codec.collect(0, rows, torch.zeros(1, 40, dtype=torch.bool), None)
     assert [x[0, :, 0].tolist() for x in codec.rows] == [[0, 14, 30, 46, 62, 78]] * 2
     codec.fit(0)
     assert codec.samples == 12 and codec.rows is None

@@ -13,7 +13,7 @@ stay aligned. 16 bits are the model's own dtype if it has 16 bits, and fp16 if t
 `LayerCache.update` is the whole idea: append the new tokens, then answer the three questions.
 
     When   how many of the oldest recent tokens are quantized now?     `LayerCache.n_to_quantize`
-    Keep   which tokens stay in full precision from now on?            `LayerCache.to_keep`, `CachedRows.keep`
+    Keep   which tokens stay in full precision from now on?            `LayerCache.keep`, `CachedRows.keep`
     Code   how is every other token quantized?                         `CachedRows.quantize`
 
 Attention reads before that, or after it. This is the protocol:
@@ -30,7 +30,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tinykv import UserError
+from tinykv import UserError, one_of
 from tinykv.cache_parts.guards import check_prefix, check_text
 from tinykv.cache_parts.held import HeldLayers, HeldRows
 from tinykv.cache_parts.scores import Scores
@@ -80,7 +80,7 @@ class CachedRows(Scores, HeldRows):
             found = found | same.any(-1)
         if not found.all():
             raise UserError(f"`keep_keys` or `keep_values` gave token {int(positions[~found][0])}, which is neither "
-                            f"recent nor kept: layer {self.layer} has {self.n_coded + r} tokens, {self.n_coded} coded")
+                            f"recent nor kept: {self!r}")
 
         place = place.long().expand(B, Hkv, -1)  # (B, Hkv, p)
         self.keep_scores(place)
@@ -152,11 +152,7 @@ class LayerCache:
         # When: how many of the oldest recent tokens are quantized now?
         n_keys, n_values = self.n_to_quantize(self.keys), self.n_to_quantize(self.values)
         # Keep: which tokens stay in full precision from now on?
-        keep_keys, keep_values = self.to_keep(n_keys, n_values)
-        if keep_keys is not None:
-            self.keys.keep(keep_keys)
-        if keep_values is not None:
-            self.values.keep(keep_values)
+        self.keep(n_keys, n_values)
         if scores and self.choose == "prompt":  # they are chosen for good
             self.keys.forget_scores()
             self.values.forget_scores()
@@ -212,8 +208,8 @@ class LayerCache:
         old = self.length - rows.n_coded - self.method.recent
         return max(0, old - old % self.method.block_of(rows.kind))
 
-    def to_keep(self, n_keys, n_values):
-        """Keep: the positions of the keys, and of the values, that the method keeps; None: as before.
+    def keep(self, n_keys, n_values):
+        """Keep what the method says: positions of keys and of values, or None to leave things as they are.
 
         It is asked when tokens are about to be quantized, for keys and values before anything changes. A method that
         chooses once is asked about the whole prompt, even if none of it is quantized yet.
@@ -222,7 +218,10 @@ class LayerCache:
             n_keys = n_values = self.length if self.in_prompt else 0
         keep_keys = self.method.keep_keys(self, n_keys) if n_keys else None
         keep_values = self.method.keep_values(self, n_values) if n_values else None
-        return keep_keys, keep_values
+        if keep_keys is not None:
+            self.keys.keep(keep_keys)
+        if keep_values is not None:
+            self.values.keep(keep_values)
 
     def __repr__(self):
         return f"LayerCache({self.keys!r}, {self.values!r})"
@@ -237,8 +236,7 @@ class KVCache(HeldLayers):
     """
 
     def __init__(self, model, method, protocol="stream", prompt=None):
-        if protocol not in PROTOCOLS:
-            raise ValueError(f"the protocol is one of {', '.join(PROTOCOLS)}; got {protocol!r}")
+        one_of(PROTOCOLS, protocol=protocol)
         self.model, self.method, self.protocol, self.prompt = model, method, protocol, prompt
         self.config, self.rope = model.config, model.rope
         self.reset()
@@ -280,14 +278,3 @@ class KVCache(HeldLayers):
     def top_k(self, x, k):
         """Where the k largest of x (B, n) are, the largest first, of equal ones the earlier: (B, up to k)."""
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
-
-    def next_length(self):
-        """The length of the text at which keys or values are quantized next, in a stream."""
-        lengths = []
-        method, layer = self.method, self.layers[0]
-        for rows in (layer.keys, layer.values):
-            block = method.block_of(rows.kind)
-            old = layer.length - rows.n_coded - method.recent  # not among the newest `recent`
-            full = max(0, old // block)  # blocks of them that are full already: of a prefix
-            lengths.append(rows.n_coded + method.recent + (full + 1) * block)
-        return min(lengths)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tinykv.cache import KVCache
-from tinykv.cache_parts.guards import CheckedWindows
+from tinykv.cache_parts.guards import check_numbers, check_window
 from tinykv.cache_parts.tracing import Trace
 
 
@@ -32,14 +32,12 @@ def calibrate(model, method, windows, progress=None):
         gradients = any(codec.needs_gradient(step) for _, _, codec in active)
         for _, _, codec in active:
             codec.begin(step, *windows.shape)
-        checked = CheckedWindows()
         for window in progress(windows):
             recorder = record(model, method, window, gradients)
             for layer, kind, codec in active:
                 rows, kept, gradient = recorder.of(layer, kind)
-                checked.look(layer, kind, rows, kept, gradient)
+                check_window(layer, rows, kept, gradient)
                 codec.collect(step, rows, kept, gradient)
-        checked.check(windows.shape[1])
         for _, _, codec in progress(active):
             codec.fit(step)
 
@@ -50,7 +48,7 @@ def watch_blocks(model, method, step, window):
     tokens = window[None]  # (1, T)
     method.watch(step, -1, model.model["embed_tokens"](tokens))
     trace = Trace(model, watch=lambda layer, hidden: method.watch(step, layer, hidden))
-    model(tokens, trace, logits=False)
+    check_numbers("hidden states of the model", model(tokens, trace, logits=False))
 
 
 def record(model, method, window, gradients):
@@ -87,21 +85,18 @@ class Recorder(KVCache):
             self.leaves += [leaf_k, leaf_v]
             k, v = k + leaf_k, v + leaf_v
         cache.append(k.detach(), v.detach(), positions)
-        keep_keys, keep_values = cache.to_keep(cache.length, cache.length)
-        if keep_keys is not None:
-            cache.keys.keep(keep_keys)
-        if keep_values is not None:
-            cache.values.keep(keep_values)
+        cache.keep(cache.length, cache.length)
         if self.differentiable:  # not through the 16 bits, where a gradient would vanish
             return self.rope.rotate(k, positions), v
         return cache.read()
 
     def of(self, layer, kind):
-        """Keys, or values, of a layer as they are stored: rows (Hkv, T, d), kept (Hkv, T) or None,
-        gradient (Hkv, T, d) or None."""
+        """Keys, or values, of a layer as they are stored: rows (Hkv, T, d), kept (Hkv, T), gradient
+        (Hkv, T, d) or None."""
         rows = self.layers[layer].keys if kind == "k" else self.layers[layer].values
         kept = rows.is_kept(rows.recent.shape[2])  # (1, Hkv, T)
-        kept = None if kept is None else kept[0]
+        if kept is None:
+            kept = torch.zeros_like(rows.recent[..., 0], dtype=torch.bool)  # (1, Hkv, T)
         gradient = None
         if self.gradients is not None:
             gradient = self.gradients[2 * layer + (kind == "v")]  # (1, Hkv, T, d)
@@ -109,4 +104,4 @@ class Recorder(KVCache):
                 positions = torch.arange(gradient.shape[2], device=gradient.device)  # (T)
                 gradient = self.rope.rotate(gradient, positions)
             gradient = gradient[0]
-        return rows.recent[0], kept, gradient
+        return rows.recent[0], kept[0], gradient

@@ -154,12 +154,11 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(self, x, rope, positions, mask, layer, cache=None):
-        B, T, _ = x.shape
         q, k, v = self.qkv(x)  # (B, H, T, d), (B, Hkv, T, d) twice, before RoPE
 
         if self.attention == "triton":
             out = cache.attend(layer, q, k, v, positions)  # (B, H, T, d)
-            return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
+            return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, D)
 
         # keys and values of all S tokens so far; with a cache, the cache returns them
         if cache is None:
@@ -175,6 +174,7 @@ class Attention(nn.Module):
             k = k.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
             v = v.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
 
+        T, S = x.shape[1], k.shape[2]
         if self.attention == "fused":
             causal = mask is None and T > 1  # one new token sees all keys
             out = F.scaled_dot_product_attention(
@@ -182,12 +182,11 @@ class Attention(nn.Module):
         else:
             scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, T, S)
             if mask is None:
-                S = k.shape[2]
                 mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)  # (T, S)
             scores = scores.masked_fill(~mask, float("-inf"))  # (B, H, T, S)
             p = torch.softmax(scores.float(), dim=-1).to(v.dtype)  # (B, H, T, S)
             out = p @ v  # (B, H, T, d)
-        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, D)
 
 
 class MLP(nn.Module):
@@ -296,9 +295,6 @@ class Llama(nn.Module):
         Returns (B, T + new). Stops early once every row has produced `eos`; a row that is done
         repeats it. Without a cache the whole text is read again for every token.
         """
-        if not 0 <= temperature < math.inf or not 0 < top_p <= 1:  # refuses NaN, too
-            raise ValueError(f"temperature must be finite and 0 or more, and top_p in (0, 1]; "
-                             f"got {temperature} and {top_p}")
         rng = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)  # (B)
         unread = tokens  # (B, T): what the cache has not seen yet

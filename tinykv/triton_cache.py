@@ -18,7 +18,7 @@ from kernels import FMA, LIFT, LOG2E, Grid, Kept, PackedRows, Plane, Tables, Tur
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
-from tinykv.codecs.base import TERNARY, Exact
+from tinykv.codecs.base import TERNARY, Codes, Exact
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.codebook import Codebook
 from tinykv.codecs.nonuniform import NonUniform
@@ -27,7 +27,6 @@ from tinykv.methods.antkv import AnTKV
 TILE = 64  # tokens that a program reads at a time, at most
 PIECE = 512  # tokens of a piece, at least: each piece writes d + 2 numbers, which the merge reads
 MERGED = 32  # pieces, and kept values, that are added at a time
-BITS = (1, TERNARY, 2, 3, 4, 8)  # of codes that the kernels read
 
 
 # What a kernel reads
@@ -61,11 +60,6 @@ def single_rows(codec, packed, bits, width, halves, start=0, **more):
                      **more)
 
 
-def exact_rows(rows, halves, start=0):
-    """rows (B, Hkv, T, d) as they are, the first at position `start`."""
-    return single_rows("Exact", rows, 16, rows.shape[3], halves, start)
-
-
 def planes_of(packed, bits, width, piece):
     """How codes `packed` of `width` channels a head are cut into planes: the words, and fields of PackedRows.
 
@@ -78,6 +72,8 @@ def planes_of(packed, bits, width, piece):
         step, words = 8, piece // 8
         # (first channel, slice, bit)
         places = [(n * piece + i, n, 3 * i) for n in range(width // piece) for i in range(8)]
+    elif bits != TERNARY and 8 % bits:  # a code may go on in the next byte
+        return None, None
     else:
         # the lowest bits of a row's bytes are `run` channels
         step, run = 1, packed.shape[3]
@@ -117,7 +113,7 @@ def side_by_side(codes):
 @lru_cache(maxsize=1024)
 def static_words(scale, zero):
     """The same of a static grid."""
-    return torch.stack([scale, zero.view(scale.dtype)], dim=-1).view(torch.int32)[..., 0]
+    return side_by_side(Codes(None, scale, zero))
 
 
 def affine_rows(codec, codes, kind, halves):
@@ -159,7 +155,7 @@ def nonuniform_rows(codec, codes, kind, halves):
         grid = made(Grid, words=words, batch=words.stride(0), head=0, token=words.stride(2), channel=0, tokens=1,
                     channels=codec.width, form="offset")
     tables = Tables(codec.levels)
-    if codec.outliers and len(codes.values):
+    if codec.outliers and codes.values.numel():
         row_end = codes.row_end[:, 0, :, 0].T.contiguous()  # (T, B)
         tables = Tables(codec.levels, row_end, codes.values, codes.columns, row_end.shape[1])
     return single_rows("NonUniform", codes.packed, codec.bits, codec.width, halves, grid=grid, tables=tables)
@@ -192,32 +188,30 @@ ROWS = {Affine: affine_rows, NonUniform: nonuniform_rows, ClippedGroups: clipped
 
 def packed_rows(rows, begin, halves):
     """The coded, or the recent, tokens of a CachedRows: those that `begin` is one of."""
+    d = rows.recent.shape[3]
     if begin >= rows.n_coded:
-        return exact_rows(rows.recent, halves, rows.n_coded)
+        return single_rows("Exact", rows.recent, 16, d, halves, rows.n_coded)
     rows.codes.packed = rows.codes.packed.contiguous()  # codes of more than 8 bits may lie in another order
     if type(rows.codec) is Exact:
-        return exact_rows(rows.codes.packed, halves)
+        return single_rows("Exact", rows.codes.packed, 16, d, halves)
     return ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)
 
 
 def check_kernels(method):
     """UserError for a method whose codes, or scores, no kernel knows."""
-    unknown = []
+    unknown = None
     for codec in {codec for pair in method.codecs for codec in pair}:
-        kind = type(codec)
-        if kind not in (Exact, *ROWS):
-            unknown.append(f"the codec {kind.__name__}")
-        elif kind is Codebook and codec.n & codec.n - 1:
-            unknown.append(f"vectors of {codec.n} channels, which is no power of two")
-        elif kind in (Affine, NonUniform, ClippedGroups) and codec.bits not in BITS:
-            unknown.append(f"codes of {codec.bits} bits")
-    if method.uses_scores and (type(method).score is not AnTKV.score or not method.scores_attention):
-        unknown.append("scores other than AnTKV's")
-    if method.uses_scores and method.v_block not in (None, method.block):
-        unknown.append("scores of values that are quantized at another pace than keys")
+        if type(codec) not in (Exact, *ROWS):
+            unknown = f"the codec {type(codec).__name__}"
+        elif type(codec) is Codebook and codec.n & codec.n - 1:
+            unknown = f"vectors of {codec.n} channels, which is no power of two"
+    if method.uses_scores:
+        if type(method).score is not AnTKV.score or not method.scores_attention:
+            unknown = "scores other than AnTKV's"
+        elif method.block_of("v") != method.block:
+            unknown = "scores of values that are quantized at another pace than keys"
     if unknown:
-        raise UserError(f"no kernel knows {' nor '.join(unknown)}, which {type(method).__name__} has; "
-                        "use --attention fused")
+        raise UserError(f"no kernel knows {unknown}, which {type(method).__name__} has; use --attention fused")
 
 
 # Launching the kernels
@@ -291,17 +285,17 @@ class Attended(NamedTuple):
     value_scores: torch.Tensor | None
 
 
-def attention(q, keys, values, rope=None, window=None, slots=None):
+def attention(q, keys, values, rope=None, window=None):
     """Attention of the T newest tokens to all: q (B, H, T, d), rotated; keys and values: CachedRows -> Attended.
 
     Equals reading keys and values, and scaled_dot_product_attention, and writes neither. rope: where keys are
-    stored before it. window: of a model with a sliding window. slots: in the place of `slots_of`.
+    stored before it. window: of a model with a sliding window.
     """
     B, H, T, d = q.shape
     Hkv, S = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2]
     R, halves, q = H // Hkv, 1 if rope is None else 2, q.contiguous()
-    k_kept = kept_of(keys, q, slots, kept_scores(keys, q, rope))
-    v_kept = kept_of(values, q, slots, None)
+    k_kept = kept_of(keys, q, kept_scores(keys, q, rope))
+    v_kept = kept_of(values, q, None)
 
     # cut the text where keys, or values, begin to be recent; cut each part into pieces that fill the GPU
     parts, n_pieces = [], 0
@@ -345,28 +339,30 @@ def programs(device, warps):
     return torch.cuda.get_device_properties(device).multi_processor_count * 8 // warps
 
 
-def kept_of(rows, q, slots, score):
+def kept_of(rows, q, score):
     """Kept of keys or values whose slots may be coded, or none. score: of keys (B, H, T, n); of values None."""
     if rows.kept_positions is None or rows.n_coded == 0:
         return Kept()
     n = rows.kept_positions.shape[-1]
-    slot = (slots or slots_of)(rows, len(q))  # (B, 1 or Hkv, coded and more)
+    slot = slots_of(rows.kept_positions, rows.n_coded)  # (B, 1 or Hkv, coded and more)
     if score is None:
         score = torch.full((*q.shape[:3], n), float("-inf"), dtype=torch.float32, device=q.device)
     return Kept(slot, slot.stride(0), 0 if slot.shape[1] == 1 else slot.stride(1), score, n)
 
 
-def slots_of(rows, B):
+def slots_of(positions, coded):
     """Of each coded token the number of its kept row, or -1: (B, 1 or Hkv, coded and more) int32.
 
-    A multiple of 16 long, or the kernels would be compiled anew where a stride becomes one.
+    A multiple of 16 long, or the kernels would be compiled anew where a stride becomes one. It is held with the
+    positions, and made anew only where something is quantized or kept.
     """
-    positions, coded = rows.kept_positions, rows.n_coded
-    size = triton.cdiv(coded + 1, 16) * 16
-    place = positions.clamp(max=coded).long().expand(B, -1, -1)  # (B, h, n): a recent token writes after the others
-    number = torch.arange(positions.shape[-1], dtype=torch.int32, device=positions.device)  # (n)
-    slot = torch.full((B, place.shape[1], size), -1, dtype=torch.int32, device=positions.device)
-    return slot.scatter_(2, place, number.expand_as(place))
+    if getattr(positions, "coded", None) != coded:
+        size = triton.cdiv(coded + 1, 16) * 16
+        place = positions.clamp(max=coded).long()  # (B, h, n): a recent token writes after the others
+        number = torch.arange(positions.shape[-1], dtype=torch.int32, device=positions.device)  # (n)
+        slot = torch.full((*place.shape[:2], size), -1, dtype=torch.int32, device=positions.device)
+        positions.coded, positions.slots = coded, slot.scatter_(2, place, number.expand_as(place))
+    return positions.slots
 
 
 def kept_scores(keys, q, rope):
@@ -421,25 +417,13 @@ def product_type(q, *sides):
 class TritonLayer(LayerCache):
     """A layer whose reading is the kernels' attention."""
 
-    def __init__(self, layer, method, rope, protocol, shared, prompt, window):
-        super().__init__(layer, method, rope, protocol, shared, prompt)
-        self.window = window  # of a model with a sliding window
-        # {kind: (positions, coded tokens, slots)}, made anew only where these change
-        self.known_slots = {}
+    window = None  # of a model with a sliding window
 
     def read(self, q, positions):
         """The attention of the newest tokens, q (B, H, T, d), to all: `Attended`. Nothing is decoded."""
         q = self.rope.rotate(q, positions)  # (B, H, T, d)
         rope = self.rope if self.method.rope == "pre" else None
-        return attention(q, self.keys, self.values, rope, self.window, self.slots)
-
-    def slots(self, rows, B):
-        """`slots_of` keys or values, kept until something is quantized or kept."""
-        positions, coded, slots = self.known_slots.get(rows.kind, (None, 0, None))
-        if positions is not rows.kept_positions or coded != rows.n_coded:
-            slots = slots_of(rows, B)
-            self.known_slots[rows.kind] = rows.kept_positions, rows.n_coded, slots
-        return slots
+        return attention(q, self.keys, self.values, rope, self.window)
 
     def score(self, q, positions, attended):
         """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention itself."""
@@ -476,8 +460,9 @@ class TritonCache(KVCache):
         super().__init__(model, method, protocol, prompt)
 
     def new_layer(self, layer):
-        return TritonLayer(layer, self.method, self.rope, self.protocol, self.shared, self.prompt,
-                           self.config.sliding_window)
+        found = TritonLayer(layer, self.method, self.rope, self.protocol, self.shared, self.prompt)
+        found.window = self.config.sliding_window
+        return found
 
     def attend(self, layer, q, k, v, positions):
         """Add new tokens to a layer; returns the attention's output for them, (B, H, T, d)."""
@@ -490,6 +475,5 @@ class TritonCache(KVCache):
 def check_device(device):
     """UserError where the kernels cannot run."""
     if device.type != "cuda" and not kernels.INTERPRETED:
-        raise UserError(f"--attention triton needs a GPU, and the model is on {device.type}; use "
-                        "--attention fused, or set TRITON_INTERPRET=1 to run the kernels slowly, "
-                        "line by line")
+        raise UserError(f"--attention triton needs a GPU, and the model is on {device.type}; use --attention fused, or "
+                        "set TRITON_INTERPRET=1 to run the kernels slowly, line by line")

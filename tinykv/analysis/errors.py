@@ -48,7 +48,7 @@ def codecs_of(text, scheme, all_bits):
         sinks = find_sinks(text.model, window[None], text.threshold)  # (1, T)
         for at in walk(text.model, window):
             for (_, kept), of_layers in pairs.items():
-                ignored = sinks.expand(at.k.shape[1], -1) if kept else None  # (Hkv, T)
+                ignored = (sinks & kept).expand(at.k.shape[1], -1)  # (Hkv, T)
                 of_layers[at.layer].k.collect(0, stored_keys(at, scheme)[0], ignored, None)
                 of_layers[at.layer].v.collect(0, at.v[0], ignored, None)
     for codec in codecs:

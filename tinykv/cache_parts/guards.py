@@ -21,31 +21,23 @@ def check_text(cache, T):
 def check_prefix(tokens, prefix):
     """UserError if a text (B, T) does not begin with the prefix, or has nothing after it."""
     ids = torch.tensor(prefix.ids, device=tokens.device)  # (n)
-    if tokens.shape[1] <= len(ids):
-        raise UserError(f"a text of {tokens.shape[1]} tokens has none after a prefix of {len(ids)}")
-    if not (tokens[:, :len(ids)] == ids).all():
-        raise UserError(f"the text does not begin with the {len(ids)} tokens of the prefix {prefix.name}")
+    if tokens.shape[1] <= len(ids) or not (tokens[:, :len(ids)] == ids).all():
+        raise UserError(f"a text begins with the {len(ids)} tokens of the prefix {prefix.name} and goes on after them; "
+                        f"this one of {tokens.shape[1]} tokens does not")
 
 
-class CheckedWindows:
-    """What codecs see of calibration windows: finite numbers, and in each KV head a token that is not kept."""
+def check_window(layer, rows, kept, gradient):
+    """UserError unless a codec can learn from a calibration window: rows (Hkv, T, d), kept (Hkv, T), gradient (Hkv,
+    T, d) or None."""
+    check_numbers(f"keys or values of layer {layer}", rows)
+    if gradient is not None:
+        check_numbers(f"gradients of layer {layer}", gradient)
+    if kept.all(1).any():
+        raise UserError(f"calibration windows of {rows.shape[1]} tokens hold no token that the method does not keep; "
+                        "use a longer context or keep fewer tokens")
 
-    def __init__(self):
-        self.has_others = {}  # {(layer, kind): which KV heads have had a token that is not kept}
 
-    def look(self, layer, kind, rows, kept, gradient):
-        """At one window's rows (Hkv, T, d), kept (Hkv, T) or None, gradient (Hkv, T, d) or None."""
-        if not torch.isfinite(rows).all():
-            raise UserError(f"layer {layer} computes numbers that are not finite, or too large for 16 bits; use "
-                            "another --dtype, or another model")
-        if gradient is not None and not torch.isfinite(gradient).all():
-            raise UserError(f"the loss has no finite gradient in layer {layer}; use another --dtype, or calibrate "
-                            "without gradients")
-        others = torch.tensor(True) if kept is None else ~kept.all(1).cpu()  # () or (Hkv)
-        self.has_others[layer, kind] = self.has_others.get((layer, kind), False) | others
-
-    def check(self, T):
-        """All windows, of T tokens each, have been seen."""
-        if not all(heads.all() for heads in self.has_others.values()):
-            raise UserError(f"calibration windows of {T} tokens hold no token that the method does not keep; use a "
-                            "longer context or keep fewer tokens")
+def check_numbers(what, numbers):
+    """UserError if they are not all finite."""
+    if not numbers.isfinite().all():
+        raise UserError(f"{what} are not finite, or too large for 16 bits; use another --dtype, or another model")

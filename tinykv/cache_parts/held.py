@@ -40,6 +40,17 @@ class HeldLayers:
                         sums[part] += held
         return sums
 
+    def next_length(self):
+        """The length of the text at which keys or values are quantized next, in a stream."""
+        lengths = []
+        layer, recent = self.layers[0], self.method.recent
+        for rows in (layer.keys, layer.values):
+            block = self.method.block_of(rows.kind)
+            old = layer.length - rows.n_coded - recent  # not among the newest `recent`
+            full = max(0, old // block)  # blocks of them that are full already: of a prefix
+            lengths.append(rows.n_coded + recent + (full + 1) * block)
+        return min(lengths)
+
     @property
     def nbytes(self):
         """Bytes of everything that the cache holds of the text."""

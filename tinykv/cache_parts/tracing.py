@@ -43,12 +43,3 @@ class Trace:
             self.hidden.append(hidden)
         else:
             self.watch(layer, hidden)
-
-    def attention(self, layer):
-        """A layer's attention weights (B, H, T, T); a prefix and a sliding window are ignored."""
-        q, k = self.q[layer], self.k[layer]
-        q, k = self.rope.rotate(q), self.rope.rotate(k)
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B, H, T, d)
-        scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5  # (B, H, T, T)
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)  # (T, T)
-        return scores.masked_fill(future, float("-inf")).softmax(-1)

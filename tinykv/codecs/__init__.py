@@ -21,61 +21,23 @@ better of the two: RoPE mixes a pair of channels over the positions, and so wide
 range. KVSink does not say what it did.
 """
 import inspect
-from typing import NamedTuple
+from functools import partial
 
 from tinykv import UserError, at_least, one_of
 from tinykv.codecs.affine import FORMULAS, Affine
-from tinykv.codecs.base import Codec, Exact
-
-BLOCK = 128  # tokens quantized at a time in a stream, and in a channel group by default
-
-
-class Pair(NamedTuple):
-    """The two codecs of one layer."""
-    k: Codec
-    v: Codec
+from tinykv.codecs.base import BLOCK, Exact, Pair
+from tinykv.codecs.clipped import skvq
+from tinykv.codecs.nonuniform import kvquant
 
 
-# Each function makes the two codecs of one layer. Its settings are its arguments after `v_bits`.
-
-def token_dynamic(config, k_bits, v_bits, group_size=None, formula="offset"):
-    return Pair(k=integers(config, k_bits, "token", False, group_size, formula),
-                v=integers(config, v_bits, "token", False, group_size, formula))
-
-
-def token_static(config, k_bits, v_bits, group_size=None, formula="offset"):
-    return Pair(k=integers(config, k_bits, "token", True, group_size, formula),
-                v=integers(config, v_bits, "token", True, group_size, formula))
+def integers(k_axis, static, config, k_bits, v_bits, group_size=None, formula="offset"):
+    """The codecs of a layer: K with a grid per token, in groups of channels, or per channel, in groups of tokens; V
+    per token."""
+    return Pair(k=integer_codec(config, k_bits, k_axis, static, group_size, formula),
+                v=integer_codec(config, v_bits, "token", static, group_size, formula))
 
 
-def channel_static(config, k_bits, v_bits, group_size=None, formula="offset"):
-    return Pair(k=integers(config, k_bits, "channel", True, group_size, formula),
-                v=integers(config, v_bits, "token", True, group_size, formula))
-
-
-def channel_dynamic(config, k_bits, v_bits, group_size=None, formula="offset"):
-    return Pair(k=integers(config, k_bits, "channel", False, group_size, formula),
-                v=integers(config, v_bits, "token", False, group_size, formula))
-
-
-def kvquant(config, k_bits, v_bits, outliers=1.0, sensitivity="fisher-range", q_norm=None):
-    # imported here, so that rounding to integers does not need k-means
-    from tinykv.codecs.nonuniform import non_uniform
-    return Pair(k=non_uniform(config, k_bits, "channel", outliers, sensitivity, q_norm),
-                v=non_uniform(config, v_bits, "token", outliers, sensitivity, q_norm))
-
-
-def skvq(config, k_bits, v_bits, group_size=None, reorder="on", clip="both", alpha=None,
-         metadata="fp8", metadata_order="rounded-first", sensitivity="token"):
-    from tinykv.codecs.clipped import clipped_groups
-    settings = group_size, reorder, clip, alpha, metadata, metadata_order, sensitivity
-    return Pair(k=clipped_groups(config, k_bits, *settings),
-                v=clipped_groups(config, v_bits, *settings))
-
-
-def integers(config, bits, axis, static, group_size, formula):
-    """An integer codec with a grid per token, in groups of channels, or per channel, in groups of
-    tokens."""
+def integer_codec(config, bits, axis, static, group_size, formula):
     one_of(FORMULAS, formula=formula)
     at_least(1, group_size=group_size)
     if bits == 16:
@@ -91,11 +53,12 @@ def integers(config, bits, axis, static, group_size, formula):
 
 
 #   name:              (what makes a layer's codecs, where keys are quantized unless told otherwise)
+#                       of integers: the axis of K, and whether ranges are static
 SCHEMES = {
-    "token-dynamic": (token_dynamic, "post"),
-    "token-static": (token_static, "post"),
-    "channel-static": (channel_static, "pre"),
-    "channel-dynamic": (channel_dynamic, "post"),
+    "token-dynamic": (partial(integers, "token", False), "post"),
+    "token-static": (partial(integers, "token", True), "post"),
+    "channel-static": (partial(integers, "channel", True), "pre"),
+    "channel-dynamic": (partial(integers, "channel", False), "post"),
     "kvquant": (kvquant, "pre"),
     "skvq": (skvq, "pre"),
 }

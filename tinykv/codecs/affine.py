@@ -26,7 +26,7 @@ comes back as 0.1.
 import torch
 from torch.nn.functional import pad
 
-from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, largest_code, pack, unpack
+from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, pack, unpack
 
 FORMULAS = ("offset", "integer-zero")
 
@@ -43,7 +43,7 @@ class Affine(Codec):
 
     def __init__(self, bits, width, axis="token", group=None, formula="offset", static=False):
         """width: d, the channels of a head."""
-        self.bits, self.max_code = known_bits(bits), largest_code(bits)
+        self.bits, self.max_code = known_bits(bits)
         self.width, self.axis, self.formula, self.static = width, axis, formula, static
         self.passes = 1 if static else 0  # over the calibration windows
         self.scale = self.zero = None
@@ -82,10 +82,13 @@ class Affine(Codec):
         g = self.to_groups(q.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
         grid = self if self.static else codes
         s, z = grid.scale.float(), grid.zero.float()
+        # a product and a sum a line: in one line, three copies of all numbers are held at once
         if self.formula == "offset":
-            g = s * g + z
+            g = s * g
+            g = g + z
         else:
-            g = s * (g - z)
+            g = g - z
+            g = s * g
         return self.from_groups(g, q.shape[2])  # (B, Hkv, T, d)
 
     def grid(self, lo, hi):

@@ -10,13 +10,15 @@ same grid. Rounding is half to even everywhere.
 All bit shifts of the project outside kernels.py are in `pack` and `unpack`.
 """
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from tinykv import UserError
 
+BLOCK = 128  # tokens quantized at a time in a stream, and in a channel group by default
 CALIBRATION_WINDOWS = 16  # where neither the user nor a method asks for another number
 TERNARY = 1.5  # nominal bits of three levels: five codes fit a byte (1.6 bits); log2(3) is 1.585
 
@@ -36,21 +38,20 @@ class Codes:
     def append(self, other):
         """These codes, then others of the same codec. Only the last may end in a group that is not
         full."""
-        joined = {}
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            joined[field.name] = None if mine is None else torch.cat([mine, theirs], dim=2)
-        return type(self)(**joined)
+        mine, theirs = self.tensors(), other.tensors()
+        return type(self)(**{name: torch.cat([mine[name], theirs[name]], dim=2) for name in mine})
+
+    def tensors(self):
+        """{name: tensor}, without those that this codec does not have."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     @property
     def nbytes(self):
         """Bytes that the tensors hold."""
-        tensors = [getattr(self, field.name) for field in fields(self)]
-        return sum(t.nbytes for t in tensors if t is not None)
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def __repr__(self):
-        shapes = {field.name: getattr(self, field.name) for field in fields(self)}
-        shapes = [f"{name} {tuple(t.shape)}" for name, t in shapes.items() if t is not None]
+        shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in self.tensors().items()]
         return f"{type(self).__name__}({', '.join(shapes)}: {self.nbytes} bytes)"
 
 
@@ -125,19 +126,17 @@ def unpack_bits(packed, bits, n):
 
 def row_bytes(width, bits):
     """Bytes that `width` packed codes take."""
-    if bits == TERNARY:
-        return math.ceil(width / 5)
-    return math.ceil(width * bits / 8)
+    return math.ceil(width / 5 if bits == TERNARY else width * bits / 8)
 
 
 # Settings
 
 def known_bits(bits, known=(1, TERNARY, 2, 3, 4, 5, 6, 7, 8)):
-    """Bits of a code, as an integer or 1.5. UserError for others."""
+    """Bits of a code, as an integer or 1.5, and the largest code. UserError for others."""
     if bits not in known:
         raise UserError(f"bits are one of {', '.join(map(str, known))} (1.5: three levels), or 16, which is "
                         f"the codec `Exact`; got {bits}")
-    return bits if bits == TERNARY else int(bits)
+    return bits if bits == TERNARY else int(bits), largest_code(bits)
 
 
 def largest_code(bits):
@@ -170,7 +169,7 @@ class Codec:
         """Look at one window in pass `step`.
 
         rows (Hkv, T, d): keys or values in full precision, as the method stores them. kept (Hkv,
-        T): True at tokens that the method keeps, which are never quantized; None if there are none.
+        T): True at tokens that the method keeps, which are never quantized.
         gradient (Hkv, T, d): of the window's loss with respect to rows; None unless a codec asked
         for it.
         """
@@ -217,13 +216,27 @@ class Exact(Codec):
         return codes.packed
 
 
+def to_rows(x):
+    """All heads of a token as one row: x (B, Hkv, T, d) -> (B, T, C)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def to_heads(rows, width):
+    """The inverse: rows (B, T, C) -> (B, Hkv, T, d), d = width."""
+    return rows.unflatten(-1, (-1, width)).transpose(1, 2)
+
+
+class Pair(NamedTuple):
+    """The two codecs of one layer."""
+    k: Codec
+    v: Codec
+
+
 # Calibration
 
 def channel_ranges(rows, kept):
     """The smallest and the largest number of each channel in one window, (Hkv, d) both. rows (Hkv,
-    T, d), without the tokens that are kept, (Hkv, T) or None."""
-    lo = hi = rows.float()  # (Hkv, T, d)
-    if kept is not None:
-        lo = lo.masked_fill(kept[..., None], float("inf"))
-        hi = hi.masked_fill(kept[..., None], float("-inf"))
+    T, d), without the tokens that are kept, (Hkv, T)."""
+    lo = rows.float().masked_fill(kept[..., None], float("inf"))  # (Hkv, T, d)
+    hi = rows.float().masked_fill(kept[..., None], float("-inf"))  # (Hkv, T, d)
     return lo.amin(1), hi.amax(1)

@@ -30,10 +30,12 @@ Paper and practice.
   is a gather here.
 - 1.5 bits are three levels, five to a byte: 1.6 bits stored, where the released packing takes 2.
 """
+import itertools
+
 import torch
 
 from tinykv import UserError, at_least, one_of
-from tinykv.codecs.base import Codec, Codes, Exact, channel_ranges, known_bits, largest_code, pack, unpack
+from tinykv.codecs.base import Codec, Codes, Exact, Pair, channel_ranges, known_bits, pack, to_heads, to_rows, unpack
 from tinykv.kmeans import kmeans, nearest
 
 #           type, smallest scale, largest number
@@ -56,7 +58,7 @@ class ClippedGroups(Codec):
 
     def __init__(self, bits, heads, width, group_size, metadata="fp8", reorder=True,
                  centres=(0, 1), alpha=None, metadata_order="rounded-first", sensitivity="token"):
-        self.bits, self.max_code = known_bits(bits), largest_code(bits)
+        self.bits, self.max_code = known_bits(bits)
         self.width, self.channels, self.group_size = width, heads * width, group_size
         self.dtype, self.floor, self.largest = METADATA[metadata]
         self.metadata_order, self.sensitivity = metadata_order, sensitivity
@@ -64,7 +66,10 @@ class ClippedGroups(Codec):
         # calibration: what each pass is for
         self.goals = (["groups"] if reorder else []) + (["clips"] if centres else [])
         self.passes = len(self.goals)
-        self.choices = [(alpha, centre) for alpha in self.alphas(alpha) for centre in centres]
+        # the clips to choose from, alpha in the 16 bits in which it is stored
+        lowest = 60 if self.max_code > 2 else 20  # %
+        alphas = [percent / 100 for percent in range(100, lowest - 1, -2)] if alpha is None else [alpha]
+        self.choices = list(itertools.product(torch.tensor(alphas).half().tolist(), centres))
 
     def encode(self, x, ignore=None):
         # 1. channels in the order of their groups
@@ -87,7 +92,7 @@ class ClippedGroups(Codec):
         # channels back to their own places
         x = torch.empty_like(rows)
         x[..., self.order] = rows
-        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)  # (B, Hkv, T, d)
+        return to_heads(x, self.width)
 
     # The clipped grid
 
@@ -98,8 +103,9 @@ class ClippedGroups(Codec):
         h, z = exact_h.to(self.dtype), exact_z.to(self.dtype)  # as they are stored
         # codes make up for the rounding of h and z if they come after it
         if self.metadata_order == "rounded-first":
-            return self.quantize(rows, h, z), h, z
-        return self.quantize(rows, exact_h, exact_z), h, z
+            exact_h, exact_z = h, z
+        q = torch.round((rows - self.of_channels(exact_z)) / self.of_channels(exact_h))  # (B, T, C)
+        return q.clamp(0, self.max_code), h, z
 
     def grid(self, lo, hi, alpha, centre):
         """Ranges (B, T, n) -> clipped, h and z (B, T, n). alpha and centre (n)."""
@@ -112,15 +118,9 @@ class ClippedGroups(Codec):
         z = lo.clamp(-self.largest, self.largest)
         return h, z
 
-    def quantize(self, rows, h, z):
-        """rows (B, T, C), h and z (B, T, n) -> codes (B, T, C) before packing."""
-        h, z = self.of_channels(h), self.of_channels(z)  # (B, T, C) both
-        return torch.round((rows - z) / h).clamp(0, self.max_code)
-
     def dequantize(self, q, h, z):
         """Codes q (B, T, C), h and z (B, T, n) -> rows (B, T, C)."""
-        h, z = self.of_channels(h), self.of_channels(z)  # (B, T, C) both
-        return q * h + z
+        return q * self.of_channels(h) + self.of_channels(z)
 
     # Groups of channels
 
@@ -128,8 +128,7 @@ class ClippedGroups(Codec):
         """x (B, Hkv, T, d) -> (B, T, C) fp32, channels in the order of their groups."""
         if self.order is None:  # without reordering
             self.regroup(torch.arange(self.channels, device=x.device) // self.group_size)
-        x = x.float().transpose(1, 2).flatten(2)  # (B, T, C)
-        return x[..., self.order]
+        return to_rows(x.float())[..., self.order]
 
     def regroup(self, labels):
         """Make groups that are not clipped. labels (C): the group of each channel."""
@@ -179,11 +178,10 @@ class ClippedGroups(Codec):
     def begin(self, step, W, T):
         self.lo, self.hi = [], []  # of each window: (Hkv, d)
         self.loss = 0  # (choices, n): the sum of w (X - X')^2 of each group
-        if step == 0:  # forget an earlier calibration
-            self.order = None
+        if step == 0:
+            self.order = None  # an earlier calibration's
 
     def collect(self, step, rows, kept, gradient):
-        """rows and gradient (Hkv, T, d), kept (Hkv, T) or None."""
         if self.goals[step] == "groups":
             lo, hi = channel_ranges(rows, kept)  # (Hkv, d) both
             self.lo.append(lo)
@@ -193,30 +191,23 @@ class ClippedGroups(Codec):
         weight = torch.ones(rows.shape[1], device=rows.device)  # (T)
         if self.sensitivity == "token" and gradient.any():
             weight = gradient.float().pow(2).sum((0, 2)).sqrt()  # (T)
-        self.loss = self.loss + self.losses(rows, kept, self.choices, weight)  # (choices, n)
+        self.loss = self.loss + self.losses(rows, kept, weight)  # (choices, n)
 
     def fit(self, step):
         if self.goals[step] == "groups":
+            # cluster the channels by their ranges
             lo = torch.stack(self.lo).amin(0).flatten()  # (C)
             hi = torch.stack(self.hi).amax(0).flatten()  # (C)
-            self.make_groups(lo, hi)
+            points = torch.stack([lo, hi], dim=-1)[None]  # (1, C, 2)
+            means = kmeans(points, self.channels // self.group_size, tries=10)  # (1, C/G, 2)
+            self.regroup(nearest(points, means)[0])
         else:
-            self.choose_clips(self.loss)
+            # for each group the choice of the smallest loss; of equals, the first
+            best = self.loss.argmin(0)  # (n)
+            choices = torch.tensor(self.choices, device=best.device).half()[best]  # (n, 2)
+            self.alpha, self.centre = choices[:, 0].contiguous(), choices[:, 1].to(torch.uint8)  # (n) both
 
-    def make_groups(self, lo, hi):
-        """Cluster the channels by their ranges, lo and hi (C)."""
-        points = torch.stack([lo, hi], dim=-1)[None]  # (1, C, 2)
-        means = kmeans(points, self.channels // self.group_size, tries=10)  # (1, C/G, 2)
-        self.regroup(nearest(points, means)[0])
-
-    def alphas(self, alpha):
-        """The factors to choose from, in the 16 bits in which they are stored. alpha: the only one,
-        or None."""
-        lowest = 60 if self.max_code > 2 else 20  # %
-        factors = [percent / 100 for percent in range(100, lowest - 1, -2)]
-        return torch.tensor(factors if alpha is None else [alpha]).half().tolist()
-
-    def losses(self, x, kept, choices, weight):
+    def losses(self, x, kept, weight):
         """The sum of w (X - X')^2 of each group, for each choice of (alpha, centre): (choices, n).
 
         Summed over x (Hkv, T, d) without the tokens that are kept (Hkv, T). weight (T): w.
@@ -224,13 +215,11 @@ class ClippedGroups(Codec):
         rows = self.rows(x[None])  # (1, T, C)
         lo, hi = self.ranges(rows)  # (1, T, n) both
         # kept tokens do not count
-        used = weight[:, None].expand_as(rows[0])  # (T, C)
-        if kept is not None:
-            kept = kept.T.repeat_interleave(self.width, dim=1)[:, self.order]  # (T, C)
-            used = used.masked_fill(kept, 0)
+        kept = kept.T.repeat_interleave(self.width, dim=1)[:, self.order]  # (T, C)
+        used = weight[:, None].expand_as(kept).masked_fill(kept, 0)  # (T, C)
         # quantize with each choice, and add up the squared errors of each group
         sums = []
-        for alpha, centre in choices:
+        for alpha, centre in self.choices:
             q, h, z = self.coded(rows, lo, hi, alpha, centre)
             read = self.dequantize(q, h, z)  # (1, T, C)
             error = (rows - read)[0].pow(2) * used  # (T, C)
@@ -238,17 +227,10 @@ class ClippedGroups(Codec):
             sums.append(of_group.index_add_(0, self.group, error.sum(0)))
         return torch.stack(sums)
 
-    def choose_clips(self, loss):
-        """For each group the choice of the smallest loss (choices, n); of equals, the first."""
-        best = loss.argmin(0)  # (n)
-        choices = torch.tensor(self.choices, device=loss.device).half()  # (choices, 2)
-        self.alpha = choices[best, 0]  # (n)
-        self.centre = choices[best, 1].to(torch.uint8)  # (n)
 
-
-def clipped_groups(config, bits, group_size, reorder, clip, alpha, metadata, metadata_order,
-                   sensitivity):
-    """The codec of one layer's K or V."""
+def skvq(config, k_bits, v_bits, group_size=None, reorder="on", clip="both", alpha=None, metadata="fp8",
+         metadata_order="rounded-first", sensitivity="token"):
+    """The codecs of a layer. Settings as of `ClippedGroups`."""
     at_least(1, group_size=group_size)
     one_of(("on", "off"), reorder=reorder)
     one_of(CLIPS, clip=clip)
@@ -256,14 +238,11 @@ def clipped_groups(config, bits, group_size, reorder, clip, alpha, metadata, met
     one_of(ORDERS, metadata_order=metadata_order)
     one_of(SENSITIVITIES, sensitivity=sensitivity)
     if alpha is not None and (not 0 < alpha <= 1 or clip == "none"):
-        raise UserError(f"alpha is a factor above 0 and up to 1, with a clip; got {alpha} and clip "
-                        f"{clip}")
-    if bits == 16:
-        return Exact()
+        raise UserError(f"alpha is a factor above 0 and up to 1, with a clip; got {alpha} and clip {clip}")
     heads, width = config.num_key_value_heads, config.head_dim
     group_size = group_size or min(64, width)
     if heads * width % group_size:
-        raise UserError(f"group size {group_size} does not divide the {heads * width} channels "
-                        "of a token")
-    return ClippedGroups(bits, heads, width, group_size, metadata, reorder == "on", CLIPS[clip],
-                         alpha, metadata_order, sensitivity)
+        raise UserError(f"group size {group_size} does not divide the {heads * width} channels of a token")
+    settings = heads, width, group_size, metadata, reorder == "on", CLIPS[clip], alpha, metadata_order, sensitivity
+    return Pair(k=Exact() if k_bits == 16 else ClippedGroups(k_bits, *settings),
+                v=Exact() if v_bits == 16 else ClippedGroups(v_bits, *settings))

@@ -29,8 +29,7 @@ import re
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.codecs import Pair
-from tinykv.codecs.base import CALIBRATION_WINDOWS, Codec, Codes, pack, unpack
+from tinykv.codecs.base import CALIBRATION_WINDOWS, Codec, Codes, Pair, pack, to_heads, to_rows, unpack
 from tinykv.kmeans import kmeans, nearest
 
 # AnTKV's formats, by their bits
@@ -77,16 +76,12 @@ class Codebook(Codec):
         place = torch.arange(self.places, device=q.device)  # (places)
         codebook = place % len(self.centroids)  # (places): each place's own, or the only one
         x = self.centroids[codebook, q]  # (B, T, places, n)
-        # put the heads together again
-        x = x.flatten(-2).unflatten(-1, (-1, self.width))  # (B, T, Hkv, d)
-        return x.transpose(1, 2).float()  # (B, Hkv, T, d)
+        return to_heads(x.flatten(-2), self.width).float()
 
     def vectors(self, x):
         """The sub-vectors of each place: x (B, Hkv, T, d) -> (places, B * T, n) fp32."""
-        x = x.float().transpose(1, 2)  # (B, T, Hkv, d)
-        x = x.unflatten(-1, (-1, self.n))  # (B, T, Hkv, d/n, n)
-        x = x.flatten(2, 3).flatten(0, 1)  # (B * T, places, n)
-        return x.transpose(0, 1).contiguous()  # (places, B * T, n)
+        x = to_rows(x.float()).unflatten(-1, (-1, self.n))  # (B, T, places, n)
+        return x.flatten(0, 1).transpose(0, 1).contiguous()  # (places, B * T, n)
 
     # Calibration
 
@@ -99,10 +94,8 @@ class Codebook(Codec):
 
     def collect(self, step, rows, kept, gradient):
         # kept tokens weigh nothing
-        weight = self.weigh(rows, gradient)  # (places, T)
-        if kept is not None:
-            kept = kept.repeat_interleave(self.places // len(kept), dim=0)  # (places, T)
-            weight = weight * ~kept
+        kept = kept.repeat_interleave(self.places // len(kept), dim=0)  # (places, T)
+        weight = self.weigh(rows, gradient) * ~kept  # (places, T)
         # hold tokens that are evenly spread over the window
         T = rows.shape[1]
         held = torch.linspace(0, T - 1, self.tokens, device=rows.device).long()  # (tokens)
@@ -115,7 +108,7 @@ class Codebook(Codec):
         rows = torch.cat(self.rows, dim=1).to(self.device)  # (Hkv, N, d)
         points = self.vectors(rows[None])  # (places, N, n)
         weights = torch.cat(self.weights, dim=1).to(self.device)  # (places, N)
-        self.count(weights if self.sharing == "head" else weights.flatten()[None])
+        self.check(weights if self.sharing == "head" else weights.flatten()[None])
         # more of them than k-means needs are drawn from by their weights
         if points.shape[1] > DRAWN * self.m:
             points, weights = drawn(points, weights, DRAWN * self.m)
@@ -127,17 +120,15 @@ class Codebook(Codec):
         self.centroids = centroids.to(rows.dtype)
         self.rows = self.weights = None
 
-    def count(self, weights):
-        """How many sub-vectors each codebook has, weights (places or 1, N); UserError for too few."""
+    def check(self, weights):
+        """UserError if a codebook has too few sub-vectors: weights (places or 1, N)."""
         self.samples = int((weights > 0).sum(1).min())
         if self.samples < self.m:
-            raise UserError(f"{self.name}: {self.m} centroids cannot be learned from "
-                            f"{self.samples} vectors; use more or longer calibration windows, or "
-                            "fewer centroids")
+            raise UserError(f"{self.name}: {self.m} centroids cannot be learned from {self.samples} vectors; use more "
+                            "or longer calibration windows, or fewer centroids")
         # Kish's effective sample size
         weights = weights.double()
-        effective = weights.sum(1).square() / weights.square().sum(1)  # (places or 1)
-        self.effective = effective.min().item()
+        self.effective = (weights.sum(1).square() / weights.square().sum(1)).min().item()
 
     def weigh(self, rows, gradient):
         """rows and gradient (Hkv, T, d) -> the weights of all sub-vectors, (places, T)."""
@@ -187,13 +178,8 @@ def make_codebooks(config, vq=None, bits=None, sensitivity="fisher", sharing="he
         raise UserError(f"give the format (vq), such as d4m1024, or one of the bits {', '.join(map(str, FORMATS))}; "
                         f"got bits {bits} and vq {vq}")
     heads, width = config.num_key_value_heads, config.head_dim
-    n, m = parse_format(vq or FORMATS[bits or 1], width)
-    pairs = []
-    for _ in range(config.num_hidden_layers):
-        k = Codebook(n, m, heads, width, sensitivity, sharing)
-        v = Codebook(n, m, heads, width, sensitivity, sharing)
-        pairs.append(Pair(k, v))
-    return pairs
+    settings = *parse_format(vq or FORMATS[bits or 1], width), heads, width, sensitivity, sharing
+    return [Pair(Codebook(*settings), Codebook(*settings)) for _ in range(config.num_hidden_layers)]
 
 
 def parse_format(name, width):
@@ -216,11 +202,10 @@ def windows_of(pairs):
 def describe_codebooks(pairs):
     """One line for the user: the format, and what the codebook that has the fewest was calibrated on."""
     codecs = [codec for pair in pairs for codec in pair]
-    name, m, sharing = codecs[0].name, codecs[0].m, codecs[0].sharing
-    samples, effective = min(codec.samples for codec in codecs), min(codec.effective for codec in codecs)
-    line = f"{name}, codebooks of a {sharing}"
+    least, samples = min(codecs, key=lambda codec: codec.effective), min(codec.samples for codec in codecs)
+    line = f"{least.name}, codebooks of a {least.sharing}"
     if samples:
-        line += f", each calibrated on {samples:,} vectors; by their weights worth {effective:,.0f} or more"
-    if samples and effective < FEWEST * m:
-        line += f": few (below {FEWEST} a centroid), so give more --calib-windows, or fewer centroids"
+        line += f", each calibrated on {samples:,} vectors; by their weights worth {least.effective:,.0f} or more"
+        if least.effective < FEWEST * least.m:
+            line += f": few (below {FEWEST} a centroid), so give more --calib-windows, or fewer centroids"
     return line

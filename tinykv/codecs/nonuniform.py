@@ -29,12 +29,12 @@ Paper and practice.
   furthest from the row's median.
 - The released Q-Norm calls a function with an argument that it does not take, and crashes.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.codecs.base import Codec, Codes, Exact, known_bits, pack, unpack
+from tinykv.codecs.base import Codec, Codes, Exact, Pair, known_bits, pack, to_heads, to_rows, unpack
 from tinykv.kmeans import kmeans, nearest
 
 BINS = 1024
@@ -57,7 +57,8 @@ class NonUniform(Codec):
     passes = 2
 
     def __init__(self, bits, heads, width, axis, outliers, sensitivity="fisher-range", q_norm=None):
-        self.bits, self.width, self.channels = known_bits(bits, range(1, 9)), width, heads * width
+        self.bits, _ = known_bits(bits, range(1, 9))
+        self.width, self.channels = width, heads * width
         self.axis, self.outliers, self.sensitivity = axis, outliers, sensitivity
         self.q_norm = q_norm == "on" or (q_norm is None and bits == 2)
         self.levels = self.mid = self.half = None
@@ -73,12 +74,12 @@ class NonUniform(Codec):
         packed = pack(q, self.bits)[:, None]  # (B, 1, T, bytes)
 
         # 3. a dynamic range is stored with the codes, and so are the outliers
-        scale = zero = None
+        codes = Codes(packed)
         if self.axis == "token":
-            scale, zero = half[:, None], mid[:, None]  # (B, 1, T, 1) both
+            codes = Codes(packed, scale=half[:, None], zero=mid[:, None])  # (B, 1, T, 1) both
         if not self.outliers:
-            return Codes(packed, scale, zero)
-        return SparseCodes(packed, scale, zero, *sparse(self.joined(x), outlier))
+            return codes
+        return SparseCodes(**vars(codes), **sparse(to_rows(x), outlier))
 
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d) fp32."""
@@ -93,20 +94,16 @@ class NonUniform(Codec):
 
         # 2. the outliers overwrite what the codes say
         if self.outliers:
-            x[codes.places()] = codes.values.float()
-        return x.unflatten(-1, (-1, self.width)).transpose(1, 2)  # (B, Hkv, T, d)
+            x[codes.places()] = codes.values[0, 0].float()
+        return to_heads(x, self.width)
 
     # The normalized range
-
-    def joined(self, x):
-        """All heads of a token as one row: x (B, Hkv, T, d) -> (B, T, C)."""
-        return x.transpose(1, 2).flatten(2)
 
     def ignored(self, x, ignore):
         """ignore (B, Hkv, T), or None, of x (B, Hkv, T, d) -> the same of each number, (B, T, C)."""
         if ignore is None:
             ignore = torch.zeros(x.shape[:3], dtype=torch.bool, device=x.device)  # (B, Hkv, T)
-        return self.joined(ignore[..., None].expand(x.shape))
+        return to_rows(ignore[..., None].expand(x.shape))
 
     def normalize(self, x, ignore=None):
         """x (B, Hkv, T, d) -> x' (B, T, C), outliers (B, T, C) bool, mid and half.
@@ -114,7 +111,7 @@ class NonUniform(Codec):
         mid and half are (C) on axis "channel", (B, T, 1) on axis "token".
         """
         ignore = self.ignored(x, ignore)  # (B, T, C)
-        x = self.joined(x.float())  # (B, T, C)
+        x = to_rows(x.float())  # (B, T, C)
         if self.axis == "token":
             mid, half, outlier = self.range_of_tokens(x, ignore)  # (B, T, 1) twice, (B, T, C)
         else:
@@ -175,8 +172,7 @@ class NonUniform(Codec):
             return
 
         # 1. normalize, as encode does
-        ignore = None if kept is None else kept[None]  # (1, Hkv, T)
-        normal, outlier, _, half = self.normalize(rows[None], ignore)  # (1, T, C) twice
+        normal, outlier, _, half = self.normalize(rows[None], kept[None])  # (1, T, C) twice
         # 2. the weight of each number
         weight = torch.ones_like(normal)  # (1, T, C)
         if self.sensitivity != "none":
@@ -185,7 +181,7 @@ class NonUniform(Codec):
         if self.sensitivity == "fisher-range":
             weight = weight * half.float().pow(2)
         # 3. collect all but the outliers and the tokens that are kept
-        use = ~outlier & ~self.ignored(rows[None], ignore)  # (1, T, C)
+        use = ~outlier & ~self.ignored(rows[None], kept[None])  # (1, T, C)
         self.histogram.add(normal[use], weight[use])
 
     def fit(self, step):
@@ -211,27 +207,21 @@ class SparseCodes(Codes):
     outliers row by row; `row_end` says where each row ends in the two lists.
     """
     row_end: torch.Tensor | None = None  # (B, 1, T, 1) int32
-    values: torch.Tensor | None = None  # (outliers) in 16 bits
-    columns: torch.Tensor | None = None  # (outliers) int16
+    values: torch.Tensor | None = None  # (1, 1, outliers) in 16 bits
+    columns: torch.Tensor | None = None  # (1, 1, outliers) int16
 
     def append(self, other):
-        mine = Codes(self.packed, self.scale, self.zero)
-        theirs = Codes(other.packed, other.scale, other.zero)
-        codes = mine.append(theirs)
         # the other's rows come after all of these
-        row_end = torch.cat([self.row_end, other.row_end + len(self.values)], dim=2)
-        values = torch.cat([self.values, other.values])
-        columns = torch.cat([self.columns, other.columns])
-        return SparseCodes(codes.packed, codes.scale, codes.zero, row_end, values, columns)
+        return super().append(replace(other, row_end=other.row_end + self.values.shape[2]))
 
     def places(self):
         """Where the outliers stand: sequences, tokens and columns, (outliers) each."""
-        row_end = self.row_end[:, 0, :, 0].T  # (T, B)
-        number = torch.arange(len(self.values), device=row_end.device)  # (outliers)
+        B, _, T, _ = self.row_end.shape
+        row_end = self.row_end.flatten(1).T.flatten()  # (T * B)
+        number = torch.arange(self.values.shape[2], device=row_end.device)  # (outliers)
         # an outlier is in the first row that ends after it
-        row = torch.searchsorted(row_end.flatten(), number, right=True)  # (outliers)
-        B = row_end.shape[1]
-        return row % B, row // B, self.columns.long()
+        row = torch.searchsorted(row_end, number, right=True)  # (outliers)
+        return row % B, row // B, self.columns[0, 0].long()
 
 
 def sparse(numbers, outlier):
@@ -243,53 +233,45 @@ def sparse(numbers, outlier):
     count = outlier.sum(-1)  # (T, B): outliers of each row
     row_end = count.flatten().cumsum(0).to(torch.int32)  # (T * B)
     row_end = row_end.view_as(count).T[:, None, :, None]  # (B, 1, T, 1)
-    return row_end.contiguous(), values, columns
+    return {"row_end": row_end.contiguous(), "values": values[None, None], "columns": columns[None, None]}
 
 
 class Tails:
-    """The `size` smallest and the `size` largest numbers that were added, of each channel."""
+    """The `size` smallest and the `size` largest numbers that were added, of each channel. The
+    largest are the smallest with the other sign."""
 
     def __init__(self, size):
         self.size = size
-        self.low = self.high = None  # (Hkv, size, d): ascending, descending
-        self.count = 0  # (Hkv, d): numbers added
+        self.smallest = None  # of x and of -x: (2, Hkv, size, d), ascending
+        self.count = 0  # (Hkv, 1): numbers added
 
     def add(self, rows, kept):
-        """rows (Hkv, T, d); kept (Hkv, T) are left out, or None."""
-        Hkv, T, d = rows.shape
-        low = high = rows.float()  # (Hkv, T, d)
-        added = torch.full((Hkv, d), T, device=rows.device)  # (Hkv, d)
-        # kept tokens go to the far ends, where no tail reaches
-        if kept is not None:
-            low = low.masked_fill(kept[..., None], float("inf"))
-            high = high.masked_fill(kept[..., None], float("-inf"))
-            added = added - kept.sum(1)[:, None]
+        """rows (Hkv, T, d); kept (Hkv, T): True at tokens that are left out."""
+        both = torch.stack([rows.float(), -rows.float()])  # (2, Hkv, T, d)
+        # kept tokens go to the far end, where no tail reaches
+        both = both.masked_fill(kept[..., None], float("inf"))
         # join the tails so far, and cut them to size again
-        if self.low is not None:
-            low = torch.cat([self.low, low], dim=1)
-            high = torch.cat([self.high, high], dim=1)
-        size = min(self.size, low.shape[1])
-        self.low = low.topk(size, dim=1, largest=False).values  # (Hkv, size, d), ascending
-        self.high = high.topk(size, dim=1).values  # (Hkv, size, d), descending
-        self.count = self.count + added
+        if self.smallest is not None:
+            both = torch.cat([self.smallest, both], dim=2)
+        size = min(self.size, both.shape[2])
+        self.smallest = both.topk(size, dim=2, largest=False).values  # (2, Hkv, size, d)
+        self.count = self.count + (~kept).sum(1, keepdim=True)  # (Hkv, 1)
 
     def percentiles(self, p):
         """The p and 1 - p quantiles of each channel, (C) both, interpolated between neighbours."""
         # where they are: how many numbers from the end of either tail
-        last = self.low.shape[1] - 1
-        place = (p * (self.count - 1)).clamp(max=last)  # (Hkv, d)
+        last = self.smallest.shape[2] - 1
+        place = (p * (self.count - 1)).clamp(max=last)  # (Hkv, 1)
         below = place.long()
         above = (below + 1).clamp(max=last)
         share = (place - below).float()
         # interpolate in each tail
-        ends = []
-        for tail in (self.low, self.high):
-            a = tail.gather(1, below[:, None])[:, 0]  # (Hkv, d)
-            b = tail.gather(1, above[:, None])[:, 0]  # (Hkv, d)
-            # b may be infinite where share is 0
-            end = torch.where(share > 0, a + share * (b - a), a)  # (Hkv, d)
-            ends.append(end.flatten())  # (C)
-        return ends
+        index = torch.stack([below, above], dim=1)  # (Hkv, 2, 1)
+        index = index.expand(2, -1, -1, self.smallest.shape[3])  # (2, Hkv, 2, d)
+        a, b = self.smallest.gather(2, index).unbind(2)  # (2, Hkv, d) both
+        # b may be infinite where share is 0
+        ends = torch.where(share > 0, a + share * (b - a), a)  # (2, Hkv, d)
+        return ends[0].flatten(), -ends[1].flatten()
 
 
 class Histogram:
@@ -340,16 +322,13 @@ class Histogram:
         return levels.sort().values.half()
 
 
-def non_uniform(config, bits, axis, outliers, sensitivity, q_norm):
-    """The codec of one layer's K (axis "channel") or V (axis "token").
-
-    outliers: a percentage of all numbers. Other settings as of `NonUniform`.
-    """
+def kvquant(config, k_bits, v_bits, outliers=1.0, sensitivity="fisher-range", q_norm=None):
+    """The codecs of a layer. outliers: a percentage of all numbers. Other settings as of `NonUniform`."""
     if not 0 <= outliers < 50:
         raise UserError(f"outliers are a percentage from 0 to below 50; got {outliers}")
     one_of(SENSITIVITIES, sensitivity=sensitivity)
     one_of(("on", "off"), q_norm=q_norm)
-    if bits == 16:
-        return Exact()
-    heads, width = config.num_key_value_heads, config.head_dim
-    return NonUniform(bits, heads, width, axis, outliers / 100, sensitivity, q_norm)
+    sizes = config.num_key_value_heads, config.head_dim
+    settings = outliers / 100, sensitivity, q_norm
+    return Pair(k=Exact() if k_bits == 16 else NonUniform(k_bits, *sizes, "channel", *settings),
+                v=Exact() if v_bits == 16 else NonUniform(v_bits, *sizes, "token", *settings))

@@ -41,7 +41,9 @@ Paper and practice. No code is public. What the paper leaves open is settled her
   their scores, and no codebooks.
 """
 import math
+import re
 from fractions import Fraction
+from functools import partial
 
 import torch
 
@@ -119,11 +121,7 @@ class AnTKV(Method):
         count = self.count if self.share is None else math.ceil(self.share * length)
         if self.anchors_by != "error" or rows.recent_scores is None:  # None: calibration
             return best_tokens(rows, n, count)
-
-        def error(x):  # what the code of each row loses, |dK_j|_1 or |dV_j|_1: (B, Hkv, m)
-            decoded = rows.codec.decode(rows.codec.encode(x))  # (B, Hkv, m, d)
-            return (decoded - x.float()).abs().sum(-1)
-        return best_tokens(rows, n, count, error)
+        return best_tokens(rows, n, count, score=partial(code_error, rows.codec))
 
     @property
     def scores_attention(self):
@@ -134,20 +132,20 @@ class AnTKV(Method):
         return describe_codebooks(self.codecs)
 
 
+def code_error(codec, x):
+    """What the code of each row loses, |dK_j|_1 or |dV_j|_1: x (B, Hkv, m, d) -> (B, Hkv, m)."""
+    decoded = codec.decode(codec.encode(x))  # (B, Hkv, m, d)
+    return (decoded - x.float()).abs().sum(-1)
+
+
 def count_or_share(anchors):
     """"64" -> (64, None); "1%" -> (None, 1/100)."""
-    count = share = None
-    try:
-        if str(anchors).endswith("%"):
-            share = Fraction(anchors[:-1]) / 100
-        else:
-            count = int(anchors)
-    except (ValueError, ZeroDivisionError):  # the latter for "1/0%"
-        count = -1
-    if (count or 0) < 0 or not 0 <= (share or 0) <= 1:
-        raise UserError("anchors are a count of at least 0, such as 64, or a share of 0% to 100%, "
-                        f"such as 1%; got {anchors!r}")
-    return count, share
+    text = str(anchors)
+    if re.fullmatch(r"\d+", text):
+        return int(text), None
+    if re.fullmatch(r"\d+(\.\d+)?%", text) and Fraction(text[:-1]) <= 100:
+        return None, Fraction(text[:-1]) / 100
+    raise UserError(f"anchors are a count, such as 64, or a share of 0% to 100%, such as 1%; got {anchors!r}")
 
 
 # Eq. 5 in tiles

@@ -8,12 +8,12 @@ import torch
 
 from tinykv import UserError
 from tinykv.codecs import BLOCK, SCHEMES, make_codecs
-from tinykv.codecs.base import CALIBRATION_WINDOWS
+from tinykv.methods.described import Described
 
 CHOOSE = ("prompt", "always")  # when a method chooses the tokens that it keeps
 
 
-class Method:
+class Method(Described):
     """The interface between a method and the cache.
 
     A method holds its settings and what was calibrated, nothing of any text: what it has seen of a
@@ -24,28 +24,18 @@ class Method:
     defaults. The command line offers them under the same names, with `-` for `_`. A constructor
     that ends in `**name` passes the rest to its parent, whose settings then count, too.
     """
-    name = None  # in the table; None: the name that it was asked for by
     # Code
     codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/__init__.py)
-    k_bits = v_bits = 16  # nominal bits of a number, for the table that eval_ppl.py prints
-    scheme = None  # the name of the pair of codecs, for that table
-    bits_settings = ()  # settings, beside the bits themselves, that its bits hang on: for --at-bits
+    passes = 0  # of the method itself over the calibration windows; the codecs have their own
     rope = "post"  # keys are stored after RoPE; "pre": before RoPE, and rotated when they are read
     # When (protocol stream)
     recent = 0  # the newest tokens that stay in full precision
     block = 1  # tokens quantized at a time
     v_block = None  # values quantized at a time, where it is another number
     # Keep
-    preserve = 0  # tokens kept, as the table says (OTT: the size of its pool)
-    keeps_share = False  # True: `preserve` is a percentage of the text
     uses_scores = False  # True: the cache asks `score` at every update
     choose = "always"  # "prompt": of a text with a prompt, once at its end; else at each quantization
     prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
-
-    passes = 0  # of the method itself over the calibration windows; the codecs have their own
-    calibration_windows = CALIBRATION_WINDOWS  # that it should see, unless the user says otherwise
-    # The methods to show beside this one when it is asked for alone, and settings for them.
-    compare = {}
 
     def __init__(self, config):
         pass
@@ -54,9 +44,7 @@ class Method:
 
     def block_of(self, kind):
         """How many keys (kind "k"), or values ("v"), are quantized at a time in a stream."""
-        if kind == "v" and self.v_block is not None:
-            return self.v_block
-        return self.block
+        return self.v_block if kind == "v" and self.v_block is not None else self.block
 
     # Keep
 
@@ -83,7 +71,6 @@ class Method:
         Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens; None leaves things as they are. A head that
         keeps fewer than p tokens repeats one of them. A function of the cache alone, which it does not change.
         """
-        return None
 
     def keep_values(self, layer_cache, n):
         """The same for values. By default they keep the tokens that the keys keep."""
@@ -97,45 +84,6 @@ class Method:
 
     def fit(self, step):
         """Pass `step` of the method itself is over."""
-
-    @property
-    def needs_calibration(self):
-        """Whether `calibrate.calibrate` has to run before the next text."""
-        passes = self.passes > 0 or any(codec.passes for pair in self.codecs for codec in pair)
-        return passes and not self.calibrated()
-
-    def calibrated(self):
-        """What calibration found, to be saved: {"3.k.scale": tensor, ...}."""
-        found = {}
-        for layer, pair in enumerate(self.codecs):
-            for kind in "kv":
-                for name, table in getattr(pair, kind).calibrated().items():
-                    found[f"{layer}.{kind}.{name}"] = table
-        return found
-
-    def restore(self, tables):
-        """Take over what `calibrated` gave, instead of calibrating."""
-        for layer, pair in enumerate(self.codecs):
-            for kind in "kv":
-                prefix = f"{layer}.{kind}."
-                codec = getattr(pair, kind)
-                codec.restore({name: tables[prefix + name] for name in codec.tables
-                               if prefix + name in tables})
-
-    # For tables and messages
-
-    @property
-    def offline_bytes(self):
-        """Bytes of what was calibrated: found once, shared by all texts."""
-        return sum(codec.offline_bytes for pair in self.codecs for codec in pair)
-
-    def describe(self):
-        """One line for the user: what was chosen or found."""
-        return ""
-
-    def __repr__(self):
-        codec = self.scheme or "codec of its own"
-        return f"{type(self).__name__}({codec}, {self.k_bits:g}-bit K, {self.v_bits:g}-bit V)"
 
 
 class CodecMethod(Method):

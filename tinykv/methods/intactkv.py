@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from tinykv import UserError, one_of
+from tinykv.cache_parts.guards import check_numbers
 from tinykv.cache_parts.tracing import Trace
 from tinykv.methods.base import CodecMethod, first_tokens
 
@@ -73,9 +74,7 @@ class Prefix:
         """Keys by layer, and values by layer, (1, Hkv, n, d) each; device and dtype of `like`."""
         if self.keys is None:
             raise UserError(f"the prefix {self.name} has no keys and values yet; call its `fill` first")
-        keys = [rows[None] for rows in self.keys.to(like)]
-        values = [rows[None] for rows in self.values.to(like)]
-        return keys, values
+        return self.keys.to(like)[:, None], self.values.to(like)[:, None]
 
     def __str__(self):
         return self.name
@@ -88,26 +87,19 @@ def exact_rows(full, quantized, ids):
     They have been rounded to the 16 bits of a cache, and are fp32 again. Values have the scale of
     `quantized`'s.
     """
-    config = full.config
-    device = full.lm_head.weight.device
-    if not ids:
-        L, Hkv, d = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        return torch.zeros(L, Hkv, 0, d, device=device), torch.zeros(L, Hkv, 0, d, device=device)
-
     # 1. Let the full-precision model read the tokens
     trace = SixteenBits(full)
-    full(torch.tensor([ids], device=device), trace, logits=False)
+    tokens = torch.tensor([ids], dtype=torch.long, device=full.lm_head.weight.device)  # (1, n)
+    full(tokens, trace, logits=False)
 
     # 2. Take its keys and values
     keys = torch.cat(trace.k).float()  # (L, Hkv, n, d)
     values = torch.cat(trace.v).float()  # (L, Hkv, n, d)
-    if not (keys.isfinite().all() and values.isfinite().all()):
-        raise UserError("the prefix has keys or values that are not finite, or too large for 16 "
-                        "bits; use another --dtype, or another model")
+    check_numbers("keys of the prefix", keys)
+    check_numbers("values of the prefix", values)
 
     # 3. Bring the values to the scale of the quantized model's
-    gains = [value_gain(block) for block in quantized.model["layers"]]
-    gains = torch.stack(gains)  # (L, Hkv, 1, d)
+    gains = torch.stack([value_gain(block.self_attn) for block in quantized.model["layers"]])  # (L, Hkv, 1, d)
     return keys, values * gains
 
 
@@ -122,9 +114,8 @@ class SixteenBits(Trace):
         return self.rope.rotate(k, positions).to(q.dtype), v.to(q.dtype)
 
 
-def value_gain(block):
+def value_gain(attn):
     """What the weight quantizer multiplied a block's values by, (Hkv, 1, d): `QuantLinear.gain`."""
-    attn = block.self_attn
     gain = getattr(attn.v_proj, "gain", None)  # (Hkv * d)
     if gain is None:
         gain = torch.ones(attn.n_kv_heads * attn.head_dim, device=attn.v_proj.weight.device)

@@ -86,9 +86,6 @@ class KVSink(CodecMethod):
         table = torch.tensor(self.profile).unflatten(0, (-1, self.n_layers + 1))  # (W, L + 1, 3)
         self.profile = []
         largest, ratio, channel = table.unbind(-1)  # (W, L + 1) each
-        if not largest.isfinite().all():
-            raise UserError("the model computes numbers that are not finite; use another --dtype, "
-                            "or another model")
         self.set_outlier(find_outlier(largest, ratio, channel.long()))
 
     def set_outlier(self, place):
@@ -110,8 +107,6 @@ class KVSink(CodecMethod):
             self.set_outlier(None if layer < 0 else (layer, channel))
 
     def describe(self):
-        if self.source is None:
-            return "the outlier of this model is not known yet"
         if self.layer is None:
             return f"no stable outlier in this model: the first {self.preserve} tokens are kept"
         return f"emergence layer {self.layer}, outlier channel {self.channel} ({self.source})"
@@ -138,12 +133,10 @@ def known_outlier(config, layer, channel):
              config.max_position_embeddings)
     if layer is None and channel is None:
         return TABLE_3.get(shape), "the paper's Table 3" if shape in TABLE_3 else None
-    if layer is None or channel is None:
-        raise UserError("give both the emergence layer and the outlier channel, or neither")
     layers, channels = config.num_hidden_layers, config.hidden_size
-    if not (0 <= layer < layers and 0 <= channel < channels):
-        raise UserError(f"emergence layer {layer} and channel {channel} are not in a model of "
-                        f"{layers} layers and {channels} channels")
+    if layer not in range(layers) or channel not in range(channels):
+        raise UserError(f"give both the emergence layer and the outlier channel, of {layers} layers and {channels} "
+                        f"channels; got {layer} and {channel}")
     return (layer, channel), "given"
 
 
