@@ -112,16 +112,6 @@ def test_generation_is_the_models_own(asked):
     assert expected.startswith(generated(until=[], max_gen_toks=2)) and len(generated(until=[], max_gen_toks=2)) < 20
 
 
-def test_a_whole_text(asked):
-    """From its first token on, the BOS that lm_eval puts before it."""
-    model, text = TinyKV(), asked[0].text[:300]
-    found, = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
-    ids = torch.tensor([[model.tokenizer.bos_id, *model.tokenizer.encode(text, bos=True)]])
-    with torch.no_grad():
-        logp = model.model(ids[:, :-1], KVCache(model.model, model.method, "paper"))[0].log_softmax(-1)
-    assert found == pytest.approx(logp.gather(1, ids[0, 1:, None]).sum().item(), abs=1e-3)
-
-
 def test_senseless_arguments_are_refused():
     for settings in ({"prompt": "512"}, {"method": "kvsnik"}, {"method": "fp16", "bits": 2}):
         with pytest.raises((UserError, SystemExit)):

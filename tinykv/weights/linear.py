@@ -39,14 +39,21 @@ def grid(lo, hi, bits, round=torch.round):
     hi = hi.float().clamp(min=0)
     scale = (hi - lo).clamp(min=1e-5) / max_code
     scale = scale.clamp(max=6e4).half().float()  # 16 bits end at 65504
-    zero = round(-lo / scale).clamp(0, max_code)
+    zero = clamp(round(-lo / scale), max_code)
     return scale, zero
 
 
 def codes_of(groups, scale, zero, bits, round=torch.round):
     """The weights of groups -> their codes, clamp(round(w / s) + z), fp32."""
     codes = round(groups / scale) + zero
-    return codes.clamp(0, 2 ** bits - 1)
+    return clamp(codes, 2 ** bits - 1)
+
+
+def clamp(codes, max_code):
+    """codes within [0, max_code]. The smallest and the largest code have a gradient, which
+    torch.clamp does not give them since torch 2.14."""
+    codes = torch.where(codes < 0, 0, codes)
+    return torch.where(codes > max_code, max_code, codes)
 
 
 def rounded(weight, bits, group_size):
