@@ -124,7 +124,7 @@ def load(args):
     if run.method.needs_calibration:
         seen = text[:args.calib_windows or run.method.calibration_windows]  # (C, T)
         if not run.restore(file, seen):
-            calibrate(quantized, run.method, seen, cli.bar)
+            calibrate(quantized, run.method, seen)
             run.save(file, seen)
     if run.method.prefix:
         fill_prefix(run.method.prefix, model, quantized, cli.weights_label(run.weights, quantizers, data))
