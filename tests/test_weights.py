@@ -115,7 +115,7 @@ def test_decoded_weights_are_those_of_the_formula(rows, bits, G):
     weight = torch.tensor([[*a, *b] for a, b in rows])  # (out, 12)
     linear = nn.Linear(12, len(rows), bias=False)
     linear.weight.data = weight
-    found = QuantLinear.of(linear, bits, G)
+    found = QuantLinear(linear, bits, G)
     assert torch.isfinite(found.weight).all() and found.weight.dtype == torch.float32
     expected = [plain_rounded(row, bits, G) for row in weight.tolist()]
     assert found.weight.tolist() == expected
@@ -125,12 +125,12 @@ def test_decoded_weights_are_those_of_the_formula(rows, bits, G):
 @pytest.mark.parametrize("bits, bias", [(2, False), (3, True), (8, True)])
 def test_forward_is_that_of_the_decoded_weight(bits, bias):
     linear = random_linear(7, 24, bits, bias)
-    found = QuantLinear.of(linear, bits, 8)
+    found = QuantLinear(linear, bits, 8)
     x = torch.randn(2, 3, 24)
     assert torch.equal(found(x), F.linear(x, found.weight, linear.bias))
     assert not torch.equal(found(x), linear(x)) and (found(x) - linear(x)).abs().max() < 3 / 2 ** bits * 4
     half = copy.deepcopy(linear).to(torch.bfloat16)
-    out = QuantLinear.of(half, bits, 8)(x.bfloat16())
+    out = QuantLinear(half, bits, 8)(x.bfloat16())
     assert out.dtype == torch.bfloat16 and (out.float() - found(x)).abs().max() < 0.1 + 3 / 2 ** bits
     if bias:
         assert found.bias is not linear.bias and torch.equal(found.bias, linear.bias)
@@ -139,7 +139,7 @@ def test_forward_is_that_of_the_decoded_weight(bits, bias):
 def test_a_grid_that_is_given_is_used():
     linear = random_linear(5, 12, 0)
     scale, zero = torch.full((5, 3), 0.125), torch.full((5, 3), 2.0)
-    found = QuantLinear.of(linear, 3, 4, scale, zero).weight
+    found = QuantLinear(linear, 3, 4, scale, zero).weight
     expected = [[(min(7, max(0, round(w / 0.125) + 2)) - 2) * 0.125 for w in row] for row in linear.weight.tolist()]
     assert found.tolist() == expected
 
@@ -274,13 +274,6 @@ def test_numbers_that_are_not_finite_are_an_error():
             quantize(model, QUANTIZERS[name](4), text())
 
 
-def test_outputs_whose_squares_overflow_are_an_error():
-    model = tiny()
-    model.model["layers"][0].mlp.down_proj.weight.mul_(1e21)
-    with pytest.raises(UserError, match="overflow"):
-        quantize(model, AWQ(4), text())
-
-
 # ---- gptq
 
 def plain_obq(W, Hessian, bits, G):
@@ -310,7 +303,7 @@ def test_gptq_is_the_brute_force_of_its_paper(seed, bits, G):
     assert scale.shape == zero.shape == (6, 12 // G)
     linear = nn.Linear(12, 6, bias=False)
     linear.weight.data = found
-    assert torch.equal(QuantLinear.of(linear, bits, G, scale, zero).weight, found)  # what is left is on the grid
+    assert torch.equal(QuantLinear(linear, bits, G, scale, zero).weight, found)  # what is left is on the grid
 
 
 def test_a_hessian_in_parts_and_one_that_is_singular():
@@ -531,8 +524,7 @@ def plain_clips(x, weight, bits, G):
 
 @pytest.mark.parametrize("tokens", [40, 1300])
 @pytest.mark.parametrize("bits", [2, 3])
-def test_awq_finds_the_best_of_its_ten_clips(monkeypatch, bits, tokens):
-    monkeypatch.setattr(awq, "ROWS", 3)  # outputs at a time: of 7
+def test_awq_finds_the_best_of_its_ten_clips(bits, tokens):
     x, weight = uneven(tokens, 16, bits), random_linear(7, 16, bits).weight
     weight[:, ::5] *= 3
     found = AWQ(bits, 8).clips(x, weight)  # (7, 2, 1)

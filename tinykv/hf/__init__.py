@@ -20,5 +20,4 @@ def load(folder, device="cpu", dtype=torch.float32):
     """A checkpoint folder -> (Llama, Tokenizer)."""
     config = load_config(folder)
     tokenizer = load_tokenizer(folder, config)  # before the model: it is small, so its faults show at once
-    model = load_model(folder, device, dtype)
-    return model, tokenizer
+    return load_model(folder, device, dtype), tokenizer

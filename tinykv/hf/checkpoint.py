@@ -44,9 +44,8 @@ def load_model(folder, device="cpu", dtype=torch.float32):
     try:
         model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
-        told = " ".join(str(error).split())[:1000]
         raise UserError(f"{folder}: the weights do not fit config.json, take both, and all files, from the same "
-                        f"checkpoint: {told}") from None
+                        f"checkpoint: {' '.join(str(error).split())[:1000]}") from None
 
     # 4. a tied lm_head is the embedding, as in transformers, even where a file holds another
     if config.tie_word_embeddings:

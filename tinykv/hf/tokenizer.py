@@ -10,9 +10,9 @@ class Tokenizer:
     `encode` adds no special token, and never reads one out of a text: "<s>" in a text is three
     ordinary characters, so text from outside cannot end a document.
     """
+    # vocab_size: the largest id + 1
     bos_id = eos_id = None  # None where there is none
     add_bos = False  # whether the model expects a text to begin with bos_id
-    vocab_size = 0  # the largest id + 1
     builtin_ids = {}  # of special tokens, those that the tokenizer's own file names
 
     def encode(self, text, bos=False):
