@@ -230,16 +230,6 @@ def test_a_config_that_the_model_does_not_implement_is_refused_by_name(folder, f
 
 # A folder with one fault: what is done to it, and what the line names
 
-def header(path, name, **fields):
-    """Rewrite what the header of a safetensors file says of one tensor."""
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    claims = json.loads(content[8:8 + size])
-    claims[name] |= fields
-    text = json.dumps(claims).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size:])
-
-
 def set_weight(name, value):
     return lambda folder: edit_weights(folder, lambda weights: weights.__setitem__(name, value))
 
@@ -256,16 +246,11 @@ WEIGHTS = "model.safetensors"
 FAULTS = {
     # files
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
-    "no JSON": (content("config.json", lambda b: b[:-9]), ["config.json", "JSON"]),
-    "a list": (content("config.json", lambda b: b"[1, 2]"), ["config.json", "[1, 2]"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [WEIGHTS]),
     "no tokenizer": (lambda folder: (folder / "tokenizer.model").unlink(), ["tokenizer.model", "tokenizer.json"]),
     "no text": (lambda folder: edit_json(folder / "tokenizer_config.json", eos_token="\ud800"), ["tokenizer_config"]),
     # a safetensors file
-    "empty": (content(WEIGHTS, lambda b: b""), [WEIGHTS]),
-    "cut in the header": (content(WEIGHTS, lambda b: b[:50]), [WEIGHTS]),
     "cut in the data": (content(WEIGHTS, lambda b: b[:-100]), [WEIGHTS, "download"]),
-    "offsets": (lambda folder: header(folder / WEIGHTS, KEY, data_offsets=[0, 10 ** 9]), [WEIGHTS]),
     # tensors
     "missing": (lambda folder: edit_weights(folder, lambda weights: weights.pop(KEY)), [KEY]),
     "unexpected": (set_weight("score.weight", torch.zeros(2)), ["score.weight"]),
@@ -330,17 +315,14 @@ def test_a_device_that_is_not_there_is_told(folder, device):
 # Memory and imports, seen from a process of its own
 
 WATCH = """
-import json, resource, sys, torch
+import json, sys, torch
 from tinykv import hf
 
 def imported():
     return [m for m in ("safetensors", "sentencepiece", "tokenizers", "triton", "sympy") if m in sys.modules]
 
-def peak():  # bytes; of this process alone, which ru_maxrss of Linux is not: it begins with the parent's
-    try:
-        lines = open("/proc/self/status").read().splitlines()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # bytes, of this process alone
+    lines = open("/proc/self/status").read().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 found, models = {"imported": [imported()]}, []

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import takes, tokens_of
+from cases import tokens_of
+from test_model import built
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
-from tinykv.calibrate import calibrate
-from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 
 transformers = pytest.importorskip("transformers")
@@ -20,8 +19,6 @@ from tinykv.hf.transformers import MethodCache  # noqa: E402
 ROOT = Path(__file__).parent.parent
 NEW = 16  # tokens
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-SMALL = {"k_bits": 2, "v_bits": 3, "preserve": 3, "emergence_layer": 0, "outlier_channel": 5, "outlier_num": 2,
-         "skip_layers": 1, "vq": "d4m8", "anchors": "4", "recent": 4, "group_size": 8}
 QUICK = ("kvsink", "antkv", "intactkv", "kivi")  # what the others need, these need, too
 
 
@@ -42,19 +39,6 @@ def load(folder, dtype):
 def models(request):
     """In fp32. Two query heads share a KV head; the Mistral has a sliding window."""
     return load(request.param, torch.float32)
-
-
-def built(name, own, **changes):
-    """A method with small blocks, calibrated for a model here."""
-    cls = METHODS[name]
-    settings = {**SMALL, **changes, "prefix": Prefix("two tokens", [11, 40])}
-    method = cls(own.config, **{key: value for key, value in settings.items() if key in takes(cls)})
-    method.block = 8
-    if method.needs_calibration:
-        calibrate(own, method, tokens_of(4, 24, seed=7))
-    if method.prefix:
-        method.prefix.fill(own, own)
-    return method
 
 
 def prompt_of(method, batch=2, T=9):
