@@ -1,7 +1,7 @@
 """The four weight quantizers against plain arithmetic, brute force and their own claims.
 
 Models are random and tiny, with a few channels that carry much more than others, which is what AWQ and OmniQuant live
-on; the last tests run on the embedded model.
+on.
 """
 import copy
 import math
@@ -14,13 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from tinykv import UserError, hf
+from tinykv import UserError
 from tinykv.cache import KVCache
-from tinykv.data import load_windows
-from tinykv.evaluate import evaluate
 from tinykv.methods.fp16 import FP16
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run.cli import EMBEDDED
 from tinykv.weights import QUANTIZERS, awq, base, gptq, omniquant, quantize, restore, tensors_of, weight_bytes
 from tinykv.weights.awq import AWQ
 from tinykv.weights.base import FOLDS, BlockRunner, transform
@@ -632,25 +629,3 @@ def test_omniquant_trains_clips_and_scales(folded):
         full = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15  # (out, in/G)
         share = new.get_submodule(name).scale.float() / full
         assert ((0.9 < share) & (share < 1)).all() and share.std() > 1e-4  # sigmoid(4) is 0.982
-
-
-# ---- all four
-
-@pytest.fixture(scope="module")
-def embedded():
-    model, tokenizer = hf.load(EMBEDDED)
-    test, calibration = (load_windows("tales", tokenizer, 256, 4, split) for split in ("test", "calibration"))
-    return model, test, calibration.tokens
-
-
-@pytest.mark.whole  # the embedded model
-def test_learning_is_better_than_rounding_to_nearest(embedded, monkeypatch):
-    monkeypatch.setattr(omniquant, "EPOCHS", 4)
-    model, test, calibration = embedded
-    models = {name: quantize(model, cls(3), calibration) for name, cls in QUANTIZERS.items()}
-    methods = {"fp16": FP16(model.config), **dict.fromkeys(models, FP16(model.config))}
-    found = evaluate(model, methods, test, batch=4, models=models)
-    for name in ("awq", "gptq", "omniquant"):
-        assert found[name].kl < 0.9 * found["rtn"].kl, name
-
-
