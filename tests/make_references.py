@@ -16,7 +16,7 @@ import sentencepiece
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -49,8 +49,6 @@ VARIANTS = {  # name -> (config, dtype on disk, format)
     "biases": (LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True), torch.float16, "safetensors"),
     "mistral": (MistralConfig(**SMALL | {"num_key_value_heads": 2}, sliding_window=8), torch.float16, "safetensors"),
     "sharded": (LlamaConfig(**SMALL), torch.float16, "safetensors in shards"),
-    "bin": (LlamaConfig(**WIDE, rope_parameters=LLAMA3), torch.float16, "bin, config.json in the old spelling"),
-    "bin_sharded": (LlamaConfig(**SMALL), torch.float16, "bin in shards, config.json in the old spelling"),
     "qwen2": (Qwen2Config(**SMALL | {"num_key_value_heads": 2}, tie_word_embeddings=True),
               torch.float16, "safetensors"),
     "qwen3": (Qwen3Config(**SMALL | {"num_key_value_heads": 2}, head_dim=16), torch.float16, "safetensors"),
@@ -92,29 +90,12 @@ def old_spelling(path):
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def to_bin(folder, shards):
-    """model.safetensors -> pytorch_model.bin in Hugging Face's layout: transformers 5 does not write it any more."""
-    state = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    if shards == 1:
-        torch.save(state, folder / "pytorch_model.bin")
-        return
-    places = {name: f"pytorch_model-{i % shards + 1:05}-of-{shards:05}.bin" for i, name in enumerate(sorted(state))}
-    for shard in set(places.values()):
-        torch.save({name: t for name, t in state.items() if places[name] == shard}, folder / shard)
-    size = sum(t.nbytes for t in state.values())
-    (folder / "pytorch_model.bin.index.json").write_text(
-        json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=1) + "\n")
-
-
 def make_variant(name, seed):
     config, dtype, layout = VARIANTS[name]
     folder = OUT / name
     shard = "30KB" if layout == "safetensors in shards" else "1GB"
     randomized(config, seed).to(dtype).save_pretrained(folder, max_shard_size=shard)
     (folder / "generation_config.json").unlink()
-    if layout.startswith("bin"):
-        to_bin(folder, 3 if "shards" in layout else 1)
     if "old spelling" in layout:
         old_spelling(folder / "config.json")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

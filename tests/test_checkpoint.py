@@ -1,8 +1,6 @@
 """Checkpoint folders: what loads, to the bit and within its memory, and what each fault of a folder is told as."""
 import dataclasses
 import json
-import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -63,25 +61,13 @@ def edit_weights(folder, change):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def to_shards(folder, count=3, ending="safetensors"):
-    """model.safetensors -> shards and their index, whose path is returned."""
+def to_shards(folder, count=3):
+    """model.safetensors -> shards."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    stem = {"safetensors": "model", "bin": "pytorch_model"}[ending]
-    places = {name: f"{stem}-{i % count + 1:05}-of-{count:05}.{ending}" for i, name in enumerate(sorted(weights))}
-    for shard in set(places.values()):
-        part = {name: t for name, t in weights.items() if places[name] == shard}
-        save_file(part, folder / shard) if ending == "safetensors" else torch.save(part, folder / shard)
-    index = folder / f"{stem}.{ending}.index.json"
-    index.write_text(json.dumps({"weight_map": places}))
-    return index
-
-
-def to_bin(folder):
-    path = folder / "pytorch_model.bin"
-    torch.save(load_file(folder / "model.safetensors"), path)
-    (folder / "model.safetensors").unlink()
-    return path
+    for i in range(count):
+        part = {name: weights[name] for name in sorted(weights)[i::count]}
+        save_file(part, folder / f"model-{i + 1:05}-of-{count:05}.safetensors")
 
 
 def same(a, b):
@@ -115,16 +101,8 @@ def test_the_config_of_transformers_survives_a_round_trip(variant):
     assert parse_config(config_fields(config, torch.float32), "again") == config
 
 
-@pytest.mark.parametrize("layout", ["shards", "bin", "bin shards"])
-def test_every_layout_loads_the_same_weights(folder, layout):
-    model = hf.load_model(folder)
-    to_bin(folder) if layout == "bin" else to_shards(folder, ending="bin" if layout == "bin shards" else "safetensors")
-    assert same(model, hf.load_model(folder))
-
-
-def test_safetensors_come_before_bin(folder):
-    (folder / "pytorch_model.bin").write_bytes(b"not looked at")
-    (folder / "model.safetensors.index.json").write_text("not looked at")
+def test_shards_load_the_same_weights(folder):
+    to_shards(folder)
     assert same(hf.load_model(folder), tiny())
 
 
@@ -170,33 +148,10 @@ def test_the_fingerprint_is_pinned_and_sees_every_change():
 
 # Saving
 
-def test_a_save_that_is_cut_short_leaves_the_old_files(folder, monkeypatch):
-    before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    real = os.replace
-
-    def cut_short(source, target):  # the last step before a file takes its place
-        if Path(target).name == "model.safetensors":
-            raise KeyboardInterrupt
-        real(source, target)
-    monkeypatch.setattr(os, "replace", cut_short)
-    other = tiny()
-    other.lm_head.weight.data += 1
-    with pytest.raises(KeyboardInterrupt):
-        hf.save(other, PIECES, folder)
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
-
-
 def test_a_model_saves_over_the_folder_that_it_came_from(folder):
     model, _ = hf.load(folder)
     hf.save(model, folder / "tokenizer.model", folder)
     assert same(hf.load_model(folder), model)
-
-
-@pytest.mark.parametrize("changes, word", [
-    ({"sliding_window": 7}, "sliding_window"), ({"vocab_size": 300}, "vocabulary"), ({"model_type": "gpt2"}, "gpt2")])
-def test_what_would_not_load_again_is_not_written(tmp_path, changes, word):
-    assert word in told(hf.save, tiny(**changes), PIECES, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
 
 
 # config.json
@@ -246,38 +201,24 @@ def test_both_spellings_of_rope(folder, fields, theta, scaling):
     ({"model_type": "gpt2"}, ["model_type", '"gpt2"', "llama", "mistral", "qwen3"]),
     ({"model_type": "qwen3", "architectures": ..., "use_sliding_window": True, "sliding_window": 9},
      ["use_sliding_window", "qwen3"]),
-    ({"model_type": ...}, ["model_type", "null"]),
-    ({"architectures": ["LlamaForSequenceClassification"]}, ["architectures", "LlamaForSequenceClassification"]),
     ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', "silu"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
-    ({"layer_types": 3}, ["layer_types", "3"]),
     ({"auto_map": {"AutoModel": "own.Model"}}, ["auto_map", "own.Model"]),
     ({"sliding_window": 512}, ["sliding_window", "512", "llama"]),
     ({"model_type": "mistral", "architectures": ..., "attention_bias": True}, ["attention_bias", "mistral"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", '"dynamic"', "linear", "llama3"]),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["rope_type", '"yarn"']),
-    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1] * 99}}, ["rope_type", '"longrope"']),
     ({"rope_scaling": "linear"}, ["factor"]),
-    ({"rope_scaling": {"type": "linear"}}, ["factor"]),
     ({"rope_scaling": {"type": "linear", "factor": -2}}, ["factor", "-2", "above 0"]),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.5}}, ["attention_factor", "1.5"]),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["full_attention"]),
-    ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": 4.0}}, ["high_freq_factor"]),
     ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, ["low_freq_factor"]),
     ({"rope_theta": 0}, ["rope_theta", "0"]),
     ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "NaN"]),
-    ({"rms_norm_eps": "1e-5"}, ["rms_norm_eps", '"1e-5"']),
     ({"vocab_size": ...}, ["vocab_size"]),
-    ({"hidden_size": "16"}, ["hidden_size", '"16"']),
     ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
     ({"num_hidden_layers": True}, ["num_hidden_layers", "true"]),
-    ({"num_hidden_layers": 2.0}, ["num_hidden_layers", "2.0"]),
-    ({"num_attention_heads": 3, "head_dim": None}, ["head_dim"]),
-    ({"num_key_value_heads": 3}, ["num_attention_heads", "num_key_value_heads", "3"]),
-    ({"head_dim": 5}, ["head_dim", "5", "even"]),
     ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", '"yes"']),
     ({"bos_token_id": 384}, ["bos_token_id", "384", "383"]),
     ({"eos_token_id": [2, -1]}, ["eos_token_id", "-1"])])
@@ -289,33 +230,8 @@ def test_a_config_that_the_model_does_not_implement_is_refused_by_name(folder, f
 
 # A folder with one fault: what is done to it, and what the line names
 
-def header(path, name, **fields):
-    """Rewrite what the header of a safetensors file says of one tensor."""
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    claims = json.loads(content[8:8 + size])
-    claims[name] |= fields
-    text = json.dumps(claims).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size:])
-
-
 def set_weight(name, value):
     return lambda folder: edit_weights(folder, lambda weights: weights.__setitem__(name, value))
-
-
-def of_bin(change):
-    """A fault of pytorch_model.bin: `change` gives what it holds instead."""
-    def spoil(folder):
-        path = to_bin(folder)
-        torch.save(change(torch.load(path)), path)
-    return spoil
-
-
-def of_index(change):
-    def spoil(folder):
-        index = to_shards(folder)
-        edit_json(index, weight_map=change(json.loads(index.read_text())["weight_map"]))
-    return spoil
 
 
 def content(name, change):
@@ -326,49 +242,22 @@ def content(name, change):
     return spoil
 
 
-WEIGHTS, BIN, INDEX = "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
 FAULTS = {
     # files
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
-    "no JSON": (content("config.json", lambda b: b[:-9]), ["config.json", "JSON"]),
-    "a list": (content("config.json", lambda b: b"[1, 2]"), ["config.json", "[1, 2]"]),
-    "nested": (content("tokenizer_config.json", lambda b: b'{"a": ' + b"[" * 200_000), ["tokenizer_config.json"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [WEIGHTS]),
     "no tokenizer": (lambda folder: (folder / "tokenizer.model").unlink(), ["tokenizer.model", "tokenizer.json"]),
     "no text": (lambda folder: edit_json(folder / "tokenizer_config.json", eos_token="\ud800"), ["tokenizer_config"]),
     # a safetensors file
-    "empty": (content(WEIGHTS, lambda b: b""), [WEIGHTS]),
-    "cut in the header": (content(WEIGHTS, lambda b: b[:50]), [WEIGHTS]),
     "cut in the data": (content(WEIGHTS, lambda b: b[:-100]), [WEIGHTS, "download"]),
-    "longer": (content(WEIGHTS, lambda b: b + b"\0" * 8), [WEIGHTS]),
-    "a web page": (content(WEIGHTS, lambda b: b"<!DOCTYPE html><html>log in first</html>"), [WEIGHTS]),
-    "offsets": (lambda folder: header(folder / WEIGHTS, KEY, data_offsets=[0, 10 ** 9]), [WEIGHTS]),
-    "a shape beyond its bytes": (lambda folder: header(folder / WEIGHTS, KEY, shape=[800, 16]), [WEIGHTS]),
     # tensors
     "missing": (lambda folder: edit_weights(folder, lambda weights: weights.pop(KEY)), [KEY]),
     "unexpected": (set_weight("score.weight", torch.zeros(2)), ["score.weight"]),
     "another shape": (set_weight(KEY, torch.zeros(16, 8)), [KEY, "[16, 8]", "[8, 16]"]),
-    "no float": (set_weight(KEY, torch.zeros(8, 16, dtype=torch.int8)), [KEY, "int8"]),
-    "no number": (set_weight(KEY, torch.full([8, 16], float("nan"))), [KEY, "NaN"]),
-    "infinite": (set_weight(KEY, torch.zeros(8, 16).index_fill_(1, torch.tensor([3]), -float("inf"))), [KEY]),
-    "none": (set_weight(KEY, torch.zeros(0)), [KEY]),
-    "two heads": (lambda folder: edit_json(folder / "config.json", tie_word_embeddings=True),
-                  ["tie_word_embeddings", "lm_head.weight", "model.embed_tokens.weight"]),
     "more layers": (lambda folder: edit_json(folder / "config.json", num_hidden_layers=12), ["model.layers.2."]),
-    # a pickle
-    "bin: cut": (lambda folder: [to_bin(folder), content(BIN, lambda b: b[:-100])(folder)], [BIN]),
-    "bin: empty": (lambda folder: [to_bin(folder), content(BIN, lambda b: b"")(folder)], [BIN]),
-    "bin: a list": (of_bin(lambda t: [torch.zeros(2)]), [BIN, "dictionary"]),
-    "bin: a number": (of_bin(lambda t: t | {KEY: 3}), [BIN]),
-    "bin: sparse": (of_bin(lambda t: t | {KEY: t[KEY].to_sparse()}), [BIN]),
-    "bin: no memory": (of_bin(lambda t: t | {KEY: t[KEY].to("meta")}), [BIN]),
-    "bin: stride 0": (of_bin(lambda t: t | {KEY: torch.zeros(1, 1).expand(10 ** 7, 10 ** 7)}), [BIN]),
-    "bin: no number": (of_bin(lambda t: t | {KEY: t[KEY] * float("nan")}), [KEY]),
     # shards
-    "no map": (of_index(lambda places: []), [INDEX, "weight_map"]),
-    "no names": (of_index(lambda places: {KEY: 3}), [INDEX, "weight_map"]),
-    "absent shard": (of_index(lambda places: places | {KEY: "model-7.safetensors"}), ["model-7.safetensors"]),
-    "a long name": (of_index(lambda places: places | {KEY: "x" * 300 + ".safetensors"}), ["xxx.safetensors"]),
+    "absent shard": (lambda folder: [to_shards(folder), (folder / "model-00002-of-00003.safetensors").unlink()], [KEY]),
     "broken shard": (lambda folder: [to_shards(folder),
                                      content("model-00002-of-00003.safetensors", lambda b: b[:-9])(folder)],
                      ["model-00002-of-00003.safetensors"]),
@@ -381,41 +270,6 @@ def test_a_fault_of_a_folder_is_one_line_that_names_it(folder, fault):
     spoil(folder)
     text = told(hf.load, folder)
     assert all(word in text for word in words), text
-
-
-def test_weights_too_large_for_half_precision_are_told(folder):
-    edit_weights(folder, lambda weights: weights[KEY].fill_(1e5))
-    text = told(hf.load_model, folder, "cpu", torch.float16)
-    assert KEY in text and "float16" in text
-    hf.load_model(folder, dtype=torch.bfloat16)
-
-
-class Harm:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_bin_with_code_in_it_is_refused_and_not_run(folder, tmp_path, zipped):
-    path, trace = to_bin(folder), tmp_path / "it ran"
-    if zipped:
-        torch.save({"model.norm.weight": Harm(trace)}, path)
-    else:
-        path.write_bytes(pickle.dumps({"model.norm.weight": Harm(trace)}))
-    assert str(path) in told(hf.load, folder) and not trace.exists()
-
-
-def test_each_shard_is_opened_once(folder, monkeypatch):
-    """To parse a long header for every tensor takes minutes."""
-    import safetensors
-    to_shards(folder)
-    opened, real = [], safetensors.safe_open
-    monkeypatch.setattr(safetensors, "safe_open", lambda path, **how: opened.append(path.name) or real(path, **how))
-    assert same(hf.load_model(folder), tiny())
-    assert sorted(opened) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./no/model", "nowhere", "x" * 5000, "nul\0", __file__])
@@ -458,63 +312,21 @@ def test_a_device_that_is_not_there_is_told(folder, device):
     assert repr(device) in told(hf.load, folder, device)
 
 
-# Memory and imports, seen from a process of its own
+# Imports, seen from a process of its own
 
 WATCH = """
-import json, resource, sys, torch
+import sys
 from tinykv import hf
-
-def imported():
-    return [m for m in ("safetensors", "sentencepiece", "tokenizers", "triton", "sympy") if m in sys.modules]
-
-def peak():  # bytes; of this process alone, which ru_maxrss of Linux is not: it begins with the parent's
-    try:
-        lines = open("/proc/self/status").read().splitlines()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
-
-found, models = {"imported": [imported()]}, []
-for folder in sys.argv[1:]:  # earlier models stay, so that each adds to the peak
-    before = peak()
-    models.append(hf.load(folder, dtype=torch.float32)[0])
-    found[folder.rpartition("/")[2]] = (peak() - before) / sum(p.nbytes for p in models[-1].parameters())
-found["imported"].append(imported())
-print(json.dumps(found))
+hf.load(sys.argv[1])
+print([m for m in ("safetensors", "sentencepiece", "tokenizers", "triton", "sympy") if m in sys.modules])
 """
 
 
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory):
-    """What loading a model of 38 million parameters as float32 takes: 150 MB, stored as bfloat16, three ways."""
-    config = LlamaConfig(vocab_size=2048, hidden_size=512, intermediate_size=1536, num_hidden_layers=11,
-                         num_attention_heads=8, num_key_value_heads=8, head_dim=64, max_position_embeddings=64)
-    with torch.device("meta"), NoInit():
-        model = Llama(config).to(torch.bfloat16)
-    model = model.to_empty(device="cpu")
-    for p in model.parameters():
-        p.data.fill_(0.25)
-    folders = [tmp_path_factory.mktemp("large") / layout for layout in ("whole", "shards", "bin")]
-    for folder in folders:
-        hf.save(model, PIECES, folder)
-    to_shards(folders[1])
-    to_bin(folders[2])
-    run = subprocess.run([sys.executable, "-c", WATCH, *map(str, folders)], capture_output=True, text=True, check=True,
-                         cwd=Path(__file__).parent.parent)
-    for folder in folders:
-        shutil.rmtree(folder)
-    return json.loads(run.stdout)
-
-
-@pytest.mark.whole  # a model of 150 MB, loaded in a process of its own
-@pytest.mark.parametrize("layout", ["whole", "shards", "bin"])
-def test_loading_takes_little_more_memory_than_the_model(watched, layout):
-    assert 0.9 < watched[layout] < 1.2  # 1.5 with the mapped file beside the model
-
-
 @pytest.mark.whole
-def test_what_is_not_used_is_not_imported(watched):
-    assert watched["imported"] == [[], ["safetensors", "sentencepiece"]]
+def test_what_is_not_used_is_not_imported(folder):
+    run = subprocess.run([sys.executable, "-c", WATCH, str(folder)], capture_output=True, text=True, check=True,
+                         cwd=Path(__file__).parent.parent)
+    assert run.stdout == "['safetensors', 'sentencepiece']\n"
 
 
 # Tokenizers
@@ -582,15 +394,6 @@ def test_tokenizer_model_comes_first_if_it_is_sentencepiece(tmp_path):
     assert tokenizer_of(tmp_path, PIECES, JSON).vocab_size == 360
 
 
-TIKTOKEN = b"IQ== 0\nIg== 1\nIw== 2\n"
-
-
-def test_a_tiktoken_file_leaves_it_to_tokenizer_json(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(TIKTOKEN)
-    assert "tiktoken" in told(tokenizer_of, tmp_path)
-    assert tokenizer_of(tmp_path, JSON).vocab_size == 342
-
-
 @pytest.mark.parametrize("file, size", [(PIECES, 360), (JSON, 342)])
 def test_a_vocabulary_larger_than_the_embedding_is_refused_a_smaller_one_is_not(tmp_path, file, size):
     text = told(lambda: tokenizer_of(tmp_path, file, vocab_size=size - 1))
@@ -650,8 +453,3 @@ def test_configs_name_every_field_of_the_model():
     for changes in ({"sliding_window": None, "model_type": "llama"}, {"attention_bias": False, "mlp_bias": False}):
         config = LlamaConfig(**values | changes)
         assert parse_config(config_fields(config, torch.float32), "again") == config
-
-
-def test_a_list_of_one_bos_is_that_one(folder):
-    edit_json(folder / "config.json", bos_token_id=[1])
-    assert hf.load(folder)[0].config.bos_token_id == 1

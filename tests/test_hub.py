@@ -27,7 +27,7 @@ class Hub(http.server.ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Requests)
-        self.files, self.asked, self.whole = {}, [], True
+        self.files, self.asked = {}, []
         self.at = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -45,18 +45,14 @@ class Requests(http.server.BaseHTTPRequestHandler):
         body = self.server.files.get(self.path.partition("?")[0])
         status = 200 if body is not None else 404
         body = body or b""
-        etag, start = hashlib.sha256(body).hexdigest(), 0
-        if "Range" in self.headers:
-            status, start = 206, int(self.headers["Range"].removeprefix("bytes=").rstrip("-"))
+        etag = hashlib.sha256(body).hexdigest()
         self.send_response(status)
-        self.send_header("Content-Length", len(body) - start)
+        self.send_header("Content-Length", len(body))
         self.send_header("ETag", f'"{etag}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body[start:] if self.server.whole else body[start:len(body) // 2])
-        if not self.server.whole:
-            self.server.whole, self.close_connection = True, True  # the next attempt goes through
+            self.wfile.write(body)
 
     def log_message(self, *args):
         pass
@@ -119,17 +115,6 @@ def test_a_file_is_fetched_once_and_known_by_its_content(hub):
     assert fetch_file(file) == path and len(hub.asked) == 1
     text = told(fetch_file, offer(hub, "g.bin", b"something else", sha256="0" * 64))
     assert "SHA-256" in text and "g.bin" in text and "delete it" in text
-
-
-def test_a_download_that_breaks_off_goes_on_where_it_was(hub, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    file = offer(hub, "f.bin", bytes(range(256)) * 100)
-    hub.whole = False
-    try:
-        path = fetch_file(file)
-    except UserError:  # where the library gives up at once
-        path = fetch_file(file)
-    assert Path(path).read_bytes() == bytes(range(256)) * 100
 
 
 # WikiText-2 and C4, in small

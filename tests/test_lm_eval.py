@@ -1,5 +1,6 @@
 """Tasks of lm_eval through the cache of any method, with questions of the embedded model's own language."""
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,37 +13,20 @@ from tinykv.evaluate import measure
 from tinykv.run.cli import EMBEDDED
 
 lm_eval = pytest.importorskip("lm_eval")
-import datasets  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.api.task import ConfigurableTask  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from tinykv.hf.lm_eval import TinyKV  # noqa: E402
 
 CODED = {"method": "rtn", "scheme": "token-dynamic", "bits": 2}  # a token's codes do not hang on later tokens
+TASKS = TaskManager(include_path=str(Path(__file__).parent.parent / "docs/lm_eval"), include_defaults=False)
 
 
 @pytest.fixture(scope="module")
 def asked():
-    """A few short stories, with answers."""
+    """The first stories of the task `tales`, with answers."""
     several = [story for story in islice(stories("test"), 40) if story.answers and len(story.text) < 2500]
     return several[:2]
-
-
-def task_of(name, kind, asked, **config):
-    """Each question is a context that ends before its answer, and the answer."""
-    rows = [{"context": story.text[:start], "answer": story.text[start:end]}
-            for story in asked for _, start, end in story.answers]
-    return ConfigurableTask(config={
-        "task": name, "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)}, "test_split": "test",
-        "output_type": kind, "doc_to_text": "{{context}}", "doc_to_target": "{{answer}}", "target_delimiter": "",
-        "metadata": {"version": 0}, **config})
-
-
-def accuracy(model, task, metric):
-    none = TaskManager(include_defaults=False)  # to read the list of all tasks takes longer than this one
-    found = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0, task_manager=none)["results"]
-    return found[task.config.task][f"{metric},none"]
 
 
 def recall(model, stories):
@@ -63,13 +47,13 @@ def test_the_accuracy_of_a_task_is_the_recall_that_the_project_counts(asked, set
     model = TinyKV(**settings)
     right, n = recall(model, asked)
     assert n > 4 and 0 < right
-    task = task_of("told", "loglikelihood", asked, metric_list=[{"metric": "acc"}])
-    assert accuracy(model, task, "acc") == right / n
+    found = lm_eval.simple_evaluate(model=model, tasks=["tales"], limit=n, bootstrap_iters=0, task_manager=TASKS)
+    assert found["results"]["tales"]["acc,none"] == right / n
 
 
 STREAM = {"method": "kivi", "protocol": "stream", "bits": 2, "recent": 8, "group_size": 8}
 SETTINGS = [{**STREAM, "prompt": "context"}, STREAM, {"protocol": "paper", "prompt": "context", **CODED},
-            {"method": "intactkv", "bits": 2}]
+            {"method": "intactkv", "bits": 2}, {"method": "pfn", "bits": 3, "calib_windows": 1}]
 
 
 def log_likelihood(model, context, target):
@@ -110,16 +94,6 @@ def test_generation_is_the_models_own(asked):
     assert len(expected) > 10 and generated(until=[]) == expected
     assert generated(until=[expected[4:7]]) == expected[:expected.index(expected[4:7])]
     assert expected.startswith(generated(until=[], max_gen_toks=2)) and len(generated(until=[], max_gen_toks=2)) < 20
-
-
-def test_a_whole_text(asked):
-    """From its first token on, the BOS that lm_eval puts before it."""
-    model, text = TinyKV(), asked[0].text[:300]
-    found, = model.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
-    ids = torch.tensor([[model.tokenizer.bos_id, *model.tokenizer.encode(text, bos=True)]])
-    with torch.no_grad():
-        logp = model.model(ids[:, :-1], KVCache(model.model, model.method, "paper"))[0].log_softmax(-1)
-    assert found == pytest.approx(logp.gather(1, ids[0, 1:, None]).sum().item(), abs=1e-3)
 
 
 def test_senseless_arguments_are_refused():

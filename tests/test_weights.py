@@ -1,7 +1,7 @@
 """The four weight quantizers against plain arithmetic, brute force and their own claims.
 
 Models are random and tiny, with a few channels that carry much more than others, which is what AWQ and OmniQuant live
-on; the last tests run on the embedded model.
+on.
 """
 import copy
 import math
@@ -14,13 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from tinykv import UserError, hf
+from tinykv import UserError
 from tinykv.cache import KVCache
-from tinykv.data import load_windows
-from tinykv.evaluate import evaluate
 from tinykv.methods.fp16 import FP16
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run.cli import EMBEDDED
 from tinykv.weights import QUANTIZERS, awq, base, gptq, omniquant, quantize, restore, tensors_of, weight_bytes
 from tinykv.weights.awq import AWQ
 from tinykv.weights.base import FOLDS, BlockRunner, transform
@@ -115,7 +112,7 @@ def test_decoded_weights_are_those_of_the_formula(rows, bits, G):
     weight = torch.tensor([[*a, *b] for a, b in rows])  # (out, 12)
     linear = nn.Linear(12, len(rows), bias=False)
     linear.weight.data = weight
-    found = QuantLinear.of(linear, bits, G)
+    found = QuantLinear(linear, bits, G)
     assert torch.isfinite(found.weight).all() and found.weight.dtype == torch.float32
     expected = [plain_rounded(row, bits, G) for row in weight.tolist()]
     assert found.weight.tolist() == expected
@@ -125,23 +122,15 @@ def test_decoded_weights_are_those_of_the_formula(rows, bits, G):
 @pytest.mark.parametrize("bits, bias", [(2, False), (3, True), (8, True)])
 def test_forward_is_that_of_the_decoded_weight(bits, bias):
     linear = random_linear(7, 24, bits, bias)
-    found = QuantLinear.of(linear, bits, 8)
+    found = QuantLinear(linear, bits, 8)
     x = torch.randn(2, 3, 24)
     assert torch.equal(found(x), F.linear(x, found.weight, linear.bias))
     assert not torch.equal(found(x), linear(x)) and (found(x) - linear(x)).abs().max() < 3 / 2 ** bits * 4
     half = copy.deepcopy(linear).to(torch.bfloat16)
-    out = QuantLinear.of(half, bits, 8)(x.bfloat16())
+    out = QuantLinear(half, bits, 8)(x.bfloat16())
     assert out.dtype == torch.bfloat16 and (out.float() - found(x)).abs().max() < 0.1 + 3 / 2 ** bits
     if bias:
         assert found.bias is not linear.bias and torch.equal(found.bias, linear.bias)
-
-
-def test_a_grid_that_is_given_is_used():
-    linear = random_linear(5, 12, 0)
-    scale, zero = torch.full((5, 3), 0.125), torch.full((5, 3), 2.0)
-    found = QuantLinear.of(linear, 3, 4, scale, zero).weight
-    expected = [[(min(7, max(0, round(w / 0.125) + 2)) - 2) * 0.125 for w in row] for row in linear.weight.tolist()]
-    assert found.tolist() == expected
 
 
 @pytest.mark.parametrize("inputs, group", [(32, 32), (128, 128), (256, 128), (352, 88), (4096, 128), (11008, 128),
@@ -222,15 +211,6 @@ def test_tensors_of_another_model_are_refused(quantizer):
 
 
 @pytest.mark.one_in(3)
-def test_blocks_keep_the_attention_of_the_model(quantizer):
-    model = tiny()
-    model.use_attention("plain")
-    coded = quantize(model, quantizer, text())
-    for new in (coded, restore(model, quantizer, tensors_of(coded))):
-        assert {block.self_attn.attention for block in new.model["layers"]} == {"plain"}
-
-
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sharing, bias", [(1, True), (2, False)])
 def test_a_model_of_16_bits_is_quantized_like_one_of_32(quantizer, sharing, bias):
     model = tiny(sharing, bias)
@@ -254,31 +234,12 @@ def test_text_is_read_only_where_it_is_needed():
             assert torch.equal(block.get_submodule(name).weight, rounded(full.get_submodule(name).weight, 4, G))
 
 
-@pytest.mark.parametrize("bits", [1, 9, 2.5])
-def test_bits_that_cannot_be(quantizer, bits):
-    with pytest.raises(UserError, match="2 to 8 bits"):
-        type(quantizer)(bits)
-
-
-@pytest.mark.parametrize("G", [5, 0, 64])
-def test_group_sizes_that_do_not_divide(quantizer, G):
-    with pytest.raises(UserError, match="divide"):
-        quantize(tiny(), type(quantizer)(4, G), text())
-
-
 def test_numbers_that_are_not_finite_are_an_error():
     for name in ("awq", "gptq", "omniquant"):
         model = tiny()
         model.model["layers"][0].mlp.down_proj.weight.fill_(1e38)
         with pytest.raises(UserError, match="finite"):
             quantize(model, QUANTIZERS[name](4), text())
-
-
-def test_outputs_whose_squares_overflow_are_an_error():
-    model = tiny()
-    model.model["layers"][0].mlp.down_proj.weight.mul_(1e21)
-    with pytest.raises(UserError, match="overflow"):
-        quantize(model, AWQ(4), text())
 
 
 # ---- gptq
@@ -310,7 +271,7 @@ def test_gptq_is_the_brute_force_of_its_paper(seed, bits, G):
     assert scale.shape == zero.shape == (6, 12 // G)
     linear = nn.Linear(12, 6, bias=False)
     linear.weight.data = found
-    assert torch.equal(QuantLinear.of(linear, bits, G, scale, zero).weight, found)  # what is left is on the grid
+    assert torch.equal(QuantLinear(linear, bits, G, scale, zero).weight, found)  # what is left is on the grid
 
 
 def test_a_hessian_in_parts_and_one_that_is_singular():
@@ -531,8 +492,7 @@ def plain_clips(x, weight, bits, G):
 
 @pytest.mark.parametrize("tokens", [40, 1300])
 @pytest.mark.parametrize("bits", [2, 3])
-def test_awq_finds_the_best_of_its_ten_clips(monkeypatch, bits, tokens):
-    monkeypatch.setattr(awq, "ROWS", 3)  # outputs at a time: of 7
+def test_awq_finds_the_best_of_its_ten_clips(bits, tokens):
     x, weight = uneven(tokens, 16, bits), random_linear(7, 16, bits).weight
     weight[:, ::5] *= 3
     found = AWQ(bits, 8).clips(x, weight)  # (7, 2, 1)
@@ -669,25 +629,3 @@ def test_omniquant_trains_clips_and_scales(folded):
         full = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15  # (out, in/G)
         share = new.get_submodule(name).scale.float() / full
         assert ((0.9 < share) & (share < 1)).all() and share.std() > 1e-4  # sigmoid(4) is 0.982
-
-
-# ---- all four
-
-@pytest.fixture(scope="module")
-def embedded():
-    model, tokenizer = hf.load(EMBEDDED)
-    test, calibration = (load_windows("tales", tokenizer, 256, 4, split) for split in ("test", "calibration"))
-    return model, test, calibration.tokens
-
-
-@pytest.mark.whole  # the embedded model
-def test_learning_is_better_than_rounding_to_nearest(embedded, monkeypatch):
-    monkeypatch.setattr(omniquant, "EPOCHS", 4)
-    model, test, calibration = embedded
-    models = {name: quantize(model, cls(3), calibration) for name, cls in QUANTIZERS.items()}
-    methods = {"fp16": FP16(model.config), **dict.fromkeys(models, FP16(model.config))}
-    found = evaluate(model, methods, test, batch=4, models=models)
-    for name in ("awq", "gptq", "omniquant"):
-        assert found[name].kl < 0.9 * found["rtn"].kl, name
-
-

@@ -2,11 +2,10 @@
 
     model, tokenizer = load("path/to/Llama-2-7b-hf", "cuda", torch.bfloat16)
 
-Reads what `save_pretrained` writes: config.json (`config.py`); weights as model.safetensors or
-pytorch_model.bin, whole or in shards (`checkpoint.py`); the tokenizer (`tokenizer.py`). A fault of
-the folder is a `UserError` of one line, raised before any weight is read wherever possible. Does
-not download anything, run code that a checkpoint brings, or read weights that are quantized
-already.
+Reads what `save_pretrained` writes: config.json (`config.py`); weights as safetensors, whole or in
+shards (`checkpoint.py`); the tokenizer (`tokenizer.py`). A name on the hub, owner/model, is
+downloaded (`hub.py`). A fault of the folder is a `UserError` of one line. Weights that are quantized
+already are not read.
 """
 import torch
 
@@ -21,5 +20,4 @@ def load(folder, device="cpu", dtype=torch.float32):
     """A checkpoint folder -> (Llama, Tokenizer)."""
     config = load_config(folder)
     tokenizer = load_tokenizer(folder, config)  # before the model: it is small, so its faults show at once
-    model = load_model(folder, device, dtype)
-    return model, tokenizer
+    return load_model(folder, device, dtype), tokenizer

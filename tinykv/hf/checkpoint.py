@@ -1,5 +1,4 @@
 """The weights of a checkpoint folder -> Llama, and a Llama with its tokenizer -> a folder."""
-import pickle
 import re
 from pathlib import Path
 
@@ -10,12 +9,7 @@ from tinykv import UserError
 from tinykv.hf.config import checkpoint_folder, config_fields, load_config
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama
-from tinykv.storage import first_line, listed, read_json, save_tensors, short, write, write_json
-
-WEIGHT_FILES = (  # in transformers' order of preference
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
+from tinykv.storage import first_line, open_safetensors, save_tensors, write, write_json
 
 # A folder -> the model
 
@@ -38,35 +32,22 @@ def load_model(folder, device="cpu", dtype=torch.float32):
         model.devices = place_blocks(model, devices, dtype)
 
     # 2. every tensor of the folder
-    state, not_finite = {}, []
+    state = {}
     for name, tensor in read_tensors(folder):
-        if name.endswith("rotary_emb.inv_freq"):  # which old versions of transformers saved
-            continue
         block = re.match(r"model\.layers\.(\d+)\.", name)
-        on = model.devices[int(block[1])] if others and block and int(block[1]) < len(model.devices) else device
-        tensor = tensor.to(on, dtype, copy=True, memory_format=torch.contiguous_format)
-        low, high = tensor.aminmax() if tensor.numel() else (tensor, tensor)  # NaN if there is one; takes no memory
-        if not (low.isfinite().all() and high.isfinite().all()):
-            not_finite.append(name)
-        state[name] = tensor
-    if not_finite:
-        raise UserError(f"{folder}: NaN or infinite values, as {dtype}, in {listed(not_finite)}; "
-                        "download the weights again, or load them as float32 if it is float16 that cannot hold them")
+        on = model.devices[int(block[1])] if others and block else device
+        state[name] = tensor.to(on, dtype, copy=True)
 
-    # 3. a tied lm_head; a file may hold both, if they are equal
-    embedding = state.get("model.embed_tokens.weight")  # (vocab, D)
-    if config.tie_word_embeddings and embedding is not None:
-        if not torch.equal(state.setdefault("lm_head.weight", embedding), embedding):
-            raise UserError(f"{folder}: tie_word_embeddings is true, but lm_head.weight and model.embed_tokens.weight "
-                            "are two different tensors; set it to false if both are meant")
-
-    # 4. into the model; torch names what is missing, unexpected, or of another shape
+    # 3. into the model; torch names what is missing, unexpected, or of another shape
+    if config.tie_word_embeddings:
+        state.setdefault("lm_head.weight", state.get("model.embed_tokens.weight"))
     try:
         model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
-        told = " ".join(str(error).split())[:1000]
-        raise UserError(f"{folder}: the weights do not fit config.json, take both from the same checkpoint: "
-                        f"{told}") from None
+        raise UserError(f"{folder}: the weights do not fit config.json, take both, and all files, from the same "
+                        f"checkpoint: {' '.join(str(error).split())[:1000]}") from None
+
+    # 4. a tied lm_head is the embedding, as in transformers, even where a file holds another
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model["embed_tokens"].weight
     return model.requires_grad_(False)
@@ -100,76 +81,33 @@ def usable_devices(names):
     return devices[::-1]
 
 
-def usable_device(device):
+def usable_device(name):
     """The torch.device of that name. One of several GPUs becomes the one that runs kernels, too."""
     try:
-        torch.empty(0, device=device)
-        if torch.device(device).type == "meta":
-            raise RuntimeError("it holds no numbers")
-        if torch.device(device).type == "cuda" and torch.device(device).index is not None:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+        if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: this torch was built for CPUs only
-        raise UserError(f"device {str(device)!r} cannot be used ({first_line(error)}); give cpu, or a GPU that torch "
+        raise UserError(f"device {str(name)!r} cannot be used ({first_line(error)}); give cpu, or a GPU that torch "
                         "sees") from None
-    return torch.device(device)
+    return device
 
 
 # The tensors of a folder
 
 def read_tensors(folder):
-    """Yields (name, tensor) of a folder's weights. Each file is opened once, and mapped into memory."""
-    for path in weight_files(folder):
-        for name, tensor in (read_bin(path) if path.suffix == ".bin" else read_safetensors(path)):
-            if tensor.dtype not in FLOATS:
-                raise UserError(f"{path}: {name} is {tensor.dtype}; weights have to be 16-, 32- or 64-bit floats, "
-                                "take a checkpoint that is not quantized")
-            yield name, tensor
-
-
-def weight_files(folder):
-    """The files that hold a folder's weights: one, or the shards that an index names."""
-    for path in (folder / name for name in WEIGHT_FILES):
-        if path.exists() and path.suffix != ".json":
-            return [path]
-        if path.exists():
-            shard_of = read_json(path).get("weight_map")  # {tensor: shard}
-            if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
-                raise UserError(f"{path}: weight_map is {short(shard_of)} instead of an object of tensor and shard "
-                                "names; download it again")
-            return [folder / shard for shard in sorted(set(shard_of.values()))]
-    raise UserError(f"no weights in {folder}; it must hold one of {', '.join(WEIGHT_FILES)}")
-
-
-def read_safetensors(path):
-    """Yields (name, tensor) of a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-    try:
-        with safe_open(path, framework="pt") as file:  # checks the header against the length of the file
+    """Yields (name, tensor) of model.safetensors, or of the shards model-00001-of-00003.safetensors, ..."""
+    whole = folder / "model.safetensors"
+    files = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
+    if not files:
+        raise UserError(f"no weights in {folder}; it must hold model.safetensors, or its shards, as save_pretrained "
+                        "writes them")
+    for path in files:
+        with open_safetensors(path) as file:
             for name in file.keys():
-                yield name, file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a whole safetensors file ({first_line(error)}); download it again") from None
-
-
-def read_bin(path):
-    """(name, tensor) of a pytorch_model.bin, a pickle: weights_only reads tensors, refuses code."""
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:
-        raise UserError(f"{path} holds more than tensors, possibly code, and was not opened; take a checkpoint in "
-                        "safetensors format") from None
-    except Exception as error:  # torch lets many kinds through
-        raise UserError(f"{path} is not a whole file of torch.save ({first_line(error)}); download it again") from None
-    if not isinstance(content, dict) or not all(map(has_numbers, content.values())):
-        raise UserError(f"{path} is not a dictionary of tensors, or one holds no plain numbers; take the file that "
-                        "save_pretrained wrote")
-    return content.items()
-
-
-def has_numbers(tensor):
-    """Whether it is a tensor with all of its numbers in the file: not sparse, of shape alone, or expanded."""
-    return (isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_nested
-            and tensor.device.type == "cpu" and tensor.nbytes <= tensor.untyped_storage().nbytes())
+                if not name.endswith("rotary_emb.inv_freq"):  # which old versions of transformers saved
+                    yield name, file.get_tensor(name)
 
 
 # The model -> a folder
@@ -181,36 +119,27 @@ def save(model, tokenizer_model_path, folder):
     Mistral folder without tokenizer.json, transformers 5 encodes the first word of a text without
     its blank, unlike sentencepiece and load.
     """
-    # 1. check everything before a file is written
     folder, config = Path(folder), model.config
-    fields = config_fields(config, next(model.parameters()).dtype)
-    tokenizer = SentencePieceTokenizer(Path(tokenizer_model_path))
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(f"{tokenizer_model_path}: wrong tokenizer vocabulary, {tokenizer.vocab_size} tokens for a "
-                        f"model of {config.vocab_size}")
 
-    # 2. the tokenizer, which may come from the same folder
-    proto = tokenizer.pieces.serialized_model_proto()
+    # 1. the tokenizer, which may come from the same folder
+    pieces = SentencePieceTokenizer(Path(tokenizer_model_path)).pieces
+    proto = pieces.serialized_model_proto()
     write(folder / "tokenizer.model", lambda path: path.write_bytes(proto))
 
-    # 3. the weights; a tied lm_head is not among them
+    # 2. the weights; a tied lm_head is not among them
     save_tensors(folder / "model.safetensors", dict(model.named_parameters()), {"format": "pt"})
 
-    # 4. the settings
+    # 3. the settings
     generation = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    write_json(folder / "tokenizer_config.json", tokenizer_fields(tokenizer.pieces, config))
+    write_json(folder / "tokenizer_config.json", tokenizer_fields(pieces, config))
     write_json(folder / "generation_config.json", generation)
-    write_json(folder / "config.json", fields)
+    write_json(folder / "config.json", config_fields(config, next(model.parameters()).dtype))
 
 
 def tokenizer_fields(pieces, config):
     """The content of tokenizer_config.json, for a sentencepiece model."""
     ids = {"bos_token": pieces.bos_id(), "eos_token": pieces.eos_id(), "unk_token": pieces.unk_id()}
-    fields = {name: pieces.id_to_piece(i) for name, i in ids.items() if i >= 0}
-    fields["tokenizer_class"] = "LlamaTokenizer"
-    fields["add_bos_token"] = "bos_token" in fields
-    fields["add_eos_token"] = False
-    fields["legacy"] = False
-    fields["clean_up_tokenization_spaces"] = False
-    fields["model_max_length"] = config.max_position_embeddings
-    return fields
+    names = {name: pieces.id_to_piece(i) for name, i in ids.items() if i >= 0}
+    return {**names, "tokenizer_class": "LlamaTokenizer", "add_bos_token": "bos_token" in names,
+            "add_eos_token": False, "legacy": False, "clean_up_tokenization_spaces": False,
+            "model_max_length": config.max_position_embeddings}

@@ -5,7 +5,7 @@ value that transformers gives it.
 """
 import os
 import re
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from tinykv import UserError
@@ -24,33 +24,22 @@ ARCHITECTURES = {
     "qwen3": ("Qwen3ForCausalLM", {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
               ["mlp_bias", "use_sliding_window"]),
 }
-DEFAULTS = {  # values of fields that are absent, in every architecture
-    "num_key_value_heads": None, "sliding_window": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    "attention_bias": False, "mlp_bias": False}
-NULLABLE = ["num_key_value_heads", "sliding_window"]  # null is a value; elsewhere it means absent
-
 # Fields that change what a model computes, with the values that are implemented. Left out as harmless:
 # fields that only training reads, and pretraining_tp, which sums in another order.
 IMPLEMENTED = {
     "hidden_act": ["silu"], "partial_rotary_factor": [1], "layer_types": ["full_attention"], "auto_map": [],
     "quantization_config": [], "compression_config": [], "original_max_position_embeddings": []}
 
-# What a field has to be: in words, and as a test
-SIZE = "a whole number from 1 to 2^24", lambda x: type(x) is int and 1 <= x <= 2 ** 24
-LAYERS = "a whole number from 1 to 1024", lambda x: type(x) is int and 1 <= x <= 1024
-NUMBER = "a number above 0", lambda x: type(x) in (int, float) and 0 < x < 1e30  # NaN is not
-FLAG = "true or false", lambda x: type(x) is bool
-WINDOW = f"null or {SIZE[0]}", lambda x: x is None or SIZE[1](x)
-FIELDS = {
-    "vocab_size": SIZE, "hidden_size": SIZE, "intermediate_size": SIZE, "num_hidden_layers": LAYERS,
-    "num_attention_heads": SIZE, "num_key_value_heads": SIZE, "head_dim": SIZE, "max_position_embeddings": SIZE,
-    "rms_norm_eps": NUMBER, "tie_word_embeddings": FLAG, "attention_bias": FLAG, "mlp_bias": FLAG,
-    "sliding_window": WINDOW}
-ROPE_FIELDS = {  # rope_type -> its parameters
-    "default": {},
-    "linear": {"factor": NUMBER},
-    "llama3": {"factor": NUMBER, "low_freq_factor": NUMBER, "high_freq_factor": NUMBER,
-               "original_max_position_embeddings": SIZE}}
+ROPE_PARAMETERS = {  # of each rope_type
+    "default": [],
+    "linear": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
+
+# What the value of a field of some type has to be: in words, and as a test
+KINDS = {
+    int: ("a whole number from 1 to 2^24", lambda x: type(x) is int and 1 <= x <= 2 ** 24),
+    float: ("a number above 0", lambda x: type(x) in (int, float) and 0 < x < 1e30),  # NaN is not
+    bool: ("true or false", lambda x: type(x) is bool)}
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/model
 
@@ -79,52 +68,42 @@ def parse_config(raw, where):
     kind = raw.get("model_type")
     if kind not in list(ARCHITECTURES):
         refuse("model_type", kind, where, f"tinykv implements {', '.join(ARCHITECTURES)}")
-    cls, defaults, lacks = ARCHITECTURES[kind]
-    found = raw.get("architectures") or [cls]
-    if str(found).lower() != str([cls]).lower():  # LLaMA 1 was LLaMAForCausalLM at first
-        refuse("architectures", found, where, f"tinykv implements {cls}")
+    _, defaults, lacks = ARCHITECTURES[kind]
 
     # 2. what the model does not implement
-    for name, allowed in IMPLEMENTED.items():
+    for name, allowed in {**IMPLEMENTED, **dict.fromkeys(lacks, [])}.items():
         value = raw.get(name)
         for one in value if isinstance(value, list) else [value]:
-            if one is not None and one not in allowed:
-                refuse(name, value, where, f"tinykv implements {', '.join(map(str, allowed)) or 'models without it'}")
-    for name in lacks:
-        if raw.get(name):
-            refuse(name, raw[name], where, f"tinykv implements {kind} without it")
+            if one and one not in allowed:
+                refuse(name, value, where, f"tinykv implements {', '.join(map(str, allowed)) or f'{kind} without it'}")
 
-    # 3. every field, with its default where it is absent
-    given = {name: value for name, value in raw.items() if value is not None or name in NULLABLE}
-    given = {**DEFAULTS, **defaults, **given}
+    # 3. every field; one that is absent has its default in transformers, or else in LlamaConfig
+    nullable = "num_key_value_heads", "sliding_window"  # null is a value; elsewhere it means absent
+    given = {name: value for name, value in raw.items() if value is not None or name in nullable}
+    given = {**defaults, **given}
     if kind != "mistral":  # a Qwen has a number there, which use_sliding_window turns off
         given["sliding_window"] = None
-    heads = checked(given, "num_attention_heads", SIZE, where)
-    if given["num_key_value_heads"] is None:
+    heads = checked(given, "num_attention_heads", int, where)
+    if given.get("num_key_value_heads") is None:
         given["num_key_value_heads"] = heads
-    if "head_dim" not in given and checked(given, "hidden_size", SIZE, where) % heads == 0:
-        given["head_dim"] = given["hidden_size"] // heads
-    fields = {name: checked(given, name, what, where) for name, what in FIELDS.items()}
+    if "head_dim" not in given:
+        given["head_dim"] = checked(given, "hidden_size", int, where) // heads
+    found = {"model_type": kind}
+    for field in fields(LlamaConfig):
+        if field.type in KINDS and (field.name in given or field.default is MISSING):
+            found[field.name] = checked(given, field.name, field.type, where)
+    if given.get("sliding_window") is not None:
+        found["sliding_window"] = checked(given, "sliding_window", int, where)
 
-    # 4. do they fit each other?
-    if heads % fields["num_key_value_heads"]:
-        refuse("num_key_value_heads", fields["num_key_value_heads"], where,
-               f"num_attention_heads, {heads}, has to be a multiple of it")
-    if fields["head_dim"] % 2:
-        refuse("head_dim", fields["head_dim"], where, "rotary embedding turns channels in pairs and needs it even")
-
-    # 5. what is no plain field: RoPE, and token ids, of which there may be several
-    theta, scaling = parse_rope(raw, fields["max_position_embeddings"], where)
+    # 4. RoPE, and token ids, of which there may be several
+    found["rope_theta"], found["rope_scaling"] = parse_rope(raw, found["max_position_embeddings"], where)
     for name in ("bos_token_id", "eos_token_id"):
         value = raw.get(name)
         for one in value if isinstance(value, list) else [value]:
-            if one is not None and not (type(one) is int and 0 <= one < fields["vocab_size"]):
-                refuse(name, value, where, f"token ids go from 0 to vocab_size - 1 = {fields['vocab_size'] - 1}")
-    bos = raw.get("bos_token_id")
-    if isinstance(bos, list):
-        bos = bos[0] if bos else None
-    return LlamaConfig(**fields, rope_theta=theta, rope_scaling=scaling, model_type=kind, bos_token_id=bos,
-                       eos_token_id=raw.get("eos_token_id"))
+            if one is not None and not (type(one) is int and 0 <= one < found["vocab_size"]):
+                refuse(name, value, where, f"token ids go from 0 to vocab_size - 1 = {found['vocab_size'] - 1}")
+        found[name] = value
+    return LlamaConfig(**found)
 
 
 def parse_rope(raw, positions, where):
@@ -133,13 +112,13 @@ def parse_rope(raw, positions, where):
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     rope = rope if isinstance(rope, dict) else {"type": rope}
     kind = rope.get("rope_type") or rope.get("type") or "default"  # older files say "type"
-    if kind not in list(ROPE_FIELDS):
-        refuse("rope_type", kind, where, f"tinykv implements {', '.join(ROPE_FIELDS)}")
+    if kind not in list(ROPE_PARAMETERS):
+        refuse("rope_type", kind, where, f"tinykv implements {', '.join(ROPE_PARAMETERS)}")
     thetas = {"rope_theta": 10000.0, **raw, **rope}
-    theta = float(checked(thetas, "rope_theta", NUMBER, where))
+    theta = float(checked(thetas, "rope_theta", float, where))
 
     # 2. its parameters, and no others
-    others = set(rope) - set(ROPE_FIELDS[kind]) - {"rope_type", "type", "rope_theta"}
+    others = set(rope) - set(ROPE_PARAMETERS[kind]) - {"rope_type", "type", "rope_theta"}
     for name in sorted(others):
         if rope[name] is not None and rope[name] not in IMPLEMENTED.get(name, []):
             refuse(name, rope[name], where, f"rope_type {kind} is implemented without it")
@@ -147,16 +126,14 @@ def parse_rope(raw, positions, where):
         return theta, None
     if rope.get("original_max_position_embeddings") is None:
         rope = {**rope, "original_max_position_embeddings": positions}
-    scaling = {name: checked(rope, name, what, where) for name, what in ROPE_FIELDS[kind].items()}
-    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        refuse("high_freq_factor", scaling["high_freq_factor"], where, "it has to be above low_freq_factor")
+    scaling = {name: checked(rope, name, float, where) for name in ROPE_PARAMETERS[kind]}
     return theta, {"rope_type": kind, **scaling}
 
 
-def checked(fields, name, what, where):
-    """The value of a field; UserError if it is not what it has to be, or not there."""
-    words, fits = what
-    value = fields.get(name)
+def checked(given, name, kind, where):
+    """The value of a field; UserError if it is not there, or not of its kind, a key of KINDS."""
+    words, fits = KINDS[kind]
+    value = given.get(name)
     if not fits(value):
         refuse(name, value, where, f"it has to be {words}")
     return value
@@ -170,12 +147,10 @@ def refuse(name, value, where, instead):
 
 def config_fields(config, dtype):
     """LlamaConfig -> the content of config.json, as every version of transformers reads it."""
-    fields = {name: value for name, value in asdict(config).items() if value is not None}
+    found = {name: value for name, value in asdict(config).items() if value is not None}
     if config.model_type == "mistral":
-        fields["sliding_window"] = config.sliding_window  # null is not the same as absent
-    fields["hidden_act"] = "silu"
-    fields["torch_dtype"] = str(dtype).removeprefix("torch.")
-    if parse_config(fields, "this model") != config:
-        raise UserError(f"this model is no {config.model_type} as transformers has it, and would not load again")
-    fields["architectures"] = [ARCHITECTURES[config.model_type][0]]
-    return dict(sorted(fields.items()))
+        found["sliding_window"] = config.sliding_window  # null is not the same as absent
+    found["hidden_act"] = "silu"
+    found["torch_dtype"] = str(dtype).removeprefix("torch.")
+    found["architectures"] = [ARCHITECTURES[config.model_type][0]]
+    return dict(sorted(found.items()))

@@ -50,6 +50,5 @@ def hub_faults(what):
     try:
         yield
     except Exception as error:  # of many kinds: no network, no such name, a licence to accept, a full disk
-        told = " ".join(str(error).split())[:300]
-        raise UserError(f"{what} cannot be fetched from the hub ({told}); with HF_HUB_OFFLINE=1, only what "
-                        "`hf download` has fetched before is looked for") from None
+        raise UserError(f"{what} cannot be fetched from the hub ({' '.join(str(error).split())[:300]}); with "
+                        "HF_HUB_OFFLINE=1, only what `hf download` has fetched before is looked for") from None

@@ -15,7 +15,6 @@ What is generated always follows a context that arrives at once. lm_eval is no r
 written for its version 0.4.13, and takes requests one at a time.
 """
 import torch
-from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -25,7 +24,6 @@ from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.evaluate import chunks_of
-from tinykv.model import pick_token
 from tinykv.run import cli, flags, runs
 from tinykv.run.prefix import fill_prefix
 from tinykv.storage import CalibrationFile
@@ -75,14 +73,7 @@ class TinyKV(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """[a text's log-likelihood], in windows of max_length tokens."""
-        found = []
-        for request in requests:
-            windows = utils.get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1)
-            pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
-            found.append(sum(logp for logp, _ in self._loglikelihood_tokens(pairs, disable_tqdm)))
-        return found
+        raise UserError("eval_ppl.py measures the perplexity of a text")
 
     def read(self, ids, n_context):
         """The normed hidden states (1, T', D) of a text: of all its tokens, or of those after a prefix."""
@@ -100,35 +91,23 @@ class TinyKV(TemplateLM):
 
     # Generation
 
-    @torch.inference_mode()
     def generate_until(self, requests, disable_tqdm=False):
         """[what follows a context, up to one of the texts that end it]."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm):
             text, settings = request.args
             settings = normalize_gen_kwargs(settings, self.max_gen_toks)
-            ids = self.tok_encode(text)[-(self.max_length - settings["max_gen_toks"]):]
-            answer = self.generate(ids, settings)
+            new = settings["max_gen_toks"]
+            ids = self.tok_encode(text)[new - self.max_length:]  # too long a context loses its beginning
+            tokens = self.with_prefix(ids)  # (1, T)
+            cache = KVCache(self.model, self.method, self.args.protocol, tokens.shape[1])
+            tokens = self.model.generate(tokens, new, cache, settings.get("temperature", 0.0),
+                                         settings.get("top_p", 1.0), eos=self.eot_token_id)  # (1, T + new)
+            answer = self.tokenizer.decode(tokens[0].tolist())[len(self.tokenizer.decode(ids)):]
             for end in filter(None, settings["until"]):
                 answer = answer.split(end)[0]
             found.append(answer)
         return found
-
-    def generate(self, ids, settings):
-        """The text after a context, up to the token that shows one of settings["until"]."""
-        unread = self.with_prefix(ids)  # (1, T)
-        cache = KVCache(self.model, self.method, self.args.protocol, unread.shape[1])
-        context, new, answer = self.tokenizer.decode(ids), [], ""
-        for _ in range(settings["max_gen_toks"]):
-            logits = self.model(unread, cache)[:, -1].float()  # (1, vocab)
-            unread = pick_token(logits, settings.get("temperature", 0.0), settings.get("top_p", 1.0), None)  # (1, 1)
-            if unread.item() == self.eot_token_id:
-                break
-            new.append(unread.item())
-            answer = self.tokenizer.decode(ids + new)[len(context):]
-            if any(end in answer for end in filter(None, settings["until"])):
-                break
-        return answer
 
 
 def load(args):
@@ -137,7 +116,6 @@ def load(args):
     quantizers = cli.quantizers_of(args, config)
     by_title, _ = runs.build_runs(args, config, tokenizer, quantizers)
     *_, run = by_title.values()  # fp16 comes first
-    flags.check_runs(args, {run.title: run})
     model = hf.load_model(args.model, args.devices, args.dtype)
     text, data = flags.load_calibration(args, tokenizer, {run.title: run}, quantizers)  # (C, T)
     file = CalibrationFile(args.calibration, model)
@@ -146,7 +124,7 @@ def load(args):
     if run.method.needs_calibration:
         seen = text[:args.calib_windows or run.method.calibration_windows]  # (C, T)
         if not run.restore(file, seen):
-            calibrate(quantized, run.method, seen, cli.bar)
+            calibrate(quantized, run.method, seen)
             run.save(file, seen)
     if run.method.prefix:
         fill_prefix(run.method.prefix, model, quantized, cli.weights_label(run.weights, quantizers, data))

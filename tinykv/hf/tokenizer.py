@@ -1,23 +1,7 @@
 """Text to token ids and back: sentencepiece (LLaMA 1 and 2, Mistral), and tokenizer.json (Llama 3, Qwen)."""
-import re
-from contextlib import contextmanager
-
 from tinykv import UserError
 from tinykv.hf.config import checkpoint_folder
 from tinykv.storage import first_line, read_json
-
-
-@contextmanager
-def faults_of(path):
-    """Around a call of a tokenizer's library: what it raises, a panic of Rust included, is a fault
-    of the file."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # as a PanicException is no Exception
-        raise UserError(f"{path} is not a whole tokenizer, or cannot encode this text ({first_line(error)}); download "
-                        "it again") from None
 
 
 class Tokenizer:
@@ -26,9 +10,9 @@ class Tokenizer:
     `encode` adds no special token, and never reads one out of a text: "<s>" in a text is three
     ordinary characters, so text from outside cannot end a document.
     """
+    # vocab_size: the largest id + 1
     bos_id = eos_id = None  # None where there is none
     add_bos = False  # whether the model expects a text to begin with bos_id
-    vocab_size = 0  # the largest id + 1
     builtin_ids = {}  # of special tokens, those that the tokenizer's own file names
 
     def encode(self, text, bos=False):
@@ -42,20 +26,14 @@ class Tokenizer:
 class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path):
         from sentencepiece import SentencePieceProcessor
-        self.path = path
-        with faults_of(path):
-            content = path.read_bytes()
-            if not content:  # which the library takes for no model yet
-                raise ValueError("it is empty")
-            self.pieces = SentencePieceProcessor(model_proto=content)
+        self.pieces = SentencePieceProcessor(model_file=str(path))
         self.vocab_size = self.pieces.get_piece_size()
         ids = {"bos_token": self.pieces.bos_id(), "eos_token": self.pieces.eos_id()}
         self.builtin_ids = {name: i for name, i in ids.items() if i >= 0}  # -1: there is none
 
     def encode_with_offsets(self, text):
         """text -> ids and [(start, end)] in characters; of byte pieces, the last has the character."""
-        with faults_of(self.path):
-            found = self.pieces.encode(text, return_type="offset_mapping")
+        found = self.pieces.encode(text, return_type="offset_mapping")
         return found["ids"], found["offsets"]
 
     def decode(self, ids):
@@ -74,9 +52,7 @@ class SentencePieceTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     def __init__(self, path):
         from tokenizers import Tokenizer as Fast
-        self.path = path
-        with faults_of(path):
-            self.fast = Fast.from_str(path.read_text(encoding="utf-8"))
+        self.fast = Fast.from_file(str(path))
         # a file may carry the settings of the run that wrote it
         self.fast.no_truncation()
         self.fast.no_padding()
@@ -85,8 +61,7 @@ class JsonTokenizer(Tokenizer):
 
     def encode_with_offsets(self, text):
         """text -> ids and [(start, end)] in characters; of byte pieces, each has the character."""
-        with faults_of(self.path):
-            found = self.fast.encode(text, add_special_tokens=False)
+        found = self.fast.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
 
     def decode(self, ids):
@@ -113,24 +88,27 @@ def load_tokenizer(folder, config):
     # 2. the special tokens; does a text begin with bos_id? tokenizer_config.json decides, or else the tokenizer
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.exists() else {}
-    with faults_of(path):
+    try:
         tokenizer.bos_id = special_id(tokenizer, settings, "bos_token", config.bos_token_id)
         tokenizer.eos_id = special_id(tokenizer, settings, "eos_token", config.eos_token_id)
-        add_bos = settings.get("add_bos_token")
-        if add_bos is None:
-            add_bos = tokenizer.begins_with_bos()
+    except (TypeError, ValueError):  # ValueError: characters that no encoding has
+        raise UserError(f"{path}: bos_token and eos_token have to be texts") from None
+    add_bos = settings.get("add_bos_token")
+    if add_bos is None:
+        add_bos = tokenizer.begins_with_bos()
     tokenizer.add_bos = tokenizer.bos_id is not None and bool(add_bos)
     return tokenizer
 
 
 def open_tokenizer(folder):
     """The folder's sentencepiece model, or else its tokenizer.json."""
-    pieces, fast = folder / "tokenizer.model", folder / "tokenizer.json"
-    # Llama 3 has a tokenizer.model, too, in tiktoken's format: lines of a base64 piece and its rank
-    if pieces.exists() and not re.match(rb"[\w+/]+=* \d+\r?\n", pieces.read_bytes()):
-        return SentencePieceTokenizer(pieces)
-    if fast.exists():
-        return JsonTokenizer(fast)
+    for name, kind in {"tokenizer.model": SentencePieceTokenizer, "tokenizer.json": JsonTokenizer}.items():
+        path = folder / name
+        if path.exists():
+            try:
+                return kind(path)
+            except Exception as error:  # of many kinds
+                raise UserError(f"{path} is not a whole tokenizer ({first_line(error)}); download it again") from None
     raise UserError(f"no tokenizer in {folder}; it must hold tokenizer.json, or tokenizer.model as sentencepiece "
                     "writes it")
 
@@ -147,8 +125,6 @@ def special_id(tokenizer, settings, name, fallback):
     if name in settings and piece is None and not tokenizer.builtin_ids:
         return None  # a Qwen's file says so, whatever config.json has
     found = tokenizer.id_of(piece) if piece else tokenizer.builtin_ids.get(name)
-    if found is not None:
-        return found
-    if isinstance(fallback, list):
-        return fallback[0] if fallback else None
-    return fallback
+    if found is None:
+        found = next(iter(fallback), None) if isinstance(fallback, list) else fallback
+    return found

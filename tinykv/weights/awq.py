@@ -23,7 +23,6 @@ from tinykv.weights.linear import codes_of, grid, group_of, rounded
 RATIOS = [r / 20 for r in range(20)]
 SHRINKS = [1 - i / 20 for i in range(10)]
 TOKENS = 512  # that clips are searched on
-ROWS = 256  # outputs at a time in that search
 
 
 class AWQ(Quantizer):
@@ -99,7 +98,7 @@ class AWQ(Quantizer):
         for linear, weight in zip(linears, weights):
             linear.weight.data = weight
         if best is None:
-            raise UserError("awq finds no scale: the outputs of a layer overflow; use another --dtype")
+            raise UserError("awq finds no scale: the outputs of a layer are not finite; use another --dtype")
         return best
 
     def clips(self, x, weight):
@@ -112,30 +111,22 @@ class AWQ(Quantizer):
         groups = weight.float().unflatten(1, (-1, group_size))  # (out, in/G, G)
         groups = groups.transpose(0, 1)  # (in/G, out, G)
 
-        # some outputs at a time: the search takes memory
-        parts = groups.split(ROWS, dim=1)  # (in/G, rows, G) each
-        found = [self.search_clips(x, part) for part in parts]  # (in/G, rows, 1) each
-        most = torch.cat(found, dim=1)  # (in/G, out, 1)
-        return most.transpose(0, 1).to(weight.dtype)
-
-    def search_clips(self, x, groups):
-        """x (in/G, n, G), groups (in/G, rows, G) -> each group's best clip, (in/G, rows, 1)."""
-        top = groups.abs().amax(-1, keepdim=True)  # (in/G, rows, 1)
+        top = groups.abs().amax(-1, keepdim=True)  # (in/G, out, 1)
         best, least = top, torch.full_like(top, float("inf"))
         for shrink in SHRINKS:
             # the weights, clipped and rounded
-            most = top * shrink  # (in/G, rows, 1)
-            clipped = groups.clamp(-most, most)  # (in/G, rows, G)
-            lo = clipped.amin(-1, keepdim=True)  # (in/G, rows, 1)
-            hi = clipped.amax(-1, keepdim=True)  # (in/G, rows, 1)
-            scale, zero = grid(lo, hi, self.bits)  # (in/G, rows, 1) both
-            decoded = (codes_of(clipped, scale, zero, self.bits) - zero) * scale  # (in/G, rows, G)
+            most = top * shrink  # (in/G, out, 1)
+            clipped = groups.clamp(-most, most)  # (in/G, out, G)
+            lo = clipped.amin(-1, keepdim=True)  # (in/G, out, 1)
+            hi = clipped.amax(-1, keepdim=True)  # (in/G, out, 1)
+            scale, zero = grid(lo, hi, self.bits)  # (in/G, out, 1) both
+            decoded = (codes_of(clipped, scale, zero, self.bits) - zero) * scale  # (in/G, out, G)
 
             # how much that changes what the group contributes to the output
-            moved = decoded - groups  # (in/G, rows, G)
-            change = x @ moved.transpose(1, 2)  # (in/G, n, rows)
-            error = change.pow(2).mean(1)[..., None]  # (in/G, rows, 1)
+            moved = decoded - groups  # (in/G, out, G)
+            change = x @ moved.transpose(1, 2)  # (in/G, n, out)
+            error = change.pow(2).mean(1)[..., None]  # (in/G, out, 1)
 
             best = torch.where(error < least, most, best)
             least = torch.minimum(error, least)
-        return best
+        return best.transpose(0, 1).to(weight.dtype)

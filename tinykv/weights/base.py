@@ -41,7 +41,7 @@ class Quantizer:
         for name in names:
             linear = block.get_submodule(name)
             scale, zero = grids.get(name, (None, None))
-            new = QuantLinear.of(linear, self.bits, self.group_size, scale, zero, gains.get(name))
+            new = QuantLinear(linear, self.bits, self.group_size, scale, zero, gains.get(name))
             block.set_submodule(name, new)
 
 
@@ -104,18 +104,11 @@ def transformed(block, scales):
         if f"{producer}.bias" in new:
             new[f"{producer}.bias"] = new[f"{producer}.bias"] / s  # (channels)
         if name == "values":
-            s = per_query_head(s, block.self_attn)  # (H * d)
+            kv_heads, heads = block.self_attn.n_kv_heads, block.self_attn.n_heads
+            s = s.view(kv_heads, -1).repeat_interleave(heads // kv_heads, dim=0).flatten()  # (H * d)
         for reader in readers:
             new[f"{reader}.weight"] = new[f"{reader}.weight"] * s  # (out, channels)
     return new
-
-
-def per_query_head(s, attention):
-    """s of the KV heads, (Hkv * d) -> s of the query heads that share them, (H * d)."""
-    heads_per_kv = attention.n_heads // attention.n_kv_heads
-    s = s.view(attention.n_kv_heads, -1)  # (Hkv, d)
-    s = s.repeat_interleave(heads_per_kv, dim=0)  # (H, d)
-    return s.flatten()
 
 
 def transform(block, scales):

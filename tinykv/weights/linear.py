@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tinykv import UserError
-from tinykv.codecs.base import pack, row_bytes, unpack
+from tinykv.codecs.base import pack, unpack
 
 # the linear layers of a block; the embedding, the norms and the head stay as they are
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -21,9 +21,7 @@ def group_of(in_features, group_size=None):
         divisors = [g for g in range(1, min(128, in_features) + 1) if in_features % g == 0]
         return max(divisors)
     if group_size < 1 or in_features % group_size:
-        raise UserError(f"groups of {group_size} weights do not divide the {in_features} inputs of "
-                        "a linear layer; leave the group size out to get the largest that does, up "
-                        "to 128")
+        raise UserError(f"groups of {group_size} weights do not divide the {in_features} inputs of a linear layer")
     return group_size
 
 
@@ -39,14 +37,21 @@ def grid(lo, hi, bits, round=torch.round):
     hi = hi.float().clamp(min=0)
     scale = (hi - lo).clamp(min=1e-5) / max_code
     scale = scale.clamp(max=6e4).half().float()  # 16 bits end at 65504
-    zero = round(-lo / scale).clamp(0, max_code)
+    zero = clamp(round(-lo / scale), max_code)
     return scale, zero
 
 
 def codes_of(groups, scale, zero, bits, round=torch.round):
     """The weights of groups -> their codes, clamp(round(w / s) + z), fp32."""
     codes = round(groups / scale) + zero
-    return codes.clamp(0, 2 ** bits - 1)
+    return clamp(codes, 2 ** bits - 1)
+
+
+def clamp(codes, max_code):
+    """codes within [0, max_code]. The smallest and the largest code have a gradient, which
+    torch.clamp does not give them since torch 2.14."""
+    codes = torch.where(codes < 0, 0, codes)
+    return torch.where(codes > max_code, max_code, codes)
 
 
 def rounded(weight, bits, group_size):
@@ -67,41 +72,22 @@ class QuantLinear(nn.Module):
     weights of all layers until the backward pass.
     """
 
-    def __init__(self, in_features, out_features, bias=False, bits=4, group_size=None):
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.bits = bits
-        self.group_size = group_of(in_features, group_size)
-        groups = in_features // self.group_size
-        code = torch.empty(out_features, row_bytes(in_features, bits), dtype=torch.uint8)
-        zero = torch.empty(out_features, row_bytes(groups, bits), dtype=torch.uint8)
-        scale = torch.empty(out_features, groups, dtype=torch.float16)
-        self.register_buffer("code", code)
-        self.register_buffer("zero", zero)
-        self.register_buffer("scale", scale)
-        self.register_buffer("bias", torch.empty(out_features) if bias else None)
-        self.register_buffer("gain", None)  # (out): its outputs are the original layer's times this
-
-    @classmethod
-    def of(cls, linear, bits, group_size, scale=None, zero=None, gain=None):
+    def __init__(self, linear, bits, group_size, scale=None, zero=None, gain=None):
         """An nn.Linear, quantized on the grid scale, zero (out, in/G); else rounded to nearest."""
-        has_bias = linear.bias is not None
-        new = cls(linear.in_features, linear.out_features, has_bias, bits, group_size)
-        new = new.to(linear.weight.device)
-        groups = linear.weight.detach().float().unflatten(1, (-1, new.group_size))  # (out, in/G, G)
+        super().__init__()
+        self.bits, self.in_features = bits, linear.in_features
+        self.group_size = group_of(linear.in_features, group_size)
+        groups = linear.weight.detach().float().unflatten(1, (-1, self.group_size))  # (out, in/G, G)
         if scale is None:
             scale, zero = grid(groups.amin(-1), groups.amax(-1), bits)  # (out, in/G) both
         codes = codes_of(groups, scale[..., None], zero[..., None], bits)  # (out, in/G, G)
 
-        new.code = pack(codes.flatten(1), bits)  # (out, bytes of a row)
-        new.zero = pack(zero, bits)  # (out, bytes of a row of zero points)
-        new.scale = scale.half()  # (out, in/G)
-        if has_bias:
-            new.bias = linear.bias.detach().clone()  # (out)
-        if gain is not None:
-            new.gain = gain.detach().float().clone()  # (out)
-        return new
+        self.register_buffer("code", pack(codes.flatten(1), bits))  # (out, bytes of a row)
+        self.register_buffer("zero", pack(zero, bits))  # (out, bytes of a row of zero points)
+        self.register_buffer("scale", scale.half())  # (out, in/G)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())  # (out)
+        # its outputs are the original layer's times this
+        self.register_buffer("gain", None if gain is None else gain.detach().float().clone())  # (out)
 
     @property
     def weight(self):
