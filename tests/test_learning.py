@@ -75,7 +75,8 @@ class Planted:
         for window, rows in zip(self.windows().numpy(), self.rows):
             state = sum(flat(x) @ m.double().numpy() for pair, mix in zip(rows, self.mix) for x, m in zip(pair, mix))
             head = self.lm_head.weight.detach().double().numpy()
-            p = np.exp(state @ head.T)
+            scores = state @ head.T  # (T, V)
+            p = np.exp(scores - scores.max(1, keepdims=True))
             p /= p.sum(1, keepdims=True)  # (T, V)
             p[np.arange(len(p) - 1), window[1:]] -= 1
             p[-1] = 0  # the last token has nothing to foretell

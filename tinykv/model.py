@@ -121,21 +121,19 @@ class Attention(nn.Module):
     plain    softmax(q k^T / sqrt(d)) v in visible lines, for reading and stepping
     fused    torch's own kernel, which computes the same
     triton   the cache computes it from its packed codes; only a TritonCache can (triton_cache.py)
-
-    linear: nn.Linear, or a quantized class in its place.
     """
 
-    def __init__(self, config, linear):
+    def __init__(self, config):
         super().__init__()
         self.n_heads = config.num_attention_heads  # H
         self.n_kv_heads = config.num_key_value_heads  # Hkv
         self.head_dim = config.head_dim  # d
         D, bias = config.hidden_size, config.attention_bias
         qkv_bias = bias or config.model_type == "qwen2"
-        self.q_proj = linear(D, self.n_heads * self.head_dim, bias=qkv_bias)
-        self.k_proj = linear(D, self.n_kv_heads * self.head_dim, bias=qkv_bias)
-        self.v_proj = linear(D, self.n_kv_heads * self.head_dim, bias=qkv_bias)
-        self.o_proj = linear(self.n_heads * self.head_dim, D, bias=bias)
+        self.q_proj = nn.Linear(D, self.n_heads * self.head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(D, self.n_kv_heads * self.head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(D, self.n_kv_heads * self.head_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(self.n_heads * self.head_dim, D, bias=bias)
         self.norms_heads = config.model_type == "qwen3"
         if self.norms_heads:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
@@ -190,12 +188,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config, linear):
+    def __init__(self, config):
         super().__init__()
         D, M = config.hidden_size, config.intermediate_size
-        self.gate_proj = linear(D, M, bias=config.mlp_bias)
-        self.up_proj = linear(D, M, bias=config.mlp_bias)
-        self.down_proj = linear(M, D, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(D, M, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(D, M, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(M, D, bias=config.mlp_bias)
 
     def forward(self, x):
         return self.down_proj(self.gated(x))  # (B, T, D)
@@ -206,12 +204,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config, linear=nn.Linear):
+    def __init__(self, config):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, linear)
+        self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, linear)
+        self.mlp = MLP(config)
 
     def forward(self, h, rope, positions, mask, layer, cache=None):
         x = self.input_layernorm(h)  # (B, T, D)
@@ -221,16 +219,15 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model. linear: the class of the blocks' linear layers (`weights/linear.py` has a
-    quantized one)."""
+    """The model."""
 
-    def __init__(self, config, linear=nn.Linear):
+    def __init__(self, config):
         super().__init__()
         self.config = config
         self.rope = Rope(config)
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
-            "layers": nn.ModuleList(Block(config, linear) for _ in range(config.num_hidden_layers)),
+            "layers": nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers)),
             "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
         })
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

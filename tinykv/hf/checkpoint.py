@@ -3,13 +3,14 @@ import re
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch.overrides import TorchFunctionMode
 
 from tinykv import UserError
 from tinykv.hf.config import checkpoint_folder, config_fields, load_config
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama
-from tinykv.storage import first_line, open_safetensors, save_tensors, write, write_json
+from tinykv.storage import first_line, save_tensors, write, write_json
 
 # A folder -> the model
 
@@ -104,7 +105,11 @@ def read_tensors(folder):
         raise UserError(f"no weights in {folder}; it must hold model.safetensors, or its shards, as save_pretrained "
                         "writes them")
     for path in files:
-        with open_safetensors(path) as file:
+        try:
+            file = safe_open(path, "pt")  # checks the header against the length of the file
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is not a whole safetensors file ({first_line(error)}); download it again") from None
+        with file:
             for name in file.keys():
                 if not name.endswith("rotary_emb.inv_freq"):  # which old versions of transformers saved
                     yield name, file.get_tensor(name)
