@@ -108,7 +108,8 @@ def read_tensors(folder):
         try:
             file = safe_open(path, "pt")  # checks the header against the length of the file
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is not a whole safetensors file ({first_line(error)}); download it again") from None
+            raise UserError(f"{path} is not a whole safetensors file ({first_line(error)}); download it "
+                            "again") from None
         with file:
             for name in file.keys():
                 if not name.endswith("rotary_emb.inv_freq"):  # which old versions of transformers saved
