@@ -84,7 +84,8 @@ def draw(path, reports):
 
     reports: {(share, seed): what `sink_report` says}.
     """
-    figure, panels = new_figure(1, 2, 9, 3.6, "Sinks come where heads are needed, but rarely (mean of blocks 1 to 3)")
+    figure, panels = new_figure(1, 2, 9, 3.6,
+                                "Sinks come where refrains are rare, not where there are none (mean of blocks 1 to 3)")
     titles = {"first": "sink score of the first <s>", "k": "norm of keys at <s>, over other tokens'"}
     for panel, (name, text) in zip(panels, titles.items()):
         for i, seed in enumerate(SEEDS):
