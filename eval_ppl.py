@@ -12,10 +12,8 @@ import io
 from functools import partial
 
 from tinykv import hf
-from tinykv.calibrate import calibrate
 from tinykv.evaluate import measure
 from tinykv.run import cli, flags, ranks, runs, table
-from tinykv.run.check import check_codecs
 from tinykv.run.prefix import fill_prefix
 
 
@@ -40,18 +38,15 @@ def run(args, loaded=None):
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
     file = ranks.SharedCalibration(args.calibration, model)
     models = flags.quantized_models(args, model, quantizers, text, file)  # {label of weights: Llama}
+    # calibration is read in full precision: there are no codes for triton
     flags.use_attention(models, "fused" if args.attention == "triton" else args.attention)
     for r in by_title.values():
-        quantized = models[r.weights]
         if r.method.needs_calibration:
+            bar = partial(cli.bar, what=f"calibrating {r.title}")
             with r.step("calibrating"):
-                seen = text[:args.calib_windows or r.method.calibration_windows]  # (C, T)
-                if not r.restore(file, seen):
-                    calibrate(quantized, r.method, seen, partial(cli.bar, what=f"calibrating {r.title}"))
-                    r.save(file, seen)
-                check_codecs(r.method, config)
+                r.calibrate(models[r.weights], text, file, args.calib_windows, bar)
         if r.method.prefix:  # its keys and values come from the full-precision model
-            fill_prefix(r.method.prefix, model, quantized, cli.weights_label(r.weights, quantizers, data))
+            fill_prefix(r.method.prefix, model, models[r.weights], cli.weights_label(r.weights, quantizers, data))
     table.print_heading(args, model, windows, models, by_title, left_out)
 
     # 3. Evaluate and print: a row as soon as it is measured
@@ -66,7 +61,7 @@ def run(args, loaded=None):
                 result = measure(models[r.weights], r.method, share, args.protocol, args.batch, fp16, bar,
                                  cache_class, args.prompt)
                 result = ranks.gather(result)
-        fp16 = fp16 or result
+        fp16 = fp16 or result  # the first row
         rows.append(table.row_of(r, result, fp16, args))
         printer.print_row(rows[-1])
         table.write(args, rows)
@@ -99,8 +94,9 @@ def main():
     with cli.one_line(flags.parser()), ranks.joined():
         args = flags.parse()
         if args.list_methods:
-            runs.list_methods()
-        elif any(row["fault"] for row in run(args)):
+            return runs.list_methods()
+        rows = run(args)
+        if any(row["fault"] for row in rows):
             raise SystemExit(1)
 
 

@@ -16,7 +16,7 @@ import eval_ppl
 from tinykv import hf
 from tinykv.calibrate import calibrate
 from tinykv.methods.registry import METHODS
-from tinykv.run import flags
+from tinykv.run import flags, runs
 from tinykv.run.cli import EMBEDDED
 from tinykv.run.runs import SETTINGS, build_runs, settings_of
 from tinykv.run.table import at_bits
@@ -233,7 +233,7 @@ def calibrated(monkeypatch):
     def note(model, method, windows, progress):
         found.append(type(method).__name__)
         calibrate(model, method, windows, progress)
-    monkeypatch.setattr(eval_ppl, "calibrate", note)
+    monkeypatch.setattr(runs.calibrate, "calibrate", note)
     return found
 
 
@@ -463,7 +463,7 @@ def test_work_is_not_lost_where_a_later_method_ends_the_run(command, calibrated,
             return function(*arguments)
         return stop
     with monkeypatch.context() as patch:
-        patch.setattr(eval_ppl, "calibrate", stop_at_the_third(eval_ppl.calibrate))
+        patch.setattr(runs.calibrate, "calibrate", stop_at_the_third(runs.calibrate.calibrate))
         assert command(*words)[0] == 130 and calibrated == ["RTN", "PFN"]
     with monkeypatch.context() as patch:
         patch.setattr(eval_ppl, "measure", stop_at_the_third(eval_ppl.measure))
@@ -558,7 +558,7 @@ def test_each_method_sees_the_windows_that_it_asks_for(command, monkeypatch):
         seen[type(method).__name__, method.codecs[0].k.__dict__.get("sensitivity")] = windows
         raise ValueError("that is enough")
 
-    monkeypatch.setattr(eval_ppl, "calibrate", note)
+    monkeypatch.setattr(runs.calibrate, "calibrate", note)
     words = ["--method", "rtn,cq", "--vq", "d2m8", "--sensitivity", "none,token", "--context", "32", "--windows", "1"]
     assert command(*words)[0] == 1
     sizes = {name: len(windows) for name, windows in seen.items()}

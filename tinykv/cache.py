@@ -69,7 +69,7 @@ class CachedRows(Scores, HeldRows):
         B, Hkv, r, d = self.recent.shape
         positions = positions.to(self.recent.device).expand(B, -1, -1)  # (B, 1 or Hkv, p)
 
-        # the rows in full precision, and where each token is among them
+        # the rows in full precision, recent | kept, and where each token is among them
         exact = self.recent  # (B, Hkv, r, d)
         place = positions - self.n_coded  # (B, 1 or Hkv, p)
         found = (place >= 0) & (place < r)
@@ -129,7 +129,7 @@ class LayerCache:
         self.keys = CachedRows(layer, "k", codecs.k)
         self.values = CachedRows(layer, "v", codecs.v)
         self.length = 0  # tokens seen
-        self.in_prompt = True  # the newest tokens are the prompt; under `paper` a text without one is all prompt
+        self.in_prompt = True  # the newest tokens are the prompt, see `append`
         # when the method chooses the tokens to keep: "prompt", once at its end, or "always"
         self.choose = "always" if prompt is None else method.choose
         self.finite = torch.tensor(True)  # whether every number so far was; `evaluate` looks at it
@@ -139,21 +139,22 @@ class LayerCache:
         (B, Hkv, S, d) both.
 
         Append; where the method scores, score; When, Keep, Code; read, under `paper` after that, in a stream before.
+        A method that scores needs exact keys: under `paper` that is a read of its own.
         """
         self.append(k, v, positions)
 
         quantizes_first = self.protocol == "paper" and self.in_prompt
-        scores = self.method.uses_scores and (self.in_prompt or self.choose == "always")
-        if scores or not quantizes_first:
-            read = self.read(q, positions)  # the new tokens in full precision
-        if scores:
-            self.score(q, positions, read)
+        is_scoring = self.method.uses_scores and self.is_choosing()
+        if is_scoring or not quantizes_first:
+            exact = self.read(q, positions)  # the new tokens in full precision
+        if is_scoring:
+            self.score(q, positions, exact)
 
         # When: how many of the oldest recent tokens are quantized now?
         n_keys, n_values = self.n_to_quantize(self.keys), self.n_to_quantize(self.values)
         # Keep: which tokens stay in full precision from now on?
         self.keep(n_keys, n_values)
-        if scores and self.choose == "prompt":  # they are chosen for good
+        if is_scoring and self.choose == "prompt":  # they are chosen for good
             self.keys.forget_scores()
             self.values.forget_scores()
         # Code: quantize the n oldest. A kept one is quantized, too, but read from its own row.
@@ -163,12 +164,16 @@ class LayerCache:
             self.values.quantize(n_values)
 
         if quantizes_first:
-            read = self.read(q, positions)  # the new tokens as their codes
-        return read
+            return self.read(q, positions)  # the new tokens as their codes
+        return exact
+
+    def is_choosing(self):
+        """Whether the method still chooses tokens to keep."""
+        return self.in_prompt or self.choose == "always"
 
     def append(self, k, v, positions):
         """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits. Keys that are stored after RoPE are
-        rounded before it, too, as in a 16-bit model."""
+        rounded, rotated, and rounded again, as in a 16-bit model."""
         self.dtype = k.dtype  # the model's
         dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
         k, v = k.to(dtype), v.to(dtype)
@@ -178,10 +183,13 @@ class LayerCache:
         self.keys.append(k)
         self.values.append(v)
         self.length += v.shape[2]
-        self.in_prompt = self.protocol == "paper" if self.prompt is None else self.length <= self.prompt
+        if self.prompt is None:  # under `paper` a whole text is read like a prompt
+            self.in_prompt = self.protocol == "paper"
+        else:
+            self.in_prompt = self.length <= self.prompt
 
     def read(self, q=None, positions=None):
-        """K (rotated) and V of all tokens so far, (B, Hkv, S, d) both. q: for a cache whose reading is attention."""
+        """K (rotated) and V of all tokens so far, (B, Hkv, S, d) both. q: for TritonCache, which attends in reading."""
         K, V = self.keys.read(), self.values.read()  # (B, Hkv, S, d) both
         if self.method.rope == "pre":
             K = self.rope.rotate(K.float())  # the token in row t is at position t
@@ -200,9 +208,9 @@ class LayerCache:
         """When: how many of the oldest recent tokens of `rows`, keys or values, are quantized now."""
         if self.protocol == "paper" and self.in_prompt:
             if self.prompt is None:
-                return self.length  # a whole text
-            # tokens that follow cannot join a group that is not full; values wait with their keys
-            group = max(rows.codec.tokens_per_group for rows in (self.keys, self.values))
+                return self.length  # a whole text, of which nothing is coded yet
+            # keys and values are cut at the same token: one that follows cannot join a group that is not full
+            group = max(self.keys.codec.tokens_per_group, self.values.codec.tokens_per_group)
             return self.length - self.length % group
         # the recent part without the newest `method.recent` tokens; of that, whole blocks
         old = self.length - rows.n_coded - self.method.recent
@@ -211,7 +219,7 @@ class LayerCache:
     def keep(self, n_keys, n_values):
         """Keep what the method says: positions of keys and of values, or None to leave things as they are.
 
-        It is asked when tokens are about to be quantized, for keys and values before anything changes. A method that
+        The method is asked when tokens are about to be quantized, for both before either changes. One that
         chooses once is asked about the whole prompt, even if none of it is quantized yet.
         """
         if self.choose == "prompt":
@@ -272,7 +280,7 @@ class KVCache(HeldLayers):
 
     def observe(self, layer, hidden):
         """The output of a block for the new tokens, hidden (B, T, D): a method that still chooses may look at it."""
-        if self.layers[layer].in_prompt or self.layers[layer].choose == "always":
+        if self.layers[layer].is_choosing():
             self.method.observe(self, layer, hidden)
 
     def top_k(self, x, k):

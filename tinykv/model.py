@@ -82,15 +82,13 @@ class Rope:
             unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # (d/2): 1 where it is left alone
             freq = (1 - unscaled) * freq / scaling["factor"] + unscaled * freq
         self.freq = freq
-        self.from_start = None  # cos and sin of the positions 0, 1, 2, ... as far as needed so far
 
     def rotate(self, x, positions=None):
         """x (..., T, d) at positions (T), or at 0 .. T-1 without -> the same shape and dtype,
         rotated; computed in fp32."""
         if positions is None:
-            cos, sin = self.cos_sin_from_start(x.shape[-2], x.device)  # (T, d/2) both
-        else:
-            cos, sin = self.cos_sin(positions)  # (T, d/2) both
+            positions = torch.arange(x.shape[-2], device=x.device)  # (T)
+        cos, sin = self.cos_sin(positions)  # (T, d/2) both
         x1, x2 = x.float().chunk(2, dim=-1)  # (..., T, d/2) each
         y1 = (x1 * cos - x2 * sin).to(x.dtype)  # (..., T, d/2)
         y2 = (x2 * cos + x1 * sin).to(x.dtype)  # (..., T, d/2)
@@ -100,16 +98,6 @@ class Rope:
         """cos and sin of every pair's angle at positions (T): (T, d/2) both."""
         angle = positions[:, None].float() * self.freq.to(positions.device)  # (T, d/2)
         return angle.cos(), angle.sin()
-
-    def cos_sin_from_start(self, T, device):
-        """`cos_sin` of the positions 0 .. T-1, computed once: a cache that holds keys before RoPE asks
-        for them at every step."""
-        n = 0 if self.from_start is None else len(self.from_start[0])
-        if n < T or self.from_start[0].device != device:
-            with torch.inference_mode(False):  # tensors that can be used outside that mode, too
-                self.from_start = self.cos_sin(torch.arange(2 * T, device=device))
-        cos, sin = self.from_start
-        return cos[:T], sin[:T]
 
 
 ATTENTIONS = ("plain", "fused", "triton")
@@ -258,7 +246,7 @@ class Llama(nn.Module):
         mask = self.mask(seen, T, tokens.device)  # (T, S), or None where none is needed
         h = self.model["embed_tokens"](tokens)  # (B, T, D)
         for layer, block in enumerate(self.model["layers"]):
-            if self.devices is not None:  # the states move with the text
+            if self.devices is not None:  # the block may lie on another device: there goes what it reads
                 device = self.devices[layer]
                 h, positions = h.to(device), positions.to(device)
                 mask = None if mask is None else mask.to(device)
@@ -271,7 +259,7 @@ class Llama(nn.Module):
     def mask(self, seen, T, device):
         """(T, S): True where new token i may look at token j, S = seen + T.
 
-        None where attention needs no mask: a T x T lower triangle, or one token that sees all.
+        None where it goes without saying: of a text that has just begun, the T x T lower triangle; of one token, all.
         """
         S, window = seen + T, self.config.sliding_window
         if (seen == 0 or T == 1) and (window is None or window >= S):
@@ -297,11 +285,12 @@ class Llama(nn.Module):
         unread = tokens  # (B, T): what the cache has not seen yet
         for _ in range(max_new_tokens):
             logits = self(tokens if cache is None else unread, cache)[:, -1].float()  # (B, vocab)
-            unread = pick_token(logits, temperature, top_p, rng)  # (B, 1)
+            new = pick_token(logits, temperature, top_p, rng)  # (B, 1)
             if eos is not None:
-                unread = torch.where(done[:, None], eos, unread)  # (B, 1)
-                done |= unread[:, 0] == eos
-            tokens = torch.cat([tokens, unread], dim=1)  # (B, T + 1)
+                new = torch.where(done[:, None], eos, new)  # (B, 1)
+                done |= new[:, 0] == eos
+            tokens = torch.cat([tokens, new], dim=1)  # (B, T + 1)
+            unread = new
             if eos is not None and done.all():
                 break
         return tokens

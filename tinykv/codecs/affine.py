@@ -34,10 +34,10 @@ FORMULAS = ("offset", "integer-zero")
 class Affine(Codec):
     """b-bit integers (1.5 bits: three levels).
 
-    group: G, the numbers that share a scale. By default all d channels of a head (axis "token"), or
-    all tokens of one `encode` (axis "channel"; nothing can be appended to such codes). The last
-    group of a text may be shorter. A static grid has one range for each group of channels (axis
-    "token", shared by all tokens), or for each channel (axis "channel").
+    group: G, the numbers that share a scale; the last group of a text may be shorter.
+        axis "token"              channels of a head; by default all d
+        axis "channel", dynamic   tokens; by default all of one `encode`, to whose codes nothing can be appended
+        axis "channel", static    no groups: a channel has one range, shared by all tokens
     """
     tables = ("scale", "zero")  # static grids only: (Hkv, 1, d/G, 1) or (Hkv, 1, 1, d)
 
@@ -50,8 +50,8 @@ class Affine(Codec):
         if axis == "token":
             self.group = group or width
         else:
-            self.group = None if static else group  # None: one grid for all tokens
-            self.tokens_per_group = self.group or 1
+            self.group = None if static else group
+            self.tokens_per_group = self.group or 1  # how many tokens a block is a multiple of
 
     def encode(self, x, ignore=None):
         g = self.to_groups(x.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
@@ -82,7 +82,7 @@ class Affine(Codec):
         g = self.to_groups(q.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
         grid = self if self.static else codes
         s, z = grid.scale.float(), grid.zero.float()
-        # a product and a sum a line: in one line, three copies of all numbers are held at once
+        # one operation a line frees each result early: in one line, three copies of all numbers are held
         if self.formula == "offset":
             g = s * g
             g = g + z

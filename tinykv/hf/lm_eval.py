@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
-from tinykv.calibrate import calibrate
 from tinykv.evaluate import chunks_of
 from tinykv.run import cli, flags, runs
 from tinykv.run.prefix import fill_prefix
@@ -122,10 +121,7 @@ def load(args):
     models = flags.quantized_models(args, model, quantizers, text, file)
     quantized = models[run.weights]
     if run.method.needs_calibration:
-        seen = text[:args.calib_windows or run.method.calibration_windows]  # (C, T)
-        if not run.restore(file, seen):
-            calibrate(quantized, run.method, seen)
-            run.save(file, seen)
+        run.calibrate(quantized, text, file, args.calib_windows)
     if run.method.prefix:
         fill_prefix(run.method.prefix, model, quantized, cli.weights_label(run.weights, quantizers, data))
     return quantized, tokenizer, run.method

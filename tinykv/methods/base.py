@@ -1,6 +1,6 @@
 """What a method is: answers to three questions about each token's key and value.
 
-    Keep   which tokens stay in full precision for good?
+    Keep   which tokens stay in full precision, however old they are?
     Code   how is every other token quantized?
     When   how long does a fresh token stay in full precision, and how many are quantized at a time?
 """
@@ -24,6 +24,10 @@ class Method(Described):
     defaults. The command line offers them under the same names, with `-` for `_`. A constructor
     that ends in `**name` passes the rest to its parent, whose settings then count, too.
     """
+    # Keep
+    uses_scores = False  # True: the cache asks `score` at every update
+    choose = "always"  # at each quantization; "prompt": once, at the end of the prompt, if a text has one
+    prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
     # Code
     codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/__init__.py)
     passes = 0  # of the method itself over the calibration windows; the codecs have their own
@@ -32,10 +36,6 @@ class Method(Described):
     recent = 0  # the newest tokens that stay in full precision
     block = 1  # tokens quantized at a time
     v_block = None  # values quantized at a time, where it is another number
-    # Keep
-    uses_scores = False  # True: the cache asks `score` at every update
-    choose = "always"  # "prompt": of a text with a prompt, once at its end; else at each quantization
-    prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
 
     def __init__(self, config):
         pass
@@ -65,15 +65,17 @@ class Method(Described):
         raise NotImplementedError
 
     def keep_keys(self, layer_cache, n):
-        """Which keys to keep from now on, and no others, asked when the n oldest recent keys of a
-        layer are about to be quantized.
+        """Which keys to keep from now on, and no others.
+
+        n: how many of the oldest recent keys may be chosen: those that are about to be quantized, or the whole prompt
+        for a method that chooses once.
 
         Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens; None leaves things as they are. A head that
         keeps fewer than p tokens repeats one of them. A function of the cache alone, which it does not change.
         """
 
     def keep_values(self, layer_cache, n):
-        """The same for values. By default they keep the tokens that the keys keep."""
+        """The same for values; n counts values. By default it is what `keep_keys` says of as many."""
         return self.keep_keys(layer_cache, n)
 
     # Calibration
@@ -108,13 +110,13 @@ class CodecMethod(Method):
                             f"{tokens_per_group}; give a multiple")
 
 
-def first_tokens(layer_cache, n):
-    """What `keep_keys` returns to keep the first n tokens, or all if there are fewer: (B, 1, n)."""
-    if n == 0:
+def first_tokens(layer_cache, count):
+    """What `keep_keys` returns to keep the first `count` tokens, or all if there are fewer: (B, 1, count)."""
+    if count == 0:
         return None
     rows = layer_cache.keys.recent  # (B, Hkv, r, d)
-    positions = torch.arange(min(n, layer_cache.length), device=rows.device)  # (n)
-    return positions.expand(len(rows), 1, -1)  # (B, 1, n)
+    positions = torch.arange(min(count, layer_cache.length), device=rows.device)  # (count)
+    return positions.expand(len(rows), 1, -1)  # (B, 1, count)
 
 
 def best_tokens(rows, n, count, score=None):
@@ -122,12 +124,11 @@ def best_tokens(rows, n, count, score=None):
 
     The tokens that are kept compete with those that are about to be quantized, the n oldest
     recent ones. rows: the `CachedRows` of K or of V. score: a function of keys or values (B, Hkv, m, d)
-    to their scores (B, 1 or Hkv, m).
-    For a method that `uses_scores`, the scores that the cache accumulates are multiplied by it, or
-    stand alone where it is not given.
+    to their scores (B, h, m); h is 1 or Hkv. For a method that `uses_scores`, the scores that the cache
+    accumulates are multiplied by it, or stand alone where it is not given.
 
-    Returns positions (B, 1 or Hkv, up to count), the best first; of equal scores, the earlier token
-    wins. None where nothing has scores: calibration, which no query reads, accumulates none.
+    Returns positions (B, h, up to count), the best first; of equal scores, the earlier token wins.
+    None if there are no scores at all: in calibration there are no queries, so none accumulate.
     """
     accumulates = rows.recent_scores is not None
     if score is None and not accumulates:

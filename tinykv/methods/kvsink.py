@@ -9,7 +9,7 @@ tokens carry a huge number in one fixed channel c of the hidden state. So one lo
 one block's output tells where the sinks are:
     S = top-k of |H^lE[i, c]| over tokens i
     layers l > lE keep K_l, V_l of S in full precision, and quantize the other tokens
-Layers up to lE have stored their keys before S is known. They quantize every token.
+Layers up to lE quantize every token: a prefill has stored their keys before S is known.
 
 Paper and practice.
 - lE and c come from the paper's Table 3 for the models in it, recognised by their config. It counts
@@ -41,6 +41,7 @@ class KVSink(CodecMethod):
         at_least(1, preserve=preserve)  # rtn preserves none
         self.preserve, self.choose = preserve, choose
         self.n_layers = config.num_hidden_layers
+        # source: None until calibration has looked for it
         place, self.source = known_outlier(config, emergence_layer, outlier_channel)
         self.layer, self.channel = place or (None, None)  # lE and c
         self.passes = 0 if place else 1  # over the calibration windows, to find them
@@ -72,7 +73,7 @@ class KVSink(CodecMethod):
     def keep_keys(self, layer_cache, n):
         if self.layer is None:  # a model without outliers: PFN
             return first_tokens(layer_cache, self.preserve)  # (B, 1, k)
-        if layer_cache.layer <= self.layer:  # quantized before S was known
+        if layer_cache.layer <= self.layer:  # a prefill quantizes these before S is known
             return None
         return layer_cache.shared.sinks[:, None]  # (B, 1, k)
 
@@ -95,7 +96,7 @@ class KVSink(CodecMethod):
 
     def calibrated(self):
         tables = super().calibrated()
-        if self.passes and self.source:
+        if self.passes and self.source is not None:
             place = (-1, -1) if self.layer is None else (self.layer, self.channel)
             tables["outlier"] = torch.tensor(place)
         return tables
@@ -127,12 +128,12 @@ TABLE_3 = {
 
 
 def known_outlier(config, layer, channel):
-    """(emergence layer, channel) and where they come from: given, or Table 3; or None, twice."""
+    """(emergence layer, channel) and where they come from: given, or Table 3; None and None for another model."""
     shape = (config.model_type, config.num_hidden_layers, config.hidden_size,
              config.intermediate_size, config.num_key_value_heads, config.vocab_size,
              config.max_position_embeddings)
     if layer is None and channel is None:
-        return TABLE_3.get(shape), "the paper's Table 3" if shape in TABLE_3 else None
+        return (TABLE_3[shape], "the paper's Table 3") if shape in TABLE_3 else (None, None)
     layers, channels = config.num_hidden_layers, config.hidden_size
     if layer not in range(layers) or channel not in range(channels):
         raise UserError(f"give both the emergence layer and the outlier channel, of {layers} layers and {channels} "
@@ -155,7 +156,7 @@ def find_outlier(largest, ratio, channel):
     largest, ratio, channel (W, L + 1): each window's outlier after the embedding (column 0) and
     after block l (column l + 1), see `outlier`.
     """
-    layer = emergence_layer(largest.median(0).values, ratio.median(0).values)
+    layer = find_layer(largest.median(0).values, ratio.median(0).values)
     if layer is None:
         return None
     # each window votes for a channel in up to three layers from there on; 90% have to agree. The last block has no
@@ -166,14 +167,14 @@ def find_outlier(largest, ratio, channel):
     return (layer, winner) if agreement >= 0.9 else None
 
 
-def emergence_layer(largest, ratio):
+def find_layer(largest, ratio):
     """The block after which the outlier stands out, or None. largest, ratio (L + 1).
 
     A large model has massive activations, by the criterion of Sun et al. (2024): the first layer
     whose outlier is at least 100, and at least 1,000 times the median |h|, is the emergence layer.
     A small model has the same thing smaller. Layers qualify whose ratio is at least 30, and three
-    times the median ratio of the layers before. The emergence layer is the one of them at which the
-    outlier grows most. The growth into block 0 alone says little: an embedding is small.
+    times the median ratio of the blocks before, of which block 0 has none. The emergence layer is the
+    one of them at which the outlier grows most. Growth alone would pick block 0, as an embedding is small.
     """
     # the last block cannot be it, as no layer after it could keep its sinks
     is_massive = (largest[1:-1] >= 100) & (ratio[1:-1] >= 1000)  # (L - 1)

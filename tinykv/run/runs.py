@@ -21,7 +21,7 @@ from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
 from tinykv.run import ranks
-from tinykv.run.check import check_method
+from tinykv.run.check import check_codecs, check_method
 from tinykv.run.cli import list_of
 from tinykv.run.prefix import open_prefix
 from tinykv.storage import identity, sources
@@ -49,16 +49,20 @@ class Run:
         """Of its tables in a calibration file: the method, all of its settings, the weights."""
         return f"{self.name} {self.settings} weights {self.weights}"
 
-    def restore(self, file, windows):
-        """Take the method's tables from a `CalibrationFile`. False if it has none, of these windows."""
-        tables = file.get(self.calibration_name, self.made_of(file, windows))
-        if tables is None:
-            return False
-        self.method.restore(tables)
-        return True
+    def calibrate(self, model, text, file, most=None, progress=None):
+        """Calibrate the method on text (C, T), or take its tables from a `CalibrationFile`, which is given new ones.
 
-    def save(self, file, windows):
-        file.put(self.calibration_name, self.made_of(file, windows), self.method.calibrated())
+        most: the windows of --calib-windows; None: as many as the method asks for.
+        """
+        windows = text[:most or self.method.calibration_windows]  # (C, T)
+        made_of = self.made_of(file, windows)
+        tables = file.get(self.calibration_name, made_of)
+        if tables is None:
+            calibrate.calibrate(model, self.method, windows, progress)
+            file.put(self.calibration_name, made_of, self.method.calibrated())
+        else:
+            self.method.restore(tables)
+        check_codecs(self.method, model.config)
 
     def made_of(self, file, windows):
         """The identity of what makes the tables: the windows, and the code that calibrates."""
