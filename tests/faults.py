@@ -317,8 +317,8 @@ FAULTS = {
         ("(len(self.method.prefix.ids), device=weight.device)", "(len(self.method.prefix.ids)) * 0",
          cell(HOLDS, IntactKV, TOKEN)),
         ("return tokens[:, self.start:]", "return tokens", cell(HOLDS, IntactKV, TOKEN)),
-        ("scores = self.method.uses_scores and", "scores = False and", cell("scores", AnTKV, recent=5)),
-        ('if self.layers[layer].in_prompt or self.layers[layer].choose == "always":',
+        ("is_scoring = self.method.uses_scores and", "is_scoring = False and", cell("scores", AnTKV, recent=5)),
+        ('if self.layers[layer].is_choosing():',
          "if self.layers[layer].length == hidden.shape[1]:", cell(HOLDS, KVSink, TOKEN)),
     ],
 }
