@@ -4,7 +4,8 @@ import importlib.util
 import sys
 
 if importlib.util.find_spec("torch") is None:
-    sys.exit("tinykv needs the package torch; pip install -r requirements.txt")
+    print("tinykv needs the package torch; pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 
 
 class UserError(ValueError):
