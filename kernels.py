@@ -1,18 +1,16 @@
 """The Triton kernels: attention that reads the packed cache, and the scores of KVSink and AnTKV.
 
 From easy to hard, each under the torch lines that it equals. Sections 1 and 2 are the idea: what a kernel is, and one
-that attends to 2-bit codes, simply. Sections 3 to 6 make that fast, for every codec, and each trick says what it saves.
-No speed here was measured on a GPU: the tests run the kernels in Triton's interpreter, on a CPU.
+that attends to 2-bit codes, simply. Sections 3 to 6 make that fast, and each trick says what it saves. Nothing was
+measured on a GPU: the tests run the kernels in Triton's interpreter.
 
 Why kernels? Decoding reads every cached token once per new token, so its time is bytes over bandwidth, and packed codes
-are fewer bytes. That holds only if no decoded row is ever written to memory: a code has to become a number between its
-load and its product with the query.
+are fewer bytes, if no decoded row is written to memory: a code becomes a number between its load and its product.
 
 Shapes: B sequences, H query heads, Hkv KV heads of R = H / Hkv query heads each, T new queries, S tokens in all, d
-channels of a head. In a kernel: M rows of queries, N tokens, W channels; D is d rounded up to a power of two.
-A kernel is one program, of which many run at once: `kernel[a, b](...)` starts a * b, and each asks `tl.program_id` for
-its number. A tensor comes as a pointer to its first number, and its strides where it is not contiguous. `constexpr`:
-known when the kernel is compiled, as the length of a block has to be, a power of two. A line works on a whole block.
+channels of a head. In a kernel: M rows of queries, N tokens, W channels; D is d rounded up to a power of two. Many
+programs run a kernel at once: `kernel[a, b](...)` starts a * b, and each asks `tl.program_id` for its number. A tensor
+comes as a pointer, and its strides. `constexpr`: known when the kernel is compiled, as the length of a block must be.
 """
 import math
 from typing import NamedTuple
@@ -69,7 +67,6 @@ def topk_outliers(hidden, channel, k, N=1024):
 
 # ---- 2. Attention that reads 2-bit codes, in the simplest way: all that follows only makes it faster
 # A row of d = 128 channels is 32 bytes. Byte i holds the codes of four channels, 32 apart:
-#
 #     bits         7 6       5 4       3 2       1 0
 #              +---------+---------+---------+---------+
 #     byte i   | i + 96  | i + 64  | i + 32  |    i    |   channels
@@ -123,7 +120,6 @@ def simple_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, out, T, R: tl.const
 
 
 # ---- 3. Now make it fast: rows of any codec, and codes that are numbers
-
 TWO_AT_ONCE = tl.constexpr(not INTERPRETED)  # see `two_words`: the interpreter knows no PTX
 TO_INTEGER = tl.constexpr(2.0 ** 24)  # see `codes_of_plane`
 LIFT = tl.constexpr(2.0 ** 15)  # what cos and sin are multiplied by, so that their products with codes are normal
@@ -254,7 +250,6 @@ def grid_of(grid, b, h, j0, j, ok, column, there):
 
 # ---- 4. Scales and zero points leave the products: that saves a multiplication and an addition a number
 # A query q (d), and weights p (N), times rows stored as codes c (N, d) of scales and zero points, never decoded:
-#
 #     of each token, s and z (N)      q.(c s + z) = (q.c) s + sum(q) z      sum p (c s + z) = sum (p s) c + sum p z
 #     of each channel, s and z (d)    q.(c s + z) = (q s).c + q.z
 

@@ -22,7 +22,7 @@ from test_weights import D, V, fold, text, tiny
 
 import eval_ppl
 import train_intact
-from tinykv import UserError, hf, weights
+from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.cache_parts.tracing import Trace
 from tinykv.data import Windows, load_windows
@@ -608,7 +608,6 @@ def test_quantized_weights_are_kept_in_the_calibration_file(evaluating, monkeypa
     def never(*_):
         raise AssertionError("quantized again")
     monkeypatch.setattr(cli, "quantize", never)
-    monkeypatch.setattr(weights, "quantize", never)
     status, again, _ = evaluating(*words)
     assert status == 0 and rows_in(again) == rows_in(out) and kept.read_bytes() == before
     with pytest.raises(AssertionError, match="quantized again"):

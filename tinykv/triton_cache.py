@@ -307,8 +307,9 @@ def attention(q, keys, values, rope=None, window=None):
             tile = tile._replace(M=min(tile.M, 16), stages=1)
         heads = triton.cdiv(T * R, tile.M) * B * Hkv  # programs that read a piece
         wanted = min(triton.cdiv(programs(q.device, tile.warps), heads), max(1, (end - begin) // PIECE))
-        split = triton.cdiv(triton.cdiv(end - begin, wanted), tile.N) * tile.N  # tokens of a piece
-        pieces = triton.cdiv(end - begin // tile.N * tile.N, split)
+        length = end - begin // tile.N * tile.N  # pieces begin at a multiple of N
+        split = triton.cdiv(triton.cdiv(length, wanted), tile.N) * tile.N  # tokens of a piece
+        pieces = triton.cdiv(length, split)
         parts.append((begin, end, k, v, tile, heads, split, n_pieces, pieces))
         n_pieces += pieces
 
