@@ -149,6 +149,7 @@ def test_an_outlier_that_moves_between_channels_is_not_stable():
     ([1, 1, 2, 40, 10], [3, 20, 20, 50, 20], None),  # less than three times what was there before
     ([1, 1, 2, 40, 10], [3, 9, 20, 50, 20], 2),  # the median of what was there, not its largest
     ([1, 1, 2, 40, 10], [90, 10, 12, 50, 20], 2),  # the embedding is no layer
+    ([1, 1, 40, 40, 10], [3, 20, 50, 50, 20], None),  # nor does a small ratio of the embedding lower what blocks ask
     ([1, 10, 12, 90, 20], [3, 9, 9, 60, 20], 2),  # an embedding is small: the growth into block 0 does not count
     ([1, 10, 70, 90, 20], [3, 40, 50, 60, 20], 0),  # unless its ratio does
     ([1, 200, 300, 5000, 10], [3, 500, 2000, 5000, 9], 1),  # massive: the first over both bounds,

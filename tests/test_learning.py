@@ -395,6 +395,17 @@ def test_q_norm_keeps_mean_and_deviation():
         assert abs(before[at].std() - x.std()) + abs(before[at].mean() - x.mean()) > 0.01
 
 
+def test_q_norm_takes_a_bin_for_the_mean_of_its_numbers():
+    """Not for their weighted mean: the border between two levels, 0.001, may lie between the two."""
+    numbers = torch.tensor([-0.498] * 50 + [0.5] * 50 + [0.0001] * 90 + [0.0018])
+    histogram = Histogram()
+    histogram.add(numbers, torch.tensor([1.0] * 100 + [0.0] * 90 + [1e-3]))
+    before, after = histogram.levels(2, False).double(), histogram.levels(2, True).double()
+    read = after[(numbers > before.mean()).long()]  # (191)
+    assert read.mean().item() == pytest.approx(numbers.mean().item(), abs=5e-3)
+    assert read.std().item() == pytest.approx(numbers.std().item(), rel=1e-2)
+
+
 @pytest.mark.parametrize("q_norm, bits, used", [(None, 2, True), (None, 3, False), ("on", 3, True), ("off", 2, False)])
 def test_q_norm_is_for_two_bits(q_norm, bits, used):
     assert NonUniform(bits, 2, 8, "token", 0.01, q_norm=q_norm).q_norm == used
