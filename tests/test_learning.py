@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinykv import UserError
+from tinykv.cache_parts.guards import check_window
 from tinykv.calibrate import calibrate, record
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.nonuniform import BINS, Histogram, NonUniform, Tails
@@ -603,6 +604,12 @@ def test_losses_weigh_tokens_and_leave_out_what_is_kept_in_each_head():
     assert codec.loss[0].tolist() == pytest.approx([error[:, list(group)].sum() for group in members(codec)], rel=1e-4)
 
 
+@pytest.mark.parametrize("bits, lowest", [(1, 0.2), (1.5, 0.2), (2, 0.6), (4, 0.6)])
+def test_codes_of_two_or_three_levels_may_be_clipped_further(bits, lowest):
+    alphas = [alpha for alpha, _ in ClippedGroups(bits, Hkv, d, 8).choices]
+    assert (min(alphas), max(alphas)) == (pytest.approx(lowest, abs=1e-3), 1)
+
+
 def test_the_released_settings():
     """--alpha 0.92 --clip endpoint --metadata-order codes-first."""
     model = Planted(random_rows(1, shape=clustered))
@@ -643,6 +650,14 @@ def test_windows_of_which_nothing_is_left(name, options):
     method = METHODS[name](model.config, **options)
     calibrate(model, method, random_tokens(3, 7))
     assert all(torch.isfinite(t.float()).all() for t in method.calibrated().values())
+
+
+def test_a_head_of_which_nothing_is_left():
+    """One is enough: it has a range, or a codebook, of its own."""
+    kept = torch.tensor([[True, True], [True, False]])
+    with pytest.raises(UserError, match="hold no token that the method does not keep"):
+        check_window(0, torch.zeros(2, 2, d), kept, None)
+    check_window(0, torch.zeros(2, 2, d), kept[1:].expand(2, -1), None)
 
 
 @pytest.mark.parametrize("name", ["skvq", "kvquant", "kvsink"])
