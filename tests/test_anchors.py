@@ -129,6 +129,14 @@ def test_the_controls():
         assert anchors_of(text, anchors_by=by)[0] == anchors_of(text, "stream", anchors_by=by)[0]
 
 
+@pytest.mark.parametrize("by", ["first", "random"])
+def test_the_controls_of_a_16_bit_model(by):
+    """Their scores are those of an fp32 model: in 16 bits, later tokens would tie."""
+    method, K = AnTKV(LlamaConfig(41, 32, 48, 2, 4, 2, 8, 512), "d2m8", anchors_by=by), torch.zeros(1, 2, 400, 8)
+    for exact, scores in zip(method.score(None, K, K), method.score(None, K.bfloat16(), K.bfloat16())):
+        assert torch.equal(scores, exact)
+
+
 def test_the_score_times_the_error_of_the_row():
     """In layer 0, which has met no code yet: AnS of each token times the L1 distance to its nearest vectors."""
     found, model, method = anchors_of(anchors_by="error")

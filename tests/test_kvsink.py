@@ -149,9 +149,11 @@ def test_an_outlier_that_moves_between_channels_is_not_stable():
     ([1, 1, 2, 40, 10], [3, 20, 20, 50, 20], None),  # less than three times what was there before
     ([1, 1, 2, 40, 10], [3, 9, 20, 50, 20], 2),  # the median of what was there, not its largest
     ([1, 1, 2, 40, 10], [90, 10, 12, 50, 20], 2),  # the embedding is no layer
+    ([1, 1, 40, 40, 10], [3, 20, 50, 50, 20], None),  # nor does a small ratio of the embedding lower what blocks ask
     ([1, 10, 12, 90, 20], [3, 9, 9, 60, 20], 2),  # an embedding is small: the growth into block 0 does not count
     ([1, 10, 70, 90, 20], [3, 40, 50, 60, 20], 0),  # unless its ratio does
     ([1, 200, 300, 5000, 10], [3, 500, 2000, 5000, 9], 1),  # massive: the first over both bounds,
+    ([1, 100, 300, 5000, 10], [3, 1000, 2000, 5000, 9], 0),  # at them, too,
     ([1, 50, 300, 5000, 10], [3, 2000, 2000, 5000, 9], 1),  # not over one of them
     ([1, 1, 1, 1, 5000], [3, 3, 3, 3, 5000], None),  # only in the last block
 ])
@@ -163,7 +165,23 @@ def test_which_layer_an_outlier_emerges_in(largest, ratio, layer):
     assert found == (None if layer is None else (layer, 7))
 
 
+def test_nine_windows_of_ten_have_to_agree():
+    largest, ratio = torch.tensor([[1.0, 1, 2, 40, 10]] * 10), torch.tensor([[3.0, 9, 9, 50, 20]] * 10)
+    for others, found in ((1, (2, 7)), (2, None)):
+        channel = torch.full((10, 5), 7)
+        channel[:others] = 8
+        assert find_outlier(largest, ratio, channel) == found
+
+
 # ---- the method after the search
+
+def test_an_outlier_of_the_first_block_can_be_restored():
+    method, other = (KVSink(emerging_model(0, 9).config, scheme="token-dynamic") for _ in range(2))
+    for place in ((0, 9), None):
+        method.set_outlier(place)
+        other.restore(method.calibrated())
+        assert (other.layer, other.channel) == (place or (None, None))
+
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_kvsink_finds_what_it_needs_by_itself(scheme):

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinykv import UserError
+from tinykv.cache_parts.guards import check_window
 from tinykv.calibrate import calibrate, record
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.nonuniform import BINS, Histogram, NonUniform, Tails
@@ -395,6 +396,17 @@ def test_q_norm_keeps_mean_and_deviation():
         assert abs(before[at].std() - x.std()) + abs(before[at].mean() - x.mean()) > 0.01
 
 
+def test_q_norm_takes_a_bin_for_the_mean_of_its_numbers():
+    """Not for their weighted mean: the border between two levels, 0.001, may lie between the two."""
+    numbers = torch.tensor([-0.498] * 50 + [0.5] * 50 + [0.0001] * 90 + [0.0018])
+    histogram = Histogram()
+    histogram.add(numbers, torch.tensor([1.0] * 100 + [0.0] * 90 + [1e-3]))
+    before, after = histogram.levels(2, False).double(), histogram.levels(2, True).double()
+    read = after[(numbers > before.mean()).long()]  # (191)
+    assert read.mean().item() == pytest.approx(numbers.mean().item(), abs=5e-3)
+    assert read.std().item() == pytest.approx(numbers.std().item(), rel=1e-2)
+
+
 @pytest.mark.parametrize("q_norm, bits, used", [(None, 2, True), (None, 3, False), ("on", 3, True), ("off", 2, False)])
 def test_q_norm_is_for_two_bits(q_norm, bits, used):
     assert NonUniform(bits, 2, 8, "token", 0.01, q_norm=q_norm).q_norm == used
@@ -592,6 +604,12 @@ def test_losses_weigh_tokens_and_leave_out_what_is_kept_in_each_head():
     assert codec.loss[0].tolist() == pytest.approx([error[:, list(group)].sum() for group in members(codec)], rel=1e-4)
 
 
+@pytest.mark.parametrize("bits, lowest", [(1, 0.2), (1.5, 0.2), (2, 0.6), (4, 0.6)])
+def test_codes_of_two_or_three_levels_may_be_clipped_further(bits, lowest):
+    alphas = [alpha for alpha, _ in ClippedGroups(bits, Hkv, d, 8).choices]
+    assert (min(alphas), max(alphas)) == (pytest.approx(lowest, abs=1e-3), 1)
+
+
 def test_the_released_settings():
     """--alpha 0.92 --clip endpoint --metadata-order codes-first."""
     model = Planted(random_rows(1, shape=clustered))
@@ -632,6 +650,14 @@ def test_windows_of_which_nothing_is_left(name, options):
     method = METHODS[name](model.config, **options)
     calibrate(model, method, random_tokens(3, 7))
     assert all(torch.isfinite(t.float()).all() for t in method.calibrated().values())
+
+
+def test_a_head_of_which_nothing_is_left():
+    """One is enough: it has a range, or a codebook, of its own."""
+    kept = torch.tensor([[True, True], [True, False]])
+    with pytest.raises(UserError, match="hold no token that the method does not keep"):
+        check_window(0, torch.zeros(2, 2, d), kept, None)
+    check_window(0, torch.zeros(2, 2, d), kept[1:].expand(2, -1), None)
 
 
 @pytest.mark.parametrize("name", ["skvq", "kvquant", "kvsink"])

@@ -227,6 +227,7 @@ def test_few_effective_vectors_are_warned_of():
 def test_codebooks_with_weights_ask_for_more_text(sensitivity, n):
     for cls in (CQ, AnTKV):
         assert cls(tiny().config, "d2m8", sensitivity=sensitivity).calibration_windows == n
+    assert CQ(tiny().config, "d2m1024").calibration_windows == 64
     assert CQ(LlamaConfig(V, 128, 48, L, 4, 2, 32, 256), "d32m4096").calibration_windows == 16  # k-means stays quick
 
 
