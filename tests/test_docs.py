@@ -344,7 +344,7 @@ def test_an_example_with_a_wrong_digit_is_found(monkeypatch):
             lines = code.splitlines(keepends=True)
             answers = [i for i, line in enumerate(lines) if line[:3] not in (">>>", "...") and re.search(r"\d", line)]
             lines[answers[-1]] = re.sub(r"\d(?=\D*$)", lambda d: str((int(d[0]) + 1) % 10), lines[answers[-1]])
-            with pytest.raises(AssertionError):
+            with patch.dict(SCHEMES), pytest.raises(AssertionError):
                 check_example("".join(lines))
 
 
