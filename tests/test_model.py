@@ -422,6 +422,7 @@ def built(name, own, **changes):
     return method
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_method_runs_on_a_qwen3(name, protocol):
