@@ -296,14 +296,6 @@ def test_a_name_that_is_gone_is_found(span):
     assert missing(span)
 
 
-@pytest.mark.parametrize("span", [
-    "KVSink.observe", "tinykv/cache.py", "affine.py", "kvsink.find_outlier", "cache.nbytes", "tinykv.cache.CachedRows",
-    "--bits 2 --scheme kvquant", "tinykv/methods/", "outlier_num=3", "torch.round", "path/to/file.py:Class",
-    "config.json", "channel-static", "d4m256", "kept | coded | recent"])
-def test_a_name_that_is_there_is_not(span):
-    assert missing(span) is None
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(read(page))):
