@@ -36,7 +36,7 @@ PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "README.md", *ROO
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PROGRAMS = ("python", "pytest", "pip", "hf")  # what a line begins with that is a command
-LONG = ("--method all", "--method antkv", "omniquant", "--outliers")  # seconds, on small settings, too
+LONG = ("--method all", "--method antkv", "omniquant", "--outliers", "--bits 4,3,2")  # seconds, on small settings, too
 SMALL = ["--windows", "1", "--calib-windows", "4"]
 
 
