@@ -364,8 +364,6 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     (f"--method fp16 --data {'x' * 5000}", ["xxx..."]),
     ("--device cuda:9", ["cuda:9"]),
     ("--bits two --method rtn", ["argument --bits"]),
-    ("--protocol quick", ["argument --protocol", "stream"]),
-    ("--presreve 5", ["--presreve"]),
     ("--data line\nbreak.txt", ["line\\nbreak"]),
 ])
 def test_bad_input_is_one_clear_line(command, monkeypatch, words, named):
@@ -470,13 +468,6 @@ def test_work_is_not_lost_where_a_later_method_ends_the_run(command, calibrated,
         status, out, _ = command(*words)
     assert status == 130 and calibrated == ["RTN", "PFN", "KVSink"] and list(table(out)) == ["fp16", "rtn", "pfn"]
     assert [row["label"] for row in json.loads((tmp_path / "o.json").read_text())["rows"]] == ["fp16", "rtn", "pfn"]
-
-
-def test_a_file_imports_from_beside_it(command, tmp_path):
-    (tmp_path / "beside_it.py").write_text("from tinykv.methods.rtn import RTN\n")
-    (tmp_path / "method.py").write_text("from beside_it import RTN as Mine\n")
-    status, out, _ = command("--method", f"{tmp_path / 'method.py'}:Mine", "--scheme", "token-dynamic", *SMALL)
-    assert status == 0 and len(table(out)) == 2
 
 
 def test_half_of_torchrun_is_one_line(command, monkeypatch):

@@ -100,6 +100,7 @@ def rotate_in_fp32(theirs, patch):
                   lambda q, k, *angles: [x.to(q.dtype) for x in rotate(q, k, *angles)])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()

@@ -530,7 +530,7 @@ SMALL = {"kvsink": {"emergence_layer": 0, "outlier_channel": 5}, "kivi": {"group
          "ott": {"group_size": 16, "recent": 4, "outlier_num": 2, "extra_pool": 2, "skip_layers": 1},
          "skvq": {"recent": 4, "v_bits": 1.5, "clip": "none"}, "cq": {"vq": "d4m8"},
          "intactkv": {"k_bits": 2, "v_bits": 2},
-         "antkv": {"vq": "d4m8", "anchors": "10%", "recent": 4}}
+         "antkv": {"vq": "d4m8", "anchors": "10%", "recent": 4, "choose": "always"}}
 
 
 def method_of(model, name, **more):
@@ -555,11 +555,13 @@ def loss_of(model, tokens, cache, chunks):
     return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1 - logits.shape[1]:]).item()
 
 
-@pytest.mark.one_in(17)
+CELLS = [(name, protocol, prompt) for name in METHODS for protocol in ("paper", "stream") for prompt in (None, 20)]
+QUICK = [("antkv", "stream", 20), ("kvquant", "paper", None)]  # in the interpreter seconds each
+
+
 @pytest.mark.usefixtures("tall")
-@pytest.mark.parametrize("prompt", [None, 20])
-@pytest.mark.parametrize("protocol", ["paper", "stream"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name, protocol, prompt", [
+    cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.whole) for cell in CELLS])
 def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
     """Perplexity, and what is held: codes, kept rows, and scores. The kernels' cache decodes no row."""
     model = tiny(sliding_window=24 if name in ("antkv", "kivi") else None)

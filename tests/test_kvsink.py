@@ -183,6 +183,7 @@ def test_an_outlier_of_the_first_block_can_be_restored():
         assert (other.layer, other.channel) == (place or (None, None))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_kvsink_finds_what_it_needs_by_itself(scheme):
     model = emerging_model(1, 9)
@@ -204,7 +205,7 @@ def test_kvsink_finds_what_it_needs_by_itself(scheme):
         assert sorted(layer.keys.kept_positions[0, 0].tolist()) == [11, 23]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_kvsink_without_an_outlier_is_pfn(scheme, protocol):

@@ -78,17 +78,6 @@ def modules_after(statement):
 
 
 @pytest.mark.whole  # a process of its own
-def test_no_method_reaches_files_or_triton():
-    """All methods at once: no checkpoint, tokenizer, data, storage, command or kernel."""
-    reached = modules_after("import tinykv.methods.registry")
-    assert "tinykv.methods.antkv" in reached
-    for name in reached:
-        first, *others = name.split(".")
-        assert first == "tinykv", name
-        assert not others or others[0] in ("methods", "codecs", "kmeans", "cache", "cache_parts"), name
-
-
-@pytest.mark.whole  # a process of its own
 def test_nothing_needs_triton_until_it_is_asked_for():
     assert "triton" not in modules_after("import eval_ppl, train_intact, tinykv.analysis")
 

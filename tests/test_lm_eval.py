@@ -42,7 +42,7 @@ def recall(model, stories):
     return right, n
 
 
-@pytest.mark.parametrize("settings", [{}, CODED])
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.whole), CODED])
 def test_the_accuracy_of_a_task_is_the_recall_that_the_project_counts(asked, settings):
     model = TinyKV(**settings)
     right, n = recall(model, asked)

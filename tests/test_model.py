@@ -1,5 +1,4 @@
 """The model against transformers' logits (tests/references/, made by make_references.py), with and without a cache."""
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -114,88 +113,6 @@ def test_each_word_for_attention_runs_its_own_lines(monkeypatch):
         model.use_attention("flash")
 
 
-def overwritten(suffix, value):
-    """Every parameter whose name ends in `suffix` set to one value."""
-    def spoil(model):
-        found = [p for name, p in model.named_parameters() if name.endswith(suffix)]
-        for p in found:
-            p.data.fill_(value)
-        assert found
-        return model
-    return spoil
-
-
-def rebuilt(**changes):
-    """The same weights under another configuration."""
-    def spoil(model):
-        other = Llama(dataclasses.replace(model.config, **changes))
-        other.load_state_dict(model.state_dict())
-        return other
-    return spoil
-
-
-class AdjacentRope(Rope):
-    """The other convention, of Meta's own files: channel 2i turns with channel 2i + 1."""
-
-    def rotate(self, x, positions=None):
-        halves = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)  # (..., T, d)
-        return super().rotate(halves, positions)
-
-
-def with_adjacent_rope(model):
-    model.rope = AdjacentRope(model.config)
-    return model
-
-
-def with_other_groups(model):
-    """Heads 0 and 2 on the first KV head, 1 and 3 on the second."""
-    for block in model.model["layers"]:
-        q, o = block.self_attn.q_proj.weight, block.self_attn.o_proj.weight
-        q.data = q.data.view(4, 8, 32)[[0, 2, 1, 3]].reshape(32, 32)  # (H d, D)
-        o.data = o.data.view(32, 4, 8)[:, [0, 2, 1, 3]].reshape(32, 32)  # (D, H d)
-    return model
-
-
-def with_another_scale(model):
-    """That of hidden_size / heads, where head_dim is another."""
-    assert model.config.head_dim != model.config.hidden_size // model.config.num_attention_heads
-    for block in model.model["layers"]:
-        block.self_attn.q_proj.weight.data *= math.sqrt(model.config.head_dim / 16)
-    return model
-
-
-WRONG = [
-    ("rope_llama3", rebuilt(rope_scaling=None)),
-    ("rope_llama3", rebuilt(rope_scaling={"rope_type": "linear", "factor": 8.0})),
-    ("rope_linear", rebuilt(rope_scaling=None)),
-    ("rope_theta", rebuilt(rope_theta=10000.0)),
-    *[("mistral", rebuilt(sliding_window=window)) for window in (None, 7, 9)],
-    ("mha", rebuilt(rms_norm_eps=1e-6)),
-    *[("biases", overwritten(f"{name}_proj.bias", 0.0)) for name in ("q", "k", "v", "o", "gate", "up", "down")],
-    *[("qwen2", overwritten(f"{name}_proj.bias", 0.0)) for name in "qkv"],
-    *[("qwen3", overwritten(f"{name}_norm.weight", 1.0)) for name in "qk"],
-    ("qwen3", lambda model: rebuilt(model_type="llama")(without_head_norms(model))),
-    *[("mha", overwritten(f"{name}norm.weight", 1.0)) for name in ("input_layer", "post_attention_layer", "model.")],
-    ("mha", with_adjacent_rope),
-    ("gqa", with_other_groups),
-    ("head_dim", with_another_scale),
-]
-
-
-def without_head_norms(model):
-    for block in model.model["layers"]:
-        del block.self_attn.q_norm, block.self_attn.k_norm
-    return model
-
-
-@pytest.mark.parametrize("variant, spoil", WRONG)
-def test_the_references_show_what_is_left_out(variant, spoil):
-    """Otherwise a model without it could have the same logits."""
-    tokens, logits = expected(variant)
-    wrong = spoil(load_model(REFERENCES / variant))
-    assert (logits_of(wrong, tokens) - logits).abs().max() > 1e-2
-
-
 # The model by itself
 
 def test_tied_embeddings_are_one_parameter():
@@ -223,19 +140,6 @@ def test_a_sliding_window_counts_the_token_itself():
         [0, 0, 1, 1, 1]]
     assert model.mask(0, 3, "cpu") is None  # the window hides nothing yet
     assert model.mask(4, 1, "cpu").int().tolist() == [[0, 0, 1, 1, 1]]
-
-
-def test_rope_keeps_lengths_and_depends_on_distance_alone():
-    rope = tiny().rope
-    q, k = torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(2))  # (1, d) both
-
-    def score(i, j):
-        return rope.rotate(q, torch.tensor([i])) @ rope.rotate(k, torch.tensor([j])).T
-
-    torch.testing.assert_close(score(5, 2), score(45, 42), atol=1e-5, rtol=0)
-    assert (score(5, 2) - score(5, 3)).abs() > 1e-3
-    torch.testing.assert_close(rope.rotate(q, torch.tensor([9])).norm(), q.norm())
-    assert torch.equal(rope.rotate(q, torch.tensor([0])), q)
 
 
 @torch.no_grad()
@@ -370,20 +274,6 @@ def test_generation_under_an_exact_prefix_is_fp16_generation():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_forward_reads_what_follows_the_prefix(protocol):
-    model = tiny().double()
-    plain = model(TEXT, KVCache(model, METHODS["fp16"](model.config), protocol))  # (B, T, vocab)
-    cache = KVCache(model, under_a_prefix(model), protocol)
-    assert len(cache) == cache.start == 3
-    logits = model(TEXT, cache)  # (B, T - n, vocab)
-    torch.testing.assert_close(logits, plain[:, 3:])
-    assert [layer.length for layer in cache.layers] == [7, 7]
-    cache.reset()
-    assert torch.equal(model(TEXT, cache), logits)
-
-
-@torch.no_grad()
 def test_only_the_beginning_of_a_text_is_its_prefix():
     """A later chunk that happens to hold the same tokens is read, and not taken for the prefix again."""
     model = tiny()
@@ -394,15 +284,6 @@ def test_only_the_beginning_of_a_text_is_its_prefix():
     second = model(TEXT, cache)  # (B, T, vocab)
     assert len(cache) == 14
     torch.testing.assert_close(second, model(text, fp16)[:, 7:], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_evaluation_reads_each_token_once(protocol):
-    model = tiny()
-    methods = {"fp16": METHODS["fp16"](model.config), "intactkv": under_a_prefix(model)}
-    windows = Windows(TEXT, [[], []], "a text", start=3)
-    results = evaluate(model, methods, windows, protocol)
-    assert results["intactkv"].nll == pytest.approx(results["fp16"].nll, abs=1e-5)
 
 
 SMALL = {"k_bits": 2, "v_bits": 3, "preserve": 3, "emergence_layer": 0, "outlier_channel": 5, "outlier_num": 2,
@@ -422,6 +303,7 @@ def built(name, own, **changes):
     return method
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_every_method_runs_on_a_qwen3(name, protocol):

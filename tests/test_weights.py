@@ -18,7 +18,7 @@ from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.methods.fp16 import FP16
 from tinykv.model import Llama, LlamaConfig
-from tinykv.weights import QUANTIZERS, awq, base, gptq, omniquant, quantize, restore, tensors_of, weight_bytes
+from tinykv.weights import QUANTIZERS, awq, gptq, omniquant, quantize, restore, tensors_of, weight_bytes
 from tinykv.weights.awq import AWQ
 from tinykv.weights.base import FOLDS, BlockRunner, transform
 from tinykv.weights.gptq import GPTQ
@@ -351,18 +351,6 @@ def test_a_transformed_model_computes_the_same(sharing, bias, names):
         expected = model(text(3, 20, 8))
     scales = [{name: of_block[name] for name in names} for of_block in random_scales(model)]
     assert (logits_after(model, scales) - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
-@pytest.mark.parametrize("fold", FOLDS)
-def test_a_transformation_that_is_wrong_shows(monkeypatch, fold):
-    """The last reader forgotten: without this, the test before could pass on a transformation of nothing."""
-    model = tiny()
-    with torch.no_grad():
-        expected = model(text(3, 20, 8))
-    giver, readers = FOLDS[fold]
-    monkeypatch.setitem(base.FOLDS, fold, (giver, readers[:-1]))
-    scales = [{fold: of_block[fold]} for of_block in random_scales(model)]
-    assert (logits_after(model, scales) - expected).abs().max() > 1e-2 * expected.abs().max()
 
 
 def fold(monkeypatch, model, quantizer, windows):
