@@ -1,6 +1,6 @@
 """Settings of all tests: one thread and fixed examples, so that every run gives the same result.
 
-    pytest -q            one to two minutes: the tests on a part of their cases that covers the whole
+    pytest -q            a minute and more: the tests on a part of their cases that covers the whole
     pytest -q --whole    every test on everything
     pytest tests/test_methods.py --method path/to/file.py:Class
                          the matrix of one method, and nothing else, up to the first failure

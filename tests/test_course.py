@@ -66,7 +66,7 @@ def loses_points(file, name, seed):
 
 # ---- each assignment
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize("name, wrong", [(name, wrong) for name in NAMES for wrong in WRONG[name]])
 def test_a_wrong_answer_loses_points(name, wrong, tmp_path, request):
     text = (grade.folder_of(name) / "answer.py").read_text(encoding="utf-8")
@@ -163,7 +163,7 @@ DEEDS = {
     "takes memory": ("x = torch.ones(2 ** 32)", False),
     "loops": ("def outlier(hidden):\n    while True: pass", False),
 }
-QUICK = (HONEST, "empty message", "links to the right values", "reads the answer", "writes elsewhere")
+QUICK = (HONEST, "links to the right values", "writes elsewhere")
 
 
 @pytest.fixture
