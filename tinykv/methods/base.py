@@ -80,6 +80,9 @@ class Method(Described):
 
     # Calibration
 
+    def prepare(self, model):
+        """Calibration begins on this model: look at its weights, if the method needs them."""
+
     def watch(self, step, layer, hidden):
         """In pass `step` of the method itself: a block's output, hidden (1, T, D). Layer -1 is the
         embedding."""
