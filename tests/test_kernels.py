@@ -569,14 +569,17 @@ def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
     if method.prefix:
         tokens[:, 0] = 1
     chunks = 40 if protocol == "paper" and not prompt else [20, 19, 1]
-    losses, caches = [], [KVCache(model, method, protocol, prompt), TritonCache(model, method, protocol, prompt)]
-    for attention, cache in zip(("plain", "triton"), caches):
+    losses, caches = {}, []
+    for attention, cache_class in (("plain", KVCache), ("fused", KVCache), ("triton", TritonCache)):
         model.use_attention(attention)
-        losses.append(loss_of(model, tokens, cache, chunks))
-        monkeypatch.setattr(CachedRows, "read", None)
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
-    assert caches[0].nbytes == caches[1].nbytes and caches[0].layers[0].keys.n_coded
-    for one, two in zip(*(cache.layers for cache in caches)):
+        cache = cache_class(model, method, protocol, prompt)
+        if attention == "triton":
+            monkeypatch.setattr(CachedRows, "read", None)
+        losses[attention] = loss_of(model, tokens, cache, chunks)
+        caches.append(cache)
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["plain"]), abs=1e-4)
+    assert caches[0].nbytes == caches[2].nbytes and caches[0].layers[0].keys.n_coded
+    for one, two in zip(caches[0].layers, caches[2].layers):
         for kind in ("keys", "values"):
             for part, other in zip(getattr(one, kind).tensors()["kept"], getattr(two, kind).tensors()["kept"]):
                 torch.testing.assert_close(other, part, rtol=1e-2, atol=1e-2)
