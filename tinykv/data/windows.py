@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
+from tqdm import tqdm
 
 from tinykv import UserError, did_you_mean
 from tinykv.data.stories import FABLES, TALES, Story, stories
@@ -108,7 +109,8 @@ def encode_documents(documents, tokenizer, need):
     the fact, the first token of the answer, and the token after its last.
     """
     ids, marks = array("q"), []  # 8 bytes an id
-    for document in documents:
+    # disable=None: no bar where there is no terminal
+    for document in tqdm(documents, unit="document", desc="reading text", leave=False, delay=1, disable=None):
         if tokenizer.bos_id is not None:
             ids.append(tokenizer.bos_id)
         found, offsets = tokenizer.encode_with_offsets(document.text)
