@@ -103,7 +103,7 @@ def read_tensors(folder):
     files = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
     if not files:
         raise UserError(f"no weights in {folder}; it must hold model.safetensors, or its shards, as save_pretrained "
-                        "writes them")
+                        "writes them (of .bin files: load and save them with transformers)")
     for path in files:
         try:
             file = safe_open(path, "pt")  # checks the header against the length of the file
