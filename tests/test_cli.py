@@ -502,7 +502,7 @@ def test_as_processes():
               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (900 * 2 ** 20,) * 2))
     assert done.returncode == 2 and "error: not enough memory" in done.stderr.splitlines()[-1]
     done = of(["-S", "eval_ppl.py"])
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "pip install -r requirements.txt" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "pip install -r requirements.txt" in done.stderr
     done = subprocess.run(f"{sys.executable} eval_ppl.py --list-methods | head -1", shell=True, cwd=ROOT,
                           capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 1
