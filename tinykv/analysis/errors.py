@@ -41,11 +41,12 @@ def codecs_of(text, scheme, all_bits):
              for kept in (False, True) for bits in all_bits}
     if scheme.endswith("dynamic"):
         return pairs
+    if text.calibration_marks is None:  # the same for all static schemes
+        text.calibration_marks = find_sinks(text.model, text.calibration, text.threshold)
     codecs = [codec for of_layers in pairs.values() for pair in of_layers for codec in (pair.k, pair.v)]
     for codec in codecs:
         codec.begin(0, *text.calibration.shape)
-    for window in text.calibration:
-        sinks = find_sinks(text.model, window[None], text.threshold)  # (1, T)
+    for window, sinks in zip(text.calibration, text.calibration_marks):
         for at in walk(text.model, window):
             for (_, kept), of_layers in pairs.items():
                 ignored = (sinks & kept).expand(at.k.shape[1], -1)  # (Hkv, T)

@@ -34,6 +34,7 @@ class Text:
     threshold: float = 0.3  # the score from which a token is a sink of a head: that of Gu et al. (2024)
     prefix: int = 0  # tokens that all windows begin with
     calibration: torch.Tensor | None = None  # (C, T)
+    calibration_marks: torch.Tensor | None = None  # (C, T): True at its sinks; found when first needed
     methods: dict | None = None  # {label: Method}, of the timeline and the page
 
     def shown(self):
