@@ -1,8 +1,8 @@
 """The Triton kernels: attention that reads the packed cache, and the scores of KVSink and AnTKV.
 
 From easy to hard, each under the torch lines that it equals. Sections 1 and 2 are the idea: what a kernel is, and one
-that attends to 2-bit codes, simply. Sections 3 to 6 make that fast, and each trick says what it saves. Nothing was
-measured on a GPU: the tests run the kernels in Triton's interpreter.
+that attends to 2-bit codes, simply. Sections 3 to 6 make that fast, and each trick says what it saves. The tests run
+the kernels in Triton's interpreter; docs/kernels.md has what an H100 measured.
 
 Why kernels? Decoding reads every cached token once per new token, so its time is bytes over bandwidth, and packed codes
 are fewer bytes, if no decoded row is written to memory: a code becomes a number between its load and its product.
@@ -573,7 +573,6 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.const
     bh, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     j, c = tile * N + tl.arange(0, N), tl.arange(0, D)  # (N), (D)
     keys = tl.load(k + (bh * S + j)[:, None] * DIM + c[None], (j < S)[:, None] & (c < DIM)[None], 0)  # (N, D)
-    keys = tl.trans(keys.to(tl.float32))  # (D, N)
     sum_k, sum_v = tl.zeros((N,), tl.float32), tl.zeros((N,), tl.float32)
     # the query rows that see any of these keys; as in attend_kernel, R of them for each new token
     first = tl.maximum(tile * N - (S - T), 0) * R // M * M
@@ -584,7 +583,7 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.const
         query = (bh * R + row % R) * T + t  # (M): place among all B * H * T
         # scores
         queries = tl.load(q + query[:, None] * DIM + c[None], live[:, None] & (c < DIM)[None], 0)  # (M, D)
-        s = product(queries.to(tl.float32) * factor, keys, None, DOT)  # (M, N)
+        s = product(queries, tl.trans(keys), None, DOT) * factor  # (M, N)
         at = S - T + t  # (M): positions
         seen = live[:, None] & (j[None] <= at[:, None]) & (j[None] > at[:, None] - window)
         # the attention weights, from each query's log-sum-exp; log2(e) turns that to base 2

@@ -31,8 +31,6 @@ from tinykv.cache import LayerCache  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
 from tinykv.triton_cache import (  # noqa: E402
-    MERGED,
-    PIECE,
     PackedRows,
     TritonCache,
     TritonLayer,
@@ -56,6 +54,8 @@ CASES = {  # name: (method, its settings)
        for vq, bits in (("d2m256", 4), ("d4m256", 2), ("d8m256", 1), ("d16m4096", 0.75))},
     "1-bit antkv, 1% kept": ("antkv", {"vq": "d8m256"}),
 }
+DECODED = ("fp16", "4-bit per token", "2-bit per token", "2-bit kivi, groups of 32", "2-bit kvsink, 5 kept",
+           "2-bit kvquant, 1% outliers", "1-bit codebooks d8m256", "1-bit antkv, 1% kept")
 SHAPES = {  # L, D, MLP, H, Hkv, d, vocabulary, theta
     "LLaMA-3-8B": (32, 4096, 14336, 32, 8, 128, 128256, 500000.0),
     "LLaMA-2-7B": (32, 4096, 11008, 32, 32, 128, 32000, 10000.0),
@@ -207,11 +207,9 @@ def compiled(job):
         anchor_scores(q, layer.keys.recent, torch.zeros(q.shape[:3]))
         kernels.topk_outliers(torch.zeros(1, 2048, 4096, dtype=torch.bfloat16), 7, 5)
     for row in driver.active.kernels:
-        row.update(d=d, R=R, T=T, limit=None)
+        row.update(d=d, R=R, T=T)
         if row["kernel"] == "attend" and not row["what"]:
-            coded = sum(x.part_bytes()["coded"] for x in (layer.keys, layer.values))
-            numbers = 2 * layer.keys.n_coded * config.num_key_value_heads * d
-            row.update(what=name, limit=2 * numbers / coded)
+            row["what"] = name
     return driver.active.kernels
 
 
@@ -230,29 +228,6 @@ def jobs_of(quick):
     return [job for job in jobs if job[1:3] != ("2-bit kivi, groups of 32", 80)]  # 32 divides no 80
 
 
-def predicted(row):
-    """Decoding 32K tokens over 16 bits: one sequence and eight, on an H100, then on an H200: ["3.2x", ...].
-
-    Arithmetic, not measured. Of a step: the bytes at 85% of the bandwidth, or the instructions, of which 132 processors
-    issue 4 x 32 at a time, 1.755e9 times a second, 70% of the time; the partial sums, written and read; loads of
-    the merge that wait for memory, 0.7e-6 s each; three launches (coded rows, recent rows, merge), 1.5e-6 s each.
-    """
-    if row["kernel"] != "attend" or row["sm"] != 90 or row["T"] > 1 or row["limit"] is None:
-        return ["-"] * 4
-    speeds = []
-    for bandwidth in (3.35e12, 4.8e12):
-        for B in (1, 8):
-            numbers = 2 * 2 ** 15 * B * 8 * row["d"]  # K and V of 8 KV heads
-            seconds = []
-            for size, each, warps in ((2, 0, 4), (2 / row["limit"], row["each"], row["warps"])):  # 16 bits, and this
-                pieces = min(-(-132 * 8 // warps // (8 * B)), 2 ** 15 // PIECE)
-                reads = max(numbers * size / (0.85 * bandwidth), numbers * each / (132 * 4 * 32 * 1.755e9 * 0.7))
-                sums = 2 * pieces * B * 8 * row["R"] * (row["d"] + 2) * 4 / (0.85 * bandwidth)
-                seconds.append(reads + sums + 2 * -(-pieces // MERGED) * 0.7e-6 + 3 * 1.5e-6)
-            speeds.append(f"{seconds[0] / seconds[1]:.1f}x")
-    return speeds
-
-
 def compile_all(args):
     """Every kernel at its settings through ptxas, and a table. Exit status 1 if one spills."""
     at_least(1, **{"--jobs": args.jobs})
@@ -264,16 +239,14 @@ def compile_all(args):
     key = ("sm", "d", "R", "T", "kernel", "what")
     rows = list({tuple(row[x] for x in key): row for row in rows}.values())  # each once
     rows.sort(key=lambda row: (-row["sm"], -row["d"], row["R"] != 4, row["R"], row["T"], row["kernel"]))
-    print("bf16. R: query heads a KV head, T: new tokens. instr.: a thread's instructions for each number of K and V.\n"
-          "H100, H200: decoding 32K tokens over 16 bits, of one sequence and of eight; predicted, nothing was run\n")
+    print("bf16. R: query heads a KV head, T: new tokens. instr.: a thread's instructions for each number of K and V\n")
     print(f"{'kernel':8}{'case':30}{'GPU':>6}{'d':>5}{'R':>3}{'T':>5}{'warps':>7}{'regs':>6}{'spills':>8}{'KB':>7}"
-          f"{'instr.':>8}{'H100':>7}{'x8':>7}{'H200':>7}{'x8':>7}")
+          f"{'instr.':>8}")
     for row in rows:
         each = "-" if row["each"] is None else f"{row['each']:.1f}"
-        speeds = "".join(f"{speed:>7}" for speed in predicted(row))
         gpu = f"sm_{row['sm']}"
         print(f"{row['kernel']:8}{row['what']:30}{gpu:>6}{row['d']:>5}{row['R']:>3}{row['T']:>5}{row['warps']:>7}"
-              f"{row['registers']:>6}{row['spills']:>8}{row['shared'] / 1024:>7.1f}{each:>8}{speeds}")
+              f"{row['registers']:>6}{row['spills']:>8}{row['shared'] / 1024:>7.1f}{each:>8}")
     if any(row["spills"] for row in rows):
         sys.exit("bench_kernels.py: error: a kernel spills registers")
 
@@ -411,27 +384,29 @@ def decoding(model, name, B, context, steps, device):
 
 
 def bench_decoding(config, contexts, names, device, steps=32, largest=4096):
-    """Tokens a second; then the longest context of one sequence and the largest batch at 8K, both by doubling."""
+    """Tokens a second of one sequence; then, by doubling, the longest context that fits, and the largest batch of the
+    first context, and its tokens a second."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(config).to(torch.bfloat16).requires_grad_(False)
     model.rope.freq = model.rope.freq.to(device)  # (d/2)
     model.use_attention("triton")
-    print(f"\n{'case':30}" + "".join(f"{f'tok/s at {c}':>17}" for c in contexts) + f"{'longest':>10}{'batch':>7}")
+    print(f"\n{'case':30}" + "".join(f"{f'tok/s at {c}':>17}" for c in contexts)
+          + f"{'longest':>10}{'batch':>7}{'tok/s of it':>13}")
     for name in names:
         def speed(B, context, steps, name=name):
-            return fitting(decoding, model, name, B, context, steps, device)
-        line = f"{name:30}" + "".join(f"{speed(1, context, steps) or 0:>17.1f}" for context in contexts)
-        longest = doubled(contexts[0], config.max_position_embeddings, lambda context: speed(1, context, 1))
-        batch = doubled(1, largest, lambda B: speed(B, contexts[0], 1))
-        print(f"{line}{longest:>10}{batch:>7}", flush=True)
+            return fitting(decoding, model, name, B, context, steps, device) or 0
+        line = f"{name:30}" + "".join(f"{speed(1, context, steps):>17.1f}" for context in contexts)
+        longest, _ = doubled(contexts[0], config.max_position_embeddings, lambda context: speed(1, context, 1))
+        batch, most = doubled(1, largest, lambda B: speed(B, contexts[0], 8))
+        print(f"{line}{longest:>10}{batch:>7}{most:>13.0f}", flush=True)
 
 
-def doubled(size, end, fits):
-    """The largest of size, 2 size, ... below `end` that fits; 0 if none does."""
-    found = 0
-    while size < end and fits(size):
-        found, size = size, 2 * size
+def doubled(size, end, speed):
+    """The largest of size, 2 size, ... below `end` that has a speed, and that; 0 and 0 if none has."""
+    found = 0, 0
+    while size < end and (now := speed(size)):
+        found, size = (size, now), 2 * size
     return found
 
 
@@ -462,7 +437,7 @@ def bench(args):
     for shape in SHAPES:
         bench_attention(shape, contexts, (1, 8), names, device)
     bench_scores("LLaMA-3-8B", contexts[:4], device)
-    bench_decoding(config_of("LLaMA-3-8B", positions=2 ** 24), (8192, 32768), names, device)
+    bench_decoding(config_of("LLaMA-3-8B", positions=2 ** 24), (8192, 32768), DECODED, device)
 
 
 def main():

@@ -27,17 +27,16 @@ def test_no_kernel_spills(done):
 @pytest.mark.whole
 def test_the_table_has_each_kernel_on_each_gpu(done):
     """With registers, shared memory and instructions that are numbers of a real kernel."""
-    rows = [line.split() for line in done.stdout.splitlines()[4:]]
+    rows = [line.split() for line in done.stdout.splitlines()[3:]]
     gpus = ("sm_80", "sm_90")
     found = {(row[0], gpu) for row in rows for gpu in gpus if gpu in row}
     assert found == {(name, gpu) for name in ("attend", "merge", "anchor", "topk") for gpu in gpus}
     for row in rows:
-        regs, spills, shared, each, *speeds = row[-8:]
+        regs, spills, shared, each = row[-4:]
         assert 16 <= int(regs) <= 255 and spills == "0" and 0 <= float(shared) < 228
         assert 1 < float(each) < 200 if row[0] == "attend" else each == "-"
-        if "2-bit per token" in " ".join(row) and row[-11:-9] == ["4", "1"] and "sm_90" in row:
+        if "2-bit per token" in " ".join(row) and row[-7:-5] == ["4", "1"] and "sm_90" in row:
             assert float(each) <= 3.5 or "80" in row  # half of what the first version took
-            assert all(float(speed.removesuffix("x")) > 1 for speed in speeds)
 
 
 GROWING = """

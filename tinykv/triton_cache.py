@@ -25,7 +25,7 @@ from tinykv.codecs.nonuniform import NonUniform
 from tinykv.methods.antkv import AnTKV
 
 TILE = 64  # tokens that a program reads at a time, at most
-PIECE = 512  # tokens of a piece, at least: each piece writes d + 2 numbers, which the merge reads
+PIECE = 256  # tokens of a piece, at least: each piece writes d + 2 numbers, which the merge reads
 MERGED = 32  # pieces, and kept values, that are added at a time
 
 
@@ -231,7 +231,7 @@ class Tile(NamedTuple):
 # How the tiles are cut, by what is hardest to read. No kernel spills a register with these.
 TILES = {  # decoding, and many queries at once
     # nothing is decoded: many loads have to be under way
-    "exact": (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3)),
+    "exact": (Tile(16, 64, 4, 2), Tile(32, 64, 4, 3)),
     # a warp alone never waits for another, and its sums over tokens stay within it
     "token": (Tile(16, 64, 1, 3, 255), Tile(16, 64, 4, 3)),
     # the same, and the scales of channels
@@ -306,7 +306,8 @@ def attention(q, keys, values, rope=None, window=None):
         if q.dtype.itemsize > 2 and not kernels.INTERPRETED:  # fp32: no tensor cores, and tiles fill shared memory
             tile = tile._replace(M=min(tile.M, 16), stages=1)
         heads = triton.cdiv(T * R, tile.M) * B * Hkv  # programs that read a piece
-        wanted = min(triton.cdiv(programs(q.device, tile.warps), heads), max(1, (end - begin) // PIECE))
+        # not one more than run at once: the last few would take as long as all others
+        wanted = max(1, min(programs(q.device, tile.warps) // heads, (end - begin) // PIECE))
         length = end - begin // tile.N * tile.N  # pieces begin at a multiple of N
         split = triton.cdiv(triton.cdiv(length, wanted), tile.N) * tile.N  # tokens of a piece
         pieces = triton.cdiv(length, split)
@@ -394,7 +395,7 @@ def anchor_scores(q, k, lse, window=None):
     (B, H, T, d), (Hkv, S) = q.shape, k.shape[1:3]
     q, k, norm = q.contiguous(), k.contiguous(), q.float().norm(dim=-1)  # (B, H, T)
     of_k, of_v = torch.empty(2, B, Hkv, S, dtype=torch.float32, device=q.device)
-    most = 64 if q.dtype.itemsize == 2 or kernels.INTERPRETED else 16  # rows of fp32 fill the registers
+    most = 128 if q.dtype.itemsize == 2 or kernels.INTERPRETED else 16  # rows of fp32 fill the registers
     M, N, D = min(most, triton.next_power_of_2(T * H // Hkv)), 64, triton.next_power_of_2(d)
     kernels.anchor_kernel[triton.cdiv(S, N) * B * Hkv,](
         q, norm, lse.contiguous(), k, of_k, of_v, T, S, window or S, LOG2E / math.sqrt(d), H // Hkv, d, D, M, N,
