@@ -1,7 +1,6 @@
 """The recipe of the embedded model: its batches, the loss, going on after a stop, and the losses of the first steps
 against those of the run that made it. And the model with sinks that is grown in a minute."""
 import json
-import shutil
 import sys
 from dataclasses import replace
 from itertools import islice
@@ -11,7 +10,8 @@ import pytest
 import sentencepiece
 import torch
 
-from tinykv.analysis.sinks import sink_report
+from tinykv.analysis import norms, outliers
+from tinykv.analysis import sinks as received
 from tinykv.analysis.walk import mean
 from tinykv.assets import make, sinks
 from tinykv.assets.make import BOS, PHASES, batch_of
@@ -130,23 +130,6 @@ def test_a_share_that_is_none_is_one_clear_line(monkeypatch, capsys, share):
     assert end.value.code == 2 and err.count("\n") == 1 and "--triggers" in err and share in err
 
 
-def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch):
-    """Within a phase and where one begins, with a new optimizer."""
-    shapes = [replace(CHANTS, until=3, rows=2, length=40), replace(MIXED, until=6, rows=2, length=40)]
-    monkeypatch.setattr(make, "PHASES", shapes)
-    trained = {}
-    for name, stops in (("once", [6]), ("twice", [2, 6]), ("between", [3, 6]), ("later", [5, 6])):
-        (tmp_path / name).mkdir()
-        shutil.copy(EMBEDDED / "tokenizer.model", tmp_path / name)
-        for steps in stops:
-            model = make.train(tmp_path / name, steps=steps)
-        trained[name] = model.state_dict()
-    for name in ("twice", "between", "later"):
-        assert all(torch.equal(trained["once"][key], trained[name][key]) for key in trained["once"])
-    start = make.new_model(0).state_dict()
-    assert not torch.equal(trained["once"]["lm_head.weight"], start["lm_head.weight"])
-
-
 @pytest.mark.parametrize("steps", [5, pytest.param(200, marks=pytest.mark.whole)])
 def test_the_first_steps_are_those_of_the_embedded_model(tmp_path, steps):
     """The losses that its run has logged. Sums in another order, as on another machine, may shift them a little."""
@@ -162,12 +145,13 @@ def test_sinks_come_where_refrains_are_rare():
     """Blocks rest on <s>, with small keys, and the queries of refrains do not; without refrains there is none of it."""
     found = {}
     for share in (0.12, 0.0):
-        model = sinks.grow(share, seed=0)
-        tokens, asks = sinks.look_at(0, share)
-        layers = sink_report(model, tokens, tokens == BOS)[1:]
-        found[share] = {name: mean([layer[name] for layer in layers]) for name in ("first", "k", "ratio")}
+        text, asks = sinks.look_at(sinks.grow(share, seed=0), share)
+        columns = ((received, "first"), (norms, "k sinks"), (outliers, "ratio c"))
+        found[share] = [mean([row[name] for row in module.measure(text)[1:]]) for module, name in columns]
         if share:
-            of_refrains, of_others = sinks.attention_on_sinks(model, tokens, asks)
+            of_refrains, of_others = sinks.attention_on_sinks(text, asks)
             assert (of_others - of_refrains).max() > 0.4
-    assert found[0.12]["first"] > 0.4 and found[0.12]["k"] < 0.7 and found[0.12]["ratio"] > 10
-    assert found[0.0]["first"] < 0.35 and found[0.0]["k"] > 1.5 and found[0.0]["ratio"] < 10
+    first, k, ratio = found[0.12]
+    assert first > 0.4 and k < 0.7 and ratio > 10
+    first, k, ratio = found[0.0]
+    assert first < 0.35 and k > 1.5 and ratio < 10

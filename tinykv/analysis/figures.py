@@ -12,7 +12,6 @@ from tinykv.run.table import lines_of
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
            "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")
 MARKERS = "osD^vP*Xdh"
-LINES = ("-", "--", ":")
 GREY = "#b0b0b0"
 BETWEEN = 0.055  # of the height of a panel: between two labels of lines
 FLOOR = 0.01  # per cent: a smaller loss is drawn here, as a few windows cannot tell it from none
@@ -53,10 +52,9 @@ def legend(panel, **where):
 
 def plain_ticks(panel):
     """1, 2, 5, 10, 20, ... along a logarithmic y axis, written as plain numbers."""
-    low, high = panel.get_ylim()
-    ticks = [digit * 10.0 ** power for power in range(-6, 7) for digit in (1, 2, 5)]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    from matplotlib.ticker import LogLocator
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=99))
+    panel.yaxis.set_major_formatter("{x:g}")
     panel.minorticks_off()
 
 
