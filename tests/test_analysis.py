@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinykv.analysis import anchors, bias, cosine, errors, keys, maps, norms, outliers, prefix, sinks, widths
-from tinykv.analysis.walk import Text, mean, walk
+from tinykv.analysis.walk import Text, recorded, walk
 from tinykv.cache import KVCache
 from tinykv.methods import antkv
 from tinykv.methods.intactkv import IntactKV, Prefix
@@ -46,21 +46,10 @@ def tiles(monkeypatch):
     monkeypatch.setattr(antkv, "MIN_QUERIES", 1)
 
 
-def seen(modules, forward):
-    """What some modules are given, and what they return, in one forward."""
-    calls = []
-    hooks = [module.register_forward_hook(lambda m, given, out: calls.append((given[0], out))) for module in modules]
-    with torch.no_grad():
-        forward()
-    for hook in hooks:
-        hook.remove()
-    return calls
-
-
 def plain(model, window):
     blocks = list(model.model["layers"])
     projections = [getattr(block.self_attn, f"{name}_proj") for block in blocks for name in "qkv"]
-    outputs = [out[0].double().numpy() for _, out in seen([*projections, *blocks], lambda: model(window[None]))]
+    outputs = [out[0].double().numpy() for _, out in recorded([*projections, *blocks], lambda: model(window[None]))]
     layers = []
     for layer in range(L):
         *qkv, out = outputs[4 * layer:4 * layer + 4]
@@ -120,11 +109,6 @@ def test_the_walk_is_the_forward(case):
         for name, y in wanted.items():
             assert np.allclose(getattr(at, name), y, rtol=1e-3, atol=1e-3), name
         assert np.allclose(h, p.out, atol=1e-3)
-
-
-def test_what_is_not_finite_does_not_count():
-    assert mean([1.0, torch.tensor(3.0), math.nan]) == 2.0 and mean([torch.tensor([]).mean()]) is None
-    assert mean([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0])]) == [2.0, 2.0]
 
 
 # Where sinks are
@@ -276,16 +260,6 @@ def test_windows_without_a_sink_do_not_count(case):
     assert bias.measure(Text(text.model, text.windows, none, 1)) == one
     rows = norms.measure(Text(text.model, text.windows, none & False, 1))
     assert all(row["q sinks"] is None and row["q"] > 0 for row in rows)
-
-
-@given(st.integers(1, 5), st.integers(0, 99), st.booleans())
-def test_consistency_is_the_mean_over_pairs(n, seed, zero):
-    x = torch.randn(1, n + 1, 3, generator=torch.Generator().manual_seed(seed)) * 1e-9
-    if zero:
-        x[0, -1] = 0
-    got = bias.consistency(x)[0].item()
-    wanted = agreement(x.double().numpy())[0] if n + 1 - zero > 1 else None
-    assert got == pytest.approx(wanted, abs=1e-6) if wanted is not None else not math.isfinite(got)
 
 
 def test_sorted_keys(case, monkeypatch):
@@ -447,8 +421,8 @@ def test_errors_by_length(n):
     def outputs(model, tokens, cache=None):
         """What the last block gives, and what attention adds: from before a block to before its MLP."""
         blocks = list(model.model["layers"])
-        calls = seen([m for b in blocks for m in (b.post_attention_layernorm, b)],
-                     lambda: model(tokens[None], cache, logits=False))
+        calls = recorded([m for b in blocks for m in (b.post_attention_layernorm, b)],
+                         lambda: model(tokens[None], cache, logits=False))
         return calls[-1][1][0], [(mid[0] - given[0]) for (mid, _), (given, _) in zip(calls[::2], calls[1::2])]
 
     exact_rows = Prefix("first", text.windows[0][:n].tolist())
