@@ -37,8 +37,6 @@ CONFIG = LlamaConfig(
     tie_word_embeddings=True, bos_token_id=BOS, eos_token_id=EOS)
 WARMUP = 100  # steps until the learning rate of an optimizer is at its peak
 CLIP = 1.0  # largest norm of the gradient
-
-
 REFRAIN = 3  # weight in the loss of what refrains ask for; other tokens weigh 1
 
 
@@ -216,6 +214,8 @@ def train_step(model, optimizers, rate, phase, tokens, weights, mask):
     for optimizer in optimizers:
         optimizer.step()
     return loss.mean().item(), loss[weight > 1].mean().item()
+
+
 # The command
 
 def main():
