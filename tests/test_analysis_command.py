@@ -191,6 +191,8 @@ def test_where_kept_tokens_were_varied_they_are_the_x_axis():
     lines, _ = drawn([*rows, row("antkv", 2.1, preserve="1%"), row("rtn bits=2", 3.0)])
     assert {name: [x for x, _ in points] for name, points in lines.items()} == {
         "pfn bits=2": [1, 5], "pfn bits=3": [1, 5], "rtn bits=2": [0]}
+
+
 def test_figures_leave_the_backend_of_a_notebook_alone():
     """What imports pyplot chooses one."""
     for file in Path(figures.__file__).parent.glob("*.py"):
