@@ -61,7 +61,7 @@ def test_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_path, what):
     assert len(blocks) == len(names)
     for block, name in zip(blocks, names):
         module = command.PHENOMENA[name]
-        assert not hasattr(module, "draw") or (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
         lines, rows = block.splitlines(), numbers[name]
         assert len(lines) == len(rows) + 1 and len({len(line) for line in lines}) == 1
         assert lines[0].split() == " ".join(head for head, _ in module.COLUMNS.values()).split()
@@ -72,7 +72,7 @@ def test_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_path, what):
 
 
 def test_the_page_of_the_command(run, tmp_path):
-    out = run("page", "--method", "pfn block=16,pfn block=32", "--out", tmp_path)
+    out = run("page", "--method", "pfn block=16,pfn block=32", "--out", tmp_path / "cache.html")
     assert f"wrote {tmp_path / 'cache.html'}" in out and (tmp_path / "cache.html").stat().st_size < 500_000
 
 
@@ -137,7 +137,8 @@ def test_help_names_every_phenomenon(run, capsys):
     (["norms", "--data", "no/file"], "no/file"), (["norms", "--layer", 6], "--layer 6"),
     (["timeline", "--method", "rtm"], "rtm"), (["timeline", "--method", "rtn recent=3"], "recent"),
     (["timeline", "--method", "rtn block=x"], "block"), (["timeline", "--method", "intactkv prefix=bos"], "prefix"),
-    (["norms", "--method", "rtn"], "--method"), (["norms", "--context", 0], "--context"),
+    (["norms", "page"], "page"), (["norms", "--method", "rtn"], "--method"),
+    (["page", "--out", "no/folder/cache.html"], "no/folder"), (["norms", "--context", 0], "--context"),
     (["timeline", "--method", "rtn,,kivi"], "no method")])
 def test_bad_input_is_one_clear_line(run, capsys, words, named):
     with pytest.raises(SystemExit) as end:

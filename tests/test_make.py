@@ -1,6 +1,7 @@
 """The recipe of the embedded model: its batches, the loss, going on after a stop, and the losses of the first steps
 against those of the run that made it. And the model with sinks that is grown in a minute."""
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,23 @@ def test_a_share_that_is_none_is_one_clear_line(monkeypatch, capsys, share):
         sinks.main()
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count("\n") == 1 and "--triggers" in err and share in err
+
+
+def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch):
+    """Within a phase and where one begins, with a new optimizer."""
+    shapes = [replace(CHANTS, until=3, rows=2, length=40), replace(MIXED, until=6, rows=2, length=40)]
+    monkeypatch.setattr(make, "PHASES", shapes)
+    trained = {}
+    for name, stops in (("once", [6]), ("twice", [2, 6]), ("between", [3, 6]), ("later", [5, 6])):
+        (tmp_path / name).mkdir()
+        shutil.copy(EMBEDDED / "tokenizer.model", tmp_path / name)
+        for steps in stops:
+            model = make.train(tmp_path / name, steps=steps)
+        trained[name] = model.state_dict()
+    for name in ("twice", "between", "later"):
+        assert all(torch.equal(trained["once"][key], trained[name][key]) for key in trained["once"])
+    start = make.new_model(0).state_dict()
+    assert not torch.equal(trained["once"]["lm_head.weight"], start["lm_head.weight"])
 
 
 @pytest.mark.parametrize("steps", [5, pytest.param(200, marks=pytest.mark.whole)])

@@ -5,7 +5,7 @@ them.
     python -m tinykv.analysis all --out docs/figures --json numbers.json
     python -m tinykv.analysis norms keys --model path/to/Llama-2-7b-hf --data wikitext2 --out .
     python -m tinykv.analysis timeline --method "rtn,kivi recent=64" --out .
-    python -m tinykv.analysis page --out .
+    python -m tinykv.analysis page --out cache.html
 """
 import argparse
 import importlib
@@ -51,8 +51,8 @@ def parser():
                    help="the layer that figures show (default: the middle one)")
     p.add_argument("--method", metavar="NAME[,...]",
                    help='timeline, page: methods with their settings, such as "rtn,kivi recent=64" (default: several)')
-    p.add_argument("--out", metavar="DIR",
-                   help="draw each as DIR/WHAT.png (default: nothing is drawn); page: DIR/cache.html (default: here)")
+    p.add_argument("--out", metavar="DIR|FILE",
+                   help="draw each as DIR/WHAT.png (default: nothing is drawn); page: the file (default: cache.html)")
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
     return p
 
@@ -63,10 +63,14 @@ def check(args, names, config):
     cli.check_counts(args, 2, "context")
     if not 0 <= (args.layer or 0) < config.num_hidden_layers:
         raise UserError(f"--layer {args.layer}: this model has layers 0 to {config.num_hidden_layers - 1}")
+    if "page" in names and len(names) > 1:
+        raise UserError("page is written alone")
     if args.method and not {"timeline", "page"} & set(names):
         raise UserError("--method is for timeline and page")
     cli.check_folder("json", args.json)
-    if args.out and Path(args.out).is_file():
+    if "page" in names:
+        cli.check_folder("out", args.out)
+    elif args.out and Path(args.out).is_file():
         raise UserError(f"--out {args.out} is a file; give a folder")
 
 
@@ -141,7 +145,7 @@ def run(args):
         print()
         text.methods = methods.get(name)
         if name == "page":
-            path = Path(args.out or ".", "cache.html")
+            path = args.out or "cache.html"
             page.write(path, text, tokenizer, Path(args.model).resolve().name)
             print(f"wrote {path}")
             continue
@@ -152,7 +156,7 @@ def run(args):
             continue
         found[name] = module.measure(text)
         print_table(found[name], module.COLUMNS)
-        if args.out and hasattr(module, "draw"):
+        if args.out:
             figures.save(module.draw(text, found[name]), Path(args.out, f"{name}.png"))
     if args.out:  # the small ones
         for row in found.get("timeline", []):

@@ -4,6 +4,7 @@ queries of sinks do not count.
 """
 import torch.nn.functional as F
 
+from tinykv.analysis.figures import label_ends, lines_by_layer, new_figure, span
 from tinykv.analysis.walk import by_layer
 from tinykv.methods.antkv import score_tiles
 
@@ -33,3 +34,13 @@ def look(at, sinks):
 
 def measure(text):
     return by_layer(text, look)
+
+
+def draw(text, rows):
+    figure, (panel,) = new_figure(
+        1, 1, 9.2, 4, f"Cosine of a query with a sink's key: {span([row['sinks'] for row in rows], '.2f')} by layer; "
+        f"with another's: {span([row['others'] for row in rows], '.2f')}")
+    lines_by_layer(panel, rows, {"sinks": "sinks", "others": "other tokens"})
+    panel.set(ylabel="cosine of query and key, mean", ylim=(-1, 1))
+    label_ends(panel)
+    return figure

@@ -5,6 +5,7 @@ one to the other. With: of groups, and in static grids of tokens, with a sink.
 """
 import torch
 
+from tinykv.analysis.figures import LINES, new_figure, plain_ticks, style, title
 from tinykv.analysis.sinks import find_sinks
 from tinykv.analysis.walk import by_layer, mean, walk
 from tinykv.codecs import SCHEMES, make_codecs
@@ -13,6 +14,7 @@ TABLE_1 = (("token-dynamic", "k"), ("token-dynamic", "v"), ("channel-dynamic", "
            ("token-static", "k"), ("token-static", "v"), ("channel-static", "k"))
 BITS = (4, 3, 2)
 GROUP_SIZE = 16  # the paper's
+LABELS = {"overall": "all tokens", "without": "without sinks", "with": "with a sink"}
 
 COLUMNS = {"scheme": ("scheme", ""), "of": ("of", ""), "bits": ("bits", "d"), "overall": ("overall", ".3f"),
            "without": ("without", ".3f"), "with": ("with", ".3f"), "change": ("change", "+.1%")}
@@ -80,7 +82,7 @@ def measure(text):
         before, after = ("overall", "without") if scheme.endswith("static") else ("without", "with")
         for bits in BITS:
             row = {"scheme": scheme, "of": kind.upper(), "bits": bits}
-            for column in ("overall", "without", "with"):
+            for column in LABELS:
                 total, n = mean([layer[scheme, kind, bits, column] for layer in layers])
                 row[column] = total / n
             row["change"] = row[after] / row[before] - 1
@@ -92,3 +94,20 @@ def shares_token_group(sinks):
     """sinks (T) -> (T): True where one of the tokens of a token's group is a sink."""
     group_of = torch.arange(len(sinks), device=sinks.device) // GROUP_SIZE  # (T)
     return torch.isin(group_of, group_of[sinks])
+
+
+def draw(text, rows):
+    """The errors by bits, a panel for each scheme, of K or V; its title has the change."""
+    figure, panels = new_figure(2, 3, 11, 6.6, "How sinks change the mean squared error of keys and values")
+    for panel, (scheme, kind) in zip(panels, TABLE_1):
+        of_panel = [row for row in rows if (row["scheme"], row["of"]) == (scheme, kind.upper())]
+        for i, (column, label) in enumerate(LABELS.items()):
+            panel.plot(BITS, [row[column] for row in of_panel], label=label, linestyle=LINES[i], **style(i))
+        panel.set(yscale="log", xlabel="bits", ylabel="mean squared error x 100", xticks=sorted(BITS))
+        plain_ticks(panel)
+        if all(abs(row["overall"] / row["without"] - 1) < 0.02 for row in of_panel):
+            panel.text(0.97, 0.95, "all tokens and without sinks:\nthe same", transform=panel.transAxes, ha="right",
+                       va="top", fontsize="small")
+        title(panel, f"{kind.upper()}, {scheme}: {of_panel[-1]['change']:+.0%} at {BITS[-1]} bits")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    return figure

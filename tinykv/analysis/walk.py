@@ -4,7 +4,7 @@ A phenomenon is a file that has
 
     COLUMNS           of its table: {name in a row: (head, format)}
     measure(text)     -> the rows of the table, which --json writes whole
-    draw(text, rows)  -> its figure, if it shows more than the table
+    draw(text, rows)  -> its figure
 
 and its docstring says what it shows. Most have a function `look(at, sinks)`, too: what there is to
 measure at one block of one window, of what `walk` returns. A number in a row is the mean over windows,

@@ -6,6 +6,7 @@ import torch
 
 from tinykv.analysis.bias import split_output, unit
 from tinykv.analysis.errors import codecs_of, read_back
+from tinykv.analysis.figures import label_ends, new_figure, style
 from tinykv.analysis.walk import by_layer, mean
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)  # in bits
@@ -50,3 +51,19 @@ def measure(text):
         rows.append({"bits": bits, "kept": "sinks" if kept else "nothing", **dict.fromkeys(NUMBERS),
                      **dict(zip(NUMBERS, numbers))})
     return rows
+
+
+def draw(text, rows):
+    """By bits, how much attention to the sinks and the bias change."""
+    of = {(row["bits"], row["kept"]): row for row in rows}
+    figure, (panel,) = new_figure(
+        1, 1, 9.2, 4.2, f"At 4 bits attention to the sinks changes by {of[4, 'nothing']['change']:.3f}, the bias by "
+        f"{of[4, 'nothing']['bias change']:.0%} of its size; with the sinks kept by "
+        f"{of[4, 'sinks']['bias change']:.0%}")
+    for i, (column, label) in enumerate({"change": "attention, absolute", "bias change": "bias, relative"}.items()):
+        for kept, dash, more in (("nothing", "-", ""), ("sinks", "--", ", sinks kept")):
+            changes = [of[bits, kept][column] for bits in WIDTHS]
+            panel.plot(WIDTHS, changes, label=label + more, linestyle=dash, **style(i))
+    panel.set(yscale="log", xlabel="bits of keys and values", ylabel="mean change")
+    label_ends(panel)
+    return figure

@@ -1,11 +1,11 @@
 """Make the embedded model: tokenizer, training, checkpoint in HF format.
 
-    python -m tinykv.assets.make --out DIR
+    python -m tinykv.assets.make --out DIR                         train, or go on where training was stopped
     python -m tinykv.analysis sinks outliers norms --model DIR     where its sinks are
 
 A LLaMA of 250,000 parameters learns the stories of `data/stories.py` in 4,750 steps, a quarter of
-an hour on one CPU core. On one machine the same command gives the same bits; the shipped weights
-were made so.
+an hour on one CPU core. On one machine the same command gives the same bits, stopped and gone on or
+not; the shipped weights were made so.
 
 The loss is the cross-entropy of the next token, where answers and what refrains ask for weigh more.
 It says nothing about attention, keys, values or hidden states. Sinks come because most heads are
@@ -17,6 +17,7 @@ Why these phases, and by which rule the shipped model was chosen, is in docs/emb
 import io
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import sentencepiece
@@ -29,6 +30,7 @@ from tinykv.data.stories import OFTEN, REFRAINS, WORDS, chants, stories
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run.cli import Parser, one_line
+from tinykv.storage import write
 
 BOS, EOS = 1, 2  # sentencepiece's own ids
 CONFIG = LlamaConfig(
@@ -158,28 +160,38 @@ def new_optimizers(kind, model):
 # Training
 
 def train(out, seed=0, steps=PHASES[-1].until):
-    """Train until so many steps are done; returns the model. The losses go to out/training.jsonl."""
+    """Train from the last saved state, or from the start, until so many steps are done; returns the model."""
     torch.set_num_threads(1)  # with more, sums come out differently
-    train_tokenizer(out / "tokenizer.model")
+    if not (out / "tokenizer.model").exists():
+        train_tokenizer(out / "tokenizer.model")
     pieces = SentencePieceTokenizer(out / "tokenizer.model").pieces
     mask = mask_of_chants(pieces)
-    model = new_model(seed)
-    log = open(out / "training.jsonl", "w", buffering=1)  # written line by line
+    model, state = new_model(seed), {"step": 0}
+    if (out / "training.pt").exists():
+        state = torch.load(out / "training.pt", weights_only=True)
+        model.load_state_dict(state["model"])
 
     begin = 0  # of the phase
     for phase in PHASES:
         if phase.optimizer:
             optimizers, first = new_optimizers(phase.optimizer, model), begin  # first: its first step
-        for step in trange(begin, min(phase.until, steps), disable=None):
+        for step in trange(max(begin, state["step"]), min(phase.until, steps), disable=None):
+            if step == state["step"] > first:
+                for optimizer, saved in zip(optimizers, state["optimizers"]):
+                    optimizer.load_state_dict(saved)
             number = seed * 10**5 + step
             torch.manual_seed(number)  # of dropout
             rate = rate_at(step, begin, first, phase)
             loss, asked = train_step(model, optimizers, rate, phase, *batch_of(number, phase, pieces), mask)
             if step < 10 or (step + 1) % 25 == 0:
                 record = {"step": step + 1, "loss": round(loss, 5), "asked": round(asked, 5)}
-                log.write(json.dumps(record) + "\n")
+                with open(out / "training.jsonl", "a") as log:
+                    log.write(json.dumps(record) + "\n")
+            if (step + 1) % 250 == 0 or step + 1 == steps:
+                state_now = {"step": step + 1, "model": model.state_dict(),
+                             "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+                write(out / "training.pt", partial(torch.save, state_now))
         begin = phase.until
-    log.close()
     return model.eval()
 
 
@@ -220,10 +232,10 @@ def train_step(model, optimizers, rate, phase, tokens, weights, mask):
 
 def main():
     p = Parser(prog="python -m tinykv.assets.make", description="Train the embedded model.")
-    p.add_argument("--out", metavar="DIR", required=True, help="where the checkpoint goes")
+    p.add_argument("--out", metavar="DIR", required=True, help="where the checkpoint goes, and the state to go on from")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
     args = p.parse_args()
-    with one_line(p):
+    with one_line(p, "stopped; the same command goes on from the last state that was saved"):
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
         hf.save(train(out, args.seed), out / "tokenizer.model", out)

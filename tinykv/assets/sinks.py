@@ -18,6 +18,10 @@ from tinykv.analysis.bias import split_output
 from tinykv.analysis.figures import legend, new_figure, save, style, title
 from tinykv.analysis.walk import Text, mean, print_table, walk
 from tinykv.assets import make
+from tinykv.calibrate import calibrate
+from tinykv.data.windows import Windows
+from tinykv.evaluate import measure
+from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED, Parser, one_line
 
 STEPS = 600
@@ -41,10 +45,10 @@ def grow(triggers, seed):
     return model.eval().requires_grad_(False)
 
 
-def look_at(model, triggers):
+def look_at(model, triggers, number=0):
     """Chants that no model was trained on: a Text whose sinks are its <s>, and asks (W, T), True at a refrain."""
     pieces = hf.load(EMBEDDED)[1].pieces
-    tokens, weights = make.batch_of(10**9, LOOK, pieces, triggers)
+    tokens, weights = make.batch_of(10**9 + number, LOOK, pieces, triggers)
     tokens = tokens[:, :-1].contiguous()  # (W, T)
     return Text(model, tokens, tokens == make.BOS, layer=0), weights[:, 1:] > 1
 
@@ -59,6 +63,18 @@ def attention_on_sinks(text, asks):
         of_refrains.append(spent[..., is_refrain])
         of_others.append(spent[..., ~is_refrain & ~marks])
     return torch.cat(of_refrains, -1).mean(-1), torch.cat(of_others, -1).mean(-1)
+
+
+def lost(text, calibration):
+    """The perplexity that static 2-bit grids cost, calibrated on tokens (C, T): {method: over fp16}."""
+    model, windows = text.model, Windows(text.windows, [[] for _ in text.windows], "chants")
+    fp16 = measure(model, METHODS["fp16"](model.config), windows)
+    found = {}
+    for name in ("rtn", "pfn", "kvsink"):
+        method = METHODS[name](model.config, k_bits=2, v_bits=2, scheme="channel-static", formula="offset")
+        calibrate(model, method, calibration)
+        found[name] = measure(model, method, windows, fp16=fp16).ppl - fp16.ppl
+    return found
 
 
 def draw(path, texts):
@@ -102,6 +118,10 @@ def run(args):
         print("attention on <s>, by head: of refrains, and of all other queries")
         for layer, heads in enumerate(torch.stack(attention_on_sinks(text, asks), -1).tolist()):
             print(f"{layer:5}  " + "   ".join(f"{rare:.2f} {other:.2f}" for rare, other in heads))
+        print()
+    losses = lost(text, look_at(text.model, args.triggers, 1)[0].windows)
+    print("perplexity above fp16, static 2-bit grids: "
+          + ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items()))
 
 
 if __name__ == "__main__":

@@ -33,12 +33,15 @@ LARGEST = 2 ** 20  # bytes of a submission
 
 def parser():
     p = Parser(prog="python -m tinykv.course.grade", description=__doc__.split("\n\n")[0])
-    p.add_argument("submission", type=Path, metavar="FILE|FOLDER", help="a student's file, or a folder of them")
+    p.add_argument("submission", type=Path, metavar="FILE|FOLDER", nargs="?", help="a student's file, or a folder of "
+                   "them")
     p.add_argument("--all", action="store_true", help="show what is wrong in every failed test")
     p.add_argument("--seed", type=int, default=0, help="draws other models, sizes and inputs")
     p.add_argument("--json", type=Path, metavar="F", help="write a record of everything to F")
     p.add_argument("--csv", type=Path, metavar="F", help="write a line for each submission to F")
     p.add_argument("--gradescope", type=Path, metavar="F", help="write Gradescope's results.json of one file to F")
+    p.add_argument("--answers", metavar="NAME", help="print an assignment's model answers and rubric, and do nothing "
+                   "else")
     return p
 
 
@@ -46,7 +49,11 @@ def main():
     p = parser()
     args = p.parse_args()
     with one_line(p):
-        if args.submission.is_dir():
+        if args.answers:
+            print(answers(args.answers))
+        elif args.submission is None:
+            raise UserError("give a student's file, or a folder of them")
+        elif args.submission.is_dir():
             print_table(grade_all(args.submission.rglob("*.py"), args), args.submission)
         else:
             report = grade_all([args.submission], args)[0]
@@ -98,6 +105,13 @@ def named(path, word):
     text = path.read_bytes().decode(errors="replace")
     line = re.search(rf"^{word}\s*=\s*[\"'](\w+)[\"']", text, re.MULTILINE)
     return line and line[1]
+
+
+def answers(name):
+    path = folder_of(name) / "answers.md"
+    if not path.is_file():
+        raise UserError("a repository that was handed out has no model answers")
+    return path.read_text(encoding="utf-8")
 
 
 # One submission
