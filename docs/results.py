@@ -6,8 +6,8 @@
     python docs/results.py --only pdb       the debugger sessions
     python docs/results.py --check          only look up the figures of the prose; runs nothing
 
-A block that begins with "$ python" is a command. Of its output, the table is kept, and with --vs
-the second one, without the column of seconds. Figures are written where the commands say. A command
+A block that begins with "$ python" is a command. Of its output the last tables are kept, as many as
+stand there, without the column of seconds. Figures are written where the commands say. A command
 may name a method that the page defines, `heavy.py:HeavyHitters`. A block that begins with
 "$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)" go on with
 it. In a session, "..." stands for line numbers and for what a function returns.
@@ -51,8 +51,8 @@ def own_methods(text):
     return found
 
 
-def table_of(command, files):
-    """The table that a command prints: what follows its last empty line, without the seconds.
+def tables_of(command, n, files):
+    """The last n tables that a command prints, between empty lines, without the seconds.
 
     files: `own_methods` of the page. A command that names one runs where the file is.
     """
@@ -67,8 +67,7 @@ def table_of(command, files):
     if done.returncode:
         sys.exit(f"results.py: error: {command} ended with status {done.returncode}")
     blocks = done.stdout.rstrip().split("\n\n")
-    blocks = blocks[1:] if "--vs" in words else blocks[-1:]
-    return "\n\n".join(map(without_seconds, blocks))
+    return "\n\n".join(map(without_seconds, blocks[-n:]))
 
 
 def without_seconds(block):
@@ -152,9 +151,9 @@ def print_pages(pages, only):
     """Run the commands and sessions of pages that contain a word."""
     for page in tqdm(pages, unit="page", disable=None):
         text = page.read_text()
-        for command, _ in COMMAND.findall(text):
+        for command, printed in COMMAND.findall(text):
             if only in command:
-                table = table_of(command, own_methods(text))
+                table = tables_of(command, len(printed.split("\n\n")), own_methods(text))
                 # after each, so that nothing is lost if a later one fails
                 page.write_text(with_table(page.read_text(), command, table))
         if any(only in block.splitlines()[0] for block in SESSION.findall(text) if block.startswith("$ ")):

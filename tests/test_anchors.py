@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinykv.analysis.anchors import damage, theorem_1
+from tinykv.analysis.anchors import damage
 from tinykv.cache import KVCache
 from tinykv.cache_parts.tracing import Trace
 from tinykv.calibrate import calibrate
@@ -49,20 +49,6 @@ def test_scores_are_equation_5(case):
     (_, A), = attention_tiles(q, k, window)
     plain = equation_5(A, q.norm(dim=-1))  # (B, H, S) both
     assert all(close(x, y) for x, y in zip([x.unflatten(1, (k.shape[1], -1)).sum(2) for x in plain], want))
-
-
-@given(attention())
-def test_the_factor_of_theorem_1(case):
-    """Column j of V^T Diag(A_i) (I - e A_i), built as the paper writes it."""
-    q, k, v = arrays(*case[:3])
-    A, H = oracles.attention(q, k, case[3]), q.shape[1]  # (B, H, T, S)
-    V = v.repeat(H // v.shape[1], axis=1)  # (B, H, S, d)
-    factor = np.zeros(A.shape[:2] + A.shape[3:])  # (B, H, S)
-    for b, h, i in np.ndindex(A.shape[:3]):
-        a = A[b, h, i]  # (S)
-        columns = V[b, h].T @ np.diag(a) @ (np.eye(len(a)) - np.ones((len(a), 1)) * a)  # (d, S)
-        factor[b, h] += np.abs(columns).sum(0) * np.linalg.norm(q[b, h, i])
-    assert close(theorem_1(*case[:4]), oracles.of_kv_heads(factor, k.shape[1]))
 
 
 @given(attention(), st.sampled_from([1, 10]))  # 10: weights round to 1 in 32 bits

@@ -100,7 +100,7 @@ def test_an_assignment_is_whole(name):
         assert f"\n## {part}\n" in page
     assert sum(int(points) for points in re.findall(r"^\d\. \((\d+) points\)", page, re.MULTILINE)) == 20
     assert f"]({folder.name}/handout.md)" in (folder.parent / "README.md").read_text(encoding="utf-8")
-    model = grade.answers(name)
+    model = (folder / "answers.md").read_text(encoding="utf-8")
     for part in ("Eight numbers", "Questions", "Oral"):
         assert f"\n## {part}\n" in model
     assert len(re.findall(r"^\d\. ", model.partition("## Oral")[2], re.MULTILINE)) == 5
@@ -130,9 +130,7 @@ def test_values_that_are_wrong():
 
 # ---- what a submission may do: the lines that do it, and whether the rest of the file is right
 
-HONEST = "the answer as it is"
 DEEDS = {
-    HONEST: ("", True),
     "forks": ("import os\nif os.fork() == 0:\n    os.setsid()\n    import time; time.sleep(1)\n    os._exit(0)", True),
     "litters on": ("import os, time\nend, here = time.time() + 5, os.getcwd()\nif os.fork() == 0:\n    os.setsid()\n"
                    "    while time.time() < end:\n        try: open(f'{here}/{time.time()}', 'w').close()\n"
@@ -145,9 +143,7 @@ DEEDS = {
                        "    for name in [n for n in vars(module) if n.startswith('test_')]:\n"
                        "        setattr(module, name, lambda **_: None)", False),
     "exits hard": ("import os; os._exit(0)", False),
-    "exits": ("raise SystemExit(0)", False),
     "crashes": ("import ctypes; ctypes.string_at(0)", False),
-    "prints points": ("print('80 of 80 points')", False),
     "writes a record": ("import json, os\nrecord = {'test': 'test_outlier', 'notes': [], 'fault': '', 'points': 80}\n"
                         "open('record.jsonl', 'w').write(json.dumps(record) + '\\n')\nos._exit(0)", False),
     "links to the right values": ("import os\nos.symlink('../../kvsink.jsonl', 'record.jsonl')\nos._exit(0)", False),
@@ -156,14 +152,12 @@ DEEDS = {
     "reads the answer": ("exec(open(b'{ROOT}/docs/course/3-kvsink/answer.py').read())", False),
     "reads it through a link": ("import os\nos.symlink('{ROOT}/docs/course/3-kvsink', 'link')\n"
                                 "exec(open('link/answer.py').read())", False),
-    "reads it by linecache": ("import linecache\nlines = linecache.getlines('{ROOT}/docs/course/3-kvsink/answer.py')\n"
-                              "exec(''.join(lines) or 'x')", False),
     "imports the method": ("from tinykv.methods.kvsink import KVSink, find_outlier, outlier", False),
     "looks at frames": ("import sys\ndef outlier(hidden):\n    return sys._getframe(1).f_locals['right']", False),
     "takes memory": ("x = torch.ones(2 ** 32)", False),
     "loops": ("def outlier(hidden):\n    while True: pass", False),
 }
-QUICK = (HONEST, "links to the right values", "writes elsewhere")
+QUICK = ("writes elsewhere", "links to the right values")
 
 
 @pytest.fixture
@@ -204,13 +198,12 @@ def test_what_a_submission_does_brings_it_nothing(run_grader, tmp_path, request)
     assert "there is no assignment 'astrology'" in out and "names no assignment" in out
     assert not (ROOT / "docs" / "course" / "written").exists()
     assert not Path("/tmp/written_by_a_submission").exists()
-    result = grade.gradescope(records[HONEST])
+    result = grade.gradescope(records["writes elsewhere"])
     assert result["score"] == 80 == sum(test["score"] for test in result["tests"])
     assert {test["status"] for test in result["tests"]} == {"passed"}
 
 
-@pytest.mark.parametrize("words", [["no/such/file.py"], [ROOT / "docs" / "course" / "README.md"], [], [ROOT / ".ci"],
-                                   ["--answers", "astrology"]])
+@pytest.mark.parametrize("words", [["no/such/file.py"], [ROOT / "docs" / "course" / "README.md"], [], [ROOT / ".ci"]])
 def test_what_cannot_be_graded_is_told_in_one_line(run_grader, words):
     status, out, err = run_grader(*words)
     assert (status, out, err.count("\n")) == (2, "", 1)

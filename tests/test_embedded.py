@@ -1,9 +1,12 @@
 """The embedded model shows what the papers study: the rule by which it was chosen, and the order of the methods."""
+from dataclasses import replace
+
 import pytest
 import torch
 
 from eval_ppl import compare
-from tinykv.analysis.sinks import sink_report
+from tinykv.analysis import norms, sinks
+from tinykv.analysis.walk import Text
 from tinykv.data import load_windows
 from tinykv.evaluate import paired
 from tinykv.hf import load
@@ -12,48 +15,47 @@ from tinykv.run.cli import EMBEDDED
 
 @pytest.fixture(scope="module")
 def embedded():
-    """The model, tokens (W, T) of test windows, and where an <s> begins a story."""
+    """Test windows, whose sinks are the <s> that begin a story."""
     model, tokenizer = load(EMBEDDED)
     tokens = load_windows("tales", tokenizer, 1024, 8).tokens
-    return model, tokens, tokens == tokenizer.bos_id
+    return Text(model, tokens, tokens == tokenizer.bos_id, layer=0)
 
 
 @pytest.fixture(scope="module")
-def report(embedded):
-    """Of each block, by the true sinks."""
-    return sink_report(*embedded)
+def scores(embedded):
+    """Of each block, the attention that the true sinks receive."""
+    return sinks.measure(embedded)
 
 
 @pytest.fixture(scope="module")
 def table():
     """{label: row} at two bits and at three, offset."""
-    return {row["label"]: row for row in compare("rtn,pfn,kvsink", bits=[3, 2], windows=4, calib_windows=8)}
+    return {row["label"]: row for row in compare("rtn,pfn,kvsink", bits=[3, 2], windows=4, calib_windows=4)}
 
 
 def test_it_is_small():
     assert sum(file.stat().st_size for file in EMBEDDED.iterdir()) < 2e6
 
 
-def test_it_has_the_sinks_of_the_rule(report):
+def test_it_has_the_sinks_of_the_rule(scores):
     """First <s>: .5 in one block and .3 in another; later ones: .2 in two."""
-    first = sorted((row["first"] for row in report), reverse=True)
-    later = sorted((row["later"] for row in report), reverse=True)
+    first = sorted((row["first"] for row in scores), reverse=True)
+    later = sorted((row["later"] for row in scores), reverse=True)
     assert first[0] >= 0.5 and first[1] >= 0.3 and later[1] >= 0.2
 
 
 @pytest.mark.whole
 def test_other_tokens_are_no_sinks(embedded):
-    """The same score for the word after each <s>: the report does not call just any token a sink."""
-    model, tokens, marks = embedded
-    after = torch.zeros_like(marks)  # (W, T)
-    after[:, 1:] = marks[:, :-1]
-    assert all(row["later"] < 0.1 for row in sink_report(model, tokens, after))
+    """The same score for the word after each <s>: not just any token receives attention."""
+    after = torch.zeros_like(embedded.marks)  # (W, T)
+    after[:, 1:] = embedded.marks[:, :-1]
+    assert all(row["later"] < 0.1 for row in sinks.measure(replace(embedded, marks=after)))
 
 
-def test_values_at_the_sinks_are_small(report):
+def test_values_at_the_sinks_are_small(embedded, scores):
     """In the blocks that have sinks."""
-    rows = [row for row in report if row["first"] >= 0.3]
-    assert rows and all(row["v"] < 0.4 for row in rows)
+    lengths = [row["v sinks"] for row, score in zip(norms.measure(embedded), scores) if score["first"] >= 0.3]
+    assert lengths and max(lengths) < 0.4
 
 
 def test_facts_are_recalled(table):

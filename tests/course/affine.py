@@ -6,9 +6,6 @@ WRONG = {
     "no_floor_far_from_zero": ("torch.maximum(scale, least).clamp", "scale.clamp"),
     "zero_point_clamped_to_codes": ("zero.clamp(min=-10000, max=10000)", "zero.clamp(0, top(bits))"),
     "zero_point_has_other_sign": ("zero = -torch.round", "zero = torch.round"),
-    "grid_not_rounded": (
-        "scale.clamp(min=1e-5, max=6e4).half(), lo.clamp(min=-65504, max=65504).half()",
-        "scale.clamp(min=1e-5, max=6e4), lo.clamp(min=-65504, max=65504)"),
     "scale_and_zero_swapped": (
         "return scale.clamp(min=1e-5, max=6e4).half(), lo.clamp(min=-65504, max=65504).half()",
         "return lo.clamp(min=-65504, max=65504).half(), scale.clamp(min=1e-5, max=6e4).half()"),
@@ -32,9 +29,6 @@ WRONG = {
     "reads_with_the_grids_in_turn": (
         "return per_group.repeat_interleave(group, dim=2)[:, :, :T]",
         "return per_group.repeat(1, 1, group, 1)[:, :, :T]"),
-    "high_bits_first": (
-        "return (stream * 2 ** torch.arange(8)).sum(-1).to(torch.uint8)",
-        "return (stream * 2 ** torch.arange(7, -1, -1)).sum(-1).to(torch.uint8)"),
     "codes_lie_within_a_byte": (
         "    stream = torch.stack([codes.int() >> i & 1 for i in range(bits)], dim=-1).flatten(-2)\n",
         "    wide = next(w for w in (1, 2, 4, 8) if w >= bits)\n"

@@ -54,8 +54,6 @@ WRONG = {
     "asks_always": ("if n > 0:", "if True:"),
     "values_keep_nothing": ("                self.values.keep(positions)\n", ""),
     "keeps_one_too_many": ("min(self.preserve, layer.length)", "min(self.preserve + 1, layer.length)"),
-    "keeps_from_one": (
-        "torch.arange(min(self.preserve, layer.length))", "torch.arange(min(self.preserve, layer.length)) + 1"),
     "needs_n_tokens": ("torch.arange(min(self.preserve, layer.length))", "torch.arange(self.preserve)"),
     "forgets_the_batch": ("first.repeat(layer.keys.recent.shape[0], 1)", "first[None]"),
     "an_empty_tensor": ("if self.preserve == 0:", "if False:"),

@@ -24,8 +24,6 @@ WRONG = {
         "cache.shared.sinks = torch.tensor(sinks)", "cache.shared.sinks = torch.tensor(sinks[:1] * len(sinks))"),
     "positions_of_the_chunk": ("start = cache.layers[layer].length - hidden.shape[1]", "start = 0"),
     "forgets_old_sinks": ("if cache.shared.sinks is not None:", "if False:"),
-    "first_chunk_only": ("if layer != self.layer:", "if layer != self.layer or cache.shared.sinks is not None:"),
-    "one_too_many": ("[:self.preserve]", "[:self.preserve + 1]"),
     "keeps_in_lE_too": ("if layer_cache.layer > self.layer:", "if layer_cache.layer >= self.layer:"),
     "keeps_one_sequence_for_all": (
         "layer_cache.shared.sinks.unsqueeze(1)",

@@ -1,10 +1,5 @@
 """Assignment 4, ott: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
-    "keys_per_token": (
-        'keys = Affine(k_bits, width, "channel", group_size)',
-        'keys = Affine(k_bits, width, "token", group_size if group_size < width else None)'),
-    "values_per_channel": (
-        'Affine(v_bits, width, "token", min(group_size, width))', 'Affine(v_bits, width, "channel", group_size)'),
     "bits_of_keys_for_both": ("values = Affine(v_bits,", "values = Affine(k_bits,"),
     "one_grid_for_a_head": ("min(group_size, width)", "width"),
     "values_group_longer_than_a_head": ("min(group_size, width)", "group_size"),
@@ -19,15 +14,7 @@ WRONG = {
     "no_magnitudes": ("keys.float().abs().sum(dim=-1)", "keys.float().sum(dim=-1)"),
     "euclidean": ("keys.float().abs().sum(dim=-1)", "keys.float().norm(dim=-1)"),
     "added_up_in_fp16": ("keys.float().abs().sum(dim=-1)", "keys.abs().sum(dim=-1)"),
-    "largest_keys": (
-        "newcomers = sorted((score, start + i) for i, score in enumerate(new[b, h].tolist()))",
-        "newcomers = sorted(((score, start + i) for i, score in enumerate(new[b, h].tolist())), reverse=True)"),
-    "one_too_many": (
-        "return [position for _, position in newcomers[:p]]", "return [position for _, position in newcomers[:p + 1]]"),
     "tokens_that_are_not_due": ("new = self.size(rows.recent[:, :, :n])", "new = self.size(rows.recent)"),
-    "one_pool_for_all_heads": (
-        "new = self.size(rows.recent[:, :, :n])",
-        "new = self.size(rows.recent[:, :, :n])\n        new = new.sum(1, keepdim=True).expand_as(new)"),
     "first_sequence_for_all": (
         "kept.append(self.one_head(rows, new, b, h))", "kept.append(self.one_head(rows, new, 0, h))"),
     "ties_to_the_later": (
@@ -38,14 +25,11 @@ WRONG = {
         "elected = sorted(pool + newcomers)[:p]",
         "elected = sorted(pool + newcomers, key=lambda pair: (pair[0], -pair[1]))[:p]"),
     "pool_does_not_compete": ("elected = sorted(pool + newcomers)[:p]", "elected = newcomers[:p]"),
-    "pool_is_never_changed": ("elected = sorted(pool + newcomers)[:p]", "elected = pool"),
     "positions_of_the_block": ("start = rows.n_coded", "start = 0"),
-    "evicted_tokens_are_dropped": (" + extra + evicted", " + extra"),
     "extra_pool_is_forgotten": (" + extra + evicted", " + evicted"),
     "extra_pool_without_an_end": ("newcomers = newcomers[:room]", "pass"),
     "all_or_none": ("newcomers = newcomers[:room]", "newcomers = newcomers if room >= p else []"),
     "unused_entries_count": ("room = self.extra_pool - len(extra)", "room = self.extra_pool - len(positions[p:])"),
-    "drops_what_finds_no_room": ("newcomers = newcomers[:room]", "evicted_fit = room"),
     "layers_counted_from_1": ("layer_cache.layer < self.skip_layers", "layer_cache.layer <= self.skip_layers"),
     "a_pool_in_every_layer": ("if layer_cache.layer < self.skip_layers:", "if False:"),
 }

@@ -12,30 +12,10 @@ import torch
 from tinykv.analysis.figures import COLOURS, legend, new_figure, title
 from tinykv.analysis.walk import by_layer, mean
 from tinykv.calibrate import calibrate
-from tinykv.methods.antkv import AnTKV, anchor_scores, attention_tiles, score_tiles
+from tinykv.methods.antkv import AnTKV, anchor_scores, score_tiles
 
 COLUMNS = {"of": ("of", ""), "ranked by": ("ranked by", ""), "rank by layer": ("rank correlation", ".2f"),
            "rank": ("mean", ".2f"), "top by layer": ("damage in the top 1%", ".0%"), "top": ("mean", ".0%")}
-
-
-def theorem_1(q, k, v, window=None):
-    """The factor of |dK_j|_1 in Theorem 1, sum_i A_ij |V_j - O_i|_1 |Q_i|_2: (B, Hkv, S), summed
-    over query heads.
-
-    q (B, H, T, d), k, v (B, Hkv, S, d); q and k rotated. For comparison: it takes the distance of
-    each output O_i to each value V_j, which the score of Eq. 5 leaves out.
-    """
-    B, H, T, _ = q.shape
-    Hkv, S = k.shape[1:3]
-    v = v.float().repeat_interleave(H // Hkv, dim=1)  # (B, H, S, d)
-    norm = q.float().norm(dim=-1)[..., None]  # (B, H, T, 1)
-    factor = torch.zeros(B, H, S, device=q.device)  # (B, H, S)
-    for tile, A in attention_tiles(q, k, window):  # A (B, H, tile, seen)
-        seen = A.shape[-1]
-        output = A @ v[:, :, :seen]  # (B, H, tile, d)
-        distance = torch.cdist(output, v[:, :, :seen], p=1)  # (B, H, tile, seen)
-        factor[..., :seen] += (A * distance * norm[:, :, tile]).sum(2)
-    return factor.unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, S)
 
 
 def damage(q, k, v, quantized_k, quantized_v, window=None):
@@ -98,12 +78,10 @@ def rankings(at, codecs, rope):
     # (Hkv, T) each
     by_k, by_v, of_weights = (x[0] for x in damage(at.q, at.k, at.v, quantized_k, quantized_v, at.sliding))
     score_k, score_v = (x[0] for x in anchor_scores(at.q, at.k, at.sliding))
-    bound = theorem_1(at.q, at.k, at.v, at.sliding)[0]
     error_k = (quantized_k - at.k)[0].abs().sum(-1)
     error_v = (quantized_v - at.v)[0].abs().sum(-1)
     return {
-        "K": (by_k, {"score": score_k, "bound": bound, "score x error": score_k * error_k,
-                     "bound x error": bound * error_k, "itself (ceiling)": by_k}),
+        "K": (by_k, {"score": score_k, "score x error": score_k * error_k, "itself (ceiling)": by_k}),
         "K, without V": (of_weights, {"score": score_k, "score x error": score_k * error_k,
                                       "itself (ceiling)": of_weights}),
         "V": (by_v, {"score": score_v, "score x error": score_v * error_v, "itself (ceiling)": by_v}),

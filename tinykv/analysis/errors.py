@@ -9,7 +9,6 @@ from tinykv.analysis.figures import LINES, new_figure, plain_ticks, style, title
 from tinykv.analysis.sinks import find_sinks
 from tinykv.analysis.walk import by_layer, mean, walk
 from tinykv.codecs import SCHEMES, make_codecs
-from tinykv.run import cli
 
 TABLE_1 = (("token-dynamic", "k"), ("token-dynamic", "v"), ("channel-dynamic", "k"),
            ("token-static", "k"), ("token-static", "v"), ("channel-static", "k"))
@@ -42,7 +41,7 @@ def codecs_of(text, scheme, all_bits):
     if scheme.endswith("dynamic"):
         return pairs
     if text.calibration_marks is None:  # the same for all static schemes
-        text.calibration_marks = find_sinks(text.model, text.calibration, text.threshold)
+        text.calibration_marks = find_sinks(text.model, text.calibration)
     codecs = [codec for of_layers in pairs.values() for pair in of_layers for codec in (pair.k, pair.v)]
     for codec in codecs:
         codec.begin(0, *text.calibration.shape)
@@ -82,12 +81,11 @@ def measure(text):
     for scheme, kind in TABLE_1:
         before, after = ("overall", "without") if scheme.endswith("static") else ("without", "with")
         for bits in BITS:
-            row = {"scheme": scheme, "of": kind.upper(), "bits": bits, "change": None}
+            row = {"scheme": scheme, "of": kind.upper(), "bits": bits}
             for column in LABELS:
-                total, n = mean([layer.get((scheme, kind, bits, column)) for layer in layers]) or (0, 0)
-                row[column] = total / n if n and (column == "overall" or text.marks.any()) else None
-            if row[after] is not None and row[before]:
-                row["change"] = row[after] / row[before] - 1
+                total, n = mean([layer[scheme, kind, bits, column] for layer in layers])
+                row[column] = total / n
+            row["change"] = row[after] / row[before] - 1
             rows.append(row)
     return rows
 
@@ -104,14 +102,12 @@ def draw(text, rows):
     for panel, (scheme, kind) in zip(panels, TABLE_1):
         of_panel = [row for row in rows if (row["scheme"], row["of"]) == (scheme, kind.upper())]
         for i, (column, label) in enumerate(LABELS.items()):
-            if of_panel[0][column] is not None:
-                panel.plot(BITS, [row[column] for row in of_panel], label=label, linestyle=LINES[i], **style(i))
+            panel.plot(BITS, [row[column] for row in of_panel], label=label, linestyle=LINES[i], **style(i))
         panel.set(yscale="log", xlabel="bits", ylabel="mean squared error x 100", xticks=sorted(BITS))
         plain_ticks(panel)
-        if all(row["without"] and abs(row["overall"] / row["without"] - 1) < 0.02 for row in of_panel):
+        if all(abs(row["overall"] / row["without"] - 1) < 0.02 for row in of_panel):
             panel.text(0.97, 0.95, "all tokens and without sinks:\nthe same", transform=panel.transAxes, ha="right",
                        va="top", fontsize="small")
-        change = cli.figure(of_panel[-1]["change"], "+.0%")
-        title(panel, f"{kind.upper()}, {scheme}: {change} at {BITS[-1]} bits")
+        title(panel, f"{kind.upper()}, {scheme}: {of_panel[-1]['change']:+.0%} at {BITS[-1]} bits")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     return figure

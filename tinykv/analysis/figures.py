@@ -53,10 +53,9 @@ def legend(panel, **where):
 
 def plain_ticks(panel):
     """1, 2, 5, 10, 20, ... along a logarithmic y axis, written as plain numbers."""
-    low, high = panel.get_ylim()
-    ticks = [digit * 10.0 ** power for power in range(-6, 7) for digit in (1, 2, 5)]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    from matplotlib.ticker import LogLocator
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=99))
+    panel.yaxis.set_major_formatter("{x:g}")
     panel.minorticks_off()
 
 

@@ -1,7 +1,6 @@
 """OTT's sorted key magnitudes, sum_c |K[i, c]| after RoPE: the smallest over the median, the cliff
 (the largest ratio of neighbours among the 32 smallest), the number of tokens below it, and the share
-of these that are sinks; stretched: the share of channel ranges, of groups of 128 tokens, that sinks
-stretch, and by what factor. No pool of sinks can mend more than these ranges.
+of these that are sinks.
 """
 import torch
 
@@ -9,11 +8,9 @@ from tinykv.analysis.figures import COLOURS, legend, new_figure, span, title
 from tinykv.analysis.walk import by_layer
 
 MOST = 32  # of the smallest keys, in which the cliff is looked for: the size of OTT's extra pool
-GROUP = 128  # tokens of a channel's range
 
 COLUMNS = {"layer": ("layer", "d"), "smallest": ("smallest", ".3f"), "cliff": ("cliff", ".2f"),
-           "below": ("below", ".1f"), "sinks": ("sinks", ".0%"), "stretched": ("stretched", ".0%"),
-           "longer": ("by", ".2f")}
+           "below": ("below", ".1f"), "sinks": ("sinks", ".0%")}
 
 
 def look(at, sinks):
@@ -25,32 +22,12 @@ def look(at, sinks):
     cliff, last_below = ratios[:, :MOST].max(-1)  # (Hkv) both
     # 3. the tokens below it
     is_below = torch.arange(len(sinks), device=sinks.device) <= last_below[:, None]  # (Hkv, T)
-    # 4. the ranges that the sinks stretch
-    factors = stretch(at.k[0].float(), sinks)  # (ranges)
     return {
         "smallest": (size[:, 0] / size.median(-1).values).mean(),
         "cliff": cliff.mean(),
         "below": (last_below + 1).float().mean(),
         "sinks": sinks[order][is_below].float().mean(),
-        "stretched": (factors > 1).float().mean(),
-        "longer": factors[factors > 1].mean(),
     }
-
-
-def stretch(keys, sinks):
-    """By what factor the sinks stretch each channel's range: (ranges), 1 where they do not.
-
-    keys (Hkv, T, d), sinks (T). A range is one of a KV head's groups of tokens; a group of nothing
-    but sinks has none without them.
-    """
-    factors = []  # of each group: (Hkv * d)
-    for rows, marks in zip(keys.split(GROUP, dim=1), sinks.split(GROUP)):
-        others = rows[:, ~marks]  # (Hkv, n, d)
-        if others.shape[1] > 1:
-            whole = rows.amax(1) - rows.amin(1)  # (Hkv, d)
-            without = others.amax(1) - others.amin(1)  # (Hkv, d)
-            factors.append((whole / without).flatten())
-    return torch.cat(factors)
 
 
 def measure(text):

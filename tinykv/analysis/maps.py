@@ -39,7 +39,7 @@ def by_token(x):
 
 def draw(text, rows):
     at, sinks = text.shown()
-    size = at.hidden.float().abs().cpu()  # (T, D)
+    size = at.hidden.float().abs()  # (T, D)
     channel = int(size[sinks].mean(0).argmax()) if sinks.any() else rows[at.layer]["channel"]
     found = size[:, channel].topk(max(1, int(sinks.sum()))).indices  # the largest |H[:, c]|
     figure, panels = new_figure(

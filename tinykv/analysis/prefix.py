@@ -18,10 +18,8 @@ COLUMNS = {"kept": ("exact", ""), "n": ("n", ".0f"), "last": ("last block", ".3f
 
 
 def lengths_of(text):
-    """{what is exact: n}, for each window. With a prefix (--prefix), 0 .. all of its tokens; without
-    one, up to just before, and just after, each of the first sinks that all windows have."""
-    if text.prefix:
-        return [{f"the first {n}": n for n in range(text.prefix + 1)}] * len(text.windows)
+    """{what is exact: n}, for each window: up to just before, and just after, each of the first sinks
+    that all windows have."""
     sinks_at = [sinks.nonzero()[:, 0].tolist() for sinks in text.marks]  # positions, of each window
     n_sinks = min(MOST, *map(len, sinks_at))
     of_windows = []

@@ -1,14 +1,14 @@
 """Where sinks are: the attention that tokens receive from the 64 queries that begin with their own,
 averaged over heads (KVSink Figure 1a); heads: the share of heads in which a sink receives at least
---threshold.
+a threshold of 0.3.
 """
 import torch
 
-from tinykv.analysis import norms, outliers
 from tinykv.analysis.figures import draw_map, new_figure, pooled, span, title, tokens_and_sinks
-from tinykv.analysis.walk import Text, by_layer, largest, walk
+from tinykv.analysis.walk import by_layer, largest, walk
 from tinykv.methods.antkv import attention_tiles
 
+THRESHOLD = 0.3  # the score from which a token is a sink of a head: that of Gu et al. (2024)
 SPAN = 64  # queries that a sink score is averaged over (Gu et al., 2024)
 FEWEST = 16  # a token that fewer queries see is not judged: it attends to itself
 HEADS = 0.1  # the share of all heads in which a token has to be a sink, to be called one
@@ -42,16 +42,16 @@ def n_judged(T, sliding):
 
 
 @torch.no_grad()
-def find_sinks(model, windows, threshold):
+def find_sinks(model, windows):
     """windows (W, T) -> marks (W, T), True at the sinks.
 
-    A token is a sink of one head if its score there is at least `threshold`. It is called a sink of
+    A token is a sink of one head if its score there is at least THRESHOLD. It is called a sink of
     the text if it is one in a tenth of all heads of all layers.
     """
     marks = []
     for window in windows:
         scores = torch.stack([sink_scores(at) for at in walk(model, window)])  # (L, H, T)
-        share_of_heads = (scores >= threshold).float().mean((0, 1))  # (T)
+        share_of_heads = (scores >= THRESHOLD).float().mean((0, 1))  # (T)
         marks.append(share_of_heads >= HEADS)
     marks = torch.stack(marks)  # (W, T)
     marks[:, n_judged(windows.shape[1], model.config.sliding_window):] = False
@@ -71,27 +71,9 @@ def measure(text):
             "later": score[later].mean(),
             "others": score[others].mean(),
             "largest other": largest(score[others]),
-            "heads": (by_head[:, sinks] >= text.threshold).float().mean(),
+            "heads": (by_head[:, sinks] >= THRESHOLD).float().mean(),
         }
     return by_layer(text, look)
-
-
-def sink_report(model, windows, marks):
-    """What is special about some tokens, in one row for each layer. For a model that is being trained.
-
-    `first`, `later`: the sink score of marked tokens at position 0 and after it; `outlier`: |H| of the
-    outlier's channel, and `ratio`, that over the median |H|; `q`, `k`, `v`: the mean norm over
-    the median norm of all other tokens. marks (W, T): not necessarily sinks.
-    """
-    text = Text(model, windows, marks, layer=0)
-    layers = []
-    for score, outlier, norm in zip(measure(text), outliers.measure(text), norms.measure(text)):
-        layers.append({
-            "first": score["first"], "later": score["later"],
-            "outlier": outlier["size c"], "ratio": outlier["ratio c"],
-            "q": norm["q sinks"], "k": norm["k sinks"], "v": norm["v sinks"],
-        })
-    return layers
 
 
 # The figure

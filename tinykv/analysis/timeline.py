@@ -70,7 +70,7 @@ def draw_method(panel, text, row):
     # a column of one token would be too thin to be seen
     times, positions = (image == 2).nonzero().T + 0.5
     panel.scatter(positions, times, s=1.2, color=STATES["k"][1], linewidths=0)
-    sinks = text.begin(LONGEST)[1].nonzero()[:, 0] + 0.5
+    sinks = text.begin(LONGEST)[1].nonzero()[:, 0].cpu() + 0.5
     panel.plot(sinks, 0 * sinks - 0.03 * T, "v", color="black", markersize=4, clip_on=False)
     panel.grid(False)
     panel.set(xlabel="position of the token", ylabel="tokens read so far", xlim=(-0.02 * T, T),

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from tinykv import UserError
 from tinykv.cache_parts.tracing import Trace
+from tinykv.run import cli
 
 
 @dataclass
@@ -31,8 +32,6 @@ class Text:
     windows: torch.Tensor  # (W, T)
     marks: torch.Tensor  # (W, T): True at the sinks
     layer: int  # that figures show
-    threshold: float = 0.3  # the score from which a token is a sink of a head: that of Gu et al. (2024)
-    prefix: int = 0  # tokens that all windows begin with
     calibration: torch.Tensor | None = None  # (C, T)
     calibration_marks: torch.Tensor | None = None  # (C, T): True at its sinks; found when first needed
     methods: dict | None = None  # {label: Method}, of the timeline and the page
@@ -129,3 +128,18 @@ def mean(numbers):
 def largest(x):
     """The largest magnitude in a tensor; NaN if it is empty."""
     return x.abs().max() if x.numel() else math.nan
+
+
+# The table
+
+def print_table(rows, columns):
+    lines = [[cell(row[name], form) for name, (_, form) in columns.items()] for row in rows]
+    n_words = sum(form == "" for _, form in columns.values())  # columns of words, which come first
+    cli.print_columns([head for head, _ in columns.values()], lines, n_words)
+
+
+def cell(value, form):
+    """A number, or a list of them, formatted for a table."""
+    if isinstance(value, list):
+        return " ".join(cli.figure(x, form) for x in value) or "none"
+    return cli.figure(value, form)

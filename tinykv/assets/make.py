@@ -1,6 +1,7 @@
 """Make the embedded model: tokenizer, training, checkpoint in HF format.
 
-    python -m tinykv.assets.make --out DIR     train, or go on where training was stopped
+    python -m tinykv.assets.make --out DIR                         train, or go on where training was stopped
+    python -m tinykv.analysis sinks outliers norms --model DIR     where its sinks are
 
 A LLaMA of 250,000 parameters learns the stories of `data/stories.py` in 4,750 steps, a quarter of
 an hour on one CPU core. On one machine the same command gives the same bits, stopped and gone on or
@@ -25,8 +26,6 @@ import torch.nn.functional as F
 from tqdm import trange
 
 from tinykv import hf
-from tinykv.analysis.sinks import sink_report
-from tinykv.data import load_windows
 from tinykv.data.stories import OFTEN, REFRAINS, WORDS, chants, stories
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama, LlamaConfig
@@ -40,8 +39,6 @@ CONFIG = LlamaConfig(
     tie_word_embeddings=True, bos_token_id=BOS, eos_token_id=EOS)
 WARMUP = 100  # steps until the learning rate of an optimizer is at its peak
 CLIP = 1.0  # largest norm of the gradient
-
-
 REFRAIN = 3  # weight in the loss of what refrains ask for; other tokens weigh 1
 
 
@@ -233,19 +230,8 @@ def train_step(model, optimizers, rate, phase, tokens, weights, mask):
 
 # The command
 
-def print_sinks(model, windows):
-    """Where the sinks of a model are: windows (W, T)."""
-    print("sink score of position 0, and of a later <s>; |H| of the outlier's channel at <s>, and its ratio to the\n"
-          "layer's median; norms at <s> over the median of the others")
-    print("layer  first  later  outlier  ratio     q      k      v")
-    for layer, row in enumerate(sink_report(model, windows, windows == BOS)):
-        print(f"{layer:5}  {row['first']:5.2f}  {row['later']:5.2f}  {row['outlier']:7.2f}"
-              f"  {row['ratio']:5.1f}  {row['q']:5.2f}  {row['k']:5.2f}  {row['v']:5.2f}")
-
-
 def main():
-    p = Parser(prog="python -m tinykv.assets.make",
-               description="Train the embedded model, and say where its sinks are.")
+    p = Parser(prog="python -m tinykv.assets.make", description="Train the embedded model.")
     p.add_argument("--out", metavar="DIR", required=True, help="where the checkpoint goes, and the state to go on from")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
     args = p.parse_args()
@@ -253,8 +239,6 @@ def main():
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
         hf.save(train(out, args.seed), out / "tokenizer.model", out)
-        model, tokenizer = hf.load(out)
-        print_sinks(model, load_windows("tales", tokenizer, CONFIG.max_position_embeddings, 16).tokens)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ import torch
 from tqdm import trange
 
 from tinykv import UserError, hf
+from tinykv.analysis import norms, outliers, sinks
 from tinykv.analysis.bias import split_output
 from tinykv.analysis.figures import legend, new_figure, save, style, title
-from tinykv.analysis.sinks import sink_report
-from tinykv.analysis.walk import mean, walk
+from tinykv.analysis.walk import Text, mean, print_table, walk
 from tinykv.assets import make
 from tinykv.calibrate import calibrate
 from tinykv.data.windows import Windows
-from tinykv.evaluate import evaluate
+from tinykv.evaluate import measure
 from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED, Parser, one_line
 
@@ -45,54 +45,50 @@ def grow(triggers, seed):
     return model.eval().requires_grad_(False)
 
 
-def look_at(number, triggers):
-    """Chants that no model was trained on: tokens (W, T), and asks (W, T), True at a refrain."""
+def look_at(model, triggers, number=0):
+    """Chants that no model was trained on: a Text whose sinks are its <s>, and asks (W, T), True at a refrain."""
     pieces = hf.load(EMBEDDED)[1].pieces
     tokens, weights = make.batch_of(10**9 + number, LOOK, pieces, triggers)
-    return tokens[:, :-1].contiguous(), weights[:, 1:] > 1
-
-
-def report_of(model, triggers):
-    tokens, _ = look_at(0, triggers)
-    return sink_report(model, tokens, tokens == make.BOS)
+    tokens = tokens[:, :-1].contiguous()  # (W, T)
+    return Text(model, tokens, tokens == make.BOS, layer=0), weights[:, 1:] > 1
 
 
 @torch.no_grad()
-def attention_on_sinks(model, tokens, asks):
+def attention_on_sinks(text, asks):
     """What queries spend on any <s>: (L, H) of refrains, and (L, H) of all other tokens."""
     of_refrains, of_others = [], []
-    for window, is_refrain in zip(tokens, asks):
-        sinks = window == make.BOS  # (T)
-        spent = torch.stack([split_output(at, sinks, at.k, at.v)[2] for at in walk(model, window)])  # (L, H, T)
+    for window, marks, is_refrain in zip(text.windows, text.marks, asks):
+        spent = [split_output(at, marks, at.k, at.v)[2] for at in walk(text.model, window)]
+        spent = torch.stack(spent)  # (L, H, T)
         of_refrains.append(spent[..., is_refrain])
-        of_others.append(spent[..., ~is_refrain & ~sinks])
+        of_others.append(spent[..., ~is_refrain & ~marks])
     return torch.cat(of_refrains, -1).mean(-1), torch.cat(of_others, -1).mean(-1)
 
 
-def lost(model, tokens, calibration):
-    """The perplexity that static 2-bit grids cost: {method: over fp16}."""
-    methods = {"fp16": METHODS["fp16"](model.config)}
+def lost(text, calibration):
+    """The perplexity that static 2-bit grids cost, calibrated on tokens (C, T): {method: over fp16}."""
+    model, windows = text.model, Windows(text.windows, [[] for _ in text.windows], "chants")
+    fp16 = measure(model, METHODS["fp16"](model.config), windows)
+    found = {}
     for name in ("rtn", "pfn", "kvsink"):
-        methods[name] = METHODS[name](model.config, k_bits=2, v_bits=2, scheme="channel-static", formula="offset")
-        calibrate(model, methods[name], calibration)
-    results = evaluate(model, methods, Windows(tokens, [[] for _ in tokens], "chants"), "paper")
-    return {name: result.ppl - results["fp16"].ppl for name, result in results.items()}
+        method = METHODS[name](model.config, k_bits=2, v_bits=2, scheme="channel-static", formula="offset")
+        calibrate(model, method, calibration)
+        found[name] = measure(model, method, windows, fp16=fp16).ppl - fp16.ppl
+    return found
 
 
-def draw(path, reports):
-    """An inverted U: sinks, and the keys there, by the share of refrains.
-
-    reports: {(share, seed): what `sink_report` says}.
-    """
+def draw(path, texts):
+    """An inverted U: sinks, and the keys there, by the share of refrains. texts: {(share, seed): of a model's}."""
     figure, panels = new_figure(1, 2, 9, 3.6,
                                 "Sinks come where refrains are rare, not where there are none (mean of blocks 1 to 3)")
-    titles = {"first": "sink score of the first <s>", "k": "norm of keys at <s>, over other tokens'"}
-    for panel, (name, text) in zip(panels, titles.items()):
+    shown = ((sinks, "first", "sink score of the first <s>"),
+             (norms, "k sinks", "norm of keys at <s>, over other tokens'"))
+    for panel, (module, column, what) in zip(panels, shown):
         for i, seed in enumerate(SEEDS):
             # over the blocks after the first, which has no sinks
-            means = [mean([row[name] for row in reports[share, seed][1:]]) for share in SHARES]
+            means = [mean([row[column] for row in module.measure(texts[share, seed])[1:]]) for share in SHARES]
             panel.plot(SHARES, means, label=f"seed {seed}", **style(i))
-        title(panel, text)
+        title(panel, what)
         panel.set_xlabel("chance of a refrain at each step")
     legend(panels[0])
     save(figure, path)
@@ -110,20 +106,22 @@ def main():
 
 def run(args):
     if args.figure:
-        draw(args.figure, {(share, seed): report_of(grow(share, seed), share) for share in SHARES for seed in SEEDS})
+        draw(args.figure, {(share, seed): look_at(grow(share, seed), share)[0] for share in SHARES for seed in SEEDS})
         return
     if not 0 <= args.triggers <= 1:
         raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
-    model = grow(args.triggers, args.seed)
-    tokens, asks = look_at(0, args.triggers)
-    make.print_sinks(model, tokens)
+    text, asks = look_at(grow(args.triggers, args.seed), args.triggers)
+    for module in (sinks, outliers, norms):
+        print_table(module.measure(text), module.COLUMNS)
+        print()
     if asks.any():
-        print("\nattention on <s>, by head: of refrains, and of all other queries")
-        for layer, heads in enumerate(torch.stack(attention_on_sinks(model, tokens, asks), -1).tolist()):
+        print("attention on <s>, by head: of refrains, and of all other queries")
+        for layer, heads in enumerate(torch.stack(attention_on_sinks(text, asks), -1).tolist()):
             print(f"{layer:5}  " + "   ".join(f"{rare:.2f} {other:.2f}" for rare, other in heads))
-    losses = lost(model, tokens, look_at(1, args.triggers)[0])
-    print("\nperplexity above fp16, static 2-bit grids: " +
-          ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if name != "fp16"))
+        print()
+    losses = lost(text, look_at(text.model, args.triggers, 1)[0].windows)
+    print("perplexity above fp16, static 2-bit grids: "
+          + ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items()))
 
 
 if __name__ == "__main__":

@@ -93,12 +93,18 @@ def folder_of(name):
 
 def assignment_of(path):
     """The assignment that a file names. UserError if it names none."""
+    name = named(path, "ASSIGNMENT")
+    if name is None:
+        raise UserError(f"{path.name} names no assignment; it needs a line such as ASSIGNMENT = \"kvsink\"")
+    return name
+
+
+def named(path, word):
+    """The name in a file's line such as ASSIGNMENT = "kvsink"; None if there is no line with this word."""
     check_regular(path, LARGEST)
     text = path.read_bytes().decode(errors="replace")
-    line = re.search(r"^ASSIGNMENT\s*=\s*[\"'](\w+)[\"']", text, re.MULTILINE)
-    if line is None:
-        raise UserError(f"{path.name} names no assignment; it needs a line such as ASSIGNMENT = \"kvsink\"")
-    return line[1]
+    line = re.search(rf"^{word}\s*=\s*[\"'](\w+)[\"']", text, re.MULTILINE)
+    return line and line[1]
 
 
 def answers(name):
