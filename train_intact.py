@@ -11,7 +11,7 @@ import torch
 from tinykv import UserError, hf
 from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
-from tinykv.evaluate import evaluate
+from tinykv.evaluate import measure
 from tinykv.methods import intactkv
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
@@ -248,12 +248,12 @@ def run(args):
     print(f"wrote {args.out}")
 
     # 8. Evaluate the quantized model with each, beside the full-precision model
-    methods = {"fp16": FP16(config)}
-    for what, of in rows.items():
-        methods[what] = IntactKV(config, Prefix(what, prefix.ids, *of))
-    models = dict.fromkeys(rows, quantized)
-    with cli.bar(None, "evaluating", len(methods) * args.windows) as progress:
-        results = evaluate(full, methods, windows, "paper", cli.batch_of(args, context), progress, models)
+    batch = cli.batch_of(args, context)
+    with cli.bar(None, "evaluating", (1 + len(rows)) * args.windows) as progress:
+        results = {"fp16": measure(full, FP16(config), windows, "paper", batch, None, progress)}
+        for what, of in rows.items():
+            method = IntactKV(config, Prefix(what, prefix.ids, *of))
+            results[what] = measure(quantized, method, windows, "paper", batch, results["fp16"], progress)
     print()
     print_table(name, losses, results)
 

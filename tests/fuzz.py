@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import eval_ppl  # noqa: E402
 from tinykv import UserError, hf  # noqa: E402
 from tinykv.data import load_windows  # noqa: E402
-from tinykv.evaluate import evaluate  # noqa: E402
+from tinykv.evaluate import measure  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig  # noqa: E402
 from tinykv.run.cli import EMBEDDED  # noqa: E402
@@ -142,9 +142,9 @@ def load_and_read(rng, folder, damage):
     (folder / "text.txt").write_text(TEXT)
     model, tokenizer = hf.load(model_folder)
     windows = load_windows(str(folder / "text.txt"), tokenizer, 16, 1, bos="none")
-    methods = {"fp16": METHODS["fp16"](model.config), "rtn": METHODS["rtn"](model.config, 2, 2, "token-dynamic")}
-    for result in evaluate(model, methods, windows).values():
-        assert result.fault or torch.tensor([result.ppl, result.kl, result.bits]).isfinite().all(), result
+    fp16 = measure(model, METHODS["fp16"](model.config), windows)
+    rtn = measure(model, METHODS["rtn"](model.config, 2, 2, "token-dynamic"), windows, fp16=fp16)
+    assert torch.tensor([fp16.ppl, fp16.bits, rtn.ppl, rtn.kl, rtn.bits]).isfinite().all(), (fp16, rtn)
 
 
 def run_command(*words):

@@ -25,10 +25,7 @@ class Result:
 
     What is not whole numbers is listed window by window. Parts of the windows, measured by several
     processes (`ranks.py`), then add up to the same sum, digit by digit.
-
-    fault: what was not finite. Then the sums are those up to there, and no result.
     """
-    fault: str | None = None
     nll: list = field(default_factory=list)  # per window: mean negative log-likelihood, in nats
     window_kl: list = field(default_factory=list)  # per window: sum over targets of KL(fp16 || method), in nats
     window_bits: list = field(default_factory=list)  # `bits`
@@ -75,13 +72,10 @@ class Result:
 
     def add(self, other):
         """Take in the `Result` of the windows that follow."""
-        if self.fault:
-            return
         for name in ("nll", "window_kl", "window_bits", "window_bits_far", "window_coded_bits",
                      "agree", "right", "answers", "targets", "tokens", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
-        self.fault = other.fault
 
 
 def mean(numbers):
@@ -119,30 +113,11 @@ def paired(nll, other):
 
 # Measuring
 
-def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, models=None,
-             cache_class=KVCache, prompt=None):
-    """methods {name: Method}, fp16's first -> {name: Result}: each one measured, beside the first.
-
-    models {name: Llama}: for methods that run on another model, with quantized weights; its
-    embedding and head must be model's. The others: see `measure`. UserError if the first, or every
-    other, computes numbers that are not finite.
-    """
-    results, fp16 = {}, None
-    for name, method in methods.items():
-        runs = (models or {}).get(name, model)
-        results[name] = measure(runs, method, windows, protocol, batch, fp16, bar, cache_class, prompt)
-        fp16 = fp16 or results[name]
-    _, *others = results.values()
-    if others and all(result.fault for result in others):
-        raise UserError(others[0].fault)
-    return results
-
-
 @torch.inference_mode()
 def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None,
             cache_class=KVCache, prompt=None):
-    """One method's `Result` on windows (`data.windows.Windows`); it has a `fault` where the method
-    computes numbers that are not finite.
+    """One method's `Result` on windows (`data.windows.Windows`). UserError where the model, or the
+    method, computes numbers that are not finite.
 
     fp16: the Result of fp16 on the same windows; None: this is it. bar: an object with `update(n)`,
     told of every window that is finished. cache_class: `KVCache`, or a class of caches that compute
@@ -168,9 +143,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
             torch.cuda.synchronize(device)
         result.seconds += time.perf_counter() - clock
         result.tokens += tokens.numel()
-        result.fault = fault_of(cache, outputs)
-        if result.fault:
-            break
+        refuse_overflow(cache, outputs)
         if cache.start:  # predictions at a prefix's own positions are fp16's
             if reference is None:
                 raise ValueError("this method begins with a prefix; evaluate fp16 before it")
@@ -180,36 +153,32 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
 
         # 2. compare its predictions with the text's tokens and with fp16's predictions
         score(model, hidden, reference, tokens, answers, result, windows.start)
-        if result.fault:
-            break
         if fp16 is None:
             result.hidden += hidden.cpu()
         if bar is not None:
             bar.update(len(tokens))
-    if fp16 is None and result.fault:  # then there is nothing to compare with
-        raise UserError(result.fault)
     return result
 
 
-def fault_of(cache, outputs):
-    """What is not finite after a forward; None if all is. outputs: normed hidden states (B, T, D).
+def refuse_overflow(cache, outputs):
+    """UserError if something is not finite after a forward. outputs: normed hidden states (B, T, D).
 
     The norm of a residual whose square overflows is 0, so a state of zeros is a fault, too.
     """
     size = torch.cat([h.float().abs().amax(-1) for h in outputs], dim=1)  # (B, T): NaN if one is
     finite = all(layer.finite for layer in cache.layers)
     if finite and ((size > 0) & size.isfinite()).all():
-        return None
+        return
     # something is wrong: find the first layer where it is
     for layer in cache.layers:
         if not layer.finite:
-            return (f"layer {layer.layer} computes keys, values or scores that are not finite, or "
-                    "too large for 16 bits; use another --dtype, or other weights")
+            raise UserError(f"layer {layer.layer} computes keys, values or scores that are not finite, or "
+                            "too large for 16 bits; use another --dtype, or other weights")
         for rows in (layer.keys, layer.values):
             if not rows.read().isfinite().all():
-                return (f"layer {rows.layer} decodes {rows.kind.upper()} to numbers that are not "
-                        f"finite; see to {rows.codec!r}")
-    return "the last block's output overflows; use another --dtype, or other weights"
+                raise UserError(f"layer {rows.layer} decodes {rows.kind.upper()} to numbers that are not "
+                                f"finite; see to {rows.codec!r}")
+    raise UserError("the last block's output overflows; use another --dtype, or other weights")
 
 
 def chunks_of(tokens, cache):
@@ -257,8 +226,8 @@ def score(model, hidden, reference, tokens, answers, result, start=1):
 
         loss = nll / len(target)
         if not math.isfinite(loss + kl) or loss > LARGEST:
-            result.fault = (f"its logits are not finite, or its loss of {loss:g} nats has no "
-                            "perplexity; use another --dtype, or other weights")
+            raise UserError(f"its logits are not finite, or its loss of {loss:g} nats has no perplexity; "
+                            "use another --dtype, or other weights")
         result.nll.append(loss)
         result.window_kl.append(kl)
         result.targets += len(target)

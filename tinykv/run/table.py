@@ -99,18 +99,11 @@ def row_of(r, result, fp16, args):
         "bits_nominal": (r.method.k_bits + r.method.v_bits) / 2,
         "offline_bytes": r.method.offline_bytes,
         "windows": args.windows,
-        "fault": fault_of(r, result),  # then nothing was measured
+        "fault": r.error and f"failed: {cli.reason(r.error)}",  # then nothing was measured
     }
     if row["fault"]:
         return {**row, **dict.fromkeys(figures_of(fp16, fp16))}
     return {**row, **figures_of(result, fp16)}
-
-
-def fault_of(r, result):
-    """Why a run has no figures, or None."""
-    if r.error is not None:
-        return f"failed: {cli.reason(r.error)}"
-    return result.fault and f"not finite: {result.fault}"
 
 
 def figures_of(result, fp16):
@@ -166,7 +159,7 @@ class Table:
         bits = dict.fromkeys([f"{row['k_bits']:g}", f"{row['v_bits']:g}"])  # once, where they are equal
         row = {**row, "bits": "/".join(bits), "cache_kb": row["cache_bytes"] and row["cache_bytes"] / 1024}
         if row["fault"]:
-            row["ppl"] = row["fault"].partition(":")[0]
+            row["ppl"] = "failed"
         words = []
         for column in self.columns:
             _, key, form = COLUMNS[column]
@@ -199,7 +192,7 @@ def print_rest(args, runs, rows):
                 print(f"{r.title}: {claimed:g} bits are claimed, and its codes hold {held:.1f}")
             continue
         print(f"{r.title} {row['fault']}")
-        if r.error is not None and not isinstance(r.error, UserError):
+        if not isinstance(r.error, UserError):
             print("".join(traceback.format_exception(r.error)).rstrip())
     if args.vs is not None:
         print()
