@@ -9,12 +9,10 @@ In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 """
 import contextlib
 import io
-from functools import partial
 
 from tinykv import hf
 from tinykv.evaluate import measure
 from tinykv.run import cli, flags, ranks, runs, table
-from tinykv.run.prefix import fill_prefix
 
 
 def run(args, loaded=None):
@@ -27,30 +25,21 @@ def run(args, loaded=None):
 
     # 1. Load: first the config and the tokenizer, as the methods need no more
     config, tokenizer = flags.load_config(args, loaded)
-    quantizers = cli.quantizers_of(args, config)
-    by_title, left_out = runs.build_runs(args, config, tokenizer, quantizers)
+    by_title, left_out = runs.build_runs(args, config, tokenizer)
     flags.check_runs(args, by_title)
     cache_class = flags.cache_class_of(args, by_title)
     model = loaded[0] if loaded else hf.load_model(args.model, args.devices, args.dtype)
     windows = flags.load_test(args, tokenizer, by_title)
-    text, data = flags.load_calibration(args, tokenizer, by_title, quantizers)  # (W, T), its label
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
-    file = ranks.SharedCalibration(args.calibration, model)
-    models = flags.quantized_models(args, model, quantizers, text, file)  # {label of weights: Llama}
-    # calibration is read in full precision: there are no codes for triton
-    flags.use_attention(models, "fused" if args.attention == "triton" else args.attention)
-    for r in by_title.values():
-        if r.method.needs_calibration:
-            bar = partial(cli.bar, what=f"calibrating {r.title}")
-            with r.step("calibrating"):
-                r.calibrate(models[r.weights], text, file, args.calib_windows, bar)
-        if r.method.prefix:  # its keys and values come from the full-precision model
-            fill_prefix(r.method.prefix, model, models[r.weights], cli.weights_label(r.weights, quantizers, data))
+    # in full precision: there are no codes for triton
+    model.use_attention("fused" if args.attention == "triton" else args.attention)
+    models = runs.calibrate_all(args, model, tokenizer, by_title)  # {label of weights: Llama}
     table.print_heading(args, model, windows, models, by_title, left_out)
 
     # 3. Evaluate and print: a row as soon as it is measured
-    flags.use_attention(models, args.attention)
+    for quantized in models.values():
+        quantized.use_attention(args.attention)
     share = ranks.share(windows, args.batch)
     printer = table.Table(by_title.values(), args.wide)
     rows, fp16 = [], None
@@ -68,9 +57,6 @@ def run(args, loaded=None):
 
     # 4. What compares the rows, and what went wrong
     table.print_rest(args, by_title.values(), rows)
-    if args.plot:
-        from tinykv.analysis import figures
-        figures.save(figures.perplexity([row for row in rows if not row["fault"]]), args.plot)
     return rows
 
 
@@ -78,9 +64,9 @@ def compare(methods, model=None, **settings):
     """What the command measures -> a list of its rows, shown as the command prints them.
 
         compare("pfn,kvsink", bits=2, preserve=[1, 5])
-        compare(["pfn", Mine, KVSink(config)], model=hf.load("path/to/Llama-2-7b-hf"), protocol="stream")
+        compare(["pfn", Mine], model=hf.load("path/to/Llama-2-7b-hf"), protocol="stream")
 
-    methods: names, a class, a method, or a list of these. model: a folder, or a (model, tokenizer).
+    methods: names, a class, or a list of these. model: a folder, or a (model, tokenizer).
     settings: flags of the command, with `_` for `-`; True is a flag that takes no value.
     """
     loaded = model if isinstance(model, tuple) else None

@@ -214,7 +214,7 @@ def run(args):
     quantized.use_attention(args.attention)
 
     # 4. The prefix's (keys, values), (L, Hkv, n, d) each: exact ones, and those to begin with
-    weights = cli.weights_label(name, {name: quantizer}, data)
+    weights = cli.weights_label(name, quantizer, data)
     fill_prefix(prefix, full, quantized, weights)
     exact = [rows.to(device) for rows in exact_rows(full, full, prefix.ids)]
     first = [rows.to(device).float() for rows in (prefix.keys, prefix.values)]

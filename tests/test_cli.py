@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ def runs_of(words):
     """The runs that a command line asks for, without a model: {title: Run}."""
     args = flags.parse(words.split())
     config = hf.load_config(EMBEDDED)
-    return build_runs(args, config, None, {})[0]
+    return build_runs(args, config, None)[0]
 
 
 # ---- the table
@@ -296,11 +295,11 @@ def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, 
     assert calibrated == ["Mine", "Mine"]
 
 
-def test_tables_on_quantized_weights_are_known_by_the_quantizer(kept):
-    r, file, windows = runs_of("--method rtn")["rtn"], SimpleNamespace(path=kept), torch.zeros(2, 8)
+def test_tables_on_quantized_weights_are_known_by_the_quantizer():
+    r, windows = runs_of("--method rtn")["rtn"], torch.zeros(2, 8)
     found = []
     for r.quantizer in (None, *(quantizer(3) for quantizer in QUANTIZERS.values())):
-        found.append(r.made_of(file, windows))
+        found.append(r.made_of(windows))
     assert len(set(found)) == len(found) == 5
 
 
@@ -398,12 +397,6 @@ class Halves(Method):
     def __init__(self, config):
         self.codecs = [Pair(Half(), Half()) for _ in range(config.num_hidden_layers)]
 
-class Needs(Halves):
-    name = None
-
-    def __init__(self, config, amount):
-        super().__init__(config)
-
 class Bad(Halves):
     name = "bad"
 
@@ -426,7 +419,6 @@ def test_a_setting_of_ones_own_is_a_flag(command, mine):
     assert f"{mine}:Every every=10" in rows
     assert "--every" in refused(command, "--method", f"{mine}:Every", "--every", "x", *small)
     assert "--every" in refused(command, "--method", "rtn", "--every", "10", *small)
-    assert "--amount" in refused(command, "--method", f"{mine}:Needs", *SMALL)
 
 
 @pytest.mark.parametrize("protocol", ["paper", "stream"])

@@ -582,7 +582,7 @@ def test_each_quantizer_has_a_prefix_of_its_own(embedded):
     """Its rows are in the scale of one model's values."""
     model, tokenizer = embedded
     args = flags.parser().parse_args(["--method", "intactkv", "--prefix", "bos", "--weights", "awq,omniquant"])
-    found, _ = build_runs(args, model.config, tokenizer, cli.quantizers_of(args, model.config))
+    found, _ = build_runs(args, model.config, tokenizer)
     one, other = (found[f"intactkv {name}-4"].method for name in ("awq", "omniquant"))
     assert one is not other and one.prefix is not other.prefix and one.prefix.ids == other.prefix.ids
 

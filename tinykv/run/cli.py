@@ -219,14 +219,12 @@ def quantizers_of(args, config):
     return quantizers
 
 
-def weights_label(weights, quantizers, data):
-    """How weights are quantized, for a prefix's file: the quantizer, and its calibration data.
-
-    weights: the label of one of `quantizers`, or None for full precision.
-    """
+def weights_label(weights, quantizer, data):
+    """How weights are quantized, for a prefix's file: the quantizer's label, None for full precision, and its
+    calibration data."""
     if weights is None:
         return FULL_PRECISION
-    return f"{weights}, {data}" if quantizers[weights].needs_text else weights
+    return f"{weights}, {data}" if quantizer.needs_text else weights
 
 
 def quantized_model(model, name, quantizer, windows, file):

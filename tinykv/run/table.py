@@ -182,7 +182,7 @@ def content_of(args, rows):
 # What stands under the table
 
 def print_rest(args, runs, rows):
-    """What went wrong, and what compares the rows: --vs, --at-bits."""
+    """What went wrong, and what compares the rows: --vs, --at-bits, --plot."""
     measured = {}  # {title: row}
     for row, r in zip(rows, runs):
         if not row["fault"]:
@@ -203,6 +203,9 @@ def print_rest(args, runs, rows):
     if args.json == "-":
         print()
         print(json.dumps(content_of(args, rows), indent=2, allow_nan=False))
+    if args.plot:
+        from tinykv.analysis import figures  # only now: it needs matplotlib
+        figures.save(figures.perplexity(list(measured.values())), args.plot)
 
 
 def print_vs(rows, name):
