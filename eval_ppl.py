@@ -32,32 +32,24 @@ def run(args, loaded=None):
     windows = flags.load_test(args, tokenizer, by_title)
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
-    # in full precision: there are no codes for triton
-    model.use_attention("fused" if args.attention == "triton" else args.attention)
     models = runs.calibrate_all(args, model, tokenizer, by_title)  # {label of weights: Llama}
     table.print_heading(args, model, windows, models, by_title, left_out)
 
     # 3. Evaluate and print: a row as soon as it is measured
-    for quantized in models.values():
-        quantized.use_attention(args.attention)
     share = ranks.share(windows, args.batch)
-    printer = table.Table(by_title.values(), args.wide)
-    rows, fp16 = [], None
+    printed, fp16 = table.Table(args, by_title), by_title["fp16"]
     for title, r in by_title.items():
-        result = None
+        models[r.weights].use_attention(args.attention)
         if r.error is None:
             with r.step("evaluating"), cli.bar(None, f"evaluating {title}", len(share.tokens)) as bar:
-                result = measure(models[r.weights], r.method, share, args.protocol, args.batch, fp16, bar,
+                result = measure(models[r.weights], r.method, share, args.protocol, args.batch, fp16.result, bar,
                                  cache_class, args.prompt)
-                result = ranks.gather(result)
-        fp16 = fp16 or result  # the first row
-        rows.append(table.row_of(r, result, fp16, args))
-        printer.print_row(rows[-1])
-        table.write(args, rows)
+                r.result = ranks.gather(result)
+        printed.add(r, fp16.result)
 
     # 4. What compares the rows, and what went wrong
-    table.print_rest(args, by_title.values(), rows)
-    return rows
+    printed.print_rest()
+    return printed.rows
 
 
 def compare(methods, model=None, **settings):

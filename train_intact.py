@@ -4,6 +4,7 @@
     python eval_ppl.py --method intactkv --weights rtn --w-bits 3 --prefix trained.safetensors
 """
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
 from tinykv.run import cli
 from tinykv.run.prefix import fill_prefix, open_prefix, save_prefix
-from tinykv.storage import CalibrationFile, fingerprint, identity, load_tensors, save_tensors
+from tinykv.storage import CalibrationFile, fingerprint, identity, write
 
 
 def parser():
@@ -59,9 +60,8 @@ class State:
 
     def __init__(self, path, made_of, keys, values, lr):
         self.path, self.made_of, self.done = Path(path), made_of, 0
-        self.keys = keys.detach().float().clone().requires_grad_()
-        self.values = values.detach().float().clone().requires_grad_()
-        self.parameters = {"keys": self.keys, "values": self.values}
+        self.keys = torch.nn.Parameter(keys.detach().float().clone())
+        self.values = torch.nn.Parameter(values.detach().float().clone())
         self.optimizer = torch.optim.AdamW([self.keys, self.values], lr=lr, weight_decay=0)
         if self.path.exists():
             self.load()
@@ -75,22 +75,18 @@ class State:
         self.save()
 
     def save(self):
-        tensors = dict(self.parameters)
-        for name, parameter in self.parameters.items():
-            for moment, tensor in self.optimizer.state[parameter].items():
-                tensors[f"{name}.{moment}"] = tensor
-        save_tensors(self.path, tensors, {"made of": self.made_of, "done": str(self.done)})
+        state = {"made of": self.made_of, "done": self.done, "keys": self.keys.data, "values": self.values.data,
+                 "optimizer": self.optimizer.state_dict()}
+        write(self.path, partial(torch.save, state))
 
     def load(self):
-        tensors, notes = load_tensors(self.path, "state of a run", self.keys.device)
-        if notes.get("made of") != self.made_of:
+        state = torch.load(self.path, self.keys.device, weights_only=True)
+        if state["made of"] != self.made_of:
             raise UserError(f"{self.path} is the state of another run, of other settings, texts or "
                             "source; remove it to begin anew, or give another --out")
-        self.done = int(notes["done"])
-        for name, parameter in self.parameters.items():
-            parameter.data.copy_(tensors[name])
-            moments = {moment: tensors[f"{name}.{moment}"] for moment in ("step", "exp_avg", "exp_avg_sq")}
-            self.optimizer.state[parameter] = moments
+        self.done = state["done"]
+        self.keys.data, self.values.data = state["keys"], state["values"]
+        self.optimizer.load_state_dict(state["optimizer"])
 
 
 def text_order(samples, seed, length):
@@ -196,7 +192,6 @@ def run(args):
 
     # 1. The full-precision model
     full = hf.load_model(args.model, device, cli.dtype_of(args.dtype, device))
-    full.requires_grad_(False)
     full.use_attention(args.attention)
 
     # 2. The texts: to train on, and held out, both without the prefix; windows to evaluate on
@@ -211,7 +206,6 @@ def run(args):
     calibration_file = CalibrationFile(args.calibration, full)
     quantized = cli.quantized_model(full, name, quantizer, calibration_windows, calibration_file)
     quantized.requires_grad_(False)
-    quantized.use_attention(args.attention)
 
     # 4. The prefix's (keys, values), (L, Hkv, n, d) each: exact ones, and those to begin with
     weights = cli.weights_label(name, quantizer, data)

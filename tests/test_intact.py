@@ -517,8 +517,7 @@ def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_r
                                                  "update")
         assert f"going on after {done} updates" in out if done else "going on" not in out
         done += after
-        with safe_open(state, "pt") as file:
-            assert json.loads(file.metadata()["notes"])["done"] == str(done) and not path.exists()
+        assert torch.load(state)["done"] == done and not path.exists()
     status, out, _ = training("--updates", UPDATES)
     assert status == 0 and "going on after 11 updates" in out and not state.exists()
     assert content(path) == whole_run[0] and [p.name for p in tmp_path.iterdir()] == [path.name]

@@ -18,6 +18,7 @@ from pathlib import Path
 from tinykv import UserError, calibrate, codecs, did_you_mean, kmeans
 from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.codecs.base import CALIBRATION_WINDOWS
+from tinykv.evaluate import Result
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
 from tinykv.run import cli, ranks
@@ -36,6 +37,7 @@ class Run:
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
     quantizer: object = None  # of the weights
     beside: str = ""  # settings that it has for the sake of the method that it is shown beside
+    result: Result | None = None  # of its evaluation
     error: Exception | None = None  # what calibration or evaluation ended with
 
     @property
@@ -328,6 +330,9 @@ def calibrate_all(args, model, tokenizer, runs):
 
     Returns {label of weights: Llama}; None is the model itself.
     """
+    # calibration is read in full precision: there are no codes for triton
+    model.use_attention("fused" if args.attention == "triton" else args.attention)
+
     # 1. The text. Each of them sees its first windows
     text, data = None, ""
     if any(r.method.needs_calibration or r.quantizer and r.quantizer.needs_text for r in runs.values()):

@@ -77,9 +77,8 @@ def choice_of(r, args):
 
 # A row
 
-def row_of(r, result, fp16, args):
-    """A row of the table, as the JSON has it. result, fp16: the `Result`s of run r, None where it has
-    failed, and of fp16."""
+def row_of(r, fp16, args):
+    """A row of the table, as the JSON has it. fp16: its `Result`."""
     settings = {}
     for name, value in r.settings.items():
         settings[name] = value if isinstance(value, int | float | None) else str(value)
@@ -103,7 +102,7 @@ def row_of(r, result, fp16, args):
     }
     if row["fault"]:
         return {**row, **dict.fromkeys(figures_of(fp16, fp16))}
-    return {**row, **figures_of(result, fp16)}
+    return {**row, **figures_of(r.result, fp16)}
 
 
 def figures_of(result, fp16):
@@ -139,20 +138,28 @@ class Rows(list):
 
 
 class Table:
-    """Prints rows as they come, in columns as wide as the longest name of a run."""
+    """Prints rows as they come, in columns as wide as the longest name of {title: Run}, and writes them to --json."""
 
-    def __init__(self, runs, wide):
-        self.columns = [column for column in COLUMNS if wide or column not in WIDE_ONLY]
-        if not any(r.weights for r in runs):
+    def __init__(self, args, runs):
+        self.args, self.runs, self.rows = args, runs, []
+        self.columns = [column for column in COLUMNS if args.wide or column not in WIDE_ONLY]
+        if not any(r.weights for r in runs.values()):
             self.columns.remove("weights")
-        longest = {"method": max(len(r.label) for r in runs),
-                   "scheme": max(len(r.method.scheme or "") for r in runs),
-                   "weights": max(len(r.weights or "") for r in runs)}
+        longest = {"method": max(len(r.label) for r in runs.values()),
+                   "scheme": max(len(r.method.scheme or "") for r in runs.values()),
+                   "weights": max(len(r.weights or "") for r in runs.values())}
         self.widths = [max(COLUMNS[column][0], longest.get(column, 0)) for column in self.columns]
         self.print(self.columns)
 
     def print(self, words):
         print(cli.in_columns(words, self.widths, left=self.columns.index("keep")), flush=True)
+
+    def add(self, r, fp16):
+        """The row of a run that is measured, or that has failed. fp16: its `Result`."""
+        self.rows.append(row_of(r, fp16, self.args))
+        self.print_row(self.rows[-1])
+        if self.args.json and self.args.json != "-":
+            storage.write_json(self.args.json, self.content())
 
     def print_row(self, row):
         """A row; "-" for what it has not, as where its method has failed."""
@@ -167,46 +174,40 @@ class Table:
         self.print(words)
 
 
-def write(args, rows):
-    """The rows so far, as the JSON that --json asks for."""
-    if args.json and args.json != "-":
-        storage.write_json(args.json, content_of(args, rows))
+    def content(self):
+        """The rows so far, as JSON."""
+        args, versions = self.args, {"python": platform.python_version(), "torch": torch.__version__}
+        return {"rows": self.rows, "model": args.model, "data": args.data, "context": args.context,
+                "windows": args.windows, "seed": args.seed, "versions": versions}
 
-
-def content_of(args, rows):
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"rows": rows, "model": args.model, "data": args.data, "context": args.context,
-            "windows": args.windows, "seed": args.seed, "versions": versions}
+    def print_rest(self):
+        """What went wrong, and what compares the rows: --vs, --at-bits, --plot."""
+        args, measured = self.args, {}  # {title: row}
+        for row, (name, r) in zip(self.rows, self.runs.items()):
+            if not row["fault"]:
+                measured[name] = row
+                if row["bits_coded"] > 1.5 * row["bits_nominal"] + 1.5:
+                    claimed, held = row["bits_nominal"], row["bits_coded"]
+                    print(f"{name}: {claimed:g} bits are claimed, and its codes hold {held:.1f}")
+                continue
+            print(f"{name} {row['fault']}")
+            if not isinstance(r.error, UserError):
+                print("".join(traceback.format_exception(r.error)).rstrip())
+        if args.vs is not None:
+            print()
+            print_vs(measured, args.vs)
+        if args.at_bits is not None:
+            print()
+            print_at_bits(list(measured.values()), args.at_bits)
+        if args.json == "-":
+            print()
+            print(json.dumps(self.content(), indent=2, allow_nan=False))
+        if args.plot:
+            from tinykv.analysis import figures  # only now: it needs matplotlib
+            figures.save(figures.perplexity(list(measured.values())), args.plot)
 
 
 # What stands under the table
-
-def print_rest(args, runs, rows):
-    """What went wrong, and what compares the rows: --vs, --at-bits, --plot."""
-    measured = {}  # {title: row}
-    for row, r in zip(rows, runs):
-        if not row["fault"]:
-            measured[r.title] = row
-            if row["bits_coded"] > 1.5 * row["bits_nominal"] + 1.5:
-                claimed, held = row["bits_nominal"], row["bits_coded"]
-                print(f"{r.title}: {claimed:g} bits are claimed, and its codes hold {held:.1f}")
-            continue
-        print(f"{r.title} {row['fault']}")
-        if not isinstance(r.error, UserError):
-            print("".join(traceback.format_exception(r.error)).rstrip())
-    if args.vs is not None:
-        print()
-        print_vs(measured, args.vs)
-    if args.at_bits is not None:
-        print()
-        print_at_bits(list(measured.values()), args.at_bits)
-    if args.json == "-":
-        print()
-        print(json.dumps(content_of(args, rows), indent=2, allow_nan=False))
-    if args.plot:
-        from tinykv.analysis import figures  # only now: it needs matplotlib
-        figures.save(figures.perplexity(list(measured.values())), args.plot)
-
 
 def print_vs(rows, name):
     """Each row's loss beside that of another, window by window. rows: {title: row}. name: see `compared_with`."""
