@@ -186,7 +186,7 @@ def run(args):
     context = cli.context_of(args, config, 4096)
     cli.check_context(args.tokens, config, "tokens")
     tokenizer = hf.load_tokenizer(args.model, config)
-    prefix = open_prefix(args.prefix, tokenizer, config)
+    prefix = open_prefix(args.prefix, tokenizer)
     n = len(prefix.ids)
     (name, quantizer), = cli.quantizers_of(args, config).items()
 

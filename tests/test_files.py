@@ -67,9 +67,8 @@ def test_a_path_that_cannot_be_written_to(tmp_path, path):
 # ---- read
 
 @pytest.mark.parametrize("read, content, said", [
-    (read_json, b"{", "not JSON"), (read_json, b"[1]", "instead of a JSON object"),
-    (read_json, b"[" * 10 ** 5, "not JSON"), (read_json, b"\xff", "not JSON"),
-    (read_text, b"\xff", "cannot be read"), (read_text, None, "cannot be read")])
+    (read_json, b"{", "not JSON"), (read_json, b"\xff", "not JSON"), (read_text, b"\xff", "cannot be read"),
+    (read_text, None, "cannot be read")])
 def test_what_cannot_be_read_is_one_line(tmp_path, read, content, said):
     path = tmp_path / "file"
     path.mkdir() if content is None else path.write_bytes(content)
@@ -86,9 +85,11 @@ def test_a_text_has_neither_a_mark_nor_returns(tmp_path):
 @pytest.mark.parametrize("what", ["a digit", "a note", "the end", "no notes", "another file"])
 def test_tensors_are_whole_or_refused(tmp_path, what):
     path = tmp_path / "x.safetensors"
-    save_tensors(path, {"a": torch.arange(4.0)}, {"of": "b"})
+    save_tensors(path, {"a": torch.arange(4.0)}, {"format": "thing", "of": "b"})
     tensors, notes = load_tensors(path, "thing")
-    assert tensors["a"].tolist() == [0, 1, 2, 3] and notes == {"of": "b"}
+    assert tensors["a"].tolist() == [0, 1, 2, 3] and notes == {"format": "thing", "of": "b"}
+    with pytest.raises(UserError, match="no other thing"):
+        load_tensors(path, "other thing")
     data = path.read_bytes()
     if what == "no notes":
         from safetensors.torch import save
@@ -132,9 +133,6 @@ def test_a_calibration_file_gives_what_was_put_there(tmp_path):
     with pytest.raises(UserError, match="not finite"):
         file.put("c", "", {"x": torch.tensor([float("nan")])})
     assert len(CalibrationFile(path, model).tables) == 2
-    save_tensors(path, {}, {"format": "another"})
-    with pytest.raises(UserError, match="another format"):
-        CalibrationFile(path, model)
 
 
 # ---- bad moments

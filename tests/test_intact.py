@@ -290,7 +290,7 @@ def trained(tmp_path):
 
 def test_a_prefix_is_read_as_it_was_written(trained):
     path, model, prefix = trained
-    found = load_prefix(path, model.config)
+    found = load_prefix(path)
     assert (found.ids, found.trained_for, str(found)) == (prefix.ids, prefix.trained_for, str(path))
     assert torch.equal(found.keys, prefix.keys) and torch.equal(found.values, prefix.values)
     fill_prefix(found, model, quantize(model, RTNWeights(3, 16)), LABEL)
@@ -305,26 +305,18 @@ def test_a_prefix_of_another_model_or_other_weights_is_refused(trained, seed, we
     path, model, _ = trained
     other = tiny(seed=seed)
     with pytest.raises(UserError, match=f"another model or for other weights, .*train it for {named}"):
-        fill_prefix(load_prefix(path, model.config), other, other, weights)
-
-
-@pytest.mark.parametrize("change", [{"num_key_value_heads": 1}, {"num_hidden_layers": 3}, {"head_dim": 16},
-                                    {"vocab_size": 20}])
-def test_a_prefix_of_another_kind_of_model_is_refused(trained, change):
-    path, model, _ = trained
-    with pytest.raises(UserError, match="keys of shape"):
-        load_prefix(path, dataclasses.replace(model.config, **change))
+        fill_prefix(load_prefix(path), other, other, weights)
 
 
 def test_what_a_prefix_may_be(embedded, tmp_path):
-    model, tokenizer = embedded
-    assert open_prefix("bos", tokenizer, model.config).ids == [tokenizer.bos_id]
+    _, tokenizer = embedded
+    assert open_prefix("bos", tokenizer).ids == [tokenizer.bos_id]
     path = tmp_path / "system.txt"
     path.write_text("Balo lives in Eastwick.\n")
-    found = open_prefix(str(path), tokenizer, model.config)
+    found = open_prefix(str(path), tokenizer)
     assert found.ids == [tokenizer.bos_id, *tokenizer.encode("Balo lives in Eastwick.")] and str(found) == str(path)
     with pytest.raises(UserError, match="boss"):
-        open_prefix("boss", tokenizer, model.config)
+        open_prefix("boss", tokenizer)
 
 
 # ---- training

@@ -117,7 +117,7 @@ def load_text(args, names, model, tokenizer):
     config, device = model.config, model.lm_head.weight.device
     prefix, calibration = [], None
     if args.prefix:
-        prefix = open_prefix(args.prefix, tokenizer, config).ids
+        prefix = open_prefix(args.prefix, tokenizer).ids
     if args.text:  # whole, as one window
         args.windows = 1
         ids = tokenizer.encode("".join(halves(args.text)))
@@ -162,7 +162,7 @@ def print_sinks(text, tokenizer):
             token = window[position]
             word = "<s>" if token == tokenizer.bos_id else repr(tokenizer.decode([token]))
             found.append(f"{position} {word}")
-        print(f"sinks of window {w}: {storage.listed(found) or 'none'}")
+        print(f"sinks of window {w}: {', '.join(found) or 'none'}")
 
 
 def run(args):

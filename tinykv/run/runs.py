@@ -229,7 +229,7 @@ def build_runs(args, config, tokenizer):
         runs["fp16"] = Run("fp16", "fp16", METHODS["fp16"](config), {})
     for weights in quantizers or [None]:
         if "prefix" in given:  # opened anew: a prefix holds keys and values of one model
-            given["prefix"] = [open_prefix(str(what), tokenizer, config) for what in given["prefix"]]
+            given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
         for method in methods:
             beside = {} if method in asked else compared.get(method, {})
             for run in runs_of(method, beside, given, config, left_out, method in args.method):
