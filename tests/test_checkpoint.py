@@ -207,21 +207,13 @@ def test_both_spellings_of_rope(folder, fields, theta, scaling):
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
     ({"auto_map": {"AutoModel": "own.Model"}}, ["auto_map", "own.Model"]),
     ({"sliding_window": 512}, ["sliding_window", "512", "llama"]),
+    ({"vocab_size": ...}, ["vocab_size"]),
     ({"model_type": "mistral", "architectures": ..., "attention_bias": True}, ["attention_bias", "mistral"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", '"dynamic"', "linear", "llama3"]),
     ({"rope_scaling": "linear"}, ["factor"]),
-    ({"rope_scaling": {"type": "linear", "factor": -2}}, ["factor", "-2", "above 0"]),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.5}}, ["attention_factor", "1.5"]),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
-    ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, ["low_freq_factor"]),
-    ({"rope_theta": 0}, ["rope_theta", "0"]),
-    ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "NaN"]),
-    ({"vocab_size": ...}, ["vocab_size"]),
-    ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
-    ({"num_hidden_layers": True}, ["num_hidden_layers", "true"]),
-    ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", '"yes"']),
-    ({"bos_token_id": 384}, ["bos_token_id", "384", "383"]),
-    ({"eos_token_id": [2, -1]}, ["eos_token_id", "-1"])])
+    ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, ["low_freq_factor"])])
 def test_a_config_that_the_model_does_not_implement_is_refused_by_name(folder, fields, words):
     edit_json(folder / "config.json", **fields)
     text = told(hf.load, folder)
@@ -248,7 +240,6 @@ FAULTS = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [WEIGHTS]),
     "no tokenizer": (lambda folder: (folder / "tokenizer.model").unlink(), ["tokenizer.model", "tokenizer.json"]),
-    "no text": (lambda folder: edit_json(folder / "tokenizer_config.json", eos_token="\ud800"), ["tokenizer_config"]),
     # a safetensors file
     "cut in the data": (content(WEIGHTS, lambda b: b[:-100]), [WEIGHTS, "download"]),
     # tensors

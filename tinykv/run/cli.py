@@ -1,7 +1,6 @@
 """What the commands share: errors in one line, flags and their checks, quantized weights, columns."""
 import argparse
 import os
-import re
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +15,6 @@ from tinykv.data import load_windows
 from tinykv.run.prefix import FULL_PRECISION
 from tinykv.storage import first_line, identity, sources
 from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
-from tinykv.weights.linear import group_of
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,9 +75,8 @@ def is_out_of_memory(error):
 
 
 def printable(text):
-    """A text on one line, whatever the names in it: control characters escaped, long words cut."""
-    escaped = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}...", escaped)
+    """A text on one line, whatever the names in it: control characters are escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 # Flags
@@ -209,9 +206,6 @@ def quantizers_of(args, config):
         raise UserError("--w-bits and --w-group-size are for quantized weights; give --weights, too")
     quantizers = {}
     groups = f"-g{args.w_group_size}" if args.w_group_size else ""
-    # a group must divide the inputs of every linear layer
-    for inputs in (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size):
-        group_of(inputs, args.w_group_size)
     for name in getattr(args, "weights", []):
         one_of(QUANTIZERS, weights=name)
         for bits in getattr(args, "w_bits", [4]):
