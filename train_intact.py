@@ -170,9 +170,8 @@ def in_16_bits(keys, values):
 def check(args):
     """What can be seen to be wrong before anything is loaded."""
     cli.check_counts(args, 1, "samples", "updates", "accumulate", "windows", "calib-windows", "batch")
-    for flag in ("lr", "clip"):
-        if not 0 < getattr(args, flag) < math.inf:
-            raise UserError(f"--{flag} must be a number above 0; got {getattr(args, flag)}")
+    if not args.lr > 0:
+        raise UserError(f"--lr must be above 0; got {args.lr}")
     if Path(args.out).suffix != ".safetensors":
         raise UserError(f"--out is a name that ends in .safetensors; got {args.out}")
     cli.check_folder("out", args.out)
@@ -257,7 +256,7 @@ def print_table(weights, losses, results):
     lines = []
     for what, result in results.items():
         names = [weights, what] if what in losses else ["-", "-"]
-        figures = [*losses.get(what, [None, None]), result.ppl, result.kl / result.targets]
+        figures = [*losses.get(what, [None, None]), result.ppl, sum(result.kl) / result.targets]
         lines.append([*names, *(cli.figure(x, ".4f") for x in figures)])
     cli.print_columns(["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"], lines, left=2)
 

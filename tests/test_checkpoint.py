@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
-from tinykv.hf.checkpoint import NoInit, place_blocks
 from tinykv.hf.config import config_fields, parse_config
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
@@ -266,20 +265,6 @@ def test_a_fault_of_a_folder_is_one_line_that_names_it(folder, fault):
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./no/model", "nowhere", "x" * 5000, "nul\0", __file__])
 def test_what_is_no_folder_is_told(name):
     assert "is no folder" in told(hf.load, name)
-
-
-def test_blocks_are_divided_by_bytes():
-    """LLaMA-2-70B on four GPUs: weights, the cache of 4,096 tokens, and what stands around the blocks."""
-    with torch.device("meta"), NoInit():
-        model = Llama(LlamaConfig(32000, 8192, 28672, 80, 64, 8, 128, 4096)).to(torch.bfloat16)
-    devices = [torch.device(f"cuda:{i}") for i in range(4)]
-    placed = place_blocks(model, devices, torch.bfloat16)
-    assert len(placed) == 80 and placed == sorted(placed, key=str) and set(placed) == set(devices)
-    block = sum(p.nbytes for p in model.model["layers"][0].parameters()) + 4096 * 2 * 8 * 128 * 2
-    held = {device: placed.count(device) * block for device in devices}
-    held[devices[0]] += model.lm_head.weight.nbytes + model.model["embed_tokens"].weight.nbytes
-    assert max(held.values()) - min(held.values()) <= block
-    assert sum(held.values()) == 2 * sum(p.numel() for p in model.parameters()) - 2 * 8192 + 80 * 4096 * 4096
 
 
 @torch.no_grad()

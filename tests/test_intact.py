@@ -213,10 +213,10 @@ def test_figures_of_a_quantized_model_with_a_prefix(n, start, batch):
                 figures.append(losses_by_hand(own, reference, tokens.tolist(), answers, 21 - len(own), start))
             nll, kl, right = zip(*figures)
             assert found[name].nll == pytest.approx(nll, rel=1e-4)
-            assert found[name].kl == pytest.approx(sum(kl), rel=1e-3, abs=1e-4)
+            assert sum(found[name].kl) == pytest.approx(sum(kl), rel=1e-3, abs=1e-4)
             assert (found[name].right, found[name].answers) == (sum(right), 4)
             assert found[name].targets == 3 * (21 - start)
-    assert found["intact"].kl != pytest.approx(found["rtn"].kl, rel=1e-2)
+    assert sum(found["intact"].kl) != pytest.approx(sum(found["rtn"].kl), rel=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -532,7 +532,7 @@ def test_the_state_of_another_run_is_refused(training, monkeypatch, tmp_path, wo
 @pytest.mark.parametrize("words, named", [
     (["--out", "no/such/folder/x.safetensors"], ["no/such/folder"]), (["--out", "prefix.bin"], ["prefix.bin"]),
     (["--weights", "rnt"], ["rnt", "awq", "rtn"]), (["--w-bits", "9"], ["2 to 8", "9"]),
-    (["--updates", "0"], ["updates", "0"]), (["--lr", "0"], ["lr", "0"]), (["--clip", "nan"], ["clip", "nan"]),
+    (["--updates", "0"], ["updates", "0"]), (["--lr", "0"], ["lr", "0"]),
     (["--tokens", "2048"], ["2048", "1024"]), (["--tokens", "2"], ["2"]),
 ])
 def test_bad_input_of_training_is_one_clear_line(training, tmp_path, words, named):

@@ -21,16 +21,16 @@ LARGEST = 700  # nats: the exponential of a larger loss is no number
 
 @dataclass
 class Result:
-    """What one method did: sums and lists over windows, and the means that follow from them.
+    """What one method did: sums over windows, and lists of what each window has.
 
     What is not whole numbers is listed window by window. Parts of the windows, measured by several
     processes (`ranks.py`), then add up to the same sum, digit by digit.
     """
-    nll: list = field(default_factory=list)  # per window: mean negative log-likelihood, in nats
-    window_kl: list = field(default_factory=list)  # per window: sum over targets of KL(fp16 || method), in nats
-    window_bits: list = field(default_factory=list)  # `bits`
-    window_bits_far: list = field(default_factory=list)  # `bits_far`
-    window_coded_bits: list = field(default_factory=list)  # `coded_bits`
+    nll: list = field(default_factory=list)  # mean negative log-likelihood, in nats
+    kl: list = field(default_factory=list)  # sum over targets of KL(fp16 || method), in nats
+    bits: list = field(default_factory=list)  # per cached number, everything that is held counted, at this length
+    bits_far: list = field(default_factory=list)  # the same at 128K tokens
+    coded_bits: list = field(default_factory=list)  # per quantized number, of the codes alone; 0: nothing is quantized
     agree: int = 0  # targets where the most likely token is fp16's
     right: int = 0  # answers of which every token is the most likely one
     answers: int = 0
@@ -42,38 +42,13 @@ class Result:
     hidden: list = field(default_factory=list, repr=False, compare=False)
 
     @property
-    def bits(self):
-        """Per cached number, everything that is held counted, at this length."""
-        return mean(self.window_bits)
-
-    @property
-    def bits_far(self):
-        """The same at 128K tokens."""
-        return mean(self.window_bits_far)
-
-    @property
-    def coded_bits(self):
-        """Per quantized number, of the codes alone; 0 where nothing is quantized."""
-        return mean(self.window_coded_bits) if self.window_coded_bits else 0.0
-
-    @property
-    def kl(self):
-        """Sum over all targets of KL(fp16 || method), in nats."""
-        return sum(self.window_kl)
-
-    @property
     def ppl(self):
         return math.exp(mean(self.nll))
 
-    @property
-    def recall(self):
-        """Share of answers got right, or None where the text has none."""
-        return self.right / self.answers if self.answers else None
-
     def add(self, other):
         """Take in the `Result` of the windows that follow."""
-        for name in ("nll", "window_kl", "window_bits", "window_bits_far", "window_coded_bits",
-                     "agree", "right", "answers", "targets", "tokens", "seconds"):
+        for name in ("nll", "kl", "bits", "bits_far", "coded_bits", "agree", "right", "answers", "targets", "tokens",
+                     "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
 
@@ -229,7 +204,7 @@ def score(model, hidden, reference, tokens, answers, result, start=1):
             raise UserError(f"its logits are not finite, or its loss of {loss:g} nats has no perplexity; "
                             "use another --dtype, or other weights")
         result.nll.append(loss)
-        result.window_kl.append(kl)
+        result.kl.append(kl)
         result.targets += len(target)
         # an answer is right if each of its tokens is the most likely one
         hit = torch.cat(hits)  # (T - start)
@@ -272,9 +247,9 @@ def count_bits(result, cache, tokens):
         bits_far += 8 * total_far / (B * numbers * FAR) / 2
         coded_bits += 8 * coded / (B * numbers) / 2
     # of a batch only the mean is known
-    result.window_bits += [bits] * B
-    result.window_bits_far += [bits_far] * B
-    result.window_coded_bits += [coded_bits] * B
+    result.bits += [bits] * B
+    result.bits_far += [bits_far] * B
+    result.coded_bits += [coded_bits] * B
 
 
 def recent_token_bytes(rows):

@@ -197,12 +197,6 @@ class CalibrationFile:
 
 # Text for error messages
 
-def short(value):
-    """A value as JSON, on one line of at most 80 characters."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def first_line(error):
     """What an exception says, on one line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -15,7 +15,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from tinykv import UserError
 from tinykv.storage import CalibrationFile
 
 PATIENCE = timedelta(days=30)  # calibration may take long; a rank that dies is seen without waiting
@@ -42,12 +41,8 @@ def here():
 
 
 def prepare(args):
-    """Give each rank a GPU of its own, and leave files to rank 0. UserError if some ranks would be
-    without a window."""
+    """Give each rank a GPU of its own, and leave files to rank 0."""
     rank, n_ranks = here()
-    if n_ranks > args.windows:
-        raise UserError(f"torchrun started {n_ranks} processes for {args.windows} "
-                        "windows; start fewer, or give more --windows")
     if n_ranks > 1 and args.device == "cuda":
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     if rank > 0:

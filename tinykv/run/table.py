@@ -2,7 +2,6 @@
 
 A row is a dict, as the JSON has it. The first one is fp16's, with which the others are compared.
 """
-import json
 import math
 import platform
 import traceback
@@ -11,7 +10,7 @@ from operator import itemgetter
 import torch
 
 from tinykv import UserError, storage
-from tinykv.evaluate import delta_error, paired
+from tinykv.evaluate import delta_error, mean, paired
 from tinykv.run import cli
 from tinykv.weights import weight_bytes
 
@@ -112,17 +111,17 @@ def figures_of(result, fp16):
         "ppl": result.ppl,
         "delta_ppl": result.ppl - fp16.ppl,
         "delta_se": delta_error(result, fp16),
-        "kld": max(0.0, result.kl / result.targets),
+        "kld": max(0.0, sum(result.kl) / result.targets),
         "top1": result.agree / result.targets,
-        "recall": result.recall,
-        "bits_true": result.bits,
-        "bits_128k": result.bits_far,
-        "bits_coded": result.coded_bits,
+        "recall": result.right / result.answers if result.answers else None,
+        "bits_true": mean(result.bits),
+        "bits_128k": mean(result.bits_far),
+        "bits_coded": mean(result.coded_bits),
         "cache_bytes": result.cache_bytes,
         "tokens_per_s": result.tokens / result.seconds,
         "seconds": result.seconds,
         "window_nll": result.nll,  # nats a token, window by window
-        "window_kl": [kl / targets for kl in result.window_kl],  # the same
+        "window_kl": [kl / targets for kl in result.kl],  # the same
     }
 
 
@@ -158,8 +157,8 @@ class Table:
         """The row of a run that is measured, or that has failed. fp16: its `Result`."""
         self.rows.append(row_of(r, fp16, self.args))
         self.print_row(self.rows[-1])
-        if self.args.json and self.args.json != "-":
-            storage.write_json(self.args.json, self.content())
+        if self.args.json:
+            self.write(self.args)
 
     def print_row(self, row):
         """A row; "-" for what it has not, as where its method has failed."""
@@ -174,11 +173,12 @@ class Table:
         self.print(words)
 
 
-    def content(self):
-        """The rows so far, as JSON."""
-        args, versions = self.args, {"python": platform.python_version(), "torch": torch.__version__}
-        return {"rows": self.rows, "model": args.model, "data": args.data, "context": args.context,
-                "windows": args.windows, "seed": args.seed, "versions": versions}
+    def write(self, args):
+        """The rows so far, as the JSON that --json asks for."""
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        storage.write_json(args.json, {
+            "rows": self.rows, "model": args.model, "data": args.data, "context": args.context,
+            "windows": args.windows, "seed": args.seed, "versions": versions})
 
     def print_rest(self):
         """What went wrong, and what compares the rows: --vs, --at-bits, --plot."""
@@ -199,9 +199,6 @@ class Table:
         if args.at_bits is not None:
             print()
             print_at_bits(list(measured.values()), args.at_bits)
-        if args.json == "-":
-            print()
-            print(json.dumps(self.content(), indent=2, allow_nan=False))
         if args.plot:
             from tinykv.analysis import figures  # only now: it needs matplotlib
             figures.save(figures.perplexity(list(measured.values())), args.plot)
