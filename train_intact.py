@@ -187,7 +187,7 @@ def run(args):
     tokenizer = hf.load_tokenizer(args.model, config)
     prefix = open_prefix(args.prefix, tokenizer)
     n = len(prefix.ids)
-    (name, quantizer), = cli.quantizers_of(args, config).items()
+    (name, quantizer), = cli.quantizers_of(args).items()
 
     # 1. The full-precision model
     full = hf.load_model(args.model, device, cli.dtype_of(args.dtype, device))

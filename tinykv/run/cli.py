@@ -190,25 +190,25 @@ def add_weights(p, several):
     several: --weights and --w-bits take lists; without --weights, weights are not quantized.
     """
     more = "[,...]" if several else ""
-    weights, bits = (argparse.SUPPRESS, argparse.SUPPRESS) if several else ("rtn", "3")
     group = p.add_argument_group("quantized weights")
-    group.add_argument("--weights", metavar=f"NAME{more}", type=list_of(str, several), default=weights,
+    group.add_argument("--weights", metavar=f"NAME{more}", type=list_of(str, several),
+                       default=None if several else "rtn",
                        help=f"how the linear layers' weights are quantized: {', '.join(QUANTIZERS)}")
-    group.add_argument("--w-bits", metavar=f"B{more}", type=list_of(int, several), default=bits,
-                       help="2 to 8" + " (default: 4)" * several)
+    group.add_argument("--w-bits", metavar=f"B{more}", type=list_of(int, several),
+                       default=None if several else "3", help="2 to 8" + " (default: 4)" * several)
     group.add_argument("--w-group-size", metavar="G", type=int,
                        help="inputs that share a scale (default: the largest divisor of a layer's inputs up to 128)")
 
 
-def quantizers_of(args, config):
+def quantizers_of(args):
     """Each of --weights at each of --w-bits, by label: {"awq-3": Quantizer}; "awq-3-g64" with groups."""
-    if not hasattr(args, "weights") and (hasattr(args, "w_bits") or args.w_group_size):
+    if not args.weights and (args.w_bits or args.w_group_size):
         raise UserError("--w-bits and --w-group-size are for quantized weights; give --weights, too")
     quantizers = {}
     groups = f"-g{args.w_group_size}" if args.w_group_size else ""
-    for name in getattr(args, "weights", []):
+    for name in args.weights or []:
         one_of(QUANTIZERS, weights=name)
-        for bits in getattr(args, "w_bits", [4]):
+        for bits in args.w_bits or [4]:
             quantizers[f"{name}-{bits}{groups}"] = QUANTIZERS[name](bits, args.w_group_size)
     return quantizers
 

@@ -224,7 +224,7 @@ def build_runs(args, config, tokenizer):
     # 2. A run of each, on each weights
     given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
     runs, left_out = {}, {}
-    quantizers = cli.quantizers_of(args, config)
+    quantizers = cli.quantizers_of(args)
     if quantizers:
         runs["fp16"] = Run("fp16", "fp16", METHODS["fp16"](config), {})
     for weights in quantizers or [None]:
