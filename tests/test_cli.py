@@ -312,14 +312,6 @@ def test_a_file_of_another_model_is_refused(command, tmp_path, kept):
     assert str(kept) in line and "another model" in line
 
 
-def test_a_damaged_calibration_file_is_refused(command, kept):
-    words = ["--method", "fp16,rtn", "--calibration", str(kept), *SMALL]
-    command(*words)
-    damaged = kept.read_bytes()[:-100]
-    kept.write_bytes(damaged)
-    assert str(kept) in refused(command, *words) and kept.read_bytes() == damaged
-
-
 # ---- what is wrong
 
 def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_path):
@@ -330,6 +322,7 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     assert "windows of 64" in command(*words)[2]
     status, out, _ = command("--calib-data", "fables", *words)
     assert status == 0 and f"data {path}: 4 windows" in out
+    assert table(out)["fp16"]["recall"] == "-"  # it asks nothing
 
 
 @pytest.mark.parametrize("words, named", [
@@ -487,15 +480,6 @@ def test_as_processes():
     done = subprocess.run(f"{sys.executable} eval_ppl.py --list-methods | head -1", shell=True, cwd=ROOT,
                           capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 1
-
-
-def test_a_text_of_ones_own(command, tmp_path):
-    text = tmp_path / "long.txt"
-    text.write_text("Balo lives in Eastwick. " * 400)
-    status, out, _ = command("--data", str(text), "--method", "fp16", *SMALL)
-    assert status == 0 and table(out)["fp16"]["recall"] == "-"
-    text.write_text("Too short. " * 3)
-    assert "64" in refused(command, "--data", str(text), "--method", "fp16", *SMALL)
 
 
 def test_triton_without_a_gpu_says_what_is_missing(command, monkeypatch):
