@@ -370,13 +370,6 @@ def test_tokenizer_model_comes_first_if_it_is_sentencepiece(tmp_path):
     assert tokenizer_of(tmp_path, PIECES, JSON).vocab_size == 360
 
 
-@pytest.mark.parametrize("file, size", [(PIECES, 360), (JSON, 342)])
-def test_a_vocabulary_larger_than_the_embedding_is_refused_a_smaller_one_is_not(tmp_path, file, size):
-    text = told(lambda: tokenizer_of(tmp_path, file, vocab_size=size - 1))
-    assert "wrong tokenizer vocabulary" in text and str(size) in text and str(size - 1) in text
-    assert tokenizer_of(tmp_path, file, vocab_size=size).vocab_size == size
-
-
 @pytest.mark.parametrize("file, settings, config, want", [
     # sentencepiece: its own ids; the names in tokenizer_config.json before them; config.json for names it lacks
     (PIECES, None, {}, (1, 2, True)),

@@ -132,12 +132,6 @@ def test_what_a_method_gives_is_checked(command, mine, protocol, wrong, words):
     assert status in (1, 2) and all(word in said for word in words), said
 
 
-def test_bits_that_are_claimed_are_held_against_the_codes(command, mine):
-    status, out, _ = command("--method", f"{mine},rtn", *TINY)
-    assert status == 0 and f"{mine}: 2 bits are claimed, and its codes hold 32.0\n" in out
-    assert "rtn: " not in out
-
-
 # ---- bits over all windows
 
 @pytest.mark.whole

@@ -30,7 +30,6 @@ class Result:
     kl: list = field(default_factory=list)  # sum over targets of KL(fp16 || method), in nats
     bits: list = field(default_factory=list)  # per cached number, everything that is held counted, at this length
     bits_far: list = field(default_factory=list)  # the same at 128K tokens
-    coded_bits: list = field(default_factory=list)  # per quantized number, of the codes alone; 0: nothing is quantized
     agree: int = 0  # targets where the most likely token is fp16's
     right: int = 0  # answers of which every token is the most likely one
     answers: int = 0
@@ -47,8 +46,7 @@ class Result:
 
     def add(self, other):
         """Take in the `Result` of the windows that follow."""
-        for name in ("nll", "kl", "bits", "bits_far", "coded_bits", "agree", "right", "answers", "targets", "tokens",
-                     "seconds"):
+        for name in ("nll", "kl", "bits", "bits_far", "agree", "right", "answers", "targets", "tokens", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
 
@@ -224,7 +222,7 @@ def count_bits(result, cache, tokens):
     # numbers in one token's keys, or values, over all layers
     numbers = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     result.cache_bytes = max(result.cache_bytes, cache.nbytes // B)
-    bits, bits_far, coded_bits = 0.0, 0.0, 0.0  # means over the batch's windows
+    bits, bits_far = 0.0, 0.0  # means over the batch's windows
     layer = cache.layers[0]
     for rows in (layer.keys, layer.values):
         held = cache.part_bytes(rows.kind)  # of all layers and sequences
@@ -245,11 +243,9 @@ def count_bits(result, cache, tokens):
         # a half each of the bits of K and of V
         bits += 8 * total / (B * numbers * T) / 2
         bits_far += 8 * total_far / (B * numbers * FAR) / 2
-        coded_bits += 8 * coded / (B * numbers) / 2
     # of a batch only the mean is known
     result.bits += [bits] * B
     result.bits_far += [bits_far] * B
-    result.coded_bits += [coded_bits] * B
 
 
 def recent_token_bytes(rows):

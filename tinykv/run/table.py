@@ -116,7 +116,6 @@ def figures_of(result, fp16):
         "recall": result.right / result.answers if result.answers else None,
         "bits_true": mean(result.bits),
         "bits_128k": mean(result.bits_far),
-        "bits_coded": mean(result.coded_bits),
         "cache_bytes": result.cache_bytes,
         "tokens_per_s": result.tokens / result.seconds,
         "seconds": result.seconds,
@@ -182,17 +181,13 @@ class Table:
 
     def print_rest(self):
         """What went wrong, and what compares the rows: --vs, --at-bits, --plot."""
-        args, measured = self.args, {}  # {title: row}
-        for row, (name, r) in zip(self.rows, self.runs.items()):
-            if not row["fault"]:
-                measured[name] = row
-                if row["bits_coded"] > 1.5 * row["bits_nominal"] + 1.5:
-                    claimed, held = row["bits_nominal"], row["bits_coded"]
-                    print(f"{name}: {claimed:g} bits are claimed, and its codes hold {held:.1f}")
-                continue
-            print(f"{name} {row['fault']}")
-            if not isinstance(r.error, UserError):
-                print("".join(traceback.format_exception(r.error)).rstrip())
+        args = self.args
+        for title, r in self.runs.items():
+            if r.error is not None:
+                print(f"{title} failed: {cli.reason(r.error)}")
+                if not isinstance(r.error, UserError):
+                    print("".join(traceback.format_exception(r.error)).rstrip())
+        measured = {title: row for title, row in zip(self.runs, self.rows) if not row["fault"]}
         if args.vs is not None:
             print()
             print_vs(measured, args.vs)
