@@ -171,7 +171,6 @@ class Table:
             words.append(cli.figure(row[key], form))
         self.print(words)
 
-
     def write(self, args):
         """The rows so far, as the JSON that --json asks for."""
         versions = {"python": platform.python_version(), "torch": torch.__version__}
