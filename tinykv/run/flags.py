@@ -1,4 +1,4 @@
-"""The flags of eval_ppl.py, what can be seen to be wrong with them, and the texts that they ask for."""
+"""The flags of eval_ppl.py, what can be seen to be wrong with them, and the text that they ask for."""
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows

@@ -1,4 +1,4 @@
-"""From the flags of eval_ppl.py to its runs: which methods, with which settings, on which weights.
+"""From the flags of eval_ppl.py to its runs: which methods, with which settings, on which weights; all calibrated.
 
 A setting is an argument of a method's constructor, so a new method brings its flags along. A flag
 with several values, such as `--preserve 1,5`, makes a run of each, for every method that takes it.
