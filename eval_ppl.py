@@ -56,9 +56,9 @@ def compare(methods, model=None, **settings):
     """What the command measures -> a list of its rows, shown as the command prints them.
 
         compare("pfn,kvsink", bits=2, preserve=[1, 5])
-        compare(["pfn", Mine], model=hf.load("path/to/Llama-2-7b-hf"), protocol="stream")
+        compare(["pfn", Mine, KVSink(config)], model=hf.load("path/to/Llama-2-7b-hf"), protocol="stream")
 
-    methods: names, a class, or a list of these. model: a folder, or a (model, tokenizer).
+    methods: names, a class, a method, or a list of these. model: a folder, or a (model, tokenizer).
     settings: flags of the command, with `_` for `-`; True is a flag that takes no value.
     """
     loaded = model if isinstance(model, tuple) else None

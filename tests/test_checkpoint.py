@@ -206,13 +206,17 @@ def test_both_spellings_of_rope(folder, fields, theta, scaling):
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
     ({"auto_map": {"AutoModel": "own.Model"}}, ["auto_map", "own.Model"]),
     ({"sliding_window": 512}, ["sliding_window", "512", "llama"]),
-    ({"vocab_size": ...}, ["vocab_size"]),
     ({"model_type": "mistral", "architectures": ..., "attention_bias": True}, ["attention_bias", "mistral"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", '"dynamic"', "linear", "llama3"]),
     ({"rope_scaling": "linear"}, ["factor"]),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.5}}, ["attention_factor", "1.5"]),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
-    ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, ["low_freq_factor"])])
+    ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, ["low_freq_factor"]),
+    ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "NaN"]),
+    ({"vocab_size": ...}, ["vocab_size"]),
+    ({"num_hidden_layers": True}, ["num_hidden_layers", "true"]),
+    ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", '"yes"']),
+    ({"eos_token_id": [2, -1]}, ["eos_token_id", "-1"])])
 def test_a_config_that_the_model_does_not_implement_is_refused_by_name(folder, fields, words):
     edit_json(folder / "config.json", **fields)
     text = told(hf.load, folder)
@@ -363,6 +367,13 @@ def test_a_leading_blank_is_kept():
 
 def test_tokenizer_model_comes_first_if_it_is_sentencepiece(tmp_path):
     assert tokenizer_of(tmp_path, PIECES, JSON).vocab_size == 360
+
+
+@pytest.mark.parametrize("file, size", [(PIECES, 360), (JSON, 342)])
+def test_a_vocabulary_larger_than_the_embedding_is_refused_a_smaller_one_is_not(tmp_path, file, size):
+    text = told(lambda: tokenizer_of(tmp_path, file, vocab_size=size - 1))
+    assert "wrong tokenizer vocabulary" in text and str(size) in text and str(size - 1) in text
+    assert tokenizer_of(tmp_path, file, vocab_size=size).vocab_size == size
 
 
 @pytest.mark.parametrize("file, settings, config, want", [

@@ -115,13 +115,16 @@ def test_every_table_says_when_tokens_are_chosen(command, tmp_path, words, headi
     assert rows["pfn"]["choose"] is None
 
 
-def test_wide_has_all_columns(command, tmp_path):
-    path = tmp_path / "out.json"
-    _, out, _ = command("--method", "rtn", "--k-bits", "4", "--v-bits", "1.5", "--scheme", "token-dynamic",
-                        "--windows", "1", "--context", "64", "--wide", "--json", path)
-    row, written = table(out)["rtn"], json.loads(path.read_text())["rows"][1]
-    assert set(DEFAULT) < set(row) and row["bits"] == "4/1.5" and f"{written['kld']:.4f}" == row["KL"]
-    assert row["+-"] == "-" and written["delta_se"] is None  # one window has no spread
+def test_wide_has_all_columns_and_json_goes_to_stdout(command):
+    words = ["--method", "rtn", "--k-bits", "4", "--v-bits", "1.5", "--scheme", "token-dynamic", "--windows", "1",
+             "--context", "64", "--json", "-"]
+    _, out, _ = command("--wide", *words)
+    heading, printed, content = out.split("\n\n")
+    row = table(printed)["rtn"]
+    assert set(DEFAULT) < set(row) and row["bits"] == "4/1.5"
+    content = json.loads(content)["rows"]
+    assert f"{content[1]['kld']:.4f}" == row["KL"]
+    assert row["+-"] == "-" and content[1]["delta_se"] is None  # one window has no spread
 
 
 def test_a_plot_of_bits_and_a_plot_of_kept_tokens(command, tmp_path):
@@ -330,6 +333,7 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     ("--prompt 64", ["--prompt 64", "shorter than a window, 64"]),
     ("--method intactkv --prefix docs/prompt.txt --prompt 9", ["the prefix", "tokens"]),
     ("--method kvsnik", ["kvsnik", "did you mean kvsink?"]),
+    ("--method pfn --preserve 65", ["pfn keeps 65", "64"]),
     ("--method rtn --preserve 5", ["--preserve", "rtn"]),
     ("--method rtn --bits 2,nan", ["nan"]),
     ("--method rtn --scheme token-static --group-size 24", ["24", "32"]),
@@ -343,11 +347,13 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     ("--calib-windows 0", ["0"]),
     ("--batch 0", ["0"]),
     ("--prompt 0", ["--prompt"]),
+    ("--at-bits nan", ["--at-bits", "nan"]),
     ("--data nothing.txt", ["nothing.txt", "tales"]),
     ("--model no/folder", ["no/folder"]),
     ("--method nowhere.py:X", ["nowhere.py"]),
     ("--method eval_ppl.py:Nothing", ["Nothing", "Method"]),
     ("--json no/such/folder/out.json --method fp16", ["no/such/folder"]),
+    (f"--method fp16 --data {'x' * 5000}", ["xxx..."]),
     ("--device cuda:9", ["cuda:9"]),
     ("--bits two --method rtn", ["argument --bits"]),
     ("--data line\nbreak.txt", ["line\\nbreak"]),
@@ -447,6 +453,11 @@ def test_work_is_not_lost_where_a_later_method_ends_the_run(command, calibrated,
         status, out, _ = command(*words)
     assert status == 130 and calibrated == ["RTN", "PFN", "KVSink"] and list(table(out)) == ["fp16", "rtn", "pfn"]
     assert [row["label"] for row in json.loads((tmp_path / "o.json").read_text())["rows"]] == ["fp16", "rtn", "pfn"]
+
+
+def test_half_of_torchrun_is_one_line(command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "MASTER_PORT" in refused(command)
 
 
 def test_ctrl_c_is_one_line(command, monkeypatch):

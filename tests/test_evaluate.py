@@ -273,10 +273,13 @@ def test_compare_returns_the_rows_of_the_command(tmp_path):
     assert figures.perplexity(table).axes[0].get_xlabel() == "tokens kept in full precision"
 
 
-def test_compare_takes_a_class_and_a_loaded_model():
-    table = compare(METHODS["rtn"], model=hf.load(EMBEDDED), scheme="token-dynamic", **SMALL)
+def test_compare_takes_a_method_and_a_loaded_model():
+    loaded = hf.load(EMBEDDED)
+    mine = METHODS["rtn"](loaded[0].config, scheme="token-dynamic")
+    mine.name = "mine"
+    table = compare(mine, model=loaded, **SMALL)
     same = compare("rtn", scheme="token-dynamic", **SMALL)
-    assert [row["label"] for row in table] == ["fp16", "RTN"] and table[1]["ppl"] == same[1]["ppl"]
+    assert [row["label"] for row in table] == ["fp16", "mine"] and table[1]["ppl"] == same[1]["ppl"]
 
 
 @pytest.mark.parametrize("flags, said", [({"bitz": 2}, "--bitz"), ({"bits": "x"}, "--bits"),

@@ -103,7 +103,7 @@ class Mine(Method):
     block = 8
     def __init__(self, config, wrong="nothing"):
         self.wrong = wrong
-        self.uses_scores = wrong == "scores"
+        self.uses_scores = wrong.startswith("score")
         self.codecs = [Pair(Half(wrong), Half(wrong)) for _ in range(config.num_hidden_layers)]
         if wrong == "codecs":
             self.codecs = ()
@@ -111,7 +111,8 @@ class Mine(Method):
         if self.wrong in ("far", "negative"):
             return torch.full((1, 1, 1), {"far": 10 ** 6, "negative": -2}[self.wrong])
     def score(self, cache, q, K):
-        return K[..., 0].float(), K[..., 0].float() * float("nan")
+        good = K[..., 0].float()  # (B, Hkv, S)
+        return good, good[..., :1] if self.wrong == "score" else good * float("nan")
 """
 
 
@@ -125,7 +126,8 @@ def mine(tmp_path):
 @pytest.mark.parametrize("wrong, words", [
     ("one", ["Mine: `decode` of Half", "(2, 1, 1, 32)"]), ("ints", ["`decode` of Half", "int64"]),
     ("nan", ["layer 0", "decodes", "not finite"]), ("codecs", ["Mine: `codecs`"]),
-    ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]), ("scores", ["layer 0", "not finite"])])
+    ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]),
+    ("score", ["`score` of Mine", "(2, 1, 1)"]), ("scores", ["layer 0", "not finite"])])
 def test_what_a_method_gives_is_checked(command, mine, protocol, wrong, words):
     status, out, err = command("--method", mine, "--wrong", wrong, "--protocol", protocol, *TINY)
     said = f"{out} {err}"

@@ -36,6 +36,12 @@ ROPE_PARAMETERS = {  # of each rope_type
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}
 
+# What the value of a field of some type has to be: in words, and as a test
+KINDS = {
+    int: ("a whole number from 1 to 2^24", lambda x: type(x) is int and 1 <= x <= 2 ** 24),
+    float: ("a number above 0", lambda x: type(x) in (int, float) and 0 < x < 1e30),  # NaN is not
+    bool: ("true or false", lambda x: type(x) is bool)}
+
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # owner/model
 
 
@@ -78,20 +84,26 @@ def parse_config(raw, where):
     given = {**defaults, **given}
     if kind != "mistral":  # a Qwen has a number there, which use_sliding_window turns off
         given["sliding_window"] = None
-    heads = wanted(given, "num_attention_heads", where)
+    heads = checked(given, "num_attention_heads", int, where)
     if given.get("num_key_value_heads") is None:
         given["num_key_value_heads"] = heads
     if "head_dim" not in given:
-        given["head_dim"] = wanted(given, "hidden_size", where) // heads
-    found = {}
+        given["head_dim"] = checked(given, "hidden_size", int, where) // heads
+    found = {"model_type": kind}
     for field in fields(LlamaConfig):
-        if field.default is MISSING:
-            found[field.name] = wanted(given, field.name, where)
-        elif field.name in given:
-            found[field.name] = given[field.name]
+        if field.type in KINDS and (field.name in given or field.default is MISSING):
+            found[field.name] = checked(given, field.name, field.type, where)
+    if given.get("sliding_window") is not None:
+        found["sliding_window"] = checked(given, "sliding_window", int, where)
 
-    # 4. RoPE
+    # 4. RoPE, and token ids, of which there may be several
     found["rope_theta"], found["rope_scaling"] = parse_rope(raw, found["max_position_embeddings"], where)
+    for name in ("bos_token_id", "eos_token_id"):
+        value = raw.get(name)
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and not (type(one) is int and 0 <= one < found["vocab_size"]):
+                refuse(name, value, where, f"token ids go from 0 to vocab_size - 1 = {found['vocab_size'] - 1}")
+        found[name] = value
     return LlamaConfig(**found)
 
 
@@ -104,7 +116,7 @@ def parse_rope(raw, positions, where):
     if kind not in list(ROPE_PARAMETERS):
         refuse("rope_type", kind, where, f"tinykv implements {', '.join(ROPE_PARAMETERS)}")
     thetas = {"rope_theta": 10000.0, **raw, **rope}
-    theta = float(thetas["rope_theta"])
+    theta = float(checked(thetas, "rope_theta", float, where))
 
     # 2. its parameters, and no others
     others = set(rope) - set(ROPE_PARAMETERS[kind]) - {"rope_type", "type", "rope_theta"}
@@ -115,15 +127,17 @@ def parse_rope(raw, positions, where):
         return theta, None
     if rope.get("original_max_position_embeddings") is None:
         rope = {**rope, "original_max_position_embeddings": positions}
-    scaling = {name: wanted(rope, name, where) for name in ROPE_PARAMETERS[kind]}
+    scaling = {name: checked(rope, name, float, where) for name in ROPE_PARAMETERS[kind]}
     return theta, {"rope_type": kind, **scaling}
 
 
-def wanted(given, name, where):
-    """The value of a field; UserError if it is not there."""
-    if given.get(name) is None:
-        refuse(name, None, where, "the model needs it")
-    return given[name]
+def checked(given, name, kind, where):
+    """The value of a field; UserError if it is not there, or not of its kind, a key of KINDS."""
+    words, fits = KINDS[kind]
+    value = given.get(name)
+    if not fits(value):
+        refuse(name, value, where, f"it has to be {words}")
+    return value
 
 
 def refuse(name, value, where, instead):

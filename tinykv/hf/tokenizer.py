@@ -80,6 +80,9 @@ def load_tokenizer(folder, config):
     """A checkpoint folder -> Tokenizer."""
     folder = checkpoint_folder(folder)
     tokenizer = open_tokenizer(folder)
+    if tokenizer.vocab_size > config.vocab_size:  # each id needs a row of the model's embedding
+        raise UserError(f"{folder}: wrong tokenizer vocabulary, {tokenizer.vocab_size} tokens for a model of "
+                        f"{config.vocab_size}; take tokenizer and model from the same checkpoint")
 
     # the special tokens; does a text begin with bos_id? tokenizer_config.json decides, or else the tokenizer
     path = folder / "tokenizer_config.json"

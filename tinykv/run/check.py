@@ -1,10 +1,13 @@
 """What a method's class gives, looked at once, after its constructor. From then on the cache trusts it."""
 import copy
+from types import SimpleNamespace
 
 import torch
 
 from tinykv import UserError, at_least, one_of
+from tinykv.cache import LayerCache
 from tinykv.methods.base import CHOOSE
+from tinykv.model import Rope
 
 
 def check_method(method, config):
@@ -15,7 +18,13 @@ def check_method(method, config):
     at_least(1, block=method.block, v_block=method.v_block)
     if not method.keeps_share:  # else a share, such as "1%"
         at_least(0, preserve=method.preserve)
+    for bits in (method.k_bits, method.v_bits):
+        if not isinstance(bits, int | float) or not bits > 0:  # nor is NaN
+            raise UserError(f"`k_bits` and `v_bits` of {type(method).__name__} are numbers of bits, such as 2; "
+                            f"got {bits!r}")
     check_codecs(method, config)
+    if method.uses_scores:
+        try_score(method, config)
 
 
 def check_codecs(method, config):
@@ -43,3 +52,15 @@ def try_codec(codec, config, name):
     if not decoded.is_floating_point() or decoded.shape != (B, Hkv, 2 * n, d):
         raise UserError(f"{name}: `decode` of {codec!r} has to give floating-point numbers {(B, Hkv, 2 * n, d)}; it "
                         f"gave {decoded.dtype} {tuple(decoded.shape)}")
+
+
+def try_score(method, config):
+    """The scores of a few tokens, by a few queries."""
+    B, H, Hkv, T, d = 2, config.num_attention_heads, config.num_key_value_heads, 4, config.head_dim
+    layer = LayerCache(0, method, Rope(config), "stream", SimpleNamespace())
+    q, k = torch.ones(B, H, T, d), torch.ones(B, Hkv, T, d)
+    layer.append(k, k, torch.arange(T))
+    scores = method.score(layer, q, k)
+    if [tuple(of.shape) for of in scores] != [(B, Hkv, T)] * 2:
+        raise UserError(f"`score` of {type(method).__name__} has to give the scores of keys and of values, "
+                        f"{(B, Hkv, T)} both; it gave {[tuple(of.shape) for of in scores]}")

@@ -1,6 +1,7 @@
 """What the commands share: errors in one line, flags and their checks, quantized weights, columns."""
 import argparse
 import os
+import re
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -75,8 +76,9 @@ def is_out_of_memory(error):
 
 
 def printable(text):
-    """A text on one line, whatever the names in it: control characters are escaped."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    """A text on one line, whatever the names in it: control characters escaped, long words cut."""
+    escaped = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}...", escaped)
 
 
 # Flags

@@ -1,4 +1,6 @@
 """The flags of eval_ppl.py, what can be seen to be wrong with them, and the text that they ask for."""
+import math
+
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
@@ -28,7 +30,7 @@ def parser(more_settings=None):
     cli.add_attention(p, "triton")
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
     p.add_argument("--wide", action="store_true", help="print all columns of the table")
-    p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss")
+    p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss; -: print it")
     p.add_argument("--vs", metavar="NAME",
                    help="also compare each row, window by window, with this one, or with this method's row of "
                         "the same settings")
@@ -48,6 +50,8 @@ def check(args):
     cli.check_counts(args, 1, "windows", "calib-windows", "batch", "prompt")
     if hasattr(args, "choose") and not args.prompt:
         raise UserError("--choose is for a text with a prompt; give --prompt, too")
+    if args.at_bits is not None and not 0 < args.at_bits < math.inf:
+        raise UserError(f"--at-bits must be a number above 0; got {args.at_bits}")
     cli.check_folder("json", args.json)
     cli.check_folder("calibration", args.calibration)
     cli.check_folder("plot", args.plot)
@@ -74,6 +78,8 @@ def load_config(args, loaded=None):
 def check_runs(args, runs):
     """What can be seen to be wrong with the runs before the model is loaded."""
     for title, r in runs.items():
+        if not r.method.keeps_share and r.method.preserve > args.context:
+            raise UserError(f"{title} keeps {r.method.preserve} tokens, and a window has {args.context}; keep fewer")
         prefix = len(r.method.prefix.ids) if r.method.prefix else 0
         if args.prompt and not prefix < args.prompt < args.context:
             raise UserError(f"--prompt {args.prompt} has to be longer than the prefix of {title}, {prefix} tokens, "

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from tinykv import UserError
 from tinykv.storage import CalibrationFile
 
 PATIENCE = timedelta(days=30)  # calibration may take long; a rank that dies is seen without waiting
@@ -26,6 +27,10 @@ def joined():
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return
+    missing = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    if missing:
+        raise UserError(f"WORLD_SIZE is set, and not {', '.join(sorted(missing))}; start with torchrun, "
+                        "or unset WORLD_SIZE")
     dist.init_process_group(timeout=PATIENCE)  # gloo for tensors on a CPU, NCCL for those on a GPU
     if dist.get_rank() > 0:
         sys.stdout = sys.stderr = open(os.devnull, "w")

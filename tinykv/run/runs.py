@@ -4,6 +4,7 @@ A setting is an argument of a method's constructor, so a new method brings its f
 with several values, such as `--preserve 1,5`, makes a run of each, for every method that takes it.
 """
 import argparse
+import copy
 import importlib.util
 import inspect
 import itertools
@@ -179,16 +180,17 @@ def list_methods():
 # Methods by name
 
 def name_of(method):
-    """What the table calls a method: its class's own `name`, or what it was asked for."""
+    """What the table calls a method: its own `name`, or what it was asked for."""
     cls = load_class(method)
-    return cls.name or (method if isinstance(method, str) else cls.__name__)
+    return getattr(method, "name", cls.name) or (method if isinstance(method, str) else cls.__name__)
 
 
 @cache
 def load_class(name):
-    """A method's class, from its name or from path/to/file.py:Class, or as it is. A file is imported once."""
-    if inspect.isclass(name):
-        return name
+    """A method's class, from its name or from path/to/file.py:Class, or as it is, or of a method. A file is imported
+    once."""
+    if not isinstance(name, str):
+        return name if inspect.isclass(name) else type(name)
     if name in METHODS:
         return METHODS[name]
     path, _, attribute = name.rpartition(":")
@@ -244,7 +246,8 @@ def build_runs(args, config, tokenizer):
     for setting in given:
         flag = "--" + setting.replace("_", "-")
         others = [name_of(method) for method in asked
-                  if not any(setting in chosen for chosen in combinations(load_class(method), given, {}))]
+                  if isinstance(method, Method)
+                  or not any(setting in chosen for chosen in combinations(load_class(method), given, {}))]
         if len(others) == len(asked):
             raise UserError(f"{flag} is not a setting of {', '.join(others)} as asked for; see --list-methods")
         if others:
@@ -255,10 +258,14 @@ def build_runs(args, config, tokenizer):
 def runs_of(asked, beside, given, config, left_out, by_name):
     """The runs of one method, for each combination of the values that it takes.
 
-    asked: a name or a class. beside: settings for the sake of the method that it is shown beside. left_out: where a
-    combination goes that the method refuses; if it was asked for by name, that is an error.
+    asked: a name, a class, or a method, which has its settings. beside: settings for the sake of the method that it is
+    shown beside. left_out: where a combination goes that the method refuses; if it was asked for by name, that is an
+    error.
     """
     name, cls = name_of(asked), load_class(asked)
+    if isinstance(asked, Method):
+        check_method(asked, config)
+        return [Run(name, name, copy.deepcopy(asked), {})]
     found = []
     for chosen in combinations(cls, given, beside):
         label = label_of(name, chosen, given)

@@ -2,6 +2,7 @@
 
 A row is a dict, as the JSON has it. The first one is fp16's, with which the others are compared.
 """
+import json
 import math
 import platform
 import traceback
@@ -156,8 +157,8 @@ class Table:
         """The row of a run that is measured, or that has failed. fp16: its `Result`."""
         self.rows.append(row_of(r, fp16, self.args))
         self.print_row(self.rows[-1])
-        if self.args.json:
-            self.write(self.args)
+        if self.args.json not in (None, "-"):
+            storage.write_json(self.args.json, self.content())
 
     def print_row(self, row):
         """A row; "-" for what it has not, as where its method has failed."""
@@ -171,15 +172,14 @@ class Table:
             words.append(cli.figure(row[key], form))
         self.print(words)
 
-    def write(self, args):
+    def content(self):
         """The rows so far, as the JSON that --json asks for."""
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        storage.write_json(args.json, {
-            "rows": self.rows, "model": args.model, "data": args.data, "context": args.context,
-            "windows": args.windows, "seed": args.seed, "versions": versions})
+        args, versions = self.args, {"python": platform.python_version(), "torch": torch.__version__}
+        return {"rows": self.rows, "model": args.model, "data": args.data, "context": args.context,
+                "windows": args.windows, "seed": args.seed, "versions": versions}
 
     def print_rest(self):
-        """What went wrong, and what compares the rows: --vs, --at-bits, --plot."""
+        """What went wrong, and what compares the rows: --vs, --at-bits, --json -, --plot."""
         args = self.args
         for title, r in self.runs.items():
             if r.error is not None:
@@ -193,6 +193,9 @@ class Table:
         if args.at_bits is not None:
             print()
             print_at_bits(list(measured.values()), args.at_bits)
+        if args.json == "-":
+            print()
+            print(json.dumps(self.content(), indent=2, allow_nan=False))
         if args.plot:
             from tinykv.analysis import figures  # only now: it needs matplotlib
             figures.save(figures.perplexity(list(measured.values())), args.plot)
