@@ -9,12 +9,10 @@ In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 """
 import contextlib
 import io
-from functools import partial
 
 from tinykv import hf
 from tinykv.evaluate import measure
 from tinykv.run import cli, flags, ranks, runs, table
-from tinykv.run.prefix import fill_prefix
 
 
 def run(args, loaded=None):
@@ -27,51 +25,31 @@ def run(args, loaded=None):
 
     # 1. Load: first the config and the tokenizer, as the methods need no more
     config, tokenizer = flags.load_config(args, loaded)
-    quantizers = cli.quantizers_of(args, config)
-    by_title, left_out = runs.build_runs(args, config, tokenizer, quantizers)
+    by_title, left_out = runs.build_runs(args, config, tokenizer)
     flags.check_runs(args, by_title)
     cache_class = flags.cache_class_of(args, by_title)
     model = loaded[0] if loaded else hf.load_model(args.model, args.devices, args.dtype)
     windows = flags.load_test(args, tokenizer, by_title)
-    text, data = flags.load_calibration(args, tokenizer, by_title, quantizers)  # (W, T), its label
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
-    file = ranks.SharedCalibration(args.calibration, model)
-    models = flags.quantized_models(args, model, quantizers, text, file)  # {label of weights: Llama}
-    # calibration is read in full precision: there are no codes for triton
-    flags.use_attention(models, "fused" if args.attention == "triton" else args.attention)
-    for r in by_title.values():
-        if r.method.needs_calibration:
-            bar = partial(cli.bar, what=f"calibrating {r.title}")
-            with r.step("calibrating"):
-                r.calibrate(models[r.weights], text, file, args.calib_windows, bar)
-        if r.method.prefix:  # its keys and values come from the full-precision model
-            fill_prefix(r.method.prefix, model, models[r.weights], cli.weights_label(r.weights, quantizers, data))
+    models = runs.calibrate_all(args, model, tokenizer, by_title)  # {label of weights: Llama}
     table.print_heading(args, model, windows, models, by_title, left_out)
 
     # 3. Evaluate and print: a row as soon as it is measured
-    flags.use_attention(models, args.attention)
     share = ranks.share(windows, args.batch)
-    printer = table.Table(by_title.values(), args.wide)
-    rows, fp16 = [], None
+    printed, fp16 = table.Table(args, by_title), by_title["fp16"]
     for title, r in by_title.items():
-        result = None
+        models[r.weights].use_attention(args.attention)
         if r.error is None:
             with r.step("evaluating"), cli.bar(None, f"evaluating {title}", len(share.tokens)) as bar:
-                result = measure(models[r.weights], r.method, share, args.protocol, args.batch, fp16, bar,
+                result = measure(models[r.weights], r.method, share, args.protocol, args.batch, fp16.result, bar,
                                  cache_class, args.prompt)
-                result = ranks.gather(result)
-        fp16 = fp16 or result  # the first row
-        rows.append(table.row_of(r, result, fp16, args))
-        printer.print_row(rows[-1])
-        table.write(args, rows)
+                r.result = ranks.gather(result)
+        printed.add(r, fp16.result)
 
     # 4. What compares the rows, and what went wrong
-    table.print_rest(args, by_title.values(), rows)
-    if args.plot:
-        from tinykv.analysis import figures
-        figures.save(figures.perplexity([row for row in rows if not row["fault"]]), args.plot)
-    return rows
+    printed.print_rest()
+    return printed.rows
 
 
 def compare(methods, model=None, **settings):

@@ -4,6 +4,7 @@
     python eval_ppl.py --method intactkv --weights rtn --w-bits 3 --prefix trained.safetensors
 """
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,13 +12,13 @@ import torch
 from tinykv import UserError, hf
 from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
-from tinykv.evaluate import evaluate
+from tinykv.evaluate import measure
 from tinykv.methods import intactkv
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
 from tinykv.run import cli
 from tinykv.run.prefix import fill_prefix, open_prefix, save_prefix
-from tinykv.storage import CalibrationFile, fingerprint, identity, load_tensors, save_tensors
+from tinykv.storage import CalibrationFile, fingerprint, identity, write
 
 
 def parser():
@@ -59,9 +60,8 @@ class State:
 
     def __init__(self, path, made_of, keys, values, lr):
         self.path, self.made_of, self.done = Path(path), made_of, 0
-        self.keys = keys.detach().float().clone().requires_grad_()
-        self.values = values.detach().float().clone().requires_grad_()
-        self.parameters = {"keys": self.keys, "values": self.values}
+        self.keys = torch.nn.Parameter(keys.detach().float().clone())
+        self.values = torch.nn.Parameter(values.detach().float().clone())
         self.optimizer = torch.optim.AdamW([self.keys, self.values], lr=lr, weight_decay=0)
         if self.path.exists():
             self.load()
@@ -75,22 +75,18 @@ class State:
         self.save()
 
     def save(self):
-        tensors = dict(self.parameters)
-        for name, parameter in self.parameters.items():
-            for moment, tensor in self.optimizer.state[parameter].items():
-                tensors[f"{name}.{moment}"] = tensor
-        save_tensors(self.path, tensors, {"made of": self.made_of, "done": str(self.done)})
+        state = {"made of": self.made_of, "done": self.done, "keys": self.keys.data, "values": self.values.data,
+                 "optimizer": self.optimizer.state_dict()}
+        write(self.path, partial(torch.save, state))
 
     def load(self):
-        tensors, notes = load_tensors(self.path, "state of a run", self.keys.device)
-        if notes.get("made of") != self.made_of:
+        state = torch.load(self.path, self.keys.device, weights_only=True)
+        if state["made of"] != self.made_of:
             raise UserError(f"{self.path} is the state of another run, of other settings, texts or "
                             "source; remove it to begin anew, or give another --out")
-        self.done = int(notes["done"])
-        for name, parameter in self.parameters.items():
-            parameter.data.copy_(tensors[name])
-            moments = {moment: tensors[f"{name}.{moment}"] for moment in ("step", "exp_avg", "exp_avg_sq")}
-            self.optimizer.state[parameter] = moments
+        self.done = state["done"]
+        self.keys.data, self.values.data = state["keys"], state["values"]
+        self.optimizer.load_state_dict(state["optimizer"])
 
 
 def text_order(samples, seed, length):
@@ -174,9 +170,8 @@ def in_16_bits(keys, values):
 def check(args):
     """What can be seen to be wrong before anything is loaded."""
     cli.check_counts(args, 1, "samples", "updates", "accumulate", "windows", "calib-windows", "batch")
-    for flag in ("lr", "clip"):
-        if not 0 < getattr(args, flag) < math.inf:
-            raise UserError(f"--{flag} must be a number above 0; got {getattr(args, flag)}")
+    if not args.lr > 0:
+        raise UserError(f"--lr must be above 0; got {args.lr}")
     if Path(args.out).suffix != ".safetensors":
         raise UserError(f"--out is a name that ends in .safetensors; got {args.out}")
     cli.check_folder("out", args.out)
@@ -190,13 +185,12 @@ def run(args):
     context = cli.context_of(args, config, 4096)
     cli.check_context(args.tokens, config, "tokens")
     tokenizer = hf.load_tokenizer(args.model, config)
-    prefix = open_prefix(args.prefix, tokenizer, config)
+    prefix = open_prefix(args.prefix, tokenizer)
     n = len(prefix.ids)
-    (name, quantizer), = cli.quantizers_of(args, config).items()
+    (name, quantizer), = cli.quantizers_of(args).items()
 
     # 1. The full-precision model
     full = hf.load_model(args.model, device, cli.dtype_of(args.dtype, device))
-    full.requires_grad_(False)
     full.use_attention(args.attention)
 
     # 2. The texts: to train on, and held out, both without the prefix; windows to evaluate on
@@ -211,10 +205,9 @@ def run(args):
     calibration_file = CalibrationFile(args.calibration, full)
     quantized = cli.quantized_model(full, name, quantizer, calibration_windows, calibration_file)
     quantized.requires_grad_(False)
-    quantized.use_attention(args.attention)
 
     # 4. The prefix's (keys, values), (L, Hkv, n, d) each: exact ones, and those to begin with
-    weights = cli.weights_label(name, {name: quantizer}, data)
+    weights = cli.weights_label(name, quantizer, data)
     fill_prefix(prefix, full, quantized, weights)
     exact = [rows.to(device) for rows in exact_rows(full, full, prefix.ids)]
     first = [rows.to(device).float() for rows in (prefix.keys, prefix.values)]
@@ -248,12 +241,12 @@ def run(args):
     print(f"wrote {args.out}")
 
     # 8. Evaluate the quantized model with each, beside the full-precision model
-    methods = {"fp16": FP16(config)}
-    for what, of in rows.items():
-        methods[what] = IntactKV(config, Prefix(what, prefix.ids, *of))
-    models = dict.fromkeys(rows, quantized)
-    with cli.bar(None, "evaluating", len(methods) * args.windows) as progress:
-        results = evaluate(full, methods, windows, "paper", cli.batch_of(args, context), progress, models)
+    batch = cli.batch_of(args, context)
+    with cli.bar(None, "evaluating", (1 + len(rows)) * args.windows) as progress:
+        results = {"fp16": measure(full, FP16(config), windows, "paper", batch, None, progress)}
+        for what, of in rows.items():
+            method = IntactKV(config, Prefix(what, prefix.ids, *of))
+            results[what] = measure(quantized, method, windows, "paper", batch, results["fp16"], progress)
     print()
     print_table(name, losses, results)
 
@@ -263,7 +256,7 @@ def print_table(weights, losses, results):
     lines = []
     for what, result in results.items():
         names = [weights, what] if what in losses else ["-", "-"]
-        figures = [*losses.get(what, [None, None]), result.ppl, result.kl / result.targets]
+        figures = [*losses.get(what, [None, None]), result.ppl, sum(result.kl) / result.targets]
         lines.append([*names, *(cli.figure(x, ".4f") for x in figures)])
     cli.print_columns(["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"], lines, left=2)
 

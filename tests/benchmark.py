@@ -1,62 +1,53 @@
-"""How long an evaluation takes, as ratios: methods, schemes and protocols to fp16; fp16 to transformers.
+"""How long an evaluation takes, and a step of decoding, on one thread of a CPU, as ratios.
 
-    python tests/benchmark.py                on the embedded model
-    python tests/benchmark.py --model DIR    on any other
+    python tests/benchmark.py windows                   methods, schemes and protocols to fp16 in one forward
+    python tests/benchmark.py steps                     a step of decoding to one with Hugging Face's own cache
+    python tests/benchmark.py steps --method fp16,kivi  of other methods
 
 All of them take turns in every round, so that changes of the machine's speed reach them alike. The figure is the median
-of the rounds' ratios. transformers is measured if it is installed.
+of the rounds' ratios, of CPU time, which other programs on the machine hardly change. transformers is measured if it is
+installed. Before a step, the caches are filled with random keys and values, which cost as much to read as any.
 """
 import importlib.util
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tinykv import hf
+from tinykv import hf, one_of
+from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs import SCHEMES
 from tinykv.data import load_windows
-from tinykv.evaluate import evaluate
+from tinykv.evaluate import measure
 from tinykv.methods.registry import METHODS
-from tinykv.run.cli import EMBEDDED, Parser, add_attention, check_counts, one_line
+from tinykv.run.cli import EMBEDDED, Parser, add_attention, check_counts, list_of, one_line
 
 
-class Reading:
-    """All windows, read once through the caches of one method."""
-
-    def __init__(self, model, method, windows, protocol, batch):
-        self.arguments = model, {"only": method}, windows, protocol, batch
-
-    def __call__(self):
-        evaluate(*self.arguments)
-
-
-class TransformersReading:
-    """The same windows through LlamaForCausalLM: logits and the loss of every target, no cache."""
-
-    def __init__(self, folder, tokens, batch):
-        import transformers
-        self.model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.tokens, self.batch = tokens, batch
-
-    @torch.inference_mode()
-    def __call__(self):
-        for part in self.tokens.split(self.batch):  # (B, T)
-            targets = part[:, 1:]  # (B, T - 1)
-            logits = self.model(part, use_cache=False).logits[:, :-1].float()  # (B, T - 1, vocab)
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-            loss.view(len(part), -1).mean(1).tolist()
-            (logits.argmax(-1) == targets).sum().item()
+@torch.inference_mode()
+def time_turns(what, sides, rounds, base):
+    """Print the time of each of {label: what to call}, over that of the label `base`."""
+    seconds = {label: [] for label in sides}
+    for turn in tqdm(range(rounds + 1), what, unit="round", leave=False, disable=not sys.stderr.isatty()):
+        for label, side in sides.items():
+            clock = time.process_time()
+            side()
+            if turn > 0:  # the first round warms up
+                seconds[label].append(time.process_time() - clock)
+    print(f"{what}: median (smallest - largest) of {rounds} rounds, over {base}")
+    for label, times in seconds.items():
+        ratios = [t / b for t, b in zip(times, seconds[base])]
+        print(f"{label:32} {1000 * statistics.median(times):10.2f} ms  {statistics.median(ratios):5.2f}"
+              f"  ({min(ratios):.2f} - {max(ratios):.2f})", flush=True)
 
 
-def readings(args):
-    """{label: what reads all windows once}, fp16 in one forward first."""
-    model, tokenizer = hf.load(args.model)
-    model.use_attention(args.attention)
+def time_windows(args, model, tokenizer, theirs):
+    """All windows, read once through the caches of each method."""
     context = min(args.context, model.config.max_position_embeddings)
     windows = load_windows("tales", tokenizer, context, args.windows)
     calibration = load_windows("tales", tokenizer, context, 4, "calibration").tokens
@@ -67,51 +58,85 @@ def readings(args):
         for name in ("rtn", "kvsink"):
             if methods[name].scheme != scheme:
                 methods[f"{name} {scheme}"] = METHODS[name](model.config, scheme=scheme)
-
-    found = {}
+    sides = {}
     for name, method in methods.items():
-        if method.prefix:  # its own predictions are fp16's, so it can be evaluated only beside fp16
-            print(f"{name} is left out: it needs fp16 in the same run")
-            continue
-        calibrate(model, method, calibration)
-        for protocol in ("paper", "stream"):
-            found[f"{name} {protocol}"] = Reading(model, method, windows, protocol, args.batch)
+        if not method.prefix:  # or it can be evaluated only beside fp16
+            calibrate(model, method, calibration)
+            for protocol in ("paper", "stream"):
+                sides[f"{name} {protocol}"] = partial(measure, model, method, windows, protocol, batch=4)
+    if theirs is not None:
+        sides["transformers, one forward"] = partial(read_windows, theirs, windows.tokens)
+    time_turns(f"{args.windows} windows of {context} tokens", sides, args.rounds, "fp16 paper")
+
+
+def read_windows(theirs, tokens):
+    """The same windows (W, T) through LlamaForCausalLM: logits and the loss of every target, no cache."""
+    for part in tokens.split(4):  # (B, T)
+        targets = part[:, 1:]  # (B, T - 1)
+        logits = theirs(part, use_cache=False).logits[:, :-1].float()  # (B, T - 1, vocab)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        loss.view(len(part), -1).mean(1).tolist()
+        (logits.argmax(-1) == targets).sum().item()
+
+
+def time_steps(args, model, tokenizer, theirs):
+    """One more token, read through a cache of S tokens."""
+    for name in args.method:
+        one_of(METHODS, method=name)
+    token = torch.zeros(1, 1, dtype=torch.long)
+    rng = torch.Generator().manual_seed(0)
+    text = torch.randint(0, model.config.vocab_size, (2, 256), generator=rng)  # (W, T)
+    for S in args.tokens:
+        sides = {}
+        if theirs is not None:
+            import transformers
+            cache = transformers.DynamicCache()
+            for layer, (_, k, v) in enumerate(random_rows(model.config, S)):
+                cache.update(k, v, layer)
+            sides["transformers"] = partial(theirs, token, past_key_values=cache, use_cache=True)
+        for name in args.method:
+            method = METHODS[name](model.config)
+            calibrate(model, method, text)
+            cache = KVCache(model, method)
+            for layer, (q, k, v) in enumerate(random_rows(model.config, S)):
+                cache.update(layer, q, k, v, torch.arange(S))
+            sides[name] = partial(model, token, cache)
+        time_turns(f"a step after {S} tokens", sides, args.rounds, next(iter(sides)))
+
+
+def random_rows(config, T):
+    """Of each layer, q (1, H, T, d), k and v (1, Hkv, T, d)."""
+    rng = torch.Generator().manual_seed(0)
+    heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+    for _ in range(config.num_hidden_layers):
+        yield [torch.randn(1, n, T, config.head_dim, generator=rng) for n in heads]
+
+
+def run(args):
+    check_counts(args, 1, "context", "windows", "rounds")
+    torch.set_num_threads(1)
+    model, tokenizer = hf.load(args.model)
+    model.use_attention(args.attention)
+    theirs = None
     if importlib.util.find_spec("transformers"):
-        found["transformers, one forward"] = TransformersReading(args.model, windows.tokens, args.batch)
-    return found
-
-
-def measure(args):
-    check_counts(args, 1, "context", "windows", "batch", "rounds", "threads")
-    torch.set_num_threads(args.threads)
-    found = readings(args)
-    seconds = {label: [] for label in found}
-    for turn in tqdm(range(args.rounds + 1), unit="round", disable=not sys.stderr.isatty()):
-        for label, read in found.items():
-            clock = time.perf_counter()
-            read()
-            if turn > 0:  # the first round warms up
-                seconds[label].append(time.perf_counter() - clock)
-
-    print(f"{args.windows} windows of {args.context} tokens, {args.batch} at a time, {args.threads} threads, "
-          f"{args.rounds} rounds, attention {args.attention}; time over that of fp16 in one forward: "
-          "median (smallest - largest)")
-    for label, times in seconds.items():
-        ratios = [t / base for t, base in zip(times, seconds["fp16 paper"])]
-        print(f"{label:32} {statistics.median(ratios):5.2f}  ({min(ratios):.2f} - {max(ratios):.2f})")
+        import transformers
+        theirs = transformers.LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    {"windows": time_windows, "steps": time_steps}[args.what](args, model, tokenizer, theirs)
 
 
 def main():
     p = Parser(description=__doc__.splitlines()[0])
+    p.add_argument("what", choices=["windows", "steps"], help="an evaluation, or a step of decoding")
     p.add_argument("--model", metavar="DIR", default=str(EMBEDDED), help="a Hugging Face checkpoint folder")
-    p.add_argument("--context", metavar="T", type=int, default=1024, help="tokens of a window")
-    p.add_argument("--windows", metavar="W", type=int, default=8, help="windows to evaluate on")
-    p.add_argument("--batch", metavar="B", type=int, default=4, help="windows at a time")
     p.add_argument("--rounds", metavar="N", type=int, default=7, help="rounds that are measured")
-    p.add_argument("--threads", metavar="N", type=int, default=torch.get_num_threads(), help="of torch, on the CPU")
+    p.add_argument("--context", metavar="T", type=int, default=1024, help="windows: tokens of one")
+    p.add_argument("--windows", metavar="W", type=int, default=8, help="windows: to evaluate on")
+    p.add_argument("--method", metavar="NAME,...", type=list_of(str), default=["fp16", "rtn"], help="steps: of which")
+    p.add_argument("--tokens", metavar="S,...", type=list_of(int), default=[1024, 4096, 16384],
+                   help="steps: tokens in the cache before the first one")
     add_attention(p)
     with one_line(p):
-        measure(p.parse_args())
+        run(p.parse_args())
 
 
 if __name__ == "__main__":

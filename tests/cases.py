@@ -16,7 +16,7 @@ import torch
 from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.codecs import SCHEMES, settings_of_scheme
+from tinykv.codecs import SCHEMES
 from tinykv.methods.base import CodecMethod
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import Prefix
@@ -74,11 +74,7 @@ def calibration_windows():
 
 def takes(cls, scheme=None):
     """The names of a method's settings, without those of other schemes."""
-    names = set(settings_of(cls))
-    if scheme is not None:
-        for other in SCHEMES:
-            names -= set(settings_of_scheme(other)) - set(settings_of_scheme(scheme))
-    return names
+    return set(settings_of(cls, scheme))
 
 
 def schemes_of(cls):

@@ -3,7 +3,6 @@ import inspect
 import os
 import shlex
 import traceback
-from dataclasses import replace
 
 import pytest
 
@@ -28,6 +27,7 @@ def check_one(name, built_in, like):
     """UserError if a class of --method has not the settings of --as, or cannot be made."""
     from cases import SETTINGS, model_of
 
+    from tinykv.run.check import check_method
     from tinykv.run.runs import load_class, settings_of
     cls = load_class(name)
     settings = settings_of(cls)
@@ -45,10 +45,7 @@ def check_one(name, built_in, like):
 
     # 2. its constructor
     config = model_of(2).config
-    method = cls(config, **{setting: SETTINGS[setting] for setting in needed})
-    if len(method.codecs) != config.num_hidden_layers:
-        raise UserError(f"--method {name}: `codecs` has {len(method.codecs)} pairs for a model of "
-                        f"{config.num_hidden_layers} layers; the constructor makes one for each")
+    check_method(cls(config, **{setting: SETTINGS[setting] for setting in needed}), config)
 
 
 def explained(item, error):
@@ -59,8 +56,6 @@ def explained(item, error):
     if rule and isinstance(error, AssertionError):
         lines.append(f"rule    {rule}")
     lines.append(f"found   {found(error, option.method)}")
-    if case.batch > 1 and holds(item.function, {**item.funcargs, "case": replace(case, batch=1)}):
-        lines.append("note    with one sequence it holds: look at what the method does for a batch")
 
     again = ["pytest", item.nodeid]
     for name in option.method:
@@ -91,12 +86,3 @@ def found(error, methods):
     places = [place for place in traceback.extract_tb(error.__traceback__) if os.path.abspath(place.filename) in files]
     where = f"{places[-1].filename}, line {places[-1].lineno}, in {places[-1].name}: " if places else ""
     return f"{where}{type(error).__name__}: {error}"
-
-
-def holds(test, arguments):
-    """Whether a test passes in another cell."""
-    try:
-        test(**arguments)
-    except Exception:
-        return False
-    return True

@@ -10,7 +10,7 @@ from tinykv import UserError, hf
 from tinykv.analysis import figures
 from tinykv.cache import KVCache
 from tinykv.data import Windows
-from tinykv.evaluate import FAR, Result, delta_error, evaluate, paired
+from tinykv.evaluate import FAR, Result, delta_error, measure, paired
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run.cli import EMBEDDED
@@ -35,8 +35,13 @@ def windows():
     return Windows(tokens, answers, "random")
 
 
-def methods(protocol_scheme="token-dynamic"):
-    return {"fp16": METHODS["fp16"](CONFIG), "rtn": METHODS["rtn"](CONFIG, 2, 2, protocol_scheme)}
+FP16, RTN = METHODS["fp16"](CONFIG), METHODS["rtn"](CONFIG, 2, 2, "token-dynamic")
+
+
+def beside_fp16(model, windows, batch=1):
+    """The figures of fp16, and of rtn beside it."""
+    fp16 = measure(model, FP16, windows, "paper", batch)
+    return {"fp16": fp16, "rtn": measure(model, RTN, windows, "paper", batch, fp16)}
 
 
 def log_probabilities(logits):
@@ -58,8 +63,8 @@ def by_hand(model, method, windows, protocol):
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_all_figures_against_plain_python(model, windows, batch):
-    found = evaluate(model, methods(), windows, "paper", batch)
-    truth = {name: by_hand(model, m, windows, "paper") for name, m in methods().items()}
+    found = beside_fp16(model, windows, batch)
+    truth = {name: by_hand(model, m, windows, "paper") for name, m in (("fp16", FP16), ("rtn", RTN))}
     tokens = windows.tokens.tolist()
     for name, result in found.items():
         losses, kl, agree, right = [], 0.0, 0, 0
@@ -72,17 +77,17 @@ def test_all_figures_against_plain_python(model, windows, batch):
             right += sum(all(best[i - 1] == tokens[w][i] for i in range(a, b)) for a, b in windows.answers[w])
         mean = sum(losses) / 5
         assert result.ppl == pytest.approx(math.exp(mean), rel=1e-4)
-        assert result.kl == pytest.approx(kl, rel=1e-3, abs=1e-4)
+        assert sum(result.kl) == pytest.approx(kl, rel=1e-3, abs=1e-4)
         assert (result.agree, result.right, result.answers) == (agree, right, 5)
         assert result.targets == 5 * 20 and result.tokens == 5 * 21
-    assert found["rtn"].kl > 0.1  # the two methods do differ
+    assert sum(found["rtn"].kl) > 0.1  # the two methods do differ
     assert found["fp16"].hidden and not found["rtn"].hidden  # memory: states are kept of one method
 
 
 def test_slices_of_the_vocabulary_change_nothing(model, windows, monkeypatch):
-    whole = evaluate(model, methods(), windows, "paper")
+    whole = beside_fp16(model, windows)
     monkeypatch.setattr("tinykv.evaluate.SLICE", 3 * 50)  # three positions at a time
-    sliced = evaluate(model, methods(), windows, "paper")
+    sliced = beside_fp16(model, windows)
     for name in whole:
         assert sliced[name].nll == pytest.approx(whole[name].nll, rel=1e-5)
         assert sliced[name].right == whole[name].right
@@ -99,7 +104,7 @@ def kivi(recent=4, v_block=None):
 ], ids=["rtn", "kivi", "kivi v_block 1", "kivi v_block 6", "kivi recent 0", "ott", "skvq"])
 def test_stream_equals_tokens_one_by_one(model, windows, method):
     """The evaluator's chunks are those whose borders are the method's own."""
-    found = evaluate(model, {"only": method}, windows, "stream", batch=5)["only"]
+    found = measure(model, method, windows, "stream", batch=5)
     cache, losses = KVCache(model, method, "stream"), torch.zeros(5)
     with torch.no_grad():
         for t in range(20):
@@ -128,7 +133,7 @@ def test_a_stream_comes_in_chunks_that_end_where_blocks_do(model, windows, monke
         return outputs[-1]
 
     monkeypatch.setattr(model, "forward", recorded)
-    evaluate(model, {"only": method}, windows, protocol, batch=5)
+    measure(model, method, windows, protocol, batch=5)
     assert [c.shape[1] for c in chunks] == sizes and torch.equal(torch.cat(chunks, 1), windows.tokens)
     assert torch.cat(outputs, 1).shape == (5, 21, 32)
 
@@ -136,7 +141,7 @@ def test_a_stream_comes_in_chunks_that_end_where_blocks_do(model, windows, monke
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_keys_and_values_may_be_quantized_up_to_different_tokens(model, windows, batch):
     """kivi that quantizes a value each step: 16 of the 21 keys are quantized, two groups of 8, and 17 of the values."""
-    found = evaluate(model, {"kivi": kivi(recent=4, v_block=1)}, windows, "stream", batch)["kivi"]
+    found = measure(model, kivi(recent=4, v_block=1), windows, "stream", batch)
     layers, heads, d, full, metadata = 2, 2, 8, 2, 4  # 2 bytes a number; a scale and a zero point of 2 bytes each
     k_coded = 16 * heads * d * 4 / 8 + 16 / 8 * heads * d * metadata  # bytes of a layer
     v_coded = 17 * heads * d * 2 / 8 + 17 * heads * metadata
@@ -146,7 +151,7 @@ def test_keys_and_values_may_be_quantized_up_to_different_tokens(model, windows,
     assert (k_bits, v_bits) == (8, 6)
     # the recent part at its mean: of keys 4 to 11 tokens, of values always 4
     k_mean, v_mean = sum(range(4, 12)) / 8, 4
-    for length, bits in ((21, found.bits), (FAR, found.bits_far)):
+    for length, bits in ((21, found.bits[0]), (FAR, found.bits_far[0])):
         of_keys = (k_bits * (length - k_mean) + 16 * k_mean) / length
         of_values = (v_bits * (length - v_mean) + 16 * v_mean) / length
         assert bits == pytest.approx((of_keys + of_values) / 2)
@@ -154,22 +159,21 @@ def test_keys_and_values_may_be_quantized_up_to_different_tokens(model, windows,
 
 def test_where_nothing_is_quantized_there_are_sixteen_bits_at_128k_too(model, windows):
     """Keys all in full precision, values quantized: the keys' group is longer than the text."""
-    found = evaluate(model, {"kivi": METHODS["kivi"](CONFIG, 2, 2, group_size=32, recent=4, v_block=8)}, windows,
-                     "stream")["kivi"]
+    found = measure(model, METHODS["kivi"](CONFIG, 2, 2, group_size=32, recent=4, v_block=8), windows, "stream")
     mean = sum(range(4, 12)) / 8  # values: 4 to 11 recent tokens
-    assert found.bits == pytest.approx((16 + (6 * (21 - mean) + 16 * mean) / 21) / 2)
-    assert found.bits_far == pytest.approx((16 + (6 * (FAR - mean) + 16 * mean) / FAR) / 2)
+    assert found.bits[0] == pytest.approx((16 + (6 * (21 - mean) + 16 * mean) / 21) / 2)
+    assert found.bits_far[0] == pytest.approx((16 + (6 * (FAR - mean) + 16 * mean) / FAR) / 2)
 
 
 def test_bits_are_those_of_the_bytes_held(model, windows):
     pfn = METHODS["pfn"](CONFIG, k_bits=2, v_bits=4, scheme="token-dynamic", preserve=3)
-    found = evaluate(model, {"fp16": METHODS["fp16"](CONFIG), "pfn": pfn}, windows, "paper")
-    assert found["fp16"].bits == found["fp16"].bits_far == 16
-    assert found["fp16"].cache_bytes == 21 * 2 * 2 * 2 * 8 * 2  # tokens, K and V, layers, KV heads, channels, bytes
+    exact, found = (measure(model, method, windows) for method in (METHODS["fp16"](CONFIG), pfn))
+    assert set(exact.bits) == set(exact.bits_far) == {16}
+    assert exact.cache_bytes == 21 * 2 * 2 * 2 * 8 * 2  # tokens, K and V, layers, KV heads, channels, bytes
     meta = 32 / 8  # a scale and a zero point of 16 bits for each 8 channels
     kept = 3 * (16 + 32 / (2 * 8))  # rows, and an index of 32 bits for both heads of a layer's K, or V
-    assert found["pfn"].bits == pytest.approx((2 + 4) / 2 + meta + kept / 21)
-    assert found["pfn"].bits_far == pytest.approx((2 + 4) / 2 + meta + kept / FAR)
+    assert found.bits[0] == pytest.approx((2 + 4) / 2 + meta + kept / 21)
+    assert found.bits_far[0] == pytest.approx((2 + 4) / 2 + meta + kept / FAR)
 
 
 @pytest.mark.parametrize("name, settings, protocol", [
@@ -181,7 +185,7 @@ def test_no_length_flatters_a_method(model, name, settings, protocol):
     method.block = 8
     for T in range(16, 40):
         windows = Windows(torch.randint(50, (2, T), generator=torch.Generator().manual_seed(T)), [[], []], "random")
-        costs.append(T * evaluate(model, {"only": method}, windows, protocol)["only"].bits)
+        costs.append(T * measure(model, method, windows, protocol).bits[0])
     steps = [after - before for before, after in zip(costs, costs[1:])]
     bits = 16 if name == "fp16" else 2 + 4  # of a scale and a zero point in each 8 numbers, 4 a number
     assert steps == pytest.approx([bits] * len(steps))

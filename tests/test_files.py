@@ -1,10 +1,4 @@
 """Files: read with a clear word, written whole or not at all, known by what made them."""
-import random
-import subprocess
-import sys
-import time
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +18,6 @@ from tinykv.storage import (
     write,
     write_json,
 )
-
-ROOT = Path(__file__).parent.parent
 
 
 def left_behind(folder):
@@ -67,9 +59,8 @@ def test_a_path_that_cannot_be_written_to(tmp_path, path):
 # ---- read
 
 @pytest.mark.parametrize("read, content, said", [
-    (read_json, b"{", "not JSON"), (read_json, b"[1]", "instead of a JSON object"),
-    (read_json, b"[" * 10 ** 5, "not JSON"), (read_json, b"\xff", "not JSON"),
-    (read_text, b"\xff", "cannot be read"), (read_text, None, "cannot be read")])
+    (read_json, b"{", "not JSON"), (read_json, b"\xff", "not JSON"), (read_text, b"\xff", "cannot be read"),
+    (read_text, None, "cannot be read")])
 def test_what_cannot_be_read_is_one_line(tmp_path, read, content, said):
     path = tmp_path / "file"
     path.mkdir() if content is None else path.write_bytes(content)
@@ -86,9 +77,11 @@ def test_a_text_has_neither_a_mark_nor_returns(tmp_path):
 @pytest.mark.parametrize("what", ["a digit", "a note", "the end", "no notes", "another file"])
 def test_tensors_are_whole_or_refused(tmp_path, what):
     path = tmp_path / "x.safetensors"
-    save_tensors(path, {"a": torch.arange(4.0)}, {"of": "b"})
+    save_tensors(path, {"a": torch.arange(4.0)}, {"format": "thing", "of": "b"})
     tensors, notes = load_tensors(path, "thing")
-    assert tensors["a"].tolist() == [0, 1, 2, 3] and notes == {"of": "b"}
+    assert tensors["a"].tolist() == [0, 1, 2, 3] and notes == {"format": "thing", "of": "b"}
+    with pytest.raises(UserError, match="no other thing"):
+        load_tensors(path, "other thing")
     data = path.read_bytes()
     if what == "no notes":
         from safetensors.torch import save
@@ -132,45 +125,3 @@ def test_a_calibration_file_gives_what_was_put_there(tmp_path):
     with pytest.raises(UserError, match="not finite"):
         file.put("c", "", {"x": torch.tensor([float("nan")])})
     assert len(CalibrationFile(path, model).tables) == 2
-    save_tensors(path, {}, {"format": "another"})
-    with pytest.raises(UserError, match="another format"):
-        CalibrationFile(path, model)
-
-
-# ---- bad moments
-
-TRAINING = """
-import sys
-from dataclasses import replace
-from tinykv.assets import make
-make.PHASES = [replace(make.PHASES[0], until=130, rows=1, length=24)]
-make.print_sinks = lambda model, windows: None
-make.main()
-"""
-
-
-def kill_within(process, seconds):
-    """Kill it then, unless it has ended before."""
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    process.kill()
-    process.communicate()
-
-
-@pytest.mark.whole  # several processes, half a minute and more
-def test_training_that_is_killed_again_and_again(tmp_path):
-    """The same command goes on from what was saved last, to the bits of a run that nobody stopped."""
-    def start(out):
-        return subprocess.Popen([sys.executable, "-c", TRAINING, "--out", str(tmp_path / out)],
-                                cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    rng = random.Random(0)
-    for _ in range(2):
-        process = start("killed")
-        while process.poll() is None and not (tmp_path / "killed" / "training.jsonl").exists():
-            time.sleep(0.01)
-        kill_within(process, rng.uniform(0, 5))
-    for out in ("killed", "once"):
-        _, err = start(out).communicate(timeout=300)
-        assert err == ""
-    killed, once = (hf.load_model(tmp_path / out).state_dict() for out in ("killed", "once"))
-    assert all(torch.equal(killed[name], once[name]) for name in once)

@@ -28,7 +28,7 @@ from tinykv.cache_parts.tracing import Trace
 from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
 from tinykv.data.windows import encode_documents
-from tinykv.evaluate import chunks_of, evaluate
+from tinykv.evaluate import chunks_of, measure
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
 from tinykv.methods.rtn import RTN
@@ -200,7 +200,9 @@ def test_figures_of_a_quantized_model_with_a_prefix(n, start, batch):
     methods = {"fp16": FP16(model.config), "rtn": FP16(model.config),
                "intact": IntactKV(model.config, prefix_of(model, n, coded))}
     models = {"rtn": coded, "intact": coded}
-    found = evaluate(model, methods, windows, "paper", batch, models=models)
+    found = {"fp16": measure(model, methods["fp16"], windows, "paper", batch)}
+    for name, runs in models.items():
+        found[name] = measure(runs, methods[name], windows, "paper", batch, found["fp16"])
     with torch.no_grad():
         for name, method in methods.items():
             figures, runs = [], models.get(name, model)
@@ -211,10 +213,10 @@ def test_figures_of_a_quantized_model_with_a_prefix(n, start, batch):
                 figures.append(losses_by_hand(own, reference, tokens.tolist(), answers, 21 - len(own), start))
             nll, kl, right = zip(*figures)
             assert found[name].nll == pytest.approx(nll, rel=1e-4)
-            assert found[name].kl == pytest.approx(sum(kl), rel=1e-3, abs=1e-4)
+            assert sum(found[name].kl) == pytest.approx(sum(kl), rel=1e-3, abs=1e-4)
             assert (found[name].right, found[name].answers) == (sum(right), 4)
             assert found[name].targets == 3 * (21 - start)
-    assert found["intact"].kl != pytest.approx(found["rtn"].kl, rel=1e-2)
+    assert sum(found["intact"].kl) != pytest.approx(sum(found["rtn"].kl), rel=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +290,7 @@ def trained(tmp_path):
 
 def test_a_prefix_is_read_as_it_was_written(trained):
     path, model, prefix = trained
-    found = load_prefix(path, model.config)
+    found = load_prefix(path)
     assert (found.ids, found.trained_for, str(found)) == (prefix.ids, prefix.trained_for, str(path))
     assert torch.equal(found.keys, prefix.keys) and torch.equal(found.values, prefix.values)
     fill_prefix(found, model, quantize(model, RTNWeights(3, 16)), LABEL)
@@ -303,26 +305,18 @@ def test_a_prefix_of_another_model_or_other_weights_is_refused(trained, seed, we
     path, model, _ = trained
     other = tiny(seed=seed)
     with pytest.raises(UserError, match=f"another model or for other weights, .*train it for {named}"):
-        fill_prefix(load_prefix(path, model.config), other, other, weights)
-
-
-@pytest.mark.parametrize("change", [{"num_key_value_heads": 1}, {"num_hidden_layers": 3}, {"head_dim": 16},
-                                    {"vocab_size": 20}])
-def test_a_prefix_of_another_kind_of_model_is_refused(trained, change):
-    path, model, _ = trained
-    with pytest.raises(UserError, match="keys of shape"):
-        load_prefix(path, dataclasses.replace(model.config, **change))
+        fill_prefix(load_prefix(path), other, other, weights)
 
 
 def test_what_a_prefix_may_be(embedded, tmp_path):
-    model, tokenizer = embedded
-    assert open_prefix("bos", tokenizer, model.config).ids == [tokenizer.bos_id]
+    _, tokenizer = embedded
+    assert open_prefix("bos", tokenizer).ids == [tokenizer.bos_id]
     path = tmp_path / "system.txt"
     path.write_text("Balo lives in Eastwick.\n")
-    found = open_prefix(str(path), tokenizer, model.config)
+    found = open_prefix(str(path), tokenizer)
     assert found.ids == [tokenizer.bos_id, *tokenizer.encode("Balo lives in Eastwick.")] and str(found) == str(path)
     with pytest.raises(UserError, match="boss"):
-        open_prefix("boss", tokenizer, model.config)
+        open_prefix("boss", tokenizer)
 
 
 # ---- training
@@ -515,8 +509,7 @@ def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_r
                                                  "update")
         assert f"going on after {done} updates" in out if done else "going on" not in out
         done += after
-        with safe_open(state, "pt") as file:
-            assert json.loads(file.metadata()["notes"])["done"] == str(done) and not path.exists()
+        assert torch.load(state)["done"] == done and not path.exists()
     status, out, _ = training("--updates", UPDATES)
     assert status == 0 and "going on after 11 updates" in out and not state.exists()
     assert content(path) == whole_run[0] and [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -539,7 +532,7 @@ def test_the_state_of_another_run_is_refused(training, monkeypatch, tmp_path, wo
 @pytest.mark.parametrize("words, named", [
     (["--out", "no/such/folder/x.safetensors"], ["no/such/folder"]), (["--out", "prefix.bin"], ["prefix.bin"]),
     (["--weights", "rnt"], ["rnt", "awq", "rtn"]), (["--w-bits", "9"], ["2 to 8", "9"]),
-    (["--updates", "0"], ["updates", "0"]), (["--lr", "0"], ["lr", "0"]), (["--clip", "nan"], ["clip", "nan"]),
+    (["--updates", "0"], ["updates", "0"]), (["--lr", "0"], ["lr", "0"]),
     (["--tokens", "2048"], ["2048", "1024"]), (["--tokens", "2"], ["2"]),
 ])
 def test_bad_input_of_training_is_one_clear_line(training, tmp_path, words, named):
@@ -580,7 +573,7 @@ def test_each_quantizer_has_a_prefix_of_its_own(embedded):
     """Its rows are in the scale of one model's values."""
     model, tokenizer = embedded
     args = flags.parser().parse_args(["--method", "intactkv", "--prefix", "bos", "--weights", "awq,omniquant"])
-    found, _ = build_runs(args, model.config, tokenizer, cli.quantizers_of(args, model.config))
+    found, _ = build_runs(args, model.config, tokenizer)
     one, other = (found[f"intactkv {name}-4"].method for name in ("awq", "omniquant"))
     assert one is not other and one.prefix is not other.prefix and one.prefix.ids == other.prefix.ids
 

@@ -13,7 +13,7 @@ from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.cache_parts.tracing import Trace
 from tinykv.calibrate import calibrate
 from tinykv.data.windows import Windows
-from tinykv.evaluate import evaluate
+from tinykv.evaluate import measure
 from tinykv.hf import load_model
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
@@ -312,24 +312,25 @@ def test_every_method_runs_on_a_qwen3(name, protocol):
     method = built(name, model)
     text = tokens_of(2, 40)
     text[:, :2] = torch.tensor([11, 40])
-    methods = {"fp16": METHODS["fp16"](model.config), name: method}
-    result = evaluate(model, methods, Windows(text, [[], []], "a text", start=2), protocol)[name]
-    assert result.fault is None and math.isfinite(result.ppl)
-    assert (result.kl > 0) == (name != "fp16")
+    windows = Windows(text, [[], []], "a text", start=2)
+    fp16 = measure(model, METHODS["fp16"](model.config), windows, protocol)
+    result = measure(model, method, windows, protocol, fp16=fp16)
+    assert math.isfinite(result.ppl)
+    assert (sum(result.kl) > 0) == (name != "fp16")
 
 
 @pytest.mark.parametrize("tokens", [TEXT[:, 3:], TEXT[:, :3], TEXT[:, :2], TEXT.where(TEXT != 8, 9)],
                          ids=["no prefix", "nothing after it", "a part of it", "another token in it"])
 def test_no_way_in_takes_a_text_without_its_prefix(tokens):
     model = tiny()
-    methods = {"fp16": METHODS["fp16"](model.config), "intactkv": under_a_prefix(model)}
-    cache = KVCache(model, methods["intactkv"])
+    method = under_a_prefix(model)
+    cache = KVCache(model, method)
     with pytest.raises(UserError, match="prefix"), torch.no_grad():
         model(tokens, cache)
     with pytest.raises(UserError, match="prefix"):
         model.generate(tokens, 1, cache)
     with pytest.raises(UserError, match="prefix"):
-        evaluate(model, methods, Windows(tokens, [[], []], "a text"))
+        measure(model, method, Windows(tokens, [[], []], "a text"))
     assert len(cache) == 3
 
 

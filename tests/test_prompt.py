@@ -14,7 +14,7 @@ from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.codecs import Pair
 from tinykv.codecs.affine import Affine
 from tinykv.data import Windows
-from tinykv.evaluate import chunks_of, evaluate
+from tinykv.evaluate import chunks_of, measure
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.kivi import KIVI
@@ -212,7 +212,7 @@ def test_the_evaluator_reads_a_prompt_and_then_what_single_tokens_read(model, me
     tokens = torch.randint(29, (2, T), generator=torch.Generator().manual_seed(5))
     windows = Windows(tokens, [[(2, 3), (35, 36)], []], "random").predicted_from(prompt)
     assert (windows.start, windows.answers) == (prompt, [[(35, 36)], []])
-    found = evaluate(model, {"only": method}, windows, protocol, batch=2, prompt=prompt)["only"]
+    found = measure(model, method, windows, protocol, batch=2, prompt=prompt)
     assert (found.targets, found.answers) == (2 * (T - prompt), 1)
     cache, losses = KVCache(model, method, protocol, prompt), torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():

@@ -48,13 +48,6 @@ class OneTooMany(PFN):
         return first_tokens(layer_cache, self.preserve + 1)
 
 
-class TooLate(CodecMethod):
-    """Keeps token 0, but thinks of it only when it is quantized."""
-
-    def keep_keys(self, layer_cache, n):
-        return first_tokens(layer_cache, 1) if layer_cache.keys.n_coded else None
-
-
 class NotThere(CodecMethod):
     def keep_keys(self, layer_cache, n):
         return layer_cache.length + first_tokens(layer_cache, 1)
@@ -66,20 +59,6 @@ class FirstSequenceChooses(KVSink):
     def keep_keys(self, layer_cache, n):
         positions = super().keep_keys(layer_cache, n)
         return None if positions is None else positions[:1].expand_as(positions)
-
-
-class OneSequenceOnly(CodecMethod):
-    def keep_keys(self, layer_cache, n):
-        keys = layer_cache.keys.recent
-        smallest = keys.float().norm(dim=-1).view(keys.shape[1], -1).argmin(-1)  # (Hkv)
-        return layer_cache.keys.n_coded + smallest.view(1, -1, 1)
-
-
-class Crashes(CodecMethod):
-    """Forgets that nothing is kept at first."""
-
-    def keep_keys(self, layer_cache, n):
-        return first_tokens(layer_cache, 1 + layer_cache.keys.kept_rows.shape[2])
 
 
 class Remembers(CodecMethod):

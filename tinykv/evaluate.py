@@ -21,19 +21,15 @@ LARGEST = 700  # nats: the exponential of a larger loss is no number
 
 @dataclass
 class Result:
-    """What one method did: sums and lists over windows, and the means that follow from them.
+    """What one method did: sums over windows, and lists of what each window has.
 
     What is not whole numbers is listed window by window. Parts of the windows, measured by several
     processes (`ranks.py`), then add up to the same sum, digit by digit.
-
-    fault: what was not finite. Then the sums are those up to there, and no result.
     """
-    fault: str | None = None
-    nll: list = field(default_factory=list)  # per window: mean negative log-likelihood, in nats
-    window_kl: list = field(default_factory=list)  # per window: sum over targets of KL(fp16 || method), in nats
-    window_bits: list = field(default_factory=list)  # `bits`
-    window_bits_far: list = field(default_factory=list)  # `bits_far`
-    window_coded_bits: list = field(default_factory=list)  # `coded_bits`
+    nll: list = field(default_factory=list)  # mean negative log-likelihood, in nats
+    kl: list = field(default_factory=list)  # sum over targets of KL(fp16 || method), in nats
+    bits: list = field(default_factory=list)  # per cached number, everything that is held counted, at this length
+    bits_far: list = field(default_factory=list)  # the same at 128K tokens
     agree: int = 0  # targets where the most likely token is fp16's
     right: int = 0  # answers of which every token is the most likely one
     answers: int = 0
@@ -45,43 +41,14 @@ class Result:
     hidden: list = field(default_factory=list, repr=False, compare=False)
 
     @property
-    def bits(self):
-        """Per cached number, everything that is held counted, at this length."""
-        return mean(self.window_bits)
-
-    @property
-    def bits_far(self):
-        """The same at 128K tokens."""
-        return mean(self.window_bits_far)
-
-    @property
-    def coded_bits(self):
-        """Per quantized number, of the codes alone; 0 where nothing is quantized."""
-        return mean(self.window_coded_bits) if self.window_coded_bits else 0.0
-
-    @property
-    def kl(self):
-        """Sum over all targets of KL(fp16 || method), in nats."""
-        return sum(self.window_kl)
-
-    @property
     def ppl(self):
         return math.exp(mean(self.nll))
 
-    @property
-    def recall(self):
-        """Share of answers got right, or None where the text has none."""
-        return self.right / self.answers if self.answers else None
-
     def add(self, other):
         """Take in the `Result` of the windows that follow."""
-        if self.fault:
-            return
-        for name in ("nll", "window_kl", "window_bits", "window_bits_far", "window_coded_bits",
-                     "agree", "right", "answers", "targets", "tokens", "seconds"):
+        for name in ("nll", "kl", "bits", "bits_far", "agree", "right", "answers", "targets", "tokens", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
-        self.fault = other.fault
 
 
 def mean(numbers):
@@ -119,30 +86,11 @@ def paired(nll, other):
 
 # Measuring
 
-def evaluate(model, methods, windows, protocol="paper", batch=1, bar=None, models=None,
-             cache_class=KVCache, prompt=None):
-    """methods {name: Method}, fp16's first -> {name: Result}: each one measured, beside the first.
-
-    models {name: Llama}: for methods that run on another model, with quantized weights; its
-    embedding and head must be model's. The others: see `measure`. UserError if the first, or every
-    other, computes numbers that are not finite.
-    """
-    results, fp16 = {}, None
-    for name, method in methods.items():
-        runs = (models or {}).get(name, model)
-        results[name] = measure(runs, method, windows, protocol, batch, fp16, bar, cache_class, prompt)
-        fp16 = fp16 or results[name]
-    _, *others = results.values()
-    if others and all(result.fault for result in others):
-        raise UserError(others[0].fault)
-    return results
-
-
 @torch.inference_mode()
 def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None,
             cache_class=KVCache, prompt=None):
-    """One method's `Result` on windows (`data.windows.Windows`); it has a `fault` where the method
-    computes numbers that are not finite.
+    """One method's `Result` on windows (`data.windows.Windows`). UserError where the model, or the
+    method, computes numbers that are not finite.
 
     fp16: the Result of fp16 on the same windows; None: this is it. bar: an object with `update(n)`,
     told of every window that is finished. cache_class: `KVCache`, or a class of caches that compute
@@ -168,9 +116,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
             torch.cuda.synchronize(device)
         result.seconds += time.perf_counter() - clock
         result.tokens += tokens.numel()
-        result.fault = fault_of(cache, outputs)
-        if result.fault:
-            break
+        refuse_overflow(cache, outputs)
         if cache.start:  # predictions at a prefix's own positions are fp16's
             if reference is None:
                 raise ValueError("this method begins with a prefix; evaluate fp16 before it")
@@ -180,36 +126,32 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
 
         # 2. compare its predictions with the text's tokens and with fp16's predictions
         score(model, hidden, reference, tokens, answers, result, windows.start)
-        if result.fault:
-            break
         if fp16 is None:
             result.hidden += hidden.cpu()
         if bar is not None:
             bar.update(len(tokens))
-    if fp16 is None and result.fault:  # then there is nothing to compare with
-        raise UserError(result.fault)
     return result
 
 
-def fault_of(cache, outputs):
-    """What is not finite after a forward; None if all is. outputs: normed hidden states (B, T, D).
+def refuse_overflow(cache, outputs):
+    """UserError if something is not finite after a forward. outputs: normed hidden states (B, T, D).
 
     The norm of a residual whose square overflows is 0, so a state of zeros is a fault, too.
     """
     size = torch.cat([h.float().abs().amax(-1) for h in outputs], dim=1)  # (B, T): NaN if one is
     finite = all(layer.finite for layer in cache.layers)
     if finite and ((size > 0) & size.isfinite()).all():
-        return None
+        return
     # something is wrong: find the first layer where it is
     for layer in cache.layers:
         if not layer.finite:
-            return (f"layer {layer.layer} computes keys, values or scores that are not finite, or "
-                    "too large for 16 bits; use another --dtype, or other weights")
+            raise UserError(f"layer {layer.layer} computes keys, values or scores that are not finite, or "
+                            "too large for 16 bits; use another --dtype, or other weights")
         for rows in (layer.keys, layer.values):
             if not rows.read().isfinite().all():
-                return (f"layer {rows.layer} decodes {rows.kind.upper()} to numbers that are not "
-                        f"finite; see to {rows.codec!r}")
-    return "the last block's output overflows; use another --dtype, or other weights"
+                raise UserError(f"layer {rows.layer} decodes {rows.kind.upper()} to numbers that are not "
+                                f"finite; see to {rows.codec!r}")
+    raise UserError("the last block's output overflows; use another --dtype, or other weights")
 
 
 def chunks_of(tokens, cache):
@@ -257,10 +199,10 @@ def score(model, hidden, reference, tokens, answers, result, start=1):
 
         loss = nll / len(target)
         if not math.isfinite(loss + kl) or loss > LARGEST:
-            result.fault = (f"its logits are not finite, or its loss of {loss:g} nats has no "
-                            "perplexity; use another --dtype, or other weights")
+            raise UserError(f"its logits are not finite, or its loss of {loss:g} nats has no perplexity; "
+                            "use another --dtype, or other weights")
         result.nll.append(loss)
-        result.window_kl.append(kl)
+        result.kl.append(kl)
         result.targets += len(target)
         # an answer is right if each of its tokens is the most likely one
         hit = torch.cat(hits)  # (T - start)
@@ -280,7 +222,7 @@ def count_bits(result, cache, tokens):
     # numbers in one token's keys, or values, over all layers
     numbers = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     result.cache_bytes = max(result.cache_bytes, cache.nbytes // B)
-    bits, bits_far, coded_bits = 0.0, 0.0, 0.0  # means over the batch's windows
+    bits, bits_far = 0.0, 0.0  # means over the batch's windows
     layer = cache.layers[0]
     for rows in (layer.keys, layer.values):
         held = cache.part_bytes(rows.kind)  # of all layers and sequences
@@ -301,11 +243,9 @@ def count_bits(result, cache, tokens):
         # a half each of the bits of K and of V
         bits += 8 * total / (B * numbers * T) / 2
         bits_far += 8 * total_far / (B * numbers * FAR) / 2
-        coded_bits += 8 * coded / (B * numbers) / 2
     # of a batch only the mean is known
-    result.window_bits += [bits] * B
-    result.window_bits_far += [bits_far] * B
-    result.window_coded_bits += [coded_bits] * B
+    result.bits += [bits] * B
+    result.bits_far += [bits_far] * B
 
 
 def recent_token_bytes(rows):

@@ -48,13 +48,11 @@ def turns_of(line, path, number):
     try:
         chat = json.loads(line)
         turns = chat["conversations"] if isinstance(chat, dict) else chat
-        turns = [(ROLES[turn["from"]], turn["value"]) for turn in turns]
-        roles = [role for role, _ in turns]
-        texts = [text for _, text in turns]
-        fits = roles == ["user", "assistant"] * (len(roles) // 2) and all(isinstance(x, str) for x in texts)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        fits = False
-    if not fits or not turns:
+        roles = [ROLES[turn["from"]] for turn in turns]
+        texts = [turn["value"] for turn in turns]
+    except (KeyError, TypeError, ValueError):
+        roles = []
+    if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
         raise UserError(f'{path}, line {number} is no chat; a chat is a list of turns {{"from": "human" or '
                         '"gpt", "value": text}, a question and an answer in turn')
     return list(zip(texts[::2], texts[1::2]))

@@ -30,7 +30,8 @@ def load_model(folder, device="cpu", dtype=torch.float32):
         model = Llama(config)
     model.rope.freq = model.rope.freq.to(device)  # (d/2)
     if others:
-        model.devices = place_blocks(model, devices, dtype)
+        n_blocks = config.num_hidden_layers
+        model.devices = [devices[i * len(devices) // n_blocks] for i in range(n_blocks)]  # neighbours lie together
 
     # 2. every tensor of the folder
     state = {}
@@ -60,19 +61,6 @@ class NoInit(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", None) != "torch.nn.init":
             return function(*args, **(kwargs or {}))
-
-
-def place_blocks(model, devices, dtype):
-    """The device of each block: neighbours lie together, and each device holds about as many bytes, of
-    weights and of the cache of one text as long as the model can read."""
-    config, blocks = model.config, model.model["layers"]
-    around = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2) * dtype.itemsize
-    weights = sum(p.numel() for p in blocks[0].parameters()) * dtype.itemsize
-    row = config.num_key_value_heads * config.head_dim * 2  # bytes of a key, or of a value, in 16 bits
-    block = weights + 2 * row * config.max_position_embeddings
-    share = (around + len(blocks) * block) / len(devices)
-    middles = [around + (i + 0.5) * block for i in range(len(blocks))]  # where each block's middle byte is
-    return [devices[min(int(middle / share), len(devices) - 1)] for middle in middles]
 
 
 def usable_devices(names):

@@ -3,6 +3,7 @@
 A value that the model does not implement is an error that names it. A field that is absent has the
 value that transformers gives it.
 """
+import json
 import os
 import re
 from dataclasses import MISSING, asdict, fields
@@ -11,7 +12,7 @@ from pathlib import Path
 from tinykv import UserError
 from tinykv.hf.hub import fetch_model
 from tinykv.model import LlamaConfig
-from tinykv.storage import read_json, short
+from tinykv.storage import read_json
 
 #   model_type: (its class in transformers, values of absent fields, fields that it does not have)
 ARCHITECTURES = {
@@ -140,7 +141,7 @@ def checked(given, name, kind, where):
 
 
 def refuse(name, value, where, instead):
-    raise UserError(f"{where}: {name} is {short(value)}; {instead}")
+    raise UserError(f"{where}: {name} is {json.dumps(value)[:80]}; {instead}")
 
 
 # LlamaConfig -> config.json

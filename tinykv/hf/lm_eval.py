@@ -23,9 +23,7 @@ from tqdm import tqdm
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.evaluate import chunks_of
-from tinykv.run import cli, flags, runs
-from tinykv.run.prefix import fill_prefix
-from tinykv.storage import CalibrationFile
+from tinykv.run import flags, runs
 
 
 @register_model("tinykv")
@@ -37,10 +35,21 @@ class TinyKV(TemplateLM):
         args = flags.parser(runs.own_settings([method])).parse_args(flags.words_of(settings))
         args.method = ["fp16", method]
         flags.check(args)
-        self.model, self.tokenizer, self.method = load(args)
+        self.load(args)
         self.args, self.prompt, self.max_gen_toks = args, prompt, max_gen_toks
         self.max_length = self.model.config.max_position_embeddings
         self.prefix = self.method.prefix.ids if self.method.prefix else []
+
+    def load(self, args):
+        """Model, tokenizer and method of these flags, calibrated as the command does it."""
+        config, self.tokenizer = flags.load_config(args)
+        by_title, _ = runs.build_runs(args, config, self.tokenizer)
+        *_, run = by_title.values()  # fp16 comes first
+        model = hf.load_model(args.model, args.devices, args.dtype)
+        models = runs.calibrate_all(args, model, self.tokenizer, {run.title: run})
+        if run.error is not None:
+            raise run.error
+        self.model, self.method = models[run.weights], run.method
 
     # What lm_eval asks of a tokenizer
 
@@ -107,24 +116,6 @@ class TinyKV(TemplateLM):
                 answer = answer.split(end)[0]
             found.append(answer)
         return found
-
-
-def load(args):
-    """The flags of eval_ppl.py -> (model, tokenizer, method), calibrated as the command does it."""
-    config, tokenizer = flags.load_config(args)
-    quantizers = cli.quantizers_of(args, config)
-    by_title, _ = runs.build_runs(args, config, tokenizer, quantizers)
-    *_, run = by_title.values()  # fp16 comes first
-    model = hf.load_model(args.model, args.devices, args.dtype)
-    text, data = flags.load_calibration(args, tokenizer, {run.title: run}, quantizers)  # (C, T)
-    file = CalibrationFile(args.calibration, model)
-    models = flags.quantized_models(args, model, quantizers, text, file)
-    quantized = models[run.weights]
-    if run.method.needs_calibration:
-        run.calibrate(quantized, text, file, args.calib_windows)
-    if run.method.prefix:
-        fill_prefix(run.method.prefix, model, quantized, cli.weights_label(run.weights, quantizers, data))
-    return quantized, tokenizer, run.method
 
 
 if __name__ == "__main__":

@@ -77,22 +77,18 @@ class JsonTokenizer(Tokenizer):
 
 
 def load_tokenizer(folder, config):
-    """A checkpoint folder -> Tokenizer. Each of its ids has a row in the model's embedding."""
-    # 1. the tokenizer, and whether it fits the model
+    """A checkpoint folder -> Tokenizer."""
     folder = checkpoint_folder(folder)
     tokenizer = open_tokenizer(folder)
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer.vocab_size > config.vocab_size:  # each id needs a row of the model's embedding
         raise UserError(f"{folder}: wrong tokenizer vocabulary, {tokenizer.vocab_size} tokens for a model of "
                         f"{config.vocab_size}; take tokenizer and model from the same checkpoint")
 
-    # 2. the special tokens; does a text begin with bos_id? tokenizer_config.json decides, or else the tokenizer
+    # the special tokens; does a text begin with bos_id? tokenizer_config.json decides, or else the tokenizer
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.exists() else {}
-    try:
-        tokenizer.bos_id = special_id(tokenizer, settings, "bos_token", config.bos_token_id)
-        tokenizer.eos_id = special_id(tokenizer, settings, "eos_token", config.eos_token_id)
-    except (TypeError, ValueError):  # ValueError: characters that no encoding has
-        raise UserError(f"{path}: bos_token and eos_token have to be texts") from None
+    tokenizer.bos_id = special_id(tokenizer, settings, "bos_token", config.bos_token_id)
+    tokenizer.eos_id = special_id(tokenizer, settings, "eos_token", config.eos_token_id)
     add_bos = settings.get("add_bos_token")
     if add_bos is None:
         add_bos = tokenizer.begins_with_bos()

@@ -16,7 +16,6 @@ from tinykv.data import load_windows
 from tinykv.run.prefix import FULL_PRECISION
 from tinykv.storage import first_line, identity, sources
 from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
-from tinykv.weights.linear import group_of
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -193,40 +192,35 @@ def add_weights(p, several):
     several: --weights and --w-bits take lists; without --weights, weights are not quantized.
     """
     more = "[,...]" if several else ""
-    weights, bits = (argparse.SUPPRESS, argparse.SUPPRESS) if several else ("rtn", "3")
     group = p.add_argument_group("quantized weights")
-    group.add_argument("--weights", metavar=f"NAME{more}", type=list_of(str, several), default=weights,
+    group.add_argument("--weights", metavar=f"NAME{more}", type=list_of(str, several),
+                       default=None if several else "rtn",
                        help=f"how the linear layers' weights are quantized: {', '.join(QUANTIZERS)}")
-    group.add_argument("--w-bits", metavar=f"B{more}", type=list_of(int, several), default=bits,
-                       help="2 to 8" + " (default: 4)" * several)
+    group.add_argument("--w-bits", metavar=f"B{more}", type=list_of(int, several),
+                       default=None if several else "3", help="2 to 8" + " (default: 4)" * several)
     group.add_argument("--w-group-size", metavar="G", type=int,
                        help="inputs that share a scale (default: the largest divisor of a layer's inputs up to 128)")
 
 
-def quantizers_of(args, config):
+def quantizers_of(args):
     """Each of --weights at each of --w-bits, by label: {"awq-3": Quantizer}; "awq-3-g64" with groups."""
-    if not hasattr(args, "weights") and (hasattr(args, "w_bits") or args.w_group_size):
+    if not args.weights and (args.w_bits or args.w_group_size):
         raise UserError("--w-bits and --w-group-size are for quantized weights; give --weights, too")
     quantizers = {}
     groups = f"-g{args.w_group_size}" if args.w_group_size else ""
-    # a group must divide the inputs of every linear layer
-    for inputs in (config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size):
-        group_of(inputs, args.w_group_size)
-    for name in getattr(args, "weights", []):
+    for name in args.weights or []:
         one_of(QUANTIZERS, weights=name)
-        for bits in getattr(args, "w_bits", [4]):
+        for bits in args.w_bits or [4]:
             quantizers[f"{name}-{bits}{groups}"] = QUANTIZERS[name](bits, args.w_group_size)
     return quantizers
 
 
-def weights_label(weights, quantizers, data):
-    """How weights are quantized, for a prefix's file: the quantizer, and its calibration data.
-
-    weights: the label of one of `quantizers`, or None for full precision.
-    """
+def weights_label(weights, quantizer, data):
+    """How weights are quantized, for a prefix's file: the quantizer's label, None for full precision, and its
+    calibration data."""
     if weights is None:
         return FULL_PRECISION
-    return f"{weights}, {data}" if quantizers[weights].needs_text else weights
+    return f"{weights}, {data}" if quantizer.needs_text else weights
 
 
 def quantized_model(model, name, quantizer, windows, file):

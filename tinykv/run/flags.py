@@ -1,9 +1,8 @@
-"""The flags of eval_ppl.py, what can be seen to be wrong with them, and the texts that they ask for."""
+"""The flags of eval_ppl.py, what can be seen to be wrong with them, and the text that they ask for."""
 import math
 
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
-from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.run import cli
 from tinykv.run.runs import add_settings, load_class, own_settings
@@ -114,31 +113,6 @@ def load_test(args, tokenizer, runs):
     windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", args.seed, args.bos, longest,
                            whole=cli.two_texts(args))
     return windows.predicted_from(args.prompt) if args.prompt else windows
-
-
-def load_calibration(args, tokenizer, runs, quantizers):
-    """The windows to calibrate on, tokens (W, T), and a label of them; None where nothing is."""
-    needs = [r.method.needs_calibration for r in runs.values()]
-    needs += [quantizer.needs_text for quantizer in quantizers.values()]
-    if not any(needs):
-        return None, ""
-    most = max(r.method.calibration_windows for r in runs.values())
-    return cli.calibration_text(args, tokenizer, args.context, args.device, most)
-
-
-def quantized_models(args, model, quantizers, text, file):
-    """{label of weights: Llama}; None is the model itself. text (W, T): to calibrate them on."""
-    models = {None: model}
-    if text is not None:
-        text = text[:args.calib_windows or CALIBRATION_WINDOWS]
-    for weights, quantizer in quantizers.items():
-        models[weights] = cli.quantized_model(model, weights, quantizer, text, file)
-    return models
-
-
-def use_attention(models, attention):
-    for model in models.values():
-        model.use_attention(attention)
 
 
 def parse(words=None, methods=None):

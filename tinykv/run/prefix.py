@@ -5,18 +5,18 @@ from tinykv import UserError
 from tinykv.methods.intactkv import Prefix
 from tinykv.storage import fingerprint, load_tensors, read_text, save_tensors
 
-FORMAT = "tinykv-prefix"
+FORMAT = "tinykv-prefix"  # what the file says that it is
 FULL_PRECISION = "full precision"  # the label of weights that are not quantized
 
 
-def open_prefix(what, tokenizer, config):
+def open_prefix(what, tokenizer):
     """"bos", or the path of a text file or of a trained prefix (.safetensors) -> Prefix."""
     if what == "bos":
         if tokenizer.bos_id is None:
             raise UserError("this tokenizer has no BOS; give a text file for a prefix")
         return Prefix(what, [tokenizer.bos_id])
     if what.endswith(".safetensors"):
-        return load_prefix(what, config)
+        return load_prefix(what)
     text = read_text(what).rstrip("\n")
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return Prefix(what, [*bos, *tokenizer.encode(text)])
@@ -41,16 +41,9 @@ def save_prefix(path, prefix):
     save_tensors(path, {"keys": prefix.keys, "values": prefix.values}, notes)
 
 
-def load_prefix(path, config):
-    """What `save_prefix` wrote. UserError for another file, or one of another kind of model."""
-    tensors, notes = load_tensors(path, "trained prefix")
-    if notes.get("format") != FORMAT:
-        raise UserError(f"{path} is a safetensors file, but not one that train_intact.py wrote")
+def load_prefix(path):
+    """What `save_prefix` wrote."""
+    tensors, notes = load_tensors(path, FORMAT)
     ids = json.loads(notes["ids"])
-    shape = (config.num_hidden_layers, config.num_key_value_heads, len(ids), config.head_dim)
-    if tensors["keys"].shape != shape or max(ids) >= config.vocab_size:
-        raise UserError(f"the prefix {path} was trained for another model: it has keys of shape "
-                        f"{tuple(tensors['keys'].shape)}, and not {shape}, or tokens that this model "
-                        "does not know")
     trained_for = {"model": notes["model"], "weights": notes["weights"]}
     return Prefix(str(path), ids, tensors["keys"], tensors["values"], trained_for)

@@ -46,12 +46,8 @@ def here():
 
 
 def prepare(args):
-    """Give each rank a GPU of its own, and leave files to rank 0. UserError if some ranks would be
-    without a window."""
+    """Give each rank a GPU of its own, and leave files to rank 0."""
     rank, n_ranks = here()
-    if n_ranks > args.windows:
-        raise UserError(f"torchrun started {n_ranks} processes for {args.windows} "
-                        "windows; start fewer, or give more --windows")
     if n_ranks > 1 and args.device == "cuda":
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     if rank > 0:

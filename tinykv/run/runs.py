@@ -1,4 +1,4 @@
-"""From the flags of eval_ppl.py to its runs: which methods, with which settings, on which weights.
+"""From the flags of eval_ppl.py to its runs: which methods, with which settings, on which weights; all calibrated.
 
 A setting is an argument of a method's constructor, so a new method brings its flags along. A flag
 with several values, such as `--preserve 1,5`, makes a run of each, for every method that takes it.
@@ -13,17 +13,18 @@ import sys
 from bdb import BdbQuit
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from tinykv import UserError, calibrate, codecs, did_you_mean, kmeans
 from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
+from tinykv.codecs.base import CALIBRATION_WINDOWS
+from tinykv.evaluate import Result
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
-from tinykv.run import ranks
+from tinykv.run import cli, ranks
 from tinykv.run.check import check_codecs, check_method
-from tinykv.run.cli import list_of
-from tinykv.run.prefix import open_prefix
+from tinykv.run.prefix import fill_prefix, open_prefix
 from tinykv.storage import identity, sources
 
 
@@ -37,6 +38,7 @@ class Run:
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
     quantizer: object = None  # of the weights
     beside: str = ""  # settings that it has for the sake of the method that it is shown beside
+    result: Result | None = None  # of its evaluation
     error: Exception | None = None  # what calibration or evaluation ended with
 
     @property
@@ -49,25 +51,20 @@ class Run:
         """Of its tables in a calibration file: the method, all of its settings, the weights."""
         return f"{self.name} {self.settings} weights {self.weights}"
 
-    def calibrate(self, model, text, file, most=None, progress=None):
-        """Calibrate the method on text (C, T), or take its tables from a `CalibrationFile`, which is given new ones.
-
-        most: the windows of --calib-windows; None: as many as the method asks for.
-        """
-        windows = text[:most or self.method.calibration_windows]  # (C, T)
-        made_of = self.made_of(file, windows)
+    def calibrate(self, model, windows, file):
+        """Calibrate the method on windows (C, T), or take its tables from a `CalibrationFile`, which is given new
+        ones."""
+        made_of = self.made_of(windows)
         tables = file.get(self.calibration_name, made_of)
         if tables is None:
-            calibrate.calibrate(model, self.method, windows, progress)
+            calibrate.calibrate(model, self.method, windows, partial(cli.bar, what=f"calibrating {self.title}"))
             file.put(self.calibration_name, made_of, self.method.calibrated())
         else:
             self.method.restore(tables)
         check_codecs(self.method, model.config)
 
-    def made_of(self, file, windows):
+    def made_of(self, windows):
         """The identity of what makes the tables: the windows, and the code that calibrates."""
-        if not file.path:
-            return None
         makers = [self.method, *(codec for pair in self.method.codecs for codec in pair)]
         if self.quantizer:
             makers.append(self.quantizer)
@@ -129,11 +126,11 @@ SETTINGS = {
 }
 
 
-def settings_of(cls):
+def settings_of(cls, scheme=None):
     """A method's settings, {name: default}: the arguments of its constructor after `config`.
 
     A constructor that ends in **settings hands them to its parent, whose settings then count, too;
-    that of `CodecMethod` to the codecs of the scheme.
+    that of `CodecMethod` to the codecs of the scheme. scheme: without those of other schemes only.
     """
     settings = {}
     for argument in list(inspect.signature(cls.__init__).parameters.values())[2:]:  # after self and config
@@ -142,6 +139,9 @@ def settings_of(cls):
             settings = {**settings, **inherited, **settings}  # its own defaults go before
         elif argument.kind is not argument.VAR_POSITIONAL:
             settings[argument.name] = argument.default
+    if scheme is not None:
+        for other in settings_of_codecs().keys() - settings_of_scheme(scheme):
+            settings.pop(other, None)
     return settings
 
 
@@ -162,7 +162,7 @@ def add_settings(p, own):
         "settings of the methods",
         "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
     for name, (kind, metavar, help) in {**SETTINGS, **own}.items():
-        group.add_argument("--" + name.replace("_", "-"), metavar=f"{metavar}[,...]", type=list_of(kind),
+        group.add_argument("--" + name.replace("_", "-"), metavar=f"{metavar}[,...]", type=cli.list_of(kind),
                            help=help, default=argparse.SUPPRESS)
     p.set_defaults(settings=[*SETTINGS, *own])
 
@@ -182,20 +182,15 @@ def list_methods():
 def name_of(method):
     """What the table calls a method: its own `name`, or what it was asked for."""
     cls = load_class(method)
-    asked_for = method if isinstance(method, str) else cls.__name__
-    return getattr(method, "name", cls.name) or asked_for
-
-
-def is_made(method):
-    """Whether a method is there already, and not a class or a name of one."""
-    return not isinstance(method, str) and not inspect.isclass(method)
+    return getattr(method, "name", cls.name) or (method if isinstance(method, str) else cls.__name__)
 
 
 @cache
 def load_class(name):
-    """A method's class, from its name or from path/to/file.py:Class. A file is imported once."""
+    """A method's class, from its name or from path/to/file.py:Class, or as it is, or of a method. A file is imported
+    once."""
     if not isinstance(name, str):
-        return type(name) if is_made(name) else name
+        return name if inspect.isclass(name) else type(name)
     if name in METHODS:
         return METHODS[name]
     path, _, attribute = name.rpartition(":")
@@ -215,11 +210,11 @@ def load_class(name):
 
 # Runs
 
-def build_runs(args, config, tokenizer, quantizers):
+def build_runs(args, config, tokenizer):
     """The runs, {title: Run}, fp16 first; and what is left out for its settings, {what: why}.
 
-    quantizers {label: Quantizer}: every method runs on each quantized model, and fp16 also on the
-    full-precision model. Without quantizers all run on the latter.
+    Every method runs on each quantized model, and fp16 also on the full-precision model. Without --weights all run on
+    the latter.
     """
     # 1. The methods: fp16, those that a single method is compared with, those that were asked for
     asked = []
@@ -231,17 +226,18 @@ def build_runs(args, config, tokenizer, quantizers):
     # 2. A run of each, on each weights
     given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
     runs, left_out = {}, {}
+    quantizers = cli.quantizers_of(args)
     if quantizers:
         runs["fp16"] = Run("fp16", "fp16", METHODS["fp16"](config), {})
     for weights in quantizers or [None]:
         if "prefix" in given:  # opened anew: a prefix holds keys and values of one model
-            given["prefix"] = [open_prefix(str(what), tokenizer, config) for what in given["prefix"]]
+            given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
         for method in methods:
             beside = {} if method in asked else compared.get(method, {})
-            for run in runs_of(method, beside, given, config, weights, left_out, method in args.method):
+            for run in runs_of(method, beside, given, config, left_out, method in args.method):
+                run.weights, run.quantizer = weights, quantizers.get(weights)
                 if run.title in runs:
                     raise UserError(f"two rows are called {run.title}; give one of them another `name`")
-                run.quantizer = quantizers.get(weights)
                 runs[run.title] = run
 
     # 3. A table of fp16 alone is a mistake, and so is a setting that no method asked for takes
@@ -249,7 +245,9 @@ def build_runs(args, config, tokenizer, quantizers):
         raise next(iter(left_out.values()))
     for setting in given:
         flag = "--" + setting.replace("_", "-")
-        others = [name_of(method) for method in asked if not reaches(setting, method, given)]
+        others = [name_of(method) for method in asked
+                  if isinstance(method, Method)
+                  or not any(setting in chosen for chosen in combinations(load_class(method), given, {}))]
         if len(others) == len(asked):
             raise UserError(f"{flag} is not a setting of {', '.join(others)} as asked for; see --list-methods")
         if others:
@@ -257,27 +255,21 @@ def build_runs(args, config, tokenizer, quantizers):
     return runs, left_out
 
 
-def runs_of(asked, beside, given, config, weights, left_out, by_name):
-    """The runs of one method on one model's weights, for each combination of the values that it takes.
+def runs_of(asked, beside, given, config, left_out, by_name):
+    """The runs of one method, for each combination of the values that it takes.
 
-    asked: a name, a class, or a method itself. beside: settings for the sake of the method that it is
-    shown beside. left_out: where a combination goes that the method refuses; if it was asked for by
-    name, that is an error.
+    asked: a name, a class, or a method, which has its settings. beside: settings for the sake of the method that it is
+    shown beside. left_out: where a combination goes that the method refuses; if it was asked for by name, that is an
+    error.
     """
-    name = name_of(asked)
-    if is_made(asked):
+    name, cls = name_of(asked), load_class(asked)
+    if isinstance(asked, Method):
         check_method(asked, config)
-        settings = {key: value for key, value in vars(asked).items() if isinstance(value, int | float | str)}
-        return [Run(name, name, copy.deepcopy(asked), settings, weights)]
-    cls = load_class(asked)
+        return [Run(name, name, copy.deepcopy(asked), {})]
     found = []
     for chosen in combinations(cls, given, beside):
         label = label_of(name, chosen, given)
         arguments = {**beside, **constructor_arguments(cls, chosen)}
-        settings = {**settings_of(cls), **arguments}
-        for setting, value in settings.items():
-            if value is inspect.Parameter.empty:
-                raise UserError(f"{name} needs --{setting.replace('_', '-')}, which has no default")
         try:
             method = cls(config, **arguments)
         except UserError as error:
@@ -287,13 +279,8 @@ def runs_of(asked, beside, given, config, weights, left_out, by_name):
             continue
         check_method(method, config)
         words = ", ".join(f"{setting}={arguments[setting]}" for setting in beside if setting not in chosen)
-        found.append(Run(label, name, method, settings, weights, beside=words))
+        found.append(Run(label, name, method, {**settings_of(cls), **arguments}, beside=words))
     return found
-
-
-def reaches(setting, asked, given):
-    """Whether a setting is used by a method, under one of the schemes that are asked for."""
-    return not is_made(asked) and any(setting in chosen for chosen in combinations(load_class(asked), given, {}))
 
 
 def combinations(cls, given, beside):
@@ -302,13 +289,13 @@ def combinations(cls, given, beside):
     given: {setting: [value, ...]}. A scheme's own settings are combined with that scheme only. beside:
     other defaults than the method's, {setting: value}.
     """
-    takes = all_settings_of(cls)
     defaults = {**settings_of(cls), **beside}
-    schemes = given.get("scheme", [defaults["scheme"]]) if "scheme" in takes else [None]
+    schemes = given.get("scheme", [defaults["scheme"]]) if "scheme" in defaults else [None]
     found = []
     for scheme in schemes:
         # the settings that the method takes under this scheme, each with its given values
-        values = {name: given[name] for name in given if name in takes and belongs(name, scheme)}
+        takes = all_settings_of(cls, scheme)
+        values = {name: given[name] for name in given if name in takes}
         if "scheme" in values:
             values["scheme"] = [scheme]
         for combination in itertools.product(*values.values()):
@@ -316,16 +303,9 @@ def combinations(cls, given, beside):
     return found
 
 
-def belongs(setting, scheme):
-    """Whether a setting has a meaning under a scheme, and is not one of another scheme only."""
-    if scheme is None or setting in settings_of_scheme(scheme):
-        return True
-    return not any(setting in settings_of_scheme(other) for other in SCHEMES)
-
-
-def all_settings_of(cls):
+def all_settings_of(cls, scheme=None):
     """The names of a method's settings, with `bits`, which stands for k_bits and v_bits."""
-    settings = list(settings_of(cls))
+    settings = list(settings_of(cls, scheme))
     if "k_bits" in settings:
         settings.append("bits")
     return settings
@@ -348,3 +328,39 @@ def label_of(name, chosen, given):
             text = format(value, ".12g") if isinstance(value, int | float) else str(value)
             words.append(f"{setting}={text}")
     return " ".join(words)
+
+
+# Calibration
+
+def calibrate_all(args, model, tokenizer, runs):
+    """Quantize the weights, and calibrate each method of {title: Run} on the model that it runs on.
+
+    Returns {label of weights: Llama}; None is the model itself.
+    """
+    # calibration is read in full precision: there are no codes for triton
+    model.use_attention("fused" if args.attention == "triton" else args.attention)
+
+    # 1. The text. Each of them sees its first windows
+    text, data = None, ""
+    if any(r.method.needs_calibration or r.quantizer and r.quantizer.needs_text for r in runs.values()):
+        most = max(r.method.calibration_windows for r in runs.values())
+        text, data = cli.calibration_text(args, tokenizer, args.context, args.device, most)  # (W, T), its label
+    file = ranks.SharedCalibration(args.calibration, model)
+
+    # 2. The weights
+    models = {None: model}
+    for r in runs.values():
+        if r.weights not in models:
+            windows = text[:args.calib_windows or CALIBRATION_WINDOWS] if r.quantizer.needs_text else None  # (C, T)
+            models[r.weights] = cli.quantized_model(model, r.weights, r.quantizer, windows, file)
+
+    # 3. The methods
+    for r in runs.values():
+        if r.method.needs_calibration:
+            windows = text[:args.calib_windows or r.method.calibration_windows]  # (C, T)
+            with r.step("calibrating"):
+                r.calibrate(models[r.weights], windows, file)
+        if r.method.prefix:  # its keys and values come from the full-precision model
+            label = cli.weights_label(r.weights, r.quantizer, data)
+            fill_prefix(r.method.prefix, model, models[r.weights], label)
+    return models

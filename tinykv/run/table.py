@@ -11,7 +11,7 @@ from operator import itemgetter
 import torch
 
 from tinykv import UserError, storage
-from tinykv.evaluate import delta_error, paired
+from tinykv.evaluate import delta_error, mean, paired
 from tinykv.run import cli
 from tinykv.weights import weight_bytes
 
@@ -77,9 +77,8 @@ def choice_of(r, args):
 
 # A row
 
-def row_of(r, result, fp16, args):
-    """A row of the table, as the JSON has it. result, fp16: the `Result`s of run r, None where it has
-    failed, and of fp16."""
+def row_of(r, fp16, args):
+    """A row of the table, as the JSON has it. fp16: its `Result`."""
     settings = {}
     for name, value in r.settings.items():
         settings[name] = value if isinstance(value, int | float | None) else str(value)
@@ -99,18 +98,11 @@ def row_of(r, result, fp16, args):
         "bits_nominal": (r.method.k_bits + r.method.v_bits) / 2,
         "offline_bytes": r.method.offline_bytes,
         "windows": args.windows,
-        "fault": fault_of(r, result),  # then nothing was measured
+        "fault": r.error and f"failed: {cli.reason(r.error)}",  # then nothing was measured
     }
     if row["fault"]:
         return {**row, **dict.fromkeys(figures_of(fp16, fp16))}
-    return {**row, **figures_of(result, fp16)}
-
-
-def fault_of(r, result):
-    """Why a run has no figures, or None."""
-    if r.error is not None:
-        return f"failed: {cli.reason(r.error)}"
-    return result.fault and f"not finite: {result.fault}"
+    return {**row, **figures_of(r.result, fp16)}
 
 
 def figures_of(result, fp16):
@@ -120,17 +112,16 @@ def figures_of(result, fp16):
         "ppl": result.ppl,
         "delta_ppl": result.ppl - fp16.ppl,
         "delta_se": delta_error(result, fp16),
-        "kld": max(0.0, result.kl / result.targets),
+        "kld": max(0.0, sum(result.kl) / result.targets),
         "top1": result.agree / result.targets,
-        "recall": result.recall,
-        "bits_true": result.bits,
-        "bits_128k": result.bits_far,
-        "bits_coded": result.coded_bits,
+        "recall": result.right / result.answers if result.answers else None,
+        "bits_true": mean(result.bits),
+        "bits_128k": mean(result.bits_far),
         "cache_bytes": result.cache_bytes,
         "tokens_per_s": result.tokens / result.seconds,
         "seconds": result.seconds,
         "window_nll": result.nll,  # nats a token, window by window
-        "window_kl": [kl / targets for kl in result.window_kl],  # the same
+        "window_kl": [kl / targets for kl in result.kl],  # the same
     }
 
 
@@ -146,71 +137,71 @@ class Rows(list):
 
 
 class Table:
-    """Prints rows as they come, in columns as wide as the longest name of a run."""
+    """Prints rows as they come, in columns as wide as the longest name of {title: Run}, and writes them to --json."""
 
-    def __init__(self, runs, wide):
-        self.columns = [column for column in COLUMNS if wide or column not in WIDE_ONLY]
-        if not any(r.weights for r in runs):
+    def __init__(self, args, runs):
+        self.args, self.runs, self.rows = args, runs, []
+        self.columns = [column for column in COLUMNS if args.wide or column not in WIDE_ONLY]
+        if not any(r.weights for r in runs.values()):
             self.columns.remove("weights")
-        longest = {"method": max(len(r.label) for r in runs),
-                   "scheme": max(len(r.method.scheme or "") for r in runs),
-                   "weights": max(len(r.weights or "") for r in runs)}
+        longest = {"method": max(len(r.label) for r in runs.values()),
+                   "scheme": max(len(r.method.scheme or "") for r in runs.values()),
+                   "weights": max(len(r.weights or "") for r in runs.values())}
         self.widths = [max(COLUMNS[column][0], longest.get(column, 0)) for column in self.columns]
         self.print(self.columns)
 
     def print(self, words):
         print(cli.in_columns(words, self.widths, left=self.columns.index("keep")), flush=True)
 
+    def add(self, r, fp16):
+        """The row of a run that is measured, or that has failed. fp16: its `Result`."""
+        self.rows.append(row_of(r, fp16, self.args))
+        self.print_row(self.rows[-1])
+        if self.args.json not in (None, "-"):
+            storage.write_json(self.args.json, self.content())
+
     def print_row(self, row):
         """A row; "-" for what it has not, as where its method has failed."""
         bits = dict.fromkeys([f"{row['k_bits']:g}", f"{row['v_bits']:g}"])  # once, where they are equal
         row = {**row, "bits": "/".join(bits), "cache_kb": row["cache_bytes"] and row["cache_bytes"] / 1024}
         if row["fault"]:
-            row["ppl"] = row["fault"].partition(":")[0]
+            row["ppl"] = "failed"
         words = []
         for column in self.columns:
             _, key, form = COLUMNS[column]
             words.append(cli.figure(row[key], form))
         self.print(words)
 
+    def content(self):
+        """The rows so far, as the JSON that --json asks for."""
+        args, versions = self.args, {"python": platform.python_version(), "torch": torch.__version__}
+        return {"rows": self.rows, "model": args.model, "data": args.data, "context": args.context,
+                "windows": args.windows, "seed": args.seed, "versions": versions}
 
-def write(args, rows):
-    """The rows so far, as the JSON that --json asks for."""
-    if args.json and args.json != "-":
-        storage.write_json(args.json, content_of(args, rows))
-
-
-def content_of(args, rows):
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"rows": rows, "model": args.model, "data": args.data, "context": args.context,
-            "windows": args.windows, "seed": args.seed, "versions": versions}
+    def print_rest(self):
+        """What went wrong, and what compares the rows: --vs, --at-bits, --json -, --plot."""
+        args = self.args
+        for title, r in self.runs.items():
+            if r.error is not None:
+                print(f"{title} failed: {cli.reason(r.error)}")
+                if not isinstance(r.error, UserError):
+                    print("".join(traceback.format_exception(r.error)).rstrip())
+        measured = {title: row for title, row in zip(self.runs, self.rows) if not row["fault"]}
+        if args.vs is not None:
+            print()
+            print_vs(measured, args.vs)
+        if args.at_bits is not None:
+            print()
+            print_at_bits(list(measured.values()), args.at_bits)
+        if args.json == "-":
+            print()
+            print(json.dumps(self.content(), indent=2, allow_nan=False))
+        if args.plot:
+            from tinykv.analysis import figures  # only now: it needs matplotlib
+            figures.save(figures.perplexity(list(measured.values())), args.plot)
 
 
 # What stands under the table
-
-def print_rest(args, runs, rows):
-    """What went wrong, and what compares the rows: --vs, --at-bits."""
-    measured = {}  # {title: row}
-    for row, r in zip(rows, runs):
-        if not row["fault"]:
-            measured[r.title] = row
-            if row["bits_coded"] > 1.5 * row["bits_nominal"] + 1.5:
-                claimed, held = row["bits_nominal"], row["bits_coded"]
-                print(f"{r.title}: {claimed:g} bits are claimed, and its codes hold {held:.1f}")
-            continue
-        print(f"{r.title} {row['fault']}")
-        if r.error is not None and not isinstance(r.error, UserError):
-            print("".join(traceback.format_exception(r.error)).rstrip())
-    if args.vs is not None:
-        print()
-        print_vs(measured, args.vs)
-    if args.at_bits is not None:
-        print()
-        print_at_bits(list(measured.values()), args.at_bits)
-    if args.json == "-":
-        print()
-        print(json.dumps(content_of(args, rows), indent=2, allow_nan=False))
-
 
 def print_vs(rows, name):
     """Each row's loss beside that of another, window by window. rows: {title: row}. name: see `compared_with`."""
