@@ -118,7 +118,7 @@ def print_sinks(text, tokenizer):
             token = window[position]
             word = "<s>" if token == tokenizer.bos_id else repr(tokenizer.decode([token]))
             found.append(f"{position} {word}")
-        print(f"sinks of window {w}: {storage.listed(found) or 'none'}")
+        print(f"sinks of window {w}: {', '.join(found) or 'none'}")
 
 
 def run(args):

@@ -185,12 +185,17 @@ def name_of(method):
     return getattr(method, "name", cls.name) or (method if isinstance(method, str) else cls.__name__)
 
 
+def is_made(method):
+    """Whether a method is there already, and not a class or a name of one."""
+    return not isinstance(method, str) and not inspect.isclass(method)
+
+
 @cache
 def load_class(name):
     """A method's class, from its name or from path/to/file.py:Class, or as it is, or of a method. A file is imported
     once."""
     if not isinstance(name, str):
-        return name if inspect.isclass(name) else type(name)
+        return type(name) if is_made(name) else name
     if name in METHODS:
         return METHODS[name]
     path, _, attribute = name.rpartition(":")
@@ -246,7 +251,7 @@ def build_runs(args, config, tokenizer):
     for setting in given:
         flag = "--" + setting.replace("_", "-")
         others = [name_of(method) for method in asked
-                  if isinstance(method, Method)
+                  if is_made(method)
                   or not any(setting in chosen for chosen in combinations(load_class(method), given, {}))]
         if len(others) == len(asked):
             raise UserError(f"{flag} is not a setting of {', '.join(others)} as asked for; see --list-methods")
@@ -263,7 +268,7 @@ def runs_of(asked, beside, given, config, left_out, by_name):
     error.
     """
     name, cls = name_of(asked), load_class(asked)
-    if isinstance(asked, Method):
+    if is_made(asked):
         check_method(asked, config)
         return [Run(name, name, copy.deepcopy(asked), {})]
     found = []
