@@ -11,6 +11,7 @@ import invariants
 import test_codecs
 import test_learning
 import test_selection
+import test_vectors
 import torch
 from cases import Case
 from test_codecs import TERNARY, Affine, D
@@ -76,7 +77,7 @@ FAULTS = {
          partial(test_codecs.test_sixteen_bits_change_nothing, torch.float16)),
         ("setattr(self, name, tables[name])", "setattr(self, name, tables[name].flip(-1))",
          cell("what_is_calibrated_can_be_restored", KVQuant)),
-        ("lo.amin(1), hi.amax(1)", "lo.amin(1), hi.amin(1)", cell("static_ranges", RTN, T_STATIC)),
+        ("lo.amin(1), hi.amax(1)", "lo.amin(1), hi.amin(1)", cell(HOLDS, RTN, T_STATIC)),
     ],
     "codecs/affine.py": [
         ("torch.round((g - z) / s)", "torch.floor((g - z) / s + 0.5)", partial(half_to_even, "offset")),
@@ -98,10 +99,10 @@ FAULTS = {
          formula(2, "channel", "offset", 8, True)),
         ("axis, formula, static\n", "{'token': 'channel', 'channel': 'token'}[axis], formula, static\n",
          formula(2, "channel", "offset")),
-        ("channel_ranges(rows, kept)", "channel_ranges(rows, kept & False)", cell("static_ranges", PFN, C_STATIC),
+        ("channel_ranges(rows, kept)", "channel_ranges(rows, kept & False)", cell(HOLDS, PFN, C_STATIC),
          partial(test_codecs.test_a_static_range_leaves_kept_tokens_out, "token", 3)),
-        ("torch.stack(self.lo).amin(0)", "self.lo[-1]", cell("static_ranges", PFN, T_STATIC)),
-        ("self.bits, self.max_code = known_bits(bits)", "self.bits, self.max_code = 8, 3", cell("bytes", RTN, TOKEN)),
+        ("torch.stack(self.lo).amin(0)", "self.lo[-1]", cell(HOLDS, PFN, T_STATIC)),
+        ("self.bits, self.max_code = known_bits(bits)", "self.bits, self.max_code = 8, 3", cell(HOLDS, RTN, TOKEN)),
         ("g = self.to_groups(x.float())",
          "self.seen = max(getattr(self, 'seen', 0), x.max().item()); g = self.to_groups(x.float() + self.seen * 1e-2)",
          cell("same_twice_and_after_reset", RTN, TOKEN, **PAPER)),
@@ -121,7 +122,7 @@ FAULTS = {
         ("lo, hi, self.alpha.float(), self.centre)", "lo, hi, 1.0, self.centre)", cell(HOLDS, SKVQ, **PAPER)),
         ("lo, hi, self.alpha.float(), self.centre)", "lo, hi, self.alpha.float(), 0)", cell(HOLDS, SKVQ, **PAPER)),
         ("exact_h.to(self.dtype), exact_z.to(self.dtype)", "exact_h.half(), exact_z.half()",
-         cell("bytes", SKVQ, **PAPER)),
+         cell(HOLDS, SKVQ, **PAPER)),
         ("(rows - read)[0].pow(2)", "(rows - read)[0].abs()",
          partial(test_learning.check_clips, "none", "off", "both", "fp16")),
         ("pow(2).sum((0, 2)).sqrt()", "pow(2).sum((0, 2))",
@@ -141,9 +142,9 @@ FAULTS = {
         ("place % len(self.centroids)", "place.flip(0) % len(self.centroids)", cell(HOLDS, CQ, **PAPER)),
         (".unflatten(-1, (-1, self.n))  # (B, T", ".unflatten(-1, (self.n, -1)).transpose(-1, -2)  # (B, T",
          cell(HOLDS, CQ, **PAPER)),
-        ("self.code_bits = m.bit_length() - 1", "self.code_bits = 8", cell("bytes", CQ)),
+        ("self.code_bits = m.bit_length() - 1", "self.code_bits = 8", cell(HOLDS, CQ)),
         ("self.rows.append(rows[:, held].cpu())", "self.rows[:], self.weights[:] = [rows[:, held].cpu()], []",
-         cell("calibration_order_is_no_matter", CQ, **settings(vq="d4m4"))),
+         test_vectors.test_calibration_holds_no_more_than_it_says),
     ],
     "codecs/nonuniform.py": [
         ("x[codes.places()] = codes.values[0, 0].float()", "pass", cell(HOLDS, KVQuant, **PAPER)),
@@ -152,13 +153,14 @@ FAULTS = {
         ("row % B, row // B,", "row // T, row % T,", cell(HOLDS, KVQuant, **PAPER)),
         ("row_end=other.row_end + self.values.shape[2]", "row_end=other.row_end", cell(HOLDS, KVQuant)),
         ("= self.normalize(x, ignore)  # (B, T, C) twice; see there", "= self.normalize(x, None)",
-         cell("bytes", KVQuant, **PAPER)),
+         cell(HOLDS, KVQuant, **PAPER)),
         ("borders = (levels[1:] + levels[:-1]) / 2", "borders = levels[1:]", cell(HOLDS, KVQuant, **PAPER)),
         ("mid, half = codes.zero[:, 0], codes.scale[:, 0]", "half, mid = codes.zero[:, 0], codes.scale[:, 0]",
          cell(HOLDS, KVQuant, **PAPER)),
         ("aside = outlier | ignore", "aside = ignore", cell(HOLDS, KVQuant, **PAPER)),
         ("distance = (x - median).abs()", "distance = x - median", cell(HOLDS, KVQuant, **PAPER)),
-        ("self.tails.add(rows, kept)", "self.tails.add(rows, kept & False)", cell("static_ranges", KVQuant)),
+        ("self.tails.add(rows, kept)", "self.tails.add(rows, kept & False)",
+         partial(test_learning.test_ranges_of_keys, 1.0, 5)),
         ("weight = weight * half.float().pow(2)", "weight = weight * half.float()",
          partial(test_learning.test_levels_are_a_fixed_point_on_the_raw_numbers, "fisher-range", 4.0)),
         ("w, w * x)", "w, w * (x + 1))",
@@ -255,19 +257,19 @@ FAULTS = {
     ],
     "calibrate.py": [
         ("cache.append(k.detach(), v.detach(), positions)", "cache.append(k.detach(), v.detach(), 0 * positions)",
-         cell("static_ranges", RTN, T_STATIC)),
+         cell(HOLDS, RTN, T_STATIC)),
     ],
     "cache_parts/guards.py": [
         ("seen > cache.start:", "False:", cell("paper_refuses_a_second_forward", RTN, TOKEN, **PAPER)),
         ("(tokens[:, :len(ids)] == ids).all()", "True", cell("a_text_has_to_begin_with_the_prefix", IntactKV, TOKEN)),
     ],
     "cache_parts/held.py": [
-        ('"coded": [self.codes]', '"coded": [self.codes, self.recent]', cell("bytes", RTN, TOKEN)),
+        ('"coded": [self.codes]', '"coded": [self.codes, self.recent]', cell(HOLDS, RTN, TOKEN)),
     ],
     "cache_parts/scores.py": [
         ("(0, new_tokens)) + recent", "(0, new_tokens)) * 0 + recent", anchors("2")),
         ("self.kept_scores = self.kept_scores + kept", "pass", cell(HOLDS, AnTKV, **LONG)),
-        ("self.recent_scores = self.recent_scores[:, :, n:].clone()", "pass", cell("bytes", AnTKV, **PAPER)),
+        ("self.recent_scores = self.recent_scores[:, :, n:].clone()", "pass", cell(HOLDS, AnTKV, **PAPER)),
         ("self.recent_scores[:, :, n:].clone()", "self.recent_scores[:, :, :self.recent_scores.shape[2] - n].clone()",
          cell("scores", AnTKV, recent=5)),
     ],
@@ -285,7 +287,7 @@ FAULTS = {
          cell(HOLDS, RTN, TOKEN)),
         ("self.rope.rotate(K.float())", "self.rope.rotate(K.half())", cell(HOLDS, RTN, C_STATIC)),
         ("self.recent[:, :, n:].clone()", "self.recent[:, :, n:]",
-         cell("bytes", FP16, batch=1, heads_per_kv=4, recent=5)),
+         cell(HOLDS, FP16, batch=1, heads_per_kv=4, recent=5)),
         ("old - old % self.method.block_of(rows.kind))", "old - old % self.method.block_of(rows.kind) - 1)",
          cell(HOLDS, RTN, TOKEN), cell("generation", RTN, TOKEN)),
         ("old - old % self.method.block_of(rows.kind))",
@@ -299,8 +301,8 @@ FAULTS = {
          cell("attention_sees_the_cache", RTN, TOKEN, **PAPER)),
         ('if self.method.rope == "pre":', "if False:", cell(HOLDS, RTN, C_STATIC)),
         ("k = self.rope.rotate(k, positions)", "k = self.rope.rotate(k, positions - positions[0])",
-         cell("uneven_chunks_of_exact_rows", FP16, **DOUBLE)),
-        ("dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16", "dtype = k.dtype", cell("bytes", FP16)),
+         cell("uneven_chunks", FP16)),
+        ("dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16", "dtype = k.dtype", cell(HOLDS, FP16)),
         ("dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16", "dtype = torch.float16",
          cell("sixteen_bit_models_cache_what_they_compute", FP16, **PAPER)),
         ("q = self.rope.rotate(q, positions)", "pass", cell(HOLDS, AnTKV, **PAPER)),
