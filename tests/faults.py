@@ -75,8 +75,6 @@ FAULTS = {
          append(Affine(2, D, "channel", 8))),
         ("Codes(x.clone())", "Codes(x.clone().bfloat16().half())",
          partial(test_codecs.test_sixteen_bits_change_nothing, torch.float16)),
-        ("setattr(self, name, tables[name])", "setattr(self, name, tables[name].flip(-1))",
-         cell("what_is_calibrated_can_be_restored", KVQuant)),
         ("lo.amin(1), hi.amax(1)", "lo.amin(1), hi.amin(1)", cell(HOLDS, RTN, T_STATIC)),
     ],
     "codecs/affine.py": [
@@ -110,11 +108,11 @@ FAULTS = {
          cell("batch_rows_are_independent", RTN, CHANNEL, **PAPER, **DOUBLE)),
     ],
     "codecs/__init__.py": [
-        ("    if bits == 16:\n", "    if True:\n", cell(HOLDS, RTN, TOKEN),
+        ("Exact() if bits == 16 else", "Exact() if True else", cell(HOLDS, RTN, TOKEN),
          cell("low_bits_matter", RTN, TOKEN, **PAPER), cell("the_trap", RTN, TOKEN),
          cell("sixteen_bits_of_one_kind", RTN, TOKEN, **PAPER), cell("codes_are_what_is_claimed", RTN, TOKEN)),
-        ("k=integer_codec(config, k_bits, k_axis", "k=integer_codec(config, v_bits, k_axis", cell(HOLDS, RTN, TOKEN)),
-        ("k=integer_codec(config, k_bits, k_axis", 'k=integer_codec(config, k_bits, "token"', cell(HOLDS, KIVI)),
+        ('codec("k", k_bits)', 'codec("k", v_bits)', cell(HOLDS, RTN, TOKEN)),
+        ('k_axis if kind == "k"', '"token" if kind == "k"', cell(HOLDS, KIVI)),
     ],
     "codecs/clipped.py": [
         ("x[..., self.order] = rows", "x = rows", cell(HOLDS, SKVQ, **PAPER)),
@@ -167,12 +165,13 @@ FAULTS = {
          partial(test_learning.test_levels_of_a_few_numbers, [0.0005, 0.0015, -0.5], [1, 3.0, 1], 2, [-0.5, 0.00125])),
         ("deviation / read_deviation + all_mean", "deviation / read_deviation",
          test_learning.test_q_norm_keeps_mean_and_deviation),
-        ('else NonUniform(k_bits, *sizes, "channel"', 'else NonUniform(k_bits, *sizes, "token"',
+        ('"channel" if kind == "k"', '"token" if kind == "k"',
          partial(test_learning.test_ranges_of_keys, 0.0, 0)),
     ],
     "methods/described.py": [
-        ('prefix = f"{layer}.{kind}."', 'prefix = f"0.{kind}."', cell("what_is_calibrated_can_be_restored", KVQuant)),
-        ('prefix = f"{layer}.{kind}."', 'prefix = f"{layer}.{dict(k=\'v\', v=\'k\')[kind]}."',
+        ('tables[f"{layer}.{kind}.{name}"])', 'tables[f"0.{kind}.{name}"])',
+         cell("what_is_calibrated_can_be_restored", KVQuant)),
+        ('tables[f"{layer}.{kind}.{name}"])', 'tables[f"{layer}.v.{name}"])',
          cell("what_is_calibrated_can_be_restored", CQ)),
     ],
     "methods/base.py": [
@@ -217,8 +216,6 @@ FAULTS = {
         ("torch.cat([pool_scores, candidate_scores]", "torch.cat([pool_scores + 1e-3, candidate_scores]", pools),
         ("keys.float().abs().sum(-1)", "keys.float().norm(dim=-1)", cell(HOLDS, OTT)),
         ("layer_cache.layer < self.skip_layers", "layer_cache.layer < 0", pools),
-        ('if self.scope == "layer":', "if True:", pools),
-        ("score.sum(1, keepdim=True)", "score[:, :1]", cell(HOLDS, OTT, **PAPER, **settings(scope="layer"))),
         ("extra == pool[..., :1], -1", "extra == -2, -1", pools),
     ],
     "methods/skvq.py": [

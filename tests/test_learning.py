@@ -13,14 +13,12 @@ import oracles
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tinykv import UserError
 from tinykv.cache_parts.guards import check_window
 from tinykv.calibrate import calibrate, record
 from tinykv.codecs.clipped import ClippedGroups
-from tinykv.codecs.nonuniform import BINS, Histogram, NonUniform, Tails
+from tinykv.codecs.nonuniform import BINS, Histogram, NonUniform
 from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.registry import METHODS
@@ -132,32 +130,6 @@ def tables(method):
 
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-# ---- percentiles
-
-@given(st.integers(0, 9999), st.lists(st.integers(1, 40), min_size=1, max_size=5),
-       st.sampled_from([0.0, 0.0005, 0.005, 0.05, 0.2, 0.49]))
-def test_percentiles_are_numpys(seed, pieces, p):
-    """In pieces, with other tokens left out in each head; ties and few tokens included."""
-    rng = torch.Generator().manual_seed(seed)
-    size = int(p * sum(pieces)) + 2  # as `NonUniform` chooses it
-    tails, left = Tails(size), [[] for _ in range(2)]
-    for i, n in enumerate(pieces):
-        rows = torch.randn(2, n, 3, generator=rng)
-        rows = (rows.round() if seed % 2 else rows).half()
-        kept = torch.rand(2, n, generator=rng) < (0.3 if seed % 3 else 0)
-        kept[:, 0] &= i > 0  # something is left
-        tails.add(rows, kept)
-        assert tails.smallest.shape[2] <= size
-        for head in range(2):
-            left[head].append(rows[head][~kept[head]])
-    lo, hi = (x.view(2, 3) for x in tails.percentiles(p))
-    for head in range(2):
-        x = torch.cat(left[head]).double().numpy()
-        assert tails.count[head].tolist() == [len(x)]
-        assert np.allclose(lo[head], np.quantile(x, p, axis=0), atol=2e-5)
-        assert np.allclose(hi[head], np.quantile(x, 1 - p, axis=0), atol=2e-5)
 
 
 # ---- gradients

@@ -46,7 +46,7 @@ from tinykv.run.runs import load_class
 LENGTHS = ["1", "G-1", "G", "G+1", "2G+5"]
 SHAPES = {"heads_per_kv": (2, 1, 4), "batch": (3, 1)}
 # A method that takes one of these goes through it all with it, too.
-VARIANTS = [("v_block", 2), ("scope", "layer"), ("anchors", "20%")]
+VARIANTS = [("v_block", 2), ("anchors", "20%")]
 
 
 # ---- the matrix

@@ -72,14 +72,13 @@ def test_running_top_k(chunks, k):
 
 # ---- ott: the pool, and those evicted from it
 
-def check_pools(cls, blocks, size=2, room=2, scope="head", select="smallest"):
+def check_pools(cls, blocks, size=2, room=2, select="smallest"):
     """The pools after each block that is quantized are what plain lists say, and in their places.
 
     blocks: for each, whole numbers by sequence, head and token: the magnitude of the token's key.
     """
     # in groups of one token, so that a block of any size has whole groups
-    method = cls(model_of(2).config, group_size=1, outlier_num=size, extra_pool=room, skip_layers=1, scope=scope,
-                 select=select)
+    method = cls(model_of(2).config, group_size=1, outlier_num=size, extra_pool=room, skip_layers=1, select=select)
     skipped, layer = new_layer(method, 0), new_layer(method, 1)
     so_far, events = torch.empty(len(blocks[0]), 2, 0, dtype=torch.long), []
     for block in blocks:
@@ -97,10 +96,9 @@ def check_pools(cls, blocks, size=2, room=2, scope="head", select="smallest"):
 
         assert skipped.keys.kept_positions is None and skipped.values.kept_positions is None
         for b, h in np.ndindex(so_far.shape[:2]):
-            scores = (so_far[b].sum(0) if scope == "layer" else so_far[b, h]).tolist()
-            pool, extra = oracles.pools(scores, events, size, room, select)
+            pool, extra = oracles.pools(so_far[b, h].tolist(), events, size, room, select)
             for rows, sign in ((layer.keys, 1), (layer.values, -1)):
-                positions = rows.kept_positions[b, 0 if scope == "layer" else h].tolist()
+                positions = rows.kept_positions[b, h].tolist()
                 assert set(positions[:len(pool)]) == set(pool)
                 of_extra = [i for i in positions[len(pool):] if i != positions[0]]  # an empty slot repeats the first
                 assert set(of_extra) == set(extra)
@@ -116,11 +114,10 @@ def blocks_of_magnitudes(draw):
     return [[[draw(st.lists(magnitude, min_size=n, max_size=n)) for _ in range(2)] for _ in range(B)] for n in lengths]
 
 
-@given(blocks_of_magnitudes(), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["head", "layer"]),
-       st.sampled_from(["smallest", "largest"]))
-@example([[[[5], [5]]], [[[1, 2, 3], [0, 9, 9]]]], 2, 1, "head", "smallest")  # a pool that is not full yet
-def test_pools(blocks, size, room, scope, select):
-    check_pools(OTT, blocks, size, room, scope, select)
+@given(blocks_of_magnitudes(), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["smallest", "largest"]))
+@example([[[[5], [5]]], [[[1, 2, 3], [0, 9, 9]]]], 2, 1, "smallest")  # a pool that is not full yet
+def test_pools(blocks, size, room, select):
+    check_pools(OTT, blocks, size, room, select)
 
 
 class StandIns(Affine):

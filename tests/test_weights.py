@@ -22,7 +22,7 @@ from tinykv.weights import QUANTIZERS, awq, gptq, omniquant, quantize, restore, 
 from tinykv.weights.awq import AWQ
 from tinykv.weights.base import FOLDS, BlockRunner, transform
 from tinykv.weights.gptq import GPTQ
-from tinykv.weights.linear import LINEARS, QuantLinear, group_of, rounded
+from tinykv.weights.linear import LINEARS, QuantLinear, group_of, groups_of, rounded
 from tinykv.weights.omniquant import OmniQuant
 from tinykv.weights.rtn import RTN
 
@@ -116,7 +116,7 @@ def test_decoded_weights_are_those_of_the_formula(rows, bits, G):
     assert torch.isfinite(found.weight).all() and found.weight.dtype == torch.float32
     expected = [plain_rounded(row, bits, G) for row in weight.tolist()]
     assert found.weight.tolist() == expected
-    assert rounded(weight, bits, G).tolist() == expected
+    assert rounded(groups_of(weight, G), bits).flatten(1).tolist() == expected
 
 
 @pytest.mark.parametrize("bits, bias", [(2, False), (3, True), (8, True)])
@@ -230,8 +230,8 @@ def test_text_is_read_only_where_it_is_needed():
     assert seen == [L]
     for block, full in zip(coded.model["layers"], tiny().model["layers"]):
         for name in LINEARS:
-            G = group_of(full.get_submodule(name).in_features)
-            assert torch.equal(block.get_submodule(name).weight, rounded(full.get_submodule(name).weight, 4, G))
+            expected = rounded(groups_of(full.get_submodule(name).weight), 4).flatten(1)
+            assert torch.equal(block.get_submodule(name).weight, expected)
 
 
 def test_numbers_that_are_not_finite_are_an_error():
@@ -274,14 +274,11 @@ def test_gptq_is_the_brute_force_of_its_paper(seed, bits, G):
     assert torch.equal(QuantLinear(linear, bits, G, scale, zero).weight, found)  # what is left is on the grid
 
 
-def test_a_hessian_in_parts_and_one_that_is_singular():
+def test_a_hessian_in_parts():
     x = correlated(9000, 6, 1)
     y = x.double()
     H = 2 * y.T @ y / 9000
     assert torch.allclose(gptq.hessian(x).double(), H + torch.eye(6) * 0.01 * H.diagonal().mean(), rtol=1e-4)
-    for x in (torch.zeros(50, 6), torch.full((50, 6), float("nan"))):
-        with pytest.raises(UserError, match="singular"):
-            gptq.inverse_factor(gptq.hessian(x))
 
 
 def inputs_of(block, model, h):
@@ -513,8 +510,8 @@ def test_awq_clips_what_it_finds_in_the_full_precision_model(folded, monkeypatch
         assert torch.allclose(weight, other, rtol=1e-4, atol=1e-6)
         assert (x - y).abs().max() < 1e-4 * y.abs().max()
         groups = weight.unflatten(1, (-1, 16))  # (out, in/G, G)
-        clipped = groups.clamp(-most, most).flatten(1)
-        assert torch.equal(found, rounded(clipped, 3, 16)) and not torch.equal(clipped, weight)
+        clipped = groups.clamp(-most, most)
+        assert torch.equal(found, rounded(clipped, 3).flatten(1)) and not torch.equal(clipped, groups)
 
 
 # ---- omniquant

@@ -34,7 +34,7 @@ Paper and practice. No code is public. What the paper leaves open is settled her
 - The paper's Algorithm 1 forgets the factor |Q_i|; it is used here.
 - Of the errors that Eq. 5 leaves out, those of a row are known when its block is quantized:
   `anchors_by="error"` multiplies the score by |dK_j|_1, or |dV_j|_1. The controls "first" and
-  "random" keep the first tokens, or any, and `anchors_of` keeps keys or values alone.
+  "random" keep the first tokens, or any.
 - Keys are quantized before RoPE, where their channels keep their ranges (Appendix B);
   `rope="post"` quantizes them after it.
 - The paper's bits count neither anchors nor codebooks. `true` counts anchors, their positions and
@@ -71,17 +71,15 @@ class AnTKV(Method):
     compare = {"cq": {"sensitivity": "token", "recent": 32}}
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
-                 anchors="1%", anchors_by="attention", anchors_of="both", recent=32, block=BLOCK,
-                 choose="prompt", rope="pre"):
+                 anchors="1%", anchors_by="attention", recent=32, block=BLOCK, choose="prompt", rope="pre"):
         """anchors: a count, such as 64, or a share of the text, such as "1%"."""
         one_of(ANCHORS_BY, anchors_by=anchors_by)
-        one_of(("both", "keys", "values"), anchors_of=anchors_of)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k
         self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
         self.calibration_windows = windows_of(self.codecs)
         self.recent, self.block, self.choose, self.rope = recent, block, choose, rope
-        self.anchors_by, self.anchors_of = anchors_by, anchors_of
+        self.anchors_by = anchors_by
         self.count, self.share = count_or_share(anchors)
         self.keeps_share = self.share is not None
         self.preserve = anchors if self.keeps_share else self.count
@@ -106,13 +104,9 @@ class AnTKV(Method):
         return scores, scores
 
     def keep_keys(self, layer_cache, n):
-        if self.anchors_of == "values":
-            return None
         return self.largest(layer_cache.keys, n, layer_cache.length)  # (B, Hkv, count)
 
     def keep_values(self, layer_cache, n):
-        if self.anchors_of == "keys":
-            return None
         return self.largest(layer_cache.values, n, layer_cache.length)  # (B, Hkv, count)
 
     def largest(self, rows, n, length):

@@ -39,10 +39,12 @@ def quantize(model, quantizer, windows=None, progress=None):
     new_blocks = nn.ModuleList()
     for block in layers if progress is None else progress(layers):
         new = copy.deepcopy(block)
+        if quantizer.needs_text:
+            output = run(block, full)  # (W, T, D)
+            check_finite(f"block {len(new_blocks)}", {"full precision": output, "quantized": quantized})
         quantizer.quantize(new, run, full, quantized)
         if quantizer.needs_text:
-            full, quantized = run(block, full), run(new, quantized)  # (W, T, D) both
-            check_finite(f"block {len(new_blocks)}", {"full precision": full, "quantized": quantized})
+            full, quantized = output, run(new, quantized)  # (W, T, D) both
         new_blocks.append(new)
     return assemble(model, new_blocks)
 
