@@ -246,10 +246,10 @@ FAULTS = {
         ("len(self.prefix.ids)\n", "len(self.prefix.ids) - 1\n", cell(HOLDS, IntactKV, TOKEN)),
         ("len(self.prefix.ids)\n", "len(self.prefix.ids) + 1\n", cell(HOLDS, IntactKV, TOKEN)),
         ("formula=formula)", 'formula="offset")', cell(HOLDS, IntactKV, TOKEN, formula="integer-zero")),
-        ("return keys, values * gains", "return values * gains, keys", cell(HOLDS, IntactKV, TOKEN)),
-        ("return keys, values * gains", "return keys[:1].expand_as(keys), values * gains",
+        ("return keys, values\n", "return values, keys\n", cell(HOLDS, IntactKV, TOKEN)),
+        ("return keys, values\n", "return keys[:1].expand_as(keys), values\n",
          cell(HOLDS, IntactKV, TOKEN)),
-        ("return keys, values * gains", "return 1.01 * keys, values * gains", cell(HOLDS, IntactKV, TOKEN)),
+        ("return keys, values\n", "return 1.01 * keys, values\n", cell(HOLDS, IntactKV, TOKEN)),
     ],
     "calibrate.py": [
         ("cache.append(k.detach(), v.detach(), positions)", "cache.append(k.detach(), v.detach(), 0 * positions)",

@@ -166,18 +166,6 @@ def test_reading_through_a_cache_in_chunks_equals_one_forward(variant, chunk, at
     torch.testing.assert_close(torch.cat(parts, dim=1), logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("attention", ["plain", "fused"])
-def test_an_empty_cache_is_a_cache(attention):
-    """`cache or None` and `if cache:` must not lose one that holds no token yet."""
-    model = tiny()
-    model.use_attention(attention)
-    for cache in (KVCache(model, METHODS["fp16"](model.config)), Trace(model)):
-        assert len(cache) == 0 and cache
-        with torch.no_grad():
-            model(PROMPT, cache)
-        assert cache
-
-
 @torch.no_grad()
 def test_a_trace_changes_nothing_and_keeps_what_passes():
     model = tiny().double()

@@ -20,7 +20,6 @@ def calibrate(model, method, windows, progress=None):
     or if the method keeps everything.
     """
     progress = progress or iter
-    method.prepare(model)
     for step in range(method.passes):
         for window in progress(windows):
             watch_blocks(model, method, step, window)

@@ -178,8 +178,6 @@ class ClippedGroups(Codec):
     def begin(self, step, W, T):
         self.lo, self.hi = [], []  # of each window: (Hkv, d)
         self.loss = 0  # (choices, n): the sum of w (X - X')^2 of each group
-        if step == 0:
-            self.order = None  # an earlier calibration's
 
     def collect(self, step, rows, kept, gradient):
         if self.goals[step] == "groups":

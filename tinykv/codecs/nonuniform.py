@@ -265,8 +265,7 @@ class Histogram:
             weight, weighted_x = count, x
 
         # weighted k-means, in which a bin stands for its weighted mean
-        weighted_mean = weighted_x / weight.clamp(min=1e-300)  # (bins)
-        points = torch.where(weight > 0, weighted_mean, mean)  # (bins)
+        points = weighted_x / weight.clamp(min=1e-300)  # (bins)
         weight = weight / weight.max()
         centres = kmeans(points[None, :, None], n, weight[None], iterations=100, tries=40)
         levels = centres[0, :, 0].double()  # (n)

@@ -62,7 +62,6 @@ class Method(Described):
         accumulates them for the tokens in full precision: `recent_scores` and `kept_scores` of
         its `CachedRows`.
         """
-        raise NotImplementedError
 
     def keep_keys(self, layer_cache, n):
         """Which keys to keep from now on, and no others.
@@ -79,9 +78,6 @@ class Method(Described):
         return self.keep_keys(layer_cache, n)
 
     # Calibration
-
-    def prepare(self, model):
-        """Calibration begins on this model: look at its weights, if the method needs them."""
 
     def watch(self, step, layer, hidden):
         """In pass `step` of the method itself: a block's output, hidden (1, T, D). Layer -1 is the
