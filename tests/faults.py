@@ -241,8 +241,8 @@ FAULTS = {
          cell(HOLDS, AnTKV, **PAPER)),
     ],
     "methods/intactkv.py": [
-        ("        if self.k_bits == 16:\n", "        if True:\n", cell(HOLDS, IntactKV, TOKEN)),
-        ("        if self.v_bits == 16:\n", "        if True:\n", cell(HOLDS, IntactKV, TOKEN)),
+        ("self.k_bits < 16", "False", cell(HOLDS, IntactKV, TOKEN)),
+        ("self.v_bits < 16", "False", cell(HOLDS, IntactKV, TOKEN)),
         ("len(self.prefix.ids)\n", "len(self.prefix.ids) - 1\n", cell(HOLDS, IntactKV, TOKEN)),
         ("len(self.prefix.ids)\n", "len(self.prefix.ids) + 1\n", cell(HOLDS, IntactKV, TOKEN)),
         ("formula=formula)", 'formula="offset")', cell(HOLDS, IntactKV, TOKEN, formula="integer-zero")),

@@ -248,7 +248,6 @@ SCHEME = {"config": LlamaConfig(41, 32, 48, 1, 4, 2, D, 64), "scheme": "token-dy
     ({"scheme": "skvq", "metadata_order": "last"}, "metadata order"), ({"scheme": "skvq", "reorder": 1}, "reorder"),
     *(({"scheme": "skvq", **alpha}, "alpha") for alpha in ({"alpha": 0.0}, {"alpha": 1.1},
                                                           {"alpha": 0.9, "clip": "none"})),
-    ({"scheme": "kvquant", "group_size": 8}, "group size"), ({"reorder": "off"}, "reorder"),
     ({"scheme": "no"}, "scheme"),
 ], ids=str)
 def test_a_setting_that_cannot_be_is_refused(settings, named):

@@ -58,12 +58,8 @@ SCHEMES = {
 
 
 def make_codecs(config, scheme, k_bits, v_bits, **settings):
-    """[Pair] of all layers. settings: the scheme's own; UserError for one that it does not have."""
-    known = settings_of_scheme(scheme)
-    for setting in settings:
-        if setting not in known:
-            raise UserError(f"{setting.replace('_', ' ')} is not a setting of the scheme {scheme}, "
-                            f"which has {', '.join(known)}")
+    """[Pair] of all layers. settings: the scheme's own."""
+    one_of(SCHEMES, scheme=scheme)
     make_codec, _ = SCHEMES[scheme]
 
     def codec(kind, bits):

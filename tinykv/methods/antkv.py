@@ -85,9 +85,12 @@ class AnTKV(Method):
         self.preserve = anchors if self.keeps_share else self.count
         self.uses_scores = bool(self.count or self.share)
         self.window = config.sliding_window
-        # for random anchors: a number for each position, per KV head
+        self.scores_attention = anchors_by in ("attention", "error")  # by Eq. 5; else it is a control
+        # of a control: a score for each position, per KV head
         shape = config.num_key_value_heads, config.max_position_embeddings
-        self.random = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+        self.control = torch.rand(shape, generator=torch.Generator().manual_seed(0))  # (Hkv, positions)
+        if anchors_by == "first":
+            self.control = -torch.arange(shape[1]).expand(shape).float()  # (Hkv, positions)
 
     def score(self, layer_cache, q, K):
         """What the new queries add to each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
@@ -96,11 +99,7 @@ class AnTKV(Method):
         # a control: a token has its score from the start, and no query adds to it
         S, T = K.shape[2], q.shape[2]
         scores = torch.zeros(K.shape[:3], device=K.device)  # (B, Hkv, S)
-        new = torch.arange(S - T, S, device=K.device)  # (T): positions
-        if self.anchors_by == "first":
-            scores[:, :, new] = -new.float()
-        else:
-            scores[:, :, new] = self.random.to(K.device)[:, new]
+        scores[:, :, S - T:] = self.control[:, S - T:S].to(K.device)
         return scores, scores
 
     def keep_keys(self, layer_cache, n):
@@ -116,11 +115,6 @@ class AnTKV(Method):
         if self.anchors_by != "error" or rows.recent_scores is None:  # None: calibration
             return best_tokens(rows, n, count)
         return best_tokens(rows, n, count, score=partial(code_error, rows.codec))
-
-    @property
-    def scores_attention(self):
-        """Whether the scores are those of Eq. 5, and not those of a control."""
-        return self.anchors_by in ("attention", "error")
 
     def describe(self):
         return describe_codebooks(self.codecs)

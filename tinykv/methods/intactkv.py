@@ -44,15 +44,13 @@ class IntactKV(CodecMethod):
         self.prefix = prefix or Prefix("bos", [config.bos_token_id])
         self.preserve = len(self.prefix.ids)
 
+    # The prefix, (B, 1, preserve), unless every key, or value, is in full precision anyway
+
     def keep_keys(self, layer_cache, n):
-        if self.k_bits == 16:
-            return None  # every key is in full precision anyway
-        return first_tokens(layer_cache, self.preserve)  # (B, 1, preserve): the prefix
+        return first_tokens(layer_cache, self.preserve if self.k_bits < 16 else 0)
 
     def keep_values(self, layer_cache, n):
-        if self.v_bits == 16:
-            return None
-        return first_tokens(layer_cache, self.preserve)  # (B, 1, preserve)
+        return first_tokens(layer_cache, self.preserve if self.v_bits < 16 else 0)
 
 
 # The prefix
