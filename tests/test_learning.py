@@ -161,7 +161,7 @@ class Leaves(Trace):
 
 @pytest.mark.parametrize("rope", ["pre", "post"])
 def test_gradients_are_those_of_what_is_stored(rope):
-    """In the last layer: of keys after RoPE, that of what attention reads; of those before RoPE, the same turned back."""
+    """In the last layer: after RoPE that of the keys that attention reads; before RoPE the same, turned back."""
     model, window = llama(torch.float64), random_tokens(1, 9)[0]
     trace = Leaves(model)
     loss = F.cross_entropy(model(window[None], trace)[0, :-1], window[1:])
@@ -277,6 +277,22 @@ def test_levels_are_a_fixed_point_on_the_raw_numbers(sensitivity, outliers):
         assert len(levels) == 2 ** codec.bits and (np.diff(levels) > 0).all() and np.abs(levels).max() <= 1.001
         moved = lloyd_step(x, w, levels)
         assert np.abs(moved - levels).max() < 2 / BINS + 2 ** -11, (kind, moved - levels)
+
+
+def test_two_levels_are_the_best_there_are():
+    """Of all cuts of the numbers into two."""
+    rng = np.random.default_rng(1)
+    for _ in range(8):
+        middles, spreads = rng.uniform(-0.9, 0.9, 4), rng.uniform(0.02, 0.4, 4)
+        x = np.sort(np.concatenate([rng.normal(m, s, 100) for m, s in zip(middles, spreads)]).clip(-1, 1))
+        w = rng.exponential(size=400) ** 2
+        histogram = Histogram()
+        histogram.add(torch.tensor(x), torch.tensor(w))
+        levels = histogram.levels(2, q_norm=False).double().numpy()
+        found = (w * np.abs(x[:, None] - levels).min(1) ** 2).sum()
+        cuts = [(slice(0, i), slice(i, 400)) for i in range(1, 400)]
+        best = min(sum((w[of] * (x[of] - np.average(x[of], weights=w[of])) ** 2).sum() for of in cut) for cut in cuts)
+        assert found <= best * 1.01 + w.sum() * BINS ** -2
 
 
 @pytest.mark.parametrize("numbers, weights, n, levels", [
