@@ -163,19 +163,6 @@ def test_any_magnitude_stays_finite(axis, size):
         assert torch.isfinite(codec.decode(codec.encode(x))).all()
 
 
-@pytest.mark.parametrize("formula", FORMULAS)
-def test_ignored_rows_do_not_count(formula):
-    """Per channel, what an ignored row holds changes neither the grid nor the codes of the other rows."""
-    x = rows(8)
-    ignore = some_ignored(x)
-    codec = Affine(2, D, "channel", 8, formula)
-    a, b = codec.encode(x, ignore), codec.encode(x.masked_fill(ignore[..., None], 60000.0), ignore)
-    assert torch.equal(a.scale, b.scale) and torch.equal(a.zero, b.zero)
-    assert torch.equal(a.packed[~ignore], b.packed[~ignore])
-    everything = codec.encode(x, torch.ones_like(ignore))
-    assert torch.isfinite(codec.decode(everything)).all() and torch.isfinite(everything.scale).all()
-
-
 def test_ignored_heads_do_not_count():
     """Groups of channels that cross heads, of which one head is ignored: what it holds does not matter to the other;
     a group of nothing else, and a token that is ignored as a whole, are read in their own range."""
@@ -303,16 +290,6 @@ def test_levels_and_outliers_are_the_plain_ones(case):
     of_token = row_bytes(C, codec.bits) + (4 if codec.axis == "token" else 0) + (4 if codec.outliers else 0)
     assert codes.nbytes == B * T * of_token + 4 * count
     assert B * T == 1 or codes.nbytes == storage(codes)
-
-
-@given(non_uniform_cases())
-def test_what_an_ignored_row_holds_does_not_matter(case):
-    codec, x, ignore = case
-    a, b = codec.encode(x, ignore), codec.encode(x.masked_fill(ignore[..., None], 60000.0), ignore)
-    assert torch.equal(codec.decode(a)[~ignore], codec.decode(b)[~ignore])
-    for name in ("row_end", "values", "columns"):
-        one, other = getattr(a, name, None), getattr(b, name, None)
-        assert other is None if one is None else torch.equal(one, other), name
 
 
 def level_codec(axis, levels, outliers=0.0, heads=1, width=4):

@@ -13,8 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tinykv.cache import KVCache, LayerCache
-from tinykv.codecs import Pair
-from tinykv.codecs.affine import Affine
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.base import CodecMethod, best_tokens
 from tinykv.methods.kvsink import KVSink
@@ -118,39 +116,6 @@ def blocks_of_magnitudes(draw):
 @example([[[[5], [5]]], [[[1, 2, 3], [0, 9, 9]]]], 2, 1, "smallest")  # a pool that is not full yet
 def test_pools(blocks, size, room, select):
     check_pools(OTT, blocks, size, room, select)
-
-
-class StandIns(Affine):
-    """As the paper has it: something else takes the place of a kept token before its group is quantized."""
-
-    def encode(self, x, ignore=None):
-        x = x.clone()  # (B, Hkv, T, d)
-        for b, h, i in np.ndindex(*x.shape[:2], x.shape[2] // 8):
-            group, kept = x[b, h, 8 * i:8 * i + 8], ignore[b, h, 8 * i:8 * i + 8]  # (8, d), (8)
-            group[kept] = self.stand_in(group[~kept].float()).to(x.dtype)
-        return super().encode(x)
-
-
-@pytest.mark.parametrize("stand_in", [lambda others: others.mean(0), lambda others: others.median(0).values,
-                                      lambda others: others[-1]], ids=["mean", "median", "the last"])
-def test_what_stands_in_for_a_kept_token_does_not_matter(stand_in):
-    """Whatever lies within the range of the others gives the same metadata, and the same codes of the others."""
-    rows = torch.randn(5, 2, 2, 16, d, generator=torch.Generator().manual_seed(5)).half()  # (blocks, B, Hkv, T, d)
-    rows[:, :, :, ::5] /= 8
-    keys = []
-    for codec in (Affine, StandIns):
-        method = OTT(model_of(2).config, group_size=8, skip_layers=0)
-        method.codecs = [Pair(codec(2, d, "channel", 8), Affine(2, d))] * L
-        method.codecs[0].k.stand_in = stand_in
-        layer = new_layer(method, 0)
-        for i, block in enumerate(rows):
-            layer.append(block, block, torch.arange(16 * i, 16 * i + 16))
-            quantize(layer, 16)
-        keys.append(layer.keys)
-    one, two = keys
-    assert torch.equal(one.read(), two.read()) and torch.equal(one.kept_positions, two.kept_positions)
-    assert torch.equal(one.codes.scale, two.codes.scale) and torch.equal(one.codes.zero, two.codes.zero)
-    assert not torch.equal(one.codes.packed, two.codes.packed)  # the slots do hold something else
 
 
 # ---- antkv: the anchors
