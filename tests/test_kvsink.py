@@ -190,7 +190,7 @@ def test_kvsink_finds_what_it_needs_by_itself(scheme):
     group_size = {} if scheme == "kvquant" else {"group_size": G}
     method = KVSink(model.config, scheme=scheme, preserve=2, **group_size)
     assert method.needs_calibration
-    calibrate(model, method, tokens_of(10, 40, seed=2))
+    calibrate(model, method, tokens_of(3, 40, seed=2))
     assert (method.layer, method.channel) == (1, 9)
     assert "layer 1" in method.describe() and "channel 9" in method.describe()
 
