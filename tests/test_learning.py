@@ -96,7 +96,7 @@ def flat(x):
     return x.double().transpose(0, 1).flatten(1).numpy()
 
 
-def random_rows(windows=4, T=48, seed=0, shape=None):
+def random_rows(windows=4, T=32, seed=0, shape=None):
     """Rows in 16 bits, with channels of all sizes and offsets. shape(layer, kind, numbers (T, h)) may change them."""
     rng, out = torch.Generator().manual_seed(seed), []
     for _ in range(windows):
@@ -218,7 +218,7 @@ def shapes(layer, kind, x):
     return torch.where(t % 2 == 0, x, 8 * torch.randn(x.shape, generator=torch.Generator().manual_seed(len(x))))
 
 
-def shaped(windows=6, T=48):
+def shaped(windows=6, T=32):
     """Numbers at the ends count most."""
     gain = torch.where(torch.arange(h) % 2 == 0, 0.3, 3.0).expand(L, 2, h).clone()
     return Planted(random_rows(windows, T, 3, shapes), gain)
@@ -493,7 +493,7 @@ def check_clips(sensitivity, reorder, clip, metadata, alpha=None):
     calibrate(model, method, model.windows())
     gradients, seen = model.gradients(), set()
     for layer, kind, codec in codecs_of(method):
-        w = np.linalg.norm(gradients[layer, kind], axis=-1) if sensitivity == "token" else np.ones((4, 48))
+        w = np.linalg.norm(gradients[layer, kind], axis=-1) if sensitivity == "token" else np.ones((4, 32))
         alphas = [alpha] if alpha else [a / 100 for a in range(60 if kind == "k" else 20, 101, 2)]
         losses = {}  # (alpha, centre): of each group
         for a, centre in [(float(np.float16(a)), centre) for a in alphas for centre in CENTRES[clip]]:

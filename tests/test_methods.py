@@ -211,7 +211,7 @@ SETTINGS = [
     (("prefix", (5,)), ("k_bits", 4), ("v_bits", 16)),
     (("prefix", (*range(G + 3),)),),  # more than a block
 ]
-MANY_TIMES = dict(protocol=PROTOCOLS, length=["6G+3"], heads_per_kv=(1, 4))  # tokens are evicted, and pools are full
+MANY_TIMES = dict(protocol=PROTOCOLS, length=["6G+3"], heads_per_kv=(2, 4))  # tokens are evicted, and pools are full
 INTEGER_ZERO = dict(formula=["integer-zero"], protocol=PROTOCOLS, length=["G+1", "2G+5"], batch=(1, 3))
 RECENT = dict(length=["2G+5"], recent=[1, 6], batch=(1, 3))
 
@@ -223,27 +223,27 @@ INVARIANTS = [
     ("cache_holds_the_expected_rows", chooses, MANY_TIMES),
     ("cache_holds_the_expected_rows", has_the_settings, dict(protocol=PROTOCOLS, settings=SETTINGS)),
     ("uneven_chunks", every, dict(recent=[0, 5], batch=(1, 3))),
-    ("scores", scores, dict(protocol=PROTOCOLS, recent=[0, 5], length=["1", "G", "2G+5"], heads_per_kv=(1, 4))),
+    ("scores", scores, dict(protocol=PROTOCOLS, recent=[0, 5], length=["1", "G", "2G+5"], heads_per_kv=(2, 4))),
     # what attention sees
     ("attention_sees_the_cache", every, dict(protocol=PROTOCOLS, length=["1", "G+1", "2G+5"])),
     ("attention_sees_the_cache", every, RECENT),
     ("low_bits_matter", quantizes, dict(protocol=PROTOCOLS)),
-    ("the_trap", quantizes, dict(heads_per_kv=(1, 2, 4))),
+    ("the_trap", quantizes, dict(heads_per_kv=(2, 1, 4))),
     # what is exact
     ("sixteen_bits_are_fp16", has("k_bits", "v_bits"),
-     dict(protocol=PROTOCOLS, length=["1", "G", "G+1", "2G+5"], heads_per_kv=(1, 4))),
+     dict(protocol=PROTOCOLS, length=["1", "G", "G+1", "2G+5"], heads_per_kv=(2, 4))),
     ("sixteen_bits_of_one_kind", has("k_bits", "v_bits"), dict(protocol=["paper"])),
-    ("sixteen_bit_models_cache_what_they_compute", is_fp16, dict(protocol=PROTOCOLS, heads_per_kv=(1, 4))),
+    ("sixteen_bit_models_cache_what_they_compute", is_fp16, dict(protocol=PROTOCOLS, heads_per_kv=(2, 4))),
     ("keeping_everything_is_exact", keeps, dict(protocol=PROTOCOLS, length=["G-1", "2G+5"])),
     ("placeholders_do_not_matter", may_keep,
-     dict(protocol=PROTOCOLS, formula=FORMULAS, heads_per_kv=(1, 4), batch=(1, 3))),
+     dict(protocol=PROTOCOLS, formula=FORMULAS, heads_per_kv=(2, 4), batch=(1, 3))),
     # what does not depend on what
     ("chunks_equal_single_tokens", every,
-     dict(dtype=[torch.float64], recent=[0, 5], heads_per_kv=(1, 4), batch=(1, 3))),
-    ("no_future_leak", every, dict(heads_per_kv=(1, 4), recent=[0, 5])),
-    ("no_future_leak", causal_in_paper, dict(protocol=["paper"], heads_per_kv=(1, 4))),
+     dict(dtype=[torch.float64], recent=[0, 5], heads_per_kv=(2, 4), batch=(1, 3))),
+    ("no_future_leak", every, dict(heads_per_kv=(2, 4), recent=[0, 5])),
+    ("no_future_leak", causal_in_paper, dict(protocol=["paper"], heads_per_kv=(2, 4))),
     ("batch_rows_are_independent", every,
-     dict(protocol=PROTOCOLS, length=["1", "G+1", "2G+5"], heads_per_kv=(1, 4), dtype=[torch.float64])),
+     dict(protocol=PROTOCOLS, length=["1", "G+1", "2G+5"], heads_per_kv=(2, 4), dtype=[torch.float64])),
     ("same_twice_and_after_reset", every, dict(protocol=PROTOCOLS)),
     # what is refused
     ("paper_refuses_a_second_forward", every, dict(protocol=["paper"], length=["1", "2G+5"])),
@@ -252,7 +252,7 @@ INVARIANTS = [
     ("what_is_calibrated_can_be_restored", calibrates, {}),
     ("calibration_order_is_no_matter", calibrates_as_a_sum, {}),
     # in use
-    ("generation", every, dict(heads_per_kv=(1, 4))),
+    ("generation", every, dict(heads_per_kv=(2, 4))),
     ("never_nan", every, dict(protocol=PROTOCOLS, formula=FORMULAS)),
 ]
 

@@ -116,6 +116,7 @@ def read_by_lists(rows, scores, protocol, prompt, sizes, recent, block, k, choos
 
 # KVSink
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("choose", ["prompt", "always"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("prompt", [3, 16, 20])
@@ -144,6 +145,7 @@ def antkv(recent, block, anchors, choose="prompt"):
     return method
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("prompt, recent, block", [(3, 8, 1), (20, 8, 1), (20, 8, BLOCK), (20, 0, BLOCK), (9, 32, 1)])
 def test_anchors_from_the_prefill_alone(protocol, prompt, recent, block):
