@@ -333,11 +333,6 @@ def rotated_keys(model, method, k):
     return k.to(model.lm_head.weight.dtype)
 
 
-def read(layer):
-    """K (rotated) and V (B, Hkv, S, d) of all tokens, as attention reads them."""
-    return layer.read()
-
-
 def rows_of(layer, kind):
     """The keys, or the values, of a layer's cache."""
     return layer.keys if kind == "k" else layer.values
@@ -404,7 +399,7 @@ class Watch:
         return k, v
 
     def exact_read(self, layer):
-        """The same as `read` would give them, if nothing were quantized."""
+        """The same as `LayerCache.read` would give them, if nothing were quantized."""
         k, v = self.exact(layer)
         k = stored_keys(self.case.model, self.cache.method, k)
         return rotated_keys(self.case.model, self.cache.method, k), v.to(self.case.dtype)

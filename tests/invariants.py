@@ -24,7 +24,6 @@ from cases import (
     chunk_of,
     chunk_sizes,
     d,
-    read,
     rows_of,
     takes,
     tokens_of,
@@ -64,7 +63,7 @@ def check_cache_holds_the_expected_rows(case, sizes=None):
             events = watch.events(kind)
             assert rows_of(watch.layers[layer], kind).n_coded == (events[-1].end if events else 0)
         expected = expected_read(case, method, watch, layer)
-        for kind, got, want in zip("kv", read(watch.layers[layer]), expected):
+        for kind, got, want in zip("kv", watch.layers[layer].read(), expected):
             place = f"layer {layer}, {NAMES[kind]}"
             assert got.shape == want.shape, f"{place}: the cache reads {tuple(got.shape)}"
             assert torch.isfinite(got).all(), f"{place}: the cache reads numbers that are not finite"
@@ -235,7 +234,7 @@ def check_attention_sees_the_cache(case, sizes=None):
         if start == len(case.prefix):
             chunk = tokens[:, :start + size]  # the cache strips the prefix
         case.feed(watch, chunk, chunk.shape[1])
-        after = [read(layer) for layer in watch.layers]
+        after = [layer.read() for layer in watch.layers]
         for layer in range(L):
             exact = watch.exact_read(layer)
             old = before[layer] if before else exact
@@ -307,7 +306,7 @@ def check_sixteen_bits_of_one_kind(case):
         _, watch = case.run_watched(case.method(**settings), case.tokens())
         for layer in range(L):
             same = [torch.equal(got, exact)
-                    for got, exact in zip(read(watch.layers[layer]), watch.exact_read(layer))]
+                    for got, exact in zip(watch.layers[layer].read(), watch.exact_read(layer))]
             given, = settings
             assert same[sixteen], f"layer {layer}: with {given}=16 the {NAMES['kv'[sixteen]]} change"
             assert not same[quantized], f"layer {layer}: with {given}=16 no {NAMES['kv'[quantized]]} change"
@@ -321,7 +320,7 @@ def check_keeping_everything_is_exact(case):
     nothing_quantized = not watch.events("k")
     for layer in range(L):
         same = [torch.equal(got, exact)
-                for got, exact in zip(read(watch.layers[layer]), watch.exact_read(layer))]
+                for got, exact in zip(watch.layers[layer].read(), watch.exact_read(layer))]
         kept = case.oracle is not KVSink or layer > case.setting("emergence_layer")
         assert all(same) == (nothing_quantized or kept)
     if case.oracle is not KVSink:
@@ -392,7 +391,7 @@ def check_chunks_equal_single_tokens(case):
                               f"by token, by {worst:.3g}; does the choice depend on more than the cache?")
     for a, b in zip(one.layers, cache.layers):
         assert (a.keys.n_coded, a.values.n_coded) == (b.keys.n_coded, b.values.n_coded)
-        assert all(torch.equal(x, y) for x, y in zip(read(a), read(b))), (
+        assert all(torch.equal(x, y) for x, y in zip(a.read(), b.read())), (
             f"layer {a.layer}: in chunks of {chunk} the cache holds other numbers than token by token")
 
 
@@ -561,7 +560,7 @@ def check_never_nan(case):
             logits, cache = case.run(method, case.text(torch.full((case.batch, T), token)))
             text = f"{T} times the token {token}"
             assert torch.isfinite(logits).all(), f"the logits of {text} are not finite"
-            assert all(torch.isfinite(x).all() for layer in cache.layers for x in read(layer)), (
+            assert all(torch.isfinite(x).all() for layer in cache.layers for x in layer.read()), (
                 f"the cache of {text} reads numbers that are not finite; does a range of one number divide by 0?")
 
 

@@ -9,7 +9,6 @@ import oracles
 import pytest
 import torch
 
-from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.codecs import Pair
 from tinykv.codecs.affine import Affine
@@ -21,7 +20,6 @@ from tinykv.methods.kivi import KIVI
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.ott import OTT
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run.check import check_method
 
 T, D, H, HKV, WIDTH, L = 40, 12, 2, 1, 4, 3
 CONFIG = LlamaConfig(29, D, 24, L, H, HKV, WIDTH, 128)
@@ -235,11 +233,3 @@ def test_chunks_after_a_prompt_end_where_blocks_do(model):
             model(chunk, cache)
             found.append(chunk.shape[1])
         assert found == sizes
-
-
-def test_settings_that_cannot_be():
-    for method in (KVSink(CONFIG, choose="once"), AnTKV(CONFIG, vq="d2m4", choose="once")):
-        with pytest.raises(UserError, match="once"):
-            check_method(method, CONFIG)
-    with pytest.raises(UserError, match="whole groups"):
-        KVSink(CONFIG, scheme="channel-dynamic", group_size=8, block=12)
