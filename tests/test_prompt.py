@@ -81,13 +81,9 @@ def largest(scores, positions, k):
 
 def anchor_scores(q, k, seen):
     """Eq. 5 over the first `seen` tokens, which are all exact: AnS(K) and AnS(V), lists by token."""
-    of_keys, of_values = [0.0] * seen, [0.0] * seen
-    for head in q:
-        for i, row in enumerate(oracles.attention_weights(head[:seen], k[:seen])):
-            for j, a in enumerate(row):
-                of_keys[j] += a * (1 - a) * oracles.norm(head[i])
-                of_values[j] += a
-    return of_keys, of_values
+    k = np.array(in_16_bits(k))  # (T, d)
+    scores = oracles.equation_5(q[None, :, :seen].double().numpy(), k[None, None, :seen])  # (1, 1, seen) both
+    return [of[0, 0].tolist() for of in scores]
 
 
 def read_by_lists(rows, scores, protocol, prompt, sizes, recent, block, k, choose):
@@ -151,7 +147,7 @@ def test_anchors_from_the_prefill_alone(protocol, prompt, recent, block):
     sizes, share = [prompt] + [1] * (T - prompt), 0.15
     seen, cache = read_by_cache(antkv(recent, block, "15%"), protocol, prompt, sizes, 2)
     q, keys, values, _ = numbers(2)
-    scores = anchor_scores(q.tolist(), in_16_bits(keys), prompt)
+    scores = anchor_scores(q, keys, prompt)
     for i, rows in enumerate((keys, values)):
         padded = scores[i] + [-1.0] * (T - prompt)
         expected = read_by_lists(rows, padded, protocol, prompt, sizes, recent, block,
