@@ -63,7 +63,8 @@ def make_codecs(config, scheme, k_bits, v_bits, **settings):
     make_codec, _ = SCHEMES[scheme]
 
     def codec(kind, bits):
-        return Exact() if bits == 16 else make_codec(config, kind, bits, **settings)
+        made = make_codec(config, kind, 8 if bits == 16 else bits, **settings)  # which refuses what cannot be
+        return Exact() if bits == 16 else made
     return [Pair(k=codec("k", k_bits), v=codec("v", v_bits)) for _ in range(config.num_hidden_layers)]
 
 

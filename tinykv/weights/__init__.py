@@ -56,13 +56,8 @@ def assemble(model, blocks):
     return copy.deepcopy(model, copied)
 
 
-def tensors_of(model):
-    """The tensors of a quantized model's blocks, {name: tensor}: what a file has to keep of it."""
-    return model.model["layers"].state_dict()
-
-
 def restore(model, quantizer, tensors):
-    """What `quantize(model, quantizer, ...)` gave, from its `tensors_of`."""
+    """What `quantize(model, quantizer, ...)` gave, from the tensors of its blocks, {name: tensor}."""
     # 1. blocks of the right shapes; of a layer's tensors, only the gain may be there or not
     new = quantize(model, RTN(quantizer.bits, quantizer.group_size))
     blocks = new.model["layers"]
