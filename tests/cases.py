@@ -6,9 +6,9 @@ kvsink looks for, at positions of our choice. Where a method has a prefix, texts
 counts its tokens, and their logits, which are not computed, are zeros.
 """
 import copy
+import functools
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import oracles
 import torch
@@ -24,7 +24,7 @@ from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run.runs import settings_of
 
-VOCAB, D, L, H, d = 41, 32, 3, 4, 16
+VOCAB, D, L, H, d = 41, 32, 2, 4, 16
 WIDE = 64  # channels of a head, where bits are counted: scales and zero points are few then
 MARK, CHANNEL = VOCAB - 1, 5  # the token with the planted outlier, and the outlier's channel
 G = 8  # tokens of a block, and of a group
@@ -42,7 +42,7 @@ KEEP_ALL = {"preserve": 22, "outlier_num": 22, "skip_layers": 0, "anchors": "100
 
 # ---- models and texts
 
-@lru_cache
+@functools.cache
 def model_of(heads_per_kv, dtype=torch.float32, width=d):
     """width: channels of a head."""
     torch.manual_seed(heads_per_kv)
@@ -72,6 +72,7 @@ def calibration_windows():
 
 # ---- methods
 
+@functools.cache
 def takes(cls, scheme=None):
     """The names of a method's settings, without those of other schemes."""
     return set(settings_of(cls, scheme))
@@ -110,13 +111,14 @@ def build(case):
     return method
 
 
-@lru_cache
+@functools.cache
 def build_and_calibrate(case):
     """The same, calibrated in float32. One object serves all caches, as the interface promises."""
     method, model = build(case), model_of(case.heads_per_kv)
-    if method.needs_calibration and case.recent and case.known:
-        same_tables = build_and_calibrate(replace(case, recent=0))
-        method.restore(same_tables.calibrated())
+    # neither the newest tokens nor 16 bits of the other kind change what is calibrated
+    same_tables = replace(case, recent=0, settings=tuple(s for s in case.settings if s[1] != 16))
+    if method.needs_calibration and case.known and same_tables != case:
+        method.restore(build_and_calibrate(same_tables).calibrated())
     elif method.needs_calibration:
         calibrate(model, method, calibration_windows())
     if method.prefix:
@@ -124,7 +126,7 @@ def build_and_calibrate(case):
     return method
 
 
-@lru_cache
+@functools.cache
 def as_it_comes(case):
     """A case's method with its own bits, groups and blocks, and a model with heads as wide as those
     of a small LLaMA, for which it is calibrated."""
@@ -327,11 +329,6 @@ def rotated_keys(model, method, k):
     return k.to(model.lm_head.weight.dtype)
 
 
-def read(layer):
-    """K (rotated) and V (B, Hkv, S, d) of all tokens, as attention reads them."""
-    return layer.read()
-
-
 def rows_of(layer, kind):
     """The keys, or the values, of a layer's cache."""
     return layer.keys if kind == "k" else layer.values
@@ -398,7 +395,7 @@ class Watch:
         return k, v
 
     def exact_read(self, layer):
-        """The same as `read` would give them, if nothing were quantized."""
+        """The same as `LayerCache.read` would give them, if nothing were quantized."""
         k, v = self.exact(layer)
         k = stored_keys(self.case.model, self.cache.method, k)
         return rotated_keys(self.case.model, self.cache.method, k), v.to(self.case.dtype)
@@ -412,7 +409,7 @@ class Watch:
         return self.case.events(kind, self.sizes)
 
 
-@lru_cache
+@functools.cache
 def prefix_rows(heads_per_kv, ids):
     """By layer, k and v (1, Hkv, n, d) of the tokens in 16 bits, before RoPE: what the model hands
     to a cache."""

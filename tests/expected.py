@@ -100,8 +100,6 @@ def mark_pools(case, method, watch, layer, kind, events, kept):
         return
     k, _ = watch.exact(layer)
     scores = stored_keys(case.model, method, k).double().abs().sum(-1)  # (B, Hkv, T)
-    if case.setting("scope") == "layer":
-        scores = scores.sum(1, keepdim=True).expand_as(scores)
     size, room, select = (case.setting(name) for name in ("outlier_num", "extra_pool", "select"))
     for b, h in np.ndindex(scores.shape[:2]):
         pool, extra = oracles.pools(scores[b, h].tolist(), events, size, room, select)
@@ -235,8 +233,7 @@ def expected_bytes(case, method, watch, kind):
     if case.oracle is AnTKV and case.setting("anchors") != "0":
         row += 4
     # its position in 32 bits, once for each head that chooses for itself
-    per_head = case.oracle is AnTKV or (case.oracle is OTT and case.setting("scope") != "layer")
-    position = 4 * Hkv if per_head else 4
+    position = 4 * Hkv if case.oracle in (AnTKV, OTT) else 4
     events = watch.events(kind)
     quantized = events[-1].end if events else 0
     coded = held = 0

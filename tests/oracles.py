@@ -295,21 +295,3 @@ def nearest_centroids(x, centroids, chosen):
 def code_bytes(width, bits):
     """Bytes of `width` packed codes; three levels are packed five to a byte."""
     return math.ceil(width / 5) if bits == 1.5 else math.ceil(width * bits / 8)
-
-
-# ---- attention in plain lists
-
-def attention_weights(q, k, window=None):
-    """A of one head, as lists: q (T, d), k (S, d) lists; query i stands at S - T + i."""
-    rows, shift = [], len(k) - len(q)
-    for i, row in enumerate(q):
-        seen = [j <= i + shift and (window is None or j > i + shift - window) for j in range(len(k))]
-        score = [sum(a * b for a, b in zip(row, key)) / math.sqrt(len(row)) for key in k]
-        top = max(s for s, see in zip(score, seen) if see)
-        e = [math.exp(s - top) if see else 0.0 for s, see in zip(score, seen)]
-        rows.append([x / sum(e) for x in e])
-    return rows
-
-
-def norm(row):
-    return math.sqrt(sum(x * x for x in row))

@@ -69,12 +69,12 @@ def explained(item, error):
 
 
 def broken_rule(error):
-    """The first sentence of the check that failed."""
+    """The first sentence of the check that failed, the innermost of several."""
+    text = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name.startswith("check_"):
             text = frame.f_globals[frame.f_code.co_name].__doc__ or ""
-            return " ".join(text.split("\n\n")[0].split())
-    return ""
+    return " ".join(text.split("\n\n")[0].split())
 
 
 def found(error, methods):

@@ -70,7 +70,7 @@ def test_damage_is_what_happens_if_one_token_is_read_as_its_code(case, sharpness
             assert close(x[..., j:j + 1], oracles.of_kv_heads(total, Hkv))
 
 
-# ---- AnTKV's settings: what anchors are kept for, and of what
+# ---- AnTKV's settings: what anchors are kept for
 
 TEXT = torch.randint(0, 41, (1, 30), generator=torch.Generator().manual_seed(2))
 
@@ -91,14 +91,6 @@ def anchors_of(text=TEXT, protocol="paper", **settings):
             kept = rows.kept_positions
             found[layer.layer, rows.kind] = None if kept is None else [sorted(of) for of in kept[0].tolist()]
     return found, model, method
-
-
-@pytest.mark.parametrize("of", ["keys", "values"])
-def test_anchors_of_keys_or_values_alone(of):
-    found, both = anchors_of(anchors_of=of)[0], anchors_of()[0]
-    for layer, kind in found:
-        assert (found[layer, kind] is not None) == (kind == of[0])
-    assert found[0, of[0]] == both[0, of[0]]
 
 
 def test_the_controls():

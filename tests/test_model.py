@@ -1,6 +1,5 @@
 """The model against transformers' logits (tests/references/, made by make_references.py), with and without a cache."""
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,10 @@ from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.cache_parts.tracing import Trace
 from tinykv.calibrate import calibrate
-from tinykv.data.windows import Windows
-from tinykv.evaluate import measure
 from tinykv.hf import load_model
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
-from tinykv.model import Llama, LlamaConfig, Rope, pick_token
+from tinykv.model import Llama, LlamaConfig, pick_token
 
 REFERENCES = Path(__file__).parent / "references"
 VARIANTS = sorted(json.loads((REFERENCES / "manifest.json").read_text())["variants"])
@@ -166,18 +163,6 @@ def test_reading_through_a_cache_in_chunks_equals_one_forward(variant, chunk, at
     torch.testing.assert_close(torch.cat(parts, dim=1), logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("attention", ["plain", "fused"])
-def test_an_empty_cache_is_a_cache(attention):
-    """`cache or None` and `if cache:` must not lose one that holds no token yet."""
-    model = tiny()
-    model.use_attention(attention)
-    for cache in (KVCache(model, METHODS["fp16"](model.config)), Trace(model)):
-        assert len(cache) == 0 and cache
-        with torch.no_grad():
-            model(PROMPT, cache)
-        assert cache
-
-
 @torch.no_grad()
 def test_a_trace_changes_nothing_and_keeps_what_passes():
     model = tiny().double()
@@ -273,19 +258,6 @@ def test_generation_under_an_exact_prefix_is_fp16_generation():
     assert len(cache) == 7 + 12 - 1  # each token once: the last one is not read
 
 
-@torch.no_grad()
-def test_only_the_beginning_of_a_text_is_its_prefix():
-    """A later chunk that happens to hold the same tokens is read, and not taken for the prefix again."""
-    model = tiny()
-    text = torch.cat([TEXT, TEXT], dim=1)  # (B, 2 T)
-    fp16 = KVCache(model, METHODS["fp16"](model.config))
-    cache = KVCache(model, under_a_prefix(model))
-    model(TEXT, cache)
-    second = model(TEXT, cache)  # (B, T, vocab)
-    assert len(cache) == 14
-    torch.testing.assert_close(second, model(text, fp16)[:, 7:], atol=1e-5, rtol=0)
-
-
 SMALL = {"k_bits": 2, "v_bits": 3, "preserve": 3, "emergence_layer": 0, "outlier_channel": 5, "outlier_num": 2,
          "skip_layers": 1, "vq": "d4m8", "anchors": "4", "recent": 4, "group_size": 8}
 
@@ -301,37 +273,6 @@ def built(name, own, **changes):
     if method.prefix:
         method.prefix.fill(own, own)
     return method
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_every_method_runs_on_a_qwen3(name, protocol):
-    """Calibration and a prefix included."""
-    model = load_model(REFERENCES / "qwen3")
-    method = built(name, model)
-    text = tokens_of(2, 40)
-    text[:, :2] = torch.tensor([11, 40])
-    windows = Windows(text, [[], []], "a text", start=2)
-    fp16 = measure(model, METHODS["fp16"](model.config), windows, protocol)
-    result = measure(model, method, windows, protocol, fp16=fp16)
-    assert math.isfinite(result.ppl)
-    assert (sum(result.kl) > 0) == (name != "fp16")
-
-
-@pytest.mark.parametrize("tokens", [TEXT[:, 3:], TEXT[:, :3], TEXT[:, :2], TEXT.where(TEXT != 8, 9)],
-                         ids=["no prefix", "nothing after it", "a part of it", "another token in it"])
-def test_no_way_in_takes_a_text_without_its_prefix(tokens):
-    model = tiny()
-    method = under_a_prefix(model)
-    cache = KVCache(model, method)
-    with pytest.raises(UserError, match="prefix"), torch.no_grad():
-        model(tokens, cache)
-    with pytest.raises(UserError, match="prefix"):
-        model.generate(tokens, 1, cache)
-    with pytest.raises(UserError, match="prefix"):
-        measure(model, method, Windows(tokens, [[], []], "a text"))
-    assert len(cache) == 3
 
 
 # What is printed
@@ -365,12 +306,3 @@ def test_what_a_cache_prints():
     assert repr(cache.layers[1].values) == "CachedRows(layer 1, V: 3 tokens: 3 coded (2 of them kept), 0 recent)"
     assert repr(cache.layers[1]) == f"LayerCache({cache.layers[1].keys!r}, {cache.layers[1].values!r})"
     assert repr(cache).startswith("KVCache(PFN(token-dynamic, 2-bit K, 2-bit V), paper, 3 tokens: ")
-
-
-def test_rows_without_positions_are_the_first_ones():
-    """And gradients pass through them."""
-    rope = Rope(LlamaConfig(2, 8, 8, 1, 1, 1, 8, 64))
-    x = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)  # (2, T, d)
-    assert torch.equal(rope.rotate(x), rope.rotate(x, torch.arange(40)))
-    rope.rotate(x).sum().backward()
-    assert x.grad.isfinite().all()

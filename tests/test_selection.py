@@ -13,8 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tinykv.cache import KVCache, LayerCache
-from tinykv.codecs import Pair
-from tinykv.codecs.affine import Affine
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.base import CodecMethod, best_tokens
 from tinykv.methods.kvsink import KVSink
@@ -72,14 +70,13 @@ def test_running_top_k(chunks, k):
 
 # ---- ott: the pool, and those evicted from it
 
-def check_pools(cls, blocks, size=2, room=2, scope="head", select="smallest"):
+def check_pools(cls, blocks, size=2, room=2, select="smallest"):
     """The pools after each block that is quantized are what plain lists say, and in their places.
 
     blocks: for each, whole numbers by sequence, head and token: the magnitude of the token's key.
     """
     # in groups of one token, so that a block of any size has whole groups
-    method = cls(model_of(2).config, group_size=1, outlier_num=size, extra_pool=room, skip_layers=1, scope=scope,
-                 select=select)
+    method = cls(model_of(2).config, group_size=1, outlier_num=size, extra_pool=room, skip_layers=1, select=select)
     skipped, layer = new_layer(method, 0), new_layer(method, 1)
     so_far, events = torch.empty(len(blocks[0]), 2, 0, dtype=torch.long), []
     for block in blocks:
@@ -97,10 +94,9 @@ def check_pools(cls, blocks, size=2, room=2, scope="head", select="smallest"):
 
         assert skipped.keys.kept_positions is None and skipped.values.kept_positions is None
         for b, h in np.ndindex(so_far.shape[:2]):
-            scores = (so_far[b].sum(0) if scope == "layer" else so_far[b, h]).tolist()
-            pool, extra = oracles.pools(scores, events, size, room, select)
+            pool, extra = oracles.pools(so_far[b, h].tolist(), events, size, room, select)
             for rows, sign in ((layer.keys, 1), (layer.values, -1)):
-                positions = rows.kept_positions[b, 0 if scope == "layer" else h].tolist()
+                positions = rows.kept_positions[b, h].tolist()
                 assert set(positions[:len(pool)]) == set(pool)
                 of_extra = [i for i in positions[len(pool):] if i != positions[0]]  # an empty slot repeats the first
                 assert set(of_extra) == set(extra)
@@ -116,44 +112,10 @@ def blocks_of_magnitudes(draw):
     return [[[draw(st.lists(magnitude, min_size=n, max_size=n)) for _ in range(2)] for _ in range(B)] for n in lengths]
 
 
-@given(blocks_of_magnitudes(), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["head", "layer"]),
-       st.sampled_from(["smallest", "largest"]))
-@example([[[[5], [5]]], [[[1, 2, 3], [0, 9, 9]]]], 2, 1, "head", "smallest")  # a pool that is not full yet
-def test_pools(blocks, size, room, scope, select):
-    check_pools(OTT, blocks, size, room, scope, select)
-
-
-class StandIns(Affine):
-    """As the paper has it: something else takes the place of a kept token before its group is quantized."""
-
-    def encode(self, x, ignore=None):
-        x = x.clone()  # (B, Hkv, T, d)
-        for b, h, i in np.ndindex(*x.shape[:2], x.shape[2] // 8):
-            group, kept = x[b, h, 8 * i:8 * i + 8], ignore[b, h, 8 * i:8 * i + 8]  # (8, d), (8)
-            group[kept] = self.stand_in(group[~kept].float()).to(x.dtype)
-        return super().encode(x)
-
-
-@pytest.mark.parametrize("stand_in", [lambda others: others.mean(0), lambda others: others.median(0).values,
-                                      lambda others: others[-1]], ids=["mean", "median", "the last"])
-def test_what_stands_in_for_a_kept_token_does_not_matter(stand_in):
-    """Whatever lies within the range of the others gives the same metadata, and the same codes of the others."""
-    rows = torch.randn(5, 2, 2, 16, d, generator=torch.Generator().manual_seed(5)).half()  # (blocks, B, Hkv, T, d)
-    rows[:, :, :, ::5] /= 8
-    keys = []
-    for codec in (Affine, StandIns):
-        method = OTT(model_of(2).config, group_size=8, skip_layers=0)
-        method.codecs = [Pair(codec(2, d, "channel", 8), Affine(2, d))] * L
-        method.codecs[0].k.stand_in = stand_in
-        layer = new_layer(method, 0)
-        for i, block in enumerate(rows):
-            layer.append(block, block, torch.arange(16 * i, 16 * i + 16))
-            quantize(layer, 16)
-        keys.append(layer.keys)
-    one, two = keys
-    assert torch.equal(one.read(), two.read()) and torch.equal(one.kept_positions, two.kept_positions)
-    assert torch.equal(one.codes.scale, two.codes.scale) and torch.equal(one.codes.zero, two.codes.zero)
-    assert not torch.equal(one.codes.packed, two.codes.packed)  # the slots do hold something else
+@given(blocks_of_magnitudes(), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["smallest", "largest"]))
+@example([[[[5], [5]]], [[[1, 2, 3], [0, 9, 9]]]], 2, 1, "smallest")  # a pool that is not full yet
+def test_pools(blocks, size, room, select):
+    check_pools(OTT, blocks, size, room, select)
 
 
 # ---- antkv: the anchors

@@ -76,10 +76,9 @@ def test_a_block_holds_whole_channel_groups(scheme, group_size):
 
 
 @pytest.mark.parametrize("name, settings", [
-    ("rtn", {"scheme": "token-dynamic", "outliers": 1.0}), ("pfn", {"scheme": "channel-static", "q_norm": "on"}),
-    ("kvsink", {"scheme": "kvquant", "group_size": 8}), ("rtn", {"scheme": "kvquant", "formula": "offset"}),
     ("kivi", {"recent": -1}), ("kivi", {"v_block": 0}), ("skvq", {"block": 0}), ("kvquant", {"preserve": -1}),
-    ("ott", {"outlier_num": -1}), ("ott", {"extra_pool": -1}), ("ott", {"scope": "token"}), ("ott", {"select": "any"}),
+    ("ott", {"outlier_num": -1}), ("ott", {"extra_pool": -1}), ("ott", {"select": "any"}),
+    ("kvsink", {"choose": "once"}), ("kvsink", {"scheme": "channel-dynamic", "group_size": 8, "block": 12}),
     ("cq", {"recent": -1}), ("cq", {"sensitivity": "any"}), ("antkv", {"sharing": "own"}), ("antkv", {"recent": -1}),
     ("intactkv", {"scheme": "token-static"})])
 def test_settings_that_cannot_be_are_refused(name, settings):

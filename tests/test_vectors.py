@@ -142,12 +142,10 @@ def test_a_few_huge_weights_do_not_own_the_book():
     assert weight.shape == (1, 2000) and torch.allclose(weight, torch.tensor(2.0).sqrt())
 
 
-def test_calibration_holds_no_more_than_it_says(monkeypatch):
+def test_calibration_holds_no_more_than_it_says():
     """A sample of the tokens, evenly spread, where there are more than SAMPLES."""
-    codec, rows = Codebook(2, 4, 1, 2), torch.arange(80.0).view(1, 40, 2)
-    monkeypatch.setattr(codebook, "SAMPLES", 12)
-    codec.sensitivity = "none"
-    codec.begin(0, 2, 40)
+    codec, rows = Codebook(2, 4, 1, 2, "none"), torch.arange(80.0).view(1, 40, 2)
+    codec.begin(0, codebook.SAMPLES // 6, 40)
     for _ in range(2):
         codec.collect(0, rows, torch.zeros(1, 40, dtype=torch.bool), None)
     assert [x[0, :, 0].tolist() for x in codec.rows] == [[0, 14, 30, 46, 62, 78]] * 2

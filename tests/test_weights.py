@@ -18,11 +18,11 @@ from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.methods.fp16 import FP16
 from tinykv.model import Llama, LlamaConfig
-from tinykv.weights import QUANTIZERS, awq, gptq, omniquant, quantize, restore, tensors_of, weight_bytes
+from tinykv.weights import QUANTIZERS, awq, gptq, omniquant, quantize, restore, weight_bytes
 from tinykv.weights.awq import AWQ
 from tinykv.weights.base import FOLDS, BlockRunner, transform
 from tinykv.weights.gptq import GPTQ
-from tinykv.weights.linear import LINEARS, QuantLinear, group_of, rounded
+from tinykv.weights.linear import LINEARS, QuantLinear, group_of, groups_of, rounded
 from tinykv.weights.omniquant import OmniQuant
 from tinykv.weights.rtn import RTN
 
@@ -116,7 +116,7 @@ def test_decoded_weights_are_those_of_the_formula(rows, bits, G):
     assert torch.isfinite(found.weight).all() and found.weight.dtype == torch.float32
     expected = [plain_rounded(row, bits, G) for row in weight.tolist()]
     assert found.weight.tolist() == expected
-    assert rounded(weight, bits, G).tolist() == expected
+    assert rounded(groups_of(weight, G), bits).flatten(1).tolist() == expected
 
 
 @pytest.mark.parametrize("bits, bias", [(2, False), (3, True), (8, True)])
@@ -188,7 +188,7 @@ def test_the_model_itself_stays_as_it_is(quantizer, sharing):
 def test_what_was_made_can_be_restored(quantizer, sharing, bias):
     model = tiny(sharing, bias)
     coded = quantize(model, quantizer, text())
-    tensors = {name: t.clone() for name, t in tensors_of(coded).items()}
+    tensors = {name: t.clone() for name, t in coded.model["layers"].state_dict().items()}
     again = restore(model, QUANTIZERS[type(quantizer).__name__.lower()](3, 16), tensors)
     with torch.no_grad():
         assert torch.equal(again(text(2, 12, 9)), coded(text(2, 12, 9)))
@@ -198,16 +198,6 @@ def test_what_was_made_can_be_restored(quantizer, sharing, bias):
             one, other = a.get_submodule(name).gain, b.get_submodule(name).gain
             assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
     assert not any(t.is_meta for t in (*again.parameters(), *again.buffers()))
-
-
-@pytest.mark.one_in(3)
-def test_tensors_of_another_model_are_refused(quantizer):
-    coded = quantize(tiny(), quantizer, text())
-    tensors = tensors_of(coded)
-    extra = {**tensors, "0.self_attn.forward": torch.zeros(2)}
-    for wrong in ({}, extra, {**tensors, "1.mlp.up_proj.code": tensors["1.mlp.up_proj.code"][:-1]}):
-        with pytest.raises(UserError, match="do not fit this model"):
-            restore(tiny(), quantizer, wrong)
 
 
 @pytest.mark.one_in(3)
@@ -230,8 +220,8 @@ def test_text_is_read_only_where_it_is_needed():
     assert seen == [L]
     for block, full in zip(coded.model["layers"], tiny().model["layers"]):
         for name in LINEARS:
-            G = group_of(full.get_submodule(name).in_features)
-            assert torch.equal(block.get_submodule(name).weight, rounded(full.get_submodule(name).weight, 4, G))
+            expected = rounded(groups_of(full.get_submodule(name).weight), 4).flatten(1)
+            assert torch.equal(block.get_submodule(name).weight, expected)
 
 
 def test_numbers_that_are_not_finite_are_an_error():
@@ -274,14 +264,11 @@ def test_gptq_is_the_brute_force_of_its_paper(seed, bits, G):
     assert torch.equal(QuantLinear(linear, bits, G, scale, zero).weight, found)  # what is left is on the grid
 
 
-def test_a_hessian_in_parts_and_one_that_is_singular():
+def test_a_hessian_in_parts():
     x = correlated(9000, 6, 1)
     y = x.double()
     H = 2 * y.T @ y / 9000
     assert torch.allclose(gptq.hessian(x).double(), H + torch.eye(6) * 0.01 * H.diagonal().mean(), rtol=1e-4)
-    for x in (torch.zeros(50, 6), torch.full((50, 6), float("nan"))):
-        with pytest.raises(UserError, match="singular"):
-            gptq.inverse_factor(gptq.hessian(x))
 
 
 def inputs_of(block, model, h):
@@ -513,8 +500,8 @@ def test_awq_clips_what_it_finds_in_the_full_precision_model(folded, monkeypatch
         assert torch.allclose(weight, other, rtol=1e-4, atol=1e-6)
         assert (x - y).abs().max() < 1e-4 * y.abs().max()
         groups = weight.unflatten(1, (-1, 16))  # (out, in/G, G)
-        clipped = groups.clamp(-most, most).flatten(1)
-        assert torch.equal(found, rounded(clipped, 3, 16)) and not torch.equal(clipped, weight)
+        clipped = groups.clamp(-most, most)
+        assert torch.equal(found, rounded(clipped, 3).flatten(1)) and not torch.equal(clipped, groups)
 
 
 # ---- omniquant

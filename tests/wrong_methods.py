@@ -68,7 +68,7 @@ class Remembers(CodecMethod):
     def keep_keys(self, layer_cache, n):
         self.asked += 1
         keys = layer_cache.keys
-        position = torch.tensor([keys.n_coded + self.asked % n])  # (1)
+        position = torch.tensor([keys.n_coded + self.asked % (n - 1)])  # (1)
         return position.expand(len(keys.recent), 1, 1)
 
     def keep_values(self, layer_cache, n):

@@ -26,9 +26,8 @@ def calibrate(model, method, windows, progress=None):
             watch_blocks(model, method, step, window)
         method.fit(step)
 
-    codecs = [(layer, kind, getattr(pair, kind))
-              for layer, pair in enumerate(method.codecs) for kind in "kv"]
-    for step in range(max((codec.passes for _, _, codec in codecs), default=0)):
+    codecs = method.each_codec()
+    for step in range(max(codec.passes for _, _, codec in codecs)):
         active = [(layer, kind, codec) for layer, kind, codec in codecs if step < codec.passes]
         gradients = any(codec.needs_gradient(step) for _, _, codec in active)
         for _, _, codec in active:

@@ -160,15 +160,12 @@ class Attention(nn.Module):
             k = k.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
             v = v.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
 
-        T, S = x.shape[1], k.shape[2]
         if self.attention == "fused":
-            causal = mask is None and T > 1  # one new token sees all keys
+            causal = mask is None and x.shape[1] > 1  # one new token sees all keys
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=causal, enable_gqa=grouped)  # (B, H, T, d)
         else:
             scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, T, S)
-            if mask is None:
-                mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)  # (T, S)
             scores = scores.masked_fill(~mask, float("-inf"))  # (B, H, T, S)
             p = torch.softmax(scores.float(), dim=-1).to(v.dtype)  # (B, H, T, S)
             out = p @ v  # (B, H, T, d)
@@ -259,10 +256,12 @@ class Llama(nn.Module):
     def mask(self, seen, T, device):
         """(T, S): True where new token i may look at token j, S = seen + T.
 
-        None where it goes without saying: of a text that has just begun, the T x T lower triangle; of one token, all.
+        None where it goes without saying, but for plain attention: of a text that has just begun, the T x T lower
+        triangle; of one token, all.
         """
         S, window = seen + T, self.config.sliding_window
-        if (seen == 0 or T == 1) and (window is None or window >= S):
+        plain = self.model["layers"][0].self_attn.attention == "plain"
+        if (seen == 0 or T == 1) and (window is None or window >= S) and not plain:
             return None
         key_at = torch.arange(S, device=device)[None]  # (1, S): positions of the keys
         query_at = torch.arange(seen, S, device=device)[:, None]  # (T, 1): of the queries

@@ -60,10 +60,6 @@ class HeldLayers:
         """Tokens seen by all layers."""
         return self.layers[-1].length
 
-    def __bool__(self):
-        """True also with no tokens, where Python would take len() == 0 for False."""
-        return True
-
     def __repr__(self):
         length = self.layers[0].length
         done = sum(layer.length == length for layer in self.layers)

@@ -18,9 +18,6 @@ class Trace:
     def __len__(self):
         return 0 if self.keys is None else self.keys.shape[2]
 
-    def __bool__(self):
-        return True
-
     def without_prefix(self, tokens):
         return tokens
 

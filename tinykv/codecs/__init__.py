@@ -30,18 +30,11 @@ from tinykv.codecs.clipped import skvq
 from tinykv.codecs.nonuniform import kvquant
 
 
-def integers(k_axis, static, config, k_bits, v_bits, group_size=None, formula="offset"):
-    """The codecs of a layer: K with a grid per token, in groups of channels, or per channel, in groups of tokens; V
-    per token."""
-    return Pair(k=integer_codec(config, k_bits, k_axis, static, group_size, formula),
-                v=integer_codec(config, v_bits, "token", static, group_size, formula))
-
-
-def integer_codec(config, bits, axis, static, group_size, formula):
+def integers(k_axis, static, config, kind, bits, group_size=None, formula="offset"):
+    """K has a grid per token, in groups of channels, or per channel, in groups of tokens; V per token."""
     one_of(FORMULAS, formula=formula)
     at_least(1, group_size=group_size)
-    if bits == 16:
-        return Exact()
+    axis = k_axis if kind == "k" else "token"
     width = config.head_dim
     if axis == "channel":
         group_size = group_size or BLOCK
@@ -52,7 +45,7 @@ def integer_codec(config, bits, axis, static, group_size, formula):
     return Affine(bits, width, axis, group_size, formula, static)
 
 
-#   name:              (what makes a layer's codecs, where keys are quantized unless told otherwise)
+#   name:              (what makes a layer's codec of K or of V, where keys are quantized unless told otherwise)
 #                       of integers: the axis of K, and whether ranges are static
 SCHEMES = {
     "token-dynamic": (partial(integers, "token", False), "post"),
@@ -65,21 +58,21 @@ SCHEMES = {
 
 
 def make_codecs(config, scheme, k_bits, v_bits, **settings):
-    """[Pair] of all layers. settings: the scheme's own; UserError for one that it does not have."""
-    known = settings_of_scheme(scheme)
-    for setting in settings:
-        if setting not in known:
-            raise UserError(f"{setting.replace('_', ' ')} is not a setting of the scheme {scheme}, "
-                            f"which has {', '.join(known)}")
-    make_pair, _ = SCHEMES[scheme]
-    return [make_pair(config, k_bits, v_bits, **settings) for _ in range(config.num_hidden_layers)]
+    """[Pair] of all layers. settings: the scheme's own."""
+    one_of(SCHEMES, scheme=scheme)
+    make_codec, _ = SCHEMES[scheme]
+
+    def codec(kind, bits):
+        made = make_codec(config, kind, 8 if bits == 16 else bits, **settings)  # which refuses what cannot be
+        return Exact() if bits == 16 else made
+    return [Pair(k=codec("k", k_bits), v=codec("v", v_bits)) for _ in range(config.num_hidden_layers)]
 
 
 def settings_of_scheme(name):
     """The names of a scheme's settings. UserError for a scheme that is not there."""
     one_of(SCHEMES, scheme=name)
-    make_pair, _ = SCHEMES[name]
-    return list(inspect.signature(make_pair).parameters)[3:]  # after config, k_bits and v_bits
+    make_codec, _ = SCHEMES[name]
+    return list(inspect.signature(make_codec).parameters)[3:]  # after config, kind and bits
 
 
 def settings_of_codecs():

@@ -180,27 +180,14 @@ class Codec:
     def encode(self, x, ignore=None):
         """x (B, Hkv, T, d) -> Codes. ignore (B, Hkv, T): True at kept tokens, which must not
         matter for the others."""
-        raise NotImplementedError
 
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d)."""
-        raise NotImplementedError
 
     def calibrated(self):
         """The tables that are there, {name: tensor}."""
         found = {name: getattr(self, name) for name in self.tables}
         return {name: table for name, table in found.items() if table is not None}
-
-    def restore(self, tables):
-        """Take over what `calibrated` gave, in place of calibrating; only declared tables."""
-        for name in self.tables:
-            if name in tables:
-                setattr(self, name, tables[name])
-
-    @property
-    def offline_bytes(self):
-        """Bytes of the tables: found once, shared by all texts."""
-        return sum(table.nbytes for table in self.calibrated().values())
 
     def __repr__(self):
         return f"{type(self).__name__}({self.bits:g} bits)"

@@ -35,7 +35,7 @@ import itertools
 import torch
 
 from tinykv import UserError, at_least, one_of
-from tinykv.codecs.base import Codec, Codes, Exact, Pair, channel_ranges, known_bits, pack, to_heads, to_rows, unpack
+from tinykv.codecs.base import Codec, Codes, channel_ranges, known_bits, pack, to_heads, to_rows, unpack
 from tinykv.kmeans import kmeans, nearest
 
 #           type, smallest scale, largest number
@@ -178,8 +178,6 @@ class ClippedGroups(Codec):
     def begin(self, step, W, T):
         self.lo, self.hi = [], []  # of each window: (Hkv, d)
         self.loss = 0  # (choices, n): the sum of w (X - X')^2 of each group
-        if step == 0:
-            self.order = None  # an earlier calibration's
 
     def collect(self, step, rows, kept, gradient):
         if self.goals[step] == "groups":
@@ -228,9 +226,9 @@ class ClippedGroups(Codec):
         return torch.stack(sums)
 
 
-def skvq(config, k_bits, v_bits, group_size=None, reorder="on", clip="both", alpha=None, metadata="fp8",
+def skvq(config, kind, bits, group_size=None, reorder="on", clip="both", alpha=None, metadata="fp8",
          metadata_order="rounded-first", sensitivity="token"):
-    """The codecs of a layer. Settings as of `ClippedGroups`."""
+    """The codec of a layer's keys, or values: both kinds alike. Settings as of `ClippedGroups`."""
     at_least(1, group_size=group_size)
     one_of(("on", "off"), reorder=reorder)
     one_of(CLIPS, clip=clip)
@@ -243,6 +241,5 @@ def skvq(config, k_bits, v_bits, group_size=None, reorder="on", clip="both", alp
     group_size = group_size or min(64, width)
     if heads * width % group_size:
         raise UserError(f"group size {group_size} does not divide the {heads * width} channels of a token")
-    settings = heads, width, group_size, metadata, reorder == "on", CLIPS[clip], alpha, metadata_order, sensitivity
-    return Pair(k=Exact() if k_bits == 16 else ClippedGroups(k_bits, *settings),
-                v=Exact() if v_bits == 16 else ClippedGroups(v_bits, *settings))
+    return ClippedGroups(bits, heads, width, group_size, metadata, reorder == "on", CLIPS[clip], alpha, metadata_order,
+                         sensitivity)

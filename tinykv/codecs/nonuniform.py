@@ -10,7 +10,7 @@ a dynamic range. A number outside its range is an outlier: it is stored apart, i
 Calibration takes two passes:
 
 1. The range of each channel of K: the percentiles (p, 1 - p), p = outliers / 2; without outliers
-   the smallest and the largest number. Only the two tails of what was seen are held in memory.
+   the smallest and the largest number. The keys of all windows are held in main memory for it.
 2. The levels of K and of V, by weighted k-means over the normalized numbers that are not outliers,
        minimize  sum_e  w_e (x'_e - level(x'_e))^2,   w = F * half^2   (Appendix E),
    where F = (dL/dx)^2 is the number's Fisher information. The factor half^2 turns the error of x'
@@ -31,10 +31,11 @@ Paper and practice.
 """
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.codecs.base import Codec, Codes, Exact, Pair, known_bits, pack, to_heads, to_rows, unpack
+from tinykv.codecs.base import Codec, Codes, known_bits, pack, to_heads, to_rows, unpack
 from tinykv.kmeans import kmeans, nearest
 
 BINS = 1024
@@ -160,15 +161,15 @@ class NonUniform(Codec):
         return step == 1 and self.sensitivity != "none"
 
     def begin(self, step, W, T):
-        if step == 0:
-            self.tails = Tails(int(self.outliers / 2 * (W * T)) + 2)
-        else:
-            self.histogram = Histogram()
+        self.rows, self.kept = [], []  # of each window: (Hkv, T, d) and (Hkv, T)
+        self.histogram = Histogram()
 
     def collect(self, step, rows, kept, gradient):
         if step == 0:
             if self.axis == "channel":
-                self.tails.add(rows, kept)
+                self.rows.append(rows.cpu())
+                self.kept.append(kept.cpu())
+                self.device = rows.device
             return
 
         # 1. normalize, as encode does
@@ -185,14 +186,18 @@ class NonUniform(Codec):
         self.histogram.add(normal[use], weight[use])
 
     def fit(self, step):
-        if step == 0:
-            if self.axis == "channel":
-                lo, hi = self.tails.percentiles(self.outliers / 2)  # (C) both
-                self.set_range(lo, hi)
-            self.tails = None
-        else:
+        if step == 1:
             self.levels = self.histogram.levels(2 ** self.bits, self.q_norm)
-            self.histogram = None
+        elif self.axis == "channel":
+            lo, hi = self.percentiles()  # (C) both
+            self.set_range(lo.to(self.device), hi.to(self.device))
+
+    def percentiles(self):
+        """The percentiles (p, 1 - p) of each channel, (C) both, over all windows without kept tokens."""
+        rows, kept = torch.cat(self.rows, dim=1), torch.cat(self.kept, dim=1)  # (Hkv, N, d), (Hkv, N)
+        p = self.outliers / 2
+        of_heads = [np.quantile(x[~of].float().numpy(), [p, 1 - p], axis=0) for x, of in zip(rows, kept)]  # (2, d) each
+        return torch.from_numpy(np.concatenate(of_heads, axis=1)).float()  # (2, C)
 
     def set_range(self, lo, hi):
         """Fix the static range. lo, hi (C): each channel's smallest and largest non-outlier."""
@@ -236,44 +241,6 @@ def sparse(numbers, outlier):
     return {"row_end": row_end.contiguous(), "values": values[None, None], "columns": columns[None, None]}
 
 
-class Tails:
-    """The `size` smallest and the `size` largest numbers that were added, of each channel. The
-    largest are the smallest with the other sign."""
-
-    def __init__(self, size):
-        self.size = size
-        self.smallest = None  # of x and of -x: (2, Hkv, size, d), ascending
-        self.count = 0  # (Hkv, 1): numbers added
-
-    def add(self, rows, kept):
-        """rows (Hkv, T, d); kept (Hkv, T): True at tokens that are left out."""
-        both = torch.stack([rows.float(), -rows.float()])  # (2, Hkv, T, d)
-        # kept tokens go to the far end, where no tail reaches
-        both = both.masked_fill(kept[..., None], float("inf"))
-        # join the tails so far, and cut them to size again
-        if self.smallest is not None:
-            both = torch.cat([self.smallest, both], dim=2)
-        size = min(self.size, both.shape[2])
-        self.smallest = both.topk(size, dim=2, largest=False).values  # (2, Hkv, size, d)
-        self.count = self.count + (~kept).sum(1, keepdim=True)  # (Hkv, 1)
-
-    def percentiles(self, p):
-        """The p and 1 - p quantiles of each channel, (C) both, interpolated between neighbours."""
-        # where they are: how many numbers from the end of either tail
-        last = self.smallest.shape[2] - 1
-        place = (p * (self.count - 1)).clamp(max=last)  # (Hkv, 1)
-        below = place.long()
-        above = (below + 1).clamp(max=last)
-        share = (place - below).float()
-        # interpolate in each tail
-        index = torch.stack([below, above], dim=1)  # (Hkv, 2, 1)
-        index = index.expand(2, -1, -1, self.smallest.shape[3])  # (2, Hkv, 2, d)
-        a, b = self.smallest.gather(2, index).unbind(2)  # (2, Hkv, d) both
-        # b may be infinite where share is 0
-        ends = torch.where(share > 0, a + share * (b - a), a)  # (2, Hkv, d)
-        return ends[0].flatten(), -ends[1].flatten()
-
-
 class Histogram:
     """Numbers in [-1, 1], in bins. Five sums of each bin: of 1, x, x^2, w and w x."""
 
@@ -298,8 +265,7 @@ class Histogram:
             weight, weighted_x = count, x
 
         # weighted k-means, in which a bin stands for its weighted mean
-        weighted_mean = weighted_x / weight.clamp(min=1e-300)  # (bins)
-        points = torch.where(weight > 0, weighted_mean, mean)  # (bins)
+        points = weighted_x / weight.clamp(min=1e-300)  # (bins)
         weight = weight / weight.max()
         centres = kmeans(points[None, :, None], n, weight[None], iterations=100, tries=40)
         levels = centres[0, :, 0].double()  # (n)
@@ -322,13 +288,12 @@ class Histogram:
         return levels.sort().values.half()
 
 
-def kvquant(config, k_bits, v_bits, outliers=1.0, sensitivity="fisher-range", q_norm=None):
-    """The codecs of a layer. outliers: a percentage of all numbers. Other settings as of `NonUniform`."""
+def kvquant(config, kind, bits, outliers=1.0, sensitivity="fisher-range", q_norm=None):
+    """The codec of a layer's keys (kind "k"), or values. outliers: a percentage of all numbers. Other settings as of
+    `NonUniform`."""
     if not 0 <= outliers < 50:
         raise UserError(f"outliers are a percentage from 0 to below 50; got {outliers}")
     one_of(SENSITIVITIES, sensitivity=sensitivity)
     one_of(("on", "off"), q_norm=q_norm)
-    sizes = config.num_key_value_heads, config.head_dim
-    settings = outliers / 100, sensitivity, q_norm
-    return Pair(k=Exact() if k_bits == 16 else NonUniform(k_bits, *sizes, "channel", *settings),
-                v=Exact() if v_bits == 16 else NonUniform(v_bits, *sizes, "token", *settings))
+    axis = "channel" if kind == "k" else "token"
+    return NonUniform(bits, config.num_key_value_heads, config.head_dim, axis, outliers / 100, sensitivity, q_norm)

@@ -34,7 +34,7 @@ Paper and practice. No code is public. What the paper leaves open is settled her
 - The paper's Algorithm 1 forgets the factor |Q_i|; it is used here.
 - Of the errors that Eq. 5 leaves out, those of a row are known when its block is quantized:
   `anchors_by="error"` multiplies the score by |dK_j|_1, or |dV_j|_1. The controls "first" and
-  "random" keep the first tokens, or any, and `anchors_of` keeps keys or values alone.
+  "random" keep the first tokens, or any.
 - Keys are quantized before RoPE, where their channels keep their ranges (Appendix B);
   `rope="post"` quantizes them after it.
 - The paper's bits count neither anchors nor codebooks. `true` counts anchors, their positions and
@@ -71,25 +71,26 @@ class AnTKV(Method):
     compare = {"cq": {"sensitivity": "token", "recent": 32}}
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
-                 anchors="1%", anchors_by="attention", anchors_of="both", recent=32, block=BLOCK,
-                 choose="prompt", rope="pre"):
+                 anchors="1%", anchors_by="attention", recent=32, block=BLOCK, choose="prompt", rope="pre"):
         """anchors: a count, such as 64, or a share of the text, such as "1%"."""
         one_of(ANCHORS_BY, anchors_by=anchors_by)
-        one_of(("both", "keys", "values"), anchors_of=anchors_of)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k
         self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
         self.calibration_windows = windows_of(self.codecs)
         self.recent, self.block, self.choose, self.rope = recent, block, choose, rope
-        self.anchors_by, self.anchors_of = anchors_by, anchors_of
+        self.anchors_by = anchors_by
         self.count, self.share = count_or_share(anchors)
         self.keeps_share = self.share is not None
         self.preserve = anchors if self.keeps_share else self.count
         self.uses_scores = bool(self.count or self.share)
         self.window = config.sliding_window
-        # for random anchors: a number for each position, per KV head
+        self.scores_attention = anchors_by in ("attention", "error")  # by Eq. 5; else it is a control
+        # of a control: a score for each position, per KV head
         shape = config.num_key_value_heads, config.max_position_embeddings
-        self.random = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+        self.control = torch.rand(shape, generator=torch.Generator().manual_seed(0))  # (Hkv, positions)
+        if anchors_by == "first":
+            self.control = -torch.arange(shape[1]).expand(shape).float()  # (Hkv, positions)
 
     def score(self, layer_cache, q, K):
         """What the new queries add to each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
@@ -98,21 +99,13 @@ class AnTKV(Method):
         # a control: a token has its score from the start, and no query adds to it
         S, T = K.shape[2], q.shape[2]
         scores = torch.zeros(K.shape[:3], device=K.device)  # (B, Hkv, S)
-        new = torch.arange(S - T, S, device=K.device)  # (T): positions
-        if self.anchors_by == "first":
-            scores[:, :, new] = -new.float()
-        else:
-            scores[:, :, new] = self.random.to(K.device)[:, new]
+        scores[:, :, S - T:] = self.control[:, S - T:S].to(K.device)
         return scores, scores
 
     def keep_keys(self, layer_cache, n):
-        if self.anchors_of == "values":
-            return None
         return self.largest(layer_cache.keys, n, layer_cache.length)  # (B, Hkv, count)
 
     def keep_values(self, layer_cache, n):
-        if self.anchors_of == "keys":
-            return None
         return self.largest(layer_cache.values, n, layer_cache.length)  # (B, Hkv, count)
 
     def largest(self, rows, n, length):
@@ -122,11 +115,6 @@ class AnTKV(Method):
         if self.anchors_by != "error" or rows.recent_scores is None:  # None: calibration
             return best_tokens(rows, n, count)
         return best_tokens(rows, n, count, score=partial(code_error, rows.codec))
-
-    @property
-    def scores_attention(self):
-        """Whether the scores are those of Eq. 5, and not those of a control."""
-        return self.anchors_by in ("attention", "error")
 
     def describe(self):
         return describe_codebooks(self.codecs)

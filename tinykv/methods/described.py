@@ -17,29 +17,29 @@ class Described:
     @property
     def needs_calibration(self):
         """Whether `calibrate.calibrate` has to run before the next text."""
-        passes = self.passes > 0 or any(codec.passes for pair in self.codecs for codec in pair)
+        passes = self.passes > 0 or any(codec.passes for _, _, codec in self.each_codec())
         return passes and not self.calibrated()
+
+    def each_codec(self):
+        """[(layer, "k" or "v", codec)]."""
+        return [(layer, kind, codec) for layer, pair in enumerate(self.codecs) for kind, codec in zip("kv", pair)]
 
     def calibrated(self):
         """What calibration found, to be saved: {"3.k.scale": tensor, ...}."""
-        found = {}
-        for layer, pair in enumerate(self.codecs):
-            for kind, codec in zip("kv", pair):
-                for name, table in codec.calibrated().items():
-                    found[f"{layer}.{kind}.{name}"] = table
-        return found
+        return {f"{layer}.{kind}.{name}": table for layer, kind, codec in self.each_codec()
+                for name, table in codec.calibrated().items()}
 
     def restore(self, tables):
-        """Take over what `calibrated` gave, instead of calibrating."""
-        for layer, pair in enumerate(self.codecs):
-            for kind, codec in zip("kv", pair):
-                prefix = f"{layer}.{kind}."
-                codec.restore({name: tables[prefix + name] for name in codec.tables if prefix + name in tables})
+        """Take over what `calibrated` gave, instead of calibrating; only what a codec declares."""
+        for layer, kind, codec in self.each_codec():
+            for name in codec.tables:
+                if f"{layer}.{kind}.{name}" in tables:
+                    setattr(codec, name, tables[f"{layer}.{kind}.{name}"])
 
     @property
     def offline_bytes(self):
-        """Bytes of what was calibrated: found once, shared by all texts."""
-        return sum(codec.offline_bytes for pair in self.codecs for codec in pair)
+        """Bytes of the codecs' tables: found once, shared by all texts."""
+        return sum(table.nbytes for _, _, codec in self.each_codec() for table in codec.calibrated().values())
 
     def describe(self):
         """One line for the user: what was chosen or found."""

@@ -44,15 +44,13 @@ class IntactKV(CodecMethod):
         self.prefix = prefix or Prefix("bos", [config.bos_token_id])
         self.preserve = len(self.prefix.ids)
 
+    # The prefix, (B, 1, preserve), unless every key, or value, is in full precision anyway
+
     def keep_keys(self, layer_cache, n):
-        if self.k_bits == 16:
-            return None  # every key is in full precision anyway
-        return first_tokens(layer_cache, self.preserve)  # (B, 1, preserve): the prefix
+        return first_tokens(layer_cache, self.preserve if self.k_bits < 16 else 0)
 
     def keep_values(self, layer_cache, n):
-        if self.v_bits == 16:
-            return None
-        return first_tokens(layer_cache, self.preserve)  # (B, 1, preserve)
+        return first_tokens(layer_cache, self.preserve if self.v_bits < 16 else 0)
 
 
 # The prefix
@@ -95,12 +93,14 @@ def exact_rows(full, quantized, ids):
     # 2. Take its keys and values
     keys = torch.cat(trace.k).float()  # (L, Hkv, n, d)
     values = torch.cat(trace.v).float()  # (L, Hkv, n, d)
-    check_numbers("keys of the prefix", keys)
-    check_numbers("values of the prefix", values)
+    check_numbers("keys or values of the prefix", torch.stack([keys, values]))
 
     # 3. Bring the values to the scale of the quantized model's
-    gains = torch.stack([value_gain(block.self_attn) for block in quantized.model["layers"]])  # (L, Hkv, 1, d)
-    return keys, values * gains
+    for layer, block in enumerate(quantized.model["layers"]):
+        gain = getattr(block.self_attn.v_proj, "gain", None)  # (Hkv * d), see `QuantLinear.gain`
+        if gain is not None:
+            values[layer] = values[layer] * gain.view(values.shape[1], 1, -1)  # (Hkv, n, d)
+    return keys, values
 
 
 class SixteenBits(Trace):
@@ -108,18 +108,8 @@ class SixteenBits(Trace):
 
     def update(self, layer, q, k, v, positions):
         dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
-        k, v = k.to(dtype), v.to(dtype)
-        self.k.append(k)
-        self.v.append(v)
-        return self.rope.rotate(k, positions).to(q.dtype), v.to(q.dtype)
-
-
-def value_gain(attn):
-    """What the weight quantizer multiplied a block's values by, (Hkv, 1, d): `QuantLinear.gain`."""
-    gain = getattr(attn.v_proj, "gain", None)  # (Hkv * d)
-    if gain is None:
-        gain = torch.ones(attn.n_kv_heads * attn.head_dim, device=attn.v_proj.weight.device)
-    return gain.view(attn.n_kv_heads, 1, attn.head_dim)
+        k, v = super().update(layer, q, k.to(dtype), v.to(dtype), positions)
+        return k.to(q.dtype), v.to(q.dtype)
 
 
 # The loss that trains it

@@ -23,8 +23,7 @@ extra pool:
 
 Paper and practice. The paper names a repository that could not be reached. What the paper leaves
 open is settled so:
-- Each KV head has its own pools (`scope="head"`); `scope="layer"` adds the scores of all heads.
-  Scores are after RoPE.
+- Each KV head has its own pools. Scores are after RoPE.
 - The paper replaces a kept token by the mean of all tokens before quantizing. Any number within the
   range of the others gives them the same codes, so here kept tokens are left out of the range.
 - A text that comes at once (a prompt, or a window under `paper`) gets its pool in one election, so
@@ -46,66 +45,62 @@ class OTT(CodecMethod):
     compare = {"kivi": {"group_size": 128, "recent": 32}}
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=128, recent=32, outlier_num=3,
-                 extra_pool=32, skip_layers=2, scope="head", select="smallest"):
+                 extra_pool=32, skip_layers=2, select="smallest"):
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
         at_least(0, extra_pool=extra_pool, skip_layers=skip_layers)
-        one_of(("head", "layer"), scope=scope)
         one_of(("smallest", "largest"), select=select)
         self.recent, self.preserve = recent, outlier_num
-        self.extra_pool, self.skip_layers = extra_pool, skip_layers
-        self.scope, self.select = scope, select
+        self.extra_pool, self.skip_layers, self.select = extra_pool, skip_layers, select
 
     def keep_keys(self, layer_cache, n):
-        """Positions (B, h, slots) as drawn above. h is Hkv, or 1 where the pool belongs to the layer."""
+        """Positions (B, Hkv, slots) as drawn above."""
         if self.preserve == 0 or layer_cache.layer < self.skip_layers:
             return None
         keys, p = layer_cache.keys, self.preserve
 
         # 1. Candidates: the p smallest keys among those that are about to be quantized.
-        score = self.size(keys.recent[:, :, :n])  # (B, h, n)
+        score = self.size(keys.recent[:, :, :n])  # (B, Hkv, n)
         smallest = score.sort(dim=-1, stable=True)  # ties: the earlier token
-        candidate_scores = smallest.values[..., :p]  # (B, h, up to p)
-        candidates = keys.n_coded + smallest.indices[..., :p]  # (B, h, up to p): positions
+        candidate_scores = smallest.values[..., :p]  # (B, Hkv, up to p)
+        candidates = keys.n_coded + smallest.indices[..., :p]  # (B, Hkv, up to p): positions
         if keys.kept_positions is None:
             return candidates  # the first pool
 
         # 2. The pool as it is, and its scores.
-        pool = keys.kept_positions[..., :p]  # (B, h, up to p)
+        pool = keys.kept_positions[..., :p]  # (B, Hkv, up to p)
         n_pool = pool.shape[-1]  # p, or less if the first election had fewer candidates
-        pool_scores = self.size(keys.kept_rows[:, :, :n_pool])  # (B, h, n_pool)
-        extra = keys.kept_positions[..., p:]  # (B, h, e)
+        pool_scores = self.size(keys.kept_rows[:, :, :n_pool])  # (B, Hkv, n_pool)
+        extra = keys.kept_positions[..., p:]  # (B, Hkv, e)
         extra = extra.masked_fill(extra == pool[..., :1], -1)  # -1: an empty slot
 
         # 3. Admit no more candidates than there are free places, in the pool and in the extra pool.
-        extra_used = (extra >= 0).sum(-1, keepdim=True)  # (B, h, 1)
-        free = self.extra_pool - extra_used + p - n_pool  # (B, h, 1)
+        extra_used = (extra >= 0).sum(-1, keepdim=True)  # (B, Hkv, 1)
+        free = self.extra_pool - extra_used + p - n_pool  # (B, Hkv, 1)
         # a candidate without a place gets inf: it loses to every other
         rank = torch.arange(candidates.shape[-1], device=candidates.device)  # (up to p)
         candidate_scores = candidate_scores.masked_fill(rank >= free, float("inf"))
 
         # 4. Elect the p smallest of both. The pool comes first: its tokens are earlier, and win
         #    ties.
-        both = torch.cat([pool, candidates], dim=-1)  # (B, h, up to 2p)
-        scores = torch.cat([pool_scores, candidate_scores], dim=-1)  # (B, h, up to 2p)
-        order = scores.sort(dim=-1, stable=True).indices  # (B, h, up to 2p)
-        winners = both.gather(-1, order[..., :p])  # (B, h, up to p)
+        both = torch.cat([pool, candidates], dim=-1)  # (B, Hkv, up to 2p)
+        scores = torch.cat([pool_scores, candidate_scores], dim=-1)  # (B, Hkv, up to 2p)
+        order = scores.sort(dim=-1, stable=True).indices  # (B, Hkv, up to 2p)
+        winners = both.gather(-1, order[..., :p])  # (B, Hkv, up to p)
 
         # 5. The pool's losers go to the extra pool. A candidate that lost is quantized: -1.
-        losers = order[..., p:]  # (B, h, up to p): places in `both`
-        evicted = both.gather(-1, losers).where(losers < n_pool, -1)  # (B, h, up to p)
-        extra = torch.cat([extra, evicted], dim=-1)  # (B, h, e + up to p)
+        losers = order[..., p:]  # (B, Hkv, up to p): places in `both`
+        evicted = both.gather(-1, losers).where(losers < n_pool, -1)  # (B, Hkv, up to p)
+        extra = torch.cat([extra, evicted], dim=-1)  # (B, Hkv, e + up to p)
 
         # 6. Empty slots last, and no more slots than the fullest head needs.
-        empty = extra < 0  # (B, h, e + up to p)
+        empty = extra < 0  # (B, Hkv, e + up to p)
         extra = extra.gather(-1, empty.sort(dim=-1, stable=True).indices)
-        extra = extra[..., :(~empty).sum(-1).max()]  # (B, h, used)
+        extra = extra[..., :(~empty).sum(-1).max()]  # (B, Hkv, used)
         extra = extra.where(extra >= 0, winners[..., :1])
-        return torch.cat([winners, extra], dim=-1)  # (B, h, p + used)
+        return torch.cat([winners, extra], dim=-1)  # (B, Hkv, p + used)
 
     def size(self, keys):
-        """score(i) of keys (B, Hkv, n, d): the sum of their magnitudes, (B, h, n). To select the
+        """score(i) of keys (B, Hkv, n, d): the sum of their magnitudes, (B, Hkv, n). To select the
         largest it is negated."""
         score = keys.float().abs().sum(-1)  # (B, Hkv, n)
-        if self.scope == "layer":
-            score = score.sum(1, keepdim=True)  # (B, 1, n)
         return score if self.select == "smallest" else -score

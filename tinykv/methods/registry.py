@@ -1,4 +1,4 @@
-"""The methods by name. To add one: its file, and a line here."""
+"""The methods by name. To add one: its file, and its class here."""
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.cq import CQ
 from tinykv.methods.fp16 import FP16
@@ -11,16 +11,5 @@ from tinykv.methods.pfn import PFN
 from tinykv.methods.rtn import RTN
 from tinykv.methods.skvq import SKVQ
 
-METHODS = {
-    "fp16": FP16,
-    "rtn": RTN,
-    "pfn": PFN,
-    "kvsink": KVSink,
-    "kivi": KIVI,
-    "ott": OTT,
-    "skvq": SKVQ,
-    "intactkv": IntactKV,
-    "kvquant": KVQuant,
-    "cq": CQ,
-    "antkv": AnTKV,
-}
+METHODS = {cls.__name__.lower(): cls for cls in (
+    FP16, RTN, PFN, KVSink, KIVI, OTT, SKVQ, IntactKV, KVQuant, CQ, AnTKV)}

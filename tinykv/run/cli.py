@@ -15,7 +15,7 @@ from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.run.prefix import FULL_PRECISION
 from tinykv.storage import first_line, identity, sources
-from tinykv.weights import QUANTIZERS, quantize, restore, tensors_of
+from tinykv.weights import QUANTIZERS, quantize, restore
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -231,7 +231,8 @@ def quantized_model(model, name, quantizer, windows, file):
     made_of = identity(windows, *sources(quantizer)) if quantizer.needs_text else None
     tensors = file.get(f"weights {name}", made_of) if made_of else None
     if tensors is None:
-        tensors = tensors_of(quantize(model, quantizer, windows, partial(bar, what=name, unit="block")))
+        coded = quantize(model, quantizer, windows, partial(bar, what=name, unit="block"))
+        tensors = coded.model["layers"].state_dict()
         if made_of:
             file.put(f"weights {name}", made_of, tensors)
     return restore(model, quantizer, tensors)

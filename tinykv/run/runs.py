@@ -106,7 +106,6 @@ SETTINGS = {
     "outlier_num": (int, "N", "ott: tokens in the pool"),
     "extra_pool": (int, "N", "ott: places for tokens that the pool gives up"),
     "skip_layers": (int, "N", "ott: first layers without a pool"),
-    "scope": (str, "head|layer", "ott: a pool per head or per layer"),
     "select": (str, "NAME", "ott: keep the smallest or the largest keys"),
     "reorder": (str, "on|off", "skvq: regroup the channels"),
     "clip": (str, "NAME", "skvq: both, endpoint, centre or none"),
@@ -120,7 +119,6 @@ SETTINGS = {
     "sharing": (str, "head|layer", "cq, antkv: codebooks for each head and place, or for a layer's K and V"),
     "anchors": (str, "N|P%", "antkv: tokens kept, a count or a share"),
     "anchors_by": (str, "NAME", "antkv: attention (Eq. 5), error (times the row's), or the controls first and random"),
-    "anchors_of": (str, "both|keys|values", "antkv: what is kept of an anchor"),
     "prefix": (str, "bos|FILE", "intactkv: what texts begin with: BOS, a text, a trained prefix"),
     "q_norm": (str, "on|off", "kvquant: correct the mean and the deviation of the levels"),
 }

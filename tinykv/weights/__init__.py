@@ -4,7 +4,6 @@ import copy
 import torch
 from torch import nn
 
-from tinykv import UserError
 from tinykv.storage import check_finite
 from tinykv.weights.awq import AWQ
 from tinykv.weights.base import BlockRunner
@@ -39,10 +38,12 @@ def quantize(model, quantizer, windows=None, progress=None):
     new_blocks = nn.ModuleList()
     for block in layers if progress is None else progress(layers):
         new = copy.deepcopy(block)
+        if quantizer.needs_text:
+            output = run(block, full)  # (W, T, D)
+            check_finite(f"block {len(new_blocks)}", {"full precision": output, "quantized": quantized})
         quantizer.quantize(new, run, full, quantized)
         if quantizer.needs_text:
-            full, quantized = run(block, full), run(new, quantized)  # (W, T, D) both
-            check_finite(f"block {len(new_blocks)}", {"full precision": full, "quantized": quantized})
+            full, quantized = output, run(new, quantized)  # (W, T, D) both
         new_blocks.append(new)
     return assemble(model, new_blocks)
 
@@ -55,13 +56,8 @@ def assemble(model, blocks):
     return copy.deepcopy(model, copied)
 
 
-def tensors_of(model):
-    """The tensors of a quantized model's blocks, {name: tensor}: what a file has to keep of it."""
-    return model.model["layers"].state_dict()
-
-
 def restore(model, quantizer, tensors):
-    """What `quantize(model, quantizer, ...)` gave, from its `tensors_of`."""
+    """What `quantize(model, quantizer, ...)` gave, from the tensors of its blocks, {name: tensor}."""
     # 1. blocks of the right shapes; of a layer's tensors, only the gain may be there or not
     new = quantize(model, RTN(quantizer.bits, quantizer.group_size))
     blocks = new.model["layers"]
@@ -70,11 +66,7 @@ def restore(model, quantizer, tensors):
             module.gain = tensors.get(f"{name}.gain")
 
     # 2. fill them in
-    try:
-        blocks.load_state_dict(tensors, assign=True)
-    except RuntimeError:  # torch names every tensor, over many lines
-        raise UserError("the quantized weights in the calibration file do not fit this model; "
-                        "remove the file to calibrate again") from None
+    blocks.load_state_dict(tensors, assign=True)
     return new
 
 

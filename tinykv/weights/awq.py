@@ -16,9 +16,8 @@ Paper and practice, as in the released code.
 """
 import torch
 
-from tinykv import UserError
 from tinykv.weights.base import Quantizer, transform
-from tinykv.weights.linear import codes_of, grid, group_of, rounded
+from tinykv.weights.linear import groups_of, rounded
 
 RATIOS = [r / 20 for r in range(20)]
 SHRINKS = [1 - i / 20 for i in range(10)]
@@ -77,7 +76,6 @@ class AWQ(Quantizer):
         output: a function that runs the part of the block whose output is compared.
         """
         mean_size = x.float().abs().flatten(0, 1).mean(0)  # (in)
-        group_size = group_of(len(mean_size), self.group_size)
         weights = [linear.weight.data for linear in linears]
         wanted = output()  # in full precision
 
@@ -89,7 +87,8 @@ class AWQ(Quantizer):
 
             # the output with weights that are scaled, rounded and scaled back
             for linear, weight in zip(linears, weights):
-                trial = rounded(weight.float() * s, self.bits, group_size) / s  # (out, in)
+                groups = groups_of(weight.float() * s, self.group_size)  # (out, in/G, G)
+                trial = rounded(groups, self.bits).flatten(1) / s  # (out, in)
                 linear.weight.data = trial.to(weight.dtype)
             error = (output() - wanted).float().pow(2).mean().item()
             if error < least:
@@ -97,19 +96,14 @@ class AWQ(Quantizer):
 
         for linear, weight in zip(linears, weights):
             linear.weight.data = weight
-        if best is None:
-            raise UserError("awq finds no scale: the outputs of a layer are not finite; use another --dtype")
         return best
 
     def clips(self, x, weight):
         """The largest |w| to keep of each group, (out, in/G, 1). x (N, in), weight (out, in)."""
-        group_size = group_of(weight.shape[1], self.group_size)
-
         # 512 tokens at even distances; inputs and weights by group
-        x = x[::max(1, len(x) // TOKENS)][:TOKENS].float()  # (n, in)
-        x = x.unflatten(1, (-1, group_size)).transpose(0, 1)  # (in/G, n, G)
-        groups = weight.float().unflatten(1, (-1, group_size))  # (out, in/G, G)
-        groups = groups.transpose(0, 1)  # (in/G, out, G)
+        x = x[::max(1, len(x) // TOKENS)][:TOKENS]  # (n, in)
+        x = groups_of(x, self.group_size).transpose(0, 1)  # (in/G, n, G)
+        groups = groups_of(weight, self.group_size).transpose(0, 1)  # (in/G, out, G)
 
         top = groups.abs().amax(-1, keepdim=True)  # (in/G, out, 1)
         best, least = top, torch.full_like(top, float("inf"))
@@ -117,10 +111,7 @@ class AWQ(Quantizer):
             # the weights, clipped and rounded
             most = top * shrink  # (in/G, out, 1)
             clipped = groups.clamp(-most, most)  # (in/G, out, G)
-            lo = clipped.amin(-1, keepdim=True)  # (in/G, out, 1)
-            hi = clipped.amax(-1, keepdim=True)  # (in/G, out, 1)
-            scale, zero = grid(lo, hi, self.bits)  # (in/G, out, 1) both
-            decoded = (codes_of(clipped, scale, zero, self.bits) - zero) * scale  # (in/G, out, G)
+            decoded = rounded(clipped, self.bits)  # (in/G, out, G)
 
             # how much that changes what the group contributes to the output
             moved = decoded - groups  # (in/G, out, G)

@@ -16,7 +16,6 @@ Paper and practice.
 """
 import torch
 
-from tinykv import UserError
 from tinykv.weights.base import Quantizer
 from tinykv.weights.linear import codes_of, grid, group_of
 
@@ -68,13 +67,9 @@ def hessian(x):
 
 def inverse_factor(H):
     """U, upper triangular, with U^T U = H^-1."""
-    try:
-        L = torch.linalg.cholesky(H)
-        inverse = torch.cholesky_inverse(L)
-        return torch.linalg.cholesky(inverse, upper=True)
-    except torch.linalg.LinAlgError:
-        raise UserError("the Hessian of a layer's inputs is singular, or not finite; "
-                        "calibrate on more text") from None
+    L = torch.linalg.cholesky(H)
+    inverse = torch.cholesky_inverse(L)
+    return torch.linalg.cholesky(inverse, upper=True)
 
 
 def compensated(weight, U, bits, group_size):

@@ -25,6 +25,11 @@ def group_of(in_features, group_size=None):
     return group_size
 
 
+def groups_of(weight, group_size=None):
+    """weight (out, in) -> (out, in/G, G) fp32; group_size as above."""
+    return weight.float().unflatten(1, (-1, group_of(weight.shape[1], group_size)))
+
+
 def grid(lo, hi, bits, round=torch.round):
     """The range lo, hi of each group -> its scale, and its zero point, an integer. Both fp32.
 
@@ -54,15 +59,13 @@ def clamp(codes, max_code):
     return torch.where(codes > max_code, max_code, codes)
 
 
-def rounded(weight, bits, group_size):
-    """weight (out, in) -> the same, rounded to nearest and decoded again, (out, in) fp32."""
-    groups = weight.float().unflatten(1, (-1, group_size))  # (out, in/G, G)
-    lo = groups.amin(-1, keepdim=True)  # (out, in/G, 1)
-    hi = groups.amax(-1, keepdim=True)  # (out, in/G, 1)
-    scale, zero = grid(lo, hi, bits)  # (out, in/G, 1) both
-    codes = codes_of(groups, scale, zero, bits)  # (out, in/G, G)
-    decoded = (codes - zero) * scale  # (out, in/G, G)
-    return decoded.flatten(1)
+def rounded(groups, bits):
+    """The weights of groups (.., G) -> rounded to nearest and decoded again, (.., G) fp32."""
+    lo = groups.amin(-1, keepdim=True)  # (.., 1)
+    hi = groups.amax(-1, keepdim=True)  # (.., 1)
+    scale, zero = grid(lo, hi, bits)  # (.., 1) both
+    codes = codes_of(groups, scale, zero, bits)  # (.., G)
+    return (codes - zero) * scale  # (.., G)
 
 
 class QuantLinear(nn.Module):
@@ -76,8 +79,8 @@ class QuantLinear(nn.Module):
         """An nn.Linear, quantized on the grid scale, zero (out, in/G); else rounded to nearest."""
         super().__init__()
         self.bits, self.in_features = bits, linear.in_features
-        self.group_size = group_of(linear.in_features, group_size)
-        groups = linear.weight.detach().float().unflatten(1, (-1, self.group_size))  # (out, in/G, G)
+        groups = groups_of(linear.weight.detach(), group_size)  # (out, in/G, G)
+        self.group_size = groups.shape[-1]
         if scale is None:
             scale, zero = grid(groups.amin(-1), groups.amax(-1), bits)  # (out, in/G) both
         codes = codes_of(groups, scale[..., None], zero[..., None], bits)  # (out, in/G, G)

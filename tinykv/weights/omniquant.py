@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 from tinykv.weights.base import Quantizer, transform, transformed
-from tinykv.weights.linear import LINEARS, codes_of, grid, group_of
+from tinykv.weights.linear import LINEARS, codes_of, grid, groups_of
 
 EPOCHS = 20
 CLIP_RATE, SCALE_RATE = 1e-2, 5e-3
@@ -54,7 +54,7 @@ class OmniQuant(Quantizer):
             transform(block, scales)
             grids = {}
             for name, clip in clips.items():
-                groups = self.groups(block.get_submodule(name).weight)  # (out, in/G, G)
+                groups = groups_of(block.get_submodule(name).weight, self.group_size)  # (out, in/G, G)
                 scale, zero = self.clipped_grid(groups, clip)  # (out, in/G, 1) both
                 grids[name] = scale[..., 0], zero[..., 0]  # (out, in/G) both
             self.replace(block, grids=grids, gains={"self_attn.v_proj": 1 / scales["values"]})
@@ -76,11 +76,6 @@ class OmniQuant(Quantizer):
                 loss.backward()
                 optimizer.step()
 
-    def groups(self, weight):
-        """weight (out, in) -> (out, in/G, G) fp32"""
-        group_size = group_of(weight.shape[1], self.group_size)
-        return weight.float().unflatten(1, (-1, group_size))
-
     def clipped_grid(self, groups, clip):
         """LWC's scale and zero point, (out, in/G, 1) both.
 
@@ -96,7 +91,7 @@ class OmniQuant(Quantizer):
         sigmoid(4) = 0.98."""
         clips = {}
         for name in LINEARS:
-            groups = self.groups(block.get_submodule(name).weight)  # (out, in/G, G)
+            groups = groups_of(block.get_submodule(name).weight, self.group_size)  # (out, in/G, G)
             out, n_groups, _ = groups.shape
             clips[name] = torch.full((2, out, n_groups, 1), 4.0, device=groups.device)
         return clips
@@ -135,7 +130,7 @@ class OmniQuant(Quantizer):
         weights = transformed(block, scales)
         for name, clip in clips.items():
             weight = weights.get(f"{name}.weight", block.get_submodule(name).weight)  # (out, in)
-            groups = self.groups(weight)  # (out, in/G, G)
+            groups = groups_of(weight, self.group_size)  # (out, in/G, G)
             scale, zero = self.clipped_grid(groups, clip)  # (out, in/G, 1) both
             codes = codes_of(groups, scale, zero, self.bits, round_through)  # (out, in/G, G)
             decoded = (codes - zero) * scale  # (out, in/G, G)
