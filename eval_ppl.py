@@ -33,9 +33,9 @@ def run(args, loaded=None):
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
     models = runs.calibrate_all(args, model, tokenizer, by_title)  # {label of weights: Llama}
-    table.print_heading(args, model, windows, models, by_title, left_out)
 
-    # 3. Evaluate and print: a row as soon as it is measured
+    # 3. Evaluate and print: a row as soon as it is measured. fp16 is the first, with which the others are compared
+    table.print_heading(args, model, windows, models, by_title, left_out)
     share = ranks.share(windows, args.batch)
     printed, fp16 = table.Table(args, by_title), by_title["fp16"]
     for title, r in by_title.items():
@@ -63,9 +63,9 @@ def compare(methods, model=None, **settings):
     """
     loaded = model if isinstance(model, tuple) else None
     words = flags.words_of(settings if loaded else {"model": model, **settings})
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()) as text:
         rows = run(flags.parse(words, methods), loaded=loaded)
-    return table.Rows(rows, printed.getvalue().rstrip())
+    return table.Rows(rows, text.getvalue().rstrip())
 
 
 def main():

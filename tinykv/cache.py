@@ -7,8 +7,9 @@
                 -----------------------------------------------
     read        K   c'  c'  K   c'  c'  c'  c'  x   x   x   x  what attention gets; c': decoded
 
-A kept token has a code, too, which nobody reads. So no position is skipped, and groups of tokens that share a scale
-stay aligned. 16 bits are the model's own dtype if it has 16 bits, and fp16 if the model runs in fp32.
+A kept token has a code, too, which is read only if the token is given up. So no position is skipped, and groups of
+tokens that share a scale stay aligned. 16 bits are the model's own dtype if it has 16 bits, and fp16 if the model runs
+in fp32.
 
 `LayerCache.update` is the whole idea: append the new tokens, then answer the three questions.
 
@@ -19,7 +20,8 @@ stay aligned. 16 bits are the model's own dtype if it has 16 bits, and fp16 if t
 Attention reads before that, or after it. This is the protocol:
 
     paper    Quantize, then read: how the papers measure perplexity. One forward reads one text. A query reads the
-             codes of every token that is not kept, its own token included.
+             codes of every token that is not kept, its own token included; at the end of a prompt, tokens that do not
+             fill a group stay recent.
     stream   Read, then quantize: how generation works. New tokens are in full precision for their own queries. Then
              whole blocks of `method.block` tokens are quantized, but never the newest `method.recent` tokens.
 
@@ -70,21 +72,21 @@ class CachedRows(Scores, HeldRows):
         positions = positions.to(self.recent.device).expand(B, -1, -1)  # (B, 1 or Hkv, p)
 
         # the rows in full precision, recent | kept, and where each token is among them
-        exact = self.recent  # (B, Hkv, r, d)
-        place = positions - self.n_coded  # (B, 1 or Hkv, p)
-        found = (place >= 0) & (place < r)
+        rows = self.recent  # (B, Hkv, r, d)
+        index = positions - self.n_coded  # (B, 1 or Hkv, p)
+        found = (index >= 0) & (index < r)
         if self.kept_positions is not None:
-            exact = torch.cat([self.recent, self.kept_rows], dim=2)  # (B, Hkv, r + n, d)
+            rows = torch.cat([self.recent, self.kept_rows], dim=2)  # (B, Hkv, r + n, d)
             same = positions[..., :, None] == self.kept_positions[..., None, :]  # (B, 1 or Hkv, p, n)
-            place = torch.where(found, place, r + same.int().argmax(-1))
+            index = torch.where(found, index, r + same.int().argmax(-1))
             found = found | same.any(-1)
         if not found.all():
             raise UserError(f"`keep_keys` or `keep_values` gave token {int(positions[~found][0])}, which is neither "
                             f"recent nor kept: {self!r}")
 
-        place = place.long().expand(B, Hkv, -1)  # (B, Hkv, p)
-        self.keep_scores(place)
-        self.kept_rows = exact.gather(2, place[..., None].expand(-1, -1, -1, d))  # (B, Hkv, p, d)
+        index = index.long().expand(B, Hkv, -1)  # (B, Hkv, p)
+        self.keep_scores(index)
+        self.kept_rows = rows.gather(2, index[..., None].expand(-1, -1, -1, d))  # (B, Hkv, p, d)
         self.kept_positions = positions.to(torch.int32, copy=True)
 
     def quantize(self, n):
@@ -139,16 +141,16 @@ class LayerCache:
         (B, Hkv, S, d) both.
 
         Append; where the method scores, score; When, Keep, Code; read, under `paper` after that, in a stream before.
-        A method that scores needs exact keys: under `paper` that is a read of its own.
+        A method that scores needs the new keys in full precision: under `paper` that is a read of its own.
         """
         self.append(k, v, positions)
 
         quantizes_first = self.protocol == "paper" and self.in_prompt
         is_scoring = self.method.uses_scores and self.is_choosing()
         if is_scoring or not quantizes_first:
-            exact = self.read(q, positions)  # the new tokens in full precision
+            before = self.read(q, positions)  # K and V, the new tokens in full precision
         if is_scoring:
-            self.score(q, positions, exact)
+            self.score(q, positions, before)
 
         # When: how many of the oldest recent tokens are quantized now?
         n_keys, n_values = self.n_to_quantize(self.keys), self.n_to_quantize(self.values)
@@ -164,8 +166,8 @@ class LayerCache:
             self.values.quantize(n_values)
 
         if quantizes_first:
-            return self.read(q, positions)  # the new tokens as their codes
-        return exact
+            return self.read(q, positions)  # K and V, the new tokens as their codes
+        return before
 
     def is_choosing(self):
         """Whether the method still chooses tokens to keep."""
@@ -195,9 +197,9 @@ class LayerCache:
             K = self.rope.rotate(K.float())  # the token in row t is at position t
         return K.to(self.dtype), V.to(self.dtype)
 
-    def score(self, q, positions, read):
-        """Show the new queries to a method that scores tokens by them. read: K and V of all tokens."""
-        K, _ = read  # (B, Hkv, S, d)
+    def score(self, q, positions, before):
+        """Show the new queries to a method that scores tokens by them. before: K and V, as read before the coding."""
+        K, _ = before  # (B, Hkv, S, d)
         q = self.rope.rotate(q, positions)  # (B, H, T, d)
         of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
         self.finite = self.finite & of_keys.isfinite().all() & of_values.isfinite().all()

@@ -256,12 +256,13 @@ class Llama(nn.Module):
     def mask(self, seen, T, device):
         """(T, S): True where new token i may look at token j, S = seen + T.
 
-        None where it goes without saying, but for plain attention: of a text that has just begun, the T x T lower
-        triangle; of one token, all.
+        None where torch's own attention knows it: the lower triangle of a text that has just begun, and all tokens for
+        a single new one.
         """
         S, window = seen + T, self.config.sliding_window
-        plain = self.model["layers"][0].self_attn.attention == "plain"
-        if (seen == 0 or T == 1) and (window is None or window >= S) and not plain:
+        is_plain = self.model["layers"][0].self_attn.attention == "plain"
+        is_known = (seen == 0 or T == 1) and (window is None or window >= S)
+        if is_known and not is_plain:
             return None
         key_at = torch.arange(S, device=device)[None]  # (1, S): positions of the keys
         query_at = torch.arange(seen, S, device=device)[:, None]  # (T, 1): of the queries

@@ -6,7 +6,7 @@ With axis "channel" it lies within one channel: G consecutive tokens.
 
     formula "offset" (KIVI): the zero point is the group's minimum, a real number
         s = (max - min) / (2^b - 1)
-        q = round((x - min) / s)
+        q = clamp(round((x - min) / s), 0, 2^b - 1)
         x' = s q + min
     formula "integer-zero" (KVSink Eq. 10-13, IntactKV): the zero point is an integer
         s = (max - min) / (2^b - 1)
@@ -17,7 +17,8 @@ With axis "channel" it lies within one channel: G consecutive tokens.
 The range is dynamic, taken from the numbers that are quantized, or static, taken from calibration
 text.
 
-Paper and practice. In a constant group max = min, and s = 0 would give 0 / 0 = NaN, so s is at
+Paper and practice. s and z are rounded to the 16 bits that are stored, so q needs the clamp under
+"offset", too. In a constant group max = min, and s = 0 would give 0 / 0 = NaN, so s is at
 least 1e-5. Under "integer-zero" s is also at least 2^-13 of the group's largest |x|, so that |z| is
 at most about 2^13; an x of 16 bits near that largest |x| is no more precise than such a step. The
 papers lack the second floor, and clip z to 1e4 instead. With their clip, a constant group of 1.0
@@ -93,13 +94,13 @@ class Affine(Codec):
 
     def grid(self, lo, hi):
         """The range of each group -> scale and zero point, in the 16 bits that are stored."""
-        step = (hi - lo) / self.max_code
+        s = (hi - lo) / self.max_code
         if self.formula == "offset":
-            scale = step.clamp(1e-5, 6e4).half()
+            scale = s.clamp(1e-5, 6e4).half()
             zero = lo.clamp(-65504, 65504).half()
         else:
             floor = torch.maximum(lo.abs(), hi.abs()) / 2 ** 13
-            scale = torch.maximum(step, floor).clamp(1e-5, 1e4).half()
+            scale = torch.maximum(s, floor).clamp(1e-5, 1e4).half()
             zero = -lo / scale.float()
             # the clamp acts only where |lo| is above 1e8, as the scale has a ceiling of 1e4
             zero = torch.round(zero.clamp(-1e4, 1e4)).short()

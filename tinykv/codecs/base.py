@@ -7,7 +7,7 @@ whole bytes and later tokens can be appended. Scales and zero points are rounded
 which they are stored *before* the codes are computed, so the encoder and the decoder work on the
 same grid. Rounding is half to even everywhere.
 
-All bit shifts of the project outside kernels.py are in `pack` and `unpack`.
+All bit shifts of the project outside kernels.py are those of `pack` and `unpack`.
 """
 import math
 from dataclasses import dataclass

@@ -1,19 +1,19 @@
 """KVSink (Su and Yuan, 2025): find attention sinks by the outlier that marks them, and keep them.
 
-    Keep: the k tokens whose hidden state is largest in one channel, after one early block.
+    Keep: the k tokens whose hidden state is largest in one channel, after one early layer.
     Code: any scheme.
     When: at once under `paper`, in blocks of tokens in a stream.
 
-Algorithm 1. There is one block, the emergence layer lE, with output H^lE. From that output on, sink
+Algorithm 1. There is one layer, the emergence layer lE, with output H^lE. From that output on, sink
 tokens carry a huge number in one fixed channel c of the hidden state. So one look at one channel of
-one block's output tells where the sinks are:
+one layer's output tells where the sinks are:
     S = top-k of |H^lE[i, c]| over tokens i
     layers l > lE keep K_l, V_l of S in full precision, and quantize the other tokens
 Layers up to lE quantize every token: a prefill has stored their keys before S is known.
 
 Paper and practice.
 - lE and c come from the paper's Table 3 for the models in it, recognised by their config. It counts
-  layers from 0, so lE = 1 is the second block, and lists up to four channels, of which the method
+  layers from 0, so lE = 1 is the second layer, and lists up to four channels, of which the method
   uses one: here the first. On any other model `find_outlier` looks for both on the calibration
   windows. If it finds no outlier, the first k tokens are kept, as the method `pfn` does.
 - k tokens are always kept, though there may be only one to three sinks. The others cost 16 bits a
@@ -71,6 +71,7 @@ class KVSink(CodecMethod):
         cache.shared.sinks = position.gather(1, top)  # (B, up to k)
 
     def keep_keys(self, layer_cache, n):
+        """The keys of S, and so its values: `Method.keep_values` keeps the same tokens."""
         if self.layer is None:  # a model without outliers: PFN
             return first_tokens(layer_cache, self.preserve)  # (B, 1, k)
         if layer_cache.layer <= self.layer:  # a prefill quantizes these before S is known
@@ -154,35 +155,37 @@ def find_outlier(largest, ratio, channel):
     """Emergence layer and channel of the stable outlier, or None if the model has none.
 
     largest, ratio, channel (W, L + 1): each window's outlier after the embedding (column 0) and
-    after block l (column l + 1), see `outlier`.
+    after layer l (column l + 1), see `outlier`.
     """
     layer = find_layer(largest.median(0).values, ratio.median(0).values)
     if layer is None:
         return None
-    # each window votes for a channel in up to three layers from there on; 90% have to agree. The last block has no
+    # each window votes for a channel in up to three layers from there on; 90% have to agree. The last layer has no
     # vote: there the outlier is cleared
-    votes = channel[:, layer + 1:-1][:, :3]  # (W, up to 3)
+    of_layers = channel[:, 1:-1]  # (W, L - 1)
+    votes = of_layers[:, layer:layer + 3]  # (W, up to 3)
     winner = int(votes.flatten().mode().values)
     agreement = (votes == winner).float().mean()
     return (layer, winner) if agreement >= 0.9 else None
 
 
 def find_layer(largest, ratio):
-    """The block after which the outlier stands out, or None. largest, ratio (L + 1).
+    """The layer after which the outlier stands out, or None. largest, ratio (L + 1): as above.
 
     A large model has massive activations, by the criterion of Sun et al. (2024): the first layer
     whose outlier is at least 100, and at least 1,000 times the median |h|, is the emergence layer.
     A small model has the same thing smaller. Layers qualify whose ratio is at least 30, and three
-    times the median ratio of the blocks before, of which block 0 has none. The emergence layer is the
-    one of them at which the outlier grows most. Growth alone would pick block 0, as an embedding is small.
+    times the median ratio of the layers before, of which layer 0 has none. The emergence layer is the
+    one of them at which the outlier grows most. Growth alone would pick layer 0, as an embedding is small.
     """
-    # the last block cannot be it, as no layer after it could keep its sinks
-    is_massive = (largest[1:-1] >= 100) & (ratio[1:-1] >= 1000)  # (L - 1)
+    # from here on layer l is number l. The last one cannot be it, as no layer after it could keep its sinks
+    growth = largest[1:-1] / largest[:-2]  # (L - 1)
+    largest, ratio = largest[1:-1], ratio[1:-1]  # (L - 1) both
+    is_massive = (largest >= 100) & (ratio >= 1000)  # (L - 1)
     if is_massive.any():
         return int(is_massive.int().argmax())
-    growth = largest[1:-1] / largest[:-2]  # (L - 1)
     for layer in range(len(growth)):
-        here, before = ratio[layer + 1], ratio[1:layer + 1]  # of this block; of the blocks before
-        if here < 30 or (layer and here < 3 * before.median()):
+        stands_out = layer == 0 or ratio[layer] >= 3 * ratio[:layer].median()
+        if ratio[layer] < 30 or not stands_out:
             growth[layer] = 0  # does not qualify
     return int(growth.argmax()) if growth.any() else None
