@@ -237,6 +237,7 @@ WEIGHTS = "model.safetensors"
 FAULTS = {
     # files
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
+    "a list": (content("config.json", lambda b: b"[1]"), ["config.json", "no JSON object"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [WEIGHTS]),
     "no tokenizer": (lambda folder: (folder / "tokenizer.model").unlink(), ["tokenizer.model", "tokenizer.json"]),
     # a safetensors file

@@ -17,13 +17,16 @@ from tinykv import UserError
 # Reading
 
 def read_json(path):
-    """What a JSON file holds."""
+    """The object in a JSON file, as a dict."""
     try:
-        return json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"no {path.name} in {path.parent}; give a folder as save_pretrained writes it") from None
     except (OSError, ValueError) as error:  # malformed, or not UTF-8
         raise UserError(f"{path} is not JSON ({first_line(error)}); download it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object; download it again")
+    return content
 
 
 def read_text(path):
