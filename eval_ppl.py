@@ -20,14 +20,10 @@ def run(args, loaded=None):
 
     loaded: a (model, tokenizer) in the place of those of --model.
     """
-    flags.check(args)
-    ranks.prepare(args)  # where torchrun started several processes, each evaluates a share
-
     # 1. Load: first the config and the tokenizer, as the methods need no more
     config, tokenizer = flags.load_config(args, loaded)
     by_title, left_out = runs.build_runs(args, config, tokenizer)
     flags.check_runs(args, by_title)
-    cache_class = flags.cache_class_of(args, by_title)
     model = loaded[0] if loaded else hf.load_model(args.model, args.devices, args.dtype)
     windows = flags.load_test(args, tokenizer, by_title)
 
@@ -36,14 +32,14 @@ def run(args, loaded=None):
 
     # 3. Evaluate and print: a row as soon as it is measured. fp16 is the first, with which the others are compared
     table.print_heading(args, model, windows, models, by_title, left_out)
-    share = ranks.share(windows, args.batch)
     printed, fp16 = table.Table(args, by_title), by_title["fp16"]
+    share = ranks.share(windows, args.batch)  # all windows, unless torchrun started several processes
     for title, r in by_title.items():
         models[r.weights].use_attention(args.attention)
-        if r.error is None:
+        if r.error is None:  # it has been calibrated
             with r.step("evaluating"), cli.bar(None, f"evaluating {title}", len(share.tokens)) as bar:
                 result = measure(models[r.weights], r.method, share, args.protocol, args.batch, fp16.result, bar,
-                                 cache_class, args.prompt)
+                                 args.cache_class, args.prompt)
                 r.result = ranks.gather(result)
         printed.add(r, fp16.result)
 

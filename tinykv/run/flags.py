@@ -4,7 +4,7 @@ import math
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
-from tinykv.run import cli
+from tinykv.run import cli, ranks
 from tinykv.run.runs import add_settings, load_class, own_settings
 
 
@@ -58,8 +58,9 @@ def check(args):
 
 
 def load_config(args, loaded=None):
-    """The model's config and its tokenizer; args then have what depends on the machine or the model:
-    device, dtype, context, batch. loaded: a (model, tokenizer) in the place of --model."""
+    """The model's config and its tokenizer; args then have what depends on the rank, the machine or the
+    model: device, dtype, context, batch. loaded: a (model, tokenizer) in the place of --model."""
+    ranks.prepare(args)
     if loaded:
         model, tokenizer = loaded
         config, weight = model.config, model.lm_head.weight
@@ -76,7 +77,7 @@ def load_config(args, loaded=None):
 
 
 def check_runs(args, runs):
-    """What can be seen to be wrong with the runs before the model is loaded."""
+    """What can be seen to be wrong with the runs before the model is loaded; args then have the class of caches."""
     for title, r in runs.items():
         if not r.method.keeps_share and r.method.preserve > args.context:
             raise UserError(f"{title} keeps {r.method.preserve} tokens, and a window has {args.context}; keep fewer")
@@ -86,6 +87,7 @@ def check_runs(args, runs):
                             f"and shorter than a window, {args.context}")
     if args.vs is not None and args.vs not in runs and args.vs not in [title.split()[0] for title in runs]:
         raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(runs)}")
+    args.cache_class = cache_class_of(args, runs)
 
 
 def cache_class_of(args, runs):
@@ -130,6 +132,7 @@ def parse(words=None, methods=None):
         p.error = refuse
     args = p.parse_args(words)
     args.method = methods
+    check(args)
     return args
 
 
