@@ -54,7 +54,7 @@ class Run:
     def calibrate(self, model, windows, file):
         """Calibrate the method on windows (C, T), or take its tables from a `CalibrationFile`, which is given new
         ones."""
-        made_of = self.made_of(windows)
+        made_of = self.made_of(windows) if file.path else None  # a class of a notebook has no source
         tables = file.get(self.calibration_name, made_of)
         if tables is None:
             calibrate.calibrate(model, self.method, windows, partial(cli.bar, what=f"calibrating {self.title}"))
