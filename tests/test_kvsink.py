@@ -225,6 +225,14 @@ def test_kvsink_without_an_outlier_is_pfn(scheme, protocol):
     assert torch.equal(case.run(method, tokens)[0], case.run(case.method(), tokens)[0])
 
 
+def test_a_second_search_forgets_the_first():
+    models = emerging_model(1, 9), emerging_model(4, 9)  # the last block's marks nothing
+    method = KVSink(models[0].config, scheme="token-dynamic")
+    for model, layer in zip(models + models, [1, None] * 2):
+        calibrate(model, method, tokens_of(3, 40, seed=2))
+        assert method.layer == layer
+
+
 def test_a_displaced_sink_is_read_as_its_code():
     """And one that is found late is kept from then on: what a stream keeps follows the outlier."""
     case = Case(KVSink, "token-dynamic", batch=1)

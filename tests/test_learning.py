@@ -461,8 +461,9 @@ def test_without_reordering_groups_are_neighbours(clip, group_size):
 
 def test_calibrating_again_forgets_the_first_time():
     one, two = Planted(random_rows(2, shape=clustered)), Planted(random_rows(2, seed=5))
-    for options in ({}, {"reorder": "off"}):
-        method, fresh = (SKVQ(CONFIG, group_size=8, **options) for _ in range(2))
+    groups, neighbours = {"group_size": 8}, {"group_size": 8, "reorder": "off"}
+    for cls, options in ((SKVQ, groups), (SKVQ, neighbours), (KVQuant, {}), (RTN, {})):
+        method, fresh = (cls(CONFIG, **options) for _ in range(2))
         calibrate(one, method, one.windows())
         for m in (method, fresh):
             calibrate(two, m, two.windows())

@@ -11,8 +11,9 @@ import eval_ppl
 import train_intact
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
+from tinykv.cache import KVCache
 from tinykv.data import load_windows
-from tinykv.evaluate import measure
+from tinykv.evaluate import measure, refuse_overflow
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED
@@ -48,6 +49,20 @@ def test_a_model_that_overflows_is_refused(command, tmp_path, protocol, weight, 
     line = refused(command, "--model", folder, "--method", "rtn", "--scheme", "token-dynamic", "--bits", "1",
                    "--protocol", protocol, "--json", tmp_path / "x.json", *TINY)
     assert named in line and "--dtype" in line and not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["k", "v"])
+def test_a_chunk_that_overflowed_is_not_forgotten(kind):
+    """Where no query attends to it, the numbers after it are finite."""
+    model, _ = hf.load(EMBEDDED)
+    cache, config = KVCache(model, METHODS["fp16"](model.config)), model.config
+    for number in (1e6, 1.0):
+        k = v = torch.ones(1, config.num_key_value_heads, 1, config.head_dim)
+        k, v = (number * k, v) if kind == "k" else (k, number * v)
+        for layer in cache.layers:
+            layer.append(k, v, torch.tensor([layer.length]))
+    with pytest.raises(UserError, match="layer 0"):
+        refuse_overflow(cache, [torch.ones(1, 2, config.hidden_size)])
 
 
 def test_the_analysis_refuses_it_too(capsys, monkeypatch, tmp_path):
