@@ -180,9 +180,11 @@ class Codec:
     def encode(self, x, ignore=None):
         """x (B, Hkv, T, d) -> Codes. ignore (B, Hkv, T): True at kept tokens, which must not
         matter for the others."""
+        raise NotImplementedError
 
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d)."""
+        raise NotImplementedError
 
     def calibrated(self):
         """The tables that are there, {name: tensor}."""

@@ -62,6 +62,7 @@ class Method(Described):
         accumulates them for the tokens in full precision: `recent_scores` and `kept_scores` of
         its `CachedRows`.
         """
+        raise NotImplementedError
 
     def keep_keys(self, layer_cache, n):
         """Which keys to keep from now on, and no others.
