@@ -232,6 +232,20 @@ def test_numbers_that_are_not_finite_are_an_error():
             quantize(model, QUANTIZERS[name](4), text())
 
 
+def test_a_last_block_that_overflows_once_quantized_is_an_error():
+    """No later block reads its output."""
+    class Overflows(RTN):
+        needs_text = True
+
+        def quantize(self, block, run, full, quantized):
+            if block.mlp.down_proj.weight.equal(last):
+                block.mlp.down_proj.weight.fill_(1e38)
+    model = tiny()
+    last = model.model["layers"][-1].mlp.down_proj.weight
+    with pytest.raises(UserError, match=f"block {L - 1}: quantized .* not finite"):
+        quantize(model, Overflows(4), text())
+
+
 # ---- gptq
 
 def plain_obq(W, Hessian, bits, G):

@@ -32,9 +32,7 @@ class TinyKV(TemplateLM):
         super().__init__()
         if prompt not in (None, "context"):
             raise UserError(f"prompt is {prompt}; give prompt=context, or no prompt")
-        args = flags.parser(runs.own_settings([method])).parse_args(flags.words_of(settings))
-        args.method = ["fp16", method]
-        flags.check(args)
+        args = flags.parse(flags.words_of(settings), ["fp16", method])
         self.load(args)
         self.args, self.prompt, self.max_gen_toks = args, prompt, max_gen_toks
         self.max_length = self.model.config.max_position_embeddings

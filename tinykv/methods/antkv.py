@@ -88,9 +88,10 @@ class AnTKV(Method):
         self.scores_attention = anchors_by in ("attention", "error")  # by Eq. 5; else it is a control
         # of a control: a score for each position, per KV head
         shape = config.num_key_value_heads, config.max_position_embeddings
-        self.control = torch.rand(shape, generator=torch.Generator().manual_seed(0))  # (Hkv, positions)
         if anchors_by == "first":
             self.control = -torch.arange(shape[1]).expand(shape).float()  # (Hkv, positions)
+        elif anchors_by == "random":
+            self.control = torch.rand(shape, generator=torch.Generator().manual_seed(0))  # (Hkv, positions)
 
     def score(self, layer_cache, q, K):
         """What the new queries add to each token's AnS(K) and AnS(V), (B, Hkv, S) both."""

@@ -40,10 +40,11 @@ def quantize(model, quantizer, windows=None, progress=None):
         new = copy.deepcopy(block)
         if quantizer.needs_text:
             output = run(block, full)  # (W, T, D)
-            check_finite(f"block {len(new_blocks)}", {"full precision": output, "quantized": quantized})
+            check_finite(f"block {len(new_blocks)}", {"full precision": output})
         quantizer.quantize(new, run, full, quantized)
         if quantizer.needs_text:
             full, quantized = output, run(new, quantized)  # (W, T, D) both
+            check_finite(f"block {len(new_blocks)}", {"quantized": quantized})
         new_blocks.append(new)
     return assemble(model, new_blocks)
 

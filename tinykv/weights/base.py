@@ -29,6 +29,7 @@ class Quantizer:
         full, quantized (W, T, D): what the block reads in the full-precision model, and in the
         model whose blocks before it are quantized; None unless `needs_text`.
         """
+        raise NotImplementedError
 
     def replace(self, block, names=LINEARS, grids=None, gains=None):
         """Quantize the linear layers `names`.
