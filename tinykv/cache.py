@@ -138,36 +138,33 @@ class LayerCache:
 
     def update(self, q, k, v, positions):
         """New q (B, H, T, d), k and v (B, Hkv, T, d), all before RoPE -> K (rotated) and V of all tokens so far,
-        (B, Hkv, S, d) both.
-
-        Append; where the method scores, score; When, Keep, Code; read, under `paper` after that, in a stream before.
-        A method that scores needs the new keys in full precision: under `paper` that is a read of its own.
-        """
+        (B, Hkv, S, d) both."""
         self.append(k, v, positions)
 
-        quantizes_first = self.protocol == "paper" and self.in_prompt
-        is_scoring = self.method.uses_scores and self.is_choosing()
-        if is_scoring or not quantizes_first:
-            before = self.read(q, positions)  # K and V, the new tokens in full precision
-        if is_scoring:
-            self.score(q, positions, before)
+        if self.protocol == "paper" and self.in_prompt:  # quantize, then read: a token's own query reads its codes
+            if self.is_scoring():
+                self.score(q, positions, self.read(q, positions))
+            self.quantize()
+            return self.read(q, positions)
 
-        # When: how many of the oldest recent tokens are quantized now?
+        read = self.read(q, positions)  # read, then quantize: queries see the new tokens in full precision
+        if self.is_scoring():
+            self.score(q, positions, read)
+        self.quantize()
+        return read
+
+    def quantize(self):
+        """When, Keep, Code: the three questions, in this order."""
         n_keys, n_values = self.n_to_quantize(self.keys), self.n_to_quantize(self.values)
-        # Keep: which tokens stay in full precision from now on?
         self.keep(n_keys, n_values)
-        if is_scoring and self.choose == "prompt":  # they are chosen for good
-            self.keys.forget_scores()
-            self.values.forget_scores()
-        # Code: quantize the n oldest. A kept one is quantized, too, but read from its own row.
         if n_keys:
             self.keys.quantize(n_keys)
         if n_values:
             self.values.quantize(n_values)
 
-        if quantizes_first:
-            return self.read(q, positions)  # K and V, the new tokens as their codes
-        return before
+    def is_scoring(self):
+        """Whether the new queries score the tokens: for a method that scores, while it still chooses."""
+        return self.method.uses_scores and self.is_choosing()
 
     def is_choosing(self):
         """Whether the method still chooses tokens to keep."""
@@ -232,6 +229,9 @@ class LayerCache:
             self.keys.keep(keep_keys)
         if keep_values is not None:
             self.values.keep(keep_values)
+        if self.choose == "prompt":  # they are chosen for good
+            self.keys.forget_scores()
+            self.values.forget_scores()
 
     def __repr__(self):
         return f"LayerCache({self.keys!r}, {self.values!r})"

@@ -35,6 +35,8 @@ def check_codecs(method, config):
                         "makes one for each")
     codecs = {type(codec): codec for pair in method.codecs for codec in pair
               if not codec.passes or codec.calibrated()}
+    # those of the package are tested by its tests; a breakpoint in one of them stops at a real text first
+    codecs = {cls: codec for cls, codec in codecs.items() if not cls.__module__.startswith("tinykv.")}
     for codec in codecs.values():
         try_codec(codec, config, name)
 
