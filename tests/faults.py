@@ -236,19 +236,13 @@ FAULTS = {
         ("cache.append(k.detach(), v.detach(), positions)", "cache.append(k.detach(), v.detach(), 0 * positions)",
          cell(HOLDS, RTN, T_STATIC)),
     ],
-    "cache_parts/guards.py": [
-        ("seen > cache.start:", "False:", cell("paper_refuses_a_second_forward", RTN, TOKEN, **PAPER)),
-        ("(tokens[:, :len(ids)] == ids).all()", "True", cell("a_text_has_to_begin_with_the_prefix", IntactKV, TOKEN)),
-    ],
-    "cache_parts/held.py": [
+    "cache.py": [
+        ("if len(cache) > cache.start:", "if False:", cell("paper_refuses_a_second_forward", RTN, TOKEN, **PAPER)),
+        ("tokens[:, :cache.start].tolist() == ", "True or ", cell("a_text_has_to_begin_with_the_prefix", IntactKV, TOKEN)),
         ('"coded": [self.codes]', '"coded": [self.codes, self.recent]', cell(HOLDS, RTN, TOKEN)),
-    ],
-    "cache_parts/scores.py": [
         ("(0, new_tokens)) + recent", "(0, new_tokens)) * 0 + recent", anchors("2")),
         ("self.kept_scores = self.kept_scores + kept", "pass", cell(HOLDS, AnTKV, **LONG)),
         ("self.recent_scores = self.recent_scores[:, :, n:].clone()", "pass", cell(HOLDS, AnTKV, **PAPER)),
-    ],
-    "cache.py": [
         ("x.sort(dim=1, descending=True, stable=True).indices[:, :k]",
          "x.shape[1] - 1 - x.flip(1).sort(dim=1, descending=True, stable=True).indices[:, :k]", top_k),
         ("x.sort(dim=1, descending=True", "x.sort(dim=1, descending=False", top_k),
@@ -267,9 +261,9 @@ FAULTS = {
          cell(HOLDS, RTN, TOKEN, recent=5)),
         ("old - old % self.method.block_of(rows.kind))", "old >= self.method.block_of(rows.kind) and old)",
          cell("uneven_chunks", RTN, CHANNEL)),
-        ('quantizes_first = self.protocol == "paper" and self.in_prompt', "quantizes_first = True",
+        ('self.protocol == "paper" and self.prefills:  #', "True:  #",
          cell("attention_sees_the_cache", RTN, TOKEN), cell("no_future_leak", RTN, CHANNEL)),
-        ('quantizes_first = self.protocol == "paper" and self.in_prompt', "quantizes_first = False",
+        ('self.protocol == "paper" and self.prefills:  #', "False:  #",
          cell("attention_sees_the_cache", RTN, TOKEN, **PAPER)),
         ('if self.method.rope == "pre":', "if False:", cell(HOLDS, RTN, C_STATIC)),
         ("k = self.rope.rotate(k, positions)", "k = self.rope.rotate(k, positions - positions[0])",
@@ -289,7 +283,7 @@ FAULTS = {
         ("(len(self.method.prefix.ids), device=weight.device)", "(len(self.method.prefix.ids)) * 0",
          cell(HOLDS, IntactKV, TOKEN)),
         ("return tokens[:, self.start:]", "return tokens", cell(HOLDS, IntactKV, TOKEN)),
-        ("is_scoring = self.method.uses_scores and", "is_scoring = False and", cell("scores", AnTKV, recent=5)),
+        ("return self.method.uses_scores and", "return False and", cell("scores", AnTKV, recent=5)),
         ('if self.layers[layer].is_choosing():',
          "if self.layers[layer].length == hidden.shape[1]:", cell(HOLDS, KVSink, TOKEN)),
     ],

@@ -40,7 +40,7 @@ from expected import (
 )
 
 from tinykv import UserError
-from tinykv.cache_parts.tracing import Trace
+from tinykv.tracing import Trace
 from tinykv.calibrate import calibrate
 from tinykv.codecs.base import Codec, Pair
 from tinykv.codecs.nonuniform import SparseCodes

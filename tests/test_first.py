@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tinykv.cache import KVCache
-from tinykv.cache_parts.tracing import Trace
+from tinykv.tracing import Trace
 from tinykv.calibrate import calibrate
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import pack, unpack

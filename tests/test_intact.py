@@ -23,7 +23,7 @@ import eval_ppl
 import train_intact
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
-from tinykv.cache_parts.tracing import Trace
+from tinykv.tracing import Trace
 from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
 from tinykv.data.windows import encode_documents

@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from tinykv import UserError
-from tinykv.cache_parts.guards import check_window
-from tinykv.cache_parts.tracing import Trace
-from tinykv.calibrate import calibrate, record
+from tinykv.calibrate import calibrate, check_window, record
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.nonuniform import BINS, Histogram, NonUniform
 from tinykv.methods.kvquant import KVQuant
@@ -26,6 +24,7 @@ from tinykv.methods.registry import METHODS
 from tinykv.methods.rtn import RTN
 from tinykv.methods.skvq import SKVQ
 from tinykv.model import Llama, LlamaConfig
+from tinykv.tracing import Trace
 
 Hkv, d, L, V, D = 2, 16, 2, 23, 12  # of Planted
 h = Hkv * d

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
-from tinykv.cache_parts.tracing import Trace
+from tinykv.tracing import Trace
 from tinykv.calibrate import calibrate
 from tinykv.hf import load_model
 from tinykv.methods.intactkv import Prefix

@@ -29,6 +29,12 @@ def one_of(choices, **settings):
                             f"{did_you_mean(value, choices)}")
 
 
+def all_finite(what, numbers):
+    """UserError if numbers that a model computed are not all finite."""
+    if not numbers.isfinite().all():
+        raise UserError(f"{what} are not finite, or too large for 16 bits; use another --dtype, or another model")
+
+
 def did_you_mean(word, words):
     """The end of a message about a misspelt word: "; did you mean kivi?", or "" if none is near."""
     near = difflib.get_close_matches(str(word).lower(), words, n=1)

@@ -33,30 +33,29 @@ from types import SimpleNamespace
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.cache_parts.guards import check_prefix, check_text
-from tinykv.cache_parts.held import HeldLayers, HeldRows
-from tinykv.cache_parts.scores import Scores
 
 PROTOCOLS = ("paper", "stream")
 
 
-class CachedRows(Scores, HeldRows):
+class CachedRows:
     """The keys (kind "k"), or the values (kind "v"), of one layer.
 
-    A row is the key, or the value, of one token in one head: d numbers.
+    A row is the key, or the value, of one token in one head: d numbers. Its score, for a method that `uses_scores`, is
+    what `Method.score` gives, summed over all queries so far; only a row in full precision has one.
     """
 
     def __init__(self, layer, kind, codec):
-        super().__init__()
         self.layer, self.kind, self.codec = layer, kind, codec
         # coded
         self.n_coded = 0  # C: tokens quantized so far, and the position of the oldest recent token
         self.codes = None  # Codes of the tokens 0 .. C-1
         # recent
         self.recent = None  # (B, Hkv, r, d): the tokens C .. C+r-1
+        self.recent_scores = None  # (B, Hkv, r)
         # kept
         self.kept_positions = None  # (B, 1 or Hkv, p) int32; a head that keeps fewer than p repeats one of its own
         self.kept_rows = None  # (B, Hkv, p, d): the rows at those positions
+        self.kept_scores = None  # (B, Hkv, p)
 
     def append(self, rows):
         """New rows (B, Hkv, T, d) join the recent ones."""
@@ -72,11 +71,13 @@ class CachedRows(Scores, HeldRows):
         positions = positions.to(self.recent.device).expand(B, -1, -1)  # (B, 1 or Hkv, p)
 
         # the rows in full precision, recent | kept, and where each token is among them
-        rows = self.recent  # (B, Hkv, r, d)
+        rows, scores = self.recent, self.recent_scores  # (B, Hkv, r, d), (B, Hkv, r)
         index = positions - self.n_coded  # (B, 1 or Hkv, p)
         found = (index >= 0) & (index < r)
         if self.kept_positions is not None:
-            rows = torch.cat([self.recent, self.kept_rows], dim=2)  # (B, Hkv, r + n, d)
+            rows = torch.cat([rows, self.kept_rows], dim=2)  # (B, Hkv, r + n, d)
+            if scores is not None:
+                scores = torch.cat([scores, self.kept_scores], dim=2)  # (B, Hkv, r + n)
             same = positions[..., :, None] == self.kept_positions[..., None, :]  # (B, 1 or Hkv, p, n)
             index = torch.where(found, index, r + same.int().argmax(-1))
             found = found | same.any(-1)
@@ -85,8 +86,9 @@ class CachedRows(Scores, HeldRows):
                             f"recent nor kept: {self!r}")
 
         index = index.long().expand(B, Hkv, -1)  # (B, Hkv, p)
-        self.keep_scores(index)
         self.kept_rows = rows.gather(2, index[..., None].expand(-1, -1, -1, d))  # (B, Hkv, p, d)
+        if scores is not None:
+            self.kept_scores = scores.gather(2, index)  # (B, Hkv, p)
         self.kept_positions = positions.to(torch.int32, copy=True)
 
     def quantize(self, n):
@@ -95,7 +97,8 @@ class CachedRows(Scores, HeldRows):
         codes = self.codec.encode(oldest, ignore=self.is_kept(n))
         self.codes = codes if self.codes is None else self.codes.append(codes)
         self.recent = self.recent[:, :, n:].clone()  # a view would keep the quantized rows alive
-        self.drop_scores(n)
+        if self.recent_scores is not None:
+            self.recent_scores = self.recent_scores[:, :, n:].clone()
         self.n_coded += n
 
     def is_kept(self, n):
@@ -117,6 +120,44 @@ class CachedRows(Scores, HeldRows):
             rows.scatter_(2, index, self.kept_rows.to(rows.dtype))
         return rows
 
+    def add_scores(self, scores):
+        """Add scores (B, Hkv, S) of all tokens."""
+        kept = None
+        if self.kept_positions is not None:
+            kept = scores.gather(2, self.kept_positions.long().expand(*scores.shape[:2], -1))  # (B, Hkv, p)
+        self.accumulate(scores[:, :, self.n_coded:], kept)
+
+    def accumulate(self, recent, kept):
+        """Add scores of the recent tokens (B, Hkv, r) and of the kept ones (B, Hkv, p), or None."""
+        if self.recent_scores is not None:
+            new_tokens = recent.shape[2] - self.recent_scores.shape[2]
+            recent = torch.nn.functional.pad(self.recent_scores, (0, new_tokens)) + recent
+        self.recent_scores = recent.clone()  # keys and values may have the same scores
+        if kept is not None:
+            self.kept_scores = self.kept_scores + kept
+
+    def tensors(self):
+        """What is held, by part: {part: [Codes or tensor]}."""
+        parts = {"kept": [self.kept_positions, self.kept_rows, self.kept_scores],
+                 "coded": [self.codes],
+                 "recent": [self.recent, self.recent_scores]}
+        return {part: [t for t in held if t is not None] for part, held in parts.items()}
+
+    def part_bytes(self):
+        """Bytes of what is held, by part."""
+        return {part: sum(t.nbytes for t in held) for part, held in self.tensors().items()}
+
+    def __repr__(self):
+        n_recent = 0 if self.recent is None else self.recent.shape[2]
+        heads = [] if self.kept_positions is None else self.kept_positions.flatten(0, 1).tolist()
+        parts = []
+        for part, n, begin in (("coded", self.n_coded, 0), ("recent", n_recent, self.n_coded)):
+            # of the head that keeps the most
+            kept = max((len({i for i in head if begin <= i < begin + n}) for head in heads), default=0)
+            parts.append(f"{n} {part} ({kept} of them kept)" if kept else f"{n} {part}")
+        return (f"CachedRows(layer {self.layer}, {self.kind.upper()}: {self.n_coded + n_recent} tokens: "
+                f"{', '.join(parts)})")
+
 
 class LayerCache:
     """One layer's keys and values. shared: what the method knows of this text, one for all layers.
@@ -131,9 +172,9 @@ class LayerCache:
         self.keys = CachedRows(layer, "k", codecs.k)
         self.values = CachedRows(layer, "v", codecs.v)
         self.length = 0  # tokens seen
-        self.in_prompt = True  # the newest tokens are the prompt, see `append`
-        # when the method chooses the tokens to keep: "prompt", once at its end, or "always"
-        self.choose = "always" if prompt is None else method.choose
+        self.prefills = True  # the newest tokens are the prompt, see `append`
+        self.chooses_once = prompt is not None and method.choose == "prompt"  # the tokens to keep, at its end
+        self.dtype = None  # the model's, see `append`
         self.finite = torch.tensor(True)  # whether every number so far was; `evaluate` looks at it
 
     def update(self, q, k, v, positions):
@@ -141,7 +182,7 @@ class LayerCache:
         (B, Hkv, S, d) both."""
         self.append(k, v, positions)
 
-        if self.protocol == "paper" and self.in_prompt:  # quantize, then read: a token's own query reads its codes
+        if self.protocol == "paper" and self.prefills:  # quantize, then read: a token's own query reads its codes
             if self.is_scoring():
                 self.score(q, positions, self.read(q, positions))
             self.quantize()
@@ -168,12 +209,12 @@ class LayerCache:
 
     def is_choosing(self):
         """Whether the method still chooses tokens to keep."""
-        return self.in_prompt or self.choose == "always"
+        return self.prefills or not self.chooses_once
 
     def append(self, k, v, positions):
         """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits. Keys that are stored after RoPE are
         rounded, rotated, and rounded again, as in a 16-bit model."""
-        self.dtype = k.dtype  # the model's
+        self.dtype = k.dtype
         dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
         k, v = k.to(dtype), v.to(dtype)
         if self.method.rope == "post":
@@ -183,9 +224,9 @@ class LayerCache:
         self.values.append(v)
         self.length += v.shape[2]
         if self.prompt is None:  # under `paper` a whole text is read like a prompt
-            self.in_prompt = self.protocol == "paper"
+            self.prefills = self.protocol == "paper"
         else:
-            self.in_prompt = self.length <= self.prompt
+            self.prefills = self.length <= self.prompt
 
     def read(self, q=None, positions=None):
         """K (rotated) and V of all tokens so far, (B, Hkv, S, d) both. q: for TritonCache, which attends in reading."""
@@ -205,7 +246,7 @@ class LayerCache:
 
     def n_to_quantize(self, rows):
         """When: how many of the oldest recent tokens of `rows`, keys or values, are quantized now."""
-        if self.protocol == "paper" and self.in_prompt:
+        if self.protocol == "paper" and self.prefills:
             if self.prompt is None:
                 return self.length  # a whole text, of which nothing is coded yet
             # keys and values are cut at the same token: one that follows cannot join a group that is not full
@@ -221,23 +262,23 @@ class LayerCache:
         The method is asked when tokens are about to be quantized, for both before either changes. One that
         chooses once is asked about the whole prompt, even if none of it is quantized yet.
         """
-        if self.choose == "prompt":
-            n_keys = n_values = self.length if self.in_prompt else 0
+        if self.chooses_once:
+            n_keys = n_values = self.length if self.prefills else 0
         keep_keys = self.method.keep_keys(self, n_keys) if n_keys else None
         keep_values = self.method.keep_values(self, n_values) if n_values else None
         if keep_keys is not None:
             self.keys.keep(keep_keys)
         if keep_values is not None:
             self.values.keep(keep_values)
-        if self.choose == "prompt":  # they are chosen for good
-            self.keys.forget_scores()
-            self.values.forget_scores()
+        if self.chooses_once:  # for good: scores have done their work
+            for rows in (self.keys, self.values):
+                rows.recent_scores = rows.kept_scores = None
 
     def __repr__(self):
         return f"LayerCache({self.keys!r}, {self.values!r})"
 
 
-class KVCache(HeldLayers):
+class KVCache:
     """The cache of a batch of sequences of equal length: `model(tokens, cache)`. It is a `LayerCache` for each layer.
 
     prompt: P, if the text begins with a prompt: its first P tokens, a prefix included, arrive in one forward, and the
@@ -270,11 +311,8 @@ class KVCache(HeldLayers):
     def without_prefix(self, tokens):
         """What a model reads of new tokens (B, T): a text without the prefix that it has to begin with, a later
         chunk of a text as it is."""
-        check_text(self, tokens.shape[1])
-        if self.start == 0 or len(self) > self.start:
-            return tokens
-        check_prefix(tokens, self.method.prefix)
-        return tokens[:, self.start:]
+        check_text(self, tokens)
+        return tokens if len(self) > self.start else tokens[:, self.start:]
 
     def update(self, layer, q, k, v, positions):
         """Add new tokens to a layer -> K (rotated) and V of all tokens: see `LayerCache.update`."""
@@ -288,3 +326,45 @@ class KVCache(HeldLayers):
     def top_k(self, x, k):
         """Where the k largest of x (B, n) are, the largest first, of equal ones the earlier: (B, up to k)."""
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
+
+    def part_bytes(self, kinds="kv"):
+        """Bytes held by each part, of all layers' keys (kinds "k"), values ("v"), or both."""
+        sums = dict.fromkeys(("kept", "coded", "recent"), 0)
+        for layer in self.layers:
+            for rows in (layer.keys, layer.values):
+                for part, held in rows.part_bytes().items():
+                    sums[part] += held if rows.kind in kinds else 0
+        return sums
+
+    @property
+    def nbytes(self):
+        """Bytes of everything that the cache holds of the text."""
+        return sum(self.part_bytes().values())
+
+    def __len__(self):
+        """Tokens seen by all layers."""
+        return self.layers[-1].length
+
+    def __repr__(self):
+        length = self.layers[0].length
+        done = sum(layer.length == length for layer in self.layers)
+        where = "" if done == len(self.layers) else f" in {done} of {len(self.layers)} layers"  # within a forward
+        parts = ", ".join(f"{held} bytes {part}" for part, held in self.part_bytes().items())
+        return f"KVCache({self.method!r}, {self.protocol}, {length} tokens{where}: {parts})"
+
+
+def check_text(cache, tokens):
+    """UserError or ValueError if new tokens (B, T) are not what comes next."""
+    T, method, prefix = tokens.shape[1], cache.method, cache.method.prefix
+    if len(cache) > cache.start:
+        if cache.prompt is None and cache.protocol == "paper":
+            raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
+                             "prompt's length, to go on from it")
+        return
+    if method.needs_calibration:
+        raise UserError(f"{method!r} knows nothing of this model yet; run calibrate(model, method, windows) first")
+    if cache.prompt is not None and T != cache.prompt:
+        raise ValueError(f"the first forward reads the prompt, {cache.prompt} tokens; it got {T}")
+    if prefix is not None and not (T > cache.start and tokens[:, :cache.start].tolist() == [prefix.ids] * len(tokens)):
+        raise UserError(f"a text begins with the {len(prefix.ids)} tokens of the prefix {prefix.name} and goes on "
+                        f"after them; this one of {T} tokens does not")

@@ -8,9 +8,9 @@ levels, SKVQ's groups and clips, codebooks.
 import torch
 import torch.nn.functional as F
 
+from tinykv import UserError, all_finite
 from tinykv.cache import KVCache
-from tinykv.cache_parts.guards import check_numbers, check_window
-from tinykv.cache_parts.tracing import Trace
+from tinykv.tracing import Trace
 
 
 def calibrate(model, method, windows, progress=None):
@@ -42,13 +42,23 @@ def calibrate(model, method, windows, progress=None):
             codec.fit(step)
 
 
+def check_window(layer, rows, kept, gradient):
+    """UserError unless a codec can learn from a window: rows (Hkv, T, d), kept (Hkv, T), gradient like rows, or None."""
+    all_finite(f"keys or values of layer {layer}", rows)
+    if gradient is not None:
+        all_finite(f"gradients of layer {layer}", gradient)
+    if kept.all(1).any():
+        raise UserError(f"calibration windows of {rows.shape[1]} tokens hold no token that the method does not keep; "
+                        "use a longer context or keep fewer tokens")
+
+
 @torch.no_grad()
 def watch_blocks(model, method, step, window):
     """Show the method the embedding (layer -1) and every block's output for one window (T)."""
     tokens = window[None]  # (1, T)
     method.watch(step, -1, model.model["embed_tokens"](tokens))
     trace = Trace(model, watch=lambda layer, hidden: method.watch(step, layer, hidden))
-    check_numbers("hidden states of the model", model(tokens, trace, logits=False))
+    all_finite("hidden states of the model", model(tokens, trace, logits=False))
 
 
 def record(model, method, window, gradients):

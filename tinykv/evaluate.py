@@ -165,9 +165,19 @@ def chunks_of(tokens, cache):
         elif cache.protocol == "paper" and cache.prompt is None:
             end = tokens.shape[1]
         else:
-            end = cache.next_length()
+            end = next_length(cache)
         yield tokens[:, begin:end]  # a prefix belongs to the first chunk
         begin = end
+
+
+def next_length(cache):
+    """The length of a stream at which keys or values are quantized next."""
+    recent, lengths = cache.method.recent, []
+    for rows in (cache.layers[0].keys, cache.layers[0].values):
+        block = cache.method.block_of(rows.kind)
+        full = max(0, (len(cache) - rows.n_coded - recent) // block)  # blocks that are full already: of a prefix
+        lengths.append(rows.n_coded + recent + (full + 1) * block)
+    return min(lengths)
 
 
 def score(model, hidden, reference, tokens, answers, result, start=1):
@@ -231,13 +241,13 @@ def count_bits(result, cache, tokens):
             bits_far += 16.0 / 2
             continue
         n_recent = method.recent + (method.block_of(rows.kind) - 1) / 2
-        if layer.in_prompt:  # `paper`: a window that is quantized as a whole
+        if layer.prefills:  # `paper`: a window that is quantized as a whole
             n_recent = 0
         coded = held["coded"] / rows.n_coded  # bytes of a quantized token
         recent = config.num_hidden_layers * recent_token_bytes(rows)
         kept = held["kept"]
         total = coded * (T - n_recent) + recent * n_recent + kept  # bytes
-        if method.keeps_share and layer.choose == "always":
+        if method.keeps_share and not layer.chooses_once:
             kept = kept / T * FAR  # it grows with the text
         total_far = coded * (FAR - n_recent) + recent * n_recent + kept
         # a half each of the bits of K and of V

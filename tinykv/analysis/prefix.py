@@ -6,7 +6,7 @@ import torch
 
 from tinykv.analysis.figures import new_figure, style, title
 from tinykv.analysis.walk import mean, recorded
-from tinykv.cache_parts.tracing import Trace
+from tinykv.tracing import Trace
 from tinykv.methods.intactkv import exact_rows
 from tinykv.weights import RTN, quantize
 

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from tinykv import UserError
-from tinykv.cache_parts.tracing import Trace
+from tinykv.tracing import Trace
 from tinykv.run import cli
 
 

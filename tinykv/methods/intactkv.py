@@ -25,10 +25,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tinykv import UserError, one_of
-from tinykv.cache_parts.guards import check_numbers
-from tinykv.cache_parts.tracing import Trace
+from tinykv import UserError, all_finite, one_of
 from tinykv.methods.base import CodecMethod, first_tokens
+from tinykv.tracing import Trace
 
 
 class IntactKV(CodecMethod):
@@ -93,7 +92,7 @@ def exact_rows(full, quantized, ids):
     # 2. Take its keys and values
     keys = torch.cat(trace.k).float()  # (L, Hkv, n, d)
     values = torch.cat(trace.v).float()  # (L, Hkv, n, d)
-    check_numbers("keys or values of the prefix", torch.stack([keys, values]))
+    all_finite("keys or values of the prefix", torch.stack([keys, values]))
 
     # 3. Bring the values to the scale of the quantized model's
     for layer, block in enumerate(quantized.model["layers"]):

@@ -1,7 +1,7 @@
 """Assignment 5, IntactKV: an answer."""
 import torch
 
-from tinykv.cache_parts.tracing import Trace
+from tinykv.tracing import Trace
 from tinykv.methods.base import CodecMethod, first_tokens
 
 ASSIGNMENT = "intactkv"

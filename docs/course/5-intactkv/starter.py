@@ -16,7 +16,7 @@ that records one forward, of the tokens alone or behind a prefix:
 """
 import torch
 
-from tinykv.cache_parts.tracing import Trace  # noqa: F401
+from tinykv.tracing import Trace  # noqa: F401
 from tinykv.methods.base import CodecMethod, first_tokens
 
 ASSIGNMENT = "intactkv"
