@@ -157,13 +157,11 @@ FAULTS = {
         ('"channel" if kind == "k"', '"token" if kind == "k"',
          partial(test_learning.test_ranges_of_keys, 0.0, 0)),
     ],
-    "methods/described.py": [
+    "methods/base.py": [
         ('tables[f"{layer}.{kind}.{name}"])', 'tables[f"0.{kind}.{name}"])',
          cell("what_is_calibrated_can_be_restored", KVQuant)),
         ('tables[f"{layer}.{kind}.{name}"])', 'tables[f"{layer}.v.{name}"])',
          cell("what_is_calibrated_can_be_restored", CQ)),
-    ],
-    "methods/base.py": [
         ("return self.keep_keys(layer_cache, n)", "return None", cell(HOLDS, SKVQ, **PAPER)),
         ("scores.sort(dim=-1, descending=True", "scores.sort(dim=-1, descending=False", anchors("2")),
         ("    if rows.kept_positions is not None:\n", "    if False:\n", anchors("2")),

@@ -8,12 +8,12 @@ import torch
 
 from tinykv import UserError
 from tinykv.codecs import BLOCK, SCHEMES, make_codecs
-from tinykv.methods.described import Described
+from tinykv.codecs.base import CALIBRATION_WINDOWS
 
 CHOOSE = ("prompt", "always")  # when a method chooses the tokens that it keeps
 
 
-class Method(Described):
+class Method:
     """The interface between a method and the cache.
 
     A method holds its settings and what was calibrated, nothing of any text: what it has seen of a
@@ -30,12 +30,24 @@ class Method(Described):
     prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
     # Code
     codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/__init__.py)
-    passes = 0  # of the method itself over the calibration windows; the codecs have their own
     rope = "post"  # keys are stored after RoPE; "pre": before RoPE, and rotated when they are read
     # When (protocol stream)
     recent = 0  # the newest tokens that stay in full precision
     block = 1  # tokens quantized at a time
     v_block = None  # values quantized at a time, where it is another number
+    # Calibration
+    passes = 0  # of the method itself over the calibration windows; the codecs have their own
+    found = ()  # names of whole numbers that these passes set, None before: they are saved with the codecs' tables
+    calibration_windows = CALIBRATION_WINDOWS  # that it should see, unless the user says otherwise
+    # In tables. None of it is needed to see how a method works
+    name = None  # in the table; None: the name that it was asked for by
+    scheme = None  # the name of the pair of codecs
+    k_bits = v_bits = 16  # nominal bits of a number
+    bits_settings = ()  # settings, beside the bits themselves, that its bits hang on: for --at-bits
+    preserve = 0  # tokens kept, as the table says (OTT: the size of its pool)
+    keeps_share = False  # True: `preserve` is a percentage of the text
+    # The methods to show beside this one when it is asked for alone, and settings for them.
+    compare = {}
 
     def __init__(self, config):
         pass
@@ -89,6 +101,47 @@ class Method(Described):
 
     def fit(self, step):
         """Pass `step` of the method itself is over."""
+
+    @property
+    def needs_calibration(self):
+        """Whether `calibrate.calibrate` has to run before the next text."""
+        passes = self.passes > 0 or any(codec.passes for _, _, codec in self.each_codec())
+        return passes and not self.calibrated()
+
+    def each_codec(self):
+        """[(layer, "k" or "v", codec)]."""
+        return [(layer, kind, codec) for layer, pair in enumerate(self.codecs) for kind, codec in zip("kv", pair)]
+
+    def calibrated(self):
+        """What calibration found, to be saved: {"3.k.scale": tensor, ...}."""
+        numbers = {name: getattr(self, name) for name in self.found if self.passes}
+        tables = {name: torch.tensor(number) for name, number in numbers.items() if number is not None}
+        for layer, kind, codec in self.each_codec():
+            tables |= {f"{layer}.{kind}.{name}": table for name, table in codec.calibrated().items()}
+        return tables
+
+    def restore(self, tables):
+        """Take over what `calibrated` gave, instead of calibrating; only what is declared."""
+        for name in self.found:
+            if name in tables:
+                setattr(self, name, tables[name].item())
+        for layer, kind, codec in self.each_codec():
+            for name in codec.tables:
+                if f"{layer}.{kind}.{name}" in tables:
+                    setattr(codec, name, tables[f"{layer}.{kind}.{name}"])
+
+    @property
+    def offline_bytes(self):
+        """Bytes of the codecs' tables: found once, shared by all texts."""
+        return sum(table.nbytes for _, _, codec in self.each_codec() for table in codec.calibrated().values())
+
+    def describe(self):
+        """One line for the user: what was chosen or found."""
+        return ""
+
+    def __repr__(self):
+        codec = self.scheme or "codec of its own"
+        return f"{type(self).__name__}({codec}, {self.k_bits:g}-bit K, {self.v_bits:g}-bit V)"
 
 
 class CodecMethod(Method):

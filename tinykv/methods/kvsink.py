@@ -14,7 +14,7 @@ Layers up to lE quantize every token: a prefill has stored their keys before S i
 Paper and practice.
 - lE and c come from the paper's Table 3 for the models in it, recognised by their config. It counts
   layers from 0, so lE = 1 is the second layer, and lists up to four channels, of which the method
-  uses one: here the first. On any other model `find_outlier` looks for both on the calibration
+  uses one: here the first. On any other model `outlier.py` looks for both on the calibration
   windows. If it finds no outlier, the first k tokens are kept, as the method `pfn` does.
 - k tokens are always kept, though there may be only one to three sinks. The others cost 16 bits a
   number, and do no other harm. With static ranges they are left out of the calibration, as the
@@ -30,21 +30,21 @@ import torch
 
 from tinykv import UserError, at_least
 from tinykv.methods.base import CodecMethod, first_tokens
+from tinykv.outlier import columns, find_outlier, outlier
 
 
 class KVSink(CodecMethod):
     compare = {"rtn": {}, "pfn": {}}
+    found = ("layer", "channel")  # by calibration, on a model that Table 3 does not have
 
-    def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None,
-                 outlier_channel=None, **codec):
+    def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None, outlier_channel=None, **codec):
         super().__init__(config, **codec)
         at_least(1, preserve=preserve)  # rtn preserves none
         self.preserve, self.choose = preserve, choose
+        # lE and c; None until calibration has looked for them, -1 if it has found none
+        self.layer, self.channel, self.source = known_outlier(config, emergence_layer, outlier_channel)
+        self.passes = 1 if self.layer is None else 0  # over the calibration windows
         self.n_layers = config.num_hidden_layers
-        # source: None until calibration has looked for it
-        place, self.source = known_outlier(config, emergence_layer, outlier_channel)
-        self.layer, self.channel = place or (None, None)  # lE and c
-        self.passes = 0 if place else 1  # over the calibration windows, to find them
         self.profile = []  # while calibrating: the `outlier` of each layer, window after window
 
     # Algorithm 1
@@ -72,7 +72,7 @@ class KVSink(CodecMethod):
 
     def keep_keys(self, layer_cache, n):
         """The keys of S, and so its values: `Method.keep_values` keeps the same tokens."""
-        if self.layer is None:  # a model without outliers: PFN
+        if self.layer == -1:  # a model without outliers: PFN
             return first_tokens(layer_cache, self.preserve)  # (B, 1, k)
         if layer_cache.layer <= self.layer:  # a prefill quantizes these before S is known
             return None
@@ -84,32 +84,11 @@ class KVSink(CodecMethod):
         self.profile.append(outlier(hidden))
 
     def fit(self, step):
-        # calibration called `watch` with layers -1 (the embedding) .. L-1 of each window, in order
-        table = torch.tensor(self.profile).unflatten(0, (-1, self.n_layers + 1))  # (W, L + 1, 3)
+        self.layer, self.channel = find_outlier(*columns(self.profile, self.n_layers)) or (-1, -1)
         self.profile = []
-        largest, ratio, channel = table.unbind(-1)  # (W, L + 1) each
-        self.set_outlier(find_outlier(largest, ratio, channel.long()))
-
-    def set_outlier(self, place):
-        """place: (emergence layer, channel), or None if the model has no stable outlier."""
-        self.layer, self.channel = place or (None, None)
-        self.source = "found on the calibration windows" if place else "nothing found"
-
-    def calibrated(self):
-        tables = super().calibrated()
-        if self.passes and self.source is not None:
-            place = (-1, -1) if self.layer is None else (self.layer, self.channel)
-            tables["outlier"] = torch.tensor(place)
-        return tables
-
-    def restore(self, tables):
-        super().restore(tables)
-        if self.passes:
-            layer, channel = tables["outlier"].tolist()
-            self.set_outlier(None if layer < 0 else (layer, channel))
 
     def describe(self):
-        if self.layer is None:
+        if self.layer == -1:
             return f"no stable outlier in this model: the first {self.preserve} tokens are kept"
         return f"emergence layer {self.layer}, outlier channel {self.channel} ({self.source})"
 
@@ -129,63 +108,15 @@ TABLE_3 = {
 
 
 def known_outlier(config, layer, channel):
-    """(emergence layer, channel) and where they come from: given, or Table 3; None and None for another model."""
-    shape = (config.model_type, config.num_hidden_layers, config.hidden_size,
-             config.intermediate_size, config.num_key_value_heads, config.vocab_size,
-             config.max_position_embeddings)
+    """Emergence layer, channel, and where they come from; None, None where calibration has to look for them."""
     if layer is None and channel is None:
-        return (TABLE_3[shape], "the paper's Table 3") if shape in TABLE_3 else (None, None)
+        shape = (config.model_type, config.num_hidden_layers, config.hidden_size, config.intermediate_size,
+                 config.num_key_value_heads, config.vocab_size, config.max_position_embeddings)
+        if shape in TABLE_3:
+            return *TABLE_3[shape], "the paper's Table 3"
+        return None, None, "found on the calibration windows"
     layers, channels = config.num_hidden_layers, config.hidden_size
     if layer not in range(layers) or channel not in range(channels):
         raise UserError(f"give both the emergence layer and the outlier channel, of {layers} layers and {channels} "
                         f"channels; got {layer} and {channel}")
-    return (layer, channel), "given"
-
-
-# The search for the outlier
-
-def outlier(hidden):
-    """hidden (1, T, D) -> the largest |h|, its ratio to the median |h|, and its channel."""
-    h = hidden[0].float().abs()  # (T, D)
-    largest, median = h.max(), h.median()
-    return largest.item(), (largest / median).item(), h.argmax().item() % h.shape[1]
-
-
-def find_outlier(largest, ratio, channel):
-    """Emergence layer and channel of the stable outlier, or None if the model has none.
-
-    largest, ratio, channel (W, L + 1): each window's outlier after the embedding (column 0) and
-    after layer l (column l + 1), see `outlier`.
-    """
-    layer = find_layer(largest.median(0).values, ratio.median(0).values)
-    if layer is None:
-        return None
-    # each window votes for a channel in up to three layers from there on; 90% have to agree. The last layer has no
-    # vote: there the outlier is cleared
-    of_layers = channel[:, 1:-1]  # (W, L - 1)
-    votes = of_layers[:, layer:layer + 3]  # (W, up to 3)
-    winner = int(votes.flatten().mode().values)
-    agreement = (votes == winner).float().mean()
-    return (layer, winner) if agreement >= 0.9 else None
-
-
-def find_layer(largest, ratio):
-    """The layer after which the outlier stands out, or None. largest, ratio (L + 1): as above.
-
-    A large model has massive activations, by the criterion of Sun et al. (2024): the first layer
-    whose outlier is at least 100, and at least 1,000 times the median |h|, is the emergence layer.
-    A small model has the same thing smaller. Layers qualify whose ratio is at least 30, and three
-    times the median ratio of the layers before, of which layer 0 has none. The emergence layer is the
-    one of them at which the outlier grows most. Growth alone would pick layer 0, as an embedding is small.
-    """
-    # from here on layer l is number l. The last one cannot be it, as no layer after it could keep its sinks
-    growth = largest[1:-1] / largest[:-2]  # (L - 1)
-    largest, ratio = largest[1:-1], ratio[1:-1]  # (L - 1) both
-    is_massive = (largest >= 100) & (ratio >= 1000)  # (L - 1)
-    if is_massive.any():
-        return int(is_massive.int().argmax())
-    for layer in range(len(growth)):
-        stands_out = layer == 0 or ratio[layer] >= 3 * ratio[:layer].median()
-        if ratio[layer] < 30 or not stands_out:
-            growth[layer] = 0  # does not qualify
-    return int(growth.argmax()) if growth.any() else None
+    return layer, channel, "given"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from tinykv import UserError, calibrate, codecs, did_you_mean, kmeans
+from tinykv import UserError, calibrate, codecs, did_you_mean, kmeans, outlier
 from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.evaluate import Result
@@ -68,7 +68,7 @@ class Run:
         makers = [self.method, *(codec for pair in self.method.codecs for codec in pair)]
         if self.quantizer:
             makers.append(self.quantizer)
-        return identity(windows, calibrate, codecs, kmeans, *sources(*makers))
+        return identity(windows, calibrate, codecs, kmeans, outlier, *sources(*makers))
 
     @contextmanager
     def step(self, doing):
