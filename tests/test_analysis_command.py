@@ -14,6 +14,7 @@ from tinykv.analysis.walk import Text, cell
 from tinykv.data.windows import load_windows
 from tinykv.methods import antkv
 from tinykv.model import Llama, LlamaConfig
+from tinykv.run import comparisons
 from tinykv.run.cli import EMBEDDED
 
 PNG = b"\x89PNG"
@@ -158,7 +159,7 @@ FP16 = row("fp16", 2.0, 16.0)
 
 def drawn(rows):
     """{label: [(x, y)]} of the lines in the figure, and the lines in colour."""
-    panel, = figures.perplexity([FP16, *rows]).axes
+    panel, = comparisons.perplexity([FP16, *rows]).axes
     lines = {line.get_label(): list(zip(*(values.tolist() for values in line.get_data()))) for line in panel.lines}
     assert panel.get_yscale() == "log" and {note.get_text() for note in panel.texts} == set(lines)
     return lines, {line.get_label() for line in panel.lines if line.get_color() != figures.GREY}
@@ -167,7 +168,7 @@ def drawn(rows):
 def test_perplexity_is_drawn_above_fp16_s_in_per_cent():
     lines, _ = drawn([row("rtn bits=2", 3.0), row("rtn bits=4", 2.002, 4.0), row("rtn bits=8", 1.99, 8.0)])
     assert lines.keys() == {"rtn"}
-    assert lines["rtn"] == [pytest.approx(point) for point in ((2, 50), (4, 0.1), (8, figures.FLOOR))]
+    assert lines["rtn"] == [pytest.approx(point) for point in ((2, 50), (4, 0.1), (8, comparisons.FLOOR))]
 
 
 def test_what_loses_the_least_somewhere_has_a_colour():

@@ -17,8 +17,8 @@ from tinykv.calibrate import calibrate
 from tinykv.methods.registry import METHODS
 from tinykv.run import flags, runs
 from tinykv.run.cli import EMBEDDED
+from tinykv.run.comparisons import at_bits
 from tinykv.run.runs import SETTINGS, build_runs, settings_of
-from tinykv.run.table import at_bits
 from tinykv.weights import QUANTIZERS
 
 ROOT = Path(__file__).parent.parent

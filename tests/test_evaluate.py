@@ -8,12 +8,12 @@ import torch
 
 from eval_ppl import compare
 from tinykv import UserError, hf
-from tinykv.analysis import figures
 from tinykv.cache import KVCache
 from tinykv.data import Windows
 from tinykv.evaluate import FAR, Result, delta_error, measure, paired
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
+from tinykv.run import comparisons
 from tinykv.run.cli import EMBEDDED
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -272,7 +272,7 @@ def test_compare_returns_the_rows_of_the_command(tmp_path):
     assert {row["k_bits"] for row in table} == {16, 3}
     lines = repr(table).splitlines()
     assert lines[-5].split()[:3] == ["method", "scheme", "keep"] and lines[-1].startswith("pfn preserve=2 ")
-    assert figures.perplexity(table).axes[0].get_xlabel() == "tokens kept in full precision"
+    assert comparisons.perplexity(table).axes[0].get_xlabel() == "tokens kept in full precision"
 
 
 def test_compare_takes_a_method_and_a_loaded_model():

@@ -1,4 +1,4 @@
-"""What the figures share, and the figure of eval_ppl.py.
+"""What the figures share.
 
 Figures are made without pyplot, so the backend of a notebook stays as it is; after
 `%matplotlib inline` a notebook shows a Figure that is the last line of a cell. Lines differ in
@@ -7,7 +7,6 @@ marker as well as in colour, and all eyes can tell the colours apart.
 import torch
 
 from tinykv import storage
-from tinykv.run.table import lines_of
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
            "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")
@@ -15,7 +14,6 @@ MARKERS = "osD^vP*Xdh"
 LINES = ("-", "--", ":")
 GREY = "#b0b0b0"
 BETWEEN = 0.055  # of the height of a panel: between two labels of lines
-FLOOR = 0.01  # per cent: a smaller loss is drawn here, as a few windows cannot tell it from none
 
 
 def new_figure(rows, columns, width, height, title=None):
@@ -117,42 +115,3 @@ def span(numbers, form=".0%"):
     numbers = [x for x in numbers if x is not None]
     low, high = (format(f(numbers), form) if numbers else "-" for f in (min, max))
     return low if low == high else f"{low} to {high}"
-
-
-# eval_ppl.py --plot
-
-def perplexity(rows):
-    """How much each method's perplexity is above fp16's, in per cent, against true bits.
-
-    Where the number of kept tokens was varied, against that number instead.
-
-    rows: those of eval_ppl.py, fp16's in full precision first; what is read of each is "label",
-    "weights", "ppl", "bits_true" and "preserve". A line joins rows that differ in bits alone (or in
-    kept tokens alone). Lines in colour lose the least somewhere: no row has both less loss and
-    fewer bits. A loss below FLOOR, or a gain, is drawn at FLOOR. Standard errors are not
-    drawn: they come from the windows, which all methods share. Where kept tokens are varied, a
-    method that keeps a share of the text is left out.
-    """
-    against_kept = any("preserve=" in row["label"] for row in rows)
-    if against_kept:
-        x, label, varied = "preserve", "tokens kept in full precision", ("preserve",)
-        rows = [row for row in rows if row is rows[0] or not isinstance(row[x], str)]
-    else:
-        x, label, varied = "bits_true", "true bits of a cached number", None
-    base, rows = rows[0]["ppl"], rows[1:]
-
-    def is_best(row):
-        return not any(other["ppl"] < row["ppl"] and other[x] <= row[x] for other in rows)
-
-    lines = lines_of(rows, varied)
-    best = [name for name, points in lines.items() if any(is_best(row) for row in points)]
-    figure, (panel,) = new_figure(1, 1, 8, 4.8, f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
-    for name, points in lines.items():
-        points = sorted(points, key=lambda row: row[x])
-        losses = [max(100 * (row["ppl"] / base - 1), FLOOR) for row in points]
-        how = style(best.index(name)) if name in best else {"color": GREY, "marker": ".", "zorder": 1}
-        panel.plot([row[x] for row in points], losses, label=name, **how)
-    panel.set(yscale="log", xlabel=label, ylabel="perplexity above fp16's (%)")
-    plain_ticks(panel)
-    label_ends(panel)
-    return figure

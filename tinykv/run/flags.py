@@ -4,7 +4,7 @@ import math
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
-from tinykv.run import cli, ranks
+from tinykv.run import cli, comparisons, ranks
 from tinykv.run.runs import add_settings, load_class, own_settings
 
 
@@ -31,14 +31,7 @@ def parser(more_settings=None):
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
     p.add_argument("--wide", action="store_true", help="print all columns of the table")
     p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss; -: print it")
-    p.add_argument("--vs", metavar="NAME",
-                   help="also compare each row, window by window, with this one, or with this method's row of "
-                        "the same settings")
-    p.add_argument("--at-bits", metavar="B", type=float,
-                   help="also compare at B true bits: between the two nearest rows of each method that "
-                        "differ in bits alone")
-    p.add_argument("--plot", metavar="FILE.png",
-                   help="also draw perplexity against true bits, or against kept tokens if --preserve is a list")
+    comparisons.add_comparisons(p)
     cli.add_weights(p, several=True)
     add_settings(p, more_settings or {})
     return p

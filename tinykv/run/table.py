@@ -3,20 +3,15 @@
 A row is a dict, as the JSON has it. The first one is fp16's, with which the others are compared.
 """
 import json
-import math
 import platform
 import traceback
-from operator import itemgetter
 
 import torch
 
 from tinykv import UserError, storage
-from tinykv.evaluate import delta_error, mean, paired
-from tinykv.run import cli
+from tinykv.evaluate import delta_error, mean
+from tinykv.run import cli, comparisons
 from tinykv.weights import weight_bytes
-
-# settings that change a method's bits and nothing else; a method may declare others, `bits_settings`
-BITS_SETTINGS = ("bits", "k_bits", "v_bits", "vq")
 
 # column: (width, key of a row, format)
 COLUMNS = {
@@ -94,7 +89,7 @@ def row_of(r, fp16, args):
         "protocol": args.protocol,
         "prompt": args.prompt,  # tokens of it, or None
         "choose": choice_of(r, args),
-        "bits_settings": [*BITS_SETTINGS, *r.method.bits_settings],
+        "bits_settings": [*comparisons.BITS_SETTINGS, *r.method.bits_settings],
         "bits_nominal": (r.method.k_bits + r.method.v_bits) / 2,
         "offline_bytes": r.method.offline_bytes,
         "windows": args.windows,
@@ -179,115 +174,14 @@ class Table:
                 "windows": args.windows, "seed": args.seed, "versions": versions}
 
     def print_rest(self):
-        """What went wrong, and what compares the rows: --vs, --at-bits, --json -, --plot."""
+        """What went wrong, --json -, and what compares the rows."""
         args = self.args
         for title, r in self.runs.items():
             if r.error is not None:
                 print(f"{title} failed: {cli.reason(r.error)}")
                 if not isinstance(r.error, UserError):
                     print("".join(traceback.format_exception(r.error)).rstrip())
-        measured = {title: row for title, row in zip(self.runs, self.rows) if not row["fault"]}
-        if args.vs is not None:
-            print()
-            print_vs(measured, args.vs)
-        if args.at_bits is not None:
-            print()
-            print_at_bits(list(measured.values()), args.at_bits)
         if args.json == "-":
             print()
             print(json.dumps(self.content(), indent=2, allow_nan=False))
-        if args.plot:
-            from tinykv.analysis import figures  # only now: it needs matplotlib
-            figures.save(figures.perplexity(list(measured.values())), args.plot)
-
-
-# What stands under the table
-
-def print_vs(rows, name):
-    """Each row's loss beside that of another, window by window. rows: {title: row}. name: see `compared_with`."""
-    lines = []
-    for title, row in rows.items():
-        other = compared_with(title, name, rows)
-        if other in (None, title):
-            continue
-        difference, error, t, better = paired(row["window_nll"], rows[other]["window_nll"])
-        _, _, t_of_kl, _ = paired(row["window_kl"], rows[other]["window_kl"])
-        lines.append([title, other, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
-                      cli.figure(t_of_kl, "+.1f"), f"{better} of {row['windows']}"])
-    cli.print_columns(["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"], lines, left=2)
-
-
-def compared_with(title, name, titles):
-    """The row that --vs NAME compares a row with: the row of that title, or, of the method of that name, the row that
-    shares most settings and has no other; None if there is none."""
-    if name in titles and " " in name:
-        return name
-    settings = set(title.split()[1:])
-    same = [other for other in titles if other.split()[0] == name and settings >= set(other.split()[1:])]
-    return max(same, key=len, default=None)
-
-
-def lines_of(rows, varied=None):
-    """{name of a line: its rows}.
-
-    A row's label is its method, and then the settings that were swept: "pfn scheme=kvquant bits=2".
-    The rows of a line differ in one setting: the first in their label that is one of `varied`, or of
-    those that the method's bits hang on.
-    """
-    lines = {}
-    for row in rows:
-        words = row["label"].split(" ")
-        settings = varied or row.get("bits_settings", BITS_SETTINGS)
-        along_the_line = [word for word in words if word.partition("=")[0] in settings]
-        if along_the_line:
-            words.remove(along_the_line[0])
-        if row["weights"]:
-            words.append(row["weights"])
-        lines.setdefault(" ".join(words), []).append(row)
-    return lines
-
-
-def at_bits(rows, bits):
-    """What each method has at `bits` true bits: rows of `label`, `ppl`, `kld`, `between`, `tables`.
-
-    rows: of the table, fp16's first. Rows of a method that differ in bits alone lie on a line. The
-    loss and KL at `bits` are interpolated between the two nearest rows of the line, linearly in the
-    bits. `between`: their true bits; `tables`: the bytes of their calibrated tables. A line that
-    does not reach so far has no row.
-    """
-    found = []
-    bits_of = itemgetter("bits_true")
-    for label, line in lines_of(rows[1:]).items():
-        below = [row for row in line if bits_of(row) <= bits]
-        above = [row for row in line if bits_of(row) >= bits]
-        if not below or not above:
-            continue
-        below, above = max(below, key=bits_of), min(above, key=bits_of)
-        low, high = bits_of(below), bits_of(above)
-        share = (bits - low) / (high - low) if high > low else 0.0  # of the upper row
-        loss = (1 - share) * math.log(below["ppl"]) + share * math.log(above["ppl"])  # nats
-        found.append({
-            "label": label,
-            "ppl": math.exp(loss),
-            "kld": (1 - share) * below["kld"] + share * above["kld"],
-            "between": (low, high),
-            "tables": (below["offline_bytes"], above["offline_bytes"]),
-        })
-    return found
-
-
-def print_at_bits(rows, bits):
-    """The table of `at_bits`, and what it leaves out."""
-    found = at_bits(rows, bits)
-    lines = []
-    for row in found:
-        delta = row["ppl"] - rows[0]["ppl"]
-        lines.append([row["label"], f"{row['ppl']:.3f}", f"{delta:+.3f}", f"{row['kld']:.4f}",
-                      *(f"{x:.2f}" for x in row["between"]), *(f"{x / 1024:.0f}" for x in row["tables"])])
-    if lines:
-        head = [f"at {bits:g} true bits", "ppl", "delta", "KL", "from", "to", "tables KB", "to"]
-        cli.print_columns(head, lines, left=1)
-    left_out = lines_of(rows[1:]).keys() - {row["label"] for row in found}
-    if left_out:
-        print(f"no rows on both sides of {bits:g} true bits that differ in bits alone: "
-              f"{', '.join(sorted(left_out))}")
+        comparisons.print_all([row for row in self.rows if not row["fault"]], args)

@@ -1,0 +1,192 @@
+"""What compares the rows of a table: as eval_ppl.py prints it, or as --json has kept it.
+
+    python -m tinykv.run.comparisons table.json --vs rtn --at-bits 2 --plot bits.png
+
+A row is a dict; what is read of it stands beside each function. Rows of failed methods are left out.
+"""
+import math
+from operator import itemgetter
+from pathlib import Path
+
+from tinykv.analysis import figures
+from tinykv.evaluate import paired
+from tinykv.run import cli
+from tinykv.storage import read_json
+
+# settings that change a method's bits and nothing else; a method may declare others, `bits_settings`
+BITS_SETTINGS = ("bits", "k_bits", "v_bits", "vq")
+FLOOR = 0.01  # per cent: a smaller loss is drawn here, as a few windows cannot tell it from none
+
+
+def add_comparisons(p):
+    p.add_argument("--vs", metavar="NAME",
+                   help="also compare each row, window by window, with this one, or with this method's row of "
+                        "the same settings")
+    p.add_argument("--at-bits", metavar="B", type=float,
+                   help="also compare at B true bits: between the two nearest rows of each method that "
+                        "differ in bits alone")
+    p.add_argument("--plot", metavar="FILE.png",
+                   help="also draw perplexity against true bits, or against kept tokens if --preserve is a list")
+
+
+def print_all(rows, args):
+    """--vs, --at-bits and --plot. rows: fp16's first."""
+    if args.vs is not None:
+        print()
+        print_vs(rows, args.vs)
+    if args.at_bits is not None:
+        print()
+        print_at_bits(rows, args.at_bits)
+    if args.plot:
+        figures.save(perplexity(rows), args.plot)
+
+
+def title_of(row):
+    """In messages, where no column names the weights: "pfn preserve=5 awq-3"."""
+    return f"{row['label']} {row['weights']}" if row["weights"] else row["label"]
+
+
+# --vs
+
+def print_vs(rows, name):
+    """Each row's loss beside that of another, window by window. name: see `compared_with`."""
+    lines, rows = [], {title_of(row): row for row in rows}
+    for title, row in rows.items():
+        other = compared_with(title, name, rows)
+        if other in (None, title):
+            continue
+        difference, error, t, better = paired(row["window_nll"], rows[other]["window_nll"])
+        _, _, t_of_kl, _ = paired(row["window_kl"], rows[other]["window_kl"])
+        lines.append([title, other, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
+                      cli.figure(t_of_kl, "+.1f"), f"{better} of {row['windows']}"])
+    cli.print_columns(["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"], lines, left=2)
+
+
+def compared_with(title, name, titles):
+    """The row that --vs NAME compares a row with: the row of that title, or, of the method of that name, the row that
+    shares most settings and has no other; None if there is none."""
+    if name in titles and " " in name:
+        return name
+    settings = set(title.split()[1:])
+    same = [other for other in titles if other.split()[0] == name and settings >= set(other.split()[1:])]
+    return max(same, key=len, default=None)
+
+
+# --at-bits
+
+def lines_of(rows, varied=None):
+    """{name of a line: its rows}.
+
+    A row's label is its method, and then the settings that were swept: "pfn scheme=kvquant bits=2".
+    The rows of a line differ in one setting: the first in their label that is one of `varied`, or of
+    those that the method's bits hang on.
+    """
+    lines = {}
+    for row in rows:
+        words = row["label"].split(" ")
+        settings = varied or row.get("bits_settings", BITS_SETTINGS)
+        along_the_line = [word for word in words if word.partition("=")[0] in settings]
+        if along_the_line:
+            words.remove(along_the_line[0])
+        if row["weights"]:
+            words.append(row["weights"])
+        lines.setdefault(" ".join(words), []).append(row)
+    return lines
+
+
+def at_bits(rows, bits):
+    """What each method has at `bits` true bits: rows of `label`, `ppl`, `kld`, `between`, `tables`.
+
+    rows: of the table, fp16's first. Rows of a method that differ in bits alone lie on a line. The
+    loss and KL at `bits` are interpolated between the two nearest rows of the line, linearly in the
+    bits. `between`: their true bits; `tables`: the bytes of their calibrated tables. A line that
+    does not reach so far has no row.
+    """
+    found = []
+    bits_of = itemgetter("bits_true")
+    for label, line in lines_of(rows[1:]).items():
+        below = [row for row in line if bits_of(row) <= bits]
+        above = [row for row in line if bits_of(row) >= bits]
+        if not below or not above:
+            continue
+        below, above = max(below, key=bits_of), min(above, key=bits_of)
+        low, high = bits_of(below), bits_of(above)
+        share = (bits - low) / (high - low) if high > low else 0.0  # of the upper row
+        loss = (1 - share) * math.log(below["ppl"]) + share * math.log(above["ppl"])  # nats
+        found.append({
+            "label": label,
+            "ppl": math.exp(loss),
+            "kld": (1 - share) * below["kld"] + share * above["kld"],
+            "between": (low, high),
+            "tables": (below["offline_bytes"], above["offline_bytes"]),
+        })
+    return found
+
+
+def print_at_bits(rows, bits):
+    """The table of `at_bits`, and what it leaves out."""
+    found = at_bits(rows, bits)
+    lines = []
+    for row in found:
+        delta = row["ppl"] - rows[0]["ppl"]
+        lines.append([row["label"], f"{row['ppl']:.3f}", f"{delta:+.3f}", f"{row['kld']:.4f}",
+                      *(f"{x:.2f}" for x in row["between"]), *(f"{x / 1024:.0f}" for x in row["tables"])])
+    if lines:
+        head = [f"at {bits:g} true bits", "ppl", "delta", "KL", "from", "to", "tables KB", "to"]
+        cli.print_columns(head, lines, left=1)
+    left_out = lines_of(rows[1:]).keys() - {row["label"] for row in found}
+    if left_out:
+        print(f"no rows on both sides of {bits:g} true bits that differ in bits alone: "
+              f"{', '.join(sorted(left_out))}")
+
+
+# --plot
+
+def perplexity(rows):
+    """How much each method's perplexity is above fp16's, in per cent, against true bits.
+
+    Where the number of kept tokens was varied, against that number instead.
+
+    rows: those of eval_ppl.py, fp16's in full precision first; what is read of each is "label",
+    "weights", "ppl", "bits_true" and "preserve". A line joins rows that differ in bits alone (or in
+    kept tokens alone). Lines in colour lose the least somewhere: no row has both less loss and
+    fewer bits. A loss below FLOOR, or a gain, is drawn at FLOOR. Standard errors are not
+    drawn: they come from the windows, which all methods share. Where kept tokens are varied, a
+    method that keeps a share of the text is left out.
+    """
+    against_kept = any("preserve=" in row["label"] for row in rows)
+    if against_kept:
+        x, label, varied = "preserve", "tokens kept in full precision", ("preserve",)
+        rows = [row for row in rows if row is rows[0] or not isinstance(row[x], str)]
+    else:
+        x, label, varied = "bits_true", "true bits of a cached number", None
+    base, rows = rows[0]["ppl"], rows[1:]
+
+    def is_best(row):
+        return not any(other["ppl"] < row["ppl"] and other[x] <= row[x] for other in rows)
+
+    lines = lines_of(rows, varied)
+    best = [name for name, points in lines.items() if any(is_best(row) for row in points)]
+    figure, (panel,) = figures.new_figure(1, 1, 8, 4.8, f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
+    for name, points in lines.items():
+        points = sorted(points, key=lambda row: row[x])
+        losses = [max(100 * (row["ppl"] / base - 1), FLOOR) for row in points]
+        how = figures.style(best.index(name)) if name in best else {"color": figures.GREY, "marker": ".", "zorder": 1}
+        panel.plot([row[x] for row in points], losses, label=name, **how)
+    panel.set(yscale="log", xlabel=label, ylabel="perplexity above fp16's (%)")
+    figures.plain_ticks(panel)
+    figures.label_ends(panel)
+    return figure
+
+
+def main():
+    p = cli.Parser(prog="python -m tinykv.run.comparisons", description="Compare the rows of a table that --json wrote.")
+    p.add_argument("table", metavar="TABLE.json")
+    add_comparisons(p)
+    with cli.one_line(p):
+        args = p.parse_args()
+        print_all([row for row in read_json(Path(args.table))["rows"] if not row["fault"]], args)
+
+
+if __name__ == "__main__":
+    main()
