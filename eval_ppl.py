@@ -12,7 +12,7 @@ import io
 
 from tinykv import hf
 from tinykv.evaluate import measure
-from tinykv.run import cli, flags, ranks, runs, table
+from tinykv.run import cli, flags, ranks, runs, settings, table
 
 
 def run(args, loaded=None):
@@ -48,17 +48,17 @@ def run(args, loaded=None):
     return printed.rows
 
 
-def compare(methods, model=None, **settings):
+def compare(methods, model=None, **given):
     """What the command measures -> a list of its rows, shown as the command prints them.
 
         compare("pfn,kvsink", bits=2, preserve=[1, 5])
         compare(["pfn", Mine, KVSink(config)], model=hf.load("path/to/Llama-2-7b-hf"), protocol="stream")
 
     methods: names, a class, a method, or a list of these. model: a folder, or a (model, tokenizer).
-    settings: flags of the command, with `_` for `-`; True is a flag that takes no value.
+    given: flags of the command, with `_` for `-`; True is a flag that takes no value.
     """
     loaded = model if isinstance(model, tuple) else None
-    words = flags.words_of(settings if loaded else {"model": model, **settings})
+    words = flags.words_of(given if loaded else {"model": model, **given})
     with contextlib.redirect_stdout(io.StringIO()) as text:
         rows = run(flags.parse(words, methods), loaded=loaded)
     return table.Rows(rows, text.getvalue().rstrip())
@@ -68,7 +68,7 @@ def main():
     with cli.one_line(flags.parser()), ranks.joined():
         args = flags.parse()
         if args.list_methods:
-            return runs.list_methods()
+            return settings.list_methods()
         rows = run(args)
         if any(row["fault"] for row in rows):
             raise SystemExit(1)

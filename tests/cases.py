@@ -22,7 +22,7 @@ from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run.runs import settings_of
+from tinykv.run.settings import settings_of
 
 VOCAB, D, L, H, d = 41, 32, 2, 4, 16
 WIDE = 64  # channels of a head, where bits are counted: scales and zero points are few then

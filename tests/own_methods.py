@@ -28,7 +28,7 @@ def check_one(name, built_in, like):
     from cases import SETTINGS, model_of
 
     from tinykv.run.check import check_method
-    from tinykv.run.runs import load_class, settings_of
+    from tinykv.run.settings import load_class, settings_of
     cls = load_class(name)
     settings = settings_of(cls)
 

@@ -28,7 +28,7 @@ from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import flags
 from tinykv.run.cli import EMBEDDED
-from tinykv.run.runs import SETTINGS
+from tinykv.run.settings import flags_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
@@ -226,7 +226,7 @@ def index():
     out; with the names of its files, of its folders, and of pdb's commands."""
     words = {name.removeprefix("do_") for name in dir(pdb.Pdb)} | {"None", "True", "False", "HF_ENDPOINT"}
     words |= set(json.loads((EMBEDDED / "config.json").read_text()))
-    flags = {"--help", "--exclude", "--local-dir"} | {"--" + name.replace("_", "-") for name in SETTINGS}
+    flags = {"--help", "--exclude", "--local-dir"} | {"--" + name.replace("_", "-") for name in flags_of(METHODS)}
     programs = [ROOT / "tests" / name for name in ("conftest.py", "benchmark.py", "bench_kernels.py")]
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/**/*.py"), *programs]:
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -41,7 +41,7 @@ from tinykv.methods.kivi import KIVI
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.ott import OTT
 from tinykv.methods.registry import METHODS
-from tinykv.run.runs import load_class
+from tinykv.run.settings import load_class
 
 LENGTHS = ["1", "G-1", "G", "G+1", "2G+5"]
 SHAPES = {"heads_per_kv": (2, 1, 4), "batch": (3, 1)}

@@ -16,7 +16,7 @@ import wrong_methods as own
 from cases import Case
 
 from tinykv.methods.registry import METHODS
-from tinykv.run.runs import load_class
+from tinykv.run.settings import load_class
 
 ROOT = Path(__file__).parent.parent
 OWN = "tests/wrong_methods.py"

@@ -18,7 +18,8 @@ from tinykv.analysis.walk import Text, print_table
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.run import cli
-from tinykv.run.runs import SETTINGS, all_settings_of, constructor_arguments, load_class
+from tinykv.methods.registry import METHODS
+from tinykv.run.settings import all_settings_of, constructor_arguments, flags_of, load_class
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 
@@ -83,7 +84,7 @@ def methods_of(words, config):
         for setting in settings:
             key, _, value = setting.partition("=")
             one_of([x for x in all_settings_of(cls) if x != "prefix"], **{f"a setting of {name}": key})
-            kind, *_ = SETTINGS.get(key, (str,))
+            kind, *_ = flags_of({**METHODS, name: cls})[key]
             try:
                 chosen[key] = kind(value)
             except ValueError:

@@ -31,7 +31,10 @@ from tinykv.codecs.nonuniform import kvquant
 
 
 def integers(k_axis, static, config, kind, bits, group_size=None, formula="offset"):
-    """K has a grid per token, in groups of channels, or per channel, in groups of tokens; V per token."""
+    """K has a grid per token, in groups of channels, or per channel, in groups of tokens; V per token.
+
+    formula (NAME): uniform schemes: offset or integer-zero, the zero point
+    """
     one_of(FORMULAS, formula=formula)
     at_least(1, group_size=group_size)
     axis = k_axis if kind == "k" else "token"

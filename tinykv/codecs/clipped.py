@@ -228,7 +228,15 @@ class ClippedGroups(Codec):
 
 def skvq(config, kind, bits, group_size=None, reorder="on", clip="both", alpha=None, metadata="fp8",
          metadata_order="rounded-first", sensitivity="token"):
-    """The codec of a layer's keys, or values: both kinds alike. Settings as of `ClippedGroups`."""
+    """The codec of a layer's keys, or values: both kinds alike. Settings as of `ClippedGroups`.
+
+    reorder (on|off): regroup the channels
+    clip (NAME): both, endpoint, centre or none
+    alpha (X): the clip of all groups; the released code has 0.92 or 0.96, with --clip endpoint
+    metadata (fp8|fp16): scales and offsets
+    metadata_order (NAME): rounded-first, or codes-first as in the released code
+    sensitivity (NAME): weights of the fit: token, none
+    """
     at_least(1, group_size=group_size)
     one_of(("on", "off"), reorder=reorder)
     one_of(CLIPS, clip=clip)

@@ -289,8 +289,12 @@ class Histogram:
 
 
 def kvquant(config, kind, bits, outliers=1.0, sensitivity="fisher-range", q_norm=None):
-    """The codec of a layer's keys (kind "k"), or values. outliers: a percentage of all numbers. Other settings as of
-    `NonUniform`."""
+    """The codec of a layer's keys (kind "k"), or values. Other settings as of `NonUniform`.
+
+    outliers (X): per cent of the numbers that are stored apart
+    q_norm (on|off): correct the mean and the deviation of the levels
+    sensitivity (NAME): weights of the fit: fisher-range, fisher, none
+    """
     if not 0 <= outliers < 50:
         raise UserError(f"outliers are a percentage from 0 to below 50; got {outliers}")
     one_of(SENSITIVITIES, sensitivity=sensitivity)

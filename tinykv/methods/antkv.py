@@ -72,7 +72,12 @@ class AnTKV(Method):
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
                  anchors="1%", anchors_by="attention", recent=32, block=BLOCK, choose="prompt", rope="pre"):
-        """anchors: a count, such as 64, or a share of the text, such as "1%"."""
+        """anchors (N|P%): tokens kept, a count or a share
+        anchors_by (NAME): attention (Eq. 5), error (times the row's), or the controls first and random
+        vq (dNmM): N channels share one of M centroids
+        sharing (head|layer): codebooks for each head and place, or for a layer's K and V
+        sensitivity (NAME): weights of the fit: token, fisher, none
+        """
         one_of(ANCHORS_BY, anchors_by=anchors_by)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k

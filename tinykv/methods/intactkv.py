@@ -35,6 +35,8 @@ class IntactKV(CodecMethod):
 
     def __init__(self, config, prefix=None, k_bits=16, v_bits=16, scheme="token-dynamic",
                  group_size=None, formula="integer-zero"):
+        """prefix (bos|FILE): what texts begin with: BOS, a text, a trained prefix
+        """
         one_of(("token-dynamic", "channel-dynamic"), scheme=scheme)
         if prefix is None and config.bos_token_id is None:
             raise UserError("this model has no BOS token, which is IntactKV's prefix by default; "

@@ -38,6 +38,9 @@ class KVSink(CodecMethod):
     found = ("layer", "channel")  # by calibration, on a model that Table 3 does not have
 
     def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None, outlier_channel=None, **codec):
+        """emergence_layer (N): the block whose output shows the outlier
+        outlier_channel (N): the outlier's channel
+        """
         super().__init__(config, **codec)
         at_least(1, preserve=preserve)  # rtn preserves none
         self.preserve, self.choose = preserve, choose

@@ -46,6 +46,11 @@ class OTT(CodecMethod):
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=128, recent=32, outlier_num=3,
                  extra_pool=32, skip_layers=2, select="smallest"):
+        """outlier_num (N): tokens in the pool
+        extra_pool (N): places for tokens that the pool gives up
+        skip_layers (N): first layers without a pool
+        select (smallest|largest): which keys are kept
+        """
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
         at_least(0, extra_pool=extra_pool, skip_layers=skip_layers)
         one_of(("smallest", "largest"), select=select)

@@ -5,11 +5,11 @@ from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
 from tinykv.run import cli, comparisons, ranks
-from tinykv.run.runs import add_settings, load_class, own_settings
+from tinykv.run.settings import add_settings, load_class
 
 
-def parser(more_settings=None):
-    """more_settings: those of methods in files of the user's, as `runs.SETTINGS`."""
+def parser(asked=()):
+    """asked: the methods of --method; those of the user's own have settings of their own."""
     p = cli.Parser(
         description="Perplexity, answer recall and true size of the KV cache under each method, beside fp16.",
         epilog="A setting reaches every method that takes it; it is an error if no method asked for does. A method "
@@ -33,7 +33,7 @@ def parser(more_settings=None):
     p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss; -: print it")
     comparisons.add_comparisons(p)
     cli.add_weights(p, several=True)
-    add_settings(p, more_settings or {})
+    add_settings(p, asked)
     return p
 
 
@@ -120,7 +120,7 @@ def parse(words=None, methods=None):
         methods = parser().parse_known_args(words)[0].method
     elif not isinstance(methods, list):
         methods = [methods]
-    p = parser(own_settings(methods))  # a method in a file of the user's has settings of its own
+    p = parser(methods)
     if words is not None:
         p.error = refuse
     args = p.parse_args(words)

@@ -3,28 +3,23 @@
 A setting is an argument of a method's constructor, so a new method brings its flags along. A flag
 with several values, such as `--preserve 1,5`, makes a run of each, for every method that takes it.
 """
-import argparse
 import copy
-import importlib.util
-import inspect
 import itertools
-import os
 import sys
 from bdb import BdbQuit
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
-from tinykv import UserError, calibrate, codecs, did_you_mean, kmeans, outlier
-from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
+from tinykv import UserError, calibrate, codecs, kmeans, outlier
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.evaluate import Result
-from tinykv.methods.base import CodecMethod, Method
+from tinykv.methods.base import Method
 from tinykv.methods.registry import METHODS
 from tinykv.run import cli, ranks
 from tinykv.run.check import check_codecs, check_method
 from tinykv.run.prefix import fill_prefix, open_prefix
+from tinykv.run.settings import all_settings_of, constructor_arguments, is_made, load_class, name_of, settings_of
 from tinykv.storage import identity, sources
 
 
@@ -83,132 +78,6 @@ class Run:
             if self.name == "fp16" or n_ranks > 1 or isinstance(error, BdbQuit):
                 raise
             self.error = error
-
-
-# Settings
-
-#   name:           (type, metavar, help)
-SETTINGS = {
-    "bits": (float, "B", "of keys and values both; --k-bits and --v-bits go before it"),
-    "k_bits": (float, "B", "of keys: 1, 1.5 (three levels), 2 to 8, 16"),
-    "v_bits": (float, "B", "of values"),
-    "scheme": (str, "NAME", f"rtn, pfn, kvsink: {', '.join(SCHEMES)}"),
-    "group_size": (int, "G", "tokens (per channel), or channels (per token), of a group"),
-    "rope": (str, "pre|post", "store keys before or after RoPE"),
-    "formula": (str, "NAME", "uniform schemes: offset or integer-zero, the zero point"),
-    "preserve": (int, "N", "tokens kept in full precision"),
-    "recent": (int, "R", "newest tokens that stay in full precision (protocol stream)"),
-    "block": (int, "N", "tokens quantized at a time (protocol stream)"),
-    "v_block": (int, "N", "kivi: values quantized at a time, where not as many as keys"),
-    "choose": (str, "prompt|always", "kvsink, antkv: choose the tokens to keep once, after --prompt, or go on"),
-    "emergence_layer": (int, "L", "kvsink: the block whose output shows the outlier"),
-    "outlier_channel": (int, "C", "kvsink: the outlier's channel"),
-    "outlier_num": (int, "N", "ott: tokens in the pool"),
-    "extra_pool": (int, "N", "ott: places for tokens that the pool gives up"),
-    "skip_layers": (int, "N", "ott: first layers without a pool"),
-    "select": (str, "NAME", "ott: keep the smallest or the largest keys"),
-    "reorder": (str, "on|off", "skvq: regroup the channels"),
-    "clip": (str, "NAME", "skvq: both, endpoint, centre or none"),
-    "alpha": (float, "A", "skvq: the clip of all groups; the released code has 0.92 or 0.96, with --clip endpoint"),
-    "metadata": (str, "fp8|fp16", "skvq: scales and offsets"),
-    "metadata_order": (str, "NAME", "skvq: rounded-first, or codes-first as in the released code"),
-    "outliers": (float, "P", "kvquant: per cent of the numbers that are stored apart"),
-    "sensitivity": (str, "NAME", "weights of the fit. kvquant: fisher-range, fisher, none; "
-                                 "cq, antkv: token, fisher, none; skvq: token, none"),
-    "vq": (str, "dNmM", "cq, antkv: N channels share one of M centroids"),
-    "sharing": (str, "head|layer", "cq, antkv: codebooks for each head and place, or for a layer's K and V"),
-    "anchors": (str, "N|P%", "antkv: tokens kept, a count or a share"),
-    "anchors_by": (str, "NAME", "antkv: attention (Eq. 5), error (times the row's), or the controls first and random"),
-    "prefix": (str, "bos|FILE", "intactkv: what texts begin with: BOS, a text, a trained prefix"),
-    "q_norm": (str, "on|off", "kvquant: correct the mean and the deviation of the levels"),
-}
-
-
-def settings_of(cls, scheme=None):
-    """A method's settings, {name: default}: the arguments of its constructor after `config`.
-
-    A constructor that ends in **settings hands them to its parent, whose settings then count, too;
-    that of `CodecMethod` to the codecs of the scheme. scheme: without those of other schemes only.
-    """
-    settings = {}
-    for argument in list(inspect.signature(cls.__init__).parameters.values())[2:]:  # after self and config
-        if argument.kind is argument.VAR_KEYWORD:
-            inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
-            settings = {**settings, **inherited, **settings}  # its own defaults go before
-        elif argument.kind is not argument.VAR_POSITIONAL:
-            settings[argument.name] = argument.default
-    if scheme is not None:
-        for other in settings_of_codecs().keys() - settings_of_scheme(scheme):
-            settings.pop(other, None)
-    return settings
-
-
-def own_settings(methods):
-    """Settings that only methods of the user's have, as SETTINGS. methods: of --method."""
-    found = {}
-    for method in methods:
-        if inspect.isclass(method) or isinstance(method, str) and ".py:" in method:
-            for setting, default in settings_of(load_class(method)).items():
-                kind = type(default) if type(default) in (int, float) else str
-                found[setting] = kind, setting.upper(), f"of {name_of(method)}"
-    return {name: setting for name, setting in found.items() if name not in SETTINGS}
-
-
-def add_settings(p, own):
-    """The flags of all settings. own: settings of the user's methods, as SETTINGS."""
-    group = p.add_argument_group(
-        "settings of the methods",
-        "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
-    for name, (kind, metavar, help) in {**SETTINGS, **own}.items():
-        group.add_argument("--" + name.replace("_", "-"), metavar=f"{metavar}[,...]", type=cli.list_of(kind),
-                           help=help, default=argparse.SUPPRESS)
-    p.set_defaults(settings=[*SETTINGS, *own])
-
-
-def list_methods():
-    """Print each method: its name, the first line of its file, its settings."""
-    for name, cls in METHODS.items():
-        settings = []
-        for setting, default in settings_of(cls).items():
-            settings.append(setting if default is None else f"{setting}={default}")
-        print(f"{name:8} {inspect.getmodule(cls).__doc__.splitlines()[0]}")
-        print(f"{'':8} {', '.join(settings) or 'no settings'}")
-
-
-# Methods by name
-
-def name_of(method):
-    """What the table calls a method: its own `name`, or what it was asked for."""
-    cls = load_class(method)
-    return getattr(method, "name", cls.name) or (method if isinstance(method, str) else cls.__name__)
-
-
-def is_made(method):
-    """Whether a method is there already, and not a class or a name of one."""
-    return not isinstance(method, str) and not inspect.isclass(method)
-
-
-@cache
-def load_class(name):
-    """A method's class, from its name or from path/to/file.py:Class, or as it is, or of a method. A file is imported
-    once."""
-    if not isinstance(name, str):
-        return type(name) if is_made(name) else name
-    if name in METHODS:
-        return METHODS[name]
-    path, _, attribute = name.rpartition(":")
-    if not (path.endswith(".py") and os.path.isfile(path)):
-        raise UserError(f"there is no method {name!r}; there are {', '.join(METHODS)}, or "
-                        f"path/to/file.py:Class{did_you_mean(name, METHODS)}")
-    spec = importlib.util.spec_from_file_location(path, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path] = module
-    sys.path.append(str(Path(path).absolute().parent))  # the file may import from its own folder
-    spec.loader.exec_module(module)
-    cls = getattr(module, attribute, None)
-    if not (inspect.isclass(cls) and issubclass(cls, Method)):
-        raise UserError(f"{path} has no subclass of tinykv.methods.base.Method named {attribute!r}")
-    return cls
 
 
 # Runs
@@ -304,23 +173,6 @@ def combinations(cls, given, beside):
         for combination in itertools.product(*values.values()):
             found.append(dict(zip(values, combination)))
     return found
-
-
-def all_settings_of(cls, scheme=None):
-    """The names of a method's settings, with `bits`, which stands for k_bits and v_bits."""
-    settings = list(settings_of(cls, scheme))
-    if "k_bits" in settings:
-        settings.append("bits")
-    return settings
-
-
-def constructor_arguments(cls, chosen):
-    """A combination as the constructor takes it: bits become k_bits and v_bits."""
-    arguments = dict(chosen)
-    if "bits" in chosen and "bits" not in settings_of(cls):
-        bits = arguments.pop("bits")
-        arguments = {"k_bits": bits, "v_bits": bits, **arguments}
-    return arguments
 
 
 def label_of(name, chosen, given):

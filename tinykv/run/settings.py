@@ -1,0 +1,142 @@
+"""Methods by name, and their settings: the arguments of a method's constructor, each with its default there and a line
+of the docstring, `preserve (N): tokens kept in full precision`. N is a whole number, X a number, anything else a text.
+"""
+import argparse
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+from tinykv import UserError, did_you_mean
+from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
+from tinykv.methods.base import CodecMethod, Method
+from tinykv.methods.registry import METHODS
+from tinykv.run import cli
+
+KINDS = {"N": int, "X": float}
+
+
+def settings_of(cls, scheme=None):
+    """A method's settings, {name: default}: the arguments of its constructor after `config`.
+
+    A constructor that ends in **settings hands them to its parent, whose settings then count, too;
+    that of `CodecMethod` to the codecs of the scheme. scheme: without those of other schemes only.
+    """
+    settings = {}
+    for argument in list(inspect.signature(cls.__init__).parameters.values())[2:]:  # after self and config
+        if argument.kind is argument.VAR_KEYWORD:
+            inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
+            settings = {**settings, **inherited, **settings}  # its own defaults go before
+        elif argument.kind is not argument.VAR_POSITIONAL:
+            settings[argument.name] = argument.default
+    if scheme is not None:
+        for other in settings_of_codecs().keys() - settings_of_scheme(scheme):
+            settings.pop(other, None)
+    return settings
+
+
+def kind_of(cls, setting, default):
+    """(type, what stands for a value, help) of a setting, from the docstrings of the constructors, the nearest first,
+    and of the schemes. Where none has a line of it, the default tells."""
+    makers = [parent.__init__ for parent in cls.__mro__] + [getattr(make, "func", make) for make, _ in SCHEMES.values()]
+    for make in makers:
+        found = re.search(rf"^ *{setting} \((.*?)\): (.*)$", inspect.getdoc(make) or "", re.M)
+        if found:
+            return KINDS.get(found[1], str), found[1], found[2]
+    kind = type(default) if type(default) in (int, float) else str
+    return kind, setting.upper(), ""
+
+
+def flags_of(methods):
+    """{setting: (type, what stands for a value, help)} of all settings. methods: {name: class}."""
+    found = {"bits": {(float, "X", "of keys and values both; --k-bits and --v-bits go before it"): []}}
+    for name, cls in methods.items():
+        for setting, default in settings_of(cls).items():
+            found.setdefault(setting, {}).setdefault(kind_of(cls, setting, default), []).append(name)
+    flags = {}
+    for setting, kinds in found.items():
+        helps = [", ".join(names) + ": " * bool(names and help) + help if len(names) < 4 else help
+                 for (_, _, help), names in kinds.items()]
+        (kind, values, _), *_ = kinds
+        flags[setting] = kind, values, "; ".join(helps)
+    return flags
+
+
+def add_settings(p, asked=()):
+    """The flags of all settings, also of the user's own methods among those that are asked for."""
+    own = {name_of(method): load_class(method) for method in asked
+           if inspect.isclass(method) or isinstance(method, str) and ".py:" in method}
+    flags = flags_of({**METHODS, **own})
+    group = p.add_argument_group(
+        "settings of the methods",
+        "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
+    for name, (kind, values, help) in flags.items():
+        group.add_argument("--" + name.replace("_", "-"), metavar=f"{values}[,...]", type=cli.list_of(kind),
+                           help=help, default=argparse.SUPPRESS)
+    p.set_defaults(settings=list(flags))
+
+
+def all_settings_of(cls, scheme=None):
+    """The names of a method's settings, with `bits`, which stands for k_bits and v_bits."""
+    settings = list(settings_of(cls, scheme))
+    if "k_bits" in settings:
+        settings.append("bits")
+    return settings
+
+
+def constructor_arguments(cls, chosen):
+    """A combination as the constructor takes it: bits become k_bits and v_bits."""
+    arguments = dict(chosen)
+    if "bits" in chosen and "bits" not in settings_of(cls):
+        bits = arguments.pop("bits")
+        arguments = {"k_bits": bits, "v_bits": bits, **arguments}
+    return arguments
+
+
+def list_methods():
+    """Print each method: its name, the first line of its file, its settings."""
+    for name, cls in METHODS.items():
+        settings = []
+        for setting, default in settings_of(cls).items():
+            settings.append(setting if default is None else f"{setting}={default}")
+        print(f"{name:8} {inspect.getmodule(cls).__doc__.splitlines()[0]}")
+        print(f"{'':8} {', '.join(settings) or 'no settings'}")
+
+
+# Methods by name
+
+def name_of(method):
+    """What the table calls a method: its own `name`, or what it was asked for."""
+    cls = load_class(method)
+    return getattr(method, "name", cls.name) or (method if isinstance(method, str) else cls.__name__)
+
+
+def is_made(method):
+    """Whether a method is there already, and not a class or a name of one."""
+    return not isinstance(method, str) and not inspect.isclass(method)
+
+
+@cache
+def load_class(name):
+    """A method's class, from its name or from path/to/file.py:Class, or as it is, or of a method. A file is imported
+    once."""
+    if not isinstance(name, str):
+        return type(name) if is_made(name) else name
+    if name in METHODS:
+        return METHODS[name]
+    path, _, attribute = name.rpartition(":")
+    if not (path.endswith(".py") and os.path.isfile(path)):
+        raise UserError(f"there is no method {name!r}; there are {', '.join(METHODS)}, or "
+                        f"path/to/file.py:Class{did_you_mean(name, METHODS)}")
+    spec = importlib.util.spec_from_file_location(path, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path] = module
+    sys.path.append(str(Path(path).absolute().parent))  # the file may import from its own folder
+    spec.loader.exec_module(module)
+    cls = getattr(module, attribute, None)
+    if not (inspect.isclass(cls) and issubclass(cls, Method)):
+        raise UserError(f"{path} has no subclass of tinykv.methods.base.Method named {attribute!r}")
+    return cls
