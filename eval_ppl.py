@@ -12,7 +12,8 @@ import io
 
 from tinykv import hf
 from tinykv.evaluate import measure
-from tinykv.run import cli, flags, ranks, runs, settings, table
+from tinykv import cli
+from tinykv.run import flags, ranks, runs, settings, table
 
 
 def run(args, loaded=None):
@@ -21,25 +22,26 @@ def run(args, loaded=None):
     loaded: a (model, tokenizer) in the place of those of --model.
     """
     # 1. Load: first the config and the tokenizer, as the methods need no more
-    config, tokenizer = flags.load_config(args, loaded)
-    by_title, left_out = runs.build_runs(args, config, tokenizer)
-    flags.check_runs(args, by_title)
-    model = loaded[0] if loaded else hf.load_model(args.model, args.devices, args.dtype)
-    windows = flags.load_test(args, tokenizer, by_title)
+    setup = flags.set_up(args, loaded)
+    by_title, left_out = runs.build_runs(args, setup.config, setup.tokenizer)
+    flags.check_runs(setup, by_title)
+    cache_class = flags.cache_class_of(setup, by_title)
+    model = loaded[0] if loaded else hf.load_model(args.model, setup.devices, setup.dtype)
+    windows = flags.load_test(setup, by_title)
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
-    models = runs.calibrate_all(args, model, tokenizer, by_title)  # {label of weights: Llama}
+    models = runs.calibrate_all(setup, model, by_title)  # {label of weights: Llama}
 
     # 3. Evaluate and print: a row as soon as it is measured. fp16 is the first, with which the others are compared
-    table.print_heading(args, model, windows, models, by_title, left_out)
-    printed, fp16 = table.Table(args, by_title), by_title["fp16"]
-    share = ranks.share(windows, args.batch)  # all windows, unless torchrun started several processes
+    table.print_heading(setup, model, windows, models, by_title, left_out)
+    printed, fp16 = table.Table(setup, by_title), by_title["fp16"]
+    share = ranks.share(windows, setup.batch)  # all windows, unless torchrun started several processes
     for title, r in by_title.items():
         models[r.weights].use_attention(args.attention)
         if r.error is None:  # it has been calibrated
             with r.step("evaluating"), cli.bar(None, f"evaluating {title}", len(share.tokens)) as bar:
-                result = measure(models[r.weights], r.method, share, args.protocol, args.batch, fp16.result, bar,
-                                 args.cache_class, args.prompt)
+                result = measure(models[r.weights], r.method, share, args.protocol, setup.batch, fp16=fp16.result,
+                                 bar=bar, cache_class=cache_class, prompt=args.prompt)
                 r.result = ranks.gather(result)
         printed.add(r, fp16.result)
 
@@ -58,7 +60,7 @@ def compare(methods, model=None, **given):
     given: flags of the command, with `_` for `-`; True is a flag that takes no value.
     """
     loaded = model if isinstance(model, tuple) else None
-    words = flags.words_of(given if loaded else {"model": model, **given})
+    words = flags.words_of({"model": "given" if loaded else model, **given})
     with contextlib.redirect_stdout(io.StringIO()) as text:
         rows = run(flags.parse(words, methods), loaded=loaded)
     return table.Rows(rows, text.getvalue().rstrip())

@@ -26,7 +26,7 @@ from tinykv.codecs import SCHEMES
 from tinykv.data import load_windows
 from tinykv.evaluate import measure
 from tinykv.methods.registry import METHODS
-from tinykv.run.cli import EMBEDDED, Parser, add_attention, check_counts, list_of, one_line
+from tinykv.cli import EMBEDDED, Parser, add_attention, check_counts, list_of, one_line
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from tinykv.data.windows import load_windows
 from tinykv.methods import antkv
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons
-from tinykv.run.cli import EMBEDDED
+from tinykv.cli import EMBEDDED
 
 PNG = b"\x89PNG"
 

@@ -10,7 +10,7 @@ import train_intact
 from tinykv import UserError, hf
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.methods.intactkv import block_loss
-from tinykv.run.cli import EMBEDDED
+from tinykv.cli import EMBEDDED
 
 CHATS = [
     [("Where does Ada live?", "Ada lives in the red house."), ("Why?", "She likes it.")],

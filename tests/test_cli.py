@@ -16,7 +16,7 @@ from tinykv import hf
 from tinykv.calibrate import calibrate
 from tinykv.methods.registry import METHODS
 from tinykv.run import flags, runs
-from tinykv.run.cli import EMBEDDED
+from tinykv.cli import EMBEDDED
 from tinykv.run.comparisons import at_bits
 from tinykv.run.runs import build_runs
 from tinykv.run.settings import flags_of, settings_of
@@ -440,10 +440,10 @@ def test_work_is_not_lost_where_a_later_method_ends_the_run(command, calibrated,
     words = ["--method", "rtn,pfn,kvsink", "--calibration", str(kept), "--json", str(tmp_path / "o.json"), *SMALL]
 
     def stop_at_the_third(function):
-        def stop(*arguments):
+        def stop(*arguments, **settings):
             if type(arguments[1]).__name__ == "KVSink":
                 raise KeyboardInterrupt
-            return function(*arguments)
+            return function(*arguments, **settings)
         return stop
     with monkeypatch.context() as patch:
         patch.setattr(runs.calibrate, "calibrate", stop_at_the_third(runs.calibrate.calibrate))

@@ -27,7 +27,7 @@ from tinykv.hf.checkpoint import NoInit
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import flags
-from tinykv.run.cli import EMBEDDED
+from tinykv.cli import EMBEDDED
 from tinykv.run.settings import flags_of
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from tinykv.analysis.walk import Text
 from tinykv.data import load_windows
 from tinykv.evaluate import paired
 from tinykv.hf import load
-from tinykv.run.cli import EMBEDDED
+from tinykv.cli import EMBEDDED
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 import tinykv.kmeans
 from tinykv import UserError, hf
 from tinykv.methods.registry import METHODS
-from tinykv.run.cli import EMBEDDED
+from tinykv.cli import EMBEDDED
 from tinykv.storage import (
     CalibrationFile,
     identity,

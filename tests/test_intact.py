@@ -30,8 +30,9 @@ from tinykv.data.windows import encode_documents
 from tinykv.evaluate import chunks_of, measure
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
-from tinykv.run import cli, flags
-from tinykv.run.cli import EMBEDDED
+from tinykv import cli
+from tinykv.run import flags
+from tinykv.cli import EMBEDDED
 from tinykv.run.prefix import fill_prefix, load_prefix, open_prefix, save_prefix
 from tinykv.run.runs import build_runs
 from tinykv.storage import fingerprint

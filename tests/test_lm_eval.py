@@ -10,7 +10,7 @@ from tinykv.cache import KVCache
 from tinykv.data.stories import stories
 from tinykv.data.windows import Windows, encode_documents
 from tinykv.evaluate import measure
-from tinykv.run.cli import EMBEDDED
+from tinykv.cli import EMBEDDED
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402

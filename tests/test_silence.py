@@ -16,7 +16,7 @@ from tinykv.data import load_windows
 from tinykv.evaluate import measure, refuse_overflow
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
-from tinykv.run.cli import EMBEDDED
+from tinykv.cli import EMBEDDED
 from tinykv.storage import save_tensors
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]

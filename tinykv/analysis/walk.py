@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from tinykv import UserError
 from tinykv.tracing import Trace
-from tinykv.run import cli
+from tinykv import cli
 
 
 @dataclass

@@ -22,7 +22,7 @@ from tinykv.calibrate import calibrate
 from tinykv.data.windows import Windows
 from tinykv.evaluate import measure
 from tinykv.methods.registry import METHODS
-from tinykv.run.cli import EMBEDDED, Parser, one_line
+from tinykv.cli import EMBEDDED, Parser, one_line
 
 STEPS = 600
 SHARES = (0.0, 0.04, 0.12, 0.25, 0.4, 0.9)  # of refrains, in the figure

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from tinykv import UserError
 from tinykv.course.compare import difference
-from tinykv.run.cli import Parser, one_line, print_columns
+from tinykv.cli import Parser, one_line, print_columns
 from tinykv.storage import check_regular, write, write_json
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tinykv import UserError
 from tinykv.course.grade import ROOT, folder_of, right_values
-from tinykv.run.cli import Parser, one_line
+from tinykv.cli import Parser, one_line
 
 LEFT_OUT = ("tests/", "docs/")
 KEPT = ("docs/course/", "docs/embedded_model.md", "docs/huggingface.md", "docs/real_models.md")

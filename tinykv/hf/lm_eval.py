@@ -40,11 +40,12 @@ class TinyKV(TemplateLM):
 
     def load(self, args):
         """Model, tokenizer and method of these flags, calibrated as the command does it."""
-        config, self.tokenizer = flags.load_config(args)
-        by_title, _ = runs.build_runs(args, config, self.tokenizer)
+        setup = flags.set_up(args)
+        self.tokenizer, self.place = setup.tokenizer, setup.device
+        by_title, _ = runs.build_runs(args, setup.config, self.tokenizer)
         *_, run = by_title.values()  # fp16 comes first
-        model = hf.load_model(args.model, args.devices, args.dtype)
-        models = runs.calibrate_all(args, model, self.tokenizer, {run.title: run})
+        model = hf.load_model(args.model, setup.devices, setup.dtype)
+        models = runs.calibrate_all(setup, model, {run.title: run})
         if run.error is not None:
             raise run.error
         self.model, self.method = models[run.weights], run.method
@@ -93,7 +94,7 @@ class TinyKV(TemplateLM):
         """ids -> tokens (1, T), which begin with the method's prefix, if it has one."""
         if self.prefix and ids[0] == self.tokenizer.bos_id:
             ids = ids[1:]  # the prefix has a BOS of its own
-        return torch.tensor([[*self.prefix, *ids]], device=self.args.device)
+        return torch.tensor([[*self.prefix, *ids]], device=self.place)
 
     # Generation
 

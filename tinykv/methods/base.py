@@ -50,15 +50,15 @@ class Method:
     compare = {}
 
     def __init__(self, config):
-        """preserve (N): tokens kept in full precision
+        """k_bits (X): of keys: 1, 1.5 (three levels), 2 to 8, 16
+        v_bits (X): of values
+        scheme (NAME): token-dynamic, token-static, channel-static, channel-dynamic, kvquant, skvq
+        group_size (N): tokens (per channel), or channels (per token), of a group
+        rope (pre|post): store keys before or after RoPE
+        preserve (N): tokens kept in full precision
         recent (N): newest tokens that stay in full precision (protocol stream)
         block (N): tokens quantized at a time (protocol stream)
-        rope (pre|post): store keys before or after RoPE
-        k_bits (X): of keys: 1, 1.5 (three levels), 2 to 8, 16
-        v_bits (X): of values
         choose (prompt|always): choose the tokens to keep once, after --prompt, or go on
-        group_size (N): tokens (per channel), or channels (per token), of a group
-        scheme (NAME): token-dynamic, token-static, channel-static, channel-dynamic, kvquant, skvq
         """
         pass
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tinykv.analysis import figures
 from tinykv.evaluate import paired
-from tinykv.run import cli
+from tinykv import cli
 from tinykv.storage import read_json
 
 # settings that change a method's bits and nothing else; a method may declare others, `bits_settings`
@@ -29,16 +29,16 @@ def add_comparisons(p):
                    help="also draw perplexity against true bits, or against kept tokens if --preserve is a list")
 
 
-def print_all(rows, args):
+def print_all(rows, vs, bits, plot):
     """--vs, --at-bits and --plot. rows: fp16's first."""
-    if args.vs is not None:
+    if vs is not None:
         print()
-        print_vs(rows, args.vs)
-    if args.at_bits is not None:
+        print_vs(rows, vs)
+    if bits is not None:
         print()
-        print_at_bits(rows, args.at_bits)
-    if args.plot:
-        figures.save(perplexity(rows), args.plot)
+        print_at_bits(rows, bits)
+    if plot:
+        figures.save(perplexity(rows), plot)
 
 
 def title_of(row):
@@ -185,7 +185,8 @@ def main():
     add_comparisons(p)
     with cli.one_line(p):
         args = p.parse_args()
-        print_all([row for row in read_json(Path(args.table))["rows"] if not row["fault"]], args)
+        rows = [row for row in read_json(Path(args.table))["rows"] if not row["fault"]]
+        print_all(rows, args.vs, args.at_bits, args.plot)
 
 
 if __name__ == "__main__":

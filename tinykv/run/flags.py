@@ -1,10 +1,16 @@
 """The flags of eval_ppl.py, what can be seen to be wrong with them, and the text that they ask for."""
+import argparse
 import math
+from dataclasses import dataclass
+
+import torch
 
 from tinykv import UserError, hf
+from tinykv.model import LlamaConfig
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
-from tinykv.run import cli, comparisons, ranks
+from tinykv import cli
+from tinykv.run import comparisons, ranks
 from tinykv.run.settings import add_settings, load_class
 
 
@@ -50,52 +56,70 @@ def check(args):
     cli.check_folder("plot", args.plot)
 
 
-def load_config(args, loaded=None):
-    """The model's config and its tokenizer; args then have what depends on the rank, the machine or the
-    model: device, dtype, context, batch. loaded: a (model, tokenizer) in the place of --model."""
-    ranks.prepare(args)
+@dataclass(frozen=True)
+class Setup:
+    """A command's flags, and what they leave to the model, the machine and the rank."""
+    args: argparse.Namespace  # as given, or their defaults
+    config: LlamaConfig
+    tokenizer: object
+    devices: list  # that the model's blocks are on; tokens go to the first
+    dtype: torch.dtype
+    context: int  # tokens of a window
+    batch: int  # windows at a time
+    writes: bool  # rank 0 writes files, the others do not
+
+    @property
+    def device(self):
+        return self.devices[0]
+
+    def file(self, flag):
+        """The file of --json, --plot or --calibration."""
+        return getattr(self.args, flag) if self.writes else None
+
+
+def set_up(args, loaded=None):
+    """The `Setup` of flags. loaded: a (model, tokenizer) in the place of --model."""
+    device, writes = ranks.prepare(args.device)
     if loaded:
         model, tokenizer = loaded
         config, weight = model.config, model.lm_head.weight
-        args.model, args.device, args.dtype = "given", weight.device, weight.dtype
+        devices, dtype = [weight.device], weight.dtype
     else:
-        args.devices = hf.usable_devices(args.device)
-        args.device = args.devices[0]  # of several, the one that tokens go to
-        args.dtype = cli.dtype_of(args.dtype, args.device)
+        devices = hf.usable_devices(device)
+        dtype = cli.dtype_of(args.dtype, devices[0])
         config = hf.load_config(args.model)
         tokenizer = hf.load_tokenizer(args.model, config)
-    args.context = cli.context_of(args, config, 4096)
-    args.batch = cli.batch_of(args, args.context)
-    return config, tokenizer
+    context = cli.context_of(args, config, 4096)
+    return Setup(args, config, tokenizer, devices, dtype, context, cli.batch_of(args, context), writes)
 
 
-def check_runs(args, runs):
-    """What can be seen to be wrong with the runs before the model is loaded; args then have the class of caches."""
+def check_runs(setup, runs):
+    """What can be seen to be wrong with the runs before the model is loaded."""
+    args, context = setup.args, setup.context
     for title, r in runs.items():
-        if not r.method.keeps_share and r.method.preserve > args.context:
-            raise UserError(f"{title} keeps {r.method.preserve} tokens, and a window has {args.context}; keep fewer")
+        if not r.method.keeps_share and r.method.preserve > context:
+            raise UserError(f"{title} keeps {r.method.preserve} tokens, and a window has {context}; keep fewer")
         prefix = len(r.method.prefix.ids) if r.method.prefix else 0
-        if args.prompt and not prefix < args.prompt < args.context:
+        if args.prompt and not prefix < args.prompt < context:
             raise UserError(f"--prompt {args.prompt} has to be longer than the prefix of {title}, {prefix} tokens, "
-                            f"and shorter than a window, {args.context}")
+                            f"and shorter than a window, {context}")
     if args.vs is not None and args.vs not in runs and args.vs not in [title.split()[0] for title in runs]:
         raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(runs)}")
-    args.cache_class = cache_class_of(args, runs)
 
 
-def cache_class_of(args, runs):
+def cache_class_of(setup, runs):
     """The cache class that --attention evaluates with. UserError if triton has no GPU, or no kernel for a
     method's codec."""
-    if args.attention != "triton":
+    if setup.args.attention != "triton":
         return KVCache
     from tinykv import triton_cache  # only now: it needs triton
-    triton_cache.check_device(args.device)
+    triton_cache.check_device(setup.device)
     for r in runs.values():
         triton_cache.check_kernels(r.method)
     return triton_cache.TritonCache
 
 
-def load_test(args, tokenizer, runs):
+def load_test(setup, runs):
     """The `Windows` to evaluate on, which all begin with the longest prefix."""
     prefixes = [r.method.prefix for r in runs.values() if r.method.prefix]
     longest = max([p.ids for p in prefixes], key=len, default=[])
@@ -105,7 +129,8 @@ def load_test(args, tokenizer, runs):
                             f"{p} does not begin the longest one")
     if len(longest) == 1:
         longest = []  # BOS alone takes the place of a window's first token
-    windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", args.seed, args.bos, longest,
+    args = setup.args
+    windows = load_windows(args.data, setup.tokenizer, setup.context, args.windows, "test", args.seed, args.bos, longest,
                            whole=cli.two_texts(args))
     return windows.predicted_from(args.prompt) if args.prompt else windows
 

@@ -2,11 +2,11 @@
 import json
 
 from tinykv import UserError
+from tinykv.cli import FULL_PRECISION
 from tinykv.methods.intactkv import Prefix
 from tinykv.storage import fingerprint, load_tensors, read_text, save_tensors
 
 FORMAT = "tinykv-prefix"  # what the file says that it is
-FULL_PRECISION = "full precision"  # the label of weights that are not quantized
 
 
 def open_prefix(what, tokenizer):

@@ -45,13 +45,11 @@ def here():
     return 0, 1
 
 
-def prepare(args):
-    """Give each rank a GPU of its own, and leave files to rank 0."""
+def prepare(device):
+    """Of --device, that of this rank, which has a GPU of its own; and whether it writes files: rank 0 does."""
     rank, n_ranks = here()
-    if n_ranks > 1 and args.device == "cuda":
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    if rank > 0:
-        args.json = args.plot = args.calibration = None
+    own = n_ranks > 1 and device == "cuda"
+    return f"cuda:{os.environ['LOCAL_RANK']}" if own else device, rank == 0
 
 
 class SharedCalibration(CalibrationFile):

@@ -16,7 +16,8 @@ from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.evaluate import Result
 from tinykv.methods.base import Method
 from tinykv.methods.registry import METHODS
-from tinykv.run import cli, ranks
+from tinykv import cli
+from tinykv.run import ranks
 from tinykv.run.check import check_codecs, check_method
 from tinykv.run.prefix import fill_prefix, open_prefix
 from tinykv.run.settings import all_settings_of, constructor_arguments, is_made, load_class, name_of, settings_of
@@ -187,11 +188,12 @@ def label_of(name, chosen, given):
 
 # Calibration
 
-def calibrate_all(args, model, tokenizer, runs):
+def calibrate_all(setup, model, runs):
     """Quantize the weights, and calibrate each method of {title: Run} on the model that it runs on.
 
     Returns {label of weights: Llama}; None is the model itself.
     """
+    args = setup.args
     # calibration is read in full precision: there are no codes for triton
     model.use_attention("fused" if args.attention == "triton" else args.attention)
 
@@ -199,8 +201,8 @@ def calibrate_all(args, model, tokenizer, runs):
     text, data = None, ""
     if any(r.method.needs_calibration or r.quantizer and r.quantizer.needs_text for r in runs.values()):
         most = max(r.method.calibration_windows for r in runs.values())
-        text, data = cli.calibration_text(args, tokenizer, args.context, args.device, most)  # (W, T), its label
-    file = ranks.SharedCalibration(args.calibration, model)
+        text, data = cli.calibration_text(args, setup.tokenizer, setup.context, setup.device, most)  # (W, T), its label
+    file = ranks.SharedCalibration(setup.file("calibration"), model)
 
     # 2. The weights
     models = {None: model}

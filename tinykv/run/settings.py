@@ -14,7 +14,7 @@ from tinykv import UserError, did_you_mean
 from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
-from tinykv.run import cli
+from tinykv import cli
 
 KINDS = {"N": int, "X": float}
 
@@ -53,6 +53,7 @@ def kind_of(cls, setting, default):
 def flags_of(methods):
     """{setting: (type, what stands for a value, help)} of all settings. methods: {name: class}."""
     found = {"bits": {(float, "X", "of keys and values both; --k-bits and --v-bits go before it"): []}}
+    found |= {setting: {} for setting in re.findall(r"^ *\W*(\w+) \(", Method.__init__.__doc__, re.M)}  # in this order
     for name, cls in methods.items():
         for setting, default in settings_of(cls).items():
             found.setdefault(setting, {}).setdefault(kind_of(cls, setting, default), []).append(name)

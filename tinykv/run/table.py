@@ -10,7 +10,8 @@ import torch
 
 from tinykv import UserError, storage
 from tinykv.evaluate import delta_error, mean
-from tinykv.run import cli, comparisons
+from tinykv import cli
+from tinykv.run import comparisons
 from tinykv.weights import weight_bytes
 
 # column: (width, key of a row, format)
@@ -34,13 +35,14 @@ COLUMNS = {
 WIDE_ONLY = ("KL", "top-1", "bits", "128K", "cache KB", "s")
 
 
-def print_heading(args, model, windows, models, runs, left_out):
+def print_heading(setup, model, windows, models, runs, left_out):
     """What the table is of: the model, the text, the weights, and what calibration found."""
+    args = setup.args
     parameters = sum(p.numel() for p in model.parameters())
     attention = "" if args.attention == "fused" else f", attention {args.attention}"
     prompt = f", prompt {args.prompt}" if args.prompt else ""
-    print(f"model {args.model}: {parameters:,} parameters, {args.dtype}, {args.device}")
-    print(f"data {args.data}: {args.windows} windows of {args.context} tokens, "
+    print(f"model {args.model}: {parameters:,} parameters, {setup.dtype}, {setup.device}")
+    print(f"data {args.data}: {args.windows} windows of {setup.context} tokens, "
           f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
     for weights, smaller in models.items():
         if weights:
@@ -134,8 +136,9 @@ class Rows(list):
 class Table:
     """Prints rows as they come, in columns as wide as the longest name of {title: Run}, and writes them to --json."""
 
-    def __init__(self, args, runs):
-        self.args, self.runs, self.rows = args, runs, []
+    def __init__(self, setup, runs):
+        self.setup, self.args, self.runs, self.rows = setup, setup.args, runs, []
+        args = self.args
         self.columns = [column for column in COLUMNS if args.wide or column not in WIDE_ONLY]
         if not any(r.weights for r in runs.values()):
             self.columns.remove("weights")
@@ -152,8 +155,9 @@ class Table:
         """The row of a run that is measured, or that has failed. fp16: its `Result`."""
         self.rows.append(row_of(r, fp16, self.args))
         self.print_row(self.rows[-1])
-        if self.args.json not in (None, "-"):
-            storage.write_json(self.args.json, self.content())
+        path = self.setup.file("json")
+        if path not in (None, "-"):
+            storage.write_json(path, self.content())
 
     def print_row(self, row):
         """A row; "-" for what it has not, as where its method has failed."""
@@ -170,7 +174,7 @@ class Table:
     def content(self):
         """The rows so far, as the JSON that --json asks for."""
         args, versions = self.args, {"python": platform.python_version(), "torch": torch.__version__}
-        return {"rows": self.rows, "model": args.model, "data": args.data, "context": args.context,
+        return {"rows": self.rows, "model": args.model, "data": args.data, "context": self.setup.context,
                 "windows": args.windows, "seed": args.seed, "versions": versions}
 
     def print_rest(self):
@@ -181,7 +185,7 @@ class Table:
                 print(f"{title} failed: {cli.reason(r.error)}")
                 if not isinstance(r.error, UserError):
                     print("".join(traceback.format_exception(r.error)).rstrip())
-        if args.json == "-":
+        if self.setup.file("json") == "-":
             print()
             print(json.dumps(self.content(), indent=2, allow_nan=False))
-        comparisons.print_all([row for row in self.rows if not row["fault"]], args)
+        comparisons.print_all([row for row in self.rows if not row["fault"]], args.vs, args.at_bits, self.setup.file("plot"))
