@@ -14,7 +14,7 @@ from tinykv.analysis.walk import Text, cell
 from tinykv.data.windows import load_windows
 from tinykv.methods import antkv
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run import comparisons
+from tinykv import comparisons
 from tinykv.cli import EMBEDDED
 
 PNG = b"\x89PNG"

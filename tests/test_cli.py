@@ -17,7 +17,7 @@ from tinykv.calibrate import calibrate
 from tinykv.methods.registry import METHODS
 from tinykv.run import flags, runs
 from tinykv.cli import EMBEDDED
-from tinykv.run.comparisons import at_bits
+from tinykv.comparisons import at_bits
 from tinykv.run.runs import build_runs
 from tinykv.run.settings import flags_of, settings_of
 from tinykv.weights import QUANTIZERS

@@ -13,7 +13,7 @@ from tinykv.data import Windows
 from tinykv.evaluate import FAR, Result, delta_error, measure, paired
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run import comparisons
+from tinykv import comparisons
 from tinykv.cli import EMBEDDED
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

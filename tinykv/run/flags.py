@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tinykv import UserError, hf
+from tinykv import UserError, cli, comparisons, hf
 from tinykv.model import LlamaConfig
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
-from tinykv import cli
-from tinykv.run import comparisons, ranks
+from tinykv.run import ranks
 from tinykv.run.settings import add_settings, load_class
 
 

@@ -8,10 +8,8 @@ import traceback
 
 import torch
 
-from tinykv import UserError, storage
+from tinykv import UserError, cli, comparisons, storage
 from tinykv.evaluate import delta_error, mean
-from tinykv import cli
-from tinykv.run import comparisons
 from tinykv.weights import weight_bytes
 
 # column: (width, key of a row, format)

@@ -1,6 +1,6 @@
 """What compares the rows of a table: as eval_ppl.py prints it, or as --json has kept it.
 
-    python -m tinykv.run.comparisons table.json --vs rtn --at-bits 2 --plot bits.png
+    python -m tinykv.comparisons table.json --vs rtn --at-bits 2 --plot bits.png
 
 A row is a dict; what is read of it stands beside each function. Rows of failed methods are left out.
 """
@@ -180,7 +180,7 @@ def perplexity(rows):
 
 
 def main():
-    p = cli.Parser(prog="python -m tinykv.run.comparisons", description="Compare the rows of a table that --json wrote.")
+    p = cli.Parser(prog="python -m tinykv.comparisons", description="Compare the rows of a table that --json wrote.")
     p.add_argument("table", metavar="TABLE.json")
     add_comparisons(p)
     with cli.one_line(p):
