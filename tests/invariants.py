@@ -1,7 +1,7 @@
 """What must hold of every method: one `check_` for each invariant.
 
 Each takes a `Case`, which names a method and a cell of the matrix, and builds what it needs from
-it. faults.py shows that each fails where the project is wrong.
+it.
 
 Checks that compare forwards of different shapes (a batch and its rows, a chunk and its tokens) run
 on a float64 model: matrix products of different shapes differ in their last bits, and in float32

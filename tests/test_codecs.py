@@ -1,6 +1,4 @@
 """The codecs against numpy (oracles.py), number by number: packing, integers, levels with outliers.
-
-Each `check_` is also what faults.py asks of codecs that are wrong on purpose.
 """
 import itertools
 import math

@@ -227,8 +227,7 @@ def index():
     words = {name.removeprefix("do_") for name in dir(pdb.Pdb)} | {"None", "True", "False", "HF_ENDPOINT"}
     words |= set(json.loads((EMBEDDED / "config.json").read_text()))
     flags = {"--help", "--exclude", "--local-dir"} | {"--" + name.replace("_", "-") for name in flags_of(METHODS)}
-    programs = [ROOT / "tests" / name for name in ("conftest.py", "benchmark.py", "bench_kernels.py")]
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/**/*.py"), *programs]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/**/*.py"), ROOT / "tests/conftest.py"]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         words |= {path.stem, path.parent.name}
         told = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}

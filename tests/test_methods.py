@@ -9,7 +9,6 @@ There is no list of exceptions: what a cell is left out of is said by a property
     expected.py     what the cache of a cell must hold, by these oracles
     invariants.py   the checks, `check_...`: what must hold of every method
     this file       which cells each check runs on
-    faults.py       what is wrong on purpose; test_faults.py shows that the checks fail on it
 
     pytest tests/test_methods.py                                   the cells of `covering`
     pytest tests/test_methods.py --whole                           all of them, some 4,700

@@ -1,4 +1,4 @@
-"""The model against transformers' logits (tests/references/, made by make_references.py), with and without a cache."""
+"""The model against transformers' logits (tests/references/, made by their make.py), with and without a cache."""
 import json
 from pathlib import Path
 

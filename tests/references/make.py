@@ -28,7 +28,7 @@ from transformers import (
     Qwen3Config,
 )
 
-OUT = Path(__file__).parent / "references"
+OUT = Path(__file__).parent
 ROWS, LENGTH, NEW = 2, 48, 20
 SMALL = dict(vocab_size=80, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=4, max_position_embeddings=256, rms_norm_eps=0.05, bos_token_id=1, eos_token_id=2)
