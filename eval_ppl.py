@@ -35,12 +35,12 @@ def run(args, loaded=None):
     # 3. Evaluate and print: a row as soon as it is measured. fp16 is the first, with which the others are compared
     table.print_heading(setup, model, windows, models, by_title, left_out)
     printed, fp16 = table.Table(setup, by_title), by_title["fp16"]
-    share = ranks.share(windows, setup.batch)  # all windows, unless torchrun started several processes
+    mine = ranks.own_windows(windows, setup.batch)  # all windows, unless torchrun started several processes
     for title, r in by_title.items():
         models[r.weights].use_attention(args.attention)
         if r.error is None:  # it has been calibrated
-            with r.step("evaluating"), cli.bar(None, f"evaluating {title}", len(share.tokens)) as bar:
-                result = measure(models[r.weights], r.method, share, args.protocol, setup.batch, fp16=fp16.result,
+            with r.step("evaluating"), cli.bar(None, f"evaluating {title}", len(mine.tokens)) as bar:
+                result = measure(models[r.weights], r.method, mine, args.protocol, setup.batch, fp16=fp16.result,
                                  bar=bar, cache_class=cache_class, prompt=args.prompt)
                 r.result = ranks.gather(result)
         printed.add(r, fp16.result)

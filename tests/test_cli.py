@@ -181,7 +181,7 @@ def test_what_a_method_is_shown_beside_has_settings_for_it():
     assert (runs["kivi"].settings["group_size"], runs["kivi"].settings["recent"]) == (128, 16)
     assert runs_of("--method ott,kivi")["kivi"].settings["group_size"] == 32  # asked for, it is itself
     for cls in METHODS.values():  # by default the same as the method that it is shown beside
-        for settings in cls.compare.values():
+        for settings in cls.beside.values():
             assert settings.items() - {("scheme", "token-dynamic")} <= settings_of(cls).items()
 
 

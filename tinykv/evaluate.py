@@ -125,7 +125,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         count_bits(result, cache, tokens)
 
         # 2. compare its predictions with the text's tokens and with fp16's predictions
-        score(model, hidden, reference, tokens, answers, result, windows.start)
+        add_predictions(result, model, hidden, reference, tokens, answers, windows.start)
         if fp16 is None:
             result.hidden += hidden.cpu()
         if bar is not None:
@@ -180,7 +180,7 @@ def next_length(cache):
     return min(lengths)
 
 
-def score(model, hidden, reference, tokens, answers, result, start=1):
+def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
     """Add a batch to the result. hidden (B, T, D): position t predicts token t + 1.
 
     reference (B, T, D): fp16's hidden states; None: these are they. start: the first token that is a

@@ -68,7 +68,7 @@ def equation_5(A, q_norm):
 
 
 class AnTKV(Method):
-    compare = {"cq": {"sensitivity": "token", "recent": 32}}
+    beside = {"cq": {"sensitivity": "token", "recent": 32}}
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
                  anchors="1%", anchors_by="attention", recent=32, block=BLOCK, choose="prompt", rope="pre"):

@@ -47,7 +47,7 @@ class Method:
     preserve = 0  # tokens kept, as the table says (OTT: the size of its pool)
     keeps_share = False  # True: `preserve` is a percentage of the text
     # The methods to show beside this one when it is asked for alone, and settings for them.
-    compare = {}
+    beside = {}
 
     def __init__(self, config):
         """k_bits (X): of keys: 1, 1.5 (three levels), 2 to 8, 16

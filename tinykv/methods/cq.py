@@ -21,7 +21,7 @@ from tinykv.methods.base import Method
 
 class CQ(Method):
     """Codebooks, and nothing is kept."""
-    compare = {"rtn": {}}
+    beside = {"rtn": {}}
     block = BLOCK
 
     def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0,

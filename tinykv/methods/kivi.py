@@ -25,7 +25,7 @@ from tinykv.methods.base import CodecMethod
 
 class KIVI(CodecMethod):
     # in the same groups, but per token: at the same bits
-    compare = {"rtn": {"scheme": "token-dynamic", "group_size": 32}}
+    beside = {"rtn": {"scheme": "token-dynamic", "group_size": 32}}
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128, v_block=None):
         """v_block (N): values quantized at a time, where not as many as keys

@@ -18,7 +18,7 @@ from tinykv.methods.base import CodecMethod, first_tokens
 
 
 class KVQuant(CodecMethod):
-    compare = {"rtn": {}}
+    beside = {"rtn": {}}
 
     def __init__(self, config, k_bits=2, v_bits=2, preserve=1, outliers=1.0,
                  sensitivity="fisher-range", q_norm=None, rope="pre"):

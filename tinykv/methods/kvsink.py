@@ -34,7 +34,7 @@ from tinykv.outlier import columns, find_outlier, outlier
 
 
 class KVSink(CodecMethod):
-    compare = {"rtn": {}, "pfn": {}}
+    beside = {"rtn": {}, "pfn": {}}
     found = ("layer", "channel")  # by calibration, on a model that Table 3 does not have
 
     def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None, outlier_channel=None, **codec):

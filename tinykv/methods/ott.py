@@ -42,7 +42,7 @@ from tinykv.methods.base import CodecMethod
 
 
 class OTT(CodecMethod):
-    compare = {"kivi": {"group_size": 128, "recent": 32}}
+    beside = {"kivi": {"group_size": 128, "recent": 32}}
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=128, recent=32, outlier_num=3,
                  extra_pool=32, skip_layers=2, select="smallest"):

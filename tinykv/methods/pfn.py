@@ -13,7 +13,7 @@ from tinykv.methods.base import CodecMethod, first_tokens
 
 
 class PFN(CodecMethod):
-    compare = {"rtn": {}}
+    beside = {"rtn": {}}
 
     def __init__(self, config, preserve=5, **scheme):
         super().__init__(config, **scheme)

@@ -19,7 +19,7 @@ from tinykv.methods.base import CodecMethod, first_tokens
 
 
 class SKVQ(CodecMethod):
-    compare = {"kivi": {}}
+    beside = {"kivi": {}}
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=None, preserve=5, recent=128,
                  block=16, reorder="on", clip="both", alpha=None, metadata="fp8",

@@ -77,7 +77,7 @@ class SharedCalibration(CalibrationFile):
         return {key: table.to(device) for key, table in tables[0].items()}
 
 
-def share(windows, batch):
+def own_windows(windows, batch):
     """The windows of this rank, as many batches as the others have, give or take one."""
     rank, n_ranks = here()
     n_batches = -(-len(windows.tokens) // batch)

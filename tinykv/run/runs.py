@@ -93,7 +93,7 @@ def build_runs(args, config, tokenizer):
     asked = []
     for method in args.method:
         asked += METHODS if method == "all" else [method]
-    compared = load_class(asked[0]).compare if len(asked) == 1 else {}
+    compared = load_class(asked[0]).beside if len(asked) == 1 else {}
     methods = dict.fromkeys(["fp16", *compared, *asked])  # each once
 
     # 2. A run of each, on each weights
