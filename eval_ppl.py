@@ -10,10 +10,9 @@ In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 import contextlib
 import io
 
-from tinykv import hf
+from tinykv import cli, hf
 from tinykv.evaluate import measure
-from tinykv import cli
-from tinykv.run import flags, ranks, runs, settings, table
+from tinykv.run import check, flags, ranks, runs, settings, table
 
 
 def run(args, loaded=None):
@@ -24,7 +23,7 @@ def run(args, loaded=None):
     # 1. Load: first the config and the tokenizer, as the methods need no more
     setup = flags.set_up(args, loaded)
     by_title, left_out = runs.build_runs(args, setup.config, setup.tokenizer)
-    flags.check_runs(setup, by_title)
+    check.check_runs(setup, by_title)
     cache_class = flags.cache_class_of(setup, by_title)
     model = loaded[0] if loaded else hf.load_model(args.model, setup.devices, setup.dtype)
     windows = flags.load_test(setup, by_title)

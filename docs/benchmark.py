@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tinykv import hf, one_of
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
+from tinykv.cli import EMBEDDED, Parser, add_attention, check_counts, list_of, one_line
 from tinykv.codecs import SCHEMES
 from tinykv.data import load_windows
 from tinykv.evaluate import measure
 from tinykv.methods.registry import METHODS
-from tinykv.cli import EMBEDDED, Parser, add_attention, check_counts, list_of, one_line
 
 
 @torch.inference_mode()

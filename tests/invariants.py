@@ -40,12 +40,12 @@ from expected import (
 )
 
 from tinykv import UserError
-from tinykv.tracing import Trace
 from tinykv.calibrate import calibrate
 from tinykv.codecs.base import Codec, Pair
 from tinykv.codecs.nonuniform import SparseCodes
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.kvsink import KVSink
+from tinykv.tracing import Trace
 
 NAMES = {"k": "keys", "v": "values"}
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tinykv import hf
+from tinykv import comparisons
 from tinykv.analysis import __main__ as command
 from tinykv.analysis import bias, figures, sinks
 from tinykv.analysis.walk import Text, cell
+from tinykv.cli import EMBEDDED
 from tinykv.data.windows import load_windows
 from tinykv.methods import antkv
 from tinykv.model import Llama, LlamaConfig
-from tinykv import comparisons
-from tinykv.cli import EMBEDDED
 
 PNG = b"\x89PNG"
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from tinykv.analysis.anchors import damage
 from tinykv.cache import KVCache
-from tinykv.tracing import Trace
 from tinykv.calibrate import calibrate
 from tinykv.methods import antkv
 from tinykv.methods.antkv import AnTKV, anchor_scores, attention_tiles, equation_5
 from tinykv.model import Llama, LlamaConfig
+from tinykv.tracing import Trace
 
 
 @st.composite

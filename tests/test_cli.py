@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 import eval_ppl
 from tinykv import hf
 from tinykv.calibrate import calibrate
-from tinykv.methods.registry import METHODS
-from tinykv.run import flags, runs
 from tinykv.cli import EMBEDDED
 from tinykv.comparisons import at_bits
+from tinykv.methods.registry import METHODS
+from tinykv.run import flags, runs
 from tinykv.run.runs import build_runs
 from tinykv.run.settings import flags_of, settings_of
 from tinykv.weights import QUANTIZERS

@@ -5,8 +5,8 @@ import torch
 
 import tinykv.kmeans
 from tinykv import UserError, hf
-from tinykv.methods.registry import METHODS
 from tinykv.cli import EMBEDDED
+from tinykv.methods.registry import METHODS
 from tinykv.storage import (
     CalibrationFile,
     identity,

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tinykv.cache import KVCache
-from tinykv.tracing import Trace
 from tinykv.calibrate import calibrate
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import pack, unpack
@@ -19,6 +18,7 @@ from tinykv.methods.antkv import attention_tiles
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
+from tinykv.tracing import Trace
 
 # Eight numbers: one key, of a head with eight channels
 X = torch.tensor([-1.0, -0.6, -0.1, 0.0, 0.4, 0.9, 1.3, 2.0])

@@ -22,20 +22,20 @@ from test_weights import D, V, fold, text, tiny
 import eval_ppl
 import train_intact
 from tinykv import UserError, hf
+from tinykv import cli
 from tinykv.cache import PROTOCOLS, KVCache
-from tinykv.tracing import Trace
+from tinykv.cli import EMBEDDED
 from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
 from tinykv.data.windows import encode_documents
 from tinykv.evaluate import chunks_of, measure
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
-from tinykv import cli
 from tinykv.run import flags
-from tinykv.cli import EMBEDDED
 from tinykv.run.prefix import fill_prefix, load_prefix, open_prefix, save_prefix
 from tinykv.run.runs import build_runs
 from tinykv.storage import fingerprint
+from tinykv.tracing import Trace
 from tinykv.weights import quantize
 from tinykv.weights.awq import AWQ
 from tinykv.weights.omniquant import OmniQuant

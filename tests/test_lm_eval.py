@@ -7,10 +7,10 @@ import torch
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
+from tinykv.cli import EMBEDDED
 from tinykv.data.stories import stories
 from tinykv.data.windows import Windows, encode_documents
 from tinykv.evaluate import measure
-from tinykv.cli import EMBEDDED
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402

@@ -15,8 +15,8 @@ from tinykv.analysis import sinks as received
 from tinykv.analysis.walk import mean
 from tinykv.assets import make, sinks
 from tinykv.assets.make import BOS, PHASES, batch_of
-from tinykv.data.stories import stories
 from tinykv.cli import EMBEDDED
+from tinykv.data.stories import stories
 
 LOG = Path(__file__).parent / "training.jsonl"  # what the run that made the embedded model has logged
 CHANTS, MIXED, STORIES = PHASES[0], PHASES[2], PHASES[3]

@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 
 from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
-from tinykv.tracing import Trace
 from tinykv.calibrate import calibrate
 from tinykv.hf import load_model
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig, pick_token
+from tinykv.tracing import Trace
 
 REFERENCES = Path(__file__).parent / "references"
 VARIANTS = sorted(json.loads((REFERENCES / "manifest.json").read_text())["variants"])

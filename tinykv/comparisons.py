@@ -8,9 +8,9 @@ import math
 from operator import itemgetter
 from pathlib import Path
 
+from tinykv import cli
 from tinykv.analysis import figures
 from tinykv.evaluate import paired
-from tinykv import cli
 from tinykv.storage import read_json
 
 # settings that change a method's bits and nothing else; a method may declare others, `bits_settings`

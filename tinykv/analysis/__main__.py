@@ -12,12 +12,12 @@ import importlib
 from pathlib import Path
 
 from tinykv import UserError, hf, one_of, storage
+from tinykv import cli
 from tinykv.analysis import figures, page, timeline
 from tinykv.analysis.sinks import THRESHOLD, find_sinks
 from tinykv.analysis.walk import Text, print_table
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
-from tinykv import cli
 from tinykv.methods.registry import METHODS
 from tinykv.run.settings import all_settings_of, constructor_arguments, flags_of, load_class
 

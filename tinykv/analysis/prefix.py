@@ -6,8 +6,8 @@ import torch
 
 from tinykv.analysis.figures import new_figure, style, title
 from tinykv.analysis.walk import mean, recorded
-from tinykv.tracing import Trace
 from tinykv.methods.intactkv import exact_rows
+from tinykv.tracing import Trace
 from tinykv.weights import RTN, quantize
 
 BITS = 3

@@ -21,8 +21,8 @@ import torch
 from tqdm import tqdm
 
 from tinykv import UserError
-from tinykv.tracing import Trace
 from tinykv import cli
+from tinykv.tracing import Trace
 
 
 @dataclass

@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from tqdm import trange
 
 from tinykv import hf
+from tinykv.cli import Parser, one_line
 from tinykv.data.stories import OFTEN, REFRAINS, WORDS, chants, stories
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama, LlamaConfig
-from tinykv.cli import Parser, one_line
 from tinykv.storage import write
 
 BOS, EOS = 1, 2  # sentencepiece's own ids

@@ -19,10 +19,10 @@ from tinykv.analysis.figures import legend, new_figure, save, style, title
 from tinykv.analysis.walk import Text, mean, print_table, walk
 from tinykv.assets import make
 from tinykv.calibrate import calibrate
+from tinykv.cli import EMBEDDED, Parser, one_line
 from tinykv.data.windows import Windows
 from tinykv.evaluate import measure
 from tinykv.methods.registry import METHODS
-from tinykv.cli import EMBEDDED, Parser, one_line
 
 STEPS = 600
 SHARES = (0.0, 0.04, 0.12, 0.25, 0.4, 0.9)  # of refrains, in the figure

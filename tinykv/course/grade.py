@@ -22,8 +22,8 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from tinykv import UserError
-from tinykv.course.compare import difference
 from tinykv.cli import Parser, one_line, print_columns
+from tinykv.course.compare import difference
 from tinykv.storage import check_regular, write, write_json
 
 ROOT = Path(__file__).parents[2]

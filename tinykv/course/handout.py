@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 from tinykv import UserError
-from tinykv.course.grade import ROOT, folder_of, right_values
 from tinykv.cli import Parser, one_line
+from tinykv.course.grade import ROOT, folder_of, right_values
 
 LEFT_OUT = ("tests/", "docs/")
 KEPT = ("docs/course/", "docs/embedded_model.md", "docs/huggingface.md", "docs/real_models.md")

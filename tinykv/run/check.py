@@ -1,14 +1,44 @@
-"""What a method's class gives, looked at once, after its constructor. From then on the cache trusts it."""
+"""What can be seen to be wrong before anything is computed: with the flags, with a method, with the rows together."""
 import copy
+import math
 from types import SimpleNamespace
 
 import torch
 
-from tinykv import UserError, at_least, one_of
+from tinykv import UserError, at_least, cli, one_of
 from tinykv.cache import LayerCache
 from tinykv.methods.base import CHOOSE
 from tinykv.model import Rope
 
+
+def check_flags(args):
+    """What can be seen to be wrong before anything is loaded."""
+    cli.check_counts(args, 2, "context")
+    cli.check_counts(args, 1, "windows", "calib-windows", "batch", "prompt")
+    if hasattr(args, "choose") and not args.prompt:
+        raise UserError("--choose is for a text with a prompt; give --prompt, too")
+    if args.at_bits is not None and not 0 < args.at_bits < math.inf:
+        raise UserError(f"--at-bits must be a number above 0; got {args.at_bits}")
+    cli.check_folder("json", args.json)
+    cli.check_folder("calibration", args.calibration)
+    cli.check_folder("plot", args.plot)
+
+
+def check_runs(setup, runs):
+    """What can be seen to be wrong with the runs before the model is loaded."""
+    args, context = setup.args, setup.context
+    for title, r in runs.items():
+        if not r.method.keeps_share and r.method.preserve > context:
+            raise UserError(f"{title} keeps {r.method.preserve} tokens, and a window has {context}; keep fewer")
+        prefix = len(r.method.prefix.ids) if r.method.prefix else 0
+        if args.prompt and not prefix < args.prompt < context:
+            raise UserError(f"--prompt {args.prompt} has to be longer than the prefix of {title}, {prefix} tokens, "
+                            f"and shorter than a window, {context}")
+    if args.vs is not None and args.vs not in runs and args.vs not in [title.split()[0] for title in runs]:
+        raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(runs)}")
+
+
+# A method, looked at once, after its constructor: from then on the cache trusts it
 
 def check_method(method, config):
     """UserError for a method that no cache of a model with this config can run."""

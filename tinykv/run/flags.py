@@ -1,15 +1,15 @@
-"""The flags of eval_ppl.py, what can be seen to be wrong with them, and the text that they ask for."""
+"""The flags of eval_ppl.py, what they leave to the model and the machine, and the text that they ask for."""
 import argparse
-import math
 from dataclasses import dataclass
 
 import torch
 
 from tinykv import UserError, cli, comparisons, hf
-from tinykv.model import LlamaConfig
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
+from tinykv.model import LlamaConfig
 from tinykv.run import ranks
+from tinykv.run.check import check_flags
 from tinykv.run.settings import add_settings, load_class
 
 
@@ -40,19 +40,6 @@ def parser(asked=()):
     cli.add_weights(p, several=True)
     add_settings(p, asked)
     return p
-
-
-def check(args):
-    """What can be seen to be wrong before anything is loaded."""
-    cli.check_counts(args, 2, "context")
-    cli.check_counts(args, 1, "windows", "calib-windows", "batch", "prompt")
-    if hasattr(args, "choose") and not args.prompt:
-        raise UserError("--choose is for a text with a prompt; give --prompt, too")
-    if args.at_bits is not None and not 0 < args.at_bits < math.inf:
-        raise UserError(f"--at-bits must be a number above 0; got {args.at_bits}")
-    cli.check_folder("json", args.json)
-    cli.check_folder("calibration", args.calibration)
-    cli.check_folder("plot", args.plot)
 
 
 @dataclass(frozen=True)
@@ -90,20 +77,6 @@ def set_up(args, loaded=None):
         tokenizer = hf.load_tokenizer(args.model, config)
     context = cli.context_of(args, config, 4096)
     return Setup(args, config, tokenizer, devices, dtype, context, cli.batch_of(args, context), writes)
-
-
-def check_runs(setup, runs):
-    """What can be seen to be wrong with the runs before the model is loaded."""
-    args, context = setup.args, setup.context
-    for title, r in runs.items():
-        if not r.method.keeps_share and r.method.preserve > context:
-            raise UserError(f"{title} keeps {r.method.preserve} tokens, and a window has {context}; keep fewer")
-        prefix = len(r.method.prefix.ids) if r.method.prefix else 0
-        if args.prompt and not prefix < args.prompt < context:
-            raise UserError(f"--prompt {args.prompt} has to be longer than the prefix of {title}, {prefix} tokens, "
-                            f"and shorter than a window, {context}")
-    if args.vs is not None and args.vs not in runs and args.vs not in [title.split()[0] for title in runs]:
-        raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(runs)}")
 
 
 def cache_class_of(setup, runs):
@@ -149,7 +122,7 @@ def parse(words=None, methods=None):
         p.error = refuse
     args = p.parse_args(words)
     args.method = methods
-    check(args)
+    check_flags(args)
     return args
 
 

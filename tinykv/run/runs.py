@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from tinykv import UserError, calibrate, codecs, kmeans, outlier
+from tinykv import cli
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.evaluate import Result
 from tinykv.methods.base import Method
 from tinykv.methods.registry import METHODS
-from tinykv import cli
 from tinykv.run import ranks
 from tinykv.run.check import check_codecs, check_method
 from tinykv.run.prefix import fill_prefix, open_prefix

@@ -1,8 +1,8 @@
 """Assignment 5, IntactKV: an answer."""
 import torch
 
-from tinykv.tracing import Trace
 from tinykv.methods.base import CodecMethod, first_tokens
+from tinykv.tracing import Trace
 
 ASSIGNMENT = "intactkv"
 UPDATES = 0  # of the prefix's training, for question 3
