@@ -23,16 +23,13 @@ Hypothesis draws 20 examples where a test does not say how many, and 60 under --
 Where the default is a part of a longer list, `runs_whole(config)` tells which of the two to take.
 """
 import os
-import sys
 from collections import Counter
-from pathlib import Path
 
 import hypothesis
 import own_methods
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent / "docs"))  # test_kernels.py imports its bench_kernels.py
 os.environ["TRITON_INTERPRET"] = "1"  # before kernels.py is imported: kernels run on the CPU
 
 

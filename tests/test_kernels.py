@@ -8,15 +8,17 @@ import math
 import random
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-import bench_kernels  # noqa: E402
+with pytest.MonkeyPatch.context() as patch:  # for this import alone: docs/lm_eval is no package
+    patch.syspath_prepend(str(Path(__file__).parent.parent / "docs"))
+    import bench_kernels
 import triton.language as tl  # noqa: E402
-from bench_kernels import attended  # noqa: E402
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
 import kernels  # noqa: E402
@@ -35,6 +37,7 @@ from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
 from tinykv.triton_cache import TritonCache, TritonLayer  # noqa: E402
 
+attended = bench_kernels.attended
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
