@@ -17,7 +17,7 @@ from tinykv.evaluate import measure
 from tinykv.methods import intactkv
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
-from tinykv.run.prefix import fill_prefix, open_prefix, save_prefix
+from tinykv.prefix import fill_prefix, open_prefix, save_prefix
 from tinykv.storage import CalibrationFile, fingerprint, identity, write
 
 

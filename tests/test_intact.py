@@ -32,7 +32,7 @@ from tinykv.evaluate import chunks_of, measure
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
 from tinykv.run import flags
-from tinykv.run.prefix import fill_prefix, load_prefix, open_prefix, save_prefix
+from tinykv.prefix import fill_prefix, load_prefix, open_prefix, save_prefix
 from tinykv.run.runs import build_runs
 from tinykv.storage import fingerprint
 from tinykv.tracing import Trace

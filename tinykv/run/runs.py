@@ -19,7 +19,7 @@ from tinykv.methods.base import Method
 from tinykv.methods.registry import METHODS
 from tinykv.run import ranks
 from tinykv.run.check import check_codecs, check_method
-from tinykv.run.prefix import fill_prefix, open_prefix
+from tinykv.prefix import fill_prefix, open_prefix
 from tinykv.run.settings import all_settings_of, constructor_arguments, is_made, load_class, name_of, settings_of
 from tinykv.storage import identity, sources
 
@@ -61,10 +61,8 @@ class Run:
 
     def made_of(self, windows):
         """The identity of what makes the tables: the windows, and the code that calibrates."""
-        makers = [self.method, *(codec for pair in self.method.codecs for codec in pair)]
-        if self.quantizer:
-            makers.append(self.quantizer)
-        return identity(windows, calibrate, codecs, kmeans, outlier, *sources(*makers))
+        makers = [self.method, *(codec for _, _, codec in self.method.each_codec())]
+        return identity(windows, calibrate, codecs, kmeans, outlier, *sources(*makers, *filter(None, [self.quantizer])))
 
     @contextmanager
     def step(self, doing):

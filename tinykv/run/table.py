@@ -136,8 +136,7 @@ class Table:
 
     def __init__(self, setup, runs):
         self.setup, self.args, self.runs, self.rows = setup, setup.args, runs, []
-        args = self.args
-        self.columns = [column for column in COLUMNS if args.wide or column not in WIDE_ONLY]
+        self.columns = [column for column in COLUMNS if self.args.wide or column not in WIDE_ONLY]
         if not any(r.weights for r in runs.values()):
             self.columns.remove("weights")
         longest = {"method": max(len(r.label) for r in runs.values()),
@@ -177,7 +176,6 @@ class Table:
 
     def print_rest(self):
         """What went wrong, --json -, and what compares the rows."""
-        args = self.args
         for title, r in self.runs.items():
             if r.error is not None:
                 print(f"{title} failed: {cli.reason(r.error)}")
@@ -186,4 +184,5 @@ class Table:
         if self.setup.file("json") == "-":
             print()
             print(json.dumps(self.content(), indent=2, allow_nan=False))
-        comparisons.print_all([row for row in self.rows if not row["fault"]], args.vs, args.at_bits, self.setup.file("plot"))
+        measured = [row for row in self.rows if not row["fault"]]
+        comparisons.print_all(measured, self.args.vs, self.args.at_bits, self.setup.file("plot"))
