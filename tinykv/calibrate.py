@@ -43,7 +43,7 @@ def calibrate(model, method, windows, progress=None):
 
 
 def check_window(layer, rows, kept, gradient):
-    """UserError unless a codec can learn from a window: rows (Hkv, T, d), kept (Hkv, T), gradient like rows, or None."""
+    """UserError unless a codec can learn from a window: rows (Hkv, T, d), kept (Hkv, T), gradient as rows or None."""
     all_finite(f"keys or values of layer {layer}", rows)
     if gradient is not None:
         all_finite(f"gradients of layer {layer}", gradient)

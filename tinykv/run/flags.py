@@ -102,8 +102,8 @@ def load_test(setup, runs):
     if len(longest) == 1:
         longest = []  # BOS alone takes the place of a window's first token
     args = setup.args
-    windows = load_windows(args.data, setup.tokenizer, setup.context, args.windows, "test", args.seed, args.bos, longest,
-                           whole=cli.two_texts(args))
+    windows = load_windows(args.data, setup.tokenizer, setup.context, args.windows, "test", args.seed, args.bos,
+                           longest, whole=cli.two_texts(args))
     return windows.predicted_from(args.prompt) if args.prompt else windows
 
 
