@@ -11,14 +11,14 @@ import argparse
 import importlib
 from pathlib import Path
 
-from tinykv import UserError, hf, one_of, storage
-from tinykv import cli
-from tinykv.analysis import figures, page, timeline
+from tinykv import UserError, files, hf, one_of
+from tinykv.analysis import page, timeline
 from tinykv.analysis.sinks import THRESHOLD, find_sinks
 from tinykv.analysis.walk import Text, print_table
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.methods.registry import METHODS
+from tinykv.run import cli, plots
 from tinykv.run.settings import all_settings_of, constructor_arguments, flags_of, load_class
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
@@ -122,7 +122,7 @@ def print_sinks(text, tokenizer):
         print(f"sinks of window {w}: {', '.join(found) or 'none'}")
 
 
-def run(args):
+def look(args):
     # 1. the model, the text and its sinks
     names = NAMES if "all" in args.what else tuple(dict.fromkeys(args.what))  # each once
     device = hf.usable_device(args.device)
@@ -158,22 +158,22 @@ def run(args):
         found[name] = module.measure(text)
         print_table(found[name], module.COLUMNS)
         if args.out:
-            figures.save(module.draw(text, found[name]), Path(args.out, f"{name}.png"))
+            plots.save(module.draw(text, found[name]), Path(args.out, f"{name}.png"))
     if args.out:  # the small ones
         for row in found.get("timeline", []):
-            figures.save(timeline.draw_small(text, row), Path(args.out, f"timeline-{row['method']}.png"))
+            plots.save(timeline.draw_small(text, row), Path(args.out, f"timeline-{row['method']}.png"))
 
     # 3. the numbers
     if args.json:
         sinks = [marks.nonzero()[:, 0].tolist() for marks in text.marks]
-        storage.write_json(args.json, {"model": args.model, "data": args.data, "context": args.context,
+        files.write_json(args.json, {"model": args.model, "data": args.data, "context": args.context,
                                        "windows": args.windows, "sinks at": sinks, **found})
 
 
 def main():
     p = parser()
     with cli.one_line(p):
-        run(p.parse_args())
+        look(p.parse_args())
 
 
 if __name__ == "__main__":

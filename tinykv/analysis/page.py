@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tinykv import storage
+from tinykv import files
 from tinykv.analysis import outliers
 from tinykv.analysis.sinks import sink_scores
 from tinykv.analysis.timeline import read_text
@@ -119,5 +119,5 @@ def write(path, text, tokenizer, name):
     data = json.dumps(page, separators=(",", ":")).encode()
     packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()
     html = TEMPLATE.read_text().replace("DATA", packed, 1)
-    storage.write(path, lambda part: Path(part).write_text(html))
+    files.write(path, lambda part: Path(part).write_text(html))
     return page

@@ -4,10 +4,10 @@ methods, and a small one of each; position runs to the right and time down.
 """
 import torch
 
-from tinykv.analysis.figures import new_figure, title
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.evaluate import chunks_of
+from tinykv.run.plots import new_figure, title
 
 LONGEST = 512  # tokens of the picture
 SHOWN = 6  # methods of the picture
