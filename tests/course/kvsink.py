@@ -1,7 +1,7 @@
 """Assignment 3, kvsink: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
     "forgets_the_magnitude": ("hidden[0].abs().tolist()", "hidden[0].tolist()"),
-    "token_for_channel": ("token.index(largest)", "of_token.index(largest)"),
+    "token_for_channel": ("middle(of_token), token.index(largest)", "middle(of_token), of_token.index(largest)"),
     "median_of_all_numbers": ("middle(of_token)", "middle(sum(tokens, []))"),
     "median_of_the_channel": ("middle(of_token)", "middle([t[token.index(largest)] for t in tokens])"),
     "upper_middle": ("(len(numbers) - 1) // 2", "len(numbers) // 2"),
