@@ -11,13 +11,13 @@ from cases import CHANNEL, MARK, SETTINGS, VOCAB, Case, D, G, H, L, Watch, calib
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate
-from tinykv.cli import EMBEDDED
 from tinykv.codecs import SCHEMES, settings_of_scheme
 from tinykv.data import load_windows
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.pfn import PFN
 from tinykv.model import Llama, LlamaConfig
 from tinykv.outlier import find_outlier, outlier
+from tinykv.run.cli import EMBEDDED
 
 # ---- Table 3
 
@@ -228,7 +228,8 @@ def test_the_search_equals_the_rule_in_lists():
     rng, seen = random.Random(1), set()
     for _ in range(2000):
         W, layers = rng.randint(1, 5), rng.randint(1, 9)
-        sizes, ratios, channels = rng.choice((((1, 2, 3, 4), (4, 5), (7,)), ((1, 10, 20, 21), (2, 4, 5, 90), (7, 7, 8))))
+        sizes, ratios, channels = rng.choice((
+            ((1, 2, 3, 4), (4, 5), (7,)), ((1, 10, 20, 21), (2, 4, 5, 90), (7, 7, 8))))
         largest, ratio, channel = ([rng.choices(numbers, k=layers + 1) for _ in range(W)]
                                    for numbers in (sizes, ratios, channels))
         place = listed_place(largest, ratio, channel)

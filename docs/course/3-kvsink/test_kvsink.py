@@ -27,11 +27,11 @@ def test_outlier(sub, rng, same):
 
 EXAMPLES = {
     "an outlier that stands out": (4, [
-        ([1, 2, 50, 65, 20], [2, 2, 9, 12, 3], "the first block with a ratio of at least 5 counts, though a later one is "
-         "larger; column l + 1 belongs to block l."),
+        ([1, 2, 50, 65, 20], [2, 2, 9, 12, 3], "the first block with a ratio of at least 5 counts, though a later one "
+         "is larger; column l + 1 belongs to block l."),
         ([1, 50, 59, 20], [2, 9, 8, 3], "block 0 may be the one."),
-        ([1, 50, 59, 65, 20], [9, 4, 5, 8, 3], "the ratio after block 0 is below 5, after block 1 it is 5. The embedding "
-         "is no block.")]),
+        ([1, 50, 59, 65, 20], [9, 4, 5, 8, 3], "the ratio after block 0 is below 5, after block 1 it is 5. The "
+         "embedding is no block.")]),
     "an outlier that stays": (4, [
         ([1, 10, 21, 30, 20], [2, 6, 9, 9, 3], "after block 0 the largest number still doubles, from 10 to 21."),
         ([1, 10, 20, 20, 3], [2, 6, 9, 9, 3], "20 is not more than twice 10."),
@@ -76,8 +76,8 @@ def test_votes(sub, rng, same):
         for against in range(n_some // 2 + 1):
             votes = [[c] * 5] * (n_some - against) + [[other] * 2 + [other, c, c]] * against + [[other] * 5] * n_none
             search(sub, same, [[1, 2, 40, 40, 5]] * len(votes), [some] * n_some + [none] * n_none, votes,
-                   f"{n_none} windows have no outlier, and so no vote. {against} of the other {n_some} name {other}, in "
-                   "the column of the block where the outlier emerges.")
+                   f"{n_none} windows have no outlier, and so no vote. {against} of the other {n_some} name {other}, "
+                   "in the column of the block where the outlier emerges.")
 
 
 @points(11)
@@ -91,7 +91,7 @@ def test_find_outlier(sub, rng, same):
                           for row, some in zip(typical, numbers))
         odd = rng.choice((0, 0, 0.2))
         channel = [[7 if rng.random() >= odd else 3 for _ in range(L + 1)] for _ in range(W)]
-        search(sub, same, largest, ratio, channel, "rules 1 to 4; the median is over the windows that name the channel.")
+        search(sub, same, largest, ratio, channel, "rules 1 to 4; the median is over windows that name the channel.")
 
 
 # Tasks 2 and 3: a cache as a method sees it
