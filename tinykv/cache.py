@@ -7,8 +7,8 @@
                 -----------------------------------------------
     read        K   c'  c'  K   c'  c'  c'  c'  x   x   x   x  what attention gets; c': decoded
 
-A kept token has a code as well, which is read only if the method drops the token later. So no position is skipped,
-and groups of tokens that share a scale stay aligned. "16 bits" is the model's dtype, or fp16 if the model runs in fp32.
+A kept token has a code as well, which is read only if the method drops the token later. So no position is skipped, and
+groups of tokens that share a scale stay aligned. "16 bits" is the model's dtype, or fp16 if the model runs in fp32.
 
 `LayerCache.update` is the whole idea. It appends the new tokens, then answers three questions:
 
@@ -24,8 +24,8 @@ The protocol says whether attention reads before or after that:
              of `method.block` tokens are quantized, but never the newest `method.recent` tokens.
 
 If the text has a prompt, its first P tokens arrive in one forward, under either protocol, and the rest as a stream.
-Under `paper`, prompt tokens that do not fill a group stay recent. A method whose `choose` is "prompt" chooses the tokens
-it keeps once, at the end of the prompt.
+Under `paper`, prompt tokens that do not fill a group stay recent. A method whose `choose` is "prompt" chooses the
+tokens it keeps once, at the end of the prompt.
 """
 from types import SimpleNamespace
 

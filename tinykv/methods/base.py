@@ -16,8 +16,8 @@ CHOOSE = ("prompt", "always")  # when a method chooses the tokens that it keeps
 class Method:
     """The interface between a method and the cache.
 
-    A method holds its settings and what calibration found, but nothing of any text. What it remembers of a text lives on
-    that text's cache, under a name (`cache.shared`). One method can therefore serve any number of caches.
+    A method holds its settings and what calibration found, but nothing of any text. What it remembers of a text lives
+    on that text's cache, under a name (`cache.shared`). One method can therefore serve any number of caches.
 
     A subclass's settings are the keyword arguments of its constructor, with the paper's values as defaults. The command
     line offers them under the same names, with `-` for `_`. A constructor that ends in `**name` passes the rest to its
@@ -76,8 +76,8 @@ class Method:
     def score(self, layer_cache, q, K):
         """Score all tokens, given new queries q (B, H, T, d) and all keys K (B, Hkv, S, d), both rotated.
 
-        Returns scores of the tokens' keys and of their values, (B, Hkv, S) both. For tokens in full precision, the cache
-        sums them: `recent_scores` and `kept_scores` of `CachedRows`.
+        Returns scores of the tokens' keys and of their values, (B, Hkv, S) both. For tokens in full precision, the
+        cache sums them: `recent_scores` and `kept_scores` of `CachedRows`.
         """
         raise NotImplementedError
 
@@ -180,8 +180,8 @@ def best_tokens(rows, n, count, score=None):
     """What `keep_keys` returns to keep the `count` tokens with the largest scores so far.
 
     Kept tokens compete with the n oldest recent tokens, which are about to be quantized. rows: the `CachedRows` of K or
-    of V. score: a function from keys or values (B, Hkv, m, d) to scores (B, h, m), where h is 1 or Hkv. If the cache sums
-    scores, they are multiplied by it, or used as they are without it.
+    of V. score: a function from keys or values (B, Hkv, m, d) to scores (B, h, m), where h is 1 or Hkv. If the cache
+    sums scores, they are multiplied by it, or used as they are without it.
 
     Returns positions (B, h, up to count), the best first; of equal scores the earlier token wins. Returns None if there
     are no scores: calibration has no queries, so the cache sums none.
