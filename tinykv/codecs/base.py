@@ -156,6 +156,7 @@ class Codec:
     bits = 16  # nominal bits of a number
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
     passes = 0  # over the calibration windows; 0: there is nothing to calibrate
+    seed = 0  # of k-means: the draw of the calibration
     tables = ()  # names of the attributes that calibration finds: tensors, or None before
 
     def needs_gradient(self, step):

@@ -187,7 +187,7 @@ class NonUniform(Codec):
 
     def fit(self, step):
         if step == 1:
-            self.levels = self.histogram.levels(2 ** self.bits, self.q_norm)
+            self.levels = self.histogram.levels(2 ** self.bits, self.q_norm, self.seed)
         elif self.axis == "channel":
             lo, hi = self.percentiles()  # (C) both
             self.set_range(lo.to(self.device), hi.to(self.device))
@@ -256,7 +256,7 @@ class Histogram:
         for sums, terms in zip(self.sums, (torch.ones_like(x), x, x * x, w, w * x)):
             sums.index_add_(0, bins, terms)
 
-    def levels(self, n, q_norm):
+    def levels(self, n, q_norm, seed=0):
         """n levels (n), ascending, in the 16 bits in which they are stored."""
         filled = self.sums[0] > 0  # (BINS)
         count, x, square, weight, weighted_x = self.sums[:, filled]  # (bins) each
@@ -267,7 +267,7 @@ class Histogram:
         # weighted k-means, in which a bin stands for its weighted mean
         points = weighted_x / weight.clamp(min=1e-300)  # (bins)
         weight = weight / weight.max()
-        centres = kmeans(points[None, :, None], n, weight[None], iterations=100, tries=40)
+        centres = kmeans(points[None, :, None], n, weight[None], iterations=100, tries=40, seed=seed)
         levels = centres[0, :, 0].double()  # (n)
 
         if q_norm:
