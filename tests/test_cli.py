@@ -165,7 +165,20 @@ def test_the_method_that_readme_shows(command, tmp_path):
     own = tmp_path / "mine.py"
     own.write_text(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
     status, out, _ = command("--method", f"{own}:Hundredth", "--bits", "2", *SMALL)
-    assert status == 0 and float(table(out)[f"{own}:Hundredth"]["true"]) > 2
+    assert status == 0 and float(table(out)["Hundredth"]["true"]) > 2
+
+
+@pytest.mark.parametrize("files, classes, titles", [
+    (["a", "b"], ["Mine", "Other"], ["Mine", "Other"]),
+    (["a", "b"], ["Mine", "Mine"], ["{a}:Mine", "{b}:Mine"]),  # else nobody could tell them apart
+    (["a", "b"], ["pfn", "Mine"], ["{a}:pfn", "Mine"])])
+def test_a_row_is_titled_by_the_class_where_that_is_clear(tmp_path, files, classes, titles):
+    paths = {file: str(tmp_path / f"{file}.py") for file in files}
+    for path, cls in zip(paths.values(), classes):
+        Path(path).write_text(f"from tinykv.methods.pfn import PFN\n\nclass {cls}(PFN):\n    pass\n")
+    methods = [f"{path}:{cls}" for path, cls in zip(paths.values(), classes)]
+    entries = entries_of(f"--method pfn,{','.join(methods)}")
+    assert list(entries) == ["fp16", "pfn", *[title.format(**paths) for title in titles]]
 
 
 def test_list_methods(command):

@@ -113,7 +113,7 @@ def side_by_side(codes):
 @lru_cache(maxsize=1024)
 def static_words(scale, zero):
     """The same of a static grid."""
-    return side_by_side(Codes(None, scale, zero))
+    return side_by_side(Codes(None, scale=scale, zero=zero))
 
 
 def affine_rows(codec, codes, kind, halves):

@@ -29,7 +29,6 @@ Paper and practice.
   furthest from the row's median.
 - The released Q-Norm calls a function with an argument that it does not take, and crashes.
 """
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -77,7 +76,7 @@ class NonUniform(Codec):
         # 3. a dynamic range is stored with the codes, and so are the outliers
         codes = Codes(packed)
         if self.axis == "token":
-            codes = Codes(packed, scale=half[:, None], zero=mid[:, None])  # (B, 1, T, 1) both
+            codes = Codes(packed, mid=mid[:, None], half=half[:, None])  # (B, 1, T, 1) both
         if not self.outliers:
             return codes
         return SparseCodes(**vars(codes), **sparse(to_rows(x), outlier))
@@ -87,7 +86,7 @@ class NonUniform(Codec):
         # 1. from levels back into the range
         q = unpack(codes.packed[:, 0], self.bits, self.channels)  # (B, T, C)
         if self.axis == "token":
-            mid, half = codes.zero[:, 0], codes.scale[:, 0]  # (B, T, 1) both
+            mid, half = codes.mid[:, 0], codes.half[:, 0]  # (B, T, 1) both
         else:
             mid, half = self.mid, self.half  # (C) both
         level = self.levels.float()[q.long()]  # (B, T, C)
@@ -204,20 +203,17 @@ class NonUniform(Codec):
         self.mid, self.half = self.middle(lo, hi)
 
 
-@dataclass(repr=False)
 class SparseCodes(Codes):
     """Codes, and the outliers as a sparse matrix in CSR format.
 
-    The matrix has T * B rows, token by token, and C columns. `values` and `columns` list its
-    outliers row by row; `row_end` says where each row ends in the two lists.
+    The matrix has T * B rows, token by token, and C columns. `values` (1, 1, outliers) in 16 bits and `columns` (1, 1,
+    outliers) int16 list its outliers row by row; `row_end` (B, 1, T, 1) int32 says where each row ends in the two.
     """
-    row_end: torch.Tensor | None = None  # (B, 1, T, 1) int32
-    values: torch.Tensor | None = None  # (1, 1, outliers) in 16 bits
-    columns: torch.Tensor | None = None  # (1, 1, outliers) int16
 
     def append(self, other):
         # the other's rows come after all of these
-        return super().append(replace(other, row_end=other.row_end + self.values.shape[2]))
+        row_end = other.row_end + self.values.shape[2]
+        return super().append(SparseCodes(**{**vars(other), "row_end": row_end}))
 
     def places(self):
         """Where the outliers stand: sequences, tokens and columns, (outliers) each."""

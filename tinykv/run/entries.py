@@ -19,14 +19,14 @@ from tinykv.methods.registry import METHODS
 from tinykv.run import cli, ranks
 from tinykv.run.check import check_codecs, check_method
 from tinykv.run.prefix import fill_prefix, open_prefix
-from tinykv.run.settings import all_settings_of, constructor_arguments, is_made, load_class, name_of, settings_of
+from tinykv.run.settings import all_settings_of, constructor_arguments, is_made, load_class, names_of, settings_of
 
 
 @dataclass
 class Entry:
     """A row of the table: a method with its settings, on a model whose weights may be quantized."""
     label: str  # in the table: "pfn preserve=5"
-    name: str  # of the method, as it was asked for: "pfn", or "mine.py:Mine"
+    name: str  # of the method: "pfn", or "Mine" of mine.py:Mine
     method: Method
     settings: dict  # all that the method takes, {name: value}
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
@@ -93,7 +93,7 @@ def build_entries(args, config, tokenizer):
     for method in args.method:
         asked += METHODS if method == "all" else [method]
     compared = load_class(asked[0]).beside if len(asked) == 1 else {}
-    methods = dict.fromkeys(["fp16", *compared, *asked])  # each once
+    names = names_of(["fp16", *compared, *asked])  # {method: name}, each method once
 
     # 2. An entry for each, on each weights
     given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
@@ -104,9 +104,9 @@ def build_entries(args, config, tokenizer):
     for weights in quantizers or [None]:
         if "prefix" in given:  # opened anew: a prefix holds keys and values of one model
             given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
-        for method in methods:
+        for method, name in names.items():
             beside = {} if method in asked else compared.get(method, {})
-            for entry in entries_of(method, beside, given, config, left_out, method in args.method):
+            for entry in entries_of(method, name, beside, given, config, left_out, method in args.method):
                 entry.weights, entry.quantizer = weights, quantizers.get(weights)
                 if entry.title in entries:
                     raise UserError(f"two rows are called {entry.title}; give one of them another `name`")
@@ -117,7 +117,7 @@ def build_entries(args, config, tokenizer):
         raise next(iter(left_out.values()))
     for setting in given:
         flag = "--" + setting.replace("_", "-")
-        others = [name_of(method) for method in asked
+        others = [names[method] for method in asked
                   if is_made(method)
                   or not any(setting in chosen for chosen in combinations(load_class(method), given, {}))]
         if len(others) == len(asked):
@@ -127,14 +127,14 @@ def build_entries(args, config, tokenizer):
     return entries, left_out
 
 
-def entries_of(asked, beside, given, config, left_out, by_name):
+def entries_of(asked, name, beside, given, config, left_out, by_name):
     """The entries of one method, for each combination of the values that it takes.
 
-    asked: a name, a class, or a method, which has its settings. beside: settings for the sake of the method that it is
-    shown beside. left_out: where a combination goes that the method refuses; if it was asked for by name, that is an
-    error.
+    asked: a name, a class, or a method, which has its settings. name: what the table calls it. beside: settings for the
+    sake of the method that it is shown beside. left_out: where a combination goes that the method refuses; if it was
+    asked for by name, that is an error.
     """
-    name, cls = name_of(asked), load_class(asked)
+    cls = load_class(asked)
     if is_made(asked):
         check_method(asked, config)
         return [Entry(name, name, copy.deepcopy(asked), {})]
