@@ -1,6 +1,7 @@
 """Checkpoint folders: what loads, to the bit and within its memory, and what each fault of a folder is told as."""
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -64,9 +65,13 @@ def to_shards(folder, count=3):
     """model.safetensors -> shards."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
+    of = {}
     for i in range(count):
+        file = f"model-{i + 1:05}-of-{count:05}.safetensors"
         part = {name: weights[name] for name in sorted(weights)[i::count]}
-        save_file(part, folder / f"model-{i + 1:05}-of-{count:05}.safetensors")
+        save_file(part, folder / file)
+        of.update(dict.fromkeys(part, file))
+    return of
 
 
 def same(a, b):
@@ -91,7 +96,7 @@ def test_saved_and_loaded_is_the_same_to_the_bit(tmp_path, dtype, changes):
     assert not any(t.is_meta for t in [*again.parameters(), *again.buffers(), again.rope.freq])
     assert tokenizer.decode(tokenizer.encode("the bell rings")) == "the bell rings"
     assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json"]
+        "config.json", "model.safetensors", "tokenizer.model"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -103,6 +108,45 @@ def test_the_config_of_transformers_survives_a_round_trip(variant):
 def test_shards_load_the_same_weights(folder):
     to_shards(folder)
     assert same(hf.load_model(folder), tiny())
+
+
+def test_of_two_savings_the_index_says_which_is_read(folder):
+    """The shards of another model lie in the same folder, as a save over an old one leaves them."""
+    of = to_shards(folder)
+    model, other = tiny(), folder.parent / "other"
+    for weight in model.parameters():
+        weight.data += 1
+    hf.save(model, PIECES, other)
+    to_shards(other, count=2)
+    for path in other.glob("model-*"):
+        shutil.copy(path, folder)
+    assert "twice" in told(hf.load_model, folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of}))
+    assert same(hf.load_model(folder), tiny())
+    for broken in (None, [], {}, {KEY: 5}):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": broken}))
+        told(hf.load_model, folder)
+
+
+def test_a_tied_head_is_the_embedding_or_refused(folder):
+    """transformers leaves two that differ untied."""
+    hf.save(tiny(tie_word_embeddings=True), PIECES, folder)
+    def differ(weights):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights["lm_head.weight"][3, 5] += 1e-3
+    edit_weights(folder, differ)
+    text = told(hf.load_model, folder)
+    assert "lm_head.weight" in text and "tie_word_embeddings" in text
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    assert not torch.equal(hf.load_model(folder).lm_head.weight, hf.load_model(folder).model["embed_tokens"].weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn,
+                                   torch.float8_e5m2])
+def test_weights_that_are_codes_are_refused_and_not_cast(folder, dtype):
+    edit_weights(folder, lambda weights: weights.update({KEY: weights[KEY].to(dtype)}))
+    text = told(hf.load_model, folder)
+    assert KEY in text and str(dtype) in text
 
 
 def test_a_loaded_model_does_not_hang_on_its_file(folder):
@@ -204,6 +248,10 @@ def test_both_spellings_of_rope(folder, fields, theta, scaling):
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
+    ({"is_causal": False}, ["is_causal", "false", "True"]),
+    ({"partial_rotary_factor": 0}, ["partial_rotary_factor", "0"]),
+    ({"model_type": "mistral", "architectures": ..., "sliding_window": 7, "layer_types": ["full_attention"] * 2},
+     ["layer_types", "mistral"]),
     ({"auto_map": {"AutoModel": "own.Model"}}, ["auto_map", "own.Model"]),
     ({"sliding_window": 512}, ["sliding_window", "512", "llama"]),
     ({"model_type": "mistral", "architectures": ..., "attention_bias": True}, ["attention_bias", "mistral"]),
@@ -405,6 +453,22 @@ def test_where_special_ids_come_from(tmp_path, file, settings, config, want):
 def test_a_broken_tokenizer_is_told_and_not_passed_over(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     assert str(tmp_path / name) in told(tokenizer_of, tmp_path, *[JSON] * (name == "tokenizer.model"))
+
+
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
+@pytest.mark.parametrize("value", [5, ["<s>"], True, {"content": 5}])
+def test_a_special_token_that_is_no_text_is_refused_by_name(tmp_path, name, value):
+    text = told(lambda: tokenizer_of(tmp_path, PIECES, settings={name: value}))
+    assert name in text and "tokenizer_config.json" in text
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+@pytest.mark.parametrize("make", [
+    os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir,
+    lambda path: (path.touch(), os.truncate(path, 10 ** 12))], ids=["pipe", "device", "folder", "sparse"])
+def test_what_would_never_end_is_no_tokenizer(tmp_path, name, make):
+    make(tmp_path / name)
+    assert name in told(tokenizer_of, tmp_path)
 
 
 def test_the_truncation_and_padding_that_a_file_carries_are_left_out(tmp_path):

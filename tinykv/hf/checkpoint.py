@@ -7,9 +7,8 @@ from safetensors import SafetensorError, safe_open
 from torch.overrides import TorchFunctionMode
 
 from tinykv import UserError
-from tinykv.files import first_line, save_tensors, write, write_json
+from tinykv.files import first_line, read_json, save_tensors, write, write_json
 from tinykv.hf.config import checkpoint_folder, config_fields, load_config
-from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama
 
 # A folder -> the model
@@ -35,21 +34,28 @@ def load_model(folder, device="cpu", dtype=torch.float32):
 
     # 2. every tensor of the folder
     state = {}
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
     for name, tensor in read_tensors(folder):
+        name = tied.get(name, name)
         block = re.match(r"model\.layers\.(\d+)\.", name)
         on = model.devices[int(block[1])] if others and block else device
-        state[name] = tensor.to(on, dtype, copy=True)
+        if not tensor.is_floating_point() or tensor.itemsize < 2:  # codes, which mean little without their scales
+            raise UserError(f"{folder}: {name} is {tensor.dtype}; give a checkpoint in 16 or 32 bits")
+        tensor = tensor.to(on, dtype, copy=True)
+        if name in state and not torch.equal(state[name], tensor):
+            raise UserError(f"{folder} holds {name} twice, with different numbers; keep the files of one checkpoint, "
+                            "and set tie_word_embeddings to false if lm_head.weight is not the embedding")
+        state[name] = tensor
 
     # 3. into the model; torch names what is missing, unexpected, or of another shape
-    if config.tie_word_embeddings:
-        state.setdefault("lm_head.weight", state.get("model.embed_tokens.weight"))
+    state |= {name: state[source] for name, source in tied.items() if source in state}
     try:
         model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
         raise UserError(f"{folder}: the weights do not fit config.json, take both, and all files, from the same "
                         f"checkpoint: {' '.join(str(error).split())[:1000]}") from None
 
-    # 4. a tied lm_head is the embedding, as in transformers, even where a file holds another
+    # 4. a tied lm_head is the embedding
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model["embed_tokens"].weight
     return model.requires_grad_(False)
@@ -86,9 +92,13 @@ def usable_device(name):
 # The tensors of a folder
 
 def read_tensors(folder):
-    """Yields (name, tensor) of model.safetensors, or of the shards model-00001-of-00003.safetensors, ..."""
-    whole = folder / "model.safetensors"
+    """Yields (name, tensor) of model.safetensors, or of the shards that its index names, or without an index of
+    all shards model-00001-of-00003.safetensors, ..."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     files = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
+    if index.exists() and not whole.exists():
+        shard_of = read_json(index).get("weight_map")  # {name of a tensor: name of a file}
+        files = sorted({folder / str(name) for name in shard_of.values()}) if isinstance(shard_of, dict) else []
     if not files:
         raise UserError(f"no weights in {folder}; it must hold model.safetensors, or its shards, as save_pretrained "
                         "writes them (of .bin files: load and save them with transformers)")
@@ -106,34 +116,14 @@ def read_tensors(folder):
 
 # The model -> a folder
 
-def save(model, tokenizer_model_path, folder):
-    """Write a folder that `load` reads, and transformers' AutoModelForCausalLM and AutoTokenizer.
+def save(model, tokenizer_model, folder):
+    """Write a folder that `load` reads, and transformers' AutoModelForCausalLM.
 
-    tokenizer_model_path: a sentencepiece model. Each file is written whole or not at all. Of a
-    Mistral folder without tokenizer.json, transformers 5 encodes the first word of a text without
-    its blank, unlike sentencepiece and load.
+    tokenizer_model: the path of a sentencepiece model. Each file is written whole or not at all.
     """
-    folder, config = Path(folder), model.config
-
-    # 1. the tokenizer, which may come from the same folder
-    pieces = SentencePieceTokenizer(Path(tokenizer_model_path)).pieces
-    proto = pieces.serialized_model_proto()
-    write(folder / "tokenizer.model", lambda path: path.write_bytes(proto))
-
-    # 2. the weights; a tied lm_head is not among them
+    folder = Path(folder)
+    pieces = Path(tokenizer_model).read_bytes()  # before anything is written: it may come from the same folder
+    write(folder / "tokenizer.model", lambda path: path.write_bytes(pieces))
+    # a tied lm_head is not among the parameters
     save_tensors(folder / "model.safetensors", dict(model.named_parameters()), {"format": "pt"})
-
-    # 3. the settings
-    generation = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
-    write_json(folder / "tokenizer_config.json", tokenizer_fields(pieces, config))
-    write_json(folder / "generation_config.json", generation)
-    write_json(folder / "config.json", config_fields(config, next(model.parameters()).dtype))
-
-
-def tokenizer_fields(pieces, config):
-    """The content of tokenizer_config.json, for a sentencepiece model."""
-    ids = {"bos_token": pieces.bos_id(), "eos_token": pieces.eos_id(), "unk_token": pieces.unk_id()}
-    names = {name: pieces.id_to_piece(i) for name, i in ids.items() if i >= 0}
-    return {**names, "tokenizer_class": "LlamaTokenizer", "add_bos_token": "bos_token" in names,
-            "add_eos_token": False, "legacy": False, "clean_up_tokenization_spaces": False,
-            "model_max_length": config.max_position_embeddings}
+    write_json(folder / "config.json", config_fields(model.config, next(model.parameters()).dtype))

@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", {"max_position_embeddings": 2048}, ["sliding_window"]),
     "mistral": ("MistralForCausalLM",
                 {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-                ["attention_bias", "mlp_bias"]),
+                ["attention_bias", "mlp_bias", "layer_types"]),
     "qwen2": ("Qwen2ForCausalLM", {"max_position_embeddings": 32768, "num_key_value_heads": 32},
               ["attention_bias", "mlp_bias", "use_sliding_window"]),
     "qwen3": ("Qwen3ForCausalLM", {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
@@ -27,9 +27,11 @@ ARCHITECTURES = {
 }
 # Fields that change what a model computes, with the values that are implemented. Left out as harmless:
 # fields that only training reads, and pretraining_tp, which sums in another order.
+ABSENT = [False, {}]  # beside null
 IMPLEMENTED = {
-    "hidden_act": ["silu"], "partial_rotary_factor": [1], "layer_types": ["full_attention"], "auto_map": [],
-    "quantization_config": [], "compression_config": [], "original_max_position_embeddings": []}
+    "hidden_act": ["silu"], "is_causal": [True], "partial_rotary_factor": [1], "layer_types": ["full_attention"],
+    "auto_map": ABSENT, "quantization_config": ABSENT, "compression_config": ABSENT,
+    "original_max_position_embeddings": ABSENT}
 
 ROPE_PARAMETERS = {  # of each rope_type
     "default": [],
@@ -72,16 +74,16 @@ def parse_config(raw, where):
     _, defaults, lacks = ARCHITECTURES[kind]
 
     # 2. what the model does not implement
-    for name, allowed in {**IMPLEMENTED, **dict.fromkeys(lacks, [])}.items():
+    for name, allowed in {**IMPLEMENTED, **dict.fromkeys(lacks, ABSENT)}.items():
         value = raw.get(name)
+        known = f"{kind} without it" if allowed is ABSENT else ", ".join(map(str, allowed))
         for one in value if isinstance(value, list) else [value]:
-            if one and one not in allowed:
-                refuse(name, value, where, f"tinykv implements {', '.join(map(str, allowed)) or f'{kind} without it'}")
+            if one is not None and one not in allowed:
+                refuse(name, value, where, f"tinykv implements {known}")
 
     # 3. every field; one that is absent has its default in transformers, or else in LlamaConfig
     nullable = "num_key_value_heads", "sliding_window"  # null is a value; elsewhere it means absent
-    given = {name: value for name, value in raw.items() if value is not None or name in nullable}
-    given = {**defaults, **given}
+    given = defaults | {name: value for name, value in raw.items() if value is not None or name in nullable}
     if kind != "mistral":  # a Qwen has a number there, which use_sliding_window turns off
         given["sliding_window"] = None
     heads = checked(given, "num_attention_heads", int, where)

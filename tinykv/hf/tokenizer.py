@@ -1,7 +1,9 @@
 """Text to token ids and back: sentencepiece (LLaMA 1 and 2, Mistral), and tokenizer.json (Llama 3, Qwen)."""
 from tinykv import UserError
-from tinykv.files import first_line, read_json
+from tinykv.files import check_regular, first_line, read_json
 from tinykv.hf.config import checkpoint_folder
+
+LARGEST = 10 ** 8  # bytes of a tokenizer
 
 
 class Tokenizer:
@@ -101,6 +103,7 @@ def open_tokenizer(folder):
     for name, kind in {"tokenizer.model": SentencePieceTokenizer, "tokenizer.json": JsonTokenizer}.items():
         path = folder / name
         if path.exists():
+            check_regular(path, LARGEST)
             try:
                 return kind(path)
             except Exception as error:  # of many kinds
@@ -120,6 +123,8 @@ def special_id(tokenizer, settings, name, fallback):
         piece = piece.get("content")
     if name in settings and piece is None and not tokenizer.builtin_ids:
         return None  # a Qwen's file says so, whatever config.json has
+    if not isinstance(piece, str | None):
+        raise UserError(f"{name} in tokenizer_config.json is {str(piece)[:80]}; it has to be a text")
     found = tokenizer.id_of(piece) if piece else tokenizer.builtin_ids.get(name)
     if found is None:
         found = next(iter(fallback), None) if isinstance(fallback, list) else fallback
