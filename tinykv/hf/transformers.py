@@ -5,10 +5,13 @@
 
 docs/huggingface.md shows it at work, and says what it cannot do.
 """
+import copy
+from functools import partial
 from types import SimpleNamespace
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
 
 from tinykv import UserError
 from tinykv.cache import KVCache
@@ -19,20 +22,96 @@ from tinykv.model import Rope
 class MethodCache(Cache):
     """`past_key_values` for one text, or for texts of equal length. `inner` is the KVCache.
 
-    protocol, prompt: as of `KVCache`.
+    A text begins with the method's prefix, if it has one, and the model returns what comes after it. protocol, prompt:
+    as of `KVCache`. transformers hands its cache keys after RoPE, and neither queries nor a block's output; hooks on
+    the model catch what is missing.
     """
 
     def __init__(self, model, method, protocol="stream", prompt=None):
+        if not (isinstance(model, GenerationMixin) and getattr(method, "codecs", None)):
+            raise TypeError("this takes a causal language model of transformers and a method, such "
+                            f"as METHODS['kivi'](config); got {type(model).__name__} and {type(method).__name__}")
+        super().__init__(layers=[])
         config = parse_config(model.config.to_dict(), "the model's config")
         like = SimpleNamespace(config=config, rope=Rope(config), lm_head=model.lm_head)
-        self.inner = KVCache(like, method, protocol, prompt)
-        blocks = model.model.layers
-        super().__init__(layers=[MethodLayer(self.inner, i, block) for i, block in enumerate(blocks)])
+        self.model, self.inner = model, KVCache(like, method, protocol, prompt)
+        self.reading = False  # whether what the model reads now is this text
+        self.fresh = {}  # a layer's new q and k, before RoPE, until its `update`
+
+        self.hooks = [model.model.register_forward_pre_hook(self.begin, with_kwargs=True)]
+        for i, block in enumerate(model.model.layers):
+            attention = block.self_attn
+            q_source = getattr(attention, "q_norm", attention.q_proj)  # a Qwen3 norms every head
+            k_source = getattr(attention, "k_norm", attention.k_proj)
+            self.hooks += [q_source.register_forward_hook(partial(self.see, "q")),
+                           k_source.register_forward_hook(partial(self.see, "k")),
+                           block.register_forward_hook(partial(self.see_hidden, i))]
+
+    def begin(self, module, args, kwargs):
+        """Before a forward: the arguments that it is given -> those that it gets. UserError for what the cache cannot
+        serve."""
+        self.reading = False
+        if kwargs.get("past_key_values") is not self:
+            return None
+        tokens, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        if kwargs.get("use_cache") is False:
+            raise UserError("use_cache=False reads the whole text again for every token; leave it out")
+        if tokens is None:
+            raise UserError("inputs_embeds hide the text from the method; give input_ids")
+        if mask is not None and not (mask.dim() == 2 and mask.all()):
+            raise UserError("the attention_mask hides tokens, such as padding; give texts of equal length, without any")
+        new = self.inner.without_prefix(tokens)  # (B, T)
+        seen, T = len(self.inner), new.shape[1]
+        expected = torch.arange(seen, seen + T, device=tokens.device)[None]  # (1, T)
+        if positions is not None and not (positions[:, -T:] == expected).all():
+            raise UserError("the position_ids are not 0, 1, 2, ...; leave them out")
+        self.reading = True
+        return (), {**kwargs, "input_ids": new, "position_ids": expected}
+
+    def see(self, name, module, inputs, output):
+        """New queries ("q") or keys ("k"), before RoPE: (B, T, heads * d) or (B, T, heads, d)."""
+        if self.reading:
+            by_head = output.reshape(*output.shape[:2], -1, self.inner.config.head_dim)  # (B, T, heads, d)
+            self.fresh[name] = by_head.transpose(1, 2)  # (B, heads, T, d)
+
+    def see_hidden(self, layer, module, inputs, output):
+        if self.reading:
+            self.inner.observe(layer, output)  # (B, T, D)
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        """New keys and values (B, Hkv, T, d), keys after RoPE -> those of all S tokens."""
+        if not self.fresh:
+            raise UserError("a MethodCache reads with the model that it was made for, given as past_key_values=cache, "
+                            "until `remove`")
+        seen = self.inner.layers[layer_idx].length
+        positions = torch.arange(seen, seen + keys.shape[2], device=keys.device)  # (T)
+        return self.inner.update(layer_idx, self.fresh.pop("q"), self.fresh.pop("k"), values, positions)
+
+    def get_seq_length(self, layer_idx=0):
+        """The tokens that the model has read: 0, and not those of a prefix, before a text."""
+        length = self.inner.layers[layer_idx].length
+        return length if self.reading or length > self.inner.start else 0
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        return self.get_seq_length(layer_idx) + query_length, 0
+
+    def reset(self):
+        self.inner.reset()
+        self.reading = False
 
     def remove(self):
         """Take the hooks off the model again."""
-        for hook in (hook for layer in self.layers for hook in layer.hooks):
+        for hook in self.hooks:
             hook.remove()
+
+    def __deepcopy__(self, memo):
+        """A cache that goes on by itself from the same tokens, of the same model and method."""
+        inner = self.inner
+        shared = inner.model, inner.rope, inner.method, *(codec for *_, codec in inner.method.each_codec())
+        memo.update({id(one): one for one in shared})
+        found = MethodCache(self.model, inner.method, inner.protocol, inner.prompt)
+        found.inner = copy.deepcopy(inner, memo)
+        return found
 
     def refuse(self, *args, **kwargs):
         raise UserError("beam search, contrastive search and assisted decoding take tokens out of a cache, or to other "
@@ -40,62 +119,5 @@ class MethodCache(Cache):
 
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = refuse
 
-
-class MethodLayer(CacheLayerMixin):
-    """One layer. transformers hands its cache keys after RoPE, and neither queries nor a block's
-    output; hooks on the model catch what is missing."""
-    is_sliding = is_croppable = False
-
-    def __init__(self, inner, i, block):
-        super().__init__()
-        self.inner, self.i, self.is_initialized = inner, i, True
-        attention = block.self_attn
-        q_source = getattr(attention, "q_norm", attention.q_proj)  # a Qwen3 norms every head
-        k_source = getattr(attention, "k_norm", attention.k_proj)
-        self.hooks = [q_source.register_forward_hook(self.see_q), k_source.register_forward_hook(self.see_k),
-                      block.register_forward_hook(self.see_hidden)]
-
-    def see_q(self, module, inputs, output):
-        self.q = self.by_head(output)  # (B, H, T, d), before RoPE
-
-    def see_k(self, module, inputs, output):
-        self.k = self.by_head(output)  # (B, Hkv, T, d), before RoPE
-
-    def see_hidden(self, module, inputs, output):
-        self.inner.observe(self.i, output)  # (B, T, D)
-
-    def by_head(self, x):
-        """x (B, T, heads * d) or (B, T, heads, d) -> (B, heads, T, d)."""
-        return x.reshape(*x.shape[:2], -1, self.inner.config.head_dim).transpose(1, 2)
-
-    def update(self, keys, values, *args, **kwargs):
-        """New keys and values (B, Hkv, T, d), keys after RoPE -> those of all S tokens."""
-        seen, T = self.get_seq_length(), keys.shape[2]
-        positions = torch.arange(seen, seen + T, device=keys.device)  # (T)
-        if self.i == 0:
-            self.check_positions(keys, positions)
-        return self.inner.update(self.i, self.q, self.k, values, positions)
-
-    def check_positions(self, keys, positions):
-        """UserError if transformers rotated these keys (B, Hkv, T, d) to other positions (T)."""
-        rotated = self.inner.rope.rotate(self.k, positions)  # (B, Hkv, T, d)
-        difference = (keys - rotated).abs().amax((0, 1, 2))  # (d)
-        if (difference > 0.1 * rotated.abs().amax((0, 1, 2))).any():  # two 16-bit roundings differ by a hundredth
-            raise UserError("the tokens are not at positions 0, 1, 2, ...: a batch with padding, or position_ids of "
-                            "one's own; give texts of equal length, without padding")
-
-    def get_seq_length(self):
-        return self.inner.layers[self.i].length
-
-    def get_mask_sizes(self, query_length):
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self):
-        return -1  # no limit
-
-    def lazy_initialization(self, keys, values):
-        pass
-
-    def reset(self):
-        if self.i == 0:
-            self.inner.reset()
+    def __repr__(self):
+        return f"MethodCache({self.inner!r})"
