@@ -236,6 +236,23 @@ def test_generation_stops_when_every_row_has_ended(seed, cached):
     assert torch.equal(model.generate(PROMPT[:1], 12, eos=eos)[:, 4:], free[:1, :ends[0]])
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_text_longer_than_the_model_was_made_for_is_refused_before_the_work(cached):
+    model = tiny()
+    model.config.max_position_embeddings = 15
+    def cache():
+        return ExactCache(model) if cached else None
+    assert model.generate(PROMPT, 12, cache()).shape == (2, 16)  # the last token is not read
+    with pytest.raises(UserError, match="4 tokens and 13 new ones are more than the 15 positions"):
+        model.generate(PROMPT, 13, cache())
+    if cached:  # what the cache holds counts, too
+        used = ExactCache(model)
+        model(PROMPT, used)
+        model.generate(PROMPT, 8, used)
+        with pytest.raises(UserError, match="15 positions"):
+            model.generate(PROMPT[:, :1], 1, used)
+
+
 # A text that begins with a prefix. The three ways in, `model(tokens, cache)`, `generate` and `evaluate`, all strip it
 
 PREFIX = [5, 2, 8]
@@ -256,6 +273,9 @@ def test_generation_under_an_exact_prefix_is_fp16_generation():
     cache = KVCache(model, under_a_prefix(model))
     assert torch.equal(model.generate(TEXT, 12, cache), plain)
     assert len(cache) == 7 + 12 - 1  # each token once: the last one is not read
+    model.config.max_position_embeddings = 7 + 12 - 2
+    with pytest.raises(UserError, match="7 tokens and 12 new ones"):
+        model.generate(TEXT, 12, KVCache(model, under_a_prefix(model)))
 
 
 SMALL = {"k_bits": 2, "v_bits": 3, "preserve": 3, "emergence_layer": 0, "outlier_channel": 5, "outlier_num": 2,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tinykv import one_of
+from tinykv import UserError, one_of
 
 
 @dataclass
@@ -280,6 +280,11 @@ class Llama(nn.Module):
         Returns (B, T + new). Stops early once every row has produced `eos`; a row that is done
         repeats it. Without a cache the whole text is read again for every token.
         """
+        seen = tokens.shape[1] if cache is None else len(cache) + cache.without_prefix(tokens).shape[1]
+        longest = self.config.max_position_embeddings
+        if seen + max_new_tokens - 1 > longest:  # the last new token is not read
+            raise UserError(f"{seen} tokens and {max_new_tokens} new ones are more than the {longest} positions that "
+                            "this model was made for; ask for fewer, or give a shorter text")
         rng = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)  # (B)
         unread = tokens  # (B, T): what the cache has not seen yet
