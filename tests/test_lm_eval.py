@@ -1,4 +1,5 @@
 """Tasks of lm_eval through the cache of any method, with questions of the embedded model's own language."""
+import runpy
 from itertools import islice
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tinykv.cache import KVCache
 from tinykv.data.stories import stories
 from tinykv.data.windows import Windows, encode_documents
 from tinykv.evaluate import measure
+from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -96,10 +98,78 @@ def test_generation_is_the_models_own(asked):
     assert expected.startswith(generated(until=[], max_gen_toks=2)) and len(generated(until=[], max_gen_toks=2)) < 20
 
 
-def test_senseless_arguments_are_refused():
-    for settings in ({"prompt": "512"}, {"method": "kvsnik"}, {"method": "fp16", "bits": 2}):
-        with pytest.raises((UserError, SystemExit)):
-            TinyKV(**settings)
+@pytest.fixture
+def prefixed(tmp_path):
+    """Under a prefix of some words."""
+    (tmp_path / "prefix.txt").write_text("Mara lives in the old mill by the river.")
+    model = TinyKV(method="intactkv", bits=8, prefix=tmp_path / "prefix.txt", max_gen_toks=24)
+    assert len(model.prefix) > 5
+    return model
+
+
+def generate(model, context, **more):
+    return model.generate_until([Instance("generate_until", {}, (context, {"until": [], **more}), 0)],
+                                disable_tqdm=True)[0]
+
+
+def test_an_answer_begins_after_the_context_under_a_prefix_too(asked, prefixed):
+    context = asked[0].text[:200].rstrip()
+    ids = torch.tensor([prefixed.prefix + prefixed.tokenizer.encode(context)])
+    cache = KVCache(prefixed.model, prefixed.method, "paper", prompt=ids.shape[1])
+    text = prefixed.model.generate(ids, 24, cache, eos=2)
+    whole, before = (prefixed.tokenizer.decode(ids[0].tolist()) for ids in (text, ids))
+    assert whole.startswith(before) and len(whole) > len(before) + 10
+    assert generate(prefixed, context) == whole.removeprefix(before)
+
+
+def test_prefix_context_and_answer_share_the_positions(asked, prefixed, monkeypatch):
+    """Too long a context loses its beginning; what leaves no room for one is refused."""
+    n = prefixed.model.config.max_position_embeddings
+    long = " ".join(story.text for story in asked) * 3
+    assert len(prefixed.tokenizer.encode(long)) > n
+    caches = []
+    def new_cache(*how):
+        caches.append(KVCache(*how))
+        return caches[-1]
+    monkeypatch.setattr("tinykv.run.lm_eval.KVCache", new_cache)
+    prefixed.loglikelihood([Instance("loglikelihood", {}, (long, " bell"), 0)], disable_tqdm=True)
+    generate(prefixed, long, max_gen_toks=7)
+    assert [len(cache) for cache in caches] == [n, n - 1]  # the last token of an answer is not read
+    for new in (n - len(prefixed.prefix) + 1, n, 5000):
+        with pytest.raises(UserError, match=f"{new} new ones are more than the {n} positions"):
+            generate(prefixed, "Mara", max_gen_toks=new)
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"prompt": "512"}, "prompt"), ({"method": "kvsnik"}, "did you mean kvsink"),
+    ({"method": "fp16", "bits": 2}, "bits"),
+    ({"method": "rtn", "bits": "2,3"}, "several rows: fp16, rtn bits=2, rtn bits=3"),
+    ({"method": "rtn", "bits": [2, 3]}, "several rows"),
+    ({"method": "rtn", "weights": "rtn", "w_bits": "3,4"}, "several rows")])
+def test_senseless_arguments_are_refused(settings, words):
+    with pytest.raises(UserError, match=words):
+        TinyKV(**settings)
+
+
+def test_one_method_on_quantized_weights_is_one_row():
+    for name in ("fp16", "rtn"):
+        model = TinyKV(method=name, weights="rtn", w_bits=3)
+        assert isinstance(model.method, METHODS[name])
+        assert type(model.model.model["layers"][0].mlp.up_proj) is not torch.nn.Linear
+
+
+def test_a_chat_template_is_refused_by_name():
+    with pytest.raises(UserError, match="--apply_chat_template"):
+        lm_eval.simple_evaluate(model=TinyKV(), tasks=["tales"], limit=1, task_manager=TASKS, apply_chat_template=True)
+
+
+def test_a_mistake_on_its_command_line_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: TinyKV(method="kvsnik"))
+    monkeypatch.setattr("lm_eval.api.registry.register_model", lambda name: lambda cls: cls)  # it is there already
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(Path(__file__).parent.parent / "tinykv/run/lm_eval.py"), run_name="__main__")
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1 and "did you mean kvsink" in err
 
 
 def test_lm_eval_finds_it_by_name():

@@ -20,10 +20,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from tinykv import UserError, hf
+from tinykv import UserError, hf, one_of
 from tinykv.cache import KVCache
 from tinykv.evaluate import chunks_of
-from tinykv.run import flags
+from tinykv.run import cli, flags
 from tinykv.run.entries import build_entries, calibrate_all
 
 
@@ -31,25 +31,25 @@ from tinykv.run.entries import build_entries, calibrate_all
 class TinyKV(TemplateLM):
     def __init__(self, method="fp16", prompt=None, max_gen_toks=256, batch_size=1, max_batch_size=None, **settings):
         super().__init__()
-        if prompt not in (None, "context"):
-            raise UserError(f"prompt is {prompt}; give prompt=context, or no prompt")
-        args = flags.parse(flags.words_of(settings), ["fp16", method])
-        self.load(args)
-        self.args, self.prompt, self.max_gen_toks = args, prompt, max_gen_toks
-        self.max_length = self.model.config.max_position_embeddings
-        self.prefix = self.method.prefix.ids if self.method.prefix else []
+        one_of(["context"], prompt=prompt)
+        self.args = args = flags.parse(flags.words_of(settings), ["fp16", method])
+        self.prompt, self.max_gen_toks = prompt, max_gen_toks
 
-    def load(self, args):
-        """Model, tokenizer and method of these flags, calibrated as the command does it."""
+        # model, tokenizer and method of these flags, calibrated as the command does it
         setup = flags.set_up(args)
         self.tokenizer, self.on = setup.tokenizer, setup.device
         entries, _ = build_entries(args, setup.config, self.tokenizer)
-        *_, entry = entries.values()  # fp16 comes first
+        *others, entry = entries.values()  # fp16 comes first
+        if any((other.name, bool(other.weights)) == (entry.name, bool(entry.weights)) for other in others):
+            raise UserError(f"model_args make several rows: {', '.join(entries)}; give one value of each setting")
         model = hf.load_model(args.model, setup.devices, setup.dtype)
         models = calibrate_all(setup, model, {entry.title: entry})
         if entry.error is not None:
             raise entry.error
         self.model, self.method = models[entry.weights], entry.method
+
+        self.prefix = self.method.prefix.ids if self.method.prefix else []
+        self.max_length = setup.config.max_position_embeddings - len(self.prefix)
 
     # What lm_eval asks of a tokenizer
 
@@ -63,6 +63,12 @@ class TinyKV(TemplateLM):
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         return self.tokenizer.encode(string, bos=add_special_tokens is not False)
+
+    def apply_chat_template(self, *args, **kwargs):
+        raise UserError("chat templates are not implemented: special tokens in a text are ordinary characters here; "
+                        "leave out --apply_chat_template")
+
+    tokenizer_name = property(apply_chat_template)  # of a template, which lm_eval asks for first
 
     # Likelihoods
 
@@ -106,12 +112,13 @@ class TinyKV(TemplateLM):
             text, settings = request.args
             settings = normalize_gen_kwargs(settings, self.max_gen_toks)
             new = settings["max_gen_toks"]
-            ids = self.tok_encode(text)[new - self.max_length:]  # too long a context loses its beginning
+            ids = self.tok_encode(text)[-max(1, self.max_length - new):]  # too long a context loses its beginning
             tokens = self.with_prefix(ids)  # (1, T)
+            before = self.tokenizer.decode(tokens[0].tolist())
             cache = KVCache(self.model, self.method, self.args.protocol, tokens.shape[1])
             tokens = self.model.generate(tokens, new, cache, settings.get("temperature", 0.0),
                                          settings.get("top_p", 1.0), eos=self.eot_token_id)  # (1, T + new)
-            answer = self.tokenizer.decode(tokens[0].tolist())[len(self.tokenizer.decode(ids)):]
+            answer = self.tokenizer.decode(tokens[0].tolist())[len(before):]
             for end in filter(None, settings["until"]):
                 answer = answer.split(end)[0]
             found.append(answer)
@@ -120,4 +127,5 @@ class TinyKV(TemplateLM):
 
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
-    cli_evaluate()
+    with cli.one_line(cli.Parser(prog="python -m tinykv.run.lm_eval")):
+        cli_evaluate()
