@@ -1,7 +1,9 @@
 """Any method as the cache of transformers' own models: tinykv/hf/transformers.py, and the page about it."""
+import copy
 import doctest
 import re
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from test_model import built
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
+from tinykv.data.stories import stories
 from tinykv.methods.registry import METHODS
+from tinykv.run.cli import EMBEDDED
 
 transformers = pytest.importorskip("transformers")
 from tinykv.hf.transformers import MethodCache  # noqa: E402
@@ -81,7 +85,7 @@ def test_every_method_generates_as_it_does_here(name, models):
     assert torch.equal(text[:, longer.shape[1]:], own.generate(unread, NEW, mine)[:, unread.shape[1]:])
     assert repr(cache.inner) == repr(mine)
     cache.reset()
-    assert cache.get_seq_length() == len(method.prefix.ids if method.prefix else [])
+    assert cache.get_seq_length() == 0 and torch.equal(generate(theirs, tokens, cache), text[:, :9 + NEW])
     cache.remove()
 
 
@@ -111,7 +115,7 @@ def test_in_bf16_only_the_rounding_of_queries_differs(name, bits, models, monkey
     method = built(name, models[0], k_bits=bits, v_bits=bits)
     text = own.generate(prompt_of(method), NEW, KVCache(own, method))
     cache = MethodCache(theirs, method)
-    found = logits_of(theirs, text[:, cache.get_seq_length():], past_key_values=cache)
+    found = logits_of(theirs, text, past_key_values=cache)
     assert torch.equal(found, logits_of(own, text, cache=KVCache(own, method)))
 
 
@@ -138,11 +142,109 @@ def test_a_prompt_may_be_quantized_before_it_is_read(models):
     assert torch.equal(text, own.generate(tokens, NEW, KVCache(own, method, "paper", prompt=9)))
 
 
+@pytest.mark.parametrize("name", QUICK)
+@torch.no_grad()
+def test_another_text_between_two_turns_changes_nothing(name, models):
+    """Whether it is read without a cache, with one of transformers, or with a second one of these."""
+    own, theirs = models
+    method = built(name, own)
+    text = generate(theirs, prompt_of(method, T=24), cache := MethodCache(theirs, method))
+    cache.remove()
+    expected, states = repr(cache.inner), [rows.read() for layer in cache.inner.layers
+                                           for rows in (layer.keys, layer.values)]
+    other, n = tokens_of(3, 30, seed=9), 24 + NEW - 1
+    cache, second = MethodCache(theirs, method), MethodCache(theirs, built(name, own, k_bits=4, v_bits=4))
+    whole = prompt_of(method, T=30)
+    for chunk in (text[:, :24], *text[:, 24:n].split(1, dim=1)):
+        theirs(chunk, past_key_values=cache)
+        theirs(other)
+        theirs(other, past_key_values=transformers.DynamicCache(config=theirs.config))
+        theirs(whole, past_key_values=second)
+        whole = tokens_of(2, 1, seed=len(second.inner))
+    cache.remove()
+    second.remove()
+    assert repr(cache.inner) == expected
+    found = [rows.read() for layer in cache.inner.layers for rows in (layer.keys, layer.values)]
+    for a, b in zip(found, states, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", QUICK)
+@torch.no_grad()
+def test_a_copy_goes_on_by_itself(name, models):
+    """transformers' recipe for reuse: a text is read once, and each question goes on from a copy."""
+    own, theirs = models
+    method = built(name, own)
+    tokens = prompt_of(method, T=24)
+    cache = MethodCache(theirs, method)
+    theirs(tokens, past_key_values=cache)
+    before = repr(cache.inner)
+    for seed in (1, 2):
+        asked = torch.cat([tokens, tokens_of(2, 5, seed=seed)], 1)
+        copied = copy.deepcopy(cache)
+        text = generate(theirs, asked, copied)
+        mine = KVCache(own, method)
+        own(tokens, mine)
+        assert torch.equal(text[:, 24:], own.generate(asked[:, 24:], NEW, mine)) and repr(copied.inner) == repr(mine)
+        assert repr(cache.inner) == before and copied.inner.layers[0].keys.codec is cache.inner.layers[0].keys.codec
+        copied.remove()
+    cache.remove()
+
+
+def test_a_text_begins_with_the_prefix(models):
+    """As `generate` does here, and not only where ids are counted."""
+    own, theirs = models
+    method = built("intactkv", own)
+    cache, tokens = MethodCache(theirs, method), prompt_of(method)
+    tokens[1, 1] += 1
+    for use in (generate, lambda model, tokens, cache: model(tokens, past_key_values=cache), generate):
+        with pytest.raises(UserError, match="begins with the 2 tokens of the prefix"):
+            use(theirs, tokens, cache)
+    assert len(cache.inner) == 2
+    tokens[1, 1] -= 1
+    assert torch.equal(generate(theirs, tokens, cache), own.generate(tokens, NEW, KVCache(own, method)))
+    cache.reset()
+    found = theirs(tokens, past_key_values=cache).logits
+    torch.testing.assert_close(found, own(tokens, KVCache(own, method)), atol=1e-4, rtol=1e-4)
+    cache.remove()
+
+
+def test_wrong_objects_are_told_in_a_sentence(models):
+    own, theirs = models
+    method = built("fp16", own)
+    for wrong in ((own, method), (theirs.model, method), (theirs, "kivi"), (theirs, METHODS["kivi"]), (None, method)):
+        with pytest.raises(TypeError, match="takes a causal language model of transformers and a method"):
+            MethodCache(*wrong)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in theirs.modules())
+
+
+def another_model(model, cache):
+    return type(model)(model.config)(tokens_of(1, 1), past_key_values=cache)
+
+
+def removed(model, cache):
+    cache.remove()
+    return model(tokens_of(1, 1), past_key_values=cache)
+
+
 PADDED = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
+PADDED_BEHIND = {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])}
+ALL = torch.ones(1, 1, 6, 6, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("word, use", [
     ("padding", lambda model, cache: generate(model, tokens_of(2, 6), cache, **PADDED)),
+    ("padding", lambda model, cache: model(tokens_of(2, 6), past_key_values=cache, **PADDED)),
+    ("padding", lambda model, cache: model(tokens_of(2, 6), past_key_values=cache, **PADDED_BEHIND)),
+    ("past_key_values=cache", lambda model, cache: model.model(tokens_of(2, 6), PADDED["attention_mask"], None, cache)),
+    ("attention_mask", lambda model, cache: model(tokens_of(1, 6), past_key_values=cache, attention_mask=ALL)),
+    ("use_cache=False", lambda model, cache: generate(model, tokens_of(1, 6), cache, use_cache=False)),
+    ("input_ids", lambda model, cache: model(inputs_embeds=model.model.embed_tokens(tokens_of(1, 6)),
+                                             past_key_values=cache)),
+    ("the model that it was made for", another_model),
+    ("until `remove`", removed),
+    ("calibrate", lambda model, cache: model(tokens_of(1, 6), past_key_values=MethodCache(
+        model, METHODS["kvsink"](cache.inner.config)))),
     ("position_ids", lambda model, cache: model(tokens_of(1, 6), past_key_values=cache,
                                                 position_ids=torch.tensor([[0, 1, 2, 3, 5, 6]]))),
     ("beam search", lambda model, cache: generate(model, tokens_of(1, 6), cache, num_beams=2)),
@@ -155,6 +257,19 @@ def test_what_it_cannot_do_is_refused_in_one_line(models, word, use):
         use(theirs, cache)
     cache.remove()
     assert "\n" not in str(error.value)
+
+
+def test_transformers_reads_the_embedded_models_tokenizer_as_it_is_read_here():
+    """`AutoTokenizer`, special tokens in a text as text; ours reads sentencepiece's own file."""
+    theirs, own = transformers.AutoTokenizer.from_pretrained(EMBEDDED), hf.load(EMBEDDED)[1]
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (own.bos_id, own.eos_id, own.vocab_size)
+    texts = ["", " ", "  a  b ", "a\n\nb \n", "\n", "\ta\r\n", "é漢字 \U0001f600", "<s> hi </s> <unk>",
+             "a\u2581b\u2581", *(story.text for story in islice(stories("test"), 50))]
+    for text in texts:
+        ids = own.encode(text, bos=True)
+        assert theirs(text, split_special_tokens=True)["input_ids"] == ids, text
+        if "\u2581" not in text:
+            assert theirs.decode(ids, skip_special_tokens=True) == own.decode(ids)
 
 
 def test_the_session_is_what_the_page_says(monkeypatch):

@@ -12,7 +12,9 @@ import pytest
 import sentencepiece
 import torch
 from embedded_model import BOS, PHASES, batch_of
+from tokenizers import Tokenizer
 
+from tinykv import hf
 from tinykv.analysis import norms, outliers
 from tinykv.analysis import sinks as received
 from tinykv.analysis.walk import mean
@@ -117,6 +119,19 @@ def test_the_first_steps_are_those_of_the_embedded_model(tmp_path, steps):
     known = {record["step"]: record for record in map(json.loads, LOG.read_text().splitlines())}
     for record in map(json.loads, (tmp_path / "training.jsonl").read_text().splitlines()):
         assert record == pytest.approx(known[record["step"]], rel=0.002 if record["step"] <= 10 else 0.05)
+
+
+def test_the_folder_is_written_as_it_is_shipped(tmp_path):
+    """To the byte; tokenizer.json, of which versions of tokenizers write more or less, in content."""
+    shutil.copy(EMBEDDED / "tokenizer.model", tmp_path)
+    embedded_model.save(hf.load_model(EMBEDDED), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in EMBEDDED.iterdir()}
+    for path in EMBEDDED.iterdir():
+        if path.name == "tokenizer.json":
+            made, shipped = (Tokenizer.from_file(str(folder / path.name)).to_str() for folder in (tmp_path, EMBEDDED))
+            assert made == shipped
+        else:
+            assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.whole  # two minutes

@@ -24,12 +24,13 @@ from pathlib import Path
 import sentencepiece
 import torch
 import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
 from tqdm import trange
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from tinykv import hf
 from tinykv.data.stories import OFTEN, REFRAINS, WORDS, chants, stories
-from tinykv.files import write
+from tinykv.files import write, write_json
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run.cli import Parser, one_line
@@ -80,6 +81,41 @@ def train_tokenizer(path):
         byte_fallback=True, split_digits=True, normalization_rule_name="identity",
         character_coverage=1.0, minloglevel=2)
     path.write_bytes(model.getvalue())
+
+
+def json_tokenizer(pieces):
+    """The same tokenizer as transformers reads it everywhere: a `tokenizers.Tokenizer`, for tokenizer.json.
+
+    Of the merges, the piece that comes first in the vocabulary is made first, as sentencepiece has it.
+    """
+    vocab = {pieces.id_to_piece(i): i for i in range(pieces.get_piece_size())}
+    merges = [(piece[:n], piece[n:]) for piece, i in vocab.items() for n in range(1, len(piece))
+              if not (pieces.is_unknown(i) or pieces.is_control(i) or pieces.is_byte(i))]
+    merges = [pair for pair in merges if pair[0] in vocab and pair[1] in vocab]
+    fast = Tokenizer(models.BPE(vocab, merges, byte_fallback=True))
+    fast.normalizer = normalizers.Sequence([
+        normalizers.Replace(Regex(r"\A +|[ \u2581]+\z"), ""),
+        normalizers.Replace(Regex(" +"), "\u2581"),
+        normalizers.Prepend("\u2581")])
+    fast.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    begin, end = pieces.id_to_piece(BOS), pieces.id_to_piece(EOS)
+    fast.add_special_tokens([begin, end])
+    fast.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, BOS)])
+    return fast
+
+
+def save(model, out):
+    """The folder, of which transformers reads tokenizer.json."""
+    hf.save(model, out / "tokenizer.model", out)
+    fast = json_tokenizer(SentencePieceTokenizer(out / "tokenizer.model").pieces)
+    write(out / "tokenizer.json", lambda path: fast.save(str(path)))
+    write_json(out / "tokenizer_config.json", {
+        "bos_token": fast.id_to_token(BOS), "eos_token": fast.id_to_token(EOS), "unk_token": fast.id_to_token(0),
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        "model_max_length": model.config.max_position_embeddings})
+    write_json(out / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
 
 
 def batch_of(number, phase, pieces, often=OFTEN):
@@ -240,7 +276,7 @@ def main():
     with one_line(p, "stopped; the same command goes on from the last state that was saved"):
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
-        hf.save(train(out, args.seed), out / "tokenizer.model", out)
+        save(train(out, args.seed), out)
 
 
 if __name__ == "__main__":
