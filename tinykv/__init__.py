@@ -25,8 +25,7 @@ def one_of(choices, **settings):
     for name, value in settings.items():
         if value is not None and value not in choices:
             name = name.replace("_", " ")
-            raise UserError(f"{name} is one of {', '.join(choices)}; got {value!r}"
-                            f"{did_you_mean(value, choices)}")
+            raise UserError(f"{name} is one of {', '.join(choices)}; got {value!r}{did_you_mean(value, choices)}")
 
 
 def all_finite(what, numbers):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from tinykv import UserError
+from tinykv import UserError, all_finite
 from tinykv.cache import KVCache
 
 SLICE = 2 ** 24  # logits held at once, in numbers
@@ -147,8 +147,6 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         result.tokens += tokens.numel()
         refuse_overflow(cache, outputs)
         if cache.start:  # predictions at a prefix's own positions are fp16's
-            if reference is None:
-                raise ValueError("this method begins with a prefix; evaluate fp16 before it")
             outputs = [reference[:, :cache.start], *outputs]
         hidden = torch.cat(outputs, dim=1)  # (B, T, D)
         count_bits(result, cache, tokens)
@@ -177,9 +175,7 @@ def refuse_overflow(cache, outputs):
             raise UserError(f"layer {layer.layer} computes keys, values or scores that are not finite, or "
                             "too large for 16 bits; use another --dtype, or other weights")
         for rows in (layer.keys, layer.values):
-            if not rows.read().isfinite().all():
-                raise UserError(f"layer {rows.layer} decodes {rows.kind.upper()} to numbers that are not "
-                                f"finite; check {rows.codec!r}")
+            all_finite(f"what {rows.codec!r} decodes in layer {rows.layer}, {rows.kind.upper()},", rows.read())
     raise UserError("the last block's output overflows; use another --dtype, or other weights")
 
 

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError
+from tinykv import all_finite
 from tinykv.run import cli
 from tinykv.tracing import Trace
 
@@ -62,7 +62,9 @@ def walk(model, window):
     positions = torch.arange(len(window), device=window.device)  # (T)
     found = []
     for layer, hidden in enumerate(trace.hidden):  # (1, T, D)
-        check_finite(layer, hidden, trace.k[layer], trace.v[layer])
+        dtype = hidden.dtype if hidden.dtype.itemsize == 2 else torch.float16  # that a cache holds keys and values in
+        for x in (hidden, trace.k[layer].to(dtype), trace.v[layer].to(dtype)):
+            all_finite(f"numbers of layer {layer}", x)
         (heads, _), (mid, _), (d_in, d_out) = calls[3 * layer:3 * layer + 3]
         found.append(SimpleNamespace(
             layer=layer,
@@ -77,14 +79,6 @@ def walk(model, window):
             d_out=d_out[0],  # (T, D): its output
             hidden=hidden[0]))  # (T, D): the residual H after the block
     return found
-
-
-def check_finite(layer, hidden, k, v):
-    """A cache holds keys and values in 16 bits, so they have to be finite there."""
-    dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
-    if not all(x.isfinite().all() for x in (hidden, k.to(dtype), v.to(dtype))):
-        raise UserError(f"layer {layer} computes numbers that are not finite, or too large for 16 bits; "
-                        "use another --dtype or model")
 
 
 def recorded(modules, forward):

@@ -101,8 +101,7 @@ FABLE_TOWNS = [a + b for a in TOWN_BEGINNINGS for b in ENDINGS]
 FABLE_DEEDS = ("went to the river", "looked at the birds", "told an old song", "ate under a tree", "slept until dark",
                "counted the fire", "lit a long story", "sang to the market", "waited for the cheese",
                "danced for the rain")
-FABLES = Vocabulary(FABLE_TOWNS, trades=ANIMALS, animals=TRADES, deeds=FABLE_DEEDS, chain=chain(1),
-                    town_last=True)
+FABLES = Vocabulary(FABLE_TOWNS, trades=ANIMALS, animals=TRADES, deeds=FABLE_DEEDS, chain=chain(1), town_last=True)
 
 
 @dataclass

@@ -39,8 +39,7 @@ class IntactKV(CodecMethod):
         """
         one_of(("token-dynamic", "channel-dynamic"), scheme=scheme)
         if prefix is None and config.bos_token_id is None:
-            raise UserError("this model has no BOS token, which is IntactKV's prefix by default; "
-                            "give another prefix")
+            raise UserError("this model has no BOS token, which is IntactKV's prefix by default; give another prefix")
         super().__init__(config, k_bits, v_bits, scheme, group_size=group_size, formula=formula)
         self.prefix = prefix or Prefix("bos", [config.bos_token_id])
         self.preserve = len(self.prefix.ids)

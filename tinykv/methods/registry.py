@@ -11,5 +11,4 @@ from tinykv.methods.pfn import PFN
 from tinykv.methods.rtn import RTN
 from tinykv.methods.skvq import SKVQ
 
-METHODS = {cls.__name__.lower(): cls for cls in (
-    FP16, RTN, PFN, KVSink, KIVI, OTT, SKVQ, IntactKV, KVQuant, CQ, AnTKV)}
+METHODS = {cls.__name__.lower(): cls for cls in (FP16, RTN, PFN, KVSink, KIVI, OTT, SKVQ, IntactKV, KVQuant, CQ, AnTKV)}

@@ -12,12 +12,7 @@ from tinykv.weights.linear import QuantLinear
 from tinykv.weights.omniquant import OmniQuant
 from tinykv.weights.rtn import RTN
 
-QUANTIZERS = {
-    "rtn": RTN,
-    "awq": AWQ,
-    "gptq": GPTQ,
-    "omniquant": OmniQuant,
-}
+QUANTIZERS = {"rtn": RTN, "awq": AWQ, "gptq": GPTQ, "omniquant": OmniQuant}
 
 
 @torch.no_grad()
