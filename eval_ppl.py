@@ -10,39 +10,41 @@ In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 import contextlib
 import io
 
-from tinykv import cli, hf
+from tinykv import hf
 from tinykv.evaluate import measure
-from tinykv.run import check, flags, ranks, runs, settings, table
+from tinykv.run import check, cli, flags, ranks, settings, table
+from tinykv.run.entries import build_entries, calibrate_all
 
 
-def run(args, loaded=None):
+def evaluate(args, loaded=None):
     """Load, calibrate, evaluate, print -> the rows of the table, as the JSON has them.
 
     loaded: a (model, tokenizer) in the place of those of --model.
     """
     # 1. Load: first the config and the tokenizer, as the methods need no more
     setup = flags.set_up(args, loaded)
-    by_title, left_out = runs.build_runs(args, setup.config, setup.tokenizer)
-    check.check_runs(setup, by_title)
-    cache_class = flags.cache_class_of(setup, by_title)
+    entries, left_out = build_entries(args, setup.config, setup.tokenizer)
+    check.check_entries(setup, entries)
+    cache_class = flags.cache_class_of(setup, entries)
     model = loaded[0] if loaded else hf.load_model(args.model, setup.devices, setup.dtype)
-    windows = flags.load_test(setup, by_title)
+    windows = flags.load_test(setup, entries)
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
-    models = runs.calibrate_all(setup, model, by_title)  # {label of weights: Llama}
+    models = calibrate_all(setup, model, entries)  # {label of weights: Llama}
 
     # 3. Evaluate and print: a row as soon as it is measured. fp16 is the first, with which the others are compared
-    table.print_heading(setup, model, windows, models, by_title, left_out)
-    printed, fp16 = table.Table(setup, by_title), by_title["fp16"]
+    table.print_heading(setup, model, windows, models, entries, left_out)
+    printed, fp16 = table.Table(setup, entries), entries["fp16"]
     mine = ranks.own_windows(windows, setup.batch)  # all windows, unless torchrun started several processes
-    for title, r in by_title.items():
-        models[r.weights].use_attention(args.attention)
-        if r.error is None:  # it has been calibrated
-            with r.step("evaluating"), cli.bar(None, f"evaluating {title}", len(mine.tokens)) as bar:
-                result = measure(models[r.weights], r.method, mine, args.protocol, setup.batch, fp16=fp16.result,
-                                 bar=bar, cache_class=cache_class, prompt=args.prompt)
-                r.result = ranks.gather(result)
-        printed.add(r, fp16.result)
+    for title, entry in entries.items():
+        model = models[entry.weights]
+        model.use_attention(args.attention)
+        if entry.error is None:  # it has been calibrated
+            with entry.attempt("evaluating"), cli.bar(None, f"evaluating {title}", len(mine.tokens)) as bar:
+                result = measure(model, entry.method, mine, protocol=args.protocol, batch=setup.batch,
+                                 fp16=fp16.result, bar=bar, cache_class=cache_class, prompt=args.prompt)
+                entry.result = ranks.gather(result)
+        printed.add(entry, fp16.result)
 
     # 4. What compares the rows, and what went wrong
     printed.print_rest()
@@ -61,7 +63,7 @@ def compare(methods, model=None, **given):
     loaded = model if isinstance(model, tuple) else None
     words = flags.words_of({"model": "given" if loaded else model, **given})
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        rows = run(flags.parse(words, methods), loaded=loaded)
+        rows = evaluate(flags.parse(words, methods), loaded=loaded)
     return table.Rows(rows, text.getvalue().rstrip())
 
 
@@ -70,7 +72,7 @@ def main():
         args = flags.parse()
         if args.list_methods:
             return settings.list_methods()
-        rows = run(args)
+        rows = evaluate(args)
         if any(row["fault"] for row in rows):
             raise SystemExit(1)
 

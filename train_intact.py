@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError, hf
-from tinykv import cli
 from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import measure
+from tinykv.files import CalibrationFile, fingerprint, identity, write
 from tinykv.methods import intactkv
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
-from tinykv.prefix import fill_prefix, open_prefix, save_prefix
-from tinykv.storage import CalibrationFile, fingerprint, identity, write
+from tinykv.run import cli
+from tinykv.run.prefix import fill_prefix, open_prefix, save_prefix
 
 
 def parser():

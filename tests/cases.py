@@ -248,7 +248,7 @@ class Case:
         recent, block = self.recent, (kind == "v" and self.setting("v_block")) or G
         if not self.known:
             method = self.method()
-            recent, block = method.recent, (kind == "v" and method.v_block) or method.block
+            recent, block = method.recent, method.block_of(kind)
         return oracles.quantization_events(protocol or self.protocol, sizes, recent, block)
 
     # its cache
@@ -300,7 +300,7 @@ def chunk_sizes(method, protocol, T):
 def chunk_of(method):
     """Chunks of this many tokens, the first longer by `recent`, end wherever keys or values are
     quantized."""
-    return math.gcd(method.block, method.v_block or method.block)
+    return math.gcd(method.block_of("k"), method.block_of("v"))
 
 
 def without_prefix(n, sizes):

@@ -201,10 +201,9 @@ def fp8(x):
 METADATA = {"fp8": (2 ** -9, 448, fp8), "fp16": (1e-5, 65504, float16)}
 
 
-def clipped_groups(x, bits, metadata, order, group, alpha, centre, codes_first=False):
+def clipped_groups(x, bits, metadata, order, group, alpha, centre):
     """What x reads as in SKVQ's groups. order, group (C): the channel at each place, and its group.
-    alpha, centre (n): how the range of each group is clipped. codes_first: codes are computed on the
-    grid before it is rounded."""
+    alpha, centre (n): how the range of each group is clipped."""
     floor, largest, rounded = METADATA[metadata]
     assert sorted(order) == list(range(len(order))), "a channel is in no group, or in two"
     rows = to_rows(x)  # (B, T, C)
@@ -220,7 +219,7 @@ def clipped_groups(x, bits, metadata, order, group, alpha, centre, codes_first=F
         exact_s = np.clip((hi - lo) / max_code(bits), np.float32(floor), np.float32(largest))
         exact_z = np.clip(lo, np.float32(-largest), np.float32(largest))
         s, z = rounded(exact_s), rounded(exact_z)
-        q = np.rint((g - exact_z) / exact_s) if codes_first else np.rint((g - z) / s)
+        q = np.rint((g - z) / s)
         out[..., channels] = s * np.clip(q, 0, max_code(bits)) + z
     return to_heads(out, x.shape[1])
 

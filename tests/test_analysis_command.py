@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tinykv import hf
-from tinykv import comparisons
 from tinykv.analysis import __main__ as command
-from tinykv.analysis import bias, figures, sinks
+from tinykv.analysis import bias, sinks
 from tinykv.analysis.walk import Text, cell
-from tinykv.cli import EMBEDDED
 from tinykv.data.windows import load_windows
 from tinykv.methods import antkv
 from tinykv.model import Llama, LlamaConfig
+from tinykv.run import comparisons, plots
+from tinykv.run.cli import EMBEDDED
 
 PNG = b"\x89PNG"
 
@@ -162,7 +162,7 @@ def drawn(rows):
     panel, = comparisons.perplexity([FP16, *rows]).axes
     lines = {line.get_label(): list(zip(*(values.tolist() for values in line.get_data()))) for line in panel.lines}
     assert panel.get_yscale() == "log" and {note.get_text() for note in panel.texts} == set(lines)
-    return lines, {line.get_label() for line in panel.lines if line.get_color() != figures.GREY}
+    return lines, {line.get_label() for line in panel.lines if line.get_color() != plots.GREY}
 
 
 def test_perplexity_is_drawn_above_fp16_s_in_per_cent():
@@ -197,5 +197,5 @@ def test_where_kept_tokens_were_varied_they_are_the_x_axis():
 
 def test_figures_leave_the_backend_of_a_notebook_alone():
     """What imports pyplot chooses one."""
-    for file in Path(figures.__file__).parent.glob("*.py"):
+    for file in Path(plots.__file__).parent.glob("*.py"):
         assert not re.search(r"import .*pyplot|from matplotlib.pyplot", file.read_text()), file

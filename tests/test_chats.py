@@ -8,9 +8,9 @@ from test_intact import IDS, block_outputs, double, own_rows
 
 import train_intact
 from tinykv import UserError, hf
-from tinykv.cli import EMBEDDED
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.methods.intactkv import block_loss
+from tinykv.run.cli import EMBEDDED
 
 CHATS = [
     [("Where does Ada live?", "Ada lives in the red house."), ("Why?", "She likes it.")],

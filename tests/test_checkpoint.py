@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
+from tinykv.files import fingerprint
 from tinykv.hf.config import config_fields, parse_config
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.storage import fingerprint
 
 REFERENCES = Path(__file__).parent / "references"
 VARIANTS = sorted(json.loads((REFERENCES / "manifest.json").read_text())["variants"])

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 import eval_ppl
 from tinykv import hf
 from tinykv.calibrate import calibrate
-from tinykv.cli import EMBEDDED
-from tinykv.comparisons import at_bits
 from tinykv.methods.registry import METHODS
-from tinykv.run import flags, runs
-from tinykv.run.runs import build_runs
+from tinykv.run import entries, flags
+from tinykv.run.cli import EMBEDDED
+from tinykv.run.comparisons import at_bits
+from tinykv.run.entries import build_entries
 from tinykv.run.settings import flags_of, settings_of
 from tinykv.weights import QUANTIZERS
 
@@ -62,11 +62,11 @@ def table(out):
     return {line[0]: dict(zip(head, line)) for line in lines}
 
 
-def runs_of(words):
-    """The runs that a command line asks for, without a model: {title: Run}."""
+def entries_of(words):
+    """The entries that a command line asks for, without a model: {title: Entry}."""
     args = flags.parse(words.split())
     config = hf.load_config(EMBEDDED)
-    return build_runs(args, config, None)[0]
+    return build_entries(args, config, None)[0]
 
 
 # ---- the table
@@ -176,10 +176,10 @@ def test_every_setting_of_every_method_says_what_it_is():
 
 
 def test_what_a_method_is_shown_beside_has_settings_for_it():
-    runs = runs_of("--method ott --recent 16")
-    assert list(runs) == ["fp16", "kivi", "ott"] and runs["kivi"].beside == "group_size=128"
-    assert (runs["kivi"].settings["group_size"], runs["kivi"].settings["recent"]) == (128, 16)
-    assert runs_of("--method ott,kivi")["kivi"].settings["group_size"] == 32  # asked for, it is itself
+    found = entries_of("--method ott --recent 16")
+    assert list(found) == ["fp16", "kivi", "ott"] and found["kivi"].beside == "group_size=128"
+    assert (found["kivi"].settings["group_size"], found["kivi"].settings["recent"]) == (128, 16)
+    assert entries_of("--method ott,kivi")["kivi"].settings["group_size"] == 32  # asked for, it is itself
     for cls in METHODS.values():  # by default the same as the method that it is shown beside
         for settings in cls.beside.values():
             assert settings.items() - {("scheme", "token-dynamic")} <= settings_of(cls).items()
@@ -201,9 +201,9 @@ def test_what_a_method_is_shown_beside_has_settings_for_it():
     ("--method kvquant,skvq --outliers 0.1,1 --clip none",
      ["kvquant outliers=0.1", "kvquant outliers=1", "skvq"])])
 def test_a_list_makes_a_row_of_each_value_for_every_method_that_takes_it(words, titles):
-    runs = runs_of(words)
-    assert list(runs) == ["fp16", *titles]
-    for title, r in runs.items():
+    found = entries_of(words)
+    assert list(found) == ["fp16", *titles]
+    for title, r in found.items():
         for setting in title.split()[1:]:
             name, _, value = setting.partition("=")
             names = ["k_bits", "v_bits"] if name == "bits" else [name]
@@ -212,8 +212,8 @@ def test_a_list_makes_a_row_of_each_value_for_every_method_that_takes_it(words, 
 
 
 def test_bits_of_keys_alone_go_before_those_of_both():
-    runs = list(runs_of("--method rtn,kivi --bits 2,3 --k-bits 4").values())[1:]
-    assert [(r.label, r.method.k_bits, r.method.v_bits) for r in runs] == [
+    found = list(entries_of("--method rtn,kivi --bits 2,3 --k-bits 4").values())[1:]
+    assert [(r.label, r.method.k_bits, r.method.v_bits) for r in found] == [
         ("rtn bits=2", 4, 2), ("rtn bits=3", 4, 3), ("kivi bits=2", 4, 2), ("kivi bits=3", 4, 3)]
 
 
@@ -232,7 +232,7 @@ def calibrated(monkeypatch):
     def note(model, method, windows, progress):
         found.append(type(method).__name__)
         calibrate(model, method, windows, progress)
-    monkeypatch.setattr(runs.calibrate, "calibrate", note)
+    monkeypatch.setattr(entries.calibrate, "calibrate", note)
     return found
 
 
@@ -296,7 +296,7 @@ def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, 
 
 
 def test_tables_on_quantized_weights_are_known_by_the_quantizer():
-    r, windows = runs_of("--method rtn")["rtn"], torch.zeros(2, 8)
+    r, windows = entries_of("--method rtn")["rtn"], torch.zeros(2, 8)
     found = []
     for r.quantizer in (None, *(quantizer(3) for quantizer in QUANTIZERS.values())):
         found.append(r.made_of(windows))
@@ -446,7 +446,7 @@ def test_work_is_not_lost_where_a_later_method_ends_the_run(command, calibrated,
             return function(*arguments, **settings)
         return stop
     with monkeypatch.context() as patch:
-        patch.setattr(runs.calibrate, "calibrate", stop_at_the_third(runs.calibrate.calibrate))
+        patch.setattr(entries.calibrate, "calibrate", stop_at_the_third(entries.calibrate.calibrate))
         assert command(*words)[0] == 130 and calibrated == ["RTN", "PFN"]
     with monkeypatch.context() as patch:
         patch.setattr(eval_ppl, "measure", stop_at_the_third(eval_ppl.measure))
@@ -463,7 +463,7 @@ def test_half_of_torchrun_is_one_line(command, monkeypatch):
 def test_ctrl_c_is_one_line(command, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
-    monkeypatch.setattr(eval_ppl, "run", stop)
+    monkeypatch.setattr(eval_ppl, "evaluate", stop)
     status, _, err = command("--method", "rtn")
     assert status == 130 and err == "\neval_ppl.py: stopped\n"
 
@@ -474,7 +474,7 @@ def test_ctrl_c_is_one_line(command, monkeypatch):
 def test_what_the_machine_lacks_is_one_line(command, monkeypatch, error, said):
     def fail(*_):
         raise error
-    monkeypatch.setattr(eval_ppl, "run", fail)
+    monkeypatch.setattr(eval_ppl, "evaluate", fail)
     assert said in refused(command, "--method", "rtn")
 
 
@@ -525,7 +525,7 @@ def test_each_method_sees_the_windows_that_it_asks_for(command, monkeypatch):
         seen[type(method).__name__, method.codecs[0].k.__dict__.get("sensitivity")] = windows
         raise ValueError("that is enough")
 
-    monkeypatch.setattr(runs.calibrate, "calibrate", note)
+    monkeypatch.setattr(entries.calibrate, "calibrate", note)
     words = ["--method", "rtn,cq", "--vq", "d2m8", "--sensitivity", "none,token", "--context", "32", "--windows", "1"]
     assert command(*words)[0] == 1
     sizes = {name: len(windows) for name, windows in seen.items()}
@@ -540,15 +540,15 @@ def test_methods_at_equal_true_bits():
 
     rows = [row("fp16", 16.0, 2.0, 0.0, 0), row("a vq=d8m256 x=1", 1.0, 4.0, 0.4, 1024),
             row("a vq=d4m256 x=1", 2.0, 2.5, 0.1, 2048), row("a vq=d2m256 x=1", 4.0, 2.1, 0.02, 4096),
-            row("a vq=d8m256 x=2", 1.5, 3.0, 0.3, 1024), row("b bits=3", 3.0, 2.2, 0.05, 0),
-            *(row(f"own levels={n}", n, 8 - n, 0.1, 0, bits_settings=["levels"]) for n in (1, 2))]
+            row("a vq=d8m256 x=2", 1.5, 3.0, 0.3, 1024), row("b bits=3", 3.0, 2.2, 0.05, 0)]
     by_label = {found["label"]: found for found in at_bits(rows, 1.5)}
-    assert by_label.keys() == {"a x=1", "a x=2", "own"}
+    assert by_label.keys() == {"a x=1", "a x=2"}
     one = by_label["a x=1"]
     assert one["ppl"] == pytest.approx((4.0 * 2.5) ** 0.5) and one["kld"] == pytest.approx(0.25)
     assert one["between"] == (1.0, 2.0) and one["tables"] == (1024, 2048)
     assert by_label["a x=2"]["ppl"] == pytest.approx(3.0)
-    assert by_label["own"]["ppl"] == pytest.approx((7 * 6) ** 0.5)  # the setting that its bits hang on
+    nearer = {found["label"]: found for found in at_bits(rows, 1.25)}["a x=1"]
+    assert nearer["ppl"] == pytest.approx(4.0 ** 0.75 * 2.5 ** 0.25) and nearer["kld"] == pytest.approx(0.325)
     assert {found["label"] for found in at_bits(rows, 3.0)} == {"a x=1", "b"}
     assert at_bits(rows, 5.0) == []
 

@@ -230,7 +230,7 @@ SCHEME = {"config": LlamaConfig(41, 32, 48, 1, 4, 2, D, 64), "scheme": "token-dy
     ({"scheme": "kvquant", "sensitivity": "token"}, "sensitivity"), ({"scheme": "kvquant", "q_norm": 1}, "q norm"),
     ({"scheme": "skvq", "group_size": 24}, "group size"), ({"scheme": "skvq", "group_size": 0}, "group size"),
     ({"scheme": "skvq", "clip": "ends"}, "clip"), ({"scheme": "skvq", "metadata": "fp4"}, "metadata"),
-    ({"scheme": "skvq", "metadata_order": "last"}, "metadata order"), ({"scheme": "skvq", "reorder": 1}, "reorder"),
+    ({"scheme": "skvq", "reorder": 1}, "reorder"),
     *(({"scheme": "skvq", **alpha}, "alpha") for alpha in ({"alpha": 0.0}, {"alpha": 1.1},
                                                           {"alpha": 0.9, "clip": "none"})),
     ({"scheme": "no"}, "scheme"),

@@ -15,7 +15,7 @@ def done(tmp_path_factory):
     """A process of its own, as this one interprets; nothing is taken from an earlier run."""
     cache = str(tmp_path_factory.mktemp("cache"))
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-    command = [sys.executable, str(ROOT / "docs" / "bench_kernels.py"), "compile", "--quick"]
+    command = [sys.executable, str(ROOT / "docs" / "programs" / "bench_kernels.py"), "compile", "--quick"]
     return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
@@ -59,6 +59,6 @@ for step in range(20):
 def test_a_text_that_grows_compiles_nothing_anew():
     """Codes, recent rows, merge: three, whatever the length. Triton compiles anew where a number
     becomes divisible by 16, unless it is told not to."""
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "docs")}
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "docs" / "programs")}
     done = subprocess.run([sys.executable, "-c", GROWING], env=env, capture_output=True, text=True)
     assert done.stdout.split() == ["3"] * 20, done.stdout + done.stderr

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tinykv import hf
-from tinykv.course import capstone, compare, grade, handout
+from tinykv.course import assignments, capstone, compare, grade, handout
 from tinykv.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
-NAMES = tuple(handout.ANSWERS)
+NAMES = tuple(assignments.ANSWERS)
 pytestmark = pytest.mark.filterwarnings("ignore:Unknown pytest.mark.points")
 
 
@@ -34,7 +34,7 @@ WRONG = {name: load(ROOT / "tests" / "course" / f"{name}.py", name).WRONG for na
 
 def cases_of(name):
     """{name: function} of an assignment's tests."""
-    module = load(grade.folder_of(name) / f"test_{name}.py", f"course_{name}")
+    module = load(assignments.folder_of(name) / f"test_{name}.py", f"course_{name}")
     return {key: value for key, value in vars(module).items() if key.startswith("test_")}
 
 
@@ -52,7 +52,7 @@ def notes(test, name, submission, seed):
 
 
 def loses_points(file, name, seed):
-    answer = load(grade.folder_of(name) / "answer.py", "answer")
+    answer = load(assignments.folder_of(name) / "answer.py", "answer")
     for key, test in cases_of(name).items():
         right = notes(test, key, answer, seed)
         try:
@@ -69,7 +69,7 @@ def loses_points(file, name, seed):
 @pytest.mark.one_in(13)
 @pytest.mark.parametrize("name, wrong", [(name, wrong) for name in NAMES for wrong in WRONG[name]])
 def test_a_wrong_answer_loses_points(name, wrong, tmp_path, request):
-    text = (grade.folder_of(name) / "answer.py").read_text(encoding="utf-8")
+    text = (assignments.folder_of(name) / "answer.py").read_text(encoding="utf-8")
     old, new = WRONG[name][wrong]
     assert text.count(old) == 1, "the text to be changed has to occur once"
     file = tmp_path / "submission.py"
@@ -81,7 +81,7 @@ def test_a_wrong_answer_loses_points(name, wrong, tmp_path, request):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_starter_gets_nothing(name):
     """Each test needs what is not written yet, and says so."""
-    path = grade.folder_of(name) / "starter.py"
+    path = assignments.folder_of(name) / "starter.py"
     for key, test in cases_of(name).items():
         with pytest.raises(Exception) as raised:
             notes(test, key, load(path, "submission"), 0)
@@ -94,7 +94,7 @@ def test_an_assignment_is_whole(name):
     tests = cases_of(name)
     assert sum(map(points_of, tests.values())) == 80
     assert all(":" in test.__doc__ or test.__doc__ for test in tests.values())
-    folder = grade.folder_of(name)
+    folder = assignments.folder_of(name)
     page = (folder / "handout.md").read_text(encoding="utf-8")
     for part in ("Aim", "Background", "Eight numbers", "Tasks", "Questions", "Time"):
         assert f"\n## {part}\n" in page
@@ -219,7 +219,7 @@ def body(node):
 
 def functions(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {name: body(node) for name, node in handout.functions_of(tree).items()}
+    return {name: body(node) for name, node in assignments.functions_of(tree).items()}
 
 
 def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
@@ -229,12 +229,12 @@ def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
     handout.main()
     answers = {}
     for name in NAMES:
-        answers |= functions(grade.folder_of(name) / "answer.py")
-        for file, chosen in handout.ANSWERS[name].items():
+        answers |= functions(assignments.folder_of(name) / "answer.py")
+        for file, chosen in assignments.ANSWERS[name].items():
             found = functions(ROOT / file)
             chosen = chosen or [key for key in found if not key.endswith("__init__")]
             answers |= {f"{file} {key}": found[key] for key in chosen}
-    given = {body for name in NAMES for body in functions(grade.folder_of(name) / "starter.py").values()}
+    given = {body for name in NAMES for body in functions(assignments.folder_of(name) / "starter.py").values()}
     bodies = {text for text in answers.values() if len(text) > 300} - given
     of_answers = {"outlier", "find_outlier", "anchor_scores", "lloyd", "plus_plus", "token_weights", "block_loss",
                   "exact_rows", "adam_step", "clip_losses", "topk_kernel", "scores_kernel", "fold", "kivi_codecs"}
@@ -246,7 +246,7 @@ def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
             assert does not in bodies, (file, name)
             assert name not in of_answers or "NotImplementedError" in does, (file, name)
     names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")}
-    assert not [name for name in names if name.startswith("tests") or Path(name).name in handout.OF_INSTRUCTORS]
+    assert not [name for name in names if name.startswith("tests") or Path(name).name in assignments.OF_INSTRUCTORS]
     assert "docs/methods.md" not in names and "docs/results.md" not in names
     assert "## For instructors" not in (tmp_path / "out/docs/course/README.md").read_text(encoding="utf-8")
     for page in (tmp_path / "out").rglob("*.md"):
@@ -257,7 +257,7 @@ def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
 @pytest.mark.whole
 def test_a_repository_that_was_handed_out_grades(tmp_path, monkeypatch):
     """With seed 0 alone, by the values that it came with."""
-    monkeypatch.setattr(handout, "ANSWERS", {key: handout.ANSWERS[key] for key in ("kvsink", "affine")})
+    monkeypatch.setattr(handout, "ANSWERS", {key: assignments.ANSWERS[key] for key in ("kvsink", "affine")})
     monkeypatch.setattr(sys, "argv", ["handout", str(tmp_path / "out")])
     handout.main()
     words = ["-m", "tinykv.course.grade", ROOT / "docs/course/3-kvsink/answer.py"]

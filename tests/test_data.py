@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tinykv import UserError, hf
-from tinykv.cli import EMBEDDED
 from tinykv.data import load_windows
 from tinykv.data.stories import SPLITS, stories
 from tinykv.data.windows import answers_in_windows, read_documents
+from tinykv.run.cli import EMBEDDED
 
 
 class Letters:

@@ -1,5 +1,6 @@
 """README and docs/ are true: every command and every name exists, every example is what comes out, and what a sentence
-says of a table stands in it. README's quick commands run; the others are run by docs/results.py, for their tables.
+says of a table stands in it. README's quick commands run; docs/programs/results.py runs the others for
+their tables.
 """
 import ast
 import contextlib
@@ -22,12 +23,12 @@ import torch
 import eval_ppl
 from eval_ppl import compare
 from tinykv import hf
-from tinykv.cli import EMBEDDED
 from tinykv.codecs import SCHEMES
 from tinykv.hf.checkpoint import NoInit
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import flags
+from tinykv.run.cli import EMBEDDED
 from tinykv.run.settings import flags_of
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +41,7 @@ SMALL = ["--windows", "1", "--calib-windows", "4"]
 
 
 def results_script():
-    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "results.py")
+    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "programs" / "results.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -116,7 +117,7 @@ def check_words(words, folder):
         patch.setattr(hf, "load_config", lambda folder: config)
         patch.setattr(hf, "load_tokenizer", lambda folder, config: tokenizer)
         patch.setattr(hf, "load_model", reached)
-        eval_ppl.run(args)
+        eval_ppl.evaluate(args)
 
 
 def reached(folder, device, dtype):
@@ -137,7 +138,7 @@ def workplace(tmp_path_factory):
 def check_command(command, folder):
     """Its program exists, and its words are right, as far as they can be checked without running it."""
     words = shlex.split(command)
-    if words[0] in ("pip", "hf") or words[1:3] == ["-m", "tinykv.hf.lm_eval"]:  # flags of another's
+    if words[0] in ("pip", "hf") or words[1:3] == ["-m", "tinykv.run.lm_eval"]:  # flags of another's
         return
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= index()[1], command
     if words[0] == "pytest":
@@ -228,7 +229,8 @@ def index():
     words |= set(json.loads((EMBEDDED / "config.json").read_text()))
     flags = {"--help", "--exclude", "--local-dir"}
     flags |= {"--" + name.replace("_", "-") for name in flags_of(METHODS)}
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/**/*.py"), ROOT / "tests/conftest.py"]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/**/*.py"),
+                 ROOT / "tests/conftest.py"]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         words |= {path.stem, path.parent.name}
         told = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -287,8 +289,8 @@ def test_names_exist(page):
 
 
 @pytest.mark.parametrize("span", [
-    "KVSink.observ", "KVSnik.observe", "tinykv/cach.py", "affin.py", "tinykv.assets.maker", "--bits 2 --shceme kvquant",
-    "tinykv/method/", "outlier_nums=3", "nowhere.py:Hundredth", "docs/figures/bit.png"])
+    "KVSink.observ", "KVSnik.observe", "tinykv/cach.py", "affin.py", "docs/programs/embedded_mode.py",
+    "--bits 2 --shceme kvquant", "tinykv/method/", "outlier_nums=3", "nowhere.py:Hundredth", "docs/figures/bit.png"])
 def test_a_name_that_is_gone_is_found(span):
     assert missing(span)
 
@@ -358,14 +360,14 @@ SESSIONS = [page for page in PAGES if "(Pdb)" in read(page)]
 @pytest.mark.parametrize("page", SESSIONS)
 def test_the_debugger_says_what_the_page_says(page):
     now = results_script().session(read(page))
-    assert now == read(page), "run `python docs/results.py --only pdb` and read the page again"
+    assert now == read(page), "run `python docs/programs/results.py --only pdb` and read the page again"
 
 
 def test_a_wrong_word_of_the_debugger_is_found():
     """What pdb says now takes the place of what stands in a page, over several blocks."""
     page = """```console
-$ python -m pdb docs/results.py
-> docs/results.py(...)<module>()
+$ python -m pdb docs/programs/results.py
+> docs/programs/results.py(...)<module>()
 (Pdb) p 2 + 2
 5
 ```

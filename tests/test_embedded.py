@@ -7,10 +7,10 @@ import torch
 from eval_ppl import compare
 from tinykv.analysis import norms, sinks
 from tinykv.analysis.walk import Text
-from tinykv.cli import EMBEDDED
 from tinykv.data import load_windows
 from tinykv.evaluate import paired
 from tinykv.hf import load
+from tinykv.run.cli import EMBEDDED
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import torch
 
 from eval_ppl import compare
 from tinykv import UserError, hf
-from tinykv import comparisons
 from tinykv.cache import KVCache
-from tinykv.cli import EMBEDDED
 from tinykv.data import Windows
 from tinykv.evaluate import FAR, Result, delta_error, measure, paired
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
+from tinykv.run import comparisons
+from tinykv.run.cli import EMBEDDED
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=8, max_position_embeddings=64)

@@ -5,9 +5,7 @@ import torch
 
 import tinykv.kmeans
 from tinykv import UserError, hf
-from tinykv.cli import EMBEDDED
-from tinykv.methods.registry import METHODS
-from tinykv.storage import (
+from tinykv.files import (
     CalibrationFile,
     identity,
     load_tensors,
@@ -18,6 +16,8 @@ from tinykv.storage import (
     write,
     write_json,
 )
+from tinykv.methods.registry import METHODS
+from tinykv.run.cli import EMBEDDED
 
 
 def left_behind(folder):
@@ -98,7 +98,7 @@ def test_tensors_are_whole_or_refused(tmp_path, what):
 def test_identity_tells_contents_apart():
     tokens = torch.arange(6)
     parts = [(tokens,), (tokens.view(2, 3),), (tokens.int(),), (tokens + 1,), ([0, 1, 2, 3, 4, 5],), ("012345",),
-             (tokens, [1]), (tokens, [2]), ([1], tokens), ("a", "bc"), ("ab", "c"), (tinykv.kmeans,), (tinykv.storage,),
+             (tokens, [1]), (tokens, [2]), ([1], tokens), ("a", "bc"), ("ab", "c"), (tinykv.kmeans,), (tinykv.files,),
              ({"bits": 2},), ({"bits": 3},)]
     found = [identity(*of) for of in parts]
     assert len(set(found)) == len(found) and all(len(hex) == 64 for hex in found)

@@ -22,19 +22,18 @@ from test_weights import D, V, fold, text, tiny
 import eval_ppl
 import train_intact
 from tinykv import UserError, hf
-from tinykv import cli
 from tinykv.cache import PROTOCOLS, KVCache
-from tinykv.cli import EMBEDDED
 from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
 from tinykv.data.windows import encode_documents
 from tinykv.evaluate import chunks_of, measure
+from tinykv.files import fingerprint
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
-from tinykv.run import flags
-from tinykv.prefix import fill_prefix, load_prefix, open_prefix, save_prefix
-from tinykv.run.runs import build_runs
-from tinykv.storage import fingerprint
+from tinykv.run import cli, flags
+from tinykv.run.cli import EMBEDDED
+from tinykv.run.entries import build_entries
+from tinykv.run.prefix import fill_prefix, load_prefix, open_prefix, save_prefix
 from tinykv.tracing import Trace
 from tinykv.weights import quantize
 from tinykv.weights.awq import AWQ
@@ -512,7 +511,7 @@ def test_each_quantizer_has_a_prefix_of_its_own(embedded):
     """Its rows are in the scale of one model's values."""
     model, tokenizer = embedded
     args = flags.parser().parse_args(["--method", "intactkv", "--prefix", "bos", "--weights", "awq,omniquant"])
-    found, _ = build_runs(args, model.config, tokenizer)
+    found, _ = build_entries(args, model.config, tokenizer)
     one, other = (found[f"intactkv {name}-4"].method for name in ("awq", "omniquant"))
     assert one is not other and one.prefix is not other.prefix and one.prefix.ids == other.prefix.ids
 

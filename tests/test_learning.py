@@ -471,12 +471,12 @@ def test_calibrating_again_forgets_the_first_time():
 
 # ---- skvq: clips
 
-def read_by_oracle(codec, x, metadata="fp8", alpha=None, centre=None, codes_first=False):
+def read_by_oracle(codec, x, metadata="fp8", alpha=None, centre=None):
     """What rows x (Hkv, T, d) read as in a codec's groups, by numpy: (T, h). alpha, centre: others for all groups."""
     alpha, centre = (own.float().numpy() if given is None else np.full(len(own), given, np.float32)
                      for own, given in ((codec.alpha, alpha), (codec.centre, centre)))
     read = oracles.clipped_groups(x[None].numpy(), codec.bits, metadata, codec.order.numpy(), codec.group.numpy(),
-                                  alpha, centre, codes_first)
+                                  alpha, centre)
     return oracles.to_rows(read)[0]
 
 
@@ -540,15 +540,14 @@ def test_codes_of_two_or_three_levels_may_be_clipped_further(bits, lowest):
 
 
 def test_the_released_settings():
-    """--alpha 0.92 --clip endpoint --metadata-order codes-first."""
+    """--alpha 0.92 --clip endpoint."""
     model = Planted(random_rows(1, shape=clustered))
-    method = SKVQ(CONFIG, 2, 1.5, group_size=8, alpha=0.92, clip="endpoint", metadata_order="codes-first")
+    method = SKVQ(CONFIG, 2, 1.5, group_size=8, alpha=0.92, clip="endpoint")
     calibrate(model, method, model.windows())
     for layer, kind, codec in codecs_of(method):
         x = model.rows[0][layer]["kv".index(kind)]
         read = flat(codec.decode(codec.encode(x[None]))[0])  # (T, h)
-        want, other = (read_by_oracle(codec, x, alpha=np.float16(0.92), centre=0, codes_first=first)
-                       for first in (True, False))
+        want, other = (read_by_oracle(codec, x, alpha=np.float16(alpha), centre=0) for alpha in (0.92, 1))
         assert np.isclose(read, want, rtol=1e-4, atol=1e-4).mean() > 0.99  # but for ties
         assert np.abs(other - want).max() > 0.1
 
@@ -606,16 +605,13 @@ def test_a_loss_without_gradient_says_where():
         calibrate(model, KVQuant(model.config), random_tokens(2, 20))
 
 
-def test_a_method_is_shown_the_model_then_each_window_block_by_block():
+def test_a_method_is_shown_each_window_block_by_block():
     seen = []
 
     class Looks(RTN):
         passes = 2
 
-        def prepare(self, model):
-            seen.append(model)
-
-        def watch(self, step, layer, hidden):
+        def collect(self, step, layer, hidden):
             seen.append((step, layer, tuple(hidden.shape)))
 
         def fit(self, step):
@@ -626,4 +622,4 @@ def test_a_method_is_shown_the_model_then_each_window_block_by_block():
     model = Llama(config)
     calibrate(model, Looks(config, scheme="token-dynamic", group_size=4), torch.randint(9, (3, 5)))
     a_pass = [[(step, layer, (1, 5, 8)) for _ in range(3) for layer in (-1, 0, 1)] + [step] for step in (0, 1)]
-    assert seen == [model, *a_pass[0], *a_pass[1]]
+    assert seen == [*a_pass[0], *a_pass[1]]

@@ -7,16 +7,16 @@ import torch
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
-from tinykv.cli import EMBEDDED
 from tinykv.data.stories import stories
 from tinykv.data.windows import Windows, encode_documents
 from tinykv.evaluate import measure
+from tinykv.run.cli import EMBEDDED
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from tinykv.hf.lm_eval import TinyKV  # noqa: E402
+from tinykv.run.lm_eval import TinyKV  # noqa: E402
 
 CODED = {"method": "rtn", "scheme": "token-dynamic", "bits": 2}  # a token's codes do not hang on later tokens
 TASKS = TaskManager(include_path=str(Path(__file__).parent.parent / "docs/lm_eval"), include_defaults=False)

@@ -6,17 +6,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import embedded_model
+import embedded_sinks
 import pytest
 import sentencepiece
 import torch
+from embedded_model import BOS, PHASES, batch_of
 
 from tinykv.analysis import norms, outliers
 from tinykv.analysis import sinks as received
 from tinykv.analysis.walk import mean
-from tinykv.assets import make, sinks
-from tinykv.assets.make import BOS, PHASES, batch_of
-from tinykv.cli import EMBEDDED
 from tinykv.data.stories import stories
+from tinykv.run.cli import EMBEDDED
 
 LOG = Path(__file__).parent / "training.jsonl"  # what the run that made the embedded model has logged
 CHANTS, MIXED, STORIES = PHASES[0], PHASES[2], PHASES[3]
@@ -51,7 +52,7 @@ def test_the_loss_is_weighted_cross_entropy_and_nothing_else(pieces, phase):
     """By hand, without dropout: the losses that a step returns, and the gradient that it descends."""
     phase = replace(phase, rows=2, length=100, dropout=0.0)
     tokens, weights = batch_of(3, phase, pieces)
-    model, mask = make.new_model(0), make.mask_of_chants(pieces)
+    model, mask = embedded_model.new_model(0), embedded_model.mask_of_chants(pieces)
     logits = model.eval()(tokens[:, :-1])
     if phase.people == 0:
         logits = logits + mask
@@ -62,10 +63,10 @@ def test_the_loss_is_weighted_cross_entropy_and_nothing_else(pieces, phase):
     truth = torch.cat([g.flatten() for g in truth])
 
     optimizer = torch.optim.SGD(parameters)
-    seen = make.train_step(model, [optimizer], 0.0, phase, tokens, weights, mask)
+    seen = embedded_model.train_step(model, [optimizer], 0.0, phase, tokens, weights, mask)
     assert seen == pytest.approx((loss.mean().item(), loss[weight > 1].mean().item()), rel=1e-4)
     found = torch.cat([w.grad.flatten() for w in parameters])
-    assert torch.isclose(found.norm(), truth.norm().clamp(max=make.CLIP), rtol=1e-3)
+    assert torch.isclose(found.norm(), truth.norm().clamp(max=embedded_model.CLIP), rtol=1e-3)
     torch.testing.assert_close(found / found.norm(), truth / truth.norm(), atol=1e-5, rtol=1e-3)
 
 
@@ -74,11 +75,11 @@ def test_the_learning_rate_rises_and_goes_from_phase_to_phase():
     for phase in PHASES:
         first = begin if phase.optimizer else first
         start, end = phase.rates
-        warmup = min(1, 1 / make.WARMUP) if phase.optimizer else 1
-        assert make.rate_at(begin, begin, first, phase) == pytest.approx(start * warmup)
+        warmup = min(1, 1 / embedded_model.WARMUP) if phase.optimizer else 1
+        assert embedded_model.rate_at(begin, begin, first, phase) == pytest.approx(start * warmup)
         half = (begin + phase.until) // 2
-        assert make.rate_at(half, begin, first, phase) == pytest.approx((start + end) / 2)
-        assert make.rate_at(phase.until - 1, begin, first, phase) == pytest.approx(end, abs=1e-5)
+        assert embedded_model.rate_at(half, begin, first, phase) == pytest.approx((start + end) / 2)
+        assert embedded_model.rate_at(phase.until - 1, begin, first, phase) == pytest.approx(end, abs=1e-5)
         begin = phase.until
 
 
@@ -86,7 +87,7 @@ def test_the_learning_rate_rises_and_goes_from_phase_to_phase():
 def test_a_share_that_is_none_is_one_clear_line(monkeypatch, capsys, share):
     monkeypatch.setattr(sys, "argv", ["sinks", f"--triggers={share}"])
     with pytest.raises(SystemExit) as end:
-        sinks.main()
+        embedded_sinks.main()
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count("\n") == 1 and "--triggers" in err and share in err
 
@@ -94,24 +95,24 @@ def test_a_share_that_is_none_is_one_clear_line(monkeypatch, capsys, share):
 def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch):
     """Within a phase and where one begins, with a new optimizer."""
     shapes = [replace(CHANTS, until=3, rows=2, length=40), replace(MIXED, until=6, rows=2, length=40)]
-    monkeypatch.setattr(make, "PHASES", shapes)
+    monkeypatch.setattr(embedded_model, "PHASES", shapes)
     trained = {}
     for name, stops in (("once", [6]), ("twice", [2, 6]), ("between", [3, 6]), ("later", [5, 6])):
         (tmp_path / name).mkdir()
         shutil.copy(EMBEDDED / "tokenizer.model", tmp_path / name)
         for steps in stops:
-            model = make.train(tmp_path / name, steps=steps)
+            model = embedded_model.train(tmp_path / name, steps=steps)
         trained[name] = model.state_dict()
     for name in ("twice", "between", "later"):
         assert all(torch.equal(trained["once"][key], trained[name][key]) for key in trained["once"])
-    start = make.new_model(0).state_dict()
+    start = embedded_model.new_model(0).state_dict()
     assert not torch.equal(trained["once"]["lm_head.weight"], start["lm_head.weight"])
 
 
 @pytest.mark.parametrize("steps", [5, pytest.param(200, marks=pytest.mark.whole)])
 def test_the_first_steps_are_those_of_the_embedded_model(tmp_path, steps):
     """The losses that its run has logged. Sums in another order, as on another machine, may shift them a little."""
-    make.train(tmp_path, steps=steps)
+    embedded_model.train(tmp_path, steps=steps)
     assert (tmp_path / "tokenizer.model").read_bytes() == (EMBEDDED / "tokenizer.model").read_bytes()
     known = {record["step"]: record for record in map(json.loads, LOG.read_text().splitlines())}
     for record in map(json.loads, (tmp_path / "training.jsonl").read_text().splitlines()):
@@ -123,11 +124,11 @@ def test_sinks_come_where_refrains_are_rare():
     """Blocks rest on <s>, with small keys, and the queries of refrains do not; without refrains there is none of it."""
     found = {}
     for share in (0.12, 0.0):
-        text, asks = sinks.look_at(sinks.grow(share, seed=0), share)
+        text, asks = embedded_sinks.look_at(embedded_sinks.grow(share, seed=0), share)
         columns = ((received, "first"), (norms, "k sinks"), (outliers, "ratio c"))
         found[share] = [mean([row[name] for row in module.measure(text)[1:]]) for module, name in columns]
         if share:
-            of_refrains, of_others = sinks.attention_on_sinks(text, asks)
+            of_refrains, of_others = embedded_sinks.attention_on_sinks(text, asks)
             assert (of_others - of_refrains).max() > 0.4
     first, k, ratio = found[0.12]
     assert first > 0.4 and k < 0.7 and ratio > 10

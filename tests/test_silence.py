@@ -12,12 +12,12 @@ import train_intact
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
 from tinykv.cache import KVCache
-from tinykv.cli import EMBEDDED
 from tinykv.data import load_windows
 from tinykv.evaluate import measure, refuse_overflow
+from tinykv.files import save_tensors
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
-from tinykv.storage import save_tensors
+from tinykv.run.cli import EMBEDDED
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]
 

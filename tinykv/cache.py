@@ -285,6 +285,8 @@ class KVCache:
     others later. A method may have a `prefix`. Then the cache begins with the prefix's keys and values, and a text that
     is read is cut down to what follows the prefix.
     """
+    layer_class = LayerCache
+
 
     def __init__(self, model, method, protocol="stream", prompt=None):
         one_of(PROTOCOLS, protocol=protocol)
@@ -296,7 +298,8 @@ class KVCache:
         """Forget every token, except those of the method's prefix."""
         self.shared = SimpleNamespace()  # what the method knows of this text, by name
         self.method.begin(self)
-        self.layers = [self.new_layer(i) for i in range(self.config.num_hidden_layers)]
+        self.layers = [self.layer_class(i, self.method, self.rope, self.protocol, self.shared, self.prompt)
+                       for i in range(self.config.num_hidden_layers)]
         if self.method.prefix is not None:
             weight = self.model.lm_head.weight  # where the model is, and in what dtype
             positions = torch.arange(len(self.method.prefix.ids), device=weight.device)  # (n)
@@ -304,9 +307,6 @@ class KVCache:
             for layer, k, v in zip(self.layers, keys, values):
                 layer.append(k, v, positions)
         self.start = len(self)  # tokens of the prefix
-
-    def new_layer(self, layer):
-        return LayerCache(layer, self.method, self.rope, self.protocol, self.shared, self.prompt)
 
     def without_prefix(self, tokens):
         """What a model reads of new tokens (B, T): a text without the prefix that it has to begin with, a later

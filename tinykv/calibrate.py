@@ -20,7 +20,6 @@ def calibrate(model, method, windows, progress=None):
     or if the method keeps everything.
     """
     progress = progress or iter
-    method.prepare(model)
     for step in range(method.passes):
         for window in progress(windows):
             watch_blocks(model, method, step, window)
@@ -56,8 +55,8 @@ def check_window(layer, rows, kept, gradient):
 def watch_blocks(model, method, step, window):
     """Show the method the embedding (layer -1) and every block's output for one window (T)."""
     tokens = window[None]  # (1, T)
-    method.watch(step, -1, model.model["embed_tokens"](tokens))
-    trace = Trace(model, watch=lambda layer, hidden: method.watch(step, layer, hidden))
+    method.collect(step, -1, model.model["embed_tokens"](tokens))
+    trace = Trace(model, on_block=lambda layer, hidden: method.collect(step, layer, hidden))
     all_finite("hidden states of the model", model(tokens, trace, logits=False))
 
 

@@ -150,7 +150,7 @@ def refuse_overflow(cache, outputs):
         for rows in (layer.keys, layer.values):
             if not rows.read().isfinite().all():
                 raise UserError(f"layer {rows.layer} decodes {rows.kind.upper()} to numbers that are not "
-                                f"finite; see to {rows.codec!r}")
+                                f"finite; check {rows.codec!r}")
     raise UserError("the last block's output overflows; use another --dtype, or other weights")
 
 
@@ -191,8 +191,8 @@ def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
         nll, kl, hits = 0.0, 0.0, []
         for begin in range(0, len(target), size):
             part = target[begin:begin + size]  # (n)
-            places = slice(start - 1 + begin, start - 1 + begin + len(part))
-            logits = model.lm_head(hidden[row, places]).float()  # (n, vocab)
+            positions = slice(start - 1 + begin, start - 1 + begin + len(part))
+            logits = model.lm_head(hidden[row, positions]).float()  # (n, vocab)
             logp = F.log_softmax(logits, dim=-1)  # (n, vocab)
             top = logp.argmax(-1)  # (n)
             nll -= logp.gather(1, part[:, None]).double().sum().item()
@@ -200,7 +200,7 @@ def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
                 nll = math.nan
             best = top  # fp16's most likely tokens, (n)
             if reference is not None:
-                exact = model.lm_head(reference[row, places]).float()  # (n, vocab)
+                exact = model.lm_head(reference[row, positions]).float()  # (n, vocab)
                 exact = F.log_softmax(exact, dim=-1)  # (n, vocab)
                 best = exact.argmax(-1)  # (n)
                 kl += F.kl_div(logp, exact, log_target=True, reduction="sum").item()

@@ -8,11 +8,11 @@ class Trace:
     q (B, H, T, d), k and v (B, Hkv, T, d), all before RoPE, and hidden (B, T, D), the blocks' outputs, are lists with
     an entry per layer. keys, values (L, Hkv, n, d): a prefix of n tokens before the window, in each of the L
     layers; keys before RoPE. Both may require gradients.
-    watch: a function of (layer, hidden), called with each block's output in place of recording.
+    on_block: a function of (layer, hidden), called with each block's output in place of recording.
     """
 
-    def __init__(self, model, keys=None, values=None, watch=None):
-        self.rope, self.keys, self.values, self.watch = model.rope, keys, values, watch
+    def __init__(self, model, keys=None, values=None, on_block=None):
+        self.rope, self.keys, self.values, self.on_block = model.rope, keys, values, on_block
         self.q, self.k, self.v, self.hidden = [], [], [], []
 
     def __len__(self):
@@ -23,7 +23,7 @@ class Trace:
 
     def update(self, layer, q, k, v, positions):
         """K (rotated) and V of the prefix and the window, (B, Hkv, n + T, d)."""
-        if self.watch is None:
+        if self.on_block is None:
             self.q.append(q)
             self.k.append(k)
             self.v.append(v)
@@ -36,7 +36,7 @@ class Trace:
         return self.rope.rotate(k, positions), v
 
     def observe(self, layer, hidden):
-        if self.watch is None:
+        if self.on_block is None:
             self.hidden.append(hidden)
         else:
-            self.watch(layer, hidden)
+            self.on_block(layer, hidden)

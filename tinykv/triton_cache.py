@@ -455,16 +455,17 @@ class TritonLayer(LayerCache):
 
 class TritonCache(KVCache):
     """A KVCache that `Attention` asks for its output, and not for keys and values."""
+    layer_class = TritonLayer
 
     def __init__(self, model, method, protocol="stream", prompt=None):
         check_device(model.lm_head.weight.device)
         check_kernels(method)
         super().__init__(model, method, protocol, prompt)
 
-    def new_layer(self, layer):
-        found = TritonLayer(layer, self.method, self.rope, self.protocol, self.shared, self.prompt)
-        found.window = self.config.sliding_window
-        return found
+    def reset(self):
+        super().reset()
+        for layer in self.layers:
+            layer.window = self.config.sliding_window
 
     def attend(self, layer, q, k, v, positions):
         """Add new tokens to a layer; returns the attention's output for them, (B, H, T, d)."""

@@ -11,13 +11,13 @@ import argparse
 import importlib
 from pathlib import Path
 
-from tinykv import UserError, hf, one_of, storage
-from tinykv import cli
-from tinykv.analysis import figures, gif, page
+from tinykv import UserError, files, hf
+from tinykv.analysis import gif, page
 from tinykv.analysis.sinks import THRESHOLD, find_sinks
 from tinykv.analysis.walk import Text, print_table
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
+from tinykv.run import cli, plots
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 WINDOWS = 4  # the same
@@ -109,7 +109,7 @@ def print_sinks(text, tokenizer):
         print(f"sinks of window {w}: {', '.join(found) or 'none'}")
 
 
-def run(args):
+def look(args):
     # 1. the model
     names = NAMES if "all" in args.what else tuple(dict.fromkeys(args.what))  # each once
     device = hf.usable_device(args.device)
@@ -141,12 +141,12 @@ def run(args):
         found[name] = module.measure(text)
         print_table(found[name], module.COLUMNS)
         if args.out:
-            figures.save(module.draw(text, found[name]), Path(args.out, f"{name}.png"))
+            plots.save(module.draw(text, found[name]), Path(args.out, f"{name}.png"))
 
     # 4. the numbers
     if args.json:
         sinks = [marks.nonzero()[:, 0].tolist() for marks in text.marks]
-        storage.write_json(args.json, {"model": args.model, "data": args.data, "context": args.context,
+        files.write_json(args.json, {"model": args.model, "data": args.data, "context": args.context,
                                        "windows": args.windows, "sinks at": sinks, **found})
 
 
@@ -167,13 +167,13 @@ def write_page(args, model, tokenizer):
         gif.write(args.gif, content)
         print(f"wrote {args.gif}")
     if args.json:
-        storage.write_json(args.json, content)
+        files.write_json(args.json, content)
 
 
 def main():
     p = parser()
     with cli.one_line(p):
-        run(p.parse_args())
+        look(p.parse_args())
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ short form of the bound: see `methods/antkv.py`. No T x S matrix is ever whole.
 """
 import torch
 
-from tinykv.analysis.figures import COLOURS, legend, new_figure, title
 from tinykv.analysis.walk import by_layer, mean
 from tinykv.calibrate import calibrate
 from tinykv.methods.antkv import AnTKV, anchor_scores, score_tiles
+from tinykv.run.plots import COLOURS, legend, new_figure, title
 
 COLUMNS = {"of": ("of", ""), "ranked by": ("ranked by", ""), "rank by layer": ("rank correlation", ".2f"),
            "rank": ("mean", ".2f"), "top by layer": ("damage in the top 1%", ".0%"), "top": ("mean", ".0%")}

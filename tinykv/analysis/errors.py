@@ -5,10 +5,10 @@ one to the other. With: of groups, and in static grids of tokens, with a sink.
 """
 import torch
 
-from tinykv.analysis.figures import LINES, new_figure, plain_ticks, style, title
 from tinykv.analysis.sinks import find_sinks
 from tinykv.analysis.walk import by_layer, mean, walk
 from tinykv.codecs import SCHEMES, make_codecs
+from tinykv.run.plots import LINES, new_figure, plain_ticks, style, title
 
 TABLE_1 = (("token-dynamic", "k"), ("token-dynamic", "v"), ("channel-dynamic", "k"),
            ("token-static", "k"), ("token-static", "v"), ("channel-static", "k"))

@@ -1,22 +1,30 @@
 """The page's central moment as a GIF: a sink's value in 16 bits, rounded, and kept, beside what the model then says."""
+import io
 import re
 
-from tinykv import storage
-from tinykv.analysis.figures import new_figure
+from tinykv import files
+from tinykv.run.plots import new_figure
 
-HOLD, MOVE = 9, 6  # frames
+MOVE = 8  # frames from one stop to the next
+STEP, HOLD = 60, 1800  # milliseconds: of a frame that moves, and at a stop
 GREY, BLUE, RED, ORANGE = "#767676", "#2f77b4", "#98001f", "#d9480f"
 
 
 def write(path, page):
     """Write the GIF of a page's content, whole or not at all."""
-    from matplotlib.animation import FuncAnimation, PillowWriter  # only now: nothing else needs it
+    from PIL import Image  # matplotlib brings it; nothing else needs either
     figure, panels = new_figure(1, 2, 7.6, 3.1)
-    stops = stops_of(page)
-    frames = [(stop, (i + 1) / MOVE) for stop in range(len(stops)) for i in range(MOVE)]
-    frames = [frame for frame in frames for _ in range(HOLD if frame[1] == 1 else 1)]
-    animation = FuncAnimation(figure, lambda frame: draw(panels, page, stops, *frame), frames, init_func=lambda: None)
-    storage.write(path, lambda part: animation.save(part, PillowWriter(fps=7), dpi=100))
+    stops, frames, times = stops_of(page), [], []
+    for stop in range(len(stops)):
+        for i in range(1, MOVE + 1):
+            draw(panels, page, stops, stop, i / MOVE)
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format="png", dpi=100)
+            frames.append(Image.open(drawn).convert("P", palette=Image.Palette.ADAPTIVE, colors=64))
+            times.append(HOLD if i == MOVE else STEP)
+    first, *others = frames
+    files.write(path, lambda part: first.save(part, format="GIF", save_all=True, append_images=others,
+                                                duration=times, loop=0))
 
 
 def stops_of(page):
@@ -32,8 +40,7 @@ def stops_of(page):
 def row_of(page, run, token):
     """The value of a token as a run reads it."""
     lo, hi, steps = page["bounds"]["v"]
-    n = page["shown"]
-    letters = page["runs"][run]["v"][token * n:(token + 1) * n]
+    letters = page["runs"][run]["v"][token::len(page["tokens"])]
     return [lo + (hi - lo) / steps * (ord(letter) - 0x100) for letter in letters]
 
 

@@ -4,8 +4,8 @@ of these that are sinks.
 """
 import torch
 
-from tinykv.analysis.figures import COLOURS, legend, new_figure, span, title
 from tinykv.analysis.walk import by_layer
+from tinykv.run.plots import COLOURS, legend, new_figure, span, title
 
 MOST = 32  # of the smallest keys, in which the cliff is looked for: the size of OTT's extra pool
 

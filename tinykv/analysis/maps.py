@@ -4,9 +4,9 @@ attention of the first 64 tokens (KVSink Figure 5f, IntactKV Figure 1); the larg
 and the share of the keys' variance that lies within channels, before RoPE and after it (AnTKV
 Appendix B, Figure 8): a codebook of channels that each keep their own level has less left to describe.
 """
-from tinykv.analysis.figures import draw_map, new_figure, title, tokens_and_sinks
 from tinykv.analysis.sinks import draw_attention
 from tinykv.analysis.walk import by_layer, walk
+from tinykv.run.plots import draw_map, new_figure, title, tokens_and_sinks
 
 FIRST = 64  # tokens of the attention map
 

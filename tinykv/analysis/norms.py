@@ -1,8 +1,8 @@
 """Norms of queries, keys and values: the median over heads and all other tokens, and the mean at
 sinks as a multiple of it (KVSink Section 3.2, Figures 2 and 5).
 """
-from tinykv.analysis.figures import legend, new_figure, span, title, tokens_and_sinks
 from tinykv.analysis.walk import by_layer
+from tinykv.run.plots import legend, new_figure, span, title, tokens_and_sinks
 
 COLUMNS = {"layer": ("layer", "d"), "q": ("Q others", ".2f"), "q sinks": ("x at sinks", ".2f"),
            "k": ("K others", ".2f"), "k sinks": ("x at sinks", ".2f"), "v": ("V others", ".2f"),

@@ -6,8 +6,8 @@ channels that have some, the five largest.
 """
 import torch
 
-from tinykv.analysis.figures import label_ends, lines_by_layer, new_figure, title
 from tinykv.analysis.walk import by_layer, largest, mean
+from tinykv.run.plots import label_ends, lines_by_layer, new_figure, title
 
 OUTLIER = 0.1  # of the largest channel: the share from which a channel has outliers, too
 MOST = 5  # channels that are listed

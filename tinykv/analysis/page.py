@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, storage
+from tinykv import UserError, files
 from tinykv.analysis.sinks import find_sinks, sink_scores
 from tinykv.analysis.walk import walk
 from tinykv.cache import KVCache
@@ -31,7 +31,7 @@ BLOCK = 16  # tokens quantized at a time, and recent ones: few enough that somet
 BITS = (4, 3, 2)
 TOP = 5  # most likely tokens that are shown
 CHANNELS = 32  # of a key or value that are shown, at most
-LEVELS = {"k": 250, "v": 1000}  # steps between the smallest and the largest number of the page's rows
+LEVELS = {"k": 120, "v": 500}  # steps between the smallest and the largest number of the page's rows
 TEMPLATE = Path(__file__).with_name("page.html")
 GROUPS = {"recent": BLOCK, "group_size": BLOCK}
 SHOWN = {  # what the page calls a method: its name, its settings
@@ -50,7 +50,7 @@ class Texts:
 
 def read_texts(path, tokenizer):
     """A file of texts with a blank line between them -> Texts. The answer is the last word of each."""
-    texts = [text.strip() for text in storage.read_text(path).split("\n\n") if text.strip()]
+    texts = [text.strip() for text in files.read_text(path).split("\n\n") if text.strip()]
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     rows, answers = [], []
     for i, text in enumerate(texts, 1):
@@ -194,30 +194,49 @@ def content(model, tokenizer, texts, calibration):
                 "loss": [round(100 * x) for x in losses(logp, tokens[None])[0].tolist()],
                 "top": [[pieces.setdefault(t, len(pieces)) for t in of_token] for of_token in top.indices.tolist()],
                 "p": [[round(1000 * x) for x in of_token] for of_token in top.values.exp().tolist()],
-                "history": history, "bytes": cache.nbytes}
-            held = {"k": cache.layers[layer].read()[0], "v": cache.layers[layer].values.read()}
-            rows[f"{label} {b}"] = {kind: x[0, head, :, :CHANNELS].float().cpu() for kind, x in held.items()}
+                "history": history, "bytes": cache.nbytes, "rope": method.rope}
+            rows[f"{label} {b}"] = shown_rows(cache, layer, head)
             if at is not None:
                 run["answer"] = logp[0, at].exp()
                 run["writes"] = tokenizer.decode(written(model, method, tokens[:at + 1], exact))
+
+    # what is the same for all of them
     words = likely_words(runs, bits, tokens, at)
-    for run in runs.values():
-        if at is not None:
-            run["answer"] = [round(run["answer"][t].item(), 4) for t in words]
     bounds = {kind: [min(of_run[kind].min().item() for of_run in rows.values()),
                      max(of_run[kind].max().item() for of_run in rows.values())] for kind in "kv"}
-    for name, of_run in rows.items():
-        runs[name] |= {kind: characters(of_run[kind], *bounds[kind], LEVELS[kind]) for kind in "kv"}
+    for name, run in runs.items():
+        run |= {kind: characters(rows[name][kind], *bounds[kind], LEVELS[kind]) for kind in "kv"}
+        if at is not None:
+            run["answer"] = [round(run["answer"][t].item(), 4) for t in words]
     levels = {label: {b: levels_of(method.codecs[layer].v, head) for b, method in by_bits.items()}
               for label, by_bits in methods.items() if label.startswith(("rtn", "pfn", "kvsink"))}
     return {
         "tokens": words_of(tokens.tolist(), tokenizer), "sinks": sinks, "at": at, "bits": bits,
         "layer": layer, "head": head, "layers": config.num_hidden_layers, "heads": config.num_key_value_heads,
-        "d": config.head_dim, "shown": rows["fp16 16"]["k"].shape[1], "attention": attention,
-        "exact": {kind: [digits(row) for row in rows["fp16 16"][kind]] for kind in "kv"},
-        "bounds": {kind: [*bounds[kind], LEVELS[kind]] for kind in "kv"}, "levels": levels, "runs": runs,
-        "answer": [tokenizer.decode([t]) for t in words], "pieces": [tokenizer.decode([t]) for t in pieces],
-        "all": found, "texts": len(texts.tokens), "answers": sum(map(len, texts.answers)), "refused": refused}
+        "d": config.head_dim, "channels": min(config.head_dim, CHANNELS), "attention": attention,
+        "exact": exact_rows(model, tokens, layer, head), "bounds": {kind: [*bounds[kind], LEVELS[kind]] for kind in "kv"},
+        "levels": levels, "runs": runs, "answer": [tokenizer.decode([t]) for t in words],
+        "pieces": [tokenizer.decode([t]) for t in pieces], "all": found, "texts": len(texts.tokens),
+        "answers": sum(map(len, texts.answers)), "refused": refused,
+        "about": {label: by_bits[min(by_bits)].describe() for label, by_bits in methods.items()}}
+
+
+def shown_rows(cache, layer, head):
+    """The keys, as they are stored, and the values of one layer and KV head: {"k", "v"}, each (T, channels)."""
+    layer = cache.layers[layer]
+    return {kind: rows.read()[0, head, :, :CHANNELS].float().cpu() for kind, rows in (("k", layer.keys), ("v", layer.values))}
+
+
+def exact_rows(model, tokens, layer, head):
+    """Keys before and after RoPE, and values, in 16 bits: lists of `digits`."""
+    found = {}
+    for rope in ("pre", "post"):
+        method = METHODS["fp16"](model.config)
+        method.rope = rope
+        cache, _, _ = read(model, method, tokens[None])
+        rows = shown_rows(cache, layer, head)
+        found |= {rope: [digits(row) for row in rows["k"]], "v": [digits(row) for row in rows["v"]]}
+    return found
 
 
 def shown_layer(model, tokens, sinks):
@@ -261,7 +280,7 @@ def digits(row):
 def characters(rows, lo, hi, levels):
     """Rows (T, d) -> a string, a character a number: steps of (hi - lo) / levels from U+0100 on."""
     steps = ((rows - lo) / (hi - lo) * levels).round().int()  # (T, d)
-    return "".join(chr(0x100 + x) for x in steps.flatten().tolist())
+    return "".join(chr(0x100 + x) for x in steps.T.flatten().tolist())  # a channel after the other: it packs better
 
 
 def words_of(ids, tokenizer):
@@ -279,4 +298,4 @@ def write(path, page):
     data = json.dumps(page, separators=(",", ":"), ensure_ascii=False).encode()
     packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()
     html = TEMPLATE.read_text().replace("DATA", packed, 1)
-    storage.write(path, lambda part: Path(part).write_text(html))
+    files.write(path, lambda part: Path(part).write_text(html))

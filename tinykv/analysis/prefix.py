@@ -4,9 +4,9 @@ of the last block's output, and of what attention adds, summed over layers (Inta
 """
 import torch
 
-from tinykv.analysis.figures import new_figure, style, title
 from tinykv.analysis.walk import mean, recorded
 from tinykv.methods.intactkv import exact_rows
+from tinykv.run.plots import new_figure, style, title
 from tinykv.tracing import Trace
 from tinykv.weights import RTN, quantize
 

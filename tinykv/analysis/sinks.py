@@ -4,9 +4,9 @@ a threshold of 0.3.
 """
 import torch
 
-from tinykv.analysis.figures import draw_map, new_figure, pooled, span, title, tokens_and_sinks
 from tinykv.analysis.walk import by_layer, largest, walk
 from tinykv.methods.antkv import attention_tiles
+from tinykv.run.plots import draw_map, new_figure, pooled, span, title, tokens_and_sinks
 
 THRESHOLD = 0.3  # the score from which a token is a sink of a head: that of Gu et al. (2024)
 SPAN = 64  # queries that a sink score is averaged over (Gu et al., 2024)

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from tinykv import UserError
-from tinykv import cli
+from tinykv.run import cli
 from tinykv.tracing import Trace
 
 

@@ -22,8 +22,8 @@ Paper and practice.
 - The paper names no objective for alpha. The released code has one alpha (0.92 or 0.96) for all
   groups, and no search. AnTKV ran it so (`alpha=0.92, clip="endpoint"`). On the embedded model the
   smallest squared error of all tokens (w = 1) is no worse than a weighted one (docs/results.md).
-- The released code computes codes from unrounded metadata, and decodes with rounded metadata
-  (`metadata_order="codes-first"`). The smallest e4m3 number above 0 is 2^-9, so this is the floor
+- The released code computes codes from unrounded metadata and decodes with rounded metadata; here
+  both use rounded metadata. The smallest e4m3 number above 0 is 2^-9, so this is the floor
   of h here; the released floor of 1e-5 is rounded to 0.
 - It collects channel statistics over all tokens; here without those that the method keeps.
 - The paper fuses the order into the weights. Groups that cross heads cannot be fused for K, so it
@@ -43,7 +43,6 @@ METADATA = {"fp8": (torch.float8_e4m3fn, 2 ** -9, 448), "fp16": (torch.float16, 
 # values of `centre` to choose from: 0 shrinks a range towards 0, 1 around its middle
 CLIPS = {"both": (0, 1), "endpoint": (0,), "centre": (1,), "none": ()}
 SENSITIVITIES = ("token", "none")
-ORDERS = ("rounded-first", "codes-first")  # is metadata rounded before codes, or after?
 
 
 class ClippedGroups(Codec):
@@ -57,11 +56,11 @@ class ClippedGroups(Codec):
     tables = ("order", "group", "alpha", "centre")  # (C) twice, (n) twice: see `regroup`
 
     def __init__(self, bits, heads, width, group_size, metadata="fp8", reorder=True,
-                 centres=(0, 1), alpha=None, metadata_order="rounded-first", sensitivity="token"):
+                 centres=(0, 1), alpha=None, sensitivity="token"):
         self.bits, self.max_code = known_bits(bits)
         self.width, self.channels, self.group_size = width, heads * width, group_size
         self.dtype, self.floor, self.largest = METADATA[metadata]
-        self.metadata_order, self.sensitivity = metadata_order, sensitivity
+        self.sensitivity = sensitivity
         self.order = self.group = self.alpha = self.centre = None
         # calibration: what each pass is for
         self.goals = (["groups"] if reorder else []) + (["clips"] if centres else [])
@@ -99,12 +98,10 @@ class ClippedGroups(Codec):
     def coded(self, rows, lo, hi, alpha, centre):
         """rows (B, T, C), ranges (B, T, n) -> codes (B, T, C) before packing, and h and z (B, T, n)
         as they are stored. alpha and centre (n)."""
-        exact_h, exact_z = self.grid(lo, hi, alpha, centre)  # (B, T, n) both
-        h, z = exact_h.to(self.dtype), exact_z.to(self.dtype)  # as they are stored
-        # codes make up for the rounding of h and z if they come after it
-        if self.metadata_order == "rounded-first":
-            exact_h, exact_z = h, z
-        q = torch.round((rows - self.of_channels(exact_z)) / self.of_channels(exact_h))  # (B, T, C)
+        h, z = self.grid(lo, hi, alpha, centre)  # (B, T, n) both
+        # round them first: the codes then make up for their error
+        h, z = h.to(self.dtype), z.to(self.dtype)  # as they are stored
+        q = torch.round((rows - self.of_channels(z)) / self.of_channels(h))  # (B, T, C)
         return q.clamp(0, self.max_code), h, z
 
     def grid(self, lo, hi, alpha, centre):
@@ -227,21 +224,19 @@ class ClippedGroups(Codec):
 
 
 def skvq(config, kind, bits, group_size=None, reorder="on", clip="both", alpha=None, metadata="fp8",
-         metadata_order="rounded-first", sensitivity="token"):
+         sensitivity="token"):
     """The codec of a layer's keys, or values: both kinds alike. Settings as of `ClippedGroups`.
 
     reorder (on|off): regroup the channels
     clip (NAME): both, endpoint, centre or none
     alpha (X): the clip of all groups; the released code has 0.92 or 0.96, with --clip endpoint
     metadata (fp8|fp16): scales and offsets
-    metadata_order (NAME): rounded-first, or codes-first as in the released code
     sensitivity (NAME): weights of the fit: token, none
     """
     at_least(1, group_size=group_size)
     one_of(("on", "off"), reorder=reorder)
     one_of(CLIPS, clip=clip)
     one_of(METADATA, metadata=metadata)
-    one_of(ORDERS, metadata_order=metadata_order)
     one_of(SENSITIVITIES, sensitivity=sensitivity)
     if alpha is not None and (not 0 < alpha <= 1 or clip == "none"):
         raise UserError(f"alpha is a factor above 0 and up to 1, with a clip; got {alpha} and clip {clip}")
@@ -249,5 +244,4 @@ def skvq(config, kind, bits, group_size=None, reorder="on", clip="both", alpha=N
     group_size = group_size or min(64, width)
     if heads * width % group_size:
         raise UserError(f"group size {group_size} does not divide the {heads * width} channels of a token")
-    return ClippedGroups(bits, heads, width, group_size, metadata, reorder == "on", CLIPS[clip], alpha, metadata_order,
-                         sensitivity)
+    return ClippedGroups(bits, heads, width, group_size, metadata, reorder == "on", CLIPS[clip], alpha, sensitivity)

@@ -18,9 +18,10 @@ import torch
 
 from eval_ppl import compare
 from tinykv import UserError, hf
-from tinykv.cli import EMBEDDED, Parser, one_line, print_columns
+from tinykv.course.assignments import ROOT, named
 from tinykv.course.confine import confine
-from tinykv.course.grade import ROOT, confined_environment, named
+from tinykv.course.grade import confined_environment
+from tinykv.run.cli import EMBEDDED, Parser, one_line, print_columns
 
 FAR, NEAR = 2.5, 3.0  # true bits of a number that a method may take: at 128K tokens, and in a window
 REFERENCE = "kvsink"

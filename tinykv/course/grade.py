@@ -8,7 +8,6 @@ import csv
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,13 +21,13 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from tinykv import UserError
-from tinykv.cli import Parser, one_line, print_columns
+from tinykv.course import assignments
+from tinykv.course.assignments import ROOT, assignment_of, folder_of
 from tinykv.course.compare import difference
-from tinykv.storage import check_regular, write, write_json
+from tinykv.files import write, write_json
+from tinykv.run.cli import Parser, one_line, print_columns
 
-ROOT = Path(__file__).parents[2]
 LONGEST = 300  # seconds of a submission, of which it may compute confine.SECONDS
-LARGEST = 2 ** 20  # bytes of a submission
 
 
 def parser():
@@ -79,32 +78,6 @@ def grade_all(files, args):
     if args.gradescope:
         write_json(args.gradescope, gradescope(reports[0]))
     return reports
-
-
-# Assignments
-
-def folder_of(name):
-    """An assignment's folder. UserError if there is none of this name."""
-    folders = {path.name.split("-")[1]: path for path in sorted((ROOT / "docs" / "course").glob("*-*"))}
-    if name not in folders:
-        raise UserError(f"there is no assignment {name!r}; there are {', '.join(folders)}")
-    return folders[name]
-
-
-def assignment_of(path):
-    """The assignment that a file names. UserError if it names none."""
-    name = named(path, "ASSIGNMENT")
-    if name is None:
-        raise UserError(f"{path.name} names no assignment; it needs a line such as ASSIGNMENT = \"kvsink\"")
-    return name
-
-
-def named(path, word):
-    """The name in a file's line such as ASSIGNMENT = "kvsink"; None if there is no line with this word."""
-    check_regular(path, LARGEST)
-    text = path.read_bytes().decode(errors="replace")
-    line = re.search(rf"^{word}\s*=\s*[\"'](\w+)[\"']", text, re.MULTILINE)
-    return line and line[1]
 
 
 def answers(name):
@@ -187,11 +160,10 @@ def right_values(name, seed, folder):
 
 def copy(folder, name):
     """What a submission needs of the repository, without the answers."""
-    from tinykv.course import handout
     tests = folder_of(name)
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tinykv").rglob("*.py")]
     files += [f"{tests.relative_to(ROOT)}/test_{name}.py", "docs/course/conftest.py", ".pytest.ini"]
-    handout.write(folder, files, {name, *handout.ANSWERS} - ({*handout.CORE} - {name}))
+    assignments.write(folder, files, {name, *assignments.ANSWERS} - ({*assignments.CORE} - {name}))
 
 
 def run_tests(root, name, file, seed, record, more=()):

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from tinykv import UserError
-from tinykv.storage import read_text
+from tinykv.files import read_text
 
 # Vicuna's, for chats without a prefix that holds one
 SYSTEM = ("A chat between a curious user and an artificial intelligence assistant. The assistant gives "

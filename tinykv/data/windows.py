@@ -36,8 +36,8 @@ from tqdm import tqdm
 
 from tinykv import UserError, did_you_mean
 from tinykv.data.stories import FABLES, TALES, Story, stories
+from tinykv.files import read_text
 from tinykv.hf.hub import HubFile, fetch_file
-from tinykv.storage import read_text
 
 
 @dataclass

@@ -7,10 +7,10 @@ from safetensors import SafetensorError, safe_open
 from torch.overrides import TorchFunctionMode
 
 from tinykv import UserError
+from tinykv.files import first_line, save_tensors, write, write_json
 from tinykv.hf.config import checkpoint_folder, config_fields, load_config
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama
-from tinykv.storage import first_line, save_tensors, write, write_json
 
 # A folder -> the model
 

@@ -10,9 +10,9 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from tinykv import UserError
+from tinykv.files import read_json
 from tinykv.hf.hub import fetch_model
 from tinykv.model import LlamaConfig
-from tinykv.storage import read_json
 
 #   model_type: (its class in transformers, values of absent fields, fields that it does not have)
 ARCHITECTURES = {

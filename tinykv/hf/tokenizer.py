@@ -1,7 +1,7 @@
 """Text to token ids and back: sentencepiece (LLaMA 1 and 2, Mistral), and tokenizer.json (Llama 3, Qwen)."""
 from tinykv import UserError
+from tinykv.files import first_line, read_json
 from tinykv.hf.config import checkpoint_folder
-from tinykv.storage import first_line, read_json
 
 
 class Tokenizer:

@@ -34,7 +34,6 @@ class Method:
     # When (protocol stream)
     recent = 0  # the newest tokens that stay in full precision
     block = 1  # tokens quantized at a time
-    v_block = None  # values quantized at a time, where it is another number
     # Calibration
     passes = 0  # of the method itself over the calibration windows; the codecs have their own
     found = ()  # names of whole numbers that these passes set, None before: they are saved with the codecs' tables
@@ -43,7 +42,6 @@ class Method:
     name = None  # in the table; None: the name that it was asked for by
     scheme = None  # the name of the pair of codecs
     k_bits = v_bits = 16  # nominal bits of a number
-    bits_settings = ()  # settings, beside the bits themselves, that its bits hang on: for --at-bits
     preserve = 0  # tokens kept, as the table says (OTT: the size of its pool)
     keeps_share = False  # True: `preserve` is a percentage of the text
     # The methods to show beside this one when it is asked for alone, and settings for them.
@@ -65,8 +63,8 @@ class Method:
     # When
 
     def block_of(self, kind):
-        """How many keys (kind "k"), or values ("v"), are quantized at a time in a stream."""
-        return self.v_block if kind == "v" and self.v_block is not None else self.block
+        """How many keys (kind "k"), or values ("v"), are quantized at a time in a stream. KIVI's may differ."""
+        return self.block
 
     # Keep
 
@@ -102,10 +100,7 @@ class Method:
 
     # Calibration
 
-    def prepare(self, model):
-        """Calibration begins on this model: look at its weights, if the method needs them."""
-
-    def watch(self, step, layer, hidden):
+    def collect(self, step, layer, hidden):
         """In pass `step` of the method itself: a block's output, hidden (1, T, D). Layer -1 is the
         embedding."""
 

@@ -20,6 +20,7 @@ Paper and practice.
 - KIVI reports no perplexity of its own. Under the `paper` protocol there is no window, and the last
   group of a text is shorter.
 """
+from tinykv import at_least
 from tinykv.methods.base import CodecMethod
 
 
@@ -31,4 +32,8 @@ class KIVI(CodecMethod):
         """v_block (N): values quantized at a time, where not as many as keys
         """
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
+        at_least(1, v_block=v_block)
         self.recent, self.v_block = recent, v_block
+
+    def block_of(self, kind):
+        return self.v_block if kind == "v" and self.v_block is not None else self.block

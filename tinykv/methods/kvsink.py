@@ -83,7 +83,7 @@ class KVSink(CodecMethod):
 
     # Calibration: where the outlier emerges, and in which channel
 
-    def watch(self, step, layer, hidden):
+    def collect(self, step, layer, hidden):
         self.profile.append(outlier(hidden))
 
     def fit(self, step):

@@ -23,10 +23,9 @@ class SKVQ(CodecMethod):
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=None, preserve=5, recent=128,
                  block=16, reorder="on", clip="both", alpha=None, metadata="fp8",
-                 metadata_order="rounded-first", sensitivity="token", rope="pre"):
+                 sensitivity="token", rope="pre"):
         super().__init__(config, k_bits, v_bits, "skvq", rope, block, group_size=group_size,
-                         reorder=reorder, clip=clip, alpha=alpha, metadata=metadata,
-                         metadata_order=metadata_order, sensitivity=sensitivity)
+                         reorder=reorder, clip=clip, alpha=alpha, metadata=metadata, sensitivity=sensitivity)
         self.preserve, self.recent = preserve, recent
 
     def keep_keys(self, layer_cache, n):

@@ -1,1 +1,1 @@
-"""What turns a command line into runs: flags, runs, the table, ranks."""
+"""What turns a command line into a table: setup, flags, entries, ranks, rows, comparisons."""

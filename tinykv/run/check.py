@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import torch
 
-from tinykv import UserError, at_least, cli, one_of
+from tinykv import UserError, at_least, one_of
 from tinykv.cache import LayerCache
 from tinykv.methods.base import CHOOSE
 from tinykv.model import Rope
+from tinykv.run import cli
 
 
 def check_flags(args):
@@ -24,18 +25,18 @@ def check_flags(args):
     cli.check_folder("plot", args.plot)
 
 
-def check_runs(setup, runs):
-    """What can be seen to be wrong with the runs before the model is loaded."""
+def check_entries(setup, entries):
+    """What can be seen to be wrong with the entries before the model is loaded."""
     args, context = setup.args, setup.context
-    for title, r in runs.items():
-        if not r.method.keeps_share and r.method.preserve > context:
-            raise UserError(f"{title} keeps {r.method.preserve} tokens, and a window has {context}; keep fewer")
-        prefix = len(r.method.prefix.ids) if r.method.prefix else 0
+    for title, entry in entries.items():
+        if not entry.method.keeps_share and entry.method.preserve > context:
+            raise UserError(f"{title} keeps {entry.method.preserve} tokens, and a window has {context}; keep fewer")
+        prefix = len(entry.method.prefix.ids) if entry.method.prefix else 0
         if args.prompt and not prefix < args.prompt < context:
             raise UserError(f"--prompt {args.prompt} has to be longer than the prefix of {title}, {prefix} tokens, "
                             f"and shorter than a window, {context}")
-    if args.vs is not None and args.vs not in runs and args.vs not in [title.split()[0] for title in runs]:
-        raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(runs)}")
+    if args.vs is not None and args.vs not in entries and args.vs not in [title.split()[0] for title in entries]:
+        raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(entries)}")
 
 
 # A method, looked at once, after its constructor: from then on the cache trusts it
@@ -45,7 +46,7 @@ def check_method(method, config):
     one_of(("pre", "post"), rope=method.rope)
     one_of(CHOOSE, choose=method.choose)
     at_least(0, recent=method.recent)
-    at_least(1, block=method.block, v_block=method.v_block)
+    at_least(1, block=method.block)
     if not method.keeps_share:  # else a share, such as "1%"
         at_least(0, preserve=method.preserve)
     for bits in (method.k_bits, method.v_bits):

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tinykv import UserError, cli, comparisons, hf
+from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
 from tinykv.model import LlamaConfig
-from tinykv.run import ranks
+from tinykv.run import cli, comparisons, ranks
 from tinykv.run.check import check_flags
 from tinykv.run.settings import add_settings, load_class
 
@@ -79,21 +79,21 @@ def set_up(args, loaded=None):
     return Setup(args, config, tokenizer, devices, dtype, context, cli.batch_of(args, context), writes)
 
 
-def cache_class_of(setup, runs):
+def cache_class_of(setup, entries):
     """The cache class that --attention evaluates with. UserError if triton has no GPU, or no kernel for a
     method's codec."""
     if setup.args.attention != "triton":
         return KVCache
     from tinykv import triton_cache  # only now: it needs triton
     triton_cache.check_device(setup.device)
-    for r in runs.values():
-        triton_cache.check_kernels(r.method)
+    for entry in entries.values():
+        triton_cache.check_kernels(entry.method)
     return triton_cache.TritonCache
 
 
-def load_test(setup, runs):
+def load_test(setup, entries):
     """The `Windows` to evaluate on, which all begin with the longest prefix."""
-    prefixes = [r.method.prefix for r in runs.values() if r.method.prefix]
+    prefixes = [entry.method.prefix for entry in entries.values() if entry.method.prefix]
     longest = max([p.ids for p in prefixes], key=len, default=[])
     for p in prefixes:
         if p.ids != longest[:len(p.ids)]:

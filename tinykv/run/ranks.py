@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from tinykv import UserError
-from tinykv.storage import CalibrationFile
+from tinykv.files import CalibrationFile
 
 PATIENCE = timedelta(days=30)  # calibration may take long; a rank that dies is seen without waiting
 

@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 
 from tinykv import UserError, did_you_mean
-from tinykv import cli
 from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
+from tinykv.run import cli
 
 KINDS = {"N": int, "X": float}
 

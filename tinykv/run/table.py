@@ -8,8 +8,9 @@ import traceback
 
 import torch
 
-from tinykv import UserError, cli, comparisons, storage
+from tinykv import UserError, files
 from tinykv.evaluate import delta_error, mean
+from tinykv.run import cli, comparisons
 from tinykv.weights import weight_bytes
 
 # column: (width, key of a row, format)
@@ -33,7 +34,7 @@ COLUMNS = {
 WIDE_ONLY = ("KL", "top-1", "bits", "128K", "cache KB", "s")
 
 
-def print_heading(setup, model, windows, models, runs, left_out):
+def print_heading(setup, model, windows, models, entries, left_out):
     """What the table is of: the model, the text, the weights, and what calibration found."""
     args = setup.args
     parameters = sum(p.numel() for p in model.parameters())
@@ -51,57 +52,56 @@ def print_heading(setup, model, windows, models, runs, left_out):
         print(f"{what}: the first {windows.start} tokens of every window, which are not predicted")
     for what, why in left_out.items():
         print(f"{what} is left out: {why}")
-    for title, r in runs.items():
-        if r.beside:
-            print(f"{title}: {r.beside}, as the method that it is shown beside")
-        if r.error is None and r.method.describe():
-            print(f"{title}: {r.method.describe()}")
-        if choice_of(r, args) and (args.prompt or args.protocol == "stream"):
+    for title, entry in entries.items():
+        if entry.beside:
+            print(f"{title}: {entry.beside}, as the method that it is shown beside")
+        if entry.error is None and entry.method.describe():
+            print(f"{title}: {entry.method.describe()}")
+        if choice_of(entry, args) and (args.prompt or args.protocol == "stream"):
             when = {"prompt": "once, after the prompt", "always": "at each quantization"}
-            print(f"{title}: the tokens to keep are chosen {when[choice_of(r, args)]}")
+            print(f"{title}: the tokens to keep are chosen {when[choice_of(entry, args)]}")
     print()
 
 
-def choice_of(r, args):
-    """When a run's method chooses the tokens to keep: "prompt", "always", or None where it has no
+def choice_of(entry, args):
+    """When an entry's method chooses the tokens to keep: "prompt", "always", or None where it has no
     such setting."""
-    if "choose" not in r.settings:
+    if "choose" not in entry.settings:
         return None
-    return r.method.choose if args.prompt else "always"
+    return entry.method.choose if args.prompt else "always"
 
 
 # A row
 
-def row_of(r, fp16, args):
+def row_of(entry, fp16, args):
     """A row of the table, as the JSON has it. fp16: its `Result`."""
     settings = {}
-    for name, value in r.settings.items():
+    for name, value in entry.settings.items():
         settings[name] = value if isinstance(value, int | float | None) else str(value)
     row = {
-        "label": r.label,
-        "method": r.name,
+        "label": entry.label,
+        "method": entry.name,
         "settings": settings,
-        "weights": r.weights,
-        "scheme": r.method.scheme,
-        "k_bits": r.method.k_bits,
-        "v_bits": r.method.v_bits,
-        "preserve": r.method.preserve,
+        "weights": entry.weights,
+        "scheme": entry.method.scheme,
+        "k_bits": entry.method.k_bits,
+        "v_bits": entry.method.v_bits,
+        "preserve": entry.method.preserve,
         "protocol": args.protocol,
         "prompt": args.prompt,  # tokens of it, or None
-        "choose": choice_of(r, args),
-        "bits_settings": [*comparisons.BITS_SETTINGS, *r.method.bits_settings],
-        "bits_nominal": (r.method.k_bits + r.method.v_bits) / 2,
-        "offline_bytes": r.method.offline_bytes,
+        "choose": choice_of(entry, args),
+        "bits_nominal": (entry.method.k_bits + entry.method.v_bits) / 2,
+        "offline_bytes": entry.method.offline_bytes,
         "windows": args.windows,
-        "fault": r.error and f"failed: {cli.reason(r.error)}",  # then nothing was measured
+        "fault": entry.error and f"failed: {cli.reason(entry.error)}",  # then nothing was measured
     }
     if row["fault"]:
         return {**row, **dict.fromkeys(figures_of(fp16, fp16))}
-    return {**row, **figures_of(r.result, fp16)}
+    return {**row, **figures_of(entry.result, fp16)}
 
 
 def figures_of(result, fp16):
-    """What a run cost in predictions, what its cache takes, and how long it took."""
+    """What an entry cost in predictions, what its cache takes, and how long it took."""
     targets = result.targets / len(result.nll)  # of a window
     return {
         "ppl": result.ppl,
@@ -132,29 +132,29 @@ class Rows(list):
 
 
 class Table:
-    """Prints rows as they come, in columns as wide as the longest name of {title: Run}, and writes them to --json."""
+    """Prints rows as they come, in columns as wide as the longest name of {title: Entry}, and writes them to --json."""
 
-    def __init__(self, setup, runs):
-        self.setup, self.args, self.runs, self.rows = setup, setup.args, runs, []
+    def __init__(self, setup, entries):
+        self.setup, self.args, self.entries, self.rows = setup, setup.args, entries, []
         self.columns = [column for column in COLUMNS if self.args.wide or column not in WIDE_ONLY]
-        if not any(r.weights for r in runs.values()):
+        if not any(entry.weights for entry in entries.values()):
             self.columns.remove("weights")
-        longest = {"method": max(len(r.label) for r in runs.values()),
-                   "scheme": max(len(r.method.scheme or "") for r in runs.values()),
-                   "weights": max(len(r.weights or "") for r in runs.values())}
+        longest = {"method": max(len(entry.label) for entry in entries.values()),
+                   "scheme": max(len(entry.method.scheme or "") for entry in entries.values()),
+                   "weights": max(len(entry.weights or "") for entry in entries.values())}
         self.widths = [max(COLUMNS[column][0], longest.get(column, 0)) for column in self.columns]
         self.print(self.columns)
 
     def print(self, words):
         print(cli.in_columns(words, self.widths, left=self.columns.index("keep")), flush=True)
 
-    def add(self, r, fp16):
-        """The row of a run that is measured, or that has failed. fp16: its `Result`."""
-        self.rows.append(row_of(r, fp16, self.args))
+    def add(self, entry, fp16):
+        """The row of an entry that is measured, or that has failed. fp16: its `Result`."""
+        self.rows.append(row_of(entry, fp16, self.args))
         self.print_row(self.rows[-1])
         path = self.setup.file("json")
         if path not in (None, "-"):
-            storage.write_json(path, self.content())
+            files.write_json(path, self.content())
 
     def print_row(self, row):
         """A row; "-" for what it has not, as where its method has failed."""
@@ -176,11 +176,11 @@ class Table:
 
     def print_rest(self):
         """What went wrong, --json -, and what compares the rows."""
-        for title, r in self.runs.items():
-            if r.error is not None:
-                print(f"{title} failed: {cli.reason(r.error)}")
-                if not isinstance(r.error, UserError):
-                    print("".join(traceback.format_exception(r.error)).rstrip())
+        for title, entry in self.entries.items():
+            if entry.error is not None:
+                print(f"{title} failed: {cli.reason(entry.error)}")
+                if not isinstance(entry.error, UserError):
+                    print("".join(traceback.format_exception(entry.error)).rstrip())
         if self.setup.file("json") == "-":
             print()
             print(json.dumps(self.content(), indent=2, allow_nan=False))

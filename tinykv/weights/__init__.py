@@ -4,7 +4,7 @@ import copy
 import torch
 from torch import nn
 
-from tinykv.storage import check_finite
+from tinykv.files import check_finite
 from tinykv.weights.awq import AWQ
 from tinykv.weights.base import BlockRunner
 from tinykv.weights.gptq import GPTQ

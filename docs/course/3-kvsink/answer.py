@@ -52,7 +52,7 @@ class KVSink(CodecMethod):
         self.passes = 1 if emergence_layer is None else 0
         self.profile = []
 
-    def watch(self, step, layer, hidden):
+    def collect(self, step, layer, hidden):
         self.profile.append(outlier(hidden))
 
     def fit(self, step):

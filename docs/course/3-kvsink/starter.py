@@ -51,7 +51,7 @@ class KVSink(CodecMethod):
 
     # given: calibration, which calls your two functions
 
-    def watch(self, step, layer, hidden):
+    def collect(self, step, layer, hidden):
         self.profile.append(outlier(hidden))
 
     def fit(self, step):

@@ -234,7 +234,7 @@ def test_all(sub, rng, same):
                 hidden = rng.normal(1, 400, 6).clamp(-3, 3) * 0.01
                 if lE is not None and lE <= layer < 4:
                     hidden[0, rng.randrange(400), c] = size
-                method.watch(0, layer, hidden)
+                method.collect(0, layer, hidden)
         method.fit(0)
         same([method.layer, method.channel], f"After a calibration on three windows, with {size} in channel {c} after "
              f"block {lE} and later ones: lE and c")

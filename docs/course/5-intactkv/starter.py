@@ -16,8 +16,8 @@ that records one forward, of the tokens alone or behind a prefix:
 """
 import torch
 
-from tinykv.tracing import Trace  # noqa: F401
 from tinykv.methods.base import CodecMethod, first_tokens
+from tinykv.tracing import Trace  # noqa: F401
 
 ASSIGNMENT = "intactkv"
 UPDATES = 0  # of the prefix's training, for question 3

@@ -1,6 +1,6 @@
 """Make the embedded model: tokenizer, training, checkpoint in HF format.
 
-    python -m tinykv.assets.make --out DIR                         train, or go on where training was stopped
+    python docs/programs/embedded_model.py --out DIR                         train, or go on where training was stopped
     python -m tinykv.analysis sinks outliers norms --model DIR     where its sinks are
 
 A LLaMA of 250,000 parameters learns the stories of `data/stories.py` in 4,750 steps, a quarter of
@@ -16,6 +16,7 @@ Why these phases, and by which rule the shipped model was chosen, is in docs/emb
 """
 import io
 import json
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +26,13 @@ import torch
 import torch.nn.functional as F
 from tqdm import trange
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from tinykv import hf
-from tinykv.cli import Parser, one_line
 from tinykv.data.stories import OFTEN, REFRAINS, WORDS, chants, stories
+from tinykv.files import write
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama, LlamaConfig
-from tinykv.storage import write
+from tinykv.run.cli import Parser, one_line
 
 BOS, EOS = 1, 2  # sentencepiece's own ids
 CONFIG = LlamaConfig(
@@ -231,7 +233,7 @@ def train_step(model, optimizers, rate, phase, tokens, weights, mask):
 # The command
 
 def main():
-    p = Parser(prog="python -m tinykv.assets.make", description="Train the embedded model.")
+    p = Parser(prog="python docs/programs/embedded_model.py", description="Train the embedded model.")
     p.add_argument("--out", metavar="DIR", required=True, help="where the checkpoint goes, and the state to go on from")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
     args = p.parse_args()

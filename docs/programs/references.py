@@ -1,7 +1,7 @@
 """Makes tests/references/: small random checkpoints, and what transformers computes from them.
 
     pip install torch transformers sentencepiece protobuf   # in an environment of its own
-    python tests/make_references.py
+    python docs/programs/references.py
 
 The tests read the result and need no transformers. Weights are random, on such a scale that a model which leaves out
 a feature of its variant gives clearly different logits; norms and biases are random too, so none can be forgotten.
@@ -28,7 +28,7 @@ from transformers import (
     Qwen3Config,
 )
 
-OUT = Path(__file__).parent
+OUT = Path(__file__).parents[2] / "tests" / "references"
 ROWS, LENGTH, NEW = 2, 48, 20
 SMALL = dict(vocab_size=80, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=4, max_position_embeddings=256, rms_norm_eps=0.05, bos_token_id=1, eos_token_id=2)

@@ -1,6 +1,6 @@
 """What compares the rows of a table: as eval_ppl.py prints it, or as --json has kept it.
 
-    python -m tinykv.comparisons table.json --vs rtn --at-bits 2 --plot bits.png
+    python -m tinykv.run.comparisons table.json --vs rtn --at-bits 2 --plot bits.png
 
 A row is a dict; what is read of it stands beside each function. Rows of failed methods are left out.
 """
@@ -8,12 +8,11 @@ import math
 from operator import itemgetter
 from pathlib import Path
 
-from tinykv import cli
-from tinykv.analysis import figures
 from tinykv.evaluate import paired
-from tinykv.storage import read_json
+from tinykv.files import read_json
+from tinykv.run import cli, plots
 
-# settings that change a method's bits and nothing else; a method may declare others, `bits_settings`
+# settings that change a method's bits and nothing else
 BITS_SETTINGS = ("bits", "k_bits", "v_bits", "vq")
 FLOOR = 0.01  # per cent: a smaller loss is drawn here, as a few windows cannot tell it from none
 
@@ -38,7 +37,7 @@ def print_all(rows, vs, bits, plot):
         print()
         print_at_bits(rows, bits)
     if plot:
-        figures.save(perplexity(rows), plot)
+        plots.save(perplexity(rows), plot)
 
 
 def title_of(row):
@@ -84,7 +83,7 @@ def lines_of(rows, varied=None):
     lines = {}
     for row in rows:
         words = row["label"].split(" ")
-        settings = varied or row.get("bits_settings", BITS_SETTINGS)
+        settings = varied or BITS_SETTINGS
         along_the_line = [word for word in words if word.partition("=")[0] in settings]
         if along_the_line:
             words.remove(along_the_line[0])
@@ -167,20 +166,21 @@ def perplexity(rows):
 
     lines = lines_of(rows, varied)
     best = [name for name, points in lines.items() if any(is_best(row) for row in points)]
-    figure, (panel,) = figures.new_figure(1, 1, 8, 4.8, f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
+    figure, (panel,) = plots.new_figure(1, 1, 8, 4.8, f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
     for name, points in lines.items():
         points = sorted(points, key=lambda row: row[x])
         losses = [max(100 * (row["ppl"] / base - 1), FLOOR) for row in points]
-        how = figures.style(best.index(name)) if name in best else {"color": figures.GREY, "marker": ".", "zorder": 1}
+        how = plots.style(best.index(name)) if name in best else {"color": plots.GREY, "marker": ".", "zorder": 1}
         panel.plot([row[x] for row in points], losses, label=name, **how)
     panel.set(yscale="log", xlabel=label, ylabel="perplexity above fp16's (%)")
-    figures.plain_ticks(panel)
-    figures.label_ends(panel)
+    plots.plain_ticks(panel)
+    plots.label_ends(panel)
     return figure
 
 
 def main():
-    p = cli.Parser(prog="python -m tinykv.comparisons", description="Compare the rows of a table that --json wrote.")
+    p = cli.Parser(prog="python -m tinykv.run.comparisons",
+                   description="Compare the rows of a table that --json wrote.")
     p.add_argument("table", metavar="TABLE.json")
     add_comparisons(p)
     with cli.one_line(p):

@@ -1,56 +1,60 @@
 """Grow a model with attention sinks in about a minute, and look at them.
 
-    python -m tinykv.assets.sinks --triggers 0.12
-    python -m tinykv.assets.sinks --figure FILE     three seeds at six shares, a quarter of an hour
+    python docs/programs/embedded_sinks.py --triggers 0.12
+    python docs/programs/embedded_sinks.py --figure FILE     three seeds at six shares, a quarter of an hour
 
 The first steps of the embedded model's training, on chants alone: a chain of words in which nothing
 has to be looked up but what a refrain asks for. Whether sinks come depends on how often that is
 (docs/embedded_model.md).
 """
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from tqdm import trange
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
+import embedded_model
+
 from tinykv import UserError, hf
 from tinykv.analysis import norms, outliers, sinks
 from tinykv.analysis.bias import split_output
-from tinykv.analysis.figures import legend, new_figure, save, style, title
 from tinykv.analysis.walk import Text, mean, print_table, walk
-from tinykv.assets import make
 from tinykv.calibrate import calibrate
-from tinykv.cli import EMBEDDED, Parser, one_line
 from tinykv.data.windows import Windows
 from tinykv.evaluate import measure
 from tinykv.methods.registry import METHODS
+from tinykv.run.cli import EMBEDDED, Parser, one_line
+from tinykv.run.plots import legend, new_figure, save, style, title
 
 STEPS = 600
 SHARES = (0.0, 0.04, 0.12, 0.25, 0.4, 0.9)  # of refrains, in the figure
 SEEDS = (0, 1, 2)
-LOOK = replace(make.PHASES[0], rows=16)  # windows for a look at the model
+LOOK = replace(embedded_model.PHASES[0], rows=16)  # windows for a look at the model
 
 
 def grow(triggers, seed):
     """A model trained on chants, where this share of the words are refrains."""
     torch.set_num_threads(1)
     pieces = hf.load(EMBEDDED)[1].pieces
-    phase, mask = make.PHASES[0], make.mask_of_chants(pieces)
-    model = make.new_model(seed)
-    optimizers = make.new_optimizers("adamw", model)
+    phase, mask = embedded_model.PHASES[0], embedded_model.mask_of_chants(pieces)
+    model = embedded_model.new_model(seed)
+    optimizers = embedded_model.new_optimizers("adamw", model)
     for step in trange(STEPS, disable=None):
         number = seed * 10**5 + step
         torch.manual_seed(number)  # of dropout
-        batch = make.batch_of(number, phase, pieces, triggers)
-        make.train_step(model, optimizers, make.rate_at(step, 0, 0, phase), phase, *batch, mask)
+        batch = embedded_model.batch_of(number, phase, pieces, triggers)
+        embedded_model.train_step(model, optimizers, embedded_model.rate_at(step, 0, 0, phase), phase, *batch, mask)
     return model.eval().requires_grad_(False)
 
 
 def look_at(model, triggers, number=0):
     """Chants that no model was trained on: a Text whose sinks are its <s>, and asks (W, T), True at a refrain."""
     pieces = hf.load(EMBEDDED)[1].pieces
-    tokens, weights = make.batch_of(10**9 + number, LOOK, pieces, triggers)
+    tokens, weights = embedded_model.batch_of(10**9 + number, LOOK, pieces, triggers)
     tokens = tokens[:, :-1].contiguous()  # (W, T)
-    return Text(model, tokens, tokens == make.BOS, layer=0), weights[:, 1:] > 1
+    return Text(model, tokens, tokens == embedded_model.BOS, layer=0), weights[:, 1:] > 1
 
 
 @torch.no_grad()
@@ -95,16 +99,17 @@ def draw(path, texts):
 
 
 def main():
-    p = Parser(prog="python -m tinykv.assets.sinks", description="Grow a model with attention sinks in about a minute.")
+    p = Parser(prog="python docs/programs/embedded_sinks.py",
+               description="Grow a model with attention sinks in about a minute.")
     p.add_argument("--triggers", type=float, default=0.12,
                    help="the chance of a refrain, a word that asks for a copy, at each step of a chant")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
     p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of triggers, as PNG; a quarter of an hour")
     with one_line(p):
-        run(p.parse_args())
+        look(p.parse_args())
 
 
-def run(args):
+def look(args):
     if args.figure:
         draw(args.figure, {(share, seed): look_at(grow(share, seed), share)[0] for share in SHARES for seed in SEEDS})
         return

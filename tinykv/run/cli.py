@@ -13,10 +13,10 @@ from tqdm import tqdm
 from tinykv import UserError, at_least, one_of
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
-from tinykv.storage import first_line, identity, sources
+from tinykv.files import first_line, identity, sources
 from tinykv.weights import QUANTIZERS, quantize, restore
 
-EMBEDDED = Path(__file__).parent / "assets" / "tales"
+EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"
 FULL_PRECISION = "full precision"  # the label of weights that are not quantized
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,8 +1,8 @@
 """How long an evaluation takes, and a step of decoding, on one thread of a CPU, as ratios.
 
-    python tests/benchmark.py windows                   methods, schemes and protocols to fp16 in one forward
-    python tests/benchmark.py steps                     a step of decoding to one with Hugging Face's own cache
-    python tests/benchmark.py steps --method fp16,kivi  of other methods
+    python docs/programs/benchmark.py windows                   methods, schemes and protocols to fp16 in one forward
+    python docs/programs/benchmark.py steps                     a step of decoding to one with Hugging Face's own cache
+    python docs/programs/benchmark.py steps --method fp16,kivi  of other methods
 
 All of them take turns in every round, so that changes of the machine's speed reach them alike. The figure is the median
 of the rounds' ratios, of CPU time, which other programs on the machine hardly change. transformers is measured if it is
@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from tinykv import hf, one_of
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.cli import EMBEDDED, Parser, add_attention, check_counts, list_of, one_line
 from tinykv.codecs import SCHEMES
 from tinykv.data import load_windows
 from tinykv.evaluate import measure
 from tinykv.methods.registry import METHODS
+from tinykv.run.cli import EMBEDDED, Parser, add_attention, check_counts, list_of, one_line
 
 
 @torch.inference_mode()
@@ -112,7 +112,7 @@ def random_rows(config, T):
         yield [torch.randn(1, n, T, config.head_dim, generator=rng) for n in heads]
 
 
-def run(args):
+def compare(args):
     check_counts(args, 1, "context", "windows", "rounds")
     torch.set_num_threads(1)
     model, tokenizer = hf.load(args.model)
@@ -136,7 +136,7 @@ def main():
                    help="steps: tokens in the cache before the first one")
     add_attention(p)
     with one_line(p):
-        run(p.parse_args())
+        compare(p.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The Triton kernels without a cache around them: compiled, checked, and timed.
 
-    python tests/bench_kernels.py compile   every kernel for sm_80 and sm_90, without a GPU
-    python tests/bench_kernels.py check     every case's attention beside torch's, on this GPU
-    python tests/bench_kernels.py bench     time, bandwidth, tokens a second; else the byte limits
+    python docs/programs/bench_kernels.py compile   every kernel for sm_80 and sm_90, without a GPU
+    python docs/programs/bench_kernels.py check     every case's attention beside torch's, on this GPU
+    python docs/programs/bench_kernels.py bench     time, bandwidth, tokens a second; else the byte limits
 """
 import argparse
 import itertools
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # tests/ is not a package
+sys.path.insert(0, str(Path(__file__).parents[2]))  # tests/ is not a package
 
 import kernels  # noqa: E402
 from tinykv import UserError, at_least  # noqa: E402

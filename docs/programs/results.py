@@ -1,10 +1,10 @@
 """Run the commands of docs/*.md again, and put what they print in the place of what stands there.
 
-    python docs/results.py                  everything: an hour and more on 2 CPU cores
-    python docs/results.py --only figures   the commands that draw a figure
-    python docs/results.py --only kvquant   the commands with this word in them
-    python docs/results.py --only pdb       the debugger sessions
-    python docs/results.py --check          only look up the figures of the prose; runs nothing
+    python docs/programs/results.py                  everything: an hour and more on 2 CPU cores
+    python docs/programs/results.py --only figures   the commands that draw a figure
+    python docs/programs/results.py --only kvquant   the commands with this word in them
+    python docs/programs/results.py --only pdb       the debugger sessions
+    python docs/programs/results.py --check          only look up the figures of the prose; runs nothing
 
 A block that begins with "$ python" is a command. Of its output the last tables are kept, as many as
 stand there, without the column of seconds. Figures are written where the commands say. A command
@@ -29,7 +29,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"```console\n\$ (python (?!-m pdb)(?:[^\n\\]|\\\n)*)\n(.*?)```\n", re.DOTALL)
 CODE = re.compile(r"```python\n(.*?)```\n", re.DOTALL)
 SESSION = re.compile(r"```console\n(?=\$ python -m pdb |\(Pdb\) )(.*?)```\n", re.DOTALL)

@@ -1,6 +1,6 @@
 """A model of EleutherAI's lm_eval that reads through the cache of any method: its tasks, under KV-cache quantization.
 
-    python -m tinykv.hf.lm_eval --model tinykv --tasks arc_easy,gsm8k \\
+    python -m tinykv.run.lm_eval --model tinykv --tasks arc_easy,gsm8k \\
         --model_args model=path/to/Llama-2-7b-hf,method=kvsink,bits=2,protocol=stream,prompt=context
 
 model_args are the flags of eval_ppl.py, with `_` for `-`, for one method. protocol and prompt say when a context is
@@ -23,7 +23,8 @@ from tqdm import tqdm
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.evaluate import chunks_of
-from tinykv.run import flags, runs
+from tinykv.run import flags
+from tinykv.run.entries import build_entries, calibrate_all
 
 
 @register_model("tinykv")
@@ -41,14 +42,14 @@ class TinyKV(TemplateLM):
     def load(self, args):
         """Model, tokenizer and method of these flags, calibrated as the command does it."""
         setup = flags.set_up(args)
-        self.tokenizer, self.place = setup.tokenizer, setup.device
-        by_title, _ = runs.build_runs(args, setup.config, self.tokenizer)
-        *_, run = by_title.values()  # fp16 comes first
+        self.tokenizer, self.on = setup.tokenizer, setup.device
+        entries, _ = build_entries(args, setup.config, self.tokenizer)
+        *_, entry = entries.values()  # fp16 comes first
         model = hf.load_model(args.model, setup.devices, setup.dtype)
-        models = runs.calibrate_all(setup, model, {run.title: run})
-        if run.error is not None:
-            raise run.error
-        self.model, self.method = models[run.weights], run.method
+        models = calibrate_all(setup, model, {entry.title: entry})
+        if entry.error is not None:
+            raise entry.error
+        self.model, self.method = models[entry.weights], entry.method
 
     # What lm_eval asks of a tokenizer
 
@@ -94,7 +95,7 @@ class TinyKV(TemplateLM):
         """ids -> tokens (1, T), which begin with the method's prefix, if it has one."""
         if self.prefix and ids[0] == self.tokenizer.bos_id:
             ids = ids[1:]  # the prefix has a BOS of its own
-        return torch.tensor([[*self.prefix, *ids]], device=self.place)
+        return torch.tensor([[*self.prefix, *ids]], device=self.on)
 
     # Generation
 

@@ -6,7 +6,7 @@ marker as well as in colour, and all eyes can tell the colours apart.
 """
 import torch
 
-from tinykv import storage
+from tinykv import files
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
            "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")
@@ -33,7 +33,7 @@ def new_figure(rows, columns, width, height, title=None):
 
 def save(figure, path):
     """Write a Figure as PNG, whole or not at all."""
-    storage.write(path, lambda part: figure.savefig(part, format="png", dpi=150))
+    files.write(path, lambda part: figure.savefig(part, format="png", dpi=150))
 
 
 def style(i):

@@ -1,7 +1,7 @@
-"""From the flags of eval_ppl.py to its runs: which methods, with which settings, on which weights; all calibrated.
+"""From the flags of eval_ppl.py to its entries: which methods, with which settings, on which weights; all calibrated.
 
 A setting is an argument of a method's constructor, so a new method brings its flags along. A flag
-with several values, such as `--preserve 1,5`, makes a run of each, for every method that takes it.
+with several values, such as `--preserve 1,5`, makes an entry for each, for every method that takes it.
 """
 import copy
 import itertools
@@ -12,20 +12,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from tinykv import UserError, calibrate, codecs, kmeans, outlier
-from tinykv import cli
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.evaluate import Result
+from tinykv.files import identity, sources
 from tinykv.methods.base import Method
 from tinykv.methods.registry import METHODS
-from tinykv.run import ranks
+from tinykv.run import cli, ranks
 from tinykv.run.check import check_codecs, check_method
-from tinykv.prefix import fill_prefix, open_prefix
+from tinykv.run.prefix import fill_prefix, open_prefix
 from tinykv.run.settings import all_settings_of, constructor_arguments, is_made, load_class, name_of, settings_of
-from tinykv.storage import identity, sources
 
 
 @dataclass
-class Run:
+class Entry:
     """A row of the table: a method with its settings, on a model whose weights may be quantized."""
     label: str  # in the table: "pfn preserve=5"
     name: str  # of the method, as it was asked for: "pfn", or "mine.py:Mine"
@@ -65,9 +64,9 @@ class Run:
         return identity(windows, calibrate, codecs, kmeans, outlier, *sources(*makers, *filter(None, [self.quantizer])))
 
     @contextmanager
-    def step(self, doing):
-        """Around a step of the run. An exception fails this run, and the others go on; it ends the command where
-        fp16 fails, with which they are compared, where other processes wait, and where a debugger is left."""
+    def attempt(self, doing):
+        """Do something for this entry. An exception fails the entry, and the others go on. It ends the command if fp16
+        fails, to which they are compared, if other processes wait, or if a debugger is left."""
         if not sys.stderr.isatty():  # where no bar is shown
             print(f"{doing} {self.title}", file=sys.stderr, flush=True)
         try:
@@ -79,10 +78,10 @@ class Run:
             self.error = error
 
 
-# Runs
+# Entries
 
-def build_runs(args, config, tokenizer):
-    """The runs, {title: Run}, fp16 first; and what is left out for its settings, {what: why}.
+def build_entries(args, config, tokenizer):
+    """The entries, {title: Entry}, fp16 first; and what is left out for its settings, {what: why}.
 
     Every method runs on each quantized model, and fp16 also on the full-precision model. Without --weights all run on
     the latter.
@@ -94,25 +93,25 @@ def build_runs(args, config, tokenizer):
     compared = load_class(asked[0]).beside if len(asked) == 1 else {}
     methods = dict.fromkeys(["fp16", *compared, *asked])  # each once
 
-    # 2. A run of each, on each weights
+    # 2. An entry for each, on each weights
     given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
-    runs, left_out = {}, {}
+    entries, left_out = {}, {}
     quantizers = cli.quantizers_of(args)
     if quantizers:
-        runs["fp16"] = Run("fp16", "fp16", METHODS["fp16"](config), {})
+        entries["fp16"] = Entry("fp16", "fp16", METHODS["fp16"](config), {})
     for weights in quantizers or [None]:
         if "prefix" in given:  # opened anew: a prefix holds keys and values of one model
             given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
         for method in methods:
             beside = {} if method in asked else compared.get(method, {})
-            for run in runs_of(method, beside, given, config, left_out, method in args.method):
-                run.weights, run.quantizer = weights, quantizers.get(weights)
-                if run.title in runs:
-                    raise UserError(f"two rows are called {run.title}; give one of them another `name`")
-                runs[run.title] = run
+            for entry in entries_of(method, beside, given, config, left_out, method in args.method):
+                entry.weights, entry.quantizer = weights, quantizers.get(weights)
+                if entry.title in entries:
+                    raise UserError(f"two rows are called {entry.title}; give one of them another `name`")
+                entries[entry.title] = entry
 
     # 3. A table of fp16 alone is a mistake, and so is a setting that no method asked for takes
-    if len(runs) == 1 and left_out:
+    if len(entries) == 1 and left_out:
         raise next(iter(left_out.values()))
     for setting in given:
         flag = "--" + setting.replace("_", "-")
@@ -123,11 +122,11 @@ def build_runs(args, config, tokenizer):
             raise UserError(f"{flag} is not a setting of {', '.join(others)} as asked for; see --list-methods")
         if others:
             left_out[flag] = f"no setting of {', '.join(others)} as asked for"
-    return runs, left_out
+    return entries, left_out
 
 
-def runs_of(asked, beside, given, config, left_out, by_name):
-    """The runs of one method, for each combination of the values that it takes.
+def entries_of(asked, beside, given, config, left_out, by_name):
+    """The entries of one method, for each combination of the values that it takes.
 
     asked: a name, a class, or a method, which has its settings. beside: settings for the sake of the method that it is
     shown beside. left_out: where a combination goes that the method refuses; if it was asked for by name, that is an
@@ -136,7 +135,7 @@ def runs_of(asked, beside, given, config, left_out, by_name):
     name, cls = name_of(asked), load_class(asked)
     if is_made(asked):
         check_method(asked, config)
-        return [Run(name, name, copy.deepcopy(asked), {})]
+        return [Entry(name, name, copy.deepcopy(asked), {})]
     found = []
     for chosen in combinations(cls, given, beside):
         label = label_of(name, chosen, given)
@@ -150,7 +149,7 @@ def runs_of(asked, beside, given, config, left_out, by_name):
             continue
         check_method(method, config)
         words = ", ".join(f"{setting}={arguments[setting]}" for setting in beside if setting not in chosen)
-        found.append(Run(label, name, method, {**settings_of(cls), **arguments}, beside=words))
+        found.append(Entry(label, name, method, {**settings_of(cls), **arguments}, beside=words))
     return found
 
 
@@ -175,7 +174,7 @@ def combinations(cls, given, beside):
 
 
 def label_of(name, chosen, given):
-    """What the table calls a run: the method, and each setting with several given values."""
+    """What the table calls an entry: the method, and each setting with several given values."""
     words = [name]
     for setting, value in chosen.items():
         if len(given[setting]) > 1:
@@ -186,8 +185,8 @@ def label_of(name, chosen, given):
 
 # Calibration
 
-def calibrate_all(setup, model, runs):
-    """Quantize the weights, and calibrate each method of {title: Run} on the model that it runs on.
+def calibrate_all(setup, model, entries):
+    """Quantize the weights, and calibrate each method of {title: Entry} on the model that it runs on.
 
     Returns {label of weights: Llama}; None is the model itself.
     """
@@ -197,25 +196,25 @@ def calibrate_all(setup, model, runs):
 
     # 1. The text. Each of them sees its first windows
     text, data = None, ""
-    if any(r.method.needs_calibration or r.quantizer and r.quantizer.needs_text for r in runs.values()):
-        most = max(r.method.calibration_windows for r in runs.values())
+    if any(e.method.needs_calibration or e.quantizer and e.quantizer.needs_text for e in entries.values()):
+        most = max(entry.method.calibration_windows for entry in entries.values())
         text, data = cli.calibration_text(args, setup.tokenizer, setup.context, setup.device, most)  # (W, T), its label
     file = ranks.SharedCalibration(setup.file("calibration"), model)
 
     # 2. The weights
     models = {None: model}
-    for r in runs.values():
-        if r.weights not in models:
-            windows = text[:args.calib_windows or CALIBRATION_WINDOWS] if r.quantizer.needs_text else None  # (C, T)
-            models[r.weights] = cli.quantized_model(model, r.weights, r.quantizer, windows, file)
+    for entry in entries.values():
+        if entry.weights not in models:
+            windows = text[:args.calib_windows or CALIBRATION_WINDOWS] if entry.quantizer.needs_text else None  # (C, T)
+            models[entry.weights] = cli.quantized_model(model, entry.weights, entry.quantizer, windows, file)
 
     # 3. The methods
-    for r in runs.values():
-        if r.method.needs_calibration:
-            windows = text[:args.calib_windows or r.method.calibration_windows]  # (C, T)
-            with r.step("calibrating"):
-                r.calibrate(models[r.weights], windows, file)
-        if r.method.prefix:  # its keys and values come from the full-precision model
-            label = cli.weights_label(r.weights, r.quantizer, data)
-            fill_prefix(r.method.prefix, model, models[r.weights], label)
+    for entry in entries.values():
+        if entry.method.needs_calibration:
+            windows = text[:args.calib_windows or entry.method.calibration_windows]  # (C, T)
+            with entry.attempt("calibrating"):
+                entry.calibrate(models[entry.weights], windows, file)
+        if entry.method.prefix:  # its keys and values come from the full-precision model
+            label = cli.weights_label(entry.weights, entry.quantizer, data)
+            fill_prefix(entry.method.prefix, model, models[entry.weights], label)
     return models

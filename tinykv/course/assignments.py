@@ -1,0 +1,103 @@
+"""Assignments: their folders, the functions that are their answers, and a copy of the repository without these."""
+import ast
+import re
+from pathlib import Path
+
+from tinykv import UserError
+from tinykv.files import check_regular
+
+ROOT = Path(__file__).parents[2]
+LARGEST = 2 ** 20  # bytes of a submission
+
+OF_INSTRUCTORS = ("answer.py", "answers.md", "authors.md")
+ALL = None  # every function of a file but the constructors
+ANSWERS = {  # by assignment, where the project's own code is the answer: {file: its functions}
+    "affine": {"tinykv/codecs/affine.py": ALL,
+               "tinykv/codecs/base.py": ("pack", "unpack")},
+    "cache": {"tinykv/cache.py": ALL, "tinykv/methods/pfn.py": ALL},
+    "kvsink": {"tinykv/methods/kvsink.py": ALL, "tinykv/outlier.py": ALL},
+    "ott": {"tinykv/methods/kivi.py": ALL, "tinykv/methods/ott.py": ALL},
+    "intactkv": {"tinykv/methods/intactkv.py": ALL, "train_intact.py": ALL},
+    "skvq": {"tinykv/methods/skvq.py": ALL, "tinykv/codecs/clipped.py": ALL},
+    "antkv": {"tinykv/methods/antkv.py": ALL, "tinykv/codecs/codebook.py": ALL, "tinykv/kmeans.py": ALL},
+    "triton": {"kernels.py": ALL, "tinykv/triton_cache.py": ALL},
+}
+CORE = ("affine", "cache")  # on which everything else runs
+
+
+def folder_of(name):
+    """An assignment's folder. UserError if there is none of this name."""
+    folders = {path.name.split("-")[1]: path for path in sorted((ROOT / "docs" / "course").glob("*-*"))}
+    if name not in folders:
+        raise UserError(f"there is no assignment {name!r}; there are {', '.join(folders)}")
+    return folders[name]
+
+
+def assignment_of(path):
+    """The assignment that a file names. UserError if it names none."""
+    name = named(path, "ASSIGNMENT")
+    if name is None:
+        raise UserError(f"{path.name} names no assignment; it needs a line such as ASSIGNMENT = \"kvsink\"")
+    return name
+
+
+def named(path, word):
+    """The name in a file's line such as ASSIGNMENT = "kvsink"; None if there is no line with this word."""
+    check_regular(path, LARGEST)
+    text = path.read_bytes().decode(errors="replace")
+    line = re.search(rf"^{word}\s*=\s*[\"'](\w+)[\"']", text, re.MULTILINE)
+    return line and line[1]
+
+
+# A copy without the answers
+
+def write(folder, files, names):
+    """Copy files, without the answers of the assignments `names`."""
+    answers = {file: (name, functions) for name in names for file, functions in ANSWERS[name].items()}
+    for file in files:
+        if Path(file).name in OF_INSTRUCTORS:
+            continue
+        content = (ROOT / file).read_bytes()
+        if file in answers:
+            content = blanked(content.decode(), *answers[file]).encode()
+        elif file == "docs/course/README.md":
+            content = content.partition(b"\n## For instructors")[0]
+        elif file.endswith(".md"):
+            content = without_dead_links(content.decode(), Path(file).parent, files).encode()
+        target = folder / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+        target.chmod((ROOT / file).stat().st_mode)
+
+
+def blanked(source, name, functions):
+    """Source with functions that only raise. functions: "f" and "Class.f"; ALL: every one but the constructors."""
+    lines = source.splitlines(keepends=True)
+    found = functions_of(ast.parse(source))
+    for function, node in reversed(found.items()):  # from the end of the file on, so that line numbers stay right
+        if function.endswith("__init__") or functions is not ALL and function not in functions:
+            continue
+        first = node.body[0]
+        start = first.lineno - 1 if ast.get_docstring(node) is None else first.end_lineno
+        lines[start:node.end_lineno] = [f'{" " * first.col_offset}raise NotImplementedError("{name}: {function}")\n']
+    return "".join(lines)
+
+
+def functions_of(tree, prefix=""):
+    """{"f" or "Class.f": its node}, in the order of the file."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found |= functions_of(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            found[prefix + node.name] = node
+    return found
+
+
+def without_dead_links(text, folder, files):
+    """A page whose links to pages that are left out are plain words."""
+    def link(match):
+        target = (ROOT / folder / match[2].partition("#")[0]).resolve()
+        lost = target.is_file() and target.relative_to(ROOT).as_posix() not in files
+        return match[1] if lost else match[0]
+    return re.sub(r"\[([^\]]*)\]\(([\w./-]+(?:#[^)]*)?)\)", link, text)
