@@ -17,6 +17,7 @@ from tinykv.analysis.sinks import THRESHOLD, find_sinks
 from tinykv.analysis.walk import Text, print_table
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
+from tinykv.data.questions import Questions, read_questions
 from tinykv.run import cli, plots
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
@@ -154,12 +155,12 @@ def write_page(args, model, tokenizer):
     """The page, its GIF, and its numbers."""
     device = model.lm_head.weight.device
     if args.text:
-        texts = page.read_texts(args.text, tokenizer)
+        texts = read_questions(args.text, tokenizer, page.LONGEST)
     else:
         windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", bos=args.bos)
-        texts = page.Texts(windows.tokens, [args.context] * args.windows, windows.answers)
+        texts = Questions(windows.tokens, [args.context] * args.windows, windows.answers)
     texts.tokens = texts.tokens.to(device)  # (W, T)
-    content = {"model": Path(args.model).resolve().name, "data": Path(args.data).name,
+    content = {"model": Path(args.model).absolute().name,
                **page.content(model, tokenizer, texts, calibration_of(args, tokenizer, device))}
     page.write(args.out or "cache.html", content)
     print(f"wrote {args.out or 'cache.html'}")

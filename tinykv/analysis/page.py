@@ -9,8 +9,6 @@ import base64
 import gzip
 import json
 import math
-from bisect import bisect_right
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,34 +36,6 @@ SHOWN = {  # what the page calls a method: its name, its settings
     "rtn": ("rtn", {}), "rtn, 0 a level": ("rtn", {"formula": "integer-zero"}), "pfn": ("pfn", {}),
     "kvsink": ("kvsink", {}), "kivi": ("kivi", GROUPS), "ott": ("ott", GROUPS), "skvq": ("skvq", {"recent": BLOCK}),
     "intactkv": ("intactkv", {}), "kvquant": ("kvquant", {}), "cq": ("cq", {}), "antkv": ("antkv", {"recent": BLOCK})}
-
-
-@dataclass
-class Texts:
-    """The texts that the page's one is chosen from."""
-    tokens: torch.Tensor  # (W, T); a shorter text is filled up on the right, which no earlier token sees
-    lengths: list  # of each text
-    answers: list  # per text [(start, end)], in tokens
-
-
-def read_texts(path, tokenizer):
-    """A file of texts with a blank line between them -> Texts. The answer is the last word of each."""
-    texts = [text.strip() for text in files.read_text(path).split("\n\n") if text.strip()]
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    rows, answers = [], []
-    for i, text in enumerate(texts, 1):
-        ids, offsets = tokenizer.encode_with_offsets(text)
-        answer = len(text) - len(text.split()[-1])  # where it begins, in characters
-        ends = [end for _, end in offsets]
-        start = len(bos) + bisect_right(ends, answer)  # the first token to end after that
-        rows.append(torch.tensor(bos + ids))
-        answers.append([(start, len(rows[-1]))])
-        if not 1 < len(rows[-1]) <= LONGEST or start == 0:
-            raise UserError(f"{path}: text {i} has {len(rows[-1])} tokens; give a question, its answer and not more "
-                            f"than {LONGEST} tokens, with a blank line between texts")
-    if not texts:
-        raise UserError(f"{path} has no text")
-    return Texts(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), list(map(len, rows)), answers)
 
 
 # One run of a method
@@ -137,25 +107,17 @@ def written(model, method, tokens, exact, n=5):
 
 # All texts, and the one that is shown
 
-def measure(model, methods, texts):
-    """What each method makes of all texts: {label: {bits: [loss in nats a token, right answers]}}, and the probability
-    of each answer's first token, {(label, bits): [..]}, text by text."""
-    tokens, found, chances = texts.tokens, {}, {}
-    T = tokens.shape[1]
+def measure(model, method, texts, exact=None):
+    """What a method makes of all texts: its loss in nats a token, how many answers are right, the probability of each
+    answer's first token, and the log-probabilities. exact: those of 16 bits."""
+    tokens, T = texts.tokens, texts.tokens.shape[1]
     is_text = torch.arange(1, T) < torch.tensor(texts.lengths)[:, None]  # (W, T - 1): no filling
-    exact = None
-    for label, by_bits in methods.items():
-        found[label] = {}
-        for bits, method in by_bits.items():
-            _, logp, _ = read(model, method, tokens, exact)
-            exact = logp if exact is None else exact  # 16 bits go first
-            nll = losses(logp, tokens).cpu()  # (W, T - 1)
-            hit = (logp[:, :-1].argmax(-1) == tokens[:, 1:]).cpu()  # (W, T - 1)
-            places = [(w, a, b) for w, spans in enumerate(texts.answers) for a, b in spans]
-            right = sum(bool(hit[w, a - 1:b - 1].all()) for w, a, b in places)
-            found[label][bits] = [round(nll[is_text].mean().item(), 3), right]
-            chances[label, bits] = [math.exp(-nll[w, a - 1]) for w, a, _ in places]
-    return found, chances
+    places = [(w, a, b) for w, spans in enumerate(texts.answers) for a, b in spans]
+    _, logp, _ = read(model, method, tokens, exact)
+    nll = losses(logp, tokens).cpu()  # (W, T - 1)
+    hit = (logp[:, :-1].argmax(-1) == tokens[:, 1:]).cpu()  # (W, T - 1)
+    right = sum(bool(hit[w, a - 1:b - 1].all()) for w, a, b in places)
+    return round(nll[is_text].mean().item(), 3), right, [math.exp(-nll[w, a - 1]) for w, a, _ in places], logp
 
 
 def pick(texts, found, chances):
@@ -177,7 +139,12 @@ def content(model, tokenizer, texts, calibration):
     config = model.config
     methods, refused = make_methods(model, calibration)
     methods = {"fp16": {16: METHODS["fp16"](config)}, **methods}
-    found, chances = measure(model, methods, texts)
+    found, chances, exact = {label: {} for label in methods}, {}, None
+    for label, by_bits in methods.items():
+        for bits, method in by_bits.items():
+            loss, right, chances[label, bits], logp = measure(model, method, texts, exact)
+            found[label][bits] = [loss, right]
+            exact = logp if exact is None else exact  # 16 bits go first
     w, at, bits = pick(texts, found, chances)
     tokens = texts.tokens[w, :texts.lengths[w]]  # (T)
     sinks = find_sinks(model, tokens[None])[0].cpu().nonzero()[:, 0].tolist()
@@ -201,7 +168,10 @@ def content(model, tokenizer, texts, calibration):
                 run["writes"] = tokenizer.decode(written(model, method, tokens[:at + 1], exact))
 
     # what is the same for all of them
-    words = likely_words(runs, bits, tokens, at)
+    words = [] if at is None else [int(tokens[at + 1])]  # the answer's first token, and other likely ones
+    for name in ("fp16 16", f"rtn {bits}", f"kvsink {bits}") if words else ():
+        words += runs[name]["answer"].topk(3).indices.tolist()
+    words = [*dict.fromkeys(words)][:6]
     bounds = {kind: [min(of_run[kind].min().item() for of_run in rows.values()),
                      max(of_run[kind].max().item() for of_run in rows.values())] for kind in "kv"}
     for name, run in runs.items():
@@ -214,8 +184,8 @@ def content(model, tokenizer, texts, calibration):
         "tokens": words_of(tokens.tolist(), tokenizer), "sinks": sinks, "at": at, "bits": bits,
         "layer": layer, "head": head, "layers": config.num_hidden_layers, "heads": config.num_key_value_heads,
         "d": config.head_dim, "channels": min(config.head_dim, CHANNELS), "attention": attention,
-        "exact": exact_rows(model, tokens, layer, head), "bounds": {kind: [*bounds[kind], LEVELS[kind]] for kind in "kv"},
-        "levels": levels, "runs": runs, "answer": [tokenizer.decode([t]) for t in words],
+        "exact": exact_rows(model, tokens, layer, head), "levels": levels, "runs": runs,
+        "bounds": {kind: [*bounds[kind], LEVELS[kind]] for kind in "kv"}, "answer": [tokenizer.decode([t]) for t in words],
         "pieces": [tokenizer.decode([t]) for t in pieces], "all": found, "texts": len(texts.tokens),
         "answers": sum(map(len, texts.answers)), "refused": refused,
         "about": {label: by_bits[min(by_bits)].describe() for label, by_bits in methods.items()}}
@@ -223,8 +193,8 @@ def content(model, tokenizer, texts, calibration):
 
 def shown_rows(cache, layer, head):
     """The keys, as they are stored, and the values of one layer and KV head: {"k", "v"}, each (T, channels)."""
-    layer = cache.layers[layer]
-    return {kind: rows.read()[0, head, :, :CHANNELS].float().cpu() for kind, rows in (("k", layer.keys), ("v", layer.values))}
+    held = {"k": cache.layers[layer].keys, "v": cache.layers[layer].values}
+    return {kind: rows.read()[0, head, :, :CHANNELS].float().cpu() for kind, rows in held.items()}
 
 
 def exact_rows(model, tokens, layer, head):
@@ -251,16 +221,6 @@ def shown_layer(model, tokens, sinks):
     for tile, part in attention_tiles(blocks[layer].q, blocks[layer].k, blocks[layer].sliding):
         A[tile, :part.shape[-1]] = part[0].mean(0).cpu()
     return layer, head, [[round(100 * x) for x in A[i, :i + 1].tolist()] for i in range(len(tokens))]
-
-
-def likely_words(runs, bits, tokens, at):
-    """The answer's first token and other likely ones of the story's methods, the same for each run."""
-    if at is None:
-        return []
-    found = [int(tokens[at + 1])]
-    for name in ("fp16 16", f"rtn {bits}", f"kvsink {bits}"):
-        found += runs[name]["answer"].topk(3).indices.tolist()
-    return [*dict.fromkeys(found)][:6]
 
 
 def levels_of(codec, head):
