@@ -225,8 +225,8 @@ for (const key of ["n", "n", "p", "v", "b", "m", "ArrowRight", "ArrowLeft", "Arr
 seen.hash = decodeURIComponent(location.hash);
 parent.postMessage(JSON.stringify(seen), "*");
 </script>"""
-FRAME = """<iframe src="driven.html%s" style="border: 0; width: %dpx; height: 900px"></iframe><script>
-onmessage = event => { const out = document.createElement("pre"); out.textContent = event.data; document.body.append(out); };
+FRAME = """<iframe src="driven.html%s" style="border: 0; width: %dpx; height: 900px"></iframe><pre></pre><script>
+onmessage = event => { document.querySelector("pre").textContent = event.data; };
 </script>"""
 
 
@@ -241,7 +241,7 @@ def in_browser(content, folder, width, address=""):
          f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000", "--enable-logging=stderr",
          "--dump-dom", f"file://{folder / 'frame.html'}"], capture_output=True, text=True, timeout=300)
     assert "CONSOLE" not in done.stderr, done.stderr
-    found = re.search(r"<pre>(.*?)</pre>", done.stdout, re.S)
+    found = re.search(r"<pre>(.+?)</pre>", done.stdout, re.S)
     assert found, done.stdout[-2000:] + done.stderr
     return json.loads(html.unescape(found[1]))
 
