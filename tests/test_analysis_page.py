@@ -182,7 +182,7 @@ def test_a_gif_of_the_central_moment(made, tmp_path):
         for i in range(image.n_frames):  # equal frames in a row have become one
             image.seek(i)
             times.append(image.info["duration"])
-        assert image.size == (760, 310) and sum(times) == 3 * (7 * gif.STEP + gif.HOLD)
+        assert image.size == (760, 360) and sum(times) == 3 * (7 * gif.STEP + gif.HOLD)
     assert (tmp_path / "sink.gif").stat().st_size < 500_000
 
 

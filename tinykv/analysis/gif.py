@@ -13,7 +13,8 @@ GREY, BLUE, RED, ORANGE = "#767676", "#2f77b4", "#98001f", "#d9480f"
 def write(path, page):
     """Write the GIF of a page's content, whole or not at all."""
     from PIL import Image  # matplotlib brings it; nothing else needs either
-    figure, panels = new_figure(1, 2, 7.6, 3.1)
+    asked = "".join(page["tokens"][:(page["at"] or 0) + 1]).splitlines()[-2:]
+    figure, panels = new_figure(1, 2, 7.6, 3.6, "\n".join(line[-80:] for line in asked) + " …")
     stops, frames, times = stops_of(page), [], []
     for stop in range(len(stops)):
         for i in range(1, MOVE + 1):
@@ -30,11 +31,10 @@ def write(path, page):
 def stops_of(page):
     """What the GIF shows one after the other: (title, the value's numbers, run, colour)."""
     bits, token = page["bits"], (page["sinks"] or [0])[-1]
-    name = f"{bits} bits: {2 ** bits} levels" if bits > 1 else "1 bit"
     return [("in 16 bits", row_of(page, "fp16 16", token), page["runs"]["fp16 16"], GREY),
-            (name, row_of(page, f"rtn {bits}", token), page["runs"][f"rtn {bits}"], BLUE),
-            (f"{bits} bits, five tokens kept", row_of(page, f"kvsink {bits}", token),
-             page["runs"][f"kvsink {bits}"], RED)]
+            (f"{bits} bits: {2 ** bits} levels", row_of(page, f"rtn {bits}", token), page["runs"][f"rtn {bits}"], BLUE),
+            (f"{bits} bits, five tokens kept", row_of(page, f"kvsink {bits}", token), page["runs"][f"kvsink {bits}"],
+             RED)]
 
 
 def row_of(page, run, token):

@@ -185,9 +185,9 @@ def content(model, tokenizer, texts, calibration):
         "layer": layer, "head": head, "layers": config.num_hidden_layers, "heads": config.num_key_value_heads,
         "d": config.head_dim, "channels": min(config.head_dim, CHANNELS), "attention": attention,
         "exact": exact_rows(model, tokens, layer, head), "levels": levels, "runs": runs,
-        "bounds": {kind: [*bounds[kind], LEVELS[kind]] for kind in "kv"}, "pieces": [tokenizer.decode([t]) for t in pieces],
-        "answer": [tokenizer.decode([t]) for t in words], "all": found, "texts": len(texts.tokens),
-        "answers": sum(map(len, texts.answers)), "refused": refused,
+        "bounds": {kind: [*bounds[kind], LEVELS[kind]] for kind in "kv"}, "all": found,
+        "pieces": [tokenizer.decode([t]) for t in pieces], "answer": [tokenizer.decode([t]) for t in words],
+        "texts": len(texts.tokens), "answers": sum(map(len, texts.answers)), "refused": refused,
         "about": {label: by_bits[min(by_bits)].describe() for label, by_bits in methods.items()}}
 
 
