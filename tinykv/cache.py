@@ -1,4 +1,4 @@
-"""The KV cache. A layer's keys, and likewise its values, are held as they are drawn here:
+"""The KV cache. Each layer holds its keys as drawn here, and its values in the same way:
 
     position    0   1   2   3   4   5   6   7   8   9  10  11
     coded       c   c   c   c   c   c   c   c                  old tokens: the codec's codes, in order
@@ -7,26 +7,25 @@
                 -----------------------------------------------
     read        K   c'  c'  K   c'  c'  c'  c'  x   x   x   x  what attention gets; c': decoded
 
-A kept token has a code, too, which is read only if the token is given up. So no position is skipped, and groups of
-tokens that share a scale stay aligned. 16 bits are the model's own dtype if it has 16 bits, and fp16 if the model runs
-in fp32.
+A kept token has a code as well, which is read only if the method drops the token later. So no position is skipped, and
+groups of tokens that share a scale stay aligned. "16 bits" is the model's dtype, or fp16 if the model runs in fp32.
 
-`LayerCache.update` is the whole idea: append the new tokens, then answer the three questions.
+`LayerCache.update` is the whole idea. It appends the new tokens, then answers three questions:
 
     When   how many of the oldest recent tokens are quantized now?     `LayerCache.n_to_quantize`
     Keep   which tokens stay in full precision from now on?            `LayerCache.keep`, `CachedRows.keep`
     Code   how is every other token quantized?                         `CachedRows.quantize`
 
-Attention reads before that, or after it. This is the protocol:
+The protocol says whether attention reads before or after that:
 
-    paper    Quantize, then read: how the papers measure perplexity. One forward reads one text. A query reads the
-             codes of every token that is not kept, its own token included; at the end of a prompt, tokens that do not
-             fill a group stay recent.
-    stream   Read, then quantize: how generation works. New tokens are in full precision for their own queries. Then
-             whole blocks of `method.block` tokens are quantized, but never the newest `method.recent` tokens.
+    paper    Quantize, then read. The papers measure perplexity this way. One forward reads one text, and every query
+             reads the codes of every token that is not kept, even of its own.
+    stream   Read, then quantize. Generation works this way. Queries see new tokens in full precision. Then whole blocks
+             of `method.block` tokens are quantized, but never the newest `method.recent` tokens.
 
-With a prompt, the first P tokens arrive in one forward, which the protocol rules; a stream goes on from there. A method
-whose `choose` is "prompt" then chooses the tokens that it keeps once, at the end of the prompt.
+If the text has a prompt, its first P tokens arrive in one forward, under either protocol, and the rest as a stream.
+Under `paper`, prompt tokens that do not fill a group stay recent. A method whose `choose` is "prompt" chooses the
+tokens it keeps once, at the end of the prompt.
 """
 from types import SimpleNamespace
 
@@ -38,10 +37,10 @@ PROTOCOLS = ("paper", "stream")
 
 
 class CachedRows:
-    """The keys (kind "k"), or the values (kind "v"), of one layer.
+    """The keys (kind "k") or the values (kind "v") of one layer.
 
-    A row is the key, or the value, of one token in one head: d numbers. Its score, for a method that `uses_scores`, is
-    what `Method.score` gives, summed over all queries so far; only a row in full precision has one.
+    A row is the key or the value of one token in one head: d numbers. Methods that use scores sum what `Method.score`
+    returns over all queries so far. Only rows in full precision have a score.
     """
 
     def __init__(self, layer, kind, codec):
@@ -160,9 +159,10 @@ class CachedRows:
 
 
 class LayerCache:
-    """One layer's keys and values. shared: what the method knows of this text, one for all layers.
+    """One layer's keys and values.
 
-    prompt: P, the tokens of the prompt; None for a text without one.
+    shared: what the method remembers of this text, one object for all layers. prompt: P, the number of tokens in the
+    prompt; None for a text without one.
     """
 
     def __init__(self, layer, method, rope, protocol, shared, prompt=None):
@@ -172,39 +172,47 @@ class LayerCache:
         self.keys = CachedRows(layer, "k", codecs.k)
         self.values = CachedRows(layer, "v", codecs.v)
         self.length = 0  # tokens seen
-        self.prefills = True  # the newest tokens are the prompt, see `append`
-        self.chooses_once = prompt is not None and method.choose == "prompt"  # the tokens to keep, at its end
-        self.dtype = None  # the model's, see `append`
-        self.finite = torch.tensor(True)  # whether every number so far was; `evaluate` looks at it
+        self.prefills = True  # the newest tokens are the prompt; under `paper` a whole text is one
+        self.chooses_once = prompt is not None and method.choose == "prompt"  # it chooses at the end of the prompt
+        self.dtype = None  # the model's
+        self.finite = torch.tensor(True)  # whether all numbers so far are finite; `evaluate` checks it
 
     def update(self, q, k, v, positions):
-        """New q (B, H, T, d), k and v (B, Hkv, T, d), all before RoPE -> K (rotated) and V of all tokens so far,
-        (B, Hkv, S, d) both."""
+        """Add new tokens; return the keys and values that their queries attend to.
+
+        q (B, H, T, d), k and v (B, Hkv, T, d): the new tokens' own, before RoPE. Returns K (rotated) and V of all
+        tokens so far, (B, Hkv, S, d) both.
+        """
         self.append(k, v, positions)
 
-        if self.protocol == "paper" and self.prefills:  # quantize, then read: a token's own query reads its codes
+        # quantize, then read: a query reads even its own token from its codes
+        if self.protocol == "paper" and self.prefills:
             if self.is_scoring():
                 self.score(q, positions, self.read(q, positions))
             self.quantize()
             return self.read(q, positions)
 
-        read = self.read(q, positions)  # read, then quantize: queries see the new tokens in full precision
+        # read, then quantize: queries see the new tokens in full precision
+        read = self.read(q, positions)
         if self.is_scoring():
             self.score(q, positions, read)
         self.quantize()
         return read
 
     def quantize(self):
-        """When, Keep, Code: the three questions, in this order."""
+        """Answer the three questions: When, Keep, Code."""
+        # When: how many of the oldest recent tokens are quantized now?
         n_keys, n_values = self.n_to_quantize(self.keys), self.n_to_quantize(self.values)
+        # Keep: which tokens stay in full precision from now on?
         self.keep(n_keys, n_values)
+        # Code: quantize the n oldest; a kept token gets a code that nobody reads
         if n_keys:
             self.keys.quantize(n_keys)
         if n_values:
             self.values.quantize(n_values)
 
     def is_scoring(self):
-        """Whether the new queries score the tokens: for a method that scores, while it still chooses."""
+        """Whether the new queries score the tokens."""
         return self.method.uses_scores and self.is_choosing()
 
     def is_choosing(self):
@@ -235,9 +243,9 @@ class LayerCache:
             K = self.rope.rotate(K.float())  # the token in row t is at position t
         return K.to(self.dtype), V.to(self.dtype)
 
-    def score(self, q, positions, before):
-        """Show the new queries to a method that scores tokens by them. before: K and V, as read before the coding."""
-        K, _ = before  # (B, Hkv, S, d)
+    def score(self, q, positions, read):
+        """Add the method's scores, given the new queries. read: K and V in full precision where they still are."""
+        K, _ = read  # (B, Hkv, S, d)
         q = self.rope.rotate(q, positions)  # (B, H, T, d)
         of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
         self.finite = self.finite & of_keys.isfinite().all() & of_values.isfinite().all()
@@ -245,22 +253,22 @@ class LayerCache:
         self.values.add_scores(of_values)
 
     def n_to_quantize(self, rows):
-        """When: how many of the oldest recent tokens of `rows`, keys or values, are quantized now."""
+        """When: how many of the oldest recent tokens are quantized now. rows: the keys or the values."""
         if self.protocol == "paper" and self.prefills:
             if self.prompt is None:
-                return self.length  # a whole text, of which nothing is coded yet
-            # keys and values are cut at the same token: one that follows cannot join a group that is not full
+                return self.length  # a whole text, none of which is coded yet
+            # cut keys and values at the same token: a later token cannot join a group that is not full
             group = max(self.keys.codec.tokens_per_group, self.values.codec.tokens_per_group)
             return self.length - self.length % group
-        # the recent part without the newest `method.recent` tokens; of that, whole blocks
+        # leave the newest `method.recent` tokens; of the others, take whole blocks
         old = self.length - rows.n_coded - self.method.recent
         return max(0, old - old % self.method.block_of(rows.kind))
 
     def keep(self, n_keys, n_values):
-        """Keep what the method says: positions of keys and of values, or None to leave things as they are.
+        """Keep the tokens that the method names: positions of keys and of values, or None for no change.
 
-        The method is asked when tokens are about to be quantized, for both before either changes. One that
-        chooses once is asked about the whole prompt, even if none of it is quantized yet.
+        The method is asked when tokens are about to be quantized, for keys and values before either changes. A method
+        that chooses once is asked about the whole prompt, even if none of it is quantized yet.
         """
         if self.chooses_once:
             n_keys = n_values = self.length if self.prefills else 0
@@ -270,7 +278,7 @@ class LayerCache:
             self.keys.keep(keep_keys)
         if keep_values is not None:
             self.values.keep(keep_values)
-        if self.chooses_once:  # for good: scores have done their work
+        if self.chooses_once:  # the choice is final, so scores are no longer needed
             for rows in (self.keys, self.values):
                 rows.recent_scores = rows.kept_scores = None
 
@@ -279,11 +287,10 @@ class LayerCache:
 
 
 class KVCache:
-    """The cache of a batch of sequences of equal length: `model(tokens, cache)`. It is a `LayerCache` for each layer.
+    """The cache of a batch of sequences of equal length, one `LayerCache` a layer: `model(tokens, cache)`.
 
-    prompt: P, if the text begins with a prompt: its first P tokens, a prefix included, arrive in one forward, and the
-    others later. A method may have a `prefix`. Then the cache begins with the prefix's keys and values, and a text that
-    is read is cut down to what follows the prefix.
+    prompt: P, if the text begins with a prompt. Its first P tokens, including a prefix, arrive in one forward. If the
+    method has a `prefix`, the cache begins with its keys and values, and the model reads only what follows the prefix.
     """
     layer_class = LayerCache
 
@@ -309,8 +316,7 @@ class KVCache:
         self.start = len(self)  # tokens of the prefix
 
     def without_prefix(self, tokens):
-        """What a model reads of new tokens (B, T): a text without the prefix that it has to begin with, a later
-        chunk of a text as it is."""
+        """New tokens (B, T) without the prefix, which every text begins with. Later chunks have none."""
         check_text(self, tokens)
         return tokens if len(self) > self.start else tokens[:, self.start:]
 
@@ -319,16 +325,16 @@ class KVCache:
         return self.layers[layer].update(q, k, v, positions)
 
     def observe(self, layer, hidden):
-        """The output of a block for the new tokens, hidden (B, T, D): a method that still chooses may look at it."""
+        """Show a block's output for the new tokens, hidden (B, T, D), to a method that still chooses."""
         if self.layers[layer].is_choosing():
             self.method.observe(self, layer, hidden)
 
     def top_k(self, x, k):
-        """Where the k largest of x (B, n) are, the largest first, of equal ones the earlier: (B, up to k)."""
+        """Indices of the k largest of x (B, n), largest first, the earlier of equals: (B, up to k)."""
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
     def part_bytes(self, kinds="kv"):
-        """Bytes held by each part, of all layers' keys (kinds "k"), values ("v"), or both."""
+        """Bytes held by each part of all layers' keys (kinds "k"), values ("v"), or both."""
         sums = dict.fromkeys(("kept", "coded", "recent"), 0)
         for layer in self.layers:
             for rows in (layer.keys, layer.values):
@@ -338,7 +344,7 @@ class KVCache:
 
     @property
     def nbytes(self):
-        """Bytes of everything that the cache holds of the text."""
+        """Bytes of everything that the cache holds."""
         return sum(self.part_bytes().values())
 
     def __len__(self):

@@ -3,6 +3,8 @@
 Massive activations (Sun et al., 2024): from one early layer on, sink tokens carry a huge number in one channel of the
 hidden state. It is looked for on the calibration windows.
 """
+from statistics import median_low, mode
+
 import torch
 
 
@@ -15,47 +17,46 @@ def columns(profile, n_layers):
 
 
 def outlier(hidden):
-    """hidden (1, T, D) -> the largest |h|, its ratio to the median |h|, and its channel."""
+    """hidden (1, T, D) -> the largest |h|, its ratio to the median token's largest |h|, and its channel."""
     h = hidden[0].float().abs()  # (T, D)
-    largest, median = h.max(), h.median()
+    of_token = h.amax(1)  # (T)
+    largest, median = of_token.max(), of_token.median()
     return largest.item(), (largest / median).item(), h.argmax().item() % h.shape[1]
 
 
 def find_outlier(largest, ratio, channel):
-    """Emergence layer and channel of the stable outlier, or None if the model has none.
+    """Emergence layer and channel of the stable outlier, and how many windows have it; None if there is none.
 
     largest, ratio, channel (W, L + 1): each window's outlier after the embedding (column 0) and
     after layer l (column l + 1), see `outlier`.
     """
-    layer = find_layer(largest.median(0).values, ratio.median(0).values)
-    if layer is None:
+    # the windows that have an outlier: a layer and a channel each
+    places = []
+    for window in range(len(largest)):
+        layer = find_layer(largest[window], ratio[window])
+        if layer is not None:
+            places.append((layer, channel[window, layer + 1].item()))
+    if not places:
         return None
-    # each window votes for a channel in up to three layers from there on; 90% have to agree. The last layer has no
-    # vote: there the outlier is cleared
-    of_layers = channel[:, 1:-1]  # (W, L - 1)
-    votes = of_layers[:, layer:layer + 3]  # (W, up to 3)
-    winner = int(votes.flatten().mode().values)
-    agreement = (votes == winner).float().mean()
-    return (layer, winner) if agreement >= 0.9 else None
+    # the channel that most of them name; it is stable if more than half do
+    winner = mode(c for _, c in places)
+    layers = [layer for layer, c in places if c == winner]
+    if 2 * len(layers) <= len(places):
+        return None
+    return median_low(layers), winner, len(layers)
 
 
 def find_layer(largest, ratio):
-    """The layer after which the outlier stands out, or None. largest, ratio (L + 1): as above.
+    """The layer after which one window's outlier has come to stay, or None. largest, ratio (L + 1): as above.
 
-    A large model has massive activations, by the criterion of Sun et al. (2024): the first layer
-    whose outlier is at least 100, and at least 1,000 times the median |h|, is the emergence layer.
-    A small model has the same thing smaller. Layers qualify whose ratio is at least 30, and three
-    times the median ratio of the layers before, of which layer 0 has none. The emergence layer is the
-    one of them at which the outlier grows most. Growth alone would pick layer 0, as an embedding is small.
+    It is the first layer whose outlier is at least 5 times what the median token has, and does not double in the
+    three layers after. Other tokens are the yardstick, as channels that are large in all tokens mark no sink.
     """
-    # from here on layer l is number l. The last one cannot be it, as no layer after it could keep its sinks
-    growth = largest[1:-1] / largest[:-2]  # (L - 1)
+    # from here on layer l is number l. The last one cannot be it, as no layer after it could keep its sinks, and
+    # says nothing about the others, as a model clears its outlier there
     largest, ratio = largest[1:-1], ratio[1:-1]  # (L - 1) both
-    is_massive = (largest >= 100) & (ratio >= 1000)  # (L - 1)
-    if is_massive.any():
-        return int(is_massive.int().argmax())
-    for layer in range(len(growth)):
-        stands_out = layer == 0 or ratio[layer] >= 3 * ratio[:layer].median()
-        if ratio[layer] < 30 or not stands_out:
-            growth[layer] = 0  # does not qualify
-    return int(growth.argmax()) if growth.any() else None
+    for layer in range(len(ratio)):
+        soon = largest[layer:layer + 4].max()
+        if ratio[layer] >= 5 and soon <= 2 * largest[layer]:
+            return layer
+    return None

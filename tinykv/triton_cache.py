@@ -206,7 +206,7 @@ def check_kernels(method):
         elif type(codec) is Codebook and codec.n & codec.n - 1:
             unknown = f"vectors of {codec.n} channels, which is no power of two"
     if method.uses_scores:
-        if type(method).score is not AnTKV.score or not method.scores_attention:
+        if type(method).score is not AnTKV.score or method.control is not None:
             unknown = "scores other than AnTKV's"
         elif method.block_of("v") != method.block:
             unknown = "scores of values that are quantized at another pace than keys"

@@ -1,28 +1,25 @@
-"""Rounding to b-bit integers, with one scale and one zero point per group: what RTN, KIVI, OTT and
-others stand on.
+"""Rounding to b-bit integers, with one scale and one zero point per group. RTN, KIVI, OTT and others build on it.
 
-A group is what shares a scale. With axis "token" it lies within one token: G consecutive channels.
-With axis "channel" it lies within one channel: G consecutive tokens.
+The numbers of a group share a scale. With axis "token", a group is G consecutive channels of one token. With axis
+"channel", it is G consecutive tokens of one channel.
 
     formula "offset" (KIVI): the zero point is the group's minimum, a real number
         s = (max - min) / (2^b - 1)
-        q = clamp(round((x - min) / s), 0, 2^b - 1)
-        x' = s q + min
+        code = clamp(round((x - min) / s), 0, 2^b - 1)
+        x' = s code + min
     formula "integer-zero" (KVSink Eq. 10-13, IntactKV): the zero point is an integer
         s = (max - min) / (2^b - 1)
         z = -round(min / s)
-        q = clamp(round(x / s) + z, 0, 2^b - 1)
-        x' = s (q - z)
+        code = clamp(round(x / s) + z, 0, 2^b - 1)
+        x' = s (code - z)
 
-The range is dynamic, taken from the numbers that are quantized, or static, taken from calibration
-text.
+A dynamic range comes from the numbers that are quantized, a static range from calibration text.
 
-Paper and practice. s and z are rounded to the 16 bits that are stored, so q needs the clamp under
-"offset", too. In a constant group max = min, and s = 0 would give 0 / 0 = NaN, so s is at
-least 1e-5. Under "integer-zero" s is also at least 2^-13 of the group's largest |x|, so that |z| is
-at most about 2^13; an x of 16 bits near that largest |x| is no more precise than such a step. The
-papers lack the second floor, and clip z to 1e4 instead. With their clip, a constant group of 1.0
-comes back as 0.1.
+Paper and practice. s and z are rounded to the 16 bits in which they are stored, so codes need the clamp under "offset"
+as well. In a constant group max = min, and s = 0 would give 0 / 0 = NaN, so s is at least 1e-5. Under "integer-zero" s
+is also at least 2^-13 of the group's largest |x|, which keeps |z| below about 2^13; 16-bit numbers near that |x| are no
+more precise than such a step. The papers lack this second floor and clip z to 1e4 instead. With their clip, a constant
+group of 1.0 decodes to 0.1.
 """
 import torch
 from torch.nn.functional import pad
@@ -35,10 +32,10 @@ FORMULAS = ("offset", "integer-zero")
 class Affine(Codec):
     """b-bit integers (1.5 bits: three levels).
 
-    group: G, the numbers that share a scale; the last group of a text may be shorter.
+    group: G, how many numbers share a scale; the last group of a text may be shorter.
         axis "token"              channels of a head; by default all d
-        axis "channel", dynamic   tokens; by default all of one `encode`, to whose codes nothing can be appended
-        axis "channel", static    no groups: a channel has one range, shared by all tokens
+        axis "channel", dynamic   tokens; by default all tokens of one `encode`, after which none can be appended
+        axis "channel", static    no groups: all tokens share a channel's range
     """
     tables = ("scale", "zero")  # static grids only: (Hkv, 1, d/G, 1) or (Hkv, 1, 1, d)
 
@@ -67,30 +64,30 @@ class Affine(Codec):
 
         # 2. round to the nearest code
         if self.formula == "offset":  # z is the group's minimum
-            q = torch.round((g - z) / s)
+            code = torch.round((g - z) / s)
         else:  # z is an integer, counted in steps of s
-            q = torch.round(g / s) + z
-        q = q.clamp(0, self.max_code).to(torch.uint8)
+            code = torch.round(g / s) + z
+        code = code.clamp(0, self.max_code).to(torch.uint8)
 
         # 3. pack each token's codes into bytes
-        q = self.from_groups(q, x.shape[2])  # (B, Hkv, T, d)
-        packed = pack(q, self.bits)  # (B, Hkv, T, bytes)
+        code = self.from_groups(code, x.shape[2])  # (B, Hkv, T, d)
+        packed = pack(code, self.bits)  # (B, Hkv, T, bytes)
         return Codes(packed) if self.static else Codes(packed, scale, zero)
 
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d) fp32."""
-        q = unpack(codes.packed, self.bits, self.width)  # (B, Hkv, T, d) uint8
-        g = self.to_groups(q.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
+        code = unpack(codes.packed, self.bits, self.width)  # (B, Hkv, T, d) uint8
+        g = self.to_groups(code.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
         grid = self if self.static else codes
         s, z = grid.scale.float(), grid.zero.float()
-        # one operation a line frees each result early: in one line, three copies of all numbers are held
+        # one operation a line frees each result early; one expression would hold three copies of all numbers
         if self.formula == "offset":
             g = s * g
             g = g + z
         else:
             g = g - z
             g = s * g
-        return self.from_groups(g, q.shape[2])  # (B, Hkv, T, d)
+        return self.from_groups(g, code.shape[2])  # (B, Hkv, T, d)
 
     def grid(self, lo, hi):
         """The range of each group -> scale and zero point, in the 16 bits that are stored."""
@@ -109,8 +106,8 @@ class Affine(Codec):
     # Groups
 
     def to_groups(self, x):
-        """x (B, Hkv, T, d) -> (B, Hkv, T, d/G, G), or with axis "channel" (B, Hkv, T/G, G, d), the
-        last group filled up with zeros."""
+        """x (B, Hkv, T, d) -> (B, Hkv, T, d/G, G), or with axis "channel" (B, Hkv, T/G, G, d), where zeros fill up
+        the last group."""
         if self.axis == "token":
             return x.unflatten(-1, (-1, self.group))
         size = self.group or x.shape[2]
@@ -124,8 +121,8 @@ class Affine(Codec):
         return g.flatten(2, 3)[:, :, :T]
 
     def range_of(self, g, T, ignore):
-        """The smallest and the largest number of each group. With axis "channel", ignored tokens
-        are left out, and a group of nothing but ignored tokens gets 0 and 0."""
+        """The smallest and the largest number of each group. With axis "channel", ignored tokens do not count, and a
+        group that has no others gets 0 and 0."""
         if self.axis == "token":  # no group has numbers of two tokens, so `ignore` changes nothing
             return g.amin(-1, keepdim=True), g.amax(-1, keepdim=True)  # (B, Hkv, T, d/G, 1) both
         # leave ignored tokens out, and the zeros that fill up the last group

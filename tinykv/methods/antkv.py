@@ -52,19 +52,9 @@ from tinykv.codecs import BLOCK
 from tinykv.codecs.codebook import describe_codebooks, make_codebooks, windows_of
 from tinykv.methods.base import Method, best_tokens
 
-ANCHORS_BY = ("attention", "error", "first", "random")  # what a token is kept for
 MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
 MAX_SCORES_GPU = 2 ** 26
 MIN_QUERIES = 32  # of a tile, even if it holds more scores: each tile reads all keys
-
-
-def equation_5(A, q_norm):
-    """Eq. 5 as it is written: A (B, H, T, S), |Q_i| (B, H, T) -> AnS(K_j) and AnS(V_j), (B, H, S)
-    both. `anchor_scores` computes the same without holding A as a whole."""
-    ans_v = A.sum(2)  # (B, H, S)
-    of_queries = A * (1 - A) * q_norm[..., None]  # (B, H, T, S)
-    ans_k = of_queries.sum(2)  # (B, H, S)
-    return ans_k, ans_v
 
 
 class AnTKV(Method):
@@ -78,7 +68,7 @@ class AnTKV(Method):
         sharing (head|layer): codebooks for each head and place, or for a layer's K and V
         sensitivity (NAME): weights of the fit: token, fisher, none
         """
-        one_of(ANCHORS_BY, anchors_by=anchors_by)
+        one_of(("attention", "error", *CONTROLS), anchors_by=anchors_by)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k
         self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
@@ -90,23 +80,13 @@ class AnTKV(Method):
         self.preserve = anchors if self.keeps_share else self.count
         self.uses_scores = bool(self.count or self.share)
         self.window = config.sliding_window
-        self.scores_attention = anchors_by in ("attention", "error")  # by Eq. 5; else it is a control
-        # of a control: a score for each position, per KV head
-        shape = config.num_key_value_heads, config.max_position_embeddings
-        if anchors_by == "first":
-            self.control = -torch.arange(shape[1]).expand(shape).float()  # (Hkv, positions)
-        elif anchors_by == "random":
-            self.control = torch.rand(shape, generator=torch.Generator().manual_seed(0))  # (Hkv, positions)
+        self.control = CONTROLS[anchors_by](config) if anchors_by in CONTROLS else None  # (Hkv, positions)
 
     def score(self, layer_cache, q, K):
         """What the new queries add to each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
-        if self.scores_attention:
-            return anchor_scores(q, K, self.window)
-        # a control: a token has its score from the start, and no query adds to it
-        S, T = K.shape[2], q.shape[2]
-        scores = torch.zeros(K.shape[:3], device=K.device)  # (B, Hkv, S)
-        scores[:, :, S - T:] = self.control[:, S - T:S].to(K.device)
-        return scores, scores
+        if self.control is not None:
+            return control_scores(self.control, q, K)
+        return anchor_scores(q, K, self.window)
 
     def keep_keys(self, layer_cache, n):
         return self.largest(layer_cache.keys, n, layer_cache.length)  # (B, Hkv, count)
@@ -115,8 +95,7 @@ class AnTKV(Method):
         return self.largest(layer_cache.values, n, layer_cache.length)  # (B, Hkv, count)
 
     def largest(self, rows, n, length):
-        """The anchors of now, positions (B, Hkv, count). rows: the `CachedRows` of K or of V.
-        length: tokens seen."""
+        """The current anchors, positions (B, Hkv, count). rows: the `CachedRows` of K or of V. length: tokens seen."""
         count = self.count if self.share is None else math.ceil(self.share * length)
         if self.anchors_by != "error" or rows.recent_scores is None:  # None: calibration
             return best_tokens(rows, n, count)
@@ -142,7 +121,16 @@ def count_or_share(anchors):
     raise UserError(f"anchors are a count, such as 64, or a share of 0% to 100%, such as 1%; got {anchors!r}")
 
 
-# Eq. 5 in tiles
+# Eq. 5, as it is written and in tiles
+
+def equation_5(A, q_norm):
+    """Eq. 5 as it is written: A (B, H, T, S), |Q_i| (B, H, T) -> AnS(K_j) and AnS(V_j), (B, H, S)
+    both. `anchor_scores` computes the same without holding A as a whole."""
+    ans_v = A.sum(2)  # (B, H, S)
+    of_queries = A * (1 - A) * q_norm[..., None]  # (B, H, T, S)
+    ans_k = of_queries.sum(2)  # (B, H, S)
+    return ans_k, ans_v
+
 
 def anchor_scores(q, k, window=None):
     """Eq. 5: AnS(K) and AnS(V), (B, Hkv, S) both. The arguments are those of `score_tiles`."""
@@ -198,3 +186,27 @@ def score_tiles(q, k, window=None):
         if window is not None:
             unseen = unseen | (key_at <= query_at - window)
         yield slice(begin, end), scores.masked_fill_(unseen, float("-inf"))
+
+
+# Controls: anchors that no attention chooses. Their scores depend on the position only, (Hkv, positions)
+
+def first(config):
+    """The first tokens."""
+    return -torch.arange(config.max_position_embeddings).expand(config.num_key_value_heads, -1).float()
+
+
+def random(config):
+    """Any tokens, others in each head."""
+    shape = config.num_key_value_heads, config.max_position_embeddings
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+
+
+def control_scores(control, q, K):
+    """As `anchor_scores`. A token gets its score when it arrives, and later queries add nothing."""
+    S, T = K.shape[2], q.shape[2]
+    scores = torch.zeros(K.shape[:3], device=K.device)  # (B, Hkv, S)
+    scores[:, :, S - T:] = control[:, S - T:S].to(K.device)
+    return scores, scores
+
+
+CONTROLS = {"first": first, "random": random}

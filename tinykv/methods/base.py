@@ -16,13 +16,12 @@ CHOOSE = ("prompt", "always")  # when a method chooses the tokens that it keeps
 class Method:
     """The interface between a method and the cache.
 
-    A method holds its settings and what was calibrated, nothing of any text: what it has seen of a
-    text lives on that text's cache, under a name (`cache.shared`). So one method serves any number
-    of caches.
+    A method holds its settings and what calibration found, but nothing of any text. What it remembers of a text lives
+    on that text's cache, under a name (`cache.shared`). One method can therefore serve any number of caches.
 
-    A subclass's settings are the keyword arguments of its constructor, with the paper's values as
-    defaults. The command line offers them under the same names, with `-` for `_`. A constructor
-    that ends in `**name` passes the rest to its parent, whose settings then count, too.
+    A subclass's settings are the keyword arguments of its constructor, with the paper's values as defaults. The command
+    line offers them under the same names, with `-` for `_`. A constructor that ends in `**name` passes the rest to its
+    parent and so inherits the parent's settings.
     """
     # Keep
     uses_scores = False  # True: the cache asks `score` at every update
@@ -36,15 +35,15 @@ class Method:
     block = 1  # tokens quantized at a time
     # Calibration
     passes = 0  # of the method itself over the calibration windows; the codecs have their own
-    found = ()  # names of whole numbers that these passes set, None before: they are saved with the codecs' tables
-    calibration_windows = CALIBRATION_WINDOWS  # that it should see, unless the user says otherwise
-    # In tables. None of it is needed to see how a method works
-    name = None  # in the table; None: the name that it was asked for by
+    found = ()  # attributes that these passes set, integers or None; they are saved with the codecs' tables
+    calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
+    # In tables; how a method works does not depend on these
+    name = None  # in the table; None: the name that the user asked for
     scheme = None  # the name of the pair of codecs
     k_bits = v_bits = 16  # nominal bits of a number
     preserve = 0  # tokens kept, as the table says (OTT: the size of its pool)
-    keeps_share = False  # True: `preserve` is a percentage of the text
-    # The methods to show beside this one when it is asked for alone, and settings for them.
+    keeps_share = False  # True: `preserve` is a percentage of the text's tokens
+    # The methods shown beside this one when the user asks for no other, and their settings
     beside = {}
 
     def __init__(self, config):
@@ -75,37 +74,34 @@ class Method:
         """Look at block `layer`'s output for the new tokens, hidden (B, T, D); cache: a KVCache."""
 
     def score(self, layer_cache, q, K):
-        """Score all tokens, given new queries q (B, H, T, d) and all keys K (B, Hkv, S, d), both
-        rotated.
+        """Score all tokens, given new queries q (B, H, T, d) and all keys K (B, Hkv, S, d), both rotated.
 
-        Returns the scores of the tokens' keys and of their values, (B, Hkv, S) both. The cache
-        accumulates them for the tokens in full precision: `recent_scores` and `kept_scores` of
-        its `CachedRows`.
+        Returns scores of the tokens' keys and of their values, (B, Hkv, S) both. For tokens in full precision, the
+        cache sums them: `recent_scores` and `kept_scores` of `CachedRows`.
         """
         raise NotImplementedError
 
     def keep_keys(self, layer_cache, n):
-        """Which keys to keep from now on, and no others.
+        """Choose the keys to keep from now on; all others are quantized.
 
-        n: how many of the oldest recent keys may be chosen: those that are about to be quantized, or the whole prompt
-        for a method that chooses once.
+        n: how many of the oldest recent keys may be chosen. These are about to be quantized, or the whole prompt if the
+        method chooses once.
 
-        Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens; None leaves things as they are. A head that
-        keeps fewer than p tokens repeats one of them. A function of the cache alone, which it does not change.
+        Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens, or None for no change. A head that keeps fewer
+        than p tokens repeats one of them. It depends on the cache only, and does not change it.
         """
 
     def keep_values(self, layer_cache, n):
-        """The same for values; n counts values. By default it is what `keep_keys` says of as many."""
+        """The same for values; n counts values. By default, the same positions as `keep_keys`."""
         return self.keep_keys(layer_cache, n)
 
     # Calibration
 
     def collect(self, step, layer, hidden):
-        """In pass `step` of the method itself: a block's output, hidden (1, T, D). Layer -1 is the
-        embedding."""
+        """In the method's own pass `step`, look at a block's output, hidden (1, T, D). Layer -1 is the embedding."""
 
     def fit(self, step):
-        """Pass `step` of the method itself is over."""
+        """The method's own pass `step` is over."""
 
     @property
     def needs_calibration(self):
@@ -118,7 +114,7 @@ class Method:
         return [(layer, kind, codec) for layer, pair in enumerate(self.codecs) for kind, codec in zip("kv", pair)]
 
     def calibrated(self):
-        """What calibration found, to be saved: {"3.k.scale": tensor, ...}."""
+        """What calibration found, for a file: {"3.k.scale": tensor, ...}."""
         numbers = {name: getattr(self, name) for name in self.found if self.passes}
         tables = {name: torch.tensor(number) for name, number in numbers.items() if number is not None}
         for layer, kind, codec in self.each_codec():
@@ -126,7 +122,7 @@ class Method:
         return tables
 
     def restore(self, tables):
-        """Take over what `calibrated` gave, instead of calibrating; only what is declared."""
+        """Take what `calibrated` returned, instead of calibrating. Names that are not declared are ignored."""
         for name in self.found:
             if name in tables:
                 setattr(self, name, tables[name].item())
@@ -150,9 +146,9 @@ class Method:
 
 
 class CodecMethod(Method):
-    """A method on a named pair of codecs. Its own idea is what to keep, and when to quantize.
+    """A method on a named pair of codecs. Its own idea is what to keep and when to quantize.
 
-    codec: the pair's own settings, such as `group_size`; the functions of SCHEMES know them.
+    codec: settings of the pair, such as `group_size`; the functions of SCHEMES declare them.
     """
 
     def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", rope=None, block=None,
@@ -183,13 +179,12 @@ def first_tokens(layer_cache, count):
 def best_tokens(rows, n, count, score=None):
     """What `keep_keys` returns to keep the `count` tokens with the largest scores so far.
 
-    The tokens that are kept compete with those that are about to be quantized, the n oldest
-    recent ones. rows: the `CachedRows` of K or of V. score: a function of keys or values (B, Hkv, m, d)
-    to their scores (B, h, m); h is 1 or Hkv. For a method that `uses_scores`, the scores that the cache
-    accumulates are multiplied by it, or stand alone where it is not given.
+    Kept tokens compete with the n oldest recent tokens, which are about to be quantized. rows: the `CachedRows` of K or
+    of V. score: a function from keys or values (B, Hkv, m, d) to scores (B, h, m), where h is 1 or Hkv. If the cache
+    sums scores, they are multiplied by it, or used as they are without it.
 
-    Returns positions (B, h, up to count), the best first; of equal scores, the earlier token wins.
-    None if there are no scores at all: in calibration there are no queries, so none accumulate.
+    Returns positions (B, h, up to count), the best first; of equal scores the earlier token wins. Returns None if there
+    are no scores: calibration has no queries, so the cache sums none.
     """
     accumulates = rows.recent_scores is not None
     if score is None and not accumulates:

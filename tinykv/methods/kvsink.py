@@ -35,7 +35,8 @@ from tinykv.outlier import columns, find_outlier, outlier
 
 class KVSink(CodecMethod):
     beside = {"rtn": {}, "pfn": {}}
-    found = ("layer", "channel")  # by calibration, on a model that Table 3 does not have
+    # by calibration, on a model that Table 3 does not have
+    found = ("layer", "channel", "n_marked", "n_windows")
 
     def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None, outlier_channel=None, **codec):
         """emergence_layer (N): the block whose output shows the outlier
@@ -46,6 +47,7 @@ class KVSink(CodecMethod):
         self.preserve, self.choose = preserve, choose
         # lE and c; None until calibration has looked for them, -1 if it has found none
         self.layer, self.channel, self.source = known_outlier(config, emergence_layer, outlier_channel)
+        self.n_marked = self.n_windows = None  # windows that have this outlier, of all calibration windows
         self.passes = 1 if self.layer is None else 0  # over the calibration windows
         self.n_layers = config.num_hidden_layers
         self.profile = []  # while calibrating: the `outlier` of each layer, window after window
@@ -87,13 +89,17 @@ class KVSink(CodecMethod):
         self.profile.append(outlier(hidden))
 
     def fit(self, step):
-        self.layer, self.channel = find_outlier(*columns(self.profile, self.n_layers)) or (-1, -1)
+        largest, ratio, channel = columns(self.profile, self.n_layers)  # (W, L + 1) each
+        self.layer, self.channel, self.n_marked = find_outlier(largest, ratio, channel) or (-1, -1, 0)
+        self.n_windows = len(largest)
         self.profile = []
 
     def describe(self):
         if self.layer == -1:
-            return f"no stable outlier in this model: the first {self.preserve} tokens are kept"
-        return f"emergence layer {self.layer}, outlier channel {self.channel} ({self.source})"
+            return (f"no stable outlier in {self.n_windows} calibration windows: the first {self.preserve} tokens are "
+                    "kept, as pfn does")
+        source = self.source or f"found in {self.n_marked} of {self.n_windows} calibration windows"
+        return f"emergence layer {self.layer}, outlier channel {self.channel} ({source})"
 
 
 # Table 3: emergence layer and outlier channel (the first one listed), by model type, layers, hidden
@@ -111,13 +117,13 @@ TABLE_3 = {
 
 
 def known_outlier(config, layer, channel):
-    """Emergence layer, channel, and where they come from; None, None where calibration has to look for them."""
+    """Emergence layer, channel, and where they come from; three times None where calibration has to look for them."""
     if layer is None and channel is None:
         shape = (config.model_type, config.num_hidden_layers, config.hidden_size, config.intermediate_size,
                  config.num_key_value_heads, config.vocab_size, config.max_position_embeddings)
         if shape in TABLE_3:
             return *TABLE_3[shape], "the paper's Table 3"
-        return None, None, "found on the calibration windows"
+        return None, None, None
     layers, channels = config.num_hidden_layers, config.hidden_size
     if layer not in range(layers) or channel not in range(channels):
         raise UserError(f"give both the emergence layer and the outlier channel, of {layers} layers and {channels} "

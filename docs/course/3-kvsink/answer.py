@@ -7,10 +7,11 @@ ASSIGNMENT = "kvsink"
 
 
 def outlier(hidden):
-    magnitudes = hidden[0].abs().flatten().tolist()
-    largest, channels = max(magnitudes), hidden.shape[-1]
-    at = magnitudes.index(largest)
-    return largest, largest / middle(magnitudes), at % channels
+    tokens = hidden[0].abs().tolist()
+    of_token = [max(token) for token in tokens]
+    largest = max(of_token)
+    token = tokens[of_token.index(largest)]
+    return largest, largest / middle(of_token), token.index(largest)
 
 
 def middle(numbers):
@@ -19,27 +20,19 @@ def middle(numbers):
 
 
 def find_outlier(largest, ratio, channel):
-    windows, columns = largest.shape
-    blocks = columns - 1
-    size = [middle(largest[:, i].tolist()) for i in range(columns)]
-    share = [middle(ratio[:, i].tolist()) for i in range(columns)]
-    candidates = range(blocks - 1)
-    massive = [i for i in candidates if size[i + 1] >= 100 and share[i + 1] >= 1000]
-    if massive:
-        layer = massive[0]
-    else:
-        qualified = []
-        for layer in candidates:
-            before = share[1:layer + 1]
-            stands_out = not before or share[layer + 1] >= 3 * middle(before)
-            if share[layer + 1] >= 30 and stands_out:
-                qualified.append(layer)
-        if not qualified:
-            return None
-        layer = max(qualified, key=lambda i: size[i + 1] / size[i])
-    votes = channel[:, layer + 1:min(layer + 4, blocks)].flatten().tolist()
-    winner = max(set(votes), key=votes.count)
-    return (layer, winner) if votes.count(winner) >= 0.9 * len(votes) else None
+    named = []
+    for sizes, ratios, channels in zip(largest.tolist(), ratio.tolist(), channel.tolist()):
+        blocks = list(zip(sizes, ratios, channels))[1:-1]
+        for layer, (size, share, c) in enumerate(blocks):
+            doubles = any(later[0] > 2 * size for later in blocks[layer + 1:layer + 4])
+            if share >= 5 and not doubles:
+                named.append((layer, c))
+                break
+    votes = [c for _, c in named]
+    winner = max(votes, key=votes.count, default=None)
+    if 2 * votes.count(winner) <= len(votes):
+        return None
+    return middle([layer for layer, c in named if c == winner]), winner
 
 
 class KVSink(CodecMethod):

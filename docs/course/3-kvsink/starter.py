@@ -20,8 +20,9 @@ ASSIGNMENT = "kvsink"
 def outlier(hidden):
     """The outlier of one block's output. hidden (1, T, D).
 
-    Returns (largest, ratio, channel): the largest |h| of all numbers, its ratio to the median |h|,
-    and the channel in which it stands, 0 .. D-1. Two floats and an int.
+    Returns (largest, ratio, channel): the largest |h| of all numbers, its ratio to the median over
+    the tokens of each one's largest |h|, and the channel in which it stands, 0 .. D-1. Two floats
+    and an int.
     """
     raise NotImplementedError("assignment 3, kvsink: outlier")
 
