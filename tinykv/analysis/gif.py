@@ -59,7 +59,7 @@ def draw(panels, page, stops, stop, t):
     left.axvline(0, color=GREY, lw=1, ls="--")
     left.scatter([a + (b - a) * t for a, b in zip(before, now)], range(len(now)), s=16, color=colour, zorder=3)
     far = 1.1 * max(map(abs, levels))
-    left.set(yticks=[], xlim=(-far, far), xlabel="the numbers of a sink's value, and the levels (orange)")
+    left.set(yticks=[], xlim=(-far, far), xlabel="a sink's value, and the levels (orange)")
     left.set_title(name, loc="left", fontsize=12, fontweight="bold")
 
     # the next word
