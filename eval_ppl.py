@@ -40,11 +40,14 @@ def evaluate(args, loaded=None):
         model = models[entry.weights]
         model.use_attention(args.attention)
         if entry.error is None:  # it has been calibrated
-            with entry.attempt("evaluating"), cli.bar(None, f"evaluating {title}", len(mine.tokens)) as bar:
-                result = measure(model, entry.method, mine, protocol=args.protocol, batch=setup.batch,
-                                 fp16=fp16.result, bar=bar, cache_class=cache_class, prompt=args.prompt)
-                entry.result = ranks.gather(result)
-        printed.add(entry, fp16.result)
+            exact = fp16.results[0] if fp16.results else None
+            total = len(entry.methods) * len(mine.tokens)
+            with entry.attempt("evaluating"), cli.bar(None, f"evaluating {title}", total) as bar:
+                for method in entry.methods:  # one for each draw of the calibration
+                    result = measure(model, method, mine, protocol=args.protocol, batch=setup.batch,
+                                     fp16=exact, bar=bar, cache_class=cache_class, prompt=args.prompt)
+                    entry.results.append(ranks.gather(result))
+        printed.add(entry, fp16)
 
     # 4. What compares the rows, and what went wrong
     printed.print_rest()

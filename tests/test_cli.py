@@ -1,5 +1,6 @@
 """The command as a user meets it: the table, the JSON, and one clear line for what is wrong."""
 import json
+import math
 import re
 import resource
 import shutil
@@ -14,6 +15,9 @@ from safetensors.torch import load_file, save_file
 import eval_ppl
 from tinykv import hf
 from tinykv.calibrate import calibrate
+from tinykv.codecs import clipped, codebook, nonuniform
+from tinykv.data import load_windows
+from tinykv.evaluate import delta_error, measure, paired
 from tinykv.methods.registry import METHODS
 from tinykv.run import entries, flags
 from tinykv.run.cli import EMBEDDED
@@ -96,7 +100,8 @@ def test_json_has_the_table_and_the_table_fits_80_columns(command, tmp_path):
     rows = {row["method"]: row for row in written["rows"]}
     assert KEYS <= set(rows["fp16"])
     assert rows["kvsink"]["preserve"] == 2 and rows["kvsink"]["k_bits"] == 3 and rows["rtn"]["protocol"] == "stream"
-    assert f"{rows['pfn']['ppl']:.3f}" == table(out)["pfn"]["ppl"] and len(rows["pfn"]["window_nll"]) == 2
+    assert f"{rows['pfn']['ppl']:.3f}" == table(out)["pfn"]["ppl"]
+    assert [len(draw) for draw in rows["pfn"]["window_nll"]] == [2]
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -160,7 +165,20 @@ def test_the_method_that_readme_shows(command, tmp_path):
     own = tmp_path / "mine.py"
     own.write_text(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
     status, out, _ = command("--method", f"{own}:Hundredth", "--bits", "2", *SMALL)
-    assert status == 0 and float(table(out)[f"{own}:Hundredth"]["true"]) > 2
+    assert status == 0 and float(table(out)["Hundredth"]["true"]) > 2
+
+
+@pytest.mark.parametrize("files, classes, titles", [
+    (["a", "b"], ["Mine", "Other"], ["Mine", "Other"]),
+    (["a", "b"], ["Mine", "Mine"], ["{a}:Mine", "{b}:Mine"]),  # else nobody could tell them apart
+    (["a", "b"], ["pfn", "Mine"], ["{a}:pfn", "Mine"])])
+def test_a_row_is_titled_by_the_class_where_that_is_clear(tmp_path, files, classes, titles):
+    paths = {file: str(tmp_path / f"{file}.py") for file in files}
+    for path, cls in zip(paths.values(), classes):
+        Path(path).write_text(f"from tinykv.methods.pfn import PFN\n\nclass {cls}(PFN):\n    pass\n")
+    methods = [f"{path}:{cls}" for path, cls in zip(paths.values(), classes)]
+    entries = entries_of(f"--method pfn,{','.join(methods)}")
+    assert list(entries) == ["fp16", "pfn", *[title.format(**paths) for title in titles]]
 
 
 def test_list_methods(command):
@@ -229,9 +247,9 @@ def calibrated(monkeypatch):
     """The methods that the command calibrates, by the name of their class."""
     found = []
 
-    def note(model, method, windows, progress):
+    def note(model, method, *more, **seed):
         found.append(type(method).__name__)
-        calibrate(model, method, windows, progress)
+        calibrate(model, method, *more, **seed)
     monkeypatch.setattr(entries.calibrate, "calibrate", note)
     return found
 
@@ -515,13 +533,121 @@ def test_every_attention_prints_the_same_table(command, attention):
         assert abs(float(fused[label]["ppl"]) / float(other[label]["ppl"]) - 1) < 0.02
 
 
+# ---- draws of the calibration
+
+CODEBOOKS = {"vq": "d8m4", "sensitivity": "token"}  # calibrated on 64 windows, and others on 16
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """{name: a Result of each of two draws} of fp16, pfn and cq on two windows of 32 tokens, calibrated on two parts
+    of a stream."""
+    model, tokenizer = hf.load(EMBEDDED)
+    test = load_windows("tales", tokenizer, 32, 2)
+    stream = load_windows("tales", tokenizer, 32, 128, "calibration").tokens
+    fp16 = measure(model, METHODS["fp16"](model.config), test)
+    found = {"fp16": [fp16, fp16]}
+    for name, n, settings in (("pfn", 16, {}), ("cq", 64, CODEBOOKS)):
+        found[name] = []
+        for draw, windows in enumerate([stream[:n], stream[n:2 * n]]):
+            method = METHODS[name](model.config, **settings)
+            calibrate(model, method, windows, seed=draw)
+            found[name].append(measure(model, method, test, fp16=fp16))
+    return found
+
+
+@pytest.mark.parametrize("draws", [1, 2])
+def test_draws_are_calibrations_by_hand(command, tmp_path, by_hand, draws):
+    """On parts of a stream that share no window, as many windows as each method asks for. One draw is the first."""
+    path = tmp_path / "o.json"
+    words = [word for name, value in CODEBOOKS.items() for word in (f"--{name}", value)]
+    status, out, _ = command("--method", "pfn,cq", *words, "--context", "32", "--windows", "2", "--draws", draws,
+                             "--vs", "pfn", "--json", path)
+    said = ["one calibration: +- and t are over windows",
+            "2 calibrations, each on text of its own: means; +- and t are over draws and windows"]
+    assert status == 0 and said[draws - 1] in out.splitlines()
+    content = json.loads(path.read_text())
+    rows = {row["label"]: row for row in content["rows"]}
+    assert content["draws"] == draws and rows.keys() == by_hand.keys()
+    exact = [fp16.nll for fp16 in by_hand["fp16"][:draws]]
+    for name, row in rows.items():
+        results = by_hand[name][:draws]
+        nll = [result.nll for result in results]
+        targets, cells = 31, 2 * draws  # targets of a window
+        assert row["window_nll"] == nll
+        assert row["window_kl"] == [[kl / targets for kl in result.kl] for result in results]
+        assert row["ppl"] == pytest.approx(math.exp(sum(map(sum, nll)) / cells), rel=1e-12)
+        assert row["delta_ppl"] == row["ppl"] - rows["fp16"]["ppl"]
+        assert row["delta_se"] == delta_error(nll, exact)
+        assert row["kld"] == pytest.approx(sum(sum(result.kl) for result in results) / (cells * targets))
+        assert row["top1"] == sum(result.agree for result in results) / (cells * targets)
+        assert row["bits_true"] == pytest.approx(sum(sum(result.bits) for result in results) / cells)
+    # --vs: t of the loss and of KL
+    difference, error, t, better = paired(*(rows[name]["window_nll"] for name in ("cq", "pfn")))
+    line = [line for line in out.splitlines() if re.match("cq +pfn ", line)][0].split()[2:]
+    _, _, t_of_kl, _ = paired(*(rows[name]["window_kl"] for name in ("cq", "pfn")))
+    assert line == [f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{t_of_kl:+.1f}", str(better), "of", f"{cells}"]
+
+
+def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, monkeypatch):
+    """And each codec's k-means has the draw as its seed."""
+    path, seen, seeds = tmp_path / "text.txt", [], {}
+    path.write_text("Vehul Ravfield. Vehul owl. Mara Norton. " * 400)
+
+    def note(model, method, windows, *more, **seed):
+        seen.append(windows)
+        calibrate(model, method, windows, *more, **seed)
+
+    def seeded(name, kmeans):
+        def record(*given, **settings):
+            seeds.setdefault(name, []).append(settings["seed"])
+            return kmeans(*given, **settings)
+        return record
+    monkeypatch.setattr(entries.calibrate, "calibrate", note)
+    for module in (clipped, codebook, nonuniform):
+        monkeypatch.setattr(module, "kmeans", seeded(module.__name__, module.kmeans))
+    words = ["--method", "skvq,cq,kvquant", "--vq", "d8m4", "--data", path, "--draws", "2", *SMALL]
+    assert command(*words)[0] == 0
+    _, tokenizer = hf.load(EMBEDDED)
+    stream = load_windows(str(path), tokenizer, 64, 4, "calibration").tokens
+    assert [windows.tolist() for windows in seen] == [part.tolist() for part in stream.split(2)] * 3
+    assert len(seeds) == 3 and all(set(found) == {0, 1} for found in seeds.values())
+    assert "--draws must be at least 1" in refused(command, *words, "--draws", "0")
+    assert "1000 windows need" in refused(command, *words, "--draws", "500")
+
+
+def test_a_calibration_file_holds_each_draw(command, calibrated, kept):
+    """More draws add theirs, and fewer find theirs."""
+    outputs = {}
+    for draws, n in ((2, 2), (1, 2), (3, 3), (2, 3)):
+        status, out, _ = command("--method", "pfn,fp16", "--calibration", kept, "--draws", draws, *SMALL)
+        assert status == 0 and len(calibrated) == n
+        assert outputs.setdefault(draws, out) == out
+    assert len(set(outputs.values())) == 3
+
+
+def test_a_draw_that_fails_fails_its_row(command, monkeypatch, tmp_path):
+    def fail_once(model, method, windows, progress, seed):
+        if seed == 1 and type(method).__name__ == "PFN":
+            raise KeyError("no")
+        calibrate(model, method, windows, progress, seed)
+    monkeypatch.setattr(entries.calibrate, "calibrate", fail_once)
+    path = tmp_path / "o.json"
+    status, out, _ = command("--method", "pfn,kivi,rtn", "--draws", "2", "--json", path, *SMALL)
+    rows = {row["label"]: row for row in json.loads(path.read_text())["rows"]}
+    assert status == 1 and rows["pfn"]["ppl"] is None and rows["pfn"]["fault"] == "failed: KeyError: 'no'"
+    assert rows["rtn"]["window_nll"][0] != rows["rtn"]["window_nll"][1]
+    for name in ("fp16", "kivi"):  # nothing to calibrate: the same twice
+        assert rows[name]["window_nll"][0] == rows[name]["window_nll"][1]
+
+
 # ---- the number of calibration windows, and tables at equal true bits
 
 def test_each_method_sees_the_windows_that_it_asks_for(command, monkeypatch):
     """By default cq with weights 64, without them 16, and rtn 16: the first ones of the same text."""
     seen = {}
 
-    def note(model, method, windows, progress=None):
+    def note(model, method, windows, progress, seed):
         seen[type(method).__name__, method.codecs[0].k.__dict__.get("sensitivity")] = windows
         raise ValueError("that is enough")
 

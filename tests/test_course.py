@@ -291,7 +291,7 @@ def test_a_leaderboard(tmp_path, monkeypatch, capsys):
         name = Path(words[3]).name
         method = name if name == "kvsink" else re.search("[A-Z]$", words[3])[0].lower()
         kl = rows[method].get("kld")
-        row = dict(fault="", window_kl=[kl, kl], ppl=3.0, bits_true=2.2) if kl else {}
+        row = dict(fault="", window_kl=[[kl, kl]], ppl=3.0, bits_true=2.2) if kl else {}
         (Path(words[-1]) / "row.json").write_text(json.dumps(row | rows[method]))
     monkeypatch.setattr(capstone.subprocess, "run", fake)
     monkeypatch.setattr(sys, "argv", ["capstone", str(tmp_path)])

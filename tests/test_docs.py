@@ -135,6 +135,7 @@ def workplace(tmp_path_factory):
     return folder
 
 
+@patch.dict(SCHEMES)  # a file of one's own may add a scheme
 def check_command(command, folder):
     """Its program exists, and its words are right, as far as they can be checked without running it."""
     words = shlex.split(command)
@@ -235,6 +236,8 @@ def index():
         words |= {path.stem, path.parent.name}
         told = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
+            if isinstance(node, ast.arg) and path.parent == ROOT / "docs":  # the settings of a page's own methods
+                flags.add("--" + node.arg.replace("_", "-"))
             words |= {getattr(node, field) for field in ("id", "attr", "arg", "name")
                       if isinstance(getattr(node, field, None), str)}
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:

@@ -1,8 +1,10 @@
 """The evaluator against perplexity, KL and recall computed one token at a time in plain Python."""
 import json
 import math
+import random
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from eval_ppl import compare
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.data import Windows
-from tinykv.evaluate import FAR, Result, delta_error, measure, paired
+from tinykv.evaluate import FAR, delta_error, measure, paired, standard_error
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons
@@ -192,14 +194,14 @@ def test_no_length_flatters_a_method(model, name, settings, protocol):
     assert steps == pytest.approx([bits] * len(steps))
 
 
-# ---- differences, paired over windows
+# ---- differences, paired over windows and draws
 
 def synthetic(shift, noise=0.02, spread=0.5, n=16, seed=0):
-    """Losses of fp16 and of a method, per window, that differ by a shift and some noise."""
+    """Losses of fp16 and of a method, of one draw, per window, that differ by a shift and some noise."""
     rng = torch.Generator().manual_seed(seed)
     exact = 2 + spread * torch.randn(n, generator=rng, dtype=torch.float64)
     other = exact + shift + noise * torch.randn(n, generator=rng, dtype=torch.float64)
-    return Result(nll=exact.tolist()), Result(nll=other.tolist())
+    return [exact.tolist()], [other.tolist()]
 
 
 @pytest.mark.parametrize("n", [16, 64])
@@ -208,21 +210,22 @@ def test_the_error_of_delta_is_that_of_a_bootstrap(shift, n):
     """Of 10,000 draws of windows, in each of which both perplexities are computed anew."""
     fp16, method = synthetic(shift, n=n)
     draws = torch.randint(n, (10_000, n), generator=torch.Generator().manual_seed(1))
-    a, b = (torch.tensor(result.nll, dtype=torch.float64)[draws].mean(1).exp() for result in (method, fp16))
+    a, b = (torch.tensor(losses[0], dtype=torch.float64)[draws].mean(1).exp() for losses in (method, fp16))
     expected = (a - b).std().item() * math.sqrt(n / (n - 1))  # a bootstrap divides by n
     assert delta_error(method, fp16) == pytest.approx(expected, rel=0.1)
     assert delta_error(fp16, fp16) == 0
-    alone = Result(nll=[2.0])
-    assert delta_error(alone, alone) is None
+    assert delta_error([[2.0]], [[2.0]]) is None
+    # a method that is measured once has the same error, however often its row is repeated
+    assert delta_error(method * 3, fp16 * 3) == pytest.approx(delta_error(method, fp16))
 
 
 @pytest.mark.parametrize("shift", [-0.3, 0.002, 0.01])
 def test_t_is_that_of_a_paired_test(shift):
     fp16, method = synthetic(shift)
-    d = [a - b for a, b in zip(method.nll, fp16.nll)]
+    d = [a - b for a, b in zip(method[0], fp16[0])]
     mean = sum(d) / 16
     variance = sum((x - mean) ** 2 for x in d) / 15
-    difference, error, t, better = paired(method.nll, fp16.nll)
+    difference, error, t, better = paired(method, fp16)
     assert difference == pytest.approx(mean) and error == pytest.approx(math.sqrt(variance / 16))
     assert t == pytest.approx(mean / math.sqrt(variance / 16)) and better == sum(x < 0 for x in d)
 
@@ -230,10 +233,77 @@ def test_t_is_that_of_a_paired_test(shift):
 @pytest.mark.parametrize("spread", [0.0, 0.5, 50.0])
 def test_a_shift_of_all_windows_is_found_however_they_differ(spread):
     fp16, method = synthetic(0.001, noise=1e-5, spread=spread)
-    _, _, t, better = paired(method.nll, fp16.nll)
+    _, _, t, better = paired(method, fp16)
     assert t > 100 and better == 0
-    assert paired([2.0, 3.0], [1.0, 2.0]) == (1.0, 0.0, math.inf, 0) and paired([1.0], [2.0]) == (-1.0, None, None, 1)
-    assert paired([1.0, 2.0], [1.0, 2.0]) == (0.0, 0.0, 0.0, 0)
+    assert paired([[2.0, 3.0]], [[1.0, 2.0]]) == (1.0, 0.0, math.inf, 0)
+    assert paired([[1.0]], [[2.0]]) == (-1.0, None, None, 1) and paired([[1.0], [1.0]], [[2.0], [4.0]])[1] is None
+    assert paired([[1.0, 2.0]], [[1.0, 2.0]]) == (0.0, 0.0, 0.0, 0)
+
+
+def crossed(D):
+    """Mean squares of draws, of windows and of the rest of D[draw][window], in plain lists."""
+    C, W = len(D), len(D[0])
+    rows = [sum(row) / W for row in D]
+    columns = [sum(row[w] for row in D) / C for w in range(W)]
+    mean = sum(rows) / C
+    rest = [(D[c][w] - rows[c] - columns[w] + mean) ** 2 for c in range(C) for w in range(W)]
+    return (W * sum((x - mean) ** 2 for x in rows) / (C - 1), C * sum((x - mean) ** 2 for x in columns) / (W - 1),
+            sum(rest) / ((C - 1) * (W - 1)))
+
+
+@pytest.mark.parametrize("C, W", [(2, 2), (3, 16), (5, 4)])
+@pytest.mark.parametrize("of_draws, of_windows", [(2.0, 3.0), (0.0, 3.0), (2.0, 0.0), (0.0, 0.0)])
+def test_the_error_over_draws_and_windows_is_that_of_crossed_effects(C, W, of_draws, of_windows):
+    negative = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        draws = [of_draws * rng.gauss(0, 1) for _ in range(C)]
+        windows = [of_windows * rng.gauss(0, 1) for _ in range(W)]
+        other = [[rng.gauss(0, 1) for _ in range(W)] for _ in range(C)]
+        D = [[draw + window + 0.1 * rng.gauss(0, 1) for window in windows] for draw in draws]
+        ms_draws, ms_windows, ms_rest = crossed(D)
+        square = (ms_draws + ms_windows - ms_rest) / (C * W)
+        if min(ms_draws, ms_windows) < ms_rest:  # a variance below zero is none
+            negative += 1
+            square = max(ms_draws, ms_windows, ms_rest) / (C * W)
+        nll = [[a + b for a, b in zip(*rows)] for rows in zip(D, other)]
+        difference, error, t, better = paired(nll, other)
+        assert error == pytest.approx(math.sqrt(square)) and t == pytest.approx(difference / error)
+        assert difference == pytest.approx(sum(map(sum, D)) / (C * W))
+        assert better == sum(x < 0 for row in D for x in row)
+    assert negative < 5 if of_draws and of_windows else negative > 0
+
+
+# the 97.5% quantiles of Student's t, and their degrees of freedom
+DF = [1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, math.inf]
+QUANTILES = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.306, 2.228, 2.131, 2.086, 2.042, 1.960]
+
+
+def quantiles(D):
+    """Of Student's t, with Satterthwaite's degrees of freedom of the errors of D (n, C, W): (n)."""
+    _, C, W = D.shape
+    rows, columns = D.mean(2), D.mean(1)  # (n, C), (n, W)
+    rest = D - rows[:, :, None] - columns[:, None] + D.mean((1, 2))[:, None, None]  # (n, C, W)
+    a, b, r = W * rows.var(1), C * columns.var(1), rest.square().sum((1, 2)) / ((C - 1) * (W - 1))  # (n) each
+    df = (a + b - r) ** 2 / (a ** 2 / (C - 1) + b ** 2 / (W - 1) + r ** 2 / ((C - 1) * (W - 1)))
+    return np.interp(-1 / df.clamp(min=1), [-1 / df for df in DF], QUANTILES)
+
+
+@pytest.mark.parametrize("C", [3, 5])
+@pytest.mark.parametrize("of_draws, of_windows, rest", [(1, 1, 1), (3, 1, 1), (0, 1, 1), (0, 1, 0.3)])
+def test_intervals_of_95_percent_hold_the_mean_where_draws_matter_and_where_not(C, of_draws, of_windows, rest):
+    """With the quantiles of t: two standard errors are too few where few draws make the error. An error over windows
+    misses the mean far more often than one in twenty times where draws matter."""
+    n, W = 1500, 16
+    rng = torch.Generator().manual_seed(0)
+    draws, windows, each = (torch.randn(n, *shape, generator=rng, dtype=torch.float64)
+                            for shape in ((C, 1), (1, W), (C, W)))
+    tables = of_draws * draws + of_windows * windows + rest * each  # (n, C, W), of mean 0
+    means = tables.mean((1, 2)).abs()  # (n)
+    errors = np.array([standard_error(D) for D in tables])  # (n)
+    assert 0.92 < (means.numpy() <= quantiles(tables) * errors).mean() < 0.98
+    over_windows = tables.mean(1).std(1) / W ** 0.5  # (n)
+    assert ((means <= 2.13 * over_windows).double().mean() < 0.75) == (of_draws > 0)
 
 
 # ---- for Python and notebooks

@@ -13,10 +13,10 @@ from tinykv.cache import KVCache
 from tinykv.tracing import Trace
 
 
-def calibrate(model, method, windows, progress=None):
+def calibrate(model, method, windows, progress=None, seed=0):
     """Calibrate a method on windows (W, T) of token ids.
 
-    progress: what to wrap a loop in, such as tqdm. UserError if the model's numbers are not finite,
+    progress: what to wrap a loop in, such as tqdm. seed: of k-means. UserError if the model's numbers are not finite,
     or if the method keeps everything.
     """
     progress = progress or iter
@@ -30,6 +30,7 @@ def calibrate(model, method, windows, progress=None):
         active = [(layer, kind, codec) for layer, kind, codec in codecs if step < codec.passes]
         gradients = any(codec.needs_gradient(step) for _, _, codec in active)
         for _, _, codec in active:
+            codec.seed = seed
             codec.begin(step, *windows.shape)
         for window in progress(windows):
             recorder = record(model, method, window, gradients)

@@ -51,37 +51,66 @@ class Result:
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
 
 
+def sum_of(results):
+    """The sum of `Result`s: of the parts of the windows, or of the draws of a calibration."""
+    total = Result()
+    for result in results:
+        total.add(result)
+    return total
+
+
 def mean(numbers):
     return sum(numbers) / len(numbers)
 
 
-# Differences, paired: all methods read the same windows, so what windows share cancels out
+# Differences, paired: all methods read the same windows, so what windows share cancels out. Losses
+# are a list of draws of the calibration, each a list of windows
 
-def standard_error(differences):
-    """Of the mean of numbers, one a window; None for one window, which has no spread."""
-    if len(differences) == 1:
-        return None
-    return torch.tensor(differences, dtype=torch.float64).std().item() / math.sqrt(len(differences))
+def standard_error(D):
+    """Of the mean of numbers D (C, W): C draws of the calibration, W windows. Both are a sample of
+    those that there might have been (crossed random effects), so that with MS the mean squares
 
+        SE^2 = (MS_draws + MS_windows - MS_rest) / (C W)
 
-def delta_error(result, fp16):
-    """The standard error of the difference of two perplexities, over windows.
-
-    To first order a window's part in the difference is ppl * nll - ppl of fp16 * nll of fp16.
+    (MS_draws - MS_rest) / (C W) is what draws add to the variance of the mean, (MS_windows -
+    MS_rest) / (C W) what windows add, and neither is below zero. With one draw only windows vary:
+    SE is that of a mean over windows. None for one window, which has no spread.
     """
-    parts = [result.ppl * nll - fp16.ppl * nll_fp16 for nll, nll_fp16 in zip(result.nll, fp16.nll)]
-    return standard_error(parts)
+    C, W = D.shape
+    if W == 1:
+        return None
+    mean = D.mean()
+    of_draws = D.mean(1, keepdim=True) - mean  # (C, 1)
+    of_windows = D.mean(0, keepdim=True) - mean  # (1, W)
+    rest = D - mean - of_draws - of_windows  # (C, W)
+    # sums of squares over their degrees of freedom; one draw has none, and its sums are zero
+    df_draws, df_windows = max(1, C - 1), W - 1
+    ms_draws = W * of_draws.square().sum() / df_draws
+    ms_windows = C * of_windows.square().sum() / df_windows
+    ms_rest = rest.square().sum() / (df_draws * df_windows)
+    square = (max(ms_draws, ms_rest) + max(ms_windows, ms_rest) - ms_rest) / (C * W)
+    return math.sqrt(square)
+
+
+def delta_error(nll, exact):
+    """The standard error of the difference of two perplexities. nll, exact: losses of a method and of fp16.
+
+    To first order a loss's part in the difference is ppl * nll - ppl of fp16 * nll of fp16.
+    """
+    nll, exact = (torch.tensor(losses, dtype=torch.float64) for losses in (nll, exact))  # (C, W) both
+    return standard_error(nll.mean().exp() * nll - exact.mean().exp() * exact)
 
 
 def paired(nll, other):
-    """Losses of one row and of another, per window -> (mean difference in nats a token, its standard
-    error, t, windows where the first is better). Error and t are None for one window."""
-    differences = [a - b for a, b in zip(nll, other)]
-    difference, error = mean(differences), standard_error(differences)
+    """Losses of one row and of another -> (mean difference in nats a token, its standard error, t,
+    how many losses of the first are lower). Error and t are None for one window."""
+    nll, other = (torch.tensor(losses, dtype=torch.float64) for losses in (nll, other))  # (C, W) both
+    D = nll - other  # (C, W)
+    difference, error = D.mean().item(), standard_error(D)
     t = None
     if error is not None:
         t = difference / error if error > 0 else math.copysign(math.inf, difference) if difference else 0.0
-    return difference, error, t, sum(d < 0 for d in differences)
+    return difference, error, t, (D < 0).sum().item()
 
 
 # Measuring

@@ -100,12 +100,13 @@ def ternary_table(device):
     return sum(digits).to(torch.uint16).to(device)
 
 
-def side_by_side(codes):
+def side_by_side(codes, names=("scale", "zero")):
     """Let each scale and its zero point lie side by side -> these words, in the shape of the scales."""
-    scale, zero = codes.scale, codes.zero
+    scale, zero = (getattr(codes, name) for name in names)
     if zero.data_ptr() != scale.data_ptr() + scale.itemsize:  # codes are new, or others were appended
         pairs = torch.stack([scale, zero.view(scale.dtype)], dim=-1)
-        codes.scale, codes.zero = scale, zero = pairs[..., 0], pairs[..., 1].view(zero.dtype)
+        scale, zero = pairs[..., 0], pairs[..., 1].view(zero.dtype)
+        vars(codes).update(zip(names, (scale, zero)))
     pairs = scale.as_strided((*scale.shape, 2), (*scale.stride(), 1))
     return pairs.view(torch.int32 if scale.itemsize == 2 else torch.int16)[..., 0]
 
@@ -113,7 +114,7 @@ def side_by_side(codes):
 @lru_cache(maxsize=1024)
 def static_words(scale, zero):
     """The same of a static grid."""
-    return side_by_side(Codes(None, scale, zero))
+    return side_by_side(Codes(None, scale=scale, zero=zero))
 
 
 def affine_rows(codec, codes, kind, halves):
@@ -151,7 +152,7 @@ def nonuniform_rows(codec, codes, kind, halves):
         grid = made(Grid, words=static_words(codec.half, codec.mid), batch=0, head=codec.width, token=0, channel=1,
                     tokens=0, channels=1, form="offset")
     else:
-        words = side_by_side(codes)
+        words = side_by_side(codes, ("half", "mid"))
         grid = made(Grid, words=words, batch=words.stride(0), head=0, token=words.stride(2), channel=0, tokens=1,
                     channels=codec.width, form="offset")
     tables = Tables(codec.levels)

@@ -72,7 +72,7 @@ class Affine(Codec):
         # 3. pack each token's codes into bytes
         code = self.from_groups(code, x.shape[2])  # (B, Hkv, T, d)
         packed = pack(code, self.bits)  # (B, Hkv, T, bytes)
-        return Codes(packed) if self.static else Codes(packed, scale, zero)
+        return Codes(packed) if self.static else Codes(packed, scale=scale, zero=zero)
 
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d) fp32."""

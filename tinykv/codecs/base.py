@@ -10,7 +10,6 @@ same grid. Rounding is half to even everywhere.
 All bit shifts of the project outside kernels.py are those of `pack` and `unpack`.
 """
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,33 +24,28 @@ TERNARY = 1.5  # nominal bits of three levels: five codes fit a byte (1.6 bits);
 
 # Codes
 
-@dataclass(repr=False)
 class Codes:
-    """Quantized keys, or values, of one layer. Dimension 2 of each tensor runs along the tokens."""
-    # (B, Hkv, T, bytes of a row) uint8; (B, Hkv, T, d) in 16 bits where nothing is quantized.
-    # Codecs that treat all heads of a token as one row have 1 in the place of Hkv.
-    packed: torch.Tensor
-    # of a dynamic grid, one per group: (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d)
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
+    """Quantized keys, or values, of one layer: `packed`, and what else the codec stores, under names of its own.
+
+    Dimension 2 of each tensor runs along the tokens. packed (B, Hkv, T, bytes of a row) uint8, or (B, Hkv, T, d) in
+    16 bits where nothing is quantized. Codecs that treat all heads of a token as one row have 1 instead of Hkv.
+    """
+
+    def __init__(self, packed, **others):
+        vars(self).update(packed=packed, **others)
 
     def append(self, other):
         """These codes, then others of the same codec. Only the last may end in a group that is not
         full."""
-        mine, theirs = self.tensors(), other.tensors()
-        return type(self)(**{name: torch.cat([mine[name], theirs[name]], dim=2) for name in mine})
-
-    def tensors(self):
-        """{name: tensor}, without those that this codec does not have."""
-        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return type(self)(**{name: torch.cat([mine, vars(other)[name]], dim=2) for name, mine in vars(self).items()})
 
     @property
     def nbytes(self):
         """Bytes that the tensors hold."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        return sum(tensor.nbytes for tensor in vars(self).values())
 
     def __repr__(self):
-        shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in self.tensors().items()]
+        shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in vars(self).items()]
         return f"{type(self).__name__}({', '.join(shapes)}: {self.nbytes} bytes)"
 
 
@@ -156,6 +150,7 @@ class Codec:
     bits = 16  # nominal bits of a number
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
     passes = 0  # over the calibration windows; 0: there is nothing to calibrate
+    seed = 0  # of k-means: the draw of the calibration
     tables = ()  # names of the attributes that calibration finds: tensors, or None before
 
     def needs_gradient(self, step):

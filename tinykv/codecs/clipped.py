@@ -194,7 +194,7 @@ class ClippedGroups(Codec):
             lo = torch.stack(self.lo).amin(0).flatten()  # (C)
             hi = torch.stack(self.hi).amax(0).flatten()  # (C)
             points = torch.stack([lo, hi], dim=-1)[None]  # (1, C, 2)
-            means = kmeans(points, self.channels // self.group_size, tries=10)  # (1, C/G, 2)
+            means = kmeans(points, self.channels // self.group_size, tries=10, seed=self.seed)  # (1, C/G, 2)
             self.regroup(nearest(points, means)[0])
         else:
             # for each group the choice of the smallest loss; of equals, the first

@@ -116,7 +116,7 @@ class Codebook(Codec):
             points = points.flatten(0, 1)[None]  # (1, places * N, n)
             weights = weights.flatten()[None]  # (1, places * N)
         # find the centroids
-        centroids = kmeans(points, self.m, weights, tolerance=1e-3)  # (places or 1, m, n)
+        centroids = kmeans(points, self.m, weights, seed=self.seed, tolerance=1e-3)  # (places or 1, m, n)
         self.centroids = centroids.to(rows.dtype)
         self.rows = self.weights = None
 

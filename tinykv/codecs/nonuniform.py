@@ -29,7 +29,6 @@ Paper and practice.
   furthest from the row's median.
 - The released Q-Norm calls a function with an argument that it does not take, and crashes.
 """
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -77,7 +76,7 @@ class NonUniform(Codec):
         # 3. a dynamic range is stored with the codes, and so are the outliers
         codes = Codes(packed)
         if self.axis == "token":
-            codes = Codes(packed, scale=half[:, None], zero=mid[:, None])  # (B, 1, T, 1) both
+            codes = Codes(packed, mid=mid[:, None], half=half[:, None])  # (B, 1, T, 1) both
         if not self.outliers:
             return codes
         return SparseCodes(**vars(codes), **sparse(to_rows(x), outlier))
@@ -87,7 +86,7 @@ class NonUniform(Codec):
         # 1. from levels back into the range
         q = unpack(codes.packed[:, 0], self.bits, self.channels)  # (B, T, C)
         if self.axis == "token":
-            mid, half = codes.zero[:, 0], codes.scale[:, 0]  # (B, T, 1) both
+            mid, half = codes.mid[:, 0], codes.half[:, 0]  # (B, T, 1) both
         else:
             mid, half = self.mid, self.half  # (C) both
         level = self.levels.float()[q.long()]  # (B, T, C)
@@ -187,7 +186,7 @@ class NonUniform(Codec):
 
     def fit(self, step):
         if step == 1:
-            self.levels = self.histogram.levels(2 ** self.bits, self.q_norm)
+            self.levels = self.histogram.levels(2 ** self.bits, self.q_norm, self.seed)
         elif self.axis == "channel":
             lo, hi = self.percentiles()  # (C) both
             self.set_range(lo.to(self.device), hi.to(self.device))
@@ -204,20 +203,17 @@ class NonUniform(Codec):
         self.mid, self.half = self.middle(lo, hi)
 
 
-@dataclass(repr=False)
 class SparseCodes(Codes):
     """Codes, and the outliers as a sparse matrix in CSR format.
 
-    The matrix has T * B rows, token by token, and C columns. `values` and `columns` list its
-    outliers row by row; `row_end` says where each row ends in the two lists.
+    The matrix has T * B rows, token by token, and C columns. `values` (1, 1, outliers) in 16 bits and `columns` (1, 1,
+    outliers) int16 list its outliers row by row; `row_end` (B, 1, T, 1) int32 says where each row ends in the two.
     """
-    row_end: torch.Tensor | None = None  # (B, 1, T, 1) int32
-    values: torch.Tensor | None = None  # (1, 1, outliers) in 16 bits
-    columns: torch.Tensor | None = None  # (1, 1, outliers) int16
 
     def append(self, other):
         # the other's rows come after all of these
-        return super().append(replace(other, row_end=other.row_end + self.values.shape[2]))
+        row_end = other.row_end + self.values.shape[2]
+        return super().append(SparseCodes(**{**vars(other), "row_end": row_end}))
 
     def places(self):
         """Where the outliers stand: sequences, tokens and columns, (outliers) each."""
@@ -256,7 +252,7 @@ class Histogram:
         for sums, terms in zip(self.sums, (torch.ones_like(x), x, x * x, w, w * x)):
             sums.index_add_(0, bins, terms)
 
-    def levels(self, n, q_norm):
+    def levels(self, n, q_norm, seed=0):
         """n levels (n), ascending, in the 16 bits in which they are stored."""
         filled = self.sums[0] > 0  # (BINS)
         count, x, square, weight, weighted_x = self.sums[:, filled]  # (bins) each
@@ -267,7 +263,7 @@ class Histogram:
         # weighted k-means, in which a bin stands for its weighted mean
         points = weighted_x / weight.clamp(min=1e-300)  # (bins)
         weight = weight / weight.max()
-        centres = kmeans(points[None, :, None], n, weight[None], iterations=100, tries=40)
+        centres = kmeans(points[None, :, None], n, weight[None], iterations=100, tries=40, seed=seed)
         levels = centres[0, :, 0].double()  # (n)
 
         if q_norm:

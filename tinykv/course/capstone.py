@@ -114,7 +114,7 @@ def print_rows(rows):
         if "window_kl" not in row:
             lines.append([row["submission"], *["-"] * 6, row["fault"] or ""])
             continue
-        kl = torch.tensor(row["window_kl"], dtype=torch.float64)
+        kl = torch.tensor(row["window_kl"][0], dtype=torch.float64)  # (W), of the one calibration
         best = kl if best is None else best
         behind = kl - best
         error = behind.std() / len(kl) ** 0.5 if len(kl) > 1 else math.nan

@@ -38,7 +38,7 @@ class Method:
     found = ()  # attributes that these passes set, integers or None; they are saved with the codecs' tables
     calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
     # In tables; how a method works does not depend on these
-    name = None  # in the table; None: the name that the user asked for
+    name = None  # in the table; None: the class's
     scheme = None  # the name of the pair of codecs
     k_bits = v_bits = 16  # nominal bits of a number
     preserve = 0  # tokens kept, as the table says (OTT: the size of its pool)

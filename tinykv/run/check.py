@@ -15,7 +15,7 @@ from tinykv.run import cli
 def check_flags(args):
     """What can be seen to be wrong before anything is loaded."""
     cli.check_counts(args, 2, "context")
-    cli.check_counts(args, 1, "windows", "calib-windows", "batch", "prompt")
+    cli.check_counts(args, 1, "windows", "calib-windows", "draws", "batch", "prompt")
     if hasattr(args, "choose") and not args.prompt:
         raise UserError("--choose is for a text with a prompt; give --prompt, too")
     if args.at_bits is not None and not 0 < args.at_bits < math.inf:

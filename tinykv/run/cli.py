@@ -166,14 +166,14 @@ def dtype_of(name, device):
 
 # Text to calibrate on
 
-def calibration_text(args, tokenizer, context, device, most=CALIBRATION_WINDOWS):
+def calibration_text(args, tokenizer, context, device, most=CALIBRATION_WINDOWS, draws=1):
     """The calibration windows, tokens (W, T), and a label of those that weights see, for files.
 
     most: the number of windows that what is calibrated asks for, at most; --calib-windows goes
-    before it. What asks for fewer takes the first ones.
+    before it. What asks for fewer takes the first ones. draws: how many times as many are read.
     """
     source = args.calib_data or args.data
-    n = args.calib_windows or most
+    n = draws * (args.calib_windows or most)
     windows = load_windows(source, tokenizer, context, n, "calibration", args.seed, args.bos, whole=two_texts(args))
     of_weights = windows.tokens[:args.calib_windows or CALIBRATION_WINDOWS]
     return windows.tokens.to(device), f"{source} {identity(of_weights)[:16]}"

@@ -48,16 +48,17 @@ def title_of(row):
 # --vs
 
 def print_vs(rows, name):
-    """Each row's loss beside that of another, window by window. name: see `compared_with`."""
+    """Each row's loss beside that of another, draw by draw and window by window. name: see `compared_with`."""
     lines, rows = [], {title_of(row): row for row in rows}
     for title, row in rows.items():
         other = compared_with(title, name, rows)
         if other in (None, title):
             continue
-        difference, error, t, better = paired(row["window_nll"], rows[other]["window_nll"])
+        losses = row["window_nll"]  # (draws, windows)
+        difference, error, t, better = paired(losses, rows[other]["window_nll"])
         _, _, t_of_kl, _ = paired(row["window_kl"], rows[other]["window_kl"])
         lines.append([title, other, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
-                      cli.figure(t_of_kl, "+.1f"), f"{better} of {row['windows']}"])
+                      cli.figure(t_of_kl, "+.1f"), f"{better} of {len(losses) * len(losses[0])}"])
     cli.print_columns(["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"], lines, left=2)
 
 

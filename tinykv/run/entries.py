@@ -8,55 +8,57 @@ import itertools
 import sys
 from bdb import BdbQuit
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from tinykv import UserError, calibrate, codecs, kmeans, outlier
 from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.evaluate import Result
 from tinykv.files import identity, sources
 from tinykv.methods.base import Method
 from tinykv.methods.registry import METHODS
 from tinykv.run import cli, ranks
 from tinykv.run.check import check_codecs, check_method
 from tinykv.run.prefix import fill_prefix, open_prefix
-from tinykv.run.settings import all_settings_of, constructor_arguments, is_made, load_class, name_of, settings_of
+from tinykv.run.settings import all_settings_of, constructor_arguments, is_made, load_class, names_of, settings_of
 
 
 @dataclass
 class Entry:
     """A row of the table: a method with its settings, on a model whose weights may be quantized."""
     label: str  # in the table: "pfn preserve=5"
-    name: str  # of the method, as it was asked for: "pfn", or "mine.py:Mine"
+    name: str  # of the method: "pfn", or "Mine" of mine.py:Mine
     method: Method
     settings: dict  # all that the method takes, {name: value}
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
     quantizer: object = None  # of the weights
     beside: str = ""  # settings that it has for the sake of the method that it is shown beside
-    result: Result | None = None  # of its evaluation
+    results: list = field(default_factory=list)  # of its evaluation: a `Result` of each of its methods
     error: Exception | None = None  # what calibration or evaluation ended with
+
+    def __post_init__(self):
+        self.methods = [self.method]  # one for each draw of the calibration, where there is something to calibrate
 
     @property
     def title(self):
         """In messages, where no column names the weights: "pfn preserve=5 awq-3"."""
         return f"{self.label} {self.weights}" if self.weights else self.label
 
-    @property
-    def calibration_name(self):
-        """Of its tables in a calibration file: the method, all of its settings, the weights."""
-        return f"{self.name} {self.settings} weights {self.weights}"
-
-    def calibrate(self, model, windows, file):
-        """Calibrate the method on windows (C, T), or take its tables from a `CalibrationFile`, which is given new
-        ones."""
-        made_of = self.made_of(windows) if file.path else None  # a class of a notebook has no source
-        tables = file.get(self.calibration_name, made_of)
-        if tables is None:
-            calibrate.calibrate(model, self.method, windows, partial(cli.bar, what=f"calibrating {self.title}"))
-            file.put(self.calibration_name, made_of, self.method.calibrated())
-        else:
-            self.method.restore(tables)
-        check_codecs(self.method, model.config)
+    def calibrate(self, model, text, draws, file):
+        """Calibrate the method on each draw of text (draws * C, T), or take its tables from a `CalibrationFile`, which
+        is given new ones. Draw d is windows d * C to d * C + C - 1, and k-means' random numbers of seed d."""
+        self.methods += [copy.deepcopy(self.method) for _ in range(1, draws)]
+        for draw, (method, windows) in enumerate(zip(self.methods, text.chunk(draws))):  # windows (C, T)
+            # the tables' name in the file: the method, all of its settings, the weights, the draw
+            name = f"{self.name} {self.settings} weights {self.weights}" + f" draw {draw}" * (draw > 0)
+            made_of = self.made_of(windows) if file.path else None  # a class of a notebook has no source
+            tables = file.get(name, made_of)
+            if tables is None:
+                progress = partial(cli.bar, what=f"calibrating {self.title}")
+                calibrate.calibrate(model, method, windows, progress, seed=draw)
+                file.put(name, made_of, method.calibrated())
+            else:
+                method.restore(tables)
+            check_codecs(method, model.config)
 
     def made_of(self, windows):
         """The identity of what makes the tables: the windows, and the code that calibrates."""
@@ -91,7 +93,7 @@ def build_entries(args, config, tokenizer):
     for method in args.method:
         asked += METHODS if method == "all" else [method]
     compared = load_class(asked[0]).beside if len(asked) == 1 else {}
-    methods = dict.fromkeys(["fp16", *compared, *asked])  # each once
+    names = names_of(["fp16", *compared, *asked])  # {method: name}, each method once
 
     # 2. An entry for each, on each weights
     given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
@@ -102,9 +104,9 @@ def build_entries(args, config, tokenizer):
     for weights in quantizers or [None]:
         if "prefix" in given:  # opened anew: a prefix holds keys and values of one model
             given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
-        for method in methods:
+        for method, name in names.items():
             beside = {} if method in asked else compared.get(method, {})
-            for entry in entries_of(method, beside, given, config, left_out, method in args.method):
+            for entry in entries_of(method, name, beside, given, config, left_out, method in args.method):
                 entry.weights, entry.quantizer = weights, quantizers.get(weights)
                 if entry.title in entries:
                     raise UserError(f"two rows are called {entry.title}; give one of them another `name`")
@@ -115,7 +117,7 @@ def build_entries(args, config, tokenizer):
         raise next(iter(left_out.values()))
     for setting in given:
         flag = "--" + setting.replace("_", "-")
-        others = [name_of(method) for method in asked
+        others = [names[method] for method in asked
                   if is_made(method)
                   or not any(setting in chosen for chosen in combinations(load_class(method), given, {}))]
         if len(others) == len(asked):
@@ -125,14 +127,14 @@ def build_entries(args, config, tokenizer):
     return entries, left_out
 
 
-def entries_of(asked, beside, given, config, left_out, by_name):
+def entries_of(asked, name, beside, given, config, left_out, by_name):
     """The entries of one method, for each combination of the values that it takes.
 
-    asked: a name, a class, or a method, which has its settings. beside: settings for the sake of the method that it is
-    shown beside. left_out: where a combination goes that the method refuses; if it was asked for by name, that is an
-    error.
+    asked: a name, a class, or a method, which has its settings. name: what the table calls it. beside: settings for the
+    sake of the method that it is shown beside. left_out: where a combination goes that the method refuses; if it was
+    asked for by name, that is an error.
     """
-    name, cls = name_of(asked), load_class(asked)
+    cls = load_class(asked)
     if is_made(asked):
         check_method(asked, config)
         return [Entry(name, name, copy.deepcopy(asked), {})]
@@ -194,11 +196,11 @@ def calibrate_all(setup, model, entries):
     # calibration is read in full precision: there are no codes for triton
     model.use_attention("fused" if args.attention == "triton" else args.attention)
 
-    # 1. The text. Each of them sees its first windows
+    # 1. The text (W, T). Each of them sees its first windows
     text, data = None, ""
     if any(e.method.needs_calibration or e.quantizer and e.quantizer.needs_text for e in entries.values()):
         most = max(entry.method.calibration_windows for entry in entries.values())
-        text, data = cli.calibration_text(args, setup.tokenizer, setup.context, setup.device, most)  # (W, T), its label
+        text, data = cli.calibration_text(args, setup.tokenizer, setup.context, setup.device, most, args.draws)
     file = ranks.SharedCalibration(setup.file("calibration"), model)
 
     # 2. The weights
@@ -211,10 +213,11 @@ def calibrate_all(setup, model, entries):
     # 3. The methods
     for entry in entries.values():
         if entry.method.needs_calibration:
-            windows = text[:args.calib_windows or entry.method.calibration_windows]  # (C, T)
+            C = args.calib_windows or entry.method.calibration_windows
             with entry.attempt("calibrating"):
-                entry.calibrate(models[entry.weights], windows, file)
-        if entry.method.prefix:  # its keys and values come from the full-precision model
-            label = cli.weights_label(entry.weights, entry.quantizer, data)
-            fill_prefix(entry.method.prefix, model, models[entry.weights], label)
+                entry.calibrate(models[entry.weights], text[:args.draws * C], args.draws, file)
+        for method in entry.methods:
+            if method.prefix:  # its keys and values come from the full-precision model
+                label = cli.weights_label(entry.weights, entry.quantizer, data)
+                fill_prefix(method.prefix, model, models[entry.weights], label)
     return models

@@ -31,6 +31,9 @@ def parser(asked=()):
     cli.add_windows(p, windows=16, longest=4096)
     cli.add_bos(p)
     cli.add_calibration(p)
+    p.add_argument("--draws", metavar="N", type=int, default=1,
+                   help="calibrate methods N times, each on text of its own, and print means; +- and t are then over "
+                        "draws and windows; weights are quantized once, on the first draw's text")
     p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
     cli.add_attention(p, "triton")
     p.add_argument("--seed", type=int, default=0, help="which tales are read")

@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from tinykv import UserError
+from tinykv.evaluate import sum_of
 from tinykv.files import CalibrationFile
 
 PATIENCE = timedelta(days=30)  # calibration may take long; a rank that dies is seen without waiting
@@ -93,7 +94,4 @@ def gather(result):
         return result
     parts = [None] * n_ranks
     dist.all_gather_object(parts, replace(result, hidden=[]))
-    total, *others = parts
-    for part in others:  # in the order of the windows
-        total.add(part)
-    return replace(total, hidden=result.hidden)  # those of its own windows
+    return replace(sum_of(parts), hidden=result.hidden)  # those of its own windows

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -68,9 +69,8 @@ def flags_of(methods):
 
 def add_settings(p, asked=()):
     """The flags of all settings, also of the user's own methods among those that are asked for."""
-    own = {name_of(method): load_class(method) for method in asked
-           if inspect.isclass(method) or isinstance(method, str) and ".py:" in method}
-    flags = flags_of({**METHODS, **own})
+    own = [method for method in asked if inspect.isclass(method) or isinstance(method, str) and ".py:" in method]
+    flags = flags_of({**METHODS, **{name: load_class(method) for method, name in names_of(own).items()}})
     group = p.add_argument_group(
         "settings of the methods",
         "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
@@ -109,10 +109,16 @@ def list_methods():
 
 # Methods by name
 
-def name_of(method):
-    """What the table calls a method: its own `name`, or what it was asked for."""
-    cls = load_class(method)
-    return getattr(method, "name", cls.name) or (method if isinstance(method, str) else cls.__name__)
+def names_of(methods):
+    """What the table calls each method, {method: name}: its own `name`, that of a built-in one, or its class's. Of
+    several that share it, each goes by what it was asked for."""
+    names = {}
+    for method in methods:
+        cls = load_class(method)
+        own = getattr(method, "name", cls.name)
+        names[method] = own or (method if method in METHODS else cls.__name__)
+    shared = Counter(names.values())
+    return {method: method if isinstance(method, str) and shared[name] > 1 else name for method, name in names.items()}
 
 
 def is_made(method):

@@ -9,7 +9,7 @@ import traceback
 import torch
 
 from tinykv import UserError, files
-from tinykv.evaluate import delta_error, mean
+from tinykv.evaluate import delta_error, mean, sum_of
 from tinykv.run import cli, comparisons
 from tinykv.weights import weight_bytes
 
@@ -43,10 +43,14 @@ def print_heading(setup, model, windows, models, entries, left_out):
     print(f"model {args.model}: {parameters:,} parameters, {setup.dtype}, {setup.device}")
     print(f"data {args.data}: {args.windows} windows of {setup.context} tokens, "
           f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
+    if any(entry.method.calibrated() for entry in entries.values()):
+        many = f"{args.draws} calibrations, each on text of its own: means; +- and t are over draws and windows"
+        print("one calibration: +- and t are over windows" if args.draws == 1 else many)
+    once = ", quantized once" if args.draws > 1 else ""
     for weights, smaller in models.items():
         if weights:
             megabytes, instead_of = weight_bytes(smaller) / 1e6, weight_bytes(model) / 1e6
-            print(f"weights {weights}: {megabytes:.2f} MB instead of {instead_of:.2f} MB")
+            print(f"weights {weights}: {megabytes:.2f} MB instead of {instead_of:.2f} MB{once}")
     if windows.start > 1:
         what = "prompt" if args.prompt else "prefix"
         print(f"{what}: the first {windows.start} tokens of every window, which are not predicted")
@@ -55,8 +59,9 @@ def print_heading(setup, model, windows, models, entries, left_out):
     for title, entry in entries.items():
         if entry.beside:
             print(f"{title}: {entry.beside}, as the method that it is shown beside")
-        if entry.error is None and entry.method.describe():
-            print(f"{title}: {entry.method.describe()}")
+        if entry.error is None:
+            for said in filter(None, dict.fromkeys(method.describe() for method in entry.methods)):
+                print(f"{title}: {said}")  # also what another draw has found
         if choice_of(entry, args) and (args.prompt or args.protocol == "stream"):
             when = {"prompt": "once, after the prompt", "always": "at each quantization"}
             print(f"{title}: the tokens to keep are chosen {when[choice_of(entry, args)]}")
@@ -74,7 +79,7 @@ def choice_of(entry, args):
 # A row
 
 def row_of(entry, fp16, args):
-    """A row of the table, as the JSON has it. fp16: its `Result`."""
+    """A row of the table, as the JSON has it. entry, fp16: `Entry`s."""
     settings = {}
     for name, value in entry.settings.items():
         settings[name] = value if isinstance(value, int | float | None) else str(value)
@@ -95,18 +100,23 @@ def row_of(entry, fp16, args):
         "windows": args.windows,
         "fault": entry.error and f"failed: {cli.reason(entry.error)}",  # then nothing was measured
     }
+    # a `Result` for each draw; what has nothing to calibrate was evaluated once
+    results, exact = (e.results * (args.draws // len(e.methods)) for e in (entry, fp16))
     if row["fault"]:
-        return {**row, **dict.fromkeys(figures_of(fp16, fp16))}
-    return {**row, **figures_of(entry.result, fp16)}
+        return {**row, **dict.fromkeys(figures_of(exact, exact))}
+    return {**row, **figures_of(results, exact)}
 
 
-def figures_of(result, fp16):
-    """What an entry cost in predictions, what its cache takes, and how long it took."""
+def figures_of(results, exact):
+    """What an entry cost in predictions, what its cache takes, and how long it took: means over draws of the
+    calibration. results, exact: a `Result` for each draw, of the entry and of fp16."""
+    result, fp16 = sum_of(results), sum_of(exact)
     targets = result.targets / len(result.nll)  # of a window
+    nll, nll_exact = ([draw.nll for draw in draws] for draws in (results, exact))
     return {
         "ppl": result.ppl,
         "delta_ppl": result.ppl - fp16.ppl,
-        "delta_se": delta_error(result, fp16),
+        "delta_se": delta_error(nll, nll_exact),
         "kld": max(0.0, sum(result.kl) / result.targets),
         "top1": result.agree / result.targets,
         "recall": result.right / result.answers if result.answers else None,
@@ -114,9 +124,9 @@ def figures_of(result, fp16):
         "bits_128k": mean(result.bits_far),
         "cache_bytes": result.cache_bytes,
         "tokens_per_s": result.tokens / result.seconds,
-        "seconds": result.seconds,
-        "window_nll": result.nll,  # nats a token, window by window
-        "window_kl": [kl / targets for kl in result.kl],  # the same
+        "seconds": result.seconds / len(results),
+        "window_nll": nll,  # nats a token: a list of draws, each a list of windows
+        "window_kl": [[kl / targets for kl in draw.kl] for draw in results],  # the same
     }
 
 
@@ -149,7 +159,7 @@ class Table:
         print(cli.in_columns(words, self.widths, left=self.columns.index("keep")), flush=True)
 
     def add(self, entry, fp16):
-        """The row of an entry that is measured, or that has failed. fp16: its `Result`."""
+        """The row of an entry that is measured, or that has failed. fp16: the first entry."""
         self.rows.append(row_of(entry, fp16, self.args))
         self.print_row(self.rows[-1])
         path = self.setup.file("json")
@@ -172,7 +182,7 @@ class Table:
         """The rows so far, as the JSON that --json asks for."""
         args, versions = self.args, {"python": platform.python_version(), "torch": torch.__version__}
         return {"rows": self.rows, "model": args.model, "data": args.data, "context": self.setup.context,
-                "windows": args.windows, "seed": args.seed, "versions": versions}
+                "windows": args.windows, "draws": args.draws, "seed": args.seed, "versions": versions}
 
     def print_rest(self):
         """What went wrong, --json -, and what compares the rows."""

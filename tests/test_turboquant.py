@@ -1,0 +1,279 @@
+"""docs/turboquant.py and docs/neighbours.py: each formula against plain Python, and the tests of all
+methods on a few cells; under --whole on all that an author's own method goes through.
+"""
+import importlib.util
+import math
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import invariants
+import pytest
+import torch
+from cases import Case, model_of, tokens_of
+
+from eval_ppl import compare
+from tinykv.cache import KVCache
+from tinykv.codecs import SCHEMES
+from tinykv.codecs.base import unpack
+from tinykv.run.settings import load_class
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/own_codec.md").read_text(encoding="utf-8")
+FILE = f"{ROOT / 'docs' / 'turboquant.py'}"
+CHECKS = ["cache_holds_the_expected_rows", "placeholders_do_not_matter", "batch_rows_are_independent",
+          "chunks_equal_single_tokens", "codes_are_what_is_claimed", "never_nan"]
+
+
+def module_of(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def scheme():
+    """The file adds a scheme, which other tests do not know."""
+    load_class.cache_clear()
+    with patch.dict(SCHEMES):
+        yield
+    load_class.cache_clear()
+
+
+@pytest.fixture
+def turboquant():
+    return module_of(ROOT / "docs/turboquant.py")
+
+
+# ---- the levels
+
+def density(x):
+    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def integral(f, a, b, n=2000):
+    """Simpson's rule."""
+    h = (b - a) / n
+    return h / 3 * (f(a) + f(b) + 4 * sum(f(a + i * h) for i in range(1, n, 2))
+                    + 2 * sum(f(a + i * h) for i in range(2, n, 2)))
+
+
+def cells(levels):
+    """The edges of each level's cell; beyond 10 there is nothing of a normal density."""
+    edges = [-10.0, *((a + b) / 2 for a, b in zip(levels, levels[1:])), 10.0]
+    return list(zip(edges, edges[1:]))
+
+
+# the mean squared errors are those of Max, 1960, right to three digits
+@pytest.mark.parametrize("bits, error", [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
+def test_each_level_is_the_mean_of_its_cell(turboquant, bits, error):
+    """A log-concave density has one such set of levels, and it is the best."""
+    levels = turboquant.lloyd_max(2 ** bits).tolist()
+    assert levels == sorted(levels) and len(levels) == 2 ** bits
+    total = 0.0
+    for level, (a, b) in zip(levels, cells(levels)):
+        mean = integral(lambda x: x * density(x), a, b) / integral(density, a, b)
+        assert level == pytest.approx(mean, abs=1e-6)
+        total += integral(lambda x: (x - level) ** 2 * density(x), a, b)  # noqa: B023
+    assert total == pytest.approx(error, rel=1e-3)
+
+
+def test_many_levels_are_nearly_the_best(turboquant):
+    """Of 256 the error is pi sqrt(3) / 2 / n^2, the limit for many levels (Panter and Dite, 1951)."""
+    levels = turboquant.lloyd_max(256).tolist()
+    total = sum(integral(lambda x: (x - level) ** 2 * density(x), a, b, 200)  # noqa: B023
+                for level, (a, b) in zip(levels, cells(levels)))
+    assert total * 256 ** 2 == pytest.approx(math.pi * math.sqrt(3) / 2, rel=0.02)
+
+
+# ---- the rotation and the codec
+
+def dot(a, b):
+    return sum(x * y for x, y in zip(a, b))
+
+
+@pytest.mark.parametrize("d", [16, 32, 64])
+def test_the_rotation_is_orthogonal(turboquant, d):
+    R = turboquant.rotation(d, 0).tolist()
+    for i in range(d):
+        for j in range(d):
+            assert dot(R[i], R[j]) == pytest.approx(float(i == j), abs=1e-12)
+    assert turboquant.rotation(d, 0).tolist() == R != turboquant.rotation(d, 1).tolist()
+
+
+def test_rotations_have_no_favourite_direction(turboquant):
+    """The first entry of R is as often above 0 as below, and has the variance 1 / d."""
+    first = [turboquant.rotation(4, draw)[0, 0].item() for draw in range(500)]
+    assert abs(sum(x > 0 for x in first) - 250) < 4 * math.sqrt(125)
+    assert sum(x * x for x in first) / 500 == pytest.approx(1 / 4, rel=0.15)
+
+
+def rows(T, d=16, seed=0, heads=1):
+    return torch.randn(1, heads, T, d, generator=torch.Generator().manual_seed(seed)) * torch.arange(1, d + 1)
+
+
+def by_hand(x, R, levels):
+    """A row's codes, its norm as it is stored, and what it decodes to, in plain Python."""
+    d = len(x)
+    norm = torch.tensor(math.sqrt(dot(x, x))).half().item()
+    y = [math.sqrt(d) * dot(R[i], x) / norm for i in range(d)]
+    q = [min(range(len(levels)), key=lambda j: abs(y_i - levels[j])) for y_i in y]  # noqa: B023
+    decoded = [norm / math.sqrt(d) * sum(levels[q[i]] * R[i][c] for i in range(d)) for c in range(d)]
+    return q, norm, decoded
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_and_decoded_numbers_by_hand(turboquant, bits):
+    codec, x = turboquant.Turbo(bits, 16, draw=3), rows(6)
+    codes = codec.encode(x)
+    decoded = codec.decode(codes)[0, 0].tolist()
+    R, levels = codec.R.tolist(), codec.levels.tolist()
+    for t, row in enumerate(x[0, 0].tolist()):
+        q, norm, expected = by_hand(row, R, levels)
+        assert unpack(codes.packed, bits, 16)[0, 0, t].tolist() == q and codes.norm[0, 0, t].item() == norm
+        assert decoded[t] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_error_is_what_the_levels_leave(turboquant):
+    """Of a row in any direction, also along one channel: 1 - |x'|^2 / |x|^2 is Max's error, over draws of R."""
+    for x in (torch.eye(64)[:1].view(1, 1, 1, 64), torch.ones(1, 1, 1, 64)):
+        found = []
+        for draw in range(200):
+            codec = turboquant.Turbo(2, 64, draw)
+            rest = (codec.decode(codec.encode(x)) - x).square().sum() / x.square().sum()
+            found.append(rest.item())
+        assert sum(found) / 200 == pytest.approx(0.1175, rel=0.05)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_bits_are_true(turboquant, bits):
+    """The memory held is b bits a number and 16 a token and head; QJL has 16 more for the norm of the rest."""
+    x = rows(5, d=64, heads=2)
+    codes = turboquant.Turbo(bits, 64).encode(x)
+    assert codes.nbytes == invariants.memory_of(vars(codes).values()) == 2 * 5 * (64 * bits / 8 + 2)
+    if bits > 1:
+        codes = turboquant.QJL(bits, 64).encode(x)
+        assert codes.nbytes == invariants.memory_of(vars(codes).values()) == 2 * 5 * (64 * bits / 8 + 4)
+
+
+def test_qjl_is_right_on_average_where_plain_levels_are_not(turboquant):
+    """p . x over draws of R and S. Levels alone shrink it by Max's error, as each is the mean of its cell."""
+    generator = random.Random(1)
+    x, p = ([generator.gauss(0, 1) for _ in range(16)] for _ in range(2))
+    x = [a + b for a, b in zip(x, p)]  # so that p . x is not small
+    plain, projected = [], []
+    for draw in range(1500):
+        for codec, found in ((turboquant.Turbo(1, 16, draw), plain), (turboquant.QJL(2, 16, draw), projected)):
+            decoded = codec.decode(codec.encode(torch.tensor(x).view(1, 1, 1, 16))).flatten().tolist()
+            found.append(dot(p, decoded))
+
+    def mean_and_error(found):
+        mean = sum(found) / len(found)
+        return mean, math.sqrt(sum((a - mean) ** 2 for a in found)) / len(found)
+    mean, error = mean_and_error(projected)
+    assert error < 0.05 * dot(p, x) and abs(mean - dot(p, x)) < 4 * error
+    mean, error = mean_and_error(plain)
+    assert dot(p, x) - mean > 10 * error
+
+
+def test_a_mean_is_that_of_the_tokens_that_are_not_kept(turboquant):
+    codec, windows = turboquant.Centred(turboquant.Turbo(4, 4)), [rows(3, 4, seed, heads=2)[0] for seed in (1, 2)]
+    kept = torch.zeros(2, 3, dtype=torch.bool)
+    kept[0, 0] = kept[1, 1:] = True
+    codec.begin(0, 2, 3)
+    for window in windows:
+        codec.collect(0, window, kept, None)
+    codec.fit(0)
+    for head, tokens in enumerate([(1, 2), (0,)]):
+        for c in range(4):
+            numbers = [window[head, t, c].item() for window in windows for t in tokens]
+            assert codec.mean[head, 0, c].item() == pytest.approx(sum(numbers) / len(numbers), rel=2e-3)
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"qjl": "yes"}, "qjl is one of off, on"), ({"k_bits": 9}, "bits are one of"),
+                                            ({"k_bits": 1, "qjl": "on"}, "k bits must be at least 2")])
+def test_what_is_refused(turboquant, settings, said):
+    with pytest.raises(Exception, match=said) as caught:
+        turboquant.TurboQuant(model_of(1).config, **settings)
+    assert type(caught.value).__name__ == "UserError" and "\n" not in str(caught.value)
+
+
+# ---- the methods
+
+def neighbour(name):
+    return getattr(module_of(ROOT / "docs/neighbours.py"), name)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("settings", [(), (("qjl", "on"),), (("centre", "on"), ("preserve", 3))])
+def test_turboquant_is_a_method(turboquant, check, settings):
+    case = Case(turboquant.TurboQuant, "turboquant", heads_per_kv=2, settings=settings, dtype=torch.float64)
+    getattr(invariants, f"check_{check}")(case)
+
+
+@pytest.mark.parametrize("check", CHECKS[:3])
+@pytest.mark.parametrize("name", ["H2O", "Sinks"])
+def test_its_neighbours_are_methods(name, check):
+    getattr(invariants, f"check_{check}")(Case(neighbour(name), heads_per_kv=2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["H2O", "Sinks"])
+def test_what_its_neighbours_keep(name):
+    """Under `paper`, in the first layer: the first tokens, or those that receive most attention."""
+    model, tokens = model_of(1), tokens_of(1, 24)
+    cache = KVCache(model, neighbour(name)(model.config, preserve=3, group_size=8), "paper")
+    seen = []
+    update = cache.update
+    cache.update = lambda layer, q, k, v, positions: seen.append((q, k)) or update(layer, q, k, v, positions)
+    with torch.no_grad():
+        model(tokens, cache)
+    q, k = (cache.rope.rotate(x)[0] for x in seen[0])  # (H, T, d) both
+    for head, positions in enumerate(cache.layers[0].keys.kept_positions.expand(1, 4, -1)[0].tolist()):
+        received = [0.0] * 24
+        for i, query in enumerate(q[head].tolist()):
+            weights = [math.exp(dot(query, key) / 4) for key in k[head, :i + 1].tolist()]
+            for j, weight in enumerate(weights):
+                received[j] += weight / sum(weights)
+        heaviest = sorted(range(24), key=lambda j: -received[j])[:3]  # noqa: B023
+        assert sorted(positions) == (sorted(heaviest) if name == "H2O" else [0, 1, 2])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ["turboquant.py:TurboQuant", "neighbours.py:H2O", "neighbours.py:Sinks"])
+def test_the_suite_of_all_methods_passes(name):
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_methods.py",
+                           "--method", f"docs/{name}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# ---- where it breaks, and the page
+
+def test_biased_keys_break_it_and_the_mean_mends_it():
+    figure = module_of(ROOT / "docs/programs/turboquant_figure.py")
+    (exact, without), (still_exact, with_bias) = (figure.losses(size, 1) for size in (0, 100))
+    assert still_exact == pytest.approx(exact, rel=0.005)  # the softmax does not see the bias
+    for bits in (2, 4):
+        plain, centred = f"TurboQuant bits={bits} centre=off", f"TurboQuant bits={bits} centre=on"
+        assert with_bias[plain] > without[plain] + 0.7
+        assert with_bias[centred] < without[centred] + 0.05 and with_bias[centred] < 0.2 * with_bias[plain]
+    assert with_bias["kivi bits=2"] == pytest.approx(without["kivi bits=2"], abs=0.03)
+
+
+def test_the_bias_is_in_the_keys():
+    """Values alone lose nothing by it."""
+    figure = module_of(ROOT / "docs/programs/turboquant_figure.py")
+    rows = compare([f"{FILE}:TurboQuant"], model=figure.biased(100), k_bits=[2, 16], v_bits=[2, 16], windows=1)
+    loss = {(row["k_bits"], row["v_bits"]): math.log(row["ppl"] / rows[0]["ppl"])
+            for row in rows if row["method"] == "TurboQuant"}
+    assert loss[2, 16] > 0.9 * loss[2, 2] > 1 and loss[16, 2] < 0.1
+
+
+def test_the_page_shows_the_file():
+    code = (ROOT / "docs/turboquant.py").read_text(encoding="utf-8")
+    shown = re.findall(r"```py\n(.*?)```", PAGE, re.S)
+    assert shown and all(block in code for block in shown)
