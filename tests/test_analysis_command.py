@@ -51,11 +51,11 @@ def some_sinks(monkeypatch):
     monkeypatch.setattr(command, "find_sinks", find_sinks)
 
 
-@pytest.mark.parametrize("what", ["norms timeline", pytest.param("all", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("what", ["norms keys", pytest.param("all", marks=pytest.mark.whole)])
 def test_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_path, what):
     names = command.NAMES if what == "all" else what.split()
-    printed = run(*what.split(), "--method", "pfn block=16,kivi recent=8 group_size=8", "--out", tmp_path, "--json",
-                  tmp_path / "out.json", "--calib-windows", 33)  # two vectors a centroid
+    printed = run(*what.split(), "--out", tmp_path, "--json", tmp_path / "out.json", "--calib-windows",
+                  33)  # two vectors a centroid
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert numbers["sinks at"] == [[0, 9], [0, 9]] and "sinks of window 1: 0 <s>, 9 " in printed
     blocks = printed.split("\n\n")[1:]
@@ -69,12 +69,21 @@ def test_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_path, what):
         for line, row in zip(lines[1:], rows):
             words = [cell(row[column], form) for column, (_, form) in module.COLUMNS.items()]
             assert re.split("  +", line.strip()) == words
-    assert (tmp_path / "timeline-pfn.png").exists() and (tmp_path / "timeline-kivi.png").exists()
 
 
-def test_the_page_of_the_command(run, tmp_path):
-    out = run("page", "--method", "pfn block=16,pfn block=32", "--out", tmp_path / "cache.html")
-    assert f"wrote {tmp_path / 'cache.html'}" in out and (tmp_path / "cache.html").stat().st_size < 500_000
+def test_the_page_of_the_command(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(command.page, "SHOWN", {name: command.page.SHOWN[name] for name in ("rtn", "pfn", "kvsink")})
+    out = run("page", "--out", tmp_path / "cache.html", "--json", tmp_path / "out.json")
+    assert f"wrote {tmp_path / 'cache.html'}" in out and (tmp_path / "cache.html").stat().st_size < 600_000
+    numbers = json.loads((tmp_path / "out.json").read_text())
+    assert numbers["texts"] == 2 and len(numbers["tokens"]) == 64 and numbers["model"].startswith("model")
+    # of texts of one's own, and with a GIF
+    (tmp_path / "texts.txt").write_text("Once there was a baker. His name was Nob\n\nWho sings? The singer")
+    out = run("page", "--text", tmp_path / "texts.txt", "--out", tmp_path / "own.html", "--gif", tmp_path / "own.gif",
+              "--json", tmp_path / "out.json")
+    numbers = json.loads((tmp_path / "out.json").read_text())
+    assert f"wrote {tmp_path / 'own.gif'}" in out and (tmp_path / "own.gif").read_bytes().startswith(b"GIF")
+    assert numbers["answers"] == 2 and "".join(numbers["tokens"][1:]).endswith(("Nob", "singer"))
 
 
 def test_a_cell():
@@ -136,11 +145,10 @@ def test_help_names_every_phenomenon(run, capsys):
     (["norms", "--model", "no/folder"], "no/folder"), (["norms", "--json", "no/such/folder/x.json"], "no/such/folder"),
     (["norms", "--out", __file__], "test_analysis_command"),
     (["norms", "--data", "no/file"], "no/file"), (["norms", "--layer", 6], "--layer 6"),
-    (["timeline", "--method", "rtm"], "rtm"), (["timeline", "--method", "rtn recent=3"], "recent"),
-    (["timeline", "--method", "rtn block=x"], "block"), (["timeline", "--method", "intactkv prefix=bos"], "prefix"),
-    (["norms", "page"], "page"), (["norms", "--method", "rtn"], "--method"),
-    (["page", "--out", "no/folder/cache.html"], "no/folder"), (["norms", "--context", 0], "--context"),
-    (["timeline", "--method", "rtn,,kivi"], "no method")])
+    (["norms", "--text", __file__], "--text"), (["page", "--text", "no/file"], "no/file"),
+    (["page", "--gif", "no/folder/x.gif"], "no/folder"),
+    (["norms", "page"], "page"), (["norms", "--gif", "x.gif"], "--gif"),
+    (["page", "--out", "no/folder/cache.html"], "no/folder"), (["norms", "--context", 0], "--context")])
 def test_bad_input_is_one_clear_line(run, capsys, words, named):
     with pytest.raises(SystemExit) as end:
         run(*words)

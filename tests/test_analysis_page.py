@@ -1,76 +1,25 @@
-"""The timeline and the page show what caches hold: token by token, and in a browser where there is one."""
+"""The page shows what caches hold and what models then predict: its numbers, and in a browser where there is one."""
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 
 import pytest
 import torch
 
-from tinykv.analysis import page, timeline
-from tinykv.analysis.walk import Text
+from tinykv import UserError
+from tinykv.analysis import gif, page
 from tinykv.cache import KVCache
+from tinykv.data.questions import Questions, read_questions
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 
-T, BROWSER = 100, shutil.which("chromium") or shutil.which("chromium-browser")
-SETTINGS = {"kivi": {"recent": 8, "group_size": 8}, "pfn": {"block": 16},
-            "antkv": {"vq": "d4m16", "anchors": 3, "block": 16, "recent": 8, "choose": "always"},
-            "kvsink": {"block": 16, "choose": "always", "emergence_layer": 0, "outlier_channel": 3}}
-
-
-@pytest.fixture(scope="module")
-def text():
-    torch.manual_seed(0)
-    model = Llama(LlamaConfig(64, 32, 48, 2, 4, 2, 16, 256)).requires_grad_(False)
-    marks = torch.zeros(1, T, dtype=torch.bool)
-    marks[0, [0, 40]] = True
-    return Text(model, torch.randint(0, 64, (1, T)), marks, 1, calibration=torch.randint(0, 64, (4, T)))
-
-
-def with_methods(text, *names):
-    return replace(text, methods={name: METHODS[name](text.model.config, **SETTINGS[name]) for name in names})
-
-
-@torch.no_grad()
-def fresh(text, method, n):
-    """A cache that has read the first n tokens one by one. The method has been calibrated."""
-    cache = KVCache(text.model, method)
-    for token in text.windows[0, :n]:
-        text.model(token[None, None], cache, logits=False)
-    return cache
-
-
-def expected_states(rows):
-    """By the definition: older than n_coded, one of the kept positions, or neither; in KV head 0."""
-    n = rows.n_coded + rows.recent.shape[2]
-    kept = [] if rows.kept_positions is None else rows.kept_positions[0, 0].tolist()
-    return "".join("k" if t in kept else "c" if t < rows.n_coded else "r" for t in range(n))
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_timeline_is_what_a_cache_holds_at_any_time(text, name):
-    text = with_methods(text, name)
-    row, = timeline.measure(text)
-    seen = set()
-    for n in (3, 16, 17, 47, T):
-        states = timeline.states_at(row["history"], n)
-        assert states == expected_states(fresh(text, text.methods[name], n).layers[1].keys)
-        seen |= set(states)
-    assert seen == set("rc" if name == "kivi" else "rck")
-    assert (row["tokens"], row["recent"], row["kept"]) == (T, states.count("r"), states.count("k"))
-
-
-def test_the_picture_of_a_method_has_its_states(text):
-    row, = timeline.measure(with_methods(text, "pfn"))
-    panel, = timeline.draw_small(text, row).axes
-    image = panel.images[0].get_array().filled(-1)
-    for n in (1, 20, T):
-        drawn = "".join("-rck"[int(x) + 1] for x in image[n - 1])
-        assert drawn == timeline.states_at(row["history"], n).ljust(T, "-")
-    assert len(timeline.draw(text, [row] * 4).axes) == 6
+T, BROWSER = 60, shutil.which("chromium") or shutil.which("chromium-browser")
+LENGTHS, AT = [T, 41], {0: (30, 32), 1: (40, 41)}  # of two texts: tokens, and where their answers are
+FEW = {name: page.SHOWN[name] for name in ("rtn", "rtn, 0 a level", "pfn", "kvsink", "kivi", "intactkv")}
+FEW["kvsink"] = ("kvsink", {"emergence_layer": 0, "outlier_channel": 3})
 
 
 class Words:
@@ -81,103 +30,284 @@ class Words:
         return "".join(f" <{i}>&" for i in ids)
 
 
+def make_model(**changes):
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(64, 32, 48, 2, 4, 2, 16, 256, **changes)).requires_grad_(False)
+
+
 @pytest.fixture(scope="module")
-def written(text, tmp_path_factory):
-    """A page of two methods: its path, its content, and the caches that it was made from."""
-    path, text = tmp_path_factory.mktemp("page") / "cache.html", with_methods(text, "kivi", "pfn")
-    content = page.write(path, text, Words, "small")
-    return path, content, {name: fresh(text, method, T) for name, method in text.methods.items()}
+def texts():
+    torch.manual_seed(1)
+    tokens = torch.randint(1, 64, (2, T))
+    tokens[:, 0] = 0
+    tokens[1, LENGTHS[1]:] = 5  # filling
+    return Questions(tokens, LENGTHS, [[AT[0]], [AT[1]]])
 
 
-def decimals(row):
-    exponent, *numbers = row
-    return [x * 10 ** exponent for x in numbers]
+@pytest.fixture(scope="module")
+def calibration():
+    torch.manual_seed(2)
+    return torch.randint(0, 64, (4, T))
+
+
+@pytest.fixture(scope="module")
+def made(texts, calibration):
+    """A model, the page's content and its methods; a random model has no sinks: two tokens are called so."""
+    model = make_model(bos_token_id=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "SHOWN", FEW)
+        patch.setattr(page, "find_sinks", lambda model, windows: torch.arange(windows.shape[1])[None] % 20 == 0)
+        methods, refused = page.make_methods(model, calibration)
+        content = {"model": "small", **page.content(model, Words, texts, calibration)}
+    assert not refused
+    methods["fp16"] = {16: METHODS["fp16"](model.config)}
+    return model, content, methods
 
 
 @torch.no_grad()
-def test_the_page_has_what_is_read(text, written):
-    path, content, caches = written
-    assert content["tokens"] == ["<s>" if i == 0 else f" <{i}>&" for i in text.windows[0].tolist()]
-    assert path.stat().st_size <= 500_000
-    assert set(re.findall(r"https?://[^\"'\s]+", path.read_text())) == {"http://www.w3.org/2000/svg"}  # no address
-    for name, cache in caches.items():
-        for layer in range(2):
-            for kind, held in (("k", cache.layers[layer].keys), ("v", cache.layers[layer].values)):
-                for head in range(2):
-                    rows, read = content["methods"][name]["rows"][layer][kind][head], held.read()[0, head].float()
-                    for t in range(T):
-                        near = 0.006 * read[t].abs().max().item()
-                        assert decimals(rows["read"][t]) == pytest.approx(read[t].tolist(), abs=near)
-                    packed = held.codes.packed[0, head]
-                    assert rows["bytes"] == [bytes(row.tolist()).hex() for row in packed]
-                    assert [len(codes) for codes in rows["codes"]] == [16] * held.n_coded
-    # what is not quantized yet is exact, and what is coded is not
-    rows = content["methods"]["kivi"]["rows"][1]["k"][0]
-    assert rows["exact"][-1] == rows["read"][-1] and rows["exact"][0] != rows["read"][0]
+def one_by_one(model, method, tokens):
+    """A cache that has read tokens (T) one by one -> the cache, and the logits after each, of those it has read."""
+    cache, found = KVCache(model, method), []
+    for i, token in enumerate(tokens):
+        if i >= (len(method.prefix.ids) if method.prefix else 0):  # a prefix is there from the start, and is not read
+            chunk = tokens[None, :i + 1] if not found else token[None, None]
+            found.append(model(chunk, cache)[0, -1])
+    return cache, torch.stack(found)
 
 
-@pytest.mark.parametrize("numbers, layers, heads", [(10 ** 6, [0, 1], [0, 1]), (20_000, [1], [0, 1]), (9, [1], [0])])
-def test_a_page_that_is_too_large_has_fewer_layers_and_heads(text, monkeypatch, numbers, layers, heads):
-    monkeypatch.setattr(page, "MOST", numbers)  # a layer and a head of one method have 6,400
-    assert page.shown_of(text, 1, T) == (layers, heads)
+def expected_states(rows, head):
+    """By the definition: older than n_coded, one of the kept positions, or neither."""
+    n = rows.n_coded + rows.recent.shape[2]
+    kept = [] if rows.kept_positions is None else rows.kept_positions[0, min(head, rows.kept_positions.shape[1] - 1)]
+    return "".join("k" if t in list(kept) else "c" if t < rows.n_coded else "r" for t in range(n))
 
 
-SCRIPT = """<script type="module">
-const $ = id => document.getElementById(id);
-while (!$("text").children.length) await new Promise(done => setTimeout(done, 20));
+def states_at(history, n):
+    """The page's states when n tokens have been read."""
+    return "".join([states for length, states in history if length <= n][-1:]).ljust(n, "r")
+
+
+def decoded(content, run, kind):
+    """The page's rows of a run: (T, channels)."""
+    lo, hi, steps = content["bounds"][kind]
+    numbers = [lo + (hi - lo) / steps * (ord(letter) - 0x100) for letter in content["runs"][run][kind]]
+    return torch.tensor(numbers).view(content["channels"], -1).T, (hi - lo) / steps
+
+
+@pytest.mark.parametrize("label, bits", [("fp16", 16), ("rtn", 2), ("kvsink", 2), ("kivi", 3), ("intactkv", 4)])
+def test_a_run_is_what_a_cache_that_reads_token_by_token_holds_and_predicts(made, texts, label, bits):
+    model, content, methods = made
+    w = next(w for w, (start, _) in AT.items() if start == content["at"] + 1)
+    tokens, method = texts.tokens[w, :LENGTHS[w]], methods[label][bits]
+    run, layer, head = content["runs"][f"{label} {bits}"], content["layer"], content["head"]
+    for n in (5, 17, 33, len(tokens)):
+        cache, _ = one_by_one(model, method, tokens[:n])
+        assert states_at(run["history"], n) == expected_states(cache.layers[layer].keys, head)
+    cache, logits = one_by_one(model, method, tokens)
+    assert run["bytes"] == cache.nbytes
+    for kind, rows in (("k", cache.layers[layer].keys), ("v", cache.layers[layer].values)):
+        found, step = decoded(content, f"{label} {bits}", kind)
+        assert (found - rows.read()[0, head].float()).abs().max() <= 0.51 * step
+    # losses, likely tokens and the answer; a prefix's own predictions are those of 16 bits
+    _, exact = one_by_one(model, methods["fp16"][16], tokens)
+    p = torch.cat([exact[:len(tokens) - len(logits)], logits]).softmax(-1)
+    assert run["loss"] == pytest.approx([-100 * math.log(p[i, t]) for i, t in enumerate(tokens[1:])], abs=0.6)
+    assert run["p"] == [pytest.approx((1000 * row.sort(descending=True).values[:5]).tolist(), abs=0.6) for row in p]
+    first = [content["pieces"][i] for i, *_ in run["top"]]
+    assert first == [f" <{int(row.argmax())}>&" for row in p]
+    assert run["writes"].startswith(first[content["at"]])
+    assert content["answer"][0] == f" <{tokens[content['at'] + 1]}>&"
+    assert run["answer"][0] == pytest.approx(p[content["at"], tokens[content["at"] + 1]].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("label, bits", [("rtn", 2), ("pfn", 3), ("kivi", 2)])
+def test_what_happens_to_all_texts_ignores_their_filling(made, texts, label, bits):
+    model, content, methods = made
+    total, count, right = 0.0, 0, 0
+    for row, length, (start, end) in zip(texts.tokens, LENGTHS, AT.values()):
+        _, logits = one_by_one(model, methods[label][bits], row[:length])
+        nll = torch.nn.functional.cross_entropy(logits[:-1], row[1:length], reduction="none")
+        total, count = total + nll.sum().item(), count + len(nll)
+        right += all(int(logits[i - 1].argmax()) == row[i] for i in range(start, end))
+    assert content["all"][label][bits] == [pytest.approx(total / count, abs=6e-4), right]
+
+
+def test_the_text_is_the_one_that_kvsink_helps_most():
+    texts = Questions(None, None, [[(7, 8)], [], [(3, 5), (9, 11)]])
+    chances = {("fp16", 16): [1, 0.7, 0.9]}
+    for bits in (2, 3, 4):
+        chances |= {("rtn", bits): [0.5, 0.5, 0.5], ("kvsink", bits): [0.6, 0.6, 0.6]}
+    chances["rtn", 3] = [0.5, 0.05, 0.2]
+    chances["kvsink", 3] = [0.9, 0.8, 0.9]  # gains of 0.4, 0.65 (no more than 16 bits have) and 0.7
+    assert page.pick(texts, None, chances) == (2, 8, 3)
+    losses = {"rtn": {4: [2.0], 3: [5.0], 2: [9.0]}, "kvsink": {4: [2.0], 3: [2.1], 2: [8.0]}}
+    assert page.pick(Questions(None, None, [[], []]), losses, {}) == (0, None, 3)
+
+
+def test_levels_are_those_of_the_formula(made):
+    _, content, methods = made
+    for label in ("rtn", "rtn, 0 a level"):
+        codec = methods[label][3].codecs[content["layer"]].v
+        s, z = codec.scale[content["head"]].item(), codec.zero[content["head"]].item()
+        expected = [s * q + z if label == "rtn" else s * (q - z) for q in range(8)]
+        assert content["levels"][label][3] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+class Letters:
+    """A tokenizer of a token a word, with the blank before it."""
+    bos_id = 1
+
+    def encode_with_offsets(text):
+        places = [match.span() for match in re.finditer(r"\s*\S+", text)]
+        return [2 + len(text[a:b]) for a, b in places], places
+
+
+def test_texts_of_a_file(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text("Who sings?\nIt is Mara\n\n\n a b\n")
+    texts = read_questions(path, Letters, 192)
+    assert texts.lengths == [6, 3] and texts.answers == [[(5, 6)], [(2, 3)]] and texts.tokens.shape == (2, 6)
+    for content, named in (("", "no text"), ("word", "text 1"), ("a b\n\n" + "a " * 200, "text 2 has 201 tokens")):
+        path.write_text(content)
+        Letters.bos_id = None if content == "word" else 1
+        with pytest.raises(UserError, match=named):
+            read_questions(path, Letters, 192)
+
+
+def test_a_gif_of_the_central_moment(made, tmp_path):
+    from PIL import Image
+    gif.write(tmp_path / "sink.gif", made[1])
+    with Image.open(tmp_path / "sink.gif") as image:
+        times = []
+        for i in range(image.n_frames):  # equal frames in a row have become one
+            image.seek(i)
+            times.append(image.info["duration"])
+        assert image.size == (760, 360) and sum(times) == 3 * (7 * gif.STEP + gif.HOLD)
+    assert (tmp_path / "sink.gif").stat().st_size < 500_000
+
+
+# In a browser
+
+DRIVER = """<script type="module">
+while (!document.querySelector("#free svg circle")) await new Promise(done => setTimeout(done, 20));
+const all = (host, what) => [...host.querySelectorAll(what)], seen = { width: innerWidth, steps: {}, free: {} };
 const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
-const seen = { states: {}, numbers: {} };
-for (const name of ["kivi", "pfn"]) {
-  [...$("methods").children].find(button => button.textContent === name).click();
-  for (const n of [10, 47, 100]) {
-    $("time").value = n;
-    $("time").dispatchEvent(new Event("input"));
-    seen.states[name + n] = [...$("text").children].map(token => token.className);
+const move = (host, value) => {
+  const range = host.querySelector("input");
+  range.value = value;
+  range.oninput();
+};
+for (const section of all(document, "section")) {
+  const range = section.querySelector("input"), title = section.querySelector("h2").textContent;
+  const found = { title, wide: 0, texts: [] };
+  for (const button of [null, ...all(section, "button")]) {
+    button?.click();
+    for (const value of range ? [range.max, (Number(range.min) + Number(range.max)) / 2, range.min] : [0]) {
+      if (range) move(section, value);
+      found.wide = Math.max(found.wide, document.documentElement.scrollWidth - innerWidth);
+      found.texts.push(section.textContent);
+    }
   }
-  for (const token of [2, 20, 99]) {
-    $("text").children[token].click();
-    seen.numbers[name + token] = [...$("numbers").rows[2].cells].slice(1).map(cell => Number(cell.textContent));
+  for (const row of all(section, "tr")) found.texts.push(all(row, "td").map(x => x.textContent).join("|"));
+  seen.steps[section.id] = found;
+}
+const free = document.getElementById("free");
+for (const name of ["rtn", "kvsink", "kivi"]) for (const bits of ["2 bits", "4 bits"]) {
+  for (const text of [name, bits]) all(free, "button").find(button => button.textContent === text).click();
+  for (const n of [5, 17, 33]) {
+    move(free, n);
+    const states = all(free, ".text span").map(token => token.className.split(" ")[1]);
+    seen.free[[name, bits[0], n]] = [states, all(free, ".odds b")[5].textContent];
   }
 }
-press("n");
-seen.selected = [...$("text").children].findIndex(token => token.classList.contains("selected"));
-press("1");
-press("ArrowLeft");
-seen.title = $("title").textContent;
-seen.bars = $("attention").querySelectorAll("rect").length;
-const out = document.createElement("pre");
-out.id = "seen";
-out.textContent = JSON.stringify(seen);
-document.body.append(out);
+all(free, ".text span")[20].click();
+for (const key of ["n", "n", "p", "v", "b", "m", "ArrowRight", "ArrowLeft", "ArrowLeft"]) press(key);
+seen.hash = decodeURIComponent(location.hash);
+parent.postMessage(JSON.stringify(seen), "*");
+</script>"""
+FRAME = """<iframe src="driven.html%s" style="border: 0; width: %dpx; height: 900px"></iframe><pre></pre><script>
+onmessage = event => { document.querySelector("pre").textContent = event.data; };
 </script>"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_the_page_in_a_browser(text, written, tmp_path):
-    """It opens without an error; the slider colours what a fresh cache holds then; a click shows what is read."""
-    path, content, caches = written
-    driven = tmp_path / "driven.html"
-    driven.write_text(path.read_text() + SCRIPT)
+def in_browser(content, folder, width, address=""):
+    """Walk through the page of this content in a frame of this width -> what was seen. Fails for a console message."""
+    page.write(folder / "page.html", content)
+    (folder / "driven.html").write_text((folder / "page.html").read_text() + DRIVER)
+    (folder / "frame.html").write_text(FRAME % (address, width))
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync",
-         f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=20000", "--enable-logging=stderr",
-         "--dump-dom", f"file://{driven}"], capture_output=True, text=True, timeout=300)
+         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1200,900",
+         f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000", "--enable-logging=stderr",
+         "--dump-dom", f"file://{folder / 'frame.html'}"], capture_output=True, text=True, timeout=300)
     assert "CONSOLE" not in done.stderr, done.stderr
-    found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)
+    found = re.search(r"<pre>(.+?)</pre>", done.stdout, re.S)
     assert found, done.stdout[-2000:] + done.stderr
-    seen = json.loads(html.unescape(found[1]))
+    return json.loads(html.unescape(found[1]))
 
+
+def percent(p):
+    """As the page writes a probability."""
+    return f"{100 * p:.1f}%" if 0.995 < p < 1 else f"{math.floor(100 * p + 0.5)}%" if p >= 0.01 else "<1%"
+
+
+STEPS = ["cache", "levels", "broken", "sinks", "value", "keep", "bits", "free"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [400, 1200])
+def test_all_steps_in_a_browser(made, texts, tmp_path, width):
+    """No console message, nothing wider than the page; texts, states and chances are those of the content."""
+    _, content, _ = made
+    seen = in_browser(content, tmp_path, width)
+    assert list(seen["steps"]) == STEPS and seen["width"] == width
+    for i, (name, step) in enumerate(seen["steps"].items(), 1):
+        assert step["wide"] <= 0, f"{name} is {step['wide']} pixels too wide"
+        assert name == "free" or step["title"].startswith(f"{i}. ")
+        assert not any(re.search(r"NaN|undefined|null|Infinity", text) for text in step["texts"]), name
+    T, bits = len(content["tokens"]), content["bits"]
+    assert any(f"{T} tokens: {T * 2 * 2 * 2 * 16 * 2:,} bytes" in text for text in seen["steps"]["cache"]["texts"])
+    for label in ("rtn", "pfn", "kvsink"):
+        chance = percent(content["runs"][f"{label} {bits}"]["answer"][0])
+        assert any(re.search(rf"(?<!\d){chance}", text) for text in seen["steps"]["keep"]["texts"])
+    base = content["all"]["fp16"][16][0]
+    for label in FEW:
+        losses = [content["all"][label][b] for b in (4, 3, 2)]
+        cells = [f"{right}, +{max(0, loss - base):.2f}" for loss, right in losses]
+        assert "|".join([label, *cells]) in seen["steps"]["bits"]["texts"]
     letters = {"recent": "r", "coded": "c", "kept": "k", "unread": "-"}
-    for name, cache in caches.items():
-        for n in (10, 47, T):
-            states = expected_states(fresh(text, cache.method, n).layers[1].keys).ljust(T, "-")
-            assert "".join(letters[classes.split()[1]] for classes in seen["states"][f"{name}{n}"]) == states
-        read = cache.layers[1].keys.read()[0, 0].float()  # the shown layer, KV head 0
-        for t in (2, 20, T - 1):
-            near = 0.006 * read[t].abs().max().item()
-            assert seen["numbers"][f"{name}{t}"] == pytest.approx(read[t].tolist(), abs=near)
-    assert seen["selected"] == 0 and seen["bars"] == T  # the one after the last is the first
-    states = expected_states(fresh(text, caches["kivi"].method, T - 1).layers[1].keys)
-    assert seen["title"] == (f"kivi has read {T - 1} tokens: {states.count('c')} coded (0 of them kept), "
-                             f"{states.count('r')} recent")
+    for key, (classes, chance) in seen["free"].items():
+        name, b, n = key.split(",")
+        run, n = content["runs"][f"{name} {b}"], int(n)
+        assert "".join(letters[word] for word in classes) == states_at(run["history"], n).ljust(T, "-")
+        assert chance == percent(run["p"][n - 1][0] / 1000)
+    assert seen["hash"] == "#intactkv;3;32;21;v"  # the last button of the walk was that of the key
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_an_address_opens_a_state(made, tmp_path):
+    _, content, _ = made
+    seen = in_browser(content, tmp_path, 1200, "#pfn;4;20;7;k")
+    assert "pfn at 4 bits has read" in seen["steps"]["free"]["texts"][0]
+    assert "The key of token 7" in seen["steps"]["free"]["texts"][0]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_what_a_model_or_a_text_lacks_loses_its_step_and_not_the_page(calibration, monkeypatch, tmp_path):
+    """Without <s> intactkv is left out by name; without sinks and a question their steps are."""
+    monkeypatch.setattr(page, "SHOWN", FEW)
+    texts = Questions(calibration[:2], [T, T], [[], []])
+    content = page.content(make_model(), Words, texts, calibration)
+    assert content["at"] is None and content["sinks"] == [] and "BOS" in content["refused"]["intactkv"]
+    monkeypatch.setitem(FEW, "intactkv", FEW["pfn"])
+    seen = in_browser({"model": "small", **content}, tmp_path, 1200)
+    assert list(seen["steps"]) == [name for name in STEPS if name not in ("broken", "sinks", "value")]
+    assert "Left out: intactkv (this model has no BOS" in seen["steps"]["bits"]["texts"][0]
+    assert not any(re.search(r"NaN|undefined|null", text) for step in seen["steps"].values() for text in step["texts"])
+
+
+def test_the_page_asks_the_network_for_nothing_and_writes_no_markup(made, tmp_path):
+    page.write(tmp_path / "page.html", made[1])
+    text = (tmp_path / "page.html").read_text()
+    assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|<script[^>]* src|<link", text)

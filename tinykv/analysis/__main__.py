@@ -4,30 +4,29 @@ them.
     python -m tinykv.analysis sinks
     python -m tinykv.analysis all --out docs/figures --json numbers.json
     python -m tinykv.analysis norms keys --model path/to/Llama-2-7b-hf --data wikitext2 --out .
-    python -m tinykv.analysis timeline --method "rtn,kivi recent=64" --out .
     python -m tinykv.analysis page --out cache.html
+    python -m tinykv.analysis page --text texts.txt --data calibration.txt --model path/to/a/model --gif sink.gif
 """
 import argparse
 import importlib
 from pathlib import Path
 
-from tinykv import UserError, files, hf, one_of
-from tinykv.analysis import page, timeline
+from tinykv import UserError, files, hf
+from tinykv.analysis import gif, page
 from tinykv.analysis.sinks import THRESHOLD, find_sinks
 from tinykv.analysis.walk import Text, print_table
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
-from tinykv.methods.registry import METHODS
+from tinykv.data.questions import Questions, read_questions
 from tinykv.run import cli, plots
-from tinykv.run.settings import all_settings_of, constructor_arguments, flags_of, load_class
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
+WINDOWS = 4  # the same
 
-NAMES = ("sinks", "outliers", "norms", "cosine", "bias", "keys", "errors", "widths", "prefix", "anchors", "maps",
-         "timeline")
+NAMES = ("sinks", "outliers", "norms", "cosine", "bias", "keys", "errors", "widths", "prefix", "anchors", "maps")
 PHENOMENA = {name: importlib.import_module(f"tinykv.analysis.{name}") for name in NAMES}  # each is a file
 NEED_SINKS = ("outliers", "norms", "cosine", "bias", "errors", "widths", "prefix")
-NEED_CALIBRATION = ("errors", "widths", "anchors", "timeline", "page")
+NEED_CALIBRATION = ("errors", "widths", "anchors")
 
 
 # The command
@@ -42,18 +41,20 @@ def parser():
         prog="python -m tinykv.analysis", description=__doc__, formatter_class=AsWritten,
         epilog="\n".join(shown) + "\nall\nall but the page\n\n"
                f"A token is a sink if its attention received reaches {THRESHOLD} in a tenth of all heads "
-               "of all layers.")
+               f"of all layers. Windows are {WINDOWS}, and {page.WINDOWS} for the page, unless told otherwise.")
     p.add_argument("what", nargs="+", metavar="WHAT", choices=(*NAMES, "page", "all"),
                    help=f"{', '.join(NAMES)}, page, or all: see below")
     cli.add_model(p)
-    cli.add_windows(p, windows=4, longest=LONGEST)
+    cli.add_windows(p, windows=None, longest=LONGEST)
     cli.add_bos(p)
     p.add_argument("--layer", metavar="L", type=int,
                    help="the layer that figures show (default: the middle one)")
-    p.add_argument("--method", metavar="NAME[,...]",
-                   help='timeline, page: methods with their settings, such as "rtn,kivi recent=64" (default: several)')
+    p.add_argument("--text", metavar="FILE",
+                   help="page: texts to choose from, a blank line between them; the last word of each is the answer to "
+                        "its question (default: windows of --data)")
     p.add_argument("--out", metavar="DIR|FILE",
                    help="draw each as DIR/WHAT.png (default: nothing is drawn); page: the file (default: cache.html)")
+    p.add_argument("--gif", metavar="PATH", help="page: also draw its central moment, as a GIF")
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
     return p
 
@@ -66,31 +67,15 @@ def check(args, names, config):
         raise UserError(f"--layer {args.layer}: this model has layers 0 to {config.num_hidden_layers - 1}")
     if "page" in names and len(names) > 1:
         raise UserError("page is written alone")
-    if args.method and not {"timeline", "page"} & set(names):
-        raise UserError("--method is for timeline and page")
+    for flag in ("text", "gif"):
+        if getattr(args, flag) and "page" not in names:
+            raise UserError(f"--{flag} is for page")
     cli.check_folder("json", args.json)
+    cli.check_folder("gif", args.gif)
     if "page" in names:
         cli.check_folder("out", args.out)
     elif args.out and Path(args.out).is_file():
         raise UserError(f"--out {args.out} is a file; give a folder")
-
-
-def methods_of(words, config):
-    """"rtn,kivi recent=64" -> {"rtn": Method, "kivi": Method}."""
-    methods = {}
-    for word in words.split(","):
-        name, *settings = word.split() or [""]
-        cls, chosen = load_class(name), {}
-        for setting in settings:
-            key, _, value = setting.partition("=")
-            one_of([x for x in all_settings_of(cls) if x != "prefix"], **{f"a setting of {name}": key})
-            kind, *_ = flags_of({**METHODS, name: cls})[key]
-            try:
-                chosen[key] = kind(value)
-            except ValueError:
-                raise UserError(f"--method {word}: {key} is a number; got {value!r}") from None
-        methods[name if name not in methods else word] = cls(config, **constructor_arguments(cls, chosen))
-    return methods
 
 
 # What is looked at
@@ -100,13 +85,16 @@ def load_text(args, names, model, tokenizer):
     device = model.lm_head.weight.device
     windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", bos=args.bos)
     windows = windows.tokens.to(device)  # (W, T)
-    calibration = None
-    if set(names) & set(NEED_CALIBRATION):
-        n = args.calib_windows or CALIBRATION_WINDOWS
-        calibration = load_windows(args.data, tokenizer, args.context, n, "calibration", bos=args.bos)
-        calibration = calibration.tokens.to(device)  # (C, T)
+    needs_calibration = set(names) & set(NEED_CALIBRATION)
+    calibration = calibration_of(args, tokenizer, device) if needs_calibration else None
     layer = model.config.num_hidden_layers // 2 if args.layer is None else args.layer
     return Text(model, windows, find_sinks(model, windows), layer, calibration)
+
+
+def calibration_of(args, tokenizer, device):
+    n = args.calib_windows or CALIBRATION_WINDOWS
+    windows = load_windows(args.data, tokenizer, args.context, n, "calibration", bos=args.bos)
+    return windows.tokens.to(device)  # (C, T)
 
 
 # What is printed
@@ -123,33 +111,29 @@ def print_sinks(text, tokenizer):
 
 
 def look(args):
-    # 1. the model, the text and its sinks
+    # 1. the model
     names = NAMES if "all" in args.what else tuple(dict.fromkeys(args.what))  # each once
     device = hf.usable_device(args.device)
     config = hf.load_config(args.model)
     check(args, names, config)
-    args.context = cli.context_of(args, config, LONGEST)
-    methods = {}  # {name: {label: Method}}
-    for name, module in (("timeline", timeline), ("page", page)):
-        if name in names:
-            methods[name] = methods_of(args.method or module.EXAMPLES, config)
+    is_page = names == ("page",)
+    args.windows = args.windows or (page.WINDOWS if is_page else WINDOWS)
+    args.context = cli.context_of(args, config, page.LONGEST if is_page else LONGEST)
     tokenizer = hf.load_tokenizer(args.model, config)
     model = hf.load_model(args.model, device, cli.dtype_of(args.dtype, device))
-    text = load_text(args, names, model, tokenizer)
     print(f"model {args.model}, {model.lm_head.weight.dtype}, {device}")
+    if is_page:
+        return write_page(args, model, tokenizer)
+
+    # 2. the text and its sinks
+    text = load_text(args, names, model, tokenizer)
     print(f"{args.data}: {args.windows} windows of {args.context} tokens")
     print_sinks(text, tokenizer)
 
-    # 2. a table for each name, and a figure; or the page
+    # 3. a table for each name, and a figure
     found = {}  # {name: rows}
     for name in names:
         print()
-        text.methods = methods.get(name)
-        if name == "page":
-            path = args.out or "cache.html"
-            page.write(path, text, tokenizer, Path(args.model).resolve().name)
-            print(f"wrote {path}")
-            continue
         module = PHENOMENA[name]
         if name in NEED_SINKS and not text.marks.any():
             print(f"{name}: no token of this text is a sink of this model")
@@ -159,15 +143,32 @@ def look(args):
         print_table(found[name], module.COLUMNS)
         if args.out:
             plots.save(module.draw(text, found[name]), Path(args.out, f"{name}.png"))
-    if args.out:  # the small ones
-        for row in found.get("timeline", []):
-            plots.save(timeline.draw_small(text, row), Path(args.out, f"timeline-{row['method']}.png"))
 
-    # 3. the numbers
+    # 4. the numbers
     if args.json:
         sinks = [marks.nonzero()[:, 0].tolist() for marks in text.marks]
         files.write_json(args.json, {"model": args.model, "data": args.data, "context": args.context,
                                        "windows": args.windows, "sinks at": sinks, **found})
+
+
+def write_page(args, model, tokenizer):
+    """The page, its GIF, and its numbers."""
+    device = model.lm_head.weight.device
+    if args.text:
+        texts = read_questions(args.text, tokenizer, page.LONGEST)
+    else:
+        windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", bos=args.bos)
+        texts = Questions(windows.tokens, [args.context] * args.windows, windows.answers)
+    texts.tokens = texts.tokens.to(device)  # (W, T)
+    content = {"model": Path(args.model).absolute().name,
+               **page.content(model, tokenizer, texts, calibration_of(args, tokenizer, device))}
+    page.write(args.out or "cache.html", content)
+    print(f"wrote {args.out or 'cache.html'}")
+    if args.gif:
+        gif.write(args.gif, content)
+        print(f"wrote {args.gif}")
+    if args.json:
+        files.write_json(args.json, content)
 
 
 def main():

@@ -1,6 +1,9 @@
-"""One HTML page that opens from disk and needs no network: a text coloured by where each token's key is (when),
-each key and value exact and as attention reads it, with its bytes and codes (what), and the attention that each
-token receives, with the outlier's |H| (why).
+"""One HTML page that opens from disk and needs no network: the story of a KV cache in few bits, on a text whose answer
+is lost and comes back; and then every method, number of bits and token to try.
+
+The texts are those of --text, the last word of each its answer, or windows of --data, and their questions. The page
+tells of one of them: the answer whose probability `kvsink` raises most above that of `rtn`, at any number of bits. What
+every method makes of all texts stands beside it.
 """
 import base64
 import gzip
@@ -10,37 +13,221 @@ from pathlib import Path
 
 import torch
 
-from tinykv import files
-from tinykv.analysis import outliers
-from tinykv.analysis.sinks import sink_scores
-from tinykv.analysis.timeline import read_text
-from tinykv.analysis.walk import Text, walk
+from tinykv import UserError, files
+from tinykv.analysis.sinks import find_sinks, sink_scores
+from tinykv.analysis.walk import walk
 from tinykv.cache import KVCache
-from tinykv.codecs.base import row_bytes, unpack
+from tinykv.calibrate import calibrate
+from tinykv.codecs.base import Codes, pack
+from tinykv.evaluate import chunks_of
+from tinykv.methods.antkv import attention_tiles
+from tinykv.methods.registry import METHODS
 
-LONGEST = 128  # tokens of the page
-MOST = 250_000  # numbers of the page, so that it has less than 500 KB
+LONGEST = 192  # tokens of a text
+WINDOWS = 48  # of --data, unless told otherwise
+BLOCK = 16  # tokens quantized at a time, and recent ones: few enough that something happens in a short text
+BITS = (4, 3, 2)
+TOP = 5  # most likely tokens that are shown
+CHANNELS = 32  # of a key or value that are shown, at most
+LEVELS = {"k": 120, "v": 500}  # steps between the smallest and the largest number of the page's rows
 TEMPLATE = Path(__file__).with_name("page.html")
-# blocks small enough that something happens in a short text
-EXAMPLES = ("rtn block=16,pfn block=16,kvsink block=16 choose=always,kivi recent=32 group_size=16,"
-            "ott recent=16 group_size=32")
+GROUPS = {"recent": BLOCK, "group_size": BLOCK}
+SHOWN = {  # what the page calls a method: its name, its settings
+    "rtn": ("rtn", {}), "rtn, 0 a level": ("rtn", {"formula": "integer-zero"}), "pfn": ("pfn", {}),
+    "kvsink": ("kvsink", {}), "kivi": ("kivi", GROUPS), "ott": ("ott", GROUPS), "skvq": ("skvq", {"recent": BLOCK}),
+    "intactkv": ("intactkv", {}), "kvquant": ("kvquant", {}), "cq": ("cq", {}), "antkv": ("antkv", {"recent": BLOCK})}
 
 
-class ExactRows(KVCache):
-    """A cache that also takes down every row as it comes, as the method stores it, before it is quantized."""
+# One run of a method
 
-    def reset(self):
-        self.exact = {}  # (layer, "k" or "v"): [(1, Hkv, T, d) of each chunk]
-        super().reset()
+def make_methods(model, calibration):
+    """Each method of SHOWN, calibrated: {label: {bits: Method}}; and those that the model refuses: {label: why}."""
+    methods, refused = {}, {}
+    for label, (name, settings) in SHOWN.items():
+        try:
+            methods[label] = {bits: make_method(model, calibration, name, bits, settings) for bits in BITS}
+        except UserError as error:
+            refused[label] = str(error)
+    return methods, refused
 
-    def update(self, layer, q, k, v, positions):
-        dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
-        stored = k.to(dtype)
-        if self.method.rope == "post":
-            stored = self.rope.rotate(stored, positions)
-        self.exact.setdefault((layer, "k"), []).append(stored)
-        self.exact.setdefault((layer, "v"), []).append(v.to(dtype))
-        return super().update(layer, q, k, v, positions)
+
+def make_method(model, calibration, name, bits, settings):
+    """Calibrated, with blocks of the page's size where the method's groups allow it."""
+    # codebooks of pairs of numbers have as many bits as they have centroids
+    of_bits = {"vq": f"d2m{4 ** bits}"} if name in ("cq", "antkv") else {"k_bits": bits, "v_bits": bits}
+    method = METHODS[name](model.config, **of_bits, **settings)
+    calibrate(model, method, calibration)
+    if method.prefix is not None:
+        method.prefix.fill(model, model)
+    if all(codec.tokens_per_group <= BLOCK for _, _, codec in method.each_codec()):
+        method.block = min(method.block, BLOCK)
+    return method
+
+
+@torch.inference_mode()
+def read(model, method, tokens, exact=None, layer=0, head=0):
+    """Read tokens (B, T) as in generation -> the cache, log-probabilities (B, T, vocab) of what follows each token,
+    and the history: [(tokens read, states of a layer's keys)].
+
+    exact: the log-probabilities in 16 bits, which are those at a prefix's own positions.
+    """
+    cache, parts, history = KVCache(model, method), [], []
+    for chunk in chunks_of(tokens, cache):
+        parts.append(model(chunk, cache).float().log_softmax(-1))
+        history.append((len(cache), states_of(cache.layers[layer].keys, head)))
+    if cache.start:
+        parts.insert(0, exact[:, :cache.start])
+    return cache, torch.cat(parts, dim=1), history
+
+
+def states_of(rows, head=0):
+    """The keys, or values, of a cache (`CachedRows`) -> where each token's is: "r" recent, "c" coded, "k" kept."""
+    states = ["c"] * rows.n_coded + ["r"] * rows.recent.shape[2]
+    if rows.kept_positions is not None:
+        of_heads = rows.kept_positions[0]  # (1 or Hkv, p)
+        for position in of_heads[min(head, len(of_heads) - 1)].tolist():
+            states[position] = "k"
+    return "".join(states)
+
+
+def losses(logp, tokens):
+    """Of each token but the first, in nats: (B, T - 1)."""
+    return -logp[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+
+
+@torch.inference_mode()
+def written(model, method, tokens, exact, n=5):
+    """The n tokens that the model writes after tokens (T), each time the most likely one."""
+    cache, logp, _ = read(model, method, tokens[None], exact)
+    found = [logp[0, -1].argmax()]
+    while len(found) < n:
+        found.append(model(found[-1].view(1, 1), cache)[0, -1].argmax())
+    return [int(x) for x in found]
+
+
+# All texts, and the one that is shown
+
+def measure(model, method, texts, exact=None):
+    """What a method makes of all texts: its loss in nats a token, how many answers are right, the probability of each
+    answer's first token, and the log-probabilities. exact: those of 16 bits."""
+    tokens, T = texts.tokens, texts.tokens.shape[1]
+    is_text = torch.arange(1, T) < torch.tensor(texts.lengths)[:, None]  # (W, T - 1): no filling
+    places = [(w, a, b) for w, spans in enumerate(texts.answers) for a, b in spans]
+    _, logp, _ = read(model, method, tokens, exact)
+    nll = losses(logp, tokens).cpu()  # (W, T - 1)
+    hit = (logp[:, :-1].argmax(-1) == tokens[:, 1:]).cpu()  # (W, T - 1)
+    right = sum(bool(hit[w, a - 1:b - 1].all()) for w, a, b in places)
+    return round(nll[is_text].mean().item(), 3), right, [math.exp(-nll[w, a - 1]) for w, a, _ in places], logp
+
+
+def pick(texts, found, chances):
+    """The text, the position before its answer, and the bits of the story. Without questions the first text, and the
+    bits at which kvsink's loss is furthest below rtn's."""
+    places = [(w, a - 1) for w, spans in enumerate(texts.answers) for a, _ in spans]
+    if not places:
+        return 0, None, max(BITS, key=lambda bits: found["rtn"][bits][0] - found["kvsink"][bits][0])
+    gains = {(i, bits): min(chances["fp16", 16][i], chances["kvsink", bits][i]) - chances["rtn", bits][i]
+             for i in range(len(places)) for bits in BITS}
+    i, bits = max(gains, key=gains.get)
+    return *places[i], bits
+
+
+# What the page holds
+
+def content(model, tokenizer, texts, calibration):
+    """All that the page shows."""
+    config = model.config
+    methods, refused = make_methods(model, calibration)
+    methods = {"fp16": {16: METHODS["fp16"](config)}, **methods}
+    found, chances, exact = {label: {} for label in methods}, {}, None
+    for label, by_bits in methods.items():
+        for bits, method in by_bits.items():
+            loss, right, chances[label, bits], logp = measure(model, method, texts, exact)
+            found[label][bits] = [loss, right]
+            exact = logp if exact is None else exact  # 16 bits go first
+    w, at, bits = pick(texts, found, chances)
+    tokens = texts.tokens[w, :texts.lengths[w]]  # (T)
+    sinks = find_sinks(model, tokens[None])[0].cpu().nonzero()[:, 0].tolist()
+    layer, head, attention = shown_layer(model, tokens, sinks)
+
+    # every method on the text
+    runs, pieces, rows, exact = {}, {}, {}, None
+    for label, by_bits in methods.items():
+        for b, method in by_bits.items():
+            cache, logp, history = read(model, method, tokens[None], exact, layer, head)
+            exact = logp if exact is None else exact
+            top = logp[0].topk(TOP)
+            runs[f"{label} {b}"] = run = {
+                "loss": [round(100 * x) for x in losses(logp, tokens[None])[0].tolist()],
+                "top": [[pieces.setdefault(t, len(pieces)) for t in of_token] for of_token in top.indices.tolist()],
+                "p": [[round(1000 * x) for x in of_token] for of_token in top.values.exp().tolist()],
+                "history": history, "bytes": cache.nbytes, "rope": method.rope}
+            rows[f"{label} {b}"] = shown_rows(cache, layer, head)
+            if at is not None:
+                run["answer"] = logp[0, at].exp()
+                run["writes"] = tokenizer.decode(written(model, method, tokens[:at + 1], exact))
+
+    # what is the same for all of them
+    words = [] if at is None else [int(tokens[at + 1])]  # the answer's first token, and other likely ones
+    for name in ("fp16 16", f"rtn {bits}", f"kvsink {bits}") if words else ():
+        words += runs[name]["answer"].topk(3).indices.tolist()
+    words = [*dict.fromkeys(words)][:6]
+    bounds = {kind: [min(of_run[kind].min().item() for of_run in rows.values()),
+                     max(of_run[kind].max().item() for of_run in rows.values())] for kind in "kv"}
+    for name, run in runs.items():
+        run |= {kind: characters(rows[name][kind], *bounds[kind], LEVELS[kind]) for kind in "kv"}
+        if at is not None:
+            run["answer"] = [round(run["answer"][t].item(), 4) for t in words]
+    levels = {label: {b: levels_of(method.codecs[layer].v, head) for b, method in by_bits.items()}
+              for label, by_bits in methods.items() if label.startswith(("rtn", "pfn", "kvsink"))}
+    return {
+        "tokens": words_of(tokens.tolist(), tokenizer), "sinks": sinks, "at": at, "bits": bits,
+        "layer": layer, "head": head, "layers": config.num_hidden_layers, "heads": config.num_key_value_heads,
+        "d": config.head_dim, "channels": min(config.head_dim, CHANNELS), "attention": attention,
+        "exact": exact_rows(model, tokens, layer, head), "levels": levels, "runs": runs,
+        "bounds": {kind: [*bounds[kind], LEVELS[kind]] for kind in "kv"}, "all": found,
+        "pieces": [tokenizer.decode([t]) for t in pieces], "answer": [tokenizer.decode([t]) for t in words],
+        "texts": len(texts.tokens), "answers": sum(map(len, texts.answers)), "refused": refused,
+        "about": {label: by_bits[min(by_bits)].describe() for label, by_bits in methods.items()}}
+
+
+def shown_rows(cache, layer, head):
+    """The keys, as they are stored, and the values of one layer and KV head: {"k", "v"}, each (T, channels)."""
+    held = {"k": cache.layers[layer].keys, "v": cache.layers[layer].values}
+    return {kind: rows.read()[0, head, :, :CHANNELS].float().cpu() for kind, rows in held.items()}
+
+
+def exact_rows(model, tokens, layer, head):
+    """Keys before and after RoPE, and values, in 16 bits: lists of `digits`."""
+    found = {}
+    for rope in ("pre", "post"):
+        method = METHODS["fp16"](model.config)
+        method.rope = rope
+        cache, _, _ = read(model, method, tokens[None])
+        rows = shown_rows(cache, layer, head)
+        found |= {rope: [digits(row) for row in rows["k"]], "v": [digits(row) for row in rows["v"]]}
+    return found
+
+
+def shown_layer(model, tokens, sinks):
+    """The layer and KV head whose weakest sink receives most, and the layer's attention in percent, mean over heads."""
+    blocks = walk(model, tokens)
+    n_heads = model.config.num_key_value_heads
+    scores = torch.stack([sink_scores(block) for block in blocks])  # (L, H, T)
+    scores = scores.unflatten(1, (n_heads, -1)).mean(2)  # (L, Hkv, T)
+    weakest = scores[:, :, sinks or [0]].amin(-1)  # (L, Hkv)
+    layer, head = divmod(weakest.argmax().item(), n_heads)
+    A = torch.zeros(len(tokens), len(tokens))
+    for tile, part in attention_tiles(blocks[layer].q, blocks[layer].k, blocks[layer].sliding):
+        A[tile, :part.shape[-1]] = part[0].mean(0).cpu()
+    return layer, head, [[round(100 * x) for x in A[i, :i + 1].tolist()] for i in range(len(tokens))]
+
+
+def levels_of(codec, head):
+    """The levels of a static grid of values, of one KV head."""
+    codes = torch.arange(codec.width) % (codec.max_code + 1)  # (d): every code
+    packed = pack(codes.to(codec.scale.device, torch.uint8).expand(1, len(codec.scale), 1, -1), codec.bits)
+    return codec.decode(Codes(packed))[0, head, 0].unique().tolist()
 
 
 def digits(row):
@@ -50,74 +237,25 @@ def digits(row):
     return [exponent, *(round(x / 10 ** exponent) for x in row.tolist())]
 
 
-def rows_of(cache, layer, kind, head):
-    """One KV head's rows after the whole text: exact, as they are read, and what is held of the coded ones."""
-    held = getattr(cache.layers[layer], "keys" if kind == "k" else "values")
-    read = held.read()[0, head].float()  # (T, d)
-    exact = torch.cat(cache.exact[layer, kind], dim=2)[0, head].float()  # (T, d), or without a prefix
-    exact = torch.cat([read[:len(read) - len(exact)], exact])  # (T, d)
-    found = {"exact": [digits(row) for row in exact], "read": [digits(row) for row in read], "bytes": [], "codes": []}
-    if held.codes is not None:
-        packed = held.codes.packed[0]  # (1 or Hkv, C, bytes)
-        packed = packed[min(head, len(packed) - 1)].cpu()  # (C, bytes)
-        bits, d = held.codec.bits, exact.shape[1]
-        if packed.dtype == torch.uint8:
-            found["bytes"] = [bytes(row.tolist()).hex() for row in packed]
-        # one code a channel, each below 10, so that a digit stands for it
-        if bits <= 3 and packed.shape[1] == row_bytes(d, bits):
-            found["codes"] = ["".join(map(str, row)) for row in unpack(packed, bits, d).tolist()]
-    return found
+def characters(rows, lo, hi, levels):
+    """Rows (T, d) -> a string, a character a number: steps of (hi - lo) / levels from U+0100 on."""
+    steps = ((rows - lo) / (hi - lo) * levels).round().int()  # (T, d)
+    return "".join(chr(0x100 + x) for x in steps.T.flatten().tolist())  # a channel after the other: it packs better
 
 
 def words_of(ids, tokenizer):
     """The text of each token, with the blanks around it."""
     words, before = [], ""
     for i, token in enumerate(ids):
-        read = tokenizer.decode(ids[:i + 1])
-        words.append("<s>" if token == tokenizer.bos_id else read[len(before):])
-        before = read
+        now = tokenizer.decode(ids[:i + 1])
+        words.append("<s>" if token == tokenizer.bos_id else now[len(before):])
+        before = now
     return words
 
 
-def shown_of(text, n_methods, T):
-    """The layers, around the shown one, and the KV heads whose rows the page holds: not more than MOST numbers."""
-    config = text.model.config
-    n_pairs = MOST // (n_methods * 4 * T * config.head_dim)  # of a layer and a head: K and V, exact and read
-    heads = list(range(max(1, min(config.num_key_value_heads, n_pairs))))
-    n_layers = max(1, min(config.num_hidden_layers, n_pairs // len(heads)))
-    first = min(text.layer, config.num_hidden_layers - n_layers)
-    return list(range(first, first + n_layers)), heads
-
-
-def content(text, tokenizer):
-    """All that the page shows."""
-    tokens, marks = text.begin(LONGEST)  # (T) both
-    first = Text(text.model, tokens[None], marks[None], text.layer)
-    channel = outliers.measure(first)[0]["channel"] if marks.any() else 0
-    layers, heads = shown_of(text, len(text.methods), len(tokens))
-    blocks = walk(text.model, tokens)[layers[0]:layers[-1] + 1]
-    page = {
-        "tokens": words_of(tokens.tolist(), tokenizer),
-        "sinks": marks.nonzero()[:, 0].tolist(),
-        "layers": layers, "heads": heads, "shown": text.layer,
-        "channel": channel,
-        "attention": {at.layer: [[round(x, 3) for x in head] for head in sink_scores(at).tolist()] for at in blocks},
-        "sizes": {at.layer: [round(x, 2) for x in at.hidden[:, channel].abs().tolist()] for at in blocks},
-        "methods": {},
-    }
-    for label, method in text.methods.items():
-        cache, history = read_text(text, method, tokens, ExactRows)
-        rows = {layer: {kind: {head: rows_of(cache, layer, kind, head) for head in heads} for kind in "kv"}
-                for layer in layers}
-        page["methods"][label] = {"history": history, "bits": f"{method.k_bits:g}", "rows": rows}
-    return page
-
-
-def write(path, text, tokenizer, name):
-    """Write the page of a model of this name, whole or not at all."""
-    page = {"about": f"Model {name}; where the keys of layer {text.layer} are.", **content(text, tokenizer)}
-    data = json.dumps(page, separators=(",", ":")).encode()
+def write(path, page):
+    """Write the page of this content, whole or not at all."""
+    data = json.dumps(page, separators=(",", ":"), ensure_ascii=False).encode()
     packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()
     html = TEMPLATE.read_text().replace("DATA", packed, 1)
     files.write(path, lambda part: Path(part).write_text(html))
-    return page

@@ -34,16 +34,10 @@ class Text:
     layer: int  # that figures show
     calibration: torch.Tensor | None = None  # (C, T)
     calibration_marks: torch.Tensor | None = None  # (C, T): True at its sinks; found when first needed
-    methods: dict | None = None  # {label: Method}, of the timeline and the page
 
     def shown(self):
         """What figures show: the first window in the shown layer, and its sinks (T)."""
         return walk(self.model, self.windows[0])[self.layer], self.marks[0]
-
-    def begin(self, n):
-        """The first n tokens of the window with the most sinks among them, and their marks: (n) both."""
-        w = int(self.marks[:, :n].sum(1).argmax())
-        return self.windows[w, :n], self.marks[w, :n]
 
 
 @torch.no_grad()
