@@ -68,11 +68,14 @@ def check(args, names, config):
         raise UserError("page is written alone")
     if args.method and not {"timeline", "page"} & set(names):
         raise UserError("--method is for timeline and page")
-    cli.check_folder("json", args.json)
+    cli.check_outputs(args, json="tinykv-numbers")
     if "page" in names:
-        cli.check_folder("out", args.out)
-    elif args.out and Path(args.out).is_file():
-        raise UserError(f"--out {args.out} is a file; give a folder")
+        cli.check_outputs(args, out="tinykv-page")
+    elif args.out:
+        if Path(args.out).is_file():
+            raise UserError(f"--out {args.out} is a file; give a folder")
+        for name in names:
+            files.check_target(Path(args.out, f"{name}.png"), plots.KIND)
 
 
 def methods_of(words, config):
@@ -166,8 +169,9 @@ def look(args):
     # 3. the numbers
     if args.json:
         sinks = [marks.nonzero()[:, 0].tolist() for marks in text.marks]
-        files.write_json(args.json, {"model": args.model, "data": args.data, "context": args.context,
-                                       "windows": args.windows, "sinks at": sinks, **found})
+        numbers = {"model": args.model, "data": args.data, "context": args.context, "windows": args.windows,
+                   "sinks at": sinks, **found}
+        files.write_json(args.json, numbers, "tinykv-numbers")
 
 
 def main():

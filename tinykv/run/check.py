@@ -20,9 +20,7 @@ def check_flags(args):
         raise UserError("--choose is for a text with a prompt; give --prompt, too")
     if args.at_bits is not None and not 0 < args.at_bits < math.inf:
         raise UserError(f"--at-bits must be a number above 0; got {args.at_bits}")
-    cli.check_folder("json", args.json)
-    cli.check_folder("calibration", args.calibration)
-    cli.check_folder("plot", args.plot)
+    cli.check_outputs(args, json="tinykv-table", calibration="tinykv-calibration", plot="tinykv-figure")
 
 
 def check_entries(setup, entries):

@@ -18,7 +18,7 @@ COLUMNS = {
     "weights": (7, "weights", ""),
     "method": (8, "label", ""),
     "scheme": (6, "scheme", ""),
-    "keep": (4, "preserve", ""),
+    "keep": (4, "preserve", "g"),
     "ppl": (7, "ppl", ".3f"),
     "delta": (7, "delta_ppl", "+.3f"),
     "+-": (6, "delta_se", ".3f"),
@@ -91,7 +91,7 @@ def row_of(entry, fp16, args):
         "scheme": entry.method.scheme,
         "k_bits": entry.method.k_bits,
         "v_bits": entry.method.v_bits,
-        "preserve": entry.method.preserve,
+        "preserve": entry.method.preserve or entry.result and round(mean(entry.result.kept), 1),
         "protocol": args.protocol,
         "prompt": args.prompt,  # tokens of it, or None
         "choose": choice_of(entry, args),
@@ -164,7 +164,7 @@ class Table:
         self.print_row(self.rows[-1])
         path = self.setup.file("json")
         if path not in (None, "-"):
-            files.write_json(path, self.content())
+            files.write_json(path, self.content(), "tinykv-table")
 
     def print_row(self, row):
         """A row; "-" for what it has not, as where its method has failed."""
