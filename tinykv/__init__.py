@@ -12,6 +12,10 @@ class UserError(ValueError):
     """Bad input. One line: what was found, what was expected, what to do. Commands print it and
     exit with status 2."""
 
+    def _render_traceback_(self):
+        """What a notebook shows: that line."""
+        return [f"UserError: {self}"]
+
 
 def at_least(least, **settings):
     """UserError if a setting is below what it can be; None is no setting."""

@@ -38,6 +38,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings):
         super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
 
+    def parse_known_args(self, words=None, namespace=None):
+        for word in sys.argv[1:] if words is None else words:
+            if word.endswith("=--"):  # which argparse takes for no value
+                self.error(f"{word}: -- is no value")
+        return super().parse_known_args(words, namespace)
+
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {printable(message)}; see --help\n")
 
