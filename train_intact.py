@@ -76,8 +76,9 @@ class State:
 
     def save(self):
         tensors = {"keys": self.keys, "values": self.values}
-        for i, moments in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"{i}.{name}": moment for name, moment in moments.items()}
+        for name, parameter in list(tensors.items()):
+            for moment, tensor in self.optimizer.state[parameter].items():
+                tensors[f"{name}.{moment}"] = tensor
         save_tensors(self.path, tensors, {"format": STATE, "made of": self.made_of, "done": str(self.done)})
 
     def load(self):
@@ -86,12 +87,13 @@ class State:
             raise UserError(f"{self.path} is the state of another run, of other settings, texts or "
                             "source; remove it to begin anew, or give another --out")
         self.done = int(notes["done"])
-        self.keys.data, self.values.data = tensors.pop("keys"), tensors.pop("values")
-        optimizer = self.optimizer.state_dict()
-        for name, moment in tensors.items():  # "0.exp_avg": of the keys
-            i, _, name = name.partition(".")
-            optimizer["state"].setdefault(int(i), {})[name] = moment
-        self.optimizer.load_state_dict(optimizer)
+        for name, tensor in tensors.items():
+            name, _, moment = name.partition(".")
+            parameter = getattr(self, name)
+            if moment:  # as "keys.exp_avg"
+                self.optimizer.state[parameter][moment] = tensor
+            else:
+                parameter.data = tensor
 
 
 def text_order(samples, seed, length):

@@ -20,7 +20,7 @@ class UserError(ValueError):
 def at_least(least, **settings):
     """UserError if a setting is below what it can be; None is no setting."""
     for name, value in settings.items():
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # nor is NaN
             raise UserError(f"{name.replace('_', ' ')} must be at least {least}; got {value}")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError
+from tinykv import UserError, all_finite
 
 LARGEST = 2 ** 30  # bytes of a text
 # of this package, what can change what calibration finds
@@ -56,9 +56,8 @@ def load_tensors(path, kind, device="cpu"):
         with safe_open(path, "pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             notes = json.loads((file.metadata() or {}).get("notes", "{}"))
-    except (SafetensorError, OSError) as error:  # such as a file that is not whole
-        raise UserError(f"{path} is no {kind} ({first_line(error)}); give another name, or remove it to make it "
-                        "again") from None
+    except (SafetensorError, OSError):  # such as a file that is not whole
+        notes = {}
     if notes.get("format") != kind or notes.pop("digest") != digest_of(tensors, notes):
         raise UserError(f"{path} is no {kind}, or a damaged one; give another name, or remove it to make it again")
     return tensors, notes
@@ -72,14 +71,6 @@ def digest_of(tensors, notes):
         tensor = tensor.detach().cpu().contiguous()
         digest.update(tensor.flatten().view(torch.uint8).numpy())  # (bytes)
     return digest.hexdigest()
-
-
-def check_finite(what, tensors):
-    """UserError if one of {name: tensor} holds a number that is not finite."""
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor.float()).all():
-            raise UserError(f"{what}: {name} holds numbers that are not finite; use another "
-                            "--dtype, or other settings")
 
 
 def check_regular(path, largest=math.inf):
@@ -182,24 +173,22 @@ def sources(*objects):
     that is loaded from the folder of a class of the user's own. UserError for a class that stands in no file."""
     # 1. this package's
     package = Path(__file__).parent
-    found = {path for path in package.rglob("*.py") if path.relative_to(package).parts[0].removesuffix(".py") in COMPUTES}
+    found = {path for name in COMPUTES for path in (*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py"))}
 
     # 2. the folders of the user's own classes
+    loaded = {name: Path(getattr(module, "__file__", None) or "").resolve() for name, module in sys.modules.items()}
     folders = set()
     for cls in {cls for thing in objects for cls in type(thing).__mro__}:
-        if cls.__module__.partition(".")[0] in {"tinykv", *sys.stdlib_module_names}:
-            continue
-        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-        if file is None:  # a class of a notebook
-            raise UserError(f"{cls.__name__} stands in no file, so nobody can see whether it has been edited; put it "
-                            "into one, or leave out --calibration")
-        folders.add(Path(file).resolve().parent)
+        if cls.__module__.partition(".")[0] not in {"tinykv", *sys.stdlib_module_names}:
+            if not loaded.get(cls.__module__, Path()).is_file():  # a class of a notebook
+                raise UserError(f"{cls.__name__} stands in no file, so nobody can see whether it has been edited; put "
+                                "it into one, or leave out --calibration")
+            folders.add(loaded[cls.__module__].parent)
 
     # 3. what is loaded from there, but neither this package nor what pip has installed
-    for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "").resolve()
-        installed = package in path.parents or {"site-packages", "dist-packages"} & {*path.parts}
-        if path.is_file() and not installed and not folders.isdisjoint(path.parents):
+    for path in loaded.values():
+        outside = package in path.parents or {"site-packages", "dist-packages"} & {*path.parts}
+        if path.is_file() and not outside and not folders.isdisjoint(path.parents):
             found.add(path)
     return sorted(found)
 
@@ -236,7 +225,8 @@ class CalibrationFile:
 
     def put(self, name, made_of, tables):
         """Add tables, and write the file. UserError if a number in them is not finite."""
-        check_finite(name, tables)
+        for table, tensor in tables.items():
+            all_finite(f"{name}: numbers of {table}", tensor)
         self.tables[name], self.made_of[name] = tables, made_of
         if self.path:
             self.save()

@@ -1,11 +1,10 @@
 """What can be seen to be wrong before anything is computed: with the flags, with a method, with the rows together."""
 import copy
-import math
 from types import SimpleNamespace
 
 import torch
 
-from tinykv import UserError, at_least, one_of
+from tinykv import UserError, one_of
 from tinykv.cache import LayerCache
 from tinykv.codecs.base import Codes, Pair
 from tinykv.methods.base import CHOOSE
@@ -16,12 +15,11 @@ from tinykv.run import cli
 
 def check_flags(args):
     """What can be seen to be wrong before anything is loaded."""
+    cli.check_counts(args, 0, "at-bits")
     cli.check_counts(args, 2, "context")
     cli.check_counts(args, 1, "windows", "calib-windows", "draws", "batch", "prompt")
     if hasattr(args, "choose") and not args.prompt:
         raise UserError("--choose is for a text with a prompt; give --prompt, too")
-    if args.at_bits is not None and not 0 < args.at_bits < math.inf:
-        raise UserError(f"--at-bits must be a number above 0; got {args.at_bits}")
     cli.check_outputs(args, json="tinykv-table", calibration="tinykv-calibration", plot="tinykv-figure")
 
 
