@@ -91,7 +91,7 @@ def row_of(entry, fp16, args):
         "scheme": entry.method.scheme,
         "k_bits": entry.method.k_bits,
         "v_bits": entry.method.v_bits,
-        "preserve": entry.method.preserve or entry.result and round(mean(entry.result.kept), 1),
+        "preserve": entry.method.preserve,
         "protocol": args.protocol,
         "prompt": args.prompt,  # tokens of it, or None
         "choose": choice_of(entry, args),
@@ -104,6 +104,7 @@ def row_of(entry, fp16, args):
     results, exact = (e.results * (args.draws // len(e.methods)) for e in (entry, fp16))
     if row["fault"]:
         return {**row, **dict.fromkeys(figures_of(exact, exact))}
+    row["preserve"] = row["preserve"] or round(mean(sum_of(results).kept), 1)  # of one's own, what the cache keeps
     return {**row, **figures_of(results, exact)}
 
 
