@@ -75,11 +75,11 @@ class State:
         self.save()
 
     def save(self):
-        tensors = {"keys": self.keys, "values": self.values}
-        for name, parameter in list(tensors.items()):
-            for moment, tensor in self.optimizer.state[parameter].items():
-                tensors[f"{name}.{moment}"] = tensor
-        save_tensors(self.path, tensors, {"format": STATE, "made of": self.made_of, "done": str(self.done)})
+        parameters = {"keys": self.keys, "values": self.values}
+        moments = {f"{name}.{moment}": tensor for name, parameter in parameters.items()
+                   for moment, tensor in self.optimizer.state[parameter].items()}
+        notes = {"format": STATE, "made of": self.made_of, "done": str(self.done)}
+        save_tensors(self.path, parameters | moments, notes)
 
     def load(self):
         tensors, notes = load_tensors(self.path, STATE, self.keys.device)

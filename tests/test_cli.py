@@ -545,8 +545,9 @@ def test_a_command_replaces_what_it_wrote(command, tmp_path):
 
 
 @pytest.mark.parametrize("words, said", [
-    ("--data pipe", "pipe is no file"), ("--data /dev/zero", "/dev/zero is no file"), ("--data sparse", "sparse has more"),
-    ("--method intactkv --prefix long.txt", "long.txt has more"), ("--method intactkv --prefix pipe", "pipe is no file"),
+    ("--data pipe", "pipe is no file"), ("--data /dev/zero", "/dev/zero is no file"),
+    ("--data sparse", "sparse has more"), ("--method intactkv --prefix long.txt", "long.txt has more"),
+    ("--method intactkv --prefix pipe", "pipe is no file"),
     ("--method intactkv --prefix p.safetensors", "p.safetensors is no file"),
     ("--windows 1000000000", "1000000000 windows of 1024 tokens"),
     ("--windows 1 --calib-windows 1000000000 --method rtn", "1000000000 windows"), ("--data=--", "--data=--"),

@@ -47,7 +47,8 @@ class Result:
 
     def add(self, other):
         """Take in the `Result` of the windows that follow."""
-        for name in ("nll", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets", "tokens", "seconds"):
+        for name in ("nll", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets", "tokens",
+                     "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
 
@@ -151,7 +152,8 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
             outputs = [reference[:, :cache.start], *outputs]
         hidden = torch.cat(outputs, dim=1)  # (B, T, D)
         count_bits(result, cache, tokens)
-        result.kept += [kept_tokens(cache)] * len(tokens)  # of a batch only the mean is known
+        kept = [kept_tokens(rows) for layer in cache.layers for rows in (layer.keys, layer.values)]
+        result.kept += [mean(kept)] * len(tokens)  # of a batch only the mean is known
 
         # 2. compare its predictions with the text's tokens and with fp16's predictions
         add_predictions(result, model, hidden, reference, tokens, answers, windows.start)
@@ -285,14 +287,10 @@ def count_bits(result, cache, tokens):
     result.bits_far += [bits_far] * B
 
 
-def kept_tokens(cache):
-    """How many tokens a cache keeps: the mean over sequences, layers and KV heads, keys and values."""
-    counts = []
-    for layer in cache.layers:
-        for rows in (layer.keys, layer.values):
-            heads = [[]] if rows.kept_positions is None else rows.kept_positions.flatten(0, 1).tolist()
-            counts.append(mean([len(set(head)) for head in heads]))
-    return mean(counts)
+def kept_tokens(rows):
+    """How many tokens a `CachedRows` keeps: the mean over sequences and KV heads."""
+    heads = [[]] if rows.kept_positions is None else rows.kept_positions.flatten(0, 1).tolist()
+    return mean([len(set(head)) for head in heads])
 
 
 def recent_token_bytes(rows):

@@ -84,10 +84,9 @@ def check_regular(path, largest=math.inf):
 # Writing
 
 def write_json(path, content, kind=None):
-    """ValueError for a number that is not finite, which JSON does not know."""
-    if kind is not None:
-        content = {"format": kind, **content}
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    """ValueError for a number that is not finite, which JSON does not know. kind: see `check_target`."""
+    marked = {"format": kind, **content} if kind else content
+    text = json.dumps(marked, indent=2, allow_nan=False) + "\n"
     write(path, lambda part: part.write_text(text, encoding="utf-8"), kind)
 
 
@@ -128,7 +127,7 @@ def check_target(path, kind):
     """
     if not os.path.exists(path):
         return
-    if os.path.isfile(path):
+    if os.path.isfile(path) and os.access(path, os.R_OK):
         with open(path, "rb") as file:
             beginning = file.read(4096)
         if kind is None or kind.encode() in beginning:

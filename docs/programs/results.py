@@ -93,7 +93,7 @@ def with_table(text, command, table):
 # Sentences
 
 def missing(page, text, printed):
-    """A line for each figure with a decimal point that a text of a page has, and the tables, or the papers', have not."""
+    """A line for each figure with a decimal point in a text of a page that the tables, or the papers', have not."""
     text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", text)
     papers = "\n".join(re.findall(r"^\|.*", PAPERS.read_text(), re.MULTILINE))
     found = []

@@ -49,7 +49,7 @@ def check_method(method, config):
     for name in least:
         value = getattr(method, name)
         if not isinstance(value, int | float) or not value >= least[name]:  # nor is NaN
-            raise UserError(f"{name} of {type(method).__name__} must be a number, at least {least[name]}; got {value!r}")
+            raise UserError(f"{name} of {type(method).__name__} must be a number from {least[name]} on; got {value!r}")
     if not isinstance(method.prefix, Prefix | None):
         raise UserError(f"prefix of {type(method).__name__} must be an intactkv.Prefix, or None; got {method.prefix!r}")
     check_codecs(method, config)
@@ -61,7 +61,7 @@ def check_codecs(method, config):
     """The codecs of each layer, and what they make of a few rows. One that needs calibration is tried after it."""
     name, L = type(method).__name__, config.num_hidden_layers
     if not isinstance(method.codecs, list | tuple) or [type(pair) for pair in method.codecs] != [Pair] * L:
-        raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one for each layer; got {method.codecs!r}")
+        raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {method.codecs!r}")
     codecs = {type(codec): codec for pair in method.codecs for codec in pair
               if not codec.passes or codec.calibrated()}
     # those of the package are tested by its tests; a breakpoint in one of them stops at a real text first

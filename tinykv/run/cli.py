@@ -142,8 +142,8 @@ def check_counts(args, least, *flags):
 
 
 def check_outputs(args, **kinds):
-    """UserError if an output of the command, {flag: kind of file}, cannot be written, would replace what the program did
-    not write, or is what another flag names."""
+    """UserError if an output of the command, {flag: kind of file}, cannot be written, would replace what the program
+    did not write, or is what another flag names."""
     named = [os.path.realpath(word) for word in vars(args).values() if isinstance(word, str)]
     for flag, kind in kinds.items():
         path = getattr(args, flag)

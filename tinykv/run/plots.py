@@ -34,8 +34,7 @@ def new_figure(rows, columns, width, height, title=None):
 
 def save(figure, path):
     """Write a Figure as PNG, whole or not at all."""
-    about = {"Software": KIND}
-    files.write(path, lambda part: figure.savefig(part, format="png", dpi=150, metadata=about), KIND)
+    files.write(path, lambda part: figure.savefig(part, format="png", dpi=150, metadata={"Software": KIND}), KIND)
 
 
 def style(i):
