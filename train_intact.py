@@ -4,7 +4,6 @@
     python eval_ppl.py --method intactkv --weights rtn --w-bits 3 --prefix trained.safetensors
 """
 import math
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,12 +12,13 @@ from tinykv import UserError, hf
 from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import measure
-from tinykv.files import CalibrationFile, fingerprint, identity, write
-from tinykv.methods import intactkv
+from tinykv.files import CalibrationFile, fingerprint, identity, load_tensors, save_tensors, sources
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
 from tinykv.run import cli
-from tinykv.run.prefix import fill_prefix, open_prefix, save_prefix
+from tinykv.run.prefix import FORMAT, fill_prefix, open_prefix, save_prefix
+
+STATE = "tinykv-training"  # what the file of a run says that it is
 
 
 def parser():
@@ -55,7 +55,7 @@ class State:
     """The parameters, their optimizer, and the file of both: a run can be stopped at any time.
 
     keys, values (L, Hkv, n, d): where training begins. made_of: the `identity` of the run; UserError
-    if the file is that of another run.
+    if the file is damaged, or that of another run.
     """
 
     def __init__(self, path, made_of, keys, values, lr):
@@ -75,18 +75,25 @@ class State:
         self.save()
 
     def save(self):
-        state = {"made of": self.made_of, "done": self.done, "keys": self.keys.data, "values": self.values.data,
-                 "optimizer": self.optimizer.state_dict()}
-        write(self.path, partial(torch.save, state))
+        parameters = {"keys": self.keys, "values": self.values}
+        moments = {f"{name}.{moment}": tensor for name, parameter in parameters.items()
+                   for moment, tensor in self.optimizer.state[parameter].items()}
+        notes = {"format": STATE, "made of": self.made_of, "done": str(self.done)}
+        save_tensors(self.path, parameters | moments, notes)
 
     def load(self):
-        state = torch.load(self.path, self.keys.device, weights_only=True)
-        if state["made of"] != self.made_of:
+        tensors, notes = load_tensors(self.path, STATE, self.keys.device)
+        if notes["made of"] != self.made_of:
             raise UserError(f"{self.path} is the state of another run, of other settings, texts or "
                             "source; remove it to begin anew, or give another --out")
-        self.done = state["done"]
-        self.keys.data, self.values.data = state["keys"], state["values"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.done = int(notes["done"])
+        for name, tensor in tensors.items():
+            name, _, moment = name.partition(".")
+            parameter = getattr(self, name)
+            if moment:  # as "keys.exp_avg"
+                self.optimizer.state[parameter][moment] = tensor
+            else:
+                parameter.data = tensor
 
 
 def text_order(samples, seed, length):
@@ -174,8 +181,8 @@ def check(args):
         raise UserError(f"--lr must be above 0; got {args.lr}")
     if Path(args.out).suffix != ".safetensors":
         raise UserError(f"--out is a name that ends in .safetensors; got {args.out}")
-    cli.check_folder("out", args.out)
-    cli.check_folder("calibration", args.calibration)
+    args.state = f"{args.out}.state"
+    cli.check_outputs(args, out=FORMAT, state=STATE, calibration="tinykv-calibration")
 
 
 def run(args):
@@ -215,8 +222,8 @@ def run(args):
     # 5. Train
     trained_for = {"model": fingerprint(full), "weights": weights}
     settings = [args.accumulate, args.lr, args.clip, args.seed]
-    made_of = identity(trained_for, prefix.ids, *first, *texts, settings, intactkv)
-    state = State(f"{args.out}.state", made_of, *first, args.lr)
+    made_of = identity(trained_for, prefix.ids, *first, *texts, settings, *sources())
+    state = State(args.state, made_of, *first, args.lr)
     print(f"model {args.model}, weights {weights}")
     print(f"prefix {args.prefix}: {n} tokens, {state.keys.numel() + state.values.numel():,} parameters")
     if state.done:

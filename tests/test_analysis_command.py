@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 
 from tinykv import hf
 from tinykv.analysis import __main__ as command
-from tinykv.analysis import bias, sinks
-from tinykv.analysis.walk import Text, cell
+from tinykv.analysis import bias, sinks, walk
 from tinykv.data.windows import load_windows
 from tinykv.methods import antkv
 from tinykv.model import Llama, LlamaConfig
@@ -67,7 +68,7 @@ def test_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_path, what):
         assert len(lines) == len(rows) + 1 and len({len(line) for line in lines}) == 1
         assert lines[0].split() == " ".join(head for head, _ in module.COLUMNS.values()).split()
         for line, row in zip(lines[1:], rows):
-            words = [cell(row[column], form) for column, (_, form) in module.COLUMNS.items()]
+            words = [walk.cell(row[column], form) for column, (_, form) in module.COLUMNS.items()]
             assert re.split("  +", line.strip()) == words
 
 
@@ -87,7 +88,7 @@ def test_the_page_of_the_command(run, tmp_path, monkeypatch):
 
 
 def test_a_cell():
-    cells = [cell(x, ".1f") for x in (None, "word", 1.25, [1.0, None], [])]
+    cells = [walk.cell(x, ".1f") for x in (None, "word", 1.25, [1.0, None], [])]
     assert cells == ["-", "word", "1.2", "1.0 -", "none"]
 
 
@@ -124,7 +125,7 @@ def test_no_attention_matrix_is_ever_whole(monkeypatch, model):
     monkeypatch.setattr(antkv, "MIN_QUERIES", 1)
     llama, tokenizer = hf.load(model)
     windows = load_windows("tales", tokenizer, 64, 1).tokens
-    text = Text(llama, windows, sinks.find_sinks(llama, windows), layer=1)
+    text = walk.Text(llama, windows, sinks.find_sinks(llama, windows), layer=1)
     bias.measure(text)
     sinks.attention_map(text.shown()[0])
     assert set(seen) == {1}
@@ -201,6 +202,26 @@ def test_where_kept_tokens_were_varied_they_are_the_x_axis():
     lines, _ = drawn([*rows, row("antkv", 2.1, preserve="1%"), row("rtn bits=2", 3.0)])
     assert {name: [x for x, _ in points] for name, points in lines.items()} == {
         "pfn bits=2": [1, 5], "pfn bits=3": [1, 5], "rtn bits=2": [0]}
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_labels_lie_beside_the_ends_of_their_lines(scale):
+    """In the height of their own panel, and left of the next one."""
+    figure, panels = plots.new_figure(1, 2, 9, 4)
+    for panel in panels:
+        for i, end in enumerate((2000.0, 900.0, 40.0)):
+            panel.plot([0, 50, 100], [30.0, 5.0 * i + 20, end], label=f"a line of some length {i}", **plots.style(i))
+        panel.set_yscale(scale)
+        plots.label_ends(panel)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    for panel, right in zip(panels, (panels[1].get_tightbbox().x0, figure.bbox.x1)):
+        area = panel.get_window_extent()
+        for note, line in zip(sorted(panel.texts, key=lambda note: note.get_text()), panel.lines):
+            box = Text.get_window_extent(note, canvas.get_renderer())  # without the arrow
+            assert area.x1 < box.x0 and box.x1 <= right and area.y0 <= box.y0 and box.y1 <= area.y1, note.get_text()
+            end = panel.transData.transform((100, line.get_ydata()[-1]))
+            assert abs((box.y0 + box.y1) / 2 - end[1]) < plots.BETWEEN * area.height, note.get_text()
 
 
 def test_figures_leave_the_backend_of_a_notebook_alone():

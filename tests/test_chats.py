@@ -121,5 +121,5 @@ def test_train_intact_on_chats(tmp_path, capsys, monkeypatch):
         return run(train_intact, capsys, monkeypatch, *words, *more)
 
     assert "7 are needed" in refused(command, "--samples", "5")
-    assert "cannot be read" in refused(command, "--chats", tmp_path / "none")
+    assert "is no file" in refused(command, "--chats", tmp_path / "none")
     assert "hold some of an answer" in refused(command, "--tokens", "4")

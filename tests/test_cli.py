@@ -1,6 +1,7 @@
 """The command as a user meets it: the table, the JSON, and one clear line for what is wrong."""
 import json
 import math
+import os
 import re
 import resource
 import shutil
@@ -13,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eval_ppl
-from tinykv import hf
+from tinykv import UserError, hf
 from tinykv.calibrate import calibrate
 from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.data import load_windows
 from tinykv.evaluate import delta_error, measure, paired
+from tinykv.files import write_json
 from tinykv.methods.registry import METHODS
 from tinykv.run import entries, flags
 from tinykv.run.cli import EMBEDDED
@@ -165,7 +167,8 @@ def test_the_method_that_readme_shows(command, tmp_path):
     own = tmp_path / "mine.py"
     own.write_text(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
     status, out, _ = command("--method", f"{own}:Hundredth", "--bits", "2", *SMALL)
-    assert status == 0 and float(table(out)["Hundredth"]["true"]) > 2
+    row = table(out)["Hundredth"]
+    assert status == 0 and float(row["true"]) > 2 and row["keep"] == "1"  # of 64 tokens, as the cache counts
 
 
 @pytest.mark.parametrize("files, classes, titles", [
@@ -286,18 +289,50 @@ class Mine(Method):
 """
 
 
-@pytest.mark.parametrize("what", ["text", "seed", "windows", "method", "codec"])
+def test_tables_of_a_method_are_known_by_its_settings_however_it_was_given(calibrated, kept):
+    config, small = hf.load_config(EMBEDDED), {"context": 64, "windows": 2, "calib_windows": 2}
+    found = {}
+    for preserve in (5, 0, 0):
+        row = eval_ppl.compare([METHODS["pfn"](config, preserve=preserve)], calibration=kept, **small)[-1]
+        assert found.setdefault(preserve, row["ppl"]) == row["ppl"]
+    assert calibrated == ["RTN", "PFN", "PFN"]
+    assert found[0] == eval_ppl.compare("pfn", preserve=0, **small)[-1]["ppl"] != found[5]
+
+
+def test_a_method_that_was_calibrated_on_another_model_is_refused():
+    (model, tokenizer), small = hf.load(EMBEDDED), {"context": 64, "windows": 2, "calib_windows": 2}
+    method = METHODS["rtn"](model.config)
+    calibrate(model, method, torch.arange(128).view(2, 64))
+    assert eval_ppl.compare(method, **small)[-1]["ppl"]  # the same weights, loaded again
+    model.model["norm"].weight.data[7] += 1
+    with pytest.raises(UserError, match="RTN was calibrated on another model"):
+        eval_ppl.compare(method, model=(model, tokenizer), **small)
+
+
+def test_a_class_of_a_notebook_is_calibrated_and_its_tables_are_not_kept(monkeypatch, kept):
+    class Cell(METHODS["pfn"]):
+        pass
+    Cell.__module__, small = "__main__", {"context": 64, "windows": 1, "calib_windows": 1}
+    monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
+    assert eval_ppl.compare(Cell, **small)[-1]["fault"] is None
+    assert "Cell stands in no file" in eval_ppl.compare(Cell, calibration=kept, **small)[-1]["fault"]
+
+
+@pytest.mark.parametrize("what", ["text", "seed", "windows", "method", "codec", "helper"])
 def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, kept, what):
     """Another content under the same name, or an edited source: the name is not what counts."""
     text, own, codec = (kept.parent / name for name in ("text.txt", "own.py", f"{what}_codec.py"))
     text.write_text("Balo lives in Eastwick. " * 400)
+    helper = kept.parent / f"{what}_helper.py"
+    helper.write_text("KEEP = 5\n")
     codec.write_text("from tinykv.codecs.affine import Affine\n\nclass Own(Affine):\n    pass\n")
-    own.write_text(f"from {what}_codec import Own\n{MINE}")
+    own.write_text(f"from {what}_codec import Own\nfrom {what}_helper import KEEP\n{MINE}")
     words = {**dict(zip(SMALL[::2], SMALL[1::2])), "--method": f"{own}:Mine", "--calibration": str(kept),
              "--data": "tales" if what == "seed" else str(text)}
 
     def again():
-        sys.modules.pop(f"{what}_codec", None)
+        for name in ("codec", "helper"):
+            sys.modules.pop(f"{what}_{name}", None)
         status, out, _ = command(*(word for pair in words.items() for word in pair))
         assert status == 0
         return table(out)
@@ -307,7 +342,7 @@ def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, 
     elif what in ("seed", "windows"):
         words |= {"seed": {"--seed": "1"}, "windows": {"--calib-windows": "3"}}[what]
     else:
-        edited = {"method": own, "codec": codec}[what]
+        edited = {"method": own, "codec": codec, "helper": helper}[what]
         edited.write_text(edited.read_text() + "\n# edited\n")
     again()
     assert calibrated == ["Mine", "Mine"]
@@ -317,7 +352,7 @@ def test_tables_on_quantized_weights_are_known_by_the_quantizer():
     r, windows = entries_of("--method rtn")["rtn"], torch.zeros(2, 8)
     found = []
     for r.quantizer in (None, *(quantizer(3) for quantizer in QUANTIZERS.values())):
-        found.append(r.made_of(windows))
+        found.append(r.made_of(r.method, windows))
     assert len(set(found)) == len(found) == 5
 
 
@@ -427,7 +462,7 @@ def test_a_setting_of_ones_own_is_a_flag(command, mine):
     status, out, _ = command("--method", f"{mine}:Every", "--every", "10,50", *small)
     rows = table(out)
     assert status == 0 and [row["keep"] for row in rows.values()] == ["0", "10", "50"]
-    assert f"{mine}:Every every=10" in rows
+    assert "Every every=10" in rows
     assert "--every" in refused(command, "--method", f"{mine}:Every", "--every", "x", *small)
     assert "--every" in refused(command, "--method", "rtn", "--every", "10", *small)
 
@@ -473,9 +508,65 @@ def test_work_is_not_lost_where_a_later_method_ends_the_run(command, calibrated,
     assert [row["label"] for row in json.loads((tmp_path / "o.json").read_text())["rows"]] == ["fp16", "rtn", "pfn"]
 
 
-def test_half_of_torchrun_is_one_line(command, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "MASTER_PORT" in refused(command)
+@pytest.mark.parametrize("found", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "-1"}, {"RANK": "x"}, {"RANK": "2"},
+                                   {"MASTER_PORT": ""}])
+def test_half_of_torchrun_is_one_line(command, monkeypatch, found):
+    whole = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29500", "MASTER_ADDR": "localhost"}
+    for name, value in (found if found == {"WORLD_SIZE": "2"} else whole | found).items():
+        monkeypatch.setenv(name, value)
+    line = refused(command)
+    assert "torchrun" in line and all(f"{name}={value}" in line for name, value in found.items())
+
+
+@pytest.mark.parametrize("words", [
+    "--data text.txt --json text.txt", "--json model/config.json --model model", "--json mine.py --method mine.py:Mine",
+    "--calibration model/model.safetensors", "--plot text.txt", "--json pipe", "--json /dev/null",
+    "--json new --plot new", "--json new --calibration ./new", "--data table.json --json table.json"])
+def test_outputs_replace_nothing_that_the_command_did_not_write(command, monkeypatch, tmp_path, words):
+    """Nor what it reads; and the line comes before any work."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(EMBEDDED, "model")
+    Path("text.txt").write_text("Balo lives in Eastwick. " * 400)
+    Path("mine.py").write_text(f"from tinykv.methods.pfn import PFN as Mine{' ' * 5000}")
+    write_json(Path("table.json"), {"rows": []}, "tinykv-table")
+    os.mkfifo("pipe")
+    before = {path: (path.lstat(), path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*")}
+    line = refused(command, *words.split(), *SMALL)
+    assert re.search("that this program wrote|another flag", line)
+    assert before.keys() == set(tmp_path.rglob("*")) - {tmp_path / "__pycache__"}
+    for path, (stat, content) in before.items():
+        assert not path.is_file() or (path.lstat().st_ino, path.read_bytes()) == (stat.st_ino, content)
+
+
+def test_a_command_replaces_what_it_wrote(command, tmp_path):
+    outputs = ["--json", tmp_path / "a", "--plot", tmp_path / "b", "--calibration", tmp_path / "c"]
+    for _ in range(2):
+        assert command("--method", "rtn", *outputs, *SMALL)[0] == 0
+
+
+@pytest.mark.parametrize("words, said", [
+    ("--data pipe", "pipe is no file"), ("--data /dev/zero", "/dev/zero is no file"),
+    ("--data sparse", "sparse has more"), ("--method intactkv --prefix long.txt", "long.txt has more"),
+    ("--method intactkv --prefix pipe", "pipe is no file"),
+    ("--method intactkv --prefix p.safetensors", "p.safetensors is no file"),
+    ("--windows 1000000000", "1000000000 windows of 1024 tokens"),
+    ("--windows 1 --calib-windows 1000000000 --method rtn", "1000000000 windows"), ("--data=--", "--data=--"),
+    ("--preserve=--", "--preserve=--"), ("--method=--", "--method=--")])
+def test_what_never_ends_is_refused_before_the_work(command, monkeypatch, tmp_path, words, said):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.mkfifo("p.safetensors")
+    Path("long.txt").write_text("x" * 7_000_000)
+    with open("sparse", "wb") as file:
+        file.truncate(2 ** 40)
+    assert said in refused(command, *words.split())
+
+
+def test_an_error_is_one_line_in_a_notebook():
+    with pytest.raises(UserError) as caught:
+        eval_ppl.compare("kvsnk")
+    line, = caught.value._render_traceback_()  # which IPython asks for
+    assert line.startswith("UserError: there is no method 'kvsnk'") and "did you mean kvsink?" in line
 
 
 def test_ctrl_c_is_one_line(command, monkeypatch):

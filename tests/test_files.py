@@ -1,9 +1,14 @@
 """Files: read with a clear word, written whole or not at all, known by what made them."""
+import copy
+import importlib
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-import tinykv.kmeans
+import tinykv
 from tinykv import UserError, hf
 from tinykv.files import (
     CalibrationFile,
@@ -17,6 +22,7 @@ from tinykv.files import (
     write_json,
 )
 from tinykv.methods.registry import METHODS
+from tinykv.run import plots
 from tinykv.run.cli import EMBEDDED
 
 
@@ -29,10 +35,10 @@ def left_behind(folder):
 def test_the_target_of_a_link_is_replaced(tmp_path):
     (tmp_path / "folder").mkdir()
     target, link = tmp_path / "folder" / "target.json", tmp_path / "link.json"
-    target.write_text("old")
+    write_json(target, {"a": 0}, "thing")
     link.symlink_to(target)
-    write_json(link, {"a": 1})
-    assert link.is_symlink() and read_json(target) == read_json(link) == {"a": 1}
+    write_json(link, {"a": 1}, "thing")
+    assert link.is_symlink() and read_json(target) == read_json(link) == {"format": "thing", "a": 1}
     assert not left_behind(tmp_path) and not left_behind(tmp_path / "folder")
 
 
@@ -56,17 +62,61 @@ def test_a_path_that_cannot_be_written_to(tmp_path, path):
         write_json(tmp_path / path, {})
 
 
+@pytest.mark.parametrize("what", ["a text", "another kind", "a folder", "a pipe", "a device"])
+def test_what_the_program_did_not_write_stays(tmp_path, what):
+    """Nor is a kind of its own replaced by another, which a command reads."""
+    path = tmp_path / "x"
+    if what == "a text":
+        path.write_text("mine")
+    elif what == "another kind":
+        write_json(path, {}, "tinykv-numbers")
+    elif what == "a folder":
+        path.mkdir()
+    elif what == "a pipe":
+        os.mkfifo(path)
+    elif what == "a device":
+        path = Path("/dev/null")
+    before = path.lstat()
+    with pytest.raises(UserError, match="is there, and is no tinykv-table") as caught:
+        write_json(path, {"a": 1}, "tinykv-table")
+    assert str(path) in str(caught.value) and path.lstat() == before and not left_behind(tmp_path)
+
+
+def test_what_the_program_wrote_is_replaced(tmp_path):
+    for kind, again in (("json", lambda path: write_json(path, {"a": 1}, "tinykv-table")),
+                        ("png", lambda path: plots.save(plots.new_figure(1, 1, 1, 1)[0], path)),
+                        ("safetensors", lambda path: save_tensors(path, {"a": torch.ones(1)}, {
+                            "made of": "x" * 10 ** 5, "format": "tinykv-calibration"}))):
+        path = tmp_path / kind
+        again(path)
+        first = path.stat().st_ino
+        again(path)
+        assert path.stat().st_ino != first  # another file, under the same name
+
+
 # ---- read
 
 @pytest.mark.parametrize("read, content, said", [
     (read_json, b"{", "not JSON"), (read_json, b"\xff", "not JSON"), (read_text, b"\xff", "cannot be read"),
-    (read_text, None, "cannot be read")])
+    (read_text, None, "is no file"), (read_json, None, "is no file")])
 def test_what_cannot_be_read_is_one_line(tmp_path, read, content, said):
     path = tmp_path / "file"
     path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(UserError, match=said) as caught:
         read(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [read_json, read_text, lambda path: load_tensors(path, "thing")])
+def test_what_never_ends_is_not_read(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe")
+    sparse = tmp_path / "sparse"
+    sparse.touch()
+    os.truncate(sparse, 2 ** 40)
+    for path in (tmp_path / "pipe", Path("/dev/zero"), sparse):
+        with pytest.raises(UserError) as caught:
+            read(path)
+        assert str(path) in str(caught.value)
 
 
 def test_a_text_has_neither_a_mark_nor_returns(tmp_path):
@@ -98,19 +148,44 @@ def test_tensors_are_whole_or_refused(tmp_path, what):
 def test_identity_tells_contents_apart():
     tokens = torch.arange(6)
     parts = [(tokens,), (tokens.view(2, 3),), (tokens.int(),), (tokens + 1,), ([0, 1, 2, 3, 4, 5],), ("012345",),
-             (tokens, [1]), (tokens, [2]), ([1], tokens), ("a", "bc"), ("ab", "c"), (tinykv.kmeans,), (tinykv.files,),
-             ({"bits": 2},), ({"bits": 3},)]
+             (tokens, [1]), (tokens, [2]), ([1], tokens), ("a", "bc"), ("ab", "c"), (Path(__file__),),
+             (Path(EMBEDDED, "config.json"),), ({"bits": 2},), ({"bits": 3},)]
     found = [identity(*of) for of in parts]
     assert len(set(found)) == len(found) and all(len(hex) == 64 for hex in found)
     assert identity(tokens.clone(), {"b": 1, "a": 2}) == identity(tokens, {"a": 2, "b": 1})
 
 
-def test_sources_are_those_of_the_class_and_its_parents():
+@pytest.mark.parametrize("change", [
+    lambda method: setattr(method, "preserve", 4), lambda method: setattr(method.codecs[3].k, "bits", 3),
+    lambda method: setattr(method, "recent", torch.ones(1)), lambda method: setattr(method, "itself", method)])
+def test_a_method_is_known_by_its_class_and_its_settings(change):
+    """However deep they lie."""
     config = hf.load_config(EMBEDDED)
-    method = METHODS["kvsink"](config, scheme="kvquant")
-    names = {module.__name__ for module in sources(method, method.codecs[0].k)}
-    assert names == {"tinykv.methods.kvsink", "tinykv.methods.base", "tinykv.codecs.nonuniform",
-                     "tinykv.codecs.base"}
+    method, same = METHODS["pfn"](config), METHODS["pfn"](config, preserve=5)
+    assert identity(method) == identity(same) != identity(METHODS["kvquant"](config))
+    change(same)
+    assert identity(method) != identity(same) == identity(copy.deepcopy(same))
+
+
+def test_sources_are_all_that_can_change_a_table(tmp_path, monkeypatch):
+    """Of the package what computes, and of the user's own all that is loaded from the folder of the class or below."""
+    package = Path(tinykv.__file__).parent
+    names = {str(path.relative_to(package)) for path in sources(METHODS["pfn"](hf.load_config(EMBEDDED)))}
+    assert {"cache.py", "calibrate.py", "model.py", "codecs/affine.py", "methods/base.py", "methods/pfn.py"} < names
+    assert not {name for name in names if name.startswith(("run/", "hf/", "analysis/", "evaluate", "files"))}
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "below").mkdir()
+    for name in ("below/a_part.py", "a_helper.py", "not_loaded.py"):
+        (tmp_path / name).write_text("KEEP = 5\n")
+    (tmp_path / "a_method.py").write_text("from a_helper import KEEP\nimport below.a_part\n\nclass Mine:\n    pass\n")
+    own = {path.name for path in sources(importlib.import_module("a_method").Mine()) if package not in path.parents}
+    assert own == {"a_method.py", "a_helper.py", "a_part.py"}
+
+    cell = type("Cell", (), {"__module__": "__main__"})
+    monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))  # a notebook's has no file
+    with pytest.raises(UserError, match="Cell stands in no file"):
+        sources(cell())
 
 
 def test_a_calibration_file_gives_what_was_put_there(tmp_path):

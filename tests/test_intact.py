@@ -27,9 +27,10 @@ from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
 from tinykv.data.windows import encode_documents
 from tinykv.evaluate import chunks_of, measure
-from tinykv.files import fingerprint
+from tinykv.files import fingerprint, load_tensors
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
+from tinykv.model import Llama, LlamaConfig
 from tinykv.run import cli, flags
 from tinykv.run.cli import EMBEDDED
 from tinykv.run.entries import build_entries
@@ -384,6 +385,24 @@ def test_what_was_trained_is_what_is_evaluated(training, evaluating, tmp_path):
     assert "another model" in refused(evaluating, *words, "--weights", "rtn", "--w-bits", 2, "--dtype", "bf16")
 
 
+def test_the_full_precision_models_own_values_are_what_it_is_trained_for(training, monkeypatch, tmp_path):
+    """awq folds scales into the values where each query head has its own KV head; only the quantized model has them."""
+    torch.manual_seed(0)
+    hf.save(Llama(LlamaConfig(1024, 32, 48, 2, 4, 4, 8, 128)), EMBEDDED / "tokenizer.model", tmp_path / "model")
+    given = []
+    monkeypatch.setattr(train_intact, "train", lambda full, quantized, texts, exact, state, args: given.append(exact))
+    assert training("--model", tmp_path / "model", "--weights", "awq", "--calib-windows", 1)[0] == 0
+    full, tokenizer = hf.load(tmp_path / "model")
+    method = FP16(full.config)
+    method.rope = "pre"
+    cache = KVCache(full, method)
+    logits(full, torch.tensor([[tokenizer.bos_id]]), cache)
+    (keys, values), = given
+    for layer in cache.layers:
+        assert torch.equal(keys[layer.layer], layer.keys.recent[0].float())
+        assert torch.equal(values[layer.layer], layer.values.recent[0].float())
+
+
 def test_an_update_is_a_step_of_adam(tmp_path):
     """By hand: without decay, gradients of both kinds clipped together; and what it leaves is in the file."""
     rng, path = torch.Generator().manual_seed(0), tmp_path / "state"
@@ -447,7 +466,7 @@ def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_r
                                                  "update")
         assert f"going on after {done} updates" in out if done else "going on" not in out
         done += after
-        assert torch.load(state)["done"] == done and not path.exists()
+        assert load_tensors(state, train_intact.STATE)[1]["done"] == str(done) and not path.exists()
     status, out, _ = training("--updates", UPDATES)
     assert status == 0 and "going on after 11 updates" in out and not state.exists()
     assert content(path) == whole_run[0] and [p.name for p in tmp_path.iterdir()] == [path.name]
@@ -467,7 +486,38 @@ def test_the_state_of_another_run_is_refused(training, monkeypatch, tmp_path, wo
     assert state.read_bytes() == before and not (tmp_path / "trained.safetensors").exists()
 
 
+@pytest.mark.parametrize("what", ["nothing", "another file", "the end", "a number"])
+def test_a_damaged_state_is_one_line_and_stays(training, monkeypatch, tmp_path, what):
+    state = tmp_path / "trained.safetensors.state"
+    with monkeypatch.context() as patch:
+        Stop(patch, 1)
+        training("--updates", 2)
+    data = state.read_bytes()
+    state.write_bytes({"nothing": b"", "another file": b"my notes", "the end": data[:-9],
+                       "a number": data[:-1] + bytes([data[-1] ^ 1])}[what])
+    before = state.read_bytes()
+    line = refused(training, "--updates", 2)
+    assert str(state) in line and "tinykv-training" in line and "weights_only" not in line
+    assert state.read_bytes() == before and not (tmp_path / "trained.safetensors").exists()
+
+
+def test_a_full_disk_leaves_the_old_state(monkeypatch, tmp_path):
+    path, first = tmp_path / "state", [torch.ones(2, 1, 3, 4)] * 2
+    train_intact.State(path, "a run", *first, lr=0.01).save()
+    before = path.read_bytes()
+
+    def full(part, data):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match="No space left"):
+        train_intact.State(path, "a run", *first, lr=0.01).update(0.3)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["state"]
+
+
 @pytest.mark.parametrize("words, named", [
+    (["--samples", "2147483647"], ["windows of", "ask for fewer"]), (["--chats=--"], ["--chats=--"]),
+    (["--calibration", "x.safetensors.state", "--out", "x.safetensors"], ["x.safetensors.state", "another flag"]),
+    (["--out", EMBEDDED / "model.safetensors"], ["model.safetensors", "that this program wrote"]),
     (["--out", "no/such/folder/x.safetensors"], ["no/such/folder"]), (["--out", "prefix.bin"], ["prefix.bin"]),
     (["--weights", "rnt"], ["rnt", "awq", "rtn"]), (["--w-bits", "9"], ["2 to 8", "9"]),
     (["--updates", "0"], ["updates", "0"]), (["--lr", "0"], ["lr", "0"]),

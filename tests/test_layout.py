@@ -125,7 +125,7 @@ ARROWS = {
     "outlier.py": {""},
     "codecs/": {"", "kmeans"},
     "methods/": {"", "codecs", "outlier", "tracing"},
-    "calibrate.py": {"", "cache", "tracing"},
+    "calibrate.py": {"", "cache", "files", "tracing"},
     "evaluate.py": {"", "cache"},
     "files.py": {""},
     "data/": {"", "hf", "files"},  # hf/hub.py downloads

@@ -118,6 +118,12 @@ def test_pools(blocks, size, room, select):
     check_pools(OTT, blocks, size, room, select)
 
 
+def test_scores_of_large_keys_are_not_rounded():
+    """In 16 bits 2049 is 2048, and a sum beyond 65504 is no number."""
+    keys = torch.tensor([[2048, 1], [2048, 0], [60000, 60000]]).half()  # (tokens, d)
+    assert OTT(model_of(2).config).size(keys).tolist() == [2049, 2048, 120000]
+
+
 # ---- antkv: the anchors
 
 def check_anchors(cls, chunks, anchors="2"):

@@ -6,6 +6,7 @@ from tinykv import UserError
 from tinykv.codecs import SCHEMES
 from tinykv.methods.registry import METHODS
 from tinykv.run.check import check_method
+from tinykv.run.settings import settings_of
 
 CONFIG = model_of(1).config
 
@@ -38,6 +39,15 @@ def test_which_schemes_a_method_stands_on():
     found = {name: schemes_of(cls) for name, cls in METHODS.items() if schemes_of(cls) != [None]}
     every, dynamic = list(SCHEMES), ["token-dynamic", "channel-dynamic"]
     assert found == {"rtn": every, "pfn": every, "kvsink": every, "intactkv": dynamic}
+
+
+def test_a_default_of_ones_own_overrides_the_inherited_one():
+    class Mine(METHODS["pfn"]):
+        def __init__(self, config, preserve=9, scheme="kvquant", **settings):
+            super().__init__(config, preserve, scheme=scheme, **settings)
+    found = settings_of(Mine)
+    assert (found["preserve"], found["scheme"], found["k_bits"]) == (9, "kvquant", 2)
+    assert settings_of(METHODS["pfn"])["preserve"] == 5
 
 
 def test_all_methods_read_a_stream_in_the_same_chunks():

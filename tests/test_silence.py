@@ -108,7 +108,7 @@ class Half(Codec):
     def __init__(self, wrong):
         self.wrong = wrong
     def encode(self, x, ignore=None):
-        return Codes(x.float())
+        return None if self.wrong == "none" else Codes(x.float())
     def decode(self, codes):
         x = codes.packed
         return {"one": x[:, :, :1], "nan": x * float("nan"), "ints": x.long()}.get(self.wrong, x)
@@ -122,6 +122,9 @@ class Mine(Method):
         self.codecs = [Pair(Half(wrong), Half(wrong)) for _ in range(config.num_hidden_layers)]
         if wrong == "codecs":
             self.codecs = ()
+        if "=" in wrong:  # as block="a"
+            name, value = wrong.split("=")
+            setattr(self, name, {"None": None, "nan": float("nan")}.get(value, value))
     def keep_keys(self, cache, n):
         if self.wrong in ("far", "negative"):
             return torch.full((1, 1, 1), {"far": 10 ** 6, "negative": -2}[self.wrong])
@@ -139,6 +142,10 @@ def mine(tmp_path):
 
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
 @pytest.mark.parametrize("wrong, words", [
+    ("none", ["Mine: `encode` of Half", "None"]), ("block=a", ["block of Mine", "'a'"]), ("block=None", ["block of"]),
+    ("recent=x", ["recent of Mine"]), ("preserve=x", ["preserve of Mine"]), ("passes=None", ["passes of Mine"]),
+    ("k_bits=nan", ["k_bits of Mine", "nan"]), ("codecs=None", ["Mine: `codecs`", "None"]),
+    ("codecs=abcd", ["Mine: `codecs`", "abcd"]), ("prefix=x", ["prefix of Mine", "'x'"]),
     ("one", ["Mine: `decode` of Half", "(2, 1, 1, 32)"]), ("ints", ["`decode` of Half", "int64"]),
     ("nan", ["layer 0", "decodes", "not finite"]), ("codecs", ["Mine: `codecs`"]),
     ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]),
@@ -147,6 +154,12 @@ def test_what_a_method_gives_is_checked(command, mine, protocol, wrong, words):
     status, out, err = command("--method", mine, "--wrong", wrong, "--protocol", protocol, *TINY)
     said = f"{out} {err}"
     assert status in (1, 2) and all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("name", ["json", "help", "context", "calib_windows", "method", "settings"])
+def test_a_setting_that_is_called_as_a_flag_is_refused(command, tmp_path, name):
+    (tmp_path / "mine.py").write_text(MINE.replace('wrong="nothing"', f'wrong="nothing", {name}=1'))
+    assert f"called {name}" in refused(command, "--method", f"{tmp_path / 'mine.py'}:Mine", *TINY)
 
 
 # ---- bits over all windows

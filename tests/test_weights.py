@@ -242,7 +242,7 @@ def test_a_last_block_that_overflows_once_quantized_is_an_error():
                 block.mlp.down_proj.weight.fill_(1e38)
     model = tiny()
     last = model.model["layers"][-1].mlp.down_proj.weight
-    with pytest.raises(UserError, match=f"block {L - 1}: quantized .* not finite"):
+    with pytest.raises(UserError, match=f"outputs of quantized block {L - 1} are not finite"):
         quantize(model, Overflows(4), text())
 
 
@@ -276,6 +276,21 @@ def test_gptq_is_the_brute_force_of_its_paper(seed, bits, G):
     linear = nn.Linear(12, 6, bias=False)
     linear.weight.data = found
     assert torch.equal(QuantLinear(linear, bits, G, scale, zero).weight, found)  # what is left is on the grid
+
+
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.up_proj"])
+def test_gptq_after_a_layer_of_zeros_rounds_to_nearest(name):
+    """What reads nothing but zeros has no error to make up for."""
+    model = tiny()
+    for block in model.model["layers"]:
+        block.get_submodule(name).weight.data.zero_()
+    coded = quantize(model, GPTQ(4, 8), text())
+    reader = {"self_attn.v_proj": "self_attn.o_proj", "mlp.up_proj": "mlp.down_proj"}[name]
+    for block, coded_block in zip(model.model["layers"], coded.model["layers"]):
+        exact, found = block.get_submodule(reader), coded_block.get_submodule(reader)
+        nearest = QuantLinear(exact, 4, 8)
+        assert torch.allclose(found.weight, nearest.weight, atol=1e-6)
+        assert found.weight.isfinite().all()
 
 
 def test_a_hessian_in_parts():

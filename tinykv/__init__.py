@@ -12,11 +12,15 @@ class UserError(ValueError):
     """Bad input. One line: what was found, what was expected, what to do. Commands print it and
     exit with status 2."""
 
+    def _render_traceback_(self):
+        """What a notebook shows: that line."""
+        return [f"UserError: {self}"]
+
 
 def at_least(least, **settings):
     """UserError if a setting is below what it can be; None is no setting."""
     for name, value in settings.items():
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # nor is NaN
             raise UserError(f"{name.replace('_', ' ')} must be at least {least}; got {value}")
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from tinykv import UserError, all_finite
 from tinykv.cache import KVCache
+from tinykv.files import fingerprint
 from tinykv.tracing import Trace
 
 
@@ -40,6 +41,7 @@ def calibrate(model, method, windows, progress=None, seed=0):
                 codec.collect(step, rows, kept, gradient)
         for _, _, codec in progress(active):
             codec.fit(step)
+    method.calibrated_on = fingerprint(model)
 
 
 def check_window(layer, rows, kept, gradient):

@@ -30,6 +30,7 @@ class Result:
     kl: list = field(default_factory=list)  # sum over targets of KL(fp16 || method), in nats
     bits: list = field(default_factory=list)  # per cached number, everything that is held counted, at this length
     bits_far: list = field(default_factory=list)  # the same at 128K tokens
+    kept: list = field(default_factory=list)  # tokens that are kept, the mean over layers, KV heads, K and V
     agree: int = 0  # targets where the most likely token is fp16's
     right: int = 0  # answers of which every token is the most likely one
     answers: int = 0
@@ -46,7 +47,8 @@ class Result:
 
     def add(self, other):
         """Take in the `Result` of the windows that follow."""
-        for name in ("nll", "kl", "bits", "bits_far", "agree", "right", "answers", "targets", "tokens", "seconds"):
+        for name in ("nll", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets", "tokens",
+                     "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
 
@@ -150,6 +152,8 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
             outputs = [reference[:, :cache.start], *outputs]
         hidden = torch.cat(outputs, dim=1)  # (B, T, D)
         count_bits(result, cache, tokens)
+        kept = [kept_tokens(rows) for layer in cache.layers for rows in (layer.keys, layer.values)]
+        result.kept += [mean(kept)] * len(tokens)  # of a batch only the mean is known
 
         # 2. compare its predictions with the text's tokens and with fp16's predictions
         add_predictions(result, model, hidden, reference, tokens, answers, windows.start)
@@ -281,6 +285,12 @@ def count_bits(result, cache, tokens):
     # of a batch only the mean is known
     result.bits += [bits] * B
     result.bits_far += [bits_far] * B
+
+
+def kept_tokens(rows):
+    """How many tokens a `CachedRows` keeps: the mean over sequences and KV heads."""
+    heads = [[]] if rows.kept_positions is None else rows.kept_positions.flatten(0, 1).tolist()
+    return mean([len(set(head)) for head in heads])
 
 
 def recent_token_bytes(rows):

@@ -4,24 +4,30 @@ Whatever is wrong with a file is a `UserError` of one line: which file, what is 
 """
 import hashlib
 import json
+import math
 import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
-from tinykv import UserError
+from tinykv import UserError, all_finite
+
+LARGEST = 2 ** 30  # bytes of a text
+# of this package, what can change what calibration finds
+COMPUTES = ("cache", "calibrate", "codecs", "kmeans", "methods", "model", "outlier", "tracing", "weights")
+
 
 # Reading
 
 def read_json(path):
     """The object in a JSON file, as a dict."""
+    if not path.exists():
+        raise UserError(f"no {path.name} in {path.parent}; give a folder as save_pretrained writes it")
+    check_regular(path, LARGEST)
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"no {path.name} in {path.parent}; give a folder as save_pretrained writes it") from None
     except (OSError, ValueError) as error:  # malformed, or not UTF-8
         raise UserError(f"{path} is not JSON ({first_line(error)}); download it again") from None
     if not isinstance(content, dict):
@@ -29,11 +35,12 @@ def read_json(path):
     return content
 
 
-def read_text(path):
+def read_text(path, largest=LARGEST):
     """The text of a UTF-8 file, without a byte order mark, its lines ending in newlines."""
+    check_regular(path, largest)
     try:
         return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8
         raise UserError(f"{path} cannot be read ({first_line(error)}); give a UTF-8 text file") from None
 
 
@@ -44,13 +51,13 @@ def load_tensors(path, kind, device="cpu"):
     is not that of its tensors and notes.
     """
     from safetensors import SafetensorError, safe_open
+    check_regular(path)
     try:
         with safe_open(path, "pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             notes = json.loads((file.metadata() or {}).get("notes", "{}"))
-    except (SafetensorError, OSError) as error:  # such as a file that is not whole
-        raise UserError(f"{path} is no {kind} ({first_line(error)}); give another name, or remove it to make it "
-                        "again") from None
+    except (SafetensorError, OSError):  # such as a file that is not whole
+        notes = {}
     if notes.get("format") != kind or notes.pop("digest") != digest_of(tensors, notes):
         raise UserError(f"{path} is no {kind}, or a damaged one; give another name, or remove it to make it again")
     return tensors, notes
@@ -66,15 +73,7 @@ def digest_of(tensors, notes):
     return digest.hexdigest()
 
 
-def check_finite(what, tensors):
-    """UserError if one of {name: tensor} holds a number that is not finite."""
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor.float()).all():
-            raise UserError(f"{what}: {name} holds numbers that are not finite; use another "
-                            "--dtype, or other settings")
-
-
-def check_regular(path, largest):
+def check_regular(path, largest=math.inf):
     """UserError for a folder, for a device or a pipe, which may never end, and for too many bytes."""
     if not os.path.isfile(path):
         raise UserError(f"{path} is no file; give a file")
@@ -84,30 +83,32 @@ def check_regular(path, largest):
 
 # Writing
 
-def write_json(path, content):
-    """ValueError for a number that is not finite, which JSON does not know."""
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    write(path, lambda part: part.write_text(text, encoding="utf-8"))
+def write_json(path, content, kind=None):
+    """ValueError for a number that is not finite, which JSON does not know. kind: see `check_target`."""
+    marked = {"format": kind, **content} if kind else content
+    text = json.dumps(marked, indent=2, allow_nan=False) + "\n"
+    write(path, lambda part: part.write_text(text, encoding="utf-8"), kind)
 
 
 def save_tensors(path, tensors, notes):
-    """Write a safetensors file of {name: tensor}, and of {name: text} about them and their digest."""
+    """Write a safetensors file of {name: tensor}, and of {name: text} about them, their "format" and their digest."""
     from safetensors.torch import save
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     notes = {**notes, "digest": digest_of(tensors, notes)}
     # one text of all notes, because safetensors writes several in any order
     file = save(tensors, {"notes": json.dumps(notes, sort_keys=True)})
-    write(path, lambda part: part.write_bytes(file))
+    write(path, lambda part: part.write_bytes(file), notes["format"])
 
 
-def write(path, fill):
+def write(path, fill, kind=None):
     """Fill a temporary file, then rename it to `path`: an interrupted write leaves the old file.
 
-    fill: called with the temporary path, in the same folder.
+    fill: called with the temporary path, in the same folder. kind: see `check_target`.
     """
     path = Path(path).resolve()  # of a link, the target is replaced
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        check_target(path, kind)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             fill(part)
@@ -118,29 +119,77 @@ def write(path, fill):
         raise UserError(f"{path} cannot be written ({first_line(error)}); choose another folder") from None
 
 
+def check_target(path, kind):
+    """UserError unless `path` is new, or a file of this kind, which this program wrote before.
+
+    kind: the name that such a file says near its beginning, as "tinykv-table". None: a file of a format that has no
+    place for it.
+    """
+    if not os.path.exists(path):
+        return
+    if os.path.isfile(path) and os.access(path, os.R_OK):
+        with open(path, "rb") as file:
+            beginning = file.read(4096)
+        if kind is None or kind.encode() in beginning:
+            return
+    raise UserError(f"{path} is there, and is no {kind or 'file'} that this program wrote; give another name, or "
+                    "remove it")
+
+
 # What made a file
 
 def identity(*parts):
-    """The SHA-256, in hex, of what made a file: another part, or an edited module, gives another one.
+    """The SHA-256, in hex, of what made something: another part, or an edited file, gives another one.
 
-    parts: tensors, modules, of which the source counts, and what JSON knows (ids, names, settings).
+    parts: paths, of which the content counts, and anything else, of which `state_of` counts.
     """
     digest = hashlib.sha256()
     for part in parts:
-        if isinstance(part, ModuleType):
-            data = Path(part.__file__).read_bytes()
-        elif isinstance(part, torch.Tensor):
-            data = digest_of({"": part}, {}).encode()
-        else:
-            data = json.dumps(part, sort_keys=True).encode()
+        data = part.read_bytes() if isinstance(part, Path) else json.dumps(state_of(part), sort_keys=True).encode()
         digest.update(f"{len(data)} ".encode() + data)  # with the length, no part runs into the next
     return digest.hexdigest()
 
 
+def state_of(thing, within=()):
+    """What an object holds, in words that JSON knows: of a tensor its digest, of a function, a class or a module its
+    name, of a method or a codec its class and its attributes. within: the objects that hold it."""
+    if isinstance(thing, str | int | float | None):
+        return thing
+    if isinstance(thing, torch.Tensor):
+        return {"tensor": digest_of({"": thing}, {})}
+    if hasattr(thing, "__name__") or id(thing) in within:
+        return getattr(thing, "__name__", "itself")
+    within = (*within, id(thing))
+    if isinstance(thing, list | tuple):
+        return [state_of(x, within) for x in thing]
+    if isinstance(thing, dict):
+        return {str(key): state_of(value, within) for key, value in thing.items()}
+    return {type(thing).__qualname__: state_of(vars(thing), within) if hasattr(thing, "__dict__") else repr(thing)}
+
+
 def sources(*objects):
-    """The modules that the classes of objects, and their parents', are written in: for `identity`."""
-    classes = [cls for thing in objects for cls in type(thing).__mro__[:-1]]
-    return [sys.modules[name] for name in dict.fromkeys(cls.__module__ for cls in classes)]
+    """The files that can change what calibration finds for objects, for `identity`: those of this package, and all
+    that is loaded from the folder of a class of the user's own. UserError for a class that stands in no file."""
+    # 1. this package's
+    package = Path(__file__).parent
+    found = {path for name in COMPUTES for path in (*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py"))}
+
+    # 2. the folders of the user's own classes
+    loaded = {name: Path(getattr(module, "__file__", None) or "").resolve() for name, module in sys.modules.items()}
+    folders = set()
+    for cls in {cls for thing in objects for cls in type(thing).__mro__}:
+        if cls.__module__.partition(".")[0] not in {"tinykv", *sys.stdlib_module_names}:
+            if not loaded.get(cls.__module__, Path()).is_file():  # a class of a notebook
+                raise UserError(f"{cls.__name__} stands in no file, so nobody can see whether it has been edited; put "
+                                "it into one, or leave out --calibration")
+            folders.add(loaded[cls.__module__].parent)
+
+    # 3. what is loaded from there, but neither this package nor what pip has installed
+    for path in loaded.values():
+        outside = package in path.parents or {"site-packages", "dist-packages"} & {*path.parts}
+        if path.is_file() and not outside and not folders.isdisjoint(path.parents):
+            found.add(path)
+    return sorted(found)
 
 
 def fingerprint(model):
@@ -175,7 +224,8 @@ class CalibrationFile:
 
     def put(self, name, made_of, tables):
         """Add tables, and write the file. UserError if a number in them is not finite."""
-        check_finite(name, tables)
+        for table, tensor in tables.items():
+            all_finite(f"{name}: numbers of {table}", tensor)
         self.tables[name], self.made_of[name] = tables, made_of
         if self.path:
             self.save()

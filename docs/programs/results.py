@@ -16,7 +16,8 @@ The prose is written by hand. A paragraph under the line `<!-- checked -->` says
 under its heading what they say: each of its figures with a decimal point stands in one of them, or
 else this script names it and ends with status 1. `<!-- checked against results.md -->`: in those of
 another page.
-What stands in parentheses that begin with "paper", or in backticks, is not looked up.
+What stands in parentheses that begin with "paper" is looked up in the tables of real_models.md, which are
+the papers'; what stands in backticks is not.
 """
 import argparse
 import os
@@ -37,6 +38,8 @@ FIGURE = re.compile(r"\d[\d,]*\.\d+")
 CHECKED = re.compile(r"^<!-- checked(?: against (\S+))? -->\n(.+?)(?=\n\n|\Z)", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^(?=##)", re.MULTILINE)
 PROMPT = "(Pdb) "
+QUOTED = re.compile(r"\((?:the |in the )?paper[^)]*\)")
+PAPERS = ROOT / "docs" / "real_models.md"
 
 
 # Commands
@@ -90,11 +93,15 @@ def with_table(text, command, table):
 # Sentences
 
 def missing(page, text, printed):
-    """A line for each figure with a decimal point that a text of a page has, and the tables have not."""
-    text = re.sub(r"`[^`]*`|\]\([^)]*\)|\((?:the |in the )?paper[^)]*\)", " ", text)
-    known = FIGURE.findall(printed)
-    return [f"{page.name}: no table has the {figure} of: {' '.join(text.split())[:80]}..."
-            for figure in dict.fromkeys(FIGURE.findall(text)) if figure not in known]
+    """A line for each figure with a decimal point in a text of a page that the tables, or the papers', have not."""
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", text)
+    papers = "\n".join(re.findall(r"^\|.*", PAPERS.read_text(), re.MULTILINE))
+    found = []
+    for said, tables in ((QUOTED.sub(" ", text), printed), (" ".join(QUOTED.findall(text)), papers)):
+        known = FIGURE.findall(tables)
+        found += [f"{page.name}: no table has the {figure} of: {' '.join(said.split())[:80]}..."
+                  for figure in dict.fromkeys(FIGURE.findall(said)) if figure not in known]
+    return found
 
 
 def unfounded(page):

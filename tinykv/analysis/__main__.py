@@ -70,12 +70,14 @@ def check(args, names, config):
     for flag in ("text", "gif"):
         if getattr(args, flag) and "page" not in names:
             raise UserError(f"--{flag} is for page")
-    cli.check_folder("json", args.json)
-    cli.check_folder("gif", args.gif)
+    cli.check_outputs(args, json="tinykv-numbers", gif="tinykv-figure")
     if "page" in names:
-        cli.check_folder("out", args.out)
-    elif args.out and Path(args.out).is_file():
-        raise UserError(f"--out {args.out} is a file; give a folder")
+        cli.check_outputs(args, out="tinykv-page")
+    elif args.out:
+        if Path(args.out).is_file():
+            raise UserError(f"--out {args.out} is a file; give a folder")
+        for name in names:
+            files.check_target(Path(args.out, f"{name}.png"), plots.KIND)
 
 
 # What is looked at
@@ -147,8 +149,9 @@ def look(args):
     # 4. the numbers
     if args.json:
         sinks = [marks.nonzero()[:, 0].tolist() for marks in text.marks]
-        files.write_json(args.json, {"model": args.model, "data": args.data, "context": args.context,
-                                       "windows": args.windows, "sinks at": sinks, **found})
+        numbers = {"model": args.model, "data": args.data, "context": args.context, "windows": args.windows,
+                   "sinks at": sinks, **found}
+        files.write_json(args.json, numbers, "tinykv-numbers")
 
 
 def write_page(args, model, tokenizer):
@@ -168,7 +171,7 @@ def write_page(args, model, tokenizer):
         gif.write(args.gif, content)
         print(f"wrote {args.gif}")
     if args.json:
-        files.write_json(args.json, content)
+        files.write_json(args.json, content, "tinykv-numbers")
 
 
 def main():

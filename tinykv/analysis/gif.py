@@ -3,7 +3,7 @@ import io
 import re
 
 from tinykv import files
-from tinykv.run.plots import new_figure
+from tinykv.run.plots import KIND, new_figure
 
 MOVE = 8  # frames from one stop to the next
 STEP, HOLD = 60, 1800  # milliseconds: of a frame that moves, and at a stop
@@ -24,8 +24,8 @@ def write(path, page):
             frames.append(Image.open(drawn).convert("P", palette=Image.Palette.ADAPTIVE, colors=64))
             times.append(HOLD if i == MOVE else STEP)
     first, *others = frames
-    files.write(path, lambda part: first.save(part, format="GIF", save_all=True, append_images=others,
-                                                duration=times, loop=0))
+    files.write(path, lambda part: first.save(part, format="GIF", save_all=True, append_images=others, duration=times,
+                                              loop=0, comment=KIND.encode()), KIND)
 
 
 def stops_of(page):

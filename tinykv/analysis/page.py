@@ -258,4 +258,4 @@ def write(path, page):
     data = json.dumps(page, separators=(",", ":"), ensure_ascii=False).encode()
     packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()
     html = TEMPLATE.read_text().replace("DATA", packed, 1)
-    files.write(path, lambda part: Path(part).write_text(html))
+    files.write(path, lambda part: part.write_text(html), "tinykv-page")

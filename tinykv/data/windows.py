@@ -39,6 +39,8 @@ from tinykv.data.stories import FABLES, TALES, Story, stories
 from tinykv.files import read_text
 from tinykv.hf.hub import HubFile, fetch_file
 
+MOST = 10 ** 8  # tokens of all windows: stories never end
+
 
 @dataclass
 class Windows:
@@ -79,6 +81,8 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     # 1. the stream: the tokens of as many documents as are needed
     text_length = context - len(prefix)  # tokens of text in a window
     need = windows * text_length
+    if need > MOST:
+        raise UserError(f"{windows} windows of {text_length} tokens are more than {MOST:,} tokens; ask for fewer")
     name, documents = read_documents(data, split, seed, whole)
     ids, marks = encode_documents(documents, tokenizer, need)
     if len(ids) < need:

@@ -36,6 +36,7 @@ class Method:
     # Calibration
     passes = 0  # of the method itself over the calibration windows; the codecs have their own
     found = ()  # attributes that these passes set, integers or None; they are saved with the codecs' tables
+    calibrated_on = None  # the `files.fingerprint` of the model that it was calibrated on
     calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
     # In tables; how a method works does not depend on these
     name = None  # in the table; None: the class's

@@ -1,28 +1,26 @@
 """What can be seen to be wrong before anything is computed: with the flags, with a method, with the rows together."""
 import copy
-import math
 from types import SimpleNamespace
 
 import torch
 
-from tinykv import UserError, at_least, one_of
+from tinykv import UserError, one_of
 from tinykv.cache import LayerCache
+from tinykv.codecs.base import Codes, Pair
 from tinykv.methods.base import CHOOSE
+from tinykv.methods.intactkv import Prefix
 from tinykv.model import Rope
 from tinykv.run import cli
 
 
 def check_flags(args):
     """What can be seen to be wrong before anything is loaded."""
+    cli.check_counts(args, 0, "at-bits")
     cli.check_counts(args, 2, "context")
     cli.check_counts(args, 1, "windows", "calib-windows", "draws", "batch", "prompt")
     if hasattr(args, "choose") and not args.prompt:
         raise UserError("--choose is for a text with a prompt; give --prompt, too")
-    if args.at_bits is not None and not 0 < args.at_bits < math.inf:
-        raise UserError(f"--at-bits must be a number above 0; got {args.at_bits}")
-    cli.check_folder("json", args.json)
-    cli.check_folder("calibration", args.calibration)
-    cli.check_folder("plot", args.plot)
+    cli.check_outputs(args, json="tinykv-table", calibration="tinykv-calibration", plot="tinykv-figure")
 
 
 def check_entries(setup, entries):
@@ -45,14 +43,15 @@ def check_method(method, config):
     """UserError for a method that no cache of a model with this config can run."""
     one_of(("pre", "post"), rope=method.rope)
     one_of(CHOOSE, choose=method.choose)
-    at_least(0, recent=method.recent)
-    at_least(1, block=method.block)
-    if not method.keeps_share:  # else a share, such as "1%"
-        at_least(0, preserve=method.preserve)
-    for bits in (method.k_bits, method.v_bits):
-        if not isinstance(bits, int | float) or not bits > 0:  # nor is NaN
-            raise UserError(f"`k_bits` and `v_bits` of {type(method).__name__} are numbers of bits, such as 2; "
-                            f"got {bits!r}")
+    least = {"recent": 0, "block": 1, "k_bits": 0.01, "v_bits": 0.01, "passes": 0, "preserve": 0}
+    if method.keeps_share:
+        del least["preserve"]  # a share, such as "1%"
+    for name in least:
+        value = getattr(method, name)
+        if not isinstance(value, int | float) or not value >= least[name]:  # nor is NaN
+            raise UserError(f"{name} of {type(method).__name__} must be a number from {least[name]} on; got {value!r}")
+    if not isinstance(method.prefix, Prefix | None):
+        raise UserError(f"prefix of {type(method).__name__} must be an intactkv.Prefix, or None; got {method.prefix!r}")
     check_codecs(method, config)
     if method.uses_scores:
         try_score(method, config)
@@ -61,9 +60,8 @@ def check_method(method, config):
 def check_codecs(method, config):
     """The codecs of each layer, and what they make of a few rows. One that needs calibration is tried after it."""
     name, L = type(method).__name__, config.num_hidden_layers
-    if len(method.codecs) != L:
-        raise UserError(f"{name}: `codecs` has {len(method.codecs)} pairs for a model of {L} layers; the constructor "
-                        "makes one for each")
+    if not isinstance(method.codecs, list | tuple) or [type(pair) for pair in method.codecs] != [Pair] * L:
+        raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {method.codecs!r}")
     codecs = {type(codec): codec for pair in method.codecs for codec in pair
               if not codec.passes or codec.calibrated()}
     # those of the package are tested by its tests; a breakpoint in one of them stops at a real text first
@@ -81,6 +79,8 @@ def try_codec(codec, config, name):
     rows = torch.randn(B, Hkv, n, d, generator=torch.Generator().manual_seed(0)).half().to(device)
 
     codes = codec.encode(rows, ignore=None)
+    if not isinstance(codes, Codes):
+        raise UserError(f"{name}: `encode` of {codec!r} has to give codecs.base.Codes; it gave {codes!r}")
     decoded = codec.decode(codes.append(codec.encode(rows, ignore=None)))
     if not decoded.is_floating_point() or decoded.shape != (B, Hkv, 2 * n, d):
         raise UserError(f"{name}: `decode` of {codec!r} has to give floating-point numbers {(B, Hkv, 2 * n, d)}; it "

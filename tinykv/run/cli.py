@@ -13,7 +13,7 @@ from tqdm import tqdm
 from tinykv import UserError, at_least, one_of
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
-from tinykv.files import first_line, identity, sources
+from tinykv.files import check_target, first_line, identity, sources
 from tinykv.weights import QUANTIZERS, quantize, restore
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"
@@ -37,6 +37,12 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings):
         super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
+
+    def parse_known_args(self, words=None, namespace=None):
+        for word in sys.argv[1:] if words is None else words:
+            if word.endswith("=--"):  # which argparse takes for no value
+                self.error(f"{word}: -- is no value")
+        return super().parse_known_args(words, namespace)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {printable(message)}; see --help\n")
@@ -135,10 +141,19 @@ def check_counts(args, least, *flags):
     at_least(least, **{f"--{flag}": getattr(args, flag.replace("-", "_")) for flag in flags})
 
 
-def check_folder(flag, path):
-    """UserError if a file could not be written to `path`, which --flag gave."""
-    if path is not None and (os.path.isdir(path) or not os.access(Path(path).resolve().parent, os.W_OK)):
-        raise UserError(f"--{flag} {path}: no file can be written there; give a file name in a folder that exists")
+def check_outputs(args, **kinds):
+    """UserError if an output of the command, {flag: kind of file}, cannot be written, would replace what the program
+    did not write, or is what another flag names."""
+    named = [os.path.realpath(word) for word in vars(args).values() if isinstance(word, str)]
+    for flag, kind in kinds.items():
+        path = getattr(args, flag)
+        if path in (None, "-"):
+            continue
+        if not os.access(Path(path).resolve().parent, os.W_OK):
+            raise UserError(f"--{flag} {path}: no file can be written there; give a file name in a folder that exists")
+        if named.count(os.path.realpath(path)) > 1:
+            raise UserError(f"--{flag} {path}: another flag names this file, too; give each a file of its own")
+        check_target(path, kind)
 
 
 def check_context(context, config, flag="context"):
@@ -228,7 +243,7 @@ def quantized_model(model, name, quantizer, windows, file):
 
     windows (W, T): to calibrate on, where `quantizer.needs_text`. file: a `CalibrationFile`.
     """
-    made_of = identity(windows, *sources(quantizer)) if quantizer.needs_text else None
+    made_of = identity(windows, quantizer, *sources(quantizer)) if quantizer.needs_text else None
     tensors = file.get(f"weights {name}", made_of) if made_of else None
     if tensors is None:
         coded = quantize(model, quantizer, windows, partial(bar, what=name, unit="block"))

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from tinykv import UserError, calibrate, codecs, kmeans, outlier
+from tinykv import UserError, calibrate
 from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.files import identity, sources
+from tinykv.files import fingerprint, identity, sources
 from tinykv.methods.base import Method
 from tinykv.methods.registry import METHODS
 from tinykv.run import cli, ranks
@@ -50,7 +50,7 @@ class Entry:
         for draw, (method, windows) in enumerate(zip(self.methods, text.chunk(draws))):  # windows (C, T)
             # the tables' name in the file: the method, all of its settings, the weights, the draw
             name = f"{self.name} {self.settings} weights {self.weights}" + f" draw {draw}" * (draw > 0)
-            made_of = self.made_of(windows) if file.path else None  # a class of a notebook has no source
+            made_of = self.made_of(method, windows) if file.path else None
             tables = file.get(name, made_of)
             if tables is None:
                 progress = partial(cli.bar, what=f"calibrating {self.title}")
@@ -60,10 +60,10 @@ class Entry:
                 method.restore(tables)
             check_codecs(method, model.config)
 
-    def made_of(self, windows):
-        """The identity of what makes the tables: the windows, and the code that calibrates."""
-        makers = [self.method, *(codec for _, _, codec in self.method.each_codec())]
-        return identity(windows, calibrate, codecs, kmeans, outlier, *sources(*makers, *filter(None, [self.quantizer])))
+    def made_of(self, method, windows):
+        """The identity of what makes the tables: the windows, the method as it is before, and the code."""
+        makers = [method, *(codec for _, _, codec in method.each_codec())]
+        return identity(windows, method, self.quantizer, *sources(*makers))
 
     @contextmanager
     def attempt(self, doing):
@@ -216,6 +216,8 @@ def calibrate_all(setup, model, entries):
             C = args.calib_windows or entry.method.calibration_windows
             with entry.attempt("calibrating"):
                 entry.calibrate(models[entry.weights], text[:args.draws * C], args.draws, file)
+        elif entry.method.calibrated_on and entry.method.calibrated_on != fingerprint(models[entry.weights]):
+            raise UserError(f"{entry.title} was calibrated on another model; calibrate it on this one")
         for method in entry.methods:
             if method.prefix:  # its keys and values come from the full-precision model
                 label = cli.weights_label(entry.weights, entry.quantizer, data)

@@ -13,6 +13,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
 MARKERS = "osD^vP*Xdh"
 LINES = ("-", "--", ":")
 GREY = "#b0b0b0"
+KIND = "tinykv-figure"  # what the file says that it is
 BETWEEN = 0.055  # of the height of a panel: between two labels of lines
 
 
@@ -33,7 +34,7 @@ def new_figure(rows, columns, width, height, title=None):
 
 def save(figure, path):
     """Write a Figure as PNG, whole or not at all."""
-    files.write(path, lambda part: figure.savefig(part, format="png", dpi=150))
+    files.write(path, lambda part: figure.savefig(part, format="png", dpi=150, metadata={"Software": KIND}), KIND)
 
 
 def style(i):
@@ -59,6 +60,7 @@ def plain_ticks(panel):
 
 def label_ends(panel):
     """Write each line's label beside its right end, in its colour; labels do not overlap."""
+    panel.get_xlim(), panel.get_ylim()  # this scales the panel to its lines
     to_panel = panel.transScale + panel.transLimits  # data -> shares of the panel's width and height
     ends = []
     for line in panel.lines:

@@ -28,10 +28,11 @@ def joined():
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return
-    missing = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
-    if missing:
-        raise UserError(f"WORLD_SIZE is set, and not {', '.join(sorted(missing))}; start with torchrun, "
-                        "or unset WORLD_SIZE")
+    found = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
+    numbers = all(map(str.isdecimal, found.values())) and int(found["RANK"]) < int(found["WORLD_SIZE"])
+    if not numbers or "MASTER_ADDR" not in os.environ:
+        found = ", ".join(f"{name}={value}" for name, value in found.items())
+        raise UserError(f"{found}: not what torchrun sets; start with torchrun, or unset WORLD_SIZE")
     dist.init_process_group(timeout=PATIENCE)  # gloo for tensors on a CPU, NCCL for those on a GPU
     if dist.get_rank() > 0:
         sys.stdout = sys.stderr = open(os.devnull, "w")

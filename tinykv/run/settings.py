@@ -74,7 +74,10 @@ def add_settings(p, asked=()):
     group = p.add_argument_group(
         "settings of the methods",
         "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
+    taken = {"help", "settings", *vars(p.parse_known_args([])[0])}
     for name, (kind, values, help) in flags.items():
+        if name in taken:
+            raise UserError(f"a setting cannot be called {name}, which the command has a use for; rename it")
         group.add_argument("--" + name.replace("_", "-"), metavar=f"{values}[,...]", type=cli.list_of(kind),
                            help=help, default=argparse.SUPPRESS)
     p.set_defaults(settings=list(flags))

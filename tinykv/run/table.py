@@ -18,7 +18,7 @@ COLUMNS = {
     "weights": (7, "weights", ""),
     "method": (8, "label", ""),
     "scheme": (6, "scheme", ""),
-    "keep": (4, "preserve", ""),
+    "keep": (4, "preserve", "g"),
     "ppl": (7, "ppl", ".3f"),
     "delta": (7, "delta_ppl", "+.3f"),
     "+-": (6, "delta_se", ".3f"),
@@ -104,6 +104,7 @@ def row_of(entry, fp16, args):
     results, exact = (e.results * (args.draws // len(e.methods)) for e in (entry, fp16))
     if row["fault"]:
         return {**row, **dict.fromkeys(figures_of(exact, exact))}
+    row["preserve"] = row["preserve"] or round(mean(sum_of(results).kept), 1)  # of one's own, what the cache keeps
     return {**row, **figures_of(results, exact)}
 
 
@@ -164,7 +165,7 @@ class Table:
         self.print_row(self.rows[-1])
         path = self.setup.file("json")
         if path not in (None, "-"):
-            files.write_json(path, self.content())
+            files.write_json(path, self.content(), "tinykv-table")
 
     def print_row(self, row):
         """A row; "-" for what it has not, as where its method has failed."""

@@ -4,7 +4,7 @@ import copy
 import torch
 from torch import nn
 
-from tinykv.files import check_finite
+from tinykv import all_finite
 from tinykv.weights.awq import AWQ
 from tinykv.weights.base import BlockRunner
 from tinykv.weights.gptq import GPTQ
@@ -35,11 +35,11 @@ def quantize(model, quantizer, windows=None, progress=None):
         new = copy.deepcopy(block)
         if quantizer.needs_text:
             output = run(block, full)  # (W, T, D)
-            check_finite(f"block {len(new_blocks)}", {"full precision": output})
+            all_finite(f"outputs of block {len(new_blocks)} in full precision", output)
         quantizer.quantize(new, run, full, quantized)
         if quantizer.needs_text:
             full, quantized = output, run(new, quantized)  # (W, T, D) both
-            check_finite(f"block {len(new_blocks)}", {"quantized": quantized})
+            all_finite(f"outputs of quantized block {len(new_blocks)}", quantized)
         new_blocks.append(new)
     return assemble(model, new_blocks)
 

@@ -61,7 +61,7 @@ def hessian(x):
     for part in x.split(4096):
         part = part.float()  # (n, in)
         H += part.T @ part * (2 / len(x))
-    damping = DAMP * H.diagonal().mean()
+    damping = DAMP * H.diagonal().mean().clamp(min=1e-5)  # x may be all zeros
     return H + torch.eye(len(H), device=H.device) * damping
 
 
