@@ -84,7 +84,7 @@ def with_codec(codec, config, bits=2):
 
 class SwappedCodec(Affine):
     def decode(self, codes):
-        return super().decode(Codes(codes.packed, codes.zero, codes.scale))
+        return super().decode(Codes(codes.packed, scale=codes.zero, zero=codes.scale))
 
 
 class Swapped(Method):

@@ -124,7 +124,8 @@ class Regrouped(Codec):
         x = x.float().transpose(1, 2).reshape(B * T, heads * d)  # (N, C)
         codes, h, z = encode(x, self.group, self.bits, self.alpha, self.centre)
         packed = pack(codes, self.bits)
-        return Codes(*(part.view(B, 1, T, -1) for part in (packed, h, z)))
+        packed, h, z = (part.view(B, 1, T, -1) for part in (packed, h, z))
+        return Codes(packed, scale=h, zero=z)
 
     def decode(self, codes):
         B, _, T, _ = codes.packed.shape
