@@ -32,5 +32,5 @@ def test_perplexity(table, method):
 
 
 def test_the_outlier_is_found(table):
-    """In the layer from which ` the` is a sink as well; the first token has a larger one after layer 11."""
+    """After layer 2, at `<|im_start|>` and several ` the`; after layer 11 the first token has one 30 times as large."""
     assert "kvsink: emergence layer 2, outlier channel 507 (found in 2 of 2 calibration windows)" in str(table)

@@ -21,8 +21,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+# for libraries that read these when they are imported: no bars in a log, and no warnings before an error
 if not sys.stderr.isatty():
-    os.environ["TQDM_DISABLE"] = "1"  # no bars in a log; tqdm reads it when it is imported
+    os.environ["TQDM_DISABLE"] = "1"
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tinykv import UserError
 from tinykv.files import first_line
@@ -105,7 +107,7 @@ def convert(source, folder, **gguf):
 
 def main():
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", metavar="DIR", type=Path, required=True, help="a folder to make; it may exist if it is empty")
+    p.add_argument("--out", metavar="DIR", type=Path, required=True, help="a folder to make, or an empty one")
     p.add_argument("--model", metavar="NAME", help="a model of the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct")
     args = p.parse_args()
     with one_line(p):
