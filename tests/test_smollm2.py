@@ -13,8 +13,10 @@ from eval_ppl import compare
 FOLDER = os.environ.get("TINYKV_SMOLLM2")
 pytestmark = pytest.mark.skipif(not FOLDER, reason="needs TINYKV_SMOLLM2, a folder by docs/programs/smollm2.py")
 
-PERPLEXITY = {"fp16": 38.137, "rtn": 194.767, "pfn": 50.029, "kvsink": 46.519}
-TOLERANCE = 0.02
+# Another machine rounds sums differently, which changes a few codes, and through 30 layers ever more of them. Weights
+# changed by 1e-7 to 1e-6 of themselves do the same: at 3 bits the perplexities of 4 or 5 such models have a standard
+# deviation of up to 2.4%. Stored is their mean; four deviations, or 10%, are allowed.
+PERPLEXITY = {"fp16": (38.137, 0.001), "rtn": (192.6, 0.1), "pfn": (50.9, 0.1), "kvsink": (48.1, 0.1)}
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +29,10 @@ def table():
 
 @pytest.mark.parametrize("method", PERPLEXITY)
 def test_perplexity(table, method):
+    """That kvsink is better than pfn, two windows cannot tell."""
     found = {row["label"]: row["ppl"] for row in table}
-    assert found[method] == pytest.approx(PERPLEXITY[method], rel=TOLERANCE)
+    expected, tolerance = PERPLEXITY[method]
+    assert found[method] == pytest.approx(expected, rel=tolerance)
 
 
 def test_the_outlier_is_found(table):
