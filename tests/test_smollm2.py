@@ -14,9 +14,9 @@ FOLDER = os.environ.get("TINYKV_SMOLLM2")
 pytestmark = pytest.mark.skipif(not FOLDER, reason="needs TINYKV_SMOLLM2, a folder by docs/programs/smollm2.py")
 
 # Another machine rounds sums differently, which changes a few codes, and through 30 layers ever more of them. Weights
-# changed by 1e-7 to 1e-6 of themselves do the same: at 3 bits the perplexities of 4 or 5 such models have a standard
-# deviation of up to 2.4%. Stored is their mean; four deviations, or 10%, are allowed.
-PERPLEXITY = {"fp16": (38.137, 0.001), "rtn": (192.6, 0.1), "pfn": (50.9, 0.1), "kvsink": (48.1, 0.1)}
+# changed by 1e-7 to 1e-6 of themselves do the same: at 3 bits, the perplexities of 4 or 5 such models have a standard
+# deviation of 2.3% to 2.7%. Stored is their mean; about four deviations, 10%, are allowed.
+PERPLEXITY = {"fp16": (38.137, 0.001), "rtn": (192.6, 0.1), "pfn": (50.3, 0.1), "kvsink": (48.1, 0.1)}
 
 
 @pytest.fixture(scope="module")
