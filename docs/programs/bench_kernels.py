@@ -78,8 +78,8 @@ def method_of(name, config, device):
         # (h): a hundredth of normal numbers lie beyond
         wide = torch.full((heads * d,), 2.5, device=device)
         if "centroids" in codec.tables:
-            codec.centroids = torch.randn(codec.places, codec.m, codec.n, device=device).half()
-        elif "order" in codec.tables:
+            codec.centroids = torch.randn(codec.slots, codec.m, codec.n, device=device).half()
+        elif "group" in codec.tables:
             codec.regroup(torch.arange(heads * d, device=device) % (heads * d // codec.group_size))
         elif "levels" in codec.tables:
             codec.levels = torch.linspace(-1, 1, 2 ** codec.bits, device=device).half()  # (2**bits)
