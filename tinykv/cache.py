@@ -132,10 +132,11 @@ class CachedRows:
 
     def accumulate(self, recent, kept):
         """Add scores of the recent tokens (B, Hkv, r) and of the kept ones (B, Hkv, p), or None."""
-        if self.recent_scores is not None:
+        if self.recent_scores is None:
+            self.recent_scores = recent.clone()  # keys and values may have the same scores
+        else:
             new_tokens = recent.shape[2] - self.recent_scores.shape[2]
-            recent = torch.nn.functional.pad(self.recent_scores, (0, new_tokens)) + recent
-        self.recent_scores = recent.clone()  # keys and values may have the same scores
+            self.recent_scores = torch.nn.functional.pad(self.recent_scores, (0, new_tokens)) + recent
         if kept is not None:
             self.kept_scores = self.kept_scores + kept
 

@@ -110,7 +110,7 @@ def positions_between(begin, end, device):
 def cos_sin(freq, positions):
     """[cos, cos] and [-sin, sin] of every pair's angle at positions (T), both (T, d). freq (d/2)."""
     with torch.inference_mode(False):  # a later forward may need gradients
-        angle = positions[:, None].float() * freq.to(positions.device)  # (T, d/2)
+        angle = positions[:, None] * freq.to(positions.device)  # (T, d/2)
         cos, sin = angle.cos(), angle.sin()  # (T, d/2) both
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 

@@ -283,8 +283,9 @@ def tiling(keys, values, halves, rows):
 
 
 class Attended(NamedTuple):
-    """out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; of kept keys and values
-    the scores in base 2, (B, H, T, n), or None."""
+    """q (B, H, T, d), rotated; out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; of kept
+    keys and values the scores in base 2, (B, H, T, n), or None."""
+    q: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
     key_scores: torch.Tensor | None
@@ -337,7 +338,7 @@ def attention(q, keys, values, rope=None, window=None):
     kept = values.kept_rows.contiguous() if v_kept.slot is not None else None
     kernels.merge_kernel[B * H * T,](acc, top, total, v_kept.score, kept, out, lse, n_pieces, T, v_kept.n, R, d,
                                      triton.next_power_of_2(d), MERGED, **FMA)
-    return Attended(out, lse, k_kept.score, v_kept.score)
+    return Attended(q, out, lse, k_kept.score, v_kept.score)
 
 
 def programs(device, warps):
@@ -380,7 +381,7 @@ def kept_scores(keys, q, rope):
     rows = keys.kept_rows.float()  # (B, Hkv, n, d)
     if rope is not None:
         positions = keys.kept_positions.expand(rows.shape[:3]).flatten()  # (B * Hkv * n)
-        rows = rope.rotate(rows.flatten(0, 2), positions).view_as(rows)
+        rows = rope.rotate(rows.flatten(0, 2), positions).unflatten(0, rows.shape[:3])
     grouped = q.float().unflatten(1, (rows.shape[1], -1)).flatten(2, 3)  # (B, Hkv, R * T, d)
     s = grouped @ rows.transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))  # (B, Hkv, R * T, n)
     return s.unflatten(2, (-1, q.shape[2])).flatten(1, 2).contiguous()
@@ -399,7 +400,7 @@ def turn_of(rope, N, tiles, dtype, lift, device):
 def anchor_scores(q, k, lse, window=None):
     """AnS(K) and AnS(V), (B, Hkv, S) both, as `anchor_lines`. lse may be over more keys than these, the newest."""
     (B, H, T, d), (Hkv, S) = q.shape, k.shape[1:3]
-    q, k, norm = q.contiguous(), k.contiguous(), q.float().norm(dim=-1)  # (B, H, T)
+    q, k, norm = q.contiguous(), k.contiguous(), q.norm(dim=-1, dtype=torch.float32)  # (B, H, T)
     of_k, of_v = torch.empty(2, B, Hkv, S, dtype=torch.float32, device=q.device)
     most = 128 if q.dtype.itemsize == 2 or kernels.INTERPRETED else 16  # rows of fp32 fill the registers
     M, N, D = min(most, triton.next_power_of_2(T * H // Hkv)), 64, triton.next_power_of_2(d)
@@ -438,8 +439,7 @@ class TritonLayer(LayerCache):
 
     def score(self, q, positions, attended):
         """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention itself."""
-        q = self.rope.rotate(q, positions)  # (B, H, T, d)
-        Hkv, window = self.keys.recent.shape[1], self.window or self.length
+        q, Hkv = attended.q, self.keys.recent.shape[1]
         recent = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
         if self.method.rope == "pre":
             recent = self.rope.rotate(recent, positions_between(self.keys.n_coded, self.length, q.device))
@@ -448,16 +448,16 @@ class TritonLayer(LayerCache):
         lse = attended.lse[..., None] * LOG2E  # (B, H, T, 1), in base 2
         kept_keys = kept_values = None
         if attended.key_scores is not None:
-            # (B, 1 or Hkv, T, n)
-            seen = self.keys.kept_positions[:, :, None] > positions[:, None] - window
-            seen = seen.repeat_interleave(q.shape[1] // seen.shape[1], dim=1)  # (B, H, T, n)
-            A = torch.exp2(attended.key_scores - lse) * seen  # (B, H, T, n)
-            norm = q.float().norm(dim=-1)[..., None]  # (B, H, T, 1)
-            of_heads = (norm * A * (1 - A)).sum(2)  # (B, H, n)
-            kept_keys = of_heads.unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, n)
+            A = torch.exp2(attended.key_scores - lse)  # (B, H, T, n)
+            if self.window is not None:
+                # (B, 1 or Hkv, T, n)
+                seen = self.keys.kept_positions[:, :, None] > positions[:, None] - self.window
+                A = A * seen.repeat_interleave(q.shape[1] // seen.shape[1], dim=1)  # (B, H, T, n)
+            of_queries = A * (1 - A) * q.norm(dim=-1, keepdim=True, dtype=torch.float32)  # (B, H, T, n)
+            kept_keys = of_queries.unflatten(1, (Hkv, -1)).sum((2, 3))  # (B, Hkv, n)
         if attended.value_scores is not None:
             A = torch.exp2(attended.value_scores - lse)  # (B, H, T, n)
-            kept_values = A.sum(2).unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, n)
+            kept_values = A.unflatten(1, (Hkv, -1)).sum((2, 3))  # (B, Hkv, n)
         self.keys.accumulate(of_keys, kept_keys)
         self.values.accumulate(of_values, kept_values)
 
