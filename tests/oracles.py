@@ -291,5 +291,7 @@ def nearest_centroids(x, centroids, chosen):
 # ---- Bytes
 
 def code_bytes(width, bits):
-    """Bytes of `width` packed codes; three levels are packed five to a byte."""
-    return math.ceil(width / 5) if bits == 1.5 else math.ceil(width * bits / 8)
+    """Bytes of `width` packed codes; three levels are packed five to a byte, and 3 bits as 2 and 1."""
+    if bits == 1.5:
+        return math.ceil(width / 5)
+    return sum(math.ceil(width * 2 ** i / 8) for i in range(4) if bits >> i & 1)

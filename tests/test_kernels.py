@@ -8,6 +8,7 @@ import math
 import random
 import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 import bench_kernels  # noqa: E402
+import benchmark  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
@@ -632,6 +634,43 @@ def test_what_no_kernel_knows_is_named(cls, words):
     wide = LlamaConfig(41, 32, 48, 2, 4, 2, 24, 256)
     with pytest.raises(UserError, match=words):
         TritonCache(Llama(wide), cls(wide))
+
+
+# ---- calls
+
+class Unlaunched:
+    """In place of a kernel."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **more: None
+
+
+@pytest.mark.parametrize("attention, name, most", [
+    ("triton", "fp16", 45), ("triton", "2-bit per token", 45), ("triton", "1-bit codebooks d8m256", 45),
+    ("triton", "1-bit antkv, 1% kept", 80), ("fused", "2-bit per token", 70), ("fused", "1-bit codebooks d8m256", 70)])
+def test_calls_of_a_layer(attention, name, most, monkeypatch):
+    """Operations of torch in a step of decoding, which set the pace of one sequence on a GPU."""
+    for kernel in ("attend_kernel", "merge_kernel", "anchor_kernel"):
+        monkeypatch.setattr(kernels, kernel, Unlaunched())
+    model = tiny().to(torch.bfloat16)
+    model.use_attention(attention)
+    method = bench_kernels.method_of(name, model.config, "cpu")
+    cache = TritonCache(model, method) if attention == "triton" else KVCache(model, method)
+    for layer in cache.layers:
+        bench_kernels.filled(layer, model.config, 1, 256, "cpu", torch.bfloat16)
+    step = partial(model, torch.zeros(1, 1, dtype=torch.long), cache)
+    step()  # makes what is held until codes change
+    calls = benchmark.calls_of(model.model["layers"][-1], step)
+    assert 25 < calls <= most
+
+
+def test_rows_of_codes_are_made_where_codes_change(monkeypatch):
+    made, real = [], triton_cache.ROWS[Affine]
+    monkeypatch.setitem(triton_cache.ROWS, Affine, lambda *args: made.append(args[2]) or real(*args))
+    layer = layer_of(Plain("2 bits per token", "2 bits per token", 1, 32, block=8), 1, 32, 1, 9, 1)
+    for position in range(9, 18):  # 8 tokens are quantized at the 16th
+        layer.update(torch.randn(1, 2, 1, 32), *torch.randn(2, 1, 1, 1, 32), torch.tensor([position]))
+    assert made == ["k", "v"] * 2 and len(triton_cache.MADE) == 2
 
 
 # ---- the benchmark
