@@ -123,7 +123,7 @@ def simple_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, out, T, R: tl.const
 # A code is a number. The bits of an integer below 1,024 are, read as fp16, that integer times 2**-24: a subnormal
 # number. So a code is masked where it lies in its word, and enters a product. If it begins at bit `low`, it is 2**low
 # times larger, for which q, or the output, is made smaller. Saves shifting and converting.
-# Codes of 3 bits are 2 and 1: the two low bits of all codes, then all high bits. Each is masked, and moved to the other.
+# Codes of 3 bits are 2 and 1: the two low bits of all codes, then all high bits. Both are masked, and put together.
 TWO_AT_ONCE = tl.constexpr(not INTERPRETED)  # see `two_words`: the interpreter knows no PTX
 TO_INTEGER = tl.constexpr(2.0 ** 24)  # undoes the subnormal numbers after the product
 LIFT = tl.constexpr(2.0 ** 15)  # what cos and sin are multiplied by, so that their products with codes are normal
@@ -628,7 +628,7 @@ class Tables(NamedTuple):
 
 @triton.jit
 def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
-    # The numbers (N, W) of the tokens j; of plane i, which is a head, or half of one. fp32, or a centroid's own 16 bits.
+    # The numbers (N, W) of the tokens j; of plane i, which is a head, or half of one: fp32, or 16 bits of centroids.
     channel, there = channels_of(rows, i)
     if rows.codec == "Exact":
         row = rows.data + b * rows.batch + h * rows.head + (j - rows.start).to(tl.int64)[:, None] * rows.token

@@ -51,7 +51,8 @@ def made_rows(codec, data, of_row, width, start=0, **fields):
     of_row = tuple(s._replace(bits=math.ceil(s.bits)) for s in of_row)
     tile = max(16, triton.next_power_of_2(fields["words"]))
     return made(PackedRows, codec=codec, width=width, data=data, batch=batch, head=head, token=token, start=start,
-                sections=of_row, n_sections=len(of_row), tile=tile, n_planes=len(fields["planes"]), ternary=ternary, **fields)
+                sections=of_row, n_sections=len(of_row), tile=tile, n_planes=len(fields["planes"]), ternary=ternary,
+                **fields)
 
 
 def single_rows(codec, packed, of_row, width, halves, start=0, **more):
@@ -183,7 +184,8 @@ def codebook_rows(codec, codes, kind, halves):
     side = math.gcd(codec.n, codec.width // halves, 2 ** 20)
     m = 0 if len(centroids) == 1 else centroids.shape[1]
     book = made(Tables, centroids=centroids, n=codec.n, m=m, side=side)
-    return single_rows("Codebook", codes.packed, sections(codec.slots, codec.code_bits), codec.width, halves, tables=book)
+    of_row = sections(codec.slots, codec.code_bits)
+    return single_rows("Codebook", codes.packed, of_row, codec.width, halves, tables=book)
 
 
 ROWS = {Exact: exact_rows, Affine: affine_rows, NonUniform: nonuniform_rows, ClippedGroups: clipped_rows,

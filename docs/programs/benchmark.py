@@ -162,7 +162,8 @@ def main():
     p.add_argument("--rounds", metavar="N", type=int, default=7, help="rounds that are measured")
     p.add_argument("--context", metavar="T", type=int, default=1024, help="windows: tokens of one")
     p.add_argument("--windows", metavar="W", type=int, default=8, help="windows: to evaluate on")
-    p.add_argument("--method", metavar="NAME,...", type=list_of(str), default=[name for name in METHODS if name != "intactkv"],
+    without_prefix = [name for name in METHODS if name != "intactkv"]
+    p.add_argument("--method", metavar="NAME,...", type=list_of(str), default=without_prefix,
                    help="steps: of which (default: all but intactkv, which needs a prefix)")
     p.add_argument("--tokens", metavar="S,...", type=list_of(int), default=[1024, 4096, 16384],
                    help="steps: tokens in the cache before the first one")
