@@ -47,10 +47,10 @@ def topk_kernel(h, score, position, T, h_batch, h_token, K: tl.constexpr, N: tl.
     first = (b * tl.num_programs(0) + piece) * K
     for i in range(K):
         largest = tl.max(x, 0)
-        at = tl.min(tl.where(x == largest, t, T), 0)
+        earliest = tl.min(tl.where(x == largest, t, T), 0)
         tl.store(score + first + i, largest)
-        tl.store(position + first + i, at)
-        x = tl.where(t == at, -1.0, x)  # (N)
+        tl.store(position + first + i, earliest)
+        x = tl.where(t == earliest, -1.0, x)  # (N)
 
 
 def topk_outliers(hidden, channel, k, N=1024):
@@ -120,18 +120,23 @@ def simple_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, out, T, R: tl.const
 
 
 # ---- 3. Now make it fast: rows of any codec, and codes that are numbers
+# A code is a number. The bits of an integer below 1,024 are, read as fp16, that integer times 2**-24: a subnormal
+# number. So a code is masked where it lies in its word, and enters a product. If it begins at bit `low`, it is 2**low
+# times larger, for which q, or the output, is made smaller. Saves shifting and converting.
+# Codes of 3 bits are 2 and 1: the two low bits of all codes, then all high bits. Both are masked, and put together.
 TWO_AT_ONCE = tl.constexpr(not INTERPRETED)  # see `two_words`: the interpreter knows no PTX
-TO_INTEGER = tl.constexpr(2.0 ** 24)  # see `codes_of_plane`
+TO_INTEGER = tl.constexpr(2.0 ** 24)  # undoes the subnormal numbers after the product
 LIFT = tl.constexpr(2.0 ** 15)  # what cos and sin are multiplied by, so that their products with codes are normal
 
 
 class Plane(NamedTuple):
-    """The codes that one mask finds in all words of a row; a word is 1, 2 or 3 bytes of codes. Saves loading a byte
-    for each code: the four planes of 2-bit codes are quarters of the head, into which q and the output are cut, too."""
+    """The codes that one mask finds in all words of a row; a word is 1 or 2 bytes of codes. Saves loading a byte for
+    each code: the four planes of 2-bit codes are quarters of the head, into which q and the output are cut, too."""
     channel: int  # the first
-    slice: int  # a row is cut into slices of words where one plane would hold two groups
-    shift: int  # only the ten low bits are a subnormal number: higher codes are shifted into these
-    low: int  # where the code begins then. It stays there, and is 2**low times larger
+    low: int  # the bit where a masked code begins, of the ten that a subnormal number has
+    slices: tuple  # of each section of a row: which of its slices of words has the codes
+    shifts: tuple  # by how many bits to the right these come to `low`, or to the bits above another section's
+    masks: tuple  # which bits they are then
 
 
 class Grid(NamedTuple):
@@ -151,17 +156,18 @@ class PackedRows(NamedTuple):
     """The keys, or the values, of a range of tokens. What grows with the text is no constant of the kernel. The stride
     of a token is: only then can the compiler load 16 bytes at once."""
     codec: tl.constexpr  # name of the codec's class
-    fold: tl.constexpr  # whose scales leave the products: each "token"'s, each "channel"'s; "": none's
+    fold: tl.constexpr  # whose scales leave the products: each "token"'s, each "channel"'s; "": numbers are decoded
     width: tl.constexpr  # d, channels of a head
     data: torch.Tensor  # words: uint8; uint16, two bytes of codes at a time; or 16-bit numbers
-    batch: int  # strides, in words: from one sequence to the next
-    head: int  # 0 where the heads of a token are one row
-    token: tl.constexpr
+    batch: int  # words from a sequence to the next
+    head: int  # words from a head to the next; 0 where the heads of a token are one row
+    token: tl.constexpr  # words from a token to the next
     start: int  # position of the first token
-    bits: tl.constexpr  # of a code; 2 for three levels
-    planes: tl.constexpr  # where numbers are decoded: the head, or its two halves
+    sections: tl.constexpr  # tuple of Section (tinykv/codecs/base.py): the bytes of a row; () of 16-bit numbers
+    n_sections: tl.constexpr
+    planes: tl.constexpr  # tuple of Plane; where numbers are decoded a plane is the head, or half of it
     n_planes: tl.constexpr
-    words: tl.constexpr  # of a plane
+    words: tl.constexpr  # words of a plane
     tile: tl.constexpr  # W: the next power of 2, at least the 16 that a product takes
     step: tl.constexpr  # channels from a word of a plane to the next
     groups: tl.constexpr  # scales of a token that leave the products, each of as many planes
@@ -176,34 +182,35 @@ class PackedRows(NamedTuple):
 #   channel (W): channels of a head, there (W): which exist    query (M): rows of queries, live (M): which exist
 
 @triton.constexpr_function
-def of_plane(planes, i, field):  # plain Python, which the compiler calls: `planes` is a constant
-    return getattr(planes[i], field)
+def field(tuples, i, name):  # plain Python, which the compiler calls: planes and sections are constants
+    return getattr(tuples[i], name)
+
+
+@triton.constexpr_function
+def of_section(planes, i, name, n):
+    return getattr(planes[i], name)[n]
 
 
 @triton.jit
 def channels_of(rows, i: tl.constexpr):
     # The channels (W) of plane i, and which of them exist: W is rounded up to a power of two.
     word = tl.arange(0, rows.tile)
-    channel = word * rows.step + of_plane(rows.planes, i, "channel")
+    channel = word * rows.step + field(rows.planes, i, "channel")
     return channel, (word < rows.words) & (channel < rows.width)
 
 
 @triton.jit
 def words_of(rows, b, h, j, ok, TRANSPOSED: tl.constexpr = False):
-    # The words of each slice: a tuple of (N, W), or TRANSPOSED (W, N).
+    # The words of each slice of a row: a tuple of (N, W), or TRANSPOSED (W, N). A slice is cut where a plane ends.
     row = rows.data + b * rows.batch + h * rows.head + j.to(tl.int64)[:, None] * rows.token  # (N, 1)
     word = tl.arange(0, rows.tile)
-    SIZE: tl.constexpr = 3 if rows.bits == 3 else 1  # eight codes of 3 bits fill three bytes
     slices = ()
-    for n in tl.static_range(of_plane(rows.planes, -1, "slice") + 1):  # the last plane's is last
-        at = row + ((word + n * rows.words) * SIZE)[None]  # (N, W)
+    for n in tl.static_range(of_section(rows.planes, -1, "slices", -1) + 1):  # those of the last plane are last
+        pointer = row + (word + n * rows.words)[None]  # (N, W)
         mask = ok[:, None] & (word < rows.words)[None]  # (N, W)
         if TRANSPOSED:
-            at, mask = tl.trans(at), tl.trans(mask)
-        words = tl.load(at, mask, 0)
-        if SIZE == 3:
-            middle, high = tl.load(at + 1, mask, 0).to(tl.int32), tl.load(at + 2, mask, 0).to(tl.int32)
-            words = words.to(tl.int32) | middle << 8 | high << 16
+            pointer, mask = tl.trans(pointer), tl.trans(mask)
+        words = tl.load(pointer, mask, 0)
         if rows.ternary is not None:  # a byte is five digits in base 3: two bits for each
             words = tl.load(rows.ternary + words)
         slices = slices + (words,)
@@ -212,34 +219,42 @@ def words_of(rows, b, h, j, ok, TRANSPOSED: tl.constexpr = False):
 
 @triton.jit
 def codes_of_plane(rows, slices, i: tl.constexpr):
-    # The codes of plane i as fp16, 2**24 times smaller and 2**low times larger: the bits of an integer below 1,024, as
-    # fp16, are the integer times 2**-24, a subnormal number. Saves converting. TO_INTEGER undoes it after the product.
-    words = slices[of_plane(rows.planes, i, "slice")]
-    if TWO_AT_ONCE and rows.bits != 3:
-        PTX: tl.constexpr = two_words(rows.bits, rows.planes, i)
-        return tl.inline_asm_elementwise(PTX, "=r,r", [words.to(tl.uint16)], tl.float16, is_pure=True, pack=2)
-    mask: tl.constexpr = (2 ** rows.bits - 1) << of_plane(rows.planes, i, "low")
-    code = (words >> of_plane(rows.planes, i, "shift")) & mask
+    # The codes of plane i as fp16, 2**24 times smaller and 2**low times larger.
+    words = ()
+    for n in tl.static_range(rows.n_sections):
+        words = words + (slices[of_section(rows.planes, i, "slices", n)].to(tl.uint16),)
+    if TWO_AT_ONCE:
+        PTX: tl.constexpr = two_words(rows.planes, i)
+        return tl.inline_asm_elementwise(PTX[0], PTX[1], words, tl.float16, is_pure=True, pack=2)
+    code = tl.zeros(words[0].shape, tl.int32)
+    for n in tl.static_range(rows.n_sections):
+        moved = words[n].to(tl.int32) << 8 >> 8 + of_section(rows.planes, i, "shifts", n)  # to the left if negative
+        code |= moved & of_section(rows.planes, i, "masks", n)
     return code.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.constexpr_function
-def two_words(bits, planes, i):
-    # PTX, a GPU's assembly: shift and mask of two 16-bit words in one 32-bit register. Saves every second mask.
-    mask = ((2 ** bits - 1) << planes[i].low) * 0x10001
-    return f"{{ .reg .b32 x; shr.b32 x, $1, {planes[i].shift}; and.b32 $0, x, {mask:#x}; }}"
+def two_words(planes, i):
+    # PTX, a GPU's assembly: shift and mask of two 16-bit words in one 32-bit register. Saves every second mask. And the
+    # registers: $0 is the result, $1, $2 .. are the words of each section.
+    lines, registers = "", "=r"
+    for n, (shift, mask) in enumerate(zip(planes[i].shifts, planes[i].masks), 1):
+        lines += f"{'shr' if shift >= 0 else 'shl'}.b32 x, ${n}, {abs(shift)}; and.b32 x, x, {mask * 0x10001:#x}; "
+        lines += "or.b32 y, y, x; "
+        registers += ",r"
+    return f"{{ .reg .b32 x, y; mov.b32 y, 0; {lines}mov.b32 $0, y; }}", registers
 
 
 @triton.jit
 def grid_of(grid, b, h, j0, j, ok, column, there):
     # Scales and zero points of the tokens, in some columns of the grid: (N or 1, columns) both.
-    at, mask = (column * grid.channel)[None] + b * grid.batch + h * grid.head, there[None]
+    offset, mask = (column * grid.channel)[None] + b * grid.batch + h * grid.head, there[None]
     if grid.tokens % j.shape[0] != 0:  # a row of the grid for each token; or one for the tile, which lies in one group
-        at += (j // grid.tokens).to(tl.int64)[:, None] * grid.token
+        offset += (j // grid.tokens).to(tl.int64)[:, None] * grid.token
         mask = mask & ok[:, None]
     elif grid.tokens > 0:  # a static grid has only one row
-        at += j0 // grid.tokens * grid.token
-    word = tl.load(grid.words + at, mask, 0)
+        offset += j0 // grid.tokens * grid.token
+    word = tl.load(grid.words + offset, mask, 0)
     if grid.form == "fp8":
         return fp8_number(word), fp8_number(word >> 8)
     scale, zero = word.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32), word.to(tl.int32) >> 16
@@ -281,7 +296,7 @@ def scores_by_token(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
         # q.c and sum(q) over the planes of the group; the codes are 2**low times larger, so q is smaller
         by_codes, q_sum = tl.zeros(s.shape, tl.float32), tl.zeros(q[0].shape, tl.float32)  # (N, M), (W, M)
         for i in tl.static_range(g * PLANES, g * PLANES + PLANES):
-            x = q[i] * 0.5 ** of_plane(k.planes, i, "low")  # (W, M)
+            x = q[i] * 0.5 ** field(k.planes, i, "low")  # (W, M)
             by_codes = product(codes_of_plane(k, words, i), x, by_codes, DOT)
             q_sum += q[i]
         # (q.c) s + sum(q) z
@@ -294,7 +309,7 @@ def plane_by_channel(k, words, b, h, j0, j, ok, i: tl.constexpr):
     # Codes of plane i (N, W), 2**low times larger; so smaller scales, and zero points, (W, 1) both.
     channel, there = channels_of(k, i)
     scale, zero = grid_of(k.grid, b, h, j0, j, ok, channel, there)  # (1, W) both
-    scale = tl.trans(scale) * 0.5 ** of_plane(k.planes, i, "low")
+    scale = tl.trans(scale) * 0.5 ** field(k.planes, i, "low")
     return codes_of_plane(k, words, i), scale, tl.trans(zero)
 
 
@@ -320,9 +335,9 @@ def attend_lines(q, K, V, begin, end, window):
     # scores in base 2, (B, H, T, end - begin): the weight is 2**score, which is one instruction
     s = q @ K[:, :, begin:end].transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))
     # a query sees no later token, and of a sliding window the newest
-    at = torch.arange(S - T, S, device=q.device)[:, None]  # (T, 1): positions
+    position = torch.arange(S - T, S, device=q.device)[:, None]  # (T, 1): of each query
     j = torch.arange(begin, end, device=q.device)[None]  # (1, end - begin)
-    s = s.masked_fill((j > at) | (j <= at - window), float("-inf"))
+    s = s.masked_fill((j > position) | (j <= position - window), float("-inf"))
     # weights, not yet divided by their sum; a query that sees nothing here has the top -inf
     top = s.amax(-1)  # (B, H, T)
     p = torch.exp2(s - top.nan_to_num(neginf=0)[..., None])  # (B, H, T, end - begin)
@@ -353,8 +368,8 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
     # the query rows: each new token's R query heads are neighbours
     row = tile * M + tl.arange(0, M)  # (M)
     t, live = row // R, row < T * R  # (M) both
-    at = S - T + t  # (M): positions
-    query = (bh * R + row % R) * T + t  # (M): place among all B * H * T
+    position = S - T + t  # (M)
+    query = (bh * R + row % R) * T + t  # (M): index among all B * H * T
 
     # the queries, cut into the planes of the keys
     q_planes = ()
@@ -393,7 +408,7 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
         if k_kept.slot is not None:
             kept, score, known = score_pointers(k_kept, b, h, j, ok, query, live)
             s = tl.where(kept, tl.load(score, known, 0), s)
-        seen = ok[:, None] & (j[:, None] <= at[None]) & (j[:, None] > at[None] - window)
+        seen = ok[:, None] & (j[:, None] <= position[None]) & (j[:, None] > position[None] - window)
         s = tl.where(seen, s, float("-inf"))
 
         # 2. weights 2**(s - top), and their sum; `top` is the largest score so far. Where values have scales, it is the
@@ -432,12 +447,12 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
         acc = new_acc
 
     # write the sums of this piece; those over codes get their powers of two and their zero points
-    query += piece * (tl.num_programs(0) // tiles * R * T)  # (M): place among those of all pieces
+    query += piece * (tl.num_programs(0) // tiles * R * T)  # (M): index among those of all pieces
     for i in tl.static_range(v.n_planes):
         channel, there = channels_of(v, i)
         x = acc[i]  # (W, M)
         if v.fold == "token":
-            unit = TO_INTEGER * 0.5 ** of_plane(v.planes, i, "low")
+            unit = TO_INTEGER * 0.5 ** field(v.planes, i, "low")
             x = x * unit + acc_zeros[i // V_PLANES][None]
         tl.store(accs + query[None] * v.width + channel[:, None], x, live[None] & there[:, None])
     tl.store(tops + query, top, live)
@@ -482,10 +497,10 @@ def merge_kernel(accs, tops, totals, score, kept, out, lse, pieces, T, n, R: tl.
     total, acc = 0.0, tl.zeros((D,), tl.float32)
     for first in range(0, pieces, N):
         i = first + tl.arange(0, N)  # (N)
-        at, here = i * all_queries + query, i < pieces  # (N) both
-        fade = tl.exp2(tl.load(tops + at, here, float("-inf")) - top)  # (N)
-        total += tl.sum(tl.load(totals + at, here, 0) * fade, 0)
-        sums = tl.load(accs + at[:, None] * DIM + c[None], here[:, None] & (c < DIM)[None], 0)  # (N, D)
+        index, here = i * all_queries + query, i < pieces  # (N) both
+        fade = tl.exp2(tl.load(tops + index, here, float("-inf")) - top)  # (N)
+        total += tl.sum(tl.load(totals + index, here, 0) * fade, 0)
+        sums = tl.load(accs + index[:, None] * DIM + c[None], here[:, None] & (c < DIM)[None], 0)  # (N, D)
         acc += tl.sum(sums * fade[:, None], 0)
     # the kept values, N at a time, with the weights that their slots have
     if kept is not None:
@@ -513,8 +528,8 @@ def rotated_lines(q, k, cos, sin):
 
 class Turn(NamedTuple):
     """RoPE's tables for keys that are stored before it, in two steps: q turns back by the position of the tile's first
-    token, a key forward by its place in the tile. Saves angles: one small table serves all tiles."""
-    cos: torch.Tensor | None = None  # of places 0 .. N - 1 in a tile (N, d/2); for codes LIFT times larger
+    token, a key forward by its index in the tile. Saves angles: one small table serves all tiles."""
+    cos: torch.Tensor | None = None  # of index 0 .. N - 1 in a tile (N, d/2); for codes LIFT times larger
     sin: torch.Tensor | None = None
     tile_cos: torch.Tensor | None = None  # (tiles, d/2), of positions 0, N, 2N, ...
     tile_sin: torch.Tensor | None = None
@@ -530,15 +545,15 @@ def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
     for i in tl.static_range(HALF):
         channel, there = channels_of(k, i)
         # the queries, turned back
-        at = (channel + j0 // j.shape[0] * (k.width // 2))[:, None]  # (W, 1)
-        tile_cos = tl.load(turn.tile_cos + at, there[:, None], 0)
-        tile_sin = tl.load(turn.tile_sin + at, there[:, None], 0)
+        offset = (channel + j0 // j.shape[0] * (k.width // 2))[:, None]  # (W, 1)
+        tile_cos = tl.load(turn.tile_cos + offset, there[:, None], 0)
+        tile_sin = tl.load(turn.tile_sin + offset, there[:, None], 0)
         qx = q[i] * tile_cos + q[i + HALF] * tile_sin  # (W, M)
         qy = q[i + HALF] * tile_cos - q[i] * tile_sin  # (W, M)
-        # cos and sin of a key's place in the tile
-        at = (j - j0)[:, None] * (k.width // 2) + channel[None]  # (N, W)
-        cos = tl.load(turn.cos + at, there[None], 0)
-        sin = tl.load(turn.sin + at, there[None], 0)
+        # cos and sin of a key's index in the tile
+        offset = (j - j0)[:, None] * (k.width // 2) + channel[None]  # (N, W)
+        cos = tl.load(turn.cos + offset, there[None], 0)
+        sin = tl.load(turn.sin + offset, there[None], 0)
         # the keys: codes, whose scales and zero points go to the queries, or decoded numbers
         if k.fold == "channel":
             x, x_scale, x_zero = plane_by_channel(k, words, b, h, j0, j, ok, i)
@@ -580,12 +595,12 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.const
     for row0 in range(first, last, M):
         row = row0 + tl.arange(0, M)  # (M)
         t, live = row // R, row < T * R  # (M) both
-        query = (bh * R + row % R) * T + t  # (M): place among all B * H * T
+        query = (bh * R + row % R) * T + t  # (M): index among all B * H * T
         # scores
         queries = tl.load(q + query[:, None] * DIM + c[None], live[:, None] & (c < DIM)[None], 0)  # (M, D)
         s = product(queries, tl.trans(keys), None, DOT) * factor  # (M, N)
-        at = S - T + t  # (M): positions
-        seen = live[:, None] & (j[None] <= at[:, None]) & (j[None] > at[:, None] - window)
+        position = S - T + t  # (M)
+        seen = live[:, None] & (j[None] <= position[:, None]) & (j[None] > position[:, None] - window)
         # the attention weights, from each query's log-sum-exp; log2(e) turns that to base 2
         s -= tl.load(lse + query, live, 0)[:, None] * 1.4426950408889634
         A = tl.exp2(tl.where(seen, s, float("-inf")))  # (M, N)
@@ -599,22 +614,21 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.const
 # ---- 9. Appendix: numbers that are decoded one by one. SKVQ and KVQuant look something up for each: they save no time
 
 class Tables(NamedTuple):
-    levels: torch.Tensor | None = None  # KVQuant's, in the place of 0, 1, 2, ...: (2**bits)
+    levels: torch.Tensor | None = None  # KVQuant's, instead of 0, 1, 2, ...: (2**bits)
     row_end: torch.Tensor | None = None  # (T, B) int32, numbers and columns: its outliers, see `SparseCodes`
     numbers: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     sequences: int = 0  # B
-    place: torch.Tensor | None = None  # SKVQ's: of each channel in the row of all heads, (h) int32
-    group: torch.Tensor | None = None  # of each place, (h) int32
-    centroids: torch.Tensor | None = None  # codebooks, (places or 1, m, n): of all places, or one for all
+    group: torch.Tensor | None = None  # SKVQ's: of each channel of all heads, (C) int32
+    centroids: torch.Tensor | None = None  # codebooks, (vectors of a token or 1, m, n): of each, or one for all
     n: tl.constexpr = None  # channels of a centroid
-    m: tl.constexpr = None  # centroids of a book; 0: one book for all places
+    m: tl.constexpr = None  # centroids of a book; 0: one book for all
     side: tl.constexpr = None  # channels of a centroid that lie side by side in a tile, too: one load
 
 
 @triton.jit
 def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
-    # The numbers (N, W) fp32 of the tokens j; of plane i, which is a head, or half of one.
+    # The numbers (N, W) of the tokens j; of plane i, which is a head, or half of one: fp32, or 16 bits of centroids.
     channel, there = channels_of(rows, i)
     if rows.codec == "Exact":
         row = rows.data + b * rows.batch + h * rows.head + (j - rows.start).to(tl.int64)[:, None] * rows.token
@@ -627,20 +641,19 @@ def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
 
 @triton.jit
 def decode_scaled(rows, b, h, j0, j, ok, channel, there):
-    # where each channel's code lies in its row, and each group's scale in the grid
-    place, group = channel, channel // rows.grid.channels  # (W) both
-    if rows.codec == "NonUniform":  # all heads of a token are one row
-        place = channel + h * rows.width
-    if rows.codec == "ClippedGroups":  # the same, and SKVQ reorders the channels
-        place = tl.load(rows.tables.place + h * rows.width + channel, there, 0)
-        group = tl.load(rows.tables.group + place, there, 0)
+    # the index of each channel's code in its row, and of its scale in the grid
+    index, group = channel, channel // rows.grid.channels  # (W) both
+    if rows.codec != "Affine":  # all heads of a token are one row
+        index = channel + h * rows.width
+    if rows.codec == "ClippedGroups":  # groups are any channels
+        group = tl.load(rows.tables.group + index, there, 0)
     # number * scale + zero; the number is the code, or one of KVQuant's levels
-    number = code_at(rows, b, h, j, ok, place, there)  # (N, W)
+    number = code_at(rows, b, h, j, ok, index, there)  # (N, W)
     if rows.codec == "NonUniform":
         number = tl.load(rows.tables.levels + number)
     scale, zero = grid_of(rows.grid, b, h, j0, j, ok, group, there)  # (N or 1, W) both
     x = number.to(tl.float32) * scale + zero
-    # KVQuant's outliers, a CSR matrix with a row for each token, take their places in x
+    # KVQuant's outliers, a CSR matrix with a row for each token, overwrite x
     sparse = rows.tables
     if sparse.row_end is not None:
         row = j * sparse.sequences + b  # (N)
@@ -660,35 +673,31 @@ def decode_codebook(rows, b, h, j, ok, i: tl.constexpr):
     SIDE: tl.constexpr = rows.tables.side
     unit = tl.arange(0, rows.tile // SIDE) * SIDE  # (W / SIDE): the first channel of each load
     there = unit < rows.words  # (W / SIDE)
-    channel = unit + of_plane(rows.planes, i, "channel") + h * rows.width  # (W / SIDE)
-    # the centroid's number, in the book of all places or of its own
-    n, place = rows.tables.n, channel // rows.tables.n  # (W / SIDE): of the vector in the row of all heads
-    centroid = code_at(rows, b, h, j, ok, place, there) + place[None] * rows.tables.m  # (N, W / SIDE)
-    at = (centroid * n + (channel % n)[None])[:, :, None] + tl.arange(0, SIDE)[None, None]  # (N, W / SIDE, SIDE)
-    x = tl.load(rows.tables.centroids + at, (ok[:, None] & there[None])[:, :, None], 0)
-    return tl.reshape(x.to(tl.float32), (j.shape[0], rows.tile))
+    channel = unit + field(rows.planes, i, "channel") + h * rows.width  # (W / SIDE)
+    # the centroid's number, in the book of its vector or in the only one
+    n, index = rows.tables.n, channel // rows.tables.n  # (W / SIDE): of the vector in the row of all heads
+    centroid = code_at(rows, b, h, j, ok, index, there) + index[None] * rows.tables.m  # (N, W / SIDE)
+    first = centroid * n + (channel % n)[None]  # (N, W / SIDE)
+    offset = first[:, :, None] + tl.arange(0, SIDE)[None, None]  # (N, W / SIDE, SIDE)
+    x = tl.load(rows.tables.centroids + offset, (ok[:, None] & there[None])[:, :, None], 0)
+    return tl.reshape(x, (j.shape[0], rows.tile))
 
 
 @triton.jit
-def code_at(rows, b, h, j, ok, place, there):
-    # The codes (N, W) at `place` (W) in their rows, each loaded alone: `pack` in reverse.
+def code_at(rows, b, h, j, ok, index, there):
+    # The codes (N, W) at `index` (W) in their rows, each loaded alone: `unpack`.
     row = rows.data + b * rows.batch + h * rows.head + j.to(tl.int64)[:, None] * rows.token  # (N, 1)
-    mask = ok[:, None] & there[None]
-    place = place[None]  # (1, W)
-    # one after the other where a code may go on in the next byte
-    if rows.bits == 3 or (rows.bits > 4 and rows.bits != 8):
-        bit = place * rows.bits
-        word = tl.load(row + bit // 8, mask, 0).to(tl.int32)
-        for i in tl.static_range(1, (rows.bits + 14) // 8):
-            reaches = mask & (8 * i < bit % 8 + rows.bits)
-            word |= tl.load(row + bit // 8 + i, reaches, 0).to(tl.int32) << 8 * i
-        shift = bit % 8
-    else:  # the lowest codes of all bytes come first, then the next ones
-        word = tl.load(row + place % rows.token, mask, 0)
+    mask, index = ok[:, None] & there[None], index[None]
+    code = tl.zeros(mask.shape, tl.int32)  # (N, W)
+    for n in tl.static_range(rows.n_sections):
+        SIZE: tl.constexpr = field(rows.sections, n, "size")
+        BITS: tl.constexpr = field(rows.sections, n, "bits")
+        # the lowest codes of all bytes come first, then the next ones
+        word = tl.load(row + field(rows.sections, n, "first") + index % SIZE, mask, 0)
         if rows.ternary is not None:
             word = tl.load(rows.ternary + word)
-        shift = place // rows.token * rows.bits
-    return (word.to(tl.int32) >> shift) & (2 ** rows.bits - 1)
+        code |= ((word.to(tl.int32) >> index // SIZE * BITS) & (2 ** BITS - 1)) << field(rows.sections, n, "low")
+    return code
 
 
 @triton.jit

@@ -40,6 +40,7 @@ from expected import (
 )
 
 from tinykv import UserError
+from tinykv.buffer import reserved
 from tinykv.calibrate import calibrate
 from tinykv.codecs.base import Codec, Pair
 from tinykv.codecs.nonuniform import SparseCodes
@@ -138,10 +139,11 @@ def check_bytes(case, method, watch):
     tensors = []
     for rows in (rows for layer in cache.layers for rows in (layer.keys, layer.values)):
         tensors += [rows.kept_positions, rows.kept_rows, rows.kept_scores]
-        tensors += [rows.recent, rows.recent_scores]
+        tensors += [rows.recent, rows.buffer, rows.recent_scores]
         if rows.codes is not None:
             tensors += vars(rows.codes).values()
     held = memory_of(tensors)
+    held -= reserved(cache)
     assert cache.nbytes == held, (f"`nbytes` says {cache.nbytes} bytes, and the tensors that are held "
                                   f"take {held}; count them all, and keep no view of a larger one")
     assert cache.nbytes == sum(cache.part_bytes().values())

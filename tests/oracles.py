@@ -201,15 +201,14 @@ def fp8(x):
 METADATA = {"fp8": (2 ** -9, 448, fp8), "fp16": (1e-5, 65504, float16)}
 
 
-def clipped_groups(x, bits, metadata, order, group, alpha, centre):
-    """What x reads as in SKVQ's groups. order, group (C): the channel at each place, and its group.
+def clipped_groups(x, bits, metadata, group, alpha, centre):
+    """What x reads as in SKVQ's groups. group (C): that of each channel.
     alpha, centre (n): how the range of each group is clipped."""
     floor, largest, rounded = METADATA[metadata]
-    assert sorted(order) == list(range(len(order))), "a channel is in no group, or in two"
     rows = to_rows(x)  # (B, T, C)
     out = np.empty_like(rows)
     for i, (a, c) in enumerate(zip(alpha, centre)):
-        channels = order[group == i]
+        channels = group == i  # (C)
         g = rows[..., channels]
         # the range, shrunk around its middle or towards zero
         lo, hi = g.min(-1, keepdims=True), g.max(-1, keepdims=True)
@@ -264,7 +263,7 @@ def nonuniform(x, ignore, levels, share, mid=None, half=None):
 
 
 def nearest_centroids(x, centroids, chosen):
-    """What x reads as by the nearest of m centroids, of n channels each. centroids (places or 1, m,
+    """What x reads as by the nearest of m centroids, of n channels each. centroids (slots or 1, m,
     n).
 
     chosen (B, Hkv, T, d): what the codec made of x. It has the choice where two centroids are
@@ -292,5 +291,7 @@ def nearest_centroids(x, centroids, chosen):
 # ---- Bytes
 
 def code_bytes(width, bits):
-    """Bytes of `width` packed codes; three levels are packed five to a byte."""
-    return math.ceil(width / 5) if bits == 1.5 else math.ceil(width * bits / 8)
+    """Bytes of `width` packed codes; three levels are packed five to a byte, and 3 bits as 2 and 1."""
+    if bits == 1.5:
+        return math.ceil(width / 5)
+    return sum(math.ceil(width * 2 ** i / 8) for i in range(4) if bits >> i & 1)

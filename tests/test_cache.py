@@ -1,11 +1,14 @@
 """The parts of a cache, also for methods that keep other tokens in each head or leave slots
 empty."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from cases import model_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinykv.buffer import reserved
 from tinykv.cache import CachedRows, KVCache
 from tinykv.codecs.base import Codec, Codes
 from tinykv.methods.fp16 import FP16
@@ -63,6 +66,22 @@ def test_cached_rows_against_plain_lists(data):
                 for t in set(range(quantized)) - kept[b][h]:
                     expected[b, h, t] *= -1
         assert torch.equal(rows.read(), expected)
+
+
+def test_new_rows_move_no_older_one():
+    """They go to room behind the others, until it is used up; a view from before is not written to."""
+    rows, places = CachedRows(0, "k", Negating()), set()
+    for i in range(400):
+        before = rows.recent
+        held = None if before is None else before.clone()
+        rows.append(torch.full((2, 1, 1, 3), float(i)))
+        assert before is None or torch.equal(before, held)
+        places.add(rows.recent.data_ptr())
+    assert rows.recent[1, 0, :, 2].tolist() == list(range(400)) and len(places) == 5
+    cache = KVCache(model_of(1), FP16(model_of(1).config))
+    cache.layers = [SimpleNamespace(keys=rows, values=CachedRows(0, "v", Negating()))]
+    held = rows.recent.untyped_storage().nbytes()
+    assert cache.nbytes == 400 * 2 * 3 * 4 and 0 < reserved(cache) == held - cache.nbytes <= 128 * 2 * 3 * 4
 
 
 def test_unknown_protocol_is_refused():

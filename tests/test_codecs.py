@@ -52,14 +52,16 @@ def storage(codes):
 # ---- packing
 
 def plain_pack(codes, bits):
-    """One row of codes as bytes. Where a byte holds whole codes, byte i of n has the codes i, i + n, i + 2n, ..., the
-    first in the lowest digit; else they are a string of bits, the lowest first."""
-    if bits == TERNARY or 8 % bits == 0:
-        base, digits = (3, 5) if bits == TERNARY else (2 ** bits, 8 // bits)
-        n = math.ceil(len(codes) / digits)
-        return [sum(c * base ** i for i, c in enumerate(codes[j::n])) for j in range(n)]
-    number = sum(c << bits * i for i, c in enumerate(codes))
-    return list(number.to_bytes(math.ceil(bits * len(codes) / 8), "little"))
+    """One row of codes as bytes. Byte i of n has the codes i, i + n, i + 2n, ..., the first in the lowest digit. Codes
+    that do not fill a byte are cut: first come rows of 8 bits of each code, then of 4, of 2 and of 1, the low bits of
+    the code first."""
+    if bits != TERNARY and 8 % bits:
+        low = next(width for width in (8, 4, 2, 1) if width < bits)
+        rest = plain_pack([c // 2 ** low for c in codes], bits - low)
+        return plain_pack([c % 2 ** low for c in codes], low) + rest
+    base, digits = (3, 5) if bits == TERNARY else (2 ** bits, 8 // bits)
+    n = math.ceil(len(codes) / digits)
+    return [sum(c * base ** i for i, c in enumerate(codes[j::n])) for j in range(n)]
 
 
 def check_pack(bits, n=11):

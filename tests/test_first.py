@@ -132,8 +132,8 @@ def test_ott_keeps_the_smallest_keys():
 def test_skvq_groups_channels_of_similar_range():
     method = METHODS["skvq"](CONFIG, group_size=4, preserve=1, recent=8, block=4)
     calibrate(MODEL, method, TOKENS)
-    # The eight channels in the order of their groups, which is a permutation of them
-    assert sorted(method.codecs[2].k.order.tolist()) == [0, 1, 2, 3, 4, 5, 6, 7]
+    # Each of the eight channels is in one of two groups.
+    assert set(method.codecs[2].k.group.tolist()) == {0, 1}
     # The first token is kept. In a stream the 8 newest wait, and all 3 blocks of 4 before them are quantized.
     keys = read(method, protocol="stream")[2].keys
     assert keys.kept_positions.tolist() == [[[0]]] and keys.n_coded == 12

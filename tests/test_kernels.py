@@ -8,6 +8,7 @@ import math
 import random
 import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 import bench_kernels  # noqa: E402
+import benchmark  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
@@ -70,7 +72,7 @@ def clipped(bits, metadata="fp8"):
 def book(n, m, shared=False):
     def make(heads, width):
         codec = Codebook(n, m, heads, width)
-        codec.centroids = torch.randn(1 if shared else codec.places, m, n).half()
+        codec.centroids = torch.randn(1 if shared else codec.slots, m, n).half()
         return codec
     return make
 
@@ -266,7 +268,7 @@ def write_rows(rows, out, T, h, N: tl.constexpr):
             else:
                 column = channel // rows.grid.channels
                 scale, zero = kernels.grid_of(rows.grid, 1, h, j0, j, ok, column, there)
-                low = kernels.TO_INTEGER * 0.5 ** kernels.of_plane(rows.planes, i, "low")
+                low = kernels.TO_INTEGER * 0.5 ** kernels.field(rows.planes, i, "low")
                 x = kernels.codes_of_plane(rows, words, i).to(tl.float32) * low * scale + zero
             tl.store(out + j[:, None] * rows.width + channel[None], x, ok[:, None] & there[None])
 
@@ -302,49 +304,62 @@ def test_scales_and_zero_points_take_no_more_memory_side_by_side():
     assert torch.equal(words >> 16, zero.int()) and codes.scale.untyped_storage().nbytes() == 4 * 18
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def run_ptx(lines, registers):
+    """What shifts, masks and unions of 32-bit registers {name: tensor} leave in $0."""
+    for line in lines.strip("{ }").split(";")[1:-1]:
+        name, out, *terms = re.fullmatch(r" *(\w+)\.b32 (\S+), (\S+?)(?:, (\S+))?", line).groups()
+        a, b = (registers[x] if x in registers else int(x or "0", 0) for x in terms)
+        ways = {"mov": lambda a, b: a, "shr": lambda a, b: a >> b, "shl": lambda a, b: a << b & 0xffffffff,
+                "and": lambda a, b: a & b, "or": lambda a, b: a | b}
+        registers[out] = ways[name](a, b)
+    return registers["$0"]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_a_gpu_unpacks_two_words_at_once(bits):
     """The arithmetic of `two_words`, which the interpreter cannot run, finds the codes of two words in their channels,
-    `low` bits up: as fp16, subnormal numbers."""
-    codes = torch.randint(0, 2 ** bits, (1, 1, 1, 512 // bits))
-    packed = pack(codes, bits)  # 64 bytes
-    words, fields = triton_cache.planes_of(packed, bits, codes.shape[3], codes.shape[3])
-    assert words.dtype == torch.uint16 and len(fields["planes"]) == 16 // bits
-    pairs = words.int().flatten().unflatten(0, (-1, 2))  # (16, 2)
-    pairs = pairs[:, 0] | pairs[:, 1].long() << 16  # (16)
+    `low` bits up: as fp16, subnormal numbers. Other bits are around them."""
+    codes = torch.randint(0, 2 ** bits, (1, 1, 1, 256))
+    data, fields = triton_cache.planes_of(pack(codes, bits), bits, 256, 256)
+    assert data.dtype == torch.uint16 and len(fields["planes"]) * fields["words"] == 256
     for i, plane in enumerate(fields["planes"]):
-        shift, mask = re.search(r"\$1, (\d+); and.b32 .*, (0x[0-9a-f]+);",
-                                kernels.two_words(bits, fields["planes"], i)).groups()
-        both = pairs >> int(shift) & int(mask, 16)
-        found = torch.stack([both % 2 ** 16, both >> 16], dim=1).flatten()  # (32)
-        want = codes.flatten()[plane.channel::fields["step"]][:32] << plane.low
+        slices = data.int().flatten().unflatten(0, (-1, fields["words"]))  # (slices, words)
+        pairs = slices[[*plane.slices]].unflatten(1, (-1, 2)).long()  # (sections, pairs, 2)
+        pairs = pairs[..., 0] | pairs[..., 1] << 16  # (sections, pairs)
+        lines, operands = kernels.two_words(fields["planes"], i)
+        assert operands == "=r" + ",r" * len(pairs)
+        both = run_ptx(lines, {f"${n}": x for n, x in enumerate(pairs, 1)})
+        found = torch.stack([both % 2 ** 16, both >> 16], dim=1).flatten()  # (words)
+        want = codes.flatten()[plane.channel::fields["step"]][:len(found)] << plane.low
         assert torch.equal(found, want)
         assert torch.equal(found.to(torch.int16).view(torch.float16).double() * kernels.TO_INTEGER.value, want.double())
 
 
-@pytest.mark.parametrize("bits", [1, TERNARY, 2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [1, TERNARY, 2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("width, piece", [(128, 128), (128, 64), (128, 32), (128, 16), (64, 32),
-                                          (80, 80), (80, 40), (96, 32), (32, 16)])
+                                          (80, 80), (80, 40), (96, 32), (32, 16), (20, 20), (256, 256)])
 def test_a_plane_is_of_one_piece(bits, width, piece):
     """Planes hold each channel's code once, and no plane channels of two groups or two halves."""
     codes = torch.randint(0, 3 if bits == TERNARY else 2 ** bits, (1, 1, 1, width))
     data, fields = triton_cache.planes_of(pack(codes, bits), bits, width, piece)
-    # 96 channels, 2 bits: the first bits of all bytes are 24 channels, and these no part of a group
-    assert (data is None) == (bits == TERNARY and piece < width or (width, piece) == (96, 32) and bits in (1, 2, 4))
+    # 96 channels, 2 bits: the first bits of all bytes are 24 channels, and these no part of a group. 20 channels, 3
+    # bits: the high bits fill two and a half bytes
+    apart = bits == TERNARY and piece < width or (width, piece) == (96, 32) and bits not in (TERNARY, 8)
+    assert (data is None) == (apart or width == 20 and bits in (3, 5, 7))
     if data is None:
         return
     row, found = data.flatten().int(), {}
-    if bits == 3:
-        row = row[0::3] | row[1::3] << 8 | row[2::3] << 16
-    elif bits == TERNARY:
+    if bits == TERNARY:
         row = triton_cache.ternary_table(row.device).int()[row]
     for plane in fields["planes"]:
-        words = row[plane.slice * fields["words"]:][:fields["words"]]
-        channels = [plane.channel + n * fields["step"] for n in range(len(words))]
-        assert len({channel // piece for channel in channels if channel < width}) == 1
-        mask = 2 ** math.ceil(bits) - 1
-        assert mask << plane.low < 1024  # a subnormal number
-        found |= dict(zip(channels, ((words >> plane.shift + plane.low) & mask).tolist()))
+        code = 0
+        for n, shift, mask in zip(plane.slices, plane.shifts, plane.masks):
+            words = row[n * fields["words"]:][:fields["words"]]
+            code = code | (words * 2.0 ** -shift).int() & mask
+        channels = [plane.channel + n * fields["step"] for n in range(len(code))]
+        assert len({channel // piece for channel in channels if channel < width}) <= 1  # 0: 20 channels fill no 3 bytes
+        assert code.max() < 1024  # a subnormal number
+        found |= dict(zip(channels, (code >> plane.low).tolist()))
     assert [found[channel] for channel in range(width)] == codes.flatten().tolist()
     firsts = [plane.channel // piece for plane in fields["planes"]]
     assert firsts == sorted(firsts)  # group by group
@@ -619,6 +634,43 @@ def test_what_no_kernel_knows_is_named(cls, words):
     wide = LlamaConfig(41, 32, 48, 2, 4, 2, 24, 256)
     with pytest.raises(UserError, match=words):
         TritonCache(Llama(wide), cls(wide))
+
+
+# ---- calls
+
+class Unlaunched:
+    """In place of a kernel."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **more: None
+
+
+@pytest.mark.parametrize("attention, name, most", [
+    ("triton", "fp16", 45), ("triton", "2-bit per token", 45), ("triton", "1-bit codebooks d8m256", 45),
+    ("triton", "1-bit antkv, 1% kept", 80), ("fused", "2-bit per token", 70), ("fused", "1-bit codebooks d8m256", 70)])
+def test_calls_of_a_layer(attention, name, most, monkeypatch):
+    """Operations of torch in a step of decoding, which set the pace of one sequence on a GPU."""
+    for kernel in ("attend_kernel", "merge_kernel", "anchor_kernel"):
+        monkeypatch.setattr(kernels, kernel, Unlaunched())
+    model = tiny().to(torch.bfloat16)
+    model.use_attention(attention)
+    method = bench_kernels.method_of(name, model.config, "cpu")
+    cache = TritonCache(model, method) if attention == "triton" else KVCache(model, method)
+    for layer in cache.layers:
+        bench_kernels.filled(layer, model.config, 1, 256, "cpu", torch.bfloat16)
+    step = partial(model, torch.zeros(1, 1, dtype=torch.long), cache)
+    step()  # makes what is held until codes change
+    calls = benchmark.calls_of(model.model["layers"][-1], step)
+    assert 25 < calls <= most
+
+
+def test_rows_of_codes_are_made_where_codes_change(monkeypatch):
+    made, real = [], triton_cache.ROWS[Affine]
+    monkeypatch.setitem(triton_cache.ROWS, Affine, lambda *args: made.append(args[2]) or real(*args))
+    layer = layer_of(Plain("2 bits per token", "2 bits per token", 1, 32, block=8), 1, 32, 1, 9, 1)
+    for position in range(9, 18):  # 8 tokens are quantized at the 16th
+        layer.update(torch.randn(1, 2, 1, 32), *torch.randn(2, 1, 1, 1, 32), torch.tensor([position]))
+    assert made == ["k", "v"] * 2 and len(triton_cache.MADE) == 2
 
 
 # ---- the benchmark

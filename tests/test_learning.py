@@ -404,8 +404,8 @@ def cluster_of(layer, kind):
 
 def members(codec):
     """The channels of each group, [set]."""
-    order, group = codec.order.tolist(), codec.group.tolist()
-    return [{c for c, g in zip(order, group) if g == i} for i in range(max(group) + 1)]
+    group = codec.group.tolist()
+    return [{c for c, g in enumerate(group) if g == i} for i in range(max(group) + 1)]
 
 
 def test_channels_of_like_range_share_a_group():
@@ -415,12 +415,11 @@ def test_channels_of_like_range_share_a_group():
     calibrate(model, method, model.windows())
     for layer, kind, codec in codecs_of(method):
         of = cluster_of(layer, kind)
-        assert sorted(codec.order.tolist()) == list(range(h)) and codec.group.tolist() == sorted(codec.group.tolist())
         clusters = [{c for c in range(h) if of[c] == i} for i in range(4)]
         assert sorted(map(sorted, members(codec))) == sorted(map(sorted, clusters))
         assert codec.alpha.tolist() == [1] * 4 and codec.centre.tolist() == [0] * 4
-    # 16 bits of each clip, 8 of each centre, 32 of each channel's place and of its group
-    assert method.offline_bytes == 2 * L * (8 * h + 3 * 4)
+    # 16 bits of each clip, 8 of each centre, 32 of each channel's group
+    assert method.offline_bytes == 2 * L * (4 * h + 3 * 4)
 
 
 def test_a_channel_counts_with_its_extremes_over_all_windows():
@@ -440,8 +439,7 @@ def test_groups_are_numbered_without_gaps():
     """A cluster that has lost all its channels takes no metadata."""
     codec = ClippedGroups(2, 1, 8, 2, "fp16")
     codec.regroup(torch.tensor([7, 2, 7, 2, 4, 2, 4, 7]))
-    assert codec.order.tolist() == [1, 3, 5, 4, 6, 0, 2, 7]
-    assert codec.group.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert codec.group.tolist() == [2, 0, 2, 0, 1, 0, 1, 2]
     assert codec.alpha.tolist() == [1, 1, 1] and codec.centre.tolist() == [0, 0, 0]
     assert codec.encode(torch.randn(1, 1, 5, 8)).scale.shape == (1, 1, 5, 3)
 
@@ -454,7 +452,6 @@ def test_without_reordering_groups_are_neighbours(clip, group_size):
     calibrate(model, method, model.windows())
     for _, _, codec in codecs_of(method):
         codec.encode(model.rows[0][0][0][None])  # with nothing to calibrate, groups are made at first use
-        assert codec.order.tolist() == list(range(h))
         assert codec.group.tolist() == [c // group_size for c in range(h)]
 
 
@@ -475,8 +472,7 @@ def read_by_oracle(codec, x, metadata="fp8", alpha=None, centre=None):
     """What rows x (Hkv, T, d) read as in a codec's groups, by numpy: (T, h). alpha, centre: others for all groups."""
     alpha, centre = (own.float().numpy() if given is None else np.full(len(own), given, np.float32)
                      for own, given in ((codec.alpha, alpha), (codec.centre, centre)))
-    read = oracles.clipped_groups(x[None].numpy(), codec.bits, metadata, codec.order.numpy(), codec.group.numpy(),
-                                  alpha, centre)
+    read = oracles.clipped_groups(x[None].numpy(), codec.bits, metadata, codec.group.numpy(), alpha, centre)
     return oracles.to_rows(read)[0]
 
 

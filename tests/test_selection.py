@@ -135,7 +135,7 @@ def check_anchors(cls, chunks, anchors="2"):
     """
     method = cls(model_of(2).config, "d4m8", anchors=anchors)
     for codec in (codec for pair in method.codecs for codec in pair):
-        codec.centroids = torch.zeros(codec.places, codec.m, codec.n).half()
+        codec.centroids = torch.zeros(codec.slots, codec.m, codec.n).half()
     layer, seen, quantized, events, added = new_layer(method, 0), 0, 0, [], []
     for new, n, scores in chunks:
         scores = torch.tensor(scores, dtype=torch.float)  # (B, Hkv, 2, seen)

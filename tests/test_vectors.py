@@ -34,12 +34,12 @@ def windows(W=4, T=40, seed=0):
 @st.composite
 def books(draw):
     """A codec with random centroids, and rows for it."""
-    heads, n, places, m = (draw(st.sampled_from(x)) for x in ((1, 2, 3), (1, 2, 4), (1, 2, 3), (2, 4, 8, 512)))
+    heads, n, slots, m = (draw(st.sampled_from(x)) for x in ((1, 2, 3), (1, 2, 4), (1, 2, 3), (2, 4, 8, 512)))
     B, T, shared = draw(st.integers(1, 2)), draw(st.integers(1, 5)), draw(st.booleans())
     rng = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    codec = Codebook(n, m, heads, n * places)
-    codec.centroids = torch.randn(1 if shared else heads * places, m, n, generator=rng).half()
-    return codec, torch.randn(B, heads, T, n * places, generator=rng).half()
+    codec = Codebook(n, m, heads, n * slots)
+    codec.centroids = torch.randn(1 if shared else heads * slots, m, n, generator=rng).half()
+    return codec, torch.randn(B, heads, T, n * slots, generator=rng).half()
 
 
 @given(books())
@@ -125,7 +125,7 @@ def test_books_are_fixed_points(sharing):
     for (layer, kind), (rows, _) in parts(False).items():
         books = getattr(method.codecs[layer], kind).centroids.float()
         assert books.shape == (HKV * d // 2 if sharing == "head" else 1, 8, 2)
-        x = rows.float().unflatten(-1, (-1, 2)).permute(0, 2, 1, 3).flatten(0, 1)  # (places, N, 2)
+        x = rows.float().unflatten(-1, (-1, 2)).permute(0, 2, 1, 3).flatten(0, 1)  # (slots, N, 2)
         x = x if sharing == "head" else x.flatten(0, 1)[None]
         for points, book in zip(x, books):
             near = (points[:, None] - book).pow(2).sum(-1).argmin(1)
@@ -165,7 +165,7 @@ def test_kept_tokens_weigh_nothing():
 def test_too_few_vectors_are_refused():
     with pytest.raises(UserError, match="160 vectors"):
         calibrated(vq="d2m256")
-    calibrated(vq="d2m256", sharing="layer")  # 8 places share one: 1,280
+    calibrated(vq="d2m256", sharing="layer")  # 8 slots share one: 1,280
 
 
 def test_codebooks_are_counted_beside():

@@ -32,6 +32,7 @@ from types import SimpleNamespace
 import torch
 
 from tinykv import UserError, one_of
+from tinykv.buffer import joined
 
 PROTOCOLS = ("paper", "stream")
 
@@ -50,19 +51,20 @@ class CachedRows:
         self.codes = None  # Codes of the tokens 0 .. C-1
         # recent
         self.recent = None  # (B, Hkv, r, d): the tokens C .. C+r-1
+        self.buffer = None  # (B, Hkv, r and more, d): where `recent` lies, and new rows go
         self.recent_scores = None  # (B, Hkv, r)
         # kept
         self.kept_positions = None  # (B, 1 or Hkv, p) int32; a head that keeps fewer than p repeats one of its own
         self.kept_rows = None  # (B, Hkv, p, d): the rows at those positions
         self.kept_scores = None  # (B, Hkv, p)
+        self.finite = torch.tensor(True)  # whether every number that was quantized was; `evaluate` looks at it
 
     def append(self, rows):
         """New rows (B, Hkv, T, d) join the recent ones."""
-        if self.recent is not None:
-            # a prefix, which a cache may begin with, is held once for all sequences of a batch
-            before = self.recent.to(rows.device).expand(len(rows), -1, -1, -1)  # (B, Hkv, r, d)
-            rows = torch.cat([before, rows], dim=2)  # (B, Hkv, r + T, d)
-        self.recent = rows
+        if self.recent is None:
+            self.recent = rows
+        else:
+            self.buffer, self.recent = joined(self.buffer, self.recent, rows)
 
     def keep(self, positions):
         """Keep the tokens at `positions` (1 or B, 1 or Hkv, p) from now on, and no others."""
@@ -93,9 +95,11 @@ class CachedRows:
     def quantize(self, n):
         """Quantize the n oldest recent tokens. Kept ones do not widen their group's range."""
         oldest = self.recent[:, :, :n]  # (B, Hkv, n, d)
+        self.finite = self.finite & oldest.isfinite().all()
         codes = self.codec.encode(oldest, ignore=self.is_kept(n))
         self.codes = codes if self.codes is None else self.codes.append(codes)
         self.recent = self.recent[:, :, n:].clone()  # a view would keep the quantized rows alive
+        self.buffer = None
         if self.recent_scores is not None:
             self.recent_scores = self.recent_scores[:, :, n:].clone()
         self.n_coded += n
@@ -128,10 +132,11 @@ class CachedRows:
 
     def accumulate(self, recent, kept):
         """Add scores of the recent tokens (B, Hkv, r) and of the kept ones (B, Hkv, p), or None."""
-        if self.recent_scores is not None:
+        if self.recent_scores is None:
+            self.recent_scores = recent.clone()  # keys and values may have the same scores
+        else:
             new_tokens = recent.shape[2] - self.recent_scores.shape[2]
-            recent = torch.nn.functional.pad(self.recent_scores, (0, new_tokens)) + recent
-        self.recent_scores = recent.clone()  # keys and values may have the same scores
+            self.recent_scores = torch.nn.functional.pad(self.recent_scores, (0, new_tokens)) + recent
         if kept is not None:
             self.kept_scores = self.kept_scores + kept
 
@@ -175,7 +180,6 @@ class LayerCache:
         self.prefills = True  # the newest tokens are the prompt; under `paper` a whole text is one
         self.chooses_once = prompt is not None and method.choose == "prompt"  # it chooses at the end of the prompt
         self.dtype = None  # the model's
-        self.finite = torch.tensor(True)  # whether all numbers so far are finite; `evaluate` checks it
 
     def update(self, q, k, v, positions):
         """Add new tokens; return the keys and values that their queries attend to.
@@ -227,7 +231,6 @@ class LayerCache:
         k, v = k.to(dtype), v.to(dtype)
         if self.method.rope == "post":
             k = self.rope.rotate(k, positions)  # (B, Hkv, T, d)
-        self.finite = self.finite & k.isfinite().all() & v.isfinite().all()
         self.keys.append(k)
         self.values.append(v)
         self.length += v.shape[2]
@@ -248,7 +251,6 @@ class LayerCache:
         K, _ = read  # (B, Hkv, S, d)
         q = self.rope.rotate(q, positions)  # (B, H, T, d)
         of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
-        self.finite = self.finite & of_keys.isfinite().all() & of_values.isfinite().all()
         self.keys.add_scores(of_keys)
         self.values.add_scores(of_values)
 
@@ -293,7 +295,6 @@ class KVCache:
     method has a `prefix`, the cache begins with its keys and values, and the model reads only what follows the prefix.
     """
     layer_class = LayerCache
-
 
     def __init__(self, model, method, protocol="stream", prompt=None):
         one_of(PROTOCOLS, protocol=protocol)

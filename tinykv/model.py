@@ -10,6 +10,7 @@ the K (rotated) and V of all S tokens, with which it computes.
 """
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -87,17 +88,31 @@ class Rope:
         """x (..., T, d) at positions (T), or at 0 .. T-1 without -> the same shape and dtype,
         rotated; computed in fp32."""
         if positions is None:
-            positions = torch.arange(x.shape[-2], device=x.device)  # (T)
-        cos, sin = self.cos_sin(positions)  # (T, d/2) both
-        x1, x2 = x.float().chunk(2, dim=-1)  # (..., T, d/2) each
-        y1 = (x1 * cos - x2 * sin).to(x.dtype)  # (..., T, d/2)
-        y2 = (x2 * cos + x1 * sin).to(x.dtype)  # (..., T, d/2)
-        return torch.cat([y1, y2], dim=-1)  # (..., T, d)
+            positions = positions_between(0, x.shape[-2], x.device)  # (T)
+        cos, sin = cos_sin(self.freq, positions)  # (T, d) both
+        # channel i becomes x1 cos - x2 sin, channel i + d/2 becomes x2 cos + x1 sin
+        x1x2 = x.float()  # (..., T, d)
+        x1, x2 = x1x2.chunk(2, dim=-1)  # (..., T, d/2) each
+        x2x1 = torch.cat([x2, x1], dim=-1)  # (..., T, d)
+        y = x1x2 * cos + x2x1 * sin  # (..., T, d)
+        return y.to(x.dtype)
 
-    def cos_sin(self, positions):
-        """cos and sin of every pair's angle at positions (T): (T, d/2) both."""
-        angle = positions[:, None].float() * self.freq.to(positions.device)  # (T, d/2)
-        return angle.cos(), angle.sin()
+
+# All layers turn by the same angles: the last tables are held, so a forward computes them once.
+
+@lru_cache(maxsize=4)
+def positions_between(begin, end, device):
+    """The positions begin .. end - 1, (T)."""
+    return torch.arange(begin, end, device=device)
+
+
+@lru_cache(maxsize=4)
+def cos_sin(freq, positions):
+    """[cos, cos] and [-sin, sin] of every pair's angle at positions (T), both (T, d). freq (d/2)."""
+    with torch.inference_mode(False):  # a later forward may need gradients
+        angle = positions[:, None] * freq.to(positions.device)  # (T, d/2)
+        cos, sin = angle.cos(), angle.sin()  # (T, d/2) both
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 ATTENTIONS = ("plain", "fused", "triton")

@@ -1,6 +1,6 @@
 """The cache whose attention is the kernels of kernels.py: `--attention triton`.
 
-    packed_rows    keys or values as the kernels read them, made from a codec and its codes
+    packed_rows    keys or values as the kernels read them, made where their codes change
     attention      new queries to all tokens: a launch for each range of tokens that lie alike
     TritonLayer    a `LayerCache` that attends from its packed codes, and decodes none
     TritonCache    a `KVCache` of such layers, which `model.Attention` asks for its output
@@ -8,6 +8,7 @@
 import math
 from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -18,11 +19,12 @@ from kernels import FMA, LIFT, LOG2E, Grid, Kept, PackedRows, Plane, Tables, Tur
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
-from tinykv.codecs.base import TERNARY, Codes, Exact
+from tinykv.codecs.base import TERNARY, Codes, Exact, largest_code, sections
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.codebook import Codebook
 from tinykv.codecs.nonuniform import NonUniform
 from tinykv.methods.antkv import AnTKV
+from tinykv.model import positions_between
 
 TILE = 64  # tokens that a program reads at a time, at most
 PIECE = 256  # tokens of a piece, at least: each piece writes d + 2 numbers, which the merge reads
@@ -37,27 +39,28 @@ def made(kind, **fields):
     return kind(**{name: tl.constexpr(x) if declared[name] is tl.constexpr else x for name, x in fields.items()})
 
 
-def made_rows(codec, data, width, start=0, **fields):
+def made_rows(codec, data, of_row, width, start=0, **fields):
     """PackedRows of words `data` (B, heads, T, words of a row), 1 head where those of a token are one row; the
-    first token at position `start`."""
+    sections `of_row`; the first token at position `start`."""
     batch, head, token, word = data.stride()
     assert word == 1 or data.shape[3] == 1, "the words of a row have to be neighbours"
     if data.shape[1] == 1:
         head = 0
-    if fields["bits"] == TERNARY:
-        fields.update(bits=2, ternary=ternary_table(data.device))
+    # three levels, five to a byte, become two bits each by a table
+    ternary = ternary_table(data.device) if any(s.bits == TERNARY for s in of_row) else None
+    of_row = tuple(s._replace(bits=math.ceil(s.bits)) for s in of_row)
     tile = max(16, triton.next_power_of_2(fields["words"]))
     return made(PackedRows, codec=codec, width=width, data=data, batch=batch, head=head, token=token, start=start,
-                tile=tile, n_planes=len(fields["planes"]), **fields)
+                sections=of_row, n_sections=len(of_row), tile=tile, n_planes=len(fields["planes"]), ternary=ternary,
+                **fields)
 
 
-def single_rows(codec, packed, bits, width, halves, start=0, **more):
+def single_rows(codec, packed, of_row, width, halves, start=0, **more):
     """PackedRows of numbers that are decoded one by one: a plane is a head, or half of one."""
     words = width // halves
-    planes = tuple(Plane(half * words, 0, 0, 0) for half in range(halves))
+    planes = tuple(Plane(half * words, 0, (), (), ()) for half in range(halves))
     more.setdefault("tables", Tables())
-    return made_rows(codec, packed, width, start, fold="", bits=bits, planes=planes, words=words, step=1, groups=1,
-                     **more)
+    return made_rows(codec, packed, of_row, width, start, fold="", planes=planes, words=words, step=1, groups=1, **more)
 
 
 def planes_of(packed, bits, width, piece):
@@ -66,30 +69,31 @@ def planes_of(packed, bits, width, piece):
     No plane has channels of two pieces: of the groups that share a scale, or of the halves of a head. None if
     that cannot be.
     """
-    if bits == 3:  # eight codes in a word of three bytes
-        if piece % 8:
+    of_row = sections(width, bits)
+    codes = 5 if bits == TERNARY else 8 // of_row[0].bits  # codes of a byte of the first section
+    run = of_row[-1].size  # channels that lie in the same bits of all bytes: of the last section, the fewest
+    if len(of_row) > 1 or piece < width:
+        if of_row[0].size * codes != width or width % run or run % piece and piece % run:
             return None, None
-        step, words = 8, piece // 8
-        # (first channel, slice, bit)
-        places = [(n * piece + i, n, 3 * i) for n in range(width // piece) for i in range(8)]
-    elif bits != TERNARY and 8 % bits:  # a code may go on in the next byte
-        return None, None
-    else:
-        # the lowest bits of a row's bytes are `run` channels
-        step, run = 1, packed.shape[3]
-        codes, apart = (5, 2) if bits == TERNARY else (8 // bits, bits)
-        if piece < width and (run * codes != width or run % piece and piece % run):
-            return None, None
-        slices = max(1, run // piece)
-        words = run // slices
-        even = all(x % 2 == 0 for x in (packed.storage_offset(), *packed.stride()[:3]))
-        if words % 32 == 0 and even and bits != TERNARY:  # two bytes are a word
-            words, step, packed = words // 2, 2, packed.view(torch.uint16)
-        places = [(i * run + n * words * step + byte, n, i * apart + 8 * byte)
-                  for i in range(codes) for n in range(slices) for byte in range(step)]
-    ten = 10 // math.ceil(bits) * math.ceil(bits)  # bits of the codes that are subnormal numbers
-    planes = tuple(Plane(channel, n, bit // ten * ten, bit % ten) for channel, n, bit in places)
-    return packed, dict(bits=bits, planes=planes, words=words, step=step)
+    span = run // max(1, run // piece)  # channels of a slice: a plane, or two of them
+    words, step = span, 1
+    even = all(x % 2 == 0 for x in (packed.storage_offset(), *packed.stride()[:3]))
+    if span % 32 == 0 and even and bits != TERNARY:  # two bytes are a word
+        words, step, packed = span // 2, 2, packed.view(torch.uint16)
+
+    # ten bits are a subnormal number: a code that ends higher is shifted, with those that are as high
+    apart = math.ceil(of_row[0].bits)  # bits from a code to the next
+    ten = (10 - math.ceil(bits)) // apart * apart + apart
+    planes = []
+    for first in range(0, of_row[0].size * codes, span):
+        for byte in range(step):
+            low = (first // of_row[0].size * apart + 8 * byte) % ten
+            slices = tuple((s.first + first % s.size) // span for s in of_row)
+            found = [first // s.size * math.ceil(s.bits) + 8 * byte for s in of_row]  # the bits where they begin
+            shifts = tuple(bit - low - s.low for bit, s in zip(found, of_row))
+            masks = tuple(largest_code(math.ceil(s.bits)) << low + s.low for s in of_row)
+            planes.append(Plane(first + byte, low, slices, shifts, masks))
+    return packed, dict(planes=tuple(planes), words=words, step=step)
 
 
 @lru_cache
@@ -115,6 +119,10 @@ def side_by_side(codes, names=("scale", "zero")):
 def static_words(scale, zero):
     """The same of a static grid."""
     return side_by_side(Codes(None, scale=scale, zero=zero))
+
+
+def exact_rows(codec, codes, kind, halves):
+    return single_rows("Exact", codes.packed, (), codes.packed.shape[3], halves)
 
 
 def affine_rows(codec, codes, kind, halves):
@@ -143,8 +151,8 @@ def affine_rows(codec, codes, kind, halves):
         fold, groups = "channel", 1
         data, fields = planes_of(codes.packed, codec.bits, d, d // halves)
     if fields is None:
-        return single_rows("Affine", codes.packed, codec.bits, d, halves, grid=grid)
-    return made_rows("Affine", data, d, fold=fold, groups=groups, grid=grid, **fields)
+        return single_rows("Affine", codes.packed, sections(d, codec.bits), d, halves, grid=grid)
+    return made_rows("Affine", data, sections(d, codec.bits), d, fold=fold, groups=groups, grid=grid, **fields)
 
 
 def nonuniform_rows(codec, codes, kind, halves):
@@ -159,21 +167,16 @@ def nonuniform_rows(codec, codes, kind, halves):
     if codec.outliers and codes.values.numel():
         row_end = codes.row_end[:, 0, :, 0].T.contiguous()  # (T, B)
         tables = Tables(codec.levels, row_end, codes.values, codes.columns, row_end.shape[1])
-    return single_rows("NonUniform", codes.packed, codec.bits, codec.width, halves, grid=grid, tables=tables)
+    of_row = sections(codec.channels, codec.bits)
+    return single_rows("NonUniform", codes.packed, of_row, codec.width, halves, grid=grid, tables=tables)
 
 
 def clipped_rows(codec, codes, kind, halves):
     words = side_by_side(codes)
     grid = made(Grid, words=words, batch=words.stride(0), head=0, token=words.stride(2), channel=1, tokens=1,
                 channels=1, form="fp8" if words.itemsize == 2 else "offset")
-    return single_rows("ClippedGroups", codes.packed, codec.bits, codec.width, halves, grid=grid,
-                       tables=Tables(place=inverse(codec.order), group=codec.group))
-
-
-@lru_cache(maxsize=1024)
-def inverse(order):
-    """order (h): the channel at each place -> the place of each channel, (h) int32."""
-    return order.argsort().to(torch.int32)
+    return single_rows("ClippedGroups", codes.packed, sections(codec.channels, codec.bits), codec.width, halves,
+                       grid=grid, tables=Tables(group=codec.group))
 
 
 def codebook_rows(codec, codes, kind, halves):
@@ -181,28 +184,31 @@ def codebook_rows(codec, codes, kind, halves):
     side = math.gcd(codec.n, codec.width // halves, 2 ** 20)
     m = 0 if len(centroids) == 1 else centroids.shape[1]
     book = made(Tables, centroids=centroids, n=codec.n, m=m, side=side)
-    return single_rows("Codebook", codes.packed, codec.code_bits, codec.width, halves, tables=book)
+    of_row = sections(codec.slots, codec.code_bits)
+    return single_rows("Codebook", codes.packed, of_row, codec.width, halves, tables=book)
 
 
-ROWS = {Affine: affine_rows, NonUniform: nonuniform_rows, ClippedGroups: clipped_rows, Codebook: codebook_rows}
+ROWS = {Exact: exact_rows, Affine: affine_rows, NonUniform: nonuniform_rows, ClippedGroups: clipped_rows,
+        Codebook: codebook_rows}
 
 
 def packed_rows(rows, begin, halves):
     """The coded, or the recent, tokens of a CachedRows: those that `begin` is one of."""
-    d = rows.recent.shape[3]
     if begin >= rows.n_coded:
-        return single_rows("Exact", rows.recent, 16, d, halves, rows.n_coded)
-    rows.codes.packed = rows.codes.packed.contiguous()  # codes of more than 8 bits may lie in another order
-    if type(rows.codec) is Exact:
-        return single_rows("Exact", rows.codes.packed, 16, d, halves)
-    return ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)
+        return single_rows("Exact", rows.recent, (), rows.recent.shape[3], halves, rows.n_coded)
+    if rows.codes not in MADE:
+        MADE[rows.codes] = ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)
+    return MADE[rows.codes]
+
+
+MADE = WeakKeyDictionary()  # {Codes: PackedRows}: where tokens are quantized, new codes replace these
 
 
 def check_kernels(method):
     """UserError for a method whose codes, or scores, no kernel knows."""
     unknown = None
     for codec in {codec for pair in method.codecs for codec in pair}:
-        if type(codec) not in (Exact, *ROWS):
+        if type(codec) not in ROWS:
             unknown = f"the codec {type(codec).__name__}"
         elif type(codec) is Codebook and codec.n & codec.n - 1:
             unknown = f"vectors of {codec.n} channels, which is no power of two"
@@ -268,7 +274,8 @@ def tiling(keys, values, halves, rows):
     few = 4 if hardest == "rotated" else 16  # rows of queries, as in decoding
     tile = TILES[hardest][rows > few]
     # one warp has too few registers for 8 bits, and for a head of 80 channels, which is padded to 128
-    d, eight = keys.width.value, 8 in (keys.bits.value, values.bits.value)
+    d = keys.width.value
+    eight = any(s.bits == 8 for side in (keys, values) for s in side.sections.value)
     if (d & d - 1 or eight) and tile.warps == 1:
         tile = tile._replace(warps=2)
     groups = [side.grid.tokens.value for side in (keys, values) if side.grid is not None]
@@ -278,8 +285,9 @@ def tiling(keys, values, halves, rows):
 
 
 class Attended(NamedTuple):
-    """out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; of kept keys and values
-    the scores in base 2, (B, H, T, n), or None."""
+    """q (B, H, T, d), rotated; out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; of kept
+    keys and values the scores in base 2, (B, H, T, n), or None."""
+    q: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
     key_scores: torch.Tensor | None
@@ -332,7 +340,7 @@ def attention(q, keys, values, rope=None, window=None):
     kept = values.kept_rows.contiguous() if v_kept.slot is not None else None
     kernels.merge_kernel[B * H * T,](acc, top, total, v_kept.score, kept, out, lse, n_pieces, T, v_kept.n, R, d,
                                      triton.next_power_of_2(d), MERGED, **FMA)
-    return Attended(out, lse, k_kept.score, v_kept.score)
+    return Attended(q, out, lse, k_kept.score, v_kept.score)
 
 
 def programs(device, warps):
@@ -361,10 +369,10 @@ def slots_of(positions, coded):
     """
     if getattr(positions, "coded", None) != coded:
         size = triton.cdiv(coded + 1, 16) * 16
-        place = positions.clamp(max=coded).long()  # (B, h, n): a recent token writes after the others
+        index = positions.clamp(max=coded).long()  # (B, h, n): a recent token writes after the others
         number = torch.arange(positions.shape[-1], dtype=torch.int32, device=positions.device)  # (n)
-        slot = torch.full((*place.shape[:2], size), -1, dtype=torch.int32, device=positions.device)
-        positions.coded, positions.slots = coded, slot.scatter_(2, place, number.expand_as(place))
+        slot = torch.full((*index.shape[:2], size), -1, dtype=torch.int32, device=positions.device)
+        positions.coded, positions.slots = coded, slot.scatter_(2, index, number.expand_as(index))
     return positions.slots
 
 
@@ -374,8 +382,8 @@ def kept_scores(keys, q, rope):
         return None
     rows = keys.kept_rows.float()  # (B, Hkv, n, d)
     if rope is not None:
-        at = keys.kept_positions.expand(rows.shape[:3]).flatten()  # (B * Hkv * n)
-        rows = rope.rotate(rows.flatten(0, 2), at).view_as(rows)
+        positions = keys.kept_positions.expand(rows.shape[:3]).flatten()  # (B * Hkv * n)
+        rows = rope.rotate(rows.flatten(0, 2), positions).unflatten(0, rows.shape[:3])
     grouped = q.float().unflatten(1, (rows.shape[1], -1)).flatten(2, 3)  # (B, Hkv, R * T, d)
     s = grouped @ rows.transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))  # (B, Hkv, R * T, n)
     return s.unflatten(2, (-1, q.shape[2])).flatten(1, 2).contiguous()
@@ -383,18 +391,18 @@ def kept_scores(keys, q, rope):
 
 @lru_cache(maxsize=8)
 def turn_of(rope, N, tiles, dtype, lift, device):
-    """The tables of Turn, angles as in `Rope.rotate`; those of a place in `dtype`."""
+    """The tables of Turn, angles as in `Rope.rotate`; those within a tile in `dtype`."""
     freq = rope.freq.to(device)  # (d/2)
-    place = torch.arange(N, device=device)[:, None].float() * freq  # (N, d/2)
+    within = torch.arange(N, device=device)[:, None].float() * freq  # (N, d/2)
     first = torch.arange(0, tiles * N, N, device=device)[:, None].float() * freq  # (tiles, d/2)
-    cos, sin = (lift * place.cos()).to(dtype), (lift * place.sin()).to(dtype)  # (N, d/2) both
+    cos, sin = (lift * within.cos()).to(dtype), (lift * within.sin()).to(dtype)  # (N, d/2) both
     return Turn(cos, sin, first.cos(), first.sin())
 
 
 def anchor_scores(q, k, lse, window=None):
     """AnS(K) and AnS(V), (B, Hkv, S) both, as `anchor_lines`. lse may be over more keys than these, the newest."""
     (B, H, T, d), (Hkv, S) = q.shape, k.shape[1:3]
-    q, k, norm = q.contiguous(), k.contiguous(), q.float().norm(dim=-1)  # (B, H, T)
+    q, k, norm = q.contiguous(), k.contiguous(), q.norm(dim=-1, dtype=torch.float32)  # (B, H, T)
     of_k, of_v = torch.empty(2, B, Hkv, S, dtype=torch.float32, device=q.device)
     most = 128 if q.dtype.itemsize == 2 or kernels.INTERPRETED else 16  # rows of fp32 fill the registers
     M, N, D = min(most, triton.next_power_of_2(T * H // Hkv)), 64, triton.next_power_of_2(d)
@@ -408,11 +416,14 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 def product_type(q, *sides):
-    """What the operands of a product are rounded to: fp16 for codes, which are fp16; else the model's own 16
-    bits."""
+    """What the operands of a product are rounded to: fp16 for codes, which are fp16; the centroids' own 16 bits; else
+    the model's."""
     if q.dtype.itemsize > 2 or kernels.INTERPRETED:  # the interpreter cannot multiply bf16
         return torch.float32
-    return torch.float16 if any(rows.fold.value for rows in sides) else q.dtype
+    if any(rows.fold.value for rows in sides):
+        return torch.float16
+    books = [rows.tables.centroids for rows in sides if rows.codec.value == "Codebook"]
+    return books[0].dtype if books else q.dtype
 
 
 # The cache
@@ -430,26 +441,25 @@ class TritonLayer(LayerCache):
 
     def score(self, q, positions, attended):
         """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention itself."""
-        q = self.rope.rotate(q, positions)  # (B, H, T, d)
-        Hkv, window = self.keys.recent.shape[1], self.window or self.length
+        q, Hkv = attended.q, self.keys.recent.shape[1]
         recent = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
         if self.method.rope == "pre":
-            recent = self.rope.rotate(recent, torch.arange(self.keys.n_coded, self.length, device=q.device))
+            recent = self.rope.rotate(recent, positions_between(self.keys.n_coded, self.length, q.device))
         of_keys, of_values = anchor_scores(q, recent, attended.lse, self.window)  # (B, Hkv, r) both
 
         lse = attended.lse[..., None] * LOG2E  # (B, H, T, 1), in base 2
         kept_keys = kept_values = None
         if attended.key_scores is not None:
-            # (B, 1 or Hkv, T, n)
-            seen = self.keys.kept_positions[:, :, None] > positions[:, None] - window
-            seen = seen.repeat_interleave(q.shape[1] // seen.shape[1], dim=1)  # (B, H, T, n)
-            A = torch.exp2(attended.key_scores - lse) * seen  # (B, H, T, n)
-            norm = q.float().norm(dim=-1)[..., None]  # (B, H, T, 1)
-            of_heads = (norm * A * (1 - A)).sum(2)  # (B, H, n)
-            kept_keys = of_heads.unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, n)
+            A = torch.exp2(attended.key_scores - lse)  # (B, H, T, n)
+            if self.window is not None:
+                # (B, 1 or Hkv, T, n)
+                seen = self.keys.kept_positions[:, :, None] > positions[:, None] - self.window
+                A = A * seen.repeat_interleave(q.shape[1] // seen.shape[1], dim=1)  # (B, H, T, n)
+            of_queries = A * (1 - A) * q.norm(dim=-1, keepdim=True, dtype=torch.float32)  # (B, H, T, n)
+            kept_keys = of_queries.unflatten(1, (Hkv, -1)).sum((2, 3))  # (B, Hkv, n)
         if attended.value_scores is not None:
             A = torch.exp2(attended.value_scores - lse)  # (B, H, T, n)
-            kept_values = A.sum(2).unflatten(1, (Hkv, -1)).sum(2)  # (B, Hkv, n)
+            kept_values = A.unflatten(1, (Hkv, -1)).sum((2, 3))  # (B, Hkv, n)
         self.keys.accumulate(of_keys, kept_keys)
         self.values.accumulate(of_values, kept_values)
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -39,6 +40,7 @@ from tinykv.triton_cache import (  # noqa: E402
     check_device,
 )
 
+SDPA = SDPBackend.FLASH_ATTENTION  # what the kernels are compared with
 TOKEN = {"scheme": "token-dynamic"}
 CASES = {  # name: (method, its settings)
     "fp16": ("fp16", {}),
@@ -78,8 +80,8 @@ def method_of(name, config, device):
         # (h): a hundredth of normal numbers lie beyond
         wide = torch.full((heads * d,), 2.5, device=device)
         if "centroids" in codec.tables:
-            codec.centroids = torch.randn(codec.places, codec.m, codec.n, device=device).half()
-        elif "order" in codec.tables:
+            codec.centroids = torch.randn(codec.slots, codec.m, codec.n, device=device).half()
+        elif "group" in codec.tables:
             codec.regroup(torch.arange(heads * d, device=device) % (heads * d // codec.group_size))
         elif "levels" in codec.tables:
             codec.levels = torch.linspace(-1, 1, 2 ** codec.bits, device=device).half()  # (2**bits)
@@ -311,7 +313,7 @@ def bench_attention(shape, contexts, batches, names, device):
     config = config_of(shape, layers=1)
     block = torch.empty(2 ** 29 if device.type == "cuda" else 2 ** 10, dtype=torch.uint8, device=device)
     copy = 2 * block.nbytes / best_of(lambda: block.clone()) / 1e6  # GB/s, read and written
-    print(f"\n{shape}, attention of one new token, copy bandwidth {copy:.0f} GB/s")
+    print(f"\n{shape}, attention of one new token, SDPA by {SDPA.name}, copy bandwidth {copy:.0f} GB/s")
     print(f"{'context':>8}{'batch':>6}  {'case':30}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'x SDPA':>8}"
           f"{'x fp16':>8}")
     for context, B in itertools.product(contexts, batches):
@@ -335,9 +337,10 @@ def one_query(config, B, device):
 
 
 def time_sdpa(config, context, B, device):
-    """Milliseconds of torch's attention to 16-bit rows."""
+    """Milliseconds of torch's attention to 16-bit rows, by flash attention: which one torch takes varies."""
     K, V = torch.randn(2, B, config.num_key_value_heads, context, config.head_dim, device=device, dtype=torch.bfloat16)
-    return best_of(partial(F.scaled_dot_product_attention, one_query(config, B, device), K, V, enable_gqa=True))
+    with sdpa_kernel(SDPA):
+        return best_of(partial(F.scaled_dot_product_attention, one_query(config, B, device), K, V, enable_gqa=True))
 
 
 def time_attention(name, config, context, B, device):

@@ -2,11 +2,12 @@
 
     python docs/programs/benchmark.py windows                   methods, schemes and protocols to fp16 in one forward
     python docs/programs/benchmark.py steps                     a step of decoding to one with Hugging Face's own cache
-    python docs/programs/benchmark.py steps --method fp16,kivi  of other methods
+    python docs/programs/benchmark.py steps --method fp16,kivi  of some methods
 
 All of them take turns in every round, so that changes of the machine's speed reach them alike. The figure is the median
 of the rounds' ratios, of CPU time, which other programs on the machine hardly change. transformers is measured if it is
-installed. Before a step, the caches are filled with random keys and values, which cost as much to read as any.
+installed. Before a step, the caches are filled with random keys and values, which cost as much to read as any. Beside a
+step stands how many operations of torch the last layer calls, views left out: on a GPU these often set the pace.
 """
 import importlib.util
 import statistics
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -29,9 +31,35 @@ from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED, Parser, add_attention, check_counts, list_of, one_line
 
 
+class Calls(TorchDispatchMode):
+    """Counts the operations of torch that do something: an output that is a view of an input, or empty, is nothing."""
+    number = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        outs = out if isinstance(out, (tuple, list)) else [out]
+        inputs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        is_view = all(x.untyped_storage().data_ptr() in inputs for x in outs if isinstance(x, torch.Tensor))
+        is_written = operation._schema.is_mutable  # "copy_": its output is an input, too
+        self.number += "empty" not in operation.__name__ and (is_written or not is_view)
+        return out
+
+
 @torch.inference_mode()
-def time_turns(what, sides, rounds, base):
-    """Print the time of each of {label: what to call}, over that of the label `base`."""
+def calls_of(block, step):
+    """How many operations a block calls in one step."""
+    calls = Calls()
+    hooks = [block.register_forward_pre_hook(lambda *_: calls.__enter__() and None),
+             block.register_forward_hook(lambda *_: calls.__exit__(None, None, None))]
+    step()
+    for hook in hooks:
+        hook.remove()
+    return calls.number
+
+
+@torch.inference_mode()
+def time_turns(what, sides, rounds, base, notes=None):
+    """Print the time of each of {label: what to call}, over that of the label `base`, and its note."""
     seconds = {label: [] for label in sides}
     for turn in tqdm(range(rounds + 1), what, unit="round", leave=False, disable=not sys.stderr.isatty()):
         for label, side in sides.items():
@@ -43,7 +71,7 @@ def time_turns(what, sides, rounds, base):
     for label, times in seconds.items():
         ratios = [t / b for t, b in zip(times, seconds[base])]
         print(f"{label:32} {1000 * statistics.median(times):10.2f} ms  {statistics.median(ratios):5.2f}"
-              f"  ({min(ratios):.2f} - {max(ratios):.2f})", flush=True)
+              f"  ({min(ratios):.2f} - {max(ratios):.2f}){notes[label] if notes else ''}", flush=True)
 
 
 def time_windows(args, model, tokenizer, theirs):
@@ -87,13 +115,14 @@ def time_steps(args, model, tokenizer, theirs):
     rng = torch.Generator().manual_seed(0)
     text = torch.randint(0, model.config.vocab_size, (2, 256), generator=rng)  # (W, T)
     for S in args.tokens:
-        sides = {}
+        sides, notes = {}, {}
         if theirs is not None:
             import transformers
             cache = transformers.DynamicCache()
             for layer, (_, k, v) in enumerate(random_rows(model.config, S)):
                 cache.update(k, v, layer)
             sides["transformers"] = partial(theirs, token, past_key_values=cache, use_cache=True)
+            notes["transformers"] = calls_of(theirs.model.layers[-1], sides["transformers"])
         for name in args.method:
             method = METHODS[name](model.config)
             calibrate(model, method, text)
@@ -101,7 +130,9 @@ def time_steps(args, model, tokenizer, theirs):
             for layer, (q, k, v) in enumerate(random_rows(model.config, S)):
                 cache.update(layer, q, k, v, torch.arange(S))
             sides[name] = partial(model, token, cache)
-        time_turns(f"a step after {S} tokens", sides, args.rounds, next(iter(sides)))
+            notes[name] = calls_of(model.model["layers"][-1], sides[name])
+        notes = {label: f"{number:5} calls a layer" for label, number in notes.items()}
+        time_turns(f"a step after {S} tokens", sides, args.rounds, next(iter(sides)), notes)
 
 
 def random_rows(config, T):
@@ -131,7 +162,9 @@ def main():
     p.add_argument("--rounds", metavar="N", type=int, default=7, help="rounds that are measured")
     p.add_argument("--context", metavar="T", type=int, default=1024, help="windows: tokens of one")
     p.add_argument("--windows", metavar="W", type=int, default=8, help="windows: to evaluate on")
-    p.add_argument("--method", metavar="NAME,...", type=list_of(str), default=["fp16", "rtn"], help="steps: of which")
+    without_prefix = [name for name in METHODS if name != "intactkv"]
+    p.add_argument("--method", metavar="NAME,...", type=list_of(str), default=without_prefix,
+                   help="steps: of which (default: all but intactkv, which needs a prefix)")
     p.add_argument("--tokens", metavar="S,...", type=list_of(int), default=[1024, 4096, 16384],
                    help="steps: tokens in the cache before the first one")
     add_attention(p)

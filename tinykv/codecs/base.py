@@ -51,6 +51,28 @@ class Codes:
 
 # Packing
 
+class Section(NamedTuple):
+    """The bytes of a packed row that hold some of the bits of every code."""
+    first: int  # byte of the row
+    size: int  # in bytes
+    bits: int  # of each code; as many codes as fit lie in a byte
+    low: int  # the lowest of these bits, in the code
+
+
+def sections(n, bits):
+    """How n codes lie in a row. 3 bits are 2 and 1: first come the two low bits of all codes, then the high bit of all
+    codes. So no code lies across two bytes."""
+    if bits == TERNARY:  # five codes in base 3 fit a byte
+        return [Section(0, math.ceil(n / 5), TERNARY, 0)]
+    found, first, low = [], 0, 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            size = math.ceil(n * width / 8)
+            found.append(Section(first, size, width, low))
+            first, low = first + size, low + width
+    return found
+
+
 def pack(codes, bits):
     """Codes (..., n), integers below 2**bits (below 3 if ternary) -> (..., row_bytes(n, bits))
     uint8.
@@ -58,69 +80,53 @@ def pack(codes, bits):
     A row of n = 128 codes of 2 bits takes 32 bytes. The first 32 codes lie in the lowest bits of
     these bytes, the next 32 codes above them, and so on.
     """
-    places = place_values(bits)
-    if places is None:
-        return pack_bits(codes, int(bits))
-    # fill the last byte up with zeros
-    padding = -codes.shape[-1] % len(places)
-    codes = pad(codes.to(torch.uint8), (0, padding))  # (..., n + padding)
-    # add the codes of each byte at their places
-    planes = codes.unflatten(-1, (len(places), -1))  # (..., codes of a byte, bytes)
-    packed = planes.new_zeros(planes[..., 0, :].shape)  # (..., bytes), each row in one piece
-    for i, place in enumerate(places):
-        packed += planes[..., i, :] * place
-    return packed
+    packed = []
+    for section in sections(codes.shape[-1], bits):
+        part = codes.to(torch.uint8)  # (..., n)
+        if bits != section.bits:  # these bits of each code
+            part = (codes >> section.low & largest_code(section.bits)).to(torch.uint8)
+        # fill the last byte up with zeros
+        factors = factors_of(section.bits)
+        part = pad(part, (0, -part.shape[-1] % len(factors)))  # (..., codes of a byte * bytes)
+        # add the codes of each byte, each times its factor
+        planes = part.unflatten(-1, (len(factors), -1))  # (..., codes of a byte, bytes)
+        total = planes.new_zeros(planes[..., 0, :].shape)  # (..., bytes), each row in one piece
+        for i, factor in enumerate(factors):
+            total += planes[..., i, :] * factor
+        packed.append(total)
+    return torch.cat(packed, dim=-1)
 
 
 def unpack(packed, bits, n):
     """Bytes (..., row_bytes(n, bits)) -> the n codes (..., n): uint8, int16 from 9 bits on."""
-    places = place_values(bits)
-    if places is None:
-        return unpack_bits(packed, int(bits), n)
-    # take the codes of each byte apart
-    if bits == TERNARY:
-        digits = [packed // place % 3 for place in places]
-    else:
-        digits = [packed >> int(bits) * i & largest_code(bits) for i in range(len(places))]
-    codes = torch.cat(digits, dim=-1)  # (..., codes of a byte * bytes)
-    return codes[..., :n]
-
-
-def place_values(bits):
-    """What each code of a byte is multiplied by, [1, 4, 16, 64] for 2 bits; None if a code can lie
-    across two bytes."""
-    if bits == TERNARY:
-        return [1, 3, 9, 27, 81]
-    if 8 % bits:
-        return None
-    return [2 ** (int(bits) * i) for i in range(8 // int(bits))]
-
-
-def pack_bits(codes, bits):
-    """The same for 3, 5, 6, 7 and more than 8 bits, one bit after the other: codes (..., n)."""
-    shifts = torch.arange(bits, device=codes.device)  # (bits)
-    single_bits = (codes.int()[..., None] >> shifts) & 1  # (..., n, bits)
-    single_bits = single_bits.flatten(-2)  # (..., n * bits)
-    single_bits = pad(single_bits, (0, -single_bits.shape[-1] % 8))
-    eights = single_bits.unflatten(-1, (-1, 8))  # (..., bytes, 8)
-    return (eights << torch.arange(8, device=codes.device)).sum(-1).to(torch.uint8)
-
-
-def unpack_bits(packed, bits, n):
-    """The inverse of `pack_bits`: the n codes (..., n)."""
-    eights = (packed[..., None] >> torch.arange(8, device=packed.device)) & 1  # (..., bytes, 8)
-    single_bits = eights.flatten(-2)[..., :n * bits]  # (..., n * bits)
-    single_bits = single_bits.unflatten(-1, (n, bits))  # (..., n, bits)
-    single_bits = single_bits.to(torch.uint8 if bits <= 8 else torch.int16)
-    codes = torch.zeros_like(single_bits[..., 0])  # (..., n)
-    for i in range(bits):
-        codes |= single_bits[..., i] << i
+    for section in sections(n, bits):
+        part = packed[..., section.first:section.first + section.size]  # (..., bytes)
+        # take the codes of each byte apart
+        factors = factors_of(section.bits)
+        if bits == TERNARY:
+            part = torch.cat([part // factor for factor in factors], dim=-1) % 3  # (..., codes of a byte * bytes)
+        elif section.bits < 8:
+            part = torch.cat([part >> i * section.bits for i in range(len(factors))], dim=-1)
+            part = part & largest_code(section.bits)
+        part = part[..., :n]
+        # put the bits of each code together
+        if section.low == 0:
+            codes = part if bits <= 8 else part.to(torch.int16)  # (..., n)
+        else:
+            codes = codes | part.to(codes.dtype) << section.low
     return codes
 
 
-def row_bytes(width, bits):
-    """Bytes that `width` packed codes take."""
-    return math.ceil(width / 5 if bits == TERNARY else width * bits / 8)
+def factors_of(bits):
+    """What each code of a byte is multiplied by: [1, 4, 16, 64] for 2 bits."""
+    if bits == TERNARY:
+        return [1, 3, 9, 27, 81]
+    return [2 ** i for i in range(0, 8, bits)]
+
+
+def row_bytes(n, bits):
+    """Bytes that n packed codes take."""
+    return sum(section.size for section in sections(n, bits))
 
 
 # Settings

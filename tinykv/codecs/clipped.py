@@ -2,12 +2,11 @@
 
 Three ingredients, and each can be switched off:
 - reorder. k-means over the channels of a layer, all KV heads together, by (smallest, largest value)
-  on calibration text. The clusters are the groups, of G channels on average. A token's row is
-  gathered in that order before it is quantized.
+  on calibration text. The clusters are the groups, of G channels on average.
 - clip. A group's range is shrunk by a factor alpha before its grid is laid:
       h = alpha (max(X) - min(X)) / (2^N - 1)
-      q = clamp(round((X - z) / h), 0, 2^N - 1)
-      X' = h q + z
+      code = clamp(round((X - z) / h), 0, 2^N - 1)
+      X' = h code + z
   alpha is chosen for each group of a layer: of 1.00, 0.98 .. 0.60, and down to 0.20 for codes of
   two or three levels, the one that leaves the smallest sum of w (X - X')^2 over the calibration
   tokens. w is the norm of the loss's gradient with respect to the token's row
@@ -26,8 +25,8 @@ Paper and practice.
   both use rounded metadata. The smallest e4m3 number above 0 is 2^-9, so this is the floor
   of h here; the released floor of 1e-5 is rounded to 0.
 - It collects channel statistics over all tokens; here without those that the method keeps.
-- The paper fuses the order into the weights. Groups that cross heads cannot be fused for K, so it
-  is a gather here.
+- The paper reorders the channels, and fuses the order into the weights. Groups that cross heads cannot
+  be fused for K. Here channels stay in order, and each knows its group: the numbers are the same.
 - 1.5 bits are three levels, five to a byte: 1.6 bits stored, where the released packing takes 2.
 """
 import itertools
@@ -53,7 +52,7 @@ class ClippedGroups(Codec):
     centres: what the clips are chosen from, see CLIPS. alpha: that of all groups; None: chosen for
     each. sensitivity: what the errors of a token weigh in that choice.
     """
-    tables = ("order", "group", "alpha", "centre")  # (C) twice, (n) twice: see `regroup`
+    tables = ("group", "alpha", "centre")  # (C), (n) twice: see `regroup`
 
     def __init__(self, bits, heads, width, group_size, metadata="fp8", reorder=True,
                  centres=(0, 1), alpha=None, sensitivity="token"):
@@ -61,7 +60,7 @@ class ClippedGroups(Codec):
         self.width, self.channels, self.group_size = width, heads * width, group_size
         self.dtype, self.floor, self.largest = METADATA[metadata]
         self.sensitivity = sensitivity
-        self.order = self.group = self.alpha = self.centre = None
+        self.group = self.alpha = self.centre = None
         # calibration: what each pass is for
         self.goals = (["groups"] if reorder else []) + (["clips"] if centres else [])
         self.passes = len(self.goals)
@@ -71,27 +70,23 @@ class ClippedGroups(Codec):
         self.choices = list(itertools.product(torch.tensor(alphas).half().tolist(), centres))
 
     def encode(self, x, ignore=None):
-        # 1. channels in the order of their groups
         rows = self.rows(x)  # (B, T, C)
-        # 2. the range of each group, which a head that is kept does not widen
+        # 1. the range of each group, which a head that is kept does not widen
         if ignore is not None:
             ignore = self.rows(ignore[..., None].expand(x.shape)).bool()  # (B, T, C)
         lo, hi = self.ranges(rows, ignore)  # (B, T, n) both
-        # 3. clip it, and round to its grid
-        q, h, z = self.coded(rows, lo, hi, self.alpha.float(), self.centre)  # h, z (B, T, n)
-        packed = pack(q.to(torch.uint8), self.bits)  # (B, T, bytes)
+        # 2. clip it, and round to its grid
+        code, h, z = self.coded(rows, lo, hi, self.alpha.float(), self.centre)  # h, z (B, T, n)
+        packed = pack(code.to(torch.uint8), self.bits)  # (B, T, bytes)
         # one row for all heads: (B, 1, T, bytes) and (B, 1, T, n)
         return Codes(packed[:, None], scale=h[:, None], zero=z[:, None])
 
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d) fp32."""
-        q = unpack(codes.packed[:, 0], self.bits, self.channels).float()  # (B, T, C)
+        code = unpack(codes.packed[:, 0], self.bits, self.channels)  # (B, T, C)
         h, z = codes.scale[:, 0], codes.zero[:, 0]  # (B, T, n) both
-        rows = self.dequantize(q, h, z)  # (B, T, C)
-        # channels back to their own places
-        x = torch.empty_like(rows)
-        x[..., self.order] = rows
-        return to_heads(x, self.width)
+        rows = self.dequantize(code.float(), h, z)  # (B, T, C)
+        return to_heads(rows, self.width)
 
     # The clipped grid
 
@@ -101,8 +96,8 @@ class ClippedGroups(Codec):
         h, z = self.grid(lo, hi, alpha, centre)  # (B, T, n) both
         # round them first: the codes then make up for their error
         h, z = h.to(self.dtype), z.to(self.dtype)  # as they are stored
-        q = torch.round((rows - self.of_channels(z)) / self.of_channels(h))  # (B, T, C)
-        return q.clamp(0, self.max_code), h, z
+        code = torch.round((rows - self.of_channels(z)) / self.of_channels(h))  # (B, T, C)
+        return code.clamp(0, self.max_code), h, z
 
     def grid(self, lo, hi, alpha, centre):
         """Ranges (B, T, n) -> clipped, h and z (B, T, n). alpha and centre (n)."""
@@ -115,33 +110,34 @@ class ClippedGroups(Codec):
         z = lo.clamp(-self.largest, self.largest)
         return h, z
 
-    def dequantize(self, q, h, z):
-        """Codes q (B, T, C), h and z (B, T, n) -> rows (B, T, C)."""
-        return q * self.of_channels(h) + self.of_channels(z)
+    def dequantize(self, code, h, z):
+        """Codes (B, T, C), h and z (B, T, n) -> rows (B, T, C)."""
+        return code * self.of_channels(h) + self.of_channels(z)
 
     # Groups of channels
 
     def rows(self, x):
-        """x (B, Hkv, T, d) -> (B, T, C) fp32, channels in the order of their groups."""
-        if self.order is None:  # without reordering
+        """x (B, Hkv, T, d) -> (B, T, C) fp32."""
+        if self.group is None:  # without reordering
             self.regroup(torch.arange(self.channels, device=x.device) // self.group_size)
-        return to_rows(x.float())[..., self.order]
+        return to_rows(x.float())
 
     def regroup(self, labels):
         """Make groups that are not clipped. labels (C): the group of each channel."""
         # number the groups without empty ones
         _, labels = labels.unique(return_inverse=True)  # (C)
         n = int(labels.max()) + 1
-        # places: the channels, sorted by group
-        self.order = labels.argsort(stable=True).to(torch.int32)  # (C): the channel at each place
-        self.group = labels[self.order].to(torch.int32)  # (C): the group of each place
+        self.group = labels.to(torch.int32)  # (C): the group of each channel
         # the whole range of each group
         self.alpha = torch.ones(n, dtype=torch.float16, device=labels.device)  # (n)
         self.centre = torch.zeros(n, dtype=torch.uint8, device=labels.device)  # (n)
 
     def of_channels(self, of_groups):
         """What each group has, (B, T, n) -> what each of its channels has, (B, T, C)."""
-        return of_groups.float().index_select(-1, self.group)
+        # a product with zeros and a single one: a channel has what its group has. It is faster than looking that up
+        group = torch.arange(of_groups.shape[-1], device=of_groups.device)[:, None]  # (n, 1)
+        is_member = group == self.group  # (n, C)
+        return of_groups.float() @ is_member.float()
 
     def ranges(self, rows, ignore=None):
         """rows (B, T, C) -> the smallest and the largest number of each group, (B, T, n) both.
@@ -210,13 +206,13 @@ class ClippedGroups(Codec):
         rows = self.rows(x[None])  # (1, T, C)
         lo, hi = self.ranges(rows)  # (1, T, n) both
         # kept tokens do not count
-        kept = kept.T.repeat_interleave(self.width, dim=1)[:, self.order]  # (T, C)
+        kept = kept.T.repeat_interleave(self.width, dim=1)  # (T, C)
         used = weight[:, None].expand_as(kept).masked_fill(kept, 0)  # (T, C)
         # quantize with each choice, and add up the squared errors of each group
         sums = []
         for alpha, centre in self.choices:
-            q, h, z = self.coded(rows, lo, hi, alpha, centre)
-            read = self.dequantize(q, h, z)  # (1, T, C)
+            code, h, z = self.coded(rows, lo, hi, alpha, centre)
+            read = self.dequantize(code, h, z)  # (1, T, C)
             error = (rows - read)[0].pow(2) * used  # (T, C)
             of_group = torch.zeros(len(self.alpha), device=x.device)  # (n)
             sums.append(of_group.index_add_(0, self.group, error.sum(0)))

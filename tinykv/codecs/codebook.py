@@ -20,7 +20,7 @@ and that is a few in a hundred of N or fewer. So weighted codebooks are calibrat
 (`windows_of`), and `describe_codebooks` prints the effective number, with a warning where it is
 below FEWEST for each centroid.
 
-`sharing` says which sub-vectors share a codebook: "head", those of one place in one KV head (of K
+`sharing` says which sub-vectors share a codebook: "head", those of one slot in one KV head (of K
 or V of a layer); "layer", all of a layer's K, or of its V. Codebooks per head lose less. Together
 they take 2 C m numbers a layer, whatever n, where C = Hkv * d: as much as m tokens of 16 bits.
 """
@@ -36,20 +36,21 @@ from tinykv.kmeans import kmeans, nearest
 FORMATS = {4: "d2m256", 2: "d4m256", 1: "d8m256", 0.75: "d16m4096", 0.375: "d32m4096"}
 SENSITIVITIES = ("none", "fisher", "token")
 SAMPLES = 2 ** 16  # tokens held while calibrating, at most, in the CPU's memory
-DRAWN = 64  # sub-vectors of a centroid that k-means sees, at most, at each place
+DRAWN = 64  # sub-vectors of a centroid that k-means sees, at most, in each slot
 FEWEST = 4  # effective sub-vectors of a centroid; fewer are warned of
 
 
 class Codebook(Codec):
     """Of each n channels the number of the nearest of m centroids.
 
-    All KV heads of a token form one packed row of places = Hkv * d/n codes. heads, width: Hkv, d.
+    All KV heads of a token form one packed row of codes, one for each of slots = Hkv * d/n
+    sub-vectors. heads, width: Hkv, d.
     """
-    tables = ("centroids",)  # (places, m, n) in 16 bits; (1, m, n) if shared by the layer
+    tables = ("centroids",)  # (slots, m, n) in 16 bits; (1, m, n) if shared by the layer
     passes = 1
 
     def __init__(self, n, m, heads, width, sensitivity="fisher", sharing="head"):
-        self.n, self.m, self.width, self.places = n, m, width, heads * width // n
+        self.n, self.m, self.width, self.slots = n, m, width, heads * width // n
         self.code_bits = m.bit_length() - 1  # of the number of a centroid
         self.bits = self.code_bits / n
         self.name = f"d{n}m{m}"
@@ -60,28 +61,28 @@ class Codebook(Codec):
         self.samples = self.effective = 0
 
     def encode(self, x, ignore=None):
-        # the nearest centroid of each place's codebook
-        vectors = self.vectors(x)  # (places, B * T, n)
-        codebooks = self.centroids.float().expand(self.places, -1, -1)  # (places, m, n)
-        q = nearest(vectors, codebooks)  # (places, B * T)
-        # all places of a token are one row
-        q = q.T.unflatten(0, (len(x), -1))  # (B, T, places)
-        packed = pack(q, self.code_bits)  # (B, T, bytes)
+        # the nearest centroid of each slot's codebook
+        vectors = self.vectors(x)  # (slots, B * T, n)
+        codebooks = self.centroids.float().expand(self.slots, -1, -1)  # (slots, m, n)
+        codes = nearest(vectors, codebooks)  # (slots, B * T)
+        # all slots of a token are one row
+        codes = codes.T.unflatten(0, (len(x), -1))  # (B, T, slots)
+        packed = pack(codes, self.code_bits)  # (B, T, bytes)
         return Codes(packed[:, None])  # (B, 1, T, bytes)
 
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d) fp32."""
-        q = unpack(codes.packed[:, 0], self.code_bits, self.places).long()  # (B, T, places)
-        # look each code up in its place's codebook
-        place = torch.arange(self.places, device=q.device)  # (places)
-        codebook = place % len(self.centroids)  # (places): each place's own, or the only one
-        x = self.centroids[codebook, q]  # (B, T, places, n)
+        code = unpack(codes.packed[:, 0], self.code_bits, self.slots).long()  # (B, T, slots)
+        # look each code up in its slot's codebook
+        slot = torch.arange(self.slots, device=code.device)  # (slots)
+        codebook = slot % len(self.centroids)  # (slots): each slot's own, or the only one
+        x = self.centroids[codebook, code]  # (B, T, slots, n)
         return to_heads(x.flatten(-2), self.width).float()
 
     def vectors(self, x):
-        """The sub-vectors of each place: x (B, Hkv, T, d) -> (places, B * T, n) fp32."""
-        x = to_rows(x.float()).unflatten(-1, (-1, self.n))  # (B, T, places, n)
-        return x.flatten(0, 1).transpose(0, 1).contiguous()  # (places, B * T, n)
+        """The sub-vectors of each slot: x (B, Hkv, T, d) -> (slots, B * T, n) fp32."""
+        x = to_rows(x.float()).unflatten(-1, (-1, self.n))  # (B, T, slots, n)
+        return x.flatten(0, 1).transpose(0, 1).contiguous()  # (slots, B * T, n)
 
     # Calibration
 
@@ -90,12 +91,12 @@ class Codebook(Codec):
 
     def begin(self, step, W, T):
         self.tokens = max(1, min(T, SAMPLES // W))  # held of each window
-        self.rows, self.weights = [], []  # window by window: (Hkv, tokens, d), (places, tokens)
+        self.rows, self.weights = [], []  # window by window: (Hkv, tokens, d), (slots, tokens)
 
     def collect(self, step, rows, kept, gradient):
         # kept tokens weigh nothing
-        kept = kept.repeat_interleave(self.places // len(kept), dim=0)  # (places, T)
-        weight = self.weigh(rows, gradient) * ~kept  # (places, T)
+        kept = kept.repeat_interleave(self.slots // len(kept), dim=0)  # (slots, T)
+        weight = self.weigh(rows, gradient) * ~kept  # (slots, T)
         # hold tokens that are evenly spread over the window
         T = rows.shape[1]
         held = torch.linspace(0, T - 1, self.tokens, device=rows.device).long()  # (tokens)
@@ -106,22 +107,22 @@ class Codebook(Codec):
     def fit(self, step):
         # the sub-vectors of each codebook, and their weights
         rows = torch.cat(self.rows, dim=1).to(self.device)  # (Hkv, N, d)
-        points = self.vectors(rows[None])  # (places, N, n)
-        weights = torch.cat(self.weights, dim=1).to(self.device)  # (places, N)
+        points = self.vectors(rows[None])  # (slots, N, n)
+        weights = torch.cat(self.weights, dim=1).to(self.device)  # (slots, N)
         self.check(weights if self.sharing == "head" else weights.flatten()[None])
         # more of them than k-means needs are drawn from by their weights
         if points.shape[1] > DRAWN * self.m:
             points, weights = drawn(points, weights, DRAWN * self.m)
         if self.sharing == "layer":
-            points = points.flatten(0, 1)[None]  # (1, places * N, n)
-            weights = weights.flatten()[None]  # (1, places * N)
+            points = points.flatten(0, 1)[None]  # (1, slots * N, n)
+            weights = weights.flatten()[None]  # (1, slots * N)
         # find the centroids
-        centroids = kmeans(points, self.m, weights, seed=self.seed, tolerance=1e-3)  # (places or 1, m, n)
+        centroids = kmeans(points, self.m, weights, seed=self.seed, tolerance=1e-3)  # (slots or 1, m, n)
         self.centroids = centroids.to(rows.dtype)
         self.rows = self.weights = None
 
     def check(self, weights):
-        """UserError if a codebook has too few sub-vectors: weights (places or 1, N)."""
+        """UserError if a codebook has too few sub-vectors: weights (slots or 1, N)."""
         self.samples = int((weights > 0).sum(1).min())
         if self.samples < self.m:
             raise UserError(f"{self.name}: {self.m} centroids cannot be learned from {self.samples} vectors; use more "
@@ -131,9 +132,9 @@ class Codebook(Codec):
         self.effective = (weights.sum(1).square() / weights.square().sum(1)).min().item()
 
     def weigh(self, rows, gradient):
-        """rows and gradient (Hkv, T, d) -> the weights of all sub-vectors, (places, T)."""
+        """rows and gradient (Hkv, T, d) -> the weights of all sub-vectors, (slots, T)."""
         if self.sensitivity == "none":
-            return torch.ones(self.places, rows.shape[1], device=rows.device)
+            return torch.ones(self.slots, rows.shape[1], device=rows.device)
         # the squared norm of each sub-vector's gradient
         square = gradient.float().pow(2).unflatten(-1, (-1, self.n))  # (Hkv, T, d/n, n)
         weight = square.sum(-1)  # (Hkv, T, d/n)
@@ -141,11 +142,11 @@ class Codebook(Codec):
         if self.sensitivity == "token":
             norm = weight.sum(-1, keepdim=True).sqrt()  # (Hkv, T, 1)
             weight = norm.expand_as(weight)  # (Hkv, T, d/n)
-        weight = weight.transpose(1, 2).flatten(0, 1)  # (places, T)
+        weight = weight.transpose(1, 2).flatten(0, 1)  # (slots, T)
         if not weight.any():  # the loss does not depend on these keys, or values, at all
             return torch.ones_like(weight)
         # clamp the largest thousandth
-        ascending = weight.flatten().sort().values  # (places * T)
+        ascending = weight.flatten().sort().values  # (slots * T)
         largest = ascending[int(0.999 * (weight.numel() - 1))]
         return weight.clamp(max=largest)
 
@@ -159,8 +160,8 @@ def drawn(points, weights, n):
     """
     sums = weights.double().cumsum(1)  # (P, N)
     total = sums[:, -1:]  # (P, 1)
-    at = total * (torch.arange(n, device=sums.device) + 0.5) / n  # (P, n)
-    index = torch.searchsorted(sums, at).clamp(max=sums.shape[1] - 1)  # (P, n)
+    middle = total * (torch.arange(n, device=sums.device) + 0.5) / n  # (P, n)
+    index = torch.searchsorted(sums, middle).clamp(max=sums.shape[1] - 1)  # (P, n)
     points = points.gather(1, index[..., None].expand(-1, -1, points.shape[-1]))  # (P, n, ..)
     return points, (total / n).float().expand(-1, n)
 
