@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import sys
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,6 +100,9 @@ def test_an_assignment_is_whole(name):
     for part in ("Aim", "Background", "Eight numbers", "Tasks", "Questions", "Time"):
         assert f"\n## {part}\n" in page
     assert sum(int(points) for points in re.findall(r"^\d\. \((\d+) points\)", page, re.MULTILINE)) == 20
+    # a row of the handout's table is some tests, and the rows stand in the order of the tests
+    rows = [int(points) for points in re.findall(r"^\| \w* \|.*\| (\d+) \|$", page, re.MULTILINE)]
+    assert sum(rows) == 80 and set(accumulate(rows)) <= set(accumulate(map(points_of, tests.values())))
     assert f"]({folder.name}/handout.md)" in (folder.parent / "README.md").read_text(encoding="utf-8")
     model = (folder / "answers.md").read_text(encoding="utf-8")
     for part in ("Eight numbers", "Questions", "Oral"):
