@@ -30,8 +30,8 @@ def landlock():
 def hole(root):
     """Why `confine` cannot hide a repository, or what is written while grading, in words; "" if it can."""
     if landlock() < 1:
-        return ("this system has no Landlock (Linux has it from 5.13 on, unless a container forbids it), so a submission "
-                "has all of your rights, and can read the answers")
+        return ("this system has no Landlock (Linux has it from 5.13 on, unless a container forbids it), so a "
+                "submission has all of your rights, and can read the answers")
     for what in (root, gettempdir()):
         for path in PYTHONS:
             if Path(what).resolve().is_relative_to(Path(path).resolve()):
