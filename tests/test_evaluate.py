@@ -355,7 +355,7 @@ def test_compare_takes_a_method_and_a_loaded_model():
 
 
 @pytest.mark.parametrize("flags, said", [({"bitz": 2}, "--bitz"), ({"bits": "x"}, "--bits"),
-                                         ({"windows": 0}, "--windows must be at least 1")])
+                                         ({"windows": 0}, "--windows.* 1")])
 def test_compare_refuses_what_the_command_refuses(flags, said):
     with pytest.raises(UserError, match=said) as caught:
         compare("pfn", **flags)
