@@ -6,6 +6,7 @@ from cases import model_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinykv import UserError
 from tinykv.cache import CachedRows, KVCache
 from tinykv.codecs.base import Codec, Codes
 from tinykv.methods.fp16 import FP16
@@ -63,6 +64,18 @@ def test_cached_rows_against_plain_lists(data):
                 for t in set(range(quantized)) - kept[b][h]:
                     expected[b, h, t] *= -1
         assert torch.equal(rows.read(), expected)
+
+
+@pytest.mark.parametrize("position", [-1, 0, 2, 5])
+def test_what_is_neither_recent_nor_kept_cannot_be_kept(position):
+    """Tokens 0 to 2 are coded, of which 1 is kept; 3 and 4 are recent."""
+    rows = CachedRows(0, "k", Negating())
+    rows.append(torch.ones(1, 2, 5, 4))
+    rows.keep(torch.tensor([[[1]]]))
+    rows.quantize(3)
+    rows.keep(torch.tensor([[[1, 3, 4]]]))
+    with pytest.raises(UserError, match=f"token {position},"):
+        rows.keep(torch.tensor([[[1, position]]]))
 
 
 def test_unknown_protocol_is_refused():
