@@ -233,6 +233,17 @@ def test_the_evaluator_reads_a_prompt_and_then_what_single_tokens_read(model, me
     assert found.nll == pytest.approx((losses / (T - prompt)).tolist(), rel=1e-6)
 
 
+def test_the_first_chunk_holds_a_prefix_that_is_longer_than_a_block(model):
+    rows = torch.zeros(L, HKV, 20, WIDTH)
+    method = IntactKV(CONFIG, Prefix("twenty", [3] * 20, rows, rows))
+    method.block = 8
+    cache, found = KVCache(model, method, "stream"), []
+    for chunk in chunks_of(torch.full((1, T), 3), cache):
+        model(chunk, cache)
+        found.append(chunk.shape[1])
+    assert found == [24, 8, 8]
+
+
 def test_chunks_after_a_prompt_end_where_blocks_do(model):
     """A block of 8 is full when 3 + 8 tokens are: after the prompt, all of which `paper` quantizes, or of the text."""
     tokens = torch.zeros(1, T, dtype=torch.long)
