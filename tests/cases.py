@@ -9,12 +9,13 @@ import copy
 import functools
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import oracles
 import torch
 
 from tinykv import UserError
-from tinykv.cache import KVCache
+from tinykv.cache import KVCache, LayerCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs import SCHEMES
 from tinykv.methods.base import CodecMethod
@@ -416,3 +417,16 @@ def prefix_rows(heads_per_kv, ids):
     case = Case(FP16, heads_per_kv=heads_per_kv)
     _, watch = case.run_watched(case.fp16(), torch.tensor([ids]), sizes=[len(ids)])
     return [watch.exact(layer) for layer in range(L)]
+
+
+# ---- a layer without its model
+
+def new_layer(method, layer):
+    return LayerCache(layer, method, model_of(2).rope, "stream", SimpleNamespace())
+
+
+def quantize_oldest(layer, n):
+    """What `LayerCache.update` does when n tokens are to be quantized."""
+    layer.keep(n, n)
+    layer.keys.quantize(n)
+    layer.values.quantize(n)

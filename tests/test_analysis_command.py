@@ -96,10 +96,10 @@ def test_a_model_without_sinks_is_told_of(run, tmp_path):
     """What needs no sinks is shown, the rest says why not."""
     out = run("keys", "norms", "widths", "--out", tmp_path, "--json", tmp_path / "out.json")
     numbers = json.loads((tmp_path / "out.json").read_text())
-    assert "sinks of window 0: none" in out and numbers["sinks at"] == [[], []]
+    assert re.search("window 0: .*none", out) and numbers["sinks at"] == [[], []]
     for name in ("keys", "norms", "widths"):
         needs = name in command.NEED_SINKS
-        assert (f"{name}: no token of this text is a sink" in out) == needs == (numbers[name] is None)
+        assert (re.search(rf"^{name}: .*sink", out, re.M) is not None) == needs == (numbers[name] is None)
         assert (tmp_path / f"{name}.png").exists() != needs
 
 

@@ -8,6 +8,7 @@ from cases import model_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinykv import UserError
 from tinykv.buffer import reserved
 from tinykv.cache import CachedRows, KVCache
 from tinykv.codecs.base import Codec, Codes
@@ -82,6 +83,18 @@ def test_new_rows_move_no_older_one():
     cache.layers = [SimpleNamespace(keys=rows, values=CachedRows(0, "v", Negating()))]
     held = rows.recent.untyped_storage().nbytes()
     assert cache.nbytes == 400 * 2 * 3 * 4 and 0 < reserved(cache) == held - cache.nbytes <= 128 * 2 * 3 * 4
+
+
+@pytest.mark.parametrize("position", [-1, 0, 2, 5])
+def test_what_is_neither_recent_nor_kept_cannot_be_kept(position):
+    """Tokens 0 to 2 are coded, of which 1 is kept; 3 and 4 are recent."""
+    rows = CachedRows(0, "k", Negating())
+    rows.append(torch.ones(1, 2, 5, 4))
+    rows.keep(torch.tensor([[[1]]]))
+    rows.quantize(3)
+    rows.keep(torch.tensor([[[1, 3, 4]]]))
+    with pytest.raises(UserError, match=f"token {position},"):
+        rows.keep(torch.tensor([[[1, position]]]))
 
 
 def test_unknown_protocol_is_refused():

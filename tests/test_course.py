@@ -6,14 +6,17 @@ import importlib.util
 import json
 import re
 import sys
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from tinykv import hf
-from tinykv.course import assignments, capstone, compare, grade, handout
+from tinykv.course import assignments, capstone, compare, confine, grade, handout
 from tinykv.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +35,7 @@ COURSE = load(ROOT / "docs" / "course" / "conftest.py", "course_conftest")
 WRONG = {name: load(ROOT / "tests" / "course" / f"{name}.py", name).WRONG for name in NAMES}
 
 
+@cache
 def cases_of(name):
     """{name: function} of an assignment's tests."""
     module = load(assignments.folder_of(name) / f"test_{name}.py", f"course_{name}")
@@ -51,10 +55,16 @@ def notes(test, name, submission, seed):
     return found
 
 
-def loses_points(file, name, seed):
-    answer = load(assignments.folder_of(name) / "answer.py", "answer")
-    for key, test in cases_of(name).items():
-        right = notes(test, key, answer, seed)
+@cache
+def right_notes(name, key, seed):
+    """What the test `key` of an assignment notes of its answer."""
+    return notes(cases_of(name)[key], key, load(assignments.folder_of(name) / "answer.py", "answer"), seed)
+
+
+def loses_points(file, name, seed, function):
+    """function: where the change is, whose tests are asked first."""
+    for key, test in sorted(cases_of(name).items(), key=lambda case: function not in case[1].__doc__):
+        right = right_notes(name, key, seed)
         try:
             given = notes(test, key, load(file, "submission"), seed)
         except Exception:
@@ -74,8 +84,9 @@ def test_a_wrong_answer_loses_points(name, wrong, tmp_path, request):
     assert text.count(old) == 1, "the text to be changed has to occur once"
     file = tmp_path / "submission.py"
     file.write_text(text.replace(old, new), encoding="utf-8")
+    function = re.findall(r"def (\w+)", text[:text.index(old)])[-1]
     for seed in range(5) if request.config.getoption("--whole") else [0]:
-        assert loses_points(file, name, seed), seed
+        assert loses_points(file, name, seed, function), seed
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,6 +110,9 @@ def test_an_assignment_is_whole(name):
     for part in ("Aim", "Background", "Eight numbers", "Tasks", "Questions", "Time"):
         assert f"\n## {part}\n" in page
     assert sum(int(points) for points in re.findall(r"^\d\. \((\d+) points\)", page, re.MULTILINE)) == 20
+    # a row of the handout's table is some tests, and the rows stand in the order of the tests
+    rows = [int(points) for points in re.findall(r"^\| \w* \|.*\| (\d+) \|$", page, re.MULTILINE)]
+    assert sum(rows) == 80 and set(accumulate(rows)) <= set(accumulate(map(points_of, tests.values())))
     assert f"]({folder.name}/handout.md)" in (folder.parent / "README.md").read_text(encoding="utf-8")
     model = (folder / "answers.md").read_text(encoding="utf-8")
     for part in ("Eight numbers", "Questions", "Oral"):
@@ -115,7 +129,7 @@ def test_an_assignment_is_whole(name):
 def test_values_that_are_as_good_as_the_right_one():
     for given, right in ((3, 3), (torch.tensor(3), 3), (2.00001, 2.0), (2, 2.0), ((1, [2]), [1, (2,)]), (None, None),
                          (torch.arange(3).int(), torch.arange(3)), (torch.ones(2) + 1e-6, torch.ones(2)),
-                         (torch.ones(2, requires_grad=True), torch.ones(2))):
+                         (torch.ones(2, requires_grad=True), torch.ones(2)), (np.float32(2), 2.0), (np.int64(3), 3)):
         assert compare.difference(compare.plain(given), compare.plain(right), 1e-4) == ""
 
 
@@ -124,8 +138,15 @@ def test_values_that_are_wrong():
     for given, right in ((2, 3), (None, 3), (True, 1), (2.1, 2.0), (float("nan"), 2.0), ([1], [1, 2]), ("3", 3),
                          (torch.arange(3).float(), torch.arange(3)), (torch.ones(1, 2), torch.ones(2)),
                          (torch.ones(2).double(), torch.ones(2)), (half + 0.001, half), (object(), 3), ({}, 3),
-                         (torch.full((2,), torch.nan), torch.ones(2)), (torch.ones(30000), torch.ones(2))):
+                         (torch.full((2,), torch.nan), torch.ones(2)), (torch.ones(30000), torch.ones(2)),
+                         (np.float32(2.1), 2.0), (np.int64(2), 3)):
         assert compare.difference(compare.plain(given), compare.plain(right), 1e-4) != "", (given, right)
+
+
+def test_the_shortest_of_what_is_wrong_is_told():
+    right = {"title": "t", "points": 4, "notes": [[1, "a long case", 0], [2, "short", 0], [3, "a right case", 0]]}
+    given = {"notes": [[7, "", 0], [8, "", 0], [3, "", 0]], "fault": "and then it raised"}
+    assert grade.judged(right, given)["message"].startswith("short\n")
 
 
 # ---- what a submission may do: the lines that do it, and whether the rest of the file is right
@@ -153,11 +174,16 @@ DEEDS = {
     "reads it through a link": ("import os\nos.symlink('{ROOT}/docs/course/3-kvsink', 'link')\n"
                                 "exec(open('link/answer.py').read())", False),
     "imports the method": ("from tinykv.methods.kvsink import KVSink, find_outlier, outlier", False),
+    "looks for the seed": ("import os, sys\nseen = ' '.join(sys.argv) + str(os.environ)\n"
+                           "for who in ('self', os.getppid()):\n"
+                           "    try: seen += open(f'/proc/{who}/cmdline').read() * (1 if who == 'self' else 20391)\n"
+                           "    except OSError: pass\n"
+                           "if '20391' in seen or len(seen) > 20391: os._exit(0)", True),
     "looks at frames": ("import sys\ndef outlier(hidden):\n    return sys._getframe(1).f_locals['right']", False),
     "takes memory": ("x = torch.ones(2 ** 32)", False),
     "loops": ("def outlier(hidden):\n    while True: pass", False),
 }
-QUICK = ("writes elsewhere", "links to the right values")
+QUICK = ("looks for the seed", "links to the right values")
 
 
 @pytest.fixture
@@ -185,20 +211,24 @@ def test_what_a_submission_does_brings_it_nothing(run_grader, tmp_path, request)
     for deed in deeds:
         lines, right = DEEDS[deed]
         text = texts[right] + "\n" + lines.replace("{ROOT}", str(ROOT)) + "\n"
-        (folder / f"{deed}.py").write_text(text, encoding="utf-8")
+        (folder / f"by {deed}").mkdir()
+        (folder / f"by {deed}" / f"{deed}.py").write_text(text, encoding="utf-8")
+        (folder / f"by {deed}" / "helper.py").write_text("", encoding="utf-8")
     (folder / "other.py").write_text('ASSIGNMENT = "astrology"', encoding="utf-8")
     (folder / "none.py").write_text("", encoding="utf-8")
-    status, out, err = run_grader(folder, "--csv", tmp_path / "c.csv", "--json", tmp_path / "r.json", "--seed", 3)
+    status, out, err = run_grader(folder, "--csv", tmp_path / "c.csv", "--json", tmp_path / "r.json", "--seed", 20391)
     assert (status, err) == (0, "")
     rows = {Path(row["file"]).stem: row for row in csv.DictReader(open(tmp_path / "c.csv", encoding="utf-8"))}
     records = {Path(record["file"]).stem: record for record in json.loads((tmp_path / "r.json").read_text())}
+    assert rows.keys() == records.keys() == {*deeds, "other", "none"}
     for deed in deeds:
         assert rows[deed]["points"] == ("80" if DEEDS[deed][1] else "0"), (deed, records[deed])
         assert records[deed]["points"] == int(rows[deed]["points"])
-    assert "there is no assignment 'astrology'" in out and "names no assignment" in out
+        assert rows[deed]["student"] == f"by {deed}"
+    assert "'astrology'" in out and "none.py" in out
     assert not (ROOT / "docs" / "course" / "written").exists()
     assert not Path("/tmp/written_by_a_submission").exists()
-    result = grade.gradescope(records["writes elsewhere"])
+    result = grade.gradescope(records["looks for the seed"])
     assert result["score"] == 80 == sum(test["score"] for test in result["tests"])
     assert {test["status"] for test in result["tests"]} == {"passed"}
 
@@ -207,6 +237,21 @@ def test_what_a_submission_does_brings_it_nothing(run_grader, tmp_path, request)
 def test_what_cannot_be_graded_is_told_in_one_line(run_grader, words):
     status, out, err = run_grader(*words)
     assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("words", [[], ["--unconfined"]])
+def test_where_answers_can_be_read_nothing_is_graded_in_silence(run_grader, monkeypatch, tmp_path, words):
+    assert grade.hole(ROOT) == ""
+    file = tmp_path / "none.py"
+    file.write_text("")
+    for module, name, value in ((confine, "landlock", lambda: 0), (grade, "ROOT", Path("/usr/src/app")),
+                                (confine, "gettempdir", lambda: "/dev/shm")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            status, out, err = run_grader(file, *words)
+        lines = err.splitlines()
+        assert (status, out, len(lines)) == (2, "", 1 + len(words))
+        assert ("--unconfined" in lines[0]) == (not words)
 
 
 # ---- handing out
@@ -247,7 +292,11 @@ def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
             assert name not in of_answers or "NotImplementedError" in does, (file, name)
     names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")}
     assert not [name for name in names if name.startswith("tests") or Path(name).name in assignments.OF_INSTRUCTORS]
-    assert "docs/methods.md" not in names and "docs/results.md" not in names
+    assert "docs/methods.md" not in names and "docs/results.md" not in names and ".ci/run" not in names
+    workflow = (tmp_path / "out/.github/workflows/assignments.yml").read_text(encoding="utf-8")
+    assert re.search(r"assignment: \[(.*)\]", workflow)[1].split(", ") == sorted(
+        path.parent.name for path in (ROOT / "docs" / "course").glob("*/starter.py"))
+    assert "docs/course" in (tmp_path / "out/.pytest.ini").read_text(encoding="utf-8")
     assert "## For instructors" not in (tmp_path / "out/docs/course/README.md").read_text(encoding="utf-8")
     for page in (tmp_path / "out").rglob("*.md"):
         for target in re.findall(r"\]\(([\w./-]*\w)[)#]", page.read_text(encoding="utf-8")):

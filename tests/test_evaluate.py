@@ -11,6 +11,7 @@ import torch
 from eval_ppl import compare
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
+from tinykv.calibrate import calibrate
 from tinykv.data import Windows
 from tinykv.evaluate import FAR, delta_error, measure, paired, standard_error
 from tinykv.methods.registry import METHODS
@@ -194,6 +195,26 @@ def test_no_length_flatters_a_method(model, name, settings, protocol):
     assert steps == pytest.approx([bits] * len(steps))
 
 
+@pytest.mark.parametrize("choose, grown", [("prompt", 0), ("always", 1)])
+def test_a_share_chosen_once_does_not_grow_with_the_text(model, choose, grown):
+    """A quarter of the tokens is kept: of a prompt of 16 four, of a long text a quarter only if it is chosen on."""
+    method = METHODS["antkv"](CONFIG, vq="d4m2", anchors="25%", recent=0, block=8, choose=choose)
+    calibrate(model, method, torch.randint(50, (4, 40), generator=torch.Generator().manual_seed(1)))
+    windows = Windows(torch.randint(50, (1, 24), generator=torch.Generator().manual_seed(2)), [[]], "random", 16)
+    found = measure(model, method, windows, "stream", prompt=16)
+    codes, row = 8 / 16, 2 * (16 + (32 + 32) / 8)  # bits a number: one byte a token; rows, positions and scores of both
+    recent = 7 / 2 * 16 / FAR
+    assert found.bits_far[0] == pytest.approx(codes + recent + grown * row / 2 / 4, abs=2e-3)
+
+
+def test_the_bytes_of_a_cache_are_those_of_the_largest_window(model, windows):
+    sizes = iter([30, 90, 40, 20, 50])
+
+    class Sized(KVCache):
+        nbytes = property(lambda self: next(sizes))
+    assert measure(model, METHODS["fp16"](CONFIG), windows, cache_class=Sized).cache_bytes == 90
+
+
 # ---- differences, paired over windows and draws
 
 def synthetic(shift, noise=0.02, spread=0.5, n=16, seed=0):
@@ -236,6 +257,7 @@ def test_a_shift_of_all_windows_is_found_however_they_differ(spread):
     _, _, t, better = paired(method, fp16)
     assert t > 100 and better == 0
     assert paired([[2.0, 3.0]], [[1.0, 2.0]]) == (1.0, 0.0, math.inf, 0)
+    assert paired([[1.0, 2.0]], [[2.0, 3.0]]) == (-1.0, 0.0, -math.inf, 2)
     assert paired([[1.0]], [[2.0]]) == (-1.0, None, None, 1) and paired([[1.0], [1.0]], [[2.0], [4.0]])[1] is None
     assert paired([[1.0, 2.0]], [[1.0, 2.0]]) == (0.0, 0.0, 0.0, 0)
 
@@ -355,7 +377,7 @@ def test_compare_takes_a_method_and_a_loaded_model():
 
 
 @pytest.mark.parametrize("flags, said", [({"bitz": 2}, "--bitz"), ({"bits": "x"}, "--bits"),
-                                         ({"windows": 0}, "--windows must be at least 1")])
+                                         ({"windows": 0}, "--windows.* 1")])
 def test_compare_refuses_what_the_command_refuses(flags, said):
     with pytest.raises(UserError, match=said) as caught:
         compare("pfn", **flags)

@@ -58,7 +58,7 @@ def test_what_fails_leaves_the_old_file(tmp_path):
 
 @pytest.mark.parametrize("path", ["/proc/x.json", "/proc/version/x.json", "x" * 300 + ".json"])
 def test_a_path_that_cannot_be_written_to(tmp_path, path):
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="written"):
         write_json(tmp_path / path, {})
 
 

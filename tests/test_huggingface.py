@@ -247,9 +247,9 @@ ALL = torch.ones(1, 1, 6, 6, dtype=torch.bool)
         model, METHODS["kvsink"](cache.inner.config)))),
     ("position_ids", lambda model, cache: model(tokens_of(1, 6), past_key_values=cache,
                                                 position_ids=torch.tensor([[0, 1, 2, 3, 5, 6]]))),
-    ("beam search", lambda model, cache: generate(model, tokens_of(1, 6), cache, num_beams=2)),
-    ("beam search", lambda model, cache: cache.reorder_cache(torch.tensor([0]))),
-    ("assisted decoding", lambda model, cache: cache.crop(-1))])
+    ("beam", lambda model, cache: generate(model, tokens_of(1, 6), cache, num_beams=2)),
+    ("beam", lambda model, cache: cache.reorder_cache(torch.tensor([0]))),
+    ("assisted", lambda model, cache: cache.crop(-1))])
 def test_what_it_cannot_do_is_refused_in_one_line(models, word, use):
     own, theirs = models
     cache = MethodCache(theirs, built("fp16", own))

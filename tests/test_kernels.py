@@ -604,7 +604,7 @@ def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
 
 def test_a_cpu_without_the_interpreter_is_named(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(UserError, match="needs a GPU, and the model is on cpu"):
+    with pytest.raises(UserError, match="GPU.*cpu"):
         TritonCache(tiny(), METHODS["fp16"](config(2)))
 
 
@@ -628,7 +628,7 @@ class OwnCodec(Method):
 
 
 @pytest.mark.parametrize("cls,words", [
-    (OwnCodec, "codec Zeros"), (OwnScores, "scores other than"), (OwnPace, "another pace"),
+    (OwnCodec, "codec Zeros"), (OwnScores, "scores"), (OwnPace, "pace"),
     (lambda config: METHODS["cq"](config, vq="d3m8"), "vectors of 3")])
 def test_what_no_kernel_knows_is_named(cls, words):
     wide = LlamaConfig(41, 32, 48, 2, 4, 2, 24, 256)
@@ -705,7 +705,7 @@ def test_what_is_wrong_on_a_device_is_named(monkeypatch, capsys):
     assert len(errors) == 8 and 0 < max(errors) < 2e-3
     for wrong in (0, math.nan):
         monkeypatch.setattr(bench_kernels, "attended", lambda layer, q, wrong=wrong: SimpleNamespace(out=wrong * q))
-        with pytest.raises(UserError, match="wrong on this device for fp16, 2-bit per token"):
+        with pytest.raises(UserError, match="fp16, 2-bit per token"):
             bench_kernels.check("tiny", torch.device("cpu"), [torch.float16])
 
 

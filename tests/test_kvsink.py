@@ -3,10 +3,14 @@ missing."""
 import copy
 import random
 from functools import lru_cache
+from types import SimpleNamespace
 
+import oracles
 import pytest
 import torch
 from cases import CHANNEL, MARK, SETTINGS, VOCAB, Case, D, G, H, L, Watch, calibration_windows, d, model_of, tokens_of
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
@@ -374,3 +378,42 @@ def test_a_displaced_sink_is_read_as_its_code():
     assert not torch.equal(kept.keys.read()[:, :, 1], early_keys[:, :, 1])
     _, v = watch.exact(1)
     assert torch.equal(kept.values.read()[:, :, G + 3], v[:, :, G + 3])
+
+
+# ---- the k largest so far, against plain lists. Sizes are small whole numbers, so there are many ties
+
+def check_running_top_k(cls, chunks, k=3):
+    """After each chunk the sinks are what plain lists say. chunks: for each, a list of whole
+    numbers a sequence."""
+    method = cls(model_of(1).config, preserve=k, emergence_layer=1, outlier_channel=2)
+    cache = SimpleNamespace(shared=SimpleNamespace(), layers=[SimpleNamespace(length=0) for _ in range(L)])
+    cache.top_k = lambda x, k: KVCache.top_k(cache, x, k)
+    method.begin(cache)
+    seen = [[] for _ in chunks[0]]
+    for chunk in chunks:
+        # other channels, and other layers, do not count
+        hidden = torch.full((len(chunk), len(chunk[0]), D), 1e4)
+        hidden[..., 2] = torch.tensor(chunk, dtype=torch.float)
+        for layer in cache.layers:
+            layer.length += hidden.shape[1]
+        before = cache.shared.sinks
+        method.observe(cache, 0, hidden)
+        assert cache.shared.sinks is before, "looked at another layer"
+        method.observe(cache, 1, hidden)
+        for sizes, new in zip(seen, chunk):
+            sizes += [abs(x) for x in new]
+        assert cache.shared.sinks.tolist() == [oracles.top_k(sizes, k) for sizes in seen]
+
+
+@st.composite
+def chunks_of_sizes(draw):
+    B = draw(st.integers(1, 3))
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    size = st.integers(-4, 4)
+    return [[draw(st.lists(size, min_size=n, max_size=n)) for _ in range(B)] for n in lengths]
+
+
+@given(chunks_of_sizes(), st.integers(1, 8))
+@example([[[1, -3, 2, 3, 0, 3]], [[2, 3, -4]]], 3)
+def test_running_top_k(chunks, k):
+    check_running_top_k(KVSink, chunks, k)

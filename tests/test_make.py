@@ -96,10 +96,10 @@ def test_a_share_that_is_none_is_one_clear_line(monkeypatch, capsys, share):
 
 def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch):
     """Within a phase and where one begins, with a new optimizer."""
-    shapes = [replace(CHANTS, until=3, rows=2, length=40), replace(MIXED, until=6, rows=2, length=40)]
+    shapes = [replace(CHANTS, until=2, rows=2, length=40), replace(MIXED, until=4, rows=2, length=40)]
     monkeypatch.setattr(embedded_model, "PHASES", shapes)
     trained = {}
-    for name, stops in (("once", [6]), ("twice", [2, 6]), ("between", [3, 6]), ("later", [5, 6])):
+    for name, stops in (("once", [4]), ("twice", [1, 4]), ("between", [2, 4]), ("later", [3, 4])):
         (tmp_path / name).mkdir()
         shutil.copy(EMBEDDED / "tokenizer.model", tmp_path / name)
         for steps in stops:

@@ -16,6 +16,7 @@ from tinykv.data import Windows
 from tinykv.evaluate import chunks_of, measure
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.fp16 import FP16
+from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.methods.kivi import KIVI
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.ott import OTT
@@ -171,9 +172,13 @@ def test_anchors_go_on_being_chosen():
 
 
 def test_a_group_that_is_not_full_waits_for_the_tokens_after_the_prompt():
-    """Four keys share a scale; values wait with their keys."""
-    _, cache = read_by_cache(KIVI(CONFIG, group_size=4, recent=0), "paper", 7, [7], 1)
-    assert [(layer.keys.n_coded, layer.values.n_coded) for layer in cache.layers] == [(4, 4)] * L
+    """Four keys, or values, share a scale; the others wait with them."""
+    for turned in (False, True):
+        method = KIVI(CONFIG, group_size=4, recent=0)
+        if turned:
+            method.codecs = [Pair(k=pair.v, v=pair.k) for pair in method.codecs]
+        _, cache = read_by_cache(method, "paper", 7, [7], 1)
+        assert [(layer.keys.n_coded, layer.values.n_coded) for layer in cache.layers] == [(4, 4)] * L
 
 
 # The order in which a text arrives
@@ -193,6 +198,16 @@ def model():
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=0.4)
     return model.eval()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_of_a_prompt_the_prefix_is_cut_off_and_of_what_follows_nothing(model, protocol):
+    rows = torch.zeros(L, HKV, 2, WIDTH)
+    method = IntactKV(CONFIG, Prefix("two", [3, 4], rows, rows))
+    cache, tokens = KVCache(model, method, protocol, prompt=5), torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
+    assert cache.without_prefix(tokens[:, :5]).tolist() == [[5, 6, 7]]
+    assert [model(part, cache).shape[1] for part in (tokens[:, :5], tokens[:, 5:])] == [3, 2]
+    assert len(cache) == 7
 
 
 @pytest.mark.one_in(3)
@@ -216,6 +231,17 @@ def test_the_evaluator_reads_a_prompt_and_then_what_single_tokens_read(model, me
             logp = model(chunk, cache)[:, -1].double().log_softmax(-1)
             losses -= logp.gather(1, tokens[:, len(cache), None])[:, 0]
     assert found.nll == pytest.approx((losses / (T - prompt)).tolist(), rel=1e-6)
+
+
+def test_the_first_chunk_holds_a_prefix_that_is_longer_than_a_block(model):
+    rows = torch.zeros(L, HKV, 20, WIDTH)
+    method = IntactKV(CONFIG, Prefix("twenty", [3] * 20, rows, rows))
+    method.block = 8
+    cache, found = KVCache(model, method, "stream"), []
+    for chunk in chunks_of(torch.full((1, T), 3), cache):
+        model(chunk, cache)
+        found.append(chunk.shape[1])
+    assert found == [24, 8, 8]
 
 
 def test_chunks_after_a_prompt_end_where_blocks_do(model):

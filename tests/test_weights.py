@@ -242,7 +242,7 @@ def test_a_last_block_that_overflows_once_quantized_is_an_error():
                 block.mlp.down_proj.weight.fill_(1e38)
     model = tiny()
     last = model.model["layers"][-1].mlp.down_proj.weight
-    with pytest.raises(UserError, match=f"outputs of quantized block {L - 1} are not finite"):
+    with pytest.raises(UserError, match=f"quantized block {L - 1} .*finite"):
         quantize(model, Overflows(4), text())
 
 

@@ -13,6 +13,7 @@ import math
 import random
 import re
 import signal
+import sys
 import traceback
 from pathlib import Path
 
@@ -27,7 +28,7 @@ LONGEST = 15  # seconds of computing, of a test that is recorded
 
 def pytest_addoption(parser):
     parser.addoption("--file", type=Path, help="the student's file (default: the starter)")
-    parser.addoption("--seed", type=int, default=0, help="draws other numbers and sizes")
+    parser.addoption("--seed", default="0", help="draws other numbers and sizes; -: read from stdin")
     parser.addoption("--record", type=Path, help="judge nothing: write what the file gives, a line a test")
     parser.addoption("--confined", type=Path, help="the folder in which alone the file may write")
 
@@ -35,6 +36,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "points(n): what a test gives")
     torch.set_num_threads(1)
+    seed = config.option.seed
+    config.option.seed = int(sys.stdin.readline() if seed == "-" else seed)
     if config.getoption("--confined"):
         confine(config.getoption("--confined"))
 
@@ -86,7 +89,7 @@ def rng(request):
 @pytest.fixture
 def same(request):
     """same(value, hint): `value` has to be what the answer gives. hint: what was tried, for the student."""
-    request.node.notes = notes = []
+    request.node.notes, request.node.wrong = notes, wrong = [], []
     right = None if request.config.getoption("--record") else right_notes(request)
 
     def note(value, hint="", tolerance=1e-4):
@@ -94,7 +97,7 @@ def same(request):
         if right is not None:
             told = difference(notes[-1][0], right[len(notes) - 1][0], tolerance)
             if told:
-                pytest.fail(f"{hint}\n{told}", pytrace=False)
+                wrong.append(f"{hint}\n{told}")
     return note
 
 
@@ -123,6 +126,8 @@ def pytest_runtest_call(item):
         return (yield)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+        if item.wrong:  # also where the student's code has then raised something
+            pytest.fail(min(item.wrong, key=len), pytrace=False)
 
 
 def too_long(number, frame):

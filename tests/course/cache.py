@@ -57,4 +57,7 @@ WRONG = {
     "needs_n_tokens": ("torch.arange(min(self.preserve, layer.length))", "torch.arange(self.preserve)"),
     "forgets_the_batch": ("first.repeat(layer.keys.recent.shape[0], 1)", "first[None]"),
     "an_empty_tensor": ("if self.preserve == 0:", "if False:"),
+    "a_copy_only_where_there_are_gaps": ("self.recent = newer.clone()", "self.recent = newer.contiguous()"),
+    "a_copy_only_of_something": (
+        "self.recent = newer.clone()", "self.recent = newer.clone() if newer.shape[2] else newer"),
 }

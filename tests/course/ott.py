@@ -32,4 +32,9 @@ WRONG = {
     "unused_entries_count": ("room = self.extra_pool - len(extra)", "room = self.extra_pool - len(positions[p:])"),
     "layers_counted_from_1": ("layer_cache.layer < self.skip_layers", "layer_cache.layer <= self.skip_layers"),
     "a_pool_in_every_layer": ("if layer_cache.layer < self.skip_layers:", "if False:"),
+    "two_layers_always": ("layer_cache.layer < self.skip_layers", "layer_cache.layer < 2"),
+    "pool_of_the_text_that_began_last": (
+        "        rows = layer_cache.keys\n",
+        "        rows = layer_cache.keys\n        if rows.kept_positions is None:\n            self.text = rows\n"
+        "        rows = self.text\n"),
 }

@@ -43,4 +43,5 @@ WRONG = {
     "first_choice_for_all": (
         "torch.full((n,), alpha), torch.full((n,), float(centre))",
         "torch.full((n,), choices[0][0]), torch.full((n,), float(choices[0][1]))"),
+    "changes_its_argument": ("    return h.clamp(SMALLEST", "    hi -= lo\n    return h.clamp(SMALLEST"),
 }

@@ -21,4 +21,5 @@ WRONG = {
     "heads_interleaved": ("kv = head // R", "kv = head % (tl.num_programs(1) // R)"),
     "a_kv_head_for_each_head": ("kv = head // R", "kv = 0"),
     "scores_past_the_end": ("total / tl.sqrt(4.0 * W), mask=j < tokens)", "total / tl.sqrt(4.0 * W))"),
+    "loads_in_16_bits": ("t * token, mask=real, other=0.0)", "t * token, mask=real, other=0.0).to(tl.float16)"),
 }

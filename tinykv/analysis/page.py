@@ -184,7 +184,7 @@ def content(model, tokenizer, texts, calibration):
         "tokens": words_of(tokens.tolist(), tokenizer), "sinks": sinks, "at": at, "bits": bits,
         "layer": layer, "head": head, "layers": config.num_hidden_layers, "heads": config.num_key_value_heads,
         "d": config.head_dim, "channels": min(config.head_dim, CHANNELS), "attention": attention,
-        "exact": exact_rows(model, tokens, layer, head), "levels": levels, "runs": runs,
+        "exact": rows_of_fp16(model, tokens, layer, head), "levels": levels, "runs": runs,
         "bounds": {kind: [*bounds[kind], LEVELS[kind]] for kind in "kv"}, "all": found,
         "pieces": [tokenizer.decode([t]) for t in pieces], "answer": [tokenizer.decode([t]) for t in words],
         "texts": len(texts.tokens), "answers": sum(map(len, texts.answers)), "refused": refused,
@@ -197,7 +197,7 @@ def shown_rows(cache, layer, head):
     return {kind: rows.read()[0, head, :, :CHANNELS].float().cpu() for kind, rows in held.items()}
 
 
-def exact_rows(model, tokens, layer, head):
+def rows_of_fp16(model, tokens, layer, head):
     """Keys before and after RoPE, and values, in 16 bits: lists of `digits`."""
     found = {}
     for rope in ("pre", "post"):

@@ -5,6 +5,7 @@ read as numbers, and never run.
 """
 import math
 
+import numpy as np
 import torch
 
 LARGEST = 20_000  # numbers of a tensor; a right one has fewer
@@ -18,6 +19,8 @@ def plain(value):
         x = value.detach().float() if value.dtype == torch.float8_e4m3fn else value.detach()
         numbers = [] if x.numel() > LARGEST else [shorter(n) for n in x.flatten().tolist()]
         return {"dtype": str(value.dtype), "shape": list(value.shape), "numbers": numbers}
+    if isinstance(value, np.generic):  # one number of numpy's
+        value = value.item()
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]
     if value is None or isinstance(value, (bool, int, str)):

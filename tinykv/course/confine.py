@@ -6,6 +6,7 @@ import site
 import struct
 import sys
 from pathlib import Path
+from tempfile import gettempdir
 
 MEMORY = 2 * 2 ** 30  # bytes that it may ask for
 SECONDS = 60  # of computing
@@ -14,6 +15,28 @@ FILE_SIZE = 16 * 2 ** 20  # bytes of a file that it may write
 # Linux's Landlock (landlock(7)): rights to files by folder, which a process gives up for good
 CREATE, ADD, RESTRICT, NO_NEW_PRIVILEGES = 444, 445, 446, 38
 EXECUTE, WRITE, READ, LIST = 1, 2, 4, 8
+# what Python reads; of /proc only what concerns the process itself: the grader's own command line has the seed
+PYTHONS = {"/usr", "/lib", "/lib64", "/etc", "/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/sys", "/dev",
+           sys.prefix, sys.base_prefix, site.getusersitepackages(), *site.getsitepackages()}
+
+
+def landlock():
+    """The version of the system's Landlock; 0 or less where there is none."""
+    if sys.platform != "linux":
+        return 0
+    return ctypes.CDLL(None).syscall(CREATE, None, ctypes.c_size_t(0), 1)
+
+
+def hole(root):
+    """Why `confine` cannot hide a repository, or what is written while grading, in words; "" if it can."""
+    if landlock() < 1:
+        return ("this system has no Landlock (Linux has it from 5.13 on, unless a container forbids it), so a "
+                "submission has all of your rights, and can read the answers")
+    for what in (root, gettempdir()):
+        for path in PYTHONS:
+            if Path(what).resolve().is_relative_to(Path(path).resolve()):
+                return f"{what} lies in {path}, which a submission reads, as Python's own files are there"
+    return ""
 
 
 def confine(folder, readable=()):
@@ -26,17 +49,14 @@ def confine(folder, readable=()):
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
 
-    libc = ctypes.CDLL(None)
-    version = libc.syscall(CREATE, None, ctypes.c_size_t(0), 1)
+    libc, version = ctypes.CDLL(None), landlock()
     if version < 1:  # a kernel without it: the copy of the repository has no answers all the same
         return
     files = 2 ** (13 if version < 2 else 14 if version < 3 else 15) - 1  # all rights to files that it knows
     network, others = (3 if version >= 4 else 0), (3 if version >= 6 else 0)  # TCP; signals and sockets
     rules = struct.pack("QQQ", files, network, others)[:8 if version < 4 else 16 if version < 6 else 24]
     ruleset = libc.syscall(CREATE, rules, ctypes.c_size_t(len(rules)), 0)
-    pythons = {"/usr", "/lib", "/lib64", "/etc", "/proc", "/sys", "/dev", sys.prefix, sys.base_prefix,
-               site.getusersitepackages(), *site.getsitepackages()}
-    for path in [*pythons, *readable]:
+    for path in [*PYTHONS, *readable]:
         allow(libc, ruleset, path, EXECUTE | READ | LIST)
     allow(libc, ruleset, "/dev/null", READ | WRITE)
     allow(libc, ruleset, folder, files)

@@ -22,8 +22,9 @@ from tqdm import tqdm
 
 from tinykv import UserError
 from tinykv.course import assignments
-from tinykv.course.assignments import ROOT, assignment_of, folder_of
+from tinykv.course.assignments import ROOT, assignment_of, folder_of, named
 from tinykv.course.compare import difference
+from tinykv.course.confine import hole
 from tinykv.files import write, write_json
 from tinykv.run.cli import Parser, one_line, print_columns
 
@@ -39,6 +40,7 @@ def parser():
     p.add_argument("--json", type=Path, metavar="F", help="write a record of everything to F")
     p.add_argument("--csv", type=Path, metavar="F", help="write a line for each submission to F")
     p.add_argument("--gradescope", type=Path, metavar="F", help="write Gradescope's results.json of one file to F")
+    p.add_argument("--unconfined", action="store_true", help="grade also where a submission can read the answers")
     p.add_argument("--answers", metavar="NAME", help="print an assignment's model answers and rubric, and do nothing "
                    "else")
     return p
@@ -53,7 +55,7 @@ def main():
         elif args.submission is None:
             raise UserError("give a student's file, or a folder of them")
         elif args.submission.is_dir():
-            print_table(grade_all(args.submission.rglob("*.py"), args), args.submission)
+            print_table(grade_all(submissions(args.submission), args), args.submission)
         else:
             report = grade_all([args.submission], args)[0]
             if report["fault"]:
@@ -61,16 +63,39 @@ def main():
             print_report(report, args.all)
 
 
+def submissions(folder):
+    """The Python files of a folder, without a student's files that name no assignment beside one that does."""
+    files = sorted(folder.rglob("*.py"))
+    if not files:
+        raise UserError(f"there is no Python file in {folder}; give a file, or a folder of them")
+    handed_in = {student_of(file, folder) for file in files if not is_helper(file)}
+    return [file for file in files if not is_helper(file) or student_of(file, folder) not in handed_in]
+
+
+def is_helper(file):
+    with suppress(UserError):
+        return named(file, "ASSIGNMENT") is None
+    return False
+
+
+def student_of(file, submission):
+    """Who has handed in a file: the name of the folder of theirs in a folder of submissions, or else of the file."""
+    path = file.relative_to(submission) if submission.is_dir() else Path(file.name)
+    return path.parts[0].removesuffix(".py")
+
+
 def grade_all(files, args):
     """The reports of files, as many at a time as there are cores. Each is written as it comes."""
-    files = sorted(files)
-    if not files:
-        raise UserError(f"there is no Python file in {args.submission}; give a file, or a folder of them")
+    opening = hole(ROOT)
+    if opening and (folder_of("affine") / "answer.py").is_file():
+        if not args.unconfined:
+            raise UserError(f"{opening}; grade elsewhere, or give --unconfined")
+        print(f"unconfined: {opening}", file=sys.stderr)
     reports = []
     with TemporaryDirectory(ignore_cleanup_errors=True) as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
         given = Given(args.seed, Path(temporary), files)
         for report in tqdm(pool.map(given.report, files), "grading", len(files), False, unit="file", disable=None):
-            reports.append(report)
+            reports.append({"student": student_of(Path(report["file"]), args.submission), **report})
             if args.json:
                 write_json(args.json, reports)
             if args.csv:
@@ -127,14 +152,18 @@ class Given:
 
 
 def judged(test, given):
-    """What a test gives: all of its points, or none and why. test: the answer's record; given: the submission's."""
+    """What a test gives: all of its points, or none and why, by the shortest of what is wrong. test: the answer's
+    record; given: the submission's."""
     result = {"title": test["title"], "of": test["points"], "points": 0}
     if given is None:
         return result | {"message": "Your code ended the process, or took too long, before this test was over."}
+    told = []
     for (value, *_), (wanted, hint, tolerance) in zip(given["notes"], test["notes"]):
-        told = difference(value, wanted, tolerance)
-        if told:
-            return result | {"message": f"{hint}\n{told}"}
+        wrong = difference(value, wanted, tolerance)
+        if wrong:
+            told.append(f"{hint}\n{wrong}")
+    if told:
+        return result | {"message": min(told, key=len)}
     if given["fault"] or len(given["notes"]) != len(test["notes"]):
         return result | {"message": str(given["fault"]) or "Your code ended this test before it was over."}
     return result | {"points": test["points"], "message": ""}
@@ -167,14 +196,15 @@ def copy(folder, name):
 
 
 def run_tests(root, name, file, seed, record, more=()):
-    """Run an assignment's tests on a file, in a process of its own, until it ends or its time is up."""
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT),
-             "--file", file, "--seed", seed, "--record", record, *more]
+    """Run an assignment's tests on a file, in a process of its own, until it ends or its time is up. It reads the seed,
+    which no command line or environment shows, from stdin; -s leaves that to it."""
+    words = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT),
+             "--file", file, "--seed", "-", "--record", record, *more]
     process = subprocess.Popen(list(map(str, words)), cwd=root, env=confined_environment(record.parent),
-                               start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                               start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL)
     with suppress(subprocess.TimeoutExpired):
-        process.wait(LONGEST)
+        process.communicate(f"{seed}\n".encode(), LONGEST)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # and what it started
     process.wait()
@@ -226,7 +256,7 @@ def table(reports):
     """A line of CSV for each submission: its points in all, and in each test."""
     rows = []
     for report in reports:
-        row = {key: report[key] for key in ("file", "assignment", "seed", "points", "of")}
+        row = {key: report[key] for key in ("student", "file", "assignment", "seed", "points", "of")}
         rows.append(row | {f"{report['assignment']}. {test['title']}": test["points"] for test in report["tests"]})
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")

@@ -2,22 +2,23 @@
 
 It is a copy of what git tracks here, without the answers: where the project's own code is one, functions keep signature
 and docstring, and raise NotImplementedError with the assignment's name. docs/course/ has no answer.py, and in its place
-expected.json, the right values at seed 0. The project's tests, and the pages that explain the methods, are left out.
+expected.json, the right values at seed 0. The project's tests, and the pages that explain the methods, are left out;
+`pytest` runs the assignments' tests there, and so does a workflow on GitHub.
 """
 import json
 import subprocess
 import tempfile
 from pathlib import Path
+from shutil import copyfile
 
 from tinykv import UserError
 from tinykv.course.assignments import ANSWERS, CORE, ROOT, folder_of, write
 from tinykv.course.grade import right_values
 from tinykv.run.cli import Parser, one_line
 
-LEFT_OUT = ("tests/", "docs/")
+LEFT_OUT = ("tests/", "docs/", ".ci/", ".pytest.ini")
 KEPT = ("docs/course/", "docs/embedded_model.md", "docs/huggingface.md", "docs/real_models.md")
-
-
+PYTEST = "[pytest]\ntestpaths = docs/course\npythonpath = .\n"
 
 def parser():
     p = Parser(prog="python -m tinykv.course.handout", description=__doc__.split("\n\n")[0])
@@ -39,6 +40,10 @@ def main():
             raise UserError(f"{args.folder} is not empty; give a new folder")
         files = [file for file in tracked() if file.startswith(KEPT) or not file.startswith(LEFT_OUT)]
         write(args.folder, files, names)
+        (args.folder / ".pytest.ini").write_text(PYTEST, encoding="utf-8")
+        workflow = args.folder / ".github" / "workflows" / "assignments.yml"
+        workflow.parent.mkdir(parents=True)
+        copyfile(ROOT / "docs" / "course" / "workflow.yml", workflow)
         for name in ANSWERS:
             write_expected(args.folder, name)
         print(f"{args.folder}: a repository without the answers of {', '.join(names)}")

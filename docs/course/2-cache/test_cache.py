@@ -111,17 +111,19 @@ def test_rows(sub, rng, same):
 @points(7)
 def test_nbytes(sub, rng, same):
     """nbytes, quantize: what is held, and no more"""
-    rows = sub.Rows(Coarse())
-    same(rows.nbytes, "nbytes of rows that hold nothing")
-    rows.append(rng.normal(2, 3, 9, 4))
-    held = [rows.nbytes]
-    rows.keep(torch.tensor([[1, 8, 3], [0, 2, 4]]))
-    held.append(rows.nbytes)
-    rows.quantize(7)
-    held.append(rows.nbytes)
-    same(held, "9 tokens of 2 sequences, 3 heads and 4 numbers; then 3 are kept; then 7 are quantized: bytes")
-    same(rows.recent.untyped_storage().nbytes() <= 2 * rows.recent.nbytes, "whether what is left of `recent` has "
-         "memory of its own; a slice keeps all of it alive")
+    same(sub.Rows(Coarse()).nbytes, "nbytes of rows that hold nothing")
+    for B, H, n in ((2, 3, 7), (1, 1, 7), (2, 1, 9)):
+        rows = sub.Rows(Coarse())
+        rows.append(rng.normal(B, H, 9, 4))
+        held = [rows.nbytes]
+        rows.keep(torch.tensor([[1, 8, 3], [0, 2, 4]][:B]))
+        held.append(rows.nbytes)
+        rows.quantize(n)
+        held.append(rows.nbytes)
+        tried = f"9 tokens with B = {B}, H = {H}, d = 4; then 3 are kept; then {n} are quantized: "
+        same(held, tried + "bytes")
+        same(rows.recent.untyped_storage().nbytes() <= 2 * rows.recent.nbytes, tried + "whether what is left of "
+             "`recent` has memory of its own; a slice keeps all of it alive")
 
 
 # Task 2

@@ -38,7 +38,7 @@ def test_exact_rows(sub, rng, same):
              "whether they require a gradient, and are numbers that fp16 has")
 
 
-@points(8)
+@points(5)
 def test_without_prefix(sub, rng, same):
     """without_prefix: the texts behind it; ValueError where there is none, or nothing is behind it"""
     ids = [3, 5]
@@ -66,7 +66,7 @@ class Turn:
         return x * (positions + 1)[:, None]
 
 
-@points(10)
+@points(4)
 def test_begin_with(sub, rng, same):
     """begin_with: the prefix first, keys rotated to their own positions, values not at all"""
     for _ in range(15):
@@ -104,7 +104,7 @@ def test_loss_of_eight_numbers(sub, rng, same):
              "own mean")
 
 
-@points(12)
+@points(14)
 def test_block_loss(sub, rng, same):
     """block_loss: blocks, texts, channels, tokens that count"""
     for _ in range(30):
@@ -132,7 +132,7 @@ def test_clipped(sub, rng, same):
         same([sub.clipped(gradients, largest), gradients], f"clipped of {before} to {largest}; and the given gradients")
 
 
-@points(6)
+@points(8)
 def test_adam_step(sub, rng, same):
     """adam_step: several steps, with the correction for the first ones"""
     for _ in range(8):
@@ -148,7 +148,7 @@ def test_adam_step(sub, rng, same):
             x, state = given, new
 
 
-@points(7)
+@points(12)
 def test_train(sub, rng, same):
     """train: the prefix of the quantized model alone; no weight changes"""
     for updates, clip in ((0, 1.0), (1, 100.0), (3, 100.0), (3, 1e-7)):  # Adam hardly feels a larger clip

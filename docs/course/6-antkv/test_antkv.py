@@ -36,12 +36,10 @@ def test_plus_plus(sub, rng, same):
     for _ in range(80):
         n, k = rng.randint(1, 2), rng.randint(1, 4)
         x = torch.tensor(rng.sample([[a] + [b] * (n - 1) for a in range(9) for b in (0, 3)][:: 3 - n], 8)).float()
-        weights = rng.of((0, 1, 1, 2, 5), 8).float()
-        if (weights > 0).sum() < k:
-            continue
+        weights = rng.of(rng.choice(((0, 1, 1, 2, 5), (0, 0, 0, 3))), 8) * rng.choice((1.0, 2.0 ** -30))
         u = [rng.randint(0, 15) / 16 for _ in range(k)]
         same(sub.plus_plus(x, weights, u), f"plus_plus, {told(points=x, weights=weights, u=u)}: the first point at "
-             "which the sum of the odds is larger than u times the sum of all")
+             "which the sum of the odds is larger than u times the sum of all; the last point where all odds are 0")
 
 
 @points(10)

@@ -3,7 +3,8 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from hypothesis import given
+from cases import d, model_of, new_layer, quantize_oldest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tinykv.analysis.anchors import damage
@@ -136,3 +137,72 @@ def test_the_score_times_the_error_of_the_row():
 def test_anchors_that_are_refused(anchors):
     with pytest.raises(ValueError, match="anchors"):
         AnTKV(LlamaConfig(41, 32, 48, 2, 4, 2, 8, 256), "d2m8", anchors=anchors)
+
+
+# ---- the anchors, chunk by chunk, against plain lists. Scores are small whole numbers, so there are many ties
+
+def check_anchors(cls, chunks, anchors="2"):
+    """The anchors, and all scores held, after each chunk are what plain lists say, ties included.
+
+    chunks: for each the tokens that come, the tokens that are quantized then, and for every
+    sequence, head, and K or V, whole numbers: what the chunk adds to the score of each token so
+    far.
+    """
+    method = cls(model_of(2).config, "d4m8", anchors=anchors)
+    for codec in (codec for pair in method.codecs for codec in pair):
+        codec.centroids = torch.zeros(codec.slots, codec.m, codec.n).half()
+    layer, seen, quantized, events, added = new_layer(method, 0), 0, 0, [], []
+    for new, n, scores in chunks:
+        scores = torch.tensor(scores, dtype=torch.float)  # (B, Hkv, 2, seen)
+        B, Hkv = scores.shape[:2]
+        positions = torch.arange(seen, seen + new)
+        rows = (1 + positions)[:, None].expand(B, Hkv, new, d).half()  # each token holds its position
+        layer.append(rows, -rows, positions)
+        seen += new
+        added.append(scores)
+        layer.keys.add_scores(scores[:, :, 0])
+        layer.values.add_scores(scores[:, :, 1])
+        if n:
+            quantize_oldest(layer, n)
+            events.append(oracles.Event(quantized, quantized + n, seen))
+            quantized += n
+
+        for kind, b, h in np.ndindex(2, B, Hkv):
+            rows, sign = ((layer.keys, 1), (layer.values, -1))[kind]
+            kept, total = oracles.anchors(anchors, [x[b, h, kind].tolist() for x in added], events)
+            assert rows.recent_scores[b, h].tolist() == [total[i] for i in range(quantized, seen)]
+            if events:
+                assert rows.kept_positions[b, h].tolist() == kept
+                assert rows.kept_scores[b, h].tolist() == [total[i] for i in kept]
+                assert rows.kept_rows[b, h, :, 0].tolist() == [sign * (1 + i) for i in kept]
+
+
+@st.composite
+def chunks_with_scores(draw):
+    B, seen, quantized, chunks = draw(st.integers(1, 2)), 0, 0, []
+    for _ in range(draw(st.integers(1, 5))):
+        new = draw(st.integers(1, 5))
+        seen += new
+        n = draw(st.integers(0, seen - quantized))
+        quantized += n
+        row = st.lists(st.integers(0, 5), min_size=seen, max_size=seen)
+        chunks.append((new, n, [[[draw(row) for _ in "kv"] for _ in range(2)] for _ in range(B)]))
+    return chunks
+
+
+CHUNKS = [(3, 0, [[[[4, 1, 2], [0, 1, 5]], [[2, 2, 2], [9, 1, 0]]]]),
+          (3, 4, [[[[0, 1, 1, 6, 0, 0], [1, 1, 1, 3, 4, 4]], [[0, 0, 1, 0, 0, 0], [0, 0, 9, 9, 0, 0]]]]),
+          (4, 4, [[[[0, 0, 0, 0, 6, 7, 6, 9, 9, 9], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]],
+                   [[0, 0, 1, 0, 4, 5, 2, 3, 1, 1], [1, 2, 3, 0, 9, 9, 9, 9, 9, 9]]]])]
+
+
+@given(chunks_with_scores(), st.sampled_from(["1", "2", "4", "10%", "30%", "50%", "100%"]))
+@example(CHUNKS, "2")
+def test_anchors(chunks, anchors):
+    check_anchors(AnTKV, chunks, anchors)
+
+
+@pytest.mark.parametrize("percent", [1, 7, 14, 55])
+def test_a_share_of_a_hundred_tokens(percent):
+    """As many as it says, and not one more by the rounding of a float."""
+    check_anchors(AnTKV, [(100, 100, [[[list(range(100))] * 2] * 2])], f"{percent}%")

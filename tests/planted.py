@@ -1,0 +1,117 @@
+"""A model whose keys, values and gradients are ours, so that what is learned from it has a truth to compare with."""
+import numpy as np
+import torch
+
+from tinykv.model import LlamaConfig
+
+Hkv, d, L, V, D = 2, 16, 2, 23, 12  # of Planted
+h = Hkv * d
+CONFIG = LlamaConfig(V, D, 24, L, 2, Hkv, d, 4096)
+
+
+class Still:
+    """A rotation by nothing."""
+    def rotate(self, x, positions=None):
+        return x
+
+
+class Planted:
+    """rows: for each window, for each layer, (k, v), each (Hkv, T, d). A window's first token is its number.
+
+    Every token's hidden state is linear in its own keys and values, so that its gradients are its own affair.
+    """
+    config, rope = CONFIG, Still()
+
+    def __init__(self, rows, gain=None):
+        rng = torch.Generator().manual_seed(11)
+        self.rows = rows
+        self.mix = torch.randn(L, 2, h, D, generator=rng) * 0.1  # of layer and kind
+        if gain is not None:
+            self.mix *= gain[..., None]  # gain (L, 2, h): how much a channel counts
+        self.lm_head = torch.nn.Linear(D, V, bias=False)
+        self.lm_head.weight.data = torch.randn(V, D, generator=rng)
+
+    def windows(self):
+        T = self.rows[0][0][0].shape[1]
+        tokens = torch.randint(V, (len(self.rows), T), generator=torch.Generator().manual_seed(12))
+        tokens[:, 0] = torch.arange(len(self.rows))
+        return tokens
+
+    def __call__(self, tokens, cache, logits=True):
+        assert not logits
+        out = 0
+        for layer, pair in enumerate(self.rows[int(tokens[0, 0])]):
+            new = cache.update(layer, None, *(x[None] for x in pair), torch.arange(tokens.shape[1]))
+            out = out + sum(x.float().transpose(1, 2).flatten(2) @ m for x, m in zip(new, self.mix[layer]))  # (1, T, D)
+            cache.observe(layer, out)
+        return out
+
+    def gradients(self):
+        """Of each window's mean loss by layer and kind: {(layer, kind): (W, T, h)}, by hand and in double."""
+        found = {}
+        for window, rows in zip(self.windows().numpy(), self.rows):
+            state = sum(flat(x) @ m.double().numpy() for pair, mix in zip(rows, self.mix) for x, m in zip(pair, mix))
+            head = self.lm_head.weight.detach().double().numpy()
+            scores = state @ head.T  # (T, V)
+            p = np.exp(scores - scores.max(1, keepdims=True))
+            p /= p.sum(1, keepdims=True)  # (T, V)
+            p[np.arange(len(p) - 1), window[1:]] -= 1
+            p[-1] = 0  # the last token has nothing to foretell
+            by_state = p @ head / (len(p) - 1)  # (T, D)
+            for layer, mix in enumerate(self.mix.double().numpy()):
+                for kind, m in zip("kv", mix):
+                    found.setdefault((layer, kind), []).append(by_state @ m.T)
+        return {key: np.stack(g) for key, g in found.items()}
+
+    def numbers(self, layer, kind):
+        """(W, T, h) in double"""
+        return np.stack([flat(rows[layer]["kv".index(kind)]) for rows in self.rows])
+
+
+def flat(x):
+    """(Hkv, T, d) -> (T, h)"""
+    return x.double().transpose(0, 1).flatten(1).numpy()
+
+
+def random_rows(windows=4, T=32, seed=0, shape=None):
+    """Rows in 16 bits, with channels of all sizes and offsets. shape(layer, kind, numbers (T, h)) may change them."""
+    rng, out = torch.Generator().manual_seed(seed), []
+    for _ in range(windows):
+        out.append([])
+        for layer in range(L):
+            pair = []
+            for kind in "kv":
+                x = torch.randn(T, h, generator=rng)
+                x = shape(layer, kind, x) if shape else x * torch.logspace(-1, 1, h) + torch.linspace(-2, 5, h)
+                pair.append(x.half().float().unflatten(1, (Hkv, d)).transpose(0, 1))
+            out[-1].append(tuple(pair))
+    return out
+
+
+def codecs_of(method):
+    """(layer, kind, codec) of all codecs."""
+    return [(layer, kind, getattr(pair, kind)) for layer, pair in enumerate(method.codecs) for kind in "kv"]
+
+
+def tables(method):
+    return {name: t.clone() for name, t in method.calibrated().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def changed(rows, at):
+    """rows with the tokens at[head] of each head replaced by something huge."""
+    out = []
+    for window in rows:
+        out.append([])
+        for k, v in window:
+            pair = []
+            for i, x in enumerate((k, v)):
+                x = x.clone()
+                for head, tokens in enumerate(at):
+                    x[head, tokens] = 500.0 + 70 * i + torch.arange(float(d))
+                pair.append(x)
+            out[-1].append(tuple(pair))
+    return out

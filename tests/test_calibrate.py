@@ -1,0 +1,189 @@
+"""Calibration: what codecs and methods are shown, what is kept is not learned from, and windows that teach nothing.
+
+Most tests run on `Planted` (planted.py).
+"""
+import copy
+import itertools
+import math
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from planted import CONFIG, L, Planted, changed, d, flat, random_rows, same, tables
+
+from tinykv import UserError
+from tinykv.calibrate import calibrate, check_window, record
+from tinykv.methods.kvquant import KVQuant
+from tinykv.methods.registry import METHODS
+from tinykv.methods.rtn import RTN
+from tinykv.methods.skvq import SKVQ
+from tinykv.model import Llama, LlamaConfig
+from tinykv.tracing import Trace
+
+
+def recorded(model, method, windows, gradients=False):
+    """(layer, kind, rows, kept, gradient) of each window, layer and kind, as codecs see them."""
+    for window in windows:
+        recorder = record(model, method, window, gradients)
+        for layer in range(len(recorder.layers)):
+            for kind in "kv":
+                yield layer, kind, *recorder.of(layer, kind)
+
+
+# ---- gradients
+
+@lru_cache
+def llama(dtype=torch.float32, size=1.0):
+    torch.manual_seed(7)
+    model = Llama(LlamaConfig(31, 24, 32, 3, 4, 2, 8, 256))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.normal_(std=size * p.shape[1] ** -0.5)
+        model.model["embed_tokens"].weight.normal_()
+    return model.to(dtype)
+
+
+def random_tokens(n, T, seed=0):
+    return torch.randint(31, (n, T), generator=torch.Generator().manual_seed(seed))
+
+
+class Leaves(Trace):
+    """The keys, as attention reads them, and the values are leaves of the graph."""
+    def update(self, layer, q, k, v, positions):
+        self.k.append(self.rope.rotate(k, positions).detach().requires_grad_())
+        self.v.append(v.detach().requires_grad_())
+        return self.k[-1], self.v[-1]
+
+
+@pytest.mark.parametrize("rope", ["pre", "post"])
+def test_gradients_are_those_of_what_is_stored(rope):
+    """In the last layer: after RoPE that of the keys that attention reads; before RoPE the same, turned back."""
+    model, window = llama(torch.float64), random_tokens(1, 9)[0]
+    trace = Leaves(model)
+    loss = F.cross_entropy(model(window[None], trace)[0, :-1], window[1:])
+    of_keys, of_values = torch.autograd.grad(loss, [trace.k[-1], trace.v[-1]])  # (1, Hkv, T, d) both
+    if rope == "pre":
+        of_keys = model.rope.rotate(of_keys, -torch.arange(9))
+    parts = list(recorded(model, KVQuant(model.config, rope=rope), window[None], gradients=True))
+    assert [(layer, kind) for layer, kind, *_ in parts] == [(i, kind) for i in range(3) for kind in "kv"]
+    for (*_, rows, kept, gradient), expected in zip(parts[-2:], (of_keys, of_values)):
+        assert gradient.shape == rows.shape == (2, 9, 8) and kept.tolist() == [[True] + [False] * 8] * 2
+        assert torch.allclose(gradient, expected[0], rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("rope", ["pre", "post"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_recorded_rows_are_those_that_are_stored(rope, gradients):
+    """With gradients the forward is exact, without it runs on 16 bits: rows of the first layer know no difference."""
+    model, windows = llama(), random_tokens(2, 9)
+    method = KVQuant(model.config, rope=rope, preserve=2)
+    parts = list(recorded(model, method, windows, gradients=gradients))
+    assert len(parts) == 2 * 3 * 2
+    for i, window in enumerate(windows):
+        block = model.model["layers"][0]
+        with torch.no_grad():
+            _, k, v = block.self_attn.qkv(block.input_layernorm(model.model["embed_tokens"](window[None])))
+        k = k.half() if rope == "pre" else model.rope.rotate(k.half(), torch.arange(9))
+        for (_, _, rows, kept, gradient), expected in zip(parts[6 * i:6 * i + 2], (k, v.half())):
+            assert torch.equal(rows, expected[0]) and (gradient is None) != gradients
+            assert kept.tolist() == [[True] * 2 + [False] * 7] * 2
+
+
+def test_planted_gradients_are_right():
+    """The oracle of the levels below and the product's gradients come to the same."""
+    model = Planted(random_rows())
+    truth = model.gradients()
+    for i, (layer, kind, rows, _, gradient) in enumerate(recorded(model, KVQuant(CONFIG), model.windows(),
+                                                                  gradients=True)):
+        assert np.allclose(flat(gradient), truth[layer, kind][i // (2 * L)], rtol=1e-3, atol=1e-7)
+        assert np.array_equal(flat(rows), model.numbers(layer, kind)[i // (2 * L)])
+
+
+# ---- what is kept is not learned from
+
+class PerHead(KVQuant):
+    """Keeps other tokens in each head."""
+    at = [[2, 0], [7, 7]]
+
+    def keep_keys(self, layer_cache, n):
+        return torch.tensor([self.at])
+
+
+@pytest.mark.parametrize("cls, options", [
+    (KVQuant, {"outliers": 4.0}), (PerHead, {"sensitivity": "none", "outliers": 4.0}),
+    (KVQuant, {"sensitivity": "fisher", "outliers": 0.0}), (SKVQ, {}), (SKVQ, {"reorder": "off", "metadata": "fp16"}),
+    (METHODS["pfn"], {"scheme": "token-static"}), (METHODS["pfn"], {"scheme": "channel-static"}),
+], ids=str)
+def test_kept_tokens_are_not_learned_from(cls, options):
+    """Whatever they hold. Their own loss may be huge; a planted token's gradient is its own."""
+    at = PerHead.at if cls is PerHead else [[0, 1, 2]] * 2
+    learned = []
+    for rows in (random_rows(2), changed(random_rows(2), at), changed(random_rows(2), [[3], [3]])):
+        model, method = Planted(rows), cls(CONFIG, **{"preserve": 3, **options})
+        calibrate(model, method, model.windows())
+        learned.append(tables(method))
+    assert learned[0] and same(*learned[:2]) and not same(learned[0], learned[2])
+
+
+# ---- what cannot be learned from
+
+@pytest.mark.parametrize("name, options", [
+    ("skvq", {"group_size": 4}), ("kvquant", {"preserve": 5}), ("kvquant", {"preserve": 5, "k_bits": 16}),
+    ("pfn", {"scheme": "token-static"})], ids=str)
+def test_windows_of_which_nothing_is_left(name, options):
+    """Nothing was seen, so nothing can be calibrated; one token more will do."""
+    model = llama()
+    for T in (2, 5):
+        with pytest.raises(UserError, match="keep"):
+            calibrate(model, METHODS[name](model.config, **options), random_tokens(3, T))
+    method = METHODS[name](model.config, **options)
+    calibrate(model, method, random_tokens(3, 7))
+    assert all(torch.isfinite(t.float()).all() for t in method.calibrated().values())
+
+
+def test_a_head_of_which_nothing_is_left():
+    """One is enough: it has a range, or a codebook, of its own."""
+    kept = torch.tensor([[True, True], [True, False]])
+    with pytest.raises(UserError, match="keep"):
+        check_window(0, torch.zeros(2, 2, d), kept, None)
+    check_window(0, torch.zeros(2, 2, d), kept[1:].expand(2, -1), None)
+
+
+@pytest.mark.parametrize("name", ["skvq", "kvquant", "kvsink"])
+def test_a_broken_model_teaches_nothing(name):
+    """Rather than tables of NaN: it would be the text's perplexity that shows it, if anything."""
+    for bad, weight in itertools.product((math.nan, math.inf), ("mlp.down_proj", "self_attn.v_proj")):
+        model = copy.deepcopy(llama())
+        model.model["layers"][1].get_submodule(weight).weight.data[0, 0] = bad
+        with pytest.raises(UserError, match="finite"):
+            calibrate(model, METHODS[name](model.config), random_tokens(2, 20))
+
+
+def test_a_loss_without_gradient_says_where():
+    model = copy.deepcopy(llama())
+    model.lm_head.weight.data[3, 3] = math.nan
+    with pytest.raises(UserError, match="gradient"):
+        calibrate(model, KVQuant(model.config), random_tokens(2, 20))
+
+
+def test_a_method_is_shown_each_window_block_by_block():
+    seen = []
+
+    class Looks(RTN):
+        passes = 2
+
+        def collect(self, step, layer, hidden):
+            seen.append((step, layer, tuple(hidden.shape)))
+
+        def fit(self, step):
+            seen.append(step)
+
+    config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=1, head_dim=4, max_position_embeddings=8)
+    model = Llama(config)
+    calibrate(model, Looks(config, scheme="token-dynamic", group_size=4), torch.randint(9, (3, 5)))
+    a_pass = [[(step, layer, (1, 5, 8)) for _ in range(3) for layer in (-1, 0, 1)] + [step] for step in (0, 1)]
+    assert seen == [*a_pass[0], *a_pass[1]]

@@ -1,0 +1,101 @@
+"""OTT's pool, and those evicted from it, block by block, against plain lists (oracles.py), as `best_tokens`.
+
+Scores are small whole numbers, so there are many ties.
+"""
+
+import numpy as np
+import oracles
+import torch
+from cases import d, model_of, new_layer, quantize_oldest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tinykv.methods.base import CodecMethod, best_tokens
+from tinykv.methods.ott import OTT
+
+
+def check_pools(cls, blocks, size=2, room=2, select="smallest"):
+    """The pools after each block that is quantized are what plain lists say, and in their places.
+
+    blocks: for each, whole numbers by sequence, head and token: the magnitude of the token's key.
+    """
+    # in groups of one token, so that a block of any size has whole groups
+    method = cls(model_of(2).config, group_size=1, outlier_num=size, extra_pool=room, skip_layers=1, select=select)
+    skipped, layer = new_layer(method, 0), new_layer(method, 1)
+    so_far, events = torch.empty(len(blocks[0]), 2, 0, dtype=torch.long), []
+    for block in blocks:
+        magnitudes = torch.tensor(block)  # (B, Hkv, n)
+        so_far = torch.cat([so_far, magnitudes], dim=2)  # (B, Hkv, T)
+        n, T = magnitudes.shape[2], so_far.shape[2]
+        events.append(oracles.Event(first=T - n, end=T, seen=T))
+        keys = torch.stack([magnitudes, -magnitudes, 2 * magnitudes, 0 * magnitudes], dim=-1).half()
+        keys = torch.nn.functional.pad(keys, (0, d - 4))  # (B, Hkv, n, d)
+        for each in (skipped, layer):
+            each.keys.append(keys)
+            each.values.append(-keys)
+            each.length += n
+            quantize_oldest(each, n)
+
+        assert skipped.keys.kept_positions is None and skipped.values.kept_positions is None
+        for b, h in np.ndindex(so_far.shape[:2]):
+            pool, extra = oracles.pools(so_far[b, h].tolist(), events, size, room, select)
+            for rows, sign in ((layer.keys, 1), (layer.values, -1)):
+                positions = rows.kept_positions[b, h].tolist()
+                assert set(positions[:len(pool)]) == set(pool)
+                of_extra = [i for i in positions[len(pool):] if i != positions[0]]  # an empty slot repeats the first
+                assert set(of_extra) == set(extra)
+                assert len(pool) + len(extra) == len({*positions[:len(pool)]}) + len(of_extra), "a token is held twice"
+                held = rows.kept_rows[b, h, :, 0].tolist()
+                assert all(x == sign * so_far[b, h, i] for i, x in zip(positions, held))
+
+
+@st.composite
+def blocks_of_magnitudes(draw):
+    B, lengths = draw(st.integers(1, 2)), draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    magnitude = st.integers(0, 5)
+    return [[[draw(st.lists(magnitude, min_size=n, max_size=n)) for _ in range(2)] for _ in range(B)] for n in lengths]
+
+
+@given(blocks_of_magnitudes(), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["smallest", "largest"]))
+@example([[[[4, 4, 5, 6], [3, 9, 9, 9]]], [[[4, 2, 7, 9], [1, 2, 8, 7]]], [[[0, 1, 1, 0], [0, 0, 5, 5]]]], 2, 2,
+         "smallest")
+@example([[[[5], [5]]], [[[1, 2, 3], [0, 9, 9]]]], 2, 1, "smallest")  # a pool that is not full yet
+def test_pools(blocks, size, room, select):
+    check_pools(OTT, blocks, size, room, select)
+
+
+def test_scores_of_large_keys_are_not_rounded():
+    """In 16 bits 2049 is 2048, and a sum beyond 65504 is no number."""
+    keys = torch.tensor([[2048, 1], [2048, 0], [60000, 60000]]).half()  # (tokens, d)
+    assert OTT(model_of(2).config).size(keys).tolist() == [2049, 2048, 120000]
+
+
+# ---- the helper for one's own methods
+
+class LargestNumbers(CodecMethod):
+    """Keeps the tokens whose first channel is largest: a score of the key itself."""
+
+    def keep_keys(self, layer_cache, n):
+        return best_tokens(layer_cache.keys, n, 3, score=lambda keys: keys[..., 0].float())
+
+
+@given(blocks_of_magnitudes())
+def test_best_tokens_by_a_score_of_the_key(blocks):
+    """Of all that was ever due, the three best, ties to the earlier one: what has lost cannot come back."""
+    layer, seen = new_layer(LargestNumbers(model_of(2).config, scheme="token-dynamic"), 0), None
+    for block in blocks:
+        numbers = torch.tensor(block)  # (B, Hkv, n)
+        seen = numbers if seen is None else torch.cat([seen, numbers], dim=2)
+        rows = numbers[..., None].expand(*numbers.shape, d).half()
+        layer.keys.append(rows)
+        layer.values.append(rows)
+        layer.length += rows.shape[2]
+        quantize_oldest(layer, rows.shape[2])
+        for b, h in np.ndindex(seen.shape[:2]):
+            assert layer.keys.kept_positions[b, h].tolist() == oracles.top_k(seen[b, h].tolist(), 3)
+
+
+def test_nothing_is_best_where_nothing_has_a_score():
+    layer = new_layer(LargestNumbers(model_of(2).config, scheme="token-dynamic"), 0)
+    layer.keys.append(torch.zeros(1, 2, 4, d).half())
+    assert best_tokens(layer.keys, 4, 3) is None

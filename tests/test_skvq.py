@@ -1,0 +1,188 @@
+"""SKVQ's groups and clips, as calibration finds them, against numpy."""
+import numpy as np
+import oracles
+import pytest
+import torch
+from planted import CONFIG, Hkv, L, Planted, changed, codecs_of, d, flat, h, random_rows, same, tables
+
+from tinykv.calibrate import calibrate
+from tinykv.codecs.clipped import ClippedGroups
+from tinykv.methods.kvquant import KVQuant
+from tinykv.methods.kvsink import KVSink
+from tinykv.methods.rtn import RTN
+from tinykv.methods.skvq import SKVQ
+
+#          smallest, largest, channels
+CLUSTERS = [(-1.0, 8.0, 9), (-20.0, -10.0, 5), (5.0, 8.0, 7), (-20.0, 60.0, 11)]
+
+
+def clustered(layer, kind, x):
+    """Channels of four ranges, in an order that differs by layer and kind and pays no heed to heads."""
+    of = cluster_of(layer, kind)
+    lo, hi = (torch.tensor([CLUSTERS[i][end] for i in of]) for end in (0, 1))
+    unit = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(x[0, 0] * 1e6) % 10 ** 6))
+    unit[0], unit[1] = 0, 1
+    return lo + (hi - lo) * unit * (1 + 0.01 * torch.rand(h, generator=torch.Generator().manual_seed(layer)))
+
+
+def cluster_of(layer, kind):
+    of = torch.cat([torch.full((n,), i) for i, (_, _, n) in enumerate(CLUSTERS)])
+    return of[torch.randperm(h, generator=torch.Generator().manual_seed(2 * layer + "kv".index(kind)))].tolist()
+
+
+def members(codec):
+    """The channels of each group, [set]."""
+    group = codec.group.tolist()
+    return [{c for c, g in enumerate(group) if g == i} for i in range(max(group) + 1)]
+
+
+def test_channels_of_like_range_share_a_group():
+    """Groups are the clusters themselves: their sizes differ, their channels come from both heads."""
+    model = Planted(random_rows(shape=clustered))
+    method = SKVQ(CONFIG, group_size=8, clip="none")
+    calibrate(model, method, model.windows())
+    for layer, kind, codec in codecs_of(method):
+        of = cluster_of(layer, kind)
+        clusters = [{c for c in range(h) if of[c] == i} for i in range(4)]
+        assert sorted(map(sorted, members(codec))) == sorted(map(sorted, clusters))
+        assert codec.alpha.tolist() == [1] * 4 and codec.centre.tolist() == [0] * 4
+    # 16 bits of each clip, 8 of each centre, 32 of each channel's group
+    assert method.offline_bytes == 2 * L * (4 * h + 3 * 4)
+
+
+def test_a_channel_counts_with_its_extremes_over_all_windows():
+    """Each window shows another part of a channel's range; only together do they tell channels apart."""
+    rows = random_rows(2, 8, shape=lambda layer, kind, x: 0.1 * x)
+    for half, channels in ((0, [1, 5, 30]), (1, [2, 9, 31])):
+        for k, v in rows[half]:
+            for c in channels:
+                k[c // d, 7, c % d], v[c // d, 6, c % d] = 9.0, -9.0
+    method = SKVQ(CONFIG, group_size=16, clip="none", preserve=2)
+    model = Planted(rows)
+    calibrate(model, method, model.windows())
+    assert all({1, 5, 30, 2, 9, 31} in members(codec) for _, _, codec in codecs_of(method))
+
+
+def test_groups_are_numbered_without_gaps():
+    """A cluster that has lost all its channels takes no metadata."""
+    codec = ClippedGroups(2, 1, 8, 2, "fp16")
+    codec.regroup(torch.tensor([7, 2, 7, 2, 4, 2, 4, 7]))
+    assert codec.group.tolist() == [2, 0, 2, 0, 1, 0, 1, 2]
+    assert codec.alpha.tolist() == [1, 1, 1] and codec.centre.tolist() == [0, 0, 0]
+    assert codec.encode(torch.randn(1, 1, 5, 8)).scale.shape == (1, 1, 5, 3)
+
+
+@pytest.mark.parametrize("clip", ["none", "endpoint"])
+@pytest.mark.parametrize("group_size", [4, 32])
+def test_without_reordering_groups_are_neighbours(clip, group_size):
+    model = Planted(random_rows(1, shape=clustered))
+    method = SKVQ(CONFIG, group_size=group_size, reorder="off", clip=clip)
+    calibrate(model, method, model.windows())
+    for _, _, codec in codecs_of(method):
+        codec.encode(model.rows[0][0][0][None])  # with nothing to calibrate, groups are made at first use
+        assert codec.group.tolist() == [c // group_size for c in range(h)]
+
+
+def test_calibrating_again_forgets_the_first_time():
+    one, two = Planted(random_rows(2, shape=clustered)), Planted(random_rows(2, seed=5))
+    groups, neighbours = {"group_size": 8}, {"group_size": 8, "reorder": "off"}
+    for cls, options in ((SKVQ, groups), (SKVQ, neighbours), (KVQuant, {}), (RTN, {})):
+        method, fresh = (cls(CONFIG, **options) for _ in range(2))
+        calibrate(one, method, one.windows())
+        for m in (method, fresh):
+            calibrate(two, m, two.windows())
+        assert same(tables(method), tables(fresh))
+
+
+# ---- clips
+
+def read_by_oracle(codec, x, metadata="fp8", alpha=None, centre=None):
+    """What rows x (Hkv, T, d) read as in a codec's groups, by numpy: (T, h). alpha, centre: others for all groups."""
+    alpha, centre = (own.float().numpy() if given is None else np.full(len(own), given, np.float32)
+                     for own, given in ((codec.alpha, alpha), (codec.centre, centre)))
+    read = oracles.clipped_groups(x[None].numpy(), codec.bits, metadata, codec.group.numpy(), alpha, centre)
+    return oracles.to_rows(read)[0]
+
+
+def check_clips(sensitivity, reorder, clip, metadata, alpha=None):
+    """By brute force over the calibration rows beside the first tokens, which would have had a say of their own.
+
+    A row weighs as much as the norm of its true gradient.
+    """
+    c = torch.arange(h)  # every other group has half its channels at 0, which a shift would cost
+    rows = random_rows(shape=lambda layer, kind, x: torch.where(c % 16 < 8, (c % 8 > 3) * (3 + 0.5 * x), x + 4))
+    model = Planted(changed(rows, [[0, 1, 2]] * 2))
+    method = SKVQ(CONFIG, 2, 1.5, group_size=8, preserve=3, reorder=reorder, clip=clip, metadata=metadata,
+                  sensitivity=sensitivity, alpha=alpha)
+    calibrate(model, method, model.windows())
+    gradients, seen = model.gradients(), set()
+    for layer, kind, codec in codecs_of(method):
+        w = np.linalg.norm(gradients[layer, kind], axis=-1) if sensitivity == "token" else np.ones((4, 32))
+        alphas = [alpha] if alpha else [a / 100 for a in range(60 if kind == "k" else 20, 101, 2)]
+        losses = {}  # (alpha, centre): of each group
+        for a, centre in [(float(np.float16(a)), centre) for a in alphas for centre in CENTRES[clip]]:
+            loss = np.zeros(h)
+            for window, pairs in enumerate(model.rows):
+                x = pairs[layer]["kv".index(kind)]
+                error = read_by_oracle(codec, x, metadata, a, centre) - flat(x)  # (T, h)
+                loss += (error[3:] ** 2 * w[window, 3:, None]).sum(0)
+            losses[a, centre] = [loss[list(channels)].sum() for channels in members(codec)]
+        for i, chosen in enumerate(zip(codec.alpha.tolist(), codec.centre.tolist())):
+            assert losses[chosen][i] <= min(of[i] for of in losses.values()) * (1 + 1e-3)
+            seen.add(chosen)
+    assert {centre for _, centre in seen} == set(CENTRES[clip]) and (alpha or len(seen) > 2)
+
+
+CENTRES = {"both": (0, 1), "endpoint": (0,), "centre": (1,)}
+
+
+@pytest.mark.parametrize("sensitivity, reorder, clip, metadata, alpha", [
+    ("token", "on", "both", "fp8", None), ("none", "off", "both", "fp16", None),
+    pytest.param("token", "off", "centre", "fp16", None, marks=pytest.mark.whole),
+    pytest.param("none", "on", "endpoint", "fp8", None, marks=pytest.mark.whole), ("none", "on", "both", "fp8", 0.7)])
+def test_clips_are_the_best_of_the_grid(sensitivity, reorder, clip, metadata, alpha):
+    check_clips(sensitivity, reorder, clip, metadata, alpha)
+
+
+def test_losses_weigh_tokens_and_leave_out_what_is_kept_in_each_head():
+    """In whatever order the channels are. A token weighs the norm of its gradient."""
+    codec, x = ClippedGroups(2, Hkv, d, 8, "fp16", reorder=False, centres=(0,), alpha=1.0), random_rows(1, 20)[0][0][0]
+    codec.regroup(torch.randint(4, (h,), generator=torch.Generator().manual_seed(0)))
+    kept = torch.rand(Hkv, 20, generator=torch.Generator().manual_seed(1)) < 0.4
+    gradient = torch.randn(Hkv, 20, d, generator=torch.Generator().manual_seed(2)) * torch.arange(20.0)[:, None]
+    error = (codec.decode(codec.encode(x[None]))[0] - x).square().masked_fill(kept[..., None], 0)  # (Hkv, T, d)
+    error = oracles.to_rows(error[None].numpy())[0] * np.linalg.norm(flat(gradient), axis=1)[:, None]  # (T, h)
+    codec.loss = 0
+    codec.collect(0, x, kept, gradient)
+    assert codec.loss[0].tolist() == pytest.approx([error[:, list(group)].sum() for group in members(codec)], rel=1e-4)
+
+
+@pytest.mark.parametrize("bits, lowest", [(1, 0.2), (1.5, 0.2), (2, 0.6), (4, 0.6)])
+def test_codes_of_two_or_three_levels_may_be_clipped_further(bits, lowest):
+    alphas = [alpha for alpha, _ in ClippedGroups(bits, Hkv, d, 8).choices]
+    assert (min(alphas), max(alphas)) == (pytest.approx(lowest, abs=1e-3), 1)
+
+
+def test_the_released_settings():
+    """--alpha 0.92 --clip endpoint."""
+    model = Planted(random_rows(1, shape=clustered))
+    method = SKVQ(CONFIG, 2, 1.5, group_size=8, alpha=0.92, clip="endpoint")
+    calibrate(model, method, model.windows())
+    for layer, kind, codec in codecs_of(method):
+        x = model.rows[0][layer]["kv".index(kind)]
+        read = flat(codec.decode(codec.encode(x[None]))[0])  # (T, h)
+        want, other = (read_by_oracle(codec, x, alpha=np.float16(alpha), centre=0) for alpha in (0.92, 1))
+        assert np.isclose(read, want, rtol=1e-4, atol=1e-4).mean() > 0.99  # but for ties
+        assert np.abs(other - want).max() > 0.1
+
+
+def test_skvq_s_codec_under_kvsink_s_tokens():
+    """`kvsink --scheme skvq`: the same codec as skvq's, with the tokens of another rule left out of its calibration."""
+    model = Planted(random_rows())
+    sinks = KVSink(CONFIG, preserve=2, emergence_layer=0, outlier_channel=0, scheme="skvq", group_size=8)
+    assert sinks.rope == "pre" and sinks.scheme == "skvq"
+    mine, plain = SKVQ(CONFIG, group_size=8, preserve=0), RTN(CONFIG, scheme="skvq", group_size=8)
+    for method in (mine, plain):
+        calibrate(model, method, model.windows())
+    assert same(tables(mine), tables(plain))
+    assert [type(codec) for pair in sinks.codecs for codec in pair] == [type(codec) for p in mine.codecs for codec in p]
