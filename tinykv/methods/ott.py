@@ -24,8 +24,8 @@ extra pool:
 Paper and practice. The paper names a repository that could not be reached. What the paper leaves
 open is settled so:
 - Each KV head has its own pools. Scores are after RoPE.
-- The paper replaces a kept token by the mean of all tokens before quantizing. Any number within the
-  range of the others gives them the same codes, so here kept tokens are left out of the range.
+- The paper replaces a kept token by the mean of all tokens before quantizing. Here kept tokens are
+  left out of the range. The others get the same codes where that mean lies within their range.
 - A text that comes at once (a prompt, or a window under `paper`) gets its pool in one election, so
   no token is evicted. Fed in block by block, it ends with the same pool, as long as the extra pool
   is not full. Where that has room for fewer tokens than would be evicted, only as many newcomers
