@@ -60,8 +60,8 @@ def compare(methods, model=None, **given):
         compare("pfn,kvsink", bits=2, preserve=[1, 5])
         compare(["pfn", Mine, KVSink(config)], model=hf.load("path/to/Llama-2-7b-hf"), protocol="stream")
 
-    methods: names, a class, a method, or a list of these. model: a folder, or a (model, tokenizer).
-    given: flags of the command, with `_` for `-`; True is a flag that takes no value.
+    methods: names, a class, a method, or a list of these. model: a folder, or a (model, tokenizer). given: flags of the
+    command, with `_` for `-`; True is a flag that takes no value.
     """
     loaded = model if isinstance(model, tuple) else None
     words = flags.words_of({"model": "given" if loaded else model, **given})

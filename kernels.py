@@ -517,8 +517,8 @@ def merge_kernel(accs, tops, totals, score, kept, out, lse, pieces, T, n, R: tl.
 # ---- 7. Keys before RoPE
 
 def rotated_lines(q, k, cos, sin):
-    """Scores q.R(k), (M, N), of queries q (M, d) and keys k (N, d) before RoPE; cos, sin (N, d/2). R(k) is
-    (x cos - y sin, y cos + x sin): a key is only multiplied, the sums and differences are left to the products."""
+    """Scores q.R(k), (M, N), of queries q (M, d) and keys k (N, d) before RoPE; cos, sin (N, d/2). R(k) is (x cos - y
+    sin, y cos + x sin): a key is only multiplied, the sums and differences are left to the products."""
     qx, qy = q.chunk(2, dim=-1)  # (M, d/2) both
     x, y = k.chunk(2, dim=-1)  # (N, d/2) both
     by_cos = qx @ (x * cos).T + qy @ (y * cos).T

@@ -54,8 +54,8 @@ def parser():
 class State:
     """The parameters, their optimizer, and the file of both: a run can be stopped at any time.
 
-    keys, values (L, Hkv, n, d): where training begins. made_of: the `identity` of the run; UserError
-    if the file is damaged, or that of another run.
+    keys, values (L, Hkv, n, d): where training begins. made_of: the `identity` of the run; UserError if the file is
+    damaged, or that of another run.
     """
 
     def __init__(self, path, made_of, keys, values, lr):
@@ -108,8 +108,8 @@ def text_order(samples, seed, length):
 def train(full, quantized, texts, exact, state, args):
     """Bring `state` to the last update.
 
-    texts: tokens (N, T) after the prefix, and which of them count (N, T). exact: the prefix's (keys,
-    values) in the full-precision model.
+    texts: tokens (N, T) after the prefix, and which of them count (N, T). exact: the prefix's (keys, values) in the
+    full-precision model.
     """
     tokens, counts = texts
     batch = cli.batch_of(args, args.tokens)
@@ -153,8 +153,8 @@ def check_loss(loss):
 
 
 def load_texts(args, tokenizer, prefix, device):
-    """The texts to train on, and those that are held out, both without the prefix: tokens (N, T) and
-    which of them count (N, T) each."""
+    """The texts to train on, and those that are held out, both without the prefix: tokens (N, T) and which of them
+    count (N, T) each."""
     sizes = [args.samples, args.windows]
     if args.chats is not None:
         system = SYSTEM if len(prefix) == 1 else ""  # a prefix of BOS alone holds no system prompt

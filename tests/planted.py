@@ -31,6 +31,9 @@ class Planted:
         self.lm_head = torch.nn.Linear(D, V, bias=False)
         self.lm_head.weight.data = torch.randn(V, D, generator=rng)
 
+    def named_parameters(self):
+        return self.lm_head.named_parameters()
+
     def windows(self):
         T = self.rows[0][0][0].shape[1]
         tokens = torch.randint(V, (len(self.rows), T), generator=torch.Generator().manual_seed(12))

@@ -168,7 +168,7 @@ def test_file_faults(tmp_path):
     latin = tmp_path / "latin.txt"
     latin.write_bytes("vier Bücher".encode("latin-1"))
     for name, message in ((tmp_path / "none.txt", "none.txt.*tales, fables, wikitext2, c4"),
-                          ("wikitext-2", "no data called 'wikitext-2'"), (tmp_path, "cannot be read"),
+                          ("wikitext-2", "no data called 'wikitext-2'"), (tmp_path, "is no file"),
                           (latin, "latin.txt"), (latin / "below", "no such file")):
         with pytest.raises(UserError, match=message) as error:
             load_windows(str(name), Letters(), 8, 1)

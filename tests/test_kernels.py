@@ -179,7 +179,7 @@ def same(layer, R=2, T=1, window=None, dtype=torch.float32, **close):
     B, Hkv, _, d = layer.keys.recent.shape
     q = torch.randn(B, Hkv * R, T, d).to(dtype)
     layer.window = window
-    out, lse, _, _ = attended(layer, q)
+    _, out, lse, _, _ = attended(layer, q)
     want, want_lse = expected(q, layer, window)
     assert out.shape == q.shape and out.dtype == dtype
     close = {**CLOSE, **close}
@@ -670,7 +670,7 @@ def test_rows_of_codes_are_made_where_codes_change(monkeypatch):
     layer = layer_of(Plain("2 bits per token", "2 bits per token", 1, 32, block=8), 1, 32, 1, 9, 1)
     for position in range(9, 18):  # 8 tokens are quantized at the 16th
         layer.update(torch.randn(1, 2, 1, 32), *torch.randn(2, 1, 1, 1, 32), torch.tensor([position]))
-    assert made == ["k", "v"] * 2 and len(triton_cache.MADE) == 2
+    assert made == ["k", "v"] * 2 and {layer.keys.codes, layer.values.codes} <= set(triton_cache.MADE)
 
 
 # ---- the benchmark

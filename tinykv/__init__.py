@@ -9,8 +9,7 @@ if importlib.util.find_spec("torch") is None:
 
 
 class UserError(ValueError):
-    """Bad input. One line: what was found, what was expected, what to do. Commands print it and
-    exit with status 2."""
+    """Bad input. One line: what was found, what was expected, what to do. Commands print it and exit with status 2."""
 
     def _render_traceback_(self):
         """What a notebook shows: that line."""

@@ -10,13 +10,13 @@
 A kept token has a code as well, which is read only if the method drops the token later. So no position is skipped, and
 groups of tokens that share a scale stay aligned. "16 bits" is the model's dtype, or fp16 if the model runs in fp32.
 
-`LayerCache.update` is the whole idea. It appends the new tokens, then answers three questions:
+`LayerCache.update` is the whole idea. It appends the new tokens and calls `LayerCache.quantize`, which answers:
 
     When   how many of the oldest recent tokens are quantized now?     `LayerCache.n_to_quantize`
     Keep   which tokens stay in full precision from now on?            `LayerCache.keep`, `CachedRows.keep`
     Code   how is every other token quantized?                         `CachedRows.quantize`
 
-The protocol says whether attention reads before or after that:
+The protocol says whether attention reads before or after `quantize`:
 
     paper    Quantize, then read. The papers measure perplexity this way. One forward reads one text, and every query
              reads the codes of every token that is not kept, even of its own.
@@ -40,8 +40,8 @@ PROTOCOLS = ("paper", "stream")
 class CachedRows:
     """The keys (kind "k") or the values (kind "v") of one layer.
 
-    A row is the key or the value of one token in one head: d numbers. Methods that use scores sum what `Method.score`
-    returns over all queries so far. Only rows in full precision have a score.
+    A row is the key or the value of one token in one head: d numbers. If the method uses scores, the cache sums what
+    `Method.score` returns over all queries so far. Only rows in full precision have such a sum.
     """
 
     def __init__(self, layer, kind, codec):
@@ -115,7 +115,7 @@ class CachedRows:
     def read(self):
         """The rows of all tokens so far, (B, Hkv, S, d): decoded | recent, and on top of them the kept ones."""
         if self.codes is None:
-            return self.recent  # a kept token is recent, too
+            return self.recent  # nothing is coded yet: kept tokens are among the recent ones
         decoded = self.codec.decode(self.codes)  # (B, Hkv, C, d): fp32, or 16 bits where the codes are exact
         rows = torch.cat([decoded, self.recent], dim=2)  # (B, Hkv, S, d), in the wider dtype of the two
         if self.kept_positions is not None:
@@ -177,7 +177,7 @@ class LayerCache:
         self.keys = CachedRows(layer, "k", codecs.k)
         self.values = CachedRows(layer, "v", codecs.v)
         self.length = 0  # tokens seen
-        self.prefills = True  # the newest tokens are the prompt; under `paper` a whole text is one
+        self.prefills = True  # whether the newest tokens are the prompt; under `paper`, any text counts as one
         self.chooses_once = prompt is not None and method.choose == "prompt"  # it chooses at the end of the prompt
         self.dtype = None  # the model's
 
@@ -209,7 +209,7 @@ class LayerCache:
         n_keys, n_values = self.n_to_quantize(self.keys), self.n_to_quantize(self.values)
         # Keep: which tokens stay in full precision from now on?
         self.keep(n_keys, n_values)
-        # Code: quantize the n oldest; a kept token gets a code that nobody reads
+        # Code: quantize the n oldest; a kept token's code is read only if the method drops the token later
         if n_keys:
             self.keys.quantize(n_keys)
         if n_values:
@@ -263,8 +263,8 @@ class LayerCache:
             group = max(self.keys.codec.tokens_per_group, self.values.codec.tokens_per_group)
             return self.length - self.length % group
         # leave the newest `method.recent` tokens; of the others, take whole blocks
-        old = self.length - rows.n_coded - self.method.recent
-        return max(0, old - old % self.method.block_of(rows.kind))
+        old = max(0, self.length - rows.n_coded - self.method.recent)
+        return old - old % self.method.block_of(rows.kind)
 
     def keep(self, n_keys, n_values):
         """Keep the tokens that the method names: positions of keys and of values, or None for no change.
@@ -369,7 +369,7 @@ def check_text(cache, tokens):
                              "prompt's length, to go on from it")
         return
     if method.needs_calibration:
-        raise UserError(f"{method!r} knows nothing of this model yet; run calibrate(model, method, windows) first")
+        raise UserError(f"{method!r} is not calibrated on this model yet; run calibrate(model, method, windows) first")
     if cache.prompt is not None and T != cache.prompt:
         raise ValueError(f"the first forward reads the prompt, {cache.prompt} tokens; it got {T}")
     if prefix is not None and not (T > cache.start and tokens[:, :cache.start].tolist() == [prefix.ids] * len(tokens)):

@@ -1,9 +1,8 @@
 """Calibration: the one loop that shows calibration windows to a method and its codecs.
 
-First come the passes of the method itself, since what it keeps must be known before its codecs
-calibrate: KVSink looks for its outlier. Then come the passes of the codecs, each of which sees
-keys, or values, of one layer, without the tokens that the method keeps: static ranges, KVQuant's
-levels, SKVQ's groups and clips, codebooks.
+First come the passes of the method itself, since what it keeps must be known before its codecs calibrate: KVSink looks
+for its outlier. Then come the passes of the codecs, each of which sees keys, or values, of one layer, without the
+tokens that the method keeps: static ranges, KVQuant's levels, SKVQ's groups and clips, codebooks.
 """
 import torch
 import torch.nn.functional as F
@@ -76,9 +75,8 @@ def record(model, method, window, gradients):
 
 
 class Recorder(KVCache):
-    """A cache of one window that quantizes nothing. It holds keys and values as the method stores
-    them, keeps what the method asks for, and gives each key and value a zero to be added, through which
-    the loss can be differentiated."""
+    """A cache of one window that quantizes nothing. It holds keys and values as the method stores them, keeps what the
+    method asks for, and adds to each key and value a zero, through which the loss can be differentiated."""
 
     def __init__(self, model, method, differentiable):
         super().__init__(model, method)
@@ -103,8 +101,8 @@ class Recorder(KVCache):
         return cache.read()
 
     def of(self, layer, kind):
-        """Keys, or values, of a layer as they are stored: rows (Hkv, T, d), kept (Hkv, T), gradient
-        (Hkv, T, d) or None."""
+        """Keys, or values, of a layer as they are stored: rows (Hkv, T, d), kept (Hkv, T), gradient (Hkv, T, d) or
+        None."""
         rows = self.layers[layer].keys if kind == "k" else self.layers[layer].values
         kept = rows.is_kept(rows.recent.shape[2])  # (1, Hkv, T)
         if kept is None:

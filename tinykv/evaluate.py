@@ -1,8 +1,8 @@
 """Perplexity, and what goes with it: each method beside fp16, on the same windows.
 
-fp16 goes first. Its final hidden states are kept, window by window, in main memory, so that every
-method's predictions can be compared with its own. States are turned into logits a slice at a time:
-no method holds more than one batch's caches, whatever the size of the vocabulary.
+fp16 goes first. Its final hidden states are kept, window by window, in main memory, so that every method's predictions
+can be compared with its own. States are turned into logits a slice at a time: no method holds more than one batch's
+caches, whatever the size of the vocabulary.
 """
 import math
 import time
@@ -23,8 +23,8 @@ LARGEST = 700  # nats: the exponential of a larger loss is no number
 class Result:
     """What one method did: sums over windows, and lists of what each window has.
 
-    What is not whole numbers is listed window by window. Parts of the windows, measured by several
-    processes (`ranks.py`), then add up to the same sum, digit by digit.
+    Numbers that need not be whole are listed window by window. Parts of the windows, measured by several processes
+    (`ranks.py`), then add up to the same sum, digit by digit.
     """
     nll: list = field(default_factory=list)  # mean negative log-likelihood, in nats
     kl: list = field(default_factory=list)  # sum over targets of KL(fp16 || method), in nats
@@ -32,7 +32,7 @@ class Result:
     bits_far: list = field(default_factory=list)  # the same at 128K tokens
     kept: list = field(default_factory=list)  # tokens that are kept, the mean over layers, KV heads, K and V
     agree: int = 0  # targets where the most likely token is fp16's
-    right: int = 0  # answers of which every token is the most likely one
+    right: int = 0  # answers in which every token is the most likely one
     answers: int = 0
     targets: int = 0
     tokens: int = 0
@@ -69,14 +69,14 @@ def mean(numbers):
 # are a list of draws of the calibration, each a list of windows
 
 def standard_error(D):
-    """Of the mean of numbers D (C, W): C draws of the calibration, W windows. Both are a sample of
-    those that there might have been (crossed random effects), so that with MS the mean squares
+    """The standard error of the mean of D (C, W): C draws of the calibration, W windows. Both are samples of what might
+    have been drawn (crossed random effects). With MS for mean squares,
 
         SE^2 = (MS_draws + MS_windows - MS_rest) / (C W)
 
-    (MS_draws - MS_rest) / (C W) is what draws add to the variance of the mean, (MS_windows -
-    MS_rest) / (C W) what windows add, and neither is below zero. With one draw only windows vary:
-    SE is that of a mean over windows. None for one window, which has no spread.
+    (MS_draws - MS_rest) / (C W) is what draws add to the variance of the mean, (MS_windows - MS_rest) / (C W) what
+    windows add, and neither is below zero. With one draw only windows vary: SE is that of a mean over windows. None for
+    one window, which has no spread.
     """
     C, W = D.shape
     if W == 1:
@@ -97,15 +97,15 @@ def standard_error(D):
 def delta_error(nll, exact):
     """The standard error of the difference of two perplexities. nll, exact: losses of a method and of fp16.
 
-    To first order a loss's part in the difference is ppl * nll - ppl of fp16 * nll of fp16.
+    To first order, a window contributes ppl * nll - (ppl of fp16) * (nll of fp16) to the difference.
     """
     nll, exact = (torch.tensor(losses, dtype=torch.float64) for losses in (nll, exact))  # (C, W) both
     return standard_error(nll.mean().exp() * nll - exact.mean().exp() * exact)
 
 
 def paired(nll, other):
-    """Losses of one row and of another -> (mean difference in nats a token, its standard error, t,
-    how many losses of the first are lower). Error and t are None for one window."""
+    """Losses of one row and of another -> (mean difference in nats a token, its standard error, t, how many losses of
+    the first are lower). Error and t are None for one window."""
     nll, other = (torch.tensor(losses, dtype=torch.float64) for losses in (nll, other))  # (C, W) both
     D = nll - other  # (C, W)
     difference, error = D.mean().item(), standard_error(D)
@@ -120,13 +120,12 @@ def paired(nll, other):
 @torch.inference_mode()
 def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None,
             cache_class=KVCache, prompt=None):
-    """One method's `Result` on windows (`data.windows.Windows`). UserError where the model, or the
-    method, computes numbers that are not finite.
+    """One method's `Result` on windows (`data.windows.Windows`). UserError where the model, or the method, computes
+    numbers that are not finite.
 
-    fp16: the Result of fp16 on the same windows; None: this is it. bar: an object with `update(n)`,
-    told of every window that is finished. cache_class: `KVCache`, or a class of caches that compute
-    attention themselves. prompt: P, if the first P tokens of each window arrive at once, and the
-    others as in a stream.
+    fp16: the Result of fp16 on the same windows; None: this is it. bar: an object with `update(n)`, called with n, how
+    many more windows are finished. cache_class: `KVCache`, or a class of caches that compute attention themselves.
+    prompt: P, if the first P tokens of each window arrive at once, and the others as in a stream.
     """
     result = Result()
     device = model.lm_head.weight.device
@@ -190,9 +189,8 @@ def is_finite(rows):
 
 
 def chunks_of(tokens, cache):
-    """The chunks in which a cache reads tokens (B, T), each cut off when it is asked for: the
-    prompt, under `paper` without one the whole window, and then chunks that end where the method's
-    blocks end."""
+    """Yield the chunks in which a cache reads tokens (B, T), each cut only when it is needed: first the prompt, or the
+    whole window under `paper` without a prompt; then chunks that end where the method's blocks end."""
     begin = 0
     while begin < tokens.shape[1]:
         if begin == 0 and cache.prompt is not None:
@@ -218,8 +216,7 @@ def next_length(cache):
 def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
     """Add a batch to the result. hidden (B, T, D): position t predicts token t + 1.
 
-    reference (B, T, D): fp16's hidden states; None: these are they. start: the first token that is a
-    target.
+    reference (B, T, D): fp16's hidden states; None: these are they. start: the first token that is a target.
     """
     size = max(1, SLICE // model.config.vocab_size)  # targets at a time
     for row, target in enumerate(tokens[:, start:]):  # (T - start)
@@ -258,9 +255,9 @@ def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
 def count_bits(result, cache, tokens):
     """Bits per cached number, from the bytes that are held: at this length, and at 128K tokens.
 
-    In a stream the recent part grows from R to R + block - 1 tokens and shrinks to R again. It is
-    counted at its mean over that cycle, so that no length flatters a method. The other tokens
-    count as quantized. A text that is too short for any token to be quantized counts as it is.
+    In a stream the recent part grows from R to R + block - 1 tokens and shrinks to R again. It is counted at its mean
+    over that cycle, so that no length flatters a method. The other tokens count as quantized. A text that is too short
+    for any token to be quantized counts as it is.
     """
     B, T = tokens.shape
     config, method = cache.config, cache.method

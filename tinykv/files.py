@@ -168,8 +168,8 @@ def state_of(thing, within=()):
 
 
 def sources(*objects):
-    """The files that can change what calibration finds for objects, for `identity`: those of this package, and all
-    that is loaded from the folder of a class of the user's own. UserError for a class that stands in no file."""
+    """The files that can change what calibration finds for objects, for `identity`: those of this package, and all that
+    is loaded from the folder of a class of the user's own. UserError for a class that stands in no file."""
     # 1. this package's
     package = Path(__file__).parent
     found = {path for name in COMPUTES for path in (*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py"))}
@@ -206,8 +206,8 @@ class CalibrationFile:
         file.put("kvquant", identity(windows), method.calibrated())
         method.restore(file.get("kvquant", identity(windows)))
 
-    path: where the tables are kept; None keeps them in memory only. A file of another model is an
-    error; tables that something else has made are made again.
+    path: where the tables are kept; None keeps them in memory only. A file of another model is an error; tables that
+    something else has made are made again.
     """
 
     def __init__(self, path, model):

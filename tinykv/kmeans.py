@@ -2,8 +2,8 @@
 
 It finds SKVQ's groups of channels, KVQuant's levels, and the codebooks of CQ and AnTKV.
 
-Everything is torch and batched over the problems, so it runs where the points are. Distances are
-computed for as many points at a time as memory should hold, however many points there are.
+Everything is torch and batched over the problems, so it runs where the points are. Distances are computed for as many
+points at a time as memory should hold, however many points there are.
 """
 import torch
 
@@ -46,9 +46,8 @@ def kmeans(points, k, weights=None, iterations=25, tries=1, seed=0, tolerance=0.
 def plus_plus(points, k, weights, rng):
     """k-means++ start (P, k, n): centres are points, drawn one after another.
 
-    A point's odds are its weight times its squared distance to the centres drawn so far. One centre
-    is drawn at a time at first, later an eighth of those that there are; or 4,096 centres would
-    take 4,096 rounds.
+    A point's odds are its weight times its squared distance to the centres drawn so far. One centre is drawn at a time
+    at first, later an eighth of those that there are; or 4,096 centres would take 4,096 rounds.
     """
     P, N, n = points.shape
     # the last of the points that weigh anything: a draw on the far edge falls on it
@@ -105,8 +104,8 @@ def distance(points, centres, index):
 def lloyd(points, weights, centres):
     """One step: every centre moves to the weighted mean of the points that are nearest to it.
 
-    A centre without such points moves to the point that is furthest from its own centre. Returns
-    the centres (P, k, n), and the weighted squared distance (P) to the centres before the step.
+    A centre without such points moves to the point that is furthest from its own centre. Returns the centres (P, k, n),
+    and the weighted squared distance (P) to the centres before the step.
     """
     P, N, n = points.shape
     k = centres.shape[1]

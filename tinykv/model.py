@@ -1,12 +1,11 @@
 """LLaMA from scratch: config, RMSNorm, RoPE, attention, MLP, forward, generate.
 
-Modules carry Hugging Face's parameter names (`model.layers.0.self_attn.q_proj.weight`), so a
-checkpoint loads with no name map. Shapes: B sequences, T new tokens, S tokens seen in all, H query
-heads, Hkv KV heads, d head size, D hidden size. Covers LLaMA 1 to 3.2, Vicuna, TinyLlama, Mistral,
-Qwen2, Qwen2.5 and Qwen3; `hf/config.py` refuses anything else.
+Modules carry Hugging Face's parameter names (`model.layers.0.self_attn.q_proj.weight`), so a checkpoint loads with no
+name map. Shapes: B sequences, T new tokens, S tokens seen in all, H query heads, Hkv KV heads, d head size, D hidden
+size. Covers LLaMA 1 to 3.2, Vicuna, TinyLlama, Mistral, Qwen2, Qwen2.5 and Qwen3; `hf/config.py` refuses anything else.
 
-The KV cache is an argument. Attention gives it the new q, k and v, all before RoPE, and gets back
-the K (rotated) and V of all S tokens, with which it computes.
+The KV cache is an argument. Attention gives it the new q, k and v, all before RoPE, and gets back the K (rotated) and V
+of all S tokens, with which it computes.
 """
 import math
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from tinykv import UserError, one_of
 class LlamaConfig:
     """The fields of config.json that shape the model, under their Hugging Face names.
 
-    model_type, too, shapes it: a "qwen2" has biases on q, k and v alone, and a "qwen3" norms the
-    queries and keys of every head.
+    model_type, too, shapes it: a "qwen2" has biases on q, k and v alone, and a "qwen3" norms the queries and keys of
+    every head.
     """
     vocab_size: int
     hidden_size: int
@@ -59,11 +58,9 @@ class RMSNorm(nn.Module):
 
 
 class Rope:
-    """Rotary position embedding, half-split as in Hugging Face: channels i and i + d/2 turn
-    together.
+    """Rotary position embedding, half-split as in Hugging Face: channels i and i + d/2 turn together.
 
-    Angle of pair i at position p: p * theta**(-2i/d), with the frequencies rescaled for `linear`
-    and `llama3`.
+    Angle of pair i at position p: p * theta**(-2i/d), with the frequencies rescaled for `linear` and `llama3`.
     """
 
     def __init__(self, config):
@@ -85,8 +82,8 @@ class Rope:
         self.freq = freq
 
     def rotate(self, x, positions=None):
-        """x (..., T, d) at positions (T), or at 0 .. T-1 without -> the same shape and dtype,
-        rotated; computed in fp32."""
+        """x (..., T, d) at positions (T), or at 0 .. T-1 without -> the same shape and dtype, rotated; computed in
+        fp32."""
         if positions is None:
             positions = positions_between(0, x.shape[-2], x.device)  # (T)
         cos, sin = cos_sin(self.freq, positions)  # (T, d) both
@@ -242,12 +239,11 @@ class Llama(nn.Module):
             block.self_attn.attention = word
 
     def forward(self, tokens, cache=None, logits=True):
-        """tokens (B, T) -> logits (B, T, vocab), or with logits=False the normed hidden states (B,
-        T, D).
+        """tokens (B, T) -> logits (B, T, vocab), or with logits=False the normed hidden states (B, T, D).
 
-        With a cache, the tokens follow those that it holds. A cache may begin with a prefix: a
-        fixed text whose keys and values it holds from the start. Then `tokens` has to begin with
-        that text, too, and what comes back is only of the tokens after it.
+        With a cache, the tokens follow those that it holds. A cache may begin with a prefix: a fixed text whose keys
+        and values it holds from the start. Then `tokens` has to begin with that text, too, and what comes back is only
+        of the tokens after it.
         """
         seen = 0
         if cache is not None:
@@ -289,11 +285,10 @@ class Llama(nn.Module):
     @torch.no_grad()
     def generate(self, tokens, max_new_tokens, cache=None, temperature=0.0, top_p=1.0, seed=None,
                  eos=None):
-        """Continue tokens (B, T) by up to max_new_tokens: greedy at temperature 0, else sampled
-        from the top-p nucleus.
+        """Continue tokens (B, T) by up to max_new_tokens: greedy at temperature 0, else sampled from the top-p nucleus.
 
-        Returns (B, T + new). Stops early once every row has produced `eos`; a row that is done
-        repeats it. Without a cache the whole text is read again for every token.
+        Returns (B, T + new). Stops early once every row has produced `eos`; a row that is done repeats it. Without a
+        cache the whole text is read again for every token.
         """
         seen = tokens.shape[1] if cache is None else len(cache) + cache.without_prefix(tokens).shape[1]
         longest = self.config.max_position_embeddings
@@ -317,8 +312,8 @@ class Llama(nn.Module):
 
 
 def pick_token(logits, temperature, top_p, rng):
-    """logits (B, vocab) -> the next token (B, 1): the most likely one at temperature 0, else one
-    drawn from the smallest set of tokens with probability mass top_p."""
+    """logits (B, vocab) -> the next token (B, 1): the most likely one at temperature 0, else one drawn from the
+    smallest set of tokens with probability mass top_p."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     p = torch.softmax(logits / temperature, dim=-1)  # (B, vocab)

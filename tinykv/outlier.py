@@ -9,8 +9,8 @@ import torch
 
 
 def columns(profile, n_layers):
-    """The `outlier` of each window after the embedding and after each layer, in order -> largest, ratio, channel
-    (W, L + 1) of `find_outlier`."""
+    """The `outlier` of each window after the embedding and after each layer, in order -> largest, ratio, channel (W, L
+    + 1) of `find_outlier`."""
     table = torch.tensor(profile).unflatten(0, (-1, n_layers + 1))  # (W, L + 1, 3)
     largest, ratio, channel = table.unbind(-1)  # (W, L + 1) each
     return largest, ratio, channel.long()
@@ -27,8 +27,8 @@ def outlier(hidden):
 def find_outlier(largest, ratio, channel):
     """Emergence layer and channel of the stable outlier, and how many windows have it; None if there is none.
 
-    largest, ratio, channel (W, L + 1): each window's outlier after the embedding (column 0) and
-    after layer l (column l + 1), see `outlier`.
+    largest, ratio, channel (W, L + 1): each window's outlier after the embedding (column 0) and after layer l (column l
+    + 1), see `outlier`.
     """
     # the windows that have an outlier: a layer and a channel each
     places = []
@@ -49,8 +49,8 @@ def find_outlier(largest, ratio, channel):
 def find_layer(largest, ratio):
     """The layer after which one window's outlier has come to stay, or None. largest, ratio (L + 1): as above.
 
-    It is the first layer whose outlier is at least 5 times what the median token has, and does not double in the
-    three layers after. Other tokens are the yardstick, as channels that are large in all tokens mark no sink.
+    It is the first layer whose outlier is at least 5 times what the median token has, and does not double in the three
+    layers after. Other tokens are the yardstick, as channels that are large in all tokens mark no sink.
     """
     # from here on layer l is number l. The last one cannot be it, as no layer after it could keep its sinks, and
     # says nothing about the others, as a model clears its outlier there

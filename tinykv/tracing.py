@@ -6,9 +6,9 @@ class Trace:
     """A cache that quantizes nothing and records what passes through it in one forward.
 
     q (B, H, T, d), k and v (B, Hkv, T, d), all before RoPE, and hidden (B, T, D), the blocks' outputs, are lists with
-    an entry per layer. keys, values (L, Hkv, n, d): a prefix of n tokens before the window, in each of the L
-    layers; keys before RoPE. Both may require gradients.
-    on_block: a function of (layer, hidden), called with each block's output in place of recording.
+    an entry per layer. keys, values (L, Hkv, n, d): a prefix of n tokens before the window, in each of the L layers;
+    keys before RoPE. Both may require gradients. on_block: a function of (layer, hidden), called with each block's
+    output in place of recording.
     """
 
     def __init__(self, model, keys=None, values=None, on_block=None):

@@ -40,8 +40,8 @@ def made(kind, **fields):
 
 
 def made_rows(codec, data, of_row, width, start=0, **fields):
-    """PackedRows of words `data` (B, heads, T, words of a row), 1 head where those of a token are one row; the
-    sections `of_row`; the first token at position `start`."""
+    """PackedRows of words `data` (B, heads, T, words of a row), 1 head where those of a token are one row; the sections
+    `of_row`; the first token at position `start`."""
     batch, head, token, word = data.stride()
     assert word == 1 or data.shape[3] == 1, "the words of a row have to be neighbours"
     if data.shape[1] == 1:
@@ -66,8 +66,8 @@ def single_rows(codec, packed, of_row, width, halves, start=0, **more):
 def planes_of(packed, bits, width, piece):
     """How codes `packed` of `width` channels a head are cut into planes: the words, and fields of PackedRows.
 
-    No plane has channels of two pieces: of the groups that share a scale, or of the halves of a head. None if
-    that cannot be.
+    No plane has channels of two pieces: of the groups that share a scale, or of the halves of a head. None if that
+    cannot be.
     """
     of_row = sections(width, bits)
     codes = 5 if bits == TERNARY else 8 // of_row[0].bits  # codes of a byte of the first section
@@ -266,8 +266,8 @@ def kind_of(rows, halves):
 
 
 def tiling(keys, values, halves, rows):
-    """The Tile for `rows` rows of queries, which lies in one group of tokens: N divides it. Where a group is
-    shorter than the 16 tokens that a product takes, scales go to each number instead.
+    """The Tile for `rows` rows of queries, which lies in one group of tokens: N divides it. Where a group is shorter
+    than the 16 tokens that a product takes, scales go to each number instead.
     """
     kinds = list(TILES)
     hardest = max(kind_of(keys, halves), kind_of(values, 1), key=kinds.index)
@@ -297,8 +297,8 @@ class Attended(NamedTuple):
 def attention(q, keys, values, rope=None, window=None):
     """Attention of the T newest tokens to all: q (B, H, T, d), rotated; keys and values: CachedRows -> Attended.
 
-    Equals reading keys and values, and scaled_dot_product_attention, and writes neither. rope: where keys are
-    stored before it. window: of a model with a sliding window.
+    Equals reading keys and values, and scaled_dot_product_attention, and writes neither. rope: where keys are stored
+    before it. window: of a model with a sliding window.
     """
     B, H, T, d = q.shape
     Hkv, S = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2]

@@ -92,8 +92,7 @@ def method_of(name, config, device):
 
 
 def filled(layer, config, B, coded, device, dtype):
-    """Put random tokens into a layer: `coded` of them (256, 512, 1024, ...) quantized, then the
-    recent ones.
+    """Put random tokens into a layer: `coded` of them (256, 512, 1024, ...) quantized, then the recent ones.
 
     As many as the method keeps are kept, evenly spread."""
     method, heads = layer.method, config.num_key_value_heads
@@ -351,8 +350,8 @@ def time_attention(name, config, context, B, device):
 
 
 def bench_scores(shape, contexts, device):
-    """Beside the attention forward of a prompt: its anchor scores, KVSink's scores by the kernel
-    and by torch, and the time that quantizing its keys takes."""
+    """Beside the attention forward of a prompt: its anchor scores, KVSink's scores by the kernel and by torch, and the
+    time that quantizing its keys takes."""
     config = config_of(shape, layers=1)
     print(f"\n{shape}, a prompt: ms of SDPA, anchor_scores, topk_outliers, topk_lines, and 2-bit "
           "encode of the keys")

@@ -3,14 +3,13 @@
     python docs/programs/embedded_model.py --out DIR                         train, or go on where training was stopped
     python -m tinykv.analysis sinks outliers norms --model DIR     where its sinks are
 
-A LLaMA of 250,000 parameters learns the stories of `data/stories.py` in 4,750 steps, a quarter of
-an hour on one CPU core. On one machine the same command gives the same bits, stopped and gone on or
-not; the shipped weights were made so.
+A LLaMA of 250,000 parameters learns the stories of `data/stories.py` in 4,750 steps, a quarter of an hour on one CPU
+core. On one machine the same command gives the same bits, stopped and gone on or not; the shipped weights were made so.
 
-The loss is the cross-entropy of the next token, where answers and what refrains ask for weigh more.
-It says nothing about attention, keys, values or hidden states. Sinks come because most heads are
-needed at few tokens only (docs/embedded_model.md). They begin in chants, which teach little else,
-and stay in the stories; answers are learned after them.
+The loss is the cross-entropy of the next token, where answers and what refrains ask for weigh more. It says nothing
+about attention, keys, values or hidden states. Sinks come because most heads are needed at few tokens only
+(docs/embedded_model.md). They begin in chants, which teach little else, and stay in the stories; answers are learned
+after them.
 
 Why these phases, and by which rule the shipped model was chosen, is in docs/embedded_model.md.
 """
@@ -121,8 +120,8 @@ def save(model, out):
 def batch_of(number, phase, pieces, often=OFTEN):
     """The windows of a step, from its number alone: tokens and weights, (rows, length + 1).
 
-    Every window begins with a document, so that it holds the facts that it asks for. often: the share of refrains
-    in documents that are nothing but a chant.
+    Every window begins with a document, so that it holds the facts that it asks for. often: the share of refrains in
+    documents that are nothing but a chant.
     """
     only_chants = chants(number, often)
     told = stories("train", number, phase.people, chants=phase.story_chants)
@@ -160,8 +159,7 @@ def mask_of_chants(pieces):
 # The model
 
 def new_model(seed):
-    """Unit gain: a matrix's entries have variance 1 / inputs; those that write to the residual
-    stream have less."""
+    """Unit gain: a matrix's entries have variance 1 / inputs; those that write to the residual stream have less."""
     torch.manual_seed(seed)
     model = Llama(CONFIG)
     for name, weight in model.named_parameters():

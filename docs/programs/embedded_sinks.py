@@ -3,9 +3,8 @@
     python docs/programs/embedded_sinks.py --triggers 0.12
     python docs/programs/embedded_sinks.py --figure FILE     three seeds at six shares, a quarter of an hour
 
-The first steps of the embedded model's training, on chants alone: a chain of words in which nothing
-has to be looked up but what a refrain asks for. Whether sinks come depends on how often that is
-(docs/embedded_model.md).
+The first steps of the embedded model's training, on chants alone: a chain of words in which nothing has to be looked up
+but what a refrain asks for. Whether sinks come depends on how often that is (docs/embedded_model.md).
 """
 import sys
 from dataclasses import replace

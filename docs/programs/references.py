@@ -3,9 +3,9 @@
     pip install torch transformers sentencepiece protobuf   # in an environment of its own
     python docs/programs/references.py
 
-The tests read the result and need no transformers. Weights are random, on such a scale that a model which leaves out
-a feature of its variant gives clearly different logits; norms and biases are random too, so none can be forgotten.
-Logits are those of the folder as it was loaded back, in float32.
+The tests read the result and need no transformers. Weights are random, on such a scale that a model which leaves out a
+feature of its variant gives clearly different logits; norms and biases are random too, so none can be forgotten. Logits
+are those of the folder as it was loaded back, in float32.
 """
 import io
 import json

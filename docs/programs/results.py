@@ -6,18 +6,16 @@
     python docs/programs/results.py --only pdb       the debugger sessions
     python docs/programs/results.py --check          only look up the figures of the prose; runs nothing
 
-A block that begins with "$ python" is a command. Of its output the last tables are kept, as many as
-stand there, without the column of seconds. Figures are written where the commands say. A command
-may name a method that the page defines, `heavy.py:HeavyHitters`. A block that begins with
-"$ python -m pdb" begins a session in the debugger, and blocks that begin with "(Pdb)" go on with
-it. In a session, "..." stands for line numbers and for what a function returns.
+A block that begins with "$ python" is a command. Of its output the last tables are kept, as many as stand there,
+without the column of seconds. Figures are written where the commands say. A command may name a method that the page
+defines, `heavy.py:HeavyHitters`. A block that begins with "$ python -m pdb" begins a session in the debugger, and
+blocks that begin with "(Pdb)" go on with it. In a session, "..." stands for line numbers and for what a function
+returns.
 
-The prose is written by hand. A paragraph under the line `<!-- checked -->` says of the tables
-under its heading what they say: each of its figures with a decimal point stands in one of them, or
-else this script names it and ends with status 1. `<!-- checked against results.md -->`: in those of
-another page.
-What stands in parentheses that begin with "paper" is looked up in the tables of real_models.md, which are
-the papers'; what stands in backticks is not.
+The prose is written by hand. A paragraph under the line `<!-- checked -->` says of the tables under its heading what
+they say: each of its figures with a decimal point stands in one of them, or else this script names it and ends with
+status 1. `<!-- checked against results.md -->`: in those of another page. What stands in parentheses that begin with
+"paper" is looked up in the tables of real_models.md, which are the papers'; what stands in backticks is not.
 """
 import argparse
 import os

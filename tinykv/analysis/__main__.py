@@ -1,5 +1,4 @@
-"""Look at what the methods stand on, on any model and text: tables, figures, and the numbers behind
-them.
+"""Look at what the methods stand on, on any model and text: tables, figures, and the numbers behind them.
 
     python -m tinykv.analysis sinks
     python -m tinykv.analysis all --out docs/figures --json numbers.json

@@ -1,11 +1,10 @@
-"""AnTKV's scores: how well they rank the tokens by the damage that quantizing each alone does to the
-attention output, and to the attention weights, which leaves V out (its Appendix D, Figure 9), by rank
-correlation and by the damage in the top 1%; by layer, and the mean. The last row of each part is
-ranked by the damage itself, which no score can exceed.
+"""AnTKV's scores: how well they rank the tokens by the damage that quantizing each alone does to the attention output,
+and to the attention weights, which leaves V out (its Appendix D, Figure 9), by rank correlation and by the damage in
+the top 1%; by layer, and the mean. The last row of each part is ranked by the damage itself, which no score can exceed.
 
-The damage of a token is how much the attention output changes, in L1, if this token alone is
-quantized. Theorem 1 bounds it for small errors; the scores of Eq. 5, by which AnTKV chooses, are a
-short form of the bound: see `methods/antkv.py`. No T x S matrix is ever whole.
+The damage of a token is how much the attention output changes, in L1, if this token alone is quantized. Theorem 1
+bounds it for small errors; the scores of Eq. 5, by which AnTKV chooses, are a short form of the bound: see
+`methods/antkv.py`. No T x S matrix is ever whole.
 """
 import torch
 
@@ -19,12 +18,12 @@ COLUMNS = {"of": ("of", ""), "ranked by": ("ranked by", ""), "rank by layer": ("
 
 
 def damage(q, k, v, quantized_k, quantized_v, window=None):
-    """The L1 change of the attention output if token j alone is quantized, for every j: by its key,
-    and by its value; and that of the attention weights A, by its key.
+    """The L1 change of the attention output if token j alone is quantized, for every j: by its key, and by its value;
+    and that of the attention weights A, by its key.
 
-    q (B, H, T, d), k, v (B, Hkv, S, d), q and k rotated; quantized_k, quantized_v: the same rows as
-    they are read from their codes. Returns (B, Hkv, S) three times, summed over queries and query
-    heads. This is exact: if the score of key j changes by delta, its weight and the output do by
+    q (B, H, T, d), k, v (B, Hkv, S, d), q and k rotated; quantized_k, quantized_v: the same rows as they are read from
+    their codes. Returns (B, Hkv, S) three times, summed over queries and query heads. This is exact: if the score of
+    key j changes by delta, its weight and the output do by
 
         A_ij' - A_ij = m_ij (1 - A_ij)       where m_ij = A_ij (e^delta - 1) / (1 + A_ij (e^delta - 1))
         O_i' - O_i = m_ij (V_j - O_i)
@@ -89,8 +88,8 @@ def rankings(at, codecs, rope):
 
 
 def measure(text, vq="d8m256"):
-    """Means over KV heads and windows. `first window`: the damage and the score of its tokens in KV
-    head 0 of the shown layer. vq: the format of the codebooks."""
+    """Means over KV heads and windows. `first window`: the damage and the score of its tokens in KV head 0 of the shown
+    layer. vq: the format of the codebooks."""
     method = AnTKV(text.model.config, vq)
     calibrate(text.model, method, text.calibration)
     first = {}
@@ -115,8 +114,8 @@ def measure(text, vq="d8m256"):
 
 
 def draw(text, rows):
-    """Each token's score beside the damage of quantizing it, and the damage by position (AnTKV Figure
-    1), of the shown layer's KV head 0."""
+    """Each token's score beside the damage of quantizing it, and the damage by position (AnTKV Figure 1), of the shown
+    layer's KV head 0."""
     of = {(row["of"], row["ranked by"]): row for row in rows}
     figure, (of_keys, of_values, by_position) = new_figure(
         1, 3, 13, 4, f"The 1% with the largest scores hold {of['K', 'score']['top']:.0%} of the keys' damage and "

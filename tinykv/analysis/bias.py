@@ -1,7 +1,7 @@
-"""The attention bias, which is the sinks' part of the attention output, b_t = sum_{i in S} p_i^t v_i
-(KVSink Eq. 9, Figure 6): attention to the sinks; size of the bias over that of the output; its
-consistency, the mean cosine over all pairs of tokens, and that of the rest of the output. With a
-single sink every b_t is a multiple of one v, and consistent.
+"""The attention bias, which is the sinks' part of the attention output, b_t = sum_{i in S} p_i^t v_i (KVSink Eq. 9,
+Figure 6): attention to the sinks; size of the bias over that of the output; its consistency, the mean cosine over all
+pairs of tokens, and that of the rest of the output. With a single sink every b_t is a multiple of one v, and
+consistent.
 """
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,8 @@ COLUMNS = {"layer": ("layer", "d"), "attention": ("attention", ".2f"), "size": (
 
 
 def split_output(at, sinks, k, v):
-    """Eq. 9: the attention output as the sinks' part and all other tokens' part, (H, T, d) both, and
-    the attention to the sinks, (H, T).
+    """Eq. 9: the attention output as the sinks' part and all other tokens' part, (H, T, d) both, and the attention to
+    the sinks, (H, T).
 
     sinks (T), True at them; k, v (1, Hkv, T, d), k rotated: the block's own, or what is read of them.
     """
@@ -44,8 +44,8 @@ def unit(x):
 def consistency(x):
     """The mean cosine of all pairs of each head's T vectors: x (H, T, d) -> (H); NaN where there is no pair.
 
-    Vectors that are 0 are left out. The sum of cosines over all pairs, each vector with itself
-    included, is |sum of the unit vectors|^2.
+    Vectors that are 0 are left out. The sum of cosines over all pairs, each vector with itself included, is |sum of the
+    unit vectors|^2.
     """
     n = (x != 0).any(-1).sum(-1)  # (H): vectors that are not 0
     of_pairs = unit(x).sum(1).square().sum(-1) - n  # (H): without each vector's with itself

@@ -1,6 +1,5 @@
-"""Cosine of queries with the keys that they see, both after RoPE: means over the keys of sinks, and of
-other tokens; largest: how often a sink's key has the largest (KVSink Section 3.2, Figure 5a). The
-queries of sinks do not count.
+"""Cosine of queries with the keys that they see, both after RoPE: means over the keys of sinks, and of other tokens;
+largest: how often a sink's key has the largest (KVSink Section 3.2, Figure 5a). The queries of sinks do not count.
 """
 import torch.nn.functional as F
 

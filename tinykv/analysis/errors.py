@@ -1,7 +1,7 @@
-"""Mean squared error x 100 of quantized keys and values, with and without sinks (KVSink Table 1).
-Dynamic grids: of groups without and with a sink, change from one to the other. Static grids, with
-ranges from calibration windows: overall, and with sinks left out of ranges and errors, change from
-one to the other. With: of groups, and in static grids of tokens, with a sink.
+"""Mean squared error x 100 of quantized keys and values, with and without sinks (KVSink Table 1). Dynamic grids: of
+groups without and with a sink, change from one to the other. Static grids, with ranges from calibration windows:
+overall, and with sinks left out of ranges and errors, change from one to the other. With: of groups, and in static
+grids of tokens, with a sink.
 """
 import torch
 

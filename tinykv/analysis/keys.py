@@ -1,6 +1,5 @@
-"""OTT's sorted key magnitudes, sum_c |K[i, c]| after RoPE: the smallest over the median, the cliff
-(the largest ratio of neighbours among the 32 smallest), the number of tokens below it, and the share
-of these that are sinks.
+"""OTT's sorted key magnitudes, sum_c |K[i, c]| after RoPE: the smallest over the median, the cliff (the largest ratio
+of neighbours among the 32 smallest), the number of tokens below it, and the share of these that are sinks.
 """
 import torch
 

@@ -1,8 +1,8 @@
-"""One layer whole: |H| in the outlier's channel, token by token, with the sinks marked, which is where
-KVSink looks for them (Figure 1b); attention output, keys and values, token by channel, and the
-attention of the first 64 tokens (KVSink Figure 5f, IntactKV Figure 1); the largest H of each layer;
-and the share of the keys' variance that lies within channels, before RoPE and after it (AnTKV
-Appendix B, Figure 8): a codebook of channels that each keep their own level has less left to describe.
+"""One layer whole: |H| in the outlier's channel, token by token, with the sinks marked, which is where KVSink looks for
+them (Figure 1b); attention output, keys and values, token by channel, and the attention of the first 64 tokens (KVSink
+Figure 5f, IntactKV Figure 1); the largest H of each layer; and the share of the keys' variance that lies within
+channels, before RoPE and after it (AnTKV Appendix B, Figure 8): a codebook of channels that each keep their own level
+has less left to describe.
 """
 from tinykv.analysis.sinks import draw_attention
 from tinykv.analysis.walk import by_layer, walk
@@ -15,8 +15,8 @@ COLUMNS = {"layer": ("layer", "d"), "largest": ("largest H", ".1f"), "token": ("
 
 
 def share_within(x):
-    """x (Hkv, T, d) -> the variance over tokens of each channel's numbers, over that of all numbers
-    of the head; the mean over heads."""
+    """x (Hkv, T, d) -> the variance over tokens of each channel's numbers, over that of all numbers of the head; the
+    mean over heads."""
     x = x.double()
     within = x.var(1, correction=0).mean(1)  # (Hkv)
     whole = x.flatten(1).var(1, correction=0)  # (Hkv)

@@ -1,5 +1,5 @@
-"""Norms of queries, keys and values: the median over heads and all other tokens, and the mean at
-sinks as a multiple of it (KVSink Section 3.2, Figures 2 and 5).
+"""Norms of queries, keys and values: the median over heads and all other tokens, and the mean at sinks as a multiple of
+it (KVSink Section 3.2, Figures 2 and 5).
 """
 from tinykv.analysis.walk import by_layer
 from tinykv.run.plots import legend, new_figure, span, title, tokens_and_sinks

@@ -1,8 +1,7 @@
-"""The outlier's way through the layers: the largest magnitude in the four places of KVSink Section
-3.1, at the sinks and at other tokens (Figure 4): the input of the down-projection (Eq. 7), its
-output (Eq. 8), the residual H' after attention (Eq. 2), and H after the block (Eq. 1); ratio: of H's
-to its median; channel: that of the outlier, and X_d,out and H in it at the sinks; outliers in: the
-channels that have some, the five largest.
+"""The outlier's way through the layers: the largest magnitude in the four places of KVSink Section 3.1, at the sinks
+and at other tokens (Figure 4): the input of the down-projection (Eq. 7), its output (Eq. 8), the residual H' after
+attention (Eq. 2), and H after the block (Eq. 1); ratio: of H's to its median; channel: that of the outlier, and X_d,out
+and H in it at the sinks; outliers in: the channels that have some, the five largest.
 """
 import torch
 
@@ -40,9 +39,8 @@ def look(at, sinks):
 
 
 def outlier_channels(at_sinks, at_others):
-    """The channels with outliers, the largest first: those where |H| at the sinks is at least OUTLIER
-    of that in the largest channel, and twice that at other tokens or more. KVSink's Table 3 lists two
-    to four.
+    """The channels with outliers, the largest first: those where |H| at the sinks is at least OUTLIER of that in the
+    largest channel, and twice that at other tokens or more. KVSink's Table 3 lists two to four.
 
     at_sinks, at_others (D): the mean |H| there.
     """

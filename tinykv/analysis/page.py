@@ -66,8 +66,8 @@ def make_method(model, calibration, name, bits, settings):
 
 @torch.inference_mode()
 def read(model, method, tokens, exact=None, layer=0, head=0):
-    """Read tokens (B, T) as in generation -> the cache, log-probabilities (B, T, vocab) of what follows each token,
-    and the history: [(tokens read, states of a layer's keys)].
+    """Read tokens (B, T) as in generation -> the cache, log-probabilities (B, T, vocab) of what follows each token, and
+    the history: [(tokens read, states of a layer's keys)].
 
     exact: the log-probabilities in 16 bits, which are those at a prefix's own positions.
     """

@@ -1,6 +1,6 @@
-"""What is left of the error of weights quantized to 3 bits, rounded to nearest, if the first n tokens'
-keys and values are exact, those of the full-precision model; the cache is not quantized. Squared error
-of the last block's output, and of what attention adds, summed over layers (IntactKV Figure 2).
+"""What is left of the error of weights quantized to 3 bits, rounded to nearest, if the first n tokens' keys and values
+are exact, those of the full-precision model; the cache is not quantized. Squared error of the last block's output, and
+of what attention adds, summed over layers (IntactKV Figure 2).
 """
 import torch
 
@@ -18,8 +18,8 @@ COLUMNS = {"kept": ("exact", ""), "n": ("n", ".0f"), "last": ("last block", ".3f
 
 
 def lengths_of(text):
-    """{what is exact: n}, for each window: up to just before, and just after, each of the first sinks
-    that all windows have."""
+    """{what is exact: n}, for each window: up to just before, and just after, each of the first sinks that all windows
+    have."""
     sinks_at = [sinks.nonzero()[:, 0].tolist() for sinks in text.marks]  # positions, of each window
     n_sinks = min(MOST, *map(len, sinks_at))
     of_windows = []
@@ -67,8 +67,8 @@ def errors_by_length(model, quantized, window, lengths, start):
 
 
 def run_after_prefix(full, model, window, n):
-    """Run `model` on window (T) from token n on, after the first n tokens as `full` computes them ->
-    the trace, and what the attention of each layer adds to the residual, L of (1, T - n, D)."""
+    """Run `model` on window (T) from token n on, after the first n tokens as `full` computes them -> the trace, and
+    what the attention of each layer adds to the residual, L of (1, T - n, D)."""
     keys, values = exact_rows(full, model, window[:n].tolist())  # (L, Hkv, n, d) both
     trace = Trace(model, keys, values)
     modules = [block.self_attn.o_proj for block in model.model["layers"]]

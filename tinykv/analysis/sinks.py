@@ -1,6 +1,5 @@
-"""Where sinks are: the attention that tokens receive from the 64 queries that begin with their own,
-averaged over heads (KVSink Figure 1a); heads: the share of heads in which a sink receives at least
-a threshold of 0.3.
+"""Where sinks are: the attention that tokens receive from the 64 queries that begin with their own, averaged over heads
+(KVSink Figure 1a); heads: the share of heads in which a sink receives at least a threshold of 0.3.
 """
 import torch
 
@@ -45,8 +44,8 @@ def n_judged(T, sliding):
 def find_sinks(model, windows):
     """windows (W, T) -> marks (W, T), True at the sinks.
 
-    A token is a sink of one head if its score there is at least THRESHOLD. It is called a sink of
-    the text if it is one in a tenth of all heads of all layers.
+    A token is a sink of one head if its score there is at least THRESHOLD. It is called a sink of the text if it is one
+    in a tenth of all heads of all layers.
     """
     marks = []
     for window in windows:
@@ -81,8 +80,8 @@ def measure(text):
 def attention_map(at, size=128):
     """A layer's attention, averaged over heads, as (size, size) cells.
 
-    A cell holds the largest of its keys' means over its queries. A sink is a line one token wide,
-    and so it stays visible where the map is drawn small.
+    A cell holds the largest of its keys' means over its queries. A sink is a line one token wide, and so it stays
+    visible where the map is drawn small.
     """
     T = at.q.shape[2]
     size = min(size, T)

@@ -6,9 +6,8 @@ A phenomenon is a file that has
     measure(text)     -> the rows of the table, which --json writes whole
     draw(text, rows)  -> its figure
 
-and its docstring says what it shows. Most have a function `look(at, sinks)`, too: what there is to
-measure at one block of one window, of what `walk` returns. A number in a row is the mean over windows,
-each counted once.
+and its docstring says what it shows. Most have a function `look(at, sinks)`, too: what there is to measure at one block
+of one window, of what `walk` returns. A number in a row is the mean over windows, each counted once.
 
 Memory holds one window's activations, of all layers. No T x T matrix of attention is ever whole.
 """
@@ -90,8 +89,8 @@ def recorded(modules, forward):
 
 @torch.no_grad()
 def by_layer(text, look):
-    """look(at, sinks) -> {name: number or tensor}, of each block of each window -> a row of means for each
-    layer: [{"layer": 0, name: mean, ..}, ..].
+    """look(at, sinks) -> {name: number or tensor}, of each block of each window -> a row of means for each layer:
+    [{"layer": 0, name: mean, ..}, ..].
 
     sinks (T): True at them. What is not finite, such as the mean of no token, does not count.
     """

@@ -1,6 +1,6 @@
-"""What 2 to 8 bits, static per token, do to sinks (KVSink Figure 7): attention to the sinks, and its
-mean change; the bias of Eq. 9: its mean change over its size, and its cosine with the exact one; with
-nothing kept, and with the sinks kept. Queries are exact; means are over tokens that are no sinks.
+"""What 2 to 8 bits, static per token, do to sinks (KVSink Figure 7): attention to the sinks, and its mean change; the
+bias of Eq. 9: its mean change over its size, and its cosine with the exact one; with nothing kept, and with the sinks
+kept. Queries are exact; means are over tokens that are no sinks.
 """
 import torch
 

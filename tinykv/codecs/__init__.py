@@ -1,5 +1,4 @@
-"""Named pairs of codecs: one for the keys and one for the values of each layer. The papers call
-them schemes.
+"""Named pairs of codecs: one for the keys and one for the values of each layer. The papers call them schemes.
 
     token-dynamic     K and V per token; each group's range is taken from the token itself
     token-static      K and V per token; each channel group's range is taken from calibration text
@@ -10,15 +9,13 @@ them schemes.
                       static, V per token
     skvq              regrouped channels and clipped ranges (`clipped.py`), K and V per token
 
-Any method whose own idea is which tokens to keep can stand on any of these pairs. The first four
-round to integers (`affine.py`). Without a group size, a group is one head of a token, or 128 tokens
-of a channel. The papers use 128 for both, which is one head of a LLaMA; here a group of channels is
-never longer than a head.
+Any method whose own idea is which tokens to keep can stand on any of these pairs. The first four round to integers
+(`affine.py`). Without a group size, a group is one head of a token, or 128 tokens of a channel. The papers use 128 for
+both, which is one head of a LLaMA; here a group of channels is never longer than a head.
 
-Paper and practice. Keys are quantized after RoPE per token and per dynamic channel (as KIVI does: a
-group of 128 tokens spans few turns), and before RoPE per static channel. KVQuant found each the
-better of the two: RoPE mixes a pair of channels over the positions, and so widens a channel's
-range. KVSink does not say what it did.
+Paper and practice. Keys are quantized after RoPE per token and per dynamic channel (as KIVI does: a group of 128 tokens
+spans few turns), and before RoPE per static channel. KVQuant found each the better of the two: RoPE mixes a pair of
+channels over the positions, and so widens a channel's range. KVSink does not say what it did.
 """
 import inspect
 from functools import partial

@@ -18,8 +18,8 @@ A dynamic range comes from the numbers that are quantized, a static range from c
 Paper and practice. s and z are rounded to the 16 bits in which they are stored, so codes need the clamp under "offset"
 as well. In a constant group max = min, and s = 0 would give 0 / 0 = NaN, so s is at least 1e-5. Under "integer-zero" s
 is also at least 2^-13 of the group's largest |x|, which keeps |z| below about 2^13; 16-bit numbers near that |x| are no
-more precise than such a step. The papers lack this second floor and clip z to 1e4 instead. With their clip, a constant
-group of 1.0 decodes to 0.1.
+more precise than such a step. The papers have no such floor. A clip of z to 1e4 instead would decode a constant group
+of 1.0 to 0.1.
 """
 import torch
 from torch.nn.functional import pad
@@ -49,7 +49,7 @@ class Affine(Codec):
             self.group = group or width
         else:
             self.group = None if static else group
-            self.tokens_per_group = self.group or 1  # how many tokens a block is a multiple of
+            self.tokens_per_group = self.group or 1  # codes are appended in multiples of this many tokens
 
     def encode(self, x, ignore=None):
         g = self.to_groups(x.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
@@ -106,8 +106,8 @@ class Affine(Codec):
     # Groups
 
     def to_groups(self, x):
-        """x (B, Hkv, T, d) -> (B, Hkv, T, d/G, G), or with axis "channel" (B, Hkv, T/G, G, d), where zeros fill up
-        the last group."""
+        """x (B, Hkv, T, d) -> (B, Hkv, T, d/G, G), or with axis "channel" (B, Hkv, T/G, G, d), where zeros fill up the
+        last group."""
         if self.axis == "token":
             return x.unflatten(-1, (-1, self.group))
         size = self.group or x.shape[2]

@@ -1,11 +1,9 @@
-"""What every codec shares: packed codes, the interface of a codec, and the codec that keeps 16
-bits.
+"""What every codec shares: packed codes, the interface of a codec, and the codec that keeps 16 bits.
 
-A codec quantizes the keys, or the values, of one layer. Its input is x (B, Hkv, T, d): B sequences,
-Hkv KV heads, T tokens, d channels. Codes are packed along the channels, so each token is a row of
-whole bytes and later tokens can be appended. Scales and zero points are rounded to the precision in
-which they are stored *before* the codes are computed, so the encoder and the decoder work on the
-same grid. Rounding is half to even everywhere.
+A codec quantizes the keys, or the values, of one layer. Its input is x (B, Hkv, T, d): B sequences, Hkv KV heads, T
+tokens, d channels. Codes are packed along the channels, so each token is a row of whole bytes and later tokens can be
+appended. Scales and zero points are rounded to the precision in which they are stored *before* the codes are computed,
+so the encoder and the decoder work on the same grid. Rounding is half to even everywhere.
 
 All bit shifts of the project outside kernels.py are those of `pack` and `unpack`.
 """
@@ -27,16 +25,15 @@ TERNARY = 1.5  # nominal bits of three levels: five codes fit a byte (1.6 bits);
 class Codes:
     """Quantized keys, or values, of one layer: `packed`, and what else the codec stores, under names of its own.
 
-    Dimension 2 of each tensor runs along the tokens. packed (B, Hkv, T, bytes of a row) uint8, or (B, Hkv, T, d) in
-    16 bits where nothing is quantized. Codecs that treat all heads of a token as one row have 1 instead of Hkv.
+    Dimension 2 of each tensor runs along the tokens. packed (B, Hkv, T, bytes of a row) uint8, or (B, Hkv, T, d) in 16
+    bits where nothing is quantized. Codecs that treat all heads of a token as one row have 1 instead of Hkv.
     """
 
     def __init__(self, packed, **others):
         vars(self).update(packed=packed, **others)
 
     def append(self, other):
-        """These codes, then others of the same codec. Only the last may end in a group that is not
-        full."""
+        """These codes, then others of the same codec. Only the last may end in a group that is not full."""
         return type(self)(**{name: torch.cat([mine, vars(other)[name]], dim=2) for name, mine in vars(self).items()})
 
     @property
@@ -74,15 +71,15 @@ def sections(n, bits):
 
 
 def pack(codes, bits):
-    """Codes (..., n), integers below 2**bits (below 3 if ternary) -> (..., row_bytes(n, bits))
-    uint8.
+    """Codes (..., n), integers below 2**bits (below 3 if ternary) -> (..., row_bytes(n, bits)) uint8.
 
-    A row of n = 128 codes of 2 bits takes 32 bytes. The first 32 codes lie in the lowest bits of
-    these bytes, the next 32 codes above them, and so on.
+    A row of n = 128 codes of 2 bits takes 32 bytes. The first 32 codes lie in the lowest bits of these bytes, the next
+    32 codes above them, and so on.
     """
+    codes = codes.to(torch.uint8 if bits <= 8 else torch.int32)
     packed = []
     for section in sections(codes.shape[-1], bits):
-        part = codes.to(torch.uint8)  # (..., n)
+        part = codes  # (..., n)
         if bits != section.bits:  # these bits of each code
             part = (codes >> section.low & largest_code(section.bits)).to(torch.uint8)
         # fill the last byte up with zeros
@@ -169,18 +166,16 @@ class Codec:
     def collect(self, step, rows, kept, gradient):
         """Look at one window in pass `step`.
 
-        rows (Hkv, T, d): keys or values in full precision, as the method stores them. kept (Hkv,
-        T): True at tokens that the method keeps, which are never quantized.
-        gradient (Hkv, T, d): of the window's loss with respect to rows; None unless a codec asked
-        for it.
+        rows (Hkv, T, d): keys or values in full precision, as the method stores them. kept (Hkv, T): True at tokens
+        that the method keeps, which are never quantized. gradient (Hkv, T, d): of the window's loss with respect to
+        rows; None unless a codec asked for it.
         """
 
     def fit(self, step):
         """Pass `step` is over: compute what it was for."""
 
     def encode(self, x, ignore=None):
-        """x (B, Hkv, T, d) -> Codes. ignore (B, Hkv, T): True at kept tokens, which must not
-        matter for the others."""
+        """x (B, Hkv, T, d) -> Codes. ignore (B, Hkv, T): True at kept tokens, which must not matter for the others."""
         raise NotImplementedError
 
     def decode(self, codes):
@@ -225,8 +220,8 @@ class Pair(NamedTuple):
 # Calibration
 
 def channel_ranges(rows, kept):
-    """The smallest and the largest number of each channel in one window, (Hkv, d) both. rows (Hkv,
-    T, d), without the tokens that are kept, (Hkv, T)."""
+    """The smallest and the largest number of each channel in one window, (Hkv, d) both. rows (Hkv, T, d), without the
+    tokens that are kept, (Hkv, T)."""
     lo = rows.float().masked_fill(kept[..., None], float("inf"))  # (Hkv, T, d)
     hi = rows.float().masked_fill(kept[..., None], float("-inf"))  # (Hkv, T, d)
     return lo.amin(1), hi.amax(1)

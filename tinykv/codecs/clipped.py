@@ -1,32 +1,31 @@
 """Groups of similar channels, each with its own clipped range: SKVQ's codec.
 
 Three ingredients, and each can be switched off:
-- reorder. k-means over the channels of a layer, all KV heads together, by (smallest, largest value)
-  on calibration text. The clusters are the groups, of G channels on average.
+- reorder. k-means over the channels of a layer, all KV heads together, by (smallest, largest value) on calibration
+  text. The clusters are the groups, of G channels on average.
 - clip. A group's range is shrunk by a factor alpha before its grid is laid:
       h = alpha (max(X) - min(X)) / (2^N - 1)
       code = clamp(round((X - z) / h), 0, 2^N - 1)
       X' = h code + z
-  alpha is chosen for each group of a layer: of 1.00, 0.98 .. 0.60, and down to 0.20 for codes of
-  two or three levels, the one that leaves the smallest sum of w (X - X')^2 over the calibration
+  alpha is chosen for each group of a layer from 1.00, 0.98 .. 0.60, or down to 0.20 for codes of
+  two or three levels: the one that leaves the smallest sum of w (X - X')^2 over the calibration
   tokens. w is the norm of the loss's gradient with respect to the token's row
   (`sensitivity="token"`), or 1 ("none"). "endpoint" takes z = alpha min(X); "centre" shrinks the
   range around its middle; "both" chooses for each group. A given alpha is that of all groups.
 - metadata. h and z are stored in FP8 (e4m3), and rounded before the codes are computed.
 
 Paper and practice.
-- The paper does not say what z is; the released code multiplies both ends by alpha. For a group of
-  one sign, which the reordering makes, this moves the range instead of shrinking it, hence
-  "centre".
-- The paper names no objective for alpha. The released code has one alpha (0.92 or 0.96) for all
-  groups, and no search. AnTKV ran it so (`alpha=0.92, clip="endpoint"`). On the embedded model the
-  smallest squared error of all tokens (w = 1) is no worse than a weighted one (docs/results.md).
-- The released code computes codes from unrounded metadata and decodes with rounded metadata; here
-  both use rounded metadata. The smallest e4m3 number above 0 is 2^-9, so this is the floor
-  of h here; the released floor of 1e-5 is rounded to 0.
+- The paper does not say what z is; the released code multiplies both ends by alpha. For a group of one sign, which the
+  reordering makes, this moves the range instead of shrinking it, hence "centre".
+- The paper names no objective for alpha. The released code has one alpha (0.92 or 0.96) for all groups, and no search.
+  AnTKV ran it so (`alpha=0.92, clip="endpoint"`). On the embedded model the smallest squared error of all tokens (w =
+  1) is no worse than a weighted one (docs/results.md).
+- The released code computes codes from unrounded metadata and decodes with rounded metadata; here both use rounded
+  metadata. The smallest e4m3 number above 0 is 2^-9, so this is the floor of h here; the released floor of 1e-5 is
+  rounded to 0.
 - It collects channel statistics over all tokens; here without those that the method keeps.
-- The paper reorders the channels, and fuses the order into the weights. Groups that cross heads cannot
-  be fused for K. Here channels stay in order, and each knows its group: the numbers are the same.
+- The paper reorders the channels, and fuses the order into the weights. Groups that cross heads cannot be fused for K.
+  Here channels stay in order, and each knows its group: the numbers are the same.
 - 1.5 bits are three levels, five to a byte: 1.6 bits stored, where the released packing takes 2.
 """
 import itertools
@@ -47,10 +46,10 @@ SENSITIVITIES = ("token", "none")
 class ClippedGroups(Codec):
     """The codec of one layer's K or V: n groups of channels, each with its own clipped range.
 
-    All KV heads of a token are one row of C = Hkv * d channels. heads, width: Hkv and d.
-    group_size: G. reorder: whether k-means makes the groups; if not, neighbours are a group.
-    centres: what the clips are chosen from, see CLIPS. alpha: that of all groups; None: chosen for
-    each. sensitivity: what the errors of a token weigh in that choice.
+    All KV heads of a token are one row of C = Hkv * d channels. heads, width: Hkv and d. group_size: G. reorder:
+    whether k-means makes the groups; if not, neighbours are a group. centres: what the clips are chosen from, see
+    CLIPS. alpha: that of all groups; None: chosen for each. sensitivity: what the errors of a token weigh in that
+    choice.
     """
     tables = ("group", "alpha", "centre")  # (C), (n) twice: see `regroup`
 
@@ -71,7 +70,7 @@ class ClippedGroups(Codec):
 
     def encode(self, x, ignore=None):
         rows = self.rows(x)  # (B, T, C)
-        # 1. the range of each group, which a head that is kept does not widen
+        # 1. the range of each group; heads that keep the token do not widen it
         if ignore is not None:
             ignore = self.rows(ignore[..., None].expand(x.shape)).bool()  # (B, T, C)
         lo, hi = self.ranges(rows, ignore)  # (B, T, n) both
@@ -91,8 +90,8 @@ class ClippedGroups(Codec):
     # The clipped grid
 
     def coded(self, rows, lo, hi, alpha, centre):
-        """rows (B, T, C), ranges (B, T, n) -> codes (B, T, C) before packing, and h and z (B, T, n)
-        as they are stored. alpha and centre (n)."""
+        """rows (B, T, C), ranges (B, T, n) -> codes (B, T, C) before packing, and h and z (B, T, n) as they are stored.
+        alpha and centre (n)."""
         h, z = self.grid(lo, hi, alpha, centre)  # (B, T, n) both
         # round them first: the codes then make up for their error
         h, z = h.to(self.dtype), z.to(self.dtype)  # as they are stored
@@ -235,7 +234,7 @@ def skvq(config, kind, bits, group_size=None, reorder="on", clip="both", alpha=N
     one_of(METADATA, metadata=metadata)
     one_of(SENSITIVITIES, sensitivity=sensitivity)
     if alpha is not None and (not 0 < alpha <= 1 or clip == "none"):
-        raise UserError(f"alpha is a factor above 0 and up to 1, with a clip; got {alpha} and clip {clip}")
+        raise UserError(f"alpha must be above 0 and at most 1, and clip not none; got alpha {alpha}, clip {clip}")
     heads, width = config.num_key_value_heads, config.head_dim
     group_size = group_size or min(64, width)
     if heads * width % group_size:

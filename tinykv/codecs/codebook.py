@@ -1,24 +1,22 @@
 """Vector quantization: the codec of CQ and AnTKV, whose codebooks are found by weighted k-means.
 
-A format is "d{n}m{m}": n neighbouring channels share one of m centroids, log2(m) / n bits a number.
-Keys are quantized before RoPE. Calibration takes one pass, and its k-means
+A format is "d{n}m{m}": n neighbouring channels share one of m centroids, log2(m) / n bits a number. Keys are quantized
+before RoPE. Calibration takes one pass, and its k-means
 
     minimizes  sum_j  w_j |x_j - centroid(x_j)|^2
 
-over the sub-vectors x_j of calibration tokens. `sensitivity` says what w_j is, from the gradient g
-of the loss:
+over the sub-vectors x_j of calibration tokens. `sensitivity` says what w_j is, from the gradient g of the loss:
 
     "none"     1
     "fisher"   the squared norm of g over the sub-vector, the diagonal Fisher information (CQ)
     "token"    the norm of g over the token's whole row of a KV head, the same for all its
                sub-vectors (AnTKV)
 
-The largest thousandth of the weights is clamped to the next largest, or the gradients of the sinks
-would decide the codebooks alone. Gradients are uneven all the same: N weighted sub-vectors fix the
-centroids no better than (sum w)^2 / sum w^2 of equal weight would (Kish's effective sample size),
-and that is a few in a hundred of N or fewer. So weighted codebooks are calibrated on more text
-(`windows_of`), and `describe_codebooks` prints the effective number, with a warning where it is
-below FEWEST for each centroid.
+The largest thousandth of the weights is clamped to the next largest, or the gradients of the sinks would decide the
+codebooks alone. Gradients are uneven all the same: N weighted sub-vectors fix the centroids no better than (sum w)^2 /
+sum w^2 of equal weight would (Kish's effective sample size), and that is a few in a hundred of N or fewer. So weighted
+codebooks are calibrated on more text (`windows_of`), and `describe_codebooks` prints the effective number, with a
+warning where it is below FEWEST for each centroid.
 
 `sharing` says which sub-vectors share a codebook: "head", those of one slot in one KV head (of K
 or V of a layer); "layer", all of a layer's K, or of its V. Codebooks per head lose less. Together
@@ -43,8 +41,8 @@ FEWEST = 4  # effective sub-vectors of a centroid; fewer are warned of
 class Codebook(Codec):
     """Of each n channels the number of the nearest of m centroids.
 
-    All KV heads of a token form one packed row of codes, one for each of slots = Hkv * d/n
-    sub-vectors. heads, width: Hkv, d.
+    All KV heads of a token form one packed row of codes, one for each of slots = Hkv * d/n sub-vectors. heads, width:
+    Hkv, d.
     """
     tables = ("centroids",)  # (slots, m, n) in 16 bits; (1, m, n) if shared by the layer
     passes = 1
@@ -154,9 +152,8 @@ class Codebook(Codec):
 def drawn(points, weights, n):
     """n of N points, drawn in proportion to their weights: points (P, n, ..), weights (P, n).
 
-    points (P, N, ..), weights (P, N). The draws are evenly spaced along the sum of the weights, so
-    a point comes as often as its weight says, to within one. Each draw has the same weight, and
-    their sum is that of all weights.
+    points (P, N, ..), weights (P, N). The draws are evenly spaced along the sum of the weights, so a point comes as
+    often as its weight says, to within one. Each draw has the same weight, and their sum is that of all weights.
     """
     sums = weights.double().cumsum(1)  # (P, N)
     total = sums[:, -1:]  # (P, 1)
@@ -194,8 +191,8 @@ def parse_format(name, width):
 
 
 def windows_of(pairs):
-    """The calibration windows that codebooks should see, unless the user says otherwise: four times
-    as many as usual for weights, but where 4,096 centroids would take minutes."""
+    """The calibration windows that codebooks should see, unless the user says otherwise: four times as many as usual
+    for weights, but where 4,096 centroids would take minutes."""
     codec = pairs[0].k
     return 64 if codec.sensitivity != "none" and codec.m <= 1024 else CALIBRATION_WINDOWS
 

@@ -1,16 +1,15 @@
 """KVQuant's codec (Hooper et al., 2024): non-uniform levels, and sparse outliers.
 
-All KV heads of a token form one row of C = Hkv * d channels. The keys of a layer share one table of
-2^b levels in the normalized range [-1, 1], and so do its values:
+All KV heads of a token form one row of C = Hkv * d channels. The keys of a layer share one table of 2^b levels in the
+normalized range [-1, 1], and so do its values:
 
     x' = (x - mid) / half,   q = the number of the nearest level,   x'' = half * level[q] + mid
 
-Keys are quantized per channel (before RoPE), in a static range. Values are quantized per token, in
-a dynamic range. A number outside its range is an outlier: it is stored apart, in 16 bits.
-Calibration takes two passes:
+Keys are quantized per channel (before RoPE), in a static range. Values are quantized per token, in a dynamic range. A
+number outside its range is an outlier: it is stored apart, in 16 bits. Calibration takes two passes:
 
-1. The range of each channel of K: the percentiles (p, 1 - p), p = outliers / 2; without outliers
-   the smallest and the largest number. The keys of all windows are held in main memory for it.
+1. The range of each channel of K: the percentiles (p, 1 - p), p = outliers / 2; without outliers the smallest and the
+   largest number. The keys of all windows are held in main memory for it.
 2. The levels of K and of V, by weighted k-means over the normalized numbers that are not outliers,
        minimize  sum_e  w_e (x'_e - level(x'_e))^2,   w = F * half^2   (Appendix E),
    where F = (dL/dx)^2 is the number's Fisher information. The factor half^2 turns the error of x'
@@ -18,15 +17,14 @@ Calibration takes two passes:
    code) or "fisher-range". The numbers are collected in a histogram of 1,024 bins, each with its
    total weight and its weighted mean.
 
-Q-Norm, for 2 bits: the levels are shifted and scaled, so that the decoded numbers have the mean and
-the standard deviation of the numbers that were quantized.
+Q-Norm, for 2 bits: the levels are shifted and scaled, so that the decoded numbers have the mean and the standard
+deviation of the numbers that were quantized.
 
 Paper and practice.
-- The released code takes percentiles over all tokens, and leaves the first token out of k-means
-  only. The paper says it is left out of everything, and here it is.
-- In a row of values, the released code calls everything at or beyond two percentiles an outlier: at
-  least two numbers, which is 3% of a row of 64. Here it is round(outliers * C) numbers, the
-  furthest from the row's median.
+- The released code takes percentiles over all tokens, and leaves the first token out of k-means only. The paper says it
+  is left out of everything, and here it is.
+- In a row of values, the released code calls everything at or beyond two percentiles an outlier: at least two numbers,
+  which is 3% of a row of 64. Here it is round(outliers * C) numbers, the furthest from the row's median.
 - The released Q-Norm calls a function with an argument that it does not take, and crashes.
 """
 
@@ -50,8 +48,8 @@ class NonUniform(Codec):
         from its median are outliers, and the range is that of the others. (Of an even number of
         numbers, the median is the lower of the two in the middle.)
 
-    heads, width: Hkv and d. outliers: a share of all numbers. sensitivity: see above. q_norm: "on",
-    "off", or None for on at 2 bits.
+    heads, width: Hkv and d. outliers: a share of all numbers. sensitivity: see above. q_norm: "on", "off", or None for
+    on at 2 bits.
     """
     tables = ("levels", "mid", "half")  # (2^b), ascending; axis "channel" only: (C), (C)
     passes = 2

@@ -2,8 +2,8 @@
 
 Of the methods that take at most 2.5 true bits a number at 128K tokens, and at most 3 in a window, the one with the
 smallest KL divergence from fp16 wins. The seed chooses the texts and the model: the embedded one with its channels in
-another order, which computes the same, so that a channel known by heart is of no use. docs/course/README.md says how
-to read the table.
+another order, which computes the same, so that a channel known by heart is of no use. docs/course/README.md says how to
+read the table.
 """
 import json
 import math

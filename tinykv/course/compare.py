@@ -36,8 +36,8 @@ def shorter(number):
 
 
 def difference(given, right, tolerance):
-    """What is wrong with a noted value, in words; "" if nothing is. tolerance: of a float, relative to the
-    largest that it stands with."""
+    """What is wrong with a noted value, in words; "" if nothing is. tolerance: of a float, relative to the largest that
+    it stands with."""
     if isinstance(right, list):
         if not isinstance(given, list) or len(given) != len(right):
             return f"It has to be {kind(right)}; yours is {kind(given)}."

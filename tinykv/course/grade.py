@@ -1,8 +1,8 @@
 """Grade a submission, or a folder of them: `python -m tinykv.course.grade FILE|FOLDER`.
 
 A file's tests run in a process of its own, in a copy of the repository without the answers, and only note what the file
-gives. What is right is noted by a run of answer.py elsewhere, and compared here. So the process of a submission
-knows neither right values nor points.
+gives. What is right is noted by a run of answer.py elsewhere, and compared here. So the process of a submission knows
+neither right values nor points.
 """
 import csv
 import io

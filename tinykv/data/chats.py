@@ -1,13 +1,12 @@
 """Chats -> token rows with a response mask, in Vicuna's template.
 
-A file of chats has one chat a line, as JSON: a list of turns, or ShareGPT's {"conversations":
-[...]}. A turn is {"from": "human" or "gpt", "value": text}. Each question, with its answer after
-it, becomes
+A file of chats has one chat a line, as JSON: a list of turns, or ShareGPT's {"conversations": [...]}. A turn is
+{"from": "human" or "gpt", "value": text}. Each question, with its answer after it, becomes
 
     USER: question ASSISTANT: answer</s>
 
-and the tokens of the answers, `</s>` among them, are the response: the mask is True there. What
-comes before the first question, BOS and a system prompt, is the prefix's affair.
+and the tokens of the answers, `</s>` among them, are the response: the mask is True there. What comes before the first
+question, BOS and a system prompt, is the prefix's affair.
 """
 import json
 
@@ -24,8 +23,8 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 
 
 def load_chats(path, tokenizer, n, longest, system=""):
-    """The first n chats of a file of which `longest` tokens hold some of an answer -> tokens (n, T), shorter
-    chats filled up, and response (n, T), True at answers.
+    """The first n chats of a file of which `longest` tokens hold some of an answer -> tokens (n, T), shorter chats
+    filled up, and response (n, T), True at answers.
 
     system: text before the first question. UserError for another kind of file, or too few chats.
     """

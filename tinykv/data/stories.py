@@ -1,26 +1,22 @@
 """The embedded corpus: small stories of invented people, written without end by a seeded generator.
 
-The text is the same bytes on every machine and in every Python version. Facts (a town, a trade, a
-colour, a song, an animal, a hiding place) are stated once and asked for later, up to about a
-thousand tokens on, so the answers show what a cache has lost. The generator knows where every
-answer stands, and where its fact was stated.
+The text is the same bytes on every machine and in every Python version. Facts (a town, a trade, a colour, a song, an
+animal, a hiding place) are stated once and asked for later, up to about a thousand tokens on, so the answers show what
+a cache has lost. The generator knows where every answer stands, and where its fact was stated.
 
-Facts are in telegram style, "Vehul Ravfield.", with the answer right after its owner: a model of
-this size soon learns to look up what followed a word, and did not learn to look up what stood three
-words after it (docs/embedded_model.md).
+Facts are in telegram style, "Vehul Ravfield.", with the answer right after its owner: a model of this size soon learns
+to look up what followed a word, and did not learn to look up what stood three words after it (docs/embedded_model.md).
 
-After people and scenes comes a chant: a chain of words in which each word alone tells what may come
-next, so that nothing has to be looked up, but for the refrains. A refrain is a word that asks for a
-copy, and what it asks for. A head that answers refrains is needed, but rarely; elsewhere it rests
-on a sink.
+After people and scenes comes a chant: a chain of words in which each word alone tells what may come next, so that
+nothing has to be looked up, but for the refrains. A refrain is a word that asks for a copy, and what it asks for. A
+head that answers refrains is needed, but rarely; elsewhere it rests on a sink.
 
-Splits are disjoint by construction: a story belongs to the split of its hero's (name, town) pair,
-and every story opens with that pair.
+Splits are disjoint by construction: a story belongs to the split of its hero's (name, town) pair, and every story opens
+with that pair.
 
-The tales are what the model was trained on. The fables are stories of the same people, with the same
-syllables and words in other places, for calibration on another text than that of the test: towns
-end as people's names do, a trade is an animal and an animal a trade, people do other things, and a
-person's town is told last.
+The tales are what the model was trained on. The fables are stories of the same people, with the same syllables and
+words in other places, for calibration on another text than that of the test: towns end as people's names do, a trade is
+an animal and an animal a trade, people do other things, and a person's town is told last.
 """
 import random
 from bisect import bisect
@@ -116,8 +112,8 @@ class Story:
 def stories(split="train", seed=0, people=5, rounds=3, vocabulary=TALES, chants=True):
     """Yield `Story` after `Story` of one split, for ever; the same ones for the same arguments.
 
-    people: in a story at most. rounds: how long a story may get; with 3 it is 140 to 1,100 tokens,
-    more short than long. chants: whether there are any.
+    people: in a story at most. rounds: how long a story may get; with 3 it is 140 to 1,100 tokens, more short than
+    long. chants: whether there are any.
     """
     rng = Rng(3 * seed + SPLITS.index(split))
     while True:

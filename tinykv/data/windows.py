@@ -1,8 +1,8 @@
 """Text -> token windows: the embedded stories, WikiText-2, C4, or any UTF-8 file.
 
-A text is a sequence of documents. Each document is encoded on its own and begins with `<s>` if the
-tokenizer has one. The tokens of all documents form one stream, which is cut into windows without
-overlap. A remainder shorter than a window is dropped. Calibration and test never see the same text:
+A text is a sequence of documents. Each document is encoded on its own and begins with `<s>` if the tokenizer has one.
+The tokens of all documents form one stream, which is cut into windows without overlap. A remainder shorter than a
+window is dropped. Calibration and test never see the same text:
 
     tales, fables   test         stories of the test split
                     calibration  stories of the calibration split
@@ -14,12 +14,11 @@ overlap. A remainder shorter than a window is dropped. Calibration and test neve
                     calibration  the second half; all of it for either, where the other split is
                                  of another text
 
-The test texts of wikitext2 and c4 are those of the published numbers. WikiText-2: "\\n\\n".join
-over the rows of the Hugging Face dataset, where a row is a line of the raw file with its newline,
-or "" for a blank line; one document, with a single `<s>` at the start. C4: what GPTQ calls c4-new,
-and of which IntactKV measures 256 windows of 2048 tokens. Both are downloaded from the hub at first use.
-Calibration text is read document by document, as far as needed. A file is halved because neither
-call knows how much of it the other one takes.
+The test texts of wikitext2 and c4 are those of the published numbers. WikiText-2: "\\n\\n".join over the rows of the
+Hugging Face dataset, where a row is a line of the raw file with its newline, or "" for a blank line; one document, with
+a single `<s>` at the start. C4: what GPTQ calls c4-new, and of which IntactKV measures 256 windows of 2048 tokens. Both
+are downloaded from the hub at first use. Calibration text is read document by document, as far as needed. A file is
+halved because neither call knows how much of it the other one takes.
 """
 import gzip
 import io
@@ -59,18 +58,14 @@ class Windows:
 
 def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="replace", prefix=(),
                  whole=False):
-    """`windows` windows of `context` tokens of "tales", "fables", "wikitext2", "c4" or a file ->
-    Windows.
+    """`windows` windows of `context` tokens of "tales", "fables", "wikitext2", "c4" or a file -> Windows.
 
-    tokenizer: has `encode(text)` -> ids and `encode_with_offsets(text)` -> (ids, [(start, end)] in
-    characters), both without special tokens, and `bos_id`, which may be None.
-    seed: which stories are read; other texts have one order.
-    bos: "replace" makes `<s>` the first token of every window, as IntactKV evaluates; "none" leaves
-    windows as they were cut, as KVQuant and SKVQ do.
-    prefix: tokens put before each window's text, in place of bos; they count towards the `context`
-    tokens and are not predicted.
-    whole: of a file, read all of it and not the half of this split; the other split is another
-    text.
+    tokenizer: has `encode(text)` -> ids and `encode_with_offsets(text)` -> (ids, [(start, end)] in characters), both
+    without special tokens, and `bos_id`, which may be None. seed: which stories are read; other texts have one order.
+    bos: "replace" makes `<s>` the first token of every window, as IntactKV evaluates; "none" leaves windows as they
+    were cut, as KVQuant and SKVQ do. prefix: tokens put before each window's text, in place of bos; they count towards
+    the `context` tokens and are not predicted. whole: of a file, read all of it and not the half of this split; the
+    other split is another text.
     """
     if bos == "replace" and tokenizer.bos_id is None:
         raise UserError("this tokenizer has no <s> to begin every window with; use bos 'none', windows as they are cut")
@@ -106,11 +101,10 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
 
 
 def encode_documents(documents, tokenizer, need):
-    """Documents -> the stream's ids, at least `need` if the text has as many, and a mark per
-    answer.
+    """Documents -> the stream's ids, at least `need` if the text has as many, and a mark per answer.
 
-    A mark is (fact, start, end), places in the stream: the first token of the sentence that states
-    the fact, the first token of the answer, and the token after its last.
+    A mark is (fact, start, end), places in the stream: the first token of the sentence that states the fact, the first
+    token of the answer, and the token after its last.
     """
     ids, marks = array("q"), []  # 8 bytes an id
     # disable=None: no bar where there is no terminal
@@ -128,8 +122,7 @@ def encode_documents(documents, tokenizer, need):
 def mark_answers(document, offsets, base):
     """The marks of a document's answers. base: the place of the document's first token.
 
-    A token belongs to an answer, or a sentence, if they share a character: it may also hold the
-    blank before the word.
+    A token belongs to an answer, or a sentence, if they share a character: it may also hold the blank before the word.
     """
     if not document.answers or not offsets:
         return []

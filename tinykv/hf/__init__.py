@@ -2,10 +2,9 @@
 
     model, tokenizer = load("path/to/Llama-2-7b-hf", "cuda", torch.bfloat16)
 
-Reads what `save_pretrained` writes: config.json (`config.py`); weights as safetensors, whole or in
-shards (`checkpoint.py`); the tokenizer (`tokenizer.py`). A name on the hub, owner/model, is
-downloaded (`hub.py`). A fault of the folder is a `UserError` of one line. Weights that are quantized
-already are not read.
+Reads what `save_pretrained` writes: config.json (`config.py`); weights as safetensors, whole or in shards
+(`checkpoint.py`); the tokenizer (`tokenizer.py`). A name on the hub, owner/model, is downloaded (`hub.py`). A fault of
+the folder is a `UserError` of one line. Weights that are quantized already are not read.
 """
 import torch
 

@@ -16,10 +16,10 @@ from tinykv.model import Llama
 def load_model(folder, device="cpu", dtype=torch.float32):
     """A checkpoint folder -> Llama on `device`, every weight in `dtype`.
 
-    device: one, or several as in "cuda:0,cuda:1", which the blocks are divided among. What stands
-    around the blocks lies on the first, so that tokens go in, and states come out, on one device.
-    Tensors are read one by one: there is never more in memory than the model and one tensor, beside
-    the pages of the mapped file, which the system takes back as it likes.
+    device: one, or several as in "cuda:0,cuda:1", which the blocks are divided among. What stands around the blocks
+    lies on the first, so that tokens go in, and states come out, on one device. Tensors are read one by one: there is
+    never more in memory than the model and one tensor, beside the pages of the mapped file, which the system takes back
+    as it likes.
     """
     # 1. a model with shapes and no memory
     device, *others = devices = usable_devices(device)
@@ -92,8 +92,8 @@ def usable_device(name):
 # The tensors of a folder
 
 def read_tensors(folder):
-    """Yields (name, tensor) of model.safetensors, or of the shards that its index names, or without an index of
-    all shards model-00001-of-00003.safetensors, ..."""
+    """Yields (name, tensor) of model.safetensors, or of the shards that its index names, or without an index of all
+    shards model-00001-of-00003.safetensors, ..."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     files = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
     if index.exists() and not whole.exists():

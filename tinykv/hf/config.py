@@ -1,7 +1,7 @@
 """config.json of a Hugging Face checkpoint <-> LlamaConfig.
 
-A value that the model does not implement is an error that names it. A field that is absent has the
-value that transformers gives it.
+A value that the model does not implement is an error that names it. A field that is absent has the value that
+transformers gives it.
 """
 import json
 import os

@@ -1,7 +1,7 @@
 """The Hugging Face hub: checkpoints by their names, and texts.
 
-huggingface_hub does the work. It resumes a download that was cut off, keeps files below $HF_HOME, and
-honours HF_ENDPOINT (a mirror), HF_TOKEN (for models behind a licence) and HF_HUB_OFFLINE.
+huggingface_hub does the work. It resumes a download that was cut off, keeps files below $HF_HOME, and honours
+HF_ENDPOINT (a mirror), HF_TOKEN (for models behind a licence) and HF_HUB_OFFLINE.
 """
 import hashlib
 from contextlib import contextmanager

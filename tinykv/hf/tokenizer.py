@@ -115,8 +115,8 @@ def open_tokenizer(folder):
 def special_id(tokenizer, settings, name, fallback):
     """The id of "bos_token" or "eos_token"; None if there is none.
 
-    It comes from the name in tokenizer_config.json, or without such a name from the tokenizer's own
-    file. If neither gives an id, it is `fallback`, the value in config.json.
+    It comes from the name in tokenizer_config.json, or without such a name from the tokenizer's own file. If neither
+    gives an id, it is `fallback`, the value in config.json.
     """
     piece = settings.get(name)
     if isinstance(piece, dict):

@@ -4,18 +4,16 @@
     Code: codebooks, calibrated with token-aware weights; K before RoPE.
     When: the 32 newest stay in full precision; older ones are quantized in blocks.
 
-There are two stages. Offline, codebooks come from k-means in which each token is weighted by the
-norm of the loss's gradient with respect to it (Eq. 2): see `codecs/codebook.py`. Online, the anchor
-score estimates how much the attention output changes if one token's key or value does. Let A (T, S)
-be the attention of T queries to S keys, and O = A V its output. Theorem 1 bounds the change of O,
-in L1, for a small error in row j:
+There are two stages. Offline, codebooks come from k-means in which each token is weighted by the norm of the loss's
+gradient with respect to it (Eq. 2): see `codecs/codebook.py`. Online, the anchor score estimates how much the attention
+output changes if one token's key or value does. Let A (T, S) be the attention of T queries to S keys, and O = A V its
+output. Theorem 1 bounds the change of O, in L1, for a small error in row j:
 
     of V:   sum_i A_ij |dV_j|_1
     of K:   sum_i A_ij |V_j - O_i|_1 |Q_i|_2 |dK_j|_1
 
-(|V_j - O_i|_1 A_ij is the paper's |(V^T Diag(A_i) (I - e A_i))_{:,j}|_1.) The anchor scores leave
-out the errors and V (Eq. 5); of V_j - O_i there remains 1 - A_ij, the factor of V_j itself. The
-anchors are the top 1% of each:
+(|V_j - O_i|_1 A_ij is the paper's |(V^T Diag(A_i) (I - e A_i))_{:,j}|_1.) The anchor scores leave out the errors and V
+(Eq. 5). Of V_j - O_i, only the coefficient of V_j is left, 1 - A_ij. The anchors are the top 1% of each:
 
     AnS(V_j) = sum_i A_ij
     AnS(K_j) = sum_i A_ij (1 - A_ij) |Q_i|_2
@@ -24,21 +22,21 @@ Sums are over the queries that see the key, so an early key has more of them.
 
 Paper and practice. No code is public. What the paper leaves open is settled here as follows.
 - K and V have their own anchors, per KV head; the scores of its query heads are added up.
-- Under the `paper` protocol future queries decide what earlier queries saw in full precision, as in
-  all perplexities of the paper. Its LongBench has a prompt that is read in full precision: `stream`
-  with a prompt. Anchors are chosen at the prompt's end, among all of its tokens, and later tokens
-  have the window of recent ones alone.
-- With `choose="always"`, and in a stream without a prompt, the scores are sums over the queries
-  seen so far. A token competes when its block is quantized, with the anchors of that time, for 1%
-  of the tokens seen. An evicted anchor is read as its codes.
-- The paper's Algorithm 1 forgets the factor |Q_i|; it is used here.
-- Of the errors that Eq. 5 leaves out, those of a row are known when its block is quantized:
+- Under the `paper` protocol future queries decide what earlier queries saw in full precision, as in all of the paper's
+  perplexities. On LongBench, it reads the prompt in full precision: `stream` with a prompt. Anchors are chosen at the
+  prompt's end, among all of its tokens, and later tokens stay in full precision only while they are among the `recent`
+  newest.
+- With `choose="always"`, and in a stream without a prompt, the scores are sums over the queries seen so far. When its
+  block is quantized, a token competes with the current anchors: they may be 1% of the tokens seen. An evicted anchor is
+  read as its codes.
+- The paper's Algorithm 1 leaves out the factor |Q_i|; it is used here.
+- Eq. 5 leaves out the error of each row, but that is known once its block is quantized:
   `anchors_by="error"` multiplies the score by |dK_j|_1, or |dV_j|_1. The controls "first" and
-  "random" keep the first tokens, or any.
+  "random" keep the first tokens, or tokens chosen at random.
 - Keys are quantized before RoPE, where their channels keep their ranges (Appendix B);
   `rope="post"` quantizes them after it.
-- The paper's bits count neither anchors nor codebooks. `true` counts anchors, their positions and
-  their scores, and no codebooks.
+- The paper's bits count neither anchors nor codebooks. `true` counts anchors, their positions and their scores, and no
+  codebooks.
 """
 import math
 import re
@@ -54,7 +52,7 @@ from tinykv.methods.base import Method, best_tokens
 
 MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
 MAX_SCORES_GPU = 2 ** 26
-MIN_QUERIES = 32  # of a tile, even if it holds more scores: each tile reads all keys
+MIN_QUERIES = 32  # queries in a tile, even if that exceeds the limits above: each tile reads all keys
 
 
 class AnTKV(Method):
@@ -63,9 +61,9 @@ class AnTKV(Method):
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
                  anchors="1%", anchors_by="attention", recent=32, block=BLOCK, choose="prompt", rope="pre"):
         """anchors (N|P%): tokens kept, a count or a share
-        anchors_by (NAME): attention (Eq. 5), error (times the row's), or the controls first and random
+        anchors_by (NAME): attention (Eq. 5), error (Eq. 5 times the row's error), or the controls first and random
         vq (dNmM): N channels share one of M centroids
-        sharing (head|layer): codebooks for each head and place, or for a layer's K and V
+        sharing (head|layer): codebooks for each head and slot of a row, or for a layer's K and V
         sensitivity (NAME): weights of the fit: token, fisher, none
         """
         one_of(("attention", "error", *CONTROLS), anchors_by=anchors_by)
@@ -124,8 +122,8 @@ def count_or_share(anchors):
 # Eq. 5, as it is written and in tiles
 
 def equation_5(A, q_norm):
-    """Eq. 5 as it is written: A (B, H, T, S), |Q_i| (B, H, T) -> AnS(K_j) and AnS(V_j), (B, H, S)
-    both. `anchor_scores` computes the same without holding A as a whole."""
+    """Eq. 5 as it is written: A (B, H, T, S), |Q_i| (B, H, T) -> AnS(K_j) and AnS(V_j), (B, H, S) both. `anchor_scores`
+    computes the same without holding A as a whole."""
     ans_v = A.sum(2)  # (B, H, S)
     of_queries = A * (1 - A) * q_norm[..., None]  # (B, H, T, S)
     ans_k = of_queries.sum(2)  # (B, H, S)
@@ -160,10 +158,9 @@ def attention_tiles(q, k, window=None):
 def score_tiles(q, k, window=None):
     """The scaled attention scores, a tile of queries at a time.
 
-    q (B, H, T, d), k (B, Hkv, S, d), both rotated; query i is at position S - T + i. window: of a
-    sliding-window model. Yields the tile, as a slice of the queries, and its scores
-    (B, H, tile, seen), where `seen` counts the keys up to the tile's last query. A score is -inf
-    where the query does not see the key.
+    q (B, H, T, d), k (B, Hkv, S, d), both rotated; query i is at position S - T + i. window: of a sliding-window model.
+    Yields the tile, as a slice of the queries, and its scores (B, H, tile, seen), where `seen` counts the keys up to
+    the tile's last query. A score is -inf where the query does not see the key.
     """
     B, H, T, d = q.shape
     Hkv, S = k.shape[1:3]
@@ -196,7 +193,7 @@ def first(config):
 
 
 def random(config):
-    """Any tokens, others in each head."""
+    """Random tokens, different ones in each head."""
     shape = config.num_key_value_heads, config.max_position_embeddings
     return torch.rand(shape, generator=torch.Generator().manual_seed(0))
 

@@ -34,7 +34,7 @@ class Method:
     recent = 0  # the newest tokens that stay in full precision
     block = 1  # tokens quantized at a time
     # Calibration
-    passes = 0  # of the method itself over the calibration windows; the codecs have their own
+    passes = 0  # how often the method itself reads the calibration windows; the codecs have passes of their own
     found = ()  # attributes that these passes set, integers or None; they are saved with the codecs' tables
     calibrated_on = None  # the `files.fingerprint` of the model that it was calibrated on
     calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
@@ -44,19 +44,19 @@ class Method:
     k_bits = v_bits = 16  # nominal bits of a number
     preserve = 0  # tokens kept, as the table says (OTT: the size of its pool)
     keeps_share = False  # True: `preserve` is a percentage of the text's tokens
-    # The methods shown beside this one when the user asks for no other, and their settings
+    # {method: settings}: baselines that the table adds when the user asks for this method only
     beside = {}
 
     def __init__(self, config):
-        """k_bits (X): of keys: 1, 1.5 (three levels), 2 to 8, 16
-        v_bits (X): of values
+        """k_bits (X): bits per number in keys: 1, 1.5 (three levels), 2 to 8, 16
+        v_bits (X): bits per number in values
         scheme (NAME): token-dynamic, token-static, channel-static, channel-dynamic, kvquant, skvq
-        group_size (N): tokens (per channel), or channels (per token), of a group
+        group_size (N): tokens in a group (schemes per channel), or channels in a group (schemes per token)
         rope (pre|post): store keys before or after RoPE
         preserve (N): tokens kept in full precision
         recent (N): newest tokens that stay in full precision (protocol stream)
         block (N): tokens quantized at a time (protocol stream)
-        choose (prompt|always): choose the tokens to keep once, after --prompt, or go on
+        choose (prompt|always): choose the tokens to keep once, at the end of --prompt, or at each quantization
         """
         pass
 
@@ -89,7 +89,7 @@ class Method:
         method chooses once.
 
         Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens, or None for no change. A head that keeps fewer
-        than p tokens repeats one of them. It depends on the cache only, and does not change it.
+        than p tokens repeats one of them. The answer depends only on the cache, and does not change it.
         """
 
     def keep_values(self, layer_cache, n):
@@ -184,8 +184,8 @@ def best_tokens(rows, n, count, score=None):
     of V. score: a function from keys or values (B, Hkv, m, d) to scores (B, h, m), where h is 1 or Hkv. If the cache
     sums scores, they are multiplied by it, or used as they are without it.
 
-    Returns positions (B, h, up to count), the best first; of equal scores the earlier token wins. Returns None if there
-    are no scores: calibration has no queries, so the cache sums none.
+    Returns positions (B, h, up to count), the best first; of equal scores, kept tokens win over newer ones. Returns
+    None if there are no scores: during calibration, queries are not scored.
     """
     accumulates = rows.recent_scores is not None
     if score is None and not accumulates:
@@ -197,7 +197,7 @@ def best_tokens(rows, n, count, score=None):
     positions = torch.arange(rows.n_coded, rows.n_coded + n, device=scores.device)  # (n)
     positions = positions.expand_as(scores)  # (B, h, n)
 
-    # the kept ones compete with them; they come first, as they are earlier
+    # the kept ones stand first, so they win ties against newer tokens
     if rows.kept_positions is not None:
         kept_scores = 1 if score is None else score(rows.kept_rows)  # (B, h, p)
         if accumulates:

@@ -4,15 +4,13 @@
     Code: a codebook for each layer, K or V, KV head and group of n channels; K before RoPE.
     When: at once; in a stream, in blocks.
 
-The channels of a key, or of a value, depend on each other: their joint entropy is lower than the
-sum of their own. So n of them, quantized together to the nearest of m centroids, lose less than
-each channel alone at the same log2(m) / n bits. The paper's "4c8b" is d4m256 here. The centroids
-are found by k-means on calibration text, weighted by the diagonal Fisher information
-(`sensitivity`): see `codecs/codebook.py`.
+The channels of a key, or of a value, depend on each other: their joint entropy is lower than the sum of their own. So n
+of them, quantized together to the nearest of m centroids, lose less than each channel alone at the same log2(m) / n
+bits. The paper's "4c8b" is d4m256 here. The centroids are found by k-means on calibration text, weighted by the
+diagonal Fisher information (`sensitivity`): see `codecs/codebook.py`.
 
-Paper and practice. No released code was found. That keys are quantized before RoPE, and that each
-group of channels has its own codebook, is AnTKV's account of CQ. Bits are quoted without the
-codebooks, which `offline_bytes` counts.
+Paper and practice. No released code was found. That keys are quantized before RoPE, and that each group of channels has
+its own codebook, is AnTKV's account of CQ. Bits are quoted without the codebooks, which `offline_bytes` counts.
 """
 from tinykv.codecs import BLOCK
 from tinykv.codecs.codebook import describe_codebooks, make_codebooks, windows_of
@@ -27,7 +25,7 @@ class CQ(Method):
     def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0,
                  rope="pre"):
         """vq (dNmM): N channels share one of M centroids
-        sharing (head|layer): codebooks for each head and place, or for a layer's K and V
+        sharing (head|layer): codebooks for each head and slot of a row, or for a layer's K and V
         sensitivity (NAME): weights of the fit: token, fisher, none
         """
         self.rope = rope

@@ -2,8 +2,8 @@
 
     Keep: nothing needs to be kept.   Code: 16 bits, nothing is quantized.   When: at once.
 
-"fp16" is the papers' word. A model that runs in bf16 caches bf16. A model that runs in fp32 on a
-CPU caches fp16, so the baseline is a real 16-bit cache in any case.
+"fp16" is the papers' word. A model that runs in bf16 caches bf16. A model that runs in fp32 on a CPU caches fp16, so
+the baseline is a real 16-bit cache in any case.
 """
 from tinykv.codecs import BLOCK, Pair
 from tinykv.codecs.base import Exact

@@ -16,8 +16,8 @@ is how far the blocks f of the quantized model w' are from those of the full-pre
 
 Paper and practice, as in the released code.
 - Prefix_[B] is BOS alone, Prefix_[P] a system prompt. Both begin at the first token.
-- Keys and values of other tokens stay in 16 bits, or are quantized per token with an integer zero
-  point, keys after RoPE.
+- Keys and values of other tokens stay in 16 bits, or are quantized per token with an integer zero point, keys after
+  RoPE.
 - Where the weight quantizer scaled the values (`QuantLinear.gain`), the prefix is scaled alike.
 - Predictions at the prefix's own positions are those of the full-precision model.
 """
@@ -117,9 +117,9 @@ class SixteenBits(Trace):
 def block_loss(full, quantized, tokens, exact, trained, counts=None):
     """Eq. 2 as a mean over tokens and channels: how far `quantized`'s blocks are from `full`'s.
 
-    tokens (B, T): a text after the prefix. exact, trained: the prefix's (keys, values), for `full`
-    and for `quantized`, (L, Hkv, n, d) each. counts (B, T): True at the tokens that count, as a
-    chat's responses; of each text the mean is taken over its own, at least one. None: all count.
+    tokens (B, T): a text after the prefix. exact, trained: the prefix's (keys, values), for `full` and for `quantized`,
+    (L, Hkv, n, d) each. counts (B, T): True at the tokens that count, as a chat's responses. Each text's mean is over
+    its own such tokens, at least one. None: all count.
     """
     if counts is None:
         counts = torch.ones_like(tokens, dtype=torch.bool)

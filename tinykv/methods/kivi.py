@@ -11,14 +11,14 @@ This is the scheme `channel-dynamic`; KIVI adds the window of recent tokens.
 
 Paper and practice.
 - The released code has no floor under s. A constant group divides 0 by 0 and is read as NaN.
-- The released code quantizes its whole window of R keys each time the window is full, and one value
-  a step: attention sees 1 to R keys in full precision, and R + 1 values. Here values are quantized
-  together with the keys, G at a time, and attention sees R + 1 to R + G of both. `recent=0,
-  group_size=R` is the released way with the keys, `v_block=1` the released way with the values.
+- The released code quantizes its whole window of R keys each time the window is full, and one value a step: attention
+  sees 1 to R keys in full precision, and R + 1 values. Here values are quantized together with the keys, G at a time,
+  and attention sees R + 1 to R + G of both. `recent=0, group_size=R` is the released way with the keys, `v_block=1` the
+  released way with the values.
 - G and R are 32 and 128, as in the released LongBench table; the released command line has 128 and
   128. Where a head is shorter than G, the values' group is the head.
-- KIVI reports no perplexity of its own. Under the `paper` protocol there is no window, and the last
-  group of a text is shorter.
+- KIVI reports no perplexity of its own. Under the `paper` protocol there is no window, and the last group of a text is
+  shorter.
 """
 from tinykv import at_least
 from tinykv.methods.base import CodecMethod

@@ -4,15 +4,13 @@
     Code: the pair of codecs `kvquant`; K before RoPE, per channel and static; V per token, dynamic.
     When: at once; in a stream, in blocks.
 
-The idea has three steps. A key's channel keeps its range before RoPE, so the range can be
-calibrated. Levels lie where the numbers lie, and where the loss feels an error, by weighted
-k-means. And one per cent of the numbers, which would stretch every range, is stored apart in 16
-bits. All of it is in `codecs/nonuniform.py`.
+The idea has three steps. A key's channel keeps its range before RoPE, so the range can be calibrated. Levels lie where
+the numbers lie, and where the loss feels an error, by weighted k-means. And one per cent of the numbers, which would
+stretch every range, is stored apart in 16 bits. All of it is in `codecs/nonuniform.py`.
 
-Paper and practice. The first token is kept because it is an attention sink. Other sinks are not
-kept, which is where KVSink comes in: with `--method pfn,kvsink --scheme kvquant`, the tokens that
-those methods keep are left out of the calibration, as the first token is here. What differs in the
-codec itself is told in `codecs/nonuniform.py`.
+Paper and practice. The first token is kept because it is an attention sink. Other sinks are not kept, which is where
+KVSink comes in: with `--method pfn,kvsink --scheme kvquant`, the tokens that those methods keep are left out of the
+calibration, as the first token is here. What differs in the codec itself is told in `codecs/nonuniform.py`.
 """
 from tinykv.methods.base import CodecMethod, first_tokens
 

@@ -12,19 +12,18 @@ one layer's output tells where the sinks are:
 Layers up to lE quantize every token: a prefill has stored their keys before S is known.
 
 Paper and practice.
-- lE and c come from the paper's Table 3 for the models in it, recognised by their config. It counts
-  layers from 0, so lE = 1 is the second layer, and lists up to four channels, of which the method
-  uses one: here the first. On any other model `outlier.py` looks for both on the calibration
-  windows. If it finds no outlier, the first k tokens are kept, as the method `pfn` does.
-- k tokens are always kept, though there may be only one to three sinks. The others cost 16 bits a
-  number, and do no other harm. With static ranges they are left out of the calibration, as the
-  paper asks.
-- Algorithm 1 is a quantized prefill, and S stays as it is when decoding goes on: the `paper`
-  protocol with a prompt. Without a prompt `paper` chooses S over the whole window, so a later token
-  can take the place of one that an early query would have kept.
-- With `choose="always"`, and in a stream without a prompt, S is the top-k of the tokens seen so
-  far: a new sink takes the place of a weaker one, which is read as its codes from then on. This
-  finds sinks that come after the prompt; the paper does not have it.
+- lE and c come from the paper's Table 3 for the models in it, recognised by their config. It counts layers from 0, so
+  lE = 1 is the second layer, and lists up to four channels, of which the method uses one: here the first. On any other
+  model `outlier.py` looks for both on the calibration windows. If it finds no outlier, the first k tokens are kept, as
+  the method `pfn` does.
+- k tokens are always kept, though there may be only one to three sinks. The others cost 16 bits a number, and do no
+  other harm. With static ranges they are left out of the calibration, as the paper asks.
+- Algorithm 1 is a quantized prefill, and S stays as it is when decoding goes on: the `paper` protocol with a prompt.
+  Without a prompt `paper` chooses S over the whole window, so a later token can take the place of one that an early
+  query would have kept.
+- With `choose="always"`, and in a stream without a prompt, S is the top-k of the tokens seen so far: a new sink takes
+  the place of a weaker one, which is read as its codes from then on. This finds sinks that come after the prompt; the
+  paper does not have it.
 """
 import torch
 
@@ -106,11 +105,11 @@ class KVSink(CodecMethod):
 # size, MLP size, KV heads, vocabulary and positions. The last three tell LLaMA-2 from LLaMA-1 and
 # from other models of the same shape.
 TABLE_3 = {
-    ("llama", 32, 4096, 11008, 32, 32000, 4096): (1, 2533),  # LLaMA-2-7B and its chat model
+    ("llama", 32, 4096, 11008, 32, 32000, 4096): (1, 2533),  # LLaMA-2-7B; its chat model has the same config
     ("llama", 40, 5120, 13824, 40, 32000, 4096): (3, 4743),  # LLaMA-2-13B
     ("mistral", 32, 4096, 14336, 8, 32000, 32768): (1, 2070),  # Mistral-7B
     ("llama", 32, 4096, 14336, 8, 128256, 8192): (1, 788),  # LLaMA-3-8B
-    ("llama", 32, 4096, 14336, 8, 128256, 131072): (1, 788),  # LLaMA-3.1-8B
+    ("llama", 32, 4096, 14336, 8, 128256, 131072): (1, 788),  # LLaMA-3.1-8B-instruct; so has the base model
     ("llama", 16, 2048, 8192, 8, 128256, 131072): (1, 400),  # LLaMA-3.2-1B
     ("llama", 28, 3072, 8192, 8, 128256, 131072): (1, 588),  # LLaMA-3.2-3B
 }

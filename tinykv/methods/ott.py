@@ -21,18 +21,15 @@ extra pool:
     slot          0   1   2  |  3   4   5
     position     17   4  23  |  9  12  17     an empty slot repeats slot 0
 
-Paper and practice. The paper names a repository that could not be reached. What the paper leaves
-open is settled so:
+Paper and practice. The paper names a repository that could not be reached. What the paper leaves open is settled so:
 - Each KV head has its own pools. Scores are after RoPE.
-- The paper replaces a kept token by the mean of all tokens before quantizing. Here kept tokens are
-  left out of the range. The others get the same codes where that mean lies within their range.
-- A text that comes at once (a prompt, or a window under `paper`) gets its pool in one election, so
-  no token is evicted. Fed in block by block, it ends with the same pool, as long as the extra pool
-  is not full. Where that has room for fewer tokens than would be evicted, only as many newcomers
-  are admitted, the best first.
-- Values are quantized together with the keys, G at a time; the code of KIVI's authors quantizes the
-  values of one token per step. With `outlier_num=0` this equals the method `kivi` here with the
-  same `group_size` and `recent`.
+- The paper replaces a kept token by the mean of all tokens before quantizing. Here kept tokens are left out of the
+  range. The others get the same codes where that mean lies within their range.
+- A text that comes at once (a prompt, or a window under `paper`) gets its pool in one election, so no token is evicted.
+  Fed in block by block, it ends with the same pool, as long as the extra pool is not full. Where that has room for
+  fewer tokens than would be evicted, only as many newcomers are admitted, the best first.
+- Values are quantized together with the keys, G at a time; the code of KIVI's authors quantizes the values of one token
+  per step. With `outlier_num=0` this equals the method `kivi` here with the same `group_size` and `recent`.
 - `select="largest"` is the paper's counter-example.
 """
 import torch
@@ -105,7 +102,7 @@ class OTT(CodecMethod):
         return torch.cat([winners, extra], dim=-1)  # (B, Hkv, p + used)
 
     def size(self, keys):
-        """score(i) of keys (B, Hkv, n, d): the sum of their magnitudes, (B, Hkv, n). To select the
-        largest it is negated."""
+        """score(i) of keys (B, Hkv, n, d): the sum of their magnitudes, (B, Hkv, n). To select the largest it is
+        negated."""
         score = keys.float().abs().sum(-1)  # (B, Hkv, n)
         return score if self.select == "smallest" else -score

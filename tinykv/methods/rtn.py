@@ -2,11 +2,11 @@
 
     Keep: nothing.   Code: any scheme (codecs/__init__.py).   When: at once, in blocks in a stream.
 
-Paper and practice. "At once" is the `paper` protocol, where even a token's own query reads the
-token as its codes. A stream cannot quantize a group of tokens before the group is full, so tokens
-wait until 128 of them, or a whole group, are there. Every scheme waits alike, which makes the
-schemes comparable and the stream quick. The papers do not say what text their static ranges came
-from; here a range goes from the smallest to the largest number in the calibration windows.
+Paper and practice. "At once" is the `paper` protocol, where even a token's own query reads the token as its codes. A
+stream cannot quantize a group of tokens before the group is full, so tokens wait until 128 of them, or a whole group,
+are there. Every scheme waits alike, which makes the schemes comparable and the stream quick. The papers do not say what
+text their static ranges came from; here a range goes from the smallest to the largest number in the calibration
+windows.
 """
 from tinykv.methods.base import CodecMethod
 

@@ -5,15 +5,14 @@
           FP8 scales; K before RoPE.
     When: the 128 newest tokens stay in full precision.
 
-The codec is in `codecs/clipped.py`. The first `preserve` tokens and the `recent` newest ones stay
-in full precision: the window.
+The codec is in `codecs/clipped.py`. The first `preserve` tokens and the `recent` newest ones stay in full precision:
+the window.
 
 Paper and practice.
-- The paper leaves open which old tokens are filtered out of quantization, and names the first ones
-  as its choice. `--method kvsink --scheme skvq` keeps the tokens of KVSink for the same codec.
-- The released window moves before attention and by one token a step; here after attention, `block`
-  tokens at a time.
-- What differs in the codec itself is told in `codecs/clipped.py`.
+- The paper leaves open which old tokens are filtered out of quantization, and names the first ones as its choice.
+  `--method kvsink --scheme skvq` keeps the tokens of KVSink for the same codec.
+- In the released code the window moves before attention, one token a step; here after it, `block` tokens at a time.
+- `codecs/clipped.py` lists the differences in the codec itself.
 """
 from tinykv.methods.base import CodecMethod, first_tokens
 

@@ -184,8 +184,8 @@ def dtype_of(name, device):
 def calibration_text(args, tokenizer, context, device, most=CALIBRATION_WINDOWS, draws=1):
     """The calibration windows, tokens (W, T), and a label of those that weights see, for files.
 
-    most: the number of windows that what is calibrated asks for, at most; --calib-windows goes
-    before it. What asks for fewer takes the first ones. draws: how many times as many are read.
+    most: the number of windows that what is calibrated asks for, at most; --calib-windows goes before it. What asks for
+    fewer takes the first ones. draws: how many times as many are read.
     """
     source = args.calib_data or args.data
     n = draws * (args.calib_windows or most)

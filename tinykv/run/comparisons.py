@@ -77,9 +77,8 @@ def compared_with(title, name, titles):
 def lines_of(rows, varied=None):
     """{name of a line: its rows}.
 
-    A row's label is its method, and then the settings that were swept: "pfn scheme=kvquant bits=2".
-    The rows of a line differ in one setting: the first in their label that is one of `varied`, or of
-    those that the method's bits hang on.
+    A row's label is its method, and then the settings that were swept: "pfn scheme=kvquant bits=2". The rows of a line
+    differ in one setting: the first in their label that is one of `varied`, or of those that the method's bits hang on.
     """
     lines = {}
     for row in rows:
@@ -97,10 +96,9 @@ def lines_of(rows, varied=None):
 def at_bits(rows, bits):
     """What each method has at `bits` true bits: rows of `label`, `ppl`, `kld`, `between`, `tables`.
 
-    rows: of the table, fp16's first. Rows of a method that differ in bits alone lie on a line. The
-    loss and KL at `bits` are interpolated between the two nearest rows of the line, linearly in the
-    bits. `between`: their true bits; `tables`: the bytes of their calibrated tables. A line that
-    does not reach so far has no row.
+    rows: of the table, fp16's first. Rows of a method that differ in bits alone lie on a line. The loss and KL at
+    `bits` are interpolated between the two nearest rows of the line, linearly in the bits. `between`: their true bits;
+    `tables`: the bytes of their calibrated tables. A line that does not reach so far has no row.
     """
     found = []
     bits_of = itemgetter("bits_true")
@@ -147,12 +145,11 @@ def perplexity(rows):
 
     Where the number of kept tokens was varied, against that number instead.
 
-    rows: those of eval_ppl.py, fp16's in full precision first; what is read of each is "label",
-    "weights", "ppl", "bits_true" and "preserve". A line joins rows that differ in bits alone (or in
-    kept tokens alone). Lines in colour lose the least somewhere: no row has both less loss and
-    fewer bits. A loss below FLOOR, or a gain, is drawn at FLOOR. Standard errors are not
-    drawn: they come from the windows, which all methods share. Where kept tokens are varied, a
-    method that keeps a share of the text is left out.
+    rows: those of eval_ppl.py, fp16's in full precision first; what is read of each is "label", "weights", "ppl",
+    "bits_true" and "preserve". A line joins rows that differ in bits alone (or in kept tokens alone). Lines in colour
+    lose the least somewhere: no row has both less loss and fewer bits. A loss below FLOOR, or a gain, is drawn at
+    FLOOR. Standard errors are not drawn: they come from the windows, which all methods share. Where kept tokens are
+    varied, a method that keeps a share of the text is left out.
     """
     against_kept = any("preserve=" in row["label"] for row in rows)
     if against_kept:

@@ -1,7 +1,7 @@
 """From the flags of eval_ppl.py to its entries: which methods, with which settings, on which weights; all calibrated.
 
-A setting is an argument of a method's constructor, so a new method brings its flags along. A flag
-with several values, such as `--preserve 1,5`, makes an entry for each, for every method that takes it.
+A setting is an argument of a method's constructor, so a new method brings its flags along. A flag with several values,
+such as `--preserve 1,5`, makes an entry for each, for every method that takes it.
 """
 import copy
 import itertools
@@ -31,7 +31,7 @@ class Entry:
     settings: dict  # all that the method takes, {name: value}
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
     quantizer: object = None  # of the weights
-    beside: str = ""  # settings that it has for the sake of the method that it is shown beside
+    beside: str = ""  # settings it was given to match the method it is a baseline for
     results: list = field(default_factory=list)  # of its evaluation: a `Result` of each of its methods
     error: Exception | None = None  # what calibration or evaluation ended with
 
@@ -61,14 +61,14 @@ class Entry:
             check_codecs(method, model.config)
 
     def made_of(self, method, windows):
-        """The identity of what makes the tables: the windows, the method as it is before, and the code."""
+        """A hash of all that the tables depend on: windows, uncalibrated method, weight quantizer, and code."""
         makers = [method, *(codec for _, _, codec in method.each_codec())]
         return identity(windows, method, self.quantizer, *sources(*makers))
 
     @contextmanager
     def attempt(self, doing):
-        """Do something for this entry. An exception fails the entry, and the others go on. It ends the command if fp16
-        fails, to which they are compared, if other processes wait, or if a debugger is left."""
+        """Do something for this entry. If it raises, this entry fails and the others go on. The command ends if fp16
+        (the reference for all others) fails, if other processes are waiting, or if the user quits the debugger."""
         if not sys.stderr.isatty():  # where no bar is shown
             print(f"{doing} {self.title}", file=sys.stderr, flush=True)
         try:
@@ -121,7 +121,7 @@ def build_entries(args, config, tokenizer):
                   if is_made(method)
                   or not any(setting in chosen for chosen in combinations(load_class(method), given, {}))]
         if len(others) == len(asked):
-            raise UserError(f"{flag} is not a setting of {', '.join(others)} as asked for; see --list-methods")
+            raise UserError(f"{flag} is not a setting of {', '.join(others)} with these flags; see --list-methods")
         if others:
             left_out[flag] = f"no setting of {', '.join(others)} as asked for"
     return entries, left_out
@@ -130,8 +130,8 @@ def build_entries(args, config, tokenizer):
 def entries_of(asked, name, beside, given, config, left_out, by_name):
     """The entries of one method, for each combination of the values that it takes.
 
-    asked: a name, a class, or a method, which has its settings. name: what the table calls it. beside: settings for the
-    sake of the method that it is shown beside. left_out: where a combination goes that the method refuses; if it was
+    asked: a name, a class, or an instance with its settings. name: what the table calls it. beside: settings to match
+    the method it is a baseline for. left_out: collects the combinations that the method refuses; if the method was
     asked for by name, that is an error.
     """
     cls = load_class(asked)
@@ -158,8 +158,8 @@ def entries_of(asked, name, beside, given, config, left_out, by_name):
 def combinations(cls, given, beside):
     """Every combination of the given values that reach a method, [{setting: value}].
 
-    given: {setting: [value, ...]}. A scheme's own settings are combined with that scheme only. beside:
-    other defaults than the method's, {setting: value}.
+    given: {setting: [value, ...]}. A scheme's own settings are combined with that scheme only. beside: other defaults
+    than the method's, {setting: value}.
     """
     defaults = {**settings_of(cls), **beside}
     schemes = given.get("scheme", [defaults["scheme"]]) if "scheme" in defaults else [None]
@@ -193,7 +193,7 @@ def calibrate_all(setup, model, entries):
     Returns {label of weights: Llama}; None is the model itself.
     """
     args = setup.args
-    # calibration is read in full precision: there are no codes for triton
+    # calibration reads its text in full precision, so there are no codes that triton kernels could read
     model.use_attention("fused" if args.attention == "triton" else args.attention)
 
     # 1. The text (W, T). Each of them sees its first windows

@@ -1,4 +1,4 @@
-"""The flags of eval_ppl.py, what they leave to the model and the machine, and the text that they ask for."""
+"""The flags of eval_ppl.py, what the model and the machine decide in their absence, and the text to evaluate on."""
 import argparse
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ def parser(asked=()):
     p.add_argument("--protocol", choices=PROTOCOLS, default="paper",
                    help="paper: tokens are quantized before any query reads them; stream: as in generation")
     p.add_argument("--prompt", metavar="P", type=int,
-                   help="the first P tokens of a window arrive at once, the others as in generation; "
+                   help="the first P tokens of a window are read in one pass, the others as in generation; "
                         "protocol paper quantizes the prompt before it is read")
     cli.add_model(p)
     cli.add_windows(p, windows=16, longest=4096)
@@ -47,7 +47,7 @@ def parser(asked=()):
 
 @dataclass(frozen=True)
 class Setup:
-    """A command's flags, and what they leave to the model, the machine and the rank."""
+    """A command's flags, and what the model, the machine and the rank decide."""
     args: argparse.Namespace  # as given, or their defaults
     config: LlamaConfig
     tokenizer: object
@@ -67,7 +67,7 @@ class Setup:
 
 
 def set_up(args, loaded=None):
-    """The `Setup` of flags. loaded: a (model, tokenizer) in the place of --model."""
+    """The `Setup` of flags. loaded: a (model, tokenizer) to use instead of --model."""
     device, writes = ranks.prepare(args.device)
     if loaded:
         model, tokenizer = loaded
@@ -83,8 +83,8 @@ def set_up(args, loaded=None):
 
 
 def cache_class_of(setup, entries):
-    """The cache class that --attention evaluates with. UserError if triton has no GPU, or no kernel for a
-    method's codec."""
+    """The cache class that --attention evaluates with. UserError if triton has no GPU, or no kernel for a method's
+    codec."""
     if setup.args.attention != "triton":
         return KVCache
     from tinykv import triton_cache  # only now: it needs triton
@@ -100,8 +100,8 @@ def load_test(setup, entries):
     longest = max([p.ids for p in prefixes], key=len, default=[])
     for p in prefixes:
         if p.ids != longest[:len(p.ids)]:
-            raise UserError("all methods read the same windows, so one prefix has to begin the other; "
-                            f"{p} does not begin the longest one")
+            raise UserError("all methods read the same windows, so each prefix must be the beginning of the longest; "
+                            f"{p} is not")
     if len(longest) == 1:
         longest = []  # BOS alone takes the place of a window's first token
     args = setup.args
@@ -111,8 +111,8 @@ def load_test(setup, entries):
 
 
 def parse(words=None, methods=None):
-    """The arguments of a command line. `compare` gives its own words, and methods in the place of
-    --method; then what would end the command is a UserError."""
+    """The arguments of a command line. `compare` passes its own words, and methods instead of --method; errors that
+    would end the command are then raised as UserError."""
     load_class.cache_clear()  # a file may have been edited since
     if isinstance(methods, str):
         methods = [name.strip() for name in methods.split(",")]
@@ -134,8 +134,7 @@ def refuse(message):
 
 
 def words_of(settings):
-    """The words of a command line, for {flag: value}: a list is a flag's list, and True a flag that
-    takes no value."""
+    """The words of a command line, for {flag: value}: a list is a flag's list, and True a flag that takes no value."""
     words = ["--wide"]
     for name, value in settings.items():
         flag = "--" + name.replace("_", "-")

@@ -26,8 +26,7 @@ def open_prefix(what, tokenizer):
 def fill_prefix(prefix, full, quantized, weights=FULL_PRECISION):
     """Give a prefix its keys and values for `quantized`, whose weights have this label.
 
-    A trained prefix has them already. UserError if it was trained for another model, or for other
-    weights.
+    A trained prefix has them already. UserError if it was trained for another model, or for other weights.
     """
     if prefix.trained_for is None:
         prefix.fill(full, quantized)

@@ -23,8 +23,8 @@ KINDS = {"N": int, "X": float}
 def settings_of(cls, scheme=None):
     """A method's settings, {name: default}: the arguments of its constructor after `config`.
 
-    A constructor that ends in **settings hands them to its parent, whose settings then count, too;
-    that of `CodecMethod` to the codecs of the scheme. scheme: without those of other schemes only.
+    A constructor that ends in **settings hands them to its parent, and the parent's settings are included;
+    `CodecMethod` hands them to the scheme's codecs. scheme: leave out settings that only other schemes have.
     """
     settings = {}
     for argument in list(inspect.signature(cls.__init__).parameters.values())[2:]:  # after self and config
@@ -41,7 +41,7 @@ def settings_of(cls, scheme=None):
 
 def kind_of(cls, setting, default):
     """(type, what stands for a value, help) of a setting, from the docstrings of the constructors, the nearest first,
-    and of the schemes. Where none has a line of it, the default tells."""
+    and of the schemes. If none of them documents it, the type is the default's."""
     makers = [parent.__init__ for parent in cls.__mro__] + [getattr(make, "func", make) for make, _ in SCHEMES.values()]
     for make in makers:
         found = re.search(rf"^ *{setting} \((.*?)\): (.*)$", inspect.getdoc(make) or "", re.M)
@@ -53,7 +53,7 @@ def kind_of(cls, setting, default):
 
 def flags_of(methods):
     """{setting: (type, what stands for a value, help)} of all settings. methods: {name: class}."""
-    found = {"bits": {(float, "X", "of keys and values both; --k-bits and --v-bits go before it"): []}}
+    found = {"bits": {(float, "X", "bits per number in keys and values; --k-bits and --v-bits override it"): []}}
     found |= {setting: {} for setting in re.findall(r"^ *\W*(\w+) \(", Method.__init__.__doc__, re.M)}  # in this order
     for name, cls in methods.items():
         for setting, default in settings_of(cls).items():
@@ -77,7 +77,7 @@ def add_settings(p, asked=()):
     taken = {"help", "settings", *vars(p.parse_known_args([])[0])}
     for name, (kind, values, help) in flags.items():
         if name in taken:
-            raise UserError(f"a setting cannot be called {name}, which the command has a use for; rename it")
+            raise UserError(f"a setting cannot be called {name}: the command uses that name itself; rename the setting")
         group.add_argument("--" + name.replace("_", "-"), metavar=f"{values}[,...]", type=cli.list_of(kind),
                            help=help, default=argparse.SUPPRESS)
     p.set_defaults(settings=list(flags))
@@ -125,13 +125,13 @@ def names_of(methods):
 
 
 def is_made(method):
-    """Whether a method is there already, and not a class or a name of one."""
+    """Whether this is an instance of a method, not its class or name."""
     return not isinstance(method, str) and not inspect.isclass(method)
 
 
 @cache
 def load_class(name):
-    """A method's class, from its name or from path/to/file.py:Class, or as it is, or of a method. A file is imported
+    """The class of a method, given as a name, path/to/file.py:Class, a class or an instance. A file is imported
     once."""
     if not isinstance(name, str):
         return type(name) if is_made(name) else name

@@ -69,8 +69,7 @@ def print_heading(setup, model, windows, models, entries, left_out):
 
 
 def choice_of(entry, args):
-    """When an entry's method chooses the tokens to keep: "prompt", "always", or None where it has no
-    such setting."""
+    """When an entry's method chooses the tokens to keep: "prompt", "always", or None where it has no such setting."""
     if "choose" not in entry.settings:
         return None
     return entry.method.choose if args.prompt else "always"

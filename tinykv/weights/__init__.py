@@ -19,8 +19,8 @@ QUANTIZERS = {"rtn": RTN, "awq": AWQ, "gptq": GPTQ, "omniquant": OmniQuant}
 def quantize(model, quantizer, windows=None, progress=None):
     """A Llama with the linear layers of its blocks quantized. It shares all else with the model.
 
-    windows (W, T): calibration text, if `quantizer.needs_text`. progress: wraps the loop over the
-    blocks, as tqdm does. The model itself is not changed.
+    windows (W, T): calibration text, if `quantizer.needs_text`. progress: wraps the loop over the blocks, as tqdm does.
+    The model itself is not changed.
     """
     run = BlockRunner(model)
     layers = model.model["layers"]

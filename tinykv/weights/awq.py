@@ -11,8 +11,7 @@ the group contributes to the output.
 Paper and practice, as in the released code.
 - The inputs are those of the full-precision model. Clips are searched on 512 tokens.
 - o_proj is scaled, by way of v_proj's rows, only where each query head has a KV head of its own.
-- Scaling v_proj's rows changes the values in the cache. `QuantLinear.gain` holds the factor, which
-  IntactKV needs.
+- Scaling v_proj's rows changes the values in the cache. `QuantLinear.gain` holds the factor, which IntactKV needs.
 """
 import torch
 

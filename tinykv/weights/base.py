@@ -1,9 +1,8 @@
 """What a weight quantizer is: it quantizes the linear layers of one block after the other.
 
-AWQ and OmniQuant also use equivalent transformations. The inputs of a linear layer are divided by
-s, and the columns of its weight are multiplied by s: in full precision nothing changes, but the
-weights round differently. The division is folded into the layer before: the weight of a norm, or
-the rows of another linear layer.
+AWQ and OmniQuant also use equivalent transformations. The inputs of a linear layer are divided by s, and the columns of
+its weight are multiplied by s: in full precision nothing changes, but the weights round differently. The division is
+folded into the layer before: the weight of a norm, or the rows of another linear layer.
 """
 import torch
 from torch import nn
@@ -25,17 +24,16 @@ class Quantizer:
     def quantize(self, block, run, full, quantized):
         """Replace the linear layers of block, a copy that may be changed, by `QuantLinear`.
 
-        run: `BlockRunner`, which runs the block or its attention.
-        full, quantized (W, T, D): what the block reads in the full-precision model, and in the
-        model whose blocks before it are quantized; None unless `needs_text`.
+        run: `BlockRunner`, which runs the block or its attention. full, quantized (W, T, D): what the block reads in
+        the full-precision model, and in the model whose blocks before it are quantized; None unless `needs_text`.
         """
         raise NotImplementedError
 
     def replace(self, block, names=LINEARS, grids=None, gains=None):
         """Quantize the linear layers `names`.
 
-        grids {name: (scale, zero)}: the grid of a layer; without one it is rounded to nearest.
-        gains {name: (out)}: by how much the outputs of a layer have been scaled, if they have.
+        grids {name: (scale, zero)}: the grid of a layer; without one it is rounded to nearest. gains {name: (out)}: by
+        how much the outputs of a layer have been scaled, if they have.
         """
         grids, gains = grids or {}, gains or {}
         for name in names:
@@ -83,9 +81,8 @@ FOLDS = {
 def transformed(block, scales):
     """The parameters of an equivalent block that change, {name: new value}, in fp32.
 
-    scales {name in FOLDS: s (channels)}: the producer of the channels divides them by s, and the
-    columns of its readers are multiplied by s. The s of "values" is (Hkv * d): the query heads of a
-    KV head share it.
+    scales {name in FOLDS: s (channels)}: the producer of the channels divides them by s, and the columns of its readers
+    are multiplied by s. The s of "values" is (Hkv * d): the query heads of a KV head share it.
     """
     # 1. the parameters as they are; one may belong to two transformations
     new = {}

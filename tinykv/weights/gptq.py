@@ -6,13 +6,10 @@ With H^-1 = U^T U, U upper triangular, columns j = 1, 2, .. are rounded one afte
 A group's scale and zero point come from its weights as they are when its first column is due.
 
 Paper and practice.
-- The inputs are those of the model whose blocks so far are quantized; within a block q, k, v come
-  first, then o, then gate and up, then down. Each stage reads what the quantized stages before it
-  give ("true sequential").
-- A hundredth of H's mean diagonal is added to its diagonal. Columns are taken in their order ("act
-  order" is off).
-- The errors of a group of columns are handed to the later groups at once, as the paper does with
-  128 columns.
+- The inputs are those of the model whose blocks so far are quantized; within a block q, k, v come first, then o, then
+  gate and up, then down. Each stage reads what the quantized stages before it give ("true sequential").
+- A hundredth of H's mean diagonal is added to its diagonal. Columns are taken in their order ("act order" is off).
+- The errors of a group of columns are handed to the later groups at once, as the paper does with 128 columns.
 """
 import torch
 

@@ -1,7 +1,7 @@
 """A linear layer with its weight in b-bit integers, and the grid that all four quantizers use.
 
-A group is G consecutive inputs of one output. Its weights share a scale s and a zero point z. A
-weight w is stored as code = clamp(round(w / s) + z), and decoded to w' = s (code - z).
+A group is G consecutive inputs of one output. Its weights share a scale s and a zero point z. A weight w is stored as
+code = clamp(round(w / s) + z), and decoded to w' = s (code - z).
 """
 import torch
 import torch.nn.functional as F
@@ -53,8 +53,8 @@ def codes_of(groups, scale, zero, bits, round=torch.round):
 
 
 def clamp(codes, max_code):
-    """codes within [0, max_code]. The smallest and the largest code have a gradient, which
-    torch.clamp does not give them since torch 2.14."""
+    """codes within [0, max_code]. The smallest and the largest code have a gradient, which torch.clamp does not give
+    them since torch 2.14."""
     codes = torch.where(codes < 0, 0, codes)
     return torch.where(codes > max_code, max_code, codes)
 
@@ -71,8 +71,8 @@ def rounded(groups, bits):
 class QuantLinear(nn.Module):
     """As nn.Linear, with the weight packed. Every forward decodes it.
 
-    No decoded weight is kept, except by autograd: while a prefix is trained, it holds the decoded
-    weights of all layers until the backward pass.
+    No decoded weight is kept, except by autograd: while a prefix is trained, it holds the decoded weights of all layers
+    until the backward pass.
     """
 
     def __init__(self, linear, bits, group_size, scale=None, zero=None, gain=None):

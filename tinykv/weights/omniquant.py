@@ -9,12 +9,12 @@ the full-precision block gives on X:
     min  |F(W, X) - F(Q(W), X')|^2
 
 Paper and practice, as in the released code for LLaMA and weights only.
-- No shifts: RMSNorm has no bias to absorb them. No scale between q and k: it multiplies rows of
-  their weights, and a group's own scale undoes that.
-- AdamW without decay, rate 1e-2 for clips and 5e-3 for scales, 20 epochs, a window a step. Clips
-  begin at sigmoid(4), scales at max|X|**0.5 / max|W|**0.5; here their logarithm is trained.
-- The released code leaves v_proj and o_proj alone under grouped queries. Here they have a scale
-  that all query heads of a KV head share, which is an equivalent transformation, too.
+- No shifts: RMSNorm has no bias to absorb them. No scale between q and k: it multiplies rows of their weights, and a
+  group's own scale undoes that.
+- AdamW without decay, rate 1e-2 for clips and 5e-3 for scales, 20 epochs, a window a step. Clips begin at sigmoid(4),
+  scales at max|X|**0.5 / max|W|**0.5; here their logarithm is trained.
+- The released code leaves v_proj and o_proj alone under grouped queries. Here they have a scale that all query heads of
+  a KV head share, which is an equivalent transformation, too.
 """
 import torch
 import torch.nn.functional as F
@@ -60,8 +60,7 @@ class OmniQuant(Quantizer):
             self.replace(block, grids=grids, gains={"self_attn.v_proj": 1 / scales["values"]})
 
     def train(self, block, run, quantized, target, clips, log_scales):
-        """Train clips and log_scales, so that the block gives target (W, T, D) on quantized (W, T,
-        D)."""
+        """Train clips and log_scales, so that the block gives target (W, T, D) on quantized (W, T, D)."""
         for x in (*clips.values(), *log_scales.values()):
             x.requires_grad_()
         rates = [{"params": list(clips.values()), "lr": CLIP_RATE},
@@ -87,8 +86,7 @@ class OmniQuant(Quantizer):
         return grid(lo, hi, self.bits, round_through)
 
     def first_clips(self, block):
-        """LWC's g and b as training begins, {linear layer: (2, out, in/G, 1)}: 4, so that
-        sigmoid(4) = 0.98."""
+        """LWC's g and b as training begins, {linear layer: (2, out, in/G, 1)}: 4, so that sigmoid(4) = 0.98."""
         clips = {}
         for name in LINEARS:
             groups = groups_of(block.get_submodule(name).weight, self.group_size)  # (out, in/G, G)
@@ -97,8 +95,7 @@ class OmniQuant(Quantizer):
         return clips
 
     def first_scales(self, block, run, full):
-        """The logarithms of LET's scales as training begins: (D) for the norms, (Hkv * d) for
-        v_proj."""
+        """The logarithms of LET's scales as training begins: (D) for the norms, (Hkv * d) for v_proj."""
         attn, mlp = block.self_attn, block.mlp
 
         # 1. what the scaled channels carry
@@ -124,8 +121,7 @@ class OmniQuant(Quantizer):
         return logs
 
     def trial_weights(self, block, clips, log_scales):
-        """The parameters that change, {name: value}: transformed, clipped and rounded, and
-        differentiable."""
+        """The parameters that change, {name: value}: transformed, clipped and rounded, and differentiable."""
         scales = {name: x.exp() for name, x in log_scales.items()}
         weights = transformed(block, scales)
         for name, clip in clips.items():
