@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinykv.analysis import anchors, bias, cosine, errors, keys, maps, norms, outliers, prefix, sinks, widths
+from tinykv.analysis import anchors, bias, cosine, errors, keys, norms, outliers, prefix, sinks, widths
 from tinykv.analysis.walk import Text, recorded, walk
 from tinykv.cache import KVCache
 from tinykv.methods import antkv
@@ -446,20 +446,3 @@ def test_prefixes_stop_short_of_each_sink_and_past_it():
     alone = [prefix.errors_by_length(text.model, quantize(text.model, RTN(3)), window, [n], start)[0]["last"]
              for window, n, start in zip(text.windows, (5, 7), (6, 8))]
     assert rows[2]["last"] == pytest.approx(np.mean(alone))
-
-
-# Maps
-
-def test_maps_of_a_layer(case):
-    text, layers = case
-    rows = maps.measure(text)
-    for layer, row in enumerate(rows):
-        out = layers[0][layer].out
-        assert abs(row["largest"]) == pytest.approx(np.abs(out).max(), rel=1e-4)
-        assert out[row["token"], row["channel"]] == pytest.approx(row["largest"], rel=1e-4)
-
-    def within(x):
-        return np.mean([head.var(0).mean() / head.var() for head in x])
-
-    check(case, rows, "pre", lambda p, s: within(p.k_pre))
-    check(case, rows, "post", lambda p, s: within(p.k))

@@ -80,10 +80,9 @@ def test_the_page_of_the_command(run, tmp_path, monkeypatch):
     assert numbers["texts"] == 2 and len(numbers["tokens"]) == 64 and numbers["model"].startswith("model")
     # of texts of one's own, and with a GIF
     (tmp_path / "texts.txt").write_text("Once there was a baker. His name was Nob\n\nWho sings? The singer")
-    out = run("page", "--text", tmp_path / "texts.txt", "--out", tmp_path / "own.html", "--gif", tmp_path / "own.gif",
+    out = run("page", "--text", tmp_path / "texts.txt", "--out", tmp_path / "own.html",
               "--json", tmp_path / "out.json")
     numbers = json.loads((tmp_path / "out.json").read_text())
-    assert f"wrote {tmp_path / 'own.gif'}" in out and (tmp_path / "own.gif").read_bytes().startswith(b"GIF")
     assert numbers["answers"] == 2 and "".join(numbers["tokens"][1:]).endswith(("Nob", "singer"))
 
 
@@ -147,8 +146,7 @@ def test_help_names_every_phenomenon(run, capsys):
     (["norms", "--out", __file__], "test_analysis_command"),
     (["norms", "--data", "no/file"], "no/file"), (["norms", "--layer", 6], "--layer 6"),
     (["norms", "--text", __file__], "--text"), (["page", "--text", "no/file"], "no/file"),
-    (["page", "--gif", "no/folder/x.gif"], "no/folder"),
-    (["norms", "page"], "page"), (["norms", "--gif", "x.gif"], "--gif"),
+    (["norms", "page"], "page"),
     (["page", "--out", "no/folder/cache.html"], "no/folder"), (["norms", "--context", 0], "--context")])
 def test_bad_input_is_one_clear_line(run, capsys, words, named):
     with pytest.raises(SystemExit) as end:

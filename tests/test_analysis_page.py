@@ -5,12 +5,14 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 
+import gif
 import pytest
 import torch
 
 from tinykv import UserError
-from tinykv.analysis import gif, page
+from tinykv.analysis import page
 from tinykv.cache import KVCache
 from tinykv.data.questions import Questions, read_questions
 from tinykv.methods.registry import METHODS
@@ -174,9 +176,11 @@ def test_texts_of_a_file(tmp_path):
             read_questions(path, Letters, 192)
 
 
-def test_a_gif_of_the_central_moment(made, tmp_path):
+def test_a_gif_of_the_central_moment(made, tmp_path, monkeypatch):
     from PIL import Image
-    gif.write(tmp_path / "sink.gif", made[1])
+    page.write(tmp_path / "cache.html", made[1])
+    monkeypatch.setattr(sys, "argv", ["gif.py", str(tmp_path / "cache.html"), str(tmp_path / "sink.gif")])
+    gif.main()
     with Image.open(tmp_path / "sink.gif") as image:
         times = []
         for i in range(image.n_frames):  # equal frames in a row have become one

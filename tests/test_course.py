@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinykv import hf
-from tinykv.course import assignments, capstone, compare, confine, grade, handout
+from tinykv.course import assignments, compare, confine, grade, handout
 from tinykv.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -315,44 +314,3 @@ def test_a_repository_that_was_handed_out_grades(tmp_path, monkeypatch):
                                       capture_output=True, text=True)
         assert result.returncode == status, result.stderr
         assert ("80 of 80 points" in result.stdout) == (seed == 0)
-
-
-# ---- the capstone
-
-def test_channels_in_another_order_compute_the_same():
-    tokens = torch.arange(2, 42)[None]
-    model, _ = hf.load(capstone.EMBEDDED)
-    before = model(tokens)
-    weight = model.model["embed_tokens"].weight.clone()
-    capstone.reorder_channels(model, 1)
-    assert not torch.equal(weight, model.model["embed_tokens"].weight)
-    torch.testing.assert_close(model(tokens), before, atol=1e-3, rtol=1e-3)
-
-
-def test_a_leaderboard(tmp_path, monkeypatch, capsys):
-    """Sorted by KL, paired with the first; what is over the budget, or fails, stands last."""
-    for name in ("a", "b", "c", "d"):
-        (tmp_path / f"{name}.py").write_text(f'CAPSTONE = "{name.upper()}"\n')
-    rows = {"a": dict(kld=0.3, bits_128k=2.4), "b": dict(kld=0.1, bits_128k=2.6), "c": dict(kld=0.2, bits_128k=2.0),
-            "d": dict(fault="KeyError: 'x'"), "kvsink": dict(kld=0.25, bits_128k=2.0)}
-
-    def fake(words, **_):
-        name = Path(words[3]).name
-        method = name if name == "kvsink" else re.search("[A-Z]$", words[3])[0].lower()
-        kl = rows[method].get("kld")
-        row = dict(fault="", window_kl=[[kl, kl]], ppl=3.0, bits_true=2.2) if kl else {}
-        (Path(words[-1]) / "row.json").write_text(json.dumps(row | rows[method]))
-    monkeypatch.setattr(capstone.subprocess, "run", fake)
-    monkeypatch.setattr(sys, "argv", ["capstone", str(tmp_path)])
-    capstone.main()
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[0].rpartition(":")[2] for line in lines] == ["C", "kvsink", "A", "B", "D"]
-    assert "over the budget" in lines[3] and "KeyError" in lines[4]
-
-
-@pytest.mark.parametrize("words", ["no/such.py:Mine", "tests/test_course.py", "tinykv"])
-def test_what_is_no_method_is_told_in_one_line(words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["capstone", words])
-    with pytest.raises(SystemExit) as end:
-        capstone.main()
-    assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1

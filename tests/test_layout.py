@@ -219,3 +219,24 @@ def test_the_table_of_tests_names_every_file():
     tests = {path.name for path in (ROOT / "tests").glob("test_*.py")}
     assert {word for word in words if word.startswith("test_")} == tests
     assert all((ROOT / word).exists() for word in words if "/" in word)
+
+
+# One width
+
+def prose(lines):
+    """The pairs of lines of a docstring that follow one another in a paragraph of prose, at its own indentation."""
+    indent = min((len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()), default=0)
+    for line, after in zip(lines[1:], lines[2:]):
+        is_prose = all(len(x) - len(x.lstrip()) == indent and "  " not in x.strip() and x.strip() for x in (line, after))
+        if is_prose and not re.match(r"\s*([-*|$>`\d]|\w+ \([^)]*\): )", after):
+            yield line, after
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_docstrings_are_filled_to_one_width(name):
+    """120 columns: a line of prose ends where the next word does not fit."""
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            lines = node.body[0].value.value.splitlines()
+            for line, after in prose(lines):
+                assert len(line) + 1 + len(after.split()[0]) > 120, f"{line}\n{after}"

@@ -4,14 +4,14 @@
     python -m tinykv.analysis all --out docs/figures --json numbers.json
     python -m tinykv.analysis norms keys --model path/to/Llama-2-7b-hf --data wikitext2 --out .
     python -m tinykv.analysis page --out cache.html
-    python -m tinykv.analysis page --text texts.txt --data calibration.txt --model path/to/a/model --gif sink.gif
+    python -m tinykv.analysis page --text texts.txt --data calibration.txt --model path/to/a/model
 """
 import argparse
 import importlib
 from pathlib import Path
 
 from tinykv import UserError, files, hf
-from tinykv.analysis import gif, page
+from tinykv.analysis import page
 from tinykv.analysis.sinks import THRESHOLD, find_sinks
 from tinykv.analysis.walk import Text, print_table
 from tinykv.codecs.base import CALIBRATION_WINDOWS
@@ -22,7 +22,7 @@ from tinykv.run import cli, plots
 LONGEST = 1024  # tokens of a window, unless told otherwise
 WINDOWS = 4  # the same
 
-NAMES = ("sinks", "outliers", "norms", "cosine", "bias", "keys", "errors", "widths", "prefix", "anchors", "maps")
+NAMES = ("sinks", "outliers", "norms", "cosine", "bias", "keys", "errors", "widths", "prefix", "anchors")
 PHENOMENA = {name: importlib.import_module(f"tinykv.analysis.{name}") for name in NAMES}  # each is a file
 NEED_SINKS = ("outliers", "norms", "cosine", "bias", "errors", "widths", "prefix")
 NEED_CALIBRATION = ("errors", "widths", "anchors")
@@ -53,7 +53,6 @@ def parser():
                         "its question (default: windows of --data)")
     p.add_argument("--out", metavar="DIR|FILE",
                    help="draw each as DIR/WHAT.png (default: nothing is drawn); page: the file (default: cache.html)")
-    p.add_argument("--gif", metavar="PATH", help="page: also draw its central moment, as a GIF")
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
     return p
 
@@ -66,10 +65,9 @@ def check(args, names, config):
         raise UserError(f"--layer {args.layer}: this model has layers 0 to {config.num_hidden_layers - 1}")
     if "page" in names and len(names) > 1:
         raise UserError("page is written alone")
-    for flag in ("text", "gif"):
-        if getattr(args, flag) and "page" not in names:
-            raise UserError(f"--{flag} is for page")
-    cli.check_outputs(args, json="tinykv-numbers", gif="tinykv-figure")
+    if args.text and "page" not in names:
+        raise UserError("--text is for page")
+    cli.check_outputs(args, json="tinykv-numbers")
     if "page" in names:
         cli.check_outputs(args, out="tinykv-page")
     elif args.out:
@@ -154,7 +152,7 @@ def look(args):
 
 
 def write_page(args, model, tokenizer):
-    """The page, its GIF, and its numbers."""
+    """The page, and its numbers."""
     device = model.lm_head.weight.device
     if args.text:
         texts = read_questions(args.text, tokenizer, page.LONGEST)
@@ -166,9 +164,6 @@ def write_page(args, model, tokenizer):
                **page.content(model, tokenizer, texts, calibration_of(args, tokenizer, device))}
     page.write(args.out or "cache.html", content)
     print(f"wrote {args.out or 'cache.html'}")
-    if args.gif:
-        gif.write(args.gif, content)
-        print(f"wrote {args.gif}")
     if args.json:
         files.write_json(args.json, content, "tinykv-numbers")
 

@@ -2,7 +2,6 @@
 
     grade.py     grade a file, or a folder of them
     handout.py   write a repository to hand out, without the answers
-    capstone.py  measure a method of one's own against a budget of bits
     compare.py   what a submission gave, beside what is right
     confine.py   the limits of a submission's process
 """

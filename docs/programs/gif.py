@@ -1,8 +1,18 @@
-"""The page's central moment as a GIF: a sink's value in 16 bits, rounded, and kept, beside what the model then says."""
-import io
-import re
+"""The page's central moment as a GIF: a sink's value in 16 bits, rounded, and kept, beside what the model then says.
 
+    python docs/programs/gif.py docs/cache.html docs/figures/sink.gif
+"""
+import base64
+import gzip
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from tinykv import files
+from tinykv.run.cli import Parser, one_line
 from tinykv.run.plots import KIND, new_figure
 
 MOVE = 8  # frames from one stop to the next
@@ -53,7 +63,7 @@ def draw(panels, page, stops, stop, t):
 
     # the value's numbers, and the levels
     left.clear()
-    levels = page["levels"]["rtn"][page["bits"]]
+    levels = page["levels"]["rtn"][str(page["bits"])]
     for level in levels:
         left.axvline(level, color=ORANGE, lw=1.5)
     left.axvline(0, color=GREY, lw=1, ls="--")
@@ -76,3 +86,17 @@ def draw(panels, page, stops, stop, t):
     said = run if t >= 0.5 else old
     words = re.split(r'[.\n"]', said["writes"].strip())[0]
     right.set_title(f"“{words}”", loc="left", fontsize=11, fontweight="bold")
+
+
+def main():
+    p = Parser(prog="python docs/programs/gif.py", description="Draw the central moment of a page as a GIF.")
+    p.add_argument("page", type=Path, metavar="PAGE.html", help="as `python -m tinykv.analysis page` writes it")
+    p.add_argument("gif", type=Path, metavar="OUT.gif")
+    args = p.parse_args()
+    with one_line(p):
+        packed = re.search(r"H4sI[\w+/=]+", files.read_text(args.page))[0]  # gzip's first bytes, in base64
+        write(args.gif, json.loads(gzip.decompress(base64.b64decode(packed))))
+
+
+if __name__ == "__main__":
+    main()
