@@ -223,9 +223,8 @@ def test_the_table_of_tests_names_every_file():
 
 # One width
 
-def prose(lines):
+def prose(lines, indent):
     """The pairs of lines of a docstring that follow one another in a paragraph of prose, at its own indentation."""
-    indent = min((len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()), default=0)
     for line, after in zip(lines[1:], lines[2:]):
         is_prose = all(len(x) - len(x.lstrip()) == indent and "  " not in x.strip() and x.strip() for x in (line, after))
         if is_prose and not re.match(r"\s*([-*|$>`\d]|\w+ \([^)]*\): )", after):
@@ -238,5 +237,5 @@ def test_docstrings_are_filled_to_one_width(name):
     for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             lines = node.body[0].value.value.splitlines()
-            for line, after in prose(lines):
+            for line, after in prose(lines, node.body[0].col_offset):
                 assert len(line) + 1 + len(after.split()[0]) > 120, f"{line}\n{after}"

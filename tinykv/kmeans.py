@@ -14,11 +14,10 @@ MAX_DISTANCES_GPU = 2 ** 26
 def kmeans(points, k, weights=None, iterations=25, tries=1, seed=0, tolerance=0.0):
     """The k centres with the smallest weighted squared distance to the points that was found.
 
-    points (P, N, n): P independent problems of N points. weights (P, N): 1 where not given; an
-    integer weight is the same as that many copies of the point beside it. Returns centres
-    (P, k, n): for each problem those of the best of `tries` k-means++ starts. It ends after
-    `iterations` steps, once no centre moves, or once a step lowers no problem's distance by more
-    than a share `tolerance`.
+    points (P, N, n): P independent problems of N points. weights (P, N): 1 where not given; an integer weight is the
+    same as that many copies of the point beside it. Returns centres (P, k, n): for each problem those of the best of
+    `tries` k-means++ starts. It ends after `iterations` steps, once no centre moves, or once a step lowers no problem's
+    distance by more than a share `tolerance`.
     """
     P = len(points)
     if weights is None:

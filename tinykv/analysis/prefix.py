@@ -51,9 +51,8 @@ def measure(text):
 def errors_by_length(model, quantized, window, lengths, start):
     """What is left of the error if the first n tokens of window (T) are exact: a row for each n.
 
-    Errors are means over the tokens from position `start` on, which is at least the largest n.
-    `last`: the squared error of the last block's output; `attention`: that of what attention adds,
-    summed over layers.
+    Errors are means over the tokens from position `start` on, which is at least the largest n. `last`: the squared
+    error of the last block's output; `attention`: that of what attention adds, summed over layers.
     """
     exact, exact_added = run_after_prefix(model, model, window, 0)
     rows = []

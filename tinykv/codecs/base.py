@@ -146,9 +146,8 @@ def largest_code(bits):
 class Codec:
     """How the keys, or the values, of one layer are quantized.
 
-    A codec that needs calibration says how many passes over the calibration windows it takes.
-    `calibrate.calibrate` then calls, for each pass, `begin`, `collect` for every window, and `fit`.
-    What comes out are its `tables`.
+    A codec that needs calibration says how many passes over the calibration windows it takes. `calibrate.calibrate`
+    then calls, for each pass, `begin`, `collect` for every window, and `fit`. What comes out are its `tables`.
     """
     bits = 16  # nominal bits of a number
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups

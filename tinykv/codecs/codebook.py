@@ -18,9 +18,9 @@ sum w^2 of equal weight would (Kish's effective sample size), and that is a few 
 codebooks are calibrated on more text (`windows_of`), and `describe_codebooks` prints the effective number, with a
 warning where it is below FEWEST for each centroid.
 
-`sharing` says which sub-vectors share a codebook: "head", those of one slot in one KV head (of K
-or V of a layer); "layer", all of a layer's K, or of its V. Codebooks per head lose less. Together
-they take 2 C m numbers a layer, whatever n, where C = Hkv * d: as much as m tokens of 16 bits.
+`sharing` says which sub-vectors share a codebook: "head", those of one slot in one KV head (of K or V of a layer);
+"layer", all of a layer's K, or of its V. Codebooks per head lose less. Together they take 2 C m numbers a layer,
+whatever n, where C = Hkv * d: as much as m tokens of 16 bits.
 """
 import re
 

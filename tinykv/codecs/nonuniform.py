@@ -224,8 +224,8 @@ class SparseCodes(Codes):
 
 
 def sparse(numbers, outlier):
-    """The outliers of numbers (B, T, C), where `outlier` is True: row_end, values and columns, as
-    `SparseCodes` has them."""
+    """The outliers of numbers (B, T, C), where `outlier` is True: row_end, values and columns, as `SparseCodes` has
+    them."""
     numbers, outlier = numbers.transpose(0, 1), outlier.transpose(0, 1)  # (T, B, C) both
     values = numbers[outlier]  # (outliers), row by row
     columns = outlier.nonzero()[:, 2].to(torch.int16)  # (outliers)

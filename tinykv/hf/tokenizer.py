@@ -9,8 +9,8 @@ LARGEST = 10 ** 8  # bytes of a tokenizer
 class Tokenizer:
     """Text <-> token ids: what the two kinds below share.
 
-    `encode` adds no special token, and never reads one out of a text: "<s>" in a text is three
-    ordinary characters, so text from outside cannot end a document.
+    `encode` adds no special token, and never reads one out of a text: "<s>" in a text is three ordinary characters, so
+    text from outside cannot end a document.
     """
     # vocab_size: the largest id + 1
     bos_id = eos_id = None  # None where there is none

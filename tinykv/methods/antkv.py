@@ -30,11 +30,11 @@ Paper and practice. No code is public. What the paper leaves open is settled her
   block is quantized, a token competes with the current anchors: they may be 1% of the tokens seen. An evicted anchor is
   read as its codes.
 - The paper's Algorithm 1 leaves out the factor |Q_i|; it is used here.
-- Eq. 5 leaves out the error of each row, but that is known once its block is quantized:
-  `anchors_by="error"` multiplies the score by |dK_j|_1, or |dV_j|_1. The controls "first" and
-  "random" keep the first tokens, or tokens chosen at random.
-- Keys are quantized before RoPE, where their channels keep their ranges (Appendix B);
-  `rope="post"` quantizes them after it.
+- Eq. 5 leaves out the error of each row, but that is known once its block is quantized: `anchors_by="error"` multiplies
+  the score by |dK_j|_1, or |dV_j|_1. The controls "first" and "random" keep the first tokens, or tokens chosen at
+  random.
+- Keys are quantized before RoPE, where their channels keep their ranges (Appendix B); `rope="post"` quantizes them
+  after it.
 - The paper's bits count neither anchors nor codebooks. `true` counts anchors, their positions and their scores, and no
   codebooks.
 """

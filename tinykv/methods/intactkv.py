@@ -4,14 +4,13 @@
     Code: 16 bits, or integers per token and head.
     When: at once under `paper`, in blocks of tokens in a stream.
 
-All tokens attend to the first ones. A model with quantized weights computes wrong keys and values
-for them, before any cache rounds anything. So the full-precision model computes them once, every
-cache begins with them, and the text goes on from there. Theorem 1 bounds the change of a head's
-output by the errors of keys and values; a token whose key and value are exact drops out of it:
+All tokens attend to the first ones. A model with quantized weights computes wrong keys and values for them, before any
+cache rounds anything. So the full-precision model computes them once, every cache begins with them, and the text goes
+on from there. Theorem 1 bounds the change of a head's output by the errors of keys and values; a token whose key and
+value are exact drops out of it:
     |dh|_2 <= C1 |dK|_2,inf |dV|_F + C2 |dK|_2,inf + C3 |dV|_F
-The prefix can also be trained (train_intact.py). Its keys and values are then parameters. The loss
-is how far the blocks f of the quantized model w' are from those of the full-precision model w
-(Eq. 2):
+The prefix can also be trained (train_intact.py). Its keys and values are then parameters. The loss is how far the
+blocks f of the quantized model w' are from those of the full-precision model w (Eq. 2):
     L = 1/2 sum over blocks l of |f_l(w, x) - f_l(w', x; prefix)|^2
 
 Paper and practice, as in the released code.
@@ -82,8 +81,7 @@ class Prefix:
 def exact_rows(full, quantized, ids):
     """Keys, before RoPE, and values of tokens `ids` as `full` computes them: (L, Hkv, n, d) both.
 
-    They have been rounded to the 16 bits of a cache, and are fp32 again. Values have the scale of
-    `quantized`'s.
+    They have been rounded to the 16 bits of a cache, and are fp32 again. Values have the scale of `quantized`'s.
     """
     # 1. Let the full-precision model read the tokens
     trace = SixteenBits(full)

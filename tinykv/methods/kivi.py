@@ -3,9 +3,9 @@
     Keep: nothing.   Code: K per channel in groups of G tokens, V per token in groups of G channels.
     When: the R newest tokens stay in full precision, older ones are quantized G at a time.
 
-A few channels of the keys are large in all tokens. With a grid for each channel they cost the other
-channels nothing. Values have no such channels; a grid for each token keeps an error within that
-token. Keys are quantized after RoPE. Both grids are dynamic:
+A few channels of the keys are large in all tokens. With a grid for each channel they cost the other channels nothing.
+Values have no such channels; a grid for each token keeps an error within that token. Keys are quantized after RoPE.
+Both grids are dynamic:
     z = min(X),  s = (max(X) - min(X)) / (2^B - 1),  Q(X) = round((X - z) / s),  X' = s Q(X) + z
 This is the scheme `channel-dynamic`; KIVI adds the window of recent tokens.
 

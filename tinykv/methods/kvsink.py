@@ -4,9 +4,9 @@
     Code: any scheme.
     When: at once under `paper`, in blocks of tokens in a stream.
 
-Algorithm 1. There is one layer, the emergence layer lE, with output H^lE. From that output on, sink
-tokens carry a huge number in one fixed channel c of the hidden state. So one look at one channel of
-one layer's output tells where the sinks are:
+Algorithm 1. There is one layer, the emergence layer lE, with output H^lE. From that output on, sink tokens carry a huge
+number in one fixed channel c of the hidden state. So one look at one channel of one layer's output tells where the
+sinks are:
     S = top-k of |H^lE[i, c]| over tokens i
     layers l > lE keep K_l, V_l of S in full precision, and quantize the other tokens
 Layers up to lE quantize every token: a prefill has stored their keys before S is known.

@@ -5,18 +5,16 @@
     Code: K per channel in groups of G tokens, V per token.
     When: the 32 newest tokens stay in full precision, older ones are quantized G = 128 at a time.
 
-In a channel where all keys are large, a token whose key is nearly zero stretches the range of its
-group, and all other tokens of the group lose precision. Such a token has a small key in all
-channels, so the sum of magnitudes finds it. Whenever n tokens are about to be quantized, they
-compete with the pool:
+In a channel where all keys are large, a token whose key is nearly zero stretches the range of its group, and all other
+tokens of the group lose precision. Such a token has a small key in all channels, so the sum of magnitudes finds it.
+Whenever n tokens are about to be quantized, they compete with the pool:
     score(i) = sum_c |K[i, c]|
     pool = the `outlier_num` tokens with the smallest scores, ties to the earlier token
-A token that loses its place goes to the extra pool and stays in full precision: its group's range
-was chosen without it, so its code may be far off. The extra pool takes 32 tokens; once it is full,
-the pool stays as it is. The first two layers have no pool: they have no such tokens.
+A token that loses its place goes to the extra pool and stays in full precision: its group's range was chosen without
+it, so its code may be far off. The extra pool takes 32 tokens; once it is full, the pool stays as it is. The first two
+layers have no pool: they have no such tokens.
 
-What is kept stands in slots. Here p = `outlier_num` is 3, and another head has three tokens in its
-extra pool:
+What is kept stands in slots. Here p = `outlier_num` is 3, and another head has three tokens in its extra pool:
                   pool       | extra pool
     slot          0   1   2  |  3   4   5
     position     17   4  23  |  9  12  17     an empty slot repeats slot 0

@@ -1,8 +1,8 @@
 """What the figures share.
 
-Figures are made without pyplot, so the backend of a notebook stays as it is; after
-`%matplotlib inline` a notebook shows a Figure that is the last line of a cell. Lines differ in
-marker as well as in colour, and all eyes can tell the colours apart.
+Figures are made without pyplot, so the backend of a notebook stays as it is; after `%matplotlib inline` a notebook
+shows a Figure that is the last line of a cell. Lines differ in marker as well as in colour, and all eyes can tell the
+colours apart.
 """
 import torch
 

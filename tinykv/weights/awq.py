@@ -1,12 +1,10 @@
 """AWQ (Lin et al., 2023): channels that carry large inputs are scaled up before rounding.
 
-For the linear layers that share an input X, s makes the weights of large inputs larger, so that
-they are rounded finer:
+For the linear layers that share an input X, s makes the weights of large inputs larger, so that they are rounded finer:
     s = mean|X|**a,  scaled so that sqrt(max s * min s) = 1,   W' = Q(W diag(s)) diag(s)^-1
     a in {0, 0.05, .., 0.95}: the one that least changes the output of attention, MLP or the layer
-The scales are folded into what comes before (`base.py`). Then each group of weights, except those
-of q and k, is clipped at 1, 0.95, .., or 0.55 times its largest |w|: whichever least changes what
-the group contributes to the output.
+The scales are folded into what comes before (`base.py`). Then each group of weights, except those of q and k, is
+clipped at 1, 0.95, .., or 0.55 times its largest |w|: whichever least changes what the group contributes to the output.
 
 Paper and practice, as in the released code.
 - The inputs are those of the full-precision model. Clips are searched on 512 tokens.

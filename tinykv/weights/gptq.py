@@ -1,7 +1,7 @@
 """GPTQ (Frantar et al., 2022): the columns still to come make up for each column's rounding error.
 
-If the weights of a layer with inputs X move by dW, the loss is tr(dW H dW^T), H = 2 X^T X / N.
-With H^-1 = U^T U, U upper triangular, columns j = 1, 2, .. are rounded one after the other (Eq. 3):
+If the weights of a layer with inputs X move by dW, the loss is tr(dW H dW^T), H = 2 X^T X / N. With H^-1 = U^T U, U
+upper triangular, columns j = 1, 2, .. are rounded one after the other (Eq. 3):
     e = (w_j - w'_j) / U_jj,   w_k -= e U_jk  for all k > j
 A group's scale and zero point come from its weights as they are when its first column is due.
 

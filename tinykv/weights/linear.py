@@ -34,8 +34,8 @@ def grid(lo, hi, bits, round=torch.round):
     """The range lo, hi of each group -> its scale, and its zero point, an integer. Both fp32.
 
         s = (max - min) / (2**b - 1),  z = -round(min / s)
-    The scale is rounded to the 16 bits in which it is stored. The range is made to include 0, so z
-    is one of the codes (AWQ clamps z instead, and a group whose weights have one sign saturates).
+    The scale is rounded to the 16 bits in which it is stored. The range is made to include 0, so z is one of the codes
+    (AWQ clamps z instead, and a group whose weights have one sign saturates).
     """
     max_code = 2 ** bits - 1
     lo = lo.float().clamp(max=0)

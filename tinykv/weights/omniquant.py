@@ -2,10 +2,9 @@
 
 Learnable weight clipping (LWC): two numbers g and b for each group of weights.
     s = (sigmoid(g) max - sigmoid(b) min) / (2**n - 1),   z = -round(sigmoid(b) min / s)
-Learnable equivalent transformation (LET): a scale for each channel that a norm or v_proj produces
-(`base.py`). Both are trained together by gradient descent, with a straight-through estimator for
-rounding. The quantized block, on the output X' of the quantized blocks before it, shall give what
-the full-precision block gives on X:
+Learnable equivalent transformation (LET): a scale for each channel that a norm or v_proj produces (`base.py`). Both are
+trained together by gradient descent, with a straight-through estimator for rounding. The quantized block, on the output
+X' of the quantized blocks before it, shall give what the full-precision block gives on X:
     min  |F(W, X) - F(Q(W), X')|^2
 
 Paper and practice, as in the released code for LLaMA and weights only.
