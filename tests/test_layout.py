@@ -226,7 +226,8 @@ def test_the_table_of_tests_names_every_file():
 def prose(lines, indent):
     """The pairs of lines of a docstring that follow one another in a paragraph of prose, at its own indentation."""
     for line, after in zip(lines[1:], lines[2:]):
-        is_prose = all(len(x) - len(x.lstrip()) == indent and "  " not in x.strip() and x.strip() for x in (line, after))
+        is_prose = all(x.strip() and "  " not in x.strip() and len(x) - len(x.lstrip()) == indent
+                       for x in (line, after))
         if is_prose and not re.match(r"\s*([-*|$>`\d]|\w+ \([^)]*\): )", after):
             yield line, after
 

@@ -151,7 +151,7 @@ def test_bytes_are_those_of_the_formula(name, bits, G):
         for linear in map(block.get_submodule, LINEARS):
             out, inputs = linear.weight.shape
             groups = inputs // (G or max(g for g in range(1, 129) if inputs % g == 0))
-            size += out * (math.ceil(inputs * bits / 8) + math.ceil(groups * bits / 8) + 2 * groups)
+            size += out * (oracles.code_bytes(inputs, bits) + oracles.code_bytes(groups, bits) + 2 * groups)
             size -= linear.weight.nbytes
     assert weight_bytes(coded) == size
 

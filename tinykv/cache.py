@@ -251,6 +251,7 @@ class LayerCache:
         K, _ = read  # (B, Hkv, S, d)
         q = self.rope.rotate(q, positions)  # (B, H, T, d)
         of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
+        self.keys.finite = self.keys.finite & of_keys.isfinite().all() & of_values.isfinite().all()
         self.keys.add_scores(of_keys)
         self.values.add_scores(of_values)
 
