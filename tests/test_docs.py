@@ -139,7 +139,8 @@ def workplace(tmp_path_factory):
 def check_command(command, folder):
     """Its program exists, and its words are right, as far as they can be checked without running it."""
     words = shlex.split(command)
-    if words[0] in ("pip", "hf", ".") or words[1:3] in (["-m", "tinykv.run.lm_eval"], ["-m", "venv"]):  # not ours
+    of_others = ["-m", "tinykv.run.lm_eval"], ["-m", "venv"]
+    if words[0] in ("pip", "hf", ".") or words[1:3] in of_others:
         return
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= index()[1], command
     if words[0] == "pytest":

@@ -7,6 +7,7 @@ import copy
 import math
 
 import numpy as np
+import oracles
 import pytest
 import torch
 import torch.nn.functional as F
