@@ -89,9 +89,9 @@ def placeholder(words):
 
 
 def real_models():
-    """{folder of a command: LlamaConfig}, from the first table of real_models.md."""
+    """{folder of a command: LlamaConfig}, from the table of shapes in real_models.md."""
     configs = {}
-    for row in tables(read("docs/real_models.md"))[0]:
+    for row in table_with("docs/real_models.md", "folder on the hub"):
         layers, width, mlp, heads, kv_heads, head, vocabulary, positions = map(int, list(row.values())[2:])
         config = LlamaConfig(vocabulary, width, mlp, layers, heads, kv_heads, head, positions, bos_token_id=1)
         folder = row["folder on the hub"].strip("`").split("/")[1]
@@ -402,6 +402,11 @@ def tables(text):
     return found
 
 
+def table_with(page, column):
+    """A page's first table that has this column."""
+    return next(rows for rows in tables(read(page)) if column in rows[0])
+
+
 def test_every_method_has_its_page_and_its_row():
     text = read("docs/methods.md")
     for name in METHODS:
@@ -416,9 +421,8 @@ def test_every_method_has_its_page_and_its_row():
 
 
 def test_sizes_of_real_models_are_what_their_shapes_give():
-    """The second table of real_models.md from the first, and the third from the second."""
-    page = tables(read("docs/real_models.md"))
-    for config, size, time in zip(real_models().values(), page[1], page[2]):
+    """The sizes and times of real_models.md from its shapes."""
+    for config, size in zip(real_models().values(), table_with("docs/real_models.md", "parameters")):
         with torch.device("meta"), NoInit():
             parameters = sum(p.numel() for p in Llama(config).parameters())
         token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # numbers
@@ -428,12 +432,9 @@ def test_sizes_of_real_models_are_what_their_shapes_give():
         assert size["cache of a token, KiB"] == f"{2 * token / 1024:g}"
         assert size["16 bits, GiB"] == f"{2 * cache / 2 ** 30:.2f}"
         assert size["2 bits, GiB"] == f"{cache / 4 / 2 ** 30:.2f}"
-        name, _, length = time["16 windows of"].partition(", ")
         work = 2 * parameters * 16 * int(size["context"])
-        assert (name, length) == (size["model"], f"{int(size['context']):,} tokens")
-        assert time["operations of a pass"] == f"{work:.1e}".replace("e+", "e")
-        assert time["at 100 TFLOP/s (a GPU in bf16)"] == f"{work / 1e14:.0f} s"
-        assert time["at 0.5 TFLOP/s (a server's CPU in fp32)"] == f"{work / 0.5e12 / 60:.0f} min"
+        assert size["GPU"] == f"{work / 1e14:.0f} s"
+        assert size["CPU"] == f"{work / 0.5e12 / 60:.0f} min"
 
 
 def test_readmes_table_is_that_of_the_tables():
