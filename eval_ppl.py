@@ -72,7 +72,7 @@ def compare(methods, model=None, **given):
 
 def main():
     with cli.one_line(flags.parser()), ranks.joined():
-        args = flags.parse()
+        args = flags.parse(about=__doc__)
         if args.list_methods:
             return settings.list_methods()
         rows = evaluate(args)

@@ -30,6 +30,7 @@ def parser():
     p.add_argument("--prefix", metavar="bos|FILE", default="bos",
                    help="what texts begin with: BOS, a text file, or a trained prefix to go on with (.safetensors)")
     cli.add_model(p)
+    cli.add_device(p)
     cli.add_attention(p)
     s = p.add_argument_group("training", "on the calibration part of --data; its test part is held out")
     s.add_argument("--chats", metavar="FILE",

@@ -6,8 +6,9 @@
     python -m tinykv.analysis page --out cache.html
     python -m tinykv.analysis page --text texts.txt --data calibration.txt --model path/to/a/model
 """
-import argparse
 import importlib
+import os
+import sys
 from pathlib import Path
 
 from tinykv import UserError, files, hf
@@ -30,21 +31,21 @@ NEED_CALIBRATION = ("errors", "widths", "anchors")
 
 # The command
 
-class AsWritten(cli.Help, argparse.RawDescriptionHelpFormatter):
-    """Leaves the lines of the description and the epilog as they are."""
-
-
-def parser():
-    shown = [f"{name}\n{module.__doc__}" for name, module in {**PHENOMENA, "page": page}.items()]
+def parser(words=()):
+    """words: of the command line; its help is about the names among them, or about all."""
+    about = {**PHENOMENA, "page": page, "all": None}
+    named = [name for name in about if name in words and name != "all"] or list(about)
+    shown = [f"{name}\n{about[name].__doc__ if about[name] else 'all but the page'}\n" for name in named]
     p = cli.Parser(
-        prog="python -m tinykv.analysis", description=__doc__, formatter_class=AsWritten,
-        epilog="\n".join(shown) + "\nall\nall but the page\n\n"
+        prog="python -m tinykv.analysis", description=__doc__, epilog="\n".join(shown) + "\n"
                f"A token is a sink if its attention received reaches {THRESHOLD} in a tenth of all heads "
                f"of all layers. Windows are {WINDOWS}, and {page.WINDOWS} for the page, unless told otherwise.")
     p.add_argument("what", nargs="+", metavar="WHAT", choices=(*NAMES, "page", "all"),
                    help=f"{', '.join(NAMES)}, page, or all: see below")
     cli.add_model(p)
+    cli.add_device(p)
     cli.add_windows(p, windows=None, longest=LONGEST)
+    cli.add_calib_windows(p)
     cli.add_bos(p)
     p.add_argument("--layer", metavar="L", type=int,
                    help="the layer that figures show (default: the middle one)")
@@ -54,6 +55,12 @@ def parser():
     p.add_argument("--out", metavar="DIR|FILE",
                    help="draw each as DIR/WHAT.png (default: nothing is drawn); page: the file (default: cache.html)")
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
+    if "page" not in named:
+        p.hide("text")
+    if named == ["page"]:
+        p.hide("layer")
+    elif not {*named} & {*NEED_CALIBRATION}:
+        p.hide("calib_windows")
     return p
 
 
@@ -71,8 +78,10 @@ def check(args, names, config):
     if "page" in names:
         cli.check_outputs(args, out="tinykv-page")
     elif args.out:
-        if Path(args.out).is_file():
-            raise UserError(f"--out {args.out} is a file; give a folder")
+        out = Path(args.out).resolve()
+        there = next(path for path in (out, *out.parents) if path.exists())  # the rest is made
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise UserError(f"--out {args.out}: no figures can be written there; give a folder")
         for name in names:
             files.check_target(Path(args.out, f"{name}.png"), plots.KIND)
 
@@ -114,8 +123,9 @@ def look(args):
     names = NAMES if "all" in args.what else tuple(dict.fromkeys(args.what))  # each once
     device = hf.usable_device(args.device)
     config = hf.load_config(args.model)
-    check(args, names, config)
     is_page = names == ("page",)
+    args.out = args.out or ("cache.html" if is_page else None)
+    check(args, names, config)
     args.windows = args.windows or (page.WINDOWS if is_page else WINDOWS)
     args.context = cli.context_of(args, config, page.LONGEST if is_page else LONGEST)
     tokenizer = hf.load_tokenizer(args.model, config)
@@ -162,14 +172,14 @@ def write_page(args, model, tokenizer):
     texts.tokens = texts.tokens.to(device)  # (W, T)
     content = {"model": Path(args.model).absolute().name,
                **page.content(model, tokenizer, texts, calibration_of(args, tokenizer, device))}
-    page.write(args.out or "cache.html", content)
-    print(f"wrote {args.out or 'cache.html'}")
+    page.write(args.out, content)
+    print(f"wrote {args.out}")
     if args.json:
         files.write_json(args.json, content, "tinykv-numbers")
 
 
 def main():
-    p = parser()
+    p = parser(sys.argv[1:])
     with cli.one_line(p):
         look(p.parse_args())
 

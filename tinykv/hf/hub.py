@@ -47,6 +47,8 @@ def fetch_file(file):
 @contextmanager
 def hub_faults(what):
     """Around a download: whatever the hub's library raises is a UserError of one line."""
+    from huggingface_hub.utils import logging
+    logging.set_verbosity_error()  # not a line for each retry
     try:
         yield
     except Exception as error:  # of many kinds: no network, no such name, a licence to accept, a full disk

@@ -13,36 +13,44 @@ from tinykv.run.check import check_flags
 from tinykv.run.settings import add_settings, load_class
 
 
-def parser(asked=()):
-    """asked: the methods of --method; those of the user's own have settings of their own."""
-    p = cli.Parser(
-        description="Perplexity, answer recall and true size of the KV cache under each method, beside fp16.",
-        epilog="A setting reaches every method that takes it; it is an error if no method asked for does. A method "
-               "asked for alone is shown beside those it is compared with, if they can take its settings.")
+def parser(asked=(), about=None):
+    """asked: the methods of --method; those of the user's own have settings of their own. about: the description."""
+    parent = cli.Parser(
+        usage="%(prog)s [--method NAME[,NAME...]] [--model DIR|OWNER/NAME] [--data TEXT] [more flags]",
+        description=about,
+        epilog="Each setting applies to every method that takes it. If no requested method takes it, the command "
+               "stops with an error. If you request one method, the table also shows its baselines, where they accept "
+               "the same settings.")
+    p = parent.add_argument_group("start here")
     p.add_argument("--method", metavar="NAME[,NAME...]", type=cli.list_of(str), default="kvsink",
                    help="names from --list-methods, 'all', or path/to/file.py:Class")
     p.add_argument("--list-methods", action="store_true", help="print the methods and their settings, and stop")
+    cli.add_model(p)
+    cli.add_windows(p, windows=16, longest=4096)
     p.add_argument("--protocol", choices=PROTOCOLS, default="paper",
                    help="paper: tokens are quantized before any query reads them; stream: as in generation")
+    p = parent.add_argument_group("text")
     p.add_argument("--prompt", metavar="P", type=int,
                    help="the first P tokens of a window are read in one pass, the others as in generation; "
                         "protocol paper quantizes the prompt before it is read")
-    cli.add_model(p)
-    cli.add_windows(p, windows=16, longest=4096)
     cli.add_bos(p)
+    p.add_argument("--seed", type=int, default=0, help="which tales are read")
+    p = parent.add_argument_group("calibration")
     cli.add_calibration(p)
     p.add_argument("--draws", metavar="N", type=int, default=1,
                    help="calibrate methods N times, each on text of its own, and print means; +- and t are then over "
                         "draws and windows; weights are quantized once, on the first draw's text")
+    p = parent.add_argument_group("machine")
+    cli.add_device(p)
     p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
     cli.add_attention(p, "triton")
-    p.add_argument("--seed", type=int, default=0, help="which tales are read")
+    p = parent.add_argument_group("output")
     p.add_argument("--wide", action="store_true", help="print all columns of the table")
     p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss; -: print it")
     comparisons.add_comparisons(p)
-    cli.add_weights(p, several=True)
-    add_settings(p, asked)
-    return p
+    cli.add_weights(parent, several=True)
+    add_settings(parent, asked)
+    return parent
 
 
 @dataclass(frozen=True)
@@ -110,14 +118,14 @@ def load_test(setup, entries):
     return windows.predicted_from(args.prompt) if args.prompt else windows
 
 
-def parse(words=None, methods=None):
-    """The arguments of a command line. `compare` passes its own words, and methods instead of --method; errors that
+def parse(words=None, methods=None, about=None):
+    """The arguments of a command line. about: what --help begins with. `compare` passes its own words, and methods instead of --method; errors that
     would end the command are then raised as UserError."""
     load_class.cache_clear()  # a file may have been edited since
     if isinstance(methods, str):
         methods = [name.strip() for name in methods.split(",")]
     elif methods is None:
-        methods = parser().parse_known_args(words)[0].method
+        methods = parser(about=about).parse_known_args(words)[0].method
     elif not isinstance(methods, list):
         methods = [methods]
     p = parser(methods)

@@ -137,10 +137,14 @@ def load_class(name):
         return type(name) if is_made(name) else name
     if name in METHODS:
         return METHODS[name]
-    path, _, attribute = name.rpartition(":")
-    if not (path.endswith(".py") and os.path.isfile(path)):
+    path, _, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")
+    if not path.endswith(".py"):
         raise UserError(f"there is no method {name!r}; there are {', '.join(METHODS)}, or "
                         f"path/to/file.py:Class{did_you_mean(name, METHODS)}")
+    if not os.path.isfile(path):
+        raise UserError(f"there is no file {path}; give path/to/file.py:Class")
+    if not attribute:
+        raise UserError(f"{path} names no class; give {path}:Class")
     spec = importlib.util.spec_from_file_location(path, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path] = module
