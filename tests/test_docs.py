@@ -204,7 +204,7 @@ def test_commands_are_found():
     found = commands(read("README.md"))
     assert {"pip install -r requirements.txt", "python eval_ppl.py --method kvsink", "pytest -q"} <= set(found)
     assert "python -m tinykv.analysis outliers --out docs/figures" in commands(read("docs/analysis.md"))
-    assert "python eval_ppl.py --method all --bits 2 --protocol stream --vs kivi" in commands(read("docs/results.md"))
+    assert "python eval_ppl.py --method all --bits 2 --draws 3 --vs kivi" in commands(read("docs/tables.md"))
     for page in PAGES:  # whatever looks like a command outside of a session is one
         plain = re.sub(r"^```console\n.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
         lines = [line for line in plain.splitlines() if re.match(r"\s*(python [-\w]|pytest )", line)]
