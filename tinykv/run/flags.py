@@ -119,8 +119,8 @@ def load_test(setup, entries):
 
 
 def parse(words=None, methods=None, about=None):
-    """The arguments of a command line. about: what --help begins with. `compare` passes its own words, and methods instead of --method; errors that
-    would end the command are then raised as UserError."""
+    """The arguments of a command line. about: what --help begins with. `compare` passes its own words, and methods
+    instead of --method; errors that would end the command are then raised as UserError."""
     load_class.cache_clear()  # a file may have been edited since
     if isinstance(methods, str):
         methods = [name.strip() for name in methods.split(",")]
