@@ -417,3 +417,11 @@ def chunks_of_sizes(draw):
 @example([[[1, -3, 2, 3, 0, 3]], [[2, 3, -4]]], 3)
 def test_running_top_k(chunks, k):
     check_running_top_k(KVSink, chunks, k)
+
+
+def test_a_model_of_table_3_still_calibrates_its_static_ranges():
+    """Layer and channel are known without calibration, so they do not count as what calibration has found."""
+    config = LlamaConfig(32000, 4096, 11008, 32, 32, 32, 128, 4096, model_type="llama")
+    method = KVSink(config, scheme="channel-static")
+    assert (method.layer, method.channel) == (1, 2533) and method.passes == 0
+    assert method.needs_calibration and not method.calibrated()
