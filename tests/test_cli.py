@@ -56,7 +56,7 @@ def command(capsys, monkeypatch):
 def refused(command, *words):
     """The one line with which the command refuses."""
     status, _, err = command(*words)
-    err = re.sub("^(calibrating|evaluating) .*\n", "", err, flags=re.MULTILINE)
+    err = re.sub("^(calibrating|evaluating|quantizing weights) .*\n", "", err, flags=re.MULTILINE)
     assert status == 2 and err.count("\n") == 1 and re.match(r"\w+\.py: error: ", err), (status, err)
     return err
 
