@@ -23,14 +23,13 @@ STATE = "tinykv-training"  # what the file of a run says that it is
 
 def parser():
     p = cli.Parser(
-        description="Train the keys and values of a prefix, so that a model with quantized weights computes what the "
+        description="Train the keys and values of a prefix, so that a model with quantized weights computes what the\n"
                     "full-precision model does (IntactKV, Eq. 2).",
         epilog="The state of a run is kept in OUT.state after every update; the same command goes on from there.")
     p.add_argument("--out", metavar="FILE", required=True, help="the trained prefix (.safetensors)")
     p.add_argument("--prefix", metavar="bos|FILE", default="bos",
                    help="what texts begin with: BOS, a text file, or a trained prefix to go on with (.safetensors)")
     cli.add_model(p)
-    cli.add_device(p)
     cli.add_attention(p)
     s = p.add_argument_group("training", "on the calibration part of --data; its test part is held out")
     s.add_argument("--chats", metavar="FILE",

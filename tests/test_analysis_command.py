@@ -140,6 +140,30 @@ def test_help_names_every_phenomenon(run, capsys):
         assert place in " ".join(out.split())
 
 
+@pytest.mark.parametrize("words, has, has_not", [
+    (["sinks"], ["\nsinks\n", "--layer"], ["\nnorms\n", "--text", "--calib-windows"]),
+    (["errors"], ["\nerrors\n", "--calib-windows"], ["\nsinks\n", "--text"]),
+    (["page"], ["\npage\n", "--text", "--calib-windows"], ["\nsinks\n", "--layer"]),
+    (["all"], ["\nsinks\n", "--calib-windows", "--layer"], [])])
+def test_help_of_a_phenomenon_has_its_flags(run, capsys, words, has, has_not):
+    with pytest.raises(SystemExit):
+        run(*words, "--help")
+    out = capsys.readouterr().out
+    assert all(word in out for word in has) and not any(word in out.split("options:")[1] for word in has_not)
+
+
+@pytest.mark.parametrize("words", [["norms", "--out", f"{__file__}/figures"], ["norms", "--out", __file__],
+                                   ["page", "--out", "no/folder/x.html"], ["page"]])
+def test_an_output_that_cannot_be_written_is_said_before_the_work(run, capsys, monkeypatch, tmp_path, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cache.html").write_text("of somebody")
+    monkeypatch.setattr(command.hf, "load_model", lambda *_: pytest.fail("the model is loaded"))
+    with pytest.raises(SystemExit) as end:
+        run(*words)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1 and str(words[-1] if len(words) > 1 else "cache.html") in err
+
+
 @pytest.mark.parametrize("words, named", [
     (["norms", "--context", 100000], "--context"), (["nothing"], "nothing"), (["norms", "--windows", 0], "--windows"),
     (["norms", "--model", "no/folder"], "no/folder"), (["norms", "--json", "no/such/folder/x.json"], "no/such/folder"),

@@ -206,6 +206,22 @@ def test_what_a_method_is_shown_beside_has_settings_for_it():
             assert settings.items() - {("scheme", "token-dynamic")} <= settings_of(cls).items()
 
 
+# ---- the help
+
+def test_help_begins_with_examples_and_the_flags_that_one_needs_first(command):
+    _, out, _ = command("--help")
+    examples = re.findall("^    .*eval_ppl.py .*$", eval_ppl.__doc__, re.M)
+    assert examples and all(f"\n{example}\n" in out for example in examples)
+    parts = re.split(r"^[a-z].*:$", out, flags=re.M)[1:]
+    groups = [re.findall(r"^  (?:-h, )?(--[\w-]+)", part, re.M) for part in parts]
+    assert groups[:2] == [["--help"], ["--method", "--list-methods", "--model", "--device", "--dtype", "--data",
+                                       "--context", "--windows", "--calib-windows", "--protocol"]]
+    flat = sum(groups, [])
+    assert len(groups) == 6 and len(set(flat)) == len(flat) and max(map(len, groups[:-1])) <= 10
+    assert {"--" + name.replace("_", "-") for name in flags_of(METHODS)} == set(groups[-1])
+    assert re.search(r"--model .*OWNER/NAME", out)
+
+
 # ---- lists of settings
 
 @pytest.mark.parametrize("words, titles", [
@@ -386,6 +402,10 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     ("--prompt 64", ["--prompt 64", "shorter than a window, 64"]),
     ("--method intactkv --prefix docs/prompt.txt --prompt 9", ["the prefix", "tokens"]),
     ("--method kvsnik", ["kvsnik", "did you mean kvsink?"]),
+    ("--metod rtn", ["--metod", "did you mean --method?"]),
+    ("--contex=64", ["--contex", "did you mean --context?"]),
+    ("--method eval_ppl.py", ["eval_ppl.py:Class"]),  # a file without its class
+    ("--method nowhere.py", ["no file nowhere.py"]),
     ("--method pfn --preserve 65", ["pfn keeps 65", "64"]),
     ("--method rtn --preserve 5", ["--preserve", "rtn"]),
     ("--method rtn --bits 2,nan", ["nan"]),
@@ -403,7 +423,7 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     ("--at-bits nan", ["--at-bits", "nan"]),
     ("--data nothing.txt", ["nothing.txt", "tales"]),
     ("--model no/folder", ["no/folder"]),
-    ("--method nowhere.py:X", ["nowhere.py"]),
+    ("--method nowhere.py:X", ["no file nowhere.py"]),
     ("--method eval_ppl.py:Nothing", ["Nothing", "Method"]),
     ("--json no/such/folder/out.json --method fp16", ["no/such/folder"]),
     (f"--method fp16 --data {'x' * 5000}", ["xxx..."]),

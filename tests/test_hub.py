@@ -4,6 +4,9 @@ import hashlib
 import http.server
 import io
 import json
+import os
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -20,6 +23,7 @@ from tinykv.data.windows import HUB_FILES
 from tinykv.hf.hub import HubFile, fetch_file, fetch_model
 
 COMMIT = "c" * 40
+ROOT = Path(__file__).parent.parent
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -106,6 +110,17 @@ def test_without_a_network_it_is_told(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "owner/none" in told(hf.load, "owner/none")
     assert "f.bin" in told(fetch_file, offer(hub, "f.bin", b"x")) and not hub.asked
+
+
+def test_a_text_without_a_network_is_one_line(tmp_path):
+    """A process of its own, whose stderr has the retries of the hub's library, too, if it says them."""
+    code = ("import time; time.sleep = lambda seconds: None\n"
+            "from tinykv.data import load_windows\nfrom tinykv import UserError\n"
+            "try: load_windows('wikitext2', type('T', (), {'bos_id': 1}), 8, 1)\n"
+            "except UserError as error: print(error)")
+    env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "no_proxy": "*"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "wikitext" in done.stdout and done.stdout.count("\n") == 1 and done.stderr == ""
 
 
 def test_a_file_is_fetched_once_and_known_by_its_content(hub):

@@ -6,6 +6,7 @@
     python -m tinykv.analysis page --out cache.html
     python -m tinykv.analysis page --text texts.txt --data calibration.txt --model path/to/a/model
 """
+import argparse
 import importlib
 import os
 import sys
@@ -34,18 +35,16 @@ NEED_CALIBRATION = ("errors", "widths", "anchors")
 def parser(words=()):
     """words: of the command line; its help is about the names among them, or about all."""
     about = {**PHENOMENA, "page": page, "all": None}
-    named = [name for name in about if name in words and name != "all"] or list(about)
+    named = [name for name in about if {name, "all"} & {*words}] or list(about)
     shown = [f"{name}\n{about[name].__doc__ if about[name] else 'all but the page'}\n" for name in named]
     p = cli.Parser(
         prog="python -m tinykv.analysis", description=__doc__, epilog="\n".join(shown) + "\n"
-               f"A token is a sink if its attention received reaches {THRESHOLD} in a tenth of all heads "
-               f"of all layers. Windows are {WINDOWS}, and {page.WINDOWS} for the page, unless told otherwise.")
+               f"A token is a sink if its attention received reaches {THRESHOLD} in a tenth of all heads of all "
+               f"layers.\nThe default of --windows is {WINDOWS}, and {page.WINDOWS} for the page.")
     p.add_argument("what", nargs="+", metavar="WHAT", choices=(*NAMES, "page", "all"),
                    help=f"{', '.join(NAMES)}, page, or all: see below")
     cli.add_model(p)
-    cli.add_device(p)
     cli.add_windows(p, windows=None, longest=LONGEST)
-    cli.add_calib_windows(p)
     cli.add_bos(p)
     p.add_argument("--layer", metavar="L", type=int,
                    help="the layer that figures show (default: the middle one)")
@@ -55,12 +54,10 @@ def parser(words=()):
     p.add_argument("--out", metavar="DIR|FILE",
                    help="draw each as DIR/WHAT.png (default: nothing is drawn); page: the file (default: cache.html)")
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
-    if "page" not in named:
-        p.hide("text")
-    if named == ["page"]:
-        p.hide("layer")
-    elif not {*named} & {*NEED_CALIBRATION}:
-        p.hide("calib_windows")
+    of = {"text": {"page"}, "layer": {*NAMES}, "calib_windows": {*NEED_CALIBRATION, "page"}}
+    for action in p._actions:
+        if of.get(action.dest, about.keys()).isdisjoint(named):
+            action.help = argparse.SUPPRESS
     return p
 
 
@@ -78,9 +75,8 @@ def check(args, names, config):
     if "page" in names:
         cli.check_outputs(args, out="tinykv-page")
     elif args.out:
-        out = Path(args.out).resolve()
-        there = next(path for path in (out, *out.parents) if path.exists())  # the rest is made
-        if not there.is_dir() or not os.access(there, os.W_OK):
+        there = next(path for path in Path(args.out, "x").resolve().parents if path.exists())
+        if not os.access(f"{there}/", os.W_OK):  # nor is a file a folder
             raise UserError(f"--out {args.out}: no figures can be written there; give a folder")
         for name in names:
             files.check_target(Path(args.out, f"{name}.png"), plots.KIND)

@@ -23,12 +23,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # How a command begins and ends
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds a flag's default to its help, unless there is none or the help says it itself. Fills a description of one
-    line, and leaves the lines of a longer one as they are."""
-
-    def _fill_text(self, text, width, indent):
-        return text if "\n" in text else super()._fill_text(text, width, indent)
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Adds a flag's default to its help, unless there is none or the help says it itself."""
 
     def _get_help_string(self, action):
         if action.default is None or action.default is False or "(default: " in action.help:
@@ -48,21 +44,10 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{word}: -- is no value")
         return super().parse_known_args(words, namespace)
 
-    def parse_args(self, words=None, namespace=None):
-        args, unknown = self.parse_known_args(words, namespace)
-        if unknown:
-            near = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
-        return args
-
-    def hide(self, *names):
-        """Leave these flags out of the help."""
-        for action in self._actions:
-            if action.dest in names:
-                action.help = argparse.SUPPRESS
-
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {printable(message)}; see --help\n")
+        flags = self._option_string_actions
+        near = [did_you_mean(word, flags) for word in re.findall(r"--[\w-]+", message) if word not in flags]
+        self.exit(2, f"{self.prog}: error: {printable(message)}{''.join(near[:1])}; see --help\n")
 
 
 @contextmanager
@@ -109,9 +94,6 @@ def printable(text):
 def add_model(p):
     p.add_argument("--model", metavar="DIR|OWNER/NAME", default=str(EMBEDDED),
                    help="a checkpoint folder, or a model on the Hugging Face hub (default: the embedded model)")
-
-
-def add_device(p):
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                    help="cpu, cuda, cuda:1; several divide the blocks: cuda:0,cuda:1")
     p.add_argument("--dtype", choices=DTYPES,
@@ -127,9 +109,10 @@ def add_attention(p, *others):
 
 def add_windows(p, windows, longest):
     p.add_argument("--data", metavar="tales|fables|wikitext2|c4|FILE", default="tales", help="a text, or a UTF-8 file")
-    p.add_argument("--context", metavar="T", type=int,
-                   help=f"tokens in a window (default: the model's, up to {longest})")
+    p.add_argument("--context", metavar="T", type=int, help=f"tokens a window (default: the model's, up to {longest})")
     p.add_argument("--windows", metavar="W", type=int, default=windows, help="windows to evaluate on")
+    p.add_argument("--calib-windows", metavar="C", type=int,
+                   help=f"windows to calibrate on (default: {CALIBRATION_WINDOWS}; more for codebooks with weights)")
 
 
 def add_bos(p):
@@ -137,13 +120,7 @@ def add_bos(p):
                    help="replace: each window's first token becomes <s>; none: windows as cut")
 
 
-def add_calib_windows(p):
-    p.add_argument("--calib-windows", metavar="C", type=int,
-                   help=f"windows to calibrate on (default: {CALIBRATION_WINDOWS}; more for codebooks with weights)")
-
-
 def add_calibration(p):
-    add_calib_windows(p)
     p.add_argument("--calib-data", metavar="tales|...|FILE",
                    help="to calibrate on (default: another part of --data; of a file, its second half)")
     p.add_argument("--calibration", metavar="FILE",
@@ -271,7 +248,6 @@ def quantized_model(model, name, quantizer, windows, file):
     made_of = identity(windows, quantizer, *sources(quantizer)) if quantizer.needs_text else None
     tensors = file.get(f"weights {name}", made_of) if made_of else None
     if tensors is None:
-        step(f"quantizing weights {name}")
         coded = quantize(model, quantizer, windows, partial(bar, what=name, unit="block"))
         tensors = coded.model["layers"].state_dict()
         if made_of:
@@ -285,12 +261,6 @@ def bar(windows, what, total=None, unit="window"):
     """A progress bar on stderr, shown after one second, and only on a terminal."""
     return tqdm(windows, what, total, leave=False, unit=unit, delay=1, file=sys.stderr,
                 disable=not sys.stderr.isatty())
-
-
-def step(doing):
-    """Say on stderr which step begins, where no terminal shows a bar."""
-    if not sys.stderr.isatty():
-        print(doing, file=sys.stderr, flush=True)
 
 
 def figure(value, form):

@@ -16,11 +16,9 @@ from tinykv.run.settings import add_settings, load_class
 def parser(asked=(), about=None):
     """asked: the methods of --method; those of the user's own have settings of their own. about: the description."""
     parent = cli.Parser(
-        usage="%(prog)s [--method NAME[,NAME...]] [--model DIR|OWNER/NAME] [--data TEXT] [more flags]",
-        description=about,
-        epilog="Each setting applies to every method that takes it. If no requested method takes it, the command "
-               "stops with an error. If you request one method, the table also shows its baselines, where they accept "
-               "the same settings.")
+        usage="%(prog)s [--method NAME[,NAME...]] [--model DIR|OWNER/NAME] [more flags]", description=about,
+        epilog="A setting applies to every method that takes it; if none does, the command stops with an error.\n"
+               "If you ask for a single method, the table also shows its baselines where they take the settings.")
     p = parent.add_argument_group("start here")
     p.add_argument("--method", metavar="NAME[,NAME...]", type=cli.list_of(str), default="kvsink",
                    help="names from --list-methods, 'all', or path/to/file.py:Class")
@@ -29,22 +27,19 @@ def parser(asked=(), about=None):
     cli.add_windows(p, windows=16, longest=4096)
     p.add_argument("--protocol", choices=PROTOCOLS, default="paper",
                    help="paper: tokens are quantized before any query reads them; stream: as in generation")
-    p = parent.add_argument_group("text")
+    p = parent.add_argument_group("text and calibration")
     p.add_argument("--prompt", metavar="P", type=int,
                    help="the first P tokens of a window are read in one pass, the others as in generation; "
                         "protocol paper quantizes the prompt before it is read")
     cli.add_bos(p)
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
-    p = parent.add_argument_group("calibration")
     cli.add_calibration(p)
     p.add_argument("--draws", metavar="N", type=int, default=1,
                    help="calibrate methods N times, each on text of its own, and print means; +- and t are then over "
                         "draws and windows; weights are quantized once, on the first draw's text")
-    p = parent.add_argument_group("machine")
-    cli.add_device(p)
+    p = parent.add_argument_group("speed and output")
     p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
     cli.add_attention(p, "triton")
-    p = parent.add_argument_group("output")
     p.add_argument("--wide", action="store_true", help="print all columns of the table")
     p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss; -: print it")
     comparisons.add_comparisons(p)

@@ -80,7 +80,7 @@ def lines_by_layer(panel, rows, labels):
     """A line over the layers for each column in labels {column: label}; a missing number is a gap."""
     layers = [row["layer"] for row in rows]
     for i, (column, label) in enumerate(labels.items()):
-        panel.plot(layers, [row[column] for row in rows], label=label, **style(i))
+        panel.plot(layers, [row[column] for row in rows], label=label, markevery=1 + len(layers) // 12, **style(i))
     panel.set(xlabel="layer")
     panel.xaxis.get_major_locator().set_params(integer=True)
 

@@ -142,9 +142,7 @@ def load_class(name):
         raise UserError(f"there is no method {name!r}; there are {', '.join(METHODS)}, or "
                         f"path/to/file.py:Class{did_you_mean(name, METHODS)}")
     if not os.path.isfile(path):
-        raise UserError(f"there is no file {path}; give path/to/file.py:Class")
-    if not attribute:
-        raise UserError(f"{path} names no class; give {path}:Class")
+        raise UserError(f"no file {path}; give path/to/file.py:Class")
     spec = importlib.util.spec_from_file_location(path, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path] = module
@@ -152,5 +150,5 @@ def load_class(name):
     spec.loader.exec_module(module)
     cls = getattr(module, attribute, None)
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
-        raise UserError(f"{path} has no subclass of tinykv.methods.base.Method named {attribute!r}")
+        raise UserError(f"{path} has no subclass of tinykv.methods.base.Method named {attribute!r}; give {path}:Class")
     return cls
