@@ -248,6 +248,8 @@ def quantized_model(model, name, quantizer, windows, file):
     made_of = identity(windows, quantizer, *sources(quantizer)) if quantizer.needs_text else None
     tensors = file.get(f"weights {name}", made_of) if made_of else None
     if tensors is None:
+        if not sys.stderr.isatty():  # where no bar is shown
+            print(f"quantizing weights {name}", file=sys.stderr, flush=True)
         coded = quantize(model, quantizer, windows, partial(bar, what=name, unit="block"))
         tensors = coded.model["layers"].state_dict()
         if made_of:
