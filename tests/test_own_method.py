@@ -86,7 +86,7 @@ def test_a_crash_is_told_by_its_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words, said", [
-    (("--method", "nowhere.py:Mine"), "there is no file nowhere.py"),
+    (("--method", "nowhere.py:Mine"), "no file nowhere.py"),
     (("--method", f"{OWN}:Mine"), "no subclass .* named 'Mine'"),
     (("--method", f"{OWN}:Swapped", "--as", "pfn"), "does not take .*preserve.*, as pfn does"),
     (("--method", f"{OWN}:Swapped", "--as", "pfm"), "--as pfm: there are fp16, rtn, pfn"),
