@@ -248,8 +248,7 @@ def quantized_model(model, name, quantizer, windows, file):
     made_of = identity(windows, quantizer, *sources(quantizer)) if quantizer.needs_text else None
     tensors = file.get(f"weights {name}", made_of) if made_of else None
     if tensors is None:
-        if not sys.stderr.isatty():  # where no bar is shown
-            print(f"quantizing weights {name}", file=sys.stderr, flush=True)
+        step(f"quantizing weights {name}")
         coded = quantize(model, quantizer, windows, partial(bar, what=name, unit="block"))
         tensors = coded.model["layers"].state_dict()
         if made_of:
@@ -263,6 +262,12 @@ def bar(windows, what, total=None, unit="window"):
     """A progress bar on stderr, shown after one second, and only on a terminal."""
     return tqdm(windows, what, total, leave=False, unit=unit, delay=1, file=sys.stderr,
                 disable=not sys.stderr.isatty())
+
+
+def step(doing):
+    """Say on stderr which step begins, where no terminal shows a bar."""
+    if not sys.stderr.isatty():
+        print(doing, file=sys.stderr, flush=True)
 
 
 def figure(value, form):

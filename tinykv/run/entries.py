@@ -5,7 +5,6 @@ such as `--preserve 1,5`, makes an entry for each, for every method that takes i
 """
 import copy
 import itertools
-import sys
 from bdb import BdbQuit
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,8 +68,7 @@ class Entry:
     def attempt(self, doing):
         """Do something for this entry. If it raises, this entry fails and the others go on. The command ends if fp16
         (the reference for all others) fails, if other processes are waiting, or if the user quits the debugger."""
-        if not sys.stderr.isatty():  # where no bar is shown
-            print(f"{doing} {self.title}", file=sys.stderr, flush=True)
+        cli.step(f"{doing} {self.title}")
         try:
             yield
         except Exception as error:
