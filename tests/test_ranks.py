@@ -12,7 +12,7 @@ from cases import model_of, tokens_of
 
 import eval_ppl
 from tinykv.data import Windows
-from tinykv.evaluate import measure
+from tinykv.evaluate import measure, sum_of
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.rtn import RTN
 
@@ -123,7 +123,6 @@ def test_parts_add_up_to_the_whole():
         return measure(model, RTN(model.config, scheme="token-dynamic"), windows, fp16=fp16)
     whole = of(tokens)
     for first in range(5):
-        total = of(tokens[:first])
-        total.add(of(tokens[first:]))
+        total = sum_of([of(tokens[:first]), of(tokens[first:])])
         total.seconds = whole.seconds
         assert total == whole

@@ -41,23 +41,21 @@ class CachedRows:
     """The keys (kind "k") or the values (kind "v") of one layer.
 
     A row is the key or the value of one token in one head: d numbers. If the method uses scores, the cache sums what
-    `Method.score` returns over all queries so far. Only rows in full precision have such a sum.
+    `Method.score` returns over all queries so far, as long as the method chooses. Only rows in full precision have such
+    a sum.
     """
 
     def __init__(self, layer, kind, codec):
         self.layer, self.kind, self.codec = layer, kind, codec
-        # coded
         self.n_coded = 0  # C: tokens quantized so far, and the position of the oldest recent token
         self.codes = None  # Codes of the tokens 0 .. C-1
-        # recent
         self.recent = None  # (B, Hkv, r, d): the tokens C .. C+r-1
         self.buffer = None  # (B, Hkv, r and more, d): where `recent` lies, and new rows go
         self.recent_scores = None  # (B, Hkv, r)
-        # kept
         self.kept_positions = None  # (B, 1 or Hkv, p) int32; a head that keeps fewer than p repeats one of its own
         self.kept_rows = None  # (B, Hkv, p, d): the rows at those positions
         self.kept_scores = None  # (B, Hkv, p)
-        self.finite = torch.tensor(True)  # whether every number that was quantized was; `evaluate` looks at it
+        self.finite = torch.tensor(True)  # whether every number quantized so far was; for keys, also every score
 
     def append(self, rows):
         """New rows (B, Hkv, T, d) join the recent ones."""
@@ -74,13 +72,13 @@ class CachedRows:
         # the rows in full precision, recent | kept, and where each token is among them
         rows, scores = self.recent, self.recent_scores  # (B, Hkv, r, d), (B, Hkv, r)
         index = positions - self.n_coded  # (B, 1 or Hkv, p)
-        found = (index >= 0) & (index < r)
+        found = (index >= 0) & (index < r)  # (B, 1 or Hkv, p): the token is recent
         if self.kept_positions is not None:
             rows = torch.cat([rows, self.kept_rows], dim=2)  # (B, Hkv, r + n, d)
             if scores is not None:
                 scores = torch.cat([scores, self.kept_scores], dim=2)  # (B, Hkv, r + n)
             same = positions[..., :, None] == self.kept_positions[..., None, :]  # (B, 1 or Hkv, p, n)
-            index = torch.where(found, index, r + same.int().argmax(-1))
+            index = torch.where(found, index, r + same.int().argmax(-1))  # a kept one stands after the recent ones
             found = found | same.any(-1)
         if not found.all():
             raise UserError(f"`keep_keys` or `keep_values` gave token {int(positions[~found][0])}, which is neither "
@@ -147,10 +145,6 @@ class CachedRows:
                  "recent": [self.recent, self.recent_scores]}
         return {part: [t for t in held if t is not None] for part, held in parts.items()}
 
-    def part_bytes(self):
-        """Bytes of what is held, by part."""
-        return {part: sum(t.nbytes for t in held) for part, held in self.tensors().items()}
-
     def __repr__(self):
         n_recent = 0 if self.recent is None else self.recent.shape[2]
         heads = [] if self.kept_positions is None else self.kept_positions.flatten(0, 1).tolist()
@@ -164,11 +158,7 @@ class CachedRows:
 
 
 class LayerCache:
-    """One layer's keys and values.
-
-    shared: what the method remembers of this text, one object for all layers. prompt: P, the number of tokens in the
-    prompt; None for a text without one.
-    """
+    """One layer's keys and values. shared: what the method remembers of this text, one object for all layers."""
 
     def __init__(self, layer, method, rope, protocol, shared, prompt=None):
         self.layer, self.method, self.rope = layer, method, rope
@@ -188,42 +178,36 @@ class LayerCache:
         tokens so far, (B, Hkv, S, d) both.
         """
         self.append(k, v, positions)
+        scoring = self.method.uses_scores and self.is_choosing()  # whether the new queries score the tokens
 
         # quantize, then read: a query reads even its own token from its codes
         if self.protocol == "paper" and self.prefills:
-            if self.is_scoring():
+            if scoring:
                 self.score(q, positions, self.read(q, positions))
             self.quantize()
             return self.read(q, positions)
 
         # read, then quantize: queries see the new tokens in full precision
         read = self.read(q, positions)
-        if self.is_scoring():
+        if scoring:
             self.score(q, positions, read)
         self.quantize()
         return read
 
     def quantize(self):
         """Answer the three questions: When, Keep, Code."""
-        # When: how many of the oldest recent tokens are quantized now?
-        n_keys, n_values = self.n_to_quantize(self.keys), self.n_to_quantize(self.values)
-        # Keep: which tokens stay in full precision from now on?
-        self.keep(n_keys, n_values)
-        # Code: quantize the n oldest; a kept token's code is read only if the method drops the token later
-        if n_keys:
+        n_keys, n_values = self.n_to_quantize(self.keys), self.n_to_quantize(self.values)  # When
+        self.keep(n_keys, n_values)  # Keep
+        if n_keys:  # Code
             self.keys.quantize(n_keys)
         if n_values:
             self.values.quantize(n_values)
-
-    def is_scoring(self):
-        """Whether the new queries score the tokens."""
-        return self.method.uses_scores and self.is_choosing()
 
     def is_choosing(self):
         """Whether the method still chooses tokens to keep."""
         return self.prefills or not self.chooses_once
 
-    def append(self, k, v, positions):
+    def append(self, k, v, positions=None):
         """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits. Keys that are stored after RoPE are
         rounded, rotated, and rounded again, as in a 16-bit model."""
         self.dtype = k.dtype
@@ -234,13 +218,11 @@ class LayerCache:
         self.keys.append(k)
         self.values.append(v)
         self.length += v.shape[2]
-        if self.prompt is None:  # under `paper` a whole text is read like a prompt
-            self.prefills = self.protocol == "paper"
-        else:
-            self.prefills = self.length <= self.prompt
+        # under `paper` a text without a prompt is read like one
+        self.prefills = self.protocol == "paper" if self.prompt is None else self.length <= self.prompt
 
     def read(self, q=None, positions=None):
-        """K (rotated) and V of all tokens so far, (B, Hkv, S, d) both. q: for TritonCache, which attends in reading."""
+        """K (rotated) and V of all tokens so far, (B, Hkv, S, d) both. A triton cache attends here, and needs q."""
         K, V = self.keys.read(), self.values.read()  # (B, Hkv, S, d) both
         if self.method.rope == "pre":
             K = self.rope.rotate(K.float())  # the token in row t is at position t
@@ -268,10 +250,10 @@ class LayerCache:
         return old - old % self.method.block_of(rows.kind)
 
     def keep(self, n_keys, n_values):
-        """Keep the tokens that the method names: positions of keys and of values, or None for no change.
+        """Ask the method which tokens to keep, and keep them.
 
-        The method is asked when tokens are about to be quantized, for keys and values before either changes. A method
-        that chooses once is asked about the whole prompt, even if none of it is quantized yet.
+        It is asked when tokens are about to be quantized, for keys and values before either changes. A method that
+        chooses once is asked about the whole prompt, even if none of it is quantized yet.
         """
         if self.chooses_once:
             n_keys = n_values = self.length if self.prefills else 0
@@ -311,16 +293,29 @@ class KVCache:
                        for i in range(self.config.num_hidden_layers)]
         if self.method.prefix is not None:
             weight = self.model.lm_head.weight  # where the model is, and in what dtype
-            positions = torch.arange(len(self.method.prefix.ids), device=weight.device)  # (n)
             keys, values = self.method.prefix.rows(weight)  # by layer, (1, Hkv, n, d) each
             for layer, k, v in zip(self.layers, keys, values):
-                layer.append(k, v, positions)
+                layer.append(k, v)
         self.start = len(self)  # tokens of the prefix
 
     def without_prefix(self, tokens):
-        """New tokens (B, T) without the prefix, which every text begins with. Later chunks have none."""
-        check_text(self, tokens)
-        return tokens if len(self) > self.start else tokens[:, self.start:]
+        """New tokens (B, T) without the prefix, which every text begins with. Later chunks have none. UserError or
+        ValueError if the tokens are not what comes next."""
+        T, prefix = tokens.shape[1], self.method.prefix
+        if len(self) > self.start:
+            if self.prompt is None and self.protocol == "paper":
+                raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
+                                 "prompt's length, to go on from it")
+            return tokens
+        if self.method.needs_calibration:
+            raise UserError(f"{self.method!r} is not calibrated on this model yet; run "
+                            "calibrate(model, method, windows) first")
+        if self.prompt is not None and T != self.prompt:
+            raise ValueError(f"the first forward reads the prompt, {self.prompt} tokens; it got {T}")
+        if prefix and not (T > self.start and tokens[:, :self.start].tolist() == [prefix.ids] * len(tokens)):
+            raise UserError(f"a text begins with the {len(prefix.ids)} tokens of the prefix {prefix.name} and goes on "
+                            f"after them; this one of {T} tokens does not")
+        return tokens[:, self.start:]
 
     def update(self, layer, q, k, v, positions):
         """Add new tokens to a layer -> K (rotated) and V of all tokens: see `LayerCache.update`."""
@@ -332,7 +327,8 @@ class KVCache:
             self.method.observe(self, layer, hidden)
 
     def top_k(self, x, k):
-        """Indices of the k largest of x (B, n), largest first, the earlier of equals: (B, up to k)."""
+        """Indices of the k largest of x (B, n), largest first, the earlier of equals: (B, up to k). Triton has a
+        kernel for it."""
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
     def part_bytes(self, kinds="kv"):
@@ -340,8 +336,8 @@ class KVCache:
         sums = dict.fromkeys(("kept", "coded", "recent"), 0)
         for layer in self.layers:
             for rows in (layer.keys, layer.values):
-                for part, held in rows.part_bytes().items():
-                    sums[part] += held if rows.kind in kinds else 0
+                for part, held in rows.tensors().items():
+                    sums[part] += sum(t.nbytes for t in held) if rows.kind in kinds else 0
         return sums
 
     @property
@@ -359,20 +355,3 @@ class KVCache:
         where = "" if done == len(self.layers) else f" in {done} of {len(self.layers)} layers"  # within a forward
         parts = ", ".join(f"{held} bytes {part}" for part, held in self.part_bytes().items())
         return f"KVCache({self.method!r}, {self.protocol}, {length} tokens{where}: {parts})"
-
-
-def check_text(cache, tokens):
-    """UserError or ValueError if new tokens (B, T) are not what comes next."""
-    T, method, prefix = tokens.shape[1], cache.method, cache.method.prefix
-    if len(cache) > cache.start:
-        if cache.prompt is None and cache.protocol == "paper":
-            raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
-                             "prompt's length, to go on from it")
-        return
-    if method.needs_calibration:
-        raise UserError(f"{method!r} is not calibrated on this model yet; run calibrate(model, method, windows) first")
-    if cache.prompt is not None and T != cache.prompt:
-        raise ValueError(f"the first forward reads the prompt, {cache.prompt} tokens; it got {T}")
-    if prefix is not None and not (T > cache.start and tokens[:, :cache.start].tolist() == [prefix.ids] * len(tokens)):
-        raise UserError(f"a text begins with the {len(prefix.ids)} tokens of the prefix {prefix.name} and goes on "
-                        f"after them; this one of {T} tokens does not")

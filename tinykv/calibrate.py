@@ -88,17 +88,17 @@ class Recorder(KVCache):
         return tokens
 
     def update(self, layer, q, k, v, positions):
-        cache = self.layers[layer]
+        of_layer = self.layers[layer]
         if self.differentiable:
             leaf_k = torch.zeros_like(k, requires_grad=True)  # (1, Hkv, T, d)
             leaf_v = torch.zeros_like(v, requires_grad=True)  # (1, Hkv, T, d)
             self.leaves += [leaf_k, leaf_v]
             k, v = k + leaf_k, v + leaf_v
-        cache.append(k.detach(), v.detach(), positions)
-        cache.keep(cache.length, cache.length)
+        of_layer.append(k.detach(), v.detach(), positions)
+        of_layer.keep(of_layer.length, of_layer.length)
         if self.differentiable:  # not through the 16 bits, where a gradient would vanish
             return self.rope.rotate(k, positions), v
-        return cache.read()
+        return of_layer.read()
 
     def of(self, layer, kind):
         """Keys, or values, of a layer as they are stored: rows (Hkv, T, d), kept (Hkv, T), gradient (Hkv, T, d) or
@@ -111,7 +111,6 @@ class Recorder(KVCache):
         if self.gradients is not None:
             gradient = self.gradients[2 * layer + (kind == "v")]  # (1, Hkv, T, d)
             if kind == "k" and self.method.rope == "post":  # the gradient is rotated as the key is
-                positions = torch.arange(gradient.shape[2], device=gradient.device)  # (T)
-                gradient = self.rope.rotate(gradient, positions)
+                gradient = self.rope.rotate(gradient)
             gradient = gradient[0]
         return rows.recent[0], kept[0], gradient

@@ -45,19 +45,15 @@ class Result:
     def ppl(self):
         return math.exp(mean(self.nll))
 
-    def add(self, other):
-        """Take in the `Result` of the windows that follow."""
-        for name in ("nll", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets", "tokens",
-                     "seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
-
 
 def sum_of(results):
     """The sum of `Result`s: of the parts of the windows, or of the draws of a calibration."""
     total = Result()
     for result in results:
-        total.add(result)
+        for name in ("nll", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets", "tokens",
+                     "seconds"):
+            setattr(total, name, getattr(total, name) + getattr(result, name))
+        total.cache_bytes = max(total.cache_bytes, result.cache_bytes)
     return total
 
 
@@ -129,12 +125,12 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
     """
     result = Result()
     device = model.lm_head.weight.device
-    for start in range(0, len(windows.tokens), batch):
-        tokens = windows.tokens[start:start + batch].to(device)  # (B, T)
-        answers = windows.answers[start:start + batch]
+    for first in range(0, len(windows.tokens), batch):
+        tokens = windows.tokens[first:first + batch].to(device)  # (B, T)
+        answers = windows.answers[first:first + batch]
         reference = None  # fp16's final hidden states
         if fp16 is not None:
-            reference = torch.stack(fp16.hidden[start:start + batch]).to(device)  # (B, T, D)
+            reference = torch.stack(fp16.hidden[first:first + batch]).to(device)  # (B, T, D)
 
         # 1. read the windows through the method's cache
         cache = cache_class(model, method, protocol, prompt)
@@ -208,7 +204,7 @@ def next_length(cache):
     recent, lengths = cache.method.recent, []
     for rows in (cache.layers[0].keys, cache.layers[0].values):
         block = cache.method.block_of(rows.kind)
-        full = max(0, (len(cache) - rows.n_coded - recent) // block)  # blocks that are full already: of a prefix
+        full = max(0, (len(cache) - rows.n_coded - recent) // block)  # whole blocks of a long prefix wait
         lengths.append(rows.n_coded + recent + (full + 1) * block)
     return min(lengths)
 
@@ -228,15 +224,15 @@ def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
             logp = F.log_softmax(logits, dim=-1)  # (n, vocab)
             top = logp.argmax(-1)  # (n)
             nll -= logp.gather(1, part[:, None]).double().sum().item()
-            if not logits.sum().isfinite():
+            if not logits.sum().isfinite():  # also where the text's own tokens have finite ones
                 nll = math.nan
-            best = top  # fp16's most likely tokens, (n)
+            top_fp16 = top  # (n)
             if reference is not None:
-                exact = model.lm_head(reference[row, positions]).float()  # (n, vocab)
-                exact = F.log_softmax(exact, dim=-1)  # (n, vocab)
-                best = exact.argmax(-1)  # (n)
-                kl += F.kl_div(logp, exact, log_target=True, reduction="sum").item()
-            result.agree += (top == best).sum().item()
+                logits_fp16 = model.lm_head(reference[row, positions]).float()  # (n, vocab)
+                logp_fp16 = F.log_softmax(logits_fp16, dim=-1)  # (n, vocab)
+                top_fp16 = logp_fp16.argmax(-1)  # (n)
+                kl += F.kl_div(logp, logp_fp16, log_target=True, reduction="sum").item()
+            result.agree += (top == top_fp16).sum().item()
             hits.append(top == part)
 
         loss = nll / len(target)
@@ -257,7 +253,7 @@ def count_bits(result, cache, tokens):
 
     In a stream the recent part grows from R to R + block - 1 tokens and shrinks to R again. It is counted at its mean
     over that cycle, so that no length flatters a method. The other tokens count as quantized. A text that is too short
-    for any token to be quantized counts as it is.
+    for any token to be quantized counts as it is, and as 16 bits at 128K.
     """
     B, T = tokens.shape
     config, method = cache.config, cache.method
@@ -273,10 +269,11 @@ def count_bits(result, cache, tokens):
             bits_far += 16.0 / 2
             continue
         n_recent = method.recent + (method.block_of(rows.kind) - 1) / 2
-        if layer.prefills:  # `paper`: a window that is quantized as a whole
+        if cache.protocol == "paper" and layer.prefills:  # a window that is quantized as a whole
             n_recent = 0
         coded = held["coded"] / rows.n_coded  # bytes of a quantized token
-        recent = config.num_hidden_layers * recent_token_bytes(rows)
+        recent = config.num_hidden_layers * sum(  # bytes of a recent token: a row, and its score where there is one
+            x.element_size() * x.shape[:2].numel() * x.shape[3:].numel() for x in rows.tensors()["recent"])
         kept = held["kept"]
         total = coded * (T - n_recent) + recent * n_recent + kept  # bytes
         if method.keeps_share and not layer.chooses_once:
@@ -294,11 +291,3 @@ def kept_tokens(rows):
     """How many tokens a `CachedRows` keeps: the mean over sequences and KV heads."""
     heads = [[]] if rows.kept_positions is None else rows.kept_positions.flatten(0, 1).tolist()
     return mean([len(set(head)) for head in heads])
-
-
-def recent_token_bytes(rows):
-    """Bytes that a recent token takes in a `CachedRows`: a row, and its score where there is one."""
-    size = 0
-    for held in rows.tensors()["recent"]:  # (B, Hkv, r, d) or (B, Hkv, r)
-        size += held.element_size() * held.shape[:2].numel() * held.shape[3:].numel()
-    return size

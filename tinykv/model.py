@@ -95,7 +95,8 @@ class Rope:
         return y.to(x.dtype)
 
 
-# All layers turn by the same angles: the last tables are held, so a forward computes them once.
+# All layers turn by the same angles, so a forward computes them once: the last tables are held, found by the identity
+# of `positions`.
 
 @lru_cache(maxsize=4)
 def positions_between(begin, end, device):
@@ -216,7 +217,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model."""
+    """A stack of blocks between an embedding and a head. `forward` reads new tokens through a cache."""
 
     def __init__(self, config):
         super().__init__()

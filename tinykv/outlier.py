@@ -9,8 +9,8 @@ import torch
 
 
 def columns(profile, n_layers):
-    """The `outlier` of each window after the embedding and after each layer, in order -> largest, ratio, channel (W, L
-    + 1) of `find_outlier`."""
+    """The `outlier` of each window after the embedding and after each layer, in order -> what `find_outlier` takes:
+    largest, ratio, channel, (W, L + 1) each."""
     table = torch.tensor(profile).unflatten(0, (-1, n_layers + 1))  # (W, L + 1, 3)
     largest, ratio, channel = table.unbind(-1)  # (W, L + 1) each
     return largest, ratio, channel.long()
@@ -38,7 +38,7 @@ def find_outlier(largest, ratio, channel):
             places.append((layer, channel[window, layer + 1].item()))
     if not places:
         return None
-    # the channel that most of them name; it is stable if more than half do
+    # the channel that most of them name; it is stable if more than half of them do
     winner = mode(c for _, c in places)
     layers = [layer for layer, c in places if c == winner]
     if 2 * len(layers) <= len(places):

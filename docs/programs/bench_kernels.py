@@ -289,7 +289,8 @@ def byte_limits(shape):
     lines = []
     for name in CASES:
         layer = new_layer(name, config, 1, 4096, "cpu", torch.float16)
-        held = sum(part.part_bytes()[which] for part in (layer.keys, layer.values) for which in ("kept", "coded"))
+        held = sum(t.nbytes for part in (layer.keys, layer.values) for which in ("kept", "coded")
+                   for t in part.tensors()[which])
         held /= layer.keys.n_coded * config.num_key_value_heads
         lines.append((name, held, 4 * config.head_dim / held))
     return lines
@@ -345,7 +346,7 @@ def time_sdpa(config, context, B, device):
 def time_attention(name, config, context, B, device):
     """Milliseconds of a case's attention, and the bytes that its cache holds."""
     layer = new_layer(name, config, B, context, device, torch.bfloat16)
-    held = sum(sum(part.part_bytes().values()) for part in (layer.keys, layer.values))
+    held = sum(t.nbytes for part in (layer.keys, layer.values) for held in part.tensors().values() for t in held)
     return best_of(partial(attended, layer, one_query(config, B, device))), held
 
 

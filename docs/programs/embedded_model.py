@@ -28,7 +28,7 @@ from tqdm import trange
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from tinykv import hf
-from tinykv.data.stories import OFTEN, REFRAINS, WORDS, chants, stories
+from tinykv.data.stories import OFTEN, REFRAINS, WORDS, Rng, Writer, stories
 from tinykv.files import write, write_json
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama, LlamaConfig
@@ -115,6 +115,15 @@ def save(model, out):
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
         "model_max_length": model.config.max_position_embeddings})
     write_json(out / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
+
+
+def chants(seed, often):
+    """Yield documents that are nothing but a chant. often: the share of refrains."""
+    rng = Rng(seed)
+    while True:
+        writer = Writer(rng)
+        writer.chant(30 + rng.below(90), often=often)
+        yield writer.story
 
 
 def batch_of(number, phase, pieces, often=OFTEN):

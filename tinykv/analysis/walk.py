@@ -52,7 +52,6 @@ def walk(model, window):
     calls = recorded(modules, lambda: model(window[None], trace, logits=False))
 
     # 2. rotate q and k, layer by layer
-    positions = torch.arange(len(window), device=window.device)  # (T)
     found = []
     for layer, hidden in enumerate(trace.hidden):  # (1, T, D)
         dtype = hidden.dtype if hidden.dtype.itemsize == 2 else torch.float16  # that a cache holds keys and values in
@@ -62,8 +61,8 @@ def walk(model, window):
         found.append(SimpleNamespace(
             layer=layer,
             sliding=model.config.sliding_window,  # of the model, or None
-            q=model.rope.rotate(trace.q[layer], positions),  # (1, H, T, d)
-            k=model.rope.rotate(trace.k[layer], positions),  # (1, Hkv, T, d)
+            q=model.rope.rotate(trace.q[layer]),  # (1, H, T, d)
+            k=model.rope.rotate(trace.k[layer]),  # (1, Hkv, T, d)
             v=trace.v[layer],  # (1, Hkv, T, d)
             k_pre=trace.k[layer],  # (1, Hkv, T, d), before RoPE
             attention=heads[0],  # (T, H * d): the attention output, before o_proj

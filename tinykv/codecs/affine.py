@@ -19,7 +19,7 @@ Paper and practice. s and z are rounded to the 16 bits in which they are stored,
 as well. In a constant group max = min, and s = 0 would give 0 / 0 = NaN, so s is at least 1e-5. Under "integer-zero" s
 is also at least 2^-13 of the group's largest |x|, which keeps |z| below about 2^13; 16-bit numbers near that |x| are no
 more precise than such a step. The papers have no such floor. A clip of z to 1e4 instead would decode a constant group
-of 1.0 to 0.1.
+of 1.0 to 0.1. KVSink's equations also clip max and min; here neither is clipped.
 """
 import torch
 from torch.nn.functional import pad
@@ -34,7 +34,7 @@ class Affine(Codec):
 
     group: G, how many numbers share a scale; the last group of a text may be shorter.
         axis "token"              channels of a head; by default all d
-        axis "channel", dynamic   tokens; by default all tokens of one `encode`, after which none can be appended
+        axis "channel", dynamic   tokens
         axis "channel", static    no groups: all tokens share a channel's range
     """
     tables = ("scale", "zero")  # static grids only: (Hkv, 1, d/G, 1) or (Hkv, 1, 1, d)

@@ -137,15 +137,6 @@ def stories(split="train", seed=0, people=5, rounds=3, vocabulary=TALES, chants=
         yield writer.story
 
 
-def chants(seed=0, often=OFTEN, vocabulary=TALES):
-    """Yield documents that are nothing but a chant, for training. often: the share of refrains."""
-    rng = Rng(seed)
-    while True:
-        writer = Writer(rng, vocabulary)
-        writer.chant(30 + rng.below(90), often=often)
-        yield writer.story
-
-
 def split_of(name, town, vocabulary=TALES):
     """The split of a hero: one pair in sixteen is test, one in sixteen calibration, others train."""
     residue = (NAMES.index(name) + vocabulary.towns.index(town)) % 16

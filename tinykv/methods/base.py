@@ -69,7 +69,7 @@ class Method:
     # Keep
 
     def begin(self, cache):
-        """A new text begins: name what the method will remember of it (`cache.shared`)."""
+        """A new text begins in cache, a KVCache: name what the method will remember of it (`cache.shared`)."""
 
     def observe(self, cache, layer, hidden):
         """Look at block `layer`'s output for the new tokens, hidden (B, T, D); cache: a KVCache."""
@@ -85,8 +85,7 @@ class Method:
     def keep_keys(self, layer_cache, n):
         """Choose the keys to keep from now on; all others are quantized.
 
-        n: how many of the oldest recent keys may be chosen. These are about to be quantized, or the whole prompt if the
-        method chooses once.
+        n: how many of the oldest recent keys are about to be quantized; if the method chooses once, the whole prompt.
 
         Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens, or None for no change. A head that keeps fewer
         than p tokens repeats one of them. The answer depends only on the cache, and does not change it.

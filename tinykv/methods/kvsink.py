@@ -85,7 +85,7 @@ class KVSink(CodecMethod):
     # Calibration: where the outlier emerges, and in which channel
 
     def collect(self, step, layer, hidden):
-        self.profile.append(outlier(hidden))
+        self.profile.append(outlier(hidden))  # the embedding's comes first, then each layer's
 
     def fit(self, step):
         largest, ratio, channel = columns(self.profile, self.n_layers)  # (W, L + 1) each

@@ -56,7 +56,7 @@ class OTT(CodecMethod):
         """Positions (B, Hkv, slots) as drawn above."""
         if self.preserve == 0 or layer_cache.layer < self.skip_layers:
             return None
-        keys, p = layer_cache.keys, self.preserve
+        keys, p = layer_cache.keys, self.preserve  # p: outlier_num
 
         # 1. Candidates: the p smallest keys among those that are about to be quantized.
         score = self.size(keys.recent[:, :, :n])  # (B, Hkv, n)
@@ -80,8 +80,7 @@ class OTT(CodecMethod):
         rank = torch.arange(candidates.shape[-1], device=candidates.device)  # (up to p)
         candidate_scores = candidate_scores.masked_fill(rank >= free, float("inf"))
 
-        # 4. Elect the p smallest of both. The pool comes first: its tokens are earlier, and win
-        #    ties.
+        # 4. Elect the p smallest of both. The pool comes first: its tokens are earlier, and win ties.
         both = torch.cat([pool, candidates], dim=-1)  # (B, Hkv, up to 2p)
         scores = torch.cat([pool_scores, candidate_scores], dim=-1)  # (B, Hkv, up to 2p)
         order = scores.sort(dim=-1, stable=True).indices  # (B, Hkv, up to 2p)

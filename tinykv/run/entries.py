@@ -18,7 +18,7 @@ from tinykv.methods.registry import METHODS
 from tinykv.run import cli, ranks
 from tinykv.run.check import check_codecs, check_method
 from tinykv.run.prefix import fill_prefix, open_prefix
-from tinykv.run.settings import all_settings_of, constructor_arguments, is_made, load_class, names_of, settings_of
+from tinykv.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
 
 
 @dataclass
@@ -164,8 +164,8 @@ def combinations(cls, given, beside):
     found = []
     for scheme in schemes:
         # the settings that the method takes under this scheme, each with its given values
-        takes = all_settings_of(cls, scheme)
-        values = {name: given[name] for name in given if name in takes}
+        takes = settings_of(cls, scheme)
+        values = {name: given[name] for name in given if name in takes or name == "bits" and "k_bits" in takes}
         if "scheme" in values:
             values["scheme"] = [scheme]
         for combination in itertools.product(*values.values()):

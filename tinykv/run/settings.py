@@ -83,14 +83,6 @@ def add_settings(p, asked=()):
     p.set_defaults(settings=list(flags))
 
 
-def all_settings_of(cls, scheme=None):
-    """The names of a method's settings, with `bits`, which stands for k_bits and v_bits."""
-    settings = list(settings_of(cls, scheme))
-    if "k_bits" in settings:
-        settings.append("bits")
-    return settings
-
-
 def constructor_arguments(cls, chosen):
     """A combination as the constructor takes it: bits become k_bits and v_bits."""
     arguments = dict(chosen)

@@ -41,15 +41,10 @@ def quantize(model, quantizer, windows=None, progress=None):
             full, quantized = output, run(new, quantized)  # (W, T, D) both
             all_finite(f"outputs of quantized block {len(new_blocks)}", quantized)
         new_blocks.append(new)
-    return assemble(model, new_blocks)
 
-
-def assemble(model, blocks):
-    """A Llama of these blocks, and of everything else of the model's."""
+    # a Llama of these blocks, and of the model's other parts, which deepcopy takes to be copied already
     parts = model.model["embed_tokens"], model.model["norm"], model.lm_head, model.rope, model.config
-    copied = {id(part): part for part in parts}  # what deepcopy takes to be copied already
-    copied[id(model.model["layers"])] = blocks
-    return copy.deepcopy(model, copied)
+    return copy.deepcopy(model, {id(layers): new_blocks, **{id(part): part for part in parts}})
 
 
 def restore(model, quantizer, tensors):

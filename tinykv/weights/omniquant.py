@@ -67,8 +67,8 @@ class OmniQuant(Quantizer):
         optimizer = torch.optim.AdamW(rates, weight_decay=0)
         for _ in range(EPOCHS):
             for h, wanted in zip(quantized.split(1), target.split(1)):  # (1, T, D) both
-                weights = self.trial_weights(block, clips, log_scales)
-                out = output_with(block, run, weights, h)  # (1, T, D)
+                trial = self.trial_weights(block, clips, log_scales)
+                out = run(lambda *given, trial=trial: functional_call(block, trial, given), h)  # (1, T, D)
                 loss = F.mse_loss(out.float(), wanted.float())
                 optimizer.zero_grad()
                 loss.backward()
@@ -133,8 +133,3 @@ class OmniQuant(Quantizer):
         for name, weight in weights.items():
             weights[name] = weight.to(block.get_parameter(name).dtype)
         return weights
-
-
-def output_with(block, run, weights, h):
-    """The output of the block on h (W, T, D), with these weights in the place of its own."""
-    return run(lambda *args: functional_call(block, weights, args), h)
