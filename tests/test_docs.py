@@ -203,7 +203,7 @@ def test_commands_are_found():
     """Of each form one that is there, so that a block written in another way is not passed over."""
     found = commands(read("README.md"))
     assert {"pip install -r requirements.txt", "python eval_ppl.py --method kvsink", "pytest -q"} <= set(found)
-    assert "python -m tinykv.analysis outliers --out docs/figures" in commands(read("docs/analysis.md"))
+    assert "python -m tinykv.analysis page --out cache.html" in commands(read("docs/analysis.md"))
     assert "python eval_ppl.py --method all --bits 2 --draws 3 --vs kivi" in commands(read("docs/tables.md"))
     for page in PAGES:  # whatever looks like a command outside of a session is one
         plain = re.sub(r"^```console\n.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
