@@ -230,7 +230,7 @@ def index():
     out; with the names of its files, of its folders, and of pdb's commands."""
     words = {name.removeprefix("do_") for name in dir(pdb.Pdb)} | {"None", "True", "False", "HF_ENDPOINT"}
     words |= set(json.loads((EMBEDDED / "config.json").read_text()))
-    flags = {"--help", "--exclude", "--local-dir"}
+    flags = {"--help"}
     flags |= {"--" + name.replace("_", "-") for name in flags_of(METHODS)}
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/**/*.py"),
                  ROOT / "tests/conftest.py"]:
