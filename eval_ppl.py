@@ -29,23 +29,26 @@ def evaluate(args, loaded=None):
     model = loaded[0] if loaded else hf.load_model(args.model, setup.devices, setup.dtype)
     windows = flags.load_test(setup, entries)
 
+    table.print_heading(setup, model)
+
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
     models = calibrate_all(setup, model, entries)  # {label of weights: Llama}
 
     # 3. Evaluate and print: a row as soon as it is measured. fp16 is the first, with which the others are compared
-    table.print_heading(setup, model, windows, models, entries, left_out)
+    table.print_found(setup, model, windows, models, entries, left_out)
     printed, fp16 = table.Table(setup, entries), entries["fp16"]
     mine = ranks.own_windows(windows, setup.batch)  # all windows, unless torchrun started several processes
+    clock = table.Clock(len(mine.tokens) * sum(len(entry.methods) for entry in entries.values()))
     for title, entry in entries.items():
         model = models[entry.weights]
         model.use_attention(args.attention)
         if entry.error is None:  # it has been calibrated
             exact = fp16.results[0] if fp16.results else None
             total = len(entry.methods) * len(mine.tokens)
-            with entry.attempt("evaluating"), cli.bar(None, f"evaluating {title}", total) as bar:
+            with entry.attempt("evaluating"), cli.bar(None, f"evaluating {title}", total) as clock.bar:
                 for method in entry.methods:  # one for each draw of the calibration
                     result = measure(model, method, mine, protocol=args.protocol, batch=setup.batch,
-                                     fp16=exact, bar=bar, cache_class=cache_class, prompt=args.prompt)
+                                     fp16=exact, bar=clock, cache_class=cache_class, prompt=args.prompt)
                     entry.results.append(ranks.gather(result))
         printed.add(entry, fp16)
 

@@ -125,29 +125,39 @@ def test_sink_scores_and_marks(case, monkeypatch, tile):
     monkeypatch.setattr(antkv, "MIN_QUERIES", 1)
     for name, number in (("SPAN", 8), ("FEWEST", 5), ("HEADS", 0.25), ("THRESHOLD", 0.2)):
         monkeypatch.setattr(sinks, name, number)
-    after, judged = np.arange(T) > 0, np.arange(T) <= T - 5
-
-    def by_head(p):
-        return np.array([score_of(A, near) for A in p.A])  # (H, T)
-
-    def of(tokens, collect=np.mean):
-        return lambda p, s: collect(x) if len(x := by_head(p).mean(0)[tokens(s)]) else None
-
     near = min(8, text.model.config.sliding_window or 8)
     marks = sinks.find_sinks(text.model, text.windows)
     scores = np.array([[[score_of(A, near) for A in p.A] for p in of] for of in layers])  # (W, L, H, T)
-    found = ((scores >= 0.2).mean((1, 2)) >= 0.25) & judged
+    found = ((scores >= 0.2).mean((1, 2)) >= 0.25) & (np.arange(T) <= T - 5)
     assert marks.tolist() == found.tolist() and marks.any() and not marks.all()
 
-    only = torch.zeros(W, T, dtype=torch.bool)
-    only[:, 9] = True  # the first token no sink: it has its column all the same
-    for of_sinks in (marks, only):
-        rows = sinks.measure(Text(text.model, text.windows, of_sinks, 1))
-        check(case, rows, "first", of(lambda s: [0]), of_sinks)
-        check(case, rows, "later", of(lambda s: s & after), of_sinks)
-        check(case, rows, "others", of(lambda s: ~s & after & judged), of_sinks)
-        check(case, rows, "largest other", of(lambda s: ~s & after & judged, max), of_sinks)
-        check(case, rows, "heads", lambda p, s: (by_head(p) >= 0.2)[:, s].mean() if s.any() else None, of_sinks)
+    # a layer's own sinks, in plain lists, whatever those of the text are
+    def heads_of(p):
+        return [score_of(A, near).tolist() for A in p.A]  # H lists of T
+
+    def own_sinks(p):
+        return [j for j in range(T - 4) if sum(head[j] >= 0.2 for head in heads_of(p)) / H >= least]
+
+    def of(tokens, collect=np.mean):
+        def expected(p, _):
+            means = [sum(head[j] for head in heads_of(p)) / H for j in tokens(own_sinks(p))]
+            return collect(means) if means else None
+        return expected
+
+    def share(p, _):
+        hits = [head[j] >= 0.2 for head in heads_of(p) for j in own_sinks(p)]
+        return sum(hits) / len(hits) if hits else None
+
+    for least in (0.25, 0.5):  # in a layer, most often the first token is a sink; then it is none
+        monkeypatch.setattr(sinks, "HEADS", least)
+        assert len({tuple(own_sinks(p)) for p in layers[0]}) > 1
+        rows = sinks.measure(Text(text.model, text.windows, ~marks, 1))
+        check(case, rows, "sinks", lambda p, _: len(own_sinks(p)))
+        check(case, rows, "first", of(lambda s: [0]))
+        check(case, rows, "later", of(lambda s: [j for j in s if j > 0]))
+        check(case, rows, "others", of(lambda s: [j for j in range(1, T - 4) if j not in s]))
+        check(case, rows, "largest other", of(lambda s: [j for j in range(1, T - 4) if j not in s], max))
+        check(case, rows, "heads", share)
 
 
 def test_the_map_shows_the_largest_of_a_cell(case):

@@ -11,7 +11,7 @@ from matplotlib.text import Text
 
 from tinykv import hf
 from tinykv.analysis import __main__ as command
-from tinykv.analysis import bias, sinks, walk
+from tinykv.analysis import bias, outliers, sinks, walk
 from tinykv.data.windows import load_windows
 from tinykv.methods import antkv
 from tinykv.model import Llama, LlamaConfig
@@ -89,6 +89,9 @@ def test_the_page_of_the_command(run, tmp_path, monkeypatch):
 def test_a_cell():
     cells = [walk.cell(x, ".1f") for x in (None, "word", 1.25, [1.0, None], [])]
     assert cells == ["-", "word", "1.2", "1.0 -", "none"]
+    assert walk.cell([*range(8)], "d") == "0 1 2 3 4 5 6 7"
+    assert walk.cell([*range(9)], "d") == "0 1 .. 3 4 .. 7 8"  # of many layers
+    assert walk.cell([*range(30)], "d") == "0 1 .. 14 15 .. 28 29"
 
 
 def test_a_model_without_sinks_is_told_of(run, tmp_path):
@@ -207,6 +210,33 @@ def test_what_loses_the_least_somewhere_has_a_colour():
             row("kivi bits=4", 2.6, 4.1)]
     for more in ([], [row("ott bits=2", 4.1)]):
         assert drawn([*rows, *more])[1] == {"rtn", "kivi", "cq"}
+
+
+def test_kvsink_pfn_and_antkv_have_colours_and_grey_lines_have_markers_of_their_own():
+    names = ["rtn", "pfn scheme=token-static", "kvsink", "kivi", "ott", "skvq", "kvquant", "cq", "antkv"]
+    rows = [row(f"{name} bits=2", 2.1 + i) for i, name in enumerate(names)]
+    _, coloured = drawn(rows)
+    assert coloured == {"rtn", "pfn scheme=token-static", "kvsink", "antkv"}  # rtn is the best of these
+    panel, = comparisons.perplexity([FP16, *rows]).axes
+    looks = [(line.get_color(), line.get_marker()) for line in panel.lines]
+    assert len(set(looks)) == len(names)
+    assert len({marker for colour, marker in looks if colour == plots.GREY}) == 5
+    assert len({colour for colour, _ in looks}) == 5  # four, and grey
+
+
+@pytest.mark.parametrize("n", [4, 30])
+def test_a_quantity_has_one_colour_in_all_panels_of_the_outliers(n):
+    keys = [f"{place}{more}" for place in ("d_in", "d_out", "mid", "out") for more in ("", " others")]
+    keys += ["d_out c", "out c", "ratio c"]
+    rows = [{"layer": layer, "channel": 7, **{key: 1.0 + layer for key in keys}} for layer in range(n)]
+    figure = outliers.draw(None, rows)
+    colours = {}
+    for panel in figure.axes:
+        for line in panel.lines:
+            if not line.get_label().startswith("_"):
+                colours.setdefault(line.get_label(), set()).add(line.get_color())
+    assert len(colours) == 4 and all(len(found) == 1 for found in colours.values())
+    assert len(set.union(*colours.values())) == 4
 
 
 def test_a_line_joins_what_differs_in_bits_alone():

@@ -25,7 +25,7 @@ from tinykv.data.windows import Windows
 from tinykv.evaluate import measure
 from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED, Parser, one_line
-from tinykv.run.plots import legend, new_figure, save, style, title
+from tinykv.run.plots import legend, new_figure, save, style
 
 STEPS = 600
 SHARES = (0.0, 0.04, 0.12, 0.25, 0.4, 0.9)  # of refrains, in the figure
@@ -91,8 +91,7 @@ def draw(path, texts):
             # over the blocks after the first, which has no sinks
             means = [mean([row[column] for row in module.measure(texts[share, seed])[1:]]) for share in SHARES]
             panel.plot(SHARES, means, label=f"seed {seed}", **style(i))
-        title(panel, what)
-        panel.set_xlabel("chance of a refrain at each step")
+        panel.set(xlabel="chance of a refrain at each step", ylabel=what)
     legend(panels[0])
     save(figure, path)
 

@@ -6,11 +6,14 @@ The damage of a token is how much the attention output changes, in L1, if this t
 bounds it for small errors; the scores of Eq. 5, by which AnTKV chooses, are a short form of the bound: see
 `methods/antkv.py`. No T x S matrix is ever whole.
 """
+from functools import partial
+
 import torch
 
 from tinykv.analysis.walk import by_layer, mean
 from tinykv.calibrate import calibrate
 from tinykv.methods.antkv import AnTKV, anchor_scores, score_tiles
+from tinykv.run import cli
 from tinykv.run.plots import COLOURS, legend, new_figure, title
 
 COLUMNS = {"of": ("of", ""), "ranked by": ("ranked by", ""), "rank by layer": ("rank correlation", ".2f"),
@@ -91,7 +94,7 @@ def measure(text, vq="d8m256"):
     """Means over KV heads and windows. `first window`: the damage and the score of its tokens in KV head 0 of the shown
     layer. vq: the format of the codebooks."""
     method = AnTKV(text.model.config, vq)
-    calibrate(text.model, method, text.calibration)
+    calibrate(text.model, method, text.calibration, partial(cli.bar, what="calibrating antkv"))
     first = {}
 
     def look(at, sinks):

@@ -8,6 +8,7 @@ import torch
 from tinykv.analysis.sinks import find_sinks
 from tinykv.analysis.walk import by_layer, mean, walk
 from tinykv.codecs import SCHEMES, make_codecs
+from tinykv.run import cli
 from tinykv.run.plots import LINES, new_figure, plain_ticks, style, title
 
 TABLE_1 = (("token-dynamic", "k"), ("token-dynamic", "v"), ("channel-dynamic", "k"),
@@ -45,7 +46,7 @@ def codecs_of(text, scheme, all_bits):
     codecs = [codec for of_layers in pairs.values() for pair in of_layers for codec in (pair.k, pair.v)]
     for codec in codecs:
         codec.begin(0, *text.calibration.shape)
-    for window, sinks in zip(text.calibration, text.calibration_marks):
+    for window, sinks in zip(cli.bar(text.calibration, f"calibrating {scheme}"), text.calibration_marks):
         for at in walk(text.model, window):
             for (_, kept), of_layers in pairs.items():
                 ignored = (sinks & kept).expand(at.k.shape[1], -1)  # (Hkv, T)

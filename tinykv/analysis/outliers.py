@@ -69,7 +69,7 @@ def draw(text, rows):
     figure, (left, middle, right) = new_figure(
         1, 3, 13, 4.2, f"At the sinks, channel {channel} of H holds {largest_row['out c']:.0f} after layer "
         f"{largest_row['layer']}: {largest_row['ratio c']:.0f} times the median")
-    places = {"d_in": "X_d,in", "d_out": "X_d,out", "mid": "H'", "out": "H"}
+    places = {"d_out": "X_d,out", "out": "H", "d_in": "X_d,in", "mid": "H'"}  # the first two in each panel
     middle.sharey(left)
     for panel, suffix, where in ((left, "", "at the sinks"), (middle, " others", "at all other tokens")):
         lines_by_layer(panel, rows, {place + suffix: label for place, label in places.items()})

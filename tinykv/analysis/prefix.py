@@ -6,6 +6,7 @@ import torch
 
 from tinykv.analysis.walk import mean, recorded
 from tinykv.methods.intactkv import exact_rows
+from tinykv.run import cli
 from tinykv.run.plots import new_figure, style, title
 from tinykv.tracing import Trace
 from tinykv.weights import RTN, quantize
@@ -36,7 +37,7 @@ def measure(text):
     """Errors are of the tokens after the longest prefix, and means over the windows."""
     quantized = quantize(text.model, RTN(BITS))
     found = {}  # {what is exact: [a row for each window]}
-    for window, lengths in zip(text.windows, lengths_of(text)):
+    for window, lengths in zip(cli.bar(text.windows, "measuring"), lengths_of(text)):
         rows = errors_by_length(text.model, quantized, window, lengths.values(), max(lengths.values()))
         for kept, row in zip(lengths, rows):
             found.setdefault(kept, []).append(row)
@@ -81,13 +82,13 @@ def squared_error(x, exact):
 
 
 def draw(text, rows):
-    """The error that is left; the axes begin at the smallest error, so that the steps can be seen."""
+    """The error that is left."""
     first, before, after = (rows[i]["last"] for i in (0, -2, -1))
     figure, panels = new_figure(
         1, 2, 10, 4, f"Of the last block's error {before / first:.0%} are left (exact: {rows[-2]['kept']}), "
         f"{after / first:.0%} (exact: {rows[-1]['kept']})")
     for panel, column, label in zip(panels, ("last", "attention"), ("output of the last block", "what attention adds")):
         panel.plot([row["n"] for row in rows], [row[column] for row in rows], **style(0))
-        panel.set(xlabel="tokens whose keys and values are exact, mean over windows", ylabel="squared error")
+        panel.set(xlabel="tokens whose keys and values are exact, mean over windows", ylabel="squared error", ylim=(0, None))
         title(panel, label)
     return figure

@@ -1,20 +1,22 @@
 """Where sinks are: the attention that tokens receive from the 64 queries that begin with their own, averaged over heads
-(KVSink Figure 1a); heads: the share of heads in which a sink receives at least a threshold of 0.3.
+(KVSink Figure 1a); sinks: how many tokens are sinks of this layer, as each layer has its own; heads: the share of its
+heads in which they receive at least a threshold of 0.3.
 """
 import torch
 
 from tinykv.analysis.walk import by_layer, largest, walk
 from tinykv.methods.antkv import attention_tiles
+from tinykv.run import cli
 from tinykv.run.plots import draw_map, new_figure, pooled, span, title, tokens_and_sinks
 
 THRESHOLD = 0.3  # the score from which a token is a sink of a head: that of Gu et al. (2024)
 SPAN = 64  # queries that a sink score is averaged over (Gu et al., 2024)
 FEWEST = 16  # a token that fewer queries see is not judged: it attends to itself
-HEADS = 0.1  # the share of all heads in which a token has to be a sink, to be called one
+HEADS = 0.1  # the share of the heads in which a token has to be a sink, to be called one
 
-COLUMNS = {"layer": ("layer", "d"), "first": ("first token", ".3f"), "later": ("later sinks", ".3f"),
-           "others": ("other tokens", ".3f"), "largest other": ("largest of them", ".3f"),
-           "heads": ("heads", ".0%")}
+COLUMNS = {"layer": ("layer", "d"), "sinks": ("sinks", ".1f"), "first": ("first token", ".3f"),
+           "later": ("later sinks", ".3f"), "others": ("other tokens", ".3f"),
+           "largest other": ("largest of them", ".3f"), "heads": ("heads", ".0%")}
 
 
 def sink_scores(at):
@@ -40,32 +42,35 @@ def n_judged(T, sliding):
     return max(1, T - min(FEWEST, sliding or FEWEST) + 1)
 
 
-@torch.no_grad()
-def find_sinks(model, windows):
-    """windows (W, T) -> marks (W, T), True at the sinks.
-
-    A token is a sink of one head if its score there is at least THRESHOLD. It is called a sink of the text if it is one
-    in a tenth of all heads of all layers.
-    """
-    marks = []
-    for window in windows:
-        scores = torch.stack([sink_scores(at) for at in walk(model, window)])  # (L, H, T)
-        share_of_heads = (scores >= THRESHOLD).float().mean((0, 1))  # (T)
-        marks.append(share_of_heads >= HEADS)
-    marks = torch.stack(marks)  # (W, T)
-    marks[:, n_judged(windows.shape[1], model.config.sliding_window):] = False
+def sinks_of(scores, sliding):
+    """scores (heads, T) -> (T), True at the sinks of these heads: the tokens whose score is at least THRESHOLD in a
+    tenth of them."""
+    marks = (scores >= THRESHOLD).float().mean(0) >= HEADS  # (T)
+    marks[n_judged(len(marks), sliding):] = False
     return marks
 
 
+@torch.no_grad()
+def find_sinks(model, windows):
+    """windows (W, T) -> marks (W, T), True at the sinks of the text, those of all heads of all layers."""
+    marks = []
+    for window in cli.bar(windows, "looking for sinks"):
+        scores = torch.cat([sink_scores(at) for at in walk(model, window)])  # (L * H, T)
+        marks.append(sinks_of(scores, model.config.sliding_window))
+    return torch.stack(marks)  # (W, T)
+
+
 def measure(text):
-    def look(at, sinks):
+    """The sinks of a row are those of its own layer."""
+    def look(at, _):
         by_head = sink_scores(at)  # (H, T)
-        score = by_head.mean(0)  # (T)
+        score, sinks = by_head.mean(0), sinks_of(by_head, at.sliding)  # (T) both
         # the first token has a column of its own, whether it is a sink or not
         later, others = sinks.clone(), ~sinks  # (T) both
         later[0] = others[0] = False
         others[n_judged(len(sinks), at.sliding):] = False
         return {
+            "sinks": sinks.sum(),
             "first": score[0],
             "later": score[later].mean(),
             "others": score[others].mean(),
@@ -104,13 +109,14 @@ def draw_attention(panel, at):
 
 
 def draw(text, rows):
-    """Each token's sink score in the shown layer of the first window, and the attention map."""
-    at, sinks = text.shown()
-    judged = n_judged(len(sinks), at.sliding)
+    """Each token's sink score in the shown layer of the first window, with the layer's sinks, and the attention map."""
+    at, _ = text.shown()
+    by_head = sink_scores(at)  # (H, T)
+    sinks, judged = sinks_of(by_head, at.sliding), n_judged(by_head.shape[1], at.sliding)
     figure, (left, right) = new_figure(
-        1, 2, 9.2, 4, f"{sinks.sum()} of {len(sinks):,} tokens are sinks; the first token receives "
-        f"{span([row['first'] for row in rows])} of the attention, by layer")
-    tokens_and_sinks(left, sink_scores(at).mean(0)[:judged], sinks[:judged], "sink score: attention received")
+        1, 2, 9.2, 4, f"By layer, {span([row['sinks'] for row in rows], '.2g')} of {len(sinks):,} tokens are sinks, and "
+        f"the first token receives {span([row['first'] for row in rows])} of the attention")
+    tokens_and_sinks(left, by_head.mean(0)[:judged], sinks[:judged], "sink score: attention received")
     draw_attention(right, at)
     title(left, f"layer {text.layer}")
     title(right, f"layer {text.layer}")

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
-from tqdm import tqdm
 
 from tinykv import all_finite
 from tinykv.run import cli
@@ -94,7 +93,7 @@ def by_layer(text, look):
     sinks (T): True at them. What is not finite, such as the mean of no token, does not count.
     """
     numbers = [defaultdict(list) for _ in text.model.model["layers"]]
-    for window, sinks in zip(tqdm(text.windows, "analysis", leave=False, delay=1, disable=None), text.marks):
+    for window, sinks in zip(cli.bar(text.windows, "measuring"), text.marks):
         for at in walk(text.model, window):
             for name, number in look(at, sinks).items():
                 numbers[at.layer][name].append(number)
@@ -125,7 +124,11 @@ def print_table(rows, columns):
 
 
 def cell(value, form):
-    """A number, or a list of them, formatted for a table."""
+    """A number, or a list of them, formatted for a table: of more than 8 the two first, middle and last ones."""
     if isinstance(value, list):
-        return " ".join(cli.figure(x, form) for x in value) or "none"
+        words = [cli.figure(x, form) for x in value]
+        if len(words) > 8:
+            middle = len(words) // 2
+            words = [*words[:2], "..", *words[middle - 1:middle + 1], "..", *words[-2:]]
+        return " ".join(words) or "none"
     return cli.figure(value, form)

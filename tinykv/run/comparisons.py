@@ -14,6 +14,7 @@ from tinykv.run import cli, plots
 
 # settings that change a method's bits and nothing else
 BITS_SETTINGS = ("bits", "k_bits", "v_bits", "vq")
+MARKED = ("kvsink", "pfn", "antkv")  # always in colour: the papers' question is whether the first two differ
 FLOOR = 0.01  # per cent: a smaller loss is drawn here, as a few windows cannot tell it from none
 
 
@@ -147,9 +148,10 @@ def perplexity(rows):
 
     rows: those of eval_ppl.py, fp16's in full precision first; what is read of each is "label", "weights", "ppl",
     "bits_true" and "preserve". A line joins rows that differ in bits alone (or in kept tokens alone). Lines in colour
-    lose the least somewhere: no row has both less loss and fewer bits. A loss below FLOOR, or a gain, is drawn at
-    FLOOR. Standard errors are not drawn: they come from the windows, which all methods share. Where kept tokens are
-    varied, a method that keeps a share of the text is left out.
+    are those of MARKED methods, and those that lose the least somewhere, which the title names: no row has both less
+    loss and fewer bits. A loss below FLOOR, or a gain, is drawn at FLOOR. Standard errors are not drawn: they come from
+    the windows, which all methods share. Where kept tokens are varied, a method that keeps a share of the text is left
+    out.
     """
     against_kept = any("preserve=" in row["label"] for row in rows)
     if against_kept:
@@ -165,10 +167,13 @@ def perplexity(rows):
     lines = lines_of(rows, varied)
     best = [name for name, points in lines.items() if any(is_best(row) for row in points)]
     figure, (panel,) = plots.new_figure(1, 1, 8, 4.8, f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
-    for name, points in lines.items():
+    in_colour = [name for name in lines if name in best or name.split()[0] in MARKED]
+    for i, (name, points) in enumerate(lines.items()):
         points = sorted(points, key=lambda row: row[x])
         losses = [max(100 * (row["ppl"] / base - 1), FLOOR) for row in points]
-        how = plots.style(best.index(name)) if name in best else {"color": plots.GREY, "marker": ".", "zorder": 1}
+        how = {**plots.style(i), "color": plots.GREY, "linewidth": 1, "zorder": 1}  # the markers tell grey lines apart
+        if name in in_colour:
+            how = plots.style(in_colour.index(name))
         panel.plot([row[x] for row in points], losses, label=name, **how)
     panel.set(yscale="log", xlabel=label, ylabel="perplexity above fp16's (%)")
     plots.plain_ticks(panel)

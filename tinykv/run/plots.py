@@ -12,7 +12,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
            "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")
 MARKERS = "osD^vP*Xdh"
 LINES = ("-", "--", ":")
-GREY = "#b0b0b0"
+GREY = "#8a8a8a"
 KIND = "tinykv-figure"  # what the file says that it is
 BETWEEN = 0.055  # of the height of a panel: between two labels of lines
 

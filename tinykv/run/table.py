@@ -4,9 +4,12 @@ A row is a dict, as the JSON has it. The first one is fp16's, with which the oth
 """
 import json
 import platform
+import sys
+import time
 import traceback
 
 import torch
+from tqdm import tqdm
 
 from tinykv import UserError, files
 from tinykv.evaluate import delta_error, mean, sum_of
@@ -34,15 +37,20 @@ COLUMNS = {
 WIDE_ONLY = ("KL", "top-1", "bits", "128K", "cache KB", "s")
 
 
-def print_heading(setup, model, windows, models, entries, left_out):
-    """What the table is of: the model, the text, the weights, and what calibration found."""
+def print_heading(setup, model):
+    """What the table is of: the model and the text."""
     args = setup.args
     parameters = sum(p.numel() for p in model.parameters())
     attention = "" if args.attention == "fused" else f", attention {args.attention}"
     prompt = f", prompt {args.prompt}" if args.prompt else ""
     print(f"model {args.model}: {parameters:,} parameters, {setup.dtype}, {setup.device}")
     print(f"data {args.data}: {args.windows} windows of {setup.context} tokens, "
-          f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
+          f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}", flush=True)
+
+
+def print_found(setup, model, windows, models, entries, left_out):
+    """What the rows are measured with: the weights, what calibration found, and when tokens are chosen."""
+    args = setup.args
     if any(entry.method.calibrated() for entry in entries.values()):
         many = f"{args.draws} calibrations, each on text of its own: means; +- and t are over draws and windows"
         print("one calibration: +- and t are over windows" if args.draws == 1 else many)
@@ -139,6 +147,22 @@ class Rows(list):
 
     def __repr__(self):
         return self.printed
+
+
+class Clock:
+    """Counts the windows that are finished, for a row's bar, and says once how long all rows take, if that is minutes.
+    The first windows are fp16's."""
+
+    def __init__(self, total):
+        self.total, self.done, self.began, self.bar = total, 0, time.perf_counter(), None
+
+    def update(self, n):
+        self.bar.update(n)
+        self.done += n
+        minutes = (time.perf_counter() - self.began) / n * self.total / 60
+        if self.done == n and minutes > 1:
+            tqdm.write(f"about {minutes:.0f} minutes for the rows at the speed of fp16's first {n} windows; quantized "
+                       "rows take a little longer, and calibration is not counted", file=sys.stderr)
 
 
 class Table:
