@@ -15,7 +15,7 @@ from tinykv.analysis import bias, outliers, sinks, walk
 from tinykv.data.windows import load_windows
 from tinykv.methods import antkv
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run import comparisons, plots
+from tinykv.run import cli, comparisons, plots
 from tinykv.run.cli import EMBEDDED
 
 PNG = b"\x89PNG"
@@ -103,6 +103,14 @@ def test_a_model_without_sinks_is_told_of(run, tmp_path):
         needs = name in command.NEED_SINKS
         assert (re.search(rf"^{name}: .*sink", out, re.M) is not None) == needs == (numbers[name] is None)
         assert (tmp_path / f"{name}.png").exists() != needs
+
+
+def test_what_takes_long_has_a_bar(run, some_sinks, monkeypatch):
+    shown, bar = [], cli.bar
+    monkeypatch.setattr(cli, "bar", lambda over, what, *more: (shown.append(what), bar(over, what, *more))[1])
+    run("prefix", "errors", "anchors", "--calib-windows", 33)
+    assert list(dict.fromkeys(shown)) == [
+        "measuring", "looking for sinks", "calibrating token-static", "calibrating channel-static", "calibrating antkv"]
 
 
 def test_several_names_each_once_and_half_precision(run, some_sinks):

@@ -315,3 +315,19 @@ def test_the_page_asks_the_network_for_nothing_and_writes_no_markup(made, tmp_pa
     text = (tmp_path / "page.html").read_text()
     assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|<script[^>]* src|<link", text)
+
+
+def test_recent_coded_and_kept_tokens_differ_in_greyscale():
+    """In both themes each is at least 1.8 times as light as the next (WCAG's contrast)."""
+    def lightness(colour):
+        channels = [int(2 * x if len(colour) == 3 else x, 16) / 255 for x in re.findall(
+            "." if len(colour) == 3 else "..", colour)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
+
+    style = page.TEMPLATE.read_text().split("</style>")[0]
+    colours = [re.findall(rf"--{name}: #(\w+)", style) for name in ("recent", "coded", "kept")]
+    assert [len(found) for found in colours] == [2, 2, 2]
+    for theme in zip(*colours):
+        dark, middle, light = sorted(map(lightness, theme))
+        assert middle / dark > 1.8 and light / middle > 1.8, theme

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tinykv.evaluate import delta_error, measure, paired
 from tinykv.files import write_json
 from tinykv.methods.registry import METHODS
 from tinykv.run import entries, flags
+from tinykv.run import table as table_of_rows
 from tinykv.run.cli import EMBEDDED
 from tinykv.run.comparisons import at_bits
 from tinykv.run.entries import build_entries
@@ -86,6 +88,28 @@ def test_kvsink_is_shown_beside_what_it_is_compared_with(command):
     # no bar where nobody watches, but a line a step
     steps = ["calibrating rtn", "calibrating pfn", "calibrating kvsink"]
     assert err.splitlines() == steps + [f"evaluating {name}" for name in rows]
+
+
+def test_the_heading_comes_before_calibration(command, monkeypatch):
+    def stop(*_):
+        raise UserError("stopped")
+    monkeypatch.setattr(eval_ppl, "calibrate_all", stop)
+    status, out, _ = command("--method", "pfn", *SMALL)
+    assert status == 2 and [line.split()[0] for line in out.splitlines()] == ["model", "data"]
+
+
+@pytest.mark.parametrize("seconds, said", [(5.9, None), (6.1, "about 2 minutes"), (45, "about 8 minutes")])
+def test_a_table_of_minutes_begins_with_an_estimate(command, monkeypatch, seconds, said):
+    """Every batch takes so many seconds: two of fp16, and two for each of two calibrations of rtn and of pfn."""
+    now = iter(100 + seconds * i for i in range(100))
+    monkeypatch.setattr(table_of_rows, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    status, _, err = command("--method", "rtn,pfn", "--draws", "2", "--windows", "4", "--batch", "2", "--context", "64",
+                             "--calib-windows", "1")
+    lines = err.splitlines()
+    at = [i for i, line in enumerate(lines) if "minutes" in line]
+    assert status == 0 and at == ([lines.index("evaluating fp16") + 1] if said else [])
+    if said:
+        assert lines[at[0]].startswith(said) and "calibration is not counted" in lines[at[0]]
 
 
 def test_json_has_the_table_and_the_table_fits_80_columns(command, tmp_path):

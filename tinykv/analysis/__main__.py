@@ -46,8 +46,7 @@ def parser(words=()):
     cli.add_model(p)
     cli.add_windows(p, windows=None, longest=LONGEST)
     cli.add_bos(p)
-    p.add_argument("--layer", metavar="L", type=int,
-                   help="the layer that figures show (default: the middle one)")
+    p.add_argument("--layer", metavar="L", type=int, help="the layer that figures show (default: the middle one)")
     p.add_argument("--text", metavar="FILE",
                    help="page: texts to choose from, a blank line between them; the last word of each is the answer to "
                         "its question (default: windows of --data)")
@@ -89,8 +88,7 @@ def load_text(args, names, model, tokenizer):
     device = model.lm_head.weight.device
     windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", bos=args.bos)
     windows = windows.tokens.to(device)  # (W, T)
-    needs_calibration = set(names) & set(NEED_CALIBRATION)
-    calibration = calibration_of(args, tokenizer, device) if needs_calibration else None
+    calibration = calibration_of(args, tokenizer, device) if {*names} & {*NEED_CALIBRATION} else None
     layer = model.config.num_hidden_layers // 2 if args.layer is None else args.layer
     return Text(model, windows, find_sinks(model, windows), layer, calibration)
 
@@ -106,11 +104,8 @@ def calibration_of(args, tokenizer, device):
 def print_sinks(text, tokenizer):
     """Which tokens of each window are sinks."""
     for w, (window, marks) in enumerate(zip(text.windows.tolist(), text.marks)):
-        found = []
-        for position in marks.nonzero()[:, 0].tolist():
-            token = window[position]
-            word = "<s>" if token == tokenizer.bos_id else repr(tokenizer.decode([token]))
-            found.append(f"{position} {word}")
+        words = ["<s>" if token == tokenizer.bos_id else repr(tokenizer.decode([token])) for token in window]
+        found = [f"{position} {words[position]}" for position in marks.nonzero()[:, 0].tolist()]
         print(f"sinks of window {w}: {', '.join(found) or 'none'}")
 
 

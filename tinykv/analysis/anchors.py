@@ -6,8 +6,6 @@ The damage of a token is how much the attention output changes, in L1, if this t
 bounds it for small errors; the scores of Eq. 5, by which AnTKV chooses, are a short form of the bound: see
 `methods/antkv.py`. No T x S matrix is ever whole.
 """
-from functools import partial
-
 import torch
 
 from tinykv.analysis.walk import by_layer, mean
@@ -70,7 +68,7 @@ def rank_correlation(a, b):
 
 
 def rankings(at, codecs, rope):
-    """{what is damaged: (the damage, {what the tokens are ranked by: numbers})}, (Hkv, T) each."""
+    """{what is damaged: (the damage, the scores of the tokens, the errors of their rows)}, (Hkv, T) each."""
     # read each key, stored before RoPE, and each value from its codes
     positions = torch.arange(at.k.shape[2], device=at.k.device)  # (T)
     quantized_k = codecs.k.decode(codecs.k.encode(at.k_pre)).to(at.k.dtype)  # (1, Hkv, T, d)
@@ -82,24 +80,21 @@ def rankings(at, codecs, rope):
     score_k, score_v = (x[0] for x in anchor_scores(at.q, at.k, at.sliding))
     error_k = (quantized_k - at.k)[0].abs().sum(-1)
     error_v = (quantized_v - at.v)[0].abs().sum(-1)
-    return {
-        "K": (by_k, {"score": score_k, "score x error": score_k * error_k, "itself (ceiling)": by_k}),
-        "K, without V": (of_weights, {"score": score_k, "score x error": score_k * error_k,
-                                      "itself (ceiling)": of_weights}),
-        "V": (by_v, {"score": score_v, "score x error": score_v * error_v, "itself (ceiling)": by_v}),
-    }
+    return {"K": (by_k, score_k, error_k), "K, without V": (of_weights, score_k, error_k),
+            "V": (by_v, score_v, error_v)}
 
 
 def measure(text, vq="d8m256"):
     """Means over KV heads and windows. `first window`: the damage and the score of its tokens in KV head 0 of the shown
     layer. vq: the format of the codebooks."""
     method = AnTKV(text.model.config, vq)
-    calibrate(text.model, method, text.calibration, partial(cli.bar, what="calibrating antkv"))
+    calibrate(text.model, method, text.calibration, lambda over: cli.bar(over, "calibrating antkv"))
     first = {}
 
     def look(at, sinks):
         found = {}
-        for of, (damaged, ranked) in rankings(at, method.codecs[at.layer], text.model.rope).items():
+        for of, (damaged, score, error) in rankings(at, method.codecs[at.layer], text.model.rope).items():
+            ranked = {"score": score, "score x error": score * error, "itself (ceiling)": damaged}  # (Hkv, T) each
             for by, x in ranked.items():
                 top = x.topk(max(1, x.shape[-1] // 100), dim=-1).indices  # (Hkv, 1%)
                 of_top = damaged.gather(-1, top).sum(-1) / damaged.sum(-1)  # (Hkv)

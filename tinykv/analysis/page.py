@@ -22,6 +22,7 @@ from tinykv.codecs.base import Codes, pack
 from tinykv.evaluate import chunks_of
 from tinykv.methods.antkv import attention_tiles
 from tinykv.methods.registry import METHODS
+from tinykv.run import cli
 
 LONGEST = 192  # tokens of a text
 WINDOWS = 48  # of --data, unless told otherwise
@@ -43,7 +44,7 @@ SHOWN = {  # what the page calls a method: its name, its settings
 def make_methods(model, calibration):
     """Each method of SHOWN, calibrated: {label: {bits: Method}}; and those that the model refuses: {label: why}."""
     methods, refused = {}, {}
-    for label, (name, settings) in SHOWN.items():
+    for label, (name, settings) in cli.bar(SHOWN.items(), "calibrating", unit="method"):
         try:
             methods[label] = {bits: make_method(model, calibration, name, bits, settings) for bits in BITS}
         except UserError as error:

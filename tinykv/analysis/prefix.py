@@ -14,8 +14,7 @@ from tinykv.weights import RTN, quantize
 BITS = 3
 MOST = 3  # sinks that are looked at
 
-COLUMNS = {"kept": ("exact", ""), "n": ("n", ".0f"), "last": ("last block", ".3f"),
-           "attention": ("attention", ".4f")}
+COLUMNS = {"kept": ("exact", ""), "n": ("n", ".0f"), "last": ("last block", ".3f"), "attention": ("attention", ".4f")}
 
 
 def lengths_of(text):
@@ -89,6 +88,6 @@ def draw(text, rows):
         f"{after / first:.0%} (exact: {rows[-1]['kept']})")
     for panel, column, label in zip(panels, ("last", "attention"), ("output of the last block", "what attention adds")):
         panel.plot([row["n"] for row in rows], [row[column] for row in rows], **style(0))
-        panel.set(xlabel="tokens whose keys and values are exact, mean over windows", ylabel="squared error", ylim=(0, None))
+        panel.set(xlabel="tokens with exact keys and values, mean over windows", ylabel="squared error", ylim=(0, None))
         title(panel, label)
     return figure

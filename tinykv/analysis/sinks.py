@@ -98,26 +98,20 @@ def attention_map(at, size=128):
     return pooled(means.T, size).T  # (size, size): the largest over the keys of each cell
 
 
-def draw_attention(panel, at):
-    """A layer's attention, a query a row."""
-    from matplotlib.colors import LogNorm
-    T = at.q.shape[2]
-    cells = attention_map(at).clamp(min=1e-5)  # (size, size)
-    draw_map(panel, cells, "position of the key (tokens)", "attention, mean over heads",
-             extent=(0, T, T, 0), norm=LogNorm(1e-4, 1))
-    panel.set(ylabel="position of the query (tokens)")
-
-
 def draw(text, rows):
     """Each token's sink score in the shown layer of the first window, with the layer's sinks, and the attention map."""
-    at, _ = text.shown()
-    by_head = sink_scores(at)  # (H, T)
-    sinks, judged = sinks_of(by_head, at.sliding), n_judged(by_head.shape[1], at.sliding)
+    from matplotlib.colors import LogNorm
+    (at, _), T = text.shown(), text.windows.shape[1]
+    by_head, judged = sink_scores(at), n_judged(T, at.sliding)  # (H, T)
+    sinks = sinks_of(by_head, at.sliding)  # (T)
     figure, (left, right) = new_figure(
-        1, 2, 9.2, 4, f"By layer, {span([row['sinks'] for row in rows], '.2g')} of {len(sinks):,} tokens are sinks, and "
+        1, 2, 9.2, 4, f"By layer, {span([row['sinks'] for row in rows], '.2g')} of {T:,} tokens are sinks, and "
         f"the first token receives {span([row['first'] for row in rows])} of the attention")
     tokens_and_sinks(left, by_head.mean(0)[:judged], sinks[:judged], "sink score: attention received")
-    draw_attention(right, at)
-    title(left, f"layer {text.layer}")
-    title(right, f"layer {text.layer}")
+    cells = attention_map(at).clamp(min=1e-5)  # (size, size): a query a row
+    draw_map(right, cells, "position of the key (tokens)", "attention, mean over heads", norm=LogNorm(1e-4, 1),
+             extent=(0, T, T, 0))
+    right.set(ylabel="position of the query (tokens)")
+    for panel in (left, right):
+        title(panel, f"layer {text.layer}")
     return figure

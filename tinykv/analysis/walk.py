@@ -97,10 +97,8 @@ def by_layer(text, look):
         for at in walk(text.model, window):
             for name, number in look(at, sinks).items():
                 numbers[at.layer][name].append(number)
-    rows = []
-    for layer, of_layer in enumerate(numbers):
-        rows.append({"layer": layer, **{name: mean(of_name) for name, of_name in of_layer.items()}})
-    return rows
+    return [{"layer": layer, **{name: mean(of_name) for name, of_name in of_layer.items()}}
+            for layer, of_layer in enumerate(numbers)]
 
 
 def mean(numbers):

@@ -62,8 +62,7 @@ def check_codecs(method, config):
     name, L = type(method).__name__, config.num_hidden_layers
     if not isinstance(method.codecs, list | tuple) or [type(pair) for pair in method.codecs] != [Pair] * L:
         raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {method.codecs!r}")
-    codecs = {type(codec): codec for pair in method.codecs for codec in pair
-              if not codec.passes or codec.calibrated()}
+    codecs = {type(codec): codec for pair in method.codecs for codec in pair if not codec.passes or codec.calibrated()}
     # those of the package are tested by its tests; a breakpoint in one of them stops at a real text first
     codecs = {cls: codec for cls, codec in codecs.items() if not cls.__module__.startswith("tinykv.")}
     for codec in codecs.values():

@@ -96,8 +96,7 @@ def add_model(p):
                    help="a checkpoint folder, or a model on the Hugging Face hub (default: the embedded model)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                    help="cpu, cuda, cuda:1; several divide the blocks: cuda:0,cuda:1")
-    p.add_argument("--dtype", choices=DTYPES,
-                   help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
+    p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
 
 
 def add_attention(p, *others):
@@ -260,8 +259,7 @@ def quantized_model(model, name, quantizer, windows, file):
 
 def bar(windows, what, total=None, unit="window"):
     """A progress bar on stderr, shown after one second, and only on a terminal."""
-    return tqdm(windows, what, total, leave=False, unit=unit, delay=1, file=sys.stderr,
-                disable=not sys.stderr.isatty())
+    return tqdm(windows, what, total, leave=False, unit=unit, delay=1, file=sys.stderr, disable=not sys.stderr.isatty())
 
 
 def step(doing):
@@ -286,6 +284,5 @@ def print_columns(head, lines, left):
 
 def in_columns(words, widths, left):
     """Words in columns of these widths, the first `left` of them flush left."""
-    cells = [word.ljust(width) if i < left else word.rjust(width)
-             for i, (word, width) in enumerate(zip(words, widths))]
+    cells = [word.ljust(width) if i < left else word.rjust(width) for i, (word, width) in enumerate(zip(words, widths))]
     return "  ".join(cells).rstrip()

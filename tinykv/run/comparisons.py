@@ -75,17 +75,16 @@ def compared_with(title, name, titles):
 
 # --at-bits
 
-def lines_of(rows, varied=None):
+def lines_of(rows, varied=BITS_SETTINGS):
     """{name of a line: its rows}.
 
     A row's label is its method, and then the settings that were swept: "pfn scheme=kvquant bits=2". The rows of a line
-    differ in one setting: the first in their label that is one of `varied`, or of those that the method's bits hang on.
+    differ in one setting: the first in their label that is one of `varied`.
     """
     lines = {}
     for row in rows:
         words = row["label"].split(" ")
-        settings = varied or BITS_SETTINGS
-        along_the_line = [word for word in words if word.partition("=")[0] in settings]
+        along_the_line = [word for word in words if word.partition("=")[0] in varied]
         if along_the_line:
             words.remove(along_the_line[0])
         if row["weights"]:
@@ -135,8 +134,7 @@ def print_at_bits(rows, bits):
         cli.print_columns(head, lines, left=1)
     left_out = lines_of(rows[1:]).keys() - {row["label"] for row in found}
     if left_out:
-        print(f"no rows on both sides of {bits:g} true bits that differ in bits alone: "
-              f"{', '.join(sorted(left_out))}")
+        print(f"no rows on both sides of {bits:g} true bits that differ in bits alone: {', '.join(sorted(left_out))}")
 
 
 # --plot
@@ -158,7 +156,7 @@ def perplexity(rows):
         x, label, varied = "preserve", "tokens kept in full precision", ("preserve",)
         rows = [row for row in rows if row is rows[0] or not isinstance(row[x], str)]
     else:
-        x, label, varied = "bits_true", "true bits of a cached number", None
+        x, label, varied = "bits_true", "true bits of a cached number", BITS_SETTINGS
     base, rows = rows[0]["ppl"], rows[1:]
 
     def is_best(row):
@@ -168,13 +166,12 @@ def perplexity(rows):
     best = [name for name, points in lines.items() if any(is_best(row) for row in points)]
     figure, (panel,) = plots.new_figure(1, 1, 8, 4.8, f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
     in_colour = [name for name in lines if name in best or name.split()[0] in MARKED]
-    for i, (name, points) in enumerate(lines.items()):
-        points = sorted(points, key=lambda row: row[x])
+    # lines in colour come first, so that no grey line has the marker of one; markers tell grey lines apart
+    for i, name in enumerate(dict.fromkeys([*in_colour, *lines])):
+        points = sorted(lines[name], key=lambda row: row[x])
         losses = [max(100 * (row["ppl"] / base - 1), FLOOR) for row in points]
-        how = {**plots.style(i), "color": plots.GREY, "linewidth": 1, "zorder": 1}  # the markers tell grey lines apart
-        if name in in_colour:
-            how = plots.style(in_colour.index(name))
-        panel.plot([row[x] for row in points], losses, label=name, **how)
+        grey = {} if name in in_colour else {"color": plots.GREY, "linewidth": 1, "zorder": 1}
+        panel.plot([row[x] for row in points], losses, label=name, **plots.style(i) | grey)
     panel.set(yscale="log", xlabel=label, ylabel="perplexity above fp16's (%)")
     plots.plain_ticks(panel)
     plots.label_ends(panel)

@@ -168,8 +168,7 @@ def combinations(cls, given, beside):
         values = {name: given[name] for name in given if name in takes or name == "bits" and "k_bits" in takes}
         if "scheme" in values:
             values["scheme"] = [scheme]
-        for combination in itertools.product(*values.values()):
-            found.append(dict(zip(values, combination)))
+        found += [dict(zip(values, combination)) for combination in itertools.product(*values.values())]
     return found
 
 

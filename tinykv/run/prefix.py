@@ -44,6 +44,5 @@ def save_prefix(path, prefix):
 def load_prefix(path):
     """What `save_prefix` wrote."""
     tensors, notes = load_tensors(path, FORMAT)
-    ids = json.loads(notes["ids"])
     trained_for = {"model": notes["model"], "weights": notes["weights"]}
-    return Prefix(str(path), ids, tensors["keys"], tensors["values"], trained_for)
+    return Prefix(str(path), json.loads(notes["ids"]), tensors["keys"], tensors["values"], trained_for)

@@ -94,11 +94,9 @@ def constructor_arguments(cls, chosen):
 
 def list_methods():
     """Print each method: its name, the first line of its file, its settings."""
-    for name, cls in METHODS.items():
-        settings = []
-        for setting, default in settings_of(cls).items():
-            settings.append(setting if default is None else f"{setting}={default}")
-        print(f"{name:8} {inspect.getmodule(cls).__doc__.splitlines()[0]}")
+    for method, cls in METHODS.items():
+        settings = [name if value is None else f"{name}={value}" for name, value in settings_of(cls).items()]
+        print(f"{method:8} {inspect.getmodule(cls).__doc__.splitlines()[0]}")
         print(f"{'':8} {', '.join(settings) or 'no settings'}")
 
 

@@ -3,6 +3,7 @@
 A row is a dict, as the JSON has it. The first one is fp16's, with which the others are compared.
 """
 import json
+import math
 import platform
 import sys
 import time
@@ -87,9 +88,8 @@ def choice_of(entry, args):
 
 def row_of(entry, fp16, args):
     """A row of the table, as the JSON has it. entry, fp16: `Entry`s."""
-    settings = {}
-    for name, value in entry.settings.items():
-        settings[name] = value if isinstance(value, int | float | None) else str(value)
+    settings = {name: value if isinstance(value, int | float | None) else str(value)
+                for name, value in entry.settings.items()}
     row = {
         "label": entry.label,
         "method": entry.name,
@@ -161,7 +161,7 @@ class Clock:
         self.done += n
         minutes = (time.perf_counter() - self.began) / n * self.total / 60
         if self.done == n and minutes > 1:
-            tqdm.write(f"about {minutes:.0f} minutes for the rows at the speed of fp16's first {n} windows; quantized "
+            tqdm.write(f"about {math.ceil(minutes)} minutes for the rows at the speed of fp16's first {n} windows; quantized "
                        "rows take a little longer, and calibration is not counted", file=sys.stderr)
 
 
@@ -196,11 +196,8 @@ class Table:
         row = {**row, "bits": "/".join(bits), "cache_kb": row["cache_bytes"] and row["cache_bytes"] / 1024}
         if row["fault"]:
             row["ppl"] = "failed"
-        words = []
-        for column in self.columns:
-            _, key, form = COLUMNS[column]
-            words.append(cli.figure(row[key], form))
-        self.print(words)
+        cells = [COLUMNS[column][1:] for column in self.columns]  # (key, format) each
+        self.print([cli.figure(row[key], form) for key, form in cells])
 
     def content(self):
         """The rows so far, as the JSON that --json asks for."""
