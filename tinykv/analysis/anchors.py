@@ -1,6 +1,7 @@
 """AnTKV's scores: how well they rank the tokens by the damage that quantizing each alone does to the attention output,
 and to the attention weights, which leaves V out (its Appendix D, Figure 9), by rank correlation and by the damage in
-the top 1%; by layer, and the mean. The last row of each part is ranked by the damage itself, which no score can exceed.
+the top 1%; by layer (of more than 8 the first, middle and last two), and the mean. The last row of each part is ranked
+by the damage itself, which no score can exceed.
 
 The damage of a token is how much the attention output changes, in L1, if this token alone is quantized. Theorem 1
 bounds it for small errors; the scores of Eq. 5, by which AnTKV chooses, are a short form of the bound: see

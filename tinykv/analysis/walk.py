@@ -126,7 +126,6 @@ def cell(value, form):
     if isinstance(value, list):
         words = [cli.figure(x, form) for x in value]
         if len(words) > 8:
-            middle = len(words) // 2
-            words = [*words[:2], "..", *words[middle - 1:middle + 1], "..", *words[-2:]]
+            words = [*words[:2], "..", *words[len(words) // 2 - 1:][:2], "..", *words[-2:]]
         return " ".join(words) or "none"
     return cli.figure(value, form)

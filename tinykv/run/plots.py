@@ -73,14 +73,15 @@ def label_ends(panel):
         lowest = max(y, lowest + BETWEEN)
         panel.annotate(line.get_label(), (x, y), (1.03, lowest), xycoords="axes fraction", fontsize="small",
                        color=line.get_color(), va="center", annotation_clip=False,
-                       arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.5})
+                       arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.5, "relpos": (0, 0.5)})
 
 
 def lines_by_layer(panel, rows, labels):
-    """A line over the layers for each column in labels {column: label}; a missing number is a gap."""
-    layers = [row["layer"] for row in rows]
+    """A line over the layers for each column in labels {column: label}; a missing number is a gap. Of many layers some
+    have markers, other ones on each line, so that lines that lie on each other can be told apart."""
+    layers, step = [row["layer"] for row in rows], 1 + len(rows) // 12
     for i, (column, label) in enumerate(labels.items()):
-        panel.plot(layers, [row[column] for row in rows], label=label, markevery=1 + len(layers) // 12, **style(i))
+        panel.plot(layers, [row[column] for row in rows], label=label, markevery=(i % step, step), **style(i))
     panel.set(xlabel="layer")
     panel.xaxis.get_major_locator().set_params(integer=True)
 

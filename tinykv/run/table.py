@@ -150,8 +150,8 @@ class Rows(list):
 
 
 class Clock:
-    """Counts the windows that are finished, for a row's bar, and says once how long all rows take, if that is minutes.
-    The first windows are fp16's."""
+    """Counts finished windows for each row's bar. After the first batch, which is fp16's, it estimates the time of all
+    rows, if that is more than a minute."""
 
     def __init__(self, total):
         self.total, self.done, self.began, self.bar = total, 0, time.perf_counter(), None
@@ -161,8 +161,8 @@ class Clock:
         self.done += n
         minutes = (time.perf_counter() - self.began) / n * self.total / 60
         if self.done == n and minutes > 1:
-            tqdm.write(f"about {math.ceil(minutes)} minutes for the rows at the speed of fp16's first {n} windows; quantized "
-                       "rows take a little longer, and calibration is not counted", file=sys.stderr)
+            tqdm.write(f"about {math.ceil(minutes)} minutes for all rows at the speed of fp16's first {n} windows; "
+                       "quantized rows take a little longer, and calibration is not counted", file=sys.stderr)
 
 
 class Table:
