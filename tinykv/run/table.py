@@ -41,10 +41,9 @@ WIDE_ONLY = ("KL", "top-1", "bits", "128K", "cache KB", "s")
 def print_heading(setup, model):
     """What the table is of: the model and the text."""
     args = setup.args
-    parameters = sum(p.numel() for p in model.parameters())
     attention = "" if args.attention == "fused" else f", attention {args.attention}"
     prompt = f", prompt {args.prompt}" if args.prompt else ""
-    print(f"model {args.model}: {parameters:,} parameters, {setup.dtype}, {setup.device}")
+    print(f"model {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {setup.dtype}, {setup.device}")
     print(f"data {args.data}: {args.windows} windows of {setup.context} tokens, "
           f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}", flush=True)
 
@@ -213,7 +212,6 @@ class Table:
                 if not isinstance(entry.error, UserError):
                     print("".join(traceback.format_exception(entry.error)).rstrip())
         if self.setup.file("json") == "-":
-            print()
-            print(json.dumps(self.content(), indent=2, allow_nan=False))
+            print(f"\n{json.dumps(self.content(), indent=2, allow_nan=False)}")
         measured = [row for row in self.rows if not row["fault"]]
         comparisons.print_all(measured, self.args.vs, self.args.at_bits, self.setup.file("plot"))
