@@ -40,10 +40,10 @@ WIDE_ONLY = ("KL", "top-1", "bits", "128K", "cache KB", "s")
 
 def print_heading(setup, model):
     """What the table is of: the model and the text."""
-    args = setup.args
+    args, parameters = setup.args, sum(p.numel() for p in model.parameters())
     attention = "" if args.attention == "fused" else f", attention {args.attention}"
     prompt = f", prompt {args.prompt}" if args.prompt else ""
-    print(f"model {args.model}: {sum(p.numel() for p in model.parameters()):,} parameters, {setup.dtype}, {setup.device}")
+    print(f"model {args.model}: {parameters:,} parameters, {setup.dtype}, {setup.device}")
     print(f"data {args.data}: {args.windows} windows of {setup.context} tokens, "
           f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}", flush=True)
 
