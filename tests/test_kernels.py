@@ -210,14 +210,13 @@ def prepared_once():
 
 # ---- KVSink's sinks
 
-@pytest.mark.parametrize("T,k", [(1, 5), (3, 5), (64, 64), (200, 5), (257, 1), (2500, 7)])
+@pytest.mark.parametrize("T,k", [(1, 5), (3, 5), (64, 64), (66, 60), (200, 5), (257, 1), (2500, 7)])
 def test_topk(T, k):
     """With ties, across programs, too; with NaN, which is the largest; of a slice of a larger tensor."""
     hidden = torch.randn(2, T, 12).round().half()[..., 2:10]
     hidden[1, T // 2, 3] = math.nan
-    found, lines = kernels.topk_outliers(hidden, 3, k, N=64 if T < 2500 else 1024), kernels.topk_lines(hidden, 3, k)
-    assert torch.equal(found[1], lines[1]) and found[1].shape == (2, min(k, T))
-    assert torch.equal(found[0], lines[0].nan_to_num(nan=math.inf))
+    found = kernels.topk_outliers(hidden[..., 3], k, N=64 if T < 2500 else 1024)
+    assert torch.equal(found, kernels.topk_lines(hidden[..., 3], k)) and found.shape == (2, min(k, T))
 
 
 def test_kvsink_asks_the_kernel(monkeypatch):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels import FMA, LIFT, LOG2E, Grid, Kept, PackedRows, Plane, Tables, Turn
+from kernels import FMA, LIFT, LOG2E, Grid, Kept, PackedRows, Plane, Turn
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
@@ -59,7 +59,6 @@ def single_rows(codec, packed, of_row, width, halves, start=0, **more):
     """PackedRows of numbers that are decoded one by one: a plane is a head, or half of one."""
     words = width // halves
     planes = tuple(Plane(half * words, 0, (), (), ()) for half in range(halves))
-    more.setdefault("tables", Tables())
     return made_rows(codec, packed, of_row, width, start, fold="", planes=planes, words=words, step=1, groups=1, **more)
 
 
@@ -163,12 +162,12 @@ def nonuniform_rows(codec, codes, kind, halves):
         words = side_by_side(codes, ("half", "mid"))
         grid = made(Grid, words=words, batch=words.stride(0), head=0, token=words.stride(2), channel=0, tokens=1,
                     channels=codec.width, form="offset")
-    tables = Tables(codec.levels)
+    tables = {"levels": codec.levels}
     if codec.outliers and codes.values.numel():
         row_end = codes.row_end[:, 0, :, 0].T.contiguous()  # (T, B)
-        tables = Tables(codec.levels, row_end, codes.values, codes.columns, row_end.shape[1])
+        tables |= dict(row_end=row_end, numbers=codes.values, columns=codes.columns, sequences=row_end.shape[1])
     of_row = sections(codec.channels, codec.bits)
-    return single_rows("NonUniform", codes.packed, of_row, codec.width, halves, grid=grid, tables=tables)
+    return single_rows("NonUniform", codes.packed, of_row, codec.width, halves, grid=grid, **tables)
 
 
 def clipped_rows(codec, codes, kind, halves):
@@ -176,16 +175,14 @@ def clipped_rows(codec, codes, kind, halves):
     grid = made(Grid, words=words, batch=words.stride(0), head=0, token=words.stride(2), channel=1, tokens=1,
                 channels=1, form="fp8" if words.itemsize == 2 else "offset")
     return single_rows("ClippedGroups", codes.packed, sections(codec.channels, codec.bits), codec.width, halves,
-                       grid=grid, tables=Tables(group=codec.group))
+                       grid=grid, group=codec.group)
 
 
 def codebook_rows(codec, codes, kind, halves):
     centroids = codec.centroids.contiguous()
-    side = math.gcd(codec.n, codec.width // halves, 2 ** 20)
-    m = 0 if len(centroids) == 1 else centroids.shape[1]
-    book = made(Tables, centroids=centroids, n=codec.n, m=m, side=side)
-    of_row = sections(codec.slots, codec.code_bits)
-    return single_rows("Codebook", codes.packed, of_row, codec.width, halves, tables=book)
+    return single_rows("Codebook", codes.packed, sections(codec.slots, codec.code_bits), codec.width, halves,
+                       centroids=centroids, n=codec.n, m=0 if len(centroids) == 1 else codec.m,
+                       side=math.gcd(codec.n, codec.width // halves))
 
 
 ROWS = {Exact: exact_rows, Affine: affine_rows, NonUniform: nonuniform_rows, ClippedGroups: clipped_rows,
@@ -422,7 +419,7 @@ def product_type(q, *sides):
         return torch.float32
     if any(rows.fold.value for rows in sides):
         return torch.float16
-    books = [rows.tables.centroids for rows in sides if rows.codec.value == "Codebook"]
+    books = [rows.centroids for rows in sides if rows.codec.value == "Codebook"]
     return books[0].dtype if books else q.dtype
 
 
@@ -483,7 +480,7 @@ class TritonCache(KVCache):
         return self.layers[layer].update(q, k, v, positions).out
 
     def top_k(self, x, k):
-        return kernels.topk_outliers(x[..., None], 0, k)[1]
+        return kernels.topk_outliers(x, k)
 
 
 def check_device(device):
