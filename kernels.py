@@ -26,11 +26,9 @@ INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: on the CPU, 
 
 # ---- 1. The k largest |h| of one channel: KVSink's sinks
 
-def topk_lines(hidden, channel, k):
-    """hidden (B, T, D) -> the k largest |h| of a channel and their positions, (B, k) both."""
-    score = hidden[..., channel].float().abs()  # (B, T)
-    score, position = score.sort(dim=1, descending=True, stable=True)  # (B, T), ties: the earlier
-    return score[:, :k], position[:, :k]
+def topk_lines(h, k):
+    """h (B, T), a channel of the hidden states -> the positions of the k largest |h|, the earlier of equals: (B, k)."""
+    return h.float().abs().sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 
 @triton.jit
@@ -53,16 +51,15 @@ def topk_kernel(h, score, position, T, h_batch, h_token, K: tl.constexpr, N: tl.
         x = tl.where(t == earliest, -1.0, x)  # (N)
 
 
-def topk_outliers(hidden, channel, k, N=1024):
+def topk_outliers(h, k, N=1024):
     """As `topk_lines`: each program finds the k best of N tokens, and torch the best of these."""
-    B, T, _ = hidden.shape
+    B, T = h.shape
     k, pieces = min(k, T), triton.cdiv(T, N)
-    score = torch.empty(B, pieces * k, dtype=torch.float32, device=hidden.device)
-    position = torch.empty(B, pieces * k, dtype=torch.int32, device=hidden.device)
-    h = hidden[..., channel]  # (B, T)
+    score = torch.empty(B, pieces * k, dtype=torch.float32, device=h.device)
+    position = torch.empty(B, pieces * k, dtype=torch.int32, device=h.device)
     topk_kernel[pieces, B](h, score, position, T, *h.stride(), k, N, **FMA)
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :k]  # (B, k)
-    return score.gather(1, order), position.gather(1, order).long()
+    return position.gather(1, order).long()
 
 
 # ---- 2. Attention that reads 2-bit codes, in the simplest way: all that follows only makes it faster
@@ -173,7 +170,17 @@ class PackedRows(NamedTuple):
     groups: tl.constexpr  # scales of a token that leave the products, each of as many planes
     grid: Grid | None = None
     ternary: torch.Tensor | None = None  # of three levels, five to a byte: `ternary_table`
-    tables: tuple | None = None  # Tables, section 9
+    # what section 9 looks up, number by number
+    levels: torch.Tensor | None = None  # KVQuant's, instead of 0, 1, 2, ...: (2**bits)
+    row_end: torch.Tensor | None = None  # (T, B) int32, numbers and columns: its outliers, see `SparseCodes`
+    numbers: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    sequences: int = 0  # B
+    group: torch.Tensor | None = None  # SKVQ's: of each channel of all heads, (C) int32
+    centroids: torch.Tensor | None = None  # codebooks, (vectors of a token or 1, m, n): of each, or one for all
+    n: tl.constexpr = None  # channels of a centroid
+    m: tl.constexpr = None  # centroids of a book; 0: one book for all
+    side: tl.constexpr = None  # channels of a centroid that lie side by side in a tile, too: one load
 
 
 # The arguments of the functions below:
@@ -184,11 +191,6 @@ class PackedRows(NamedTuple):
 @triton.constexpr_function
 def field(tuples, i, name):  # plain Python, which the compiler calls: planes and sections are constants
     return getattr(tuples[i], name)
-
-
-@triton.constexpr_function
-def of_section(planes, i, name, n):
-    return getattr(planes[i], name)[n]
 
 
 @triton.jit
@@ -205,7 +207,7 @@ def words_of(rows, b, h, j, ok, TRANSPOSED: tl.constexpr = False):
     row = rows.data + b * rows.batch + h * rows.head + j.to(tl.int64)[:, None] * rows.token  # (N, 1)
     word = tl.arange(0, rows.tile)
     slices = ()
-    for n in tl.static_range(of_section(rows.planes, -1, "slices", -1) + 1):  # those of the last plane are last
+    for n in tl.static_range(field(rows.planes, -1, "slices")[-1] + 1):  # those of the last plane are last
         pointer = row + (word + n * rows.words)[None]  # (N, W)
         mask = ok[:, None] & (word < rows.words)[None]  # (N, W)
         if TRANSPOSED:
@@ -220,16 +222,14 @@ def words_of(rows, b, h, j, ok, TRANSPOSED: tl.constexpr = False):
 @triton.jit
 def codes_of_plane(rows, slices, i: tl.constexpr):
     # The codes of plane i as fp16, 2**24 times smaller and 2**low times larger.
-    words = ()
+    words, code = (), tl.zeros(slices[0].shape, tl.int32)
     for n in tl.static_range(rows.n_sections):
-        words = words + (slices[of_section(rows.planes, i, "slices", n)].to(tl.uint16),)
+        word = slices[field(rows.planes, i, "slices")[n]].to(tl.uint16)
+        moved = word.to(tl.int32) << 8 >> 8 + field(rows.planes, i, "shifts")[n]  # to the left if negative
+        words, code = words + (word,), code | moved & field(rows.planes, i, "masks")[n]
     if TWO_AT_ONCE:
         PTX: tl.constexpr = two_words(rows.planes, i)
         return tl.inline_asm_elementwise(PTX[0], PTX[1], words, tl.float16, is_pure=True, pack=2)
-    code = tl.zeros(words[0].shape, tl.int32)
-    for n in tl.static_range(rows.n_sections):
-        moved = words[n].to(tl.int32) << 8 >> 8 + of_section(rows.planes, i, "shifts", n)  # to the left if negative
-        code |= moved & of_section(rows.planes, i, "masks", n)
     return code.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
@@ -286,44 +286,37 @@ def grid_of_tokens(rows, b, h, j0, j, ok):
 
 
 @triton.jit
-def scores_by_token(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
-    # K q^T (N, M), of scales of each token. q: the queries' planes, (W, M) each.
+def keys_of_plane(k, words, b, h, j0, j, ok, i: tl.constexpr):
+    # Plane i of the keys, c s + z: c (N, W), and each channel's s and z, (W, 1) both, or one number for all.
+    if k.fold == "":
+        c, scale, zero = decoded(k, b, h, j0, j, ok, i), 1.0, 0.0
+    else:  # codes are 2**low times larger, so s is smaller
+        c, scale, zero = codes_of_plane(k, words, i), 0.5 ** field(k.planes, i, "low"), 1.0
+    if k.fold == "channel":
+        channel, there = channels_of(k, i)
+        s, z = grid_of(k.grid, b, h, j0, j, ok, channel, there)  # (1, W) both
+        scale, zero = tl.trans(s) * scale, tl.trans(z)
+    return c, scale, zero
+
+
+@triton.jit
+def scores_of(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
+    # K q^T (N, M), of codes. q: the queries' planes, (W, M) each.
     PLANES: tl.constexpr = k.n_planes // k.groups
-    words = words_of(k, b, h, j, ok)
-    scale, zero = grid_of_tokens(k, b, h, j0, j, ok)
+    words, scales, zeros = words_of(k, b, h, j, ok), (1.0,), (1.0,)
+    if k.fold == "token":
+        scales, zeros = grid_of_tokens(k, b, h, j0, j, ok)
     s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
     for g in tl.static_range(k.groups):
-        # q.c and sum(q) over the planes of the group; the codes are 2**low times larger, so q is smaller
-        by_codes, q_sum = tl.zeros(s.shape, tl.float32), tl.zeros(q[0].shape, tl.float32)  # (N, M), (W, M)
+        # (q s).c and q.z over the planes of the group
+        by_codes, by_zeros = tl.zeros(s.shape, tl.float32), tl.zeros(q[0].shape, tl.float32)  # (N, M), (W, M)
         for i in tl.static_range(g * PLANES, g * PLANES + PLANES):
-            x = q[i] * 0.5 ** field(k.planes, i, "low")  # (W, M)
-            by_codes = product(codes_of_plane(k, words, i), x, by_codes, DOT)
-            q_sum += q[i]
-        # (q.c) s + sum(q) z
-        s += by_codes * (scale[g] * TO_INTEGER) + tl.sum(q_sum, 0)[None] * zero[g]
+            codes, scale, zero = keys_of_plane(k, words, b, h, j0, j, ok, i)
+            by_codes = product(codes, q[i] * scale, by_codes, DOT)
+            by_zeros += q[i] * zero
+        # times the token's scale and zero point: (q.c) s + sum(q) z
+        s += by_codes * (scales[g] * TO_INTEGER) + tl.sum(by_zeros, 0)[None] * zeros[g]
     return s
-
-
-@triton.jit
-def plane_by_channel(k, words, b, h, j0, j, ok, i: tl.constexpr):
-    # Codes of plane i (N, W), 2**low times larger; so smaller scales, and zero points, (W, 1) both.
-    channel, there = channels_of(k, i)
-    scale, zero = grid_of(k.grid, b, h, j0, j, ok, channel, there)  # (1, W) both
-    scale = tl.trans(scale) * 0.5 ** field(k.planes, i, "low")
-    return codes_of_plane(k, words, i), scale, tl.trans(zero)
-
-
-@triton.jit
-def scores_by_channel(q, k, b, h, j0, j, ok, DOT: tl.constexpr):
-    # K q^T (N, M), of scales of each channel, plane by plane.
-    words = words_of(k, b, h, j, ok)
-    s = tl.zeros((j.shape[0], q[0].shape[1]), tl.float32)
-    by_zeros = tl.zeros(q[0].shape, tl.float32)  # (W, M)
-    for i in tl.static_range(k.n_planes):
-        codes, scale, zero = plane_by_channel(k, words, b, h, j0, j, ok, i)
-        s = product(codes, q[i] * scale, s, DOT)
-        by_zeros += q[i] * zero
-    return s * TO_INTEGER + tl.sum(by_zeros, 0)[None]
 
 
 # ---- 5. Attention over a piece of the text
@@ -399,12 +392,10 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
         # takes 16 rows and 8 columns, and in decoding there are 64 tokens and 4 queries
         if turn.cos is not None:
             s = rotated_scores(q_planes, k, turn, b, h, j0, j, ok, DOT)
-        elif k.fold == "token":
-            s = scores_by_token(q_planes, k, b, h, j0, j, ok, DOT)
-        elif k.fold == "channel":
-            s = scores_by_channel(q_planes, k, b, h, j0, j, ok, DOT)
-        else:
+        elif k.fold == "":
             s = product(decoded(k, b, h, j0, j, ok, 0), q_planes[0], None, DOT)
+        else:
+            s = scores_of(q_planes, k, b, h, j0, j, ok, DOT)
         if k_kept.slot is not None:
             kept, score, known = score_pointers(k_kept, b, h, j, ok, query, live)
             s = tl.where(kept, tl.load(score, known, 0), s)
@@ -555,12 +546,8 @@ def rotated_scores(q, k, turn, b, h, j0, j, ok, DOT: tl.constexpr):
         cos = tl.load(turn.cos + offset, there[None], 0)
         sin = tl.load(turn.sin + offset, there[None], 0)
         # the keys: codes, whose scales and zero points go to the queries, or decoded numbers
-        if k.fold == "channel":
-            x, x_scale, x_zero = plane_by_channel(k, words, b, h, j0, j, ok, i)
-            y, y_scale, y_zero = plane_by_channel(k, words, b, h, j0, j, ok, i + HALF)
-        else:
-            x, x_scale = decoded(k, b, h, j0, j, ok, i), 1.0
-            y, y_scale = decoded(k, b, h, j0, j, ok, i + HALF), 1.0
+        x, x_scale, x_zero = keys_of_plane(k, words, b, h, j0, j, ok, i)
+        y, y_scale, y_zero = keys_of_plane(k, words, b, h, j0, j, ok, i + HALF)
         x, y = x.to(DOT), y.to(DOT)  # (N, W) both
         # the four products of `rotated_lines`
         s = product(x * cos, qx * x_scale, s, DOT)
@@ -613,19 +600,6 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.const
 
 # ---- 9. Appendix: numbers that are decoded one by one. SKVQ and KVQuant look something up for each: they save no time
 
-class Tables(NamedTuple):
-    levels: torch.Tensor | None = None  # KVQuant's, instead of 0, 1, 2, ...: (2**bits)
-    row_end: torch.Tensor | None = None  # (T, B) int32, numbers and columns: its outliers, see `SparseCodes`
-    numbers: torch.Tensor | None = None
-    columns: torch.Tensor | None = None
-    sequences: int = 0  # B
-    group: torch.Tensor | None = None  # SKVQ's: of each channel of all heads, (C) int32
-    centroids: torch.Tensor | None = None  # codebooks, (vectors of a token or 1, m, n): of each, or one for all
-    n: tl.constexpr = None  # channels of a centroid
-    m: tl.constexpr = None  # centroids of a book; 0: one book for all
-    side: tl.constexpr = None  # channels of a centroid that lie side by side in a tile, too: one load
-
-
 @triton.jit
 def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
     # The numbers (N, W) of the tokens j; of plane i, which is a head, or half of one: fp32, or 16 bits of centroids.
@@ -636,50 +610,44 @@ def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
     elif rows.codec == "Codebook":
         return decode_codebook(rows, b, h, j, ok, i)
     else:
-        return decode_scaled(rows, b, h, j0, j, ok, channel, there)
-
-
-@triton.jit
-def decode_scaled(rows, b, h, j0, j, ok, channel, there):
-    # the index of each channel's code in its row, and of its scale in the grid
-    index, group = channel, channel // rows.grid.channels  # (W) both
-    if rows.codec != "Affine":  # all heads of a token are one row
-        index = channel + h * rows.width
-    if rows.codec == "ClippedGroups":  # groups are any channels
-        group = tl.load(rows.tables.group + index, there, 0)
-    # number * scale + zero; the number is the code, or one of KVQuant's levels
-    number = code_at(rows, b, h, j, ok, index, there)  # (N, W)
-    if rows.codec == "NonUniform":
-        number = tl.load(rows.tables.levels + number)
-    scale, zero = grid_of(rows.grid, b, h, j0, j, ok, group, there)  # (N or 1, W) both
-    x = number.to(tl.float32) * scale + zero
-    # KVQuant's outliers, a CSR matrix with a row for each token, overwrite x
-    sparse = rows.tables
-    if sparse.row_end is not None:
-        row = j * sparse.sequences + b  # (N)
-        stop = tl.load(sparse.row_end + row, ok, 0)  # (N)
-        start = tl.load(sparse.row_end + row - 1, ok & (row > 0), 0)  # (N)
-        for i in range(0, tl.max(stop - start, 0)):  # the i-th outlier of every token
-            here = start + i < stop  # (N)
-            column = tl.load(sparse.columns + start + i, here, -1) - h * rows.width  # (N)
-            value = tl.load(sparse.numbers + start + i, here, 0).to(tl.float32)  # (N)
-            x = tl.where((column[:, None] == channel[None]) & there[None], value[:, None], x)
-    return x
+        # the index of each channel's code in its row, and of its scale in the grid
+        index, group = channel, channel // rows.grid.channels  # (W) both
+        if rows.codec != "Affine":  # all heads of a token are one row
+            index = channel + h * rows.width
+        if rows.codec == "ClippedGroups":  # groups are any channels
+            group = tl.load(rows.group + index, there, 0)
+        # number * scale + zero; the number is the code, or one of KVQuant's levels
+        number = code_at(rows, b, h, j, ok, index, there)  # (N, W)
+        if rows.codec == "NonUniform":
+            number = tl.load(rows.levels + number)
+        scale, zero = grid_of(rows.grid, b, h, j0, j, ok, group, there)  # (N or 1, W) both
+        x = number.to(tl.float32) * scale + zero
+        # KVQuant's outliers, a CSR matrix with a row for each token, overwrite x
+        if rows.row_end is not None:
+            row = j * rows.sequences + b  # (N)
+            stop = tl.load(rows.row_end + row, ok, 0)  # (N)
+            start = tl.load(rows.row_end + row - 1, ok & (row > 0), 0)  # (N)
+            for n in range(0, tl.max(stop - start, 0)):  # the n-th outlier of every token
+                here = start + n < stop  # (N)
+                column = tl.load(rows.columns + start + n, here, -1) - h * rows.width  # (N)
+                value = tl.load(rows.numbers + start + n, here, 0).to(tl.float32)  # (N)
+                x = tl.where((column[:, None] == channel[None]) & there[None], value[:, None], x)
+        return x
 
 
 @triton.jit
 def decode_codebook(rows, b, h, j, ok, i: tl.constexpr):
     # The code of n channels is the number of their centroid; a load takes SIDE of these channels.
-    SIDE: tl.constexpr = rows.tables.side
+    SIDE: tl.constexpr = rows.side
     unit = tl.arange(0, rows.tile // SIDE) * SIDE  # (W / SIDE): the first channel of each load
     there = unit < rows.words  # (W / SIDE)
     channel = unit + field(rows.planes, i, "channel") + h * rows.width  # (W / SIDE)
     # the centroid's number, in the book of its vector or in the only one
-    n, index = rows.tables.n, channel // rows.tables.n  # (W / SIDE): of the vector in the row of all heads
-    centroid = code_at(rows, b, h, j, ok, index, there) + index[None] * rows.tables.m  # (N, W / SIDE)
+    n, index = rows.n, channel // rows.n  # (W / SIDE): of the vector in the row of all heads
+    centroid = code_at(rows, b, h, j, ok, index, there) + index[None] * rows.m  # (N, W / SIDE)
     first = centroid * n + (channel % n)[None]  # (N, W / SIDE)
     offset = first[:, :, None] + tl.arange(0, SIDE)[None, None]  # (N, W / SIDE, SIDE)
-    x = tl.load(rows.tables.centroids + offset, (ok[:, None] & there[None])[:, :, None], 0)
+    x = tl.load(rows.centroids + offset, (ok[:, None] & there[None])[:, :, None], 0)
     return tl.reshape(x, (j.shape[0], rows.tile))
 
 

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels import FMA, LIFT, LOG2E, Grid, Kept, PackedRows, Plane, Tables, Turn
+from kernels import FMA, LIFT, LOG2E, Grid, Kept, PackedRows, Plane, Turn
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
-from tinykv.codecs.base import TERNARY, Codes, Exact, largest_code, sections
+from tinykv.codecs.base import TERNARY, Codes, Exact, factors_of, largest_code, sections
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.codebook import Codebook
 from tinykv.codecs.nonuniform import NonUniform
@@ -39,9 +39,12 @@ def made(kind, **fields):
     return kind(**{name: tl.constexpr(x) if declared[name] is tl.constexpr else x for name, x in fields.items()})
 
 
-def made_rows(codec, data, of_row, width, start=0, **fields):
-    """PackedRows of words `data` (B, heads, T, words of a row), 1 head where those of a token are one row; the sections
-    `of_row`; the first token at position `start`."""
+def made_rows(codec, data, of_row, width, halves, planes=None, words=None, step=1, fold="", groups=1, start=0, **more):
+    """PackedRows of words `data` (B, heads, T, words of a row), 1 head where those of a token are one row, in the
+    sections `of_row`. Without `planes` numbers are decoded one by one: a plane is a head, or half of one."""
+    if planes is None:
+        words = width // halves
+        planes = tuple(Plane(half * words, 0, (), (), ()) for half in range(halves))
     batch, head, token, word = data.stride()
     assert word == 1 or data.shape[3] == 1, "the words of a row have to be neighbours"
     if data.shape[1] == 1:
@@ -49,32 +52,28 @@ def made_rows(codec, data, of_row, width, start=0, **fields):
     # three levels, five to a byte, become two bits each by a table
     ternary = ternary_table(data.device) if any(s.bits == TERNARY for s in of_row) else None
     of_row = tuple(s._replace(bits=math.ceil(s.bits)) for s in of_row)
-    tile = max(16, triton.next_power_of_2(fields["words"]))
-    return made(PackedRows, codec=codec, width=width, data=data, batch=batch, head=head, token=token, start=start,
-                sections=of_row, n_sections=len(of_row), tile=tile, n_planes=len(fields["planes"]), ternary=ternary,
-                **fields)
+    return made(PackedRows, codec=codec, fold=fold, width=width, data=data, batch=batch, head=head, token=token,
+                start=start, sections=of_row, n_sections=len(of_row), planes=planes, n_planes=len(planes), words=words,
+                tile=max(16, triton.next_power_of_2(words)), step=step, groups=groups, ternary=ternary, **more)
 
 
-def single_rows(codec, packed, of_row, width, halves, start=0, **more):
-    """PackedRows of numbers that are decoded one by one: a plane is a head, or half of one."""
-    words = width // halves
-    planes = tuple(Plane(half * words, 0, (), (), ()) for half in range(halves))
-    more.setdefault("tables", Tables())
-    return made_rows(codec, packed, of_row, width, start, fold="", planes=planes, words=words, step=1, groups=1, **more)
+def made_grid(words, tokens, channels, form="offset"):
+    """Grid of words (B or 1, Hkv or 1, groups of `tokens`, groups of `channels`): see `side_by_side`."""
+    batch, head, token, channel = words.stride()
+    batch, head = batch * (words.shape[0] > 1), head * (words.shape[1] > 1)  # 0: one for all
+    return made(Grid, words=words, batch=batch, head=head, token=token, channel=channel, tokens=tokens,
+                channels=channels, form=form)
 
 
 def planes_of(packed, bits, width, piece):
-    """How codes `packed` of `width` channels a head are cut into planes: the words, and fields of PackedRows.
-
-    No plane has channels of two pieces: of the groups that share a scale, or of the halves of a head. None if that
-    cannot be.
-    """
+    """How codes `packed` of `width` channels a head are cut into planes: arguments of `made_rows`. No plane has
+    channels of two pieces: of the groups that share a scale, or of the halves of a head. None if that cannot be."""
     of_row = sections(width, bits)
-    codes = 5 if bits == TERNARY else 8 // of_row[0].bits  # codes of a byte of the first section
+    codes = len(factors_of(of_row[0].bits))  # of a byte of the first section
     run = of_row[-1].size  # channels that lie in the same bits of all bytes: of the last section, the fewest
     if len(of_row) > 1 or piece < width:
         if of_row[0].size * codes != width or width % run or run % piece and piece % run:
-            return None, None
+            return None
     span = run // max(1, run // piece)  # channels of a slice: a plane, or two of them
     words, step = span, 1
     even = all(x % 2 == 0 for x in (packed.storage_offset(), *packed.stride()[:3]))
@@ -93,7 +92,7 @@ def planes_of(packed, bits, width, piece):
             shifts = tuple(bit - low - s.low for bit, s in zip(found, of_row))
             masks = tuple(largest_code(math.ceil(s.bits)) << low + s.low for s in of_row)
             planes.append(Plane(first + byte, low, slices, shifts, masks))
-    return packed, dict(planes=tuple(planes), words=words, step=step)
+    return dict(data=packed, planes=tuple(planes), words=words, step=step)
 
 
 @lru_cache
@@ -115,77 +114,60 @@ def side_by_side(codes, names=("scale", "zero")):
     return pairs.view(torch.int32 if scale.itemsize == 2 else torch.int16)[..., 0]
 
 
-@lru_cache(maxsize=1024)
-def static_words(scale, zero):
-    """The same of a static grid."""
-    return side_by_side(Codes(None, scale=scale, zero=zero))
-
-
-def exact_rows(codec, codes, kind, halves):
-    return single_rows("Exact", codes.packed, (), codes.packed.shape[3], halves)
+def exact_rows(codec, codes, kind, halves, start=0):
+    return made_rows("Exact", codes.packed, (), codes.packed.shape[3], halves, start=start)
 
 
 def affine_rows(codec, codes, kind, halves):
-    d, T, static = codec.width, codes.packed.shape[2], codec.static
+    d, packed, static, of_row = codec.width, codes.packed, codec.static, sections(codec.width, codec.bits)
     # (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d); of a static grid B and T are 1
-    words = static_words(codec.scale, codec.zero)[None] if static else side_by_side(codes)
-    batch, head, token, channel_group, channel = words.stride()
+    words = side_by_side(Codes(packed, scale=codec.scale[None], zero=codec.zero[None]) if static else codes)
 
     # which tokens, and which channels, share a scale
     if codec.axis == "token":
-        tokens, channels, channel = 1, codec.group, channel_group
+        words, tokens, channels = words[..., 0], 1, codec.group
     else:
-        tokens, channels = codec.group or T, 1
+        words, tokens, channels = words[..., 0, :], codec.group or packed.shape[2], 1
     if static:
-        tokens, batch = 0, 0
-    form = "integer" if codec.formula == "integer-zero" else "offset"
-    grid = made(Grid, words=words, batch=batch, head=head, token=token, channel=channel, tokens=tokens,
-                channels=channels, form=form)
+        tokens = 0
+    grid = made_grid(words, tokens, channels, "integer" if codec.formula == "integer-zero" else "offset")
 
     # whether scales leave the products: a token's; of keys a channel's, before RoPE if static
-    fields = fold = None
+    fields = None
     if codec.axis == "token" and halves == 1:
-        fold, groups = "token", d // codec.group
-        data, fields = planes_of(codes.packed, codec.bits, d, codec.group)
+        fold, groups, fields = "token", d // codec.group, planes_of(packed, codec.bits, d, codec.group)
     elif kind == "k" and codec.axis == "channel" and (static or halves == 1 and math.gcd(tokens, TILE) >= 16):
-        fold, groups = "channel", 1
-        data, fields = planes_of(codes.packed, codec.bits, d, d // halves)
+        fold, groups, fields = "channel", 1, planes_of(packed, codec.bits, d, d // halves)
     if fields is None:
-        return single_rows("Affine", codes.packed, sections(d, codec.bits), d, halves, grid=grid)
-    return made_rows("Affine", data, sections(d, codec.bits), d, fold=fold, groups=groups, grid=grid, **fields)
+        return made_rows("Affine", packed, of_row, d, halves, grid=grid)
+    return made_rows("Affine", of_row=of_row, width=d, halves=halves, fold=fold, groups=groups, grid=grid, **fields)
 
 
 def nonuniform_rows(codec, codes, kind, halves):
     if codec.axis == "channel":
-        grid = made(Grid, words=static_words(codec.half, codec.mid), batch=0, head=codec.width, token=0, channel=1,
-                    tokens=0, channels=1, form="offset")
+        words = side_by_side(Codes(codes.packed, half=codec.half, mid=codec.mid), ("half", "mid"))  # (C)
+        grid = made_grid(words.unflatten(0, (-1, codec.width))[None, :, None], 0, 1)
     else:
-        words = side_by_side(codes, ("half", "mid"))
-        grid = made(Grid, words=words, batch=words.stride(0), head=0, token=words.stride(2), channel=0, tokens=1,
-                    channels=codec.width, form="offset")
-    tables = Tables(codec.levels)
+        grid = made_grid(side_by_side(codes, ("half", "mid")), 1, codec.width)
+    tables = {"levels": codec.levels}
     if codec.outliers and codes.values.numel():
         row_end = codes.row_end[:, 0, :, 0].T.contiguous()  # (T, B)
-        tables = Tables(codec.levels, row_end, codes.values, codes.columns, row_end.shape[1])
+        tables |= dict(row_end=row_end, numbers=codes.values, columns=codes.columns, sequences=row_end.shape[1])
     of_row = sections(codec.channels, codec.bits)
-    return single_rows("NonUniform", codes.packed, of_row, codec.width, halves, grid=grid, tables=tables)
+    return made_rows("NonUniform", codes.packed, of_row, codec.width, halves, grid=grid, **tables)
 
 
 def clipped_rows(codec, codes, kind, halves):
-    words = side_by_side(codes)
-    grid = made(Grid, words=words, batch=words.stride(0), head=0, token=words.stride(2), channel=1, tokens=1,
-                channels=1, form="fp8" if words.itemsize == 2 else "offset")
-    return single_rows("ClippedGroups", codes.packed, sections(codec.channels, codec.bits), codec.width, halves,
-                       grid=grid, tables=Tables(group=codec.group))
+    words = side_by_side(codes)  # (B, 1, T, n)
+    grid = made_grid(words, 1, 1, "fp8" if words.itemsize == 2 else "offset")
+    of_row = sections(codec.channels, codec.bits)
+    return made_rows("ClippedGroups", codes.packed, of_row, codec.width, halves, grid=grid, group=codec.group)
 
 
 def codebook_rows(codec, codes, kind, halves):
-    centroids = codec.centroids.contiguous()
-    side = math.gcd(codec.n, codec.width // halves, 2 ** 20)
-    m = 0 if len(centroids) == 1 else centroids.shape[1]
-    book = made(Tables, centroids=centroids, n=codec.n, m=m, side=side)
-    of_row = sections(codec.slots, codec.code_bits)
-    return single_rows("Codebook", codes.packed, of_row, codec.width, halves, tables=book)
+    of_row, centroids = sections(codec.slots, codec.code_bits), codec.centroids.contiguous()
+    return made_rows("Codebook", codes.packed, of_row, codec.width, halves, centroids=centroids, n=codec.n,
+                     m=0 if len(centroids) == 1 else codec.m, side=math.gcd(codec.n, codec.width // halves))
 
 
 ROWS = {Exact: exact_rows, Affine: affine_rows, NonUniform: nonuniform_rows, ClippedGroups: clipped_rows,
@@ -195,7 +177,7 @@ ROWS = {Exact: exact_rows, Affine: affine_rows, NonUniform: nonuniform_rows, Cli
 def packed_rows(rows, begin, halves):
     """The coded, or the recent, tokens of a CachedRows: those that `begin` is one of."""
     if begin >= rows.n_coded:
-        return single_rows("Exact", rows.recent, (), rows.recent.shape[3], halves, rows.n_coded)
+        return exact_rows(None, Codes(rows.recent), rows.kind, halves, rows.n_coded)
     if rows.codes not in MADE:
         MADE[rows.codes] = ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)
     return MADE[rows.codes]
@@ -224,10 +206,8 @@ def check_kernels(method):
 # Launching the kernels
 
 class Tile(NamedTuple):
-    """M rows of queries, N tokens, warps of a program, stages of loads that are under way.
-
-    maxnreg: registers of a thread, where the compiler would take fewer and spill.
-    """
+    """M rows of queries, N tokens, warps of a program, stages of loads that are under way; registers of a thread, where
+    the compiler would take fewer and spill."""
     M: int
     N: int
     warps: int
@@ -256,13 +236,11 @@ TILES = {  # decoding, and many queries at once
 
 def kind_of(rows, halves):
     """What of TILES these PackedRows are; halves: 2 for keys before RoPE."""
-    if rows.codec.value == "Codebook":
-        return "Codebook"
-    if rows.fold.value and rows.ternary is not None:
-        return "ternary"
-    if rows.codec.value == "Exact" or rows.fold.value:
-        return "rotated" if halves == 2 else rows.fold.value or "exact"
-    return "single"
+    if rows.codec.value != "Exact" and not rows.fold.value:
+        return "Codebook" if rows.centroids is not None else "single"
+    if halves == 2:
+        return "rotated"
+    return "ternary" if rows.ternary is not None else rows.fold.value or "exact"
 
 
 def tiling(keys, values, halves, rows):
@@ -303,8 +281,7 @@ def attention(q, keys, values, rope=None, window=None):
     B, H, T, d = q.shape
     Hkv, S = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2]
     R, halves, q = H // Hkv, 1 if rope is None else 2, q.contiguous()
-    k_kept = kept_of(keys, q, kept_scores(keys, q, rope))
-    v_kept = kept_of(values, q, None)
+    k_kept, v_kept = kept_of(keys, q, rope), kept_of(values, q, rope)
 
     # cut the text where keys, or values, begin to be recent; cut each part into pieces that fill the GPU
     parts, n_pieces = [], 0
@@ -350,13 +327,15 @@ def programs(device, warps):
     return torch.cuda.get_device_properties(device).multi_processor_count * 8 // warps
 
 
-def kept_of(rows, q, score):
-    """Kept of keys or values whose slots may be coded, or none. score: of keys (B, H, T, n); of values None."""
+def kept_of(rows, q, rope):
+    """Kept of keys or values whose slots may be coded, or none."""
     if rows.kept_positions is None or rows.n_coded == 0:
         return Kept()
     n = rows.kept_positions.shape[-1]
     slot = slots_of(rows.kept_positions, rows.n_coded)  # (B, 1 or Hkv, coded and more)
-    if score is None:
+    if rows.kind == "k":
+        score = kept_scores(rows, q, rope)  # (B, H, T, n)
+    else:
         score = torch.full((*q.shape[:3], n), float("-inf"), dtype=torch.float32, device=q.device)
     return Kept(slot, slot.stride(0), 0 if slot.shape[1] == 1 else slot.stride(1), score, n)
 
@@ -377,9 +356,7 @@ def slots_of(positions, coded):
 
 
 def kept_scores(keys, q, rope):
-    """(B, H, T, n) fp32, in base 2: of the kept keys, whether a query sees them or not; None if there are none."""
-    if keys.kept_positions is None or keys.n_coded == 0:
-        return None
+    """(B, H, T, n) fp32, in base 2: of the kept keys, whether a query sees them or not."""
     rows = keys.kept_rows.float()  # (B, Hkv, n, d)
     if rope is not None:
         positions = keys.kept_positions.expand(rows.shape[:3]).flatten()  # (B * Hkv * n)
@@ -422,7 +399,7 @@ def product_type(q, *sides):
         return torch.float32
     if any(rows.fold.value for rows in sides):
         return torch.float16
-    books = [rows.tables.centroids for rows in sides if rows.codec.value == "Codebook"]
+    books = [rows.centroids for rows in sides if rows.centroids is not None]
     return books[0].dtype if books else q.dtype
 
 
@@ -449,7 +426,7 @@ class TritonLayer(LayerCache):
 
         lse = attended.lse[..., None] * LOG2E  # (B, H, T, 1), in base 2
         kept_keys = kept_values = None
-        if attended.key_scores is not None:
+        if attended.key_scores is not None:  # values are kept where keys are: see `check_kernels`
             A = torch.exp2(attended.key_scores - lse)  # (B, H, T, n)
             if self.window is not None:
                 # (B, 1 or Hkv, T, n)
@@ -457,7 +434,6 @@ class TritonLayer(LayerCache):
                 A = A * seen.repeat_interleave(q.shape[1] // seen.shape[1], dim=1)  # (B, H, T, n)
             of_queries = A * (1 - A) * q.norm(dim=-1, keepdim=True, dtype=torch.float32)  # (B, H, T, n)
             kept_keys = of_queries.unflatten(1, (Hkv, -1)).sum((2, 3))  # (B, Hkv, n)
-        if attended.value_scores is not None:
             A = torch.exp2(attended.value_scores - lse)  # (B, H, T, n)
             kept_values = A.unflatten(1, (Hkv, -1)).sum((2, 3))  # (B, Hkv, n)
         self.keys.accumulate(of_keys, kept_keys)
@@ -468,12 +444,9 @@ class TritonCache(KVCache):
     """A KVCache that `Attention` asks for its output, and not for keys and values."""
     layer_class = TritonLayer
 
-    def __init__(self, model, method, protocol="stream", prompt=None):
-        check_device(model.lm_head.weight.device)
-        check_kernels(method)
-        super().__init__(model, method, protocol, prompt)
-
     def reset(self):
+        check_device(self.model.lm_head.weight.device)
+        check_kernels(self.method)
         super().reset()
         for layer in self.layers:
             layer.window = self.config.sliding_window
@@ -483,7 +456,7 @@ class TritonCache(KVCache):
         return self.layers[layer].update(q, k, v, positions).out
 
     def top_k(self, x, k):
-        return kernels.topk_outliers(x[..., None], 0, k)[1]
+        return kernels.topk_outliers(x, k)
 
 
 def check_device(device):

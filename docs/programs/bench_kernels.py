@@ -44,7 +44,8 @@ SDPA = SDPBackend.FLASH_ATTENTION  # what the kernels are compared with
 TOKEN = {"scheme": "token-dynamic"}
 CASES = {  # name: (method, its settings)
     "fp16": ("fp16", {}),
-    **{f"{bits:g}-bit per token": ("rtn", {"k_bits": bits, "v_bits": bits, **TOKEN}) for bits in (8, 4, 3, 2, 1.5, 1)},
+    **{f"{bits:g}-bit per token": ("rtn", {"k_bits": bits, "v_bits": bits, **TOKEN})
+       for bits in (8, 7, 6, 5, 4, 3, 2, 1.5, 1)},
     **{f"{bits}-bit kivi, groups of 128": ("kivi", {"k_bits": bits, "v_bits": bits, "group_size": 128})
        for bits in (4, 2)},
     "2-bit kivi, groups of 32": ("kivi", {}),
@@ -206,7 +207,7 @@ def compiled(job):
     attended(layer, q)
     if name == "fp16":
         anchor_scores(q, layer.keys.recent, torch.zeros(q.shape[:3]))
-        kernels.topk_outliers(torch.zeros(1, 2048, 4096, dtype=torch.bfloat16), 7, 5)
+        kernels.topk_outliers(torch.zeros(1, 2048, 4096, dtype=torch.bfloat16)[..., 7], 5)
     for row in driver.active.kernels:
         row.update(d=d, R=R, T=T)
         if row["kernel"] == "attend" and not row["what"]:
@@ -360,12 +361,12 @@ def bench_scores(shape, contexts, device):
         q, k, v = (torch.randn(1, h, T, config.head_dim, device=device).to(torch.bfloat16) for h in
                    (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads))
         lse = torch.zeros(q.shape[:3], device=device)
-        hidden = torch.randn(1, T, config.hidden_size, device=device)
+        h = torch.randn(1, T, config.hidden_size, device=device)[..., 0]  # (1, T)
         codec = method_of("2-bit per token", config, device).codecs[0].k
         times = [best_of(run) for run in (
             partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True),
-            partial(anchor_scores, q, k, lse), partial(kernels.topk_outliers, hidden, 0, 5),
-            partial(kernels.topk_lines, hidden, 0, 5), partial(codec.encode, k))]
+            partial(anchor_scores, q, k, lse), partial(kernels.topk_outliers, h, 5),
+            partial(kernels.topk_lines, h, 5), partial(codec.encode, k))]
         print(f"{T:>8}" + "".join(f"{ms:>10.3f}" for ms in times), flush=True)
 
 

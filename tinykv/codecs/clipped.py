@@ -84,7 +84,7 @@ class ClippedGroups(Codec):
         """Codes -> (B, Hkv, T, d) fp32."""
         code = unpack(codes.packed[:, 0], self.bits, self.channels)  # (B, T, C)
         h, z = codes.scale[:, 0], codes.zero[:, 0]  # (B, T, n) both
-        rows = self.dequantize(code.float(), h, z)  # (B, T, C)
+        rows = self.dequantize(code, h, z)  # (B, T, C)
         return to_heads(rows, self.width)
 
     # The clipped grid
@@ -111,7 +111,8 @@ class ClippedGroups(Codec):
 
     def dequantize(self, code, h, z):
         """Codes (B, T, C), h and z (B, T, n) -> rows (B, T, C)."""
-        return code * self.of_channels(h) + self.of_channels(z)
+        rows = code * self.of_channels(h)  # (B, T, C) fp32; a line of its own frees the steps early
+        return rows + self.of_channels(z)
 
     # Groups of channels
 
