@@ -21,6 +21,7 @@ from tinykv.data import load_windows
 from tinykv.evaluate import delta_error, measure, paired
 from tinykv.files import write_json
 from tinykv.methods.registry import METHODS
+from tinykv.model import Llama, LlamaConfig
 from tinykv.run import entries, flags
 from tinykv.run.cli import EMBEDDED
 from tinykv.run.comparisons import at_bits
@@ -650,10 +651,19 @@ CODEBOOKS = {"vq": "d8m4", "sensitivity": "token"}  # calibrated on 64 windows, 
 
 
 @pytest.fixture(scope="module")
-def by_hand():
+def one_layer(tmp_path_factory):
+    """The folder of a random model, which is calibrated in no time."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    hf.save(Llama(LlamaConfig(1024, 16, 24, 1, 2, 1, 8, 128, bos_token_id=1)), EMBEDDED / "tokenizer.model", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_hand(one_layer):
     """{name: a Result of each of two draws} of fp16, pfn and cq on two windows of 32 tokens, calibrated on two parts
     of a stream."""
-    model, tokenizer = hf.load(EMBEDDED)
+    model, tokenizer = hf.load(one_layer)
     test = load_windows("tales", tokenizer, 32, 2)
     stream = load_windows("tales", tokenizer, 32, 128, "calibration").tokens
     fp16 = measure(model, METHODS["fp16"](model.config), test)
@@ -668,12 +678,12 @@ def by_hand():
 
 
 @pytest.mark.parametrize("draws", [1, 2])
-def test_draws_are_calibrations_by_hand(command, tmp_path, by_hand, draws):
+def test_draws_are_calibrations_by_hand(command, tmp_path, one_layer, by_hand, draws):
     """On parts of a stream that share no window, as many windows as each method asks for. One draw is the first."""
     path = tmp_path / "o.json"
     words = [word for name, value in CODEBOOKS.items() for word in (f"--{name}", value)]
-    status, out, _ = command("--method", "pfn,cq", *words, "--context", "32", "--windows", "2", "--draws", draws,
-                             "--vs", "pfn", "--json", path)
+    status, out, _ = command("--model", one_layer, "--method", "pfn,cq", *words, "--context", "32", "--windows", "2",
+                             "--draws", draws, "--vs", "pfn", "--json", path)
     said = ["one calibration: +- and t are over windows",
             "2 calibrations, each on text of its own: means; +- and t are over draws and windows"]
     assert status == 0 and said[draws - 1] in out.splitlines()
@@ -700,7 +710,7 @@ def test_draws_are_calibrations_by_hand(command, tmp_path, by_hand, draws):
     assert line == [f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{t_of_kl:+.1f}", str(better), "of", f"{cells}"]
 
 
-def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, monkeypatch):
+def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, one_layer, monkeypatch):
     """And each codec's k-means has the draw as its seed."""
     path, seen, seeds = tmp_path / "text.txt", [], {}
     path.write_text("Vehul Ravfield. Vehul owl. Mara Norton. " * 400)
@@ -717,9 +727,10 @@ def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, monkeyp
     monkeypatch.setattr(entries.calibrate, "calibrate", note)
     for module in (clipped, codebook, nonuniform):
         monkeypatch.setattr(module, "kmeans", seeded(module.__name__, module.kmeans))
-    words = ["--method", "skvq,cq,kvquant", "--vq", "d8m4", "--data", path, "--draws", "2", *SMALL]
+    words = ["--model", one_layer, "--method", "skvq,cq,kvquant", "--vq", "d8m4", "--data", path, "--draws", "2",
+             *SMALL]
     assert command(*words)[0] == 0
-    _, tokenizer = hf.load(EMBEDDED)
+    _, tokenizer = hf.load(one_layer)
     stream = load_windows(str(path), tokenizer, 64, 4, "calibration").tokens
     assert [windows.tolist() for windows in seen] == [part.tolist() for part in stream.split(2)] * 3
     assert len(seeds) == 3 and all(set(found) == {0, 1} for found in seeds.values())

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 from tinykv.hf.transformers import MethodCache  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-NEW = 16  # tokens
+NEW = 10  # tokens
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 QUICK = ("kvsink", "antkv", "intactkv", "kivi")  # what the others need, these need, too
 

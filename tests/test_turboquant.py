@@ -35,18 +35,13 @@ def module_of(path):
     return module
 
 
-@pytest.fixture(autouse=True)
-def scheme():
-    """The file adds a scheme, which other tests do not know."""
+@pytest.fixture(autouse=True, scope="module")
+def turboquant():
+    """The file, which adds a scheme that other tests do not know."""
     load_class.cache_clear()
     with patch.dict(SCHEMES):
-        yield
+        yield module_of(ROOT / "docs/turboquant.py")
     load_class.cache_clear()
-
-
-@pytest.fixture
-def turboquant():
-    return module_of(ROOT / "docs/turboquant.py")
 
 
 # ---- the levels
