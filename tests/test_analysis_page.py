@@ -228,18 +228,24 @@ for (const name of ["rtn", "kvsink", "kivi"]) for (const bits of ["2 bits", "4 b
 all(free, ".text span")[20].click();
 for (const key of ["n", "n", "p", "v", "b", "m", "ArrowRight", "ArrowLeft", "ArrowLeft"]) press(key);
 seen.hash = decodeURIComponent(location.hash);
-parent.postMessage(JSON.stringify(seen), "*");
+parent.postMessage(seen, "*");
 </script>"""
-FRAME = """<iframe src="driven.html%s" style="border: 0; width: %dpx; height: 900px"></iframe><pre></pre><script>
-onmessage = event => { document.querySelector("pre").textContent = event.data; };
+FRAME = """<iframe src="driven.html%s" style="border: 0; width: %dpx; height: 900px"></iframe>"""
+FRAMES = """<pre></pre><script>
+const seen = [];
+onmessage = event => {
+  seen[Array.from(frames).indexOf(event.source)] = event.data;
+  if (Object.keys(seen).length === frames.length) document.querySelector("pre").textContent = JSON.stringify(seen);
+};
 </script>"""
 
 
-def in_browser(content, folder, width, address=""):
-    """Walk through the page of this content in a frame of this width -> what was seen. Fails for a console message."""
+def in_browser(content, folder, *frames):
+    """Walk through the page of this content in frames (address, width) -> what was seen in each. Fails for a console
+    message."""
     page.write(folder / "page.html", content)
     (folder / "driven.html").write_text((folder / "page.html").read_text() + DRIVER)
-    (folder / "frame.html").write_text(FRAME % (address, width))
+    (folder / "frame.html").write_text(FRAMES + "".join(FRAME % frame for frame in frames))
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1200,900",
@@ -259,12 +265,19 @@ def percent(p):
 STEPS = ["cache", "levels", "broken", "sinks", "value", "keep", "bits", "free"]
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-@pytest.mark.parametrize("width", [400, 1200])
-def test_all_steps_in_a_browser(made, texts, tmp_path, width):
+@pytest.fixture(scope="module")
+def seen(made, tmp_path_factory):
+    """In two widths, and at an address."""
+    if BROWSER is None:
+        pytest.skip("needs chromium")
+    return in_browser(made[1], tmp_path_factory.mktemp("page"), ("", 400), ("", 1200), ("#pfn;4;20;7;k", 1200))
+
+
+@pytest.mark.parametrize("frame, width", [(0, 400), (1, 1200)])
+def test_all_steps_in_a_browser(made, seen, frame, width):
     """No console message, nothing wider than the page; texts, states and chances are those of the content."""
     _, content, _ = made
-    seen = in_browser(content, tmp_path, width)
+    seen = seen[frame]
     assert list(seen["steps"]) == STEPS and seen["width"] == width
     for i, (name, step) in enumerate(seen["steps"].items(), 1):
         assert step["wide"] <= 0, f"{name} is {step['wide']} pixels too wide"
@@ -289,12 +302,9 @@ def test_all_steps_in_a_browser(made, texts, tmp_path, width):
     assert seen["hash"] == "#intactkv;3;32;21;v"  # the last button of the walk was that of the key
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_an_address_opens_a_state(made, tmp_path):
-    _, content, _ = made
-    seen = in_browser(content, tmp_path, 1200, "#pfn;4;20;7;k")
-    assert "pfn at 4 bits has read" in seen["steps"]["free"]["texts"][0]
-    assert "The key of token 7" in seen["steps"]["free"]["texts"][0]
+def test_an_address_opens_a_state(seen):
+    opened = seen[2]["steps"]["free"]["texts"][0]
+    assert "pfn at 4 bits has read" in opened and "The key of token 7" in opened
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
@@ -305,7 +315,7 @@ def test_what_a_model_or_a_text_lacks_loses_its_step_and_not_the_page(calibratio
     content = page.content(make_model(), Words, texts, calibration)
     assert content["at"] is None and content["sinks"] == [] and "BOS" in content["refused"]["intactkv"]
     monkeypatch.setitem(FEW, "intactkv", FEW["pfn"])
-    seen = in_browser({"model": "small", **content}, tmp_path, 1200)
+    seen, = in_browser({"model": "small", **content}, tmp_path, ("", 1200))
     assert list(seen["steps"]) == [name for name in STEPS if name not in ("broken", "sinks", "value")]
     assert "Left out: intactkv (this model has no BOS" in seen["steps"]["bits"]["texts"][0]
     assert not any(re.search(r"NaN|undefined|null", text) for step in seen["steps"].values() for text in step["texts"])

@@ -200,11 +200,23 @@ def run_grader(monkeypatch, capsys, tmp_path):
     return run
 
 
-def test_what_a_submission_does_brings_it_nothing(run_grader, tmp_path, request):
+def run_here(root, name, file, seed, record):
+    """As `grade.run_tests`, in this process: of an answer, which may do what it likes."""
+    for key, test in cases_of(name).items():
+        noted = [(value, "", tolerance) for value, tolerance in right_notes(name, key, seed)]
+        line = {"test": key, "title": test.__doc__.split("\n")[0], "fault": "", "points": points_of(test), "notes": noted}
+        with open(record, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(line) + "\n")
+
+
+def test_what_a_submission_does_brings_it_nothing(run_grader, monkeypatch, tmp_path, request):
     """One folder with all of them: table, JSON, CSV; only what is right gets points, and nothing is written."""
     texts = [(ROOT / "docs" / "course" / "3-kvsink" / name).read_text(encoding="utf-8")
              for name in ("starter.py", "answer.py")]
-    deeds = DEEDS if request.config.getoption("--whole") else QUICK
+    deeds, run = DEEDS, grade.run_tests
+    if not request.config.getoption("--whole"):
+        deeds = QUICK
+        monkeypatch.setattr(grade, "run_tests", lambda *how: (run if len(how) == 6 else run_here)(*how))
     folder = tmp_path / "submissions"
     folder.mkdir()
     for deed in deeds:
