@@ -67,13 +67,16 @@ def made(texts, calibration):
 
 
 @torch.no_grad()
-def one_by_one(model, method, tokens):
-    """A cache that has read tokens (T) one by one -> the cache, and the logits after each, of those it has read."""
+def one_by_one(model, method, tokens, look=None):
+    """A cache that has read tokens (T) one by one -> the cache, and the logits after each, of those it has read. look:
+    called with the cache after each."""
     cache, found = KVCache(model, method), []
     for i, token in enumerate(tokens):
         if i >= (len(method.prefix.ids) if method.prefix else 0):  # a prefix is there from the start, and is not read
             chunk = tokens[None, :i + 1] if not found else token[None, None]
             found.append(model(chunk, cache)[0, -1])
+            if look:
+                look(cache)
     return cache, torch.stack(found)
 
 
@@ -102,10 +105,10 @@ def test_a_run_is_what_a_cache_that_reads_token_by_token_holds_and_predicts(made
     w = next(w for w, (start, _) in AT.items() if start == content["at"] + 1)
     tokens, method = texts.tokens[w, :LENGTHS[w]], methods[label][bits]
     run, layer, head = content["runs"][f"{label} {bits}"], content["layer"], content["head"]
-    for n in (5, 17, 33, len(tokens)):
-        cache, _ = one_by_one(model, method, tokens[:n])
-        assert states_at(run["history"], n) == expected_states(cache.layers[layer].keys, head)
-    cache, logits = one_by_one(model, method, tokens)
+
+    def look(cache):
+        assert states_at(run["history"], len(cache)) == expected_states(cache.layers[layer].keys, head)
+    cache, logits = one_by_one(model, method, tokens, look)
     assert run["bytes"] == cache.nbytes
     for kind, rows in (("k", cache.layers[layer].keys), ("v", cache.layers[layer].values)):
         found, step = decoded(content, f"{label} {bits}", kind)
