@@ -23,7 +23,9 @@ Hypothesis draws 20 examples where a test does not say how many, and 60 under --
 Where the default is a part of a longer list, `runs_whole(config)` tells which of the two to take.
 """
 import os
+import sys
 from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import own_methods
@@ -89,6 +91,21 @@ def is_a_cell(item):
     """Whether a test is a cell of the matrix. One that has no cell for this method ends in NOTSET."""
     test = getattr(item, "function", None)
     return hasattr(test, "axes") and not item.name.endswith("[NOTSET]")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A function that runs a command in this process, by its module: (status, stdout, stderr)."""
+    def run(module, *words):
+        monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, words)])
+        status = 0
+        try:
+            module.main()
+        except SystemExit as end:
+            status = end.code or 0
+        said = capsys.readouterr()
+        return status, said.out, said.err
+    return run
 
 
 @pytest.hookimpl(wrapper=True)

@@ -185,38 +185,24 @@ DEEDS = {
 QUICK = ("looks for the seed", "links to the right values")
 
 
-@pytest.fixture
-def run_grader(monkeypatch, capsys, tmp_path):
-    """-> a function that runs the command, and returns its exit status, stdout and stderr."""
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["grade", *map(str, words)])
-        status = 0
-        try:
-            grade.main()
-        except SystemExit as end:
-            status = end.code
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-    return run
-
-
 def run_here(root, name, file, seed, record):
     """As `grade.run_tests`, in this process: of an answer, which may do what it likes."""
     for key, test in cases_of(name).items():
         noted = [(value, "", tolerance) for value, tolerance in right_notes(name, key, seed)]
-        line = {"test": key, "title": test.__doc__.split("\n")[0], "fault": "", "points": points_of(test), "notes": noted}
+        title = test.__doc__.split("\n")[0]
+        line = {"test": key, "title": title, "fault": "", "points": points_of(test), "notes": noted}
         with open(record, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 
 
-def test_what_a_submission_does_brings_it_nothing(run_grader, monkeypatch, tmp_path, request):
+def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, request):
     """One folder with all of them: table, JSON, CSV; only what is right gets points, and nothing is written."""
     texts = [(ROOT / "docs" / "course" / "3-kvsink" / name).read_text(encoding="utf-8")
              for name in ("starter.py", "answer.py")]
-    deeds, run = DEEDS, grade.run_tests
+    deeds, run_tests = DEEDS, grade.run_tests
     if not request.config.getoption("--whole"):
         deeds = QUICK
-        monkeypatch.setattr(grade, "run_tests", lambda *how: (run if len(how) == 6 else run_here)(*how))
+        monkeypatch.setattr(grade, "run_tests", lambda *how: (run_tests if len(how) == 6 else run_here)(*how))
     folder = tmp_path / "submissions"
     folder.mkdir()
     for deed in deeds:
@@ -227,7 +213,7 @@ def test_what_a_submission_does_brings_it_nothing(run_grader, monkeypatch, tmp_p
         (folder / f"by {deed}" / "helper.py").write_text("", encoding="utf-8")
     (folder / "other.py").write_text('ASSIGNMENT = "astrology"', encoding="utf-8")
     (folder / "none.py").write_text("", encoding="utf-8")
-    status, out, err = run_grader(folder, "--csv", tmp_path / "c.csv", "--json", tmp_path / "r.json", "--seed", 20391)
+    status, out, err = run(grade, folder, "--csv", tmp_path / "c.csv", "--json", tmp_path / "r.json", "--seed", 20391)
     assert (status, err) == (0, "")
     rows = {Path(row["file"]).stem: row for row in csv.DictReader(open(tmp_path / "c.csv", encoding="utf-8"))}
     records = {Path(record["file"]).stem: record for record in json.loads((tmp_path / "r.json").read_text())}
@@ -245,13 +231,13 @@ def test_what_a_submission_does_brings_it_nothing(run_grader, monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("words", [["no/such/file.py"], [ROOT / "docs" / "course" / "README.md"], [], [ROOT / ".ci"]])
-def test_what_cannot_be_graded_is_told_in_one_line(run_grader, words):
-    status, out, err = run_grader(*words)
+def test_what_cannot_be_graded_is_told_in_one_line(run, words):
+    status, out, err = run(grade, *words)
     assert (status, out, err.count("\n")) == (2, "", 1)
 
 
 @pytest.mark.parametrize("words", [[], ["--unconfined"]])
-def test_where_answers_can_be_read_nothing_is_graded_in_silence(run_grader, monkeypatch, tmp_path, words):
+def test_where_answers_can_be_read_nothing_is_graded_in_silence(run, monkeypatch, tmp_path, words):
     assert grade.hole(ROOT) == ""
     file = tmp_path / "none.py"
     file.write_text("")
@@ -259,7 +245,7 @@ def test_where_answers_can_be_read_nothing_is_graded_in_silence(run_grader, monk
                                 (confine, "gettempdir", lambda: "/dev/shm")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
-            status, out, err = run_grader(file, *words)
+            status, out, err = run(grade, file, *words)
         lines = err.splitlines()
         assert (status, out, len(lines)) == (2, "", 1 + len(words))
         assert ("--unconfined" in lines[0]) == (not words)

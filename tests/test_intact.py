@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from conftest import runs_whole
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_cli import refused, run
+from test_cli import refused
 from test_weights import D, V, fold, text, tiny
 
 import eval_ppl
@@ -327,15 +328,14 @@ TINY = ["--samples", "8", "--tokens", "64", "--accumulate", "2", "--context", "6
 
 
 @pytest.fixture
-def training(capsys, monkeypatch, tmp_path):
+def training(run, tmp_path):
     """Call it with more words: (status, stdout, stderr)."""
-    out = ["--out", tmp_path / "trained.safetensors"]
-    return lambda *words: run(train_intact, capsys, monkeypatch, *out, *TINY, *words)
+    return partial(run, train_intact, "--out", tmp_path / "trained.safetensors", *TINY)
 
 
 @pytest.fixture
-def evaluating(capsys, monkeypatch):
-    return lambda *words: run(eval_ppl, capsys, monkeypatch, *words, "--context", 64, "--windows", 2)
+def evaluating(run):
+    return partial(run, eval_ppl, "--context", 64, "--windows", 2)
 
 
 def losses_in(out):
