@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import sys
+import time
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -228,6 +229,19 @@ def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, re
     result = grade.gradescope(records["looks for the seed"])
     assert result["score"] == 80 == sum(test["score"] for test in result["tests"])
     assert {test["status"] for test in result["tests"]} == {"passed"}
+
+
+def test_what_a_submission_has_started_ends_with_it(monkeypatch, tmp_path):
+    (tmp_path / "python").write_text('#!/bin/sh\nsleep 60 &\necho $! > "$HOME/started"\n')
+    (tmp_path / "python").chmod(0o700)
+    monkeypatch.setattr(sys, "executable", tmp_path / "python")
+    grade.run_tests(ROOT, "kvsink", tmp_path / "file.py", 0, tmp_path / "record.jsonl")
+    command = Path(f"/proc/{int((tmp_path / 'started').read_text())}/cmdline")  # it is empty once the process is dead
+    for _ in range(100):
+        if not command.exists() or not command.read_bytes():
+            return
+        time.sleep(0.05)
+    pytest.fail("it goes on")
 
 
 @pytest.mark.parametrize("words", [["no/such/file.py"], [ROOT / "docs" / "course" / "README.md"], [], [ROOT / ".ci"]])
