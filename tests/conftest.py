@@ -12,15 +12,15 @@ A test, or a `pytest.param`, with the mark `whole` runs under --whole only:
     @pytest.mark.whole
     @pytest.mark.parametrize("bits", [2, pytest.param(3, marks=pytest.mark.whole)])
 
-A test with many cases runs the first, and then one in n, where --whole runs them all. With an n that has no
-divisor in common with the lengths of the lists, every value of every list still occurs:
+A test with many cases runs the first, and then one in n, where --whole runs them all. With an n that has no divisor in
+common with the lengths of the lists, every value of every list still occurs:
 
     @pytest.mark.one_in(5)
     @pytest.mark.parametrize("axis", ["token", "channel"])
     @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])
 
-Hypothesis draws 20 examples where a test does not say how many, and 60 under --whole.
-Where the default is a part of a longer list, `runs_whole(config)` tells which of the two to take.
+Hypothesis draws 20 examples where a test does not say how many, and 60 under --whole. Where the default is a part of a
+longer list, `runs_whole(config)` tells which of the two to take.
 """
 import os
 import sys

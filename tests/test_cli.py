@@ -645,8 +645,8 @@ def one_layer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_hand(one_layer):
-    """{name: a Result of each of two draws} of fp16, pfn and cq on two windows of 32 tokens, calibrated on two parts
-    of a stream."""
+    """{name: a Result of each of two draws} of fp16, pfn and cq on two windows of 32 tokens, calibrated on two parts of
+    a stream."""
     model, tokenizer = hf.load(one_layer)
     test = load_windows("tales", tokenizer, 32, 2)
     stream = load_windows("tales", tokenizer, 32, 128, "calibration").tokens

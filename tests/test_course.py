@@ -4,9 +4,12 @@ import ast
 import csv
 import importlib.util
 import json
+import os
 import re
+import socket
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -229,6 +232,28 @@ def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, re
     result = grade.gradescope(records["looks for the seed"])
     assert result["score"] == 80 == sum(test["score"] for test in result["tests"])
     assert {test["status"] for test in result["tests"]} == {"passed"}
+
+
+def test_a_confined_process_has_its_own_folder_and_no_network(tmp_path):
+    """In a copy of this process, which gives up its rights for good."""
+    own = tmp_path / "own"
+    own.mkdir()
+    process = os.fork()
+    if process == 0:
+        confine.confine(own)
+        done = []
+        for path, mode in ((own / "a", "w"), (tmp_path / "b", "w"), (Path(os.__file__), "r+"),
+                           (ROOT / "docs" / "course" / "3-kvsink" / "answer.py", "r"), ("/proc/self/status", "r")):
+            with suppress(OSError):
+                open(path, mode).close()
+                done.append(str(path))
+        try:
+            socket.create_connection(("127.0.0.1", 9)).close()
+        except OSError as error:
+            done.append(type(error).__name__)
+        refused = "PermissionError" if confine.landlock() >= 4 else "ConnectionRefusedError"
+        os._exit(done != [str(own / "a"), "/proc/self/status", refused])
+    assert os.waitpid(process, 0)[1] == 0
 
 
 def test_what_a_submission_has_started_ends_with_it(monkeypatch, tmp_path):

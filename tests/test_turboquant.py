@@ -1,5 +1,5 @@
-"""docs/turboquant.py and docs/neighbours.py: each formula against plain Python, and the tests of all
-methods on a few cells; under --whole on all that an author's own method goes through.
+"""docs/turboquant.py and docs/neighbours.py: each formula against plain Python, and the tests of all methods on a few
+cells; under --whole on all that an author's own method goes through.
 """
 import importlib.util
 import math
