@@ -12,18 +12,20 @@ A test, or a `pytest.param`, with the mark `whole` runs under --whole only:
     @pytest.mark.whole
     @pytest.mark.parametrize("bits", [2, pytest.param(3, marks=pytest.mark.whole)])
 
-A test with many cases runs the first, and then one in n, where --whole runs them all. With an n that has no
-divisor in common with the lengths of the lists, every value of every list still occurs:
+A test with many cases runs the first, and then one in n, where --whole runs them all. With an n that has no divisor in
+common with the lengths of the lists, every value of every list still occurs:
 
     @pytest.mark.one_in(5)
     @pytest.mark.parametrize("axis", ["token", "channel"])
     @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8])
 
-Hypothesis draws 20 examples where a test does not say how many, and 60 under --whole.
-Where the default is a part of a longer list, `runs_whole(config)` tells which of the two to take.
+Hypothesis draws 20 examples where a test does not say how many, and 60 under --whole. Where the default is a part of a
+longer list, `runs_whole(config)` tells which of the two to take.
 """
 import os
+import sys
 from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import own_methods
@@ -31,6 +33,8 @@ import pytest
 import torch
 
 os.environ["TRITON_INTERPRET"] = "1"  # before kernels.py is imported: kernels run on the CPU
+# transformers decorates functions with it, which nothing here compiles; the compiler takes seconds to import
+torch.compile = lambda function=None, **settings: function or (lambda of_another: of_another)
 
 
 def runs_whole(config):
@@ -87,6 +91,21 @@ def is_a_cell(item):
     """Whether a test is a cell of the matrix. One that has no cell for this method ends in NOTSET."""
     test = getattr(item, "function", None)
     return hasattr(test, "axes") and not item.name.endswith("[NOTSET]")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A function that runs a command in this process, by its module: (status, stdout, stderr)."""
+    def run(module, *words):
+        monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, words)])
+        status = 0
+        try:
+            module.main()
+        except SystemExit as end:
+            status = end.code or 0
+        said = capsys.readouterr()
+        return status, said.out, said.err
+    return run
 
 
 @pytest.hookimpl(wrapper=True)

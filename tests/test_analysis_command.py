@@ -1,7 +1,6 @@
 """What `python -m tinykv.analysis` prints, draws and writes; the numbers themselves are tested in test_analysis.py."""
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,15 +30,13 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, model):
-    """Run the command on the small model -> what it printed."""
-    def run(*words):
+def analyse(run, model):
+    """Run the command on the small model: (status, stdout, stderr)."""
+    def analyse(*words):
         small = ["--model", model, "--context", 64, "--windows", 2, "--calib-windows", 6]
         left = [w for flag, value in zip(small[::2], small[1::2]) if flag not in words for w in (flag, value)]
-        monkeypatch.setattr(sys, "argv", ["analysis", *map(str, [*words, *left])])
-        command.main()
-        return capsys.readouterr().out
-    return run
+        return run(command, *words, *left)
+    return analyse
 
 
 @pytest.fixture
@@ -53,10 +50,10 @@ def some_sinks(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["norms keys", pytest.param("all", marks=pytest.mark.whole)])
-def test_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_path, what):
+def test_a_table_a_figure_and_numbers_of_each(analyse, some_sinks, tmp_path, what):
     names = command.NAMES if what == "all" else what.split()
-    printed = run(*what.split(), "--out", tmp_path, "--json", tmp_path / "out.json", "--calib-windows",
-                  33)  # two vectors a centroid
+    _, printed, _ = analyse(*what.split(), "--out", tmp_path, "--json", tmp_path / "out.json",
+                            "--calib-windows", 33)  # two vectors a centroid
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert numbers["sinks at"] == [[0, 9], [0, 9]] and "sinks of window 1: 0 <s>, 9 " in printed
     blocks = printed.split("\n\n")[1:]
@@ -72,16 +69,15 @@ def test_a_table_a_figure_and_numbers_of_each(run, some_sinks, tmp_path, what):
             assert re.split("  +", line.strip()) == words
 
 
-def test_the_page_of_the_command(run, tmp_path, monkeypatch):
+def test_the_page_of_the_command(analyse, tmp_path, monkeypatch):
     monkeypatch.setattr(command.page, "SHOWN", {name: command.page.SHOWN[name] for name in ("rtn", "pfn", "kvsink")})
-    out = run("page", "--out", tmp_path / "cache.html", "--json", tmp_path / "out.json")
+    _, out, _ = analyse("page", "--out", tmp_path / "cache.html", "--json", tmp_path / "out.json")
     assert f"wrote {tmp_path / 'cache.html'}" in out and (tmp_path / "cache.html").stat().st_size < 600_000
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert numbers["texts"] == 2 and len(numbers["tokens"]) == 64 and numbers["model"].startswith("model")
     # of texts of one's own, and with a GIF
     (tmp_path / "texts.txt").write_text("Once there was a baker. His name was Nob\n\nWho sings? The singer")
-    out = run("page", "--text", tmp_path / "texts.txt", "--out", tmp_path / "own.html",
-              "--json", tmp_path / "out.json")
+    analyse("page", "--text", tmp_path / "texts.txt", "--out", tmp_path / "own.html", "--json", tmp_path / "out.json")
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert numbers["answers"] == 2 and "".join(numbers["tokens"][1:]).endswith(("Nob", "singer"))
 
@@ -94,9 +90,9 @@ def test_a_cell():
     assert walk.cell([*range(30)], "d") == "0 1 .. 14 15 .. 28 29"
 
 
-def test_a_model_without_sinks_is_told_of(run, tmp_path):
+def test_a_model_without_sinks_is_told_of(analyse, tmp_path):
     """What needs no sinks is shown, the rest says why not."""
-    out = run("keys", "norms", "widths", "--out", tmp_path, "--json", tmp_path / "out.json")
+    _, out, _ = analyse("keys", "norms", "widths", "--out", tmp_path, "--json", tmp_path / "out.json")
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert re.search("window 0: .*none", out) and numbers["sinks at"] == [[], []]
     for name in ("keys", "norms", "widths"):
@@ -105,25 +101,24 @@ def test_a_model_without_sinks_is_told_of(run, tmp_path):
         assert (tmp_path / f"{name}.png").exists() != needs
 
 
-def test_what_takes_long_has_a_bar(run, some_sinks, monkeypatch):
+def test_what_takes_long_has_a_bar(analyse, some_sinks, monkeypatch):
     shown, bar = [], cli.bar
     monkeypatch.setattr(cli, "bar", lambda over, what, *more: (shown.append(what), bar(over, what, *more))[1])
-    run("prefix", "errors", "anchors", "--calib-windows", 33)
+    analyse("prefix", "errors", "anchors", "--calib-windows", 33)
     assert list(dict.fromkeys(shown)) == [
         "measuring", "looking for sinks", "calibrating token-static", "calibrating channel-static", "calibrating antkv"]
 
 
-def test_several_names_each_once_and_half_precision(run, some_sinks):
-    out = run("norms", "keys", "norms", "--dtype", "bf16", "--device", "cpu")
+def test_several_names_each_once_and_half_precision(analyse, some_sinks):
+    _, out, _ = analyse("norms", "keys", "norms", "--dtype", "bf16", "--device", "cpu")
     assert out.count("\n\n") == 2 and "torch.bfloat16" in out and out.index("Q others") < out.index("cliff")
 
 
-def test_no_calibration_text_is_read_for_what_needs_none(run, some_sinks, tmp_path):
+def test_no_calibration_text_is_read_for_what_needs_none(analyse, some_sinks, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("Once there was a baker who lived in Ravfield. " * 60)
-    assert "Q others" in run("norms", "--data", text, "--calib-windows", 500)
-    with pytest.raises(SystemExit):
-        run("norms", "errors", "--data", text, "--calib-windows", 500)
+    assert "Q others" in analyse("norms", "--data", text, "--calib-windows", 500)[1]
+    assert analyse("norms", "errors", "--data", text, "--calib-windows", 500)[0] == 2
 
 
 def test_no_attention_matrix_is_ever_whole(monkeypatch, model):
@@ -141,11 +136,9 @@ def test_no_attention_matrix_is_ever_whole(monkeypatch, model):
     assert set(seen) == {1}
 
 
-def test_help_names_every_phenomenon(run, capsys):
-    with pytest.raises(SystemExit) as end:
-        run("--help")
-    out = capsys.readouterr().out
-    assert end.value.code == 0 and all(f"\n{name}\n" in out for name in [*command.PHENOMENA, "page", "all"])
+def test_help_names_every_phenomenon(analyse):
+    status, out, _ = analyse("--help")
+    assert status == 0 and all(f"\n{name}\n" in out for name in [*command.PHENOMENA, "page", "all"])
     for place in ("Figure 1a", "Section 3.1", "Figure 4", "Figures 2 and 5", "Figure 5a", "Eq. 9", "Figure 6",
                   "Table 1", "Figure 7", "Appendix D"):
         assert place in " ".join(out.split())
@@ -156,23 +149,19 @@ def test_help_names_every_phenomenon(run, capsys):
     (["errors"], ["\nerrors\n", "--calib-windows"], ["\nsinks\n", "--text"]),
     (["page"], ["\npage\n", "--text", "--calib-windows"], ["\nsinks\n", "--layer"]),
     (["all"], ["\nsinks\n", "--calib-windows", "--layer"], [])])
-def test_help_of_a_phenomenon_has_its_flags(run, capsys, words, has, has_not):
-    with pytest.raises(SystemExit):
-        run(*words, "--help")
-    out = capsys.readouterr().out
+def test_help_of_a_phenomenon_has_its_flags(analyse, words, has, has_not):
+    _, out, _ = analyse(*words, "--help")
     assert all(word in out for word in has) and not any(word in out.split("options:")[1] for word in has_not)
 
 
 @pytest.mark.parametrize("words", [["norms", "--out", f"{__file__}/figures"], ["norms", "--out", __file__],
                                    ["page", "--out", "no/folder/x.html"], ["page"]])
-def test_an_output_that_cannot_be_written_is_said_before_the_work(run, capsys, monkeypatch, tmp_path, words):
+def test_an_output_that_cannot_be_written_is_said_before_the_work(analyse, monkeypatch, tmp_path, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cache.html").write_text("of somebody")
     monkeypatch.setattr(command.hf, "load_model", lambda *_: pytest.fail("the model is loaded"))
-    with pytest.raises(SystemExit) as end:
-        run(*words)
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and str(words[-1] if len(words) > 1 else "cache.html") in err
+    status, _, err = analyse(*words)
+    assert status == 2 and err.count("\n") == 1 and str(words[-1] if len(words) > 1 else "cache.html") in err
 
 
 @pytest.mark.parametrize("words, named", [
@@ -183,11 +172,9 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(run, capsys, m
     (["norms", "--text", __file__], "--text"), (["page", "--text", "no/file"], "no/file"),
     (["norms", "page"], "page"),
     (["page", "--out", "no/folder/cache.html"], "no/folder"), (["norms", "--context", 0], "--context")])
-def test_bad_input_is_one_clear_line(run, capsys, words, named):
-    with pytest.raises(SystemExit) as end:
-        run(*words)
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and "error: " in err and named in err
+def test_bad_input_is_one_clear_line(analyse, words, named):
+    status, _, err = analyse(*words)
+    assert status == 2 and err.count("\n") == 1 and "error: " in err and named in err
 
 
 # The figure of eval_ppl.py

@@ -1,9 +1,10 @@
 """Chats with a response mask: the mask is the answers, as the tokenizer says again; and a loss of answers alone."""
 import json
+from functools import partial
 
 import pytest
 import torch
-from test_cli import refused, run
+from test_cli import refused
 from test_intact import IDS, block_outputs, double, own_rows
 
 import train_intact
@@ -110,17 +111,13 @@ def test_what_follows_a_chat_does_not_count(tmp_path, tokenizer):
     assert both == pytest.approx((one + other) / 2, rel=1e-5)
 
 
-def test_train_intact_on_chats(tmp_path, capsys, monkeypatch):
+def test_train_intact_on_chats(tmp_path, run):
     path = write(tmp_path / "c.jsonl", CHATS * 2)
-    words = ["--out", tmp_path / "p.safetensors", "--chats", path, "--samples", "4", "--windows", "2",
-             "--tokens", "120", "--updates", "1", "--accumulate", "1", "--context", "32"]
-    status, out, err = run(train_intact, capsys, monkeypatch, *words)
+    command = partial(run, train_intact, "--out", tmp_path / "p.safetensors", "--chats", path, "--samples", "4",
+                      "--windows", "2", "--tokens", "120", "--updates", "1", "--accumulate", "1", "--context", "32")
+    status, out, err = command()
     assert status == 0 and err == "quantizing weights rtn-3\n" and "trained" in out
     assert (tmp_path / "p.safetensors").exists()
-
-    def command(*more):
-        return run(train_intact, capsys, monkeypatch, *words, *more)
-
     assert "7" in refused(command, "--samples", "5")
     assert str(tmp_path / "none") in refused(command, "--chats", tmp_path / "none")
     assert "answer" in refused(command, "--tokens", "4")

@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from tinykv.data import load_windows
 from tinykv.evaluate import delta_error, measure, paired
 from tinykv.files import write_json
 from tinykv.methods.registry import METHODS
+from tinykv.model import Llama, LlamaConfig
 from tinykv.run import entries, flags
 from tinykv.run import table as table_of_rows
 from tinykv.run.cli import EMBEDDED
@@ -38,21 +40,9 @@ KEYS = {"label", "method", "settings", "scheme", "k_bits", "v_bits", "preserve",
         "seconds", "offline_bytes", "windows", "window_nll", "window_kl"}
 
 
-def run(module, capsys, monkeypatch, *words):
-    """A command in this process: (status, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
-    try:
-        module.main()
-        status = 0
-    except SystemExit as end:
-        status = end.code or 0
-    out = capsys.readouterr()
-    return status, out.out, out.err
-
-
 @pytest.fixture
-def command(capsys, monkeypatch):
-    return lambda *words: run(eval_ppl, capsys, monkeypatch, *words)
+def command(run):
+    return partial(run, eval_ppl)
 
 
 def refused(command, *words):
@@ -577,7 +567,7 @@ def test_outputs_replace_nothing_that_the_command_did_not_write(command, monkeyp
     before = {path: (path.lstat(), path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*")}
     line = refused(command, *words.split(), *SMALL)
     assert re.search("that this program wrote|another flag", line)
-    assert before.keys() == set(tmp_path.rglob("*")) - {tmp_path / "__pycache__"}
+    assert before.keys() == {path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts}
     for path, (stat, content) in before.items():
         assert not path.is_file() or (path.lstat().st_ino, path.read_bytes()) == (stat.st_ino, content)
 
@@ -613,22 +603,17 @@ def test_an_error_is_one_line_in_a_notebook():
     assert line.startswith("UserError: there is no method 'kvsnk'") and "did you mean kvsink?" in line
 
 
-def test_ctrl_c_is_one_line(command, monkeypatch):
-    def stop(*_):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(eval_ppl, "evaluate", stop)
-    status, _, err = command("--method", "rtn")
-    assert status == 130 and err == "\neval_ppl.py: stopped\n"
-
-
-@pytest.mark.parametrize("error, said", [
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"), "memory"),
-    (MemoryError(), "memory"), (ModuleNotFoundError("No module named 'triton'"), "pip install -r")])
-def test_what_the_machine_lacks_is_one_line(command, monkeypatch, error, said):
+@pytest.mark.parametrize("error, status, said", [
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"), 2, ".*memory"),
+    (MemoryError(), 2, ".*memory"), (ModuleNotFoundError("No module named 'triton'"), 2, ".*pip install -r"),
+    (KeyboardInterrupt(), 130, None)])
+def test_what_the_machine_lacks_and_ctrl_c_are_one_line(command, monkeypatch, error, status, said):
     def fail(*_):
         raise error
     monkeypatch.setattr(eval_ppl, "evaluate", fail)
-    assert said in refused(command, "--method", "rtn")
+    wanted = rf"eval_ppl\.py: error: {said}.*\n" if said else r"\neval_ppl\.py: stopped\n"
+    found, _, err = command("--method", "rtn")
+    assert found == status and re.fullmatch(wanted, err), err
 
 
 @pytest.mark.whole  # a process of its own each
@@ -674,10 +659,19 @@ CODEBOOKS = {"vq": "d8m4", "sensitivity": "token"}  # calibrated on 64 windows, 
 
 
 @pytest.fixture(scope="module")
-def by_hand():
-    """{name: a Result of each of two draws} of fp16, pfn and cq on two windows of 32 tokens, calibrated on two parts
-    of a stream."""
-    model, tokenizer = hf.load(EMBEDDED)
+def one_layer(tmp_path_factory):
+    """The folder of a random model, which is calibrated in no time."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    hf.save(Llama(LlamaConfig(1024, 16, 24, 1, 2, 1, 8, 128, bos_token_id=1)), EMBEDDED / "tokenizer.model", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_hand(one_layer):
+    """{name: a Result of each of two draws} of fp16, pfn and cq on two windows of 32 tokens, calibrated on two parts of
+    a stream."""
+    model, tokenizer = hf.load(one_layer)
     test = load_windows("tales", tokenizer, 32, 2)
     stream = load_windows("tales", tokenizer, 32, 128, "calibration").tokens
     fp16 = measure(model, METHODS["fp16"](model.config), test)
@@ -692,12 +686,12 @@ def by_hand():
 
 
 @pytest.mark.parametrize("draws", [1, 2])
-def test_draws_are_calibrations_by_hand(command, tmp_path, by_hand, draws):
+def test_draws_are_calibrations_by_hand(command, tmp_path, one_layer, by_hand, draws):
     """On parts of a stream that share no window, as many windows as each method asks for. One draw is the first."""
     path = tmp_path / "o.json"
     words = [word for name, value in CODEBOOKS.items() for word in (f"--{name}", value)]
-    status, out, _ = command("--method", "pfn,cq", *words, "--context", "32", "--windows", "2", "--draws", draws,
-                             "--vs", "pfn", "--json", path)
+    status, out, _ = command("--model", one_layer, "--method", "pfn,cq", *words, "--context", "32", "--windows", "2",
+                             "--draws", draws, "--vs", "pfn", "--json", path)
     said = ["one calibration: +- and t are over windows",
             "2 calibrations, each on text of its own: means; +- and t are over draws and windows"]
     assert status == 0 and said[draws - 1] in out.splitlines()
@@ -724,7 +718,7 @@ def test_draws_are_calibrations_by_hand(command, tmp_path, by_hand, draws):
     assert line == [f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{t_of_kl:+.1f}", str(better), "of", f"{cells}"]
 
 
-def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, monkeypatch):
+def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, one_layer, monkeypatch):
     """And each codec's k-means has the draw as its seed."""
     path, seen, seeds = tmp_path / "text.txt", [], {}
     path.write_text("Vehul Ravfield. Vehul owl. Mara Norton. " * 400)
@@ -741,9 +735,10 @@ def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, monkeyp
     monkeypatch.setattr(entries.calibrate, "calibrate", note)
     for module in (clipped, codebook, nonuniform):
         monkeypatch.setattr(module, "kmeans", seeded(module.__name__, module.kmeans))
-    words = ["--method", "skvq,cq,kvquant", "--vq", "d8m4", "--data", path, "--draws", "2", *SMALL]
+    words = ["--model", one_layer, "--method", "skvq,cq,kvquant", "--vq", "d8m4", "--data", path, "--draws", "2",
+             *SMALL]
     assert command(*words)[0] == 0
-    _, tokenizer = hf.load(EMBEDDED)
+    _, tokenizer = hf.load(one_layer)
     stream = load_windows(str(path), tokenizer, 64, 4, "calibration").tokens
     assert [windows.tolist() for windows in seen] == [part.tolist() for part in stream.split(2)] * 3
     assert len(seeds) == 3 and all(set(found) == {0, 1} for found in seeds.values())

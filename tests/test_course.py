@@ -4,8 +4,12 @@ import ast
 import csv
 import importlib.util
 import json
+import os
 import re
+import socket
 import sys
+import time
+from contextlib import suppress
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -185,26 +189,24 @@ DEEDS = {
 QUICK = ("looks for the seed", "links to the right values")
 
 
-@pytest.fixture
-def run_grader(monkeypatch, capsys, tmp_path):
-    """-> a function that runs the command, and returns its exit status, stdout and stderr."""
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["grade", *map(str, words)])
-        status = 0
-        try:
-            grade.main()
-        except SystemExit as end:
-            status = end.code
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-    return run
+def run_here(root, name, file, seed, record):
+    """As `grade.run_tests`, in this process: of an answer, which may do what it likes."""
+    for key, test in cases_of(name).items():
+        noted = [(value, "", tolerance) for value, tolerance in right_notes(name, key, seed)]
+        title = test.__doc__.split("\n")[0]
+        line = {"test": key, "title": title, "fault": "", "points": points_of(test), "notes": noted}
+        with open(record, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(line) + "\n")
 
 
-def test_what_a_submission_does_brings_it_nothing(run_grader, tmp_path, request):
+def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, request):
     """One folder with all of them: table, JSON, CSV; only what is right gets points, and nothing is written."""
     texts = [(ROOT / "docs" / "course" / "3-kvsink" / name).read_text(encoding="utf-8")
              for name in ("starter.py", "answer.py")]
-    deeds = DEEDS if request.config.getoption("--whole") else QUICK
+    deeds, run_tests = DEEDS, grade.run_tests
+    if not request.config.getoption("--whole"):
+        deeds = QUICK
+        monkeypatch.setattr(grade, "run_tests", lambda *how: (run_tests if len(how) == 6 else run_here)(*how))
     folder = tmp_path / "submissions"
     folder.mkdir()
     for deed in deeds:
@@ -215,7 +217,7 @@ def test_what_a_submission_does_brings_it_nothing(run_grader, tmp_path, request)
         (folder / f"by {deed}" / "helper.py").write_text("", encoding="utf-8")
     (folder / "other.py").write_text('ASSIGNMENT = "astrology"', encoding="utf-8")
     (folder / "none.py").write_text("", encoding="utf-8")
-    status, out, err = run_grader(folder, "--csv", tmp_path / "c.csv", "--json", tmp_path / "r.json", "--seed", 20391)
+    status, out, err = run(grade, folder, "--csv", tmp_path / "c.csv", "--json", tmp_path / "r.json", "--seed", 20391)
     assert (status, err) == (0, "")
     rows = {Path(row["file"]).stem: row for row in csv.DictReader(open(tmp_path / "c.csv", encoding="utf-8"))}
     records = {Path(record["file"]).stem: record for record in json.loads((tmp_path / "r.json").read_text())}
@@ -232,14 +234,49 @@ def test_what_a_submission_does_brings_it_nothing(run_grader, tmp_path, request)
     assert {test["status"] for test in result["tests"]} == {"passed"}
 
 
+def test_a_confined_process_has_its_own_folder_and_no_network(tmp_path):
+    """In a copy of this process, which gives up its rights for good."""
+    own = tmp_path / "own"
+    own.mkdir()
+    process = os.fork()
+    if process == 0:
+        confine.confine(own)
+        done = []
+        for path, mode in ((own / "a", "w"), (tmp_path / "b", "w"), (Path(os.__file__), "r+"),
+                           (ROOT / "docs" / "course" / "3-kvsink" / "answer.py", "r"), ("/proc/self/status", "r")):
+            with suppress(OSError):
+                open(path, mode).close()
+                done.append(str(path))
+        try:
+            socket.create_connection(("127.0.0.1", 9)).close()
+        except OSError as error:
+            done.append(type(error).__name__)
+        refused = "PermissionError" if confine.landlock() >= 4 else "ConnectionRefusedError"
+        os._exit(done != [str(own / "a"), "/proc/self/status", refused])
+    assert os.waitpid(process, 0)[1] == 0
+
+
+def test_what_a_submission_has_started_ends_with_it(monkeypatch, tmp_path):
+    (tmp_path / "python").write_text('#!/bin/sh\nsleep 60 &\necho $! > "$HOME/started"\n')
+    (tmp_path / "python").chmod(0o700)
+    monkeypatch.setattr(sys, "executable", tmp_path / "python")
+    grade.run_tests(ROOT, "kvsink", tmp_path / "file.py", 0, tmp_path / "record.jsonl")
+    command = Path(f"/proc/{int((tmp_path / 'started').read_text())}/cmdline")  # it is empty once the process is dead
+    for _ in range(100):
+        if not command.exists() or not command.read_bytes():
+            return
+        time.sleep(0.05)
+    pytest.fail("it goes on")
+
+
 @pytest.mark.parametrize("words", [["no/such/file.py"], [ROOT / "docs" / "course" / "README.md"], [], [ROOT / ".ci"]])
-def test_what_cannot_be_graded_is_told_in_one_line(run_grader, words):
-    status, out, err = run_grader(*words)
+def test_what_cannot_be_graded_is_told_in_one_line(run, words):
+    status, out, err = run(grade, *words)
     assert (status, out, err.count("\n")) == (2, "", 1)
 
 
 @pytest.mark.parametrize("words", [[], ["--unconfined"]])
-def test_where_answers_can_be_read_nothing_is_graded_in_silence(run_grader, monkeypatch, tmp_path, words):
+def test_where_answers_can_be_read_nothing_is_graded_in_silence(run, monkeypatch, tmp_path, words):
     assert grade.hole(ROOT) == ""
     file = tmp_path / "none.py"
     file.write_text("")
@@ -247,7 +284,7 @@ def test_where_answers_can_be_read_nothing_is_graded_in_silence(run_grader, monk
                                 (confine, "gettempdir", lambda: "/dev/shm")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
-            status, out, err = run_grader(file, *words)
+            status, out, err = run(grade, file, *words)
         lines = err.splitlines()
         assert (status, out, len(lines)) == (2, "", 1 + len(words))
         assert ("--unconfined" in lines[0]) == (not words)

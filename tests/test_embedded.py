@@ -17,7 +17,7 @@ from tinykv.run.cli import EMBEDDED
 def embedded():
     """Test windows, whose sinks are the <s> that begin a story."""
     model, tokenizer = load(EMBEDDED)
-    tokens = load_windows("tales", tokenizer, 1024, 8).tokens
+    tokens = load_windows("tales", tokenizer, 1024, 4).tokens
     return Text(model, tokens, tokens == tokenizer.bos_id, layer=0)
 
 

@@ -10,13 +10,15 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import runs_whole
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_cli import refused, run
+from test_cli import refused
 from test_weights import D, V, fold, text, tiny
 
 import eval_ppl
@@ -326,15 +328,14 @@ TINY = ["--samples", "8", "--tokens", "64", "--accumulate", "2", "--context", "6
 
 
 @pytest.fixture
-def training(capsys, monkeypatch, tmp_path):
+def training(run, tmp_path):
     """Call it with more words: (status, stdout, stderr)."""
-    out = ["--out", tmp_path / "trained.safetensors"]
-    return lambda *words: run(train_intact, capsys, monkeypatch, *out, *TINY, *words)
+    return partial(run, train_intact, "--out", tmp_path / "trained.safetensors", *TINY)
 
 
 @pytest.fixture
-def evaluating(capsys, monkeypatch):
-    return lambda *words: run(eval_ppl, capsys, monkeypatch, *words, "--context", 64, "--windows", 2)
+def evaluating(run):
+    return partial(run, eval_ppl, "--context", 64, "--windows", 2)
 
 
 def losses_in(out):
@@ -472,33 +473,25 @@ def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_r
     assert content(path) == whole_run[0] and [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("words", [["--lr", 1e-3], ["--seed", 1], ["--w-bits", 4], ["--weights", "gptq"],
-                                   ["--samples", 9], ["--clip", 1], ["--accumulate", 3]])
-def test_the_state_of_another_run_is_refused(training, monkeypatch, tmp_path, words):
-    with monkeypatch.context() as patch:
-        Stop(patch, 1)
-        training("--updates", 2)
-    state = tmp_path / "trained.safetensors.state"
-    before = state.read_bytes()
-    status, _, err = training("--updates", 2, *words)
-    assert status == 2 and ".state" in err and err.count("\n") == 2  # the first: what it does
-    assert state.read_bytes() == before and not (tmp_path / "trained.safetensors").exists()
+OTHERS = [["--lr", 1e-3], ["--seed", 1], ["--w-bits", 4], ["--weights", "gptq"], ["--samples", 9], ["--clip", 1],
+          ["--accumulate", 3]]
 
 
-@pytest.mark.parametrize("what", ["nothing", "another file", "the end", "a number"])
-def test_a_damaged_state_is_one_line_and_stays(training, monkeypatch, tmp_path, what):
-    state = tmp_path / "trained.safetensors.state"
+def test_the_state_of_another_run_or_a_damaged_one_is_refused_and_stays(training, monkeypatch, tmp_path, request):
+    path, state = tmp_path / "trained.safetensors", tmp_path / "trained.safetensors.state"
     with monkeypatch.context() as patch:
         Stop(patch, 1)
         training("--updates", 2)
     data = state.read_bytes()
-    state.write_bytes({"nothing": b"", "another file": b"my notes", "the end": data[:-9],
-                       "a number": data[:-1] + bytes([data[-1] ^ 1])}[what])
-    before = state.read_bytes()
-    line = refused(training, "--updates", 2)
-    assert str(state) in line and "tinykv-training" in line and "weights_only" not in line
-    assert state.read_bytes() == before and not (tmp_path / "trained.safetensors").exists()
+    for words in OTHERS if runs_whole(request.config) else OTHERS[::4]:
+        status, _, err = training("--updates", 2, *words)
+        assert status == 2 and ".state" in err and err.count("\n") == 2, words  # the first: what it does
+        assert state.read_bytes() == data and not path.exists()
+    for damaged in (b"", b"my notes", data[:-9], data[:-1] + bytes([data[-1] ^ 1])):
+        state.write_bytes(damaged)
+        line = refused(training, "--updates", 2)
+        assert str(state) in line and "tinykv-training" in line and "weights_only" not in line
+        assert state.read_bytes() == damaged and not path.exists()
 
 
 def test_a_full_disk_leaves_the_old_state(monkeypatch, tmp_path):

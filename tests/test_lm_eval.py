@@ -135,6 +135,9 @@ def test_prefix_context_and_answer_share_the_positions(asked, prefixed, monkeypa
     prefixed.loglikelihood([Instance("loglikelihood", {}, (long, " bell"), 0)], disable_tqdm=True)
     generate(prefixed, long, max_gen_toks=7)
     assert [len(cache) for cache in caches] == [n, n - 1]  # the last token of an answer is not read
+    prefixed.prompt = "context"  # the first chunk: the prefix, which has a BOS of its own, and the context
+    prefixed.loglikelihood([Instance("loglikelihood", {}, ("Mara lives", " in"), 0)], disable_tqdm=True)
+    assert caches[-1].prompt == len(prefixed.prefix) + len(prefixed.tokenizer.encode("Mara lives"))
     for new in (n - len(prefixed.prefix) + 1, n, 5000):
         with pytest.raises(UserError, match=f"{new} new ones are more than the {n} positions"):
             generate(prefixed, "Mara", max_gen_toks=new)

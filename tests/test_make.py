@@ -2,7 +2,6 @@
 against those of the run that made it. And the model with sinks that is grown in a minute."""
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,12 +85,9 @@ def test_the_learning_rate_rises_and_goes_from_phase_to_phase():
 
 
 @pytest.mark.parametrize("share", ["-0.1", "1.5", "nan"])
-def test_a_share_that_is_none_is_one_clear_line(monkeypatch, capsys, share):
-    monkeypatch.setattr(sys, "argv", ["sinks", f"--triggers={share}"])
-    with pytest.raises(SystemExit) as end:
-        embedded_sinks.main()
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and "--triggers" in err and share in err
+def test_a_share_that_is_none_is_one_clear_line(run, share):
+    status, _, err = run(embedded_sinks, f"--triggers={share}")
+    assert status == 2 and err.count("\n") == 1 and "--triggers" in err and share in err
 
 
 def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch):
@@ -111,7 +107,7 @@ def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch):
     assert not torch.equal(trained["once"]["lm_head.weight"], start["lm_head.weight"])
 
 
-@pytest.mark.parametrize("steps", [5, pytest.param(200, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("steps", [3, pytest.param(200, marks=pytest.mark.whole)])
 def test_the_first_steps_are_those_of_the_embedded_model(tmp_path, steps):
     """The losses that its run has logged. Sums in another order, as on another machine, may shift them a little."""
     embedded_model.train(tmp_path, steps=steps)

@@ -68,7 +68,7 @@ def assert_same(files):
 def test_two_ranks_give_the_figures_of_one(tmp_path, monkeypatch, capfd):
     """With a method that is calibrated twice, and batches that do not divide the windows."""
     files = [tmp_path / "one.json", tmp_path / "two.json"]
-    words = [*SMALL, "--method", "kvsink", "--draws", 2, "--windows", 5, "--batch", 2, "--json"]
+    words = [*SMALL, "--calib-windows", 4, "--method", "kvsink", "--draws", 2, "--windows", 5, "--batch", 2, "--json"]
     monkeypatch.setattr(sys, "argv", ["eval_ppl.py", *map(str, words), str(files[0])])
     eval_ppl.main()
     one = capfd.readouterr().out

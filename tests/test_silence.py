@@ -1,11 +1,12 @@
 """Nothing wrong in silence: what is not finite, not of the right shape, or damaged ends in one line, never in a row."""
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_cli import refused, run
+from test_cli import refused
 
 import eval_ppl
 import train_intact
@@ -23,8 +24,8 @@ TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
-    return lambda *words: run(eval_ppl, capsys, monkeypatch, *words)
+def command(run):
+    return partial(run, eval_ppl)
 
 
 def damaged(folder, name, factor):
@@ -65,12 +66,10 @@ def test_a_chunk_that_overflowed_is_not_forgotten(kind):
         refuse_overflow(cache, [torch.ones(1, 2, config.hidden_size)])
 
 
-def test_the_analysis_refuses_it_too(capsys, monkeypatch, tmp_path):
+def test_the_analysis_refuses_it_too(run, tmp_path):
     folder = damaged(tmp_path / "model", *VALUES)
-    monkeypatch.setattr("sys.argv", ["analysis", "norms", "--model", folder, "--context", "48", "--windows", "1"])
-    with pytest.raises(SystemExit) as end:
-        analysis.main()
-    assert end.value.code == 2 and "layer 2" in capsys.readouterr().err
+    status, _, err = run(analysis, "norms", "--model", folder, "--context", "48", "--windows", "1")
+    assert status == 2 and "layer 2" in err
 
 
 def test_so_does_a_prefix(tmp_path):
@@ -80,10 +79,10 @@ def test_so_does_a_prefix(tmp_path):
 
 
 @pytest.mark.parametrize("rate", ["inf", "nan", "1e30"])
-def test_training_writes_no_nan(capsys, monkeypatch, tmp_path, rate):
+def test_training_writes_no_nan(run, tmp_path, rate):
     out = tmp_path / "trained.safetensors"
-    status, _, err = run(train_intact, capsys, monkeypatch, "--out", out, "--lr", rate, "--updates", 3, "--samples", 2,
-                         "--accumulate", 2, "--tokens", 32, *TINY)
+    status, _, err = run(train_intact, "--out", out, "--lr", rate, "--updates", 3, "--samples", 2, "--accumulate", 2,
+                         "--tokens", 32, *TINY)
     assert status == 2 and "--lr" in err and not out.exists()
 
 

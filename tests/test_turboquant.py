@@ -1,5 +1,5 @@
-"""docs/turboquant.py and docs/neighbours.py: each formula against plain Python, and the tests of all
-methods on a few cells; under --whole on all that an author's own method goes through.
+"""docs/turboquant.py and docs/neighbours.py: each formula against plain Python, and the tests of all methods on a few
+cells; under --whole on all that an author's own method goes through.
 """
 import importlib.util
 import math
@@ -35,18 +35,13 @@ def module_of(path):
     return module
 
 
-@pytest.fixture(autouse=True)
-def scheme():
-    """The file adds a scheme, which other tests do not know."""
+@pytest.fixture(autouse=True, scope="module")
+def turboquant():
+    """The file, which adds a scheme that other tests do not know."""
     load_class.cache_clear()
     with patch.dict(SCHEMES):
-        yield
+        yield module_of(ROOT / "docs/turboquant.py")
     load_class.cache_clear()
-
-
-@pytest.fixture
-def turboquant():
-    return module_of(ROOT / "docs/turboquant.py")
 
 
 # ---- the levels
@@ -165,18 +160,18 @@ def test_qjl_is_right_on_average_where_plain_levels_are_not(turboquant):
     generator = random.Random(1)
     x, p = ([generator.gauss(0, 1) for _ in range(16)] for _ in range(2))
     x = [a + b for a, b in zip(x, p)]  # so that p . x is not small
-    plain, projected = [], []
-    for draw in range(1500):
-        for codec, found in ((turboquant.Turbo(1, 16, draw), plain), (turboquant.QJL(2, 16, draw), projected)):
-            decoded = codec.decode(codec.encode(torch.tensor(x).view(1, 1, 1, 16))).flatten().tolist()
-            found.append(dot(p, decoded))
 
-    def mean_and_error(found):
-        mean = sum(found) / len(found)
-        return mean, math.sqrt(sum((a - mean) ** 2 for a in found)) / len(found)
-    mean, error = mean_and_error(projected)
+    def mean_and_error(codec, bits, draws):
+        found = []
+        for draw in range(draws):
+            one = codec(bits, 16, draw)
+            decoded = one.decode(one.encode(torch.tensor(x).view(1, 1, 1, 16))).flatten().tolist()
+            found.append(dot(p, decoded))
+        mean = sum(found) / draws
+        return mean, math.sqrt(sum((a - mean) ** 2 for a in found)) / draws
+    mean, error = mean_and_error(turboquant.QJL, 2, 1500)
     assert error < 0.05 * dot(p, x) and abs(mean - dot(p, x)) < 4 * error
-    mean, error = mean_and_error(plain)
+    mean, error = mean_and_error(turboquant.Turbo, 1, 100)
     assert dot(p, x) - mean > 10 * error
 
 

@@ -175,20 +175,21 @@ def sources(*objects):
     found = {path for name in COMPUTES for path in (*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py"))}
 
     # 2. the folders of the user's own classes
-    loaded = {name: Path(getattr(module, "__file__", None) or "").resolve() for name, module in sys.modules.items()}
+    loaded = {name: Path(getattr(module, "__file__", None) or "") for name, module in sys.modules.items()}
     folders = set()
     for cls in {cls for thing in objects for cls in type(thing).__mro__}:
         if cls.__module__.partition(".")[0] not in {"tinykv", *sys.stdlib_module_names}:
             if not loaded.get(cls.__module__, Path()).is_file():  # a class of a notebook
                 raise UserError(f"{cls.__name__} stands in no file, so nobody can see whether it has been edited; put "
                                 "it into one, or leave out --calibration")
-            folders.add(loaded[cls.__module__].parent)
+            folders.add(loaded[cls.__module__].resolve().parent)
 
     # 3. what is loaded from there, but neither this package nor what pip has installed
     for path in loaded.values():
-        outside = package in path.parents or {"site-packages", "dist-packages"} & {*path.parts}
-        if path.is_file() and not outside and not folders.isdisjoint(path.parents):
-            found.add(path)
+        if folders and not {"site-packages", "dist-packages"} & {*path.parts}:  # to resolve them all takes long
+            path = path.resolve()
+            if path.is_file() and package not in path.parents and not folders.isdisjoint(path.parents):
+                found.add(path)
     return sorted(found)
 
 
