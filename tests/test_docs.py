@@ -188,7 +188,8 @@ def test_what_a_page_says_of_its_tables_stands_in_them(page):
     ("pfn is at 10.250, by -0.1321 nats (t = 8.8).", []), ("pfn is at 10.251.", ["10.251"]),
     ("It was 9.5 (paper: 7.25), see `--alpha 0.96` in [there](x.md#0.1).", ["9.5"]),
     ("The paper has less (the paper: 7.25 and 7.26).", ["7.26"]),
-    ("Of 1,024.5 and 16 windows,\nall 4.4.", ["1,024.5", "4.4"])])
+    ("Of 1,024.5 and 16 windows,\nall 4.4.", ["1,024.5", "4.4"]),
+    ("pfn is at 10.3, by 0.13 nats.", []), ("By 0.131 or 0.14.", ["0.131", "0.14"])])
 def test_a_figure_that_no_table_has_is_found(tmp_path, sentence, wrong):
     block = "```console\n$ python eval_ppl.py --vs rtn\npfn  10.250\n\npfn  rtn  -0.1321  -8.8\n```\n"
     page = tmp_path / "page.md"

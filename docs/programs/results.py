@@ -12,10 +12,10 @@ defines, `heavy.py:HeavyHitters`. A block that begins with "$ python -m pdb" beg
 blocks that begin with "(Pdb)" go on with it. In a session, "..." stands for line numbers and for what a function
 returns.
 
-The prose is written by hand. A paragraph under the line `<!-- checked -->` says of the tables under its heading what
-they say: each of its figures with a decimal point stands in one of them, or else this script names it and ends with
-status 1. `<!-- checked against results.md -->`: in those of another page. What stands in parentheses that begin with
-"paper" is looked up in the tables of real_models.md, which are the papers'; what stands in backticks is not.
+The prose is written by hand. A paragraph under the line `<!-- checked -->` takes its figures from the tables under its
+heading: each one with a decimal point is a figure of theirs, perhaps rounded, or else this script names it and ends
+with status 1. `<!-- checked against tables.md -->`: from the tables of another page. What stands in parentheses that
+begin with "paper" is looked up in the tables of real_models.md, which are the papers'; what stands in backticks is not.
 """
 import argparse
 import os
@@ -90,16 +90,30 @@ def with_table(text, command, table):
 
 # Sentences
 
-def missing(page, text, printed):
-    """A line for each figure with a decimal point in a text of a page that the tables, or the papers', have not."""
+def missing(page, text, tables):
+    """A line for each figure with a decimal point in a text of a page that `tables`, or the papers', have not."""
     text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", text)
-    papers = "\n".join(re.findall(r"^\|.*", PAPERS.read_text(), re.MULTILINE))
-    found = []
-    for said, tables in ((QUOTED.sub(" ", text), printed), (" ".join(QUOTED.findall(text)), papers)):
-        known = FIGURE.findall(tables)
+    papers, found = figures_of(PAPERS.read_text()), []
+    for said, known in ((QUOTED.sub(" ", text), tables), (" ".join(QUOTED.findall(text)), papers)):
         found += [f"{page.name}: no table has the {figure} of: {' '.join(said.split())[:80]}..."
-                  for figure in dict.fromkeys(FIGURE.findall(said)) if figure not in known]
+                  for figure in dict.fromkeys(FIGURE.findall(said)) if not stands_in(figure, known)]
     return found
+
+
+def figures_of(text):
+    """The figures with a decimal point in the tables of a text: those of its commands, and its own."""
+    printed = [table for _, table in COMMAND.findall(text)] + re.findall(r"^\|.*", text, re.MULTILINE)
+    return [number(figure) for figure in FIGURE.findall("\n".join(printed))]
+
+
+def stands_in(figure, known):
+    """Whether a figure is one of the known numbers, rounded to its digits."""
+    decimals = len(figure.rpartition(".")[2])
+    return any(abs(x - number(figure)) < 0.5001 * 10 ** -decimals for x in known)
+
+
+def number(figure):
+    return float(figure.replace(",", ""))
 
 
 def unfounded(page):
@@ -107,8 +121,7 @@ def unfounded(page):
     found = []
     for section in HEADING.split(page.read_text()):
         for other, paragraph in CHECKED.findall(section):
-            tables = COMMAND.findall(Path(page.parent, other).read_text() if other else section)
-            found += missing(page, paragraph, "\n".join(table for _, table in tables))
+            found += missing(page, paragraph, figures_of(Path(page.parent, other).read_text() if other else section))
     return found
 
 
@@ -170,7 +183,7 @@ def main():
     p.add_argument("--only", metavar="WORD", default="", help="only commands that contain this")
     p.add_argument("--check", action="store_true", help="run nothing, and look up the figures of the prose")
     args = p.parse_args()
-    pages = sorted(Path(ROOT, "docs").glob("*.md"))
+    pages = [ROOT / "README.md", *sorted(Path(ROOT, "docs").glob("*.md"))]
     if not args.check:
         print_pages(pages, args.only)
     faults = [fault for page in pages for fault in unfounded(page)]
