@@ -2,7 +2,6 @@
 of the docstring, `preserve (N): tokens kept in full precision`. N is a whole number, X a number, anything else a text.
 """
 import argparse
-import importlib.util
 import inspect
 import os
 import re
@@ -10,6 +9,7 @@ import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 from tinykv import UserError, did_you_mean
 from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
@@ -133,11 +133,11 @@ def load_class(name):
                         f"path/to/file.py:Class{did_you_mean(name, METHODS)}")
     if not os.path.isfile(path):
         raise UserError(f"no file {path}; give path/to/file.py:Class")
-    spec = importlib.util.spec_from_file_location(path, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path] = module
-    sys.path.append(str(Path(path).absolute().parent))  # the file may import from its own folder
-    spec.loader.exec_module(module)
+    file = Path(path).absolute()
+    sys.path.append(str(file.parent))  # the file may import from its own folder
+    module = sys.modules[path] = ModuleType(path)
+    module.__file__ = str(file)
+    exec(compile(file.read_bytes(), file, "exec"), vars(module))  # an import might read an older version's .pyc
     cls = getattr(module, attribute, None)
     if not (inspect.isclass(cls) and issubclass(cls, Method)):
         raise UserError(f"{path} has no subclass of tinykv.methods.base.Method named {attribute!r}; give {path}:Class")
