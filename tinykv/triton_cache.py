@@ -252,10 +252,12 @@ def tiling(keys, values, halves, rows):
     few = 4 if hardest == "rotated" else 16  # rows of queries, as in decoding
     tile = TILES[hardest][rows > few]
     # one warp has too few registers for 8 bits, and for a head of 80 channels, which is padded to 128
-    d = keys.width.value
-    eight = any(s.bits == 8 for side in (keys, values) for s in side.sections.value)
-    if (d & d - 1 or eight) and tile.warps == 1:
+    d, bits = keys.width.value, {sum(s.bits for s in side.sections.value) for side in (keys, values)}
+    if (d & d - 1 or 8 in bits) and tile.warps == 1:
         tile = tile._replace(warps=2)
+    # four have too few for 64 tokens of 5 or 7 bits and many queries
+    if bits & {5, 7} and tile.warps == 4:
+        tile = tile._replace(N=32)
     groups = [side.grid.tokens.value for side in (keys, values) if side.grid is not None]
     group = math.gcd(tile.N, *(tokens for tokens in groups if tokens > 1))
     N = group if group >= 16 else tile.N
