@@ -15,6 +15,7 @@ from planted import CONFIG, L, Planted, changed, d, flat, random_rows, same, tab
 
 from tinykv import UserError
 from tinykv.calibrate import calibrate, check_window, record
+from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.registry import METHODS
 from tinykv.methods.rtn import RTN
@@ -187,3 +188,15 @@ def test_a_method_is_shown_each_window_block_by_block():
     calibrate(model, Looks(config, scheme="token-dynamic", group_size=4), torch.randint(9, (3, 5)))
     a_pass = [[(step, layer, (1, 5, 8)) for _ in range(3) for layer in (-1, 0, 1)] + [step] for step in (0, 1)]
     assert seen == [*a_pass[0], *a_pass[1]]
+
+
+# ---- draws
+
+@pytest.mark.parametrize("name, module", [("kvquant", nonuniform), ("skvq", clipped), ("cq", codebook)])
+def test_the_seed_of_a_draw_is_that_of_all_k_means(name, module, monkeypatch):
+    seen, kmeans = [], module.kmeans
+    monkeypatch.setattr(module, "kmeans", lambda *given, seed, **more: seen.append(seed) or kmeans(*given, **more))
+    model = Planted(random_rows())
+    method = METHODS[name](CONFIG, **({"vq": "d2m8"} if name == "cq" else {}))
+    calibrate(model, method, model.windows(), seed=5)
+    assert seen == [5] * 2 * L  # K and V of each layer

@@ -241,3 +241,16 @@ def test_points_are_drawn_by_their_weights(N, n, seed):
         for i in range(N):
             assert abs(row.count(i) - n * w[i] / sum(w)) < 1.001
             assert w[i] or i not in row
+
+
+def test_slots_that_share_a_book_keep_their_weights_where_vectors_are_drawn():
+    """Half of slot 0 is 0 and half is 1, all of slot 1 is 4. Two centroids: a number of slot 0 weighs 1000 times one of
+    slot 1, so 0 and 1 are told apart, and the fours pull the 1 a little."""
+    N = 4 * codebook.DRAWN
+    zeros_and_ones, fours = torch.arange(N) // (N // 2), torch.full((N,), 4)
+    codec, rows = Codebook(1, 2, 1, 2, "fisher", "layer"), torch.stack([zeros_and_ones, fours], dim=-1)[None].float()
+    codec.begin(0, 1, N)
+    codec.collect(0, rows, torch.zeros(1, N, dtype=torch.bool), torch.tensor([1000 ** 0.5, 1.0]).expand(1, N, 2))
+    codec.fit(0)
+    pulled = (N / 2 * 1000 * 1 + N * 4) / (N / 2 * 1000 + N)
+    assert sorted(codec.centroids.flatten().tolist()) == pytest.approx([0, pulled], abs=1e-3)

@@ -19,6 +19,7 @@ from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons
 from tinykv.run.cli import EMBEDDED
+from tinykv.run.table import figures_of
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
@@ -204,6 +205,13 @@ def test_no_length_flatters_a_method(model, name, settings, protocol):
     assert steps == pytest.approx([bits] * len(steps))
 
 
+@pytest.mark.parametrize("protocol, prompt", [("stream", None), ("stream", 8), ("paper", 8)])
+def test_after_a_prompt_the_recent_part_counts_at_its_mean(model, windows, protocol, prompt):
+    """Of both protocols: 4 to 11 tokens of 16 bits; keys of 4 and values of 2, and 4 of a scale and a zero point."""
+    found, recent = measure(model, kivi(), windows, protocol, prompt=prompt), sum(range(4, 12)) / 8
+    assert found.bits[0] == pytest.approx(((8 + 6) / 2 * (21 - recent) + 16 * recent) / 21)
+
+
 @pytest.mark.parametrize("choose, grown", [("prompt", 0), ("always", 1)])
 def test_a_share_chosen_once_does_not_grow_with_the_text(model, choose, grown):
     """A quarter of the tokens is kept: of a prompt of 16 four, of a long text a quarter only if it is chosen on."""
@@ -335,6 +343,22 @@ def test_intervals_of_95_percent_hold_the_mean_where_draws_matter_and_where_not(
     assert 0.92 < (means.numpy() <= quantiles(tables) * errors).mean() < 0.98
     over_windows = tables.mean(1).std(1) / W ** 0.5  # (n)
     assert ((means <= 2.13 * over_windows).double().mean() < 0.75) == (of_draws > 0)
+
+
+def test_seconds_are_those_of_a_draw():
+    """Of two draws of two windows: the mean of 3 and 5 seconds, in which 40 tokens were read 8 seconds in all."""
+    draws = [Result([1.0, 2.0], [0.0, 0.0], [2.0, 2.0], [2.0, 2.0], [0.0, 0.0], targets=18, tokens=20, seconds=seconds)
+             for seconds in (3.0, 5.0)]
+    found = figures_of(draws, draws)
+    assert (found["seconds"], found["tokens_per_s"]) == (4, 5)
+
+
+@pytest.mark.parametrize("title, name, other", [
+    ("pfn preserve=5 bits=2", "rtn", "rtn bits=2"), ("pfn preserve=5 bits=3", "rtn", "rtn"),
+    ("pfn bits=2", "kvsink", None), ("pfn", "rtn bits=2", "rtn bits=2")])
+def test_a_row_is_compared_with_the_one_that_shares_most_settings_and_has_no_other(title, name, other):
+    titles = ["fp16", "rtn", "rtn bits=2", "rtn bits=4", "kvsink preserve=5 bits=2", title]
+    assert comparisons.compared_with(title, name, titles) == other
 
 
 # ---- for Python and notebooks

@@ -26,7 +26,7 @@ from tinykv.cache import CachedRows, KVCache  # noqa: E402
 from tinykv.calibrate import calibrate  # noqa: E402
 from tinykv.codecs import Pair  # noqa: E402
 from tinykv.codecs.affine import Affine  # noqa: E402
-from tinykv.codecs.base import TERNARY, Exact, pack  # noqa: E402
+from tinykv.codecs.base import TERNARY, Codes, Exact, pack  # noqa: E402
 from tinykv.codecs.clipped import ClippedGroups  # noqa: E402
 from tinykv.codecs.codebook import Codebook  # noqa: E402
 from tinykv.codecs.nonuniform import NonUniform  # noqa: E402
@@ -363,6 +363,16 @@ def test_a_plane_is_of_one_piece(bits, width, piece):
     assert [found[channel] for channel in range(width)] == codes.flatten().tolist()
     firsts = [plane.channel // piece for plane in fields["planes"]]
     assert firsts == sorted(firsts)  # group by group
+
+
+@pytest.mark.parametrize("group, N", [(5, 32), (8, 32), (16, 16), (32, 32), (48, 16), (64, 64), (128, 64)])
+def test_a_tile_lies_in_one_group_of_tokens(group, N):
+    """Where a channel's scales leave the products: they are loaded once for a tile of N tokens. A product takes 16."""
+    codec = Affine(4, 32, "channel", group)
+    keys = triton_cache.affine_rows(codec, codec.encode(torch.randn(1, 1, 2 * group, 32)), "k", 1)
+    values = triton_cache.exact_rows(None, Codes(torch.randn(1, 1, 2 * group, 32).half()), "v", 1)
+    assert triton_cache.tiling(keys, values, 1, 1).N == N
+    assert (keys.fold.value == "channel") == (group % N == 0)
 
 
 # ---- attention

@@ -326,3 +326,10 @@ def test_what_a_cache_prints():
     assert repr(cache.layers[1].values) == "CachedRows(layer 1, V: 3 tokens: 3 coded (2 of them kept), 0 recent)"
     assert repr(cache.layers[1]) == f"LayerCache({cache.layers[1].keys!r}, {cache.layers[1].values!r})"
     assert repr(cache).startswith("KVCache(PFN(token-dynamic, 2-bit K, 2-bit V), paper, 3 tokens: ")
+
+
+def test_the_nucleus_ends_with_the_token_that_reaches_its_mass():
+    """Of two tokens of probability 1/2, one has all of top-p = 1/2; a little more takes both."""
+    for top_p, n in ((0.5, 1), (0.51, 2)):
+        drawn = pick_token(torch.zeros(64, 2), 1.0, top_p, torch.Generator().manual_seed(0))  # (64, 1)
+        assert len(set(drawn.flatten().tolist())) == n

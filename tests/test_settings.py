@@ -6,6 +6,7 @@ from tinykv import UserError
 from tinykv.codecs import SCHEMES
 from tinykv.methods.registry import METHODS
 from tinykv.run.check import check_method
+from tinykv.run.entries import combinations
 from tinykv.run.settings import settings_of
 
 CONFIG = model_of(1).config
@@ -48,6 +49,14 @@ def test_a_default_of_ones_own_overrides_the_inherited_one():
     found = settings_of(Mine)
     assert (found["preserve"], found["scheme"], found["k_bits"]) == (9, "kvquant", 2)
     assert settings_of(METHODS["pfn"])["preserve"] == 5
+
+
+def test_a_baseline_takes_the_settings_of_the_scheme_that_it_is_given():
+    """Not those of its own default, where a method is compared with it on another scheme."""
+    given = {"clip": ["both", "none"], "outliers": [1.0]}
+    for beside, taken in (({}, [{}]), ({"scheme": "kvquant"}, [{"outliers": 1.0}]),
+                          ({"scheme": "skvq"}, [{"clip": "both"}, {"clip": "none"}])):
+        assert combinations(METHODS["rtn"], given, beside) == taken
 
 
 def test_all_methods_read_a_stream_in_the_same_chunks():

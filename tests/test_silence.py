@@ -12,9 +12,10 @@ import eval_ppl
 import train_intact
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
-from tinykv.cache import KVCache
+from tinykv.cache import CachedRows, KVCache
+from tinykv.codecs.base import Exact
 from tinykv.data import load_windows
-from tinykv.evaluate import measure, refuse_overflow
+from tinykv.evaluate import is_finite, measure, refuse_overflow
 from tinykv.files import save_tensors
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
@@ -183,3 +184,16 @@ def test_equal_content_is_an_equal_file(tmp_path):
     for number, order in enumerate((1, -1)):
         save_tensors(tmp_path / f"{number}", dict([*tensors.items()][::order]), dict([*notes.items()][::order]))
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+
+
+@pytest.mark.parametrize("part", ["recent", "recent_scores", "kept_scores"])
+def test_what_a_cache_holds_has_to_be_finite(part):
+    """Also sums of scores, each of which was finite."""
+    rows = CachedRows(0, "k", Exact())
+    rows.append(torch.zeros(1, 2, 3, 4))
+    rows.keep(torch.tensor([[[1]]]))
+    rows.accumulate(torch.zeros(1, 2, 3), None)
+    rows.kept_scores = torch.zeros(1, 2, 1)
+    assert is_finite(rows)
+    getattr(rows, part)[0, 1, 0] = torch.inf
+    assert not is_finite(rows)

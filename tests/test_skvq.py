@@ -186,3 +186,10 @@ def test_skvq_s_codec_under_kvsink_s_tokens():
         calibrate(model, method, model.windows())
     assert same(tables(mine), tables(plain))
     assert [type(codec) for pair in sinks.codecs for codec in pair] == [type(codec) for p in mine.codecs for codec in p]
+
+
+def test_codes_make_up_for_a_rounded_zero_point_in_the_smallest_steps_of_fp8():
+    """A constant 0.53: its zero point is 0.5 in e4m3, and 15 steps of 2^-9 are missing."""
+    codec = ClippedGroups(8, 1, 8, 8, "fp8", reorder=False, centres=())
+    read = codec.decode(codec.encode(torch.full((1, 1, 2, 8), 0.53)))
+    assert set(read.flatten().tolist()) == {0.5 + 15 / 512}
