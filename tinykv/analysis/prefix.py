@@ -84,8 +84,8 @@ def draw(text, rows):
     """The error that is left."""
     first, before, after = (rows[i]["last"] for i in (0, -2, -1))
     figure, panels = new_figure(
-        1, 2, 10, 4, f"Of the last block's error {before / first:.0%} are left (exact: {rows[-2]['kept']}), "
-        f"{after / first:.0%} (exact: {rows[-1]['kept']})")
+        1, 2, 10, 4, f"{before / first:.0%} of the last block's error is left with {rows[-2]['n']:.0f} exact tokens, "
+        f"{after / first:.0%} with the next sink as well")
     for panel, column, label in zip(panels, ("last", "attention"), ("output of the last block", "what attention adds")):
         panel.plot([row["n"] for row in rows], [row[column] for row in rows], **style(0))
         panel.set(xlabel="tokens with exact keys and values, mean over windows", ylabel="squared error", ylim=(0, None))
