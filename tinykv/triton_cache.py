@@ -114,6 +114,12 @@ def side_by_side(codes, names=("scale", "zero")):
     return pairs.view(torch.int32 if scale.itemsize == 2 else torch.int16)[..., 0]
 
 
+@lru_cache(maxsize=1024)
+def static_words(scale, zero):
+    """The same of static grids, which every text reads: made once."""
+    return side_by_side(Codes(None, scale=scale, zero=zero))
+
+
 def exact_rows(codec, codes, kind, halves, start=0):
     return made_rows("Exact", codes.packed, (), codes.packed.shape[3], halves, start=start)
 
@@ -121,7 +127,7 @@ def exact_rows(codec, codes, kind, halves, start=0):
 def affine_rows(codec, codes, kind, halves):
     d, packed, static, of_row = codec.width, codes.packed, codec.static, sections(codec.width, codec.bits)
     # (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d); of a static grid B and T are 1
-    words = side_by_side(Codes(packed, scale=codec.scale[None], zero=codec.zero[None]) if static else codes)
+    words = static_words(codec.scale, codec.zero)[None] if static else side_by_side(codes)
 
     # which tokens, and which channels, share a scale
     if codec.axis == "token":
@@ -145,7 +151,7 @@ def affine_rows(codec, codes, kind, halves):
 
 def nonuniform_rows(codec, codes, kind, halves):
     if codec.axis == "channel":
-        words = side_by_side(Codes(codes.packed, half=codec.half, mid=codec.mid), ("half", "mid"))  # (C)
+        words = static_words(codec.half, codec.mid)  # (C)
         grid = made_grid(words.unflatten(0, (-1, codec.width))[None, :, None], 0, 1)
     else:
         grid = made_grid(side_by_side(codes, ("half", "mid")), 1, codec.width)
