@@ -11,7 +11,7 @@ about attention, keys, values or hidden states. Sinks come because most heads ar
 (docs/embedded_model.md). They begin in chants, which teach little else, and stay in the stories; answers are learned
 after them.
 
-Why these phases, and by which rule the shipped model was chosen, is in docs/embedded_model.md.
+The rule by which the shipped model was chosen is in docs/embedded_model.md.
 """
 import io
 import json

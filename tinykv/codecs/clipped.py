@@ -18,8 +18,7 @@ Paper and practice.
 - The paper does not say what z is; the released code multiplies both ends by alpha. For a group of one sign, which the
   reordering makes, this moves the range instead of shrinking it, hence "centre".
 - The paper names no objective for alpha. The released code has one alpha (0.92 or 0.96) for all groups, and no search.
-  AnTKV ran it so (`alpha=0.92, clip="endpoint"`). On the embedded model the smallest squared error of all tokens (w =
-  1) is no worse than a weighted one (docs/results.md).
+  AnTKV ran it so (`alpha=0.92, clip="endpoint"`).
 - The released code computes codes from unrounded metadata and decodes with rounded metadata; here both use rounded
   metadata. The smallest e4m3 number above 0 is 2^-9, so this is the floor of h here; the released floor of 1e-5 is
   rounded to 0.
