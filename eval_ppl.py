@@ -74,7 +74,7 @@ def compare(methods, model=None, **given):
 
 
 def main():
-    with cli.one_line(flags.parser()), ranks.joined():
+    with cli.one_line(cli.Parser()), ranks.joined():
         args = flags.parse(about=__doc__)
         if args.list_methods:
             return settings.list_methods()

@@ -175,19 +175,20 @@ def sources(*objects):
     found = {path for name in COMPUTES for path in (*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py"))}
 
     # 2. the folders of the user's own classes
-    loaded = {name: Path(getattr(module, "__file__", None) or "") for name, module in sys.modules.items()}
+    loaded = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
     folders = set()
     for cls in {cls for thing in objects for cls in type(thing).__mro__}:
         if cls.__module__.partition(".")[0] not in {"tinykv", *sys.stdlib_module_names}:
-            if not loaded.get(cls.__module__, Path()).is_file():  # a class of a notebook
+            file = Path(loaded.get(cls.__module__, ""))
+            if not file.is_file():  # a class of a notebook
                 raise UserError(f"{cls.__name__} stands in no file, so nobody can see whether it has been edited; put "
                                 "it into one, or leave out --calibration")
-            folders.add(loaded[cls.__module__].resolve().parent)
+            folders.add(file.resolve().parent)
 
     # 3. what is loaded from there, but neither this package nor what pip has installed
-    for path in loaded.values():
-        if folders and not {"site-packages", "dist-packages"} & {*path.parts}:  # to resolve them all takes long
-            path = path.resolve()
+    for file in loaded.values() if folders else ():
+        if "site-packages" not in file and "dist-packages" not in file:  # to resolve them all takes long
+            path = Path(file).resolve()
             if path.is_file() and package not in path.parents and not folders.isdisjoint(path.parents):
                 found.add(path)
     return sorted(found)

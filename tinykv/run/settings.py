@@ -39,16 +39,22 @@ def settings_of(cls, scheme=None):
     return settings
 
 
-def kind_of(cls, setting, default):
-    """(type, what stands for a value, help) of a setting, from the docstrings of the constructors, the nearest first,
-    and of the schemes. If none of them documents it, the type is the default's."""
+@cache
+def documented(cls):
+    """{setting: (type, what stands for a value, help)} from the docstrings of a method's constructors, the nearest first,
+    and of the schemes."""
     makers = [parent.__init__ for parent in cls.__mro__] + [getattr(make, "func", make) for make, _ in SCHEMES.values()]
+    found = {}
     for make in makers:
-        found = re.search(rf"^ *{setting} \((.*?)\): (.*)$", inspect.getdoc(make) or "", re.M)
-        if found:
-            return KINDS.get(found[1], str), found[1], found[2]
+        for setting, values, help in re.findall(r"^ *(\w+) \((.*?)\): (.*)$", inspect.getdoc(make) or "", re.M):
+            found.setdefault(setting, (KINDS.get(values, str), values, help))
+    return found
+
+
+def kind_of(cls, setting, default):
+    """(type, what stands for a value, help) of a setting. Where nothing documents it, the type is the default's."""
     kind = type(default) if type(default) in (int, float) else str
-    return kind, setting.upper(), ""
+    return documented(cls).get(setting, (kind, setting.upper(), ""))
 
 
 def flags_of(methods):
