@@ -35,7 +35,7 @@ SETTINGS = {
     "outlier_num": 2, "extra_pool": 2, "skip_layers": 1,  # small, so that some pools fill up and some do not
     "outliers": 5.0,  # 1 to 3 of the channels that a token has here
     "prefix": (11, MARK, 6, 11),
-    "vq": "d4m8", "anchors": "4",  # 12 vectors a centroid; a token's codes, of one head, are 1.5 bytes
+    "vq": "d4m8", "anchors": "4",  # 10 vectors a centroid; a token's codes, of one head, are 1.5 bytes
 }
 # All tokens of a text, but not all of a calibration window.
 KEEP_ALL = {"preserve": 22, "outlier_num": 22, "skip_layers": 0, "anchors": "100%"}
@@ -68,7 +68,7 @@ def tokens_of(batch, T, seed=0):
 
 
 def calibration_windows():
-    return tokens_of(4, 24, seed=7)
+    return tokens_of(2, 40, seed=7)
 
 
 # ---- methods
