@@ -70,7 +70,7 @@ def compared_with(title, name, titles):
         return name
     settings = set(title.split()[1:])
     same = [other for other in titles if other.split()[0] == name and settings >= set(other.split()[1:])]
-    return max(same, key=len, default=None)
+    return max(same, key=lambda other: len(other.split()), default=None)
 
 
 # --at-bits
