@@ -25,6 +25,7 @@ longer list, `runs_whole(config)` tells which of the two to take.
 import os
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -106,6 +107,25 @@ def run(monkeypatch, capsys):
         said = capsys.readouterr()
         return status, said.out, said.err
     return run
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory):
+    """The folder of a random model of one narrow layer, which is loaded and calibrated in no time."""
+    from tinykv import hf
+    from tinykv.model import Llama, LlamaConfig
+    from tinykv.run.cli import EMBEDDED
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("one") / "model"
+    hf.save(Llama(LlamaConfig(1024, 16, 24, 1, 2, 1, 8, 128, bos_token_id=1)), EMBEDDED / "tokenizer.model", folder)
+    return folder
+
+
+@pytest.fixture
+def command(run, one_layer):
+    """A function that runs eval_ppl.py, on the model of one layer unless --model says another."""
+    import eval_ppl
+    return partial(run, eval_ppl, "--model", one_layer)
 
 
 @pytest.hookimpl(wrapper=True)
