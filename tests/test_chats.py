@@ -111,10 +111,11 @@ def test_what_follows_a_chat_does_not_count(tmp_path, tokenizer):
     assert both == pytest.approx((one + other) / 2, rel=1e-5)
 
 
-def test_train_intact_on_chats(tmp_path, run):
+def test_train_intact_on_chats(tmp_path, run, one_layer):
     path = write(tmp_path / "c.jsonl", CHATS * 2)
     command = partial(run, train_intact, "--out", tmp_path / "p.safetensors", "--chats", path, "--samples", "4",
-                      "--windows", "2", "--tokens", "120", "--updates", "1", "--accumulate", "1", "--context", "32")
+                      "--windows", "2", "--tokens", "120", "--updates", "1", "--accumulate", "1", "--context", "32",
+                      "--model", one_layer)
     status, out, err = command()
     assert status == 0 and err == "quantizing weights rtn-3\n" and "trained" in out
     assert (tmp_path / "p.safetensors").exists()

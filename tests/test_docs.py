@@ -37,7 +37,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PROGRAMS = ("python", "pytest", "pip", "hf")  # what a line begins with that is a command
 LONG = ("--method all", "--method antkv", "omniquant", "--outliers", "--bits 4,3,2")  # seconds, on small settings, too
-SMALL = ["--windows", "1", "--calib-windows", "4"]
+SMALL = ["--windows", "1", "--calib-windows", "2", "--context", "128"]
 
 
 def results_script():
@@ -225,6 +225,10 @@ def test_a_wrong_command_is_found(command, workplace):
 
 # ---- names
 
+NAMED = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg", ast.alias: "name",
+         ast.FunctionDef: "name", ast.ClassDef: "name"}
+
+
 @cache
 def index():
     """What the project's code has: (words, flags). words: the names in it, and what its strings say, docstrings left
@@ -235,15 +239,16 @@ def index():
     flags |= {"--" + name.replace("_", "-") for name in flags_of(METHODS)}
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/**/*.py"),
                  ROOT / "tests/conftest.py"]:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         words |= {path.stem, path.parent.name}
-        told = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        told = set()  # docstrings
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):  # a statement before what it holds
             if isinstance(node, ast.arg) and path.parent == ROOT / "docs":  # the settings of a page's own methods
                 flags.add("--" + node.arg.replace("_", "-"))
-            words |= {getattr(node, field) for field in ("id", "attr", "arg", "name")
-                      if isinstance(getattr(node, field, None), str)}
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
+            if isinstance(node, ast.Expr):
+                told.add(node.value)
+            elif type(node) in NAMED:
+                words.add(getattr(node, NAMED[type(node)]))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
                 words |= {node.value, *re.findall(r"[\w-]+", node.value)}
                 flags |= set(re.findall(r"--[a-z][\w-]*", node.value))
     return words, flags
@@ -352,7 +357,7 @@ def test_the_changed_line_of_the_tour_undoes_pfn(tmp_path):
     code = (ROOT / "tinykv/methods/pfn.py").read_text()
     assert code.count(before) == 1
     (tmp_path / "pfn.py").write_text(code.replace(before, after))
-    table = compare(f"rtn,pfn,{tmp_path / 'pfn.py'}:PFN", windows=4, calib_windows=8, context=512)
+    table = compare(f"rtn,pfn,{tmp_path / 'pfn.py'}:PFN", windows=2, calib_windows=2, context=256)
     _, rtn, pfn, changed = [row["ppl"] for row in table]
     assert pfn < 0.5 * rtn and changed > 0.8 * rtn
 

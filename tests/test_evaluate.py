@@ -333,7 +333,7 @@ def quantiles(D):
 def test_intervals_of_95_percent_hold_the_mean_where_draws_matter_and_where_not(C, of_draws, of_windows, rest):
     """With the quantiles of t: two standard errors are too few where few draws make the error. An error over windows
     misses the mean far more often than one in twenty times where draws matter."""
-    n, W = 1500, 16
+    n, W = 600, 16
     rng = torch.Generator().manual_seed(0)
     draws, windows, each = (torch.randn(n, *shape, generator=rng, dtype=torch.float64)
                             for shape in ((C, 1), (1, W), (C, W)))

@@ -389,7 +389,7 @@ def test_what_was_trained_is_what_is_evaluated(training, evaluating, tmp_path):
 def test_the_full_precision_models_own_values_are_what_it_is_trained_for(training, monkeypatch, tmp_path):
     """awq folds scales into the values where each query head has its own KV head; only the quantized model has them."""
     torch.manual_seed(0)
-    hf.save(Llama(LlamaConfig(1024, 32, 48, 2, 4, 4, 8, 128)), EMBEDDED / "tokenizer.model", tmp_path / "model")
+    hf.save(Llama(LlamaConfig(1024, 16, 24, 2, 2, 2, 8, 128)), EMBEDDED / "tokenizer.model", tmp_path / "model")
     given = []
     monkeypatch.setattr(train_intact, "train", lambda full, quantized, texts, exact, state, args: given.append(exact))
     assert training("--model", tmp_path / "model", "--weights", "awq", "--calib-windows", 1)[0] == 0
@@ -477,19 +477,21 @@ OTHERS = [["--lr", 1e-3], ["--seed", 1], ["--w-bits", 4], ["--weights", "gptq"],
           ["--accumulate", 3]]
 
 
-def test_the_state_of_another_run_or_a_damaged_one_is_refused_and_stays(training, monkeypatch, tmp_path, request):
+def test_the_state_of_another_run_or_a_damaged_one_is_refused_and_stays(training, one_layer, monkeypatch, tmp_path,
+                                                                        request):
+    training = partial(training, "--model", one_layer, "--updates", 2)
     path, state = tmp_path / "trained.safetensors", tmp_path / "trained.safetensors.state"
     with monkeypatch.context() as patch:
         Stop(patch, 1)
-        training("--updates", 2)
+        training()
     data = state.read_bytes()
     for words in OTHERS if runs_whole(request.config) else OTHERS[::4]:
-        status, _, err = training("--updates", 2, *words)
+        status, _, err = training(*words)
         assert status == 2 and ".state" in err and err.count("\n") == 2, words  # the first: what it does
         assert state.read_bytes() == data and not path.exists()
     for damaged in (b"", b"my notes", data[:-9], data[:-1] + bytes([data[-1] ^ 1])):
         state.write_bytes(damaged)
-        line = refused(training, "--updates", 2)
+        line = refused(training)
         assert str(state) in line and "tinykv-training" in line and "weights_only" not in line
         assert state.read_bytes() == damaged and not path.exists()
 

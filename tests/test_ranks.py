@@ -65,10 +65,11 @@ def assert_same(files):
     assert one == several
 
 
-def test_two_ranks_give_the_figures_of_one(tmp_path, monkeypatch, capfd):
+def test_two_ranks_give_the_figures_of_one(tmp_path, monkeypatch, capfd, one_layer):
     """With a method that is calibrated twice, and batches that do not divide the windows."""
     files = [tmp_path / "one.json", tmp_path / "two.json"]
-    words = [*SMALL, "--calib-windows", 4, "--method", "kvsink", "--draws", 2, "--windows", 5, "--batch", 2, "--json"]
+    words = ["--model", one_layer, "--context", 32, "--calib-windows", 2, "--method", "kvsink", "--draws", 2,
+             "--windows", 5, "--batch", 2, "--json"]
     monkeypatch.setattr(sys, "argv", ["eval_ppl.py", *map(str, words), str(files[0])])
     eval_ppl.main()
     one = capfd.readouterr().out
