@@ -33,6 +33,7 @@ from tinykv.weights import QUANTIZERS
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--context", "32", "--windows", "2", "--calib-windows", "2"]
+OWN_PFN = "from tinykv.methods.pfn import PFN\n\nclass {}(PFN):\n    pass\n"
 DEFAULT = ["method", "scheme", "keep", "ppl", "delta", "+-", "recall", "true"]  # columns
 KEYS = {"label", "method", "settings", "scheme", "k_bits", "v_bits", "preserve", "protocol", "ppl", "delta_ppl",
         "delta_se", "kld", "top1", "recall", "bits_nominal", "bits_true", "bits_128k", "cache_bytes", "tokens_per_s",
@@ -57,9 +58,14 @@ def refused(command, *words):
     return err
 
 
+def cells(out):
+    """The words of the last table that is printed, whose columns are at least two blanks apart, by line."""
+    return [re.split(" {2,}", line.strip()) for line in out.split("\n\n")[-1].splitlines()]
+
+
 def table(out):
-    """{label: {column: text}} of the printed table, whose columns are at least two blanks apart."""
-    head, *lines = [re.split(" {2,}", line.strip()) for line in out.split("\n\n")[-1].splitlines()]
+    """{label: {column: text}} of the printed table."""
+    head, *lines = cells(out)
     assert all(len(line) == len(head) for line in lines) and len({line[0] for line in lines}) == len(lines)
     return {line[0]: dict(zip(head, line)) for line in lines}
 
@@ -151,7 +157,7 @@ def test_wide_has_all_columns_and_json_goes_to_stdout(command):
 def test_rows_are_compared_window_by_window(command):
     """A row is not compared with itself, and one with no other of its settings with none."""
     _, out, _ = command("--method", "rtn,pfn", "--scheme", "token-dynamic", "--bits", "3,2", "--vs", "rtn", *SMALL)
-    head, *lines = [re.split(" {2,}", line) for line in out.split("\n\n")[-1].splitlines()]
+    head, *lines = cells(out)
     assert head == ["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"]
     assert [line[:2] for line in lines] == [["pfn bits=3", "rtn bits=3"], ["pfn bits=2", "rtn bits=2"]]
     assert re.fullmatch("[012] of 2", lines[0][6])
@@ -178,7 +184,7 @@ def test_the_method_that_readme_shows(command, tmp_path):
 def test_a_row_is_titled_by_the_class_where_that_is_clear(tmp_path, files, classes, titles):
     paths = {file: str(tmp_path / f"{file}.py") for file in files}
     for path, cls in zip(paths.values(), classes):
-        Path(path).write_text(f"from tinykv.methods.pfn import PFN\n\nclass {cls}(PFN):\n    pass\n")
+        Path(path).write_text(OWN_PFN.format(cls))
     methods = [f"{path}:{cls}" for path, cls in zip(paths.values(), classes)]
     entries = entries_of(f"--method pfn,{','.join(methods)}")
     assert list(entries) == ["fp16", "pfn", *[title.format(**paths) for title in titles]]
@@ -297,17 +303,6 @@ def test_what_is_asked_for_decides_what_is_calibrated(command, calibrated, kept)
         assert len(calibrated) == n
 
 
-MINE = """
-from tinykv.codecs import Pair
-from tinykv.methods.base import Method
-
-class Mine(Method):
-    def __init__(self, config):
-        self.codecs = [Pair(*(Own(2, config.head_dim, "token", None, "offset", True) for _ in "kv"))
-                       for _ in range(config.num_hidden_layers)]
-"""
-
-
 def test_tables_of_a_method_are_known_by_its_settings_however_it_was_given(calibrated, kept, one_layer):
     compare = partial(eval_ppl.compare, model=one_layer, context=32, windows=2, calib_windows=2)
     config, found = hf.load_config(one_layer), {}
@@ -343,9 +338,9 @@ def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, 
     text, method, codec, helper = (kept.parent / f"{name}.py" for name in ("text", "own", "its_codec", "its_helper"))
     text.write_text("Balo lives in Eastwick. " * 400)
     helper.write_text("KEEP = 5\n")
-    codec.write_text("from tinykv.codecs.affine import Affine\n\nclass Own(Affine):\n    pass\n")
-    method.write_text(f"from its_codec import Own\nfrom its_helper import KEEP\n{MINE}")
-    words = [*SMALL, "--method", f"{method}:Mine", "--calibration", kept]
+    codec.write_text("from tinykv.codecs.affine import Affine as Own\n")
+    method.write_text(f"from its_codec import Own\nfrom its_helper import KEEP\n{OWN_PFN.format('Mine')}")
+    words = [*SMALL, "--method", f"fp16,{method}:Mine", "--calibration", kept]
 
     def evaluated():
         for module in ("its_codec", "its_helper"):
@@ -397,69 +392,41 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
 
 
 @pytest.mark.parametrize("words, named", [
-    ("--choose always", ["--choose", "--prompt"]),
-    ("--prompt 32", ["--prompt 32", "shorter than a window, 32"]),
+    ("--choose always", ["--choose", "--prompt"]), ("--prompt 32", ["--prompt 32", "shorter than a window, 32"]),
     ("--method intactkv --prefix docs/prompt.txt --prompt 9 --context 64", ["the prefix", "tokens"]),
     ("--method kvsnik", ["kvsnik", "did you mean kvsink?"]),
-    ("--metod rtn", ["--metod", "did you mean --method?"]),
-    ("--contex=64", ["--contex", "did you mean --context?"]),
+    ("--metod rtn", ["--metod", "did you mean --method?"]), ("--contex=64", ["--contex", "did you mean --context?"]),
     ("--method eval_ppl.py", ["eval_ppl.py:Class"]),  # a file without its class
-    ("--method nowhere.py", ["no file nowhere.py"]),
-    ("--method pfn --preserve 65", ["pfn keeps 65", "32"]),
-    ("--method rtn --preserve 5", ["--preserve", "rtn"]),
-    ("--method rtn --bits 2,nan", ["nan"]),
+    ("--method nowhere.py", ["no file nowhere.py"]), ("--method nowhere.py:X", ["no file nowhere.py"]),
+    ("--method pfn --preserve 65", ["pfn keeps 65", "32"]), ("--method rtn --preserve 5", ["--preserve", "rtn"]),
+    ("--method rtn --bits 2,nan", ["nan"]), ("--bits two --method rtn", ["argument --bits"]),
     ("--method rtn --scheme token-static --group-size 5", ["5", "8"]),
     ("--method kvsink --emergence-layer 9 --outlier-channel 1", ["9", "layers"]),
     ("--method pfn --scheme channel-static,kvqant", ["kvqant", "kvquant", "token-static"]),
     ("--method kivi --scheme token-static", ["--scheme", "kivi"]),  # rtn, beside it, takes one
     ("--method rtn --outliers 1", ["--outliers", "rtn"]),  # not a setting of its scheme
     ("--method pfn,kvsink --outliers 0,1 --scheme token-static", ["--outliers", "pfn", "kvsink"]),
-    ("--context 2048", ["2048", "128"]),
+    ("--context 2048", ["2048", "128"]), ("--at-bits nan", ["--at-bits", "nan"]),
     *((f"--{flag} 0", [f"--{flag}", "0"]) for flag in ("windows", "calib-windows", "batch", "prompt")),
-    ("--at-bits nan", ["--at-bits", "nan"]),
-    ("--data nothing.txt", ["nothing.txt", "tales"]),
-    ("--model no/folder", ["no/folder"]),
-    ("--method nowhere.py:X", ["no file nowhere.py"]),
-    ("--method eval_ppl.py:Nothing", ["Nothing", "Method"]),
-    ("--json no/such/folder/out.json --method fp16", ["no/such/folder"]),
-    (f"--method fp16 --data {'x' * 5000}", ["xxx..."]),
-    ("--device cuda:9", ["cuda:9"]),
-    ("--bits two --method rtn", ["argument --bits"]),
-    ("--data line\nbreak.txt", ["line\\nbreak"]),
-])
+    ("--data nothing.txt", ["nothing.txt", "tales"]), ("--data line\nbreak.txt", ["line\\nbreak"]),
+    (f"--method fp16 --data {'x' * 5000}", ["xxx..."]), ("--method eval_ppl.py:Nothing", ["Nothing", "Method"]),
+    ("--model no/folder", ["no/folder"]), ("--device cuda:9", ["cuda:9"]),
+    ("--json no/such/folder/out.json --method fp16", ["no/such/folder"])])
 def test_bad_input_is_one_clear_line(command, monkeypatch, words, named):
     monkeypatch.chdir(ROOT)
-    words = words.split(" ")
-    small = [w for pair in zip(SMALL[::2], SMALL[1::2]) if pair[0] not in words for w in pair]
-    line = refused(command, *words, *small)
+    line = refused(command, *SMALL, *words.split(" "))
     assert len(line) < 1000 and all(name in line for name in named), line
 
 
 OWN = """
-from tinykv.codecs import Pair
-from tinykv.codecs.base import Codec, Codes
-from tinykv.methods.base import CodecMethod, Method
+from tinykv.methods.base import CodecMethod
 
 class Every(CodecMethod):
     def __init__(self, config, every=100, word="a", **scheme):
         super().__init__(config, **scheme)
         self.every, self.preserve = every, every
 
-class Half(Codec):
-    def encode(self, x, ignore=None):
-        return Codes((x / 2).round())
-
-    def decode(self, codes):
-        return codes.packed * 2
-
-class Halves(Method):
-    name = "halves"
-    block = 16
-
-    def __init__(self, config):
-        self.codecs = [Pair(Half(), Half()) for _ in range(config.num_hidden_layers)]
-
-class Bad(Halves):
+class Bad(CodecMethod):
     name = "bad"
 
     def begin(self, cache):
@@ -484,14 +451,16 @@ def test_a_setting_of_ones_own_is_a_flag(command, mine):
 
 
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
-def test_a_method_that_is_written_by_hand(command, mine, protocol):
-    """Nothing but a codec: it has the name that it gives itself, and 16 bits, as it was not told otherwise."""
-    status, out, _ = command("--method", f"{mine}:Halves", "--wide", "--protocol", protocol, *SMALL)
-    row = table(out)["halves"]
+def test_a_method_that_is_written_by_hand(command, protocol):
+    """Nothing but a codec: it has the name of its class, and 16 bits, as it does not say otherwise."""
+    path = ROOT / "tests" / "wrong_methods.py"
+    status, out, _ = command("--method", f"{path}:Silent", "--wide", "--protocol", protocol, *SMALL)
+    row = table(out)["Silent"]
     assert status == 0 and row["bits"] == "16" and float(row["delta"]) != 0
 
 
 def test_a_method_that_fails_is_a_row_and_the_others_go_on(rows_of, mine):
+    """Its row has the name that it gives itself."""
     status, out, rows = rows_of("--method", f"rtn,{mine}:Bad,kivi", "--scheme", "token-dynamic", *SMALL)
     assert status == 1 and {label: bool(row["ppl"]) for label, row in rows.items()} == {
         "fp16": True, "rtn": True, "bad": False, "kivi": True}

@@ -18,10 +18,9 @@ import torch
 from conftest import runs_whole
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_cli import refused
+from test_cli import cells, refused
 from test_weights import D, V, fold, text, tiny
 
-import eval_ppl
 import train_intact
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
@@ -328,21 +327,21 @@ TINY = ["--samples", "8", "--tokens", "64", "--accumulate", "2", "--context", "6
 
 
 @pytest.fixture
-def training(run, tmp_path):
+def training(run, one_layer, tmp_path):
     """Call it with more words: (status, stdout, stderr)."""
-    return partial(run, train_intact, "--out", tmp_path / "trained.safetensors", *TINY)
+    return partial(run, train_intact, "--model", one_layer, "--out", tmp_path / "trained.safetensors", *TINY)
 
 
 @pytest.fixture
-def evaluating(run):
-    return partial(run, eval_ppl, "--context", 64, "--windows", 2)
+def evaluating(command):
+    return partial(command, "--context", 64, "--windows", 2)
 
 
 def losses_in(out):
     """{prefix: [loss, held-out loss, perplexity, KL]} of the printed table."""
-    lines = [re.split(" {2,}", line.strip()) for line in out.split("\n\n")[1].splitlines()]
-    assert lines[0] == ["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"]
-    return {line[1]: [None if x == "-" else float(x) for x in line[2:]] for line in lines[1:]}
+    head, *lines = cells(out)
+    assert head == ["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"]
+    return {line[1]: [None if x == "-" else float(x) for x in line[2:]] for line in lines}
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +352,7 @@ def whole_run(tmp_path_factory):
         patch.setenv("OMP_NUM_THREADS", "1")
         words = ["train_intact.py", "--out", path, *TINY, "--updates", str(UPDATES)]
         done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "" and not Path(f"{path}.state").exists()
+    assert done.returncode == 0 and done.stderr == "quantizing weights rtn-3\n" and not Path(f"{path}.state").exists()
     return content(path), done.stdout
 
 
@@ -459,16 +458,16 @@ class Stop:
 def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_run):
     """Again and again, at any update; in the end the file is that of a run that never was."""
     path, state, done = tmp_path / "trained.safetensors", tmp_path / "trained.safetensors.state", 0
+    training = partial(training, "--model", EMBEDDED, "--updates", UPDATES)
     for after in (1, 4, 6):
         with monkeypatch.context() as patch:
             Stop(patch, after)
-            status, out, err = training("--updates", UPDATES)
-        assert status == 130 and err.strip() == ("train_intact.py: stopped; the same command goes on after the last "
-                                                 "update")
+            status, out, err = training()
+        assert status == 130 and err.endswith("train_intact.py: stopped; the same command goes on after the last update\n")
         assert f"going on after {done} updates" in out if done else "going on" not in out
         done += after
         assert load_tensors(state, train_intact.STATE)[1]["done"] == str(done) and not path.exists()
-    status, out, _ = training("--updates", UPDATES)
+    status, out, _ = training()
     assert status == 0 and "going on after 11 updates" in out and not state.exists()
     assert content(path) == whole_run[0] and [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -477,9 +476,8 @@ OTHERS = [["--lr", 1e-3], ["--seed", 1], ["--w-bits", 4], ["--weights", "gptq"],
           ["--accumulate", 3]]
 
 
-def test_the_state_of_another_run_or_a_damaged_one_is_refused_and_stays(training, one_layer, monkeypatch, tmp_path,
-                                                                        request):
-    training = partial(training, "--model", one_layer, "--updates", 2)
+def test_the_state_of_another_run_or_a_damaged_one_is_refused_and_stays(training, monkeypatch, tmp_path, request):
+    training = partial(training, "--updates", 2)
     path, state = tmp_path / "trained.safetensors", tmp_path / "trained.safetensors.state"
     with monkeypatch.context() as patch:
         Stop(patch, 1)
@@ -510,16 +508,15 @@ def test_a_full_disk_leaves_the_old_state(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("words, named", [
-    (["--samples", "2147483647"], ["windows of", "ask for fewer"]), (["--chats=--"], ["--chats=--"]),
-    (["--calibration", "x.safetensors.state", "--out", "x.safetensors"], ["x.safetensors.state", "another flag"]),
-    (["--out", EMBEDDED / "model.safetensors"], ["model.safetensors", "that this program wrote"]),
-    (["--out", "no/such/folder/x.safetensors"], ["no/such/folder"]), (["--out", "prefix.bin"], ["prefix.bin"]),
-    (["--weights", "rnt"], ["rnt", "awq", "rtn"]), (["--w-bits", "9"], ["2 to 8", "9"]),
-    (["--updates", "0"], ["updates", "0"]), (["--lr", "0"], ["lr", "0"]),
-    (["--tokens", "2048"], ["2048", "1024"]), (["--tokens", "2"], ["2"]),
-])
+    ("--samples 2147483647", ["windows of", "ask for fewer"]), ("--chats=--", ["--chats=--"]),
+    ("--calibration x.safetensors.state --out x.safetensors", ["x.safetensors.state", "another flag"]),
+    (f"--out {EMBEDDED}/model.safetensors", ["model.safetensors", "that this program wrote"]),
+    ("--out no/such/folder/x.safetensors", ["no/such/folder"]), ("--out prefix.bin", ["prefix.bin"]),
+    ("--weights rnt", ["rnt", "awq", "rtn"]), ("--w-bits 9", ["2 to 8", "9"]),
+    ("--updates 0", ["updates", "0"]), ("--lr 0", ["lr", "0"]), ("--tokens 2", ["2"]),
+    ("--tokens 2048", ["2048", "128"])])
 def test_bad_input_of_training_is_one_clear_line(training, tmp_path, words, named):
-    line = refused(training, *words)
+    line = refused(training, *words.split())
     assert all(name in line for name in named), line
     assert not list(tmp_path.iterdir())
 
@@ -528,7 +525,7 @@ def test_bad_input_of_training_is_one_clear_line(training, tmp_path, words, name
 
 def rows_in(out):
     """{(weights, method): {column: text}} of the printed table, without the seconds."""
-    head, *lines = [re.split(" {2,}", line.strip()) for line in out.split("\n\n")[-1].splitlines()]
+    head, *lines = cells(out)
     assert head[:2] == ["weights", "method"] and all(len(line) == len(head) for line in lines)
     return {tuple(line[:2]): dict(zip(head[2:-1], line[2:])) for line in lines}
 
@@ -538,8 +535,8 @@ def test_lists_of_quantizers_and_prefixes(evaluating, tmp_path):
     """A model for each quantizer and number of bits, each prefix filled for each; beside fp16 of the model itself."""
     system, out_json = tmp_path / "system.txt", tmp_path / "out.json"
     system.write_text("Balo lives in")
-    status, out, _ = evaluating("--method", "intactkv", "--weights", "rtn,gptq", "--w-bits", "3,4", "--prefix",
-                                  f"bos,{system}", "--calib-windows", 2, "--wide", "--json", out_json)
+    status, out, _ = evaluating("--model", EMBEDDED, "--method", "intactkv", "--weights", "rtn,gptq", "--w-bits", "3,4",
+                                "--prefix", f"bos,{system}", "--calib-windows", 2, "--wide", "--json", out_json)
     names, kinds = ["rtn-3", "rtn-4", "gptq-3", "gptq-4"], ["fp16", "intactkv prefix=bos", f"intactkv prefix={system}"]
     rows = rows_in(out)
     assert status == 0 and list(rows) == [("-", "fp16"), *((w, m) for w in names for m in kinds)]
@@ -591,20 +588,15 @@ def test_quantized_weights_are_kept_in_the_calibration_file(evaluating, monkeypa
 
 
 @pytest.mark.parametrize("words, named", [
-    (["--weights", "rnt"], ["rnt", "rtn", "awq", "gptq", "omniquant"]),
-    (["--weights", "rtn,"], ["''", "rtn"]),
-    (["--weights", "rtn", "--w-bits", "3,1"], ["2 to 8", "1"]),
-    (["--weights", "rtn", "--w-group-size", "24"], ["24"]),
-    (["--w-bits", "3"], ["--w-bits", "--weights"]),
-    (["--w-group-size", "32"], ["--w-group-size", "--weights"]),
-    (["--prefix", "nothing.txt"], ["nothing.txt"]),
-    (["--prefix", "nothing.safetensors"], ["nothing.safetensors"]),
-    (["--prefix", str(EMBEDDED / "model.safetensors")], ["model.safetensors"]),
-    (["--prefix", str(ROOT / "README.md")], ["64"]),  # longer than a window
-    (["--scheme", "token-static"], ["scheme", "token-dynamic", "token-static"]),
-])
+    ("--weights rnt", ["rnt", "rtn", "awq", "gptq", "omniquant"]), ("--weights rtn,", ["''", "rtn"]),
+    ("--weights rtn --w-bits 3,1", ["2 to 8", "1"]), ("--weights rtn --w-group-size 24", ["24"]),
+    ("--w-bits 3", ["--w-bits", "--weights"]), ("--w-group-size 32", ["--w-group-size", "--weights"]),
+    ("--prefix nothing.txt", ["nothing.txt"]), ("--prefix nothing.safetensors", ["nothing.safetensors"]),
+    (f"--prefix {EMBEDDED}/model.safetensors", ["model.safetensors"]),
+    (f"--prefix {ROOT}/README.md", ["64"]),  # longer than a window
+    ("--scheme token-static", ["scheme", "token-dynamic", "token-static"])])
 def test_bad_input_is_one_clear_line(evaluating, words, named):
-    line = refused(evaluating, *([] if "--method" in words else ["--method", "intactkv"]), *words)
+    line = refused(evaluating, "--method", "intactkv", *words.split())
     assert all(name in line for name in named), line
 
 
