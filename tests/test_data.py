@@ -104,7 +104,7 @@ def test_answers_up_to_the_borders():
 
 
 def test_answers_decode(tokenizer):
-    got = load_windows("tales", tokenizer, 900, 24)
+    got = load_windows("tales", tokenizer, 900, 12)
     known = {story.text[a:b] for story in islice(stories("test"), 100) for _, a, b in story.answers}
     if isinstance(tokenizer, Words):
         known = {tuple(tokenizer.encode(" " + answer)) for answer in known}
@@ -112,7 +112,7 @@ def test_answers_decode(tokenizer):
         for start, end in answers:
             ids = tokens[start:end]
             assert (tuple(ids) if isinstance(tokenizer, Words) else tokenizer.decode(ids).strip()) in known
-    assert sum(map(len, got.answers)) > 10
+    assert sum(map(len, got.answers)) > 5
 
 
 def test_a_tokenizer_without_bos():

@@ -376,21 +376,8 @@ def test_the_debugger_says_what_the_page_says(page):
 
 def test_a_wrong_word_of_the_debugger_is_found():
     """What pdb says now takes the place of what stands in a page, over several blocks."""
-    page = """```console
-$ python -m pdb docs/programs/results.py
-> docs/programs/results.py(...)<module>()
-(Pdb) p 2 + 2
-5
-```
-
-Some prose.
-
-```console
-(Pdb) p 3 + 3
-6
-(Pdb) q
-```
-"""
+    page = ("```console\n$ python -m pdb docs/programs/results.py\n> docs/programs/results.py(...)<module>()\n"
+            "(Pdb) p 2 + 2\n5\n```\n\nSome prose.\n\n```console\n(Pdb) p 3 + 3\n6\n(Pdb) q\n```\n")
     now = results_script().session(page)
     assert '-> """Run the commands' in now
     assert "(Pdb) p 2 + 2\n4\n```\n\nSome prose.\n\n```console\n(Pdb) p 3 + 3\n6\n(Pdb) q\n```\n" in now

@@ -18,7 +18,6 @@ from tinykv.evaluate import FAR, Result, add_predictions, delta_error, measure, 
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons
-from tinykv.run.cli import EMBEDDED
 from tinykv.run.table import figures_of
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -44,12 +43,6 @@ def windows():
 FP16, RTN = METHODS["fp16"](CONFIG), METHODS["rtn"](CONFIG, 2, 2, "token-dynamic")
 
 
-def beside_fp16(model, windows, batch=1):
-    """The figures of fp16, and of rtn beside it."""
-    fp16 = measure(model, FP16, windows, "paper", batch)
-    return {"fp16": fp16, "rtn": measure(model, RTN, windows, "paper", batch, fp16)}
-
-
 def log_probabilities(logits):
     """Plain lists: the log-softmax of a row."""
     top = max(logits)
@@ -67,9 +60,12 @@ def by_hand(model, method, windows, protocol):
     return rows
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_all_figures_against_plain_python(model, windows, batch):
-    found = beside_fp16(model, windows, batch)
+@pytest.mark.parametrize("batch, at_a_time", [(1, 20), (2, 3), (5, 20)])
+def test_all_figures_against_plain_python(model, windows, monkeypatch, batch, at_a_time):
+    """However many windows are read, and however many positions are predicted, at a time."""
+    monkeypatch.setattr("tinykv.evaluate.SLICE", at_a_time * 50)
+    fp16 = measure(model, FP16, windows, "paper", batch)
+    found = {"fp16": fp16, "rtn": measure(model, RTN, windows, "paper", batch, fp16)}
     truth = {name: by_hand(model, m, windows, "paper") for name, m in (("fp16", FP16), ("rtn", RTN))}
     tokens = windows.tokens.tolist()
     for name, result in found.items():
@@ -96,15 +92,6 @@ def test_an_answer_is_right_if_all_of_its_tokens_are():
     hidden, result = torch.eye(5)[[1, 2, 3, 0, 0]][None], Result()  # (1, T, vocab)
     add_predictions(result, model, hidden, None, torch.arange(5)[None], [[(1, 3), (3, 5), (4, 5)]])
     assert (result.right, result.answers) == (1, 3)
-
-
-def test_slices_of_the_vocabulary_change_nothing(model, windows, monkeypatch):
-    whole = beside_fp16(model, windows)
-    monkeypatch.setattr("tinykv.evaluate.SLICE", 3 * 50)  # three positions at a time
-    sliced = beside_fp16(model, windows)
-    for name in whole:
-        assert sliced[name].nll == pytest.approx(whole[name].nll, rel=1e-5)
-        assert sliced[name].right == whole[name].right
 
 
 def kivi(recent=4, v_block=None):
@@ -198,7 +185,7 @@ def test_no_length_flatters_a_method(model, name, settings, protocol):
     method, costs = METHODS[name](CONFIG, **settings), []
     method.block = 8
     for T in range(16, 27):  # more than a block
-        windows = Windows(torch.randint(50, (2, T), generator=torch.Generator().manual_seed(T)), [[], []], "random")
+        windows = Windows(torch.randint(50, (1, T), generator=torch.Generator().manual_seed(T)), [[]], "random")
         costs.append(T * measure(model, method, windows, protocol).bits[0])
     steps = [after - before for before, after in zip(costs, costs[1:])]
     bits = 16 if name == "fp16" else 2 + 4  # of a scale and a zero point in each 8 numbers, 4 a number
@@ -363,7 +350,7 @@ def test_a_row_is_compared_with_the_one_that_shares_most_settings_and_has_no_oth
 
 # ---- for Python and notebooks
 
-SMALL = {"windows": 1, "context": 128, "calib_windows": 1}
+SMALL = {"windows": 1, "context": 64, "calib_windows": 1}
 CELL = """
 from eval_ppl import compare
 from tinykv.methods.base import CodecMethod, first_tokens
@@ -388,10 +375,10 @@ def test_a_cell_of_a_notebook(monkeypatch):
     assert all(row.keys() == table[0].keys() for row in table)
 
 
-def test_compare_returns_the_rows_of_the_command(tmp_path):
+def test_compare_returns_the_rows_of_the_command(one_layer, tmp_path):
     """And is shown as the command prints it; fp16 comes first, and a list is a list."""
     path = tmp_path / "rows.json"
-    table = compare("pfn", bits=3, preserve=[1, 2], plot=None, json=path, **SMALL)
+    table = compare("pfn", one_layer, bits=3, preserve=[1, 2], plot=None, json=path, **SMALL)
     assert table == json.loads(path.read_text())["rows"]
     assert [row["label"] for row in table] == ["fp16", "rtn", "pfn preserve=1", "pfn preserve=2"]
     assert {row["k_bits"] for row in table} == {16, 3}
@@ -400,12 +387,12 @@ def test_compare_returns_the_rows_of_the_command(tmp_path):
     assert comparisons.perplexity(table).axes[0].get_xlabel() == "tokens kept in full precision"
 
 
-def test_compare_takes_a_method_and_a_loaded_model():
-    loaded = hf.load(EMBEDDED)
+def test_compare_takes_a_method_and_a_loaded_model(one_layer):
+    loaded = hf.load(one_layer)
     mine = METHODS["rtn"](loaded[0].config, scheme="token-dynamic")
     mine.name = "mine"
     table = compare(mine, model=loaded, **SMALL)
-    same = compare("rtn", scheme="token-dynamic", **SMALL)
+    same = compare("rtn", one_layer, scheme="token-dynamic", **SMALL)
     assert [row["label"] for row in table] == ["fp16", "mine"] and table[1]["ppl"] == same[1]["ppl"]
 
 
@@ -417,13 +404,8 @@ def test_compare_refuses_what_the_command_refuses(flags, said):
     assert "\n" not in str(caught.value)
 
 
-def test_compare_reads_an_edited_file_anew(tmp_path):
+def test_compare_reads_an_edited_file_anew(one_layer, tmp_path):
     path = tmp_path / "mine.py"
-    labels = []
-    for kept in (1, 2):
-        path.write_text("from tinykv.methods.pfn import PFN\n\nclass Mine(PFN):\n"
-                        f"    def __init__(self, config, preserve={kept}):\n"
-                        "        super().__init__(config, preserve)\n")
-        table = compare(f"{path}:Mine", windows=1, context=64, calib_windows=1)
-        labels.append(table[-1]["preserve"])
-    assert labels == [1, 2]
+    for bits in (1, 2):
+        path.write_text(f"from tinykv.methods.fp16 import FP16\n\nclass Mine(FP16):\n    k_bits = {bits}\n")
+        assert compare(f"{path}:Mine", one_layer, windows=1, context=32)[-1]["k_bits"] == bits

@@ -9,18 +9,8 @@ import pytest
 import torch
 
 import tinykv
-from tinykv import UserError, hf
-from tinykv.files import (
-    CalibrationFile,
-    identity,
-    load_tensors,
-    read_json,
-    read_text,
-    save_tensors,
-    sources,
-    write,
-    write_json,
-)
+from tinykv import UserError, files, hf
+from tinykv.files import CalibrationFile, identity, load_tensors, read_json, read_text, save_tensors, write_json
 from tinykv.methods.registry import METHODS
 from tinykv.run import plots
 from tinykv.run.cli import EMBEDDED
@@ -50,7 +40,7 @@ def test_what_fails_leaves_the_old_file(tmp_path):
         part.write_text("half")
         raise OSError(28, "No space left on device")
     with pytest.raises(UserError, match="No space left"):
-        write(path, fill)
+        files.write(path, fill)
     with pytest.raises(ValueError, match="JSON"):
         write_json(path, {"a": float("nan")})
     assert path.read_text() == "old" and not left_behind(tmp_path)
@@ -171,7 +161,7 @@ def test_a_method_is_known_by_its_class_and_its_settings(change):
 def test_sources_are_all_that_can_change_a_table(tmp_path, monkeypatch):
     """Of the package what computes, and of the user's own all that is loaded from the folder of the class or below."""
     package = Path(tinykv.__file__).parent
-    names = {str(path.relative_to(package)) for path in sources(METHODS["pfn"](hf.load_config(EMBEDDED)))}
+    names = {str(path.relative_to(package)) for path in files.sources(METHODS["pfn"](hf.load_config(EMBEDDED)))}
     assert {"cache.py", "calibrate.py", "model.py", "codecs/affine.py", "methods/base.py", "methods/pfn.py"} < names
     assert not {name for name in names if name.startswith(("run/", "hf/", "analysis/", "evaluate", "files"))}
 
@@ -180,13 +170,14 @@ def test_sources_are_all_that_can_change_a_table(tmp_path, monkeypatch):
     for name in ("below/a_part.py", "a_helper.py", "not_loaded.py"):
         (tmp_path / name).write_text("KEEP = 5\n")
     (tmp_path / "a_method.py").write_text("from a_helper import KEEP\nimport below.a_part\n\nclass Mine:\n    pass\n")
-    own = {path.name for path in sources(importlib.import_module("a_method").Mine()) if package not in path.parents}
+    own = {path.name for path in files.sources(importlib.import_module("a_method").Mine())
+           if package not in path.parents}
     assert own == {"a_method.py", "a_helper.py", "a_part.py"}
 
     cell = type("Cell", (), {"__module__": "__main__"})
     monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))  # a notebook's has no file
     with pytest.raises(UserError, match="Cell stands in no file"):
-        sources(cell())
+        files.sources(cell())
 
 
 def test_a_calibration_file_gives_what_was_put_there(tmp_path):

@@ -463,7 +463,7 @@ def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_r
         with monkeypatch.context() as patch:
             Stop(patch, after)
             status, out, err = training()
-        assert status == 130 and err.endswith("train_intact.py: stopped; the same command goes on after the last update\n")
+        assert status == 130 and err.endswith(": stopped; the same command goes on after the last update\n")
         assert f"going on after {done} updates" in out if done else "going on" not in out
         done += after
         assert load_tensors(state, train_intact.STATE)[1]["done"] == str(done) and not path.exists()
