@@ -84,10 +84,6 @@ def script_of(words):
     return path.with_suffix(".py"), words[3:]
 
 
-def placeholder(words):
-    return any("path/to/" in word for word in words)
-
-
 def real_models():
     """{folder of a command: LlamaConfig}, from the table of shapes in real_models.md."""
     configs = {}
@@ -105,23 +101,16 @@ class Reached(Exception):
 
 def check_words(words, folder):
     """An eval_ppl command as it is written, up to where the model would be loaded; path/to/... stands for a model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)  # where the methods of a page's own are
+    with contextlib.chdir(folder):  # where the methods of a page's own are
         args = flags.parse(words)
-    if args.list_methods:
-        return
-    config = real_models()[Path(args.model).name] if placeholder(words) else hf.load_config(args.model)
-    tokenizer = hf.load_tokenizer(EMBEDDED, hf.load_config(EMBEDDED))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Reached):
-        patch.chdir(folder)
-        patch.setattr(hf, "load_config", lambda folder: config)
-        patch.setattr(hf, "load_tokenizer", lambda folder, config: tokenizer)
-        patch.setattr(hf, "load_model", reached)
-        eval_ppl.evaluate(args)
-
-
-def reached(folder, device, dtype):
-    raise Reached
+        if args.list_methods:
+            return
+        config = real_models()[Path(args.model).name] if "path/to/" in args.model else hf.load_config(args.model)
+        tokenizer = hf.load_tokenizer(EMBEDDED, hf.load_config(EMBEDDED))
+        with (patch.object(hf, "load_config", return_value=config), pytest.raises(Reached),
+              patch.object(hf, "load_tokenizer", return_value=tokenizer),
+              patch.object(hf, "load_model", side_effect=Reached)):
+            eval_ppl.evaluate(args)
 
 
 @pytest.fixture(scope="session")

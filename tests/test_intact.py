@@ -441,17 +441,16 @@ def test_a_gradient_is_the_mean_over_the_texts_of_an_update(training, monkeypatc
         assert (other - found[0]).norm() < 1e-3 * found[0].norm()
 
 
-class Stop:
+def stop(patch, after):
     """Ctrl-C after so many updates."""
-    def __init__(self, monkeypatch, after):
-        self.left, self.update = after, train_intact.State.update
-        monkeypatch.setattr(train_intact.State, "update", lambda state, clip: self(state, clip))
+    update, done = train_intact.State.update, []
 
-    def __call__(self, state, clip):
-        self.update(state, clip)
-        self.left -= 1
-        if not self.left:
+    def and_stop(state, clip):
+        update(state, clip)
+        done.append(state)
+        if len(done) == after:
             raise KeyboardInterrupt
+    patch.setattr(train_intact.State, "update", and_stop)
 
 
 @pytest.mark.whole
@@ -461,7 +460,7 @@ def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_r
     training = partial(training, "--model", EMBEDDED, "--updates", UPDATES)
     for after in (1, 4, 6):
         with monkeypatch.context() as patch:
-            Stop(patch, after)
+            stop(patch, after)
             status, out, err = training()
         assert status == 130 and err.endswith(": stopped; the same command goes on after the last update\n")
         assert f"going on after {done} updates" in out if done else "going on" not in out
@@ -480,7 +479,7 @@ def test_the_state_of_another_run_or_a_damaged_one_is_refused_and_stays(training
     training = partial(training, "--updates", 2)
     path, state = tmp_path / "trained.safetensors", tmp_path / "trained.safetensors.state"
     with monkeypatch.context() as patch:
-        Stop(patch, 1)
+        stop(patch, 1)
         training()
     data = state.read_bytes()
     for words in OTHERS if runs_whole(request.config) else OTHERS[::4]:
