@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -91,9 +92,7 @@ def test_kvsink_is_shown_beside_what_it_is_compared_with(command):
 
 
 def test_the_heading_comes_before_calibration(command, monkeypatch):
-    def stop(*_):
-        raise UserError("stopped")
-    monkeypatch.setattr(eval_ppl, "calibrate_all", stop)
+    monkeypatch.setattr(eval_ppl, "calibrate_all", Mock(side_effect=UserError("stopped")))
     status, out, _ = command("--method", "pfn", *SMALL)
     assert status == 2 and [line.split()[0] for line in out.splitlines()] == ["model", "data"]
 
@@ -103,8 +102,7 @@ def test_a_table_of_minutes_begins_with_an_estimate(command, monkeypatch, second
     """Every batch takes so many seconds: two of fp16, and two for each of two calibrations of rtn and of pfn."""
     now = iter(100 + seconds * i for i in range(100))
     monkeypatch.setattr(table_of_rows, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    status, _, err = command("--method", "rtn,pfn", "--draws", "2", "--windows", "4", "--batch", "2", "--context", "64",
-                             "--calib-windows", "1")
+    status, _, err = command("--method", "rtn,pfn", "--draws", "2", *SMALL, "--windows", "4", "--batch", "2")
     lines = err.splitlines()
     at = [i for i, line in enumerate(lines) if "minutes" in line]
     assert status == 0 and at == ([lines.index("evaluating fp16") + 1] if said else [])
@@ -556,9 +554,7 @@ def test_an_error_is_one_line_in_a_notebook():
     (MemoryError(), 2, ".*memory"), (ModuleNotFoundError("No module named 'triton'"), 2, ".*pip install -r"),
     (KeyboardInterrupt(), 130, None)])
 def test_what_the_machine_lacks_and_ctrl_c_are_one_line(command, monkeypatch, error, status, said):
-    def fail(*_):
-        raise error
-    monkeypatch.setattr(eval_ppl, "evaluate", fail)
+    monkeypatch.setattr(eval_ppl, "evaluate", Mock(side_effect=error))
     wanted = rf"eval_ppl\.py: error: {said}.*\n" if said else r"\neval_ppl\.py: stopped\n"
     found, _, err = command("--method", "rtn")
     assert found == status and re.fullmatch(wanted, err), err
@@ -603,33 +599,31 @@ def test_every_attention_prints_the_same_table(command, attention):
 
 # ---- draws of the calibration
 
-CODEBOOKS = {"vq": "d8m4", "sensitivity": "token"}  # calibrated on 64 windows, and others on 16
-
-
 @pytest.fixture(scope="module")
 def by_hand(one_layer):
-    """{name: a Result of each of two draws} of fp16, pfn and cq on two windows of 16 tokens, calibrated on two parts of
-    a stream."""
+    """{label: a Result of each of two draws} on two windows of 16 tokens, calibrated on two parts of a stream: by
+    default on 16 windows, and cq with weights on 64."""
     model, tokenizer = hf.load(one_layer)
     test = load_windows("tales", tokenizer, 16, 2)
     stream = load_windows("tales", tokenizer, 16, 128, "calibration").tokens
     fp16 = measure(model, METHODS["fp16"](model.config), test)
     found = {"fp16": [fp16, fp16]}
-    for name, n, settings in (("pfn", 16, {}), ("cq", 64, CODEBOOKS)):
-        found[name] = []
+    for label, n in ("pfn", 16), ("cq sensitivity=none", 16), ("cq sensitivity=token", 64):
+        name, *settings = label.split()
+        settings = {"vq": "d8m4", "sensitivity": settings[0].partition("=")[2]} if settings else {}
+        found[label] = []
         for draw, windows in enumerate([stream[:n], stream[n:2 * n]]):
             method = METHODS[name](model.config, **settings)
             calibrate(model, method, windows, seed=draw)
-            found[name].append(measure(model, method, test, fp16=fp16))
+            found[label].append(measure(model, method, test, fp16=fp16))
     return found
 
 
 @pytest.mark.parametrize("draws", [1, 2])
 def test_draws_are_calibrations_by_hand(rows_of, tmp_path, by_hand, draws):
     """On parts of a stream that share no window, as many windows as each method asks for. One draw is the first."""
-    words = [f"--{name}={value}" for name, value in CODEBOOKS.items()]
-    status, out, rows = rows_of("--method", "pfn,cq", *words, "--context", "16", "--windows", "2", "--draws", draws,
-                                "--vs", "pfn")
+    status, out, rows = rows_of("--method", "pfn,cq", "--vq", "d8m4", "--sensitivity", "none,token", "--context", "16",
+                                "--windows", "2", "--draws", draws, "--vs", "pfn")
     said = ["one calibration: +- and t are over windows",
             "2 calibrations, each on text of its own: means; +- and t are over draws and windows"]
     assert status == 0 and said[draws - 1] in out.splitlines()
@@ -638,40 +632,34 @@ def test_draws_are_calibrations_by_hand(rows_of, tmp_path, by_hand, draws):
     for name, row in rows.items():
         results = by_hand[name][:draws]
         nll = [result.nll for result in results]
-        targets, cells = 15, 2 * draws  # targets of a window
+        targets, n = 15, 2 * draws  # targets of a window, windows of all draws
         assert row["window_nll"] == nll
         assert row["window_kl"] == [[kl / targets for kl in result.kl] for result in results]
-        assert row["ppl"] == pytest.approx(math.exp(sum(map(sum, nll)) / cells), rel=1e-12)
+        assert row["ppl"] == pytest.approx(math.exp(sum(map(sum, nll)) / n), rel=1e-12)
         assert row["delta_ppl"] == row["ppl"] - rows["fp16"]["ppl"]
         assert row["delta_se"] == delta_error(nll, exact)
-        assert row["kld"] == pytest.approx(sum(sum(result.kl) for result in results) / (cells * targets))
-        assert row["top1"] == sum(result.agree for result in results) / (cells * targets)
-        assert row["bits_true"] == pytest.approx(sum(sum(result.bits) for result in results) / cells)
+        assert row["kld"] == pytest.approx(sum(sum(result.kl) for result in results) / (n * targets))
+        assert row["top1"] == sum(result.agree for result in results) / (n * targets)
+        assert row["bits_true"] == pytest.approx(sum(sum(result.bits) for result in results) / n)
     # --vs: t of the loss and of KL
-    difference, error, t, better = paired(*(rows[name]["window_nll"] for name in ("cq", "pfn")))
-    line = [line for line in out.splitlines() if re.match("cq +pfn ", line)][0].split()[2:]
-    _, _, t_of_kl, _ = paired(*(rows[name]["window_kl"] for name in ("cq", "pfn")))
-    assert line == [f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{t_of_kl:+.1f}", str(better), "of", f"{cells}"]
+    difference, error, t, better = paired(row["window_nll"], rows["pfn"]["window_nll"])
+    _, _, t_of_kl, _ = paired(row["window_kl"], rows["pfn"]["window_kl"])
+    assert cells(out)[-1] == [name, "pfn", f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{t_of_kl:+.1f}",
+                              f"{better} of {n}"]
 
 
 def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, one_layer, calibrated, monkeypatch):
     """And each codec's k-means has the draw as its seed."""
-    path, seeds = tmp_path / "text.txt", {}
+    path, modules = tmp_path / "text.txt", (clipped, codebook, nonuniform)
     path.write_text("Vehul Ravfield. Vehul owl. Mara Norton. " * 400)
-
-    def seeded(name, kmeans):
-        def record(*given, **settings):
-            seeds.setdefault(name, []).append(settings["seed"])
-            return kmeans(*given, **settings)
-        return record
-    for module in (clipped, codebook, nonuniform):
-        monkeypatch.setattr(module, "kmeans", seeded(module.__name__, module.kmeans))
+    for module in modules:
+        monkeypatch.setattr(module, "kmeans", Mock(wraps=module.kmeans))
     words = ["--method", "skvq,cq,kvquant", "--vq", "d8m4", "--data", path, "--draws", "2", *SMALL]
     assert command(*words)[0] == 0
     _, tokenizer = hf.load(one_layer)
     stream = load_windows(str(path), tokenizer, 32, 4, "calibration").tokens
     assert [windows.tolist() for windows in calibrated.windows] == [part.tolist() for part in stream.split(2)] * 3
-    assert len(seeds) == 3 and all(set(found) == {0, 1} for found in seeds.values())
+    assert [{call.kwargs["seed"] for call in module.kmeans.call_args_list} for module in modules] == [{0, 1}] * 3
     assert "--draws must be at least 1" in refused(command, *words, "--draws", "0")
     assert "1000 windows need" in refused(command, *words, "--draws", "500")
 
@@ -699,15 +687,7 @@ def test_a_draw_that_fails_fails_its_row(rows_of, monkeypatch):
         assert rows[name]["window_nll"][0] == rows[name]["window_nll"][1]
 
 
-# ---- the number of calibration windows, and tables at equal true bits
-
-def test_each_method_sees_the_windows_that_it_asks_for(command, calibrated):
-    """By default rtn 16, cq without weights 16, and with them 64: the first ones of the same text."""
-    assert command("--method", "rtn,cq", "--vq", "d8m4", "--sensitivity", "none,token", "--context", "16",
-                   "--windows", "1")[0] == 0
-    assert calibrated == ["RTN", "CQ", "CQ"] and [len(windows) for windows in calibrated.windows] == [16, 16, 64]
-    assert all(windows.equal(calibrated.windows[-1][:len(windows)]) for windows in calibrated.windows)
-
+# ---- tables at equal true bits
 
 def test_methods_at_equal_true_bits():
     def row(label, bits, ppl, kld, tables, **more):
