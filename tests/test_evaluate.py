@@ -50,14 +50,37 @@ def log_probabilities(logits):
     return [x - total for x in logits]
 
 
-def by_hand(model, method, windows, protocol):
-    """Per window, per target: the log-probabilities of every token."""
+def figures_by_hand(logits, reference, tokens, answers, start):
+    """Of one window: mean loss, sum of KL and predictions that agree with fp16's over targets, answers got right.
+
+    logits (T, vocab), and fp16's as reference; tokens: a list.
+    """
+    own, exact = ([log_probabilities(row) for row in rows.double().tolist()] for rows in (logits, reference))
+    best, best_exact = ([row.index(max(row)) for row in rows] for rows in (own, exact))
+    targets = range(start, len(tokens))
+    nll = -sum(own[t - 1][tokens[t]] for t in targets) / len(targets)
+    kl = sum(math.exp(p) * (p - q) for t in targets for p, q in zip(exact[t - 1], own[t - 1]))
+    agree = sum(best[t - 1] == best_exact[t - 1] for t in targets)
+    return nll, kl, agree, sum(all(best[i - 1] == tokens[i] for i in range(a, b)) for a, b in answers)
+
+
+def assert_by_hand(result, runs, method, model, windows):
+    """The figures of a method, and of the model that it runs on, beside fp16 on `model`: one token at a time."""
     rows = []
-    for window in windows.tokens:
+    for window, answers in zip(windows.tokens, windows.answers):
         with torch.no_grad():
-            logits = model(window[None], KVCache(model, method, protocol))[0]
-        rows.append([log_probabilities(row) for row in logits[:-1].double().tolist()])
-    return rows
+            exact = model(window[None], KVCache(model, METHODS["fp16"](model.config)))[0]
+            own = runs(window[None], KVCache(runs, method, "paper"))[0]
+        own = torch.cat([exact[:len(exact) - len(own)], own])  # at a prefix's positions fp16 predicts
+        rows.append(figures_by_hand(own, exact, window.tolist(), answers, windows.start))
+    nll, kl, agree, right = zip(*rows)
+    assert result.nll == pytest.approx(nll, rel=1e-4)
+    assert result.ppl == pytest.approx(math.exp(sum(nll) / len(rows)), rel=1e-4)
+    assert sum(result.kl) == pytest.approx(sum(kl), rel=1e-3, abs=1e-4)
+    assert (result.agree, result.right) == (sum(agree), sum(right))
+    n_windows, T = windows.tokens.shape
+    assert (result.answers, result.tokens) == (sum(map(len, windows.answers)), n_windows * T)
+    assert result.targets == n_windows * (T - windows.start)
 
 
 @pytest.mark.parametrize("batch, at_a_time", [(1, 20), (2, 3), (5, 20)])
@@ -65,25 +88,11 @@ def test_all_figures_against_plain_python(model, windows, monkeypatch, batch, at
     """However many windows are read, and however many positions are predicted, at a time."""
     monkeypatch.setattr("tinykv.evaluate.SLICE", at_a_time * 50)
     fp16 = measure(model, FP16, windows, "paper", batch)
-    found = {"fp16": fp16, "rtn": measure(model, RTN, windows, "paper", batch, fp16)}
-    truth = {name: by_hand(model, m, windows, "paper") for name, m in (("fp16", FP16), ("rtn", RTN))}
-    tokens = windows.tokens.tolist()
-    for name, result in found.items():
-        losses, kl, agree, right = [], 0.0, 0, 0
-        for w, rows in enumerate(truth[name]):
-            losses.append(-sum(row[tokens[w][t + 1]] for t, row in enumerate(rows)) / len(rows))
-            best = [max(range(50), key=row.__getitem__) for row in rows]
-            for t, (p, q) in enumerate(zip(truth["fp16"][w], rows)):
-                kl += sum(math.exp(a) * (a - b) for a, b in zip(p, q))
-                agree += best[t] == max(range(50), key=p.__getitem__)
-            right += sum(all(best[i - 1] == tokens[w][i] for i in range(a, b)) for a, b in windows.answers[w])
-        mean = sum(losses) / 5
-        assert result.ppl == pytest.approx(math.exp(mean), rel=1e-4)
-        assert sum(result.kl) == pytest.approx(kl, rel=1e-3, abs=1e-4)
-        assert (result.agree, result.right, result.answers) == (agree, right, 5)
-        assert result.targets == 5 * 20 and result.tokens == 5 * 21
-    assert sum(found["rtn"].kl) > 0.1  # the two methods do differ
-    assert found["fp16"].hidden and not found["rtn"].hidden  # memory: states are kept of one method
+    rtn = measure(model, RTN, windows, "paper", batch, fp16)
+    assert_by_hand(fp16, model, FP16, model, windows)
+    assert_by_hand(rtn, model, RTN, model, windows)
+    assert sum(rtn.kl) > 0.1  # the two methods do differ
+    assert fp16.hidden and not rtn.hidden  # memory: states are kept of one method
 
 
 def test_an_answer_is_right_if_all_of_its_tokens_are():

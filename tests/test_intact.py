@@ -6,7 +6,6 @@ random and tiny, except where the commands run.
 import copy
 import dataclasses
 import json
-import math
 import re
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from conftest import runs_whole
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_cli import cells, refused
-from test_weights import D, V, fold, text, tiny
+from test_evaluate import assert_by_hand
+from test_weights import D, fold, text, tiny
 
 import train_intact
 from tinykv import UserError, hf
@@ -127,20 +127,6 @@ def test_a_stream_in_chunks_is_one_token_at_a_time(n, recent):
 
 # ---- the evaluator
 
-def losses_by_hand(model, reference, tokens, answers, n, start):
-    """Of one window: mean loss and sum of KL over targets, answers got right.
-
-    reference: logits (T, V) of fp16; model: logits (T - n, V) of the tokens after a prefix.
-    """
-    found = torch.cat([reference[:n], model]).double().log_softmax(-1).tolist()
-    truth = reference.double().log_softmax(-1).tolist()
-    targets = range(start, len(tokens))
-    nll = -sum(found[t - 1][tokens[t]] for t in targets) / len(targets)
-    kl = sum(math.exp(p) * (p - q) for t in targets for p, q in zip(truth[t - 1], found[t - 1]))
-    best = [max(range(V), key=row.__getitem__) for row in found]
-    return nll, kl, sum(all(best[i - 1] == tokens[i] for i in range(a, b)) for a, b in answers)
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("n, start", [(1, 1), (3, 1), (3, 3), (1, 4)])
 @pytest.mark.parametrize("batch", [1, 3])
@@ -149,26 +135,13 @@ def test_figures_of_a_quantized_model_with_a_prefix(n, start, batch):
     model = tiny(2)
     coded = quantize(model, RTNWeights(3, 16))
     windows = Windows(begun(n, 21, batch=3), [[(5, 7), (10, 11)], [(20, 21)], [(4, 5)]], "random", start)
-    methods = {"fp16": FP16(model.config), "rtn": FP16(model.config),
-               "intact": IntactKV(model.config, prefix_of(model, n, coded))}
-    models = {"rtn": coded, "intact": coded}
-    found = {"fp16": measure(model, methods["fp16"], windows, "paper", batch)}
-    for name, runs in models.items():
-        found[name] = measure(runs, methods[name], windows, "paper", batch, found["fp16"])
-    with torch.no_grad():
-        for name, method in methods.items():
-            figures, runs = [], models.get(name, model)
-            for tokens, answers in zip(windows.tokens, windows.answers):
-                reference = model(tokens[None], KVCache(model, methods["fp16"], "paper"))[0]
-                cache = KVCache(runs, method, "paper")
-                own = runs(tokens[None], cache)[0]
-                figures.append(losses_by_hand(own, reference, tokens.tolist(), answers, 21 - len(own), start))
-            nll, kl, right = zip(*figures)
-            assert found[name].nll == pytest.approx(nll, rel=1e-4)
-            assert sum(found[name].kl) == pytest.approx(sum(kl), rel=1e-3, abs=1e-4)
-            assert (found[name].right, found[name].answers) == (sum(right), 4)
-            assert found[name].targets == 3 * (21 - start)
-    assert sum(found["intact"].kl) != pytest.approx(sum(found["rtn"].kl), rel=1e-2)
+    fp16, intact = FP16(model.config), IntactKV(model.config, prefix_of(model, n, coded))
+    exact = measure(model, fp16, windows, "paper", batch)
+    rough, found = (measure(coded, method, windows, "paper", batch, exact) for method in (fp16, intact))
+    assert_by_hand(exact, model, fp16, model, windows)
+    assert_by_hand(rough, coded, fp16, model, windows)
+    assert_by_hand(found, coded, intact, model, windows)
+    assert sum(found.kl) != pytest.approx(sum(rough.kl), rel=1e-2)
 
 
 @pytest.fixture(scope="module")
