@@ -22,6 +22,7 @@ common with the lengths of the lists, every value of every list still occurs:
 Hypothesis draws 20 examples where a test does not say how many, and 60 under --whole. Where the default is a part of a
 longer list, `runs_whole(config)` tells which of the two to take.
 """
+import json
 import os
 import sys
 from collections import Counter
@@ -126,6 +127,16 @@ def command(run, one_layer):
     """A function that runs eval_ppl.py, on the model of one layer unless --model says another."""
     import eval_ppl
     return partial(run, eval_ppl, "--model", one_layer)
+
+
+@pytest.fixture
+def rows_of(command, tmp_path):
+    """The same, with --json: (status, stdout, {label: row})."""
+    def rows_of(*words):
+        path = tmp_path / "rows.json"
+        status, out, _ = command(*words, "--json", path)
+        return status, out, {row["label"]: row for row in json.loads(path.read_text())["rows"]}
+    return rows_of
 
 
 @pytest.hookimpl(wrapper=True)

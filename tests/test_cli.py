@@ -41,16 +41,6 @@ KEYS = {"label", "method", "settings", "scheme", "k_bits", "v_bits", "preserve",
         "seconds", "offline_bytes", "windows", "window_nll", "window_kl"}
 
 
-@pytest.fixture
-def rows_of(command, tmp_path):
-    """A function that runs the command: (status, what it prints, {label: row of its JSON})."""
-    def rows_of(*words):
-        path = tmp_path / "rows.json"
-        status, out, _ = command(*words, "--json", path)
-        return status, out, {row["label"]: row for row in json.loads(path.read_text())["rows"]}
-    return rows_of
-
-
 def refused(command, *words):
     """The one line with which the command refuses."""
     status, _, err = command(*words)

@@ -5,6 +5,7 @@ their tables.
 import ast
 import contextlib
 import doctest
+import glob
 import importlib.util
 import io
 import json
@@ -246,11 +247,7 @@ def index():
 @cache
 def files():
     """The names of all files, hidden folders left out."""
-    names = set()
-    for _, folders, here in os.walk(ROOT):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        names.update(here)
-    return names
+    return {os.path.basename(path) for path in glob.glob("**", root_dir=ROOT, recursive=True)}
 
 
 def missing(span, own=()):

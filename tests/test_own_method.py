@@ -116,16 +116,10 @@ def test_the_suite_stops_at_the_first_failure(name):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_methods_pass(name):
-    status, out = run("--method", f"{OWN}:{name}")
-    assert status == 0, out
-
-
-@pytest.mark.whole
-def test_the_method_of_the_tour_passes(tmp_path):
-    (tmp_path / "heavy.py").write_text(TOUR)
-    status, out = run("--method", f"{tmp_path / 'heavy.py'}:HeavyHitters")
+@pytest.mark.parametrize("file, name", [*((OWN, name) for name in RIGHT), ("tour", "HeavyHitters")])
+def test_right_methods_pass(file, name, tmp_path):
+    (tmp_path / "tour.py").write_text(TOUR)
+    status, out = run("--method", f"{OWN if file == OWN else tmp_path / 'tour.py'}:{name}")
     assert status == 0, out
 
 

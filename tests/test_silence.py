@@ -1,5 +1,4 @@
 """Nothing wrong in silence: what is not finite, not of the right shape, or damaged ends in one line, never in a row."""
-import json
 import shutil
 
 import pytest
@@ -158,16 +157,12 @@ def test_a_setting_that_is_called_as_a_flag_is_refused(command, tmp_path, name):
 # ---- bits over all windows
 
 @pytest.mark.whole
-def test_bits_are_means_over_windows(command, tmp_path):
+def test_bits_are_means_over_windows(rows_of):
     """KVQuant's outliers differ by window: three windows in one batch hold what they hold one by one."""
-    found = []
-    for batch in ("1", "3"):
-        path = tmp_path / f"{batch}.json"
-        command("--method", "kvquant", "--context", 64, "--windows", 3, "--calib-windows", 1, "--batch", batch,
-                "--json", path)
-        found.append(json.loads(path.read_text())["rows"][-1])
-    assert found[0]["bits_true"] == pytest.approx(found[1]["bits_true"], rel=1e-12)
-    assert found[0]["bits_128k"] == pytest.approx(found[1]["bits_128k"], rel=1e-12)
+    words = ["--model", EMBEDDED, "--method", "kvquant", *TINY, "--windows", 3]
+    one, other = (rows_of(*words, "--batch", batch)[2]["kvquant"] for batch in (1, 3))
+    for name in ("bits_true", "bits_128k"):
+        assert one[name] == pytest.approx(other[name], rel=1e-12)
 
 
 # ---- learned files
