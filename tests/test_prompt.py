@@ -221,9 +221,10 @@ def test_of_a_prompt_the_prefix_is_cut_off_and_of_what_follows_nothing(model, pr
     KVSink(CONFIG, 2, "prompt", EMERGENCE, CHANNEL, scheme="token-dynamic", block=5)],
     ids=["kivi", "kivi v_block", "ott", "kvsink always", "kvsink prompt"])
 def test_the_evaluator_reads_a_prompt_and_then_what_single_tokens_read(model, method, prompt, protocol):
+    T = 30
     tokens = torch.randint(29, (2, T), generator=torch.Generator().manual_seed(5))
-    windows = Windows(tokens, [[(2, 3), (35, 36)], []], "random").predicted_from(prompt)
-    assert (windows.start, windows.answers) == (prompt, [[(35, 36)], []])
+    windows = Windows(tokens, [[(2, 3), (25, 26)], []], "random").predicted_from(prompt)
+    assert (windows.start, windows.answers) == (prompt, [[(25, 26)], []])
     found = measure(model, method, windows, protocol, batch=2, prompt=prompt)
     assert (found.targets, found.answers) == (2 * (T - prompt), 1)
     cache, losses = KVCache(model, method, protocol, prompt), torch.zeros(2, dtype=torch.float64)
