@@ -7,8 +7,6 @@ import copy
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -317,27 +315,15 @@ def losses_in(out):
     return {line[1]: [None if x == "-" else float(x) for x in line[2:]] for line in lines}
 
 
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
-    """What UPDATES end in, and what was said."""
-    path = tmp_path_factory.mktemp("whole") / "trained.safetensors"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        words = ["train_intact.py", "--out", path, *TINY, "--updates", str(UPDATES)]
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "quantizing weights rtn-3\n" and not Path(f"{path}.state").exists()
-    return content(path), done.stdout
-
-
 def content(path):
     """Everything in a safetensors file, to the last bit."""
     with safe_open(path, "pt") as file:
         return file.metadata(), {key: (str(t.dtype), t.tolist()) for key in file.keys() for t in [file.get_tensor(key)]}
 
 
-@pytest.mark.whole  # forty updates, in a process of its own
-def test_training_lowers_the_loss(whole_run):
-    _, out = whole_run
+@pytest.mark.whole  # forty updates
+def test_training_lowers_the_loss(training):
+    _, out, _ = training("--model", EMBEDDED, "--updates", UPDATES)
     losses = losses_in(out)
     assert list(losses) == ["-", "none", "exact", "trained"]
     assert losses["trained"][0] < losses["exact"][0] < losses["none"][0]
@@ -427,10 +413,12 @@ def stop(patch, after):
 
 
 @pytest.mark.whole
-def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_run):
+def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path):
     """Again and again, at any update; in the end the file is that of a run that never was."""
+    training, whole = partial(training, "--updates", UPDATES), tmp_path / "whole" / "trained.safetensors"
+    whole.parent.mkdir()
+    assert training("--out", whole)[0] == 0 and not Path(f"{whole}.state").exists()
     path, state, done = tmp_path / "trained.safetensors", tmp_path / "trained.safetensors.state", 0
-    training = partial(training, "--model", EMBEDDED, "--updates", UPDATES)
     for after in (1, 4, 6):
         with monkeypatch.context() as patch:
             stop(patch, after)
@@ -441,7 +429,7 @@ def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path, whole_r
         assert load_tensors(state, train_intact.STATE)[1]["done"] == str(done) and not path.exists()
     status, out, _ = training()
     assert status == 0 and "going on after 11 updates" in out and not state.exists()
-    assert content(path) == whole_run[0] and [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert content(path) == content(whole) and {p.name for p in tmp_path.iterdir()} == {path.name, "whole"}
 
 
 OTHERS = [["--lr", 1e-3], ["--seed", 1], ["--w-bits", 4], ["--weights", "gptq"], ["--samples", 9], ["--clip", 1],
