@@ -1,6 +1,8 @@
 """Chats with a response mask: the mask is the answers, as the tokenizer says again; and a loss of answers alone."""
 import json
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import pytest
 import torch
@@ -36,12 +38,7 @@ def tokenizer():
 
 def runs(ids, mask):
     """[(True or False, ids)]: neighbours of one mask together."""
-    found = []
-    for i, m in zip(ids, mask):
-        if not found or found[-1][0] != m:
-            found.append((m, []))
-        found[-1][1].append(i)
-    return found
+    return [(m, [i for i, _ in pairs]) for m, pairs in groupby(zip(ids, mask), key=itemgetter(1))]
 
 
 @pytest.mark.parametrize("key", ["conversations", None])

@@ -24,13 +24,18 @@ CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hi
                      num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
 
 
-@pytest.fixture(scope="module")
-def model():
+def random_model(config):
+    """With weights so large that tokens differ."""
     torch.manual_seed(0)
-    model = Llama(CONFIG)
+    model = Llama(config)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4) if p.dim() == 2 else None
     return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(CONFIG)
 
 
 @pytest.fixture(scope="module")

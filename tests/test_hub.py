@@ -15,7 +15,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from test_checkpoint import PIECES, same, tiny, told
-from test_data import Letters
+from test_data import Letters, spelled
 
 from tinykv import UserError, hf
 from tinykv.data import load_windows
@@ -143,8 +143,8 @@ def shard(texts, tail=b""):
     return gzip.compress(b"".join(json.dumps({"text": t, "url": "u"}).encode() + b"\n" for t in texts) + tail)
 
 
-def text_of(*args, **kwargs):
-    return Letters().decode(load_windows(*args, **kwargs, bos="none").tokens.flatten().tolist())
+def text_of(*arguments):
+    return spelled(load_windows(*arguments, bos="none"))
 
 
 def test_wikitext2(hub, monkeypatch):

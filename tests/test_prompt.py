@@ -8,6 +8,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from test_evaluate import random_model
 
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.codecs import Pair
@@ -20,7 +21,7 @@ from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.methods.kivi import KIVI
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.ott import OTT
-from tinykv.model import Llama, LlamaConfig
+from tinykv.model import LlamaConfig
 
 T, D, H, HKV, WIDTH, L = 40, 12, 2, 1, 4, 3
 CONFIG = LlamaConfig(29, D, 24, L, H, HKV, WIDTH, 128)
@@ -193,12 +194,7 @@ def test_the_prompt_is_the_first_forward():
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    model = Llama(CONFIG).double()
-    for p in model.parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.4)
-    return model.eval()
+    return random_model(CONFIG).double()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
