@@ -261,15 +261,19 @@ def double(sharing, n):
     return model, coded, begun(n, 17, batch=3)
 
 
-@pytest.mark.parametrize("sharing, n", [(1, 1), (2, 4), (4, 3)])
-def test_the_loss_is_the_mean_of_what_blocks_are_off_by(sharing, n):
-    """With each model's own rows both are as if they had read the whole text in one forward."""
+@pytest.mark.parametrize("sharing, n, some", [(1, 1, False), (2, 4, False), (4, 3, False), (1, 1, True), (2, 4, True)])
+def test_the_loss_is_the_mean_of_what_blocks_are_off_by(sharing, n, some):
+    """With each model's own rows both are as if they had read the whole text in one forward. Eq. 2 of each text over
+    its own tokens that count, all or some of them, then the mean over texts."""
     model, coded, tokens = double(sharing, n)
-    found = block_loss(model, coded, tokens[:, n:], own_rows(model, IDS[:n]), own_rows(coded, IDS[:n])).item()
+    counts = torch.rand(3, 17 - n, generator=torch.Generator().manual_seed(0)) < (0.4 if some else 1)
+    counts[:, 2] = True
+    exact, rows = own_rows(model, IDS[:n]), own_rows(coded, IDS[:n])
+    found = block_loss(model, coded, tokens[:, n:], exact, rows, counts if some else None).item()
     pairs = list(zip(block_outputs(model, tokens, n), block_outputs(coded, tokens, n)))
     assert len(pairs) == 2 and pairs[0][0].shape == (3, 17 - n, D)
-    assert found == pytest.approx(sum(((a - b) ** 2).mean().item() for a, b in pairs) / 2, rel=1e-5)
-    exact = own_rows(model, IDS[:n])
+    errors = [(a[i] - b[i])[counts[i]].square().mean().item() for a, b in pairs for i in range(3)]
+    assert found == pytest.approx(sum(errors) / 6, rel=1e-5)
     assert block_loss(model, model, tokens[:, n:], exact, exact).item() == 0
     assert block_loss(model, coded, tokens[:, n:], exact, exact).item() != pytest.approx(found, rel=1e-3)
 
