@@ -1,4 +1,4 @@
-"""Chats with a response mask: the mask is the answers, as the tokenizer says again; what is filled up does not count."""
+"""Chats with a response mask: the mask is the answers, as the tokenizer says again; what fills up does not count."""
 import json
 from functools import partial
 from itertools import groupby
