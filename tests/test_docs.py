@@ -38,7 +38,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PROGRAMS = ("python", "pytest", "pip", "hf")  # what a line begins with that is a command
 LONG = ("--method all", "--method antkv", "omniquant", "--outliers", "--bits 4,3,2")  # seconds, on small settings, too
-SMALL = ["--windows", "1", "--calib-windows", "2", "--context", "128"]
+SMALL = ["--windows", "1", "--calib-windows", "4", "--context", "256"]
 
 
 def results_script():
