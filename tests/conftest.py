@@ -22,9 +22,11 @@ common with the lengths of the lists, every value of every list still occurs:
 Hypothesis draws 20 examples where a test does not say how many, and 60 under --whole. Where the default is a part of a
 longer list, `runs_whole(config)` tells which of the two to take.
 """
+import json
 import os
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -106,6 +108,35 @@ def run(monkeypatch, capsys):
         said = capsys.readouterr()
         return status, said.out, said.err
     return run
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory):
+    """The folder of a random model of one narrow layer, which is loaded and calibrated in no time."""
+    from tinykv import hf
+    from tinykv.model import Llama, LlamaConfig
+    from tinykv.run.cli import EMBEDDED
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("one") / "model"
+    hf.save(Llama(LlamaConfig(1024, 16, 24, 1, 2, 1, 8, 128, bos_token_id=1)), EMBEDDED / "tokenizer.model", folder)
+    return folder
+
+
+@pytest.fixture
+def command(run, one_layer):
+    """A function that runs eval_ppl.py, on the model of one layer unless --model says another."""
+    import eval_ppl
+    return partial(run, eval_ppl, "--model", one_layer)
+
+
+@pytest.fixture
+def rows_of(command, tmp_path):
+    """The same, with --json: (status, stdout, {label: row})."""
+    def rows_of(*words):
+        path = tmp_path / "rows.json"
+        status, out, _ = command(*words, "--json", path)
+        return status, out, {row["label"]: row for row in json.loads(path.read_text())["rows"]}
+    return rows_of
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,11 +1,13 @@
-"""Chats with a response mask: the mask is the answers, as the tokenizer says again; and a loss of answers alone."""
+"""Chats with a response mask: the mask is the answers, as the tokenizer says again; what fills up does not count."""
 import json
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 import pytest
 import torch
 from test_cli import refused
-from test_intact import IDS, block_outputs, double, own_rows
+from test_intact import IDS, double, own_rows
 
 import train_intact
 from tinykv import UserError, hf
@@ -36,12 +38,7 @@ def tokenizer():
 
 def runs(ids, mask):
     """[(True or False, ids)]: neighbours of one mask together."""
-    found = []
-    for i, m in zip(ids, mask):
-        if not found or found[-1][0] != m:
-            found.append((m, []))
-        found[-1][1].append(i)
-    return found
+    return [(m, [i for i, _ in pairs]) for m, pairs in groupby(zip(ids, mask), key=itemgetter(1))]
 
 
 @pytest.mark.parametrize("key", ["conversations", None])
@@ -83,22 +80,6 @@ def test_what_is_no_chat_is_named_with_its_line(tmp_path, tokenizer, line):
         load_chats(str(path), tokenizer, 1, 100)
 
 
-@pytest.mark.parametrize("sharing, n", [(1, 1), (2, 4)])
-def test_the_loss_of_what_counts(sharing, n):
-    """Eq. 2 of each text over its own tokens that count, then the mean over texts: by hand, from whole forwards."""
-    model, coded, tokens = double(sharing, n)
-    counts = torch.rand(3, 17 - n, generator=torch.Generator().manual_seed(0)) < 0.4
-    counts[:, 2] = True
-    rows = own_rows(model, IDS[:n]), own_rows(coded, IDS[:n])
-    found = block_loss(model, coded, tokens[:, n:], *rows, counts).item()
-    expected = 0.0
-    for a, b in zip(block_outputs(model, tokens, n), block_outputs(coded, tokens, n)):
-        for i in range(3):
-            errors = [((a[i, t] - b[i, t]) ** 2).mean().item() for t in range(17 - n) if counts[i, t]]
-            expected += sum(errors) / len(errors) / 3
-    assert found == pytest.approx(expected / 2, rel=1e-5)
-
-
 def test_what_follows_a_chat_does_not_count(tmp_path, tokenizer):
     """A chat that is filled up has the loss that it has alone."""
     model, coded, _ = double(2, 1)
@@ -111,10 +92,11 @@ def test_what_follows_a_chat_does_not_count(tmp_path, tokenizer):
     assert both == pytest.approx((one + other) / 2, rel=1e-5)
 
 
-def test_train_intact_on_chats(tmp_path, run):
+def test_train_intact_on_chats(tmp_path, run, one_layer):
     path = write(tmp_path / "c.jsonl", CHATS * 2)
     command = partial(run, train_intact, "--out", tmp_path / "p.safetensors", "--chats", path, "--samples", "4",
-                      "--windows", "2", "--tokens", "120", "--updates", "1", "--accumulate", "1", "--context", "32")
+                      "--windows", "2", "--tokens", "120", "--updates", "1", "--accumulate", "1", "--context", "32",
+                      "--model", one_layer)
     status, out, err = command()
     assert status == 0 and err == "quantizing weights rtn-3\n" and "trained" in out
     assert (tmp_path / "p.safetensors").exists()

@@ -244,27 +244,24 @@ def test_both_spellings_of_rope(folder, fields, theta, scaling):
     ({"model_type": "gpt2"}, ["model_type", '"gpt2"', "llama", "mistral", "qwen3"]),
     ({"model_type": "qwen3", "architectures": ..., "use_sliding_window": True, "sliding_window": 9},
      ["use_sliding_window", "qwen3"]),
-    ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', "silu"]),
+    ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', "silu"]), ({"vocab_size": ...}, ["vocab_size"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+    ({"partial_rotary_factor": 0}, ["partial_rotary_factor", "0"]), ({"rope_scaling": "linear"}, ["factor"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
     ({"is_causal": False}, ["is_causal", "false", "True"]),
-    ({"partial_rotary_factor": 0}, ["partial_rotary_factor", "0"]),
+    ({"num_hidden_layers": True}, ["num_hidden_layers", "true"]),
     ({"model_type": "mistral", "architectures": ..., "sliding_window": 7, "layer_types": ["full_attention"] * 2},
      ["layer_types", "mistral"]),
     ({"auto_map": {"AutoModel": "own.Model"}}, ["auto_map", "own.Model"]),
-    ({"sliding_window": 512}, ["sliding_window", "512", "llama"]),
+    ({"sliding_window": 512}, ["sliding_window", "512", "llama"]), ({"eos_token_id": [2, -1]}, ["eos_token_id", "-1"]),
     ({"model_type": "mistral", "architectures": ..., "attention_bias": True}, ["attention_bias", "mistral"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", '"dynamic"', "linear", "llama3"]),
-    ({"rope_scaling": "linear"}, ["factor"]),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.5}}, ["attention_factor", "1.5"]),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
     ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, ["low_freq_factor"]),
     ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "NaN"]),
-    ({"vocab_size": ...}, ["vocab_size"]),
-    ({"num_hidden_layers": True}, ["num_hidden_layers", "true"]),
-    ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", '"yes"']),
-    ({"eos_token_id": [2, -1]}, ["eos_token_id", "-1"])])
+    ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", '"yes"'])])
 def test_a_config_that_the_model_does_not_implement_is_refused_by_name(folder, fields, words):
     edit_json(folder / "config.json", **fields)
     text = told(hf.load, folder)

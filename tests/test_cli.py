@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +24,6 @@ from tinykv.data import load_windows
 from tinykv.evaluate import delta_error, measure, paired
 from tinykv.files import write_json
 from tinykv.methods.registry import METHODS
-from tinykv.model import Llama, LlamaConfig
 from tinykv.run import entries, flags
 from tinykv.run import table as table_of_rows
 from tinykv.run.cli import EMBEDDED
@@ -33,16 +33,12 @@ from tinykv.run.settings import flags_of, settings_of
 from tinykv.weights import QUANTIZERS
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--context", "64", "--windows", "2", "--calib-windows", "2"]
+SMALL = ["--context", "32", "--windows", "2", "--calib-windows", "2"]
+OWN_PFN = "from tinykv.methods.pfn import PFN\n\nclass {}(PFN):\n    pass\n"
 DEFAULT = ["method", "scheme", "keep", "ppl", "delta", "+-", "recall", "true"]  # columns
 KEYS = {"label", "method", "settings", "scheme", "k_bits", "v_bits", "preserve", "protocol", "ppl", "delta_ppl",
         "delta_se", "kld", "top1", "recall", "bits_nominal", "bits_true", "bits_128k", "cache_bytes", "tokens_per_s",
         "seconds", "offline_bytes", "windows", "window_nll", "window_kl"}
-
-
-@pytest.fixture
-def command(run):
-    return partial(run, eval_ppl)
 
 
 def refused(command, *words):
@@ -53,9 +49,14 @@ def refused(command, *words):
     return err
 
 
+def cells(out):
+    """The words of the last table that is printed, whose columns are at least two blanks apart, by line."""
+    return [re.split(" {2,}", line.strip()) for line in out.split("\n\n")[-1].splitlines()]
+
+
 def table(out):
-    """{label: {column: text}} of the printed table, whose columns are at least two blanks apart."""
-    head, *lines = [re.split(" {2,}", line.strip()) for line in out.split("\n\n")[-1].splitlines()]
+    """{label: {column: text}} of the printed table."""
+    head, *lines = cells(out)
     assert all(len(line) == len(head) for line in lines) and len({line[0] for line in lines}) == len(lines)
     return {line[0]: dict(zip(head, line)) for line in lines}
 
@@ -70,7 +71,7 @@ def entries_of(words):
 # ---- the table
 
 def test_kvsink_is_shown_beside_what_it_is_compared_with(command):
-    status, out, err = command("--method", "kvsink", *SMALL)
+    status, out, err = command("--model", EMBEDDED, "--method", "kvsink", *SMALL)
     rows = table(out)
     assert status == 0 and list(rows) == ["fp16", "rtn", "pfn", "kvsink"]
     assert rows["fp16"]["delta"] == "+0.000" and rows["kvsink"]["keep"] == rows["pfn"]["keep"] == "5"
@@ -81,9 +82,7 @@ def test_kvsink_is_shown_beside_what_it_is_compared_with(command):
 
 
 def test_the_heading_comes_before_calibration(command, monkeypatch):
-    def stop(*_):
-        raise UserError("stopped")
-    monkeypatch.setattr(eval_ppl, "calibrate_all", stop)
+    monkeypatch.setattr(eval_ppl, "calibrate_all", Mock(side_effect=UserError("stopped")))
     status, out, _ = command("--method", "pfn", *SMALL)
     assert status == 2 and [line.split()[0] for line in out.splitlines()] == ["model", "data"]
 
@@ -93,8 +92,7 @@ def test_a_table_of_minutes_begins_with_an_estimate(command, monkeypatch, second
     """Every batch takes so many seconds: two of fp16, and two for each of two calibrations of rtn and of pfn."""
     now = iter(100 + seconds * i for i in range(100))
     monkeypatch.setattr(table_of_rows, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    status, _, err = command("--method", "rtn,pfn", "--draws", "2", "--windows", "4", "--batch", "2", "--context", "64",
-                             "--calib-windows", "1")
+    status, _, err = command("--method", "rtn,pfn", "--draws", "2", *SMALL, "--windows", "4", "--batch", "2")
     lines = err.splitlines()
     at = [i for i, line in enumerate(lines) if "minutes" in line]
     assert status == 0 and at == ([lines.index("evaluating fp16") + 1] if said else [])
@@ -102,18 +100,16 @@ def test_a_table_of_minutes_begins_with_an_estimate(command, monkeypatch, second
         assert lines[at[0]].startswith(said) and "calibration is not counted" in lines[at[0]]
 
 
-def test_json_has_the_table_and_the_table_fits_80_columns(command, tmp_path):
-    path = tmp_path / "out.json"
-    status, out, _ = command("--method", "all", "--bits", "3", "--preserve", "2", "--protocol", "stream", "--seed", "3",
-                             "--json", str(path), *SMALL)
+def test_json_has_the_table_and_the_table_fits_80_columns(rows_of, tmp_path):
+    status, out, rows = rows_of("--method", "all", "--bits", "3", "--preserve", "2", "--protocol", "stream",
+                                "--seed", "3", *SMALL)
     assert status == 0 and all(len(line) <= 80 for line in out.split("\n\n")[-1].splitlines())
     assert list(table(out)["fp16"]) == DEFAULT
     assert "cq is left out: " in out and "antkv is left out: " in out  # the paper has no format of 3 bits
     assert "--preserve is left out: no setting of fp16, rtn, kivi, ott, intactkv" in out
-    written = json.loads(path.read_text())
+    written = json.loads((tmp_path / "rows.json").read_text())
     assert {"rows", "model", "data", "context", "windows", "seed", "versions"} <= set(written)
-    assert (written["context"], written["windows"], written["seed"]) == (64, 2, 3)
-    rows = {row["method"]: row for row in written["rows"]}
+    assert (written["context"], written["windows"], written["seed"]) == (32, 2, 3)
     assert KEYS <= set(rows["fp16"])
     assert rows["kvsink"]["preserve"] == 2 and rows["kvsink"]["k_bits"] == 3 and rows["rtn"]["protocol"] == "stream"
     assert f"{rows['pfn']['ppl']:.3f}" == table(out)["pfn"]["ppl"]
@@ -122,25 +118,22 @@ def test_json_has_the_table_and_the_table_fits_80_columns(command, tmp_path):
 
 
 @pytest.mark.parametrize("words, heading, chosen", [
-    (["--prompt", "32"], "protocol paper, prompt 32", {"kvsink": "prompt"}),
-    (["--prompt", "32", "--choose", "always,prompt", "--protocol", "stream"], "protocol stream, prompt 32",
+    (["--prompt", "16"], "protocol paper, prompt 16", {"kvsink": "prompt"}),
+    (["--prompt", "16", "--choose", "always,prompt", "--protocol", "stream"], "protocol stream, prompt 16",
      {"kvsink choose=always": "always", "kvsink choose=prompt": "prompt"})])
-def test_every_table_says_when_tokens_are_chosen(command, tmp_path, words, heading, chosen):
-    path = tmp_path / "out.json"
-    status, out, _ = command("--method", "kvsink", *words, "--json", str(path), *SMALL)
-    rows = {row["label"]: row for row in json.loads(path.read_text())["rows"]}
+def test_every_table_says_when_tokens_are_chosen(rows_of, words, heading, chosen):
+    status, out, rows = rows_of("--method", "kvsink", *words, *SMALL)
     assert status == 0 and heading in out
     for label, when in chosen.items():
         said, = re.findall(rf"^{label}: .*chosen (.*)$", out, re.M)
         assert ("once" in said) == (when == "prompt")
-        assert rows[label]["choose"] == when and rows[label]["prompt"] == 32
+        assert rows[label]["choose"] == when and rows[label]["prompt"] == 16
     assert rows["pfn"]["choose"] is None
 
 
 def test_wide_has_all_columns_and_json_goes_to_stdout(command):
-    words = ["--method", "rtn", "--k-bits", "4", "--v-bits", "1.5", "--scheme", "token-dynamic", "--windows", "1",
-             "--context", "64", "--json", "-"]
-    _, out, _ = command("--wide", *words)
+    _, out, _ = command("--method", "rtn", "--k-bits", "4", "--v-bits", "1.5", "--scheme", "token-dynamic", "--wide",
+                        "--json", "-", *SMALL, "--windows", "1")
     heading, printed, content = out.split("\n\n")
     row = table(printed)["rtn"]
     assert set(DEFAULT) < set(row) and row["bits"] == "4/1.5"
@@ -149,32 +142,19 @@ def test_wide_has_all_columns_and_json_goes_to_stdout(command):
     assert row["+-"] == "-" and content[1]["delta_se"] is None  # one window has no spread
 
 
-def test_a_plot_of_bits_and_a_plot_of_kept_tokens(command, tmp_path):
-    for words in ["--method", "rtn,kivi", "--bits", "2,4"], ["--method", "pfn,fp16,rtn", "--preserve", "1,5,2"]:
-        path = tmp_path / "plot.png"
-        status, out, _ = command(*words, "--scheme", "token-dynamic", "--plot", str(path), *SMALL)
-        assert status == 0 and path.read_bytes().startswith(b"\x89PNG") and out.split("\n\n")[-1].count("=") >= 3
-        path.unlink()
-
-
 def test_rows_are_compared_window_by_window(command):
-    _, out, _ = command("--method", "rtn,kivi", "--scheme", "token-dynamic", "--vs", "rtn", *SMALL)
-    head, *lines = [re.split(" {2,}", line) for line in out.split("\n\n")[-1].splitlines()]
-    assert head == ["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"]
-    assert [line[:2] for line in lines] == [["fp16", "rtn"], ["kivi", "rtn"]]
-    assert re.fullmatch("[012] of 2", lines[0][6])
+    """A row is not compared with itself, and one with no other of its settings with none."""
     _, out, _ = command("--method", "rtn,pfn", "--scheme", "token-dynamic", "--bits", "3,2", "--vs", "rtn", *SMALL)
-    _, *lines = [re.split(" {2,}", line) for line in out.split("\n\n")[-1].splitlines()]
+    head, *lines = cells(out)
+    assert head == ["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"]
     assert [line[:2] for line in lines] == [["pfn bits=3", "rtn bits=3"], ["pfn bits=2", "rtn bits=2"]]
+    assert re.fullmatch("[012] of 2", lines[0][6])
     assert "--vs kvi" in refused(command, "--method", "rtn", "--vs", "kvi", *SMALL)
 
 
 def test_same_seed_same_table_other_seed_another(command):
-    figures = []
-    for seed in ("0", "0", "1"):
-        _, out, _ = command("--method", "fp16", "--seed", seed, *SMALL)
-        figures.append(table(out)["fp16"]["ppl"])
-    assert figures[0] == figures[1] != figures[2]
+    tables = [table(command("--method", "fp16", "--seed", seed, *SMALL)[1]) for seed in (0, 0, 1)]
+    assert tables[0] == tables[1] and tables[0]["fp16"]["ppl"] != tables[2]["fp16"]["ppl"]
 
 
 def test_the_method_that_readme_shows(command, tmp_path):
@@ -182,7 +162,7 @@ def test_the_method_that_readme_shows(command, tmp_path):
     own.write_text(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
     status, out, _ = command("--method", f"{own}:Hundredth", "--bits", "2", *SMALL)
     row = table(out)["Hundredth"]
-    assert status == 0 and float(row["true"]) > 2 and row["keep"] == "1"  # of 64 tokens, as the cache counts
+    assert status == 0 and float(row["true"]) > 2 and row["keep"] == "1"  # of 32 tokens, as the cache counts
 
 
 @pytest.mark.parametrize("files, classes, titles", [
@@ -192,7 +172,7 @@ def test_the_method_that_readme_shows(command, tmp_path):
 def test_a_row_is_titled_by_the_class_where_that_is_clear(tmp_path, files, classes, titles):
     paths = {file: str(tmp_path / f"{file}.py") for file in files}
     for path, cls in zip(paths.values(), classes):
-        Path(path).write_text(f"from tinykv.methods.pfn import PFN\n\nclass {cls}(PFN):\n    pass\n")
+        Path(path).write_text(OWN_PFN.format(cls))
     methods = [f"{path}:{cls}" for path, cls in zip(paths.values(), classes)]
     entries = entries_of(f"--method pfn,{','.join(methods)}")
     assert list(entries) == ["fp16", "pfn", *[title.format(**paths) for title in titles]]
@@ -277,12 +257,15 @@ def kept(tmp_path):
 
 @pytest.fixture
 def calibrated(monkeypatch):
-    """The methods that the command calibrates, by the name of their class."""
-    found = []
+    """The methods that the command calibrates, by the name of their class, and the windows of each in `windows`."""
+    class Names(list):
+        windows = []
 
-    def note(model, method, *more, **seed):
+    def note(model, method, windows, *more, **seed):
         found.append(type(method).__name__)
-        calibrate(model, method, *more, **seed)
+        found.windows.append(windows)
+        calibrate(model, method, windows, *more, **seed)
+    found = Names()
     monkeypatch.setattr(entries.calibrate, "calibrate", note)
     return found
 
@@ -303,79 +286,65 @@ def test_calibrated_tables_are_read_again(command, calibrated, kept):
 def test_what_is_asked_for_decides_what_is_calibrated(command, calibrated, kept):
     """Other settings are calibrated anew, each row of a list by itself; a default that is asked for is not."""
     words = ["--calibration", str(kept), *SMALL]
-    for asked, n in (["--preserve", "1,5"], 2), (["--preserve", "5"], 2), (["--preserve", "4,1"], 3):
+    for asked, n in (["--preserve", "1,5"], 2), ([], 2), (["--preserve", "4,1"], 3):
         command("--method", "pfn,fp16", *asked, *words)
         assert len(calibrated) == n
 
 
-MINE = """
-from tinykv.codecs import Pair
-from tinykv.methods.base import Method
-
-class Mine(Method):
-    def __init__(self, config):
-        self.codecs = [Pair(*(Own(2, config.head_dim, "token", None, "offset", True) for _ in "kv"))
-                       for _ in range(config.num_hidden_layers)]
-"""
-
-
-def test_tables_of_a_method_are_known_by_its_settings_however_it_was_given(calibrated, kept):
-    config, small = hf.load_config(EMBEDDED), {"context": 64, "windows": 2, "calib_windows": 2}
-    found = {}
+def test_tables_of_a_method_are_known_by_its_settings_however_it_was_given(calibrated, kept, one_layer):
+    compare = partial(eval_ppl.compare, model=one_layer, context=32, windows=2, calib_windows=2)
+    config, found = hf.load_config(one_layer), {}
     for preserve in (5, 0, 0):
-        row = eval_ppl.compare([METHODS["pfn"](config, preserve=preserve)], calibration=kept, **small)[-1]
+        row = compare([METHODS["pfn"](config, preserve=preserve)], calibration=kept)[-1]
         assert found.setdefault(preserve, row["ppl"]) == row["ppl"]
     assert calibrated == ["RTN", "PFN", "PFN"]
-    assert found[0] == eval_ppl.compare("pfn", preserve=0, **small)[-1]["ppl"] != found[5]
+    assert found[0] == compare("pfn", preserve=0)[-1]["ppl"] != found[5]
 
 
-def test_a_method_that_was_calibrated_on_another_model_is_refused():
-    (model, tokenizer), small = hf.load(EMBEDDED), {"context": 64, "windows": 2, "calib_windows": 2}
+def test_a_method_that_was_calibrated_on_another_model_is_refused(one_layer):
+    compare = partial(eval_ppl.compare, context=32, windows=1)
+    model, tokenizer = hf.load(one_layer)
     method = METHODS["rtn"](model.config)
-    calibrate(model, method, torch.arange(128).view(2, 64))
-    assert eval_ppl.compare(method, **small)[-1]["ppl"]  # the same weights, loaded again
+    calibrate(model, method, torch.arange(64).view(2, 32))
+    assert compare(method, one_layer)[-1]["ppl"]  # the same weights, loaded again
     model.model["norm"].weight.data[7] += 1
     with pytest.raises(UserError, match="RTN was calibrated on another model"):
-        eval_ppl.compare(method, model=(model, tokenizer), **small)
+        compare(method, (model, tokenizer))
 
 
-def test_a_class_of_a_notebook_is_calibrated_and_its_tables_are_not_kept(monkeypatch, kept):
+def test_a_class_of_a_notebook_is_calibrated_and_its_tables_are_not_kept(monkeypatch, kept, one_layer):
     class Cell(METHODS["pfn"]):
-        pass
-    Cell.__module__, small = "__main__", {"context": 64, "windows": 1, "calib_windows": 1}
+        __module__ = "__main__"
+    compare = partial(eval_ppl.compare, Cell, model=one_layer, context=32, windows=1, calib_windows=1)
     monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
-    assert eval_ppl.compare(Cell, **small)[-1]["fault"] is None
-    assert "Cell stands in no file" in eval_ppl.compare(Cell, calibration=kept, **small)[-1]["fault"]
+    assert compare()[-1]["fault"] is None
+    assert "Cell stands in no file" in compare(calibration=kept)[-1]["fault"]
 
 
-@pytest.mark.parametrize("what", ["text", "seed", "windows", "method", "codec", "helper"])
-def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, kept, what):
+def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, kept):
     """Another content under the same name, or an edited source: the name is not what counts."""
-    text, own, codec = (kept.parent / name for name in ("text.txt", "own.py", f"{what}_codec.py"))
+    text, method, codec, helper = (kept.parent / f"{name}.py" for name in ("text", "own", "its_codec", "its_helper"))
     text.write_text("Balo lives in Eastwick. " * 400)
-    helper = kept.parent / f"{what}_helper.py"
     helper.write_text("KEEP = 5\n")
-    codec.write_text("from tinykv.codecs.affine import Affine\n\nclass Own(Affine):\n    pass\n")
-    own.write_text(f"from {what}_codec import Own\nfrom {what}_helper import KEEP\n{MINE}")
-    words = {**dict(zip(SMALL[::2], SMALL[1::2])), "--method": f"{own}:Mine", "--calibration": str(kept),
-             "--data": "tales" if what == "seed" else str(text)}
+    codec.write_text("from tinykv.codecs.affine import Affine as Own\n")
+    method.write_text(f"from its_codec import Own\nfrom its_helper import KEEP\n{OWN_PFN.format('Mine')}")
+    words = [*SMALL, "--method", f"fp16,{method}:Mine", "--calibration", kept]
 
-    def again():
-        for name in ("codec", "helper"):
-            sys.modules.pop(f"{what}_{name}", None)
-        status, out, _ = command(*(word for pair in words.items() for word in pair))
+    def evaluated():
+        for module in ("its_codec", "its_helper"):
+            sys.modules.pop(module, None)
+        status, out, _ = command(*words)
         assert status == 0
         return table(out)
-    assert again() == again() and calibrated == ["Mine"]
-    if what == "text":
-        text.write_text("Vehul lives in Norton. " * 400)
-    elif what in ("seed", "windows"):
-        words |= {"seed": {"--seed": "1"}, "windows": {"--calib-windows": "3"}}[what]
-    else:
-        edited = {"method": own, "codec": codec, "helper": helper}[what]
-        edited.write_text(edited.read_text() + "\n# edited\n")
-    again()
-    assert calibrated == ["Mine", "Mine"]
+    assert evaluated() == evaluated() and calibrated == ["Mine"]
+    for change in (["--seed", 1], ["--calib-windows", 3], ["--data", text], text, method, codec, helper):
+        calibrated.clear()
+        if isinstance(change, list):
+            words += change
+        else:
+            change.write_text(change.read_text().replace("Balo", "Vehul") + "\n# edited\n")
+        evaluated()
+        assert calibrated == ["Mine"], change
 
 
 def test_tables_on_quantized_weights_are_known_by_the_quantizer():
@@ -386,10 +355,9 @@ def test_tables_on_quantized_weights_are_known_by_the_quantizer():
     assert len(set(found)) == len(found) == 5
 
 
-def test_a_file_of_another_model_is_refused(command, tmp_path, kept):
-    folder = tmp_path / "model"
-    shutil.copytree(EMBEDDED, folder)
-    words = ["--method", "fp16,rtn", "--calibration", str(kept), "--model", str(folder), *SMALL]
+def test_a_file_of_another_model_is_refused(command, tmp_path, kept, one_layer):
+    folder = shutil.copytree(one_layer, tmp_path / "model")
+    words = ["--method", "fp16,rtn", "--calibration", str(kept), "--model", folder, *SMALL]
     assert command(*words)[0] == 0
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][7] += 1
@@ -405,79 +373,48 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     path = tmp_path / "text.txt"
     path.write_text("Vehul Ravfield. Vehul owl. Mara Norton. " * 20)
     words = "--method", "kivi", "--context", "64", "--windows", "4", "--data", str(path)
-    assert "windows of 64" in command(*words)[2]
+    assert "windows of 64" in refused(command, *words)
     status, out, _ = command("--calib-data", "fables", *words)
     assert status == 0 and f"data {path}: 4 windows" in out
     assert table(out)["fp16"]["recall"] == "-"  # it asks nothing
 
 
 @pytest.mark.parametrize("words, named", [
-    ("--choose always", ["--choose", "--prompt"]),
-    ("--prompt 64", ["--prompt 64", "shorter than a window, 64"]),
-    ("--method intactkv --prefix docs/prompt.txt --prompt 9", ["the prefix", "tokens"]),
+    ("--choose always", ["--choose", "--prompt"]), ("--prompt 32", ["--prompt 32", "shorter than a window, 32"]),
+    ("--method intactkv --prefix docs/prompt.txt --prompt 9 --context 64", ["the prefix", "tokens"]),
     ("--method kvsnik", ["kvsnik", "did you mean kvsink?"]),
-    ("--metod rtn", ["--metod", "did you mean --method?"]),
-    ("--contex=64", ["--contex", "did you mean --context?"]),
+    ("--metod rtn", ["--metod", "did you mean --method?"]), ("--contex=64", ["--contex", "did you mean --context?"]),
     ("--method eval_ppl.py", ["eval_ppl.py:Class"]),  # a file without its class
-    ("--method nowhere.py", ["no file nowhere.py"]),
-    ("--method pfn --preserve 65", ["pfn keeps 65", "64"]),
-    ("--method rtn --preserve 5", ["--preserve", "rtn"]),
-    ("--method rtn --bits 2,nan", ["nan"]),
-    ("--method rtn --scheme token-static --group-size 24", ["24", "32"]),
+    ("--method nowhere.py", ["no file nowhere.py"]), ("--method nowhere.py:X", ["no file nowhere.py"]),
+    ("--method pfn --preserve 65", ["pfn keeps 65", "32"]), ("--method rtn --preserve 5", ["--preserve", "rtn"]),
+    ("--method rtn --bits 2,nan", ["nan"]), ("--bits two --method rtn", ["argument --bits"]),
+    ("--method rtn --scheme token-static --group-size 5", ["5", "8"]),
     ("--method kvsink --emergence-layer 9 --outlier-channel 1", ["9", "layers"]),
     ("--method pfn --scheme channel-static,kvqant", ["kvqant", "kvquant", "token-static"]),
     ("--method kivi --scheme token-static", ["--scheme", "kivi"]),  # rtn, beside it, takes one
     ("--method rtn --outliers 1", ["--outliers", "rtn"]),  # not a setting of its scheme
     ("--method pfn,kvsink --outliers 0,1 --scheme token-static", ["--outliers", "pfn", "kvsink"]),
-    ("--context 2048", ["2048", "1024"]),
-    ("--windows 0", ["0"]),
-    ("--calib-windows 0", ["0"]),
-    ("--batch 0", ["0"]),
-    ("--prompt 0", ["--prompt"]),
-    ("--at-bits nan", ["--at-bits", "nan"]),
-    ("--data nothing.txt", ["nothing.txt", "tales"]),
-    ("--model no/folder", ["no/folder"]),
-    ("--method nowhere.py:X", ["no file nowhere.py"]),
-    ("--method eval_ppl.py:Nothing", ["Nothing", "Method"]),
-    ("--json no/such/folder/out.json --method fp16", ["no/such/folder"]),
-    (f"--method fp16 --data {'x' * 5000}", ["xxx..."]),
-    ("--device cuda:9", ["cuda:9"]),
-    ("--bits two --method rtn", ["argument --bits"]),
-    ("--data line\nbreak.txt", ["line\\nbreak"]),
-])
+    ("--context 2048", ["2048", "128"]), ("--at-bits nan", ["--at-bits", "nan"]),
+    *((f"--{flag} 0", [f"--{flag}", "0"]) for flag in ("windows", "calib-windows", "batch", "prompt")),
+    ("--data nothing.txt", ["nothing.txt", "tales"]), ("--data line\nbreak.txt", ["line\\nbreak"]),
+    (f"--method fp16 --data {'x' * 5000}", ["xxx..."]), ("--method eval_ppl.py:Nothing", ["Nothing", "Method"]),
+    ("--model no/folder", ["no/folder"]), ("--device cuda:9", ["cuda:9"]),
+    ("--json no/such/folder/out.json --method fp16", ["no/such/folder"])])
 def test_bad_input_is_one_clear_line(command, monkeypatch, words, named):
     monkeypatch.chdir(ROOT)
-    words = words.split(" ")
-    small = [w for pair in zip(SMALL[::2], SMALL[1::2]) if pair[0] not in words for w in pair]
-    line = refused(command, *words, *small)
+    line = refused(command, *SMALL, *words.split(" "))
     assert len(line) < 1000 and all(name in line for name in named), line
 
 
 OWN = """
-from tinykv.codecs import Pair
-from tinykv.codecs.base import Codec, Codes
-from tinykv.methods.base import CodecMethod, Method
+from tinykv.methods.base import CodecMethod
 
 class Every(CodecMethod):
     def __init__(self, config, every=100, word="a", **scheme):
         super().__init__(config, **scheme)
         self.every, self.preserve = every, every
 
-class Half(Codec):
-    def encode(self, x, ignore=None):
-        return Codes((x / 2).round())
-
-    def decode(self, codes):
-        return codes.packed * 2
-
-class Halves(Method):
-    name = "halves"
-    block = 16
-
-    def __init__(self, config):
-        self.codecs = [Pair(Half(), Half()) for _ in range(config.num_hidden_layers)]
-
-class Bad(Halves):
+class Bad(CodecMethod):
     name = "bad"
 
     def begin(self, cache):
@@ -493,38 +430,37 @@ def mine(tmp_path):
 
 def test_a_setting_of_ones_own_is_a_flag(command, mine):
     small = [*SMALL, "--scheme", "token-dynamic"]
-    status, out, _ = command("--method", f"{mine}:Every", "--every", "10,50", *small)
+    status, out, _ = command("--method", f"{mine}:Every", "--every", "10,30", *small)
     rows = table(out)
-    assert status == 0 and [row["keep"] for row in rows.values()] == ["0", "10", "50"]
+    assert status == 0 and [row["keep"] for row in rows.values()] == ["0", "10", "30"]
     assert "Every every=10" in rows
     assert "--every" in refused(command, "--method", f"{mine}:Every", "--every", "x", *small)
     assert "--every" in refused(command, "--method", "rtn", "--every", "10", *small)
 
 
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
-def test_a_method_that_is_written_by_hand(command, mine, protocol):
-    """Nothing but a codec: it has the name that it gives itself, and 16 bits, as it was not told otherwise."""
-    status, out, _ = command("--method", f"{mine}:Halves", "--wide", "--protocol", protocol, *SMALL)
-    row = table(out)["halves"]
-    assert status == 0 and row["bits"] == "16" and float(row["delta"]) > 0
+def test_a_method_that_is_written_by_hand(command, protocol):
+    """Nothing but a codec: it has the name of its class, and 16 bits, as it does not say otherwise."""
+    path = ROOT / "tests" / "wrong_methods.py"
+    status, out, _ = command("--method", f"{path}:Silent", "--wide", "--protocol", protocol, *SMALL)
+    row = table(out)["Silent"]
+    assert status == 0 and row["bits"] == "16" and float(row["delta"]) != 0
 
 
-def test_a_method_that_fails_is_a_row_and_the_others_go_on(command, mine, tmp_path):
-    path = tmp_path / "o.json"
-    words = ["--method", f"rtn,{mine}:Bad,kivi", "--scheme", "token-dynamic", "--json", str(path)]
-    status, out, _ = command(*words, *SMALL)
-    rows = json.loads(path.read_text())["rows"]
-    assert status == 1 and [row["label"] for row in rows] == ["fp16", "rtn", "bad", "kivi"]
-    assert [row["ppl"] is None for row in rows] == [False, False, True, False]
-    assert rows[2]["fault"] == "failed: KeyError: 'no'" and set(rows[2]) == set(rows[3])
+def test_a_method_that_fails_is_a_row_and_the_others_go_on(rows_of, mine):
+    """Its row has the name that it gives itself."""
+    status, out, rows = rows_of("--method", f"rtn,{mine}:Bad,kivi", "--scheme", "token-dynamic", *SMALL)
+    assert status == 1 and {label: bool(row["ppl"]) for label, row in rows.items()} == {
+        "fp16": True, "rtn": True, "bad": False, "kivi": True}
+    assert rows["bad"]["fault"] == "failed: KeyError: 'no'" and set(rows["bad"]) == set(rows["kivi"])
     printed = out.split("\n\n")[-1]
     assert re.search(r"^bad .* failed ", printed, re.M) and re.search(r"^kivi .*\nbad failed: KeyError", printed, re.M)
     assert "Traceback" in printed and 'return {}["no"]' in printed
 
 
-def test_work_is_not_lost_where_a_later_method_ends_the_run(command, calibrated, kept, monkeypatch, tmp_path):
+def test_work_is_not_lost_where_a_later_method_ends_the_run(rows_of, command, calibrated, kept, monkeypatch):
     """Killed in the third method's calibration, or while it is evaluated."""
-    words = ["--method", "rtn,pfn,kvsink", "--calibration", str(kept), "--json", str(tmp_path / "o.json"), *SMALL]
+    words = ["--method", "rtn,pfn,kvsink", "--calibration", kept, *SMALL]
 
     def stop_at_the_third(function):
         def stop(*arguments, **settings):
@@ -535,11 +471,10 @@ def test_work_is_not_lost_where_a_later_method_ends_the_run(command, calibrated,
     with monkeypatch.context() as patch:
         patch.setattr(entries.calibrate, "calibrate", stop_at_the_third(entries.calibrate.calibrate))
         assert command(*words)[0] == 130 and calibrated == ["RTN", "PFN"]
-    with monkeypatch.context() as patch:
-        patch.setattr(eval_ppl, "measure", stop_at_the_third(eval_ppl.measure))
-        status, out, _ = command(*words)
+    monkeypatch.setattr(eval_ppl, "measure", stop_at_the_third(eval_ppl.measure))
+    status, out, rows = rows_of(*words)
     assert status == 130 and calibrated == ["RTN", "PFN", "KVSink"] and list(table(out)) == ["fp16", "rtn", "pfn"]
-    assert [row["label"] for row in json.loads((tmp_path / "o.json").read_text())["rows"]] == ["fp16", "rtn", "pfn"]
+    assert list(rows) == ["fp16", "rtn", "pfn"]
 
 
 @pytest.mark.parametrize("found", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "-1"}, {"RANK": "x"}, {"RANK": "2"},
@@ -556,10 +491,10 @@ def test_half_of_torchrun_is_one_line(command, monkeypatch, found):
     "--data text.txt --json text.txt", "--json model/config.json --model model", "--json mine.py --method mine.py:Mine",
     "--calibration model/model.safetensors", "--plot text.txt", "--json pipe", "--json /dev/null",
     "--json new --plot new", "--json new --calibration ./new", "--data table.json --json table.json"])
-def test_outputs_replace_nothing_that_the_command_did_not_write(command, monkeypatch, tmp_path, words):
+def test_outputs_replace_nothing_that_the_command_did_not_write(command, one_layer, monkeypatch, tmp_path, words):
     """Nor what it reads; and the line comes before any work."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(EMBEDDED, "model")
+    shutil.copytree(one_layer, "model")
     Path("text.txt").write_text("Balo lives in Eastwick. " * 400)
     Path("mine.py").write_text(f"from tinykv.methods.pfn import PFN as Mine{' ' * 5000}")
     write_json(Path("table.json"), {"rows": []}, "tinykv-table")
@@ -575,7 +510,8 @@ def test_outputs_replace_nothing_that_the_command_did_not_write(command, monkeyp
 def test_a_command_replaces_what_it_wrote(command, tmp_path):
     outputs = ["--json", tmp_path / "a", "--plot", tmp_path / "b", "--calibration", tmp_path / "c"]
     for _ in range(2):
-        assert command("--method", "rtn", *outputs, *SMALL)[0] == 0
+        assert command("--method", "rtn", "--bits", "2,4", *outputs, *SMALL)[0] == 0
+        assert (tmp_path / "b").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("words, said", [
@@ -583,7 +519,7 @@ def test_a_command_replaces_what_it_wrote(command, tmp_path):
     ("--data sparse", "sparse has more"), ("--method intactkv --prefix long.txt", "long.txt has more"),
     ("--method intactkv --prefix pipe", "pipe is no file"),
     ("--method intactkv --prefix p.safetensors", "p.safetensors is no file"),
-    ("--windows 1000000000", "1000000000 windows of 1024 tokens"),
+    ("--windows 1000000000", "1000000000 windows of 128 tokens"),
     ("--windows 1 --calib-windows 1000000000 --method rtn", "1000000000 windows"), ("--data=--", "--data=--"),
     ("--preserve=--", "--preserve=--"), ("--method=--", "--method=--")])
 def test_what_never_ends_is_refused_before_the_work(command, monkeypatch, tmp_path, words, said):
@@ -608,9 +544,7 @@ def test_an_error_is_one_line_in_a_notebook():
     (MemoryError(), 2, ".*memory"), (ModuleNotFoundError("No module named 'triton'"), 2, ".*pip install -r"),
     (KeyboardInterrupt(), 130, None)])
 def test_what_the_machine_lacks_and_ctrl_c_are_one_line(command, monkeypatch, error, status, said):
-    def fail(*_):
-        raise error
-    monkeypatch.setattr(eval_ppl, "evaluate", fail)
+    monkeypatch.setattr(eval_ppl, "evaluate", Mock(side_effect=error))
     wanted = rf"eval_ppl\.py: error: {said}.*\n" if said else r"\neval_ppl\.py: stopped\n"
     found, _, err = command("--method", "rtn")
     assert found == status and re.fullmatch(wanted, err), err
@@ -645,8 +579,8 @@ def test_triton_without_a_gpu_says_what_is_missing(command, monkeypatch):
 def test_every_attention_prints_the_same_table(command, attention):
     if attention == "triton":
         pytest.importorskip("kernels", reason="needs triton")
-    words = ["--method", "kivi", "--context", "48", "--windows", "1", "--group-size", "16", "--recent", "8",
-             "--protocol", "stream"]
+    words = ["--model", EMBEDDED, "--method", "kivi", "--context", "48", "--windows", "1", "--group-size", "16",
+             "--recent", "8", "--protocol", "stream"]
     fused, other = (table(command(*words, "--attention", word)[1]) for word in ("fused", attention))
     for label in fused:
         assert fused[label]["true"] == other[label]["true"]
@@ -655,93 +589,67 @@ def test_every_attention_prints_the_same_table(command, attention):
 
 # ---- draws of the calibration
 
-CODEBOOKS = {"vq": "d8m4", "sensitivity": "token"}  # calibrated on 64 windows, and others on 16
-
-
-@pytest.fixture(scope="module")
-def one_layer(tmp_path_factory):
-    """The folder of a random model, which is calibrated in no time."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
-    hf.save(Llama(LlamaConfig(1024, 16, 24, 1, 2, 1, 8, 128, bos_token_id=1)), EMBEDDED / "tokenizer.model", folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def by_hand(one_layer):
-    """{name: a Result of each of two draws} of fp16, pfn and cq on two windows of 32 tokens, calibrated on two parts of
-    a stream."""
+    """{label: a Result of each of two draws} on two windows of 16 tokens, calibrated on two parts of a stream: by
+    default on 16 windows, and cq with weights on 64."""
     model, tokenizer = hf.load(one_layer)
-    test = load_windows("tales", tokenizer, 32, 2)
-    stream = load_windows("tales", tokenizer, 32, 128, "calibration").tokens
+    test = load_windows("tales", tokenizer, 16, 2)
+    stream = load_windows("tales", tokenizer, 16, 128, "calibration").tokens
     fp16 = measure(model, METHODS["fp16"](model.config), test)
     found = {"fp16": [fp16, fp16]}
-    for name, n, settings in (("pfn", 16, {}), ("cq", 64, CODEBOOKS)):
-        found[name] = []
+    for label, n in ("pfn", 16), ("cq sensitivity=none", 16), ("cq sensitivity=token", 64):
+        name, *settings = label.split()
+        settings = {"vq": "d8m4", "sensitivity": settings[0].partition("=")[2]} if settings else {}
+        found[label] = []
         for draw, windows in enumerate([stream[:n], stream[n:2 * n]]):
             method = METHODS[name](model.config, **settings)
             calibrate(model, method, windows, seed=draw)
-            found[name].append(measure(model, method, test, fp16=fp16))
+            found[label].append(measure(model, method, test, fp16=fp16))
     return found
 
 
 @pytest.mark.parametrize("draws", [1, 2])
-def test_draws_are_calibrations_by_hand(command, tmp_path, one_layer, by_hand, draws):
+def test_draws_are_calibrations_by_hand(rows_of, tmp_path, by_hand, draws):
     """On parts of a stream that share no window, as many windows as each method asks for. One draw is the first."""
-    path = tmp_path / "o.json"
-    words = [word for name, value in CODEBOOKS.items() for word in (f"--{name}", value)]
-    status, out, _ = command("--model", one_layer, "--method", "pfn,cq", *words, "--context", "32", "--windows", "2",
-                             "--draws", draws, "--vs", "pfn", "--json", path)
+    status, out, rows = rows_of("--method", "pfn,cq", "--vq", "d8m4", "--sensitivity", "none,token", "--context", "16",
+                                "--windows", "2", "--draws", draws, "--vs", "pfn")
     said = ["one calibration: +- and t are over windows",
             "2 calibrations, each on text of its own: means; +- and t are over draws and windows"]
     assert status == 0 and said[draws - 1] in out.splitlines()
-    content = json.loads(path.read_text())
-    rows = {row["label"]: row for row in content["rows"]}
-    assert content["draws"] == draws and rows.keys() == by_hand.keys()
+    assert json.loads((tmp_path / "rows.json").read_text())["draws"] == draws and rows.keys() == by_hand.keys()
     exact = [fp16.nll for fp16 in by_hand["fp16"][:draws]]
     for name, row in rows.items():
         results = by_hand[name][:draws]
         nll = [result.nll for result in results]
-        targets, cells = 31, 2 * draws  # targets of a window
+        targets, n = 15, 2 * draws  # targets of a window, windows of all draws
         assert row["window_nll"] == nll
         assert row["window_kl"] == [[kl / targets for kl in result.kl] for result in results]
-        assert row["ppl"] == pytest.approx(math.exp(sum(map(sum, nll)) / cells), rel=1e-12)
+        assert row["ppl"] == pytest.approx(math.exp(sum(map(sum, nll)) / n), rel=1e-12)
         assert row["delta_ppl"] == row["ppl"] - rows["fp16"]["ppl"]
         assert row["delta_se"] == delta_error(nll, exact)
-        assert row["kld"] == pytest.approx(sum(sum(result.kl) for result in results) / (cells * targets))
-        assert row["top1"] == sum(result.agree for result in results) / (cells * targets)
-        assert row["bits_true"] == pytest.approx(sum(sum(result.bits) for result in results) / cells)
+        assert row["kld"] == pytest.approx(sum(sum(result.kl) for result in results) / (n * targets))
+        assert row["top1"] == sum(result.agree for result in results) / (n * targets)
+        assert row["bits_true"] == pytest.approx(sum(sum(result.bits) for result in results) / n)
     # --vs: t of the loss and of KL
-    difference, error, t, better = paired(*(rows[name]["window_nll"] for name in ("cq", "pfn")))
-    line = [line for line in out.splitlines() if re.match("cq +pfn ", line)][0].split()[2:]
-    _, _, t_of_kl, _ = paired(*(rows[name]["window_kl"] for name in ("cq", "pfn")))
-    assert line == [f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{t_of_kl:+.1f}", str(better), "of", f"{cells}"]
+    difference, error, t, better = paired(row["window_nll"], rows["pfn"]["window_nll"])
+    _, _, t_of_kl, _ = paired(row["window_kl"], rows["pfn"]["window_kl"])
+    assert cells(out)[-1] == [name, "pfn", f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{t_of_kl:+.1f}",
+                              f"{better} of {n}"]
 
 
-def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, one_layer, monkeypatch):
+def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, one_layer, calibrated, monkeypatch):
     """And each codec's k-means has the draw as its seed."""
-    path, seen, seeds = tmp_path / "text.txt", [], {}
+    path, modules = tmp_path / "text.txt", (clipped, codebook, nonuniform)
     path.write_text("Vehul Ravfield. Vehul owl. Mara Norton. " * 400)
-
-    def note(model, method, windows, *more, **seed):
-        seen.append(windows)
-        calibrate(model, method, windows, *more, **seed)
-
-    def seeded(name, kmeans):
-        def record(*given, **settings):
-            seeds.setdefault(name, []).append(settings["seed"])
-            return kmeans(*given, **settings)
-        return record
-    monkeypatch.setattr(entries.calibrate, "calibrate", note)
-    for module in (clipped, codebook, nonuniform):
-        monkeypatch.setattr(module, "kmeans", seeded(module.__name__, module.kmeans))
-    words = ["--model", one_layer, "--method", "skvq,cq,kvquant", "--vq", "d8m4", "--data", path, "--draws", "2",
-             *SMALL]
+    for module in modules:
+        monkeypatch.setattr(module, "kmeans", Mock(wraps=module.kmeans))
+    words = ["--method", "skvq,cq,kvquant", "--vq", "d8m4", "--data", path, "--draws", "2", *SMALL]
     assert command(*words)[0] == 0
     _, tokenizer = hf.load(one_layer)
-    stream = load_windows(str(path), tokenizer, 64, 4, "calibration").tokens
-    assert [windows.tolist() for windows in seen] == [part.tolist() for part in stream.split(2)] * 3
-    assert len(seeds) == 3 and all(set(found) == {0, 1} for found in seeds.values())
+    stream = load_windows(str(path), tokenizer, 32, 4, "calibration").tokens
+    assert [windows.tolist() for windows in calibrated.windows] == [part.tolist() for part in stream.split(2)] * 3
+    assert [{call.kwargs["seed"] for call in module.kmeans.call_args_list} for module in modules] == [{0, 1}] * 3
     assert "--draws must be at least 1" in refused(command, *words, "--draws", "0")
     assert "1000 windows need" in refused(command, *words, "--draws", "500")
 
@@ -756,38 +664,20 @@ def test_a_calibration_file_holds_each_draw(command, calibrated, kept):
     assert len(set(outputs.values())) == 3
 
 
-def test_a_draw_that_fails_fails_its_row(command, monkeypatch, tmp_path):
+def test_a_draw_that_fails_fails_its_row(rows_of, monkeypatch):
     def fail_once(model, method, windows, progress, seed):
         if seed == 1 and type(method).__name__ == "PFN":
             raise KeyError("no")
         calibrate(model, method, windows, progress, seed)
     monkeypatch.setattr(entries.calibrate, "calibrate", fail_once)
-    path = tmp_path / "o.json"
-    status, out, _ = command("--method", "pfn,kivi,rtn", "--draws", "2", "--json", path, *SMALL)
-    rows = {row["label"]: row for row in json.loads(path.read_text())["rows"]}
+    status, _, rows = rows_of("--method", "pfn,kivi,rtn", "--draws", "2", *SMALL)
     assert status == 1 and rows["pfn"]["ppl"] is None and rows["pfn"]["fault"] == "failed: KeyError: 'no'"
     assert rows["rtn"]["window_nll"][0] != rows["rtn"]["window_nll"][1]
     for name in ("fp16", "kivi"):  # nothing to calibrate: the same twice
         assert rows[name]["window_nll"][0] == rows[name]["window_nll"][1]
 
 
-# ---- the number of calibration windows, and tables at equal true bits
-
-def test_each_method_sees_the_windows_that_it_asks_for(command, monkeypatch):
-    """By default cq with weights 64, without them 16, and rtn 16: the first ones of the same text."""
-    seen = {}
-
-    def note(model, method, windows, progress, seed):
-        seen[type(method).__name__, method.codecs[0].k.__dict__.get("sensitivity")] = windows
-        raise ValueError("that is enough")
-
-    monkeypatch.setattr(entries.calibrate, "calibrate", note)
-    words = ["--method", "rtn,cq", "--vq", "d2m8", "--sensitivity", "none,token", "--context", "32", "--windows", "1"]
-    assert command(*words)[0] == 1
-    sizes = {name: len(windows) for name, windows in seen.items()}
-    assert sizes == {("RTN", None): 16, ("CQ", "none"): 16, ("CQ", "token"): 64}
-    assert all(windows.equal(seen["CQ", "token"][:len(windows)]) for windows in seen.values())
-
+# ---- tables at equal true bits
 
 def test_methods_at_equal_true_bits():
     def row(label, bits, ppl, kld, tables, **more):

@@ -47,6 +47,11 @@ def tokenizer(request, pieces):
     return {"letters": Letters(), "words": Words(), "pieces": pieces}[request.param]
 
 
+def spelled(windows):
+    """The text of windows of letters, one after another."""
+    return Letters().decode(windows.tokens.flatten().tolist())
+
+
 # Windows
 
 def flat(tokenizer, split, need, seed=0):
@@ -104,7 +109,7 @@ def test_answers_up_to_the_borders():
 
 
 def test_answers_decode(tokenizer):
-    got = load_windows("tales", tokenizer, 900, 24)
+    got = load_windows("tales", tokenizer, 900, 12)
     known = {story.text[a:b] for story in islice(stories("test"), 100) for _, a, b in story.answers}
     if isinstance(tokenizer, Words):
         known = {tuple(tokenizer.encode(" " + answer)) for answer in known}
@@ -112,7 +117,7 @@ def test_answers_decode(tokenizer):
         for start, end in answers:
             ids = tokens[start:end]
             assert (tuple(ids) if isinstance(tokenizer, Words) else tokenizer.decode(ids).strip()) in known
-    assert sum(map(len, got.answers)) > 10
+    assert sum(map(len, got.answers)) > 5
 
 
 def test_a_tokenizer_without_bos():
@@ -120,7 +125,7 @@ def test_a_tokenizer_without_bos():
         bos_id = None
 
     text = "".join(story.text for story in islice(stories("test"), 20))[:300]
-    assert Letters().decode(load_windows("tales", Bare(), 100, 3, bos="none").tokens.flatten().tolist()) == text
+    assert spelled(load_windows("tales", Bare(), 100, 3, bos="none")) == text
     with pytest.raises(UserError, match="<s>.*none"):
         load_windows("tales", Bare(), 100, 3)
     with pytest.raises(UserError, match=r"prefix.*\b7\b"):
@@ -134,12 +139,10 @@ def test_file_halves(tmp_path):
     path.write_bytes("abcdé\r\nghijk\nlmnopq".encode())  # 18 characters, as a line ends in one
     test = load_windows(str(path), Letters(), 5, 2, bos="none")
     calibration = load_windows(str(path), Letters(), 5, 2, "calibration", bos="none")
-    assert Letters().decode(test.tokens.flatten().tolist()) == "<s>abcdé\nghi"
-    assert Letters().decode(calibration.tokens.flatten().tolist()) == "<s>jk\nlmnopq"
+    assert spelled(test) == "<s>abcdé\nghi" and spelled(calibration) == "<s>jk\nlmnopq"
     assert test.answers == calibration.answers == [[], []]
     assert str(path) in test.name
-    replaced = load_windows(path, Letters(), 5, 2)
-    assert Letters().decode(replaced.tokens.flatten().tolist()) == "<s>abcd<s>\nghi"
+    assert spelled(load_windows(path, Letters(), 5, 2)) == "<s>abcd<s>\nghi"
 
 
 def test_a_whole_file(tmp_path):
@@ -148,7 +151,7 @@ def test_a_whole_file(tmp_path):
     path.write_text("abcdefghijk")
     for split in ("test", "calibration"):
         whole = load_windows(str(path), Letters(), 6, 2, split, bos="none", whole=True)
-        assert Letters().decode(whole.tokens.flatten().tolist()) == "<s>abcdefghijk" and "whole" in whole.name
+        assert spelled(whole) == "<s>abcdefghijk" and "whole" in whole.name
 
 
 def test_file_too_short(tmp_path):

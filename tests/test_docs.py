@@ -5,6 +5,7 @@ their tables.
 import ast
 import contextlib
 import doctest
+import glob
 import importlib.util
 import io
 import json
@@ -37,7 +38,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PROGRAMS = ("python", "pytest", "pip", "hf")  # what a line begins with that is a command
 LONG = ("--method all", "--method antkv", "omniquant", "--outliers", "--bits 4,3,2")  # seconds, on small settings, too
-SMALL = ["--windows", "1", "--calib-windows", "4"]
+SMALL = ["--windows", "1", "--calib-windows", "4", "--context", "256"]
 
 
 def results_script():
@@ -84,10 +85,6 @@ def script_of(words):
     return path.with_suffix(".py"), words[3:]
 
 
-def placeholder(words):
-    return any("path/to/" in word for word in words)
-
-
 def real_models():
     """{folder of a command: LlamaConfig}, from the table of shapes in real_models.md."""
     configs = {}
@@ -105,23 +102,16 @@ class Reached(Exception):
 
 def check_words(words, folder):
     """An eval_ppl command as it is written, up to where the model would be loaded; path/to/... stands for a model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)  # where the methods of a page's own are
+    with contextlib.chdir(folder):  # where the methods of a page's own are
         args = flags.parse(words)
-    if args.list_methods:
-        return
-    config = real_models()[Path(args.model).name] if placeholder(words) else hf.load_config(args.model)
-    tokenizer = hf.load_tokenizer(EMBEDDED, hf.load_config(EMBEDDED))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Reached):
-        patch.chdir(folder)
-        patch.setattr(hf, "load_config", lambda folder: config)
-        patch.setattr(hf, "load_tokenizer", lambda folder, config: tokenizer)
-        patch.setattr(hf, "load_model", reached)
-        eval_ppl.evaluate(args)
-
-
-def reached(folder, device, dtype):
-    raise Reached
+        if args.list_methods:
+            return
+        config = real_models()[Path(args.model).name] if "path/to/" in args.model else hf.load_config(args.model)
+        tokenizer = hf.load_tokenizer(EMBEDDED, hf.load_config(EMBEDDED))
+        with (patch.object(hf, "load_config", return_value=config), pytest.raises(Reached),
+              patch.object(hf, "load_tokenizer", return_value=tokenizer),
+              patch.object(hf, "load_model", side_effect=Reached)):
+            eval_ppl.evaluate(args)
 
 
 @pytest.fixture(scope="session")
@@ -225,6 +215,10 @@ def test_a_wrong_command_is_found(command, workplace):
 
 # ---- names
 
+NAMED = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg", ast.alias: "name",
+         ast.FunctionDef: "name", ast.ClassDef: "name"}
+
+
 @cache
 def index():
     """What the project's code has: (words, flags). words: the names in it, and what its strings say, docstrings left
@@ -235,15 +229,16 @@ def index():
     flags |= {"--" + name.replace("_", "-") for name in flags_of(METHODS)}
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/**/*.py"),
                  ROOT / "tests/conftest.py"]:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         words |= {path.stem, path.parent.name}
-        told = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        told = set()  # docstrings
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):  # a statement before what it holds
             if isinstance(node, ast.arg) and path.parent == ROOT / "docs":  # the settings of a page's own methods
                 flags.add("--" + node.arg.replace("_", "-"))
-            words |= {getattr(node, field) for field in ("id", "attr", "arg", "name")
-                      if isinstance(getattr(node, field, None), str)}
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
+            if isinstance(node, ast.Expr):
+                told.add(node.value)
+            elif type(node) in NAMED:
+                words.add(getattr(node, NAMED[type(node)]))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
                 words |= {node.value, *re.findall(r"[\w-]+", node.value)}
                 flags |= set(re.findall(r"--[a-z][\w-]*", node.value))
     return words, flags
@@ -252,11 +247,7 @@ def index():
 @cache
 def files():
     """The names of all files, hidden folders left out."""
-    names = set()
-    for _, folders, here in os.walk(ROOT):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        names.update(here)
-    return names
+    return {os.path.basename(path) for path in glob.glob("**", root_dir=ROOT, recursive=True)}
 
 
 def missing(span, own=()):
@@ -352,7 +343,7 @@ def test_the_changed_line_of_the_tour_undoes_pfn(tmp_path):
     code = (ROOT / "tinykv/methods/pfn.py").read_text()
     assert code.count(before) == 1
     (tmp_path / "pfn.py").write_text(code.replace(before, after))
-    table = compare(f"rtn,pfn,{tmp_path / 'pfn.py'}:PFN", windows=4, calib_windows=8, context=512)
+    table = compare(f"rtn,pfn,{tmp_path / 'pfn.py'}:PFN", windows=2, calib_windows=2, context=256)
     _, rtn, pfn, changed = [row["ppl"] for row in table]
     assert pfn < 0.5 * rtn and changed > 0.8 * rtn
 
@@ -371,21 +362,8 @@ def test_the_debugger_says_what_the_page_says(page):
 
 def test_a_wrong_word_of_the_debugger_is_found():
     """What pdb says now takes the place of what stands in a page, over several blocks."""
-    page = """```console
-$ python -m pdb docs/programs/results.py
-> docs/programs/results.py(...)<module>()
-(Pdb) p 2 + 2
-5
-```
-
-Some prose.
-
-```console
-(Pdb) p 3 + 3
-6
-(Pdb) q
-```
-"""
+    page = ("```console\n$ python -m pdb docs/programs/results.py\n> docs/programs/results.py(...)<module>()\n"
+            "(Pdb) p 2 + 2\n5\n```\n\nSome prose.\n\n```console\n(Pdb) p 3 + 3\n6\n(Pdb) q\n```\n")
     now = results_script().session(page)
     assert '-> """Run the commands' in now
     assert "(Pdb) p 2 + 2\n4\n```\n\nSome prose.\n\n```console\n(Pdb) p 3 + 3\n6\n(Pdb) q\n```\n" in now

@@ -18,20 +18,24 @@ from tinykv.evaluate import FAR, Result, add_predictions, delta_error, measure, 
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons
-from tinykv.run.cli import EMBEDDED
 from tinykv.run.table import figures_of
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
 
 
-@pytest.fixture(scope="module")
-def model():
+def random_model(config):
+    """With weights so large that tokens differ."""
     torch.manual_seed(0)
-    model = Llama(CONFIG)
+    model = Llama(config)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4) if p.dim() == 2 else None
     return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +48,6 @@ def windows():
 FP16, RTN = METHODS["fp16"](CONFIG), METHODS["rtn"](CONFIG, 2, 2, "token-dynamic")
 
 
-def beside_fp16(model, windows, batch=1):
-    """The figures of fp16, and of rtn beside it."""
-    fp16 = measure(model, FP16, windows, "paper", batch)
-    return {"fp16": fp16, "rtn": measure(model, RTN, windows, "paper", batch, fp16)}
-
-
 def log_probabilities(logits):
     """Plain lists: the log-softmax of a row."""
     top = max(logits)
@@ -57,37 +55,49 @@ def log_probabilities(logits):
     return [x - total for x in logits]
 
 
-def by_hand(model, method, windows, protocol):
-    """Per window, per target: the log-probabilities of every token."""
+def figures_by_hand(logits, reference, tokens, answers, start):
+    """Of one window: mean loss, sum of KL and predictions that agree with fp16's over targets, answers got right.
+
+    logits (T, vocab), and fp16's as reference; tokens: a list.
+    """
+    own, exact = ([log_probabilities(row) for row in rows.double().tolist()] for rows in (logits, reference))
+    best, best_exact = ([row.index(max(row)) for row in rows] for rows in (own, exact))
+    targets = range(start, len(tokens))
+    nll = -sum(own[t - 1][tokens[t]] for t in targets) / len(targets)
+    kl = sum(math.exp(p) * (p - q) for t in targets for p, q in zip(exact[t - 1], own[t - 1]))
+    agree = sum(best[t - 1] == best_exact[t - 1] for t in targets)
+    return nll, kl, agree, sum(all(best[i - 1] == tokens[i] for i in range(a, b)) for a, b in answers)
+
+
+def assert_by_hand(result, runs, method, model, windows):
+    """The figures of a method, and of the model that it runs on, beside fp16 on `model`: one token at a time."""
     rows = []
-    for window in windows.tokens:
+    for window, answers in zip(windows.tokens, windows.answers):
         with torch.no_grad():
-            logits = model(window[None], KVCache(model, method, protocol))[0]
-        rows.append([log_probabilities(row) for row in logits[:-1].double().tolist()])
-    return rows
+            exact = model(window[None], KVCache(model, METHODS["fp16"](model.config)))[0]
+            own = runs(window[None], KVCache(runs, method, "paper"))[0]
+        own = torch.cat([exact[:len(exact) - len(own)], own])  # at a prefix's positions fp16 predicts
+        rows.append(figures_by_hand(own, exact, window.tolist(), answers, windows.start))
+    nll, kl, agree, right = zip(*rows)
+    assert result.nll == pytest.approx(nll, rel=1e-4)
+    assert result.ppl == pytest.approx(math.exp(sum(nll) / len(rows)), rel=1e-4)
+    assert sum(result.kl) == pytest.approx(sum(kl), rel=1e-3, abs=1e-4)
+    assert (result.agree, result.right) == (sum(agree), sum(right))
+    n_windows, T = windows.tokens.shape
+    assert (result.answers, result.tokens) == (sum(map(len, windows.answers)), n_windows * T)
+    assert result.targets == n_windows * (T - windows.start)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_all_figures_against_plain_python(model, windows, batch):
-    found = beside_fp16(model, windows, batch)
-    truth = {name: by_hand(model, m, windows, "paper") for name, m in (("fp16", FP16), ("rtn", RTN))}
-    tokens = windows.tokens.tolist()
-    for name, result in found.items():
-        losses, kl, agree, right = [], 0.0, 0, 0
-        for w, rows in enumerate(truth[name]):
-            losses.append(-sum(row[tokens[w][t + 1]] for t, row in enumerate(rows)) / len(rows))
-            best = [max(range(50), key=row.__getitem__) for row in rows]
-            for t, (p, q) in enumerate(zip(truth["fp16"][w], rows)):
-                kl += sum(math.exp(a) * (a - b) for a, b in zip(p, q))
-                agree += best[t] == max(range(50), key=p.__getitem__)
-            right += sum(all(best[i - 1] == tokens[w][i] for i in range(a, b)) for a, b in windows.answers[w])
-        mean = sum(losses) / 5
-        assert result.ppl == pytest.approx(math.exp(mean), rel=1e-4)
-        assert sum(result.kl) == pytest.approx(kl, rel=1e-3, abs=1e-4)
-        assert (result.agree, result.right, result.answers) == (agree, right, 5)
-        assert result.targets == 5 * 20 and result.tokens == 5 * 21
-    assert sum(found["rtn"].kl) > 0.1  # the two methods do differ
-    assert found["fp16"].hidden and not found["rtn"].hidden  # memory: states are kept of one method
+@pytest.mark.parametrize("batch, at_a_time", [(1, 20), (2, 3), (5, 20)])
+def test_all_figures_against_plain_python(model, windows, monkeypatch, batch, at_a_time):
+    """However many windows are read, and however many positions are predicted, at a time."""
+    monkeypatch.setattr("tinykv.evaluate.SLICE", at_a_time * 50)
+    fp16 = measure(model, FP16, windows, "paper", batch)
+    rtn = measure(model, RTN, windows, "paper", batch, fp16)
+    assert_by_hand(fp16, model, FP16, model, windows)
+    assert_by_hand(rtn, model, RTN, model, windows)
+    assert sum(rtn.kl) > 0.1  # the two methods do differ
+    assert fp16.hidden and not rtn.hidden  # memory: states are kept of one method
 
 
 def test_an_answer_is_right_if_all_of_its_tokens_are():
@@ -96,15 +106,6 @@ def test_an_answer_is_right_if_all_of_its_tokens_are():
     hidden, result = torch.eye(5)[[1, 2, 3, 0, 0]][None], Result()  # (1, T, vocab)
     add_predictions(result, model, hidden, None, torch.arange(5)[None], [[(1, 3), (3, 5), (4, 5)]])
     assert (result.right, result.answers) == (1, 3)
-
-
-def test_slices_of_the_vocabulary_change_nothing(model, windows, monkeypatch):
-    whole = beside_fp16(model, windows)
-    monkeypatch.setattr("tinykv.evaluate.SLICE", 3 * 50)  # three positions at a time
-    sliced = beside_fp16(model, windows)
-    for name in whole:
-        assert sliced[name].nll == pytest.approx(whole[name].nll, rel=1e-5)
-        assert sliced[name].right == whole[name].right
 
 
 def kivi(recent=4, v_block=None):
@@ -198,7 +199,7 @@ def test_no_length_flatters_a_method(model, name, settings, protocol):
     method, costs = METHODS[name](CONFIG, **settings), []
     method.block = 8
     for T in range(16, 27):  # more than a block
-        windows = Windows(torch.randint(50, (2, T), generator=torch.Generator().manual_seed(T)), [[], []], "random")
+        windows = Windows(torch.randint(50, (1, T), generator=torch.Generator().manual_seed(T)), [[]], "random")
         costs.append(T * measure(model, method, windows, protocol).bits[0])
     steps = [after - before for before, after in zip(costs, costs[1:])]
     bits = 16 if name == "fp16" else 2 + 4  # of a scale and a zero point in each 8 numbers, 4 a number
@@ -333,7 +334,7 @@ def quantiles(D):
 def test_intervals_of_95_percent_hold_the_mean_where_draws_matter_and_where_not(C, of_draws, of_windows, rest):
     """With the quantiles of t: two standard errors are too few where few draws make the error. An error over windows
     misses the mean far more often than one in twenty times where draws matter."""
-    n, W = 1500, 16
+    n, W = 600, 16
     rng = torch.Generator().manual_seed(0)
     draws, windows, each = (torch.randn(n, *shape, generator=rng, dtype=torch.float64)
                             for shape in ((C, 1), (1, W), (C, W)))
@@ -363,7 +364,7 @@ def test_a_row_is_compared_with_the_one_that_shares_most_settings_and_has_no_oth
 
 # ---- for Python and notebooks
 
-SMALL = {"windows": 1, "context": 128, "calib_windows": 1}
+SMALL = {"windows": 1, "context": 64, "calib_windows": 1}
 CELL = """
 from eval_ppl import compare
 from tinykv.methods.base import CodecMethod, first_tokens
@@ -388,10 +389,10 @@ def test_a_cell_of_a_notebook(monkeypatch):
     assert all(row.keys() == table[0].keys() for row in table)
 
 
-def test_compare_returns_the_rows_of_the_command(tmp_path):
+def test_compare_returns_the_rows_of_the_command(one_layer, tmp_path):
     """And is shown as the command prints it; fp16 comes first, and a list is a list."""
     path = tmp_path / "rows.json"
-    table = compare("pfn", bits=3, preserve=[1, 2], plot=None, json=path, **SMALL)
+    table = compare("pfn", one_layer, bits=3, preserve=[1, 2], plot=None, json=path, **SMALL)
     assert table == json.loads(path.read_text())["rows"]
     assert [row["label"] for row in table] == ["fp16", "rtn", "pfn preserve=1", "pfn preserve=2"]
     assert {row["k_bits"] for row in table} == {16, 3}
@@ -400,12 +401,12 @@ def test_compare_returns_the_rows_of_the_command(tmp_path):
     assert comparisons.perplexity(table).axes[0].get_xlabel() == "tokens kept in full precision"
 
 
-def test_compare_takes_a_method_and_a_loaded_model():
-    loaded = hf.load(EMBEDDED)
+def test_compare_takes_a_method_and_a_loaded_model(one_layer):
+    loaded = hf.load(one_layer)
     mine = METHODS["rtn"](loaded[0].config, scheme="token-dynamic")
     mine.name = "mine"
     table = compare(mine, model=loaded, **SMALL)
-    same = compare("rtn", scheme="token-dynamic", **SMALL)
+    same = compare("rtn", one_layer, scheme="token-dynamic", **SMALL)
     assert [row["label"] for row in table] == ["fp16", "mine"] and table[1]["ppl"] == same[1]["ppl"]
 
 
@@ -417,13 +418,8 @@ def test_compare_refuses_what_the_command_refuses(flags, said):
     assert "\n" not in str(caught.value)
 
 
-def test_compare_reads_an_edited_file_anew(tmp_path):
+def test_compare_reads_an_edited_file_anew(one_layer, tmp_path):
     path = tmp_path / "mine.py"
-    labels = []
-    for kept in (1, 2):
-        path.write_text("from tinykv.methods.pfn import PFN\n\nclass Mine(PFN):\n"
-                        f"    def __init__(self, config, preserve={kept}):\n"
-                        "        super().__init__(config, preserve)\n")
-        table = compare(f"{path}:Mine", windows=1, context=64, calib_windows=1)
-        labels.append(table[-1]["preserve"])
-    assert labels == [1, 2]
+    for bits in (1, 2):
+        path.write_text(f"from tinykv.methods.fp16 import FP16\n\nclass Mine(FP16):\n    k_bits = {bits}\n")
+        assert compare(f"{path}:Mine", one_layer, windows=1, context=32)[-1]["k_bits"] == bits

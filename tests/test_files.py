@@ -7,20 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 import tinykv
-from tinykv import UserError, hf
-from tinykv.files import (
-    CalibrationFile,
-    identity,
-    load_tensors,
-    read_json,
-    read_text,
-    save_tensors,
-    sources,
-    write,
-    write_json,
-)
+from tinykv import UserError, files, hf
+from tinykv.files import CalibrationFile, identity, load_tensors, read_json, read_text, save_tensors, write_json
 from tinykv.methods.registry import METHODS
 from tinykv.run import plots
 from tinykv.run.cli import EMBEDDED
@@ -50,7 +41,7 @@ def test_what_fails_leaves_the_old_file(tmp_path):
         part.write_text("half")
         raise OSError(28, "No space left on device")
     with pytest.raises(UserError, match="No space left"):
-        write(path, fill)
+        files.write(path, fill)
     with pytest.raises(ValueError, match="JSON"):
         write_json(path, {"a": float("nan")})
     assert path.read_text() == "old" and not left_behind(tmp_path)
@@ -62,25 +53,18 @@ def test_a_path_that_cannot_be_written_to(tmp_path, path):
         write_json(tmp_path / path, {})
 
 
-@pytest.mark.parametrize("what", ["a text", "another kind", "a folder", "a pipe", "a device"])
-def test_what_the_program_did_not_write_stays(tmp_path, what):
+@pytest.mark.parametrize("make", [
+    lambda path: path.write_text("mine"), lambda path: write_json(path, {}, "tinykv-numbers"), os.mkdir, os.mkfifo,
+    lambda path: path.symlink_to("/dev/null")], ids=["text", "another kind", "folder", "pipe", "device"])
+def test_what_the_program_did_not_write_stays(tmp_path, make):
     """Nor is a kind of its own replaced by another, which a command reads."""
     path = tmp_path / "x"
-    if what == "a text":
-        path.write_text("mine")
-    elif what == "another kind":
-        write_json(path, {}, "tinykv-numbers")
-    elif what == "a folder":
-        path.mkdir()
-    elif what == "a pipe":
-        os.mkfifo(path)
-    elif what == "a device":
-        path = Path("/dev/null")
-    before = [path.lstat().st_ino, path.lstat().st_mtime_ns]
+    make(path)
+    before = [path.lstat().st_ino, path.lstat().st_mtime_ns, path.stat().st_ino]
     with pytest.raises(UserError, match="is there, and is no tinykv-table") as caught:
         write_json(path, {"a": 1}, "tinykv-table")
-    assert str(path) in str(caught.value) and not left_behind(tmp_path)
-    assert [path.lstat().st_ino, path.lstat().st_mtime_ns] == before
+    assert str(path.resolve()) in str(caught.value) and not left_behind(tmp_path)
+    assert [path.lstat().st_ino, path.lstat().st_mtime_ns, path.stat().st_ino] == before
 
 
 def test_what_the_program_wrote_is_replaced(tmp_path):
@@ -125,21 +109,20 @@ def test_a_text_has_neither_a_mark_nor_returns(tmp_path):
     assert read_text(tmp_path / "x") == "a\nb\n"
 
 
-@pytest.mark.parametrize("what", ["a digit", "a note", "the end", "no notes", "another file"])
-def test_tensors_are_whole_or_refused(tmp_path, what):
+@pytest.mark.parametrize("change", [
+    lambda data: data[:-1] + b"\1", lambda data: data.replace(b'\\"b', b'\\"c'), lambda data: data[:-3],
+    lambda data: save({"a": torch.ones(2)}), lambda data: b"no such thing" * 9],
+    ids=["a digit", "a note", "the end", "no notes", "another file"])
+def test_tensors_are_whole_or_refused(tmp_path, change):
     path = tmp_path / "x.safetensors"
     save_tensors(path, {"a": torch.arange(4.0)}, {"format": "thing", "of": "b"})
     tensors, notes = load_tensors(path, "thing")
     assert tensors["a"].tolist() == [0, 1, 2, 3] and notes == {"format": "thing", "of": "b"}
     with pytest.raises(UserError, match="no other thing"):
         load_tensors(path, "other thing")
-    data = path.read_bytes()
-    if what == "no notes":
-        from safetensors.torch import save
-        data = save({"a": torch.ones(2)})
-    changed = {"a digit": data[:-1] + b"\1", "a note": data.replace(b'\\"b', b'\\"c'), "the end": data[:-3],
-               "another file": b"no such thing" * 9}
-    path.write_bytes(changed.get(what, data))
+    before = path.read_bytes()
+    path.write_bytes(change(before))
+    assert path.read_bytes() != before
     with pytest.raises(UserError, match="thing"):
         load_tensors(path, "thing")
 
@@ -171,7 +154,7 @@ def test_a_method_is_known_by_its_class_and_its_settings(change):
 def test_sources_are_all_that_can_change_a_table(tmp_path, monkeypatch):
     """Of the package what computes, and of the user's own all that is loaded from the folder of the class or below."""
     package = Path(tinykv.__file__).parent
-    names = {str(path.relative_to(package)) for path in sources(METHODS["pfn"](hf.load_config(EMBEDDED)))}
+    names = {str(path.relative_to(package)) for path in files.sources(METHODS["pfn"](hf.load_config(EMBEDDED)))}
     assert {"cache.py", "calibrate.py", "model.py", "codecs/affine.py", "methods/base.py", "methods/pfn.py"} < names
     assert not {name for name in names if name.startswith(("run/", "hf/", "analysis/", "evaluate", "files"))}
 
@@ -180,13 +163,14 @@ def test_sources_are_all_that_can_change_a_table(tmp_path, monkeypatch):
     for name in ("below/a_part.py", "a_helper.py", "not_loaded.py"):
         (tmp_path / name).write_text("KEEP = 5\n")
     (tmp_path / "a_method.py").write_text("from a_helper import KEEP\nimport below.a_part\n\nclass Mine:\n    pass\n")
-    own = {path.name for path in sources(importlib.import_module("a_method").Mine()) if package not in path.parents}
+    own = {path.name for path in files.sources(importlib.import_module("a_method").Mine())
+           if package not in path.parents}
     assert own == {"a_method.py", "a_helper.py", "a_part.py"}
 
     cell = type("Cell", (), {"__module__": "__main__"})
     monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))  # a notebook's has no file
     with pytest.raises(UserError, match="Cell stands in no file"):
-        sources(cell())
+        files.sources(cell())
 
 
 def test_a_calibration_file_gives_what_was_put_there(tmp_path):

@@ -3,6 +3,7 @@ import contextlib
 import io
 import os
 import sys
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -33,17 +34,15 @@ def folder(tmp_path_factory):
 def run(folder, words):
     """The command in that folder, on that model: it ends with 0, or says in one line what is wrong."""
     small = ["--model", "model", "--context", "24", "--windows", "1", "--calib-windows", "1", "--json", "out.json"]
-    argv, sys.argv = sys.argv, ["eval_ppl.py", *small, *words]
     out, err = io.TextIOWrapper(io.BytesIO(), errors="replace"), io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
+          patch.object(sys, "argv", ["eval_ppl.py", *small, *words])):
         try:
             eval_ppl.main()
         except SystemExit as end:
             out.seek(0)
             assert end.code in (1, 2) and "Traceback" not in out.read()
             assert end.code == 1 or err.getvalue().splitlines()[-1].startswith("eval_ppl.py: error: ")
-        finally:
-            sys.argv = argv
 
 
 @given(method=st.sampled_from([*METHODS, "rtn,kivi"]),

@@ -8,13 +8,14 @@ import logging
 import threading
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 import torch
 from test_checkpoint import PIECES, same, tiny, told
-from test_data import Letters
+from test_data import Letters, spelled
 
 from tinykv import UserError, hf
 from tinykv.data import load_windows
@@ -24,37 +25,19 @@ from tinykv.hf.hub import HubFile, fetch_file, fetch_model
 COMMIT = "c" * 40
 
 
-class Hub(http.server.ThreadingHTTPServer):
-    """files: {path of a file on the site: its bytes}. asked: the paths of its GET requests."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Requests)
-        self.files, self.asked = {}, []
-        self.at = f"http://127.0.0.1:{self.server_port}"
-
-
-class Requests(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self):
-        self.answer()
+class Requests(http.server.SimpleHTTPRequestHandler):
+    """Files of a folder, each with the headers that the hub gives; and the paths of GET requests in `asked`."""
 
     def do_GET(self):
         self.server.asked.append(self.path)
-        self.answer()
+        super().do_GET()
 
-    def answer(self):
-        body = self.server.files.get(self.path.partition("?")[0])
-        status = 200 if body is not None else 404
-        body = body or b""
-        etag = hashlib.sha256(body).hexdigest()
-        self.send_response(status)
-        self.send_header("Content-Length", len(body))
-        self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
+    def end_headers(self):
+        file = Path(self.translate_path(self.path))
+        if file.is_file():
+            self.send_header("ETag", f'"{hashlib.sha256(file.read_bytes()).hexdigest()}"')
+            self.send_header("X-Repo-Commit", COMMIT)
+        super().end_headers()
 
     def log_message(self, *args):
         pass
@@ -74,9 +57,10 @@ def ask(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def hub(ask):
-    server = Hub()
-    ask(server.at)
+def hub(ask, tmp_path):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Requests, directory=tmp_path / "site"))
+    server.folder, server.asked = tmp_path / "site", []
+    ask(f"http://127.0.0.1:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
@@ -85,9 +69,16 @@ def hub(ask):
     server.server_close()
 
 
+def put(hub, path, body):
+    """A file on the site."""
+    file = hub.folder / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(body)
+
+
 def offer(hub, name, body, sha256=None):
     """A HubFile that the site has."""
-    hub.files[f"/datasets/some/texts/resolve/main/{name}"] = body
+    put(hub, f"datasets/some/texts/resolve/main/{name}", body)
     return HubFile("some/texts", name, sha256 or hashlib.sha256(body).hexdigest())
 
 
@@ -97,10 +88,10 @@ def test_a_model_by_its_name(hub, tmp_path):
     content = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     content |= {"consolidated.safetensors": b"x", "original/params.json": b"x", "pytorch_model.bin": b"x"}
     tree = [{"type": "file", "path": name, "size": len(body), "oid": "0" * 40} for name, body in content.items()]
-    hub.files["/api/models/owner/tiny/revision/main"] = json.dumps({"id": "owner/tiny", "sha": COMMIT}).encode()
-    hub.files[f"/api/models/owner/tiny/tree/{COMMIT}"] = json.dumps(tree).encode()
+    put(hub, "api/models/owner/tiny/revision/main", json.dumps({"id": "owner/tiny", "sha": COMMIT}).encode())
+    put(hub, f"api/models/owner/tiny/tree/{COMMIT}", json.dumps(tree).encode())
     for name, body in content.items():
-        hub.files[f"/owner/tiny/resolve/{COMMIT}/{name}"] = body
+        put(hub, f"owner/tiny/resolve/{COMMIT}/{name}", body)
     model, tokenizer = hf.load("owner/tiny")
     assert same(model, tiny()) and tokenizer.encode("the bell rings")
     asked = [path.rpartition("/")[2] for path in hub.asked if "/resolve/" in path]
@@ -152,8 +143,8 @@ def shard(texts, tail=b""):
     return gzip.compress(b"".join(json.dumps({"text": t, "url": "u"}).encode() + b"\n" for t in texts) + tail)
 
 
-def text_of(*args, **kwargs):
-    return Letters().decode(load_windows(*args, **kwargs, bos="none").tokens.flatten().tolist())
+def text_of(*arguments):
+    return spelled(load_windows(*arguments, bos="none"))
 
 
 def test_wikitext2(hub, monkeypatch):

@@ -85,15 +85,13 @@ def test_a_crash_is_told_by_its_line(tmp_path, monkeypatch):
         f"{tmp_path / 'crash.py'}, line 5, in keep_keys: AttributeError: 'LayerCache' object has no")
 
 
-@pytest.mark.parametrize("words, said", [
-    (("--method", "nowhere.py:Mine"), "no file nowhere.py"),
-    (("--method", f"{OWN}:Mine"), "no subclass .* named 'Mine'"),
-    (("--method", f"{OWN}:Swapped", "--as", "pfn"), "does not take .*preserve.*, as pfn does"),
-    (("--method", f"{OWN}:Swapped", "--as", "pfm"), "--as pfm: there are fp16, rtn, pfn"),
-    (("--as", "pfn"), "give --method, too")])
-def test_what_cannot_be_tested_is_one_line(words, said):
-    methods = [words[i + 1] for i, word in enumerate(words) if word == "--method"]
-    like = words[words.index("--as") + 1] if "--as" in words else None
+@pytest.mark.parametrize("methods, like, said", [
+    (["nowhere.py:Mine"], None, "no file nowhere.py"),
+    ([f"{OWN}:Mine"], None, "no subclass .* named 'Mine'"),
+    ([f"{OWN}:Swapped"], "pfn", "does not take .*preserve.*, as pfn does"),
+    ([f"{OWN}:Swapped"], "pfm", "--as pfm: there are fp16, rtn, pfn"),
+    ([], "pfn", "give --method, too")])
+def test_what_cannot_be_tested_is_one_line(methods, like, said):
     with pytest.raises(pytest.UsageError, match=said) as caught:
         own_methods.check(methods, like)
     assert "\n" not in str(caught.value)
@@ -118,16 +116,10 @@ def test_the_suite_stops_at_the_first_failure(name):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_methods_pass(name):
-    status, out = run("--method", f"{OWN}:{name}")
-    assert status == 0, out
-
-
-@pytest.mark.whole
-def test_the_method_of_the_tour_passes(tmp_path):
-    (tmp_path / "heavy.py").write_text(TOUR)
-    status, out = run("--method", f"{tmp_path / 'heavy.py'}:HeavyHitters")
+@pytest.mark.parametrize("file, name", [*((OWN, name) for name in RIGHT), ("tour", "HeavyHitters")])
+def test_right_methods_pass(file, name, tmp_path):
+    (tmp_path / "tour.py").write_text(TOUR)
+    status, out = run("--method", f"{OWN if file == OWN else tmp_path / 'tour.py'}:{name}")
     assert status == 0, out
 
 

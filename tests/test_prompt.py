@@ -8,6 +8,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from test_evaluate import random_model
 
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.codecs import Pair
@@ -20,7 +21,7 @@ from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.methods.kivi import KIVI
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.ott import OTT
-from tinykv.model import Llama, LlamaConfig
+from tinykv.model import LlamaConfig
 
 T, D, H, HKV, WIDTH, L = 40, 12, 2, 1, 4, 3
 CONFIG = LlamaConfig(29, D, 24, L, H, HKV, WIDTH, 128)
@@ -193,12 +194,7 @@ def test_the_prompt_is_the_first_forward():
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    model = Llama(CONFIG).double()
-    for p in model.parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.4)
-    return model.eval()
+    return random_model(CONFIG).double()
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -221,9 +217,10 @@ def test_of_a_prompt_the_prefix_is_cut_off_and_of_what_follows_nothing(model, pr
     KVSink(CONFIG, 2, "prompt", EMERGENCE, CHANNEL, scheme="token-dynamic", block=5)],
     ids=["kivi", "kivi v_block", "ott", "kvsink always", "kvsink prompt"])
 def test_the_evaluator_reads_a_prompt_and_then_what_single_tokens_read(model, method, prompt, protocol):
+    T = 30
     tokens = torch.randint(29, (2, T), generator=torch.Generator().manual_seed(5))
-    windows = Windows(tokens, [[(2, 3), (35, 36)], []], "random").predicted_from(prompt)
-    assert (windows.start, windows.answers) == (prompt, [[(35, 36)], []])
+    windows = Windows(tokens, [[(2, 3), (25, 26)], []], "random").predicted_from(prompt)
+    assert (windows.start, windows.answers) == (prompt, [[(25, 26)], []])
     found = measure(model, method, windows, protocol, batch=2, prompt=prompt)
     assert (found.targets, found.answers) == (2 * (T - prompt), 1)
     cache, losses = KVCache(model, method, protocol, prompt), torch.zeros(2, dtype=torch.float64)

@@ -1,6 +1,5 @@
 """The same evaluation by several processes that torchrun starts: the same figures, and one line where it fails."""
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cases import model_of, tokens_of
+from torch.multiprocessing import start_processes
 
 import eval_ppl
 from tinykv.data import Windows
@@ -37,20 +37,16 @@ def fork(*words, ranks):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": port}
-        processes.append(multiprocessing.get_context("fork").Process(target=as_rank, args=(environment, words)))
-        processes[-1].start()
+    processes = start_processes(as_rank, (ranks, port, words), ranks, join=False, start_method="fork").processes
     for process in processes:
         process.join(60)
         process.kill()
     return [process.exitcode for process in processes]
 
 
-def as_rank(environment, words):
-    os.environ |= {name: str(value) for name, value in environment.items()}
+def as_rank(rank, ranks, port, words):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port)}
     sys.argv = ["eval_ppl.py", *map(str, words)]
     eval_ppl.main()
 
@@ -65,10 +61,11 @@ def assert_same(files):
     assert one == several
 
 
-def test_two_ranks_give_the_figures_of_one(tmp_path, monkeypatch, capfd):
+def test_two_ranks_give_the_figures_of_one(tmp_path, monkeypatch, capfd, one_layer):
     """With a method that is calibrated twice, and batches that do not divide the windows."""
     files = [tmp_path / "one.json", tmp_path / "two.json"]
-    words = [*SMALL, "--calib-windows", 4, "--method", "kvsink", "--draws", 2, "--windows", 5, "--batch", 2, "--json"]
+    words = ["--model", one_layer, "--context", 32, "--calib-windows", 2, "--method", "kvsink", "--draws", 2,
+             "--windows", 5, "--batch", 2, "--json"]
     monkeypatch.setattr(sys, "argv", ["eval_ppl.py", *map(str, words), str(files[0])])
     eval_ppl.main()
     one = capfd.readouterr().out

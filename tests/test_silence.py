@@ -1,14 +1,11 @@
 """Nothing wrong in silence: what is not finite, not of the right shape, or damaged ends in one line, never in a row."""
-import json
 import shutil
-from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_cli import refused
 
-import eval_ppl
 import train_intact
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
@@ -22,11 +19,6 @@ from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]
-
-
-@pytest.fixture
-def command(run):
-    return partial(run, eval_ppl)
 
 
 def damaged(folder, name, factor):
@@ -80,10 +72,10 @@ def test_so_does_a_prefix(tmp_path):
 
 
 @pytest.mark.parametrize("rate", ["inf", "nan", "1e30"])
-def test_training_writes_no_nan(run, tmp_path, rate):
+def test_training_writes_no_nan(run, one_layer, tmp_path, rate):
     out = tmp_path / "trained.safetensors"
-    status, _, err = run(train_intact, "--out", out, "--lr", rate, "--updates", 3, "--samples", 2, "--accumulate", 2,
-                         "--tokens", 32, *TINY)
+    status, _, err = run(train_intact, "--model", one_layer, "--out", out, "--lr", rate, "--updates", 3,
+                         "--samples", 2, "--accumulate", 2, "--tokens", 32, *TINY)
     assert status == 2 and "--lr" in err and not out.exists()
 
 
@@ -146,7 +138,7 @@ def mine(tmp_path):
     ("recent=x", ["recent of Mine"]), ("preserve=x", ["preserve of Mine"]), ("passes=None", ["passes of Mine"]),
     ("k_bits=nan", ["k_bits of Mine", "nan"]), ("codecs=None", ["Mine: `codecs`", "None"]),
     ("codecs=abcd", ["Mine: `codecs`", "abcd"]), ("prefix=x", ["prefix of Mine", "'x'"]),
-    ("one", ["Mine: `decode` of Half", "(2, 1, 1, 32)"]), ("ints", ["`decode` of Half", "int64"]),
+    ("one", ["Mine: `decode` of Half", "(2, 1, 1, 8)"]), ("ints", ["`decode` of Half", "int64"]),
     ("nan", ["layer 0", "decodes", "not finite"]), ("codecs", ["Mine: `codecs`"]),
     ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]),
     ("score", ["`score` of Mine", "(2, 1, 1)"]), ("scores", ["layer 0", "not finite"])])
@@ -165,16 +157,12 @@ def test_a_setting_that_is_called_as_a_flag_is_refused(command, tmp_path, name):
 # ---- bits over all windows
 
 @pytest.mark.whole
-def test_bits_are_means_over_windows(command, tmp_path):
+def test_bits_are_means_over_windows(rows_of):
     """KVQuant's outliers differ by window: three windows in one batch hold what they hold one by one."""
-    found = []
-    for batch in ("1", "3"):
-        path = tmp_path / f"{batch}.json"
-        command("--method", "kvquant", "--context", 64, "--windows", 3, "--calib-windows", 1, "--batch", batch,
-                "--json", path)
-        found.append(json.loads(path.read_text())["rows"][-1])
-    assert found[0]["bits_true"] == pytest.approx(found[1]["bits_true"], rel=1e-12)
-    assert found[0]["bits_128k"] == pytest.approx(found[1]["bits_128k"], rel=1e-12)
+    words = ["--model", EMBEDDED, "--method", "kvquant", *TINY, "--windows", 3]
+    one, other = (rows_of(*words, "--batch", batch)[2]["kvquant"] for batch in (1, 3))
+    for name in ("bits_true", "bits_128k"):
+        assert one[name] == pytest.approx(other[name], rel=1e-12)
 
 
 # ---- learned files

@@ -108,17 +108,17 @@ class FakeCodec(Codec):
         return codes.packed
 
 
-class Fake(Method):
-    """Rounded numbers in 32 bits, said to be 2 bits."""
-    k_bits, v_bits, block = 2, 2, 8
+class Silent(Method):
+    """Rounded numbers in 32 bits, and the bits are not said."""
+    block = 8
 
     def __init__(self, config):
         self.codecs = with_codec(FakeCodec, config)
 
 
-class Silent(Fake):
-    """The same, and the bits are not said."""
-    k_bits = v_bits = 16
+class Fake(Silent):
+    """The same, said to be 2 bits."""
+    k_bits = v_bits = 2
 
 
 class WideCodec(Affine):

@@ -40,21 +40,21 @@ def settings_of(cls, scheme=None):
 
 
 @cache
-def documented(cls):
-    """{setting: (type, what stands for a value, help)} from the docstrings of a method's constructors, the nearest first,
-    and of the schemes."""
-    makers = [parent.__init__ for parent in cls.__mro__] + [getattr(make, "func", make) for make, _ in SCHEMES.values()]
-    found = {}
-    for make in makers:
-        for setting, values, help in re.findall(r"^ *(\w+) \((.*?)\): (.*)$", inspect.getdoc(make) or "", re.M):
-            found.setdefault(setting, (KINDS.get(values, str), values, help))
-    return found
+def documented(make):
+    """{setting: (type, what stands for a value, help)} from the docstring of a constructor."""
+    found = re.findall(r"^ *(\w+) \((.*?)\): (.*)$", inspect.getdoc(make) or "", re.M)
+    return {setting: (KINDS.get(values, str), values, help) for setting, values, help in found}
 
 
 def kind_of(cls, setting, default):
-    """(type, what stands for a value, help) of a setting. Where nothing documents it, the type is the default's."""
+    """(type, what stands for a value, help) of a setting, from the docstrings of the constructors, the nearest first,
+    and of the schemes. If none of them documents it, the type is the default's."""
+    makers = [parent.__init__ for parent in cls.__mro__] + [getattr(make, "func", make) for make, _ in SCHEMES.values()]
+    for make in makers:
+        if setting in documented(make):
+            return documented(make)[setting]
     kind = type(default) if type(default) in (int, float) else str
-    return documented(cls).get(setting, (kind, setting.upper(), ""))
+    return kind, setting.upper(), ""
 
 
 def flags_of(methods):
