@@ -113,9 +113,9 @@ def test_the_walk_is_the_forward(case):
 
 # Where sinks are
 
-def score_of(A, near):
-    """(T): the attention that each token receives from the `near` queries from its own on, by one head."""
-    return np.array([A[j:j + near, j].mean() for j in range(T)])
+def scores_of(p, near):
+    """H lists of T: the attention that each token receives from the `near` queries from its own on, by each head."""
+    return np.stack([p.A[:, j:j + near, j].mean(1) for j in range(T)], 1).tolist()
 
 
 @pytest.mark.parametrize("tile", [1, 10 ** 6])
@@ -127,25 +127,24 @@ def test_sink_scores_and_marks(case, monkeypatch, tile):
         monkeypatch.setattr(sinks, name, number)
     near = min(8, text.model.config.sliding_window or 8)
     marks = sinks.find_sinks(text.model, text.windows)
-    scores = np.array([[[score_of(A, near) for A in p.A] for p in of] for of in layers])  # (W, L, H, T)
+    for p in sum(layers, []):
+        p.scores = scores_of(p, near)
+    scores = np.array([[p.scores for p in of] for of in layers])  # (W, L, H, T)
     found = ((scores >= 0.2).mean((1, 2)) >= 0.25) & (np.arange(T) <= T - 5)
     assert marks.tolist() == found.tolist() and marks.any() and not marks.all()
 
     # a layer's own sinks, in plain lists, whatever those of the text are
-    def heads_of(p):
-        return [score_of(A, near).tolist() for A in p.A]  # H lists of T
-
     def own_sinks(p):
-        return [j for j in range(T - 4) if sum(head[j] >= 0.2 for head in heads_of(p)) / H >= least]
+        return [j for j in range(T - 4) if sum(head[j] >= 0.2 for head in p.scores) / H >= least]
 
     def of(tokens, collect=np.mean):
         def expected(p, _):
-            means = [sum(head[j] for head in heads_of(p)) / H for j in tokens(own_sinks(p))]
+            means = [sum(head[j] for head in p.scores) / H for j in tokens(own_sinks(p))]
             return collect(means) if means else None
         return expected
 
     def share(p, _):
-        hits = [head[j] >= 0.2 for head in heads_of(p) for j in own_sinks(p)]
+        hits = [head[j] >= 0.2 for head in p.scores for j in own_sinks(p)]
         return sum(hits) / len(hits) if hits else None
 
     for least in (0.25, 0.5):  # in a layer, most often the first token is a sink; then it is none
