@@ -166,7 +166,7 @@ DEEDS = {
     "no test at all": ("import sys, types\nfor module in list(sys.modules.values()):\n"
                        "    for name in [n for n in vars(module) if n.startswith('test_')]:\n"
                        "        setattr(module, name, lambda **_: None)", False),
-    "exits hard": ("import os; os._exit(0)", False),
+    "exits hard": ("import os\nos._exit(0)", False),
     "crashes": ("import ctypes; ctypes.string_at(0)", False),
     "writes a record": ("import json, os\nrecord = {'test': 'test_outlier', 'notes': [], 'fault': '', 'points': 80}\n"
                         "open('record.jsonl', 'w').write(json.dumps(record) + '\\n')\nos._exit(0)", False),
@@ -186,7 +186,7 @@ DEEDS = {
     "takes memory": ("x = torch.ones(2 ** 32)", False),
     "loops": ("def outlier(hidden):\n    while True: pass", False),
 }
-QUICK = ("looks for the seed", "links to the right values")
+ENDS = "\nos._exit(0)"  # the last line of a file that ends its process
 
 
 def run_here(root, name, file, seed, record):
@@ -199,14 +199,30 @@ def run_here(root, name, file, seed, record):
             lines.write(json.dumps(line) + "\n")
 
 
+def run_forked(root, name, file, seed, record, more):
+    """The same of a submission that ends its process: a copy of this one."""
+    process = os.fork()
+    if process == 0:
+        try:
+            os.chdir(root)
+            load(file, "submission")
+        finally:
+            os._exit(1)
+    os.waitpid(process, 0)
+
+
 def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, request):
     """One folder with all of them: table, JSON, CSV; only what is right gets points, and nothing is written."""
     texts = [(ROOT / "docs" / "course" / "3-kvsink" / name).read_text(encoding="utf-8")
              for name in ("starter.py", "answer.py")]
     deeds, run_tests = DEEDS, grade.run_tests
     if not request.config.getoption("--whole"):
-        deeds = QUICK
-        monkeypatch.setattr(grade, "run_tests", lambda *how: (run_tests if len(how) == 6 else run_here)(*how))
+        def run_quickly(root, name, file, *how):
+            ends = file.read_text(encoding="utf-8").endswith(ENDS + "\n")
+            runs = run_here if file.name == "answer.py" else run_forked if ends else run_tests
+            runs(root, name, file, *how)
+        deeds = ["looks for the seed", *(deed for deed, (lines, _) in DEEDS.items() if lines.endswith(ENDS))]
+        monkeypatch.setattr(grade, "run_tests", run_quickly)
     folder = tmp_path / "submissions"
     folder.mkdir()
     for deed in deeds:

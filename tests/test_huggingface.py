@@ -1,6 +1,7 @@
 """Any method as the cache of transformers' own models: tinykv/hf/transformers.py, and the page about it."""
 import copy
 import doctest
+import functools
 import re
 import sys
 from itertools import islice
@@ -8,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import tokens_of
-from test_model import built
+from cases import takes, tokens_of
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
+from tinykv.calibrate import calibrate
 from tinykv.data.stories import stories
+from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED
 
@@ -32,6 +34,7 @@ def generate(theirs, tokens, cache=None, **settings):
                                       **settings})
 
 
+@functools.cache
 def load(folder, dtype):
     """A tiny model here, and the same of transformers."""
     folder = ROOT / "tests/references" / folder
@@ -43,6 +46,24 @@ def load(folder, dtype):
 def models(request):
     """In fp32. Two query heads share a KV head; the Mistral has a sliding window."""
     return load(request.param, torch.float32)
+
+
+SMALL = {"k_bits": 2, "v_bits": 3, "preserve": 3, "emergence_layer": 0, "outlier_channel": 5, "outlier_num": 2,
+         "skip_layers": 1, "vq": "d4m8", "anchors": "4", "recent": 4, "group_size": 8}
+
+
+@functools.cache
+def built(name, own, **changes):
+    """A method with small blocks, calibrated for a model here."""
+    cls = METHODS[name]
+    settings = {**SMALL, **changes, "prefix": Prefix("two tokens", [11, 40])}
+    method = cls(own.config, **{key: value for key, value in settings.items() if key in takes(cls)})
+    method.block = 8
+    if method.needs_calibration:
+        calibrate(own, method, tokens_of(4, 24, seed=7))
+    if method.prefix:
+        method.prefix.fill(own, own)
+    return method
 
 
 def prompt_of(method, batch=2, T=9):
@@ -158,12 +179,15 @@ def test_another_text_between_two_turns_changes_nothing(name, models):
     other, n = tokens_of(3, 30, seed=9), 24 + NEW - 1
     cache, second = MethodCache(theirs, method), MethodCache(theirs, built(name, own, k_bits=4, v_bits=4))
     whole = prompt_of(method, T=30)
-    for chunk in (text[:, :24], *text[:, 24:n].split(1, dim=1)):
+    for i, chunk in enumerate((text[:, :24], *text[:, 24:n].split(1, dim=1))):
         theirs(chunk, past_key_values=cache)
-        theirs(other)
-        theirs(other, past_key_values=transformers.DynamicCache(config=theirs.config))
-        theirs(whole, past_key_values=second)
-        whole = tokens_of(2, 1, seed=len(second.inner))
+        if i % 3 == 0:
+            theirs(whole, past_key_values=second)
+            whole = tokens_of(2, 1, seed=len(second.inner))
+        elif i % 3 == 1:
+            theirs(other)
+        else:
+            theirs(other, past_key_values=transformers.DynamicCache(config=theirs.config))
     cache.remove()
     second.remove()
     assert repr(cache.inner) == expected

@@ -4,12 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import takes, tokens_of
 from safetensors.torch import load_file
 
 from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
-from tinykv.calibrate import calibrate
 from tinykv.hf import load_model
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
@@ -276,23 +274,6 @@ def test_generation_under_an_exact_prefix_is_fp16_generation():
     model.config.max_position_embeddings = 7 + 12 - 2
     with pytest.raises(UserError, match="7 tokens and 12 new ones"):
         model.generate(TEXT, 12, KVCache(model, under_a_prefix(model)))
-
-
-SMALL = {"k_bits": 2, "v_bits": 3, "preserve": 3, "emergence_layer": 0, "outlier_channel": 5, "outlier_num": 2,
-         "skip_layers": 1, "vq": "d4m8", "anchors": "4", "recent": 4, "group_size": 8}
-
-
-def built(name, own, **changes):
-    """A method with small blocks, calibrated for a model here."""
-    cls = METHODS[name]
-    settings = {**SMALL, **changes, "prefix": Prefix("two tokens", [11, 40])}
-    method = cls(own.config, **{key: value for key, value in settings.items() if key in takes(cls)})
-    method.block = 8
-    if method.needs_calibration:
-        calibrate(own, method, tokens_of(4, 24, seed=7))
-    if method.prefix:
-        method.prefix.fill(own, own)
-    return method
 
 
 # What is printed
