@@ -93,7 +93,8 @@ MODELS = [pytest.param(model, name, marks=() if name in (QUICK if model == "gqa"
 @pytest.mark.parametrize("models, name", MODELS, indirect=["models"])
 @torch.no_grad()
 def test_every_method_generates_as_it_does_here(name, models):
-    """The same tokens as here, and the same parts of the cache, over two turns of a chat."""
+    """The same tokens as here, and the same parts of the cache, over two turns of a chat; so does a copy of the cache,
+    which is transformers' recipe for reuse, with another second turn."""
     own, theirs = models
     method = built(name, own)
     tokens = prompt_of(method)
@@ -103,14 +104,18 @@ def test_every_method_generates_as_it_does_here(name, models):
     if name != "fp16":
         assert cache.inner.part_bytes()["coded"] > 0
 
-    longer = torch.cat([text, tokens_of(2, 5, seed=3)], 1)
-    text = generate(theirs, longer, cache)
-    unread = longer[:, len(mine):]  # `Llama.generate` begins with all of its tokens
-    assert torch.equal(text[:, longer.shape[1]:], own.generate(unread, NEW, mine)[:, unread.shape[1]:])
-    assert repr(cache.inner) == repr(mine)
-    cache.reset()
-    assert cache.get_seq_length() == 0 and torch.equal(generate(theirs, tokens, cache), text[:, :9 + NEW])
-    cache.remove()
+    copied, mine_too = copy.deepcopy(cache), KVCache(own, method)
+    own.generate(tokens, NEW, mine_too)
+    assert copied.inner.layers[0].keys.codec is cache.inner.layers[0].keys.codec
+    for seed, one, same in ((1, copied, mine_too), (3, cache, mine)):
+        longer = torch.cat([text, tokens_of(2, 5, seed)], 1)
+        unread = longer[:, len(same):]  # `Llama.generate` begins with all of its tokens
+        answer = generate(theirs, longer, one)[:, longer.shape[1]:]
+        assert torch.equal(answer, own.generate(unread, NEW, same)[:, unread.shape[1]:])
+        assert repr(one.inner) == repr(same)
+        one.reset()
+        assert one.get_seq_length() == 0 and torch.equal(generate(theirs, tokens, one), text)
+        one.remove()
 
 
 def logits_of(model, text, **settings):
@@ -194,28 +199,6 @@ def test_another_text_between_two_turns_changes_nothing(name, models):
     found = [rows.read() for layer in cache.inner.layers for rows in (layer.keys, layer.values)]
     for a, b in zip(found, states, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("models, name", MODELS, indirect=["models"])
-@torch.no_grad()
-def test_a_copy_goes_on_by_itself(name, models):
-    """transformers' recipe for reuse: a text is read once, and each question goes on from a copy."""
-    own, theirs = models
-    method = built(name, own)
-    tokens = prompt_of(method, T=24)
-    cache = MethodCache(theirs, method)
-    theirs(tokens, past_key_values=cache)
-    before = repr(cache.inner)
-    for seed in (1, 2):
-        asked = torch.cat([tokens, tokens_of(2, 5, seed=seed)], 1)
-        copied = copy.deepcopy(cache)
-        text = generate(theirs, asked, copied)
-        mine = KVCache(own, method)
-        own(tokens, mine)
-        assert torch.equal(text[:, 24:], own.generate(asked[:, 24:], NEW, mine)) and repr(copied.inner) == repr(mine)
-        assert repr(cache.inner) == before and copied.inner.layers[0].keys.codec is cache.inner.layers[0].keys.codec
-        copied.remove()
-    cache.remove()
 
 
 def test_a_text_begins_with_the_prefix(models):
