@@ -113,9 +113,10 @@ def test_every_method_generates_as_it_does_here(name, models):
         answer = generate(theirs, longer, one)[:, longer.shape[1]:]
         assert torch.equal(answer, own.generate(unread, NEW, same)[:, unread.shape[1]:])
         assert repr(one.inner) == repr(same)
-        one.reset()
-        assert one.get_seq_length() == 0 and torch.equal(generate(theirs, tokens, one), text)
-        one.remove()
+    copied.remove()
+    cache.reset()
+    assert cache.get_seq_length() == 0 and torch.equal(generate(theirs, tokens, cache), text)
+    cache.remove()
 
 
 def logits_of(model, text, **settings):
