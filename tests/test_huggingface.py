@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 from tinykv.hf.transformers import MethodCache  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-NEW = 10  # tokens
+T, NEW = 11, 6  # tokens of a prompt and of an answer, while which a block of 8 is quantized
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 QUICK = ("kvsink", "antkv", "intactkv", "kivi")  # what the others need, these need, too
 
@@ -66,7 +66,7 @@ def built(name, own, **changes):
     return method
 
 
-def prompt_of(method, batch=2, T=9):
+def prompt_of(method, batch=2, T=T):
     tokens = tokens_of(batch, T)
     if method.prefix:
         tokens[:, :2] = torch.tensor(method.prefix.ids)
@@ -75,11 +75,11 @@ def prompt_of(method, batch=2, T=9):
 
 def test_fp16_is_transformers_own_generation(models):
     own, theirs = models
-    tokens = tokens_of(2, 9)
+    tokens = tokens_of(2, T)
     cache = MethodCache(theirs, built("fp16", own))
     text = generate(theirs, tokens, cache)
     cache.remove()
-    assert len(cache.inner) == 9 + NEW - 1
+    assert len(cache.inner) == T + NEW - 1
     assert torch.equal(text, generate(theirs, tokens))
     assert not any(module._forward_hooks for module in theirs.modules())
 
@@ -154,7 +154,7 @@ def test_in_bf16_the_rounding_of_queries_is_small(models):
     """Without a codec, which turns a small difference into another code: about as much as bf16 differs from fp32."""
     own, theirs = load(models[0].config.model_type.replace("llama", "gqa"), torch.bfloat16)
     method = built("fp16", own)
-    text = tokens_of(2, 9 + NEW)
+    text = tokens_of(2, T + NEW)
     found = logits_of(theirs, text, past_key_values=MethodCache(theirs, method))
     expected = logits_of(own, text, cache=KVCache(own, method))
     exact = logits_of(models[0], text, cache=KVCache(models[0], method))
@@ -166,10 +166,10 @@ def test_a_prompt_may_be_quantized_before_it_is_read(models):
     own, theirs = models
     method = built("kvsink", own)
     tokens = prompt_of(method)
-    cache = MethodCache(theirs, method, "paper", prompt=9)
+    cache = MethodCache(theirs, method, "paper", prompt=T)
     text = generate(theirs, tokens, cache)
     cache.remove()
-    assert torch.equal(text, own.generate(tokens, NEW, KVCache(own, method, "paper", prompt=9)))
+    assert torch.equal(text, own.generate(tokens, NEW, KVCache(own, method, "paper", prompt=T)))
 
 
 @pytest.mark.parametrize("models, name", MODELS, indirect=["models"])
@@ -178,14 +178,14 @@ def test_another_text_between_two_turns_changes_nothing(name, models):
     """Whether it is read without a cache, with one of transformers, or with a second one of these."""
     own, theirs = models
     method = built(name, own)
-    text = generate(theirs, prompt_of(method, T=24), cache := MethodCache(theirs, method))
+    text = generate(theirs, prompt_of(method, T=27), cache := MethodCache(theirs, method))
     cache.remove()
     expected, states = repr(cache.inner), [rows.read() for layer in cache.inner.layers
                                            for rows in (layer.keys, layer.values)]
-    other, n = tokens_of(3, 30, seed=9), 24 + NEW - 1
+    other, n = tokens_of(3, 30, seed=9), 27 + NEW - 1
     cache, second = MethodCache(theirs, method), MethodCache(theirs, built(name, own, k_bits=4, v_bits=4))
     whole = prompt_of(method, T=30)
-    for i, chunk in enumerate((text[:, :24], *text[:, 24:n].split(1, dim=1))):
+    for i, chunk in enumerate((text[:, :27], *text[:, 27:n].split(1, dim=1))):
         theirs(chunk, past_key_values=cache)
         if i % 3 == 0:
             theirs(whole, past_key_values=second)
