@@ -19,6 +19,7 @@ from tinykv.methods.registry import METHODS
 ROOT = Path(__file__).parent.parent
 TINYKV = ROOT / "tinykv"
 FILES = {str(path.relative_to(TINYKV)): path for path in sorted(TINYKV.rglob("*.py"))}  # "methods/ott.py": its path
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 METHOD_FILES = {name.removeprefix("methods/").removesuffix(".py") for name in FILES if name.startswith("methods/")}
 METHOD_FILES -= {"__init__", "base", "registry"}
 TRITON = {"triton_cache.py"}  # the one file of tinykv/ that knows the kernels, imported where they are asked for
@@ -86,9 +87,8 @@ def test_nothing_needs_triton_until_it_is_asked_for():
 
 def imports_of(name, top_only=False):
     """The modules that a file of tinykv/ imports, at its top or anywhere in it."""
-    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
     found = set()
-    for node in tree.body if top_only else ast.walk(tree):
+    for node in TREES[name].body if top_only else ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -180,7 +180,7 @@ def test_nobody_asks_what_kind_a_codec_or_a_method_is(name):
     """`isinstance(codec, Affine)` would be a case that a new codec, or a student's, falls through."""
     kinds = {cls.__name__ for cls in subclasses(Codec) | subclasses(Method) if cls.__module__.startswith("tinykv")}
     assert {cls.__name__ for cls in (Affine, NonUniform, Codebook, ClippedGroups, CodecMethod)} < kinds
-    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
             asked = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
             assert not asked & kinds, f"line {node.lineno}"
@@ -195,7 +195,7 @@ def test_every_method_file_is_registered_under_its_name():
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_file_opens_with_its_row(name):
     """The first line says what it is; then come the answers to the three questions, in their order."""
-    text = ast.get_docstring(ast.parse(FILES[f"methods/{name}.py"].read_text(encoding="utf-8")))
+    text = ast.get_docstring(TREES[f"methods/{name}.py"])
     title, row = text.split("\n\n")[:2]
     assert title.lower().startswith(name)
     assert row.lstrip().startswith("Keep: ")
@@ -229,7 +229,7 @@ def prose(lines, indent):
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_docstrings_are_filled_to_one_width(name):
     """120 columns: a line of prose ends where the next word does not fit."""
-    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             lines = node.body[0].value.value.splitlines()
             for line, after in prose(lines, node.body[0].col_offset):
