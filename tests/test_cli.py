@@ -757,10 +757,10 @@ def test_a_calibration_file_holds_each_draw(command, calibrated, kept):
 
 
 def test_a_draw_that_fails_fails_its_row(command, monkeypatch, tmp_path):
-    def fail_once(model, method, windows, progress, seed):
+    def fail_once(model, method, windows, progress, seed, fingerprint_of):
         if seed == 1 and type(method).__name__ == "PFN":
             raise KeyError("no")
-        calibrate(model, method, windows, progress, seed)
+        calibrate(model, method, windows, progress, seed, fingerprint_of)
     monkeypatch.setattr(entries.calibrate, "calibrate", fail_once)
     path = tmp_path / "o.json"
     status, out, _ = command("--method", "pfn,kivi,rtn", "--draws", "2", "--json", path, *SMALL)
@@ -777,7 +777,7 @@ def test_each_method_sees_the_windows_that_it_asks_for(command, monkeypatch):
     """By default cq with weights 64, without them 16, and rtn 16: the first ones of the same text."""
     seen = {}
 
-    def note(model, method, windows, progress, seed):
+    def note(model, method, windows, progress, seed, fingerprint_of):
         seen[type(method).__name__, method.codecs[0].k.__dict__.get("sensitivity")] = windows
         raise ValueError("that is enough")
 
