@@ -203,9 +203,10 @@ class Writer:
 
     def chant(self, length, end="", often=OFTEN):
         """A chain of about `length` words, with refrains."""
-        rng, text = self.rng, self.story.text  # a local string grows in place
+        rng = self.rng
         last = before = rng.pick(WORDS)
-        text += f" {last}" if text else last
+        self.say(last)
+        text = self.story.text  # a local string grows in place
         count = 1
         while count < length:
             if rng.random() < often:
