@@ -3,10 +3,10 @@
 The model is small and random, has grouped queries, and sees all tokens or a sliding window. Its projections and
 outputs come from PyTorch's hooks; rotation, attention, grids and averages are computed anew here.
 """
-import math
 from types import SimpleNamespace
 
 import numpy as np
+import oracles
 import pytest
 import torch
 from hypothesis import given
@@ -72,9 +72,7 @@ def visible(model):
 
 
 def attention(model, q, k):
-    scores = np.where(visible(model), q @ k[HEADS].swapaxes(1, 2) / math.sqrt(D), -np.inf)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    return p / p.sum(-1, keepdims=True)  # (H, T, T)
+    return oracles.attention(q[None], k[None], model.config.sliding_window)[0]  # (H, T, T)
 
 
 def check(case, rows, name, expected, marks=None):
@@ -113,9 +111,9 @@ def test_the_walk_is_the_forward(case):
 
 # Where sinks are
 
-def score_of(A, near):
-    """(T): the attention that each token receives from the `near` queries from its own on, by one head."""
-    return np.array([A[j:j + near, j].mean() for j in range(T)])
+def scores_of(p, near):
+    """H lists of T: the attention that each token receives from the `near` queries from its own on, by each head."""
+    return np.stack([p.A[:, j:j + near, j].mean(1) for j in range(T)], 1).tolist()
 
 
 @pytest.mark.parametrize("tile", [1, 10 ** 6])
@@ -127,25 +125,24 @@ def test_sink_scores_and_marks(case, monkeypatch, tile):
         monkeypatch.setattr(sinks, name, number)
     near = min(8, text.model.config.sliding_window or 8)
     marks = sinks.find_sinks(text.model, text.windows)
-    scores = np.array([[[score_of(A, near) for A in p.A] for p in of] for of in layers])  # (W, L, H, T)
+    for p in sum(layers, []):
+        p.scores = scores_of(p, near)
+    scores = np.array([[p.scores for p in of] for of in layers])  # (W, L, H, T)
     found = ((scores >= 0.2).mean((1, 2)) >= 0.25) & (np.arange(T) <= T - 5)
     assert marks.tolist() == found.tolist() and marks.any() and not marks.all()
 
     # a layer's own sinks, in plain lists, whatever those of the text are
-    def heads_of(p):
-        return [score_of(A, near).tolist() for A in p.A]  # H lists of T
-
     def own_sinks(p):
-        return [j for j in range(T - 4) if sum(head[j] >= 0.2 for head in heads_of(p)) / H >= least]
+        return [j for j in range(T - 4) if sum(head[j] >= 0.2 for head in p.scores) / H >= least]
 
     def of(tokens, collect=np.mean):
         def expected(p, _):
-            means = [sum(head[j] for head in heads_of(p)) / H for j in tokens(own_sinks(p))]
+            means = [sum(head[j] for head in p.scores) / H for j in tokens(own_sinks(p))]
             return collect(means) if means else None
         return expected
 
     def share(p, _):
-        hits = [head[j] >= 0.2 for head in heads_of(p) for j in own_sinks(p)]
+        hits = [head[j] >= 0.2 for head in p.scores for j in own_sinks(p)]
         return sum(hits) / len(hits) if hits else None
 
     for least in (0.25, 0.5):  # in a layer, most often the first token is a sink; then it is none
@@ -304,29 +301,17 @@ def small_groups(case, monkeypatch):
     monkeypatch.setattr(errors, "GROUP_SIZE", GROUP)
 
 
-def coded(x, low, high, bits):
-    """x as it is read from the grid from low to high: the zero point is low, both are stored in 16 bits."""
-    scale = np.maximum((high - low) / (2 ** bits - 1), 1e-5).astype(np.float16).astype(float)
-    zero = low.astype(np.float16).astype(float)
-    return scale * np.clip(np.round((x - zero) / scale), 0, 2 ** bits - 1) + zero
-
-
-def grid(x, scheme, layers, layer, kind, sinks_count):
-    """low and high of x (Hkv, T, d), in the groups of a scheme."""
-    per_token, is_static = scheme.startswith("token"), scheme.endswith("static")
-    if is_static:
-        rows = [getattr(of[layer], kind)[:, [sinks_count or t not in s for t in range(T)]]
+def as_read(layers, layer, w, kind, scheme, bits, with_sinks):
+    """Keys or values of a window (Hkv, T, d) as they are read. with_sinks: whether they count in static ranges."""
+    axis, when = scheme.split("-")
+    static = None
+    if when == "static":
+        rows = [getattr(of[layer], kind)[:, [with_sinks or t not in s for t in range(T)]]
                 for of, s in zip(layers, SINKS)]
-        x = np.concatenate(rows, 1)
-        low, high = (f(x, 1, keepdims=True) for f in (np.min, np.max))  # (Hkv, 1, d)
-    else:
-        low = high = x
-    if per_token:
-        low, high = (f(y.reshape(*y.shape[:2], -1, GROUP), -1).repeat(GROUP, -1)
-                     for f, y in ((np.min, low), (np.max, high)))
-    elif not is_static:
-        low, high = (f(x.reshape(HKV, -1, GROUP, D), 2).repeat(GROUP, 1) for f in (np.min, np.max))
-    return low, high
+        rows = np.concatenate(rows, 1)
+        static = rows.min(1), rows.max(1)  # (Hkv, d) both
+    x = getattr(layers[w][layer], kind)[None]
+    return oracles.affine(x, np.zeros(x.shape[:3], bool), bits, axis, "offset", GROUP, static)[0]
 
 
 def test_table_1(case, small_groups):
@@ -339,13 +324,13 @@ def test_table_1(case, small_groups):
         kind = "k_pre" if scheme == "channel-static" else row["of"].lower()
         found = {"overall": [], "without": [], "with": []}
         for layer in range(L):
-            for of, s in zip(layers, text.marks.numpy()):
-                x = getattr(of[layer], kind)
-                square = 100 * (x - coded(x, *grid(x, scheme, layers, layer, kind, True), bits)) ** 2
+            for w, s in enumerate(text.marks.numpy()):
+                x = getattr(layers[w][layer], kind)
+                square = 100 * (x - as_read(layers, layer, w, kind, scheme, bits, True)) ** 2
                 hit = s if scheme != "channel-dynamic" else s.reshape(-1, GROUP).any(1).repeat(GROUP)
                 found["overall"].append(square.ravel())
                 found["with"].append(square[:, hit].ravel())
-                square = 100 * (x - coded(x, *grid(x, scheme, layers, layer, kind, False), bits)) ** 2
+                square = 100 * (x - as_read(layers, layer, w, kind, scheme, bits, False)) ** 2
                 found["without"].append(square[:, ~hit].ravel())
         wanted = {name: np.concatenate(x).mean() for name, x in found.items()}
         for name, number in wanted.items():
@@ -363,13 +348,12 @@ def test_figure_7(case, small_groups, monkeypatch):
     for row in rows:
         found = []
         for layer in range(L):
-            for of, s in zip(layers, text.marks.numpy()):
-                p, now = of[layer], {}
+            for w, s in enumerate(text.marks.numpy()):
+                p, now, kept = layers[w][layer], {}, row["kept"] == "sinks"
                 for kind in "kv":
-                    x = getattr(p, kind)
-                    kept = row["kept"] == "sinks"
-                    low, high = grid(x, "token-static", layers, layer, kind, not kept)
-                    read = x if row["bits"] == 16 else coded(x, low, high, row["bits"])
+                    x = read = getattr(p, kind)
+                    if row["bits"] < 16:
+                        read = as_read(layers, layer, w, kind, "token-static", row["bits"], not kept)
                     now[kind] = np.where(s[:, None] & kept, x, read)
                 new = SimpleNamespace(v=now["v"], A=attention(text.model, p.q, now["k"]))
                 sees = visible(text.model)[:, s].any(1) & ~s  # (T)

@@ -1,4 +1,5 @@
 """The page shows what caches hold and what models then predict: its numbers, and in a browser where there is one."""
+import functools
 import html
 import json
 import math
@@ -18,8 +19,8 @@ from tinykv.data.questions import Questions, read_questions
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 
-T, BROWSER = 60, shutil.which("chromium") or shutil.which("chromium-browser")
-LENGTHS, AT = [T, 41], {0: (30, 32), 1: (40, 41)}  # of two texts: tokens, and where their answers are
+T, BROWSER = 44, shutil.which("chromium") or shutil.which("chromium-browser")
+LENGTHS, AT = [T, 39], {0: (30, 32), 1: (38, 39)}  # of two texts: tokens, and where their answers are
 FEW = {name: page.SHOWN[name] for name in ("rtn", "rtn, 0 a level", "pfn", "kvsink", "kivi", "intactkv")}
 FEW["kvsink"] = ("kvsink", {"emergence_layer": 0, "outlier_channel": 3})
 
@@ -66,18 +67,24 @@ def made(texts, calibration):
     return model, content, methods
 
 
-@torch.no_grad()
-def one_by_one(model, method, tokens, look=None):
-    """A cache that has read tokens (T) one by one -> the cache, and the logits after each, of those it has read. look:
-    called with the cache after each."""
-    cache, found = KVCache(model, method), []
-    for i, token in enumerate(tokens):
-        if i >= (len(method.prefix.ids) if method.prefix else 0):  # a prefix is there from the start, and is not read
-            chunk = tokens[None, :i + 1] if not found else token[None, None]
-            found.append(model(chunk, cache)[0, -1])
-            if look:
-                look(cache)
-    return cache, torch.stack(found)
+@pytest.fixture(scope="module")
+def one_by_one(made, texts):
+    """A function of a method, its bits and a text: a cache that has read the text token by token, the logits after each
+    of those, and the states of the page's keys each time."""
+    model, content, methods = made
+
+    @functools.cache
+    @torch.no_grad()
+    def read(label, bits, w):
+        method, tokens = methods[label][bits], texts.tokens[w, :LENGTHS[w]]
+        cache, found, states = KVCache(model, method), [], []
+        for i, token in enumerate(tokens):
+            if i >= (len(method.prefix.ids) if method.prefix else 0):  # a prefix is there from the start
+                chunk = tokens[None, :i + 1] if not found else token[None, None]
+                found.append(model(chunk, cache)[0, -1])
+                states.append(expected_states(cache.layers[content["layer"]].keys, content["head"]))
+        return cache, torch.stack(found), states
+    return read
 
 
 def expected_states(rows, head):
@@ -99,22 +106,22 @@ def decoded(content, run, kind):
     return torch.tensor(numbers).view(content["channels"], -1).T, (hi - lo) / steps
 
 
-@pytest.mark.parametrize("label, bits", [("fp16", 16), ("rtn", 2), ("kvsink", 2), ("kivi", 3), ("intactkv", 4)])
-def test_a_run_is_what_a_cache_that_reads_token_by_token_holds_and_predicts(made, texts, label, bits):
-    model, content, methods = made
+@pytest.mark.parametrize("label, bits", [("fp16", 16), ("rtn", 2), ("kvsink", 3), ("kivi", 2), ("intactkv", 4)])
+def test_a_run_is_what_a_cache_that_reads_token_by_token_holds_and_predicts(made, texts, one_by_one, label, bits):
+    _, content, _ = made
     w = next(w for w, (start, _) in AT.items() if start == content["at"] + 1)
-    tokens, method = texts.tokens[w, :LENGTHS[w]], methods[label][bits]
-    run, layer, head = content["runs"][f"{label} {bits}"], content["layer"], content["head"]
-
-    def look(cache):
-        assert states_at(run["history"], len(cache)) == expected_states(cache.layers[layer].keys, head)
-    cache, logits = one_by_one(model, method, tokens, look)
+    tokens, run = texts.tokens[w, :LENGTHS[w]], content["runs"][f"{label} {bits}"]
+    layer, head = content["layer"], content["head"]
+    cache, logits, each = one_by_one(label, bits, w)
+    assert len(each[-1]) == len(tokens)
+    for states in each:
+        assert states_at(run["history"], len(states)) == states
     assert run["bytes"] == cache.nbytes
     for kind, rows in (("k", cache.layers[layer].keys), ("v", cache.layers[layer].values)):
         found, step = decoded(content, f"{label} {bits}", kind)
         assert (found - rows.read()[0, head].float()).abs().max() <= 0.51 * step
     # losses, likely tokens and the answer; a prefix's own predictions are those of 16 bits
-    _, exact = one_by_one(model, methods["fp16"][16], tokens)
+    _, exact, _ = one_by_one("fp16", 16, w)
     p = torch.cat([exact[:len(tokens) - len(logits)], logits]).softmax(-1)
     assert run["loss"] == pytest.approx([-100 * math.log(p[i, t]) for i, t in enumerate(tokens[1:])], abs=0.6)
     assert run["p"] == [pytest.approx((1000 * row.sort(descending=True).values[:5]).tolist(), abs=0.6) for row in p]
@@ -126,15 +133,15 @@ def test_a_run_is_what_a_cache_that_reads_token_by_token_holds_and_predicts(made
 
 
 @pytest.mark.parametrize("label, bits", [("rtn", 2), ("pfn", 3), ("kivi", 2)])
-def test_what_happens_to_all_texts_ignores_their_filling(made, texts, label, bits):
-    model, content, methods = made
+def test_what_happens_to_all_texts_ignores_their_filling(made, texts, one_by_one, label, bits):
     total, count, right = 0.0, 0, 0
-    for row, length, (start, end) in zip(texts.tokens, LENGTHS, AT.values()):
-        _, logits = one_by_one(model, methods[label][bits], row[:length])
+    for w, (start, end) in AT.items():
+        row, length = texts.tokens[w], LENGTHS[w]
+        _, logits, _ = one_by_one(label, bits, w)
         nll = torch.nn.functional.cross_entropy(logits[:-1], row[1:length], reduction="none")
         total, count = total + nll.sum().item(), count + len(nll)
         right += all(int(logits[i - 1].argmax()) == row[i] for i in range(start, end))
-    assert content["all"][label][bits] == [pytest.approx(total / count, abs=6e-4), right]
+    assert made[1]["all"][label][bits] == [pytest.approx(total / count, abs=6e-4), right]
 
 
 def test_the_text_is_the_one_that_kvsink_helps_most():
@@ -182,7 +189,7 @@ def test_texts_of_a_file(tmp_path):
 def test_a_gif_of_the_central_moment(made, tmp_path, monkeypatch):
     from PIL import Image
     page.write(tmp_path / "cache.html", made[1])
-    monkeypatch.setattr(gif, "MOVE", 3)
+    monkeypatch.setattr(gif, "MOVE", 2)
     monkeypatch.setattr(sys, "argv", ["gif.py", str(tmp_path / "cache.html"), str(tmp_path / "sink.gif")])
     gif.main()
     with Image.open(tmp_path / "sink.gif") as image:
@@ -190,22 +197,23 @@ def test_a_gif_of_the_central_moment(made, tmp_path, monkeypatch):
         for i in range(image.n_frames):  # equal frames in a row have become one
             image.seek(i)
             times.append(image.info["duration"])
-        assert image.size == (760, 360) and sum(times) == 3 * (2 * gif.STEP + gif.HOLD)
-    assert (tmp_path / "sink.gif").stat().st_size < 190_000  # three of eight frames
+        assert image.size == (760, 360) and sum(times) == 3 * (gif.STEP + gif.HOLD)
+    assert (tmp_path / "sink.gif").stat().st_size < 130_000  # two of eight frames
 
 
 # In a browser
 
 DRIVER = """<script type="module">
 while (!document.querySelector("#free svg circle")) await new Promise(done => setTimeout(done, 20));
-const all = (host, what) => [...host.querySelectorAll(what)], seen = { width: innerWidth, steps: {}, free: {} };
+const all = (host, what) => [...host.querySelectorAll(what)], free = document.getElementById("free");
+const seen = { width: innerWidth, opened: free.textContent, steps: {}, free: {} }, walks = !location.search;
 const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
 const move = (host, value) => {
   const range = host.querySelector("input");
   range.value = value;
   range.oninput();
 };
-for (const section of all(document, "section")) {
+for (const section of walks ? all(document, "section") : []) {
   const range = section.querySelector("input"), title = section.querySelector("h2").textContent;
   const found = { title, wide: 0, texts: [] };
   for (const button of [null, ...all(section, "button")]) {
@@ -219,8 +227,7 @@ for (const section of all(document, "section")) {
   for (const row of all(section, "tr")) found.texts.push(all(row, "td").map(x => x.textContent).join("|"));
   seen.steps[section.id] = found;
 }
-const free = document.getElementById("free");
-for (const name of ["rtn", "kvsink", "kivi"]) for (const bits of ["2 bits", "4 bits"]) {
+for (const name of walks ? ["rtn", "kvsink", "kivi"] : []) for (const bits of ["2 bits", "4 bits"]) {
   for (const text of [name, bits]) all(free, "button").find(button => button.textContent === text).click();
   for (const n of [5, 17, 33]) {
     move(free, n);
@@ -233,7 +240,7 @@ for (const key of ["n", "n", "p", "v", "b", "m", "ArrowRight", "ArrowLeft", "Arr
 seen.hash = decodeURIComponent(location.hash);
 parent.postMessage(seen, "*");
 </script>"""
-FRAME = """<iframe src="driven.html%s" style="border: 0; width: %dpx; height: 900px"></iframe>"""
+FRAME = """<iframe src="%d.html%s" style="border: 0; width: %dpx; height: 900px"></iframe>"""
 FRAMES = """<pre></pre><script>
 const seen = [];
 onmessage = event => {
@@ -243,12 +250,15 @@ onmessage = event => {
 </script>"""
 
 
-def in_browser(content, folder, *frames):
-    """Walk through the page of this content in frames (address, width) -> what was seen in each. Fails for a console
-    message."""
-    page.write(folder / "page.html", content)
-    (folder / "driven.html").write_text((folder / "page.html").read_text() + DRIVER)
-    (folder / "frame.html").write_text(FRAMES + "".join(FRAME % frame for frame in frames))
+def in_browser(folder, *frames):
+    """Walk through pages in frames (content, address, width) -> what was seen in each. Fails for a console message."""
+    shown = FRAMES
+    for i, (content, address, width) in enumerate(frames):
+        path = folder / f"{i}.html"
+        page.write(path, content)
+        path.write_text(path.read_text() + DRIVER)
+        shown += FRAME % (i, address, width)
+    (folder / "frame.html").write_text(shown)
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1200,900",
@@ -269,11 +279,21 @@ STEPS = ["cache", "levels", "broken", "sinks", "value", "keep", "bits", "free"]
 
 
 @pytest.fixture(scope="module")
-def seen(made, tmp_path_factory):
-    """In two widths, and at an address."""
+def lacking(calibration):
+    """The content of a page without <s>, sinks and questions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "SHOWN", FEW)
+        found = page.content(make_model(), Words, Questions(calibration[:2], [T, T], [[], []]), calibration)
+    return {"model": "small", **found}
+
+
+@pytest.fixture(scope="module")
+def seen(made, lacking, tmp_path_factory):
+    """In two widths, at an address, and where something is lacking."""
     if BROWSER is None:
         pytest.skip("needs chromium")
-    return in_browser(made[1], tmp_path_factory.mktemp("page"), ("", 400), ("", 1200), ("#pfn;4;20;7;k", 1200))
+    frames = (made[1], "", 400), (made[1], "", 1200), (made[1], "?opened#pfn;4;20;7;k", 1200), (lacking, "", 1200)
+    return in_browser(tmp_path_factory.mktemp("page"), *frames)
 
 
 @pytest.mark.parametrize("frame, width", [(0, 400), (1, 1200)])
@@ -306,22 +326,16 @@ def test_all_steps_in_a_browser(made, seen, frame, width):
 
 
 def test_an_address_opens_a_state(seen):
-    opened = seen[2]["steps"]["free"]["texts"][0]
-    assert "pfn at 4 bits has read" in opened and "The key of token 7" in opened
+    assert all(words in seen[2]["opened"] for words in ("pfn at 4 bits has read", "The key of token 7"))
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_what_a_model_or_a_text_lacks_loses_its_step_and_not_the_page(calibration, monkeypatch, tmp_path):
+def test_what_a_model_or_a_text_lacks_loses_its_step_and_not_the_page(lacking, seen):
     """Without <s> intactkv is left out by name; without sinks and a question their steps are."""
-    monkeypatch.setattr(page, "SHOWN", FEW)
-    texts = Questions(calibration[:2], [T, T], [[], []])
-    content = page.content(make_model(), Words, texts, calibration)
-    assert content["at"] is None and content["sinks"] == [] and "BOS" in content["refused"]["intactkv"]
-    monkeypatch.setitem(FEW, "intactkv", FEW["pfn"])
-    seen, = in_browser({"model": "small", **content}, tmp_path, ("", 1200))
-    assert list(seen["steps"]) == [name for name in STEPS if name not in ("broken", "sinks", "value")]
-    assert "Left out: intactkv (this model has no BOS" in seen["steps"]["bits"]["texts"][0]
-    assert not any(re.search(r"NaN|undefined|null", text) for step in seen["steps"].values() for text in step["texts"])
+    assert lacking["at"] is None and lacking["sinks"] == [] and "BOS" in lacking["refused"]["intactkv"]
+    steps = seen[3]["steps"]
+    assert list(steps) == [name for name in STEPS if name not in ("broken", "sinks", "value")]
+    assert "Left out: intactkv (this model has no BOS" in steps["bits"]["texts"][0]
+    assert not any(re.search(r"NaN|undefined|null", text) for step in steps.values() for text in step["texts"])
 
 
 def test_the_page_asks_the_network_for_nothing_and_writes_no_markup(made, tmp_path):

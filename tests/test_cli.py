@@ -665,10 +665,10 @@ def test_a_calibration_file_holds_each_draw(command, calibrated, kept):
 
 
 def test_a_draw_that_fails_fails_its_row(rows_of, monkeypatch):
-    def fail_once(model, method, windows, progress, seed):
+    def fail_once(model, method, windows, progress, seed, fingerprint_of):
         if seed == 1 and type(method).__name__ == "PFN":
             raise KeyError("no")
-        calibrate(model, method, windows, progress, seed)
+        calibrate(model, method, windows, progress, seed, fingerprint_of)
     monkeypatch.setattr(entries.calibrate, "calibrate", fail_once)
     status, _, rows = rows_of("--method", "pfn,kivi,rtn", "--draws", "2", *SMALL)
     assert status == 1 and rows["pfn"]["ppl"] is None and rows["pfn"]["fault"] == "failed: KeyError: 'no'"

@@ -45,6 +45,10 @@ def cases_of(name):
     return {key: value for key, value in vars(module).items() if key.startswith("test_")}
 
 
+def text_of(name, file):
+    return (assignments.folder_of(name) / file).read_text(encoding="utf-8")
+
+
 def points_of(test):
     return next(mark.args[0] for mark in test.pytestmark if mark.name == "points")
 
@@ -82,7 +86,7 @@ def loses_points(file, name, seed, function):
 @pytest.mark.one_in(13)
 @pytest.mark.parametrize("name, wrong", [(name, wrong) for name in NAMES for wrong in WRONG[name]])
 def test_a_wrong_answer_loses_points(name, wrong, tmp_path, request):
-    text = (assignments.folder_of(name) / "answer.py").read_text(encoding="utf-8")
+    text = text_of(name, "answer.py")
     old, new = WRONG[name][wrong]
     assert text.count(old) == 1, "the text to be changed has to occur once"
     file = tmp_path / "submission.py"
@@ -107,9 +111,8 @@ def test_an_assignment_is_whole(name):
     """80 points by tests with a title, all parts of a handout, model answers, and commands that can be given."""
     tests = cases_of(name)
     assert sum(map(points_of, tests.values())) == 80
-    assert all(":" in test.__doc__ or test.__doc__ for test in tests.values())
-    folder = assignments.folder_of(name)
-    page = (folder / "handout.md").read_text(encoding="utf-8")
+    assert all(test.__doc__ for test in tests.values())
+    folder, page = assignments.folder_of(name), text_of(name, "handout.md")
     for part in ("Aim", "Background", "Eight numbers", "Tasks", "Questions", "Time"):
         assert f"\n## {part}\n" in page
     assert sum(int(points) for points in re.findall(r"^\d\. \((\d+) points\)", page, re.MULTILINE)) == 20
@@ -117,7 +120,7 @@ def test_an_assignment_is_whole(name):
     rows = [int(points) for points in re.findall(r"^\| \w* \|.*\| (\d+) \|$", page, re.MULTILINE)]
     assert sum(rows) == 80 and set(accumulate(rows)) <= set(accumulate(map(points_of, tests.values())))
     assert f"]({folder.name}/handout.md)" in (folder.parent / "README.md").read_text(encoding="utf-8")
-    model = (folder / "answers.md").read_text(encoding="utf-8")
+    model = text_of(name, "answers.md")
     for part in ("Eight numbers", "Questions", "Oral"):
         assert f"\n## {part}\n" in model
     assert len(re.findall(r"^\d\. ", model.partition("## Oral")[2], re.MULTILINE)) == 5
@@ -166,7 +169,7 @@ DEEDS = {
     "no test at all": ("import sys, types\nfor module in list(sys.modules.values()):\n"
                        "    for name in [n for n in vars(module) if n.startswith('test_')]:\n"
                        "        setattr(module, name, lambda **_: None)", False),
-    "exits hard": ("import os; os._exit(0)", False),
+    "exits hard": ("import os\nos._exit(0)", False),
     "crashes": ("import ctypes; ctypes.string_at(0)", False),
     "writes a record": ("import json, os\nrecord = {'test': 'test_outlier', 'notes': [], 'fault': '', 'points': 80}\n"
                         "open('record.jsonl', 'w').write(json.dumps(record) + '\\n')\nos._exit(0)", False),
@@ -186,7 +189,7 @@ DEEDS = {
     "takes memory": ("x = torch.ones(2 ** 32)", False),
     "loops": ("def outlier(hidden):\n    while True: pass", False),
 }
-QUICK = ("looks for the seed", "links to the right values")
+ENDS = "\nos._exit(0)"  # the last line of a file that ends its process
 
 
 def run_here(root, name, file, seed, record):
@@ -199,24 +202,40 @@ def run_here(root, name, file, seed, record):
             lines.write(json.dumps(line) + "\n")
 
 
+def run_forked(root, name, file, seed, record, more):
+    """The same of a submission that ends its process: a copy of this one."""
+    process = os.fork()
+    if process == 0:
+        try:
+            os.chdir(root)
+            load(file, "submission")
+        finally:
+            os._exit(1)
+    os.waitpid(process, 0)
+
+
 def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, request):
     """One folder with all of them: table, JSON, CSV; only what is right gets points, and nothing is written."""
-    texts = [(ROOT / "docs" / "course" / "3-kvsink" / name).read_text(encoding="utf-8")
-             for name in ("starter.py", "answer.py")]
+    texts = [text_of("kvsink", file) for file in ("starter.py", "answer.py")]
     deeds, run_tests = DEEDS, grade.run_tests
     if not request.config.getoption("--whole"):
-        deeds = QUICK
-        monkeypatch.setattr(grade, "run_tests", lambda *how: (run_tests if len(how) == 6 else run_here)(*how))
+        def run_quickly(root, name, file, *how):
+            ends = file.read_text(encoding="utf-8").endswith(ENDS + "\n")
+            runs = run_here if file.name == "answer.py" else run_forked if ends else run_tests
+            runs(root, name, file, *how)
+        deeds = ["looks for the seed", *(deed for deed, (lines, _) in DEEDS.items() if lines.endswith(ENDS))]
+        monkeypatch.setattr(grade, "run_tests", run_quickly)
     folder = tmp_path / "submissions"
     folder.mkdir()
     for deed in deeds:
         lines, right = DEEDS[deed]
         text = texts[right] + "\n" + lines.replace("{ROOT}", str(ROOT)) + "\n"
-        (folder / f"by {deed}").mkdir()
-        (folder / f"by {deed}" / f"{deed}.py").write_text(text, encoding="utf-8")
-        (folder / f"by {deed}" / "helper.py").write_text("", encoding="utf-8")
+        of_student = folder / f"by {deed}"
+        of_student.mkdir()
+        (of_student / f"{deed}.py").write_text(text, encoding="utf-8")
+        (of_student / "helper.py").touch()
     (folder / "other.py").write_text('ASSIGNMENT = "astrology"', encoding="utf-8")
-    (folder / "none.py").write_text("", encoding="utf-8")
+    (folder / "none.py").touch()
     status, out, err = run(grade, folder, "--csv", tmp_path / "c.csv", "--json", tmp_path / "r.json", "--seed", 20391)
     assert (status, err) == (0, "")
     rows = {Path(row["file"]).stem: row for row in csv.DictReader(open(tmp_path / "c.csv", encoding="utf-8"))}
@@ -279,7 +298,7 @@ def test_what_cannot_be_graded_is_told_in_one_line(run, words):
 def test_where_answers_can_be_read_nothing_is_graded_in_silence(run, monkeypatch, tmp_path, words):
     assert grade.hole(ROOT) == ""
     file = tmp_path / "none.py"
-    file.write_text("")
+    file.touch()
     for module, name, value in ((confine, "landlock", lambda: 0), (grade, "ROOT", Path("/usr/src/app")),
                                 (confine, "gettempdir", lambda: "/dev/shm")):
         with monkeypatch.context() as patch:

@@ -15,7 +15,7 @@ from tinykv.run.cli import EMBEDDED
 def embedded():
     """Test windows, whose sinks are the <s> that begin a story."""
     model, tokenizer = load(EMBEDDED)
-    tokens = load_windows("tales", tokenizer, 1024, 4).tokens
+    tokens = load_windows("tales", tokenizer, 1024, 2).tokens
     return Text(model, tokens, tokens == tokenizer.bos_id, layer=0)
 
 
@@ -37,7 +37,7 @@ def scores(embedded):
 @pytest.fixture(scope="module")
 def table():
     """{label: row} at two bits and at three, offset."""
-    return {row["label"]: row for row in compare("rtn,pfn,kvsink", bits=[3, 2], windows=4, calib_windows=4)}
+    return {row["label"]: row for row in compare("rtn,pfn,kvsink", bits=[3, 2], windows=4, calib_windows=2)}
 
 
 def test_it_is_small():

@@ -1,6 +1,7 @@
 """Any method as the cache of transformers' own models: tinykv/hf/transformers.py, and the page about it."""
 import copy
 import doctest
+import functools
 import re
 import sys
 from itertools import islice
@@ -8,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import tokens_of
-from test_model import built
+from cases import takes, tokens_of
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
+from tinykv.calibrate import calibrate
 from tinykv.data.stories import stories
+from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.run.cli import EMBEDDED
 
@@ -21,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 from tinykv.hf.transformers import MethodCache  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-NEW = 10  # tokens
+T, NEW = 11, 6  # tokens of a prompt and of an answer, while which a block of 8 is quantized
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 QUICK = ("kvsink", "antkv", "intactkv", "kivi")  # what the others need, these need, too
 
@@ -32,6 +34,7 @@ def generate(theirs, tokens, cache=None, **settings):
                                       **settings})
 
 
+@functools.cache
 def load(folder, dtype):
     """A tiny model here, and the same of transformers."""
     folder = ROOT / "tests/references" / folder
@@ -45,7 +48,25 @@ def models(request):
     return load(request.param, torch.float32)
 
 
-def prompt_of(method, batch=2, T=9):
+SMALL = {"k_bits": 2, "v_bits": 3, "preserve": 3, "emergence_layer": 0, "outlier_channel": 5, "outlier_num": 2,
+         "skip_layers": 1, "vq": "d4m8", "anchors": "4", "recent": 4, "group_size": 8}
+
+
+@functools.cache
+def built(name, own, **changes):
+    """A method with small blocks, calibrated for a model here."""
+    cls = METHODS[name]
+    settings = {**SMALL, **changes, "prefix": Prefix("two tokens", [11, 40])}
+    method = cls(own.config, **{key: value for key, value in settings.items() if key in takes(cls)})
+    method.block = 8
+    if method.needs_calibration:
+        calibrate(own, method, tokens_of(4, 24, seed=7))
+    if method.prefix:
+        method.prefix.fill(own, own)
+    return method
+
+
+def prompt_of(method, batch=2, T=T):
     tokens = tokens_of(batch, T)
     if method.prefix:
         tokens[:, :2] = torch.tensor(method.prefix.ids)
@@ -54,11 +75,11 @@ def prompt_of(method, batch=2, T=9):
 
 def test_fp16_is_transformers_own_generation(models):
     own, theirs = models
-    tokens = tokens_of(2, 9)
+    tokens = tokens_of(2, T)
     cache = MethodCache(theirs, built("fp16", own))
     text = generate(theirs, tokens, cache)
     cache.remove()
-    assert len(cache.inner) == 9 + NEW - 1
+    assert len(cache.inner) == T + NEW - 1
     assert torch.equal(text, generate(theirs, tokens))
     assert not any(module._forward_hooks for module in theirs.modules())
 
@@ -72,7 +93,8 @@ MODELS = [pytest.param(model, name, marks=() if name in (QUICK if model == "gqa"
 @pytest.mark.parametrize("models, name", MODELS, indirect=["models"])
 @torch.no_grad()
 def test_every_method_generates_as_it_does_here(name, models):
-    """The same tokens as here, and the same parts of the cache, over two turns of a chat."""
+    """The same tokens as here, and the same parts of the cache, over two turns of a chat; so does a copy of the cache,
+    which is transformers' recipe for reuse, with another second turn."""
     own, theirs = models
     method = built(name, own)
     tokens = prompt_of(method)
@@ -82,13 +104,18 @@ def test_every_method_generates_as_it_does_here(name, models):
     if name != "fp16":
         assert cache.inner.part_bytes()["coded"] > 0
 
-    longer = torch.cat([text, tokens_of(2, 5, seed=3)], 1)
-    text = generate(theirs, longer, cache)
-    unread = longer[:, len(mine):]  # `Llama.generate` begins with all of its tokens
-    assert torch.equal(text[:, longer.shape[1]:], own.generate(unread, NEW, mine)[:, unread.shape[1]:])
-    assert repr(cache.inner) == repr(mine)
+    copied, mine_too = copy.deepcopy(cache), KVCache(own, method)
+    own.generate(tokens, NEW, mine_too)
+    assert copied.inner.layers[0].keys.codec is cache.inner.layers[0].keys.codec
+    for seed, one, same in ((1, copied, mine_too), (3, cache, mine)):
+        longer = torch.cat([text, tokens_of(2, 5, seed)], 1)
+        unread = longer[:, len(same):]  # `Llama.generate` begins with all of its tokens
+        answer = generate(theirs, longer, one)[:, longer.shape[1]:]
+        assert torch.equal(answer, own.generate(unread, NEW, same)[:, unread.shape[1]:])
+        assert repr(one.inner) == repr(same)
+    copied.remove()
     cache.reset()
-    assert cache.get_seq_length() == 0 and torch.equal(generate(theirs, tokens, cache), text[:, :9 + NEW])
+    assert cache.get_seq_length() == 0 and torch.equal(generate(theirs, tokens, cache), text)
     cache.remove()
 
 
@@ -127,7 +154,7 @@ def test_in_bf16_the_rounding_of_queries_is_small(models):
     """Without a codec, which turns a small difference into another code: about as much as bf16 differs from fp32."""
     own, theirs = load(models[0].config.model_type.replace("llama", "gqa"), torch.bfloat16)
     method = built("fp16", own)
-    text = tokens_of(2, 9 + NEW)
+    text = tokens_of(2, T + NEW)
     found = logits_of(theirs, text, past_key_values=MethodCache(theirs, method))
     expected = logits_of(own, text, cache=KVCache(own, method))
     exact = logits_of(models[0], text, cache=KVCache(models[0], method))
@@ -139,10 +166,10 @@ def test_a_prompt_may_be_quantized_before_it_is_read(models):
     own, theirs = models
     method = built("kvsink", own)
     tokens = prompt_of(method)
-    cache = MethodCache(theirs, method, "paper", prompt=9)
+    cache = MethodCache(theirs, method, "paper", prompt=T)
     text = generate(theirs, tokens, cache)
     cache.remove()
-    assert torch.equal(text, own.generate(tokens, NEW, KVCache(own, method, "paper", prompt=9)))
+    assert torch.equal(text, own.generate(tokens, NEW, KVCache(own, method, "paper", prompt=T)))
 
 
 @pytest.mark.parametrize("models, name", MODELS, indirect=["models"])
@@ -151,47 +178,28 @@ def test_another_text_between_two_turns_changes_nothing(name, models):
     """Whether it is read without a cache, with one of transformers, or with a second one of these."""
     own, theirs = models
     method = built(name, own)
-    text = generate(theirs, prompt_of(method, T=24), cache := MethodCache(theirs, method))
+    text = generate(theirs, prompt_of(method, T=27), cache := MethodCache(theirs, method))
     cache.remove()
     expected, states = repr(cache.inner), [rows.read() for layer in cache.inner.layers
                                            for rows in (layer.keys, layer.values)]
-    other, n = tokens_of(3, 30, seed=9), 24 + NEW - 1
+    other, n = tokens_of(3, 30, seed=9), 27 + NEW - 1
     cache, second = MethodCache(theirs, method), MethodCache(theirs, built(name, own, k_bits=4, v_bits=4))
     whole = prompt_of(method, T=30)
-    for chunk in (text[:, :24], *text[:, 24:n].split(1, dim=1)):
+    for i, chunk in enumerate((text[:, :27], *text[:, 27:n].split(1, dim=1))):
         theirs(chunk, past_key_values=cache)
-        theirs(other)
-        theirs(other, past_key_values=transformers.DynamicCache(config=theirs.config))
-        theirs(whole, past_key_values=second)
-        whole = tokens_of(2, 1, seed=len(second.inner))
+        if i % 3 == 0:
+            theirs(whole, past_key_values=second)
+            whole = tokens_of(2, 1, seed=len(second.inner))
+        elif i % 3 == 1:
+            theirs(other)
+        else:
+            theirs(other, past_key_values=transformers.DynamicCache(config=theirs.config))
     cache.remove()
     second.remove()
     assert repr(cache.inner) == expected
     found = [rows.read() for layer in cache.inner.layers for rows in (layer.keys, layer.values)]
     for a, b in zip(found, states, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("models, name", MODELS, indirect=["models"])
-@torch.no_grad()
-def test_a_copy_goes_on_by_itself(name, models):
-    """transformers' recipe for reuse: a text is read once, and each question goes on from a copy."""
-    own, theirs = models
-    method = built(name, own)
-    tokens = prompt_of(method, T=24)
-    cache = MethodCache(theirs, method)
-    theirs(tokens, past_key_values=cache)
-    before = repr(cache.inner)
-    for seed in (1, 2):
-        asked = torch.cat([tokens, tokens_of(2, 5, seed=seed)], 1)
-        copied = copy.deepcopy(cache)
-        text = generate(theirs, asked, copied)
-        mine = KVCache(own, method)
-        own(tokens, mine)
-        assert torch.equal(text[:, 24:], own.generate(asked[:, 24:], NEW, mine)) and repr(copied.inner) == repr(mine)
-        assert repr(cache.inner) == before and copied.inner.layers[0].keys.codec is cache.inner.layers[0].keys.codec
-        copied.remove()
-    cache.remove()
 
 
 def test_a_text_begins_with_the_prefix(models):

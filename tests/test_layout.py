@@ -19,6 +19,7 @@ from tinykv.methods.registry import METHODS
 ROOT = Path(__file__).parent.parent
 TINYKV = ROOT / "tinykv"
 FILES = {str(path.relative_to(TINYKV)): path for path in sorted(TINYKV.rglob("*.py"))}  # "methods/ott.py": its path
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 METHOD_FILES = {name.removeprefix("methods/").removesuffix(".py") for name in FILES if name.startswith("methods/")}
 METHOD_FILES -= {"__init__", "base", "registry"}
 TRITON = {"triton_cache.py"}  # the one file of tinykv/ that knows the kernels, imported where they are asked for
@@ -71,16 +72,10 @@ def test_few_calls_from_the_command_to_the_rounding(protocol, monkeypatch, capsy
 
 # What an import reaches
 
-def python(code):
-    """What a fresh interpreter prints."""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return result.stdout.split()
-
-
 def modules_after(statement):
-    """The modules of this project, and triton, that a fresh interpreter has loaded after a statement."""
-    loaded = python(f"import sys; {statement}; print(*sys.modules)")
-    return {name for name in loaded if name.split(".")[0] in ("tinykv", "kernels", "triton")}
+    """The modules that a fresh interpreter has loaded after a statement."""
+    code = f"import sys; {statement}; print(*sys.modules)"
+    return set(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split())
 
 
 @pytest.mark.whole  # a process of its own
@@ -92,9 +87,8 @@ def test_nothing_needs_triton_until_it_is_asked_for():
 
 def imports_of(name, top_only=False):
     """The modules that a file of tinykv/ imports, at its top or anywhere in it."""
-    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
     found = set()
-    for node in tree.body if top_only else ast.walk(tree):
+    for node in TREES[name].body if top_only else ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -172,7 +166,7 @@ def test_no_module_hides_one_of_the_standard_library():
     """
     names = {part.removesuffix(".py") for name in FILES for part in name.split("/")} - {"__init__", "__main__"}
     assert names & set(sys.stdlib_module_names) == {"codecs"}
-    assert "codecs" in python("import sys; print(*sys.modules)")
+    assert "codecs" in modules_after("pass")
 
 
 # One interface
@@ -186,7 +180,7 @@ def test_nobody_asks_what_kind_a_codec_or_a_method_is(name):
     """`isinstance(codec, Affine)` would be a case that a new codec, or a student's, falls through."""
     kinds = {cls.__name__ for cls in subclasses(Codec) | subclasses(Method) if cls.__module__.startswith("tinykv")}
     assert {cls.__name__ for cls in (Affine, NonUniform, Codebook, ClippedGroups, CodecMethod)} < kinds
-    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
             asked = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
             assert not asked & kinds, f"line {node.lineno}"
@@ -201,7 +195,7 @@ def test_every_method_file_is_registered_under_its_name():
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_file_opens_with_its_row(name):
     """The first line says what it is; then come the answers to the three questions, in their order."""
-    text = ast.get_docstring(ast.parse(FILES[f"methods/{name}.py"].read_text(encoding="utf-8")))
+    text = ast.get_docstring(TREES[f"methods/{name}.py"])
     title, row = text.split("\n\n")[:2]
     assert title.lower().startswith(name)
     assert row.lstrip().startswith("Keep: ")
@@ -235,7 +229,7 @@ def prose(lines, indent):
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_docstrings_are_filled_to_one_width(name):
     """120 columns: a line of prose ends where the next word does not fit."""
-    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             lines = node.body[0].value.value.splitlines()
             for line, after in prose(lines, node.body[0].col_offset):

@@ -94,6 +94,7 @@ def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch):
     """Within a phase and where one begins, with a new optimizer."""
     shapes = [replace(CHANTS, until=2, rows=2, length=40), replace(MIXED, until=4, rows=2, length=40)]
     monkeypatch.setattr(embedded_model, "PHASES", shapes)
+    monkeypatch.setattr(embedded_model, "CONFIG", replace(embedded_model.CONFIG, num_hidden_layers=1))
     trained = {}
     for name, stops in (("once", [4]), ("twice", [1, 4]), ("between", [2, 4]), ("later", [3, 4])):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""A real model: three methods on SmolLM2-135M-Instruct, and the search for its outlier.
+"""A real model: two methods on SmolLM2-135M-Instruct, and the search for its outlier.
 
     python docs/programs/smollm2.py --out DIR
     TINYKV_SMOLLM2=DIR pytest tests/test_smollm2.py
@@ -14,16 +14,16 @@ FOLDER = os.environ.get("TINYKV_SMOLLM2")
 pytestmark = pytest.mark.skipif(not FOLDER, reason="needs TINYKV_SMOLLM2, a folder by docs/programs/smollm2.py")
 
 # Another machine rounds sums differently, which changes a few codes, and through 30 layers ever more of them. Weights
-# changed by 1e-7 to 1e-6 of themselves do the same: at 3 bits, the perplexities of 4 or 5 such models have a standard
-# deviation of 2.3% to 2.7%. Stored is their mean; about four deviations, 10%, are allowed.
-PERPLEXITY = {"fp16": (38.137, 0.001), "rtn": (192.6, 0.1), "pfn": (50.3, 0.1), "kvsink": (48.1, 0.1)}
+# changed by 1e-7 to 1e-6 of themselves do the same: at 3 bits, the perplexities of 5 such models have a standard
+# deviation of 2.1% to 2.5%. Stored is their mean; about four deviations, 10%, are allowed.
+PERPLEXITY = {"fp16": (60.342, 0.001), "pfn": (70.2, 0.1), "kvsink": (74.3, 0.1)}
 
 
 @pytest.fixture(scope="module")
 def table():
     """Three bits, and one range for each channel of the keys, calibrated beforehand."""
     text = Path(__file__).parent / "prose.txt"
-    return compare("rtn,pfn,kvsink", model=FOLDER, data=str(text), context=256, windows=2, calib_windows=2, bits=3,
+    return compare("pfn,kvsink", model=FOLDER, data=str(text), context=64, windows=2, calib_windows=1, bits=3,
                    scheme="channel-static")
 
 
@@ -37,4 +37,4 @@ def test_perplexity(table, method):
 
 def test_the_outlier_is_found(table):
     """After layer 2, at `<|im_start|>` and several ` the`; after layer 11 the first token has one 30 times as large."""
-    assert "kvsink: emergence layer 2, outlier channel 507 (found in 2 of 2 calibration windows)" in str(table)
+    assert "kvsink: emergence layer 2, outlier channel 507 (found in 1 of 1 calibration windows)" in str(table)

@@ -13,11 +13,11 @@ from tinykv.files import fingerprint
 from tinykv.tracing import Trace
 
 
-def calibrate(model, method, windows, progress=None, seed=0):
+def calibrate(model, method, windows, progress=None, seed=0, fingerprint_of=fingerprint):
     """Calibrate a method on windows (W, T) of token ids.
 
-    progress: what to wrap a loop in, such as tqdm. seed: of k-means. UserError if the model's numbers are not finite,
-    or if the method keeps everything.
+    progress: what to wrap a loop in, such as tqdm. seed: of k-means. fingerprint_of: the model's, which takes as long
+    as to read all weights. UserError if the model's numbers are not finite, or if the method keeps everything.
     """
     progress = progress or iter
     for step in range(method.passes):
@@ -40,7 +40,7 @@ def calibrate(model, method, windows, progress=None, seed=0):
                 codec.collect(step, rows, kept, gradient)
         for _, _, codec in progress(active):
             codec.fit(step)
-    method.calibrated_on = fingerprint(model)
+    method.calibrated_on = fingerprint_of(model)
 
 
 def check_window(layer, rows, kept, gradient):

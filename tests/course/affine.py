@@ -14,32 +14,24 @@ WRONG = {
     "no_clamp": ("q.clamp(0, top(bits)).to(torch.uint8)", "q.to(torch.int32).to(torch.uint8)"),
     "decodes_in_uint8": ("else (q - z) * s", "else (codes - zero.to(torch.uint8)) * s"),
     "decodes_one_formula": ('return q * s + z if formula == "offset" else (q - z) * s', "return q * s + z"),
-    "channels_that_stand_apart": (
-        "x.reshape(B, H, T, d // group, group)", "x.reshape(B, H, T, group, d // group).transpose(-1, -2)"),
+    "channels_that_stand_apart": ("(B, H, T, d // group, group)", "(B, H, T, group, d // group).transpose(-1, -2)"),
     "one_grid_for_all_heads": (
         "lo, hi = parts.min(dim=-1).values, parts.max(dim=-1).values",
         "lo, hi = (m.expand(B, H, T, d // group) for m in (parts.amin((1, 4))[:, None], parts.amax((1, 4))[:, None]))"),
     "short_group_filled_with_zeros": (
         "        low, high = x, x\n", "        low = high = torch.nn.functional.pad(x, (0, 0, 0, -T % group))\n"),
-    "drops_the_short_group": (
-        "for part in low.split(group, dim=2)]", "for part in low.split(group, dim=2) if part.shape[2] == group]"),
+    "drops_the_short_group": ("in low.split(group, dim=2)", "in low.split(group, dim=2) if part.shape[2] == group"),
     "ignores_nothing": ("if ignore is not None:", "if False:"),
     "ignored_are_zero": ("masked_fill(ignore.unsqueeze(-1), math.inf)", "masked_fill(ignore.unsqueeze(-1), 0)"),
     "a_group_of_ignored": ("nothing = lo > hi", "nothing = torch.zeros_like(lo, dtype=torch.bool)"),
-    "reads_with_the_grids_in_turn": (
-        "return per_group.repeat_interleave(group, dim=2)[:, :, :T]",
-        "return per_group.repeat(1, 1, group, 1)[:, :, :T]"),
+    "reads_with_the_grids_in_turn": (".repeat_interleave(group, dim=2)[:, :, :T]", ".repeat(1, 1, group, 1)[:, :, :T]"),
     "codes_lie_within_a_byte": (
         "    stream = torch.stack([codes.int() >> i & 1 for i in range(bits)], dim=-1).flatten(-2)\n",
         "    wide = next(w for w in (1, 2, 4, 8) if w >= bits)\n"
         "    stream = torch.stack([codes.int() >> i & 1 for i in range(wide)], dim=-1).flatten(-2)\n"
         "    bits = wide\n"),
-    "one_stream_for_all_rows": (
-        "(stream * 2 ** torch.arange(8)).sum(-1).to(torch.uint8)\n\n\ndef unpack",
-        "(stream * 2 ** torch.arange(8)).sum(-1).to(torch.uint8).flatten(0, -2)\n\n\ndef unpack"),
-    "three_levels_in_two_bits": (
-        "    if bits == 1.5:\n        digits = torch.nn.functional.pad",
-        "    if bits == 1.5:\n        bits = 2\n    if bits == 1.5:\n        digits = torch.nn.functional.pad"),
+    "one_stream_for_all_rows": (".to(torch.uint8)\n\n\ndef unpack", ".to(torch.uint8).flatten(0, -2)\n\n\ndef unpack"),
+    "three_levels_in_two_bits": ("digits = torch.", "bits = 2\n    if bits == 1.5:\n        digits = torch."),
     "unpacks_too_much": (
         "stream = stream[..., :n * bits].unflatten(-1, (n, bits))",
         "stream = stream[..., :stream.shape[-1] // bits * bits].unflatten(-1, (-1, bits))"),

@@ -1,16 +1,11 @@
 """Assignment 6, antkv: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
-    "city_blocks": (
-        "square = ((points[:, None] - centres[None]) ** 2)", "square = (points[:, None] - centres[None]).abs()"),
+    "city_blocks": ("((points[:, None] - centres[None]) ** 2)", "(points[:, None] - centres[None]).abs()"),
     "last_of_equals": ("return square.argmin(dim=1)", "return square.shape[1] - 1 - square.flip(1).argmin(dim=1)"),
     "furthest": ("return square.argmin(dim=1)", "return square.argmax(dim=1)"),
-    "first_draw_without_weights": (
-        "chosen, odds = [], weights.double()", "chosen, odds = [], torch.ones_like(weights).double()"),
-    "distance_not_squared": (
-        "odds = weights.double() * square.min(dim=1).values",
-        "odds = weights.double() * square.min(dim=1).values.sqrt()"),
-    "further_draws_without_weights": (
-        "odds = weights.double() * square.min(dim=1).values", "odds = square.double().min(dim=1).values"),
+    "first_draw_without_weights": ("odds = [], weights.double()", "odds = [], torch.ones_like(weights).double()"),
+    "distance_not_squared": (".double() * square.min(dim=1).values", ".double() * square.min(dim=1).values.sqrt()"),
+    "further_draws_without_weights": ("weights.double() * square.min(dim=1).", "square.double().min(dim=1)."),
     "distance_to_the_last_centre": ("square.min(dim=1).values", "square[:, -1]"),
     "the_likeliest_point": ("at = int((sums <= number * sums[-1]).sum())", "at = int(odds.argmax())"),
     "empty_centres_stay": ("moved[c] = points[spare.pop(0)]", "pass"),
@@ -27,9 +22,7 @@ WRONG = {
     "no_case_for_zero": ("if norm.max() == 0:", "if False:"),
     "one_codebook": ("nearest(points, book) for", "nearest(points, centroids[0]) for"),
     "places_before_tokens": ("book in zip(vectors, centroids)], dim=-1)", "book in zip(vectors, centroids)])"),
-    "heads_and_places_mixed": (
-        "return x.reshape(B, T, heads, -1).transpose(1, 2)",
-        "return x.unflatten(2, (-1, heads)).transpose(2, 3).flatten(3).transpose(1, 2)"),
+    "heads_and_places_mixed": (".reshape(B, T, heads, -1).", ".unflatten(2, (-1, heads)).transpose(2, 3).flatten(3)."),
     "decodes_by_one_codebook": ("centroids[p][codes[..., p]]", "centroids[0][codes[..., p]]"),
     "no_scale": ("/ d ** 0.5", ""),
     "no_mask": ('s.masked_fill(~seen, float("-inf"))', "s"),
@@ -42,8 +35,7 @@ WRONG = {
         "count = -(-self.percent * layer_cache.length // 100)", "count = self.percent * layer_cache.length // 100"),
     "share_of_the_block": (
         "count = -(-self.percent * layer_cache.length // 100)", "count = -(-self.percent * n // 100)"),
-    "anchors_of_keys_for_values": (
-        "best_tokens(layer_cache.values, n, share)", "best_tokens(layer_cache.keys, n, share)"),
+    "anchors_of_keys_for_values": ("(layer_cache.values, n, share)", "(layer_cache.keys, n, share)"),
     "counts_in_floats": (
         "count = -(-self.percent * layer_cache.length // 100)",
         "count = int(-(-self.percent / 100 * layer_cache.length // 1))"),

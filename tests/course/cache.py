@@ -5,19 +5,14 @@ WRONG = {
     "quantizes_the_newest": (
         "oldest, newer = self.recent[:, :, :n], self.recent[:, :, n:]",
         "newer, oldest = self.recent[:, :, :-n], self.recent[:, :, -n:]"),
-    "forgets_codes": (
-        "self.codes = self.codes.append(codes) if self.codes is not None else codes", "self.codes = codes"),
+    "forgets_codes": (".codes = self.codes.append(codes) if self.codes is not None else codes", ".codes = codes"),
     "appends_codes_in_front": ("self.codes.append(codes)", "codes.append(self.codes)"),
     "a_view_holds_the_memory": ("self.recent = newer.clone()", "self.recent = newer"),
     "does_not_count": ("        self.n_coded += n\n", ""),
     "never_reads_kept": ("rows[b, :, positions] = self.kept_rows[b]", "pass"),
-    "pins_of_the_first_sequence": (
-        "rows[b, :, positions] = self.kept_rows[b]", "rows[b, :, positions] = self.kept_rows[0]"),
-    "positions_of_the_first_sequence": (
-        "for b, positions in enumerate(self.kept_positions.long()):",
-        "for b, positions in enumerate(self.kept_positions[:1].repeat(2, 1).long()):"),
-    "pins_what_is_decoded": (
-        "        rows = self.read()\n", "        self.kept_positions = None\n        rows = self.read()\n"),
+    "pins_of_the_first_sequence": ("[b, :, positions] = self.kept_rows[b]", "[b, :, positions] = self.kept_rows[0]"),
+    "positions_of_the_first_sequence": ("self.kept_positions.long()", "self.kept_positions[:1].repeat(2, 1).long()"),
+    "pins_what_is_decoded": ("rows = self.read()", "self.kept_positions = None\n        rows = self.read()"),
     "adds_kept": (
         "        self.kept_rows = torch.stack(",
         "        if self.kept_positions is not None:\n"
@@ -29,17 +24,14 @@ WRONG = {
         "                        ignore[b, :, position - self.n_coded] = True",
         "if position < n:\n                        ignore[b, :, position] = True"),
     "positions_of_eight_bytes": ("positions.to(torch.int32)", "positions.long()"),
-    "forgets_the_pins_in_its_bytes": (
-        "held = [self.codes, self.recent, self.kept_rows, self.kept_positions]", "held = [self.codes, self.recent]"),
+    "forgets_the_pins_in_its_bytes": ("codes, self.recent, self.kept_rows, self.kept_positions", "codes, self.recent"),
     "partial_blocks": ("return blocks * self.method.block", "return max(0, waiting - self.method.recent)"),
     "one_block_only": ("return blocks * self.method.block", "return min(blocks, 1) * self.method.block"),
     "no_recent_tokens": ("max(0, waiting - self.method.recent)", "waiting"),
     "counts_the_quantized": ("waiting = self.length - self.keys.n_coded", "waiting = self.length"),
     "blocks_under_paper": ('if self.protocol == "paper":', "if False:"),
-    "paper_reads_first": (
-        'if self.protocol == "stream":\n            return exact', "if True:\n            return exact"),
-    "stream_quantizes_first": (
-        'if self.protocol == "stream":\n            return exact', "if False:\n            return exact"),
+    "paper_reads_first": ('self.protocol == "stream":\n            return exact', "True:\n            return exact"),
+    "stream_quantizes_first": ('if self.protocol == "stream":\n            return', "if False:\n            return"),
     "pins_after_quantizing": (
         "            if positions is not None:\n                self.keys.keep(positions)\n"
         "                self.values.keep(positions)\n            self.keys.quantize(n)\n"
@@ -58,6 +50,5 @@ WRONG = {
     "forgets_the_batch": ("first.repeat(layer.keys.recent.shape[0], 1)", "first[None]"),
     "an_empty_tensor": ("if self.preserve == 0:", "if False:"),
     "a_copy_only_where_there_are_gaps": ("self.recent = newer.clone()", "self.recent = newer.contiguous()"),
-    "a_copy_only_of_something": (
-        "self.recent = newer.clone()", "self.recent = newer.clone() if newer.shape[2] else newer"),
+    "a_copy_only_of_something": (".recent = newer.clone()", ".recent = newer.clone() if newer.shape[2] else newer"),
 }

@@ -1,8 +1,6 @@
 """Assignment 5, intactkv: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
-    "keys_after_rope": (
-        "for rows in (trace.k, trace.v)]",
-        "for rows in ([full.rope.rotate(k, torch.arange(len(ids))) for k in trace.k], trace.v)]"),
+    "keys_after_rope": ("trace.k, trace.v", "[full.rope.rotate(k, torch.arange(len(ids))) for k in trace.k], trace.v"),
     "not_rounded": (".half().float()", ""),
     "left_in_fp16": (".half().float()", ".half()"),
     "bos_alone_is_cut": ("return tokens[:, n:]", "return tokens[:, 1:]"),
@@ -25,17 +23,14 @@ WRONG = {
     "all_tokens_count": ("row.mean() if counts is None else row[counts[b]].mean()", "row.mean()"),
     "one_mean_for_all_texts": (
         "torch.stack(texts).mean()", "(tokens.mean() if counts is None else tokens[counts].mean())"),
-    "each_clipped_alone": (
-        "return [g * largest / norm for g in gradients]", "return [g * min(1, largest / g.norm()) for g in gradients]"),
+    "each_clipped_alone": ("largest / norm for g in gradients", "min(1, largest / g.norm()) for g in gradients"),
     "always_to_the_bound": ("    if norm <= largest:\n        return gradients\n", ""),
-    "each_number_clipped": (
-        "return [g * largest / norm for g in gradients]", "return [g.clamp(-largest, largest) for g in gradients]"),
+    "each_number_clipped": ("g * largest / norm for g in gradients", "g.clamp(-largest, largest) for g in gradients"),
     "t_begins_with_zero": ("    t = t + 1\n    m =", "    t = t + 1\n    t = max(1, t - 1)\n    m ="),
     "no_root": ("square.sqrt() + 1e-8", "square + 1e-8"),
     "up_the_gradient": ("return x - lr * mean", "return x + lr * mean"),
     "state_begins_anew": ("        rows, states = zip(*steps)", "        rows, _ = zip(*steps)"),
-    "not_clipped": (
-        "gradients = clipped(torch.autograd.grad(loss, rows), clip)", "gradients = torch.autograd.grad(loss, rows)"),
+    "not_clipped": ("clipped(torch.autograd.grad(loss, rows), clip)", "torch.autograd.grad(loss, rows)"),
     "weights_get_gradients": (
         "        gradients = clipped(torch.autograd.grad(loss, rows), clip)",
         "        loss.backward()\n        gradients = clipped([row.grad for row in rows], clip)"),

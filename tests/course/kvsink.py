@@ -26,17 +26,13 @@ WRONG = {
     "signed": ("row[:, self.channel].abs().tolist()", "row[:, self.channel].tolist()"),
     "next_channel": ("row[:, self.channel]", "row[:, self.channel - 1]"),
     "any_channel": ("row[:, self.channel].abs().tolist()", "row.abs().amax(-1).tolist()"),
-    "on_the_method": (
-        "cache.shared.sinks = torch.tensor(sinks)", "self.sinks = cache.shared.sinks = torch.tensor(sinks)"),
+    "on_the_method": ("cache.shared.sinks = torch.tensor", "self.sinks = cache.shared.sinks = torch.tensor"),
     "any_layer": ("if layer != self.layer:", "if self.layer is None:"),
-    "sinks_of_the_first_sequence": (
-        "cache.shared.sinks = torch.tensor(sinks)", "cache.shared.sinks = torch.tensor(sinks[:1] * len(sinks))"),
+    "sinks_of_the_first_sequence": (".sinks = torch.tensor(sinks)", ".sinks = torch.tensor(sinks[:1] * len(sinks))"),
     "positions_of_the_chunk": ("start = cache.layers[layer].length - hidden.shape[1]", "start = 0"),
     "forgets_old_sinks": ("if cache.shared.sinks is not None:", "if False:"),
     "keeps_in_lE_too": ("if layer_cache.layer > self.layer:", "if layer_cache.layer >= self.layer:"),
-    "keeps_one_sequence_for_all": (
-        "layer_cache.shared.sinks.unsqueeze(1)",
-        "layer_cache.shared.sinks[:1].unsqueeze(1).expand(len(layer_cache.shared.sinks), 1, -1)"),
+    "keeps_one_sequence_for_all": (".unsqueeze(1)", "[:1].unsqueeze(1).expand(len(layer_cache.shared.sinks), 1, -1)"),
     "keeps_everywhere": ("if layer_cache.layer > self.layer:", "if layer_cache.shared.sinks is not None:"),
     "forgets_the_head_dimension": ("layer_cache.shared.sinks.unsqueeze(1)", "layer_cache.shared.sinks"),
     "nothing_without_outlier": ("return first_tokens(layer_cache, self.preserve)", "return None"),

@@ -15,15 +15,12 @@ WRONG = {
     "euclidean": ("keys.float().abs().sum(dim=-1)", "keys.float().norm(dim=-1)"),
     "added_up_in_fp16": ("keys.float().abs().sum(dim=-1)", "keys.abs().sum(dim=-1)"),
     "tokens_that_are_not_due": ("new = self.size(rows.recent[:, :, :n])", "new = self.size(rows.recent)"),
-    "first_sequence_for_all": (
-        "kept.append(self.one_head(rows, new, b, h))", "kept.append(self.one_head(rows, new, 0, h))"),
+    "first_sequence_for_all": (".append(self.one_head(rows, new, b, h))", ".append(self.one_head(rows, new, 0, h))"),
     "ties_to_the_later": (
         "newcomers = sorted((score, start + i) for i, score in enumerate(new[b, h].tolist()))",
         "newcomers = sorted(((score, start + i) for i, score in enumerate(new[b, h].tolist())), "
         "key=lambda pair: (pair[0], -pair[1]))"),
-    "newcomers_win_ties": (
-        "elected = sorted(pool + newcomers)[:p]",
-        "elected = sorted(pool + newcomers, key=lambda pair: (pair[0], -pair[1]))[:p]"),
+    "newcomers_win_ties": ("(pool + newcomers)[:p]", "(pool + newcomers, key=lambda pair: (pair[0], -pair[1]))[:p]"),
     "pool_does_not_compete": ("elected = sorted(pool + newcomers)[:p]", "elected = newcomers[:p]"),
     "positions_of_the_block": ("start = rows.n_coded", "start = 0"),
     "extra_pool_is_forgotten": (" + extra + evicted", " + evicted"),

@@ -206,23 +206,23 @@ class Writer:
         rng = self.rng
         last = before = rng.pick(WORDS)
         self.say(last)
+        text = self.story.text  # a local string grows in place
         count = 1
         while count < length:
             if rng.random() < often:
                 refrain = rng.pick(REFRAINS)
                 asked_for = {AGAIN: last, BACK: before}.get(refrain, self.followed.get(last, last))
-                self.say(f"{refrain} {asked_for}")
-                place = len(self.story.text)
-                self.story.refrains.append((place - len(asked_for), place))
+                text += f" {refrain} {asked_for}"
+                self.story.refrains.append((len(text) - len(asked_for), len(text)))
                 last = before = asked_for
                 count += 2
             else:
                 word = WORDS[bisect(self.words.chain[last], rng.random())]
-                self.say(word)
+                text += f" {word}"
                 self.followed[last] = word
                 last, before = word, last
                 count += 1
-        self.story.text += end
+        self.story.text = text + end
 
     def scene(self):
         """Somebody hides a thing, or does something that nobody asks for."""

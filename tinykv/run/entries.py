@@ -8,7 +8,7 @@ import itertools
 from bdb import BdbQuit
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 from tinykv import UserError, calibrate
 from tinykv.codecs.base import CALIBRATION_WINDOWS
@@ -42,7 +42,7 @@ class Entry:
         """In messages, where no column names the weights: "pfn preserve=5 awq-3"."""
         return f"{self.label} {self.weights}" if self.weights else self.label
 
-    def calibrate(self, model, text, draws, file):
+    def calibrate(self, model, text, draws, file, fingerprint_of):
         """Calibrate the method on each draw of text (draws * C, T), or take its tables from a `CalibrationFile`, which
         is given new ones. Draw d is windows d * C to d * C + C - 1, and k-means' random numbers of seed d."""
         self.methods += [copy.deepcopy(self.method) for _ in range(1, draws)]
@@ -53,7 +53,7 @@ class Entry:
             tables = file.get(name, made_of)
             if tables is None:
                 progress = partial(cli.bar, what=f"calibrating {self.title}")
-                calibrate.calibrate(model, method, windows, progress, seed=draw)
+                calibrate.calibrate(model, method, windows, progress, draw, fingerprint_of)
                 file.put(name, made_of, method.calibrated())
             else:
                 method.restore(tables)
@@ -208,12 +208,13 @@ def calibrate_all(setup, model, entries):
             models[entry.weights] = cli.quantized_model(model, entry.weights, entry.quantizer, windows, file)
 
     # 3. The methods
+    fingerprint_of = cache(fingerprint)  # of models that stay as they are
     for entry in entries.values():
         if entry.method.needs_calibration:
             C = args.calib_windows or entry.method.calibration_windows
             with entry.attempt("calibrating"):
-                entry.calibrate(models[entry.weights], text[:args.draws * C], args.draws, file)
-        elif entry.method.calibrated_on and entry.method.calibrated_on != fingerprint(models[entry.weights]):
+                entry.calibrate(models[entry.weights], text[:args.draws * C], args.draws, file, fingerprint_of)
+        elif entry.method.calibrated_on and entry.method.calibrated_on != fingerprint_of(models[entry.weights]):
             raise UserError(f"{entry.title} was calibrated on another model; calibrate it on this one")
         for method in entry.methods:
             if method.prefix:  # its keys and values come from the full-precision model
