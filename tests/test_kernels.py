@@ -8,9 +8,11 @@ import math
 import random
 import re
 import sys
-from functools import partial
+from collections import defaultdict
+from functools import lru_cache, partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ triton = pytest.importorskip("triton")
 import bench_kernels  # noqa: E402
 import benchmark  # noqa: E402
 import triton.language as tl  # noqa: E402
-from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
 
 import kernels  # noqa: E402
 from tinykv import UserError, triton_cache  # noqa: E402
@@ -37,7 +39,11 @@ from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
 from tinykv.triton_cache import TritonCache, TritonLayer  # noqa: E402
 
 attended = bench_kernels.attended
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def near(got, want, rtol=1e-4, atol=1e-4):
+    """As torch.testing.assert_close, which imports sympy."""
+    np.testing.assert_allclose(got.double(), want.double(), rtol, atol, equal_nan=False)
 
 
 # ---- codecs with tables of random numbers
@@ -182,9 +188,8 @@ def same(layer, R=2, T=1, window=None, dtype=torch.float32, **close):
     _, out, lse, _, _ = attended(layer, q)
     want, want_lse = expected(q, layer, window)
     assert out.shape == q.shape and out.dtype == dtype
-    close = {**CLOSE, **close}
-    torch.testing.assert_close(out.double(), want, **close)
-    torch.testing.assert_close(lse.double(), want_lse, **close)
+    near(out, want, **close)
+    near(lse, want_lse, **close)
 
 
 @pytest.fixture(autouse=True)
@@ -193,29 +198,37 @@ def seed():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def prepared_once():
-    """A launch in the interpreter prepares triton.language; each call of a function within it does so again, 0.2 ms,
-    and is spared that here: half of this file's time."""
-    original, prepared = InterpretedFunction.__call__, {kernels.__name__}
+def interpreted_quickly():
+    """What the interpreter does again and again, it does once: a third of this file's time is left."""
+    original, prepared = interpreter.InterpretedFunction.__call__, {kernels.__name__}
 
     def call(self, *args, **kwargs):
+        # a launch prepares triton.language, and so does each call of a function within it
         if self.fn.__module__ in prepared:
             return self.rewrite()(*args, **kwargs)
         prepared.add(self.fn.__module__)  # one of Triton's own modules, which no launch prepares
         return original(self, *args, **kwargs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpretedFunction, "__call__", call)
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        # what is the same for equal types
+        for kind in (tl.block_type, tl.pointer_type):
+            patch.setattr(kind, "__hash__", tl.dtype.__hash__)
+        patch.setattr(interpreter, "_get_np_dtype", lru_cache(interpreter._get_np_dtype))
+        for name in ("with_element_ty", "to_ir"):
+            patch.setattr(tl.block_type, name, lru_cache(getattr(tl.block_type, name)))
+        # sums of integers are computed in 64 bits, too, for an assertion that only debugging evaluates
+        patch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
         yield
 
 
 # ---- KVSink's sinks
 
-@pytest.mark.parametrize("T,k", [(1, 5), (3, 5), (64, 64), (66, 60), (200, 5), (257, 1), (2500, 7)])
+@pytest.mark.parametrize("T,k", [(1, 5), (3, 5), (16, 16), (18, 14), (50, 5), (65, 1), (2500, 7)])
 def test_topk(T, k):
     """With ties, across programs, too; with NaN, which is the largest; of a slice of a larger tensor."""
     hidden = torch.randn(2, T, 12).round().half()[..., 2:10]
     hidden[1, T // 2, 3] = math.nan
-    found = kernels.topk_outliers(hidden[..., 3], k, N=64 if T < 2500 else 1024)
+    found = kernels.topk_outliers(hidden[..., 3], k, N=16 if T < 2500 else 1024)
     assert torch.equal(found, kernels.topk_lines(hidden[..., 3], k)) and found.shape == (2, min(k, T))
 
 
@@ -237,7 +250,7 @@ def test_kvsink_asks_the_kernel(monkeypatch):
 
 # ---- 2-bit codes, simply
 
-@pytest.mark.parametrize("T, R", [(1, 1), (50, 4), (64, 2)])
+@pytest.mark.parametrize("T, R", [(1, 1), (50, 2), (64, 1)])
 def test_the_simple_kernel_attends(T, R):
     codec, d, q = affine(2)(2, 64), 64, torch.randn(2 * R, 64)
     parts = [codec.encode(torch.randn(1, 2, T, d)) for _ in range(2)]
@@ -246,8 +259,8 @@ def test_the_simple_kernel_attends(T, R):
     kernels.simple_kernel[2 * R,](q, *k, *v, out, T, R, d, 32)
     K, V = (codec.decode(x)[0].double().repeat_interleave(R, 0) for x in parts)  # (H, T, d) both
     want = (torch.einsum("hd,htd->ht", q.double(), K) / 8).softmax(-1)[:, None] @ V
-    torch.testing.assert_close(out.double(), want[:, 0], **CLOSE)
-    torch.testing.assert_close(kernels.simple_lines(q, k, v).double(), want[:, 0], **CLOSE)
+    near(out, want[:, 0])
+    near(kernels.simple_lines(q, k, v), want[:, 0])
 
 
 # ---- decoding, bit for bit
@@ -286,11 +299,11 @@ def test_rows_are_decoded_bit_for_bit(name, width):
     codes = codec.encode(x[:, :, first:])
     if first:
         codes = codec.encode(x[:, :, :first]).append(codes)
-    for _ in range(2):  # the first time lays scales and zero points side by side
+    for _ in range(2):  # the first time lays scales and zero points side by side, as attention reads them below
         rows = triton_cache.ROWS[type(codec)](codec, codes, "k", 1)
-        out = torch.full((67, width), math.nan)
-        write_rows[1,](rows, out, 67, 1, triton_cache.tiling(rows, rows, 1, 1).N)
-        assert torch.equal(out, codec.decode(codes)[1, 1].float())
+    out = torch.full((67, width), math.nan)
+    write_rows[1,](rows, out, 67, 1, triton_cache.tiling(rows, rows, 1, 1).N)
+    assert torch.equal(out, codec.decode(codes)[1, 1].float())
 
 
 def test_scales_and_zero_points_take_no_more_memory_side_by_side():
@@ -435,12 +448,12 @@ KEPT = {"own": {"k": [[0, 5, 69], [1, 63, 1]], "v": [[5, 7, 7, 64], [64, 2, 1, 0
 def test_kept_rows_take_their_slots(kept, rope):
     """Also where the two heads, or keys and values, do not keep the same tokens; a token counts once."""
     method = Plain("1 bits per token", "2 bits per token", 2, 32, rope, recent=1, block=70, kept=KEPT[kept])
-    layer = layer_of(method, 2, 32, 2, 75, 3)
+    layer = layer_of(method, 2, 32, 2, 75, 2)
     layer.keys.recent[:] /= 2
     for part in (layer.keys, layer.values):
         if part.kept_rows is not None:
             part.kept_rows += 1  # so that it matters
-    same(layer, 2, 3)
+    same(layer, 2, 2)
 
 
 def test_more_kept_rows_than_are_added_at_a_time():
@@ -495,11 +508,11 @@ def test_the_torch_lines_are_the_kernels():
     pieces = [kernels.attend_lines(q, K, V, a, b, 60) for a, b in ((0, 30), (30, 64), (64, 100))]
     got = kernels.merge_lines(*(torch.stack(x) for x in zip(*pieces)), score, kept)
     for one, two in zip(got, expected(q, layer, 60)):
-        torch.testing.assert_close(one.double(), two, **CLOSE)
+        near(one, two)
     k, at = torch.randn(7, 32), torch.arange(7)
     angle = at[:, None] * layer.rope.freq
     got = kernels.rotated_lines(q[0, 0], k, angle.cos(), angle.sin())
-    torch.testing.assert_close(got.double(), q[0, 0].double() @ turned(k, at, layer.rope).T, **CLOSE)
+    near(got, q[0, 0].double() @ turned(k, at, layer.rope).T)
 
 
 # ---- anchor scores
@@ -519,7 +532,7 @@ def test_anchor_scores(T, S, window, heads, R, width):
     for first in (0, S * 2 // 3):
         found = triton_cache.anchor_scores(q, k[:, :, first:], s.logsumexp(-1).float(), window)
         for got, all_keys in zip(found, want):
-            torch.testing.assert_close(got.double(), all_keys[:, :, first:], **CLOSE)
+            near(got, all_keys[:, :, first:])
 
 
 def test_slots_are_mapped_anew_where_something_is_coded_or_kept():
@@ -555,7 +568,7 @@ SMALL = {"kvsink": {"emergence_layer": 0, "outlier_channel": 5}, "kivi": {"group
          "ott": {"group_size": 16, "recent": 4, "outlier_num": 2, "extra_pool": 2, "skip_layers": 1},
          "skvq": {"recent": 4, "v_bits": 1.5, "clip": "none"}, "cq": {"vq": "d4m8"},
          "intactkv": {"k_bits": 2, "v_bits": 2},
-         "antkv": {"vq": "d4m8", "anchors": "10%", "recent": 4, "choose": "always"}}
+         "antkv": {"vq": "d4m8", "anchors": "10%", "recent": 4, "block": 8, "choose": "always"}}
 
 
 def method_of(model, name, **more):
@@ -580,8 +593,8 @@ def loss_of(model, tokens, cache, chunks):
     return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1 - logits.shape[1]:]).item()
 
 
-CELLS = [(name, protocol, prompt) for name in METHODS for protocol in ("paper", "stream") for prompt in (None, 20)]
-QUICK = [("antkv", "stream", 20), ("kvquant", "paper", None)]  # in the interpreter seconds each
+CELLS = [(name, protocol, prompt) for name in METHODS for protocol in ("paper", "stream") for prompt in (None, 12)]
+QUICK = [("antkv", "stream", 12), ("kvquant", "paper", None)]  # in the interpreter seconds each
 
 
 @pytest.mark.usefixtures("tall")
@@ -589,11 +602,11 @@ QUICK = [("antkv", "stream", 20), ("kvquant", "paper", None)]  # in the interpre
     cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.whole) for cell in CELLS])
 def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
     """Perplexity, and what is held: codes, kept rows, and scores. The kernels' cache decodes no row."""
-    model = tiny(sliding_window=24 if name in ("antkv", "kivi") else None)
-    method, tokens = method_of(model, name), torch.randint(0, 41, (1, 40))
+    model = tiny(sliding_window=14 if name in ("antkv", "kivi") else None)
+    method, tokens = method_of(model, name), torch.randint(0, 41, (1, 24))
     if method.prefix:
         tokens[:, 0] = 1
-    chunks = 40 if protocol == "paper" and not prompt else [20, 19, 1]
+    chunks = 24 if protocol == "paper" and not prompt else [12, 11, 1]
     losses, caches = {}, []
     for attention, cache_class in (("plain", KVCache), ("fused", KVCache), ("triton", TritonCache)):
         model.use_attention(attention)
@@ -607,7 +620,8 @@ def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
     for one, two in zip(caches[0].layers, caches[2].layers):
         for kind in ("keys", "values"):
             for part, other in zip(getattr(one, kind).tensors()["kept"], getattr(two, kind).tensors()["kept"]):
-                torch.testing.assert_close(other, part, rtol=1e-2, atol=1e-2)
+                assert other.dtype == part.dtype
+                near(other, part, rtol=1e-2, atol=1e-2)
 
 
 # ---- what is refused
@@ -648,11 +662,10 @@ def test_what_no_kernel_knows_is_named(cls, words):
 
 # ---- calls
 
-class Unlaunched:
-    """In place of a kernel."""
-
-    def __getitem__(self, grid):
-        return lambda *args, **more: None
+def without_kernels(monkeypatch):
+    """What would launch them is done, and nothing is launched."""
+    for kernel in ("attend_kernel", "merge_kernel", "anchor_kernel"):
+        monkeypatch.setattr(kernels, kernel, defaultdict(lambda: lambda *args, **more: None))
 
 
 @pytest.mark.parametrize("attention, name, most", [
@@ -660,8 +673,7 @@ class Unlaunched:
     ("triton", "1-bit antkv, 1% kept", 80), ("fused", "2-bit per token", 70), ("fused", "1-bit codebooks d8m256", 70)])
 def test_calls_of_a_layer(attention, name, most, monkeypatch):
     """Operations of torch in a step of decoding, which set the pace of one sequence on a GPU."""
-    for kernel in ("attend_kernel", "merge_kernel", "anchor_kernel"):
-        monkeypatch.setattr(kernels, kernel, Unlaunched())
+    without_kernels(monkeypatch)
     model = tiny().to(torch.bfloat16)
     model.use_attention(attention)
     method = bench_kernels.method_of(name, model.config, "cpu")
@@ -677,6 +689,7 @@ def test_calls_of_a_layer(attention, name, most, monkeypatch):
 def test_rows_of_codes_are_made_where_codes_change(monkeypatch):
     made, real = [], triton_cache.ROWS[Affine]
     monkeypatch.setitem(triton_cache.ROWS, Affine, lambda *args: made.append(args[2]) or real(*args))
+    without_kernels(monkeypatch)
     layer = layer_of(Plain("2 bits per token", "2 bits per token", 1, 32, block=8), 1, 32, 1, 9, 1)
     for position in range(9, 18):  # 8 tokens are quantized at the 16th
         layer.update(torch.randn(1, 2, 1, 32), *torch.randn(2, 1, 1, 1, 32), torch.tensor([position]))
