@@ -110,7 +110,7 @@ def divides(name, width):
 
 
 class Plain(Method):
-    """Codecs, and kept tokens as they are told: {kind: (tokens of each head, ...)}."""
+    """Codecs, and kept tokens as they are told: {kind: (tokens of each head, ...)}, in turn by sequence."""
 
     def __init__(self, k, v, heads, width, rope="post", recent=0, block=1, v_block=None, kept=None):
         self.codecs, self.rope = [Pair(CODECS[k](heads, width), CODECS[v](heads, width))], rope
@@ -123,9 +123,9 @@ class Plain(Method):
         return self.told("v", layer_cache)
 
     def told(self, kind, layer_cache):
-        if kind not in self.kept:
-            return None
-        return torch.tensor(self.kept[kind]).expand(len(layer_cache.keys.recent), -1, -1)
+        if kind in self.kept:
+            positions = torch.tensor(self.kept[kind])  # (1 or Hkv, n)
+            return torch.stack([positions.roll(b, 0) for b in range(len(layer_cache.keys.recent))])
 
 
 def layer_of(method, heads, width, batch, length, new, dtype=torch.float16, window=None):
