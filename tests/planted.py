@@ -2,6 +2,7 @@
 import numpy as np
 import torch
 
+from tinykv.kmeans import kmeans
 from tinykv.model import LlamaConfig
 
 Hkv, d, L, V, D = 2, 16, 2, 23, 12  # of Planted
@@ -66,9 +67,13 @@ class Planted:
                     found.setdefault((layer, kind), []).append(by_state @ m.T)
         return {key: np.stack(g) for key, g in found.items()}
 
+    def stacked(self, layer, kind):
+        """(W, Hkv, T, d)"""
+        return torch.stack([rows[layer]["kv".index(kind)] for rows in self.rows])
+
     def numbers(self, layer, kind):
         """(W, T, h) in double"""
-        return np.stack([flat(rows[layer]["kv".index(kind)]) for rows in self.rows])
+        return np.stack([flat(x) for x in self.stacked(layer, kind)])
 
 
 def flat(x):
@@ -89,6 +94,12 @@ def random_rows(windows=4, T=32, seed=0, shape=None):
                 pair.append(x.half().float().unflatten(1, (Hkv, d)).transpose(0, 1))
             out[-1].append(tuple(pair))
     return out
+
+
+def few_tries(monkeypatch, *modules):
+    """k-means of a codec begins twice and not up to 40 times: where how good its tables are does not matter."""
+    for module in modules:
+        monkeypatch.setattr(module, "kmeans", lambda *given, tries=1, **more: kmeans(*given, tries=2, **more))
 
 
 def codecs_of(method):

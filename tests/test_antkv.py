@@ -1,4 +1,6 @@
 """AnTKV's anchor scores, and what they are for: against numpy (oracles.py), and token by token."""
+from functools import lru_cache
+
 import numpy as np
 import oracles
 import pytest
@@ -76,12 +78,20 @@ def test_damage_is_what_happens_if_one_token_is_read_as_its_code(case, sharpness
 TEXT = torch.randint(0, 41, (1, 30), generator=torch.Generator().manual_seed(2))
 
 
-def anchors_of(text=TEXT, protocol="paper", **settings):
-    """{(layer, "k" or "v"): positions, sorted, by head} of an AnTKV with 3 anchors, its model and itself."""
+@lru_cache
+def model_and_codebooks():
     torch.manual_seed(0)
     model = Llama(LlamaConfig(41, 32, 48, 2, 4, 2, 8, 256))
-    method = AnTKV(model.config, "d2m8", anchors="3", recent=0, **settings)
+    method = AnTKV(model.config, "d2m8")
     calibrate(model, method, torch.randint(0, 41, (4, 40), generator=torch.Generator().manual_seed(1)))
+    return model, method.calibrated()
+
+
+def anchors_of(text=TEXT, protocol="paper", **settings):
+    """{(layer, "k" or "v"): positions, sorted, by head} of an AnTKV with 3 anchors, its model and itself."""
+    model, codebooks = model_and_codebooks()
+    method = AnTKV(model.config, "d2m8", anchors="3", recent=0, **settings)
+    method.restore(codebooks)
     cache = KVCache(model, method, protocol)
     with torch.no_grad():
         for chunk in (text.split(method.block, dim=1) if protocol == "stream" else [text]):

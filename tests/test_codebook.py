@@ -69,12 +69,14 @@ def test_formats_that_are_refused(vq, bits):
         CQ(tiny().config, vq, bits)
 
 
-def calibrated(sensitivity="none", sharing="head", vq="d2m8", text=None):
+@lru_cache
+def calibrated(sensitivity="none", sharing="head", vq="d2m8"):
     method = CQ(tiny().config, vq, sensitivity=sensitivity, sharing=sharing)
-    calibrate(tiny(), method, windows() if text is None else text)
+    calibrate(tiny(), method, windows())
     return method
 
 
+@lru_cache
 def parts(gradients):
     """{(layer, kind): (rows (Hkv, N, d), gradients)} over the calibration windows."""
     found = {}
@@ -193,9 +195,8 @@ def test_no_anchors_are_cq():
 def test_effective_vectors_are_kish_s(sensitivity, sharing):
     """(sum w)^2 / sum w^2 of the codebook that has the fewest, in plain lists."""
     method = calibrated(sensitivity, sharing)
-    text = windows()
     weights = {}  # (layer, kind, place): of all windows
-    for window in text:
+    for window in windows():
         recorder = record(tiny(), method, window, True)
         for layer, kind, h, p in itertools.product(range(L), "kv", range(HKV), range(d // 2)):
             gradient = recorder.of(layer, kind)[2]

@@ -217,7 +217,8 @@ def interpreted_quickly():
         for name in ("with_element_ty", "to_ir"):
             patch.setattr(tl.block_type, name, lru_cache(getattr(tl.block_type, name)))
         # sums of integers are computed in 64 bits, too, for an assertion that only debugging evaluates
-        patch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
+        options = interpreter.InterpreterOptions(sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", options)
         yield
 
 
