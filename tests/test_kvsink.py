@@ -114,7 +114,7 @@ def emerging_model(layer, channel, layers=5, size=400.0):
 def outlier_of(model, windows=None):
     """Emergence layer and channel that calibration finds, or None."""
     method = KVSink(model.config, scheme="token-dynamic")
-    calibrate(model, method, tokens_of(10, 40, seed=2) if windows is None else windows)
+    calibrate(model, method, tokens_of(6, 24, seed=2) if windows is None else windows)
     return None if method.layer == -1 else (method.layer, method.channel)
 
 
