@@ -372,12 +372,13 @@ def test_a_transformed_model_computes_the_same(sharing, bias):
         assert (outputs(transformed)[0] - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def folded(monkeypatch, model, quantizer):
+def fold(monkeypatch, model, quantizer, windows):
     """Quantize: -> the quantized model, and the full-precision model with the transformations alone."""
+    monkeypatch.setattr(omniquant, "EPOCHS", 2)
     calls = []
     for module in (awq, omniquant):
         monkeypatch.setattr(module, "transform", lambda block, s: calls.append((block, s)) or transform(block, s))
-    coded = quantize(model, quantizer, text())
+    coded = quantize(model, quantizer, windows)
     equivalent, blocks = copy.deepcopy(model), []
     for block, scales in calls:
         blocks += [block] * (not any(block is b for b in blocks))
@@ -392,7 +393,7 @@ def folded(monkeypatch, model, quantizer):
 @pytest.mark.parametrize("sharing, bias", SHAPES, ids=SHAPE_NAMES)
 def test_scales_that_were_found_change_nothing_in_full_precision(monkeypatch, cls, sharing, bias):
     model = tiny(sharing, bias)
-    _, equivalent = folded(monkeypatch, model, cls(3, 16))
+    _, equivalent = fold(monkeypatch, model, cls(3, 16), text())
     expected, found = outputs(model, equivalent)
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
     moved = [not torch.allclose(a, b) for a, b in zip(model.parameters(), equivalent.parameters())]
@@ -411,7 +412,7 @@ def cached_values(model, tokens):
 @pytest.mark.parametrize("bias", [False, True])
 def test_values_are_the_full_models_times_the_gain(monkeypatch, cls, bias):
     model = tiny(1, bias)
-    coded, equivalent = folded(monkeypatch, model, cls(8, 16))
+    coded, equivalent = fold(monkeypatch, model, cls(8, 16), text())
     tokens = text(3, 20, 8)
     triples = zip(cached_values(model, tokens), cached_values(equivalent, tokens), cached_values(coded, tokens))
     for (full, exact, rough), block in zip(triples, coded.model["layers"]):
@@ -514,7 +515,7 @@ def test_awq_clips_what_it_finds_in_the_full_precision_model(monkeypatch):
         return seen[-1][2]
 
     monkeypatch.setattr(AWQ, "clips", noted)
-    coded, equivalent = folded(monkeypatch, model, AWQ(3, 16))
+    coded, equivalent = fold(monkeypatch, model, AWQ(3, 16), text())
     h, expected = model.model["embed_tokens"](text()), []
     for block, new in zip(equivalent.model["layers"], coded.model["layers"]):
         inputs, h = inputs_of(block, model, h)
@@ -615,7 +616,7 @@ def test_omniquant_learns(monkeypatch, sharing, bias, seed):
 def test_omniquant_trains_clips_and_scales(monkeypatch):
     """What it hands on is the transformed weight on the clipped grid: no scale is as it began, and no clip."""
     model = tiny(1)
-    coded, equivalent = folded(monkeypatch, model, OmniQuant(4, 16))
+    coded, equivalent = fold(monkeypatch, model, OmniQuant(4, 16), text())
     block, new = equivalent.model["layers"][0], coded.model["layers"][0]
     attn, x = model.model["layers"][0].self_attn, model.model["layers"][0].input_layernorm(
         model.model["embed_tokens"](text()))
