@@ -14,7 +14,7 @@ from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.methods import antkv
 from tinykv.methods.antkv import AnTKV, anchor_scores, attention_tiles, equation_5
-from tinykv.model import Llama, LlamaConfig
+from tinykv.model import LlamaConfig
 from tinykv.tracing import Trace
 
 
@@ -80,8 +80,7 @@ TEXT = torch.randint(0, 41, (1, 30), generator=torch.Generator().manual_seed(2))
 
 @lru_cache
 def model_and_codebooks():
-    torch.manual_seed(0)
-    model = Llama(LlamaConfig(41, 32, 48, 2, 4, 2, 8, 256))
+    model = model_of(2, width=8)
     method = AnTKV(model.config, "d2m8")
     calibrate(model, method, torch.randint(0, 41, (4, 40), generator=torch.Generator().manual_seed(1)))
     return model, method.calibrated()

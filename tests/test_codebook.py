@@ -1,11 +1,12 @@
 """Vector codebooks: the codec against numpy, its calibration, and what is refused."""
 import itertools
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import oracles
 import pytest
 import torch
+from cases import MARK, L, model_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,19 +17,14 @@ from tinykv.codecs import codebook
 from tinykv.codecs.codebook import FORMATS, Codebook, make_codebooks
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.cq import CQ
-from tinykv.model import Llama, LlamaConfig
+from tinykv.model import LlamaConfig
 
-V, D, L, H, HKV, d = 41, 32, 2, 4, 2, 8
-
-
-@lru_cache
-def tiny():
-    torch.manual_seed(0)
-    return Llama(LlamaConfig(V, D, 48, L, H, HKV, d, 256))
+HKV, d = 2, 8
+tiny = partial(model_of, 2, width=d)
 
 
 def windows(W=4, T=40, seed=0):
-    return torch.randint(0, V, (W, T), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, MARK, (W, T), generator=torch.Generator().manual_seed(seed))
 
 
 @st.composite
@@ -54,7 +50,7 @@ def test_codes_are_the_nearest_centroids(case):
 
 @pytest.mark.parametrize("bits, name", FORMATS.items())
 def test_the_papers_formats(bits, name):
-    config = LlamaConfig(V, 128, 48, L, 4, 2, 32, 256)
+    config = LlamaConfig(41, 128, 48, L, 4, 2, 32, 256)
     by_bits, by_name = make_codebooks(config, bits=bits), make_codebooks(config, vq=name)
     for codec in (*by_bits[0], *by_name[0]):
         assert codec.name == name and codec.bits == bits
@@ -227,7 +223,7 @@ def test_codebooks_with_weights_ask_for_more_text(sensitivity, n):
     for cls in (CQ, AnTKV):
         assert cls(tiny().config, "d2m8", sensitivity=sensitivity).calibration_windows == n
     assert CQ(tiny().config, "d2m1024").calibration_windows == 64
-    assert CQ(LlamaConfig(V, 128, 48, L, 4, 2, 32, 256), "d32m4096").calibration_windows == 16  # k-means stays quick
+    assert CQ(LlamaConfig(41, 128, 48, L, 4, 2, 32, 256), "d32m4096").calibration_windows == 16  # k-means stays quick
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 99))

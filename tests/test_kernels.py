@@ -4,11 +4,13 @@ The oracle of an attention is `expected`: rows as the codecs' own `decode` gives
 loop over kept rows. It shares nothing with kernels.py. What is decoded has to agree bit for bit; sums in fp32 to 1e-4,
 of outputs of size 1; where operands are rounded to fp16, as a GPU does, to 4e-3.
 """
+import copy
 import math
 import random
 import re
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from functools import lru_cache, partial
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from cases import model_of
 
 triton = pytest.importorskip("triton")
 import bench_kernels  # noqa: E402
@@ -538,17 +541,10 @@ def test_slots_are_mapped_anew_where_something_is_coded_or_kept():
 
 # ---- methods, in a model
 
-def config(layers, **more):
-    return LlamaConfig(41, 32, 48, layers, 4, 2, 16, 256, bos_token_id=1, **more)
-
-
-def tiny(layers=2, **more):
-    torch.manual_seed(1)
-    model = Llama(config(layers, **more))
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.normal_(std=1.5 * p.shape[1] ** -0.5)
+def tiny(**more):
+    """more: of its config."""
+    model = copy.deepcopy(model_of(2))
+    model.config = replace(model.config, **more)
     return model.requires_grad_(False)
 
 
@@ -617,7 +613,7 @@ def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
 def test_a_cpu_without_the_interpreter_is_named(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(UserError, match="GPU.*cpu"):
-        TritonCache(tiny(), METHODS["fp16"](config(2)))
+        TritonCache(tiny(), METHODS["fp16"](model_of(2).config))
 
 
 class OwnScores(antkv.AnTKV):
