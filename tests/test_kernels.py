@@ -18,6 +18,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import model_of
 
 triton = pytest.importorskip("triton")
@@ -571,12 +572,6 @@ def tall(monkeypatch):
     monkeypatch.setattr(triton_cache, "tiling", lambda *args: real(*args)._replace(M=64))
 
 
-def loss_of(model, tokens, cache, chunks):
-    """The mean cross-entropy of a text that arrives in chunks."""
-    logits = torch.cat([model(chunk, cache) for chunk in tokens.split(chunks, dim=1)], dim=1)
-    return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1 - logits.shape[1]:]).item()
-
-
 CELLS = [(name, protocol, prompt) for name in METHODS for protocol in ("paper", "stream") for prompt in (None, 12)]
 QUICK = [("antkv", "stream", 12), ("kvquant", "paper", None)]  # in the interpreter seconds each
 
@@ -597,7 +592,8 @@ def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
         cache = cache_class(model, method, protocol, prompt)
         if attention == "triton":
             monkeypatch.setattr(CachedRows, "read", None)
-        losses[attention] = loss_of(model, tokens, cache, chunks)
+        logits = torch.cat([model(chunk, cache) for chunk in tokens.split(chunks, dim=1)], dim=1)
+        losses[attention] = F.cross_entropy(logits[0, :-1], tokens[0, 1 - logits.shape[1]:]).item()
         caches.append(cache)
     assert losses == pytest.approx(dict.fromkeys(losses, losses["plain"]), abs=1e-4)
     assert caches[0].nbytes == caches[2].nbytes and caches[0].layers[0].keys.n_coded

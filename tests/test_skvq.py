@@ -106,7 +106,14 @@ def read_by_oracle(codec, x, metadata="fp8", alpha=None, centre=None):
     return oracles.to_rows(read)
 
 
-def check_clips(sensitivity, reorder, clip, metadata, alpha=None):
+CENTRES = {"both": (0, 1), "endpoint": (0,), "centre": (1,)}
+
+
+@pytest.mark.parametrize("sensitivity, reorder, clip, metadata, alpha", [
+    ("token", "on", "both", "fp8", None), ("none", "off", "both", "fp16", None),
+    pytest.param("token", "off", "centre", "fp16", None, marks=pytest.mark.whole),
+    pytest.param("none", "on", "endpoint", "fp8", None, marks=pytest.mark.whole), ("none", "on", "both", "fp8", 0.7)])
+def test_clips_are_the_best_of_the_grid(sensitivity, reorder, clip, metadata, alpha):
     """By brute force over the calibration rows beside the first tokens, which would have had a say of their own.
 
     A row weighs as much as the norm of its true gradient.
@@ -130,17 +137,6 @@ def check_clips(sensitivity, reorder, clip, metadata, alpha=None):
             assert losses[chosen][i] <= min(of[i] for of in losses.values()) * (1 + 1e-3)
             seen.add(chosen)
     assert {centre for _, centre in seen} == set(CENTRES[clip]) and (alpha or len(seen) > 2)
-
-
-CENTRES = {"both": (0, 1), "endpoint": (0,), "centre": (1,)}
-
-
-@pytest.mark.parametrize("sensitivity, reorder, clip, metadata, alpha", [
-    ("token", "on", "both", "fp8", None), ("none", "off", "both", "fp16", None),
-    pytest.param("token", "off", "centre", "fp16", None, marks=pytest.mark.whole),
-    pytest.param("none", "on", "endpoint", "fp8", None, marks=pytest.mark.whole), ("none", "on", "both", "fp8", 0.7)])
-def test_clips_are_the_best_of_the_grid(sensitivity, reorder, clip, metadata, alpha):
-    check_clips(sensitivity, reorder, clip, metadata, alpha)
 
 
 def test_losses_weigh_tokens_and_leave_out_what_is_kept_in_each_head():
