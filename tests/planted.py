@@ -1,4 +1,7 @@
 """A model whose keys, values and gradients are ours, so that what is learned from it has a truth to compare with."""
+import copy
+import itertools
+
 import numpy as np
 import torch
 
@@ -83,17 +86,13 @@ def flat(x):
 
 def random_rows(windows=4, T=32, seed=0, shape=None):
     """Rows in 16 bits, with channels of all sizes and offsets. shape(layer, kind, numbers (T, h)) may change them."""
-    rng, out = torch.Generator().manual_seed(seed), []
-    for _ in range(windows):
-        out.append([])
-        for layer in range(L):
-            pair = []
-            for kind in "kv":
-                x = torch.randn(T, h, generator=rng)
-                x = shape(layer, kind, x) if shape else x * torch.logspace(-1, 1, h) + torch.linspace(-2, 5, h)
-                pair.append(x.half().float().unflatten(1, (Hkv, d)).transpose(0, 1))
-            out[-1].append(tuple(pair))
-    return out
+    rng = torch.Generator().manual_seed(seed)
+    shape = shape or (lambda layer, kind, x: x * torch.logspace(-1, 1, h) + torch.linspace(-2, 5, h))
+
+    def rows(layer, kind):
+        x = shape(layer, kind, torch.randn(T, h, generator=rng))
+        return x.half().float().unflatten(1, (Hkv, d)).transpose(0, 1)
+    return [[(rows(layer, "k"), rows(layer, "v")) for layer in range(L)] for _ in range(windows)]
 
 
 def few_tries(monkeypatch, *modules):
@@ -117,15 +116,9 @@ def same(a, b):
 
 def changed(rows, at):
     """rows with the tokens at[head] of each head replaced by something huge."""
-    out = []
-    for window in rows:
-        out.append([])
-        for k, v in window:
-            pair = []
-            for i, x in enumerate((k, v)):
-                x = x.clone()
-                for head, tokens in enumerate(at):
-                    x[head, tokens] = 500.0 + 70 * i + torch.arange(float(d))
-                pair.append(x)
-            out[-1].append(tuple(pair))
-    return out
+    rows = copy.deepcopy(rows)
+    for pair in itertools.chain(*rows):
+        for i, x in enumerate(pair):
+            for head, tokens in enumerate(at):
+                x[head, tokens] = 500.0 + 70 * i + torch.arange(float(d))
+    return rows

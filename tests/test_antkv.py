@@ -150,14 +150,14 @@ def test_anchors_that_are_refused(anchors):
 
 # ---- the anchors, chunk by chunk, against plain lists. Scores are small whole numbers, so there are many ties
 
-def check_anchors(cls, chunks, anchors="2"):
+def check_anchors(chunks, anchors):
     """The anchors, and all scores held, after each chunk are what plain lists say, ties included.
 
     chunks: for each the tokens that come, the tokens that are quantized then, and for every
     sequence, head, and K or V, whole numbers: what the chunk adds to the score of each token so
     far.
     """
-    method = cls(model_of(2).config, "d4m8", anchors=anchors)
+    method = AnTKV(model_of(2).config, "d4m8", anchors=anchors)
     for codec in (codec for pair in method.codecs for codec in pair):
         codec.centroids = torch.zeros(codec.slots, codec.m, codec.n).half()
     layer, seen, quantized, events, added = new_layer(method, 0), 0, 0, [], []
@@ -208,10 +208,10 @@ CHUNKS = [(3, 0, [[[[4, 1, 2], [0, 1, 5]], [[2, 2, 2], [9, 1, 0]]]]),
 @given(chunks_with_scores(), st.sampled_from(["1", "2", "4", "10%", "30%", "50%", "100%"]))
 @example(CHUNKS, "2")
 def test_anchors(chunks, anchors):
-    check_anchors(AnTKV, chunks, anchors)
+    check_anchors(chunks, anchors)
 
 
 @pytest.mark.parametrize("percent", [1, 7, 14, 55])
 def test_a_share_of_a_hundred_tokens(percent):
     """As many as it says, and not one more by the rounding of a float."""
-    check_anchors(AnTKV, [(100, 100, [[[list(range(100))] * 2] * 2])], f"{percent}%")
+    check_anchors([(100, 100, [[[list(range(100))] * 2] * 2])], f"{percent}%")
