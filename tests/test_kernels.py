@@ -53,58 +53,52 @@ def near(got, want, rtol=1e-4, atol=1e-4):
 
 # ---- codecs with tables of random numbers
 
-def affine(bits, axis="token", group=None, formula="offset", static=False):
-    def make(heads, width):
-        codec = Affine(bits, width, axis, group, formula, static)
-        if static:
-            codec.set_range(-1 - torch.rand(heads, width), 1 + torch.rand(heads, width))
-        return codec
-    return make
+def affine(heads, width, bits, axis="token", group=None, formula="offset", static=False):
+    codec = Affine(bits, width, axis, group, formula, static)
+    if static:
+        codec.set_range(-1 - torch.rand(heads, width), 1 + torch.rand(heads, width))
+    return codec
 
 
-def nonuniform(bits, axis, outliers):
-    def make(heads, width):
-        codec = NonUniform(bits, heads, width, axis, outliers)
-        codec.levels = torch.linspace(-1, 1, 2 ** bits).pow(3).half()
-        codec.set_range(-1 - torch.rand(heads * width), 1 + torch.rand(heads * width))
-        return codec
-    return make
+def nonuniform(heads, width, bits, axis, outliers):
+    codec = NonUniform(bits, heads, width, axis, outliers)
+    codec.levels = torch.linspace(-1, 1, 2 ** bits).pow(3).half()
+    codec.set_range(-1 - torch.rand(heads * width), 1 + torch.rand(heads * width))
+    return codec
 
 
-def clipped(bits, metadata="fp8"):
-    def make(heads, width):
-        codec = ClippedGroups(bits, heads, width, 16, metadata, reorder=False)
-        # groups of any size, across heads
-        codec.regroup(torch.randint(0, heads * width // 16, (heads * width,)))
-        return codec
-    return make
+def clipped(heads, width, bits, metadata="fp8"):
+    """Groups are of any size, across heads."""
+    codec = ClippedGroups(bits, heads, width, 16, metadata, reorder=False)
+    codec.regroup(torch.randint(0, heads * width // 16, (heads * width,)))
+    return codec
 
 
-def book(n, m, shared=False):
-    def make(heads, width):
-        codec = Codebook(n, m, heads, width)
-        codec.centroids = torch.randn(1 if shared else codec.slots, m, n).half()
-        return codec
-    return make
+def book(heads, width, n, m, shared):
+    codec = Codebook(n, m, heads, width)
+    codec.centroids = torch.randn(1 if shared else codec.slots, m, n).half()
+    return codec
 
 
-CODECS = {
+STATIC = partial(affine, static=True)
+CODECS = {  # {name: a function of heads and width}
     "exact": lambda heads, width: Exact(),
-    **{f"{b:g} bits per token": affine(b) for b in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)},
-    **{f"{b:g} bits per token in groups": affine(b, group=16) for b in (1, 1.5, 2, 3, 4, 8)},
-    **{f"{b:g} bits per channel, {g} tokens": affine(b, "channel", g) for b, g in
+    **{f"{b:g} bits per token": partial(affine, bits=b) for b in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)},
+    **{f"{b:g} bits per token in groups": partial(affine, bits=b, group=16) for b in (1, 1.5, 2, 3, 4, 8)},
+    **{f"{b:g} bits per channel, {g} tokens": partial(affine, bits=b, axis="channel", group=g) for b, g in
        ((1, 32), (2, 128), (4, 16), (8, 48), (3, 32), (1.5, 32), (2, 8), (4, 5), (5, 32))},
-    "4 bits static per token": affine(4, static=True),
-    "2 bits static per token in groups": affine(2, group=16, static=True),
-    "2 bits static per channel": affine(2, "channel", static=True),
-    "3 bits static per channel": affine(3, "channel", static=True),
-    "4 bits integer zero": affine(4, formula="integer-zero"),
-    "2 bits integer zero per channel": affine(2, "channel", 32, "integer-zero"),
-    "3 bits integer zero static": affine(3, "channel", None, "integer-zero", True),
-    **{f"{b} bits nonuniform per {a}, {o:.0%} out": nonuniform(b, a, o) for b, a, o in
+    "4 bits static per token": partial(STATIC, bits=4),
+    "2 bits static per token in groups": partial(STATIC, bits=2, group=16),
+    "2 bits static per channel": partial(STATIC, bits=2, axis="channel"),
+    "3 bits static per channel": partial(STATIC, bits=3, axis="channel"),
+    "4 bits integer zero": partial(affine, bits=4, formula="integer-zero"),
+    "2 bits integer zero per channel": partial(affine, bits=2, axis="channel", group=32, formula="integer-zero"),
+    "3 bits integer zero static": partial(STATIC, bits=3, axis="channel", formula="integer-zero"),
+    **{f"{b} bits nonuniform per {a}, {o:.0%} out": partial(nonuniform, bits=b, axis=a, outliers=o) for b, a, o in
        ((2, "channel", 0.05), (3, "channel", 0), (3, "token", 0.05), (4, "token", 0))},
-    "2 bits clipped": clipped(2), "1.5 bits clipped": clipped(1.5), "3 bits clipped fp16": clipped(3, "fp16"),
-    **{f"d{n}m{m}{' shared' * s}": book(n, m, s) for n, m, s in
+    "2 bits clipped": partial(clipped, bits=2), "1.5 bits clipped": partial(clipped, bits=1.5),
+    "3 bits clipped fp16": partial(clipped, bits=3, metadata="fp16"),
+    **{f"d{n}m{m}{' shared' * s}": partial(book, n=n, m=m, shared=s) for n, m, s in
        ((1, 16, False), (2, 256, False), (4, 256, True), (8, 512, False), (16, 2048, False), (32, 4096, True))},
 }
 
@@ -257,7 +251,7 @@ def test_kvsink_asks_the_kernel(monkeypatch):
 
 @pytest.mark.parametrize("T, R", [(1, 1), (50, 2), (64, 1)])
 def test_the_simple_kernel_attends(T, R):
-    codec, d, q = affine(2)(2, 64), 64, torch.randn(2 * R, 64)
+    codec, d, q = affine(2, 64, bits=2), 64, torch.randn(2 * R, 64)
     parts = [codec.encode(torch.randn(1, 2, T, d)) for _ in range(2)]
     k, v = ([x.packed[0], x.scale[0, :, :, 0].float(), x.zero[0, :, :, 0].float()] for x in parts)
     out = torch.empty(2 * R, d)

@@ -4,6 +4,7 @@ Models are random and tiny, with a few channels that carry much more than others
 on.
 """
 import copy
+import itertools
 import math
 from functools import cache
 
@@ -322,10 +323,16 @@ def inputs_of(block, model, h):
     return {name: torch.cat(x) for name, x in found.items()}, out
 
 
+def noted(monkeypatch, owner, name):
+    """What each call of a function was given, and what it gave."""
+    calls, real = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given: calls.append((*given, real(*given))) or calls[-1][-1])
+    return calls
+
+
 def test_gptq_looks_at_what_the_quantized_layers_before_give(monkeypatch):
     """Of the blocks before, and of the stages before in the same block."""
-    model, seen, hessian = tiny(), [], gptq.hessian
-    monkeypatch.setattr(gptq, "hessian", lambda x: seen.append(x) or hessian(x))
+    model, seen = tiny(), noted(monkeypatch, gptq, "hessian")
     coded = quantize(model, GPTQ(3, 16), text())
     h, stages = model.model["embed_tokens"](text()), []
     for block in coded.model["layers"]:
@@ -333,20 +340,17 @@ def test_gptq_looks_at_what_the_quantized_layers_before_give(monkeypatch):
         stages += [inputs[f"self_attn.{name}"] for name in ("q_proj", "o_proj")]
         stages += [inputs[f"mlp.{name}"] for name in ("gate_proj", "down_proj")]
     assert len(seen) == len(stages) == 4 * L
-    for x, y in zip(seen, stages):
+    for (x, _), y in zip(seen, stages):
         assert torch.allclose(x, y.flatten(0, 1), atol=1e-5)
 
 
 def test_gptq_stores_what_is_left_of_the_weights(monkeypatch):
     """On the grid that each group had when its first column was due; what is left may not reach both of its ends."""
-    seen, compensated = [], gptq.compensated
-    monkeypatch.setattr(gptq, "compensated", lambda *args: seen.append(compensated(*args)) or seen[-1])
+    seen = noted(monkeypatch, gptq, "compensated")
     coded = quantize(tiny(), GPTQ(3, 8), text())
-    linears = [block.get_submodule(name) for block in coded.model["layers"] for name in (
-        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-        "mlp.down_proj")]
+    linears = [block.get_submodule(name) for block in coded.model["layers"] for name in LINEARS]
     assert len(seen) == len(linears)
-    for linear, (left, scale, _) in zip(linears, seen):
+    for linear, (*_, (left, scale, _)) in zip(linears, seen):
         assert torch.equal(linear.weight, left) and torch.equal(linear.scale.float(), scale)
 
 
@@ -367,12 +371,10 @@ def test_a_transformed_model_computes_the_same(sharing, bias):
 def fold(monkeypatch, model, quantizer, windows):
     """Quantize: -> the quantized model, and the full-precision model with the transformations alone."""
     monkeypatch.setattr(omniquant, "EPOCHS", 2)
-    calls = []
-    for module in (awq, omniquant):
-        monkeypatch.setattr(module, "transform", lambda block, s: calls.append((block, s)) or transform(block, s))
+    calls = [noted(monkeypatch, module, "transform") for module in (awq, omniquant)]
     coded = quantize(model, quantizer, windows)
     equivalent, blocks = copy.deepcopy(model), []
-    for block, scales in calls:
+    for block, scales, _ in itertools.chain(*calls):
         blocks += [block] * (not any(block is b for b in blocks))
         at, = (i for i, b in enumerate(blocks) if b is block)
         transform(equivalent.model["layers"][at], scales)
@@ -502,11 +504,11 @@ def test_awq_clips_what_it_finds_in_the_full_precision_model(monkeypatch):
     """Clips are searched on what the layers read there once the scales are folded in; those of q and k are not."""
     model, seen, clips = tiny(1), [], AWQ.clips
 
-    def noted(self, x, weight):
+    def noted_before(self, x, weight):  # which then becomes another
         seen.append((x, weight.clone(), clips(self, x, weight)))
         return seen[-1][2]
 
-    monkeypatch.setattr(AWQ, "clips", noted)
+    monkeypatch.setattr(AWQ, "clips", noted_before)
     coded, equivalent = fold(monkeypatch, model, AWQ(3, 16), text())
     h, expected = model.model["embed_tokens"](text()), []
     for block, new in zip(equivalent.model["layers"], coded.model["layers"]):
