@@ -1,7 +1,11 @@
 """A model whose keys, values and gradients are ours, so that what is learned from it has a truth to compare with."""
+import copy
+import itertools
+
 import numpy as np
 import torch
 
+from tinykv.kmeans import kmeans
 from tinykv.model import LlamaConfig
 
 Hkv, d, L, V, D = 2, 16, 2, 23, 12  # of Planted
@@ -66,9 +70,13 @@ class Planted:
                     found.setdefault((layer, kind), []).append(by_state @ m.T)
         return {key: np.stack(g) for key, g in found.items()}
 
+    def stacked(self, layer, kind):
+        """(W, Hkv, T, d)"""
+        return torch.stack([rows[layer]["kv".index(kind)] for rows in self.rows])
+
     def numbers(self, layer, kind):
         """(W, T, h) in double"""
-        return np.stack([flat(rows[layer]["kv".index(kind)]) for rows in self.rows])
+        return np.stack([flat(x) for x in self.stacked(layer, kind)])
 
 
 def flat(x):
@@ -78,17 +86,19 @@ def flat(x):
 
 def random_rows(windows=4, T=32, seed=0, shape=None):
     """Rows in 16 bits, with channels of all sizes and offsets. shape(layer, kind, numbers (T, h)) may change them."""
-    rng, out = torch.Generator().manual_seed(seed), []
-    for _ in range(windows):
-        out.append([])
-        for layer in range(L):
-            pair = []
-            for kind in "kv":
-                x = torch.randn(T, h, generator=rng)
-                x = shape(layer, kind, x) if shape else x * torch.logspace(-1, 1, h) + torch.linspace(-2, 5, h)
-                pair.append(x.half().float().unflatten(1, (Hkv, d)).transpose(0, 1))
-            out[-1].append(tuple(pair))
-    return out
+    rng = torch.Generator().manual_seed(seed)
+    shape = shape or (lambda layer, kind, x: x * torch.logspace(-1, 1, h) + torch.linspace(-2, 5, h))
+
+    def rows(layer, kind):
+        x = shape(layer, kind, torch.randn(T, h, generator=rng))
+        return x.half().float().unflatten(1, (Hkv, d)).transpose(0, 1)
+    return [[(rows(layer, "k"), rows(layer, "v")) for layer in range(L)] for _ in range(windows)]
+
+
+def few_tries(monkeypatch, *modules):
+    """k-means of a codec begins twice and not up to 40 times: where how good its tables are does not matter."""
+    for module in modules:
+        monkeypatch.setattr(module, "kmeans", lambda *given, tries=1, **more: kmeans(*given, tries=2, **more))
 
 
 def codecs_of(method):
@@ -106,15 +116,9 @@ def same(a, b):
 
 def changed(rows, at):
     """rows with the tokens at[head] of each head replaced by something huge."""
-    out = []
-    for window in rows:
-        out.append([])
-        for k, v in window:
-            pair = []
-            for i, x in enumerate((k, v)):
-                x = x.clone()
-                for head, tokens in enumerate(at):
-                    x[head, tokens] = 500.0 + 70 * i + torch.arange(float(d))
-                pair.append(x)
-            out[-1].append(tuple(pair))
-    return out
+    rows = copy.deepcopy(rows)
+    for pair in itertools.chain(*rows):
+        for i, x in enumerate(pair):
+            for head, tokens in enumerate(at):
+                x[head, tokens] = 500.0 + 70 * i + torch.arange(float(d))
+    return rows

@@ -1,4 +1,6 @@
 """AnTKV's anchor scores, and what they are for: against numpy (oracles.py), and token by token."""
+from functools import lru_cache
+
 import numpy as np
 import oracles
 import pytest
@@ -12,7 +14,7 @@ from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.methods import antkv
 from tinykv.methods.antkv import AnTKV, anchor_scores, attention_tiles, equation_5
-from tinykv.model import Llama, LlamaConfig
+from tinykv.model import LlamaConfig
 from tinykv.tracing import Trace
 
 
@@ -76,12 +78,19 @@ def test_damage_is_what_happens_if_one_token_is_read_as_its_code(case, sharpness
 TEXT = torch.randint(0, 41, (1, 30), generator=torch.Generator().manual_seed(2))
 
 
+@lru_cache
+def model_and_codebooks():
+    model = model_of(2, width=8)
+    method = AnTKV(model.config, "d2m8")
+    calibrate(model, method, torch.randint(0, 41, (4, 40), generator=torch.Generator().manual_seed(1)))
+    return model, method.calibrated()
+
+
 def anchors_of(text=TEXT, protocol="paper", **settings):
     """{(layer, "k" or "v"): positions, sorted, by head} of an AnTKV with 3 anchors, its model and itself."""
-    torch.manual_seed(0)
-    model = Llama(LlamaConfig(41, 32, 48, 2, 4, 2, 8, 256))
+    model, codebooks = model_and_codebooks()
     method = AnTKV(model.config, "d2m8", anchors="3", recent=0, **settings)
-    calibrate(model, method, torch.randint(0, 41, (4, 40), generator=torch.Generator().manual_seed(1)))
+    method.restore(codebooks)
     cache = KVCache(model, method, protocol)
     with torch.no_grad():
         for chunk in (text.split(method.block, dim=1) if protocol == "stream" else [text]):
@@ -141,14 +150,14 @@ def test_anchors_that_are_refused(anchors):
 
 # ---- the anchors, chunk by chunk, against plain lists. Scores are small whole numbers, so there are many ties
 
-def check_anchors(cls, chunks, anchors="2"):
+def check_anchors(chunks, anchors):
     """The anchors, and all scores held, after each chunk are what plain lists say, ties included.
 
     chunks: for each the tokens that come, the tokens that are quantized then, and for every
     sequence, head, and K or V, whole numbers: what the chunk adds to the score of each token so
     far.
     """
-    method = cls(model_of(2).config, "d4m8", anchors=anchors)
+    method = AnTKV(model_of(2).config, "d4m8", anchors=anchors)
     for codec in (codec for pair in method.codecs for codec in pair):
         codec.centroids = torch.zeros(codec.slots, codec.m, codec.n).half()
     layer, seen, quantized, events, added = new_layer(method, 0), 0, 0, [], []
@@ -199,10 +208,10 @@ CHUNKS = [(3, 0, [[[[4, 1, 2], [0, 1, 5]], [[2, 2, 2], [9, 1, 0]]]]),
 @given(chunks_with_scores(), st.sampled_from(["1", "2", "4", "10%", "30%", "50%", "100%"]))
 @example(CHUNKS, "2")
 def test_anchors(chunks, anchors):
-    check_anchors(AnTKV, chunks, anchors)
+    check_anchors(chunks, anchors)
 
 
 @pytest.mark.parametrize("percent", [1, 7, 14, 55])
 def test_a_share_of_a_hundred_tokens(percent):
     """As many as it says, and not one more by the rounding of a float."""
-    check_anchors(AnTKV, [(100, 100, [[[list(range(100))] * 2] * 2])], f"{percent}%")
+    check_anchors([(100, 100, [[[list(range(100))] * 2] * 2])], f"{percent}%")

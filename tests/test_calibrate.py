@@ -5,13 +5,13 @@ Most tests run on `Planted` (planted.py).
 import copy
 import itertools
 import math
-from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from planted import CONFIG, L, Planted, changed, d, flat, random_rows, same, tables
+from cases import model_of, tokens_of
+from planted import CONFIG, L, Planted, changed, d, few_tries, flat, random_rows, same, tables
 
 from tinykv import UserError
 from tinykv.calibrate import calibrate, check_window, record
@@ -20,7 +20,6 @@ from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.registry import METHODS
 from tinykv.methods.rtn import RTN
 from tinykv.methods.skvq import SKVQ
-from tinykv.model import Llama, LlamaConfig
 from tinykv.tracing import Trace
 
 
@@ -33,23 +32,12 @@ def recorded(model, method, windows, gradients=False):
                 yield layer, kind, *recorder.of(layer, kind)
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    few_tries(monkeypatch, clipped, nonuniform)
+
+
 # ---- gradients
-
-@lru_cache
-def llama(dtype=torch.float32, size=1.0):
-    torch.manual_seed(7)
-    model = Llama(LlamaConfig(31, 24, 32, 3, 4, 2, 8, 256))
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.normal_(std=size * p.shape[1] ** -0.5)
-        model.model["embed_tokens"].weight.normal_()
-    return model.to(dtype)
-
-
-def random_tokens(n, T, seed=0):
-    return torch.randint(31, (n, T), generator=torch.Generator().manual_seed(seed))
-
 
 class Leaves(Trace):
     """The keys, as attention reads them, and the values are leaves of the graph."""
@@ -62,16 +50,16 @@ class Leaves(Trace):
 @pytest.mark.parametrize("rope", ["pre", "post"])
 def test_gradients_are_those_of_what_is_stored(rope):
     """In the last layer: after RoPE that of the keys that attention reads; before RoPE the same, turned back."""
-    model, window = llama(torch.float64), random_tokens(1, 9)[0]
+    model, window = model_of(2, torch.float64), tokens_of(1, 9)[0]
     trace = Leaves(model)
     loss = F.cross_entropy(model(window[None], trace)[0, :-1], window[1:])
     of_keys, of_values = torch.autograd.grad(loss, [trace.k[-1], trace.v[-1]])  # (1, Hkv, T, d) both
     if rope == "pre":
         of_keys = model.rope.rotate(of_keys, -torch.arange(9))
     parts = list(recorded(model, KVQuant(model.config, rope=rope), window[None], gradients=True))
-    assert [(layer, kind) for layer, kind, *_ in parts] == [(i, kind) for i in range(3) for kind in "kv"]
+    assert [(layer, kind) for layer, kind, *_ in parts] == [(i, kind) for i in range(L) for kind in "kv"]
     for (*_, rows, kept, gradient), expected in zip(parts[-2:], (of_keys, of_values)):
-        assert gradient.shape == rows.shape == (2, 9, 8) and kept.tolist() == [[True] + [False] * 8] * 2
+        assert gradient.shape == rows.shape == (2, 9, d) and kept.tolist() == [[True] + [False] * 8] * 2
         assert torch.allclose(gradient, expected[0], rtol=1e-3, atol=1e-4 * expected.abs().max().item())
 
 
@@ -79,16 +67,16 @@ def test_gradients_are_those_of_what_is_stored(rope):
 @pytest.mark.parametrize("gradients", [False, True])
 def test_recorded_rows_are_those_that_are_stored(rope, gradients):
     """With gradients the forward is exact, without it runs on 16 bits: rows of the first layer know no difference."""
-    model, windows = llama(), random_tokens(2, 9)
+    model, windows = model_of(2), tokens_of(2, 9)
     method = KVQuant(model.config, rope=rope, preserve=2)
     parts = list(recorded(model, method, windows, gradients=gradients))
-    assert len(parts) == 2 * 3 * 2
+    assert len(parts) == 2 * 2 * L
     for i, window in enumerate(windows):
         block = model.model["layers"][0]
         with torch.no_grad():
             _, k, v = block.self_attn.qkv(block.input_layernorm(model.model["embed_tokens"](window[None])))
         k = k.half() if rope == "pre" else model.rope.rotate(k.half(), torch.arange(9))
-        for (_, _, rows, kept, gradient), expected in zip(parts[6 * i:6 * i + 2], (k, v.half())):
+        for (_, _, rows, kept, gradient), expected in zip(parts[2 * L * i:2 * L * i + 2], (k, v.half())):
             assert torch.equal(rows, expected[0]) and (gradient is None) != gradients
             assert kept.tolist() == [[True] * 2 + [False] * 7] * 2
 
@@ -115,14 +103,16 @@ class PerHead(KVQuant):
 
 @pytest.mark.parametrize("cls, options", [
     (KVQuant, {"outliers": 4.0}), (PerHead, {"sensitivity": "none", "outliers": 4.0}),
-    (KVQuant, {"sensitivity": "fisher", "outliers": 0.0}), (SKVQ, {}), (SKVQ, {"reorder": "off", "metadata": "fp16"}),
+    (KVQuant, {"sensitivity": "fisher", "outliers": 0.0}), (SKVQ, {"clip": "centre"}),
+    (SKVQ, {"reorder": "off", "metadata": "fp16", "clip": "endpoint"}),
     (METHODS["pfn"], {"scheme": "token-static"}), (METHODS["pfn"], {"scheme": "channel-static"}),
 ], ids=str)
 def test_kept_tokens_are_not_learned_from(cls, options):
     """Whatever they hold. Their own loss may be huge; a planted token's gradient is its own."""
     at = PerHead.at if cls is PerHead else [[0, 1, 2]] * 2
     learned = []
-    for rows in (random_rows(2), changed(random_rows(2), at), changed(random_rows(2), [[3], [3]])):
+    plain = random_rows(2, 10)
+    for rows in (plain, changed(plain, at), changed(plain, [[3], [3]])):
         model, method = Planted(rows), cls(CONFIG, **{"preserve": 3, **options})
         calibrate(model, method, model.windows())
         learned.append(tables(method))
@@ -136,12 +126,12 @@ def test_kept_tokens_are_not_learned_from(cls, options):
     ("pfn", {"scheme": "token-static"})], ids=str)
 def test_windows_of_which_nothing_is_left(name, options):
     """Nothing was seen, so nothing can be calibrated; one token more will do."""
-    model = llama()
+    model = model_of(2)
     for T in (2, 5):
         with pytest.raises(UserError, match="keep"):
-            calibrate(model, METHODS[name](model.config, **options), random_tokens(3, T))
+            calibrate(model, METHODS[name](model.config, **options), tokens_of(3, T))
     method = METHODS[name](model.config, **options)
-    calibrate(model, method, random_tokens(3, 7))
+    calibrate(model, method, tokens_of(3, 7))
     assert all(torch.isfinite(t.float()).all() for t in method.calibrated().values())
 
 
@@ -157,17 +147,17 @@ def test_a_head_of_which_nothing_is_left():
 def test_a_broken_model_teaches_nothing(name):
     """Rather than tables of NaN: it would be the text's perplexity that shows it, if anything."""
     for bad, weight in itertools.product((math.nan, math.inf), ("mlp.down_proj", "self_attn.v_proj")):
-        model = copy.deepcopy(llama())
+        model = copy.deepcopy(model_of(2))
         model.model["layers"][1].get_submodule(weight).weight.data[0, 0] = bad
         with pytest.raises(UserError, match="finite"):
-            calibrate(model, METHODS[name](model.config), random_tokens(2, 20))
+            calibrate(model, METHODS[name](model.config), tokens_of(2, 20))
 
 
 def test_a_loss_without_gradient_says_where():
-    model = copy.deepcopy(llama())
+    model = copy.deepcopy(model_of(2))
     model.lm_head.weight.data[3, 3] = math.nan
     with pytest.raises(UserError, match="gradient"):
-        calibrate(model, KVQuant(model.config), random_tokens(2, 20))
+        calibrate(model, KVQuant(model.config), tokens_of(2, 20))
 
 
 def test_a_method_is_shown_each_window_block_by_block():
@@ -182,11 +172,9 @@ def test_a_method_is_shown_each_window_block_by_block():
         def fit(self, step):
             seen.append(step)
 
-    config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, head_dim=4, max_position_embeddings=8)
-    model = Llama(config)
-    calibrate(model, Looks(config, scheme="token-dynamic", group_size=4), torch.randint(9, (3, 5)))
-    a_pass = [[(step, layer, (1, 5, 8)) for _ in range(3) for layer in (-1, 0, 1)] + [step] for step in (0, 1)]
+    model = model_of(2)
+    calibrate(model, Looks(model.config, scheme="token-dynamic", group_size=4), tokens_of(3, 5))
+    a_pass = [[(step, layer, (1, 5, 32)) for _ in range(3) for layer in (-1, 0, 1)] + [step] for step in (0, 1)]
     assert seen == [*a_pass[0], *a_pass[1]]
 
 
@@ -196,7 +184,7 @@ def test_a_method_is_shown_each_window_block_by_block():
 def test_the_seed_of_a_draw_is_that_of_all_k_means(name, module, monkeypatch):
     seen, kmeans = [], module.kmeans
     monkeypatch.setattr(module, "kmeans", lambda *given, seed, **more: seen.append(seed) or kmeans(*given, **more))
-    model = Planted(random_rows())
+    model = Planted(random_rows(1, 10))
     method = METHODS[name](CONFIG, **({"vq": "d2m8"} if name == "cq" else {}))
     calibrate(model, method, model.windows(), seed=5)
     assert seen == [5] * 2 * L  # K and V of each layer

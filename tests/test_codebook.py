@@ -1,11 +1,12 @@
 """Vector codebooks: the codec against numpy, its calibration, and what is refused."""
 import itertools
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import oracles
 import pytest
 import torch
+from cases import MARK, L, model_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,19 +17,14 @@ from tinykv.codecs import codebook
 from tinykv.codecs.codebook import FORMATS, Codebook, make_codebooks
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.cq import CQ
-from tinykv.model import Llama, LlamaConfig
+from tinykv.model import LlamaConfig
 
-V, D, L, H, HKV, d = 41, 32, 2, 4, 2, 8
-
-
-@lru_cache
-def tiny():
-    torch.manual_seed(0)
-    return Llama(LlamaConfig(V, D, 48, L, H, HKV, d, 256))
+HKV, d = 2, 8
+tiny = partial(model_of, 2, width=d)
 
 
 def windows(W=4, T=40, seed=0):
-    return torch.randint(0, V, (W, T), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, MARK, (W, T), generator=torch.Generator().manual_seed(seed))
 
 
 @st.composite
@@ -54,7 +50,7 @@ def test_codes_are_the_nearest_centroids(case):
 
 @pytest.mark.parametrize("bits, name", FORMATS.items())
 def test_the_papers_formats(bits, name):
-    config = LlamaConfig(V, 128, 48, L, 4, 2, 32, 256)
+    config = LlamaConfig(41, 128, 48, L, 4, 2, 32, 256)
     by_bits, by_name = make_codebooks(config, bits=bits), make_codebooks(config, vq=name)
     for codec in (*by_bits[0], *by_name[0]):
         assert codec.name == name and codec.bits == bits
@@ -69,12 +65,14 @@ def test_formats_that_are_refused(vq, bits):
         CQ(tiny().config, vq, bits)
 
 
-def calibrated(sensitivity="none", sharing="head", vq="d2m8", text=None):
+@lru_cache
+def calibrated(sensitivity="none", sharing="head", vq="d2m8"):
     method = CQ(tiny().config, vq, sensitivity=sensitivity, sharing=sharing)
-    calibrate(tiny(), method, windows() if text is None else text)
+    calibrate(tiny(), method, windows())
     return method
 
 
+@lru_cache
 def parts(gradients):
     """{(layer, kind): (rows (Hkv, N, d), gradients)} over the calibration windows."""
     found = {}
@@ -193,9 +191,8 @@ def test_no_anchors_are_cq():
 def test_effective_vectors_are_kish_s(sensitivity, sharing):
     """(sum w)^2 / sum w^2 of the codebook that has the fewest, in plain lists."""
     method = calibrated(sensitivity, sharing)
-    text = windows()
     weights = {}  # (layer, kind, place): of all windows
-    for window in text:
+    for window in windows():
         recorder = record(tiny(), method, window, True)
         for layer, kind, h, p in itertools.product(range(L), "kv", range(HKV), range(d // 2)):
             gradient = recorder.of(layer, kind)[2]
@@ -226,7 +223,7 @@ def test_codebooks_with_weights_ask_for_more_text(sensitivity, n):
     for cls in (CQ, AnTKV):
         assert cls(tiny().config, "d2m8", sensitivity=sensitivity).calibration_windows == n
     assert CQ(tiny().config, "d2m1024").calibration_windows == 64
-    assert CQ(LlamaConfig(V, 128, 48, L, 4, 2, 32, 256), "d32m4096").calibration_windows == 16  # k-means stays quick
+    assert CQ(LlamaConfig(41, 128, 48, L, 4, 2, 32, 256), "d32m4096").calibration_windows == 16  # k-means stays quick
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 99))

@@ -4,21 +4,28 @@ The oracle of an attention is `expected`: rows as the codecs' own `decode` gives
 loop over kept rows. It shares nothing with kernels.py. What is decoded has to agree bit for bit; sums in fp32 to 1e-4,
 of outputs of size 1; where operands are rounded to fp16, as a GPU does, to 4e-3.
 """
+import copy
 import math
 import random
 import re
 import sys
-from functools import partial
+from collections import defaultdict
+from dataclasses import replace
+from functools import lru_cache, partial
 from types import SimpleNamespace
 
+import numpy as np
+import oracles
 import pytest
 import torch
+import torch.nn.functional as F
+from cases import model_of
 
 triton = pytest.importorskip("triton")
 import bench_kernels  # noqa: E402
 import benchmark  # noqa: E402
 import triton.language as tl  # noqa: E402
-from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
 
 import kernels  # noqa: E402
 from tinykv import UserError, triton_cache  # noqa: E402
@@ -37,63 +44,61 @@ from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
 from tinykv.triton_cache import TritonCache, TritonLayer  # noqa: E402
 
 attended = bench_kernels.attended
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def near(got, want, rtol=1e-4, atol=1e-4):
+    """As torch.testing.assert_close, which imports sympy."""
+    np.testing.assert_allclose(got.double(), want.double(), rtol, atol, equal_nan=False)
 
 
 # ---- codecs with tables of random numbers
 
-def affine(bits, axis="token", group=None, formula="offset", static=False):
-    def make(heads, width):
-        codec = Affine(bits, width, axis, group, formula, static)
-        if static:
-            codec.set_range(-1 - torch.rand(heads, width), 1 + torch.rand(heads, width))
-        return codec
-    return make
+def affine(heads, width, bits, axis="token", group=None, formula="offset", static=False):
+    codec = Affine(bits, width, axis, group, formula, static)
+    if static:
+        codec.set_range(-1 - torch.rand(heads, width), 1 + torch.rand(heads, width))
+    return codec
 
 
-def nonuniform(bits, axis, outliers):
-    def make(heads, width):
-        codec = NonUniform(bits, heads, width, axis, outliers)
-        codec.levels = torch.linspace(-1, 1, 2 ** bits).pow(3).half()
-        codec.set_range(-1 - torch.rand(heads * width), 1 + torch.rand(heads * width))
-        return codec
-    return make
+def nonuniform(heads, width, bits, axis, outliers):
+    codec = NonUniform(bits, heads, width, axis, outliers)
+    codec.levels = torch.linspace(-1, 1, 2 ** bits).pow(3).half()
+    codec.set_range(-1 - torch.rand(heads * width), 1 + torch.rand(heads * width))
+    return codec
 
 
-def clipped(bits, metadata="fp8"):
-    def make(heads, width):
-        codec = ClippedGroups(bits, heads, width, 16, metadata, reorder=False)
-        # groups of any size, across heads
-        codec.regroup(torch.randint(0, heads * width // 16, (heads * width,)))
-        return codec
-    return make
+def clipped(heads, width, bits, metadata="fp8"):
+    """Groups are of any size, across heads."""
+    codec = ClippedGroups(bits, heads, width, 16, metadata, reorder=False)
+    codec.regroup(torch.randint(0, heads * width // 16, (heads * width,)))
+    return codec
 
 
-def book(n, m, shared=False):
-    def make(heads, width):
-        codec = Codebook(n, m, heads, width)
-        codec.centroids = torch.randn(1 if shared else codec.slots, m, n).half()
-        return codec
-    return make
+def book(heads, width, n, m, shared):
+    codec = Codebook(n, m, heads, width)
+    codec.centroids = torch.randn(1 if shared else codec.slots, m, n).half()
+    return codec
 
 
-CODECS = {
+STATIC = partial(affine, static=True)
+CODECS = {  # {name: a function of heads and width}
     "exact": lambda heads, width: Exact(),
-    **{f"{b:g} bits per token": affine(b) for b in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)},
-    **{f"{b:g} bits per token in groups": affine(b, group=16) for b in (1, 1.5, 2, 3, 4, 8)},
-    **{f"{b:g} bits per channel, {g} tokens": affine(b, "channel", g) for b, g in
+    **{f"{b:g} bits per token": partial(affine, bits=b) for b in (1, 1.5, 2, 3, 4, 5, 6, 7, 8)},
+    **{f"{b:g} bits per token in groups": partial(affine, bits=b, group=16) for b in (1, 1.5, 2, 3, 4, 8)},
+    **{f"{b:g} bits per channel, {g} tokens": partial(affine, bits=b, axis="channel", group=g) for b, g in
        ((1, 32), (2, 128), (4, 16), (8, 48), (3, 32), (1.5, 32), (2, 8), (4, 5), (5, 32))},
-    "4 bits static per token": affine(4, static=True),
-    "2 bits static per token in groups": affine(2, group=16, static=True),
-    "2 bits static per channel": affine(2, "channel", static=True),
-    "3 bits static per channel": affine(3, "channel", static=True),
-    "4 bits integer zero": affine(4, formula="integer-zero"),
-    "2 bits integer zero per channel": affine(2, "channel", 32, "integer-zero"),
-    "3 bits integer zero static": affine(3, "channel", None, "integer-zero", True),
-    **{f"{b} bits nonuniform per {a}, {o:.0%} out": nonuniform(b, a, o) for b, a, o in
+    "4 bits static per token": partial(STATIC, bits=4),
+    "2 bits static per token in groups": partial(STATIC, bits=2, group=16),
+    "2 bits static per channel": partial(STATIC, bits=2, axis="channel"),
+    "3 bits static per channel": partial(STATIC, bits=3, axis="channel"),
+    "4 bits integer zero": partial(affine, bits=4, formula="integer-zero"),
+    "2 bits integer zero per channel": partial(affine, bits=2, axis="channel", group=32, formula="integer-zero"),
+    "3 bits integer zero static": partial(STATIC, bits=3, axis="channel", formula="integer-zero"),
+    **{f"{b} bits nonuniform per {a}, {o:.0%} out": partial(nonuniform, bits=b, axis=a, outliers=o) for b, a, o in
        ((2, "channel", 0.05), (3, "channel", 0), (3, "token", 0.05), (4, "token", 0))},
-    "2 bits clipped": clipped(2), "1.5 bits clipped": clipped(1.5), "3 bits clipped fp16": clipped(3, "fp16"),
-    **{f"d{n}m{m}{' shared' * s}": book(n, m, s) for n, m, s in
+    "2 bits clipped": partial(clipped, bits=2), "1.5 bits clipped": partial(clipped, bits=1.5),
+    "3 bits clipped fp16": partial(clipped, bits=3, metadata="fp16"),
+    **{f"d{n}m{m}{' shared' * s}": partial(book, n=n, m=m, shared=s) for n, m, s in
        ((1, 16, False), (2, 256, False), (4, 256, True), (8, 512, False), (16, 2048, False), (32, 4096, True))},
 }
 
@@ -104,29 +109,26 @@ def divides(name, width):
 
 
 class Plain(Method):
-    """Codecs, and kept tokens as they are told: {kind: (tokens of each head, ...)}."""
+    """Codecs, and kept tokens as they are told: {kind: (tokens of each head, ...)}, in turn by sequence."""
 
     def __init__(self, k, v, heads, width, rope="post", recent=0, block=1, v_block=None, kept=None):
         self.codecs, self.rope = [Pair(CODECS[k](heads, width), CODECS[v](heads, width))], rope
         self.recent, self.block, self.v_block, self.kept = recent, block, v_block, kept or {}
 
-    def keep_keys(self, layer_cache, n):
-        return self.told("k", layer_cache)
-
     def keep_values(self, layer_cache, n):
-        return self.told("v", layer_cache)
+        return self.keep_keys(layer_cache, n, "v")
 
-    def told(self, kind, layer_cache):
-        if kind not in self.kept:
-            return None
-        return torch.tensor(self.kept[kind]).expand(len(layer_cache.keys.recent), -1, -1)
+    def keep_keys(self, layer_cache, n, kind="k"):
+        if kind in self.kept:
+            positions = torch.tensor(self.kept[kind])  # (1 or Hkv, n)
+            return torch.stack([positions.roll(b, 0) for b in range(len(layer_cache.keys.recent))])
 
 
-def layer_of(method, heads, width, batch, length, new, dtype=torch.float16, window=None):
-    """A TritonLayer at the moment of reading: all but `new` of `length` tokens went through it, the new ones wait."""
+def layer_of(method, heads, width, batch, length, new, dtype=torch.float16):
+    """A TritonLayer at the moment of reading: all but `new` of `length` tokens went through it, the new ones wait. So
+    that it matters which rows are kept, they change; but one that is recent is what stands among the recent."""
     config = LlamaConfig(9, 8, 8, 1, heads, heads, width, 32768)
     layer = TritonLayer(0, method, Rope(config), "stream", None)
-    layer.window = window
     rows = torch.randn(2, batch, length, heads, width).to(dtype).transpose(2, 3)  # not contiguous, as attention's are
     first, positions = length - new, torch.arange(length)
     if first:
@@ -134,6 +136,10 @@ def layer_of(method, heads, width, batch, length, new, dtype=torch.float16, wind
         layer.update(None, *rows[:, :, :, :first], positions[:first])
         del layer.read
     layer.append(*rows[:, :, :, first:], positions[first:])
+    for part in (layer.keys, layer.values):
+        if part.kept_rows is not None:
+            place = part.kept_positions[..., None]
+            part.kept_rows = (part.kept_rows + (place % 3 - 1) * (place < part.n_coded)).to(dtype)
     return layer
 
 
@@ -150,28 +156,27 @@ def read(part):
     if part.n_coded:
         rows = torch.cat([part.codec.decode(part.codes).double(), rows], dim=2)
     if part.kept_positions is not None:
-        B, Hkv, n, _ = part.kept_rows.shape
-        for b in range(B):
-            for h in range(Hkv):
-                for i, at in enumerate(part.kept_positions.expand(B, Hkv, n)[b, h].tolist()):
-                    rows[b, h, at] = part.kept_rows[b, h, i].double()
+        positions = part.kept_positions.expand(part.kept_rows.shape[:3])
+        for b, h, i in np.ndindex(*positions.shape):
+            rows[b, h, positions[b, h, i]] = part.kept_rows[b, h, i].double()
     return rows
+
+
+def scores(q, K, window):
+    """(B, H, T, S) in float64, -inf where a query does not see the key: q (B, H, T, d), K (B, Hkv, S, d)."""
+    T, S, R = q.shape[2], K.shape[2], q.shape[1] // K.shape[1]
+    s = q.double() @ K.double().repeat_interleave(R, 1).transpose(-2, -1) / math.sqrt(q.shape[-1])
+    at, j = torch.arange(S - T, S)[:, None], torch.arange(S)
+    return s.masked_fill((j > at) | (j <= at - (window or S)), -math.inf)
 
 
 def expected(q, layer, window=None):
     """Output (B, H, T, d) and log-sum-exp (B, H, T) in float64."""
     K, V = read(layer.keys), read(layer.values)
-    T, S, R = q.shape[2], K.shape[2], q.shape[1] // K.shape[1]
     if layer.method.rope == "pre":
-        K = turned(K, torch.arange(S), layer.rope)
-    K, V = K.repeat_interleave(R, 1), V.repeat_interleave(R, 1)
-    s = q.double() @ K.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    for t in range(T):
-        at = S - T + t
-        s[:, :, t, at + 1:] = -math.inf
-        if window:
-            s[:, :, t, :max(0, at - window + 1)] = -math.inf
-    return s.softmax(-1) @ V, s.logsumexp(-1)
+        K = turned(K, torch.arange(K.shape[2]), layer.rope)
+    s = scores(q, K, window)
+    return s.softmax(-1) @ V.repeat_interleave(q.shape[1] // V.shape[1], 1), s.logsumexp(-1)
 
 
 def same(layer, R=2, T=1, window=None, dtype=torch.float32, **close):
@@ -182,9 +187,8 @@ def same(layer, R=2, T=1, window=None, dtype=torch.float32, **close):
     _, out, lse, _, _ = attended(layer, q)
     want, want_lse = expected(q, layer, window)
     assert out.shape == q.shape and out.dtype == dtype
-    close = {**CLOSE, **close}
-    torch.testing.assert_close(out.double(), want, **close)
-    torch.testing.assert_close(lse.double(), want_lse, **close)
+    near(out, want, **close)
+    near(lse, want_lse, **close)
 
 
 @pytest.fixture(autouse=True)
@@ -193,29 +197,38 @@ def seed():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def prepared_once():
-    """A launch in the interpreter prepares triton.language; each call of a function within it does so again, 0.2 ms,
-    and is spared that here: half of this file's time."""
-    original, prepared = InterpretedFunction.__call__, {kernels.__name__}
+def interpreted_quickly():
+    """What the interpreter does again and again, it does once: a third of this file's time is left."""
+    original, prepared = interpreter.InterpretedFunction.__call__, {kernels.__name__}
 
     def call(self, *args, **kwargs):
+        # a launch prepares triton.language, and so does each call of a function within it
         if self.fn.__module__ in prepared:
             return self.rewrite()(*args, **kwargs)
         prepared.add(self.fn.__module__)  # one of Triton's own modules, which no launch prepares
         return original(self, *args, **kwargs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpretedFunction, "__call__", call)
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        # what is the same for equal types
+        for kind in (tl.block_type, tl.pointer_type):
+            patch.setattr(kind, "__hash__", tl.dtype.__hash__)
+        patch.setattr(interpreter, "_get_np_dtype", lru_cache(interpreter._get_np_dtype))
+        for name in ("with_element_ty", "to_ir"):
+            patch.setattr(tl.block_type, name, lru_cache(getattr(tl.block_type, name)))
+        # sums of integers are computed in 64 bits, too, for an assertion that only debugging evaluates
+        options = interpreter.InterpreterOptions(sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", options)
         yield
 
 
 # ---- KVSink's sinks
 
-@pytest.mark.parametrize("T,k", [(1, 5), (3, 5), (64, 64), (66, 60), (200, 5), (257, 1), (2500, 7)])
+@pytest.mark.parametrize("T,k", [(1, 5), (3, 5), (16, 16), (18, 14), (50, 5), (65, 1), (2500, 7)])
 def test_topk(T, k):
     """With ties, across programs, too; with NaN, which is the largest; of a slice of a larger tensor."""
     hidden = torch.randn(2, T, 12).round().half()[..., 2:10]
     hidden[1, T // 2, 3] = math.nan
-    found = kernels.topk_outliers(hidden[..., 3], k, N=64 if T < 2500 else 1024)
+    found = kernels.topk_outliers(hidden[..., 3], k, N=16 if T < 2500 else 1024)
     assert torch.equal(found, kernels.topk_lines(hidden[..., 3], k)) and found.shape == (2, min(k, T))
 
 
@@ -223,31 +236,30 @@ def test_kvsink_asks_the_kernel(monkeypatch):
     """Under triton its sinks come from `topk_outliers`, and are those of the plain cache; also of equal numbers."""
     asked, real = [], kernels.topk_outliers
     monkeypatch.setattr(kernels, "topk_outliers", lambda *args: asked.append(args) or real(*args))
-    model, sinks = tiny(), []
+    model, hidden, sinks = tiny(), torch.randn(2, 30, 32).round(), []
     method = METHODS["kvsink"](model.config, preserve=7, emergence_layer=0, outlier_channel=3)
     for cls in (KVCache, TritonCache):
         cache = cls(model, method)
-        for chunk in torch.randn(2, 30, 32).round().split([20, 1, 9], dim=1):
+        for chunk in hidden.split([20, 1, 9], dim=1):
             cache.layers[0].length += chunk.shape[1]
             cache.observe(0, chunk)
         sinks.append(cache.shared.sinks)
-        torch.manual_seed(0)
-    assert len(asked) == 3
+    assert len(asked) == 3 and torch.equal(*sinks)
 
 
 # ---- 2-bit codes, simply
 
-@pytest.mark.parametrize("T, R", [(1, 1), (50, 4), (64, 2)])
+@pytest.mark.parametrize("T, R", [(1, 1), (50, 2), (64, 1)])
 def test_the_simple_kernel_attends(T, R):
-    codec, d, q = affine(2)(2, 64), 64, torch.randn(2 * R, 64)
+    codec, d, q = affine(2, 64, bits=2), 64, torch.randn(2 * R, 64)
     parts = [codec.encode(torch.randn(1, 2, T, d)) for _ in range(2)]
     k, v = ([x.packed[0], x.scale[0, :, :, 0].float(), x.zero[0, :, :, 0].float()] for x in parts)
     out = torch.empty(2 * R, d)
     kernels.simple_kernel[2 * R,](q, *k, *v, out, T, R, d, 32)
     K, V = (codec.decode(x)[0].double().repeat_interleave(R, 0) for x in parts)  # (H, T, d) both
     want = (torch.einsum("hd,htd->ht", q.double(), K) / 8).softmax(-1)[:, None] @ V
-    torch.testing.assert_close(out.double(), want[:, 0], **CLOSE)
-    torch.testing.assert_close(kernels.simple_lines(q, k, v).double(), want[:, 0], **CLOSE)
+    near(out, want[:, 0])
+    near(kernels.simple_lines(q, k, v), want[:, 0])
 
 
 # ---- decoding, bit for bit
@@ -286,11 +298,11 @@ def test_rows_are_decoded_bit_for_bit(name, width):
     codes = codec.encode(x[:, :, first:])
     if first:
         codes = codec.encode(x[:, :, :first]).append(codes)
-    for _ in range(2):  # the first time lays scales and zero points side by side
+    for _ in range(2):  # the first time lays scales and zero points side by side, as attention reads them below
         rows = triton_cache.ROWS[type(codec)](codec, codes, "k", 1)
-        out = torch.full((67, width), math.nan)
-        write_rows[1,](rows, out, 67, 1, triton_cache.tiling(rows, rows, 1, 1).N)
-        assert torch.equal(out, codec.decode(codes)[1, 1].float())
+    out = torch.full((67, width), math.nan)
+    write_rows[1,](rows, out, 67, 1, triton_cache.tiling(rows, rows, 1, 1).N)
+    assert torch.equal(out, codec.decode(codes)[1, 1].float())
 
 
 def test_scales_and_zero_points_take_no_more_memory_side_by_side():
@@ -407,10 +419,6 @@ def test_any_shape(number, monkeypatch):
     method = Plain(draw.choice(names), draw.choice(names), heads, width, draw.choice(["pre", "post"]),
                    draw.choice([0, 0, 9]), draw.choice([1, 16, 70]), draw.choice([None, None, 1, 7]), kept)
     layer = layer_of(method, heads, width, batch, length, new)
-    for part in (layer.keys, layer.values):
-        if part.kept_rows is not None:  # so that it matters; a recent one stays what is among the recent
-            place = part.kept_positions[..., None]
-            part.kept_rows = (part.kept_rows + (place % 3 - 1) * (place < part.n_coded)).half()
     same(layer, R, new, draw.choice([None, None, 1, 20, 64, 200]))
 
 
@@ -435,19 +443,14 @@ KEPT = {"own": {"k": [[0, 5, 69], [1, 63, 1]], "v": [[5, 7, 7, 64], [64, 2, 1, 0
 def test_kept_rows_take_their_slots(kept, rope):
     """Also where the two heads, or keys and values, do not keep the same tokens; a token counts once."""
     method = Plain("1 bits per token", "2 bits per token", 2, 32, rope, recent=1, block=70, kept=KEPT[kept])
-    layer = layer_of(method, 2, 32, 2, 75, 3)
+    layer = layer_of(method, 2, 32, 2, 75, 2)
     layer.keys.recent[:] /= 2
-    for part in (layer.keys, layer.values):
-        if part.kept_rows is not None:
-            part.kept_rows += 1  # so that it matters
-    same(layer, 2, 3)
+    same(layer, 2, 2)
 
 
 def test_more_kept_rows_than_are_added_at_a_time():
     kept = {"k": [list(range(0, 90))], "v": [list(range(5, 95))]}
-    layer = layer_of(Plain("1 bits per token", "1 bits per token", 1, 32, block=100, kept=kept), 1, 32, 1, 101, 1)
-    layer.values.kept_rows += 1
-    same(layer)
+    same(layer_of(Plain("1 bits per token", "1 bits per token", 1, 32, block=100, kept=kept), 1, 32, 1, 101, 1))
 
 
 @pytest.mark.one_in(2)
@@ -487,7 +490,6 @@ def test_small_values_behind_a_sink(bits, monkeypatch):
 def test_the_torch_lines_are_the_kernels():
     """attend_lines piece by piece, then merge_lines, are the oracle's output; so are rotated_lines its scores."""
     layer = layer_of(Plain("exact", "exact", 2, 32, block=90, kept={"v": [[2, 50]]}), 2, 32, 1, 100, 5)
-    layer.values.kept_rows += 1
     q, K, V = torch.randn(1, 2, 5, 32), read(layer.keys).float(), read(layer.values).float()
     score = (q @ K[:, :, [2, 50]].transpose(-2, -1) * kernels.LOG2E / math.sqrt(32))
     score[:, :, :, :1] = -math.inf  # outside the window
@@ -495,11 +497,11 @@ def test_the_torch_lines_are_the_kernels():
     pieces = [kernels.attend_lines(q, K, V, a, b, 60) for a, b in ((0, 30), (30, 64), (64, 100))]
     got = kernels.merge_lines(*(torch.stack(x) for x in zip(*pieces)), score, kept)
     for one, two in zip(got, expected(q, layer, 60)):
-        torch.testing.assert_close(one.double(), two, **CLOSE)
+        near(one, two)
     k, at = torch.randn(7, 32), torch.arange(7)
     angle = at[:, None] * layer.rope.freq
     got = kernels.rotated_lines(q[0, 0], k, angle.cos(), angle.sin())
-    torch.testing.assert_close(got.double(), q[0, 0].double() @ turned(k, at, layer.rope).T, **CLOSE)
+    near(got, q[0, 0].double() @ turned(k, at, layer.rope).T)
 
 
 # ---- anchor scores
@@ -512,14 +514,11 @@ def test_anchor_scores(T, S, window, heads, R, width):
     """Eq. 5 of all keys, and of the newest third alone."""
     q = torch.randn(2, heads * R, T, width)
     k = torch.randn(2, S, heads, width).half().transpose(1, 2)
-    s = q.double() @ k.double().repeat_interleave(R, 1).transpose(-2, -1) / math.sqrt(width)  # (B, H, T, S)
-    at, j = torch.arange(S - T, S)[:, None], torch.arange(S)
-    s = s.masked_fill((j > at) | (j <= at - (window or S)), -math.inf)
-    want = [x.unflatten(1, (heads, R)).sum(2) for x in antkv.equation_5(s.softmax(-1), q.double().norm(dim=-1))]
+    want = oracles.equation_5(q.double().numpy(), k.double().numpy(), window)
     for first in (0, S * 2 // 3):
-        found = triton_cache.anchor_scores(q, k[:, :, first:], s.logsumexp(-1).float(), window)
+        found = triton_cache.anchor_scores(q, k[:, :, first:], scores(q, k, window).logsumexp(-1).float(), window)
         for got, all_keys in zip(found, want):
-            torch.testing.assert_close(got.double(), all_keys[:, :, first:], **CLOSE)
+            near(got, torch.from_numpy(all_keys[:, :, first:]))
 
 
 def test_slots_are_mapped_anew_where_something_is_coded_or_kept():
@@ -537,17 +536,10 @@ def test_slots_are_mapped_anew_where_something_is_coded_or_kept():
 
 # ---- methods, in a model
 
-def config(layers, **more):
-    return LlamaConfig(41, 32, 48, layers, 4, 2, 16, 256, bos_token_id=1, **more)
-
-
-def tiny(layers=2, **more):
-    torch.manual_seed(1)
-    model = Llama(config(layers, **more))
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 2:
-                p.normal_(std=1.5 * p.shape[1] ** -0.5)
+def tiny(**more):
+    """more: of its config."""
+    model = copy.deepcopy(model_of(2))
+    model.config = replace(model.config, **more)
     return model.requires_grad_(False)
 
 
@@ -555,7 +547,7 @@ SMALL = {"kvsink": {"emergence_layer": 0, "outlier_channel": 5}, "kivi": {"group
          "ott": {"group_size": 16, "recent": 4, "outlier_num": 2, "extra_pool": 2, "skip_layers": 1},
          "skvq": {"recent": 4, "v_bits": 1.5, "clip": "none"}, "cq": {"vq": "d4m8"},
          "intactkv": {"k_bits": 2, "v_bits": 2},
-         "antkv": {"vq": "d4m8", "anchors": "10%", "recent": 4, "choose": "always"}}
+         "antkv": {"vq": "d4m8", "anchors": "10%", "recent": 4, "block": 8, "choose": "always"}}
 
 
 def method_of(model, name, **more):
@@ -574,14 +566,8 @@ def tall(monkeypatch):
     monkeypatch.setattr(triton_cache, "tiling", lambda *args: real(*args)._replace(M=64))
 
 
-def loss_of(model, tokens, cache, chunks):
-    """The mean cross-entropy of a text that arrives in chunks."""
-    logits = torch.cat([model(chunk, cache) for chunk in tokens.split(chunks, dim=1)], dim=1)
-    return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1 - logits.shape[1]:]).item()
-
-
-CELLS = [(name, protocol, prompt) for name in METHODS for protocol in ("paper", "stream") for prompt in (None, 20)]
-QUICK = [("antkv", "stream", 20), ("kvquant", "paper", None)]  # in the interpreter seconds each
+CELLS = [(name, protocol, prompt) for name in METHODS for protocol in ("paper", "stream") for prompt in (None, 12)]
+QUICK = [("antkv", "stream", 12), ("kvquant", "paper", None)]  # in the interpreter seconds each
 
 
 @pytest.mark.usefixtures("tall")
@@ -589,25 +575,27 @@ QUICK = [("antkv", "stream", 20), ("kvquant", "paper", None)]  # in the interpre
     cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.whole) for cell in CELLS])
 def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
     """Perplexity, and what is held: codes, kept rows, and scores. The kernels' cache decodes no row."""
-    model = tiny(sliding_window=24 if name in ("antkv", "kivi") else None)
-    method, tokens = method_of(model, name), torch.randint(0, 41, (1, 40))
+    model = tiny(sliding_window=14 if name in ("antkv", "kivi") else None)
+    method, tokens = method_of(model, name), torch.randint(0, 41, (1, 24))
     if method.prefix:
         tokens[:, 0] = 1
-    chunks = 40 if protocol == "paper" and not prompt else [20, 19, 1]
+    chunks = 24 if protocol == "paper" and not prompt else [12, 11, 1]
     losses, caches = {}, []
     for attention, cache_class in (("plain", KVCache), ("fused", KVCache), ("triton", TritonCache)):
         model.use_attention(attention)
         cache = cache_class(model, method, protocol, prompt)
         if attention == "triton":
             monkeypatch.setattr(CachedRows, "read", None)
-        losses[attention] = loss_of(model, tokens, cache, chunks)
+        logits = torch.cat([model(chunk, cache) for chunk in tokens.split(chunks, dim=1)], dim=1)
+        losses[attention] = F.cross_entropy(logits[0, :-1], tokens[0, 1 - logits.shape[1]:]).item()
         caches.append(cache)
     assert losses == pytest.approx(dict.fromkeys(losses, losses["plain"]), abs=1e-4)
     assert caches[0].nbytes == caches[2].nbytes and caches[0].layers[0].keys.n_coded
     for one, two in zip(caches[0].layers, caches[2].layers):
         for kind in ("keys", "values"):
             for part, other in zip(getattr(one, kind).tensors()["kept"], getattr(two, kind).tensors()["kept"]):
-                torch.testing.assert_close(other, part, rtol=1e-2, atol=1e-2)
+                assert other.dtype == part.dtype
+                near(other, part, rtol=1e-2, atol=1e-2)
 
 
 # ---- what is refused
@@ -615,7 +603,7 @@ def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
 def test_a_cpu_without_the_interpreter_is_named(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(UserError, match="GPU.*cpu"):
-        TritonCache(tiny(), METHODS["fp16"](config(2)))
+        TritonCache(tiny(), METHODS["fp16"](model_of(2).config))
 
 
 class OwnScores(antkv.AnTKV):
@@ -648,11 +636,10 @@ def test_what_no_kernel_knows_is_named(cls, words):
 
 # ---- calls
 
-class Unlaunched:
-    """In place of a kernel."""
-
-    def __getitem__(self, grid):
-        return lambda *args, **more: None
+def without_kernels(monkeypatch):
+    """What would launch them is done, and nothing is launched."""
+    for kernel in ("attend_kernel", "merge_kernel", "anchor_kernel"):
+        monkeypatch.setattr(kernels, kernel, defaultdict(lambda: lambda *args, **more: None))
 
 
 @pytest.mark.parametrize("attention, name, most", [
@@ -660,8 +647,7 @@ class Unlaunched:
     ("triton", "1-bit antkv, 1% kept", 80), ("fused", "2-bit per token", 70), ("fused", "1-bit codebooks d8m256", 70)])
 def test_calls_of_a_layer(attention, name, most, monkeypatch):
     """Operations of torch in a step of decoding, which set the pace of one sequence on a GPU."""
-    for kernel in ("attend_kernel", "merge_kernel", "anchor_kernel"):
-        monkeypatch.setattr(kernels, kernel, Unlaunched())
+    without_kernels(monkeypatch)
     model = tiny().to(torch.bfloat16)
     model.use_attention(attention)
     method = bench_kernels.method_of(name, model.config, "cpu")
@@ -677,6 +663,7 @@ def test_calls_of_a_layer(attention, name, most, monkeypatch):
 def test_rows_of_codes_are_made_where_codes_change(monkeypatch):
     made, real = [], triton_cache.ROWS[Affine]
     monkeypatch.setitem(triton_cache.ROWS, Affine, lambda *args: made.append(args[2]) or real(*args))
+    without_kernels(monkeypatch)
     layer = layer_of(Plain("2 bits per token", "2 bits per token", 1, 32, block=8), 1, 32, 1, 9, 1)
     for position in range(9, 18):  # 8 tokens are quantized at the 16th
         layer.update(torch.randn(1, 2, 1, 32), *torch.randn(2, 1, 1, 1, 32), torch.tensor([position]))

@@ -14,13 +14,22 @@ from tinykv.methods.base import CodecMethod, best_tokens
 from tinykv.methods.ott import OTT
 
 
-def check_pools(cls, blocks, size=2, room=2, select="smallest"):
-    """The pools after each block that is quantized are what plain lists say, and in their places.
+@st.composite
+def blocks_of_magnitudes(draw):
+    """For each block, whole numbers by sequence, head and token: the magnitude of the token's key."""
+    B, lengths = draw(st.integers(1, 2)), draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    magnitude = st.integers(0, 5)
+    return [[[draw(st.lists(magnitude, min_size=n, max_size=n)) for _ in range(2)] for _ in range(B)] for n in lengths]
 
-    blocks: for each, whole numbers by sequence, head and token: the magnitude of the token's key.
-    """
+
+@given(blocks_of_magnitudes(), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["smallest", "largest"]))
+@example([[[[4, 4, 5, 6], [3, 9, 9, 9]]], [[[4, 2, 7, 9], [1, 2, 8, 7]]], [[[0, 1, 1, 0], [0, 0, 5, 5]]]], 2, 2,
+         "smallest")
+@example([[[[5], [5]]], [[[1, 2, 3], [0, 9, 9]]]], 2, 1, "smallest")  # a pool that is not full yet
+def test_pools(blocks, size, room, select):
+    """The pools after each block that is quantized are what plain lists say, and in their places."""
     # in groups of one token, so that a block of any size has whole groups
-    method = cls(model_of(2).config, group_size=1, outlier_num=size, extra_pool=room, skip_layers=1, select=select)
+    method = OTT(model_of(2).config, group_size=1, outlier_num=size, extra_pool=room, skip_layers=1, select=select)
     skipped, layer = new_layer(method, 0), new_layer(method, 1)
     so_far, events = torch.empty(len(blocks[0]), 2, 0, dtype=torch.long), []
     for block in blocks:
@@ -47,21 +56,6 @@ def check_pools(cls, blocks, size=2, room=2, select="smallest"):
                 assert len(pool) + len(extra) == len({*positions[:len(pool)]}) + len(of_extra), "a token is held twice"
                 held = rows.kept_rows[b, h, :, 0].tolist()
                 assert all(x == sign * so_far[b, h, i] for i, x in zip(positions, held))
-
-
-@st.composite
-def blocks_of_magnitudes(draw):
-    B, lengths = draw(st.integers(1, 2)), draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
-    magnitude = st.integers(0, 5)
-    return [[[draw(st.lists(magnitude, min_size=n, max_size=n)) for _ in range(2)] for _ in range(B)] for n in lengths]
-
-
-@given(blocks_of_magnitudes(), st.integers(1, 4), st.integers(0, 4), st.sampled_from(["smallest", "largest"]))
-@example([[[[4, 4, 5, 6], [3, 9, 9, 9]]], [[[4, 2, 7, 9], [1, 2, 8, 7]]], [[[0, 1, 1, 0], [0, 0, 5, 5]]]], 2, 2,
-         "smallest")
-@example([[[[5], [5]]], [[[1, 2, 3], [0, 9, 9]]]], 2, 1, "smallest")  # a pool that is not full yet
-def test_pools(blocks, size, room, select):
-    check_pools(OTT, blocks, size, room, select)
 
 
 def test_scores_of_large_keys_are_not_rounded():

@@ -4,7 +4,9 @@ Models are random and tiny, with a few channels that carry much more than others
 on.
 """
 import copy
+import itertools
 import math
+from functools import cache
 
 import numpy as np
 import oracles
@@ -29,7 +31,6 @@ from tinykv.weights.rtn import RTN
 
 V, D, M, L, H, d = 41, 32, 48, 2, 4, 8
 SHAPES = [(sharing, bias) for sharing in (1, 2, 4) for bias in (False, True)]
-SHAPE_NAMES = [f"gqa{sharing}{'-bias' if bias else ''}" for sharing, bias in SHAPES]
 
 
 def tiny(sharing=2, bias=False, seed=0):
@@ -47,7 +48,7 @@ def tiny(sharing=2, bias=False, seed=0):
     return model.requires_grad_(False)
 
 
-def text(windows=4, T=24, seed=5):
+def text(windows=3, T=16, seed=5):
     return torch.randint(0, V, (windows, T), generator=torch.Generator().manual_seed(seed))
 
 
@@ -159,40 +160,50 @@ def test_bytes_are_those_of_the_formula(name, bits, G):
 
 # ---- the walk through the blocks
 
-@pytest.fixture(params=QUANTIZERS)
-def quantizer(request, monkeypatch):
-    """Each of the four, at 3 bits; OmniQuant in a hurry."""
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch):
+    """OmniQuant trains for 2 epochs, not for 20."""
     monkeypatch.setattr(omniquant, "EPOCHS", 2)
-    return QUANTIZERS[request.param](3, 16)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("sharing", [2])
-def test_the_model_itself_stays_as_it_is(quantizer, sharing):
-    model = tiny(sharing, bias=True)
-    before, kept = copy.deepcopy(model), model.state_dict()
-    coded = quantize(model, quantizer, text())
-    assert all(torch.equal(t, kept[name]) for name, t in before.state_dict().items())
+@cache
+def coded_of(name, sharing, bias):
+    """A model, and the same at 3 bits."""
+    model = tiny(sharing, bias)
+    return model, quantize(model, QUANTIZERS[name](3, 16), text())
+
+
+def of_each_quantizer(test):
+    cases = [(name, *shape) for name in QUANTIZERS for shape in ((1, True), (2, False))]
+    return pytest.mark.one_in(3)(pytest.mark.parametrize("name, sharing, bias", cases)(test))
+
+
+def outputs(*models):
+    with torch.no_grad():
+        return [model(text(2, 12, 9)) for model in models]
+
+
+@of_each_quantizer
+def test_the_model_itself_stays_as_it_is(name, sharing, bias):
+    model, coded = coded_of(name, sharing, bias)
+    kept = model.state_dict()
+    assert all(torch.equal(t, kept[name]) for name, t in tiny(sharing, bias).state_dict().items())
     assert not any(isinstance(m, QuantLinear) for m in model.modules())
     assert coded.lm_head is model.lm_head and coded.config is model.config
     assert all(coded.model[name] is model.model[name] for name in ("embed_tokens", "norm"))
     for block in coded.model["layers"]:
         assert all(type(block.get_submodule(name)) is QuantLinear for name in LINEARS)
         assert {block.get_submodule(name).bits for name in LINEARS} == {3}
-    with torch.no_grad():
-        a, b = model(text(2, 12, 9)), coded(text(2, 12, 9))
+    a, b = outputs(model, coded)
     assert torch.isfinite(b).all() and not torch.allclose(a, b, atol=1e-2)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("sharing, bias", [(1, True), (2, False)])
-def test_what_was_made_can_be_restored(quantizer, sharing, bias):
-    model = tiny(sharing, bias)
-    coded = quantize(model, quantizer, text())
+@of_each_quantizer
+def test_what_was_made_can_be_restored(name, sharing, bias):
+    model, coded = coded_of(name, sharing, bias)
     tensors = {name: t.clone() for name, t in coded.model["layers"].state_dict().items()}
-    again = restore(model, QUANTIZERS[type(quantizer).__name__.lower()](3, 16), tensors)
-    with torch.no_grad():
-        assert torch.equal(again(text(2, 12, 9)), coded(text(2, 12, 9)))
+    again = restore(model, QUANTIZERS[name](3, 16), tensors)
+    assert torch.equal(*outputs(again, coded))
     assert again.lm_head is model.lm_head and weight_bytes(again) == weight_bytes(coded)
     for a, b in zip(again.model["layers"], coded.model["layers"]):
         for name in LINEARS:
@@ -201,14 +212,11 @@ def test_what_was_made_can_be_restored(quantizer, sharing, bias):
     assert not any(t.is_meta for t in (*again.parameters(), *again.buffers()))
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("sharing, bias", [(1, True), (2, False)])
-def test_a_model_of_16_bits_is_quantized_like_one_of_32(quantizer, sharing, bias):
-    model = tiny(sharing, bias)
-    half = copy.deepcopy(model).bfloat16()
-    coded, coded_half = quantize(model, quantizer, text()), quantize(half, quantizer, text())
-    with torch.no_grad():
-        full, a, b = model(text(2, 12, 9)), coded(text(2, 12, 9)), coded_half(text(2, 12, 9))
+@of_each_quantizer
+def test_a_model_of_16_bits_is_quantized_like_one_of_32(name, sharing, bias):
+    model, coded = coded_of(name, sharing, bias)
+    coded_half = quantize(copy.deepcopy(model).bfloat16(), QUANTIZERS[name](3, 16), text())
+    full, a, b = outputs(model, coded, coded_half)
     assert b.dtype == torch.bfloat16 and coded_half.model["layers"][0].mlp.up_proj.scale.dtype == torch.float16
     assert (a - b.float()).norm() < (a - full).norm()
 
@@ -315,10 +323,16 @@ def inputs_of(block, model, h):
     return {name: torch.cat(x) for name, x in found.items()}, out
 
 
+def noted(monkeypatch, owner, name):
+    """What each call of a function was given, and what it gave."""
+    calls, real = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given: calls.append((*given, real(*given))) or calls[-1][-1])
+    return calls
+
+
 def test_gptq_looks_at_what_the_quantized_layers_before_give(monkeypatch):
     """Of the blocks before, and of the stages before in the same block."""
-    model, seen, hessian = tiny(), [], gptq.hessian
-    monkeypatch.setattr(gptq, "hessian", lambda x: seen.append(x) or hessian(x))
+    model, seen = tiny(), noted(monkeypatch, gptq, "hessian")
     coded = quantize(model, GPTQ(3, 16), text())
     h, stages = model.model["embed_tokens"](text()), []
     for block in coded.model["layers"]:
@@ -326,59 +340,41 @@ def test_gptq_looks_at_what_the_quantized_layers_before_give(monkeypatch):
         stages += [inputs[f"self_attn.{name}"] for name in ("q_proj", "o_proj")]
         stages += [inputs[f"mlp.{name}"] for name in ("gate_proj", "down_proj")]
     assert len(seen) == len(stages) == 4 * L
-    for x, y in zip(seen, stages):
+    for (x, _), y in zip(seen, stages):
         assert torch.allclose(x, y.flatten(0, 1), atol=1e-5)
 
 
 def test_gptq_stores_what_is_left_of_the_weights(monkeypatch):
     """On the grid that each group had when its first column was due; what is left may not reach both of its ends."""
-    seen, compensated = [], gptq.compensated
-    monkeypatch.setattr(gptq, "compensated", lambda *args: seen.append(compensated(*args)) or seen[-1])
+    seen = noted(monkeypatch, gptq, "compensated")
     coded = quantize(tiny(), GPTQ(3, 8), text())
-    linears = [block.get_submodule(name) for block in coded.model["layers"] for name in (
-        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-        "mlp.down_proj")]
+    linears = [block.get_submodule(name) for block in coded.model["layers"] for name in LINEARS]
     assert len(seen) == len(linears)
-    for linear, (left, scale, _) in zip(linears, seen):
+    for linear, (*_, (left, scale, _)) in zip(linears, seen):
         assert torch.equal(linear.weight, left) and torch.equal(linear.scale.float(), scale)
 
 
 # ---- equivalent transformations
 
-def random_scales(model, seed=0):
-    """Of each fold of each block: s from 1/4 to 4."""
-    rng, config = torch.Generator().manual_seed(seed), model.config
-    size = {"attention": D, "values": config.num_key_value_heads * d, "mlp": D, "gated": M}
-    return [{name: 4 ** (2 * torch.rand(size[name], generator=rng) - 1) for name in FOLDS} for _ in range(L)]
-
-
-def logits_after(model, scales):
-    model = copy.deepcopy(model)
-    for block, of_block in zip(model.model["layers"], scales):
-        transform(block, of_block)
-    with torch.no_grad():
-        return model(text(3, 20, 8))
-
-
-@pytest.mark.parametrize("sharing, bias", SHAPES, ids=SHAPE_NAMES)
-@pytest.mark.parametrize("names", [[name] for name in FOLDS] + [list(FOLDS)], ids="+".join)
-def test_a_transformed_model_computes_the_same(sharing, bias, names):
-    model = tiny(sharing, bias)
-    with torch.no_grad():
-        expected = model(text(3, 20, 8))
-    scales = [{name: of_block[name] for name in names} for of_block in random_scales(model)]
-    assert (logits_after(model, scales) - expected).abs().max() < 1e-4 * expected.abs().max()
+@pytest.mark.parametrize("sharing, bias", SHAPES)
+def test_a_transformed_model_computes_the_same(sharing, bias):
+    """By each transformation alone, and by all of them."""
+    model, size = tiny(sharing, bias), {"attention": D, "values": H // sharing * d, "mlp": D, "gated": M}
+    expected, = outputs(model)
+    for names in (*([name] for name in FOLDS), FOLDS):
+        transformed = copy.deepcopy(model)
+        for block in transformed.model["layers"]:
+            transform(block, {name: 4 ** (2 * torch.rand(size[name]) - 1) for name in names})
+        assert (outputs(transformed)[0] - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 def fold(monkeypatch, model, quantizer, windows):
     """Quantize: -> the quantized model, and the full-precision model with the transformations alone."""
     monkeypatch.setattr(omniquant, "EPOCHS", 2)
-    calls = []
-    for module in (awq, omniquant):
-        monkeypatch.setattr(module, "transform", lambda block, s: calls.append((block, s)) or transform(block, s))
+    calls = [noted(monkeypatch, module, "transform") for module in (awq, omniquant)]
     coded = quantize(model, quantizer, windows)
     equivalent, blocks = copy.deepcopy(model), []
-    for block, scales in calls:
+    for block, scales, _ in itertools.chain(*calls):
         blocks += [block] * (not any(block is b for b in blocks))
         at, = (i for i, b in enumerate(blocks) if b is block)
         transform(equivalent.model["layers"][at], scales)
@@ -386,19 +382,13 @@ def fold(monkeypatch, model, quantizer, windows):
     return coded, equivalent
 
 
-@pytest.fixture
-def folded(monkeypatch):
-    return lambda *arguments: fold(monkeypatch, *arguments)
-
-
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("cls", [AWQ, OmniQuant])
-@pytest.mark.parametrize("sharing, bias", SHAPES, ids=SHAPE_NAMES)
-def test_scales_that_were_found_change_nothing_in_full_precision(folded, cls, sharing, bias):
+@pytest.mark.parametrize("sharing, bias", SHAPES)
+def test_scales_that_were_found_change_nothing_in_full_precision(monkeypatch, cls, sharing, bias):
     model = tiny(sharing, bias)
-    _, equivalent = folded(model, cls(3, 16), text())
-    with torch.no_grad():
-        expected, found = model(text(3, 20, 8)), equivalent(text(3, 20, 8))
+    _, equivalent = fold(monkeypatch, model, cls(3, 16), text())
+    expected, found = outputs(model, equivalent)
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
     moved = [not torch.allclose(a, b) for a, b in zip(model.parameters(), equivalent.parameters())]
     assert any(moved)
@@ -414,9 +404,9 @@ def cached_values(model, tokens):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("cls", [AWQ, OmniQuant])
 @pytest.mark.parametrize("bias", [False, True])
-def test_values_are_the_full_models_times_the_gain(folded, cls, bias):
+def test_values_are_the_full_models_times_the_gain(monkeypatch, cls, bias):
     model = tiny(1, bias)
-    coded, equivalent = folded(model, cls(8, 16), text())
+    coded, equivalent = fold(monkeypatch, model, cls(8, 16), text())
     tokens = text(3, 20, 8)
     triples = zip(cached_values(model, tokens), cached_values(equivalent, tokens), cached_values(coded, tokens))
     for (full, exact, rough), block in zip(triples, coded.model["layers"]):
@@ -510,16 +500,16 @@ def test_awq_finds_the_best_of_its_ten_clips(bits, tokens):
     assert 0 < clipped < len(every) or bits == 2
 
 
-def test_awq_clips_what_it_finds_in_the_full_precision_model(folded, monkeypatch):
+def test_awq_clips_what_it_finds_in_the_full_precision_model(monkeypatch):
     """Clips are searched on what the layers read there once the scales are folded in; those of q and k are not."""
     model, seen, clips = tiny(1), [], AWQ.clips
 
-    def noted(self, x, weight):
+    def noted_before(self, x, weight):  # which then becomes another
         seen.append((x, weight.clone(), clips(self, x, weight)))
         return seen[-1][2]
 
-    monkeypatch.setattr(AWQ, "clips", noted)
-    coded, equivalent = folded(model, AWQ(3, 16), text())
+    monkeypatch.setattr(AWQ, "clips", noted_before)
+    coded, equivalent = fold(monkeypatch, model, AWQ(3, 16), text())
     h, expected = model.model["embed_tokens"](text()), []
     for block, new in zip(equivalent.model["layers"], coded.model["layers"]):
         inputs, h = inputs_of(block, model, h)
@@ -588,8 +578,7 @@ def output_errors(model, windows, *quantizers):
             for q in quantizers]
 
 
-def test_omniquant_imitates_the_full_model_from_what_the_quantized_blocks_before_give(monkeypatch):
-    monkeypatch.setattr(omniquant, "EPOCHS", 2)
+def test_omniquant_imitates_the_full_model_from_what_the_quantized_blocks_before_give():
     model, seen = tiny(), []
     block, full = copy.deepcopy(model.model["layers"][0]), model.model["embed_tokens"](text(3))
     coded = full + 0.1 * torch.randn(full.shape, generator=torch.Generator().manual_seed(0))
@@ -618,10 +607,10 @@ def test_omniquant_learns(monkeypatch, sharing, bias, seed):
     assert errors[1] < 0.95 * errors[0] and errors[1] < 0.75 * rtn
 
 
-def test_omniquant_trains_clips_and_scales(folded):
+def test_omniquant_trains_clips_and_scales(monkeypatch):
     """What it hands on is the transformed weight on the clipped grid: no scale is as it began, and no clip."""
     model = tiny(1)
-    coded, equivalent = folded(model, OmniQuant(4, 16), text())
+    coded, equivalent = fold(monkeypatch, model, OmniQuant(4, 16), text())
     block, new = equivalent.model["layers"][0], coded.model["layers"][0]
     attn, x = model.model["layers"][0].self_attn, model.model["layers"][0].input_layernorm(
         model.model["embed_tokens"](text()))
