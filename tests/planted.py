@@ -38,6 +38,9 @@ class Planted:
     def named_parameters(self):
         return self.lm_head.named_parameters()
 
+    def named_buffers(self):
+        return []
+
     def windows(self):
         T = self.rows[0][0][0].shape[1]
         tokens = torch.randint(V, (len(self.rows), T), generator=torch.Generator().manual_seed(12))
