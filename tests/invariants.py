@@ -305,7 +305,9 @@ def check_sixteen_bits_of_one_kind(case):
     """16 bits for keys leave the keys as they were while values are quantized, and the other way
     round."""
     for sixteen, quantized, settings in ((0, 1, {"k_bits": 16}), (1, 0, {"v_bits": 16})):
-        _, watch = case.run_watched(case.method(**settings), case.tokens())
+        method = case.method(**settings)
+        _, watch = case.run_watched(method, case.tokens())
+        check_bytes(case, method, watch)
         for layer in range(L):
             same = [torch.equal(got, exact)
                     for got, exact in zip(watch.layers[layer].read(), watch.exact_read(layer))]

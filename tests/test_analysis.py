@@ -3,6 +3,7 @@
 The model is small and random, has grouped queries, and sees all tokens or a sliding window. Its projections and
 outputs come from PyTorch's hooks; rotation, attention, grids and averages are computed anew here.
 """
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -194,6 +195,14 @@ def test_outliers(case):
         for name, numbers in found.items():
             if numbers:
                 assert row[name] == pytest.approx(np.mean(numbers), rel=1e-4), name
+
+
+def test_the_outlier_is_not_looked_for_after_the_last_block(case):
+    text, _ = case
+    found = outliers.measure(text)[0]["channel"]
+    model = copy.deepcopy(text.model)
+    model.model["layers"][-1].mlp.down_proj.weight[found - 1] *= 1e4
+    assert outliers.measure(Text(model, text.windows, text.marks, 1))[0]["channel"] == found
 
 
 def test_channels_with_outliers():

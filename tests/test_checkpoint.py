@@ -17,6 +17,8 @@ from tinykv.files import fingerprint
 from tinykv.hf.config import config_fields, parse_config
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
+from tinykv.weights import quantize
+from tinykv.weights.rtn import RTN
 
 REFERENCES = Path(__file__).parent / "references"
 VARIANTS = sorted(json.loads((REFERENCES / "manifest.json").read_text())["variants"])
@@ -185,8 +187,9 @@ def test_the_fingerprint_is_pinned_and_sees_every_change():
     assert fingerprint(filled(rope_theta=10000)) == first  # the same number as 10000.0
     other = filled()
     other.model["norm"].weight.data[3] += 2 ** -12
-    rest = [other, filled(rope_theta=10001.0), filled(sliding_window=9), filled().to(torch.bfloat16)]
-    assert len({first, *map(fingerprint, rest)}) == 5
+    rest = [other, filled(rope_theta=10001.0), filled(sliding_window=9), filled().to(torch.bfloat16),
+            quantize(filled(), RTN(3)), quantize(filled(), RTN(4))]
+    assert len({first, *map(fingerprint, rest)}) == 7
 
 
 # Saving

@@ -373,7 +373,8 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     path = tmp_path / "text.txt"
     path.write_text("Vehul Ravfield. Vehul owl. Mara Norton. " * 20)
     words = "--method", "kivi", "--context", "64", "--windows", "4", "--data", str(path)
-    assert "windows of 64" in refused(command, *words)
+    for more in [], ["--calib-data", path]:
+        assert "windows of 64" in refused(command, *words, *more)
     status, out, _ = command("--calib-data", "fables", *words)
     assert status == 0 and f"data {path}: 4 windows" in out
     assert table(out)["fp16"]["recall"] == "-"  # it asks nothing

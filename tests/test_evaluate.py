@@ -356,9 +356,11 @@ def test_seconds_are_those_of_a_draw():
 
 @pytest.mark.parametrize("title, name, other", [
     ("pfn preserve=5 bits=2", "rtn", "rtn bits=2"), ("pfn preserve=5 bits=3", "rtn", "rtn"),
-    ("pfn bits=2", "kvsink", None), ("pfn", "rtn bits=2", "rtn bits=2")])
+    ("pfn bits=2", "kvsink", None), ("pfn", "rtn bits=2", "rtn bits=2"),
+    ("pfn block=8 rope=pre scheme=token-dynamic", "kivi", "kivi block=8 rope=pre")])
 def test_a_row_is_compared_with_the_one_that_shares_most_settings_and_has_no_other(title, name, other):
-    titles = ["fp16", "rtn", "rtn bits=2", "rtn bits=4", "kvsink preserve=5 bits=2", title]
+    titles = ["fp16", "rtn", "rtn bits=2", "rtn bits=4", "kvsink preserve=5 bits=2",
+              "kivi scheme=token-dynamic", "kivi block=8 rope=pre", title]
     assert comparisons.compared_with(title, name, titles) == other
 
 

@@ -132,7 +132,7 @@ def test_tensors_are_whole_or_refused(tmp_path, change):
 def test_identity_tells_contents_apart():
     tokens = torch.arange(6)
     parts = [(tokens,), (tokens.view(2, 3),), (tokens.int(),), (tokens + 1,), ([0, 1, 2, 3, 4, 5],), ("012345",),
-             (tokens, [1]), (tokens, [2]), ([1], tokens), ("a", "bc"), ("ab", "c"), (Path(__file__),),
+             (tokens, [1]), (tokens, [2]), ([1], tokens), ("a", "bc"), ("ab", "c"), (1, 23), (12, 3), (Path(__file__),),
              (Path(EMBEDDED, "config.json"),), ({"bits": 2},), ({"bits": 3},)]
     found = [identity(*of) for of in parts]
     assert len(set(found)) == len(found) and all(len(hex) == 64 for hex in found)

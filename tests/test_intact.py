@@ -297,6 +297,12 @@ def test_the_gradient_of_the_loss_by_finite_differences(sharing, n):
 
 # ---- train_intact.py
 
+def test_every_text_comes_once_before_any_comes_again():
+    order = train_intact.text_order(9, 0, 25)
+    assert len(order) == 25 and sorted(order[:9]) == sorted(order[9:18]) == list(range(9))
+    assert order[:9] != order[9:18]
+
+
 UPDATES = 40  # of the run that is stopped, early: there is time to do so
 TINY = ["--samples", "8", "--tokens", "64", "--accumulate", "2", "--context", "64", "--windows", "1"]
 
@@ -387,7 +393,6 @@ def test_an_update_is_a_step_of_adam(tmp_path):
     assert again.done == 4 and all(torch.equal(a, b) for a, b in zip([again.keys, again.values], parameters))
 
 
-@pytest.mark.whole
 def test_a_gradient_is_the_mean_over_the_texts_of_an_update(training, monkeypatch, embedded):
     """However many of them are read at a time."""
     found = []
@@ -397,11 +402,9 @@ def test_a_gradient_is_the_mean_over_the_texts_of_an_update(training, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train_intact.State, "update", stop)
-    for batch in (4, 1, 3):
+    for batch in (4, 3):
         assert training("--updates", 1, "--accumulate", 4, "--batch", batch)[0] == 130
-    assert found[0].norm() > 0
-    for other in found[1:]:
-        assert (other - found[0]).norm() < 1e-3 * found[0].norm()
+    assert (found[1] - found[0]).norm() < 1e-3 * found[0].norm()
 
 
 def stop(patch, after):
@@ -527,6 +530,8 @@ def test_other_methods_on_quantized_weights(evaluating):
     status, out, _ = evaluating("--method", "rtn,pfn,intactkv", "--weights", "rtn", "--w-bits", "4", "--bits", "3",
                                 "--scheme", "token-dynamic", "--wide")
     rows = rows_in(out)
+    _, alone, _ = evaluating("--method", "kivi", "--weights", "rtn", "--wide")
+    assert rows["-", "fp16"]["ppl"] == rows_in(alone)["-", "fp16"]["ppl"]  # BOS alone moves no window
     assert status == 0 and list(rows) == [("-", "fp16"), *(("rtn-4", m) for m in ("fp16", "rtn", "pfn", "intactkv"))]
     assert rows["rtn-4", "intactkv"]["bits"] == "3" and float(rows["rtn-4", "intactkv"]["true"]) > 3
 

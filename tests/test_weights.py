@@ -241,6 +241,23 @@ def test_numbers_that_are_not_finite_are_an_error():
             quantize(model, QUANTIZERS[name](4), text())
 
 
+def test_each_block_is_quantized_for_what_the_quantized_ones_before_give():
+    class Notes(RTN):
+        needs_text = True
+
+        def quantize(self, block, run, full, quantized):
+            seen.append((full, quantized))
+            super().quantize(block, run, full, quantized)
+    model, seen = tiny(), []
+    model.model["layers"].append(copy.deepcopy(model.model["layers"][0]))
+    coded = quantize(model, Notes(3), text())
+    for i, of in enumerate((model, coded)):
+        h = of.model["embed_tokens"](text())  # (W, T, D)
+        for block, inputs in zip(of.model["layers"], seen):
+            torch.testing.assert_close(inputs[i], h)
+            h = BlockRunner(of)(block, h)  # (W, T, D)
+
+
 def test_a_last_block_that_overflows_once_quantized_is_an_error():
     """No later block reads its output."""
     class Overflows(RTN):
@@ -622,4 +639,5 @@ def test_omniquant_trains_clips_and_scales(monkeypatch):
         groups = block.get_submodule(name).weight.unflatten(1, (-1, 16))
         full = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15  # (out, in/G)
         share = new.get_submodule(name).scale.float() / full
-        assert ((0.9 < share) & (share < 1)).all() and share.std() > 1e-4  # sigmoid(4) is 0.982
+        assert ((0.9 < share) & (share < 1)).all()
+        assert (share - torch.tensor(4.0).sigmoid()).abs().max() > 7e-4  # as training begins, it is fp16's rounding
