@@ -8,6 +8,7 @@ from planted import CONFIG, Hkv, L, Planted, changed, codecs_of, d, few_tries, f
 from tinykv.calibrate import calibrate
 from tinykv.codecs import clipped, nonuniform
 from tinykv.codecs.clipped import ClippedGroups
+from tinykv.methods.cq import CQ
 from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.rtn import RTN
@@ -88,7 +89,7 @@ def test_calibrating_again_forgets_the_first_time(monkeypatch):
     few_tries(monkeypatch, clipped, nonuniform)
     one, two = Planted(random_rows(2, 8, shape=clustered)), Planted(random_rows(2, 8, seed=5))
     groups, neighbours = {"group_size": 8}, {"group_size": 8, "reorder": "off"}
-    for cls, options in ((SKVQ, groups), (SKVQ, neighbours), (KVQuant, {}), (RTN, {})):
+    for cls, options in ((SKVQ, groups), (SKVQ, neighbours), (KVQuant, {}), (RTN, {}), (CQ, {"vq": "d2m4"})):
         method, fresh = (cls(CONFIG, **options) for _ in range(2))
         calibrate(one, method, one.windows())
         for m in (method, fresh):
