@@ -49,16 +49,21 @@ def some_sinks(monkeypatch):
     monkeypatch.setattr(command, "find_sinks", find_sinks)
 
 
-@pytest.mark.parametrize("what", ["norms keys", pytest.param("all", marks=pytest.mark.whole)])
-def test_a_table_a_figure_and_numbers_of_each(analyse, some_sinks, tmp_path, what):
-    names = command.NAMES if what == "all" else what.split()
-    _, printed, _ = analyse(*what.split(), "--out", tmp_path, "--json", tmp_path / "out.json",
-                            "--calib-windows", 33)  # two vectors a centroid
+@pytest.mark.parametrize("written", [("norms", "keys"), pytest.param(command.NAMES, marks=pytest.mark.whole)])
+def test_a_table_a_figure_and_numbers_of_each(analyse, some_sinks, monkeypatch, tmp_path, written):
+    """All figures are made, and these are written; what takes long has a bar."""
+    save, bar, bars = plots.save, cli.bar, []
+    monkeypatch.setattr(plots, "save", lambda figure, path: save(figure, path) if path.stem in written else
+                        path.write_bytes(PNG))
+    monkeypatch.setattr(cli, "bar", lambda over, what, *more: (bars.append(what), bar(over, what, *more))[1])
+    monkeypatch.setattr(anchors.measure, "__defaults__", ("d8m16",))
+    _, printed, _ = analyse("all", "--out", tmp_path, "--json", tmp_path / "out.json", "--calib-windows", 3)
+    assert list(dict.fromkeys(bars)) == [
+        "measuring", "looking for sinks", "calibrating token-static", "calibrating channel-static", "calibrating antkv"]
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert numbers["sinks at"] == [[0, 9], [0, 9]] and "sinks of window 1: 0 <s>, 9 " in printed
     blocks = printed.split("\n\n")[1:]
-    assert len(blocks) == len(names)
-    for block, name in zip(blocks, names):
+    for block, name in zip(blocks, command.NAMES, strict=True):
         module = command.PHENOMENA[name]
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
         lines, rows = block.splitlines(), numbers[name]
@@ -100,15 +105,6 @@ def test_a_model_without_sinks_is_told_of(analyse, tmp_path):
         needs = name in command.NEED_SINKS
         assert (re.search(rf"^{name}: .*sink", out, re.M) is not None) == needs == (numbers[name] is None)
         assert (tmp_path / f"{name}.png").exists() != needs
-
-
-def test_what_takes_long_has_a_bar(analyse, some_sinks, monkeypatch):
-    shown, bar = [], cli.bar
-    monkeypatch.setattr(cli, "bar", lambda over, what, *more: (shown.append(what), bar(over, what, *more))[1])
-    monkeypatch.setattr(anchors.measure, "__defaults__", ("d8m16",))
-    analyse("prefix", "errors", "anchors", "--calib-windows", 3)
-    assert list(dict.fromkeys(shown)) == [
-        "measuring", "looking for sinks", "calibrating token-static", "calibrating channel-static", "calibrating antkv"]
 
 
 def test_several_names_each_once_and_half_precision(analyse, some_sinks):
