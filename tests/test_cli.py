@@ -24,10 +24,9 @@ from tinykv.data import load_windows
 from tinykv.evaluate import delta_error, measure, paired
 from tinykv.files import write_json
 from tinykv.methods.registry import METHODS
-from tinykv.run import entries, flags
+from tinykv.run import comparisons, entries, flags
 from tinykv.run import table as table_of_rows
 from tinykv.run.cli import EMBEDDED
-from tinykv.run.comparisons import at_bits
 from tinykv.run.entries import build_entries
 from tinykv.run.settings import flags_of, settings_of
 from tinykv.weights import QUANTIZERS
@@ -688,20 +687,23 @@ def test_methods_at_equal_true_bits():
     rows = [row("fp16", 16.0, 2.0, 0.0, 0), row("a vq=d8m256 x=1", 1.0, 4.0, 0.4, 1024),
             row("a vq=d4m256 x=1", 2.0, 2.5, 0.1, 2048), row("a vq=d2m256 x=1", 4.0, 2.1, 0.02, 4096),
             row("a vq=d8m256 x=2", 1.5, 3.0, 0.3, 1024), row("b bits=3", 3.0, 2.2, 0.05, 0)]
-    by_label = {found["label"]: found for found in at_bits(rows, 1.5)}
+    by_label = {found["label"]: found for found in comparisons.at_bits(rows, 1.5)}
     assert by_label.keys() == {"a x=1", "a x=2"}
     one = by_label["a x=1"]
     assert one["ppl"] == pytest.approx((4.0 * 2.5) ** 0.5) and one["kld"] == pytest.approx(0.25)
     assert one["between"] == (1.0, 2.0) and one["tables"] == (1024, 2048)
     assert by_label["a x=2"]["ppl"] == pytest.approx(3.0)
-    nearer = {found["label"]: found for found in at_bits(rows, 1.25)}["a x=1"]
+    nearer = {found["label"]: found for found in comparisons.at_bits(rows, 1.25)}["a x=1"]
     assert nearer["ppl"] == pytest.approx(4.0 ** 0.75 * 2.5 ** 0.25) and nearer["kld"] == pytest.approx(0.325)
-    assert {found["label"] for found in at_bits(rows, 3.0)} == {"a x=1", "b"}
-    assert at_bits(rows, 5.0) == []
+    assert {found["label"] for found in comparisons.at_bits(rows, 3.0)} == {"a x=1", "b"}
+    assert comparisons.at_bits(rows, 5.0) == []
 
 
-def test_a_table_at_equal_true_bits_says_what_it_leaves_out(command):
-    status, out, _ = command("--method", "rtn,pfn", "--preserve", "1", "--bits", "2,4", "--at-bits", "2", *SMALL)
+def test_a_table_at_equal_true_bits_says_what_it_leaves_out(run, command, tmp_path):
+    """The same of the table that was written."""
+    status, out, _ = command("--method", "rtn,pfn", "--preserve", "1", "--bits", "2,4", "--at-bits", "2", *SMALL,
+                             "--json", tmp_path / "table.json")
+    assert run(comparisons, tmp_path / "table.json", "--at-bits", "2")[1].strip() == out.split("\n\n")[-1].strip()
     head, line, left_out = out.split("\n\n")[-1].splitlines()
     assert status == 0 and head.split() == "at 2 true bits ppl delta KL from to tables KB to".split()
     assert line.split()[0] == "rtn" and line.split()[4:6] == ["2.00", "2.00"]
