@@ -253,6 +253,22 @@ def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, re
     assert {test["status"] for test in result["tests"]} == {"passed"}
 
 
+def test_a_report_of_one_file(run, monkeypatch, tmp_path):
+    def run_with_a_fault(root, name, file, seed, record, *more):
+        run_here(root, name, file, seed, record)
+        if file.name != "answer.py":
+            record.write_text(record.read_text().replace('"fault": ""', '"fault": "something odd"', 1))
+    monkeypatch.setattr(grade, "run_tests", run_with_a_fault)
+    (tmp_path / "mine.py").write_text(text_of("kvsink", "answer.py"), encoding="utf-8")
+    status, out, _ = run(grade, tmp_path / "mine.py", "--gradescope", tmp_path / "scores.json")
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    lost = [test["max_score"] for test in scores["tests"] if not test["score"]]
+    assert (status, out.count("FAIL"), len(lost)) == (0, 1, 1) and "something odd" in out
+    assert f"{80 - lost[0]} of 80 points" in out and scores["score"] == 80 - lost[0]
+    answers = (assignments.folder_of("kvsink") / "answers.md").read_text(encoding="utf-8")
+    assert run(grade, "--answers", "kvsink") == (0, answers + "\n", "")
+
+
 def test_a_confined_process_has_its_own_folder_and_no_network(tmp_path):
     """In a copy of this process, which gives up its rights for good."""
     own = tmp_path / "own"
