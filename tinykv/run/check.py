@@ -8,7 +8,6 @@ from tinykv import UserError, one_of
 from tinykv.cache import LayerCache
 from tinykv.codecs.base import Codes, Pair
 from tinykv.methods.base import CHOOSE
-from tinykv.methods.intactkv import Prefix
 from tinykv.model import Rope
 from tinykv.run import cli
 
@@ -50,8 +49,9 @@ def check_method(method, config):
         value = getattr(method, name)
         if not isinstance(value, int | float) or not value >= least[name]:  # nor is NaN
             raise UserError(f"{name} of {type(method).__name__} must be a number from {least[name]} on; got {value!r}")
-    if not isinstance(method.prefix, Prefix | None):
-        raise UserError(f"prefix of {type(method).__name__} must be an intactkv.Prefix, or None; got {method.prefix!r}")
+    if method.prefix is not None and not all(hasattr(method.prefix, name) for name in ("ids", "fill", "rows")):
+        raise UserError(f"prefix of {type(method).__name__} must be None, or have ids, fill and rows, as an "
+                        f"intactkv.Prefix has; got {method.prefix!r}")
     check_codecs(method, config)
     if method.uses_scores:
         try_score(method, config)
