@@ -17,7 +17,7 @@ from tinykv.data import Windows
 from tinykv.evaluate import FAR, Result, add_predictions, delta_error, measure, paired, standard_error
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run import comparisons
+from tinykv.run import comparisons, flags
 from tinykv.run.table import figures_of
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -418,6 +418,11 @@ def test_compare_refuses_what_the_command_refuses(flags, said):
     with pytest.raises(UserError, match=said) as caught:
         compare("pfn", **flags)
     assert "\n" not in str(caught.value)
+
+
+def test_settings_as_words():
+    words = flags.words_of({"k_bits": [2, 3], "plot": None, "list_methods": False, "bos": "none", "draws": 2})
+    assert words == ["--wide", "--k-bits=2,3", "--bos=none", "--draws=2"]
 
 
 def test_compare_reads_an_edited_file_anew(one_layer, tmp_path):
