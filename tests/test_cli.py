@@ -78,7 +78,7 @@ def test_kvsink_is_shown_beside_what_it_is_compared_with(command):
     # no bar where nobody watches, but a line a step
     steps = ["calibrating rtn", "calibrating pfn", "calibrating kvsink"]
     assert err.splitlines() == steps + [f"evaluating {name}" for name in rows]
-    assert "kivi: group_size=128, as the method" in command("--method", "ott", *SMALL)[1]
+    assert "kivi: group_size=128, recent=32, as the method" in command("--method", "ott", *SMALL)[1]
 
 
 def test_the_heading_comes_before_calibration(command, monkeypatch):
