@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import torch
 
+from tinykv.codecs import clipped, nonuniform
 from tinykv.kmeans import kmeans
 from tinykv.model import LlamaConfig
 
@@ -98,10 +99,10 @@ def random_rows(windows=4, T=32, seed=0, shape=None):
     return [[(rows(layer, "k"), rows(layer, "v")) for layer in range(L)] for _ in range(windows)]
 
 
-def few_tries(monkeypatch, *modules):
+def few_tries(monkeypatch):
     """k-means of a codec begins twice and not up to 40 times: where how good its tables are does not matter."""
-    for module in modules:
-        monkeypatch.setattr(module, "kmeans", lambda *given, tries=1, **more: kmeans(*given, tries=2, **more))
+    for module in (clipped, nonuniform):
+        monkeypatch.setattr(module, "kmeans", lambda *given, **more: kmeans(*given, **{**more, "tries": 2}))
 
 
 def codecs_of(method):

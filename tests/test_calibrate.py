@@ -34,7 +34,7 @@ def recorded(model, method, windows, gradients=False):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    few_tries(monkeypatch, clipped, nonuniform)
+    few_tries(monkeypatch)
 
 
 # ---- gradients

@@ -6,7 +6,6 @@ import torch
 from planted import CONFIG, Hkv, L, Planted, changed, codecs_of, d, few_tries, flat, h, random_rows, same, tables
 
 from tinykv.calibrate import calibrate
-from tinykv.codecs import clipped, nonuniform
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.methods.cq import CQ
 from tinykv.methods.kvquant import KVQuant
@@ -86,7 +85,7 @@ def test_without_reordering_groups_are_neighbours(clip, group_size):
 
 
 def test_calibrating_again_forgets_the_first_time(monkeypatch):
-    few_tries(monkeypatch, clipped, nonuniform)
+    few_tries(monkeypatch)
     one, two = Planted(random_rows(2, 8, shape=clustered)), Planted(random_rows(2, 8, seed=5))
     groups, neighbours = {"group_size": 8}, {"group_size": 8, "reorder": "off"}
     for cls, options in ((SKVQ, groups), (SKVQ, neighbours), (KVQuant, {}), (RTN, {}), (CQ, {"vq": "d2m4"})):

@@ -387,7 +387,6 @@ def test_a_transformed_model_computes_the_same(sharing, bias):
 
 def fold(monkeypatch, model, quantizer, windows):
     """Quantize: -> the quantized model, and the full-precision model with the transformations alone."""
-    monkeypatch.setattr(omniquant, "EPOCHS", 2)
     calls = [noted(monkeypatch, module, "transform") for module in (awq, omniquant)]
     coded = quantize(model, quantizer, windows)
     equivalent, blocks = copy.deepcopy(model), []

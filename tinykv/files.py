@@ -198,7 +198,7 @@ def fingerprint(model):
     """16 hex digits of the SHA-256 over config and weights, dtype included; the same on any device."""
     # the config, with every number as a float: 10000 and 10000.0 are one theta
     config = json.loads(json.dumps(asdict(model.config)), parse_int=float)
-    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # quantized weights are buffers
+    weights = dict(model.named_parameters()) | dict(model.named_buffers())  # quantized weights are buffers
     return digest_of(weights, config)[:16]
 
 

@@ -38,6 +38,9 @@ def check_entries(setup, entries):
 
 # A method, looked at once, after its constructor: from then on the cache trusts it
 
+OF_A_PREFIX = ("name", "ids", "trained_for", "fill", "rows")  # what is asked of one
+
+
 def check_method(method, config):
     """UserError for a method that no cache of a model with this config can run."""
     one_of(("pre", "post"), rope=method.rope)
@@ -49,8 +52,8 @@ def check_method(method, config):
         value = getattr(method, name)
         if not isinstance(value, int | float) or not value >= least[name]:  # nor is NaN
             raise UserError(f"{name} of {type(method).__name__} must be a number from {least[name]} on; got {value!r}")
-    if method.prefix is not None and not all(hasattr(method.prefix, name) for name in ("ids", "fill", "rows")):
-        raise UserError(f"prefix of {type(method).__name__} must be None, or have ids, fill and rows, as an "
+    if method.prefix is not None and not all(hasattr(method.prefix, name) for name in OF_A_PREFIX):
+        raise UserError(f"prefix of {type(method).__name__} must be None, or have {', '.join(OF_A_PREFIX)}, as an "
                         f"intactkv.Prefix has; got {method.prefix!r}")
     check_codecs(method, config)
     if method.uses_scores:

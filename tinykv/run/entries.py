@@ -53,7 +53,7 @@ class Entry:
             tables = file.get(name, made_of)
             if tables is None:
                 progress = partial(cli.bar, what=f"calibrating {self.title}")
-                calibrate.calibrate(model, method, windows, progress, draw, fingerprint_of)
+                calibrate.calibrate(model, method, windows, progress, seed=draw, fingerprint_of=fingerprint_of)
                 file.put(name, made_of, method.calibrated())
             else:
                 method.restore(tables)
