@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from planted import few_tries
 from safetensors.torch import load_file, save_file
 
 import eval_ppl
@@ -281,6 +282,14 @@ def test_calibrated_tables_are_read_again(command, calibrated, kept):
     both = load_file(kept)
     assert calibrated == ["PFN", "KVQuant", "KVSink"] and not list(kept.parent.glob("*.tmp"))
     assert set(first) < set(both) and all((both[name] == first[name]).all() for name in first)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_read_again_at_its_defaults(calibrated, kept, monkeypatch, method):
+    few_tries(monkeypatch)
+    compare = partial(eval_ppl.compare, ["fp16", method], context=128, windows=1, calib_windows=4, calibration=kept)
+    found = [row["ppl"] for row in compare()]
+    assert [row["ppl"] for row in compare()] == found and None not in found and len(calibrated) < 2
 
 
 def test_what_is_asked_for_decides_what_is_calibrated(command, calibrated, kept):

@@ -68,8 +68,8 @@ def digest_of(tensors, notes):
     digest = hashlib.sha256(json.dumps(notes, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        tensor = tensor.detach().cpu().contiguous()
-        digest.update(tensor.flatten().view(torch.uint8).numpy())  # (bytes)
+        packed = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)  # also where one row has a stride
+        digest.update(packed.view(-1).view(torch.uint8).numpy())  # (bytes)
     return digest.hexdigest()
 
 
