@@ -32,7 +32,7 @@ def evaluate(args, loaded=None):
     table.print_heading(setup, model)
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
-    models = calibrate_all(setup, model, entries)  # {label of weights: Llama}
+    models = calibrate_all(setup, model, entries, windows.tokens)  # {label of weights: Llama}
 
     # 3. Evaluate and print: a row as soon as it is measured. fp16 is the first, with which the others are compared
     table.print_found(setup, model, windows, models, entries, left_out)

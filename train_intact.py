@@ -208,7 +208,7 @@ def run(args):
     # 3. The model with quantized weights
     calibration_windows, data = None, ""
     if quantizer.needs_text:
-        calibration_windows, data = cli.calibration_text(args, tokenizer, context, device)
+        calibration_windows, data = cli.calibration_text(args, tokenizer, context, device, windows.tokens)
     calibration_file = CalibrationFile(args.calibration, full)
     quantized = cli.quantized_model(full, name, quantizer, calibration_windows, calibration_file)
     quantized.requires_grad_(False)

@@ -382,11 +382,27 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     path = tmp_path / "text.txt"
     path.write_text("Vehul Ravfield. Vehul owl. Mara Norton. " * 20)
     words = "--method", "kivi", "--context", "64", "--windows", "4", "--data", str(path)
-    for more in [], ["--calib-data", path]:
-        assert "windows of 64" in refused(command, *words, *more)
+    assert "windows of 64" in refused(command, *words)
     status, out, _ = command("--calib-data", "fables", *words)
     assert status == 0 and f"data {path}: 4 windows" in out
     assert table(out)["fp16"]["recall"] == "-"  # it asks nothing
+
+
+def test_calibration_sees_no_text_of_the_test(command, monkeypatch, tmp_path):
+    """However its file is named."""
+    monkeypatch.chdir(tmp_path)
+    numbers = [f"{n * n} " for n in range(2000)]
+    Path("a.txt").write_text("".join(numbers[:1000]))
+    Path("link.txt").symlink_to("a.txt")
+    Path("copy.txt").write_text("A copy. " + "".join(numbers[:1000]))
+    Path("more.txt").write_text("".join(numbers[900:1000] + numbers[:100]))
+    Path("other.txt").write_text("".join(numbers[1000:]))
+    words = "--method", "fp16,rtn", "--data", "a.txt", "--context", 64, "--windows", 8, "--calib-windows", 8
+    for same in ("a.txt", "./a.txt", tmp_path / "a.txt", "link.txt", "copy.txt"):
+        assert "holds text of the test" in refused(command, *words, "--calib-data", same), same
+    for more in [], ["--calib-data", "other.txt"], ["--calib-data", "more.txt"]:
+        assert command(*words, *more)[0] == 0
+    assert "holds text" in refused(command, *words, "--calib-data", "more.txt", "--calib-windows", 16)
 
 
 @pytest.mark.parametrize("words, named", [

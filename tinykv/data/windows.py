@@ -100,6 +100,13 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     return Windows(tokens, answers, name, start=max(1, len(prefix)))
 
 
+def share_text(a, b, n=32):
+    """Whether windows a (W, T) and b (W', T') have n tokens in a row in common."""
+    of_a, of_b = ({hash(tuple(ids[i:i + n])) for ids in windows.tolist() for i in range(len(ids) - n + 1)}
+                  for windows in (a, b))
+    return not of_a.isdisjoint(of_b)
+
+
 def encode_documents(documents, tokenizer, need):
     """Documents -> the stream's ids, at least `need` if the text has as many, and a mark per answer.
 

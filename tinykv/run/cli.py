@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from tinykv import UserError, at_least, did_you_mean, one_of
 from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.data import load_windows
+from tinykv.data import load_windows, share_text
 from tinykv.files import check_target, first_line, identity, sources
 from tinykv.weights import QUANTIZERS, quantize, restore
 
@@ -182,22 +182,22 @@ def dtype_of(name, device):
 
 # Text to calibrate on
 
-def calibration_text(args, tokenizer, context, device, most=CALIBRATION_WINDOWS, draws=1):
-    """The calibration windows, tokens (W, T), and a label of those that weights see, for files.
+def calibration_text(args, tokenizer, context, device, test, most=CALIBRATION_WINDOWS, draws=1):
+    """The calibration windows, tokens (W, T), and a label of those that weights see, for files. UserError if they share
+    text with the test's (W', T'); test: None where they are not known.
 
     most: the number of windows that what is calibrated asks for, at most; --calib-windows goes before it. What asks for
     fewer takes the first ones. draws: how many times as many are read.
     """
     source = args.calib_data or args.data
     n = draws * (args.calib_windows or most)
-    windows = load_windows(source, tokenizer, context, n, "calibration", args.seed, args.bos, whole=two_texts(args))
+    whole = args.calib_data is not None  # of a file: the test is another text
+    windows = load_windows(source, tokenizer, context, n, "calibration", args.seed, args.bos, whole=whole)
+    if whole and test is not None and share_text(windows.tokens, test):
+        raise UserError(f"--calib-data {source} holds text of the test, --data {args.data}; give another text, or "
+                        "leave it out, to calibrate on another part of --data")
     of_weights = windows.tokens[:args.calib_windows or CALIBRATION_WINDOWS]
     return windows.tokens.to(device), f"{source} {identity(of_weights)[:16]}"
-
-
-def two_texts(args):
-    """Whether calibration has a text of its own, so that all of --data may be the test."""
-    return args.calib_data is not None and args.calib_data != args.data
 
 
 # Quantized weights

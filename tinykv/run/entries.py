@@ -184,10 +184,10 @@ def label_of(name, chosen, given):
 
 # Calibration
 
-def calibrate_all(setup, model, entries):
+def calibrate_all(setup, model, entries, test=None):
     """Quantize the weights, and calibrate each method of {title: Entry} on the model that it runs on.
 
-    Returns {label of weights: Llama}; None is the model itself.
+    test: the windows (W, T) to evaluate on. Returns {label of weights: Llama}; None is the model itself.
     """
     args = setup.args
     # calibration reads its text in full precision, so there are no codes that triton kernels could read
@@ -197,7 +197,7 @@ def calibrate_all(setup, model, entries):
     text, data = None, ""
     if any(e.method.needs_calibration or e.quantizer and e.quantizer.needs_text for e in entries.values()):
         most = max(entry.method.calibration_windows for entry in entries.values())
-        text, data = cli.calibration_text(args, setup.tokenizer, setup.context, setup.device, most, args.draws)
+        text, data = cli.calibration_text(args, setup.tokenizer, setup.context, setup.device, test, most, args.draws)
     file = ranks.SharedCalibration(setup.file("calibration"), model)
 
     # 2. The weights

@@ -109,7 +109,7 @@ def load_test(setup, entries):
         longest = []  # BOS alone takes the place of a window's first token
     args = setup.args
     windows = load_windows(args.data, setup.tokenizer, setup.context, args.windows, "test", args.seed, args.bos,
-                           longest, whole=cli.two_texts(args))
+                           longest, whole=args.calib_data is not None)
     return windows.predicted_from(args.prompt) if args.prompt else windows
 
 
