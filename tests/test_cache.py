@@ -1,10 +1,13 @@
 """The parts of a cache, also for methods that keep other tokens in each head or leave slots
 empty."""
+import copy
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
-from cases import model_of
+from cases import model_of, tokens_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,6 +98,24 @@ def test_what_is_neither_recent_nor_kept_cannot_be_kept(position):
     rows.keep(torch.tensor([[[1, 3, 4]]]))
     with pytest.raises(UserError, match=f"token {position},"):
         rows.keep(torch.tensor([[[1, position]]]))
+
+
+@pytest.mark.parametrize("protocol, read", [("stream", 0), ("stream", 5), ("paper", 0)])
+def test_a_cache_that_a_forward_left_half_read_is_refused(protocol, read):
+    """As Ctrl-C does in a notebook, whose next cell goes on with the cache."""
+    model, tokens = copy.deepcopy(model_of(2)), tokens_of(1, 9)
+    cache = KVCache(model, FP16(model.config), protocol)
+    if read:
+        model(tokens[:, :read], cache)
+    stop = model.model["layers"][1].register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens[:, read:], cache)
+    stop.remove()
+    for go_on in model, partial(model.generate, max_new_tokens=1):
+        with pytest.raises(UserError, match="some hold its tokens and some do not: .* in 1 of 2 layers"):
+            go_on(tokens[:, read:], cache=cache)
+    cache.reset()
+    assert torch.equal(model(tokens, cache), model(tokens, KVCache(model, FP16(model.config), protocol)))
 
 
 def test_unknown_protocol_is_refused():

@@ -6,6 +6,7 @@ import re
 import sys
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -229,6 +230,14 @@ def test_wrong_objects_are_told_in_a_sentence(models):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in theirs.modules())
 
 
+def interrupted(model, cache):
+    stop = model.model.layers[1].register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, tokens_of(1, 6), cache)
+    stop.remove()
+    return generate(model, tokens_of(1, 6), cache)
+
+
 def another_model(model, cache):
     return type(model)(model.config)(tokens_of(1, 1), past_key_values=cache)
 
@@ -253,7 +262,7 @@ ALL = torch.ones(1, 1, 6, 6, dtype=torch.bool)
     ("input_ids", lambda model, cache: model(inputs_embeds=model.model.embed_tokens(tokens_of(1, 6)),
                                              past_key_values=cache)),
     ("the model that it was made for", another_model),
-    ("until `remove`", removed),
+    ("until `remove`", removed), ("some hold its tokens", interrupted),
     ("calibrate", lambda model, cache: model(tokens_of(1, 6), past_key_values=MethodCache(
         model, METHODS["kvsink"](cache.inner.config)))),
     ("position_ids", lambda model, cache: model(tokens_of(1, 6), past_key_values=cache,

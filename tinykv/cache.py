@@ -302,6 +302,9 @@ class KVCache:
         """New tokens (B, T) without the prefix, which every text begins with. Later chunks have none. UserError or
         ValueError if the tokens are not what comes next."""
         T, prefix = tokens.shape[1], self.method.prefix
+        if any(layer.length != len(self) for layer in self.layers):
+            raise UserError("a forward stopped on its way through the layers, so some hold its tokens and some do not: "
+                            f"{self!r}; `reset` the cache, or make a new one")
         if len(self) > self.start:
             if self.prompt is None and self.protocol == "paper":
                 raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
