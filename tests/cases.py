@@ -320,13 +320,13 @@ def with_zeros(n, logits):
 
 def stored_keys(model, method, k):
     """Keys in 16 bits as the method stores them. k (B, Hkv, T, d) before RoPE."""
-    return model.rope.rotate(k, torch.arange(k.shape[2])) if method.rope == "post" else k
+    return model.rope.rotate(k) if method.rope == "post" else k
 
 
 def rotated_keys(model, method, k):
     """Keys as attention reads them. k (B, Hkv, T, d), as they are stored, or decoded."""
     if method.rope == "pre":
-        k = model.rope.rotate(k.float(), torch.arange(k.shape[2]))
+        k = model.rope.rotate(k.float())
     return k.to(model.lm_head.weight.dtype)
 
 
@@ -357,10 +357,10 @@ class Watch:
     def without_prefix(self, tokens):
         return self.cache.without_prefix(tokens)
 
-    def update(self, layer, q, k, v, positions):
+    def update(self, layer, q, k, v, seen):
         self.queries[layer].append(q)
         self.given[layer].append((k, v))
-        K, V = self.cache.update(layer, q, k, v, positions)
+        K, V = self.cache.update(layer, q, k, v, seen)
         self.returned[layer].append((K, V))
         now = self.layers[layer]
         for kind in "kv":

@@ -137,11 +137,10 @@ def chunk_scores(case, watch, layer):
     k, _ = watch.exact(layer)
     scores, seen = {"k": [], "v": []}, 0
     for q, (K, _) in zip(watch.queries[layer], watch.returned[layer]):
-        positions = torch.arange(seen, seen + q.shape[2])
-        seen += q.shape[2]
         if case.protocol == "paper":  # what comes back is quantized, but scores come before that
-            K = rope.rotate(k.float(), positions)
-        q = rope.rotate(q, positions)
+            K = rope.rotate(k.float(), seen)
+        q = rope.rotate(q, seen)
+        seen += q.shape[2]
         of_keys, of_values = oracles.equation_5(q.double().numpy(), K.double().numpy())
         scores["k"].append(of_keys)
         scores["v"].append(of_values)

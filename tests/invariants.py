@@ -171,7 +171,7 @@ def check_codes_are_what_is_claimed(case):
     for layer, pair in enumerate(method.codecs):
         k, v = trace.k[layer].half(), trace.v[layer].half()  # (1, Hkv, T, d) both
         if method.rope == "post":
-            k = model.rope.rotate(k, torch.arange(k.shape[2]))
+            k = model.rope.rotate(k)
         for kind, x in (("k", k), ("v", v)):
             name, codec, claimed = NAMES[kind], getattr(pair, kind), bits_of(method, kind)
             codes = codec.encode(x)

@@ -16,7 +16,7 @@ CONFIG = LlamaConfig(V, D, 24, L, 2, Hkv, d, 4096)
 
 class Still:
     """A rotation by nothing."""
-    def rotate(self, x, positions=None):
+    def rotate(self, x, begin=0):
         return x
 
 
@@ -52,7 +52,7 @@ class Planted:
         assert not logits
         out = 0
         for layer, pair in enumerate(self.rows[int(tokens[0, 0])]):
-            new = cache.update(layer, None, *(x[None] for x in pair), torch.arange(tokens.shape[1]))
+            new = cache.update(layer, None, *(x[None] for x in pair), 0)
             out = out + sum(x.float().transpose(1, 2).flatten(2) @ m for x, m in zip(new, self.mix[layer]))  # (1, T, D)
             cache.observe(layer, out)
         return out

@@ -128,11 +128,11 @@ def test_the_controls_of_a_16_bit_model(by):
 def test_the_score_times_the_error_of_the_row():
     """In layer 0, which has met no code yet: AnS of each token times the L1 distance to its nearest vectors."""
     found, model, method = anchors_of(anchors_by="error")
-    trace, positions = Trace(model), torch.arange(30)
+    trace = Trace(model)
     with torch.no_grad():
         model(TEXT, trace)
     k, v = trace.k[0].half().float(), trace.v[0].half().float()  # as they are stored
-    of_keys_and_values = oracles.equation_5(*arrays(*(model.rope.rotate(x, positions) for x in (trace.q[0], k))))
+    of_keys_and_values = oracles.equation_5(*arrays(*(model.rope.rotate(x) for x in (trace.q[0], k))))
     for kind, x, ans in zip("kv", (k, v), of_keys_and_values):
         codec = getattr(method.codecs[0], kind)
         read = codec.decode(codec.encode(x)).numpy()
@@ -166,7 +166,7 @@ def check_anchors(chunks, anchors):
         B, Hkv = scores.shape[:2]
         positions = torch.arange(seen, seen + new)
         rows = (1 + positions)[:, None].expand(B, Hkv, new, d).half()  # each token holds its position
-        layer.append(rows, -rows, positions)
+        layer.append(rows, -rows)
         seen += new
         added.append(scores)
         layer.keys.add_scores(scores[:, :, 0])

@@ -20,6 +20,7 @@ from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.registry import METHODS
 from tinykv.methods.rtn import RTN
 from tinykv.methods.skvq import SKVQ
+from tinykv.model import turned
 from tinykv.tracing import Trace
 
 
@@ -41,8 +42,8 @@ def quick(monkeypatch):
 
 class Leaves(Trace):
     """The keys, as attention reads them, and the values are leaves of the graph."""
-    def update(self, layer, q, k, v, positions):
-        self.k.append(self.rope.rotate(k, positions).detach().requires_grad_())
+    def update(self, layer, q, k, v, seen):
+        self.k.append(self.rope.rotate(k, seen).detach().requires_grad_())
         self.v.append(v.detach().requires_grad_())
         return self.k[-1], self.v[-1]
 
@@ -55,7 +56,8 @@ def test_gradients_are_those_of_what_is_stored(rope):
     loss = F.cross_entropy(model(window[None], trace)[0, :-1], window[1:])
     of_keys, of_values = torch.autograd.grad(loss, [trace.k[-1], trace.v[-1]])  # (1, Hkv, T, d) both
     if rope == "pre":
-        of_keys = model.rope.rotate(of_keys, -torch.arange(9))
+        cos, sin = model.rope.cos_sin(0, 9, of_keys.device)
+        of_keys = turned(of_keys, cos, -sin)
     parts = list(recorded(model, KVQuant(model.config, rope=rope), window[None], gradients=True))
     assert [(layer, kind) for layer, kind, *_ in parts] == [(i, kind) for i in range(L) for kind in "kv"]
     for (*_, rows, kept, gradient), expected in zip(parts[-2:], (of_keys, of_values)):
@@ -75,7 +77,7 @@ def test_recorded_rows_are_those_that_are_stored(rope, gradients):
         block = model.model["layers"][0]
         with torch.no_grad():
             _, k, v = block.self_attn.qkv(block.input_layernorm(model.model["embed_tokens"](window[None])))
-        k = k.half() if rope == "pre" else model.rope.rotate(k.half(), torch.arange(9))
+        k = k.half() if rope == "pre" else model.rope.rotate(k.half())
         for (_, _, rows, kept, gradient), expected in zip(parts[2 * L * i:2 * L * i + 2], (k, v.half())):
             assert torch.equal(rows, expected[0]) and (gradient is None) != gradients
             assert kept.tolist() == [[True] * 2 + [False] * 7] * 2

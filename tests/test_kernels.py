@@ -126,12 +126,12 @@ def layer_of(method, heads, width, batch, length, new, dtype=torch.float16):
     config = LlamaConfig(9, 8, 8, 1, heads, heads, width, 32768)
     layer = TritonLayer(0, method, Rope(config), "stream", None)
     rows = torch.randn(2, batch, length, heads, width).to(dtype).transpose(2, 3)  # not contiguous, as attention's are
-    first, positions = length - new, torch.arange(length)
+    first = length - new
     if first:
-        layer.read = lambda q, positions: None  # the first tokens' queries do not matter
-        layer.update(None, *rows[:, :, :, :first], positions[:first])
+        layer.read = lambda q, seen: None  # the first tokens' queries do not matter
+        layer.update(None, *rows[:, :, :, :first], 0)
         del layer.read
-    layer.append(*rows[:, :, :, first:], positions[first:])
+    layer.append(*rows[:, :, :, first:])
     for part in (layer.keys, layer.values):
         if part.kept_rows is not None:
             place = part.kept_positions[..., None]
@@ -429,6 +429,14 @@ def test_a_long_text(length, pieces, monkeypatch):
     assert counts == [pieces]
 
 
+def test_frequencies_may_be_edited():
+    """The kernels' own angles, and those of kept rows, are of the frequencies as they are now."""
+    layer = layer_of(Plain("4 bits per token", "exact", 1, 32, "pre", block=70, kept={"k": [[3, 60]]}), 1, 32, 1, 75, 1)
+    same(layer)
+    layer.rope.freq /= 4
+    same(layer)
+
+
 KEPT = {"own": {"k": [[0, 5, 69], [1, 63, 1]], "v": [[5, 7, 7, 64], [64, 2, 1, 0]]},
         "keys": {"k": [[3, 9]]}, "values": {"v": [[65, 0], [7, 8]]}}
 
@@ -662,7 +670,7 @@ def test_rows_of_codes_are_made_where_codes_change(monkeypatch):
     without_kernels(monkeypatch)
     layer = layer_of(Plain("2 bits per token", "2 bits per token", 1, 32, block=8), 1, 32, 1, 9, 1)
     for position in range(9, 18):  # 8 tokens are quantized at the 16th
-        layer.update(torch.randn(1, 2, 1, 32), *torch.randn(2, 1, 1, 1, 32), torch.tensor([position]))
+        layer.update(torch.randn(1, 2, 1, 32), *torch.randn(2, 1, 1, 1, 32), position)
     assert made == ["k", "v"] * 2 and {layer.keys.codes, layer.values.codes} <= set(triton_cache.MADE)
 
 

@@ -30,7 +30,7 @@ BLOCK, EMERGENCE, CHANNEL = 4, 0, 5
 
 class Still:
     """A rotation by nothing."""
-    def rotate(self, x, positions=None):
+    def rotate(self, x, begin=0):
         return x
 
 
@@ -58,8 +58,7 @@ def read_by_cache(method, protocol, prompt, sizes, seed):
     for n in sizes:
         new = slice(start, start + n)
         for layer in range(L):
-            K, V = cache.update(layer, q[None, :, new], k[None, None, new], v[None, None, new],
-                                torch.arange(start, start + n))
+            K, V = cache.update(layer, q[None, :, new], k[None, None, new], v[None, None, new], start)
             cache.observe(layer, hidden[None, new])
         seen.append((K[0, 0].tolist(), V[0, 0].tolist()))
         start += n

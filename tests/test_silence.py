@@ -54,7 +54,7 @@ def test_a_chunk_that_overflowed_is_not_forgotten(kind):
         k = v = torch.ones(1, config.num_key_value_heads, 1, config.head_dim)
         k, v = (number * k, v) if kind == "k" else (k, number * v)
         for layer in cache.layers:
-            layer.append(k, v, torch.tensor([layer.length]))
+            layer.append(k, v)
     with pytest.raises(UserError, match="layer 0"):
         refuse_overflow(cache, [torch.ones(1, 2, config.hidden_size)])
 

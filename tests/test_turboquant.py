@@ -218,7 +218,7 @@ def test_what_its_neighbours_keep(name):
     cache = KVCache(model, neighbour(name)(model.config, preserve=3, group_size=8), "paper")
     seen = []
     update = cache.update
-    cache.update = lambda layer, q, k, v, positions: seen.append((q, k)) or update(layer, q, k, v, positions)
+    cache.update = lambda layer, q, k, v, n: seen.append((q, k)) or update(layer, q, k, v, n)
     with torch.no_grad():
         model(tokens, cache)
     q, k = (cache.rope.rotate(x)[0] for x in seen[0])  # (H, T, d) both

@@ -171,26 +171,26 @@ class LayerCache:
         self.chooses_once = prompt is not None and method.choose == "prompt"  # it chooses at the end of the prompt
         self.dtype = None  # the model's
 
-    def update(self, q, k, v, positions):
+    def update(self, q, k, v, seen):
         """Add new tokens; return the keys and values that their queries attend to.
 
         q (B, H, T, d), k and v (B, Hkv, T, d): the new tokens' own, before RoPE. Returns K (rotated) and V of all
         tokens so far, (B, Hkv, S, d) both.
         """
-        self.append(k, v, positions)
+        self.append(k, v)
         scoring = self.method.uses_scores and self.is_choosing()  # whether the new queries score the tokens
 
         # quantize, then read: a query reads even its own token from its codes
         if self.protocol == "paper" and self.prefills:
             if scoring:
-                self.score(q, positions, self.read(q, positions))
+                self.score(q, seen, self.read(q, seen))
             self.quantize()
-            return self.read(q, positions)
+            return self.read(q, seen)
 
         # read, then quantize: queries see the new tokens in full precision
-        read = self.read(q, positions)
+        read = self.read(q, seen)
         if scoring:
-            self.score(q, positions, read)
+            self.score(q, seen, read)
         self.quantize()
         return read
 
@@ -207,31 +207,31 @@ class LayerCache:
         """Whether the method still chooses tokens to keep."""
         return self.prefills or not self.chooses_once
 
-    def append(self, k, v, positions=None):
+    def append(self, k, v):
         """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits. Keys that are stored after RoPE are
         rounded, rotated, and rounded again, as in a 16-bit model."""
         self.dtype = k.dtype
         dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
         k, v = k.to(dtype), v.to(dtype)
         if self.method.rope == "post":
-            k = self.rope.rotate(k, positions)  # (B, Hkv, T, d)
+            k = self.rope.rotate(k, self.length)  # (B, Hkv, T, d)
         self.keys.append(k)
         self.values.append(v)
         self.length += v.shape[2]
         # under `paper` a text without a prompt is read like one
         self.prefills = self.protocol == "paper" if self.prompt is None else self.length <= self.prompt
 
-    def read(self, q=None, positions=None):
+    def read(self, q=None, seen=None):
         """K (rotated) and V of all tokens so far, (B, Hkv, S, d) both. A triton cache attends here, and needs q."""
         K, V = self.keys.read(), self.values.read()  # (B, Hkv, S, d) both
         if self.method.rope == "pre":
             K = self.rope.rotate(K.float())  # the token in row t is at position t
         return K.to(self.dtype), V.to(self.dtype)
 
-    def score(self, q, positions, read):
+    def score(self, q, seen, read):
         """Add the method's scores, given the new queries. read: K and V in full precision where they still are."""
         K, _ = read  # (B, Hkv, S, d)
-        q = self.rope.rotate(q, positions)  # (B, H, T, d)
+        q = self.rope.rotate(q, seen)  # (B, H, T, d)
         of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
         self.keys.finite = self.keys.finite & of_keys.isfinite().all() & of_values.isfinite().all()
         self.keys.add_scores(of_keys)
@@ -320,9 +320,9 @@ class KVCache:
                             f"after them; this one of {T} tokens does not")
         return tokens[:, self.start:]
 
-    def update(self, layer, q, k, v, positions):
+    def update(self, layer, q, k, v, seen):
         """Add new tokens to a layer -> K (rotated) and V of all tokens: see `LayerCache.update`."""
-        return self.layers[layer].update(q, k, v, positions)
+        return self.layers[layer].update(q, k, v, seen)
 
     def observe(self, layer, hidden):
         """Show a block's output for the new tokens, hidden (B, T, D), to a method that still chooses."""

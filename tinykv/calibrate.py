@@ -87,17 +87,17 @@ class Recorder(KVCache):
     def without_prefix(self, tokens):
         return tokens
 
-    def update(self, layer, q, k, v, positions):
+    def update(self, layer, q, k, v, seen):
         of_layer = self.layers[layer]
         if self.differentiable:
             leaf_k = torch.zeros_like(k, requires_grad=True)  # (1, Hkv, T, d)
             leaf_v = torch.zeros_like(v, requires_grad=True)  # (1, Hkv, T, d)
             self.leaves += [leaf_k, leaf_v]
             k, v = k + leaf_k, v + leaf_v
-        of_layer.append(k.detach(), v.detach(), positions)
+        of_layer.append(k.detach(), v.detach())
         of_layer.keep(of_layer.length, of_layer.length)
         if self.differentiable:  # not through the 16 bits, where a gradient would vanish
-            return self.rope.rotate(k, positions), v
+            return self.rope.rotate(k, seen), v
         return of_layer.read()
 
     def of(self, layer, kind):

@@ -81,36 +81,37 @@ class Rope:
             freq = (1 - unscaled) * freq / scaling["factor"] + unscaled * freq
         self.freq = freq
 
-    def rotate(self, x, positions=None):
-        """x (..., T, d) at positions (T), or at 0 .. T-1 without -> the same shape and dtype, rotated; computed in
-        fp32."""
-        if positions is None:
-            positions = positions_between(0, x.shape[-2], x.device)  # (T)
-        cos, sin = cos_sin(self.freq, positions)  # (T, d) both
-        # channel i becomes x1 cos - x2 sin, channel i + d/2 becomes x2 cos + x1 sin
-        x1x2 = x.float()  # (..., T, d)
-        x1, x2 = x1x2.chunk(2, dim=-1)  # (..., T, d/2) each
-        x2x1 = torch.cat([x2, x1], dim=-1)  # (..., T, d)
-        y = x1x2 * cos + x2x1 * sin  # (..., T, d)
-        return y.to(x.dtype)
+    def rotate(self, x, begin=0):
+        """x (..., T, d) at positions begin .. begin + T-1 -> the same shape and dtype, rotated; computed in fp32."""
+        return turned(x, *self.cos_sin(begin, begin + x.shape[-2], x.device))  # (T, d) both
+
+    def cos_sin(self, begin, end, device):
+        """[cos, cos] and [-sin, sin] of every pair's angle at positions begin .. end-1, (T, d) both."""
+        longer = 2 ** (end - 1).bit_length()  # so that a text that grows needs few tables
+        cos, sin = cos_sin(tuple(self.freq.tolist()), longer, device)  # (S, d) both
+        return cos[begin:end], sin[begin:end]
 
 
-# All layers turn by the same angles, so a forward computes them once: the last tables are held, found by the identity
-# of `positions`.
+@lru_cache(maxsize=16)
+def cos_sin(freq, S, device):
+    """[cos, cos] and [-sin, sin] of every pair's angle at positions 0 .. S-1, (S, d) both. freq: d/2 numbers.
 
-@lru_cache(maxsize=4)
-def positions_between(begin, end, device):
-    """The positions begin .. end - 1, (T)."""
-    return torch.arange(begin, end, device=device)
-
-
-@lru_cache(maxsize=4)
-def cos_sin(freq, positions):
-    """[cos, cos] and [-sin, sin] of every pair's angle at positions (T), both (T, d). freq (d/2)."""
+    All layers and forwards use the same tables. They are found by what the frequencies are, which one may edit.
+    """
     with torch.inference_mode(False):  # a later forward may need gradients
-        angle = positions[:, None] * freq.to(positions.device)  # (T, d/2)
-        cos, sin = angle.cos(), angle.sin()  # (T, d/2) both
+        freq = torch.tensor(freq, dtype=torch.float32, device=device)  # (d/2)
+        angle = torch.arange(S, device=device)[:, None] * freq  # (S, d/2)
+        cos, sin = angle.cos(), angle.sin()  # (S, d/2) both
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def turned(x, cos, sin):
+    """x, cos, sin (..., T, d): channel i becomes x1 cos - x2 sin, channel i + d/2 becomes x2 cos + x1 sin."""
+    x1x2 = x.float()  # (..., T, d)
+    x1, x2 = x1x2.chunk(2, dim=-1)  # (..., T, d/2) each
+    x2x1 = torch.cat([x2, x1], dim=-1)  # (..., T, d)
+    y = x1x2 * cos + x2x1 * sin  # (..., T, d)
+    return y.to(x.dtype)
 
 
 ATTENTIONS = ("plain", "fused", "triton")
@@ -152,19 +153,19 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)  # (B, H, T, d), (B, Hkv, T, d)
         return q, k, v
 
-    def forward(self, x, rope, positions, mask, layer, cache=None):
+    def forward(self, x, rope, seen, mask, layer, cache=None):
         q, k, v = self.qkv(x)  # (B, H, T, d), (B, Hkv, T, d) twice, before RoPE
 
         if self.attention == "triton":
-            out = cache.attend(layer, q, k, v, positions)  # (B, H, T, d)
+            out = cache.attend(layer, q, k, v, seen)  # (B, H, T, d)
             return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, D)
 
         # keys and values of all S tokens so far; with a cache, the cache returns them
         if cache is None:
-            k = rope.rotate(k, positions)  # (B, Hkv, S = T, d)
+            k = rope.rotate(k, seen)  # (B, Hkv, S = T, d)
         else:
-            k, v = cache.update(layer, q, k, v, positions)  # (B, Hkv, S, d) both, k rotated
-        q = rope.rotate(q, positions)  # (B, H, T, d)
+            k, v = cache.update(layer, q, k, v, seen)  # (B, Hkv, S, d) both, k rotated
+        q = rope.rotate(q, seen)  # (B, H, T, d)
 
         # each KV head serves several query heads; torch's kernel needs no copies if there is no mask
         grouped = self.attention == "fused" and mask is None
@@ -209,9 +210,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, h, rope, positions, mask, layer, cache=None):
+    def forward(self, h, rope, seen, mask, layer, cache=None):
         x = self.input_layernorm(h)  # (B, T, D)
-        h = h + self.self_attn(x, rope, positions, mask, layer, cache)  # (B, T, D)
+        h = h + self.self_attn(x, rope, seen, mask, layer, cache)  # (B, T, D)
         x = self.post_attention_layernorm(h)  # (B, T, D)
         return h + self.mlp(x)  # (B, T, D)
 
@@ -251,15 +252,14 @@ class Llama(nn.Module):
             tokens = cache.without_prefix(tokens)
             seen = len(cache)
         T = tokens.shape[1]
-        positions = torch.arange(seen, seen + T, device=tokens.device)  # (T)
         mask = self.mask(seen, T, tokens.device)  # (T, S), or None where none is needed
         h = self.model["embed_tokens"](tokens)  # (B, T, D)
         for layer, block in enumerate(self.model["layers"]):
             if self.devices is not None:  # the block may lie on another device: there goes what it reads
                 device = self.devices[layer]
-                h, positions = h.to(device), positions.to(device)
+                h = h.to(device)
                 mask = None if mask is None else mask.to(device)
-            h = block(h, self.rope, positions, mask, layer, cache)  # (B, T, D)
+            h = block(h, self.rope, seen, mask, layer, cache)  # (B, T, D)
             if cache is not None:
                 cache.observe(layer, h)  # a block's output may tell which tokens to keep (kvsink)
         h = self.model["norm"](h.to(tokens.device))  # (B, T, D)

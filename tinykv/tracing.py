@@ -21,7 +21,7 @@ class Trace:
     def without_prefix(self, tokens):
         return tokens
 
-    def update(self, layer, q, k, v, positions):
+    def update(self, layer, q, k, v, seen):
         """K (rotated) and V of the prefix and the window, (B, Hkv, n + T, d)."""
         if self.on_block is None:
             self.q.append(q)
@@ -32,8 +32,7 @@ class Trace:
             prefix_v = self.values[layer].to(v.dtype).expand(len(v), -1, -1, -1)  # (B, Hkv, n, d)
             k = torch.cat([prefix_k, k], dim=2)  # (B, Hkv, n + T, d)
             v = torch.cat([prefix_v, v], dim=2)  # (B, Hkv, n + T, d)
-            positions = torch.arange(k.shape[2], device=k.device)  # (n + T)
-        return self.rope.rotate(k, positions), v
+        return self.rope.rotate(k), v
 
     def observe(self, layer, hidden):
         if self.on_block is None:

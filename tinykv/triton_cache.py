@@ -24,7 +24,7 @@ from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.codebook import Codebook
 from tinykv.codecs.nonuniform import NonUniform
 from tinykv.methods.antkv import AnTKV
-from tinykv.model import positions_between
+from tinykv.model import turned
 
 TILE = 64  # tokens that a program reads at a time, at most
 PIECE = 256  # tokens of a piece, at least: each piece writes d + 2 numbers, which the merge reads
@@ -313,7 +313,7 @@ def attention(q, keys, values, rope=None, window=None):
     for begin, end, k, v, tile, heads, split, first, pieces in parts:
         dtype, turn = product_type(q, k, v), Turn()
         if rope is not None:
-            turn = turn_of(rope, tile.N, triton.next_power_of_2(triton.cdiv(S, tile.N)), dtype,
+            turn = turn_of(tuple(rope.freq.tolist()), tile.N, triton.next_power_of_2(triton.cdiv(S, tile.N)), dtype,
                            LIFT.value if k.fold.value else 1, q.device)
         kernels.attend_kernel[heads, pieces](
             q, k, v, turn, k_kept if begin < keys.n_coded else Kept(),
@@ -367,17 +367,17 @@ def kept_scores(keys, q, rope):
     """(B, H, T, n) fp32, in base 2: of the kept keys, whether a query sees them or not."""
     rows = keys.kept_rows.float()  # (B, Hkv, n, d)
     if rope is not None:
-        positions = keys.kept_positions.expand(rows.shape[:3]).flatten()  # (B * Hkv * n)
-        rows = rope.rotate(rows.flatten(0, 2), positions).unflatten(0, rows.shape[:3])
+        cos, sin = rope.cos_sin(0, keys.n_coded + keys.recent.shape[2], rows.device)  # (S, d) both
+        rows = turned(rows, cos[keys.kept_positions], sin[keys.kept_positions])
     grouped = q.float().unflatten(1, (rows.shape[1], -1)).flatten(2, 3)  # (B, Hkv, R * T, d)
     s = grouped @ rows.transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))  # (B, Hkv, R * T, n)
     return s.unflatten(2, (-1, q.shape[2])).flatten(1, 2).contiguous()
 
 
 @lru_cache(maxsize=8)
-def turn_of(rope, N, tiles, dtype, lift, device):
-    """The tables of Turn, angles as in `Rope.rotate`; those within a tile in `dtype`."""
-    freq = rope.freq.to(device)  # (d/2)
+def turn_of(freq, N, tiles, dtype, lift, device):
+    """The tables of Turn, angles as in `Rope.rotate`; those within a tile in `dtype`. freq: d/2 numbers."""
+    freq = torch.tensor(freq, dtype=torch.float32, device=device)  # (d/2)
     within = torch.arange(N, device=device)[:, None].float() * freq  # (N, d/2)
     first = torch.arange(0, tiles * N, N, device=device)[:, None].float() * freq  # (tiles, d/2)
     cos, sin = (lift * within.cos()).to(dtype), (lift * within.sin()).to(dtype)  # (N, d/2) both
@@ -418,18 +418,18 @@ class TritonLayer(LayerCache):
 
     window = None  # of a model with a sliding window
 
-    def read(self, q, positions):
+    def read(self, q, seen):
         """The attention of the newest tokens, q (B, H, T, d), to all: `Attended`. Nothing is decoded."""
-        q = self.rope.rotate(q, positions)  # (B, H, T, d)
+        q = self.rope.rotate(q, seen)  # (B, H, T, d)
         rope = self.rope if self.method.rope == "pre" else None
         return attention(q, self.keys, self.values, rope, self.window)
 
-    def score(self, q, positions, attended):
+    def score(self, q, seen, attended):
         """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention itself."""
         q, Hkv = attended.q, self.keys.recent.shape[1]
         recent = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
         if self.method.rope == "pre":
-            recent = self.rope.rotate(recent, positions_between(self.keys.n_coded, self.length, q.device))
+            recent = self.rope.rotate(recent, self.keys.n_coded)
         of_keys, of_values = anchor_scores(q, recent, attended.lse, self.window)  # (B, Hkv, r) both
 
         lse = attended.lse[..., None] * LOG2E  # (B, H, T, 1), in base 2
@@ -438,8 +438,9 @@ class TritonLayer(LayerCache):
             A = torch.exp2(attended.key_scores - lse)  # (B, H, T, n)
             if self.window is not None:
                 # (B, 1 or Hkv, T, n)
-                seen = self.keys.kept_positions[:, :, None] > positions[:, None] - self.window
-                A = A * seen.repeat_interleave(q.shape[1] // seen.shape[1], dim=1)  # (B, H, T, n)
+                positions = torch.arange(seen, self.length, device=q.device)  # (T)
+                visible = self.keys.kept_positions[:, :, None] > positions[:, None] - self.window
+                A = A * visible.repeat_interleave(q.shape[1] // visible.shape[1], dim=1)  # (B, H, T, n)
             of_queries = A * (1 - A) * q.norm(dim=-1, keepdim=True, dtype=torch.float32)  # (B, H, T, n)
             kept_keys = of_queries.unflatten(1, (Hkv, -1)).sum((2, 3))  # (B, Hkv, n)
             A = torch.exp2(attended.value_scores - lse)  # (B, H, T, n)
@@ -459,9 +460,9 @@ class TritonCache(KVCache):
         for layer in self.layers:
             layer.window = self.config.sliding_window
 
-    def attend(self, layer, q, k, v, positions):
+    def attend(self, layer, q, k, v, seen):
         """Add new tokens to a layer; returns the attention's output for them, (B, H, T, d)."""
-        return self.layers[layer].update(q, k, v, positions).out
+        return self.layers[layer].update(q, k, v, seen).out
 
     def top_k(self, x, k):
         return kernels.topk_outliers(x, k)

@@ -128,7 +128,7 @@ def time_steps(args, model, tokenizer, theirs):
             calibrate(model, method, text)
             cache = KVCache(model, method)
             for layer, (q, k, v) in enumerate(random_rows(model.config, S)):
-                cache.update(layer, q, k, v, torch.arange(S))
+                cache.update(layer, q, k, v, 0)
             sides[name] = partial(model, token, cache)
             notes[name] = calls_of(model.model["layers"][-1], sides[name])
         notes = {label: f"{number:5} calls a layer" for label, number in notes.items()}

@@ -71,9 +71,8 @@ def rank_correlation(a, b):
 def rankings(at, codecs, rope):
     """{what is damaged: (the damage, the scores of the tokens, the errors of their rows)}, (Hkv, T) each."""
     # read each key, stored before RoPE, and each value from its codes
-    positions = torch.arange(at.k.shape[2], device=at.k.device)  # (T)
     quantized_k = codecs.k.decode(codecs.k.encode(at.k_pre)).to(at.k.dtype)  # (1, Hkv, T, d)
-    quantized_k = rope.rotate(quantized_k, positions)  # (1, Hkv, T, d)
+    quantized_k = rope.rotate(quantized_k)  # (1, Hkv, T, d)
     quantized_v = codecs.v.decode(codecs.v.encode(at.v))  # (1, Hkv, T, d)
 
     # (Hkv, T) each

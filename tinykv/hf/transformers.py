@@ -84,8 +84,7 @@ class MethodCache(Cache):
             raise UserError("a MethodCache reads with the model that it was made for, given as past_key_values=cache, "
                             "until `remove`")
         seen = self.inner.layers[layer_idx].length
-        positions = torch.arange(seen, seen + keys.shape[2], device=keys.device)  # (T)
-        return self.inner.update(layer_idx, self.fresh.pop("q"), self.fresh.pop("k"), values, positions)
+        return self.inner.update(layer_idx, self.fresh.pop("q"), self.fresh.pop("k"), values, seen)
 
     def get_seq_length(self, layer_idx=0):
         """The tokens that the model has read: 0, and not those of a prefix, before a text."""

@@ -104,9 +104,9 @@ def exact_rows(full, quantized, ids):
 class SixteenBits(Trace):
     """A forward that reads keys and values in 16 bits, as with the fp16 method, and records them, keys before RoPE."""
 
-    def update(self, layer, q, k, v, positions):
+    def update(self, layer, q, k, v, seen):
         dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
-        k, v = super().update(layer, q, k.to(dtype), v.to(dtype), positions)
+        k, v = super().update(layer, q, k.to(dtype), v.to(dtype), seen)
         return k.to(q.dtype), v.to(q.dtype)
 
 

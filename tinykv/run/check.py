@@ -94,7 +94,7 @@ def try_score(method, config):
     B, H, Hkv, T, d = 2, config.num_attention_heads, config.num_key_value_heads, 4, config.head_dim
     layer = LayerCache(0, method, Rope(config), "stream", SimpleNamespace())
     q, k = torch.ones(B, H, T, d), torch.ones(B, Hkv, T, d)
-    layer.append(k, k, torch.arange(T))
+    layer.append(k, k)
     scores = method.score(layer, q, k)
     if [tuple(of.shape) for of in scores] != [(B, Hkv, T)] * 2:
         raise UserError(f"`score` of {type(method).__name__} has to give the scores of keys and of values, "

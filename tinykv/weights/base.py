@@ -53,9 +53,8 @@ class BlockRunner:
     def __call__(self, module, h):
         """A block, or its `Attention`, or a function called as they are, on h (W, T, D)."""
         T = h.shape[1]
-        positions = torch.arange(T, device=h.device)  # (T)
         mask = self.model.mask(0, T, h.device)  # (T, T), or None for a plain causal square
-        parts = [module(part, self.model.rope, positions, mask, 0) for part in h.split(self.batch)]
+        parts = [module(part, self.model.rope, 0, mask, 0) for part in h.split(self.batch)]
         return torch.cat(parts)
 
     def heads(self, attention, h):
