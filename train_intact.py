@@ -12,7 +12,7 @@ from tinykv import UserError, hf
 from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import measure
-from tinykv.files import CalibrationFile, fingerprint, identity, load_tensors, save_tensors, sources
+from tinykv.files import CalibrationFile, fingerprint, identity, load_tensors, save_tensors
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
 from tinykv.run import cli
@@ -222,7 +222,7 @@ def run(args):
     # 5. Train
     trained_for = {"model": fingerprint(full), "weights": weights}
     settings = [args.accumulate, args.lr, args.clip, args.seed]
-    made_of = identity(trained_for, prefix.ids, *first, *texts, settings, *sources())
+    made_of = identity(trained_for, prefix.ids, *first, *texts, settings)
     state = State(args.state, made_of, *first, args.lr)
     print(f"model {args.model}, weights {weights}")
     print(f"prefix {args.prefix}: {n} tokens, {state.keys.numel() + state.values.numel():,} parameters")

@@ -321,13 +321,15 @@ def test_a_method_that_was_calibrated_on_another_model_is_refused(one_layer):
         compare(method, (model, tokenizer))
 
 
-def test_a_class_of_a_notebook_is_calibrated_and_its_tables_are_not_kept(monkeypatch, kept, one_layer):
+def test_a_class_of_a_notebook_is_known_by_its_code(monkeypatch, calibrated, kept, one_layer):
     class Cell(METHODS["pfn"]):
         __module__ = "__main__"
-    compare = partial(eval_ppl.compare, Cell, model=one_layer, context=32, windows=1, calib_windows=1)
-    monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
-    assert compare()[-1]["fault"] is None
-    assert "Cell stands in no file" in compare(calibration=kept)[-1]["fault"]
+        factor = 1
+    compare = partial(eval_ppl.compare, ["fp16", Cell], one_layer, context=32, windows=1, calibration=kept)
+    monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))  # a notebook's has no file
+    for Cell.factor, n in (1, 1), (1, 1), (2, 2):
+        compare(calib_windows=1)
+        assert calibrated == ["Cell"] * n
 
 
 def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, kept):
@@ -335,8 +337,9 @@ def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, 
     text, method, codec, helper = (kept.parent / f"{name}.py" for name in ("text", "own", "its_codec", "its_helper"))
     text.write_text("Balo lives in Eastwick. " * 400)
     helper.write_text("KEEP = 5\n")
-    codec.write_text("from tinykv.codecs.affine import Affine as Own\n")
-    method.write_text(f"from its_codec import Own\nfrom its_helper import KEEP\n{OWN_PFN.format('Mine')}")
+    codec.write_text("from tinykv.codecs.affine import Affine\n\nclass Own(Affine):\n    a = 1\n")
+    method.write_text("from its_codec import Own\nimport its_helper\nfrom tinykv.methods.pfn import PFN\n\n"
+                      "class Mine(PFN):\n    own = Own\n    def fit(self, step):\n        its_helper.KEEP\n    a = 1\n")
     words = [*SMALL, "--method", f"fp16,{method}:Mine", "--calibration", kept]
 
     def evaluated():
@@ -351,7 +354,8 @@ def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, 
         if isinstance(change, list):
             words += change
         else:
-            change.write_text(change.read_text().replace("Balo", "Vehul") + "\n# edited\n")
+            for old, new in ("Balo", "Vehul"), ("= 5", "= 6"), ("a = 1", "a = 2"):
+                change.write_text(change.read_text().replace(old, new))
         evaluated()
         assert calibrated == ["Mine"], change
 

@@ -7,8 +7,11 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
+from types import CellType, CodeType, FunctionType, ModuleType
 
 import torch
 
@@ -139,59 +142,97 @@ def check_target(path, kind):
 # What made a file
 
 def identity(*parts):
-    """The SHA-256, in hex, of what made something: another part, or an edited file, gives another one.
+    """The SHA-256, in hex, of what made something: another part, or edited code, gives another one.
 
-    parts: paths, of which the content counts, and anything else, of which `state_of` counts.
+    parts: anything; of each, `state_of` counts, and of this package the files as they were when it was loaded.
     """
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part.read_bytes() if isinstance(part, Path) else json.dumps(state_of(part), sort_keys=True).encode()
-        digest.update(f"{len(data)} ".encode() + data)  # with the length, no part runs into the next
+    return hashlib.sha256(json.dumps([PACKAGE, *map(state_of, parts)], sort_keys=True).encode()).hexdigest()
+
+
+def package_hash():
+    """Of the files of this package that can change what calibration finds."""
+    package, digest = Path(__file__).parent, hashlib.sha256()
+    for name in COMPUTES:
+        for path in sorted([*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py")]):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def state_of(thing, within=()):
-    """What an object holds, in words that JSON knows: of a tensor its digest, of a function, a class or a module its
-    name, of a method or a codec its class and its attributes. within: the objects that hold it."""
+PACKAGE = package_hash()  # what runs is what was loaded, also if a file is edited later
+
+
+def state_of(thing, met=None):
+    """What an object holds, in words that JSON knows: of a tensor its digest, of others what a copy is made of.
+
+    Of the user's own functions, classes and modules, it is what they run: code, attributes, and the globals that the
+    code names; of all others their name. What is of a kind that cannot be copied is never the same.
+    met: {id: (number, object)}; what is held here keeps its id.
+    """
+    met = {} if met is None else met
     if isinstance(thing, str | int | float | None):
         return thing
     if isinstance(thing, torch.Tensor):
         return {"tensor": digest_of({"": thing}, {})}
-    if hasattr(thing, "__name__") or id(thing) in within:
-        return getattr(thing, "__name__", "itself")
-    within = (*within, id(thing))
-    if isinstance(thing, list | tuple):
-        return [state_of(x, within) for x in thing]
+    if isinstance(thing, bytes):
+        return {"bytes": thing.hex()}
+    if isinstance(thing, set | frozenset):
+        return {"set": sorted(json.dumps(state_of(x, met), sort_keys=True) for x in thing)}
     if isinstance(thing, dict):
-        return {str(key): state_of(value, within) for key, value in thing.items()}
-    return {type(thing).__qualname__: state_of(vars(thing), within) if hasattr(thing, "__dict__") else repr(thing)}
+        return {str(key): state_of(value, met) for key, value in thing.items()}
+    if not isinstance(thing, list | tuple):
+        if id(thing) in met:
+            return {"met": met[id(thing)][0]}
+        met[id(thing)] = len(met), thing
+        thing = parts_of(thing)
+    return [state_of(x, met) for x in thing]
 
 
-def sources(*objects):
-    """The files that can change what calibration finds for objects, for `identity`: those of this package, and all that
-    is loaded from the folder of a class of the user's own. UserError for a class that stands in no file."""
-    # 1. this package's
-    package = Path(__file__).parent
-    found = {path for name in COMPUTES for path in (*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py"))}
+def parts_of(thing):
+    """What an object is made of: a list, in which a name stands for what is not the user's own."""
+    if isinstance(thing, CodeType):
+        return [thing.co_code, thing.co_consts, thing.co_names, thing.co_freevars]
+    if isinstance(thing, property):
+        return [thing.fget, thing.fset, thing.fdel]
+    if isinstance(thing, classmethod | staticmethod):
+        return [thing.__func__]
+    if isinstance(thing, CellType):
+        return [thing.cell_contents]
+    if hasattr(thing, "__name__") and not is_own(thing):
+        return [f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', thing.__name__)}"]
+    if hasattr(thing, "__wrapped__"):  # of functools.cache
+        return [thing.__wrapped__]
+    if isinstance(thing, FunctionType):
+        found = {name: thing.__globals__.get(name) for name in names_in(thing.__code__)}
+        return [thing.__code__, thing.__defaults__, thing.__kwdefaults__, thing.__closure__, found]
+    if isinstance(thing, type | ModuleType):
+        found = {name: value for name, value in vars(thing).items() if name not in UNUSED}
+        return [found, getattr(thing, "__bases__", None)]
+    try:
+        parts = thing.__reduce_ex__(4)
+    except TypeError:
+        return [os.urandom(16).hex()]
+    return [parts] if isinstance(parts, str) else [list(x) if isinstance(x, Iterator) else x for x in parts]
 
-    # 2. the folders of the user's own classes
-    loaded = {name: getattr(module, "__file__", None) or "" for name, module in list(sys.modules.items())}
-    folders = set()
-    for cls in {cls for thing in objects for cls in type(thing).__mro__}:
-        if cls.__module__.partition(".")[0] not in {"tinykv", *sys.stdlib_module_names}:
-            file = Path(loaded.get(cls.__module__, ""))
-            if not file.is_file():  # a class of a notebook
-                raise UserError(f"{cls.__name__} stands in no file, so nobody can see whether it has been edited; put "
-                                "it into one, or leave out --calibration")
-            folders.add(file.resolve().parent)
 
-    # 3. what is loaded from there, but neither this package nor what pip has installed
-    for file in loaded.values() if folders else ():
-        if "site-packages" not in file and "dist-packages" not in file:  # to resolve them all takes long
-            path = Path(file).resolve()
-            if path.is_file() and package not in path.parents and not folders.isdisjoint(path.parents):
-                found.add(path)
-    return sorted(found)
+# of a class or a module, what holds nothing that runs
+UNUSED = {"__dict__", "__weakref__", "__doc__", "__builtins__", "__loader__", "__spec__", "__file__", "__cached__",
+          "__path__", "__firstlineno__", "__static_attributes__"}
+
+
+def is_own(thing):
+    """Whether a function, a class or a module is the user's own: neither this package's, nor Python's, nor pip's."""
+    name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return name == "__main__" and not isinstance(thing, ModuleType)  # of a notebook
+    libraries = tuple(os.path.join(os.path.dirname(of), "") for of in (__file__, os.__file__))
+    return not (file.startswith(libraries) or "site-packages" in file or "dist-packages" in file)
+
+
+def names_in(code):
+    """The globals and attributes that code names, with those of the functions inside it."""
+    inner = (names_in(const) for const in code.co_consts if isinstance(const, CodeType))
+    return sorted({*code.co_names, *chain.from_iterable(inner)})
 
 
 def fingerprint(model):

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from tinykv import UserError, at_least, did_you_mean, one_of
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows, share_text
-from tinykv.files import check_target, first_line, identity, sources
+from tinykv.files import check_target, first_line, identity
 from tinykv.weights import QUANTIZERS, quantize, restore
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"
@@ -244,7 +244,7 @@ def quantized_model(model, name, quantizer, windows, file):
 
     windows (W, T): to calibrate on, where `quantizer.needs_text`. file: a `CalibrationFile`.
     """
-    made_of = identity(windows, quantizer, *sources(quantizer)) if quantizer.needs_text else None
+    made_of = identity(windows, quantizer) if quantizer.needs_text else None
     tensors = file.get(f"weights {name}", made_of) if made_of else None
     if tensors is None:
         step(f"quantizing weights {name}")

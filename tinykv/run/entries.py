@@ -12,7 +12,7 @@ from functools import cache, partial
 
 from tinykv import UserError, calibrate
 from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.files import fingerprint, identity, sources
+from tinykv.files import fingerprint, identity
 from tinykv.methods.base import Method
 from tinykv.methods.registry import METHODS
 from tinykv.run import cli, ranks
@@ -61,8 +61,7 @@ class Entry:
 
     def made_of(self, method, windows):
         """A hash of all that the tables depend on: windows, uncalibrated method, weight quantizer, and code."""
-        makers = [method, *(codec for _, _, codec in method.each_codec())]
-        return identity(windows, method, self.quantizer, *sources(*makers))
+        return identity(windows, method, self.quantizer)
 
     @contextmanager
     def attempt(self, doing):
