@@ -230,6 +230,35 @@ def test_wrong_objects_are_told_in_a_sentence(models):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in theirs.modules())
 
 
+class Lora(torch.nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, self.delta = linear, torch.randn_like(linear.weight)
+
+    def forward(self, x):
+        return self.linear(x) + x @ self.delta.T
+
+
+def wrap(model):
+    for block in model.model.layers:
+        block.self_attn.k_proj = Lora(block.self_attn.k_proj)
+
+
+@pytest.mark.parametrize("change", [
+    wrap, lambda model: model.model.rotary_emb.inv_freq.div_(4),
+    lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.3)], ids=["wrapped", "slower", "scaled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_changed_behind_the_cache_is_refused(dtype, change):
+    own, theirs = load.__wrapped__("gqa", dtype)  # one that no other test reads with
+    tokens = tokens_of(2, 9)
+    cache = MethodCache(theirs, built("fp16", own))
+    theirs(tokens, past_key_values=cache)
+    cache.reset()
+    change(theirs)
+    with pytest.raises(UserError, match="other keys in layer 0"):
+        theirs(tokens, past_key_values=cache)
+
+
 def interrupted(model, cache):
     stop = model.model.layers[1].register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

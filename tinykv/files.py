@@ -166,6 +166,7 @@ def state_of(thing, met=None):
 
     Of the user's own functions, classes and modules, it is what they run: code, attributes, and the globals that the
     code names; of all others their name. What is of a kind that cannot be copied is never the same.
+
     met: {id: (number, object)}; what is held here keeps its id.
     """
     met = {} if met is None else met

@@ -50,7 +50,7 @@ class MethodCache(Cache):
     def begin(self, module, args, kwargs):
         """Before a forward: the arguments that it is given -> those that it gets. UserError for what the cache cannot
         serve."""
-        self.reading = False
+        self.reading, self.fresh = False, {}
         if kwargs.get("past_key_values") is not self:
             return None
         tokens, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -66,6 +66,8 @@ class MethodCache(Cache):
         if positions is not None and not (positions[:, -T:] == expected).all():
             raise UserError("the position_ids are not 0, 1, 2, ...; leave them out")
         self.reading = True
+        if "cache_position" in kwargs:  # until transformers 5.0
+            kwargs["cache_position"] = expected[0]
         return (), {**kwargs, "input_ids": new, "position_ids": expected}
 
     def see(self, name, module, inputs, output):
@@ -80,11 +82,18 @@ class MethodCache(Cache):
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
         """New keys and values (B, Hkv, T, d), keys after RoPE -> those of all S tokens."""
-        if not self.fresh:
+        q, k = self.fresh.pop("q", None), self.fresh.pop("k", None)
+        if k is None:
             raise UserError("a MethodCache reads with the model that it was made for, given as past_key_values=cache, "
                             "until `remove`")
         seen = self.inner.layers[layer_idx].length
-        return self.inner.update(layer_idx, self.fresh.pop("q"), self.fresh.pop("k"), values, seen)
+        if seen == self.inner.start or keys.shape[2] > 1:
+            error = (self.inner.rope.rotate(k, seen) - keys).abs().max()
+            if not error <= 2 ** -6 * keys.abs().max():  # more than what 16 bits round
+                raise UserError(f"the model computes other keys in layer {layer_idx} than its config and the layers "
+                                "that this cache watches; make the cache after the last change of the model, and leave "
+                                "its RoPE as the config says")
+        return self.inner.update(layer_idx, q, k, values, seen)
 
     def get_seq_length(self, layer_idx=0):
         """The tokens that the model has read: 0, and not those of a prefix, before a text."""
@@ -92,6 +101,8 @@ class MethodCache(Cache):
         return length if self.reading or length > self.inner.start else 0
 
     def get_mask_sizes(self, query_length, layer_idx):
+        if torch.is_tensor(query_length):  # until transformers 5.0, the positions of the new tokens
+            query_length = len(query_length)
         return self.get_seq_length(layer_idx) + query_length, 0
 
     def reset(self):
