@@ -226,6 +226,9 @@ def run(args):
     state = State(args.state, made_of, *first, args.lr)
     print(f"model {args.model}, weights {weights}")
     print(f"prefix {args.prefix}: {n} tokens, {state.keys.numel() + state.values.numel():,} parameters")
+    if state.done > args.updates:
+        raise UserError(f"{state.path} has {state.done} updates, more than --updates {args.updates}; ask for as many, "
+                        "or remove it to begin anew")
     if state.done:
         print(f"going on after {state.done} updates ({state.path})")
     train(full, quantized, texts, exact, state, args)

@@ -436,6 +436,8 @@ def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path):
         assert f"going on after {done} updates" in out if done else "going on" not in out
         done += after
         assert load_tensors(state, train_intact.STATE)[1]["done"] == str(done) and not path.exists()
+    status, _, err = training("--updates", 10)
+    assert status == 2 and "has 11 updates, more than --updates 10" in err and state.exists()
     status, out, _ = training()
     assert status == 0 and "going on after 11 updates" in out and not state.exists()
     assert content(path) == content(whole) and {p.name for p in tmp_path.iterdir()} == {path.name, "whole"}
