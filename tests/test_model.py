@@ -281,6 +281,23 @@ def under_a_prefix(model, **settings):
     return METHODS["intactkv"](model.config, prefix=prefix, **settings)
 
 
+@pytest.mark.parametrize("wrong", [
+    {"temperature": -1.0}, {"temperature": float("nan")}, {"temperature": 1.0, "top_p": 0.0},
+    {"temperature": 1.0, "top_p": 90}, {"temperature": 1.0, "top_p": float("nan")}])
+def test_what_cannot_be_drawn_from_is_refused(wrong):
+    with pytest.raises(UserError, match="temperature is from 0 on, and top_p"):
+        tiny().generate(PROMPT, 2, **wrong)
+
+
+def test_a_text_may_end_in_several_ways():
+    """As of a config whose eos_token_id is a list."""
+    model = tiny()
+    whole = model.generate(PROMPT[:1], 8)
+    first, second = whole[0, 6].item(), whole[0, 5].item()
+    n = 1 + min(whole[0, 4:].tolist().index(end) for end in (first, second))
+    assert torch.equal(model.generate(PROMPT[:1], 8, eos=[first, second]), whole[:, :4 + n])
+
+
 def test_generation_under_an_exact_prefix_is_fp16_generation():
     model = tiny()
     plain = model.generate(TEXT, 12, KVCache(model, METHODS["fp16"](model.config)))

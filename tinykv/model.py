@@ -288,26 +288,29 @@ class Llama(nn.Module):
                  eos=None):
         """Continue tokens (B, T) by up to max_new_tokens: greedy at temperature 0, else sampled from the top-p nucleus.
 
-        Returns (B, T + new). Stops early once every row has produced `eos`; a row that is done repeats it. Without a
-        cache the whole text is read again for every token.
+        Returns (B, T + new). Stops early once every row has produced `eos`, an id or several; a row that is done
+        repeats the first of them. Without a cache the whole text is read again for every token.
         """
         seen = tokens.shape[1] if cache is None else len(cache) + cache.without_prefix(tokens).shape[1]
         longest = self.config.max_position_embeddings
         if seen + max_new_tokens - 1 > longest:  # the last new token is not read
             raise UserError(f"{seen} tokens and {max_new_tokens} new ones are more than the {longest} positions that "
                             "this model was made for; ask for fewer, or give a shorter text")
+        if not (temperature >= 0 and 0 < top_p <= 1):  # nor is NaN
+            raise UserError(f"temperature is from 0 on, and top_p above 0 and up to 1; got {temperature} and {top_p}")
+        ends = torch.tensor([] if eos is None else eos, device=tokens.device).flatten()  # a config may have several
         rng = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)  # (B)
         unread = tokens  # (B, T): what the cache has not seen yet
         for _ in range(max_new_tokens):
             logits = self(tokens if cache is None else unread, cache)[:, -1].float()  # (B, vocab)
             new = pick_token(logits, temperature, top_p, rng)  # (B, 1)
-            if eos is not None:
-                new = torch.where(done[:, None], eos, new)  # (B, 1)
-                done |= new[:, 0] == eos
+            if len(ends):
+                new = torch.where(done[:, None], ends[0], new)  # (B, 1)
+                done |= torch.isin(new[:, 0], ends)
             tokens = torch.cat([tokens, new], dim=1)  # (B, T + 1)
             unread = new
-            if eos is not None and done.all():
+            if done.all():
                 break
         return tokens
 
