@@ -138,6 +138,12 @@ def refuse(message):
 
 def words_of(settings):
     """The words of a command line, for {flag: value}: a list is a flag's list, and True a flag that takes no value."""
+    refused = {"help", "list_methods", "method"} & set(settings)
+    if settings.get("model") == "given":
+        refused |= {"device", "dtype"} & set(settings)
+    if refused:
+        raise UserError(f"{', '.join(sorted(refused))}: no effect here; leave it out: methods are the first argument, "
+                        "and a model that is given has a device and a dtype")
     words = ["--wide"]
     for name, value in settings.items():
         flag = "--" + name.replace("_", "-")
