@@ -48,7 +48,7 @@ config = bench_kernels.config_of("LLaMA-3-8B", 1)
 layer = bench_kernels.new_layer("2-bit per token", config, 1, 256, "cpu", torch.bfloat16)
 q, new = torch.zeros(1, 32, 1, 128).bfloat16(), torch.zeros(1, 8, 1, 128).bfloat16()
 for step in range(20):
-    bench_kernels.attended(layer, q)
+    layer.attended(q)
     layer.append(new, new)
     caches = [*attend_kernel.device_caches.values(), *merge_kernel.device_caches.values()]
     print(sum(len(cache[0]) for cache in caches))

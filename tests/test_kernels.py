@@ -43,7 +43,6 @@ from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
 from tinykv.triton_cache import TritonCache, TritonLayer  # noqa: E402
 
-attended = bench_kernels.attended
 near = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4, check_dtype=False)
 
 
@@ -128,7 +127,7 @@ def layer_of(method, heads, width, batch, length, new, dtype=torch.float16):
     rows = torch.randn(2, batch, length, heads, width).to(dtype).transpose(2, 3)  # not contiguous, as attention's are
     first = length - new
     if first:
-        layer.read = lambda q, seen: None  # the first tokens' queries do not matter
+        layer.read = lambda: (None, None)  # the first tokens' queries do not matter
         layer.update(None, *rows[:, :, :, :first], 0)
         del layer.read
     layer.append(*rows[:, :, :, first:])
@@ -180,7 +179,7 @@ def same(layer, R=2, T=1, window=None, dtype=torch.float32, **close):
     B, Hkv, _, d = layer.keys.recent.shape
     q = torch.randn(B, Hkv * R, T, d).to(dtype)
     layer.window = window
-    _, out, lse, _, _ = attended(layer, q)
+    _, out, lse, _, _ = layer.attended(q)
     want, want_lse = expected(q, layer, window)
     assert out.shape == q.shape and out.dtype == dtype
     near(out, want, **close)
@@ -487,7 +486,7 @@ def test_small_values_behind_a_sink(bits, monkeypatch):
     layer.values.codes = CODECS[f"{bits} bits per token"](1, 32).encode(rows.half())
     layer.keys.codes.packed[:, :, 0] = 5.0
     q = torch.full((1, 1, 1, 32), 0.35)  # the sink's score is 10, and the others' about 0
-    out, want = attended(layer, q).out.double(), expected(q, layer)[0]
+    out, want = layer.attended(q).out.double(), expected(q, layer)[0]
     assert (out - want).norm() < 0.01 * want.norm()
 
 
@@ -670,7 +669,7 @@ def test_rows_of_codes_are_made_where_codes_change(monkeypatch):
     without_kernels(monkeypatch)
     layer = layer_of(Plain("2 bits per token", "2 bits per token", 1, 32, block=8), 1, 32, 1, 9, 1)
     for position in range(9, 18):  # 8 tokens are quantized at the 16th
-        layer.update(torch.randn(1, 2, 1, 32), *torch.randn(2, 1, 1, 1, 32), position)
+        layer.attend(torch.randn(1, 2, 1, 32), *torch.randn(2, 1, 1, 1, 32), position)
     assert made == ["k", "v"] * 2 and {layer.keys.codes, layer.values.codes} <= set(triton_cache.MADE)
 
 
@@ -705,7 +704,7 @@ def test_what_is_wrong_on_a_device_is_named(monkeypatch, capsys):
     errors = [float(x) for line in capsys.readouterr().out.splitlines()[2:] for x in line.split()[-2:]]
     assert len(errors) == 8 and 0 < max(errors) < 2e-3
     for wrong in (0, math.nan):
-        monkeypatch.setattr(bench_kernels, "attended", lambda layer, q, wrong=wrong: SimpleNamespace(out=wrong * q))
+        monkeypatch.setattr(TritonLayer, "attended", lambda layer, q, wrong=wrong: SimpleNamespace(out=wrong * q))
         with pytest.raises(UserError, match="fp16, 2-bit per token"):
             bench_kernels.check("tiny", torch.device("cpu"), [torch.float16])
 

@@ -178,21 +178,21 @@ class LayerCache:
         tokens so far, (B, Hkv, S, d) both.
         """
         self.append(k, v)
-        scoring = self.method.uses_scores and self.is_choosing()  # whether the new queries score the tokens
 
         # quantize, then read: a query reads even its own token from its codes
-        if self.protocol == "paper" and self.prefills:
-            if scoring:
-                self.score(q, seen, self.read(q, seen))
+        if self.quantizes_first():
+            if self.is_scoring():
+                K, _ = self.read()
+                self.score(q, seen, K)
             self.quantize()
-            return self.read(q, seen)
+            return self.read()
 
         # read, then quantize: queries see the new tokens in full precision
-        read = self.read(q, seen)
-        if scoring:
-            self.score(q, seen, read)
+        K, V = self.read()
+        if self.is_scoring():
+            self.score(q, seen, K)
         self.quantize()
-        return read
+        return K, V
 
     def quantize(self):
         """Answer the three questions: When, Keep, Code."""
@@ -206,6 +206,14 @@ class LayerCache:
     def is_choosing(self):
         """Whether the method still chooses tokens to keep."""
         return self.prefills or not self.chooses_once
+
+    def is_scoring(self):
+        """Whether the new queries score the tokens."""
+        return self.method.uses_scores and self.is_choosing()
+
+    def quantizes_first(self):
+        """Whether the new tokens are quantized before they are read."""
+        return self.protocol == "paper" and self.prefills
 
     def append(self, k, v):
         """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits. Keys that are stored after RoPE are
@@ -221,16 +229,15 @@ class LayerCache:
         # under `paper` a text without a prompt is read like one
         self.prefills = self.protocol == "paper" if self.prompt is None else self.length <= self.prompt
 
-    def read(self, q=None, seen=None):
-        """K (rotated) and V of all tokens so far, (B, Hkv, S, d) both. A triton cache attends here, and needs q."""
+    def read(self):
+        """K (rotated) and V of all tokens so far, (B, Hkv, S, d) both."""
         K, V = self.keys.read(), self.values.read()  # (B, Hkv, S, d) both
         if self.method.rope == "pre":
             K = self.rope.rotate(K.float())  # the token in row t is at position t
         return K.to(self.dtype), V.to(self.dtype)
 
-    def score(self, q, seen, read):
-        """Add the method's scores, given the new queries. read: K and V in full precision where they still are."""
-        K, _ = read  # (B, Hkv, S, d)
+    def score(self, q, seen, K):
+        """Add the method's scores, given the new queries and K (B, Hkv, S, d), in full precision where it still is."""
         q = self.rope.rotate(q, seen)  # (B, H, T, d)
         of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
         self.keys.finite = self.keys.finite & of_keys.isfinite().all() & of_values.isfinite().all()
@@ -239,7 +246,7 @@ class LayerCache:
 
     def n_to_quantize(self, rows):
         """When: how many of the oldest recent tokens are quantized now. rows: the keys or the values."""
-        if self.protocol == "paper" and self.prefills:
+        if self.quantizes_first():
             if self.prompt is None:
                 return self.length  # a whole text, none of which is coded yet
             # cut keys and values at the same token: a later token cannot join a group that is not full

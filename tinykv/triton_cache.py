@@ -2,7 +2,7 @@
 
     packed_rows    keys or values as the kernels read them, made where their codes change
     attention      new queries to all tokens: a launch for each range of tokens that lie alike
-    TritonLayer    a `LayerCache` that attends from its packed codes, and decodes none
+    TritonLayer    a `LayerCache` that can attend from its packed codes, and then decodes none
     TritonCache    a `KVCache` of such layers, which `model.Attention` asks for its output
 """
 import math
@@ -414,17 +414,35 @@ def product_type(q, *sides):
 # The cache
 
 class TritonLayer(LayerCache):
-    """A layer whose reading is the kernels' attention."""
+    """A layer that can also attend, by the kernels, from its codes as they are."""
 
     window = None  # of a model with a sliding window
 
-    def read(self, q, seen):
-        """The attention of the newest tokens, q (B, H, T, d), to all: `Attended`. Nothing is decoded."""
+    def attend(self, q, k, v, seen):
+        """`update`, but what it would read is attended to: the output for the new tokens, (B, H, T, d)."""
+        self.append(k, v)
         q = self.rope.rotate(q, seen)  # (B, H, T, d)
+
+        # quantize, then attend
+        if self.quantizes_first():
+            if self.is_scoring():
+                self.add_scores(self.attended(q), seen)
+            self.quantize()
+            return self.attended(q).out
+
+        # attend, then quantize
+        attended = self.attended(q)
+        if self.is_scoring():
+            self.add_scores(attended, seen)
+        self.quantize()
+        return attended.out
+
+    def attended(self, q):
+        """The attention of q (B, H, T, d), rotated, to all tokens: `Attended`. Nothing is decoded."""
         rope = self.rope if self.method.rope == "pre" else None
         return attention(q, self.keys, self.values, rope, self.window)
 
-    def score(self, q, seen, attended):
+    def add_scores(self, attended, seen):
         """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention itself."""
         q, Hkv = attended.q, self.keys.recent.shape[1]
         recent = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
@@ -462,7 +480,7 @@ class TritonCache(KVCache):
 
     def attend(self, layer, q, k, v, seen):
         """Add new tokens to a layer; returns the attention's output for them, (B, H, T, d)."""
-        return self.layers[layer].update(q, k, v, seen).out
+        return self.layers[layer].attend(q, k, v, seen)
 
     def top_k(self, x, k):
         return kernels.topk_outliers(x, k)

@@ -28,17 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # tests/ is not a package
 
 import kernels  # noqa: E402
 from tinykv import UserError, at_least  # noqa: E402
-from tinykv.cache import LayerCache  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
-from tinykv.triton_cache import (  # noqa: E402
-    PackedRows,
-    TritonCache,
-    TritonLayer,
-    anchor_scores,
-    attention,
-    check_device,
-)
+from tinykv.triton_cache import PackedRows, TritonCache, TritonLayer, anchor_scores, check_device  # noqa: E402
 
 SDPA = SDPBackend.FLASH_ATTENTION  # what the kernels are compared with
 TOKEN = {"scheme": "token-dynamic"}
@@ -125,12 +117,6 @@ def new_layer(name, config, B, coded, device, dtype):
                   B, coded, device, dtype)
 
 
-def attended(layer, q):
-    """The attention of the newest tokens to all. q (B, H, T, d): rotated."""
-    rope = layer.rope if layer.method.rope == "pre" else None
-    return attention(q, layer.keys, layer.values, rope, layer.window)
-
-
 # Compile
 
 class Pretend:
@@ -204,7 +190,7 @@ def compiled(job):
     config = LlamaConfig(9, 8, 8, 1, 8 * R, 8, d, 2 ** 20, rope_theta=500000.0)
     layer = new_layer(name, config, 1, 256, "cpu", torch.bfloat16)
     q = torch.randn(1, config.num_attention_heads, T, d).to(torch.bfloat16)
-    attended(layer, q)
+    layer.attended(q)
     if name == "fp16":
         anchor_scores(q, layer.keys.recent, torch.zeros(q.shape[:3]))
         kernels.topk_outliers(torch.zeros(1, 2048, 4096, dtype=torch.bfloat16)[..., 7], 5)
@@ -260,10 +246,10 @@ def off_by(name, config, T, device, dtype):
     layer = new_layer(name, config, 2, 512, device, dtype)
     q = torch.randn(2, config.num_attention_heads, T, config.head_dim, device=device).to(dtype)
     # (B, H, S, d) both
-    K, V = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in LayerCache.read(layer))
+    K, V = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in layer.read())
     piece = kernels.attend_lines(q.float(), K, V, 0, layer.length, layer.length)
     want, _ = kernels.merge_lines(*(x[None] for x in piece))
-    return ((attended(layer, q).out.float() - want).norm() / want.norm()).item()
+    return ((layer.attended(q).out.float() - want).norm() / want.norm()).item()
 
 
 def check(shape, device, dtypes=(torch.float16, torch.bfloat16)):
@@ -348,7 +334,7 @@ def time_attention(name, config, context, B, device):
     """Milliseconds of a case's attention, and the bytes that its cache holds."""
     layer = new_layer(name, config, B, context, device, torch.bfloat16)
     held = sum(t.nbytes for part in (layer.keys, layer.values) for held in part.tensors().values() for t in held)
-    return best_of(partial(attended, layer, one_query(config, B, device))), held
+    return best_of(partial(layer.attended, one_query(config, B, device))), held
 
 
 def bench_scores(shape, contexts, device):
