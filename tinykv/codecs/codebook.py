@@ -70,11 +70,12 @@ class Codebook(Codec):
 
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d) fp32."""
-        code = unpack(codes.packed[:, 0], self.code_bits, self.slots).long()  # (B, T, slots)
+        code = unpack(codes.packed[:, 0], self.code_bits, self.slots)  # (B, T, slots)
         # look each code up in its slot's codebook
         slot = torch.arange(self.slots, device=code.device)  # (slots)
         codebook = slot % len(self.centroids)  # (slots): each slot's own, or the only one
-        x = self.centroids[codebook, code]  # (B, T, slots, n)
+        index = codebook * self.m + code  # (B, T, slots): among the centroids of all codebooks
+        x = torch.nn.functional.embedding(index, self.centroids.flatten(0, 1))  # (B, T, slots, n)
         return to_heads(x.flatten(-2), self.width).float()
 
     def vectors(self, x):

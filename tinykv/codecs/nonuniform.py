@@ -87,12 +87,12 @@ class NonUniform(Codec):
             mid, half = codes.mid[:, 0], codes.half[:, 0]  # (B, T, 1) both
         else:
             mid, half = self.mid, self.half  # (C) both
-        level = self.levels.float()[q.long()]  # (B, T, C)
+        level = self.levels.float().index_select(0, q.flatten().int()).view(q.shape)  # (B, T, C)
         x = level * half.float() + mid.float()  # (B, T, C)
 
         # 2. the outliers overwrite what the codes say
         if self.outliers:
-            x[codes.places()] = codes.values[0, 0].float()
+            x.view(-1)[codes.places(self.channels)] = codes.values[0, 0].float()
         return to_heads(x, self.width)
 
     # The normalized range
@@ -213,14 +213,14 @@ class SparseCodes(Codes):
         row_end = other.row_end + self.values.shape[2]
         return super().append(SparseCodes(**{**vars(other), "row_end": row_end}))
 
-    def places(self):
-        """Where the outliers stand: sequences, tokens and columns, (outliers) each."""
+    def places(self, C):
+        """Where the outliers stand among numbers (B, T, C) in one list: (outliers)."""
         B, _, T, _ = self.row_end.shape
         row_end = self.row_end.flatten(1).T.flatten()  # (T * B)
-        number = torch.arange(self.values.shape[2], device=row_end.device)  # (outliers)
-        # an outlier is in the first row that ends after it
-        row = torch.searchsorted(row_end, number, right=True)  # (outliers)
-        return row % B, row // B, self.columns[0, 0].long()
+        count = row_end.diff(prepend=row_end.new_zeros(1))  # (T * B): outliers of each row
+        row = torch.repeat_interleave(count)  # (outliers): that of each outlier
+        sequence, token = row % B, row // B  # (outliers) both
+        return (sequence * T + token) * C + self.columns[0, 0]
 
 
 def sparse(numbers, outlier):
