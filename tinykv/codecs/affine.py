@@ -80,13 +80,13 @@ class Affine(Codec):
         g = self.to_groups(code.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
         grid = self if self.static else codes
         s, z = grid.scale.float(), grid.zero.float()
-        # one operation a line frees each result early; one expression would hold three copies of all numbers
+        # in place: to write to new memory takes longer than to compute
         if self.formula == "offset":
-            g = s * g
-            g = g + z
+            g *= s
+            g += z
         else:
-            g = g - z
-            g = s * g
+            g -= z
+            g *= s
         return self.from_groups(g, code.shape[2])  # (B, Hkv, T, d)
 
     def grid(self, lo, hi):
