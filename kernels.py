@@ -647,7 +647,10 @@ def decode_codebook(rows, b, h, j, ok, i: tl.constexpr):
     centroid = code_at(rows, b, h, j, ok, index, there) + index[None] * rows.m  # (N, W / SIDE)
     first = centroid * n + (channel % n)[None]  # (N, W / SIDE)
     offset = first[:, :, None] + tl.arange(0, SIDE)[None, None]  # (N, W / SIDE, SIDE)
-    x = tl.load(rows.centroids + offset, (ok[:, None] & there[None])[:, :, None], 0)
+    if rows.tile != rows.words:  # a head of 80 channels is padded to 128, which have no centroids
+        x = tl.load(rows.centroids + offset, there[None, :, None], 0)
+    else:  # tokens after the end have the code 0, and no weight. Saves a zero for each number
+        x = tl.load(rows.centroids + offset)
     return tl.reshape(x, (j.shape[0], rows.tile))
 
 
