@@ -120,7 +120,10 @@ def simple_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, out, T, R: tl.const
 # A code is a number. The bits of an integer below 1,024 are, read as fp16, that integer times 2**-24: a subnormal
 # number. So a code is masked where it lies in its word, and enters a product. If it begins at bit `low`, it is 2**low
 # times larger, for which q, or the output, is made smaller. Saves shifting and converting.
-# Codes of 3 bits are 2 and 1: the two low bits of all codes, then all high bits. Both are masked, and put together.
+# Codes of 3 bits are 2 and 1: first come the two low bits of all codes, as above, then all high bits. Of 128 channels:
+#     byte i       |  i + 96   |  i + 64   |  i + 32   |     i     |   i = 0 .. 31: two low bits
+#     byte 32 + i  | 112 |  96 |  80 |  64 |  48 |  32 |  16 |  i  |   i = 0 .. 15: the high bits of i, i + 16, ...
+# If byte 8 is 0b00000100 and byte 40 is 0b00000100, channel 40 = 8 + 32 = 8 + 2 * 16 has the bits 1, 01: the code 5.
 TWO_AT_ONCE = tl.constexpr(not INTERPRETED)  # see `two_words`: the interpreter knows no PTX
 TO_INTEGER = tl.constexpr(2.0 ** 24)  # undoes the subnormal numbers after the product
 LIFT = tl.constexpr(2.0 ** 15)  # what cos and sin are multiplied by, so that their products with codes are normal
@@ -149,6 +152,22 @@ class Grid(NamedTuple):
     form: tl.constexpr  # "offset"; "integer": x = scale * (code - zero); "fp8": two bytes of e4m3
 
 
+class Outliers(NamedTuple):
+    """KVQuant's: a sparse matrix with a row for each token and sequence, see `SparseCodes`."""
+    row_end: torch.Tensor  # (T, B) int32
+    numbers: torch.Tensor
+    columns: torch.Tensor
+    sequences: int  # B
+
+
+class Codebooks(NamedTuple):
+    """The centroids of each vector of a token, or of all."""
+    centroids: torch.Tensor  # (vectors of a token or 1, m, n)
+    n: tl.constexpr  # channels of a centroid
+    m: tl.constexpr  # centroids of a book; 0: one book for all
+    side: tl.constexpr  # channels of a centroid that lie side by side in a tile, too: one load
+
+
 class PackedRows(NamedTuple):
     """The keys, or the values, of a range of tokens. What grows with the text is no constant of the kernel. The stride
     of a token is: only then can the compiler load 16 bytes at once."""
@@ -172,15 +191,9 @@ class PackedRows(NamedTuple):
     ternary: torch.Tensor | None = None  # of three levels, five to a byte: `ternary_table`
     # what section 9 looks up, number by number
     levels: torch.Tensor | None = None  # KVQuant's, instead of 0, 1, 2, ...: (2**bits)
-    row_end: torch.Tensor | None = None  # (T, B) int32, numbers and columns: its outliers, see `SparseCodes`
-    numbers: torch.Tensor | None = None
-    columns: torch.Tensor | None = None
-    sequences: int = 0  # B
+    outliers: Outliers | None = None
     group: torch.Tensor | None = None  # SKVQ's: of each channel of all heads, (C) int32
-    centroids: torch.Tensor | None = None  # codebooks, (vectors of a token or 1, m, n): of each, or one for all
-    n: tl.constexpr = None  # channels of a centroid
-    m: tl.constexpr = None  # centroids of a book; 0: one book for all
-    side: tl.constexpr = None  # channels of a centroid that lie side by side in a tile, too: one load
+    books: Codebooks | None = None
 
 
 # The arguments of the functions below:
@@ -623,14 +636,14 @@ def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
         scale, zero = grid_of(rows.grid, b, h, j0, j, ok, group, there)  # (N or 1, W) both
         x = number.to(tl.float32) * scale + zero
         # KVQuant's outliers, a CSR matrix with a row for each token, overwrite x
-        if rows.row_end is not None:
-            row = j * rows.sequences + b  # (N)
-            stop = tl.load(rows.row_end + row, ok, 0)  # (N)
-            start = tl.load(rows.row_end + row - 1, ok & (row > 0), 0)  # (N)
+        if rows.outliers is not None:
+            row = j * rows.outliers.sequences + b  # (N)
+            stop = tl.load(rows.outliers.row_end + row, ok, 0)  # (N)
+            start = tl.load(rows.outliers.row_end + row - 1, ok & (row > 0), 0)  # (N)
             for n in range(0, tl.max(stop - start, 0)):  # the n-th outlier of every token
                 here = start + n < stop  # (N)
-                column = tl.load(rows.columns + start + n, here, -1) - h * rows.width  # (N)
-                value = tl.load(rows.numbers + start + n, here, 0).to(tl.float32)  # (N)
+                column = tl.load(rows.outliers.columns + start + n, here, -1) - h * rows.width  # (N)
+                value = tl.load(rows.outliers.numbers + start + n, here, 0).to(tl.float32)  # (N)
                 x = tl.where((column[:, None] == channel[None]) & there[None], value[:, None], x)
         return x
 
@@ -638,19 +651,19 @@ def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
 @triton.jit
 def decode_codebook(rows, b, h, j, ok, i: tl.constexpr):
     # The code of n channels is the number of their centroid; a load takes SIDE of these channels.
-    SIDE: tl.constexpr = rows.side
+    SIDE: tl.constexpr = rows.books.side
     unit = tl.arange(0, rows.tile // SIDE) * SIDE  # (W / SIDE): the first channel of each load
     there = unit < rows.words  # (W / SIDE)
     channel = unit + field(rows.planes, i, "channel") + h * rows.width  # (W / SIDE)
     # the centroid's number, in the book of its vector or in the only one
-    n, index = rows.n, channel // rows.n  # (W / SIDE): of the vector in the row of all heads
-    centroid = code_at(rows, b, h, j, ok, index, there) + index[None] * rows.m  # (N, W / SIDE)
+    n, index = rows.books.n, channel // rows.books.n  # (W / SIDE): of the vector in the row of all heads
+    centroid = code_at(rows, b, h, j, ok, index, there) + index[None] * rows.books.m  # (N, W / SIDE)
     first = centroid * n + (channel % n)[None]  # (N, W / SIDE)
     offset = first[:, :, None] + tl.arange(0, SIDE)[None, None]  # (N, W / SIDE, SIDE)
     if rows.tile != rows.words:  # a head of 80 channels is padded to 128, which have no centroids
-        x = tl.load(rows.centroids + offset, there[None, :, None], 0)
+        x = tl.load(rows.books.centroids + offset, there[None, :, None], 0)
     else:  # tokens after the end have the code 0, and no weight. Saves a zero for each number
-        x = tl.load(rows.centroids + offset)
+        x = tl.load(rows.books.centroids + offset)
     return tl.reshape(x, (j.shape[0], rows.tile))
 
 

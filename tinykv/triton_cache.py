@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels import FMA, LIFT, LOG2E, Grid, Kept, PackedRows, Plane, Turn
+from kernels import FMA, LIFT, LOG2E, Codebooks, Grid, Kept, Outliers, PackedRows, Plane, Turn
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
@@ -155,12 +155,13 @@ def nonuniform_rows(codec, codes, kind, halves):
         grid = made_grid(words.unflatten(0, (-1, codec.width))[None, :, None], 0, 1)
     else:
         grid = made_grid(side_by_side(codes, ("half", "mid")), 1, codec.width)
-    tables = {"levels": codec.levels}
+    outliers = None
     if codec.outliers and codes.values.numel():
         row_end = codes.row_end[:, 0, :, 0].T.contiguous()  # (T, B)
-        tables |= dict(row_end=row_end, numbers=codes.values, columns=codes.columns, sequences=row_end.shape[1])
+        outliers = Outliers(row_end, codes.values, codes.columns, row_end.shape[1])
     of_row = sections(codec.channels, codec.bits)
-    return made_rows("NonUniform", codes.packed, of_row, codec.width, halves, grid=grid, **tables)
+    return made_rows("NonUniform", codes.packed, of_row, codec.width, halves, grid=grid, levels=codec.levels,
+                     outliers=outliers)
 
 
 def clipped_rows(codec, codes, kind, halves):
@@ -172,8 +173,9 @@ def clipped_rows(codec, codes, kind, halves):
 
 def codebook_rows(codec, codes, kind, halves):
     of_row, centroids = sections(codec.slots, codec.code_bits), codec.centroids.contiguous()
-    return made_rows("Codebook", codes.packed, of_row, codec.width, halves, centroids=centroids, n=codec.n,
-                     m=0 if len(centroids) == 1 else codec.m, side=math.gcd(codec.n, codec.width // halves))
+    books = made(Codebooks, centroids=centroids, n=codec.n, m=0 if len(centroids) == 1 else codec.m,
+                 side=math.gcd(codec.n, codec.width // halves))
+    return made_rows("Codebook", codes.packed, of_row, codec.width, halves, books=books)
 
 
 ROWS = {Exact: exact_rows, Affine: affine_rows, NonUniform: nonuniform_rows, ClippedGroups: clipped_rows,
@@ -243,7 +245,7 @@ TILES = {  # decoding, and many queries at once
 def kind_of(rows, halves):
     """What of TILES these PackedRows are; halves: 2 for keys before RoPE."""
     if rows.codec.value != "Exact" and not rows.fold.value:
-        return "Codebook" if rows.centroids is not None else "single"
+        return "Codebook" if rows.books is not None else "single"
     if halves == 2:
         return "rotated"
     return "ternary" if rows.ternary is not None else rows.fold.value or "exact"
@@ -407,8 +409,8 @@ def product_type(q, *sides):
         return torch.float32
     if any(rows.fold.value for rows in sides):
         return torch.float16
-    books = [rows.centroids for rows in sides if rows.centroids is not None]
-    return books[0].dtype if books else q.dtype
+    books = [rows.books for rows in sides if rows.books is not None]
+    return books[0].centroids.dtype if books else q.dtype
 
 
 # The cache
