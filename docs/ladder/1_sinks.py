@@ -1,0 +1,132 @@
+"""KV cache quantization on one page: RTN, PFN and KVSink, and the first table of README.
+
+    python docs/ladder/1_sinks.py            in the repository's folder; some seconds on a CPU
+    python -m pdb docs/ladder/1_sinks.py     then `b 74, layer == 2` and `c`: layer 2's keys and values come in
+
+In every layer a language model computes a key and a value of each token, and keeps them for later tokens to attend to:
+the KV cache. Here a number of it takes 2 bits instead of 16, but for a few tokens that a method keeps. A text comes at
+once; 2_stream.py lets it grow, and 3_codebooks.py stores it in 1 bit.
+
+Shapes: B texts, T tokens each, Hkv heads of keys and values, d channels (the numbers of a row: a head's key or value).
+"""
+import sys
+from collections import defaultdict
+
+import torch
+
+sys.path.insert(0, ".")
+from tinykv import hf
+from tinykv.data import load_windows
+
+N = 5  # tokens that `pfn` and `kvsink` keep
+LAYER, CHANNEL = 1, 49  # where this model's sinks show. KVSink's Table 3 has others; tinykv/outlier.py finds them
+
+
+# Code: a number is rounded to one of four levels, and read as scale * code + zero
+def grid(low, high):  # the smallest and the largest of the numbers that share it
+    scale = (high - low) / 3  # four levels, three steps
+    zero = low
+    return scale.half().float(), zero.half().float()  # stored in 16 bits
+
+
+def encode(x, scale, zero):  # numbers (B, Hkv, T, d) -> codes 0 to 3, four in a byte, (B, Hkv, T, d/4)
+    code = torch.round((x - zero) / scale)  # (B, Hkv, T, d)
+    code = code.clamp(0, 3).to(torch.uint8)
+    c0, c1, c2, c3 = code.chunk(4, dim=-1)  # (B, Hkv, T, d/4) each
+    return c0 | c1 << 2 | c2 << 4 | c3 << 6
+
+
+def decode(codes, scale, zero):  # codes (B, Hkv, T, d/4) -> numbers (B, Hkv, T, d)
+    code = torch.cat([codes & 3, codes >> 2 & 3, codes >> 4 & 3, codes >> 6], dim=-1)  # (B, Hkv, T, d)
+    return scale * code + zero
+
+
+# Keep: a method marks the tokens of a layer that stay in 16 bits. kept (B, Hkv, T): all False before. What is worth it?
+# A sink: heads attend to it when they look for nothing, as its value is nearly 0, and none of the four levels is
+def fp16(cache, layer, kept):  # all
+    kept[:] = True
+
+
+def rtn(cache, layer, kept):  # round to nearest: none
+    pass
+
+
+def pfn(cache, layer, kept):  # preserve the first N: the very first is a sink
+    kept[:, :, :N] = True
+
+
+def kvsink(cache, layer, kept):  # find the sinks, wherever they are: one channel of an early layer's output is huge
+    if layer > LAYER:  # layers up to it are stored before its output is known
+        size = cache.outputs[LAYER][..., CHANNEL].abs()  # (B, T)
+        sinks = size.topk(N, dim=1).indices  # (B, N)
+        kept.scatter_(2, sinks[:, None].expand(-1, kept.shape[1], -1), True)  # in all heads
+
+
+# The cache: attention hands it the keys and values of a text, and computes with those that it gets back
+class Cache:
+    def __init__(self, rope, method, grids):
+        self.rope, self.method, self.grids = rope, method, grids  # grids {(layer, "k" or "v"): (scale, zero)}
+        self.stored = {}  # {(layer, "k" or "v"): codes, where the kept rows are, the kept rows}
+        self.outputs = []  # each layer's, (B, T, channels of a layer's output)
+
+    def update(self, layer, q, k, v, positions):  # k, v (B, Hkv, T, d)
+        # Keep
+        kept = torch.zeros(k.shape[:3], dtype=torch.bool)  # (B, Hkv, T)
+        self.method(self, layer, kept)
+        # Code
+        self.write(layer, "k", k.half(), kept)
+        self.write(layer, "v", v.half(), kept)
+        # attention reads what is stored, also of a query's own token
+        K, V = self.read(layer, "k"), self.read(layer, "v")  # (B, Hkv, T, d) both
+        return self.rope.rotate(K), V  # RoPE gives keys their positions
+
+    def write(self, layer, kind, x, kept):
+        codes = encode(x.float(), *self.grids[layer, kind])  # (B, Hkv, T, d/4): a kept token has codes, too
+        where = kept.nonzero(as_tuple=True)  # text, head and token of the n kept rows
+        self.stored[layer, kind] = codes, where, x[where]  # the last (n, d)
+
+    def read(self, layer, kind):
+        codes, where, rows = self.stored[layer, kind]
+        x = decode(codes, *self.grids[layer, kind])  # (B, Hkv, T, d)
+        x[where] = rows.float()  # in the place of what their codes say
+        return x
+
+    def observe(self, layer, output):  # the model shows it each layer's output
+        self.outputs.append(output)
+
+    def without_prefix(self, tokens):  # the tokens of a text that it does not hold yet: all
+        return tokens
+
+    def __len__(self):  # the tokens that it holds: none, when the model asks
+        return 0
+
+
+# Calibration: the grids, from the range of the tokens that a method does not keep, in other texts
+def calibrate(exact, method):  # exact: a cache that holds these texts in 16 bits
+    grids = {}
+    for layer, kind in exact.stored:
+        x = exact.read(layer, kind)  # (B, Hkv, T, d)
+        kept = torch.zeros(x.shape[:3], dtype=torch.bool)  # (B, Hkv, T)
+        method(exact, layer, kept)
+        # keys: a grid for each channel; values: one for all channels of a head
+        dims = (0, 2) if kind == "k" else (0, 2, 3)
+        low = x.masked_fill(kept[..., None], torch.inf).amin(dims, keepdim=True)  # (1, Hkv, 1, d or 1)
+        high = x.masked_fill(kept[..., None], -torch.inf).amax(dims, keepdim=True)  # (1, Hkv, 1, d or 1)
+        grids[layer, kind] = grid(low, high)
+    return grids
+
+
+# The table: perplexity of 16 texts, or as many as the command says
+torch.set_grad_enabled(False)
+model, tokenizer = hf.load("tinykv/assets/tales")
+texts = int(sys.argv[1]) if sys.argv[1:] else 16
+test = load_windows("tales", tokenizer, 1024, texts, "test").tokens  # (B, T)
+other = load_windows("tales", tokenizer, 1024, 16, "calibration").tokens  # (B, T)
+
+exact = Cache(model.rope, fp16, defaultdict(lambda: (1.0, 0.0)))  # any grid will do where all tokens are kept
+model(other, exact)
+for method in (fp16, rtn, pfn, kvsink):
+    grids = exact.grids if method == fp16 else calibrate(exact, method)
+    logits = model(test, Cache(model.rope, method, grids))  # (B, T, vocabulary)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), test[:, 1:].flatten())
+    print(f"{method.__name__:8} {loss.exp():7.3f}")

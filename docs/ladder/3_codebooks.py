@@ -1,0 +1,127 @@
+"""The cache of 1_sinks.py in 1 bit: CQ and AnTKV. "NEW" marks what is new.
+
+    python docs/ladder/3_codebooks.py        in the repository's folder; less than a minute on a CPU
+    diff docs/ladder/1_sinks.py docs/ladder/3_codebooks.py
+
+Code: neighbouring channels depend on each other. So n = 8 of them share one code, which says which of 256 vectors comes
+nearest to them. The vectors, a codebook, come from k-means on other texts. Keep: the tokens whose error would change
+the output of attention most.
+
+Shapes: B texts, T tokens each, H query heads, Hkv heads of keys and values, d channels, slots = Hkv * d/n codebooks.
+"""
+import math
+import sys
+from collections import defaultdict
+
+import torch
+
+sys.path.insert(0, ".")
+from tinykv import hf
+from tinykv.data import load_windows
+from tinykv.kmeans import kmeans, nearest
+
+n = 8  # NEW: channels that share a code
+
+
+# Code: NEW: n numbers are read as the nearest vector of their codebook
+def vectors(x):  # numbers (B, Hkv, T, d) -> n at a time, (slots, B * T, n)
+    x = x.unflatten(-1, (-1, n))  # (B, Hkv, T, d/n, n)
+    x = x.permute(1, 3, 0, 2, 4)  # (Hkv, d/n, B, T, n)
+    return x.flatten(2, 3).flatten(0, 1)
+
+
+def encode(x, codebook):  # numbers (B, Hkv, T, d), codebook (slots, 256, n) -> codes 0 to 255, (B, Hkv, T, d/n)
+    B, Hkv, T, d = x.shape
+    code = nearest(vectors(x), codebook)  # (slots, B * T)
+    code = code.view(Hkv, d // n, B, T).permute(2, 0, 3, 1)  # (B, Hkv, T, d/n)
+    return code.to(torch.uint8)
+
+
+def decode(codes, codebook):  # codes (B, Hkv, T, d/n) -> numbers (B, Hkv, T, d)
+    slot = torch.arange(len(codebook)).view(codes.shape[1], 1, -1)  # (Hkv, 1, d/n)
+    x = codebook[slot, codes.long()]  # (B, Hkv, T, d/n, n)
+    return x.flatten(-2)
+
+
+# Keep: a method marks the tokens of a layer that stay in 16 bits. NEW: of keys and of values, kept (2, B, Hkv, T), by
+# the queries q (B, H, T, d) and the keys K (B, Hkv, T, d), with their positions
+def fp16(q, K, kept):  # all
+    kept[:] = True
+
+
+def cq(q, K, kept):  # coupled quantization: none
+    pass
+
+
+def antkv(q, K, kept):  # NEW: the anchors, 1% of the tokens
+    # the attention A that each query pays to each key
+    heads_per_kv = q.shape[1] // K.shape[1]
+    K = K.repeat_interleave(heads_per_kv, dim=1)  # (B, H, T, d)
+    scores = q @ K.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, T)
+    later = torch.ones_like(scores, dtype=torch.bool).triu(1)  # keys that come after the query
+    A = scores.masked_fill(later, -torch.inf).softmax(-1)  # (B, H, T, T)
+    # Eq. 5: what an error of each key, and of each value, does to the output of all queries
+    of_key = (A * (1 - A) * q.norm(dim=-1, keepdim=True)).sum(2)  # (B, H, T)
+    of_value = A.sum(2)  # (B, H, T)
+    # the largest of each
+    score = torch.stack([of_key, of_value]).unflatten(2, (-1, heads_per_kv)).sum(3)  # (2, B, Hkv, T)
+    anchors = score.topk(math.ceil(score.shape[-1] / 100)).indices  # (2, B, Hkv, 1% of T)
+    kept.scatter_(3, anchors, True)
+
+
+# The cache: attention hands it the keys and values of a text, and computes with those that it gets back
+class Cache:
+    def __init__(self, rope, method, codebooks):
+        self.rope, self.method, self.codebooks = rope, method, codebooks  # {(layer, "k" or "v"): (slots, 256, n)}
+        self.stored = {}  # {(layer, "k" or "v"): codes, where the kept rows are, the kept rows}
+
+    def update(self, layer, q, k, v, positions):  # q (B, H, T, d), k, v (B, Hkv, T, d)
+        k, v = k.half(), v.half()
+        # Keep
+        kept = torch.zeros(2, *k.shape[:3], dtype=torch.bool)  # (2, B, Hkv, T)
+        self.method(self.rope.rotate(q), self.rope.rotate(k.float()), kept)
+        # Code
+        self.write(layer, "k", k, kept[0])
+        self.write(layer, "v", v, kept[1])
+        # attention reads what is stored, also of a query's own token
+        K, V = self.read(layer, "k"), self.read(layer, "v")  # (B, Hkv, T, d) both
+        return self.rope.rotate(K), V  # RoPE gives keys their positions
+
+    def write(self, layer, kind, x, kept):
+        codes = encode(x.float(), self.codebooks[layer, kind])  # (B, Hkv, T, d/n): a kept token has codes, too
+        where = kept.nonzero(as_tuple=True)  # text, head and token of the kept rows
+        self.stored[layer, kind] = codes, where, x[where]  # the last (rows, d)
+
+    def read(self, layer, kind):
+        codes, where, rows = self.stored[layer, kind]
+        x = decode(codes, self.codebooks[layer, kind])  # (B, Hkv, T, d)
+        x[where] = rows.float()  # in the place of what their codes say
+        return x
+
+    def observe(self, layer, output):  # the model shows it each layer's output
+        pass
+
+    def without_prefix(self, tokens):  # the tokens of a text that it does not hold yet: all
+        return tokens
+
+    def __len__(self):  # the tokens that it holds: none, when the model asks
+        return 0
+
+
+# The table: perplexity of 16 texts, or as many as the command says
+torch.set_grad_enabled(False)
+model, tokenizer = hf.load("tinykv/assets/tales")
+texts = int(sys.argv[1]) if sys.argv[1:] else 16
+test = load_windows("tales", tokenizer, 1024, texts, "test").tokens  # (B, T)
+other = load_windows("tales", tokenizer, 1024, 16, "calibration").tokens  # (B, T)
+
+exact = Cache(model.rope, fp16, defaultdict(lambda: torch.zeros(32 // n, 1, n)))  # any will do: all tokens are kept
+model(other, exact)
+codebooks = {}
+for layer, kind in exact.stored:
+    points = vectors(exact.read(layer, kind))  # (slots, B * T, n)
+    codebooks[layer, kind] = kmeans(points, 256, tolerance=1e-3).half().float()  # (slots, 256, n)
+for method in (cq, antkv):
+    logits = model(test, Cache(model.rope, method, codebooks))  # (B, T, vocabulary)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), test[:, 1:].flatten())
+    print(f"{method.__name__:8} {loss.exp():7.3f}")

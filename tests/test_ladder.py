@@ -1,0 +1,60 @@
+"""docs/ladder/: each page prints the package's own figures, by code of its own."""
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval_ppl import compare
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(ROOT.glob("docs/ladder/*.py"))
+
+
+def printed(page, texts, monkeypatch, capsys):
+    """[(method, perplexity)] of a page, on so many texts."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [page, str(texts)])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with torch.no_grad():  # a page turns gradients off; afterwards they are as they were
+        runpy.run_path(f"docs/ladder/{page}")
+    return [tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
+
+
+def measured(methods, **given):
+    """The same of the package."""
+    return [(row["label"], f"{row['ppl']:.3f}") for row in compare(methods, **given)]
+
+
+def test_sinks(monkeypatch, capsys):
+    """fp16, rtn, pfn, kvsink."""
+    assert printed("1_sinks.py", 2, monkeypatch, capsys) == measured("kvsink", windows=2)
+
+
+def test_stream(monkeypatch, capsys):
+    """KIVI without a window of recent tokens, as it is, and beside OTT."""
+    rows = []
+    for method, group, recent in (("kivi", 128, 0), ("kivi", 32, 128), ("kivi", 128, 32), ("ott", 128, 32)):
+        rows += measured(f"fp16,{method}", windows=2, protocol="stream", group_size=group, recent=recent)[1:]
+    assert printed("2_stream.py", 2, monkeypatch, capsys) == rows
+
+
+@pytest.mark.whole  # seconds of k-means
+def test_codebooks(monkeypatch, capsys):
+    """Without weights in k-means, which need gradients."""
+    assert printed("3_codebooks.py", 2, monkeypatch, capsys) == measured(
+        "fp16,cq,antkv", windows=2, sensitivity="none")[1:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_breakpoints_are_in_update(page):
+    """The number of a line that the page, or the tour, gives to the debugger: where `update` begins."""
+    lines = page.read_text().splitlines()
+    numbers = re.findall(r"`b (\d+)", page.read_text())
+    if page.name == "1_sinks.py":
+        numbers += re.findall(r"\(Pdb\) b (\d+)", (ROOT / "docs/tour.md").read_text())
+    for number in numbers:
+        begin = next(i for i, line in enumerate(lines) if "def update" in line)
+        assert "kept = " in lines[int(number) - 1] and begin < int(number) - 1 <= begin + 2
