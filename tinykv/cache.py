@@ -10,13 +10,8 @@
 A kept token has a code as well, which is read only if the method drops the token later. So no position is skipped, and
 groups of tokens that share a scale stay aligned. "16 bits" is the model's dtype, or fp16 if the model runs in fp32.
 
-`LayerCache.update` is the whole idea. It appends the new tokens and calls `LayerCache.quantize`, which answers:
-
-    When   how many of the oldest recent tokens are quantized now?     `LayerCache.n_to_quantize`
-    Keep   which tokens stay in full precision from now on?            `LayerCache.keep`, `CachedRows.keep`
-    Code   how is every other token quantized?                         `CachedRows.quantize`
-
-The protocol says whether attention reads before or after `quantize`:
+`LayerCache.update` is the whole idea; docs/ladder/ has it on a page. It appends the new tokens and calls `quantize`,
+which answers When, Keep and Code. The protocol says whether attention reads before or after `quantize`:
 
     paper    Quantize, then read. The papers measure perplexity this way. One forward reads one text, and every query
              reads the codes of every token that is not kept, even of its own.
@@ -167,7 +162,6 @@ class LayerCache:
         self.keys = CachedRows(layer, "k", codecs.k)
         self.values = CachedRows(layer, "v", codecs.v)
         self.length = 0  # tokens seen
-        self.prefills = True  # whether the newest tokens are the prompt; under `paper`, any text counts as one
         self.chooses_once = prompt is not None and method.choose == "prompt"  # it chooses at the end of the prompt
         self.dtype = None  # the model's
 
@@ -203,9 +197,13 @@ class LayerCache:
         if n_values:
             self.values.quantize(n_values)
 
+    def in_prompt(self):
+        """Whether the newest tokens are the prompt. Under `paper` a text without one counts as one."""
+        return self.protocol == "paper" if self.prompt is None else self.length <= self.prompt
+
     def is_choosing(self):
         """Whether the method still chooses tokens to keep."""
-        return self.prefills or not self.chooses_once
+        return self.in_prompt() or not self.chooses_once
 
     def is_scoring(self):
         """Whether the new queries score the tokens."""
@@ -213,7 +211,7 @@ class LayerCache:
 
     def quantizes_first(self):
         """Whether the new tokens are quantized before they are read."""
-        return self.protocol == "paper" and self.prefills
+        return self.protocol == "paper" and self.in_prompt()
 
     def append(self, k, v):
         """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits. Keys that are stored after RoPE are
@@ -226,8 +224,6 @@ class LayerCache:
         self.keys.append(k)
         self.values.append(v)
         self.length += v.shape[2]
-        # under `paper` a text without a prompt is read like one
-        self.prefills = self.protocol == "paper" if self.prompt is None else self.length <= self.prompt
 
     def read(self):
         """K (rotated) and V of all tokens so far, (B, Hkv, S, d) both."""
@@ -256,6 +252,15 @@ class LayerCache:
         old = max(0, self.length - rows.n_coded - self.method.recent)
         return old - old % self.method.block_of(rows.kind)
 
+    def next_length(self):
+        """When, in a stream: the text's length at which keys or values are quantized next."""
+        recent, lengths = self.method.recent, []
+        for rows in (self.keys, self.values):
+            block = self.method.block_of(rows.kind)
+            full = max(0, (self.length - rows.n_coded - recent) // block)  # whole blocks of a long prefix wait
+            lengths.append(rows.n_coded + recent + (full + 1) * block)
+        return min(lengths)
+
     def keep(self, n_keys, n_values):
         """Ask the method which tokens to keep, and keep them.
 
@@ -263,7 +268,7 @@ class LayerCache:
         chooses once is asked about the whole prompt, even if none of it is quantized yet.
         """
         if self.chooses_once:
-            n_keys = n_values = self.length if self.prefills else 0
+            n_keys = n_values = self.length if self.in_prompt() else 0
         keep_keys = self.method.keep_keys(self, n_keys) if n_keys else None
         keep_values = self.method.keep_values(self, n_values) if n_values else None
         if keep_keys is not None:

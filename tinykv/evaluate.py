@@ -194,19 +194,9 @@ def chunks_of(tokens, cache):
         elif cache.protocol == "paper" and cache.prompt is None:
             end = tokens.shape[1]
         else:
-            end = next_length(cache)
+            end = cache.layers[0].next_length()
         yield tokens[:, begin:end]  # a prefix belongs to the first chunk
         begin = end
-
-
-def next_length(cache):
-    """The length of a stream at which keys or values are quantized next."""
-    recent, lengths = cache.method.recent, []
-    for rows in (cache.layers[0].keys, cache.layers[0].values):
-        block = cache.method.block_of(rows.kind)
-        full = max(0, (len(cache) - rows.n_coded - recent) // block)  # whole blocks of a long prefix wait
-        lengths.append(rows.n_coded + recent + (full + 1) * block)
-    return min(lengths)
 
 
 def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
@@ -269,7 +259,7 @@ def count_bits(result, cache, tokens):
             bits_far += 16.0 / 2
             continue
         n_recent = method.recent + (method.block_of(rows.kind) - 1) / 2
-        if cache.protocol == "paper" and layer.prefills:  # a window that is quantized as a whole
+        if layer.codes_first():  # a window that is quantized as a whole
             n_recent = 0
         coded = held["coded"] / rows.n_coded  # bytes of a quantized token
         recent = config.num_hidden_layers * sum(  # bytes of a recent token: a row, and its score where there is one
