@@ -26,6 +26,10 @@ class Letters:
         return "".join("<s>" if i == self.bos_id else chr(i - 10) for i in ids)
 
 
+class Bare(Letters):
+    bos_id = None
+
+
 class Words(Letters):
     """Words and signs, each with the blank before it, as the byte-level tokenizers have them."""
 
@@ -121,9 +125,6 @@ def test_answers_decode(tokenizer):
 
 
 def test_a_tokenizer_without_bos():
-    class Bare(Letters):
-        bos_id = None
-
     text = "".join(story.text for story in islice(stories("test"), 20))[:300]
     assert spelled(load_windows("tales", Bare(), 100, 3, bos="none")) == text
     with pytest.raises(UserError, match="<s>.*none"):
@@ -143,6 +144,21 @@ def test_file_halves(tmp_path):
     assert test.answers == calibration.answers == [[], []]
     assert str(path) in test.name
     assert spelled(load_windows(path, Letters(), 5, 2)) == "<s>abcd<s>\nghi"
+
+
+@pytest.mark.parametrize("n", [40, 41, 97, 100])
+def test_windows_of_a_file_lie_all_over_its_half(tmp_path, n):
+    """And so does each draw of the calibration. No text comes twice, and all n windows are the half."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i:04}" for i in range(2 * n)))  # a window of 4 letters is its own number
+    tokens = load_windows(str(path), Bare(), 4, n, bos="none").tokens
+    place = [int(Letters().decode(window)) for window in tokens.tolist()]
+    assert sorted(place) == list(range(n))
+    assert tokens[:8].equal(load_windows(str(path), Bare(), 4, 8, bos="none").tokens)
+    for draw in range(4):  # of 8 windows: no part of the text without one is longer than two and a half eighths
+        ends = sorted(place[8 * draw:8 * draw + 8])
+        gaps = [b - a for a, b in zip(ends, [*ends[1:], ends[0] + n])]
+        assert max(gaps) <= 2.5 * n / 8
 
 
 def test_a_whole_file(tmp_path):

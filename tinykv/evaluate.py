@@ -259,7 +259,7 @@ def count_bits(result, cache, tokens):
             bits_far += 16.0 / 2
             continue
         n_recent = method.recent + (method.block_of(rows.kind) - 1) / 2
-        if layer.codes_first():  # a window that is quantized as a whole
+        if layer.quantizes_first():  # a window that is quantized as a whole
             n_recent = 0
         coded = held["coded"] / rows.n_coded  # bytes of a quantized token
         recent = config.num_hidden_layers * sum(  # bytes of a recent token: a row, and its score where there is one

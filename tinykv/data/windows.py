@@ -10,19 +10,21 @@ window is dropped. Calibration and test never see the same text:
                     calibration  the train split, an article a document
     c4              test         1100 documents of the first validation shard, joined by " "
                     calibration  documents of the first train shard
-    FILE            test         the first half of its characters, one document
-                    calibration  the second half; all of it for either, where the other split is
-                                 of another text
+    FILE            test         windows from all over the first half of its characters, one document
+                    calibration  the same of the second half; all of it for either, where the other split
+                                 is of another text
 
 The test texts of wikitext2 and c4 are those of the published numbers. WikiText-2: "\\n\\n".join over the rows of the
 Hugging Face dataset, where a row is a line of the raw file with its newline, or "" for a blank line; one document, with
 a single `<s>` at the start. C4: what GPTQ calls c4-new, and of which IntactKV measures 256 windows of 2048 tokens. Both
 are downloaded from the hub at first use. Calibration text is read document by document, as far as needed. A file is
-halved because neither call knows how much of it the other one takes.
+halved because neither call knows how much of it the other one takes. Its windows are spread, as the first ones may be
+of two or three articles, about which alone an error over windows would speak.
 """
 import gzip
 import io
 import json
+import math
 import os
 import zipfile
 from array import array
@@ -85,8 +87,12 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
                         f"{windows} windows need {need} tokens: ask for fewer or shorter ones, or give a "
                         "longer text")
 
-    # 2. the windows
-    tokens = torch.frombuffer(ids, dtype=torch.int64)[:need].view(windows, text_length)  # (W, T - n)
+    # 2. the windows: the first ones, or those of a file from all over it
+    n_full = len(ids) // text_length  # windows that the stream has
+    tokens = torch.frombuffer(ids, dtype=torch.int64)[:n_full * text_length]
+    tokens = tokens.view(n_full, text_length)  # (all windows, T - n)
+    order = torch.arange(n_full) if data in TEXTS else spread(n_full)
+    tokens = tokens[order[:windows]]  # (W, T - n)
     answers = answers_in_windows(marks, windows, text_length, n_replaced=int(replace_first))
     if replace_first:
         tokens[:, 0] = tokenizer.bos_id
@@ -105,6 +111,15 @@ def share_text(a, b, n=32):
     of_a, of_b = ({hash(tuple(ids[i:i + n])) for ids in windows.tolist() for i in range(len(ids) - n + 1)}
                   for windows in (a, b))
     return not of_a.isdisjoint(of_b)
+
+
+def spread(n):
+    """The indices 0 .. n - 1 in an order in which any that follow each other, as a draw's do, lie evenly over all n:
+    each is a golden section of n after the last one, modulo n."""
+    step = round(0.618 * n)
+    while math.gcd(step, n) != 1:  # else some would come twice
+        step += 1
+    return torch.arange(n) * step % n
 
 
 def encode_documents(documents, tokenizer, need):
