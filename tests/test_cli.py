@@ -147,9 +147,9 @@ def test_rows_are_compared_window_by_window(command):
     """A row is not compared with itself, and one with no other of its settings with none."""
     _, out, _ = command("--method", "rtn,pfn", "--scheme", "token-dynamic", "--bits", "3,2", "--vs", "rtn", *SMALL)
     head, *lines = cells(out)
-    assert head == ["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"]
+    assert head == ["method", "vs", "nats a token", "+-", "t", "p", "t of KL", "p", "better on"]
     assert [line[:2] for line in lines] == [["pfn bits=3", "rtn bits=3"], ["pfn bits=2", "rtn bits=2"]]
-    assert re.fullmatch("[012] of 2", lines[0][6])
+    assert re.fullmatch("[012] of 2", lines[0][8])
     assert "--vs kvi" in refused(command, "--method", "rtn", "--vs", "kvi", *SMALL)
 
 
@@ -662,10 +662,10 @@ def test_draws_are_calibrations_by_hand(rows_of, tmp_path, by_hand, draws):
         assert row["top1"] == sum(result.agree for result in results) / (n * targets)
         assert row["bits_true"] == pytest.approx(sum(sum(result.bits) for result in results) / n)
     # --vs: t of the loss and of KL
-    difference, error, t, better = paired(row["window_nll"], rows["pfn"]["window_nll"])
-    _, _, t_of_kl, _ = paired(row["window_kl"], rows["pfn"]["window_kl"])
-    assert cells(out)[-1] == [name, "pfn", f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{t_of_kl:+.1f}",
-                              f"{better} of {n}"]
+    difference, error, t, p, better = paired(row["window_nll"], rows["pfn"]["window_nll"])
+    _, _, t_of_kl, p_of_kl, _ = paired(row["window_kl"], rows["pfn"]["window_kl"])
+    assert cells(out)[-1] == [name, "pfn", f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{p:.1g}",
+                              f"{t_of_kl:+.1f}", f"{p_of_kl:.1g}", f"{better} of {n}"]
 
 
 def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, one_layer, calibrated, monkeypatch):

@@ -74,5 +74,5 @@ def test_facts_are_recalled(table):
 def test_static_grids_need_their_sinks(table, bits, worse, better):
     """Keeping the first five tokens is clearly better than none, and those that KVSink finds than the first: paired."""
     rows = [table[f"{name} bits={bits}"]["window_nll"] for name in (worse, better)]
-    _, _, t, _ = paired(*rows)
-    assert t > 3
+    difference, _, _, p, _ = paired(*rows)
+    assert difference > 0 and p < 0.01

@@ -5,7 +5,6 @@ import random
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.data import Windows
-from tinykv.evaluate import FAR, Result, add_predictions, delta_error, measure, paired, standard_error
+from tinykv.evaluate import FAR, Result, add_predictions, delta_error, measure, p_value, paired, standard_error
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons, flags
@@ -264,7 +263,7 @@ def test_t_is_that_of_a_paired_test(shift):
     d = [a - b for a, b in zip(method[0], fp16[0])]
     mean = sum(d) / 16
     variance = sum((x - mean) ** 2 for x in d) / 15
-    difference, error, t, better = paired(method, fp16)
+    difference, error, t, _, better = paired(method, fp16)
     assert difference == pytest.approx(mean) and error == pytest.approx(math.sqrt(variance / 16))
     assert t == pytest.approx(mean / math.sqrt(variance / 16)) and better == sum(x < 0 for x in d)
 
@@ -272,12 +271,13 @@ def test_t_is_that_of_a_paired_test(shift):
 @pytest.mark.parametrize("spread", [0.0, 0.5, 50.0])
 def test_a_shift_of_all_windows_is_found_however_they_differ(spread):
     fp16, method = synthetic(0.001, noise=1e-5, spread=spread)
-    _, _, t, better = paired(method, fp16)
-    assert t > 100 and better == 0
-    assert paired([[2.0, 3.0]], [[1.0, 2.0]]) == (1.0, 0.0, math.inf, 0)
-    assert paired([[1.0, 2.0]], [[2.0, 3.0]]) == (-1.0, 0.0, -math.inf, 2)
-    assert paired([[1.0]], [[2.0]]) == (-1.0, None, None, 1) and paired([[1.0], [1.0]], [[2.0], [4.0]])[1] is None
-    assert paired([[1.0, 2.0]], [[1.0, 2.0]]) == (0.0, 0.0, 0.0, 0)
+    _, _, t, p, better = paired(method, fp16)
+    assert t > 100 and p < 1e-20 and better == 0
+    assert paired([[2.0, 3.0]], [[1.0, 2.0]]) == (1.0, 0.0, math.inf, 0.0, 0)
+    assert paired([[1.0, 2.0]], [[2.0, 3.0]]) == (-1.0, 0.0, -math.inf, 0.0, 2)
+    assert paired([[1.0]], [[2.0]]) == (-1.0, None, None, None, 1)
+    assert paired([[1.0], [1.0]], [[2.0], [4.0]])[1] is None
+    assert paired([[1.0, 2.0]], [[1.0, 2.0]]) == (0.0, 0.0, 0.0, pytest.approx(1), 0)
 
 
 def crossed(D):
@@ -307,41 +307,45 @@ def test_the_error_over_draws_and_windows_is_that_of_crossed_effects(C, W, of_dr
             negative += 1
             square = max(ms_draws, ms_windows, ms_rest) / (C * W)
         nll = [[a + b for a, b in zip(*rows)] for rows in zip(D, other)]
-        difference, error, t, better = paired(nll, other)
+        difference, error, t, p, better = paired(nll, other)
         assert error == pytest.approx(math.sqrt(square)) and t == pytest.approx(difference / error)
         assert difference == pytest.approx(sum(map(sum, D)) / (C * W))
         assert better == sum(x < 0 for row in D for x in row)
+        total = max(ms_draws, ms_rest) + max(ms_windows, ms_rest) - ms_rest  # Satterthwaite's degrees of freedom
+        df = total ** 2 / (ms_draws ** 2 / (C - 1) + ms_windows ** 2 / (W - 1) + ms_rest ** 2 / ((C - 1) * (W - 1)))
+        assert standard_error(torch.tensor(D, dtype=torch.float64))[1] == pytest.approx(df)
+        assert p == pytest.approx(p_value(t, df))
     assert negative < 5 if of_draws and of_windows else negative > 0
 
 
-# the 97.5% quantiles of Student's t, and their degrees of freedom
-DF = [1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, math.inf]
-QUANTILES = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.306, 2.228, 2.131, 2.086, 2.042, 1.960]
-
-
-def quantiles(D):
-    """Of Student's t, with Satterthwaite's degrees of freedom of the errors of D (n, C, W): (n)."""
-    _, C, W = D.shape
-    rows, columns = D.mean(2), D.mean(1)  # (n, C), (n, W)
-    rest = D - rows[:, :, None] - columns[:, None] + D.mean((1, 2))[:, None, None]  # (n, C, W)
-    a, b, r = W * rows.var(1), C * columns.var(1), rest.square().sum((1, 2)) / ((C - 1) * (W - 1))  # (n) each
-    df = (a + b - r) ** 2 / (a ** 2 / (C - 1) + b ** 2 / (W - 1) + r ** 2 / ((C - 1) * (W - 1)))
-    return np.interp(-1 / df.clamp(min=1), [-1 / df for df in DF], QUANTILES)
+@pytest.mark.parametrize("df, quantile", [
+    (1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (6, 2.447), (8, 2.306), (10, 2.228), (15, 2.131),
+    (20, 2.086), (30, 2.042), (120, 1.980)])
+def test_p_is_that_of_students_t(df, quantile):
+    """Tables of t have the 97.5% quantiles; for 1 and 2 degrees of freedom there are formulas, also far out."""
+    assert p_value(quantile, df) == pytest.approx(0.05, rel=1e-3) == p_value(-quantile, df)
+    assert p_value(quantile, df + 0.1) < p_value(quantile, df) and p_value(math.inf, df) == 0
+    assert p_value(0, df) == pytest.approx(1)
+    if df == 1:
+        assert p_value(1000, df) == pytest.approx(2 / math.pi * math.atan(1 / 1000))
+    if df == 2:
+        assert p_value(1000, df) == pytest.approx(1 - 1000 / math.sqrt(1000 ** 2 + 2), rel=1e-4)
 
 
 @pytest.mark.parametrize("C", [3, 5])
 @pytest.mark.parametrize("of_draws, of_windows, rest", [(1, 1, 1), (3, 1, 1), (0, 1, 1), (0, 1, 0.3)])
-def test_intervals_of_95_percent_hold_the_mean_where_draws_matter_and_where_not(C, of_draws, of_windows, rest):
-    """With the quantiles of t: two standard errors are too few where few draws make the error. An error over windows
-    misses the mean far more often than one in twenty times where draws matter."""
+def test_p_is_below_5_percent_once_in_twenty_times_where_draws_matter_and_where_not(C, of_draws, of_windows, rest):
+    """Two standard errors are too few where few draws make the error. An error over windows alone is far too small
+    where draws matter."""
     n, W = 600, 16
     rng = torch.Generator().manual_seed(0)
     draws, windows, each = (torch.randn(n, *shape, generator=rng, dtype=torch.float64)
                             for shape in ((C, 1), (1, W), (C, W)))
     tables = of_draws * draws + of_windows * windows + rest * each  # (n, C, W), of mean 0
     means = tables.mean((1, 2)).abs()  # (n)
-    errors = np.array([standard_error(D) for D in tables])  # (n)
-    assert 0.92 < (means.numpy() <= quantiles(tables) * errors).mean() < 0.98
+    zero = torch.zeros(C, W).tolist()
+    seldom = sum(paired(D, zero)[3] < 0.05 for D in tables.tolist()) / n
+    assert 0.02 < seldom < 0.08
     over_windows = tables.mean(1).std(1) / W ** 0.5  # (n)
     assert ((means <= 2.13 * over_windows).double().mean() < 0.75) == (of_draws > 0)
 

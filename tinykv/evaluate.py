@@ -73,10 +73,12 @@ def standard_error(D):
     (MS_draws - MS_rest) / (C W) is what draws add to the variance of the mean, (MS_windows - MS_rest) / (C W) what
     windows add, and neither is below zero. With one draw only windows vary: SE is that of a mean over windows. None for
     one window, which has no spread.
+
+    Returns SE and its degrees of freedom (Satterthwaite): few where draws, of which there are few, vary most.
     """
     C, W = D.shape
     if W == 1:
-        return None
+        return None, None
     mean = D.mean()
     of_draws = D.mean(1, keepdim=True) - mean  # (C, 1)
     of_windows = D.mean(0, keepdim=True) - mean  # (1, W)
@@ -86,8 +88,21 @@ def standard_error(D):
     ms_draws = W * of_draws.square().sum() / df_draws
     ms_windows = C * of_windows.square().sum() / df_windows
     ms_rest = rest.square().sum() / (df_draws * df_windows)
-    square = (max(ms_draws, ms_rest) + max(ms_windows, ms_rest) - ms_rest) / (C * W)
-    return math.sqrt(square)
+    total = max(ms_draws, ms_rest) + max(ms_windows, ms_rest) - ms_rest
+    spread = ms_draws ** 2 / df_draws + ms_windows ** 2 / df_windows + ms_rest ** 2 / (df_draws * df_windows)
+    df = total ** 2 / spread if spread > 0 else df_windows
+    return math.sqrt(total / (C * W)), float(df)
+
+
+def p_value(t, df):
+    """How often a t of `df` degrees of freedom is as far from 0 as this one, on either side, by chance.
+
+    With t = sqrt(df) tan(a), the angle a has the density cos(a)^(df - 1) between -90 and 90 degrees, up to a factor.
+    """
+    angle = torch.linspace(math.atan(abs(t) / math.sqrt(df)), math.pi / 2, 10001, dtype=torch.float64)
+    tail = torch.trapezoid(angle.cos() ** (df - 1), angle).item()
+    half = math.exp(math.lgamma(df / 2) - math.lgamma((df + 1) / 2)) * math.sqrt(math.pi) / 2  # from 0 to 90 degrees
+    return tail / half
 
 
 def delta_error(nll, exact):
@@ -96,19 +111,20 @@ def delta_error(nll, exact):
     To first order, a window contributes ppl * nll - (ppl of fp16) * (nll of fp16) to the difference.
     """
     nll, exact = (torch.tensor(losses, dtype=torch.float64) for losses in (nll, exact))  # (C, W) both
-    return standard_error(nll.mean().exp() * nll - exact.mean().exp() * exact)
+    return standard_error(nll.mean().exp() * nll - exact.mean().exp() * exact)[0]
 
 
 def paired(nll, other):
-    """Losses of one row and of another -> (mean difference in nats a token, its standard error, t, how many losses of
-    the first are lower). Error and t are None for one window."""
+    """Losses of one row and of another -> (mean difference in nats a token, its standard error, t, p, how many losses
+    of the first are lower). Error, t and p are None for one window."""
     nll, other = (torch.tensor(losses, dtype=torch.float64) for losses in (nll, other))  # (C, W) both
     D = nll - other  # (C, W)
-    difference, error = D.mean().item(), standard_error(D)
-    t = None
+    difference, (error, df) = D.mean().item(), standard_error(D)
+    t = p = None
     if error is not None:
         t = difference / error if error > 0 else math.copysign(math.inf, difference) if difference else 0.0
-    return difference, error, t, (D < 0).sum().item()
+        p = p_value(t, df)
+    return difference, error, t, p, (D < 0).sum().item()
 
 
 # Measuring

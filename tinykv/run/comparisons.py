@@ -56,11 +56,12 @@ def print_vs(rows, name):
         if other in (None, title):
             continue
         losses = row["window_nll"]  # (draws, windows)
-        difference, error, t, better = paired(losses, rows[other]["window_nll"])
-        _, _, t_of_kl, _ = paired(row["window_kl"], rows[other]["window_kl"])
+        difference, error, t, p, better = paired(losses, rows[other]["window_nll"])
+        _, _, t_of_kl, p_of_kl, _ = paired(row["window_kl"], rows[other]["window_kl"])
         lines.append([title, other, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
-                      cli.figure(t_of_kl, "+.1f"), f"{better} of {len(losses) * len(losses[0])}"])
-    cli.print_columns(["method", "vs", "nats a token", "+-", "t", "t of KL", "better on"], lines, left=2)
+                      cli.figure(p, ".1g"), cli.figure(t_of_kl, "+.1f"), cli.figure(p_of_kl, ".1g"),
+                      f"{better} of {len(losses) * len(losses[0])}"])
+    cli.print_columns(["method", "vs", "nats a token", "+-", "t", "p", "t of KL", "p", "better on"], lines, left=2)
 
 
 def compared_with(title, name, titles):
