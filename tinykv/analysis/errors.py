@@ -16,6 +16,7 @@ TABLE_1 = (("token-dynamic", "k"), ("token-dynamic", "v"), ("channel-dynamic", "
 BITS = (4, 3, 2)
 GROUP_SIZE = 16  # the paper's
 LABELS = {"overall": "all tokens", "without": "without sinks", "with": "with a sink"}
+COMPARED = {"dynamic": ("without", "with"), "static": ("overall", "without")}  # by the end of the scheme's name
 
 COLUMNS = {"scheme": ("scheme", ""), "of": ("of", ""), "bits": ("bits", "d"), "overall": ("overall", ".3f"),
            "without": ("without", ".3f"), "with": ("with", ".3f"), "change": ("change", "+.1%")}
@@ -80,7 +81,7 @@ def measure(text):
     # 2. the table, over all layers
     layers, rows = by_layer(text, look), []
     for scheme, kind in TABLE_1:
-        before, after = ("overall", "without") if scheme.endswith("static") else ("without", "with")
+        before, after = COMPARED[scheme.split("-")[1]]
         for bits in BITS:
             row = {"scheme": scheme, "of": kind.upper(), "bits": bits}
             for column in LABELS:
@@ -98,7 +99,7 @@ def shares_token_group(sinks):
 
 
 def draw(text, rows):
-    """The errors by bits, a panel for each scheme, of K or V; its title has the change."""
+    """The errors by bits, a panel for each scheme, of K or V; its title has the change, and of what to what."""
     figure, panels = new_figure(2, 3, 11, 6.6, "How sinks change the mean squared error of keys and values")
     for panel, (scheme, kind) in zip(panels, TABLE_1):
         of_panel = [row for row in rows if (row["scheme"], row["of"]) == (scheme, kind.upper())]
@@ -109,6 +110,8 @@ def draw(text, rows):
         if all(abs(row["overall"] / row["without"] - 1) < 0.02 for row in of_panel):
             panel.text(0.97, 0.95, "all tokens and without sinks:\nthe same", transform=panel.transAxes, ha="right",
                        va="top", fontsize="small")
-        title(panel, f"{kind.upper()}, {scheme}: {of_panel[-1]['change']:+.0%} at {BITS[-1]} bits")
+        before, after = (LABELS[column] for column in COMPARED[scheme.split("-")[1]])
+        change = f"{of_panel[-1]['change']:+z.0%}".replace("+0%", "0%")
+        title(panel, f"{kind.upper()}, {scheme}, at {BITS[-1]} bits:\n{after} {change} against {before}")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     return figure

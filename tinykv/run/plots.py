@@ -95,7 +95,7 @@ def tokens_and_sinks(panel, numbers, sinks, label):
 
 
 def draw_map(panel, x, xlabel, label, **how):
-    """x (T, C) as a map, a token a row; in a long text a row of pixels is the largest of neighbouring tokens."""
+    """x (T, C) as a map, a token a row; in a long text a row of pixels is several tokens, `pooled`."""
     T, C = x.shape
     cells = pooled(x.float()).cpu().numpy()  # (up to 128, C)
     how = {"cmap": "viridis", "aspect": "auto", "extent": (0, C, T, 0), **how}
@@ -106,11 +106,13 @@ def draw_map(panel, x, xlabel, label, **how):
 
 
 def pooled(x, size=128):
-    """x (T, C) -> (up to `size`, C): the largest of neighbouring tokens, so that a sink stays visible."""
+    """x (T, C) -> (up to `size`, C): the number of largest magnitude of neighbouring tokens, with its sign, so that a
+    sink stays visible."""
     T = len(x)
     size = min(size, T)
     cell = torch.arange(T, device=x.device) * size // T  # (T): the cell of each token
-    return torch.stack([x[cell == i].amax(0) for i in range(size)])
+    cells = [x[cell == i] for i in range(size)]  # each (tokens of the cell, C)
+    return torch.stack([tokens.gather(0, tokens.abs().argmax(0, keepdim=True))[0] for tokens in cells])
 
 
 def span(numbers, form=".0%"):
