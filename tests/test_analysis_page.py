@@ -207,6 +207,7 @@ DRIVER = """<script type="module">
 while (!document.querySelector("#free svg circle")) await new Promise(done => setTimeout(done, 20));
 const all = (host, what) => [...host.querySelectorAll(what)], free = document.getElementById("free");
 const seen = { width: innerWidth, opened: free.textContent, steps: {}, free: {} }, walks = !location.search;
+seen.at = [scrollY, location.hash];
 const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
 const move = (host, value) => {
   const range = host.querySelector("input");
@@ -235,6 +236,15 @@ for (const name of walks ? ["rtn", "kvsink", "kivi"] : []) for (const bits of ["
     seen.free[[name, bits[0], n]] = [states, all(free, ".odds b")[5].textContent];
   }
 }
+if (walks) {
+  const named = all(document, "[role=group], svg, canvas, #free .text [tabindex='0']");
+  seen.names = named.map(x => x.ariaLabel ?? x.textContent);
+  scrollTo(0, 0);
+  const before = location.hash;
+  press("m");
+  seen.ignored = location.hash === before;
+}
+free.scrollIntoView();
 all(free, ".text span")[20].click();
 for (const key of ["n", "n", "p", "v", "b", "m", "ArrowRight", "ArrowLeft", "ArrowLeft"]) press(key);
 seen.hash = decodeURIComponent(location.hash);
@@ -275,6 +285,7 @@ def percent(p):
     return f"{100 * p:.1f}%" if 0.995 < p < 1 else f"{math.floor(100 * p + 0.5)}%" if p >= 0.01 else "<1%"
 
 
+BAD = ["#nope;9;9999;-5;z", "#%E0%A4%A", "#kvsink;;;;", "#pfn;4;999;7;k"]
 STEPS = ["cache", "levels", "broken", "sinks", "value", "keep", "bits", "free"]
 
 
@@ -292,7 +303,8 @@ def seen(made, lacking, tmp_path_factory):
     """In two widths, at an address, and where something is lacking."""
     if BROWSER is None:
         pytest.skip("needs chromium")
-    frames = (made[1], "", 400), (made[1], "", 1200), (made[1], "?opened#pfn;4;20;7;k", 1200), (lacking, "", 1200)
+    frames = [(made[1], "", 400), (made[1], "", 1200), (made[1], "?opened#pfn;4;20;7;k", 1200), (lacking, "", 1200)]
+    frames += [(made[1], f"?bad{address}", 1200) for address in BAD]
     return in_browser(tmp_path_factory.mktemp("page"), *frames)
 
 
@@ -327,6 +339,22 @@ def test_all_steps_in_a_browser(made, seen, frame, width):
 
 def test_an_address_opens_a_state(seen):
     assert all(words in seen[2]["opened"] for words in ("pfn at 4 bits has read", "The key of token 7"))
+    assert seen[2]["at"][0] > 0
+
+
+@pytest.mark.parametrize("frame", [0, 1, 3, 4, 5, 6, 7])
+def test_a_page_opens_at_its_beginning(seen, frame):
+    """Without an address, and with one that the page cannot have written, which is ignored."""
+    address = BAD[frame - 4] if frame > 3 else ""
+    assert seen[frame]["at"] == [0, address]
+    assert "kvsink at " in seen[frame]["opened"]
+
+
+@pytest.mark.parametrize("frame", [0, 1])
+def test_the_page_without_a_mouse_or_eyes(seen, frame):
+    """Groups, pictures and the chosen token have a name, and a key does nothing where the playground is out of view."""
+    names = seen[frame]["names"]
+    assert len(names) > 10 and all(names) and seen[frame]["ignored"]
 
 
 def test_what_a_model_or_a_text_lacks_loses_its_step_and_not_the_page(lacking, seen):

@@ -1,4 +1,5 @@
-"""The page's central moment as a GIF: a sink's value in 16 bits, rounded, and kept, beside what the model then says.
+"""The page's central moment as a GIF: a sink's value in 16 bits, rounded, and with the text's first five tokens kept;
+beside it what the model then says.
 
     python docs/programs/gif.py docs/cache.html docs/figures/sink.gif
 """
@@ -41,10 +42,9 @@ def write(path, page):
 def stops_of(page):
     """What the GIF shows one after the other: (title, the value's numbers, run, colour)."""
     bits, token = page["bits"], (page["sinks"] or [0])[-1]
-    return [("in 16 bits", row_of(page, "fp16 16", token), page["runs"]["fp16 16"], GREY),
-            (f"{bits} bits: {2 ** bits} levels", row_of(page, f"rtn {bits}", token), page["runs"][f"rtn {bits}"], BLUE),
-            (f"{bits} bits, five tokens kept", row_of(page, f"kvsink {bits}", token), page["runs"][f"kvsink {bits}"],
-             RED)]
+    stops = [("in 16 bits", "fp16 16", GREY), (f"{bits} bits: {2 ** bits} levels", f"rtn {bits}", BLUE),
+             (f"{bits} bits, first five kept", f"pfn {bits}", RED)]
+    return [(title, row_of(page, run, token), page["runs"][run], colour) for title, run, colour in stops]
 
 
 def row_of(page, run, token):
@@ -55,8 +55,8 @@ def row_of(page, run, token):
 
 
 def draw(panels, page, stops, stop, t):
-    """One frame: t of the way from the stop before to this one."""
-    t = t * t * (3 - 2 * t)
+    """One frame: t of the way from the stop before to this one. Only a stop was measured, and has figures."""
+    t, at_stop = t * t * (3 - 2 * t), t == 1
     left, right = panels
     name, now, run, colour = stops[stop]
     _, before, old, _ = stops[stop - 1]
@@ -81,7 +81,7 @@ def draw(panels, page, stops, stop, t):
     right.barh(range(len(chances)), chances, color=[BLUE] + ["#bbb"] * (len(chances) - 1))
     right.set(xlim=(0, 1), yticks=range(len(chances)), xticks=[0, 0.5, 1], xlabel="how likely the next word is")
     right.set_yticklabels([word.strip() or "blank" for word in page["answer"]])
-    right.text(chances[0] + 0.02, 0, f"{chances[0]:.0%}", va="center")
+    right.text(chances[0] + 0.02, 0, f"{chances[0]:.0%}" if at_stop else "", va="center")
     right.invert_yaxis()
     said = run if t >= 0.5 else old
     words = re.split(r'[.\n"]', said["writes"].strip())[0]

@@ -99,11 +99,8 @@ def losses(logp, tokens):
 @torch.inference_mode()
 def written(model, method, tokens, exact, n=5):
     """The n tokens that the model writes after tokens (T), each time the most likely one."""
-    cache, logp, _ = read(model, method, tokens[None], exact)
-    found = [logp[0, -1].argmax()]
-    while len(found) < n:
-        found.append(model(found[-1].view(1, 1), cache)[0, -1].argmax())
-    return [int(x) for x in found]
+    cache, _, _ = read(model, method, tokens[None, :-1], exact)
+    return model.generate(tokens[None, -1:], n, cache)[0, 1:].tolist()
 
 
 # All texts, and the one that is shown
