@@ -270,3 +270,8 @@ def test_figures_leave_the_backend_of_a_notebook_alone():
     """What imports pyplot chooses one."""
     for file in Path(plots.__file__).parent.glob("*.py"):
         assert not re.search(r"import .*pyplot|from matplotlib.pyplot", file.read_text()), file
+
+
+def test_a_map_keeps_the_largest_magnitude_and_its_sign():
+    x = torch.tensor([[1.0, -3], [2, -1], [-1, 0], [0, 2]])
+    assert plots.pooled(x, 2).tolist() == [[2, -3], [-1, 2]]
