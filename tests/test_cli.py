@@ -25,7 +25,7 @@ from tinykv.data import load_windows
 from tinykv.evaluate import delta_error, measure, paired
 from tinykv.files import write_json
 from tinykv.methods.registry import METHODS
-from tinykv.run import comparisons, entries, flags
+from tinykv.run import cli, comparisons, entries, flags
 from tinykv.run import table as table_of_rows
 from tinykv.run.cli import EMBEDDED
 from tinykv.run.entries import build_entries
@@ -567,6 +567,45 @@ def test_an_error_is_one_line_in_a_notebook():
         eval_ppl.compare("kvsnk")
     line, = caught.value._render_traceback_()  # which IPython asks for
     assert line.startswith("UserError: there is no method 'kvsnk'") and "did you mean kvsink?" in line
+
+
+def test_a_misspelt_keyword_is_told_what_it_may_have_been():
+    with pytest.raises(UserError, match="--bit=2; did you mean --bits?"):
+        eval_ppl.compare("pfn", bit=2)
+
+
+def test_a_notebook_shows_rows_as_tables_and_draws_them():
+    rows = eval_ppl.compare("rtn", bits=[2, 4], vs="fp16", context=32, windows=2, calib_windows=2)
+    html = rows._repr_html_()
+    first, second = re.findall("<table>(<tr>.*?)</table>", html)
+    for table, printed in ((first, repr(rows).split("\n\n")[1]), (second, repr(rows).split("\n\n")[2])):
+        cells = [re.findall("<td>(.*?)</td>", line) for line in re.findall("<tr>(.*?)</tr>", table)]
+        assert len({len(line) for line in cells}) == 1  # of as many columns each
+        assert [" ".join(line) for line in cells] == [" ".join(line.split()) for line in printed.splitlines()]
+    assert html.startswith("<p>model ") and "windows of 32 tokens" in html
+    assert [line.get_label() for line in rows.plot().axes[0].lines] == ["rtn"]
+
+
+@pytest.mark.parametrize("module, bars", [("ipykernel", True), ("nothing", False)])
+def test_a_notebook_shows_bars_and_no_steps(monkeypatch, capsys, module, bars):
+    monkeypatch.setitem(sys.modules, module, Mock())
+    assert cli.bar([], "calibrating").disable is not bars
+    cli.step("calibrating")
+    assert capsys.readouterr().err.count("calibrating\n") == (not bars)
+
+
+@pytest.mark.whole
+def test_in_a_notebook(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    sources = ["from eval_ppl import compare\nrows = compare('rtn', bits=[2, 4], windows=1, context=64)",
+               "rows", "rows.plot()", "compare('rtn', bit=2)"]
+    notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, sources)))
+    where = {"metadata": {"path": str(ROOT)}}
+    nbclient.NotebookClient(notebook, allow_errors=True, resources=where).execute()
+    (quiet, (shown,), (plotted,), (error,)) = (cell.outputs for cell in notebook.cells)
+    assert not quiet and "<table>" in shown["data"]["text/html"] and "Figure" in plotted["data"]["text/plain"]
+    assert "\n".join(error["traceback"]).count("\n") == 0
 
 
 @pytest.mark.parametrize("error, status, said", [

@@ -45,9 +45,13 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message):
+        self.exit(2, f"{self.prog}: error: {self.said(message)}; see --help\n")
+
+    def said(self, message):
+        """A message on one line, with the flag that a misspelt one may have been."""
         flags = self._option_string_actions
         near = [did_you_mean(word, flags) for word in re.findall(r"--[\w-]+", message) if word not in flags]
-        self.exit(2, f"{self.prog}: error: {printable(message)}{''.join(near[:1])}; see --help\n")
+        return printable(message) + "".join(near[:1])
 
 
 @contextmanager
@@ -258,14 +262,19 @@ def quantized_model(model, name, quantizer, windows, file):
 # Output
 
 def bar(windows, what, total=None, unit="window"):
-    """A progress bar on stderr, shown after one second, and only on a terminal."""
-    return tqdm(windows, what, total, leave=False, unit=unit, delay=1, file=sys.stderr, disable=not sys.stderr.isatty())
+    """A progress bar on stderr, shown after one second, and only where somebody looks on."""
+    return tqdm(windows, what, total, leave=False, unit=unit, delay=1, file=sys.stderr, disable=not shows_bars())
 
 
 def step(doing):
-    """Say on stderr which step begins, where no terminal shows a bar."""
-    if not sys.stderr.isatty():
+    """Say on stderr which step begins, where no bar shows it."""
+    if not shows_bars():
         print(doing, file=sys.stderr, flush=True)
+
+
+def shows_bars():
+    """Whether this is a terminal, or a notebook."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 def figure(value, form):

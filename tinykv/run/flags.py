@@ -1,6 +1,7 @@
 """The flags of eval_ppl.py, what the model and the machine decide in their absence, and the text to evaluate on."""
 import argparse
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -125,15 +126,15 @@ def parse(words=None, methods=None, about=None):
         methods = [methods]
     p = parser(methods)
     if words is not None:
-        p.error = refuse
+        p.error = partial(refuse, p)
     args = p.parse_args(words)
     args.method = methods
     check_flags(args)
     return args
 
 
-def refuse(message):
-    raise UserError(message)
+def refuse(p, message):
+    raise UserError(p.said(message))
 
 
 def words_of(settings):

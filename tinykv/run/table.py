@@ -5,9 +5,11 @@ A row is a dict, as the JSON has it. The first one is fp16's, with which the oth
 import json
 import math
 import platform
+import re
 import sys
 import time
 import traceback
+from html import escape
 
 import torch
 from tqdm import tqdm
@@ -138,7 +140,7 @@ def figures_of(results, exact):
 
 
 class Rows(list):
-    """Rows of `compare`. They are shown as the command prints them."""
+    """Rows of `compare`. They are shown as the command prints them; `pandas.json_normalize(rows)` makes a DataFrame."""
 
     def __init__(self, rows, printed):
         super().__init__(rows)
@@ -146,6 +148,20 @@ class Rows(list):
 
     def __repr__(self):
         return self.printed
+
+    def _repr_html_(self):
+        """What a notebook shows: the same, lines of several columns as a table."""
+        found = []
+        for block in self.printed.split("\n\n"):
+            lines = [re.split("  +", escape(line)) for line in block.splitlines()]
+            text = "<br>".join(cells[0] for cells in lines if len(cells) == 1)
+            table = "".join(f"<tr><td>{'</td><td>'.join(cells)}</td></tr>" for cells in lines if len(cells) > 1)
+            found.append(f"<p>{text}</p><table>{table}</table>")
+        return "\n".join(found)
+
+    def plot(self):
+        """The Figure of --plot."""
+        return comparisons.perplexity([row for row in self if not row["fault"]])
 
 
 class Clock:
