@@ -268,7 +268,7 @@ def test_the_bias_is_in_the_keys(figure):
     assert loss[2, 16] > 0.9 * loss[2, 2] > 1 and loss[16, 2] < 0.1
 
 
-def test_the_page_shows_the_file():
-    code = (ROOT / "docs/turboquant.py").read_text(encoding="utf-8")
+def test_the_page_shows_the_files():
+    code = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("turboquant.py", "formats.py"))
     shown = re.findall(r"```py\n(.*?)```", PAGE, re.S)
     assert shown and all(block in code for block in shown)

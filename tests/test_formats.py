@@ -1,0 +1,201 @@
+"""docs/formats.py: every code's number, every tie, every format against its definition in plain Python, and the tests
+of all methods on a few cells.
+"""
+import importlib.util
+import math
+from pathlib import Path
+from unittest.mock import patch
+
+import invariants
+import numpy as np
+import pytest
+import torch
+from cases import Case, model_of
+
+from tinykv.codecs import SCHEMES
+from tinykv.codecs.base import Exact, unpack
+from tinykv.run.settings import load_class
+
+ROOT = Path(__file__).parent.parent
+CHECKS = ["cache_holds_the_expected_rows", "placeholders_do_not_matter", "batch_rows_are_independent",
+          "chunks_equal_single_tokens", "codes_are_what_is_claimed", "never_nan"]
+#  (scheme, bits): bits of a number, with the scale
+TRUE = {("nvfp", 8): 8, ("nvfp", 4): 4.5, ("mxfp", 8): 8.25, ("mxfp", 4): 4.25, ("ggml", 8): 8.5, ("ggml", 4): 4.5}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def formats():
+    """The file, which adds schemes that other tests do not know."""
+    load_class.cache_clear()
+    with patch.dict(SCHEMES):
+        spec = importlib.util.spec_from_file_location("formats", ROOT / "docs/formats.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    load_class.cache_clear()
+
+
+def codec_of(scheme, bits, **settings):
+    make, _ = SCHEMES[scheme]
+    return make(model_of(1).config, "k", bits, **settings)
+
+
+# ---- floats
+
+EXPONENT = {4: 2, 8: 4}  # bits of it
+
+
+def number(code, bits):
+    """What a code stands for: sign, exponent, mantissa. None for the two codes that are no number."""
+    exponents = EXPONENT[bits]
+    mantissas = bits - 1 - exponents
+    sign, exponent, mantissa = code >> bits - 1, code >> mantissas & 2 ** exponents - 1, code & 2 ** mantissas - 1
+    bias = 2 ** (exponents - 1) - 1
+    if bits == 8 and exponent == 15 and mantissa == 7:
+        return None
+    size = math.ldexp(mantissa, 1 - bias - mantissas)
+    if exponent > 0:
+        size = math.ldexp(2 ** mantissas + mantissa, exponent - bias - mantissas)
+    return -size if sign else size
+
+
+def codes_of(formats, numbers, bits):
+    return formats.to_float(torch.tensor(numbers, dtype=torch.float32), bits).tolist()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_each_code_is_its_number(formats, bits):
+    numbers = [number(code, bits) for code in range(2 ** bits)]
+    found = formats.from_float(torch.arange(2 ** bits, dtype=torch.uint8), bits).tolist()
+    for code, (x, y) in enumerate(zip(numbers, found)):
+        assert math.isnan(y) if x is None else (x, math.copysign(1, x)) == (y, math.copysign(1, y)), code
+        assert x is None or codes_of(formats, [x], bits) == [code]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_between_two_numbers_the_nearer_and_in_the_middle_the_even(formats, bits):
+    sizes = [number(code, bits) for code in range(2 ** (bits - 1)) if number(code, bits) is not None]
+    assert sizes == sorted(sizes)
+    sign = 2 ** (bits - 1)
+    for code, (a, b) in enumerate(zip(sizes, sizes[1:])):
+        middle = np.float32((a + b) / 2)
+        below, above = (float(np.nextafter(middle, np.float32(x))) for x in (a, b))
+        even = code + code % 2
+        assert codes_of(formats, [below, float(middle), above], bits) == [code, even, code + 1]
+        assert codes_of(formats, [-below, -float(middle), -above], bits) == [x + sign for x in (code, even, code + 1)]
+    largest = len(sizes) - 1
+    assert codes_of(formats, [sizes[-1] * 1.3, 1e30, -1e30], bits) == [largest, largest, largest + sign]
+
+
+def nearest(x, bits):
+    """The number of the format nearest to x, of two the one with an even code."""
+    codes = [code for code in range(2 ** (bits - 1)) if number(code, bits) is not None]
+    size = number(min(codes, key=lambda code: (abs(number(code, bits) - abs(x)), code % 2)), bits)
+    return math.copysign(size, x)
+
+
+# ---- formats
+
+def by_hand(x, scheme, bits):
+    """What a row decodes to. x: a list of d numbers."""
+    size = {"nvfp": 16, "mxfp": 32, "ggml": 32}[scheme]
+    found = []
+    for first in range(0, len(x), size):
+        block = [np.float32(number) for number in x[first:first + size]]
+        top = max(block, key=abs)
+        if scheme == "nvfp" and bits == 8:
+            found += [nearest(x, 8) for x in block]
+        elif scheme == "nvfp":
+            s = np.float32(nearest(abs(top) / np.float32(6), 8))
+            found += [float(s * nearest(x / s, 4)) if s else 0.0 for x in block]
+        elif scheme == "mxfp":
+            emax = {4: 2, 8: 8}[bits]
+            s = 2.0 ** max(-127, math.floor(math.log2(abs(top))) - emax) if top else 1.0
+            found += [s * nearest(float(x) / s, bits) for x in block]
+        else:
+            d = abs(top) / np.float32(127) if bits == 8 else top / np.float32(-8)
+            inverse = np.float32(1) / d if d else np.float32(0)
+            for number in block:
+                y = number * inverse
+                code = math.copysign(math.floor(abs(y) + np.float32(0.5)), y) if bits == 8 else \
+                    min(15, math.floor(y + np.float32(8.5))) - 8
+                found.append(float(np.float32(np.float16(d)) * np.float32(code)))
+    return found
+
+
+def rows(seed=0, d=64):
+    """Rows with channels of all sizes, ties, zeros, and one number that is far larger than the others."""
+    x = torch.randn(1, 1, 12, d, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-3, 1, d)
+    x[0, 0, 1] = 0
+    x[0, 0, 2] = torch.arange(d) % 13 / 2 - 3  # ties of integers and of floats
+    x[0, 0, 3] = torch.arange(d) % 17 - 8.0
+    x[0, 0, 4, 5] = 300
+    x[0, 0, 5] *= 1e-6
+    return x
+
+
+@pytest.mark.parametrize("scheme, bits", TRUE)
+def test_a_format_by_hand(scheme, bits):
+    x, codec = rows(), codec_of(scheme, bits)
+    codec = type(codec)(bits, 64)
+    decoded = codec.decode(codec.encode(x))
+    for t, row in enumerate(x[0, 0].tolist()):
+        assert decoded[0, 0, t].tolist() == by_hand(row, scheme, bits), t
+
+
+@pytest.mark.parametrize("scheme, bits", TRUE)
+def test_bits_are_true(scheme, bits):
+    codec = type(codec_of(scheme, bits))(bits, 64)
+    codes = codec.encode(rows())
+    assert codes.nbytes == invariants.memory_of(vars(codes).values()) == 12 * 64 * TRUE[scheme, bits] / 8
+
+
+@pytest.mark.parametrize("exponent", [-149, -126, -20, 0, 100, 127])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_power_of_two_reaches_all_sizes(formats, bits, exponent):
+    """A block of the floats' own numbers, as far down as fp32 and the scale reach, comes back as it was."""
+    codec, top = formats.MXFP(bits, 32), {4: 4.0, 8: 256.0}[bits]
+    x = torch.zeros(1, 1, 1, 32, dtype=torch.float64)
+    x[..., 0], x[..., 1] = 2.0 ** exponent, -2.0 ** max(exponent - 1, -149)
+    decoded = codec.decode(codec.encode(x.float()))
+    assert torch.equal(decoded, x.float()) or 2.0 ** exponent < 2.0 ** -127 * top
+
+
+def test_integers_are_those_of_llama_cpp(formats):
+    """Half goes away from 0 in 8 bits and up in 4; the number farthest from 0 is -8, whatever its sign."""
+    x = torch.zeros(1, 1, 1, 32)
+    x[..., :5] = torch.tensor([127, 0.5, -0.5, 2.5, -2.5])
+    codes = formats.GGML(8, 32).encode(x)
+    assert unpack(codes.packed, 8, 32).int()[0, 0, 0, :5].sub(128).tolist() == [127, 1, -1, 3, -3]
+    for sign in (1, -1):
+        x[..., :6] = sign * torch.tensor([-8, 0.5, -0.5, 7, 7.5, 8])
+        codes = formats.GGML(4, 32).encode(x)
+        assert codes.scale.item() == sign
+        assert unpack(codes.packed, 4, 32).int()[0, 0, 0, :6].sub(8).tolist() == [-8, 1, 0, 7, 7, 7]
+
+
+def test_a_hadamard_matrix_spreads_one_channel_over_all(formats):
+    codec = formats.Rotated(Exact(), 8)
+    H = codec.H.double()
+    assert torch.allclose(H @ H, torch.eye(8).double()) and (H.abs() - 8 ** -0.5).abs().max() < 1e-12
+    x = torch.zeros(1, 1, 1, 8)
+    x[..., 3] = 8
+    assert codec.encode(x).packed.abs().sub(8 ** 0.5).abs().max() < 1e-6
+    assert torch.allclose(codec.decode(codec.encode(x)), x, atol=1e-6)
+    with pytest.raises(ValueError, match="a head has 12 channels"):
+        formats.Rotated(Exact(), 12)
+
+
+@pytest.mark.parametrize("settings, said", [({"k_bits": 3}, "bits are one of 8, 4"), ({"hadamard": "yes"}, "off, on")])
+def test_what_is_refused(formats, settings, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        formats.Formats(model_of(1).config, **settings)
+    assert type(caught.value).__name__ == "UserError" and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("scheme, bits", TRUE)
+def test_formats_are_a_method(formats, check, scheme, bits):
+    settings = (("k_bits", bits), ("v_bits", 4), ("hadamard", "on" if scheme == "ggml" else "off"))
+    case = Case(formats.Formats, scheme, heads_per_kv=2, settings=settings, dtype=torch.float64)
+    getattr(invariants, f"check_{check}")(case)
