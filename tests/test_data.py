@@ -1,6 +1,7 @@
 """Windows of every kind of text, with tokenizers of three kinds."""
 import re
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,3 +193,23 @@ def test_file_faults(tmp_path):
         with pytest.raises(UserError, match=message) as error:
             load_windows(str(name), Letters(), 8, 1)
         assert "\n" not in str(error.value)
+
+
+# Marked answers of a file
+
+@pytest.mark.parametrize("context", [16, 24, 40, 64, 96])
+def test_a_file_marks_its_answers(tmp_path, context):
+    """One counts in the window that has its word once more before it, from that sentence's beginning on."""
+    text = "It has 482. And so on; it has <answer>482</answer>. Rome has 517.\nRome has <answer>517</answer>. "
+    text += "x" * 96
+    Path(tmp_path, "marked.txt").write_text(text)
+    windows = load_windows(str(tmp_path / "marked.txt"), Letters(), context, 96 // context, bos="none", whole=True)
+    stream = "\0" + re.sub("</?answer>", "", text)  # <s> is a token, too
+    assert spelled(windows).replace("<s>", "\0") == stream[:context * (96 // context)]
+    facts = {"482": "It has", "517": " Rome"}
+    wanted = [[] for _ in windows.tokens]
+    for word, fact in facts.items():
+        begin, start = stream.index(fact), stream.rindex(word)
+        if begin // context == (start + 2) // context:
+            wanted[begin // context].append((start % context, start % context + 3))
+    assert windows.answers == wanted

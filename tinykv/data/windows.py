@@ -26,6 +26,7 @@ import io
 import json
 import math
 import os
+import re
 import zipfile
 from array import array
 from bisect import bisect_left, bisect_right
@@ -199,8 +200,20 @@ def read_documents(data, split, seed, whole=False):
         return f"c4 ({split})", map(Story, c4(split))
     first, second = halves(data)
     if whole:
-        return f"{data} (whole)", [Story(first + second)]
-    return f"{data} ({split})", [Story(first if split == "test" else second)]
+        return f"{data} (whole)", [marked(first + second)]
+    return f"{data} ({split})", [marked(first if split == "test" else second)]
+
+
+def marked(text):
+    """A text of a file -> Story, without its marks: an <answer>word</answer> repeats one of a sentence before it."""
+    story = Story()
+    for i, part in enumerate(re.split("<answer>(.*?)</answer>", text)):
+        if i % 2 == 1:  # an answer
+            fact = story.text.rfind(part)
+            story.facts[fact] = 1 + max(story.text.rfind(end, 0, fact) for end in ".\n")
+            story.answers.append((fact, len(story.text), len(story.text) + len(part)))
+        story.text += part
+    return story
 
 
 def wikitext2(split):
