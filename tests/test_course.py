@@ -2,6 +2,7 @@
 its task brings it nothing. tests/course/ has what students get wrong, as changes of an assignment's answer.py."""
 import ast
 import csv
+import ctypes
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from tinykv import UserError
 from tinykv.course import assignments, compare, confine, grade, handout
 from tinykv.methods.registry import METHODS
 
@@ -192,23 +194,21 @@ DEEDS = {
 ENDS = "\nos._exit(0)"  # the last line of a file that ends its process
 
 
-def run_here(root, name, file, seed, record):
-    """As `grade.run_tests`, in this process: of an answer, which may do what it likes."""
-    for key, test in cases_of(name).items():
-        noted = [(value, "", tolerance) for value, tolerance in right_notes(name, key, seed)]
-        title = test.__doc__.split("\n")[0]
-        line = {"test": key, "title": title, "fault": "", "points": points_of(test), "notes": noted}
-        with open(record, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(line) + "\n")
+def right_here(name, seed, folder):
+    """As `grade.right_values`, in this process."""
+    grade.copy(folder / f"{name}-copy", name)
+    return {key: {"test": key, "title": test.__doc__.split("\n")[0], "fault": "", "points": points_of(test),
+                  "notes": [(value, "", tolerance) for value, tolerance in right_notes(name, key, seed)]}
+            for key, test in cases_of(name).items()}
 
 
-def run_forked(root, name, file, seed, record, more):
-    """The same of a submission that ends its process: a copy of this one."""
+def run_forked(work, name, seed):
+    """As `grade.run_tests` of a submission that ends its process: a copy of this one."""
     process = os.fork()
     if process == 0:
         try:
-            os.chdir(root)
-            load(file, "submission")
+            os.chdir(work)
+            load(work / "submission.py", "submission")
         finally:
             os._exit(1)
     os.waitpid(process, 0)
@@ -219,12 +219,12 @@ def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, re
     texts = [text_of("kvsink", file) for file in ("starter.py", "answer.py")]
     deeds, run_tests = DEEDS, grade.run_tests
     if not request.config.getoption("--whole"):
-        def run_quickly(root, name, file, *how):
-            ends = file.read_text(encoding="utf-8").endswith(ENDS + "\n")
-            runs = run_here if file.name == "answer.py" else run_forked if ends else run_tests
-            runs(root, name, file, *how)
+        def run_quickly(work, name, seed):
+            ends = (work / "submission.py").read_text(encoding="utf-8").endswith(ENDS + "\n")
+            (run_forked if ends else run_tests)(work, name, seed)
         deeds = ["looks for the seed", *(deed for deed, (lines, _) in DEEDS.items() if lines.endswith(ENDS))]
         monkeypatch.setattr(grade, "run_tests", run_quickly)
+        monkeypatch.setattr(grade, "right_values", right_here)
     folder = tmp_path / "submissions"
     folder.mkdir()
     for deed in deeds:
@@ -254,11 +254,11 @@ def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, re
 
 
 def test_a_report_of_one_file(run, monkeypatch, tmp_path):
-    def run_with_a_fault(root, name, file, seed, record, *more):
-        run_here(root, name, file, seed, record)
-        if file.name != "answer.py":
-            record.write_text(record.read_text().replace('"fault": ""', '"fault": "something odd"', 1))
-    monkeypatch.setattr(grade, "run_tests", run_with_a_fault)
+    def record_with_a_fault(file, name, seed, folder):
+        first, *rest = right_here(name, seed, folder).items()
+        return {first[0]: first[1] | {"fault": "something odd"}, **dict(rest)}
+    monkeypatch.setattr(grade, "right_values", right_here)
+    monkeypatch.setattr(grade, "record_of", record_with_a_fault)
     (tmp_path / "mine.py").write_text(text_of("kvsink", "answer.py"), encoding="utf-8")
     status, out, _ = run(grade, tmp_path / "mine.py", "--gradescope", tmp_path / "scores.json")
     scores = json.loads((tmp_path / "scores.json").read_text())
@@ -278,7 +278,8 @@ def test_a_confined_process_has_its_own_folder_and_no_network(tmp_path):
         confine.confine(own)
         done = []
         for path, mode in ((own / "a", "w"), (tmp_path / "b", "w"), (Path(os.__file__), "r+"),
-                           (ROOT / "docs" / "course" / "3-kvsink" / "answer.py", "r"), ("/proc/self/status", "r")):
+                           (ROOT / "docs" / "course" / "3-kvsink" / "answer.py", "r"), ("/proc/self/status", "r"),
+                           ("/proc/cpuinfo", "r")):  # without which torch cannot compute in fp16
             with suppress(OSError):
                 open(path, mode).close()
                 done.append(str(path))
@@ -287,7 +288,7 @@ def test_a_confined_process_has_its_own_folder_and_no_network(tmp_path):
         except OSError as error:
             done.append(type(error).__name__)
         refused = "PermissionError" if confine.landlock() >= 4 else "ConnectionRefusedError"
-        os._exit(done != [str(own / "a"), "/proc/self/status", refused])
+        os._exit(done != [str(own / "a"), "/proc/self/status", "/proc/cpuinfo", refused])
     assert os.waitpid(process, 0)[1] == 0
 
 
@@ -295,13 +296,35 @@ def test_what_a_submission_has_started_ends_with_it(monkeypatch, tmp_path):
     (tmp_path / "python").write_text('#!/bin/sh\nsleep 60 &\necho $! > "$HOME/started"\n')
     (tmp_path / "python").chmod(0o700)
     monkeypatch.setattr(sys, "executable", tmp_path / "python")
-    grade.run_tests(ROOT, "kvsink", tmp_path / "file.py", 0, tmp_path / "record.jsonl")
+    grade.run_tests(tmp_path, "kvsink", 0)
     command = Path(f"/proc/{int((tmp_path / 'started').read_text())}/cmdline")  # it is empty once the process is dead
     for _ in range(100):
         if not command.exists() or not command.read_bytes():
             return
         time.sleep(0.05)
     pytest.fail("it goes on")
+
+
+@pytest.mark.one_in(len(NAMES))
+@pytest.mark.parametrize("name", ["affine", *(name for name in NAMES if name != "affine")])
+def test_the_answers_have_all_points_under_all_limits(name, tmp_path):
+    """Or `right_values` says that this machine cannot grade. `affine` needs what a confined process lost once: fp16."""
+    assert grade.right_values(name, 20391, tmp_path)
+
+
+def test_a_rule_that_is_refused_is_no_secret(monkeypatch, tmp_path):
+    monkeypatch.setattr(confine, "ADD", 10 ** 6)  # a call that no system has
+    with pytest.raises(OSError, match="Landlock refuses"):
+        confine.allow(ctypes.CDLL(None), 0, tmp_path, confine.READ)
+
+
+def test_what_the_machine_lacks_is_no_students_fault(monkeypatch, tmp_path):
+    right = right_here("kvsink", 0, tmp_path)
+    right["test_outlier"] |= {"fault": "no fp16 here"}
+    monkeypatch.setattr(grade, "record_of", lambda *given: right)
+    monkeypatch.setattr(grade, "copy", lambda *given: None)
+    with pytest.raises(UserError, match="this machine cannot grade kvsink.*no fp16 here"):
+        grade.right_values("kvsink", 0, tmp_path)
 
 
 @pytest.mark.parametrize("words", [["no/such/file.py"], [ROOT / "docs" / "course" / "README.md"], [], [ROOT / ".ci"]])

@@ -67,7 +67,12 @@ def confine(folder, readable=()):
 
 
 def allow(libc, ruleset, path, rights):
-    if os.path.exists(path):
-        file = os.open(path, os.O_PATH)
-        libc.syscall(ADD, ruleset, 1, struct.pack("=Qi", rights, file), 0)
-        os.close(file)
+    if not os.path.exists(path):
+        return
+    if not os.path.isdir(path):
+        rights &= EXECUTE | WRITE | READ  # Landlock refuses a rule that gives a file the rights of a folder
+    file = os.open(path, os.O_PATH)
+    refused = libc.syscall(ADD, ruleset, 1, struct.pack("=Qi", rights, file), 0)
+    os.close(file)
+    if refused:
+        raise OSError(f"Landlock refuses a rule for {path}")

@@ -29,6 +29,7 @@ from tinykv.files import write, write_json
 from tinykv.run.cli import Parser, one_line, print_columns
 
 LONGEST = 300  # seconds of a submission, of which it may compute confine.SECONDS
+POINTS = 80  # of an assignment's tests
 
 
 def parser():
@@ -125,7 +126,6 @@ class Given:
                 self.names[file] = name = assignment_of(file)
                 if name not in self.right:
                     self.right[name] = right_values(name, seed, folder)
-                    copy(folder / f"{name}-copy", name)
             except UserError as error:
                 self.names[file] = error
 
@@ -135,14 +135,7 @@ class Given:
         report = {"file": str(file), "assignment": "-", "seed": self.seed, "points": 0, "of": 0}
         if isinstance(name, UserError):
             return report | {"fault": str(name), "tests": []}
-        # a process that it has left behind may still write there
-        with TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as work:
-            work = Path(work) / "copy"
-            copytree(self.folder / f"{name}-copy", work)
-            copyfile(file, work / "submission.py")
-            record = work / "record.jsonl"
-            run_tests(work, name, work / "submission.py", self.seed, record, ["--confined", work])
-            given = read_record(record)
+        given = record_of(file, name, self.seed, self.folder)
         try:
             tests = [judged(test, given.get(key)) for key, test in self.right[name].items()]
         except Exception:  # the file has written a record of its own, of another form
@@ -170,21 +163,31 @@ def judged(test, given):
 
 
 def right_values(name, seed, folder):
-    """{test: what answer.py notes in it}."""
+    """{test: what answer.py notes in it}. It runs as a submission does, so what this machine lacks costs no student
+    points. folder: gets the copy of the repository in which the assignment's files run."""
+    copy(folder / f"{name}-copy", name)
     answer, stored = folder_of(name) / "answer.py", folder_of(name) / "expected.json"
     if not answer.is_file():
         expected = json.loads(stored.read_text(encoding="utf-8"))
         if seed != expected["seed"]:
             raise UserError(f"this repository has right values for --seed {expected['seed']} alone; got {seed}")
         return expected["tests"]
-    record = folder / f"{name}.jsonl"
-    run_tests(ROOT, name, answer, seed, record)
-    right = read_record(record)
-    record.unlink(missing_ok=True)  # or a submission's record could be a link to it
-    faults = [test["fault"] for test in right.values() if test["fault"]]
-    if faults or not right:
-        raise UserError(f"the answer of {name} does not run here: {' '.join(faults)[:200]}")
+    right = record_of(answer, name, seed, folder)
+    if sum(test["points"] for test in right.values() if not test["fault"]) != POINTS:
+        faults = [test["fault"] for test in right.values() if test["fault"]] or ["it ended, or took too long"]
+        raise UserError(f"this machine cannot grade {name}, as the project's own answer fails here: {faults[0][:200]}")
     return right
+
+
+def record_of(file, name, seed, folder):
+    """What a file notes in an assignment's tests, under all limits."""
+    # a process that it has left behind may still write there
+    with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as work:
+        work = Path(work) / "copy"
+        copytree(folder / f"{name}-copy", work)
+        copyfile(file, work / "submission.py")
+        run_tests(work, name, seed)
+        return read_record(work / "record.jsonl")
 
 
 def copy(folder, name):
@@ -195,12 +198,12 @@ def copy(folder, name):
     assignments.write(folder, files, {name, *assignments.ANSWERS} - ({*assignments.CORE} - {name}))
 
 
-def run_tests(root, name, file, seed, record, more=()):
-    """Run an assignment's tests on a file, in a process of its own, until it ends or its time is up. It reads the seed,
-    which no command line or environment shows, from stdin; -s leaves that to it."""
+def run_tests(work, name, seed):
+    """Run an assignment's tests on submission.py of a copy of the repository, in a process of its own, until it ends or
+    its time is up. It reads the seed, which no command line or environment shows, from stdin; -s leaves that to it."""
     words = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT),
-             "--file", file, "--seed", "-", "--record", record, *more]
-    process = subprocess.Popen(list(map(str, words)), cwd=root, env=confined_environment(record.parent),
+             "--file", work / "submission.py", "--seed", "-", "--record", work / "record.jsonl", "--confined", work]
+    process = subprocess.Popen(list(map(str, words)), cwd=work, env=confined_environment(work),
                                start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL)
     with suppress(subprocess.TimeoutExpired):
