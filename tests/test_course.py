@@ -114,6 +114,7 @@ def test_an_assignment_is_whole(name):
     tests = cases_of(name)
     assert sum(map(points_of, tests.values())) == 80
     assert all(test.__doc__ for test in tests.values())
+    assert len(tests) * COURSE.LONGEST + 20 < confine.SECONDS  # a loop without an end costs no other test its time
     folder, page = assignments.folder_of(name), text_of(name, "handout.md")
     for part in ("Aim", "Background", "Eight numbers", "Tasks", "Questions", "Time"):
         assert f"\n## {part}\n" in page

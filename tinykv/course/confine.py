@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 MEMORY = 2 * 2 ** 30  # bytes that it may ask for
-SECONDS = 60  # of computing
+SECONDS = 90  # of computing: each test of an assignment may run as long as a test may
 FILE_SIZE = 16 * 2 ** 20  # bytes of a file that it may write
 
 # Linux's Landlock (landlock(7)): rights to files by folder, which a process gives up for good
