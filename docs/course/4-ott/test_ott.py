@@ -92,12 +92,13 @@ def stream(*given):
 def blocks_of(method, keys, blocks, same, hint, newer=2):
     """keys (B, Hkv, T, D) come, and are quantized in blocks. Compares the pools after each, and yields."""
     B, H, _, _ = keys.shape
-    rows = SimpleNamespace(n_coded=0, kept_positions=None, kept_rows=None)
-    layer = SimpleNamespace(layer=3, keys=rows, values=rows, length=0, shared=SimpleNamespace())
+    rows, values = (SimpleNamespace(n_coded=0, kept_positions=None, kept_rows=None) for _ in range(2))
+    layer = SimpleNamespace(layer=3, keys=rows, values=values, length=0, shared=SimpleNamespace())
     scores = keys.float().abs().sum(-1).tolist()
     for n in blocks:
         layer.length = min(rows.n_coded + n + newer, keys.shape[2])
         rows.recent = keys[:, :, rows.n_coded:layer.length].clone()
+        values.recent = rows.recent.flip(2)  # a value's size says nothing about its key's
         before = rows.recent.clone()
         given = method.keep_keys(layer, n)
         told = f"{hint} p = {method.preserve}, E = {method.extra_pool}; scores by sequence and head {scores}; blocks "
@@ -106,8 +107,8 @@ def blocks_of(method, keys, blocks, same, hint, newer=2):
         same([given.is_floating_point(), list(given.shape[:2])], told + ": whether positions are floats; B and Hkv")
         rows.kept_positions = given
         index = given.long().clamp(min=0)[..., None].expand(B, H, -1, D)
-        rows.kept_rows = keys.gather(2, index)
-        rows.n_coded += n
+        rows.kept_rows, values.kept_rows = keys.gather(2, index), keys.flip(2).gather(2, index)
+        rows.n_coded, values.n_coded, values.kept_positions = rows.n_coded + n, rows.n_coded + n, given
         yield
 
 
