@@ -37,4 +37,7 @@ WRONG = {
         "stream = stream[..., :stream.shape[-1] // bits * bits].unflatten(-1, (-1, bits))"),
     "forgets_the_zero_points": ("+ 32 * groups", "+ 16 * groups"),
     "half_a_byte_is_free": ("math.ceil(d / 5) if bits == 1.5", "d / 5 if bits == 1.5"),
+    "grid_changes_hi": ("    scale = (hi - lo) / top(bits)\n",
+                        "    scale = hi.sub_(lo) / top(bits)\n    hi = hi + lo\n"),
+    "quantize_changes_x": ("    B, H, T, d = x.shape\n", "    B, H, T, d = x.clamp_(-65504, 65504).shape\n"),
 }

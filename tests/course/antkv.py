@@ -41,4 +41,5 @@ WRONG = {
         "count = int(-(-self.percent / 100 * layer_cache.length // 1))"),
     "first_point_where_all_odds_are_0": ("chosen.append(min(at, len(points) - 1))", "chosen.append(at % len(points))"),
     "weights_of_16_bits": ("chosen, odds = [], weights.double()", "chosen, odds = [], weights.half().double()"),
+    "gradient_squared_in_place": ("gradient.pow(2)", "gradient.pow_(2)"),
 }

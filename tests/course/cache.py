@@ -51,4 +51,9 @@ WRONG = {
     "an_empty_tensor": ("if self.preserve == 0:", "if False:"),
     "a_copy_only_where_there_are_gaps": ("self.recent = newer.clone()", "self.recent = newer.contiguous()"),
     "a_copy_only_of_something": (".recent = newer.clone()", ".recent = newer.clone() if newer.shape[2] else newer"),
+    "kept_rows_that_keep_all_alive": (
+        "        self.kept_positions = positions.to(torch.int32)",
+        "        first = torch.arange(positions.shape[1]).expand_as(positions)\n"
+        "        if positions.equal(first):\n            self.kept_rows = rows[:, :, :positions.shape[1]]\n"
+        "        self.kept_positions = positions.to(torch.int32)"),
 }

@@ -36,4 +36,7 @@ WRONG = {
     "keeps_everywhere": ("if layer_cache.layer > self.layer:", "if layer_cache.shared.sinks is not None:"),
     "forgets_the_head_dimension": ("layer_cache.shared.sinks.unsqueeze(1)", "layer_cache.shared.sinks"),
     "nothing_without_outlier": ("return first_tokens(layer_cache, self.preserve)", "return None"),
+    "text_on_the_method": (
+        "        sinks, sizes = [], []\n",
+        "        sinks, sizes = [], []\n        vars(self).setdefault('texts', []).append(id(cache))\n"),
 }

@@ -34,4 +34,8 @@ WRONG = {
         "        rows = layer_cache.keys\n",
         "        rows = layer_cache.keys\n        if rows.kept_positions is None:\n            self.text = rows\n"
         "        rows = self.text\n"),
+    "size_of_values": ("rows = layer_cache.keys\n", "rows = layer_cache.values\n"),
+    "text_on_the_method": (
+        "        rows = layer_cache.keys\n",
+        "        rows = layer_cache.keys\n        vars(self).setdefault('texts', []).append(id(rows))\n"),
 }

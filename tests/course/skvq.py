@@ -38,4 +38,7 @@ WRONG = {
         "torch.full((n,), alpha), torch.full((n,), float(centre))",
         "torch.full((n,), choices[0][0]), torch.full((n,), float(choices[0][1]))"),
     "changes_its_argument": ("    return h.clamp(SMALLEST", "    hi -= lo\n    return h.clamp(SMALLEST"),
+    "small_weights_cleared_in_place": (
+        "    losses = torch.zeros(len(choices), n)\n",
+        "    losses = torch.zeros(len(choices), n)\n    weight[weight < 0.1] = 0\n"),
 }

@@ -112,18 +112,19 @@ def test_rows(sub, rng, same):
 def test_nbytes(sub, rng, same):
     """nbytes, quantize: what is held, and no more"""
     same(sub.Rows(Coarse()).nbytes, "nbytes of rows that hold nothing")
-    for B, H, n in ((2, 3, 7), (1, 1, 7), (2, 1, 9)):
+    for B, H, n, kept in ((2, 3, 7, [[1, 8, 3], [0, 2, 4]]), (1, 1, 7, [[0, 1, 2]]), (2, 1, 9, [[0, 1, 2]] * 2)):
         rows = sub.Rows(Coarse())
         rows.append(rng.normal(B, H, 9, 4))
         held = [rows.nbytes]
-        rows.keep(torch.tensor([[1, 8, 3], [0, 2, 4]][:B]))
+        rows.keep(torch.tensor(kept))
         held.append(rows.nbytes)
         rows.quantize(n)
         held.append(rows.nbytes)
-        tried = f"9 tokens with B = {B}, H = {H}, d = 4; then 3 are kept; then {n} are quantized: "
+        tried = f"9 tokens with B = {B}, H = {H}, d = 4; then {kept} are kept; then {n} are quantized: "
         same(held, tried + "bytes")
-        same(rows.recent.untyped_storage().nbytes() <= 2 * rows.recent.nbytes, tried + "whether what is left of "
-             "`recent` has memory of its own; a slice keeps all of it alive")
+        same([part.untyped_storage().nbytes() <= 2 * part.nbytes for part in (rows.recent, rows.kept_rows)], tried +
+             "whether what is left of `recent`, and the kept rows, have memory of their own; a slice keeps all of it "
+             "alive")
 
 
 # Task 2

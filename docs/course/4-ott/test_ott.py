@@ -158,9 +158,11 @@ def test_layers_without_a_pool(sub, rng, same):
 @points(5)
 def test_two_texts(sub, rng, same):
     """keep_keys: one method serves two texts in turns"""
-    method = method_of(sub, 2, 3)
+    method, held = method_of(sub, 2, 3), set()
     for _ in range(3):
         texts = [blocks_of(method, keys_with(rng, rng.of(range(3, 60), 2, 2, 14)), [4, 4, 4], same,
                            f"Text {i} of two that come in turns, with the same method.") for i in range(2)]
         for _ in zip(*texts):
             pass
+        held.add(str(vars(method)))
+    same(len(held), "how many things the method has held, after each text. What it knows of one lives on the cache.")

@@ -122,11 +122,13 @@ def test_clip_losses(sub, rng, same):
     for _ in range(25):
         N, C, bits = rng.randint(1, 6), rng.randint(2, 8), rng.choice((1, 2, 3))
         n = rng.randint(1, C)
-        group, weight = groups_of(rng, C, n), rng.of((0, 0.5, 1, 3), N)
+        group, weight = groups_of(rng, C, n), rng.of((0, 0.03125, 0.5, 1, 3), N)
         x = rng.normal(N, C) + rng.choice((0, 5))
         choices = [(rng.choice((0.5, 0.75, 1.0)), rng.choice((0, 1))) for _ in range(rng.randint(1, 4))]
-        same(sub.clip_losses(x, group, bits, choices, weight), f"clip_losses of x = {x.tolist()} in the groups "
-             f"{group.tolist()}, {bits} bits, choices {choices}, weights {weight.tolist()}: the sum of w (X - X')^2")
+        before = x.clone(), weight.clone()
+        same([sub.clip_losses(x, group, bits, choices, weight), x, weight], f"clip_losses of x = {before[0].tolist()} "
+             f"in the groups {group.tolist()}, {bits} bits, choices {choices}, weights {before[1].tolist()}: the sum "
+             "of w (X - X')^2; and x and the weights, which stay as they were")
 
 
 @points(6)

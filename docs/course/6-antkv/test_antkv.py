@@ -88,8 +88,10 @@ def test_token_weights(sub, rng, same):
         gradient[0, 0] = 0
         if shape == (2, 3, 4):
             gradient[rng.randrange(2)] = 0
-        same(sub.token_weights(gradient), f"token_weights of a gradient {shape}, "
-             f"{gradient.tolist() if shape[1] < 9 else 'of random numbers'}. All heads are sorted together.")
+        before = gradient.clone()
+        same([sub.token_weights(gradient), gradient.equal(before)], f"token_weights of a gradient {shape}, "
+             f"{before.tolist() if shape[1] < 9 else 'of random numbers'}. All heads are sorted together; and whether "
+             "the gradient is unchanged")
     same(sub.token_weights(torch.zeros(2, 3, 4)), "token_weights of a gradient that is 0")
 
 
