@@ -98,6 +98,22 @@ def test_a_wrong_answer_loses_points(name, wrong, tmp_path, request):
         assert loses_points(file, name, seed, function), seed
 
 
+@pytest.mark.parametrize("changes", [
+    [("lloyd(points, weights, centres)\n        if", "lloyd(points, weights, centres=centres)\n        if")],
+    [("import Method, best_tokens", "import Method, best_tokens as best"), ("best_tokens(layer_cache.keys, n, count)",
+      "best(count=count, rows=layer_cache.keys, n=n)"), ("best_tokens(layer_cache.v", "best(layer_cache.v")],
+    [("import Method, best_tokens", "import Method\nfrom tinykv.methods import base"),
+     ("return best_tokens(layer_cache.k", "return base.best_tokens(layer_cache.k"),
+     ("return best_tokens(layer_cache.v", "return base.best_tokens(layer_cache.v")]])
+def test_a_function_may_be_called_in_any_way(changes, tmp_path):
+    text = text_of("antkv", "answer.py")
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (tmp_path / "submission.py").write_text(text, encoding="utf-8")
+    assert not loses_points(tmp_path / "submission.py", "antkv", 0, "kmeans")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_starter_gets_nothing(name):
     """Each test needs what is not written yet, and says so."""
