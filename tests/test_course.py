@@ -125,6 +125,13 @@ def test_a_starter_gets_nothing(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_hidden_seed_changes_every_test(name):
+    """So that no points are in what a student could copy from the report of another seed."""
+    for key in cases_of(name):
+        assert right_notes(name, key, 0) != right_notes(name, key, 1), key
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_an_assignment_is_whole(name):
     """80 points by tests with a title, all parts of a handout, model answers, and commands that can be given."""
     tests = cases_of(name)

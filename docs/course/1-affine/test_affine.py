@@ -22,7 +22,7 @@ def test_eight_numbers(sub, rng, same):
     """grid, encode, decode: the handout's eight numbers, and four"""
     for numbers, bits, formula in ((EIGHT, 2, "offset"), (EIGHT[:7] + [59.0], 2, "offset"),
                                    ([-0.8, 0.3, 1.3, 2.2], 2, "integer-zero"),
-                                   ([-0.8, 0.3, 1.3, 2.2], 1.5, "integer-zero")):
+                                   ([-0.8, 0.3, 1.3, 2.2], 1.5, "integer-zero"), (rng.normal(8).tolist(), 3, "offset")):
         x = torch.tensor(numbers)
         tried = f"{numbers}, one group, in {bits} bits, formula {formula}: "
         scale, zero = sub.grid(x.min(), x.max(), bits, formula)
@@ -77,10 +77,11 @@ def test_codes(sub, rng, same):
 @points(6)
 def test_groups_of_eight_numbers(sub, rng, same):
     """quantize, dequantize: which numbers share a grid"""
-    x = torch.tensor(EIGHT)
+    x, other = torch.tensor(EIGHT), rng.normal(8)
     for axis, group, shaped in (("token", 8, x.view(1, 1, 1, 8)), ("token", 4, x.view(1, 1, 1, 8)),
                                 ("channel", 4, x.view(1, 1, 8, 1)), ("channel", 3, x.view(1, 1, 8, 1)),
-                                ("token", 2, x.view(1, 1, 2, 4)), ("channel", 2, x.view(1, 1, 4, 2))):
+                                ("token", 2, x.view(1, 1, 2, 4)), ("channel", 2, x.view(1, 1, 4, 2)),
+                                ("token", 4, other.view(1, 1, 1, 8)), ("channel", 3, other.view(1, 1, 8, 1))):
         codes, scale, zero = sub.quantize(shaped, 2, axis, group)
         tried = f"x = {shaped.tolist()} in 2 bits, axis {axis}, groups of {group}: "
         same([codes, scale, zero], tried + "quantize. A short last group has its own range.")
@@ -123,7 +124,8 @@ def test_groups(sub, rng, same):
 @points(5)
 def test_bytes_of_eight_numbers(sub, rng, same):
     """pack, unpack: the first code in the lowest bits"""
-    for codes, bits in (([0, 0, 1, 1, 1, 2, 2, 3], 2), ([1, 0, 1], 1), ([5, 1, 7, 2], 3), ([2, 0, 1, 0, 0, 2], 1.5)):
+    for codes, bits in (([0, 0, 1, 1, 1, 2, 2, 3], 2), ([1, 0, 1], 1), ([5, 1, 7, 2], 3), ([2, 0, 1, 0, 0, 2], 1.5),
+                        (rng.choices(range(4), k=8), 2)):
         packed = sub.pack(torch.tensor(codes, dtype=torch.uint8), bits)
         same(packed, f"pack of {codes} in {bits} bits: bytes, uint8, the end filled up with 0")
         same(sub.unpack(packed, bits, len(codes)), f"unpack of what you packed of {codes} in {bits} bits: uint8")

@@ -2,11 +2,18 @@
 
 The codec rounds to whole numbers, so that what is read can be followed by eye. Where a token is ignored it reads as 99.
 """
+from itertools import product
+
 import pytest
 import torch
 
 points = pytest.mark.points
 EIGHT = [0.3, 1.6, 2.2, 3.4, 4.7, 5.1, 6.6, 7.4]
+
+
+def eights(rng):
+    """The handout's eight numbers, and others."""
+    return EIGHT, [rng.randint(-99, 99) / 10 for _ in EIGHT]
 
 
 class Coarse:
@@ -66,16 +73,17 @@ def test_append(sub, rng, same):
 @points(11)
 def test_rows_of_eight_numbers(sub, rng, same):
     """quantize, keep, read: eight tokens, step by step"""
-    rows = sub.Rows(Coarse())
-    rows.append(keys(EIGHT))
     steps = (("quantize", 2), ("keep", [[2, 6]]), ("quantize", 3), ("keep", [[2, 7]]), ("quantize", 3))
-    for i, (name, argument) in enumerate(steps):
-        getattr(rows, name)(torch.tensor(argument) if name == "keep" else argument)
-        tried = f"keys {EIGHT}, then {steps[:i + 1]}: "
-        same(rows.read(), tried + "read. Kept rows overwrite the codes at their positions.")
-        same(rows.codec.ignored, tried + "what the codec was told to ignore, call by call: the kept ones, and of the "
-             "block alone. Positions are counted from the start of the text.")
-        same(parts(rows), tried + "n_coded, recent, kept. The row that `read` gives is kept, not the code.")
+    for numbers in eights(rng):
+        rows = sub.Rows(Coarse())
+        rows.append(keys(numbers))
+        for i, (name, argument) in enumerate(steps):
+            getattr(rows, name)(torch.tensor(argument) if name == "keep" else argument)
+            tried = f"keys {numbers}, then {steps[:i + 1]}: "
+            same(rows.read(), tried + "read. Kept rows overwrite the codes at their positions.")
+            same(rows.codec.ignored, tried + "what the codec was told to ignore, call by call: the kept ones, and of "
+                 "the block alone. Positions are counted from the start of the text.")
+            same(parts(rows), tried + "n_coded, recent, kept. The row that `read` gives is kept, not the code.")
 
 
 @points(13)
@@ -114,13 +122,14 @@ def test_nbytes(sub, rng, same):
     same(sub.Rows(Coarse()).nbytes, "nbytes of rows that hold nothing")
     for B, H, n, kept in ((2, 3, 7, [[1, 8, 3], [0, 2, 4]]), (1, 1, 7, [[0, 1, 2]]), (2, 1, 9, [[0, 1, 2]] * 2)):
         rows = sub.Rows(Coarse())
-        rows.append(rng.normal(B, H, 9, 4))
+        d = rng.randint(3, 12)
+        rows.append(rng.normal(B, H, 9, d))
         held = [rows.nbytes]
         rows.keep(torch.tensor(kept))
         held.append(rows.nbytes)
         rows.quantize(n)
         held.append(rows.nbytes)
-        tried = f"9 tokens with B = {B}, H = {H}, d = 4; then {kept} are kept; then {n} are quantized: "
+        tried = f"9 tokens with B = {B}, H = {H}, d = {d}; then {kept} are kept; then {n} are quantized: "
         same(held, tried + "bytes")
         same([part.untyped_storage().nbytes() <= 2 * part.nbytes for part in (rows.recent, rows.kept_rows)], tried +
              "whether what is left of `recent`, and the kept rows, have memory of their own; a slice keeps all of it "
@@ -164,11 +173,11 @@ def test_due(sub, rng, same):
 @points(6)
 def test_update_of_eight_numbers(sub, rng, same):
     """update: what a query reads, under both protocols"""
-    for protocol, chunk in (("paper", 8), ("stream", 1), ("stream", 3)):
+    for (protocol, chunk), numbers in product((("paper", 8), ("stream", 1), ("stream", 3)), eights(rng)):
         layer = sub.Layer(Coarse(), Coarse(), Script(rng, 1, 3, 0), protocol)
-        for part in keys(EIGHT).split(chunk, dim=2):
+        for part in keys(numbers).split(chunk, dim=2):
             given = layer.update(part, 10 * part)
-            same([given, layer.length, layer.keys.n_coded], f"keys {EIGHT}, {chunk} at a time, under {protocol}, "
+            same([given, layer.length, layer.keys.n_coded], f"keys {numbers}, {chunk} at a time, under {protocol}, "
                  "recent = 1, block = 3, nothing kept: keys and values that attention gets, length, n_coded. A "
                  "stream reads before it quantizes; under paper it is the other way round.")
 
@@ -199,8 +208,8 @@ def test_update(sub, rng, same):
 @points(5)
 def test_pfn(sub, rng, same):
     """PFN.keep: the first N tokens of each sequence"""
-    for N in (0, 1, 3, 8):
-        for length, n in ((2, 2), (8, 1), (8, 5)):
+    for N in (0, 1, 3, rng.randint(4, 40)):
+        for length, n in ((2, 2), (8, 1), (rng.randint(8, 40), 5)):
             layer = sub.Layer(Coarse(), Coarse(), sub.PFN(N), "stream")
             layer.length = length
             layer.keys.recent = torch.zeros(3, 2, max(n, length - 3), 4, dtype=torch.float16)

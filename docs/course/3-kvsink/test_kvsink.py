@@ -150,6 +150,7 @@ def test_observe_top_k(sub, rng, same):
     observe(sub, rng, same, 2, [eight], "other channels and blocks have smaller numbers.", elsewhere=1e-3)
     observe(sub, rng, same, 1, [eight], "-32 has the largest magnitude.")
     observe(sub, rng, same, 5, [[[1.0, 3.0, 2.0]]], "of fewer than k tokens all are sinks.")
+    observe(sub, rng, same, 3, [[rng.sample(range(-99, -50), 4) + rng.sample(range(50), 4)]], "magnitudes count.")
     peaks = [[9.0, 1, 2, 8, 3, 4], [1, 9.0, 2, 3, 4, 8], [4, 1, -9.0, 3, 8, 2]]
     observe(sub, rng, same, 2, [rng.sample(peaks, 3)], "sort along the tokens, the last dimension of (B, T).")
 
@@ -158,8 +159,10 @@ def test_observe_top_k(sub, rng, same):
 def test_observe_chunks(sub, rng, same):
     """observe: a text that comes in chunks has the sinks that it has as a whole"""
     chunks = [[[22.0, 0.3, -0.8, 0.1]], [[-32.0, 0.5, 1.1, -0.2]], [[3.0]], [[40.0, 25.0, 1.0]]]
-    observe(sub, rng, same, 2, chunks, "new tokens compete with the sinks so far. Positions are counted from the "
-            "start of the text.")
+    others = torch.tensor(rng.sample(range(1, 99), 12))[None].float().split(rng.randint(2, 5), dim=1)
+    for text in (chunks, [chunk.tolist() for chunk in others]):
+        observe(sub, rng, same, 2, text, "new tokens compete with the sinks so far. Positions are counted from the "
+                "start of the text.")
 
 
 @points(12)

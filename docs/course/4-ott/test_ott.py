@@ -124,10 +124,11 @@ def test_first_pool(sub, rng, same):
 @points(9)
 def test_pool_of_eight_numbers(sub, rng, same):
     """keep_keys: the pool of the handout's example, and its second election"""
-    scores = torch.tensor([[[9, 70, 5, 80, 3, 65, 4, 90]]])
-    for p, E in ((2, 1), (2, 0), (1, 3), (2, 5)):
-        stream(method_of(sub, p, E), keys_with(rng, scores), [4, 4], same, "The tokens with the smallest scores win. "
-               "One that loses its place goes to the extra pool; only as many are admitted as that has room for.")
+    for scores in ([9, 70, 5, 80, 3, 65, 4, 90], rng.sample(range(3, 99), 8)):
+        for p, E in ((2, 1), (2, 0), (1, 3), (2, 5)):
+            stream(method_of(sub, p, E), keys_with(rng, torch.tensor([[scores]])), [4, 4], same, "The tokens with the "
+                   "smallest scores win. One that loses its place goes to the extra pool; only as many are admitted as "
+                   "that has room for.")
 
 
 @points(25)

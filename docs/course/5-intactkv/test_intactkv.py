@@ -41,9 +41,9 @@ def test_exact_rows(sub, rng, same):
 @points(5)
 def test_without_prefix(sub, rng, same):
     """without_prefix: the texts behind it; ValueError where there is none, or nothing is behind it"""
-    ids = [3, 5]
-    for tokens in ([[3, 5, 1, 2]], [[3, 5, 1], [3, 5, 3]], [[3, 5]], [[3]], [[3, 5, 1], [3, 4, 1]], [[1, 5, 3]],
-                   [[5, 3, 5]], [[3, 4, 5], [3, 5, 5]]):
+    ids = a, b = rng.sample(range(3, 99), 2)
+    for tokens in ([[a, b, 1, 2]], [[a, b, 1], [a, b, a]], [[a, b]], [[a]], [[a, b, 1], [a, 2, 1]], [[1, b, a]],
+                   [[b, a, b]], [[a, 2, b], [a, b, b]]):
         try:
             given = sub.without_prefix(torch.tensor(tokens), ids)
         except ValueError:
@@ -98,10 +98,11 @@ def test_loss_of_eight_numbers(sub, rng, same):
     targets = torch.tensor([[9.0, 1, 2, 3], [9, 0, 1, 1]])[..., None]
     outputs = torch.tensor([[5.0, 1, 4, 2], [7, 0, 1, 4]])[..., None]
     counts = torch.tensor([[False, True, False], [True, True, True]])
-    for n, chosen in ((1, None), (0, None), (1, counts)):
-        same(sub.block_loss([outputs], [targets], n, chosen), f"block_loss of the handout's example with n = {n}, "
-             f"counts = {None if chosen is None else chosen.tolist()}: half of the mean over texts of each text's "
-             "own mean")
+    others = rng.of(range(9), 2, 4, 1).float()
+    for given, n, chosen in ((outputs, 1, None), (outputs, 0, None), (outputs, 1, counts), (others, 1, None)):
+        same(sub.block_loss([given], [targets], n, chosen), f"block_loss of {given.tolist()}, not quantized "
+             f"{targets.tolist()}, with n = {n}, counts = {None if chosen is None else chosen.tolist()}: half of the "
+             "mean over texts of each text's own mean")
 
 
 @points(14)

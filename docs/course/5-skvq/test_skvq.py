@@ -83,7 +83,7 @@ def test_codes_of_eight_numbers(sub, rng, same):
     half = torch.tensor([[0.0, 3.0, 0.5, 1.5, 2.5]])  # in the middle between two codes
     neighbours, mixed = [0] * 4 + [1] * 4, [0, 1] * 4
     for numbers, group, alpha, centre in ((x, neighbours, 1.0, 0), (x, mixed, 1.0, 0), (half, [0] * 5, 1.0, 0),
-                                          (x, mixed, 0.75, 0), (x, mixed, 0.75, 1)):
+                                          (x, mixed, 0.75, 0), (x, mixed, 0.75, 1), (rng.normal(1, 8), mixed, 1.0, 0)):
         group = torch.tensor(group)
         n = int(group.max()) + 1
         codes, h, z = sub.encode(numbers, group, 2, torch.full((n,), alpha), torch.full((n,), centre))

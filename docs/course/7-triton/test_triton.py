@@ -69,6 +69,7 @@ def test_topk_of_eight_numbers(sub, rng, same):
     """topk_kernel: magnitudes, pieces, ties, the end of the text"""
     topk(sub, same, [EIGHT], 2, 4, "Positions are counted from the start of the sequence.")
     topk(sub, same, [EIGHT], 3, 8, "Of equal numbers the earlier token comes first.")
+    topk(sub, same, [rng.sample(range(-90, 90), 8)], 2, 4, "Magnitudes, of whatever sign.")
     topk(sub, same, [[0.0] * 7], 2, 8, "A token that is not there loses to a 0.")
     topk(sub, same, [[5.0, 0.0, 0.0]], 3, 2, "The second piece has fewer than K tokens.")
     topk(sub, same, [EIGHT, EIGHT[::-1]], 2, 4, "Two sequences.")
