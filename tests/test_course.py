@@ -351,6 +351,40 @@ def test_what_the_machine_lacks_is_no_students_fault(monkeypatch, tmp_path):
         grade.right_values("kvsink", 0, tmp_path)
 
 
+def test_every_student_has_a_line(tmp_path):
+    """Also one who hands in what cannot be graded: the line says what it is."""
+    for student, file, text in (("ann", "starter.ipynb", "{}"), ("bob", "a.py", 'ASSIGNMENT: str = "kvsink"'),
+                                ("bob", "helper.py", ""), ("cat", "a.py", 'ASSIGNMENT = "kvsink"'), ("dan", None, "")):
+        (tmp_path / student).mkdir(exist_ok=True)
+        if file:
+            (tmp_path / student / file).write_text(text, encoding="utf-16" if student == "cat" else "utf-8")
+    (tmp_path / "eve.ipynb").touch()
+    files = grade.submissions(tmp_path)
+    assert [grade.student_of(file, tmp_path) for file in files] == ["ann", "bob", "cat", "dan", "eve.ipynb"]
+    assert assignments.assignment_of(files[1]) == "kvsink"
+    for file, told in ((files[0], "no Python file"), (files[2], "UTF-16"), (files[4], "no Python file")):
+        with pytest.raises(UserError, match=told):
+            assignments.assignment_of(file)
+
+
+def test_no_output_replaces_a_submission(run, tmp_path):
+    (tmp_path / "mine.py").write_text(text_of("kvsink", "starter.py"), encoding="utf-8")
+    for flag in ("--csv", "--json", "--gradescope"):
+        status, _, err = run(grade, tmp_path / "mine.py", flag, tmp_path / "mine.py")
+        assert status == 2 and "is a submission" in err
+    assert (tmp_path / "mine.py").read_text(encoding="utf-8") == text_of("kvsink", "starter.py")
+
+
+def test_what_a_file_lacks_is_named(tmp_path):
+    """And a sys.exit at its end costs nothing."""
+    (tmp_path / "mine.py").write_text("def outlier(hidden):\n    return 3\nimport sys\nsys.exit()", encoding="utf-8")
+    module = COURSE.load(tmp_path / "mine.py")
+    assert module.outlier(None) == 3
+    with pytest.raises(AttributeError) as raised:
+        module.find_outlier()
+    assert COURSE.explain(raised.value, tmp_path / "mine.py").startswith("Your file has no `find_outlier`")
+
+
 @pytest.mark.parametrize("words", [["no/such/file.py"], [ROOT / "docs" / "course" / "README.md"], [], [ROOT / ".ci"]])
 def test_what_cannot_be_graded_is_told_in_one_line(run, words):
     status, out, err = run(grade, *words)

@@ -1,5 +1,6 @@
 """Assignments: their folders, the functions that are their answers, and a copy of the repository without these."""
 import ast
+import codecs
 import re
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def folder_of(name):
 
 def assignment_of(path):
     """The assignment that a file names. UserError if it names none."""
+    if path.suffix != ".py":
+        raise UserError(f"{path.name}: no Python file was handed in")
     name = named(path, "ASSIGNMENT")
     if name is None:
         raise UserError(f"{path.name} names no assignment; it needs a line such as ASSIGNMENT = \"kvsink\"")
@@ -44,8 +47,11 @@ def assignment_of(path):
 def named(path, word):
     """The name in a file's line such as ASSIGNMENT = "kvsink"; None if there is no line with this word."""
     check_regular(path, LARGEST)
-    text = path.read_bytes().decode(errors="replace")
-    line = re.search(rf"^{word}\s*=\s*[\"'](\w+)[\"']", text, re.MULTILINE)
+    data = path.read_bytes()
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{path.name} is UTF-16, which Python does not read; save it as UTF-8")
+    text = data.decode("utf-8-sig", errors="replace")
+    line = re.search(rf"^{word}\s*(?::.*)?=\s*[\"'](\w+)[\"']", text, re.MULTILINE)
     return line and line[1]
 
 

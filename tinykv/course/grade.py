@@ -65,12 +65,16 @@ def main():
 
 
 def submissions(folder):
-    """The Python files of a folder, without a student's files that name no assignment beside one that does."""
+    """The Python files of a folder, without a student's files that name no assignment beside one that does. Of a
+    student without a Python file, the folder or the notebook."""
     files = sorted(folder.rglob("*.py"))
     if not files:
         raise UserError(f"there is no Python file in {folder}; give a file, or a folder of them")
     handed_in = {student_of(file, folder) for file in files if not is_helper(file)}
-    return [file for file in files if not is_helper(file) or student_of(file, folder) not in handed_in]
+    files = [file for file in files if not is_helper(file) or student_of(file, folder) not in handed_in]
+    students = {student_of(file, folder) for file in files}
+    others = [path for path in folder.glob("[!._]*") if path.is_dir() or path.suffix == ".ipynb"]
+    return sorted(files + [path for path in others if path.name not in students])
 
 
 def is_helper(file):
@@ -87,6 +91,10 @@ def student_of(file, submission):
 
 def grade_all(files, args):
     """The reports of files, as many at a time as there are cores. Each is written as it comes."""
+    for flag in ("json", "csv", "gradescope"):
+        path = getattr(args, flag)
+        if path and any(path.resolve() == file.resolve() for file in files):
+            raise UserError(f"--{flag} {path} is a submission; give another name")
     opening = hole(ROOT)
     if opening and (folder_of("affine") / "answer.py").is_file():
         if not args.unconfined:

@@ -20,7 +20,7 @@ def test_outlier(sub, rng, same):
         hidden = torch.tensor(numbers).float().view(1, T, D)
         hint = (f"outlier of a hidden state (1, {T}, {D}) with the numbers {numbers}. Take magnitudes first, and the "
                 f"lower of two middle ones. The ratio is to the median of the T largest magnitudes, one of each token.")
-        same((*sub.outlier(hidden), hidden), hint)
+        same([sub.outlier(hidden), hidden], hint)
 
 
 # Task 1: find_outlier. Each list begins with the embedding; blocks 0, 1, ... follow
