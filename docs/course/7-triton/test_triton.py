@@ -1,7 +1,11 @@
 """Assignment 7, Triton: kernels run in the interpreter, so cases are few and small.
 
 Around each tensor lies memory that a kernel must not touch; what lies behind a text is larger than anything in it."""
+import json
+import subprocess
+import sys
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -36,6 +40,32 @@ def loads(*tensors):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_masked_load", watched)
         yield strays
+
+
+# of each kernel: the types of its arguments, and values of its constants
+KERNELS = {
+    "topk_kernel": ({"h": "*fp32", "score": "*fp32", "position": "*i32", "tokens": "i32", "sequence": "i32",
+                     "token": "i32"}, {"K": 4, "N": 16}),
+    "unpack_kernel": ({"packed": "*u8", "codes": "*u8", "tokens": "i32"}, {"W": 8, "N": 16}),
+    "scores_kernel": ({"q": "*fp32", "packed": "*u8", "scale": "*fp16", "zero": "*fp16", "out": "*fp32",
+                       "tokens": "i32"}, {"R": 2, "W": 8, "N": 16}),
+}
+
+
+@cache
+def compiler_errors(path):
+    """{kernel: what Triton's compiler says against it, or ""}."""
+    process = subprocess.run([sys.executable, "-m", "tinykv.course.compiles", path], input=json.dumps(KERNELS),
+                             capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"Triton's compiler did not run: {process.stderr.strip()[-200:]}")
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def compiled(sub, name):
+    error = compiler_errors(sub.__file__)[name]
+    if error:
+        raise SyntaxError(f"{name} does not compile for a GPU (sm_80), though the interpreter runs it. {error}")
 
 
 # Task 1
@@ -76,7 +106,14 @@ def test_topk_of_eight_numbers(sub, rng, same):
     topk(sub, same, [EIGHT], 2, 8, "The next token is three numbers away.", stride=3)
 
 
-@points(22)
+@points(8)
+def test_topk_compiles(sub, rng, same):
+    """topk_kernel: right for one sequence, and it compiles for a GPU"""
+    topk(sub, same, [rng.sample(range(-90, 90), 8)], 2, 4, "")
+    compiled(sub, "topk_kernel")
+
+
+@points(14)
 def test_topk(sub, rng, same):
     """topk_kernel: any lengths, strides and dtypes"""
     for _ in range(14):
@@ -90,7 +127,16 @@ def test_topk(sub, rng, same):
 
 # Task 2
 
-@points(14)
+@points(5)
+def test_unpack_compiles(sub, rng, same):
+    """unpack_kernel: right for eight codes, and it compiles for a GPU"""
+    packed, codes = rng.of(range(256), 2, 1).to(torch.uint8), torch.zeros(2, 4, dtype=torch.uint8)
+    sub.unpack_kernel[(1,)](packed, codes, 2, 1, 2)
+    same(codes, f"unpack_kernel with T = 2, W = 1, N = 2 of the bytes {packed.tolist()}")
+    compiled(sub, "unpack_kernel")
+
+
+@points(9)
 def test_unpack(sub, rng, same):
     """unpack_kernel: four codes of a byte, the first in the lowest bits; nothing behind the last token"""
     for T, W, N in ((2, 1, 2), (1, 2, 4), (5, 2, 2), (7, 4, 4), (9, 1, 8), (3, 8, 2), (8, 2, 4)):
@@ -118,7 +164,18 @@ def test_fold(sub, rng, same):
 
 # Task 4
 
-@points(24)
+@points(8)
+def test_scores_compiles(sub, rng, same):
+    """scores_kernel: right for one head, and it compiles for a GPU"""
+    q, out = rng.normal(1, 4), torch.zeros(1, 2)
+    packed, scale = rng.of(range(256), 1, 2, 1).to(torch.uint8), torch.ones(1, 1, 4).half()
+    sub.scores_kernel[1, 1](q, packed, scale, -scale, out, 2, 1, 1, 2)
+    same(out, f"scores_kernel with T = 2, W = 1, N = 2, one head: q = {q.tolist()}, packed = {packed.tolist()}, scales "
+         "1, zero points -1")
+    compiled(sub, "scores_kernel")
+
+
+@points(16)
 def test_scores(sub, rng, same):
     """scores_kernel: fold, planes, groups, heads, the end of the text"""
     for T, W, N, heads, R in ((2, 1, 2, 1, 1), (8, 2, 4, 1, 2), (5, 4, 4, 2, 1), (7, 1, 4, 2, 2), (9, 2, 8, 2, 3),
