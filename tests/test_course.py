@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tinykv import UserError
-from tinykv.course import assignments, compare, confine, grade, handout
+from tinykv.course import assignments, board, compare, confine, grade, handout
 from tinykv.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -404,6 +404,46 @@ def test_where_answers_can_be_read_nothing_is_graded_in_silence(run, monkeypatch
         lines = err.splitlines()
         assert (status, out, len(lines)) == (2, "", 1 + len(words))
         assert ("--unconfined" in lines[0]) == (not words)
+
+
+# ---- the project's board
+
+HIDDEN = """
+import torch
+from tinykv.codecs import Pair
+from tinykv.codecs.base import Codec, Codes
+from tinykv.methods.base import Method
+
+class Exact(Codec):  # keeps rows on itself, where no bit of them is counted
+    def __init__(self):
+        self.bits, self.store = 2, []
+
+    def encode(self, x, ignore=None):
+        self.store.append(x.half())
+        return Codes(torch.full((*x.shape[:3], 1), len(self.store) - 1, dtype=torch.uint8))
+
+    def decode(self, codes):
+        return torch.cat([self.store[i] for i in codes.packed[0, 0, :, 0].unique()], 2).float()
+
+class Mine(Method):
+    def __init__(self, config, bits=2):
+        self.codecs = [Pair(Exact(), Exact()) for _ in range(config.num_hidden_layers)]
+        self.k_bits = self.v_bits = bits
+        self.scheme = "hidden"
+"""
+
+
+def test_rows_that_a_codec_hides_are_found(tmp_path):
+    for text, found in ((HIDDEN, True), ("from tinykv.methods.pfn import PFN as Mine", False)):
+        (tmp_path / "method.py").write_text(text, encoding="utf-8")
+        assert bool(board.dishonest(tmp_path / "method.py", 3)) == found
+
+
+def test_ranks_of_the_board_are_shared_where_the_paired_error_cannot_tell():
+    first, second, third = ([[0.10, 0.30, 0.20]], [[0.11, 0.29, 0.21]], [[0.20, 0.41, 0.31]])
+    rows = [(name, {"kld": sum(kl[0]) / 3, "bits_true": 2.0, "window_kl": kl})
+            for name, kl in (("c", third), ("a", first), ("b", second))]
+    assert [line[:2] for line in board.lines_of(rows)] == [["1", "a"], ["1", "b"], ["3", "c"]]
 
 
 # ---- handing out

@@ -39,9 +39,9 @@ def hole(root):
     return ""
 
 
-def confine(folder, readable=()):
+def confine(folder, readable=(), seconds=SECONDS):
     """From now on this process reads Python's own folders and those given, and writes in `folder` alone."""
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_SIZE, FILE_SIZE))
     if sys.platform != "linux":
