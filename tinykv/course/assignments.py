@@ -1,4 +1,5 @@
-"""Assignments: their folders, the functions that are their answers, and a copy of the repository without these."""
+"""Assignments: their folders, the functions that are their answers, their starters, and a copy of the repository
+without answers. `python -m tinykv.course.assignments` writes the starters."""
 import ast
 import codecs
 import re
@@ -55,6 +56,31 @@ def named(path, word):
     return line and line[1]
 
 
+# A starter: an answer without its lines
+
+def starter(folder):
+    """An assignment's answer.py, in which the lines under each `# answer` are still to be written."""
+    number, name = folder.name.split("-")
+    lines = (folder / "answer.py").read_text(encoding="utf-8").partition("\n\n\n# answer: helpers\n")[0].splitlines()
+    functions = functions_of(ast.parse("\n".join(lines)))
+    for function, node in reversed(functions.items()):
+        marks = [i for i in range(node.lineno, node.end_lineno) if lines[i].strip() == "# answer"]
+        if lines[node.lineno - 2].strip() == "# answer":  # a helper of a class
+            del lines[node.lineno - 3:node.end_lineno]
+        elif marks:
+            what = f'raise NotImplementedError("assignment {number}, {name}: {function}")'
+            lines[marks[0]:node.end_lineno] = [lines[marks[0]].replace("# answer", what)]
+    return "\n".join(lines) + "\n"
+
+
+def write_starters(folder):
+    """Write each assignment's starter into a repository, where none is there yet."""
+    for path in sorted((ROOT / "docs" / "course").glob("*-*")):
+        target = folder / path.relative_to(ROOT) / "starter.py"
+        if not target.exists():
+            target.write_text(starter(path), encoding="utf-8")
+
+
 # A copy without the answers
 
 def write(folder, files, names):
@@ -107,3 +133,7 @@ def without_dead_links(text, folder, files):
         lost = target.is_file() and target.relative_to(ROOT).as_posix() not in files
         return match[1] if lost else match[0]
     return re.sub(r"\[([^\]]*)\]\(([\w./-]+(?:#[^)]*)?)\)", link, text)
+
+
+if __name__ == "__main__":
+    write_starters(ROOT)

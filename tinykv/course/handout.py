@@ -12,7 +12,7 @@ from pathlib import Path
 from shutil import copyfile
 
 from tinykv import UserError
-from tinykv.course.assignments import ANSWERS, CORE, ROOT, folder_of, write
+from tinykv.course.assignments import ANSWERS, CORE, ROOT, folder_of, write, write_starters
 from tinykv.course.grade import right_values
 from tinykv.run.cli import Parser, one_line
 
@@ -40,6 +40,7 @@ def main():
             raise UserError(f"{args.folder} is not empty; give a new folder")
         files = [file for file in tracked() if file.startswith(KEPT) or not file.startswith(LEFT_OUT)]
         write(args.folder, files, names)
+        write_starters(args.folder)
         (args.folder / ".pytest.ini").write_text(PYTEST, encoding="utf-8")
         workflow = args.folder / ".github" / "workflows" / "assignments.yml"
         workflow.parent.mkdir(parents=True)

@@ -1,4 +1,14 @@
-"""Assignment 5, SKVQ: an answer."""
+"""Assignment 5, SKVQ: groups of similar channels, each with its own clipped range.
+
+handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
+work as they stand. Names, arguments and shapes stay as they are. To grade this file:
+
+    python -m tinykv.course.grade docs/course/5-skvq/starter.py
+
+Shapes: N tokens, C channels of a token (those of all its KV heads), n groups. `group` (C), integers
+from 0 to n - 1, says which group a channel is in; every group has one at least. `bits` is a whole
+number from 1 to 8. All numbers are fp32 unless it says otherwise.
+"""
 import torch
 
 from tinykv.codecs import Pair
@@ -10,6 +20,8 @@ FP8 = torch.float8_e4m3fn
 SMALLEST, LARGEST = 2 ** -9, 448.0  # the smallest scale, and the largest number, that FP8 has
 CHOICES = [(alpha / 32, centre) for alpha in range(32, 18, -1) for centre in (0, 1)]
 
+
+# Task 1: groups of similar channels
 
 def clusters(points, n):  # given
     """Clusters of points (P, dim): begins with one for each point, and merges the two whose union costs least, as
@@ -30,16 +42,32 @@ def clusters(points, n):  # given
 
 
 def channel_ranges(x, kept):
+    """The smallest and the largest number of each channel, (lo, hi), (C) each. x (N, C). kept (N),
+    booleans, or None: True at tokens that are never quantized, and do not count."""
+    # answer
     rows = [row for i, row in enumerate(x) if kept is None or not kept[i]]
     rows = torch.stack(rows)
     return rows.min(dim=0).values, rows.max(dim=0).values
 
 
 def make_groups(lo, hi, n):
+    """Cluster the channels by (lo, hi), (C) each, into n groups -> the group of each, (C) integers,
+    with `clusters`."""
+    # answer
     return clusters(torch.stack([lo, hi], dim=1), n)
 
 
+# Task 2: the clipped grid
+
 def grid(lo, hi, bits, alpha, centre):
+    """The step h and the zero point z of groups whose numbers lie between lo and hi, before they are
+    rounded to FP8: (h, z), both of the shape of lo.
+
+    lo, hi: of one shape. alpha, centre: of a shape that broadcasts to it; centre holds 0 and 1. The
+    range is shrunk by the factor alpha, towards 0 where centre is 0, towards its own middle where
+    centre is 1. h is at least SMALLEST and at most LARGEST, z between -LARGEST and LARGEST.
+    """
+    # answer
     steps = 2 ** bits - 1
     h = alpha * (hi - lo) / steps
     towards_zero = alpha * lo
@@ -48,7 +76,16 @@ def grid(lo, hi, bits, alpha, centre):
     return h.clamp(SMALLEST, LARGEST), z.clamp(-LARGEST, LARGEST)
 
 
+# Task 3: codes
+
 def encode(x, group, bits, alpha, centre):
+    """Quantize x (N, C). alpha, centre (n): of each group.
+
+    Returns (codes, h, z): codes (N, C) uint8, from 0 to 2^bits - 1, channels in their own order;
+    h and z (N, n) in FP8, for each token and group. Codes are computed from h and z as they are
+    stored, and rounded half to even.
+    """
+    # answer
     codes = torch.zeros(x.shape, dtype=torch.uint8)
     all_h, all_z = [], []
     for g in range(int(group.max()) + 1):
@@ -65,11 +102,21 @@ def encode(x, group, bits, alpha, centre):
 
 
 def decode(codes, h, z, group):
+    """What `encode` gave -> the numbers that it is read as, (N, C)."""
+    # answer
     h, z = h.float(), z.float()
     return codes.float() * h[:, group] + z[:, group]
 
 
+# Task 4: how much to clip
+
 def clip_losses(x, group, bits, choices, weight):
+    """What each choice costs each group: the sum of w (X - X')^2 over its numbers, (choices, n).
+
+    x (N, C). choices: a list of pairs (alpha, centre), of which each is tried for all groups. weight
+    (N): w of each token. X' is what `encode` and `decode` make of X.
+    """
+    # answer
     n = int(group.max()) + 1
     losses = torch.zeros(len(choices), n)
     for i, (alpha, centre) in enumerate(choices):

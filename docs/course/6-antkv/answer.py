@@ -1,4 +1,14 @@
-"""Assignment 6: an answer."""
+"""Assignment 6: AnTKV. Learn codebooks by weighted k-means, and keep the anchor tokens.
+
+handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
+work as they stand. Names, arguments and shapes stay as they are. To grade this file:
+
+    python -m tinykv.course.grade docs/course/6-antkv/starter.py
+
+Shapes: N points of n numbers, k centres; B sequences, T tokens, H query heads, Hkv KV heads, d
+channels of a head. A sub-vector is n neighbouring channels of a head, so a token has
+places = Hkv * d/n of them. All are counted from 0.
+"""
 import torch
 
 from tinykv.codecs import Pair
@@ -11,11 +21,22 @@ ASSIGNMENT = "antkv"
 # Task 1: weighted k-means
 
 def nearest(points, centres):
+    """The number of the centre that is nearest to each point, of equally near ones the first.
+
+    points (N, n), centres (k, n) -> (N), integers.
+    """
+    # answer
     square = ((points[:, None] - centres[None]) ** 2).sum(-1)  # (N, k)
     return square.argmin(dim=1)
 
 
 def plus_plus(points, weights, u):
+    """The k-means++ start: centres (k, n), each a copy of a point.
+
+    points (N, n), weights (N). u: a list of k numbers between 0 and 1, one for each draw; the
+    handout says how they are used.
+    """
+    # answer
     chosen, odds = [], weights.double()
     for number in u:
         sums = odds.cumsum(0)
@@ -27,6 +48,11 @@ def plus_plus(points, weights, u):
 
 
 def lloyd(points, weights, centres):
+    """One step of weighted k-means -> the moved centres, (k, n).
+
+    points (N, n), weights (N), centres (k, n).
+    """
+    # answer
     index = nearest(points, centres)
     moved = centres.clone()
     far = ((points - centres[index]) ** 2).sum(-1)
@@ -42,6 +68,8 @@ def lloyd(points, weights, centres):
 
 
 def kmeans(points, weights, centres, steps=25):
+    """`lloyd` from the given centres, until no centre moves, `steps` times at most -> (k, n)."""
+    # answer
     for _ in range(steps):
         before, centres = centres, lloyd(points, weights, centres)
         if torch.equal(before, centres):
@@ -52,6 +80,13 @@ def kmeans(points, weights, centres, steps=25):
 # Task 2: a codebook
 
 def token_weights(gradient):
+    """What each token weighs in k-means. gradient (Hkv, T, d): of the loss, with respect to the
+    keys, or values, of a layer.
+
+    Returns (Hkv, T): the norm of each row, the largest thousandth clamped; 1 everywhere if the
+    whole gradient is 0. The handout has the rule.
+    """
+    # answer
     norm = gradient.pow(2).sum(-1).sqrt()
     if norm.max() == 0:
         return torch.ones_like(norm)
@@ -59,12 +94,19 @@ def token_weights(gradient):
     return norm.clamp(max=ordered[int(0.999 * (len(ordered) - 1))])
 
 
-def sub_vectors(x, n):
+def sub_vectors(x, n):  # given
+    """x (B, Hkv, T, d) -> (places, B * T, n): place h * d/n + i is the i-th sub-vector of head h,
+    and column b * T + t is token t of sequence b."""
     x = x.float().unflatten(-1, (-1, n))  # (B, Hkv, T, d/n, n)
     return x.permute(1, 3, 0, 2, 4).flatten(2, 3).flatten(0, 1)  # (places, B * T, n)
 
 
 def encode(x, centroids):
+    """The codes of keys or values: at each place, the number of the nearest centroid of its own.
+
+    x (B, Hkv, T, d), centroids (places, m, n) -> (B, T, places), integers.
+    """
+    # answer
     B = len(x)
     vectors = sub_vectors(x, centroids.shape[-1])
     q = torch.stack([nearest(points, book) for points, book in zip(vectors, centroids)], dim=-1)
@@ -72,12 +114,17 @@ def encode(x, centroids):
 
 
 def decode(codes, centroids, heads):
+    """What codes are read as. codes (B, T, places), integers; centroids (places, m, n); heads: Hkv.
+
+    Returns (B, Hkv, T, d), d = places * n / Hkv.
+    """
+    # answer
     B, T, places = codes.shape
     x = torch.stack([centroids[p][codes[..., p]] for p in range(places)], dim=2)  # (B, T, places, n)
     return x.reshape(B, T, heads, -1).transpose(1, 2)
 
 
-class Codebook(Codec):
+class Codebook(Codec):  # given: calibration and packing, which call your functions
     passes = 1
     tables = ("centroids",)  # (places, m, n)
     samples = 2048  # tokens that k-means sees, at most
@@ -120,6 +167,12 @@ class Codebook(Codec):
 # Task 3: anchors
 
 def anchor_scores(q, k):
+    """AnS(K) and AnS(V) of Eq. 5, (B, Hkv, S) both.
+
+    q (B, H, T, d), k (B, Hkv, S, d), both after RoPE. The T queries are those of the T newest of S
+    tokens. A KV head's score is the sum of those of its H / Hkv query heads, which are neighbours.
+    """
+    # answer
     B, H, T, d = q.shape
     Hkv, S = k.shape[1], k.shape[2]
     every = k.repeat_interleave(H // Hkv, dim=1)  # (B, H, S, d)
@@ -136,7 +189,10 @@ class AnTKV(Method):
     uses_scores = True  # the cache asks `score` at every update, and adds up what it gives
     rope = "pre"  # keys are quantized before RoPE
 
+    # given: settings
+
     def __init__(self, config, vq="d4m64", anchors="1%", recent=32, block=32):
+        """vq: d4m64 are 64 centroids for each 4 channels."""
         n, m = map(int, vq[1:].split("m"))
         heads = config.num_key_value_heads
         self.codecs = [Pair(Codebook(n, m, heads), Codebook(n, m, heads))
@@ -149,9 +205,19 @@ class AnTKV(Method):
         return anchor_scores(q.float(), K.float())
 
     def keep_keys(self, layer_cache, n):
+        """Which keys to keep in full precision, asked when the n oldest recent tokens of a layer
+        are about to be quantized: positions (B, Hkv, count), those with the largest scores.
+
+        count is `self.percent` percent of the `layer_cache.length` tokens seen, rounded up.
+        `best_tokens(layer_cache.keys, n, count)` chooses among the tokens that are due and those
+        that are anchors already.
+        """
+        # answer
         count = -(-self.percent * layer_cache.length // 100)
         return best_tokens(layer_cache.keys, n, count)
 
     def keep_values(self, layer_cache, n):
+        """The same for values, which have anchors of their own: `layer_cache.values`."""
+        # answer
         share = -(-self.percent * layer_cache.length // 100)
         return best_tokens(layer_cache.values, n, share)

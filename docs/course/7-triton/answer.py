@@ -1,4 +1,16 @@
-"""Assignment 7: an answer."""
+"""Assignment 7: Triton. The top-k of a channel, and products of queries with 2-bit keys.
+
+handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
+work as they stand. Names, arguments and shapes stay as they are. To grade this file:
+
+    python -m tinykv.course.grade docs/course/7-triton/starter.py
+
+Kernels run in Triton's interpreter, on a CPU: no GPU is needed.
+
+Shapes: B sequences, T tokens, D channels of a hidden state, H query heads, Hkv KV heads, d channels
+of a head. N tokens belong to one program, and programs along the tokens are called pieces. N, d and
+d/4 are powers of 2. An argument that is named like a tensor is a pointer to its first number.
+"""
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
@@ -14,6 +26,17 @@ ASSIGNMENT = "triton"
 
 @triton.jit
 def topk_kernel(h, score, position, tokens, sequence, token, K: tl.constexpr, N: tl.constexpr):
+    """Program (piece, b) finds the K largest |h| among tokens piece * N .. piece * N + N - 1 of
+    sequence b.
+
+    h: the channel in question, of token 0 of sequence 0. From there the next token is `token`
+    numbers away, and the next sequence `sequence` numbers. tokens: T.
+    score (B, pieces, K) fp32 and position (B, pieces, K) int32: what to write, the largest first;
+    of equal ones, the earlier token first. A position is counted from the start of the sequence. If
+    a piece has fewer than K tokens, the scores that are left are negative, their positions
+    anything.
+    """
+    # answer
     piece, b = tl.program_id(0), tl.program_id(1)
     first = piece * N
     t = first + tl.arange(0, N)
@@ -28,7 +51,8 @@ def topk_kernel(h, score, position, tokens, sequence, token, K: tl.constexpr, N:
         x = tl.where(tl.arange(0, N) == at, -2.0, x)
 
 
-def topk_outliers(hidden, channel, k, N=16):
+def topk_outliers(hidden, channel, k, N=16):  # given
+    """hidden (B, T, D) -> the k largest |h| of a channel and their positions, (B, k) both."""
     B, T, _ = hidden.shape
     pieces = triton.cdiv(T, N)
     score = torch.empty(B, pieces, k)
@@ -44,6 +68,11 @@ def topk_outliers(hidden, channel, k, N=16):
 
 @triton.jit
 def unpack_kernel(packed, codes, tokens, W: tl.constexpr, N: tl.constexpr):
+    """Program `piece` unpacks the codes of N tokens.
+
+    packed (T, W) uint8: W = d/4 bytes of a token. codes (T, d) uint8: what to write. tokens: T.
+    """
+    # answer
     t = tl.program_id(0) * N + tl.arange(0, N)[:, None]
     w = tl.arange(0, W)[None]
     real = (t < tokens) & (w < W)
@@ -52,7 +81,8 @@ def unpack_kernel(packed, codes, tokens, W: tl.constexpr, N: tl.constexpr):
         tl.store(codes + t * 4 * W + 4 * w + i, (byte >> (2 * i)) & 3, mask=real)
 
 
-def unpack(packed, N=16):
+def unpack(packed, N=16):  # given
+    """packed (T, d/4) uint8 -> codes (T, d) uint8."""
     T, W = packed.shape
     codes = torch.empty(T, 4 * W, dtype=torch.uint8)
     unpack_kernel[(triton.cdiv(T, N),)](packed, codes, T, W, N)
@@ -62,6 +92,12 @@ def unpack(packed, N=16):
 # Task 3: fold
 
 def fold(q, scale, zero):
+    """Torch lines. q (H, d), scale and zero (d), fp32 -> folded (H, d) and offset (H), so that for
+    any codes c (d)
+
+        q.(c * scale + zero) = folded.c + offset
+    """
+    # answer
     return q * scale, q @ zero
 
 
@@ -70,6 +106,14 @@ def fold(q, scale, zero):
 @triton.jit
 def scores_kernel(q, packed, scale, zero, out, tokens, R: tl.constexpr, W: tl.constexpr,
                   N: tl.constexpr):
+    """Program (piece, h) computes q.k / sqrt(d) of query head h with N tokens, a group. It folds
+    scale and zero point into q; no key is decoded.
+
+    q (H, d) fp32. packed (Hkv, T, W) uint8, W = d/4. scale and zero (Hkv, pieces, d) fp16: of each
+    group of N tokens. out (H, T) fp32: what to write. tokens: T. R = H / Hkv neighbouring query
+    heads share a KV head.
+    """
+    # answer
     piece, head = tl.program_id(0), tl.program_id(1)
     kv = head // R
     j = piece * N + tl.arange(0, N)
@@ -87,7 +131,8 @@ def scores_kernel(q, packed, scale, zero, out, tokens, R: tl.constexpr, W: tl.co
     tl.store(out + head * tokens + j, total / tl.sqrt(4.0 * W), mask=j < tokens)
 
 
-def scores(q, packed, scale, zero, N=16):
+def scores(q, packed, scale, zero, N=16):  # given
+    """q (H, d) fp32, packed (Hkv, T, d/4) uint8, scale and zero (Hkv, pieces, d) fp16 -> (H, T)."""
     H, (Hkv, T, W) = len(q), packed.shape
     out = torch.empty(H, T)
     scores_kernel[triton.cdiv(T, N), H](q, packed, scale, zero, out, T, H // Hkv, W, N)
