@@ -102,8 +102,9 @@ def test_a_wrong_answer_loses_points(name, wrong, tmp_path, request):
 
 @pytest.mark.parametrize("changes", [
     [("lloyd(points, weights, centres)\n        if", "lloyd(points, weights, centres=centres)\n        if")],
-    [("import Method, best_tokens", "import Method, best_tokens as best"), ("return best_tokens(layer_cache.keys, n, count)",
-      "return best(count=count, rows=layer_cache.keys, n=n)"), ("return best_tokens(layer_cache.v", "return best(layer_cache.v")],
+    [("import Method, best_tokens", "import Method, best_tokens as best"),
+     ("return best_tokens(layer_cache.keys, n, count)", "return best(count=count, rows=layer_cache.keys, n=n)"),
+     ("return best_tokens(layer_cache.v", "return best(layer_cache.v")],
     [("import Method, best_tokens", "import Method\nfrom tinykv.methods import base"),
      ("return best_tokens(layer_cache.k", "return base.best_tokens(layer_cache.k"),
      ("return best_tokens(layer_cache.v", "return base.best_tokens(layer_cache.v")]])
