@@ -5,12 +5,14 @@ arguments, values of the constants]} and writes {kernel: what the compiler says 
 """
 import importlib.util
 import json
+import os
 import sys
 
 GPU = "cuda", 80, 32  # sm_80, threads of a warp
 
 
 def main():
+    os.environ.pop("TRITON_INTERPRET", None)  # of the process that asks
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -26,7 +28,7 @@ def main():
             triton.compile(ASTSource(kernel, signature, places), target=GPUTarget(*GPU))
             told[name] = ""
         except Exception as error:
-            told[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+            told[name] = " ".join([type(error).__name__, *str(error).splitlines()[-1:]])
     print("\n" + json.dumps(told))
 
 

@@ -58,7 +58,7 @@ def compiler_errors(path):
     process = subprocess.run([sys.executable, "-m", "tinykv.course.compiles", path], input=json.dumps(KERNELS),
                              capture_output=True, text=True)
     if process.returncode:
-        raise RuntimeError(f"Triton's compiler did not run: {process.stderr.strip()[-200:]}")
+        raise RuntimeError(f"Triton's compiler did not run: {process.stderr.strip().splitlines()[-1]}")
     return json.loads(process.stdout.splitlines()[-1])
 
 
