@@ -1,6 +1,6 @@
 """Assignment 5, intactkv: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
-    "keys_after_rope": ("trace.k, trace.v", "[full.rope.rotate(k) for k in trace.k], trace.v"),
+    "keys_after_rope": ("(trace.k, trace.v)", "([full.rope.rotate(k) for k in trace.k], trace.v)"),
     "not_rounded": (".half().float()", ""),
     "left_in_fp16": (".half().float()", ".half()"),
     "bos_alone_is_cut": ("return tokens[:, n:]", "return tokens[:, 1:]"),
