@@ -199,17 +199,20 @@ def test_file_faults(tmp_path):
 
 @pytest.mark.parametrize("context", [16, 24, 40, 64, 96])
 def test_a_file_marks_its_answers(tmp_path, context):
-    """One counts in the window that has its word once more before it, from that sentence's beginning on."""
+    """One counts in the window that has its word once more before it, from that sentence's beginning on, wherever the
+    window stands among the others."""
     text = "It has 482. And so on; it has <answer>482</answer>. Rome has 517.\nRome has <answer>517</answer>. "
     text += "x" * 96
     Path(tmp_path, "marked.txt").write_text(text)
-    windows = load_windows(str(tmp_path / "marked.txt"), Letters(), context, 96 // context, bos="none", whole=True)
     stream = "\0" + re.sub("</?answer>", "", text)  # <s> is a token, too
-    assert spelled(windows).replace("<s>", "\0") == stream[:context * (96 // context)]
-    facts = {"482": "It has", "517": " Rome"}
-    wanted = [[] for _ in windows.tokens]
-    for word, fact in facts.items():
+    n = len(stream) // context  # all windows of the text, in their order
+    windows = load_windows(str(tmp_path / "marked.txt"), Letters(), context, n, bos="none", whole=True)
+    cut = [stream[i * context:(i + 1) * context] for i in range(n)]
+    texts = [Letters().decode(ids).replace("<s>", "\0") for ids in windows.tokens.tolist()]
+    assert sorted(texts) == sorted(cut)
+    wanted = [[] for _ in cut]
+    for word, fact in {"482": "It has", "517": " Rome"}.items():
         begin, start = stream.index(fact), stream.rindex(word)
         if begin // context == (start + 2) // context:
             wanted[begin // context].append((start % context, start % context + 3))
-    assert windows.answers == wanted
+    assert [wanted[cut.index(text)] for text in texts] == windows.answers

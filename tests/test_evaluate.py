@@ -425,7 +425,7 @@ def test_compare_refuses_what_the_command_refuses(flags, said):
 
 
 def test_settings_as_words():
-    words = flags.words_of({"k_bits": [2, 3], "plot": None, "list_methods": False, "bos": "none", "draws": 2})
+    words = flags.words_of({"k_bits": [2, 3], "plot": None, "wide": False, "bos": "none", "draws": 2})
     assert words == ["--wide", "--k-bits=2,3", "--bos=none", "--draws=2"]
 
 

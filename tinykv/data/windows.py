@@ -14,12 +14,15 @@ window is dropped. Calibration and test never see the same text:
                     calibration  the same of the second half; all of it for either, where the other split
                                  is of another text
 
+Of one long text, a file or wikitext2's test split, the windows are spread, as the first ones may be of two or three
+articles, about which alone an error over windows would speak. So are the articles of wikitext2's train split. The
+documents of c4 are pages of the web in no order.
+
 The test texts of wikitext2 and c4 are those of the published numbers. WikiText-2: "\\n\\n".join over the rows of the
 Hugging Face dataset, where a row is a line of the raw file with its newline, or "" for a blank line; one document, with
 a single `<s>` at the start. C4: what GPTQ calls c4-new, and of which IntactKV measures 256 windows of 2048 tokens. Both
 are downloaded from the hub at first use. Calibration text is read document by document, as far as needed. A file is
-halved because neither call knows how much of it the other one takes. Its windows are spread, as the first ones may be
-of two or three articles, about which alone an error over windows would speak.
+halved because neither call knows how much of it the other one takes.
 """
 import gzip
 import io
@@ -88,13 +91,15 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
                         f"{windows} windows need {need} tokens: ask for fewer or shorter ones, or give a "
                         "longer text")
 
-    # 2. the windows: the first ones, or those of a file from all over it
+    # 2. the windows: of many documents the first ones, of one long text some from all over it
     n_full = len(ids) // text_length  # windows that the stream has
+    is_one_text = data not in TEXTS or (data, split) == ("wikitext2", "test")
+    order = spread(n_full) if is_one_text else list(range(n_full))
+    chosen = order[:windows]
     tokens = torch.frombuffer(ids, dtype=torch.int64)[:n_full * text_length]
-    tokens = tokens.view(n_full, text_length)  # (all windows, T - n)
-    order = torch.arange(n_full) if data in TEXTS else spread(n_full)
-    tokens = tokens[order[:windows]]  # (W, T - n)
-    answers = answers_in_windows(marks, windows, text_length, n_replaced=int(replace_first))
+    tokens = tokens.view(n_full, text_length)[chosen]  # (W, T - n)
+    answers = answers_in_windows(marks, n_full, text_length, n_replaced=int(replace_first))
+    answers = [answers[window] for window in chosen]
     if replace_first:
         tokens[:, 0] = tokenizer.bos_id
 
@@ -120,7 +125,7 @@ def spread(n):
     step = round(0.618 * n)
     while math.gcd(step, n) != 1:  # else some would come twice
         step += 1
-    return torch.arange(n) * step % n
+    return [i * step % n for i in range(n)]
 
 
 def encode_documents(documents, tokenizer, need):
@@ -217,14 +222,15 @@ def marked(text):
 
 
 def wikitext2(split):
-    """The test split as one text, or the articles of the train split."""
+    """The test split as one text, or the articles of the train split, of which any that follow each other are spread."""
     member = f"wikitext-2-raw/wiki.{'test' if split == 'test' else 'train'}.raw"
     with zipfile.ZipFile(fetch_file(HUB_FILES["wikitext2"])) as archive, archive.open(member) as raw:
         lines = io.TextIOWrapper(raw, encoding="utf-8")
         rows = [line if line.strip() else "" for line in lines]
     if split == "test":
         return ["\n\n".join(rows)]
-    return articles(rows)
+    texts = list(articles(rows))
+    return [texts[i] for i in spread(len(texts))]
 
 
 def articles(rows):
