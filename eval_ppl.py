@@ -13,7 +13,7 @@ import io
 from tinykv import hf
 from tinykv.evaluate import measure
 from tinykv.run import check, cli, flags, ranks, settings, table
-from tinykv.run.entries import build_entries, calibrate_all
+from tinykv.run.entries import attempt, build_entries, calibrate_all
 
 
 def evaluate(args, loaded=None):
@@ -45,7 +45,7 @@ def evaluate(args, loaded=None):
         if entry.error is None:  # it has been calibrated
             exact = fp16.results[0] if fp16.results else None
             total = len(entry.methods) * len(mine.tokens)
-            with entry.attempt("evaluating"), cli.bar(None, f"evaluating {title}", total) as clock.bar:
+            with attempt(f"evaluating {title}", entry), cli.bar(None, f"evaluating {title}", total) as clock.bar:
                 for method in entry.methods:  # one for each draw of the calibration
                     result = measure(model, method, mine, protocol=args.protocol, batch=setup.batch,
                                      fp16=exact, bar=clock, cache_class=cache_class, prompt=args.prompt)

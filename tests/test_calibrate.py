@@ -14,7 +14,7 @@ from cases import model_of, tokens_of
 from planted import CONFIG, L, Planted, changed, d, few_tries, flat, random_rows, same, tables
 
 from tinykv import UserError
-from tinykv.calibrate import calibrate, check_window, record
+from tinykv.calibrate import calibrate, check_window, record, stored
 from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.registry import METHODS
@@ -27,10 +27,11 @@ from tinykv.tracing import Trace
 def recorded(model, method, windows, gradients=False):
     """(layer, kind, rows, kept, gradient) of each window, layer and kind, as codecs see them."""
     for window in windows:
-        recorder = record(model, method, window, gradients)
-        for layer in range(len(recorder.layers)):
+        recorder = record(model, window, gradients)
+        cache = stored(model, method, recorder)
+        for layer in range(len(cache.layers)):
             for kind in "kv":
-                yield layer, kind, *recorder.of(layer, kind)
+                yield layer, kind, *recorder.of(cache, layer, kind)
 
 
 @pytest.fixture(autouse=True)
@@ -68,18 +69,19 @@ def test_gradients_are_those_of_what_is_stored(rope):
 @pytest.mark.parametrize("rope", ["pre", "post"])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_recorded_rows_are_those_that_are_stored(rope, gradients):
-    """With gradients the forward is exact, without it runs on 16 bits: rows of the first layer know no difference."""
+    """The forward is exact, with gradients or without; what it hands out is rounded to 16 bits."""
     model, windows = model_of(2), tokens_of(2, 9)
     method = KVQuant(model.config, rope=rope, preserve=2)
     parts = list(recorded(model, method, windows, gradients=gradients))
     assert len(parts) == 2 * 2 * L
     for i, window in enumerate(windows):
-        block = model.model["layers"][0]
+        trace = Trace(model)
         with torch.no_grad():
-            _, k, v = block.self_attn.qkv(block.input_layernorm(model.model["embed_tokens"](window[None])))
-        k = k.half() if rope == "pre" else model.rope.rotate(k.half())
-        for (_, _, rows, kept, gradient), expected in zip(parts[2 * L * i:2 * L * i + 2], (k, v.half())):
-            assert torch.equal(rows, expected[0]) and (gradient is None) != gradients
+            model(window[None], trace)
+        keys = [k.half() if rope == "pre" else model.rope.rotate(k.half()) for k in trace.k]
+        expected = [x[0] for pair in zip(keys, trace.v) for x in pair]  # (Hkv, T, d) each
+        for (_, _, rows, kept, gradient), x in zip(parts[2 * L * i:2 * L * (i + 1)], expected):
+            assert torch.equal(rows, x.half()) and (gradient is None) != gradients
             assert kept.tolist() == [[True] * 2 + [False] * 7] * 2
 
 
@@ -178,6 +180,26 @@ def test_a_method_is_shown_each_window_block_by_block():
     calibrate(model, Looks(model.config, scheme="token-dynamic", group_size=4), tokens_of(3, 5))
     a_pass = [[(step, layer, (1, 5, 32)) for _ in range(3) for layer in (-1, 0, 1)] + [step] for step in (0, 1)]
     assert seen == [*a_pass[0], *a_pass[1]]
+
+
+# ---- several methods
+
+def test_a_list_finds_what_each_method_finds_alone():
+    """Whatever they need: gradients, keys before RoPE, passes of their own. Each pass is one forward a window."""
+    model, windows, count = copy.deepcopy(model_of(2)), tokens_of(2, 40), []
+    model.register_forward_hook(lambda *given: count.append(1))
+    options = {"cq": {"vq": "d8m4"}, "antkv": {"vq": "d8m4"}}
+    names = ["rtn", "pfn", "kvsink", "kvquant", "skvq", "cq", "antkv"]
+    apart, together = [[METHODS[name](model.config, **options.get(name, {})) for name in names] for _ in range(2)]
+    for method in apart:
+        calibrate(model, method, windows)
+    count.clear()
+    calibrate(model, together, windows)
+    assert len(count) == 2 * len(windows)
+    for one, other in zip(apart, together):
+        tables = other.calibrated()
+        assert one.calibrated().keys() == tables.keys() and one.calibrated_on == other.calibrated_on
+        assert all(torch.equal(table, tables[name]) for name, table in one.calibrated().items())
 
 
 # ---- draws

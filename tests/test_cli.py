@@ -77,8 +77,7 @@ def test_kvsink_is_shown_beside_what_it_is_compared_with(command):
     assert rows["fp16"]["delta"] == "+0.000" and rows["kvsink"]["keep"] == rows["pfn"]["keep"] == "5"
     assert "kvsink: emergence layer" in out
     # no bar where nobody watches, but a line a step
-    steps = ["calibrating rtn", "calibrating pfn", "calibrating kvsink"]
-    assert err.splitlines() == steps + [f"evaluating {name}" for name in rows]
+    assert err.splitlines() == ["calibrating rtn, pfn, kvsink"] + [f"evaluating {name}" for name in rows]
     assert "kivi: group_size=128, recent=32, as the method" in command("--method", "ott", *SMALL)[1]
 
 
@@ -262,10 +261,10 @@ def calibrated(monkeypatch):
     class Names(list):
         windows = []
 
-    def note(model, method, windows, *more, **seed):
-        found.append(type(method).__name__)
+    def note(model, methods, windows, *more):
+        found.extend(type(method).__name__ for method in methods)
         found.windows.append(windows)
-        calibrate(model, method, windows, *more, **seed)
+        calibrate(model, methods, windows, *more)
     found = Names()
     monkeypatch.setattr(entries.calibrate, "calibrate", note)
     return found
@@ -364,7 +363,7 @@ def test_tables_on_quantized_weights_are_known_by_the_quantizer():
     r, windows = entries_of("--method rtn")["rtn"], torch.zeros(2, 8)
     found = []
     for r.quantizer in (None, *(quantizer(3) for quantizer in QUANTIZERS.values())):
-        found.append(r.made_of(r.method, windows))
+        found.append(r.made_of(0, windows))
     assert len(set(found)) == len(found) == 5
 
 
@@ -487,23 +486,26 @@ def test_a_method_that_fails_is_a_row_and_the_others_go_on(rows_of, mine):
     assert "Traceback" in printed and 'return {}["no"]' in printed
 
 
-def test_work_is_not_lost_where_a_later_method_ends_the_run(rows_of, command, calibrated, kept, monkeypatch):
-    """Killed in the third method's calibration, or while it is evaluated."""
-    words = ["--method", "rtn,pfn,kvsink", "--calibration", kept, *SMALL]
-
-    def stop_at_the_third(function):
-        def stop(*arguments, **settings):
-            if type(arguments[1]).__name__ == "KVSink":
-                raise KeyboardInterrupt
-            return function(*arguments, **settings)
-        return stop
+def test_work_is_not_lost_where_the_run_ends_early(rows_of, command, calibrated, kept, monkeypatch):
+    """Killed in the second draw of the calibration, or while the third method is evaluated."""
+    words, methods = ["--method", "rtn,kvsink", "--draws", "2", "--calibration", kept, *SMALL], ["RTN", "KVSink"]
     with monkeypatch.context() as patch:
-        patch.setattr(entries.calibrate, "calibrate", stop_at_the_third(entries.calibrate.calibrate))
-        assert command(*words)[0] == 130 and calibrated == ["RTN", "PFN"]
-    monkeypatch.setattr(eval_ppl, "measure", stop_at_the_third(eval_ppl.measure))
+        noted = entries.calibrate.calibrate
+        patch.setattr(entries.calibrate, "calibrate", stopped(noted, lambda model, found, *more: more[2] == 1))
+        assert command(*words)[0] == 130 and calibrated == methods
+    of_kvsink = stopped(eval_ppl.measure, lambda model, method, *more: type(method).__name__ == "KVSink")
+    monkeypatch.setattr(eval_ppl, "measure", of_kvsink)
     status, out, rows = rows_of(*words)
-    assert status == 130 and calibrated == ["RTN", "PFN", "KVSink"] and list(table(out)) == ["fp16", "rtn", "pfn"]
-    assert list(rows) == ["fp16", "rtn", "pfn"]
+    assert status == 130 and calibrated == methods * 2 and list(table(out)) == list(rows) == ["fp16", "rtn"]
+
+
+def stopped(function, when):
+    """The function, but Ctrl-C where `when` is true of its arguments."""
+    def stop(*arguments, **settings):
+        if when(*arguments):
+            raise KeyboardInterrupt
+        return function(*arguments, **settings)
+    return stop
 
 
 @pytest.mark.parametrize("found", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "-1"}, {"RANK": "x"}, {"RANK": "2"},
@@ -716,7 +718,7 @@ def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, one_lay
     assert command(*words)[0] == 0
     _, tokenizer = hf.load(one_layer)
     stream = load_windows(str(path), tokenizer, 32, 4, "calibration").tokens
-    assert [windows.tolist() for windows in calibrated.windows] == [part.tolist() for part in stream.split(2)] * 3
+    assert [windows.tolist() for windows in calibrated.windows] == [part.tolist() for part in stream.split(2)]
     assert [{call.kwargs["seed"] for call in module.kmeans.call_args_list} for module in modules] == [{0, 1}] * 3
     assert "--draws must be at least 1" in refused(command, *words, "--draws", "0")
     assert "1000 windows need" in refused(command, *words, "--draws", "500")
@@ -733,14 +735,19 @@ def test_a_calibration_file_holds_each_draw(command, calibrated, kept):
 
 
 def test_a_draw_that_fails_fails_its_row(rows_of, monkeypatch):
-    def fail_once(model, method, windows, progress, seed, fingerprint_of):
-        if seed == 1 and type(method).__name__ == "PFN":
+    """And not that of rtn and kvsink, which are calibrated with it, to the same tables as without it."""
+    def fail_once(model, methods, windows, progress, seed, fingerprint_of):
+        calibrate(model, methods, windows, progress, seed, fingerprint_of)
+        if seed == 1 and any(type(method).__name__ == "PFN" for method in methods):
             raise KeyError("no")
-        calibrate(model, method, windows, progress, seed, fingerprint_of)
+    words = ["--method", "rtn,kvsink,kivi", "--draws", "2", *SMALL]
+    _, _, without = rows_of(*words)
     monkeypatch.setattr(entries.calibrate, "calibrate", fail_once)
-    status, _, rows = rows_of("--method", "pfn,kivi,rtn", "--draws", "2", *SMALL)
+    status, _, rows = rows_of(*words, "--method", "pfn,rtn,kvsink,kivi")
     assert status == 1 and rows["pfn"]["ppl"] is None and rows["pfn"]["fault"] == "failed: KeyError: 'no'"
-    assert rows["rtn"]["window_nll"][0] != rows["rtn"]["window_nll"][1]
+    for name in ("rtn", "kvsink"):
+        assert rows[name]["window_nll"] == without[name]["window_nll"]
+        assert rows[name]["window_nll"][0] != rows[name]["window_nll"][1]
     for name in ("fp16", "kivi"):  # nothing to calibrate: the same twice
         assert rows[name]["window_nll"][0] == rows[name]["window_nll"][1]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tinykv import UserError
 from tinykv.cache import KVCache
-from tinykv.calibrate import calibrate, record
+from tinykv.calibrate import calibrate, record, stored
 from tinykv.codecs import codebook
 from tinykv.codecs.codebook import FORMATS, Codebook, make_codebooks
 from tinykv.methods.antkv import AnTKV
@@ -77,10 +77,11 @@ def parts(gradients):
     """{(layer, kind): (rows (Hkv, N, d), gradients)} over the calibration windows."""
     found = {}
     for window in windows():
-        recorder = record(tiny(), CQ(tiny().config), window, gradients)
+        recorder = record(tiny(), window, gradients)
+        cache = stored(tiny(), CQ(tiny().config), recorder)
         for layer in range(L):
             for kind in "kv":
-                rows, _, gradient = recorder.of(layer, kind)
+                rows, _, gradient = recorder.of(cache, layer, kind)
                 found.setdefault((layer, kind), []).append((rows, rows if gradient is None else gradient))
     return {key: tuple(torch.cat(x, dim=1) for x in zip(*lists)) for key, lists in found.items()}
 
@@ -193,9 +194,10 @@ def test_effective_vectors_are_kish_s(sensitivity, sharing):
     method = calibrated(sensitivity, sharing)
     weights = {}  # (layer, kind, place): of all windows
     for window in windows():
-        recorder = record(tiny(), method, window, True)
+        recorder = record(tiny(), window, True)
+        cache = stored(tiny(), method, recorder)
         for layer, kind, h, p in itertools.product(range(L), "kv", range(HKV), range(d // 2)):
-            gradient = recorder.of(layer, kind)[2]
+            gradient = recorder.of(cache, layer, kind)[2]
             of_place = weight_of(gradient, h, p, 2, sensitivity).tolist()
             # the largest thousandth of the layer's weights in a window is cut down
             every = [w for h2 in range(HKV) for p2 in range(d // 2)

@@ -74,6 +74,19 @@ def test_two_ranks_give_the_figures_of_one(tmp_path, monkeypatch, capfd, one_lay
     assert_same(files)
 
 
+def test_tables_of_a_file_reach_the_others_whatever_is_lacking(tmp_path, monkeypatch, capfd, one_layer):
+    """The file has the second method of three that are calibrated together."""
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    words = ["--model", one_layer, "--context", 32, "--calib-windows", 2, "--windows", 2, "--calibration",
+             tmp_path / "tables.safetensors"]
+    assert fork(*words, "--method", "pfn,fp16", ranks=2) == [0, 0]
+    assert fork(*words, "--method", "kvsink", "--json", files[1], ranks=2) == [0, 0]
+    monkeypatch.setattr(sys, "argv", ["eval_ppl.py", *map(str, words[:-2]), "--method", "kvsink", "--json",
+                                      str(files[0])])
+    eval_ppl.main()
+    assert_same(files)
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("ranks, words", [
     (2, ["--windows", 2]),

@@ -222,7 +222,7 @@ def marked(text):
 
 
 def wikitext2(split):
-    """The test split as one text, or the articles of the train split, of which any that follow each other are spread."""
+    """The test split as one text, or the articles of the train split, spread."""
     member = f"wikitext-2-raw/wiki.{'test' if split == 'test' else 'train'}.raw"
     with zipfile.ZipFile(fetch_file(HUB_FILES["wikitext2"])) as archive, archive.open(member) as raw:
         lines = io.TextIOWrapper(raw, encoding="utf-8")

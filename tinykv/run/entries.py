@@ -6,6 +6,7 @@ such as `--preserve 1,5`, makes an entry for each, for every method that takes i
 import copy
 import itertools
 from bdb import BdbQuit
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -13,7 +14,6 @@ from functools import cache, partial
 from tinykv import UserError, calibrate
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.files import fingerprint, identity
-from tinykv.methods.base import Method
 from tinykv.methods.registry import METHODS
 from tinykv.run import cli, ranks
 from tinykv.run.check import check_codecs, check_method
@@ -26,7 +26,7 @@ class Entry:
     """A row of the table: a method with its settings, on a model whose weights may be quantized."""
     label: str  # in the table: "pfn preserve=5"
     name: str  # of the method: "pfn", or "Mine" of mine.py:Mine
-    method: Method
+    methods: list  # of the method, one for each draw of the calibration, where there is something to calibrate
     settings: dict  # all that the method takes, {name: value}
     weights: str | None = None  # the weight quantizer's label: "awq-3"; None: full precision
     quantizer: object = None  # of the weights
@@ -34,47 +34,37 @@ class Entry:
     results: list = field(default_factory=list)  # of its evaluation: a `Result` of each of its methods
     error: Exception | None = None  # what calibration or evaluation ended with
 
-    def __post_init__(self):
-        self.methods = [self.method]  # one for each draw of the calibration, where there is something to calibrate
+    @property
+    def method(self):
+        return self.methods[0]
 
     @property
     def title(self):
         """In messages, where no column names the weights: "pfn preserve=5 awq-3"."""
         return f"{self.label} {self.weights}" if self.weights else self.label
 
-    def calibrate(self, model, text, draws, file, fingerprint_of):
-        """Calibrate the method on each draw of text (draws * C, T), or take its tables from a `CalibrationFile`, which
-        is given new ones. Draw d is windows d * C to d * C + C - 1, and k-means' random numbers of seed d."""
-        self.methods += [copy.deepcopy(self.method) for _ in range(1, draws)]
-        for draw, (method, windows) in enumerate(zip(self.methods, text.chunk(draws))):  # windows (C, T)
-            # the tables' name in the file: the method, all of its settings, the weights, the draw
-            name = f"{self.name} {self.settings} weights {self.weights}" + f" draw {draw}" * (draw > 0)
-            made_of = self.made_of(method, windows) if file.path else None
-            tables = file.get(name, made_of)
-            if tables is None:
-                progress = partial(cli.bar, what=f"calibrating {self.title}")
-                calibrate.calibrate(model, method, windows, progress, seed=draw, fingerprint_of=fingerprint_of)
-                file.put(name, made_of, method.calibrated())
-            else:
-                method.restore(tables)
-            check_codecs(method, model.config)
+    def tables_name(self, draw):
+        """The name of a draw's tables in a calibration file: the method, all of its settings, the weights, the draw."""
+        return f"{self.name} {self.settings} weights {self.weights}" + f" draw {draw}" * (draw > 0)
 
-    def made_of(self, method, windows):
-        """A hash of all that the tables depend on: windows, uncalibrated method, weight quantizer, and code."""
-        return identity(windows, method, self.quantizer)
+    def made_of(self, draw, windows):
+        """A hash of all that a draw's tables depend on: windows, uncalibrated method, weight quantizer, and code."""
+        return identity(windows, self.methods[draw], self.quantizer)
 
-    @contextmanager
-    def attempt(self, doing):
-        """Do something for this entry. If it raises, this entry fails and the others go on. The command ends if fp16
-        (the reference for all others) fails, if other processes are waiting, or if the user quits the debugger."""
-        cli.step(f"{doing} {self.title}")
-        try:
-            yield
-        except Exception as error:
-            _, n_ranks = ranks.here()
-            if self.name == "fp16" or n_ranks > 1 or isinstance(error, BdbQuit):
-                raise
-            self.error = error
+
+@contextmanager
+def attempt(doing, *entries):
+    """Do something for entries. If it raises, they fail and the others go on. The command ends if fp16 (the reference
+    for all others) fails, if other processes are waiting, or if the user quits the debugger."""
+    cli.step(doing)
+    try:
+        yield
+    except Exception as error:
+        _, n_ranks = ranks.here()
+        if n_ranks > 1 or isinstance(error, BdbQuit) or "fp16" in [entry.name for entry in entries]:
+            raise
+        for entry in entries:
+            entry.error = error
 
 
 # Entries
@@ -97,7 +87,7 @@ def build_entries(args, config, tokenizer):
     entries, left_out = {}, {}
     quantizers = cli.quantizers_of(args)
     if quantizers:
-        entries["fp16"] = Entry("fp16", "fp16", METHODS["fp16"](config), {})
+        entries["fp16"] = Entry("fp16", "fp16", [METHODS["fp16"](config)], {})
     for weights in quantizers or [None]:
         if "prefix" in given:  # opened anew: a prefix holds keys and values of one model
             given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
@@ -134,7 +124,7 @@ def entries_of(asked, name, beside, given, config, left_out, by_name):
     cls = load_class(asked)
     if is_made(asked):
         check_method(asked, config)
-        return [Entry(name, name, copy.deepcopy(asked), {})]
+        return [Entry(name, name, [copy.deepcopy(asked)], {})]
     found = []
     for chosen in combinations(cls, given, beside):
         label = label_of(name, chosen, given)
@@ -148,7 +138,7 @@ def entries_of(asked, name, beside, given, config, left_out, by_name):
             continue
         check_method(method, config)
         words = ", ".join(f"{setting}={arguments[setting]}" for setting in beside if setting not in chosen)
-        found.append(Entry(label, name, method, {**settings_of(cls), **arguments}, beside=words))
+        found.append(Entry(label, name, [method], {**settings_of(cls), **arguments}, beside=words))
     return found
 
 
@@ -206,17 +196,58 @@ def calibrate_all(setup, model, entries, test=None):
             windows = text[:args.calib_windows or CALIBRATION_WINDOWS] if entry.quantizer.needs_text else None  # (C, T)
             models[entry.weights] = cli.quantized_model(model, entry.weights, entry.quantizer, windows, file)
 
-    # 3. The methods
+    # 3. The methods: those that run on the same weights and see as many windows read them together
     fingerprint_of = cache(fingerprint)  # of models that stay as they are
+    together = defaultdict(list)  # {(label of weights, C): [Entry]}
     for entry in entries.values():
         if entry.method.needs_calibration:
-            C = args.calib_windows or entry.method.calibration_windows
-            with entry.attempt("calibrating"):
-                entry.calibrate(models[entry.weights], text[:args.draws * C], args.draws, file, fingerprint_of)
+            together[entry.weights, args.calib_windows or entry.method.calibration_windows].append(entry)
         elif entry.method.calibrated_on and entry.method.calibrated_on != fingerprint_of(models[entry.weights]):
             raise UserError(f"{entry.title} was calibrated on another model; calibrate it on this one")
+    for (weights, C), group in together.items():
+        calibrate_group(group, models[weights], text[:args.draws * C], args.draws, file, fingerprint_of)
+
+    # 4. Prefixes: their keys and values come from the full-precision model
+    for entry in entries.values():
+        label = cli.weights_label(entry.weights, entry.quantizer, data)
         for method in entry.methods:
-            if method.prefix:  # its keys and values come from the full-precision model
-                label = cli.weights_label(entry.weights, entry.quantizer, data)
+            if method.prefix:
                 fill_prefix(method.prefix, model, models[entry.weights], label)
     return models
+
+
+def calibrate_group(group, model, text, draws, file, fingerprint_of):
+    """Calibrate entries on each draw of text (draws * C, T), or take their tables from a `CalibrationFile`, which is
+    given new ones. Draw d is windows d * C to d * C + C - 1, and k-means' random numbers of seed d."""
+    for entry in group:
+        entry.methods += [copy.deepcopy(entry.method) for _ in range(1, draws)]
+    for draw, windows in enumerate(text.chunk(draws)):  # (C, T)
+        # what the file has
+        lacking = []
+        for entry in group:
+            tables = file.get(entry.tables_name(draw), entry.made_of(draw, windows) if file.path else None)
+            if tables is None:
+                lacking.append(entry)
+            else:
+                entry.methods[draw].restore(tables)
+        # what it lacks, all together; if one of them fails, each by itself
+        unseen = copy.deepcopy([entry.methods[draw] for entry in lacking])
+        if lacking:
+            calibrate_together(lacking, draw, model, windows, file, fingerprint_of)
+        if len(lacking) > 1 and lacking[0].error:
+            for entry, method in zip(lacking, unseen):
+                entry.methods[draw], entry.error = method, None
+                calibrate_together([entry], draw, model, windows, file, fingerprint_of)
+        group = [entry for entry in group if not entry.error]
+
+
+def calibrate_together(entries, draw, model, windows, file, fingerprint_of):
+    """Calibrate entries on the windows (C, T) of one draw. If one of them fails, all have its error."""
+    titles = ", ".join(entry.title for entry in entries)
+    made_of = [entry.made_of(draw, windows) if file.path else None for entry in entries]
+    with attempt(f"calibrating {titles}", *entries):
+        calibrate.calibrate(model, [entry.methods[draw] for entry in entries], windows,
+                            partial(cli.bar, what=f"calibrating {titles}"), draw, fingerprint_of)
+        for entry, made in zip(entries, made_of):
+            check_codecs(entry.methods[draw], model.config)
+            file.put(entry.tables_name(draw), made, entry.methods[draw].calibrated())

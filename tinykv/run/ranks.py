@@ -54,28 +54,28 @@ def prepare(device):
 
 
 class SharedCalibration(CalibrationFile):
-    """A calibration file that rank 0 reads and writes. The others get what it finds there, or adds."""
+    """A calibration file that rank 0 reads and writes. The others get what it finds there, or adds, in whatever order
+    that is."""
 
     def get(self, name, made_of):
-        rank, _ = here()
-        if rank > 0:
-            return self.sent(None)
-        tables = super().get(name, made_of)
-        return None if tables is None else self.sent(tables)
+        rank, n_ranks = here()
+        if rank == 0:
+            tables = super().get(name, made_of)
+            if n_ranks > 1 and tables is not None:
+                dist.broadcast_object_list([name, tables])
+            return tables
+        while name not in self.tables:
+            sent = [None, None]
+            dist.broadcast_object_list(sent)
+            device = self.model.lm_head.weight.device
+            self.tables[sent[0]] = {key: table.to(device) for key, table in sent[1].items()}
+        return self.tables[name]
 
     def put(self, name, made_of, tables):
         super().put(name, made_of, tables)
-        self.sent(tables)
-
-    def sent(self, tables):
-        """Tables of rank 0, on every rank."""
         _, n_ranks = here()
-        if n_ranks == 1:
-            return tables
-        tables = [tables]
-        dist.broadcast_object_list(tables)
-        device = self.model.lm_head.weight.device
-        return {key: table.to(device) for key, table in tables[0].items()}
+        if n_ranks > 1:
+            dist.broadcast_object_list([name, tables])
 
 
 def own_windows(windows, batch):
