@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import oracles
 import torch
-from cases import Case, G, L, calibration_windows, d, rotated_keys, stored_keys
+from cases import Case, G, L, Watch, calibration_windows, d, rotated_keys, stored_keys
 
 from tinykv.methods.antkv import AnTKV
 from tinykv.methods.cq import CQ
@@ -302,9 +302,20 @@ def calibration_rows(case, method):
     return calibration_rows_of(cell, method)
 
 
+class InFullPrecision(Watch):
+    """A window's attention reads its keys and values as they are, not rounded to 16 bits."""
+
+    def update(self, layer, q, k, v, seen):
+        super().update(layer, q, k, v, seen)
+        return self.case.model.rope.rotate(k), v
+
+
 @lru_cache
 def calibration_rows_of(case, method):
-    watches = [case.run_watched(case.fp16(method.rope), window[None])[1] for window in calibration_windows()]
+    fp16, watches = case.fp16(method.rope), []
+    for window in calibration_windows():
+        watches.append(InFullPrecision(case, case.new_cache(fp16)))
+        case.run(fp16, window[None], watches[-1])
     by_layer = []
     for layer in range(L):
         rows = {"k": [], "v": []}

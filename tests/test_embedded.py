@@ -37,7 +37,7 @@ def scores(embedded):
 @pytest.fixture(scope="module")
 def table():
     """{label: row} at two bits and at three, offset."""
-    return {row["label"]: row for row in compare("rtn,pfn,kvsink", bits=[3, 2], windows=4, calib_windows=2)}
+    return {row["label"]: row for row in compare("rtn,pfn,kvsink", bits=[3, 2], windows=6, calib_windows=2)}
 
 
 def test_it_is_small():

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(not FOLDER, reason="needs TINYKV_SMOLLM2, a fold
 
 # Another machine rounds sums differently, which changes a few codes, and through 30 layers ever more of them. Weights
 # changed by 1e-7 to 1e-6 of themselves do the same: at 3 bits, the perplexities of 5 such models have a standard
-# deviation of 2.1% to 2.5%. Stored is their mean; about four deviations, 10%, are allowed.
-PERPLEXITY = {"fp16": (60.342, 0.001), "pfn": (70.2, 0.1), "kvsink": (74.3, 0.1)}
+# deviation of 2.2% to 3.1%. Stored is their mean; three to four deviations, 10%, are allowed.
+PERPLEXITY = {"fp16": (82.181, 0.001), "pfn": (100.7, 0.1), "kvsink": (100.7, 0.1)}
 
 
 @pytest.fixture(scope="module")
