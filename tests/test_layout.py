@@ -137,7 +137,7 @@ ARROWS = {
              "outlier", "weights"},
     "analysis/": {"", "cache", "calibrate", "codecs", "data", "evaluate", "files", "hf", "methods", "run", "tracing",
                   "weights"},
-    "course/": {"", "files", "hf", "run"},
+    "course/": {"", "files", "hf", "methods", "run"},
 }
 
 

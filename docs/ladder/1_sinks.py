@@ -1,7 +1,7 @@
 """KV cache quantization on one page: RTN, PFN and KVSink, and the first table of README.
 
     python docs/ladder/1_sinks.py            in the repository's folder; some seconds on a CPU
-    python -m pdb docs/ladder/1_sinks.py     then `b 74, layer == 2` and `c`: layer 2's keys and values come in
+    python -m pdb docs/ladder/1_sinks.py     then `b 73, layer == 2` and `c`: layer 2's keys and values come in
 
 In every layer a language model computes a key and a value of each token, and keeps them for later tokens to attend to:
 the KV cache. Here a number of it takes 2 bits instead of 16, but for a few tokens that a method keeps. A text comes at
@@ -10,7 +10,6 @@ once; 2_stream.py lets it grow, and 3_codebooks.py stores it in 1 bit.
 Shapes: B texts, T tokens each, Hkv heads of keys and values, d channels (the numbers of a row: a head's key or value).
 """
 import sys
-from collections import defaultdict
 
 import torch
 
@@ -74,13 +73,14 @@ class Cache:
         kept = torch.zeros(k.shape[:3], dtype=torch.bool)  # (B, Hkv, T)
         self.method(self, layer, kept)
         # Code
-        self.write(layer, "k", k.half(), kept)
-        self.write(layer, "v", v.half(), kept)
+        self.write(layer, "k", k, kept)
+        self.write(layer, "v", v, kept)
         # attention reads what is stored, also of a query's own token
         K, V = self.read(layer, "k"), self.read(layer, "v")  # (B, Hkv, T, d) both
         return self.rope.rotate(K), V  # RoPE gives keys their positions
 
     def write(self, layer, kind, x, kept):
+        x = x.half()  # (B, Hkv, T, d): no method sees more than 16 bits
         codes = encode(x.float(), *self.grids[layer, kind])  # (B, Hkv, T, d/4): a kept token has codes, too
         where = kept.nonzero(as_tuple=True)  # text, head and token of the n kept rows
         self.stored[layer, kind] = codes, where, x[where]  # the last (n, d)
@@ -102,10 +102,18 @@ class Cache:
 
 
 # Calibration: the grids, from the range of the tokens that a method does not keep, in other texts
-def calibrate(exact, method):  # exact: a cache that holds these texts in 16 bits
+class Exact(Cache):  # holds these texts as they are
+    def write(self, layer, kind, x, kept):
+        self.stored[layer, kind] = x
+
+    def read(self, layer, kind):
+        return self.stored[layer, kind]
+
+
+def calibrate(exact, method):
     grids = {}
-    for layer, kind in exact.stored:
-        x = exact.read(layer, kind)  # (B, Hkv, T, d)
+    for (layer, kind), x in exact.stored.items():
+        x = x.half().float()  # (B, Hkv, T, d): what would be coded
         kept = torch.zeros(x.shape[:3], dtype=torch.bool)  # (B, Hkv, T)
         method(exact, layer, kept)
         # keys: a grid for each channel; values: one for all channels of a head
@@ -123,10 +131,10 @@ texts = int(sys.argv[1]) if sys.argv[1:] else 16
 test = load_windows("tales", tokenizer, 1024, texts, "test").tokens  # (B, T)
 other = load_windows("tales", tokenizer, 1024, 16, "calibration").tokens  # (B, T)
 
-exact = Cache(model.rope, fp16, defaultdict(lambda: (1.0, 0.0)))  # any grid will do where all tokens are kept
+exact = Exact(model.rope, fp16, None)
 model(other, exact)
 for method in (fp16, rtn, pfn, kvsink):
-    grids = exact.grids if method == fp16 else calibrate(exact, method)
+    grids = calibrate(exact, method)
     logits = model(test, Cache(model.rope, method, grids))  # (B, T, vocabulary)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), test[:, 1:].flatten())
     print(f"{method.__name__:8} {loss.exp():7.3f}")
