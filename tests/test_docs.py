@@ -1,5 +1,5 @@
 """README and docs/ are true: every command and every name exists, every example is what comes out, and what a sentence
-says of a table stands in it. README's quick commands run; docs/programs/results.py runs the others for
+says of a table stands in it. README's quick commands run; docs/programs/sessions.py runs the others for
 their tables.
 """
 import ast
@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pdb
+import random
 import re
 import shlex
 import sys
@@ -41,14 +42,15 @@ LONG = ("--method all", "--method antkv", "omniquant", "--outliers", "--bits 4,3
 SMALL = ["--windows", "1", "--calib-windows", "4", "--context", "256"]
 
 
-def results_script():
-    spec = importlib.util.spec_from_file_location("results", ROOT / "docs" / "programs" / "results.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "programs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-own_methods = results_script().own_methods
+sessions, results = script("sessions"), script("results")
+own_methods = sessions.own_methods
 
 
 def read(page):
@@ -169,33 +171,11 @@ def test_command_runs(command, workplace, monkeypatch):
     eval_ppl.main()  # ends with SystemExit where anything is wrong
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_says_of_its_tables_stands_in_them(page):
-    assert not results_script().unfounded(ROOT / page)
-
-
-@pytest.mark.parametrize("sentence, wrong", [
-    ("pfn is at 10.250, by -0.1321 nats (t = 8.8).", []), ("pfn is at 10.251.", ["10.251"]),
-    ("It was 9.5 (paper: 7.25), see `--alpha 0.96` in [there](x.md#0.1).", ["9.5"]),
-    ("The paper has less (the paper: 7.25 and 7.26).", ["7.26"]),
-    ("Of 1,024.5 and 16 windows,\nall 4.4.", ["1,024.5", "4.4"]),
-    ("pfn is at 10.3, by 0.13 nats.", []), ("By 0.131 or 0.14.", ["0.131", "0.14"])])
-def test_a_figure_that_no_table_has_is_found(tmp_path, sentence, wrong):
-    block = "```console\n$ python eval_ppl.py --vs rtn\npfn  10.250\n\npfn  rtn  -0.1321  -8.8\n```\n"
-    page = tmp_path / "page.md"
-    elsewhere = "```console\n$ python eval_ppl.py\nrtn  10.251\n```\n"
-    page.write_text(f"Not checked: 1.23.\n\n{elsewhere}\n## Here\n\n{block}\n<!-- checked -->\n{sentence}\n\n"
-                    "Not checked: 4.56.\n")
-    found = results_script().unfounded(page)
-    assert len(found) == len(wrong) and all(f"the {figure} of" in line for figure, line in zip(wrong, found))
-
-
 def test_commands_are_found():
     """Of each form one that is there, so that a block written in another way is not passed over."""
     found = commands(read("README.md"))
     assert {"pip install -r requirements.txt", "python eval_ppl.py --method kvsink", "pytest -q"} <= set(found)
     assert "python -m tinykv.analysis page --out cache.html" in commands(read("docs/analysis.md"))
-    assert "python eval_ppl.py --method all --bits 2 --draws 3 --vs kivi" in commands(read("docs/tables.md"))
     for page in PAGES:  # whatever looks like a command outside of a session is one
         plain = re.sub(r"^```console\n.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
         lines = [line for line in plain.splitlines() if re.match(r"\s*(python [-\w]|pytest )", line)]
@@ -356,18 +336,18 @@ SESSIONS = [page for page in PAGES if "(Pdb)" in read(page)]
 @pytest.mark.whole  # seconds
 @pytest.mark.parametrize("page", SESSIONS)
 def test_the_debugger_says_what_the_page_says(page):
-    now = results_script().session(read(page))
-    assert now == read(page), "run `python docs/programs/results.py --only pdb` and read the page again"
+    now = sessions.session(read(page))
+    assert now == read(page), "run `python docs/programs/sessions.py --only pdb` and read the page again"
 
 
 def test_a_wrong_word_of_the_debugger_is_found():
     """What pdb says now takes the place of what stands in a page, over several blocks."""
-    page = ("```console\n$ python -m pdb docs/programs/results.py\n> docs/programs/results.py(...)<module>()\n"
+    page = ("```console\n$ python -m pdb docs/programs/sessions.py\n> docs/programs/sessions.py(...)<module>()\n"
             "(Pdb) p 2 + 2\n5\n```\n\nSome prose.\n\n```console\n(Pdb) p 3 + 3\n6\n(Pdb) q\n```\n")
-    now = results_script().session(page)
+    now = sessions.session(page)
     assert '-> """Run the commands' in now
     assert "(Pdb) p 2 + 2\n4\n```\n\nSome prose.\n\n```console\n(Pdb) p 3 + 3\n6\n(Pdb) q\n```\n" in now
-    assert results_script().session(now) == now
+    assert sessions.session(now) == now
 
 
 # ---- numbers
@@ -416,7 +396,39 @@ def test_sizes_of_real_models_are_what_their_shapes_give():
         assert size["CPU"] == f"{work / 0.5e12 / 60:.0f} min"
 
 
-def test_readmes_table_is_that_of_the_tables():
-    known = set(re.findall(r"\d+\.\d{3}\b", read("docs/tables.md")))
-    table, = re.findall(r"```\nmethod .*?```", read("README.md"), re.DOTALL)
-    assert len(figures := set(re.findall(r" (\d+\.\d{3}) ", table))) >= 4 and figures <= known
+def test_every_figure_is_that_of_the_data(tmp_path):
+    """Each table, each figure of a sentence, and the verdicts; a wrong one, planted into any page, is found."""
+    data = results.read_data()
+    assert not [row for model in results.NAMES for row in data[model] if row not in results.rows_of(model)]
+    for page in results.PAGES:
+        text = page.read_text()
+        assert results.written(page, data) == text, "run `python docs/programs/results.py`"
+        assert not results.unknown(page, data)
+        hidden = re.sub(r"^```.*?^```$|`[^`\n]*`|<!-- \w+: .*? -->|\]\([^)]*\)", lambda span: "~" * len(span[0]), text,
+                        flags=re.MULTILINE | re.DOTALL)
+        found = list(re.finditer(r"(?<![\d.])\d+\.\d+(?![\d.])|\*\*other\*\*(?=:)", hidden))
+        for figure in found[::max(1, len(found) // 12)]:
+            wrong = tmp_path / page.name
+            wrong.write_text(text[:figure.start()] + ("1.2345" if "." in figure[0] else "same") + text[figure.end():])
+            assert results.written(wrong, data) != wrong.read_text() or results.unknown(wrong, data), figure
+
+
+def test_a_verdict_is_by_loss_then_by_kl(monkeypatch):
+    """Of losses whose differences, and their spread, are known."""
+    claim = results.Claim("", "a", "b", "--bits 2", "-", "Figure 1")
+    rng = random.Random(0)
+
+    def row(loss, kl, noise):  # 3 draws of 16 windows
+        return {"nll": [[round(1e5 * (loss + noise * rng.gauss(0, 1))) for _ in range(16)] for _ in range(3)],
+                "kl": [[round(1e5 * (kl + 0.01 * rng.gauss(0, 1))) for _ in range(16)] for _ in range(3)]}
+
+    for loss, kl, noise, sign, words in ((-1, 1, 0.01, "-", "same (Figure 1)"), (1, -1, 0.01, "+", "**other**: more"),
+                                         (0, -1, 0.5, "-", "same"), (0, 1, 0.5, "+", "**other**: more"),
+                                         (0, 0, 0.5, "none", "**other**: none")):
+        data = {"SmolLM2": {"a --bits 2": row(3 + loss, 3 + kl, noise), "b --bits 2": row(3, 3, noise)}}
+        found = results.finding(claim, "SmolLM2", data)
+        assert found.sign == sign and results.verdict(claim, found).startswith(words)
+        assert ("KL" in found.text) == (loss == 0 and kl != 0)
+        assert "not in the paper" in results.verdict(claim._replace(paper=""), found)
+    assert results.verdict(claim._replace(paper="none"), found).startswith("same")
+    assert results.finding(claim, "embedded", data) is None and results.verdict(claim, None) == "not measured"

@@ -1,194 +1,420 @@
-"""Run the commands of docs/*.md again, and put what they print in the place of what stands there.
+"""Measure the rows behind docs/results.md, and write every figure that the pages take from them.
 
-    python docs/programs/results.py                  everything: an hour and more on 2 CPU cores
-    python docs/programs/results.py --only figures   the commands that draw a figure
-    python docs/programs/results.py --only kvquant   the commands with this word in them
-    python docs/programs/results.py --only pdb       the debugger sessions
-    python docs/programs/results.py --check          only look up the figures of the prose; runs nothing
+    python docs/programs/results.py                          write what docs/results.json says; runs nothing
+    python docs/programs/results.py --check                  only say which figure is not of the data
+    python docs/programs/results.py --plot docs/figures/loss.png    also draw the loss by bits
+    python docs/programs/results.py --measure embedded       first measure the rows that the data have not yet
+    python docs/programs/results.py --measure SmolLM2 --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt
 
-A block that begins with "$ python" is a command. Of its output the last tables are kept, as many as stand there,
-without the column of seconds. Figures are written where the commands say. A command may name a method that the page
-defines, `heavy.py:HeavyHitters`. A block that begins with "$ python -m pdb" begins a session in the debugger, and
-blocks that begin with "(Pdb)" go on with it. In a session, "..." stands for line numbers and for what a function
-returns.
+docs/results.json has each row's loss and KL divergence from fp16, window by window and draw by draw, as `eval_ppl.py
+--json` gives them, in units of 1e-5 nats a token. It is written after each row, so a run that was stopped goes on where
+it was. To measure a row again, delete its line. Under "elsewhere" it has the figures of a page that other programs, or
+papers, report.
 
-The prose is written by hand. A paragraph under the line `<!-- checked -->` takes its figures from the tables under its
-heading: each one with a decimal point is a figure of theirs, perhaps rounded, or else this script names it and ends
-with status 1. `<!-- checked against tables.md -->`: from the tables of another page. What stands in parentheses that
-begin with "paper" is looked up in the tables of real_models.md, which are the papers'; what stands in backticks is not.
+A claim is a difference between two rows in nats a token; a negative one means that the first row loses less. Its rule:
+the losses differ if p < .01; if not, the KL divergences are asked the same; if neither differs, there is no difference
+to be seen ("none") if p of the loss is above .05, else the claim is open.
+
+In a page, a table stands between `<!-- written: NAME -->` and `<!-- end -->`. A figure in a sentence follows a comment
+that names its rows: `<!-- SmolLM2: kvsink --bits 3 - pfn --bits 3 -->-0.433 ± 0.108`, or one row, above fp16, or
+`bits of` a row. It keeps its decimals, its error or none, and has a sign if it had one. Every other figure with a
+decimal point must stand in a console block of the page, or under "elsewhere".
 """
 import argparse
-import os
+import json
 import re
-import shlex
-import subprocess
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
-
-from tqdm import tqdm
+from statistics import fmean as mean
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"```console\n\$ (python (?!-m pdb)(?:[^\n\\]|\\\n)*)\n(.*?)```\n", re.DOTALL)
-CODE = re.compile(r"```python\n(.*?)```\n", re.DOTALL)
-SESSION = re.compile(r"```console\n(?=\$ python -m pdb |\(Pdb\) )(.*?)```\n", re.DOTALL)
-FIGURE = re.compile(r"\d[\d,]*\.\d+")
-CHECKED = re.compile(r"^<!-- checked(?: against (\S+))? -->\n(.+?)(?=\n\n|\Z)", re.DOTALL | re.MULTILINE)
-HEADING = re.compile(r"^(?=##)", re.MULTILINE)
-PROMPT = "(Pdb) "
-QUOTED = re.compile(r"\((?:the |in the )?paper[^)]*\)")
-PAPERS = ROOT / "docs" / "real_models.md"
+sys.path.insert(0, str(ROOT))
+from tinykv import hf  # noqa: E402
+from tinykv.evaluate import measure, paired  # noqa: E402
+from tinykv.methods.registry import METHODS  # noqa: E402
+from tinykv.run import cli, flags  # noqa: E402
+from tinykv.run.entries import build_entries, calibrate_all  # noqa: E402
+
+DATA = ROOT / "docs" / "results.json"
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "own_codec", "real_models"))]
+DECIMAL = re.compile(r"(?<![\d.])\d[\d,]*\.\d+(?![\d.])")
+UNIT = 1e-5  # nats a token
+TOGETHER = 8  # rows that are calibrated together: their codecs hold what they saw
+# of each model: the text, and what a row has for a name in braces. Rows of which something is calibrated are measured
+# over DRAWS draws and WINDOWS windows, the others over twice as many windows
+COMMAND = {"embedded": "", "SmolLM2": "--context 512 --calib-windows 8 --batch 4"}
+DRAWS, WINDOWS = 6, 8
+NAMES = {"embedded": {"bits": "2", "group": "16", "codebook": "--bits 1", "windows": ""},
+         "SmolLM2": {"bits": "3", "group": "32", "codebook": "--bits 2 --calib-windows 16",
+                     "windows": "--calib-windows 16"}}
 
 
-# Commands
-
-def own_methods(text):
-    """{file: code} of the classes that a page defines and calls `file.py:Class`."""
-    found = {}
-    for file, cls in re.findall(r"[ ,`](\w+\.py):(\w+)", text):
-        for code in CODE.findall(text):
-            if f"class {cls}(" in code:
-                found[file] = code
-    return found
+class Claim(NamedTuple):
+    says: str
+    first: str  # a row: the method, and flags of its own
+    second: str
+    flags: str  # of both rows
+    paper: str = ""  # the sign of the difference: "-", "+", "none"; "" where the paper has no such comparison
+    where: str = ""  # in the paper
 
 
-def tables_of(command, n, files):
-    """The last n tables that a command prints, between empty lines, without the seconds.
+CLAIMS = {
+    "KVSink": [
+        Claim("first tokens help", "pfn", "rtn", "--bits {bits}", "-", "Figure 9"),
+        Claim("found tokens help more", "kvsink", "pfn", "--bits {bits}", "-", "Figure 9"),
+        Claim("first tokens at 4 bits", "pfn", "rtn", "--bits 4", "-", "Figure 9"),
+        Claim("found tokens at 4 bits", "kvsink", "pfn", "--bits 4", "-", "Figure 9"),
+        Claim("first tokens, integer zero point", "pfn", "rtn", "--bits {bits} --formula integer-zero", "-",
+              "Eq. 10-13"),
+        Claim("found tokens, integer zero point", "kvsink", "pfn", "--bits {bits} --formula integer-zero", "-",
+              "Eq. 10-13"),
+        Claim("another zero point, not other tokens", "pfn --formula integer-zero", "kvsink", "--bits {bits}"),
+        Claim("first tokens, only values", "pfn", "rtn", "--k-bits 16 --v-bits {bits}", "-", "Figure 9"),
+        Claim("found tokens, only values", "kvsink", "pfn", "--k-bits 16 --v-bits {bits}", "-", "Figure 9"),
+        Claim("first tokens, only keys", "pfn", "rtn", "--k-bits {bits} --v-bits 16", "-", "Figure 9"),
+        Claim("found tokens, only keys", "kvsink", "pfn", "--k-bits {bits} --v-bits 16", "-", "Figure 9"),
+        Claim("first tokens after a prompt", "pfn", "rtn", "--bits {bits} --prompt 128", "-", "Algorithm 1"),
+        Claim("found tokens after a prompt", "kvsink", "pfn", "--bits {bits} --prompt 128", "-", "Algorithm 1"),
+        Claim("one found token is not enough", "kvsink --preserve 1", "kvsink", "--bits {bits}"),
+        Claim("one found token, or the first", "kvsink", "pfn", "--bits {bits} --preserve 1"),
+        Claim("twenty first tokens, or five", "pfn --preserve 20", "pfn", "--bits {bits}"),
+        Claim("twenty found tokens", "kvsink", "pfn", "--bits {bits} --preserve 20", "-", "Figure 9")],
+    "OTT": [
+        Claim("the pool helps", "ott", "kivi", "--bits 2 --group-size 128 --recent 32", "-", "KIVI beside it"),
+        Claim("groups of 32", "ott", "kivi", "--bits 2 --group-size 32 --recent 32", "-", "KIVI beside it"),
+        Claim("in generation", "ott", "kivi", "--bits 2 --group-size 128 --recent 32 --protocol stream", "-",
+              "KIVI beside it"),
+        Claim("in generation, groups of 32", "ott", "kivi", "--bits 2 --group-size 32 --recent 32 --protocol stream",
+              "-", "KIVI beside it"),
+        Claim("a pool, or small groups", "ott --group-size 128", "kivi --group-size 32", "--bits 2 --recent 32"),
+        Claim("a pool, or small groups, in generation", "ott --group-size 128", "kivi --group-size 32",
+              "--bits 2 --recent 32 --protocol stream")],
+    "SKVQ": [
+        Claim("regrouped channels", "skvq", "skvq --reorder off",
+              "--bits 2 --group-size {group} --metadata fp16 --preserve 0 --clip none", "-", "the ingredients"),
+        Claim("clipping after that", "skvq", "skvq --clip none",
+              "--bits 2 --group-size {group} --metadata fp16 --preserve 0", "-", "the ingredients"),
+        Claim("five kept tokens after that", "skvq --preserve 5", "skvq --preserve 0",
+              "--bits 2 --group-size {group} --metadata fp16", "-", "the ingredients")],
+    "KVQuant": [
+        Claim("first five, or its first token", "pfn --scheme kvquant", "kvquant", "--bits 2 --outliers 0"),
+        Claim("found five, or its first token", "kvsink --scheme kvquant", "kvquant", "--bits 2 --outliers 0",
+              "-", "KVSink, Table 2"),
+        Claim("found five, or the first five", "kvsink", "pfn", "--scheme kvquant --bits 2 --outliers 0")],
+    "CQ and AnTKV": [
+        Claim("Fisher weights", "cq", "cq --sensitivity none", "{codebook} --recent 0", "-", "CQ"),
+        Claim("token weights, or none", "antkv --anchors 0", "cq --sensitivity none", "{codebook} --recent 0"),
+        Claim("token weights, or Fisher weights", "antkv --anchors 0", "cq", "{codebook} --recent 0", "none",
+              "AnTKV, Table 1"),
+        Claim("anchors, 1%", "antkv --anchors 1%", "antkv --anchors 0", "{codebook} --recent 0", "-", "AnTKV, Table 1"),
+        Claim("anchors, 5%", "antkv --anchors 5%", "antkv --anchors 0", "{codebook} --recent 0", "-",
+              "AnTKV, Figure 11")],
+    "IntactKV": [
+        *(Claim(f"exact BOS, {name.upper()} weights", "intactkv", "fp16", f"--weights {name} --w-bits 3", "-",
+                "Tables 1, 7") for name in ("rtn", "awq", "gptq")),
+        *(Claim(f"exact BOS, the cache in {bits} bits", "intactkv", "rtn",
+                f"--scheme token-dynamic --formula integer-zero --bits {bits}", "-", "Figure 4") for bits in (3, 4))],
+}
+# in no claim: the rows of the figure, {label: rows}
+FORMATS, TURBOQUANT = "docs/formats.py:Formats", "docs/turboquant.py:TurboQuant"
+LINES = {name: [f"{name} --bits {bits}" for bits in (2, 3, 4)]
+         for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq", TURBOQUANT)}
+LINES |= {name: [f"{name} --bits {bits} --recent 0 {{windows}}" for bits in (1, 2, 4)]
+          for name in ("cq", "antkv --anchors 1%")}
+POINTS = {f"{label}{rotated}": f"{FORMATS} --bits 4 --hadamard {on} --scheme {scheme}"
+          for label, scheme in (("nvfp4", "nvfp"), ("mxfp4", "mxfp"), ("q4_0", "ggml"))
+          for on, rotated in (("off", ""), ("on", ", rotated"))}
+POINTS |= {label: f"{FORMATS} --bits 8 --scheme {scheme}"
+           for label, scheme in (("fp8", "nvfp"), ("mxfp8", "mxfp"), ("q8_0", "ggml"))}
+LABELS = {"nvfp4": (6, -8), "q4_0": (6, 3), "mxfp4, rotated": (6, -3)}  # moved by points, where they would overlap
+SHOWN = [*(row for rows in LINES.values() for row in rows), *POINTS.values()]
+MORE = ["fp16 --prompt 128",
+        *(f"{FORMATS} {bits} --scheme {name}" for name in ("nvfp", "mxfp", "ggml")
+          for bits in ("--k-bits 4 --v-bits 16", "--k-bits 16 --v-bits 4")),
+        "kivi --bits 4 --group-size 64", "rtn --bits 4 --group-size 64 --scheme token-dynamic",
+        *(f"{TURBOQUANT} --bits {bits} --qjl on" for bits in (3, 4))]
 
-    files: `own_methods` of the page. A command that names one runs where the file is.
-    """
-    words = shlex.split(command.replace("\\\n", " "))[1:]
-    folder = ROOT
-    with tempfile.TemporaryDirectory() as own:
-        if any(f"{file}:" in command for file in files):
-            folder, words[0] = own, str(ROOT / words[0])
-            for file, code in files.items():
-                Path(own, file).write_text(code)
-        done = subprocess.run([sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(f"results.py: error: {command} ended with status {done.returncode}")
-    blocks = done.stdout.rstrip().split("\n\n")
-    return "\n\n".join(map(without_seconds, blocks[-n:]))
+# the table of own_codec.md
+CODECS = [f"{FORMATS} --bits 8 --scheme nvfp", f"{FORMATS} --bits 8 --scheme ggml",
+          *(f"{FORMATS} --bits 4 --hadamard {on} --scheme {name}" for name in ("nvfp", "mxfp", "ggml")
+            for on in ("off", "on")),
+          f"{FORMATS} --k-bits 4 --v-bits 16 --scheme nvfp", f"{FORMATS} --k-bits 16 --v-bits 4 --scheme nvfp",
+          "kivi --bits 4 --group-size 64",
+          *(f"{TURBOQUANT} --bits {bits}" for bits in (4, 3, 2)), f"{TURBOQUANT} --bits 4 --qjl on", "kivi --bits 2"]
 
+# The data: {model: {row: {"bits": true bits, "nll": [[loss of each window] of each draw], "kl": the same}}}
 
-def without_seconds(block):
-    """A table without the column of seconds, the last one under --wide."""
-    lines = block.splitlines()
-    if lines[0].split()[-1] != "s":
-        return block
-    width = max(len(line.rpartition(" ")[0].rstrip()) for line in lines)
-    return "\n".join(line[:width] for line in lines)
-
-
-def with_table(text, command, table):
-    """A page's text, with a new table after a command."""
-    for block in COMMAND.finditer(text):
-        if block[1] == command:
-            text = text.replace(block[0], f"```console\n$ {command}\n{table}\n```\n")
-    return text
-
-
-# Sentences
-
-def missing(page, text, tables):
-    """A line for each figure with a decimal point in a text of a page that `tables`, or the papers', have not."""
-    text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", text)
-    papers, found = figures_of(PAPERS.read_text()), []
-    for said, known in ((QUOTED.sub(" ", text), tables), (" ".join(QUOTED.findall(text)), papers)):
-        found += [f"{page.name}: no table has the {figure} of: {' '.join(said.split())[:80]}..."
-                  for figure in dict.fromkeys(FIGURE.findall(said)) if not stands_in(figure, known)]
-    return found
-
-
-def figures_of(text):
-    """The figures with a decimal point in the tables of a text: those of its commands, and its own."""
-    printed = [table for _, table in COMMAND.findall(text)] + re.findall(r"^\|.*", text, re.MULTILINE)
-    return [number(figure) for figure in FIGURE.findall("\n".join(printed))]
-
-
-def stands_in(figure, known):
-    """Whether a figure is one of the known numbers, rounded to its digits."""
-    decimals = len(figure.rpartition(".")[2])
-    return any(abs(x - number(figure)) < 0.5001 * 10 ** -decimals for x in known)
-
-
-def number(figure):
-    return float(figure.replace(",", ""))
-
-
-def unfounded(page):
-    """`missing` of all paragraphs of a page that say that they are checked."""
-    found = []
-    for section in HEADING.split(page.read_text()):
-        for other, paragraph in CHECKED.findall(section):
-            found += missing(page, paragraph, figures_of(Path(page.parent, other).read_text() if other else section))
-    return found
-
-
-# Debugger sessions
-
-def is_entry(line):
-    """Whether a line of a session is typed by the reader."""
-    return line.startswith(("$ ", PROMPT))
-
-
-def session(text):
-    """A page's text, with what pdb says now in the place of what it said."""
-    # 1. what is typed: the command that starts pdb, then its commands
-    lines = "".join(SESSION.findall(text)).splitlines()
-    start, *entries = [line for line in lines if is_entry(line)]
-
-    # 2. type it
-    words = start.split()[2:]
-    typed = "".join(entry.removeprefix(PROMPT) + "\n" for entry in entries)
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                          input=typed)
-    answers = [lasting(answer) for answer in done.stdout.split(PROMPT)]
-    answers += [""] * len(entries)  # pdb may have ended early
-    answered = [f"{entry}\n{answer}" for entry, answer in zip([start, *entries], answers)]
-
-    # 3. each block has as many entries as before
-    def again(block):
-        n = sum(is_entry(line) for line in block[1].splitlines())
-        answers_of_block = "".join(answered[:n])
-        del answered[:n]
-        return f"```console\n{answers_of_block}```\n"
-    return SESSION.sub(again, text)
+def rows_of(model):
+    """The rows of a model, each a method and flags."""
+    rows = [row for claims in CLAIMS.values() for claim in claims for row in pair(claim, model)]
+    return list(dict.fromkeys(["fp16", *rows, *(named(row, model) for row in SHOWN + MORE)]))
 
 
-def lasting(answer):
-    """An answer of pdb, without what differs between machines or after an edit elsewhere."""
-    answer = answer.replace(f"{ROOT}{os.sep}", "")
-    answer = re.sub(r"^Deleted breakpoint .*\n", "", answer, flags=re.MULTILINE)
-    # a return value, which pdb cuts off
-    answer = re.sub(r"\)->.*?(?=\n-> )", ")->...", answer, flags=re.DOTALL)
-    return re.sub(r"(\.py)(\(|:)\d+", r"\1\2...", answer)  # line numbers
+def pair(claim, model):
+    """The two rows of a claim."""
+    return [named(f"{row} {claim.flags}", model) for row in (claim.first, claim.second)]
 
 
-def print_pages(pages, only):
-    """Run the commands and sessions of pages that contain a word."""
-    for page in tqdm(pages, unit="page", disable=None):
-        text = page.read_text()
-        for command, printed in COMMAND.findall(text):
-            if only in command:
-                table = tables_of(command, len(printed.split("\n\n")), own_methods(text))
-                # after each, so that nothing is lost if a later one fails
-                page.write_text(with_table(page.read_text(), command, table))
-        if any(only in block.splitlines()[0] for block in SESSION.findall(text) if block.startswith("$ ")):
-            page.write_text(session(page.read_text()))
+def named(row, model):
+    """A method, and its flags in alphabetical order, so that equal rows are written alike."""
+    method, *words = row.format(**NAMES[model]).split()
+    return " ".join([method, *sorted(map(" ".join, zip(words[::2], words[1::2])))])
+
+
+def read_data():
+    return json.loads(DATA.read_text()) if DATA.exists() else {}
+
+
+def write_data(data):
+    """A row a line, in the order of the claims."""
+    models = []
+    for model, rows in data.items():  # or "elsewhere" and its pages
+        lines = [f"{json.dumps(row)}: {json.dumps(rows[row], separators=(',', ':'))}" for row in rows]
+        models.append(f"{json.dumps(model)}: {{\n" + ",\n".join(lines) + "\n}")
+    DATA.write_text("{\n" + ",\n".join(models) + "\n}\n")
+
+
+def measure_all(model, folder, text, data):
+    """Measure the rows that the data have not. Rows that read the same text in the same way are measured together, so
+    that they share the forwards of the calibration."""
+    loaded, rows = hf.load(folder or cli.EMBEDDED), data.setdefault(model, {})
+    groups = {}  # {what is not a method's own: [(row, its flags, its entry)]}
+    for row in rows_of(model):
+        if row not in rows:
+            method, *words = row.split()
+            given = [*COMMAND[model].split(), *(["--data", text] if text else []), *words]
+            args = flags.parse(given, ["fp16"] if method == "fp16" else ["fp16", method])
+            entry = list(build_entries(args, loaded[0].config, loaded[1])[0].values())[-1]
+            calibrates = entry.method.needs_calibration
+            args.draws, args.windows = (DRAWS, WINDOWS) if calibrates else (1, 2 * WINDOWS)
+            shared = args.protocol, args.prompt, args.calib_windows, calibrates
+            groups.setdefault(shared, []).append((row, args, entry))
+    for group in sorted(groups.values(), key=lambda group: group[0][1].draws == 1):  # what is calibrated decides most
+        for i in range(0, len(group), TOGETHER):
+            measure_group(model, loaded, group[i:i + TOGETHER], data)
+
+
+def measure_group(model, loaded, group, data):
+    """Measure rows that share flags, [(row, flags, entry)], and write each as soon as it is there."""
+    args = group[0][1]
+    setup = flags.set_up(args, loaded)
+    entries = {row: entry for row, _, entry in group}
+    windows = flags.load_test(setup, entries)
+    models = calibrate_all(setup, loaded[0], entries, windows.tokens)
+    loaded[0].use_attention("fused")
+    read = partial(measure, windows=windows, protocol=args.protocol, batch=setup.batch, prompt=args.prompt)
+    exact = read(loaded[0], METHODS["fp16"](loaded[0].config))
+    for row, entry in entries.items():
+        if entry.error:
+            raise entry.error
+        found = [read(models[entry.weights], method, fp16=exact) for method in entry.methods]
+        targets = found[0].targets / len(found[0].nll)  # of a window
+        data[model][row] = {"bits": round(mean(found[0].bits), 3),
+                            "nll": [[round(loss / UNIT) for loss in draw.nll] for draw in found],
+                            "kl": [[round(kl / targets / UNIT) for kl in draw.kl] for draw in found]}
+        write_data(data)
+        print(f"{model}: {row}: {UNIT * mean(map(mean, data[model][row]['nll'])):.3f}", flush=True)
+
+
+def shape_of(*rows):
+    """Draws and windows over which rows are compared."""
+    return max(len(row["nll"]) for row in rows), min(len(row["nll"][0]) for row in rows)
+
+
+def compared(row, other, kind="nll"):
+    """Two rows -> mean difference, its error, p, over the windows of both. A row that was measured once is the same in
+    every draw."""
+    C, W = shape_of(row, other)
+    both = [[[UNIT * loss for loss in draw[:W]] for draw in each[kind] * (C // len(each[kind]))]
+            for each in (row, other)]
+    difference, error, _, p, _ = paired(*both)
+    return difference, error, p
+
+
+# The claims
+
+class Finding(NamedTuple):
+    text: str  # a cell of the table
+    sign: str  # "-", "+", "none" or "open"
+
+
+def finding(claim, model, data):
+    """What a model says of a claim; None where its rows are not measured."""
+    rows = [data.get(model, {}).get(row) for row in pair(claim, model)]
+    if None in rows:
+        return None
+    difference, error, p = compared(*rows)
+    of_kl, _, p_of_kl = compared(*rows, "kl")
+    sign, by_kl = "none" if p > 0.05 else "open", ""
+    if p < 0.01:
+        sign = "-" if difference < 0 else "+"
+    elif p_of_kl < 0.01:
+        sign = "-" if of_kl < 0 else "+"
+        by_kl = f"; KL {of_kl:+.3f}, {of_p(p_of_kl)}"
+    draws, windows = shape_of(*rows)
+    return Finding(f"{difference:+.3f} ± {error:.3f} ({of_p(p)}, {draws} x {windows}{by_kl})", sign)
+
+
+def of_p(p):
+    return "p < .001" if p < 0.001 else f"p {p:.3f}".replace("0.", ".")
+
+
+def verdict(claim, found):
+    """What SmolLM2 says beside what the paper says."""
+    if found is None:
+        return "not measured"
+    seen = {"-": "less", "+": "more"}.get(found.sign, found.sign)
+    if not claim.paper:
+        return f"{seen}; not in the paper"
+    if found.sign == "open":
+        return "open"
+    return f"same ({claim.where})" if found.sign == claim.paper else f"**other**: {seen} ({claim.where})"
+
+
+def claims_table(section, data):
+    """A claim a line; where the models' rows differ, in bits, say, both are named: 2 / 3."""
+    lines = ["| claim | embedded | SmolLM2 | verdict |", "|---|---|---|---|"]
+    names = {name: " / ".join(NAMES[model][name] for model in NAMES) for name in NAMES["SmolLM2"]}
+    for claim in CLAIMS[section]:
+        both = [finding(claim, model, data) for model in NAMES]
+        says = f"{claim.says}: `{claim.first}` - `{claim.second}`, `{claim.flags.format(**names)}`"
+        lines.append(f"| {says} | {' | '.join(found.text if found else '-' for found in both)} | "
+                     f"{verdict(claim, both[1])} |")
+    return "\n".join(lines)
+
+
+def count(data):
+    """How often the two models agree."""
+    agree = disagree = undecided = 0
+    for claim in (claim for claims in CLAIMS.values() for claim in claims):
+        both = [finding(claim, model, data) for model in NAMES]
+        if None not in both:
+            signs = [found.sign for found in both]
+            undecided += "open" in signs
+            agree += "open" not in signs and signs[0] == signs[1]
+            disagree += "open" not in signs and signs[0] != signs[1]
+    return (f"Of {agree + disagree + undecided} comparisons that both models have, they agree on {agree} and disagree "
+            f"on {disagree}; {undecided} are open on one of them.")
+
+
+def fp16_of(row, rows):
+    """The row above which a row's loss is measured: fp16 on the same tokens."""
+    return rows["fp16 --prompt 128" if "--prompt" in row else "fp16"]
+
+
+def rows_table(model, data, names):
+    """What rows lose above fp16."""
+    rows = data.get(model, {})
+    lines = ["| row | true bits | nats | KL | draws x windows |", "|---|---|---|---|---|"]
+    for row in (named(name, model) for name in names):
+        if row not in rows:
+            lines.append(f"| `{row}` | - | not measured | | |")
+            continue
+        fp16 = fp16_of(row, rows)
+        difference, error, _ = compared(rows[row], fp16)
+        kl, _, _ = compared(rows[row], fp16, "kl")
+        draws, windows = shape_of(rows[row], fp16)
+        lines.append(f"| `{row}` | {rows[row]['bits']:.2f} | {difference:.3f} ± {error:.3f} | {kl:.3f} | "
+                     f"{draws} x {windows} |")
+    return "\n".join(lines)
+
+
+# The pages
+
+FIGURE = re.compile(r"(<!-- (embedded|SmolLM2): (bits of )?(.+?)(?: - (.+?))? -->)([+-]?)\d+\.(\d+)( ± \d+\.\d+)?")
+BLOCK = re.compile(r"<!-- written: (.+?) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def written(page, data):
+    """A page's text with the tables and figures of the data."""
+    parts = {section: partial(claims_table, section, data) for section in CLAIMS}
+    parts |= {model: partial(rows_table, model, data, SHOWN) for model in NAMES}
+    parts |= {"count": partial(count, data), "codecs": partial(rows_table, "SmolLM2", data, CODECS)}
+
+    def table(block):
+        return f"<!-- written: {block[1]} -->\n{parts[block[1]]()}\n<!-- end -->"
+
+    def figure(found):
+        comment, model, of_bits, row, other, sign, decimals, has_error = found.groups()
+        rows, digits = data[model], len(decimals)
+        row = rows[named(row, model)]
+        if of_bits:
+            return f"{comment}{row['bits']:.{digits}f}"
+        difference, error, _ = compared(row, rows[named(other, model)] if other else fp16_of(found[4], rows))
+        number = f"{difference:+.{digits}f}" if sign else f"{abs(difference):.{digits}f}"
+        return comment + number + (f" ± {error:.{digits}f}" if has_error else "")
+    return FIGURE.sub(figure, BLOCK.sub(table, page.read_text()))
+
+
+def unknown(page, data):
+    """The figures with a decimal point, in the sentences and tables of a page, that nothing vouches for."""
+    text = BLOCK.sub("", page.read_text())
+    printed = re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
+    known = {figure for source in [*data.get("elsewhere", {}).get(page.name, {}).values(), *printed]
+             for figure in DECIMAL.findall(source)}
+    for passed in (r"^```.*?^```$", FIGURE, r"`[^`]*`", r"\]\([^)]*\)"):
+        text = re.sub(passed, " ", text, flags=0 if passed is FIGURE else re.MULTILINE | re.DOTALL)
+    return [figure for figure in dict.fromkeys(DECIMAL.findall(text)) if figure not in known]
+
+
+def draw(data, path):
+    """The figure of SmolLM2's losses by true bits: a line a method, a point a format."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    rows = data["SmolLM2"]
+    figure, axes = plt.subplots(figsize=(7.6, 5.2), dpi=130)
+
+    def points(names):
+        """[(true bits, nats above fp16, error)] of the rows that are there."""
+        there = [rows[named(name, "SmolLM2")] for name in names if named(name, "SmolLM2") in rows]
+        return sorted((row["bits"], *compared(row, rows["fp16"])[:2]) for row in there)
+
+    for i, (name, names) in enumerate(LINES.items()):
+        if found := points(names):
+            bits, nats, errors = zip(*found)
+            label, at = re.split("[/:]", name)[-1], LABELS.get(name, (5, 5))
+            axes.errorbar(bits, nats, errors, color=f"C{i}", marker="o", ms=4, lw=1.4)
+            axes.annotate(label, (bits[0], nats[0]), at, textcoords="offset points", color=f"C{i}", fontsize=10)
+    for label, name in POINTS.items():
+        for bits, nats, error in points([name]):
+            axes.errorbar(bits, nats, error, color="black", marker="s", ms=4, mfc="white")
+            axes.annotate(label, (bits, nats), LABELS.get(label, (6, -3)), textcoords="offset points", fontsize=9)
+    axes.set(yscale="log", xlim=(0.8, 5.4), ylim=(0.008, 6), xlabel="true bits per number (codes, scales, kept tokens)",
+             ylabel="nats a token above fp16", title="SmolLM2-135M on WikiText-2, whole text read from the cache")
+    axes.set_yticks([0.01, 0.03, 0.1, 0.3, 1, 3], ["0.01", "0.03", "0.1", "0.3", "1", "3"])
+    axes.grid(alpha=0.3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
 
 
 def main():
-    p = argparse.ArgumentParser(description="Print the tables of docs/*.md anew.")
-    p.add_argument("--only", metavar="WORD", default="", help="only commands that contain this")
-    p.add_argument("--check", action="store_true", help="run nothing, and look up the figures of the prose")
+    p = argparse.ArgumentParser(description="Write what the pages of docs take from docs/results.json.")
+    p.add_argument("--check", action="store_true", help="write nothing; status 1 if a figure is not that of the data")
+    p.add_argument("--plot", metavar="FILE", help="also draw the loss by bits")
+    p.add_argument("--measure", choices=list(NAMES), help="first measure the rows that docs/results.json has not")
+    p.add_argument("--model", metavar="DIR", help="SmolLM2's folder")
+    p.add_argument("--data", metavar="FILE", help="its text")
     args = p.parse_args()
-    pages = [ROOT / "README.md", *sorted(Path(ROOT, "docs").glob("*.md"))]
-    if not args.check:
-        print_pages(pages, args.only)
-    faults = [fault for page in pages for fault in unfounded(page)]
-    if faults:
-        sys.exit("\n".join(faults))
+    data = read_data()
+    if args.measure:
+        measure_all(args.measure, args.model, args.data, data)
+    if args.plot:
+        draw(data, args.plot)
+    wrong = []
+    for page in PAGES:
+        now = written(page, data)
+        if args.check and now != page.read_text():
+            wrong.append(f"{page.name} is not what docs/results.json says; run `python docs/programs/results.py`")
+        elif now != page.read_text():
+            page.write_text(now)
+        wrong += [f"{page.name}: no data have the figure {figure}" for figure in unknown(page, data)]
+    if wrong:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":
