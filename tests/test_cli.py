@@ -18,9 +18,10 @@ from planted import few_tries
 from safetensors.torch import load_file, save_file
 
 import eval_ppl
-from tinykv import UserError, hf
+from tinykv import UserError, files, hf
 from tinykv.calibrate import calibrate
-from tinykv.codecs import clipped, codebook, nonuniform
+from tinykv.codecs import SCHEMES, clipped, codebook, nonuniform
+from tinykv.codecs.affine import Affine
 from tinykv.data import load_windows
 from tinykv.evaluate import delta_error, measure, paired
 from tinykv.files import write_json
@@ -299,14 +300,24 @@ def test_what_is_asked_for_decides_what_is_calibrated(command, calibrated, kept)
         assert len(calibrated) == n
 
 
-def test_tables_of_a_method_are_known_by_its_settings_however_it_was_given(calibrated, kept, one_layer):
-    compare = partial(eval_ppl.compare, model=one_layer, context=32, windows=2, calib_windows=2)
-    config, found = hf.load_config(one_layer), {}
-    for preserve in (5, 0, 0):
-        row = compare([METHODS["pfn"](config, preserve=preserve)], calibration=kept)[-1]
-        assert found.setdefault(preserve, row["ppl"]) == row["ppl"]
-    assert calibrated == ["RTN", "PFN", "PFN"]
-    assert found[0] == compare("pfn", preserve=0)[-1]["ppl"] != found[5]
+def test_what_is_the_users_own_is_calibrated_anew_and_said(monkeypatch, capsys, calibrated, kept, one_layer):
+    """A class, a method that was made, a scheme: whatever of it was edited, no table is stale."""
+    class Own(METHODS["pfn"]):
+        __module__ = "__main__"  # of a notebook
+
+    class OwnCodec(Affine):
+        pass
+    monkeypatch.setitem(SCHEMES, "mine",
+                        (lambda config, kind, bits: OwnCodec(bits, config.head_dim, static=True), "post"))
+    compare = partial(eval_ppl.compare, model=one_layer, context=32, windows=1, calib_windows=1, calibration=kept)
+    made = METHODS["pfn"](hf.load_config(one_layer), preserve=3)
+    for method, more, name in ((Own, {}, "Own"), (made, {}, "PFN"), ("pfn", {"scheme": "mine"}, "PFN")):
+        calibrated.clear()
+        for n in (1, 2):
+            compare(["fp16", method], **more)
+            assert calibrated == [name] * n
+            assert "keeps no tables of code, or of an instance, of your own" in capsys.readouterr().err
+        assert not kept.exists()
 
 
 def test_a_method_that_was_calibrated_on_another_model_is_refused(one_layer):
@@ -320,50 +331,43 @@ def test_a_method_that_was_calibrated_on_another_model_is_refused(one_layer):
         compare(method, (model, tokenizer))
 
 
-def test_a_class_of_a_notebook_is_known_by_its_code(monkeypatch, calibrated, kept, one_layer):
-    class Cell(METHODS["pfn"]):
-        __module__ = "__main__"
-        factor = 1
-    compare = partial(eval_ppl.compare, ["fp16", Cell], one_layer, context=32, windows=1, calibration=kept)
-    monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))  # a notebook's has no file
-    for Cell.factor, n in (1, 1), (1, 1), (2, 2):
-        compare(calib_windows=1)
-        assert calibrated == ["Cell"] * n
-
-
-def test_tables_that_something_else_has_made_are_made_anew(command, calibrated, kept):
-    """Another content under the same name, or an edited source: the name is not what counts."""
-    text, method, codec, helper = (kept.parent / f"{name}.py" for name in ("text", "own", "its_codec", "its_helper"))
+def test_tables_that_something_else_has_made_are_made_anew(command, monkeypatch, calibrated, kept):
+    """Another content under the same name: the name is not what counts."""
+    text = kept.parent / "text.py"
     text.write_text("Balo lives in Eastwick. " * 400)
-    helper.write_text("KEEP = 5\n")
-    codec.write_text("from tinykv.codecs.affine import Affine\n\nclass Own(Affine):\n    a = 1\n")
-    method.write_text("from its_codec import Own\nimport its_helper\nfrom tinykv.methods.pfn import PFN\n\n"
-                      "class Mine(PFN):\n    own = Own\n    def fit(self, step):\n        its_helper.KEEP\n    a = 1\n")
-    words = [*SMALL, "--method", f"fp16,{method}:Mine", "--calibration", kept]
-
-    def evaluated():
-        for module in ("its_codec", "its_helper"):
-            sys.modules.pop(module, None)
-        status, out, _ = command(*words)
-        assert status == 0
-        return table(out)
-    assert evaluated() == evaluated() and calibrated == ["Mine"]
-    for change in (["--seed", 1], ["--calib-windows", 3], ["--data", text], text, method, codec, helper):
+    words = [*SMALL, "--method", "fp16,pfn", "--calibration", kept]
+    assert command(*words)[0] == command(*words)[0] == 0 and calibrated == ["PFN"]
+    for change in (["--seed", 1], ["--calib-windows", 3], ["--data", text], "text", "code"):
         calibrated.clear()
         if isinstance(change, list):
             words += change
+        elif change == "text":
+            text.write_text(text.read_text().replace("Balo", "Vehul"))
         else:
-            for old, new in ("Balo", "Vehul"), ("= 5", "= 6"), ("a = 1", "a = 2"):
-                change.write_text(change.read_text().replace(old, new))
-        evaluated()
-        assert calibrated == ["Mine"], change
+            monkeypatch.setattr(files, "PACKAGE", "of an edited file")
+        assert command(*words)[0] == 0
+        assert calibrated == ["PFN"], change
+
+
+def test_the_package_is_known_by_the_files_that_compute(tmp_path, monkeypatch):
+    """Of a copy: an edit of a codec changes the hash, one of the table does not."""
+    copy = tmp_path / "tinykv"
+    shutil.copytree(Path(files.__file__).parent, copy)
+    monkeypatch.setattr(files, "__file__", str(copy / "files.py"))
+    before = files.package_hash()
+    assert before == files.PACKAGE
+    for name, changes in (("run/table.py", False), ("codecs/affine.py", True), ("methods/ott.py", True)):
+        with open(copy / name, "a") as file:
+            file.write("#\n")
+        assert (files.package_hash() != before) == changes, name
+        before = files.package_hash()
 
 
 def test_tables_on_quantized_weights_are_known_by_the_quantizer():
     r, windows = entries_of("--method rtn")["rtn"], torch.zeros(2, 8)
     found = []
     for r.quantizer in (None, *(quantizer(3) for quantizer in QUANTIZERS.values())):
-        found.append(r.made_of(0, windows))
+        found.append(r.made_of(windows))
     assert len(set(found)) == len(found) == 5
 
 

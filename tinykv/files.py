@@ -6,12 +6,8 @@ import hashlib
 import json
 import math
 import os
-import sys
-from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, ModuleType
 
 import torch
 
@@ -142,11 +138,14 @@ def check_target(path, kind):
 # What made a file
 
 def identity(*parts):
-    """The SHA-256, in hex, of what made something: another part, or edited code, gives another one.
+    """The SHA-256, in hex, of what made something: another part, or edited code of this package, gives another one.
 
-    parts: anything; of each, `state_of` counts, and of this package the files as they were when it was loaded.
+    parts: numbers, texts, tensors, lists and dicts; of another object its class's name and its attributes count. Of the
+    package, what counts is the files as they were when it was loaded.
     """
-    return hashlib.sha256(json.dumps([PACKAGE, *map(state_of, parts)], sort_keys=True).encode()).hexdigest()
+    def plain(thing):
+        return digest_of({"": thing}, {}) if isinstance(thing, torch.Tensor) else [type(thing).__name__, vars(thing)]
+    return hashlib.sha256(json.dumps([PACKAGE, *parts], sort_keys=True, default=plain).encode()).hexdigest()
 
 
 def package_hash():
@@ -159,81 +158,6 @@ def package_hash():
 
 
 PACKAGE = package_hash()  # what runs is what was loaded, also if a file is edited later
-
-
-def state_of(thing, met=None):
-    """What an object holds, in words that JSON knows: of a tensor its digest, of others what a copy is made of.
-
-    Of the user's own functions, classes and modules, it is what they run: code, attributes, and the globals that the
-    code names; of all others their name. What is of a kind that cannot be copied is never the same.
-
-    met: {id: (number, object)}; what is held here keeps its id.
-    """
-    met = {} if met is None else met
-    if isinstance(thing, str | int | float | None):
-        return thing
-    if isinstance(thing, torch.Tensor):
-        return {"tensor": digest_of({"": thing}, {})}
-    if isinstance(thing, bytes):
-        return {"bytes": thing.hex()}
-    if isinstance(thing, set | frozenset):
-        return {"set": sorted(json.dumps(state_of(x, met), sort_keys=True) for x in thing)}
-    if isinstance(thing, dict):
-        return {str(key): state_of(value, met) for key, value in thing.items()}
-    if not isinstance(thing, list | tuple):
-        if id(thing) in met:
-            return {"met": met[id(thing)][0]}
-        met[id(thing)] = len(met), thing
-        thing = parts_of(thing)
-    return [state_of(x, met) for x in thing]
-
-
-def parts_of(thing):
-    """What an object is made of: a list, in which a name stands for what is not the user's own."""
-    if isinstance(thing, CodeType):
-        return [thing.co_code, thing.co_consts, thing.co_names, thing.co_freevars]
-    if isinstance(thing, property):
-        return [thing.fget, thing.fset, thing.fdel]
-    if isinstance(thing, classmethod | staticmethod):
-        return [thing.__func__]
-    if isinstance(thing, CellType):
-        return [thing.cell_contents]
-    if hasattr(thing, "__name__") and not is_own(thing):
-        return [f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', thing.__name__)}"]
-    if hasattr(thing, "__wrapped__"):  # of functools.cache
-        return [thing.__wrapped__]
-    if isinstance(thing, FunctionType):
-        found = {name: thing.__globals__.get(name) for name in names_in(thing.__code__)}
-        return [thing.__code__, thing.__defaults__, thing.__kwdefaults__, thing.__closure__, found]
-    if isinstance(thing, type | ModuleType):
-        found = {name: value for name, value in vars(thing).items() if name not in UNUSED}
-        return [found, getattr(thing, "__bases__", None)]
-    try:
-        parts = thing.__reduce_ex__(4)
-    except TypeError:
-        return [os.urandom(16).hex()]
-    return [parts] if isinstance(parts, str) else [list(x) if isinstance(x, Iterator) else x for x in parts]
-
-
-# of a class or a module, what holds nothing that runs
-UNUSED = {"__dict__", "__weakref__", "__doc__", "__builtins__", "__loader__", "__spec__", "__file__", "__cached__",
-          "__path__", "__firstlineno__", "__static_attributes__"}
-
-
-def is_own(thing):
-    """Whether a function, a class or a module is the user's own: neither this package's, nor Python's, nor pip's."""
-    name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        return name == "__main__" and not isinstance(thing, ModuleType)  # of a notebook
-    libraries = tuple(os.path.join(os.path.dirname(of), "") for of in (__file__, os.__file__))
-    return not (file.startswith(libraries) or "site-packages" in file or "dist-packages" in file)
-
-
-def names_in(code):
-    """The globals and attributes that code names, with those of the functions inside it."""
-    inner = (names_in(const) for const in code.co_consts if isinstance(const, CodeType))
-    return sorted({*code.co_names, *chain.from_iterable(inner)})
 
 
 def fingerprint(model):
@@ -251,8 +175,8 @@ class CalibrationFile:
         file.put("kvquant", identity(windows), method.calibrated())
         method.restore(file.get("kvquant", identity(windows)))
 
-    path: where the tables are kept; None keeps them in memory only. A file of another model is an error; tables that
-    something else has made are made again.
+    path: where the tables are kept; None keeps them in memory only, as it does with those whose identity is None. A
+    file of another model is an error; tables that something else has made are made again.
     """
 
     def __init__(self, path, model):
@@ -272,15 +196,13 @@ class CalibrationFile:
         for table, tensor in tables.items():
             all_finite(f"{name}: numbers of {table}", tensor)
         self.tables[name], self.made_of[name] = tables, made_of
-        if self.path:
+        if self.path and made_of:
             self.save()
 
     def save(self):
-        tensors = {}
-        for name, tables in self.tables.items():
-            for table, tensor in tables.items():
-                tensors[f"{name}/{table}"] = tensor
-        save_tensors(self.path, tensors, {**self.notes, "made of": json.dumps(self.made_of)})
+        known = {name: made_of for name, made_of in self.made_of.items() if made_of}
+        tensors = {f"{name}/{table}": tensor for name in known for table, tensor in self.tables[name].items()}
+        save_tensors(self.path, tensors, {**self.notes, "made of": json.dumps(known)})
 
     def load(self):
         tensors, notes = load_tensors(self.path, self.notes["format"], self.model.lm_head.weight.device)

@@ -269,7 +269,12 @@ def bar(windows, what, total=None, unit="window"):
 def step(doing):
     """Say on stderr which step begins, where no bar shows it."""
     if not shows_bars():
-        print(doing, file=sys.stderr, flush=True)
+        note(doing)
+
+
+def note(text):
+    """Tell the user on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def shows_bars():

@@ -47,9 +47,17 @@ class Entry:
         """The name of a draw's tables in a calibration file: the method, all of its settings, the weights, the draw."""
         return f"{self.name} {self.settings} weights {self.weights}" + f" draw {draw}" * (draw > 0)
 
-    def made_of(self, draw, windows):
-        """A hash of all that a draw's tables depend on: windows, uncalibrated method, weight quantizer, and code."""
-        return identity(windows, self.methods[draw], self.quantizer)
+    @property
+    def is_own(self):
+        """Whether the user wrote the class of the method or of a codec, or made the method: then nobody knows what its
+        tables depend on."""
+        made_by = [self.method, *(codec for _, _, codec in self.method.each_codec())]
+        return not self.settings or not all(type(of).__module__.startswith("tinykv.") for of in made_by)
+
+    def made_of(self, windows):
+        """A hash of all that the tables depend on: windows, method, settings, weight quantizer, and code. None of what
+        is the user's own, which is calibrated anew each time."""
+        return None if self.is_own else identity(windows, self.name, self.settings, self.quantizer)
 
 
 @contextmanager
@@ -201,6 +209,8 @@ def calibrate_all(setup, model, entries, test=None):
     together = defaultdict(list)  # {(label of weights, C): [Entry]}
     for entry in entries.values():
         if entry.method.needs_calibration:
+            if file.path and entry.is_own:
+                cli.note(f"{entry.title}: {file.path} keeps no tables of code, or of an instance, of your own")
             together[entry.weights, args.calib_windows or entry.method.calibration_windows].append(entry)
         elif entry.method.calibrated_on and entry.method.calibrated_on != fingerprint_of(models[entry.weights]):
             raise UserError(f"{entry.title} was calibrated on another model; calibrate it on this one")
@@ -225,7 +235,7 @@ def calibrate_group(group, model, text, draws, file, fingerprint_of):
         # what the file has
         lacking = []
         for entry in group:
-            tables = file.get(entry.tables_name(draw), entry.made_of(draw, windows) if file.path else None)
+            tables = file.get(entry.tables_name(draw), entry.made_of(windows))
             if tables is None:
                 lacking.append(entry)
             else:
@@ -244,7 +254,7 @@ def calibrate_group(group, model, text, draws, file, fingerprint_of):
 def calibrate_together(entries, draw, model, windows, file, fingerprint_of):
     """Calibrate entries on the windows (C, T) of one draw. If one of them fails, all have its error."""
     titles = ", ".join(entry.title for entry in entries)
-    made_of = [entry.made_of(draw, windows) if file.path else None for entry in entries]
+    made_of = [entry.made_of(windows) for entry in entries]
     with attempt(f"calibrating {titles}", *entries):
         calibrate.calibrate(model, [entry.methods[draw] for entry in entries], windows,
                             partial(cli.bar, what=f"calibrating {titles}"), draw, fingerprint_of)
