@@ -64,12 +64,13 @@ def compare(methods, model=None, **given):
         compare(["pfn", Mine, KVSink(config)], model=hf.load("path/to/Llama-2-7b-hf"), protocol="stream")
 
     methods: names, a class, a method, or a list of these. model: a folder, or a (model, tokenizer). given: flags of the
-    command, with `_` for `-`; True is a flag that takes no value.
+    command, with `_` for `-`; True is a flag that takes no value, and a list makes a row of each of its values.
     """
     loaded = model if isinstance(model, tuple) else None
-    words = flags.words_of({"model": "given" if loaded else model, **given})
+    flags.check_effect(given, *(["device", "dtype"] if loaded else []))  # those of the model that is given
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        rows = evaluate(flags.parse(words, methods), loaded=loaded)
+        args = flags.parse(methods=methods, given={"model": "given" if loaded else model, **given})
+        rows = evaluate(args, loaded=loaded)
     return table.Rows(rows, text.getvalue().rstrip())
 
 

@@ -17,6 +17,7 @@ from tinykv.evaluate import FAR, Result, add_predictions, delta_error, measure, 
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons, flags
+from tinykv.run.entries import build_entries
 from tinykv.run.table import figures_of
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -424,9 +425,37 @@ def test_compare_refuses_what_the_command_refuses(flags, said):
     assert "\n" not in str(caught.value)
 
 
-def test_settings_as_words():
-    words = flags.words_of({"k_bits": [2, 3], "plot": None, "wide": False, "bos": "none", "draws": 2})
-    assert words == ["--wide", "--k-bits=2,3", "--bos=none", "--draws=2"]
+class Typed(METHODS["fp16"]):
+    name = "typed"
+
+    def __init__(self, config, first=False, share: float = None, words: "str | None" = None, block: int = 3, what=None):
+        super().__init__(config)
+        self.block = block
+        self.given = [first, share, words, block, what]
+
+
+@pytest.mark.parametrize("given, found", [
+    ({}, [False, None, None, 3, None]), ({"first": True}, [True, None, None, 3, None]),
+    ({"first": "true"}, [True, None, None, 3, None]), ({"first": "False"}, [False, None, None, 3, None]),
+    ({"share": 1}, [False, 1.0, None, 3, None]), ({"words": "2", "block": 4}, [False, None, "2", 4, None]),
+    ({"what": 0.5}, [False, None, None, 3, 0.5]), ({"what": (max,)}, [False, None, None, 3, max])])
+def test_a_setting_has_the_type_of_its_annotation_or_default(one_layer, monkeypatch, given, found):
+    """From Python, which hands objects on as they are, and from a command line, where all are texts."""
+    seen = []
+    monkeypatch.setattr(Typed, "describe", lambda self: seen.append(self.given) or "")
+    compare(Typed, one_layer, context=32, windows=1, **given)
+    assert seen[-1] == found and list(map(type, seen[-1])) == list(map(type, found))
+    if given and given.get("what") is None:
+        args = flags.parse([f"--{name}={value}" for name, value in given.items()], [Typed])
+        (entry,) = list(build_entries(args, hf.load_config(one_layer), None)[0].values())[1:]
+        assert entry.method.given == found
+
+
+@pytest.mark.parametrize("given", [{"first": "no"}, {"block": 1.5}, {"share": "x"}, {"frist": True}, {"block": True}, {"block": False}])
+def test_a_setting_of_another_type_is_refused(one_layer, given):
+    with pytest.raises(UserError, match=f"--{next(iter(given))}") as caught:
+        compare(Typed, one_layer, **given)
+    assert "frist" not in given or "did you mean --first" in str(caught.value)
 
 
 @pytest.mark.parametrize("flags", [{"method": "pfn"}, {"list_methods": True}, {"help": True}, {"dtype": "bf16"},

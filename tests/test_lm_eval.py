@@ -185,3 +185,8 @@ def test_lm_eval_finds_it_by_name():
     from lm_eval.api.registry import get_model
     assert get_model("tinykv") is TinyKV
     assert hf.load_config(EMBEDDED).max_position_embeddings == TinyKV().max_length
+
+
+def test_what_would_have_no_effect_is_refused():
+    with pytest.raises(UserError, match="draws, vs: no effect here"):
+        TinyKV(method="rtn", vs="fp16", draws=2)

@@ -21,6 +21,8 @@ FULL_PRECISION = "full precision"  # the label of weights that are not quantized
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+TRUTH = ["false", "true"]
+
 # How a command begins and ends
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -134,7 +136,7 @@ def list_of(kind, several=True):
     """An argparse type: "a,b,c" -> [a, b, c]; with several=False a text is one value."""
     def values(text):
         words = text.split(",") if several else [text]
-        return [kind(word.strip()) for word in words]
+        return [bool(TRUTH.index(word.strip().lower())) if kind is bool else kind(word.strip()) for word in words]
     values.__name__ = kind.__name__  # for argparse's error
     return values
 

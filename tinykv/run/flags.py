@@ -114,9 +114,9 @@ def load_test(setup, entries):
     return windows.predicted_from(args.prompt) if args.prompt else windows
 
 
-def parse(words=None, methods=None, about=None):
-    """The arguments of a command line. about: what --help begins with. `compare` passes its own words, and methods
-    instead of --method; errors that would end the command are then raised as UserError."""
+def parse(words=None, methods=None, given=None, about=None):
+    """The arguments of a command line. about: what --help begins with. `compare` passes methods instead of --method,
+    and {flag: value} instead of words; errors that would end the command are then raised as UserError."""
     load_class.cache_clear()  # a file may have been edited since
     if isinstance(methods, str):
         methods = [name.strip() for name in methods.split(",")]
@@ -125,9 +125,9 @@ def parse(words=None, methods=None, about=None):
     elif not isinstance(methods, list):
         methods = [methods]
     p = parser(methods)
-    if words is not None:
+    if words is not None or given is not None:
         p.error = partial(refuse, p)
-    args = p.parse_args(words)
+    args = p.parse_args(words if given is None else words_of(p, given))
     args.method = methods
     check_flags(args)
     return args
@@ -137,21 +137,24 @@ def refuse(p, message):
     raise UserError(p.said(message))
 
 
-def words_of(settings):
-    """The words of a command line, for {flag: value}: a list is a flag's list, and True a flag that takes no value."""
-    refused = {"help", "list_methods", "method"} & set(settings)
-    if settings.get("model") == "given":
-        refused |= {"device", "dtype"} & set(settings)
-    if refused:
-        raise UserError(f"{', '.join(sorted(refused))}: no effect here; leave it out: methods are the first argument, "
-                        "and a model that is given has a device and a dtype")
+def words_of(p, given):
+    """The words of a command line, for {flag: value}: a list is a flag's list, and True a flag that takes no value.
+    Settings of methods that are neither texts nor numbers are handed on as they are."""
     words = ["--wide"]
-    for name, value in settings.items():
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, list | tuple):
-            value = ",".join(map(str, value))
-        if value is True:
-            words.append(flag)
-        elif value is not None and value is not False:
-            words.append(f"{flag}={value}")
+    for name, value in given.items():
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        kind = p.get_default("settings").get(name)
+        if kind in (bool, str) and value is not None and not all(isinstance(x, str) for x in values):
+            p.set_defaults(**{name: values})
+        elif value is True:
+            words.append(f"--{name.replace('_', '-')}")
+        elif value is not None and (kind or value is not False):
+            words.append(f"--{name.replace('_', '-')}={','.join(map(str, values))}")
     return words
+
+
+def check_effect(given, *without):
+    """UserError for flags that are given, {flag: value}, and have no effect."""
+    refused = sorted({"help", "list_methods", "method", *without} & set(given))
+    if refused:
+        raise UserError(f"{', '.join(refused)}: no effect here; leave it out")

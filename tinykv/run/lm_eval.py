@@ -32,7 +32,8 @@ class TinyKV(TemplateLM):
     def __init__(self, method="fp16", prompt=None, max_gen_toks=256, batch_size=1, max_batch_size=None, **settings):
         super().__init__()
         one_of(["context"], prompt=prompt)
-        self.args = args = flags.parse(flags.words_of(settings), ["fp16", method])
+        flags.check_effect(settings, "draws", "windows", "json", "plot", "vs", "at_bits", "wide")
+        self.args = args = flags.parse(methods=["fp16", method], given=settings)
         self.prompt, self.max_gen_toks = prompt, max_gen_toks
 
         # model, tokenizer and method of these flags, calibrated as the command does it

@@ -1,7 +1,10 @@
-"""Methods by name, and their settings: the arguments of a method's constructor, each with its default there and a line
-of the docstring, `preserve (N): tokens kept in full precision`. N is a whole number, X a number, anything else a text.
+"""Methods by name, and their settings: the arguments of a method's constructor, each with its default there.
+
+A setting's type is that of its annotation, if it has one, or else of its default. A line of the docstring,
+`preserve (N): tokens kept in full precision`, is its help; N is a whole number, X a number.
 """
 import argparse
+import builtins
 import inspect
 import os
 import re
@@ -17,7 +20,7 @@ from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
 from tinykv.run import cli
 
-KINDS = {"N": int, "X": float}
+KINDS = {"N": int, "X": float}  # where a default is None, or takes fractions, too
 
 
 def settings_of(cls, scheme=None):
@@ -39,22 +42,18 @@ def settings_of(cls, scheme=None):
     return settings
 
 
-@cache
-def documented(make):
-    """{setting: (type, what stands for a value, help)} from the docstring of a constructor."""
-    found = re.findall(r"^ *(\w+) \((.*?)\): (.*)$", inspect.getdoc(make) or "", re.M)
-    return {setting: (KINDS.get(values, str), values, help) for setting, values, help in found}
-
-
 def kind_of(cls, setting, default):
-    """(type, what stands for a value, help) of a setting, from the docstrings of the constructors, the nearest first,
-    and of the schemes. If none of them documents it, the type is the default's."""
+    """(type, what stands for a value, help) of a setting. The help is that of the nearest constructor, or scheme, whose
+    docstring has it."""
     makers = [parent.__init__ for parent in cls.__mro__] + [getattr(make, "func", make) for make, _ in SCHEMES.values()]
-    for make in makers:
-        if setting in documented(make):
-            return documented(make)[setting]
-    kind = type(default) if type(default) in (int, float) else str
-    return kind, setting.upper(), ""
+    docs = "\n".join(inspect.getdoc(make) or "" for make in makers)
+    values, help = next(iter(re.findall(rf"^ *{setting} \((.*?)\): (.*)$", docs, re.M)), (setting.upper(), ""))
+    arguments = [inspect.signature(parent.__init__).parameters.get(setting) for parent in cls.__mro__]
+    annotations = [inspect.formatannotation(argument.annotation) for argument in arguments if argument]
+    named = re.findall(r"\b(bool|int|float|str)\b", annotations[0]) if annotations else []  # also of "int | None"
+    if named:
+        return getattr(builtins, named[0]), values, help
+    return KINDS.get(values) or (type(default) if type(default) in (bool, int, float) else str), values, help
 
 
 def flags_of(methods):
@@ -86,7 +85,7 @@ def add_settings(p, asked=()):
             raise UserError(f"a setting cannot be called {name}: the command uses that name itself; rename the setting")
         group.add_argument("--" + name.replace("_", "-"), metavar=f"{values}[,...]", type=cli.list_of(kind),
                            help=help, default=argparse.SUPPRESS)
-    p.set_defaults(settings=list(flags))
+    p.set_defaults(settings={name: kind for name, (kind, _, _) in flags.items()})
 
 
 def constructor_arguments(cls, chosen):
