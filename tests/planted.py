@@ -36,11 +36,8 @@ class Planted:
         self.lm_head = torch.nn.Linear(D, V, bias=False)
         self.lm_head.weight.data = torch.randn(V, D, generator=rng)
 
-    def named_parameters(self):
-        return self.lm_head.named_parameters()
-
-    def named_buffers(self):
-        return []
+    def identity(self):
+        return None
 
     def windows(self):
         T = self.rows[0][0][0].shape[1]

@@ -327,7 +327,7 @@ def test_a_method_that_was_calibrated_on_another_model_is_refused(one_layer):
     calibrate(model, method, torch.arange(64).view(2, 32))
     assert compare(method, one_layer)[-1]["ppl"]  # the same weights, loaded again
     model.model["norm"].weight.data[7] += 1
-    with pytest.raises(UserError, match="RTN was calibrated on another model"):
+    with pytest.raises(UserError, match="RTN.* was calibrated on another model"):
         compare(method, (model, tokenizer))
 
 
@@ -740,8 +740,8 @@ def test_a_calibration_file_holds_each_draw(command, calibrated, kept):
 
 def test_a_draw_that_fails_fails_its_row(rows_of, monkeypatch):
     """And not that of rtn and kvsink, which are calibrated with it, to the same tables as without it."""
-    def fail_once(model, methods, windows, progress, seed, fingerprint_of):
-        calibrate(model, methods, windows, progress, seed, fingerprint_of)
+    def fail_once(model, methods, windows, progress, seed):
+        calibrate(model, methods, windows, progress, seed)
         if seed == 1 and any(type(method).__name__ == "PFN" for method in methods):
             raise KeyError("no")
     words = ["--method", "rtn,kvsink,kivi", "--draws", "2", *SMALL]

@@ -1,8 +1,10 @@
 """The evaluator against perplexity, KL and recall computed one token at a time in plain Python."""
+import dataclasses
 import json
 import math
 import random
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -451,7 +453,8 @@ def test_a_setting_has_the_type_of_its_annotation_or_default(one_layer, monkeypa
         assert entry.method.given == found
 
 
-@pytest.mark.parametrize("given", [{"first": "no"}, {"block": 1.5}, {"share": "x"}, {"frist": True}, {"block": True}, {"block": False}])
+@pytest.mark.parametrize("given", [{"first": "no"}, {"block": 1.5}, {"share": "x"}, {"frist": True}, {"block": True},
+                                   {"block": False}])
 def test_a_setting_of_another_type_is_refused(one_layer, given):
     with pytest.raises(UserError, match=f"--{next(iter(given))}") as caught:
         compare(Typed, one_layer, **given)
@@ -470,3 +473,21 @@ def test_compare_reads_an_edited_file_anew(one_layer, tmp_path):
     for bits in (1, 2):
         path.write_text(f"from tinykv.methods.fp16 import FP16\n\nclass Mine(FP16):\n    k_bits = {bits}\n")
         assert compare(f"{path}:Mine", one_layer, windows=1, context=32)[-1]["k_bits"] == bits
+
+
+def test_a_method_runs_on_the_model_that_it_was_made_for_and_calibrated_on(one_layer):
+    """Also on another object of the same weights, and in another dtype; not where one weight, or the config, is
+    another."""
+    (model, _), (same, _), (edited, _), (half, _) = (hf.load(one_layer) for _ in range(4))
+    method, tokens = METHODS["rtn"](model.config), torch.arange(64).view(2, 32)
+    calibrate(model, method, tokens)
+    edited.get_parameter("model.layers.0.mlp.up_proj.weight").data[3, 5] *= 1 + 2 ** -20
+    other = METHODS["rtn"](dataclasses.replace(model.config, rope_theta=5e5), scheme="token-dynamic")
+    windows = Windows(tokens, [[], []], "")
+    exact = measure(model, METHODS["fp16"](model.config), windows)
+    for on in (model, same, half.half()):
+        KVCache(on, method)
+    for on, one, said in ((edited, method, "calibrated on another model"), (model, other, "made for another config")):
+        for use in (KVCache, partial(measure, windows=windows, fp16=exact)):
+            with pytest.raises(UserError, match=said):
+                use(on, one)

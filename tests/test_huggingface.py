@@ -259,6 +259,17 @@ def test_a_model_that_is_changed_behind_the_cache_is_refused(dtype, change):
         theirs(tokens, past_key_values=cache)
 
 
+def test_a_method_that_was_calibrated_on_other_weights_is_refused():
+    own, theirs = load.__wrapped__("gqa", torch.float32)
+    method = METHODS["rtn"](own.config)
+    calibrate(own, method, tokens_of(2, 40))
+    MethodCache(theirs, method).remove()
+    theirs.model.norm.weight.data[0] += 1
+    with pytest.raises(UserError, match="calibrated on another model"):
+        MethodCache(theirs, method)
+    MethodCache(theirs.to(torch.bfloat16), method).remove()  # which may be those that were rounded
+
+
 def interrupted(model, cache):
     stop = model.model.layers[1].register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):

@@ -175,10 +175,11 @@ def test_bos_is_the_default_and_has_to_be_there():
     model = tiny()
     with pytest.raises(UserError, match="BOS"):
         IntactKV(model.config)
-    method = IntactKV(dataclasses.replace(model.config, bos_token_id=4))
+    model.config = dataclasses.replace(model.config, bos_token_id=4)
+    method = IntactKV(model.config)
     assert (method.prefix.ids, method.preserve, method.k_bits, method.v_bits) == ([4], 1, 16, 16)
     assert method.scheme == "token-dynamic"
-    assert IntactKV(dataclasses.replace(model.config, bos_token_id=4), k_bits=4).codecs[0].k.formula == "integer-zero"
+    assert IntactKV(model.config, k_bits=4).codecs[0].k.formula == "integer-zero"
     with pytest.raises(UserError, match="fill"):
         KVCache(model, method)
 

@@ -293,6 +293,7 @@ class KVCache:
 
     def __init__(self, model, method, protocol="stream", prompt=None):
         one_of(PROTOCOLS, protocol=protocol)
+        method.check_model(model)
         self.model, self.method, self.protocol, self.prompt = model, method, protocol, prompt
         self.config, self.rope = model.config, model.rope
         self.reset()

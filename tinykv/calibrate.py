@@ -10,15 +10,14 @@ import torch.nn.functional as F
 
 from tinykv import UserError, all_finite
 from tinykv.cache import KVCache
-from tinykv.files import fingerprint
 from tinykv.tracing import Trace
 
 
-def calibrate(model, methods, windows, progress=None, seed=0, fingerprint_of=fingerprint):
+def calibrate(model, methods, windows, progress=None, seed=0):
     """Calibrate a method, or a list of methods, on windows (W, T) of token ids.
 
-    progress: what to wrap a loop in, such as tqdm. seed: of k-means. fingerprint_of: the model's, which takes as long
-    as to read all weights. UserError if the model's numbers are not finite, or if a method keeps everything.
+    progress: what to wrap a loop in, such as tqdm. seed: of k-means. UserError if the model's numbers are not finite,
+    or if a method keeps everything.
     """
     progress = progress or iter
     methods = methods if isinstance(methods, list) else [methods]
@@ -50,7 +49,7 @@ def calibrate(model, methods, windows, progress=None, seed=0, fingerprint_of=fin
         for codec, step in progress(codecs):
             codec.fit(step)
     for method in methods:
-        method.calibrated_on = fingerprint_of(model)
+        method.calibrated_on = model.identity()
 
 
 def passes_of(method):

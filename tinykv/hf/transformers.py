@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.hf.config import parse_config
-from tinykv.model import Rope
+from tinykv.model import Llama, Rope
 
 
 class MethodCache(Cache):
@@ -33,7 +33,8 @@ class MethodCache(Cache):
                             f"as METHODS['kivi'](config); got {type(model).__name__} and {type(method).__name__}")
         super().__init__(layers=[])
         config = parse_config(model.config.to_dict(), "the model's config")
-        like = SimpleNamespace(config=config, rope=Rope(config), lm_head=model.lm_head)
+        like = SimpleNamespace(config=config, rope=Rope(config), lm_head=model.lm_head,
+                               identity=partial(Llama.identity, model))
         self.model, self.inner = model, KVCache(like, method, protocol, prompt)
         self.reading = False  # whether what the model reads now is this text
         self.fresh = {}  # a layer's new q and k, before RoPE, until its `update`

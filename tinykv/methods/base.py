@@ -36,7 +36,7 @@ class Method:
     # Calibration
     passes = 0  # how often the method itself reads the calibration windows; the codecs have passes of their own
     found = ()  # attributes that these passes set, integers or None; they are saved with the codecs' tables
-    calibrated_on = None  # the `files.fingerprint` of the model that it was calibrated on
+    calibrated_on = None  # the `identity` of the model that it was calibrated on
     calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
     # In tables; how a method works does not depend on these
     name = None  # in the table; None: the class's
@@ -46,6 +46,11 @@ class Method:
     keeps_share = False  # True: `preserve` is a percentage of the text's tokens
     # {method: settings}: baselines that the table adds when the user asks for this method only
     beside = {}
+
+    def __new__(cls, config=None, *settings, **more):  # whatever a subclass's constructor does
+        method = super().__new__(cls)
+        method.config = config
+        return method
 
     def __init__(self, config):
         """k_bits (X): bits per number in keys: 1, 1.5 (three levels), 2 to 8, 16
@@ -130,6 +135,15 @@ class Method:
             for name in codec.tables:
                 if f"{layer}.{kind}.{name}" in tables:
                     setattr(codec, name, tables[f"{layer}.{kind}.{name}"])
+
+    def check_model(self, model):
+        """UserError unless the model has the config that the method was made for, and the weights that it was
+        calibrated on, if it was. Weights of another dtype may be those, rounded."""
+        if self.config != model.config:
+            raise UserError(f"{self!r} was made for another config; make it for this model's")
+        if self.calibrated_on and self.calibrated_on[0] == model.lm_head.weight.dtype:
+            if self.calibrated_on != model.identity():
+                raise UserError(f"{self!r} was calibrated on another model; calibrate it on this one")
 
     @property
     def offline_bytes(self):

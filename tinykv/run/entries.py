@@ -9,11 +9,11 @@ from bdb import BdbQuit
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 
 from tinykv import UserError, calibrate
 from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.files import fingerprint, identity
+from tinykv.files import identity
 from tinykv.methods.registry import METHODS
 from tinykv.run import cli, ranks
 from tinykv.run.check import check_codecs, check_method
@@ -205,17 +205,15 @@ def calibrate_all(setup, model, entries, test=None):
             models[entry.weights] = cli.quantized_model(model, entry.weights, entry.quantizer, windows, file)
 
     # 3. The methods: those that run on the same weights and see as many windows read them together
-    fingerprint_of = cache(fingerprint)  # of models that stay as they are
     together = defaultdict(list)  # {(label of weights, C): [Entry]}
     for entry in entries.values():
         if entry.method.needs_calibration:
             if file.path and entry.is_own:
                 cli.note(f"{entry.title}: {file.path} keeps no tables of code, or of an instance, of your own")
             together[entry.weights, args.calib_windows or entry.method.calibration_windows].append(entry)
-        elif entry.method.calibrated_on and entry.method.calibrated_on != fingerprint_of(models[entry.weights]):
-            raise UserError(f"{entry.title} was calibrated on another model; calibrate it on this one")
+        entry.method.check_model(models[entry.weights])
     for (weights, C), group in together.items():
-        calibrate_group(group, models[weights], text[:args.draws * C], args.draws, file, fingerprint_of)
+        calibrate_group(group, models[weights], text[:args.draws * C], args.draws, file)
 
     # 4. Prefixes: their keys and values come from the full-precision model
     for entry in entries.values():
@@ -226,7 +224,7 @@ def calibrate_all(setup, model, entries, test=None):
     return models
 
 
-def calibrate_group(group, model, text, draws, file, fingerprint_of):
+def calibrate_group(group, model, text, draws, file):
     """Calibrate entries on each draw of text (draws * C, T), or take their tables from a `CalibrationFile`, which is
     given new ones. Draw d is windows d * C to d * C + C - 1, and k-means' random numbers of seed d."""
     for entry in group:
@@ -243,21 +241,21 @@ def calibrate_group(group, model, text, draws, file, fingerprint_of):
         # what it lacks, all together; if one of them fails, each by itself
         unseen = copy.deepcopy([entry.methods[draw] for entry in lacking])
         if lacking:
-            calibrate_together(lacking, draw, model, windows, file, fingerprint_of)
+            calibrate_together(lacking, draw, model, windows, file)
         if len(lacking) > 1 and lacking[0].error:
             for entry, method in zip(lacking, unseen):
                 entry.methods[draw], entry.error = method, None
-                calibrate_together([entry], draw, model, windows, file, fingerprint_of)
+                calibrate_together([entry], draw, model, windows, file)
         group = [entry for entry in group if not entry.error]
 
 
-def calibrate_together(entries, draw, model, windows, file, fingerprint_of):
+def calibrate_together(entries, draw, model, windows, file):
     """Calibrate entries on the windows (C, T) of one draw. If one of them fails, all have its error."""
     titles = ", ".join(entry.title for entry in entries)
     made_of = [entry.made_of(windows) for entry in entries]
     with attempt(f"calibrating {titles}", *entries):
         calibrate.calibrate(model, [entry.methods[draw] for entry in entries], windows,
-                            partial(cli.bar, what=f"calibrating {titles}"), draw, fingerprint_of)
+                            partial(cli.bar, what=f"calibrating {titles}"), draw)
         for entry, made in zip(entries, made_of):
             check_codecs(entry.methods[draw], model.config)
             file.put(entry.tables_name(draw), made, entry.methods[draw].calibrated())
