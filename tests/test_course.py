@@ -371,12 +371,20 @@ def test_every_student_has_a_line(tmp_path):
             assignments.assignment_of(file)
 
 
-def test_no_output_replaces_a_submission(run, tmp_path):
-    (tmp_path / "mine.py").write_text(text_of("kvsink", "starter.py"), encoding="utf-8")
+def test_an_output_replaces_reports_alone(run, tmp_path):
+    """Neither a submission nor another's notes; a report of the same flag it does."""
+    mine, notes, report = tmp_path / "mine.py", tmp_path / "notes.csv", tmp_path / "report"
+    mine.write_text(text_of("kvsink", "starter.py"), encoding="utf-8")
+    notes.write_text("name,points\n", encoding="utf-8")
+    before = mine.read_bytes(), notes.read_bytes()
     for flag in ("--csv", "--json", "--gradescope"):
-        status, _, err = run(grade, tmp_path / "mine.py", flag, tmp_path / "mine.py")
-        assert status == 2 and "is a submission" in err
-    assert (tmp_path / "mine.py").read_text(encoding="utf-8") == text_of("kvsink", "starter.py")
+        for there in (mine, notes):
+            status, _, err = run(grade, mine, flag, there)
+            assert status == 2 and f"{there} is there, and is no report that this program wrote" in err
+        for _ in range(2):
+            assert run(grade, mine, flag, report)[0] != 2
+        report.unlink()
+    assert before == (mine.read_bytes(), notes.read_bytes())
 
 
 def test_what_a_file_lacks_is_named(tmp_path):

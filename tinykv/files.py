@@ -118,18 +118,18 @@ def write(path, fill, kind=None):
         raise UserError(f"{path} cannot be written ({first_line(error)}); choose another folder") from None
 
 
-def check_target(path, kind):
+def check_target(path, kind, sign=None):
     """UserError unless `path` is new, or a file of this kind, which this program wrote before.
 
-    kind: the name that such a file says near its beginning, as "tinykv-table". None: a file of a format that has no
-    place for it.
+    kind: the name that such a file says near its beginning, as "tinykv-table", unless it has another `sign` there.
+    None: whatever it is.
     """
     if not os.path.exists(path):
         return
     if os.path.isfile(path) and os.access(path, os.R_OK):
         with open(path, "rb") as file:
             beginning = file.read(4096)
-        if kind is None or kind.encode() in beginning:
+        if kind is None or (sign or kind).encode() in beginning:
             return
     raise UserError(f"{path} is there, and is no {kind or 'file'} that this program wrote; give another name, or "
                     "remove it")

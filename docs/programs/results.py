@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from tinykv import hf  # noqa: E402
 from tinykv.evaluate import measure, paired  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
-from tinykv.run import cli, flags  # noqa: E402
+from tinykv.run import cli, flags, plots  # noqa: E402
 from tinykv.run.entries import build_entries, calibrate_all  # noqa: E402
 
 DATA = ROOT / "docs" / "results.json"
@@ -126,10 +126,8 @@ LINES |= {name: [f"{name} --bits {bits} --recent 0 {{windows}}" for bits in (1, 
 POINTS = {f"{label}{rotated}": f"{FORMATS} --bits 4 --hadamard {on} --scheme {scheme}"
           for label, scheme in (("nvfp4", "nvfp"), ("mxfp4", "mxfp"), ("q4_0", "ggml"))
           for on, rotated in (("off", ""), ("on", ", rotated"))}
-POINTS |= {label: f"{FORMATS} --bits 8 --scheme {scheme}"
-           for label, scheme in (("fp8", "nvfp"), ("mxfp8", "mxfp"), ("q8_0", "ggml"))}
-LABELS = {"nvfp4": (6, -8), "q4_0": (6, 3), "mxfp4, rotated": (6, -3)}  # moved by points, where they would overlap
-SHOWN = [*(row for rows in LINES.values() for row in rows), *POINTS.values()]
+SHOWN = [*(row for rows in LINES.values() for row in rows), *POINTS.values(),
+         *(f"{FORMATS} --bits 8 --scheme {scheme}" for scheme in ("nvfp", "mxfp", "ggml"))]
 MORE = ["fp16 --prompt 128",
         *(f"{FORMATS} {bits} --scheme {name}" for name in ("nvfp", "mxfp", "ggml")
           for bits in ("--k-bits 4 --v-bits 16", "--k-bits 16 --v-bits 4")),
@@ -361,35 +359,22 @@ def unknown(page, data):
 
 def draw(data, path):
     """The figure of SmolLM2's losses by true bits: a line a method, a point a format."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
     rows = data["SmolLM2"]
-    figure, axes = plt.subplots(figsize=(7.6, 5.2), dpi=130)
-
-    def points(names):
-        """[(true bits, nats above fp16, error)] of the rows that are there."""
-        there = [rows[named(name, "SmolLM2")] for name in names if named(name, "SmolLM2") in rows]
-        return sorted((row["bits"], *compared(row, rows["fp16"])[:2]) for row in there)
-
-    for i, (name, names) in enumerate(LINES.items()):
-        if found := points(names):
-            bits, nats, errors = zip(*found)
-            label, at = re.split("[/:]", name)[-1], LABELS.get(name, (5, 5))
-            axes.errorbar(bits, nats, errors, color=f"C{i}", marker="o", ms=4, lw=1.4)
-            axes.annotate(label, (bits[0], nats[0]), at, textcoords="offset points", color=f"C{i}", fontsize=10)
-    for label, name in POINTS.items():
-        for bits, nats, error in points([name]):
-            axes.errorbar(bits, nats, error, color="black", marker="s", ms=4, mfc="white")
-            axes.annotate(label, (bits, nats), LABELS.get(label, (6, -3)), textcoords="offset points", fontsize=9)
-    axes.set(yscale="log", xlim=(0.8, 5.4), ylim=(0.008, 6), xlabel="true bits per number (codes, scales, kept tokens)",
-             ylabel="nats a token above fp16", title="SmolLM2-135M on WikiText-2, whole text read from the cache")
-    axes.set_yticks([0.01, 0.03, 0.1, 0.3, 1, 3], ["0.01", "0.03", "0.1", "0.3", "1", "3"])
-    axes.grid(alpha=0.3)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
+    figure, (panel,) = plots.new_figure(1, 1, 7.4, 5.6, "SmolLM2-135M on WikiText-2, all of it read from the cache")
+    names = {re.split("[/:]", name)[-1]: names for name, names in LINES.items()}
+    for i, (label, of_line) in enumerate((names | {label: [name] for label, name in POINTS.items()}).items()):
+        found = [rows[row] for row in (named(name, "SmolLM2") for name in of_line) if row in rows]
+        points = sorted((row["bits"], *compared(row, rows["fp16"])[:2]) for row in found)  # (bits, nats, error)
+        if points:
+            bits, nats, errors = zip(*points)
+            how = plots.style(i) if len(of_line) > 1 else {"color": plots.GREY, "marker": "s", "markersize": 4}
+            panel.plot(bits, nats, label=label, **how)
+            panel.errorbar(bits, nats, errors, fmt="none", ecolor=how["color"])
+    panel.set(yscale="log", ylim=(0.003, None), xlim=(None, 5.2), ylabel="nats a token above fp16",
+              xlabel="true bits per number: codes, scales, kept tokens")
+    plots.plain_ticks(panel)
+    plots.label_ends(panel)
+    plots.save(figure, path)
 
 
 def main():

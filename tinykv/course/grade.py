@@ -25,7 +25,7 @@ from tinykv.course import assignments
 from tinykv.course.assignments import ROOT, assignment_of, folder_of, named
 from tinykv.course.compare import difference
 from tinykv.course.confine import hole
-from tinykv.files import write, write_json
+from tinykv.files import check_target, write, write_json
 from tinykv.run.cli import Parser, one_line, print_columns
 
 LONGEST = 300  # seconds of a submission, of which it may compute confine.SECONDS
@@ -89,12 +89,14 @@ def student_of(file, submission):
     return path.parts[0].removesuffix(".py")
 
 
+SIGNS = {"json": '"student"', "csv": "student,file", "gradescope": '"max_score"'}  # near the beginning of a report
+
+
 def grade_all(files, args):
     """The reports of files, as many at a time as there are cores. Each is written as it comes."""
-    for flag in ("json", "csv", "gradescope"):
-        path = getattr(args, flag)
-        if path and any(path.resolve() == file.resolve() for file in files):
-            raise UserError(f"--{flag} {path} is a submission; give another name")
+    for flag, sign in SIGNS.items():
+        if path := getattr(args, flag):
+            check_target(path, "report", sign)
     opening = hole(ROOT)
     if opening and (folder_of("affine") / "answer.py").is_file():
         if not args.unconfined:
