@@ -296,6 +296,10 @@ FAULTS = {
                       [KEY, "[16, 8]", "[8, 16]"]),
     # shards
     "absent shard": (lambda folder: [to_shards(folder), (folder / "model-00002-of-00003.safetensors").unlink()], [KEY]),
+    "pipe": (lambda folder: [(folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")],
+             ["model.safetensors", "is no file"]),
+    "unprintable bos": (lambda folder: (folder / "tokenizer_config.json").write_text('{"bos_token": "\\ud800"}'),
+                        ["bos_token", "printed"]),
     "broken shard": (lambda folder: [to_shards(folder),
                                      content("model-00002-of-00003.safetensors", lambda b: b[:-9])(folder)],
                      ["model-00002-of-00003.safetensors"]),

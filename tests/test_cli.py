@@ -4,6 +4,7 @@ import math
 import os
 import re
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
@@ -431,11 +432,27 @@ def test_calibration_sees_no_text_of_the_test(command, monkeypatch, tmp_path):
     ("--data nothing.txt", ["nothing.txt", "tales"]), ("--data line\nbreak.txt", ["line\\nbreak"]),
     (f"--method fp16 --data {'x' * 5000}", ["xxx..."]), ("--method eval_ppl.py:Nothing", ["Nothing", "Method"]),
     ("--model no/folder", ["no/folder"]), ("--device cuda:9", ["cuda:9"]),
+    ("--device gpu", ["'gpu'", "give cpu, cuda"]), ("--model ~/no/folder", [os.path.expanduser("~/no/folder")]),
+    ("--keep 5", ["did you mean --preserve?"]), ("pfn", ["did you mean --method pfn?"]), ("--version", ["--version;"]),
+    ("--method mine:Hundredth", ["did you mean mine.py:Hundredth?"]), ("--bos nonne", ["did you mean none?"]),
     ("--json no/such/folder/out.json --method fp16", ["no/such/folder"])])
 def test_bad_input_is_one_clear_line(command, monkeypatch, words, named):
     monkeypatch.chdir(ROOT)
     line = refused(command, *SMALL, *words.split(" "))
     assert len(line) < 1000 and all(name in line for name in named), line
+
+
+def test_the_package_runs_as_the_command():
+    found = subprocess.run([sys.executable, "-m", "tinykv", "--list-methods"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0 and found.stdout.startswith("fp16 ")
+
+
+@pytest.mark.parametrize("version", [(3, 10, 4), (3, 8)])
+def test_an_old_python_is_named(monkeypatch, capsys, version):
+    monkeypatch.setattr(sys, "version_info", version)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(ROOT / "tinykv" / "__init__.py")
+    assert ended.value.code == 2 and "Python 3.11 or newer" in capsys.readouterr().err
 
 
 OWN = """
@@ -783,6 +800,9 @@ def test_a_table_at_equal_true_bits_says_what_it_leaves_out(run, command, tmp_pa
     status, out, _ = command("--method", "rtn,pfn", "--preserve", "1", "--bits", "2,4", "--at-bits", "2", *SMALL,
                              "--json", tmp_path / "table.json")
     assert run(comparisons, tmp_path / "table.json", "--at-bits", "2")[1].strip() == out.split("\n\n")[-1].strip()
+    for damaged in ({"rows": [{"label": 3}]}, {"rows": 3}, {}):
+        write_json(tmp_path / "damaged.json", damaged)
+        assert "is no whole table" in run(comparisons, tmp_path / "damaged.json", "--at-bits", "2")[2]
     head, line, left_out = out.split("\n\n")[-1].splitlines()
     assert status == 0 and head.split() == "at 2 true bits ppl delta KL from to tables KB to".split()
     assert line.split()[0] == "rtn" and line.split()[4:6] == ["2.00", "2.00"]

@@ -3,6 +3,9 @@ import difflib
 import importlib.util
 import sys
 
+if sys.version_info < (3, 11):  # noqa: UP036
+    print("tinykv needs Python 3.11 or newer; this is Python " + sys.version.split()[0], file=sys.stderr)
+    sys.exit(2)
 if importlib.util.find_spec("torch") is None:
     print("tinykv needs the package torch; pip install -r requirements.txt", file=sys.stderr)
     sys.exit(2)
@@ -39,5 +42,5 @@ def all_finite(what, numbers):
 
 def did_you_mean(word, words):
     """The end of a message about a misspelt word: "; did you mean kivi?", or "" if none is near."""
-    near = difflib.get_close_matches(str(word).lower(), words, n=1)
+    near = difflib.get_close_matches(str(word).lower(), words, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""

@@ -7,7 +7,7 @@ from safetensors import SafetensorError, safe_open
 from torch.overrides import TorchFunctionMode
 
 from tinykv import UserError
-from tinykv.files import first_line, read_json, save_tensors, write, write_json
+from tinykv.files import check_regular, first_line, read_json, save_tensors, write, write_json
 from tinykv.hf.config import checkpoint_folder, config_fields, load_config
 from tinykv.model import Llama
 
@@ -84,8 +84,9 @@ def usable_device(name):
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: this torch was built for CPUs only
-        raise UserError(f"device {str(name)!r} cannot be used ({first_line(error)}); give cpu, or a GPU that torch "
-                        "sees") from None
+        why = first_line(error).replace("Expected one of cpu, cuda", "it is not one of cpu, cuda")[:80]
+        raise UserError(f"device {str(name)!r} cannot be used ({why}); give cpu, cuda, or cuda:1, a GPU that torch sees"
+                        ) from None
     return device
 
 
@@ -103,6 +104,7 @@ def read_tensors(folder):
         raise UserError(f"no weights in {folder}; it must hold model.safetensors, or its shards, as save_pretrained "
                         "writes them (of .bin files: load and save them with transformers)")
     for path in files:
+        check_regular(path)
         try:
             file = safe_open(path, "pt")  # checks the header against the length of the file
         except (SafetensorError, OSError) as error:

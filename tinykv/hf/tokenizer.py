@@ -106,7 +106,9 @@ def open_tokenizer(folder):
             check_regular(path, LARGEST)
             try:
                 return kind(path)
-            except Exception as error:  # of many kinds
+            except BaseException as error:  # of many kinds, a Rust library's panic among them
+                if isinstance(error, KeyboardInterrupt):
+                    raise
                 raise UserError(f"{path} is not a whole tokenizer ({first_line(error)}); download it again") from None
     raise UserError(f"no tokenizer in {folder}; it must hold tokenizer.json, or tokenizer.model as sentencepiece "
                     "writes it")
@@ -125,6 +127,8 @@ def special_id(tokenizer, settings, name, fallback):
         return None  # a Qwen's file says so, whatever config.json has
     if not isinstance(piece, str | None):
         raise UserError(f"{name} in tokenizer_config.json is {str(piece)[:80]}; it has to be a text")
+    if piece and not piece.isprintable():
+        raise UserError(f"{name} in tokenizer_config.json is {piece[:80]!r}; it has to be a text that can be printed")
     found = tokenizer.id_of(piece) if piece else tokenizer.builtin_ids.get(name)
     if found is None:
         found = next(iter(fallback), None) if isinstance(fallback, list) else fallback

@@ -35,13 +35,17 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error in one line, and knows no abbreviations of flags."""
+    """Reports an error in one line, and knows no abbreviations of flags. meant: {what people write: what they mean}."""
+    meant = {}
 
     def __init__(self, **settings):
         super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **settings})
 
     def parse_known_args(self, words=None, namespace=None):
-        for word in sys.argv[1:] if words is None else words:
+        # a home directory that no shell has put in, as it was quoted, or stands behind "="
+        words = sys.argv[1:] if words is None else words
+        words = [re.sub(r"(?<![^=])~(?=/)", os.path.expanduser("~"), word) for word in words]
+        for word in words:
             if word.endswith("=--"):  # which argparse takes for no value
                 self.error(f"{word}: -- is no value")
         return super().parse_known_args(words, namespace)
@@ -50,10 +54,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {self.said(message)}; see --help\n")
 
     def said(self, message):
-        """A message on one line, with the flag that a misspelt one may have been."""
+        """A message on one line, with what a misspelt flag, or choice, may have been."""
         flags = self._option_string_actions
         near = [did_you_mean(word, flags) for word in re.findall(r"--[\w-]+", message) if word not in flags]
-        return printable(message) + "".join(near[:1])
+        near += [f"; did you mean {mean}?" for word, mean in self.meant.items() if word in message.split()]
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            near.append(did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])))
+        return printable(message) + next(filter(None, near), "")
 
 
 @contextmanager
@@ -151,7 +158,7 @@ def check_counts(args, least, *flags):
 def check_outputs(args, **kinds):
     """UserError if an output of the command, {flag: kind of file}, cannot be written, would replace what the program
     did not write, or is what another flag names."""
-    named = [os.path.realpath(word) for word in vars(args).values() if isinstance(word, str)]
+    named = [os.path.realpath(word) for word in vars(args).values() if isinstance(word, str) and "\0" not in word]
     for flag, kind in kinds.items():
         path = getattr(args, flag)
         if path in (None, "-"):

@@ -8,6 +8,7 @@ import math
 from operator import itemgetter
 from pathlib import Path
 
+from tinykv import UserError
 from tinykv.evaluate import paired
 from tinykv.files import read_json
 from tinykv.run import cli, plots
@@ -186,8 +187,11 @@ def main():
     add_comparisons(p)
     with cli.one_line(p):
         args = p.parse_args()
-        rows = [row for row in read_json(Path(args.table))["rows"] if not row["fault"]]
-        print_all(rows, args.vs, args.at_bits, args.plot)
+        content = read_json(Path(args.table))
+        try:
+            print_all([row for row in content["rows"] if not row["fault"]], args.vs, args.at_bits, args.plot)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"{args.table} is no whole table ({cli.reason(error)}); give what --json wrote") from None
 
 
 if __name__ == "__main__":

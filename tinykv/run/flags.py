@@ -8,6 +8,7 @@ import torch
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
+from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig
 from tinykv.run import cli, comparisons, ranks
 from tinykv.run.check import check_flags
@@ -46,6 +47,7 @@ def parser(asked=(), about=None):
     comparisons.add_comparisons(p)
     cli.add_weights(parent, several=True)
     add_settings(parent, asked)
+    parent.meant = {"--keep": "--preserve", **{name: f"--method {name}" for name in METHODS}}
     return parent
 
 

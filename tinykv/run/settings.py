@@ -134,8 +134,8 @@ def load_class(name):
         return METHODS[name]
     path, _, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")
     if not path.endswith(".py"):
-        raise UserError(f"there is no method {name!r}; there are {', '.join(METHODS)}, or "
-                        f"path/to/file.py:Class{did_you_mean(name, METHODS)}")
+        near = f"; did you mean {name.replace(':', '.py:', 1)}?" if ":" in name else did_you_mean(name, METHODS)
+        raise UserError(f"there is no method {name!r}; there are {', '.join(METHODS)}, or path/to/file.py:Class{near}")
     if not os.path.isfile(path):
         raise UserError(f"no file {path}; give path/to/file.py:Class")
     file = Path(path).absolute()
