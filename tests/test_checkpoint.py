@@ -130,6 +130,20 @@ def test_of_two_savings_the_index_says_which_is_read(folder):
         told(hf.load_model, folder)
 
 
+def test_a_whole_file_goes_before_an_index(folder):
+    """As transformers reads it."""
+    whole = folder / "model.safetensors"
+    kept = whole.read_bytes()
+    index = {"weight_map": to_shards(folder)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for path in folder.glob("model-*"):  # of another model
+        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
+    whole.write_bytes(kept)
+    assert same(hf.load_model(folder), tiny())
+    whole.unlink()
+    assert not same(hf.load_model(folder), tiny())
+
+
 def test_a_tied_head_is_the_embedding_or_refused(folder):
     """transformers leaves two that differ untied."""
     hf.save(tiny(tie_word_embeddings=True), PIECES, folder)

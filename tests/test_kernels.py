@@ -110,6 +110,9 @@ class Plain(Method):
         self.codecs, self.rope = [Pair(CODECS[k](heads, width), CODECS[v](heads, width))], rope
         self.recent, self.block, self.v_block, self.kept = recent, block, v_block, kept or {}
 
+    def block_of(self, kind):
+        return self.v_block if kind == "v" and self.v_block else self.block
+
     def keep_values(self, layer_cache, n):
         return self.keep_keys(layer_cache, n, "v")
 
@@ -417,6 +420,14 @@ def test_any_shape(number, monkeypatch):
     same(layer, R, new, draw.choice([None, None, 1, 20, 64, 200]))
 
 
+@pytest.mark.parametrize("block, v_block", [(16, 1), (1, 16)])
+def test_keys_and_values_are_coded_at_a_pace_of_their_own(block, v_block):
+    """As KIVI's released code does: some tokens have a coded key and a recent value, or the other way round."""
+    layer = layer_of(Plain("2 bits per token", "2 bits per token", 1, 64, recent=9, block=block, v_block=v_block), 1, 64, 1, 70, 1)
+    assert layer.keys.n_coded != layer.values.n_coded
+    same(layer)
+
+
 @pytest.mark.parametrize("length, pieces", [(1600, 6), pytest.param(20_000, 64, marks=pytest.mark.whole)])
 def test_a_long_text(length, pieces, monkeypatch):
     """A wide GPU's pieces, none shorter than 256 tokens but the last of a part; the recent tokens are one."""
@@ -598,6 +609,9 @@ def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
         for kind in ("keys", "values"):
             for part, other in zip(getattr(one, kind).tensors()["kept"], getattr(two, kind).tensors()["kept"]):
                 torch.testing.assert_close(other, part, rtol=1e-2, atol=1e-2)
+            if protocol == "stream":  # scores, of keys that are in full precision
+                scores = [getattr(layer, kind).recent_scores for layer in (one, two)]
+                assert scores[0] is None or torch.allclose(*scores, rtol=1e-4)
 
 
 # ---- what is refused

@@ -213,24 +213,3 @@ def test_the_table_of_tests_names_every_file():
     tests = {path.name for path in (ROOT / "tests").glob("test_*.py")}
     assert {word for word in words if word.startswith("test_")} == tests
     assert all((ROOT / word).exists() for word in words if "/" in word)
-
-
-# One width
-
-def prose(lines, indent):
-    """The pairs of lines of a docstring that follow one another in a paragraph of prose, at its own indentation."""
-    for line, after in zip(lines[1:], lines[2:]):
-        is_prose = all(x.strip() and "  " not in x.strip() and len(x) - len(x.lstrip()) == indent
-                       for x in (line, after))
-        if is_prose and not re.match(r"\s*([-*|$>`\d]|\w+ \([^)]*\): )", after):
-            yield line, after
-
-
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_docstrings_are_filled_to_one_width(name):
-    """120 columns: a line of prose ends where the next word does not fit."""
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            lines = node.body[0].value.value.splitlines()
-            for line, after in prose(lines, node.body[0].col_offset):
-                assert len(line) + 1 + len(after.split()[0]) > 120, f"{line}\n{after}"

@@ -33,6 +33,9 @@ WRONG = {
     "Fake": (None, "codes_are_what_is_claimed", None,
              r"you claim 2 bits for keys \(`k_bits`\), and a number of the codes takes 32.0"),
     "Silent": (None, "codes_are_what_is_claimed", None, r"said to have 16 bits \(`k_bits`\), and decode to other"),
+    "SignLost": (None, "codes_are_what_is_claimed", None, "try `encode` on numbers around each level"),
+    "Clipped": (None, "codes_are_what_is_claimed", None, "a codec of 4 bits loses .* rounding with one bit less"),
+    "Unstored": (None, "codes_are_what_is_claimed", None, "is the scale that codes are made by the one that is stored"),
     "KeptTokensCount": (None, "placeholders_do_not_matter", "channel-dynamic", "leave the tokens of `ignore` out"),
 }
 RIGHT = ["HeavyHitters", "LastOfTheBlock"]
@@ -60,6 +63,10 @@ def test_what_is_said_of_a_wrong_method(name):
 @pytest.mark.parametrize("scheme", ["channel-dynamic", "kvquant"])
 def test_a_token_may_be_dropped_again(name, check, scheme):
     assert outcome(check, Case(getattr(own, name), scheme, heads_per_kv=1)) is None
+
+
+def test_a_codec_of_floats_is_right():
+    assert outcome("codes_are_what_is_claimed", Case(own.Floats)) is None
 
 
 def test_one_too_many_is_no_fault_of_a_method_of_its_own():

@@ -8,7 +8,7 @@ import torch
 
 from tinykv.codecs import Pair
 from tinykv.codecs.affine import Affine
-from tinykv.codecs.base import Codec, Codes
+from tinykv.codecs.base import Codec, Codes, pack, unpack
 from tinykv.methods.antkv import anchor_scores
 from tinykv.methods.base import CodecMethod, Method, best_tokens, first_tokens
 from tinykv.methods.kvsink import KVSink
@@ -137,3 +137,57 @@ class KeptTokensCount(CodecMethod):
 
     def keep_keys(self, layer_cache, n):
         return first_tokens(layer_cache, 3)
+
+
+LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of E2M1, without their sign
+
+
+class FloatCodec(Codec):
+    """Right: floats of 4 bits; 16 channels of a token share a scale."""
+    top = 6  # what the largest number of a block is, in units of the scale
+
+    def __init__(self, bits, width):
+        self.bits, self.width = bits, width
+
+    def encode(self, x, ignore=None):
+        g = x.float().unflatten(-1, (-1, 16))  # (B, Hkv, T, d/16, 16)
+        scale = (g.abs().amax(-1, keepdim=True) / self.top).half()  # (B, Hkv, T, d/16, 1)
+        y = self.of(g / scale.float().clamp(min=1e-5))
+        code = torch.bucketize(y.abs().contiguous(), (LEVELS[1:] + LEVELS[:-1]) / 2) + 8 * (y < 0)
+        return Codes(pack(code.flatten(-2).to(torch.uint8), 4), scale=scale)
+
+    def of(self, y):
+        return y
+
+    def decode(self, codes):
+        code = unpack(codes.packed, 4, self.width).unflatten(-1, (-1, 16)).long()
+        return (LEVELS[code & 7] * torch.where(code < 8, 1, -1) * codes.scale.float()).flatten(-2)
+
+
+class SignLostCodec(FloatCodec):
+    def of(self, y):
+        return torch.where((y >= -1) & (y < 0), -y, y)
+
+
+class ClippedCodec(FloatCodec):
+    top = 9
+
+
+class UnstoredCodec(FloatCodec):
+    def of(self, y):
+        return y * 1.15
+
+
+def of_codec(codec):
+    class FourBits(Method):
+        k_bits, v_bits, block = 4, 4, 8
+
+        def __init__(self, config):
+            self.codecs = with_codec(codec, config, 4)
+    return FourBits
+
+
+Floats = of_codec(FloatCodec)  # right
+SignLost = of_codec(SignLostCodec)  # numbers a little below 0 become positive
+Clipped = of_codec(ClippedCodec)  # a block's largest number is two thirds of what it was
+Unstored = of_codec(UnstoredCodec)  # codes are made by another scale than is stored
