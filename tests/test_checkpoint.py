@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tinykv import UserError, hf
@@ -17,6 +18,7 @@ from tinykv.files import fingerprint
 from tinykv.hf.config import config_fields, parse_config
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
+from tinykv.run.cli import EMBEDDED
 from tinykv.weights import quantize
 from tinykv.weights.rtn import RTN
 
@@ -105,6 +107,13 @@ def test_saved_and_loaded_is_the_same_to_the_bit(tmp_path, dtype, changes):
 def test_the_config_of_transformers_survives_a_round_trip(variant):
     config = hf.load_config(REFERENCES / variant)
     assert parse_config(config_fields(config, torch.float32), "again") == config
+
+
+def test_weights_say_what_they_are_for(folder):
+    """transformers before 5.0 reads no file without."""
+    for of in (EMBEDDED, folder):
+        with safe_open(of / "model.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt"}
 
 
 def test_shards_load_the_same_weights(folder):

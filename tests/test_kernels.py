@@ -423,7 +423,8 @@ def test_any_shape(number, monkeypatch):
 @pytest.mark.parametrize("block, v_block", [(16, 1), (1, 16)])
 def test_keys_and_values_are_coded_at_a_pace_of_their_own(block, v_block):
     """As KIVI's released code does: some tokens have a coded key and a recent value, or the other way round."""
-    layer = layer_of(Plain("2 bits per token", "2 bits per token", 1, 64, recent=9, block=block, v_block=v_block), 1, 64, 1, 70, 1)
+    method = Plain("2 bits per token", "2 bits per token", 1, 64, recent=9, block=block, v_block=v_block)
+    layer = layer_of(method, 1, 64, batch=1, length=70, new=1)
     assert layer.keys.n_coded != layer.values.n_coded
     same(layer)
 

@@ -315,9 +315,7 @@ class KVCache:
         """New tokens (B, T) without the prefix, which every text begins with. Later chunks have none. UserError or
         ValueError if the tokens are not what comes next."""
         T, prefix = tokens.shape[1], self.method.prefix
-        if any(layer.length != len(self) for layer in self.layers):
-            raise UserError("a forward stopped on its way through the layers, so some hold its tokens and some do not: "
-                            f"{self!r}; `reset` the cache, or make a new one")
+        self.check_whole()
         if len(self) > self.start:
             if self.prompt is None and self.protocol == "paper":
                 raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
@@ -332,6 +330,12 @@ class KVCache:
             raise UserError(f"a text begins with the {len(prefix.ids)} tokens of the prefix {prefix.name} and goes on "
                             f"after them; this one of {T} tokens does not")
         return tokens[:, self.start:]
+
+    def check_whole(self):
+        """UserError unless all layers hold the same tokens."""
+        if any(layer.length != len(self) for layer in self.layers):
+            raise UserError("a forward stopped on its way through the layers, so some hold its tokens and some do not: "
+                            f"{self!r}; `reset` the cache, or make a new one")
 
     def update(self, layer, q, k, v, seen):
         """Add new tokens to a layer -> K (rotated) and V of all tokens: see `LayerCache.update`."""

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
 from torch.overrides import TorchFunctionMode
 
 from tinykv import UserError
-from tinykv.files import check_regular, first_line, read_json, save_tensors, write, write_json
+from tinykv.files import check_regular, first_line, read_json, write, write_json
 from tinykv.hf.config import checkpoint_folder, config_fields, load_config
 from tinykv.model import Llama
 
@@ -127,5 +128,6 @@ def save(model, tokenizer_model, folder):
     pieces = Path(tokenizer_model).read_bytes()  # before anything is written: it may come from the same folder
     write(folder / "tokenizer.model", lambda path: path.write_bytes(pieces))
     # a tied lm_head is not among the parameters
-    save_tensors(folder / "model.safetensors", dict(model.named_parameters()), {"format": "pt"})
+    weights = {name: weight.detach().contiguous().cpu() for name, weight in model.named_parameters()}
+    write(folder / "model.safetensors", lambda path: path.write_bytes(to_bytes(weights, {"format": "pt"})))
     write_json(folder / "config.json", config_fields(model.config, next(model.parameters()).dtype))

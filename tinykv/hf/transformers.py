@@ -99,6 +99,7 @@ class MethodCache(Cache):
     def get_seq_length(self, layer_idx=0):
         """The tokens that the model has read: 0, and not those of a prefix, before a text."""
         length = self.inner.layers[layer_idx].length
+        self.inner.check_whole()
         return length if self.reading or length > self.inner.start else 0
 
     def get_mask_sizes(self, query_length, layer_idx):
