@@ -262,7 +262,7 @@ class Case:
         `chunk_sizes` says."""
         cache = self.new_cache(method) if cache is None else cache
         n = len(method.prefix.ids) if method.prefix else 0
-        assert torch.equal(cache.without_prefix(tokens), tokens[:, n:])
+        assert torch.equal(cache.expect(tokens)[0], tokens[:, n:])
         sizes = without_prefix(n, sizes or chunk_sizes(method, cache.protocol, tokens.shape[1]))
         sizes[0] += n  # the prefix comes with the first chunk, and the cache strips it
         logits = self.feed(cache, tokens, sizes)
@@ -354,8 +354,8 @@ class Watch:
     def __len__(self):
         return len(self.cache)
 
-    def without_prefix(self, tokens):
-        return self.cache.without_prefix(tokens)
+    def expect(self, tokens):
+        return self.cache.expect(tokens)
 
     def update(self, layer, q, k, v, seen):
         self.queries[layer].append(q)

@@ -530,13 +530,13 @@ def check_paper_refuses_a_second_forward(case):
 def check_a_text_has_to_begin_with_the_prefix(case):
     """In every row; and something has to follow."""
     cache, tokens, n = case.new_cache(case.method()), case.tokens(), len(case.prefix)
-    assert torch.equal(cache.without_prefix(tokens), tokens[:, n:])
+    assert torch.equal(cache.expect(tokens)[0], tokens[:, n:])
     for b, t in np.ndindex(case.batch, n):
         other = tokens.clone()
         other[b, t] = 40 - other[b, t]
-        assert refuses(cache.without_prefix, other), f"row {b}, token {t} of another text"
-    assert refuses(cache.without_prefix, tokens[:, :n])
-    assert refuses(cache.without_prefix, tokens[:, :n - 1])
+        assert refuses(cache.expect, other), f"row {b}, token {t} of another text"
+    assert refuses(cache.expect, tokens[:, :n])
+    assert refuses(cache.expect, tokens[:, :n - 1])
 
 
 # ---- calibration

@@ -13,24 +13,25 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/ladder/*.py"))
 
 
-def printed(page, texts, monkeypatch, capsys):
-    """[(method, perplexity)] of a page, on so many texts."""
+def printed(page, texts, monkeypatch, capsys, columns=2):
+    """[(method, perplexity)] of a page, or more columns, on so many texts."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", [page, str(texts)])
     monkeypatch.setattr(sys, "path", sys.path[:])
     with torch.no_grad():  # a page turns gradients off; afterwards they are as they were
         runpy.run_path(f"docs/ladder/{page}")
-    return [tuple(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
+    return [tuple(line.split()[:columns]) for line in capsys.readouterr().out.splitlines()]
 
 
-def measured(methods, **given):
+def measured(methods, columns=2, **given):
     """The same of the package."""
-    return [(row["label"], f"{row['ppl']:.3f}") for row in compare(methods, **given)]
+    return [(row["label"], f"{row['ppl']:.3f}", f"{row['bits_true']:.2f}")[:columns]
+            for row in compare(methods, **given)]
 
 
 def test_sinks(monkeypatch, capsys):
-    """fp16, rtn, pfn, kvsink."""
-    assert printed("1_sinks.py", 2, monkeypatch, capsys) == measured("kvsink", windows=2)
+    """fp16, rtn, pfn, kvsink, and the bits that they store."""
+    assert printed("1_sinks.py", 2, monkeypatch, capsys, 3) == measured("kvsink", 3, windows=2)
 
 
 def test_stream(monkeypatch, capsys):

@@ -28,8 +28,8 @@ class ExactCache:
     def __len__(self):
         return 0 if self.rows[-1] is None else self.rows[-1][0].shape[2]
 
-    def without_prefix(self, tokens):
-        return tokens
+    def expect(self, tokens):
+        return tokens, len(self)
 
     def update(self, layer, q, k, v, seen):
         assert q.shape[1] % k.shape[1] == 0

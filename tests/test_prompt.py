@@ -188,7 +188,7 @@ def test_the_prompt_is_the_first_forward():
         cache = KVCache(Rows, FP16(CONFIG), protocol, prompt=4)
         for other in (3, 5):
             with pytest.raises(ValueError, match=f"4 tokens; it got {other}"):
-                cache.without_prefix(torch.zeros(1, other))
+                cache.expect(torch.zeros(1, other))
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_of_a_prompt_the_prefix_is_cut_off_and_of_what_follows_nothing(model, pr
     rows = torch.zeros(L, HKV, 2, WIDTH)
     method = IntactKV(CONFIG, Prefix("two", [3, 4], rows, rows))
     cache, tokens = KVCache(model, method, protocol, prompt=5), torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
-    assert cache.without_prefix(tokens[:, :5]).tolist() == [[5, 6, 7]]
+    assert cache.expect(tokens[:, :5])[0].tolist() == [[5, 6, 7]]
     assert [model(part, cache).shape[1] for part in (tokens[:, :5], tokens[:, 5:])] == [3, 2]
     assert len(cache) == 7
 

@@ -311,16 +311,16 @@ class KVCache:
                 layer.append(k, v)
         self.start = len(self)  # tokens of the prefix
 
-    def without_prefix(self, tokens):
-        """New tokens (B, T) without the prefix, which every text begins with. Later chunks have none. UserError or
-        ValueError if the tokens are not what comes next."""
+    def expect(self, tokens):
+        """New tokens (B, T) -> those after the prefix, which every text begins with, and how many tokens are held.
+        Later chunks have no prefix. UserError or ValueError if the tokens are not what comes next."""
         T, prefix = tokens.shape[1], self.method.prefix
         self.check_whole()
         if len(self) > self.start:
             if self.prompt is None and self.protocol == "paper":
                 raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
                                  "prompt's length, to go on from it")
-            return tokens
+            return tokens, len(self)
         if self.method.needs_calibration:
             raise UserError(f"{self.method!r} is not calibrated on this model yet; run "
                             "calibrate(model, method, windows) first")
@@ -329,7 +329,7 @@ class KVCache:
         if prefix and not (T > self.start and tokens[:, :self.start].tolist() == [prefix.ids] * len(tokens)):
             raise UserError(f"a text begins with the {len(prefix.ids)} tokens of the prefix {prefix.name} and goes on "
                             f"after them; this one of {T} tokens does not")
-        return tokens[:, self.start:]
+        return tokens[:, self.start:], self.start
 
     def check_whole(self):
         """UserError unless all layers hold the same tokens."""

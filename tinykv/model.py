@@ -4,8 +4,11 @@ Modules carry Hugging Face's parameter names (`model.layers.0.self_attn.q_proj.w
 name map. Shapes: B sequences, T new tokens, S tokens seen in all, H query heads, Hkv KV heads, d head size, D hidden
 size. Covers LLaMA 1 to 3.2, Vicuna, TinyLlama, Mistral, Qwen2, Qwen2.5 and Qwen3; `hf/config.py` refuses anything else.
 
-The KV cache is an argument. Attention gives it the new q, k and v, all before RoPE, and gets back the K (rotated) and V
-of all S tokens, with which it computes.
+The KV cache is an argument: any object that answers these calls of a forward.
+
+    expect(tokens) -> tokens, seen            the tokens (B, T) that are new to it, and how many it holds already
+    update(layer, q, k, v, seen) -> K, V      the new q, k and v, before RoPE -> K (rotated) and V of all S tokens
+    observe(layer, hidden)                    a block's output for the new tokens, (B, T, D)
 """
 import math
 from dataclasses import dataclass
@@ -249,8 +252,7 @@ class Llama(nn.Module):
         """
         seen = 0
         if cache is not None:
-            tokens = cache.without_prefix(tokens)
-            seen = len(cache)
+            tokens, seen = cache.expect(tokens)
         T = tokens.shape[1]
         mask = self.mask(seen, T, tokens.device)  # (T, S), or None where none is needed
         h = self.model["embed_tokens"](tokens)  # (B, T, D)
@@ -299,7 +301,8 @@ class Llama(nn.Module):
         Returns (B, T + new). Stops early once every row has produced `eos`, an id or several; a row that is done
         repeats the first of them. Without a cache the whole text is read again for every token.
         """
-        seen = tokens.shape[1] if cache is None else len(cache) + cache.without_prefix(tokens).shape[1]
+        new, seen = (tokens, 0) if cache is None else cache.expect(tokens)
+        seen += new.shape[1]
         longest = self.config.max_position_embeddings
         if seen + max_new_tokens - 1 > longest:  # the last new token is not read
             raise UserError(f"{seen} tokens and {max_new_tokens} new ones are more than the {longest} positions that "

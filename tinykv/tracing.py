@@ -15,11 +15,8 @@ class Trace:
         self.rope, self.keys, self.values, self.on_block = model.rope, keys, values, on_block
         self.q, self.k, self.v, self.hidden = [], [], [], []
 
-    def __len__(self):
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    def without_prefix(self, tokens):
-        return tokens
+    def expect(self, tokens):
+        return tokens, 0 if self.keys is None else self.keys.shape[2]
 
     def update(self, layer, q, k, v, seen):
         """K (rotated) and V of the prefix and the window, (B, Hkv, n + T, d)."""

@@ -1,7 +1,7 @@
 """KV cache quantization on one page: RTN, PFN and KVSink, and the first table of README.
 
     python docs/ladder/1_sinks.py            in the repository's folder; some seconds on a CPU
-    python -m pdb docs/ladder/1_sinks.py     then `b 73, layer == 2` and `c`: layer 2's keys and values come in
+    python -m pdb docs/ladder/1_sinks.py     then `b 71, layer == 2` and `c`: layer 2's keys and values come in
 
 In every layer a language model computes a key and a value of each token, and keeps them for later tokens to attend to:
 the KV cache. Here a number of it takes 2 bits instead of 16, but for a few tokens that a method keeps. A text comes at
@@ -23,8 +23,7 @@ LAYER, CHANNEL = 1, 49  # where this model's sinks show. KVSink's Table 3 has ot
 
 # Code: a number is rounded to one of four levels, and read as scale * code + zero
 def grid(low, high):  # the smallest and the largest of the numbers that share it
-    scale = (high - low) / 3  # four levels, three steps
-    zero = low
+    scale, zero = (high - low) / 3, low  # four levels, three steps
     return scale.half().float(), zero.half().float()  # stored in 16 bits
 
 
@@ -69,11 +68,9 @@ class Cache:
         self.outputs = []  # each layer's, (B, T, channels of a layer's output)
 
     def update(self, layer, q, k, v, positions):  # k, v (B, Hkv, T, d)
-        # Keep
         kept = torch.zeros(k.shape[:3], dtype=torch.bool)  # (B, Hkv, T)
-        self.method(self, layer, kept)
-        # Code
-        self.write(layer, "k", k, kept)
+        self.method(self, layer, kept)  # Keep
+        self.write(layer, "k", k, kept)  # Code
         self.write(layer, "v", v, kept)
         # attention reads what is stored, also of a query's own token
         K, V = self.read(layer, "k"), self.read(layer, "v")  # (B, Hkv, T, d) both
@@ -94,11 +91,13 @@ class Cache:
     def observe(self, layer, output):  # the model shows it each layer's output
         self.outputs.append(output)
 
-    def without_prefix(self, tokens):  # the tokens of a text that it does not hold yet: all
-        return tokens
+    def expect(self, tokens):  # a text's tokens that it does not hold, and how many it does
+        return tokens, 0
 
-    def __len__(self):  # the tokens that it holds: none, when the model asks
-        return 0
+
+    def bits(self):  # of a number: codes, and of a kept token 16 bits a number, and 4 bytes for its position
+        held = sum(c.nbytes + rows.nbytes + 4 * len(rows) / c.shape[1] for c, _, rows in self.stored.values())
+        return 8 * held / sum(4 * c.numel() for c, _, _ in self.stored.values())  # c: codes, four numbers in a byte
 
 
 # Calibration: the grids, from the range of the tokens that a method does not keep, in other texts
@@ -135,6 +134,7 @@ exact = Exact(model.rope, fp16, None)
 model(other, exact)
 for method in (fp16, rtn, pfn, kvsink):
     grids = calibrate(exact, method)
-    logits = model(test, Cache(model.rope, method, grids))  # (B, T, vocabulary)
+    cache = Cache(model.rope, method, grids)
+    logits = model(test, cache)  # (B, T, vocabulary)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), test[:, 1:].flatten())
-    print(f"{method.__name__:8} {loss.exp():7.3f}")
+    print(f"{method.__name__:8} {loss.exp():7.3f} {16 if method is fp16 else cache.bits():6.2f}")

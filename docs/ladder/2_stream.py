@@ -119,11 +119,8 @@ class Cache:
     def observe(self, layer, output):  # the model shows it each layer's output
         pass
 
-    def without_prefix(self, tokens):  # the tokens of a text that it does not hold yet: all
-        return tokens
-
-    def __len__(self):  # the tokens that it holds
-        return self.length
+    def expect(self, tokens):  # a text's tokens that it does not hold, and how many it does
+        return tokens, self.length
 
 
 # The table: perplexity of 16 texts, or as many as the command says

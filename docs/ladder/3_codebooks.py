@@ -11,7 +11,6 @@ Shapes: B texts, T tokens each, H query heads, Hkv heads of keys and values, d c
 """
 import math
 import sys
-from collections import defaultdict
 
 import torch
 
@@ -45,10 +44,6 @@ def decode(codes, codebook):  # codes (B, Hkv, T, d/n) -> numbers (B, Hkv, T, d)
 
 # Keep: a method marks the tokens of a layer that stay in 16 bits. NEW: of keys and of values, kept (2, B, Hkv, T), by
 # the queries q (B, H, T, d) and the keys K (B, Hkv, T, d), with their positions
-def fp16(q, K, kept):  # all
-    kept[:] = True
-
-
 def cq(q, K, kept):  # coupled quantization: none
     pass
 
@@ -76,18 +71,16 @@ class Cache:
         self.stored = {}  # {(layer, "k" or "v"): codes, where the kept rows are, the kept rows}
 
     def update(self, layer, q, k, v, positions):  # q (B, H, T, d), k, v (B, Hkv, T, d)
-        k, v = k.half(), v.half()
-        # Keep
         kept = torch.zeros(2, *k.shape[:3], dtype=torch.bool)  # (2, B, Hkv, T)
-        self.method(self.rope.rotate(q), self.rope.rotate(k.float()), kept)
-        # Code
-        self.write(layer, "k", k, kept[0])
+        self.method(self.rope.rotate(q), self.rope.rotate(k.half().float()), kept)  # Keep
+        self.write(layer, "k", k, kept[0])  # Code
         self.write(layer, "v", v, kept[1])
         # attention reads what is stored, also of a query's own token
         K, V = self.read(layer, "k"), self.read(layer, "v")  # (B, Hkv, T, d) both
         return self.rope.rotate(K), V  # RoPE gives keys their positions
 
     def write(self, layer, kind, x, kept):
+        x = x.half()  # (B, Hkv, T, d): no method sees more than 16 bits
         codes = encode(x.float(), self.codebooks[layer, kind])  # (B, Hkv, T, d/n): a kept token has codes, too
         where = kept.nonzero(as_tuple=True)  # text, head and token of the kept rows
         self.stored[layer, kind] = codes, where, x[where]  # the last (rows, d)
@@ -101,11 +94,16 @@ class Cache:
     def observe(self, layer, output):  # the model shows it each layer's output
         pass
 
-    def without_prefix(self, tokens):  # the tokens of a text that it does not hold yet: all
-        return tokens
+    def expect(self, tokens):  # a text's tokens that it does not hold, and how many it does
+        return tokens, 0
 
-    def __len__(self):  # the tokens that it holds: none, when the model asks
-        return 0
+
+class Exact(Cache):  # holds the texts of the calibration as they are
+    def write(self, layer, kind, x, kept):
+        self.stored[layer, kind] = x
+
+    def read(self, layer, kind):
+        return self.stored[layer, kind]
 
 
 # The table: perplexity of 16 texts, or as many as the command says
@@ -115,11 +113,11 @@ texts = int(sys.argv[1]) if sys.argv[1:] else 16
 test = load_windows("tales", tokenizer, 1024, texts, "test").tokens  # (B, T)
 other = load_windows("tales", tokenizer, 1024, 16, "calibration").tokens  # (B, T)
 
-exact = Cache(model.rope, fp16, defaultdict(lambda: torch.zeros(32 // n, 1, n)))  # any will do: all tokens are kept
+exact = Exact(model.rope, cq, None)
 model(other, exact)
 codebooks = {}
-for layer, kind in exact.stored:
-    points = vectors(exact.read(layer, kind))  # (slots, B * T, n)
+for (layer, kind), x in exact.stored.items():
+    points = vectors(x.half().float())  # (slots, B * T, n): what would be coded
     codebooks[layer, kind] = kmeans(points, 256, tolerance=1e-3).half().float()  # (slots, 256, n)
 for method in (cq, antkv):
     logits = model(test, Cache(model.rope, method, codebooks))  # (B, T, vocabulary)

@@ -61,8 +61,8 @@ class MethodCache(Cache):
             raise UserError("inputs_embeds hide the text from the method; give input_ids")
         if mask is not None and not (mask.dim() == 2 and mask.all()):
             raise UserError("the attention_mask hides tokens, such as padding; give texts of equal length, without any")
-        new = self.inner.without_prefix(tokens)  # (B, T)
-        seen, T = len(self.inner), new.shape[1]
+        new, seen = self.inner.expect(tokens)  # (B, T)
+        T = new.shape[1]
         expected = torch.arange(seen, seen + T, device=tokens.device)[None]  # (1, T)
         if positions is not None and not (positions[:, -T:] == expected).all():
             raise UserError("the position_ids are not 0, 1, 2, ...; leave them out")
