@@ -24,8 +24,8 @@ from functools import partial
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.codecs import SCHEMES
 from tinykv.codecs.base import Codec, Codes, known_bits, pack, unpack
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.pfn import PFN
 
 E4M3 = torch.float8_e4m3fn

@@ -6,8 +6,8 @@ import torch
 
 from tinykv import hf
 from tinykv.cache import KVCache
+from tinykv.hf import EMBEDDED
 from tinykv.methods.kvsink import KVSink
-from tinykv.run.cli import EMBEDDED
 
 model, tokenizer = hf.load(EMBEDDED)
 tokens = torch.tensor([tokenizer.encode("Anna went to the river.", bos=True) * 2])

@@ -20,8 +20,8 @@ from functools import cache
 import torch
 
 from tinykv import at_least, one_of
-from tinykv.codecs import SCHEMES
 from tinykv.codecs.base import Codec, Codes, known_bits, pack, unpack
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.pfn import PFN
 
 

@@ -17,7 +17,7 @@ import torch
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.calibrate import calibrate
-from tinykv.codecs import SCHEMES
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.base import CodecMethod
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import Prefix

@@ -12,10 +12,10 @@ from tinykv import hf
 from tinykv.analysis import __main__ as command
 from tinykv.analysis import anchors, bias, outliers, sinks, walk
 from tinykv.data.windows import load_windows
+from tinykv.hf import EMBEDDED
 from tinykv.methods import antkv
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import cli, comparisons, plots
-from tinykv.run.cli import EMBEDDED
 
 PNG = b"\x89PNG"
 

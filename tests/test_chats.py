@@ -12,8 +12,8 @@ from test_intact import IDS, double, own_rows
 import train_intact
 from tinykv import UserError, hf
 from tinykv.data.chats import SYSTEM, load_chats
+from tinykv.hf import EMBEDDED
 from tinykv.methods.intactkv import block_loss
-from tinykv.run.cli import EMBEDDED
 
 CHATS = [
     [("Where does Ada live?", "Ada lives in the red house."), ("Why?", "She likes it.")],

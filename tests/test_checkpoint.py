@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.files import fingerprint
+from tinykv.hf import EMBEDDED
 from tinykv.hf.config import config_fields, parse_config
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run.cli import EMBEDDED
 from tinykv.weights import quantize
 from tinykv.weights.rtn import RTN
 

@@ -21,15 +21,16 @@ from safetensors.torch import load_file, save_file
 import eval_ppl
 from tinykv import UserError, files, hf
 from tinykv.calibrate import calibrate
-from tinykv.codecs import SCHEMES, clipped, codebook, nonuniform
+from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.codecs.affine import Affine
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.data import load_windows
 from tinykv.evaluate import delta_error, measure, paired
 from tinykv.files import write_json
+from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
 from tinykv.run import cli, comparisons, entries, flags
 from tinykv.run import table as table_of_rows
-from tinykv.run.cli import EMBEDDED
 from tinykv.run.entries import build_entries
 from tinykv.run.settings import flags_of, settings_of
 from tinykv.weights import QUANTIZERS
@@ -37,9 +38,9 @@ from tinykv.weights import QUANTIZERS
 ROOT = Path(__file__).parent.parent
 SMALL = ["--context", "32", "--windows", "2", "--calib-windows", "2"]
 OWN_PFN = "from tinykv.methods.pfn import PFN\n\nclass {}(PFN):\n    pass\n"
-DEFAULT = ["method", "scheme", "keep", "ppl", "delta", "+-", "recall", "true"]  # columns
+DEFAULT = ["method", "scheme", "keep", "ppl", "delta", "+-", "answers", "true"]  # columns
 KEYS = {"label", "method", "settings", "scheme", "k_bits", "v_bits", "preserve", "protocol", "ppl", "delta_ppl",
-        "delta_se", "kld", "top1", "recall", "bits_nominal", "bits_true", "bits_128k", "cache_bytes", "tokens_per_s",
+        "delta_se", "kld", "top1", "answers", "bits_nominal", "bits_true", "bits_128k", "cache_bytes", "tokens_per_s",
         "seconds", "offline_bytes", "windows", "window_nll", "window_kl"}
 
 
@@ -393,7 +394,7 @@ def test_a_file_is_read_as_a_whole_where_calibration_has_another(command, tmp_pa
     assert "windows of 64" in refused(command, *words)
     status, out, _ = command("--calib-data", "fables", *words)
     assert status == 0 and f"data {path}: 4 windows" in out
-    assert table(out)["fp16"]["recall"] == "-"  # it asks nothing
+    assert table(out)["fp16"]["answers"] == "-"  # it asks nothing
 
 
 def test_calibration_sees_no_text_of_the_test(command, monkeypatch, tmp_path):

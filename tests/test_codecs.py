@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinykv import UserError
-from tinykv.codecs import make_codecs
 from tinykv.codecs.affine import FORMULAS, Affine
 from tinykv.codecs.base import TERNARY, Codes, Exact, pack, row_bytes, unpack
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.nonuniform import NonUniform, SparseCodes
+from tinykv.codecs.schemes import make_codecs
 from tinykv.model import LlamaConfig
 
 BITS = [1, TERNARY, 2, 3, 4, 5, 6, 7, 8]

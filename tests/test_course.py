@@ -422,7 +422,7 @@ def test_where_answers_can_be_read_nothing_is_graded_in_silence(run, monkeypatch
 
 HIDDEN = """
 import torch
-from tinykv.codecs import Pair
+from tinykv.codecs.base import Pair
 from tinykv.codecs.base import Codec, Codes
 from tinykv.methods.base import Method
 

@@ -10,7 +10,7 @@ from tinykv import UserError, hf
 from tinykv.data import load_windows
 from tinykv.data.stories import SPLITS, stories
 from tinykv.data.windows import answers_in_windows, read_documents
-from tinykv.run.cli import EMBEDDED
+from tinykv.hf import EMBEDDED
 
 
 class Letters:

@@ -25,12 +25,12 @@ import torch
 import eval_ppl
 from eval_ppl import compare
 from tinykv import hf
-from tinykv.codecs import SCHEMES
+from tinykv.codecs.schemes import SCHEMES
+from tinykv.hf import EMBEDDED
 from tinykv.hf.checkpoint import NoInit
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import flags
-from tinykv.run.cli import EMBEDDED
 from tinykv.run.settings import flags_of
 
 ROOT = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""The evaluator against perplexity, KL and recall computed one token at a time in plain Python."""
+"""The evaluator against perplexity, KL and answers computed one token at a time in plain Python."""
 import dataclasses
 import json
 import math

@@ -12,8 +12,8 @@ import pytest
 import torch
 from cases import Case, model_of
 
-from tinykv.codecs import SCHEMES
 from tinykv.codecs.base import Exact, unpack
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.run.settings import load_class
 
 ROOT = Path(__file__).parent.parent

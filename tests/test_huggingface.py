@@ -16,9 +16,9 @@ from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.data.stories import stories
+from tinykv.hf import EMBEDDED
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
-from tinykv.run.cli import EMBEDDED
 
 transformers = pytest.importorskip("transformers")
 from tinykv.hf.transformers import MethodCache  # noqa: E402

@@ -27,11 +27,11 @@ from tinykv.data.stories import stories
 from tinykv.data.windows import encode_documents
 from tinykv.evaluate import chunks_of, measure
 from tinykv.files import fingerprint, load_tensors
+from tinykv.hf import EMBEDDED
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import cli, flags
-from tinykv.run.cli import EMBEDDED
 from tinykv.run.entries import build_entries
 from tinykv.run.prefix import fill_prefix, load_prefix, open_prefix, save_prefix
 from tinykv.tracing import Trace

@@ -31,9 +31,14 @@ import kernels  # noqa: E402
 from tinykv import UserError, triton_cache  # noqa: E402
 from tinykv.cache import CachedRows, KVCache  # noqa: E402
 from tinykv.calibrate import calibrate  # noqa: E402
-from tinykv.codecs import Pair  # noqa: E402
 from tinykv.codecs.affine import Affine  # noqa: E402
-from tinykv.codecs.base import TERNARY, Codes, Exact, pack  # noqa: E402
+from tinykv.codecs.base import (  # noqa: E402
+    TERNARY,
+    Codes,
+    Exact,
+    Pair,  # noqa: E402
+    pack,
+)
 from tinykv.codecs.clipped import ClippedGroups  # noqa: E402
 from tinykv.codecs.codebook import Codebook  # noqa: E402
 from tinykv.codecs.nonuniform import NonUniform  # noqa: E402

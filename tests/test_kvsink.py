@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from tinykv import UserError, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate
-from tinykv.codecs import SCHEMES, settings_of_scheme
+from tinykv.codecs.schemes import SCHEMES, settings_of_scheme
 from tinykv.data import load_windows
+from tinykv.hf import EMBEDDED
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.pfn import PFN
 from tinykv.model import Llama, LlamaConfig
 from tinykv.outlier import find_outlier, outlier
-from tinykv.run.cli import EMBEDDED
 
 # ---- Table 3
 

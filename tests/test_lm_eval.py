@@ -11,8 +11,8 @@ from tinykv.cache import KVCache
 from tinykv.data.stories import stories
 from tinykv.data.windows import Windows, encode_documents
 from tinykv.evaluate import measure
+from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
-from tinykv.run.cli import EMBEDDED
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
@@ -31,7 +31,7 @@ def asked():
     return several[:2]
 
 
-def recall(model, stories):
+def answers(model, stories):
     """(right, answers) as the project counts them, a story a window."""
     right = n = 0
     for story in stories:
@@ -45,10 +45,10 @@ def recall(model, stories):
 
 
 @pytest.mark.parametrize("settings", [pytest.param({}, marks=pytest.mark.whole), CODED])
-def test_the_accuracy_of_a_task_is_the_recall_that_the_project_counts(asked, settings, monkeypatch):
+def test_the_accuracy_of_a_task_is_the_share_that_the_project_counts(asked, settings, monkeypatch):
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # which asks other programs
     model = TinyKV(**settings)
-    right, n = recall(model, asked)
+    right, n = answers(model, asked)
     assert n > 4 and 0 < right
     found = lm_eval.simple_evaluate(model=model, tasks=["tales"], limit=n, bootstrap_iters=0, task_manager=TASKS)
     assert found["results"]["tales"]["acc,none"] == right / n

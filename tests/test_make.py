@@ -18,7 +18,7 @@ from tinykv.analysis import norms, outliers
 from tinykv.analysis import sinks as received
 from tinykv.analysis.walk import mean
 from tinykv.data.stories import stories
-from tinykv.run.cli import EMBEDDED
+from tinykv.hf import EMBEDDED
 
 LOG = Path(__file__).parent / "training.jsonl"  # what the run that made the embedded model has logged
 CHANTS, MIXED, STORIES = PHASES[0], PHASES[2], PHASES[3]

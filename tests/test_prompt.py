@@ -11,8 +11,8 @@ import torch
 from test_evaluate import random_model
 
 from tinykv.cache import PROTOCOLS, KVCache
-from tinykv.codecs import Pair
 from tinykv.codecs.affine import Affine
+from tinykv.codecs.base import Pair
 from tinykv.data import Windows
 from tinykv.evaluate import chunks_of, measure
 from tinykv.methods.antkv import AnTKV

@@ -3,7 +3,7 @@ import pytest
 from cases import chunk_of, model_of, schemes_of, takes
 
 from tinykv import UserError
-from tinykv.codecs import SCHEMES
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.registry import METHODS
 from tinykv.run.check import check_method
 from tinykv.run.entries import combinations

@@ -14,9 +14,9 @@ from tinykv.codecs.base import Exact
 from tinykv.data import load_windows
 from tinykv.evaluate import is_finite, measure, refuse_overflow
 from tinykv.files import save_tensors
+from tinykv.hf import EMBEDDED
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
-from tinykv.run.cli import EMBEDDED
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]
 
@@ -92,7 +92,7 @@ def test_logits_that_overflow_and_a_loss_beyond_the_exponential_are_no_result(fa
 
 MINE = """
 import torch
-from tinykv.codecs import Pair
+from tinykv.codecs.base import Pair
 from tinykv.codecs.base import Codec, Codes
 from tinykv.methods.base import Method
 

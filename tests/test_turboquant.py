@@ -17,8 +17,8 @@ import torch
 from cases import Case, model_of, tokens_of
 
 from tinykv.cache import KVCache
-from tinykv.codecs import SCHEMES
 from tinykv.codecs.base import unpack
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.run.settings import load_class
 
 ROOT = Path(__file__).parent.parent

@@ -6,9 +6,8 @@ test_own_method.py shows what is said of each.
 """
 import torch
 
-from tinykv.codecs import Pair
 from tinykv.codecs.affine import Affine
-from tinykv.codecs.base import Codec, Codes, pack, unpack
+from tinykv.codecs.base import Codec, Codes, Pair, pack, unpack
 from tinykv.methods.antkv import anchor_scores
 from tinykv.methods.base import CodecMethod, Method, best_tokens, first_tokens
 from tinykv.methods.kvsink import KVSink

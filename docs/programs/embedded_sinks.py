@@ -23,8 +23,9 @@ from tinykv.analysis.walk import Text, mean, print_table, walk
 from tinykv.calibrate import calibrate
 from tinykv.data.windows import Windows
 from tinykv.evaluate import measure
+from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
-from tinykv.run.cli import EMBEDDED, Parser, one_line
+from tinykv.run.cli import Parser, one_line
 from tinykv.run.plots import legend, new_figure, save, style
 
 STEPS = 600

@@ -1,4 +1,4 @@
-"""Write a text of facts that are asked for later, for the column `recall` of a real model.
+"""Write a text of facts that are asked for later, for the column `answers` of a real model.
 
     python docs/programs/needles.py --model path/to/SmolLM2 --text path/to/text.txt --out needles.txt
     python eval_ppl.py --model path/to/SmolLM2 --data needles.txt --calib-data path/to/text.txt \

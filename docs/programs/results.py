@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from tinykv import hf  # noqa: E402
 from tinykv.evaluate import measure, paired  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
-from tinykv.run import cli, flags, plots  # noqa: E402
+from tinykv.run import flags, plots  # noqa: E402
 from tinykv.run.entries import build_entries, calibrate_all  # noqa: E402
 
 DATA = ROOT / "docs" / "results.json"
@@ -177,7 +177,7 @@ def write_data(data):
 def measure_all(model, folder, text, data):
     """Measure the rows that the data have not. Rows that read the same text in the same way are measured together, so
     that they share the forwards of the calibration."""
-    loaded, rows = hf.load(folder or cli.EMBEDDED), data.setdefault(model, {})
+    loaded, rows = hf.load(folder or hf.EMBEDDED), data.setdefault(model, {})
     groups = {}  # {what is not a method's own: [(row, its flags, its entry)]}
     for row in rows_of(model):
         if row not in rows:

@@ -36,7 +36,7 @@ ROWS = {
 
 def biased(size):
     """The embedded model with a bias on the keys of every layer, and its tokenizer."""
-    model, tokenizer = hf.load(cli.EMBEDDED)
+    model, tokenizer = hf.load(hf.EMBEDDED)
     Hkv, d = model.config.num_key_value_heads, model.config.head_dim
     for block in model.model["layers"]:
         bias = torch.zeros(Hkv, d)
@@ -67,7 +67,7 @@ def rounded(size):
 def draw(found):
     """found: {size: losses}."""
     figure, panels = plots.new_figure(1, 3, 13, 3.8)
-    levels = load_class(METHOD)(hf.load_config(cli.EMBEDDED), k_bits=2).codecs[0].k.levels
+    levels = load_class(METHOD)(hf.load_config(hf.EMBEDDED), k_bits=2).codecs[0].k.levels
     # what is rounded, with and without a bias: three channels of the rotated keys
     for panel, size in zip(panels, (0, 30)):
         y = rounded(size)  # (T, d)

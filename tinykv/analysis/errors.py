@@ -7,7 +7,7 @@ import torch
 
 from tinykv.analysis.sinks import find_sinks
 from tinykv.analysis.walk import by_layer, mean, walk
-from tinykv.codecs import SCHEMES, make_codecs
+from tinykv.codecs.schemes import SCHEMES, make_codecs
 from tinykv.run import cli
 from tinykv.run.plots import LINES, new_figure, plain_ticks, style, title
 

@@ -118,7 +118,7 @@ def dishonest(file, seed):
     from tinykv import hf
     from tinykv.cache import KVCache
     from tinykv.calibrate import calibrate
-    from tinykv.run.cli import EMBEDDED
+    from tinykv.hf import EMBEDDED
     spec = importlib.util.spec_from_file_location("mine", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

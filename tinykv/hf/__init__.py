@@ -6,13 +6,17 @@ Reads what `save_pretrained` writes: config.json (`config.py`); weights as safet
 (`checkpoint.py`); the tokenizer (`tokenizer.py`). A name on the hub, owner/model, is downloaded (`hub.py`). A fault of
 the folder is a `UserError` of one line. Weights that are quantized already are not read.
 """
+from pathlib import Path
+
 import torch
 
 from tinykv.hf.checkpoint import load_model, save, usable_device, usable_devices
 from tinykv.hf.config import load_config
 from tinykv.hf.tokenizer import load_tokenizer
 
-__all__ = ["load", "load_config", "load_model", "load_tokenizer", "save", "usable_device", "usable_devices"]
+EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"  # the model of this repository
+
+__all__ = ["EMBEDDED", "load", "load_config", "load_model", "load_tokenizer", "save", "usable_device", "usable_devices"]
 
 
 def load(folder, device="cpu", dtype=torch.float32):

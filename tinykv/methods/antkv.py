@@ -46,7 +46,7 @@ from functools import partial
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.codecs import BLOCK
+from tinykv.codecs.base import BLOCK
 from tinykv.codecs.codebook import describe_codebooks, make_codebooks, windows_of
 from tinykv.methods.base import Method, best_tokens
 

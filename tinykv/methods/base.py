@@ -7,8 +7,8 @@
 import torch
 
 from tinykv import UserError
-from tinykv.codecs import BLOCK, SCHEMES, make_codecs
-from tinykv.codecs.base import CALIBRATION_WINDOWS
+from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS
+from tinykv.codecs.schemes import SCHEMES, make_codecs
 
 CHOOSE = ("prompt", "always")  # when a method chooses the tokens that it keeps
 
@@ -28,7 +28,7 @@ class Method:
     choose = "always"  # at each quantization; "prompt": once, at the end of the prompt, if a text has one
     prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
     # Code
-    codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/__init__.py)
+    codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/schemes.py)
     rope = "post"  # keys are stored after RoPE; "pre": before RoPE, and rotated when they are read
     # When (protocol stream)
     recent = 0  # the newest tokens that stay in full precision

@@ -12,7 +12,7 @@ diagonal Fisher information (`sensitivity`): see `codecs/codebook.py`.
 Paper and practice. No released code was found. That keys are quantized before RoPE, and that each group of channels has
 its own codebook, is AnTKV's account of CQ. Bits are quoted without the codebooks, which `offline_bytes` counts.
 """
-from tinykv.codecs import BLOCK
+from tinykv.codecs.base import BLOCK
 from tinykv.codecs.codebook import describe_codebooks, make_codebooks, windows_of
 from tinykv.methods.base import Method
 

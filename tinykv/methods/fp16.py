@@ -5,8 +5,7 @@
 "fp16" is the papers' word. A model that runs in bf16 caches bf16. A model that runs in fp32 on a CPU caches fp16, so
 the baseline is a real 16-bit cache in any case.
 """
-from tinykv.codecs import BLOCK, Pair
-from tinykv.codecs.base import Exact
+from tinykv.codecs.base import BLOCK, Exact, Pair
 from tinykv.methods.base import Method
 
 

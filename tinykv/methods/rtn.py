@@ -1,6 +1,6 @@
 """RTN: round to nearest, and keep nothing. Every other method is compared with it.
 
-    Keep: nothing.   Code: any scheme (codecs/__init__.py).   When: at once, in blocks in a stream.
+    Keep: nothing.   Code: any scheme (codecs/schemes.py).   When: at once, in blocks in a stream.
 
 Paper and practice. "At once" is the `paper` protocol, where even a token's own query reads the token as its codes. A
 stream cannot quantize a group of tokens before the group is full, so tokens wait until 128 of them, or a whole group,

@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, at_least, did_you_mean, one_of
+from tinykv import UserError, at_least, did_you_mean, hf, one_of
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows, share_text
 from tinykv.files import check_target, first_line, identity
 from tinykv.weights import QUANTIZERS, quantize, restore
 
-EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"
 FULL_PRECISION = "full precision"  # the label of weights that are not quantized
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -105,7 +104,7 @@ def printable(text):
 # Flags
 
 def add_model(p):
-    p.add_argument("--model", metavar="DIR|OWNER/NAME", default=str(EMBEDDED),
+    p.add_argument("--model", metavar="DIR|OWNER/NAME", default=str(hf.EMBEDDED),
                    help="a checkpoint folder, or a model on the Hugging Face hub (default: the embedded model)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                    help="cpu, cuda, cuda:1; several divide the blocks: cuda:0,cuda:1")

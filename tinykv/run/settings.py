@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tinykv import UserError, did_you_mean
-from tinykv.codecs import SCHEMES, settings_of_codecs, settings_of_scheme
+from tinykv.codecs.schemes import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
 from tinykv.run import cli

@@ -14,8 +14,8 @@ from 0. The codec that you need is the project's:
 """
 import torch
 
-from tinykv.codecs import Pair
 from tinykv.codecs.affine import Affine
+from tinykv.codecs.base import Pair
 from tinykv.methods.base import CodecMethod, Method
 
 ASSIGNMENT = "ott"

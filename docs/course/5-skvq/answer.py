@@ -11,8 +11,7 @@ number from 1 to 8. All numbers are fp32 unless it says otherwise.
 """
 import torch
 
-from tinykv.codecs import Pair
-from tinykv.codecs.base import Codec, Codes, pack, unpack
+from tinykv.codecs.base import Codec, Codes, Pair, pack, unpack
 from tinykv.methods.base import Method, first_tokens
 
 ASSIGNMENT = "skvq"

@@ -11,8 +11,7 @@ places = Hkv * d/n of them. All are counted from 0.
 """
 import torch
 
-from tinykv.codecs import Pair
-from tinykv.codecs.base import Codec, Codes, pack, unpack
+from tinykv.codecs.base import Codec, Codes, Pair, pack, unpack
 from tinykv.methods.base import Method, best_tokens
 
 ASSIGNMENT = "antkv"

@@ -1,0 +1,80 @@
+"""Named pairs of codecs: one for the keys and one for the values of each layer. The papers call them schemes.
+
+    token-dynamic     K and V per token; each group's range is taken from the token itself
+    token-static      K and V per token; each channel group's range is taken from calibration text
+    channel-static    K per channel, V per token; both ranges are taken from calibration text
+    channel-dynamic   K per channel in groups of tokens, V per token; ranges are taken from the
+                      tokens themselves
+    kvquant           non-uniform levels and sparse outliers (`nonuniform.py`), K per channel and
+                      static, V per token
+    skvq              regrouped channels and clipped ranges (`clipped.py`), K and V per token
+
+Any method whose own idea is which tokens to keep can stand on any of these pairs. The first four round to integers
+(`affine.py`). Without a group size, a group is one head of a token, or 128 tokens of a channel. The papers use 128 for
+both, which is one head of a LLaMA; here a group of channels is never longer than a head.
+
+Paper and practice. Keys are quantized after RoPE per token and per dynamic channel (as KIVI does: a group of 128 tokens
+spans few turns), and before RoPE per static channel. KVQuant found each the better of the two: RoPE mixes a pair of
+channels over the positions, and so widens a channel's range. KVSink does not say what it did.
+"""
+import inspect
+from functools import partial
+
+from tinykv import UserError, at_least, one_of
+from tinykv.codecs.affine import FORMULAS, Affine
+from tinykv.codecs.base import BLOCK, Exact, Pair
+from tinykv.codecs.clipped import skvq
+from tinykv.codecs.nonuniform import kvquant
+
+
+def integers(k_axis, static, config, kind, bits, group_size=None, formula="offset"):
+    """K has a grid per token, in groups of channels, or per channel, in groups of tokens; V per token.
+
+    formula (NAME): uniform schemes: offset or integer-zero, the zero point
+    """
+    one_of(FORMULAS, formula=formula)
+    at_least(1, group_size=group_size)
+    axis = k_axis if kind == "k" else "token"
+    width = config.head_dim
+    if axis == "channel":
+        group_size = group_size or BLOCK
+    else:
+        group_size = min(group_size or width, width)
+        if width % group_size:
+            raise UserError(f"group size {group_size} does not divide the {width} channels of a head")
+    return Affine(bits, width, axis, group_size, formula, static)
+
+
+#   name:              (what makes a layer's codec of K or of V, where keys are quantized unless told otherwise)
+#                       of integers: the axis of K, and whether ranges are static
+SCHEMES = {
+    "token-dynamic": (partial(integers, "token", False), "post"),
+    "token-static": (partial(integers, "token", True), "post"),
+    "channel-static": (partial(integers, "channel", True), "pre"),
+    "channel-dynamic": (partial(integers, "channel", False), "post"),
+    "kvquant": (kvquant, "pre"),
+    "skvq": (skvq, "pre"),
+}
+
+
+def make_codecs(config, scheme, k_bits, v_bits, **settings):
+    """[Pair] of all layers. settings: the scheme's own."""
+    one_of(SCHEMES, scheme=scheme)
+    make_codec, _ = SCHEMES[scheme]
+
+    def codec(kind, bits):
+        made = make_codec(config, kind, 8 if bits == 16 else bits, **settings)  # which refuses what cannot be
+        return Exact() if bits == 16 else made
+    return [Pair(k=codec("k", k_bits), v=codec("v", v_bits)) for _ in range(config.num_hidden_layers)]
+
+
+def settings_of_scheme(name):
+    """The names of a scheme's settings. UserError for a scheme that is not there."""
+    one_of(SCHEMES, scheme=name)
+    make_codec, _ = SCHEMES[name]
+    return list(inspect.signature(make_codec).parameters)[3:]  # after config, kind and bits
+
+
+def settings_of_codecs():
+    """The settings that any scheme has, {name: None}: None stands for the scheme's own default."""
+    return {setting: None for scheme in SCHEMES for setting in settings_of_scheme(scheme)}
