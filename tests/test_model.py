@@ -181,7 +181,7 @@ def test_a_trace_changes_nothing_and_keeps_what_passes():
 
     # a block's output is handed on in place of being recorded
     seen = []
-    handed = Trace(model, on_block=lambda layer, hidden: seen.append(hidden))
+    handed = Trace(model, on_layer=lambda layer, hidden: seen.append(hidden))
     model(PROMPT, handed)
     assert not handed.hidden and all(map(torch.equal, seen, trace.hidden)) and len(seen) == 2
 

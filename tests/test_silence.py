@@ -37,7 +37,7 @@ RESIDUAL = "model.layers.3.mlp.down_proj.weight", 1e22  # its square is beyond f
 
 
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
-@pytest.mark.parametrize("weight, named", [(VALUES, "layer 2"), (RESIDUAL, "last block")])
+@pytest.mark.parametrize("weight, named", [(VALUES, "layer 2"), (RESIDUAL, "last layer")])
 def test_a_model_that_overflows_is_refused(command, tmp_path, protocol, weight, named):
     folder = damaged(tmp_path / "model", *weight)
     line = refused(command, "--model", folder, "--method", "rtn", "--scheme", "token-dynamic", "--bits", "1",

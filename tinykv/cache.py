@@ -342,7 +342,7 @@ class KVCache:
         return self.layers[layer].update(q, k, v, seen)
 
     def observe(self, layer, hidden):
-        """Show a block's output for the new tokens, hidden (B, T, D), to a method that still chooses."""
+        """Show a layer's output for the new tokens, hidden (B, T, D), to a method that still chooses."""
         if self.layers[layer].is_choosing():
             self.method.observe(self, layer, hidden)
 

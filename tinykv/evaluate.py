@@ -191,7 +191,7 @@ def refuse_overflow(cache, outputs):
                             "too large for 16 bits; use another --dtype, or other weights")
         for rows in (layer.keys, layer.values):
             all_finite(f"what {rows.codec!r} decodes in layer {rows.layer}, {rows.kind.upper()},", rows.read())
-    raise UserError("the last block's output overflows; use another --dtype, or other weights")
+    raise UserError("the last layer's output overflows; use another --dtype, or other weights")
 
 
 def is_finite(rows):

@@ -8,7 +8,7 @@ The KV cache is an argument: any object that answers these calls of a forward.
 
     expect(tokens) -> tokens, seen            the tokens (B, T) that are new to it, and how many it holds already
     update(layer, q, k, v, seen) -> K, V      the new q, k and v, before RoPE -> K (rotated) and V of all S tokens
-    observe(layer, hidden)                    a block's output for the new tokens, (B, T, D)
+    observe(layer, hidden)                    a layer's output for the new tokens, (B, T, D)
 """
 import math
 from dataclasses import dataclass
@@ -205,7 +205,7 @@ class MLP(nn.Module):
         return F.silu(self.gate_proj(x)) * self.up_proj(x)
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -221,7 +221,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A stack of blocks between an embedding and a head. `forward` reads new tokens through a cache."""
+    """A stack of layers between an embedding and a head. `forward` reads new tokens through a cache."""
 
     def __init__(self, config):
         super().__init__()
@@ -229,19 +229,19 @@ class Llama(nn.Module):
         self.rope = Rope(config)
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
-            "layers": nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers)),
+            "layers": nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers)),
             "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
         })
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.devices = None  # of each block, where they lie on several
+        self.devices = None  # of each layer, where they lie on several
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model["embed_tokens"].weight
 
     def use_attention(self, word):
         """Which lines of `Attention.forward` run from now on: "plain", "fused" or "triton"."""
         one_of(ATTENTIONS, attention=word)
-        for block in self.model["layers"]:
-            block.self_attn.attention = word
+        for layer in self.model["layers"]:
+            layer.self_attn.attention = word
 
     def forward(self, tokens, cache=None, logits=True):
         """tokens (B, T) -> logits (B, T, vocab), or with logits=False the normed hidden states (B, T, D).
@@ -256,14 +256,14 @@ class Llama(nn.Module):
         T = tokens.shape[1]
         mask = self.mask(seen, T, tokens.device)  # (T, S), or None where none is needed
         h = self.model["embed_tokens"](tokens)  # (B, T, D)
-        for layer, block in enumerate(self.model["layers"]):
-            if self.devices is not None:  # the block may lie on another device: there goes what it reads
-                device = self.devices[layer]
+        for i, layer in enumerate(self.model["layers"]):
+            if self.devices is not None:  # the layer may lie on another device: there goes what it reads
+                device = self.devices[i]
                 h = h.to(device)
                 mask = None if mask is None else mask.to(device)
-            h = block(h, self.rope, seen, mask, layer, cache)  # (B, T, D)
+            h = layer(h, self.rope, seen, mask, i, cache)  # (B, T, D)
             if cache is not None:
-                cache.observe(layer, h)  # a block's output may tell which tokens to keep (kvsink)
+                cache.observe(i, h)  # a layer's output may tell which tokens to keep (kvsink)
         h = self.model["norm"](h.to(tokens.device))  # (B, T, D)
         return self.lm_head(h) if logits else h
 

@@ -5,14 +5,14 @@ import torch
 class Trace:
     """A cache that quantizes nothing and records what passes through it in one forward.
 
-    q (B, H, T, d), k and v (B, Hkv, T, d), all before RoPE, and hidden (B, T, D), the blocks' outputs, are lists with
+    q (B, H, T, d), k and v (B, Hkv, T, d), all before RoPE, and hidden (B, T, D), the layers' outputs, are lists with
     an entry per layer. keys, values (L, Hkv, n, d): a prefix of n tokens before the window, in each of the L layers;
-    keys before RoPE. Both may require gradients. on_block: a function of (layer, hidden), called with each block's
+    keys before RoPE. Both may require gradients. on_layer: a function of (layer, hidden), called with each layer's
     output in place of recording.
     """
 
-    def __init__(self, model, keys=None, values=None, on_block=None):
-        self.rope, self.keys, self.values, self.on_block = model.rope, keys, values, on_block
+    def __init__(self, model, keys=None, values=None, on_layer=None):
+        self.rope, self.keys, self.values, self.on_layer = model.rope, keys, values, on_layer
         self.q, self.k, self.v, self.hidden = [], [], [], []
 
     def expect(self, tokens):
@@ -20,7 +20,7 @@ class Trace:
 
     def update(self, layer, q, k, v, seen):
         """K (rotated) and V of the prefix and the window, (B, Hkv, n + T, d)."""
-        if self.on_block is None:
+        if self.on_layer is None:
             self.q.append(q)
             self.k.append(k)
             self.v.append(v)
@@ -32,7 +32,7 @@ class Trace:
         return self.rope.rotate(k), v
 
     def observe(self, layer, hidden):
-        if self.on_block is None:
+        if self.on_layer is None:
             self.hidden.append(hidden)
         else:
-            self.on_block(layer, hidden)
+            self.on_layer(layer, hidden)

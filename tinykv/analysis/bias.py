@@ -18,7 +18,7 @@ def split_output(at, sinks, k, v):
     """Eq. 9: the attention output as the sinks' part and all other tokens' part, (H, T, d) both, and the attention to
     the sinks, (H, T).
 
-    sinks (T), True at them; k, v (1, Hkv, T, d), k rotated: the block's own, or what is read of them.
+    sinks (T), True at them; k, v (1, Hkv, T, d), k rotated: the layer's own, or what is read of them.
     """
     heads_per_kv = at.q.shape[1] // v.shape[1]
     v = v[0].float().repeat_interleave(heads_per_kv, dim=0)  # (H, T, d)

@@ -1,6 +1,6 @@
 """The outlier's way through the layers: the largest magnitude in the four places of KVSink Section 3.1, at the sinks
 and at other tokens (Figure 4): the input of the down-projection (Eq. 7), its output (Eq. 8), the residual H' after
-attention (Eq. 2), and H after the block (Eq. 1); ratio: of H's to its median; channel: that of the outlier, and X_d,out
+attention (Eq. 2), and H after the layer (Eq. 1); ratio: of H's to its median; channel: that of the outlier, and X_d,out
 and H in it at the sinks; outliers in: the channels that have some, the five largest.
 """
 import torch
@@ -52,7 +52,7 @@ def outlier_channels(at_sinks, at_others):
 
 def measure(text):
     rows = by_layer(text, look)
-    before = rows[:-1] or rows  # the last block takes the outlier away
+    before = rows[:-1] or rows  # the last layer takes the outlier away
     at_sinks, at_others = (torch.tensor(mean([row[name] for row in before])) for name in ("size of", "others of"))
     channels = outlier_channels(at_sinks, at_others)
     for row in rows:

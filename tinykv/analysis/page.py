@@ -209,14 +209,14 @@ def rows_of_fp16(model, tokens, layer, head):
 
 def shown_layer(model, tokens, sinks):
     """The layer and KV head whose weakest sink receives most, and the layer's attention in percent, mean over heads."""
-    blocks = walk(model, tokens)
+    layers = walk(model, tokens)
     n_heads = model.config.num_key_value_heads
-    scores = torch.stack([sink_scores(block) for block in blocks])  # (L, H, T)
+    scores = torch.stack([sink_scores(at) for at in layers])  # (L, H, T)
     scores = scores.unflatten(1, (n_heads, -1)).mean(2)  # (L, Hkv, T)
     weakest = scores[:, :, sinks or [0]].amin(-1)  # (L, Hkv)
     layer, head = divmod(weakest.argmax().item(), n_heads)
     A = torch.zeros(len(tokens), len(tokens))
-    for tile, part in attention_tiles(blocks[layer].q, blocks[layer].k, blocks[layer].sliding):
+    for tile, part in attention_tiles(layers[layer].q, layers[layer].k, layers[layer].sliding):
         A[tile, :part.shape[-1]] = part[0].mean(0).cpu()
     return layer, head, [[round(100 * x) for x in A[i, :i + 1].tolist()] for i in range(len(tokens))]
 

@@ -1,5 +1,5 @@
 """What is left of the error of weights quantized to 3 bits, rounded to nearest, if the first n tokens' keys and values
-are exact, those of the full-precision model; the cache is not quantized. Squared error of the last block's output, and
+are exact, those of the full-precision model; the cache is not quantized. Squared error of the last layer's output, and
 of what attention adds, summed over layers (IntactKV Figure 2).
 """
 import torch
@@ -14,7 +14,7 @@ from tinykv.weights import RTN, quantize
 BITS = 3
 MOST = 3  # sinks that are looked at
 
-COLUMNS = {"kept": ("exact", ""), "n": ("n", ".0f"), "last": ("last block", ".3f"), "attention": ("attention", ".4f")}
+COLUMNS = {"kept": ("exact", ""), "n": ("n", ".0f"), "last": ("last layer", ".3f"), "attention": ("attention", ".4f")}
 
 
 def lengths_of(text):
@@ -52,7 +52,7 @@ def errors_by_length(model, quantized, window, lengths, start):
     """What is left of the error if the first n tokens of window (T) are exact: a row for each n.
 
     Errors are means over the tokens from position `start` on, which is at least the largest n. `last`: the squared
-    error of the last block's output; `attention`: that of what attention adds, summed over layers.
+    error of the last layer's output; `attention`: that of what attention adds, summed over layers.
     """
     exact, exact_added = run_after_prefix(model, model, window, 0)
     rows = []
@@ -70,7 +70,7 @@ def run_after_prefix(full, model, window, n):
     what the attention of each layer adds to the residual, L of (1, T - n, D)."""
     keys, values = exact_rows(full, model, window[:n].tolist())  # (L, Hkv, n, d) both
     trace = Trace(model, keys, values)
-    modules = [block.self_attn.o_proj for block in model.model["layers"]]
+    modules = [layer.self_attn.o_proj for layer in model.model["layers"]]
     calls = recorded(modules, lambda: model(window[None, n:], trace, logits=False))
     return trace, [output for _, output in calls]
 
@@ -84,9 +84,9 @@ def draw(text, rows):
     """The error that is left."""
     first, before, after = (rows[i]["last"] for i in (0, -2, -1))
     figure, panels = new_figure(
-        1, 2, 10, 4, f"{before / first:.0%} of the last block's error is left with {rows[-2]['n']:.0f} exact tokens, "
+        1, 2, 10, 4, f"{before / first:.0%} of the last layer's error is left with {rows[-2]['n']:.0f} exact tokens, "
         f"{after / first:.0%} with the next sink as well")
-    for panel, column, label in zip(panels, ("last", "attention"), ("output of the last block", "what attention adds")):
+    for panel, column, label in zip(panels, ("last", "attention"), ("output of the last layer", "what attention adds")):
         panel.plot([row["n"] for row in rows], [row[column] for row in rows], **style(0))
         panel.set(xlabel="tokens with exact keys and values, mean over windows", ylabel="squared error", ylim=(0, None))
         title(panel, label)

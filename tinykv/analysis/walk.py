@@ -6,7 +6,7 @@ A phenomenon is a file that has
     measure(text)     -> the rows of the table, which --json writes whole
     draw(text, rows)  -> its figure
 
-and its docstring says what it shows. Most have a function `look(at, sinks)`, too: what there is to measure at one block
+and its docstring says what it shows. Most have a function `look(at, sinks)`, too: what there is to measure at one layer
 of one window, of what `walk` returns. A number in a row is the mean over windows, each counted once.
 
 Memory holds one window's activations, of all layers. No T x T matrix of attention is ever whole.
@@ -40,14 +40,14 @@ class Text:
 
 @torch.no_grad()
 def walk(model, window):
-    """One forward over window (T) in full precision -> what passes through each block of the model, [block].
+    """One forward over window (T) in full precision -> what passes through each layer of the model, [layer].
 
     UserError where the model computes numbers that are not finite.
     """
-    # 1. run the model; the trace keeps q, k and v before RoPE, and each block's output
+    # 1. run the model; the trace keeps q, k and v before RoPE, and each layer's output
     trace, modules = Trace(model), []
-    for block in model.model["layers"]:
-        modules += [block.self_attn.o_proj, block.post_attention_layernorm, block.mlp.down_proj]
+    for layer in model.model["layers"]:
+        modules += [layer.self_attn.o_proj, layer.post_attention_layernorm, layer.mlp.down_proj]
     calls = recorded(modules, lambda: model(window[None], trace, logits=False))
 
     # 2. rotate q and k, layer by layer
@@ -68,7 +68,7 @@ def walk(model, window):
             mid=mid[0],  # (T, D): the residual H' after attention
             d_in=d_in[0],  # (T, M): the input of the down-projection
             d_out=d_out[0],  # (T, D): its output
-            hidden=hidden[0]))  # (T, D): the residual H after the block
+            hidden=hidden[0]))  # (T, D): the residual H after the layer
     return found
 
 
@@ -87,7 +87,7 @@ def recorded(modules, forward):
 
 @torch.no_grad()
 def by_layer(text, look):
-    """look(at, sinks) -> {name: number or tensor}, of each block of each window -> a row of means for each layer:
+    """look(at, sinks) -> {name: number or tensor}, of each layer of each window -> a row of means for each layer:
     [{"layer": 0, name: mean, ..}, ..].
 
     sinks (T): True at them. What is not finite, such as the mean of no token, does not count.

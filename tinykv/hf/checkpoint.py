@@ -17,7 +17,7 @@ from tinykv.model import Llama
 def load_model(folder, device="cpu", dtype=torch.float32):
     """A checkpoint folder -> Llama on `device`, every weight in `dtype`.
 
-    device: one, or several as in "cuda:0,cuda:1", which the blocks are divided among. What stands around the blocks
+    device: one, or several as in "cuda:0,cuda:1", which the layers are divided among. What stands around the layers
     lies on the first, so that tokens go in, and states come out, on one device. Tensors are read one by one: there is
     never more in memory than the model and one tensor, beside the pages of the mapped file, which the system takes back
     as it likes.
@@ -30,8 +30,8 @@ def load_model(folder, device="cpu", dtype=torch.float32):
         model = Llama(config)
     model.rope.freq = model.rope.freq.to(device)  # (d/2)
     if others:
-        n_blocks = config.num_hidden_layers
-        model.devices = [devices[i * len(devices) // n_blocks] for i in range(n_blocks)]  # neighbours lie together
+        n_layers = config.num_hidden_layers
+        model.devices = [devices[i * len(devices) // n_layers] for i in range(n_layers)]  # neighbours lie together
 
     # 2. every tensor of the folder
     state = {}

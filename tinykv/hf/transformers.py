@@ -23,7 +23,7 @@ class MethodCache(Cache):
     """`past_key_values` for one text, or for texts of equal length. `inner` is the KVCache.
 
     A text begins with the method's prefix, if it has one, and the model returns what comes after it. protocol, prompt:
-    as of `KVCache`. transformers hands its cache keys after RoPE, and neither queries nor a block's output; hooks on
+    as of `KVCache`. transformers hands its cache keys after RoPE, and neither queries nor a layer's output; hooks on
     the model catch what is missing.
     """
 
@@ -40,13 +40,13 @@ class MethodCache(Cache):
         self.fresh = {}  # a layer's new q and k, before RoPE, until its `update`
 
         self.hooks = [model.model.register_forward_pre_hook(self.begin, with_kwargs=True)]
-        for i, block in enumerate(model.model.layers):
-            attention = block.self_attn
+        for i, layer in enumerate(model.model.layers):
+            attention = layer.self_attn
             q_source = getattr(attention, "q_norm", attention.q_proj)  # a Qwen3 norms every head
             k_source = getattr(attention, "k_norm", attention.k_proj)
             self.hooks += [q_source.register_forward_hook(partial(self.see, "q")),
                            k_source.register_forward_hook(partial(self.see, "k")),
-                           block.register_forward_hook(partial(self.see_hidden, i))]
+                           layer.register_forward_hook(partial(self.see_hidden, i))]
 
     def begin(self, module, args, kwargs):
         """Before a forward: the arguments that it is given -> those that it gets. UserError for what the cache cannot

@@ -77,7 +77,7 @@ class Method:
         """A new text begins in cache, a KVCache: name what the method will remember of it (`cache.shared`)."""
 
     def observe(self, cache, layer, hidden):
-        """Look at block `layer`'s output for the new tokens, hidden (B, T, D); cache: a KVCache."""
+        """Look at the layer's output for the new tokens, hidden (B, T, D); cache: a KVCache."""
 
     def score(self, layer_cache, q, K):
         """Score all tokens, given new queries q (B, H, T, d) and all keys K (B, Hkv, S, d), both rotated.
@@ -103,7 +103,7 @@ class Method:
     # Calibration
 
     def collect(self, step, layer, hidden):
-        """In the method's own pass `step`, look at a block's output, hidden (1, T, D). Layer -1 is the embedding."""
+        """In the method's own pass `step`, look at a layer's output, hidden (1, T, D). Layer -1 is the embedding."""
 
     def fit(self, step):
         """The method's own pass `step` is over."""

@@ -38,7 +38,7 @@ class KVSink(CodecMethod):
     found = ("layer", "channel", "n_marked", "n_windows")
 
     def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None, outlier_channel=None, **codec):
-        """emergence_layer (N): the block whose output shows the outlier
+        """emergence_layer (N): the layer whose output shows the outlier
         outlier_channel (N): the outlier's channel
         """
         super().__init__(config, **codec)

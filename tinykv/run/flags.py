@@ -57,7 +57,7 @@ class Setup:
     args: argparse.Namespace  # as given, or their defaults
     config: LlamaConfig
     tokenizer: object
-    devices: list  # that the model's blocks are on; tokens go to the first
+    devices: list  # that the model's layers are on; tokens go to the first
     dtype: torch.dtype
     context: int  # tokens of a window
     batch: int  # windows at a time

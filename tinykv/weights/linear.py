@@ -10,7 +10,7 @@ from torch import nn
 from tinykv import UserError
 from tinykv.codecs.base import pack, unpack
 
-# the linear layers of a block; the embedding, the norms and the head stay as they are
+# of a decoder layer; the embedding, the norms and the head stay as they are
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
            "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
