@@ -361,7 +361,7 @@ def draw(data, path):
     """The figure of SmolLM2's losses by true bits: a line a method, a point a format."""
     rows = data["SmolLM2"]
     figure, (panel,) = plots.new_figure(1, 1, 7.4, 5.6, "SmolLM2-135M on WikiText-2, all of it read from the cache")
-    names = {re.split("[/:]", name)[-1]: names for name, names in LINES.items()}
+    names = {re.split("[/:]", name)[-1].split()[0]: names for name, names in LINES.items()}
     for i, (label, of_line) in enumerate((names | {label: [name] for label, name in POINTS.items()}).items()):
         found = [rows[row] for row in (named(name, "SmolLM2") for name in of_line) if row in rows]
         points = sorted((row["bits"], *compared(row, rows["fp16"])[:2]) for row in found)  # (bits, nats, error)
