@@ -1,5 +1,5 @@
-"""The page's central moment as a GIF: a sink's value in 16 bits, rounded, and with the text's first five tokens kept;
-beside it what the model then says.
+"""The page's central moment as a GIF: a sink's value in 16 bits, rounded, and with five tokens kept, the first ones if
+these bring the answer back, else those that are found; beside it what the model then says.
 
     python docs/programs/gif.py docs/cache.html docs/figures/sink.gif
 """
@@ -42,9 +42,16 @@ def write(path, page):
 def stops_of(page):
     """What the GIF shows one after the other: (title, the value's numbers, run, colour)."""
     bits, token = page["bits"], (page["sinks"] or [0])[-1]
+    is_back = said(page["runs"][f"pfn {bits}"]) == said(page["runs"]["fp16 16"])
+    kept = ("first five kept", f"pfn {bits}") if is_back else ("five sinks kept", f"kvsink {bits}")
     stops = [("in 16 bits", "fp16 16", GREY), (f"{bits} bits: {2 ** bits} levels", f"rtn {bits}", BLUE),
-             (f"{bits} bits, first five kept", f"pfn {bits}", RED)]
+             (f"{bits} bits, {kept[0]}", kept[1], RED)]
     return [(title, row_of(page, run, token), page["runs"][run], colour) for title, run, colour in stops]
+
+
+def said(run):
+    """The first words that the model writes."""
+    return re.split(r'[.\n"]', run.get("writes", "").strip())[0]
 
 
 def row_of(page, run, token):
@@ -83,9 +90,7 @@ def draw(panels, page, stops, stop, t):
     right.set_yticklabels([word.strip() or "blank" for word in page["answer"]])
     right.text(chances[0] + 0.02, 0, f"{chances[0]:.0%}" if at_stop else "", va="center")
     right.invert_yaxis()
-    said = run if t >= 0.5 else old
-    words = re.split(r'[.\n"]', said["writes"].strip())[0]
-    right.set_title(f"“{words}”", loc="left", fontsize=11, fontweight="bold")
+    right.set_title(f"“{said(run if t >= 0.5 else old)}”", loc="left", fontsize=11, fontweight="bold")
 
 
 def main():
