@@ -351,21 +351,20 @@ def attend_lines(q, K, V, begin, end, window):
 
 
 class Kept(NamedTuple):
-    """Kept rows of the keys, or of the values. A kept key's *score*, which is known before, takes the place of its
-    slot's. For a kept value the kernel writes the slot's score, and `merge_kernel` adds the row."""
-    slot: torch.Tensor | None = None  # (B, 1 or Hkv, S) int32: number of a token's kept row, or -1
-    batch: int = 0  # strides of `slot`
+    """Where codes are read, which tokens are left out, as they are kept. Their rows are one more piece, and stand there
+    in any order: then, the position of each."""
+    left_out: torch.Tensor | None = None  # (B, 1 or Hkv, S) int8: 1 of a kept token
+    position: torch.Tensor | None = None  # (B, 1 or Hkv, n) int32: of the piece's rows
+    batch: int = 0  # strides of the one that is there
     head: int = 0
-    score: torch.Tensor | None = None  # (B * H * T, n) fp32: of keys read, of values written
-    n: int = 0
 
 
 # these grow with the text: a kernel specialized to their values would be compiled anew
 @triton.jit(do_not_specialize=["begin", "end", "S", "window"])
-def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end, split, T, S, window, factor,
-                  HKV: tl.constexpr, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
+def attend_kernel(q, k, v, turn, kept, accs, tops, totals, begin, end, split, T, S, window, factor, HKV: tl.constexpr,
+                  R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
     # One program: M of the T * R query rows of one KV head, and `split` of the tokens begin .. end.
-    #   q (B, H, T, d)    k, v: PackedRows    turn: Turn    k_kept, v_kept: Kept    factor: log2(e) / sqrt(d)
+    #   q (B, H, T, d)    k, v: PackedRows    turn: Turn    kept: Kept    factor: log2(e) / sqrt(d)
     #   accs (pieces, B * H * T, d), tops and totals (pieces, B * H * T) fp32: of all pieces
     # All query heads of a KV head together: saves R - 1 of R loads. The text in pieces: saves idle processors.
     tiles = tl.cdiv(T * R, M)
@@ -392,15 +391,21 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
     acc_zeros = (tl.zeros((M,), tl.float32),) * v.groups
     top, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
 
-    # the tokens of this piece that a query of this tile sees, from a multiple of N on
-    oldest = S - T + tile * M // R - window + 1  # that the first row sees
-    newest = S - T + (tile * M + M - 1) // R  # that the last row sees
+    # the tokens of this piece, from a multiple of N on, that a query of this tile sees
     start = begin // N * N + piece * split
-    stop = tl.minimum(tl.minimum(start + split, end), newest + 1)
-    start = tl.maximum(start, tl.maximum(oldest, 0) // N * N)
+    stop = tl.minimum(start + split, end)
+    if kept.position is None:
+        oldest = S - T + tile * M // R - window + 1  # that the first row sees
+        newest = S - T + (tile * M + M - 1) // R  # that the last row sees
+        start, stop = tl.maximum(start, tl.maximum(oldest, 0) // N * N), tl.minimum(stop, newest + 1)
     for j0 in range(start, stop, N):
         j = j0 + tl.arange(0, N)  # (N)
         ok = (j >= begin) & (j < stop)
+        at = j  # (N): their positions
+        if kept.position is not None:
+            at = tl.load(kept.position + b * kept.batch + h * kept.head + j, ok, 0)
+        if kept.left_out is not None:
+            ok = ok & (tl.load(kept.left_out + b * kept.batch + h * kept.head + j, ok, 1) == 0)
         # 1. scores (N, M), -inf where a query does not see the token. Tokens are rows. Saves empty ones: a tensor core
         # takes 16 rows and 8 columns, and in decoding there are 64 tokens and 4 queries
         if turn.cos is not None:
@@ -409,10 +414,7 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
             s = product(decoded(k, b, h, j0, j, ok, 0), q_planes[0], None, DOT)
         else:
             s = scores_of(q_planes, k, b, h, j0, j, ok, DOT)
-        if k_kept.slot is not None:
-            kept, score, known = score_pointers(k_kept, b, h, j, ok, query, live)
-            s = tl.where(kept, tl.load(score, known, 0), s)
-        seen = ok[:, None] & (j[:, None] <= position[None]) & (j[:, None] > position[None] - window)
+        seen = ok[:, None] & (at[:, None] <= position[None]) & (at[:, None] > position[None] - window)
         s = tl.where(seen, s, float("-inf"))
 
         # 2. weights 2**(s - top), and their sum; `top` is the largest score so far. Where values have scales, it is the
@@ -429,10 +431,6 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
         p, fade = tl.exp2(s - base[None]), tl.exp2(top - base)  # (N, M), (M)
         top, total = new_top, total * fade + tl.sum(p, 0)
-        if v_kept.slot is not None:  # `merge_kernel` adds the value
-            kept, score, known = score_pointers(v_kept, b, h, j, ok, query, live)
-            tl.store(score, s, known)
-            p = tl.where(kept, 0.0, p)
 
         # 3. the output so far fades, and the weighted values join it, plane by plane
         new_acc, new_zeros = (), ()
@@ -463,34 +461,23 @@ def attend_kernel(q, k, v, turn, k_kept, v_kept, accs, tops, totals, begin, end,
     tl.store(totals + query, total, live)
 
 
-@triton.jit
-def score_pointers(kept, b, h, j, ok, query, live):
-    # Which tokens are kept (N, 1); pointers to their scores (N, M), and which of these exist.
-    slot = tl.load(kept.slot + b * kept.batch + h * kept.head + j, ok, -1)[:, None]  # (N, 1)
-    return slot >= 0, kept.score + query[None] * kept.n + slot, live[None] & (slot >= 0)
+# ---- 6. The pieces together
 
-
-# ---- 6. The pieces together, and the kept values
-
-def merge_lines(accs, tops, totals, score=None, kept=None):
-    """Pieces of `attend_lines`, kept values (B, H, n, d) and their scores (B, H, T, n) -> output, log-sum-exp."""
+def merge_lines(accs, tops, totals):
+    """Pieces of `attend_lines`, (pieces, B, H, T, d) and twice (pieces, B, H, T) -> output, log-sum-exp."""
     # what each piece found, relative to the largest score of all
     top = tops.amax(0)  # (B, H, T)
     fade = torch.exp2(tops - top)  # (pieces, B, H, T)
     total = (totals * fade).sum(0)  # (B, H, T)
     acc = (accs * fade[..., None]).sum(0)  # (B, H, T, d)
-    # kept values join with their weights, which are in the totals already
-    if kept is not None:
-        acc = acc + torch.exp2(score - top[..., None]) @ kept.float()
     return acc / total[..., None], (top + total.log2()) * LN2
 
 
-@triton.jit(do_not_specialize=["pieces", "n"])
-def merge_kernel(accs, tops, totals, score, kept, out, lse, pieces, T, n, R: tl.constexpr, DIM: tl.constexpr,
-                 D: tl.constexpr, N: tl.constexpr):
+@triton.jit(do_not_specialize=["pieces"])
+def merge_kernel(accs, tops, totals, out, lse, pieces, DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
     # One program: one query of one head.
-    #   accs, tops, totals: of attend_kernel    kept (B, Hkv, n, d), score (B * H * T, n) fp32: -inf, or its slot's
-    #   out (B, H, T, d), d = DIM    lse (B, H, T) fp32: natural log of the sum of e**score
+    #   accs, tops, totals: of attend_kernel    out (B, H, T, d), d = DIM
+    #   lse (B, H, T) fp32: natural log of the sum of e**score
     query, all_queries, c = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.arange(0, D)
     # the largest score of all pieces first, N at a time. Saves waiting: no sum depends on the pieces before it
     top = float("-inf")
@@ -506,14 +493,6 @@ def merge_kernel(accs, tops, totals, score, kept, out, lse, pieces, T, n, R: tl.
         total += tl.sum(tl.load(totals + index, here, 0) * fade, 0)
         sums = tl.load(accs + index[:, None] * DIM + c[None], here[:, None] & (c < DIM)[None], 0)  # (N, D)
         acc += tl.sum(sums * fade[:, None], 0)
-    # the kept values, N at a time, with the weights that their slots have
-    if kept is not None:
-        head = kept + query // T // R * n * DIM
-        for first in range(0, n, N):
-            slot = first + tl.arange(0, N)  # (N)
-            p = tl.exp2(tl.load(score + query * n + slot, slot < n, float("-inf")) - top)  # (N)
-            values = tl.load(head + slot[:, None] * DIM + c[None], (slot < n)[:, None] & (c < DIM)[None], 0)
-            acc += tl.sum(p[:, None] * values.to(tl.float32), 0)
     tl.store(out + query * DIM + c, acc / total, c < DIM)
     tl.store(lse + query, (top + tl.log2(total)) * 0.6931471805599453)  # ln 2
 

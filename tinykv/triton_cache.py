@@ -1,7 +1,9 @@
 """The cache whose attention is the kernels of kernels.py: `--attention triton`.
 
     packed_rows    keys or values as the kernels read them, made where their codes change
-    attention      new queries to all tokens: a launch for each range of tokens that lie alike
+    kept_tokens    the kept tokens' rows, which are read instead of their codes
+    plan           a launch of the kernel for each range of tokens that lie alike, and one for these
+    attention      new queries to all tokens: these launches, and what they found together
     TritonLayer    a `LayerCache` that can attend from its packed codes, and then decodes none
     TritonCache    a `KVCache` of such layers, which `model.Attention` asks for its output
 """
@@ -28,7 +30,8 @@ from tinykv.model import turned
 
 TILE = 64  # tokens that a program reads at a time, at most
 PIECE = 256  # tokens of a piece, at least: each piece writes d + 2 numbers, which the merge reads
-MERGED = 32  # pieces, and kept values, that are added at a time
+WARPS = 8  # of all programs, on each of a GPU's processors
+MERGED = 32  # pieces that are added at a time
 
 
 # What a kernel reads
@@ -273,107 +276,170 @@ def tiling(keys, values, halves, rows):
 
 
 class Attended(NamedTuple):
-    """q (B, H, T, d), rotated; out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; of kept
-    keys and values the scores in base 2, (B, H, T, n), or None."""
+    """q (B, H, T, d), rotated; out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; the keys
+    of KeptTokens (B, Hkv, n, d), rotated, or None."""
     q: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
-    key_scores: torch.Tensor | None
-    value_scores: torch.Tensor | None
+    kept_keys: torch.Tensor | None
 
 
-def attention(q, keys, values, rope=None, window=None):
+def attention(q, keys, values, rope=None, window=None, kept=None):
     """Attention of the T newest tokens to all: q (B, H, T, d), rotated; keys and values: CachedRows -> Attended.
 
     Equals reading keys and values, and scaled_dot_product_attention, and writes neither. rope: where keys are stored
-    before it. window: of a model with a sliding window.
+    before it. window: of a model with a sliding window. kept: KeptTokens of these keys and values.
     """
     B, H, T, d = q.shape
-    Hkv, S = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2]
-    R, halves, q = H // Hkv, 1 if rope is None else 2, q.contiguous()
-    k_kept, v_kept = kept_of(keys, q, rope), kept_of(values, q, rope)
+    Hkv, S, q = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2], q.contiguous()
+    kept_keys = rotated(kept, rope, S).to(q.dtype) if kept else None  # (B, Hkv, n, d)
+    launches = plan(q, keys, values, rope, kept, kept_keys)
+    n_pieces = sum(launch.pieces for launch in launches)
+    acc = torch.empty(n_pieces, B, H, T, d, dtype=torch.float32, device=q.device)
+    top, total = torch.empty(2, n_pieces, B, H, T, dtype=torch.float32, device=q.device)  # (pieces, B, H, T) both
+    first = 0  # piece of a launch
+    for begin, end, k, v, turn, left_out, tile, heads, split, pieces, dot in launches:
+        kernels.attend_kernel[heads, pieces](
+            q, k, v, turn, left_out, acc[first:], top[first:], total[first:],
+            begin, end, split, T, S, window or S, LOG2E / math.sqrt(d), Hkv, H // Hkv, tile.M, tile.N, dot,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.maxnreg, **FMA)
+        first += pieces
+    out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    kernels.merge_kernel[B * H * T,](acc, top, total, out, lse, n_pieces, d, triton.next_power_of_2(d), MERGED, **FMA)
+    return Attended(q, out, lse, kept_keys)
 
-    # cut the text where keys, or values, begin to be recent; cut each part into pieces that fill the GPU
-    parts, n_pieces = [], 0
+
+class Launch(NamedTuple):
+    """Of attend_kernel: `heads` programs for each of the pieces into which the tokens begin .. end are cut."""
+    begin: int
+    end: int
+    k: PackedRows
+    v: PackedRows
+    turn: Turn
+    kept: Kept
+    tile: Tile
+    heads: int
+    split: int  # tokens of a piece
+    pieces: int
+    dot: tl.dtype  # what the operands of its products are rounded to
+
+
+def plan(q, keys, values, rope, kept, kept_keys):
+    """The launches: the text is cut where keys, or values, begin to be recent; kept rows are a part of their own."""
+    B, H, T, _ = q.shape
+    Hkv, S, halves = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2], 1 if rope is None else 2
+    coded = max(keys.n_coded, values.n_coded)
+    parts = []  # (begin, end, k, v, RoPE, Kept)
     cuts = sorted({0, keys.n_coded, values.n_coded, S})
     for begin, end in zip(cuts, cuts[1:]):
         k, v = packed_rows(keys, begin, halves), packed_rows(values, begin, 1)
-        tile = tiling(k, v, halves, T * R)
+        parts.append((begin, end, k, v, rope, kept.left_out if kept and begin < coded else Kept()))
+    if kept:
+        k, v = (exact_rows(None, Codes(x), None, 1) for x in (kept_keys, kept.values.to(q.dtype)))
+        parts.append((0, kept_keys.shape[2], k, v, None, kept.piece))
+
+    launches, rows = [], T * H // Hkv  # rows of queries of a KV head
+    for begin, end, k, v, rope, left_out in parts:
+        tile = tiling(k, v, 1 if rope is None else 2, rows)
         if q.dtype.itemsize > 2 and not kernels.INTERPRETED:  # fp32: no tensor cores, and tiles fill shared memory
             tile = tile._replace(M=min(tile.M, 16), stages=1)
-        heads = triton.cdiv(T * R, tile.M) * B * Hkv  # programs that read a piece
-        # not one more than run at once: the last few would take as long as all others
+        heads = triton.cdiv(rows, tile.M) * B * Hkv
+        # not one piece more than run at once: the last few would take as long as all others
         wanted = max(1, min(programs(q.device, tile.warps) // heads, (end - begin) // PIECE))
         length = end - begin // tile.N * tile.N  # pieces begin at a multiple of N
-        split = triton.cdiv(triton.cdiv(length, wanted), tile.N) * tile.N  # tokens of a piece
-        pieces = triton.cdiv(length, split)
-        parts.append((begin, end, k, v, tile, heads, split, n_pieces, pieces))
-        n_pieces += pieces
-
-    acc = torch.empty(n_pieces, B, H, T, d, dtype=torch.float32, device=q.device)
-    top, total = torch.empty(2, n_pieces, B, H, T, dtype=torch.float32, device=q.device)  # (pieces, B, H, T) both
-    for begin, end, k, v, tile, heads, split, first, pieces in parts:
-        dtype, turn = product_type(q, k, v), Turn()
+        split = triton.cdiv(triton.cdiv(length, wanted), tile.N) * tile.N
+        turn, dtype = Turn(), product_type(q, k, v)
         if rope is not None:
             turn = turn_of(tuple(rope.freq.tolist()), tile.N, triton.next_power_of_2(triton.cdiv(S, tile.N)), dtype,
                            LIFT.value if k.fold.value else 1, q.device)
-        kernels.attend_kernel[heads, pieces](
-            q, k, v, turn, k_kept if begin < keys.n_coded else Kept(),
-            v_kept if begin < values.n_coded else Kept(), acc[first:], top[first:], total[first:],
-            begin, end, split, T, S, window or S, LOG2E / math.sqrt(d), Hkv, R, tile.M, tile.N,
-            DTYPES[dtype], num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.maxnreg, **FMA)
-
-    out, lse = torch.empty_like(q), torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    kept = values.kept_rows.contiguous() if v_kept.slot is not None else None
-    kernels.merge_kernel[B * H * T,](acc, top, total, v_kept.score, kept, out, lse, n_pieces, T, v_kept.n, R, d,
-                                     triton.next_power_of_2(d), MERGED, **FMA)
-    return Attended(q, out, lse, k_kept.score, v_kept.score)
+        launches.append(Launch(begin, end, k, v, turn, left_out, tile, heads, split, triton.cdiv(length, split),
+                               DTYPES[dtype]))
+    return launches
 
 
 def programs(device, warps):
-    """Programs that fill a GPU: 8 warps for each of its processors. In the interpreter some pieces, to be merged."""
+    """Programs that fill a GPU. In the interpreter some pieces, to be merged."""
     if device.type != "cuda":
         return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count * 8 // warps
+    return torch.cuda.get_device_properties(device).multi_processor_count * WARPS // warps
 
 
-def kept_of(rows, q, rope):
-    """Kept of keys or values whose slots may be coded, or none."""
-    if rows.kept_positions is None or rows.n_coded == 0:
-        return Kept()
-    n = rows.kept_positions.shape[-1]
-    slot = slots_of(rows.kept_positions, rows.n_coded)  # (B, 1 or Hkv, coded and more)
-    if rows.kind == "k":
-        score = kept_scores(rows, q, rope)  # (B, H, T, n)
-    else:
-        score = torch.full((*q.shape[:3], n), float("-inf"), dtype=torch.float32, device=q.device)
-    return Kept(slot, slot.stride(0), 0 if slot.shape[1] == 1 else slot.stride(1), score, n)
+class KeptTokens(NamedTuple):
+    """The tokens that are kept as a key or as a value, and whether a kernel finds them among the codes or here."""
+    positions: torch.Tensor  # (B, 1 or Hkv, n) int32, ascending; some may stand there twice
+    keys: torch.Tensor  # (B, Hkv, n, d): kept, or else recent or decoded
+    values: torch.Tensor  # the same
+    left_out: Kept
+    piece: Kept
 
 
-def slots_of(positions, coded):
-    """Of each coded token the number of its kept row, or -1: (B, 1 or Hkv, coded and more) int32.
+def kept_tokens(keys, values):
+    """KeptTokens of two CachedRows; None if nothing that is coded is kept."""
+    coded = max(keys.n_coded, values.n_coded)
+    kept = [rows.kept_positions for rows in (keys, values) if rows.kept_positions is not None]
+    if not kept or coded == 0:
+        return None
+    if len(kept) == 2 and torch.equal(*kept):
+        kept = kept[:1]
+    heads = max(positions.shape[1] for positions in kept)
+    kept = [positions.expand(-1, heads, -1) for positions in kept]
+    positions = torch.cat(kept, dim=2).sort(dim=2).values  # (B, 1 or Hkv, n)
 
-    A multiple of 16 long, or the kernels would be compiled anew where a stride becomes one. It is held with the
-    positions, and made anew only where something is quantized or kept.
-    """
-    if getattr(positions, "coded", None) != coded:
-        size = triton.cdiv(coded + 1, 16) * 16
-        index = positions.clamp(max=coded).long()  # (B, h, n): a recent token writes after the others
-        number = torch.arange(positions.shape[-1], dtype=torch.int32, device=positions.device)  # (n)
-        slot = torch.full((*index.shape[:2], size), -1, dtype=torch.int32, device=positions.device)
-        positions.coded, positions.slots = coded, slot.scatter_(2, index, number.expand_as(index))
-    return positions.slots
+    # one that stands there again, or is recent, gets a position that no query sees
+    again = torch.nn.functional.pad(positions[:, :, 1:] == positions[:, :, :-1], (1, 0))  # (B, 1 or Hkv, n)
+    seen_once = positions.masked_fill(again | (positions >= coded), torch.iinfo(torch.int32).max)
+    # among the codes the others are left out; a multiple of 16 long, or the kernels would be compiled anew where a
+    # stride becomes one
+    size = triton.cdiv(coded + 1, 16) * 16
+    index = positions.clamp(max=coded).long()  # (B, 1 or Hkv, n): a recent one writes after the codes
+    left_out = torch.zeros(*index.shape[:2], size, dtype=torch.int8, device=index.device).scatter_(2, index, 1)
+
+    def of_kernel(name, x):
+        return Kept(**{name: x}, batch=x.stride(0), head=x.stride(1) * (heads > 1))
+    return KeptTokens(positions, rows_at(keys, positions), rows_at(values, positions),
+                      of_kernel("left_out", left_out), of_kernel("position", seen_once))
 
 
-def kept_scores(keys, q, rope):
-    """(B, H, T, n) fp32, in base 2: of the kept keys, whether a query sees them or not."""
-    rows = keys.kept_rows.float()  # (B, Hkv, n, d)
-    if rope is not None:
-        cos, sin = rope.cos_sin(0, keys.n_coded + keys.recent.shape[2], rows.device)  # (S, d) both
-        rows = turned(rows, cos[keys.kept_positions], sin[keys.kept_positions])
-    grouped = q.float().unflatten(1, (rows.shape[1], -1)).flatten(2, 3)  # (B, Hkv, R * T, d)
-    s = grouped @ rows.transpose(-2, -1) * (LOG2E / math.sqrt(q.shape[-1]))  # (B, Hkv, R * T, n)
-    return s.unflatten(2, (-1, q.shape[2])).flatten(1, 2).contiguous()
+def rows_at(rows, positions):
+    """The rows (B, Hkv, n, d) of a CachedRows that attention reads at positions (B, 1 or Hkv, n)."""
+    B, Hkv, r, d = rows.recent.shape
+    index = positions.expand(B, Hkv, -1).long() - rows.n_coded  # (B, Hkv, n): among the recent ones
+    parts, missing = [rows.recent], index < 0  # what to gather from
+    if rows.kept_positions is not None:
+        kept = rows.kept_positions.expand(B, Hkv, -1).long().sort(dim=2)
+        place = torch.searchsorted(kept.values, index + rows.n_coded).clamp(max=kept.values.shape[2] - 1)
+        found = kept.values.gather(2, place) == index + rows.n_coded  # (B, Hkv, n)
+        index = torch.where(found, r + kept.indices.gather(2, place), index)
+        parts, missing = [*parts, rows.kept_rows], missing & ~found
+    if missing.any():
+        coded = decoded_at(rows, positions.expand(B, Hkv, -1).clamp(max=rows.n_coded - 1).long())  # (B, Hkv, n, d)
+        number = sum(part.shape[2] for part in parts) + torch.arange(index.shape[2], device=index.device)  # (n)
+        index, parts = torch.where(missing, number, index), [*parts, coded]
+    return torch.cat(parts, dim=2).gather(2, index[..., None].expand(-1, -1, -1, d))
+
+
+def decoded_at(rows, positions):
+    """The coded tokens at positions (B, Hkv, n), decoded: (B, Hkv, n, d). UserError if one alone cannot be."""
+    B, Hkv, n = positions.shape
+    if rows.codec.tokens_per_group > 1 or getattr(rows.codec, "outliers", 0):
+        raise UserError("a key is kept without its value, or a value without its key, and no kernel reads the other "
+                        f"where tokens share a scale or have outliers, as in {rows.codec!r}; use --attention fused")
+    as_row = rows.codes.packed.shape[1] == 1  # all heads of a token are one row: decode it for each head that asks
+    index = positions.flatten(1)[:, None] if as_row else positions  # (B, 1, Hkv * n) or (B, Hkv, n)
+    batch, head = (torch.arange(size, device=index.device)[:, None] for size in index.shape[:2])  # (B, 1), (1 or Hkv, 1)
+    codes = {name: x[batch[:, None], head, index] for name, x in vars(rows.codes).items()}
+    decoded = rows.codec.decode(Codes(**codes))  # (B, Hkv, Hkv * n or n, d)
+    if as_row:  # of the n rows that a head asks for, its own
+        decoded = decoded.unflatten(2, (Hkv, n)).diagonal(dim1=1, dim2=2).movedim(-1, 1)
+    return decoded
+
+
+def rotated(kept, rope, S):
+    """The keys of KeptTokens, rotated: (B, Hkv, n, d)."""
+    if rope is None:
+        return kept.keys
+    cos, sin = rope.cos_sin(0, S, kept.keys.device)  # (S, d) both
+    return turned(kept.keys.float(), cos[kept.positions], sin[kept.positions])
 
 
 @lru_cache(maxsize=8)
@@ -419,6 +485,7 @@ class TritonLayer(LayerCache):
     """A layer that can also attend, by the kernels, from its codes as they are."""
 
     window = None  # of a model with a sliding window
+    kept = kept_at = None  # KeptTokens, and n_coded of keys and of values then
 
     def attend(self, q, k, v, seen):
         """`update`, but what it would read is attended to: the output for the new tokens, (B, H, T, d)."""
@@ -441,30 +508,35 @@ class TritonLayer(LayerCache):
 
     def attended(self, q):
         """The attention of q (B, H, T, d), rotated, to all tokens: `Attended`. Nothing is decoded."""
+        n_coded = self.keys.n_coded, self.values.n_coded
+        if self.kept_at != n_coded:  # only where tokens are quantized, others may be kept
+            self.kept_at, self.kept = n_coded, kept_tokens(self.keys, self.values)
         rope = self.rope if self.method.rope == "pre" else None
-        return attention(q, self.keys, self.values, rope, self.window)
+        return attention(q, self.keys, self.values, rope, self.window, self.kept)
 
     def add_scores(self, attended, seen):
-        """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention itself."""
+        """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention's log-sum-exp, too."""
         q, Hkv = attended.q, self.keys.recent.shape[1]
         recent = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
         if self.method.rope == "pre":
             recent = self.rope.rotate(recent, self.keys.n_coded)
         of_keys, of_values = anchor_scores(q, recent, attended.lse, self.window)  # (B, Hkv, r) both
 
-        lse = attended.lse[..., None] * LOG2E  # (B, H, T, 1), in base 2
         kept_keys = kept_values = None
-        if attended.key_scores is not None:  # values are kept where keys are: see `check_kernels`
-            A = torch.exp2(attended.key_scores - lse)  # (B, H, T, n)
+        if self.kept is not None:  # values are kept where keys are: see `check_kernels`
+            positions = self.kept.positions[:, :, None]  # (B, 1 or Hkv, 1, n)
+            K = attended.kept_keys.float().repeat_interleave(q.shape[1] // Hkv, dim=1)  # (B, H, n, d)
+            s = q.float() @ K.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, n)
+            A = torch.exp(s - attended.lse[..., None])  # (B, H, T, n)
             if self.window is not None:
-                # (B, 1 or Hkv, T, n)
-                positions = torch.arange(seen, self.length, device=q.device)  # (T)
-                visible = self.keys.kept_positions[:, :, None] > positions[:, None] - self.window
+                at = torch.arange(seen, self.length, device=q.device)[:, None]  # (T, 1)
+                visible = positions > at - self.window  # (B, 1 or Hkv, T, n)
                 A = A * visible.repeat_interleave(q.shape[1] // visible.shape[1], dim=1)  # (B, H, T, n)
             of_queries = A * (1 - A) * q.norm(dim=-1, keepdim=True, dtype=torch.float32)  # (B, H, T, n)
-            kept_keys = of_queries.unflatten(1, (Hkv, -1)).sum((2, 3))  # (B, Hkv, n)
-            A = torch.exp2(attended.value_scores - lse)  # (B, H, T, n)
-            kept_values = A.unflatten(1, (Hkv, -1)).sum((2, 3))  # (B, Hkv, n)
+            sums = [x.unflatten(1, (Hkv, -1)).sum((2, 3)) for x in (of_queries, A)]  # (B, Hkv, n) both
+            kept_keys, kept_values = (
+                x.gather(2, torch.searchsorted(self.kept.positions, rows.kept_positions.contiguous()))
+                for x, rows in zip(sums, (self.keys, self.values)))  # (B, Hkv, count) both
         self.keys.accumulate(of_keys, kept_keys)
         self.values.accumulate(of_values, kept_values)
 
