@@ -10,9 +10,9 @@ In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 import contextlib
 import io
 
-from tinykv import hf
+from tinykv import cli, hf
 from tinykv.evaluate import measure
-from tinykv.run import check, cli, flags, ranks, settings, table
+from tinykv.run import check, flags, ranks, settings, table
 from tinykv.run.entries import attempt, build_entries, calibrate_all
 
 

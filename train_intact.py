@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, hf
+from tinykv import UserError, cli, hf
 from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import measure
 from tinykv.files import CalibrationFile, fingerprint, identity, load_tensors, save_tensors
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
-from tinykv.run import cli
-from tinykv.run.prefix import FORMAT, fill_prefix, open_prefix, save_prefix
+from tinykv.prefixes import FORMAT, fill_prefix, open_prefix, save_prefix
 
 STATE = "tinykv-training"  # what the file of a run says that it is
 

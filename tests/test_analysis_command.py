@@ -8,14 +8,14 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from tinykv import hf
+from tinykv import cli, hf, plots
 from tinykv.analysis import __main__ as command
 from tinykv.analysis import anchors, bias, outliers, sinks, walk
 from tinykv.data.windows import load_windows
 from tinykv.hf import EMBEDDED
 from tinykv.methods import antkv
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run import cli, comparisons, plots
+from tinykv.run import comparisons
 
 PNG = b"\x89PNG"
 

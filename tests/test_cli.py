@@ -19,7 +19,7 @@ from planted import few_tries
 from safetensors.torch import load_file, save_file
 
 import eval_ppl
-from tinykv import UserError, files, hf
+from tinykv import UserError, cli, files, hf
 from tinykv.calibrate import calibrate
 from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.codecs.affine import Affine
@@ -29,7 +29,7 @@ from tinykv.evaluate import delta_error, measure, paired
 from tinykv.files import write_json
 from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
-from tinykv.run import cli, comparisons, entries, flags
+from tinykv.run import comparisons, entries, flags
 from tinykv.run import table as table_of_rows
 from tinykv.run.entries import build_entries
 from tinykv.run.settings import flags_of, settings_of

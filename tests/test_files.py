@@ -6,10 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tinykv import UserError, files, hf
+from tinykv import UserError, files, hf, plots
 from tinykv.files import CalibrationFile, identity, load_tensors, read_json, read_text, save_tensors, write_json
 from tinykv.hf import EMBEDDED
-from tinykv.run import plots
 from tinykv.weights import AWQ, GPTQ
 
 

@@ -20,7 +20,7 @@ from test_evaluate import assert_by_hand
 from test_weights import D, fold, text, tiny
 
 import train_intact
-from tinykv import UserError, hf
+from tinykv import UserError, cli, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
@@ -31,9 +31,9 @@ from tinykv.hf import EMBEDDED
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run import cli, flags
+from tinykv.prefixes import fill_prefix, load_prefix, open_prefix, save_prefix
+from tinykv.run import flags
 from tinykv.run.entries import build_entries
-from tinykv.run.prefix import fill_prefix, load_prefix, open_prefix, save_prefix
 from tinykv.tracing import Trace
 from tinykv.weights import quantize
 from tinykv.weights.awq import AWQ

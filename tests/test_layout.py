@@ -133,11 +133,14 @@ ARROWS = {
     "hf/": {"", "cache", "model", "files"},
     "weights/": {"", "cache", "codecs", "model", "files"},
     "triton_cache.py": {"", "cache", "codecs", "methods", "model", "kernels"},
-    "run/": {"", "cache", "calibrate", "codecs", "data", "evaluate", "files", "hf", "kmeans", "methods", "model",
-             "outlier", "weights"},
-    "analysis/": {"", "cache", "calibrate", "codecs", "data", "evaluate", "files", "hf", "methods", "run", "tracing",
-                  "weights"},
-    "course/": {"", "files", "hf", "methods", "run"},
+    "cli.py": {"", "codecs", "data", "files", "hf", "weights"},
+    "plots.py": {"", "files"},
+    "prefixes.py": {"", "cli", "files", "methods"},
+    "run/": {"", "cache", "calibrate", "cli", "codecs", "data", "evaluate", "files", "hf", "kmeans", "methods", "model",
+             "outlier", "plots", "prefixes", "weights"},
+    "analysis/": {"", "cache", "calibrate", "cli", "codecs", "data", "evaluate", "files", "hf", "methods", "plots",
+                  "tracing", "weights"},
+    "course/": {"", "cli", "files", "hf", "methods", "run"},
 }
 
 

@@ -276,8 +276,8 @@ def tiling(keys, values, halves, rows):
 
 
 class Attended(NamedTuple):
-    """q (B, H, T, d), rotated; out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; the keys
-    of KeptTokens (B, Hkv, n, d), rotated, or None."""
+    """q (B, H, T, d), rotated; out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; of
+    KeptTokens the keys, (B, Hkv, n, d), rotated, or None."""
     q: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
@@ -426,7 +426,7 @@ def decoded_at(rows, positions):
                         f"where tokens share a scale or have outliers, as in {rows.codec!r}; use --attention fused")
     as_row = rows.codes.packed.shape[1] == 1  # all heads of a token are one row: decode it for each head that asks
     index = positions.flatten(1)[:, None] if as_row else positions  # (B, 1, Hkv * n) or (B, Hkv, n)
-    batch, head = (torch.arange(size, device=index.device)[:, None] for size in index.shape[:2])  # (B, 1), (1 or Hkv, 1)
+    batch, head = (torch.arange(size, device=index.device)[:, None] for size in index.shape[:2])  # (B, 1), (h, 1)
     codes = {name: x[batch[:, None], head, index] for name, x in vars(rows.codes).items()}
     decoded = rows.codec.decode(Codes(**codes))  # (B, Hkv, Hkv * n or n, d)
     if as_row:  # of the n rows that a head asks for, its own

@@ -28,11 +28,11 @@ from tqdm import trange
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from tinykv import hf
+from tinykv.cli import Parser, one_line
 from tinykv.data.stories import OFTEN, REFRAINS, WORDS, Rng, Writer, stories
 from tinykv.files import write, write_json
 from tinykv.hf.tokenizer import SentencePieceTokenizer
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run.cli import Parser, one_line
 
 BOS, EOS = 1, 2  # sentencepiece's own ids
 CONFIG = LlamaConfig(

@@ -21,12 +21,12 @@ from tinykv.analysis import norms, outliers, sinks
 from tinykv.analysis.bias import split_output
 from tinykv.analysis.walk import Text, mean, print_table, walk
 from tinykv.calibrate import calibrate
+from tinykv.cli import Parser, one_line
 from tinykv.data.windows import Windows
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
-from tinykv.run.cli import Parser, one_line
-from tinykv.run.plots import legend, new_figure, save, style
+from tinykv.plots import legend, new_figure, save, style
 
 STEPS = 600
 SHARES = (0.0, 0.04, 0.12, 0.25, 0.4, 0.9)  # of refrains, in the figure

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from tinykv import files
-from tinykv.run.cli import Parser, one_line
-from tinykv.run.plots import KIND, new_figure
+from tinykv.cli import Parser, one_line
+from tinykv.plots import KIND, new_figure
 
 MOVE = 8  # frames from one stop to the next
 STEP, HOLD = 60, 1800  # milliseconds: of a frame that moves, and at a stop

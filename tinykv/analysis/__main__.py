@@ -12,14 +12,13 @@ import os
 import sys
 from pathlib import Path
 
-from tinykv import UserError, files, hf
+from tinykv import UserError, cli, files, hf, plots
 from tinykv.analysis import page
 from tinykv.analysis.sinks import THRESHOLD, find_sinks
 from tinykv.analysis.walk import Text, print_table
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 from tinykv.data.questions import Questions, read_questions
-from tinykv.run import cli, plots
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
 WINDOWS = 4  # the same

@@ -9,11 +9,11 @@ bounds it for small errors; the scores of Eq. 5, by which AnTKV chooses, are a s
 """
 import torch
 
+from tinykv import cli
 from tinykv.analysis.walk import by_layer, mean
 from tinykv.calibrate import calibrate
 from tinykv.methods.antkv import AnTKV, anchor_scores, score_tiles
-from tinykv.run import cli
-from tinykv.run.plots import COLOURS, legend, new_figure, title
+from tinykv.plots import COLOURS, legend, new_figure, title
 
 COLUMNS = {"of": ("of", ""), "ranked by": ("ranked by", ""), "rank by layer": ("rank correlation", ".2f"),
            "rank": ("mean", ".2f"), "top by layer": ("damage in the top 1%", ".0%"), "top": ("mean", ".0%")}

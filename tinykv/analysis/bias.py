@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tinykv.analysis.walk import by_layer
 from tinykv.methods.antkv import attention_tiles
-from tinykv.run.plots import draw_map, legend, lines_by_layer, new_figure, span, title
+from tinykv.plots import draw_map, legend, lines_by_layer, new_figure, span, title
 
 COLUMNS = {"layer": ("layer", "d"), "attention": ("attention", ".2f"), "size": ("size", ".2f"),
            "consistency": ("consistency", ".2f"), "rest": ("rest", ".2f")}

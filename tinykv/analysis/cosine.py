@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from tinykv.analysis.walk import by_layer
 from tinykv.methods.antkv import score_tiles
-from tinykv.run.plots import label_ends, lines_by_layer, new_figure, span
+from tinykv.plots import label_ends, lines_by_layer, new_figure, span
 
 COLUMNS = {"layer": ("layer", "d"), "sinks": ("sinks", ".2f"), "others": ("other tokens", ".2f"),
            "largest": ("largest", ".0%")}

@@ -5,11 +5,11 @@ grids of tokens, with a sink.
 """
 import torch
 
+from tinykv import cli
 from tinykv.analysis.sinks import find_sinks
 from tinykv.analysis.walk import by_layer, mean, walk
 from tinykv.codecs.schemes import SCHEMES, make_codecs
-from tinykv.run import cli
-from tinykv.run.plots import LINES, new_figure, plain_ticks, style, title
+from tinykv.plots import LINES, new_figure, plain_ticks, style, title
 
 TABLE_1 = (("token-dynamic", "k"), ("token-dynamic", "v"), ("channel-dynamic", "k"),
            ("token-static", "k"), ("token-static", "v"), ("channel-static", "k"))

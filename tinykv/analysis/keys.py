@@ -4,7 +4,7 @@ of neighbours among the 32 smallest), the number of tokens below it, and the sha
 import torch
 
 from tinykv.analysis.walk import by_layer
-from tinykv.run.plots import COLOURS, legend, new_figure, span, title
+from tinykv.plots import COLOURS, legend, new_figure, span, title
 
 MOST = 32  # of the smallest keys, in which the cliff is looked for: the size of OTT's extra pool
 

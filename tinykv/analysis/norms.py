@@ -2,7 +2,7 @@
 it (KVSink Section 3.2, Figures 2 and 5).
 """
 from tinykv.analysis.walk import by_layer
-from tinykv.run.plots import legend, new_figure, span, title, tokens_and_sinks
+from tinykv.plots import legend, new_figure, span, title, tokens_and_sinks
 
 COLUMNS = {"layer": ("layer", "d"), "q": ("Q others", ".2f"), "q sinks": ("x at sinks", ".2f"),
            "k": ("K others", ".2f"), "k sinks": ("x at sinks", ".2f"), "v": ("V others", ".2f"),

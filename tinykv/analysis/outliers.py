@@ -6,7 +6,7 @@ and H in it at the sinks; outliers in: the channels that have some, the five lar
 import torch
 
 from tinykv.analysis.walk import by_layer, largest, mean
-from tinykv.run.plots import label_ends, lines_by_layer, new_figure, title
+from tinykv.plots import label_ends, lines_by_layer, new_figure, title
 
 OUTLIER = 0.1  # of the largest channel: the share from which a channel has outliers, too
 MOST = 5  # channels that are listed

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, files
+from tinykv import UserError, cli, files
 from tinykv.analysis.sinks import find_sinks, sink_scores
 from tinykv.analysis.walk import walk
 from tinykv.cache import KVCache
@@ -22,7 +22,6 @@ from tinykv.codecs.base import Codes, pack
 from tinykv.evaluate import chunks_of
 from tinykv.methods.antkv import attention_tiles
 from tinykv.methods.registry import METHODS
-from tinykv.run import cli
 
 LONGEST = 192  # tokens of a text
 WINDOWS = 48  # of --data, unless told otherwise

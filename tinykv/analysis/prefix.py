@@ -4,10 +4,10 @@ of what attention adds, summed over layers (IntactKV Figure 2).
 """
 import torch
 
+from tinykv import cli
 from tinykv.analysis.walk import mean, recorded
 from tinykv.methods.intactkv import exact_rows
-from tinykv.run import cli
-from tinykv.run.plots import new_figure, style, title
+from tinykv.plots import new_figure, style, title
 from tinykv.tracing import Trace
 from tinykv.weights import RTN, quantize
 

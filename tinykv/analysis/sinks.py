@@ -4,10 +4,10 @@ heads in which they receive at least a threshold of 0.3.
 """
 import torch
 
+from tinykv import cli
 from tinykv.analysis.walk import by_layer, largest, walk
 from tinykv.methods.antkv import attention_tiles
-from tinykv.run import cli
-from tinykv.run.plots import draw_map, new_figure, pooled, span, title, tokens_and_sinks
+from tinykv.plots import draw_map, new_figure, pooled, span, title, tokens_and_sinks
 
 THRESHOLD = 0.3  # the score from which a token is a sink of a head: that of Gu et al. (2024)
 SPAN = 64  # queries that a sink score is averaged over (Gu et al., 2024)

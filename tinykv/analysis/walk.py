@@ -18,8 +18,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tinykv import all_finite
-from tinykv.run import cli
+from tinykv import all_finite, cli
 from tinykv.tracing import Trace
 
 

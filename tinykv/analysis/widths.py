@@ -7,7 +7,7 @@ import torch
 from tinykv.analysis.bias import split_output, unit
 from tinykv.analysis.errors import codecs_of, read_back
 from tinykv.analysis.walk import by_layer, mean
-from tinykv.run.plots import label_ends, new_figure, style
+from tinykv.plots import label_ends, new_figure, style
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)  # in bits
 NUMBERS = ("attention", "change", "bias change", "cosine")

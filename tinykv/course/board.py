@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 import torch
 
 from tinykv import UserError
+from tinykv.cli import Parser, one_line, print_columns
 from tinykv.course.assignments import ROOT
 from tinykv.course.confine import confine
 from tinykv.course.grade import confined_environment
 from tinykv.files import first_line
 from tinykv.methods.registry import METHODS
-from tinykv.run.cli import Parser, one_line, print_columns
 
 BASELINES = "rtn", "kivi", "kvsink"
 LONGEST = 600  # seconds of a submission

@@ -21,12 +21,12 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from tinykv import UserError
+from tinykv.cli import Parser, one_line, print_columns
 from tinykv.course import assignments
 from tinykv.course.assignments import ROOT, assignment_of, folder_of, named
 from tinykv.course.compare import difference
 from tinykv.course.confine import hole
 from tinykv.files import check_target, write, write_json
-from tinykv.run.cli import Parser, one_line, print_columns
 
 LONGEST = 300  # seconds of a submission, of which it may compute confine.SECONDS
 POINTS = 80  # of an assignment's tests

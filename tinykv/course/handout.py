@@ -12,9 +12,9 @@ from pathlib import Path
 from shutil import copyfile
 
 from tinykv import UserError
+from tinykv.cli import Parser, one_line
 from tinykv.course.assignments import ANSWERS, CORE, ROOT, folder_of, write, write_starters
 from tinykv.course.grade import right_values
-from tinykv.run.cli import Parser, one_line
 
 LEFT_OUT = ("tests/", "docs/", ".ci/", ".pytest.ini")
 KEPT = ("docs/course/", "docs/embedded_model.md", "docs/huggingface.md", "docs/real_models.md")

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import torch
 
-from tinykv import UserError, one_of
+from tinykv import UserError, cli, one_of
 from tinykv.cache import LayerCache
 from tinykv.codecs.base import Codes, Pair
 from tinykv.methods.base import CHOOSE
 from tinykv.model import Rope
-from tinykv.run import cli
 
 
 def check_flags(args):

@@ -8,10 +8,9 @@ import math
 from operator import itemgetter
 from pathlib import Path
 
-from tinykv import UserError
+from tinykv import UserError, cli, plots
 from tinykv.evaluate import paired
 from tinykv.files import read_json
-from tinykv.run import cli, plots
 
 # settings that change a method's bits and nothing else
 BITS_SETTINGS = ("bits", "k_bits", "v_bits", "vq")

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from tinykv import UserError, calibrate
+from tinykv import UserError, calibrate, cli
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.files import identity
 from tinykv.methods.registry import METHODS
-from tinykv.run import cli, ranks
+from tinykv.prefixes import fill_prefix, open_prefix
+from tinykv.run import ranks
 from tinykv.run.check import check_codecs, check_method
-from tinykv.run.prefix import fill_prefix, open_prefix
 from tinykv.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
 
 

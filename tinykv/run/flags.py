@@ -5,12 +5,12 @@ from functools import partial
 
 import torch
 
-from tinykv import UserError, hf
+from tinykv import UserError, cli, hf
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
 from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig
-from tinykv.run import cli, comparisons, ranks
+from tinykv.run import comparisons, ranks
 from tinykv.run.check import check_flags
 from tinykv.run.settings import add_settings, load_class
 

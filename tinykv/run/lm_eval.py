@@ -20,10 +20,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from tinykv import UserError, hf, one_of
+from tinykv import UserError, cli, hf, one_of
 from tinykv.cache import KVCache
 from tinykv.evaluate import chunks_of
-from tinykv.run import cli, flags
+from tinykv.run import flags
 from tinykv.run.entries import build_entries, calibrate_all
 
 

@@ -14,11 +14,10 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from tinykv import UserError, did_you_mean
+from tinykv import UserError, cli, did_you_mean
 from tinykv.codecs.schemes import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
-from tinykv.run import cli
 
 KINDS = {"N": int, "X": float}  # where a default is None, or takes fractions, too
 

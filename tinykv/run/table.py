@@ -14,9 +14,9 @@ from html import escape
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, files
+from tinykv import UserError, cli, files
 from tinykv.evaluate import delta_error, mean, sum_of
-from tinykv.run import cli, comparisons
+from tinykv.run import comparisons
 from tinykv.weights import weight_bytes
 
 # column: (width, key of a row, format)
