@@ -404,8 +404,6 @@ def attend_kernel(q, k, v, turn, kept, accs, tops, totals, begin, end, split, T,
         at = j  # (N): their positions
         if kept.position is not None:
             at = tl.load(kept.position + b * kept.batch + h * kept.head + j, ok, 0)
-        if kept.left_out is not None:
-            ok = ok & (tl.load(kept.left_out + b * kept.batch + h * kept.head + j, ok, 1) == 0)
         # 1. scores (N, M), -inf where a query does not see the token. Tokens are rows. Saves empty ones: a tensor core
         # takes 16 rows and 8 columns, and in decoding there are 64 tokens and 4 queries
         if turn.cos is not None:
@@ -414,7 +412,10 @@ def attend_kernel(q, k, v, turn, kept, accs, tops, totals, begin, end, split, T,
             s = product(decoded(k, b, h, j0, j, ok, 0), q_planes[0], None, DOT)
         else:
             s = scores_of(q_planes, k, b, h, j0, j, ok, DOT)
-        seen = ok[:, None] & (at[:, None] <= position[None]) & (at[:, None] > position[None] - window)
+        read = ok  # (N): which of them are read here
+        if kept.left_out is not None:
+            read = read & (tl.load(kept.left_out + b * kept.batch + h * kept.head + j, ok, 1) == 0)
+        seen = read[:, None] & (at[:, None] <= position[None]) & (at[:, None] > position[None] - window)
         s = tl.where(seen, s, float("-inf"))
 
         # 2. weights 2**(s - top), and their sum; `top` is the largest score so far. Where values have scales, it is the

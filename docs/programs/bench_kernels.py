@@ -152,6 +152,7 @@ class Pretend:
             exact = all(constants[names.index(side), 0].value == "Exact" for side in "kv")
             if exact:
                 row["what"] = "16-bit rows" + ", K before RoPE" * (len(planes) == 2)
+                row["what"] += ", kept" * ((names.index("kept"), 1) not in constants)
             row["each"] = row["loop"] * 32 * self.warps / (2 * N * d)
         self.kernels.append(row)
         return None, None, 0, 0, 1024
