@@ -152,12 +152,14 @@ class Grid(NamedTuple):
     form: tl.constexpr  # "offset"; "integer": x = scale * (code - zero); "fp8": two bytes of e4m3
 
 
-class Outliers(NamedTuple):
-    """KVQuant's: a sparse matrix with a row for each token and sequence, see `SparseCodes`."""
-    row_end: torch.Tensor  # (T, B) int32
-    numbers: torch.Tensor
-    columns: torch.Tensor
-    sequences: int  # B
+class Levels(NamedTuple):
+    """KVQuant's levels, instead of 0, 1, 2, ...; and its outliers, a sparse matrix with a row for each token and
+    sequence, see `SparseCodes`."""
+    levels: torch.Tensor  # (2**bits)
+    row_end: torch.Tensor | None = None  # (T, B) int32
+    numbers: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    sequences: int = 0  # B
 
 
 class Codebooks(NamedTuple):
@@ -189,10 +191,10 @@ class PackedRows(NamedTuple):
     groups: tl.constexpr  # scales of a token that leave the products, each of as many planes
     grid: Grid | None = None
     ternary: torch.Tensor | None = None  # of three levels, five to a byte: `ternary_table`
-    # what section 9 looks up, number by number
-    levels: torch.Tensor | None = None  # KVQuant's, instead of 0, 1, 2, ...: (2**bits)
-    outliers: Outliers | None = None
-    group: torch.Tensor | None = None  # SKVQ's: of each channel of all heads, (C) int32
+    # what section 9 looks up, number by number: KVQuant's, SKVQ's (the group of each channel of all heads, (C) int32),
+    # and that of codebooks
+    levels: Levels | None = None
+    group: torch.Tensor | None = None
     books: Codebooks | None = None
 
 
@@ -611,19 +613,19 @@ def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
             group = tl.load(rows.group + index, there, 0)
         # number * scale + zero; the number is the code, or one of KVQuant's levels
         number = code_at(rows, b, h, j, ok, index, there)  # (N, W)
-        if rows.codec == "NonUniform":
-            number = tl.load(rows.levels + number)
+        if rows.levels is not None:
+            number = tl.load(rows.levels.levels + number)
         scale, zero = grid_of(rows.grid, b, h, j0, j, ok, group, there)  # (N or 1, W) both
         x = number.to(tl.float32) * scale + zero
         # KVQuant's outliers, a CSR matrix with a row for each token, overwrite x
-        if rows.outliers is not None:
-            row = j * rows.outliers.sequences + b  # (N)
-            stop = tl.load(rows.outliers.row_end + row, ok, 0)  # (N)
-            start = tl.load(rows.outliers.row_end + row - 1, ok & (row > 0), 0)  # (N)
+        if rows.codec == "NonUniform" and rows.levels.row_end is not None:
+            row = j * rows.levels.sequences + b  # (N)
+            stop = tl.load(rows.levels.row_end + row, ok, 0)  # (N)
+            start = tl.load(rows.levels.row_end + row - 1, ok & (row > 0), 0)  # (N)
             for n in range(0, tl.max(stop - start, 0)):  # the n-th outlier of every token
                 here = start + n < stop  # (N)
-                column = tl.load(rows.outliers.columns + start + n, here, -1) - h * rows.width  # (N)
-                value = tl.load(rows.outliers.numbers + start + n, here, 0).to(tl.float32)  # (N)
+                column = tl.load(rows.levels.columns + start + n, here, -1) - h * rows.width  # (N)
+                value = tl.load(rows.levels.numbers + start + n, here, 0).to(tl.float32)  # (N)
                 x = tl.where((column[:, None] == channel[None]) & there[None], value[:, None], x)
         return x
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from kernels import FMA, LIFT, LOG2E, Codebooks, Grid, Kept, Outliers, PackedRows, Plane, Turn
+from kernels import FMA, LIFT, LOG2E, Codebooks, Grid, Kept, Levels, PackedRows, Plane, Turn
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
@@ -158,13 +158,12 @@ def nonuniform_rows(codec, codes, kind, halves):
         grid = made_grid(words.unflatten(0, (-1, codec.width))[None, :, None], 0, 1)
     else:
         grid = made_grid(side_by_side(codes, ("half", "mid")), 1, codec.width)
-    outliers = None
+    levels = Levels(codec.levels)
     if codec.outliers and codes.values.numel():
         row_end = codes.row_end[:, 0, :, 0].T.contiguous()  # (T, B)
-        outliers = Outliers(row_end, codes.values, codes.columns, row_end.shape[1])
+        levels = Levels(codec.levels, row_end, codes.values, codes.columns, row_end.shape[1])
     of_row = sections(codec.channels, codec.bits)
-    return made_rows("NonUniform", codes.packed, of_row, codec.width, halves, grid=grid, levels=codec.levels,
-                     outliers=outliers)
+    return made_rows("NonUniform", codes.packed, of_row, codec.width, halves, grid=grid, levels=levels)
 
 
 def clipped_rows(codec, codes, kind, halves):
