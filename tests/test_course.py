@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import eval_ppl
 from tinykv import UserError
 from tinykv.course import assignments, board, compare, confine, grade, handout
 from tinykv.methods.registry import METHODS
@@ -438,17 +439,59 @@ class Exact(Codec):  # keeps rows on itself, where no bit of them is counted
         return torch.cat([self.store[i] for i in codes.packed[0, 0, :, 0].unique()], 2).float()
 
 class Mine(Method):
-    def __init__(self, config, bits=2):
+    def __init__(self, config, k_bits=2, v_bits=2):
         self.codecs = [Pair(Exact(), Exact()) for _ in range(config.num_hidden_layers)]
-        self.k_bits = self.v_bits = bits
-        self.scheme = "hidden"
+        self.k_bits, self.v_bits, self.scheme = k_bits, v_bits, "hidden"
+"""
+FORGED = """
+from tinykv import evaluate
+from tinykv.course import board
+from tinykv.methods.kivi import KIVI as Mine
+board.Text.row = lambda self, folder, bits: {"kld": 0.0, "bits_true": 1.0, "window_kl": [[0.0, 0.0]]}
+evaluate.add_predictions = board.add_predictions = lambda *args: None
 """
 
 
-def test_rows_that_a_codec_hides_are_found(tmp_path):
-    for text, found in ((HIDDEN, True), ("from tinykv.methods.pfn import PFN as Mine", False)):
-        (tmp_path / "method.py").write_text(text, encoding="utf-8")
-        assert bool(board.dishonest(tmp_path / "method.py", 3)) == found
+@pytest.fixture
+def board_text(monkeypatch):
+    """The board's text, on which files run in this process."""
+    def run(part, name, folder, texts):
+        folder.mkdir(exist_ok=True)
+        board.save_file(texts, folder / "texts")
+        part(name, folder)
+    monkeypatch.setattr(board, "run", run)
+    return board.Text(windows=2, draws=2, seed=5)
+
+
+@pytest.mark.parametrize("name", ["kivi", "antkv", pytest.param("skvq", marks=pytest.mark.whole)])
+def test_the_board_measures_what_the_table_says(name, board_text, monkeypatch):
+    """From codes and rows that came through files. Rows are rounded to 16 bits there; anchors' scores are not held."""
+    monkeypatch.setattr(board, "BITS", (2,))
+    row, = board_text.measured(name)
+    want = eval_ppl.compare(name, bits=2, windows=2, calib_windows=2, draws=2, seed=5, context=1024)[-1]
+    assert row["bits_true"] == pytest.approx(want["bits_true"], rel=0.02)
+    for got, true in zip(row["window_kl"], want["window_kl"], strict=True):
+        assert got == pytest.approx(true, rel=0.01)
+
+
+def test_rows_that_a_codec_hides_are_lost(tmp_path, board_text):
+    (tmp_path / "method.py").write_text(HIDDEN, encoding="utf-8")
+    with pytest.raises(RuntimeError, match="Sizes"):  # the second process never saw these rows
+        board_text.measured(f"{tmp_path / 'method.py'}:Mine")
+
+
+@pytest.mark.skipif(confine.landlock() < 1, reason="needs Landlock")
+def test_a_forged_figure_changes_nothing(tmp_path):
+    """Through the confined processes. What a file replaces is replaced in its own process."""
+    text, found = board.Text(windows=1, draws=1, seed=5), {}
+    for student, source in (("honest", "from tinykv.methods.kivi import KIVI as Mine"), ("forged", FORGED)):
+        (tmp_path / f"{student}.py").write_text(source, encoding="utf-8")
+        found[student] = text.measured(f"{tmp_path / student}.py:Mine")
+    assert found["forged"] == found["honest"]
+    assert 0 < found["honest"][1]["kld"] < found["honest"][0]["kld"]
+    (tmp_path / "reads.py").write_text(f"open({str(tmp_path.parent / 'x')!r})", encoding="utf-8")
+    with pytest.raises(UserError, match="encode: .*Permission denied|encode: .*No such file"):
+        text.measured(f"{tmp_path / 'reads.py'}:Mine")
 
 
 def test_ranks_of_the_board_are_shared_where_the_paired_error_cannot_tell():

@@ -140,7 +140,7 @@ ARROWS = {
              "outlier", "plots", "prefixes", "weights"},
     "analysis/": {"", "cache", "calibrate", "cli", "codecs", "data", "evaluate", "files", "hf", "methods", "plots",
                   "tracing", "weights"},
-    "course/": {"", "cli", "files", "hf", "methods"},
+    "course/": {"", "cache", "calibrate", "cli", "data", "evaluate", "files", "hf", "methods", "run"},
 }
 
 

@@ -140,7 +140,7 @@ CODECS = [f"{FORMATS} --bits 8 --scheme nvfp", f"{FORMATS} --bits 8 --scheme ggm
             for on in ("off", "on")),
           f"{FORMATS} --k-bits 4 --v-bits 16 --scheme nvfp", f"{FORMATS} --k-bits 16 --v-bits 4 --scheme nvfp",
           "kivi --bits 4 --group-size 64",
-          *(f"{TURBOQUANT} --bits {bits}" for bits in (4, 3, 2)), f"{TURBOQUANT} --bits 4 --qjl on", "kivi --bits 2"]
+          *(f"{TURBOQUANT} --bits {bits}" for bits in (4, 3)), f"{TURBOQUANT} --bits 4 --qjl on"]
 
 # The data: {model: {row: {"bits": true bits, "nll": [[loss of each window] of each draw], "kl": the same}}}
 
