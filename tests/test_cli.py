@@ -600,6 +600,7 @@ def test_a_misspelt_keyword_is_told_what_it_may_have_been():
 def test_a_notebook_shows_rows_as_tables_and_draws_them():
     rows = eval_ppl.compare("rtn", bits=[2, 4], vs="fp16", context=32, windows=2, calib_windows=2)
     html = rows._repr_html_()
+    assert rows.plot()._repr_png_().startswith(b"\x89PNG")
     first, second = re.findall("<table>(<tr>.*?)</table>", html)
     for table, printed in ((first, repr(rows).split("\n\n")[1]), (second, repr(rows).split("\n\n")[2])):
         cells = [re.findall("<td>(.*?)</td>", line) for line in re.findall("<tr>(.*?)</tr>", table)]

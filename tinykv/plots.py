@@ -1,9 +1,11 @@
 """What the figures share.
 
-Figures are made without pyplot, so the backend of a notebook stays as it is; after `%matplotlib inline` a notebook
-shows a Figure that is the last line of a cell. Lines differ in marker as well as in colour, and all eyes can tell the
-colours apart.
+Figures are made without pyplot, so the backend of a notebook stays as it is; it shows a Figure that is the last line of
+a cell. Lines differ in marker as well as in colour, and all eyes can tell the colours apart.
 """
+import io
+from functools import partial
+
 import torch
 
 from tinykv import files
@@ -24,12 +26,19 @@ def new_figure(rows, columns, width, height, title=None):
     """
     from matplotlib.figure import Figure  # only now: nothing else needs matplotlib
     figure = Figure(figsize=(width, height), layout="constrained")
+    figure._repr_png_ = partial(png, figure)  # a notebook asks for it
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize="large")
     panels = figure.subplots(rows, columns, squeeze=False)
     for panel in panels.flat:
         panel.grid(alpha=0.3)
     return figure, list(panels.flat)
+
+
+def png(figure):
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def save(figure, path):
