@@ -67,7 +67,7 @@ class Cache:
         self.stored = {}  # {(layer, "k" or "v"): codes, where the kept rows are, the kept rows}
         self.outputs = []  # each layer's, (B, T, channels of a layer's output)
 
-    def update(self, layer, q, k, v, positions):  # k, v (B, Hkv, T, d)
+    def update(self, layer, q, k, v, seen):  # k, v (B, Hkv, T, d)
         kept = torch.zeros(k.shape[:3], dtype=torch.bool)  # (B, Hkv, T)
         self.method(self, layer, kept)  # Keep
         self.write(layer, "k", k, kept)  # Code
@@ -93,7 +93,6 @@ class Cache:
 
     def expect(self, tokens):  # a text's tokens that it does not hold, and how many it does
         return tokens, 0
-
 
     def bits(self):  # of a number: codes, and of a kept token 16 bits a number, and 4 bytes for its position
         held = sum(c.nbytes + rows.nbytes + 4 * len(rows) / c.shape[1] for c, _, rows in self.stored.values())

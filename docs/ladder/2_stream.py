@@ -76,9 +76,9 @@ class Cache:
         self.kept = {}  # {(layer, "k" or "v"): where the kept rows are, the kept rows}
         self.length = 0  # NEW: S
 
-    def update(self, layer, q, k, v, positions):  # k, v (B, Hkv, T, d)
+    def update(self, layer, q, k, v, seen):  # k, v (B, Hkv, T, d), after `seen` others
         # NEW: new tokens join the recent ones, their keys with their positions (RoPE)
-        self.append(layer, "k", self.rope.rotate(k.half(), positions))
+        self.append(layer, "k", self.rope.rotate(k.half(), seen))
         self.append(layer, "v", v.half())
         # NEW: attention reads before anything is quantized
         K, V = self.read(layer, "k"), self.read(layer, "v")  # (B, Hkv, S, d) both

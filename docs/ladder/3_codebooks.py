@@ -70,7 +70,7 @@ class Cache:
         self.rope, self.method, self.codebooks = rope, method, codebooks  # {(layer, "k" or "v"): (slots, 256, n)}
         self.stored = {}  # {(layer, "k" or "v"): codes, where the kept rows are, the kept rows}
 
-    def update(self, layer, q, k, v, positions):  # q (B, H, T, d), k, v (B, Hkv, T, d)
+    def update(self, layer, q, k, v, seen):  # q (B, H, T, d), k, v (B, Hkv, T, d)
         kept = torch.zeros(2, *k.shape[:3], dtype=torch.bool)  # (2, B, Hkv, T)
         self.method(self.rope.rotate(q), self.rope.rotate(k.half().float()), kept)  # Keep
         self.write(layer, "k", k, kept[0])  # Code
