@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.cli import Parser, one_line, print_columns
+from tinykv.cli import Parser, bar, check_counts, one_line, print_columns
 from tinykv.course.assignments import ROOT
 from tinykv.course.confine import confine
 from tinykv.course.grade import confined_environment
@@ -50,6 +50,7 @@ def main():
     p = parser()
     args = p.parse_args()
     with one_line(p):
+        check_counts(args, 1, "windows", "draws")
         files = sorted(args.folder.glob("*/method.py"))
         if not files:
             raise UserError(f"there is no */method.py in {args.folder}")
@@ -57,7 +58,7 @@ def main():
         entries = [(f"({name})", name) for name in BASELINES]
         entries += [(file.parent.name, f"{file.resolve()}:Mine") for file in files]
         board, out = [], []
-        for student, name in entries:
+        for student, name in bar(entries, "measuring", unit="method"):
             try:
                 rows = [row for row in text.measured(name) if row["bits_true"] <= args.budget]
                 if not rows:
