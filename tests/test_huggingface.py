@@ -4,6 +4,7 @@ import doctest
 import functools
 import re
 import sys
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from unittest.mock import Mock
@@ -29,10 +30,12 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_
 QUICK = ("kvsink", "antkv", "intactkv", "kivi")  # what the others need, these need, too
 
 
+NAME = "cache" if "cache" in signature(transformers.LlamaModel.forward).parameters else "past_key_values"
+
+
 def generate(theirs, tokens, cache=None, **settings):
     """Greedily. Without a mask, transformers takes every pad_token_id for padding."""
-    return theirs.generate(tokens, **{"attention_mask": torch.ones_like(tokens), "past_key_values": cache, **GREEDY,
-                                      **settings})
+    return theirs.generate(tokens, **{"attention_mask": torch.ones_like(tokens), NAME: cache, **GREEDY, **settings})
 
 
 @functools.cache

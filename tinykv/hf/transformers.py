@@ -26,6 +26,7 @@ class MethodCache(Cache):
     as of `KVCache`. transformers hands its cache keys after RoPE, and neither queries nor a layer's output; hooks on
     the model catch what is missing.
     """
+    is_linear, is_croppable = [False], False  # what `generate` asks: it is attention's, and no token can be taken out
 
     def __init__(self, model, method, protocol="stream", prompt=None):
         if not (isinstance(model, GenerationMixin) and getattr(method, "codecs", None)):
@@ -52,7 +53,8 @@ class MethodCache(Cache):
         """Before a forward: the arguments that it is given -> those that it gets. UserError for what the cache cannot
         serve."""
         self.reading, self.fresh = False, {}
-        if kwargs.get("past_key_values") is not self:
+        name = "cache" if "cache" in kwargs else "past_key_values"  # transformers renamed it in 5.24
+        if kwargs.get(name) is not self:
             return None
         tokens, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if kwargs.get("use_cache") is False:
