@@ -16,6 +16,7 @@ from planted import CONFIG, L, Planted, changed, d, few_tries, flat, random_rows
 from tinykv import UserError
 from tinykv.calibrate import calibrate, check_window, record, stored
 from tinykv.codecs import clipped, codebook, nonuniform
+from tinykv.methods.intactkv import Prefix
 from tinykv.methods.kvquant import KVQuant
 from tinykv.methods.registry import METHODS
 from tinykv.methods.rtn import RTN
@@ -121,6 +122,17 @@ def test_kept_tokens_are_not_learned_from(cls, options):
         calibrate(model, method, model.windows())
         learned.append(tables(method))
     assert learned[0] and same(*learned[:2]) and not same(learned[0], learned[2])
+
+
+def test_of_a_prefix_nothing_is_learned():
+    """Its rows stand before a window's; a codec is shown the window, of which nothing is kept."""
+    model, windows = model_of(2), tokens_of(2, 10)
+    method = METHODS["intactkv"](model.config, Prefix("three tokens", [1, 2, 3]), 2, 2)
+    method.prefix.fill(model, model)
+    shown, plain = (list(recorded(model, one, windows)) for one in (method, METHODS["rtn"](model.config)))
+    for (_, kind, rows, kept, _), (_, _, of_window, _, _) in zip(shown, plain, strict=True):
+        assert rows.shape == of_window.shape and kept.shape == rows.shape[:2] and not kept.any()
+        assert kind == "k" or torch.equal(rows, of_window)  # its keys are rotated here
 
 
 # ---- what cannot be learned from

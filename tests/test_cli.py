@@ -413,6 +413,16 @@ def test_calibration_sees_no_text_of_the_test(command, monkeypatch, tmp_path):
         assert command(*words, *more)[0] == 0
 
 
+def test_the_text_that_weights_see_is_known_by_all_of_its_windows(one_layer):
+    tokenizer, labels = hf.load(one_layer)[1], set()
+    for n in 1, 2, None:
+        args = SimpleNamespace(data="tales", calib_data=None, calib_windows=n, seed=0, bos="auto")
+        windows, label = cli.calibration_text(args, tokenizer, 64, "cpu", None, most=40)
+        assert len(windows) == (n or 40)
+        labels.add(label)
+    assert len(labels) == 3
+
+
 @pytest.mark.parametrize("words, named", [
     ("--choose always", ["--choose", "--prompt"]), ("--prompt 32", ["--prompt 32", "shorter than a window, 32"]),
     ("--method intactkv --prefix docs/prompt.txt --prompt 9 --context 64", ["the prefix", "tokens"]),

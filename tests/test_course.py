@@ -457,6 +457,8 @@ def board_text(monkeypatch):
     """The board's text, on which files run in this process."""
     def run(part, name, folder, texts):
         folder.mkdir(exist_ok=True)
+        if part is board.decode:
+            assert not texts.keys() - {"calibration"} and not [*folder.glob("[!c]*")]  # of the test only its codes
         board.save_file(texts, folder / "texts")
         part(name, folder)
     monkeypatch.setattr(board, "run", run)
