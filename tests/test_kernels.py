@@ -516,6 +516,18 @@ def test_small_values_behind_a_sink(bits, monkeypatch):
     assert (out - want).norm() < 0.01 * want.norm()
 
 
+def test_scores_that_are_all_far_below_zero():
+    """e**-400 is 0 in fp32; what counts is how far a score is from the largest one."""
+    layer = layer_of(Plain("exact", "exact", 1, 32, block=90), 1, 32, 1, 100, 1)
+    layer.keys.codes.packed.fill_(2.0).add_(torch.randn(90, 1) / 8)
+    layer.keys.recent.fill_(2.0)
+    q = torch.full((1, 1, 1, 32), -35.0)
+    _, out, lse, _ = layer.attended(q)
+    assert lse.max() < -300
+    for got, want in zip((out, lse), expected(q, layer)):
+        near(got, want)
+
+
 def test_the_torch_lines_are_the_kernels():
     """attend_lines piece by piece, then merge_lines, are the oracle's output; so are rotated_lines its scores."""
     layer = layer_of(Plain("exact", "exact", 2, 32, block=90, kept={"v": [[2, 50]]}), 2, 32, 1, 100, 5)
