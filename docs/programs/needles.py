@@ -7,13 +7,13 @@
 Every window of so many tokens is a piece of the text with five facts strewn among its sentences, "The secret number of
 Oslo is 482.", and ends with the same five in another order, their numbers marked as answers.
 """
-import argparse
 import random
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tinykv import hf
+from tinykv import UserError, files, hf
+from tinykv.cli import Parser, check_counts, one_line
 
 CITIES = ("Amsterdam Berlin Cairo Dublin Florence Geneva Helsinki Istanbul Jakarta Kyoto Lisbon Madrid Nairobi Oslo "
           "Prague Quito Rome Seoul Tokyo Vienna").split()
@@ -45,20 +45,28 @@ def window(sentences, draw, n_tokens, context, facts=5):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(prog="python docs/programs/needles.py", description=__doc__)
     p.add_argument("--model", metavar="DIR", required=True, help="whose tokens are counted")
     p.add_argument("--text", metavar="FILE", required=True, help="its second half is what the facts are strewn in")
-    p.add_argument("--out", metavar="FILE", required=True)
-    p.add_argument("--context", type=int, default=384)
-    p.add_argument("--windows", type=int, default=20)
+    p.add_argument("--out", metavar="FILE", required=True, type=Path)
+    p.add_argument("--context", type=int, default=384, help="tokens of a window (default: 384)")
+    p.add_argument("--windows", type=int, default=20, help="(default: 20)")
     args = p.parse_args()
-    tokenizer = hf.load_tokenizer(args.model, hf.load_config(args.model))
-    text = Path(args.text).read_text(encoding="utf-8")
-    lines = [line.strip() for line in text[len(text) // 2:].splitlines() if len(line) > 200]
-    sentences = (sentence + ". " for line in lines for sentence in line.split(" . "))
-    draw = random.Random(0)
-    windows = [window(sentences, draw, lambda t: len(tokenizer.encode(t)), args.context) for _ in range(args.windows)]
-    Path(args.out).write_text("\n".join(windows), encoding="utf-8")
+    with one_line(p):
+        check_counts(args, 256, "context")
+        check_counts(args, 1, "windows")
+        tokenizer = hf.load_tokenizer(args.model, hf.load_config(args.model))
+        text = files.read_text(args.text)
+        lines = [line.strip() for line in text[len(text) // 2:].splitlines() if len(line) > 200]
+        sentences = (sentence + ". " for line in lines for sentence in line.split(" . "))
+        draw = random.Random(0)
+        try:
+            found = [window(sentences, draw, lambda t: len(tokenizer.encode(t)), args.context)
+                     for _ in range(args.windows)]
+        except StopIteration:
+            raise UserError(f"{args.text} has sentences for less than {args.windows} windows; give a longer "
+                            "text") from None
+        files.write(args.out, lambda part: part.write_text("\n".join(found), encoding="utf-8"))
 
 
 if __name__ == "__main__":
