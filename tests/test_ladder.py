@@ -45,8 +45,17 @@ def test_stream(monkeypatch, capsys):
 @pytest.mark.whole  # seconds of k-means
 def test_codebooks(monkeypatch, capsys):
     """Without weights in k-means, which need gradients."""
-    assert printed("3_codebooks.py", 2, monkeypatch, capsys) == measured(
-        "fp16,cq,antkv", windows=2, sensitivity="none")[1:]
+    assert printed("3_codebooks.py", 2, monkeypatch, capsys, 3) == measured(
+        "fp16,cq,antkv", 3, windows=2, sensitivity="none")[1:]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("page", ["2_stream.py", "3_codebooks.py"])
+def test_a_page_says_what_it_prints(page, monkeypatch, capsys):
+    said = (ROOT / "docs/ladder" / page).read_text().split('"""')[1]
+    lines = printed(page, 16, monkeypatch, capsys, 3)[-2:]
+    figures = {number for line in lines for number in line[1:] if re.match(r"\d+\.\d+", number)}
+    assert figures == set(re.findall(r"\d+\.\d+", said)) - {"8.178"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -39,8 +39,8 @@ def decode(codes, scale, zero):  # codes (B, Hkv, T, d/4) -> numbers (B, Hkv, T,
     return scale * code + zero
 
 
-# Keep: a method marks the tokens of a layer that stay in 16 bits. kept (B, Hkv, T): all False before. What is worth it?
-# A sink: heads attend to it when they look for nothing, as its value is nearly 0, and none of the four levels is
+# Keep: a method marks the tokens of a layer that stay in 16 bits, in kept (B, Hkv, T), all False before. Sinks are
+# worth it: heads attend to one if they look for nothing, as its value is nearly 0, and none of the four levels is
 def fp16(cache, layer, kept):  # all
     kept[:] = True
 
@@ -72,7 +72,7 @@ class Cache:
         self.method(self, layer, kept)  # Keep
         self.write(layer, "k", k, kept)  # Code
         self.write(layer, "v", v, kept)
-        # attention reads what is stored, also of a query's own token
+        # attention reads what is stored, even of the token that asks
         K, V = self.read(layer, "k"), self.read(layer, "v")  # (B, Hkv, T, d) both
         return self.rope.rotate(K), V  # RoPE gives keys their positions
 
@@ -91,10 +91,10 @@ class Cache:
     def observe(self, layer, output):  # the model shows it each layer's output
         self.outputs.append(output)
 
-    def expect(self, tokens):  # a text's tokens that it does not hold, and how many it does
+    def expect(self, tokens):  # the model asks: which of a text's tokens are new, and how many does it hold?
         return tokens, 0
 
-    def bits(self):  # of a number: codes, and of a kept token 16 bits a number, and 4 bytes for its position
+    def bits(self):  # of a number: codes, kept rows in 16 bits, and 4 bytes for a kept token's position, in all heads
         held = sum(c.nbytes + rows.nbytes + 4 * len(rows) / c.shape[1] for c, _, rows in self.stored.values())
         return 8 * held / sum(4 * c.numel() for c, _, _ in self.stored.values())  # c: codes, four numbers in a byte
 

@@ -5,7 +5,7 @@
 
 Code: neighbouring channels depend on each other. So n = 8 of them share one code, which says which of 256 vectors comes
 nearest to them. The vectors, a codebook, come from k-means on other texts. Keep: the tokens whose error would change
-the output of attention most.
+the output of attention most. It prints perplexity, and bits of a number: cq 8.662 and 1.00, antkv 8.442 and 1.19.
 
 Shapes: B texts, T tokens each, H query heads, Hkv heads of keys and values, d channels, slots = Hkv * d/n codebooks.
 """
@@ -55,7 +55,8 @@ def antkv(q, K, kept):  # NEW: the anchors, 1% of the tokens
     scores = q @ K.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, T)
     later = torch.ones_like(scores, dtype=torch.bool).triu(1)  # keys that come after the query
     A = scores.masked_fill(later, -torch.inf).softmax(-1)  # (B, H, T, T)
-    # Eq. 5: what an error of each key, and of each value, does to the output of all queries
+    # AnTKV, Eq. 5: how far an error of each key, and of each value, moves the outputs of all queries. A value's error
+    # is added A times; a key's moves its score by up to |q| times as much, and A by A (1 - A) of that
     of_key = (A * (1 - A) * q.norm(dim=-1, keepdim=True)).sum(2)  # (B, H, T)
     of_value = A.sum(2)  # (B, H, T)
     # the largest of each
@@ -75,7 +76,7 @@ class Cache:
         self.method(self.rope.rotate(q), self.rope.rotate(k.half().float()), kept)  # Keep
         self.write(layer, "k", k, kept[0])  # Code
         self.write(layer, "v", v, kept[1])
-        # attention reads what is stored, also of a query's own token
+        # attention reads what is stored, even of the token that asks
         K, V = self.read(layer, "k"), self.read(layer, "v")  # (B, Hkv, T, d) both
         return self.rope.rotate(K), V  # RoPE gives keys their positions
 
@@ -94,8 +95,12 @@ class Cache:
     def observe(self, layer, output):  # the model shows it each layer's output
         pass
 
-    def expect(self, tokens):  # a text's tokens that it does not hold, and how many it does
+    def expect(self, tokens):  # the model asks: which of a text's tokens are new, and how many does it hold?
         return tokens, 0
+
+    def bits(self):  # of a number. NEW: a kept row has 4 bytes for its position, and 4 for its score in a longer text
+        held = sum(codes.nbytes + rows.nbytes + 8 * len(rows) for codes, _, rows in self.stored.values())
+        return 8 * held / sum(n * codes.numel() for codes, _, _ in self.stored.values())  # a code: n numbers
 
 
 class Exact(Cache):  # holds the texts of the calibration as they are
@@ -120,6 +125,7 @@ for (layer, kind), x in exact.stored.items():
     points = vectors(x.half().float())  # (slots, B * T, n): what would be coded
     codebooks[layer, kind] = kmeans(points, 256, tolerance=1e-3).half().float()  # (slots, 256, n)
 for method in (cq, antkv):
-    logits = model(test, Cache(model.rope, method, codebooks))  # (B, T, vocabulary)
+    cache = Cache(model.rope, method, codebooks)
+    logits = model(test, cache)  # (B, T, vocabulary)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), test[:, 1:].flatten())
-    print(f"{method.__name__:8} {loss.exp():7.3f}")
+    print(f"{method.__name__:8} {loss.exp():7.3f} {cache.bits():6.2f}")
