@@ -9,7 +9,7 @@ import torch
 from tinykv import UserError, hf
 from tinykv.data import load_windows
 from tinykv.data.stories import SPLITS, stories
-from tinykv.data.windows import answers_in_windows, read_documents
+from tinykv.data.windows import answers_in_windows, read_documents, share_text
 from tinykv.hf import EMBEDDED
 
 
@@ -216,3 +216,9 @@ def test_a_file_marks_its_answers(tmp_path, context):
         if begin // context == (start + 2) // context:
             wanted[begin // context].append((start % context, start % context + 3))
     assert [wanted[cut.index(text)] for text in texts] == windows.answers
+
+
+def test_windows_share_text_up_to_their_last_token():
+    a = torch.arange(40)[None]
+    b = torch.cat([torch.arange(100, 108), torch.arange(8, 40)])[None]
+    assert share_text(a, b) and not share_text(a[:, :-1], b)  # 32 tokens in common, then 31

@@ -15,7 +15,17 @@ from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.data import Windows
-from tinykv.evaluate import FAR, Result, add_predictions, delta_error, measure, p_value, paired, standard_error
+from tinykv.evaluate import (
+    FAR,
+    Result,
+    add_predictions,
+    delta_error,
+    kept_tokens,
+    measure,
+    p_value,
+    paired,
+    standard_error,
+)
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons, flags
@@ -491,3 +501,8 @@ def test_a_method_runs_on_the_model_that_it_was_made_for_and_calibrated_on(one_l
         for use in (KVCache, partial(measure, windows=windows, fp16=exact)):
             with pytest.raises(UserError, match=said):
                 use(on, one)
+
+
+def test_a_token_that_is_repeated_is_kept_once():
+    """A head that keeps fewer tokens than others names one again."""
+    assert kept_tokens(SimpleNamespace(kept_positions=torch.tensor([[[4, 4, 4], [1, 2, 3]]]))) == 2

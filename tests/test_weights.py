@@ -594,6 +594,25 @@ def output_errors(model, windows, *quantizers):
             for q in quantizers]
 
 
+@torch.no_grad()
+def test_omniquants_scales_begin_at_inputs_over_weights():
+    """The square root of both, of each channel's largest, in which every linear layer that reads it has its part."""
+    model = tiny()
+    block, h = model.model["layers"][0], model.model["embed_tokens"](text(3))
+    attn, mlp = block.self_attn, block.mlp
+    for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        getattr(attn, name).weight[0, i] = 50.0 + i
+    for i, name in enumerate(("gate_proj", "up_proj")):
+        getattr(mlp, name).weight[0, i] = 60.0 + i
+    found = OmniQuant(3).first_scales(block, BlockRunner(model), h)
+    x = block.input_layernorm(h)
+    y = block.post_attention_layernorm(h + BlockRunner(model)(attn, x))
+    for name, inputs, n in (("attention", x, 3), ("mlp", y, 2)):
+        for i in range(n):
+            largest = (50.0 if n == 3 else 60.0) + i
+            assert found[name][i].exp().item() == pytest.approx((inputs[..., i].abs().max() / largest).sqrt().item())
+
+
 def test_omniquant_imitates_the_full_model_from_what_the_quantized_blocks_before_give():
     model, seen = tiny(), []
     block, full = copy.deepcopy(model.model["layers"][0]), model.model["embed_tokens"](text(3))

@@ -71,10 +71,10 @@ CLAIMS = {
         Claim("found tokens, integer zero point", "kvsink", "pfn", "--bits {bits} --formula integer-zero", "-",
               "Eq. 10-13"),
         Claim("another zero point, not other tokens", "pfn --formula integer-zero", "kvsink", "--bits {bits}"),
-        Claim("first tokens, only values", "pfn", "rtn", "--k-bits 16 --v-bits {bits}", "-", "Figure 9"),
-        Claim("found tokens, only values", "kvsink", "pfn", "--k-bits 16 --v-bits {bits}", "-", "Figure 9"),
-        Claim("first tokens, only keys", "pfn", "rtn", "--k-bits {bits} --v-bits 16", "-", "Figure 9"),
-        Claim("found tokens, only keys", "kvsink", "pfn", "--k-bits {bits} --v-bits 16", "-", "Figure 9"),
+        Claim("first tokens, only values", "pfn", "rtn", "--k-bits 16 --v-bits {bits}"),
+        Claim("found tokens, only values", "kvsink", "pfn", "--k-bits 16 --v-bits {bits}"),
+        Claim("first tokens, only keys", "pfn", "rtn", "--k-bits {bits} --v-bits 16"),
+        Claim("found tokens, only keys", "kvsink", "pfn", "--k-bits {bits} --v-bits 16"),
         Claim("first tokens after a prompt", "pfn", "rtn", "--bits {bits} --prompt 128", "-", "Algorithm 1"),
         Claim("found tokens after a prompt", "kvsink", "pfn", "--bits {bits} --prompt 128", "-", "Algorithm 1"),
         Claim("one found token is not enough", "kvsink --preserve 1", "kvsink", "--bits {bits}"),
@@ -112,10 +112,11 @@ CLAIMS = {
         Claim("anchors, 5%", "antkv --anchors 5%", "antkv --anchors 0", "{codebook} --recent 0", "-",
               "AnTKV, Figure 11")],
     "IntactKV": [
-        *(Claim(f"exact BOS, {name.upper()} weights", "intactkv", "fp16", f"--weights {name} --w-bits 3", "-",
-                "Tables 1, 7") for name in ("rtn", "awq", "gptq")),
+        *(Claim(f"exact BOS, {name.upper()} weights", "intactkv", "fp16", f"--weights {name} --w-bits 3", "-", where)
+          for name, where in (("rtn", "Table 6"), ("awq", "Tables 1, 7"), ("gptq", "the released code"))),
         *(Claim(f"exact BOS, the cache in {bits} bits", "intactkv", "rtn",
-                f"--scheme token-dynamic --formula integer-zero --bits {bits}", "-", "Figure 4") for bits in (3, 4))],
+                f"--scheme token-dynamic --formula integer-zero --bits {bits}", "-", "Figure 4, with rounded weights")
+          for bits in (3, 4))],
 }
 # in no claim: the rows of the figure, {label: rows}
 FORMATS, TURBOQUANT = "docs/formats.py:Formats", "docs/turboquant.py:TurboQuant"
