@@ -56,8 +56,9 @@ def kivi(cache, layer, kept):  # none
     pass
 
 
-def ott(cache, layer, kept):  # NEW: the smallest keys so far: where a channel is large in all others, they are near 0,
-    # and widen its grid. One that others displace stays in 16 bits, too; OTT allows 32 of these, here there are fewer
+def ott(cache, layer, kept):  # NEW: the tokens with the smallest keys so far
+    # where a channel is large in all other keys, theirs is near 0 and widens the grid. A token that others displace
+    # stays in 16 bits, too; OTT allows 32 of these, here there are fewer
     if layer >= 2:  # the first two layers have no keys of this kind
         keys = cache.read(layer, "k")[:, :, :kept.shape[2]]  # (B, Hkv, C, d)
         rival = kept.clone()  # (B, Hkv, C): the kept ones, and the block that is about to be quantized

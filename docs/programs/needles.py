@@ -64,7 +64,7 @@ def main():
             found = [window(sentences, draw, lambda t: len(tokenizer.encode(t)), args.context)
                      for _ in range(args.windows)]
         except StopIteration:
-            raise UserError(f"{args.text} has sentences for less than {args.windows} windows; give a longer "
+            raise UserError(f"{args.text} has sentences for fewer than {args.windows} windows; give a longer "
                             "text") from None
         files.write(args.out, lambda part: part.write_text("\n".join(found), encoding="utf-8"))
 

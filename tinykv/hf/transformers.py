@@ -53,8 +53,7 @@ class MethodCache(Cache):
         """Before a forward: the arguments that it is given -> those that it gets. UserError for what the cache cannot
         serve."""
         self.reading, self.fresh = False, {}
-        name = "cache" if "cache" in kwargs else "past_key_values"  # transformers renamed it in 5.24
-        if kwargs.get(name) is not self:
+        if self not in (kwargs.get("cache"), kwargs.get("past_key_values")):  # since transformers 5.24, and before
             return None
         tokens, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if kwargs.get("use_cache") is False:
