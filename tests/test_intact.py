@@ -355,22 +355,25 @@ def test_what_was_trained_is_what_is_evaluated(training, evaluating, tmp_path):
     assert "another model" in refused(evaluating, *words, "--weights", "rtn", "--w-bits", 2, "--dtype", "bf16")
 
 
-def test_the_full_precision_models_own_values_are_what_it_is_trained_for(training, monkeypatch, tmp_path):
-    """awq folds scales into the values where each query head has its own KV head; only the quantized model has them."""
+def test_the_rows_of_each_model_are_its_own(training, monkeypatch, tmp_path):
+    """awq folds scales into the values where each query head has its own KV head; only the quantized model has them.
+    They are in what "none" reads, and not in what is trained for."""
     torch.manual_seed(0)
     hf.save(Llama(LlamaConfig(1024, 16, 24, 2, 2, 2, 8, 128)), EMBEDDED / "tokenizer.model", tmp_path / "model")
     given = []
-    monkeypatch.setattr(train_intact, "train", lambda full, quantized, texts, exact, state, args: given.append(exact))
+    monkeypatch.setattr(train_intact, "train", lambda *_: None)
+    monkeypatch.setattr(train_intact, "mean_loss", lambda *words: given.append(words) or 0.0)
     assert training("--model", tmp_path / "model", "--weights", "awq", "--calib-windows", 1)[0] == 0
-    full, tokenizer = hf.load(tmp_path / "model")
-    method = FP16(full.config)
-    method.rope = "pre"
-    cache = KVCache(full, method)
-    logits(full, torch.tensor([[tokenizer.bos_id]]), cache)
-    (keys, values), = given
-    for layer in cache.layers:
-        assert torch.equal(keys[layer.layer], layer.keys.recent[0].float())
-        assert torch.equal(values[layer.layer], layer.values.recent[0].float())
+    full, quantized, _, exact, none, _ = given[0]
+    tokenizer = hf.load_tokenizer(tmp_path / "model", full.config)
+    for model, rows in ((full, exact), (quantized, none)):
+        method = FP16(full.config)
+        method.rope = "pre"
+        cache = KVCache(model, method)
+        logits(model, torch.tensor([[tokenizer.bos_id]]), cache)
+        for layer in cache.layers:
+            assert torch.equal(rows[0][layer.layer], layer.keys.recent[0].float())
+            assert torch.equal(rows[1][layer.layer], layer.values.recent[0].float())
 
 
 def test_an_update_is_a_step_of_adam(tmp_path):
