@@ -7,6 +7,7 @@ every method makes of all texts stands beside it.
 """
 import base64
 import gzip
+import inspect
 import json
 import math
 from pathlib import Path
@@ -185,7 +186,8 @@ def content(model, tokenizer, texts, calibration):
         "bounds": {kind: [*bounds[kind], LEVELS[kind]] for kind in "kv"}, "all": found,
         "pieces": [tokenizer.decode([t]) for t in pieces], "answer": [tokenizer.decode([t]) for t in words],
         "texts": len(texts.tokens), "answers": sum(map(len, texts.answers)), "refused": refused,
-        "about": {label: by_bits[min(by_bits)].describe() for label, by_bits in methods.items()}}
+        "about": {label: by_bits[min(by_bits)].describe() for label, by_bits in methods.items()},
+        "what": {label: inspect.getmodule(METHODS[name]).__doc__.splitlines()[0] for label, (name, _) in SHOWN.items()}}
 
 
 def shown_rows(cache, layer, head):
