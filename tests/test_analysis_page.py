@@ -21,7 +21,7 @@ from tinykv.model import Llama, LlamaConfig
 
 T, BROWSER = 44, shutil.which("chromium") or shutil.which("chromium-browser")
 LENGTHS, AT = [T, 39], {0: (30, 32), 1: (38, 39)}  # of two texts: tokens, and where their answers are
-FEW = {name: page.SHOWN[name] for name in ("rtn", "rtn, 0 a level", "pfn", "kvsink", "kivi", "intactkv")}
+FEW = {name: page.SHOWN[name] for name in ("rtn", "rtn, a level at 0", "pfn", "kvsink", "kivi", "intactkv")}
 FEW["kvsink"] = ("kvsink", {"emergence_layer": 0, "outlier_channel": 3})
 
 
@@ -158,7 +158,7 @@ def test_the_text_is_the_one_that_kvsink_helps_most():
 
 def test_levels_are_those_of_the_formula(made):
     _, content, methods = made
-    for label in ("rtn", "rtn, 0 a level"):
+    for label in ("rtn", "rtn, a level at 0"):
         codec = methods[label][3].codecs[content["layer"]].v
         s, z = codec.scale[content["head"]].item(), codec.zero[content["head"]].item()
         expected = [s * q + z if label == "rtn" else s * (q - z) for q in range(8)]

@@ -34,7 +34,7 @@ LEVELS = {"k": 120, "v": 500}  # steps between the smallest and the largest numb
 TEMPLATE = Path(__file__).with_name("page.html")
 GROUPS = {"recent": BLOCK, "group_size": BLOCK}
 SHOWN = {  # what the page calls a method: its name, its settings
-    "rtn": ("rtn", {}), "rtn, 0 a level": ("rtn", {"formula": "integer-zero"}), "pfn": ("pfn", {}),
+    "rtn": ("rtn", {}), "rtn, a level at 0": ("rtn", {"formula": "integer-zero"}), "pfn": ("pfn", {}),
     "kvsink": ("kvsink", {}), "kivi": ("kivi", GROUPS), "ott": ("ott", GROUPS), "skvq": ("skvq", {"recent": BLOCK}),
     "intactkv": ("intactkv", {}), "kvquant": ("kvquant", {}), "cq": ("cq", {}), "antkv": ("antkv", {"recent": BLOCK})}
 
