@@ -87,7 +87,7 @@ def test_kvsink_is_shown_beside_what_it_is_compared_with(command):
 def test_the_heading_comes_before_calibration(command, monkeypatch):
     monkeypatch.setattr(eval_ppl, "calibrate_all", Mock(side_effect=UserError("stopped")))
     status, out, _ = command("--method", "pfn", *SMALL)
-    assert status == 2 and [line.split()[0] for line in out.splitlines()] == ["model", "data"]
+    assert status == 2 and [line.split()[0] for line in out.splitlines()] == ["model", "data", "tales"]  # not its text
 
 
 @pytest.mark.parametrize("seconds, said", [(5.9, None), (6.1, "about 2 minutes"), (45, "about 8 minutes")])
@@ -444,7 +444,8 @@ def test_the_text_that_weights_see_is_known_by_all_of_its_windows(one_layer):
     (f"--method fp16 --data {'x' * 5000}", ["xxx..."]), ("--method eval_ppl.py:Nothing", ["Nothing", "Method"]),
     ("--model no/folder", ["no/folder"]), ("--device cuda:9", ["cuda:9"]),
     ("--device gpu", ["'gpu'", "give cpu, cuda"]), ("--model ~/no/folder", [os.path.expanduser("~/no/folder")]),
-    ("--keep 5", ["did you mean --preserve?"]), ("pfn", ["did you mean --method pfn?"]), ("--version", ["--version;"]),
+    ("--keep 5", ["did you mean --preserve?"]), ("--group 7", ["mean --group-size?"]), ("--text x", ["mean --data?"]),
+    ("pfn", ["did you mean --method pfn?"]), ("--version", ["--version;"]),
     ("--method mine:Hundredth", ["did you mean mine.py:Hundredth?"]), ("--bos nonne", ["did you mean none?"]),
     ("--json no/such/folder/out.json --method fp16", ["no/such/folder"])])
 def test_bad_input_is_one_clear_line(command, monkeypatch, words, named):

@@ -42,5 +42,7 @@ def all_finite(what, numbers):
 
 def did_you_mean(word, words):
     """The end of a message about a misspelt word: "; did you mean kivi?", or "" if none is near."""
-    near = difflib.get_close_matches(str(word).lower(), words, n=1, cutoff=0.7)
+    word = str(word).lower()
+    near = ([other for other in words if len(word) > 3 and other.startswith(word)]
+            or difflib.get_close_matches(word, words, n=1, cutoff=0.7))
     return f"; did you mean {near[0]}?" if near else ""

@@ -55,7 +55,8 @@ class Parser(argparse.ArgumentParser):
     def said(self, message):
         """A message on one line, with what a misspelt flag, or choice, may have been."""
         flags = self._option_string_actions
-        near = [did_you_mean(word, flags) for word in re.findall(r"--[\w-]+", message) if word not in flags]
+        unknown = set(re.findall(r"--[\w-]+", message)) - {*flags, *self.meant}
+        near = [did_you_mean(word, flags) for word in sorted(unknown)]
         near += [f"; did you mean {mean}?" for word, mean in self.meant.items() if word in message.split()]
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             near.append(did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])))

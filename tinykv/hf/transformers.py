@@ -66,7 +66,8 @@ class MethodCache(Cache):
         T = new.shape[1]
         expected = torch.arange(seen, seen + T, device=tokens.device)[None]  # (1, T)
         if positions is not None and not (positions[:, -T:] == expected).all():
-            raise UserError("the position_ids are not 0, 1, 2, ...; leave them out")
+            raise UserError(f"the positions do not go on from the {seen} tokens that the cache holds; leave "
+                            "position_ids out, and `reset` the cache before another text")
         self.reading = True
         if "cache_position" in kwargs:  # until transformers 5.0
             kwargs["cache_position"] = expected[0]
@@ -93,8 +94,9 @@ class MethodCache(Cache):
             error = (self.inner.rope.rotate(k, seen) - keys).abs().max()
             if not error <= 2 ** -6 * keys.abs().max():  # more than what 16 bits round
                 raise UserError(f"the model computes other keys in layer {layer_idx} than its config and the layers "
-                                "that this cache watches; make the cache after the last change of the model, and leave "
-                                "its RoPE as the config says")
+                                "that this cache watches; make the cache after the last change of the model, leave "
+                                "its RoPE as the config says, and give a dtype to from_pretrained: model.to rounds "
+                                "RoPE, too")
         return self.inner.update(layer_idx, q, k, values, seen)
 
     def get_seq_length(self, layer_idx=0):

@@ -12,6 +12,8 @@ sinks are:
 Layers up to lE quantize every token: a prefill has stored their keys before S is known.
 
 Paper and practice.
+- The paper rounds with an integer zero point (Eq. 10-13), `formula="integer-zero"`. The default here is an offset, as
+  in the other methods; what there is to gain depends on it (docs/results.md).
 - lE and c come from the paper's Table 3 for the models in it, recognised by their config. It counts layers from 0, so
   lE = 1 is the second layer, and lists up to four channels, of which the method uses one: here the first. On any other
   model `outlier.py` looks for both on the calibration windows. If it finds no outlier, the first k tokens are kept, as

@@ -47,7 +47,7 @@ def parser(asked=(), about=None):
     comparisons.add_comparisons(p)
     cli.add_weights(parent, several=True)
     add_settings(parent, asked)
-    parent.meant = {"--keep": "--preserve", **{name: f"--method {name}" for name in METHODS}}
+    parent.meant = {"--keep": "--preserve", "--text": "--data", **{name: f"--method {name}" for name in METHODS}}
     return parent
 
 

@@ -14,7 +14,8 @@ from html import escape
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, cli, files
+from tinykv import UserError, cli, files, hf
+from tinykv.data.windows import VOCABULARIES
 from tinykv.evaluate import delta_error, mean, sum_of
 from tinykv.run import comparisons
 from tinykv.weights import weight_bytes
@@ -48,6 +49,8 @@ def print_heading(setup, model):
     print(f"model {args.model}: {parameters:,} parameters, {setup.dtype}, {setup.device}")
     print(f"data {args.data}: {args.windows} windows of {setup.context} tokens, "
           f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}", flush=True)
+    if args.data in VOCABULARIES and args.model != str(hf.EMBEDDED):
+        print(f"{args.data} was written for the embedded model; --data wikitext2 or a file is a text for others")
 
 
 def print_found(setup, model, windows, models, entries, left_out):
