@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -161,6 +162,15 @@ def test_an_assignment_is_whole(name):
             assert one in METHODS or one.startswith(f"docs/course/{folder.name}/starter.py:"), one
 
 
+def test_a_file_may_end_with_a_run_of_its_kernels(tmp_path):
+    """The compiler reads the file where there is no GPU to run them on."""
+    path, tests = tmp_path / "submission.py", next(iter(cases_of("triton").values())).__globals__
+    path.write_text(text_of("triton", "answer.py") + "\nraise RuntimeError('no GPU')\n", encoding="utf-8")
+    words = [sys.executable, "-m", "tinykv.course.compiles", path]
+    done = subprocess.run(words, input=json.dumps(tests["KERNELS"]), capture_output=True, text=True, cwd=ROOT)
+    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(tests["KERNELS"], "")
+
+
 # ---- what is compared
 
 def test_values_that_are_as_good_as_the_right_one():
@@ -178,6 +188,13 @@ def test_values_that_are_wrong():
                          (torch.full((2,), torch.nan), torch.ones(2)), (torch.ones(30000), torch.ones(2)),
                          (np.float32(2.1), 2.0), (np.int64(2), 3)):
         assert compare.difference(compare.plain(given), compare.plain(right), 1e-4) != "", (given, right)
+    assert compare.difference(4.0, 4, 0) == "Yours is 4.0 of type float; right is 4 of type int."
+
+
+def test_what_a_student_says_moves_no_cursor(capsys):
+    test = {"title": "t", "of": 1, "points": 0, "message": "one\n\x1b[2Jtwo"}
+    grade.print_report({"assignment": "ott", "file": "f.py", "points": 0, "of": 1, "tests": [test]}, True)
+    assert capsys.readouterr().out.endswith("    one\n    \\x1b[2Jtwo\n")
 
 
 def test_the_shortest_of_what_is_wrong_is_told():

@@ -155,7 +155,8 @@ def explain(error, path):
         error = error.__cause__
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
     if isinstance(error, NotImplementedError):
-        return f"Not written yet: {own[-1].name if own else error}."
+        functions = [frame.name for frame in own if not frame.name.startswith("<")]  # no <listcomp>
+        return f"Not written yet: {functions[-1] if functions else error}."
     if isinstance(error, AttributeError) and getattr(error.obj, "__name__", "") == "submission":
         return f"Your file has no `{error.name}`; names stay as they are in the starter."
     first = re.split(r"\n", str(error))[0]

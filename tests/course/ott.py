@@ -14,6 +14,7 @@ WRONG = {
     "no_magnitudes": ("keys.float().abs().sum(dim=-1)", "keys.float().sum(dim=-1)"),
     "euclidean": ("keys.float().abs().sum(dim=-1)", "keys.float().norm(dim=-1)"),
     "added_up_in_fp16": ("keys.float().abs().sum(dim=-1)", "keys.abs().sum(dim=-1)"),
+    "newcomers_in_fp16": ("new = self.size(rows.recent[:, :, :n])", "new = self.size(rows.recent[:, :, :n]).half()"),
     "tokens_that_are_not_due": ("new = self.size(rows.recent[:, :, :n])", "new = self.size(rows.recent)"),
     "first_sequence_for_all": (".append(self.one_head(rows, new, b, h))", ".append(self.one_head(rows, new, 0, h))"),
     "ties_to_the_later": (

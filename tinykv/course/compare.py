@@ -50,7 +50,10 @@ def difference(given, right, tolerance):
         given = given["numbers"][0]
     if isinstance(right, float) and isinstance(given, (int, float)) and not isinstance(given, bool):
         return unequal([given], [right], tolerance)
-    return "" if type(given) is type(right) and given == right else f"Yours is {kind(given)}; right is {kind(right)}."
+    if type(given) is type(right) and given == right:
+        return ""
+    types = [f" of type {type(value).__name__}" if given == right else "" for value in (given, right)]
+    return f"Yours is {kind(given)}{types[0]}; right is {kind(right)}{types[1]}."
 
 
 def fits(given, right):

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from tinykv import UserError
-from tinykv.cli import Parser, one_line, print_columns
+from tinykv.cli import Parser, one_line, print_columns, printable
 from tinykv.course import assignments
 from tinykv.course.assignments import ROOT, assignment_of, folder_of, named
 from tinykv.course.compare import difference
@@ -159,7 +159,8 @@ def judged(test, given):
     record; given: the submission's."""
     result = {"title": test["title"], "of": test["points"], "points": 0}
     if given is None:
-        return result | {"message": "Your code ended the process, or took too long, before this test was over."}
+        return result | {"message": "Your code ended the process, or took too long, before this test was over. If no "
+                         "test has points, look at what the file does when it is imported."}
     told = []
     for (value, *_), (wanted, hint, tolerance) in zip(given["notes"], test["notes"]):
         wrong = difference(value, wanted, tolerance)
@@ -251,8 +252,8 @@ def print_report(report, show_all):
     failed = [test for test in report["tests"] if not test["points"]]
     for test in failed if show_all else failed[:1]:
         print(f"\n{test['title']}")
-        for line in test["message"].splitlines():
-            print(textwrap.fill(line, 96, initial_indent="    ", subsequent_indent="    "))
+        for line in test["message"].splitlines():  # some of it is the student's
+            print(textwrap.fill(printable(line), 96, initial_indent="    ", subsequent_indent="    "))
 
 
 def print_table(reports, folder):

@@ -47,7 +47,7 @@ def parts(rows):
     if rows.kept_positions is not None:
         order = rows.kept_positions.long().sort(1)
         index = order.indices[:, None, :, None].expand_as(rows.kept_rows)
-        kept = [str(rows.kept_positions.dtype), order.values, rows.kept_rows.gather(2, index)]
+        kept = [order.values, rows.kept_rows.gather(2, index)]
     return [rows.n_coded, rows.recent, kept]
 
 

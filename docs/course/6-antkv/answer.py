@@ -47,7 +47,7 @@ def plus_plus(points, weights, u):
 
 
 def lloyd(points, weights, centres):
-    """One step of weighted k-means -> the moved centres, (k, n).
+    """One step of weighted k-means -> the moved centres, (k, n) fp32.
 
     points (N, n), weights (N), centres (k, n).
     """
