@@ -253,39 +253,6 @@ def test_which_layer_an_outlier_emerges_in(largest, ratio, layer):
     assert found == (None if layer is None else (layer, 7, 6))
 
 
-@pytest.mark.parametrize("layers", [2, 3, 4, 16, 80])
-def test_an_outlier_like_those_of_table_3(layers):
-    """About 1,000 from lE on, cleared by the last layer. Noise before stands out at most among the three layers
-    before lE; with less noise lE may come late."""
-    for layer in range(layers - 1):
-        for noise in (1, 4) if layer > 3 else (1, 4, 5, 50):
-            largest = [1] + [20] * layer + [1000] * (layers - 1 - layer) + [20]
-            ratio = [noise] * (layer + 1) + [200] * (layers - 1 - layer) + [1]
-            assert find([largest], [ratio], [[7] * (layers + 1)]) == (layer, 7, 1)
-
-
-def test_windows_without_an_outlier_have_no_vote():
-    some, none = [[2.0, 2, 9, 9, 2]], [[2.0, 2, 2, 4, 9]]
-    for n_some in range(5):
-        ratio = some * n_some + none * (9 - n_some)
-        channel = [[7] * 5] * n_some + [[3] * 5] * (9 - n_some)
-        assert find([[1, 2, 40, 40, 10]] * 9, ratio, channel) == ((1, 7, n_some) if n_some else None)
-
-
-def test_more_than_half_of_the_windows_have_to_agree():
-    for n, found in ((3, (1, 7, 3)), (2, None), (1, (1, 8, 3))):
-        channel = [[7] * 5] * n + [[8] * 5] * (4 - n)
-        assert find([[1, 2, 40, 40, 10]] * 4, [[2, 2, 9, 9, 2]] * 4, channel) == found
-
-
-def test_the_layer_is_the_median_of_those_that_name_the_channel():
-    early, late = ([1, 40, 40, 40, 10], [2, 9, 9, 9, 2]), ([1, 1, 40, 40, 10], [2, 2, 9, 9, 2])
-    for n_early, layer in ((1, 1), (2, 0), (3, 0)):
-        windows = [early] * n_early + [late] * (4 - n_early) + [early]  # the last one names another channel
-        largest, ratio = zip(*windows)
-        assert find(largest, ratio, [[7] * 5] * 4 + [[8] * 5]) == (layer, 7, 4)
-
-
 # ---- the method after the search
 
 def test_an_outlier_of_the_first_block_can_be_restored():
