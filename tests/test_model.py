@@ -104,20 +104,6 @@ def test_each_word_for_attention_runs_its_own_lines(monkeypatch):
 
 # The model by itself
 
-def test_tied_embeddings_are_one_parameter():
-    model = load_model(REFERENCES / "tied")
-    assert model.lm_head.weight is model.model["embed_tokens"].weight
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_no_token_sees_a_later_one(window):
-    model = tiny(sliding_window=window, model_type="mistral")
-    tokens = torch.randint(31, (1, 12), generator=torch.Generator().manual_seed(1))  # (1, T)
-    before = logits_of(model, tokens)
-    tokens[0, 7] = (tokens[0, 7] + 1) % 31
-    after = logits_of(model, tokens)
-    assert torch.equal(before[:, :7], after[:, :7]) and not torch.allclose(before[:, 7], after[:, 7])
-
 
 def test_a_sliding_window_counts_the_token_itself():
     model = tiny(sliding_window=3, model_type="mistral")
@@ -129,14 +115,6 @@ def test_a_sliding_window_counts_the_token_itself():
         [0, 0, 1, 1, 1]]
     assert model.mask(0, 3, "cpu") is None  # the window hides nothing yet
     assert model.mask(4, 1, "cpu").int().tolist() == [[0, 0, 1, 1, 1]]
-
-
-@torch.no_grad()
-def test_the_logits_are_the_head_of_the_hidden_states():
-    model, tokens = tiny(), torch.arange(12).view(2, 6)  # (B, T)
-    hidden = model(tokens, logits=False)  # (B, T, D)
-    assert hidden.shape == (2, 6, 16)
-    assert torch.equal(model.lm_head(hidden), model(tokens))
 
 
 # The model and a cache
