@@ -1,4 +1,4 @@
-"""IntactKV: a prefix changes nothing where nothing is quantized; its files, its training, the commands.
+"""IntactKV: the rows of a prefix, its files, its training, the commands.
 
 That every cache begins with the prefix, and quantizes what follows it, is in the matrix of test_methods.py. Models are
 random and tiny, except where the commands run.
@@ -21,11 +21,11 @@ from test_weights import D, fold, text, tiny
 
 import train_intact
 from tinykv import UserError, cli, hf
-from tinykv.cache import PROTOCOLS, KVCache
+from tinykv.cache import KVCache
 from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
 from tinykv.data.windows import encode_documents
-from tinykv.evaluate import chunks_of, measure
+from tinykv.evaluate import measure
 from tinykv.files import fingerprint, load_tensors
 from tinykv.hf import EMBEDDED
 from tinykv.methods.fp16 import FP16
@@ -57,29 +57,6 @@ def begun(n, T, batch=1, seed=3):
     return tokens
 
 
-def logits(model, tokens, cache, sizes=None):
-    """Of a text (B, T), in chunks of these sizes; without a prefix that the cache begins with."""
-    with torch.no_grad():
-        return torch.cat([model(chunk, cache) for chunk in tokens.split(sizes or tokens.shape[1], dim=1)], dim=1)
-
-
-# ---- where nothing is quantized
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("n", [1, 3, 8])
-@pytest.mark.parametrize("sharing", [4])
-def test_the_prefix_of_the_same_model_changes_nothing(protocol, n, sharing):
-    """Bit for bit what an fp16 cache gives that reads the prefix first, in forwards of the same shapes."""
-    model, tokens = tiny(sharing), begun(n, 20)
-    cache = KVCache(model, IntactKV(model.config, prefix_of(model, n)), protocol)
-    exact = KVCache(model, FP16(model.config), "stream")
-    assert len(cache) == cache.start == n
-    found = logits(model, tokens, cache)
-    assert torch.equal(found, logits(model, tokens, exact, [n, 20 - n])[:, n:])
-    for a, b in zip(cache.layers, exact.layers):
-        assert all(torch.equal(x, y) for x, y in zip(a.read(), b.read()))
-
-
 # ---- rows of a transformed model
 
 @pytest.mark.one_in(4)
@@ -93,34 +70,12 @@ def test_rows_are_the_transformed_models(monkeypatch, quantizer, sharing):
     cache = KVCache(coded, IntactKV(model.config, prefix_of(model, n, coded)))
     exact, rough = (KVCache(m, FP16(model.config)) for m in (equivalent, coded))
     for m, other in ((equivalent, exact), (coded, rough)):
-        logits(m, torch.tensor([IDS[:n]]), other)
+        m(torch.tensor([IDS[:n]]), other)
     for layer in range(2):
         triples = zip(*(c.layers[layer].read() for c in (cache, exact, rough)))
         for found, wanted, off in triples:
             error = (found - wanted).float().norm() / wanted.float().norm()
             assert error < 2e-3 and (off - wanted).float().norm() / wanted.float().norm() > 20 * error + 0.01
-
-
-# ---- what follows the prefix
-
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("n", [0, 1, 4, 7, 8, 9, 13, 16, 17])
-@pytest.mark.parametrize("recent", [0, 5])
-def test_a_stream_in_chunks_is_one_token_at_a_time(n, recent):
-    """Wherever the prefix ends: before a block does, with it, after it, or after the recent tokens."""
-    model, tokens = tiny(2).double(), begun(n, 40, batch=2)
-    method = IntactKV(model.config, prefix_of(model, n), k_bits=3, v_bits=2)
-    method.block, method.recent = 8, recent
-    whole, one = KVCache(model, method, "stream"), KVCache(model, method, "stream")
-    single_tokens = [tokens[:, :n + 1], *tokens[:, n + 1:].split(1, dim=1)]
-    with torch.no_grad():
-        found = torch.cat([model(chunk, whole, logits=False) for chunk in chunks_of(tokens, whole)], dim=1)
-        expected = torch.cat([model(chunk, one, logits=False) for chunk in single_tokens], dim=1)
-    assert found.shape == (2, 40 - n, D) and (found - expected).abs().max() < 1e-9
-    assert len(whole) == len(one) == 40
-    for a, b in zip(whole.layers, one.layers):
-        assert a.keys.n_coded == b.keys.n_coded == (40 - recent) // 8 * 8
-        assert all(torch.equal(x, y) for x, y in zip(a.read(), b.read()))
 
 
 # ---- the evaluator
@@ -370,7 +325,7 @@ def test_the_rows_of_each_model_are_its_own(training, monkeypatch, tmp_path):
         method = FP16(full.config)
         method.rope = "pre"
         cache = KVCache(model, method)
-        logits(model, torch.tensor([[tokenizer.bos_id]]), cache)
+        model(torch.tensor([[tokenizer.bos_id]]), cache)
         for layer in cache.layers:
             assert torch.equal(rows[0][layer.layer], layer.keys.recent[0].float())
             assert torch.equal(rows[1][layer.layer], layer.values.recent[0].float())
