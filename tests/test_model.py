@@ -104,7 +104,6 @@ def test_each_word_for_attention_runs_its_own_lines(monkeypatch):
 
 # The model by itself
 
-
 def test_a_sliding_window_counts_the_token_itself():
     model = tiny(sliding_window=3, model_type="mistral")
     assert model.mask(0, 5, "cpu").int().tolist() == [
