@@ -171,7 +171,7 @@ def test_append_is_concatenation(codec):
     x = rows(10, T=21)
     codec = with_tables(codec, x)
     whole = codec.encode(x)
-    parts = codec.encode(x[:, :, :8]).append(codec.encode(x[:, :, 8:16])).append(codec.encode(x[:, :, 16:]))
+    parts = codec.encode(x[:, :, :8]).followed_by(codec.encode(x[:, :, 8:16])).followed_by(codec.encode(x[:, :, 16:]))
     assert type(parts) is type(whole) and parts.nbytes == whole.nbytes
     for name, tensor in vars(whole).items():
         other = getattr(parts, name)

@@ -305,7 +305,7 @@ def test_rows_are_decoded_bit_for_bit(name, width):
     first = max(n * codec.tokens_per_group for n in (0, 1, 2) if n * codec.tokens_per_group < 67)
     codes = codec.encode(x[:, :, first:])
     if first:
-        codes = codec.encode(x[:, :, :first]).append(codes)
+        codes = codec.encode(x[:, :, :first]).followed_by(codes)
     for _ in range(2):  # the first time lays scales and zero points side by side
         rows = triton_cache.ROWS[type(codec)](codec, codes, "k", 1)
         out = torch.full((67, width), math.nan)

@@ -90,7 +90,7 @@ class CachedRows:
         oldest = self.recent[:, :, :n]  # (B, Hkv, n, d)
         self.finite = self.finite & oldest.isfinite().all()
         codes = self.codec.encode(oldest, ignore=self.is_kept(n))
-        self.codes = codes if self.codes is None else self.codes.append(codes)
+        self.codes = codes if self.codes is None else self.codes.followed_by(codes)
         self.recent = self.recent[:, :, n:].clone()  # a view would keep the quantized rows alive
         self.buffer = None
         if self.recent_scores is not None:

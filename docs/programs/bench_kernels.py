@@ -104,7 +104,7 @@ def filled(layer, config, B, coded, device, dtype):
             rows.recent_scores = torch.zeros(B, heads, method.recent + 1, device=device)
         codes = rows.codec.encode(random(256))
         while codes.packed.shape[2] < coded:
-            codes = codes.append(codes)
+            codes = codes.followed_by(codes)
         rows.codes, rows.n_coded, rows.recent = codes, coded, random(method.recent + 1)
     layer.length, layer.dtype = coded + method.recent + 1, dtype
     return layer

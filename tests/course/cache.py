@@ -5,8 +5,8 @@ WRONG = {
     "quantizes_the_newest": (
         "oldest, newer = self.recent[:, :, :n], self.recent[:, :, n:]",
         "newer, oldest = self.recent[:, :, :-n], self.recent[:, :, -n:]"),
-    "forgets_codes": (".codes = self.codes.append(codes) if self.codes is not None else codes", ".codes = codes"),
-    "appends_codes_in_front": ("self.codes.append(codes)", "codes.append(self.codes)"),
+    "forgets_codes": (".codes = self.codes.followed_by(codes) if self.codes is not None else codes", ".codes = codes"),
+    "appends_codes_in_front": ("self.codes.followed_by(codes)", "codes.followed_by(self.codes)"),
     "a_view_holds_the_memory": ("self.recent = newer.clone()", "self.recent = newer"),
     "does_not_count": ("        self.n_coded += n\n", ""),
     "never_reads_kept": ("rows[b, :, positions] = self.kept_rows[b]", "pass"),

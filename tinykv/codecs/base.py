@@ -32,7 +32,7 @@ class Codes:
     def __init__(self, packed, **others):
         vars(self).update(packed=packed, **others)
 
-    def append(self, other):
+    def followed_by(self, other):
         """These codes, then others of the same codec. Only the last may end in a group that is not full."""
         return type(self)(**{name: torch.cat([mine, vars(other)[name]], dim=2) for name, mine in vars(self).items()})
 

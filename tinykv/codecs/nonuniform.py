@@ -208,10 +208,10 @@ class SparseCodes(Codes):
     outliers) int16 list its outliers row by row; `row_end` (B, 1, T, 1) int32 says where each row ends in the two.
     """
 
-    def append(self, other):
+    def followed_by(self, other):
         # the other's rows come after all of these
         row_end = other.row_end + self.values.shape[2]
-        return super().append(SparseCodes(**{**vars(other), "row_end": row_end}))
+        return super().followed_by(SparseCodes(**{**vars(other), "row_end": row_end}))
 
     def places(self, C):
         """Where the outliers stand among numbers (B, T, C) in one list: (outliers)."""

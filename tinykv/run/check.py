@@ -82,7 +82,7 @@ def try_codec(codec, config, name):
     codes = codec.encode(rows, ignore=None)
     if not isinstance(codes, Codes):
         raise UserError(f"{name}: `encode` of {codec!r} has to give codecs.base.Codes; it gave {codes!r}")
-    decoded = codec.decode(codes.append(codec.encode(rows, ignore=None)))
+    decoded = codec.decode(codes.followed_by(codec.encode(rows, ignore=None)))
     if not decoded.is_floating_point() or decoded.shape != (B, Hkv, 2 * n, d):
         raise UserError(f"{name}: `decode` of {codec!r} has to give floating-point numbers {(B, Hkv, 2 * n, d)}; it "
                         f"gave {decoded.dtype} {tuple(decoded.shape)}")

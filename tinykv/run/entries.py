@@ -102,6 +102,7 @@ def build_entries(args, config, tokenizer):
         for method, name in names.items():
             beside = {} if method in asked else compared.get(method, {})
             for entry in entries_of(method, name, beside, given, config, left_out, method in args.method):
+                check_method(entry.method, config)
                 entry.weights, entry.quantizer = weights, quantizers.get(weights)
                 if entry.title in entries:
                     raise UserError(f"two rows are called {entry.title}; give one of them another `name`")
@@ -131,7 +132,6 @@ def entries_of(asked, name, beside, given, config, left_out, by_name):
     """
     cls = load_class(asked)
     if is_made(asked):
-        check_method(asked, config)
         return [Entry(name, name, [copy.deepcopy(asked)], {})]
     found = []
     for chosen in combinations(cls, given, beside):
@@ -144,7 +144,6 @@ def entries_of(asked, name, beside, given, config, left_out, by_name):
                 raise
             left_out[label] = error
             continue
-        check_method(method, config)
         words = ", ".join(f"{setting}={arguments[setting]}" for setting in beside if setting not in chosen)
         found.append(Entry(label, name, [method], {**settings_of(cls), **arguments}, beside=words))
     return found

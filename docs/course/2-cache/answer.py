@@ -12,7 +12,7 @@ A row is the key, or the value, of one token in one head: d numbers. A codec is 
                                    booleans: True where a token must not stretch its group's range;
                                    None, or False everywhere, if there is none
     codec.decode(codes)            -> (B, H, n, d), fp32
-    codes.append(other)            -> new codes: these, and then the others. Changes neither
+    codes.followed_by(other)       -> new codes: these, and then the others. Changes neither
     codes.nbytes                   bytes that they take
 """
 import torch
@@ -54,7 +54,7 @@ class Rows:
                     if self.n_coded <= position < self.n_coded + n:
                         ignore[b, :, position - self.n_coded] = True
         codes = self.codec.encode(oldest, ignore)
-        self.codes = self.codes.append(codes) if self.codes is not None else codes
+        self.codes = self.codes.followed_by(codes) if self.codes is not None else codes
         self.recent = newer.clone()
         self.n_coded += n
 

@@ -33,7 +33,7 @@ class CoarseCodes:
     def __init__(self, numbers):
         self.numbers = numbers  # (B, H, n, d) int8
 
-    def append(self, other):
+    def followed_by(self, other):
         return CoarseCodes(torch.cat([self.numbers, other.numbers], dim=2))
 
     @property
