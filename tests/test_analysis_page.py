@@ -225,7 +225,7 @@ for (const section of walks ? all(document, "section") : []) {
       found.texts.push(section.textContent);
     }
   }
-  for (const row of all(section, "tr")) found.texts.push(all(row, "td").map(x => x.textContent).join("|"));
+  for (const row of all(section, "tr")) found.texts.push(all(row, "th, td").map(x => x.textContent).join("|"));
   seen.steps[section.id] = found;
 }
 for (const name of walks ? ["rtn", "kvsink", "kivi"] : []) for (const bits of ["2 bits", "4 bits"]) {

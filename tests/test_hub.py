@@ -20,6 +20,7 @@ from test_data import Letters, spelled
 from tinykv import UserError, hf
 from tinykv.data import load_windows
 from tinykv.data.windows import HUB_FILES
+from tinykv.hf import hub as hub_of
 from tinykv.hf.hub import HubFile, fetch_file, fetch_model
 
 COMMIT = "c" * 40
@@ -109,15 +110,17 @@ def test_without_a_network_it_is_told(hub, monkeypatch):
 
 
 def test_a_text_without_a_network_is_one_line(ask, monkeypatch, capsys):
-    """And the hub's library, which tries again and again, says nothing of it."""
+    """And what is looked for; the hub's library, which tries again and again, says nothing of it."""
     ask("http://127.0.0.1:9")
     said, slept = io.StringIO(), []
     logger = logging.getLogger("huggingface_hub")
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(said)])
     logger.setLevel(logging.WARNING)
     monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(hub_of, "PATIENCE", 0)
     assert "wikitext" in told(load_windows, "wikitext2", Letters(), 8, 1)
-    assert slept and said.getvalue() == "" and capsys.readouterr().err == ""
+    err = capsys.readouterr().err
+    assert slept and said.getvalue() == "" and err == "looking for wikitext-2-raw-v1.zip of ggml-org/ci on the hub\n"
 
 
 def test_a_file_is_fetched_once_and_known_by_its_content(hub):

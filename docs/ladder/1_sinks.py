@@ -1,7 +1,7 @@
 """KV cache quantization on one page: RTN, PFN and KVSink, and the first table of README.
 
     python docs/ladder/1_sinks.py            in the repository's folder; some seconds on a CPU
-    python -m pdb docs/ladder/1_sinks.py     then `b 71, layer == 2` and `c`: layer 2's keys and values come in
+    python -m pdb docs/ladder/1_sinks.py     then `b 71, self.method is pfn` and `c`: `pfn` gets a text
 
 In every layer a language model computes a key and a value of each token, and keeps them for later tokens to attend to:
 the KV cache. Here a number of it takes 2 bits instead of 16, but for a few tokens that a method keeps. A text comes at
@@ -39,8 +39,8 @@ def decode(codes, scale, zero):  # codes (B, Hkv, T, d/4) -> numbers (B, Hkv, T,
     return scale * code + zero
 
 
-# Keep: a method marks the tokens of a layer that stay in 16 bits, in kept (B, Hkv, T), all False before. Sinks are
-# worth it: heads attend to one if they look for nothing, as its value is nearly 0, and none of the four levels is
+# Keep: a method marks the tokens of a layer that stay in 16 bits, in kept (B, Hkv, T), all False before. A head that
+# looks for nothing attends to a sink, whose value is nearly 0: of length 0.5 in layer 3, others' 12. Rounded, it has 13
 def fp16(cache, layer, kept):  # all
     kept[:] = True
 
@@ -54,20 +54,20 @@ def pfn(cache, layer, kept):  # preserve the first N: the very first is a sink
 
 
 def kvsink(cache, layer, kept):  # find the sinks, wherever they are: one channel of an early layer's output is huge
-    if layer > LAYER:  # layers up to it are stored before its output is known
+    if layer > LAYER:  # a layer stores its keys and values before its output is known
         size = cache.outputs[LAYER][..., CHANNEL].abs()  # (B, T)
         sinks = size.topk(N, dim=1).indices  # (B, N)
-        kept.scatter_(2, sinks[:, None].expand(-1, kept.shape[1], -1), True)  # in all heads
+        kept.scatter_(2, sinks[:, None].expand(-1, kept.shape[1], -1), True)  # at (B, Hkv, N): in all heads
 
 
 # The cache: attention hands it the keys and values of a text, and computes with those that it gets back
-class Cache:
+class Cache:  # the model calls `expect`, and then in each layer `update` and `observe`
     def __init__(self, rope, method, grids):
         self.rope, self.method, self.grids = rope, method, grids  # grids {(layer, "k" or "v"): (scale, zero)}
         self.stored = {}  # {(layer, "k" or "v"): codes, where the kept rows are, the kept rows}
         self.outputs = []  # each layer's, (B, T, channels of a layer's output)
 
-    def update(self, layer, q, k, v, seen):  # k, v (B, Hkv, T, d)
+    def update(self, layer, q, k, v, seen):  # k, v (B, Hkv, T, d); q and seen, for other pages, are left unread
         kept = torch.zeros(k.shape[:3], dtype=torch.bool)  # (B, Hkv, T)
         self.method(self, layer, kept)  # Keep
         self.write(layer, "k", k, kept)  # Code
@@ -94,7 +94,7 @@ class Cache:
     def expect(self, tokens):  # the model asks: which of a text's tokens are new, and how many does it hold?
         return tokens, 0
 
-    def bits(self):  # of a number: codes, kept rows in 16 bits, and 4 bytes for a kept token's position, in all heads
+    def bits(self):  # of a number: codes, kept rows in 16 bits, and 4 bytes for a kept token's place, one for all heads
         held = sum(c.nbytes + rows.nbytes + 4 * len(rows) / c.shape[1] for c, _, rows in self.stored.values())
         return 8 * held / sum(4 * c.numel() for c, _, _ in self.stored.values())  # c: codes, four numbers in a byte
 

@@ -6,7 +6,8 @@
 A text that a model writes comes token by token. So besides Keep and Code there is a third question, When: how many of
 the newest tokens stay in 16 bits for now (`recent`), and how many are quantized at a time (`block`)? Attention comes
 first: a new token reads itself and the recent ones in 16 bits. Then the oldest of these are quantized. Their grids come
-from the block itself, so there is no calibration. It prints 8.351 for kivi and 8.337 for ott, beside 8.178 in 16 bits.
+from the block itself, so there is no calibration. They are stored, too: in blocks of 128, a number of the keys takes a
+quarter of a bit more, and one of the values a whole bit. This prints 8.351 for kivi and 8.337 for ott (16 bits: 8.178).
 
 Shapes: B texts; T new tokens, S in all, C of them no longer recent; Hkv heads of keys and values, d channels.
 """
@@ -57,8 +58,8 @@ def kivi(cache, layer, kept):  # none
 
 
 def ott(cache, layer, kept):  # NEW: the tokens with the smallest keys so far
-    # where a channel is large in all other keys, theirs is near 0 and widens the grid. A token that others displace
-    # stays in 16 bits, too; OTT allows 32 of these, here there are fewer
+    # a channel that is large in all other keys is near 0 in these, which widens the channel's grid for the others. A
+    # token that a smaller one pushes out of the three stays in 16 bits, too: OTT allows 32 of them, here are 18 at most
     if layer >= 2:  # the first two layers have no keys of this kind
         keys = cache.read(layer, "k")[:, :, :kept.shape[2]]  # (B, Hkv, C, d)
         rival = kept.clone()  # (B, Hkv, C): the kept ones, and the block that is about to be quantized
@@ -74,7 +75,7 @@ class Cache:
         self.rope, self.method, self.n_recent, self.block = rope, method, recent, block
         self.blocks = defaultdict(list)  # NEW {(layer, "k" or "v"): [(codes, scale, zero) of each block]}
         self.recent = {}  # NEW {(layer, "k" or "v"): (B, Hkv, r, d) in 16 bits}
-        self.kept = {}  # {(layer, "k" or "v"): where the kept rows are, the kept rows}
+        self.kept_rows = {}  # {(layer, "k" or "v"): where the kept rows are, the kept rows}
         self.length = 0  # NEW: S
 
     def update(self, layer, q, k, v, seen):  # k, v (B, Hkv, T, d), after `seen` others
@@ -84,12 +85,12 @@ class Cache:
         # NEW: attention reads before anything is quantized
         K, V = self.read(layer, "k"), self.read(layer, "v")  # (B, Hkv, S, d) both
         self.length = K.shape[2]
-        # NEW When: as soon as there is a block besides the tokens that stay recent
+        # NEW When: as soon as there is a block besides the tokens that stay recent (no chunk goes beyond)
         if self.recent[layer, "k"].shape[2] == self.n_recent + self.block:
             # Keep
             kept = torch.zeros_like(K[:, :, :self.length - self.n_recent, 0], dtype=torch.bool)  # (B, Hkv, C)
-            if (layer, "k") in self.kept:
-                kept[self.kept[layer, "k"][0]] = True
+            if (layer, "k") in self.kept_rows:
+                kept[self.kept_rows[layer, "k"][0]] = True
             self.method(self, layer, kept)
             # Code
             self.write(layer, "k", K, kept)
@@ -102,18 +103,18 @@ class Cache:
         self.recent[layer, kind] = x  # (B, Hkv, r, d)
 
     def write(self, layer, kind, x, kept):  # NEW: the last `block` of C tokens
-        old = x[:, :, :kept.shape[2]][:, :, -self.block:]  # (B, Hkv, block, d)
+        old = x[:, :, kept.shape[2] - self.block:kept.shape[2]]  # (B, Hkv, block, d)
         scale, zero = grid_of(old, kind, kept[:, :, -self.block:])
         self.blocks[layer, kind].append((encode(old, scale, zero), scale, zero))
         where = kept.nonzero(as_tuple=True)  # text, head and token of the n kept rows
-        self.kept[layer, kind] = where, x[where].half()  # the last (n, d)
+        self.kept_rows[layer, kind] = where, x[where].half()  # the last (n, d)
         self.recent[layer, kind] = self.recent[layer, kind][:, :, self.block:]
 
     def read(self, layer, kind):  # NEW: blocks | recent
         decoded = [decode(*block) for block in self.blocks[layer, kind]]
         x = torch.cat([*decoded, self.recent[layer, kind].float()], dim=2)  # (B, Hkv, S, d)
-        if (layer, kind) in self.kept:
-            where, rows = self.kept[layer, kind]
+        if (layer, kind) in self.kept_rows:
+            where, rows = self.kept_rows[layer, kind]
             x[where] = rows.float()  # in the place of what their codes say
         return x
 

@@ -37,7 +37,7 @@ def encode(x, codebook):  # numbers (B, Hkv, T, d), codebook (slots, 256, n) -> 
 
 
 def decode(codes, codebook):  # codes (B, Hkv, T, d/n) -> numbers (B, Hkv, T, d)
-    slot = torch.arange(len(codebook)).view(codes.shape[1], 1, -1)  # (Hkv, 1, d/n)
+    slot = torch.arange(len(codebook)).view(codes.shape[1], 1, -1)  # (Hkv, 1, d/n): which codebook, at each place
     x = codebook[slot, codes.long()]  # (B, Hkv, T, d/n, n)
     return x.flatten(-2)
 
@@ -56,7 +56,8 @@ def antkv(q, K, kept):  # NEW: the anchors, 1% of the tokens
     later = torch.ones_like(scores, dtype=torch.bool).triu(1)  # keys that come after the query
     A = scores.masked_fill(later, -torch.inf).softmax(-1)  # (B, H, T, T)
     # AnTKV, Eq. 5: how far an error of each key, and of each value, moves the outputs of all queries. A value's error
-    # is added A times; a key's moves its score by up to |q| times as much, and A by A (1 - A) of that
+    # is added A times. A key's moves its score by up to |q| times as much, and that moves A by A (1 - A) times as
+    # much, the softmax's derivative; sqrt(d), the same for all, is left out
     of_key = (A * (1 - A) * q.norm(dim=-1, keepdim=True)).sum(2)  # (B, H, T)
     of_value = A.sum(2)  # (B, H, T)
     # the largest of each
@@ -72,6 +73,7 @@ class Cache:
         self.stored = {}  # {(layer, "k" or "v"): codes, where the kept rows are, the kept rows}
 
     def update(self, layer, q, k, v, seen):  # q (B, H, T, d), k, v (B, Hkv, T, d)
+        # NEW: keys and values keep tokens of their own, which a method may choose by the queries
         kept = torch.zeros(2, *k.shape[:3], dtype=torch.bool)  # (2, B, Hkv, T)
         self.method(self.rope.rotate(q), self.rope.rotate(k.half().float()), kept)  # Keep
         self.write(layer, "k", k, kept[0])  # Code
@@ -120,7 +122,7 @@ other = load_windows("tales", tokenizer, 1024, 16, "calibration").tokens  # (B, 
 
 exact = Exact(model.rope, cq, None)
 model(other, exact)
-codebooks = {}
+codebooks = {}  # NEW: in the place of grids, the same for both methods
 for (layer, kind), x in exact.stored.items():
     points = vectors(x.half().float())  # (slots, B * T, n): what would be coded
     codebooks[layer, kind] = kmeans(points, 256, tolerance=1e-3).half().float()  # (slots, 256, n)

@@ -8,8 +8,8 @@
 
 docs/results.json has each row's loss and KL divergence from fp16, window by window and draw by draw, as `eval_ppl.py
 --json` gives them, in units of 1e-5 nats a token. It is written after each row, so a run that was stopped goes on where
-it was. To measure a row again, delete its line. Under "elsewhere" it has the figures of a page that other programs, or
-papers, report.
+it was. To measure a row again, delete its line. Under "elsewhere" it has what other programs, or papers, say: words and
+lines of a page, by their source.
 
 A claim is a difference between two rows in nats a token; a negative one means that the first row loses less. Its rule:
 the losses differ if p < .01; if not, the KL divergences are asked the same; if neither differs, there is no difference
@@ -17,11 +17,12 @@ to be seen ("none") if p of the loss is above .05, else the claim is open.
 
 In a page, a table stands between `<!-- written: NAME -->` and `<!-- end -->`. A figure in a sentence follows a comment
 that names its rows: `<!-- SmolLM2: kvsink --bits 3 - pfn --bits 3 -->-0.433 ± 0.108`, or one row, above fp16, or
-`bits of` a row. It keeps its decimals, its error or none, and has a sign if it had one. Every other figure with a
-decimal point must stand in a console block of the page, or under "elsewhere".
+`bits of` or `perplexity of` a row. It keeps its decimals, its error or none, and has a sign if it had one. Every other
+figure with a decimal point or a % sign must stand in words, or in a line of a table, that "elsewhere" has.
 """
 import argparse
 import json
+import math
 import re
 import sys
 from functools import partial
@@ -39,8 +40,9 @@ from tinykv.run.entries import build_entries, calibrate_all  # noqa: E402
 
 DATA = ROOT / "docs" / "results.json"
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "own_codec", "real_models"))]
-DECIMAL = re.compile(r"(?<![\d.])\d[\d,]*\.\d+(?![\d.])")
+FREE = re.compile(r"(?<![\d.])\d[\d,]*\.\d+(?![\d.])|\d+%")
 UNIT = 1e-5  # nats a token
+UNEQUAL = 0.19  # true bits: where the rows of a claim differ by more, both are told
 TOGETHER = 8  # rows that are calibrated together: their codecs hold what they saw
 # of each model: the text, and what a row has for a name in braces. Rows of which something is calibrated are measured
 # over DRAWS draws and WINDOWS windows, the others over twice as many windows
@@ -75,20 +77,22 @@ CLAIMS = {
         Claim("found tokens, only values", "kvsink", "pfn", "--k-bits 16 --v-bits {bits}"),
         Claim("first tokens, only keys", "pfn", "rtn", "--k-bits {bits} --v-bits 16"),
         Claim("found tokens, only keys", "kvsink", "pfn", "--k-bits {bits} --v-bits 16"),
-        Claim("first tokens after a prompt", "pfn", "rtn", "--bits {bits} --prompt 128", "-", "Algorithm 1"),
-        Claim("found tokens after a prompt", "kvsink", "pfn", "--bits {bits} --prompt 128", "-", "Algorithm 1"),
+        Claim("first tokens after a prompt", "pfn", "rtn", "--bits {bits} --prompt 128"),
+        Claim("found tokens after a prompt", "kvsink", "pfn", "--bits {bits} --prompt 128"),
         Claim("one found token is not enough", "kvsink --preserve 1", "kvsink", "--bits {bits}"),
         Claim("one found token, or the first", "kvsink", "pfn", "--bits {bits} --preserve 1"),
         Claim("twenty first tokens, or five", "pfn --preserve 20", "pfn", "--bits {bits}"),
         Claim("twenty found tokens", "kvsink", "pfn", "--bits {bits} --preserve 20", "-",
               "Figure 9, if by an offset")],
     "OTT": [
-        Claim("the pool helps", "ott", "kivi", "--bits 2 --group-size 128 --recent 32", "-", "KIVI beside it"),
-        Claim("groups of 32", "ott", "kivi", "--bits 2 --group-size 32 --recent 32", "-", "KIVI beside it"),
+        Claim("the pool helps", "ott", "kivi", "--bits 2 --group-size 128 --recent 32", "-", "its tasks"),
+        Claim("groups of 32", "ott", "kivi", "--bits 2 --group-size 32 --recent 32", "-", "its tasks"),
         Claim("in generation", "ott", "kivi", "--bits 2 --group-size 128 --recent 32 --protocol stream", "-",
-              "KIVI beside it"),
+              "its tasks"),
         Claim("in generation, groups of 32", "ott", "kivi", "--bits 2 --group-size 32 --recent 32 --protocol stream",
-              "-", "KIVI beside it"),
+              "-", "its tasks"),
+        Claim("its groups of 32, or of 128, in generation", "ott --group-size 32", "ott --group-size 128",
+              "--bits 2 --recent 32 --protocol stream", "none", "its ablation"),
         Claim("a pool, or small groups", "ott --group-size 128", "kivi --group-size 32", "--bits 2 --recent 32"),
         Claim("a pool, or small groups, in generation", "ott --group-size 128", "kivi --group-size 32",
               "--bits 2 --recent 32 --protocol stream")],
@@ -114,9 +118,9 @@ CLAIMS = {
               "AnTKV, Figure 11")],
     "IntactKV": [
         *(Claim(f"exact BOS, {name.upper()} weights", "intactkv", "fp16", f"--weights {name} --w-bits 3", "-", where)
-          for name, where in (("rtn", "Table 6"), ("awq", "Tables 1, 7"), ("gptq", "the released code"))),
+          for name, where in (("rtn", "the released code"), ("awq", "Tables 1, 7"), ("gptq", "the released code"))),
         *(Claim(f"exact BOS, the cache in {bits} bits", "intactkv", "rtn",
-                f"--scheme token-dynamic --formula integer-zero --bits {bits}", "-", "Figure 4, with rounded weights")
+                f"--scheme token-dynamic --formula integer-zero --bits {bits}", "-", "Figure 4: MMLU, rounded weights")
           for bits in (3, 4))],
 }
 # in no claim: the rows of the figure, {label: rows}
@@ -128,8 +132,9 @@ LINES |= {name: [f"{name} --bits {bits} --recent 0 {{windows}}" for bits in (1, 
 POINTS = {f"{label}{rotated}": f"{FORMATS} --bits 4 --hadamard {on} --scheme {scheme}"
           for label, scheme in (("nvfp4", "nvfp"), ("mxfp4", "mxfp"), ("q4_0", "ggml"))
           for on, rotated in (("off", ""), ("on", ", rotated"))}
-SHOWN = [*(row for rows in LINES.values() for row in rows), *POINTS.values(),
-         *(f"{FORMATS} --bits 8 --scheme {scheme}" for scheme in ("nvfp", "mxfp", "ggml"))]
+EIGHT = {label: f"{FORMATS} --bits 8 --scheme {scheme}"
+         for label, scheme in (("fp8", "nvfp"), ("mxfp8", "mxfp"), ("q8_0", "ggml"))}
+SHOWN = [*(row for rows in LINES.values() for row in rows), *POINTS.values(), *EIGHT.values()]
 MORE = ["fp16 --prompt 128",
         *(f"{FORMATS} {bits} --scheme {name}" for name in ("nvfp", "mxfp", "ggml")
           for bits in ("--k-bits 4 --v-bits 16", "--k-bits 16 --v-bits 4")),
@@ -137,9 +142,7 @@ MORE = ["fp16 --prompt 128",
         *(f"{TURBOQUANT} --bits {bits} --qjl on" for bits in (3, 4))]
 
 # the table of own_codec.md
-CODECS = [f"{FORMATS} --bits 8 --scheme nvfp", f"{FORMATS} --bits 8 --scheme ggml",
-          *(f"{FORMATS} --bits 4 --hadamard {on} --scheme {name}" for name in ("nvfp", "mxfp", "ggml")
-            for on in ("off", "on")),
+CODECS = [*EIGHT.values(), *POINTS.values(),
           f"{FORMATS} --k-bits 4 --v-bits 16 --scheme nvfp", f"{FORMATS} --k-bits 16 --v-bits 4 --scheme nvfp",
           "kivi --bits 4 --group-size 64",
           *(f"{TURBOQUANT} --bits {bits}" for bits in (4, 3)), f"{TURBOQUANT} --bits 4 --qjl on"]
@@ -164,16 +167,16 @@ def named(row, model):
 
 
 def read_data():
-    return json.loads(DATA.read_text()) if DATA.exists() else {}
+    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
 
 
 def write_data(data):
     """A row a line, in the order of the claims."""
-    models = []
+    models, packed = [], partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
     for model, rows in data.items():  # or "elsewhere" and its pages
-        lines = [f"{json.dumps(row)}: {json.dumps(rows[row], separators=(',', ':'))}" for row in rows]
+        lines = [f"{packed(row)}: {packed(rows[row])}" for row in rows]
         models.append(f"{json.dumps(model)}: {{\n" + ",\n".join(lines) + "\n}")
-    DATA.write_text("{\n" + ",\n".join(models) + "\n}\n")
+    DATA.write_text("{\n" + ",\n".join(models) + "\n}\n", encoding="utf-8")
 
 
 def measure_all(model, folder, text, data):
@@ -247,14 +250,19 @@ def finding(claim, model, data):
         return None
     difference, error, p = compared(*rows)
     of_kl, _, p_of_kl = compared(*rows, "kl")
-    sign, by_kl = "none" if p > 0.05 else "open", ""
+    sign, more = "none" if p > 0.05 else "open", ""
     if p < 0.01:
         sign = "-" if difference < 0 else "+"
     elif p_of_kl < 0.01:
         sign = "-" if of_kl < 0 else "+"
-        by_kl = f"; KL {of_kl:+.3f}, {of_p(p_of_kl)}"
+    # the KL where it decides, or says the opposite
+    if p_of_kl < 0.01 <= p or p_of_kl < 0.05 and difference * of_kl < 0:
+        more = f"; KL {of_kl:+.3f}, {of_p(p_of_kl)}"
+    bits = [row["bits"] for row in rows]
+    if abs(bits[0] - bits[1]) >= UNEQUAL:
+        more += f"; {bits[0]:.2f} and {bits[1]:.2f} bits"
     draws, windows = shape_of(*rows)
-    return Finding(f"{difference:+.3f} ± {error:.3f} ({of_p(p)}, {draws} x {windows}{by_kl})", sign)
+    return Finding(f"{difference:+.3f} ± {error:.3f} ({of_p(p)}, {draws} x {windows}{more})", sign)
 
 
 def of_p(p):
@@ -270,7 +278,9 @@ def verdict(claim, found):
         return f"{seen}; not in the paper"
     if found.sign == "open":
         return "open"
-    return f"same ({claim.where})" if found.sign == claim.paper else f"**other**: {seen} ({claim.where})"
+    if found.sign == claim.paper:
+        return f"none, as there ({claim.where})" if seen == "none" else f"same ({claim.where})"
+    return f"**other**: {seen} ({claim.where})"
 
 
 def claims_table(section, data):
@@ -287,16 +297,15 @@ def claims_table(section, data):
 
 def count(data):
     """How often the two models agree."""
-    agree = disagree = undecided = 0
-    for claim in (claim for claims in CLAIMS.values() for claim in claims):
-        both = [finding(claim, model, data) for model in NAMES]
-        if None not in both:
-            signs = [found.sign for found in both]
-            undecided += "open" in signs
-            agree += "open" not in signs and signs[0] == signs[1]
-            disagree += "open" not in signs and signs[0] != signs[1]
-    return (f"Of {agree + disagree + undecided} comparisons that both models have, they agree on {agree} and disagree "
-            f"on {disagree}; {undecided} are open on one of them.")
+    found = [[finding(claim, model, data) for model in NAMES] for claims in CLAIMS.values() for claim in claims]
+    signs = [tuple(of_model.sign for of_model in both) for both in found if None not in both]  # (embedded, SmolLM2)
+    decided = [both for both in signs if "open" not in both]
+    agree, neither = sum(a == b for a, b in decided), decided.count(("none", "none"))
+    of_smol, of_embedded = (sum(both[i] == "none" != both[1 - i] for both in decided) for i in (0, 1))
+    opposite, undecided = len(decided) - agree - of_smol - of_embedded, len(signs) - len(decided)
+    return (f"Of {len(signs)} comparisons that both models have, they agree on {agree}; on {neither} of these neither "
+            f"shows a difference.\n{of_smol} differences are SmolLM2's alone and {of_embedded} the embedded model's; "
+            f"{opposite} have opposite signs; {undecided} are open on one of them.")
 
 
 def fp16_of(row, rows):
@@ -305,25 +314,26 @@ def fp16_of(row, rows):
 
 
 def rows_table(model, data, names):
-    """What rows lose above fp16."""
-    rows = data.get(model, {})
+    """What rows lose above fp16. A format stands before its row."""
+    rows, formats = data.get(model, {}), {row: f"{label}: " for label, row in (EIGHT | POINTS).items()}
     lines = ["| row | true bits | nats | KL | draws x windows |", "|---|---|---|---|---|"]
     for row in (named(name, model) for name in names):
         if row not in rows:
-            lines.append(f"| `{row}` | - | not measured | | |")
+            lines.append(f"| {formats.get(row, '')}`{row}` | - | not measured | | |")
             continue
         fp16 = fp16_of(row, rows)
         difference, error, _ = compared(rows[row], fp16)
         kl, _, _ = compared(rows[row], fp16, "kl")
         draws, windows = shape_of(rows[row], fp16)
-        lines.append(f"| `{row}` | {rows[row]['bits']:.2f} | {difference:.3f} ± {error:.3f} | {kl:.3f} | "
-                     f"{draws} x {windows} |")
+        lines.append(f"| {formats.get(row, '')}`{row}` | {rows[row]['bits']:.2f} | {difference:.3f} ± {error:.3f} | "
+                     f"{kl:.3f} | {draws} x {windows} |")
     return "\n".join(lines)
 
 
 # The pages
 
-FIGURE = re.compile(r"(<!-- (embedded|SmolLM2): (bits of )?(.+?)(?: - (.+?))? -->)([+-]?)\d+\.(\d+)( ± \d+\.\d+)?")
+FIGURE = re.compile(r"(<!-- (embedded|SmolLM2): (bits of |perplexity of )?(.+?)(?: - (.+?))? -->)"
+                    r"([+-]?)\d+\.(\d+)( ± \d+\.\d+)?")
 BLOCK = re.compile(r"<!-- written: (.+?) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -337,11 +347,12 @@ def written(page, data):
         return f"<!-- written: {block[1]} -->\n{parts[block[1]]()}\n<!-- end -->"
 
     def figure(found):
-        comment, model, of_bits, row, other, sign, decimals, has_error = found.groups()
+        comment, model, what, row, other, sign, decimals, has_error = found.groups()
         rows, digits = data[model], len(decimals)
         row = rows[named(row, model)]
-        if of_bits:
-            return f"{comment}{row['bits']:.{digits}f}"
+        if what:
+            perplexity = math.exp(UNIT * mean(map(mean, row["nll"])))
+            return f"{comment}{row['bits'] if what == 'bits of ' else perplexity:.{digits}f}"
         difference, error, _ = compared(row, rows[named(other, model)] if other else fp16_of(found[4], rows))
         number = f"{difference:+.{digits}f}" if sign else f"{abs(difference):.{digits}f}"
         return comment + number + (f" ± {error:.{digits}f}" if has_error else "")
@@ -349,14 +360,16 @@ def written(page, data):
 
 
 def unknown(page, data):
-    """The figures with a decimal point, in the sentences and tables of a page, that nothing vouches for."""
-    text = BLOCK.sub("", page.read_text())
-    printed = re.findall(r"^```.*?^```$", text, re.MULTILINE | re.DOTALL)
-    known = {figure for source in [*data.get("elsewhere", {}).get(page.name, {}).values(), *printed]
-             for figure in DECIMAL.findall(source)}
-    for passed in (r"^```.*?^```$", FIGURE, r"`[^`]*`", r"\]\([^)]*\)"):
-        text = re.sub(passed, " ", text, flags=0 if passed is FIGURE else re.MULTILINE | re.DOTALL)
-    return [figure for figure in dict.fromkeys(DECIMAL.findall(text)) if figure not in known]
+    """What is wrong with the other figures of a page: those that nothing vouches for, and what "elsewhere" has that the
+    page does not say."""
+    text, wrong = " ".join(FIGURE.sub(" ", BLOCK.sub(" ", page.read_text())).split()), []
+    for source, said in data.get("elsewhere", {}).get(page.name, {}).items():
+        for words in said:
+            if words not in text:
+                wrong.append(f"{page.name} does not say, as {source} does: {words}")
+            text = text.replace(words, " ")
+    text = re.sub(r"(?<!`)`[^`]+`(?!`)|\]\([^)]*\)", " ", text)  # names and links
+    return wrong + [f"{page.name}: no data have the figure {figure}" for figure in dict.fromkeys(FREE.findall(text))]
 
 
 def draw(data, path):
@@ -399,9 +412,10 @@ def main():
             wrong.append(f"{page.name} is not what docs/results.json says; run `python docs/programs/results.py`")
         elif now != page.read_text():
             page.write_text(now)
-        wrong += [f"{page.name}: no data have the figure {figure}" for figure in unknown(page, data)]
+        wrong += unknown(page, data)
     if wrong:
         sys.exit("\n".join(wrong))
+    print(f"every figure is of the data: {', '.join(page.name for page in PAGES)}")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,16 @@ huggingface_hub does the work. It resumes a download that was cut off, keeps fil
 HF_ENDPOINT (a mirror), HF_TOKEN (for models behind a licence) and HF_HUB_OFFLINE.
 """
 import hashlib
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Timer
 
 from tinykv import UserError
+
+PATIENCE = 2  # seconds
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,16 @@ def fetch_file(file):
 
 @contextmanager
 def hub_faults(what):
-    """Around a download: whatever the hub's library raises is a UserError of one line."""
+    """Around a download: whatever the hub's library raises is a UserError of one line. If it takes seconds, a line on
+    stderr says what is looked for."""
     from huggingface_hub.utils import logging
     logging.set_verbosity_error()  # not a line for each retry
+    slow = Timer(PATIENCE, print, [f"looking for {what} on the hub"], {"file": sys.stderr, "flush": True})
+    slow.start()
     try:
         yield
     except Exception as error:  # of many kinds: no network, no such name, a licence to accept, a full disk
-        raise UserError(f"{what} cannot be fetched from the hub ({' '.join(str(error).split())[:300]}); with "
-                        "HF_HUB_OFFLINE=1, only what `hf download` has fetched before is looked for") from None
+        raise UserError(f"{what} cannot be fetched from the hub ({' '.join(str(error).split())[:300]}); give a folder, "
+                        "or a file, of this machine, or HF_HUB_OFFLINE=1 and what `hf download` has fetched") from None
+    finally:
+        slow.cancel()

@@ -140,7 +140,8 @@ class Method:
         """UserError unless the model has the config that the method was made for, and the weights that it was
         calibrated on, if it was. Weights of another dtype may be those, rounded."""
         if self.config != model.config:
-            raise UserError(f"{self!r} was made for another config; make it for this model's")
+            raise UserError(f"{self!r} was made for another config; make it for this model's, as "
+                            "`hf.load_config(folder)` reads it")
         if self.calibrated_on and self.calibrated_on[0] == model.lm_head.weight.dtype:
             if self.calibrated_on != model.identity():
                 raise UserError(f"{self!r} was calibrated on another model; calibrate it on this one")

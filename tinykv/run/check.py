@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tinykv import UserError, cli, one_of
+from tinykv import UserError, cli, did_you_mean, one_of
 from tinykv.cache import LayerCache
 from tinykv.codecs.base import Codes, Pair
 from tinykv.methods.base import CHOOSE
@@ -32,7 +32,8 @@ def check_entries(setup, entries):
             raise UserError(f"--prompt {args.prompt} has to be longer than the prefix of {title}, {prefix} tokens, "
                             f"and shorter than a window, {context}")
     if args.vs is not None and args.vs not in entries and args.vs not in [title.split()[0] for title in entries]:
-        raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(entries)}")
+        raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(entries)}"
+                        + did_you_mean(args.vs, entries))
 
 
 # A method, looked at once, after its constructor: from then on the cache trusts it
