@@ -18,9 +18,8 @@ from tinykv.weights import QUANTIZERS, quantize, restore
 
 FULL_PRECISION = "full precision"  # the label of weights that are not quantized
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 TRUTH = ["false", "true"]
+
 
 # How a command begins and ends
 
