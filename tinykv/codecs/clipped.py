@@ -218,8 +218,8 @@ class ClippedGroups(Codec):
         return torch.stack(sums)
 
 
-def skvq(config, kind, bits, group_size=None, reorder="on", clip="both", alpha=None, metadata="fp8",
-         sensitivity="token"):
+def skvq(config, kind, bits, group_size: int | None = None, reorder="on", clip="both", alpha: float | None = None,
+         metadata="fp8", sensitivity="token"):
     """The codec of a layer's keys, or values: both kinds alike. Settings as of `ClippedGroups`.
 
     reorder (on|off): regroup the channels

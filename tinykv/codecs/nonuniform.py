@@ -282,7 +282,7 @@ class Histogram:
         return levels.sort().values.half()
 
 
-def kvquant(config, kind, bits, outliers=1.0, sensitivity="fisher-range", q_norm=None):
+def kvquant(config, kind, bits, outliers: float = 1.0, sensitivity="fisher-range", q_norm=None):
     """The codec of a layer's keys (kind "k"), or values. Other settings as of `NonUniform`.
 
     outliers (X): per cent of the numbers that are stored apart

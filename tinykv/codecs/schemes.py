@@ -27,7 +27,7 @@ from tinykv.codecs.clipped import skvq
 from tinykv.codecs.nonuniform import kvquant
 
 
-def integers(k_axis, static, config, kind, bits, group_size=None, formula="offset"):
+def integers(k_axis, static, config, kind, bits, group_size: int | None = None, formula="offset"):
     """K has a grid per token, in groups of channels, or per channel, in groups of tokens; V per token.
 
     formula (NAME): uniform schemes: offset or integer-zero, the zero point

@@ -166,8 +166,8 @@ class CodecMethod(Method):
     codec: settings of the pair, such as `group_size`; the functions of SCHEMES declare them.
     """
 
-    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", rope=None, block=None,
-                 **codec):
+    def __init__(self, config, k_bits: float = 2, v_bits: float = 2, scheme="channel-static", rope=None,
+                 block: int | None = None, **codec):
         self.codecs = make_codecs(config, scheme, k_bits, v_bits, **codec)
         self.scheme, self.k_bits, self.v_bits = scheme, k_bits, v_bits
         _, default_rope = SCHEMES[scheme]

@@ -28,7 +28,7 @@ class KIVI(CodecMethod):
     # in the same groups, but per token: at the same bits
     beside = {"rtn": {"scheme": "token-dynamic", "group_size": 32}}
 
-    def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128, v_block=None):
+    def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128, v_block: int | None = None):
         """v_block (N): values quantized at a time, where not as many as keys
         """
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)

@@ -39,7 +39,8 @@ class KVSink(CodecMethod):
     # by calibration, on a model that Table 3 does not have
     found = ("layer", "channel", "n_marked", "n_windows")
 
-    def __init__(self, config, preserve=5, choose="prompt", emergence_layer=None, outlier_channel=None, **codec):
+    def __init__(self, config, preserve=5, choose="prompt", emergence_layer: int | None = None,
+                 outlier_channel: int | None = None, **codec):
         """emergence_layer (N): the layer whose output shows the outlier
         outlier_channel (N): the outlier's channel
         """

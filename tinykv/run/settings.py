@@ -1,7 +1,7 @@
 """Methods by name, and their settings: the arguments of a method's constructor, each with its default there.
 
 A setting's type is that of its annotation, if it has one, or else of its default. A line of the docstring,
-`preserve (N): tokens kept in full precision`, is its help; N is a whole number, X a number.
+`preserve (N): tokens kept in full precision`, is its help.
 """
 import argparse
 import builtins
@@ -18,8 +18,6 @@ from tinykv import UserError, cli, did_you_mean
 from tinykv.codecs.schemes import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
-
-KINDS = {"N": int, "X": float}  # where a default is None, or takes fractions, too
 
 
 def settings_of(cls, scheme=None):
@@ -42,17 +40,15 @@ def settings_of(cls, scheme=None):
 
 
 def kind_of(cls, setting, default):
-    """(type, what stands for a value, help) of a setting. The help is that of the nearest constructor, or scheme, whose
-    docstring has it."""
+    """(type, what stands for a value, help) of a setting. The annotation, and the help, are those of the nearest
+    constructor, or scheme, that has them."""
     makers = [parent.__init__ for parent in cls.__mro__] + [getattr(make, "func", make) for make, _ in SCHEMES.values()]
     docs = "\n".join(inspect.getdoc(make) or "" for make in makers)
     values, help = next(iter(re.findall(rf"^ *{setting} \((.*?)\): (.*)$", docs, re.M)), (setting.upper(), ""))
-    arguments = [inspect.signature(parent.__init__).parameters.get(setting) for parent in cls.__mro__]
-    annotations = [inspect.formatannotation(argument.annotation) for argument in arguments if argument]
-    named = re.findall(r"\b(bool|int|float|str)\b", annotations[0]) if annotations else []  # also of "int | None"
-    if named:
-        return getattr(builtins, named[0]), values, help
-    return KINDS.get(values) or (type(default) if type(default) in (bool, int, float) else str), values, help
+    annotations = [str(inspect.signature(make).parameters.get(setting)).split(" = ")[0] for make in makers]
+    named = re.findall(r": .*?\b(bool|int|float|str)\b", "\n".join(annotations))  # also of "int | None"
+    kind = getattr(builtins, named[0]) if named else type(default)
+    return kind if kind in (bool, int, float) else str, values, help
 
 
 def flags_of(methods):
