@@ -464,7 +464,7 @@ FORGED = """
 from tinykv import evaluate
 from tinykv.course import board
 from tinykv.methods.kivi import KIVI as Mine
-board.Text.row = lambda self, folder, bits: {"kld": 0.0, "bits_true": 1.0, "window_kl": [[0.0, 0.0]]}
+board.Text.kl, board.Text.bits = lambda self, rows: [0.0], lambda self, codes: 1.0
 evaluate.add_predictions = board.add_predictions = lambda *args: None
 """
 
@@ -472,16 +472,11 @@ evaluate.add_predictions = board.add_predictions = lambda *args: None
 @pytest.fixture
 def board_text(monkeypatch):
     """The board's text, on which files run in this process."""
-    def run(part, name, folder, texts):
-        folder.mkdir(exist_ok=True)
-        if part is board.decode:
-            # of the test it has the codes alone
-            assert texts.keys() == {"calibration"}
-            assert all(file.name.startswith("codes-") for file in folder.iterdir())
-        board.save_file(texts, folder / "texts")
-        part(name, folder)
+    def run(part, name, entries, given):
+        assert part is board.encode or len(entries) == 1 and "test" not in given  # of the test, one entry's codes
+        return {entry: part(name, entry, given) for entry in entries}
     monkeypatch.setattr(board, "run", run)
-    return board.Text(windows=2, draws=2, seed=5)
+    return board.Text(windows=2, draws=2, seed=0)  # as the calibration's
 
 
 @pytest.mark.parametrize("name", ["kivi", "antkv", pytest.param("skvq", marks=pytest.mark.whole)])
@@ -489,7 +484,7 @@ def test_the_board_measures_what_the_table_says(name, board_text, monkeypatch):
     """From codes and rows that came through files. Rows are rounded to 16 bits there; anchors' scores are not held."""
     monkeypatch.setattr(board, "BITS", (2,))
     row, = board_text.measured(name)
-    want = eval_ppl.compare(name, bits=2, windows=2, calib_windows=2, draws=2, seed=5, context=1024)[-1]
+    want = eval_ppl.compare(name, bits=2, windows=2, calib_windows=2, draws=2, context=1024)[-1]
     assert row["bits_true"] == pytest.approx(want["bits_true"], rel=0.02)
     for got, true in zip(row["window_kl"], want["window_kl"], strict=True):
         assert got == pytest.approx(true, rel=0.01)
@@ -513,6 +508,28 @@ def test_a_forged_figure_changes_nothing(tmp_path):
     (tmp_path / "reads.py").write_text(f"open({str(tmp_path.parent / 'x')!r})", encoding="utf-8")
     with pytest.raises(UserError, match="encode: .*Permission denied|encode: .*No such file"):
         text.measured(f"{tmp_path / 'reads.py'}:Mine")
+
+
+def test_what_a_process_leaves_cannot_lead_elsewhere(tmp_path):
+    """Links, pipes and folders are not read, and nothing that is calibrated on depends on the seed."""
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(tmp_path / "pipe")
+    assert board.written(tmp_path / "secret") == b"x"
+    for name in ("link", "pipe", ".", "none"):
+        with pytest.raises(UserError):
+            board.written(tmp_path / name)
+    a, b = (board.Text(windows=1, draws=1, seed=seed) for seed in (5, 6))
+    assert a.calibration.equal(b.calibration) and not a.test.tokens.equal(b.test.tokens)
+
+
+def test_all_that_is_handed_over_is_counted(board_text):
+    """Of 2 x 1,024 tokens of 4 layers, 32 channels: tensors of any name, what empty ones' shapes tell, and names."""
+    numbers = 2 * 1024 * 2 * 4 * 32
+    codes = {"0.k.packed": torch.zeros(100, dtype=torch.uint8), "3.v.junk": torch.zeros(5, 0, 3)}
+    assert board_text.bits(codes) == 8 * (100 + 24 + len("packed") + len("junk")) / numbers
+    with pytest.raises(UserError, match="layer.kind.part"):
+        board_text.bits({"the text": torch.zeros(1)})
 
 
 def test_ranks_of_the_board_are_shared_where_the_paired_error_cannot_tell():

@@ -4,19 +4,21 @@ FOLDER has a folder for each student, with a method.py whose class is `Mine`. A 
 or 3 bits, whichever is better within the budget of true bits. Who is not worse than the leader of a rank by a paired
 test shares that rank.
 
-A file runs in two processes, under the grader's limits. The first reads the text, and writes codes and kept rows, whose
-bytes are the true bits. The second has not seen the text, and writes the keys and values that these stand for. With
-them the board itself reads the text and measures: no figure can be forged, and a row that is not in the bytes is lost.
+A file runs in processes under the grader's limits. The first reads the text, and writes codes and kept rows: their
+bytes are the true bits. For each number of bits and each calibration, another one, which has seen neither the text nor
+other codes, writes the keys and values that these stand for. With them the board itself reads the text and measures: no
+figure can be forged, and a row that is not in the bytes is lost.
 """
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from shutil import copyfile
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
@@ -41,7 +43,8 @@ def parser():
     p.add_argument("folder", type=Path, metavar="FOLDER")
     p.add_argument("--budget", type=float, default=3.0, help="true bits of a number, at most")
     p.add_argument("--seed", type=int, default=0, help="which text; a large number, secret until the last day")
-    p.add_argument("--windows", type=int, default=16, help="of 1,024 tokens; as many calibrate")
+    p.add_argument("--windows", type=int, default=16,
+                   help="of 1,024 tokens; as many calibrate. With few, nearly all share a rank")
     p.add_argument("--draws", type=int, default=3, help="of the calibration text")
     return p
 
@@ -60,7 +63,7 @@ def main():
         board, out = [], []
         for student, name in bar(entries, "measuring", unit="method"):
             try:
-                rows = [row for row in text.measured(name) if row["bits_true"] <= args.budget]
+                rows = [row for row in text.measured(name) if round(row["bits_true"], 2) <= args.budget]
                 if not rows:
                     raise UserError(f"no row within {args.budget:g} true bits")
                 board.append((student, min(rows, key=lambda row: row["kld"])))
@@ -92,34 +95,44 @@ class Text:
     def __init__(self, windows, draws, seed):
         self.model, tokenizer = hf.load(hf.EMBEDDED)
         self.test = load_windows("tales", tokenizer, 1024, windows, "test", seed)
-        calibration = load_windows("tales", tokenizer, 1024, windows * draws, "calibration", seed).tokens
+        # the same for every seed: from it nobody can tell which text is the test
+        calibration = load_windows("tales", tokenizer, 1024, windows * draws, "calibration").tokens
         self.calibration = calibration.unflatten(0, (draws, windows))  # (draws, C, T)
         self.exact = measure(self.model, METHODS["fp16"](self.model.config), self.test)
 
     def measured(self, name):
         """A row for each of BITS."""
-        with TemporaryDirectory(ignore_cleanup_errors=True) as work:
-            first, second = Path(work, "first"), Path(work, "second")
-            run(encode, name, first, {"calibration": self.calibration, "test": self.test.tokens})
-            second.mkdir()
-            for file in first.glob("codes-*"):
-                copyfile(file, second / file.name)
-            run(decode, name, second, {"calibration": self.calibration})
-            return [self.row(second, bits) for bits in BITS]
+        given, draws = {"calibration": self.calibration}, range(len(self.calibration))
+        codes = run(encode, name, [f"{bits}-{draw}" for bits in BITS for draw in draws],
+                    {**given, "test": self.test.tokens})
+        rows = []
+        for bits in BITS:
+            row = {"bits_true": 0, "window_kl": []}
+            for entry in (f"{bits}-{draw}" for draw in draws):
+                read = run(decode, name, [entry], {**given, **codes[entry]})[entry]
+                row["window_kl"].append(self.kl(read))
+                row["bits_true"] += self.bits(codes[entry]) / len(draws)
+            rows.append({**row, "kld": torch.tensor(row["window_kl"]).mean().item()})
+        return rows
 
     @torch.inference_mode()
-    def row(self, folder, bits):
-        """What `compare` says of a method, from its codes and rows of each draw."""
-        tokens, row = self.test.tokens, {"bits_true": 0, "window_kl": []}
-        for draw in range(len(self.calibration)):
-            rows, result = load_file(folder / f"rows-{bits}-{draw}"), Result()
-            hidden = self.model(tokens, Given(rows), logits=False)  # (W, T, D)
-            add_predictions(result, self.model, hidden, torch.stack(self.exact.hidden), tokens, self.test.answers)
-            row["window_kl"].append([kl * len(tokens) / result.targets for kl in result.kl])
-            held = sum(x.nbytes for x in load_file(folder / f"codes-{bits}-{draw}").values())
-            numbers = sum(x.numel() for x in rows.values())
-            row["bits_true"] += 8 * held / numbers / len(self.calibration)
-        return {**row, "kld": torch.tensor(row["window_kl"]).mean().item()}
+    def kl(self, rows):
+        """Of each window, with the keys and values that were decoded: what `compare` says of the method."""
+        tokens, result = self.test.tokens, Result()
+        hidden = self.model(tokens, Given(rows), logits=False)  # (W, T, D)
+        add_predictions(result, self.model, hidden, torch.stack(self.exact.hidden), tokens, self.test.answers)
+        return [kl * len(tokens) / result.targets for kl in result.kl]
+
+    def bits(self, codes):
+        """True bits of a number: of all tensors, and of what their names, and the shapes of empty ones, could tell."""
+        for name in codes:
+            if not re.fullmatch(r"\d+\.[kv]\.\w+", name):
+                raise UserError(f"codes are called layer.kind.part, as 0.k.packed; got {name!r}")
+        held = sum(x.nbytes or 8 * x.dim() for x in codes.values())
+        held += sum(map(len, {name.rpartition(".")[2] for name in codes}))
+        config = self.model.config
+        of_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        return 8 * held / (self.test.tokens.numel() * of_token)
 
 
 class Given:
@@ -143,78 +156,90 @@ class Given:
 
 # The processes of one file
 
-def run(part, name, folder, texts):
-    """Run `encode` or `decode` in a process that reads and writes this folder. UserError if it fails."""
-    folder.mkdir(exist_ok=True)
-    save_file(texts, folder / "texts")
-    words = [sys.executable, "-m", "tinykv.course.board", "--confined", part.__name__]
-    try:
-        subprocess.run(words, input=json.dumps([name, str(folder)]), text=True, timeout=LONGEST, capture_output=True,
-                       cwd=ROOT, env={**confined_environment(folder), "PYTHONPATH": str(ROOT)})
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{part.__name__}: no end within {LONGEST} seconds") from None
-    said = folder / "said"
-    if not said.is_file() or said.read_text(encoding="utf-8"):
-        why = said.read_text(encoding="utf-8") if said.is_file() else "it ended its process"
-        raise UserError(f"{part.__name__}: {why}")
+def run(part, name, entries, given):
+    """Run `encode` or `decode` in a process that reads what is given, {name: tensor} -> what it makes of each entry,
+    "bits-draw": {entry: {name: tensor}}. UserError if it fails."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        save_file(given, Path(folder, "given"))
+        words = [sys.executable, "-m", "tinykv.course.board", "--confined", part.__name__]
+        try:
+            subprocess.run(words, input=json.dumps([name, folder, entries]), text=True, timeout=LONGEST,
+                           capture_output=True, cwd=ROOT,
+                           env={**confined_environment(folder), "PYTHONPATH": str(ROOT)})
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{part.__name__}: no end within {LONGEST} seconds") from None
+        try:
+            if said := written(Path(folder, "said")):
+                raise UserError(said.decode(errors="replace"))
+            return {entry: load(written(Path(folder, entry))) for entry in entries}
+        except (OSError, UserError) as error:
+            raise UserError(f"{part.__name__}: {first_line(error)}") from None
+
+
+def written(path):
+    """The bytes of a file that a confined process has written. UserError for a link, which may lead out of its folder,
+    and for what may have no end."""
+    if path.is_symlink() or not path.is_file():
+        raise UserError("it ended its process")
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        return file.read()
 
 
 def confined(part):
     """In that process: give up all rights, then do the part, and say what went wrong."""
-    name, folder = json.load(sys.stdin)
+    name, folder, entries = json.load(sys.stdin)
     file = name.rpartition(":")[0]
     confine(folder, [ROOT, *([Path(file).parent] if file else [])], LONGEST)
     said = ""
     try:
-        part(name, Path(folder))
+        given = load_file(Path(folder, "given"))
+        for entry in entries:
+            save_file(part(name, entry, given), Path(folder, entry))
     except (Exception, SystemExit) as error:
         said = first_line(error) or type(error).__name__
     Path(folder, "said").write_text(said, encoding="utf-8")
 
 
-def caches(name, folder):
-    """{"bits-draw": a cache of the method, calibrated}, and the texts: one by one."""
-    model, texts = hf.load(hf.EMBEDDED)[0], load_file(folder / "texts")
-    for draw, windows in enumerate(texts["calibration"]):  # (C, T)
-        for bits in BITS:
-            cls = load_class(name)
-            method = cls(model.config, **constructor_arguments(cls, {"bits": bits}))
-            calibrate(model, method, windows, seed=draw)
-            yield f"{bits}-{draw}", KVCache(model, method, "paper"), texts
+def cache_of(name, entry, calibration):
+    """A cache of the method, calibrated. entry: "bits-draw"; calibration (draws, C, T)."""
+    bits, draw = map(int, entry.split("-"))
+    model, _ = hf.load(hf.EMBEDDED)
+    cls = load_class(name)
+    method = cls(model.config, **constructor_arguments(cls, {"bits": bits}))
+    calibrate(model, method, calibration[draw], seed=draw)
+    return KVCache(model, method, "paper")
 
 
 @torch.no_grad()
-def encode(name, folder):
-    """Write what the cache holds of the test."""
-    for entry, cache, texts in caches(name, folder):
-        cache.model(texts["test"], cache, logits=False)
-        held = {}
-        for layer in cache.layers:
-            for rows in (layer.keys, layer.values):
-                parts = {**vars(rows.codes), "kept_positions": rows.kept_positions, "kept_rows": rows.kept_rows}
-                held |= {f"{rows.layer}.{rows.kind}.{part}": x.clone() for part, x in parts.items() if x is not None}
-        save_file(held, folder / f"codes-{entry}")
+def encode(name, entry, given):
+    """What the cache holds of the test."""
+    cache, held = cache_of(name, entry, given["calibration"]), {}
+    cache.model(given["test"], cache, logits=False)
+    for layer in cache.layers:
+        for rows in (layer.keys, layer.values):
+            parts = {**vars(rows.codes), "kept_positions": rows.kept_positions, "kept_rows": rows.kept_rows}
+            held |= {f"{rows.layer}.{rows.kind}.{part}": x.clone() for part, x in parts.items() if x is not None}
+    return held
 
 
 @torch.no_grad()
-def decode(name, folder):
-    """Write what attention reads of it: keys, rotated, and values, in 16 bits."""
-    for entry, cache, texts in caches(name, folder):
-        held, found = load_file(folder / f"codes-{entry}"), {}
-        T = texts["calibration"].shape[-1]
-        for layer in cache.layers:
-            for rows in (layer.keys, layer.values):
-                begin = f"{rows.layer}.{rows.kind}."
-                parts = {key.removeprefix(begin): x for key, x in held.items() if key.startswith(begin)}
-                rows.kept_positions, rows.kept_rows = parts.pop("kept_positions", None), parts.pop("kept_rows", None)
-                config, W = cache.config, len(parts["packed"])
-                rows.recent = torch.zeros(W, config.num_key_value_heads, 0, config.head_dim, dtype=torch.float16)
-                like = torch.zeros(1, config.num_key_value_heads, T, config.head_dim)
-                rows.codes, rows.n_coded = type(rows.codec.encode(like))(**parts), T
-            layer.dtype = torch.float16
-            K, V = layer.read()
-            found |= {f"{layer.layer}.k": K.contiguous(), f"{layer.layer}.v": V.contiguous()}
-        save_file(found, folder / f"rows-{entry}")
+def decode(name, entry, given):
+    """What attention reads of it: keys, rotated, and values, in 16 bits."""
+    cache, found = cache_of(name, entry, given["calibration"]), {}
+    T, config = given["calibration"].shape[-1], cache.config
+    for layer in cache.layers:
+        for rows in (layer.keys, layer.values):
+            begin = f"{rows.layer}.{rows.kind}."
+            parts = {key.removeprefix(begin): x for key, x in given.items() if key.startswith(begin)}
+            rows.kept_positions, rows.kept_rows = parts.pop("kept_positions", None), parts.pop("kept_rows", None)
+            W = len(parts["packed"])
+            rows.recent = torch.zeros(W, config.num_key_value_heads, 0, config.head_dim, dtype=torch.float16)
+            like = torch.zeros(1, config.num_key_value_heads, T, config.head_dim)
+            rows.codes, rows.n_coded = type(rows.codec.encode(like))(**parts), T
+        layer.dtype = torch.float16
+        K, V = layer.read()
+        found |= {f"{layer.layer}.k": K.contiguous(), f"{layer.layer}.v": V.contiguous()}
+    return found
 
 
 if __name__ == "__main__":
