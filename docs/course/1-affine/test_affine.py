@@ -56,11 +56,14 @@ def test_grid(sub, rng, same):
 @points(11)
 def test_codes(sub, rng, same):
     """encode, decode: half to even, clamped to 0 and the largest code, in fp32"""
+    scale, steps = torch.tensor(rng.sample(range(1, 60), 30))[:, None].half() / 100, torch.arange(15) + 0.5
+    same(sub.encode(scale.float() * steps, scale, 0 * scale, 4, "offset"), f"encode of half steps, with scales "
+         f"{scale.tolist()}, in 4 bits, offset: (x - z) / s is a division")
     for _ in range(120):
         bits, formula = rng.choice(BITS), rng.choice(FORMULAS)
         n = top(bits)
         scale = rng.of((0.25, 0.5, 1, 2), 3, 1).half()
-        steps = rng.of((-200, -n, -1, 0, 1, 3), 3, 1)
+        steps = rng.of((-1000, -200, -n, -1, 0, 1, 3), 3, 1)
         zero = steps.to(torch.int16) if formula == "integer-zero" else (steps * scale).half()
         origin = -zero * scale.float() if formula == "integer-zero" else zero.float()
         x = origin + scale.float() * (rng.of(range(-8, 4 * n + 9), 3, 8) / 4)  # quarters of a step: ties, too
@@ -141,7 +144,9 @@ def test_packing(sub, rng, same):
         same([sub.pack(codes, bits), codes], f"pack of {before.tolist()} in {bits} bits; the codes stay as they were")
         width = -(-n // 5) if bits == 1.5 else -(-n * bits // 8)
         packed = rng.of(range(243 if bits == 1.5 else 256), *shape, width).to(torch.uint8)
-        same(sub.unpack(packed, bits, n), f"unpack of the bytes {packed.tolist()}, {bits} bits, n = {n}")
+        before = packed.tolist()
+        same([sub.unpack(packed, bits, n), packed], f"unpack of the bytes {before}, {bits} bits, n = {n}; the bytes "
+             "stay as they were")
 
 
 # Task 4

@@ -51,6 +51,14 @@ def parts(rows):
     return [rows.n_coded, rows.recent, kept]
 
 
+def tensors_in(held):
+    """The tensors in an object's attributes, and in lists and dicts there."""
+    if isinstance(held, torch.Tensor):
+        return [held]
+    inner = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else []
+    return [x for part in inner for x in tensors_in(part)]
+
+
 def keys(numbers, B=1, H=1):
     return torch.tensor(numbers).view(1, 1, -1, 1).expand(B, H, -1, 1)
 
@@ -134,6 +142,9 @@ def test_nbytes(sub, rng, same):
         same([part.untyped_storage().nbytes() <= 2 * part.nbytes for part in (rows.recent, rows.kept_rows)], tried +
              "whether what is left of `recent`, and the kept rows, have memory of their own; a slice keeps all of it "
              "alive")
+        rows.read()
+        same(sum(x.nbytes for x in tensors_in(vars(rows))) <= rows.nbytes, tried + "whether the attributes of `Rows` "
+             "hold no more than nbytes says: of a quantized row only the code is left")
 
 
 # Task 2

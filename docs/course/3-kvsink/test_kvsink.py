@@ -1,6 +1,7 @@
 """Assignment 3, KVSink: the search for the outlier, `observe` and `keep_keys`.
 
 Random cases draw from short lists of round numbers, so that every bound of a rule is met, missed and hit."""
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -151,6 +152,7 @@ def test_observe_top_k(sub, rng, same):
     observe(sub, rng, same, 1, [eight], "-32 has the largest magnitude.")
     observe(sub, rng, same, 5, [[[1.0, 3.0, 2.0]]], "of fewer than k tokens all are sinks.")
     observe(sub, rng, same, 3, [[rng.sample(range(-99, -50), 4) + rng.sample(range(50), 4)]], "magnitudes count.")
+    observe(sub, rng, same, 9, [[[0.0, 0.125, 0.0]], [[0.0]]], "a token with a 0 there is a sink if there is room.")
     peaks = [[9.0, 1, 2, 8, 3, 4], [1, 9.0, 2, 3, 4, 8], [4, 1, -9.0, 3, 8, 2]]
     observe(sub, rng, same, 2, [rng.sample(peaks, 3)], "sort along the tokens, the last dimension of (B, T).")
 
@@ -182,6 +184,12 @@ def test_observe(sub, rng, same):
                  f"with {sizes.tolist()} in channel c after block lE. The sinks, sorted, and their sizes; and the "
                  "hidden states, which must not change. One method serves two texts.")
             held.append(str(vars(method)))
+        fork = copy.deepcopy(caches[0])
+        for cache in (caches[0], fork):
+            sizes = torch.tensor([[next(tokens) / 32] * 2 for _ in range(B)]) + torch.arange(2) / 64
+            show(method, cache, sizes, rng)
+            same(sinks_of(cache), f"k = {k}, lE = {method.layer}: a copy of a cache goes on by itself, here with "
+                 f"{sizes.tolist()}. The sinks, sorted, and their sizes")
         same(len({*held[1:]}), "how many things the method has held since both texts have begun. What it knows of a "
              "text lives on the cache.")
 

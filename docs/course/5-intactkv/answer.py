@@ -89,7 +89,7 @@ def scaled_values(values, gain):
 # Task 3: the loss
 
 def block_loss(outputs, targets, n, counts=None):
-    """Eq. 2: half of the sum over blocks of the mean squared error, a tensor of one number.
+    """Eq. 2: half of the sum over blocks of the mean squared error, a tensor without dimensions.
 
     outputs, targets: by block, (B, n + T, D), of the quantized model and of the full-precision one.
     The first n positions are the prefix, and do not count. counts (B, T), booleans: which tokens

@@ -44,11 +44,19 @@ def test_without_prefix(sub, rng, same):
     ids = a, b = rng.sample(range(3, 99), 2)
     for tokens in ([[a, b, 1, 2]], [[a, b, 1], [a, b, a]], [[a, b]], [[a]], [[a, b, 1], [a, 2, 1]], [[1, b, a]],
                    [[b, a, b]], [[a, 2, b], [a, b, b]]):
-        try:
-            given = sub.without_prefix(torch.tensor(tokens), ids)
-        except ValueError:
-            given = "ValueError"
-        same(given, f"without_prefix of {tokens} and the prefix {ids}")
+        check_prefix(sub, same, tokens, ids)
+    ids = a, b, c = rng.sample(range(3, 99), 3)
+    for tokens in ([[a, b, c, 1]], [[a, 1, c, 1]], [[a, b, c, 2], [a, 2, c, 2]]):
+        check_prefix(sub, same, tokens, ids)
+
+
+def check_prefix(sub, same, tokens, ids):
+    text = torch.tensor(tokens)
+    try:
+        given = sub.without_prefix(text, ids)
+    except ValueError:
+        given = "ValueError"
+    same([given, text], f"without_prefix of {tokens} and the prefix {ids}; and the text, which stays as it was")
 
 
 @points(3)
@@ -138,8 +146,9 @@ def test_adam_step(sub, rng, same):
     """adam_step: several steps, with the correction for the first ones"""
     for _ in range(8):
         x, lr = rng.normal(3), rng.choice((0.001, 0.1, 1.0))
-        state = torch.zeros(3), torch.zeros(3), 0
-        for t in range(1, 6):
+        first = rng.choice((0, 0, 20))  # or a state in the middle
+        state = first * rng.normal(3) / 100, first * rng.normal(3).abs() / 100, first
+        for t in range(first + 1, first + 6):
             gradient = rng.normal(3) * rng.choice((1e-8, 0.01, 1, 100))
             before = x.clone()
             given, new = sub.adam_step(x, gradient, state, lr)
@@ -164,9 +173,9 @@ def test_train(sub, rng, same):
         same([[rows.requires_grad for rows in trained], [rows - old for rows, old in zip(trained, (keys, values))]],
              tried + "whether keys and values require a gradient; what they have changed by", 2e-3)
         same([weights_of(full).equal(before[0]), weights_of(quantized).equal(before[1]), keys.equal(before[2]),
-              any(p.grad is not None for model in (full, quantized) for p in model.parameters())],
-             tried + "whether both models' weights, and the given keys, are as they were; whether a weight has a "
-             "gradient")
+              keys.requires_grad, any(p.grad is not None for model in (full, quantized) for p in model.parameters())],
+             tried + "whether both models' weights, and the given keys, are as they were; whether the given keys "
+             "require a gradient, and whether a weight has one")
 
 
 # Task 5

@@ -67,7 +67,7 @@ def lloyd(points, weights, centres):
 
 
 def kmeans(points, weights, centres, steps=25):
-    """`lloyd` from the given centres, until no centre moves, `steps` times at most -> (k, n)."""
+    """`lloyd` from the given centres, until a call of it moves no centre, `steps` times at most -> (k, n)."""
     # answer
     for _ in range(steps):
         before, centres = centres, lloyd(points, weights, centres)
@@ -207,9 +207,9 @@ class AnTKV(Method):
         """Which keys to keep in full precision, asked when the n oldest recent tokens of a layer
         are about to be quantized: positions (B, Hkv, count), those with the largest scores.
 
-        count is `self.percent` percent of the `layer_cache.length` tokens seen, rounded up.
-        `best_tokens(layer_cache.keys, n, count)` chooses among the tokens that are due and those
-        that are anchors already.
+        count is `self.percent` percent of the `layer_cache.length` tokens seen, rounded up. Call
+        `best_tokens(layer_cache.keys, n, count)`, which chooses among the tokens that are due and
+        those that are anchors already.
         """
         # answer
         count = -(-self.percent * layer_cache.length // 100)

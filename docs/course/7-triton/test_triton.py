@@ -104,6 +104,7 @@ def test_topk_of_eight_numbers(sub, rng, same):
     topk(sub, same, [[5.0, 0.0, 0.0]], 3, 2, "The second piece has fewer than K tokens.")
     topk(sub, same, [EIGHT, EIGHT[::-1]], 2, 4, "Two sequences.")
     topk(sub, same, [EIGHT], 2, 8, "The next token is three numbers away.", stride=3)
+    topk(sub, same, [rng.sample(range(-900, 900), 300)], 2, 128, "A long text.")
 
 
 @points(8)
@@ -139,7 +140,7 @@ def test_unpack_compiles(sub, rng, same):
 @points(9)
 def test_unpack(sub, rng, same):
     """unpack_kernel: four codes of a byte, the first in the lowest bits; nothing behind the last token"""
-    for T, W, N in ((2, 1, 2), (1, 2, 4), (5, 2, 2), (7, 4, 4), (9, 1, 8), (3, 8, 2), (8, 2, 4)):
+    for T, W, N in ((2, 1, 2), (1, 2, 4), (5, 2, 2), (7, 4, 4), (9, 1, 8), (3, 8, 2), (8, 2, 4), (2, 32, 1)):
         packed = rng.of(range(256), T + N, W).to(torch.uint8)[:T]
         codes, whole = guarded(torch.full((T, 4 * W), 99, dtype=torch.uint8), 77)
         with loads(packed, codes) as strays:
@@ -179,11 +180,12 @@ def test_scores_compiles(sub, rng, same):
 def test_scores(sub, rng, same):
     """scores_kernel: fold, planes, groups, heads, the end of the text"""
     for T, W, N, heads, R in ((2, 1, 2, 1, 1), (8, 2, 4, 1, 2), (5, 4, 4, 2, 1), (7, 1, 4, 2, 2), (9, 2, 8, 2, 3),
-                              (3, 2, 8, 1, 1)):
+                              (3, 2, 8, 1, 1), (2, 1, 2, 2, 8)):
         d, pieces = 4 * W, -(-T // N)
         q = rng.normal(heads * R, d)
         packed, _ = guarded(rng.of(range(256), heads, T, W).to(torch.uint8), 255)
-        scale, zero = rng.of((0.25, 0.5, 1, 3), heads, pieces, d).half(), rng.of(range(-4, 5), heads, pieces, d).half()
+        scale = rng.of((0.25, 0.5, 1, 3, 200), heads, pieces, d).half()
+        zero = rng.of(range(-4, 5), heads, pieces, d).half()
         out, whole = guarded(torch.full((heads * R, T), 99.0), -7.0)
         with loads(q, packed, scale, zero, out) as strays:
             sub.scores_kernel[pieces, heads * R](q, packed, scale, zero, out, T, R, W, N)
