@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tinykv import UserError
 from tinykv.codecs.affine import FORMULAS, Affine
-from tinykv.codecs.base import TERNARY, Codes, Exact, pack, row_bytes, unpack
+from tinykv.codecs.base import TERNARY, Exact, pack, row_bytes, unpack
 from tinykv.codecs.clipped import ClippedGroups
-from tinykv.codecs.nonuniform import NonUniform, SparseCodes
+from tinykv.codecs.nonuniform import NonUniform
 from tinykv.codecs.schemes import make_codecs
 from tinykv.model import LlamaConfig
 
@@ -39,6 +39,18 @@ def rows(seed, B=2, Hkv=2, T=13, dtype=torch.float16):
 def storage(codes):
     """Bytes behind the tensors, also where one is a view."""
     return sum(t.untyped_storage().nbytes() for t in vars(codes).values() if t is not None)
+
+
+def with_tables(codec, x):
+    """The codec with all its tables, from the ranges of rows x."""
+    lo, hi = x.float().amin((0, 2)), x.float().amax((0, 2))  # (Hkv, d) both
+    if isinstance(codec, NonUniform):
+        codec.levels = torch.linspace(-1, 1, 2 ** codec.bits).half()
+        if codec.axis == "channel":
+            codec.set_range(lo.flatten(), hi.flatten())
+    elif codec.passes:
+        codec.set_range(lo, hi)
+    return codec
 
 
 # ---- packing
@@ -86,13 +98,9 @@ def test_integers_are_the_plain_formula(axis, formula, bits, static, group, T):
     ignore = torch.zeros(x.shape[:3], dtype=torch.bool)
     ignore[0, 0, 0] = ignore[0, 1, 3:6] = ignore[1, :, 12:] = ignore[1, 1, 8:12] = True
     ignore[0, :, T // 2] = True
-    codec = Affine(bits, D, axis, group, formula, static)
-    ranges = None
-    if static:
-        known = rows(seed=99).float()
-        ranges = known.amin((0, 2)), known.amax((0, 2))  # (Hkv, D) both
-        codec.set_range(*ranges)
-        ranges = [end.numpy() for end in ranges]
+    known = rows(seed=99).float()
+    codec = with_tables(Affine(bits, D, axis, group, formula, static), known)
+    ranges = (known.amin((0, 2)).numpy(), known.amax((0, 2)).numpy()) if static else None  # (Hkv, D) both
     codes = codec.encode(x, ignore)
 
     size = group or (D if axis == "token" else T)
@@ -106,29 +114,6 @@ def test_integers_are_the_plain_formula(axis, formula, bits, static, group, T):
     if not static:
         assert codes.scale.dtype == torch.float16 and codes.scale.min() > 0
         assert codes.zero.dtype == (torch.float16 if formula == "offset" else torch.int16)
-
-
-@pytest.mark.parametrize("formula", FORMULAS)
-def test_rounding_is_half_to_even(formula):
-    """Numbers in the middle between two codes go to the even one. The grid 0, 1, .., 15 is exact."""
-    codec = Affine(4, D, "token", D, formula)
-    x = torch.tensor([0.0, 15.0] + [i + 0.5 for i in range(14)]).view(1, 1, 1, D)
-    read = codec.decode(codec.encode(x)).flatten().tolist()
-    assert read == [0, 15, *(round(i + 0.5) for i in range(14))] and read[2:6] == [0, 2, 2, 4]
-
-
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("bits", [1, TERNARY, 2, 8])
-@pytest.mark.parametrize("value", [0.0, 1.0, 37.5, -1000.0, 65504.0, 6e-8])
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("formula", FORMULAS)
-def test_a_constant_group_comes_back(formula, axis, bits, value):
-    """A group of one number, or of one token: the error stays within 16 bits' rounding, or the floor of s."""
-    for T in (1, 8, 9):
-        x = torch.full((1, 2, T, D), value).half().float()
-        codec = Affine(bits, D, axis, 8, formula)
-        read = codec.decode(codec.encode(x))
-        assert ((read - x).abs() <= x.abs() * 2 ** -11 + 1e-5).all(), read.flatten()[0]
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-7, 1e3, 6e4, 1e6, 1e30])
@@ -164,8 +149,7 @@ def test_ignored_heads_do_not_count():
 
 @pytest.mark.parametrize("codec", [
     *(Affine(bits, D, axis, 8, "offset", static) for bits in (TERNARY, 3) for axis in AXES for static in (False, True)),
-    *(NonUniform(3, 2, D, axis, outliers) for axis in AXES for outliers in (0, 0.1)), Exact()],
-    ids=lambda codec: f"{codec!r}")
+    *(NonUniform(3, 2, D, axis, outliers) for axis in AXES for outliers in (0, 0.1)), Exact()], ids=repr)
 def test_append_is_concatenation(codec):
     """Blocks encoded one after the other are the blocks encoded at once; only the last may be partial."""
     x = rows(10, T=21)
@@ -179,27 +163,6 @@ def test_append_is_concatenation(codec):
     assert torch.equal(codec.decode(parts), codec.decode(whole))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bits_change_nothing(dtype):
-    x = rows(1, dtype=dtype)
-    codes = Exact().encode(x)
-    assert torch.equal(Exact().decode(codes), x) and codes.nbytes == 2 * x.numel()
-
-
-# ---- calibration
-
-def with_tables(codec, x):
-    """The codec with all its tables, from the ranges of rows x."""
-    lo, hi = x.float().amin((0, 2)), x.float().amax((0, 2))  # (Hkv, d) both
-    if isinstance(codec, NonUniform):
-        codec.levels = torch.linspace(-1, 1, 2 ** codec.bits).half()
-        if codec.axis == "channel":
-            codec.set_range(lo.flatten(), hi.flatten())
-    elif codec.passes:
-        codec.set_range(lo, hi)
-    return codec
-
-
 # ---- what is refused
 
 SCHEME = {"config": LlamaConfig(41, 32, 48, 1, 4, 2, D, 64), "scheme": "token-dynamic", "k_bits": 2, "v_bits": 2}
@@ -210,17 +173,14 @@ SCHEME = {"config": LlamaConfig(41, 32, 48, 1, 4, 2, D, 64), "scheme": "token-dy
     ({"scheme": "channel-dynamic", "group_size": 0}, "group size"),
     *(({"v_bits": bits}, "bits") for bits in (0, 2.5, 9, -1, "4", math.nan)),
     *(({"scheme": "kvquant", "k_bits": bits}, "bits") for bits in (TERNARY, 9)),
-    ({"scheme": "skvq", "k_bits": 2.5}, "bits"),
-    ({"formula": "ofset"}, "formula"),
+    ({"scheme": "skvq", "k_bits": 2.5}, "bits"), ({"formula": "ofset"}, "formula"), ({"scheme": "no"}, "scheme"),
     ({"scheme": "kvquant", "outliers": 50}, "outliers"), ({"scheme": "kvquant", "outliers": -1}, "outliers"),
     ({"scheme": "kvquant", "sensitivity": "token"}, "sensitivity"), ({"scheme": "kvquant", "q_norm": 1}, "q norm"),
     ({"scheme": "skvq", "group_size": 24}, "group size"), ({"scheme": "skvq", "group_size": 0}, "group size"),
     ({"scheme": "skvq", "clip": "ends"}, "clip"), ({"scheme": "skvq", "metadata": "fp4"}, "metadata"),
     ({"scheme": "skvq", "reorder": 1}, "reorder"),
-    *(({"scheme": "skvq", **alpha}, "alpha") for alpha in ({"alpha": 0.0}, {"alpha": 1.1},
-                                                          {"alpha": 0.9, "clip": "none"})),
-    ({"scheme": "no"}, "scheme"),
-], ids=str)
+    *(({"scheme": "skvq", "alpha": alpha}, "alpha") for alpha in (0.0, 1.1)),
+    ({"scheme": "skvq", "alpha": 0.9, "clip": "none"}, "alpha")], ids=str)
 def test_a_setting_that_cannot_be_is_refused(settings, named):
     with pytest.raises(UserError, match=named):
         make_codecs(**{**SCHEME, **settings})
@@ -276,21 +236,14 @@ def test_levels_and_outliers_are_the_plain_ones(case):
     assert B * T == 1 or codes.nbytes == storage(codes)
 
 
-def level_codec(axis, levels, outliers=0.0, heads=1, width=4):
-    """A codec of given levels; per channel with the range -1 .. 1."""
-    codec = NonUniform((len(levels) - 1).bit_length(), heads, width, axis, outliers)
-    codec.levels = torch.tensor(levels).half()
-    if axis == "channel":
-        codec.set_range(-torch.ones(heads * width), torch.ones(heads * width))
-    return codec
-
-
 @pytest.mark.parametrize("levels, numbers, read", [
     ([-1.0, -0.5, 0.5, 1.0], [-0.75, 0.0, 0.75, 0.7505], [-1.0, -0.5, 0.5, 1.0]),  # of two the lower
     # levels that fell together: fewer different numbers than levels in the calibration text
     ([-1, -1, 0.25, 0.25, 0.25, 0.25, 0.5, 1], [-0.5, 0.2, 0.4, 1.0], [-1, 0.25, 0.5, 1])])
 def test_a_number_goes_to_the_nearest_level(levels, numbers, read):
-    codec = level_codec("channel", levels)
+    codec = NonUniform(int(math.log2(len(levels))), 1, 4, "channel", 0.0)
+    codec.levels = torch.tensor(levels).half()
+    codec.set_range(-torch.ones(4), torch.ones(4))
     assert codec.decode(codec.encode(torch.tensor(numbers).half().view(1, 1, 1, 4))).flatten().tolist() == read
 
 
@@ -301,24 +254,8 @@ def test_outliers_keep_their_sixteen_bits(axis, dtype):
     x = torch.linspace(-0.4, 0.4, 8).to(dtype).repeat(2, 1)
     odd = [1.0078125, -60928.0] if dtype == torch.float16 else [3.0 * 2 ** 100, -1.0078125]
     x[0, 2], x[1, 5] = odd
-    codec = level_codec(axis, [-1.0, 1.0], 1 / 8, width=8)
+    codec = with_tables(NonUniform(1, 1, 8, axis, 1 / 8), torch.tensor([-1.0, 1.0])[:, None].expand(1, 1, 2, 8))
     codes = codec.encode(x.view(1, 1, 2, 8))
     assert codes.values.dtype == dtype and codes.values.flatten().tolist() == odd
     read = codec.decode(codes)[0, 0]
     assert [read[0, 2].item(), read[1, 5].item()] == odd
-
-
-@pytest.mark.parametrize("outliers", [0, 0.1, 0.49])
-@pytest.mark.parametrize("value", [0.0, -0.1, 6e-8, 65504.0])
-@pytest.mark.parametrize("axis", AXES)
-def test_a_constant_row_gives_no_nan(axis, value, outliers):
-    """All numbers the same: finite where all rows are ignored, and else what they were."""
-    x = torch.full((2, 2, 3, D), value).half()
-    codec = with_tables(NonUniform(2, 2, D, axis, outliers), x)
-    for ignore in (None, torch.ones(2, 2, 3, dtype=torch.bool)):
-        codes = codec.encode(x, ignore)
-        read = codec.decode(codes)
-        assert torch.isfinite(read).all()
-        assert ignore is not None or ((read - x.float()).abs() <= 1.01e-5).all()
-        assert not outliers or ignore is None or codes.values.numel() == 0
-    assert type(codes) is (SparseCodes if outliers else Codes)
