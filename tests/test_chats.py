@@ -7,13 +7,11 @@ from operator import itemgetter
 import pytest
 import torch
 from test_cli import refused
-from test_intact import IDS, double, own_rows
 
 import train_intact
 from tinykv import UserError, hf
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.hf import EMBEDDED
-from tinykv.methods.intactkv import block_loss
 
 CHATS = [
     [("Where does Ada live?", "Ada lives in the red house."), ("Why?", "She likes it.")],
@@ -36,11 +34,6 @@ def tokenizer():
     return hf.load(EMBEDDED)[1]
 
 
-def runs(ids, mask):
-    """[(True or False, ids)]: neighbours of one mask together."""
-    return [(m, [i for i, _ in pairs]) for m, pairs in groupby(zip(ids, mask), key=itemgetter(1))]
-
-
 @pytest.mark.parametrize("key", ["conversations", None])
 @pytest.mark.parametrize("system", ["", SYSTEM])
 def test_the_mask_is_the_answers(tmp_path, tokenizer, key, system):
@@ -48,7 +41,8 @@ def test_the_mask_is_the_answers(tmp_path, tokenizer, key, system):
     tokens, response = load_chats(write(tmp_path / "c.jsonl", CHATS, key), tokenizer, 3, 10 ** 6, system)
     for chat, ids, mask in zip(CHATS, tokens.tolist(), response.tolist()):
         end = max(i for i, m in enumerate(mask) if m) + 1  # what comes after the last answer is filled up
-        parts = runs(ids[:end], mask[:end])
+        # neighbours of one mask together
+        parts = [(m, [i for i, _ in pairs]) for m, pairs in groupby(zip(ids[:end], mask[:end]), key=itemgetter(1))]
         assert [m for m, _ in parts] == [False, True] * len(chat)
         for i, (question, answer) in enumerate(chat):
             asked, answered = parts[2 * i][1], parts[2 * i + 1][1]
@@ -78,18 +72,6 @@ def test_what_is_no_chat_is_named_with_its_line(tmp_path, tokenizer, line):
     path.write_text(f"\n{line}\n")
     with pytest.raises(UserError, match="line 2"):
         load_chats(str(path), tokenizer, 1, 100)
-
-
-def test_what_follows_a_chat_does_not_count(tmp_path, tokenizer):
-    """A chat that is filled up has the loss that it has alone."""
-    model, coded, _ = double(2, 1)
-    tokens = torch.tensor([[4, 9, 2, 7, 0, 0, 0], [5, 5, 1, 3, 8, 6, 2]])
-    counts = torch.tensor([[0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 1, 1]]).bool()
-    rows = own_rows(model, IDS[:1]), own_rows(coded, IDS[:1])
-    both = block_loss(model, coded, tokens, *rows, counts).item()
-    one = block_loss(model, coded, tokens[:1, :4], *rows, counts[:1, :4]).item()
-    other = block_loss(model, coded, tokens[1:], *rows, counts[1:]).item()
-    assert both == pytest.approx((one + other) / 2, rel=1e-5)
 
 
 def test_train_intact_on_chats(tmp_path, run, one_layer):

@@ -16,31 +16,22 @@ GOLDEN = {  # of the text that the embedded model was trained on: these never ch
 LANGUAGES = {"tales": corpus.TALES, "fables": corpus.FABLES}
 
 
-def digest(split):
+@pytest.mark.parametrize("split", SPLITS)
+def test_tales_never_change(split):
     total = hashlib.sha256()
     for story in islice(stories(split), 200):
         total.update(story.text.encode() + b"\n" + repr(story.answers).encode() + b"\n")
-    return total.hexdigest()
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_tales_never_change(split):
-    assert digest(split) == GOLDEN[split]
-
-
-def test_tales_depend_on_seed_and_split_only():
-    first = {(split, seed): next(stories(split, seed)).text for split in SPLITS for seed in range(5)}
-    assert len(set(first.values())) == 15
-    assert first == {key: next(stories(*key)).text for key in first}
+    assert total.hexdigest() == GOLDEN[split]
 
 
 def test_splits_are_disjoint():
     pairs, texts = {}, {}
     for split in SPLITS:
-        several = [story.text for seed in (0, 7) for story in islice(stories(split, seed), 100)]
+        several = [story.text for seed in (0, 1, 7) for story in islice(stories(split, seed), 70)]
         opening = [re.match(r"(\w+) (\w+)\.", text).groups() for text in several]
         assert all(split_of(*pair) == split for pair in opening)
         pairs[split], texts[split] = set(opening), set(several)
+        assert len(texts[split]) == 3 * 70  # each seed has stories of its own
     for a, b in (("train", "test"), ("train", "calibration"), ("calibration", "test")):
         assert not pairs[a] & pairs[b] and not texts[a] & texts[b]
 
