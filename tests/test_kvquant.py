@@ -47,11 +47,6 @@ def normalized(model, layer, kind, codec, share, first):
     return (x - mid) / half, half, use
 
 
-def lloyd_step(x, w, levels):
-    at = np.abs(x[:, None] - levels[None]).argmin(1)
-    return np.array([np.average(x[at == i], weights=w[at == i]) for i in range(len(levels))])
-
-
 @lru_cache
 def kvquant_on(model, **changed):
     method = KVQuant(CONFIG, **{"k_bits": 2, "v_bits": 3, "outliers": 4.0, "q_norm": "off", **changed})
@@ -86,7 +81,8 @@ def test_levels_are_a_fixed_point_on_the_raw_numbers(sensitivity, outliers):
         assert codec.levels.dtype == torch.float16
         x, w, levels = x[use], w[use], codec.levels.double().numpy()
         assert len(levels) == 2 ** codec.bits and (np.diff(levels) > 0).all() and np.abs(levels).max() <= 1.001
-        moved = lloyd_step(x, w, levels)
+        at = np.abs(x[:, None] - levels[None]).argmin(1)
+        moved = np.array([np.average(x[at == i], weights=w[at == i]) for i in range(len(levels))])
         assert np.abs(moved - levels).max() < 2 / BINS + 2 ** -11, (kind, moved - levels)
 
 
