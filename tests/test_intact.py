@@ -9,15 +9,15 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import runs_whole
-from safetensors import safe_open
 from safetensors.torch import load_file
 from test_cli import cells, refused
 from test_evaluate import assert_by_hand
-from test_weights import D, fold, text, tiny
+from test_weights import fold, text, tiny
 
 import train_intact
 from tinykv import UserError, cli, hf
@@ -59,21 +59,22 @@ def begun(n, T, batch=1, seed=3):
 
 # ---- rows of a transformed model
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("quantizer, sharing", [(AWQ(3, 16), 1), (AWQ(3, 16), 2), (OmniQuant(3, 16), 1),
                                                 (OmniQuant(3, 16), 4), (RTNWeights(3, 16), 1)],
                          ids=["awq-mha", "awq-gqa", "omniquant-mha", "omniquant-gqa", "rtn"])
 def test_rows_are_the_transformed_models(monkeypatch, quantizer, sharing):
     """In the scale that the quantized model has its values in; but not rounded as its weights are."""
+    monkeypatch.setattr("tinykv.weights.omniquant.EPOCHS", 2)
     model, n = tiny(sharing, bias=True), 6
     coded, equivalent = fold(monkeypatch, model, quantizer, text())
+    assert all(block.self_attn.k_proj.gain is None for block in coded.model["layers"])
     cache = KVCache(coded, IntactKV(model.config, prefix_of(model, n, coded)))
     exact, rough = (KVCache(m, FP16(model.config)) for m in (equivalent, coded))
     for m, other in ((equivalent, exact), (coded, rough)):
         m(torch.tensor([IDS[:n]]), other)
-    for layer in range(2):
-        triples = zip(*(c.layers[layer].read() for c in (cache, exact, rough)))
-        for found, wanted, off in triples:
+    for layers in zip(cache.layers, exact.layers, rough.layers):
+        for found, wanted, off in zip(*(layer.read() for layer in layers)):
             error = (found - wanted).float().norm() / wanted.float().norm()
             assert error < 2e-3 and (off - wanted).float().norm() / wanted.float().norm() > 20 * error + 0.01
 
@@ -98,26 +99,22 @@ def test_figures_of_a_quantized_model_with_a_prefix(n, start, batch):
 
 
 @pytest.fixture(scope="module")
-def embedded():
-    return hf.load(EMBEDDED)
+def tokenizer():
+    return hf.load_tokenizer(EMBEDDED, hf.load_config(EMBEDDED))
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_windows_with_a_prefix_have_the_same_text_after_it(embedded, n):
+def test_windows_with_a_prefix_have_the_same_text_after_it(tokenizer, n):
     """And the same answers: the same tokens, n further on."""
-    _, tokenizer = embedded
     plain = load_windows("tales", tokenizer, 600, 30, bos="none")
     ours = load_windows("tales", tokenizer, 600 + n, 30, prefix=IDS[:n])
     assert ours.start == max(1, n) and plain.start == 1 and sum(map(len, plain.answers)) > 20
     assert torch.equal(ours.tokens[:, n:], plain.tokens) and (ours.tokens[:, :n] == torch.tensor(IDS[:n])).all()
-    for row, other, a, b in zip(ours.tokens, plain.tokens, ours.answers, plain.answers):
-        assert [row[i:j].tolist() for i, j in a] == [other[i:j].tolist() for i, j in b]
-        assert a == [(i + n, j + n) for i, j in b]
+    assert ours.answers == [[(i + n, j + n) for i, j in of_window] for of_window in plain.answers]
 
 
-def test_a_fact_at_the_start_of_a_window_is_known_after_a_prefix(embedded):
+def test_a_fact_at_the_start_of_a_window_is_known_after_a_prefix(tokenizer):
     """BOS takes no token's place there."""
-    _, tokenizer = embedded
     _, marks = encode_documents(stories("test", 0), tokenizer, 2000)
     fact, start, end = next(mark for mark in marks if mark[2] <= 2 * mark[0])  # the second of two windows begins there
     answer = start - fact, end - fact
@@ -132,11 +129,9 @@ def test_bos_is_the_default_and_has_to_be_there():
         IntactKV(model.config)
     model.config = dataclasses.replace(model.config, bos_token_id=4)
     method = IntactKV(model.config)
-    assert (method.prefix.ids, method.preserve, method.k_bits, method.v_bits) == ([4], 1, 16, 16)
-    assert method.scheme == "token-dynamic"
+    found = method.prefix.ids, method.preserve, method.k_bits, method.v_bits, method.scheme
+    assert found == ([4], 1, 16, 16, "token-dynamic")
     assert IntactKV(model.config, k_bits=4).codecs[0].k.formula == "integer-zero"
-    with pytest.raises(UserError, match="fill"):
-        KVCache(model, method)
 
 
 # ---- files
@@ -175,8 +170,7 @@ def test_a_prefix_of_another_model_or_other_weights_is_refused(trained, seed, we
         fill_prefix(load_prefix(path), other, other, weights)
 
 
-def test_what_a_prefix_may_be(embedded, tmp_path):
-    _, tokenizer = embedded
+def test_what_a_prefix_may_be(tokenizer, tmp_path):
     assert open_prefix("bos", tokenizer).ids == [tokenizer.bos_id]
     path = tmp_path / "system.txt"
     path.write_text("Balo lives in Eastwick.\n")
@@ -188,23 +182,17 @@ def test_what_a_prefix_may_be(embedded, tmp_path):
 
 # ---- training
 
-def block_outputs(model, tokens, n):
-    """Of one forward over all tokens, without a cache: the blocks' outputs after the first n."""
-    found, hooks = [], []
-    for block in model.model["layers"]:
-        hooks.append(block.register_forward_hook(lambda _, args, out: found.append(out[:, n:])))
-    with torch.no_grad():
-        model(tokens)
-    for hook in hooks:
-        hook.remove()
-    return found
+@torch.no_grad()
+def traced(model, tokens):
+    """Of one forward over all tokens, without a prefix."""
+    trace = Trace(model)
+    model(tokens, trace, logits=False)
+    return trace
 
 
 def own_rows(model, ids):
     """Keys before RoPE, and values, (L, Hkv, n, d) both: not rounded."""
-    trace = Trace(model)
-    with torch.no_grad():
-        model(torch.tensor([ids]), trace, logits=False)
+    trace = traced(model, torch.tensor([ids]))
     return torch.cat(trace.k), torch.cat(trace.v)
 
 
@@ -226,22 +214,20 @@ def test_the_loss_is_the_mean_of_what_blocks_are_off_by(sharing, n, some):
     counts[:, 2] = True
     exact, rows = own_rows(model, IDS[:n]), own_rows(coded, IDS[:n])
     found = block_loss(model, coded, tokens[:, n:], exact, rows, counts if some else None).item()
-    pairs = list(zip(block_outputs(model, tokens, n), block_outputs(coded, tokens, n)))
-    assert len(pairs) == 2 and pairs[0][0].shape == (3, 17 - n, D)
-    errors = [(a[i] - b[i])[counts[i]].square().mean().item() for a, b in pairs for i in range(3)]
-    assert found == pytest.approx(sum(errors) / 6, rel=1e-5)
+    whole = [traced(of, tokens).hidden for of in (model, coded)]
+    errors = [(a[i, n:] - b[i, n:])[counts[i]].square().mean().item() for a, b in zip(*whole) for i in range(3)]
+    assert len(errors) == 6 and found == pytest.approx(sum(errors) / 6, rel=1e-5)
     assert block_loss(model, model, tokens[:, n:], exact, exact).item() == 0
     assert block_loss(model, coded, tokens[:, n:], exact, exact).item() != pytest.approx(found, rel=1e-3)
 
 
 @pytest.mark.parametrize("sharing, n", [(1, 1), (2, 4)])
 def test_the_gradient_of_the_loss_by_finite_differences(sharing, n):
-    """With respect to keys, before RoPE, and values, in random directions; the models themselves get none."""
+    """With respect to keys, before RoPE, and values, in random directions."""
     model, coded, tokens = double(sharing, n)
     exact = own_rows(model, IDS[:n])
     rows, rng = [x.clone().requires_grad_() for x in exact], torch.Generator().manual_seed(0)
     block_loss(model, coded, tokens[:, n:], exact, rows).backward()
-    assert all(p.grad is None for m in (model, coded) for p in m.parameters())
     for kind in (0, 1):
         for _ in range(3):
             way = [torch.zeros_like(x) for x in rows]
@@ -274,26 +260,14 @@ def evaluating(command):
     return partial(command, "--context", 64, "--windows", 2)
 
 
-def losses_in(out):
-    """{prefix: [loss, held-out loss, perplexity, KL]} of the printed table."""
-    head, *lines = cells(out)
-    assert head == ["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"]
-    return {line[1]: [None if x == "-" else float(x) for x in line[2:]] for line in lines}
-
-
-def content(path):
-    """Everything in a safetensors file, to the last bit."""
-    with safe_open(path, "pt") as file:
-        return file.metadata(), {key: (str(t.dtype), t.tolist()) for key in file.keys() for t in [file.get_tensor(key)]}
-
-
 @pytest.mark.whole  # forty updates
 def test_training_lowers_the_loss(training):
     _, out, _ = training("--model", EMBEDDED, "--updates", UPDATES)
-    losses = losses_in(out)
-    assert list(losses) == ["-", "none", "exact", "trained"]
-    assert losses["trained"][0] < losses["exact"][0] < losses["none"][0]
-    assert losses["-"][0] is None and losses["-"][3] == 0 and losses["exact"][3] < losses["none"][3]
+    head, full, *lines = cells(out)
+    assert head == ["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"]
+    assert full[:4] == ["-"] * 4 and float(full[5]) == 0 and [line[1] for line in lines] == ["none", "exact", "trained"]
+    none, exact, trained = ([float(x) for x in line[2:]] for line in lines)
+    assert trained[0] < exact[0] < none[0] and exact[3] < none[3]
     assert "256 parameters" in out  # 4 layers, keys and values of a head of 32
 
 
@@ -304,13 +278,12 @@ def test_what_was_trained_is_what_is_evaluated(training, evaluating, tmp_path):
     status, out, _ = evaluating("--method", "intactkv", "--weights", "rtn", "--w-bits", 2, "--prefix", f"bos,{path}")
     assert status == 0 and f"intactkv prefix={path}" in out and "intactkv prefix=bos" in out
     words = ["--method", "intactkv", "--prefix", path]
-    assert "weights" in refused(evaluating, *words)
-    for other in (["--w-bits", 3], ["--w-bits", 2, "--w-group-size", 32]):
-        assert "weights" in refused(evaluating, *words, "--weights", "rtn", *other)
+    for other in ([], ["--weights", "rtn", "--w-bits", 3], ["--weights", "rtn", "--w-bits", 2, "--w-group-size", 32]):
+        assert "weights" in refused(evaluating, *words, *other)
     assert "another model" in refused(evaluating, *words, "--weights", "rtn", "--w-bits", 2, "--dtype", "bf16")
 
 
-def test_the_rows_of_each_model_are_its_own(training, monkeypatch, tmp_path):
+def test_the_rows_of_each_model_are_its_own(training, tokenizer, monkeypatch, tmp_path):
     """awq folds scales into the values where each query head has its own KV head; only the quantized model has them.
     They are in what "none" reads, and not in what is trained for."""
     torch.manual_seed(0)
@@ -320,15 +293,14 @@ def test_the_rows_of_each_model_are_its_own(training, monkeypatch, tmp_path):
     monkeypatch.setattr(train_intact, "mean_loss", lambda *words: given.append(words) or 0.0)
     assert training("--model", tmp_path / "model", "--weights", "awq", "--calib-windows", 1)[0] == 0
     full, quantized, _, exact, none, _ = given[0]
-    tokenizer = hf.load_tokenizer(tmp_path / "model", full.config)
     for model, rows in ((full, exact), (quantized, none)):
         method = FP16(full.config)
         method.rope = "pre"
         cache = KVCache(model, method)
         model(torch.tensor([[tokenizer.bos_id]]), cache)
-        for layer in cache.layers:
-            assert torch.equal(rows[0][layer.layer], layer.keys.recent[0].float())
-            assert torch.equal(rows[1][layer.layer], layer.values.recent[0].float())
+        for layer, keys, values in zip(cache.layers, *rows, strict=True):
+            assert torch.equal(keys, layer.keys.recent[0].float())
+            assert torch.equal(values, layer.values.recent[0].float())
 
 
 def test_an_update_is_a_step_of_adam(tmp_path):
@@ -368,14 +340,13 @@ def test_a_gradient_is_the_mean_over_the_texts_of_an_update(training, monkeypatc
         assert (other - found[0]).norm() < 1e-3 * found[0].norm()
 
 
-def stop(patch, after):
-    """Ctrl-C after so many updates."""
-    update, done = train_intact.State.update, []
+def stop(patch, at):
+    """Ctrl-C after so many updates in all."""
+    update = train_intact.State.update
 
     def and_stop(state, clip):
         update(state, clip)
-        done.append(state)
-        if len(done) == after:
+        if state.done == at:
             raise KeyboardInterrupt
     patch.setattr(train_intact.State, "update", and_stop)
 
@@ -387,23 +358,22 @@ def test_a_run_that_was_stopped_goes_on(training, monkeypatch, tmp_path):
     whole.parent.mkdir()
     assert training("--out", whole)[0] == 0 and not Path(f"{whole}.state").exists()
     path, state, done = tmp_path / "trained.safetensors", tmp_path / "trained.safetensors.state", 0
-    for after in (1, 4, 6):
+    for at in (1, 5, 11):
         with monkeypatch.context() as patch:
-            stop(patch, after)
+            stop(patch, at)
             status, out, err = training()
         assert status == 130 and err.endswith(": stopped; the same command goes on after the last update\n")
         assert f"going on after {done} updates" in out if done else "going on" not in out
-        done += after
+        done = at
         assert load_tensors(state, train_intact.STATE)[1]["done"] == str(done) and not path.exists()
     status, _, err = training("--updates", 10)
     assert status == 2 and "has 11 updates, more than --updates 10" in err and state.exists()
     status, out, _ = training()
     assert status == 0 and "going on after 11 updates" in out and not state.exists()
-    assert content(path) == content(whole) and {p.name for p in tmp_path.iterdir()} == {path.name, "whole"}
+    assert path.read_bytes() == whole.read_bytes() and {p.name for p in tmp_path.iterdir()} == {path.name, "whole"}
 
 
-OTHERS = [["--lr", 1e-3], ["--seed", 1], ["--w-bits", 4], ["--weights", "gptq"], ["--samples", 9], ["--clip", 1],
-          ["--accumulate", 3]]
+OTHERS = ["--lr 1e-3", "--seed 1", "--w-bits 4", "--weights gptq", "--samples 9", "--clip 1", "--accumulate 3"]
 
 
 def test_the_state_of_another_run_or_a_damaged_one_is_refused_and_stays(training, monkeypatch, tmp_path, request):
@@ -414,8 +384,7 @@ def test_the_state_of_another_run_or_a_damaged_one_is_refused_and_stays(training
         training()
     data = state.read_bytes()
     for words in OTHERS if runs_whole(request.config) else OTHERS[::4]:
-        status, _, err = training(*words)
-        assert status == 2 and ".state" in err and err.count("\n") == 2, words  # the first: what it does
+        assert ".state" in refused(training, *words.split())
         assert state.read_bytes() == data and not path.exists()
     for damaged in (b"", b"my notes", data[:-9], data[:-1] + bytes([data[-1] ^ 1])):
         state.write_bytes(damaged)
@@ -428,10 +397,7 @@ def test_a_full_disk_leaves_the_old_state(monkeypatch, tmp_path):
     path, first = tmp_path / "state", [torch.ones(2, 1, 3, 4)] * 2
     train_intact.State(path, "a run", *first, lr=0.01).save()
     before = path.read_bytes()
-
-    def full(part, data):
-        raise OSError(28, "No space left on device")
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(UserError, match="No space left"):
         train_intact.State(path, "a run", *first, lr=0.01).update(0.3)
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["state"]
@@ -442,7 +408,6 @@ def test_a_full_disk_leaves_the_old_state(monkeypatch, tmp_path):
     ("--calibration x.safetensors.state --out x.safetensors", ["x.safetensors.state", "another flag"]),
     (f"--out {EMBEDDED}/model.safetensors", ["model.safetensors", "that this program wrote"]),
     ("--out no/such/folder/x.safetensors", ["no/such/folder"]), ("--out prefix.bin", ["prefix.bin"]),
-    ("--weights rnt", ["rnt", "awq", "rtn"]), ("--w-bits 9", ["2 to 8", "9"]),
     ("--updates 0", ["updates", "0"]), ("--lr 0", ["lr", "0"]), ("--tokens 2", ["2"]),
     ("--tokens 2048", ["2048", "128"])])
 def test_bad_input_of_training_is_one_clear_line(training, tmp_path, words, named):
@@ -479,11 +444,10 @@ def test_lists_of_quantizers_and_prefixes(evaluating, tmp_path):
     assert written[2]["settings"]["prefix"] == "bos"
 
 
-def test_each_quantizer_has_a_prefix_of_its_own(embedded):
+def test_each_quantizer_has_a_prefix_of_its_own(tokenizer):
     """Its rows are in the scale of one model's values."""
-    model, tokenizer = embedded
     args = flags.parser().parse_args(["--method", "intactkv", "--prefix", "bos", "--weights", "awq,omniquant"])
-    found, _ = build_entries(args, model.config, tokenizer)
+    found, _ = build_entries(args, hf.load_config(EMBEDDED), tokenizer)
     one, other = (found[f"intactkv {name}-4"].method for name in ("awq", "omniquant"))
     assert one is not other and one.prefix is not other.prefix and one.prefix.ids == other.prefix.ids
 
@@ -506,13 +470,9 @@ def test_quantized_weights_are_kept_in_the_calibration_file(evaluating, monkeypa
     words = ["--method", "intactkv", "--weights", "gptq,awq", "--w-bits", "3", "--calib-windows", 2,
              "--calibration", kept]
     status, out, _ = evaluating(*words)
-    assert status == 0 and {name.split("/")[0] for name in load_file(kept)} == {
-        "weights gptq-3", "weights awq-3"}
+    assert status == 0 and {name.split("/")[0] for name in load_file(kept)} == {"weights gptq-3", "weights awq-3"}
     before = kept.read_bytes()
-
-    def never(*_):
-        raise AssertionError("quantized again")
-    monkeypatch.setattr(cli, "quantize", never)
+    monkeypatch.setattr(cli, "quantize", Mock(side_effect=AssertionError("quantized again")))
     status, again, _ = evaluating(*words)
     assert status == 0 and rows_in(again) == rows_in(out) and kept.read_bytes() == before
     with pytest.raises(AssertionError, match="quantized again"):
@@ -534,8 +494,7 @@ def test_bad_input_is_one_clear_line(evaluating, words, named):
 
 def test_prefixes_of_which_neither_begins_the_other(evaluating, tmp_path):
     """All methods read the same windows, so one of the two texts cannot be."""
-    paths = [tmp_path / "one.txt", tmp_path / "two.txt"]
-    for path, words in zip(paths, ("Balo lives in", "Eastwick is far")):
-        path.write_text(words)
-    words = ["--method", "intactkv", "--prefix", ",".join(map(str, paths))]
-    assert "prefix" in refused(evaluating, *words)
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("Balo lives in")
+    two.write_text("Eastwick is far")
+    assert "prefix" in refused(evaluating, "--method", "intactkv", "--prefix", f"{one},{two}")
