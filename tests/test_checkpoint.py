@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from test_model import REFERENCES, VARIANTS
+from test_model import tiny as tiny_llama
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
@@ -18,22 +20,18 @@ from tinykv.files import fingerprint
 from tinykv.hf import EMBEDDED
 from tinykv.hf.config import config_fields, parse_config
 from tinykv.methods.registry import METHODS
-from tinykv.model import Llama, LlamaConfig
+from tinykv.model import LlamaConfig
 from tinykv.weights import quantize
 from tinykv.weights.rtn import RTN
 
-REFERENCES = Path(__file__).parent / "references"
-VARIANTS = sorted(json.loads((REFERENCES / "manifest.json").read_text())["variants"])
 PIECES = REFERENCES / "tokenizer_model" / "tokenizer.model"
 JSON = REFERENCES / "tokenizer_json" / "tokenizer.json"
+WEIGHTS = "model.safetensors"
 KEY = "model.layers.0.self_attn.k_proj.weight"
 
 
 def tiny(**changes):
-    sizes = dict(vocab_size=384, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=4, max_position_embeddings=64, bos_token_id=1, eos_token_id=2)
-    torch.manual_seed(0)
-    return Llama(LlamaConfig(**sizes | changes))
+    return tiny_llama(**{"vocab_size": 384, "bos_token_id": 1, "eos_token_id": 2, **changes})
 
 
 @pytest.fixture
@@ -60,16 +58,15 @@ def edit_json(path, **changes):
 
 def edit_weights(folder, change):
     """Pass the weights of a folder through `change`, which alters the dict."""
-    weights = load_file(folder / "model.safetensors")
+    weights = load_file(folder / WEIGHTS)
     change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def to_shards(folder, count=3):
     """model.safetensors -> shards."""
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    of = {}
+    weights, of = load_file(folder / WEIGHTS), {}
+    (folder / WEIGHTS).unlink()
     for i in range(count):
         file = f"model-{i + 1:05}-of-{count:05}.safetensors"
         part = {name: weights[name] for name in sorted(weights)[i::count]}
@@ -95,7 +92,6 @@ def test_saved_and_loaded_is_the_same_to_the_bit(tmp_path, dtype, changes):
     hf.save(model, PIECES, tmp_path / "new" / "folder")
     again, tokenizer = hf.load(tmp_path / "new" / "folder", dtype=dtype)
     assert same(model, again) and again.config == model.config
-    assert fingerprint(again) == fingerprint(model)
     assert torch.equal(again.rope.freq, model.rope.freq)
     assert not any(t.is_meta for t in [*again.parameters(), *again.buffers(), again.rope.freq])
     assert tokenizer.decode(tokenizer.encode("the bell rings")) == "the bell rings"
@@ -116,50 +112,39 @@ def test_weights_say_what_they_are_for(folder):
             assert file.metadata() == {"format": "pt"}
 
 
-def test_shards_load_the_same_weights(folder):
-    to_shards(folder)
-    assert same(hf.load_model(folder), tiny())
-
-
 def test_of_two_savings_the_index_says_which_is_read(folder):
     """The shards of another model lie in the same folder, as a save over an old one leaves them."""
-    of = to_shards(folder)
+    of, index = to_shards(folder), folder / "model.safetensors.index.json"
+    assert same(hf.load_model(folder), tiny())  # without an index
     model, other = tiny(), folder.parent / "other"
     for weight in model.parameters():
         weight.data += 1
     hf.save(model, PIECES, other)
+    whole = (other / WEIGHTS).read_bytes()
     to_shards(other, count=2)
     for path in other.glob("model-*"):
         shutil.copy(path, folder)
     assert "twice" in told(hf.load_model, folder)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of}))
+    index.write_text(json.dumps({"weight_map": of}))
     assert same(hf.load_model(folder), tiny())
     for broken in (None, [], {}, {KEY: 5}):
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": broken}))
+        index.write_text(json.dumps({"weight_map": broken}))
         told(hf.load_model, folder)
-
-
-def test_a_whole_file_goes_before_an_index(folder):
-    """As transformers reads it."""
-    whole = folder / "model.safetensors"
-    kept = whole.read_bytes()
-    index = {"weight_map": to_shards(folder)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    for path in folder.glob("model-*"):  # of another model
-        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
-    whole.write_bytes(kept)
-    assert same(hf.load_model(folder), tiny())
-    whole.unlink()
-    assert not same(hf.load_model(folder), tiny())
+    index.write_text(json.dumps({"weight_map": of}))
+    (folder / WEIGHTS).write_bytes(whole)  # which goes before an index, as transformers reads it
+    assert same(hf.load_model(folder), model)
 
 
 def test_a_tied_head_is_the_embedding_or_refused(folder):
     """transformers leaves two that differ untied."""
-    hf.save(tiny(tie_word_embeddings=True), PIECES, folder)
-    def differ(weights):
+    model = tiny(tie_word_embeddings=True)
+    hf.save(model, PIECES, folder)
+    def carry(weights):  # as old checkpoints do
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-        weights["lm_head.weight"][3, 5] += 1e-3
-    edit_weights(folder, differ)
+    edit_weights(folder, carry)
+    assert same(hf.load_model(folder), model)
+    edit_weights(folder, lambda weights: weights["lm_head.weight"][3, 5].add_(1e-3))
     text = told(hf.load_model, folder)
     assert "lm_head.weight" in text and "tie_word_embeddings" in text
     edit_json(folder / "config.json", tie_word_embeddings=False)
@@ -186,17 +171,6 @@ def test_a_loaded_model_keeps_nothing_for_its_weights_gradients(folder):
     """Calibration differentiates through it; with weights that want gradients too it would hold half as much again."""
     model = hf.load_model(folder)
     assert not any(p.requires_grad for p in model.parameters())
-    assert not model(torch.tensor([[1, 2]])).requires_grad
-
-
-def test_what_old_checkpoints_carry_along_is_harmless(folder):
-    model = tiny(tie_word_embeddings=True)
-    hf.save(model, PIECES, folder)
-    def carry(weights):
-        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    edit_weights(folder, carry)
-    assert same(hf.load_model(folder), model)
 
 
 def test_the_fingerprint_is_pinned_and_sees_every_change():
@@ -225,12 +199,11 @@ def test_a_model_saves_over_the_folder_that_it_came_from(folder):
 
 # config.json
 
-def test_absent_fields_have_the_values_of_transformers(folder):
+def test_absent_fields_have_the_values_of_transformers():
     raw = dict(model_type="llama", vocab_size=9, hidden_size=8, intermediate_size=4, num_hidden_layers=1,
                num_attention_heads=2)
-    assert parse_config(raw, "here") == LlamaConfig(
-        vocab_size=9, hidden_size=8, intermediate_size=4, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=4, max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=10000.0)
+    assert parse_config(raw, "here") == LlamaConfig(**raw, num_key_value_heads=2, head_dim=4, rope_theta=10000.0,
+                                                    max_position_embeddings=2048, rms_norm_eps=1e-6)
     nulls = dict.fromkeys(["num_key_value_heads", "head_dim", "rope_scaling", "sliding_window", "eos_token_id"])
     assert parse_config(raw | nulls, "here") == parse_config(raw, "here")
     mistral = raw | {"model_type": "mistral", "num_attention_heads": 16, "hidden_size": 32}
@@ -243,49 +216,43 @@ def test_absent_fields_have_the_values_of_transformers(folder):
     assert (config.num_key_value_heads, config.sliding_window) == (16, None)
 
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize("fields, theta, scaling", [
     ({"rope_theta": 5000, "rope_scaling": None}, 5000.0, None),
-    ({"rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 2}}, 5000.0,
-     {"rope_type": "linear", "factor": 2.0}),
-    ({"rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 2.0}}, 10000.0,
-     {"rope_type": "linear", "factor": 2.0}),
-    ({"rope_theta": 5000.0, "rope_scaling": {"rope_type": "llama3"} | LLAMA3}, 5000.0,
-     {"rope_type": "llama3"} | LLAMA3),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0, "partial_rotary_factor": 1.0} | LLAMA3}, 7.0,
-     {"rope_type": "llama3"} | LLAMA3),
+    ({"rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 2}}, 5000.0, LINEAR),
+    ({"rope_scaling": LINEAR | {"type": "linear"}}, 10000.0, LINEAR),
+    ({"rope_theta": 5000.0, "rope_scaling": LLAMA3}, 5000.0, LLAMA3),
+    ({"rope_parameters": LLAMA3 | {"rope_theta": 7.0, "partial_rotary_factor": 1.0}}, 7.0, LLAMA3),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 5000.0}, 7.0, None),
-    ({"rope_parameters": {"rope_type": "llama3"} | LLAMA3 | {"original_max_position_embeddings": None}}, 10000.0,
-     {"rope_type": "llama3"} | LLAMA3 | {"original_max_position_embeddings": 64})])
+    ({"rope_parameters": LLAMA3 | {"original_max_position_embeddings": None}}, 10000.0,
+     LLAMA3 | {"original_max_position_embeddings": 64})])
 def test_both_spellings_of_rope(folder, fields, theta, scaling):
-    edit_json(folder / "config.json", rope_theta=..., rope_scaling=...)
-    edit_json(folder / "config.json", **fields)
+    edit_json(folder / "config.json", **{"rope_theta": ..., "rope_scaling": ..., **fields})
     config = hf.load_config(folder)
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
 
 @pytest.mark.parametrize("fields, words", [
     ({"model_type": "gpt2"}, ["model_type", '"gpt2"', "llama", "mistral", "qwen3"]),
-    ({"model_type": "qwen3", "architectures": ..., "use_sliding_window": True, "sliding_window": 9},
-     ["use_sliding_window", "qwen3"]),
-    ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', "silu"]), ({"vocab_size": ...}, ["vocab_size"]),
+    ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 9}, ["use_sliding_window", "qwen3"]),
+    ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', "silu"]), ({"is_causal": False}, ["is_causal", "false", "True"]),
+    ({"vocab_size": ...}, ["vocab_size"]), ({"num_hidden_layers": True}, ["num_hidden_layers", "true"]),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["quantization_config", "gptq"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
     ({"partial_rotary_factor": 0}, ["partial_rotary_factor", "0"]), ({"rope_scaling": "linear"}, ["factor"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding_attention"]),
-    ({"is_causal": False}, ["is_causal", "false", "True"]),
-    ({"num_hidden_layers": True}, ["num_hidden_layers", "true"]),
-    ({"model_type": "mistral", "architectures": ..., "sliding_window": 7, "layer_types": ["full_attention"] * 2},
-     ["layer_types", "mistral"]),
+    ({"model_type": "mistral", "sliding_window": 7, "layer_types": ["full_attention"] * 2}, ["layer_types", "mistral"]),
     ({"auto_map": {"AutoModel": "own.Model"}}, ["auto_map", "own.Model"]),
     ({"sliding_window": 512}, ["sliding_window", "512", "llama"]), ({"eos_token_id": [2, -1]}, ["eos_token_id", "-1"]),
-    ({"model_type": "mistral", "architectures": ..., "attention_bias": True}, ["attention_bias", "mistral"]),
+    ({"model_type": "mistral", "attention_bias": True}, ["attention_bias", "mistral"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_type", '"dynamic"', "linear", "llama3"]),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.5}}, ["attention_factor", "1.5"]),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
-    ({"rope_scaling": {"rope_type": "llama3"} | LLAMA3 | {"low_freq_factor": None}}, ["low_freq_factor"]),
+    ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, ["low_freq_factor"]),
     ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "NaN"]),
     ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", '"yes"'])])
 def test_a_config_that_the_model_does_not_implement_is_refused_by_name(folder, fields, words):
@@ -296,42 +263,34 @@ def test_a_config_that_the_model_does_not_implement_is_refused_by_name(folder, f
 
 # A folder with one fault: what is done to it, and what the line names
 
-def content(name, change):
-    """A fault of a file's bytes."""
-    def spoil(folder):
-        path = folder / name
-        path.write_bytes(change(path.read_bytes()))
-    return spoil
-
-
-WEIGHTS = "model.safetensors"
+SECOND = "model-00002-of-00003.safetensors"
 FAULTS = {
     # files
     "no config": (lambda folder: (folder / "config.json").unlink(), ["config.json"]),
-    "a list": (content("config.json", lambda b: b"[1]"), ["config.json", "JSON"]),
+    "a list": (lambda folder: (folder / "config.json").write_text("[1]"), ["config.json", "JSON"]),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), [WEIGHTS]),
     "no tokenizer": (lambda folder: (folder / "tokenizer.model").unlink(), ["tokenizer.model", "tokenizer.json"]),
     # a safetensors file
-    "cut in the data": (content(WEIGHTS, lambda b: b[:-100]), [WEIGHTS, "download"]),
+    "cut in the data": (lambda folder: cut(folder / WEIGHTS), [WEIGHTS, "download"]),
     # tensors
     "missing": (lambda folder: edit_weights(folder, lambda weights: weights.pop(KEY)), [KEY]),
     "another shape": (lambda folder: edit_weights(folder, lambda weights: weights.update({KEY: torch.zeros(16, 8)})),
                       [KEY, "[16, 8]", "[8, 16]"]),
     # shards
-    "absent shard": (lambda folder: [to_shards(folder), (folder / "model-00002-of-00003.safetensors").unlink()], [KEY]),
-    "pipe": (lambda folder: [(folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")],
-             ["model.safetensors", "is no file"]),
+    "absent shard": (lambda folder: [to_shards(folder), (folder / SECOND).unlink()], [KEY]),
+    "pipe": (lambda folder: [(folder / WEIGHTS).unlink(), os.mkfifo(folder / WEIGHTS)], [WEIGHTS, "is no file"]),
     "unprintable bos": (lambda folder: (folder / "tokenizer_config.json").write_text('{"bos_token": "\\ud800"}'),
                         ["bos_token", "printed"]),
-    "broken shard": (lambda folder: [to_shards(folder),
-                                     content("model-00002-of-00003.safetensors", lambda b: b[:-9])(folder)],
-                     ["model-00002-of-00003.safetensors"]),
+    "broken shard": (lambda folder: [to_shards(folder), cut(folder / SECOND)], [SECOND]),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_a_folder_is_one_line_that_names_it(folder, fault):
-    spoil, words = FAULTS[fault]
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize("spoil, words", FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_a_folder_is_one_line_that_names_it(folder, spoil, words):
     spoil(folder)
     text = told(hf.load, folder)
     assert all(word in text for word in words), text
@@ -390,36 +349,37 @@ def tokenizer_of(tmp_path, *files, settings=None, **config):
     return hf.load_tokenizer(tmp_path, tiny(**config).config)
 
 
-@pytest.mark.parametrize("name", ["tokenizer_json", "tokenizer_model"])
-def test_ids_are_those_of_transformers(name):
-    want = json.loads((REFERENCES / name / "expected.json").read_text())
-    tokenizer = hf.load_tokenizer(REFERENCES / name, tiny().config)
+@pytest.fixture(params=["tokenizer_json", "tokenizer_model"])
+def tokenizer(request):
+    """Of each kind, with `expected`: what transformers makes of it."""
+    found = hf.load_tokenizer(REFERENCES / request.param, tiny(vocab_size=1000).config)
+    found.expected = json.loads((REFERENCES / request.param / "expected.json").read_text())
+    return found
+
+
+def test_ids_are_those_of_transformers(tokenizer):
+    want = tokenizer.expected
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (want["bos_id"], want["eos_id"], want["size"])
-    assert tokenizer.add_bos
     for row in want["rows"]:
         assert tokenizer.encode(row["text"]) == row["ids"]
         assert tokenizer.encode(row["text"], bos=True) == row["with_bos"]
         assert tokenizer.decode(row["ids"]) == row["text"]
 
 
-@pytest.mark.parametrize("name", ["tokenizer_json", "tokenizer_model"])
-def test_offsets_cover_the_text_in_order(name):
-    tokenizer = hf.load_tokenizer(REFERENCES / name, tiny().config)
+def test_offsets_cover_the_text_in_order(tokenizer):
     text = "  Zürich's 17 pears 🐝 ring\nthe bell "
     ids, offsets = tokenizer.encode_with_offsets(text)
     assert ids == tokenizer.encode(text) and len(offsets) == len(ids)
     assert sorted(offsets) == offsets and offsets[-1][1] == len(text)
     assert {c for start, end in offsets for c in range(start, end)} == set(range(len(text)))
-    at = text.index("bell")
-    assert "bell" in "".join(text[s:e] for s, e in offsets if e > at and s < at + 4)
+    assert tokenizer.decode(ids) == text
     assert tokenizer.encode_with_offsets("") == ([], [])
 
 
-@pytest.mark.parametrize("name, special", [
+@pytest.mark.parametrize("tokenizer, special", [
     ("tokenizer_json", "<|end_of_text|>"), ("tokenizer_json", "<|begin_of_text|>"), ("tokenizer_model", "</s>"),
-    ("tokenizer_model", "<s>"), ("tokenizer_model", "<unk>"), ("tokenizer_model", "<0x0A>")])
-def test_text_that_spells_a_special_token_stays_text(name, special):
-    tokenizer = hf.load_tokenizer(REFERENCES / name, tiny().config)
+    ("tokenizer_model", "<s>"), ("tokenizer_model", "<unk>"), ("tokenizer_model", "<0x0A>")], indirect=["tokenizer"])
+def test_text_that_spells_a_special_token_stays_text(tokenizer, special):
     text = f"the bell {special} rings{special}"
     ids = tokenizer.encode(text)
     assert tokenizer.id_of(special) is not None and tokenizer.id_of(special) not in ids
@@ -427,22 +387,11 @@ def test_text_that_spells_a_special_token_stays_text(name, special):
     assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == text  # the ids themselves leave none
 
 
-@pytest.mark.parametrize("name", ["tokenizer_json", "tokenizer_model"])
-def test_ids_beyond_the_vocabulary_and_tensors_decode(name):
-    tokenizer = hf.load_tokenizer(REFERENCES / name, tiny(vocab_size=1000).config)
+def test_ids_beyond_the_vocabulary_and_tensors_decode(tokenizer):
     ids = tokenizer.encode("two pears")
     assert tokenizer.decode([*ids, 999, tokenizer.vocab_size]) == "two pears"
     assert tokenizer.decode(torch.tensor(ids)) == "two pears"
     assert tokenizer.id_of("no such piece") is None
-
-
-def test_a_leading_blank_is_kept():
-    tokenizer = hf.load_tokenizer(REFERENCES / "tokenizer_model", tiny().config)
-    assert tokenizer.decode(tokenizer.encode(" pears")) == " pears"
-
-
-def test_tokenizer_model_comes_first_if_it_is_sentencepiece(tmp_path):
-    assert tokenizer_of(tmp_path, PIECES, JSON).vocab_size == 360
 
 
 @pytest.mark.parametrize("file, size", [(PIECES, 360), (JSON, 342)])
