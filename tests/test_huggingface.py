@@ -148,21 +148,8 @@ def test_in_bf16_only_the_rounding_of_queries_differs(name, bits, models, monkey
     rotate_in_fp32(theirs, monkeypatch)
     method = built(name, models[0], k_bits=bits, v_bits=bits)
     text = own.generate(prompt_of(method), NEW, KVCache(own, method))
-    cache = MethodCache(theirs, method)
-    found = logits_of(theirs, text, past_key_values=cache)
-    assert torch.equal(found, logits_of(own, text, cache=KVCache(own, method)))
-
-
-@torch.no_grad()
-def test_in_bf16_the_rounding_of_queries_is_small(models):
-    """Without a codec, which turns a small difference into another code: about as much as bf16 differs from fp32."""
-    own, theirs = load(models[0].config.model_type.replace("llama", "gqa"), torch.bfloat16)
-    method = built("fp16", own)
-    text = tokens_of(2, T + NEW)
     found = logits_of(theirs, text, past_key_values=MethodCache(theirs, method))
-    expected = logits_of(own, text, cache=KVCache(own, method))
-    exact = logits_of(models[0], text, cache=KVCache(models[0], method))
-    assert 0 < (found - expected).abs().mean() < 2 * (expected - exact).abs().mean()
+    assert torch.equal(found, logits_of(own, text, cache=KVCache(own, method)))
 
 
 @torch.no_grad()
@@ -176,6 +163,11 @@ def test_a_prompt_may_be_quantized_before_it_is_read(models):
     assert torch.equal(text, own.generate(tokens, NEW, KVCache(own, method, "paper", prompt=T)))
 
 
+def rows_of(cache):
+    """What a KVCache is read as: keys and values of each layer."""
+    return [rows.read() for layer in cache.layers for rows in (layer.keys, layer.values)]
+
+
 @pytest.mark.parametrize("models, name", MODELS, indirect=["models"])
 @torch.no_grad()
 def test_another_text_between_two_turns_changes_nothing(name, models):
@@ -184,8 +176,7 @@ def test_another_text_between_two_turns_changes_nothing(name, models):
     method = built(name, own)
     text = generate(theirs, prompt_of(method, T=27), cache := MethodCache(theirs, method))
     cache.remove()
-    expected, states = repr(cache.inner), [rows.read() for layer in cache.inner.layers
-                                           for rows in (layer.keys, layer.values)]
+    expected, states = repr(cache.inner), rows_of(cache.inner)
     other, n = tokens_of(3, 30, seed=9), 27 + NEW - 1
     cache, second = MethodCache(theirs, method), MethodCache(theirs, built(name, own, k_bits=4, v_bits=4))
     whole = prompt_of(method, T=30)
@@ -201,9 +192,7 @@ def test_another_text_between_two_turns_changes_nothing(name, models):
     cache.remove()
     second.remove()
     assert repr(cache.inner) == expected
-    found = [rows.read() for layer in cache.inner.layers for rows in (layer.keys, layer.values)]
-    for a, b in zip(found, states, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(rows_of(cache.inner), states)
 
 
 def test_a_text_begins_with_the_prefix(models):
@@ -217,8 +206,6 @@ def test_a_text_begins_with_the_prefix(models):
             use(theirs, tokens, cache)
     assert len(cache.inner) == 2
     tokens[1, 1] -= 1
-    assert torch.equal(generate(theirs, tokens, cache), own.generate(tokens, NEW, KVCache(own, method)))
-    cache.reset()
     found = theirs(tokens, past_key_values=cache).logits
     torch.testing.assert_close(found, own(tokens, KVCache(own, method)), atol=1e-4, rtol=1e-4)
     cache.remove()
@@ -233,18 +220,12 @@ def test_wrong_objects_are_told_in_a_sentence(models):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in theirs.modules())
 
 
-class Lora(torch.nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        self.linear, self.delta = linear, torch.randn_like(linear.weight)
-
-    def forward(self, x):
-        return self.linear(x) + x @ self.delta.T
-
-
 def wrap(model):
+    """As an adapter does it: the layer that the cache watches is a part of another."""
     for block in model.model.layers:
-        block.self_attn.k_proj = Lora(block.self_attn.k_proj)
+        linear = block.self_attn.k_proj
+        norm = torch.nn.LayerNorm(linear.out_features, dtype=linear.weight.dtype)
+        block.self_attn.k_proj = torch.nn.Sequential(linear, norm)
 
 
 @pytest.mark.parametrize("change", [
@@ -281,30 +262,26 @@ def interrupted(model, cache):
     return generate(model, tokens_of(1, 6), cache)
 
 
-def another_model(model, cache):
-    return type(model)(model.config)(tokens_of(1, 1), past_key_values=cache)
-
-
 def removed(model, cache):
     cache.remove()
     return model(tokens_of(1, 1), past_key_values=cache)
 
 
-PADDED = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
-PADDED_BEHIND = {"attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])}
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
 ALL = torch.ones(1, 1, 6, 6, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("word, use", [
-    ("padding", lambda model, cache: generate(model, tokens_of(2, 6), cache, **PADDED)),
-    ("padding", lambda model, cache: model(tokens_of(2, 6), past_key_values=cache, **PADDED)),
-    ("padding", lambda model, cache: model(tokens_of(2, 6), past_key_values=cache, **PADDED_BEHIND)),
-    ("past_key_values=cache", lambda model, cache: model.model(tokens_of(2, 6), PADDED["attention_mask"], None, cache)),
+    ("padding", lambda model, cache: generate(model, tokens_of(2, 6), cache, attention_mask=PADDED)),
+    ("padding", lambda model, cache: model(tokens_of(2, 6), past_key_values=cache, attention_mask=PADDED)),
+    ("padding", lambda model, cache: model(tokens_of(2, 6), past_key_values=cache, attention_mask=PADDED.flip(1))),
+    ("past_key_values=cache", lambda model, cache: model.model(tokens_of(2, 6), PADDED, None, cache)),
     ("attention_mask", lambda model, cache: model(tokens_of(1, 6), past_key_values=cache, attention_mask=ALL)),
     ("use_cache=False", lambda model, cache: generate(model, tokens_of(1, 6), cache, use_cache=False)),
     ("input_ids", lambda model, cache: model(inputs_embeds=model.model.embed_tokens(tokens_of(1, 6)),
                                              past_key_values=cache)),
-    ("the model that it was made for", another_model),
+    ("the model that it was made for",
+     lambda model, cache: type(model)(model.config)(tokens_of(1, 1), past_key_values=cache)),
     ("until `remove`", removed), ("some hold its tokens", interrupted),
     ("calibrate", lambda model, cache: model(tokens_of(1, 6), past_key_values=MethodCache(
         model, METHODS["kvsink"](cache.inner.config)))),
