@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinykv import UserError, hf
+from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.data.stories import stories
 from tinykv.data.windows import Windows, encode_documents
 from tinykv.evaluate import measure
-from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -27,8 +26,7 @@ TASKS = TaskManager(include_path=str(Path(__file__).parent.parent / "docs/lm_eva
 @pytest.fixture(scope="module")
 def asked():
     """The first stories of the task `tales`, with answers."""
-    several = [story for story in islice(stories("test"), 40) if story.answers and len(story.text) < 2500]
-    return several[:2]
+    return [story for story in islice(stories("test"), 40) if story.answers and len(story.text) < 2500][:2]
 
 
 def answers(model, stories):
@@ -37,9 +35,8 @@ def answers(model, stories):
     for story in stories:
         ids, marks = encode_documents([story], model.tokenizer, 1)
         windows = Windows(torch.tensor([list(ids)]), [[(start, end) for _, start, end in marks]], "a story")
-        fp16 = model if model.args.method[-1] == "fp16" else TinyKV()
-        reference = measure(fp16.model, fp16.method, windows)
-        result = reference if fp16 is model else measure(model.model, model.method, windows, fp16=reference)
+        reference = measure(model.model, METHODS["fp16"](model.model.config), windows)
+        result = measure(model.model, model.method, windows, fp16=reference)
         right, n = right + result.right, n + result.answers
     return right, n
 
@@ -55,8 +52,6 @@ def test_the_accuracy_of_a_task_is_the_share_that_the_project_counts(asked, sett
 
 
 STREAM = {"method": "kivi", "protocol": "stream", "bits": 2, "recent": 8, "group_size": 8}
-SETTINGS = [{**STREAM, "prompt": "context"}, STREAM, {"protocol": "paper", "prompt": "context", **CODED},
-            {"method": "intactkv", "bits": 2}, {"method": "pfn", "bits": 3, "calib_windows": 1}]
 
 
 def log_likelihoods(model, *pairs):
@@ -78,15 +73,16 @@ def log_likelihood(model, context, target):
     return logits.log_softmax(-1).gather(1, ids[0, -n:, None]).sum().item()
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", [
+    {**STREAM, "prompt": "context"}, STREAM, {"protocol": "paper", "prompt": "context", **CODED},
+    {"method": "intactkv", "bits": 2}, {"method": "pfn", "bits": 3, "calib_windows": 1}])
 @torch.no_grad()
 def test_log_likelihoods_are_those_of_a_direct_forward(asked, settings):
     model = TinyKV(**settings)
     pairs = [(story.text[start - 150:start].rstrip(), " " + story.text[start:end]) for story in asked
              for _, start, end in story.answers[:1]]
     pairs += [(asked[0].text[:at], asked[0].text[at:at + 9]) for at in (101, 103)]  # within a word
-    found = log_likelihoods(model, *pairs)
-    for pair, (logp, _) in zip(pairs, found, strict=True):
+    for pair, (logp, _) in zip(pairs, log_likelihoods(model, *pairs), strict=True):
         assert logp == pytest.approx(log_likelihood(model, *pair), abs=1e-3)
 
 
@@ -95,15 +91,21 @@ def generate(model, context, **more):
                                 disable_tqdm=True)[0]
 
 
+def continued(model, ids, protocol):
+    """What the model itself says in 24 tokens after a context that arrives at once."""
+    cache = KVCache(model.model, model.method, protocol, prompt=len(ids))
+    text = model.model.generate(torch.tensor([ids]), 24, cache, eos=2)[0].tolist()
+    whole, before = model.tokenizer.decode(text), model.tokenizer.decode(ids)
+    assert whole.startswith(before) and len(whole) > len(before) + 10
+    return whole.removeprefix(before)
+
+
 def test_generation_is_the_models_own(asked):
     model = TinyKV(max_gen_toks=24, **STREAM)
-    story = asked[0]
-    context = story.text[:200].rstrip()
-    ids = torch.tensor([model.tokenizer.encode(context, bos=True)])
-    text = model.model.generate(ids, 24, KVCache(model.model, model.method, prompt=ids.shape[1]))
-    expected = model.tokenizer.decode(text[0].tolist())[len(model.tokenizer.decode(ids[0].tolist())):]
+    context = asked[0].text[:200].rstrip()
+    expected = continued(model, model.tokenizer.encode(context, bos=True), "stream")
     end = expected[4:7]
-    assert len(expected) > 10 and generate(model, context) == expected
+    assert generate(model, context) == expected
     assert generate(model, context, until=[end]) == expected[:expected.index(end)]
     short = generate(model, context, max_gen_toks=2)
     assert expected.startswith(short) and len(short) < 20
@@ -120,12 +122,8 @@ def prefixed(tmp_path):
 
 def test_an_answer_begins_after_the_context_under_a_prefix_too(asked, prefixed):
     context = asked[0].text[:200].rstrip()
-    ids = torch.tensor([prefixed.prefix + prefixed.tokenizer.encode(context)])
-    cache = KVCache(prefixed.model, prefixed.method, "paper", prompt=ids.shape[1])
-    text = prefixed.model.generate(ids, 24, cache, eos=2)
-    whole, before = (prefixed.tokenizer.decode(ids[0].tolist()) for ids in (text, ids))
-    assert whole.startswith(before) and len(whole) > len(before) + 10
-    assert generate(prefixed, context) == whole.removeprefix(before)
+    ids = prefixed.prefix + prefixed.tokenizer.encode(context)
+    assert generate(prefixed, context) == continued(prefixed, ids, "paper")
 
 
 def test_prefix_context_and_answer_share_the_positions(asked, prefixed, monkeypatch):
@@ -134,10 +132,7 @@ def test_prefix_context_and_answer_share_the_positions(asked, prefixed, monkeypa
     long = " ".join(story.text for story in asked) * 3
     assert len(prefixed.tokenizer.encode(long)) > n
     caches = []
-    def new_cache(*how):
-        caches.append(KVCache(*how))
-        return caches[-1]
-    monkeypatch.setattr("tinykv.run.lm_eval.KVCache", new_cache)
+    monkeypatch.setattr("tinykv.run.lm_eval.KVCache", lambda *how: caches.append(KVCache(*how)) or caches[-1])
     log_likelihoods(prefixed, (long, " bell"))
     generate(prefixed, long, max_gen_toks=7)
     assert [len(cache) for cache in caches] == [n, n - 1]  # the last token of an answer is not read
@@ -152,6 +147,7 @@ def test_prefix_context_and_answer_share_the_positions(asked, prefixed, monkeypa
 @pytest.mark.parametrize("settings, words", [
     ({"prompt": "512"}, "prompt"), ({"method": "kvsnik"}, "did you mean kvsink"),
     ({"method": "fp16", "bits": 2}, "bits"),
+    ({"method": "rtn", "vs": "fp16", "draws": 2}, "draws, vs: no effect here"),
     ({"method": "rtn", "bits": "2,3"}, "several rows: fp16, rtn bits=2, rtn bits=3"),
     ({"method": "rtn", "bits": [2, 3]}, "several rows"),
     ({"method": "rtn", "weights": "rtn", "w_bits": "3,4"}, "several rows")])
@@ -169,7 +165,7 @@ def test_one_method_on_quantized_weights_is_one_row():
 
 def test_a_chat_template_is_refused_by_name():
     with pytest.raises(UserError, match="--apply_chat_template"):
-        lm_eval.simple_evaluate(model=TinyKV(), tasks=["tales"], limit=1, task_manager=TASKS, apply_chat_template=True)
+        lm_eval.simple_evaluate(model="tinykv", tasks=["tales"], limit=1, task_manager=TASKS, apply_chat_template=True)
 
 
 def test_a_mistake_on_its_command_line_is_one_line(monkeypatch, capsys):
@@ -179,14 +175,3 @@ def test_a_mistake_on_its_command_line_is_one_line(monkeypatch, capsys):
         runpy.run_path(str(Path(__file__).parent.parent / "tinykv/run/lm_eval.py"), run_name="__main__")
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count("\n") == 1 and "did you mean kvsink" in err
-
-
-def test_lm_eval_finds_it_by_name():
-    from lm_eval.api.registry import get_model
-    assert get_model("tinykv") is TinyKV
-    assert hf.load_config(EMBEDDED).max_position_embeddings == TinyKV().max_length
-
-
-def test_what_would_have_no_effect_is_refused():
-    with pytest.raises(UserError, match="draws, vs: no effect here"):
-        TinyKV(method="rtn", vs="fp16", draws=2)
