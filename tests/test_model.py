@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.hf import load_model
-from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig, pick_token
 from tinykv.tracing import Trace
@@ -22,24 +21,20 @@ class ExactCache:
     """The least that the model asks of a cache. It keeps every key and value."""
 
     def __init__(self, model):
-        self.rope = model.rope
-        self.rows = [None] * model.config.num_hidden_layers  # (k rotated, v) of each layer, (B, Hkv, S, d)
+        self.rope, self.rows = model.rope, {}  # by layer: k rotated and v, (B, Hkv, S, d) both
 
     def __len__(self):
-        return 0 if self.rows[-1] is None else self.rows[-1][0].shape[2]
+        return self.rows[0][0].shape[2] if self.rows else 0
 
     def expect(self, tokens):
         return tokens, len(self)
 
     def update(self, layer, q, k, v, seen):
-        assert q.shape[1] % k.shape[1] == 0
-        k = self.rope.rotate(k, seen)  # (B, Hkv, T, d)
-        if self.rows[layer] is not None:
-            k_before, v_before = self.rows[layer]
-            k = torch.cat([k_before, k], dim=2)  # (B, Hkv, S, d)
-            v = torch.cat([v_before, v], dim=2)  # (B, Hkv, S, d)
-        self.rows[layer] = k, v
-        return k, v
+        rows = self.rope.rotate(k, seen), v  # (B, Hkv, T, d) both
+        if layer in self.rows:
+            rows = [torch.cat([before, new], dim=2) for before, new in zip(self.rows[layer], rows)]
+        self.rows[layer] = rows
+        return rows
 
     def observe(self, layer, hidden):
         pass
@@ -48,11 +43,6 @@ class ExactCache:
 def expected(variant):
     reference = load_file(REFERENCES / variant / "expected.safetensors")
     return reference["tokens"].long(), reference["logits"]  # (B, T), (B, T, vocab)
-
-
-@torch.no_grad()
-def logits_of(model, tokens):
-    return model(tokens)  # (B, T, vocab)
 
 
 def tiny(seed=0, **changes):
@@ -68,13 +58,14 @@ def tiny(seed=0, **changes):
 
 # Against transformers
 
+@torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_transformers_whatever_the_attention(variant):
     tokens, logits = expected(variant)
     model, found = load_model(REFERENCES / variant), {}
     for attention in ("plain", "fused"):
         model.use_attention(attention)
-        found[attention] = logits_of(model, tokens)
+        found[attention] = model(tokens)  # (B, T, vocab)
         torch.testing.assert_close(found[attention], logits, atol=1e-4, rtol=0)
     torch.testing.assert_close(found["plain"], found["fused"], atol=1e-5, rtol=0)
 
@@ -83,7 +74,8 @@ def test_logits_are_those_of_transformers_whatever_the_attention(variant):
 def test_twenty_greedy_tokens_are_those_of_transformers(variant):
     text = load_file(REFERENCES / variant / "expected.safetensors")["greedy"].long()  # (B, 9 + 20)
     model = load_model(REFERENCES / variant)
-    assert torch.equal(model.generate(text[:, :-20], 20, ExactCache(model)), text)
+    for cache in (ExactCache(model), None):
+        assert torch.equal(model.generate(text[:, :-20], 20, cache), text)
 
 
 def test_each_word_for_attention_runs_its_own_lines(monkeypatch):
@@ -94,10 +86,10 @@ def test_each_word_for_attention_runs_its_own_lines(monkeypatch):
     model = tiny()
     tokens = torch.zeros(1, 3, dtype=torch.long)  # (1, T)
     model.use_attention("plain")
-    logits_of(model, tokens)
+    model(tokens)
     model.use_attention("fused")
     with pytest.raises(NotImplementedError, match="fused"):
-        logits_of(model, tokens)
+        model(tokens)
     with pytest.raises(UserError, match="plain, fused, triton"):
         model.use_attention("flash")
 
@@ -151,7 +143,7 @@ def test_frequencies_may_be_edited(rope):
 def test_a_trace_changes_nothing_and_keeps_what_passes():
     model = tiny().double()
     trace = Trace(model)
-    assert torch.equal(model(PROMPT, trace), logits_of(model, PROMPT))
+    assert torch.equal(model(PROMPT, trace), model(PROMPT))
     assert [q.shape for q in trace.q] == [(2, 4, 4, 4)] * 2  # (B, H, T, d), by layer
     assert [k.shape for k in trace.k] == [v.shape for v in trace.v] == [(2, 2, 4, 4)] * 2  # (B, Hkv, T, d)
     assert torch.equal(model.model["norm"](trace.hidden[-1]), model(PROMPT, logits=False))
@@ -166,7 +158,7 @@ def test_a_trace_changes_nothing_and_keeps_what_passes():
     keys = torch.stack(trace.k)[:, :1, :, :2]  # (L, 1, Hkv, n, d)
     values = torch.stack(trace.v)[:, :1, :, :2]  # (L, 1, Hkv, n, d)
     after = Trace(model, keys[:, 0], values[:, 0])
-    torch.testing.assert_close(model(PROMPT[:1, 2:], after), logits_of(model, PROMPT[:1])[:, 2:], atol=1e-5, rtol=0)
+    torch.testing.assert_close(model(PROMPT[:1, 2:], after), model(PROMPT[:1])[:, 2:], atol=1e-5, rtol=0)
 
 
 # Generation
@@ -174,21 +166,11 @@ def test_a_trace_changes_nothing_and_keeps_what_passes():
 PROMPT = torch.tensor([[1, 7, 3, 9], [4, 4, 20, 11]])  # (B, T)
 
 
-def test_greedy_generation_is_the_argmax_of_full_forwards():
-    model, want = tiny(), PROMPT
-    for _ in range(12):
-        best = logits_of(model, want)[:, -1].argmax(-1, keepdim=True)  # (B, 1)
-        want = torch.cat([want, best], dim=1)  # (B, T + 1)
-    assert len(want[:, 4:].unique()) > 4  # a text, not one token over and over
-    assert torch.equal(model.generate(PROMPT, 12), want)
-    assert torch.equal(model.generate(PROMPT, 12, ExactCache(model)), want)
-    assert torch.equal(model.generate(PROMPT, 0), PROMPT)
-
-
 @pytest.mark.parametrize("settings", [{"top_p": 1e-6, "temperature": 1.0}, {"temperature": 1e-4}])
 def test_a_tiny_nucleus_or_temperature_is_greedy(settings):
     model = tiny()
     assert torch.equal(model.generate(PROMPT, 12, seed=1, **settings), model.generate(PROMPT, 12))
+    assert torch.equal(model.generate(PROMPT, 0), PROMPT)
 
 
 def test_a_seed_repeats_a_sample_and_another_does_not():
@@ -216,46 +198,32 @@ def test_the_nucleus_ends_with_the_token_that_crosses_top_p():
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("seed", [6, 8])  # with 6 the second row never ends, with 8 each row ends at its own time
 def test_generation_stops_when_every_row_has_ended(seed, cached):
+    """At one id, or at several, as of a config whose eos_token_id is a list; a row that is done repeats the first."""
     model = tiny(seed)
     free = model.generate(PROMPT, 12)[:, 4:]  # (B, 12)
     eos = int(free[0, {6: 5, 8: 4}[seed]])
+    never = min(set(range(31)) - set(free.flatten().tolist()))
     ends = [row.index(eos) + 1 if eos in row else 12 for row in free.tolist()]
     assert ends == {6: [6, 12], 8: [5, 7]}[seed]
-    stopped = model.generate(PROMPT, 12, ExactCache(model) if cached else None, eos=eos)[:, 4:]  # (B, longest)
-    assert stopped.shape == (2, max(ends))
-    for row, end in enumerate(ends):
-        assert torch.equal(stopped[row, :end], free[row, :end]) and (stopped[row, end:] == eos).all()
-    assert torch.equal(model.generate(PROMPT[:1], 12, eos=eos)[:, 4:], free[:1, :ends[0]])
+    for given, filled in ((eos, eos), ([never, eos], never)):
+        stopped = model.generate(PROMPT, 12, ExactCache(model) if cached else None, eos=given)[:, 4:]  # (B, longest)
+        assert stopped.shape == (2, max(ends))
+        for row, end in enumerate(ends):
+            assert torch.equal(stopped[row, :end], free[row, :end]) and (stopped[row, end:] == filled).all()
+        assert torch.equal(model.generate(PROMPT[:1], 12, eos=given)[:, 4:], free[:1, :ends[0]])
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_text_longer_than_the_model_was_made_for_is_refused_before_the_work(cached):
+def test_a_text_longer_than_the_model_was_made_for_is_refused_before_the_work():
     model = tiny()
     model.config.max_position_embeddings = 15
-    def cache():
-        return ExactCache(model) if cached else None
-    assert model.generate(PROMPT, 12, cache()).shape == (2, 16)  # the last token is not read
-    with pytest.raises(UserError, match="4 tokens and 13 new ones are more than the 15 positions"):
-        model.generate(PROMPT, 13, cache())
-    if cached:  # what the cache holds counts, too
-        used = ExactCache(model)
-        model(PROMPT, used)
-        model.generate(PROMPT, 8, used)
-        with pytest.raises(UserError, match="15 positions"):
-            model.generate(PROMPT[:, :1], 1, used)
-
-
-# A text that begins with a prefix. The three ways in, `model(tokens, cache)`, `generate` and `evaluate`, all strip it
-
-PREFIX = [5, 2, 8]
-TEXT = torch.tensor([[*PREFIX, 1, 7, 3, 9], [*PREFIX, 4, 4, 20, 11]])  # (B, T)
-
-
-def under_a_prefix(model, **settings):
-    """IntactKV with the prefix as this model itself computes it: in 16 bits it is fp16, step for step."""
-    prefix = Prefix("three tokens", PREFIX)
-    prefix.fill(model, model)
-    return METHODS["intactkv"](model.config, prefix=prefix, **settings)
+    used = ExactCache(model)
+    for cache in (None, used):
+        assert model.generate(PROMPT, 12, cache).shape == (2, 16)  # the last token is not read
+    for cache in (None, ExactCache(model)):
+        with pytest.raises(UserError, match="4 tokens and 13 new ones are more than the 15 positions"):
+            model.generate(PROMPT, 13, cache)
+    with pytest.raises(UserError, match="16 tokens and 1 new ones"):  # what the cache holds counts, too
+        model.generate(PROMPT[:, :1], 1, used)
 
 
 @pytest.mark.parametrize("wrong", [
@@ -266,35 +234,16 @@ def test_what_cannot_be_drawn_from_is_refused(wrong):
         tiny().generate(PROMPT, 2, **wrong)
 
 
-def test_a_text_may_end_in_several_ways():
-    """As of a config whose eos_token_id is a list."""
-    model = tiny()
-    whole = model.generate(PROMPT[:1], 8)
-    first, second = whole[0, 6].item(), whole[0, 5].item()
-    n = 1 + min(whole[0, 4:].tolist().index(end) for end in (first, second))
-    assert torch.equal(model.generate(PROMPT[:1], 8, eos=[first, second]), whole[:, :4 + n])
-
-
-def test_generation_under_an_exact_prefix_is_fp16_generation():
-    model = tiny()
-    plain = model.generate(TEXT, 12, KVCache(model, METHODS["fp16"](model.config)))
-    assert len(plain[:, 7:].unique()) > 4  # a text, not one token over and over
-    cache = KVCache(model, under_a_prefix(model))
-    assert torch.equal(model.generate(TEXT, 12, cache), plain)
-    assert len(cache) == 7 + 12 - 1  # each token once: the last one is not read
-    model.config.max_position_embeddings = 7 + 12 - 2
-    with pytest.raises(UserError, match="7 tokens and 12 new ones"):
-        model.generate(TEXT, 12, KVCache(model, under_a_prefix(model)))
-
-
 # What is printed
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_everything_prints_on_one_line(name, protocol):
     """What `p cache` in a debugger gives, with tokens in it and without."""
-    model = tiny(head_dim=8)
-    method = under_a_prefix(model) if name == "intactkv" else METHODS[name](model.config)
+    model = tiny(head_dim=8, bos_token_id=1)
+    method = METHODS[name](model.config)
+    if method.prefix:
+        method.prefix.fill(model, model)
     cache = KVCache(model, method, protocol)
     for rows in (cache.layers[0].keys, cache.layers[1].values):
         rows.append(torch.ones(1, 2, 9, 8))
@@ -308,13 +257,8 @@ def test_everything_prints_on_one_line(name, protocol):
 @torch.no_grad()
 def test_what_a_cache_prints():
     model = tiny()
-    method = METHODS["pfn"](model.config, preserve=2, scheme="token-dynamic")
-    cache = KVCache(model, method, "paper")
-    assert repr(method) == "PFN(token-dynamic, 2-bit K, 2-bit V)"
-    assert repr(method.codecs[0].k) == "Affine(2 bits)"
+    cache = KVCache(model, METHODS["pfn"](model.config, preserve=2, scheme="token-dynamic"), "paper")
     assert repr(cache.layers[1].keys) == "CachedRows(layer 1, K: 0 tokens: 0 coded, 0 recent)"
-    model(TEXT[:, :3], cache)
-    assert repr(cache.layers[1].keys) == "CachedRows(layer 1, K: 3 tokens: 3 coded (2 of them kept), 0 recent)"
+    model(PROMPT[:, :3], cache)
     assert repr(cache.layers[1].values) == "CachedRows(layer 1, V: 3 tokens: 3 coded (2 of them kept), 0 recent)"
-    assert repr(cache.layers[1]) == f"LayerCache({cache.layers[1].keys!r}, {cache.layers[1].values!r})"
     assert repr(cache).startswith("KVCache(PFN(token-dynamic, 2-bit K, 2-bit V), paper, 3 tokens: ")
