@@ -113,18 +113,6 @@ def test_answers_up_to_the_borders():
     assert answers_in_windows(marks, 2, 4, n_replaced=1) == [[(2, 4)], [(3, 4)]]
 
 
-def test_answers_decode(tokenizer):
-    got = load_windows("tales", tokenizer, 900, 12)
-    known = {story.text[a:b] for story in islice(stories("test"), 100) for _, a, b in story.answers}
-    if isinstance(tokenizer, Words):
-        known = {tuple(tokenizer.encode(" " + answer)) for answer in known}
-    for tokens, answers in zip(got.tokens.tolist(), got.answers):
-        for start, end in answers:
-            ids = tokens[start:end]
-            assert (tuple(ids) if isinstance(tokenizer, Words) else tokenizer.decode(ids).strip()) in known
-    assert sum(map(len, got.answers)) > 5
-
-
 def test_a_tokenizer_without_bos():
     text = "".join(story.text for story in islice(stories("test"), 20))[:300]
     assert spelled(load_windows("tales", Bare(), 100, 3, bos="none")) == text
@@ -145,6 +133,9 @@ def test_file_halves(tmp_path):
     assert test.answers == calibration.answers == [[], []]
     assert str(path) in test.name
     assert spelled(load_windows(path, Letters(), 5, 2)) == "<s>abcd<s>\nghi"
+    for split in ("test", "calibration"):  # where the other one is of another text, either is all of it
+        whole = load_windows(str(path), Letters(), 19, 1, split, bos="none", whole=True)
+        assert spelled(whole) == "<s>abcdé\nghijk\nlmnopq" and "whole" in whole.name
 
 
 @pytest.mark.parametrize("n", [40, 41, 97, 100])
@@ -160,15 +151,6 @@ def test_windows_of_a_file_lie_all_over_its_half(tmp_path, n):
         ends = sorted(place[8 * draw:8 * draw + 8])
         gaps = [b - a for a, b in zip(ends, [*ends[1:], ends[0] + n])]
         assert max(gaps) <= 2.5 * n / 8
-
-
-def test_a_whole_file(tmp_path):
-    """Either split is all of it, where the other one is of another text."""
-    path = tmp_path / "text.txt"
-    path.write_text("abcdefghijk")
-    for split in ("test", "calibration"):
-        whole = load_windows(str(path), Letters(), 6, 2, split, bos="none", whole=True)
-        assert spelled(whole) == "<s>abcdefghijk" and "whole" in whole.name
 
 
 def test_file_too_short(tmp_path):
@@ -202,7 +184,7 @@ def test_a_file_marks_its_answers(tmp_path, context):
     """One counts in the window that has its word once more before it, from that sentence's beginning on, wherever the
     window stands among the others."""
     text = "It has 482. And so on; it has <answer>482</answer>. Rome has 517.\nRome has <answer>517</answer>. "
-    text += "x" * 96
+    text = "x" * 45 + "\n" + text + "x" * 96
     Path(tmp_path, "marked.txt").write_text(text)
     stream = "\0" + re.sub("</?answer>", "", text)  # <s> is a token, too
     n = len(stream) // context  # all windows of the text, in their order
