@@ -49,8 +49,7 @@ def pytest_addoption(parser):
                      help="run the whole matrix of test_methods.py, and the tests marked `whole`")
     parser.addoption("--method", action="append", default=[], metavar="path/to/file.py:Class",
                      help="put this method, and no other, through the matrix; may be repeated")
-    parser.addoption("--as", metavar="NAME",
-                     help="with --method: it has to do what this built-in method does")
+    parser.addoption("--as", metavar="NAME", help="with --method: it has to do what this built-in method does")
 
 
 def pytest_configure(config):

@@ -1,18 +1,19 @@
 """Nothing wrong in silence: what is not finite, not of the right shape, or damaged ends in one line, never in a row."""
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import model_of
 from safetensors.torch import load_file, save_file
 from test_cli import refused
 
 import train_intact
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
-from tinykv.cache import CachedRows, KVCache
-from tinykv.codecs.base import Exact
+from tinykv.cache import LayerCache
 from tinykv.data import load_windows
-from tinykv.evaluate import is_finite, measure, refuse_overflow
+from tinykv.evaluate import measure, refuse_overflow
 from tinykv.files import save_tensors
 from tinykv.hf import EMBEDDED
 from tinykv.methods.intactkv import exact_rows
@@ -45,18 +46,23 @@ def test_a_model_that_overflows_is_refused(command, tmp_path, protocol, weight, 
     assert named in line and "--dtype" in line and not (tmp_path / "x.json").exists()
 
 
-@pytest.mark.parametrize("kind", ["k", "v"])
-def test_a_chunk_that_overflowed_is_not_forgotten(kind):
-    """Where no query attends to it, the numbers after it are finite."""
-    model, _ = hf.load(EMBEDDED)
-    cache, config = KVCache(model, METHODS["fp16"](model.config)), model.config
-    for number in (1e6, 1.0):
-        k = v = torch.ones(1, config.num_key_value_heads, 1, config.head_dim)
-        k, v = (number * k, v) if kind == "k" else (k, number * v)
-        for layer in cache.layers:
-            layer.append(k, v)
+@pytest.mark.parametrize("kind", ["keys", "values"])
+@pytest.mark.parametrize("part, n_coded", [("recent", 0), ("recent", 1), ("recent_scores", 0), ("kept_scores", 0)])
+def test_what_a_cache_holds_has_to_be_finite(kind, part, n_coded):
+    """Also where no query attends to it, and the states are finite; and sums of scores, each of which was finite."""
+    layer = LayerCache(0, METHODS["fp16"](model_of(1).config), None, "stream", None)
+    for rows in (layer.keys, layer.values):
+        rows.append(torch.zeros(1, 2, 3, 4))
+        rows.keep(torch.tensor([[[1]]]))
+        rows.accumulate(torch.zeros(1, 2, 3), None)
+        rows.kept_scores = torch.zeros(1, 2, 1)
+    cache, states = SimpleNamespace(layers=[layer]), [torch.ones(1, 3, 8)]
+    refuse_overflow(cache, states)
+    rows = getattr(layer, kind)
+    getattr(rows, part)[0, 1, 0] = torch.inf
+    rows.quantize(n_coded)
     with pytest.raises(UserError, match="layer 0"):
-        refuse_overflow(cache, [torch.ones(1, 2, config.hidden_size)])
+        refuse_overflow(cache, states)
 
 
 def test_the_analysis_refuses_it_too(run, tmp_path):
@@ -92,8 +98,7 @@ def test_logits_that_overflow_and_a_loss_beyond_the_exponential_are_no_result(fa
 
 MINE = """
 import torch
-from tinykv.codecs.base import Pair
-from tinykv.codecs.base import Codec, Codes
+from tinykv.codecs.base import Codec, Codes, Pair
 from tinykv.methods.base import Method
 
 class Half(Codec):
@@ -154,17 +159,6 @@ def test_a_setting_that_is_called_as_a_flag_is_refused(command, tmp_path, name):
     assert f"called {name}" in refused(command, "--method", f"{tmp_path / 'mine.py'}:Mine", *TINY)
 
 
-# ---- bits over all windows
-
-@pytest.mark.whole
-def test_bits_are_means_over_windows(rows_of):
-    """KVQuant's outliers differ by window: three windows in one batch hold what they hold one by one."""
-    words = ["--model", EMBEDDED, "--method", "kvquant", *TINY, "--windows", 3]
-    one, other = (rows_of(*words, "--batch", batch)[2]["kvquant"] for batch in (1, 3))
-    for name in ("bits_true", "bits_128k"):
-        assert one[name] == pytest.approx(other[name], rel=1e-12)
-
-
 # ---- learned files
 
 def test_equal_content_is_an_equal_file(tmp_path):
@@ -172,16 +166,3 @@ def test_equal_content_is_an_equal_file(tmp_path):
     for number, order in enumerate((1, -1)):
         save_tensors(tmp_path / f"{number}", dict([*tensors.items()][::order]), dict([*notes.items()][::order]))
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
-
-
-@pytest.mark.parametrize("part", ["recent", "recent_scores", "kept_scores"])
-def test_what_a_cache_holds_has_to_be_finite(part):
-    """Also sums of scores, each of which was finite."""
-    rows = CachedRows(0, "k", Exact())
-    rows.append(torch.zeros(1, 2, 3, 4))
-    rows.keep(torch.tensor([[[1]]]))
-    rows.accumulate(torch.zeros(1, 2, 3), None)
-    rows.kept_scores = torch.zeros(1, 2, 1)
-    assert is_finite(rows)
-    getattr(rows, part)[0, 1, 0] = torch.inf
-    assert not is_finite(rows)
