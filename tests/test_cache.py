@@ -15,6 +15,7 @@ from tinykv import UserError
 from tinykv.buffer import reserved
 from tinykv.cache import CachedRows, KVCache
 from tinykv.codecs.base import Codec, Codes
+from tinykv.evaluate import kept_tokens
 from tinykv.methods.fp16 import FP16
 
 
@@ -98,6 +99,11 @@ def test_what_is_neither_recent_nor_kept_cannot_be_kept(position):
     rows.keep(torch.tensor([[[1, 3, 4]]]))
     with pytest.raises(UserError, match=f"token {position},"):
         rows.keep(torch.tensor([[[1, position]]]))
+
+
+def test_a_token_that_is_repeated_is_kept_once():
+    """A head that keeps fewer tokens than others names one again."""
+    assert kept_tokens(SimpleNamespace(kept_positions=torch.tensor([[[4, 4, 4], [1, 2, 3]]]))) == 2
 
 
 @pytest.mark.parametrize("protocol, read", [("stream", 0), ("stream", 5), ("paper", 0)])

@@ -8,30 +8,21 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from planted import Still
 from test_evaluate import random_model
 
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import Pair
 from tinykv.data import Windows
-from tinykv.evaluate import chunks_of, measure
-from tinykv.methods.antkv import AnTKV
-from tinykv.methods.fp16 import FP16
-from tinykv.methods.intactkv import IntactKV, Prefix
-from tinykv.methods.kivi import KIVI
-from tinykv.methods.kvsink import KVSink
-from tinykv.methods.ott import OTT
+from tinykv.evaluate import measure
+from tinykv.methods.intactkv import Prefix
+from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig
 
 T, D, H, HKV, WIDTH, L = 40, 12, 2, 1, 4, 3
 CONFIG = LlamaConfig(29, D, 24, L, H, HKV, WIDTH, 128)
 BLOCK, EMERGENCE, CHANNEL = 4, 0, 5
-
-
-class Still:
-    """A rotation by nothing."""
-    def rotate(self, x, begin=0):
-        return x
 
 
 class Rows:
@@ -119,7 +110,7 @@ def read_by_lists(rows, scores, protocol, prompt, sizes, recent, block, k, choos
 def test_algorithm_1_and_decoding_after_it(protocol, prompt, choose, block):
     """Sinks 17 and 30 come after a prompt of 16 tokens: S has them only where it goes on being chosen."""
     k, sizes = 2, [prompt] + [1] * (T - prompt)
-    method = KVSink(CONFIG, k, choose, EMERGENCE, CHANNEL, k_bits=2, v_bits=2, scheme="token-dynamic", block=block)
+    method = METHODS["kvsink"](CONFIG, k, choose, EMERGENCE, CHANNEL, scheme="token-dynamic", block=block)
     seen, cache = read_by_cache(method, protocol, prompt, sizes, 1)
     _, keys, values, hidden = numbers(1)
     sizes_of_outlier = hidden[:, CHANNEL].abs().tolist()
@@ -133,20 +124,15 @@ def test_algorithm_1_and_decoding_after_it(protocol, prompt, choose, block):
 
 # AnTKV
 
-def antkv(recent, block, anchors, choose="prompt"):
-    """Its choice, on codes that can be computed by hand."""
-    method = AnTKV(CONFIG, vq="d2m4", anchors=anchors, recent=recent, block=block, choose=choose)
-    method.codecs = [Pair(Affine(2, WIDTH), Affine(2, WIDTH))] * L
-    return method
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("prompt, recent, block", [(3, 8, 1), (20, 8, 1), (20, 8, BLOCK), (20, 0, BLOCK), (9, 32, 1)])
 def test_anchors_from_the_prefill_alone(protocol, prompt, recent, block):
     """Among all tokens of the prompt, of keys and of values; later tokens have the window alone."""
+    method = METHODS["antkv"](CONFIG, vq="d2m4", anchors="15%", recent=recent, block=block)
+    method.codecs = [Pair(Affine(2, WIDTH), Affine(2, WIDTH))] * L  # codes that can be computed by hand
     sizes, share = [prompt] + [1] * (T - prompt), 0.15
-    seen, cache = read_by_cache(antkv(recent, block, "15%"), protocol, prompt, sizes, 2)
+    seen, cache = read_by_cache(method, protocol, prompt, sizes, 2)
     q, keys, values, _ = numbers(2)
     scores = anchor_scores(q, keys, prompt)
     for i, rows in enumerate((keys, values)):
@@ -158,23 +144,10 @@ def test_anchors_from_the_prefill_alone(protocol, prompt, recent, block):
         assert layer.keys.recent_scores is layer.values.kept_scores is None
 
 
-def test_a_window_of_exactly_32():
-    method = antkv(recent=32, block=1, anchors="1%")
-    _, cache = read_by_cache(method, "stream", 34, [34] + [1] * (T - 34), 3)
-    assert [layer.keys.recent.shape[2] for layer in cache.layers] == [32] * L
-
-
-def test_anchors_go_on_being_chosen():
-    """Each quantization takes 15% of the tokens so far; a prompt of one token leaves one anchor."""
-    for choose, count in (("prompt", 1), ("always", math.ceil(0.15 * T))):
-        _, cache = read_by_cache(antkv(0, 1, "15%", choose), "stream", 1, [1] * T, 4)
-        assert cache.layers[0].keys.kept_positions.shape[-1] == count
-
-
 def test_a_group_that_is_not_full_waits_for_the_tokens_after_the_prompt():
     """Four keys, or values, share a scale; the others wait with them."""
     for turned in (False, True):
-        method = KIVI(CONFIG, group_size=4, recent=0)
+        method = METHODS["kivi"](CONFIG, group_size=4, recent=0)
         if turned:
             method.codecs = [Pair(k=pair.v, v=pair.k) for pair in method.codecs]
         _, cache = read_by_cache(method, "paper", 7, [7], 1)
@@ -185,7 +158,7 @@ def test_a_group_that_is_not_full_waits_for_the_tokens_after_the_prompt():
 
 def test_the_prompt_is_the_first_forward():
     for protocol in PROTOCOLS:
-        cache = KVCache(Rows, FP16(CONFIG), protocol, prompt=4)
+        cache = KVCache(Rows, METHODS["fp16"](CONFIG), protocol, prompt=4)
         for other in (3, 5):
             with pytest.raises(ValueError, match=f"4 tokens; it got {other}"):
                 cache.expect(torch.zeros(1, other))
@@ -199,7 +172,7 @@ def model():
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_of_a_prompt_the_prefix_is_cut_off_and_of_what_follows_nothing(model, protocol):
     rows = torch.zeros(L, HKV, 2, WIDTH)
-    method = IntactKV(CONFIG, Prefix("two", [3, 4], rows, rows))
+    method = METHODS["intactkv"](CONFIG, Prefix("two", [3, 4], rows, rows))
     cache, tokens = KVCache(model, method, protocol, prompt=5), torch.tensor([[3, 4, 5, 6, 7, 8, 9]])
     assert cache.expect(tokens[:, :5])[0].tolist() == [[5, 6, 7]]
     assert [model(part, cache).shape[1] for part in (tokens[:, :5], tokens[:, 5:])] == [3, 2]
@@ -210,10 +183,10 @@ def test_of_a_prompt_the_prefix_is_cut_off_and_of_what_follows_nothing(model, pr
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("prompt", [7, 18])
 @pytest.mark.parametrize("method", [
-    KIVI(CONFIG, group_size=4, recent=3), KIVI(CONFIG, group_size=8, recent=2, v_block=3),
-    OTT(CONFIG, group_size=4, recent=3, outlier_num=2, skip_layers=0),
-    KVSink(CONFIG, 2, "always", EMERGENCE, CHANNEL, scheme="token-dynamic", block=5),
-    KVSink(CONFIG, 2, "prompt", EMERGENCE, CHANNEL, scheme="token-dynamic", block=5)],
+    METHODS["kivi"](CONFIG, group_size=4, recent=3), METHODS["kivi"](CONFIG, group_size=8, recent=2, v_block=3),
+    METHODS["ott"](CONFIG, group_size=4, recent=3, outlier_num=2, skip_layers=0),
+    METHODS["kvsink"](CONFIG, 2, "always", EMERGENCE, CHANNEL, scheme="token-dynamic", block=5),
+    METHODS["kvsink"](CONFIG, 2, "prompt", EMERGENCE, CHANNEL, scheme="token-dynamic", block=5)],
     ids=["kivi", "kivi v_block", "ott", "kvsink always", "kvsink prompt"])
 def test_the_evaluator_reads_a_prompt_and_then_what_single_tokens_read(model, method, prompt, protocol):
     T = 30
@@ -228,27 +201,3 @@ def test_the_evaluator_reads_a_prompt_and_then_what_single_tokens_read(model, me
             logp = model(chunk, cache)[:, -1].double().log_softmax(-1)
             losses -= logp.gather(1, tokens[:, len(cache), None])[:, 0]
     assert found.nll == pytest.approx((losses / (T - prompt)).tolist(), rel=1e-6)
-
-
-def test_the_first_chunk_holds_a_prefix_that_is_longer_than_a_block(model):
-    rows = torch.zeros(L, HKV, 20, WIDTH)
-    method = IntactKV(CONFIG, Prefix("twenty", [3] * 20, rows, rows))
-    method.block = 8
-    cache, found = KVCache(model, method, "stream"), []
-    for chunk in chunks_of(torch.full((1, T), 3), cache):
-        model(chunk, cache)
-        found.append(chunk.shape[1])
-    assert found == [24, 8, 8]
-
-
-def test_chunks_after_a_prompt_end_where_blocks_do(model):
-    """A block of 8 is full when 3 + 8 tokens are: after the prompt, all of which `paper` quantizes, or of the text."""
-    tokens = torch.zeros(1, T, dtype=torch.long)
-    for protocol, sizes in (("paper", [10, 11, 8, 8, 3]), ("stream", [10, 1, 8, 8, 8, 5])):
-        method = KVSink(CONFIG, 2, "always", EMERGENCE, CHANNEL, scheme="token-dynamic", block=8)
-        method.recent = 3
-        cache, found = KVCache(model, method, protocol, prompt=10), []
-        for chunk in chunks_of(tokens, cache):
-            model(chunk, cache)
-            found.append(chunk.shape[1])
-        assert found == sizes
