@@ -27,9 +27,9 @@ CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hi
                      num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
 
 
-def random_model(config):
+def random_model(config, seed=0):
     """With weights so large that tokens differ."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = Llama(config)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4) if p.dim() == 2 else None

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_evaluate import random_model
 
 from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.hf import load_model
 from tinykv.methods.registry import METHODS
-from tinykv.model import Llama, LlamaConfig, pick_token
+from tinykv.model import LlamaConfig, pick_token
 from tinykv.tracing import Trace
 
 REFERENCES = Path(__file__).parent / "references"
@@ -46,14 +47,9 @@ def expected(variant):
 
 
 def tiny(seed=0, **changes):
-    torch.manual_seed(seed)
     sizes = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=4, max_position_embeddings=64)
-    model = Llama(LlamaConfig(**sizes | changes))
-    for p in model.parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=0.4)
-    return model
+    return random_model(LlamaConfig(**sizes | changes), seed)
 
 
 # Against transformers

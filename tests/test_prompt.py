@@ -71,13 +71,6 @@ def largest(scores, positions, k):
     return set(sorted(positions, key=lambda t: (-scores[t], t))[:k])
 
 
-def anchor_scores(q, k, seen):
-    """Eq. 5 over the first `seen` tokens, which are all exact: AnS(K) and AnS(V), lists by token."""
-    k = np.array(in_16_bits(k))  # (T, d)
-    scores = oracles.equation_5(q[None, :, :seen].double().numpy(), k[None, None, :seen])  # (1, 1, seen) both
-    return [of[0, 0].tolist() for of in scores]
-
-
 def read_by_lists(rows, scores, protocol, prompt, sizes, recent, block, k, choose):
     """[rows as attention sees them] after each chunk. scores: by token, of what is kept; k: a number of tokens."""
     rows = in_16_bits(rows)
@@ -134,9 +127,10 @@ def test_anchors_from_the_prefill_alone(protocol, prompt, recent, block):
     sizes, share = [prompt] + [1] * (T - prompt), 0.15
     seen, cache = read_by_cache(method, protocol, prompt, sizes, 2)
     q, keys, values, _ = numbers(2)
-    scores = anchor_scores(q, keys, prompt)
+    exact = np.array(in_16_bits(keys[:prompt]))  # (prompt, d)
+    scores = oracles.equation_5(q[None, :, :prompt].double().numpy(), exact[None, None])  # of keys, of values
     for i, rows in enumerate((keys, values)):
-        padded = scores[i] + [-1.0] * (T - prompt)
+        padded = scores[i][0, 0].tolist() + [-1.0] * (T - prompt)
         expected = read_by_lists(rows, padded, protocol, prompt, sizes, recent, block,
                                  math.ceil(share * prompt), "prompt")
         assert [both[i] for both in seen] == expected
