@@ -15,7 +15,7 @@ from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.data import Windows
-from tinykv.evaluate import FAR, Result, add_predictions, chunks_of, delta_error, measure, p_value, paired
+from tinykv.evaluate import FAR, Result, add_predictions, delta_error, measure, p_value, paired
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
@@ -133,10 +133,13 @@ def kivi(recent=4, v_block=None):
      "stream", None, [24, 8, 8]),
 ])
 def test_a_stream_comes_in_chunks_that_end_where_blocks_do(model, method, protocol, prompt, sizes):
-    cache, found = KVCache(model, method, protocol, prompt), []
-    for chunk in chunks_of(torch.full((1, sum(sizes)), 3), cache):
-        model(chunk, cache)
-        found.append(chunk.shape[1])
+    found, windows = [], Windows(torch.full((1, sum(sizes)), 3), [[]], "the same token")
+
+    class Noting(KVCache):
+        def expect(self, tokens):
+            found.append(tokens.shape[1])
+            return super().expect(tokens)
+    measure(model, method, windows, protocol, fp16=measure(model, FP16, windows), cache_class=Noting, prompt=prompt)
     assert found == sizes
 
 
