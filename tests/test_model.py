@@ -11,6 +11,7 @@ from test_evaluate import random_model
 from tinykv import UserError
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.hf import load_model
+from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig, pick_token
 from tinykv.tracing import Trace
@@ -220,6 +221,9 @@ def test_a_text_longer_than_the_model_was_made_for_is_refused_before_the_work():
             model.generate(PROMPT, 13, cache)
     with pytest.raises(UserError, match="16 tokens and 1 new ones"):  # what the cache holds counts, too
         model.generate(PROMPT[:, :1], 1, used)
+    method = METHODS["intactkv"](model.config, Prefix("the first two", [1, 7]))
+    method.prefix.fill(model, model)
+    assert model.generate(PROMPT[:1], 12, KVCache(model, method)).shape == (1, 16)  # and a prefix counts once
 
 
 @pytest.mark.parametrize("wrong", [
