@@ -7,36 +7,30 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parent.parent
+PROGRAMS = Path(__file__).parent.parent / "docs" / "programs"
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A process of its own, as this one interprets; nothing is taken from an earlier run."""
-    cache = str(tmp_path_factory.mktemp("cache"))
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-    command = [sys.executable, str(ROOT / "docs" / "programs" / "bench_kernels.py"), "compile", "--quick"]
-    return subprocess.run(command, env=env, capture_output=True, text=True)
+def run(*words, **variables):
+    """Python in a process of its own, as this one interprets."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(PROGRAMS), **variables}
+    return subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True)
 
 
 @pytest.mark.whole  # the compiler takes seconds a kernel
-def test_no_kernel_spills(done):
+def test_no_kernel_spills(tmp_path):
+    """The table has each kernel on each GPU, with registers, shared memory and instructions that are numbers of a real
+    kernel. Nothing is taken from an earlier run."""
+    done = run(str(PROGRAMS / "bench_kernels.py"), "compile", "--quick", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
-
-
-@pytest.mark.whole
-def test_the_table_has_each_kernel_on_each_gpu(done):
-    """With registers, shared memory and instructions that are numbers of a real kernel."""
-    rows = [line.split() for line in done.stdout.splitlines()[3:]]
-    gpus = ("sm_80", "sm_90")
-    found = {(row[0], gpu) for row in rows for gpu in gpus if gpu in row}
-    assert found == {(name, gpu) for name in ("attend", "merge", "anchor", "topk") for gpu in gpus}
-    for row in rows:
-        regs, spills, shared, each = row[-4:]
+    found = set()
+    for line in done.stdout.splitlines()[3:]:
+        kernel, *case, gpu, d, R, T, _, regs, spills, shared, each = line.split()
+        found.add((kernel, gpu))
         assert 16 <= int(regs) <= 255 and spills == "0" and 0 <= float(shared) < 228
-        assert 1 < float(each) < 200 if row[0] == "attend" else each == "-"
-        if "2-bit per token" in " ".join(row) and row[-7:-5] == ["4", "1"] and "sm_90" in row:
-            assert float(each) <= 3.5 or "80" in row  # half of what the first version took
+        assert 1 < float(each) < 200 if kernel == "attend" else each == "-"
+        if "2-bit per token" in " ".join(case) and (gpu, R, T) == ("sm_90", "4", "1"):
+            assert float(each) <= 3.5 or d == "80"  # half of what the first version took
+    assert found == {(name, gpu) for name in ("attend", "merge", "anchor", "topk") for gpu in ("sm_80", "sm_90")}
 
 
 GROWING = """
@@ -59,6 +53,5 @@ for step in range(20):
 def test_a_text_that_grows_compiles_nothing_anew():
     """Codes, recent rows, merge: three, whatever the length. Triton compiles anew where a number
     becomes divisible by 16, unless it is told not to."""
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "docs" / "programs")}
-    done = subprocess.run([sys.executable, "-c", GROWING], env=env, capture_output=True, text=True)
+    done = run("-c", GROWING)
     assert done.stdout.split() == ["3"] * 20, done.stdout + done.stderr
