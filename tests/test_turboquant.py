@@ -133,13 +133,12 @@ def test_the_error_is_what_the_levels_leave(turboquant):
     assert found.flatten().tolist() == pytest.approx([0.1175] * 2, rel=0.05)
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_bits_are_true(turboquant, bits):
+@pytest.mark.parametrize("name, bits, norms", [
+    *[("Turbo", bits, 2) for bits in range(1, 9)], *[("QJL", bits, 4) for bits in range(2, 9)]])
+def test_bits_are_true(turboquant, name, bits, norms):
     """The memory held is b bits a number and 16 a token and head; QJL has 16 more for the norm of the rest."""
-    x = rows(5, d=64, heads=2)
-    for codec, norms in ((turboquant.Turbo, 2), (turboquant.QJL, 4))[:bits]:  # QJL takes 2 bits at least
-        codes = codec(bits, 64).encode(x)
-        assert codes.nbytes == invariants.memory_of(vars(codes).values()) == 2 * 5 * (64 * bits / 8 + norms)
+    codes = getattr(turboquant, name)(bits, 64).encode(rows(5, d=64, heads=2))
+    assert codes.nbytes == invariants.memory_of(vars(codes).values()) == 2 * 5 * (64 * bits / 8 + norms)
 
 
 def test_qjl_is_right_on_average_where_plain_levels_are_not(turboquant):
