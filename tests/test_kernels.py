@@ -181,10 +181,8 @@ def same(layer, R=2, T=1, window=None, dtype=torch.float32, **close):
     q = torch.randn(B, Hkv * R, T, d).to(dtype)
     layer.window = window
     _, out, lse, _ = layer.attended(q)
-    want, want_lse = expected(q, layer, window)
     assert out.shape == q.shape and out.dtype == dtype
-    near(out, want, **close)
-    near(lse, want_lse, **close)
+    near((out, lse), expected(q, layer, window), **close)
 
 
 @pytest.fixture(autouse=True)
@@ -280,12 +278,9 @@ def write_rows(rows, out, T, h, N: tl.constexpr):
             tl.store(out + j[:, None] * rows.width + channel[None], x, ok[:, None] & there[None])
 
 
-QUANTIZED = [name for name in CODECS if name != "exact"]
-
-
 @pytest.mark.one_in(11)
 @pytest.mark.parametrize("name, width", [
-    (name, width) for name in QUANTIZED for width in (32, 80, 128) if divides(name, width)])
+    (name, width) for name in CODECS if name != "exact" for width in (32, 80, 128) if divides(name, width)])
 def test_rows_are_decoded_bit_for_bit(name, width):
     """The second head of the second sequence, of codes that came in two parts, the first of whole groups."""
     codec = CODECS[name](2, width)
@@ -498,8 +493,7 @@ def test_scores_that_are_all_far_below_zero():
     q = torch.full((1, 1, 1, 32), -35.0)
     _, out, lse, _ = layer.attended(q)
     assert lse.max() < -300
-    for got, want in zip((out, lse), expected(q, layer)):
-        near(got, want)
+    near((out, lse), expected(q, layer))
 
 
 def test_the_torch_lines_are_the_kernels():
@@ -507,9 +501,7 @@ def test_the_torch_lines_are_the_kernels():
     layer = layer_of(Plain("exact", "exact", 2, 32, block=90, kept={"v": [[2, 50]]}), 2, 32, 1, 100, 5)
     q, K, V = torch.randn(1, 2, 5, 32), read(layer.keys).float(), read(layer.values).float()
     pieces = [kernels.attend_lines(q, K, V, a, b, 60) for a, b in ((0, 30), (30, 64), (64, 100))]
-    got = kernels.merge_lines(*(torch.stack(x) for x in zip(*pieces)))
-    for one, two in zip(got, expected(q, layer, 60)):
-        near(one, two)
+    near(kernels.merge_lines(*(torch.stack(x) for x in zip(*pieces))), expected(q, layer, 60))
     k, at = torch.randn(7, 32), torch.arange(7)
     angle = at[:, None] * layer.rope.freq
     got = kernels.rotated_lines(q[0, 0], k, angle.cos(), angle.sin())
@@ -529,8 +521,7 @@ def test_anchor_scores(T, S, window, heads, R, width):
     want = oracles.equation_5(q.double().numpy(), k.double().numpy(), window)
     for first in (0, S * 2 // 3):
         found = triton_cache.anchor_scores(q, k[:, :, first:], scores(q, k, window).logsumexp(-1).float(), window)
-        for got, all_keys in zip(found, want):
-            near(got, torch.from_numpy(all_keys[:, :, first:]))
+        near(found, tuple(torch.from_numpy(of_keys[:, :, first:]) for of_keys in want))
 
 
 def test_kept_tokens_are_found_anew_where_something_is_coded():
@@ -607,8 +598,8 @@ def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
     assert caches[0].nbytes == caches[2].nbytes and caches[0].layers[0].keys.n_coded
     for one, two in zip(caches[0].layers, caches[2].layers):
         for kind in ("keys", "values"):
-            for part, other in zip(getattr(one, kind).tensors()["kept"], getattr(two, kind).tensors()["kept"]):
-                torch.testing.assert_close(other, part, rtol=1e-2, atol=1e-2)
+            want, got = (getattr(layer, kind).tensors()["kept"] for layer in (one, two))
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
             if protocol == "stream":  # scores, of keys that are in full precision
                 scores = [getattr(layer, kind).recent_scores for layer in (one, two)]
                 assert scores[0] is None or torch.allclose(*scores, rtol=1e-4)

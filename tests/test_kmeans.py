@@ -45,27 +45,28 @@ def best_loss(points, weights, k):
 # ---- the whole
 
 @st.composite
-def problems(draw, numbers, widths, **more):
-    """Points, of which each is a list of numbers; whole weights; how many centres."""
+def problems(draw, numbers=coarse, widths=(1, 2, 3), weights=(0.0, 0.5, 1.0, 3.0), **more):
+    """Points and centres, of which each is a list of numbers, and the points' weights."""
     n, width = draw(st.integers(1, 8)), draw(st.sampled_from(widths))
-    points = st.lists(st.lists(numbers, min_size=width, max_size=width), min_size=n, max_size=n, **more)
-    return draw(points), draw(st.lists(st.integers(1, 5), min_size=n, max_size=n)), draw(st.integers(1, 4))
+    row = st.lists(numbers, min_size=width, max_size=width)
+    points, centres = draw(st.lists(row, min_size=n, max_size=n, **more)), draw(st.lists(row, min_size=1, max_size=4))
+    return points, draw(st.lists(st.sampled_from(weights), min_size=n, max_size=n)), centres
 
 
-@given(problems(st.floats(-4, 4, width=32), [1]))
+@given(problems(st.floats(-4, 4, width=32), widths=[1], weights=range(1, 6)))
 def test_with_enough_tries_nothing_is_better(case):
-    points, weights, k = case
+    points, weights, centres = case
     p, w = problem(points, weights)
-    found = kmeans(p, k, w, tries=40)[0]
-    least = best_loss([x for x, in points], weights, k)
+    found = kmeans(p, len(centres), w, tries=40)[0]
+    least = best_loss([x for x, in points], weights, len(centres))
     assert loss(points, weights, found.tolist()) <= least + 1e-6 * (1 + sum(weights))
 
 
-@given(problems(coarse, [1, 2], unique_by=tuple), st.integers(0, 99))
+@given(problems(widths=[1, 2], weights=range(1, 5), unique_by=tuple), st.integers(0, 99))
 def test_an_integer_weight_is_as_many_copies(case, seed):
     """From the same start, bit by bit: the draw falls on a copy of the point that it falls on."""
-    rows, weights, k = case
-    k = min(k, len(rows))
+    rows, weights, centres = case
+    k = min(len(centres), len(rows))
     points, w = problem(rows, weights)
     copied = problem([row for row, n in zip(rows, weights) for _ in range(n)])
     assert torch.equal(kmeans(points, k, w, seed=seed), kmeans(copied, k, seed=seed))
@@ -152,16 +153,7 @@ def test_odds_of_the_starting_centres():
 
 # ---- the parts
 
-@st.composite
-def steps(draw):
-    n, k, width = draw(st.integers(1, 10)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    row = st.lists(coarse, min_size=width, max_size=width)
-    weights = st.sampled_from([0.0, 0.5, 1.0, 3.0])
-    return (draw(st.lists(row, min_size=n, max_size=n)), draw(st.lists(weights, min_size=n, max_size=n)),
-            draw(st.lists(row, min_size=k, max_size=k)))
-
-
-@given(steps())
+@given(problems())
 def test_one_step_against_plain_python(case):
     """Ties go to the first centre. A centre without weight moves to the point furthest from its own, each to another;
     none to one without weight."""
@@ -199,21 +191,15 @@ def test_a_step_of_many_problems_is_one_step_of_each():
 
 @pytest.mark.parametrize("tile", [1, 7, 100, 1000])
 def test_tiles_change_nothing(monkeypatch, tile):
-    points = torch.randn(3, 101, 2, generator=torch.Generator().manual_seed(7))
-    centres = torch.randn(3, 5, 2, generator=torch.Generator().manual_seed(8))
+    """None is larger than it may be, unless a single point is; nor much smaller."""
+    rng, sizes, split = torch.Generator().manual_seed(7), [], torch.Tensor.split
+    points, centres = torch.randn(3, 101, 2, generator=rng), torch.randn(3, 5, 2, generator=rng)
     index = nearest(points, centres)
     monkeypatch.setattr(module, "MAX_DISTANCES", tile)
-    assert torch.equal(nearest(points, centres), index)
-
-
-def test_tiles_bound_the_distances_held(monkeypatch):
-    """No tile is larger than it may be, unless a single point is; nor much smaller."""
-    sizes, split = [], torch.Tensor.split
     monkeypatch.setattr(torch.Tensor, "split", lambda x, size, dim: sizes.append(size) or split(x, size, dim))
-    for tile, most in ((600, 600), (10, 15)):
-        monkeypatch.setattr(module, "MAX_DISTANCES", tile)
-        nearest(torch.zeros(3, 101, 2), torch.zeros(3, 5, 2))
-        assert most / 2 < 3 * 5 * sizes.pop() <= most and not sizes
+    assert torch.equal(nearest(points, centres), index)
+    most = max(tile, 3 * 5)
+    assert most / 2 < 3 * 5 * sizes.pop() <= most and not sizes
 
 
 def test_no_centre_is_much_nearer_than_the_nearest():

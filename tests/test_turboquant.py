@@ -81,10 +81,6 @@ def test_many_levels_are_nearly_the_best(turboquant):
 
 # ---- the rotation and the codec
 
-def dot(a, b):
-    return sum(x * y for x, y in zip(a, b))
-
-
 @pytest.mark.parametrize("d", [16, 32, 64])
 def test_the_rotation_is_orthogonal(turboquant, d):
     R = turboquant.rotation(d, 0)
@@ -102,26 +98,18 @@ def rows(T, d=16, seed=0, heads=1):
     return torch.randn(1, heads, T, d, generator=torch.Generator().manual_seed(seed)) * torch.arange(1, d + 1)
 
 
-def by_hand(x, R, levels):
-    """A row's codes, its norm as it is stored, and what it decodes to, in plain Python."""
-    d = len(x)
-    norm = torch.tensor(math.sqrt(dot(x, x))).half().item()
-    y = [math.sqrt(d) * dot(R[i], x) / norm for i in range(d)]
-    q = [min(range(len(levels)), key=lambda j: abs(y_i - levels[j])) for y_i in y]  # noqa: B023
-    decoded = [norm / math.sqrt(d) * sum(levels[q[i]] * R[i][c] for i in range(d)) for c in range(d)]
-    return q, norm, decoded
-
-
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_codes_and_decoded_numbers_by_hand(turboquant, bits):
     codec, x = turboquant.Turbo(bits, 16, draw=3), rows(3)
     codes = codec.encode(x)
-    decoded = codec.decode(codes)[0, 0].tolist()
     R, levels = codec.R.tolist(), codec.levels.tolist()
-    for t, row in enumerate(x[0, 0].tolist()):
-        q, norm, expected = by_hand(row, R, levels)
+    for t, (row, decoded) in enumerate(zip(x[0, 0].tolist(), codec.decode(codes)[0, 0].tolist())):
+        norm = torch.tensor(math.hypot(*row)).half().item()
+        y = [4 * sum(a * b for a, b in zip(direction, row)) / norm for direction in R]
+        q = [min(range(2 ** bits), key=lambda j: abs(y_i - levels[j])) for y_i in y]  # noqa: B023
         assert unpack(codes.packed, bits, 16)[0, 0, t].tolist() == q and codes.norm[0, 0, t].item() == norm
-        assert decoded[t] == pytest.approx(expected, abs=1e-4)
+        expected = [norm / 4 * sum(levels[q_i] * direction[c] for q_i, direction in zip(q, R)) for c in range(16)]
+        assert decoded == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_error_is_what_the_levels_leave(turboquant):
