@@ -49,6 +49,9 @@ from tinykv.methods.kvsink import KVSink
 from tinykv.tracing import Trace
 
 NAMES = {"k": "keys", "v": "values"}
+# what a codec of one's own can break
+OF_CODECS = ["cache_holds_the_expected_rows", "placeholders_do_not_matter", "batch_rows_are_independent",
+             "chunks_equal_single_tokens", "codes_are_what_is_claimed", "never_nan"]
 
 
 # ---- what the cache holds

@@ -158,14 +158,13 @@ def test_too_few_vectors_are_refused():
 
 def test_no_anchors_are_cq():
     """With the same weights, bit for bit."""
-    a = CQ(tiny().config, "d2m8", sensitivity="token")
-    b = AnTKV(tiny().config, "d2m8", anchors="0", recent=0)
-    for method in (a, b):
+    methods = CQ(tiny().config, "d2m8", sensitivity="token"), AnTKV(tiny().config, "d2m8", anchors="0", recent=0)
+    for method in methods:
         calibrate(tiny(), method, windows())
     text = windows(2, 30, seed=1)
     with torch.no_grad():
         for protocol in ("paper", "stream"):
-            assert torch.equal(*(tiny()(text, KVCache(tiny(), method, protocol)) for method in (a, b)))
+            assert torch.equal(*(tiny()(text, KVCache(tiny(), method, protocol)) for method in methods))
 
 
 # ---- how much weighted vectors are worth

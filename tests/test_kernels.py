@@ -11,13 +11,11 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache, partial
-from types import SimpleNamespace
 
 import numpy as np
 import oracles
 import pytest
 import torch
-import torch.nn.functional as F
 from cases import model_of
 
 triton = pytest.importorskip("triton")
@@ -39,7 +37,7 @@ from tinykv.methods import antkv  # noqa: E402
 from tinykv.methods.base import Method  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
-from tinykv.triton_cache import TritonCache, TritonLayer  # noqa: E402
+from tinykv.triton_cache import Attended, TritonCache, TritonLayer  # noqa: E402
 
 near = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4, check_dtype=False)
 
@@ -123,8 +121,7 @@ class Plain(Method):
 def layer_of(method, heads, width, batch, length, new, dtype=torch.float16):
     """A TritonLayer at the moment of reading: all but `new` of `length` tokens went through it, the new ones wait. So
     that it matters which rows are kept, they change; but one that is recent is what stands among the recent."""
-    config = LlamaConfig(9, 8, 8, 1, heads, heads, width, 32768)
-    layer = TritonLayer(0, method, Rope(config), "stream", None)
+    layer = TritonLayer(0, method, Rope(LlamaConfig(9, 8, 8, 1, heads, heads, width, 32768)), "stream", None)
     rows = torch.randn(2, batch, length, heads, width).to(dtype).transpose(2, 3)  # not contiguous, as attention's are
     first = length - new
     if first:
@@ -206,7 +203,6 @@ def interpreted_quickly():
         # what is the same for equal types
         for kind in (tl.block_type, tl.pointer_type):
             patch.setattr(kind, "__hash__", tl.dtype.__hash__)
-        patch.setattr(interpreter, "_get_np_dtype", lru_cache(interpreter._get_np_dtype))
         for name in ("with_element_ty", "to_ir"):
             patch.setattr(tl.block_type, name, lru_cache(getattr(tl.block_type, name)))
         # sums of integers are computed in 64 bits, too, for an assertion that only debugging evaluates
@@ -271,8 +267,7 @@ def write_rows(rows, out, T, h, N: tl.constexpr):
             if rows.fold == "":
                 x = kernels.decoded(rows, 1, h, j0, j, ok, i)
             else:
-                column = channel // rows.grid.channels
-                scale, zero = kernels.grid_of(rows.grid, 1, h, j0, j, ok, column, there)
+                scale, zero = kernels.grid_of(rows.grid, 1, h, j0, j, ok, channel // rows.grid.channels, there)
                 low = kernels.TO_INTEGER * 0.5 ** kernels.field(rows.planes, i, "low")
                 x = kernels.codes_of_plane(rows, words, i).to(tl.float32) * low * scale + zero
             tl.store(out + j[:, None] * rows.width + channel[None], x, ok[:, None] & there[None])
@@ -592,7 +587,7 @@ def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
         if attention == "triton":
             monkeypatch.setattr(CachedRows, "read", None)
         logits = torch.cat([model(chunk, cache) for chunk in tokens.split(chunks, dim=1)], dim=1)
-        losses[attention] = F.cross_entropy(logits[0, :-1], tokens[0, 1 - logits.shape[1]:]).item()
+        losses[attention] = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1 - logits.shape[1]:]).item()
         caches.append(cache)
     assert losses == pytest.approx(dict.fromkeys(losses, losses["plain"]), abs=1e-4)
     assert caches[0].nbytes == caches[2].nbytes and caches[0].layers[0].keys.n_coded
@@ -708,7 +703,7 @@ def test_what_is_wrong_on_a_device_is_named(monkeypatch, capsys):
     errors = [float(x) for line in capsys.readouterr().out.splitlines()[2:] for x in line.split()[-2:]]
     assert len(errors) == 8 and 0 < max(errors) < 2e-3
     for wrong in (0, math.nan):
-        monkeypatch.setattr(TritonLayer, "attended", lambda layer, q, wrong=wrong: SimpleNamespace(out=wrong * q))
+        monkeypatch.setattr(TritonLayer, "attended", lambda layer, q, wrong=wrong: Attended(q, wrong * q, None, None))
         with pytest.raises(UserError, match="fp16, 2-bit per token"):
             bench_kernels.check("tiny", torch.device("cpu"), [torch.float16])
 

@@ -92,11 +92,9 @@ def test_more_centres_than_distinct_points(points, k):
 def test_the_same_seed_gives_the_same_centres():
     """And the caller's random numbers are left alone."""
     points = torch.randn(3, 60, 2, generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
+    state = torch.get_rng_state()
     one, two, other = (kmeans(points, 5, iterations=1, seed=seed) for seed in (3, 3, 4))
-    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(one, two) and not torch.equal(one, other)
 
 
@@ -161,16 +159,15 @@ def test_one_step_against_plain_python(case):
     square = [[sum((a - b) ** 2 for a, b in zip(p, c)) for c in centres] for p in points]
     own = [[i for i, row in enumerate(square) if row.index(min(row)) == j] for j in range(len(centres))]
     moved, before = lloyd(*problem(points, weights), problem(centres))
-    moved = moved[0].tolist()
     assert before.tolist() == [pytest.approx(sum(w * min(row) for w, row in zip(weights, square)), rel=1e-6)]
     empty = []
-    for j, of in enumerate(own):
+    for of, centre in zip(own, moved[0].tolist()):
         total = sum(weights[i] for i in of)
         if total:
             mean = [sum(weights[i] * points[i][c] for i in of) / total for c in range(len(points[0]))]
-            assert moved[j] == pytest.approx(mean, rel=1e-6, abs=1e-9)
+            assert centre == pytest.approx(mean, rel=1e-6, abs=1e-9)
         else:
-            empty.append(moved[j])
+            empty.append(centre)
     assert all(e in points for e in empty)
     far = sorted((min(row) for row, w in zip(square, weights) if w), reverse=True)
     if len({tuple(p) for p in points}) == len(points):
