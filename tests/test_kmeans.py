@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tinykv import kmeans as module
@@ -152,6 +152,7 @@ def test_odds_of_the_starting_centres():
 # ---- the parts
 
 @given(problems())
+@example(([[0.0], [-1.0]], [1.0, 1.0], [[1.0], [-1.0]]))  # a tie
 def test_one_step_against_plain_python(case):
     """Ties go to the first centre. A centre without weight moves to the point furthest from its own, each to another;
     none to one without weight."""
