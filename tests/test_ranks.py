@@ -7,33 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import model_of, tokens_of
 from torch.multiprocessing import start_processes
 
 import eval_ppl
-from tinykv.data import Windows
-from tinykv.evaluate import measure, sum_of
-from tinykv.methods.fp16 import FP16
-from tinykv.methods.rtn import RTN
+from tinykv.evaluate import Result, sum_of
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--context", "100", "--calib-windows", "12"]
 TIMES = {"seconds", "tokens_per_s"}
 
 
-def start(*words, ranks=None):
-    """eval_ppl.py in a process of its own, or by torchrun in several."""
-    python = [sys.executable]
-    if ranks:
-        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*python, ROOT / "eval_ppl.py", *map(str, words)], cwd=ROOT, env=environment,
-                          capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout, done.stderr
-
-
 def fork(*words, ranks):
-    """The same without torchrun, from this process, which has torch already: the rank's environment is all it takes."""
+    """What torchrun does, from this process, which has torch already: the rank's environment is all it takes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -61,29 +45,28 @@ def assert_same(files):
     assert one == several
 
 
-def test_two_ranks_give_the_figures_of_one(tmp_path, monkeypatch, capfd, one_layer):
-    """With a method that is calibrated twice, and batches that do not divide the windows."""
-    files = [tmp_path / "one.json", tmp_path / "two.json"]
+def test_two_ranks_give_the_figures_of_one(tmp_path, capfd, one_layer):
+    """With a method that is calibrated twice, and batches that do not divide the windows. Rank 0 alone prints, and
+    writes files."""
     words = ["--model", one_layer, "--context", 32, "--calib-windows", 2, "--method", "kvsink", "--draws", 2,
-             "--windows", 5, "--batch", 2, "--json"]
-    monkeypatch.setattr(sys, "argv", ["eval_ppl.py", *map(str, words), str(files[0])])
-    eval_ppl.main()
-    one = capfd.readouterr().out
-    assert fork(*words, files[1], ranks=2) == [0, 0]
-    assert capfd.readouterr().out == one  # rank 1 prints nothing
-    assert_same(files)
+             "--windows", 5, "--batch", 2]
+    printed = []
+    for ranks, name in (1, "one"), (2, "two"):
+        outputs = ["--calibration", tmp_path / name, "--json", tmp_path / f"{name}.json"]
+        assert fork(*words, *outputs, ranks=ranks) == [0] * ranks
+        printed.append(capfd.readouterr().out)
+    assert printed[0] == printed[1] != "" and (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert_same([tmp_path / "one.json", tmp_path / "two.json"])
 
 
-def test_tables_of_a_file_reach_the_others_whatever_is_lacking(tmp_path, monkeypatch, capfd, one_layer):
-    """The file has the second method of three that are calibrated together."""
+def test_tables_of_a_file_reach_the_others_whatever_is_lacking(tmp_path, one_layer):
+    """The file has the second method of three that are calibrated together. One of the ranks has no batch."""
     files = [tmp_path / "one.json", tmp_path / "two.json"]
-    words = ["--model", one_layer, "--context", 32, "--calib-windows", 2, "--windows", 2, "--calibration",
-             tmp_path / "tables.safetensors"]
-    assert fork(*words, "--method", "pfn,fp16", ranks=2) == [0, 0]
-    assert fork(*words, "--method", "kvsink", "--json", files[1], ranks=2) == [0, 0]
-    monkeypatch.setattr(sys, "argv", ["eval_ppl.py", *map(str, words[:-2]), "--method", "kvsink", "--json",
-                                      str(files[0])])
-    eval_ppl.main()
+    words = ["--model", one_layer, "--context", 32, "--calib-windows", 2, "--windows", 2, "--method"]
+    kept = ["--calibration", tmp_path / "tables.safetensors"]
+    assert fork(*words, "pfn,fp16", *kept, ranks=2) == [0, 0]
+    assert fork(*words, "kvsink", *kept, "--json", files[1], ranks=2) == [0, 0]
+    assert fork(*words, "kvsink", "--json", files[0], ranks=1) == [0]
     assert_same(files)
 
 
@@ -94,45 +77,31 @@ def test_tables_of_a_file_reach_the_others_whatever_is_lacking(tmp_path, monkeyp
     (3, ["--windows", 4, "--batch", 4, "--weights", "awq", "--w-bits", 3]),  # two ranks have no batch
 ])
 def test_all_methods(ranks, words, tmp_path):
+    """By torchrun itself, and in one process without it."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     files, printed = [tmp_path / "one.json", tmp_path / "several.json"], []
-    for file, n in zip(files, (None, ranks)):
-        status, out, err = start(*SMALL, "--method", "all", *words, "--json", file, ranks=n)
-        assert status == 0, err
-        printed.append(out)
+    for file, started_by in zip(files, ([], torchrun)):
+        command = [sys.executable, *started_by, ROOT / "eval_ppl.py", "--context", 100, "--calib-windows", 12,
+                   "--method", "all", *words, "--json", file]
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                              capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
     assert printed[0] == printed[1]
     assert_same(files)
 
 
-@pytest.mark.whole
-def test_rank_0_calibrates_and_writes_the_file(tmp_path):
-    """And tables that a file holds reach the others."""
-    files = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
-    words = [*SMALL, "--method", "kvquant", "--windows", 2]
-    for file, ranks in zip(files, (None, 2)):
-        for _ in range(2):
-            status, _, err = start(*words, "--calibration", file, ranks=ranks)
-            assert status == 0, err
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
 def test_what_is_wrong_is_one_line_though_every_rank_sees_it(capfd):
-    assert fork(*SMALL, "--method", "kvsnik", ranks=2) == [2, 2]
+    assert fork("--method", "kvsnik", ranks=2) == [2, 2]
     out, err = capfd.readouterr()
     assert not out and err.count("eval_ppl.py: ") == 1 and "kvsnik" in err
 
 
 def test_parts_add_up_to_the_whole():
-    """Digit by digit, wherever the windows are divided."""
-    model = model_of(1)
-    tokens = tokens_of(4, 40)
-
-    def of(part):
-        """The figures of rtn on some of the windows, beside fp16."""
-        windows = Windows(part, [[]] * len(part), "noise")
-        fp16 = measure(model, FP16(model.config), windows)
-        return measure(model, RTN(model.config, scheme="token-dynamic"), windows, fp16=fp16)
-    whole = of(tokens)
-    for first in range(5):
-        total = sum_of([of(tokens[:first]), of(tokens[first:])])
-        total.seconds = whole.seconds
-        assert total == whole
+    """Every figure; a part may be empty."""
+    one = Result([1.0], [2.0], [3.0], [4.0], [5.0], agree=1, right=2, answers=3, targets=4, tokens=5, seconds=6.0,
+                 cache_bytes=7)
+    two = Result([1.5], [2.5], [3.5], [4.5], [5.5], agree=10, right=20, answers=30, targets=40, tokens=50, seconds=60.0,
+                 cache_bytes=6)
+    whole = Result([1.0, 1.5], [2.0, 2.5], [3.0, 3.5], [4.0, 4.5], [5.0, 5.5], 11, 22, 33, 44, 55, 66.0, 7)
+    assert sum_of([Result(), one, two]) == whole
