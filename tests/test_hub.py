@@ -11,9 +11,9 @@ import zipfile
 from functools import partial
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import torch
+from huggingface_hub import constants
 from test_checkpoint import PIECES, same, tiny, told
 from test_data import Letters, spelled
 
@@ -45,23 +45,16 @@ class Requests(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def ask(tmp_path, monkeypatch):
-    """A function that has the hub's library ask a site."""
-    def ask(site):
-        template = site + "/{repo_id}/resolve/{revision}/{filename}"
-        for name, value in (("ENDPOINT", site), ("HUGGINGFACE_CO_URL_TEMPLATE", template),
-                            ("HF_HUB_CACHE", str(tmp_path / "cache"))):
-            monkeypatch.setattr(huggingface_hub.constants, name, value)
-    monkeypatch.setenv("no_proxy", "*")
-    fetch_model.cache_clear()
-    return ask
-
-
-@pytest.fixture
-def hub(ask, tmp_path):
+def hub(tmp_path, monkeypatch):
+    """The server, which the hub's library asks instead of the hub."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Requests, directory=tmp_path / "site"))
     server.folder, server.asked = tmp_path / "site", []
-    ask(f"http://127.0.0.1:{server.server_port}")
+    site = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(constants, "ENDPOINT", site)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", site + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    fetch_model.cache_clear()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
@@ -99,19 +92,16 @@ def test_a_model_by_its_name(hub, tmp_path):
     assert sorted(asked) == sorted(path.name for path in (tmp_path / "model").iterdir())  # each once
 
 
-def test_a_name_that_the_hub_does_not_have_is_told(hub):
-    assert "owner/none" in told(hf.load, "owner/none")
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_name_that_the_hub_does_not_have_is_told(hub, monkeypatch, offline):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    assert "owner/none" in told(hf.load, "owner/none") and bool(hub.asked) != offline
 
 
-def test_without_a_network_it_is_told(hub, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "owner/none" in told(hf.load, "owner/none")
-    assert "f.bin" in told(fetch_file, offer(hub, "f.bin", b"x")) and not hub.asked
-
-
-def test_a_text_without_a_network_is_one_line(ask, monkeypatch, capsys):
+def test_a_text_without_a_network_is_one_line(hub, monkeypatch, capsys):
     """And what is looked for; the hub's library, which tries again and again, says nothing of it."""
-    ask("http://127.0.0.1:9")
+    hub.shutdown()
+    hub.server_close()
     said, slept = io.StringIO(), []
     logger = logging.getLogger("huggingface_hub")
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(said)])
@@ -126,21 +116,12 @@ def test_a_text_without_a_network_is_one_line(ask, monkeypatch, capsys):
 def test_a_file_is_fetched_once_and_known_by_its_content(hub):
     file = offer(hub, "f.bin", bytes(range(256)) * 1000)
     path = fetch_file(file)
-    assert Path(path).read_bytes() == bytes(range(256)) * 1000
-    assert fetch_file(file) == path and len(hub.asked) == 1
+    assert Path(path).read_bytes() == bytes(range(256)) * 1000 and fetch_file(file) == path and len(hub.asked) == 1
     text = told(fetch_file, offer(hub, "g.bin", b"something else", sha256="0" * 64))
     assert "SHA-256" in text and "g.bin" in text
 
 
 # WikiText-2 and C4, in small
-
-def zipped(**members):
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
-        for name, text in members.items():
-            archive.writestr(f"wikitext-2-raw/wiki.{name}.raw", text.encode())
-    return out.getvalue()
-
 
 def shard(texts, tail=b""):
     return gzip.compress(b"".join(json.dumps({"text": t, "url": "u"}).encode() + b"\n" for t in texts) + tail)
@@ -151,16 +132,19 @@ def text_of(*arguments):
 
 
 def test_wikitext2(hub, monkeypatch):
-    test = " \n = Tea = \n \n A\u2028b\x85c \r\n\t\n = = Leaf = = \n last"
-    train = " \n = One = \n x \n = = Sub = = \n = Two = \n y \n \n = Three = \n z \n"
-    monkeypatch.setitem(HUB_FILES, "wikitext2", offer(hub, "w.zip", zipped(test=test, train=train)))
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("wikitext-2-raw/wiki.test.raw",
+                         " \n = Tea = \n \n A\u2028b\x85c \r\n\t\n = = Leaf = = \n last")
+        archive.writestr("wikitext-2-raw/wiki.train.raw",
+                         " \n = One = \n x \n = = Sub = = \n = Two = \n y \n \n = Three = \n z \n")
+    monkeypatch.setitem(HUB_FILES, "wikitext2", offer(hub, "w.zip", file.getvalue()))
     # A row is a line with its newline, or "": line by line, joined by two newlines.
     rows = ["", " = Tea = \n", "", " A\u2028b\x85c \n", "", " = = Leaf = = \n", " last"]
     want = "<s>" + "\n\n".join(rows)
-    length = len(Letters().encode(want)) - 2
-    assert text_of("wikitext2", Letters(), length, 1) == want
-    with pytest.raises(UserError, match=f"has {length} tokens"):
-        load_windows("wikitext2", Letters(), length + 1, 1)
+    assert text_of("wikitext2", Letters(), len(want) - 2, 1) == want
+    with pytest.raises(UserError, match=f"has {len(want) - 2} tokens"):
+        load_windows("wikitext2", Letters(), len(want) - 1, 1)
     # the articles are read from all over the split: the first, the third, the second
     want = "<s>\n\n = One = \n\n\n x \n\n\n = = Sub = = \n<s> = Three = \n\n\n z \n<s> = Two = \n\n\n y \n\n\n"
     assert text_of("wikitext2", Letters(), len(want) - 6, 1, "calibration") == want
