@@ -13,12 +13,9 @@ CONFIG = model_of(1).config
 
 
 @pytest.mark.parametrize("name, k_axis, v_axis, static, rope", [
-    ("token-dynamic", "token", "token", False, "post"),
-    ("token-static", "token", "token", True, "post"),
-    ("channel-static", "channel", "token", True, "pre"),
-    ("channel-dynamic", "channel", "token", False, "post"),
-    ("kvquant", "channel", "token", True, "pre"),
-])
+    ("token-dynamic", "token", "token", False, "post"), ("token-static", "token", "token", True, "post"),
+    ("channel-static", "channel", "token", True, "pre"), ("channel-dynamic", "channel", "token", False, "post"),
+    ("kvquant", "channel", "token", True, "pre")])
 def test_what_the_schemes_are(name, k_axis, v_axis, static, rope):
     method = METHODS["rtn"](CONFIG, scheme=name)
     assert (method.rope, method.needs_calibration) == (rope, static)
@@ -67,15 +64,10 @@ def test_all_methods_read_a_stream_in_the_same_chunks():
 
 
 @pytest.mark.parametrize("name, settings, recent, block, v_block, chunk", [
-    ("kivi", {}, 128, 32, None, 32),
-    ("kivi", {"v_block": 1}, 128, 32, 1, 1),
+    ("kivi", {}, 128, 32, None, 32), ("kivi", {"v_block": 1}, 128, 32, 1, 1),
     ("kivi", {"group_size": 16, "v_block": 12, "recent": 0}, 0, 16, 12, 4),
-    ("ott", {}, 32, 128, None, 128),
-    ("skvq", {}, 128, 16, None, 16),
-    ("skvq", {"block": 1, "recent": 3}, 3, 1, None, 1),
-    ("cq", {"recent": 32}, 32, 128, None, 128),
-    ("antkv", {}, 32, 128, None, 128),
-])
+    ("skvq", {}, 128, 16, None, 16), ("skvq", {"block": 1, "recent": 3}, 3, 1, None, 1),
+    ("cq", {"recent": 32}, 32, 128, None, 128), ("ott", {}, 32, 128, None, 128), ("antkv", {}, 32, 128, None, 128)])
 def test_the_pace_of_methods_with_a_window(name, settings, recent, block, v_block, chunk):
     """The defaults; and a stream's chunks end wherever keys or values are quantized."""
     method = METHODS[name](CONFIG, **settings)
@@ -86,11 +78,9 @@ def test_the_pace_of_methods_with_a_window(name, settings, recent, block, v_bloc
 @pytest.mark.parametrize("scheme", ["token-dynamic", "token-static", "channel-static", "channel-dynamic"])
 @pytest.mark.parametrize("group_size", [None, 4, 16])
 def test_a_block_holds_whole_channel_groups(scheme, group_size):
-    """128 tokens unless told otherwise; and groups of tokens that are not full can only be a text's
-    last."""
+    """128 tokens unless told otherwise; and groups of tokens that are not full can only be a text's last."""
     method = METHODS["rtn"](CONFIG, scheme=scheme, group_size=group_size)
-    its_own = group_size is not None and scheme == "channel-dynamic"
-    assert method.block == (group_size if its_own else 128)
+    assert method.block == (group_size if group_size and scheme == "channel-dynamic" else 128)
     for codec in (codec for pair in method.codecs for codec in pair):
         assert codec.axis == "token" or codec.static or method.block == codec.group
 
