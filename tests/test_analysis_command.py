@@ -2,6 +2,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -275,3 +276,12 @@ def test_figures_leave_the_backend_of_a_notebook_alone():
 def test_a_map_keeps_the_largest_magnitude_and_its_sign():
     x = torch.tensor([[1.0, -3], [2, -1], [-1, 0], [0, 2]])
     assert plots.pooled(x, 2).tolist() == [[2, -3], [-1, 2]]
+
+
+@pytest.mark.parametrize("bos", ["replace", "none"])
+def test_windows_to_calibrate_on_are_cut_as_the_text_is(bos):
+    args = SimpleNamespace(data="tales", context=32, calib_windows=3, bos=bos)
+    tokenizer = hf.load_tokenizer(EMBEDDED, hf.load_config(EMBEDDED))
+    found = command.calibration_of(args, tokenizer, "cpu")
+    assert found.equal(load_windows("tales", tokenizer, 32, 3, "calibration", bos=bos).tokens)
+    assert (found[:, 0] == tokenizer.bos_id).all() == (bos == "replace")

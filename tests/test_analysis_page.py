@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import gif
 import pytest
@@ -387,3 +388,9 @@ def test_recent_coded_and_kept_tokens_differ_in_greyscale():
     for theme in zip(*colours):
         dark, middle, light = sorted(map(lightness, theme))
         assert middle / dark > 1.8 and light / middle > 1.8, theme
+
+
+@pytest.mark.parametrize("kept, states", [([[0], [2]], ["kccr", "cckr"]), ([[1]], ["ckcr", "ckcr"])])
+def test_the_states_of_a_head_are_its_own(kept, states):
+    rows = SimpleNamespace(n_coded=3, recent=torch.zeros(1, 2, 1, 4), kept_positions=torch.tensor([kept]))
+    assert [page.states_of(rows, head) for head in range(2)] == states

@@ -17,6 +17,7 @@ from tinykv.cache import CachedRows, KVCache
 from tinykv.codecs.base import Codec, Codes
 from tinykv.evaluate import kept_tokens
 from tinykv.methods.fp16 import FP16
+from tinykv.methods.pfn import PFN
 
 
 class Negating(Codec):
@@ -27,6 +28,15 @@ class Negating(Codec):
 
     def decode(self, codes):
         return codes.packed
+
+
+def test_first_tokens_may_be_more_than_a_block():
+    model = model_of(1)
+    cache = KVCache(model, PFN(model.config, preserve=11, scheme="token-dynamic", block=8))
+    for chunk in tokens_of(1, 24).split(8, 1):
+        model(chunk, cache)
+    for rows in (cache.layers[1].keys, cache.layers[1].values):
+        assert rows.n_coded == 24 and rows.kept_positions[0, 0].tolist() == list(range(11))
 
 
 @given(st.data())

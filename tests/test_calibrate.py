@@ -76,15 +76,20 @@ class PerHead(KVQuant):
         return torch.tensor([self.at])
 
 
+class StaticPerHead(METHODS["pfn"]):
+    """The same, on static ranges."""
+    at, keep_keys = PerHead.at, PerHead.keep_keys
+
+
 @pytest.mark.parametrize("cls, options", [
     (KVQuant, {"outliers": 4.0}), (PerHead, {"sensitivity": "none", "outliers": 4.0}),
-    (KVQuant, {"sensitivity": "fisher", "outliers": 0.0}), (SKVQ, {"clip": "centre"}),
+    (KVQuant, {"sensitivity": "fisher", "outliers": 0.0}), (SKVQ, {"clip": "centre"}), (StaticPerHead, {}),
     (SKVQ, {"reorder": "off", "metadata": "fp16", "clip": "endpoint"}),
     (METHODS["pfn"], {"scheme": "token-static"}), (METHODS["pfn"], {"scheme": "channel-static"}),
 ], ids=str)
 def test_kept_tokens_are_not_learned_from(cls, options):
     """Whatever they hold. Their own loss may be huge; a planted token's gradient is its own."""
-    at = PerHead.at if cls is PerHead else [[0, 1, 2]] * 2
+    at = getattr(cls, "at", [[0, 1, 2]] * 2)
     learned = []
     plain = random_rows(2, 10)
     for rows in (plain, changed(plain, at), changed(plain, [[3], [3]])):

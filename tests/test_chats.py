@@ -3,6 +3,7 @@ import json
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,3 +86,11 @@ def test_train_intact_on_chats(tmp_path, run, one_layer):
     assert "7" in refused(command, "--samples", "5")
     assert str(tmp_path / "none") in refused(command, "--chats", tmp_path / "none")
     assert "answer" in refused(command, "--tokens", "4")
+
+
+@pytest.mark.parametrize("n", [1, 7])
+def test_a_prefix_counts_among_the_tokens_of_a_chat(tmp_path, tokenizer, n):
+    path = write(tmp_path / "c.jsonl", [[("Hi", "A long answer. " * 30)]] * 2)
+    args = SimpleNamespace(samples=1, windows=1, chats=path, tokens=150)
+    for tokens, _ in train_intact.load_texts(args, tokenizer, list(range(n)), "cpu"):
+        assert n + tokens.shape[1] == 150

@@ -409,6 +409,7 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused_a_smaller_one_is_not(
     (PIECES, {"eos_token": "<|end|>"}, {"eos_token_id": [370, 2]}, (1, 370, True)),
     (PIECES, {"eos_token": "<|end|>"}, {"eos_token_id": []}, (1, None, True)),
     (PIECES, {"add_bos_token": False}, {}, (1, 2, False)),
+    (PIECES, {"add_bos_token": None}, {}, (1, 2, True)),  # null is as absent
     # tokenizer.json has no ids of its own: names, else config.json; its post-processor says whether BOS is added
     (JSON, {"bos_token": "<|begin_of_text|>"}, {"eos_token_id": [341, 2]}, (340, 341, True)),
     (JSON, None, {"bos_token_id": 340, "eos_token_id": 0}, (340, 0, True)),

@@ -332,7 +332,9 @@ def test_the_package_is_known_by_the_files_that_compute(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "__file__", str(copy / "files.py"))
     before = files.package_hash()
     assert before == files.PACKAGE
-    for name, changes in (("run/table.py", False), ("codecs/affine.py", True), ("methods/ott.py", True)):
+    for name, changes in (("run/table.py", False), *((name, True) for name in (
+            "codecs/affine.py", "methods/ott.py", "weights/gptq.py", "cache.py", "calibrate.py", "kmeans.py",
+            "model.py", "outlier.py", "tracing.py"))):
         with open(copy / name, "a") as file:
             file.write("#\n")
         assert (files.package_hash() != before) == changes, name
@@ -345,6 +347,34 @@ def test_tables_on_quantized_weights_are_known_by_the_quantizer():
     for r.quantizer in (None, *(quantizer(3) for quantizer in QUANTIZERS.values())):
         found.append(r.made_of(windows))
     assert len(set(found)) == len(found) == 5
+
+
+def test_weights_are_quantized_on_the_text_of_the_first_draw(one_layer):
+    """However many draws there are of what methods are calibrated on."""
+    found = []
+    for draws in (1, 2):
+        rows = eval_ppl.compare("rtn", one_layer, weights="gptq", w_bits=2, draws=draws, context=32, windows=2,
+                                calib_windows=1)
+        found.append([row["window_nll"][0] for row in rows if row["weights"]])
+    assert found[0] == found[1]
+
+
+def test_quantized_weights_are_known_by_the_text_that_they_saw(one_layer, kept):
+    """What the file has of another text is made anew."""
+    compare = partial(eval_ppl.compare, "fp16", one_layer, weights="gptq", w_bits=2, context=32, windows=2,
+                      calib_windows=1)
+    first, second, anew = (compare(calib_data=data, calibration=file)[-1]["window_nll"]
+                           for data, file in (("tales", kept), ("fables", kept), ("fables", None)))
+    assert first != second == anew
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_the_label_of_weights_says_which_text_they_saw(name):
+    """By which a trained prefix knows them."""
+    quantizer, data = QUANTIZERS[name](3), ("tales 12", "tales 13")
+    labels = {cli.weights_label(f"{name}-3", quantizer, of) for of in data}
+    assert len(labels) == (2 if quantizer.needs_text else 1) and all(label.startswith(f"{name}-3") for label in labels)
+    assert cli.weights_label(None, None, "tales 12") == "full precision"
 
 
 # ---- what is wrong
@@ -383,6 +413,15 @@ def test_the_text_that_weights_see_is_known_by_all_of_its_windows(one_layer):
         assert len(windows) == (n or 40)
         labels.add(label)
     assert len(labels) == 3
+
+
+@pytest.mark.parametrize("bos", ["replace", "none"])
+def test_windows_to_calibrate_on_begin_as_those_of_the_test(one_layer, bos):
+    tokenizer = hf.load(one_layer)[1]
+    args = SimpleNamespace(data="tales", calib_data=None, calib_windows=4, seed=3, bos=bos)
+    windows, _ = cli.calibration_text(args, tokenizer, 64, "cpu", None)
+    assert windows.equal(load_windows("tales", tokenizer, 64, 4, "calibration", 3, bos).tokens)
+    assert (windows[:, 0] == tokenizer.bos_id).all() == (bos == "replace")
 
 
 @pytest.mark.parametrize("words, named", [

@@ -539,6 +539,14 @@ def test_ranks_of_the_board_are_shared_where_the_paired_error_cannot_tell():
     assert [line[:2] for line in board.lines_of(rows)] == [["1", "a"], ["1", "b"], ["3", "c"]]
 
 
+def test_a_rank_is_shared_with_its_leader_and_not_with_the_last_who_shares_it():
+    """Each cannot be told from the one before, but the third can from the first."""
+    rows = [(name, {"kld": sum(kl) / 4, "bits_true": 2.0, "window_kl": [kl]}) for name, kl in (
+        ("a", [0.10, 0.20, 0.30, 0.40]), ("b", [0.10, 0.22, 0.31, 0.45]), ("c", [0.13, 0.22, 0.34, 0.43]))]
+    assert board.shared(rows[1][1], rows[0][1]) and board.shared(rows[2][1], rows[1][1])
+    assert [line[:2] for line in board.lines_of(rows)] == [["1", "a"], ["1", "b"], ["3", "c"]]
+
+
 # ---- handing out
 
 def body(node):

@@ -22,6 +22,7 @@ from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons, flags
 from tinykv.run.entries import build_entries
 from tinykv.run.table import figures_of
+from tinykv.weights import QUANTIZERS, quantize
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
@@ -198,6 +199,16 @@ def test_a_share_chosen_once_does_not_grow_with_the_text(model, choose, grown):
     codes, row = 8 / 16, 2 * (16 + (32 + 32) / 8)  # bits a number: one byte a token; rows, positions and scores of both
     recent = 7 / 2 * 16 / FAR
     assert found.bits_far[0] == pytest.approx(codes + recent + grown * row / 2 / 4, abs=2e-3)
+
+
+def test_where_the_recent_part_is_at_its_mean_all_that_is_held_counts(model):
+    """Of 20 tokens 6 are recent, between 3 and 9. Each has a score in every head, as anchors have."""
+    method = METHODS["antkv"](CONFIG, vq="d4m2", anchors=2, recent=3, block=7, choose="always")
+    calibrate(model, method, torch.randint(50, (4, 40), generator=torch.Generator().manual_seed(1)))
+    windows = Windows(torch.randint(50, (1, 20), generator=torch.Generator().manual_seed(2)), [[]], "random")
+    found = measure(model, method, windows, "stream")
+    numbers = 2 * 2 * 2 * 8 * 20  # K and V of 2 layers, 2 heads of 8 channels
+    assert found.bits[0] == pytest.approx(8 * found.cache_bytes / numbers)
 
 
 def test_the_bytes_of_a_cache_are_those_of_the_largest_window(model, windows):
@@ -431,3 +442,15 @@ def test_a_method_runs_on_the_model_that_it_was_made_for_and_calibrated_on(one_l
         for use in (KVCache, partial(measure, windows=windows, fp16=exact)):
             with pytest.raises(UserError, match=said):
                 use(on, one)
+
+
+def test_a_method_belongs_to_the_rounding_of_the_weights_that_it_was_calibrated_on(one_layer):
+    """Quantized weights are no parameters."""
+    model, _ = hf.load(one_layer)
+    method = METHODS["rtn"](model.config)
+    three, four = (quantize(model, QUANTIZERS["rtn"](bits)) for bits in (3, 4))
+    calibrate(three, method, torch.arange(64).view(2, 32))
+    KVCache(three, method)
+    for other in (four, model):
+        with pytest.raises(UserError, match="calibrated on another model"):
+            KVCache(other, method)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from test_checkpoint import PIECES, same, tiny, told
-from test_data import Letters, spelled
+from test_data import Bare, Letters, spelled
 
 from tinykv import UserError, hf
 from tinykv.data import load_windows
@@ -131,14 +131,17 @@ def text_of(*arguments):
     return spelled(load_windows(*arguments, bos="none"))
 
 
-def test_wikitext2(hub, monkeypatch):
+def offer_wikitext2(hub, monkeypatch, **splits):
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("wikitext-2-raw/wiki.test.raw",
-                         " \n = Tea = \n \n A\u2028b\x85c \r\n\t\n = = Leaf = = \n last")
-        archive.writestr("wikitext-2-raw/wiki.train.raw",
-                         " \n = One = \n x \n = = Sub = = \n = Two = \n y \n \n = Three = \n z \n")
+        for split, text in splits.items():
+            archive.writestr(f"wikitext-2-raw/wiki.{split}.raw", text)
     monkeypatch.setitem(HUB_FILES, "wikitext2", offer(hub, "w.zip", file.getvalue()))
+
+
+def test_wikitext2(hub, monkeypatch):
+    offer_wikitext2(hub, monkeypatch, test=" \n = Tea = \n \n A\u2028b\x85c \r\n\t\n = = Leaf = = \n last",
+                    train=" \n = One = \n x \n = = Sub = = \n = Two = \n y \n \n = Three = \n z \n")
     # A row is a line with its newline, or "": line by line, joined by two newlines.
     rows = ["", " = Tea = \n", "", " A\u2028b\x85c \n", "", " = = Leaf = = \n", " last"]
     want = "<s>" + "\n\n".join(rows)
@@ -148,6 +151,12 @@ def test_wikitext2(hub, monkeypatch):
     # the articles are read from all over the split: the first, the third, the second
     want = "<s>\n\n = One = \n\n\n x \n\n\n = = Sub = = \n<s> = Three = \n\n\n z \n<s> = Two = \n\n\n y \n\n\n"
     assert text_of("wikitext2", Letters(), len(want) - 6, 1, "calibration") == want
+
+
+def test_windows_of_wikitext2_lie_all_over_the_test_split(hub, monkeypatch):
+    """As those of a file do: the first, the eighth and the fifth of ten."""
+    offer_wikitext2(hub, monkeypatch, test="".join(f"{i:04}" for i in range(10)))
+    assert text_of("wikitext2", Bare(), 4, 3) == "000000070004"
 
 
 def test_c4(hub, monkeypatch):

@@ -9,6 +9,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -340,6 +341,25 @@ def test_a_gradient_is_the_mean_over_the_texts_of_an_update(training, monkeypatc
         assert (other - found[0]).norm() < 1e-3 * found[0].norm()
 
 
+@pytest.mark.parametrize("batch", [None, 1, 2])
+def test_each_update_reads_the_texts_that_come_next(monkeypatch, batch):
+    """Also in a run that goes on after the first update, and whatever is read at a time."""
+    read, rows = [], torch.zeros(1, requires_grad=True)
+
+    def loss(full, quantized, tokens, exact, trained, counts):
+        read.extend(tokens[:, 0].tolist())
+        return trained[0].sum()
+    monkeypatch.setattr(train_intact, "block_loss", loss)
+    args = SimpleNamespace(tokens=64, batch=batch, seed=3, updates=4, accumulate=3, clip=1)
+    texts = torch.arange(5)[:, None], torch.ones(5, 1, dtype=torch.bool)
+    for done in (0, 1):
+        state = SimpleNamespace(done=done, keys=rows, values=rows)
+        state.update = lambda clip, state=state: vars(state).update(done=state.done + 1)
+        train_intact.train(None, None, texts, None, state, args)
+    order = train_intact.text_order(5, 3, 12)
+    assert read == order + order[3:]
+
+
 def stop(patch, at):
     """Ctrl-C after so many updates in all."""
     update = train_intact.State.update
@@ -383,7 +403,7 @@ def test_the_state_of_another_run_or_a_damaged_one_is_refused_and_stays(training
         stop(patch, 1)
         training()
     data = state.read_bytes()
-    for words in OTHERS if runs_whole(request.config) else OTHERS[::4]:
+    for words in OTHERS if runs_whole(request.config) else OTHERS[::4] + OTHERS[-2:]:
         assert ".state" in refused(training, *words.split())
         assert state.read_bytes() == data and not path.exists()
     for damaged in (b"", b"my notes", data[:-9], data[:-1] + bytes([data[-1] ^ 1])):

@@ -111,6 +111,15 @@ def test_generation_is_the_models_own(asked):
     assert expected.startswith(short) and len(short) < 20
 
 
+def test_an_answer_is_drawn_as_the_request_says(monkeypatch):
+    model, drawn = TinyKV(), []
+    monkeypatch.setattr("tinykv.model.pick_token", lambda logits, temperature, top_p, rng: drawn.append(
+        (temperature, top_p)) or logits.argmax(-1, keepdim=True))
+    generate(model, "Vehul", max_gen_toks=1, do_sample=True, temperature=0.7, top_p=0.9)
+    generate(model, "Vehul", max_gen_toks=1)
+    assert drawn == [(0.7, 0.9), (0.0, 1.0)]
+
+
 @pytest.fixture
 def prefixed(tmp_path):
     """Under a prefix of some words."""

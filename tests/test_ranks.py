@@ -57,6 +57,8 @@ def test_two_ranks_give_the_figures_of_one(tmp_path, capfd, one_layer):
         printed.append(capfd.readouterr().out)
     assert printed[0] == printed[1] != "" and (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     assert_same([tmp_path / "one.json", tmp_path / "two.json"])
+    for row in json.loads((tmp_path / "one.json").read_text())["rows"]:
+        assert all(len(of_draw) == 5 for of_draw in row["window_nll"])  # of the last batch, too
 
 
 def test_tables_of_a_file_reach_the_others_whatever_is_lacking(tmp_path, one_layer):

@@ -157,7 +157,7 @@ def test_keep(sub, rng, same):
                 for keep in (method.keep_keys, method.keep_values):
                     asked.clear()
                     keep(layer, n)
-                    same([call for call in asked if call[2]], f"{keep.__name__} with {percent}% of {length} tokens, {n} "
+                    same([call for call in asked if call[2]], f"{keep.__name__}, {percent}% of {length} tokens, {n} "
                          "about to be quantized: what it asks best_tokens for, (rows, n, count), unless 0 of them")
 
 
