@@ -1,13 +1,11 @@
 """What the methods must do, computed a second time, in plain lists and numpy.
 
-Nothing is imported from tinykv, and no torch, so a mistake of the project cannot repeat itself
-here. The formulas are the papers'. Tables that were calibrated are arguments: how they are found is
-tested elsewhere.
+Nothing is imported from tinykv, and no torch, so a mistake of the project cannot repeat itself here. The formulas are
+the papers'. Tables that were calibrated are arguments: how they are found is tested elsewhere.
 
-Shapes: B sequences, Hkv KV heads, T tokens, d channels of a head, C = Hkv * d channels of a token.
-x (B, Hkv, T, d) is float32, the keys or values that are quantized; ignore (B, Hkv, T) is True at
-tokens that are kept. Where a function computes in float32 and rounds to 16 bits, it does so step
-for step as a codec does, because results must be equal.
+Shapes: B sequences, Hkv KV heads, T tokens, d channels of a head, C = Hkv * d channels of a token. x (B, Hkv, T, d) is
+float32, the keys or values that are quantized; ignore (B, Hkv, T) is True at tokens that are kept. Where a function
+computes in float32 and rounds to 16 bits, it does so step for step as a codec does, because results must be equal.
 """
 import math
 from fractions import Fraction
@@ -30,10 +28,8 @@ def quantization_events(protocol, sizes, recent, block):
     events, end_of_last, seen = [], 0, 0
     for size in sizes:
         seen += size
-        if protocol == "paper":
-            end = seen
-        else:
-            end = (seen - recent) // block * block  # whole blocks, without the newest tokens
+        whole_blocks = (seen - recent) // block * block  # without the newest tokens
+        end = seen if protocol == "paper" else whole_blocks
         if end > end_of_last:
             events.append(Event(end_of_last, end, seen))
             end_of_last = end
@@ -48,15 +44,13 @@ def top_k(scores, k):
 
 
 def pools(scores, events, size, room, select="smallest"):
-    """OTT's pool, and its extra pool, after events: positions. scores: a list, of one sequence and
-    head.
+    """OTT's pool, and its extra pool, after events: positions. scores: a list, of one sequence and head.
 
-    Tokens come one by one, the smallest first. One that is smaller than the largest of a full pool
-    of `size` takes its place, if the extra pool, which has room for `room`, can take that one in.
+    Tokens come one by one, the smallest first. One that is smaller than the largest of a full pool of `size` takes its
+    place, if the extra pool, which has room for `room`, can take that one in.
     """
     pool, extra = [], []
-    if select == "largest":
-        scores = [-score for score in scores]
+    scores = [-score if select == "largest" else score for score in scores]
     for event in events:
         for token in sorted(range(event.first, event.end), key=lambda i: (scores[i], i)):
             if len(pool) < size:
@@ -89,19 +83,17 @@ def of_kv_heads(x, Hkv):
 def equation_5(q, K, window=None):
     """AnTKV's AnS(K) and AnS(V) of all keys, (B, Hkv, S) both."""
     A = attention(q, K, window)  # (B, H, T, S)
-    norm = np.sqrt((q ** 2).sum(-1, keepdims=True))  # (B, H, T, 1)
-    of_keys = (norm * A * (1 - A)).sum(2)  # (B, H, S)
-    of_values = A.sum(2)  # (B, H, S)
-    return [of_kv_heads(scores, K.shape[1]) for scores in (of_keys, of_values)]
+    norm = np.linalg.norm(q, axis=-1, keepdims=True)  # (B, H, T, 1)
+    of_queries = norm * A * (1 - A), A  # (B, H, T, S) both
+    return [of_kv_heads(scores.sum(2), K.shape[1]) for scores in of_queries]
 
 
 def anchors(wanted, chunks, events, margin=0.0):
-    """AnTKV's anchors after events, the best first, and the accumulated score of every token that
-    ever had one.
+    """AnTKV's anchors after events, the best first, and the accumulated score of every token that ever had one.
 
-    wanted: "3", or a share, "10%". chunks: for each the scores that it adds to the tokens so far:
-    lists, of one sequence and head. margin: by what part of the largest score the last anchor has
-    to be ahead of the first token that is none. With less, rounding could choose.
+    wanted: "3", or a share, "10%". chunks: for each the scores that it adds to the tokens so far: lists, of one
+    sequence and head. margin: by what part of the largest score the last anchor has to be ahead of the first token that
+    is none. With less, rounding could choose.
     """
     total, kept, quantized = {}, [], 0
     events = {event.seen: event for event in events}
@@ -115,10 +107,7 @@ def anchors(wanted, chunks, events, margin=0.0):
         first, quantized, _ = events[seen]
         # the anchors of now and the new tokens compete; of equals, anchors come first, then earlier tokens
         ranked = sorted([*kept, *range(first, quantized)], key=lambda i: -total[i])
-        if wanted.endswith("%"):
-            count = math.ceil(Fraction(wanted[:-1]) * seen / 100)
-        else:
-            count = int(wanted)
+        count = math.ceil(Fraction(wanted[:-1]) * seen / 100) if wanted.endswith("%") else int(wanted)
         kept = ranked[:count]
         if 0 < count < len(ranked):
             ahead = total[ranked[count - 1]] - total[ranked[count]]
@@ -202,8 +191,8 @@ METADATA = {"fp8": (2 ** -9, 448, fp8), "fp16": (1e-5, 65504, float16)}
 
 
 def clipped_groups(x, bits, metadata, group, alpha, centre):
-    """What x reads as in SKVQ's groups. group (C): that of each channel.
-    alpha, centre (n): how the range of each group is clipped."""
+    """What x reads as in SKVQ's groups. group (C): that of each channel. alpha, centre (n): how the range of each group
+    is clipped."""
     floor, largest, rounded = METADATA[metadata]
     rows = to_rows(x)  # (B, T, C)
     out = np.empty_like(rows)
@@ -215,17 +204,15 @@ def clipped_groups(x, bits, metadata, group, alpha, centre):
         middle = (lo + hi) / 2 if c else np.zeros_like(lo)
         lo, hi = (a * end + (1 - a) * middle for end in (lo, hi))
         # the grid
-        exact_s = np.clip((hi - lo) / max_code(bits), np.float32(floor), np.float32(largest))
-        exact_z = np.clip(lo, np.float32(-largest), np.float32(largest))
-        s, z = rounded(exact_s), rounded(exact_z)
-        q = np.rint((g - z) / s)
-        out[..., channels] = s * np.clip(q, 0, max_code(bits)) + z
+        s = rounded(np.clip((hi - lo) / max_code(bits), np.float32(floor), np.float32(largest)))
+        z = rounded(np.clip(lo, np.float32(-largest), np.float32(largest)))
+        out[..., channels] = s * np.clip(np.rint((g - z) / s), 0, max_code(bits)) + z
     return to_heads(out, x.shape[1])
 
 
 def token_range(row, counted, share):
-    """The middle of a token's range, half of it, and its outliers (C). row (C): its numbers; counted:
-    which of them are not ignored; share: that of the outliers among all."""
+    """The middle of a token's range, half of it, and its outliers (C). row (C): its numbers; counted: which of them are
+    not ignored; share: that of the outliers among all."""
     outlier = np.zeros(len(row), bool)
     if len(counted):
         median = np.sort(row[counted])[(len(counted) - 1) // 2]
@@ -243,8 +230,8 @@ def token_range(row, counted, share):
 def nonuniform(x, ignore, levels, share, mid=None, half=None):
     """What x reads as on KVQuant's levels, and where its outliers are, (B, T, C).
 
-    mid, half (C): the calibrated range of each channel (keys); None where each token has its own
-    (values). share: of a token's numbers, those that are outliers.
+    mid, half (C): the calibrated range of each channel (keys); None where each token has its own (values). share: of a
+    token's numbers, those that are outliers.
     """
     rows = to_rows(x)  # (B, T, C)
     ignored = ignore.transpose(0, 2, 1).repeat(x.shape[3], axis=2)  # (B, T, C)
@@ -263,11 +250,10 @@ def nonuniform(x, ignore, levels, share, mid=None, half=None):
 
 
 def nearest_centroids(x, centroids, chosen):
-    """What x reads as by the nearest of m centroids, of n channels each. centroids (slots or 1, m,
-    n).
+    """What x reads as by the nearest of m centroids, of n channels each. centroids (slots or 1, m, n).
 
-    chosen (B, Hkv, T, d): what the codec made of x. It has the choice where two centroids are
-    equally near, as far as 32 bits can tell.
+    chosen (B, Hkv, T, d): what the codec made of x. It has the choice where two centroids are equally near, as far as
+    32 bits can tell.
     """
     B, Hkv, T, d = x.shape
     m, n = centroids.shape[1:]
