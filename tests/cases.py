@@ -1,13 +1,14 @@
-"""A cell of the matrix, and what is built from it: a tiny model, a text, a calibrated method, a
-cache.
+"""A cell of the matrix, and what is built from it: a tiny model, a text, a calibrated method, a cache.
 
-Models are random. One token, MARK, has a huge embedding in one channel. It plants the outlier that
-kvsink looks for, at positions of our choice. Where a method has a prefix, texts begin with it: T
-counts its tokens, and their logits, which are not computed, are zeros.
+Models are random. One token, MARK, has a huge embedding in one channel. It plants the outlier that kvsink looks for, at
+positions of our choice. Where a method has a prefix, texts begin with it: T counts its tokens, and their logits, which
+are not computed, are zeros.
 """
 import copy
 import functools
+import itertools
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -26,17 +27,15 @@ from tinykv.model import Llama, LlamaConfig
 from tinykv.run.settings import settings_of
 
 VOCAB, D, L, H, d = 41, 32, 2, 4, 16
-WIDE = 64  # channels of a head, where bits are counted: scales and zero points are few then
 MARK, CHANNEL = VOCAB - 1, 5  # the token with the planted outlier, and the outlier's channel
 G = 8  # tokens of a block, and of a group
 SETTINGS = {
-    "k_bits": 2, "v_bits": 3, "group_size": G, "preserve": 3,
-    "emergence_layer": 0, "outlier_channel": CHANNEL,
+    "k_bits": 2, "v_bits": 3, "group_size": G, "preserve": 3, "prefix": (11, MARK, 6, 11),
+    "emergence_layer": 0, "outlier_channel": CHANNEL, "outliers": 5.0,  # 1 to 3 of the channels that a token has here
     "outlier_num": 2, "extra_pool": 2, "skip_layers": 1,  # small, so that some pools fill up and some do not
-    "outliers": 5.0,  # 1 to 3 of the channels that a token has here
-    "prefix": (11, MARK, 6, 11),
     "vq": "d4m8", "anchors": "4",  # 10 vectors a centroid; a token's codes, of one head, are 1.5 bytes
 }
+NAMES = {cls: name for name, cls in METHODS.items()}
 # All tokens of a text, but not all of a calibration window.
 KEEP_ALL = {"preserve": 22, "outlier_num": 22, "skip_layers": 0, "anchors": "100%"}
 
@@ -58,8 +57,7 @@ def model_of(heads_per_kv, dtype=torch.float32, width=d):
 
 
 def tokens_of(batch, T, seed=0):
-    """Random tokens (B, T), with marks at positions that differ from row to row: some early, some
-    late."""
+    """Random tokens (B, T), with marks at positions that differ from row to row: some early, some late."""
     rng = torch.Generator().manual_seed(100 * seed + T)
     tokens = torch.randint(0, MARK, (batch, T), generator=rng)
     for row in tokens:
@@ -95,25 +93,22 @@ def schemes_of(cls):
 
 def build(case):
     """A case's method as its constructor leaves it, in blocks of G tokens."""
-    cls, names, given = case.cls, takes(case.cls, case.scheme), dict(case.settings)
-    wanted = {**SETTINGS, "recent": case.recent, "block": G, "scheme": case.scheme,
-              "formula": case.formula, **given}
+    cls, given = case.cls, dict(case.settings)
+    wanted = {**SETTINGS, "recent": case.recent, "block": G, "scheme": case.scheme, "formula": case.formula, **given}
     wanted["prefix"] = Prefix("a few tokens", list(wanted["prefix"]))
-    ours = case.known or issubclass(cls, CodecMethod)
-    if not ours:  # a method that we know nothing about keeps its own bits
-        names = names - ({"k_bits", "v_bits"} - set(given))
-
-    settings = {name: value for name, value in wanted.items() if name in names}
-    config = model_of(case.heads_per_kv).config
+    settings = {name: value for name, value in wanted.items() if name in case.takes}
+    # the bits of a method that we know nothing about are its own, and a codec of one's own may have other bits
+    bits_of_its_own = {name: value for name, value in settings.items() if name not in {"k_bits", "v_bits"} - set(given)}
+    config, ours = model_of(case.heads_per_kv).config, case.known or issubclass(cls, CodecMethod)
     try:
-        method = cls(config, **settings)
-    except UserError:  # a codec of one's own may have other bits
+        method = cls(config, **(settings if ours else bits_of_its_own))
+    except UserError:
         if case.known:
             raise
-        method = cls(config, **{name: settings[name] for name in set(settings) - ({"k_bits", "v_bits"} - set(given))})
-    if ours and "recent" not in names:
+        method = cls(config, **bits_of_its_own)
+    if ours and "recent" not in case.takes:
         method.recent = case.recent
-    if ours and "block" not in names:
+    if ours and "block" not in case.takes:
         method.block = G
     return method
 
@@ -135,12 +130,10 @@ def build_and_calibrate(case):
 
 @functools.cache
 def as_it_comes(case):
-    """A case's method with its own bits, groups and blocks, and a model with heads as wide as those
-    of a small LLaMA, for which it is calibrated."""
-    model, names = model_of(case.heads_per_kv, width=WIDE), takes(case.cls, case.scheme)
-    settings = {"scheme": case.scheme, "vq": "d4m8"}
-    settings = {name: value for name, value in settings.items() if name in names}
-    method = case.cls(model.config, **settings)
+    """A case's method with its own bits, groups and blocks, and a model with heads as wide as those of a small LLaMA,
+    for which it is calibrated. Scales and zero points are few then."""
+    model, settings = model_of(case.heads_per_kv, width=64), {"scheme": case.scheme, "vq": "d4m8"}
+    method = case.cls(model.config, **{name: value for name, value in settings.items() if name in case.takes})
     if method.needs_calibration:
         calibrate(model, method, tokens_of(4, 256, seed=7))
     return method, model
@@ -173,18 +166,23 @@ class Case:
 
     @property
     def oracle(self):
-        """The built-in method whose answers are known; None for a method that we know nothing about."""
-        return self.cls if self.cls in METHODS.values() else self.like
+        """The name of the built-in method whose answers are known; None for a method that we know nothing about."""
+        return NAMES.get(self.cls, NAMES.get(self.like))
 
     @property
     def known(self):
         return self.oracle is not None
 
+    @property
+    def takes(self):
+        """The names of its method's settings, without those of other schemes."""
+        return takes(self.cls, self.scheme)
+
     def describe(self):
         """What is tried in this cell, for the author of a method."""
         settings = {"scheme": self.scheme, **dict(self.settings)}
-        if "recent" in takes(self.cls) and self.recent:
-            settings["recent"] = self.recent
+        if "recent" in self.takes:
+            settings["recent"] = self.recent or None
         if self.formula != "offset":
             settings["formula"] = self.formula
         named = [f"{name}={value}" for name, value in settings.items() if value is not None]
@@ -213,7 +211,7 @@ class Case:
     @property
     def prefix(self):
         """The tokens that the method has every text begin with."""
-        return self.setting("prefix") if "prefix" in takes(self.cls, self.scheme) else ()
+        return self.setting("prefix") if "prefix" in self.takes else ()
 
     def text(self, tokens):
         """Tokens (B, T), made to begin with the prefix."""
@@ -235,13 +233,11 @@ class Case:
         return build(self.recipe())
 
     def recipe(self, **settings):
-        """This case with the fields that decide how a method is built, and no others, so that cells
-        share methods."""
-        names = takes(self.cls, self.scheme)
+        """This case with the fields that decide how a method is built, and no others, so that cells share methods."""
         settings = {**dict(self.settings), **settings}
-        settings = tuple((name, value) for name, value in settings.items() if name in names)
-        return Case(self.cls, self.scheme, self.formula, heads_per_kv=self.heads_per_kv,
-                    recent=self.recent, settings=settings, like=self.like)
+        settings = tuple((name, value) for name, value in settings.items() if name in self.takes)
+        return Case(self.cls, self.scheme, self.formula, heads_per_kv=self.heads_per_kv, recent=self.recent,
+                    settings=settings, like=self.like)
 
     def fp16(self, rope="post"):
         """The fp16 method beside this cell's: the same blocks, the same model, keys stored alike."""
@@ -250,8 +246,7 @@ class Case:
         return method
 
     def events(self, kind, sizes, protocol=None):
-        """When keys, or values, are quantized if a text comes in chunks of these sizes:
-        [oracles.Event]."""
+        """When keys, or values, are quantized if a text comes in chunks of these sizes: [oracles.Event]."""
         recent, block = self.recent, (kind == "v" and self.setting("v_block")) or G
         if not self.known:
             method = self.method()
@@ -264,33 +259,29 @@ class Case:
         return KVCache(model or self.model, method, protocol or self.protocol)
 
     def run(self, method, tokens, cache=None, sizes=None):
-        """-> logits (B, T, vocab) of a text, and its cache. sizes: tokens of each chunk, if not as
-        `chunk_sizes` says."""
+        """-> logits (B, T, vocab) of a text, and its cache. sizes: tokens of each chunk, if not as `chunk_sizes`."""
         cache = self.new_cache(method) if cache is None else cache
         n = len(method.prefix.ids) if method.prefix else 0
         assert torch.equal(cache.expect(tokens)[0], tokens[:, n:])
-        sizes = without_prefix(n, sizes or chunk_sizes(method, cache.protocol, tokens.shape[1]))
-        sizes[0] += n  # the prefix comes with the first chunk, and the cache strips it
-        logits = self.feed(cache, tokens, sizes)
-        return with_zeros(n, logits), cache
+        sizes = sizes or chunk_sizes(method, cache.protocol, tokens.shape[1])
+        # the prefix comes with the first chunk, and the cache strips it
+        ends = [end for end in itertools.accumulate(sizes) if end > n]
+        with torch.no_grad():
+            logits = torch.cat([self.model(chunk, cache) for chunk in tokens.tensor_split(ends[:-1], dim=1)], dim=1)
+        return torch.nn.functional.pad(logits, (0, 0, n, 0)), cache
 
     def run_watched(self, method, tokens, sizes=None):
         """The same, with a `Watch` in the place of the cache."""
         return self.run(method, tokens, Watch(self, self.new_cache(method)), sizes)
 
-    def feed(self, cache, tokens, sizes):
-        """The logits of tokens that come in chunks."""
-        with torch.no_grad():
-            logits = [self.model(chunk, cache) for chunk in tokens.split(sizes, dim=1)]
-        return torch.cat(logits, dim=1)
-
-    def exact_logits(self, tokens, sizes, rope=None):
+    def exact_logits(self, tokens, sizes=None, rope=None):
         """The logits that the fp16 method gives of the same text after the same prefix, read in the same chunks. rope:
         where keys are stored, if not as the cell's method has it."""
-        method = self.fp16(rope or self.method().rope)
-        method.prefix = self.method().prefix
-        logits, _ = self.run(method, tokens, KVCache(self.model, method, self.protocol), sizes)
-        return logits
+        own = self.method()
+        method = self.fp16(rope or own.rope)
+        method.prefix = own.prefix
+        sizes = sizes or chunk_sizes(own, self.protocol, tokens.shape[1])
+        return self.run(method, tokens, sizes=sizes)[0]
 
 
 def chunk_sizes(method, protocol, T):
@@ -305,28 +296,8 @@ def chunk_sizes(method, protocol, T):
 
 
 def chunk_of(method):
-    """Chunks of this many tokens, the first longer by `recent`, end wherever keys or values are
-    quantized."""
+    """Chunks of this many tokens, the first longer by `recent`, end wherever keys or values are quantized."""
     return math.gcd(method.block_of("k"), method.block_of("v"))
-
-
-def without_prefix(n, sizes):
-    """The sizes of the chunks that are left without the first n tokens."""
-    left = []
-    for size in sizes:
-        left.append(size - min(n, size))
-        n -= min(n, size)
-    return [size for size in left if size]
-
-
-def with_zeros(n, logits):
-    """logits (B, T - n, vocab) of a text after its prefix -> (B, T, vocab)."""
-    return torch.nn.functional.pad(logits, (0, 0, n, 0))
-
-
-def stored_keys(model, method, k):
-    """Keys in 16 bits as the method stores them. k (B, Hkv, T, d) before RoPE."""
-    return model.rope.rotate(k) if method.rope == "post" else k
 
 
 def rotated_keys(model, method, k):
@@ -336,9 +307,18 @@ def rotated_keys(model, method, k):
     return k.to(model.lm_head.weight.dtype)
 
 
-def rows_of(layer, kind):
-    """The keys, or the values, of a layer's cache."""
-    return layer.keys if kind == "k" else layer.values
+def each_rows(cache):
+    """[(layer, "k" or "v", its `CachedRows`)]."""
+    layers = enumerate(cache.layers)
+    return [(i, kind, rows) for i, layer in layers for kind, rows in (("k", layer.keys), ("v", layer.values))]
+
+
+def kept_of(rows):
+    """The positions that are kept, by sequence and head."""
+    B, Hkv = rows.recent.shape[:2]
+    if rows.kept_positions is None:
+        return [[set()] * Hkv] * B
+    return [[set(positions) for positions in heads] for heads in rows.kept_positions.expand(B, Hkv, -1).tolist()]
 
 
 # ---- what happened in a cell
@@ -348,12 +328,9 @@ class Watch:
 
     def __init__(self, case, cache):
         self.case, self.cache, self.protocol = case, cache, cache.protocol
-        # by layer, a list with an entry for each chunk
-        self.queries = [[] for _ in range(L)]
-        self.given = [[] for _ in range(L)]  # (k, v)
-        self.returned = [[] for _ in range(L)]  # (K, V)
-        self.outputs = [[] for _ in range(L)]
-        self.kept = {}  # (layer, kind, tokens seen): the positions that were kept then, or None
+        # by layer, a list with an entry for each chunk: q, (k, v), (K, V), what `read` gave then, a block's output
+        self.queries, self.given, self.returned, self.held, self.outputs = (defaultdict(list) for _ in range(5))
+        self.kept = {}  # (layer, kind, tokens seen): what was kept then, as `kept_of` has it
 
     # what a model asks of its cache
 
@@ -366,12 +343,11 @@ class Watch:
     def update(self, layer, q, k, v, seen):
         self.queries[layer].append(q)
         self.given[layer].append((k, v))
-        K, V = self.cache.update(layer, q, k, v, seen)
-        self.returned[layer].append((K, V))
+        self.returned[layer].append(self.cache.update(layer, q, k, v, seen))
         now = self.layers[layer]
-        for kind in "kv":
-            self.kept[layer, kind, now.length] = rows_of(now, kind).kept_positions
-        return K, V
+        self.held[layer].append(now.read())
+        self.kept[layer, "k", now.length], self.kept[layer, "v", now.length] = kept_of(now.keys), kept_of(now.values)
+        return self.returned[layer][-1]
 
     def observe(self, layer, hidden):
         self.outputs[layer].append(hidden)
@@ -383,29 +359,31 @@ class Watch:
     def layers(self):
         return self.cache.layers
 
-    @property
-    def sizes(self):
-        """Tokens of each chunk, with the prefix in the first."""
-        first, *others = [k.shape[2] for k, _ in self.given[0]]
-        return [len(self.case.prefix) + first, *others]
-
     def exact(self, layer):
         """All keys, before RoPE, and values of a layer, (B, Hkv, T, d) both, in 16 bits."""
-        k = torch.cat([k for k, _ in self.given[layer]], dim=2)
-        v = torch.cat([v for _, v in self.given[layer]], dim=2)
+        k, v = (torch.cat(chunks, dim=2) for chunks in zip(*self.given[layer]))
         if k.dtype.itemsize != 2:
             k, v = k.half(), v.half()
         if self.case.prefix:
-            prefix_k, prefix_v = prefix_rows(self.case.heads_per_kv, self.case.prefix)[layer]
-            k = torch.cat([prefix_k.expand(len(k), -1, -1, -1), k], dim=2)
-            v = torch.cat([prefix_v.expand(len(v), -1, -1, -1), v], dim=2)
+            of_prefix = prefix_rows(self.case.heads_per_kv, self.case.prefix)[layer]
+            k, v = (torch.cat([p.expand(len(x), -1, -1, -1), x], dim=2) for p, x in zip(of_prefix, (k, v)))
         return k, v
+
+    def stored(self, layer):
+        """The same, with keys as the method stores them."""
+        k, v = self.exact(layer)
+        stored_k = self.case.model.rope.rotate(k) if self.cache.method.rope == "post" else k
+        return stored_k, v
 
     def exact_read(self, layer):
         """The same as `LayerCache.read` would give them, if nothing were quantized."""
-        k, v = self.exact(layer)
-        k = stored_keys(self.case.model, self.cache.method, k)
+        k, v = self.stored(layer)
         return rotated_keys(self.case.model, self.cache.method, k), v.to(self.case.dtype)
+
+    def exact_kinds(self, layer):
+        """"k", "v", both or neither: which of keys and values are read as if nothing were quantized."""
+        both = zip("kv", self.layers[layer].read(), self.exact_read(layer))
+        return "".join(kind for kind, got, exact in both if torch.equal(got, exact))
 
     def output(self, layer):
         """The output of a block for all tokens after the prefix, (B, T, D)."""
@@ -413,13 +391,17 @@ class Watch:
 
     def events(self, kind):
         """When keys, or values, were quantized: [oracles.Event]."""
-        return self.case.events(kind, self.sizes)
+        first, *others = [k.shape[2] for k, _ in self.given[0]]
+        return self.case.events(kind, [len(self.case.prefix) + first, *others])  # the prefix is in the first chunk
+
+    def n_quantized(self, kind):
+        """How many keys, or values, of a layer are quantized at the end."""
+        return max((event.end for event in self.events(kind)), default=0)
 
 
 @functools.cache
 def prefix_rows(heads_per_kv, ids):
-    """By layer, k and v (1, Hkv, n, d) of the tokens in 16 bits, before RoPE: what the model hands
-    to a cache."""
+    """By layer, k and v (1, Hkv, n, d) of the tokens in 16 bits, before RoPE: what the model hands to a cache."""
     case = Case(FP16, heads_per_kv=heads_per_kv)
     _, watch = case.run_watched(case.fp16(), torch.tensor([ids]), sizes=[len(ids)])
     return [watch.exact(layer) for layer in range(L)]

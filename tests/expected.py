@@ -1,56 +1,41 @@
 """What the cache of a cell must hold: the oracles of oracles.py, asked for the cell's method.
 
-`KEPT` and `READ` are the table of the methods once more: which tokens each keeps, and what the
-others read as. A method given by --method has no oracle. There its own word counts for what it
-keeps and what its codecs make of a block, and only what every method must do is checked.
+`KEPT` and `READ` are the table of the methods once more: which tokens each keeps, and what the others read as. A method
+given by --method has no oracle. There its own word counts for what it keeps and what its codecs make of a block, and
+only what every method must do is checked.
 
-What is taken from the project: RoPE, which test_model.py checks, and the tables that calibration
-found.
+What is taken from the project: RoPE, which test_model.py checks, and the tables that calibration found.
 """
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 import oracles
 import torch
-from cases import Case, G, L, Watch, calibration_windows, d, rotated_keys, stored_keys
-
-from tinykv.methods.antkv import AnTKV
-from tinykv.methods.cq import CQ
-from tinykv.methods.fp16 import FP16
-from tinykv.methods.intactkv import IntactKV
-from tinykv.methods.kivi import KIVI
-from tinykv.methods.kvquant import KVQuant
-from tinykv.methods.kvsink import KVSink
-from tinykv.methods.ott import OTT
-from tinykv.methods.pfn import PFN
-from tinykv.methods.skvq import SKVQ
+from cases import G, L, Watch, calibration_windows, d, rotated_keys
 
 MARGIN = 2e-6  # of the largest anchor score: each is off by less than 1e-6 of that in float32
 
-#                   axis of K, axis of V, static ranges
+# of the schemes with uniform grids: axis of K, axis of V, static ranges
 UNIFORM = {
     "token-dynamic": ("token", "token", False),
     "token-static": ("token", "token", True),
     "channel-static": ("channel", "token", True),
     "channel-dynamic": ("channel", "token", False),
 }
+# the pair of codecs, of methods that stand on a named one
+SCHEME = {"kivi": "channel-dynamic", "ott": "channel-dynamic", "kvquant": "kvquant", "skvq": "skvq"}
 
 
 def scheme_of(case):
-    """The pair of codecs, of methods that stand on a named one."""
-    own = {KIVI: "channel-dynamic", OTT: "channel-dynamic", KVQuant: "kvquant", SKVQ: "skvq"}
-    return own.get(case.oracle, case.scheme)
+    return SCHEME.get(case.oracle, case.scheme)
 
 
-def axis_of(case, kind):
-    k_axis, v_axis, _ = UNIFORM[scheme_of(case)]
-    return k_axis if kind == "k" else v_axis
-
-
-def is_static(case):
-    """Whether ranges are calibrated."""
-    return scheme_of(case) in ("token-static", "channel-static", "kvquant")
+def grid_of(case, kind):
+    """The axis of a uniform grid, and whether its ranges are calibrated."""
+    k_axis, v_axis, static = UNIFORM[scheme_of(case)]
+    return k_axis if kind == "k" else v_axis, static
 
 
 def codec_of(method, layer, kind):
@@ -67,10 +52,9 @@ def expected_kept(case, method, watch, layer, kind, events):
     """True (B, Hkv, T) where a layer's keys or values are kept after events."""
     k, _ = watch.exact(layer)
     kept = torch.zeros(k.shape[:3], dtype=torch.bool)
-    if events and not case.known:
-        mark_what_the_cache_says(case, method, watch, layer, kind, events, kept)
-    elif events and case.oracle in KEPT:
-        KEPT[case.oracle](case, method, watch, layer, kind, events, kept)
+    mark = KEPT.get(case.oracle) if case.known else mark_what_the_cache_says
+    if events and mark:
+        mark(case, method, watch, layer, kind, events, kept)
     return kept
 
 
@@ -84,8 +68,7 @@ def mark_prefix(case, method, watch, layer, kind, events, kept):
 
 
 def mark_sinks(case, method, watch, layer, kind, events, kept):
-    """KVSink: the largest numbers of the outlier channel, in the layers after the emergence
-    layer."""
+    """KVSink: the largest numbers of the outlier channel, in the layers after the emergence layer."""
     emergence_layer, channel = case.setting("emergence_layer"), case.setting("outlier_channel")
     if layer <= emergence_layer:
         return
@@ -98,8 +81,8 @@ def mark_pools(case, method, watch, layer, kind, events, kept):
     """OTT: the smallest keys, and those evicted by smaller ones; values as their keys."""
     if layer < case.setting("skip_layers"):
         return
-    k, _ = watch.exact(layer)
-    scores = stored_keys(case.model, method, k).double().abs().sum(-1)  # (B, Hkv, T)
+    keys, _ = watch.stored(layer)
+    scores = keys.double().abs().sum(-1)  # (B, Hkv, T)
     size, room, select = (case.setting(name) for name in ("outlier_num", "extra_pool", "select"))
     for b, h in np.ndindex(scores.shape[:2]):
         pool, extra = oracles.pools(scores[b, h].tolist(), events, size, room, select)
@@ -116,29 +99,23 @@ def mark_anchors(case, method, watch, layer, kind, events, kept):
 
 
 def mark_what_the_cache_says(case, method, watch, layer, kind, events, kept):
-    positions = watch.kept[layer, kind, events[-1].seen]  # (B, 1 or Hkv, slots), or None
-    if positions is not None:
-        positions = positions.expand(-1, kept.shape[1], -1).tolist()
-        for b, h in np.ndindex(kept.shape[:2]):
-            kept[b, h, positions[b][h]] = True
+    for (b, h), marks in np.ndenumerate(watch.kept[layer, kind, events[-1].seen]):
+        kept[b, h, list(marks)] = True
 
 
 KEPT = {
-    PFN: mark_first_tokens, SKVQ: mark_first_tokens, KVQuant: mark_first_tokens,
-    IntactKV: mark_prefix, KVSink: mark_sinks, OTT: mark_pools, AnTKV: mark_anchors,
+    "pfn": mark_first_tokens, "skvq": mark_first_tokens, "kvquant": mark_first_tokens,
+    "intactkv": mark_prefix, "kvsink": mark_sinks, "ott": mark_pools, "antkv": mark_anchors,
 }
 
 
 @lru_cache(maxsize=L)
 def chunk_scores(case, watch, layer):
-    """{kind: [what the queries of each chunk add to the scores of all tokens so far, (B, Hkv,
-    seen)]}."""
-    rope = case.model.rope
-    k, _ = watch.exact(layer)
-    scores, seen = {"k": [], "v": []}, 0
+    """{kind: [what the queries of each chunk add to the scores of all tokens so far, (B, Hkv, seen)]}."""
+    rope, scores, seen = case.model.rope, {"k": [], "v": []}, 0
     for q, (K, _) in zip(watch.queries[layer], watch.returned[layer]):
         if case.protocol == "paper":  # what comes back is quantized, but scores come before that
-            K = rope.rotate(k.float(), seen)
+            K = rope.rotate(watch.exact(layer)[0].float(), seen)
         q = rope.rotate(q, seen)
         seen += q.shape[2]
         of_keys, of_values = oracles.equation_5(q.double().numpy(), K.double().numpy())
@@ -152,7 +129,7 @@ def chunk_scores(case, watch, layer):
 def expected_quantized(case, method, layer, kind, rows, kept):
     """What rows (B, Hkv, n, d) that are quantized at once read as. kept (B, Hkv, n)."""
     codec = codec_of(method, layer, kind)
-    if not case.known or case.oracle is FP16:
+    if not case.known or case.oracle == "fp16":
         return codec.decode(codec.encode(rows, kept)).float()
     if bits_of(method, kind) == 16:
         return rows.float()
@@ -164,9 +141,9 @@ def expected_quantized(case, method, layer, kind, rows, kept):
     elif scheme_of(case) == "skvq":
         out = read_clipped_groups(case, codec, x, ignore)
     else:
-        bits, axis = bits_of(method, kind), axis_of(case, kind)
-        static = calibrated_range(case, method, layer, kind) if is_static(case) else None
-        out = oracles.affine(x, ignore, bits, axis, case.formula, G, static)
+        axis, static = grid_of(case, kind)
+        calibrated = calibrated_range(case, method, layer, kind) if static else None
+        out = oracles.affine(x, ignore, bits_of(method, kind), axis, case.formula, G, calibrated)
     return torch.from_numpy(out).float()
 
 
@@ -190,16 +167,15 @@ def nonuniform(case, codec, x, ignore):
     return oracles.nonuniform(x, ignore, levels, share, mid, half)
 
 
-READ = {CQ: read_nearest_centroids, AnTKV: read_nearest_centroids}
+READ = {"cq": read_nearest_centroids, "antkv": read_nearest_centroids}
 
 
 # ---- the whole cache
 
 def expected_events(case, method, watch, layer, kind):
-    """For each event its tokens, a slice, with their rows (B, Hkv, n, d) in full precision, and
-    which of them are kept by then, (B, Hkv, n)."""
-    k, v = watch.exact(layer)
-    rows = stored_keys(case.model, method, k) if kind == "k" else v
+    """For each event its tokens, a slice, with their rows (B, Hkv, n, d) in full precision, and which of them are kept
+    by then, (B, Hkv, n)."""
+    rows = dict(zip("kv", watch.stored(layer)))[kind]
     events = watch.events(kind)
     for i, event in enumerate(events):
         tokens = slice(event.first, event.end)
@@ -209,9 +185,8 @@ def expected_events(case, method, watch, layer, kind):
 
 def expected_read(case, method, watch, layer):
     """K, rotated, and V (B, Hkv, T, d) that attention must read of a layer."""
-    k, v = watch.exact(layer)
     out = []
-    for kind, exact in (("k", stored_keys(case.model, method, k)), ("v", v)):
+    for kind, exact in zip("kv", watch.stored(layer)):
         quantized = exact.float()  # (B, Hkv, T, d): recent tokens stay as they are
         for tokens, rows, kept in expected_events(case, method, watch, layer, kind):
             quantized[:, :, tokens] = expected_quantized(case, method, layer, kind, rows, kept)
@@ -228,21 +203,17 @@ def expected_bytes(case, method, watch, kind):
     """{part: bytes} of all layers' keys, or values."""
     B, Hkv = case.batch, case.model.config.num_key_value_heads
     # a token in full precision: its row in 16 bits, and its score in 32
-    row = 2 * d
-    if case.oracle is AnTKV and case.setting("anchors") != "0":
-        row += 4
+    scored = case.oracle == "antkv" and case.setting("anchors") != "0"
+    row = 2 * d + (4 if scored else 0)
     # its position in 32 bits, once for each head that chooses for itself
-    position = 4 * Hkv if case.oracle in (AnTKV, OTT) else 4
-    events = watch.events(kind)
-    quantized = events[-1].end if events else 0
+    position = 4 * Hkv if case.oracle in ("antkv", "ott") else 4
     coded = held = 0
     for layer in range(L):
         coded += expected_code_bytes(case, method, watch, layer, kind)
-        kept = expected_kept(case, method, watch, layer, kind, events)  # (B, Hkv, T)
+        kept = expected_kept(case, method, watch, layer, kind, watch.events(kind))  # (B, Hkv, T)
         slots = int(kept.sum(-1).max())  # of the sequence and head with the most
         held += B * slots * (Hkv * row + position)
-    recent = L * B * Hkv * (case.T - quantized) * row
-    return {"coded": coded, "kept": held, "recent": recent}
+    return {"coded": coded, "kept": held, "recent": L * B * Hkv * (case.T - watch.n_quantized(kind)) * row}
 
 
 def expected_code_bytes(case, method, watch, layer, kind):
@@ -260,29 +231,24 @@ def expected_code_bytes(case, method, watch, layer, kind):
         size = 2 if case.setting("metadata") == "fp16" else 1
         return tokens * (oracles.code_bytes(Hkv * d, bits) + 2 * size * groups)
 
-    if case.oracle in (CQ, AnTKV):  # all the codes of a token together
+    if case.oracle in READ:  # all the codes of a token together
         n, m = channels_and_centroids(case)
         return tokens * oracles.code_bytes(Hkv * d // n, int(math.log2(m)))
 
     if scheme == "kvquant":
-        size = tokens * oracles.code_bytes(Hkv * d, bits)
-        if kind == "v":  # mid and half of a token
-            size += tokens * 4
-        if case.setting("outliers"):  # a pointer for each token
-            size += tokens * 4
+        mid_and_half, pointer = 4 if kind == "v" else 0, 4 if case.setting("outliers") else 0  # of each token
+        size = tokens * (oracles.code_bytes(Hkv * d, bits) + mid_and_half + pointer)
         for _, rows, kept in events:  # a number and a channel for each outlier
             _, outlier = nonuniform(case, codec, rows.float().numpy(), kept.numpy())
             size += 4 * int(outlier.sum())
         return size
 
-    size = tokens * Hkv * oracles.code_bytes(d, bits)
-    if is_static(case):
-        return size
-    if axis_of(case, kind) == "token":
-        groups = tokens * Hkv * d // G
-    else:
+    axis, static = grid_of(case, kind)
+    groups = tokens * Hkv * d // G
+    if axis == "channel":
         groups = sum(math.ceil(rows.shape[2] / G) for _, rows, _ in events) * B * Hkv * d
-    return size + 4 * groups  # a 16-bit scale and a 16-bit zero point
+    grids = 0 if static else 4 * groups  # a 16-bit scale and a 16-bit zero point
+    return tokens * Hkv * oracles.code_bytes(d, bits) + grids
 
 
 def channels_and_centroids(case):
@@ -294,14 +260,6 @@ def channels_and_centroids(case):
 
 # ---- calibration
 
-def calibration_rows(case, method):
-    """[{kind: (Hkv, tokens, d)}] by layer: what calibration windows have, without the tokens that
-    the method keeps."""
-    cell = Case(case.cls, case.scheme, protocol="paper", heads_per_kv=case.heads_per_kv,
-                settings=case.settings, like=case.like)
-    return calibration_rows_of(cell, method)
-
-
 class InFullPrecision(Watch):
     """A window's attention reads its keys and values as they are, not rounded to 16 bits."""
 
@@ -311,26 +269,20 @@ class InFullPrecision(Watch):
 
 
 @lru_cache
-def calibration_rows_of(case, method):
-    fp16, watches = case.fp16(method.rope), []
+def calibration_rows(case, method):
+    """[{kind: (Hkv, tokens, d)}] by layer: what calibration windows have, without the tokens that the method keeps."""
+    fp16, by_layer = case.fp16(method.rope), [{"k": [], "v": []} for _ in range(L)]
     for window in calibration_windows():
-        watches.append(InFullPrecision(case, case.new_cache(fp16)))
-        case.run(fp16, window[None], watches[-1])
-    by_layer = []
-    for layer in range(L):
-        rows = {"k": [], "v": []}
-        for watch in watches:
-            k, v = watch.exact(layer)
-            T = k.shape[2]
-            for kind, x in (("k", stored_keys(case.model, method, k)), ("v", v)):
-                event = oracles.Event(first=0, end=T, seen=T)
+        watch, event = InFullPrecision(case, case.new_cache(fp16)), oracles.Event(0, len(window), len(window))
+        case.run(fp16, window[None], watch)
+        for layer, rows in enumerate(by_layer):
+            for kind, x in zip("kv", watch.stored(layer)):
                 kept = expected_kept(case, method, watch, layer, kind, [event])[0, 0]  # (T)
                 rows[kind].append(x[0, :, ~kept])
-        by_layer.append({kind: torch.cat(x, dim=1).float().numpy() for kind, x in rows.items()})
-    return by_layer
+    return [{kind: torch.cat(x, dim=1).float().numpy() for kind, x in rows.items()} for rows in by_layer]
 
 
 def calibrated_range(case, method, layer, kind):
     """(lo, hi), each (Hkv, d): the smallest and the largest number of each channel."""
-    rows = calibration_rows(case, method)[layer][kind]
+    rows = calibration_rows(replace(case.recipe(), protocol="paper"), method)[layer][kind]
     return rows.min(1), rows.max(1)

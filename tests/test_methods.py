@@ -1,8 +1,6 @@
-"""Every method through one matrix: protocols, grouped queries, batches, lengths around a block,
-schemes.
+"""Every method through one matrix: protocols, grouped queries, batches, lengths around a block, schemes.
 
-There is no list of exceptions: what a cell is left out of is said by a property of it, such as
-`quantizes`.
+There is no list of exceptions: what a cell is left out of is said by a property of it, such as `quantizes`.
 
     cases.py        a cell, and what is built from it
     oracles.py      what the methods must do, a second time, in plain lists and numpy
@@ -12,33 +10,25 @@ There is no list of exceptions: what a cell is left out of is said by a property
 
     pytest tests/test_methods.py                                   the cells of `covering`
     pytest tests/test_methods.py --whole                           all of them, some 4,700
-    pytest tests/test_methods.py --method path/to/file.py:Class    the cells of one method of your
-                                                                   own; all of them with --whole
+    pytest tests/test_methods.py --method path/to/file.py:Class    the cells of one method of your own; all of them with
+                                                                   --whole
     pytest tests/test_methods.py --method path/to/file.py:Class --as pfn
                                                                    it also has to equal the method pfn
 
-A method of your own has no oracle. What it keeps is taken from the cache, and what its codecs make
-of a block is asked of them again. The tests stop at the first failure and say what was tried, what
-came and what should have come; a flag of pytest's such as --tb=short, --maxfail=9 or --pdb brings
-back what pytest does by itself.
+A method of your own has no oracle. What it keeps is taken from the cache, and what its codecs make of a block is asked
+of them again. The tests stop at the first failure and say what was tried, what came and what should have come; a flag
+of pytest's such as --tb=short, --maxfail=9 or --pdb brings back what pytest does by itself.
 """
 from dataclasses import replace
 
 import invariants
 import pytest
 import torch
-from cases import KEEP_ALL, Case, G, schemes_of, takes, tokens_of
+from cases import KEEP_ALL, Case, G, schemes_of, takes
 from conftest import runs_whole
 
-from tinykv import UserError
 from tinykv.cache import PROTOCOLS
 from tinykv.codecs.affine import FORMULAS, Affine
-from tinykv.methods.antkv import AnTKV
-from tinykv.methods.cq import CQ
-from tinykv.methods.fp16 import FP16
-from tinykv.methods.kivi import KIVI
-from tinykv.methods.kvsink import KVSink
-from tinykv.methods.ott import OTT
 from tinykv.methods.registry import METHODS
 from tinykv.run.settings import load_class
 
@@ -50,22 +40,11 @@ VARIANTS = [("v_block", 2), ("anchors", "20%")]
 
 # ---- the matrix
 
-def cells(where=lambda case: True, **axes):
-    """Run a test for every method, or those of --method, in every cell of `axes` that passes
-    `where`."""
-    def mark(test):
-        test.where, test.axes = where, axes
-        return test
-    return mark
-
-
 def pytest_generate_tests(metafunc):
-    if metafunc.function is test_invariant:
-        pairs = [(check, case) for check, where, axes in INVARIANTS for case in cells_of(where, axes, metafunc.config)]
-        metafunc.parametrize("check, case", pairs, ids=[f"{check}-{case}" for check, case in pairs])
-    elif "case" in metafunc.fixturenames:
-        found = cells_of(metafunc.function.where, metafunc.function.axes, metafunc.config)
-        metafunc.parametrize("case", found, ids=str)
+    """Every invariant for every method, or those of --method, in every cell of its axes that it runs on."""
+    cells = [pytest.param(check, case, id=f"{check}-{case}", marks=marks) for check, where, axes, *marks in INVARIANTS
+             for case in cells_of(where, axes, metafunc.config)]
+    metafunc.parametrize("check, case", cells)
 
 
 def cells_of(where, axes, config):
@@ -76,14 +55,13 @@ def cells_of(where, axes, config):
 
 
 def all_cells(methods, axes, like=None):
-    """Every method on every scheme that it can stand on, and with each variant that it takes, in
-    every cell of `axes`. like: the built-in method that each has to equal."""
+    """Every method on every scheme that it can stand on, and with each variant that it takes, in every cell of `axes`.
+    like: the built-in method that each has to equal."""
     found = []
     for cls in methods:
         found += [Case(cls, scheme, like=like) for scheme in schemes_of(cls)]
-        if cls in METHODS.values() or like:
-            found += [Case(cls, settings=(variant,), like=like) for variant in VARIANTS
-                      if variant[0] in takes(cls)]
+        variants = VARIANTS if found[-1].known else []
+        found += [Case(cls, settings=(variant,), like=like) for variant in variants if variant[0] in takes(cls)]
     for axis, values in axes.items():
         found = [replace(case, **{axis: value}) for case in found for value in values
                  if axis != "formula" or value == "offset" or has("formula")(case)]
@@ -91,23 +69,20 @@ def all_cells(methods, axes, like=None):
 
 
 def covering(found, axes, pairs=False):
-    """Some of the cells: each method; and each protocol, length and scheme, and each value of the
-    other axes, with some method. pairs: each scheme with each protocol, and with each batch, too.
+    """Some of the cells: each method; and each protocol, length and scheme, and each value of the other axes, with some
+    method. pairs: each scheme with each protocol, and with each batch, too.
 
-    The cell that shows the most new things comes next. Of equals, the first whose method is new on
-    its scheme.
+    The cell that shows the most new things comes next. Of equals, the first whose method is new on its scheme.
     """
     shows = {}
     for case in found:
-        shows[case] = {case.cls, ("protocol", case.protocol), ("length", case.length)}
-        shows[case] |= {case.scheme, case.settings}
+        shows[case] = {case.cls, ("protocol", case.protocol), ("length", case.length), case.scheme, case.settings}
         shows[case] |= {(axis, getattr(case, axis)) for axis in axes}
         if pairs:
             shows[case] |= {(case.scheme, case.protocol), (case.scheme, case.batch)}
     missing, chosen, seen = set().union(*shows.values()), [], set()
     while missing:
-        best = max(found, key=lambda case: (len(shows[case] & missing),
-                                            (case.cls, case.scheme) not in seen))
+        best = max(found, key=lambda case: (len(shows[case] & missing), (case.cls, case.scheme) not in seen))
         chosen.append(best)
         missing -= shows[best]
         seen.add((best.cls, best.scheme))
@@ -121,7 +96,7 @@ def every(case):
 
 
 def has(*settings):
-    return lambda case: takes(case.cls, case.scheme) >= set(settings)
+    return lambda case: case.takes >= set(settings)
 
 
 def has_the_settings(case):
@@ -134,13 +109,13 @@ def quantizes(case):
     return method.k_bits < 16 or method.v_bits < 16
 
 
-def is_fp16(case):
-    return case.oracle is FP16
+def is_one_of(*names):
+    return lambda case: case.oracle in names
 
 
 def keeps(case):
     """It has settings that say how many tokens it keeps."""
-    return case.known and not takes(case.cls, case.scheme).isdisjoint(KEEP_ALL)
+    return case.known and not case.takes.isdisjoint(KEEP_ALL)
 
 
 def begins(case):
@@ -159,30 +134,20 @@ def calibrates(case):
 
 def calibrates_as_a_sum(case):
     """The order of the windows is no matter, as it is to codebooks: they start from vectors drawn by their place."""
-    return case.known and calibrates(case) and case.oracle not in (CQ, AnTKV)
+    return case.known and calibrates(case) and case.oracle not in ("cq", "antkv")
 
 
 def chooses(case):
     """What is kept depends on the text, and may change from one event to the next."""
-    return not case.known or case.oracle in (KVSink, OTT, AnTKV)
-
-
-def scores(case):
-    """Tokens in full precision have scores, and what is kept depends on these."""
-    return case.oracle is AnTKV
+    return not case.known or case.oracle in ("kvsink", "ott", "antkv")
 
 
 def causal_in_paper(case):
-    """Two kinds of cell are acausal under `paper`, by definition. A dynamic channel group takes its
-    range from all its tokens, of which an early query reads the early ones. And a method that
-    chooses does so over the whole window, so a late token can take the place of an early one that
-    an early query reads."""
-    if not case.known or chooses(case):
-        return False
-    for codec in case.uncalibrated().codecs[0]:
-        if isinstance(codec, Affine) and codec.axis == "channel" and not codec.static:
-            return False
-    return True
+    """Two kinds of cell are acausal under `paper`, by definition. A dynamic channel group takes its range from all its
+    tokens, of which an early query reads the early ones. And a method that chooses does so over the whole window, so a
+    late token can take the place of an early one that an early query reads."""
+    codecs = [codec for _, _, codec in case.uncalibrated().each_codec() if isinstance(codec, Affine)]
+    return not chooses(case) and all(codec.axis == "token" or codec.static for codec in codecs)
 
 
 # ---- what holds of every method
@@ -196,7 +161,6 @@ SETTINGS = [
     (("outliers", 0.0), ("rope", "post")),
     (("outliers", 20.0), ("q_norm", "off"), ("sensitivity", "fisher")),
     (("outliers", 1.0), ("sensitivity", "none"), ("k_bits", 4)),
-    (("outlier_num", 0),),
     (("outlier_num", 4), ("extra_pool", 0), ("skip_layers", 0)),
     (("select", "largest"), ("skip_layers", 0)),
     (("v_block", 1),),
@@ -210,19 +174,23 @@ SETTINGS = [
     (("prefix", (5,)), ("k_bits", 4), ("v_bits", 16)),
     (("prefix", (*range(G + 3),)),),  # more than a block
 ]
-MANY_TIMES = dict(protocol=PROTOCOLS, length=["6G+3"], heads_per_kv=(2, 4))  # tokens are evicted, and pools are full
+# tokens are evicted, and pools are full: in a stream, which comes first in the cells of `covering`
+MANY_TIMES = dict(protocol=("stream", "paper"), length=["6G+3"], heads_per_kv=(2, 4))
 INTEGER_ZERO = dict(formula=["integer-zero"], protocol=PROTOCOLS, length=["G+1", "2G+5"], batch=(1, 3))
 RECENT = dict(length=["2G+5"], recent=[1, 6], batch=(1, 3))
+WITHOUT_A_POOL = dict(protocol=PROTOCOLS, recent=[0, 6], settings=[(("outlier_num", 0),)])  # that is kivi
 
-# `check_NAME` of invariants.py, which cells it runs on, and their axes
+# `check_NAME` of invariants.py, which cells it runs on, their axes, and marks
 INVARIANTS = [
     ("cache_holds_the_expected_rows", every, dict(protocol=PROTOCOLS, length=LENGTHS, **SHAPES)),
     ("cache_holds_the_expected_rows", has("formula"), INTEGER_ZERO),
     ("cache_holds_the_expected_rows", every, RECENT),
     ("cache_holds_the_expected_rows", chooses, MANY_TIMES),
     ("cache_holds_the_expected_rows", has_the_settings, dict(protocol=PROTOCOLS, settings=SETTINGS)),
+    ("cache_holds_the_expected_rows", is_one_of("ott"), WITHOUT_A_POOL),
     ("uneven_chunks", every, dict(recent=[0, 5], batch=(1, 3))),
-    ("scores", scores, dict(protocol=PROTOCOLS, recent=[0, 5], length=["1", "G", "2G+5"], heads_per_kv=(2, 4))),
+    ("scores", is_one_of("antkv"),
+     dict(protocol=PROTOCOLS, recent=[0, 5], length=["1", "G", "2G+5"], heads_per_kv=(2, 4))),
     # what attention sees
     ("attention_sees_the_cache", every, dict(protocol=PROTOCOLS, length=["1", "G+1", "2G+5"])),
     ("attention_sees_the_cache", every, RECENT),
@@ -232,7 +200,7 @@ INVARIANTS = [
     ("sixteen_bits_are_fp16", has("k_bits", "v_bits"),
      dict(protocol=PROTOCOLS, length=["1", "G", "G+1", "2G+5"], heads_per_kv=(2, 4))),
     ("sixteen_bits_of_one_kind", has("k_bits", "v_bits"), dict(protocol=["paper"])),
-    ("sixteen_bit_models_cache_what_they_compute", is_fp16, dict(protocol=PROTOCOLS, heads_per_kv=(2, 4))),
+    ("sixteen_bit_models_cache_what_they_compute", is_one_of("fp16"), dict(protocol=PROTOCOLS, heads_per_kv=(2, 4))),
     ("keeping_everything_is_exact", keeps, dict(protocol=PROTOCOLS, length=["G-1", "2G+5"])),
     ("placeholders_do_not_matter", may_keep,
      dict(protocol=PROTOCOLS, formula=FORMULAS, heads_per_kv=(2, 4), batch=(1, 3))),
@@ -253,6 +221,7 @@ INVARIANTS = [
     # in use
     ("generation", every, dict(heads_per_kv=(2, 4))),
     ("never_nan", every, dict(protocol=PROTOCOLS, formula=FORMULAS)),
+    ("codes_are_what_is_claimed", every, {}, pytest.mark.whole),
 ]
 
 
@@ -261,30 +230,3 @@ def test_invariant(check, case):
 
 
 test_invariant.axes = {}  # a test of cells, which --method selects
-
-
-@pytest.mark.whole
-@cells()
-def test_codes_are_what_is_claimed(case):
-    invariants.check_codes_are_what_is_claimed(case)
-
-
-@cells(lambda case: case.oracle is OTT, protocol=PROTOCOLS, recent=[0, 5])
-def test_ott_without_a_pool_is_kivi(case):
-    kivi, tokens = replace(case, cls=KIVI, like=None), case.tokens()
-    logits, _ = case.run(case.method(outlier_num=0), tokens)
-    assert torch.equal(logits, kivi.run(kivi.method(), tokens)[0])
-
-
-@cells(lambda case: case.known)
-def test_a_method_is_refused_where_its_calibration_was_forgotten(case):
-    method = case.cls(case.model.config, **({"scheme": case.scheme} if case.scheme else {}))
-    T = method.recent + method.block + 1  # so that something is quantized
-    if method.prefix:
-        with pytest.raises(UserError, match="fill"):
-            case.new_cache(method)
-    elif method.needs_calibration:
-        with pytest.raises(UserError, match="calibrate"):
-            case.model.generate(tokens_of(1, T), 1, case.new_cache(method))
-    else:
-        assert case.model.generate(tokens_of(1, T), 1, case.new_cache(method)).shape == (1, T + 1)

@@ -23,7 +23,7 @@ OWN = "tests/wrong_methods.py"
 #   class: (--as, check, scheme, words of what is said)
 WRONG = {
     "OneTooMany": ("pfn", "cache_holds_the_expected_rows", "token-dynamic",
-                   r"layer 0, keys, sequence 0, KV head 0: .* tokens 0, 1, 2, 3 are kept; PFN keeps \[0, 1, 2\]"),
+                   r"layer 0, keys, sequence 0, KV head 0: .* tokens \[0, 1, 2, 3\] are kept; pfn keeps \[0, 1, 2\]"),
     "NotThere": (None, "cache_holds_the_expected_rows", "token-dynamic",
                  r"gave token 8, which is neither recent nor kept: CachedRows\(layer 0, K: 8 tokens"),
     "FirstSequenceChooses": (None, "batch_rows_are_independent", "token-dynamic",
