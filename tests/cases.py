@@ -245,18 +245,18 @@ class Case:
         method.rope = rope
         return method
 
-    def events(self, kind, sizes, protocol=None):
+    def events(self, kind, sizes):
         """When keys, or values, are quantized if a text comes in chunks of these sizes: [oracles.Event]."""
         recent, block = self.recent, (kind == "v" and self.setting("v_block")) or G
         if not self.known:
             method = self.method()
             recent, block = method.recent, method.block_of(kind)
-        return oracles.quantization_events(protocol or self.protocol, sizes, recent, block)
+        return oracles.quantization_events(self.protocol, sizes, recent, block)
 
     # its cache
 
-    def new_cache(self, method, protocol=None, model=None):
-        return KVCache(model or self.model, method, protocol or self.protocol)
+    def new_cache(self, method, model=None):
+        return KVCache(model or self.model, method, self.protocol)
 
     def run(self, method, tokens, cache=None, sizes=None):
         """-> logits (B, T, vocab) of a text, and its cache. sizes: tokens of each chunk, if not as `chunk_sizes`."""
@@ -274,14 +274,13 @@ class Case:
         """The same, with a `Watch` in the place of the cache."""
         return self.run(method, tokens, Watch(self, self.new_cache(method)), sizes)
 
-    def exact_logits(self, tokens, sizes=None, rope=None):
+    def exact_logits(self, tokens, rope=None):
         """The logits that the fp16 method gives of the same text after the same prefix, read in the same chunks. rope:
         where keys are stored, if not as the cell's method has it."""
         own = self.method()
         method = self.fp16(rope or own.rope)
         method.prefix = own.prefix
-        sizes = sizes or chunk_sizes(own, self.protocol, tokens.shape[1])
-        return self.run(method, tokens, sizes=sizes)[0]
+        return self.run(method, tokens, sizes=chunk_sizes(own, self.protocol, self.T))[0]
 
 
 def chunk_sizes(method, protocol, T):
