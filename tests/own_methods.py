@@ -12,15 +12,15 @@ from tinykv import UserError
 def check(methods, like):
     """pytest.UsageError, one line, where the classes of --method or the name of --as will not do."""
     from tinykv.methods.registry import METHODS  # here, as no other test needs it when pytest begins
-    if like is not None and like not in METHODS:
-        raise pytest.UsageError(f"--as {like}: there are {', '.join(METHODS)}")
-    if like is not None and not methods:
-        raise pytest.UsageError(f"--as {like} compares a method of your own; give --method, too")
-    for name in methods:
-        try:
+    try:
+        if like is not None and like not in METHODS:
+            raise UserError(f"--as {like}: there are {', '.join(METHODS)}")
+        if like is not None and not methods:
+            raise UserError(f"--as {like} compares a method of your own; give --method, too")
+        for name in methods:
             check_one(name, METHODS.get(like), like)
-        except UserError as error:
-            raise pytest.UsageError(str(error)) from None
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def check_one(name, built_in, like):
@@ -33,11 +33,10 @@ def check_one(name, built_in, like):
     settings = settings_of(cls)
 
     # 1. its settings
-    wanted = settings_of(built_in) if built_in else {}
-    missing = [setting for setting in wanted if setting not in settings]
+    missing = [setting for setting in (settings_of(built_in) if built_in else {}) if setting not in settings]
     if missing:
-        raise UserError(f"--as {like}: {name} does not take {', '.join(missing)}, as {like} does; give its "
-                        "constructor these arguments, or **settings that it passes on")
+        raise UserError(f"--as {like}: {name} does not take {', '.join(missing)}, as {like} does; give its constructor "
+                        "these arguments, or **settings that it passes on")
     needed = [setting for setting, default in settings.items() if default is inspect.Parameter.empty]
     for setting in needed:
         if setting not in SETTINGS:
@@ -51,21 +50,14 @@ def check_one(name, built_in, like):
 def explained(item, error):
     """What failed, for the author of the method: what was tried, what has to hold, what came."""
     case, option = item.funcargs["case"], item.config.option
-    lines = ["", f"tried   {case.describe()}"]
-    rule = broken_rule(error)
-    if rule and isinstance(error, AssertionError):
-        lines.append(f"rule    {rule}")
-    lines.append(f"found   {found(error, option.method)}")
-
+    rule = broken_rule(error) if isinstance(error, AssertionError) else ""
     again = ["pytest", item.nodeid]
     for name in option.method:
         again += ["--method", name]
-    if case.like:
-        again += ["--as", item.config.getoption("--as")]
-    if option.whole:
-        again.append("--whole")
-    lines.append(f"again   {shlex.join([*again, '--pdb'])}")
-    return "\n".join(lines)
+    again += ["--as", item.config.getoption("--as")] if case.like else []
+    again += ["--whole", "--pdb"] if option.whole else ["--pdb"]
+    said = {"tried": case.describe(), "rule": rule, "found": found(error, option.method), "again": shlex.join(again)}
+    return "\n".join(["", *(f"{what:8}{words}" for what, words in said.items() if words)])
 
 
 def broken_rule(error):
@@ -78,8 +70,8 @@ def broken_rule(error):
 
 
 def found(error, methods):
-    """What a check says; of another exception, also the last line of the user's files that it came
-    through. methods: those of --method."""
+    """What a check says; of another exception, also the last line of the user's files that it came through. methods:
+    those of --method."""
     if isinstance(error, AssertionError):
         return str(error) or "it does not hold"
     files = {os.path.abspath(name.rpartition(":")[0]) for name in methods}

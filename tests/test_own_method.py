@@ -30,11 +30,9 @@ WRONG = {
                              r"layer 1, keys, sequence 1 of 3: kept are .* by head, and alone"),
     "Remembers": (None, "same_twice_and_after_reset", "token-dynamic", "a method holds nothing of a text"),
     "Swapped": (None, "codes_are_what_is_claimed", None, "decoded keys are further from the keys than their mean is"),
-    "Fake": (None, "codes_are_what_is_claimed", None,
-             r"you claim 2 bits for keys \(`k_bits`\), and a number of the codes takes 32.0"),
+    "Fake": (None, "codes_are_what_is_claimed", None, r"you claim 2 bits for keys \(`k_bits`\), .* codes takes 32.0"),
     "Silent": (None, "codes_are_what_is_claimed", None, r"said to have 16 bits \(`k_bits`\), and decode to other"),
-    "SignLost": (None, "codes_are_what_is_claimed", None, "try `encode` on numbers around each level"),
-    "Clipped": (None, "codes_are_what_is_claimed", None, "a codec of 4 bits loses .* rounding with one bit less"),
+    "SignLost": (None, "codes_are_what_is_claimed", None, "a codec of 4 bits loses .* rounding with one bit less"),
     "Unstored": (None, "codes_are_what_is_claimed", None, "is the scale that codes are made by the one that is stored"),
     "KeptTokensCount": (None, "placeholders_do_not_matter", "channel-dynamic", "leave the tokens of `ignore` out"),
 }
@@ -86,10 +84,10 @@ def test_a_crash_is_told_by_its_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("crash.py").write_text("from wrong_methods import PFN\n\nclass Crash(PFN):\n"
                                 "    def keep_keys(self, layer_cache, n):\n        return layer_cache.nothing\n")
-    with pytest.raises(AttributeError) as caught:
+    with pytest.raises(AttributeError, match="'LayerCache' object has no") as caught:
         invariants.check_cache_holds_the_expected_rows(Case(load_class("crash.py:Crash"), "token-dynamic"))
-    assert own_methods.found(caught.value, ["crash.py:Crash"]).startswith(
-        f"{tmp_path / 'crash.py'}, line 5, in keep_keys: AttributeError: 'LayerCache' object has no")
+    place = f"{tmp_path / 'crash.py'}, line 5, in keep_keys: AttributeError: "
+    assert own_methods.found(caught.value, ["crash.py:Crash"]) == f"{place}{caught.value}"
 
 
 @pytest.mark.parametrize("methods, like, said", [

@@ -76,48 +76,18 @@ class Remembers(CodecMethod):
 
 # ---- wrong: how tokens are quantized
 
-def with_codec(codec, config, bits=2):
-    return [Pair(codec(bits, config.head_dim), codec(bits, config.head_dim))
-            for _ in range(config.num_hidden_layers)]
-
-
 class SwappedCodec(Affine):
     def decode(self, codes):
         return super().decode(Codes(codes.packed, scale=codes.zero, zero=codes.scale))
 
 
-class Swapped(Method):
+class Swapped(CodecMethod):
     """Scale and zero point in each other's place."""
-    k_bits, v_bits, block = 2, 2, 8
 
     def __init__(self, config):
-        self.codecs = with_codec(SwappedCodec, config)
-
-
-class FakeCodec(Codec):
-    def __init__(self, bits, width):
-        self.bits = bits
-
-    def encode(self, x, ignore=None):
-        z = x.float().amin(-1, keepdim=True)
-        s = (x.float().amax(-1, keepdim=True) - z) / (2 ** self.bits - 1)
-        return Codes(((x.float() - z) / s.clamp(min=1e-5)).round() * s + z)
-
-    def decode(self, codes):
-        return codes.packed
-
-
-class Silent(Method):
-    """Rounded numbers in 32 bits, and the bits are not said."""
-    block = 8
-
-    def __init__(self, config):
-        self.codecs = with_codec(FakeCodec, config)
-
-
-class Fake(Silent):
-    """The same, said to be 2 bits."""
-    k_bits = v_bits = 2
+        super().__init__(config, scheme="token-dynamic", block=8)
+        for _, _, codec in self.each_codec():
+            codec.__class__ = SwappedCodec
 
 
 class WideCodec(Affine):
@@ -130,12 +100,36 @@ class KeptTokensCount(CodecMethod):
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=8):
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
-        for pair in self.codecs:
-            for part in pair:
-                part.__class__ = WideCodec
+        for _, _, codec in self.each_codec():
+            codec.__class__ = WideCodec
 
     def keep_keys(self, layer_cache, n):
         return first_tokens(layer_cache, 3)
+
+
+class OneCodec(Method):
+    """All keys and values by one codec."""
+    block = 8
+
+    def __init__(self, config):
+        self.codecs = [Pair(self.codec(), self.codec()) for _ in range(config.num_hidden_layers)]
+
+
+class Silent(OneCodec):
+    """Rounded numbers in 32 bits, and the bits are not said."""
+    class codec(Codec):
+        def encode(self, x, ignore=None):
+            z = x.float().amin(-1, keepdim=True)
+            s = (x.float().amax(-1, keepdim=True) - z) / 3
+            return Codes(((x.float() - z) / s.clamp(min=1e-5)).round() * s + z)
+
+        def decode(self, codes):
+            return codes.packed
+
+
+class Fake(Silent):
+    """The same, said to be 2 bits."""
+    k_bits = v_bits = 2
 
 
 LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of E2M1, without their sign
@@ -143,50 +137,36 @@ LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of E2M1, without their si
 
 class FloatCodec(Codec):
     """Right: floats of 4 bits; 16 channels of a token share a scale."""
-    top = 6  # what the largest number of a block is, in units of the scale
-
-    def __init__(self, bits, width):
-        self.bits, self.width = bits, width
 
     def encode(self, x, ignore=None):
         g = x.float().unflatten(-1, (-1, 16))  # (B, Hkv, T, d/16, 16)
-        scale = (g.abs().amax(-1, keepdim=True) / self.top).half()  # (B, Hkv, T, d/16, 1)
+        scale = (g.abs().amax(-1, keepdim=True) / LEVELS[-1]).half()  # (B, Hkv, T, d/16, 1)
         y = self.of(g / scale.float().clamp(min=1e-5))
         code = torch.bucketize(y.abs().contiguous(), (LEVELS[1:] + LEVELS[:-1]) / 2) + 8 * (y < 0)
-        return Codes(pack(code.flatten(-2).to(torch.uint8), 4), scale=scale)
+        return Codes(pack(code.flatten(-2), 4), scale=scale)
 
     def of(self, y):
         return y
 
     def decode(self, codes):
-        code = unpack(codes.packed, 4, self.width).unflatten(-1, (-1, 16)).long()
+        code = unpack(codes.packed, 4, 16 * codes.scale.shape[3]).unflatten(-1, (-1, 16)).long()
         return (LEVELS[code & 7] * torch.where(code < 8, 1, -1) * codes.scale.float()).flatten(-2)
 
 
-class SignLostCodec(FloatCodec):
-    def of(self, y):
-        return torch.where((y >= -1) & (y < 0), -y, y)
+class Floats(OneCodec):
+    """Right."""
+    codec, k_bits, v_bits = FloatCodec, 4, 4
 
 
-class ClippedCodec(FloatCodec):
-    top = 9
+class SignLost(Floats):
+    """Numbers a little below 0 become positive."""
+    class codec(FloatCodec):
+        def of(self, y):
+            return torch.where((y >= -1) & (y < 0), -y, y)
 
 
-class UnstoredCodec(FloatCodec):
-    def of(self, y):
-        return y * 1.15
-
-
-def of_codec(codec):
-    class FourBits(Method):
-        k_bits, v_bits, block = 4, 4, 8
-
-        def __init__(self, config):
-            self.codecs = with_codec(codec, config, 4)
-    return FourBits
-
-
-Floats = of_codec(FloatCodec)  # right
-SignLost = of_codec(SignLostCodec)  # numbers a little below 0 become positive
-Clipped = of_codec(ClippedCodec)  # a block's largest number is two thirds of what it was
-Unstored = of_codec(UnstoredCodec)  # codes are made by another scale than is stored
+class Unstored(Floats):
+    """Codes are made by another scale than is stored."""
+    class codec(FloatCodec):
+        def of(self, y):
+            return y * 1.15
