@@ -9,7 +9,7 @@ There is no list of exceptions: what a cell is left out of is said by a property
     this file       which cells each check runs on
 
     pytest tests/test_methods.py                                   the cells of `covering`
-    pytest tests/test_methods.py --whole                           all of them, some 4,700
+    pytest tests/test_methods.py --whole                           all of them, some 4,400
     pytest tests/test_methods.py --method path/to/file.py:Class    the cells of one method of your own; all of them with
                                                                    --whole
     pytest tests/test_methods.py --method path/to/file.py:Class --as pfn
