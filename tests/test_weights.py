@@ -546,18 +546,22 @@ def test_omniquant_imitates_the_full_model_from_what_the_quantized_blocks_before
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("sharing, bias, seed", [(1, False, 3), (2, True, 0)])
-def test_omniquant_learns(monkeypatch, sharing, bias, seed):
-    """More epochs, less error; and less than rounding to nearest."""
-    model = tiny(sharing, bias, seed)
-    h, run, errors = model.model["embed_tokens"](text(6)), BlockRunner(model), []
-    for cls, epochs in ((OmniQuant, 1), (OmniQuant, 20), (RTN, None)):
-        monkeypatch.setattr(omniquant, "EPOCHS", epochs)
-        coded = quantize(model, cls(3, 16), text(6))
-        outputs = [run(of.model["layers"][0], h) for of in (model, coded)]
-        errors.append(F.mse_loss(*outputs).item())
-    once, often, rtn = errors
-    assert often < 0.95 * once and often < 0.75 * rtn
+@pytest.mark.parametrize("sharing, bias", [(1, False), (2, True)])
+def test_omniquant_learns(monkeypatch, sharing, bias):
+    """More epochs, less error, for most of six models; and for each less than rounding to nearest."""
+    ratios = []
+    for seed in range(6):
+        model, errors = tiny(sharing, bias, seed), []
+        h, run = model.model["embed_tokens"](text(6)), BlockRunner(model)
+        for cls, epochs in ((OmniQuant, 1), (OmniQuant, 20), (RTN, None)):
+            monkeypatch.setattr(omniquant, "EPOCHS", epochs)
+            coded = quantize(model, cls(3, 16), text(6))
+            outputs = [run(of.model["layers"][0], h) for of in (model, coded)]
+            errors.append(F.mse_loss(*outputs).item())
+        once, often, rtn = errors
+        assert often < 0.8 * rtn
+        ratios.append(often / once)
+    assert sorted(ratios)[3] < 1 and sum(ratios) / 6 < 0.95
 
 
 def test_omniquant_trains_clips_and_scales(monkeypatch):
