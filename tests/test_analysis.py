@@ -33,9 +33,8 @@ def case(request):
     model = Llama(LlamaConfig(40, 12, 20, L, H, HKV, D, 64, sliding_window=request.param)).requires_grad_(False)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.7)
-    windows, marks = torch.randint(0, 40, (W, T)), torch.zeros(W, T, dtype=torch.bool)
-    for of, positions in zip(marks, SINKS):
-        of[positions] = True
+    windows = torch.randint(0, 40, (W, T))
+    marks = torch.tensor([[t in positions for t in range(T)] for positions in SINKS])
     text = Text(model, windows, marks, layer=1, calibration=windows.flip(0))
     return text, [plain(model, window) for window in windows]
 
@@ -48,15 +47,25 @@ def tiles(monkeypatch):
 
 
 def plain(model, window):
+    """Of each layer the places of Section 3.1 by their equations, from what the projections give."""
     blocks = list(model.model["layers"])
     projections = [getattr(block.self_attn, f"{name}_proj") for block in blocks for name in "qkv"]
     outputs = [out[0].double().numpy() for _, out in recorded([*projections, *blocks], lambda: model(window[None]))]
-    layers = []
-    for layer in range(L):
+    layers, h = [], model.model["embed_tokens"](window).numpy()  # (T, D)
+    for layer, block in enumerate(blocks):
         *qkv, out = outputs[4 * layer:4 * layer + 4]
         q, k_pre, v = (x.reshape(T, -1, D).swapaxes(0, 1) for x in qkv)  # (heads, T, d)
         q, k = rotate(q), rotate(k_pre)
-        layers.append(SimpleNamespace(q=q, k=k, k_pre=k_pre, v=v, out=out, A=attention(model, q, k)))
+        A = attention(model, q, k)
+        heads = (A @ v[HEADS]).swapaxes(0, 1).reshape(T, -1)
+        mid = h + heads @ block.self_attn.o_proj.weight.numpy().T
+        x = mid / np.sqrt((mid ** 2).mean(-1, keepdims=True) + 1e-6) * block.post_attention_layernorm.weight.numpy()
+        gate, up, down = (getattr(block.mlp, f"{name}_proj").weight.numpy().T for name in ("gate", "up", "down"))
+        d_in = x @ gate / (1 + np.exp(-x @ gate)) * (x @ up)
+        h = mid + d_in @ down
+        assert np.allclose(h, out, atol=1e-3)
+        layers.append(SimpleNamespace(q=q, k=k, k_pre=k_pre, v=v, A=A, attention=heads, mid=mid, d_in=d_in,
+                                      d_out=d_in @ down, hidden=h))
     return layers
 
 
@@ -91,23 +100,11 @@ def low_median(x):
 
 # The forward
 
-@torch.no_grad()
 def test_the_walk_is_the_forward(case):
-    """Each place of Section 3.1 by its equation, from the attention of numpy."""
     text, layers = case
-    h = text.model.model["embed_tokens"](text.windows[0]).numpy()  # (T, D)
-    for at, p, block in zip(walk(text.model, text.windows[0]), layers[0], text.model.model["layers"], strict=True):
-        heads = (p.A @ p.v[HEADS]).swapaxes(0, 1).reshape(T, -1)
-        mid = h + heads @ block.self_attn.o_proj.weight.numpy().T
-        x = mid / np.sqrt((mid ** 2).mean(-1, keepdims=True) + 1e-6) * block.post_attention_layernorm.weight.numpy()
-        gate, up, down = (getattr(block.mlp, f"{name}_proj").weight.numpy().T for name in ("gate", "up", "down"))
-        d_in = x @ gate / (1 + np.exp(-x @ gate)) * (x @ up)
-        h = mid + d_in @ down
-        wanted = {"attention": heads, "mid": mid, "d_in": d_in, "d_out": d_in @ down, "hidden": h, "q": p.q, "k": p.k,
-                  "k_pre": p.k_pre, "v": p.v}
-        for name, y in wanted.items():
-            assert np.allclose(getattr(at, name), y, rtol=1e-3, atol=1e-3), name
-        assert np.allclose(h, p.out, atol=1e-3)
+    for at, p in zip(walk(text.model, text.windows[0]), layers[0], strict=True):
+        for name in ("attention", "mid", "d_in", "d_out", "hidden", "q", "k", "k_pre", "v"):
+            assert np.allclose(getattr(at, name), getattr(p, name), rtol=1e-3, atol=1e-3), name
 
 
 # Where sinks are
@@ -174,27 +171,21 @@ def test_the_map_shows_the_largest_of_a_cell(case):
 def test_outliers(case):
     text, layers = case
     rows = outliers.measure(text)
-    places = {"d_in": "d_in", "d_out": "d_out", "mid": "mid", "out": "hidden"}
-    blocks = [walk(text.model, window) for window in text.windows]  # tested above
-    sizes = np.mean([[np.abs(p.out[s]).mean(0) for p in of[:-1]] for of, s in zip(layers, text.marks.numpy())], (0, 1))
+    sizes = [[np.abs(p.hidden[s]).mean(0) for p in of[:-1]] for of, s in zip(layers, text.marks.numpy())]
     channel, = {row["channel"] for row in rows}
-    assert channel == sizes.argmax() == rows[0]["channels"][0]
-    for layer, row in enumerate(rows):
-        found = {name: [] for name in row}
-        for of, s in zip(blocks, text.marks):
-            at = of[layer]
-            for place, name in places.items():
-                found[place].append(getattr(at, name)[s].abs().max())
-                found[f"{place} others"].append(getattr(at, name)[~s].abs().max())
-            median = low_median(at.hidden.abs().numpy())
-            found["ratio"].append(at.hidden[s].abs().max() / median)
-            found["d_out c"].append(at.d_out[s][:, channel].mean())
-            found["out c"].append(at.hidden[s][:, channel].mean())
-            found["size c"].append(at.hidden[s][:, channel].abs().mean())
-            found["ratio c"].append(found["size c"][-1] / median)
-        for name, numbers in found.items():
-            if numbers:
-                assert row[name] == pytest.approx(np.mean(numbers), rel=1e-4), name
+    assert channel == np.mean(sizes, (0, 1)).argmax() == rows[0]["channels"][0]
+    for column, place in {"d_in": "d_in", "d_out": "d_out", "mid": "mid", "out": "hidden"}.items():
+        check(case, rows, column, lambda p, s, place=place: np.abs(getattr(p, place)[s]).max())
+        check(case, rows, f"{column} others", lambda p, s, place=place: np.abs(getattr(p, place)[~s]).max())
+
+    def size(p, s):
+        return np.abs(p.hidden[s, channel]).mean()
+
+    check(case, rows, "d_out c", lambda p, s: p.d_out[s, channel].mean())
+    check(case, rows, "out c", lambda p, s: p.hidden[s, channel].mean())
+    check(case, rows, "size c", size)
+    check(case, rows, "ratio", lambda p, s: np.abs(p.hidden[s]).max() / low_median(np.abs(p.hidden)))
+    check(case, rows, "ratio c", lambda p, s: size(p, s) / low_median(np.abs(p.hidden)))
 
 
 def test_the_outlier_is_not_looked_for_after_the_last_block(case):
@@ -213,14 +204,11 @@ def test_channels_with_outliers():
 def test_norms(case):
     rows = norms.measure(case[0])
     for kind in "qkv":
-        def median(p, s, kind=kind):
-            return low_median(np.linalg.norm(getattr(p, kind), axis=-1)[:, ~s])
+        def sizes(p, kind=kind):
+            return np.linalg.norm(getattr(p, kind), axis=-1)  # (heads, T)
 
-        def at_sinks(p, s, kind=kind, median=median):
-            return np.linalg.norm(getattr(p, kind), axis=-1)[:, s].mean() / median(p, s)
-
-        check(case, rows, kind, median)
-        check(case, rows, f"{kind} sinks", at_sinks)
+        check(case, rows, kind, lambda p, s: low_median(sizes(p)[:, ~s]))
+        check(case, rows, f"{kind} sinks", lambda p, s: sizes(p)[:, s].mean() / low_median(sizes(p)[:, ~s]))
 
 
 def test_cosines(case, tiles):
@@ -229,8 +217,7 @@ def test_cosines(case, tiles):
     def cosines(p, s, keys):
         """Of the queries that are no sinks' with some of the keys that they see."""
         q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (p.q, p.k[HEADS]))
-        c = np.where(looks, q @ k.swapaxes(1, 2), np.nan)[:, ~s][..., keys]
-        return c
+        return np.where(looks, q @ k.swapaxes(1, 2), np.nan)[:, ~s][..., keys]
 
     def mean_of(pick):
         def expected(p, s):

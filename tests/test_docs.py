@@ -195,10 +195,6 @@ def test_a_wrong_command_is_found(command, workplace):
 
 # ---- names
 
-NAMED = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg", ast.alias: "name",
-         ast.FunctionDef: "name", ast.ClassDef: "name"}
-
-
 @cache
 def index():
     """What the project's code has: (words, flags). words: the names in it, and what its strings say, docstrings left
@@ -210,17 +206,15 @@ def index():
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/**/*.py"),
                  ROOT / "tests/conftest.py"]:
         words |= {path.stem, path.parent.name}
-        told = set()  # docstrings
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):  # a statement before what it holds
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                node.value.value = None  # a docstring
             if isinstance(node, ast.arg) and path.parent == ROOT / "docs":  # the settings of a page's own methods
                 flags.add("--" + node.arg.replace("_", "-"))
-            if isinstance(node, ast.Expr):
-                told.add(node.value)
-            elif type(node) in NAMED:
-                words.add(getattr(node, NAMED[type(node)]))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
-                words |= {node.value, *re.findall(r"[\w-]+", node.value)}
-                flags |= set(re.findall(r"--[a-z][\w-]*", node.value))
+        code = ast.unparse(tree)  # without comments
+        words |= set(re.findall(r"\w[\w-]*", code))
+        flags |= set(re.findall(r"--[a-z][\w-]*", code))
     return words, flags
 
 
