@@ -13,30 +13,18 @@ from tinykv import cli, hf, plots
 from tinykv.analysis import __main__ as command
 from tinykv.analysis import anchors, bias, outliers, sinks, walk
 from tinykv.data.windows import load_windows
-from tinykv.hf import EMBEDDED
 from tinykv.methods import antkv
-from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons
 
 PNG = b"\x89PNG"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The folder of a small random model with the embedded one's tokenizer."""
-    torch.manual_seed(1)
-    folder = tmp_path_factory.mktemp("model")
-    hf.save(Llama(LlamaConfig(1024, 32, 48, 2, 4, 2, 16, 128)), EMBEDDED / "tokenizer.model", folder)
-    return folder
-
-
 @pytest.fixture
-def analyse(run, model):
-    """Run the command on the small model: (status, stdout, stderr)."""
+def analyse(run, one_layer):
+    """Run the command on the model of one layer: (status, stdout, stderr)."""
     def analyse(*words):
-        small = ["--model", model, "--context", 64, "--windows", 2, "--calib-windows", 6]
-        left = [w for flag, value in zip(small[::2], small[1::2]) if flag not in words for w in (flag, value)]
-        return run(command, *words, *left)
+        small = {"--model": one_layer, "--context": 64, "--windows": 2, "--calib-windows": 6}
+        return run(command, *words, *(word for flag in small.items() if flag[0] not in words for word in flag))
     return analyse
 
 
@@ -120,16 +108,16 @@ def test_no_calibration_text_is_read_for_what_needs_none(analyse, some_sinks, tm
     assert analyse("norms", "errors", "--data", text, "--calib-windows", 500)[0] == 2
 
 
-def test_no_attention_matrix_is_ever_whole(monkeypatch, model):
+def test_no_attention_matrix_is_ever_whole(monkeypatch, one_layer):
     """With tiles of one query no tensor of T x T numbers is seen by softmax, whatever is asked for."""
     seen = []
     softmax = torch.Tensor.softmax
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *a: (seen.append(x.shape[-2]), softmax(x, *a))[1])
     monkeypatch.setattr(antkv, "MAX_SCORES", 1)
     monkeypatch.setattr(antkv, "MIN_QUERIES", 1)
-    llama, tokenizer = hf.load(model)
+    model, tokenizer = hf.load(one_layer)
     windows = load_windows("tales", tokenizer, 64, 1).tokens
-    text = walk.Text(llama, windows, sinks.find_sinks(llama, windows), layer=1)
+    text = walk.Text(model, windows, sinks.find_sinks(model, windows), layer=0)
     bias.measure(text)
     sinks.attention_map(text.shown()[0])
     assert set(seen) == {1}
