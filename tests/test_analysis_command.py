@@ -123,19 +123,15 @@ def test_no_attention_matrix_is_ever_whole(monkeypatch, one_layer):
     assert set(seen) == {1}
 
 
-PLACES = ["Figure 1a", "Section 3.1", "Figure 4", "Figures 2 and 5", "Figure 5a", "Eq. 9", "Figure 6", "Table 1",
-          "Figure 7", "Appendix D"]  # of the papers
-
-
 @pytest.mark.parametrize("words, has, has_not", [
-    ([], [*PLACES, *(f"\n{name}\n" for name in [*command.PHENOMENA, "page", "all"])], []),
+    ([], [f"\n{name}\n" for name in [*command.PHENOMENA, "page", "all"]], []),
     (["sinks"], ["\nsinks\n", "--layer"], ["\nnorms\n", "--text", "--calib-windows"]),
     (["errors"], ["\nerrors\n", "--calib-windows"], ["\nsinks\n", "--text"]),
     (["page"], ["\npage\n", "--text", "--calib-windows"], ["\nsinks\n", "--layer"]),
     (["all"], ["\nsinks\n", "--calib-windows", "--layer"], [])])
 def test_help_names_every_phenomenon_or_one_with_its_flags(analyse, words, has, has_not):
     status, out, _ = analyse(*words, "--help")
-    assert status == 0 and all(word in out or word in " ".join(out.split()) for word in has)
+    assert status == 0 and all(word in out for word in has)
     assert not any(word in out.split("options:")[1] for word in has_not)
 
 

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import gif
 import pytest
 import torch
+from matplotlib.colors import to_rgb
+from PIL import Image, ImageSequence
 
 from tinykv import UserError
 from tinykv.analysis import page
@@ -188,16 +190,13 @@ def test_texts_of_a_file(tmp_path):
 
 
 def test_a_gif_of_the_central_moment(made, tmp_path, monkeypatch):
-    from PIL import Image
     page.write(tmp_path / "cache.html", made[1])
     monkeypatch.setattr(gif, "MOVE", 2)
     monkeypatch.setattr(sys, "argv", ["gif.py", str(tmp_path / "cache.html"), str(tmp_path / "sink.gif")])
     gif.main()
     with Image.open(tmp_path / "sink.gif") as image:
-        times = []
-        for i in range(image.n_frames):  # equal frames in a row have become one
-            image.seek(i)
-            times.append(image.info["duration"])
+        # equal frames in a row have become one
+        times = [frame.info["duration"] for frame in ImageSequence.Iterator(image)]
         assert image.size == (760, 360) and sum(times) == 3 * (gif.STEP + gif.HOLD)
     assert (tmp_path / "sink.gif").stat().st_size < 130_000  # two of eight frames
 
@@ -251,7 +250,6 @@ for (const key of ["n", "n", "p", "v", "b", "m", "ArrowRight", "ArrowLeft", "Arr
 seen.hash = decodeURIComponent(location.hash);
 parent.postMessage(seen, "*");
 </script>"""
-FRAME = """<iframe src="%d.html%s" style="border: 0; width: %dpx; height: 900px"></iframe>"""
 FRAMES = """<pre></pre><script>
 const seen = [];
 onmessage = event => {
@@ -268,7 +266,7 @@ def in_browser(folder, *frames):
         path = folder / f"{i}.html"
         page.write(path, content)
         path.write_text(path.read_text() + DRIVER)
-        shown += FRAME % (i, address, width)
+        shown += f'<iframe src="{i}.html{address}" style="border: 0; width: {width}px; height: 900px"></iframe>'
     (folder / "frame.html").write_text(shown)
     done = subprocess.run(
         [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -377,13 +375,11 @@ def test_the_page_asks_the_network_for_nothing_and_writes_no_markup(made, tmp_pa
 def test_recent_coded_and_kept_tokens_differ_in_greyscale():
     """In both themes each is at least 1.8 times as light as the next (WCAG's contrast)."""
     def lightness(colour):
-        channels = [int(2 * x if len(colour) == 3 else x, 16) / 255 for x in re.findall(
-            "." if len(colour) == 3 else "..", colour)]
-        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in channels]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in to_rgb(colour)]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
 
     style = page.TEMPLATE.read_text().split("</style>")[0]
-    colours = [re.findall(rf"--{name}: #(\w+)", style) for name in ("recent", "coded", "kept")]
+    colours = [re.findall(rf"--{name}: (#\w+)", style) for name in ("recent", "coded", "kept")]
     assert [len(found) for found in colours] == [2, 2, 2]
     for theme in zip(*colours):
         dark, middle, light = sorted(map(lightness, theme))

@@ -6,7 +6,6 @@ import ast
 import contextlib
 import doctest
 import glob
-import importlib.util
 import io
 import json
 import os
@@ -20,7 +19,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import results
+import sessions
 import torch
+from sessions import own_methods
 
 import eval_ppl
 from eval_ppl import compare
@@ -40,17 +42,6 @@ SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 PROGRAMS = ("python", "pytest", "pip", "hf")  # what a line begins with that is a command
 LONG = ("--method all", "--method antkv", "omniquant", "--outliers", "--bits 4,3,2")  # seconds, on small settings, too
 SMALL = ["--windows", "1", "--calib-windows", "4", "--context", "256"]
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "programs" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-sessions, results = script("sessions"), script("results")
-own_methods = sessions.own_methods
 
 
 def read(page):
@@ -201,11 +192,12 @@ def index():
     out; with the names of its files, of its folders, and of pdb's commands."""
     words = {name.removeprefix("do_") for name in dir(pdb.Pdb)} | {"None", "True", "False", "HF_ENDPOINT"}
     words |= set(json.loads((EMBEDDED / "config.json").read_text()))
+    words |= {os.path.basename(path) for path in glob.glob("**", root_dir=ROOT, recursive=True)}  # of files
     flags = {"--help"}
     flags |= {"--" + name.replace("_", "-") for name in flags_of(METHODS)}
     for path in [*ROOT.glob("*.py"), *ROOT.glob("tinykv/**/*.py"), *ROOT.glob("docs/**/*.py"),
                  ROOT / "tests/conftest.py"]:
-        words |= {path.stem, path.parent.name}
+        words.add(path.stem)
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -216,12 +208,6 @@ def index():
         words |= set(re.findall(r"\w[\w-]*", code))
         flags |= set(re.findall(r"--[a-z][\w-]*", code))
     return words, flags
-
-
-@cache
-def files():
-    """The names of all files, hidden folders left out."""
-    return {os.path.basename(path) for path in glob.glob("**", root_dir=ROOT, recursive=True)}
 
 
 def missing(span, own=()):
@@ -235,7 +221,7 @@ def missing(span, own=()):
     file = span.partition(":")[0]
     if re.fullmatch(r"[\w./-]+\.(py|md|json|safetensors|model|bin|png|txt)", file) or (
             "/" in file and file.split("/")[0] in {p.name for p in ROOT.iterdir()}):
-        there = "path/to/" in file or (ROOT / file).exists() or file in own or ("/" not in file and file in files())
+        there = "path/to/" in file or (ROOT / file).exists() or file in own or ("/" not in file and file in words)
         return None if there else file
     call = re.fullmatch(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\(\))?(=[\w.-]+)?", span)
     names = call[1].split(".") if call else []
