@@ -206,25 +206,17 @@ def test_the_shortest_of_what_is_wrong_is_told():
 # ---- what a submission may do: the lines that do it, and whether the rest of the file is right
 
 DEEDS = {
-    "forks": ("import os\nif os.fork() == 0:\n    os.setsid()\n    import time; time.sleep(1)\n    os._exit(0)", True),
     "litters on": ("import os, time\nend, here = time.time() + 5, os.getcwd()\nif os.fork() == 0:\n    os.setsid()\n"
                    "    while time.time() < end:\n        try: open(f'{here}/{time.time()}', 'w').close()\n"
                    "        except OSError: pass\n    os._exit(0)", True),
-    "writes elsewhere": ("for path in ('{ROOT}/docs/course/written', '/tmp/written_by_a_submission'):\n"
-                         "    try: open(path, 'w')\n    except OSError: pass", True),
-    "empty message": ("import pytest\nclass Quiet(Exception):\n    def __str__(self): return ''\n"
-                      "pytest.fail = Quiet\nimport tinykv.course.compare as c\nc.difference = lambda *_: ''", False),
     "no test at all": ("import sys, types\nfor module in list(sys.modules.values()):\n"
                        "    for name in [n for n in vars(module) if n.startswith('test_')]:\n"
                        "        setattr(module, name, lambda **_: None)", False),
     "exits hard": ("import os\nos._exit(0)", False),
-    "crashes": ("import ctypes; ctypes.string_at(0)", False),
     "writes a record": ("import json, os\nrecord = {'test': 'test_outlier', 'notes': [], 'fault': '', 'points': 80}\n"
                         "open('record.jsonl', 'w').write(json.dumps(record) + '\\n')\nos._exit(0)", False),
-    "links to the right values": ("import os\nos.symlink('../../kvsink.jsonl', 'record.jsonl')\nos._exit(0)", False),
     "writes what is no record": ("import os\nopen('record.jsonl', 'w').write('{\"test\": \"test_outlier\", "
                                  "\"notes\": [[]], \"fault\": 3}\\n[]\\n')\nos._exit(0)", False),
-    "reads the answer": ("exec(open(b'{ROOT}/docs/course/3-kvsink/answer.py').read())", False),
     "reads it through a link": ("import os\nos.symlink('{ROOT}/docs/course/3-kvsink', 'link')\n"
                                 "exec(open('link/answer.py').read())", False),
     "imports the method": ("from tinykv.methods.kvsink import KVSink, find_outlier, outlier", False),
@@ -292,21 +284,25 @@ def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, re
         assert records[deed]["points"] == int(rows[deed]["points"])
         assert rows[deed]["student"] == f"by {deed}"
     assert "'astrology'" in out and "none.py" in out
-    assert not (ROOT / "docs" / "course" / "written").exists()
-    assert not Path("/tmp/written_by_a_submission").exists()
     result = grade.gradescope(records["looks for the seed"])
     assert result["score"] == 80 == sum(test["score"] for test in result["tests"])
     assert {test["status"] for test in result["tests"]} == {"passed"}
 
 
-def test_a_report_of_one_file(run, monkeypatch, tmp_path):
+@pytest.fixture
+def mine(monkeypatch, tmp_path):
+    """A file whose first test has a fault; it is graded in this process."""
     def record_with_a_fault(file, name, seed, folder):
         first, *rest = right_here(name, seed, folder).items()
         return {first[0]: first[1] | {"fault": "something odd"}, **dict(rest)}
     monkeypatch.setattr(grade, "right_values", right_here)
     monkeypatch.setattr(grade, "record_of", record_with_a_fault)
     (tmp_path / "mine.py").write_text(text_of("kvsink", "answer.py"), encoding="utf-8")
-    status, out, _ = run(grade, tmp_path / "mine.py", "--gradescope", tmp_path / "scores.json")
+    return tmp_path / "mine.py"
+
+
+def test_a_report_of_one_file(run, mine, tmp_path):
+    status, out, _ = run(grade, mine, "--gradescope", tmp_path / "scores.json")
     scores = json.loads((tmp_path / "scores.json").read_text())
     lost = [test["max_score"] for test in scores["tests"] if not test["score"]]
     assert (status, out.count("FAIL"), len(lost)) == (0, 1, 1) and "something odd" in out
@@ -389,10 +385,9 @@ def test_every_student_has_a_line(tmp_path):
             assignments.assignment_of(file)
 
 
-def test_an_output_replaces_reports_alone(run, tmp_path):
+def test_an_output_replaces_reports_alone(run, mine, tmp_path):
     """Neither a submission nor another's notes; a report of the same flag it does."""
-    mine, notes, report = tmp_path / "mine.py", tmp_path / "notes.csv", tmp_path / "report"
-    mine.write_text(text_of("kvsink", "starter.py"), encoding="utf-8")
+    notes, report = tmp_path / "notes.csv", tmp_path / "report"
     notes.write_text("name,points\n", encoding="utf-8")
     before = mine.read_bytes(), notes.read_bytes()
     for flag in ("--csv", "--json", "--gradescope"):
@@ -400,7 +395,7 @@ def test_an_output_replaces_reports_alone(run, tmp_path):
             status, _, err = run(grade, mine, flag, there)
             assert status == 2 and f"{there} is there, and is no report that this program wrote" in err
         for _ in range(2):
-            assert run(grade, mine, flag, report)[0] != 2
+            assert run(grade, mine, flag, report)[0] == 0
         report.unlink()
     assert before == (mine.read_bytes(), notes.read_bytes())
 

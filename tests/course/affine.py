@@ -21,7 +21,6 @@ WRONG = {
     "short_group_filled_with_zeros": (
         "        low, high = x, x\n", "        low = high = torch.nn.functional.pad(x, (0, 0, 0, -T % group))\n"),
     "drops_the_short_group": ("in low.split(group, dim=2)", "in low.split(group, dim=2) if part.shape[2] == group"),
-    "ignores_nothing": ("if ignore is not None:", "if False:"),
     "ignored_are_zero": ("masked_fill(ignore.unsqueeze(-1), math.inf)", "masked_fill(ignore.unsqueeze(-1), 0)"),
     "a_group_of_ignored": ("nothing = lo > hi", "nothing = torch.zeros_like(lo, dtype=torch.bool)"),
     "reads_with_the_grids_in_turn": (".repeat_interleave(group, dim=2)[:, :, :T]", ".repeat(1, 1, group, 1)[:, :, :T]"),
@@ -32,12 +31,9 @@ WRONG = {
         "    bits = wide\n"),
     "one_stream_for_all_rows": (".to(torch.uint8)\n\n\ndef unpack", ".to(torch.uint8).flatten(0, -2)\n\n\ndef unpack"),
     "three_levels_in_two_bits": ("digits = torch.", "bits = 2\n    if bits == 1.5:\n        digits = torch."),
-    "unpacks_too_much": (
-        "stream = stream[..., :n * bits].unflatten(-1, (n, bits))",
-        "stream = stream[..., :stream.shape[-1] // bits * bits].unflatten(-1, (-1, bits))"),
+    "unpacks_too_much": (":n * bits].unflatten(-1, (n", ":stream.shape[-1] // bits * bits].unflatten(-1, (-1"),
     "forgets_the_zero_points": ("+ 32 * groups", "+ 16 * groups"),
     "half_a_byte_is_free": ("math.ceil(d / 5) if bits == 1.5", "d / 5 if bits == 1.5"),
-    "grid_changes_hi": ("    scale = (hi - lo) / top(bits)\n",
-                        "    scale = hi.sub_(lo) / top(bits)\n    hi = hi + lo\n"),
+    "grid_changes_hi": ("scale = (hi - lo) / top(bits)\n", "scale = hi.sub_(lo) / top(bits)\n    hi = hi + lo\n"),
     "quantize_changes_x": ("    B, H, T, d = x.shape\n", "    B, H, T, d = x.clamp_(-65504, 65504).shape\n"),
 }

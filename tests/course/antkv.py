@@ -33,8 +33,7 @@ WRONG = {
     "heads_interleaved": ("k.repeat_interleave(H // Hkv, dim=1)", "k.repeat(1, H // Hkv, 1, 1)"),
     "rounded_down": (
         "count = -(-self.percent * layer_cache.length // 100)", "count = self.percent * layer_cache.length // 100"),
-    "share_of_the_block": (
-        "count = -(-self.percent * layer_cache.length // 100)", "count = -(-self.percent * n // 100)"),
+    "share_of_the_block": ("count = -(-self.percent * layer_cache.length", "count = -(-self.percent * n"),
     "anchors_of_keys_for_values": ("(layer_cache.values, n, share)", "(layer_cache.keys, n, share)"),
     "counts_in_floats": (
         "count = -(-self.percent * layer_cache.length // 100)",

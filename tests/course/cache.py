@@ -7,7 +7,6 @@ WRONG = {
         "newer, oldest = self.recent[:, :, :-n], self.recent[:, :, -n:]"),
     "forgets_codes": (".codes = self.codes.followed_by(codes) if self.codes is not None else codes", ".codes = codes"),
     "appends_codes_in_front": ("self.codes.followed_by(codes)", "codes.followed_by(self.codes)"),
-    "a_view_holds_the_memory": ("self.recent = newer.clone()", "self.recent = newer"),
     "does_not_count": ("        self.n_coded += n\n", ""),
     "never_reads_kept": ("rows[b, :, positions] = self.kept_rows[b]", "pass"),
     "pins_of_the_first_sequence": ("[b, :, positions] = self.kept_rows[b]", "[b, :, positions] = self.kept_rows[0]"),

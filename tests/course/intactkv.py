@@ -8,7 +8,6 @@ WRONG = {
     "first_text_alone_is_looked_at": ("for row in tokens.tolist()", "for row in tokens.tolist()[:1]"),
     "first_token_alone_is_looked_at": ("row[:n] != list(ids)", "row[0] != ids[0]"),
     "positions_from_zero": ("return torch.arange(T) + n", "return torch.arange(T)"),
-    "positions_off_by_one": ("return torch.arange(T) + n", "return torch.arange(T) + n - 1"),
     "prefix_not_rotated": ("first_k = rope.rotate(prefix_k, torch.arange(n))", "first_k = prefix_k"),
     "prefix_last": ("torch.cat([prefix_v, row], dim=1)", "torch.cat([row, prefix_v], dim=1)"),
     "no_gain": ("return values * gain.view(L, Hkv, 1, d)", "return values"),

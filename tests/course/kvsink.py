@@ -20,11 +20,9 @@ WRONG = {
     "most_votes_win": ("if 2 * votes.count(winner) <= len(votes)", "if not votes"),
     "first_window_decides": ("winner = max(votes, key=votes.count, default=None)", "winner = (votes or [None])[0]"),
     "layer_of_all_windows": ("for layer, c in named if c == winner", "for layer, c in named"),
-    "first_layer_of_any": ("middle([layer for layer, c in named if c == winner])",
-                           "min([layer for layer, c in named if c == winner])"),
+    "first_layer_of_any": ("middle([layer for", "min([layer for"),
     "smallest": ("sorted(known, reverse=True)", "sorted(known)"),
     "signed": ("row[:, self.channel].abs().tolist()", "row[:, self.channel].tolist()"),
-    "next_channel": ("row[:, self.channel]", "row[:, self.channel - 1]"),
     "any_channel": ("row[:, self.channel].abs().tolist()", "row.abs().amax(-1).tolist()"),
     "on_the_method": ("cache.shared.sinks = torch.tensor", "self.sinks = cache.shared.sinks = torch.tensor"),
     "any_layer": ("if layer != self.layer:", "if self.layer is None:"),
@@ -33,10 +31,6 @@ WRONG = {
     "forgets_old_sinks": ("if cache.shared.sinks is not None:", "if False:"),
     "keeps_in_lE_too": ("if layer_cache.layer > self.layer:", "if layer_cache.layer >= self.layer:"),
     "keeps_one_sequence_for_all": (".unsqueeze(1)", "[:1].unsqueeze(1).expand(len(layer_cache.shared.sinks), 1, -1)"),
-    "keeps_everywhere": ("if layer_cache.layer > self.layer:", "if layer_cache.shared.sinks is not None:"),
     "forgets_the_head_dimension": ("layer_cache.shared.sinks.unsqueeze(1)", "layer_cache.shared.sinks"),
     "nothing_without_outlier": ("return first_tokens(layer_cache, self.preserve)", "return None"),
-    "text_on_the_method": (
-        "        sinks, sizes = [], []\n",
-        "        sinks, sizes = [], []\n        vars(self).setdefault('texts', []).append(id(cache))\n"),
 }

@@ -31,12 +31,7 @@ WRONG = {
     "layers_counted_from_1": ("layer_cache.layer < self.skip_layers", "layer_cache.layer <= self.skip_layers"),
     "a_pool_in_every_layer": ("if layer_cache.layer < self.skip_layers:", "if False:"),
     "two_layers_always": ("layer_cache.layer < self.skip_layers", "layer_cache.layer < 2"),
-    "pool_of_the_text_that_began_last": (
-        "        rows = layer_cache.keys\n",
-        "        rows = layer_cache.keys\n        if rows.kept_positions is None:\n            self.text = rows\n"
-        "        rows = self.text\n"),
     "size_of_values": ("rows = layer_cache.keys\n", "rows = layer_cache.values\n"),
     "text_on_the_method": (
-        "        rows = layer_cache.keys\n",
-        "        rows = layer_cache.keys\n        vars(self).setdefault('texts', []).append(id(rows))\n"),
+        "layer_cache.keys\n", "layer_cache.keys\n        vars(self).setdefault('texts', []).append(id(rows))\n"),
 }

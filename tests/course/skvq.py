@@ -1,7 +1,6 @@
 """Assignment 5, skvq: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
     "largest_magnitude": ("rows.max(dim=0).values", "rows.abs().max(dim=0).values"),
-    "kept_tokens_count": ("if kept is None or not kept[i]", "if True"),
     "kept_tokens_as_zeros": (
         "rows = [row for i, row in enumerate(x) if kept is None or not kept[i]]",
         "rows = [row if kept is None or not kept[i] else row * 0 for i, row in enumerate(x)]"),
@@ -38,7 +37,5 @@ WRONG = {
         "torch.full((n,), alpha), torch.full((n,), float(centre))",
         "torch.full((n,), choices[0][0]), torch.full((n,), float(choices[0][1]))"),
     "changes_its_argument": ("    return h.clamp(SMALLEST", "    hi -= lo\n    return h.clamp(SMALLEST"),
-    "small_weights_cleared_in_place": (
-        "    losses = torch.zeros(len(choices), n)\n",
-        "    losses = torch.zeros(len(choices), n)\n    weight[weight < 0.1] = 0\n"),
+    "small_weights_cleared_in_place": ("(len(choices), n)\n", "(len(choices), n)\n    weight[weight < 0.1] = 0\n"),
 }
