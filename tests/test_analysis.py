@@ -3,7 +3,6 @@
 The model is small and random, has grouped queries, and sees all tokens or a sliding window. Its projections and
 outputs come from PyTorch's hooks; rotation, attention, grids and averages are computed anew here.
 """
-import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,6 +32,7 @@ def case(request):
     model = Llama(LlamaConfig(40, 12, 20, L, H, HKV, D, 64, sliding_window=request.param)).requires_grad_(False)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.7)
+    model.model["layers"][-1].mlp.down_proj.weight[0] *= 100  # the outlier is not looked for after the last block
     windows = torch.randint(0, 40, (W, T))
     marks = torch.tensor([[t in positions for t in range(T)] for positions in SINKS])
     text = Text(model, windows, marks, layer=1, calibration=windows.flip(0))
@@ -186,14 +186,6 @@ def test_outliers(case):
     check(case, rows, "size c", size)
     check(case, rows, "ratio", lambda p, s: np.abs(p.hidden[s]).max() / low_median(np.abs(p.hidden)))
     check(case, rows, "ratio c", lambda p, s: size(p, s) / low_median(np.abs(p.hidden)))
-
-
-def test_the_outlier_is_not_looked_for_after_the_last_block(case):
-    text, _ = case
-    found = outliers.measure(text)[0]["channel"]
-    model = copy.deepcopy(text.model)
-    model.model["layers"][-1].mlp.down_proj.weight[found - 1] *= 1e4
-    assert outliers.measure(Text(model, text.windows, text.marks, 1))[0]["channel"] == found
 
 
 def test_channels_with_outliers():
