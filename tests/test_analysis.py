@@ -109,11 +109,6 @@ def test_the_walk_is_the_forward(case):
 
 # Where sinks are
 
-def scores_of(p, near):
-    """H lists of T: the attention that each token receives from the `near` queries from its own on, by each head."""
-    return np.stack([p.A[:, j:j + near, j].mean(1) for j in range(T)], 1).tolist()
-
-
 @pytest.mark.parametrize("tile", [1, 10 ** 6])
 def test_sink_scores_and_marks(case, monkeypatch, tile):
     text, layers = case
@@ -123,8 +118,8 @@ def test_sink_scores_and_marks(case, monkeypatch, tile):
         monkeypatch.setattr(sinks, name, number)
     near = min(8, text.model.config.sliding_window or 8)
     marks = sinks.find_sinks(text.model, text.windows)
-    for p in sum(layers, []):
-        p.scores = scores_of(p, near)
+    for p in sum(layers, []):  # what each token receives from the `near` queries from its own on, by each head
+        p.scores = np.stack([p.A[:, j:j + near, j].mean(1) for j in range(T)], 1).tolist()  # (H, T)
     scores = np.array([[p.scores for p in of] for of in layers])  # (W, L, H, T)
     found = ((scores >= 0.2).mean((1, 2)) >= 0.25) & (np.arange(T) <= T - 5)
     assert marks.tolist() == found.tolist() and marks.any() and not marks.all()

@@ -309,7 +309,9 @@ def seen(made, lacking, tmp_path_factory):
 
 @pytest.mark.parametrize("frame, width", [(0, 400), (1, 1200)])
 def test_all_steps_in_a_browser(made, seen, frame, width):
-    """No console message, nothing wider than the page; texts, states and chances are those of the content."""
+    """No console message, nothing wider than the page; texts, states and chances are those of the content. Without a
+    mouse or eyes: groups, pictures and the chosen token have a name, and a key does nothing where the playground is
+    out of view."""
     _, content, _ = made
     seen = seen[frame]
     assert list(seen["steps"]) == STEPS and seen["width"] == width
@@ -334,6 +336,7 @@ def test_all_steps_in_a_browser(made, seen, frame, width):
         assert "".join(letters[word] for word in classes) == states_at(run["history"], n).ljust(T, "-")
         assert chance == percent(run["p"][n - 1][0] / 1000)
     assert seen["hash"] == "#intactkv;3;32;21;v"  # the last button of the walk was that of the key
+    assert len(seen["names"]) > 10 and all(seen["names"]) and seen["ignored"]
 
 
 def test_an_address_opens_a_state(seen):
@@ -347,13 +350,6 @@ def test_a_page_opens_at_its_beginning(seen, frame):
     address = BAD[frame - 4] if frame > 3 else ""
     assert seen[frame]["at"] == [0, address]
     assert "kvsink at " in seen[frame]["opened"]
-
-
-@pytest.mark.parametrize("frame", [0, 1])
-def test_the_page_without_a_mouse_or_eyes(seen, frame):
-    """Groups, pictures and the chosen token have a name, and a key does nothing where the playground is out of view."""
-    names = seen[frame]["names"]
-    assert len(names) > 10 and all(names) and seen[frame]["ignored"]
 
 
 def test_what_a_model_or_a_text_lacks_loses_its_step_and_not_the_page(lacking, seen):

@@ -144,17 +144,15 @@ def test_an_assignment_is_whole(name):
     assert sum(map(points_of, tests.values())) == 80
     assert all(test.__doc__ for test in tests.values())
     assert len(tests) * COURSE.LONGEST + 20 < confine.SECONDS  # a loop without an end costs no other test its time
-    folder, page = assignments.folder_of(name), text_of(name, "handout.md")
-    for part in ("Aim", "Background", "Eight numbers", "Tasks", "Questions", "Time"):
-        assert f"\n## {part}\n" in page
+    folder, page, model = assignments.folder_of(name), text_of(name, "handout.md"), text_of(name, "answers.md")
+    for text, parts in ((page, ("Aim", "Background", "Eight numbers", "Tasks", "Questions", "Time")),
+                        (model, ("Eight numbers", "Questions", "Oral"))):
+        assert all(f"\n## {part}\n" in text for part in parts)
     assert sum(int(points) for points in re.findall(r"^\d\. \((\d+) points\)", page, re.MULTILINE)) == 20
     # a row of the handout's table is some tests, and the rows stand in the order of the tests
     rows = [int(points) for points in re.findall(r"^\| \w* \|.*\| (\d+) \|$", page, re.MULTILINE)]
     assert sum(rows) == 80 and set(accumulate(rows)) <= set(accumulate(map(points_of, tests.values())))
     assert f"]({folder.name}/handout.md)" in (folder.parent / "README.md").read_text(encoding="utf-8")
-    model = text_of(name, "answers.md")
-    for part in ("Eight numbers", "Questions", "Oral"):
-        assert f"\n## {part}\n" in model
     assert len(re.findall(r"^\d\. ", model.partition("## Oral")[2], re.MULTILINE)) == 5
     for command in re.findall(r"^ *python eval_ppl.py (.*)$", page, re.MULTILINE):
         method = re.search(r"--method (\S+)", command)[1]
