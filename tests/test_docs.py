@@ -390,23 +390,18 @@ def test_every_figure_is_that_of_the_data(tmp_path):
             assert results.written(wrong, data) != wrong.read_text() or results.unknown(wrong, data), figure
 
 
-def test_a_verdict_is_by_loss_then_by_kl(monkeypatch):
-    """Of losses whose differences, and their spread, are known."""
+def test_a_verdict_is_by_loss_then_by_kl():
+    """Where they say the opposite, which they do in no claim of the pages. Other verdicts stand in these."""
     claim = results.Claim("", "a", "b", "--bits 2", "-", "Figure 1")
     rng = random.Random(0)
 
-    def row(loss, kl, noise):  # 3 draws of 16 windows
-        def draws(mean, noise):
-            return [[round(1e5 * (mean + noise * rng.gauss(0, 1))) for _ in range(16)] for _ in range(3)]
-        return {"bits": 2, "nll": draws(loss, noise), "kl": draws(kl, 0.01)}
+    def row(*means):  # of 3 draws of 16 windows
+        nll, kl = ([[round(1e5 * (mean + 0.01 * rng.gauss(0, 1))) for _ in range(16)] for _ in range(3)]
+                   for mean in means)
+        return {"bits": 2, "nll": nll, "kl": kl}
 
-    for loss, kl, noise, sign, words in ((-1, 1, 0.01, "-", "same (Figure 1)"), (1, -1, 0.01, "+", "**other**: more"),
-                                         (0, -1, 0.5, "-", "same"), (0, 1, 0.5, "+", "**other**: more"),
-                                         (0, 0, 0.5, "none", "**other**: none")):
-        data = {"SmolLM2": {"a --bits 2": row(3 + loss, 3 + kl, noise), "b --bits 2": row(3, 3, noise)}}
+    for loss, verdict in ((-1, "same (Figure 1)"), (1, "**other**: more")):
+        data = {"SmolLM2": {"a --bits 2": row(3 + loss, 3 - loss), "b --bits 2": row(3, 3)}}
         found = results.finding(claim, "SmolLM2", data)
-        assert found.sign == sign and results.verdict(claim, found).startswith(words)
-        assert ("KL" in found.text) == (kl != 0)  # where it decides, or says the opposite
-        assert "not in the paper" in results.verdict(claim._replace(paper=""), found)
-    assert results.verdict(claim._replace(paper="none"), found).startswith("none, as there")
+        assert results.verdict(claim, found).startswith(verdict) and "KL" in found.text
     assert results.finding(claim, "embedded", data) is None and results.verdict(claim, None) == "not measured"
