@@ -102,11 +102,6 @@ def few_tries(monkeypatch):
         monkeypatch.setattr(module, "kmeans", lambda *given, **more: kmeans(*given, **{**more, "tries": 2}))
 
 
-def codecs_of(method):
-    """(layer, kind, codec) of all codecs."""
-    return [(layer, kind, getattr(pair, kind)) for layer, pair in enumerate(method.codecs) for kind in "kv"]
-
-
 def tables(method):
     return {name: t.clone() for name, t in method.calibrated().items()}
 

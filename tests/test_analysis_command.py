@@ -265,7 +265,6 @@ def test_a_map_keeps_the_largest_magnitude_and_its_sign():
 @pytest.mark.parametrize("bos", ["replace", "none"])
 def test_windows_to_calibrate_on_are_cut_as_the_text_is(bos):
     args = SimpleNamespace(data="tales", context=32, calib_windows=3, bos=bos)
-    tokenizer = hf.load_tokenizer(EMBEDDED, hf.load_config(EMBEDDED))
+    tokenizer = hf.load_tokenizer(hf.EMBEDDED, hf.load_config(hf.EMBEDDED))
     found = command.calibration_of(args, tokenizer, "cpu")
     assert found.equal(load_windows("tales", tokenizer, 32, 3, "calibration", bos=bos).tokens)
-    assert (found[:, 0] == tokenizer.bos_id).all() == (bos == "replace")

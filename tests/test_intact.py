@@ -15,13 +15,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import runs_whole
-from safetensors.torch import load_file
 from test_cli import cells, refused
 from test_evaluate import assert_by_hand
 from test_weights import fold, text, tiny
 
 import train_intact
-from tinykv import UserError, cli, hf
+from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
@@ -481,22 +480,6 @@ def test_other_methods_on_quantized_weights(evaluating):
     assert rows["-", "fp16"]["ppl"] == rows_in(alone)["-", "fp16"]["ppl"]  # BOS alone moves no window
     assert status == 0 and list(rows) == [("-", "fp16"), *(("rtn-4", m) for m in ("fp16", "rtn", "pfn", "intactkv"))]
     assert rows["rtn-4", "intactkv"]["bits"] == "3" and float(rows["rtn-4", "intactkv"]["true"]) > 3
-
-
-@pytest.mark.whole  # GPTQ and AWQ, four times
-def test_quantized_weights_are_kept_in_the_calibration_file(evaluating, monkeypatch, tmp_path):
-    """And read again: the same table, and nobody quantizes."""
-    kept = tmp_path / "tables.safetensors"
-    words = ["--method", "intactkv", "--weights", "gptq,awq", "--w-bits", "3", "--calib-windows", 2,
-             "--calibration", kept]
-    status, out, _ = evaluating(*words)
-    assert status == 0 and {name.split("/")[0] for name in load_file(kept)} == {"weights gptq-3", "weights awq-3"}
-    before = kept.read_bytes()
-    monkeypatch.setattr(cli, "quantize", Mock(side_effect=AssertionError("quantized again")))
-    status, again, _ = evaluating(*words)
-    assert status == 0 and rows_in(again) == rows_in(out) and kept.read_bytes() == before
-    with pytest.raises(AssertionError, match="quantized again"):
-        evaluating(*words, "--w-bits", 4)
 
 
 @pytest.mark.parametrize("words, named", [

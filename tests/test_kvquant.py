@@ -5,7 +5,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from planted import CONFIG, L, Planted, codecs_of, h, random_rows
+from planted import CONFIG, L, Planted, h, random_rows
 
 from tinykv.calibrate import calibrate
 from tinykv.codecs.nonuniform import BINS, Histogram, NonUniform
@@ -74,7 +74,7 @@ def test_levels_are_a_fixed_point_on_the_raw_numbers(sensitivity, outliers):
     """A histogram's levels are as good as those of the numbers themselves: another step moves none by a bin's width."""
     model = shaped()
     method, gradients = kvquant_on(model, sensitivity=sensitivity, outliers=outliers), model.gradients()
-    for layer, kind, codec in codecs_of(method):
+    for layer, kind, codec in method.each_codec():
         x, half, use = normalized(model, layer, kind, codec, outliers / 100, 1)
         w = {"none": 1, "fisher": gradients[layer, kind] ** 2,
              "fisher-range": (gradients[layer, kind] * half) ** 2}[sensitivity] * np.ones_like(x)
@@ -124,7 +124,7 @@ def test_q_norm_keeps_mean_and_deviation():
     model = shaped()
     settings = {"sensitivity": "fisher-range", "outliers": 4.0}
     off, on = kvquant_on(model, **settings), kvquant_on(model, **settings, q_norm="on")
-    for (layer, kind, codec), (_, _, corrected) in zip(codecs_of(off), codecs_of(on)):
+    for (layer, kind, codec), (_, _, corrected) in zip(off.each_codec(), on.each_codec()):
         x, _, use = normalized(model, layer, kind, codec, 0.04, 1)
         x, before, after = x[use], codec.levels.double().numpy(), corrected.levels.double().numpy()
         at = np.abs(x[:, None] - before[None]).argmin(1)

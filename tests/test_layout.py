@@ -73,11 +73,6 @@ def modules_after(statement):
     return set(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split())
 
 
-@pytest.mark.whole  # a process of its own
-def test_nothing_needs_triton_until_it_is_asked_for():
-    assert "triton" not in modules_after("import eval_ppl, train_intact, tinykv.analysis")
-
-
 # Arrows
 
 def imports_of(name, top_only=False):

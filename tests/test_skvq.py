@@ -3,7 +3,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from planted import CONFIG, Hkv, L, Planted, changed, codecs_of, d, few_tries, flat, h, random_rows, same, tables
+from planted import CONFIG, Hkv, L, Planted, changed, d, few_tries, flat, h, random_rows, same, tables
 
 from tinykv.calibrate import calibrate
 from tinykv.codecs.clipped import ClippedGroups
@@ -42,7 +42,7 @@ def test_channels_of_like_range_share_a_group():
     model = Planted(random_rows(shape=clustered))
     method = SKVQ(CONFIG, group_size=8, clip="none")
     calibrate(model, method, model.windows())
-    for layer, kind, codec in codecs_of(method):
+    for layer, kind, codec in method.each_codec():
         of = cluster_of(layer, kind)
         clusters = [{c for c in range(h) if of[c] == i} for i in range(4)]
         assert sorted(map(sorted, members(codec))) == sorted(map(sorted, clusters))
@@ -61,7 +61,7 @@ def test_a_channel_counts_with_its_extremes_over_all_windows():
     method = SKVQ(CONFIG, group_size=16, clip="none", preserve=2)
     model = Planted(rows)
     calibrate(model, method, model.windows())
-    assert all({1, 5, 30, 2, 9, 31} in members(codec) for _, _, codec in codecs_of(method))
+    assert all({1, 5, 30, 2, 9, 31} in members(codec) for _, _, codec in method.each_codec())
 
 
 def test_groups_are_numbered_without_gaps():
@@ -79,7 +79,7 @@ def test_without_reordering_groups_are_neighbours(clip, group_size):
     model = Planted(random_rows(1, shape=clustered))
     method = SKVQ(CONFIG, group_size=group_size, reorder="off", clip=clip)
     calibrate(model, method, model.windows())
-    for _, _, codec in codecs_of(method):
+    for _, _, codec in method.each_codec():
         codec.encode(model.rows[0][0][0][None])  # with nothing to calibrate, groups are made at first use
         assert codec.group.tolist() == [c // group_size for c in range(h)]
 
@@ -118,7 +118,7 @@ def test_clips_are_the_best_of_the_grid(sensitivity, reorder, clip, metadata, al
                   sensitivity=sensitivity, alpha=alpha)
     calibrate(model, method, model.windows())
     gradients, seen = model.gradients(), set()
-    for layer, kind, codec in codecs_of(method):
+    for layer, kind, codec in method.each_codec():
         w = np.linalg.norm(gradients[layer, kind], axis=-1) if sensitivity == "token" else np.ones((2, 20))
         alphas = [alpha] if alpha else [a / 100 for a in range(60 if kind == "k" else 20, 101, 2)]
         x, losses = model.stacked(layer, kind), {}  # (alpha, centre): of each group
@@ -160,7 +160,7 @@ def test_skvq_s_codec_under_kvsink_s_tokens():
     for method in (mine, sinks):
         calibrate(model, method, model.windows())
     equal = [same(codec.calibrated(), other.calibrated())
-             for (_, _, codec), (_, _, other) in zip(codecs_of(mine), codecs_of(sinks))]
+             for (_, _, codec), (_, _, other) in zip(mine.each_codec(), sinks.each_codec())]
     assert equal == [True, True, False, False]  # the first layer keeps nothing
     assert sinks.rope == "pre" and sinks.scheme == "skvq"
 
