@@ -52,10 +52,12 @@ def test_codebooks(monkeypatch, capsys):
 @pytest.mark.whole
 @pytest.mark.parametrize("page", ["2_stream.py", "3_codebooks.py"])
 def test_a_page_says_what_it_prints(page, monkeypatch, capsys):
+    """To its last digit, or what k-means makes of another machine's rounding."""
     said = (ROOT / "docs/ladder" / page).read_text().split('"""')[1]
     lines = printed(page, 16, monkeypatch, capsys, 3)[-2:]
-    figures = {number for line in lines for number in line[1:] if re.match(r"\d+\.\d+", number)}
-    assert figures == set(re.findall(r"\d+\.\d+", said)) - {"8.178"}
+    figures = [float(number) for line in lines for number in line[1:] if re.match(r"\d+\.\d+", number)]
+    said = [float(number) for number in re.findall(r"\d+\.\d+", said) if number != "8.178"]
+    assert said == (figures if page == "2_stream.py" else pytest.approx(figures, rel=0.005))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
