@@ -251,16 +251,14 @@ def finding(claim, model, data):
     difference, error, p = compared(*rows)
     of_kl, _, p_of_kl = compared(*rows, "kl")
     sign, more = "none" if p > 0.05 else "open", ""
-    if p < 0.01:
-        sign = "-" if difference < 0 else "+"
-    elif p_of_kl < 0.01:
-        sign = "-" if of_kl < 0 else "+"
-    # the KL where it decides, or says the opposite
-    if p_of_kl < 0.01 <= p or p_of_kl < 0.05 and difference * of_kl < 0:
+    kl_decides = p_of_kl < 0.01 <= p
+    if p < 0.01 or kl_decides:
+        sign = "-" if (of_kl if kl_decides else difference) < 0 else "+"
+    if kl_decides or p_of_kl < 0.05 and difference * of_kl < 0:  # or it says the opposite
         more = f"; KL {of_kl:+.3f}, {of_p(p_of_kl)}"
-    bits = [row["bits"] for row in rows]
-    if abs(bits[0] - bits[1]) >= UNEQUAL:
-        more += f"; {bits[0]:.2f} and {bits[1]:.2f} bits"
+    bits, others = (row["bits"] for row in rows)
+    if abs(bits - others) >= UNEQUAL:
+        more += f"; {bits:.2f} and {others:.2f} bits"
     draws, windows = shape_of(*rows)
     return Finding(f"{difference:+.3f} ± {error:.3f} ({of_p(p)}, {draws} x {windows}{more})", sign)
 
@@ -318,15 +316,16 @@ def rows_table(model, data, names):
     rows, formats = data.get(model, {}), {row: f"{label}: " for label, row in (EIGHT | POINTS).items()}
     lines = ["| row | true bits | nats | KL | draws x windows |", "|---|---|---|---|---|"]
     for row in (named(name, model) for name in names):
+        title = f"{formats.get(row, '')}`{row}`"
         if row not in rows:
-            lines.append(f"| {formats.get(row, '')}`{row}` | - | not measured | | |")
+            lines.append(f"| {title} | - | not measured | | |")
             continue
         fp16 = fp16_of(row, rows)
         difference, error, _ = compared(rows[row], fp16)
         kl, _, _ = compared(rows[row], fp16, "kl")
         draws, windows = shape_of(rows[row], fp16)
-        lines.append(f"| {formats.get(row, '')}`{row}` | {rows[row]['bits']:.2f} | {difference:.3f} ± {error:.3f} | "
-                     f"{kl:.3f} | {draws} x {windows} |")
+        lines.append(f"| {title} | {rows[row]['bits']:.2f} | {difference:.3f} ± {error:.3f} | {kl:.3f} | "
+                     f"{draws} x {windows} |")
     return "\n".join(lines)
 
 

@@ -39,15 +39,19 @@ def settings_of(cls, scheme=None):
     return settings
 
 
-def kind_of(cls, setting, default):
-    """(type, what stands for a value, help) of a setting. The annotation, and the help, are those of the nearest
-    constructor, or scheme, that has them."""
+def declarations(cls):
+    """The arguments, a line each, and the docstrings of all that may declare a method's settings: its constructors, the
+    nearest first, and the schemes."""
     makers = [parent.__init__ for parent in cls.__mro__] + [getattr(make, "func", make) for make, _ in SCHEMES.values()]
-    docs = "\n".join(inspect.getdoc(make) or "" for make in makers)
+    arguments = [str(argument) for make in makers for argument in inspect.signature(make).parameters.values()]
+    return "\n".join(arguments), "\n".join(inspect.getdoc(make) or "" for make in makers)
+
+
+def kind_of(setting, default, arguments, docs):
+    """(type, what stands for a value, help) of a setting, by the first of the `declarations` that has them."""
     values, help = next(iter(re.findall(rf"^ *{setting} \((.*?)\): (.*)$", docs, re.M)), (setting.upper(), ""))
-    annotations = [str(inspect.signature(make).parameters.get(setting)).split(" = ")[0] for make in makers]
-    named = re.findall(r": .*?\b(bool|int|float|str)\b", "\n".join(annotations))  # also of "int | None"
-    kind = getattr(builtins, named[0]) if named else type(default)
+    named = re.search(rf"^{setting}: [^=]*?\b(bool|int|float|str)\b", arguments, re.M)  # also of "int | None"
+    kind = getattr(builtins, named[1]) if named else type(default)
     return kind if kind in (bool, int, float) else str, values, help
 
 
@@ -56,8 +60,9 @@ def flags_of(methods):
     found = {"bits": {(float, "X", "bits per number in keys and values; --k-bits and --v-bits override it"): []}}
     found |= {setting: {} for setting in re.findall(r"^ *\W*(\w+) \(", Method.__init__.__doc__, re.M)}  # in this order
     for name, cls in methods.items():
+        declared = declarations(cls)
         for setting, default in settings_of(cls).items():
-            found.setdefault(setting, {}).setdefault(kind_of(cls, setting, default), []).append(name)
+            found.setdefault(setting, {}).setdefault(kind_of(setting, default, *declared), []).append(name)
     flags = {}
     for setting, kinds in found.items():
         helps = [", ".join(names) + ": " * bool(names and help) + help if len(names) < 4 else help
