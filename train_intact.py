@@ -12,10 +12,11 @@ from tinykv import UserError, cli, hf
 from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import measure
-from tinykv.files import CalibrationFile, fingerprint, identity, load_tensors, save_tensors
+from tinykv.files import Tables, fingerprint, identity, load_tensors, save_tensors
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
 from tinykv.prefixes import FORMAT, fill_prefix, open_prefix, save_prefix
+from tinykv.weights import restore
 
 STATE = "tinykv-training"  # what the file of a run says that it is
 
@@ -181,7 +182,7 @@ def check(args):
     if Path(args.out).suffix != ".safetensors":
         raise UserError(f"--out is a name that ends in .safetensors; got {args.out}")
     args.state = f"{args.out}.state"
-    cli.check_outputs(args, out=FORMAT, state=STATE, calibration="tinykv-calibration")
+    cli.check_outputs(args, out=FORMAT, state=STATE, calibration="folder")
 
 
 def run(args):
@@ -208,8 +209,8 @@ def run(args):
     calibration_windows, data = None, ""
     if quantizer.needs_text:
         calibration_windows, data = cli.calibration_text(args, tokenizer, context, device, windows.tokens)
-    calibration_file = CalibrationFile(args.calibration, full)
-    quantized = cli.quantized_model(full, name, quantizer, calibration_windows, calibration_file)
+    blocks = cli.quantized_blocks(full, name, quantizer, calibration_windows, Tables(args.calibration, full))
+    quantized = restore(full, quantizer, blocks)
     quantized.requires_grad_(False)
 
     # 4. The prefix's (keys, values), (L, Hkv, n, d) each: exact ones, and those to begin with

@@ -103,22 +103,16 @@ class QJL(Codec):
 
 class Centred(Codec):
     """A codec of what is left of each channel without its mean, which is calibrated."""
-    passes = 1  # over the calibration windows
+    needs_text = True
     tables = ("mean",)
 
     def __init__(self, codec):
         self.codec, self.bits, self.mean = codec, codec.bits, None
 
-    def begin(self, step, W, T):
-        self.sum, self.n = 0, 0
-
-    def collect(self, step, rows, kept, gradient):
-        rows = rows.float().masked_fill(kept[..., None], 0)  # (Hkv, T, d)
-        self.sum += rows.sum(1, keepdim=True)  # (Hkv, 1, d)
-        self.n += (~kept).sum(1)[:, None, None]  # (Hkv, 1, 1)
-
-    def fit(self, step):
-        self.mean = (self.sum / self.n.clamp(min=1)).half()  # (Hkv, 1, d)
+    def fit(self, rows, kept, gradient=None, seed=0):
+        total = rows.float().masked_fill(kept[..., None], 0).sum((0, 2))  # (Hkv, d)
+        n = (~kept).sum((0, 2)).clamp(min=1)  # (Hkv)
+        self.mean = (total / n[:, None]).half()[:, None]  # (Hkv, 1, d)
 
     def encode(self, x, ignore=None):
         return self.codec.encode(x.float() - self.mean)

@@ -137,7 +137,7 @@ def check_codes_are_what_is_claimed(case):
             f"layer {layer}: decoded {name} are further from the {name} than their mean is: the mean squared error is "
             f"{error:.3g}, and {spread:.3g} with the mean of each channel in the place of all codes; see how `decode` "
             "undoes `encode`")
-        if not codec.passes:  # tables are for rows like those that they were found on
+        if not codec.needs_text:  # tables are for rows like those that they were found on
             check_loss(codec, name, claimed, torch.randn(x.shape, generator=seeded).half())
 
 

@@ -13,7 +13,7 @@ from cases import model_of, tokens_of
 from planted import CONFIG, L, Planted, changed, d, few_tries, random_rows, same, tables
 
 from tinykv import UserError
-from tinykv.calibrate import calibrate, check_window, record, stored
+from tinykv.calibrate import calibrate, check, texts
 from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.kvquant import KVQuant
@@ -25,13 +25,10 @@ from tinykv.tracing import Trace
 
 
 def recorded(model, method, windows, gradients=False):
-    """(layer, kind, rows, kept, gradient) of each window, layer and kind, as codecs see them."""
-    for window in windows:
-        recorder = record(model, window, gradients)
-        cache = stored(model, method, recorder)
-        for layer in range(len(cache.layers)):
-            for kind in "kv":
-                yield layer, kind, *recorder.of(cache, layer, kind)
+    """(layer, kind, rows, kept, gradient) of each layer and kind, as codecs see them."""
+    text, = texts(model, [method], windows, range(L), gradients)
+    for layer, kind in itertools.product(range(L), "kv"):
+        yield layer, kind, *text.of(layer, kind)
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +59,8 @@ def test_gradients_are_those_of_what_is_stored(rope):
     parts = list(recorded(model, KVQuant(model.config, rope=rope), window[None], gradients=True))
     assert [(layer, kind) for layer, kind, *_ in parts] == [(i, kind) for i in range(L) for kind in "kv"]
     for (*_, rows, kept, gradient), expected in zip(parts[-2:], (of_keys, of_values)):
-        assert gradient.shape == rows.shape == (2, 9, d) and kept.tolist() == [[True] + [False] * 8] * 2
-        assert torch.allclose(gradient, expected[0], rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+        assert gradient.shape == rows.shape == (1, 2, 9, d) and kept[0].tolist() == [[True] + [False] * 8] * 2
+        assert torch.allclose(gradient, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
 
 
 # ---- what is kept is not learned from
@@ -106,7 +103,7 @@ def test_of_a_prefix_nothing_is_learned():
     method.prefix.fill(model, model)
     shown, plain = (list(recorded(model, one, windows)) for one in (method, METHODS["rtn"](model.config)))
     for (_, kind, rows, kept, _), (_, _, of_window, _, _) in zip(shown, plain, strict=True):
-        assert rows.shape == of_window.shape and kept.shape == rows.shape[:2] and not kept.any()
+        assert rows.shape == of_window.shape and kept.shape == rows.shape[:3] and not kept.any()
         assert kind == "k" or torch.equal(rows, of_window)  # its keys are rotated here
 
 
@@ -128,10 +125,10 @@ def test_windows_of_which_nothing_is_left(name, options):
 
 def test_a_head_of_which_nothing_is_left():
     """One is enough: it has a range, or a codebook, of its own."""
-    kept = torch.tensor([[True, True], [True, False]])
+    kept = torch.tensor([[[True, True], [True, False]]])
     with pytest.raises(UserError, match="keep"):
-        check_window(0, torch.zeros(2, 2, d), kept, None)
-    check_window(0, torch.zeros(2, 2, d), kept[1:].expand(2, -1), None)
+        check(0, torch.zeros(1, 2, 2, d), kept, None)
+    check(0, torch.zeros(1, 2, 2, d), kept[:, 1:].expand(-1, 2, -1), None)
 
 
 @pytest.mark.parametrize("name", ["skvq", "kvquant", "kvsink"])
@@ -151,28 +148,28 @@ def test_a_loss_without_gradient_says_where():
         calibrate(model, KVQuant(model.config), tokens_of(2, 20))
 
 
-def test_a_method_is_shown_each_window_block_by_block():
+def test_a_method_is_shown_each_window():
     seen = []
 
     class Looks(RTN):
-        passes = 2
+        needs_text = True
 
-        def collect(self, step, layer, hidden):
-            seen.append((step, layer, tuple(hidden.shape)))
+        def collect(self, hidden):
+            seen.append([tuple(h.shape) for h in hidden])
 
-        def fit(self, step):
-            seen.append(step)
+        def fit(self):
+            seen.append("all")
 
     model = model_of(2)
     calibrate(model, Looks(model.config, scheme="token-dynamic", group_size=4), tokens_of(3, 5))
-    a_pass = [[(step, layer, (1, 5, 32)) for _ in range(3) for layer in (-1, 0, 1)] + [step] for step in (0, 1)]
-    assert seen == [*a_pass[0], *a_pass[1]]
+    assert seen == [[(1, 5, 32)] * 3] * 3 + ["all"]
 
 
 # ---- several methods
 
 def test_a_list_finds_what_each_method_finds_alone():
-    """Whatever they need: gradients, keys before RoPE, passes of their own. Each pass is one forward a window."""
+    """Whatever they need: gradients, keys before RoPE, a look of their own. Each window is read once, and once more for
+    KVSink's outlier."""
     model, windows, count = copy.deepcopy(model_of(2)), tokens_of(2, 40), []
     model.register_forward_hook(lambda *given: count.append(1))
     options = {"cq": {"vq": "d8m4"}, "antkv": {"vq": "d8m4"}}
@@ -187,6 +184,20 @@ def test_a_list_finds_what_each_method_finds_alone():
         tables = other.calibrated()
         assert one.calibrated().keys() == tables.keys() and one.calibrated_on == other.calibrated_on
         assert all(torch.equal(table, tables[name]) for name, table in one.calibrated().items())
+
+
+def test_some_layers_at_a_time_find_the_same(monkeypatch):
+    """Where memory is short: the text is read again for other layers."""
+    model, windows, count = copy.deepcopy(model_of(2)), tokens_of(2, 40), []
+    model.register_forward_hook(lambda *given: count.append(1))
+    found = []
+    for held, readings in ((1, L), (2 ** 40, 1)):
+        monkeypatch.setattr("tinykv.calibrate.HELD", held)
+        count.clear()
+        calibrate(model, method := KVQuant(model.config), windows)
+        assert len(count) == readings * len(windows)
+        found.append(tables(method))
+    assert same(*found)
 
 
 # ---- draws

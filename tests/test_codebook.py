@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tinykv import UserError
 from tinykv.cache import KVCache
-from tinykv.calibrate import calibrate, record, stored
+from tinykv.calibrate import calibrate, texts
 from tinykv.codecs import codebook
 from tinykv.codecs.codebook import FORMATS, Codebook, make_codebooks
 from tinykv.methods.antkv import AnTKV
@@ -73,15 +73,12 @@ def calibrated(sensitivity="none", sharing="head", vq="d2m8"):
 @lru_cache
 def parts():
     """{(layer, kind): (sub-vectors (slots, N, 2), gradients (Hkv, N, d))} over the calibration windows."""
-    found = defaultdict(list)
-    for window in windows():
-        recorder = record(tiny(), window, True)
-        cache = stored(tiny(), CQ(tiny().config), recorder)
-        for layer, kind in itertools.product(range(L), "kv"):
-            rows, _, gradient = recorder.of(cache, layer, kind)
-            vectors = rows.float().unflatten(-1, (-1, 2)).transpose(1, 2).flatten(0, 1)
-            found[layer, kind].append((vectors, gradient))
-    return {key: tuple(torch.cat(x, dim=1) for x in zip(*pairs)) for key, pairs in found.items()}
+    found, (text,) = {}, texts(tiny(), [CQ(tiny().config)], windows(), range(L), gradients=True)
+    for layer, kind in itertools.product(range(L), "kv"):
+        rows, _, gradient = text.of(layer, kind)  # (W, Hkv, T, d)
+        vectors = rows.float().unflatten(-1, (-1, 2)).permute(1, 3, 0, 2, 4)  # (Hkv, d/2, W, T, 2)
+        found[layer, kind] = vectors.flatten(2, 3).flatten(0, 1), gradient.transpose(0, 1).flatten(1, 2)
+    return found
 
 
 def weights_of(gradient, sensitivity):
@@ -126,28 +123,25 @@ def test_a_few_huge_weights_do_not_own_the_book():
     codec = Codebook(2, 4, 1, 2, sensitivity="token")
     gradient = torch.ones(1, 2000, 2)
     gradient[0, 7] = 1e6
-    weight = codec.weigh(gradient, gradient)
+    weight = codec.weigh(gradient, torch.zeros(1, 2000, dtype=torch.bool), gradient)
     assert weight.shape == (1, 2000) and torch.allclose(weight, torch.tensor(2.0).sqrt())
 
 
-def test_calibration_holds_no_more_than_it_says():
+def test_calibration_sees_no_more_than_it_says(monkeypatch):
     """A sample of the tokens, evenly spread, where there are more than SAMPLES."""
-    codec, rows = Codebook(2, 4, 1, 2, "none"), torch.arange(80.0).view(1, 40, 2)
-    codec.begin(0, codebook.SAMPLES // 6, 40)
-    for _ in range(2):
-        codec.collect(0, rows, torch.zeros(1, 40, dtype=torch.bool), None)
-    assert [x[0, :, 0].tolist() for x in codec.rows] == [[0, 14, 30, 46, 62, 78]] * 2
-    codec.fit(0)
-    assert codec.samples == 12 and codec.rows is None
+    monkeypatch.setattr(codebook, "SAMPLES", 12)
+    codec, seen = Codebook(2, 4, 1, 2, "none"), []
+    monkeypatch.setattr(codebook, "kmeans", lambda points, *given, **more: seen.append(points) or points[:, :4])
+    codec.fit(torch.arange(80.0).view(1, 1, 40, 2).repeat(2, 1, 1, 1), torch.zeros(2, 1, 40, dtype=torch.bool))
+    assert seen[0][0, :, 0].tolist() == [0, 14, 30, 46, 62, 78] * 2 and codec.samples == 12
 
 
 def test_kept_tokens_weigh_nothing():
     """In the heads that keep them."""
     codec, gradient = Codebook(2, 4, 2, 4), torch.ones(2, 6, 4)
     kept = torch.tensor([[True, False, False, False, True, False], [False, True, False, False, False, False]])
-    codec.begin(0, 1, 6)
-    codec.collect(0, gradient, kept, gradient)
-    assert codec.weights[0].bool().tolist() == [*[(~kept[0]).tolist()] * 2, *[(~kept[1]).tolist()] * 2]
+    weights = codec.weigh(gradient, kept, gradient)
+    assert weights.bool().tolist() == [*[(~kept[0]).tolist()] * 2, *[(~kept[1]).tolist()] * 2]
 
 
 def test_too_few_vectors_are_refused():
@@ -225,8 +219,7 @@ def test_slots_that_share_a_book_keep_their_weights_where_vectors_are_drawn():
     N = 4 * codebook.DRAWN
     zeros_and_ones, fours = torch.arange(N) // (N // 2), torch.full((N,), 4)
     codec, rows = Codebook(1, 2, 1, 2, "fisher", "layer"), torch.stack([zeros_and_ones, fours], dim=-1)[None].float()
-    codec.begin(0, 1, N)
-    codec.collect(0, rows, torch.zeros(1, N, dtype=torch.bool), torch.tensor([1000 ** 0.5, 1.0]).expand(1, N, 2))
-    codec.fit(0)
+    gradient = torch.tensor([1000 ** 0.5, 1.0]).expand(1, 1, N, 2)
+    codec.fit(rows[None], torch.zeros(1, 1, N, dtype=torch.bool), gradient)
     pulled = (N / 2 * 1000 * 1 + N * 4) / (N / 2 * 1000 + N)
     assert sorted(codec.centroids.flatten().tolist()) == pytest.approx([0, pulled], abs=1e-3)

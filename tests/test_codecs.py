@@ -48,7 +48,7 @@ def with_tables(codec, x):
         codec.levels = torch.linspace(-1, 1, 2 ** codec.bits).half()
         if codec.axis == "channel":
             codec.set_range(lo.flatten(), hi.flatten())
-    elif codec.passes:
+    elif codec.needs_text:
         codec.set_range(lo, hi)
     return codec
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save
 
 from tinykv import UserError, files, hf
-from tinykv.files import CalibrationFile, identity, load_tensors, read_json, read_text, save_tensors, write_json
+from tinykv.files import Tables, identity, load_tensors, read_json, read_text, save_tensors, write_json
 from tinykv.hf import EMBEDDED
 from tinykv.weights import AWQ, GPTQ
 
@@ -116,19 +116,20 @@ def test_identity_tells_contents_apart():
     assert identity(tokens.clone(), {"b": 1, "a": 2}) == identity(tokens, {"a": 2, "b": 1})
 
 
-def test_a_calibration_file_gives_what_was_put_there(tmp_path):
-    """And is known again however long its notes are; one of another model is refused."""
+def test_a_folder_of_tables_gives_what_was_put_there(tmp_path):
+    """Two at the same time lose nothing, and another model shares the folder."""
     model, _ = hf.load(EMBEDDED)
-    path, made_of = tmp_path / "tables.safetensors", "made of 1" * 10 ** 4
-    file = CalibrationFile(path, model)
-    file.put("a/b", made_of, {"0.k.scale": torch.ones(2)})
-    file.put("empty", made_of, {})
-    again = CalibrationFile(path, model)
-    assert again.get("a/b", made_of)["0.k.scale"].tolist() == [1, 1] and again.get("empty", made_of) == {}
-    assert again.get("a/b", "made of 2") is None and again.get("b", made_of) is None
+    kept, other = Tables(tmp_path / "new", model), Tables(tmp_path / "new", model)
+    kept.put("made of 1", {"0.k.scale": torch.ones(2)})
+    other.put("made of 2", {})
+    for folder in (kept, other):
+        assert folder.get("made of 1")["0.k.scale"].tolist() == [1, 1] and folder.get("made of 2") == {}
+        assert folder.get("made of 3") is None and folder.get(None) is None
     with pytest.raises(UserError, match="not finite"):
-        file.put("c", "", {"x": torch.tensor([float("nan")])})
-    assert len(CalibrationFile(path, model).tables) == 2
+        kept.put("made of 4", {"x": torch.tensor([float("nan")])})
+    assert len(list((tmp_path / "new").iterdir())) == 2
     model.model["norm"].weight.data[7] += 1
-    with pytest.raises(UserError, match=f"{path} is of another model"):
-        CalibrationFile(path, model)
+    assert Tables(tmp_path / "new", model).get("made of 1") is None
+    nothing = Tables(None, model)
+    nothing.put("made of 1", {"x": torch.ones(1)})
+    assert nothing.get("made of 1") is None

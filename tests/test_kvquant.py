@@ -5,7 +5,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from planted import CONFIG, L, Planted, h, random_rows
+from planted import CONFIG, L, Planted, few_tries, h, random_rows
 
 from tinykv.calibrate import calibrate
 from tinykv.codecs.nonuniform import BINS, Histogram, NonUniform
@@ -56,7 +56,7 @@ def kvquant_on(model, **changed):
 
 @pytest.mark.parametrize("outliers, preserve", [(0.0, 0), (1.0, 5), (20.0, 1)])
 def test_ranges_of_keys(outliers, preserve, monkeypatch):
-    monkeypatch.setattr(NonUniform, "passes", 1)  # the second looks for levels
+    few_tries(monkeypatch)
     model = Planted(random_rows())
     method = kvquant_on(model, outliers=outliers, preserve=preserve, sensitivity="none")
     for layer, pair in enumerate(method.codecs):

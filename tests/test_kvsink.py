@@ -242,8 +242,8 @@ def test_kvsink_without_an_outlier_is_pfn(scheme, protocol):
     plain.model["embed_tokens"].weight.data[MARK, CHANNEL] = 0.5
     calibrate(plain, method, calibration_windows())
     assert method.layer == -1 and "no stable outlier" in method.describe()
-    method.passes, method.calibrated_on = 0, None  # the search is over
-    if any(codec.passes for pair in method.codecs for codec in pair):
+    method.needs_text, method.calibrated_on = False, None  # the search is over
+    if any(codec.needs_text for pair in method.codecs for codec in pair):
         calibrate(model, method, calibration_windows())
     tokens = case.tokens()
     assert torch.equal(case.run(method, tokens)[0], case.run(case.method(), tokens)[0])
@@ -287,5 +287,5 @@ def test_running_top_k(chunks, k):
 def test_a_model_of_table_3_still_calibrates_its_static_ranges():
     """Layer and channel are known without calibration, so they do not count as what calibration has found."""
     method = on_real({}, scheme="channel-static")
-    assert (method.layer, method.channel) == (1, 2533) and method.passes == 0
+    assert (method.layer, method.channel) == (1, 2533) and not method.needs_text
     assert method.needs_calibration and not method.calibrated()

@@ -55,17 +55,18 @@ def test_two_ranks_give_the_figures_of_one(tmp_path, capfd, one_layer):
         outputs = ["--calibration", tmp_path / name, "--json", tmp_path / f"{name}.json"]
         assert fork(*words, *outputs, ranks=ranks) == [0] * ranks
         printed.append(capfd.readouterr().out)
-    assert printed[0] == printed[1] != "" and (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    tables = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two")]
+    assert printed[0] == printed[1] != "" and tables[0] == tables[1]
     assert_same([tmp_path / "one.json", tmp_path / "two.json"])
     for row in json.loads((tmp_path / "one.json").read_text())["rows"]:
         assert all(len(of_draw) == 5 for of_draw in row["window_nll"])  # of the last batch, too
 
 
-def test_tables_of_a_file_reach_the_others_whatever_is_lacking(tmp_path, one_layer):
-    """The file has the second method of three that are calibrated together. One of the ranks has no batch."""
+def test_kept_tables_reach_the_others_whatever_is_lacking(tmp_path, one_layer):
+    """The folder has the second method of three that are calibrated together. One of the ranks has no batch."""
     files = [tmp_path / "one.json", tmp_path / "two.json"]
     words = ["--model", one_layer, "--context", 32, "--calib-windows", 2, "--windows", 2, "--method"]
-    kept = ["--calibration", tmp_path / "tables.safetensors"]
+    kept = ["--calibration", tmp_path / "tables"]
     assert fork(*words, "pfn,fp16", *kept, ranks=2) == [0, 0]
     assert fork(*words, "kvsink", *kept, "--json", files[1], ranks=2) == [0, 0]
     assert fork(*words, "kvsink", "--json", files[0], ranks=1) == [0]

@@ -140,7 +140,7 @@ def mine(tmp_path):
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
 @pytest.mark.parametrize("wrong, words", [
     ("none", ["Mine: `encode` of Half", "None"]), ("block=a", ["block of Mine", "'a'"]), ("block=None", ["block of"]),
-    ("recent=x", ["recent of Mine"]), ("preserve=x", ["preserve of Mine"]), ("passes=None", ["passes of Mine"]),
+    ("recent=x", ["recent of Mine"]), ("preserve=x", ["preserve of Mine"]),
     ("k_bits=nan", ["k_bits of Mine", "nan"]), ("codecs=None", ["Mine: `codecs`", "None"]),
     ("codecs=abcd", ["Mine: `codecs`", "abcd"]), ("prefix=x", ["prefix of Mine", "'x'"]),
     ("one", ["Mine: `decode` of Half", "(2, 1, 1, 8)"]), ("ints", ["`decode` of Half", "int64"]),

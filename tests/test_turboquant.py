@@ -128,13 +128,11 @@ def test_qjl_is_right_on_average_where_plain_levels_are_not(turboquant):
 
 
 def test_a_mean_is_that_of_the_tokens_that_are_not_kept(turboquant):
-    codec, windows = turboquant.Centred(turboquant.Turbo(4, 4)), [rows(3, 4, seed, heads=2)[0] for seed in (1, 2)]
+    codec = turboquant.Centred(turboquant.Turbo(4, 4))
+    windows = torch.cat([rows(3, 4, seed, heads=2) for seed in (1, 2)])  # (W, Hkv, T, d)
     kept = torch.zeros(2, 3, dtype=torch.bool)
     kept[0, 0] = kept[1, 1:] = True
-    codec.begin(0, 2, 3)
-    for window in windows:
-        codec.collect(0, window, kept, None)
-    codec.fit(0)
+    codec.fit(windows, kept.expand(2, -1, -1))
     for head, tokens in enumerate([[1, 2], [0]]):
         mean = torch.cat([window[head, tokens] for window in windows]).mean(0)
         assert codec.mean[head, 0].tolist() == pytest.approx(mean.tolist(), rel=2e-3)

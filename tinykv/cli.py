@@ -14,7 +14,7 @@ from tinykv import UserError, at_least, did_you_mean, hf, one_of
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows, share_text
 from tinykv.files import check_target, first_line, identity
-from tinykv.weights import QUANTIZERS, quantize, restore
+from tinykv.weights import QUANTIZERS, quantize
 
 FULL_PRECISION = "full precision"  # the label of weights that are not quantized
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -134,8 +134,8 @@ def add_bos(p):
 def add_calibration(p):
     p.add_argument("--calib-data", metavar="tales|...|FILE",
                    help="to calibrate on (default: another part of --data; of a file, its second half)")
-    p.add_argument("--calibration", metavar="FILE",
-                   help="read calibrated tables from this file; what it lacks is calibrated and added")
+    p.add_argument("--calibration", metavar="DIR",
+                   help="read calibrated tables from this folder; what it lacks is calibrated and added")
 
 
 def list_of(kind, several=True):
@@ -166,7 +166,10 @@ def check_outputs(args, **kinds):
             raise UserError(f"--{flag} {path}: no file can be written there; give a file name in a folder that exists")
         if named.count(os.path.realpath(path)) > 1:
             raise UserError(f"--{flag} {path}: another flag names this file, too; give each a file of its own")
-        check_target(path, kind)
+        if kind != "folder":
+            check_target(path, kind)
+        elif os.path.exists(path) and not os.path.isdir(path):
+            raise UserError(f"--{flag} {path} is a file, and no folder; give a folder")
 
 
 def check_context(context, config, flag="context"):
@@ -251,20 +254,17 @@ def weights_label(weights, quantizer, data):
     return f"{weights}, {data}" if quantizer.needs_text else weights
 
 
-def quantized_model(model, name, quantizer, windows, file):
-    """The model with its weights quantized; calibrated ones are read from the file, or added to it.
-
-    windows (W, T): to calibrate on, where `quantizer.needs_text`. file: a `CalibrationFile`.
-    """
+def quantized_blocks(model, name, quantizer, windows, kept):
+    """The tensors of the model's blocks with quantized weights, for `weights.restore`. Calibrated ones are taken from
+    kept `Tables`, or added to them. windows (W, T): to calibrate on, where `quantizer.needs_text`."""
     made_of = identity(windows, quantizer) if quantizer.needs_text else None
-    tensors = file.get(f"weights {name}", made_of) if made_of else None
+    tensors = kept.get(made_of)
     if tensors is None:
         step(f"quantizing weights {name}")
         coded = quantize(model, quantizer, windows, partial(bar, what=name, unit="block"))
         tensors = coded.model["layers"].state_dict()
-        if made_of:
-            file.put(f"weights {name}", made_of, tensors)
-    return restore(model, quantizer, tensors)
+        kept.put(made_of, tensors)
+    return tensors
 
 
 # Output

@@ -1,4 +1,4 @@
-"""Files: read with a clear error, written whole or not at all; and the calibration file.
+"""Files: read with a clear error, written whole or not at all; and what calibration found.
 
 Whatever is wrong with a file is a `UserError` of one line: which file, what is wrong, what to do.
 """
@@ -168,51 +168,38 @@ def fingerprint(model):
     return digest_of(weights, config)[:16]
 
 
-class CalibrationFile:
-    """The tables that calibration found for one model, by name, each with the `identity` of what made it.
+class Tables:
+    """What calibration found for a model, in a folder: a file for each set of tensors, named by what made it.
 
-        file = CalibrationFile("tables.safetensors", model)
-        file.put("kvquant", identity(windows), method.calibrated())
-        method.restore(file.get("kvquant", identity(windows)))
+        kept = Tables("tables", model)
+        kept.put(identity(windows), method.calibrated())
+        method.restore(kept.get(identity(windows)))
 
-    path: where the tables are kept; None keeps them in memory only, as it does with those whose identity is None. A
-    file of another model is an error; tables that something else has made are made again.
+    folder: None keeps nothing. Other models, and commands that run at the same time, may share it.
     """
 
-    def __init__(self, path, model):
-        self.path, self.model = path, model
-        self.notes = {"format": "tinykv-calibration", "model": fingerprint(model) if path else None}
-        self.tables = {}  # {name: {table: tensor}}
-        self.made_of = {}  # {name: identity}
-        if path and Path(path).exists():
-            self.load()
+    def __init__(self, folder, model):
+        self.folder = None if folder is None else Path(folder)
+        self.device = model.lm_head.weight.device
+        self.model = None if folder is None else fingerprint(model)
 
-    def get(self, name, made_of):
-        """The tables of that name, {table: tensor}; None if there are none, or something else made them."""
-        return self.tables[name] if self.made_of.get(name, "") == made_of else None
+    def path(self, made_of):
+        """The file of what something made, an `identity`; None if nothing is kept of it."""
+        if self.folder is None or made_of is None:
+            return None
+        return self.folder / f"{identity(self.model, made_of)[:32]}.safetensors"
 
-    def put(self, name, made_of, tables):
-        """Add tables, and write the file. UserError if a number in them is not finite."""
-        for table, tensor in tables.items():
-            all_finite(f"{name}: numbers of {table}", tensor)
-        self.tables[name], self.made_of[name] = tables, made_of
-        if self.path and made_of:
-            self.save()
+    def get(self, made_of):
+        """{name: tensor}; None if they are not kept."""
+        path = self.path(made_of)
+        return load_tensors(path, "tinykv-calibration", self.device)[0] if path and path.exists() else None
 
-    def save(self):
-        known = {name: made_of for name, made_of in self.made_of.items() if made_of}
-        tensors = {f"{name}/{table}": tensor for name in known for table, tensor in self.tables[name].items()}
-        save_tensors(self.path, tensors, {**self.notes, "made of": json.dumps(known)})
-
-    def load(self):
-        tensors, notes = load_tensors(self.path, self.notes["format"], self.model.lm_head.weight.device)
-        if notes["model"] != self.notes["model"]:
-            raise UserError(f"{self.path} is of another model; give another file name")
-        self.made_of = json.loads(notes["made of"])
-        self.tables = {name: {} for name in self.made_of}  # a name may have no tables
-        for key, tensor in tensors.items():
-            name, _, table = key.rpartition("/")
-            self.tables[name][table] = tensor
+    def put(self, made_of, tensors):
+        """Keep {name: tensor}. UserError if a number in them is not finite."""
+        for name, tensor in tensors.items():
+            all_finite(f"numbers of {name}, which calibration found,", tensor)
+        if path := self.path(made_of):
+            save_tensors(path, tensors, {"format": "tinykv-calibration"})
 
 
 # Text for error messages

@@ -5,16 +5,6 @@ hidden state. It is looked for on the calibration windows.
 """
 from statistics import median_low, mode
 
-import torch
-
-
-def columns(profile, n_layers):
-    """The `outlier` of each window after the embedding and after each layer, in order -> what `find_outlier` takes:
-    largest, ratio, channel, (W, L + 1) each."""
-    table = torch.tensor(profile).unflatten(0, (-1, n_layers + 1))  # (W, L + 1, 3)
-    largest, ratio, channel = table.unbind(-1)  # (W, L + 1) each
-    return largest, ratio, channel.long()
-
 
 def outlier(hidden):
     """hidden (1, T, D) -> the largest |h|, its ratio to the median token's largest |h|, and its channel."""

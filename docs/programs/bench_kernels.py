@@ -79,7 +79,7 @@ def method_of(name, config, device):
         elif "levels" in codec.tables:
             codec.levels = torch.linspace(-1, 1, 2 ** codec.bits, device=device).half()  # (2**bits)
             codec.set_range(-wide, wide)
-        elif codec.passes:
+        elif codec.needs_text:
             codec.set_range(-wide.view(heads, d), wide.view(heads, d))
     return method
 

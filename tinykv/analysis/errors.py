@@ -44,17 +44,13 @@ def codecs_of(text, scheme, all_bits):
         return pairs
     if text.calibration_marks is None:  # the same for all static schemes
         text.calibration_marks = find_sinks(text.model, text.calibration)
-    codecs = [codec for of_layers in pairs.values() for pair in of_layers for codec in (pair.k, pair.v)]
-    for codec in codecs:
-        codec.begin(0, *text.calibration.shape)
-    for window, sinks in zip(cli.bar(text.calibration, f"calibrating {scheme}"), text.calibration_marks):
-        for at in walk(text.model, window):
-            for (_, kept), of_layers in pairs.items():
-                ignored = (sinks & kept).expand(at.k.shape[1], -1)  # (Hkv, T)
-                of_layers[at.layer].k.collect(0, stored_keys(at, scheme)[0], ignored, None)
-                of_layers[at.layer].v.collect(0, at.v[0], ignored, None)
-    for codec in codecs:
-        codec.fit(0)
+    seen = [[(stored_keys(at, scheme), at.v) for at in walk(text.model, window)]  # (1, Hkv, T, d) both
+            for window in cli.bar(text.calibration, f"calibrating {scheme}")]
+    for (_, kept), of_layers in pairs.items():
+        for pair, parts in zip(of_layers, zip(*seen)):  # the windows of a layer
+            for codec, rows in zip(pair, map(torch.cat, zip(*parts))):  # (W, Hkv, T, d)
+                ignored = (text.calibration_marks & kept)[:, None].expand(rows.shape[:3])  # (W, Hkv, T)
+                codec.fit(rows, ignored)
     return pairs
 
 

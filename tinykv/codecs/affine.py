@@ -43,7 +43,7 @@ class Affine(Codec):
         """width: d, the channels of a head."""
         self.bits, self.max_code = known_bits(bits)
         self.width, self.axis, self.formula, self.static = width, axis, formula, static
-        self.passes = 1 if static else 0  # over the calibration windows
+        self.needs_text = static
         self.scale = self.zero = None
         if axis == "token":
             self.group = group or width
@@ -139,16 +139,8 @@ class Affine(Codec):
 
     # Calibration: the range of a static grid
 
-    def begin(self, step, W, T):
-        self.lo, self.hi = [], []  # of each window: (Hkv, d)
-
-    def collect(self, step, rows, kept, gradient):
-        lo, hi = channel_ranges(rows, kept)  # (Hkv, d) both
-        self.lo.append(lo)
-        self.hi.append(hi)
-
-    def fit(self, step):
-        self.set_range(torch.stack(self.lo).amin(0), torch.stack(self.hi).amax(0))
+    def fit(self, rows, kept, gradient=None, seed=0):
+        self.set_range(*channel_ranges(rows, kept))
 
     def set_range(self, lo, hi):
         """Fix the static grid. lo, hi (Hkv, d): each channel's smallest and largest number."""

@@ -144,34 +144,20 @@ def largest_code(bits):
 # Codecs
 
 class Codec:
-    """How the keys, or the values, of one layer are quantized.
-
-    A codec that needs calibration says how many passes over the calibration windows it takes. `calibrate.calibrate`
-    then calls, for each pass, `begin`, `collect` for every window, and `fit`. What comes out are its `tables`.
-    """
+    """How the keys, or the values, of one layer are quantized: `encode` and `decode`, and `fit` if it needs text."""
     bits = 16  # nominal bits of a number
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
-    passes = 0  # over the calibration windows; 0: there is nothing to calibrate
-    seed = 0  # of k-means: the draw of the calibration
-    tables = ()  # names of the attributes that calibration finds: tensors, or None before
+    needs_text = False  # True: calibration has to call `fit` before the first text
+    needs_gradient = False  # True: `fit` is given the gradient of the loss
+    tables = ()  # names of the attributes that `fit` sets: tensors, or None before
 
-    def needs_gradient(self, step):
-        """Whether pass `step` needs the gradient of the loss."""
-        return False
+    def fit(self, rows, kept, gradient=None, seed=0):
+        """Find the tables, given the keys, or values, of W windows of calibration text.
 
-    def begin(self, step, W, T):
-        """Pass `step` begins, over W windows of T tokens."""
-
-    def collect(self, step, rows, kept, gradient):
-        """Look at one window in pass `step`.
-
-        rows (Hkv, T, d): keys or values in full precision, as the method stores them. kept (Hkv, T): True at tokens
-        that the method keeps, which are never quantized. gradient (Hkv, T, d): of the window's loss with respect to
-        rows; None unless a codec asked for it.
+        rows (W, Hkv, T, d): in full precision, as the method stores them. kept (W, Hkv, T): True at tokens that the
+        method keeps, which are never quantized. gradient (W, Hkv, T, d): of each window's loss with respect to rows.
+        seed: of k-means.
         """
-
-    def fit(self, step):
-        """Pass `step` is over: compute what it was for."""
 
     def encode(self, x, ignore=None):
         """x (B, Hkv, T, d) -> Codes. ignore (B, Hkv, T): True at kept tokens, which must not matter for the others."""
@@ -219,8 +205,8 @@ class Pair(NamedTuple):
 # Calibration
 
 def channel_ranges(rows, kept):
-    """The smallest and the largest number of each channel in one window, (Hkv, d) both. rows (Hkv, T, d), without the
-    tokens that are kept, (Hkv, T)."""
-    lo = rows.float().masked_fill(kept[..., None], float("inf"))  # (Hkv, T, d)
-    hi = rows.float().masked_fill(kept[..., None], float("-inf"))  # (Hkv, T, d)
-    return lo.amin(1), hi.amax(1)
+    """The smallest and the largest number of each channel, (Hkv, d) both. rows (W, Hkv, T, d), without the tokens that
+    are kept, (W, Hkv, T)."""
+    lo = rows.float().masked_fill(kept[..., None], float("inf"))  # (W, Hkv, T, d)
+    hi = rows.float().masked_fill(kept[..., None], float("-inf"))  # (W, Hkv, T, d)
+    return lo.amin((0, 2)), hi.amax((0, 2))

@@ -59,9 +59,9 @@ class ClippedGroups(Codec):
         self.dtype, self.floor, self.largest = METADATA[metadata]
         self.sensitivity = sensitivity
         self.group = self.alpha = self.centre = None
-        # calibration: what each pass is for
-        self.goals = (["groups"] if reorder else []) + (["clips"] if centres else [])
-        self.passes = len(self.goals)
+        self.reorder, self.clips = reorder, bool(centres)
+        self.needs_text = self.reorder or self.clips
+        self.needs_gradient = self.clips and sensitivity == "token"
         # the clips to choose from, alpha in the 16 bits in which it is stored
         lowest = 60 if self.max_code > 2 else 20  # %
         alphas = [percent / 100 for percent in range(100, lowest - 1, -2)] if alpha is None else [alpha]
@@ -164,43 +164,32 @@ class ClippedGroups(Codec):
 
     # Calibration
 
-    def needs_gradient(self, step):
-        return self.goals[step] == "clips" and self.sensitivity == "token"
-
-    def begin(self, step, W, T):
-        self.lo, self.hi = [], []  # of each window: (Hkv, d)
-        self.loss = 0  # (choices, n): the sum of w (X - X')^2 of each group
-
-    def collect(self, step, rows, kept, gradient):
-        if self.goals[step] == "groups":
+    def fit(self, rows, kept, gradient=None, seed=0):
+        # 1. groups: cluster the channels by their ranges
+        if self.reorder:
             lo, hi = channel_ranges(rows, kept)  # (Hkv, d) both
-            self.lo.append(lo)
-            self.hi.append(hi)
-            return
-        # what a token weighs; without any gradient, all weigh the same
-        weight = torch.ones(rows.shape[1], device=rows.device)  # (T)
-        if self.sensitivity == "token" and gradient.any():
-            weight = gradient.float().pow(2).sum((0, 2)).sqrt()  # (T)
-        self.loss = self.loss + self.losses(rows, kept, weight)  # (choices, n)
-
-    def fit(self, step):
-        if self.goals[step] == "groups":
-            # cluster the channels by their ranges
-            lo = torch.stack(self.lo).amin(0).flatten()  # (C)
-            hi = torch.stack(self.hi).amax(0).flatten()  # (C)
-            points = torch.stack([lo, hi], dim=-1)[None]  # (1, C, 2)
-            means = kmeans(points, self.channels // self.group_size, tries=10, seed=self.seed)  # (1, C/G, 2)
+            points = torch.stack([lo.flatten(), hi.flatten()], dim=-1)[None]  # (1, C, 2)
+            means = kmeans(points, self.channels // self.group_size, tries=10, seed=seed)  # (1, C/G, 2)
             self.regroup(nearest(points, means)[0])
-        else:
-            # for each group the choice of the smallest loss; of equals, the first
-            best = self.loss.argmin(0)  # (n)
+
+        # 2. clips: for each group the choice of the smallest loss; of equals, the first
+        if self.clips:
+            loss = sum(self.losses(x, of, self.weigh(x, None if gradient is None else gradient[w]))
+                       for w, (x, of) in enumerate(zip(rows, kept)))  # (choices, n)
+            best = loss.argmin(0)  # (n)
             choices = torch.tensor(self.choices, device=best.device).half()[best]  # (n, 2)
             self.alpha, self.centre = choices[:, 0].contiguous(), choices[:, 1].to(torch.uint8)  # (n) both
+
+    def weigh(self, rows, gradient):
+        """What each token of a window weighs, (T): w. Without any gradient, all weigh the same."""
+        if self.sensitivity == "token" and gradient.any():
+            return gradient.float().pow(2).sum((0, 2)).sqrt()
+        return torch.ones(rows.shape[1], device=rows.device)
 
     def losses(self, x, kept, weight):
         """The sum of w (X - X')^2 of each group, for each choice of (alpha, centre): (choices, n).
 
-        Summed over x (Hkv, T, d) without the tokens that are kept (Hkv, T). weight (T): w.
+        Summed over a window x (Hkv, T, d) without the tokens that are kept (Hkv, T). weight (T): w.
         """
         rows = self.rows(x[None])  # (1, T, C)
         lo, hi = self.ranges(rows)  # (1, T, n) both

@@ -1,7 +1,7 @@
 """Vector quantization: the codec of CQ and AnTKV, whose codebooks are found by weighted k-means.
 
 A format is "d{n}m{m}": n neighbouring channels share one of m centroids, log2(m) / n bits a number. Keys are quantized
-before RoPE. Calibration takes one pass, and its k-means
+before RoPE. Calibration's k-means
 
     minimizes  sum_j  w_j |x_j - centroid(x_j)|^2
 
@@ -33,7 +33,7 @@ from tinykv.kmeans import kmeans, nearest
 # AnTKV's formats, by their bits
 FORMATS = {4: "d2m256", 2: "d4m256", 1: "d8m256", 0.75: "d16m4096", 0.375: "d32m4096"}
 SENSITIVITIES = ("none", "fisher", "token")
-SAMPLES = 2 ** 16  # tokens held while calibrating, at most, in the CPU's memory
+SAMPLES = 2 ** 16  # tokens that k-means sees, at most
 DRAWN = 64  # sub-vectors of a centroid that k-means sees, at most, in each slot
 FEWEST = 4  # effective sub-vectors of a centroid; fewer are warned of
 
@@ -45,7 +45,7 @@ class Codebook(Codec):
     Hkv, d.
     """
     tables = ("centroids",)  # (slots, m, n) in 16 bits; (1, m, n) if shared by the layer
-    passes = 1
+    needs_text = True
 
     def __init__(self, n, m, heads, width, sensitivity="fisher", sharing="head"):
         self.n, self.m, self.width, self.slots = n, m, width, heads * width // n
@@ -53,6 +53,7 @@ class Codebook(Codec):
         self.bits = self.code_bits / n
         self.name = f"d{n}m{m}"
         self.sensitivity, self.sharing = sensitivity, sharing
+        self.needs_gradient = sensitivity != "none"
         self.centroids = None
         # for `describe_codebooks`, of the codebook that has the fewest: the sub-vectors that it was
         # calibrated on, and how many of equal weight they are worth
@@ -85,29 +86,15 @@ class Codebook(Codec):
 
     # Calibration
 
-    def needs_gradient(self, step):
-        return self.sensitivity != "none"
-
-    def begin(self, step, W, T):
-        self.tokens = max(1, min(T, SAMPLES // W))  # held of each window
-        self.rows, self.weights = [], []  # window by window: (Hkv, tokens, d), (slots, tokens)
-
-    def collect(self, step, rows, kept, gradient):
-        # kept tokens weigh nothing
-        kept = kept.repeat_interleave(self.slots // len(kept), dim=0)  # (slots, T)
-        weight = self.weigh(rows, gradient) * ~kept  # (slots, T)
-        # hold tokens that are evenly spread over the window
-        T = rows.shape[1]
-        held = torch.linspace(0, T - 1, self.tokens, device=rows.device).long()  # (tokens)
-        self.rows.append(rows[:, held].cpu())
-        self.weights.append(weight[:, held].cpu())
-        self.device = rows.device
-
-    def fit(self, step):
+    def fit(self, rows, kept, gradient=None, seed=0):
+        # of many tokens some, evenly spread over each window
+        W, _, T, _ = rows.shape
+        some = torch.linspace(0, T - 1, max(1, min(T, SAMPLES // W)), device=rows.device).long()  # (tokens)
         # the sub-vectors of each codebook, and their weights
-        rows = torch.cat(self.rows, dim=1).to(self.device)  # (Hkv, N, d)
-        points = self.vectors(rows[None])  # (slots, N, n)
-        weights = torch.cat(self.weights, dim=1).to(self.device)  # (slots, N)
+        points = self.vectors(rows[:, :, some])  # (slots, N, n), N = W * tokens
+        weights = [self.weigh(x, of, None if gradient is None else gradient[w])[:, some]
+                   for w, (x, of) in enumerate(zip(rows, kept))]  # (slots, tokens) each
+        weights = torch.cat(weights, dim=1)  # (slots, N)
         self.check(weights if self.sharing == "head" else weights.flatten()[None])
         # more of them than k-means needs are drawn from by their weights
         if points.shape[1] > DRAWN * self.m:
@@ -116,9 +103,8 @@ class Codebook(Codec):
             points = points.flatten(0, 1)[None]  # (1, slots * N, n)
             weights = weights.flatten()[None]  # (1, slots * N)
         # find the centroids
-        centroids = kmeans(points, self.m, weights, seed=self.seed, tolerance=1e-3)  # (slots or 1, m, n)
+        centroids = kmeans(points, self.m, weights, seed=seed, tolerance=1e-3)  # (slots or 1, m, n)
         self.centroids = centroids.to(rows.dtype)
-        self.rows = self.weights = None
 
     def check(self, weights):
         """UserError if a codebook has too few sub-vectors: weights (slots or 1, N)."""
@@ -130,10 +116,11 @@ class Codebook(Codec):
         weights = weights.double()
         self.effective = (weights.sum(1).square() / weights.square().sum(1)).min().item()
 
-    def weigh(self, rows, gradient):
-        """rows and gradient (Hkv, T, d) -> the weights of all sub-vectors, (slots, T)."""
+    def weigh(self, rows, kept, gradient):
+        """A window's rows and gradient (Hkv, T, d) -> the weights of its vectors, (slots, T): 0 where kept (Hkv, T)."""
+        kept = kept.repeat_interleave(self.slots // len(kept), dim=0)  # (slots, T)
         if self.sensitivity == "none":
-            return torch.ones(self.slots, rows.shape[1], device=rows.device)
+            return (~kept).float()
         # the squared norm of each sub-vector's gradient
         square = gradient.float().pow(2).unflatten(-1, (-1, self.n))  # (Hkv, T, d/n, n)
         weight = square.sum(-1)  # (Hkv, T, d/n)
@@ -143,11 +130,11 @@ class Codebook(Codec):
             weight = norm.expand_as(weight)  # (Hkv, T, d/n)
         weight = weight.transpose(1, 2).flatten(0, 1)  # (slots, T)
         if not weight.any():  # the loss does not depend on these keys, or values, at all
-            return torch.ones_like(weight)
+            return (~kept).float()
         # clamp the largest thousandth
         ascending = weight.flatten().sort().values  # (slots * T)
         largest = ascending[int(0.999 * (weight.numel() - 1))]
-        return weight.clamp(max=largest)
+        return weight.clamp(max=largest) * ~kept
 
 
 def drawn(points, weights, n):

@@ -6,10 +6,10 @@ normalized range [-1, 1], and so do its values:
     x' = (x - mid) / half,   q = the number of the nearest level,   x'' = half * level[q] + mid
 
 Keys are quantized per channel (before RoPE), in a static range. Values are quantized per token, in a dynamic range. A
-number outside its range is an outlier: it is stored apart, in 16 bits. Calibration takes two passes:
+number outside its range is an outlier: it is stored apart, in 16 bits. Calibration has two steps:
 
 1. The range of each channel of K: the percentiles (p, 1 - p), p = outliers / 2; without outliers the smallest and the
-   largest number. The keys of all windows are held in main memory for it.
+   largest number.
 2. The levels of K and of V, by weighted k-means over the normalized numbers that are not outliers,
        minimize  sum_e  w_e (x'_e - level(x'_e))^2,   w = F * half^2   (Appendix E),
    where F = (dL/dx)^2 is the number's Fisher information. The factor half^2 turns the error of x'
@@ -52,12 +52,13 @@ class NonUniform(Codec):
     on at 2 bits.
     """
     tables = ("levels", "mid", "half")  # (2^b), ascending; axis "channel" only: (C), (C)
-    passes = 2
+    needs_text = True
 
     def __init__(self, bits, heads, width, axis, outliers, sensitivity="fisher-range", q_norm=None):
         self.bits, _ = known_bits(bits, range(1, 9))
         self.width, self.channels = width, heads * width
         self.axis, self.outliers, self.sensitivity = axis, outliers, sensitivity
+        self.needs_gradient = sensitivity != "none"
         self.q_norm = q_norm == "on" or (q_norm is None and bits == 2)
         self.levels = self.mid = self.half = None
 
@@ -154,47 +155,32 @@ class NonUniform(Codec):
 
     # Calibration
 
-    def needs_gradient(self, step):
-        return step == 1 and self.sensitivity != "none"
+    def fit(self, rows, kept, gradient=None, seed=0):
+        # 1. the range of each channel
+        if self.axis == "channel":
+            self.set_range(*self.percentiles(rows, kept))
 
-    def begin(self, step, W, T):
-        self.rows, self.kept = [], []  # of each window: (Hkv, T, d) and (Hkv, T)
-        self.histogram = Histogram()
+        # 2. all numbers, window by window, but the outliers and the tokens that are kept
+        histogram = Histogram()
+        for w, (x, ignore) in enumerate(zip(rows.split(1), kept.split(1))):  # (1, Hkv, T, d), (1, Hkv, T)
+            normal, outlier, _, half = self.normalize(x, ignore)  # (1, T, C) twice
+            weight = torch.ones_like(normal)  # (1, T, C)
+            if self.sensitivity != "none":
+                weight = to_rows(gradient[w:w + 1].float().pow(2))  # (1, T, C): the Fisher information
+            if self.sensitivity == "fisher-range":
+                weight = weight * half.float().pow(2)
+            use = ~outlier & ~self.ignored(x, ignore)  # (1, T, C)
+            histogram.add(normal[use], weight[use])
 
-    def collect(self, step, rows, kept, gradient):
-        if step == 0:
-            if self.axis == "channel":
-                self.rows.append(rows.cpu())
-                self.kept.append(kept.cpu())
-                self.device = rows.device
-            return
+        # 3. the levels
+        self.levels = histogram.levels(2 ** self.bits, self.q_norm, seed)
 
-        # 1. normalize, as encode does
-        normal, outlier, _, half = self.normalize(rows[None], kept[None])  # (1, T, C) twice
-        # 2. the weight of each number
-        weight = torch.ones_like(normal)  # (1, T, C)
-        if self.sensitivity != "none":
-            fisher = gradient.float().pow(2)  # (Hkv, T, d)
-            weight = fisher.transpose(0, 1).flatten(1)[None]  # (1, T, C)
-        if self.sensitivity == "fisher-range":
-            weight = weight * half.float().pow(2)
-        # 3. collect all but the outliers and the tokens that are kept
-        use = ~outlier & ~self.ignored(rows[None], kept[None])  # (1, T, C)
-        self.histogram.add(normal[use], weight[use])
-
-    def fit(self, step):
-        if step == 1:
-            self.levels = self.histogram.levels(2 ** self.bits, self.q_norm, self.seed)
-        elif self.axis == "channel":
-            lo, hi = self.percentiles()  # (C) both
-            self.set_range(lo.to(self.device), hi.to(self.device))
-
-    def percentiles(self):
+    def percentiles(self, rows, kept):
         """The percentiles (p, 1 - p) of each channel, (C) both, over all windows without kept tokens."""
-        rows, kept = torch.cat(self.rows, dim=1), torch.cat(self.kept, dim=1)  # (Hkv, N, d), (Hkv, N)
-        p = self.outliers / 2
-        of_heads = [np.quantile(x[~of].float().numpy(), [p, 1 - p], axis=0) for x, of in zip(rows, kept)]  # (2, d) each
-        return torch.from_numpy(np.concatenate(of_heads, axis=1)).float()  # (2, C)
+        p, found = self.outliers / 2, []
+        for x, of in zip(rows.unbind(1), kept.unbind(1)):  # of each head (W, T, d) and (W, T)
+            found.append(np.quantile(x[~of].float().cpu().numpy(), [p, 1 - p], axis=0))  # (2, d)
+        return torch.from_numpy(np.concatenate(found, axis=1)).float().to(rows.device)  # (2, C)
 
     def set_range(self, lo, hi):
         """Fix the static range. lo, hi (C): each channel's smallest and largest non-outlier."""

@@ -34,8 +34,8 @@ class Method:
     recent = 0  # the newest tokens that stay in full precision
     block = 1  # tokens quantized at a time
     # Calibration
-    passes = 0  # how often the method itself reads the calibration windows; the codecs have passes of their own
-    found = ()  # attributes that these passes set, integers or None; they are saved with the codecs' tables
+    needs_text = False  # True: calibration calls `collect` and `fit`, before the codecs' own
+    found = ()  # attributes that `fit` sets, integers or None; they are saved with the codecs' tables
     calibrated_on = None  # the `identity` of the model that it was calibrated on
     calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
     # In tables; how a method works does not depend on these
@@ -102,17 +102,17 @@ class Method:
 
     # Calibration
 
-    def collect(self, step, layer, hidden):
-        """In the method's own pass `step`, look at a layer's output, hidden (1, T, D). Layer -1 is the embedding."""
+    def collect(self, hidden):
+        """Look at a window: the embedding, and each layer's output, a list of (1, T, D)."""
 
-    def fit(self, step):
-        """The method's own pass `step` is over."""
+    def fit(self):
+        """The last window has been seen."""
 
     @property
     def needs_calibration(self):
         """Whether `calibrate.calibrate` has to run before the next text."""
-        passes = self.passes > 0 or any(codec.passes for _, _, codec in self.each_codec())
-        return passes and not self.calibrated()
+        needs_text = self.needs_text or any(codec.needs_text for _, _, codec in self.each_codec())
+        return needs_text and not self.calibrated()
 
     def each_codec(self):
         """[(layer, "k" or "v", codec)]."""
@@ -120,7 +120,7 @@ class Method:
 
     def calibrated(self):
         """What calibration found, for a file: {"3.k.scale": tensor, ...}."""
-        numbers = {name: getattr(self, name) for name in self.found if self.passes}
+        numbers = {name: getattr(self, name) for name in self.found if self.needs_text}
         tables = {name: torch.tensor(number) for name, number in numbers.items() if number is not None}
         for layer, kind, codec in self.each_codec():
             tables |= {f"{layer}.{kind}.{name}": table for name, table in codec.calibrated().items()}

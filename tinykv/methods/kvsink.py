@@ -31,7 +31,7 @@ import torch
 
 from tinykv import UserError, at_least
 from tinykv.methods.base import CodecMethod, first_tokens
-from tinykv.outlier import columns, find_outlier, outlier
+from tinykv.outlier import find_outlier, outlier
 
 
 class KVSink(CodecMethod):
@@ -50,9 +50,8 @@ class KVSink(CodecMethod):
         # lE and c; None until calibration has looked for them, -1 if it has found none
         self.layer, self.channel, self.source = known_outlier(config, emergence_layer, outlier_channel)
         self.n_marked = self.n_windows = None  # windows that have this outlier, of all calibration windows
-        self.passes = 1 if self.layer is None else 0  # over the calibration windows
-        self.n_layers = config.num_hidden_layers
-        self.profile = []  # while calibrating: the `outlier` of each layer, window after window
+        self.needs_text = self.layer is None
+        self.profile = []  # while calibrating: of each window the `outlier` after the embedding and after each layer
 
     # Algorithm 1
 
@@ -87,12 +86,12 @@ class KVSink(CodecMethod):
 
     # Calibration: where the outlier emerges, and in which channel
 
-    def collect(self, step, layer, hidden):
-        self.profile.append(outlier(hidden))  # the embedding's comes first, then each layer's
+    def collect(self, hidden):
+        self.profile.append([outlier(h) for h in hidden])
 
-    def fit(self, step):
-        largest, ratio, channel = columns(self.profile, self.n_layers)  # (W, L + 1) each
-        self.layer, self.channel, self.n_marked = find_outlier(largest, ratio, channel) or (-1, -1, 0)
+    def fit(self):
+        largest, ratio, channel = torch.tensor(self.profile).unbind(-1)  # (W, L + 1) each
+        self.layer, self.channel, self.n_marked = find_outlier(largest, ratio, channel.long()) or (-1, -1, 0)
         self.n_windows = len(largest)
         self.profile = []
 

@@ -18,7 +18,7 @@ def check_flags(args):
     cli.check_counts(args, 1, "windows", "calib-windows", "draws", "batch", "prompt")
     if hasattr(args, "choose") and not args.prompt:
         raise UserError("--choose is for a text with a prompt; give --prompt, too")
-    cli.check_outputs(args, json="tinykv-table", calibration="tinykv-calibration", plot="tinykv-figure")
+    cli.check_outputs(args, json="tinykv-table", calibration="folder", plot="tinykv-figure")
 
 
 def check_entries(setup, entries):
@@ -45,7 +45,7 @@ def check_method(method, config):
     """UserError for a method that no cache of a model with this config can run."""
     one_of(("pre", "post"), rope=method.rope)
     one_of(CHOOSE, choose=method.choose)
-    least = {"recent": 0, "block": 1, "k_bits": 0.01, "v_bits": 0.01, "passes": 0, "preserve": 0}
+    least = {"recent": 0, "block": 1, "k_bits": 0.01, "v_bits": 0.01, "preserve": 0}
     if method.keeps_share:
         del least["preserve"]  # a share, such as "1%"
     for name in least:
@@ -65,7 +65,8 @@ def check_codecs(method, config):
     name, L = type(method).__name__, config.num_hidden_layers
     if not isinstance(method.codecs, list | tuple) or [type(pair) for pair in method.codecs] != [Pair] * L:
         raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {method.codecs!r}")
-    codecs = {type(codec): codec for pair in method.codecs for codec in pair if not codec.passes or codec.calibrated()}
+    codecs = [codec for pair in method.codecs for codec in pair]
+    codecs = {type(codec): codec for codec in codecs if not codec.needs_text or codec.calibrated()}
     # those of the package are tested by its tests; a breakpoint in one of them stops at a real text first
     codecs = {cls: codec for cls, codec in codecs.items() if not cls.__module__.startswith("tinykv.")}
     for codec in codecs.values():

@@ -13,12 +13,13 @@ from functools import partial
 
 from tinykv import UserError, calibrate, cli
 from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.files import identity
+from tinykv.files import Tables, identity
 from tinykv.methods.registry import METHODS
 from tinykv.prefixes import fill_prefix, open_prefix
 from tinykv.run import ranks
 from tinykv.run.check import check_codecs, check_method
 from tinykv.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
+from tinykv.weights import restore
 
 
 @dataclass
@@ -43,10 +44,6 @@ class Entry:
         """In messages, where no column names the weights: "pfn preserve=5 awq-3"."""
         return f"{self.label} {self.weights}" if self.weights else self.label
 
-    def tables_name(self, draw):
-        """The name of a draw's tables in a calibration file: the method, all of its settings, the weights, the draw."""
-        return f"{self.name} {self.settings} weights {self.weights}" + f" draw {draw}" * (draw > 0)
-
     @property
     def is_own(self):
         """Whether the user wrote the class of the method or of a codec, or made the method: then nobody knows what its
@@ -54,10 +51,10 @@ class Entry:
         made_by = [self.method, *(codec for _, _, codec in self.method.each_codec())]
         return not self.settings or not all(type(of).__module__.startswith("tinykv.") for of in made_by)
 
-    def made_of(self, windows):
-        """A hash of all that the tables depend on: windows, method, settings, weight quantizer, and code. None of what
-        is the user's own, which is calibrated anew each time."""
-        return None if self.is_own else identity(windows, self.name, self.settings, self.quantizer)
+    def made_of(self, windows, draw):
+        """A hash of all that a draw's tables depend on: windows, method, settings, weight quantizer, k-means' seed, and
+        code. None of what is the user's own, which is calibrated anew each time."""
+        return None if self.is_own else identity(windows, draw, self.name, self.settings, self.quantizer)
 
 
 @contextmanager
@@ -194,25 +191,26 @@ def calibrate_all(setup, model, entries, test=None):
     if any(e.method.needs_calibration or e.quantizer and e.quantizer.needs_text for e in entries.values()):
         most = max(entry.method.calibration_windows for entry in entries.values())
         text, data = cli.calibration_text(args, setup.tokenizer, setup.context, setup.device, test, most, args.draws)
-    file = ranks.SharedCalibration(setup.file("calibration"), model)
+    kept = Tables(args.calibration if setup.writes else None, model)
 
     # 2. The weights
     models = {None: model}
     for entry in entries.values():
         if entry.weights not in models:
             windows = text[:args.calib_windows or CALIBRATION_WINDOWS] if entry.quantizer.needs_text else None  # (C, T)
-            models[entry.weights] = cli.quantized_model(model, entry.weights, entry.quantizer, windows, file)
+            tensors = partial(cli.quantized_blocks, model, entry.weights, entry.quantizer, windows, kept)
+            models[entry.weights] = restore(model, entry.quantizer, ranks.shared(tensors, setup.device))
 
     # 3. The methods: those that run on the same weights and see as many windows read them together
     together = defaultdict(list)  # {(label of weights, C): [Entry]}
     for entry in entries.values():
         if entry.method.needs_calibration:
-            if file.path and entry.is_own:
-                cli.note(f"{entry.title}: {file.path} keeps no tables of code, or of an instance, of your own")
+            if kept.folder and entry.is_own:
+                cli.note(f"{entry.title}: {kept.folder} keeps no tables of code, or of an instance, of your own")
             together[entry.weights, args.calib_windows or entry.method.calibration_windows].append(entry)
         entry.method.check_model(models[entry.weights])
     for (weights, C), group in together.items():
-        calibrate_group(group, models[weights], text[:args.draws * C], args.draws, file)
+        calibrate_group(group, models[weights], text[:args.draws * C], args.draws, kept)
 
     # 4. Prefixes: their keys and values come from the full-precision model
     for entry in entries.values():
@@ -223,38 +221,38 @@ def calibrate_all(setup, model, entries, test=None):
     return models
 
 
-def calibrate_group(group, model, text, draws, file):
-    """Calibrate entries on each draw of text (draws * C, T), or take their tables from a `CalibrationFile`, which is
-    given new ones. Draw d is windows d * C to d * C + C - 1, and k-means' random numbers of seed d."""
+def calibrate_group(group, model, text, draws, kept):
+    """Calibrate entries on each draw of text (draws * C, T), or take their tables from kept `Tables`, which are given
+    new ones. Draw d is windows d * C to d * C + C - 1, and k-means' random numbers of seed d."""
     for entry in group:
         entry.methods += [copy.deepcopy(entry.method) for _ in range(1, draws)]
     for draw, windows in enumerate(text.chunk(draws)):  # (C, T)
-        # what the file has
+        # what is kept
         lacking = []
         for entry in group:
-            tables = file.get(entry.tables_name(draw), entry.made_of(windows))
+            tables = ranks.shared(partial(kept.get, entry.made_of(windows, draw)), text.device)
             if tables is None:
                 lacking.append(entry)
             else:
                 entry.methods[draw].restore(tables)
-        # what it lacks, all together; if one of them fails, each by itself
+        # what is not, all together; if one of them fails, each by itself
         unseen = copy.deepcopy([entry.methods[draw] for entry in lacking])
         if lacking:
-            calibrate_together(lacking, draw, model, windows, file)
+            calibrate_together(lacking, draw, model, windows, kept)
         if len(lacking) > 1 and lacking[0].error:
             for entry, method in zip(lacking, unseen):
                 entry.methods[draw], entry.error = method, None
-                calibrate_together([entry], draw, model, windows, file)
+                calibrate_together([entry], draw, model, windows, kept)
         group = [entry for entry in group if not entry.error]
 
 
-def calibrate_together(entries, draw, model, windows, file):
-    """Calibrate entries on the windows (C, T) of one draw. If one of them fails, all have its error."""
-    titles = ", ".join(entry.title for entry in entries)
-    made_of = [entry.made_of(windows) for entry in entries]
+def calibrate_together(entries, draw, model, windows, kept):
+    """Calibrate entries on the windows (C, T) of one draw, on rank 0. If one of them fails, all have its error."""
+    titles, methods = ", ".join(entry.title for entry in entries), [entry.methods[draw] for entry in entries]
     with attempt(f"calibrating {titles}", *entries):
-        calibrate.calibrate(model, [entry.methods[draw] for entry in entries], windows,
-                            partial(cli.bar, what=f"calibrating {titles}"), draw)
-        for entry, made in zip(entries, made_of):
-            check_codecs(entry.methods[draw], model.config)
-            file.put(entry.tables_name(draw), made, entry.methods[draw].calibrated())
+        if ranks.here()[0] == 0:
+            calibrate.calibrate(model, methods, windows, partial(cli.bar, what=f"calibrating {titles}"), draw)
+        for entry, method in zip(entries, methods):
+            method.restore(ranks.shared(method.calibrated, windows.device))
+            check_codecs(method, model.config)
+            kept.put(entry.made_of(windows, draw), method.calibrated())

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from tinykv import UserError
 from tinykv.evaluate import sum_of
-from tinykv.files import CalibrationFile
 
 PATIENCE = timedelta(days=30)  # calibration may take long; a rank that dies is seen without waiting
 
@@ -53,29 +52,14 @@ def prepare(device):
     return f"cuda:{os.environ['LOCAL_RANK']}" if own else device, rank == 0
 
 
-class SharedCalibration(CalibrationFile):
-    """A calibration file that rank 0 reads and writes. The others get what it finds there, or adds, in whatever order
-    that is."""
-
-    def get(self, name, made_of):
-        rank, n_ranks = here()
-        if rank == 0:
-            tables = super().get(name, made_of)
-            if n_ranks > 1 and tables is not None:
-                dist.broadcast_object_list([name, tables])
-            return tables
-        while name not in self.tables:
-            sent = [None, None]
-            dist.broadcast_object_list(sent)
-            device = self.model.lm_head.weight.device
-            self.tables[sent[0]] = {key: table.to(device) for key, table in sent[1].items()}
-        return self.tables[name]
-
-    def put(self, name, made_of, tables):
-        super().put(name, made_of, tables)
-        _, n_ranks = here()
-        if n_ranks > 1:
-            dist.broadcast_object_list([name, tables])
+def shared(compute, device):
+    """What `compute()` returns on rank 0, {name: tensor} or None, on the device of every rank."""
+    rank, n_ranks = here()
+    found = [compute() if rank == 0 else None]
+    if n_ranks > 1:
+        dist.broadcast_object_list(found)
+        found[0] = found[0] and {name: tensor.to(device) for name, tensor in found[0].items()}
+    return found[0]
 
 
 def own_windows(windows, batch):

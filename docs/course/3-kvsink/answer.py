@@ -63,20 +63,18 @@ class KVSink(CodecMethod):
                  **codec_settings):
         super().__init__(config, **codec_settings)
         self.preserve = preserve  # k
-        self.n_layers = config.num_hidden_layers  # L
         self.layer, self.channel = emergence_layer, outlier_channel  # lE and c
-        self.passes = 1 if emergence_layer is None else 0  # over the calibration windows
-        self.profile = []  # while calibrating: `outlier` of each column, window after window
+        self.needs_text = emergence_layer is None  # of calibration
+        self.profile = []  # while calibrating: `outlier` of each column of each window
 
     # given: calibration, which calls your two functions
 
-    def collect(self, step, layer, hidden):
-        self.profile.append(outlier(hidden))
+    def collect(self, hidden):
+        self.profile.append([outlier(h) for h in hidden])
 
-    def fit(self, step):
-        table = torch.tensor(self.profile).unflatten(0, (-1, self.n_layers + 1))  # (W, L + 1, 3)
+    def fit(self):
+        largest, ratio, channel = torch.tensor(self.profile).unbind(-1)  # (W, L + 1) each
         self.profile = []
-        largest, ratio, channel = table.unbind(-1)  # (W, L + 1) each
         place = find_outlier(largest, ratio, channel.long())
         self.layer, self.channel = place or (None, None)  # None: this model has no outlier
 

@@ -129,7 +129,7 @@ def clip_losses(x, group, bits, choices, weight):
 # given: the codec of one layer's K or V that calls your functions, and the method
 
 class Regrouped(Codec):
-    passes = 2  # over the calibration windows: groups, then clips
+    needs_text = needs_gradient = True  # of calibration
     tables = ("group", "alpha", "centre")
 
     def __init__(self, bits, heads, width, group_size):
@@ -137,33 +137,17 @@ class Regrouped(Codec):
         self.n = heads * width // group_size
         self.group = self.alpha = self.centre = None
 
-    def needs_gradient(self, step):
-        return step == 1
-
-    def begin(self, step, W, T):
-        self.ranges, self.loss = [], 0
-
-    def collect(self, step, rows, kept, gradient):
-        x = rows.float().transpose(0, 1).flatten(1)  # (T, C)
-        kept = None if kept is None else kept.all(0)  # (T)
-        if step == 0:
-            self.ranges.append(torch.stack(channel_ranges(x, kept)))  # (2, C)
-            return
-        # a token whose row the loss feels more weighs more
-        weight = gradient.float().pow(2).sum((0, 2)).sqrt()  # (T)
-        if kept is not None:
-            weight = weight.masked_fill(kept, 0)
-        self.loss = self.loss + clip_losses(x, self.group, self.bits, CHOICES, weight)
-
-    def fit(self, step):
-        if step == 0:
-            ranges = torch.stack(self.ranges)  # (W, 2, C)
-            labels = make_groups(ranges[:, 0].amin(0), ranges[:, 1].amax(0), self.n)  # (C)
-            self.group = labels.unique(return_inverse=True)[1]  # without empty groups
-        else:
-            best = torch.tensor(CHOICES)[self.loss.argmin(0)]  # (n, 2)
-            self.alpha, self.centre = best.unbind(-1)
-        self.ranges, self.loss = [], 0
+    def fit(self, rows, kept, gradient, seed=0):
+        x = rows.float().transpose(1, 2).flatten(2).flatten(0, 1)  # (N, C), N = W * T
+        kept = kept.all(1).flatten()  # (N)
+        # 1. groups
+        labels = make_groups(*channel_ranges(x, kept), self.n)  # (C)
+        self.group = labels.unique(return_inverse=True)[1]  # without empty groups
+        # 2. clips: a token whose row the loss feels more weighs more
+        weight = gradient.float().pow(2).sum((1, 3)).sqrt().flatten()  # (N)
+        weight = weight.masked_fill(kept, 0)
+        loss = clip_losses(x, self.group, self.bits, CHOICES, weight)  # (choices, n)
+        self.alpha, self.centre = torch.tensor(CHOICES)[loss.argmin(0)].unbind(-1)  # (n) both
 
     def encode(self, x, ignore=None):
         B, heads, T, d = x.shape

@@ -141,11 +141,8 @@ def test_all(sub, rng, same):
         windows = [rng.normal(heads, T, width) * spread for _ in range(2)]
         kept = torch.zeros(heads, T, dtype=torch.bool)
         kept[:, :2] = True
-        for step in range(2):
-            codec.begin(step, len(windows), T)
-            for i, rows in enumerate(windows):
-                codec.collect(step, rows, kept if i else None, rng.normal(heads, T, width))
-            codec.fit(step)
+        kept = torch.stack([torch.zeros_like(kept), kept])
+        codec.fit(torch.stack(windows), kept, rng.normal(2, heads, T, width))
         same([renamed(codec.group)], "a calibrated codec: the groups of channels, renamed in their order")
         x = rng.normal(2, heads, 5, width) * spread
         same(codec.decode(codec.encode(x)), f"a calibrated codec: what {x.tolist()} is read as")

@@ -124,7 +124,7 @@ def decode(codes, centroids, heads):
 
 
 class Codebook(Codec):  # given: calibration and packing, which call your functions
-    passes = 1
+    needs_text = needs_gradient = True  # of calibration
     tables = ("centroids",)  # (places, m, n)
     samples = 2048  # tokens that k-means sees, at most
 
@@ -134,20 +134,9 @@ class Codebook(Codec):  # given: calibration and packing, which call your functi
         self.bits = self.code_bits / n
         self.centroids = None
 
-    def needs_gradient(self, step):
-        return True
-
-    def begin(self, step, W, T):
-        self.rows, self.weights = [], []
-
-    def collect(self, step, rows, kept, gradient):
-        weights = token_weights(gradient)  # (Hkv, T)
-        self.rows.append(rows)
-        self.weights.append(weights if kept is None else weights * ~kept)
-
-    def fit(self, step):
-        rows, weights = torch.cat(self.rows, dim=1), torch.cat(self.weights, dim=1)
-        self.rows = self.weights = None
+    def fit(self, rows, kept, gradient, seed=0):
+        weights = torch.cat([token_weights(g) * ~k for g, k in zip(gradient, kept)], dim=1)  # (Hkv, N)
+        rows = rows.transpose(0, 1).flatten(1, 2)  # (Hkv, N, d)
         some = torch.linspace(0, rows.shape[1] - 1, min(rows.shape[1], self.samples)).long()
         vectors = sub_vectors(rows[None, :, some], self.n)  # (places, N, n)
         weights = weights[:, some].repeat_interleave(len(vectors) // self.heads, dim=0)  # (places, N)

@@ -114,10 +114,8 @@ def test_codes(sub, rng, same):
 def test_codec(sub, rng, same):
     """tasks 1 and 2, called by the codec"""
     codec = sub.Codebook(2, 8, heads=2)
-    codec.begin(0, 2, 60)
-    for kept in (None, rng.of((False, False, True), 2, 60)):
-        codec.collect(0, rng.normal(2, 60, 4), kept, rng.normal(2, 60, 4))
-    codec.fit(0)
+    kept = torch.stack([torch.zeros(2, 60, dtype=torch.bool), rng.of((False, False, True), 2, 60)])
+    codec.fit(rng.normal(2, 2, 60, 4), kept, rng.normal(2, 2, 60, 4))
     same(codec.centroids, "the centroids of a codec that is calibrated on two windows", 1e-3)
     same(codec.decode(codec.encode(rng.normal(2, 2, 5, 4))), "what the codec reads other keys as", 1e-3)
 
