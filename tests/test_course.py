@@ -22,8 +22,8 @@ import pytest
 import torch
 
 import eval_ppl
+from docs.course import assignments, board, compare, confine, grade, handout
 from tinykv import UserError
-from tinykv.course import assignments, board, compare, confine, grade, handout
 from tinykv.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -164,7 +164,7 @@ def test_a_file_may_end_with_a_run_of_its_kernels(tmp_path):
     """The compiler reads the file where there is no GPU to run them on."""
     path, tests = tmp_path / "submission.py", next(iter(cases_of("triton").values())).__globals__
     path.write_text(text_of("triton", "answer.py") + "\nraise RuntimeError('no GPU')\n", encoding="utf-8")
-    words = [sys.executable, "-m", "tinykv.course.compiles", path]
+    words = [sys.executable, "-m", "docs.course.compiles", path]
     done = subprocess.run(words, input=json.dumps(tests["KERNELS"]), capture_output=True, text=True, cwd=ROOT)
     assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(tests["KERNELS"], "")
 
@@ -455,7 +455,7 @@ class Mine(Method):
 """
 FORGED = """
 from tinykv import evaluate
-from tinykv.course import board
+from docs.course import board
 from tinykv.methods.kivi import KIVI as Mine
 board.Text.kl, board.Text.bits = lambda self, rows: [0.0], lambda self, codes: 1.0
 evaluate.add_predictions = board.add_predictions = lambda *args: None
@@ -597,7 +597,7 @@ def test_a_repository_that_was_handed_out_grades(tmp_path, monkeypatch):
     monkeypatch.setattr(handout, "ANSWERS", {key: assignments.ANSWERS[key] for key in ("kvsink", "affine")})
     monkeypatch.setattr(sys, "argv", ["handout", str(tmp_path / "out")])
     handout.main()
-    words = ["-m", "tinykv.course.grade", ROOT / "docs/course/3-kvsink/answer.py"]
+    words = ["-m", "docs.course.grade", ROOT / "docs/course/3-kvsink/answer.py"]
     for seed, status in ((0, 0), (1, 2)):
         result = grade.subprocess.run([sys.executable, *map(str, words), "--seed", str(seed)], cwd=tmp_path / "out",
                                       capture_output=True, text=True)

@@ -117,7 +117,6 @@ ARROWS = {
              "outlier", "plots", "prefixes", "weights"},
     "analysis/": {"cache", "calibrate", "cli", "codecs", "data", "evaluate", "files", "hf", "methods", "plots",
                   "tracing", "weights"},
-    "course/": {"cache", "calibrate", "cli", "data", "evaluate", "files", "hf", "methods", "run"},
 }
 
 

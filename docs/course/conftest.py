@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinykv.course.compare import difference, plain
-from tinykv.course.confine import confine
+from docs.course.compare import difference, plain
+from docs.course.confine import confine
 
 LONGEST = 5  # seconds of computing, of a test that is recorded; a right answer needs one
 

@@ -3,7 +3,7 @@
 handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
 work as they stand. Names, arguments and shapes stay as they are. To grade this file:
 
-    python -m tinykv.course.grade docs/course/2-cache/starter.py
+    python -m docs.course.grade docs/course/2-cache/starter.py
 
 Shapes: B sequences, H heads, d channels of a head, T new tokens, S tokens so far, p kept tokens.
 A row is the key, or the value, of one token in one head: d numbers. A codec is given:

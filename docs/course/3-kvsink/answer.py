@@ -3,7 +3,7 @@
 handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
 work as they stand. Names, arguments and shapes stay as they are. To grade this file:
 
-    python -m tinykv.course.grade docs/course/3-kvsink/starter.py
+    python -m docs.course.grade docs/course/3-kvsink/starter.py
 
 Shapes: B sequences, T new tokens, D channels of a hidden state, Hkv KV heads, L blocks, W windows.
 Blocks, tokens and channels are counted from 0.

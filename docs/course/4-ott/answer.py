@@ -3,7 +3,7 @@
 handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
 work as they stand. Names, arguments and shapes stay as they are. To grade this file:
 
-    python -m tinykv.course.grade docs/course/4-ott/starter.py
+    python -m docs.course.grade docs/course/4-ott/starter.py
 
 Shapes: B sequences, Hkv KV heads, d channels of a head, T tokens. Tokens and layers are counted
 from 0. The codec that you need is the project's:

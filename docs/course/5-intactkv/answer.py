@@ -3,7 +3,7 @@
 handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
 work as they stand. Names, arguments and shapes stay as they are. To grade this file:
 
-    python -m tinykv.course.grade docs/course/5-intactkv/starter.py
+    python -m docs.course.grade docs/course/5-intactkv/starter.py
 
 Shapes: L layers, Hkv KV heads of d numbers, a prefix of n tokens, B texts of T tokens behind it, D
 channels of a hidden state. All numbers are fp32 unless it says otherwise. The project has a cache

@@ -3,7 +3,7 @@
 handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
 work as they stand. Names, arguments and shapes stay as they are. To grade this file:
 
-    python -m tinykv.course.grade docs/course/5-skvq/starter.py
+    python -m docs.course.grade docs/course/5-skvq/starter.py
 
 Shapes: N tokens, C channels of a token (those of all its KV heads), n groups. `group` (C), integers
 from 0 to n - 1, says which group a channel is in; every group has one at least. `bits` is a whole

@@ -3,7 +3,7 @@
 handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
 work as they stand. Names, arguments and shapes stay as they are. To grade this file:
 
-    python -m tinykv.course.grade docs/course/6-antkv/starter.py
+    python -m docs.course.grade docs/course/6-antkv/starter.py
 
 Shapes: N points of n numbers, k centres; B sequences, T tokens, H query heads, Hkv KV heads, d
 channels of a head. A sub-vector is n neighbouring channels of a head, so a token has

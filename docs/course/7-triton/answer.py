@@ -3,7 +3,7 @@
 handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
 work as they stand. Names, arguments and shapes stay as they are. To grade this file:
 
-    python -m tinykv.course.grade docs/course/7-triton/starter.py
+    python -m docs.course.grade docs/course/7-triton/starter.py
 
 Kernels run in Triton's interpreter, on a CPU: no GPU is needed.
 

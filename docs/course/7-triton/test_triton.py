@@ -55,7 +55,7 @@ KERNELS = {
 @cache
 def compiler_errors(path):
     """{kernel: what Triton's compiler says against it, or ""}."""
-    process = subprocess.run([sys.executable, "-m", "tinykv.course.compiles", path], input=json.dumps(KERNELS),
+    process = subprocess.run([sys.executable, "-m", "docs.course.compiles", path], input=json.dumps(KERNELS),
                              capture_output=True, text=True)
     if process.returncode:
         raise RuntimeError(f"Triton's compiler did not run: {process.stderr.strip().splitlines()[-1]}")

@@ -1,4 +1,4 @@
-"""Write a repository to hand out: `python -m tinykv.course.handout DIR`.
+"""Write a repository to hand out: `python -m docs.course.handout DIR`.
 
 It is a copy of what git tracks here, without the answers: where the project's own code is one, functions keep signature
 and docstring, and raise NotImplementedError with the assignment's name. docs/course/ has no answer.py, and in its place
@@ -11,17 +11,17 @@ import tempfile
 from pathlib import Path
 from shutil import copyfile
 
+from docs.course.assignments import ANSWERS, CORE, ROOT, folder_of, write, write_starters
+from docs.course.grade import right_values
 from tinykv import UserError
 from tinykv.cli import Parser, one_line
-from tinykv.course.assignments import ANSWERS, CORE, ROOT, folder_of, write, write_starters
-from tinykv.course.grade import right_values
 
 LEFT_OUT = ("tests/", "docs/", ".ci/", ".pytest.ini")
 KEPT = ("docs/course/", "docs/embedded_model.md", "docs/huggingface.md", "docs/real_models.md")
 PYTEST = "[pytest]\ntestpaths = docs/course\npythonpath = .\n"
 
 def parser():
-    p = Parser(prog="python -m tinykv.course.handout", description=__doc__.split("\n\n")[0])
+    p = Parser(prog="python -m docs.course.handout", description=__doc__.split("\n\n")[0])
     p.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
     p.add_argument("--assignments", metavar="NAMES", default=",".join(name for name in ANSWERS if name not in CORE),
                    help="whose answers are taken out; without `affine` and `cache`, on which all else runs, unless you "

@@ -1,4 +1,4 @@
-"""Grade a submission, or a folder of them: `python -m tinykv.course.grade FILE|FOLDER`.
+"""Grade a submission, or a folder of them: `python -m docs.course.grade FILE|FOLDER`.
 
 A file's tests run in a process of its own, in a copy of the repository without the answers, and only note what the file
 gives. What is right is noted by a run of answer.py elsewhere, and compared here. So the process of a submission knows
@@ -20,12 +20,12 @@ from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
+from docs.course import assignments
+from docs.course.assignments import ROOT, assignment_of, folder_of, named
+from docs.course.compare import difference
+from docs.course.confine import hole
 from tinykv import UserError
 from tinykv.cli import Parser, one_line, print_columns, printable
-from tinykv.course import assignments
-from tinykv.course.assignments import ROOT, assignment_of, folder_of, named
-from tinykv.course.compare import difference
-from tinykv.course.confine import hole
 from tinykv.files import check_target, write, write_json
 
 LONGEST = 300  # seconds of a submission, of which it may compute confine.SECONDS
@@ -33,7 +33,7 @@ POINTS = 80  # of an assignment's tests
 
 
 def parser():
-    p = Parser(prog="python -m tinykv.course.grade", description=__doc__.split("\n\n")[0])
+    p = Parser(prog="python -m docs.course.grade", description=__doc__.split("\n\n")[0])
     p.add_argument("submission", type=Path, metavar="FILE|FOLDER", nargs="?", help="a student's file, or a folder of "
                    "them")
     p.add_argument("--all", action="store_true", help="show what is wrong in every failed test")
@@ -205,7 +205,8 @@ def copy(folder, name):
     """What a submission needs of the repository, without the answers."""
     tests = folder_of(name)
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tinykv").rglob("*.py")]
-    files += [f"{tests.relative_to(ROOT)}/test_{name}.py", "docs/course/conftest.py", ".pytest.ini"]
+    files += [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "course").glob("*.py")]
+    files += [f"{tests.relative_to(ROOT)}/test_{name}.py", ".pytest.ini"]
     assignments.write(folder, files, {name, *assignments.ANSWERS} - ({*assignments.CORE} - {name}))
 
 

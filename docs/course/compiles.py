@@ -1,4 +1,4 @@
-"""Which Triton kernels of a file compile for a GPU, which need not be there: `python -m tinykv.course.compiles FILE`.
+"""Which Triton kernels of a file compile for a GPU, which need not be there: `python -m docs.course.compiles FILE`.
 
 A process of its own, as Triton's interpreter and its compiler exclude each other. It reads {kernel: [types of the
 arguments, values of the constants]} and writes {kernel: what the compiler says against it, or ""}, both as JSON.

@@ -1,5 +1,5 @@
 """Assignments: their folders, the functions that are their answers, their starters, and a copy of the repository
-without answers. `python -m tinykv.course.assignments` writes the starters."""
+without answers. `python -m docs.course.assignments` writes the starters."""
 import ast
 import codecs
 import re

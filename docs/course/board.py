@@ -1,4 +1,4 @@
-"""A leaderboard of students' own methods: `python -m tinykv.course.board FOLDER --seed N`.
+"""A leaderboard of students' own methods: `python -m docs.course.board FOLDER --seed N`.
 
 FOLDER has a folder for each student, with a method.py whose class is `Mine`. A method's place is its KL from fp16, at 2
 or 3 bits, whichever is better within the budget of true bits. Who is not worse than the leader of a rank by a paired
@@ -20,13 +20,13 @@ from tempfile import TemporaryDirectory
 import torch
 from safetensors.torch import load, load_file, save_file
 
+from docs.course.assignments import ROOT
+from docs.course.confine import confine
+from docs.course.grade import confined_environment
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.cli import Parser, bar, check_counts, one_line, print_columns
-from tinykv.course.assignments import ROOT
-from tinykv.course.confine import confine
-from tinykv.course.grade import confined_environment
 from tinykv.data import load_windows
 from tinykv.evaluate import Result, add_predictions, measure, paired
 from tinykv.files import first_line
@@ -39,7 +39,7 @@ BITS = 2, 3
 
 
 def parser():
-    p = Parser(prog="python -m tinykv.course.board", description=__doc__.split("\n\n")[0])
+    p = Parser(prog="python -m docs.course.board", description=__doc__.split("\n\n")[0])
     p.add_argument("folder", type=Path, metavar="FOLDER")
     p.add_argument("--budget", type=float, default=3.0, help="true bits of a number, at most")
     p.add_argument("--seed", type=int, default=0, help="which text; a large number, secret until the last day")
@@ -161,7 +161,7 @@ def run(part, name, entries, given):
     "bits-draw": {entry: {name: tensor}}. UserError if it fails."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         save_file(given, Path(folder, "given"))
-        words = [sys.executable, "-m", "tinykv.course.board", "--confined", part.__name__]
+        words = [sys.executable, "-m", "docs.course.board", "--confined", part.__name__]
         try:
             subprocess.run(words, input=json.dumps([name, folder, entries]), text=True, timeout=LONGEST,
                            capture_output=True, cwd=ROOT,
