@@ -1,8 +1,8 @@
 """The Triton kernels: attention that reads the packed cache, and the scores of KVSink and AnTKV.
 
-From easy to hard, each under the torch lines that it equals. Sections 1 and 2 are the idea: what a kernel is, and one
-that attends to 2-bit codes, simply. Sections 3 to 6 make that fast, and each trick says what it saves. The tests run
-the kernels in Triton's interpreter; docs/kernels.md has what an H100 measured.
+Each stands under the torch lines that it equals. The idea is in docs/ladder/: 4_topk.py, what a kernel is, and
+4_kernel.py, one that attends to 2-bit codes, simply. Sections 3 to 6 make that fast, and each trick says what it saves.
+The tests run the kernels in Triton's interpreter; docs/kernels.md has what an H100 measured.
 
 Why kernels? Decoding reads every cached token once per new token, so its time is bytes over bandwidth, and packed codes
 are fewer bytes, if no decoded row is written to memory: a code becomes a number between its load and its product.
@@ -62,7 +62,7 @@ def topk_outliers(h, k, N=1024):
     return position.gather(1, order).long()
 
 
-# ---- 2. Attention that reads 2-bit codes, in the simplest way: all that follows only makes it faster
+# ---- 2. Rows of 2-bit codes
 # A row of d = 128 channels is 32 bytes. Byte i holds the codes of four channels, 32 apart:
 #     bits         7 6       5 4       3 2       1 0
 #              +---------+---------+---------+---------+
@@ -71,49 +71,7 @@ def topk_outliers(h, k, N=1024):
 #                  1 1       0 0       1 0       0 1       0b11001001: channel i has the code 1, i + 32 has 2
 # Channel c lies in byte c % 32. Shift that right by c // 32 * 2 bits, and keep the lowest two. A number
 # is code * scale + zero: with the token's scale 0.5 and zero -1, channel i of this byte is -0.5, channel i + 32 is 0.
-
-def simple_lines(q, k, v):
-    """One new token attends to all: q (H, d) -> (H, d). k and v: packed (Hkv, T, d/4), scale and zero (Hkv, T, 1)."""
-    decoded = []
-    for packed, scale, zero in (k, v):
-        codes = torch.cat([(packed >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)  # (Hkv, T, d)
-        x = codes * scale + zero  # (Hkv, T, d)
-        decoded.append(x.repeat_interleave(len(q) // len(x), dim=0))  # (H, T, d)
-    K, V = decoded
-    scores = q[:, None] @ K.transpose(1, 2) / math.sqrt(q.shape[1])  # (H, 1, T)
-    return (scores.softmax(-1) @ V)[:, 0]
-
-
-@triton.jit
-def simple_decode(packed, scale, zero, token, ok, D: tl.constexpr):
-    # Rows of 2-bit codes -> numbers (N, D). token (N): which rows, of all KV heads; ok (N): which of them exist
-    c = tl.arange(0, D)
-    byte, shift = c % (D // 4), c // (D // 4) * 2  # (D): where each channel's code lies
-    x = tl.load(packed + token[:, None] * (D // 4) + byte[None], mask=ok[:, None], other=0)  # (N, D): a byte 4 times
-    codes = (x >> shift[None]) & 3  # (N, D): 0, 1, 2 or 3
-    s, z = tl.load(scale + token, mask=ok, other=0), tl.load(zero + token, mask=ok, other=0)  # (N) both
-    return codes.to(tl.float32) * s[:, None] + z[:, None]
-
-
-@triton.jit
-def simple_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, out, T, R: tl.constexpr, D: tl.constexpr, N: tl.constexpr):
-    # One program: one query head, N tokens at a time. simple_kernel[H,](q, *k, *v, out, T, R, d, N), d a power of two
-    head, c = tl.program_id(0), tl.arange(0, D)
-    queries = tl.load(q + head * D + c) / tl.sqrt(float(D))  # (D)
-    acc, total, top = tl.zeros((D,), tl.float32), 0.0, float("-inf")
-    for first in range(0, T, N):
-        j = first + tl.arange(0, N)  # (N)
-        token, ok = (head // R) * T + j, j < T  # (N) both: the rows of KV head head // R
-        # scores
-        keys = simple_decode(k, k_scale, k_zero, token, ok, D)  # (N, D)
-        s = tl.where(ok, tl.sum(keys * queries[None], 1), float("-inf"))  # (N)
-        # softmax on the fly: the sums so far are relative to the largest score then; times `fade` to that of now
-        new_top = tl.maximum(top, tl.max(s, 0))
-        p, fade = tl.exp(s - new_top), tl.exp(top - new_top)  # p (N), fade one number
-        values = simple_decode(v, v_scale, v_zero, token, ok, D)  # (N, D)
-        acc = acc * fade + tl.sum(p[:, None] * values, 0)  # (D)
-        top, total = new_top, total * fade + tl.sum(p, 0)
-    tl.store(out + head * D + c, acc / total)
+# docs/ladder/4_kernel.py attends to such rows in 30 lines, with 11 instructions a number. What follows has 2.
 
 
 # ---- 3. Now make it fast: rows of any codec, and codes that are numbers

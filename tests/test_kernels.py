@@ -237,21 +237,6 @@ def test_kvsink_asks_the_kernel(monkeypatch):
     assert len(asked) == 3 and torch.equal(*sinks)
 
 
-# ---- 2-bit codes, simply
-
-@pytest.mark.parametrize("T, R", [(1, 1), (50, 2), (64, 1)])
-def test_the_simple_kernel_attends(T, R):
-    codec, d, q = affine(2, 64, bits=2), 64, torch.randn(2 * R, 64)
-    parts = [codec.encode(torch.randn(1, 2, T, d)) for _ in range(2)]
-    k, v = ([x.packed[0], x.scale[0, :, :, 0].float(), x.zero[0, :, :, 0].float()] for x in parts)
-    out = torch.empty(2 * R, d)
-    kernels.simple_kernel[2 * R,](q, *k, *v, out, T, R, d, 32)
-    K, V = (codec.decode(x)[0].double().repeat_interleave(R, 0) for x in parts)  # (H, T, d) both
-    want = (torch.einsum("hd,htd->ht", q.double(), K) / 8).softmax(-1)[:, None] @ V
-    near(out, want[:, 0])
-    near(kernels.simple_lines(q, k, v), want[:, 0])
-
-
 # ---- decoding, bit for bit
 
 @triton.jit
