@@ -26,7 +26,7 @@ import json
 import os
 import sys
 from collections import Counter
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import hypothesis
@@ -107,6 +107,36 @@ def run(monkeypatch, capsys):
         said = capsys.readouterr()
         return status, said.out, said.err
     return run
+
+
+@pytest.fixture(scope="session")
+def interpreted_quickly():
+    """What Triton's interpreter does again and again, it does once: a third of the time is left."""
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ModuleNotFoundError:  # there are no kernels then
+        yield
+        return
+    original, prepared = interpreter.InterpretedFunction.__call__, set()
+
+    def call(self, *args, **kwargs):
+        # a launch prepares triton.language, and so does each call of a function within it
+        if self.fn.__module__ in prepared or not self.fn.__module__.startswith("triton."):
+            return self.rewrite()(*args, **kwargs)
+        prepared.add(self.fn.__module__)  # one of Triton's own modules, which no launch prepares
+        return original(self, *args, **kwargs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        # what is the same for equal types
+        for kind in (tl.block_type, tl.pointer_type):
+            patch.setattr(kind, "__hash__", tl.dtype.__hash__)
+        for name in ("with_element_ty", "to_ir"):
+            patch.setattr(tl.block_type, name, lru_cache(getattr(tl.block_type, name)))
+        # sums of integers are computed in 64 bits, too, for an assertion that only debugging evaluates
+        options = interpreter.InterpreterOptions(sanitize_overflow=False)
+        patch.setattr(interpreter.interpreter_builder, "options", options)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import random
 import re
 from collections import defaultdict
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import oracles
@@ -22,7 +22,6 @@ triton = pytest.importorskip("triton")
 import bench_kernels  # noqa: E402
 import benchmark  # noqa: E402
 import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
 
 import kernels  # noqa: E402
 from tinykv import UserError, triton_cache  # noqa: E402
@@ -39,6 +38,7 @@ from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
 from tinykv.triton_cache import Attended, TritonCache, TritonLayer  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("interpreted_quickly")
 near = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4, check_dtype=False)
 
 
@@ -185,30 +185,6 @@ def same(layer, R=2, T=1, window=None, dtype=torch.float32, **close):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def interpreted_quickly():
-    """What the interpreter does again and again, it does once: a third of this file's time is left."""
-    original, prepared = interpreter.InterpretedFunction.__call__, {kernels.__name__}
-
-    def call(self, *args, **kwargs):
-        # a launch prepares triton.language, and so does each call of a function within it
-        if self.fn.__module__ in prepared:
-            return self.rewrite()(*args, **kwargs)
-        prepared.add(self.fn.__module__)  # one of Triton's own modules, which no launch prepares
-        return original(self, *args, **kwargs)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
-        # what is the same for equal types
-        for kind in (tl.block_type, tl.pointer_type):
-            patch.setattr(kind, "__hash__", tl.dtype.__hash__)
-        for name in ("with_element_ty", "to_ir"):
-            patch.setattr(tl.block_type, name, lru_cache(getattr(tl.block_type, name)))
-        # sums of integers are computed in 64 bits, too, for an assertion that only debugging evaluates
-        options = interpreter.InterpreterOptions(sanitize_overflow=False)
-        patch.setattr(interpreter.interpreter_builder, "options", options)
-        yield
 
 
 # ---- KVSink's sinks
