@@ -105,7 +105,7 @@ ARROWS = {
     "codecs/": {"kmeans"},
     "methods/": {"codecs", "outlier", "tracing"},
     "calibrate.py": {"cache", "files", "tracing"},
-    "evaluate.py": {"cache"},
+    "evaluate.py": {"cache", "kmeans"},
     "data/": {"hf", "files"},  # hf/hub.py downloads
     "hf/": {"cache", "model", "files"},
     "weights/": {"cache", "codecs", "model", "files"},

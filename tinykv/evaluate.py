@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from tinykv import UserError, all_finite
 from tinykv.cache import KVCache
+from tinykv.kmeans import argmax
 
 SLICE = 2 ** 24  # logits held at once, in numbers
 FAR = 128 * 1024  # tokens of the text for the last bit count, the column 128K
@@ -228,7 +229,7 @@ def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
             positions = slice(start - 1 + begin, start - 1 + begin + len(part))
             logits = model.lm_head(hidden[row, positions]).float()  # (n, vocab)
             logp = F.log_softmax(logits, dim=-1)  # (n, vocab)
-            top = logp.argmax(-1)  # (n)
+            top = argmax(logp)  # (n)
             nll -= logp.gather(1, part[:, None]).double().sum().item()
             if not logits.sum().isfinite():  # also where the text's own tokens have finite ones
                 nll = math.nan
@@ -236,7 +237,7 @@ def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
             if reference is not None:
                 logits_fp16 = model.lm_head(reference[row, positions]).float()  # (n, vocab)
                 logp_fp16 = F.log_softmax(logits_fp16, dim=-1)  # (n, vocab)
-                top_fp16 = logp_fp16.argmax(-1)  # (n)
+                top_fp16 = argmax(logp_fp16)  # (n)
                 kl += F.kl_div(logp, logp_fp16, log_target=True, reduction="sum").item()
             result.agree += (top == top_fp16).sum().item()
             hits.append(top == part)
