@@ -437,7 +437,7 @@ def test_windows_to_calibrate_on_begin_as_those_of_the_test(one_layer, bos):
     ("--method rtn --bits 2,nan", ["nan"]), ("--method rtn --scheme token-static --group-size 5", ["5", "8"]),
     ("--method kvsink --emergence-layer 9 --outlier-channel 1", ["9", "layers"]), ("--model no/folder", ["no/folder"]),
     ("--method pfn --scheme channel-static,kvqant", ["kvqant", "kvquant", "token-static"]),
-    ("--method kivi --scheme token-static", ["--scheme", "kivi"]),  # rtn, beside it, takes one
+    ("--method kivi --scheme kvquant", ["--scheme", "kivi"]),  # rtn, beside it, takes one, in which nothing has groups
     ("--method rtn --outliers 1", ["--outliers", "rtn"]),  # not a setting of its scheme
     ("--method pfn,kvsink --outliers 0,1 --scheme token-static", ["--outliers", "pfn", "kvsink"]),
     ("--context 2048", ["2048", "128"]), ("--at-bits nan", ["--at-bits", "nan"]), ("--method=--", ["--method=--"]),

@@ -133,7 +133,9 @@ def entries_of(asked, name, beside, given, config, left_out, by_name):
     found = []
     for chosen in combinations(cls, given, beside):
         label = label_of(name, chosen, given)
-        arguments = {**beside, **constructor_arguments(cls, chosen)}
+        takes = settings_of(cls, chosen.get("scheme"))
+        matched = {setting: value for setting, value in beside.items() if setting in takes and setting not in chosen}
+        arguments = {**matched, **constructor_arguments(cls, chosen)}
         try:
             method = cls(config, **arguments)
         except UserError as error:
@@ -141,7 +143,7 @@ def entries_of(asked, name, beside, given, config, left_out, by_name):
                 raise
             left_out[label] = error
             continue
-        words = ", ".join(f"{setting}={arguments[setting]}" for setting in beside if setting not in chosen)
+        words = ", ".join(f"{setting}={value}" for setting, value in matched.items())
         found.append(Entry(label, name, [method], {**settings_of(cls), **arguments}, beside=words))
     return found
 
