@@ -27,7 +27,6 @@ def check_one(name, built_in, like):
     """UserError if a class of --method has not the settings of --as, or cannot be made."""
     from cases import SETTINGS, model_of
 
-    from tinykv.run.check import check_method
     from tinykv.run.settings import load_class, settings_of
     cls = load_class(name)
     settings = settings_of(cls)
@@ -44,7 +43,7 @@ def check_one(name, built_in, like):
 
     # 2. its constructor
     config = model_of(2).config
-    check_method(cls(config, **{setting: SETTINGS[setting] for setting in needed}), config)
+    cls(config, **{setting: SETTINGS[setting] for setting in needed}).check()
 
 
 def explained(item, error):

@@ -3,9 +3,9 @@ import pytest
 from cases import chunk_of, model_of, schemes_of, takes
 
 from tinykv import UserError
+from tinykv.cache import KVCache
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.registry import METHODS
-from tinykv.run.check import check_method
 from tinykv.run.entries import combinations
 from tinykv.run.settings import settings_of
 
@@ -90,7 +90,8 @@ def test_a_block_holds_whole_channel_groups(scheme, group_size):
     ("ott", {"outlier_num": -1}), ("ott", {"extra_pool": -1}), ("ott", {"select": "any"}),
     ("kvsink", {"choose": "once"}), ("kvsink", {"scheme": "channel-dynamic", "group_size": 8, "block": 12}),
     ("cq", {"recent": -1}), ("cq", {"sensitivity": "any"}), ("antkv", {"sharing": "own"}), ("antkv", {"recent": -1}),
-    ("intactkv", {"scheme": "token-static"})])
+    ("intactkv", {"scheme": "token-static"}), ("rtn", {"rope": "Post"})])
 def test_settings_that_cannot_be_are_refused(name, settings):
+    """Also in Python, where no flag is read: by the constructor, or by the cache."""
     with pytest.raises(UserError):
-        check_method(METHODS[name](CONFIG, **settings), CONFIG)
+        KVCache(model_of(1), METHODS[name](CONFIG, **settings))

@@ -108,7 +108,7 @@ class Half(Codec):
         return None if self.wrong == "none" else Codes(x.float())
     def decode(self, codes):
         x = codes.packed
-        return {"one": x[:, :, :1], "nan": x * float("nan"), "ints": x.long()}.get(self.wrong, x)
+        return {"one": x[:, :, :1], "short": x[:, :, :16], "nan": x * torch.nan, "ints": x.long()}.get(self.wrong, x)
 
 class Mine(Method):
     k_bits = v_bits = 2
@@ -139,14 +139,14 @@ def mine(tmp_path):
 
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
 @pytest.mark.parametrize("wrong, words", [
-    ("none", ["Mine: `encode` of Half", "None"]), ("block=a", ["block of Mine", "'a'"]), ("block=None", ["block of"]),
+    ("none", ["`encode` of Half", "None"]), ("block=a", ["block of Mine", "'a'"]), ("block=None", ["block of"]),
     ("recent=x", ["recent of Mine"]), ("preserve=x", ["preserve of Mine"]),
     ("k_bits=nan", ["k_bits of Mine", "nan"]), ("codecs=None", ["Mine: `codecs`", "None"]),
     ("codecs=abcd", ["Mine: `codecs`", "abcd"]), ("prefix=x", ["prefix of Mine", "'x'"]),
-    ("one", ["Mine: `decode` of Half", "(2, 1, 1, 8)"]), ("ints", ["`decode` of Half", "int64"]),
-    ("nan", ["layer 0", "decodes", "not finite"]), ("codecs", ["Mine: `codecs`"]),
-    ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]),
-    ("score", ["`score` of Mine", "(2, 1, 1)"]), ("scores", ["layer 0", "not finite"])])
+    ("one", ["`decode` of Half", "(1, 1, 1, 8)"]), ("ints", ["`decode` of Half", "int64"]),
+    ("short", ["`decode` of Half", "(1, 1, 16, 8)"]), ("nan", ["layer 0", "decodes", "not finite"]),
+    ("codecs", ["Mine: `codecs`"]), ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]),
+    ("score", ["`score` of Mine", "(1, 1, 1)"]), ("scores", ["layer 0", "not finite"])])
 def test_what_a_method_gives_is_checked(command, mine, protocol, wrong, words):
     status, out, err = command("--method", mine, "--wrong", wrong, "--protocol", protocol, *TINY)
     said = f"{out} {err}"

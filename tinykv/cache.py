@@ -90,6 +90,8 @@ class CachedRows:
         oldest = self.recent[:, :, :n]  # (B, Hkv, n, d)
         self.finite = self.finite & oldest.isfinite().all()
         codes = self.codec.encode(oldest, ignore=self.is_kept(n))
+        if not hasattr(codes, "followed_by"):
+            raise UserError(f"`encode` of {self.codec!r} has to give codecs.base.Codes; it gave {codes!r}")
         self.codes = codes if self.codes is None else self.codes.followed_by(codes)
         self.recent = self.recent[:, :, n:].clone()  # a view would keep the quantized rows alive
         self.buffer = None
@@ -110,6 +112,10 @@ class CachedRows:
         if self.codes is None:
             return self.recent  # nothing is coded yet: kept tokens are among the recent ones
         decoded = self.codec.decode(self.codes)  # (B, Hkv, C, d): fp32, or 16 bits where the codes are exact
+        B, Hkv, _, d = self.recent.shape
+        if not decoded.is_floating_point() or decoded.shape != (B, Hkv, self.n_coded, d):
+            raise UserError(f"`decode` of {self.codec!r} has to give floating-point numbers "
+                            f"{(B, Hkv, self.n_coded, d)}; it gave {decoded.dtype} {tuple(decoded.shape)}: {self!r}")
         rows = torch.cat([decoded, self.recent], dim=2)  # (B, Hkv, S, d), in the wider dtype of the two
         if self.kept_positions is not None:
             index = self.kept_positions.long()[..., None].expand_as(self.kept_rows)  # (B, Hkv, p, d)
@@ -236,6 +242,9 @@ class LayerCache:
         """Add the method's scores, given the new queries and K (B, Hkv, S, d), in full precision where it still is."""
         q = self.rope.rotate(q, seen)  # (B, H, T, d)
         of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
+        if not of_keys.shape == of_values.shape == K.shape[:3]:
+            raise UserError(f"`score` of {type(self.method).__name__} has to give the scores of keys and of values, "
+                            f"{tuple(K.shape[:3])} both; it gave {tuple(of_keys.shape)}, {tuple(of_values.shape)}")
         self.keys.finite = self.keys.finite & of_keys.isfinite().all() & of_values.isfinite().all()
         self.keys.add_scores(of_keys)
         self.values.add_scores(of_values)
@@ -294,6 +303,7 @@ class KVCache:
     def __init__(self, model, method, protocol="stream", prompt=None):
         one_of(PROTOCOLS, protocol=protocol)
         method.check_model(model)
+        method.check()
         self.model, self.method, self.protocol, self.prompt = model, method, protocol, prompt
         self.config, self.rope = model.config, model.rope
         self.reset()

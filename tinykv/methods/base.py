@@ -6,11 +6,12 @@
 """
 import torch
 
-from tinykv import UserError
-from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS
+from tinykv import UserError, one_of
+from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS, Pair
 from tinykv.codecs.schemes import SCHEMES, make_codecs
 
 CHOOSE = ("prompt", "always")  # when a method chooses the tokens that it keeps
+OF_A_PREFIX = ("name", "ids", "trained_for", "fill", "rows")  # what is asked of one
 
 
 class Method:
@@ -135,6 +136,24 @@ class Method:
             for name in codec.tables:
                 if f"{layer}.{kind}.{name}" in tables:
                     setattr(codec, name, tables[f"{layer}.{kind}.{name}"])
+
+    def check(self):
+        """UserError for what no cache can run. A command asks as soon as the method is made, and every cache asks."""
+        name, L = type(self).__name__, self.config.num_hidden_layers
+        one_of(("pre", "post"), rope=self.rope)
+        one_of(CHOOSE, choose=self.choose)
+        least = {"recent": 0, "block": 1, "k_bits": 0.01, "v_bits": 0.01, "preserve": 0}
+        if self.keeps_share:
+            del least["preserve"]  # a share, such as "1%"
+        for setting in least:
+            value = getattr(self, setting)
+            if not isinstance(value, int | float) or not value >= least[setting]:  # nor is NaN
+                raise UserError(f"{setting} of {name} must be a number from {least[setting]} on; got {value!r}")
+        if self.prefix is not None and not all(hasattr(self.prefix, part) for part in OF_A_PREFIX):
+            raise UserError(f"prefix of {name} must be None, or have {', '.join(OF_A_PREFIX)}, as an intactkv.Prefix "
+                            f"has; got {self.prefix!r}")
+        if not isinstance(self.codecs, list | tuple) or [type(pair) for pair in self.codecs] != [Pair] * L:
+            raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {self.codecs!r}")
 
     def check_model(self, model):
         """UserError unless the model has the config that the method was made for, and the weights that it was

@@ -17,7 +17,6 @@ from tinykv.files import Tables, identity
 from tinykv.methods.registry import METHODS
 from tinykv.prefixes import fill_prefix, open_prefix
 from tinykv.run import ranks
-from tinykv.run.check import check_codecs, check_method
 from tinykv.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
 from tinykv.weights import restore
 
@@ -99,7 +98,7 @@ def build_entries(args, config, tokenizer):
         for method, name in names.items():
             beside = {} if method in asked else compared.get(method, {})
             for entry in entries_of(method, name, beside, given, config, left_out, method in args.method):
-                check_method(entry.method, config)
+                entry.method.check()
                 entry.weights, entry.quantizer = weights, quantizers.get(weights)
                 if entry.title in entries:
                     raise UserError(f"two rows are called {entry.title}; give one of them another `name`")
@@ -256,5 +255,4 @@ def calibrate_together(entries, draw, model, windows, kept):
             calibrate.calibrate(model, methods, windows, partial(cli.bar, what=f"calibrating {titles}"), draw)
         for entry, method in zip(entries, methods):
             method.restore(ranks.shared(method.calibrated, windows.device))
-            check_codecs(method, model.config)
             kept.put(entry.made_of(windows, draw), method.calibrated())
