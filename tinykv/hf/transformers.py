@@ -110,6 +110,9 @@ class MethodCache(Cache):
             query_length = len(query_length)
         return self.get_seq_length(layer_idx) + query_length, 0
 
+    def __len__(self):  # transformers counts layers of its own, and of none an empty container is False
+        return len(self.inner.layers)
+
     def reset(self):
         self.inner.reset()
         self.reading = False
