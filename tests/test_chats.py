@@ -67,7 +67,9 @@ def test_chats_are_cut_and_those_without_an_answer_left_out(tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize("line", ["no json", "3", "[]", '{"text": "x"}', '[{"from": "gpt", "value": "x"}]',
-                                  '[{"from": "human", "value": "x"}]', '[{"from": "cat", "value": "x"}]'])
+                                  '[{"from": "human", "value": "x"}]', '[{"from": "cat", "value": "x"}]', "[" * 10 ** 5,
+                                  '[{"from": "human", "value": "\\ud800"}, {"from": "gpt", "value": "x"}]',
+                                  '[{"from": "human", "value": 3}, {"from": "gpt", "value": "x"}]'])
 def test_what_is_no_chat_is_named_with_its_line(tmp_path, tokenizer, line):
     path = tmp_path / "c.jsonl"
     path.write_text(f"\n{line}\n")

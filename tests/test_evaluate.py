@@ -254,6 +254,9 @@ def test_a_shift_of_all_windows_is_found_however_they_differ(spread):
     assert paired([[1.0]], [[2.0]]) == (-1.0, None, None, None, 1)
     assert paired([[1.0], [1.0]], [[2.0], [4.0]])[1] is None
     assert paired([[1.0, 2.0]], [[1.0, 2.0]]) == (0.0, 0.0, 0.0, pytest.approx(1), 0)
+    for other in ([[1.0]], [[1.0, math.nan]], [[1.0, 2.0], [1.0, 2.0]]):
+        with pytest.raises(UserError, match="no pairs"):
+            paired([[1.0, 2.0]], other)
 
 
 def crossed(D):

@@ -59,9 +59,12 @@ def test_what_the_program_did_not_write_stays(tmp_path, make):
 
 # ---- read
 
+DEEP = "[" * 10 ** 5
+
+
 @pytest.mark.parametrize("read, content, said", [
-    (read_json, b"{", "not JSON"), (read_json, b"\xff", "not JSON"), (read_text, b"\xff", "cannot be read"),
-    (read_text, None, "is no file"), (read_json, None, "is no file")])
+    (read_json, b"{", "not JSON"), (read_json, b"\xff", "not JSON"), (read_json, DEEP.encode(), "deeply"),
+    (read_text, b"\xff", "cannot be read"), (read_text, None, "is no file"), (read_json, None, "is no file")])
 def test_what_cannot_be_read_is_one_line(tmp_path, read, content, said):
     path = tmp_path / "file"
     path.mkdir() if content is None else path.write_bytes(content)
@@ -88,8 +91,9 @@ def test_a_text_has_neither_a_mark_nor_returns(tmp_path):
 
 @pytest.mark.parametrize("change", [
     lambda data: data[:-1] + b"\1", lambda data: data.replace(b'\\"b', b'\\"c'), lambda data: data[:-3],
-    lambda data: save({"a": torch.ones(2)}), lambda data: b"no such thing" * 9],
-    ids=["a digit", "a note", "the end", "no notes", "another file"])
+    lambda data: save({"a": torch.ones(2)}), lambda data: b"no such thing" * 9,
+    *[lambda data, notes=notes: save({}, {"notes": notes}) for notes in ("x", "null", '{"format": "thing"}', DEEP)]],
+    ids=["a digit", "a note", "the end", "no notes", "another file", "no JSON", "no object", "no digest", "deep"])
 def test_tensors_are_whole_or_refused(tmp_path, change):
     path = tmp_path / "x.safetensors"
     save_tensors(path, {"a": torch.arange(4.0)}, {"format": "thing", "of": "b"})

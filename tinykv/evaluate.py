@@ -117,8 +117,11 @@ def delta_error(nll, exact):
 
 def paired(nll, other):
     """Losses of one row and of another -> (mean difference in nats a token, its standard error, t, p, how many losses
-    of the first are lower). Error, t and p are None for one window."""
+    of the first are lower). Error, t and p are None for one window. UserError for what is not in pairs, or finite."""
     nll, other = (torch.tensor(losses, dtype=torch.float64) for losses in (nll, other))  # (C, W) both
+    if nll.shape != other.shape or not (nll - other).isfinite().all():
+        raise UserError(f"losses of {tuple(nll.shape)} and {tuple(other.shape)} draws and windows are no pairs of "
+                        "finite numbers; measure both on the same windows")
     D = nll - other  # (C, W)
     difference, (error, df) = D.mean().item(), standard_error(D)
     t = p = None

@@ -26,12 +26,20 @@ def read_json(path):
         raise UserError(f"no {path.name} in {path.parent}; give a folder as save_pretrained writes it")
     check_regular(path, LARGEST)
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:  # malformed, or not UTF-8
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not JSON ({first_line(error)}); download it again") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no JSON object; download it again")
     return content
+
+
+def parse_json(text):
+    """What a text says as JSON, a dict, a list, or a word. ValueError where it says nothing."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_text(path, largest=LARGEST):
@@ -54,10 +62,10 @@ def load_tensors(path, kind, device="cpu"):
     try:
         with safe_open(path, "pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-            notes = json.loads((file.metadata() or {}).get("notes", "{}"))
-    except (SafetensorError, OSError):  # such as a file that is not whole
+            notes = dict(parse_json((file.metadata() or {}).get("notes", "{}")))
+    except (SafetensorError, OSError, ValueError, TypeError):  # such as a file that is not whole
         notes = {}
-    if notes.get("format") != kind or notes.pop("digest") != digest_of(tensors, notes):
+    if notes.get("format") != kind or notes.pop("digest", None) != digest_of(tensors, notes):
         raise UserError(f"{path} is no {kind}, or a damaged one; give another name, or remove it to make it again")
     return tensors, notes
 

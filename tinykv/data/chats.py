@@ -8,13 +8,11 @@ A file of chats has one chat a line, as JSON: a list of turns, or ShareGPT's {"c
 and the tokens of the answers, `</s>` among them, are the response: the mask is True there. What comes before the first
 question, BOS and a system prompt, is the prefix's affair.
 """
-import json
-
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from tinykv import UserError
-from tinykv.files import read_text
+from tinykv.files import parse_json, read_text
 
 # Vicuna's, for chats without a prefix that holds one
 SYSTEM = ("A chat between a curious user and an artificial intelligence assistant. The assistant gives "
@@ -45,11 +43,11 @@ def load_chats(path, tokenizer, n, longest, system=""):
 def turns_of(line, path, number):
     """A line of the file -> [(question, answer)]."""
     try:
-        chat = json.loads(line)
+        chat = parse_json(line)
         turns = chat["conversations"] if isinstance(chat, dict) else chat
         roles = [ROLES[turn["from"]] for turn in turns]
-        texts = [turn["value"] for turn in turns]
-    except (KeyError, TypeError, ValueError):
+        texts = [turn["value"].encode().decode() for turn in turns]  # UTF-8 has no half of a surrogate pair
+    except (KeyError, TypeError, ValueError, AttributeError):
         roles = []
     if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
         raise UserError(f'{path}, line {number} is no chat; a chat is a list of turns {{"from": "human" or '

@@ -189,7 +189,9 @@ def main():
         content = read_json(Path(args.table))
         try:
             print_all([row for row in content["rows"] if not row["fault"]], args.vs, args.at_bits, args.plot)
-        except (LookupError, TypeError, AttributeError) as error:
+        except UserError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(f"{args.table} is no whole table ({cli.reason(error)}); give what --json wrote") from None
 
 
