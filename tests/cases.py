@@ -120,7 +120,7 @@ def build_and_calibrate(case):
     # neither the newest tokens nor 16 bits of the other kind change what is calibrated
     same_tables = replace(case, recent=0, settings=tuple(s for s in case.settings if s[1] != 16))
     if method.needs_calibration and case.known and same_tables != case:
-        method.restore(build_and_calibrate(same_tables).calibrated())
+        method.restore(build_and_calibrate(same_tables).calibrated(), model)
     elif method.needs_calibration:
         calibrate(model, method, calibration_windows())
     if method.prefix:

@@ -417,7 +417,7 @@ def check_what_is_calibrated_can_be_restored(case):
     with pytest.raises(UserError, match="is not calibrated"):
         case.run(other, tokens)
     tables = method.calibrated()
-    other.restore({name: table.clone() for name, table in tables.items()})
+    other.restore({name: table.clone() for name, table in tables.items()}, case.model)
     assert torch.equal(case.run(other, tokens)[0], case.run(method, tokens)[0]), (
         "a method that takes over what `calibrated` gives (`restore`) has other logits than the calibrated one; name "
         "all that calibration finds")

@@ -90,7 +90,7 @@ def anchors_of(text=TEXT, protocol="paper", **settings):
     """{(layer, "k" or "v"): positions, sorted, by head} of an AnTKV with 3 anchors, its model and itself."""
     model, codebooks = model_and_codebooks()
     method = AnTKV(model.config, "d2m8", anchors="3", recent=0, **settings)
-    method.restore(codebooks)
+    method.restore(codebooks, model)
     cache = KVCache(model, method, protocol)
     with torch.no_grad():
         for chunk in (text.split(method.block, dim=1) if protocol == "stream" else [text]):

@@ -5,6 +5,7 @@ Most tests run on `Planted` (planted.py).
 import copy
 import itertools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from cases import model_of, tokens_of
 from planted import CONFIG, L, Planted, changed, d, few_tries, random_rows, same, tables
 
 from tinykv import UserError
+from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate, check, texts
 from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.methods.intactkv import Prefix
@@ -198,6 +200,22 @@ def test_some_layers_at_a_time_find_the_same(monkeypatch):
         assert len(count) == readings * len(windows)
         found.append(tables(method))
     assert same(*found)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_calibration_that_was_interrupted_is_none(before, monkeypatch):
+    """Some layers have its tables and some have not, or still have another text's."""
+    model, method = model_of(2), METHODS["kvquant"](model_of(2).config)
+    if before:
+        calibrate(model, method, tokens_of(2, 40))
+    monkeypatch.setattr(method.codecs[1].k, "fit", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, method, tokens_of(2, 40, seed=1))
+    with pytest.raises(UserError, match="not calibrated"):
+        model(tokens_of(1, 9), KVCache(model, method))
+    monkeypatch.undo()
+    calibrate(model, method, tokens_of(2, 40))
+    model(tokens_of(1, 9), KVCache(model, method))
 
 
 # ---- draws

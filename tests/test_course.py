@@ -474,7 +474,7 @@ def board_text(monkeypatch, request):
         if key not in tables:
             calibrate(model, method, windows, seed=seed)
             tables[key] = method.calibrated()
-        method.restore(tables[key])
+        method.restore(tables[key], model)
 
     def run(part, name, entries, given):
         assert part is board.encode or len(entries) == 1 and "test" not in given  # of the test, one entry's codes

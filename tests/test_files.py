@@ -132,6 +132,8 @@ def test_a_folder_of_tables_gives_what_was_put_there(tmp_path):
     with pytest.raises(UserError, match="not finite"):
         kept.put("made of 4", {"x": torch.tensor([float("nan")])})
     assert len(list((tmp_path / "new").iterdir())) == 2
+    model.rope.freq = model.rope.freq / 2
+    assert Tables(tmp_path / "new", model).get("made of 1") is None
     model.model["norm"].weight.data[7] += 1
     assert Tables(tmp_path / "new", model).get("made of 1") is None
     nothing = Tables(None, model)

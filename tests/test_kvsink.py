@@ -141,7 +141,7 @@ def test_windows_without_a_sink_do_not_matter():
     for place, found in (((-1, -1), "no stable outlier in 10"), ((0, 9), "channel 9 (found in 3 of 10")):
         calibrate(model, method, windows)
         assert (method.layer, method.channel) == place and f"{found} calibration windows" in method.describe()
-        other.restore(method.calibrated())
+        other.restore(method.calibrated(), model)
         assert (other.layer, other.channel, other.describe()) == (*place, method.describe())
         windows[[2, 5, 6], 20] = MARK
 

@@ -24,6 +24,8 @@ def calibrate(model, methods, windows, progress=None, seed=0):
     """
     progress = progress or iter
     methods = methods if isinstance(methods, list) else [methods]
+    for method in methods:
+        method.calibrated_on = None  # until the last table is there
 
     # 1. What methods have to find themselves
     searching = [method for method in methods if method.needs_text]

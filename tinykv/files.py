@@ -169,11 +169,11 @@ PACKAGE = package_hash()  # what runs is what was loaded, also if a file is edit
 
 
 def fingerprint(model):
-    """16 hex digits of the SHA-256 over config and weights, dtype included; the same on any device."""
+    """16 hex digits of the SHA-256 over config, RoPE and weights, dtype included; the same on any device."""
     # the config, with every number as a float: 10000 and 10000.0 are one theta
     config = json.loads(json.dumps(asdict(model.config)), parse_int=float)
     weights = dict(model.named_parameters()) | dict(model.named_buffers())  # quantized weights are buffers
-    return digest_of(weights, config)[:16]
+    return digest_of({**weights, "rope": model.rope.freq}, config)[:16]
 
 
 class Tables:
@@ -181,7 +181,7 @@ class Tables:
 
         kept = Tables("tables", model)
         kept.put(identity(windows), method.calibrated())
-        method.restore(kept.get(identity(windows)))
+        method.restore(kept.get(identity(windows)), model)
 
     folder: None keeps nothing. Other models, and commands that run at the same time, may share it.
     """

@@ -286,12 +286,12 @@ class Llama(nn.Module):
         return visible
 
     def identity(self):
-        """(dtype, number) of the weights: another weight gives another number. It is the sum of their bits as integers,
-        which is quick, and the same on every device."""
-        weights = {weight.data_ptr(): weight for weight in self.state_dict().values()}.values()  # tied ones once
+        """(dtype, numbers) of the weights and of RoPE: another weight, or another one in its place, gives others. A
+        weight's number is the sum of its bits as integers, which is quick, and the same on every device."""
+        weights = {weight.data_ptr(): weight for _, weight in sorted(self.state_dict().items())}.values()  # tied: once
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
         sums = [weight.contiguous().view(kinds[weight.element_size()]).sum() for weight in weights]
-        return self.lm_head.weight.dtype, sum(of.item() for of in sums)
+        return self.lm_head.weight.dtype, [of.item() for of in sums] + self.rope.freq.tolist()
 
     @torch.no_grad()
     def generate(self, tokens, max_new_tokens, cache=None, temperature=0.0, top_p=1.0, seed=None,

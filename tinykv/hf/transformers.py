@@ -34,8 +34,8 @@ class MethodCache(Cache):
                             f"as METHODS['kivi'](config); got {type(model).__name__} and {type(method).__name__}")
         super().__init__(layers=[])
         config = parse_config(model.config.to_dict(), "the model's config")
-        like = SimpleNamespace(config=config, rope=Rope(config), lm_head=model.lm_head,
-                               identity=partial(Llama.identity, model))
+        like = SimpleNamespace(config=config, rope=Rope(config), lm_head=model.lm_head, state_dict=model.state_dict)
+        like.identity = partial(Llama.identity, like)
         self.model, self.inner = model, KVCache(like, method, protocol, prompt)
         self.reading = False  # whether what the model reads now is this text
         self.fresh = {}  # a layer's new q and k, before RoPE, until its `update`

@@ -113,7 +113,7 @@ class Method:
     def needs_calibration(self):
         """Whether `calibrate.calibrate` has to run before the next text."""
         needs_text = self.needs_text or any(codec.needs_text for _, _, codec in self.each_codec())
-        return needs_text and not self.calibrated()
+        return needs_text and self.calibrated_on is None
 
     def each_codec(self):
         """[(layer, "k" or "v", codec)]."""
@@ -127,8 +127,9 @@ class Method:
             tables |= {f"{layer}.{kind}.{name}": table for name, table in codec.calibrated().items()}
         return tables
 
-    def restore(self, tables):
-        """Take what `calibrated` returned, instead of calibrating. Names that are not declared are ignored."""
+    def restore(self, tables, model):
+        """Take what `calibrated` returned, instead of calibrating on this model. Names that are not declared are
+        ignored."""
         for name in self.found:
             if name in tables:
                 setattr(self, name, tables[name].item())
@@ -136,6 +137,7 @@ class Method:
             for name in codec.tables:
                 if f"{layer}.{kind}.{name}" in tables:
                     setattr(codec, name, tables[f"{layer}.{kind}.{name}"])
+        self.calibrated_on = model.identity()
 
     def check(self):
         """UserError for what no cache can run. A command asks as soon as the method is made, and every cache asks."""

@@ -235,7 +235,7 @@ def calibrate_group(group, model, text, draws, kept):
             if tables is None:
                 lacking.append(entry)
             else:
-                entry.methods[draw].restore(tables)
+                entry.methods[draw].restore(tables, model)
         # what is not, all together; if one of them fails, each by itself
         unseen = copy.deepcopy([entry.methods[draw] for entry in lacking])
         if lacking:
@@ -254,5 +254,5 @@ def calibrate_together(entries, draw, model, windows, kept):
         if ranks.here()[0] == 0:
             calibrate.calibrate(model, methods, windows, partial(cli.bar, what=f"calibrating {titles}"), draw)
         for entry, method in zip(entries, methods):
-            method.restore(ranks.shared(method.calibrated, windows.device))
+            method.restore(ranks.shared(method.calibrated, windows.device), model)
             kept.put(entry.made_of(windows, draw), method.calibrated())
