@@ -498,7 +498,7 @@ def test_the_board_measures_what_the_table_says(name, board_text, monkeypatch):
 
 def test_rows_that_a_codec_hides_are_lost(tmp_path, board_text):
     (tmp_path / "method.py").write_text(HIDDEN, encoding="utf-8")
-    with pytest.raises(RuntimeError, match="Sizes"):  # the second process never saw these rows
+    with pytest.raises(UserError, match="`decode` of Exact"):  # the second process never saw these rows
         board_text.measured(f"{tmp_path / 'method.py'}:Mine")
 
 

@@ -283,7 +283,7 @@ ALL = torch.ones(1, 1, 6, 6, dtype=torch.bool)
                                              past_key_values=cache)),
     ("the model that it was made for",
      lambda model, cache: type(model)(model.config)(tokens_of(1, 1), past_key_values=cache)),
-    ("until `remove`", removed), ("some hold its tokens", interrupted),
+    ("until `remove`", removed), ("not all have read", interrupted),
     ("calibrate", lambda model, cache: model(tokens_of(1, 6), past_key_values=MethodCache(
         model, METHODS["kvsink"](cache.inner.config)))),
     ("position_ids", lambda model, cache: model(tokens_of(1, 6), past_key_values=cache,

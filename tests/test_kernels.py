@@ -584,7 +584,7 @@ class Zeros(Affine):
 
 class OwnCodec(Method):
     def __init__(self, config):
-        self.codecs = [Pair(Zeros(2, 16), Exact())]
+        self.codecs = [Pair(Zeros(2, 16), Exact())] * config.num_hidden_layers
 
 
 @pytest.mark.parametrize("cls,words", [
