@@ -218,6 +218,25 @@ def test_a_calibration_that_was_interrupted_is_none(before, monkeypatch):
     model(tokens_of(1, 9), KVCache(model, method))
 
 
+# ---- a notebook that computes in another dtype
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"intactkv"}))
+def test_torchs_default_dtype_changes_nothing(name, default):
+    """Neither what calibration finds nor what is read."""
+    model, tokens, found = model_of(2), tokens_of(4, 40), []
+    for dtype in (torch.float32, default):
+        torch.set_default_dtype(dtype)
+        try:
+            method = METHODS[name](model.config, **({"vq": "d8m4"} if name in ("cq", "antkv") else {}))
+            if method.needs_calibration:
+                calibrate(model, method, tokens)
+            found.append([*method.calibrated().values(), model(tokens, KVCache(model, method, "paper"))])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, *found))
+
+
 # ---- draws
 
 @pytest.mark.parametrize("name, module", [("kvquant", nonuniform), ("skvq", clipped), ("cq", codebook)])

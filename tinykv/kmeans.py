@@ -27,7 +27,7 @@ def kmeans(points, k, weights=None, iterations=25, tries=1, seed=0, tolerance=0.
     weights = weights.float().repeat(tries, 1)  # (tries * P, N)
     rng = torch.Generator().manual_seed(seed)
     centres = plus_plus(points, k, weights, rng)  # (tries * P, k, n)
-    loss = torch.full((tries * P,), float("inf"), device=points.device)  # (tries * P)
+    loss = torch.full((tries * P,), float("inf"), dtype=torch.float32, device=points.device)  # (tries * P)
     for _ in range(iterations):
         loss_before, centres_before = loss, centres
         centres, loss = lloyd(points, weights, centres)
@@ -58,7 +58,7 @@ def plus_plus(points, k, weights, rng):
         count = min(max(1, centres.shape[1] // 8), k - centres.shape[1])
         # draw: a random number between 0 and the sum of the odds falls on a point
         sums = odds.double().cumsum(1)  # (P, N)
-        u = torch.rand(P, count, generator=rng).to(points.device)
+        u = torch.rand(P, count, dtype=torch.float32, generator=rng).to(points.device)
         drawn = torch.searchsorted(sums, sums[:, -1:] * u, right=True)  # (P, count)
         drawn = drawn.minimum(last)
         new = points.gather(1, drawn[..., None].expand(P, count, n))  # (P, count, n)
@@ -91,7 +91,7 @@ def argmax(x):
     if x.is_cuda:
         return x.argmax(-1)
     # on a CPU, numpy is several times faster than torch where rows are long
-    return torch.from_numpy(x.numpy().argmax(-1))
+    return torch.from_numpy(x.detach().numpy().argmax(-1))
 
 
 def distance(points, centres, index):

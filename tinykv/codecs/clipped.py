@@ -65,7 +65,7 @@ class ClippedGroups(Codec):
         # the clips to choose from, alpha in the 16 bits in which it is stored
         lowest = 60 if self.max_code > 2 else 20  # %
         alphas = [percent / 100 for percent in range(100, lowest - 1, -2)] if alpha is None else [alpha]
-        self.choices = list(itertools.product(torch.tensor(alphas).half().tolist(), centres))
+        self.choices = list(itertools.product(torch.tensor(alphas, dtype=torch.float16).tolist(), centres))
 
     def encode(self, x, ignore=None):
         rows = self.rows(x)  # (B, T, C)
@@ -177,14 +177,14 @@ class ClippedGroups(Codec):
             loss = sum(self.losses(x, of, self.weigh(x, None if gradient is None else gradient[w]))
                        for w, (x, of) in enumerate(zip(rows, kept)))  # (choices, n)
             best = loss.argmin(0)  # (n)
-            choices = torch.tensor(self.choices, device=best.device).half()[best]  # (n, 2)
+            choices = torch.tensor(self.choices, dtype=torch.float16, device=best.device)[best]  # (n, 2)
             self.alpha, self.centre = choices[:, 0].contiguous(), choices[:, 1].to(torch.uint8)  # (n) both
 
     def weigh(self, rows, gradient):
         """What each token of a window weighs, (T): w. Without any gradient, all weigh the same."""
         if self.sensitivity == "token" and gradient.any():
             return gradient.float().pow(2).sum((0, 2)).sqrt()
-        return torch.ones(rows.shape[1], device=rows.device)
+        return torch.ones(rows.shape[1], dtype=torch.float32, device=rows.device)
 
     def losses(self, x, kept, weight):
         """The sum of w (X - X')^2 of each group, for each choice of (alpha, centre): (choices, n).
@@ -202,7 +202,7 @@ class ClippedGroups(Codec):
             code, h, z = self.coded(rows, lo, hi, alpha, centre)
             read = self.dequantize(code, h, z)  # (1, T, C)
             error = (rows - read)[0].pow(2) * used  # (T, C)
-            of_group = torch.zeros(len(self.alpha), device=x.device)  # (n)
+            of_group = torch.zeros(len(self.alpha), dtype=torch.float32, device=x.device)  # (n)
             sums.append(of_group.index_add_(0, self.group, error.sum(0)))
         return torch.stack(sums)
 

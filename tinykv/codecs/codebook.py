@@ -89,7 +89,8 @@ class Codebook(Codec):
     def fit(self, rows, kept, gradient=None, seed=0):
         # of many tokens some, evenly spread over each window
         W, _, T, _ = rows.shape
-        some = torch.linspace(0, T - 1, max(1, min(T, SAMPLES // W)), device=rows.device).long()  # (tokens)
+        n = max(1, min(T, SAMPLES // W))
+        some = torch.linspace(0, T - 1, n, dtype=torch.float32, device=rows.device).long()  # (n)
         # the sub-vectors of each codebook, and their weights
         points = self.vectors(rows[:, :, some])  # (slots, N, n), N = W * tokens
         weights = [self.weigh(x, of, None if gradient is None else gradient[w])[:, some]
@@ -145,7 +146,7 @@ def drawn(points, weights, n):
     """
     sums = weights.double().cumsum(1)  # (P, N)
     total = sums[:, -1:]  # (P, 1)
-    middle = total * (torch.arange(n, device=sums.device) + 0.5) / n  # (P, n)
+    middle = total * (torch.arange(n, dtype=torch.float32, device=sums.device) + 0.5) / n  # (P, n)
     index = torch.searchsorted(sums, middle).clamp(max=sums.shape[1] - 1)  # (P, n)
     points = points.gather(1, index[..., None].expand(-1, -1, points.shape[-1]))  # (P, n, ..)
     return points, (total / n).float().expand(-1, n)

@@ -135,7 +135,7 @@ def anchor_scores(q, k, window=None):
     (B, H), (Hkv, S) = q.shape[:2], k.shape[1:3]
     q_norm = q.float().norm(dim=-1)  # (B, H, T)
     factors = torch.stack([q_norm, torch.ones_like(q_norm)], dim=2)  # (B, H, 2, T)
-    sums = torch.zeros(B, H, 2, S, device=q.device)  # of keys, and of values
+    sums = torch.zeros(B, H, 2, S, dtype=torch.float32, device=q.device)  # of keys, and of values
     for tile, A in attention_tiles(q, k, window):  # A (B, H, tile, seen)
         seen = A.shape[-1]
         # over the tile's queries: |Q_i| A_ij for keys, A_ij for values
@@ -195,13 +195,13 @@ def first(config):
 def random(config):
     """Random tokens, different ones in each head."""
     shape = config.num_key_value_heads, config.max_position_embeddings
-    return torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    return torch.rand(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
 
 
 def control_scores(control, q, K):
     """As `anchor_scores`. A token gets its score when it arrives, and later queries add nothing."""
     S, T = K.shape[2], q.shape[2]
-    scores = torch.zeros(K.shape[:3], device=K.device)  # (B, Hkv, S)
+    scores = torch.zeros(K.shape[:3], dtype=torch.float32, device=K.device)  # (B, Hkv, S)
     scores[:, :, S - T:] = control[:, S - T:S].to(K.device)
     return scores, scores
 

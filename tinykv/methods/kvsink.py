@@ -90,7 +90,7 @@ class KVSink(CodecMethod):
         self.profile.append([outlier(h) for h in hidden])
 
     def fit(self):
-        largest, ratio, channel = torch.tensor(self.profile).unbind(-1)  # (W, L + 1) each
+        largest, ratio, channel = torch.tensor(self.profile, dtype=torch.float32).unbind(-1)  # (W, L + 1) each
         self.layer, self.channel, self.n_marked = find_outlier(largest, ratio, channel.long()) or (-1, -1, 0)
         self.n_windows = len(largest)
         self.profile = []

@@ -54,12 +54,12 @@ class GPTQ(Quantizer):
 
 def hessian(x):
     """x (N, in) -> H (in, in), damped."""
-    H = torch.zeros(x.shape[1], x.shape[1], device=x.device)
+    H = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
     for part in x.split(4096):
         part = part.float()  # (n, in)
         H += part.T @ part * (2 / len(x))
     damping = DAMP * H.diagonal().mean().clamp(min=1e-5)  # x may be all zeros
-    return H + torch.eye(len(H), device=H.device) * damping
+    return H + torch.eye(len(H), dtype=torch.float32, device=H.device) * damping
 
 
 def inverse_factor(H):
