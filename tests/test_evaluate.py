@@ -144,6 +144,13 @@ def test_a_stream_comes_in_chunks_that_end_where_blocks_do(model, method, protoc
     assert found == sizes
 
 
+@pytest.mark.parametrize("other", [lambda tokens: tokens.flip(0), lambda tokens: tokens[:1]])
+def test_fp16_is_of_the_same_windows(model, windows, other):
+    exact = measure(model, FP16, windows)
+    with pytest.raises(UserError, match="of other windows"):
+        measure(model, kivi(), dataclasses.replace(windows, tokens=other(windows.tokens)), fp16=exact)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_keys_and_values_may_be_quantized_up_to_different_tokens(model, windows, batch):
     """kivi that quantizes a value each step: 16 of the 21 keys are quantized, two groups of 8, and 17 of the values."""

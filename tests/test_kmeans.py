@@ -125,7 +125,7 @@ def test_it_ends_once_a_step_gains_little():
 @pytest.mark.parametrize("u", [0.0, 0.5])
 def test_a_draw_on_the_edge_falls_on_no_point_without_weight(monkeypatch, u):
     """A draw may be 0 itself, or fall between two points."""
-    monkeypatch.setattr(torch, "rand", lambda *shape, generator: torch.full(shape, u))
+    monkeypatch.setattr(torch, "rand", lambda *shape, generator, dtype: torch.full(shape, u))
     points, weights = problem([1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 1.0, 0.0, 1.0, 0.0])
     assert sorted(plus_plus(points, 2, weights, None).flatten().tolist()) == [2.0, 4.0]
 

@@ -41,6 +41,7 @@ class Result:
     cache_bytes: int = 0  # of one window, the largest
     # of fp16, per window: final hidden states (T, D), on the CPU
     hidden: list = field(default_factory=list, repr=False, compare=False)
+    text: torch.Tensor | None = field(default=None, repr=False, compare=False)  # the windows, (W, T)
 
     @property
     def ppl(self):
@@ -137,13 +138,15 @@ def paired(nll, other):
 def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None,
             cache_class=KVCache, prompt=None):
     """One method's `Result` on windows (`data.windows.Windows`). UserError where the model, or the method, computes
-    numbers that are not finite.
+    numbers that are not finite, and for fp16's Result on other windows.
 
     fp16: the Result of fp16 on the same windows; None: this is it. bar: an object with `update(n)`, called with n, how
     many more windows are finished. cache_class: `KVCache`, or a class of caches that compute attention themselves.
     prompt: P, if the first P tokens of each window arrive at once, and the others as in a stream.
     """
-    result = Result()
+    result = Result(text=windows.tokens)
+    if fp16 is not None and not torch.equal(fp16.text, windows.tokens):
+        raise UserError("the Result of fp16 is of other windows; measure fp16 on these")
     device = model.lm_head.weight.device
     for first in range(0, len(windows.tokens), batch):
         tokens = windows.tokens[first:first + batch].to(device)  # (B, T)

@@ -78,4 +78,4 @@ def gather(result):
         return result
     parts = [None] * n_ranks
     dist.all_gather_object(parts, replace(result, hidden=[]))
-    return replace(sum_of(parts), hidden=result.hidden)  # those of its own windows
+    return replace(sum_of(parts), hidden=result.hidden, text=result.text)  # those of its own windows
