@@ -49,7 +49,7 @@ def refused(command, *words):
 
 def cells(out):
     """The words of the last table that is printed, whose columns are at least two blanks apart, by line."""
-    return [re.split(" {2,}", line.strip()) for line in out.split("\n\n")[-1].splitlines()]
+    return [re.split(" {2,}", line.strip()) for line in out.split("\n\n")[-1].splitlines() if "  " in line]
 
 
 def table(out):
@@ -99,7 +99,7 @@ def test_a_table_of_minutes_begins_with_an_estimate(command, monkeypatch, second
 def test_json_has_the_table_and_the_table_fits_80_columns(rows_of, tmp_path):
     status, out, rows = rows_of("--method", "all", "--bits", "3", "--preserve", "2", "--protocol", "stream",
                                 "--seed", "3", *SMALL)
-    assert status == 0 and all(len(line) <= 80 for line in out.split("\n\n")[-1].splitlines())
+    assert status == 0 and all(len(line) <= 80 for line in out.split("\n\n")[-1].splitlines() if "  " in line)
     assert list(table(out)["fp16"]) == COLUMNS
     assert "cq is left out: " in out and "antkv is left out: " in out  # the paper has no format of 3 bits
     assert "--preserve is left out: no setting of fp16, rtn, kivi, ott, intactkv" in out
@@ -461,6 +461,37 @@ def test_the_package_runs_as_the_command():
     assert found.returncode == 0 and found.stdout.startswith("fp16 ")
 
 
+@pytest.mark.parametrize("context, said", [(128, True), (130, False)])
+def test_a_row_whose_codes_no_query_reads_says_so(command, context, said):
+    """The first block of 128 tokens is quantized after the last of them has been read."""
+    _, out, _ = command("--model", EMBEDDED, "--method", "rtn", "--scheme", "token-dynamic", "--protocol", "stream",
+                        "--windows", "1", "--context", context)
+    assert (table(out)["rtn"]["delta"] == "+0.000") == said
+    assert ("rtn: in windows this short no query reads a code" in out) == said and "fp16: in" not in out
+
+
+def test_where_the_disk_is_full_the_table_is_printed(command, monkeypatch, tmp_path):
+    """And the end says what was not written."""
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))
+    status, out, err = command("--method", "rtn,pfn", "--calibration", tmp_path / "kept", "--json", tmp_path / "x.json",
+                               *SMALL)
+    assert status == 2 and list(table(out)) == ["fp16", "rtn", "pfn"] and "failed" not in out
+    said = [line for line in err.splitlines() if "cannot be written (No space left on device)" in line]
+    assert len(said) == 3 and said[-1].startswith("eval_ppl.py: error: ") and "x.json" in said[-1]
+
+
+@pytest.mark.parametrize("to, status, said", [(">/dev/full", 1, "No space left"), (">&-", 0, ""), ("2>&- >&-", 0, "")])
+def test_output_that_has_nowhere_to_go(to, status, said):
+    found = subprocess.run(f"{sys.executable} -m tinykv --list-methods {to}", shell=True, cwd=ROOT, text=True,
+                           stderr=subprocess.PIPE)
+    assert found.returncode == status and said in found.stderr and found.stderr.count("\n") == (status > 0)
+
+
+def test_a_package_that_is_missing_is_named(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    assert "sentencepiece" in (line := refused(command, *SMALL)) and "pip install -r requirements.txt" in line
+
+
 @pytest.mark.parametrize("version", [(3, 10, 4), (3, 8)])
 def test_an_old_python_is_named(monkeypatch, capsys, version):
     monkeypatch.setattr(sys, "version_info", version)
@@ -496,7 +527,8 @@ def test_a_setting_of_ones_own_is_a_flag(command, mine):
     status, out, _ = command("--method", f"{mine}:Every", "--every", "10,30", *small)
     rows = table(out)
     assert status == 0 and [row["keep"] for row in rows.values()] == ["0", "10", "30"]
-    assert "Every every=10" in rows
+    assert "Every every=10" in rows and "fp16, " not in out
+    assert "Every every=10, Every every=30: equal losses; what tells" in out  # the class does nothing with it
     assert "--every" in refused(command, "--method", f"{mine}:Every", "--every", "x", *small)
     assert "--every" in refused(command, "--method", "rtn", "--every", "10", *small)
 

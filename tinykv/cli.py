@@ -65,12 +65,15 @@ class Parser(argparse.ArgumentParser):
 @contextmanager
 def one_line(p, stopped="stopped"):
     """Around a command's body: what the user can mend ends it with one line and exit status 2."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None: closed
     try:
         yield
         sys.stdout.flush()
     except KeyboardInterrupt:
         p.exit(130, f"\n{p.prog}: {stopped}\n")
-    except BrokenPipeError:  # the reader of the pipe has seen enough, as `head` has
+    except OSError as error:  # what is printed has nowhere to go: the disk is full
+        if not isinstance(error, BrokenPipeError):  # the reader of the pipe has seen enough, as `head` has
+            print(f"{p.prog}: error: {reason(error)}", file=sys.stderr, flush=True)
         os._exit(1)
     except Exception as error:
         if not isinstance(error, UserError | ModuleNotFoundError) and not is_out_of_memory(error):

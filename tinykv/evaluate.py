@@ -39,6 +39,7 @@ class Result:
     tokens: int = 0
     seconds: float = 0.0  # in the forward passes
     cache_bytes: int = 0  # of one window, the largest
+    reads_codes: int = 0  # windows in which a query reads codes
     # of fp16, per window: final hidden states (T, D), on the CPU
     hidden: list = field(default_factory=list, repr=False, compare=False)
     text: torch.Tensor | None = field(default=None, repr=False, compare=False)  # the windows, (W, T)
@@ -53,7 +54,7 @@ def sum_of(results):
     total = Result()
     for result in results:
         for name in ("nll", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets", "tokens",
-                     "seconds"):
+                     "reads_codes", "seconds"):
             setattr(total, name, getattr(total, name) + getattr(result, name))
         total.cache_bytes = max(total.cache_bytes, result.cache_bytes)
     return total
@@ -160,11 +161,13 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         outputs = []
         clock = time.perf_counter()
         for chunk in chunks_of(tokens, cache):
+            coded = cache.layers[0].keys.n_coded + cache.layers[0].values.n_coded  # before the last chunk
             outputs.append(model(chunk, cache, logits=False))  # (B, new tokens, D)
         if tokens.is_cuda:
             torch.cuda.synchronize(device)
         result.seconds += time.perf_counter() - clock
         result.tokens += tokens.numel()
+        result.reads_codes += len(tokens) * (coded > 0 or cache.layers[0].quantizes_first())
         refuse_overflow(cache, outputs)
         if cache.start:  # predictions at a prefix's own positions are fp16's
             outputs = [reference[:, :cache.start], *outputs]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -207,7 +208,10 @@ class Tables:
         for name, tensor in tensors.items():
             all_finite(f"numbers of {name}, which calibration found,", tensor)
         if path := self.path(made_of):
-            save_tensors(path, tensors, {"format": "tinykv-calibration"})
+            try:
+                save_tensors(path, tensors, {"format": "tinykv-calibration"})
+            except UserError as error:  # such as a full disk: they are found, and only not kept
+                print(error, file=sys.stderr, flush=True)
 
 
 # Text for error messages

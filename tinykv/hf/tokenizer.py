@@ -107,7 +107,7 @@ def open_tokenizer(folder):
             try:
                 return kind(path)
             except BaseException as error:  # of many kinds, a Rust library's panic among them
-                if isinstance(error, KeyboardInterrupt):
+                if isinstance(error, KeyboardInterrupt | ImportError):  # ImportError: what it needs is not installed
                     raise
                 raise UserError(f"{path} is not a whole tokenizer ({first_line(error)}); download it again") from None
     raise UserError(f"no tokenizer in {folder}; it must hold tokenizer.json, or tokenizer.model as sentencepiece "

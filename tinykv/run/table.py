@@ -2,6 +2,7 @@
 
 A row is a dict, as the JSON has it. The first one is fp16's, with which the others are compared.
 """
+import contextlib
 import json
 import math
 import platform
@@ -9,6 +10,7 @@ import re
 import sys
 import time
 import traceback
+from collections import defaultdict
 from html import escape
 
 import torch
@@ -132,6 +134,7 @@ def figures_of(results, exact):
         "kld": max(0.0, sum(result.kl) / result.targets),
         "top1": result.agree / result.targets,
         "answers": result.right / result.answers if result.answers else None,
+        "reads_codes": result.reads_codes > 0,  # whether a query has read a code of an older token
         "bits_true": mean(result.bits),
         "bits_128k": mean(result.bits_far),
         "cache_bytes": result.cache_bytes,
@@ -204,6 +207,11 @@ class Table:
         """The row of an entry that is measured, or that has failed. fp16: the first entry."""
         self.rows.append(row_of(entry, fp16, self.args))
         self.print_row(self.rows[-1])
+        with contextlib.suppress(UserError):  # a disk that is full now is told of at the end
+            self.write()
+
+    def write(self):
+        """The rows so far, to --json FILE."""
         path = self.setup.file("json")
         if path not in (None, "-"):
             files.write_json(path, self.content(), "tinykv-table")
@@ -223,6 +231,18 @@ class Table:
         return {"rows": self.rows, "model": args.model, "data": args.data, "context": self.setup.context,
                 "windows": args.windows, "draws": args.draws, "seed": args.seed, "versions": versions}
 
+    def print_no_news(self, rows):
+        """Rows that say nothing of their method, or no more than others of it."""
+        same = defaultdict(list)  # {(method, weights, losses): [title]}
+        for row in rows:
+            title = comparisons.title_of(row)
+            same[row["method"], row["weights"], str(row["window_nll"])].append(title)
+            if not row["reads_codes"] and row["bits_nominal"] < 16:
+                print(f"{title}: in windows this short no query reads a code; use a longer --context")
+        for titles in same.values():
+            if len(titles) > 1:
+                print(f"{', '.join(titles)}: equal losses; what tells these rows apart changes nothing here")
+
     def print_rest(self):
         """What went wrong, --json -, and what compares the rows."""
         for title, entry in self.entries.items():
@@ -233,4 +253,6 @@ class Table:
         if self.setup.file("json") == "-":
             print(f"\n{json.dumps(self.content(), indent=2, allow_nan=False)}")
         measured = [row for row in self.rows if not row["fault"]]
+        self.print_no_news(measured)
         comparisons.print_all(measured, self.args.vs, self.args.at_bits, self.setup.file("plot"))
+        self.write()
