@@ -20,6 +20,7 @@ from the scale before that is rounded to fp16, and half goes away from 0 (8 bits
 another scale, one for a whole tensor, which is 1 where no calibration has set it.
 """
 from functools import partial
+from typing import Annotated
 
 import torch
 
@@ -147,8 +148,8 @@ class Rotated(Codec):
         return (x.double() @ self.H.to(x.device)).float()
 
 
-def formats(makers, config, kind, bits, hadamard="off"):
-    """hadamard (off|on): nvfp, mxfp, ggml: multiply each row by a Hadamard matrix"""
+def formats(makers, config, kind, bits,
+            hadamard: Annotated[str, "nvfp, mxfp, ggml: multiply each row by a Hadamard matrix: off or on"] = "off"):
     one_of(("off", "on"), hadamard=hadamard)
     known_bits(bits, makers)
     codec = makers[bits](bits, config.head_dim)

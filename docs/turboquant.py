@@ -16,6 +16,7 @@ that bit for the sign of a random projection S of the rest r = x - x'. Over draw
 """
 import math
 from functools import cache
+from typing import Annotated
 
 import torch
 
@@ -121,13 +122,10 @@ class Centred(Codec):
         return self.codec.decode(codes) + self.mean
 
 
-def turboquant(config, kind, bits, draw=0, qjl="off", centre="off"):
-    """The codec of a layer's keys (kind "k"), or values.
-
-    draw (N): turboquant: which random rotation
-    qjl (off|on): turboquant: one bit of each key for the sign of a projection of the rest
-    centre (off|on): turboquant: subtract the mean of each channel of the keys
-    """
+def turboquant(config, kind, bits, draw: Annotated[int, "turboquant: which random rotation"] = 0,
+               qjl: Annotated[str, "turboquant: one bit of each key for a projection of the rest: off or on"] = "off",
+               centre: Annotated[str, "turboquant: subtract the mean of each channel of the keys: off or on"] = "off"):
+    """The codec of a layer's keys (kind "k"), or values."""
     one_of(("off", "on"), qjl=qjl, centre=centre)
     codec = Turbo(bits, config.head_dim, draw)
     if qjl == "on" and kind == "k":

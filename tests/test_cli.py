@@ -178,7 +178,7 @@ def test_list_methods(command):
 
 
 def test_every_setting_of_every_method_says_what_it_is():
-    for name, (_, _, help) in flags_of(METHODS).items():
+    for name, (_, help) in flags_of(METHODS).items():
         assert help.split(": ")[-1], name
 
 

@@ -452,6 +452,7 @@ class Exact(Codec):  # keeps rows on itself, where no bit of them is counted
 
 class Mine(Method):
     def __init__(self, config, k_bits=2, v_bits=2):
+        super().__init__(config)
         self.codecs = [Pair(Exact(), Exact()) for _ in range(config.num_hidden_layers)]
         self.k_bits, self.v_bits, self.scheme = k_bits, v_bits, "hidden"
 """

@@ -584,6 +584,7 @@ class Zeros(Affine):
 
 class OwnCodec(Method):
     def __init__(self, config):
+        super().__init__(config)
         self.codecs = [Pair(Zeros(2, 16), Exact())] * config.num_hidden_layers
 
 

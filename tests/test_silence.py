@@ -114,6 +114,7 @@ class Mine(Method):
     k_bits = v_bits = 2
     block = 8
     def __init__(self, config, wrong="nothing"):
+        super().__init__(config)
         self.wrong = wrong
         self.uses_scores = wrong.startswith("score")
         self.codecs = [Pair(Half(wrong), Half(wrong)) for _ in range(config.num_hidden_layers)]

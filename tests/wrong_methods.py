@@ -112,6 +112,7 @@ class OneCodec(Method):
     block = 8
 
     def __init__(self, config):
+        super().__init__(config)
         self.codecs = [Pair(self.codec(), self.codec()) for _ in range(config.num_hidden_layers)]
 
 

@@ -28,6 +28,7 @@ Paper and practice.
 - 1.5 bits are three levels, five to a byte: 1.6 bits stored, where the released packing takes 2.
 """
 import itertools
+from typing import Annotated
 
 import torch
 
@@ -207,16 +208,13 @@ class ClippedGroups(Codec):
         return torch.stack(sums)
 
 
-def skvq(config, kind, bits, group_size: int | None = None, reorder="on", clip="both", alpha: float | None = None,
-         metadata="fp8", sensitivity="token"):
-    """The codec of a layer's keys, or values: both kinds alike. Settings as of `ClippedGroups`.
-
-    reorder (on|off): regroup the channels
-    clip (NAME): both, endpoint, centre or none
-    alpha (X): the clip of all groups; the released code has 0.92 or 0.96, with --clip endpoint
-    metadata (fp8|fp16): scales and offsets
-    sensitivity (NAME): weights of the fit: token, none
-    """
+def skvq(config, kind, bits, group_size=None,
+         reorder: Annotated[str, "regroup the channels: on or off"] = "on",
+         clip: Annotated[str, "both, endpoint, centre or none"] = "both",
+         alpha: Annotated[float | None, "the clip of all groups, such as 0.92, with --clip endpoint"] = None,
+         metadata: Annotated[str, "scales and offsets: fp8 or fp16"] = "fp8",
+         sensitivity="token"):
+    """The codec of a layer's keys, or values: both kinds alike. Settings as of `ClippedGroups`."""
     at_least(1, group_size=group_size)
     one_of(("on", "off"), reorder=reorder)
     one_of(CLIPS, clip=clip)

@@ -23,6 +23,7 @@ warning where it is below FEWEST for each centroid.
 whatever n, where C = Hkv * d: as much as m tokens of 16 bits.
 """
 import re
+from typing import Annotated
 
 import torch
 
@@ -154,7 +155,9 @@ def drawn(points, weights, n):
 
 # What CQ and AnTKV share
 
-def make_codebooks(config, vq=None, bits=None, sensitivity="fisher", sharing="head"):
+def make_codebooks(config, vq: Annotated[str | None, "dNmM: N channels share one of M centroids"] = None, bits=None,
+                   sensitivity: Annotated[str, "weights of the fit: token, fisher, fisher-range, none"] = "fisher",
+                   sharing: Annotated[str, "codebooks for each head and slot, or for a layer: head or layer"] = "head"):
     """[Pair] of all layers.
 
     The format is given by its name (vq), or by one of the bits in FORMATS; the default is d8m256.

@@ -27,6 +27,7 @@ Paper and practice.
   which is 3% of a row of 64. Here it is round(outliers * C) numbers, the furthest from the row's median.
 - The released Q-Norm calls a function with an argument that it does not take, and crashes.
 """
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -268,13 +269,11 @@ class Histogram:
         return levels.sort().values.half()
 
 
-def kvquant(config, kind, bits, outliers: float = 1.0, sensitivity="fisher-range", q_norm=None):
-    """The codec of a layer's keys (kind "k"), or values. Other settings as of `NonUniform`.
-
-    outliers (X): per cent of the numbers that are stored apart
-    q_norm (on|off): correct the mean and the deviation of the levels
-    sensitivity (NAME): weights of the fit: fisher-range, fisher, none
-    """
+def kvquant(config, kind, bits,
+            outliers: Annotated[float, "per cent of the numbers that are stored apart"] = 1.0,
+            sensitivity="fisher-range",
+            q_norm: Annotated[str | None, "correct the mean and the deviation of the levels: on or off"] = None):
+    """The codec of a layer's keys (kind "k"), or values. Other settings as of `NonUniform`."""
     if not 0 <= outliers < 50:
         raise UserError(f"outliers are a percentage from 0 to below 50; got {outliers}")
     one_of(SENSITIVITIES, sensitivity=sensitivity)

@@ -19,6 +19,7 @@ channels over the positions, and so widens a channel's range. KVSink does not sa
 """
 import inspect
 from functools import partial
+from typing import Annotated
 
 from tinykv import UserError, at_least, one_of
 from tinykv.codecs.affine import FORMULAS, Affine
@@ -27,11 +28,10 @@ from tinykv.codecs.clipped import skvq
 from tinykv.codecs.nonuniform import kvquant
 
 
-def integers(k_axis, static, config, kind, bits, group_size: int | None = None, formula="offset"):
-    """K has a grid per token, in groups of channels, or per channel, in groups of tokens; V per token.
-
-    formula (NAME): uniform schemes: offset or integer-zero, the zero point
-    """
+def integers(k_axis, static, config, kind, bits,
+             group_size: Annotated[int | None, "numbers that share a scale: tokens of a channel, or channels"] = None,
+             formula: Annotated[str, "zero point of uniform schemes: offset or integer-zero"] = "offset"):
+    """K has a grid per token, in groups of channels, or per channel, in groups of tokens; V per token."""
     one_of(FORMULAS, formula=formula)
     at_least(1, group_size=group_size)
     axis = k_axis if kind == "k" else "token"

@@ -42,6 +42,7 @@ import math
 import re
 from fractions import Fraction
 from functools import partial
+from typing import Annotated
 
 import torch
 
@@ -59,13 +60,10 @@ class AnTKV(Method):
     beside = {"cq": {"sensitivity": "token", "recent": 32}}
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
-                 anchors="1%", anchors_by="attention", recent=32, block=BLOCK, choose="prompt", rope="pre"):
-        """anchors (N|P%): tokens kept, a count or a share
-        anchors_by (NAME): attention (Eq. 5), error (Eq. 5 times the row's error), or the controls first and random
-        vq (dNmM): N channels share one of M centroids
-        sharing (head|layer): codebooks for each head and slot of a row, or for a layer's K and V
-        sensitivity (NAME): weights of the fit: token, fisher, none
-        """
+                 anchors: Annotated[str, "tokens kept: a count, such as 64, or a share, such as 1%%"] = "1%",
+                 anchors_by: Annotated[str, "attention, error (times the row's error), first or random"] = "attention",
+                 recent=32, block=BLOCK, choose="prompt", rope="pre"):
+        super().__init__(config)
         one_of(("attention", "error", *CONTROLS), anchors_by=anchors_by)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k

@@ -4,6 +4,8 @@
     Code   how is every other token quantized?
     When   how long does a fresh token stay in full precision, and how many are quantized at a time?
 """
+from typing import Annotated
+
 import torch
 
 from tinykv import UserError, one_of
@@ -22,49 +24,37 @@ class Method:
 
     A subclass's settings are the keyword arguments of its constructor, with the paper's values as defaults. The command
     line offers them under the same names, with `-` for `_`. A constructor that ends in `**name` passes the rest to its
-    parent and so inherits the parent's settings.
+    parent and so inherits the parent's settings. Those that are attributes here have their types and help here.
     """
+    # Settings that many methods have, with their types and the help that the command line gives
+    k_bits: Annotated[float, "bits per number in keys: 1, 1.5 (three levels), 2 to 8, 16"] = 16
+    v_bits: Annotated[float, "bits per number in values"] = 16
+    scheme: Annotated[str, f"a pair of codecs: {', '.join(SCHEMES)}"] = None
+    rope: Annotated[str, "store keys before or after RoPE: pre or post"] = "post"  # pre: rotated when they are read
+    preserve: Annotated[int, "tokens kept in full precision"] = 0
+    recent: Annotated[int, "newest tokens that stay in full precision (protocol stream)"] = 0
+    block: Annotated[int, "tokens quantized at a time (protocol stream)"] = 1
+    choose: Annotated[str, "choose what to keep after the prompt, or at each quantization: prompt or always"] = "always"
+
     # Keep
     uses_scores = False  # True: the cache asks `score` at every update
-    choose = "always"  # at each quantization; "prompt": once, at the end of the prompt, if a text has one
+    keeps_share = False  # True: `preserve` is a percentage of the text's tokens
     prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
     # Code
     codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/schemes.py)
-    rope = "post"  # keys are stored after RoPE; "pre": before RoPE, and rotated when they are read
-    # When (protocol stream)
-    recent = 0  # the newest tokens that stay in full precision
-    block = 1  # tokens quantized at a time
     # Calibration
+    config = None  # of the model that it was made for
     needs_text = False  # True: calibration calls `collect` and `fit`, before the codecs' own
     found = ()  # attributes that `fit` sets, integers or None; they are saved with the codecs' tables
     calibrated_on = None  # the `identity` of the model that it was calibrated on
     calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
-    # In tables; how a method works does not depend on these
-    name = None  # in the table; None: the class's
-    scheme = None  # the name of the pair of codecs
-    k_bits = v_bits = 16  # nominal bits of a number
-    preserve = 0  # tokens kept, as the table says (OTT: the size of its pool)
-    keeps_share = False  # True: `preserve` is a percentage of the text's tokens
+    # In tables
+    name = None  # of the method; None: the class's
     # {method: settings}: baselines that the table adds when the user asks for this method only
     beside = {}
 
-    def __new__(cls, config=None, *settings, **more):  # whatever a subclass's constructor does
-        method = super().__new__(cls)
-        method.config = config
-        return method
-
     def __init__(self, config):
-        """k_bits (X): bits per number in keys: 1, 1.5 (three levels), 2 to 8, 16
-        v_bits (X): bits per number in values
-        scheme (NAME): token-dynamic, token-static, channel-static, channel-dynamic, kvquant, skvq
-        group_size (N): tokens in a group (schemes per channel), or channels in a group (schemes per token)
-        rope (pre|post): store keys before or after RoPE
-        preserve (N): tokens kept in full precision
-        recent (N): newest tokens that stay in full precision (protocol stream)
-        block (N): tokens quantized at a time (protocol stream)
-        choose (prompt|always): choose the tokens to keep once, at the end of --prompt, or at each quantization
-        """
-        pass
+        self.config = config
 
     # When
 
@@ -162,7 +152,7 @@ class Method:
         calibrated on, if it was. Weights of another dtype may be those, rounded."""
         if self.config != model.config:
             raise UserError(f"{self!r} was made for another config; make it for this model's, as "
-                            "`hf.load_config(folder)` reads it")
+                            "`hf.load_config(folder)` reads it, and let its constructor call super().__init__(config)")
         if self.calibrated_on and self.calibrated_on[0] == model.lm_head.weight.dtype:
             if self.calibrated_on != model.identity():
                 raise UserError(f"{self!r} was calibrated on another model; calibrate it on this one")
@@ -187,8 +177,8 @@ class CodecMethod(Method):
     codec: settings of the pair, such as `group_size`; the functions of SCHEMES declare them.
     """
 
-    def __init__(self, config, k_bits: float = 2, v_bits: float = 2, scheme="channel-static", rope=None,
-                 block: int | None = None, **codec):
+    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", rope=None, block=None, **codec):
+        super().__init__(config)
         self.codecs = make_codecs(config, scheme, k_bits, v_bits, **codec)
         self.scheme, self.k_bits, self.v_bits = scheme, k_bits, v_bits
         _, default_rope = SCHEMES[scheme]

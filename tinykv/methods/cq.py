@@ -24,10 +24,7 @@ class CQ(Method):
 
     def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0,
                  rope="pre"):
-        """vq (dNmM): N channels share one of M centroids
-        sharing (head|layer): codebooks for each head and slot of a row, or for a layer's K and V
-        sensitivity (NAME): weights of the fit: token, fisher, none
-        """
+        super().__init__(config)
         self.rope = rope
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k

@@ -13,4 +13,5 @@ class FP16(Method):
     block = BLOCK  # as the other methods; a token is the same in either part of the cache
 
     def __init__(self, config):
+        super().__init__(config)
         self.codecs = [Pair(k=Exact(), v=Exact()) for _ in range(config.num_hidden_layers)]

@@ -21,6 +21,7 @@ Paper and practice, as in the released code.
 - Predictions at the prefix's own positions are those of the full-precision model.
 """
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
@@ -32,10 +33,9 @@ from tinykv.tracing import Trace
 class IntactKV(CodecMethod):
     """A named pair of codecs, and a prefix in full precision. Settings: see `CodecMethod`."""
 
-    def __init__(self, config, prefix=None, k_bits=16, v_bits=16, scheme="token-dynamic",
-                 group_size=None, formula="integer-zero"):
-        """prefix (bos|FILE): what texts begin with: BOS, a text, a trained prefix
-        """
+    def __init__(self, config,
+                 prefix: Annotated[str, "what texts begin with: bos, or a text's or a trained prefix's file"] = None,
+                 k_bits=16, v_bits=16, scheme="token-dynamic", group_size=None, formula="integer-zero"):
         one_of(("token-dynamic", "channel-dynamic"), scheme=scheme)
         if prefix is None and config.bos_token_id is None:
             raise UserError("this model has no BOS token, which is IntactKV's prefix by default; give another prefix")

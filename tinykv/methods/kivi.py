@@ -20,6 +20,8 @@ Paper and practice.
 - KIVI reports no perplexity of its own. Under the `paper` protocol there is no window, and the last group of a text is
   shorter.
 """
+from typing import Annotated
+
 from tinykv import at_least
 from tinykv.methods.base import CodecMethod
 
@@ -28,9 +30,8 @@ class KIVI(CodecMethod):
     # in the same groups, but per token: at the same bits
     beside = {"rtn": {"scheme": "token-dynamic", "group_size": 32}}
 
-    def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128, v_block: int | None = None):
-        """v_block (N): values quantized at a time, where not as many as keys
-        """
+    def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128,
+                 v_block: Annotated[int | None, "values quantized at a time, where not as many as keys"] = None):
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
         at_least(1, v_block=v_block)
         self.recent, self.v_block = recent, v_block

@@ -27,6 +27,8 @@ Paper and practice.
   the place of a weaker one, which is read as its codes from then on. This finds sinks that come after the prompt; the
   paper does not have it.
 """
+from typing import Annotated
+
 import torch
 
 from tinykv import UserError, at_least
@@ -39,11 +41,9 @@ class KVSink(CodecMethod):
     # by calibration, on a model that Table 3 does not have
     found = ("layer", "channel", "n_marked", "n_windows")
 
-    def __init__(self, config, preserve=5, choose="prompt", emergence_layer: int | None = None,
-                 outlier_channel: int | None = None, **codec):
-        """emergence_layer (N): the layer whose output shows the outlier
-        outlier_channel (N): the outlier's channel
-        """
+    def __init__(self, config, preserve=5, choose="prompt",
+                 emergence_layer: Annotated[int | None, "the layer whose output shows the outlier"] = None,
+                 outlier_channel: Annotated[int | None, "the outlier's channel"] = None, **codec):
         super().__init__(config, **codec)
         at_least(1, preserve=preserve)  # rtn preserves none
         self.preserve, self.choose = preserve, choose

@@ -30,6 +30,8 @@ Paper and practice. The paper names a repository that could not be reached. What
   per step. With `outlier_num=0` this equals the method `kivi` here with the same `group_size` and `recent`.
 - `select="largest"` is the paper's counter-example.
 """
+from typing import Annotated
+
 import torch
 
 from tinykv import at_least, one_of
@@ -39,13 +41,11 @@ from tinykv.methods.base import CodecMethod
 class OTT(CodecMethod):
     beside = {"kivi": {"group_size": 128, "recent": 32}}
 
-    def __init__(self, config, k_bits=2, v_bits=2, group_size=128, recent=32, outlier_num=3,
-                 extra_pool=32, skip_layers=2, select="smallest"):
-        """outlier_num (N): tokens in the pool
-        extra_pool (N): places for tokens that the pool gives up
-        skip_layers (N): first layers without a pool
-        select (smallest|largest): which keys are kept
-        """
+    def __init__(self, config, k_bits=2, v_bits=2, group_size=128, recent=32,
+                 outlier_num: Annotated[int, "tokens in the pool"] = 3,
+                 extra_pool: Annotated[int, "places for tokens that the pool gives up"] = 32,
+                 skip_layers: Annotated[int, "first layers without a pool"] = 2,
+                 select: Annotated[str, "which keys are kept: smallest or largest"] = "smallest"):
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
         at_least(0, extra_pool=extra_pool, skip_layers=skip_layers)
         one_of(("smallest", "largest"), select=select)

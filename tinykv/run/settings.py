@@ -1,23 +1,26 @@
 """Methods by name, and their settings: the arguments of a method's constructor, each with its default there.
 
-A setting's type is that of its annotation, if it has one, or else of its default. A line of the docstring,
-`preserve (N): tokens kept in full precision`, is its help.
+A setting's type is that of its annotation, if it has one, or else of its default. The text in
+`layer: Annotated[int | None, "the layer to look at"] = None` is its help. Settings of several methods are annotated
+once: as attributes of `Method`, or where their codecs are made.
 """
 import argparse
-import builtins
 import inspect
 import os
-import re
 import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated, get_args, get_origin
 
 from tinykv import UserError, cli, did_you_mean
+from tinykv.codecs.codebook import make_codebooks
 from tinykv.codecs.schemes import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
+
+VALUES = {bool: "true|false", int: "N", float: "X", str: "NAME"}  # how the help writes a value of each type
 
 
 def settings_of(cls, scheme=None):
@@ -39,37 +42,37 @@ def settings_of(cls, scheme=None):
     return settings
 
 
-def declarations(cls):
-    """The arguments, a line each, and the docstrings of all that may declare a method's settings: its constructors, the
-    nearest first, and the schemes."""
-    makers = [parent.__init__ for parent in cls.__mro__] + [getattr(make, "func", make) for make, _ in SCHEMES.values()]
-    arguments = [str(argument) for make in makers for argument in inspect.signature(make).parameters.values()]
-    return "\n".join(arguments), "\n".join(inspect.getdoc(make) or "" for make in makers)
+def annotations_of(classes):
+    """{setting: its annotation}, of whatever declares settings: `Method`, what makes codecs, constructors."""
+    makers = [Method, make_codebooks, *(getattr(make, "func", make) for make, _ in SCHEMES.values())]
+    makers += [parent.__init__ for cls in classes for parent in cls.__mro__]
+    found = {}
+    for make in dict.fromkeys(makers):
+        found = inspect.get_annotations(make, eval_str=True) | found  # of several the first
+    return found
 
 
-def kind_of(setting, default, arguments, docs):
-    """(type, what stands for a value, help) of a setting, by the first of the `declarations` that has them."""
-    values, help = next(iter(re.findall(rf"^ *{setting} \((.*?)\): (.*)$", docs, re.M)), (setting.upper(), ""))
-    named = re.search(rf"^{setting}: [^=]*?\b(bool|int|float|str)\b", arguments, re.M)  # also of "int | None"
-    kind = getattr(builtins, named[1]) if named else type(default)
-    return kind if kind in (bool, int, float) else str, values, help
+def kind_and_help(hint, default):
+    """The type of a setting, which is int for `int | None`, and the text in its annotation."""
+    help = ""
+    if get_origin(hint) is Annotated:
+        hint, help = get_args(hint)
+    kind = next((kind for kind in (hint, *get_args(hint), type(default)) if kind in VALUES), str)
+    return kind, help
 
 
 def flags_of(methods):
-    """{setting: (type, what stands for a value, help)} of all settings. methods: {name: class}."""
-    found = {"bits": {(float, "X", "bits per number in keys and values; --k-bits and --v-bits override it"): []}}
-    found |= {setting: {} for setting in re.findall(r"^ *\W*(\w+) \(", Method.__init__.__doc__, re.M)}  # in this order
+    """{setting: (type, help)} of all settings. methods: {name: class}."""
+    of_all = "bits per number in keys and values; --k-bits and --v-bits override it"
+    found = {"bits": (float, of_all, [*methods])}  # {setting: (type, help, methods that take it)}
+    hints = annotations_of(methods.values())
     for name, cls in methods.items():
-        declared = declarations(cls)
         for setting, default in settings_of(cls).items():
-            found.setdefault(setting, {}).setdefault(kind_of(setting, default, *declared), []).append(name)
-    flags = {}
-    for setting, kinds in found.items():
-        helps = [", ".join(names) + ": " * bool(names and help) + help if len(names) < 4 else help
-                 for (_, _, help), names in kinds.items()]
-        (kind, values, _), *_ = kinds
-        flags[setting] = kind, values, "; ".join(helps)
-    return flags
+            if setting not in found:
+                found[setting] = *kind_and_help(hints.get(setting), default), []
+            found[setting][-1].append(name)
+    return {setting: (kind, help if len(names) > 3 else f"{', '.join(names)}: {help}")
+            for setting, (kind, help, names) in found.items()}
 
 
 def add_settings(p, asked=()):
@@ -80,12 +83,12 @@ def add_settings(p, asked=()):
         "settings of the methods",
         "Defaults: see --list-methods. A list, such as --preserve 1,5,10, makes a row of each.")
     taken = {"help", "settings", *vars(p.parse_known_args([])[0])}
-    for name, (kind, values, help) in flags.items():
+    for name, (kind, help) in flags.items():
         if name in taken:
             raise UserError(f"a setting cannot be called {name}: the command uses that name itself; rename the setting")
-        group.add_argument("--" + name.replace("_", "-"), metavar=f"{values}[,...]", type=cli.list_of(kind),
+        group.add_argument("--" + name.replace("_", "-"), metavar=f"{VALUES[kind]}[,...]", type=cli.list_of(kind),
                            help=help, default=argparse.SUPPRESS)
-    p.set_defaults(settings={name: kind for name, (kind, _, _) in flags.items()})
+    p.set_defaults(settings={name: kind for name, (kind, _) in flags.items()})
 
 
 def constructor_arguments(cls, chosen):

@@ -66,6 +66,7 @@ class KIVI(Method):
     # given: a method that needs your codecs, and nothing else. The cache does what `due` says
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128):
+        super().__init__(config)
         pair = kivi_codecs(k_bits, v_bits, config.head_dim, group_size)
         self.codecs = [Pair(*pair)] * config.num_hidden_layers
         self.k_bits, self.v_bits, self.scheme = k_bits, v_bits, "kivi"

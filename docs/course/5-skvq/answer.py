@@ -171,6 +171,7 @@ class SKVQ(Method):
     block = 16
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=32, preserve=5, recent=128):
+        super().__init__(config)
         shape = config.num_key_value_heads, config.head_dim, group_size
         self.codecs = [Pair(Regrouped(k_bits, *shape), Regrouped(v_bits, *shape))
                        for _ in range(config.num_hidden_layers)]

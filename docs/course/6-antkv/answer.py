@@ -181,6 +181,7 @@ class AnTKV(Method):
 
     def __init__(self, config, vq="d4m64", anchors="1%", recent=32, block=32):
         """vq: d4m64 are 64 centroids for each 4 channels."""
+        super().__init__(config)
         n, m = map(int, vq[1:].split("m"))
         heads = config.num_key_value_heads
         self.codecs = [Pair(Codebook(n, m, heads), Codebook(n, m, heads))
