@@ -7,19 +7,16 @@
 
 In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 """
-import contextlib
-import io
-
-from tinykv import cli, hf
+from tinykv import cli, hf, plots
 from tinykv.evaluate import measure
 from tinykv.run import check, flags, ranks, settings, table
 from tinykv.run.entries import attempt, build_entries, calibrate_all
 
 
-def evaluate(args, loaded=None):
-    """Load, calibrate, evaluate, print -> the rows of the table, as the JSON has them.
+def evaluate(args, loaded=None, show=cli.show):
+    """Load, calibrate, evaluate -> the `Table`: its rows are dicts, as the JSON has them.
 
-    loaded: a (model, tokenizer) in the place of those of --model.
+    loaded: a (model, tokenizer) in the place of those of --model. show: what each line is handed to as it comes.
     """
     # 1. Load: first the config and the tokenizer, as the methods need no more
     setup = flags.set_up(args, loaded)
@@ -29,14 +26,15 @@ def evaluate(args, loaded=None):
     model = loaded[0] if loaded else hf.load_model(args.model, setup.devices, setup.dtype)
     windows = flags.load_test(setup, entries)
 
-    table.print_heading(setup, model)
+    rows = table.Table(setup, entries, show)
+    rows.say(table.heading(setup, model))
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
     models = calibrate_all(setup, model, entries, windows.tokens)  # {label of weights: Llama}
 
-    # 3. Evaluate and print: a row as soon as it is measured. fp16 is the first, with which the others are compared
-    table.print_found(setup, model, windows, models, entries, left_out)
-    printed, fp16 = table.Table(setup, entries), entries["fp16"]
+    # 3. Evaluate: a row as soon as it is measured. fp16 is the first, with which the others are compared
+    rows.say([*table.findings(setup, model, windows, models, entries, left_out), "", rows.columns])
+    fp16 = entries["fp16"]
     mine = ranks.own_windows(windows, setup.batch)  # all windows, unless torchrun started several processes
     clock = table.Clock(len(mine.tokens) * sum(len(entry.methods) for entry in entries.values()))
     for title, entry in entries.items():
@@ -50,15 +48,18 @@ def evaluate(args, loaded=None):
                     result = measure(model, method, mine, protocol=args.protocol, batch=setup.batch,
                                      fp16=exact, bar=clock, cache_class=cache_class, prompt=args.prompt)
                     entry.results.append(ranks.gather(result))
-        printed.add(entry, fp16)
+        rows.add(table.row_of(entry, fp16, args))
 
     # 4. What compares the rows, and what went wrong
-    printed.print_rest()
-    return printed.rows
+    rows.say(rows.rest(entries))
+    if setup.file("plot"):
+        plots.save(rows.plot(), args.plot)
+    rows.write()
+    return rows
 
 
 def compare(methods, model=None, **given):
-    """What the command measures -> a list of its rows, shown as the command prints them.
+    """What the command measures -> the `Table`, a list of rows that a notebook shows as the command does.
 
         compare("pfn,kvsink", bits=2, preserve=[1, 5])
         compare(["pfn", Mine, KVSink(config)], model=hf.load("path/to/Llama-2-7b-hf"), protocol="stream")
@@ -68,10 +69,8 @@ def compare(methods, model=None, **given):
     """
     loaded = model if isinstance(model, tuple) else None
     flags.check_effect(given, *(["device", "dtype"] if loaded else []))  # those of the model that is given
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        args = flags.parse(methods=methods, given={"model": "given" if loaded else model, **given})
-        rows = evaluate(args, loaded=loaded)
-    return table.Rows(rows, text.getvalue().rstrip())
+    args = flags.parse(methods=methods, given={"model": "given" if loaded else model, **given})
+    return evaluate(args, loaded, show=lambda line: None)
 
 
 def main():

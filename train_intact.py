@@ -268,7 +268,7 @@ def print_table(weights, losses, results):
         names = [weights, what] if what in losses else ["-", "-"]
         figures = [*losses.get(what, [None, None]), result.ppl, sum(result.kl) / result.targets]
         lines.append([*names, *(cli.figure(x, ".4f") for x in figures)])
-    cli.print_columns(["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"], lines, left=2)
+    print(cli.Columns(["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"], lines, left=2))
 
 
 def main():

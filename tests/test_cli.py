@@ -623,7 +623,7 @@ def test_a_notebook_shows_rows_as_tables_and_draws_them():
         cells = [re.findall("<td>(.*?)</td>", line) for line in re.findall("<tr>(.*?)</tr>", table)]
         assert len({len(line) for line in cells}) == 1  # of as many columns each
         assert [" ".join(line) for line in cells] == [" ".join(line.split()) for line in printed.splitlines()]
-    assert html.startswith("<p>model ") and "windows of 32 tokens" in html
+    assert html.startswith("model ") and "windows of 32 tokens" in html
     assert [line.get_label() for line in rows.plot().axes[0].lines] == ["rtn"]
 
 

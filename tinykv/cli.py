@@ -5,6 +5,7 @@ import re
 import sys
 from contextlib import contextmanager
 from functools import partial
+from html import escape
 from pathlib import Path
 
 import torch
@@ -272,6 +273,11 @@ def quantized_blocks(model, name, quantizer, windows, kept):
 
 # Output
 
+def show(line):
+    """Print a line, or `Columns`, at once."""
+    print(line, flush=True)
+
+
 def bar(windows, what, total=None, unit="window"):
     """A progress bar on stderr, shown after one second, and only where somebody looks on."""
     return tqdm(windows, what, total, leave=False, unit=unit, delay=1, file=sys.stderr, disable=not shows_bars())
@@ -300,14 +306,22 @@ def figure(value, form):
     return format(value, form)
 
 
-def print_columns(head, lines, left):
-    """A table of words: the heads, then the lines, the first `left` columns flush left."""
-    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
-    for line in [head, *lines]:
-        print(in_columns(line, widths, left))
+class Columns:
+    """A table of words, the first `left` columns flush left. widths: of the columns, where lines are still to come."""
 
+    def __init__(self, head, lines, left, widths=None):
+        self.head, self.lines, self.left = head, lines, left
+        self.widths = widths or [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
 
-def in_columns(words, widths, left):
-    """Words in columns of these widths, the first `left` of them flush left."""
-    cells = [word.ljust(width) if i < left else word.rjust(width) for i, (word, width) in enumerate(zip(words, widths))]
-    return "  ".join(cells).rstrip()
+    def line(self, words):
+        """Words as a line of the table."""
+        cells = [word.ljust(width) if i < self.left else word.rjust(width)
+                 for i, (word, width) in enumerate(zip(words, self.widths))]
+        return "  ".join(cells).rstrip()
+
+    def __str__(self):
+        return "\n".join(map(self.line, [self.head, *self.lines]))
+
+    def _repr_html_(self):
+        rows = ["".join(f"<td>{escape(word)}</td>" for word in words) for words in [self.head, *self.lines]]
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"

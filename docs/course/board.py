@@ -26,7 +26,7 @@ from docs.course.grade import confined_environment
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.cli import Parser, bar, check_counts, one_line, print_columns
+from tinykv.cli import Columns, Parser, bar, check_counts, one_line
 from tinykv.data import load_windows
 from tinykv.evaluate import Result, add_predictions, measure, paired
 from tinykv.files import first_line
@@ -69,7 +69,7 @@ def main():
                 board.append((student, min(rows, key=lambda row: row["kld"])))
             except Exception as error:  # whatever its files hold
                 out.append((student, first_line(error)))
-        print_columns(["rank", "who", "KL", "true bits"], lines_of(board), left=2)
+        print(Columns(["rank", "who", "KL", "true bits"], lines_of(board), left=2))
         for student, why in out:
             print(f"-  {student}: {why}")
 

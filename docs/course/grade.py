@@ -25,7 +25,7 @@ from docs.course.assignments import ROOT, assignment_of, folder_of, named
 from docs.course.compare import difference
 from docs.course.confine import hole
 from tinykv import UserError
-from tinykv.cli import Parser, one_line, print_columns, printable
+from tinykv.cli import Columns, Parser, one_line, printable
 from tinykv.files import check_target, write, write_json
 
 LONGEST = 300  # seconds of a submission, of which it may compute confine.SECONDS
@@ -264,7 +264,7 @@ def print_table(reports, folder):
         told = textwrap.shorten(report["fault"] or ", ".join(dict.fromkeys(failed)), 70)
         file = Path(report["file"]).relative_to(folder)
         lines.append([str(file), report["assignment"], f"{report['points']}/{report['of']}", told])
-    print_columns(["submission", "assignment", "points", "what failed"], lines, left=4)
+    print(Columns(["submission", "assignment", "points", "what failed"], lines, left=4))
 
 
 def table(reports):

@@ -95,7 +95,7 @@ def main():
     args = p.parse_args()
     found = {size: losses(size, args.windows) for size in SIZES}
     lines = [[str(size), f"{ppl:.3f}", *(f"{x:.3f}" for x in loss.values())] for size, (ppl, loss) in found.items()]
-    cli.print_columns(["bias", "fp16, ppl", *ROWS.values()], lines, left=0)
+    print(cli.Columns(["bias", "fp16, ppl", *ROWS.values()], lines, left=0))
     if args.out:
         plots.save(draw(found), str(Path(args.out, "turboquant.png")))
 

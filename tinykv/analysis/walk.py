@@ -117,7 +117,7 @@ def largest(x):
 def print_table(rows, columns):
     lines = [[cell(row[name], form) for name, (_, form) in columns.items()] for row in rows]
     n_words = sum(form == "" for _, form in columns.values())  # columns of words, which come first
-    cli.print_columns([head for head, _ in columns.values()], lines, n_words)
+    print(cli.Columns([head for head, _ in columns.values()], lines, n_words))
 
 
 def cell(value, form):

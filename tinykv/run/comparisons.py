@@ -29,16 +29,14 @@ def add_comparisons(p):
                    help="also draw perplexity against true bits, or against kept tokens if --preserve is a list")
 
 
-def print_all(rows, vs, bits, plot):
-    """--vs, --at-bits and --plot. rows: fp16's first."""
+def compared(rows, vs, bits):
+    """What --vs and --at-bits add below a table: lines, and `cli.Columns`. rows: fp16's first."""
+    parts = []
     if vs is not None:
-        print()
-        print_vs(rows, vs)
+        parts += ["", compared_with_one(rows, vs)]
     if bits is not None:
-        print()
-        print_at_bits(rows, bits)
-    if plot:
-        plots.save(perplexity(rows), plot)
+        parts += ["", *compared_at_bits(rows, bits)]
+    return parts
 
 
 def title_of(row):
@@ -48,7 +46,7 @@ def title_of(row):
 
 # --vs
 
-def print_vs(rows, name):
+def compared_with_one(rows, name):
     """Each row's loss beside that of another, draw by draw and window by window. name: see `compared_with`."""
     lines, rows = [], {title_of(row): row for row in rows}
     for title, row in rows.items():
@@ -61,7 +59,7 @@ def print_vs(rows, name):
         lines.append([title, other, f"{difference:+.4f}", cli.figure(error, ".4f"), cli.figure(t, "+.1f"),
                       cli.figure(p, ".1g"), cli.figure(t_of_kl, "+.1f"), cli.figure(p_of_kl, ".1g"),
                       f"{better} of {len(losses) * len(losses[0])}"])
-    cli.print_columns(["method", "vs", "nats a token", "+-", "t", "p", "t of KL", "p", "better on"], lines, left=2)
+    return cli.Columns(["method", "vs", "nats a token", "+-", "t", "p", "t of KL", "p", "better on"], lines, left=2)
 
 
 def compared_with(title, name, titles):
@@ -122,20 +120,22 @@ def at_bits(rows, bits):
     return found
 
 
-def print_at_bits(rows, bits):
+def compared_at_bits(rows, bits):
     """The table of `at_bits`, and what it leaves out."""
     found = at_bits(rows, bits)
-    lines = []
+    parts, lines = [], []
     for row in found:
         delta = row["ppl"] - rows[0]["ppl"]
         lines.append([row["label"], f"{row['ppl']:.3f}", f"{delta:+.3f}", f"{row['kld']:.4f}",
                       *(f"{x:.2f}" for x in row["between"]), *(f"{x / 1024:.0f}" for x in row["tables"])])
     if lines:
         head = [f"at {bits:g} true bits", "ppl", "delta", "KL", "from", "to", "tables KB", "to"]
-        cli.print_columns(head, lines, left=1)
+        parts.append(cli.Columns(head, lines, left=1))
     left_out = lines_of(rows[1:]).keys() - {row["label"] for row in found}
     if left_out:
-        print(f"no rows on both sides of {bits:g} true bits that differ in bits alone: {', '.join(sorted(left_out))}")
+        parts.append(f"no rows on both sides of {bits:g} true bits that differ in bits alone: "
+                     f"{', '.join(sorted(left_out))}")
+    return parts
 
 
 # --plot
@@ -188,7 +188,11 @@ def main():
         args = p.parse_args()
         content = read_json(Path(args.table))
         try:
-            print_all([row for row in content["rows"] if not row["fault"]], args.vs, args.at_bits, args.plot)
+            rows = [row for row in content["rows"] if not row["fault"]]
+            for part in compared(rows, args.vs, args.at_bits):
+                cli.show(part)
+            if args.plot:
+                plots.save(perplexity(rows), args.plot)
         except UserError:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The table that `eval_ppl.py` prints: its heading, its rows, and what compares them.
+"""The table of `eval_ppl.py`: its heading, its rows, and what compares them.
 
 A row is a dict, as the JSON has it. The first one is fp16's, with which the others are compared.
 """
@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import platform
-import re
 import sys
 import time
 import traceback
@@ -43,44 +42,43 @@ COLUMNS = {
 WIDE_ONLY = ("KL", "top-1", "bits", "128K", "cache KB", "s")
 
 
-def print_heading(setup, model):
-    """What the table is of: the model and the text."""
+def heading(setup, model):
+    """Lines: what the table is of, the model and the text."""
     args, parameters = setup.args, sum(p.numel() for p in model.parameters())
     attention = "" if args.attention == "fused" else f", attention {args.attention}"
     prompt = f", prompt {args.prompt}" if args.prompt else ""
-    print(f"model {args.model}: {parameters:,} parameters, {setup.dtype}, {setup.device}")
-    print(f"data {args.data}: {args.windows} windows of {setup.context} tokens, "
-          f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}", flush=True)
+    yield f"model {args.model}: {parameters:,} parameters, {setup.dtype}, {setup.device}"
+    yield (f"data {args.data}: {args.windows} windows of {setup.context} tokens, "
+           f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
     if args.data in VOCABULARIES and args.model != str(hf.EMBEDDED):
-        print(f"{args.data} was written for the embedded model; --data wikitext2 or a file is a text for others")
+        yield f"{args.data} was written for the embedded model; --data wikitext2 or a file is a text for others"
 
 
-def print_found(setup, model, windows, models, entries, left_out):
-    """What the rows are measured with: the weights, what calibration found, and when tokens are chosen."""
+def findings(setup, model, windows, models, entries, left_out):
+    """Lines: what the rows are measured with, the weights, what calibration found, and when tokens are chosen."""
     args = setup.args
     if any(entry.method.calibrated() for entry in entries.values()):
         many = f"{args.draws} calibrations, each on text of its own: means; +- and t are over draws and windows"
-        print("one calibration: +- and t are over windows" if args.draws == 1 else many)
+        yield "one calibration: +- and t are over windows" if args.draws == 1 else many
     once = ", quantized once" if args.draws > 1 else ""
     for weights, smaller in models.items():
         if weights:
             megabytes, instead_of = weight_bytes(smaller) / 1e6, weight_bytes(model) / 1e6
-            print(f"weights {weights}: {megabytes:.2f} MB instead of {instead_of:.2f} MB{once}")
+            yield f"weights {weights}: {megabytes:.2f} MB instead of {instead_of:.2f} MB{once}"
     if windows.start > 1:
         what = "prompt" if args.prompt else "prefix"
-        print(f"{what}: the first {windows.start} tokens of every window, which are not predicted")
+        yield f"{what}: the first {windows.start} tokens of every window, which are not predicted"
     for what, why in left_out.items():
-        print(f"{what} is left out: {why}")
+        yield f"{what} is left out: {why}"
     for title, entry in entries.items():
         if entry.beside:
-            print(f"{title}: {entry.beside}, as the method that it is shown beside")
+            yield f"{title}: {entry.beside}, as the method that it is shown beside"
         if entry.error is None:
             for said in filter(None, dict.fromkeys(method.describe() for method in entry.methods)):
-                print(f"{title}: {said}")  # also what another draw has found
+                yield f"{title}: {said}"  # also what another draw has found
         if choice_of(entry, args) and (args.prompt or args.protocol == "stream"):
             when = {"prompt": "once, after the prompt", "always": "at each quantization"}
-            print(f"{title}: the tokens to keep are chosen {when[choice_of(entry, args)]}")
-    print()
+            yield f"{title}: the tokens to keep are chosen {when[choice_of(entry, args)]}"
 
 
 def choice_of(entry, args):
@@ -145,31 +143,6 @@ def figures_of(results, exact):
     }
 
 
-class Rows(list):
-    """Rows of `compare`. They are shown as the command prints them; `pandas.json_normalize(rows)` makes a DataFrame."""
-
-    def __init__(self, rows, printed):
-        super().__init__(rows)
-        self.printed = printed
-
-    def __repr__(self):
-        return self.printed
-
-    def _repr_html_(self):
-        """What a notebook shows: the same, lines of several columns as a table."""
-        found = []
-        for block in self.printed.split("\n\n"):
-            lines = [re.split("  +", escape(line)) for line in block.splitlines()]
-            text = "<br>".join(cells[0] for cells in lines if len(cells) == 1)
-            table = "".join(f"<tr><td>{'</td><td>'.join(cells)}</td></tr>" for cells in lines if len(cells) > 1)
-            found.append(f"<p>{text}</p><table>{table}</table>")
-        return "\n".join(found)
-
-    def plot(self):
-        """The Figure of --plot."""
-        return comparisons.perplexity([row for row in self if not row["fault"]])
-
-
 class Clock:
     """Counts finished windows for each row's bar. After the first batch, which is fp16's, it estimates the time of all
     rows, if that is more than a minute."""
@@ -186,27 +159,36 @@ class Clock:
                        "quantized rows take a little longer, and calibration is not counted", file=sys.stderr)
 
 
-class Table:
-    """Prints rows as they come, in columns as wide as the longest name of {title: Entry}, and writes them to --json."""
+class Table(list):
+    """The rows, and what the command prints: lines, and `cli.Columns`. `pandas.json_normalize(table)` is a DataFrame.
 
-    def __init__(self, setup, entries):
-        self.setup, self.args, self.entries, self.rows = setup, setup.args, entries, []
-        self.columns = [column for column in COLUMNS if self.args.wide or column not in WIDE_ONLY]
+    entries: {title: Entry}, a row each. show: a function that is called with each line as it comes.
+    """
+
+    def __init__(self, setup, entries, show):
+        super().__init__()
+        self.setup, self.show, self.parts = setup, show, []
+        columns = [column for column in COLUMNS if setup.args.wide or column not in WIDE_ONLY]
         if not any(entry.weights for entry in entries.values()):
-            self.columns.remove("weights")
+            columns.remove("weights")
+        # in columns as wide as the longest name
         longest = {"method": max(len(entry.label) for entry in entries.values()),
                    "scheme": max(len(entry.method.scheme or "") for entry in entries.values()),
                    "weights": max(len(entry.weights or "") for entry in entries.values())}
-        self.widths = [max(COLUMNS[column][0], longest.get(column, 0)) for column in self.columns]
-        self.print(self.columns)
+        widths = [max(COLUMNS[column][0], longest.get(column, 0)) for column in columns]
+        self.columns = cli.Columns(columns, [], columns.index("keep"), widths)
 
-    def print(self, words):
-        print(cli.in_columns(words, self.widths, left=self.columns.index("keep")), flush=True)
+    def say(self, parts):
+        """Show lines and `cli.Columns`, and remember them."""
+        for part in parts:
+            self.parts.append(part)
+            self.show(part)
 
-    def add(self, entry, fp16):
-        """The row of an entry that is measured, or that has failed. fp16: the first entry."""
-        self.rows.append(row_of(entry, fp16, self.args))
-        self.print_row(self.rows[-1])
+    def add(self, row):
+        """A row that is measured, or that has failed; it is shown, and written to --json."""
+        self.append(row)
+        self.columns.lines.append([cli.figure(*cell) for cell in self.cells(row)])
+        self.show(self.columns.line(self.columns.lines[-1]))
         with contextlib.suppress(UserError):  # a disk that is full now is told of at the end
             self.write()
 
@@ -216,43 +198,55 @@ class Table:
         if path not in (None, "-"):
             files.write_json(path, self.content(), "tinykv-table")
 
-    def print_row(self, row):
-        """A row; "-" for what it has not, as where its method has failed."""
+    def cells(self, row):
+        """(value, format) of each column; None for what the row has not, as where its method has failed."""
         bits = dict.fromkeys([f"{row['k_bits']:g}", f"{row['v_bits']:g}"])  # once, where they are equal
         row = {**row, "bits": "/".join(bits), "cache_kb": row["cache_bytes"] and row["cache_bytes"] / 1024}
         if row["fault"]:
             row["ppl"] = "failed"
-        cells = [COLUMNS[column][1:] for column in self.columns]  # (key, format) each
-        self.print([cli.figure(row[key], form) for key, form in cells])
+        return [(row[key], form) for _, key, form in map(COLUMNS.get, self.columns.head)]
 
     def content(self):
         """The rows so far, as the JSON that --json asks for."""
-        args, versions = self.args, {"python": platform.python_version(), "torch": torch.__version__}
-        return {"rows": self.rows, "model": args.model, "data": args.data, "context": self.setup.context,
+        args, versions = self.setup.args, {"python": platform.python_version(), "torch": torch.__version__}
+        return {"rows": self, "model": args.model, "data": args.data, "context": self.setup.context,
                 "windows": args.windows, "draws": args.draws, "seed": args.seed, "versions": versions}
 
-    def print_no_news(self, rows):
-        """Rows that say nothing of their method, or no more than others of it."""
+    def measured(self):
+        return [row for row in self if not row["fault"]]
+
+    def no_news(self):
+        """Of rows that say nothing of their method, or no more than others of it."""
         same = defaultdict(list)  # {(method, weights, losses): [title]}
-        for row in rows:
+        for row in self.measured():
             title = comparisons.title_of(row)
             same[row["method"], row["weights"], str(row["window_nll"])].append(title)
             if not row["reads_codes"] and row["bits_nominal"] < 16:
-                print(f"{title}: in windows this short no query reads a code; use a longer --context")
+                yield f"{title}: in windows this short no query reads a code; use a longer --context"
         for titles in same.values():
             if len(titles) > 1:
-                print(f"{', '.join(titles)}: equal losses; what tells these rows apart changes nothing here")
+                yield f"{', '.join(titles)}: equal losses; what tells these rows apart changes nothing here"
 
-    def print_rest(self):
-        """What went wrong, --json -, and what compares the rows."""
-        for title, entry in self.entries.items():
+    def rest(self, entries):
+        """What stands below the rows: what went wrong, --json -, and what compares them."""
+        for title, entry in entries.items():
             if entry.error is not None:
-                print(f"{title} failed: {cli.reason(entry.error)}")
+                yield f"{title} failed: {cli.reason(entry.error)}"
                 if not isinstance(entry.error, UserError):
-                    print("".join(traceback.format_exception(entry.error)).rstrip())
+                    yield "".join(traceback.format_exception(entry.error)).rstrip()
         if self.setup.file("json") == "-":
-            print(f"\n{json.dumps(self.content(), indent=2, allow_nan=False)}")
-        measured = [row for row in self.rows if not row["fault"]]
-        self.print_no_news(measured)
-        comparisons.print_all(measured, self.args.vs, self.args.at_bits, self.setup.file("plot"))
-        self.write()
+            yield f"\n{json.dumps(self.content(), indent=2, allow_nan=False)}"
+        yield from self.no_news()
+        yield from comparisons.compared(self.measured(), self.setup.args.vs, self.setup.args.at_bits)
+
+    def plot(self):
+        """The Figure of --plot."""
+        return comparisons.perplexity(self.measured())
+
+    def __repr__(self):
+        return "\n".join(map(str, self.parts))
+
+    def _repr_html_(self):
+        """What a notebook shows."""
+        return "\n".join(part._repr_html_() if isinstance(part, cli.Columns) else f"{escape(part)}<br>"
+                         for part in self.parts if part)
