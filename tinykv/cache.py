@@ -168,8 +168,11 @@ class LayerCache:
         self.keys = CachedRows(layer, "k", codecs.k)
         self.values = CachedRows(layer, "v", codecs.v)
         self.length = 0  # tokens seen
-        self.chooses_once = prompt is not None and method.choose == "prompt"  # it chooses at the end of the prompt
         self.dtype = None  # the model's
+        self.chooses_once = prompt is not None and method.choose == "prompt"  # it chooses at the end of the prompt
+        # what `append` finds of the newest tokens
+        self.quantizes_first = False  # whether they are quantized before they are read
+        self.is_choosing = True  # whether the method still chooses tokens to keep
 
     def update(self, q, k, v, seen):
         """Add new tokens; return the keys and values that their queries attend to.
@@ -180,8 +183,8 @@ class LayerCache:
         self.append(k, v)
 
         # quantize, then read: a query reads even its own token from its codes
-        if self.quantizes_first():
-            if self.is_scoring():
+        if self.quantizes_first:
+            if self.is_choosing and self.method.uses_scores:
                 K, _ = self.read()
                 self.score(q, seen, K)
             self.quantize()
@@ -189,7 +192,7 @@ class LayerCache:
 
         # read, then quantize: queries see the new tokens in full precision
         K, V = self.read()
-        if self.is_scoring():
+        if self.is_choosing and self.method.uses_scores:
             self.score(q, seen, K)
         self.quantize()
         return K, V
@@ -203,22 +206,6 @@ class LayerCache:
         if n_values:
             self.values.quantize(n_values)
 
-    def in_prompt(self):
-        """Whether the newest tokens are the prompt. Under `paper` a text without one counts as one."""
-        return self.protocol == "paper" if self.prompt is None else self.length <= self.prompt
-
-    def is_choosing(self):
-        """Whether the method still chooses tokens to keep."""
-        return self.in_prompt() or not self.chooses_once
-
-    def is_scoring(self):
-        """Whether the new queries score the tokens."""
-        return self.method.uses_scores and self.is_choosing()
-
-    def quantizes_first(self):
-        """Whether the new tokens are quantized before they are read."""
-        return self.protocol == "paper" and self.in_prompt()
-
     def append(self, k, v):
         """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits. Keys that are stored after RoPE are
         rounded, rotated, and rounded again, as in a 16-bit model."""
@@ -230,6 +217,10 @@ class LayerCache:
         self.keys.append(k)
         self.values.append(v)
         self.length += v.shape[2]
+        # are the newest tokens the prompt? Under `paper` a text without one counts as one
+        in_prompt = self.protocol == "paper" if self.prompt is None else self.length <= self.prompt
+        self.quantizes_first = self.protocol == "paper" and in_prompt
+        self.is_choosing = in_prompt or not self.chooses_once
 
     def read(self):
         """K (rotated) and V of all tokens so far, (B, Hkv, S, d) both."""
@@ -251,7 +242,7 @@ class LayerCache:
 
     def n_to_quantize(self, rows):
         """When: how many of the oldest recent tokens are quantized now. rows: the keys or the values."""
-        if self.quantizes_first():
+        if self.quantizes_first:
             if self.prompt is None:
                 return self.length  # a whole text, none of which is coded yet
             # cut keys and values at the same token: a later token cannot join a group that is not full
@@ -277,7 +268,7 @@ class LayerCache:
         chooses once is asked about the whole prompt, even if none of it is quantized yet.
         """
         if self.chooses_once:
-            n_keys = n_values = self.length if self.in_prompt() else 0
+            n_keys = n_values = self.length if self.is_choosing else 0
         keep_keys = self.method.keep_keys(self, n_keys) if n_keys else None
         keep_values = self.method.keep_values(self, n_values) if n_values else None
         if keep_keys is not None:
@@ -356,7 +347,7 @@ class KVCache:
     def observe(self, layer, hidden):
         """Show a layer's output for the new tokens, hidden (B, T, D), to a method that still chooses."""
         self.reading = layer < len(self.layers) - 1  # the last layer's output ends it
-        if self.layers[layer].is_choosing():
+        if self.layers[layer].is_choosing:
             self.method.observe(self, layer, hidden)
 
     def top_k(self, x, k):

@@ -167,7 +167,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
             torch.cuda.synchronize(device)
         result.seconds += time.perf_counter() - clock
         result.tokens += tokens.numel()
-        result.reads_codes += len(tokens) * (coded > 0 or cache.layers[0].quantizes_first())
+        result.reads_codes += len(tokens) * (coded > 0 or cache.layers[0].quantizes_first)
         refuse_overflow(cache, outputs)
         if cache.start:  # predictions at a prefix's own positions are fp16's
             outputs = [reference[:, :cache.start], *outputs]
@@ -285,7 +285,7 @@ def count_bits(result, cache, tokens):
             bits_far += 16.0 / 2
             continue
         n_recent = method.recent + (method.block_of(rows.kind) - 1) / 2
-        if layer.quantizes_first():  # a window that is quantized as a whole
+        if layer.quantizes_first:  # a window that is quantized as a whole
             n_recent = 0
         coded = held["coded"] / rows.n_coded  # bytes of a quantized token
         recent = config.num_hidden_layers * sum(  # bytes of a recent token: a row, and its score where there is one

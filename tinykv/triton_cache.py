@@ -492,15 +492,15 @@ class TritonLayer(LayerCache):
         q = self.rope.rotate(q, seen)  # (B, H, T, d)
 
         # quantize, then attend
-        if self.quantizes_first():
-            if self.is_scoring():
+        if self.quantizes_first:
+            if self.is_choosing and self.method.uses_scores:
                 self.add_scores(self.attended(q), seen)
             self.quantize()
             return self.attended(q).out
 
         # attend, then quantize
         attended = self.attended(q)
-        if self.is_scoring():
+        if self.is_choosing and self.method.uses_scores:
             self.add_scores(attended, seen)
         self.quantize()
         return attended.out
