@@ -25,7 +25,8 @@ from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.data import load_windows
-from tinykv.evaluate import delta_error, measure, paired
+from tinykv.differences import delta_error, paired
+from tinykv.evaluate import measure
 from tinykv.files import read_json, write_json
 from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS

@@ -6,7 +6,7 @@ from eval_ppl import compare
 from tinykv.analysis import norms, sinks
 from tinykv.analysis.walk import Text, walk
 from tinykv.data import load_windows
-from tinykv.evaluate import paired
+from tinykv.differences import paired
 from tinykv.hf import EMBEDDED, load
 
 

@@ -15,7 +15,8 @@ from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.data import Windows
-from tinykv.evaluate import FAR, Result, add_predictions, delta_error, measure, p_value, paired
+from tinykv.differences import delta_error, p_value, paired
+from tinykv.evaluate import FAR, Result, add_predictions, measure
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig

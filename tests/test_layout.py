@@ -105,7 +105,7 @@ ARROWS = {
     "codecs/": {"kmeans"},
     "methods/": {"codecs", "outlier", "tracing"},
     "calibrate.py": {"cache", "files", "tracing"},
-    "evaluate.py": {"cache", "kmeans"},
+    "evaluate.py": {"cache", "differences", "kmeans"},
     "data/": {"hf", "files"},  # hf/hub.py downloads
     "hf/": {"cache", "model", "files"},
     "weights/": {"cache", "codecs", "model", "files"},
@@ -113,8 +113,8 @@ ARROWS = {
     "cli.py": {"codecs", "data", "files", "hf", "weights"},
     "plots.py": {"files"},
     "prefixes.py": {"cli", "files", "methods"},
-    "run/": {"cache", "calibrate", "cli", "codecs", "data", "evaluate", "files", "hf", "kmeans", "methods", "model",
-             "outlier", "plots", "prefixes", "weights"},
+    "run/": {"cache", "calibrate", "cli", "codecs", "data", "differences", "evaluate", "files", "hf", "kmeans",
+             "methods", "model", "outlier", "plots", "prefixes", "weights"},
     "analysis/": {"cache", "calibrate", "cli", "codecs", "data", "evaluate", "files", "hf", "methods", "plots",
                   "tracing", "weights"},
 }

@@ -28,7 +28,8 @@ from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.cli import Columns, Parser, bar, check_counts, one_line
 from tinykv.data import load_windows
-from tinykv.evaluate import Result, add_predictions, measure, paired
+from tinykv.differences import paired
+from tinykv.evaluate import Result, add_predictions, measure
 from tinykv.files import first_line
 from tinykv.methods.registry import METHODS
 from tinykv.run.settings import constructor_arguments, load_class

@@ -33,7 +33,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from tinykv import hf, plots  # noqa: E402
-from tinykv.evaluate import measure, paired  # noqa: E402
+from tinykv.differences import paired  # noqa: E402
+from tinykv.evaluate import measure  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.run import flags  # noqa: E402
 from tinykv.run.entries import build_entries, calibrate_all  # noqa: E402

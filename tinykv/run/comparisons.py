@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from tinykv import UserError, cli, plots
-from tinykv.evaluate import paired
+from tinykv.differences import paired
 from tinykv.files import read_json
 
 # settings that change a method's bits and nothing else

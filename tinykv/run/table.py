@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from tinykv import UserError, cli, files, hf
 from tinykv.data.windows import VOCABULARIES
-from tinykv.evaluate import delta_error, mean, sum_of
+from tinykv.differences import delta_error, mean
+from tinykv.evaluate import sum_of
 from tinykv.run import comparisons
 from tinykv.weights import weight_bytes
 
