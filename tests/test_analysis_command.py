@@ -11,7 +11,8 @@ from matplotlib.text import Text
 
 from tinykv import cli, hf, plots
 from tinykv.analysis import __main__ as command
-from tinykv.analysis import anchors, bias, outliers, sinks, walk
+from tinykv.analysis import anchors, bias, outliers, page, sinks, walk
+from tinykv.analysis.load import load_calibration
 from tinykv.data.windows import load_windows
 from tinykv.methods import antkv
 from tinykv.run import comparisons
@@ -21,10 +22,10 @@ PNG = b"\x89PNG"
 
 @pytest.fixture
 def analyse(run, one_layer):
-    """Run the command on the model of one layer: (status, stdout, stderr)."""
-    def analyse(*words):
+    """Run a command on the model of one layer: (status, stdout, stderr)."""
+    def analyse(*words, program=command):
         small = {"--model": one_layer, "--context": 64, "--windows": 2, "--calib-windows": 6}
-        return run(command, *words, *(word for flag in small.items() if flag[0] not in words for word in flag))
+        return run(program, *words, *(word for flag in small.items() if flag[0] not in words for word in flag))
     return analyse
 
 
@@ -64,15 +65,15 @@ def test_a_table_a_figure_and_numbers_of_each(analyse, some_sinks, monkeypatch, 
 
 
 def test_the_page_of_the_command(analyse, tmp_path, monkeypatch):
-    monkeypatch.setattr(command.page, "SHOWN", {name: command.page.SHOWN[name] for name in ("rtn", "kvsink")})
+    monkeypatch.setattr(page, "SHOWN", {name: page.SHOWN[name] for name in ("rtn", "kvsink")})
     few = "--calib-windows", 2, "--json", tmp_path / "out.json"
-    _, out, _ = analyse("page", "--out", tmp_path / "cache.html", *few)
+    _, out, _ = analyse("--out", tmp_path / "cache.html", *few, program=page)
     assert f"wrote {tmp_path / 'cache.html'}" in out and (tmp_path / "cache.html").stat().st_size < 600_000
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert numbers["texts"] == 2 and len(numbers["tokens"]) == 64 and numbers["model"].startswith("model")
     # of texts of one's own
     (tmp_path / "texts.txt").write_text("Once there was a baker. His name was Nob\n\nWho sings? The singer")
-    analyse("page", "--text", tmp_path / "texts.txt", "--out", tmp_path / "own.html", *few)
+    analyse("--text", tmp_path / "texts.txt", "--out", tmp_path / "own.html", *few, program=page)
     numbers = json.loads((tmp_path / "out.json").read_text())
     assert numbers["answers"] == 2 and "".join(numbers["tokens"][1:]).endswith(("Nob", "singer"))
 
@@ -123,37 +124,37 @@ def test_no_attention_matrix_is_ever_whole(monkeypatch, one_layer):
     assert set(seen) == {1}
 
 
-@pytest.mark.parametrize("words, has, has_not", [
-    ([], [f"\n{name}\n" for name in [*command.PHENOMENA, "page", "all"]], []),
-    (["sinks"], ["\nsinks\n", "--layer"], ["\nnorms\n", "--text", "--calib-windows"]),
-    (["errors"], ["\nerrors\n", "--calib-windows"], ["\nsinks\n", "--text"]),
-    (["page"], ["\npage\n", "--text", "--calib-windows"], ["\nsinks\n", "--layer"]),
-    (["all"], ["\nsinks\n", "--calib-windows", "--layer"], [])])
-def test_help_names_every_phenomenon_or_one_with_its_flags(analyse, words, has, has_not):
-    status, out, _ = analyse(*words, "--help")
+@pytest.mark.parametrize("program, has", [
+    (command, ["--layer", *(f"\n{name}\n" for name in command.PHENOMENA)]), (page, ["--text", "every method"])])
+def test_help_names_every_phenomenon(analyse, program, has):
+    status, out, _ = analyse("--help", program=program)
     assert status == 0 and all(word in out for word in has)
-    assert not any(word in out.split("options:")[1] for word in has_not)
 
 
-@pytest.mark.parametrize("words", [["norms", "--out", f"{__file__}/figures"], ["norms", "--out", __file__],
-                                   ["page", "--out", "no/folder/x.html"], ["page"]])
-def test_an_output_that_cannot_be_written_is_said_before_the_work(analyse, monkeypatch, tmp_path, words):
+@pytest.mark.parametrize("program, words", [
+    (command, ["norms", "--out", f"{__file__}/figures"]), (command, ["norms", "--out", __file__]),
+    (page, ["--out", "no/folder/x.html"]), (page, [])])
+def test_an_output_that_cannot_be_written_is_said_before_the_work(analyse, monkeypatch, tmp_path, program, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cache.html").write_text("of somebody")
     monkeypatch.setattr(command.hf, "load_model", lambda *_: pytest.fail("the model is loaded"))
-    status, _, err = analyse(*words)
-    assert status == 2 and err.count("\n") == 1 and str(words[-1] if len(words) > 1 else "cache.html") in err
+    status, _, err = analyse(*words, program=program)
+    assert status == 2 and err.count("\n") == 1 and str(words[-1] if words else "cache.html") in err
 
 
 @pytest.mark.parametrize("words, named", [
     (["norms", "--context", 100000], "--context"), (["nothing"], "nothing"), (["norms", "--windows", 0], "--windows"),
     (["norms", "--model", "no/folder"], "no/folder"), (["norms", "--json", "no/such/folder/x.json"], "no/such/folder"),
     (["norms", "--data", "no/file"], "no/file"), (["norms", "--layer", 6], "--layer 6"), (["norms", "page"], "page"),
-    (["norms", "--text", __file__], "--text"), (["page", "--text", "no/file"], "no/file"),
     (["norms", "--context", 0], "--context")])
 def test_bad_input_is_one_clear_line(analyse, words, named):
     status, _, err = analyse(*words)
     assert status == 2 and err.count("\n") == 1 and "error: " in err and named in err
+
+
+def test_a_page_of_no_file_is_one_clear_line(analyse, tmp_path):
+    status, _, err = analyse("--text", "no/file", "--out", tmp_path / "x.html", program=page)
+    assert status == 2 and err.count("\n") == 1 and "no/file" in err
 
 
 # The figure of eval_ppl.py
@@ -266,5 +267,5 @@ def test_a_map_keeps_the_largest_magnitude_and_its_sign():
 def test_windows_to_calibrate_on_are_cut_as_the_text_is(bos):
     args = SimpleNamespace(data="tales", context=32, calib_windows=3, bos=bos)
     tokenizer = hf.load_tokenizer(hf.EMBEDDED, hf.load_config(hf.EMBEDDED))
-    found = command.calibration_of(args, tokenizer, "cpu")
+    found = load_calibration(args, tokenizer, "cpu")
     assert found.equal(load_windows("tales", tokenizer, 32, 3, "calibration", bos=bos).tokens)

@@ -166,7 +166,7 @@ def test_commands_are_found():
     """Of each form one that is there, so that a block written in another way is not passed over."""
     found = commands(read("README.md"))
     assert {"pip install -r requirements.txt", "python eval_ppl.py --method kvsink", "pytest -q"} <= set(found)
-    assert "python -m tinykv.analysis page --out cache.html" in commands(read("docs/analysis.md"))
+    assert "python -m tinykv.analysis.page --out cache.html" in commands(read("docs/analysis.md"))
     for page in PAGES:  # whatever looks like a command outside of a session is one
         plain = re.sub(r"^```console\n.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL)
         lines = [line for line in plain.splitlines() if re.match(r"\s*(python [-\w]|pytest )", line)]

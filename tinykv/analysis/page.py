@@ -4,6 +4,9 @@ is lost and comes back; and then every method, number of bits and token to try.
 The texts are those of --text, the last word of each its answer, or windows of --data, and their questions. The page
 tells of one of them: the answer whose probability `kvsink` raises most above that of `rtn`, at any number of bits. What
 every method makes of all texts stands beside it.
+
+    python -m tinykv.analysis.page --out cache.html
+    python -m tinykv.analysis.page --text texts.txt --data calibration.txt --model path/to/a/model
 """
 import base64
 import gzip
@@ -15,11 +18,14 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError, cli, files
+from tinykv.analysis.load import load_calibration, load_model
 from tinykv.analysis.sinks import find_sinks, sink_scores
 from tinykv.analysis.walk import walk
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.base import Codes, pack
+from tinykv.data import load_windows
+from tinykv.data.questions import Questions, read_questions
 from tinykv.evaluate import chunks_of
 from tinykv.methods.antkv import attention_tiles
 from tinykv.methods.registry import METHODS
@@ -258,3 +264,47 @@ def write(path, page):
     packed = base64.b64encode(gzip.compress(data, mtime=0)).decode()
     html = TEMPLATE.read_text().replace("DATA", packed, 1)
     files.write(path, lambda part: part.write_text(html), "tinykv-page")
+
+
+# The command
+
+def parser():
+    p = cli.Parser(prog="python -m tinykv.analysis.page", description=__doc__)
+    cli.add_model(p)
+    cli.add_windows(p, windows=WINDOWS, longest=LONGEST)
+    cli.add_bos(p)
+    p.add_argument("--text", metavar="FILE",
+                   help="texts to choose from, a blank line between them; the last word of each is the answer to its "
+                        "question (default: windows of --data)")
+    p.add_argument("--out", metavar="FILE", default="cache.html", help="the page")
+    p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
+    return p
+
+
+def write_page(args):
+    """The page, and its numbers."""
+    cli.check_outputs(args, json="tinykv-numbers", out="tinykv-page")
+    model, tokenizer = load_model(args, LONGEST)
+    device = model.lm_head.weight.device
+    if args.text:
+        texts = read_questions(args.text, tokenizer, LONGEST)
+    else:
+        windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", bos=args.bos)
+        texts = Questions(windows.tokens, [args.context] * args.windows, windows.answers)
+    texts.tokens = texts.tokens.to(device)  # (W, T)
+    numbers = {"model": Path(args.model).absolute().name,
+               **content(model, tokenizer, texts, load_calibration(args, tokenizer, device))}
+    write(args.out, numbers)
+    print(f"wrote {args.out}")
+    if args.json:
+        files.write_json(args.json, numbers, "tinykv-numbers")
+
+
+def main():
+    p = parser()
+    with cli.one_line(p):
+        write_page(p.parse_args())
+
+
+if __name__ == "__main__":
+    main()
