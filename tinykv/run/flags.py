@@ -22,8 +22,7 @@ def parser(asked=(), about=None):
         epilog="A setting applies to every method that takes it; if none does, the command stops with an error.\n"
                "If you ask for a single method, the table also shows its baselines where they take the settings.")
     p = parent.add_argument_group("start here")
-    p.add_argument("--method", metavar="NAME[,NAME...]", type=cli.list_of(str), default="kvsink",
-                   help="names from --list-methods, 'all', or path/to/file.py:Class")
+    add_method(p)
     p.add_argument("--list-methods", action="store_true", help="print the methods and their settings, and stop")
     cli.add_model(p)
     cli.add_windows(p, windows=16, longest=4096)
@@ -49,6 +48,11 @@ def parser(asked=(), about=None):
     add_settings(parent, asked)
     parent.meant = {"--keep": "--preserve", "--text": "--data", **{name: f"--method {name}" for name in METHODS}}
     return parent
+
+
+def add_method(p):
+    p.add_argument("--method", metavar="NAME[,NAME...]", type=cli.list_of(str), default="kvsink",
+                   help="names from --list-methods, 'all', or path/to/file.py:Class")
 
 
 @dataclass(frozen=True)
@@ -123,10 +127,12 @@ def parse(words=None, methods=None, given=None, about=None):
     if isinstance(methods, str):
         methods = [name.strip() for name in methods.split(",")]
     elif methods is None:
-        methods = parser(about=about).parse_known_args(words)[0].method
+        first = cli.Parser(add_help=False)
+        add_method(first)
+        methods = first.parse_known_args(words)[0].method
     elif not isinstance(methods, list):
         methods = [methods]
-    p = parser(methods)
+    p = parser(methods, about)
     if words is not None or given is not None:
         p.error = partial(refuse, p)
     args = p.parse_args(words if given is None else words_of(p, given))
