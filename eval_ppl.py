@@ -69,7 +69,7 @@ def compare(methods, model=None, **given):
     """
     loaded = model if isinstance(model, tuple) else None
     flags.check_effect(given, *(["device", "dtype"] if loaded else []))  # those of the model that is given
-    args = flags.parse(methods=methods, given={"model": "given" if loaded else model, **given})
+    args = flags.parse(methods=methods, given={"model": "given" if loaded else model, "wide": True, **given})
     return evaluate(args, loaded, show=lambda line: None)
 
 

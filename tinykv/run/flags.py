@@ -148,7 +148,7 @@ def refuse(p, message):
 def words_of(p, given):
     """The words of a command line, for {flag: value}: a list is a flag's list, and True a flag that takes no value.
     Settings of methods that are neither texts nor numbers are handed on as they are."""
-    words = ["--wide"]
+    words = []
     for name, value in given.items():
         values = list(value) if isinstance(value, list | tuple) else [value]
         kind = p.get_default("settings").get(name)
