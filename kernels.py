@@ -1,7 +1,7 @@
 """The Triton kernels: attention that reads the packed cache, and the scores of KVSink and AnTKV.
 
-Each stands under the torch lines that it equals. The idea is in docs/ladder/: 4_topk.py, what a kernel is, and
-4_kernel.py, one that attends to 2-bit codes, simply. Sections 3 to 6 make that fast, and each trick says what it saves.
+Each stands under the torch lines that it equals. The idea is in docs/ladder/: 7_topk.py, what a kernel is, and
+8_kernel.py, one that attends to 2-bit codes, simply. Sections 3 to 6 make that fast, and each trick says what it saves.
 The tests run the kernels in Triton's interpreter; docs/kernels.md has what an H100 measured.
 
 Why kernels? Decoding reads every cached token once per new token, so its time is bytes over bandwidth, and packed codes
@@ -71,7 +71,7 @@ def topk_outliers(h, k, N=1024):
 #                  1 1       0 0       1 0       0 1       0b11001001: channel i has the code 1, i + 32 has 2
 # Channel c lies in byte c % 32. Shift that right by c // 32 * 2 bits, and keep the lowest two. A number
 # is code * scale + zero: with the token's scale 0.5 and zero -1, channel i of this byte is -0.5, channel i + 32 is 0.
-# docs/ladder/4_kernel.py attends to such rows in 30 lines, with 11 instructions a number. What follows has 2.
+# docs/ladder/8_kernel.py attends to such rows in 30 lines, with 11 instructions a number. What follows has 2.
 
 
 # ---- 3. Now make it fast: rows of any codec, and codes that are numbers

@@ -4,7 +4,9 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +14,16 @@ import torch
 import train_intact
 from eval_ppl import compare
 from tinykv import hf
+from tinykv.cache import LayerCache
 from tinykv.codecs.affine import Affine
+from tinykv.codecs.clipped import ClippedGroups
+from tinykv.codecs.nonuniform import Histogram, NonUniform
 from tinykv.data import load_windows
 from tinykv.hf import EMBEDDED
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.kivi import KIVI
+from tinykv.methods.ott import OTT
+from tinykv.model import Rope
 from tinykv.triton_cache import TritonCache
 
 ROOT = Path(__file__).parent.parent
@@ -49,24 +56,109 @@ def test_sinks(monkeypatch, capsys):
     assert printed("1_sinks.py", 2, monkeypatch, capsys, 3) == measured("kvsink", 3, windows=2)
 
 
-def test_stream(monkeypatch, capsys):
-    """KIVI without a window of recent tokens, as it is, and beside OTT."""
+def test_window(monkeypatch, capsys):
+    """KIVI without a window of recent tokens, with one in small blocks, and as OTT has it."""
     rows = []
-    for method, group, recent in (("kivi", 128, 0), ("kivi", 32, 128), ("kivi", 128, 32), ("ott", 128, 32)):
-        rows += measured(f"fp16,{method}", windows=2, protocol="stream", group_size=group, recent=recent)[1:]
-    assert printed("2_stream.py", 2, monkeypatch, capsys) == rows
+    for group, recent in ((128, 0), (32, 128), (128, 32)):
+        rows += measured("fp16,kivi", 3, windows=2, protocol="stream", group_size=group, recent=recent)[1:]
+    assert printed("2_window.py", 2, monkeypatch, capsys, 3) == rows
+
+
+def test_pool(monkeypatch, capsys):
+    """KIVI and OTT."""
+    rows = measured("fp16,kivi,ott", windows=2, protocol="stream", group_size=128, recent=32)[1:]
+    assert printed("3_pool.py", 2, monkeypatch, capsys) == rows
+
+
+def test_pool_of_other_shapes(monkeypatch):
+    """Each head of each text has a pool of its own: as the package, block by block."""
+    page = run("3_pool.py", [1], monkeypatch)
+    config = replace(hf.load_config(EMBEDDED), num_attention_heads=3, num_key_value_heads=3)
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 2, 3, 400, 32)
+    k = k * torch.rand(2, 3, 400, 1)  # keys of all sizes
+    ours = LayerCache(2, OTT(config), Rope(config), "stream", SimpleNamespace())
+    theirs = page["Cache"](Rope(config), page["ott"], 32, 128)
+    for begin, end in ((0, 160), (160, 288), (288, 400)):
+        chunk = slice(begin, end)
+        q, keys, values = k[:, :, chunk], k[:, :, chunk], v[:, :, chunk]
+        want, found = ours.update(q, keys, values, begin), theirs.update(2, q, keys, values, begin)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(want, found))
+    assert theirs.kept[2].sum() > 2 * 3 * 3  # some lost their place
+
+
+def test_groups(monkeypatch, capsys):
+    """SKVQ, one ingredient after another."""
+    rows, settings = [], {"reorder": "off", "clip": "none", "metadata": "fp16", "recent": 0, "preserve": 0}
+    settings |= {"protocol": "stream", "group_size": 16, "sensitivity": "none"}
+    for added in ({}, {"reorder": "on"}, {"clip": "centre"}, {"metadata": "fp8"}, {"recent": 128}, {"preserve": 5}):
+        settings |= added
+        rows += measured("fp16,skvq", 3, windows=2, **settings)[1:]
+    assert [row[1:] for row in printed("4_groups.py", 2, monkeypatch, capsys, 3)] == [row[1:] for row in rows]
+
+
+def test_groups_of_other_shapes(monkeypatch):
+    """Groups cross heads, and have clips of their own: the package's codes, numbers and bytes."""
+    page = run("4_groups.py", [1], monkeypatch)
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 40, 32) * torch.rand(3, 1, 32)
+    codec = ClippedGroups(2, 3, 32, 16, centres=(1,), sensitivity="none")
+    rows = x.transpose(1, 2).flatten(2)  # (B, T, C)
+    codec.fit(x, torch.zeros(2, 3, 40, dtype=torch.bool))
+    group, alpha = page["calibrate"](rows, True, True, page["FP8"])
+    assert group.equal(codec.group.long()) and alpha.equal(codec.alpha.float()) and len(set(alpha.tolist())) > 2
+    scale, zero = page["grid"](*page["ranges"](rows, group), alpha, page["FP8"])
+    codes, want = page["encode"](rows, scale, zero, group), codec.encode(x)
+    assert codes.equal(want.packed[:, 0]) and codes.nbytes + scale.nbytes + zero.nbytes == want.nbytes
+    read = page["decode"](codes, scale, zero, group).unflatten(-1, (3, 32)).transpose(1, 2)
+    assert torch.allclose(read, codec.decode(want), atol=1e-6)
+
+
+def test_levels(monkeypatch, capsys):
+    """KVQuant, one ingredient after another. The package has no equal levels, so k-means is made to find them."""
+    rows, settings = [], {"q_norm": "off", "sensitivity": "none", "outliers": 0.0, "preserve": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(Histogram, "levels", lambda *_: torch.linspace(-1, 1, 4).half())
+        rows += measured("fp16,kvquant", 3, windows=2, **settings)[1:]
+    for added in ({}, {"sensitivity": "fisher-range"}, {"outliers": 100 / 32}, {"preserve": 1}):
+        settings |= added
+        rows += measured("fp16,kvquant", 3, windows=2, **settings)[1:]
+    assert [row[1:] for row in printed("5_levels.py", 2, monkeypatch, capsys, 3)] == [row[1:] for row in rows]
+
+
+def test_levels_of_other_shapes(monkeypatch):
+    """Several heads share levels, and a row's outliers: what the package reads, and the bytes that it holds."""
+    page = run("5_levels.py", [1], monkeypatch)
+    torch.manual_seed(0)
+    x, rope = torch.randn(2, 3, 40, 32).half() * 3, SimpleNamespace(rotate=lambda K: K)
+    x.requires_grad_().grad = torch.rand_like(x)
+    kept, held, tables, want = torch.zeros(2, 3, 40, dtype=torch.bool), 0, {}, []
+    kept[:, :, :2] = True
+    for kind, axis in (("k", "channel"), ("v", "token")):
+        codec = NonUniform(2, 3, 32, axis, 1 / 32, q_norm="off")
+        codec.fit(x.detach(), kept, x.grad)
+        tables[0, kind] = page["calibrate"](kind, x, True, True, 1 / 32, 2)
+        assert torch.allclose(tables[0, kind][1], codec.levels.float(), atol=1e-3)
+        tables[0, kind] = tables[0, kind][0], codec.levels.float()
+        codes = codec.encode(x.detach(), kept)
+        want.append(codec.decode(codes).where(~kept[..., None], x.float()))
+        held += codes.nbytes + 2 * 2 * (3 * 32 * 2 + 4)  # two texts' two tokens, and their places
+    cache = page["Cache"](rope, tables, 1 / 32, 2)
+    found = cache.update(0, x.detach(), x.detach(), x.detach(), 0)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(want, found))
+    assert cache.bits() == pytest.approx(8 * held / (2 * x.numel()))
 
 
 @pytest.mark.whole  # seconds of k-means
 def test_codebooks(monkeypatch, capsys):
     """Without weights in k-means, which need gradients."""
-    assert printed("3_codebooks.py", 2, monkeypatch, capsys, 3) == measured(
+    assert printed("6_codebooks.py", 2, monkeypatch, capsys, 3) == measured(
         "fp16,cq,antkv", 3, windows=2, sensitivity="none")[1:]
 
 
 def test_topk(monkeypatch, capsys):
     """The kernel's positions are torch's."""
-    run("4_topk.py", [2], monkeypatch)
+    run("7_topk.py", [2], monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     for line in lines:
@@ -76,7 +168,7 @@ def test_topk(monkeypatch, capsys):
 
 def test_topk_of_other_numbers(monkeypatch):
     """Of either sign, and with larger ones behind the text."""
-    page = run("4_topk.py", [1], monkeypatch)
+    page = run("7_topk.py", [1], monkeypatch)
     torch.manual_seed(0)
     whole = torch.full((2, 600), 9e9)
     whole[:, :259] = torch.randn(2, 259)
@@ -102,12 +194,12 @@ def test_kernel(monkeypatch, capsys):
         loss = torch.nn.functional.cross_entropy(torch.cat(logits), tokens[0, -2:])
         decoded = 2 * 2 * 4 * 1024 * 32 * 4 * (name == "torch")  # fp32 rows, K and V of 4 layers, written and read
         rows.append((name, f"{loss.exp():.3f}", f"{cache.nbytes + decoded:,}"))
-    assert printed("4_kernel.py", 2, monkeypatch, capsys, 3) == rows
+    assert printed("8_kernel.py", 2, monkeypatch, capsys, 3) == rows
 
 
 def test_kernel_of_other_shapes(monkeypatch):
     """Several heads of keys and values, each read by several queries, a rest of a piece: as torch, on decoded rows."""
-    page = run("4_kernel.py", [1], monkeypatch)
+    page = run("8_kernel.py", [1], monkeypatch)
     torch.manual_seed(0)
     q, K, V = torch.randn(12, 64), torch.randn(1, 3, 640, 64) * 3, torch.randn(1, 3, 640, 64)
     codecs = Affine(2, 64, "channel", 128), Affine(2, 64)
@@ -121,7 +213,7 @@ def test_kernel_of_other_shapes(monkeypatch):
 
 def test_a_block_that_fills_up(monkeypatch):
     """Keys and values are quantized while the kernel reads: the next token reads their codes."""
-    page = run("4_kernel.py", [1], monkeypatch)
+    page = run("8_kernel.py", [1], monkeypatch)
     model, tokenizer = hf.load(EMBEDDED)
     tokens = load_windows("tales", tokenizer, 291, 1, "test").tokens
     method = KIVI(model.config, group_size=128, recent=34)  # of 290 tokens, 256 are quantized
@@ -137,9 +229,9 @@ def test_a_block_that_fills_up(monkeypatch):
 
 
 KERNELS = {
-    "4_topk.py": {"topk_kernel": ({"h": "*fp32", "size": "*fp32", "place": "*i64", "T": "i32", "to_text": "i32",
+    "7_topk.py": {"topk_kernel": ({"h": "*fp32", "size": "*fp32", "place": "*i64", "T": "i32", "to_text": "i32",
                                    "to_token": "i32"}, {"K": 5, "N": 256})},
-    "4_kernel.py": {"attend_kernel": (
+    "8_kernel.py": {"attend_kernel": (
         {"q": "*fp32", "k": "*u8", "k_scale": "*fp16", "k_zero": "*fp16", "v": "*u8", "v_scale": "*fp16",
          "v_zero": "*fp16", "sums": "*fp32", "top": "*fp32", "total": "*fp32", "C": "i32", "factor": "fp32"},
         {"R": 4, "D": 128, "N": 64, "GROUP": 128, "PIECE": 256})},
@@ -158,7 +250,7 @@ def test_kernels_compile(page):
 @pytest.mark.whole  # seconds of training
 def test_prefix(tmp_path, monkeypatch, capsys):
     """train_intact.py: the loss of held-out texts, and perplexity, with each prefix."""
-    run("5_prefix.py", [2, 3], monkeypatch)
+    run("9_prefix.py", [2, 3], monkeypatch)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     monkeypatch.setattr(sys, "argv", [
         "train_intact.py", "--weights", "rtn", "--w-bits", "3", "--updates", "3", "--windows", "2",
@@ -171,21 +263,26 @@ def test_prefix(tmp_path, monkeypatch, capsys):
         assert ppl == f"{float(want_ppl):.3f}"
 
 
+SAID = {"2_window.py": (-1, 2), "3_pool.py": (-2, 1), "4_groups.py": (0, 1), "5_levels.py": (0, 1),
+        "6_codebooks.py": (0, 2)}  # from which row, and how many columns
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize("page", ["2_stream.py", "3_codebooks.py"])
+@pytest.mark.parametrize("page", SAID)
 def test_a_page_says_what_it_prints(page, monkeypatch, capsys):
     """To its last digit, or what k-means makes of another machine's rounding."""
+    first, columns = SAID[page]
     said = (ROOT / "docs/ladder" / page).read_text().split('"""')[1]
-    lines = printed(page, 16, monkeypatch, capsys, 3)[-2:]
-    figures = [float(number) for line in lines for number in line[1:] if re.match(r"\d+\.\d+", number)]
     said = [float(number) for number in re.findall(r"\d+\.\d+", said) if number != "8.178"]
-    assert said == (figures if page == "2_stream.py" else pytest.approx(figures, rel=0.005))
+    rows = printed(page, 16, monkeypatch, capsys, 3)[first:]
+    figures = [float(number) for row in rows for number in row[1:1 + columns]]
+    assert said == (figures if page in ("2_window.py", "3_pool.py") else pytest.approx(figures, rel=0.005))
 
 
 @pytest.mark.whole
 def test_the_prefix_page_says_what_it_prints(monkeypatch, capsys):
-    rows = printed("5_prefix.py", 16, monkeypatch, capsys, 3)
-    said = (ROOT / "docs/ladder/5_prefix.py").read_text().split('"""')[1]
+    rows = printed("9_prefix.py", 16, monkeypatch, capsys, 3)
+    said = (ROOT / "docs/ladder/9_prefix.py").read_text().split('"""')[1]
     assert re.findall(r"\d\.\d{3}", said) == [ppl for _, _, ppl in rows]
 
 

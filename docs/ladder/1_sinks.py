@@ -5,7 +5,7 @@
 
 In every layer a language model computes a key and a value of each token, and keeps them for later tokens to attend to:
 the KV cache. Here a number of it takes 2 bits instead of 16, but for a few tokens that a method keeps. A text comes at
-once; 2_stream.py lets it grow, and 3_codebooks.py stores it in 1 bit.
+once; 2_window.py lets it grow, and 6_codebooks.py stores it in 1 bit.
 
 Shapes: B texts, T tokens each, Hkv heads of keys and values, d channels (the numbers of a row: a head's key or value).
 """

@@ -71,9 +71,8 @@ class Cache:
         return K, V
 
     def append(self, layer, kind, x):  # NEW
-        if (layer, kind) in self.recent:
-            x = torch.cat([self.recent[layer, kind], x], dim=2)
-        self.recent[layer, kind] = x  # (B, Hkv, r, d)
+        before = self.recent.get((layer, kind), x[:, :, :0])
+        self.recent[layer, kind] = torch.cat([before, x], dim=2)  # (B, Hkv, r, d)
 
     def write(self, layer, kind):  # NEW: the oldest `block` of the recent tokens
         old, recent = self.recent[layer, kind].tensor_split([self.block], dim=2)
@@ -94,8 +93,7 @@ class Cache:
 
     def bits(self):  # of a number. NEW: codes and grids in blocks, and 16 bits in the window
         blocks = [block for blocks in self.blocks.values() for block in blocks]
-        held = sum(tensor.nbytes for block in blocks for tensor in block)
-        coded = 8 * held / sum(4 * codes.numel() for codes, *_ in blocks)  # of a number in a block: four to a byte
+        coded = 8 * sum(x.nbytes for block in blocks for x in block) / sum(4 * codes.numel() for codes, *_ in blocks)
         share = (self.n_recent + (self.block - 1) / 2) / self.length  # in the window, on average: it grows by a block
         return coded * (1 - share) + 16 * share
 

@@ -96,9 +96,8 @@ class Cache:
         return K, V
 
     def append(self, layer, kind, x):
-        if (layer, kind) in self.recent:
-            x = torch.cat([self.recent[layer, kind], x], dim=2)
-        self.recent[layer, kind] = x  # (B, Hkv, r, d)
+        before = self.recent.get((layer, kind), x[:, :, :0])
+        self.recent[layer, kind] = torch.cat([before, x], dim=2)  # (B, Hkv, r, d)
 
     def write(self, layer, kind, x):  # the oldest `block` of the recent tokens. NEW: all tokens x (B, Hkv, S, d)
         kept = self.kept[layer]  # (B, Hkv, C)

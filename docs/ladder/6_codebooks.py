@@ -1,7 +1,7 @@
 """The cache of 1_sinks.py in 1 bit: CQ and AnTKV. "NEW" marks what is new.
 
-    python docs/ladder/3_codebooks.py        in the repository's folder; less than a minute on a CPU
-    diff docs/ladder/1_sinks.py docs/ladder/3_codebooks.py
+    python docs/ladder/6_codebooks.py        in the repository's folder; less than a minute on a CPU
+    diff docs/ladder/1_sinks.py docs/ladder/6_codebooks.py
 
 Code: neighbouring channels depend on each other. So n = 8 of them share one code, which says which of 256 vectors comes
 nearest to them. The vectors, a codebook, come from k-means on other texts. Keep: the tokens whose error would change

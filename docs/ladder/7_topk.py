@@ -1,6 +1,6 @@
-"""The first kernel: KVSink's sinks by Triton. To be read before 4_kernel.py.
+"""The first kernel: KVSink's sinks by Triton. To be read before 8_kernel.py.
 
-    python docs/ladder/4_topk.py             in the repository's folder; some seconds on a CPU
+    python docs/ladder/7_topk.py             in the repository's folder; some seconds on a CPU
 
 `kvsink` of 1_sinks.py keeps the tokens where one channel of an early layer's output is largest. Here a kernel finds
 them. It prints them for each of 4 texts: by the kernel, and by torch.

@@ -1,10 +1,10 @@
-"""The cache of 2_stream.py, read by a kernel: attention to 2-bit codes, of which no decoded row is ever written.
+"""The cache of 2_window.py, read by a kernel: attention to 2-bit codes, of which no decoded row is ever written.
 
-    python docs/ladder/4_kernel.py           in the repository's folder; some seconds on a CPU
-    python -m pdb docs/ladder/4_kernel.py    then `b decode` and `c`: without a GPU a kernel can be stepped through, too
+    python docs/ladder/8_kernel.py           in the repository's folder; some seconds on a CPU
+    python -m pdb docs/ladder/8_kernel.py    then `b decode` and `c`: without a GPU a kernel can be stepped through, too
 
 For a new token a model reads its whole cache, and does little with each number. So this takes as long as the bytes take
-to arrive, and 2 bits are few bytes. But 2_stream.py decodes the codes, writes the rows to memory, and attention reads
+to arrive, and 2 bits are few bytes. But 2_window.py decodes the codes, writes the rows to memory, and attention reads
 them there: more bytes than 16 bits take. A kernel does both at once, and a code is decoded between load and product.
 
 Triton: a kernel is a function that many programs run at the same time. `kernel[6, 2](...)` starts twelve, and
@@ -55,7 +55,7 @@ def merge(sums, top, total):  # pieces of a text, (H, pieces, d) and twice (H, p
 
 # The same in a kernel, of codes
 @triton.jit
-def decode(codes, row, scale, zero, D: tl.constexpr):  # row (N): which rows -> numbers (N, D), as in 2_stream.py
+def decode(codes, row, scale, zero, D: tl.constexpr):  # row (N): which rows -> numbers (N, D), as in 2_window.py
     c = tl.arange(0, D)  # (D): a byte has channels c, c + D/4, c + D/2 and c + 3D/4
     byte, shift = c % (D // 4), c // (D // 4) * 2  # (D) both: where a channel's code is
     x = tl.load(codes + row[:, None] * (D // 4) + byte[None])  # (N, D): each byte four times; memory sends it once

@@ -1,7 +1,7 @@
 """IntactKV on one page: the first token's key and value from another model, then trained. "NEW": beside 1_sinks.py.
 
-    python docs/ladder/5_prefix.py           in the repository's folder; some seconds on a CPU
-    diff docs/ladder/1_sinks.py docs/ladder/5_prefix.py
+    python docs/ladder/9_prefix.py           in the repository's folder; some seconds on a CPU
+    diff docs/ladder/1_sinks.py docs/ladder/9_prefix.py
 
 Here the cache has 16 bits, and the weights 3. All tokens attend to the first one, `<s>`, so a wrong key and value there
 are an error in every output. They do not depend on the text. So the full-precision model computes them once, and every
