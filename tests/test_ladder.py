@@ -87,6 +87,7 @@ def test_pool_of_other_shapes(monkeypatch):
     assert theirs.kept[2].sum() > 2 * 3 * 3  # some lost their place
 
 
+@pytest.mark.whole  # seconds of calibration
 def test_groups(monkeypatch, capsys):
     """SKVQ, one ingredient after another."""
     rows, settings = [], {"reorder": "off", "clip": "none", "metadata": "fp16", "recent": 0, "preserve": 0}
@@ -114,6 +115,7 @@ def test_groups_of_other_shapes(monkeypatch):
     assert torch.allclose(read, codec.decode(want), atol=1e-6)
 
 
+@pytest.mark.whole  # seconds of k-means
 def test_levels(monkeypatch, capsys):
     """KVQuant, one ingredient after another. The package has no equal levels, so k-means is made to find them."""
     rows, settings = [], {"q_norm": "off", "sensitivity": "none", "outliers": 0.0, "preserve": 0}
