@@ -721,6 +721,7 @@ def test_draws_are_calibrations_by_hand(rows_of, tmp_path, by_hand, draws):
         targets, n = 15, 2 * draws  # targets of a window, windows of all draws
         assert row["window_nll"] == nll
         assert row["window_kl"] == [[kl / targets for kl in result.kl] for result in results]
+        assert row["window_nll_along"] == [result.nll_along for result in results]
         assert row["ppl"] == pytest.approx(math.exp(sum(map(sum, nll)) / n), rel=1e-12)
         assert row["delta_ppl"] == row["ppl"] - rows["fp16"]["ppl"]
         assert row["delta_se"] == delta_error(nll, exact)

@@ -5,13 +5,14 @@ import math
 import random
 import sys
 from functools import partial
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eval_ppl import compare
-from tinykv import UserError, hf
+from tinykv import UserError, evaluate, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.data import Windows
@@ -61,17 +62,18 @@ def log_probabilities(logits):
 
 
 def figures_by_hand(logits, reference, tokens, answers, start):
-    """Of one window: mean loss, sum of KL and predictions that agree with fp16's over targets, answers got right.
+    """Of one window: the targets' losses, sum of KL and predictions that agree with fp16's over targets, answers got
+    right.
 
     logits (T, vocab), and fp16's as reference; tokens: a list.
     """
     own, exact = ([log_probabilities(row) for row in rows.double().tolist()] for rows in (logits, reference))
     best, best_exact = ([row.index(max(row)) for row in rows] for rows in (own, exact))
     targets = range(start, len(tokens))
-    nll = -sum(own[t - 1][tokens[t]] for t in targets) / len(targets)
+    losses = [-own[t - 1][tokens[t]] for t in targets]
     kl = sum(math.exp(p) * (p - q) for t in targets for p, q in zip(exact[t - 1], own[t - 1]))
     agree = sum(best[t - 1] == best_exact[t - 1] for t in targets)
-    return nll, kl, agree, sum(all(best[i - 1] == tokens[i] for i in range(a, b)) for a, b in answers)
+    return losses, kl, agree, sum(all(best[i - 1] == tokens[i] for i in range(a, b)) for a, b in answers)
 
 
 def assert_by_hand(result, runs, method, model, windows):
@@ -83,7 +85,11 @@ def assert_by_hand(result, runs, method, model, windows):
             own = runs(window[None], KVCache(runs, method, "paper"))[0]
         own = torch.cat([exact[:len(exact) - len(own)], own])  # at a prefix's positions fp16 predicts
         rows.append(figures_by_hand(own, exact, window.tolist(), answers, windows.start))
-    nll, kl, agree, right = zip(*rows)
+    losses, kl, agree, right = zip(*rows)
+    nll = [fmean(of_window) for of_window in losses]
+    for found, of_window in zip(result.nll_along, losses, strict=True):
+        parts = [of_window[i:i + evaluate.STRETCH] for i in range(0, len(of_window), evaluate.STRETCH)]
+        assert found == pytest.approx([fmean(part) for part in parts], rel=1e-4)
     assert result.nll == pytest.approx(nll, rel=1e-4)
     assert result.ppl == pytest.approx(math.exp(sum(nll) / len(rows)), rel=1e-4)
     assert sum(result.kl) == pytest.approx(sum(kl), rel=1e-3, abs=1e-4)
@@ -97,6 +103,7 @@ def assert_by_hand(result, runs, method, model, windows):
 def test_all_figures_against_plain_python(model, windows, monkeypatch, batch, at_a_time):
     """However many windows are read, and however many positions are predicted, at a time."""
     monkeypatch.setattr("tinykv.evaluate.SLICE", at_a_time * 50)
+    monkeypatch.setattr("tinykv.evaluate.STRETCH", 7)
     fp16 = measure(model, FP16, windows, "paper", batch)
     rtn = measure(model, RTN, windows, "paper", batch, fp16)
     assert_by_hand(fp16, model, FP16, model, windows)

@@ -19,6 +19,7 @@ from tinykv.kmeans import argmax
 SLICE = 2 ** 24  # logits held at once, in numbers
 FAR = 128 * 1024  # tokens of the text for the last bit count, the column 128K
 LARGEST = 700  # nats: the exponential of a larger loss is no number
+STRETCH = 512  # targets whose losses are also averaged by themselves: what a loss is early in a window, and late
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Result:
     (`ranks.py`), then add up to the same sum, digit by digit.
     """
     nll: list = field(default_factory=list)  # mean negative log-likelihood, in nats
+    nll_along: list = field(default_factory=list)  # [the same of each STRETCH targets, the last ones may be fewer]
     kl: list = field(default_factory=list)  # sum over targets of KL(fp16 || method), in nats
     bits: list = field(default_factory=list)  # per cached number, everything that is held counted, at this length
     bits_far: list = field(default_factory=list)  # the same at 128K tokens
@@ -54,8 +56,8 @@ def sum_of(results):
     """The sum of `Result`s: of the parts of the windows, or of the draws of a calibration."""
     total = Result()
     for result in results:
-        for name in ("nll", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets", "tokens",
-                     "reads_codes", "seconds"):
+        for name in ("nll", "nll_along", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets",
+                     "tokens", "reads_codes", "seconds"):
             setattr(total, name, getattr(total, name) + getattr(result, name))
         total.cache_bytes = max(total.cache_bytes, result.cache_bytes)
     return total
@@ -160,14 +162,15 @@ def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
     """
     size = max(1, SLICE // model.config.vocab_size)  # targets at a time
     for row, target in enumerate(tokens[:, start:]):  # (T - start)
-        nll, kl, hits = 0.0, 0.0, []
+        nll, kl, losses, hits = 0.0, 0.0, [], []
         for begin in range(0, len(target), size):
             part = target[begin:begin + size]  # (n)
             positions = slice(start - 1 + begin, start - 1 + begin + len(part))
             logits = model.lm_head(hidden[row, positions]).float()  # (n, vocab)
             logp = F.log_softmax(logits, dim=-1)  # (n, vocab)
             top = argmax(logp)  # (n)
-            nll -= logp.gather(1, part[:, None]).double().sum().item()
+            losses.append(-logp.gather(1, part[:, None])[:, 0].double())  # (n)
+            nll += losses[-1].sum().item()
             if not logits.sum().isfinite():  # also where the text's own tokens have finite ones
                 nll = math.nan
             top_fp16 = top  # (n)
@@ -184,6 +187,7 @@ def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
             raise UserError(f"its logits are not finite, or its loss of {loss:g} nats has no perplexity; "
                             "use another --dtype, or other weights")
         result.nll.append(loss)
+        result.nll_along.append([part.mean().item() for part in torch.cat(losses).split(STRETCH)])
         result.kl.append(kl)
         result.targets += len(target)
         # an answer is right if each of its tokens is the most likely one

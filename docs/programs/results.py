@@ -2,7 +2,7 @@
 
     python docs/programs/results.py                          write what docs/results.json says; runs nothing
     python docs/programs/results.py --check                  only say which figure is not of the data
-    python docs/programs/results.py --plot docs/figures/loss.png    also draw the loss by bits
+    python docs/programs/results.py --plot                   also draw figures/loss.png and figures/length.png
     python docs/programs/results.py --measure embedded       first measure the rows that the data have not yet
     python docs/programs/results.py --measure SmolLM2 --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt
 
@@ -148,12 +148,30 @@ CODECS = [*EIGHT.values(), *POINTS.values(),
           "kivi --bits 4 --group-size 64",
           *(f"{TURBOQUANT} --bits {bits}" for bits in (4, 3)), f"{TURBOQUANT} --bits 4 --qjl on"]
 
-# The data: {model: {row: {"bits": true bits, "nll": [[loss of each window] of each draw], "kl": the same}}}
+# SmolLM2's rows at other lengths: {tokens: (draws, windows, windows to calibrate on)}
+LENGTHS = {2048: (3, 6, 2), 4096: (3, 4, 1), 8192: (3, 2, 1)}
+LONG = ["rtn --bits 3", "pfn --bits 3", "kvsink --bits 3", "kvsink --bits 3 --threshold 0.1",
+        *(f"{name} --bits 3 --formula integer-zero" for name in ("rtn", "pfn", "kvsink")),
+        "kivi --bits 2", *(f"{name} --bits 2 --group-size 128 --recent 32" for name in ("kivi", "ott")),
+        "skvq --bits 2", "kvquant --bits 2", POINTS["nvfp4"], POINTS["q4_0, rotated"]]
+CURVES = {"rtn, 3 bits": "rtn --bits 3", "pfn, 3 bits": "pfn --bits 3", "kvsink, 3 bits": "kvsink --bits 3",
+          "kvsink: all marked": "kvsink --bits 3 --threshold 0.1",
+          "kvsink: integer zero": "kvsink --bits 3 --formula integer-zero",
+          "kivi, 2 bits": "kivi --bits 2", "nvfp4": POINTS["nvfp4"]}  # of the figure by position, {label: row}
+
+# The data: {model: {row: {"bits": true bits, "nll": [[loss of each window] of each draw], "kl": the same,
+#                          "along": [loss of each 512 targets], of longer windows}}}
 
 def rows_of(model):
     """The rows of a model, each a method and flags."""
     rows = [row for claims in CLAIMS.values() for claim in claims for row in pair(claim, model)]
-    return list(dict.fromkeys(["fp16", *rows, *(named(row, model) for row in SHOWN + MORE)]))
+    long = [at(row, length) for length in LENGTHS for row in ("fp16", *LONG)] if model == "SmolLM2" else []
+    return list(dict.fromkeys(["fp16", *rows, *(named(row, model) for row in SHOWN + MORE), *long]))
+
+
+def at(row, length):
+    """A row of SmolLM2 at another length of the windows."""
+    return named(f"{row} --context {length}" if length in LENGTHS else row, "SmolLM2")
 
 
 def pair(claim, model):
@@ -193,7 +211,10 @@ def measure_all(model, folder, text, data):
             entry = list(build_entries(args, loaded[0].config, loaded[1])[0].values())[-1]
             calibrates = entry.method.needs_calibration
             args.draws, args.windows = (DRAWS, WINDOWS) if calibrates else (1, 2 * WINDOWS)
-            shared = args.protocol, args.prompt, args.calib_windows, calibrates
+            if args.context in LENGTHS:
+                draws, args.windows, args.calib_windows = LENGTHS[args.context]
+                args.draws, args.batch = draws if calibrates else 1, 1
+            shared = args.protocol, args.prompt, args.context, args.calib_windows, calibrates
             groups.setdefault(shared, []).append((row, args, entry))
     for group in sorted(groups.values(), key=lambda group: group[0][1].draws == 1):  # what is calibrated decides most
         for i in range(0, len(group), TOGETHER):
@@ -218,6 +239,9 @@ def measure_group(model, loaded, group, data):
         data[model][row] = {"bits": round(mean(found[0].bits), 3),
                             "nll": [[round(loss / UNIT) for loss in draw.nll] for draw in found],
                             "kl": [[round(kl / targets / UNIT) for kl in draw.kl] for draw in found]}
+        if args.context in LENGTHS:
+            parts = zip(*(window for draw in found for window in draw.nll_along))
+            data[model][row]["along"] = [round(mean(part) / UNIT) for part in parts]
         write_data(data)
         print(f"{model}: {row}: {UNIT * mean(map(mean, data[model][row]['nll'])):.3f}", flush=True)
 
@@ -309,7 +333,8 @@ def count(data):
 
 def fp16_of(row, rows):
     """The row above which a row's loss is measured: fp16 on the same tokens."""
-    return rows["fp16 --prompt 128" if "--prompt" in row else "fp16"]
+    changed = re.search(r" --(prompt|context) \d+", row)
+    return rows["fp16" + (changed[0] if changed else "")]
 
 
 def rows_table(model, data, names):
@@ -330,6 +355,29 @@ def rows_table(model, data, names):
     return "\n".join(lines)
 
 
+def lengths_table(data):
+    """What rows lose above fp16 by the length of the windows, and along those of 4096 tokens."""
+    rows, lengths = data.get("SmolLM2", {}), [512, *LENGTHS]
+    lines = [f"| row | {' | '.join(f'{length:,}' for length in lengths)} | 4,096: first 512, last 512 | true bits |",
+             "|---|" + "---|" * (len(lengths) + 2)]
+    for name in LONG:
+        cells = []
+        for row in (at(name, length) for length in lengths):
+            found = row in rows and compared(rows[row], fp16_of(row, rows))
+            cells.append(f"{found[0]:.3f} ± {found[1]:.3f}" if found else "not measured")
+        row = at(name, 4096)
+        if row in rows:
+            losses = along(row, rows)
+            cells += [f"{losses[0]:.3f}, {losses[-1]:.3f}", f"{rows[row]['bits']:.2f}"]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def along(row, rows):
+    """What a row loses above fp16 in each 512 targets."""
+    return [UNIT * (loss - exact) for loss, exact in zip(rows[row]["along"], fp16_of(row, rows)["along"])]
+
+
 # The pages
 
 FIGURE = re.compile(r"(<!-- (embedded|SmolLM2): (bits of |perplexity of )?(.+?)(?: - (.+?))? -->)"
@@ -341,7 +389,8 @@ def written(page, data):
     """A page's text with the tables and figures of the data."""
     parts = {section: partial(claims_table, section, data) for section in CLAIMS}
     parts |= {model: partial(rows_table, model, data, SHOWN) for model in NAMES}
-    parts |= {"count": partial(count, data), "codecs": partial(rows_table, "SmolLM2", data, CODECS)}
+    parts |= {"count": partial(count, data), "codecs": partial(rows_table, "SmolLM2", data, CODECS),
+              "lengths": partial(lengths_table, data)}
 
     def table(block):
         return f"<!-- written: {block[1]} -->\n{parts[block[1]]()}\n<!-- end -->"
@@ -392,10 +441,25 @@ def draw(data, path):
     plots.save(figure, path)
 
 
+def draw_along(data, path):
+    """The figure of SmolLM2's losses by position, in windows of 4096 tokens: a line a row."""
+    rows = data["SmolLM2"]
+    figure, (panel,) = plots.new_figure(1, 1, 7.4, 4.8, "SmolLM2-135M on WikiText-2, windows of 4,096 tokens")
+    for i, (label, name) in enumerate(CURVES.items()):
+        if at(name, 4096) in rows:
+            losses = along(at(name, 4096), rows)
+            panel.plot([512 * part + 256 for part in range(len(losses))], losses, label=label, **plots.style(i))
+    panel.set(yscale="log", xlim=(0, 4096), xticks=range(0, 4097, 512), ylabel="nats a token above fp16",
+              xlabel="position in the text (tokens; means over 512)")
+    plots.plain_ticks(panel)
+    plots.label_ends(panel)
+    plots.save(figure, path)
+
+
 def main():
     p = argparse.ArgumentParser(description="Write what the pages of docs take from docs/results.json.")
     p.add_argument("--check", action="store_true", help="write nothing; status 1 if a figure is not that of the data")
-    p.add_argument("--plot", metavar="FILE", help="also draw the loss by bits")
+    p.add_argument("--plot", action="store_true", help="also draw the loss by bits, and by position")
     p.add_argument("--measure", choices=list(NAMES), help="first measure the rows that docs/results.json has not")
     p.add_argument("--model", metavar="DIR", help="SmolLM2's folder")
     p.add_argument("--data", metavar="FILE", help="its text")
@@ -404,7 +468,8 @@ def main():
     if args.measure:
         measure_all(args.measure, args.model, args.data, data)
     if args.plot:
-        draw(data, args.plot)
+        draw(data, ROOT / "docs" / "figures" / "loss.png")
+        draw_along(data, ROOT / "docs" / "figures" / "length.png")
     wrong = []
     for page in PAGES:
         now = written(page, data)

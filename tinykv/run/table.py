@@ -141,6 +141,7 @@ def figures_of(results, exact):
         "seconds": result.seconds / len(results),
         "window_nll": nll,  # nats a token: a list of draws, each a list of windows
         "window_kl": [[kl / targets for kl in draw.kl] for draw in results],  # the same
+        "window_nll_along": [draw.nll_along for draw in results],  # of each window a list: of each 512 targets
     }
 
 
