@@ -37,7 +37,7 @@ SETTINGS = {
 }
 NAMES = {cls: name for name, cls in METHODS.items()}
 # All tokens of a text, but not all of a calibration window.
-KEEP_ALL = {"preserve": 22, "outlier_num": 22, "skip_layers": 0, "anchors": "100%"}
+KEEP_ALL = {"preserve": 22, "threshold": None, "outlier_num": 22, "skip_layers": 0, "anchors": "100%"}
 
 
 # ---- models and texts

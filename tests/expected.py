@@ -68,13 +68,18 @@ def mark_prefix(case, method, watch, layer, kind, events, kept):
 
 
 def mark_sinks(case, method, watch, layer, kind, events, kept):
-    """KVSink: the largest numbers of the outlier channel, in the layers after the emergence layer."""
+    """KVSink: the largest numbers of the outlier channel, or all that reach the threshold, in the layers after the
+    emergence layer."""
     emergence_layer, channel = case.setting("emergence_layer"), case.setting("outlier_channel")
     if layer <= emergence_layer:
         return
     hidden = watch.output(emergence_layer)[:, :events[-1].seen]  # (B, seen, D)
+    threshold = case.setting("threshold")
     for b, scores in enumerate(hidden[..., channel].abs().tolist()):
-        kept[b, :, oracles.top_k(scores, case.setting("preserve"))] = True
+        count = case.setting("preserve")
+        if threshold is not None:
+            count = sum(score >= threshold * max(scores) for score in scores)
+        kept[b, :, oracles.top_k(scores, count)] = True
 
 
 def mark_pools(case, method, watch, layer, kind, events, kept):

@@ -68,7 +68,8 @@ def test_given_layer_and_channel_come_first():
 
 
 @pytest.mark.parametrize("settings", [
-    {"preserve": 0}, {"emergence_layer": 0}, {"outlier_channel": 0}, {"emergence_layer": L, "outlier_channel": 0},
+    {"preserve": 0}, {"threshold": 0}, {"threshold": 1.1}, {"threshold": float("nan")},
+    {"emergence_layer": 0}, {"outlier_channel": 0}, {"emergence_layer": L, "outlier_channel": 0},
     {"emergence_layer": 0, "outlier_channel": D}, {"emergence_layer": -1, "outlier_channel": 0}])
 def test_settings_that_cannot_be_are_refused(settings):
     with pytest.raises(UserError):
@@ -249,7 +250,7 @@ def test_kvsink_without_an_outlier_is_pfn(scheme, protocol):
     assert torch.equal(case.run(method, tokens)[0], case.run(case.method(), tokens)[0])
 
 
-# ---- the k largest so far, against plain lists. Sizes are small whole numbers, so there are many ties
+# ---- the sinks so far, against plain lists. Sizes are small whole numbers, so there are many ties
 
 @st.composite
 def chunks_of_sizes(draw):
@@ -260,11 +261,9 @@ def chunks_of_sizes(draw):
     return [[draw(st.lists(size, min_size=n, max_size=n)) for _ in range(B)] for n in lengths]
 
 
-@given(chunks_of_sizes(), st.integers(1, 8))
-@example([[[1, -3, 2, 3, 0, 3]], [[2, 3, -4]]], 3)
-def test_running_top_k(chunks, k):
-    """After each chunk the sinks are what plain lists say."""
-    method = KVSink(model_of(1).config, preserve=k, emergence_layer=1, outlier_channel=2)
+def sinks_of(chunks, **settings):
+    """After each chunk: |sizes| so far, a list a sequence, and the sinks that KVSink has found (B, up to k)."""
+    method = KVSink(model_of(1).config, emergence_layer=1, outlier_channel=2, **settings)
     cache = SimpleNamespace(shared=SimpleNamespace(), layers=[SimpleNamespace(length=0) for _ in range(L)])
     cache.top_k = lambda x, k: KVCache.top_k(cache, x, k)
     method.begin(cache)
@@ -281,7 +280,24 @@ def test_running_top_k(chunks, k):
         method.observe(cache, 1, hidden)
         for sizes, new in zip(seen, chunk):
             sizes += [abs(x) for x in new]
-        assert cache.shared.sinks.tolist() == [oracles.top_k(sizes, k) for sizes in seen]
+        yield seen, cache.shared.sinks.tolist()
+
+
+@given(chunks_of_sizes(), st.integers(1, 8))
+@example([[[1, -3, 2, 3, 0, 3]], [[2, 3, -4]]], 3)
+def test_running_top_k(chunks, k):
+    for seen, sinks in sinks_of(chunks, preserve=k):
+        assert sinks == [oracles.top_k(sizes, k) for sizes in seen]
+
+
+@given(chunks_of_sizes(), st.sampled_from((0.25, 0.5, 0.75, 1)))
+@example([[[1, 1, 4], [4, 2, 3]], [[3, 1, 0], [2, 2, 4]], [[4], [0]]], 0.5)
+def test_all_that_reach_the_threshold(chunks, threshold):
+    """However the text is cut; no sequence has more places than the one with the most sinks needs."""
+    for seen, sinks in sinks_of(chunks, threshold=threshold):
+        reached = [{i for i, size in enumerate(sizes) if size >= threshold * max(sizes)} for sizes in seen]
+        assert list(map(set, sinks)) == reached
+        assert len(sinks[0]) == max(map(len, reached))
 
 
 def test_a_model_of_table_3_still_calibrates_its_static_ranges():

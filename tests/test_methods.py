@@ -35,7 +35,7 @@ from tinykv.run.settings import load_class
 LENGTHS = ["1", "G-1", "G", "G+1", "2G+5"]
 SHAPES = {"heads_per_kv": (2, 1, 4), "batch": (3, 1)}
 # A method that takes one of these goes through it all with it, too.
-VARIANTS = [("v_block", 2), ("anchors", "20%")]
+VARIANTS = [("v_block", 2), ("anchors", "20%"), ("threshold", 0.3)]
 
 
 # ---- the matrix
@@ -61,7 +61,8 @@ def all_cells(methods, axes, like=None):
     for cls in methods:
         found += [Case(cls, scheme, like=like) for scheme in schemes_of(cls)]
         variants = VARIANTS if found[-1].known else []
-        found += [Case(cls, settings=(variant,), like=like) for variant in variants if variant[0] in takes(cls)]
+        found += [Case(cls, schemes_of(cls)[0], settings=(variant,), like=like)
+                  for variant in variants if variant[0] in takes(cls)]
     for axis, values in axes.items():
         found = [replace(case, **{axis: value}) for case in found for value in values
                  if axis != "formula" or value == "offset" or has("formula")(case)]

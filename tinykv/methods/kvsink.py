@@ -26,6 +26,10 @@ Paper and practice.
 - With `choose="always"`, and in a stream without a prompt, S is the top-k of the tokens seen so far: a new sink takes
   the place of a weaker one, which is read as its codes from then on. This finds sinks that come after the prompt; the
   paper does not have it.
+- Where marked tokens come back all through a text, k of them are soon not enough (docs/results.md, "Length"). With
+  `threshold` S has as many tokens as the text has marks: those of which |H^lE[i, c]| is at least that share of the
+  largest so far. As the largest only grows, no token that has left S belongs to it again; with a share of the text's
+  tokens, as in `antkv`, some would, as k grows, and their rows are gone.
 """
 from typing import Annotated
 
@@ -43,10 +47,16 @@ class KVSink(CodecMethod):
 
     def __init__(self, config, preserve=5, choose="prompt",
                  emergence_layer: Annotated[int | None, "the layer whose output shows the outlier"] = None,
-                 outlier_channel: Annotated[int | None, "the outlier's channel"] = None, **codec):
+                 outlier_channel: Annotated[int | None, "the outlier's channel"] = None,
+                 threshold: Annotated[float | None, "keep all tokens whose outlier is at least X times the largest so "
+                                                    "far, instead of --preserve"] = None, **codec):
         super().__init__(config, **codec)
         at_least(1, preserve=preserve)  # rtn preserves none
-        self.preserve, self.choose = preserve, choose
+        if threshold is not None and not 0 < threshold <= 1:
+            raise UserError(f"threshold is a share of the largest outlier, above 0 and up to 1; got {threshold:g}")
+        self.preserve, self.choose, self.threshold = preserve, choose, threshold
+        if threshold is not None:
+            self.preserve, self.keeps_share = 0, True  # as many as the text has marks
         # lE and c; None until calibration has looked for them, -1 if it has found none
         self.layer, self.channel, self.source = known_outlier(config, emergence_layer, outlier_channel)
         self.n_marked = self.n_windows = None  # windows that have this outlier, of all calibration windows
@@ -60,7 +70,7 @@ class KVSink(CodecMethod):
         cache.shared.sink_sizes = None  # (B, up to k): their |H^lE[i, c]|
 
     def observe(self, cache, layer, hidden):
-        """S is the top-k of |H^lE[i, c]| over the tokens seen so far."""
+        """S is the top-k of |H^lE[i, c]| over the tokens seen so far, or those that reach the threshold."""
         if layer != self.layer:
             return
         # the new tokens
@@ -72,8 +82,12 @@ class KVSink(CodecMethod):
         if cache.shared.sinks is not None:
             size = torch.cat([cache.shared.sink_sizes, size], dim=1)  # (B, up to k + T)
             position = torch.cat([cache.shared.sinks, position], dim=1)  # (B, up to k + T)
-        top = cache.top_k(size, self.preserve)  # (B, up to k); ties: the earlier token
-        cache.shared.sink_sizes = size.gather(1, top)  # (B, up to k)
+        if self.threshold is None:
+            top = cache.top_k(size, self.preserve)  # (B, up to k); ties: the earlier token
+            size = size.gather(1, top)  # (B, up to k)
+        else:
+            top, size = reached(size, self.threshold)  # (B, k) both
+        cache.shared.sink_sizes = size
         cache.shared.sinks = position.gather(1, top)  # (B, up to k)
 
     def keep_keys(self, layer_cache, n):
@@ -101,6 +115,15 @@ class KVSink(CodecMethod):
                     "kept, as pfn does")
         source = self.source or f"found in {self.n_marked} of {self.n_windows} calibration windows"
         return f"emergence layer {self.layer}, outlier channel {self.channel} ({source})"
+
+
+def reached(size, threshold):
+    """The tokens whose size (B, n) is at least a share `threshold` of the largest: their indices and sizes (B, k), the
+    largest first. k is that of the sequence with the most; another one repeats its largest, with a size of -1."""
+    size, order = size.sort(dim=1, descending=True, stable=True)  # (B, n) both
+    reaches = size >= threshold * size[:, :1]  # (B, n)
+    k = int(reaches.sum(1).max())
+    return order.where(reaches, order[:, :1])[:, :k], size.where(reaches, -1)[:, :k]
 
 
 # Table 3: emergence layer and outlier channel (the first one listed), by model type, layers, hidden
