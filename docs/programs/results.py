@@ -16,9 +16,10 @@ the losses differ if p < .01; if not, the KL divergences are asked the same; if 
 to be seen ("none") if p of the loss is above .05, else the claim is open.
 
 In a page, a table stands between `<!-- written: NAME -->` and `<!-- end -->`. A figure in a sentence follows a comment
-that names its rows: `<!-- SmolLM2: kvsink --bits 3 - pfn --bits 3 -->-0.433 ± 0.108`, or one row, above fp16, or
-`bits of` or `perplexity of` a row. It keeps its decimals, its error or none, and has a sign if it had one. Every other
-figure with a decimal point or a % sign must stand in words, or in a line of a table, that "elsewhere" has.
+that names its rows: `<!-- SmolLM2: kvsink --bits 3 - pfn --bits 3 -->-0.433 ± 0.108`, or one row, above fp16, or its
+`start of` or `end of`, the first 512 tokens or the last, or `bits of` or `perplexity of` a row. It keeps its decimals,
+its error or none, and has a sign if it had one. Every other figure with a decimal point or a % sign must stand in
+words, or in a line of a table, that "elsewhere" has.
 """
 import argparse
 import json
@@ -151,10 +152,11 @@ CODECS = [*EIGHT.values(), *POINTS.values(),
 # SmolLM2's rows at other lengths: {tokens: (draws, windows, windows to calibrate on)}
 LENGTHS = {2048: (3, 6, 2), 4096: (3, 4, 1), 8192: (3, 2, 1)}
 LONG = ["rtn --bits 3", "pfn --bits 3", "kvsink --bits 3", "kvsink --bits 3 --threshold 0.1",
+        *(f"{name} --bits 3 --preserve 41" for name in ("pfn", "kvsink")),  # 1% of 4096
         *(f"{name} --bits 3 --formula integer-zero" for name in ("rtn", "pfn", "kvsink")),
         "kivi --bits 2", *(f"{name} --bits 2 --group-size 128 --recent 32" for name in ("kivi", "ott")),
         "skvq --bits 2", "kvquant --bits 2", POINTS["nvfp4"], POINTS["q4_0, rotated"]]
-CURVES = {"rtn, 3 bits": "rtn --bits 3", "pfn, 3 bits": "pfn --bits 3", "kvsink, 3 bits": "kvsink --bits 3",
+CURVES = {"rtn, 3 bits": "rtn --bits 3", "pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": "kvsink --bits 3",
           "kvsink: all marked": "kvsink --bits 3 --threshold 0.1",
           "kvsink: integer zero": "kvsink --bits 3 --formula integer-zero",
           "kivi, 2 bits": "kivi --bits 2", "nvfp4": POINTS["nvfp4"]}  # of the figure by position, {label: row}
@@ -165,7 +167,7 @@ CURVES = {"rtn, 3 bits": "rtn --bits 3", "pfn, 3 bits": "pfn --bits 3", "kvsink,
 def rows_of(model):
     """The rows of a model, each a method and flags."""
     rows = [row for claims in CLAIMS.values() for claim in claims for row in pair(claim, model)]
-    long = [at(row, length) for length in LENGTHS for row in ("fp16", *LONG)] if model == "SmolLM2" else []
+    long = [at(row, length) for length in (512, *LENGTHS) for row in ("fp16", *LONG)] if model == "SmolLM2" else []
     return list(dict.fromkeys(["fp16", *rows, *(named(row, model) for row in SHOWN + MORE), *long]))
 
 
@@ -358,17 +360,18 @@ def rows_table(model, data, names):
 def lengths_table(data):
     """What rows lose above fp16 by the length of the windows, and along those of 4096 tokens."""
     rows, lengths = data.get("SmolLM2", {}), [512, *LENGTHS]
-    lines = [f"| row | {' | '.join(f'{length:,}' for length in lengths)} | 4,096: first 512, last 512 | true bits |",
+    lines = [f"| row | {' | '.join(f'{length:,}' for length in lengths)} | first, last 512 of 4,096 | true bits |",
              "|---|" + "---|" * (len(lengths) + 2)]
     for name in LONG:
         cells = []
         for row in (at(name, length) for length in lengths):
             found = row in rows and compared(rows[row], fp16_of(row, rows))
-            cells.append(f"{found[0]:.3f} ± {found[1]:.3f}" if found else "not measured")
-        row = at(name, 4096)
+            cells.append(f"{found[0]:.3f} ± {found[1]:.3f}" if found else "-")
+        row, ends = at(name, 4096), ["-", "-"]
         if row in rows:
             losses = along(row, rows)
-            cells += [f"{losses[0]:.3f}, {losses[-1]:.3f}", f"{rows[row]['bits']:.2f}"]
+            ends = [f"{losses[0]:.3f}, {losses[-1]:.3f}", f"{rows[row]['bits']:.2f}"]
+        cells += ends
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -380,7 +383,7 @@ def along(row, rows):
 
 # The pages
 
-FIGURE = re.compile(r"(<!-- (embedded|SmolLM2): (bits of |perplexity of )?(.+?)(?: - (.+?))? -->)"
+FIGURE = re.compile(r"(<!-- (embedded|SmolLM2): (bits of |perplexity of |start of |end of )?(.+?)(?: - (.+?))? -->)"
                     r"([+-]?)\d+\.(\d+)( ± \d+\.\d+)?")
 BLOCK = re.compile(r"<!-- written: (.+?) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -399,6 +402,9 @@ def written(page, data):
         comment, model, what, row, other, sign, decimals, has_error = found.groups()
         rows, digits = data[model], len(decimals)
         row = rows[named(row, model)]
+        if what in ("start of ", "end of "):
+            losses = along(named(found[4], model), rows)
+            return f"{comment}{losses[0 if what == 'start of ' else -1]:.{digits}f}"
         if what:
             perplexity = math.exp(UNIT * mean(map(mean, row["nll"])))
             return f"{comment}{row['bits'] if what == 'bits of ' else perplexity:.{digits}f}"
