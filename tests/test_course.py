@@ -132,6 +132,35 @@ def test_a_starter_gets_nothing(name, tmp_path):
         assert COURSE.explain(raised.value, path).startswith("Not written yet: "), key
 
 
+def test_a_missing_starter_is_written_and_none_is_overwritten(tmp_path):
+    folder, path = tmp_path / "3-kvsink", tmp_path / "3-kvsink" / "starter.py"
+    folder.mkdir()
+    assert assignments.write_missing(path) is None and not path.exists()  # there is no answer: one was handed out
+    (folder / "answer.py").write_text(text_of("kvsink", "answer.py"), encoding="utf-8")
+    assert str(path) in assignments.write_missing(path)
+    assert path.read_text(encoding="utf-8") == text_of("kvsink", "starter.py")
+    path.write_text("mine")
+    assert assignments.write_missing(path) is None and path.read_text() == "mine"
+    assert assignments.write_missing(folder / "mine.py") is None and not (folder / "mine.py").exists()
+
+
+def test_the_course_writes_a_missing_starter_first(monkeypatch):
+    """Of each folder whose tests run, unless they run on another file; the grader of the one it is given."""
+    asked = []
+    monkeypatch.setattr(COURSE, "write_missing", lambda path: asked.append(path) or f"new: {path}")
+    monkeypatch.setattr(assignments, "write_missing", lambda path: asked.append(path))
+    paths = [*(assignments.folder_of(name) / "test.py" for name in ("affine", "affine", "ott")), ROOT / "tests/test.py"]
+    items = [SimpleNamespace(path=path) for path in paths]
+    config = SimpleNamespace(getoption=lambda option: None)
+    starters = [assignments.folder_of(name) / "starter.py" for name in ("affine", "ott")]
+    assert COURSE.pytest_report_collectionfinish(config, items) == [f"new: {path}" for path in starters]
+    assert COURSE.pytest_report_collectionfinish(SimpleNamespace(getoption=lambda option: "F"), items) == []
+    monkeypatch.setattr(sys, "argv", ["grade", "no/starter.py"])
+    with pytest.raises(SystemExit):
+        grade.main()
+    assert asked == [*starters, Path("no/starter.py")]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hidden_seed_changes_every_test(name):
     """So that no points are in what a student could copy from the report of another seed."""

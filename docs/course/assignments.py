@@ -81,6 +81,15 @@ def write_starters(folder):
             target.write_text(starter(path), encoding="utf-8")
 
 
+def write_missing(path):
+    """Write the starter that a path names, if it is not there. -> a line that says so, or None."""
+    folder = path.absolute().parent
+    if path.name != "starter.py" or path.exists() or not (folder / "answer.py").is_file():
+        return None
+    path.write_text(starter(folder), encoding="utf-8")
+    return f"new: {path}, the starter; write your answer there"
+
+
 # A copy without the answers
 
 def write(folder, files, names):

@@ -1,6 +1,6 @@
 """How an assignment's tests run.
 
-    pytest docs/course/3-kvsink                        grades the starter
+    pytest docs/course/3-kvsink                        grades the starter, and writes it first if it is not there
     pytest docs/course/3-kvsink --file F --seed N      another file, with other numbers
 
 A test gets the student's module as `sub`, all its numbers from `rng`, and hands what the student's code gave to
@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from docs.course.assignments import write_missing
 from docs.course.compare import difference, plain
 from docs.course.confine import confine
 
@@ -41,6 +42,14 @@ def pytest_configure(config):
     config.option.seed = int(sys.stdin.readline() if seed == "-" else seed)
     if config.getoption("--confined"):
         confine(config.getoption("--confined"))
+
+
+def pytest_report_collectionfinish(config, items):
+    if config.getoption("--file"):
+        return []
+    here = Path(__file__).parent
+    starters = {item.path.parent / "starter.py" for item in items if here in item.path.parents}
+    return [line for line in map(write_missing, sorted(starters)) if line]
 
 
 class Draws(random.Random):

@@ -58,6 +58,8 @@ def main():
         elif args.submission.is_dir():
             print_table(grade_all(submissions(args.submission), args), args.submission)
         else:
+            if line := assignments.write_missing(args.submission):
+                print(line)
             report = grade_all([args.submission], args)[0]
             if report["fault"]:
                 raise UserError(report["fault"])
