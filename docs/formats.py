@@ -1,15 +1,17 @@
-"""The number formats in which vLLM, SGLang and llama.cpp store keys and values, as three schemes.
+"""The number formats in which serving engines store keys and values: a scheme each, under the engines' own names.
 
-own_codec.md measures them. A token's numbers of one head are cut into blocks of neighbouring channels, and a block has
-a scale s: x' = s times the number that a code stands for. No format needs calibration text.
+serving.md says which engine has which, and own_codec.md measures them. A token's numbers of one head are cut into
+blocks of neighbouring channels, and a block has a scale s: x' = s times the number that a code stands for. No format
+needs calibration text.
 
-    --scheme  --bits   codes    a block   its scale                               as in
-    nvfp      8        E4M3     -         none: s = 1                             vLLM and SGLang, fp8
-    nvfp      4        E2M1     16        E4M3, max |x| / 6                       SGLang and TensorRT-LLM, nvfp4
-    mxfp      8, 4     the same 32        a power of two, the largest that        OCP MX, mxfp8 and mxfp4
-                                          lets max |x| / s reach the top binade
-    ggml      8        integer  32        fp16, max |x| / 127                     llama.cpp, q8_0
-    ggml      4        integer  32        fp16: the number farthest from 0 is -8  llama.cpp, q4_0
+    --scheme  codes       a block   its scale                               as in
+    fp8       E4M3        -         none: s = 1                             vLLM, SGLang, TensorRT-LLM
+    mxfp8     E4M3        32        a power of two, the largest that        OCP MX
+                                    lets max |x| / s reach the top binade
+    q8_0      8 bits      32        fp16, max |x| / 127                     llama.cpp
+    nvfp4     E2M1        16        E4M3, max |x| / 6                       vLLM, TensorRT-LLM
+    mxfp4     E2M1        32        as mxfp8                                OCP MX; SGLang, in blocks of 16
+    q4_0      4 bits      32        fp16: the number farthest from 0 is -8  llama.cpp
 
 E4M3 is a float of 8 bits: a sign, 4 bits of exponent and 3 of mantissa. E2M1 has 4 bits. Their codes are rounded half
 to even, and beyond the largest number, 448 or 6, to that.
@@ -25,8 +27,9 @@ from typing import Annotated
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.codecs.base import Codec, Codes, known_bits, pack, unpack
+from tinykv.codecs.base import BLOCK, Codec, Codes, Exact, Pair, known_bits, pack, unpack
 from tinykv.codecs.schemes import SCHEMES
+from tinykv.methods.base import Method
 from tinykv.methods.pfn import PFN
 
 E4M3 = torch.float8_e4m3fn
@@ -148,21 +151,42 @@ class Rotated(Codec):
         return (x.double() @ self.H.to(x.device)).float()
 
 
-def formats(makers, config, kind, bits,
-            hadamard: Annotated[str, "nvfp, mxfp, ggml: multiply each row by a Hadamard matrix: off or on"] = "off"):
+#          {name: (what makes its codec, bits of a code)}
+FORMATS = {"fp8": (FP8, 8), "mxfp8": (MXFP, 8), "q8_0": (GGML, 8),
+           "nvfp4": (NVFP4, 4), "mxfp4": (MXFP, 4), "q4_0": (GGML, 4),
+           "fp16": (None, 16)}
+
+
+def format_codec(name, config, kind, bits,
+                 hadamard: Annotated[str, "multiply each row by a Hadamard matrix: off or on"] = "off"):
     one_of(("off", "on"), hadamard=hadamard)
-    known_bits(bits, makers)
-    codec = makers[bits](bits, config.head_dim)
+    make, own_bits = FORMATS[name]
+    if bits != own_bits:
+        raise UserError(f"{name} has {own_bits} bits; give --bits {own_bits}")
+    if make is None:
+        return Exact()
+    codec = make(bits, config.head_dim)
     return Rotated(codec, config.head_dim) if hadamard == "on" else codec
 
 
-SCHEMES["nvfp"] = partial(formats, {8: FP8, 4: NVFP4}), "post"  # keys are quantized after RoPE
-SCHEMES["mxfp"] = partial(formats, {8: MXFP, 4: MXFP}), "post"
-SCHEMES["ggml"] = partial(formats, {8: GGML, 4: GGML}), "post"
+for name in FORMATS:
+    SCHEMES[name] = partial(format_codec, name), "post"  # keys are quantized after RoPE
 
 
-class Formats(PFN):
-    beside = {"kivi": {}}
+class Formats(Method):
+    """Keys and values in a format, or in one each. The first `preserve` tokens stay in 16 bits."""
+    beside = {"kivi": {"k_bits": 4, "v_bits": 4, "group_size": 64}}  # in the true bits of nvfp4 and q4_0
+    rope, block = "post", BLOCK
+    keep_keys = PFN.keep_keys
 
-    def __init__(self, config, scheme="nvfp", preserve=0, k_bits=4, v_bits=4, **codec):
-        super().__init__(config, preserve, scheme=scheme, k_bits=k_bits, v_bits=v_bits, **codec)
+    def __init__(self, config, scheme="fp8",
+                 v_scheme: Annotated[str | None, "the format of values, where it is not that of keys"] = None,
+                 hadamard="off", preserve=0):
+        super().__init__(config)
+        one_of(FORMATS, scheme=scheme, v_scheme=v_scheme)
+        v_scheme = v_scheme or scheme
+        (_, self.k_bits), (_, self.v_bits) = FORMATS[scheme], FORMATS[v_scheme]
+        self.codecs = [Pair(k=format_codec(scheme, config, "k", self.k_bits, hadamard),
+                            v=format_codec(v_scheme, config, "v", self.v_bits, hadamard))
+                       for _ in range(config.num_hidden_layers)]
+        self.preserve = preserve

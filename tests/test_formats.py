@@ -14,12 +14,13 @@ from cases import Case, model_of
 
 from tinykv import UserError
 from tinykv.codecs.base import Exact, unpack
-from tinykv.codecs.schemes import SCHEMES
+from tinykv.codecs.schemes import SCHEMES, settings_of_scheme
+from tinykv.methods.registry import METHODS
 from tinykv.run.settings import load_class
 
 FILE = Path(__file__).parent.parent / "docs" / "formats.py"
-#  (scheme, bits): bits of a number, with the scale
-TRUE = {("nvfp", 8): 8, ("nvfp", 4): 4.5, ("mxfp", 8): 8.25, ("mxfp", 4): 4.25, ("ggml", 8): 8.5, ("ggml", 4): 4.5}
+#  scheme: bits of a number, with the scale
+TRUE = {"fp8": 8, "nvfp4": 4.5, "mxfp8": 8.25, "mxfp4": 4.25, "q8_0": 8.5, "q4_0": 4.5}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -86,19 +87,19 @@ def nearest(x, bits):
 
 # ---- formats
 
-def by_hand(x, scheme, bits):
+def by_hand(x, scheme):
     """What a row decodes to. x: a list of d numbers."""
-    size = {"nvfp": 16, "mxfp": 32, "ggml": 32}[scheme]
+    size, bits = 16 if scheme == "nvfp4" else 32, int(TRUE[scheme])
     found = []
     for first in range(0, len(x), size):
         block = [np.float32(number) for number in x[first:first + size]]
         top = max(block, key=abs)
-        if scheme == "nvfp" and bits == 8:
+        if scheme == "fp8":
             found += [nearest(x, 8) for x in block]
-        elif scheme == "nvfp":
+        elif scheme == "nvfp4":
             s = np.float32(nearest(abs(top) / np.float32(6), 8))
             found += [float(s * nearest(x / s, 4)) if s else 0.0 for x in block]
-        elif scheme == "mxfp":
+        elif scheme in ("mxfp8", "mxfp4"):
             emax = {4: 2, 8: 8}[bits]
             s = 2.0 ** max(-127, math.floor(math.log2(abs(top))) - emax) if top else 1.0
             found += [s * nearest(float(x) / s, bits) for x in block]
@@ -124,15 +125,15 @@ def rows(seed=0, d=64):
     return x
 
 
-@pytest.mark.parametrize("scheme, bits", TRUE)
-def test_a_format_by_hand(scheme, bits):
+@pytest.mark.parametrize("scheme", TRUE)
+def test_a_format_by_hand(scheme):
     """And its bits are true."""
     x, (make, _) = rows(), SCHEMES[scheme]
-    codec = make(model_of(1, width=64).config, "k", bits)
+    codec = make(model_of(1, width=64).config, "k", int(TRUE[scheme]))
     codes = codec.encode(x)
-    assert codes.nbytes == invariants.memory_of(vars(codes).values()) == 12 * 64 * TRUE[scheme, bits] / 8
+    assert codes.nbytes == invariants.memory_of(vars(codes).values()) == 12 * 64 * TRUE[scheme] / 8
     for t, (row, decoded) in enumerate(zip(x[0, 0].tolist(), codec.decode(codes)[0, 0].tolist())):
-        assert decoded == by_hand(row, scheme, bits), t
+        assert decoded == by_hand(row, scheme), t
 
 
 @pytest.mark.parametrize("exponent", [-149, -126, -20, 0, 100, 127])
@@ -170,15 +171,41 @@ def test_a_hadamard_matrix_spreads_one_channel_over_all(formats):
         formats.Rotated(Exact(), 12)
 
 
-@pytest.mark.parametrize("settings, said", [({"k_bits": 3}, "bits are one of 8, 4"), ({"hadamard": "yes"}, "off, on")])
+@pytest.mark.parametrize("settings, said", [
+    ({"scheme": "fp4"}, "scheme is one of fp8"), ({"v_scheme": "q40"}, "v scheme is one of.*did you mean q4_0"),
+    ({"hadamard": "yes"}, "off, on")])
 def test_what_is_refused(formats, settings, said):
     with pytest.raises(UserError, match=said):
         formats.Formats(model_of(1).config, **settings)
 
 
+def test_a_format_has_its_own_bits_under_any_method(formats):
+    pair = METHODS["kvsink"](model_of(1).config, scheme="nvfp4", k_bits=4, v_bits=4).codecs[0]
+    assert isinstance(pair.k, formats.NVFP4) and isinstance(pair.v, formats.NVFP4)
+    with pytest.raises(UserError, match="nvfp4 has 4 bits; give --bits 4"):
+        METHODS["kvsink"](model_of(1).config, scheme="nvfp4", k_bits=2, v_bits=2)
+
+
+def test_keys_and_values_may_differ(formats):
+    pair = formats.Formats(model_of(1).config, "q8_0", "q4_0").codecs[0]
+    assert (pair.k.bits, pair.v.bits) == (8, 4)
+    pair = formats.Formats(model_of(1).config, "fp16", "fp8").codecs[0]
+    assert isinstance(pair.k, Exact) and isinstance(pair.v, formats.FP8)
+
+
+@pytest.mark.parametrize("scheme", TRUE)
+def test_a_format_is_named_where_its_file_is_not_asked_for(scheme):
+    said = f"give --method docs/formats.py:Formats --scheme {scheme}$"
+    with pytest.raises(UserError, match=said):
+        load_class(scheme)
+    with patch.dict(SCHEMES), pytest.raises(UserError, match=said):
+        del SCHEMES[scheme]
+        settings_of_scheme(scheme)
+
+
 @pytest.mark.parametrize("check", invariants.OF_CODECS)
-@pytest.mark.parametrize("scheme, bits", TRUE)
-def test_formats_are_a_method(formats, check, scheme, bits):
-    settings = (("k_bits", bits), ("v_bits", 4), ("hadamard", "on" if scheme == "ggml" else "off"))
+@pytest.mark.parametrize("scheme", TRUE)
+def test_formats_are_a_method(formats, check, scheme):
+    settings = (("v_scheme", "nvfp4"), ("hadamard", "on" if scheme in ("q8_0", "q4_0") else "off"))
     case = Case(formats.Formats, scheme, heads_per_kv=2, settings=settings, dtype=torch.float64)
     getattr(invariants, f"check_{check}")(case)

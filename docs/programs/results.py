@@ -131,21 +131,19 @@ LINES = {name: [f"{name} --bits {bits}" for bits in (2, 3, 4)]
          for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq", TURBOQUANT)}
 LINES |= {name: [f"{name} --bits {bits} --recent 0 {{windows}}" for bits in (1, 2, 4)]
           for name in ("cq", "antkv --anchors 1%")}
-POINTS = {f"{label}{rotated}": f"{FORMATS} --bits 4 --hadamard {on} --scheme {scheme}"
-          for label, scheme in (("nvfp4", "nvfp"), ("mxfp4", "mxfp"), ("q4_0", "ggml"))
-          for on, rotated in (("off", ""), ("on", ", rotated"))}
-EIGHT = {label: f"{FORMATS} --bits 8 --scheme {scheme}"
-         for label, scheme in (("fp8", "nvfp"), ("mxfp8", "mxfp"), ("q8_0", "ggml"))}
+POINTS = {f"{name}{rotated}": f"{FORMATS} --hadamard {on} --scheme {name}"
+          for name in ("nvfp4", "mxfp4", "q4_0") for on, rotated in (("off", ""), ("on", ", rotated"))}
+EIGHT = {name: f"{FORMATS} --scheme {name}" for name in ("fp8", "mxfp8", "q8_0")}
 SHOWN = [*(row for rows in LINES.values() for row in rows), *POINTS.values(), *EIGHT.values()]
 MORE = ["fp16 --prompt 128",
-        *(f"{FORMATS} {bits} --scheme {name}" for name in ("nvfp", "mxfp", "ggml")
-          for bits in ("--k-bits 4 --v-bits 16", "--k-bits 16 --v-bits 4")),
+        *(f"{FORMATS} --scheme {k} --v-scheme {v}" for name in ("nvfp4", "mxfp4", "q4_0")
+          for k, v in ((name, "fp16"), ("fp16", name))),
         "kivi --bits 4 --group-size 64", "rtn --bits 4 --group-size 64 --scheme token-dynamic",
         *(f"{TURBOQUANT} --bits {bits} --qjl on" for bits in (3, 4))]
 
 # the table of own_codec.md
 CODECS = [*EIGHT.values(), *POINTS.values(),
-          f"{FORMATS} --k-bits 4 --v-bits 16 --scheme nvfp", f"{FORMATS} --k-bits 16 --v-bits 4 --scheme nvfp",
+          f"{FORMATS} --scheme nvfp4 --v-scheme fp16", f"{FORMATS} --scheme fp16 --v-scheme nvfp4",
           "kivi --bits 4 --group-size 64",
           *(f"{TURBOQUANT} --bits {bits}" for bits in (4, 3)), f"{TURBOQUANT} --bits 4 --qjl on"]
 

@@ -68,8 +68,16 @@ def make_codecs(config, scheme, k_bits, v_bits, **settings):
     return [Pair(k=codec("k", k_bits), v=codec("v", v_bits)) for _ in range(config.num_hidden_layers)]
 
 
+def refuse_format(name):
+    """UserError for a serving engine's format, which its file adds to SCHEMES."""
+    if name in ("fp8", "mxfp8", "q8_0", "nvfp4", "mxfp4", "q4_0"):
+        raise UserError(f"{name} is a scheme of docs/formats.py; give --method docs/formats.py:Formats --scheme {name}")
+
+
 def settings_of_scheme(name):
     """The names of a scheme's settings. UserError for a scheme that is not there."""
+    if name not in SCHEMES:
+        refuse_format(name)
     one_of(SCHEMES, scheme=name)
     make_codec, _ = SCHEMES[name]
     return list(inspect.signature(make_codec).parameters)[3:]  # after config, kind and bits
