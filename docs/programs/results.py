@@ -41,7 +41,8 @@ from tinykv.run import flags  # noqa: E402
 from tinykv.run.entries import build_entries, calibrate_all  # noqa: E402
 
 DATA = ROOT / "docs" / "results.json"
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("results", "own_codec", "real_models"))]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md"
+                               for name in ("results", "own_codec", "serving", "real_models"))]
 FREE = re.compile(r"(?<![\d.])\d[\d,]*\.\d+(?![\d.])|\d+%")
 UNIT = 1e-5  # nats a token
 UNEQUAL = 0.19  # true bits: where the rows of a claim differ by more, both are told
@@ -138,7 +139,6 @@ SHOWN = [*(row for rows in LINES.values() for row in rows), *POINTS.values(), *E
 MORE = ["fp16 --prompt 128",
         *(f"{FORMATS} --scheme {k} --v-scheme {v}" for name in ("nvfp4", "mxfp4", "q4_0")
           for k, v in ((name, "fp16"), ("fp16", name))),
-        "kivi --bits 4 --group-size 64", "rtn --bits 4 --group-size 64 --scheme token-dynamic",
         *(f"{TURBOQUANT} --bits {bits} --qjl on" for bits in (3, 4))]
 
 # the table of own_codec.md
@@ -146,6 +146,14 @@ CODECS = [*EIGHT.values(), *POINTS.values(),
           f"{FORMATS} --scheme nvfp4 --v-scheme fp16", f"{FORMATS} --scheme fp16 --v-scheme nvfp4",
           "kivi --bits 4 --group-size 64",
           *(f"{TURBOQUANT} --bits {bits}" for bits in (4, 3)), f"{TURBOQUANT} --bits 4 --qjl on"]
+# the table of serving.md, {what an engine calls it, or a method: row}, by what they lose
+SERVED = {"q8_0, rotated": f"{FORMATS} --hadamard on --scheme q8_0",
+          "fp8": EIGHT["fp8"],
+          "q8_0 keys, q4_0 values, both rotated": f"{FORMATS} --hadamard on --scheme q8_0 --v-scheme q4_0",
+          "q4_0, rotated": POINTS["q4_0, rotated"], "nvfp4": POINTS["nvfp4"], "q4_0": POINTS["q4_0"],
+          "quanto, MLX: 4 bits": "rtn --bits 4 --group-size 64 --scheme token-dynamic",
+          "mxfp4": POINTS["mxfp4"],
+          "KIVI, 4 bits": "kivi --bits 4 --group-size 64", "KIVI, 2 bits": "kivi --bits 2"}
 
 # SmolLM2's rows at other lengths: {tokens: (draws, windows, windows to calibrate on)}
 LENGTHS = {2048: (3, 6, 2), 4096: (3, 4, 1), 8192: (3, 2, 1)}
@@ -166,7 +174,8 @@ def rows_of(model):
     """The rows of a model, each a method and flags."""
     rows = [row for claims in CLAIMS.values() for claim in claims for row in pair(claim, model)]
     long = [at(row, length) for length in (512, *LENGTHS) for row in ("fp16", *LONG)] if model == "SmolLM2" else []
-    return list(dict.fromkeys(["fp16", *rows, *(named(row, model) for row in SHOWN + MORE), *long]))
+    rows += [named(row, model) for row in [*SHOWN, *MORE, *SERVED.values()]]
+    return list(dict.fromkeys(["fp16", *rows, *long]))
 
 
 def at(row, length):
@@ -379,6 +388,19 @@ def along(row, rows):
     return [UNIT * (loss - exact) for loss, exact in zip(rows[row]["along"], fp16_of(row, rows)["along"])]
 
 
+def served_table(data):
+    """What a format holds of LLaMA-3-8B's cache, and what it loses on SmolLM2."""
+    rows = data["SmolLM2"]
+    lines = ["| format | true bits | GiB: 8K | 32K | 128K | nats lost |", "|---|---|---|---|---|---|"]
+    for label, row in {"16 bits": "fp16", **SERVED}.items():
+        bits, lost = rows[named(row, "SmolLM2")]["bits"], "0"
+        sizes = [2 * 32 * 8 * 128 * tokens * bits / 8 / 2 ** 30 for tokens in (2 ** 13, 2 ** 15, 2 ** 17)]
+        if row != "fp16":
+            lost = "{:.3f} ± {:.3f}".format(*compared(rows[named(row, "SmolLM2")], rows["fp16"])[:2])
+        lines.append(f"| {label} | {bits:.2f} | {sizes[0]:.2f} | {sizes[1]:.2f} | {sizes[2]:.2f} | {lost} |")
+    return "\n".join(lines)
+
+
 # The pages
 
 FIGURE = re.compile(r"(<!-- (embedded|SmolLM2): (bits of |perplexity of |start of |end of )?(.+?)(?: - (.+?))? -->)"
@@ -391,7 +413,7 @@ def written(page, data):
     parts = {section: partial(claims_table, section, data) for section in CLAIMS}
     parts |= {model: partial(rows_table, model, data, SHOWN) for model in NAMES}
     parts |= {"count": partial(count, data), "codecs": partial(rows_table, "SmolLM2", data, CODECS),
-              "lengths": partial(lengths_table, data)}
+              "lengths": partial(lengths_table, data), "served": partial(served_table, data)}
 
     def table(block):
         return f"<!-- written: {block[1]} -->\n{parts[block[1]]()}\n<!-- end -->"
