@@ -3,7 +3,7 @@
     packed_rows    keys or values as the kernels read them, made where their codes change
     kept_tokens    the kept tokens' rows, which are read instead of their codes
     plan           a launch of the kernel for each range of tokens that lie alike, and one for these
-    attention      new queries to all tokens: these launches, and what they found together
+    attention      of the new queries to all tokens: run these launches, and merge their outputs
     TritonLayer    a `LayerCache` that can attend from its packed codes, and then decodes none
     TritonCache    a `KVCache` of such layers, which `model.Attention` asks for its output
 """

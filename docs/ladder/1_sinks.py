@@ -39,8 +39,8 @@ def decode(codes, scale, zero):  # codes (B, Hkv, T, d/4) -> numbers (B, Hkv, T,
     return scale * code + zero
 
 
-# Keep: a method marks the tokens of a layer that stay in 16 bits, in kept (B, Hkv, T), all False before. A head that
-# looks for nothing attends to a sink, whose value is nearly 0: of length 0.5 in layer 3, others' 12. Rounded, it has 13
+# Keep: a method marks the tokens of a layer that stay in 16 bits, in kept (B, Hkv, T), all False before. A head with
+# nothing to look up attends to a sink. In layer 3 a sink's value has norm 0.5 (other tokens': 12); after rounding, 13
 def fp16(cache, layer, kept):  # all
     kept[:] = True
 
@@ -60,7 +60,7 @@ def kvsink(cache, layer, kept):  # find the sinks, wherever they are: one channe
         kept.scatter_(2, sinks[:, None].expand(-1, kept.shape[1], -1), True)  # at (B, Hkv, N): in all heads
 
 
-# The cache: attention hands it the keys and values of a text, and computes with those that it gets back
+# The cache: attention stores a text's keys and values in it, and then uses what it reads back
 class Cache:  # the model calls `expect`, and then in each layer `update` and `observe`
     def __init__(self, rope, method, grids):
         self.rope, self.method, self.grids = rope, method, grids  # grids {(layer, "k" or "v"): (scale, zero)}

@@ -49,7 +49,7 @@ def range_of(x, ends, share):  # NEW: numbers (B, T, C) -> middle and half of th
     return middle, half, outlier
 
 
-# The cache: attention hands it the keys and values of a text, and computes with those that it gets back
+# The cache: attention stores a text's keys and values in it, and then uses what it reads back
 class Cache:
     def __init__(self, rope, tables, share, first):
         self.rope, self.tables, self.share, self.first = rope, tables, share, first

@@ -67,7 +67,7 @@ def antkv(q, K, kept):  # NEW: the anchors, 1% of the tokens
     kept.scatter_(3, anchors, True)
 
 
-# The cache: attention hands it the keys and values of a text, and computes with those that it gets back
+# The cache: attention stores a text's keys and values in it, and then uses what it reads back
 class Cache:
     def __init__(self, rope, method, codebooks):
         self.rope, self.method, self.codebooks = rope, method, codebooks  # {(layer, "k" or "v"): (slots, 256, n)}

@@ -49,7 +49,7 @@ def rounded_model(full):
     return model
 
 
-# The cache: attention hands it the keys and values of a text, and computes with those that it gets back
+# The cache: attention stores a text's keys and values in it, and then uses what it reads back
 class Cache:  # the model calls `expect`, and then in each layer `update` and `observe`
     def __init__(self, rope, prefix=None, bits=16):
         self.rope, self.prefix, self.bits = rope, prefix, bits  # NEW: prefix: its keys, its values (L, Hkv, n, d)
