@@ -1,4 +1,4 @@
-"""The cache of 1_sinks.py in 1 bit: CQ and AnTKV. "NEW" marks what is new.
+"""The cache of 1_sinks.py at 1 bit: CQ and AnTKV. "NEW" marks what is new.
 
     python docs/ladder/6_codebooks.py        in the repository's folder; less than a minute on a CPU
     diff docs/ladder/1_sinks.py docs/ladder/6_codebooks.py

@@ -1,0 +1,82 @@
+"""transformers' own QuantizedCache beside KIVI, as generation reads them: docs/serving.md.
+
+    pip install transformers optimum-quanto hqq
+    python docs/programs/quantized_cache.py --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt
+
+Of each window of 512 tokens, 256 are read in one forward, and then one at a time. The loss is that of the latter 256,
+above that of transformers' plain cache. True bits are those at the end of a window.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
+from tinykv import hf
+from tinykv.data import load_windows
+from tinykv.methods.registry import METHODS
+
+T, PROMPT = 512, 256
+# {row: (backend, settings) of transformers, or a method of this project and its settings}
+ROWS = {"plain": None}
+for bits in (4, 2):
+    ROWS |= {f"quanto, {bits} bits": ("quanto", {"nbits": bits}),
+             f"kivi, {bits} bits": ("kivi", {"k_bits": bits, "v_bits": bits, "group_size": 64, "recent": 64})}
+ROWS |= {"rtn per token, 4 bits": ("rtn", {"k_bits": 4, "v_bits": 4, "group_size": 64, "scheme": "token-dynamic"}),
+         "hqq, 4 bits": ("hqq", {"nbits": 4, "axis_key": 1, "axis_value": 1})}  # as its page recommends
+
+
+def cache_of(row, model, config):
+    """A cache of transformers, and a function that gives its true bits when it is full."""
+    from transformers import DynamicCache, QuantizedCache
+
+    from tinykv.hf.transformers import MethodCache
+    if row is None:
+        return DynamicCache(config=model.config), lambda: 16
+    name, settings = row
+    if name not in METHODS:
+        cache = QuantizedCache(name, model.config, **settings)
+        group, newest = 64, (T - 1 - PROMPT) % 128  # a group has 16 bits of scale and 16 of zero point
+        return cache, lambda: settings["nbits"] + 32 / group + (16 - settings["nbits"] - 32 / group) * newest / (T - 1)
+    cache = MethodCache(model, METHODS[name](config, **settings))
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * (T - 1)  # of a window
+    return cache, lambda: 8 * cache.inner.nbytes / (numbers * len(cache.inner.layers[0].keys.recent))
+
+
+@torch.no_grad()
+def losses(model, cache, tokens):
+    """The mean loss of each window's tokens after the prompt: (windows)."""
+    found, logits = [], model(tokens[:, :PROMPT], past_key_values=cache).logits
+    for t in range(PROMPT, T):
+        found.append(cross_entropy(logits[:, -1], tokens[:, t], reduction="none"))
+        if t < T - 1:
+            logits = model(tokens[:, t:t + 1], past_key_values=cache).logits
+    return torch.stack(found).mean(0)
+
+
+def main():
+    from transformers import AutoModelForCausalLM
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    p.add_argument("--model", required=True, metavar="DIR")
+    p.add_argument("--data", required=True, metavar="FILE")
+    p.add_argument("--windows", type=int, default=8)
+    p.add_argument("--rows", nargs="*", default=list(ROWS), help="some of the rows; the first is subtracted")
+    args = p.parse_args()
+    config = hf.load_config(args.model)
+    tokens = load_windows(args.data, hf.load_tokenizer(args.model, config), T, args.windows, "test").tokens
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    plain = None
+    for row in args.rows:
+        cache, true_bits = cache_of(ROWS[row], model, config)
+        found = losses(model, cache, tokens)
+        plain = found if plain is None else plain
+        more, bits = found - plain, true_bits()
+        print(f"{row:24} {bits:5.2f} {more.mean():+.3f} ± {more.std() / len(more) ** 0.5:.3f}", flush=True)
+        if hasattr(cache, "remove"):
+            cache.remove()
+
+
+if __name__ == "__main__":
+    main()
