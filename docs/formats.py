@@ -185,6 +185,7 @@ class Formats(Method):
         super().__init__(config)
         one_of(FORMATS, scheme=scheme, v_scheme=v_scheme)
         v_scheme = v_scheme or scheme
+        self.scheme = scheme if v_scheme == scheme else f"{scheme}/{v_scheme}"
         (_, self.k_bits), (_, self.v_bits) = FORMATS[scheme], FORMATS[v_scheme]
         self.codecs = [Pair(k=format_codec(scheme, config, "k", self.k_bits, hadamard),
                             v=format_codec(v_scheme, config, "v", self.v_bits, hadamard))

@@ -187,8 +187,9 @@ def test_a_format_has_its_own_bits_under_any_method(formats):
 
 
 def test_keys_and_values_may_differ(formats):
-    pair = formats.Formats(model_of(1).config, "q8_0", "q4_0").codecs[0]
-    assert (pair.k.bits, pair.v.bits) == (8, 4)
+    method = formats.Formats(model_of(1).config, "q8_0", "q4_0")
+    assert (method.codecs[0].k.bits, method.codecs[0].v.bits) == (method.k_bits, method.v_bits) == (8, 4)
+    assert method.scheme == "q8_0/q4_0" and formats.Formats(model_of(1).config).scheme == "fp8"
     pair = formats.Formats(model_of(1).config, "fp16", "fp8").codecs[0]
     assert isinstance(pair.k, Exact) and isinstance(pair.v, formats.FP8)
 
