@@ -1,29 +1,19 @@
-"""Measure the rows behind docs/results.md, and write every figure that the pages take from them.
+"""Measure the rows behind docs/results.md, and what its tables say of them; docs/programs/pages.py writes them.
 
-    python docs/programs/results.py                          write what docs/results.json says; runs nothing
-    python docs/programs/results.py --check                  only say which figure is not of the data
-    python docs/programs/results.py --plot                   also draw figures/loss.png and figures/length.png
-    python docs/programs/results.py --measure embedded       first measure the rows that the data have not yet
+    python docs/programs/results.py --measure embedded       measure the rows that the data have not yet
     python docs/programs/results.py --measure SmolLM2 --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt
+    python docs/programs/results.py --plot                   draw figures/loss.png and figures/length.png
 
 docs/results.json has each row's loss and KL divergence from fp16, window by window and draw by draw, as `eval_ppl.py
 --json` gives them, in units of 1e-5 nats a token. It is written after each row, so a run that was stopped goes on where
-it was. To measure a row again, delete its line. Under "elsewhere" it has what other programs, or papers, say: words and
-lines of a page, by their source.
+it was. To measure a row again, delete its line.
 
 A claim is a difference between two rows in nats a token; a negative one means that the first row loses less. Its rule:
 the losses differ if p < .01; if not, the KL divergences are asked the same; if neither differs, there is no difference
 to be seen ("none") if p of the loss is above .05, else the claim is open.
-
-In a page, a table stands between `<!-- written: NAME -->` and `<!-- end -->`. A figure in a sentence follows a comment
-that names its rows: `<!-- SmolLM2: kvsink --bits 3 - pfn --bits 3 -->-0.433 ± 0.108`, or one row, above fp16, or its
-`start of` or `end of`, the first 512 tokens or the last, or `bits of` or `perplexity of` a row. It keeps its decimals,
-its error or none, and has a sign if it had one. Every other figure with a decimal point or a % sign must stand in
-words, or in a line of a table, that "elsewhere" has.
 """
 import argparse
 import json
-import math
 import re
 import sys
 from functools import partial
@@ -41,9 +31,6 @@ from tinykv.run import flags  # noqa: E402
 from tinykv.run.entries import build_entries, calibrate_all  # noqa: E402
 
 DATA = ROOT / "docs" / "results.json"
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md"
-                               for name in ("results", "own_codec", "serving", "real_models"))]
-FREE = re.compile(r"(?<![\d.])\d[\d,]*\.\d+(?![\d.])|\d+%")
 UNIT = 1e-5  # nats a token
 UNEQUAL = 0.19  # true bits: where the rows of a claim differ by more, both are told
 TOGETHER = 8  # rows that are calibrated together: their codecs hold what they saw
@@ -51,9 +38,9 @@ TOGETHER = 8  # rows that are calibrated together: their codecs hold what they s
 # over DRAWS draws and WINDOWS windows, the others over twice as many windows
 COMMAND = {"embedded": "", "SmolLM2": "--context 512 --calib-windows 8 --batch 4"}
 DRAWS, WINDOWS = 6, 8
-NAMES = {"embedded": {"bits": "2", "group": "16", "codebook": "--bits 1", "windows": ""},
+NAMES = {"embedded": {"bits": "2", "group": "16", "codebook": "--bits 1", "windows": "", "late": ""},
          "SmolLM2": {"bits": "3", "group": "32", "codebook": "--bits 2 --calib-windows 16",
-                     "windows": "--calib-windows 16"}}
+                     "windows": "--calib-windows 16", "late": "--emergence-layer 11 --outlier-channel 507"}}
 
 
 class Claim(NamedTuple):
@@ -136,7 +123,7 @@ POINTS = {f"{name}{rotated}": f"{FORMATS} --hadamard {on} --scheme {name}"
           for name in ("nvfp4", "mxfp4", "q4_0") for on, rotated in (("off", ""), ("on", ", rotated"))}
 EIGHT = {name: f"{FORMATS} --scheme {name}" for name in ("fp8", "mxfp8", "q8_0")}
 SHOWN = [*(row for rows in LINES.values() for row in rows), *POINTS.values(), *EIGHT.values()]
-MORE = ["fp16 --prompt 128",
+MORE = ["fp16 --prompt 128", "kvsink --bits {bits} {late}",
         *(f"{FORMATS} --scheme {k} --v-scheme {v}" for name in ("nvfp4", "mxfp4", "q4_0")
           for k, v in ((name, "fp16"), ("fp16", name))),
         *(f"{TURBOQUANT} --bits {bits} --qjl on" for bits in (3, 4))]
@@ -201,7 +188,7 @@ def read_data():
 def write_data(data):
     """A row a line, in the order of the claims."""
     models, packed = [], partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
-    for model, rows in data.items():  # or "elsewhere" and its pages
+    for model, rows in data.items():
         lines = [f"{packed(row)}: {packed(rows[row])}" for row in rows]
         models.append(f"{json.dumps(model)}: {{\n" + ",\n".join(lines) + "\n}")
     DATA.write_text("{\n" + ",\n".join(models) + "\n}\n", encoding="utf-8")
@@ -404,52 +391,6 @@ def served_table(data):
     return "\n".join(lines)
 
 
-# The pages
-
-FIGURE = re.compile(r"(<!-- (embedded|SmolLM2): (bits of |perplexity of |start of |end of )?(.+?)(?: - (.+?))? -->)"
-                    r"([+-]?)\d+\.(\d+)( ± \d+\.\d+)?")
-BLOCK = re.compile(r"<!-- written: (.+?) -->\n.*?<!-- end -->", re.DOTALL)
-
-
-def written(page, data):
-    """A page's text with the tables and figures of the data."""
-    parts = {section: partial(claims_table, section, data) for section in CLAIMS}
-    parts |= {model: partial(rows_table, model, data, SHOWN) for model in NAMES}
-    parts |= {"count": partial(count, data), "codecs": partial(rows_table, "SmolLM2", data, CODECS),
-              "lengths": partial(lengths_table, data), "served": partial(served_table, data)}
-
-    def table(block):
-        return f"<!-- written: {block[1]} -->\n{parts[block[1]]()}\n<!-- end -->"
-
-    def figure(found):
-        comment, model, what, row, other, sign, decimals, has_error = found.groups()
-        rows, digits = data[model], len(decimals)
-        row = rows[named(row, model)]
-        if what in ("start of ", "end of "):
-            losses = along(named(found[4], model), rows)
-            return f"{comment}{losses[0 if what == 'start of ' else -1]:.{digits}f}"
-        if what:
-            perplexity = math.exp(UNIT * mean(map(mean, row["nll"])))
-            return f"{comment}{row['bits'] if what == 'bits of ' else perplexity:.{digits}f}"
-        difference, error, _ = compared(row, rows[named(other, model)] if other else fp16_of(found[4], rows))
-        number = f"{difference:+.{digits}f}" if sign else f"{abs(difference):.{digits}f}"
-        return comment + number + (f" ± {error:.{digits}f}" if has_error else "")
-    return FIGURE.sub(figure, BLOCK.sub(table, page.read_text()))
-
-
-def unknown(page, data):
-    """What is wrong with the other figures of a page: those that nothing vouches for, and what "elsewhere" has that the
-    page does not say."""
-    text, wrong = " ".join(FIGURE.sub(" ", BLOCK.sub(" ", page.read_text())).split()), []
-    for source, said in data.get("elsewhere", {}).get(page.name, {}).items():
-        for words in said:
-            if words not in text:
-                wrong.append(f"{page.name} does not say, as {source} does: {words}")
-            text = text.replace(words, " ")
-    text = re.sub(r"(?<!`)`[^`]+`(?!`)|\]\([^)]*\)", " ", text)  # names and links
-    return wrong + [f"{page.name}: no data have the figure {figure}" for figure in dict.fromkeys(FREE.findall(text))]
-
-
 def draw(data, path):
     """The figure of SmolLM2's losses by true bits: a line a method, a point a format."""
     rows = data["SmolLM2"]
@@ -486,10 +427,9 @@ def draw_along(data, path):
 
 
 def main():
-    p = argparse.ArgumentParser(description="Write what the pages of docs take from docs/results.json.")
-    p.add_argument("--check", action="store_true", help="write nothing; status 1 if a figure is not that of the data")
-    p.add_argument("--plot", action="store_true", help="also draw the loss by bits, and by position")
-    p.add_argument("--measure", choices=list(NAMES), help="first measure the rows that docs/results.json has not")
+    p = argparse.ArgumentParser(description="Measure the rows of docs/results.json.")
+    p.add_argument("--plot", action="store_true", help="draw the loss by bits, and by position")
+    p.add_argument("--measure", choices=list(NAMES), help="measure the rows that docs/results.json has not")
     p.add_argument("--model", metavar="DIR", help="SmolLM2's folder")
     p.add_argument("--data", metavar="FILE", help="its text")
     args = p.parse_args()
@@ -499,17 +439,6 @@ def main():
     if args.plot:
         draw(data, ROOT / "docs" / "figures" / "loss.png")
         draw_along(data, ROOT / "docs" / "figures" / "length.png")
-    wrong = []
-    for page in PAGES:
-        now = written(page, data)
-        if args.check and now != page.read_text():
-            wrong.append(f"{page.name} is not what docs/results.json says; run `python docs/programs/results.py`")
-        elif now != page.read_text():
-            page.write_text(now)
-        wrong += unknown(page, data)
-    if wrong:
-        sys.exit("\n".join(wrong))
-    print(f"every figure is of the data: {', '.join(page.name for page in PAGES)}")
 
 
 if __name__ == "__main__":
