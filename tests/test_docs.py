@@ -203,7 +203,7 @@ def index():
         for node in ast.walk(tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 node.value.value = None  # a docstring
-            if isinstance(node, ast.arg) and path.parent == ROOT / "docs":  # the settings of a page's own methods
+            if isinstance(node, ast.arg) and path.parent.name == "examples":  # its methods' settings
                 flags.add("--" + node.arg.replace("_", "-"))
         code = ast.unparse(tree)  # without comments
         words |= set(re.findall(r"\w[\w-]*", code))

@@ -1,5 +1,5 @@
-"""docs/formats.py: every code's number, every tie, every format against its definition in plain Python, and the tests
-of all methods on a few cells.
+"""docs/examples/formats.py: every code's number, every tie, every format against its definition in plain Python, and
+the tests of all methods on a few cells.
 """
 import math
 import sys
@@ -18,7 +18,7 @@ from tinykv.codecs.schemes import SCHEMES, settings_of_scheme
 from tinykv.methods.registry import METHODS
 from tinykv.run.settings import load_class
 
-FILE = Path(__file__).parent.parent / "docs" / "formats.py"
+FILE = Path(__file__).parent.parent / "docs" / "examples" / "formats.py"
 #  scheme: bits of a number, with the scale
 TRUE = {"fp8": 8, "nvfp4": 4.5, "mxfp8": 8.25, "mxfp4": 4.25, "q8_0": 8.5, "q4_0": 4.5}
 
@@ -196,7 +196,7 @@ def test_keys_and_values_may_differ(formats):
 
 @pytest.mark.parametrize("scheme", TRUE)
 def test_a_format_is_named_where_its_file_is_not_asked_for(scheme):
-    said = f"give --method docs/formats.py:Formats --scheme {scheme}$"
+    said = f"give --method docs/examples/formats.py:Formats --scheme {scheme}$"
     with pytest.raises(UserError, match=said):
         load_class(scheme)
     with patch.dict(SCHEMES), pytest.raises(UserError, match=said):

@@ -1,5 +1,5 @@
-"""docs/turboquant.py and docs/neighbours.py: each formula against plain Python, and the tests of all methods on a few
-cells; under --whole on all that an author's own method goes through.
+"""docs/examples/turboquant.py and docs/examples/neighbours.py: each formula against plain Python, and the
+tests of all methods on a few cells; under --whole on all that an author's own method goes through.
 """
 import math
 import re
@@ -149,7 +149,7 @@ def test_what_is_refused(turboquant, settings, said):
 # ---- the methods
 
 def neighbour(name):
-    return load_class(f"{ROOT / 'docs' / 'neighbours.py'}:{name}")
+    return load_class(f"{ROOT / 'docs' / 'examples' / 'neighbours.py'}:{name}")
 
 
 @pytest.mark.parametrize("check", invariants.OF_CODECS)
@@ -216,6 +216,7 @@ def test_the_bias_is_in_the_keys():
 
 
 def test_the_page_shows_the_files():
-    code = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("turboquant.py", "formats.py"))
+    code = "".join((ROOT / "docs" / "examples" / f"{name}.py").read_text(encoding="utf-8")
+                   for name in ("turboquant", "formats"))
     shown = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "own_codec.md").read_text(encoding="utf-8"), re.S)
     assert shown and all(block in code for block in shown)

@@ -114,7 +114,7 @@ CLAIMS = {
           for bits in (3, 4))],
 }
 # in no claim: the rows of the figure, {label: rows}
-FORMATS, TURBOQUANT = "docs/formats.py:Formats", "docs/turboquant.py:TurboQuant"
+FORMATS, TURBOQUANT = "docs/examples/formats.py:Formats", "docs/examples/turboquant.py:TurboQuant"
 LINES = {name: [f"{name} --bits {bits}" for bits in (2, 3, 4)]
          for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq", TURBOQUANT)}
 LINES |= {name: [f"{name} --bits {bits} --recent 0 {{windows}}" for bits in (1, 2, 4)]

@@ -317,9 +317,9 @@ def results_md():
 
 
 def own_codec():
-    formats, kivi = "docs/formats.py:Formats", "kivi --bits 4 --group-size 64"
+    formats, kivi = "docs/examples/formats.py:Formats", "kivi --bits 4 --group-size 64"
     keys, values = (loss(f"{formats} --scheme {k} --v-scheme {v}") for k, v in (("nvfp4", "fp16"), ("fp16", "nvfp4")))
-    turbo = "docs/turboquant.py:TurboQuant --bits 4"
+    turbo = "docs/examples/turboquant.py:TurboQuant --bits 4"
     return [
         so(keys > values, f"nvfp4 loses {apart(results.POINTS['nvfp4'], kivi)} than `kivi`, most of it in "
                           "the keys"),
@@ -383,7 +383,7 @@ def kernels():
 
 def serving():
     row = results.SERVED["q8_0 keys, q4_0 values, both rotated"]
-    keys, values = (loss(f"docs/formats.py:Formats --scheme {k} --v-scheme {v}")
+    keys, values = (loss(f"docs/examples/formats.py:Formats --scheme {k} --v-scheme {v}")
                     for k, v in (("nvfp4", "fp16"), ("fp16", "nvfp4")))
     return [
         so(keys > values, f"With nvfp4 for the keys alone, SmolLM2 loses {keys:.3f} nats, with nvfp4 for the values "

@@ -21,7 +21,7 @@ from tinykv.data import load_windows  # noqa: E402
 from tinykv.run.settings import load_class  # noqa: E402
 from tinykv.tracing import Trace  # noqa: E402
 
-METHOD = f"{ROOT / 'docs' / 'turboquant.py'}:TurboQuant"
+METHOD = f"{ROOT / 'docs' / 'examples' / 'turboquant.py'}:TurboQuant"
 SIZES = (0, 3, 10, 30, 100)  # of the bias, in either channel; without it a key has a norm of about 10
 #   row of `compare`: what the table and the picture call it
 ROWS = {

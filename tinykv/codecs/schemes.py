@@ -71,7 +71,8 @@ def make_codecs(config, scheme, k_bits, v_bits, **settings):
 def refuse_format(name):
     """UserError for a serving engine's format, which its file adds to SCHEMES."""
     if name in ("fp8", "mxfp8", "q8_0", "nvfp4", "mxfp4", "q4_0"):
-        raise UserError(f"{name} is a scheme of docs/formats.py; give --method docs/formats.py:Formats --scheme {name}")
+        file = "docs/examples/formats.py"
+        raise UserError(f"{name} is a scheme of {file}; give --method {file}:Formats --scheme {name}")
 
 
 def settings_of_scheme(name):
