@@ -20,7 +20,9 @@ from tinykv.run.settings import load_class
 
 FILE = Path(__file__).parent.parent / "docs" / "examples" / "formats.py"
 #  scheme: bits of a number, with the scale
-TRUE = {"fp8": 8, "nvfp4": 4.5, "mxfp8": 8.25, "mxfp4": 4.25, "q8_0": 8.5, "q4_0": 4.5}
+TRUE = {"fp8": 8, "nvfp4": 4.5, "mxfp8": 8.25, "mxfp4": 4.25, "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5, "q5_0": 5.5,
+        "q5_1": 6, "int8_per_token_head": 8.5}
+BITS = {"fp8": 8, "mxfp8": 8, "q8_0": 8, "int8_per_token_head": 8, "q5_0": 5, "q5_1": 5}  # of a code, if not 4
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -89,7 +91,7 @@ def nearest(x, bits):
 
 def by_hand(x, scheme):
     """What a row decodes to. x: a list of d numbers."""
-    size, bits = 16 if scheme == "nvfp4" else 32, int(TRUE[scheme])
+    size, bits = {"nvfp4": 16, "int8_per_token_head": len(x)}.get(scheme, 32), BITS.get(scheme, 4)
     found = []
     for first in range(0, len(x), size):
         block = [np.float32(number) for number in x[first:first + size]]
@@ -103,13 +105,23 @@ def by_hand(x, scheme):
             emax = {4: 2, 8: 8}[bits]
             s = 2.0 ** max(-127, math.floor(math.log2(abs(top))) - emax) if top else 1.0
             found += [s * nearest(float(x) / s, bits) for x in block]
-        else:
-            d = abs(top) / np.float32(127) if bits == 8 else top / np.float32(-8)
+        elif scheme == "int8_per_token_head":
+            s = max(abs(top), np.float32(127e-6)) / np.float32(127)
+            found += [float(s * np.float32(round(float(x * (np.float32(1) / s))))) for x in block]
+        elif scheme in ("q4_1", "q5_1"):
+            d = (max(block) - min(block)) / np.float32(2 ** bits - 1)
             inverse = np.float32(1) / d if d else np.float32(0)
+            codes = [int((x - min(block)) * inverse + np.float32(0.5)) for x in block]
+            found += [float(np.float32(np.float16(d)) * np.float32(code) + np.float32(np.float16(min(block))))
+                      for code in codes]
+        else:
+            d = abs(top) / np.float32(127) if bits == 8 else top / np.float32(-2 ** (bits - 1))
+            inverse = np.float32(1) / d if d else np.float32(0)
+            half = 2 ** (bits - 1)
             for number in block:
                 y = number * inverse
                 code = math.copysign(math.floor(abs(y) + np.float32(0.5)), y) if bits == 8 else \
-                    min(15, math.floor(y + np.float32(8.5))) - 8
+                    min(2 * half - 1, math.floor(y + np.float32(half + 0.5))) - half
                 found.append(float(np.float32(np.float16(d)) * np.float32(code)))
     return found
 
@@ -129,7 +141,7 @@ def rows(seed=0, d=64):
 def test_a_format_by_hand(scheme):
     """And its bits are true."""
     x, (make, _) = rows(), SCHEMES[scheme]
-    codec = make(model_of(1, width=64).config, "k", int(TRUE[scheme]))
+    codec = make(model_of(1, width=64).config, "k", BITS.get(scheme, 4))
     codes = codec.encode(x)
     assert codes.nbytes == invariants.memory_of(vars(codes).values()) == 12 * 64 * TRUE[scheme] / 8
     for t, (row, decoded) in enumerate(zip(x[0, 0].tolist(), codec.decode(codes)[0, 0].tolist())):
@@ -169,6 +181,16 @@ def test_a_hadamard_matrix_spreads_one_channel_over_all(formats):
     assert torch.allclose(codec.decode(codec.encode(x)), x, atol=1e-6)
     with pytest.raises(UserError, match="a head has 12 channels"):
         formats.Rotated(Exact(), 12)
+
+
+@pytest.mark.parametrize("width, scheme, size", [(40, "q8_0", 32), (80, "q5_1", 32), (80, "mxfp4", 32),
+                                                 (40, "nvfp4", 16)])
+def test_a_head_that_blocks_do_not_divide_is_refused(formats, width, scheme, size):
+    config = model_of(1, width=width).config
+    with pytest.raises(UserError, match=f"blocks of {size} channels, which do not divide a head's {width}$"):
+        formats.Formats(config, scheme)
+    formats.Formats(config, "fp8"), formats.Formats(config, "int8_per_token_head")
+    formats.Formats(model_of(1, width=80).config, "nvfp4")  # five blocks of 16
 
 
 @pytest.mark.parametrize("settings, said", [

@@ -4,22 +4,25 @@ serving.md says which engine has which, and own_codec.md measures them. A token'
 blocks of neighbouring channels, and a block has a scale s: x' = s times the number that a code stands for. No format
 needs calibration text.
 
-    --scheme  codes       a block   its scale                               as in
-    fp8       E4M3        -         none: s = 1                             vLLM, SGLang, TensorRT-LLM
-    mxfp8     E4M3        32        a power of two, the largest that        OCP MX
-                                    lets max |x| / s reach the top binade
-    q8_0      8 bits      32        fp16, max |x| / 127                     llama.cpp
-    nvfp4     E2M1        16        E4M3, max |x| / 6                       vLLM, TensorRT-LLM
-    mxfp4     E2M1        32        as mxfp8                                OCP MX; SGLang, in blocks of 16
-    q4_0      4 bits      32        fp16: the number farthest from 0 is -8  llama.cpp
+    --scheme             codes   a block  its scale                               as in
+    fp8                  E4M3    -        none: s = 1                             vLLM, SGLang, TensorRT-LLM
+    mxfp8                E4M3    32       a power of two, the largest that        OCP MX
+                                          lets max |x| / s reach the top binade
+    int8_per_token_head  8 bits  a head   fp32, max |x| / 127                     vLLM
+    q8_0                 8 bits  32       fp16, max |x| / 127                     llama.cpp
+    q5_1, q4_1           5, 4    32       fp16, (max - min) / 31 or 15; and min   llama.cpp
+    q5_0, q4_0           5, 4    32       fp16: the number farthest from 0        llama.cpp
+                                          is -16 or -8
+    nvfp4                E2M1    16       E4M3, max |x| / 6                       vLLM, SGLang, TensorRT-LLM
+    mxfp4                E2M1    32       as mxfp8                                OCP MX; SGLang, in blocks of 16
 
 E4M3 is a float of 8 bits: a sign, 4 bits of exponent and 3 of mantissa. E2M1 has 4 bits. Their codes are rounded half
-to even, and beyond the largest number, 448 or 6, to that.
+to even, and beyond the largest number, 448 or 6, to that. q5_1 and q4_1 add the minimum: x' = s times the code + min.
 
 Paper and practice. The formats say how a code is read, and leave the choice of scales and codes to who writes them.
 Here floats are written as the OCP MX standard and NVIDIA write them, and integers as llama.cpp does: its codes come
-from the scale before that is rounded to fp16, and half goes away from 0 (8 bits) or up (4 bits). nvfp4 and fp8 have
-another scale, one for a whole tensor, which is 1 where no calibration has set it.
+from the scale before that is rounded to fp16, and half goes away from 0 (8 bits) or up (5 and 4 bits). vLLM's 8 bits are
+rounded half to even. nvfp4 and fp8 have another scale, one for a whole tensor, which is 1 where no calibration has set it.
 """
 from functools import partial
 from typing import Annotated
@@ -62,18 +65,20 @@ class Blocks(Codec):
     size = 32  # G, the channels of a block
 
     def __init__(self, bits, width):
-        self.bits, _ = known_bits(bits, (4, 8))
+        self.bits, _ = known_bits(bits, (4, 5, 8))
         self.width, self.size = width, min(self.size, width)
+        if width % self.size:
+            raise UserError(f"this format has blocks of {self.size} channels, which do not divide a head's {width}")
 
     def encode(self, x, ignore=None):  # no block has numbers of two tokens, so kept tokens cannot matter
         g = x.float().unflatten(-1, (-1, self.size))  # (B, Hkv, T, d/G, G)
-        code, scale = self.code_of(g)  # (B, Hkv, T, d/G, G), (B, Hkv, T, d/G, 1)
-        return Codes(pack(code.flatten(-2), self.bits), scale=scale)
+        code, stored = self.code_of(g)  # (B, Hkv, T, d/G, G), {name: (B, Hkv, T, d/G, 1)}
+        return Codes(pack(code.flatten(-2), self.bits), **stored)
 
     def decode(self, codes):
         code = unpack(codes.packed, self.bits, self.width)  # (B, Hkv, T, d)
         code = code.unflatten(-1, (-1, self.size))  # (B, Hkv, T, d/G, G)
-        return self.read(code, codes.scale).flatten(-2)  # (B, Hkv, T, d)
+        return self.read(code, codes).flatten(-2)  # (B, Hkv, T, d)
 
 
 class FP8(Codec):
@@ -96,10 +101,10 @@ class NVFP4(Blocks):
         scale = to_float(g.abs().amax(-1, keepdim=True) / 6, 8)  # as it is stored
         s = from_float(scale, 8)
         y = torch.where(s == 0, 0, g / s)
-        return to_float(y, 4), scale
+        return to_float(y, 4), {"scale": scale}
 
-    def read(self, code, scale):
-        return from_float(code, 4) * from_float(scale, 8)
+    def read(self, code, stored):
+        return from_float(code, 4) * from_float(stored.scale, 8)
 
 
 class MXFP(Blocks):
@@ -108,27 +113,55 @@ class MXFP(Blocks):
         _, e = torch.frexp(g.abs().amax(-1, keepdim=True))
         scale = e - {8: 9, 4: 3}[self.bits]  # of s = 2^scale
         scale = scale.clamp(-127, 127)
-        return to_float(torch.ldexp(g, -scale), self.bits), (scale + 127).to(torch.uint8)
+        return to_float(torch.ldexp(g, -scale), self.bits), {"scale": (scale + 127).to(torch.uint8)}
 
-    def read(self, code, scale):
-        return torch.ldexp(from_float(code, self.bits), scale.int() - 127)
+    def read(self, code, stored):
+        return torch.ldexp(from_float(code, self.bits), stored.scale.int() - 127)
+
+
+class INT8(Blocks):
+    def __init__(self, bits, width):
+        self.size = width
+        super().__init__(bits, width)
+
+    def code_of(self, g):
+        s = g.abs().amax(-1, keepdim=True).clamp(min=127e-6) / 127
+        code = 128 + torch.round(g * (1 / s))
+        return code.to(torch.uint8), {"scale": s}
+
+    def read(self, code, stored):
+        return stored.scale * (code.float() - 128)
 
 
 class GGML(Blocks):
     def code_of(self, g):
+        middle = 2 ** (self.bits - 1)  # the code that stands for 0
         if self.bits == 8:
             s = g.abs().amax(-1, keepdim=True) / 127
         else:
-            s = g.gather(-1, g.abs().argmax(-1, keepdim=True)) / -8
+            s = g.gather(-1, g.abs().argmax(-1, keepdim=True)) / -middle
         y = g * torch.where(s == 0, 0, 1 / s)
         if self.bits == 8:
-            code = 128 + y.sign() * torch.floor(y.abs() + 0.5)
+            code = middle + y.sign() * torch.floor(y.abs() + 0.5)
         else:
-            code = torch.floor(y + 8.5).clamp(max=15)
-        return code.to(torch.uint8), s.clamp(-65504, 65504).half()
+            code = torch.floor(y + middle + 0.5).clamp(max=2 * middle - 1)
+        return code.to(torch.uint8), {"scale": s.clamp(-65504, 65504).half()}
 
-    def read(self, code, scale):
-        return scale.float() * (code.float() - 2 ** (self.bits - 1))
+    def read(self, code, stored):
+        return stored.scale.float() * (code.float() - 2 ** (self.bits - 1))
+
+
+class GGMLWithMinimum(Blocks):
+    def code_of(self, g):
+        low, high = g.aminmax(dim=-1, keepdim=True)
+        s = (high - low) / (2 ** self.bits - 1)
+        y = (g - low) * torch.where(s == 0, 0, 1 / s)
+        code = torch.floor(y + 0.5)
+        stored = {"scale": s.clamp(max=65504).half(), "low": low.clamp(-65504, 65504).half()}
+        return code.to(torch.uint8), stored
+
+    def read(self, code, stored):
+        return stored.scale.float() * code.float() + stored.low.float()
 
 
 class Rotated(Codec):
@@ -152,9 +185,9 @@ class Rotated(Codec):
 
 
 #          {name: (what makes its codec, bits of a code)}
-FORMATS = {"fp8": (FP8, 8), "mxfp8": (MXFP, 8), "q8_0": (GGML, 8),
-           "nvfp4": (NVFP4, 4), "mxfp4": (MXFP, 4), "q4_0": (GGML, 4),
-           "fp16": (None, 16)}
+FORMATS = {"fp8": (FP8, 8), "mxfp8": (MXFP, 8), "int8_per_token_head": (INT8, 8), "q8_0": (GGML, 8),
+           "q5_1": (GGMLWithMinimum, 5), "q5_0": (GGML, 5), "q4_1": (GGMLWithMinimum, 4), "q4_0": (GGML, 4),
+           "nvfp4": (NVFP4, 4), "mxfp4": (MXFP, 4), "fp16": (None, 16)}
 
 
 def format_codec(name, config, kind, bits,

@@ -70,7 +70,7 @@ def make_codecs(config, scheme, k_bits, v_bits, **settings):
 
 def refuse_format(name):
     """UserError for a serving engine's format, which its file adds to SCHEMES."""
-    if name in ("fp8", "mxfp8", "q8_0", "nvfp4", "mxfp4", "q4_0"):
+    if name in "fp8 mxfp8 int8_per_token_head q8_0 q5_1 q5_0 q4_1 q4_0 nvfp4 mxfp4".split():
         file = "docs/examples/formats.py"
         raise UserError(f"{name} is a scheme of {file}; give --method {file}:Formats --scheme {name}")
 
