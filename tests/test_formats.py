@@ -16,6 +16,7 @@ from tinykv import UserError
 from tinykv.codecs.base import Exact, unpack
 from tinykv.codecs.schemes import SCHEMES, settings_of_scheme
 from tinykv.methods.registry import METHODS
+from tinykv.run import flags
 from tinykv.run.settings import load_class
 
 FILE = Path(__file__).parent.parent / "docs" / "examples" / "formats.py"
@@ -224,6 +225,12 @@ def test_a_format_is_named_where_its_file_is_not_asked_for(scheme):
     with patch.dict(SCHEMES), pytest.raises(UserError, match=said):
         del SCHEMES[scheme]
         settings_of_scheme(scheme)
+
+
+@pytest.mark.parametrize("words", [["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=nvfp4"], ["-ctk", "q8_0"]])
+def test_an_engines_flag_is_answered(words):
+    with pytest.raises(UserError, match=r"did you mean --method docs/examples/formats\.py:Formats --scheme fp8\?"):
+        flags.parse(words)
 
 
 @pytest.mark.parametrize("check", invariants.OF_CODECS)

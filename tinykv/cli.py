@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         flags = self._option_string_actions
         unknown = set(re.findall(r"--[\w-]+", message)) - {*flags, *self.meant}
         near = [did_you_mean(word, flags) for word in sorted(unknown)]
-        near += [f"; did you mean {mean}?" for word, mean in self.meant.items() if word in message.split()]
+        near += [f"; did you mean {mean}?" for word, mean in self.meant.items() if word in re.split("[ =]", message)]
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             near.append(did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])))
         return printable(message) + next(filter(None, near), "")

@@ -46,10 +46,9 @@ def parser(asked=(), about=None):
     comparisons.add_comparisons(p)
     cli.add_weights(parent, several=True)
     add_settings(parent, asked)
-    engines = dict.fromkeys(("--kv-cache-dtype", "--cache-type-k", "-ctk"),
-                            "--method docs/examples/formats.py:Formats --scheme fp8")  # of vLLM, SGLang, llama.cpp
-    parent.meant = {"--keep": "--preserve", "--text": "--data", **{name: f"--method {name}" for name in METHODS}}
-    parent.meant |= engines
+    fp8 = "--method docs/examples/formats.py:Formats --scheme fp8"
+    parent.meant = {"--keep": "--preserve", "--text": "--data", "--kv-cache-dtype": fp8, "-ctk": fp8,
+                    **{name: f"--method {name}" for name in METHODS}}
     return parent
 
 
