@@ -22,7 +22,7 @@ def evaluate(args, loaded=None, show=cli.show):
     setup = flags.set_up(args, loaded)
     entries, left_out = build_entries(args, setup.config, setup.tokenizer)
     check.check_entries(setup, entries)
-    cache_class = flags.cache_class_of(setup, entries)
+    cache_class = flags.cache_class_of(setup, entries, left_out)
     model = loaded[0] if loaded else hf.load_model(args.model, setup.devices, setup.dtype)
     windows = flags.load_test(setup, entries)
 

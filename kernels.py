@@ -2,7 +2,7 @@
 
 Each stands under the torch lines that it equals. The idea is in docs/ladder/: 7_topk.py, what a kernel is, and
 8_kernel.py, one that attends to 2-bit codes, simply. Sections 3 to 6 make that fast, and each trick says what it saves.
-The tests run the kernels in Triton's interpreter; docs/kernels.md has what an H100 measured.
+The tests run the kernels in Triton's interpreter; docs/kernels.md has what compilers make of them.
 
 Why kernels? Decoding reads every cached token once per new token, so its time is bytes over bandwidth, and packed codes
 are fewer bytes, if no decoded row is written to memory: a code becomes a number between its load and its product.
@@ -100,24 +100,14 @@ class Plane(NamedTuple):
 class Grid(NamedTuple):
     """x = code * scale + zero. A scale and its zero point, 16 bits each, are one word. Saves every second load, and
     waiting: words of 32 bits are loaded ahead of time, those of 16 bits are not."""
-    words: torch.Tensor  # int32; int16 for "fp8"
+    words: torch.Tensor  # int32
     batch: int  # strides, in words: from one sequence to the next
     head: int
     token: tl.constexpr  # from a group of tokens to the next
     channel: tl.constexpr
     tokens: tl.constexpr  # so many share a scale; 0: all
     channels: tl.constexpr
-    form: tl.constexpr  # "offset"; "integer": x = scale * (code - zero); "fp8": two bytes of e4m3
-
-
-class Levels(NamedTuple):
-    """KVQuant's levels, instead of 0, 1, 2, ...; and its outliers, a sparse matrix with a row for each token and
-    sequence, see `SparseCodes`."""
-    levels: torch.Tensor  # (2**bits)
-    row_end: torch.Tensor | None = None  # (T, B) int32
-    numbers: torch.Tensor | None = None
-    columns: torch.Tensor | None = None
-    sequences: int = 0  # B
+    integer: tl.constexpr  # whether zero points are integers: x = scale * (code - zero)
 
 
 class Codebooks(NamedTuple):
@@ -131,7 +121,6 @@ class Codebooks(NamedTuple):
 class PackedRows(NamedTuple):
     """The keys, or the values, of a range of tokens. What grows with the text is no constant of the kernel. The stride
     of a token is: only then can the compiler load 16 bytes at once."""
-    codec: tl.constexpr  # name of the codec's class
     fold: tl.constexpr  # whose scales leave the products: each "token"'s, each "channel"'s; "": numbers are decoded
     width: tl.constexpr  # d, channels of a head
     data: torch.Tensor  # words: uint8; uint16, two bytes of codes at a time; or 16-bit numbers
@@ -149,10 +138,6 @@ class PackedRows(NamedTuple):
     groups: tl.constexpr  # scales of a token that leave the products, each of as many planes
     grid: Grid | None = None
     ternary: torch.Tensor | None = None  # of three levels, five to a byte: `ternary_table`
-    # what section 9 looks up, number by number: KVQuant's, SKVQ's (the group of each channel of all heads, (C) int32),
-    # and that of codebooks
-    levels: Levels | None = None
-    group: torch.Tensor | None = None
     books: Codebooks | None = None
 
 
@@ -228,10 +213,8 @@ def grid_of(grid, b, h, j0, j, ok, column, there):
     elif grid.tokens > 0:  # a static grid has only one row
         offset += j0 // grid.tokens * grid.token
     word = tl.load(grid.words + offset, mask, 0)
-    if grid.form == "fp8":
-        return fp8_number(word), fp8_number(word >> 8)
     scale, zero = word.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32), word.to(tl.int32) >> 16
-    if grid.form == "integer":  # scale * (code - zero)
+    if grid.integer:  # scale * (code - zero)
         return scale, -scale * zero.to(tl.float32)
     return scale, zero.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -551,41 +534,21 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.const
     tl.store(of_v + bh * S + j, sum_v, j < S)
 
 
-# ---- 9. Appendix: numbers that are decoded one by one. SKVQ and KVQuant look something up for each: they save no time
+# ---- 9. Numbers that are decoded one by one: 16-bit rows, codebooks, and groups too small for sections 3 and 4
 
 @triton.jit
 def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
     # The numbers (N, W) of the tokens j; of plane i, which is a head, or half of one: fp32, or 16 bits of centroids.
     channel, there = channels_of(rows, i)
-    if rows.codec == "Exact":
+    if rows.books is not None:
+        return decode_codebook(rows, b, h, j, ok, i)
+    elif rows.grid is not None:
+        code = code_at(rows, b, h, j, ok, channel, there)  # (N, W)
+        scale, zero = grid_of(rows.grid, b, h, j0, j, ok, channel // rows.grid.channels, there)  # (N or 1, W) both
+        return code.to(tl.float32) * scale + zero
+    else:  # 16 bits
         row = rows.data + b * rows.batch + h * rows.head + (j - rows.start).to(tl.int64)[:, None] * rows.token
         return tl.load(row + channel[None], ok[:, None] & there[None], 0).to(tl.float32)
-    elif rows.codec == "Codebook":
-        return decode_codebook(rows, b, h, j, ok, i)
-    else:
-        # the index of each channel's code in its row, and of its scale in the grid
-        index, group = channel, channel // rows.grid.channels  # (W) both
-        if rows.codec != "Affine":  # all heads of a token are one row
-            index = channel + h * rows.width
-        if rows.codec == "ClippedGroups":  # groups are any channels
-            group = tl.load(rows.group + index, there, 0)
-        # number * scale + zero; the number is the code, or one of KVQuant's levels
-        number = code_at(rows, b, h, j, ok, index, there)  # (N, W)
-        if rows.levels is not None:
-            number = tl.load(rows.levels.levels + number)
-        scale, zero = grid_of(rows.grid, b, h, j0, j, ok, group, there)  # (N or 1, W) both
-        x = number.to(tl.float32) * scale + zero
-        # KVQuant's outliers, a CSR matrix with a row for each token, overwrite x
-        if rows.codec == "NonUniform" and rows.levels.row_end is not None:
-            row = j * rows.levels.sequences + b  # (N)
-            stop = tl.load(rows.levels.row_end + row, ok, 0)  # (N)
-            start = tl.load(rows.levels.row_end + row - 1, ok & (row > 0), 0)  # (N)
-            for n in range(0, tl.max(stop - start, 0)):  # the n-th outlier of every token
-                here = start + n < stop  # (N)
-                column = tl.load(rows.levels.columns + start + n, here, -1) - h * rows.width  # (N)
-                value = tl.load(rows.levels.numbers + start + n, here, 0).to(tl.float32)  # (N)
-                x = tl.where((column[:, None] == channel[None]) & there[None], value[:, None], x)
-        return x
 
 
 @triton.jit
@@ -622,11 +585,3 @@ def code_at(rows, b, h, j, ok, index, there):
             word = tl.load(rows.ternary + word)
         code |= ((word.to(tl.int32) >> index // SIZE * BITS) & (2 ** BITS - 1)) << field(rows.sections, n, "low")
     return code
-
-
-@triton.jit
-def fp8_number(x):
-    # Bytes of e4m3 -> fp32. The exponent and the digits, read as fp16's, are 2**8 times smaller.
-    x = x.to(tl.uint16)
-    bits = (x & 127) << 7 | (x & 128) << 8  # digits, exponent | sign
-    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256

@@ -185,17 +185,20 @@ class LayerCache:
         # quantize, then read: a query reads even its own token from its codes
         if self.quantizes_first:
             if self.is_choosing and self.method.uses_scores:
-                K, _ = self.read()
-                self.score(q, seen, K)
+                self.score(q, seen, self.answer(q, seen))
             self.quantize()
-            return self.read()
+            return self.answer(q, seen)
 
         # read, then quantize: queries see the new tokens in full precision
-        K, V = self.read()
+        answer = self.answer(q, seen)
         if self.is_choosing and self.method.uses_scores:
-            self.score(q, seen, K)
+            self.score(q, seen, answer)
         self.quantize()
-        return K, V
+        return answer
+
+    def answer(self, q, seen):
+        """What the new queries attend to: `read`. (With kernels, the output of their attention.)"""
+        return self.read()
 
     def quantize(self):
         """Answer the three questions: When, Keep, Code."""
@@ -229,9 +232,10 @@ class LayerCache:
             K = self.rope.rotate(K.float())  # the token in row t is at position t
         return K.to(self.dtype), V.to(self.dtype)
 
-    def score(self, q, seen, K):
-        """Add the method's scores, given the new queries and K (B, Hkv, S, d), in full precision where it still is."""
-        q = self.rope.rotate(q, seen)  # (B, H, T, d)
+    def score(self, q, seen, answer):
+        """Add the method's scores, given the new queries, and K and V (B, Hkv, S, d), in full precision where they
+        still are."""
+        q, K = self.rope.rotate(q, seen), answer[0]  # (B, H, T, d), (B, Hkv, S, d)
         of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
         if not of_keys.shape == of_values.shape == K.shape[:3]:
             raise UserError(f"`score` of {type(self.method).__name__} has to give the scores of keys and of values, "

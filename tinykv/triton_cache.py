@@ -1,6 +1,6 @@
 """The cache whose attention is the kernels of kernels.py: `--attention triton`.
 
-    packed_rows    keys or values as the kernels read them, made where their codes change
+    coded_rows     keys or values as the kernels read them, made where tokens are quantized
     kept_tokens    the kept tokens' rows, which are read instead of their codes
     plan           a launch of the kernel for each range of tokens that lie alike, and one for these
     attention      of the new queries to all tokens: run these launches, and merge their outputs
@@ -9,22 +9,20 @@
 """
 import math
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
 
 import kernels
-from kernels import FMA, LIFT, LOG2E, Codebooks, Grid, Kept, Levels, PackedRows, Plane, Turn
+from kernels import FMA, LIFT, LOG2E, Codebooks, Grid, Kept, PackedRows, Plane, Turn
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import TERNARY, Codes, Exact, factors_of, largest_code, sections
-from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.codebook import Codebook
-from tinykv.codecs.nonuniform import NonUniform
 from tinykv.methods.antkv import AnTKV
 from tinykv.model import turned
 
@@ -42,60 +40,66 @@ def made(kind, **fields):
     return kind(**{name: tl.constexpr(x) if declared[name] is tl.constexpr else x for name, x in fields.items()})
 
 
-def made_rows(codec, data, of_row, width, halves, planes=None, words=None, step=1, fold="", groups=1, start=0, **more):
-    """PackedRows of words `data` (B, heads, T, words of a row), 1 head where those of a token are one row, in the
-    sections `of_row`. Without `planes` numbers are decoded one by one: a plane is a head, or half of one."""
-    if planes is None:
-        words = width // halves
-        planes = tuple(Plane(half * words, 0, (), (), ()) for half in range(halves))
-    batch, head, token, word = data.stride()
-    assert word == 1 or data.shape[3] == 1, "the words of a row have to be neighbours"
-    if data.shape[1] == 1:
-        head = 0
-    # three levels, five to a byte, become two bits each by a table
-    ternary = ternary_table(data.device) if any(s.bits == TERNARY for s in of_row) else None
-    of_row = tuple(s._replace(bits=math.ceil(s.bits)) for s in of_row)
-    return made(PackedRows, codec=codec, fold=fold, width=width, data=data, batch=batch, head=head, token=token,
-                start=start, sections=of_row, n_sections=len(of_row), planes=planes, n_planes=len(planes), words=words,
-                tile=max(16, triton.next_power_of_2(words)), step=step, groups=groups, ternary=ternary, **more)
+class Cut(NamedTuple):
+    """Words of a row, and the planes into which these cut a head: see `PackedRows`."""
+    data: torch.Tensor  # (B, heads, T, words of a row), 1 head where those of a token are one row
+    planes: tuple
+    words: int
+    step: int = 1
 
 
-def made_grid(words, tokens, channels, form="offset"):
-    """Grid of words (B or 1, Hkv or 1, groups of `tokens`, groups of `channels`): see `side_by_side`."""
-    batch, head, token, channel = words.stride()
-    batch, head = batch * (words.shape[0] > 1), head * (words.shape[1] > 1)  # 0: one for all
-    return made(Grid, words=words, batch=batch, head=head, token=token, channel=channel, tokens=tokens,
-                channels=channels, form=form)
+def uncut(data, width, halves):
+    """The Cut of numbers that are decoded one by one: a plane is the head, or half of it."""
+    words = width // halves
+    return Cut(data, tuple(Plane(half * words, 0, (), (), ()) for half in range(halves)), words)
 
 
 def planes_of(packed, bits, width, piece):
-    """How codes `packed` of `width` channels a head are cut into planes: arguments of `made_rows`. No plane has
-    channels of two pieces: of the groups that share a scale, or of the halves of a head. None if that cannot be."""
+    """The Cut of codes (B, Hkv, T, bytes) of `width` channels a head. No plane has channels of two pieces: of the
+    groups that share a scale, or of the halves of a head. None if that cannot be."""
     of_row = sections(width, bits)
-    codes = len(factors_of(of_row[0].bits))  # of a byte of the first section
-    run = of_row[-1].size  # channels that lie in the same bits of all bytes: of the last section, the fewest
+    size, apart = of_row[0].size, math.ceil(of_row[0].bits)  # bytes of the first section; bits from a code to the next
+    end = size * len(factors_of(of_row[0].bits))  # channels of the first section, which it may not fill
+    run = of_row[-1].size  # neighbours that lie in the same bits of all bytes: fewest in the last section
     if len(of_row) > 1 or piece < width:
-        if of_row[0].size * codes != width or width % run or run % piece and piece % run:
+        if end != width or width % run or run % piece and piece % run:
             return None
-    span = run // max(1, run // piece)  # channels of a slice: a plane, or two of them
+
+    # 1. a slice: neighbours of one run and one piece. If it is long enough, its bytes are read two at a time, and it
+    #    is two planes: channels 0, 2, 4 .. are the low bytes of the words, channels 1, 3, 5 .. the high ones
+    span = min(run, piece)
     words, step = span, 1
     even = all(x % 2 == 0 for x in (packed.storage_offset(), *packed.stride()[:3]))
-    if span % 32 == 0 and even and bits != TERNARY:  # two bytes are a word
+    if span % 32 == 0 and even and bits != TERNARY:
         words, step, packed = span // 2, 2, packed.view(torch.uint16)
 
-    # ten bits are a subnormal number: a code that ends higher is shifted, with those that are as high
-    apart = math.ceil(of_row[0].bits)  # bits from a code to the next
-    ten = (10 - math.ceil(bits)) // apart * apart + apart
+    # 2. a masked code has to end within ten bits: one that lies higher is shifted down to where another one lies
+    low_bits = (10 - math.ceil(bits)) // apart * apart + apart  # a code may begin below this bit
     planes = []
-    for first in range(0, of_row[0].size * codes, span):
+    for first in range(0, end, span):
         for byte in range(step):
-            low = (first // of_row[0].size * apart + 8 * byte) % ten
+            low = (first // size * apart + 8 * byte) % low_bits  # the bit to which the plane's codes are shifted
             slices = tuple((s.first + first % s.size) // span for s in of_row)
-            found = [first // s.size * math.ceil(s.bits) + 8 * byte for s in of_row]  # the bits where they begin
-            shifts = tuple(bit - low - s.low for bit, s in zip(found, of_row))
+            begins = [first // s.size * math.ceil(s.bits) + 8 * byte for s in of_row]  # the bits where its parts begin
+            shifts = tuple(begin - low - s.low for begin, s in zip(begins, of_row))
             masks = tuple(largest_code(math.ceil(s.bits)) << low + s.low for s in of_row)
             planes.append(Plane(first + byte, low, slices, shifts, masks))
-    return dict(data=packed, planes=tuple(planes), words=words, step=step)
+    return Cut(packed, tuple(planes), words, step)
+
+
+def made_rows(cut, width, of_row=(), fold="", groups=1, start=0, grid=None, books=None):
+    """PackedRows. of_row: the sections of a row of codes; () of 16-bit numbers."""
+    batch, head, token, word = cut.data.stride()
+    assert word == 1 or cut.data.shape[3] == 1, "the words of a row have to be neighbours"
+    if cut.data.shape[1] == 1:
+        head = 0
+    # three levels, five to a byte, become two bits each by a table
+    ternary = ternary_table(cut.data.device) if any(s.bits == TERNARY for s in of_row) else None
+    of_row = tuple(s._replace(bits=math.ceil(s.bits)) for s in of_row)
+    return made(PackedRows, fold=fold, width=width, data=cut.data, batch=batch, head=head, token=token, start=start,
+                sections=of_row, n_sections=len(of_row), planes=cut.planes, n_planes=len(cut.planes), words=cut.words,
+                tile=max(16, triton.next_power_of_2(cut.words)), step=cut.step, groups=groups, grid=grid,
+                ternary=ternary, books=books)
 
 
 @lru_cache
@@ -106,101 +110,76 @@ def ternary_table(device):
     return sum(digits).to(torch.uint16).to(device)
 
 
-def side_by_side(codes, names=("scale", "zero")):
-    """Let each scale and its zero point lie side by side -> these words, in the shape of the scales."""
-    scale, zero = (getattr(codes, name) for name in names)
-    if zero.data_ptr() != scale.data_ptr() + scale.itemsize:  # codes are new, or others were appended
-        pairs = torch.stack([scale, zero.view(scale.dtype)], dim=-1)
-        scale, zero = pairs[..., 0], pairs[..., 1].view(zero.dtype)
-        vars(codes).update(zip(names, (scale, zero)))
-    pairs = scale.as_strided((*scale.shape, 2), (*scale.stride(), 1))
-    return pairs.view(torch.int32 if scale.itemsize == 2 else torch.int16)[..., 0]
+def side_by_side(grid):
+    """Lay each scale beside its zero point -> the words of both, in the shape of the scales.
 
-
-@lru_cache(maxsize=1024)
-def static_words(scale, zero):
-    """The same of static grids, which every text reads: made once."""
-    return side_by_side(Codes(None, scale=scale, zero=zero))
+    grid: what has the tensors `scale` and `zero`. They become views of the words, so the cache holds neither twice.
+    """
+    pairs = torch.stack([grid.scale, grid.zero.view(torch.float16)], dim=-1)  # (..., 2)
+    grid.scale, grid.zero = pairs[..., 0], pairs[..., 1].view(grid.zero.dtype)
+    return pairs.view(torch.int32)[..., 0]
 
 
 def exact_rows(codec, codes, kind, halves, start=0):
-    return made_rows("Exact", codes.packed, (), codes.packed.shape[3], halves, start=start)
+    width = codes.packed.shape[3]
+    return made_rows(uncut(codes.packed, width, halves), width, start=start)
 
 
 def affine_rows(codec, codes, kind, halves):
-    d, packed, static, of_row = codec.width, codes.packed, codec.static, sections(codec.width, codec.bits)
+    d, packed, of_row = codec.width, codes.packed, sections(codec.width, codec.bits)
     # (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d); of a static grid B and T are 1
-    words = static_words(codec.scale, codec.zero)[None] if static else side_by_side(codes)
+    if codec.static:
+        words = side_by_side(SimpleNamespace(scale=codec.scale, zero=codec.zero))[None]
+    else:
+        words = side_by_side(codes)
 
     # which tokens, and which channels, share a scale
     if codec.axis == "token":
         words, tokens, channels = words[..., 0], 1, codec.group
     else:
         words, tokens, channels = words[..., 0, :], codec.group or packed.shape[2], 1
-    if static:
-        tokens = 0
-    grid = made_grid(words, tokens, channels, "integer" if codec.formula == "integer-zero" else "offset")
+    batch, head, token, channel = words.stride()
+    batch, head = batch * (words.shape[0] > 1), head * (words.shape[1] > 1)  # 0: one for all
+    grid = made(Grid, words=words, batch=batch, head=head, token=token, channel=channel, channels=channels,
+                tokens=0 if codec.static else tokens, integer=codec.formula == "integer-zero")
 
     # whether scales leave the products: a token's; of keys a channel's, before RoPE if static
-    fields = None
+    fold, groups, cut = "", 1, None
     if codec.axis == "token" and halves == 1:
-        fold, groups, fields = "token", d // codec.group, planes_of(packed, codec.bits, d, codec.group)
-    elif kind == "k" and codec.axis == "channel" and (static or halves == 1 and math.gcd(tokens, TILE) >= 16):
-        fold, groups, fields = "channel", 1, planes_of(packed, codec.bits, d, d // halves)
-    if fields is None:
-        return made_rows("Affine", packed, of_row, d, halves, grid=grid)
-    return made_rows("Affine", of_row=of_row, width=d, halves=halves, fold=fold, groups=groups, grid=grid, **fields)
-
-
-def nonuniform_rows(codec, codes, kind, halves):
-    if codec.axis == "channel":
-        words = static_words(codec.half, codec.mid)  # (C)
-        grid = made_grid(words.unflatten(0, (-1, codec.width))[None, :, None], 0, 1)
-    else:
-        grid = made_grid(side_by_side(codes, ("half", "mid")), 1, codec.width)
-    levels = Levels(codec.levels)
-    if codec.outliers and codes.values.numel():
-        row_end = codes.row_end[:, 0, :, 0].T.contiguous()  # (T, B)
-        levels = Levels(codec.levels, row_end, codes.values, codes.columns, row_end.shape[1])
-    of_row = sections(codec.channels, codec.bits)
-    return made_rows("NonUniform", codes.packed, of_row, codec.width, halves, grid=grid, levels=levels)
-
-
-def clipped_rows(codec, codes, kind, halves):
-    words = side_by_side(codes)  # (B, 1, T, n)
-    grid = made_grid(words, 1, 1, "fp8" if words.itemsize == 2 else "offset")
-    of_row = sections(codec.channels, codec.bits)
-    return made_rows("ClippedGroups", codes.packed, of_row, codec.width, halves, grid=grid, group=codec.group)
+        fold, groups, cut = "token", d // codec.group, planes_of(packed, codec.bits, d, codec.group)
+    elif kind == "k" and codec.axis == "channel":
+        if codec.static or halves == 1 and math.gcd(tokens, TILE) >= 16:
+            fold, cut = "channel", planes_of(packed, codec.bits, d, d // halves)
+    if cut is None:
+        return made_rows(uncut(packed, d, halves), d, of_row, grid=grid)
+    return made_rows(cut, d, of_row, fold, groups, grid=grid)
 
 
 def codebook_rows(codec, codes, kind, halves):
     of_row, centroids = sections(codec.slots, codec.code_bits), codec.centroids.contiguous()
     books = made(Codebooks, centroids=centroids, n=codec.n, m=0 if len(centroids) == 1 else codec.m,
                  side=math.gcd(codec.n, codec.width // halves))
-    return made_rows("Codebook", codes.packed, of_row, codec.width, halves, books=books)
+    return made_rows(uncut(codes.packed, codec.width, halves), codec.width, of_row, books=books)
 
 
-ROWS = {Exact: exact_rows, Affine: affine_rows, NonUniform: nonuniform_rows, ClippedGroups: clipped_rows,
-        Codebook: codebook_rows}
+ROWS = {Exact: exact_rows, Affine: affine_rows, Codebook: codebook_rows}
 
 
-def packed_rows(rows, begin, halves):
-    """The coded, or the recent, tokens of a CachedRows: those that `begin` is one of."""
-    if begin >= rows.n_coded:
-        return exact_rows(None, Codes(rows.recent), rows.kind, halves, rows.n_coded)
-    if rows.codes not in MADE:
-        MADE[rows.codes] = ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)
-    return MADE[rows.codes]
+def coded_rows(rows, halves):
+    """What the kernels read of the codes of a CachedRows."""
+    return ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)
 
 
-MADE = WeakKeyDictionary()  # {Codes: PackedRows}: where tokens are quantized, new codes replace these
+def recent_rows(rows, halves):
+    """The same of its recent tokens."""
+    return exact_rows(None, Codes(rows.recent), rows.kind, halves, rows.n_coded)
 
 
 def check_kernels(method):
     """UserError for a method whose codes, or scores, no kernel knows."""
     unknown = None
     for codec in {codec for pair in method.codecs for codec in pair}:
-        if type(codec) not in ROWS:
+        if type(codec) not in ROWS:  # KVQuant's and SKVQ's look something up for each number: that would save no time
             unknown = f"the codec {type(codec).__name__}"
         elif type(codec) is Codebook and codec.n & codec.n - 1:
             unknown = f"vectors of {codec.n} channels, which is no power of two"
@@ -239,15 +218,17 @@ TILES = {  # decoding, and many queries at once
     "rotated": (Tile(16, 32, 1, 1), Tile(16, 64, 4, 1)),
     # one stage: only then are centroids loaded through the L1 cache
     "Codebook": (Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)),
-    # an address, a level, or outliers for every channel
+    # an address for every channel
     "single": (Tile(16, 32, 4, 3, 255), Tile(16, 32, 8, 3)),
 }
 
 
 def kind_of(rows, halves):
     """What of TILES these PackedRows are; halves: 2 for keys before RoPE."""
-    if rows.codec.value != "Exact" and not rows.fold.value:
-        return "Codebook" if rows.books is not None else "single"
+    if rows.books is not None:
+        return "Codebook"
+    if rows.grid is not None and not rows.fold.value:
+        return "single"
     if halves == 2:
         return "rotated"
     return "ternary" if rows.ternary is not None else rows.fold.value or "exact"
@@ -283,16 +264,24 @@ class Attended(NamedTuple):
     kept_keys: torch.Tensor | None
 
 
-def attention(q, keys, values, rope=None, window=None, kept=None):
+class Made(NamedTuple):
+    """What is made where tokens are quantized, and read until the next are."""
+    n_coded: tuple  # of keys and of values, then
+    k: PackedRows | None  # the codes; None where there are none
+    v: PackedRows | None
+    kept: "KeptTokens | None"
+
+
+def attention(q, keys, values, made, rope=None, window=None):
     """Attention of the T newest tokens to all: q (B, H, T, d), rotated; keys and values: CachedRows -> Attended.
 
-    Equals reading keys and values, and scaled_dot_product_attention, and writes neither. rope: where keys are stored
-    before it. window: of a model with a sliding window. kept: KeptTokens of these keys and values.
+    Equals reading keys and values, and scaled_dot_product_attention, and writes neither. made: Made of these. rope:
+    where keys are stored before it. window: of a model with a sliding window.
     """
     B, H, T, d = q.shape
     Hkv, S, q = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2], q.contiguous()
-    kept_keys = rotated(kept, rope, S).to(q.dtype) if kept else None  # (B, Hkv, n, d)
-    launches = plan(q, keys, values, rope, kept, kept_keys)
+    kept_keys = rotated(made.kept, rope, S).to(q.dtype) if made.kept else None  # (B, Hkv, n, d)
+    launches = plan(q, keys, values, made, rope, kept_keys)
     n_pieces = sum(launch.pieces for launch in launches)
     acc = torch.empty(n_pieces, B, H, T, d, dtype=torch.float32, device=q.device)
     top, total = torch.empty(2, n_pieces, B, H, T, dtype=torch.float32, device=q.device)  # (pieces, B, H, T) both
@@ -323,15 +312,16 @@ class Launch(NamedTuple):
     dot: tl.dtype  # what the operands of its products are rounded to
 
 
-def plan(q, keys, values, rope, kept, kept_keys):
+def plan(q, keys, values, made, rope, kept_keys):
     """The launches: the text is cut where keys, or values, begin to be recent; kept rows are a part of their own."""
     B, H, T, _ = q.shape
-    Hkv, S, halves = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2], 1 if rope is None else 2
+    Hkv, S, kept = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2], made.kept
     coded = max(keys.n_coded, values.n_coded)
     parts = []  # (begin, end, k, v, RoPE, Kept)
     cuts = sorted({0, keys.n_coded, values.n_coded, S})
     for begin, end in zip(cuts, cuts[1:]):
-        k, v = packed_rows(keys, begin, halves), packed_rows(values, begin, 1)
+        k = made.k if begin < keys.n_coded else recent_rows(keys, 1 if rope is None else 2)
+        v = made.v if begin < values.n_coded else recent_rows(values, 1)
         parts.append((begin, end, k, v, rope, kept.left_out if kept and begin < coded else Kept()))
     if kept:
         k, v = (exact_rows(None, Codes(x), None, 1) for x in (kept_keys, kept.values.to(q.dtype)))
@@ -387,8 +377,8 @@ def kept_tokens(keys, values):
     # one that stands there again, or is recent, gets a position that no query sees
     again = torch.nn.functional.pad(positions[:, :, 1:] == positions[:, :, :-1], (1, 0))  # (B, 1 or Hkv, n)
     seen_once = positions.masked_fill(again | (positions >= coded), torch.iinfo(torch.int32).max)
-    # among the codes the others are left out; a multiple of 16 long, or the kernels would be compiled anew where a
-    # stride becomes one
+    # among the codes the others are left out; padded to a multiple of 16, as Triton compiles a kernel anew where
+    # divisibility by 16 changes
     size = triton.cdiv(coded + 1, 16) * 16
     index = positions.clamp(max=coded).long()  # (B, 1 or Hkv, n): a recent one writes after the codes
     left_out = torch.zeros(*index.shape[:2], size, dtype=torch.int8, device=index.device).scatter_(2, index, 1)
@@ -420,9 +410,9 @@ def rows_at(rows, positions):
 def decoded_at(rows, positions):
     """The coded tokens at positions (B, Hkv, n), decoded: (B, Hkv, n, d). UserError if one alone cannot be."""
     B, Hkv, n = positions.shape
-    if rows.codec.tokens_per_group > 1 or getattr(rows.codec, "outliers", 0):
+    if rows.codec.tokens_per_group > 1:
         raise UserError("a key is kept without its value, or a value without its key, and no kernel reads the other "
-                        f"where tokens share a scale or have outliers, as in {rows.codec!r}; use --attention fused")
+                        f"where tokens share a scale, as in {rows.codec!r}; use --attention fused")
     as_row = rows.codes.packed.shape[1] == 1  # all heads of a token are one row: decode it for each head that asks
     index = positions.flatten(1)[:, None] if as_row else positions  # (B, 1, Hkv * n) or (B, Hkv, n)
     batch, head = (torch.arange(size, device=index.device)[:, None] for size in index.shape[:2])  # (B, 1), (h, 1)
@@ -481,39 +471,26 @@ def product_type(q, *sides):
 # The cache
 
 class TritonLayer(LayerCache):
-    """A layer that can also attend, by the kernels, from its codes as they are."""
+    """A layer whose `update` returns the attention's output: the kernels read its codes as they are."""
 
     window = None  # of a model with a sliding window
-    kept = kept_at = None  # KeptTokens, and n_coded of keys and of values then
+    made = None
 
-    def attend(self, q, k, v, seen):
-        """`update`, but what it would read is attended to: the output for the new tokens, (B, H, T, d)."""
-        self.append(k, v)
-        q = self.rope.rotate(q, seen)  # (B, H, T, d)
-
-        # quantize, then attend
-        if self.quantizes_first:
-            if self.is_choosing and self.method.uses_scores:
-                self.add_scores(self.attended(q), seen)
-            self.quantize()
-            return self.attended(q).out
-
-        # attend, then quantize
-        attended = self.attended(q)
-        if self.is_choosing and self.method.uses_scores:
-            self.add_scores(attended, seen)
-        self.quantize()
-        return attended.out
+    def answer(self, q, seen):
+        """The attention of the new queries (B, H, T, d) to all tokens: `Attended`."""
+        return self.attended(self.rope.rotate(q, seen))
 
     def attended(self, q):
-        """The attention of q (B, H, T, d), rotated, to all tokens: `Attended`. Nothing is decoded."""
-        n_coded = self.keys.n_coded, self.values.n_coded
-        if self.kept_at != n_coded:  # only where tokens are quantized, others may be kept
-            self.kept_at, self.kept = n_coded, kept_tokens(self.keys, self.values)
+        """The same of rotated queries. Nothing is decoded."""
         rope = self.rope if self.method.rope == "pre" else None
-        return attention(q, self.keys, self.values, rope, self.window, self.kept)
+        n_coded = self.keys.n_coded, self.values.n_coded
+        if self.made is None or self.made.n_coded != n_coded:
+            k = coded_rows(self.keys, 1 if rope is None else 2) if n_coded[0] else None
+            v = coded_rows(self.values, 1) if n_coded[1] else None
+            self.made = Made(n_coded, k, v, kept_tokens(self.keys, self.values))
+        return attention(q, self.keys, self.values, self.made, rope, self.window)
 
-    def add_scores(self, attended, seen):
+    def score(self, q, seen, attended):
         """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention's log-sum-exp, too."""
         q, Hkv = attended.q, self.keys.recent.shape[1]
         recent = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
@@ -522,8 +499,9 @@ class TritonLayer(LayerCache):
         of_keys, of_values = anchor_scores(q, recent, attended.lse, self.window)  # (B, Hkv, r) both
 
         kept_keys = kept_values = None
-        if self.kept is not None:  # values are kept where keys are: see `check_kernels`
-            positions = self.kept.positions[:, :, None]  # (B, 1 or Hkv, 1, n)
+        kept = self.made.kept
+        if kept is not None:  # values are kept where keys are: see `check_kernels`
+            positions = kept.positions[:, :, None]  # (B, 1 or Hkv, 1, n)
             K = attended.kept_keys.float().repeat_interleave(q.shape[1] // Hkv, dim=1)  # (B, H, n, d)
             s = q.float() @ K.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, n)
             A = torch.exp(s - attended.lse[..., None])  # (B, H, T, n)
@@ -534,7 +512,7 @@ class TritonLayer(LayerCache):
             of_queries = A * (1 - A) * q.norm(dim=-1, keepdim=True, dtype=torch.float32)  # (B, H, T, n)
             sums = [x.unflatten(1, (Hkv, -1)).sum((2, 3)) for x in (of_queries, A)]  # (B, Hkv, n) both
             kept_keys, kept_values = (
-                x.gather(2, torch.searchsorted(self.kept.positions, rows.kept_positions.contiguous()))
+                x.gather(2, torch.searchsorted(kept.positions, rows.kept_positions.contiguous()))
                 for x, rows in zip(sums, (self.keys, self.values)))  # (B, Hkv, count) both
         self.keys.accumulate(of_keys, kept_keys)
         self.values.accumulate(of_values, kept_values)
@@ -554,7 +532,7 @@ class TritonCache(KVCache):
     def attend(self, layer, q, k, v, seen):
         """Add new tokens to a layer; returns the attention's output for them, (B, H, T, d)."""
         self.reading = True
-        return self.layers[layer].attend(q, k, v, seen)
+        return self.layers[layer].update(q, k, v, seen).out
 
     def top_k(self, x, k):
         return kernels.topk_outliers(x, k)

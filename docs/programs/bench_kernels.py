@@ -43,14 +43,12 @@ CASES = {  # name: (method, its settings)
     "2-bit kivi, groups of 32": ("kivi", {}),
     "2-bit static, K before RoPE": ("rtn", {"scheme": "channel-static"}),
     "2-bit kvsink, 5 kept": ("kvsink", {"emergence_layer": 0, "outlier_channel": 0, **TOKEN}),
-    "2-bit skvq": ("skvq", {}),
-    "2-bit kvquant, 1% outliers": ("kvquant", {}),
     **{f"{bits:g}-bit codebooks {vq}": ("cq", {"vq": vq})
        for vq, bits in (("d2m256", 4), ("d4m256", 2), ("d8m256", 1), ("d16m4096", 0.75))},
     "1-bit antkv, 1% kept": ("antkv", {"vq": "d8m256"}),
 }
 DECODED = ("fp16", "4-bit per token", "2-bit per token", "2-bit kivi, groups of 32", "2-bit kvsink, 5 kept",
-           "2-bit kvquant, 1% outliers", "1-bit codebooks d8m256", "1-bit antkv, 1% kept")
+           "1-bit codebooks d8m256", "1-bit antkv, 1% kept")
 SHAPES = {  # L, D, MLP, H, Hkv, d, vocabulary, theta
     "LLaMA-3-8B": (32, 4096, 14336, 32, 8, 128, 128256, 500000.0),
     "LLaMA-2-7B": (32, 4096, 11008, 32, 32, 128, 32000, 10000.0),
@@ -70,17 +68,11 @@ def method_of(name, config, device):
     method = METHODS[kind](config, **settings)
     heads, d = config.num_key_value_heads, config.head_dim
     for codec in (codec for pair in method.codecs for codec in pair):
-        # (h): a hundredth of normal numbers lie beyond
-        wide = torch.full((heads * d,), 2.5, device=device)
         if "centroids" in codec.tables:
             codec.centroids = torch.randn(codec.slots, codec.m, codec.n, device=device).half()
-        elif "group" in codec.tables:
-            codec.regroup(torch.arange(heads * d, device=device) % (heads * d // codec.group_size))
-        elif "levels" in codec.tables:
-            codec.levels = torch.linspace(-1, 1, 2 ** codec.bits, device=device).half()  # (2**bits)
-            codec.set_range(-wide, wide)
         elif codec.needs_text:
-            codec.set_range(-wide.view(heads, d), wide.view(heads, d))
+            wide = torch.full((heads, d), 2.5, device=device)  # (Hkv, d)
+            codec.set_range(-wide, wide)
     return method
 
 
@@ -206,7 +198,7 @@ def jobs_of(quick):
     """The cases that are compiled: all of them at LLaMA-3-8B's shape, and those with planes at other shapes, too."""
     names = [name for name in CASES if name not in UNCOMPILED]
     if quick:
-        names = ["fp16", "2-bit per token", "2-bit skvq", "1-bit codebooks d8m256"]
+        names = ["fp16", "2-bit per token", "1-bit codebooks d8m256"]
     jobs = [(sm, name, 128, 4, T) for sm in (90, 80) for name in names for T in (1, 128)]
     shapes = [(64, 4), (80, 4), (128, 1), (128, 8)]
     if quick:

@@ -367,20 +367,6 @@ def embedded_model():
     ]
 
 
-def kernels():
-    def of(row, column, next=0):
-        return cell("docs/kernels.md", row, column, next)
-    last, two = "LLaMA-2-7B: 128K, 8", "2-bit per token"
-    tokens = [of("tokens a second of it", "fp16", next) for next in range(5)]
-    return [
-        f"2 bits per token are {of(two, '32K, 8')} times as fast at 32K tokens and 8 sequences, {of(two, last)} times "
-        "in the last column. 1 bit gains little more",
-        f"made 2 bits take {of(two, last) / of('2-bit kvsink, 5 kept', last):.1f} times as long",
-        f"2 bits have room for {of('batch', two) / of('batch', 'fp16'):.0f} times as many sequences, and give "
-        f"{span([found / tokens[0] for found in tokens[2:]], '.1f')} times as many tokens a second",
-    ]
-
-
 def serving():
     row = results.SERVED["q8_0 keys, q4_0 values, both rotated"]
     keys, values = (loss(f"docs/examples/formats.py:Formats --scheme {k} --v-scheme {v}")
@@ -395,8 +381,7 @@ def serving():
 
 COMPUTED = {"README.md": readme, "analysis.md": analysis, "methods.md": methods, "results.md": results_md,
             "own_codec.md": own_codec, "real_models.md": real_models, "tour.md": tour, "walkthrough.md": walkthrough,
-            "embedded_model.md": embedded_model, "kernels.md": kernels,
-            "serving.md": serving}
+            "embedded_model.md": embedded_model, "serving.md": serving}
 
 
 def of_page(name):

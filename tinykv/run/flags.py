@@ -94,15 +94,21 @@ def set_up(args, loaded=None):
     return Setup(args, config, tokenizer, devices, dtype, context, cli.batch_of(args, context), writes)
 
 
-def cache_class_of(setup, entries):
-    """The cache class that --attention evaluates with. UserError if triton has no GPU, or no kernel for a method's
-    codec."""
+def cache_class_of(setup, entries, left_out):
+    """The cache class that --attention evaluates with. UserError if triton has no GPU, or no kernel for the codec of a
+    method that was asked for by name; others are left out."""
     if setup.args.attention != "triton":
         return KVCache
     from tinykv import triton_cache  # only now: it needs triton
     triton_cache.check_device(setup.device)
-    for entry in entries.values():
-        triton_cache.check_kernels(entry.method)
+    for title, entry in list(entries.items()):
+        try:
+            triton_cache.check_kernels(entry.method)
+        except UserError as error:
+            if entry.name in setup.args.method:
+                raise
+            left_out[title] = error
+            del entries[title]
     return triton_cache.TritonCache
 
 
