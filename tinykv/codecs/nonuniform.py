@@ -58,6 +58,8 @@ class NonUniform(Codec):
     def __init__(self, bits, heads, width, axis, outliers, sensitivity="fisher-range", q_norm=None):
         self.bits, _ = known_bits(bits, range(1, 9))
         self.width, self.channels = width, heads * width
+        if axis == "token" and round(outliers * self.channels) == 0:
+            outliers = 0  # a row is too short for even one: nothing has to be listed
         self.axis, self.outliers, self.sensitivity = axis, outliers, sensitivity
         self.needs_gradient = sensitivity != "none"
         self.q_norm = q_norm == "on" or (q_norm is None and bits == 2)

@@ -27,5 +27,10 @@ class SKVQ(CodecMethod):
                          reorder=reorder, clip=clip, alpha=alpha, metadata=metadata, sensitivity=sensitivity)
         self.preserve, self.recent = preserve, recent
 
+    def describe(self):
+        codec = self.codecs[0].k
+        if codec.reorder and codec.group_size == codec.channels:
+            return f"one group is all {codec.channels} channels of a token: nothing to regroup (see --group-size)"
+
     def keep_keys(self, layer_cache, n):
         return first_tokens(layer_cache, self.preserve)  # (B, 1, preserve)
