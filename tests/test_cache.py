@@ -116,7 +116,9 @@ def test_a_token_that_is_repeated_is_kept_once():
     assert kept_tokens(SimpleNamespace(kept_positions=torch.tensor([[[4, 4, 4], [1, 2, 3]]]))) == 2
 
 
-@pytest.mark.parametrize("where, n", [("0.self_attn.o_proj", 1), ("1", 1), ("1.mlp", 2)])  # layers that hold them then
+@pytest.mark.parametrize("where, n", [
+    ("model.embed_tokens", 0), ("model.layers.0.self_attn.o_proj", 1), ("model.layers.1", 1), ("model.layers.1.mlp", 2),
+    ("model.norm", 2), ("lm_head", 2)])  # layers that hold them then
 @pytest.mark.parametrize("protocol, read", [("stream", 0), ("stream", 5), ("paper", 0)])
 def test_a_cache_that_a_forward_left_half_read_is_refused(protocol, read, where, n):
     """As Ctrl-C does in a notebook, whose next cell goes on with the cache."""
@@ -124,13 +126,13 @@ def test_a_cache_that_a_forward_left_half_read_is_refused(protocol, read, where,
     cache = KVCache(model, FP16(model.config), protocol)
     if read:
         model(tokens[:, :read], cache)
-    part = model.get_submodule(f"model.layers.{where}")
+    part = model.get_submodule(where)
     stop = part.register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         model(tokens[:, read:], cache)
     stop.remove()
     for go_on in model, partial(model.generate, max_new_tokens=1):
-        with pytest.raises(UserError, match="not all have read" + " .* in 1 of 2 layers" * (n == 1)):
+        with pytest.raises(UserError, match="begun and not ended" + ".* in 1 of 2 layers" * (n == 1)):
             go_on(tokens[:, read:], cache=cache)
     cache.reset()
     assert torch.equal(model(tokens, cache), model(tokens, KVCache(model, FP16(model.config), protocol)))

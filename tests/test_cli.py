@@ -301,7 +301,7 @@ def test_a_method_that_was_calibrated_on_another_model_is_refused(one_layer):
     model, tokenizer = hf.load(one_layer)
     method = METHODS["rtn"](model.config)
     calibrate(model, method, torch.arange(64).view(2, 32))
-    model.model["norm"].weight.data[7] += 1
+    model.model["layers"][0].self_attn.k_proj.weight.data[7] += 1
     with pytest.raises(UserError, match="RTN.* was calibrated on another model"):
         eval_ppl.compare(method, (model, tokenizer), context=32, windows=1)
 

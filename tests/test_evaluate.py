@@ -445,12 +445,12 @@ def test_compare_reads_an_edited_file_anew(one_layer, tmp_path):
 
 
 def test_a_method_runs_on_the_model_that_it_was_made_for_and_calibrated_on(one_layer):
-    """Also on another object of the same weights, and in another dtype; not where one weight, its place, RoPE or the
-    config is another."""
+    """Also on another object of the same weights, and in another dtype; not where weights, their place, RoPE or the
+    config are others."""
     (model, _), (same, _), (edited, _), (swapped, _), (slowed, _), (half, _) = (hf.load(one_layer) for _ in range(6))
     method, tokens = METHODS["rtn"](model.config), torch.arange(64).view(2, 32)
     calibrate(model, method, tokens)
-    edited.get_parameter("model.layers.0.mlp.up_proj.weight").data[3, 5] *= 1 + 2 ** -20
+    edited.get_parameter("model.layers.0.self_attn.v_proj.weight").data[3] *= 1.1
     attention = swapped.model["layers"][0].self_attn
     attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
     slowed.rope.freq = slowed.rope.freq / 4

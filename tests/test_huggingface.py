@@ -249,10 +249,13 @@ def test_a_method_that_was_calibrated_on_other_weights_is_refused():
     method = METHODS["rtn"](own.config)
     calibrate(own, method, tokens_of(2, 40))
     MethodCache(theirs, method).remove()
-    theirs.model.norm.weight.data[0] += 1
+    theirs.model.layers[0].self_attn.k_proj.weight.data *= 1.5
     with pytest.raises(UserError, match="calibrated on another model"):
         MethodCache(theirs, method)
-    MethodCache(theirs.to(torch.bfloat16), method).remove()  # which may be those that were rounded
+    with pytest.raises(UserError, match="calibrated on another model"):
+        MethodCache(theirs.to(torch.bfloat16), method)
+    theirs.model.layers[0].self_attn.k_proj.weight.data /= 1.5
+    MethodCache(theirs, method).remove()  # those weights, rounded
 
 
 def interrupted(model, cache):
@@ -283,7 +286,7 @@ ALL = torch.ones(1, 1, 6, 6, dtype=torch.bool)
                                              past_key_values=cache)),
     ("the model that it was made for",
      lambda model, cache: type(model)(model.config)(tokens_of(1, 1), past_key_values=cache)),
-    ("until `remove`", removed), ("not all have read", interrupted),
+    ("until `remove`", removed), ("begun and not ended", interrupted),
     ("calibrate", lambda model, cache: model(tokens_of(1, 6), past_key_values=MethodCache(
         model, METHODS["kvsink"](cache.inner.config)))),
     ("position_ids", lambda model, cache: model(tokens_of(1, 6), past_key_values=cache,

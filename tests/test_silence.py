@@ -11,10 +11,11 @@ from test_cli import refused
 import train_intact
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
-from tinykv.cache import LayerCache
+from tinykv.cache import KVCache, LayerCache
+from tinykv.calibrate import calibrate
 from tinykv.data import load_windows
 from tinykv.evaluate import measure, refuse_overflow
-from tinykv.files import save_tensors
+from tinykv.files import Tables, fingerprint, save_tensors
 from tinykv.hf import EMBEDDED
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
@@ -158,6 +159,71 @@ def test_what_a_method_gives_is_checked(command, mine, protocol, wrong, words):
 def test_a_setting_that_is_called_as_a_flag_is_refused(command, tmp_path, name):
     (tmp_path / "mine.py").write_text(MINE.replace('wrong="nothing"', f'wrong="nothing", {name}=1'))
     assert f"called {name}" in refused(command, "--method", f"{tmp_path / 'mine.py'}:Mine", *TINY)
+
+
+# ---- a model is known by what it computes
+
+def exchange(model):
+    layers = model.model["layers"]
+    layers[1], layers[2] = layers[2], layers[1]
+
+
+def permute(model):
+    """The same weights, and the same sum."""
+    weight = model.model["layers"][1].self_attn.k_proj.weight
+    weight.data = weight.data.flip(0)
+
+
+def hook(model):
+    model.model["layers"][1].self_attn.v_proj.register_forward_hook(lambda module, x, y: 1.2 * y)
+
+
+def slow(model):
+    model.rope.freq = model.rope.freq / 1.1
+
+
+def enlarge(model):
+    for weight in model.parameters():
+        weight.data *= 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", [exchange, permute, hook, slow, enlarge])
+def test_tables_serve_the_model_that_they_were_calibrated_on(tmp_path, change, dtype):
+    """Perhaps in another dtype. A folder's tables, too, and where the weights are the same."""
+    model, edited = (hf.load_model(EMBEDDED, dtype=of) for of in (torch.float32, dtype))
+    method = METHODS["rtn"](model.config)
+    calibrate(model, method, torch.arange(64).view(2, 32))
+    Tables(tmp_path, model).put("these", method.calibrated())
+    KVCache(edited, method)
+    change(edited)
+    with pytest.raises(UserError, match="calibrated on another model"):
+        KVCache(edited, method)
+    change(model)  # its weights are as they were, or not: the folder has no tables of what it computes now
+    assert Tables(tmp_path, model).get("these") is None
+
+
+def test_a_prefix_is_trained_for_what_rope_turns_by(tmp_path):
+    """But not for the last bit of it, which is another one on other machines."""
+    model = hf.load_model(EMBEDDED)
+    before = fingerprint(model)
+    model.rope.freq = model.rope.freq * (1 + 2 ** -22)
+    assert fingerprint(model) == before
+    slow(model)
+    assert fingerprint(model) != before
+
+
+@pytest.mark.parametrize("edit", [lambda method: setattr(method, "rope", "post"),
+                                  lambda method: setattr(method.codecs[2].v, "bits", 3)])
+def test_what_tables_depend_on_is_not_edited_after_calibration(edit):
+    model = hf.load_model(EMBEDDED)
+    method = METHODS["rtn"](model.config)
+    calibrate(model, method, torch.arange(64).view(2, 32))
+    method.recent = 8  # which tables do not depend on
+    KVCache(model, method)
+    edit(method)
+    with pytest.raises(UserError, match="changed since it was calibrated"):
+        KVCache(model, method)
 
 
 # ---- learned files

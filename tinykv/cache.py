@@ -306,7 +306,7 @@ class KVCache:
     def reset(self):
         """Forget every token, except those of the method's prefix."""
         self.shared = SimpleNamespace()  # what the method knows of this text, by name
-        self.reading = False  # whether a forward is on its way through the layers
+        self.busy = False  # whether a forward has begun, and not ended; the model says so
         self.method.begin(self)
         self.layers = [self.layer_class(i, self.method, self.rope, self.protocol, self.shared, self.prompt)
                        for i in range(self.config.num_hidden_layers)]
@@ -321,7 +321,7 @@ class KVCache:
         """New tokens (B, T) -> those after the prefix, which every text begins with, and how many tokens are held.
         Later chunks have no prefix. UserError or ValueError if the tokens are not what comes next."""
         T, prefix = tokens.shape[1], self.method.prefix
-        self.check_whole()
+        self.check_whole(self.busy)
         if len(self) > self.start:
             if self.prompt is None and self.protocol == "paper":
                 raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
@@ -337,20 +337,18 @@ class KVCache:
                             f"after them; this one of {T} tokens does not")
         return tokens[:, self.start:], self.start
 
-    def check_whole(self):
-        """UserError unless all layers hold the same tokens, and have attended to them."""
-        if self.reading or any(layer.length != len(self) for layer in self.layers):
-            raise UserError("a forward stopped on its way through the layers, and not all have read its tokens: "
-                            f"{self!r}; `reset` the cache, or make a new one")
+    def check_whole(self, busy=False):
+        """UserError unless all layers hold the same tokens, and each forward so far has ended."""
+        if busy or any(layer.length != len(self) for layer in self.layers):
+            raise UserError(f"a forward has begun and not ended, so some tokens are read in part: {self!r}; "
+                            "`reset` the cache, or make a new one")
 
     def update(self, layer, q, k, v, seen):
         """Add new tokens to a layer -> K (rotated) and V of all tokens: see `LayerCache.update`."""
-        self.reading = True
         return self.layers[layer].update(q, k, v, seen)
 
     def observe(self, layer, hidden):
         """Show a layer's output for the new tokens, hidden (B, T, D), to a method that still chooses."""
-        self.reading = layer < len(self.layers) - 1  # the last layer's output ends it
         if self.layers[layer].is_choosing:
             self.method.observe(self, layer, hidden)
 

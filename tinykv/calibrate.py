@@ -43,8 +43,9 @@ def calibrate(model, methods, windows, progress=None, seed=0):
         for text in texts(model, learning, windows, layers, gradients, progress):
             for layer, kind, codec in progress([one for one in learners(text.method) if one[0] in layers]):
                 codec.fit(*text.of(layer, kind), seed)
+    identity = model.identity()
     for method in methods:
-        method.calibrated_on = model.identity()
+        method.calibrated_on = identity, method.stored_as()
 
 
 def learners(method):

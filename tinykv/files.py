@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError, all_finite
+from tinykv.tracing import same_model
 
 LARGEST = 2 ** 30  # bytes of a text
 # of this package, what can change what calibration finds
@@ -170,11 +171,14 @@ PACKAGE = package_hash()  # what runs is what was loaded, also if a file is edit
 
 
 def fingerprint(model):
-    """16 hex digits of the SHA-256 over config, RoPE and weights, dtype included; the same on any device."""
+    """16 hex digits of the SHA-256 over config and weights, dtype included, and over RoPE where it is not the config's;
+    the same on any device."""
     # the config, with every number as a float: 10000 and 10000.0 are one theta
     config = json.loads(json.dumps(asdict(model.config)), parse_int=float)
     weights = dict(model.named_parameters()) | dict(model.named_buffers())  # quantized weights are buffers
-    return digest_of({**weights, "rope": model.rope.freq}, config)[:16]
+    freq, of_config = model.rope.freq, type(model.rope)(model.config).freq
+    edited = {} if torch.allclose(freq, of_config) else {"rope": freq}  # machines differ in a last bit
+    return digest_of({**weights, **edited}, config)[:16]
 
 
 class Tables:
@@ -184,13 +188,14 @@ class Tables:
         kept.put(identity(windows), method.calibrated())
         method.restore(kept.get(identity(windows)), model)
 
-    folder: None keeps nothing. Other models, and commands that run at the same time, may share it.
+    folder: None keeps nothing. Other models, and commands that run at the same time, may share it. What the model
+    computed stands in each file: a hook, which no hash of weights sees, may have been added since.
     """
 
     def __init__(self, folder, model):
         self.folder = None if folder is None else Path(folder)
         self.device = model.lm_head.weight.device
-        self.model = None if folder is None else fingerprint(model)
+        self.model, self.identity = (None, None) if folder is None else (fingerprint(model), model.identity())
 
     def path(self, made_of):
         """The file of what something made, an `identity`; None if nothing is kept of it."""
@@ -199,9 +204,12 @@ class Tables:
         return self.folder / f"{identity(self.model, made_of)[:32]}.safetensors"
 
     def get(self, made_of):
-        """{name: tensor}; None if they are not kept."""
+        """{name: tensor}; None if they are not kept, or are of a model that computes something else."""
         path = self.path(made_of)
-        return load_tensors(path, "tinykv-calibration", self.device)[0] if path and path.exists() else None
+        if path is None or not path.exists():
+            return None
+        tensors, _ = load_tensors(path, "tinykv-calibration", self.device)
+        return tensors if same_model(tensors.pop("model").cpu(), self.identity) else None
 
     def put(self, made_of, tensors):
         """Keep {name: tensor}. UserError if a number in them is not finite."""
@@ -209,7 +217,7 @@ class Tables:
             all_finite(f"numbers of {name}, which calibration found,", tensor)
         if path := self.path(made_of):
             try:
-                save_tensors(path, tensors, {"format": "tinykv-calibration"})
+                save_tensors(path, {**tensors, "model": self.identity}, {"format": "tinykv-calibration"})
             except UserError as error:  # such as a full disk: they are found, and only not kept
                 print(error, file=sys.stderr, flush=True)
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tinykv import UserError, one_of
+from tinykv.tracing import PROBED_AT, Trace, probe
 
 
 @dataclass
@@ -253,6 +254,7 @@ class Llama(nn.Module):
         seen = 0
         if cache is not None:
             tokens, seen = cache.expect(tokens)
+            cache.busy = True  # until this forward has ended
         T = tokens.shape[1]
         mask = self.mask(seen, T, tokens.device)  # (T, S), or None where none is needed
         h = self.model["embed_tokens"](tokens)  # (B, T, D)
@@ -265,7 +267,10 @@ class Llama(nn.Module):
             if cache is not None:
                 cache.observe(i, h)  # a layer's output may tell which tokens to keep (kvsink)
         h = self.model["norm"](h.to(tokens.device))  # (B, T, D)
-        return self.lm_head(h) if logits else h
+        out = self.lm_head(h) if logits else h  # (B, T, vocab) or (B, T, D)
+        if cache is not None:
+            cache.busy = False
+        return out
 
     def mask(self, seen, T, device):
         """(T, S): True where new token i may look at token j, S = seen + T.
@@ -285,13 +290,17 @@ class Llama(nn.Module):
             visible = visible & (key_at > query_at - window)  # (T, S)
         return visible
 
+    @torch.no_grad()
     def identity(self):
-        """(dtype, numbers) of the weights and of RoPE: another weight, or another one in its place, gives others. A
-        weight's number is the sum of its bits as integers, which is quick, and the same on every device."""
-        weights = {weight.data_ptr(): weight for _, weight in sorted(self.state_dict().items())}.values()  # tied: once
-        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-        sums = [weight.contiguous().view(kinds[weight.element_size()]).sum() for weight in weights]
-        return self.lm_head.weight.dtype, [of.item() for of in sums] + self.rope.freq.tolist()
+        """What the model is known by: the keys (rotated) and the values that it computes of a fixed text, whatever
+        weights, hooks and RoPE they come of: (2, L, Hkv, T, d). See `same_model`."""
+        recorder, attention = Trace(self), self.model["layers"][0].self_attn.attention
+        self.use_attention("fused")  # a `Trace` has no codes that triton could read
+        self(probe(self.config.vocab_size).to(self.lm_head.weight.device), recorder, logits=False)
+        self.use_attention(attention)
+        keys = torch.cat([self.rope.rotate(k, PROBED_AT).cpu() for k in recorder.k])  # (L, Hkv, T, d)
+        values = torch.cat([v.cpu() for v in recorder.v])  # (L, Hkv, T, d)
+        return torch.stack([keys, values])
 
     @torch.no_grad()
     def generate(self, tokens, max_new_tokens, cache=None, temperature=0.0, top_p=1.0, seed=None,

@@ -531,7 +531,6 @@ class TritonCache(KVCache):
 
     def attend(self, layer, q, k, v, seen):
         """Add new tokens to a layer; returns the attention's output for them, (B, H, T, d)."""
-        self.reading = True
         return self.layers[layer].update(q, k, v, seen).out
 
     def top_k(self, x, k):

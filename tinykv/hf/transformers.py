@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import torch
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.hf.config import parse_config
-from tinykv.model import Llama, Rope
+from tinykv.model import Rope
+from tinykv.tracing import PROBED_AT, probe
 
 
 class MethodCache(Cache):
@@ -34,8 +35,8 @@ class MethodCache(Cache):
                             f"as METHODS['kivi'](config); got {type(model).__name__} and {type(method).__name__}")
         super().__init__(layers=[])
         config = parse_config(model.config.to_dict(), "the model's config")
-        like = SimpleNamespace(config=config, rope=Rope(config), lm_head=model.lm_head, state_dict=model.state_dict)
-        like.identity = partial(Llama.identity, like)
+        like = SimpleNamespace(config=config, rope=Rope(config), lm_head=model.lm_head,
+                               identity=partial(identity_of, model))
         self.model, self.inner = model, KVCache(like, method, protocol, prompt)
         self.reading = False  # whether what the model reads now is this text
         self.fresh = {}  # a layer's new q and k, before RoPE, until its `update`
@@ -48,6 +49,10 @@ class MethodCache(Cache):
             self.hooks += [q_source.register_forward_hook(partial(self.see, "q")),
                            k_source.register_forward_hook(partial(self.see, "k")),
                            layer.register_forward_hook(partial(self.see_hidden, i))]
+        # a forward ends with the states, or with the logits of the head
+        self.hooks += [model.model.register_forward_hook(partial(self.mark, False)),
+                       model.lm_head.register_forward_pre_hook(partial(self.mark, True)),
+                       model.lm_head.register_forward_hook(partial(self.mark, False))]
 
     def begin(self, module, args, kwargs):
         """Before a forward: the arguments that it is given -> those that it gets. UserError for what the cache cannot
@@ -68,10 +73,14 @@ class MethodCache(Cache):
         if positions is not None and not (positions[:, -T:] == expected).all():
             raise UserError(f"the positions do not go on from the {seen} tokens that the cache holds; leave "
                             "position_ids out, and `reset` the cache before another text")
-        self.reading = True
+        self.reading = self.inner.busy = True
         if "cache_position" in kwargs:  # until transformers 5.0
             kwargs["cache_position"] = expected[0]
         return (), {**kwargs, "input_ids": new, "position_ids": expected}
+
+    def mark(self, busy, *args):
+        if self.reading:
+            self.inner.busy = busy
 
     def see(self, name, module, inputs, output):
         """New queries ("q") or keys ("k"), before RoPE: (B, T, heads * d) or (B, T, heads, d)."""
@@ -139,3 +148,14 @@ class MethodCache(Cache):
 
     def __repr__(self):
         return f"MethodCache({self.inner!r})"
+
+
+@torch.no_grad()
+def identity_of(model):
+    """What `Llama.identity` is of a model of transformers."""
+    tokens, cache = probe(model.config.vocab_size).to(model.device), DynamicCache()
+    positions = PROBED_AT + torch.arange(tokens.shape[1], device=model.device)[None]  # (1, T)
+    model.model(input_ids=tokens, position_ids=positions, past_key_values=cache)
+    keys = torch.cat([layer.keys.cpu() for layer in cache.layers])  # (L, Hkv, T, d)
+    values = torch.cat([layer.values.cpu() for layer in cache.layers])  # (L, Hkv, T, d)
+    return torch.stack([keys, values])

@@ -11,6 +11,7 @@ import torch
 from tinykv import UserError, one_of
 from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS, Pair
 from tinykv.codecs.schemes import SCHEMES, make_codecs
+from tinykv.tracing import same_model
 
 CHOOSE = ("prompt", "always")  # when a method chooses the tokens that it keeps
 OF_A_PREFIX = ("name", "ids", "trained_for", "fill", "rows")  # what is asked of one
@@ -46,7 +47,7 @@ class Method:
     config = None  # of the model that it was made for
     needs_text = False  # True: calibration calls `collect` and `fit`, before the codecs' own
     found = ()  # attributes that `fit` sets, integers or None; they are saved with the codecs' tables
-    calibrated_on = None  # the `identity` of the model that it was calibrated on
+    calibrated_on = None  # (`identity` of the model, `stored_as` of the method) when calibration had ended
     calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
     # In tables
     name = None  # of the method; None: the class's
@@ -127,7 +128,13 @@ class Method:
             for name in codec.tables:
                 if f"{layer}.{kind}.{name}" in tables:
                     setattr(codec, name, tables[f"{layer}.{kind}.{name}"])
-        self.calibrated_on = model.identity()
+        self.calibrated_on = model.identity(), self.stored_as()
+
+    def stored_as(self):
+        """The settings that tables depend on: where keys are stored, and those of each codec."""
+        settings = [(f"{layer} {kind} {name}", value) for layer, kind, codec in self.each_codec()
+                    for name, value in vars(codec).items() if isinstance(value, str | int | float | None)]
+        return [("rope", self.rope), *settings]
 
     def check(self):
         """UserError for what no cache can run. A command asks as soon as the method is made, and every cache asks."""
@@ -148,13 +155,17 @@ class Method:
             raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {self.codecs!r}")
 
     def check_model(self, model):
-        """UserError unless the model has the config that the method was made for, and the weights that it was
-        calibrated on, if it was. Weights of another dtype may be those, rounded."""
+        """UserError unless the model has the config that the method was made for and, if the method was calibrated,
+        computes what that model did; perhaps in another dtype."""
         if self.config != model.config:
             raise UserError(f"{self!r} was made for another config; make it for this model's, as "
                             "`hf.load_config(folder)` reads it, and let its constructor call super().__init__(config)")
-        if self.calibrated_on and self.calibrated_on[0] == model.lm_head.weight.dtype:
-            if self.calibrated_on != model.identity():
+        if self.calibrated_on is not None:
+            identity, stored_as = self.calibrated_on
+            if stored_as != self.stored_as():
+                raise UserError(f"{self!r}: rope, or a setting of a codec, has changed since it was calibrated; make a "
+                                "new method with these settings, and calibrate it")
+            if not same_model(identity, model.identity()):
                 raise UserError(f"{self!r} was calibrated on another model; calibrate it on this one")
 
     @property
