@@ -1,5 +1,7 @@
 """The page shows what caches hold and what models then predict: its numbers, and in a browser where there is one."""
+import base64
 import functools
+import gzip
 import html
 import json
 import math
@@ -7,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import gif
@@ -201,6 +204,15 @@ def test_a_gif_of_the_central_moment(made, tmp_path, monkeypatch):
     assert (tmp_path / "sink.gif").stat().st_size < 130_000  # two of eight frames
 
 
+def test_the_gif_says_how_many_kept_tokens_are_sinks():
+    """README's picture: the last title is what the page's own record has."""
+    packed = re.search(r"H4sI[\w+/=]+", Path(__file__).parents[1].joinpath("docs/cache.html").read_text())[0]
+    content = json.loads(gzip.decompress(base64.b64decode(packed)))
+    states = content["runs"]["kvsink 3"]["history"][-1][1]
+    assert states.count("k") == 5 and [states[i] for i in content["sinks"]] == ["k", "k"]
+    assert gif.stops_of(content)[-1][0] == "3 bits, five kept (2 are sinks)"
+
+
 # In a browser
 
 DRIVER = """<script type="module">
@@ -364,7 +376,9 @@ def test_what_a_model_or_a_text_lacks_loses_its_step_and_not_the_page(lacking, s
 def test_the_page_asks_the_network_for_nothing_and_writes_no_markup(made, tmp_path):
     page.write(tmp_path / "page.html", made[1])
     text = (tmp_path / "page.html").read_text()
-    assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
+    links = set(re.findall(r'<a href="([^"]*)"', text))  # which lead somewhere wherever the page lies
+    assert links and all(link.startswith("https://arxiv.org/abs/") for link in links)
+    assert set(re.findall(r"https?://[^\"'\s]+", text)) - links == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|<script[^>]* src|<link", text)
 
 

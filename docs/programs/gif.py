@@ -43,9 +43,11 @@ def stops_of(page):
     """What the GIF shows one after the other: (title, the value's numbers, run, colour)."""
     bits, token = page["bits"], (page["sinks"] or [0])[-1]
     is_back = said(page["runs"][f"pfn {bits}"]) == said(page["runs"]["fp16 16"])
-    kept = ("first five kept", f"pfn {bits}") if is_back else ("five tokens kept", f"kvsink {bits}")
+    kept = ("first five kept", f"pfn {bits}") if is_back else ("five kept", f"kvsink {bits}")
+    states = page["runs"][kept[1]]["history"][-1][1]  # a letter for each token that has been read
+    marked = sum(states[i] == "k" for i in page["sinks"])
     stops = [("in 16 bits", "fp16 16", GREY), (f"{bits} bits: {2 ** bits} levels", f"rtn {bits}", BLUE),
-             (f"{bits} bits, {kept[0]}", kept[1], RED)]
+             (f"{bits} bits, {kept[0]} ({marked} {'is a sink' if marked == 1 else 'are sinks'})", kept[1], RED)]
     return [(title, row_of(page, run, token), page["runs"][run], colour) for title, run, colour in stops]
 
 
