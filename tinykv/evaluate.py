@@ -1,12 +1,13 @@
 """Perplexity, and what goes with it: each method beside fp16, on the same windows.
 
-fp16 goes first. Its final hidden states are kept, window by window, in main memory, so that every method's predictions
-can be compared with its own. States are turned into logits a slice at a time: no method holds more than one batch's
-caches, whatever the size of the vocabulary.
+fp16 goes first. What every other method's predictions are compared with is kept of it in main memory: 2 D + 2 numbers
+a target (`Exact`), whatever the size V of the vocabulary. Hidden states are turned into logits a slice at a time, once
+for each method: this product with the head, 2 D V operations a target, is most of what a comparison costs.
 """
 import math
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,20 @@ SLICE = 2 ** 24  # logits held at once, in numbers
 FAR = 128 * 1024  # tokens of the text for the last bit count, the column 128K
 LARGEST = 700  # nats: the exponential of a larger loss is no number
 STRETCH = 512  # targets whose losses are also averaged by themselves: what a loss is early in a window, and late
+
+
+class Exact(NamedTuple):
+    """What is kept of fp16's predictions in a window of T tokens, n of them targets. With p, fp16's probability of each
+    token v of the vocabulary, and w_v, that token's row of the head, a method's KL divergence is
+
+        KL(fp16 || method) = sum_v p_v (log p_v - log q_v) = (h - h') . sum_v p_v w_v - log_sum + log_sum'
+
+    since log p_v = h . w_v - log_sum, and log q_v = h' . w_v - log_sum' with the method's own h' and log_sum'.
+    """
+    hidden: torch.Tensor  # (T, D): h, the final hidden states
+    mean_row: torch.Tensor  # (n, D): sum_v p_v w_v
+    log_sum: torch.Tensor  # (n): log sum_v exp(h . w_v)
+    top: torch.Tensor  # (n): the most likely token
 
 
 @dataclass
@@ -43,8 +58,7 @@ class Result:
     seconds: float = 0.0  # in the forward passes
     cache_bytes: int = 0  # of one window, the largest
     reads_codes: int = 0  # windows in which a query reads codes
-    # of fp16, per window: final hidden states (T, D), on the CPU
-    hidden: list = field(default_factory=list, repr=False, compare=False)
+    exact: list = field(default_factory=list, repr=False, compare=False)  # of fp16: `Exact` per window, on the CPU
     text: torch.Tensor | None = field(default=None, repr=False, compare=False)  # the windows, (W, T)
 
     @property
@@ -82,9 +96,9 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
     for first in range(0, len(windows.tokens), batch):
         tokens = windows.tokens[first:first + batch].to(device)  # (B, T)
         answers = windows.answers[first:first + batch]
-        reference = None  # fp16's final hidden states
+        exact = None  # of fp16, a list of B
         if fp16 is not None:
-            reference = torch.stack(fp16.hidden[first:first + batch]).to(device)  # (B, T, D)
+            exact = [Exact(*(x.to(device) for x in window)) for window in fp16.exact[first:first + batch]]
 
         # 1. read the windows through the method's cache
         cache = cache_class(model, method, protocol, prompt)
@@ -100,16 +114,15 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         result.reads_codes += len(tokens) * (coded > 0 or cache.layers[0].quantizes_first)
         refuse_overflow(cache, outputs)
         if cache.start:  # predictions at a prefix's own positions are fp16's
-            outputs = [reference[:, :cache.start], *outputs]
+            at_prefix = torch.stack([window.hidden[:cache.start] for window in exact])  # (B, n, D)
+            outputs = [at_prefix, *outputs]
         hidden = torch.cat(outputs, dim=1)  # (B, T, D)
         count_bits(result, cache, tokens)
         kept = [kept_tokens(rows) for layer in cache.layers for rows in (layer.keys, layer.values)]
         result.kept += [mean(kept)] * len(tokens)  # of a batch only the mean is known
 
         # 2. compare its predictions with the text's tokens and with fp16's predictions
-        add_predictions(result, model, hidden, reference, tokens, answers, windows.start)
-        if fp16 is None:
-            result.hidden += hidden.cpu()
+        add_predictions(result, model, hidden, exact, tokens, answers, windows.start)
         if bar is not None:
             bar.update(len(tokens))
     return result
@@ -155,30 +168,39 @@ def chunks_of(tokens, cache):
         begin = end
 
 
-def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
-    """Add a batch to the result. hidden (B, T, D): position t predicts token t + 1.
+def add_predictions(result, model, hidden, exact, tokens, answers, start=1):
+    """Add a batch to the result. hidden (B, T, D): position t predicts token t + 1. start: the first token that is a
+    target.
 
-    reference (B, T, D): fp16's hidden states; None: these are they. start: the first token that is a target.
+    exact: fp16's predictions, an `Exact` for each of the B windows; None: these are they, and the result keeps them.
+    Logits are computed in fp32 whatever the model's dtype.
     """
-    size = max(1, SLICE // model.config.vocab_size)  # targets at a time
+    head = model.lm_head.weight.float()  # (vocab, D)
+    size = max(1, SLICE // len(head))  # targets at a time
     for row, target in enumerate(tokens[:, start:]):  # (T - start)
-        nll, kl, losses, hits = 0.0, 0.0, [], []
+        nll, kl, losses, hits, kept = 0.0, 0.0, [], [], []
         for begin in range(0, len(target), size):
             part = target[begin:begin + size]  # (n)
-            positions = slice(start - 1 + begin, start - 1 + begin + len(part))
-            logits = model.lm_head(hidden[row, positions]).float()  # (n, vocab)
+            here = slice(begin, begin + len(part))  # among the targets
+            positions = slice(start - 1 + begin, start - 1 + begin + len(part))  # that predict them
+            h = hidden[row, positions].float()  # (n, D)
+            logits = F.linear(h, head)  # (n, vocab)
             logp = F.log_softmax(logits, dim=-1)  # (n, vocab)
+            own = logp.gather(1, part[:, None])[:, 0]  # (n): of the text's own tokens
+            log_sum = logits.gather(1, part[:, None])[:, 0] - own  # (n)
             top = argmax(logp)  # (n)
-            losses.append(-logp.gather(1, part[:, None])[:, 0].double())  # (n)
+            losses.append(-own.double())  # (n)
             nll += losses[-1].sum().item()
             if not logits.sum().isfinite():  # also where the text's own tokens have finite ones
                 nll = math.nan
             top_fp16 = top  # (n)
-            if reference is not None:
-                logits_fp16 = model.lm_head(reference[row, positions]).float()  # (n, vocab)
-                logp_fp16 = F.log_softmax(logits_fp16, dim=-1)  # (n, vocab)
-                top_fp16 = argmax(logp_fp16)  # (n)
-                kl += F.kl_div(logp, logp_fp16, log_target=True, reduction="sum").item()
+            if exact is None:
+                kept.append((logp.exp() @ head, log_sum, top))  # (n, D), (n), (n)
+            else:
+                top_fp16 = exact[row].top[here]  # (n)
+                difference = exact[row].hidden[positions].double() - h.double()  # (n, D)
+                mean_difference = (difference * exact[row].mean_row[here].double()).sum(-1)  # (n): of logits, under p
+                kl += (mean_difference - exact[row].log_sum[here] + log_sum).sum().item()
             result.agree += (top == top_fp16).sum().item()
             hits.append(top == part)
 
@@ -189,6 +211,9 @@ def add_predictions(result, model, hidden, reference, tokens, answers, start=1):
         result.nll.append(loss)
         result.nll_along.append([part.mean().item() for part in torch.cat(losses).split(STRETCH)])
         result.kl.append(kl)
+        if exact is None:
+            mean_row, log_sum, top = (torch.cat(parts).cpu() for parts in zip(*kept))
+            result.exact.append(Exact(hidden[row].cpu(), mean_row, log_sum, top))
         result.targets += len(target)
         # an answer is right if each of its tokens is the most likely one
         hit = torch.cat(hits)  # (T - start)

@@ -121,7 +121,7 @@ class Text:
         """Of each window, with the keys and values that were decoded: what `compare` says of the method."""
         tokens, result = self.test.tokens, Result()
         hidden = self.model(tokens, Given(rows), logits=False)  # (W, T, D)
-        add_predictions(result, self.model, hidden, torch.stack(self.exact.hidden), tokens, self.test.answers)
+        add_predictions(result, self.model, hidden, self.exact.exact, tokens, self.test.answers)
         return [kl * len(tokens) / result.targets for kl in result.kl]
 
     def bits(self, codes):

@@ -77,5 +77,5 @@ def gather(result):
     if n_ranks == 1:
         return result
     parts = [None] * n_ranks
-    dist.all_gather_object(parts, replace(result, hidden=[]))
-    return replace(sum_of(parts), hidden=result.hidden, text=result.text)  # those of its own windows
+    dist.all_gather_object(parts, replace(result, exact=[]))
+    return replace(sum_of(parts), exact=result.exact, text=result.text)  # those of its own windows
