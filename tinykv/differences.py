@@ -23,7 +23,10 @@ def standard_error(D):
     windows add, and neither is below zero. With one draw only windows vary: SE is that of a mean over windows. None for
     one window, which has no spread.
 
-    Returns SE and its degrees of freedom (Satterthwaite): few where draws, of which there are few, vary most.
+    Returns SE and its degrees of freedom: few where draws, of which there are few, vary most. They are Satterthwaite's,
+    SE^4 / sum(MS^2 / df), with one change: the sum is always over all three MS. By the textbook, an MS that was clipped
+    away above leaves the sum as well. Here it stays, since a part that was estimated as zero is not known to be zero.
+    So there are fewer degrees of freedom, and p is larger, never smaller.
     """
     C, W = D.shape
     if W == 1:

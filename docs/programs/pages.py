@@ -1,19 +1,18 @@
-"""Check every figure of README and docs/*.md against what was recorded, and write those that have changed.
+"""Check every figure of README and docs/*.md against its source, and write those that data have.
 
-    python docs/programs/pages.py            write the figures that the data have; runs nothing
-    python docs/programs/pages.py --check    only say what is wrong
-    python docs/programs/pages.py --seal     tables that no program here writes are right as they stand
+    python docs/programs/pages.py                  write the tables and figures that have changed, then check
+    python docs/programs/pages.py --check          only check
+    python docs/programs/pages.py --seal SOURCE    what is new, and nothing computes, was compared with SOURCE: a
+                                                   command, "KVSink, Table 2", "definition"; page names may follow
 
-To add a figure: write the sentence into the page, and the same words into sentences.py, with the figure computed. If
-only figures differ, those of the page are written anew. A number that no sentence has, or a word such as "less" beside
-one that has none, is an error, unless it stands in an example of its section, which a test runs, or is of a kind that
-needs no data (FREE).
-
-A table of docs/results.json stands between `<!-- written: NAME -->` and `<!-- end -->`. Other tables, and what commands
-have printed, have a digest in docs/sealed.json: whoever has compared a new one with its source seals it.
+A page is plain Markdown. To add a figure that data have, write the sentence, and a few of its words to sentences.py,
+with the figure as an expression: f"lowers the loss by {less(pfn, rtn)} relative". It is written anew when data change.
+The rest of a paragraph that makes a claim (CLAIM: a number, "more", "first", ...), an item, a table or an output is
+sealed as a whole: docs/sealed.txt has its digest and its source, so each change asks for a look at the source. Whoever
+changes a wording says `--seal wording`. A table of docs/results.json stands between `<!-- written: NAME -->` and
+`<!-- end -->`. Tests run the blocks of Python.
 """
 import argparse
-import json
 import re
 import sys
 from functools import partial
@@ -25,22 +24,15 @@ from results import CLAIMS, CODECS, NAMES, ROOT, SHOWN, claims_table, count, row
 from sentences import NUMBER
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-SEALED = ROOT / "docs" / "sealed.json"  # {page: {digest: first line}}
-GONE = "\0"  # in the place of a sentence
-
+SEALED = ROOT / "docs" / "sealed.txt"  # lines of: page | source | digests
+COMPUTED = "\0"  # in the place of what is
 WRITTEN = re.compile(r"<!-- written: (.+?) -->\n.*?<!-- end -->", re.DOTALL)
-CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TABLE = re.compile(r"^\|.*\n(?:\|.*\n)+", re.MULTILINE)
-# equations, powers, sets, names in backticks, targets of links, headings, numbers of a list
-SILENT = re.compile(r"\$\$.*?\$\$|\w?\^\w|\\\{.*?\\\}|(?<!`)`[^`]+`(?!`)|\]\([^)]*\)|^#.*?$|^\d\. ",
-                    re.DOTALL | re.MULTILINE)
-# numbers that need no data: of parts of a paper, and widths in bits
-FREE = re.compile(r"(?:Figures?|Tables?|Eq\.|Sections?|Algorithm|Theorem|Appendix|lines) [\d.]+[a-e]?"
-                  r"(?:(?:, | and | to |-)\d[\d.]*[a-e]?)*|\d+(?:, \d+)*(?: and \d+| or \d+)?[ -]bits?\b")
-# a word that says which way, at most two words from a sentence with a figure
-SIDE = r"\b(?:less|more|fewer|worse|better|larger|smaller|higher|lower|faster|slower|ahead|behind|falls?|rises?)\b"
-NEAR = r"(?:[^\w.:]+\w+){0,2}[^\w.:]*"
-SIDES = rf"{SIDE}(?={NEAR}{GONE})|{GONE}{NEAR}{SIDE}"
+# an output, a table, or a paragraph, an item, a heading
+BLOCK = re.compile(r"^```.*?^```$|(?:^\|[^\n]*\n)+|^\S.*?(?=\n(?:\n|- |\d\. |[#|<]|```)|\Z)",
+                   re.M | re.S)
+CLAIM = re.compile(r"(?<!\w)[+-]?\d|\0|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|half|twice|"
+                   r"third|quarter|hundredth|first|last|only|all|none|never|always|before|after|less|more|fewer|most|least|"
+                   r"worse|better|\w+er than|larg\w+|small\w*|high\w*|low\w*|fast\w*|slow\w*|exact\w*|same)\b", re.I)
 
 
 def written(page, data):
@@ -52,7 +44,7 @@ def written(page, data):
 
     def table(block):
         return f"<!-- written: {block[1]} -->\n{parts[block[1]]()}\n<!-- end -->"
-    text = WRITTEN.sub(table, page.read_text())
+    text = WRITTEN.sub(table, page.read_text(encoding="utf-8"))
     for sentence in sentences.of_page(page.name):
         text = with_figures(text, sentence)
     return text
@@ -75,73 +67,69 @@ def with_figures(text, sentence):
     return text[:start] + NUMBER.sub(lambda _: next(figures), found[0][0]) + text[end:]
 
 
-def without_sentences(page):
-    """A page's text without what is written, GONE for each of its sentences; and the sentences that it does not say."""
-    text, said = WRITTEN.sub("", page.read_text()), sentences.of_page(page.name)
+def without_computed(page):
+    """The blocks of a page that make a claim beside what is computed; and the sentences that it does not say."""
+    text, said = WRITTEN.sub("", page.read_text(encoding="utf-8")), sentences.of_page(page.name)
     missing = [sentence for sentence in said if not pattern(sentence).search(text)]
     for sentence in sorted(said, key=len, reverse=True):  # one may be a part of another
-        text = pattern(sentence).sub(GONE, text)
-    return text, missing
+        text = pattern(sentence).sub(COMPUTED, text)
+    blocks = [block[0] for block in BLOCK.finditer(text)]
+    claims = [block for block in blocks if CLAIM.search(block) and re.search(r"\w", block)]
+    return [block for block in claims if not block.startswith("```py")], missing
 
 
-def without_examples(text):
-    """A page without its code, and without those numbers of a section that its examples have: tests run these."""
-    sections = []
-    for section in re.split(r"^(?=## )", text, flags=re.MULTILINE):
-        tested = [code for _, code in CODE.findall(section) if ">>>" in code or "(Pdb)" in code]
-        has = {float(number) for number in re.findall(r"-?\d+(?:\.\d+)?", " ".join(tested))}
-        sections.append(re.sub(r"(?<![\w.,])-?\d+(?:\.\d+)?(?![\w,]*\d)",
-                               lambda number, has=has: " " if float(number[0]) in has else number[0],
-                               CODE.sub(" ", section)))
-    return "".join(sections)
+def digest(block):
+    return sha256(" ".join(block.split()).encode()).hexdigest()[:6]
 
 
-def digests(text):
-    """{digest: first line} of the tables and outputs that no program here writes."""
-    blocks = [code for kind, code in CODE.findall(text) if kind in ("", "console", "text")]
-    blocks += TABLE.findall(CODE.sub("", text))
-    counted = [block for block in blocks if re.search(r"\d", block)]
-    return {sha256(block.encode()).hexdigest()[:8]: block.splitlines()[0] for block in counted}
+def read_sealed():
+    """{page: {digest: source}}"""
+    sealed = {}
+    for line in SEALED.read_text(encoding="utf-8").splitlines():
+        page, source, digests = line.split(" | ")
+        sealed.setdefault(page, {}).update(dict.fromkeys(digests.split(), source))
+    return sealed
+
+
+def seal(pages, source):
+    """Keep the digests of all blocks, and of those that are new the source."""
+    sealed, lines = read_sealed(), []
+    for page in PAGES:
+        of_page = {}  # {source: digests}
+        for block in without_computed(page)[0]:
+            printed = re.match(r"```console\n(\$ .*|\(Pdb\))", block)  # it says its source itself
+            new = (printed[1] if printed else source) if page.name in pages else None
+            if known := sealed.get(page.name, {}).get(digest(block), new):
+                of_page.setdefault(known, []).append(digest(block))
+        lines += [f"{page.name} | {source} | {' '.join(dict.fromkeys(found))}" for source, found in of_page.items()]
+    SEALED.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def wrong_in(page, data, sealed):
     """What is wrong in a page, a line each."""
-    # 1. what the data say of it
-    wrong = [] if written(page, data) == page.read_text() else ["it has other figures than the data"]
-    text, missing = without_sentences(page)
-    wrong += [f"it does not say: {sentence}" for sentence in missing]
-
-    # 2. what no program here writes
-    old, new = sealed.get(page.name, {}), digests(text)
-    changed = {(old | new)[digest] for digest in old.keys() ^ new.keys()}
-    wrong += [f"a table or an output has changed: {line}" for line in changed]
-
-    # 3. what is left
-    text = SILENT.sub(" ", TABLE.sub(" ", without_examples(text)))
-    text = FREE.sub(" ", " ".join(text.split()))
-    for found in re.finditer(rf"(?<![\w.,/-]){NUMBER.pattern}(?![\w/])|{SIDES}", text):
-        near = text[max(0, found.start() - 40):found.end() + 40].replace(GONE, "...")
-        what = found[0].replace(GONE, "").strip()
-        wrong.append(f"sentences.py has no {what}: ...{near}...")
+    wrong = [] if written(page, data) == page.read_text(encoding="utf-8") else ["it has other figures than the data"]
+    blocks, missing = without_computed(page)
+    wrong += [f"sentences.py has, but the page does not say: {sentence}" for sentence in missing]
+    wrong += [f"new, and without a source: {' '.join(block.replace(COMPUTED, '...').split())[:100]}"
+              for block in blocks if digest(block) not in sealed.get(page.name, {})]
     return [f"{page.name}: {line}" for line in wrong]
 
 
 def main():
     p = argparse.ArgumentParser(description="Check, and write, the figures of README and docs/*.md.")
+    p.add_argument("pages", nargs="*", default=[page.name for page in PAGES], help="what to seal (default: all pages)")
     p.add_argument("--check", action="store_true", help="write nothing")
-    p.add_argument("--seal", action="store_true", help="the tables that no program here writes are right as they stand")
+    p.add_argument("--seal", metavar="SOURCE", help="with what the new paragraphs, tables and outputs were compared")
     args = p.parse_args()
     data = results.read_data()
-    for page in [] if args.check else PAGES:
-        page.write_text(written(page, data))
-    if args.seal:
-        now = {page.name: digests(without_sentences(page)[0]) for page in PAGES}
-        SEALED.write_text(json.dumps(now, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    sealed = json.loads(SEALED.read_text(encoding="utf-8"))
-    wrong = [line for page in PAGES for line in wrong_in(page, data, sealed)]
+    if not args.check:
+        for page in PAGES:
+            page.write_text(written(page, data), encoding="utf-8")
+        seal(args.pages if args.seal else [], args.seal)
+    wrong = [line for page in PAGES for line in wrong_in(page, data, read_sealed())]
     if wrong:
         sys.exit("\n".join(wrong))
-    print(f"every figure is of the data: {', '.join(page.name for page in PAGES)}")
+    print(f"every figure has its source: {', '.join(page.name for page in PAGES)}")
 
 
 if __name__ == "__main__":
