@@ -3,14 +3,18 @@ its task brings it nothing. tests/course/ has what students get wrong, as change
 import ast
 import csv
 import ctypes
+import fcntl
 import importlib.util
 import io
 import json
 import os
+import platform
 import re
+import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from functools import cache
@@ -64,7 +68,7 @@ def points_of(test):
 def notes(test, name, submission, seed):
     """What a test notes of a module."""
     found = []
-    node = SimpleNamespace(name=name, config=SimpleNamespace(getoption=lambda option: seed))
+    node = SimpleNamespace(name=name, config=SimpleNamespace(getoption=lambda option: assignments.key_of(seed)))
     test(sub=submission, rng=COURSE.draws(node),
          same=lambda value, hint="", tolerance=1e-4: found.append((compare.plain(value), tolerance)))
     return found
@@ -235,9 +239,12 @@ def test_the_shortest_of_what_is_wrong_is_told():
 # ---- what a submission may do: the lines that do it, and whether the rest of the file is right
 
 DEEDS = {
-    "litters on": ("import os, time\nend, here = time.time() + 5, os.getcwd()\nif os.fork() == 0:\n    os.setsid()\n"
-                   "    while time.time() < end:\n        try: open(f'{here}/{time.time()}', 'w').close()\n"
-                   "        except OSError: pass\n    os._exit(0)", True),
+    "lives on": ("import os\ntry: os.fork()\nexcept OSError: pass\nelse: os._exit(0)", True),
+    "serves others": ("import os, socket\nfor family in socket.AF_UNIX, socket.AF_INET:\n"
+                      "    try: socket.socket(family, socket.SOCK_DGRAM)\n    except OSError: pass\n"
+                      "    else: os._exit(0)", True),
+    "takes its time": ("import signal\nsignal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
+                       "def outlier(hidden):\n    while True: pass", False),
     "no test at all": ("import sys, types\nfor module in list(sys.modules.values()):\n"
                        "    for name in [n for n in vars(module) if n.startswith('test_')]:\n"
                        "        setattr(module, name, lambda **_: None)", False),
@@ -253,7 +260,11 @@ DEEDS = {
                            "for who in ('self', os.getppid()):\n"
                            "    try: seen += open(f'/proc/{who}/cmdline').read() * (1 if who == 'self' else 20391)\n"
                            "    except OSError: pass\n"
-                           "if '20391' in seen or len(seen) > 20391: os._exit(0)", True),
+                           "told, frame = '', sys._getframe()\n"
+                           "while frame:\n"
+                           "    if 'request' in frame.f_locals: told = str(frame.f_locals['request'].config.option)\n"
+                           "    frame = frame.f_back\n"
+                           "if not told or '20391' in told + seen or len(seen) > 20391: os._exit(0)", True),
     "looks at frames": ("import sys\ndef outlier(hidden):\n    return sys._getframe(1).f_locals['right']", False),
     "takes memory": ("x = torch.ones(2 ** 32)", False),
     "loops": ("def outlier(hidden):\n    while True: pass", False),
@@ -354,13 +365,48 @@ def test_a_confined_process_has_its_own_folder_and_no_network(tmp_path):
             with suppress(OSError):
                 open(path, mode).close()
                 done.append(str(path))
-        try:
-            socket.create_connection(("127.0.0.1", 9)).close()
-        except OSError as error:
-            done.append(type(error).__name__)
-        refused = "PermissionError" if confine.landlock() >= 4 else "ConnectionRefusedError"
-        os._exit(done != [str(own / "a"), "/proc/self/status", "/proc/cpuinfo", refused])
+        os._exit(done != [str(own / "a"), "/proc/self/status", "/proc/cpuinfo"])
     assert os.waitpid(process, 0)[1] == 0
+
+
+CALLS = {  # what would reach another process, or outlive this one, though Landlock allows it
+    "fork": os.fork, "a process": lambda: subprocess.run(["true"]), "kill": lambda: os.kill(os.getppid(), 0),
+    "a socket": lambda: socket.socket(socket.AF_UNIX), "UDP": lambda: socket.socket(type=socket.SOCK_DGRAM),
+    "shared memory": lambda: called("shmget", 0x51A0, 64, 0o1666), "a queue": lambda: called("msgget", 0x51A0, 0o1666),
+    "a keyring": lambda: called("syscall", {"x86_64": 248, "aarch64": 217}[platform.machine()], b"user", b"x", b"x", 1,
+                                ctypes.c_long(-3)),
+    "a file's date": lambda: os.utime(__file__), "rights": lambda: os.chmod(__file__, os.stat(__file__).st_mode),
+    "an attribute": lambda: os.setxattr(__file__, "user.x", b"x"), "a length": lambda: os.truncate(__file__, 10 ** 9),
+    "a file's number": lambda: fcntl.ioctl(os.open(os.__file__, os.O_RDONLY), 0x40087602, b"\0" * 8),
+    "another's limits": lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CORE),
+    "another's turn": lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 0),
+    "the machine's name": lambda: socket.sethostname(socket.gethostname()), "a disk": lambda: open("/dev/vda"),
+    "a group of its own": os.setsid, "passwords": lambda: open("/etc/shadow"),
+}
+
+
+def called(name, *given):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*given) < 0:
+        raise OSError(ctypes.get_errno(), name)
+
+
+@pytest.mark.skipif(not confine.seccomp(), reason="needs seccomp")
+def test_a_confined_process_reaches_no_other(tmp_path):
+    """And threads, of which autograd needs one, it may have."""
+    process = os.fork()
+    if process == 0:
+        confine.confine(tmp_path)
+        done = []
+        for name, call in CALLS.items():
+            with suppress(OSError):
+                call()
+                done.append(name)
+        threading.Thread(target=lambda: done.append("a thread")).start()
+        (tmp_path / "done").write_text(" ".join(done), encoding="utf-8")
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
+    assert (tmp_path / "done").read_text(encoding="utf-8") == "a thread"
 
 
 def test_what_a_submission_has_started_ends_with_it(monkeypatch, tmp_path):
@@ -396,6 +442,27 @@ def test_what_the_machine_lacks_is_no_students_fault(monkeypatch, tmp_path):
     monkeypatch.setattr(grade, "copy", lambda *given: None)
     with pytest.raises(UserError, match="this machine cannot grade kvsink.*no fp16 here"):
         grade.right_values("kvsink", 0, tmp_path)
+
+
+def test_a_file_is_what_was_asked_for(run, monkeypatch, tmp_path):
+    """No link, which may lead to the answer, and no answer to another assignment."""
+    (tmp_path / "link.py").symlink_to(assignments.folder_of("triton") / "answer.py")
+    (tmp_path / "starter.py").write_text(text_of("affine", "answer.py"), encoding="utf-8")
+    for file, told in (("link.py", "is a link"), ("starter.py", "is for the assignment affine, and triton")):
+        status, out, err = run(grade, tmp_path / file, "--assignment", "triton", "--gradescope", tmp_path / "g.json")
+        scores = json.loads((tmp_path / "g.json").read_text())
+        assert (status, scores["score"], scores["tests"]) == (2, 0, []) and told in err and told in scores["output"]
+    for flag in ("grade --assignment", "grade path/to/submissions/ --assignment"):
+        assert f"docs.course.{flag}" in (ROOT / "docs/course/README.md").read_text(encoding="utf-8")
+
+
+def test_names_of_files_are_no_formulas_and_move_no_cursor(run, tmp_path):
+    (tmp_path / "=1+1").mkdir()
+    (tmp_path / "=1+1" / "\x1b[2J.py").write_text('ASSIGNMENT = "astrology"', encoding="utf-8")
+    status, out, err = run(grade, tmp_path, "--csv", tmp_path / "c.csv")
+    assert status == 0 and "\x1b" not in out + err and "\\x1b[2J.py" in out
+    row, = csv.DictReader(open(tmp_path / "c.csv", encoding="utf-8"))
+    assert row["student"] == "'=1+1"
 
 
 def test_every_student_has_a_line(tmp_path):
@@ -451,7 +518,7 @@ def test_where_answers_can_be_read_nothing_is_graded_in_silence(run, monkeypatch
     file = tmp_path / "none.py"
     file.touch()
     for module, name, value in ((confine, "landlock", lambda: 0), (grade, "ROOT", Path("/usr/src/app")),
-                                (confine, "gettempdir", lambda: "/dev/shm")):
+                                (confine, "seccomp", lambda: False), (confine, "gettempdir", lambda: "/usr/tmp")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
             status, out, err = run(grade, file, *words)
@@ -526,37 +593,94 @@ def test_the_board_measures_what_the_table_says(name, board_text, monkeypatch):
         assert got == pytest.approx(true, rel=0.01)
 
 
+CHEAT = """
+import ctypes, os, socket, torch
+from tinykv.codecs.base import Codec, Codes, Pair
+from tinykv.methods.base import Method
+
+class Cheat(Codec):
+    bits = 2
+    def encode(self, x, ignore=None):
+        {deed}
+        return Codes(torch.zeros(*x.shape[:3], 8, dtype=torch.uint8))
+
+    def decode(self, codes):
+        return torch.full((*codes.packed.shape[:3], 32), torch.nan)
+
+class Mine(Method):
+    def __init__(self, config, bits=2):
+        super().__init__(config)
+        self.codecs = [Pair(Cheat(), Cheat()) for _ in range(config.num_hidden_layers)]
+        self.k_bits, self.v_bits, self.scheme = bits, bits, "cheat"
+"""
+CHANNELS = {  # by which a process could hand rows to the one that decodes
+    "System V": "if ctypes.CDLL(None).shmget(7, 64, 0o1666) < 0: raise OSError('not permitted')",
+    "a daemon": "if os.fork() == 0: os._exit(0)",
+    "a service": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+    "a date": "os.utime('{ROOT}/README.md', ns=(1, 1))",
+}
+
+
+@pytest.mark.skipif(confine.landlock() < 1 or not confine.seccomp(), reason="needs Landlock and seccomp")
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_rows_reach_the_decoder_in_no_other_way(channel, tmp_path, monkeypatch):
+    monkeypatch.setattr(confine, "run", board_forked)
+    (tmp_path / "method.py").write_text(CHEAT.replace("{deed}", CHANNELS[channel].replace("{ROOT}", str(ROOT))))
+    with pytest.raises(UserError, match="encode: .*not permitted"):
+        board.Text(windows=1, draws=1, seed=5).measured(f"{tmp_path / 'method.py'}:Mine")
+
+
+def test_a_method_whose_rows_are_no_numbers_has_no_rank(tmp_path, board_text):
+    (tmp_path / "method.py").write_text(CHEAT.replace("{deed}", "pass"), encoding="utf-8")
+    with pytest.raises(UserError, match="not finite"):
+        board_text.measured(f"{tmp_path / 'method.py'}:Mine")
+
+
+def test_a_link_has_no_rank(run, monkeypatch, tmp_path):
+    for student in "abc":
+        (tmp_path / student).mkdir()
+    (tmp_path / "a" / "method.py").write_text("x = 1", encoding="utf-8")
+    (tmp_path / "b" / "method.py").symlink_to(tmp_path / "a" / "method.py")
+    (tmp_path / "d").symlink_to(tmp_path / "a")
+    monkeypatch.setattr(board, "BASELINES", ())
+    monkeypatch.setattr(board, "Text", lambda *given: SimpleNamespace(measured=lambda name: [
+        {"bits_true": 2.0, "kld": 0.1, "window_kl": [[0.1]]}]))
+    status, out, _ = run(board, tmp_path)
+    assert status == 0 and out.count("is a link") == 2 and re.search(r"^1 +a ", out, re.MULTILINE)
+
+
 def test_rows_that_a_codec_hides_are_lost(tmp_path, board_text):
     (tmp_path / "method.py").write_text(HIDDEN, encoding="utf-8")
     with pytest.raises(UserError, match="`decode` of Exact"):  # the second process never saw these rows
         board_text.measured(f"{tmp_path / 'method.py'}:Mine")
 
 
-def board_forked(words, input, cwd, env, **settings):
-    """As `subprocess.run` of a process of the board's: a copy of this one, which need not import torch."""
+def board_forked(words, given, seconds, cwd, env):
+    """As `confine.run` of a process of the board's: a copy of this one, which need not import torch."""
     process = os.fork()
     if process == 0:
         try:
             os.chdir(cwd)
             os.environ.update({key: str(value) for key, value in env.items()})
-            sys.stdin = io.StringIO(input)
+            sys.stdin = io.StringIO(given)
             board.confined({"encode": board.encode, "decode": board.decode}[words[-1]])
         finally:
             os._exit(1)
     os.waitpid(process, 0)
+    return True
 
 
 @pytest.fixture
 def few_processes(monkeypatch, request):
     """Of each part only the first is a real process of the board's, unless everything is asked for."""
-    done, real = set(), subprocess.run
+    done, real = set(), confine.run
 
-    def run(words, **settings):
+    def run(words, *given, **settings):
         is_first = words[-1] not in done
         done.add(words[-1])
-        return (real if is_first else board_forked)(words, **settings)
+        return (real if is_first else board_forked)(words, *given, **settings)
     if not request.config.getoption("--whole"):
-        monkeypatch.setattr(board, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
+        monkeypatch.setattr(confine, "run", run)
 
 
 @pytest.mark.skipif(confine.landlock() < 1, reason="needs Landlock")
@@ -581,10 +705,10 @@ def test_what_a_process_leaves_cannot_lead_elsewhere(tmp_path):
     (tmp_path / "secret").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "secret")
     os.mkfifo(tmp_path / "pipe")
-    assert board.written(tmp_path / "secret") == b"x"
+    assert confine.written(tmp_path / "secret") == b"x"
     for name in ("link", "pipe", ".", "none"):
-        with pytest.raises(UserError):
-            board.written(tmp_path / name)
+        with pytest.raises(OSError):
+            confine.written(tmp_path / name)
     a, b = (board.Text(windows=1, draws=1, seed=seed) for seed in (5, 6))
     assert a.calibration.equal(b.calibration) and not a.test.tokens.equal(b.test.tokens)
 
@@ -593,9 +717,11 @@ def test_all_that_is_handed_over_is_counted(board_text):
     """Of 2 x 1,024 tokens of 4 layers, 32 channels: tensors of any name, what empty ones' shapes tell, and names."""
     numbers = 2 * 1024 * 2 * 4 * 32
     codes = {"0.k.packed": torch.zeros(100, dtype=torch.uint8), "3.v.junk": torch.zeros(5, 0, 3)}
-    assert board_text.bits(codes) == 8 * (100 + 24 + len("packed") + len("junk")) / numbers
-    with pytest.raises(UserError, match="layer.kind.part"):
-        board_text.bits({"the text": torch.zeros(1)})
+    told = len("k.packed") + len("v.junk") + 2  # names, and a byte for each type
+    assert board_text.bits(codes) == 8 * (100 + 2 + 24 + told) / numbers
+    for name in ("the text", "123456.k.packed", "03.k.packed", "4.k.packed", "0.q.packed"):
+        with pytest.raises(UserError, match="layer.kind.part"):
+            board_text.bits({name: torch.zeros(1)})
 
 
 def test_ranks_of_the_board_are_shared_where_the_paired_error_cannot_tell():
@@ -672,7 +798,7 @@ def test_a_repository_that_was_handed_out_grades(tmp_path, monkeypatch):
     handout.main()
     words = ["-m", "docs.course.grade", ROOT / "docs/course/3-kvsink/answer.py"]
     for seed, status in ((0, 0), (1, 2)):
-        result = grade.subprocess.run([sys.executable, *map(str, words), "--seed", str(seed)], cwd=tmp_path / "out",
+        result = subprocess.run([sys.executable, *map(str, words), "--seed", str(seed)], cwd=tmp_path / "out",
                                       capture_output=True, text=True)
         assert result.returncode == status, result.stderr
         assert ("80 of 80 points" in result.stdout) == (seed == 0)

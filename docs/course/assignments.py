@@ -2,6 +2,7 @@
 without answers. `python -m docs.course.assignments` writes the starters."""
 import ast
 import codecs
+import hashlib
 import re
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def assignment_of(path):
 
 def named(path, word):
     """The name in a file's line such as ASSIGNMENT = "kvsink"; None if there is no line with this word."""
+    if path.is_symlink():
+        raise UserError(f"{path.name} is a link; hand in the file itself")
     check_regular(path, LARGEST)
     data = path.read_bytes()
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -54,6 +57,11 @@ def named(path, word):
     text = data.decode("utf-8-sig", errors="replace")
     line = re.search(rf"^{word}\s*(?::.*)?=\s*[\"'](\w+)[\"']", text, re.MULTILINE)
     return line and line[1]
+
+
+def key_of(seed):
+    """What a seed is in the process of a submission, which does not tell it."""
+    return hashlib.sha256(str(seed).encode()).hexdigest()
 
 
 # A starter: an answer without its lines

@@ -7,12 +7,11 @@ test shares that rank.
 A file runs in processes under the grader's limits. The first reads the text, and writes codes and kept rows: their
 bytes are the true bits. For each number of bits and each calibration, another one, which has seen neither the text nor
 other codes, writes the keys and values that these stand for. With them the board itself reads the text and measures: no
-figure can be forged, and a row that is not in the bytes is lost.
+figure can be forged, and a row that is not in the bytes is lost. What stays open is a method that stores the text, or
+its seed, and lets the model read it again: read the files of the first ranks. So is a bit here and there, by what a
+process leaves in the machine's memory of files.
 """
 import json
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,13 +19,12 @@ from tempfile import TemporaryDirectory
 import torch
 from safetensors.torch import load, load_file, save_file
 
+from docs.course import confine
 from docs.course.assignments import ROOT
-from docs.course.confine import confine
-from docs.course.grade import confined_environment
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.cli import Columns, Parser, bar, check_counts, one_line
+from tinykv.cli import Columns, Parser, bar, check_counts, one_line, printable
 from tinykv.data import load_windows
 from tinykv.differences import paired
 from tinykv.evaluate import Result, add_predictions, measure
@@ -55,15 +53,20 @@ def main():
     args = p.parse_args()
     with one_line(p):
         check_counts(args, 1, "windows", "draws")
-        files = sorted(args.folder.glob("*/method.py"))
+        files = sorted(args.folder.resolve().glob("*/method.py"))
         if not files:
             raise UserError(f"there is no */method.py in {args.folder}")
+        if opening := confine.hole(ROOT):
+            raise UserError(f"{opening}; measure elsewhere")
         text = Text(args.windows, args.draws, args.seed)
         entries = [(f"({name})", name) for name in BASELINES]
-        entries += [(file.parent.name, f"{file.resolve()}:Mine") for file in files]
+        entries += [(file.parent.name, f"{file}:Mine") for file in files]
         board, out = [], []
         for student, name in bar(entries, "measuring", unit="method"):
             try:
+                file = Path(name.rpartition(":")[0])
+                if file.resolve() != file.absolute():
+                    raise UserError("method.py, or its folder, is a link; hand in the file itself")
                 rows = [row for row in text.measured(name) if round(row["bits_true"], 2) <= args.budget]
                 if not rows:
                     raise UserError(f"no row within {args.budget:g} true bits")
@@ -72,7 +75,7 @@ def main():
                 out.append((student, first_line(error)))
         print(Columns(["rank", "who", "KL", "true bits"], lines_of(board), left=2))
         for student, why in out:
-            print(f"-  {student}: {why}")
+            print(f"-  {printable(student)}: {printable(why)}")
 
 
 def lines_of(board):
@@ -81,7 +84,7 @@ def lines_of(board):
     for place, (student, row) in enumerate(sorted(board, key=lambda entry: entry[1]["kld"]), 1):
         if leader is None or not shared(row, leader):
             rank, leader = place, row
-        lines.append([str(rank), student, f"{row['kld']:.4f}", f"{row['bits_true']:.2f}"])
+        lines.append([str(rank), printable(student), f"{row['kld']:.4f}", f"{row['bits_true']:.2f}"])
     return lines
 
 
@@ -125,13 +128,13 @@ class Text:
         return [kl * len(tokens) / result.targets for kl in result.kl]
 
     def bits(self, codes):
-        """True bits of a number: of all tensors, and of what their names, and the shapes of empty ones, could tell."""
-        for name in codes:
-            if not re.fullmatch(r"\d+\.[kv]\.\w+", name):
-                raise UserError(f"codes are called layer.kind.part, as 0.k.packed; got {name!r}")
-        held = sum(x.nbytes or 8 * x.dim() for x in codes.values())
-        held += sum(map(len, {name.rpartition(".")[2] for name in codes}))
-        config = self.model.config
+        """True bits of a number: of all tensors, and of what their names, types and shapes could tell."""
+        config, held = self.model.config, 0
+        for name, x in codes.items():
+            layer, _, part = name.partition(".")
+            if layer not in map(str, range(config.num_hidden_layers)) or part[:2] not in ("k.", "v."):
+                raise UserError(f"codes are called layer.kind.part, as 0.k.packed; got {name[:40]!r}")
+            held += x.nbytes + len(part) + 1 + (2 if x.numel() else 8) * x.dim()
         of_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return 8 * held / (self.test.tokens.numel() * of_token)
 
@@ -163,34 +166,22 @@ def run(part, name, entries, given):
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         save_file(given, Path(folder, "given"))
         words = [sys.executable, "-m", "docs.course.board", "--confined", part.__name__]
+        if not confine.run(words, json.dumps([name, folder, entries]), LONGEST, cwd=ROOT,
+                           env={**confine.environment(folder), "PYTHONPATH": str(ROOT)}):
+            raise UserError(f"{part.__name__}: no end within {LONGEST} seconds")
         try:
-            subprocess.run(words, input=json.dumps([name, folder, entries]), text=True, timeout=LONGEST,
-                           capture_output=True, cwd=ROOT,
-                           env={**confined_environment(folder), "PYTHONPATH": str(ROOT)})
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{part.__name__}: no end within {LONGEST} seconds") from None
-        try:
-            if said := written(Path(folder, "said")):
-                raise UserError(said.decode(errors="replace"))
-            return {entry: load(written(Path(folder, entry))) for entry in entries}
-        except (OSError, UserError) as error:
-            raise UserError(f"{part.__name__}: {first_line(error)}") from None
-
-
-def written(path):
-    """The bytes of a file that a confined process has written. UserError for a link, which may lead out of its folder,
-    and for what may have no end."""
-    if path.is_symlink() or not path.is_file():
-        raise UserError("it ended its process")
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        return file.read()
+            if said := confine.written(Path(folder, "said")):
+                raise UserError(f"{part.__name__}: {first_line(said.decode(errors='replace'))}")
+            return {entry: load(confine.written(Path(folder, entry))) for entry in entries}
+        except OSError:
+            raise UserError(f"{part.__name__}: it ended its process") from None
 
 
 def confined(part):
     """In that process: give up all rights, then do the part, and say what went wrong."""
     name, folder, entries = json.load(sys.stdin)
     file = name.rpartition(":")[0]
-    confine(folder, [ROOT, *([Path(file).parent] if file else [])], LONGEST)
+    confine.confine(folder, [ROOT, *([Path(file).parent] if file else [])], LONGEST)
     said = ""
     try:
         given = load_file(Path(folder, "given"))

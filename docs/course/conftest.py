@@ -21,8 +21,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from docs.course.assignments import write_missing
+from docs.course.assignments import key_of, write_missing
 from docs.course.compare import difference, plain
+from docs.course.compiles import ASKED, errors_here
 from docs.course.confine import confine
 
 LONGEST = 5  # seconds of computing, of a test that is recorded; a right answer needs one
@@ -30,7 +31,7 @@ LONGEST = 5  # seconds of computing, of a test that is recorded; a right answer 
 
 def pytest_addoption(parser):
     parser.addoption("--file", type=Path, help="the student's file (default: the starter)")
-    parser.addoption("--seed", default="0", help="draws other numbers and sizes; -: read from stdin")
+    parser.addoption("--seed", default="0", help="draws other numbers and sizes; -: its key is read from stdin")
     parser.addoption("--record", type=Path, help="judge nothing: write what the file gives, a line a test")
     parser.addoption("--confined", type=Path, help="the folder in which alone the file may write")
 
@@ -39,7 +40,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "points(n): what a test gives")
     torch.set_num_threads(1)
     seed = config.option.seed
-    config.option.seed = int(sys.stdin.readline() if seed == "-" else seed)
+    config.option.seed = sys.stdin.readline().strip() if seed == "-" else key_of(int(seed))
     if config.getoption("--confined"):
         confine(config.getoption("--confined"))
 
@@ -87,9 +88,13 @@ def load(path):
     return LOADED[path]
 
 
+def path_of(request):
+    return (request.config.getoption("--file") or request.path.parent / "starter.py").resolve()
+
+
 @pytest.fixture
 def sub(request):
-    return load((request.config.getoption("--file") or request.path.parent / "starter.py").resolve())
+    return load(path_of(request))
 
 
 @pytest.fixture
@@ -107,6 +112,8 @@ def same(request):
         notes.append((plain(value), hint, tolerance))
         if right is not None:
             told = difference(notes[-1][0], right[len(notes) - 1][0], tolerance)
+            if str(value).startswith(ASKED):
+                told = told or errors_here(path_of(request), request.path)[value.removeprefix(ASKED)]
             if told:
                 wrong.append(f"{hint}\n{told}")
     return note
@@ -121,7 +128,7 @@ def right_notes(request):
         request.function(sub=load(answer), rng=draws(request.node), same=lambda value, *_: notes.append([plain(value)]))
         return notes
     expected = json.loads(stored.read_text())
-    if seed != expected["seed"]:
+    if seed != key_of(expected["seed"]):
         pytest.fail(f"{stored} has right values for --seed {expected['seed']} alone", pytrace=False)
     return expected["tests"][request.node.name]["notes"]
 

@@ -8,8 +8,6 @@ import csv
 import io
 import json
 import os
-import signal
-import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +18,8 @@ from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
-from docs.course import assignments
-from docs.course.assignments import ROOT, assignment_of, folder_of, named
+from docs.course import assignments, compiles, confine
+from docs.course.assignments import ROOT, assignment_of, folder_of, key_of, named
 from docs.course.compare import difference
 from docs.course.confine import hole
 from tinykv import UserError
@@ -36,6 +34,7 @@ def parser():
     p = Parser(prog="python -m docs.course.grade", description=__doc__.split("\n\n")[0])
     p.add_argument("submission", type=Path, metavar="FILE|FOLDER", nargs="?", help="a student's file, or a folder of "
                    "them")
+    p.add_argument("--assignment", metavar="NAME", help="the only one that a file may be for")
     p.add_argument("--all", action="store_true", help="show what is wrong in every failed test")
     p.add_argument("--seed", type=int, default=0, help="draws other models, sizes and inputs")
     p.add_argument("--json", type=Path, metavar="F", help="write a record of everything to F")
@@ -91,7 +90,7 @@ def student_of(file, submission):
     return path.parts[0].removesuffix(".py")
 
 
-SIGNS = {"json": '"student"', "csv": "student,file", "gradescope": '"max_score"'}  # near the beginning of a report
+SIGNS = {"json": '"student"', "csv": "student,file", "gradescope": '"score"'}  # near the beginning of a report
 
 
 def grade_all(files, args):
@@ -106,7 +105,7 @@ def grade_all(files, args):
         print(f"unconfined: {opening}", file=sys.stderr)
     reports = []
     with TemporaryDirectory(ignore_cleanup_errors=True) as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
-        given = Given(args.seed, Path(temporary), files)
+        given = Given(args, Path(temporary), files)
         for report in tqdm(pool.map(given.report, files), "grading", len(files), False, unit="file", disable=None):
             reports.append({"student": student_of(Path(report["file"]), args.submission), **report})
             if args.json:
@@ -130,14 +129,16 @@ def answers(name):
 class Given:
     """What the submissions of one run share: for each assignment a copy of the repository, and the right values."""
 
-    def __init__(self, seed, folder, files):
-        self.seed, self.folder = seed, folder
+    def __init__(self, args, folder, files):
+        self.seed, self.folder = args.seed, folder
         self.names, self.right = {}, {}  # {file: its assignment, or why it has none}, {assignment: its tests}
         for file in files:
             try:
                 self.names[file] = name = assignment_of(file)
+                if args.assignment not in (None, name):
+                    raise UserError(f"{file.name} is for the assignment {name}, and {args.assignment} was asked for")
                 if name not in self.right:
-                    self.right[name] = right_values(name, seed, folder)
+                    self.right[name] = right_values(name, self.seed, folder)
             except UserError as error:
                 self.names[file] = error
 
@@ -168,11 +169,19 @@ def judged(test, given):
         wrong = difference(value, wanted, tolerance)
         if wrong:
             told.append(f"{hint}\n{wrong}")
+        elif error := compiler_error(wanted, given):
+            told.append(error)
     if told:
         return result | {"message": min(told, key=len)}
     if given["fault"] or len(given["notes"]) != len(test["notes"]):
         return result | {"message": str(given["fault"]) or "Your code ended this test before it was over."}
     return result | {"points": test["points"], "message": ""}
+
+
+def compiler_error(note, given):
+    """What the compiler says against the kernel that a note is about; "" if nothing, or if it is about none."""
+    kernel = str(note).removeprefix(compiles.ASKED)
+    return given["errors"][kernel] if str(note).startswith(compiles.ASKED) else ""
 
 
 def right_values(name, seed, folder):
@@ -186,8 +195,10 @@ def right_values(name, seed, folder):
             raise UserError(f"this repository has right values for --seed {expected['seed']} alone; got {seed}")
         return expected["tests"]
     right = record_of(answer, name, seed, folder)
-    if sum(test["points"] for test in right.values() if not test["fault"]) != POINTS:
-        faults = [test["fault"] for test in right.values() if test["fault"]] or ["it ended, or took too long"]
+    faults = [test["fault"] for test in right.values()]
+    faults += [compiler_error(note, test) for test in right.values() for note, *_ in test["notes"]]
+    if sum(test["points"] for test in right.values()) != POINTS or any(faults):
+        faults = [*filter(None, faults), "it ended, or took too long"]
         raise UserError(f"this machine cannot grade {name}, as the project's own answer fails here: {faults[0][:200]}")
     return right
 
@@ -200,7 +211,14 @@ def record_of(file, name, seed, folder):
         copytree(folder / f"{name}-copy", work)
         copyfile(file, work / "submission.py")
         run_tests(work, name, seed)
-        return read_record(work / "record.jsonl")
+        record = read_record(work / "record.jsonl")
+        kernels = compiles.kernels_in(folder_of(name) / f"test_{name}.py")
+        if kernels:
+            steps = Path(work, "..", "kernels")
+            steps.mkdir()
+            errors = compiles.errors(work / "submission.py", kernels, folder / f"{name}-copy", steps)
+            record = {test: {**given, "errors": errors} for test, given in record.items()}
+        return record
 
 
 def copy(folder, name):
@@ -214,29 +232,17 @@ def copy(folder, name):
 
 def run_tests(work, name, seed):
     """Run an assignment's tests on submission.py of a copy of the repository, in a process of its own, until it ends or
-    its time is up. It reads the seed, which no command line or environment shows, from stdin; -s leaves that to it."""
+    its time is up. It reads the seed's key from stdin; -s leaves that to it."""
     words = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT),
              "--file", work / "submission.py", "--seed", "-", "--record", work / "record.jsonl", "--confined", work]
-    process = subprocess.Popen(list(map(str, words)), cwd=work, env=confined_environment(work),
-                               start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
-    with suppress(subprocess.TimeoutExpired):
-        process.communicate(f"{seed}\n".encode(), LONGEST)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # and what it started
-    process.wait()
-
-
-def confined_environment(folder):
-    """Of a process that may write into `folder` alone."""
-    return {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    confine.run(words, f"{key_of(seed)}\n", LONGEST, cwd=work, env=confine.environment(work))
 
 
 def read_record(path):
     """{test: its record}, without lines that are none."""
-    found = {}
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    found, lines = {}, []
+    with suppress(OSError):
+        lines = confine.written(path).decode(errors="replace").splitlines()
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             test = json.loads(line)
@@ -247,7 +253,7 @@ def read_record(path):
 # What is printed and written
 
 def print_report(report, show_all):
-    print(f"Assignment {report['assignment']}: {report['file']}\n")
+    print(f"Assignment {report['assignment']}: {printable(report['file'])}\n")
     for test in report["tests"]:
         points = f"{test['points']}/{test['of']}"
         print(f"  {'pass' if test['points'] else 'FAIL'}  {points:>5}  {test['title']}")
@@ -263,9 +269,9 @@ def print_table(reports, folder):
     lines = []
     for report in reports:
         failed = [test["title"].split(":")[0] for test in report["tests"] if not test["points"]]
-        told = textwrap.shorten(report["fault"] or ", ".join(dict.fromkeys(failed)), 70)
+        told = textwrap.shorten(printable(report["fault"]) or ", ".join(dict.fromkeys(failed)), 70)
         file = Path(report["file"]).relative_to(folder)
-        lines.append([str(file), report["assignment"], f"{report['points']}/{report['of']}", told])
+        lines.append([printable(str(file)), report["assignment"], f"{report['points']}/{report['of']}", told])
     print(Columns(["submission", "assignment", "points", "what failed"], lines, left=4))
 
 
@@ -273,13 +279,18 @@ def table(reports):
     """A line of CSV for each submission: its points in all, and in each test."""
     rows = []
     for report in reports:
-        row = {key: report[key] for key in ("student", "file", "assignment", "seed", "points", "of")}
+        row = {key: cell(report[key]) for key in ("student", "file", "assignment", "seed", "points", "of")}
         rows.append(row | {f"{report['assignment']}. {test['title']}": test["points"] for test in report["tests"]})
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def cell(value):
+    """As a spreadsheet shows it. It would compute a name that begins as a formula does."""
+    return f"'{value}" if str(value).startswith(("=", "+", "-", "@", "\t", "\r")) and value != "-" else value
 
 
 def gradescope(report):
