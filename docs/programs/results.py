@@ -394,18 +394,27 @@ def served_table(data):
 def draw(data, path):
     """The figure of SmolLM2's losses by true bits: a line a method, a point a format."""
     rows = data["SmolLM2"]
-    figure, (panel,) = plots.new_figure(1, 1, 7.4, 5.6, "SmolLM2-135M on WikiText-2, all of it read from the cache")
+    title = ("SmolLM2-135M on WikiText-2, all of it read from the cache\n"
+             f"{WINDOWS} windows of 512 tokens x {DRAWS} calibrations (1 bit: 3; uncalibrated: {2 * WINDOWS} windows)")
+    figure, (panel,) = plots.new_figure(1, 1, 7.4, 5.6, title)
     names = {re.split("[/:]", name)[-1].split()[0]: names for name, names in LINES.items()}
     for i, (label, of_line) in enumerate((names | {label: [name] for label, name in POINTS.items()}).items()):
         found = [rows[row] for row in (named(name, "SmolLM2") for name in of_line) if row in rows]
         points = sorted((row["bits"], *compared(row, rows["fp16"])[:2]) for row in found)  # (bits, nats, error)
         if points:
             bits, nats, errors = zip(*points)
-            how = plots.style(i) if len(of_line) > 1 else {"color": plots.GREY, "marker": "s", "markersize": 4}
+            how = plots.style(i)
+            if label in POINTS:  # a marker a format, open unless it is rotated
+                how = {"color": plots.GREY, "marker": dict(nvfp4="s", mxfp4="^", q4_0="o")[label.split(",")[0]],
+                       "mfc": None if "rotated" in label else "white", "ls": "none", "markersize": 6}
             panel.plot(bits, nats, label=label, **how)
-            panel.errorbar(bits, nats, errors, fmt="none", ecolor=how["color"])
-    panel.set(yscale="log", ylim=(0.003, None), xlim=(None, 5.2), ylabel="nats a token above fp16",
+            panel.errorbar(bits, nats, errors, fmt="none", ecolor=how["color"], zorder=1)
+    panel.set(yscale="log", ylim=(0.003, None), xlim=(None, 5.2), ylabel="nats per token above fp16 (± standard error)",
               xlabel="true bits per number: codes, scales, kept tokens")
+    formats = [line for line in panel.lines if line.get_label() in POINTS]
+    plots.legend(panel, handles=formats, title="engines' formats", loc="lower left")
+    for line in formats:
+        line.set_label(f"_{line.get_label()}")  # which stands in the legend, not at the point
     plots.plain_ticks(panel)
     plots.label_ends(panel)
     plots.save(figure, path)
