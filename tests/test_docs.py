@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+import notebook
 import pages
 import pytest
 import results
@@ -304,6 +305,25 @@ def test_the_changed_line_of_the_tour_undoes_pfn(tmp_path):
     table = compare(f"rtn,pfn,{tmp_path / 'pfn.py'}:PFN", windows=2, calib_windows=2, context=256)
     _, rtn, pfn, changed = [row["ppl"] for row in table]
     assert pfn < 0.5 * rtn and changed > 0.8 * rtn
+
+
+def test_the_notebook_is_the_tour(monkeypatch):
+    """docs/tour.ipynb is what its program makes of the tour, and holds all of it; its examples run in turn."""
+    tour, made = read("docs/tour.md"), read("docs/tour.ipynb")
+    assert made == notebook.notebook(tour), "run `python docs/programs/notebook.py`"
+    cells = json.loads(made)["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert any("!python docs/ladder/1_sinks.py" in cell for cell in code)
+    assert any(cell.startswith("%%writefile heavy.py\n") for cell in code)
+    text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    for line in prose(tour).splitlines():
+        assert line.strip() in text, line
+    monkeypatch.chdir(ROOT / "docs")  # where a notebook starts
+    names = {}
+    for cell in code:
+        if not cell.startswith(("%", "!")):
+            exec(cell, names)
+    assert "22 coded (2 of them kept)" in repr(names["keys"])
 
 
 # ---- the walk through the debugger
