@@ -15,7 +15,7 @@ from planted import CONFIG, L, Planted, changed, d, few_tries, random_rows, same
 
 from tinykv import UserError
 from tinykv.cache import KVCache
-from tinykv.calibrate import calibrate, check, texts
+from tinykv.calibrate import Text, calibrate, check, shown
 from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.kvquant import KVQuant
@@ -28,9 +28,10 @@ from tinykv.tracing import Trace
 
 def recorded(model, method, windows, gradients=False):
     """(layer, kind, rows, kept, gradient) of each layer and kind, as codecs see them."""
-    text, = texts(model, [method], windows, range(L), gradients)
-    for layer, kind in itertools.product(range(L), "kv"):
-        yield layer, kind, *text.of(layer, kind)
+    text, cache = Text(model, windows, gradients), KVCache(model, method)
+    for layer in range(L):
+        for kind, (_, *learned_from) in zip("kv", shown(cache, layer, text[layer])):
+            yield layer, kind, *learned_from
 
 
 @pytest.fixture(autouse=True)
@@ -150,28 +151,29 @@ def test_a_loss_without_gradient_says_where():
         calibrate(model, KVQuant(model.config), tokens_of(2, 20))
 
 
-def test_a_method_is_shown_each_window():
+def test_a_method_is_shown_all_windows():
+    """The embedding, and each layer's output."""
     seen = []
 
     class Looks(RTN):
         needs_text = True
 
-        def collect(self, hidden):
-            seen.append([tuple(h.shape) for h in hidden])
+        def fit(self, hidden):
+            seen.extend(hidden)
 
-        def fit(self):
-            seen.append("all")
-
-    model = model_of(2)
-    calibrate(model, Looks(model.config, scheme="token-dynamic", group_size=4), tokens_of(3, 5))
-    assert seen == [[(1, 5, 32)] * 3] * 3 + ["all"]
+    model, windows = model_of(2), tokens_of(3, 5)
+    calibrate(model, Looks(model.config, scheme="token-dynamic", group_size=4), windows)
+    trace = Trace(model)
+    model(windows, trace)
+    expected = [model.model["embed_tokens"](windows), *trace.hidden]
+    assert len(seen) == 1 + L and all(torch.allclose(*pair, atol=1e-5) for pair in zip(seen, expected))
 
 
 # ---- several methods
 
 def test_a_list_finds_what_each_method_finds_alone():
-    """Whatever they need: gradients, keys before RoPE, a look of their own. Each window is read once, and once more for
-    KVSink's outlier."""
+    """Whatever they need: gradients, keys before RoPE, a look of their own. Each window is read once, for
+    all of them."""
     model, windows, count = copy.deepcopy(model_of(2)), tokens_of(2, 40), []
     model.register_forward_hook(lambda *given: count.append(1))
     options = {"cq": {"vq": "d8m4"}, "antkv": {"vq": "d8m4"}}
@@ -181,25 +183,39 @@ def test_a_list_finds_what_each_method_finds_alone():
         calibrate(model, method, windows)
     count.clear()
     calibrate(model, together, windows)
-    assert len(count) == 2 * len(windows) + 1  # and the probe
+    assert len(count) == len(windows) + 1  # and the probe
     for one, other in zip(apart, together):
         tables = other.calibrated()
         assert one.calibrated().keys() == tables.keys() and one.stored_as() == other.stored_as()
         assert all(torch.equal(table, tables[name]) for name, table in one.calibrated().items())
 
 
-def test_some_layers_at_a_time_find_the_same(monkeypatch):
-    """Where memory is short: the text is read again for other layers."""
+@pytest.mark.parametrize("name, readings", [("kvquant", L), ("kvsink", 2 * L), ("cq", L)])
+def test_some_layers_at_a_time_find_the_same(name, readings, monkeypatch):
+    """Where memory is short: the text is read again for other layers, and KVSink's search reads it by itself."""
     model, windows, count = copy.deepcopy(model_of(2)), tokens_of(2, 40), []
     model.register_forward_hook(lambda *given: count.append(1))
     found = []
-    for held, readings in ((1, L), (2 ** 40, 1)):
+    for held, n in ((1, readings), (2 ** 40, 1)):
         monkeypatch.setattr("tinykv.calibrate.HELD", held)
         count.clear()
-        calibrate(model, method := KVQuant(model.config), windows)
-        assert len(count) == readings * len(windows) + 1  # and the probe
+        calibrate(model, method := METHODS[name](model.config, **({"vq": "d8m4"} if name == "cq" else {})), windows)
+        assert len(count) == n * len(windows) + 1  # and the probe
         found.append(tables(method))
-    assert same(*found)
+    assert found[0] and same(*found)
+
+
+def test_what_is_held_has_a_bound(monkeypatch):
+    """Of the layers that are held at a time all tensors, whatever the model's dtype; one layer is always held."""
+    for dtype, gradients, n in itertools.product((torch.float32, torch.bfloat16), (False, True), (1, 2)):
+        model = copy.deepcopy(model_of(2)).to(dtype)
+        whole = Text(model, tokens_of(2, 40), gradients)
+        assert whole.at_once >= L and whole[0]["k"].dtype == (torch.bfloat16 if dtype.itemsize == 2 else torch.float16)
+        of_layer = sum(x.nbytes for window in whole.held[0] for x in window.values())
+        for bound in (n * of_layer, (n + 1) * of_layer - 1):
+            monkeypatch.setattr("tinykv.calibrate.HELD", bound)
+            assert Text(model, tokens_of(2, 40), gradients).at_once == n
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("before", [False, True])

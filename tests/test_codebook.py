@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tinykv import UserError
 from tinykv.cache import KVCache
-from tinykv.calibrate import calibrate, texts
+from tinykv.calibrate import Text, calibrate, shown
 from tinykv.codecs import codebook
 from tinykv.codecs.codebook import FORMATS, Codebook, make_codebooks
 from tinykv.methods.antkv import AnTKV
@@ -73,11 +73,11 @@ def calibrated(sensitivity="none", sharing="head", vq="d2m8"):
 @lru_cache
 def parts():
     """{(layer, kind): (sub-vectors (slots, N, 2), gradients (Hkv, N, d))} over the calibration windows."""
-    found, (text,) = {}, texts(tiny(), [CQ(tiny().config)], windows(), range(L), gradients=True)
-    for layer, kind in itertools.product(range(L), "kv"):
-        rows, _, gradient = text.of(layer, kind)  # (W, Hkv, T, d)
-        vectors = rows.float().unflatten(-1, (-1, 2)).permute(1, 3, 0, 2, 4)  # (Hkv, d/2, W, T, 2)
-        found[layer, kind] = vectors.flatten(2, 3).flatten(0, 1), gradient.transpose(0, 1).flatten(1, 2)
+    found, cache, text = {}, KVCache(tiny(), CQ(tiny().config)), Text(tiny(), windows(), gradients=True)
+    for layer in range(L):
+        for kind, (_, rows, _, gradient) in zip("kv", shown(cache, layer, text[layer])):  # (W, Hkv, T, d)
+            vectors = rows.float().unflatten(-1, (-1, 2)).permute(1, 3, 0, 2, 4)  # (Hkv, d/2, W, T, 2)
+            found[layer, kind] = vectors.flatten(2, 3).flatten(0, 1), gradient.transpose(0, 1).flatten(1, 2)
     return found
 
 

@@ -45,7 +45,7 @@ class Method:
     codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/schemes.py)
     # Calibration
     config = None  # of the model that it was made for
-    needs_text = False  # True: calibration calls `collect` and `fit`, before the codecs' own
+    needs_text = False  # True: calibration calls `fit`, before that of the codecs
     found = ()  # attributes that `fit` sets, integers or None; they are saved with the codecs' tables
     calibrated_on = None  # (`identity` of the model, `stored_as` of the method) when calibration had ended
     calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
@@ -94,11 +94,9 @@ class Method:
 
     # Calibration
 
-    def collect(self, hidden):
-        """Look at a window: the embedding, and each layer's output, a list of (1, T, D)."""
-
-    def fit(self):
-        """The last window has been seen."""
+    def fit(self, hidden):
+        """Find what is in `found`. hidden: of all calibration windows the embedding, and each layer's output, (W, T, D)
+        each; to be gone through once, as not all may be held in memory."""
 
     @property
     def needs_calibration(self):

@@ -61,7 +61,6 @@ class KVSink(CodecMethod):
         self.layer, self.channel, self.source = known_outlier(config, emergence_layer, outlier_channel)
         self.n_marked = self.n_windows = None  # windows that have this outlier, of all calibration windows
         self.needs_text = self.layer is None
-        self.profile = []  # while calibrating: of each window the `outlier` after the embedding and after each layer
 
     # Algorithm 1
 
@@ -100,14 +99,11 @@ class KVSink(CodecMethod):
 
     # Calibration: where the outlier emerges, and in which channel
 
-    def collect(self, hidden):
-        self.profile.append([outlier(h) for h in hidden])
-
-    def fit(self):
-        largest, ratio, channel = torch.tensor(self.profile, dtype=torch.float32).unbind(-1)  # (W, L + 1) each
+    def fit(self, hidden):
+        profile = [[outlier(window) for window in h.split(1)] for h in hidden]  # after the embedding, after each layer
+        largest, ratio, channel = torch.tensor(profile, dtype=torch.float32).permute(2, 1, 0)  # (W, L + 1) each
         self.layer, self.channel, self.n_marked = find_outlier(largest, ratio, channel.long()) or (-1, -1, 0)
         self.n_windows = len(largest)
-        self.profile = []
 
     def describe(self):
         if self.layer == -1:

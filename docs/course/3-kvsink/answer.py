@@ -65,16 +65,12 @@ class KVSink(CodecMethod):
         self.preserve = preserve  # k
         self.layer, self.channel = emergence_layer, outlier_channel  # lE and c
         self.needs_text = emergence_layer is None  # of calibration
-        self.profile = []  # while calibrating: `outlier` of each column of each window
 
     # given: calibration, which calls your two functions
 
-    def collect(self, hidden):
-        self.profile.append([outlier(h) for h in hidden])
-
-    def fit(self):
-        largest, ratio, channel = torch.tensor(self.profile).unbind(-1)  # (W, L + 1) each
-        self.profile = []
+    def fit(self, hidden):
+        profile = [[outlier(window) for window in h.split(1)] for h in hidden]
+        largest, ratio, channel = torch.tensor(profile).permute(2, 1, 0)  # (W, L + 1) each
         place = find_outlier(largest, ratio, channel.long())
         self.layer, self.channel = place or (None, None)  # None: this model has no outlier
 

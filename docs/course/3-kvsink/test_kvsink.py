@@ -217,12 +217,11 @@ def test_all(sub, rng, same):
     """all of it: calibrated on windows with an outlier, then a stream"""
     for lE, c, size in ((rng.randint(0, 1), rng.randrange(6), rng.choice((-600, 90))), (None, None, 1)):
         method = sub.KVSink(CONFIG, preserve=2, scheme="token-dynamic")
-        for _ in range(3):
-            hidden = [rng.normal(1, 400, 6).clamp(-3, 3) * 0.01 for _ in range(6)]  # after the embedding, and layers
-            for layer in range(lE, 4) if lE is not None else ():
-                hidden[layer + 1][0, rng.randrange(400), c] = size
-            method.collect(hidden)
-        method.fit()
+        hidden = [rng.normal(3, 400, 6).clamp(-3, 3) * 0.01 for _ in range(6)]  # after the embedding, and layers
+        for layer in range(lE, 4) if lE is not None else ():
+            for window in hidden[layer + 1]:
+                window[rng.randrange(400), c] = size
+        method.fit(hidden)
         same([method.layer, method.channel], f"After a calibration on three windows, with {size} in channel {c} after "
              f"block {lE} and later ones: lE and c")
         cache = new_cache(method)
