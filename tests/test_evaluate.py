@@ -460,8 +460,8 @@ def test_a_method_runs_on_the_model_that_it_was_made_for_and_calibrated_on(one_l
     exact = measure(model, METHODS["fp16"](model.config), windows)
     for on in (model, same, half.half()):
         KVCache(on, method)
-    for on, one, said in ((edited, method, "calibrated on another model"), (swapped, method, "on another model"),
-                          (slowed, method, "on another model"), (model, other, "made for another config")):
+    for on, one, said in ((edited, method, "another model"), (swapped, method, "another model"),
+                          (slowed, method, "another model"), (model, other, "made for another config")):
         for use in (KVCache, partial(measure, windows=windows, fp16=exact)):
             with pytest.raises(UserError, match=said):
                 use(on, one)

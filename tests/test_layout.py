@@ -107,7 +107,7 @@ ARROWS = {
     "codecs/": {"kmeans"},
     "methods/": {"codecs", "outlier", "tracing"},
     "calibrate.py": {"cache", "files", "tracing"},
-    "evaluate.py": {"cache", "differences", "kmeans"},
+    "evaluate.py": {"cache", "differences", "kmeans", "tracing"},
     "data/": {"hf", "files"},  # hf/hub.py downloads
     "hf/": {"cache", "model", "files", "tracing"},
     "weights/": {"cache", "codecs", "model", "files"},

@@ -1,6 +1,7 @@
 """Nothing wrong in silence: what is not finite, not of the right shape, or damaged ends in one line, never in a row."""
 import shutil
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tinykv.files import Tables, fingerprint, save_tensors
 from tinykv.hf import EMBEDDED
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
+from tinykv.weights import QUANTIZERS, quantize
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]
 
@@ -213,6 +215,20 @@ def test_a_prefix_is_trained_for_what_rope_turns_by(tmp_path):
     assert fingerprint(model) != before
 
 
+@pytest.mark.parametrize("change", [exchange, permute, hook, slow, enlarge])
+def test_fp16s_result_is_of_the_same_model(change):
+    """Where weights are quantized nobody knows of which model they were."""
+    model, tokenizer = hf.load(EMBEDDED)
+    windows, fp16 = load_windows("tales", tokenizer, 32, 2), METHODS["fp16"](model.config)
+    exact = measure(model, fp16, windows)
+    measure(quantize(model, QUANTIZERS["rtn"](3)), fp16, windows, fp16=exact)
+    change(model)
+    with pytest.raises(UserError, match="of another model"):
+        measure(model, fp16, windows, fp16=exact)
+    with pytest.raises(UserError, match="other windows"):
+        measure(model, fp16, windows.predicted_from(9), fp16=exact)
+
+
 @pytest.mark.parametrize("edit", [lambda method: setattr(method, "rope", "post"),
                                   lambda method: setattr(method.codecs[2].v, "bits", 3)])
 def test_what_tables_depend_on_is_not_edited_after_calibration(edit):
@@ -224,6 +240,18 @@ def test_what_tables_depend_on_is_not_edited_after_calibration(edit):
     edit(method)
     with pytest.raises(UserError, match="changed since it was calibrated"):
         KVCache(model, method)
+
+
+def test_a_cache_that_an_interrupted_generation_left_is_refused(monkeypatch):
+    """It holds tokens that the caller has not got."""
+    model = hf.load_model(EMBEDDED)
+    cache, tokens = KVCache(model, METHODS["kivi"](model.config)), torch.arange(9)[None]
+    monkeypatch.setattr("tinykv.model.pick_token", Mock(side_effect=[tokens[:, :1], KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(tokens, 5, cache)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="begun and not ended"):
+        model.generate(tokens, 5, cache)
 
 
 # ---- learned files

@@ -16,6 +16,7 @@ from tinykv import UserError, all_finite
 from tinykv.cache import KVCache
 from tinykv.differences import mean
 from tinykv.kmeans import argmax
+from tinykv.tracing import same_model
 
 SLICE = 2 ** 24  # logits held at once, in numbers
 FAR = 128 * 1024  # tokens of the text for the last bit count, the column 128K
@@ -59,7 +60,8 @@ class Result:
     cache_bytes: int = 0  # of one window, the largest
     reads_codes: int = 0  # windows in which a query reads codes
     exact: list = field(default_factory=list, repr=False, compare=False)  # of fp16: `Exact` per window, on the CPU
-    text: torch.Tensor | None = field(default=None, repr=False, compare=False)  # the windows, (W, T)
+    windows: object = field(default=None, repr=False, compare=False)  # the `Windows`
+    model: torch.Tensor | None = field(default=None, repr=False, compare=False)  # its `identity`
 
     @property
     def ppl(self):
@@ -83,15 +85,15 @@ def sum_of(results):
 def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None,
             cache_class=KVCache, prompt=None):
     """One method's `Result` on windows (`data.windows.Windows`). UserError where the model, or the method, computes
-    numbers that are not finite, and for fp16's Result on other windows.
+    numbers that are not finite, and for fp16's Result of other windows, or of another model.
 
     fp16: the Result of fp16 on the same windows; None: this is it. bar: an object with `update(n)`, called with n, how
     many more windows are finished. cache_class: `KVCache`, or a class of caches that compute attention themselves.
     prompt: P, if the first P tokens of each window arrive at once, and the others as in a stream.
     """
-    result = Result(text=windows.tokens)
-    if fp16 is not None and not torch.equal(fp16.text, windows.tokens):
-        raise UserError("the Result of fp16 is of other windows; measure fp16 on these")
+    result = Result(windows=windows, model=model.identity())
+    if fp16 is not None:
+        check_reference(fp16, result, quantized=any(True for _ in model.buffers()))
     device = model.lm_head.weight.device
     for first in range(0, len(windows.tokens), batch):
         tokens = windows.tokens[first:first + batch].to(device)  # (B, T)
@@ -126,6 +128,16 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         if bar is not None:
             bar.update(len(tokens))
     return result
+
+
+def check_reference(fp16, result, quantized):
+    """UserError unless two `Result`s are of the same targets and of one model; where its weights are quantized, which
+    are buffers, nobody knows of which."""
+    same = torch.equal(fp16.windows.tokens, result.windows.tokens) and fp16.windows.start == result.windows.start
+    if not same or len(fp16.exact) != len(fp16.windows.tokens):
+        raise UserError("the Result of fp16 is of other windows, or measured beside another; measure fp16 on these")
+    if not quantized and not same_model(fp16.model, result.model):
+        raise UserError("the Result of fp16 is of another model; measure fp16 on this one")
 
 
 def refuse_overflow(cache, outputs):

@@ -322,16 +322,21 @@ class Llama(nn.Module):
         rng = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         done = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)  # (B)
         unread = tokens  # (B, T): what the cache has not seen yet
-        for _ in range(max_new_tokens):
-            logits = self(tokens if cache is None else unread, cache)[:, -1].float()  # (B, vocab)
-            new = pick_token(logits, temperature, top_p, rng)  # (B, 1)
-            if len(ends):
-                new = torch.where(done[:, None], ends[0], new)  # (B, 1)
-                done |= torch.isin(new[:, 0], ends)
-            tokens = torch.cat([tokens, new], dim=1)  # (B, T + 1)
-            unread = new
-            if done.all():
-                break
+        try:
+            for _ in range(max_new_tokens):
+                logits = self(tokens if cache is None else unread, cache)[:, -1].float()  # (B, vocab)
+                new = pick_token(logits, temperature, top_p, rng)  # (B, 1)
+                if len(ends):
+                    new = torch.where(done[:, None], ends[0], new)  # (B, 1)
+                    done |= torch.isin(new[:, 0], ends)
+                tokens = torch.cat([tokens, new], dim=1)  # (B, T + 1)
+                unread = new
+                if done.all():
+                    break
+        except BaseException:  # such as Ctrl-C: the caller lacks tokens that the cache holds
+            if cache is not None:
+                cache.busy = True
+            raise
         return tokens
 
 

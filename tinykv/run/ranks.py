@@ -78,4 +78,5 @@ def gather(result):
         return result
     parts = [None] * n_ranks
     dist.all_gather_object(parts, replace(result, exact=[]))
-    return replace(sum_of(parts), exact=result.exact, text=result.text)  # those of its own windows
+    # what is exact is that of its own windows
+    return replace(sum_of(parts), exact=result.exact, windows=result.windows, model=result.model)
