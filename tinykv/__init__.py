@@ -20,10 +20,10 @@ class UserError(ValueError):
 
 
 def at_least(least, **settings):
-    """UserError if a setting is below what it can be; None is no setting."""
+    """UserError if a setting is no whole number, or below what it can be; None is no setting."""
     for name, value in settings.items():
-        if value is not None and not value >= least:  # nor is NaN
-            raise UserError(f"{name.replace('_', ' ')} must be at least {least}; got {value}")
+        if value is not None and not (hasattr(value, "__index__") and value >= least):
+            raise UserError(f"{name.replace('_', ' ')} must be a whole number, at least {least}; got {value!r}")
 
 
 def one_of(choices, **settings):

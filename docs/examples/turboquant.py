@@ -129,7 +129,7 @@ def turboquant(config, kind, bits, draw: Annotated[int, "turboquant: which rando
     one_of(("off", "on"), qjl=qjl, centre=centre)
     codec = Turbo(bits, config.head_dim, draw)
     if qjl == "on" and kind == "k":
-        at_least(2, k_bits=bits)
+        at_least(2, k_bits=int(bits))
         codec = QJL(bits, config.head_dim, draw)
     if centre == "on" and kind == "k":
         codec = Centred(codec)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import torch
 
-from tinykv import UserError, one_of
+from tinykv import UserError, at_least, one_of
 from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS, Pair
 from tinykv.codecs.schemes import SCHEMES, make_codecs
 from tinykv.tracing import same_model
@@ -139,13 +139,15 @@ class Method:
         name, L = type(self).__name__, self.config.num_hidden_layers
         one_of(("pre", "post"), rope=self.rope)
         one_of(CHOOSE, choose=self.choose)
-        least = {"recent": 0, "block": 1, "k_bits": 0.01, "v_bits": 0.01, "preserve": 0}
+        counts = {"recent": 0, "block": 1, "preserve": 0}
         if self.keeps_share:
-            del least["preserve"]  # a share, such as "1%"
-        for setting in least:
+            del counts["preserve"]  # a share, such as "1%"
+        for setting, least in counts.items():
+            at_least(least, **{f"{setting} of {name}": getattr(self, setting)})
+        for setting in ("k_bits", "v_bits"):
             value = getattr(self, setting)
-            if not isinstance(value, int | float) or not value >= least[setting]:  # nor is NaN
-                raise UserError(f"{setting} of {name} must be a number from {least[setting]} on; got {value!r}")
+            if not isinstance(value, int | float) or not value > 0:  # nor is NaN
+                raise UserError(f"{setting} of {name} must be a number above 0; got {value!r}")
         if self.prefix is not None and not all(hasattr(self.prefix, part) for part in OF_A_PREFIX):
             raise UserError(f"prefix of {name} must be None, or have {', '.join(OF_A_PREFIX)}, as an intactkv.Prefix "
                             f"has; got {self.prefix!r}")

@@ -4,7 +4,8 @@ from tinykv import UserError, cli, did_you_mean
 
 def check_flags(args):
     """What can be seen to be wrong before anything is loaded."""
-    cli.check_counts(args, 0, "at-bits")
+    if args.at_bits is not None and not args.at_bits > 0:  # nor is NaN
+        raise UserError(f"--at-bits must be above 0; got {args.at_bits:g}")
     cli.check_counts(args, 2, "context")
     cli.check_counts(args, 1, "windows", "calib-windows", "draws", "batch", "prompt")
     if hasattr(args, "choose") and not args.prompt:
