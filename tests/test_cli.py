@@ -750,7 +750,7 @@ def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, one_lay
     seen = [call.args[2].tolist() for call in calibrated.call_args_list]
     assert seen == [part.tolist() for part in stream.split(2)]
     assert [{call.kwargs["seed"] for call in module.kmeans.call_args_list} for module in modules] == [{0, 1}] * 3
-    assert "--draws must be at least 1" in refused(command, *words, "--draws", "0")
+    assert "--draws must be a whole number of at least 1" in refused(command, *words, "--draws", "0")
     assert "1000 windows need" in refused(command, *words, "--draws", "500")
 
 

@@ -140,7 +140,7 @@ def test_a_mean_is_that_of_the_tokens_that_are_not_kept(turboquant):
 
 @pytest.mark.parametrize("settings, said", [
     ({"qjl": "yes"}, "qjl is one of off, on"), ({"k_bits": 9}, "bits are one of"),
-    ({"k_bits": 1, "qjl": "on"}, "k bits must be at least 2")])
+    ({"k_bits": 1, "qjl": "on"}, "k bits must be a whole number of at least 2")])
 def test_what_is_refused(turboquant, settings, said):
     with pytest.raises(UserError, match=said):
         turboquant.TurboQuant(model_of(1).config, **settings)

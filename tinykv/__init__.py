@@ -23,7 +23,7 @@ def at_least(least, **settings):
     """UserError if a setting is no whole number, or below what it can be; None is no setting."""
     for name, value in settings.items():
         if value is not None and not (hasattr(value, "__index__") and value >= least):
-            raise UserError(f"{name.replace('_', ' ')} must be a whole number, at least {least}; got {value!r}")
+            raise UserError(f"{name.replace('_', ' ')} must be a whole number of at least {least}; got {value!r}")
 
 
 def one_of(choices, **settings):

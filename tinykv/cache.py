@@ -63,7 +63,7 @@ class CachedRows:
         """Keep the tokens at `positions` (1 or B, 1 or Hkv, p) from now on, and no others."""
         B, Hkv, r, d = self.recent.shape
         if positions.is_floating_point():
-            raise UserError(f"`keep_keys` and `keep_values` have to give integers; they gave {positions.dtype}: {self!r}")
+            raise UserError(f"`keep_keys` and `keep_values` have to give integers, not {positions.dtype}: {self!r}")
         positions = positions.to(self.recent.device).expand(B, -1, -1)  # (B, 1 or Hkv, p)
 
         # the rows in full precision, recent | kept, and where each token is among them

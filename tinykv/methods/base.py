@@ -4,11 +4,12 @@
     Code   how is every other token quantized?
     When   how long does a fresh token stay in full precision, and how many are quantized at a time?
 """
+import inspect
 from typing import Annotated
 
 import torch
 
-from tinykv import UserError, at_least, one_of
+from tinykv import UserError, one_of
 from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS, Pair
 from tinykv.codecs.schemes import SCHEMES, make_codecs
 from tinykv.tracing import same_model
@@ -129,10 +130,12 @@ class Method:
         self.calibrated_on = model.identity(), self.stored_as()
 
     def stored_as(self):
-        """The settings that tables depend on: where keys are stored, and those of each codec."""
-        settings = [(f"{layer} {kind} {name}", value) for layer, kind, codec in self.each_codec()
-                    for name, value in vars(codec).items() if isinstance(value, str | int | float | None)]
-        return [("rope", self.rope), *settings]
+        """What tables depend on: where keys are stored, and each codec's class and the arguments it was made with."""
+        found = [self.rope]
+        for _, _, codec in self.each_codec():
+            arguments = [getattr(codec, name, None) for name in inspect.signature(type(codec)).parameters]
+            found.append([type(codec), *(value for value in arguments if isinstance(value, str | int | float))])
+        return found
 
     def check(self):
         """UserError for what no cache can run. A command asks as soon as the method is made, and every cache asks."""
@@ -143,7 +146,9 @@ class Method:
         if self.keeps_share:
             del counts["preserve"]  # a share, such as "1%"
         for setting, least in counts.items():
-            at_least(least, **{f"{setting} of {name}": getattr(self, setting)})
+            value = getattr(self, setting)
+            if not (hasattr(value, "__index__") and value >= least):
+                raise UserError(f"{setting} of {name} must be a whole number of at least {least}; got {value!r}")
         for setting in ("k_bits", "v_bits"):
             value = getattr(self, setting)
             if not isinstance(value, int | float) or not value > 0:  # nor is NaN
