@@ -180,6 +180,15 @@ def test_perplexity_is_drawn_above_fp16_s_in_per_cent():
     assert lines["rtn"] == [pytest.approx(point) for point in ((2, 50), (4, 0.1), (8, comparisons.FLOOR))]
 
 
+def test_losses_along_longer_windows_stand_below():
+    """A line a row: the mean over draws and windows of what each stretch loses above fp16."""
+    fp16 = FP16 | {"window_nll_along": [[[3.0, 2.0], [1.0, 2.0]]]}
+    rtn = row("rtn", 3.0) | {"window_nll_along": [[[4.0, 4.0], [2.0, 3.0]], [[4.0, 6.0], [2.0, 7.0]]]}
+    _, panel = comparisons.perplexity([fp16, rtn]).axes
+    line, = panel.lines
+    assert line.get_label() == "rtn" and [point.tolist() for point in line.get_data()] == [[1, 2], [1, 3]]
+
+
 def test_what_loses_the_least_somewhere_has_a_colour():
     rows = [row("rtn bits=2", 9.0), row("rtn bits=4", 2.5, 4.0), row("kivi bits=2", 4.0), row("cq bits=1", 5.0, 1.0),
             row("kivi bits=4", 2.6, 4.1)]

@@ -9,7 +9,8 @@ from operator import itemgetter
 from pathlib import Path
 
 from tinykv import UserError, cli, plots
-from tinykv.differences import paired
+from tinykv.differences import mean, paired
+from tinykv.evaluate import STRETCH
 from tinykv.files import read_json
 
 # settings that change a method's bits and nothing else
@@ -26,7 +27,8 @@ def add_comparisons(p):
                    help="also compare at B true bits: between the two nearest rows of each method that "
                         "differ in bits alone")
     p.add_argument("--plot", metavar="FILE.png",
-                   help="also draw perplexity against true bits, or against kept tokens if --preserve is a list")
+                   help="also draw perplexity against true bits, or against kept tokens if --preserve is a list, "
+                        "and the loss along longer windows")
 
 
 def compared(rows, vs, bits):
@@ -150,22 +152,26 @@ def perplexity(rows):
     are those of MARKED methods, and those that lose the least somewhere, which the title names: no row has both less
     loss and fewer bits. A loss below FLOOR, or a gain, is drawn at FLOOR. Standard errors are not drawn: they come from
     the windows, which all methods share. Where kept tokens are varied, a method that keeps a share of the text is left
-    out.
+    out. Below is each row's loss along the windows, if these are longer than one stretch of `evaluate.py`.
     """
+    fp16, measured = rows[0], rows[1:]
     against_kept = any("preserve=" in row["label"] for row in rows)
     if against_kept:
         x, label, varied = "preserve", "tokens kept in full precision", ("preserve",)
         rows = [row for row in rows if row is rows[0] or not isinstance(row[x], str)]
     else:
         x, label, varied = "bits_true", "true bits of a cached number", BITS_SETTINGS
-    base, rows = rows[0]["ppl"], rows[1:]
+    base, rows = fp16["ppl"], rows[1:]
 
     def is_best(row):
         return not any(other["ppl"] < row["ppl"] and other[x] <= row[x] for other in rows)
 
     lines = lines_of(rows, varied)
     best = [name for name, points in lines.items() if any(is_best(row) for row in points)]
-    figure, (panel,) = plots.new_figure(1, 1, 8, 4.8, f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
+    exact = along(fp16)
+    n_panels = 2 if len(exact) > 1 else 1
+    figure, (panel, *below) = plots.new_figure(n_panels, 1, 8, 4.8 * n_panels,
+                                               f"The least loss for its {x.split('_')[0]}: {', '.join(best)}")
     in_colour = [name for name in lines if name in best or name.split()[0] in MARKED]
     # lines in colour come first, so that no grey line has the marker of one; markers tell grey lines apart
     for i, name in enumerate(dict.fromkeys([*in_colour, *lines])):
@@ -176,7 +182,20 @@ def perplexity(rows):
     panel.set(yscale="log", xlabel=label, ylabel="perplexity above fp16's (%)")
     plots.plain_ticks(panel)
     plots.label_ends(panel)
+    for panel in below:
+        for i, row in enumerate(measured):
+            losses = [loss - of_fp16 for loss, of_fp16 in zip(along(row), exact)]
+            panel.plot(range(1, len(exact) + 1), losses, label=title_of(row), **plots.style(i))
+        panel.set(xlabel=f"position in a window, in stretches of {STRETCH} tokens", ylabel="nats a token above fp16")
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        plots.label_ends(panel)
     return figure
+
+
+def along(row):
+    """A row's loss in each stretch of a window: the mean over windows and draws, [stretch]."""
+    windows = [window for draw in row.get("window_nll_along", []) for window in draw]
+    return [mean(stretch) for stretch in zip(*windows)]
 
 
 def main():
