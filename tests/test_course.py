@@ -165,6 +165,18 @@ def test_the_course_writes_a_missing_starter_first(monkeypatch):
     assert asked == [*starters, Path("no/starter.py")]
 
 
+def test_what_is_not_written_yet_is_one_line(tmp_path):
+    """Of an assignment, however many tests it fails."""
+    path = tmp_path / "starter.py"
+    path.write_text(text_of("kvsink", "starter.py"), encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "docs/course/3-kvsink", "--file", path], cwd=ROOT,
+                          capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1 and len(lines) < 6
+    assert "docs/course/3-kvsink: not written yet: outlier, find_outlier, observe, keep_keys" in lines
+    assert "0 of 80 points" in lines
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hidden_seed_changes_every_test(name):
     """So that no points are in what a student could copy from the report of another seed."""
@@ -785,6 +797,7 @@ def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
         path.parent.name for path in starters)
     assert "docs/course" in (tmp_path / "out/.pytest.ini").read_text(encoding="utf-8")
     assert "## For instructors" not in (tmp_path / "out/docs/course/README.md").read_text(encoding="utf-8")
+    assert "docs/course" in (tmp_path / "out/README.md").read_text(encoding="utf-8")
     for page in (tmp_path / "out").rglob("*.md"):
         for target in re.findall(r"\]\(([\w./-]*\w)[)#]", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), (page, target)

@@ -18,6 +18,15 @@ from tinykv.cli import Parser, one_line
 
 LEFT_OUT = ("tests/", "docs/", ".ci/", ".pytest.ini")
 KEPT = ("docs/course/", "docs/embedded_model.md", "docs/huggingface.md", "docs/real_models.md")
+README = """# tinykv: the course
+
+Quantization of an LLM's KV cache, in code small enough to read. Begin with [the course](docs/course/README.md).
+
+In a virtual environment (`python -m venv .venv && . .venv/bin/activate`), with Python 3.11 or newer:
+
+    pip install torch --index-url https://download.pytorch.org/whl/cpu  # only on Linux without a GPU: saves gigabytes
+    pip install -r requirements.txt && pytest docs/course/1-affine
+"""
 PYTEST = "[pytest]\ntestpaths = docs/course\npythonpath = .\n"
 
 def parser():
@@ -41,6 +50,7 @@ def main():
         files = [file for file in tracked() if file.startswith(KEPT) or not file.startswith(LEFT_OUT)]
         write(args.folder, files, names)
         write_starters(args.folder)
+        (args.folder / "README.md").write_text(README, encoding="utf-8")
         (args.folder / ".pytest.ini").write_text(PYTEST, encoding="utf-8")
         workflow = args.folder / ".github" / "workflows" / "assignments.yml"
         workflow.parent.mkdir(parents=True)
