@@ -4,10 +4,13 @@ A value is noted as plain JSON, so that it can leave the process that made it: w
 read as numbers, and never run.
 """
 import math
+import re
 
 import numpy as np
 import torch
 
+WIDEST = 12  # numbers of a row that is shown
+MOST = 48  # of a list in a hint
 LARGEST = 20_000  # numbers of a tensor; a right one has fewer
 # formats in which a number is either right or wrong
 STORED = ("torch.float16", "torch.uint8", "torch.int16", "torch.float8_e4m3fn")
@@ -35,25 +38,27 @@ def shorter(number):
     return float(f"{number:.7g}") if isinstance(number, float) else number
 
 
-def difference(given, right, tolerance):
+def difference(given, right, tolerance, place=""):
     """What is wrong with a noted value, in words; "" if nothing is. tolerance: of a float, relative to the largest that
-    it stands with."""
+    it stands with. place: where it stands in the value that is compared."""
     if isinstance(right, list):
         if not isinstance(given, list) or len(given) != len(right):
-            return f"It has to be {kind(right)}; yours is {kind(given)}."
-        return next(filter(None, (difference(g, r, tolerance) for g, r in zip(given, right))), "")
+            return f"{place}It has to be {kind(right)}; yours is {kind(given)}."
+        parts = ((g, r, tolerance, f"{place}Value {i} of {len(right)}. ") for i, (g, r) in enumerate(zip(given, right)))
+        return next(filter(None, (difference(*part) for part in parts)), "")
     if isinstance(right, dict):
         if not fits(given, right):
-            return f"It has to be {kind(right)}; yours is {kind(given)}."
-        return unequal(given["numbers"], right["numbers"], 0 if right["dtype"] in STORED else tolerance)
+            return f"{place}It has to be {kind(right)}; yours is {kind(given)}."
+        return unequal(given["numbers"], right["numbers"], 0 if right["dtype"] in STORED else tolerance, place,
+                       right["shape"])
     if isinstance(given, dict) and given.get("shape") == []:  # a tensor of one number is a number
         given = given["numbers"][0]
     if isinstance(right, float) and isinstance(given, (int, float)) and not isinstance(given, bool):
-        return unequal([given], [right], tolerance)
+        return unequal([given], [right], tolerance, place, [])
     if type(given) is type(right) and given == right:
         return ""
     types = [f" of type {type(value).__name__}" if given == right else "" for value in (given, right)]
-    return f"Yours is {kind(given)}{types[0]}; right is {kind(right)}{types[1]}."
+    return f"{place}Yours is {kind(given)}{types[0]}; right is {kind(right)}{types[1]}."
 
 
 def fits(given, right):
@@ -66,21 +71,34 @@ def fits(given, right):
     return given["dtype"] == right["dtype"] or both_integers
 
 
-def unequal(given, right, tolerance):
-    """The first number that is off, in words; "" if none is."""
+def unequal(given, right, tolerance, place, shape):
+    """The first number that is off, and how many are, in words; "" if none is."""
     sizes = [abs(r) for r in right if math.isfinite(r)]
     room = tolerance * max(sizes, default=0) if any(isinstance(r, float) for r in right) else 0
-    for i, (g, r) in enumerate(zip(given, right)):
-        if not (g == r or abs(g - r) <= room):
-            if len(right) == 1:
-                return f"Yours is {g}; right is {r}."
-            return f"Yours is {row(given)}; right is {row(right)}: see number {i}."
-    return ""
+    off = [i for i, (g, r) in enumerate(zip(given, right)) if not (g == r or abs(g - r) <= room)]
+    if not off:
+        return ""
+    first, width = off[0], shape[-1] if shape else 1
+    index = [int(i) for i in np.unravel_index(first, shape)]
+    at = f"At {index} of {list(shape)}, counted from 0: " if len(right) > 1 else ""
+    said = f"{place}{at}yours is {brief(given[first])}; right is {brief(right[first])}."
+    if 1 < width <= WIDEST:  # the row in which it stands
+        begin = first - first % width
+        rows = (", ".join(map(brief, numbers[begin:begin + width])) for numbers in (given, right))
+        said += " That row: yours [{}]; right [{}].".format(*rows)
+    return said + (f" {len(off)} of {len(right)} numbers are off." if len(right) > 1 else "")
 
 
-def row(numbers, most=24):
-    text = ", ".join(f"{n:.4g}" if isinstance(n, float) else str(n) for n in numbers[:most])
-    return f"[{text}{', ...' if len(numbers) > most else ''}]"
+def brief(number):
+    return f"{number:.4g}" if isinstance(number, float) else str(number)
+
+
+def short(text):
+    """A hint without whole tensors: of a long list only how it begins."""
+    def cut(match):
+        numbers = len(re.findall(r"[\w.-]+", match[0]))
+        return match[0] if numbers <= MOST else f"{match[0][:40].rpartition(',')[0]}, ... ({numbers} in all)]"
+    return re.sub(r"\[[\[\w., \]+-]*\]", cut, text)
 
 
 def kind(value):

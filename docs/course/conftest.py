@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from docs.course.assignments import key_of, write_missing
-from docs.course.compare import difference, plain
+from docs.course.compare import difference, plain, short
 from docs.course.compiles import ASKED, errors_here
 from docs.course.confine import confine
 
@@ -151,7 +151,7 @@ def pytest_runtest_call(item):
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         if item.wrong:  # also where the student's code has then raised something
-            pytest.fail(min(item.wrong, key=len), pytrace=False)
+            pytest.fail(short(min(item.wrong, key=len)), pytrace=False)
 
 
 def too_long(number, frame):

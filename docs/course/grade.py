@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from docs.course import assignments, compiles, confine
 from docs.course.assignments import ROOT, assignment_of, folder_of, key_of, named
-from docs.course.compare import difference
+from docs.course.compare import difference, short
 from docs.course.confine import hole
 from tinykv import UserError
 from tinykv.cli import Columns, Parser, one_line, printable
@@ -172,7 +172,7 @@ def judged(test, given):
         elif error := compiler_error(wanted, given):
             told.append(error)
     if told:
-        return result | {"message": min(told, key=len)}
+        return result | {"message": short(min(told, key=len))}
     if given["fault"] or len(given["notes"]) != len(test["notes"]):
         return result | {"message": str(given["fault"]) or "Your code ended this test before it was over."}
     return result | {"points": test["points"], "message": ""}

@@ -37,4 +37,9 @@ WRONG = {
     "keys_alone": ("return 2 * L * Hkv * d * n * 2", "return L * Hkv * d * n * 2"),
     "scale_alone": ("bits + 32 / d", "bits + 16 / d"),
     "prefix_with_a_scale": ("16 * n +", "(16 + 32 / d) * n +"),
+    "a_text_shorter_than_the_prefix": (
+        "tokens.shape[1] <= n:\n        raise ValueError(\"nothing is behind the prefix\")\n"
+        "    if any(row[:n] != list(ids) for row in tokens.tolist()):",
+        "tokens.shape[1] == n:\n        raise ValueError(\"nothing is behind the prefix\")\n"
+        "    if not (tokens[:, :n] == torch.tensor(ids)).all():"),
 }

@@ -33,4 +33,7 @@ WRONG = {
     "keeps_one_sequence_for_all": (".unsqueeze(1)", "[:1].unsqueeze(1).expand(len(layer_cache.shared.sinks), 1, -1)"),
     "forgets_the_head_dimension": ("layer_cache.shared.sinks.unsqueeze(1)", "layer_cache.shared.sinks"),
     "nothing_without_outlier": ("return first_tokens(layer_cache, self.preserve)", "return None"),
+    "positions_in_fp16": (".sinks = torch.tensor(sinks)", ".sinks = torch.tensor(sinks, dtype=torch.float16).long()"),
+    "positions_in_bf16": (".sinks = torch.tensor(sinks)", ".sinks = torch.tensor(sinks, dtype=torch.bfloat16).long()"),
+    "no_median_below_one": ("largest / middle(of_token)", "largest / max(middle(of_token), 1.0)"),
 }

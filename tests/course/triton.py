@@ -22,4 +22,8 @@ WRONG = {
     "a_kv_head_for_each_head": ("kv = head // R", "kv = 0"),
     "scores_past_the_end": ("total / tl.sqrt(4.0 * W), mask=j < tokens)", "total / tl.sqrt(4.0 * W))"),
     "loads_in_16_bits": ("t * token, mask=real, other=0.0)", "t * token, mask=real, other=0.0).to(tl.float16)"),
+    "a_token_of_the_next_program": (
+        "(byte >> (2 * i)) & 3, mask=real)\n",
+        "(byte >> (2 * i)) & 3, mask=real)\n"
+        "    tl.store(codes + (t + N) * 4 * W + 4 * w, byte & 3, mask=t + N < tokens)\n"),
 }

@@ -17,7 +17,8 @@ def test_outlier(sub, rng, same):
     """outlier: the largest |h| of a hidden state, its ratio to the median token's largest |h|, its channel"""
     for _ in range(60):
         T, D = rng.randint(1, 6), rng.randint(2, 5)  # an even T has two middle numbers: the lower one
-        numbers = [n * rng.choice((-1, 1)) for n in rng.sample(range(1, 90), T * D)]
+        unit = rng.choice((1, 1, 1 / 64))
+        numbers = [unit * n * rng.choice((-1, 1)) for n in rng.sample(range(1, 90), T * D)]
         hidden = torch.tensor(numbers).float().view(1, T, D)
         hint = (f"outlier of a hidden state (1, {T}, {D}) with the numbers {numbers}. Take magnitudes first, and the "
                 f"lower of two middle ones. The ratio is to the median of the T largest magnitudes, one of each token.")
@@ -162,7 +163,9 @@ def test_observe_chunks(sub, rng, same):
     """observe: a text that comes in chunks has the sinks that it has as a whole"""
     chunks = [[[22.0, 0.3, -0.8, 0.1]], [[-32.0, 0.5, 1.1, -0.2]], [[3.0]], [[40.0, 25.0, 1.0]]]
     others = torch.tensor(rng.sample(range(1, 99), 12))[None].float().split(rng.randint(2, 5), dim=1)
-    for text in (chunks, [chunk.tolist() for chunk in others]):
+    long = torch.zeros(1, 4200)
+    long[0, [2049, 2050, 4099, rng.randrange(4100, 4200)]] = torch.tensor(rng.sample(range(1, 99), 4)).float()
+    for text in (chunks, [chunk.tolist() for chunk in others], [part.tolist() for part in long.split(2100, dim=1)]):
         observe(sub, rng, same, 2, text, "new tokens compete with the sinks so far. Positions are counted from the "
                 "start of the text.")
 

@@ -46,7 +46,7 @@ def test_without_prefix(sub, rng, same):
                    [[b, a, b]], [[a, 2, b], [a, b, b]]):
         check_prefix(sub, same, tokens, ids)
     ids = a, b, c = rng.sample(range(3, 99), 3)
-    for tokens in ([[a, b, c, 1]], [[a, 1, c, 1]], [[a, b, c, 2], [a, 2, c, 2]]):
+    for tokens in ([[a, b]], [[a]], [[a, b, c, 1]], [[a, 1, c, 1]], [[a, b, c, 2], [a, 2, c, 2]]):
         check_prefix(sub, same, tokens, ids)
 
 

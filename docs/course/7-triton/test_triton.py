@@ -26,17 +26,21 @@ def places(x):
 
 
 @contextmanager
-def loads(*tensors):
-    """A list that gets where a kernel loads numbers that are none of these tensors'."""
+def loads(*tensors, backwards):
+    """A list that gets where a kernel loads numbers that are none of these tensors'. backwards: the last program runs
+    first; on a GPU any may."""
     from triton.runtime.interpreter import InterpreterBuilder  # the submission has asked for the interpreter
     known = {place for x in tensors for place in places(x)}
-    strays, load = [], InterpreterBuilder.create_masked_load
+    strays, load, start = [], InterpreterBuilder.create_masked_load, InterpreterBuilder.set_grid_idx
 
     def watched(self, pointers, mask, *more):
         strays.extend({*pointers.data[mask.data].tolist()} - known)
         return load(self, pointers, mask, *more)
+    def last_first(self, *program):
+        start(self, *(n - 1 - i if backwards else i for n, i in zip(self.grid_dim, program)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_masked_load", watched)
+        patch.setattr(InterpreterBuilder, "set_grid_idx", last_first)
         yield strays
 
 
@@ -61,7 +65,7 @@ def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
     pieces = -(-T // N)
     score, scores = guarded(torch.zeros(B, pieces, K), -7.0)
     position, positions = guarded(torch.zeros(B, pieces, K, dtype=torch.int32), -7)
-    with loads(h, score, position) as strays:
+    with loads(h, score, position, backwards=T % 2 == 0) as strays:
         sub.topk_kernel[pieces, B](h, score, position, T, h.stride(0), h.stride(1), K, N)
     there = torch.tensor([min(N, T - piece * N) for piece in range(pieces)])  # tokens of each piece
     real = (torch.arange(K) < there[:, None]).expand(B, -1, -1)
@@ -125,7 +129,7 @@ def test_unpack(sub, rng, same):
     for T, W, N in ((2, 1, 2), (1, 2, 4), (5, 2, 2), (7, 4, 4), (9, 1, 8), (3, 8, 2), (8, 2, 4), (2, 32, 1)):
         packed = rng.of(range(256), T + N, W).to(torch.uint8)[:T]
         codes, whole = guarded(torch.full((T, 4 * W), 99, dtype=torch.uint8), 77)
-        with loads(packed, codes) as strays:
+        with loads(packed, codes, backwards=T > 2) as strays:
             sub.unpack_kernel[(-(-T // N),)](packed, codes, T, W, N)
         same([codes, whole[:64], whole[-64:], len(strays)], f"unpack_kernel with T = {T}, W = {W}, N = {N} of the "
              f"bytes {packed.tolist()}: codes (99: not written), and memory before and behind them; how many numbers "
@@ -169,7 +173,7 @@ def test_scores(sub, rng, same):
         scale = rng.of((0.25, 0.5, 1, 3, 200), heads, pieces, d).half()
         zero = rng.of(range(-4, 5), heads, pieces, d).half()
         out, whole = guarded(torch.full((heads * R, T), 99.0), -7.0)
-        with loads(q, packed, scale, zero, out) as strays:
+        with loads(q, packed, scale, zero, out, backwards=T > 5) as strays:
             sub.scores_kernel[pieces, heads * R](q, packed, scale, zero, out, T, R, W, N)
         same([out, whole[:64], whole[-64:], q, len(strays)], f"scores_kernel with T = {T}, W = {W}, N = {N}, Hkv = "
              f"{heads}, R = {R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = "
