@@ -9,8 +9,8 @@ In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 """
 from tinykv import cli, hf, plots
 from tinykv.evaluate import measure
-from tinykv.run import check, flags, ranks, settings, table
-from tinykv.run.entries import attempt, build_entries, calibrate_all
+from tinykv.run import flags, ranks, settings, table
+from tinykv.run.entries import attempt, build_entries, calibrate_all, check_entries
 
 
 def evaluate(args, loaded=None, show=cli.show):
@@ -21,7 +21,7 @@ def evaluate(args, loaded=None, show=cli.show):
     # 1. Load: first the config and the tokenizer, as the methods need no more
     setup = flags.set_up(args, loaded)
     entries, left_out = build_entries(args, setup.config, setup.tokenizer)
-    check.check_entries(setup, entries)
+    check_entries(setup, entries)
     cache_class = flags.cache_class_of(setup, entries, left_out)
     model = loaded[0] if loaded else hf.load_model(args.model, setup.devices, setup.dtype)
     windows = flags.load_test(setup, entries)

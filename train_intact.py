@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, cli, hf
-from tinykv.data import load_windows
+from tinykv import UserError, cli, hf, shared_flags
+from tinykv.codecs.base import CALIBRATION_WINDOWS
+from tinykv.data import calibration_text, load_windows
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import measure
 from tinykv.files import Tables, fingerprint, identity, load_tensors, save_tensors
@@ -17,6 +18,7 @@ from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
 from tinykv.prefixes import FORMAT, fill_prefix, open_prefix, save_prefix
 from tinykv.weights import restore
+from tinykv.weights.command import add_weights, quantized_blocks, quantizers_of, weights_label
 
 STATE = "tinykv-training"  # what the file of a run says that it is
 
@@ -29,8 +31,8 @@ def parser():
     p.add_argument("--out", metavar="FILE", required=True, help="the trained prefix (.safetensors)")
     p.add_argument("--prefix", metavar="bos|FILE", default="bos",
                    help="what texts begin with: BOS, a text file, or a trained prefix to go on with (.safetensors)")
-    cli.add_model(p)
-    cli.add_attention(p)
+    shared_flags.add_model(p)
+    shared_flags.add_attention(p)
     s = p.add_argument_group("training", "on the calibration part of --data; its test part is held out")
     s.add_argument("--chats", metavar="FILE",
                    help="train on the answers of these chats in the place of --data: JSON lines of turns "
@@ -43,11 +45,11 @@ def parser():
     s.add_argument("--clip", type=float, default=0.3, help="largest norm of a gradient")
     s.add_argument("--seed", type=int, default=0, help="which tales are read, and in which order the texts come")
     s.add_argument("--batch", metavar="B", type=int, help="texts at a time (default: about 4096 tokens)")
-    cli.add_weights(p, several=False)
+    add_weights(p, several=False)
     s = p.add_argument_group("calibration of the quantizer, and evaluation: as in eval_ppl.py")
-    cli.add_windows(s, windows=16, longest=4096)
+    shared_flags.add_windows(s, windows=16, longest=4096)
     p.set_defaults(bos="replace")  # texts begin with the prefix
-    cli.add_calibration(s)
+    shared_flags.add_calibration(s)
     return p
 
 
@@ -112,7 +114,7 @@ def train(full, quantized, texts, exact, state, args):
     full-precision model.
     """
     tokens, counts = texts
-    batch = cli.batch_of(args, args.tokens)
+    batch = shared_flags.batch_of(args, args.tokens)
     order = text_order(len(tokens), args.seed, args.updates * args.accumulate)
     with cli.bar(None, "training", args.updates, unit="update") as progress:
         progress.update(state.done)
@@ -176,28 +178,28 @@ def in_16_bits(keys, values):
 
 def check(args):
     """What can be seen to be wrong before anything is loaded."""
-    cli.check_counts(args, 1, "samples", "updates", "accumulate", "windows", "calib-windows", "batch")
+    shared_flags.check_counts(args, 1, "samples", "updates", "accumulate", "windows", "calib-windows", "batch")
     if not args.lr > 0:
         raise UserError(f"--lr must be above 0; got {args.lr}")
     if Path(args.out).suffix != ".safetensors":
         raise UserError(f"--out is a name that ends in .safetensors; got {args.out}")
     args.state = f"{args.out}.state"
-    cli.check_outputs(args, out=FORMAT, state=STATE, calibration="folder")
+    shared_flags.check_outputs(args, out=FORMAT, state=STATE, calibration="folder")
 
 
 def run(args):
     check(args)
     device = hf.usable_device(args.device)
     config = hf.load_config(args.model)
-    context = cli.context_of(args, config, 4096)
-    cli.check_context(args.tokens, config, "tokens")
+    context = shared_flags.context_of(args, config, 4096)
+    shared_flags.check_context(args.tokens, config, "tokens")
     tokenizer = hf.load_tokenizer(args.model, config)
     prefix = open_prefix(args.prefix, tokenizer)
     n = len(prefix.ids)
-    (name, quantizer), = cli.quantizers_of(args).items()
+    (name, quantizer), = quantizers_of(args).items()
 
     # 1. The full-precision model
-    full = hf.load_model(args.model, device, cli.dtype_of(args.dtype, device))
+    full = hf.load_model(args.model, device, shared_flags.dtype_of(args.dtype, device))
     full.use_attention(args.attention)
 
     # 2. The texts: to train on, and held out, both without the prefix; windows to evaluate on
@@ -206,15 +208,16 @@ def run(args):
                            prefix=prefix.ids if n > 1 else [])  # BOS alone takes a token's place
 
     # 3. The model with quantized weights
-    calibration_windows, data = None, ""
+    calibration_windows = None
     if quantizer.needs_text:
-        calibration_windows, data = cli.calibration_text(args, tokenizer, context, device, windows.tokens)
-    blocks = cli.quantized_blocks(full, name, quantizer, calibration_windows, Tables(args.calibration, full))
+        n = args.calib_windows or CALIBRATION_WINDOWS
+        calibration_windows = calibration_text(args, tokenizer, context, n, windows.tokens).to(device)  # (n, T)
+    blocks = quantized_blocks(full, name, quantizer, calibration_windows, Tables(args.calibration, full))
     quantized = restore(full, quantizer, blocks)
     quantized.requires_grad_(False)
 
     # 4. The prefix's (keys, values), (L, Hkv, n, d) each: exact ones, and those to begin with
-    weights = cli.weights_label(name, quantizer, data)
+    weights = weights_label(name, quantizer, args.calib_data or args.data, calibration_windows)
     fill_prefix(prefix, full, quantized, weights)
     exact = [rows.to(device) for rows in exact_rows(full, full, prefix.ids)]
     first = [rows.to(device).float() for rows in (prefix.keys, prefix.values)]
@@ -239,7 +242,7 @@ def run(args):
         "exact": in_16_bits(*exact_rows(full, quantized, prefix.ids)),
         "trained": in_16_bits(state.keys, state.values),
     }
-    batch = cli.batch_of(args, args.tokens)
+    batch = shared_flags.batch_of(args, args.tokens)
     losses = {}
     for what, of in rows.items():
         losses[what] = [mean_loss(full, quantized, part, exact, of, batch) for part in (texts, held_out)]
@@ -251,7 +254,7 @@ def run(args):
     print(f"wrote {args.out}")
 
     # 8. Evaluate the quantized model with each, beside the full-precision model
-    batch = cli.batch_of(args, context)
+    batch = shared_flags.batch_of(args, context)
     with cli.bar(None, "evaluating", (1 + len(rows)) * args.windows) as progress:
         results = {"fp16": measure(full, FP16(config), windows, "paper", batch, None, progress)}
         for what, of in rows.items():

@@ -24,7 +24,7 @@ from tinykv.calibrate import calibrate
 from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.schemes import SCHEMES
-from tinykv.data import load_windows
+from tinykv.data import calibration_text, load_windows
 from tinykv.differences import delta_error, paired
 from tinykv.evaluate import measure
 from tinykv.files import read_json, write_json
@@ -34,6 +34,7 @@ from tinykv.run import comparisons, entries, flags
 from tinykv.run.entries import build_entries
 from tinykv.run.settings import flags_of, settings_of
 from tinykv.weights import QUANTIZERS
+from tinykv.weights import command as command_of_weights
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--context", "32", "--windows", "2", "--calib-windows", "2"]
@@ -367,17 +368,17 @@ def test_quantized_weights_are_known_by_the_text_that_they_saw(one_layer, kept, 
     first, second, anew = (compare(calib_data=data, calibration=file)[-1]["window_nll"]
                            for data, file in (("tales", kept), ("fables", kept), ("fables", None)))
     assert first != second == anew
-    monkeypatch.setattr(cli, "quantize", Mock(side_effect=AssertionError("quantized again")))
+    monkeypatch.setattr(command_of_weights, "quantize", Mock(side_effect=AssertionError("quantized again")))
     assert compare(calib_data="fables", calibration=kept)[-1]["window_nll"] == second
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_the_label_of_weights_says_which_text_they_saw(name):
     """By which a trained prefix knows them."""
-    quantizer, data = QUANTIZERS[name](3), ("tales 12", "tales 13")
-    labels = {cli.weights_label(f"{name}-3", quantizer, of) for of in data}
+    quantizer, texts = QUANTIZERS[name](3), (torch.tensor([[12]]), torch.tensor([[13]]))
+    labels = {command_of_weights.weights_label(f"{name}-3", quantizer, "tales", windows) for windows in texts}
     assert len(labels) == (2 if quantizer.needs_text else 1) and all(label.startswith(f"{name}-3") for label in labels)
-    assert cli.weights_label(None, None, "tales 12") == "full precision"
+    assert command_of_weights.weights_label(None, None, "tales", None) == "full precision"
 
 
 # ---- what is wrong
@@ -410,19 +411,19 @@ def test_calibration_sees_no_text_of_the_test(command, monkeypatch, tmp_path):
 
 def test_the_text_that_weights_see_is_known_by_all_of_its_windows(one_layer):
     tokenizer, labels = hf.load(one_layer)[1], set()
-    for n in 1, 2, None:
-        args = SimpleNamespace(data="tales", calib_data=None, calib_windows=n, seed=0, bos="auto")
-        windows, label = cli.calibration_text(args, tokenizer, 64, "cpu", None, most=40)
-        assert len(windows) == (n or 40)
-        labels.add(label)
+    args = SimpleNamespace(data="tales", calib_data=None, seed=0, bos="auto")
+    for n in 1, 2, 16:
+        windows = calibration_text(args, tokenizer, 64, n)
+        assert len(windows) == n
+        labels.add(command_of_weights.weights_label("awq-3", QUANTIZERS["awq"](3), "tales", windows))
     assert len(labels) == 3
 
 
 @pytest.mark.parametrize("bos", ["replace", "none"])
 def test_windows_to_calibrate_on_begin_as_those_of_the_test(one_layer, bos):
     tokenizer = hf.load(one_layer)[1]
-    args = SimpleNamespace(data="tales", calib_data=None, calib_windows=4, seed=3, bos=bos)
-    windows, _ = cli.calibration_text(args, tokenizer, 64, "cpu", None)
+    args = SimpleNamespace(data="tales", calib_data=None, seed=3, bos=bos)
+    windows = calibration_text(args, tokenizer, 64, 4)
     assert windows.equal(load_windows("tales", tokenizer, 64, 4, "calibration", 3, bos).tokens)
     assert (windows[:, 0] == tokenizer.bos_id).all() == (bos == "replace")
 

@@ -110,15 +110,16 @@ ARROWS = {
     "evaluate.py": {"cache", "differences", "kmeans", "tracing"},
     "data/": {"hf", "files"},  # hf/hub.py downloads
     "hf/": {"cache", "model", "files", "tracing"},
-    "weights/": {"cache", "codecs", "model", "files"},
+    "weights/": {"cache", "cli", "codecs", "model", "files", "shared_flags"},
     "triton_cache.py": {"cache", "codecs", "methods", "model"},
-    "cli.py": {"codecs", "data", "files", "hf", "weights"},
+    "cli.py": {"files"},
+    "shared_flags.py": {"codecs", "files", "hf"},
     "plots.py": {"files"},
-    "prefixes.py": {"cli", "files", "methods"},
+    "prefixes.py": {"files", "methods", "weights"},
     "run/": {"cache", "calibrate", "cli", "codecs", "data", "differences", "evaluate", "files", "hf", "kmeans",
-             "methods", "model", "outlier", "plots", "prefixes", "weights"},
+             "methods", "model", "outlier", "plots", "prefixes", "shared_flags", "weights"},
     "analysis/": {"cache", "calibrate", "cli", "codecs", "data", "evaluate", "files", "hf", "methods", "plots",
-                  "tracing", "weights"},
+                  "shared_flags", "tracing", "weights"},
 }
 
 

@@ -2,9 +2,9 @@
 import json
 
 from tinykv import UserError
-from tinykv.cli import FULL_PRECISION
 from tinykv.files import fingerprint, load_tensors, read_text, save_tensors
 from tinykv.methods.intactkv import Prefix
+from tinykv.weights.command import FULL_PRECISION
 
 FORMAT = "tinykv-prefix"  # what the file says that it is
 LARGEST = 2 ** 20  # bytes of a text that is a prefix

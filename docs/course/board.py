@@ -24,13 +24,14 @@ from docs.course.assignments import ROOT
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.cli import Columns, Parser, bar, check_counts, one_line, printable
+from tinykv.cli import Columns, Parser, bar, one_line, printable
 from tinykv.data import load_windows
 from tinykv.differences import paired
 from tinykv.evaluate import Result, add_predictions, measure
 from tinykv.files import first_line
 from tinykv.methods.registry import METHODS
 from tinykv.run.settings import constructor_arguments, load_class
+from tinykv.shared_flags import check_counts
 
 BASELINES = "rtn", "kivi", "kvsink"
 LONGEST = 600  # seconds of a process

@@ -24,12 +24,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tinykv import hf, one_of
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.cli import Parser, add_attention, check_counts, list_of, one_line
+from tinykv.cli import Parser, one_line
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.data import load_windows
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
+from tinykv.shared_flags import add_attention, check_counts, list_of
 
 
 class Calls(TorchDispatchMode):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tinykv import UserError, files, hf
-from tinykv.cli import Parser, check_counts, one_line
+from tinykv.cli import Parser, one_line
+from tinykv.shared_flags import check_counts
 
 CITIES = ("Amsterdam Berlin Cairo Dublin Florence Geneva Helsinki Istanbul Jakarta Kyoto Lisbon Madrid Nairobi Oslo "
           "Prague Quito Rome Seoul Tokyo Vienna").split()

@@ -10,7 +10,7 @@ import importlib
 import os
 from pathlib import Path
 
-from tinykv import UserError, cli, files, hf, plots
+from tinykv import UserError, cli, files, hf, plots, shared_flags
 from tinykv.analysis.load import load_calibration, load_model
 from tinykv.analysis.sinks import THRESHOLD, find_sinks
 from tinykv.analysis.walk import Text, print_table
@@ -33,9 +33,9 @@ def parser():
             *about, f"A token is a sink if its attention received reaches {THRESHOLD} in a tenth of all heads."]))
     p.add_argument("what", nargs="+", metavar="WHAT", choices=(*NAMES, "all"),
                    help=f"{', '.join(NAMES)}, or all: see below")
-    cli.add_model(p)
-    cli.add_windows(p, windows=4, longest=LONGEST)
-    cli.add_bos(p)
+    shared_flags.add_model(p)
+    shared_flags.add_windows(p, windows=4, longest=LONGEST)
+    shared_flags.add_bos(p)
     p.add_argument("--layer", metavar="L", type=int, help="the layer that figures show (default: the middle one)")
     p.add_argument("--out", metavar="DIR", help="draw each as DIR/WHAT.png (default: nothing is drawn)")
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
@@ -46,7 +46,7 @@ def check(args, names, config):
     """Errors that can be found before anything is computed."""
     if not 0 <= (args.layer or 0) < config.num_hidden_layers:
         raise UserError(f"--layer {args.layer}: this model has layers 0 to {config.num_hidden_layers - 1}")
-    cli.check_outputs(args, json="tinykv-numbers")
+    shared_flags.check_outputs(args, json="tinykv-numbers")
     if args.out:
         there = next(path for path in Path(args.out, "x").resolve().parents if path.exists())
         if not os.access(f"{there}/", os.W_OK):  # nor is a file a folder

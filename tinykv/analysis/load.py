@@ -1,17 +1,17 @@
 """What both commands read: the model, and the windows to calibrate on."""
-from tinykv import cli, hf
+from tinykv import hf, shared_flags
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import load_windows
 
 
 def load_model(args, longest):
     """The model and its tokenizer. Sets --context where it is not given: the model's, up to `longest`."""
-    cli.check_counts(args, 1, "windows", "calib-windows")
-    cli.check_counts(args, 2, "context")
+    shared_flags.check_counts(args, 1, "windows", "calib-windows")
+    shared_flags.check_counts(args, 2, "context")
     device, config = hf.usable_device(args.device), hf.load_config(args.model)
-    args.context = cli.context_of(args, config, longest)
+    args.context = shared_flags.context_of(args, config, longest)
     tokenizer = hf.load_tokenizer(args.model, config)
-    model = hf.load_model(args.model, device, cli.dtype_of(args.dtype, device))
+    model = hf.load_model(args.model, device, shared_flags.dtype_of(args.dtype, device))
     print(f"model {args.model}, {model.lm_head.weight.dtype}, {device}")
     return model, tokenizer
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, cli, files
+from tinykv import UserError, cli, files, shared_flags
 from tinykv.analysis.load import load_calibration, load_model
 from tinykv.analysis.sinks import find_sinks, sink_scores
 from tinykv.analysis.walk import walk
@@ -270,9 +270,9 @@ def write(path, page):
 
 def parser():
     p = cli.Parser(prog="python -m tinykv.analysis.page", description=__doc__)
-    cli.add_model(p)
-    cli.add_windows(p, windows=WINDOWS, longest=LONGEST)
-    cli.add_bos(p)
+    shared_flags.add_model(p)
+    shared_flags.add_windows(p, windows=WINDOWS, longest=LONGEST)
+    shared_flags.add_bos(p)
     p.add_argument("--text", metavar="FILE",
                    help="texts to choose from, a blank line between them; the last word of each is the answer to its "
                         "question (default: windows of --data)")
@@ -283,7 +283,7 @@ def parser():
 
 def write_page(args):
     """The page, and its numbers."""
-    cli.check_outputs(args, json="tinykv-numbers", out="tinykv-page")
+    shared_flags.check_outputs(args, json="tinykv-numbers", out="tinykv-page")
     model, tokenizer = load_model(args, LONGEST)
     device = model.lm_head.weight.device
     if args.text:

@@ -11,14 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from tinykv import UserError, calibrate, cli
+from tinykv import UserError, calibrate, cli, did_you_mean
 from tinykv.codecs.base import CALIBRATION_WINDOWS
+from tinykv.data import calibration_text
 from tinykv.files import Tables, identity
 from tinykv.methods.registry import METHODS
 from tinykv.prefixes import fill_prefix, open_prefix
 from tinykv.run import ranks
 from tinykv.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
 from tinykv.weights import restore
+from tinykv.weights.command import quantized_blocks, quantizers_of, weights_label
 
 
 @dataclass
@@ -89,7 +91,7 @@ def build_entries(args, config, tokenizer):
     # 2. An entry for each, on each weights
     given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
     entries, left_out = {}, {}
-    quantizers = cli.quantizers_of(args)
+    quantizers = quantizers_of(args)
     if quantizers:
         entries["fp16"] = Entry("fp16", "fp16", [METHODS["fp16"](config)], {})
     for weights in quantizers or [None]:
@@ -176,6 +178,21 @@ def label_of(name, chosen, given):
     return " ".join(words)
 
 
+def check_entries(setup, entries):
+    """What can be seen to be wrong with the entries before the model is loaded."""
+    args, context = setup.args, setup.context
+    for title, entry in entries.items():
+        if not entry.method.keeps_share and entry.method.preserve > context:
+            raise UserError(f"{title} keeps {entry.method.preserve} tokens, and a window has {context}; keep fewer")
+        prefix = len(entry.method.prefix.ids) if entry.method.prefix else 0
+        if args.prompt and not prefix < args.prompt < context:
+            raise UserError(f"--prompt {args.prompt} has to be longer than the prefix of {title}, {prefix} tokens, "
+                            f"and shorter than a window, {context}")
+    if args.vs is not None and args.vs not in entries and args.vs not in [title.split()[0] for title in entries]:
+        raise UserError(f"--vs {args.vs}: the table has no such row or method; it has {', '.join(entries)}"
+                        + did_you_mean(args.vs, entries))
+
+
 # Calibration
 
 def calibrate_all(setup, model, entries, test=None):
@@ -188,18 +205,19 @@ def calibrate_all(setup, model, entries, test=None):
     model.use_attention("fused" if args.attention == "triton" else args.attention)
 
     # 1. The text (W, T). Each of them sees its first windows
-    text, data = None, ""
+    text = of_weights = None
     if any(e.method.needs_calibration or e.quantizer and e.quantizer.needs_text for e in entries.values()):
         most = max(entry.method.calibration_windows for entry in entries.values())
-        text, data = cli.calibration_text(args, setup.tokenizer, setup.context, setup.device, test, most, args.draws)
+        n = args.draws * (args.calib_windows or most)
+        text = calibration_text(args, setup.tokenizer, setup.context, n, test).to(setup.device)  # (n, T)
+        of_weights = text[:args.calib_windows or CALIBRATION_WINDOWS]  # (C, T)
     kept = Tables(args.calibration if setup.writes else None, model)
 
     # 2. The weights
     models = {None: model}
     for entry in entries.values():
         if entry.weights not in models:
-            windows = text[:args.calib_windows or CALIBRATION_WINDOWS] if entry.quantizer.needs_text else None  # (C, T)
-            tensors = partial(cli.quantized_blocks, model, entry.weights, entry.quantizer, windows, kept)
+            tensors = partial(quantized_blocks, model, entry.weights, entry.quantizer, of_weights, kept)
             models[entry.weights] = restore(model, entry.quantizer, ranks.shared(tensors, setup.device))
 
     # 3. The methods: those that run on the same weights and see as many windows read them together
@@ -215,7 +233,7 @@ def calibrate_all(setup, model, entries, test=None):
 
     # 4. Prefixes: their keys and values come from the full-precision model
     for entry in entries.values():
-        label = cli.weights_label(entry.weights, entry.quantizer, data)
+        label = weights_label(entry.weights, entry.quantizer, args.calib_data or args.data, of_weights)
         for method in entry.methods:
             if method.prefix:
                 fill_prefix(method.prefix, model, models[entry.weights], label)

@@ -5,14 +5,14 @@ from functools import partial
 
 import torch
 
-from tinykv import UserError, cli, hf
+from tinykv import UserError, cli, hf, shared_flags
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
 from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig
 from tinykv.run import comparisons, ranks
-from tinykv.run.check import check_flags
 from tinykv.run.settings import add_settings, load_class
+from tinykv.weights.command import add_weights
 
 
 def parser(asked=(), about=None):
@@ -24,27 +24,27 @@ def parser(asked=(), about=None):
     p = parent.add_argument_group("start here")
     add_method(p)
     p.add_argument("--list-methods", action="store_true", help="print the methods and their settings, and stop")
-    cli.add_model(p)
-    cli.add_windows(p, windows=16, longest=4096)
+    shared_flags.add_model(p)
+    shared_flags.add_windows(p, windows=16, longest=4096)
     p.add_argument("--protocol", choices=PROTOCOLS, default="paper",
                    help="paper: tokens are quantized before any query reads them; stream: as in generation")
     p = parent.add_argument_group("text and calibration")
     p.add_argument("--prompt", metavar="P", type=int,
                    help="the first P tokens of a window are read in one pass, the others as in generation; "
                         "protocol paper quantizes the prompt before it is read")
-    cli.add_bos(p)
+    shared_flags.add_bos(p)
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
-    cli.add_calibration(p)
+    shared_flags.add_calibration(p)
     p.add_argument("--draws", metavar="N", type=int, default=1,
                    help="calibrate methods N times, each on text of its own, and print means; +- and t are then over "
                         "draws and windows; weights are quantized once, on the first draw's text")
     p = parent.add_argument_group("speed and output")
     p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
-    cli.add_attention(p, "triton")
+    shared_flags.add_attention(p, "triton")
     p.add_argument("--wide", action="store_true", help="print all columns of the table")
     p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss; -: print it")
     comparisons.add_comparisons(p)
-    cli.add_weights(parent, several=True)
+    add_weights(parent, several=True)
     add_settings(parent, asked)
     fp8 = "--method docs/examples/formats.py:Formats --scheme fp8"
     parent.meant = {"--keep": "--preserve", "--text": "--data", "--kv-cache-dtype": fp8, "-ctk": fp8,
@@ -53,7 +53,7 @@ def parser(asked=(), about=None):
 
 
 def add_method(p):
-    p.add_argument("--method", metavar="NAME[,NAME...]", type=cli.list_of(str), default="kvsink",
+    p.add_argument("--method", metavar="NAME[,NAME...]", type=shared_flags.list_of(str), default="kvsink",
                    help="names from --list-methods, 'all', or path/to/file.py:Class")
 
 
@@ -87,11 +87,11 @@ def set_up(args, loaded=None):
         devices, dtype = [weight.device], weight.dtype
     else:
         devices = hf.usable_devices(device)
-        dtype = cli.dtype_of(args.dtype, devices[0])
+        dtype = shared_flags.dtype_of(args.dtype, devices[0])
         config = hf.load_config(args.model)
         tokenizer = hf.load_tokenizer(args.model, config)
-    context = cli.context_of(args, config, 4096)
-    return Setup(args, config, tokenizer, devices, dtype, context, cli.batch_of(args, context), writes)
+    context = shared_flags.context_of(args, config, 4096)
+    return Setup(args, config, tokenizer, devices, dtype, context, shared_flags.batch_of(args, context), writes)
 
 
 def cache_class_of(setup, entries, left_out):
@@ -147,6 +147,17 @@ def parse(words=None, methods=None, given=None, about=None):
     args.method = methods
     check_flags(args)
     return args
+
+
+def check_flags(args):
+    """What can be seen to be wrong before anything is loaded."""
+    if args.at_bits is not None and not args.at_bits > 0:  # nor is NaN
+        raise UserError(f"--at-bits must be above 0; got {args.at_bits:g}")
+    shared_flags.check_counts(args, 2, "context")
+    shared_flags.check_counts(args, 1, "windows", "calib-windows", "draws", "batch", "prompt")
+    if hasattr(args, "choose") and not args.prompt:
+        raise UserError("--choose is for a text with a prompt; give --prompt, too")
+    shared_flags.check_outputs(args, json="tinykv-table", calibration="folder", plot="tinykv-figure")
 
 
 def refuse(p, message):

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, get_args, get_origin
 
-from tinykv import UserError, cli, did_you_mean
+from tinykv import UserError, did_you_mean, shared_flags
 from tinykv.codecs.codebook import make_codebooks
 from tinykv.codecs.schemes import SCHEMES, refuse_format, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
@@ -86,8 +86,8 @@ def add_settings(p, asked=()):
     for name, (kind, help) in flags.items():
         if name in taken:
             raise UserError(f"a setting cannot be called {name}: the command uses that name itself; rename the setting")
-        group.add_argument("--" + name.replace("_", "-"), metavar=f"{VALUES[kind]}[,...]", type=cli.list_of(kind),
-                           help=help, default=argparse.SUPPRESS)
+        group.add_argument("--" + name.replace("_", "-"), metavar=f"{VALUES[kind]}[,...]",
+                           type=shared_flags.list_of(kind), help=help, default=argparse.SUPPRESS)
     p.set_defaults(settings={name: kind for name, (kind, _) in flags.items()})
 
 

@@ -1,0 +1,104 @@
+"""The flags that several commands have, their checks, and defaults that depend on the model or the device."""
+import os
+from pathlib import Path
+
+import torch
+
+from tinykv import UserError, at_least, hf
+from tinykv.codecs.base import CALIBRATION_WINDOWS
+from tinykv.files import check_target
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TRUTH = ["false", "true"]
+
+
+def add_model(p):
+    p.add_argument("--model", metavar="DIR|OWNER/NAME", default=str(hf.EMBEDDED),
+                   help="a checkpoint folder, or a model on the Hugging Face hub (default: the embedded model)")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                   help="cpu, cuda, cuda:1; several divide the blocks: cuda:0,cuda:1")
+    p.add_argument("--dtype", choices=DTYPES, help="of the model (default: fp32 on a CPU, bf16 elsewhere)")
+
+
+def add_attention(p, *others):
+    """--attention. others: those besides plain and fused that the command knows: triton."""
+    p.add_argument("--attention", choices=["plain", "fused", *others], default="fused",
+                   help="plain: attention line by line, for stepping through; fused: torch's own"
+                        + "; triton: the kernels of kernels.py, from the packed codes, on a GPU" * len(others))
+
+
+def add_windows(p, windows, longest):
+    p.add_argument("--data", metavar="tales|fables|wikitext2|c4|FILE", default="tales", help="a text, or a UTF-8 file")
+    p.add_argument("--context", metavar="T", type=int, help=f"tokens a window (default: the model's, up to {longest})")
+    p.add_argument("--windows", metavar="W", type=int, default=windows, help="windows to evaluate on")
+    p.add_argument("--calib-windows", metavar="C", type=int,
+                   help=f"windows to calibrate on (default: {CALIBRATION_WINDOWS}; more for codebooks with weights)")
+
+
+def add_bos(p):
+    p.add_argument("--bos", choices=("replace", "none"), default="replace",
+                   help="replace: each window's first token becomes <s>; none: windows as cut")
+
+
+def add_calibration(p):
+    p.add_argument("--calib-data", metavar="tales|...|FILE",
+                   help="to calibrate on (default: another part of --data; of a file, its second half)")
+    p.add_argument("--calibration", metavar="DIR",
+                   help="read calibrated tables from this folder; what it lacks is calibrated and added")
+
+
+def list_of(kind, several=True):
+    """An argparse type: "a,b,c" -> [a, b, c]; with several=False a text is one value."""
+    def values(text):
+        words = text.split(",") if several else [text]
+        return [bool(TRUTH.index(word.strip().lower())) if kind is bool else kind(word.strip()) for word in words]
+    values.__name__ = kind.__name__  # for argparse's error
+    return values
+
+
+# Checks, and defaults that depend on the model or the device
+
+def check_counts(args, least, *flags):
+    """UserError for a flag whose number is below `least`. Needs no model, so it is called first."""
+    at_least(least, **{f"--{flag}": getattr(args, flag.replace("-", "_")) for flag in flags})
+
+
+def check_outputs(args, **kinds):
+    """UserError if an output of the command, {flag: kind of file}, cannot be written, would replace what the program
+    did not write, or is what another flag names."""
+    named = [os.path.realpath(word) for word in vars(args).values() if isinstance(word, str) and "\0" not in word]
+    for flag, kind in kinds.items():
+        path = getattr(args, flag)
+        if path in (None, "-"):
+            continue
+        if not os.access(Path(path).resolve().parent, os.W_OK):
+            raise UserError(f"--{flag} {path}: no file can be written there; give a file name in a folder that exists")
+        if named.count(os.path.realpath(path)) > 1:
+            raise UserError(f"--{flag} {path}: another flag names this file, too; give each a file of its own")
+        if kind != "folder":
+            check_target(path, kind)
+        elif os.path.exists(path) and not os.path.isdir(path):
+            raise UserError(f"--{flag} {path} is a file, and no folder; give a folder")
+
+
+def check_context(context, config, flag="context"):
+    longest = config.max_position_embeddings
+    if context > longest:
+        raise UserError(f"--{flag} {context} is longer than the {longest} positions that this model was made for")
+
+
+def context_of(args, config, longest):
+    """--context, or as many tokens as the model was made for, up to `longest`."""
+    context = args.context or min(config.max_position_embeddings, longest)
+    check_context(context, config)
+    return context
+
+
+def batch_of(args, tokens):
+    """--batch, or as many texts of so many tokens as 4096 tokens are."""
+    return args.batch or max(1, 4096 // tokens)
+
+
+def dtype_of(name, device):
+    """The dtype of a name, or of a device: half-precision products are slow on a CPU."""
+    return DTYPES[name or ("fp32" if device.type == "cpu" else "bf16")]
