@@ -39,10 +39,15 @@ def run(page, numbers, monkeypatch):
         return runpy.run_path(f"docs/ladder/{page}")
 
 
+def run_and_read(page, numbers, monkeypatch, capsys):
+    """The lines that a page prints."""
+    run(page, numbers, monkeypatch)
+    return capsys.readouterr().out.splitlines()
+
+
 def printed(page, texts, monkeypatch, capsys, columns=2):
     """[(method, perplexity)] of a page, or more columns, on so many texts."""
-    run(page, [texts], monkeypatch)
-    return [tuple(line.split()[:columns]) for line in capsys.readouterr().out.splitlines()]
+    return [tuple(line.split()[:columns]) for line in run_and_read(page, [texts], monkeypatch, capsys)]
 
 
 def measured(methods, columns=2, **given):
@@ -65,9 +70,11 @@ def test_window(monkeypatch, capsys):
 
 
 def test_pool(monkeypatch, capsys):
-    """KIVI and OTT."""
-    rows = measured("fp16,kivi,ott", windows=2, protocol="stream", group_size=128, recent=32)[1:]
-    assert printed("3_pool.py", 2, monkeypatch, capsys) == rows
+    """OTT without a pool, which is KIVI, with a pool of one, and with its own."""
+    settings = {"protocol": "stream", "group_size": 128, "recent": 32}
+    rows = [measured("fp16,ott", 3, windows=2, outlier_num=n, **settings)[1] for n in (0, 1, 3)]
+    found = run_and_read("3_pool.py", [2], monkeypatch, capsys)
+    assert [line.split()[1:] for line in found] == [[str(n), *row[1:]] for n, row in zip((0, 1, 3), rows)]
 
 
 def test_pool_of_other_shapes(monkeypatch):
@@ -78,7 +85,7 @@ def test_pool_of_other_shapes(monkeypatch):
     k, v = torch.randn(2, 2, 3, 400, 32)
     k = k * torch.rand(2, 3, 400, 1)  # keys of all sizes
     ours = LayerCache(2, OTT(config), Rope(config), "stream", SimpleNamespace())
-    theirs = page["Cache"](Rope(config), page["ott"], 32, 128)
+    theirs = page["Cache"](Rope(config), 3, 32, 128)
     for begin, end in ((0, 160), (160, 288), (288, 400)):
         chunk = slice(begin, end)
         q, keys, values = k[:, :, chunk], k[:, :, chunk], v[:, :, chunk]
@@ -91,8 +98,9 @@ def test_pool_of_other_shapes(monkeypatch):
 def test_groups(monkeypatch, capsys):
     """SKVQ, one ingredient after another."""
     rows, settings = [], {"reorder": "off", "clip": "none", "metadata": "fp16", "recent": 0, "preserve": 0}
-    settings |= {"protocol": "stream", "group_size": 16, "sensitivity": "none"}
-    for added in ({}, {"reorder": "on"}, {"clip": "centre"}, {"metadata": "fp8"}, {"recent": 128}, {"preserve": 5}):
+    settings |= {"protocol": "paper", "group_size": 16, "block": 128, "sensitivity": "none", "calib_windows": 4}
+    for added in ({}, {"reorder": "on"}, {"clip": "centre"}, {"metadata": "fp8"}, {"preserve": 5},
+                  {"recent": 128, "protocol": "stream"}):
         settings |= added
         rows += measured("fp16,skvq", 3, windows=2, **settings)[1:]
     assert [row[1:] for row in printed("4_groups.py", 2, monkeypatch, capsys, 3)] == [row[1:] for row in rows]
@@ -108,7 +116,7 @@ def test_groups_of_other_shapes(monkeypatch):
     codec.fit(x, torch.zeros(2, 3, 40, dtype=torch.bool))
     group, alpha = page["calibrate"](rows, True, True, page["FP8"])
     assert group.equal(codec.group.long()) and alpha.equal(codec.alpha.float()) and len(set(alpha.tolist())) > 2
-    scale, zero = page["grid"](*page["ranges"](rows, group), alpha, page["FP8"])
+    scale, zero = page["grid"](rows, group, alpha, page["FP8"])
     codes, want = page["encode"](rows, scale, zero, group), codec.encode(x)
     assert codes.equal(want.packed[:, 0]) and codes.nbytes + scale.nbytes + zero.nbytes == want.nbytes
     read = page["decode"](codes, scale, zero, group).unflatten(-1, (3, 32)).transpose(1, 2)
@@ -153,17 +161,19 @@ def test_levels_of_other_shapes(monkeypatch):
 
 @pytest.mark.whole  # seconds of k-means
 def test_codebooks(monkeypatch, capsys):
-    """Without weights in k-means, which need gradients."""
-    assert printed("6_codebooks.py", 2, monkeypatch, capsys, 3) == measured(
-        "fp16,cq,antkv", 3, windows=2, sensitivity="none")[1:]
+    """CQ with 1 to 8 channels for a code, and AnTKV, without weights in k-means, which need gradients."""
+    rows = [measured("fp16,cq", 3, windows=2, sensitivity="none", vq=f"d{n}m{2 ** n}")[1] for n in (1, 2, 4, 8)]
+    rows += measured("fp16,antkv", 3, windows=2, sensitivity="none")[1:]
+    found = [line.split() for line in run_and_read("6_codebooks.py", [2], monkeypatch, capsys)]
+    assert [(name, *figures) for name, _, *figures in found] == rows
 
 
 def test_topk(monkeypatch, capsys):
     """The kernel's positions are torch's."""
     run("7_topk.py", [2], monkeypatch)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    for line in lines:
+    assert len(lines) == 3 and lines[0].endswith("difference from torch: 0.0")
+    for line in lines[1:]:
         kernel, lines_of_torch = re.findall(r"\[.*?\]", line)
         assert kernel == lines_of_torch and len(json.loads(kernel)) == 5
 

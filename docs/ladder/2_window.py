@@ -25,10 +25,8 @@ from tinykv.data import load_windows
 
 # Code: a number is rounded to one of four levels, and read as scale * code + zero
 def grid(low, high):  # the smallest and the largest of the numbers that share it
-    scale = (high - low) / 3  # four levels, three steps
-    scale = scale.clamp(1e-5)  # NEW: these numbers may be all the same
-    zero = low
-    return scale.half(), zero.half()  # stored in 16 bits
+    scale = ((high - low) / 3).clamp(1e-5)  # four levels, three steps; NEW: more than 0, if all numbers are the same
+    return scale.half(), low.half()  # scale and zero are stored in 16 bits
 
 
 def encode(x, scale, zero):  # numbers (B, Hkv, T, d) -> codes 0 to 3, four in a byte, (B, Hkv, T, d/4)

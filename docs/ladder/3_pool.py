@@ -1,12 +1,14 @@
-"""The cache of 2_window.py with a pool of tokens that stay in 16 bits: OTT. "NEW" marks what is new.
+"""OTT on one page: a pool of tokens with small keys stays in 16 bits. "NEW" marks what is new beside 2_window.py.
 
     python docs/ladder/3_pool.py             in the repository's folder; some seconds on a CPU
-    diff docs/ladder/2_window.py docs/ladder/3_pool.py
+    diff docs/ladder/2_window.py docs/ladder/3_pool.py            the same in the package: tinykv/methods/ott.py
 
-Where a channel is large in all other keys, a key near 0 widens its grid. Such a key is small in all channels, so the
-sum of its magnitudes finds it. When a block is about to be quantized, each head keeps the three smallest keys so far,
-and their values. A token that a smaller one pushes out of these three stays in 16 bits, too, as its block's grid was
-made without it. OTT allows 32 of those; here there are 18 at most. This prints 8.351 for kivi and 8.337 for ott.
+In a channel where all other keys are large, a key near 0 widens the grid for the whole block. Such a key is small in
+all of its channels, so the sum of their magnitudes finds it. Each head keeps a pool of the smallest keys so far, with
+their values: they stay in 16 bits, and grids are made without them.
+
+Keys that are about to be quantized compete with the pool. What loses its place there stays in 16 bits all the same, as
+the grid of its block was made without it. The table has pools of no token (KIVI), of one, and of OTT's three.
 
 Shapes: B texts; T new tokens, S in all, C of them no longer recent; Hkv heads of keys and values, d channels.
 """
@@ -19,15 +21,11 @@ sys.path.insert(0, ".")
 from tinykv import hf
 from tinykv.data import load_windows
 
-POOL = 3  # NEW: the smallest keys so far
-
 
 # Code: a number is rounded to one of four levels, and read as scale * code + zero
 def grid(low, high):  # the smallest and the largest of the numbers that share it
-    scale = (high - low) / 3  # four levels, three steps
-    scale = scale.clamp(1e-5)  # these numbers may be all the same
-    zero = low
-    return scale.half(), zero.half()  # stored in 16 bits
+    scale = ((high - low) / 3).clamp(1e-5)  # four levels, three steps; more than 0, if all numbers are the same
+    return scale.half(), low.half()  # scale and zero are stored in 16 bits
 
 
 def encode(x, scale, zero):  # numbers (B, Hkv, T, d) -> codes 0 to 3, four in a byte, (B, Hkv, T, d/4)
@@ -52,10 +50,6 @@ def grid_of(x, kind, kept):  # the grids of a block, from its own numbers. x (B,
 
 
 # Keep: NEW: a method marks the tokens of a layer that stay in 16 bits, in kept (B, Hkv, C): True where they did so far
-def kivi(cache, layer, kept):  # none
-    pass
-
-
 def ott(cache, layer, kept):  # the smallest keys so far
     if layer >= 2:  # the first two layers have no such keys
         keys = cache.read(layer, "k")[:, :, :kept.shape[2]]  # (B, Hkv, C, d)
@@ -63,14 +57,14 @@ def ott(cache, layer, kept):  # the smallest keys so far
         rival = kept.clone()  # (B, Hkv, C)
         rival[:, :, -cache.block:] = True
         size = keys.abs().sum(-1).masked_fill(~rival, torch.inf)  # (B, Hkv, C)
-        smallest = size.topk(POOL, largest=False).indices  # (B, Hkv, POOL)
+        smallest = size.topk(cache.pool, largest=False).indices  # (B, Hkv, pool)
         kept.scatter_(2, smallest, True)
 
 
 # The cache: attention hands it the keys and values of new tokens, and computes with those that it gets back
 class Cache:
-    def __init__(self, rope, method, recent, block):
-        self.rope, self.method, self.n_recent, self.block = rope, method, recent, block
+    def __init__(self, rope, pool, recent, block):
+        self.rope, self.pool, self.n_recent, self.block = rope, pool, recent, block
         self.blocks = defaultdict(list)  # {(layer, "k" or "v"): [(codes, scale, zero) of each block]}
         self.recent = {}  # {(layer, "k" or "v"): (B, Hkv, r, d) in 16 bits}
         self.kept, self.rows = {}, {}  # NEW {layer: (B, Hkv, C)}, {(layer, "k" or "v"): the n kept rows (n, d)}
@@ -85,10 +79,10 @@ class Cache:
         self.length = K.shape[2]
         # When: as soon as there is a block besides the tokens that stay recent (no chunk goes beyond)
         if self.recent[layer, "k"].shape[2] == self.n_recent + self.block:
-            # NEW Keep: the block's tokens join the others, and then the method marks some
+            # NEW Keep: the tokens of the block join the others, and then some are marked
             so_far = self.kept.get(layer, K[:, :, :0, 0].bool())  # (B, Hkv, C - block)
             kept = torch.nn.functional.pad(so_far, (0, self.block))  # (B, Hkv, C)
-            self.method(self, layer, kept)
+            ott(self, layer, kept)
             self.kept[layer] = kept
             # Code
             self.write(layer, "k", K)
@@ -122,6 +116,14 @@ class Cache:
     def expect(self, tokens):  # the model asks: which of a text's tokens are new, and how many does it hold?
         return tokens, self.length
 
+    def bits(self):  # of a number: codes and grids in blocks, and 16 bits in the window
+        blocks = [block for blocks in self.blocks.values() for block in blocks]
+        coded = 8 * sum(x.nbytes for block in blocks for x in block) / sum(4 * codes.numel() for codes, *_ in blocks)
+        share = (self.n_recent + (self.block - 1) / 2) / self.length  # in the window, on average: it grows by a block
+        # NEW: places for kept rows, as many as the fullest head needs, each with 4 bytes for the position
+        places = sum(kept.sum(-1).max() for kept in self.kept.values()) / len(self.kept)  # the mean over layers
+        return coded * (1 - share) + 16 * share + (16 + 32 / self.rows[0, "k"].shape[1]) * places / self.length
+
 
 # The table: perplexity of 16 texts, or as many as the command says
 torch.set_grad_enabled(False)
@@ -129,11 +131,10 @@ model, tokenizer = hf.load("tinykv/assets/tales")
 texts = int(sys.argv[1]) if sys.argv[1:] else 16
 test = load_windows("tales", tokenizer, 1024, texts, "test").tokens  # (B, T)
 
-recent, block = 32, 128
-for method in (kivi, ott):
-    cache = Cache(model.rope, method, recent, block)
+for pool in (0, 1, 3):
+    cache = Cache(model.rope, pool, recent=32, block=128)
     # read in chunks that end where a block is full, which is faster than token by token and computes the same
-    first, rest = test.split([recent + block, 1024 - recent - block], dim=1)
-    logits = torch.cat([model(tokens, cache) for tokens in (first, *rest.split(block, dim=1))], dim=1)
+    first, rest = test.split([32 + 128, 864], dim=1)
+    logits = torch.cat([model(tokens, cache) for tokens in (first, *rest.split(128, dim=1))], dim=1)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), test[:, 1:].flatten())
-    print(f"{method.__name__:8} {loss.exp():7.3f}")
+    print(f"pool {pool}   {loss.exp():7.3f} {cache.bits():6.2f}")

@@ -1,14 +1,15 @@
-"""The cache of 1_sinks.py at 1 bit: CQ and AnTKV. "NEW" marks what is new.
+"""CQ and AnTKV on one page: several channels share a code. "NEW" marks what is new beside 1_sinks.py.
 
     python docs/ladder/6_codebooks.py        in the repository's folder; less than a minute on a CPU
-    diff docs/ladder/1_sinks.py docs/ladder/6_codebooks.py
+    diff docs/ladder/1_sinks.py docs/ladder/6_codebooks.py     the same in the package: tinykv/methods/cq.py, antkv.py
 
-Code: neighbouring channels depend on each other. So n = 8 of them share one code, which says which of 256 vectors comes
-nearest to them. The vectors, a codebook, come from k-means on other texts. Keep: the tokens whose error would change
-the output of attention most. It prints perplexity, and bits of a number: cq about 8.65 and 1.00, antkv about 8.44 and
-1.19 (rounding moves k-means, so the last digits differ between machines).
+Neighbouring channels depend on each other, so not all combinations of their numbers occur. CQ rounds n channels at once
+to the nearest of 2**n vectors, its codebook, which k-means puts where such combinations are; that is still 1 bit for
+each number. AnTKV keeps the 1% of the tokens whose error would change the output of attention most.
 
-Shapes: B texts, T tokens each, H query heads, Hkv heads of keys and values, d channels, slots = Hkv * d/n codebooks.
+It prints CQ with 1, 2, 4 and 8 channels for a code, all at 1 bit (8 channels: about 8.66), and then AnTKV (8.44).
+
+Shapes: B texts, T tokens each; H query heads, Hkv heads of keys and values, d channels; slots = Hkv * d/n codebooks.
 """
 import math
 import sys
@@ -20,26 +21,28 @@ from tinykv import hf
 from tinykv.data import load_windows
 from tinykv.kmeans import kmeans, nearest
 
-n = 8  # NEW: channels that share a code
-
 
 # Code: NEW: n numbers are read as the nearest vector of their codebook
-def vectors(x):  # numbers (B, Hkv, T, d) -> n at a time, (slots, B * T, n)
+def vectors(x, n):  # numbers (B, Hkv, T, d) -> n at a time, (slots, B * T, n)
     x = x.unflatten(-1, (-1, n))  # (B, Hkv, T, d/n, n)
     x = x.permute(1, 3, 0, 2, 4)  # (Hkv, d/n, B, T, n)
     return x.flatten(2, 3).flatten(0, 1)
 
 
-def encode(x, codebook):  # numbers (B, Hkv, T, d), codebook (slots, 256, n) -> codes 0 to 255, (B, Hkv, T, d/n)
+def encode(x, codebook):  # numbers (B, Hkv, T, d), codebook (slots, 2**n, n) -> codes of n bits, (B, Hkv, T, d/8)
     B, Hkv, T, d = x.shape
-    code = nearest(vectors(x), codebook)  # (slots, B * T)
+    n = codebook.shape[2]
+    code = nearest(vectors(x, n), codebook)  # (slots, B * T)
     code = code.view(Hkv, d // n, B, T).permute(2, 0, 3, 1)  # (B, Hkv, T, d/n)
-    return code.to(torch.uint8)
+    code = code.unflatten(-1, (-1, 8 // n))  # (B, Hkv, T, d/8, 8/n): those that share a byte
+    return (code << torch.arange(0, 8, n)).sum(-1).to(torch.uint8)
 
 
-def decode(codes, codebook):  # codes (B, Hkv, T, d/n) -> numbers (B, Hkv, T, d)
+def decode(codes, codebook):  # codes (B, Hkv, T, d/8) -> numbers (B, Hkv, T, d)
+    n = codebook.shape[2]
+    code = codes[..., None] >> torch.arange(0, 8, n) & 2 ** n - 1  # (B, Hkv, T, d/8, 8/n)
     slot = torch.arange(len(codebook)).view(codes.shape[1], 1, -1)  # (Hkv, 1, d/n): which codebook, at each place
-    x = codebook[slot, codes.long()]  # (B, Hkv, T, d/n, n)
+    x = codebook[slot, code.flatten(-2)]  # (B, Hkv, T, d/n, n)
     return x.flatten(-2)
 
 
@@ -70,7 +73,7 @@ def antkv(q, K, kept):  # NEW: the anchors, 1% of the tokens
 # The cache: attention stores a text's keys and values in it, and then uses what it reads back
 class Cache:
     def __init__(self, rope, method, codebooks):
-        self.rope, self.method, self.codebooks = rope, method, codebooks  # {(layer, "k" or "v"): (slots, 256, n)}
+        self.rope, self.method, self.codebooks = rope, method, codebooks  # {(layer, "k" or "v"): (slots, 2**n, n)}
         self.stored = {}  # {(layer, "k" or "v"): codes, where the kept rows are, the kept rows}
 
     def update(self, layer, q, k, v, seen):  # q (B, H, T, d), k, v (B, Hkv, T, d)
@@ -85,7 +88,7 @@ class Cache:
 
     def write(self, layer, kind, x, kept):
         x = x.half()  # (B, Hkv, T, d): no method sees more than 16 bits
-        codes = encode(x.float(), self.codebooks[layer, kind])  # (B, Hkv, T, d/n): a kept token has codes, too
+        codes = encode(x.float(), self.codebooks[layer, kind])  # (B, Hkv, T, d/8): a kept token has codes, too
         where = kept.nonzero(as_tuple=True)  # text, head and token of the kept rows
         self.stored[layer, kind] = codes, where, x[where]  # the last (rows, d)
 
@@ -103,7 +106,7 @@ class Cache:
 
     def bits(self):  # of a number. NEW: a kept row has 4 bytes for its position, and 4 for its score in a longer text
         held = sum(codes.nbytes + rows.nbytes + 8 * len(rows) for codes, _, rows in self.stored.values())
-        return 8 * held / sum(n * codes.numel() for codes, _, _ in self.stored.values())  # a code: n numbers
+        return 8 * held / sum(8 * codes.numel() for codes, _, _ in self.stored.values())  # a byte: 8 numbers
 
 
 class Exact(Cache):  # holds the texts of the calibration as they are
@@ -123,12 +126,14 @@ other = load_windows("tales", tokenizer, 1024, 16, "calibration").tokens  # (B, 
 
 exact = Exact(model.rope, cq, None)
 model(other, exact)
-codebooks = {}  # NEW: in the place of grids, the same for both methods
-for (layer, kind), x in exact.stored.items():
-    points = vectors(x.half().float())  # (slots, B * T, n): what would be coded
-    codebooks[layer, kind] = kmeans(points, 256, tolerance=1e-3).half().float()  # (slots, 256, n)
-for method in (cq, antkv):
-    cache = Cache(model.rope, method, codebooks)
-    logits = model(test, cache)  # (B, T, vocabulary)
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), test[:, 1:].flatten())
-    print(f"{method.__name__:8} {loss.exp():7.3f} {cache.bits():6.2f}")
+for n in (1, 2, 4, 8):
+    codebooks = {}  # NEW: in the place of grids
+    for (layer, kind), x in exact.stored.items():
+        points = vectors(x.half().float(), n)  # (slots, B * T, n): what would be coded
+        every = points.shape[1] // (64 * 2 ** n)  # 64 points for each vector are enough
+        codebooks[layer, kind] = kmeans(points[:, (every - 1) // 2::every], 2 ** n, tolerance=1e-3).half().float()
+    for method in (cq,) if n < 8 else (cq, antkv):
+        cache = Cache(model.rope, method, codebooks)
+        logits = model(test, cache)  # (B, T, vocabulary)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), test[:, 1:].flatten())
+        print(f"{method.__name__:5} {n} {loss.exp():8.3f} {cache.bits():6.2f}")

@@ -91,15 +91,17 @@ def loss_of(outputs, targets):
 
 
 @torch.enable_grad()
-def train(full, quantized, exact, texts, updates):
-    prefix = [x.clone().requires_grad_() for x in exact]
+def train(quantized, exact, texts, targets, updates):  # texts (N, T); targets (L, N, T, D): the other model's outputs
+    prefix = [x.clone().requires_grad_() for x in exact]  # keys and values, (L, Hkv, n, d) both
+    # Adam moves each number against its gradient, by about the learning rate whatever the size of the gradient: it
+    # divides the mean of its gradients so far by the root of the mean of their squares
     optimizer = torch.optim.AdamW(prefix, lr=2e-4, weight_decay=0)
     rng = torch.Generator().manual_seed(0)
     order = torch.cat([torch.randperm(len(texts), generator=rng) for _ in range(updates)])
     for chosen in order.split(16)[:updates]:  # 16 texts an update
-        targets = outputs_of(full, exact, texts[chosen])  # this model keeps its own prefix
-        loss_of(outputs_of(quantized, prefix, texts[chosen]), targets).backward()
-        torch.nn.utils.clip_grad_norm_(prefix, 0.3)
+        loss = loss_of(outputs_of(quantized, prefix, texts[chosen]), targets[:, chosen])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(prefix, 0.3)  # an unusual text does not move it further than others
         optimizer.step()
         optimizer.zero_grad()
     return [x.detach().half().float() for x in prefix]  # a prefix takes 16 bits, too
@@ -123,7 +125,7 @@ for name, model, prefix in (
         ("full", full, exact),
         ("rounded", quantized, prefix_of(quantized)),
         ("exact", quantized, exact),
-        ("trained", quantized, train(full, quantized, exact, other, updates))):
+        ("trained", quantized, train(quantized, exact, other, outputs_of(full, exact, other), updates))):
     cache = Cache(model.rope, prefix)
     logits = torch.cat([first, model(test[:, 1:], cache)], dim=1)  # (B, 1 + T, vocabulary)
     nats = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), test[:, 1:].flatten())
