@@ -1,19 +1,18 @@
-"""The cache of 2_window.py, read by a kernel: attention to 2-bit codes, of which no decoded row is ever written.
+"""Attention in a kernel, on one page: 2-bit codes are read, and no decoded row is ever written. Read 7_topk.py before.
 
     python docs/ladder/8_kernel.py           in the repository's folder; some seconds on a CPU
-    python -m pdb docs/ladder/8_kernel.py    then `b decode` and `c`: without a GPU a kernel can be stepped through, too
+    python -m pdb docs/ladder/8_kernel.py    then `b decode` and `c`.   The same in the package: kernels.py
 
-For a new token a model reads its whole cache, and does little with each number. So this takes as long as the bytes take
-to arrive, and 2 bits are few bytes. But 2_window.py decodes the codes, writes the rows to memory, and attention reads
-them there: more bytes than 16 bits take. A kernel does both at once, and a code is decoded between load and product.
+For a new token a model reads its whole cache and does little with each number, so it waits for memory. 2_window.py
+decodes its codes into memory, where attention reads them again, which moves more bytes than 16 bits would. Fused into
+one kernel, a code is loaded, decoded and multiplied in a GPU's registers: only 2 bits of it are moved.
 
-Triton: a kernel is a function that many programs run at the same time. `kernel[6, 2](...)` starts twelve, and
-tl.program_id(0) and (1) tell a program which it is. A tensor arrives as a pointer to its first number, without a shape.
-tl.arange(0, N) are N numbers, N a power of two; tl.load reads what lies so far behind the pointer, all N at once, or
-those whose mask is True. What is loaded or computed stays in registers. Only tl.store writes to memory.
+Softmax can be split. The output is sum(2**s V) / sum(2**s) over all tokens, and sums can be added up piece by piece.
+Here s is a score times log2(e), as e**x = 2**(x log2(e)), and a GPU has one instruction for 2**x. But 2**s overflows.
+So both sums are taken relative to 2**top, where `top` is the largest score so far, a running maximum; when a larger one
+comes, what was summed before is multiplied by 2**(top - new). It fades.
 
-Shapes: one text of T tokens, C of them in codes; H query heads, Hkv heads of keys and values, R = H / Hkv, d channels
-(D in the kernel).
+Shapes: one text of S tokens, C of them in codes; H query heads, Hkv heads of keys and values, R = H / Hkv; d channels.
 """
 import math
 import os
@@ -36,49 +35,48 @@ from tinykv.methods.kivi import KIVI
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GROUP = 128  # tokens that are quantized at a time; in each channel, their keys share a grid
-PIECE = 256  # tokens of a program: a GPU runs hundreds at once, and a model has few heads
-N = 64  # of them at a time: what fits into a program's registers
+PIECE = 256  # tokens of a program. A GPU runs hundreds of programs at once, and a model has few heads
+N = 64  # tokens at a time: as many as fit into a program's registers
 
 
-# Attention in torch, of a few tokens: q (H, d), K and V (H, n, d) -> what `merge` needs of them
-def attend(q, K, V):
+# In torch: attention to a piece of a text, and what many pieces amount to
+def attend(q, K, V):  # q (H, d), K and V (H, n, d) -> its two sums, (H, d) and (H, 1), and between them the top (H, 1)
     s = (K @ q[:, :, None])[..., 0] * (math.log2(math.e) / math.sqrt(q.shape[1]))  # (H, n)
-    top = s.amax(1, keepdim=True)  # (H, 1): relative to the largest score no weight overflows
-    p = torch.exp2(s - top)  # (H, n): e**x is 2**(x log2(e)), and 2**x is one instruction
-    return (p[:, None] @ V)[:, 0], top, p.sum(1, keepdim=True)  # (H, d), (H, 1) twice. Not yet divided
+    top = s.amax(1, keepdim=True)  # (H, 1)
+    p = torch.exp2(s - top)  # (H, n): 1 at most
+    return (p[:, None] @ V)[:, 0], top, p.sum(1, keepdim=True)
 
 
-def merge(sums, top, total):  # pieces of a text, (H, pieces, d) and twice (H, pieces, 1) -> the output (H, d)
-    fade = torch.exp2(top - top.amax(1, keepdim=True))  # (H, pieces, 1): from a piece's largest score to that of all
+def merge(sums, top, total):  # of all pieces: (H, pieces, d) and twice (H, pieces, 1) -> the output (H, d)
+    fade = torch.exp2(top - top.amax(1, keepdim=True))  # (H, pieces, 1): from a piece's top to the top of all
     return (sums * fade).sum(1) / (total * fade).sum(1)
 
 
-# The same in a kernel, of codes
+# The same in a kernel, of codes. D is d
 @triton.jit
-def decode(codes, row, scale, zero, D: tl.constexpr):  # row (N): which rows -> numbers (N, D), as in 2_window.py
-    c = tl.arange(0, D)  # (D): a byte has channels c, c + D/4, c + D/2 and c + 3D/4
+def decode(codes, row, scale, zero, D: tl.constexpr):  # which rows (N) -> their numbers (N, D), as in 2_window.py
+    c = tl.arange(0, D)  # (D): the channels. A byte holds c, c + D/4, c + D/2 and c + 3D/4
     byte, shift = c % (D // 4), c // (D // 4) * 2  # (D) both: where a channel's code is
-    x = tl.load(codes + row[:, None] * (D // 4) + byte[None])  # (N, D): each byte four times; memory sends it once
+    x = tl.load(codes + row[:, None] * (D // 4) + byte[None])  # (N, D): each byte four times, sent by memory once
     return scale * (x >> shift[None] & 3).to(tl.float32) + zero
 
 
 @triton.jit  # constexpr: a number that is known when the kernel is compiled
 def attend_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, sums, top, total, C, factor,
                   R: tl.constexpr, D: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr):
-    kv, piece = tl.program_id(0), tl.program_id(1)  # a head of keys and values, and PIECE of its tokens
-    # the R queries that read it, in one product, which takes 16 rows at least: the mask says which of them exist
+    kv, piece = tl.program_id(0), tl.program_id(1)  # this program: one head of keys and values, PIECE of its tokens
+    # the R queries that read this head. A product takes 16 rows at least: the mask says which of them exist
     c, r = tl.arange(0, D), tl.arange(0, 16)
     head, mask = (kv * R + r)[:, None], (r < R)[:, None]  # (16, 1) both
     query = tl.load(q + head * D + c[None], mask=mask, other=0) * factor  # (16, D)
     acc, weight = tl.zeros((16, D), tl.float32), tl.zeros((16, 1), tl.float32)
     largest = tl.full((16, 1), float("-inf"), tl.float32)
     for first in range(piece * PIECE, tl.minimum(piece * PIECE + PIECE, C), N):  # C is a multiple of N: no mask
-        row = kv * C + first + tl.arange(0, N)  # (N): each row is read and decoded once
-        grid = (kv * C + first) // GROUP * D + c  # (D): each channel's, of the group in which these tokens lie
+        row = kv * C + first + tl.arange(0, N)  # (N): each row is read and decoded once, for all queries
+        grid = (kv * C + first) // GROUP * D + c  # (D): one for each channel, of the group of these tokens
         K = decode(k, row, tl.load(k_scale + grid)[None], tl.load(k_zero + grid)[None], D)  # (N, D)
-        s = tl.dot(query, tl.trans(K))  # (16, N). A GPU rounds both to 11 bits
-        # softmax, before all scores are known: when a larger one comes, what was summed so far fades
-        new = tl.maximum(largest, tl.max(s, 1, keep_dims=True))  # (16, 1)
+        s = tl.dot(query, tl.trans(K))  # (16, N): scores. A GPU rounds both factors to 11 bits
+        new = tl.maximum(largest, tl.max(s, 1, keep_dims=True))  # (16, 1): the running maximum
         fade, p = tl.exp2(largest - new), tl.exp2(s - new)  # (16, 1), (16, N)
         V = decode(v, row, tl.load(v_scale + row)[:, None], tl.load(v_zero + row)[:, None], D)  # (N, D)
         acc = acc * fade + tl.dot(p, V)  # (16, D)
@@ -119,7 +117,7 @@ model, tokenizer = hf.load("tinykv/assets/tales", DEVICE)
 text = load_windows("tales", tokenizer, 1024, 1, "test").tokens.to(DEVICE)  # (1, S)
 last = int(sys.argv[1]) if sys.argv[1:] else 10
 kivi = KIVI(model.config, group_size=GROUP, recent=32)
-for name, method in (("fp16", FP16(model.config)), ("torch", kivi), ("kernel", kivi)):
+for name, method in (("fp16", FP16(model.config)), ("decoded", kivi), ("kernel", kivi)):
     cache = KernelCache(model, method)
     model.use_attention("fused")
     for chunk in text[:, :-last].split(32, dim=1):
@@ -128,13 +126,17 @@ for name, method in (("fp16", FP16(model.config)), ("torch", kivi), ("kernel", k
     logits += [model(token, cache)[:, -1] for token in text[:, -last:].split(1, dim=1)]
     loss = torch.nn.functional.cross_entropy(torch.cat(logits[:-1]), text[0, -last:])
     moved = cache.nbytes
-    if name == "torch":  # and the decoded rows, written and read
+    if name == "decoded":  # and the decoded rows, which are written and read
         moved += 2 * sum(rows.nbytes for layer in cache.layers for rows in layer.read())
     print(f"{name:8} {loss.exp():7.3f} {moved:9,}")
 
 if DEVICE == "cuda":  # microseconds of a step of one layer of LLaMA-3-8B, after 32,768 tokens
     q, k, v = (torch.randn(1, heads, T, 128, device="cuda") for heads, T in ((32, 1), (8, 32768), (8, 32768)))
-    codes, half = (Affine(2, 128, "channel", GROUP).encode(k), Affine(2, 128).encode(v)), (q.half(), k.half(), v.half())
-    for name, step in (("fp16", lambda: torch.nn.functional.scaled_dot_product_attention(*half, enable_gqa=True)),
-                       ("kernel", lambda: merge(*attend_codes(q[0, :, 0], *codes)))):
+    half, sdpa = (q.half(), k.half(), v.half()), torch.nn.functional.scaled_dot_product_attention
+    of_keys, of_values = Affine(2, 128, "channel", GROUP), Affine(2, 128)
+    codes = of_keys.encode(k), of_values.encode(v)
+    for name, step in (
+            ("fp16", lambda: sdpa(*half, enable_gqa=True)),
+            ("decoded", lambda: sdpa(q, of_keys.decode(codes[0]), of_values.decode(codes[1]), enable_gqa=True)),
+            ("kernel", lambda: merge(*attend_codes(q[0, :, 0], *codes)))):
         print(f"{name:8} {1000 * triton.testing.do_bench(step):7.1f} us")
