@@ -61,7 +61,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("--model", required=True, metavar="DIR")
     p.add_argument("--data", required=True, metavar="FILE")
-    p.add_argument("--windows", type=int, default=8)
+    p.add_argument("--windows", type=int, default=8, help="at least 2: an error is over windows")
     p.add_argument("--rows", nargs="*", default=list(ROWS), help="some of the rows; the first is subtracted")
     args = p.parse_args()
     config = hf.load_config(args.model)
