@@ -376,18 +376,22 @@ def along(row, rows):
 
 
 def served_table(data):
-    """What a format holds of LLaMA-3-8B's cache, and what it loses on SmolLM2."""
+    """What a format holds of LLaMA-3-8B's cache, and what it loses on SmolLM2 in windows of 512 and 4,096 tokens."""
     rows = data["SmolLM2"]
-    lines = ["| format | true bits | GiB: 8K | 32K | 128K | nats lost |", "|---|---|---|---|---|---|"]
+    lines = ["| format | true bits | GiB: 8K | 32K | 128K | nats lost: 512 | 4,096 |", "|---|---|---|---|---|---|---|"]
+
+    def lost(row, flags):
+        row, fp16 = named(row + flags, "SmolLM2"), named("fp16" + flags, "SmolLM2")
+        return "{:.3f} ± {:.3f}".format(*compared(rows[row], rows[fp16])[:2]) if row in rows else "-"
     for label, row in {"16 bits": "fp16", **SERVED}.items():
         if named(row, "SmolLM2") not in rows:
-            lines.append(f"| {label} | - | | | | not measured |")
+            lines.append(f"| {label} | - | | | | not measured | |")
             continue
-        bits, lost = rows[named(row, "SmolLM2")]["bits"], "0"
+        bits, both = rows[named(row, "SmolLM2")]["bits"], "0 | 0"
         sizes = [2 * 32 * 8 * 128 * tokens * bits / 8 / 2 ** 30 for tokens in (2 ** 13, 2 ** 15, 2 ** 17)]
         if row != "fp16":
-            lost = "{:.3f} ± {:.3f}".format(*compared(rows[named(row, "SmolLM2")], rows["fp16"])[:2])
-        lines.append(f"| {label} | {bits:.2f} | {sizes[0]:.2f} | {sizes[1]:.2f} | {sizes[2]:.2f} | {lost} |")
+            both = f"{lost(row, '')} | {lost(row, ' --context 4096')}"
+        lines.append(f"| {label} | {bits:.2f} | {sizes[0]:.2f} | {sizes[1]:.2f} | {sizes[2]:.2f} | {both} |")
     return "\n".join(lines)
 
 
