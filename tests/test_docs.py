@@ -348,6 +348,20 @@ def test_a_wrong_word_of_the_debugger_is_found():
     assert sessions.session(now) == now
 
 
+# ---- what commands print; training differs between machines
+
+PRINTED = [(page, command, len(printed.split("\n\n"))) for page in PAGES
+           for command, printed in sessions.COMMAND.findall(read(page)) if "embedded_sinks" not in command]
+
+
+@pytest.mark.whole  # minutes
+@pytest.mark.parametrize("page, command, n", [("README.md", "python eval_ppl.py --method kvsink", 1), *PRINTED])
+def test_the_command_prints_what_the_page_says(page, command, n, tmp_path):
+    """Figures are drawn elsewhere."""
+    command, text = command.replace("docs/figures", str(tmp_path)), read(page)
+    assert sessions.tables_of(command, n, own_methods(text)) in text, "run docs/programs/sessions.py"
+
+
 # ---- numbers
 
 def tables(text):
@@ -423,7 +437,7 @@ def test_the_rows_of_the_data_are_those_of_the_claims():
     ("It gains 0.5 of it.", "does not say"), ("It loses 0.5 of it, and more.", "without a source: It ... of it, and"),
     ("It loses 0.5 of it.\n\n| a | 2 |\n|---|---|\n", "without a source: | a | 2 |")])
 def test_what_has_no_source_is_found(said, found, tmp_path, monkeypatch):
-    monkeypatch.setitem(pages.sentences.PAGES, "page.md", lambda: [f"loses {1 / 2}"])
+    monkeypatch.setitem(pages.sentences.OF_PAGE, "page.md", lambda: [f"loses {1 / 2}"])
     page, sealed = tmp_path / "page.md", {"page.md": {pages.digest(f"It {pages.COMPUTED} of it."): "half of one"}}
     page.write_text(said)
     wrong = pages.wrong_in(page, results.read_data(), sealed)
