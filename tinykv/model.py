@@ -114,7 +114,10 @@ def turned(x, cos, sin):
     x1x2 = x.float()  # (..., T, d)
     x1, x2 = x1x2.chunk(2, dim=-1)  # (..., T, d/2) each
     x2x1 = torch.cat([x2, x1], dim=-1)  # (..., T, d)
-    y = x1x2 * cos + x2x1 * sin  # (..., T, d)
+    # in place: to write to new memory takes longer than to compute
+    x2x1 *= sin
+    y = x1x2 * cos  # (..., T, d)
+    y += x2x1
     return y.to(x.dtype)
 
 

@@ -6,8 +6,9 @@
 
 All of them take turns in every round, so that changes of the machine's speed reach them alike. The figure is the median
 of the rounds' ratios, of CPU time, which other programs on the machine hardly change. transformers is measured if it is
-installed. Before a step, the caches are filled with random keys and values, which cost as much to read as any. Beside a
-step stands how many operations of torch the last layer calls, views left out: on a GPU these often set the pace.
+installed, and so is its QuantizedCache of 2 bits, if optimum-quanto is. Before a step, the caches are filled with the
+model's own keys and values of text, window after window. Beside a step stand the bits of a cached number, everything
+counted, and how many operations of torch the last layer calls, views left out: on a GPU these often set the pace.
 """
 import importlib.util
 import statistics
@@ -31,6 +32,7 @@ from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
 from tinykv.shared_flags import add_attention, check_counts, list_of
+from tinykv.tracing import Trace
 
 
 class Calls(TorchDispatchMode):
@@ -79,8 +81,8 @@ def time_turns(what, sides, rounds, base, notes=None):
 def time_windows(args, model, tokenizer, theirs):
     """All windows, read once through the caches of each method."""
     context = min(args.context, model.config.max_position_embeddings)
-    windows = load_windows("tales", tokenizer, context, args.windows)
-    calibration = load_windows("tales", tokenizer, context, 4, "calibration").tokens
+    windows = load_windows(args.data, tokenizer, context, args.windows)
+    calibration = load_windows(args.data, tokenizer, context, 4, "calibration").tokens
 
     # every method as it is, and rtn and kvsink under every other scheme
     methods = {name: cls(model.config) for name, cls in METHODS.items()}
@@ -113,36 +115,58 @@ def time_steps(args, model, tokenizer, theirs):
     """One more token, read through a cache of S tokens."""
     for name in args.method:
         one_of(METHODS, method=name)
+    rows = {name: (name, {}) for name in args.method}
+    if "kivi" in rows:  # the format of quanto's cache, too
+        rows["rtn, KIVI's groups, per token"] = "rtn", METHODS["kivi"].beside["rtn"]
     token = torch.zeros(1, 1, dtype=torch.long)
-    rng = torch.Generator().manual_seed(0)
-    text = torch.randint(0, model.config.vocab_size, (2, 256), generator=rng)  # (W, T)
+    context = min(args.context, min(args.tokens), model.config.max_position_embeddings)
+    calibration = load_windows(args.data, tokenizer, context, 4, "calibration").tokens  # (W, T)
     for S in args.tokens:
+        text = load_windows(args.data, tokenizer, context, -(-S // context)).tokens  # (W, T)
+        filled = list(rows_of_text(model, text, S))
         sides, notes = {}, {}
-        if theirs is not None:
-            import transformers
-            cache = transformers.DynamicCache()
-            for layer, (_, k, v) in enumerate(random_rows(model.config, S)):
-                cache.update(k, v, layer)
-            sides["transformers"] = partial(theirs, token, past_key_values=cache, use_cache=True)
-            notes["transformers"] = calls_of(theirs.model.layers[-1], sides["transformers"])
-        for name in args.method:
-            method = METHODS[name](model.config)
-            calibrate(model, method, text)
+        for label, (cache, numbers) in their_caches(theirs).items():
+            for layer, (_, k, v, _) in enumerate(filled):
+                cache.update(model.rope.rotate(k), v, layer)
+            sides[label] = partial(theirs, token, past_key_values=cache, use_cache=True)
+            notes[label] = f"{numbers:6.2f} bits {calls_of(theirs.model.layers[-1], sides[label]):5} calls a layer"
+        for label, (name, settings) in rows.items():
+            method = METHODS[name](model.config, **settings)
+            calibrate(model, method, calibration)
             cache = KVCache(model, method)
-            for layer, (q, k, v) in enumerate(random_rows(model.config, S)):
+            for layer, (q, k, v, hidden) in enumerate(filled):
                 cache.update(layer, q, k, v, 0)
-            sides[name] = partial(model, token, cache)
-            notes[name] = calls_of(model.model["layers"][-1], sides[name])
-        notes = {label: f"{number:5} calls a layer" for label, number in notes.items()}
+                cache.observe(layer, hidden)
+            numbers = 8 * cache.nbytes / sum(k.numel() + v.numel() for _, k, v, _ in filled)
+            sides[label] = partial(model, token, cache)
+            notes[label] = f"{numbers:6.2f} bits {calls_of(model.model['layers'][-1], sides[label]):5} calls a layer"
         time_turns(f"a step after {S} tokens", sides, args.rounds, next(iter(sides)), notes)
 
 
-def random_rows(config, T):
-    """Of each layer, q (1, H, T, d), k and v (1, Hkv, T, d)."""
-    rng = torch.Generator().manual_seed(0)
-    heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-    for _ in range(config.num_hidden_layers):
-        yield [torch.randn(1, n, T, config.head_dim, generator=rng) for n in heads]
+def their_caches(theirs):
+    """{label: (a cache of transformers, the bits of its numbers)}, of those that are installed."""
+    if theirs is None:
+        return {}
+    from transformers import DynamicCache, QuantizedCache
+    found = {"DynamicCache": (DynamicCache(), 32)}  # in the model's fp32
+    if importlib.util.find_spec("optimum.quanto"):
+        settings = {"nbits": 2, "q_group_size": 32, "residual_length": 128}
+        bits = 2 + 2 * 32 / 32  # scale and zero point in fp32
+        found["QuantizedCache, quanto"] = QuantizedCache("quanto", theirs.config, **settings), bits
+    return found
+
+
+@torch.no_grad()
+def rows_of_text(model, text, S):
+    """Of each layer, q (1, H, S, d), k and v (1, Hkv, S, d) before RoPE, and its output (1, S, D): those of windows
+    (W, T), one after another."""
+    traces = []
+    for window in text:
+        traces.append(Trace(model))
+        model(window[None], traces[-1], logits=False)
+    for layer in range(model.config.num_hidden_layers):
+        windows = [(of.q[layer], of.k[layer], of.v[layer], of.hidden[layer]) for of in traces]
+        yield [torch.cat(parts, dim=-2)[..., :S, :] for parts in zip(*windows)]
 
 
 def compare(args):
@@ -162,7 +186,8 @@ def main():
     p.add_argument("what", choices=["windows", "steps"], help="an evaluation, or a step of decoding")
     p.add_argument("--model", metavar="DIR", default=str(EMBEDDED), help="a Hugging Face checkpoint folder")
     p.add_argument("--rounds", metavar="N", type=int, default=7, help="rounds that are measured")
-    p.add_argument("--context", metavar="T", type=int, default=1024, help="windows: tokens of one")
+    p.add_argument("--data", metavar="TEXT", default="tales", help="what is read: tales, wikitext2 or a file")
+    p.add_argument("--context", metavar="T", type=int, default=1024, help="tokens that are read in one forward")
     p.add_argument("--windows", metavar="W", type=int, default=8, help="windows: to evaluate on")
     without_prefix = [name for name in METHODS if name != "intactkv"]
     p.add_argument("--method", metavar="NAME,...", type=list_of(str), default=without_prefix,

@@ -111,7 +111,9 @@ class Affine(Codec):
         if self.axis == "token":
             return x.unflatten(-1, (-1, self.group))
         size = self.group or x.shape[2]
-        x = pad(x, (0, 0, 0, -x.shape[2] % size))  # (B, Hkv, T/G * G, d)
+        missing = -x.shape[2] % size
+        if missing:  # `pad` copies also where nothing is
+            x = pad(x, (0, 0, 0, missing))  # (B, Hkv, T/G * G, d)
         return x.unflatten(2, (-1, size))
 
     def from_groups(self, g, T):

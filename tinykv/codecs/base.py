@@ -48,6 +48,9 @@ class Codes:
 
 # Packing
 
+WORDS = torch.int64, torch.int32, torch.int16, torch.uint8  # of which `unpack` takes the widest that rows consist of
+
+
 class Section(NamedTuple):
     """The bytes of a packed row that hold some of the bits of every code."""
     first: int  # byte of the row
@@ -103,8 +106,13 @@ def unpack(packed, bits, n):
         if bits == TERNARY:
             part = torch.cat([part // factor for factor in factors], dim=-1) % 3  # (..., codes of a byte * bytes)
         elif section.bits < 8:
-            part = torch.cat([part >> i * section.bits for i in range(len(factors))], dim=-1)
-            part = part & largest_code(section.bits)
+            # shift whole words of up to 8 bytes: in each byte the bits that came from the next one are masked out
+            word = next(of for of in WORDS if section.size % of.itemsize == 0)
+            words = part.contiguous().view(word)  # (..., words)
+            shifts = torch.arange(0, 8, section.bits, dtype=word, device=words.device)  # (codes of a byte)
+            words = words[..., None, :] >> shifts[:, None]  # (..., codes of a byte, words)
+            words &= int.from_bytes([largest_code(section.bits)] * word.itemsize, "little")  # the same in every byte
+            part = words.view(torch.uint8).flatten(-2)  # (..., codes of a byte * bytes)
         part = part[..., :n]
         # put the bits of each code together
         if section.low == 0:

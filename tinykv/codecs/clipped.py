@@ -111,8 +111,11 @@ class ClippedGroups(Codec):
 
     def dequantize(self, code, h, z):
         """Codes (B, T, C), h and z (B, T, n) -> rows (B, T, C)."""
-        rows = code * self.of_channels(h)  # (B, T, C) fp32; a line of its own frees the steps early
-        return rows + self.of_channels(z)
+        rows = self.of_channels(h)  # (B, T, C)
+        # in place: to write to new memory takes longer than to compute
+        rows *= code
+        rows += self.of_channels(z)
+        return rows
 
     # Groups of channels
 

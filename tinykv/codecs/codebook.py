@@ -74,11 +74,11 @@ class Codebook(Codec):
         """Codes -> (B, Hkv, T, d) fp32."""
         code = unpack(codes.packed[:, 0], self.code_bits, self.slots)  # (B, T, slots)
         # look each code up in its slot's codebook
-        slot = torch.arange(self.slots, device=code.device)  # (slots)
+        slot = torch.arange(self.slots, dtype=torch.int32, device=code.device)  # (slots)
         codebook = slot % len(self.centroids)  # (slots): each slot's own, or the only one
-        index = codebook * self.m + code  # (B, T, slots): among the centroids of all codebooks
-        x = torch.nn.functional.embedding(index, self.centroids.flatten(0, 1))  # (B, T, slots, n)
-        return to_heads(x.flatten(-2), self.width).float()
+        index = codebook * self.m + code  # (B, T, slots) int32: among the centroids of all codebooks
+        x = torch.nn.functional.embedding(index, self.centroids.flatten(0, 1).float())  # (B, T, slots, n) fp32
+        return to_heads(x.flatten(-2), self.width)
 
     def vectors(self, x):
         """The sub-vectors of each slot: x (B, Hkv, T, d) -> (slots, B * T, n) fp32."""
