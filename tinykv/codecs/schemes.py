@@ -79,7 +79,7 @@ def settings_of_scheme(name):
     """The names of a scheme's settings. UserError for a scheme that is not there."""
     if name not in SCHEMES:
         refuse_format(name)
-    one_of(SCHEMES, scheme=name)
+        one_of(SCHEMES, scheme=name)
     make_codec, _ = SCHEMES[name]
     return list(inspect.signature(make_codec).parameters)[3:]  # after config, kind and bits
 

@@ -71,7 +71,7 @@ class Rng:
         return int(self.random() * n)
 
     def pick(self, items):
-        return items[self.below(len(items))]
+        return items[int(self.random() * len(items))]
 
     def sample(self, items, n):
         """n different ones: the first n steps of Fisher-Yates."""
@@ -162,7 +162,9 @@ class Writer:
         # the other people: no two of a story share their second syllable or their town
         endings = rng.sample([e for e in ENDINGS if not hero.endswith(e)], rng.below(people))
         others = [rng.pick(BEGINNINGS) + ending for ending in endings]
-        other_towns = rng.sample([t for t in towns if t != town], len(others))
+        other_towns = list(towns)
+        other_towns.remove(town)
+        other_towns = rng.sample(other_towns, len(others))
         self.people = [hero, *others]
         self.homes = dict(zip(self.people, [town, *other_towns]))
 
@@ -170,9 +172,7 @@ class Writer:
         self.things = rng.sample(THINGS, len(THINGS))
 
     def say(self, sentence):
-        if self.story.text:
-            self.story.text += " "
-        self.story.text += sentence
+        self.story.text = f"{self.story.text} {sentence}".lstrip()
 
     def state(self, subject, answer, question):
         """Write the fact "subject answer."; remember how to ask for it."""
@@ -203,26 +203,25 @@ class Writer:
 
     def chant(self, length, end="", often=OFTEN):
         """A chain of about `length` words, with refrains."""
-        rng = self.rng
-        last = before = rng.pick(WORDS)
-        self.say(last)
-        text = self.story.text  # a local string grows in place
-        count = 1
-        while count < length:
-            if rng.random() < often:
-                refrain = rng.pick(REFRAINS)
-                asked_for = {AGAIN: last, BACK: before}.get(refrain, self.followed.get(last, last))
-                text += f" {refrain} {asked_for}"
-                self.story.refrains.append((len(text) - len(asked_for), len(text)))
-                last = before = asked_for
-                count += 2
-            else:
-                word = WORDS[bisect(self.words.chain[last], rng.random())]
-                text += f" {word}"
-                self.followed[last] = word
-                last, before = word, last
-                count += 1
-        self.story.text = text + end
+        rng, chances = self.rng, self.words.chain
+        words = [rng.pick(WORDS)]
+        while True:
+            # words that follow each other
+            while len(words) < length and rng.random() >= often:
+                words.append(WORDS[bisect(chances[words[-1]], rng.random())])
+            self.followed |= zip(words, words[1:])
+            if len(words) >= length:
+                break
+            # a refrain, and what it asks for, from which the chant goes on
+            refrain = rng.pick(REFRAINS)
+            last, before = words[-1], words[-2:][0]
+            asked_for = {AGAIN: last, BACK: before}.get(refrain, self.followed.get(last, last))
+            self.say(" ".join([*words, refrain]))
+            start = len(self.story.text) + 1
+            self.story.refrains.append((start, start + len(asked_for)))
+            length -= len(words) + 1  # of those that are still to come
+            words = [asked_for]
+        self.say(" ".join(words) + end)
 
     def scene(self):
         """Somebody hides a thing, or does something that nobody asks for."""

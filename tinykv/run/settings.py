@@ -20,6 +20,7 @@ from tinykv.codecs.schemes import SCHEMES, refuse_format, settings_of_codecs, se
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
 
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # *args, and **settings
 VALUES = {bool: "true|false", int: "N", float: "X", str: "NAME"}  # how the help writes a value of each type
 
 
@@ -29,13 +30,11 @@ def settings_of(cls, scheme=None):
     A constructor that ends in **settings hands them to its parent, and the parent's settings are included;
     `CodecMethod` hands them to the scheme's codecs. scheme: leave out settings that only other schemes have.
     """
-    settings = {}
-    for argument in list(inspect.signature(cls.__init__).parameters.values())[2:]:  # after self and config
-        if argument.kind is argument.VAR_KEYWORD:
-            inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
-            settings = {**settings, **inherited, **settings}  # its own defaults go before
-        elif argument.kind is not argument.VAR_POSITIONAL:
-            settings[argument.name] = argument.default
+    arguments = list(inspect.signature(cls.__init__).parameters.values())[2:]  # after self and config
+    settings = {argument.name: argument.default for argument in arguments if argument.kind not in VARIABLE}
+    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
+        inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
+        settings = {**settings, **inherited, **settings}  # its own defaults go before
     if scheme is not None:
         for other in settings_of_codecs().keys() - settings_of_scheme(scheme):
             settings.pop(other, None)
