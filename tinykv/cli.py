@@ -55,21 +55,55 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def one_line(p, stopped="stopped"):
-    """Around a command's body: what the user can mend ends it with one line and exit status 2."""
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None: closed
+    """Around a command's body: what the user can mend ends it with one line and exit status 2. Output that has nowhere
+    to go stops nothing; the end says so, with exit status 1."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = out, _ = [Outlet(stream) for stream in streams]
     try:
         yield
-        sys.stdout.flush()
     except KeyboardInterrupt:
         p.exit(130, f"\n{p.prog}: {stopped}\n")
-    except OSError as error:  # what is printed has nowhere to go: the disk is full
-        if not isinstance(error, BrokenPipeError):  # the reader of the pipe has seen enough, as `head` has
-            print(f"{p.prog}: error: {reason(error)}", file=sys.stderr, flush=True)
+    except BrokenPipeError:  # the reader of the pipe has seen enough, as `head` has
         os._exit(1)
     except Exception as error:
         if not isinstance(error, UserError | ModuleNotFoundError) and not is_out_of_memory(error):
             raise
         p.exit(2, f"{p.prog}: error: {reason(error)}\n")
+    finally:
+        out.flush()
+        if out.error is not None:
+            note(f"{p.prog}: error: what it prints could not be written ({first_line(out.error)})")
+            os._exit(1)  # Python's own end would try to write it again
+        sys.stdout, sys.stderr = streams
+
+
+class Outlet:
+    """stdout or stderr, or None if it is closed. What cannot be written is lost, and `error` says why; characters that
+    a terminal has not are escaped."""
+
+    def __init__(self, stream):
+        self.stream, self.error = stream, None
+        if stream is None:
+            self.stream, self.error = open(os.devnull, "w"), OSError("it is closed")
+        if hasattr(self.stream, "reconfigure"):
+            self.stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text):
+        return self.attempt(self.stream.write, text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+    def attempt(self, do, *args):
+        try:
+            return do(*args)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.error = error
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
 
 
 def reason(error):
