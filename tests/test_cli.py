@@ -489,7 +489,7 @@ def test_output_that_has_nowhere_to_go(to, status, said, tmp_path):
     """It is lost, and no row is."""
     words = f"--method rtn --scheme token-dynamic --context 32 --windows 1 --json {tmp_path / 'x.json'}"
     found = subprocess.run(f"{sys.executable} -m tinykv {words} {to}", shell=True, cwd=ROOT, text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                           capture_output=True)
     assert found.returncode == status and said in found.stderr and "Traceback" not in found.stderr
     assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == 2
 
@@ -497,8 +497,9 @@ def test_output_that_has_nowhere_to_go(to, status, said, tmp_path):
 def test_a_terminal_that_knows_ascii_alone(tmp_path):
     text = tmp_path / "\u00fc\u6f22.txt"
     text.write_text("Balo lives in Eastwick. " * 100)
-    found = subprocess.run([sys.executable, "-m", "tinykv", "--method", "fp16", "--context", "32", "--windows", "1",
-                            "--data", text], cwd=ROOT, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    words = ["--method", "fp16", "--context", "32", "--windows", "1", "--data", text]
+    found = subprocess.run([sys.executable, "-m", "tinykv", *words], cwd=ROOT, capture_output=True,
+                           env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert found.returncode == 0 and b"\\xfc\\u6f22.txt" in found.stdout, found.stderr
 
 

@@ -66,7 +66,7 @@ def one_line(p, stopped="stopped"):
     except BrokenPipeError:  # the reader of the pipe has seen enough, as `head` has
         os._exit(1)
     except Exception as error:
-        if not isinstance(error, UserError | ModuleNotFoundError) and not is_out_of_memory(error):
+        if not isinstance(error, UserError | ModuleNotFoundError | OSError) and not is_out_of_memory(error):
             raise
         p.exit(2, f"{p.prog}: error: {reason(error)}\n")
     finally:
