@@ -409,7 +409,7 @@ def test_sizes_of_real_models_are_what_their_shapes_give():
 
 
 FIGURE = re.compile(r"(?<![\w.,/#:-])\d+(?:[.,]\d+)*(?![\w.])|\b(?:more|less|larger|smaller|keys|values|first|last)\b")
-UNREAD = re.compile(r"```py.*?^```|<!-- .*? -->", re.DOTALL | re.MULTILINE)  # tests run it; what marks a table
+UNREAD = re.compile(r"```py(?:(?!```).)*>>>.*?^```|<!-- .*? -->", re.DOTALL | re.MULTILINE)  # examples; marks of tables
 
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
