@@ -4,9 +4,9 @@
     python -m pdb docs/ladder/1_sinks.py     then `b 71, self.method is pfn` and `c`: `pfn` gets a text
 
 In every layer a language model computes a key and a value of each token, and keeps them for later tokens to attend to:
-the KV cache. Here a number of it takes 2 bits instead of 16, but for a few tokens that a method keeps. A text comes at
-once; 2_window.py lets it grow, and 6_codebooks.py stores it in 1 bit.
-
+the KV cache. With 2 bits for a number, the worst error is that of a sink, a token to which all others attend where they
+have nothing to look up. RTN keeps none in 16 bits, PFN the first tokens; KVSink searches for the sinks, by the one huge
+number that marks them. A text comes at once here; 2_window.py lets it grow. In tinykv/methods/: kvsink.py, pfn.py.
 Shapes: B texts, T tokens each, Hkv heads of keys and values, d channels (the numbers of a row: a head's key or value).
 """
 import sys
@@ -39,8 +39,8 @@ def decode(codes, scale, zero):  # codes (B, Hkv, T, d/4) -> numbers (B, Hkv, T,
     return scale * code + zero
 
 
-# Keep: a method marks the tokens of a layer that stay in 16 bits, in kept (B, Hkv, T), all False before. A head with
-# nothing to look up attends to a sink. In layer 3 a sink's value has norm 0.5 (other tokens': 12); after rounding, 13
+# Keep: a method marks the tokens of a layer that stay in 16 bits, in kept (B, Hkv, T), all False before. A sink's value
+# is nearly 0, so that it adds nothing. In layer 3 its norm is 0.5 (that of other tokens 12); after rounding it is 13
 def fp16(cache, layer, kept):  # all
     kept[:] = True
 

@@ -1,16 +1,13 @@
 """Attention in a kernel, on one page: 2-bit codes are read, and no decoded row is ever written. Read 7_topk.py before.
 
-    python docs/ladder/8_kernel.py           in the repository's folder; some seconds on a CPU
-    python -m pdb docs/ladder/8_kernel.py    then `b decode` and `c`.   The same in the package: kernels.py
+    python docs/ladder/8_kernel.py           some seconds on a CPU.   The same in the package, and faster: kernels.py
 
 For a new token a model reads its whole cache and does little with each number, so it waits for memory. 2_window.py
 decodes its codes into memory, where attention reads them again, which moves more bytes than 16 bits would. Fused into
 one kernel, a code is loaded, decoded and multiplied in a GPU's registers: only 2 bits of it are moved.
-
 Softmax can be split. The output is sum(2**s V) / sum(2**s) over all tokens, and sums can be added up piece by piece.
-Here s is a score times log2(e), as e**x = 2**(x log2(e)), and a GPU has one instruction for 2**x. But 2**s overflows.
-So both sums are taken relative to 2**top, where `top` is the largest score so far, a running maximum; when a larger one
-comes, what was summed before is multiplied by 2**(top - new). It fades.
+But 2**s may overflow. So both sums are taken relative to 2**top, where `top` is the largest score so far, a running
+maximum; when a larger one comes, what was summed before is multiplied by 2**(top - larger): it fades.
 
 Shapes: one text of S tokens, C of them in codes; H query heads, Hkv heads of keys and values, R = H / Hkv; d channels.
 """
@@ -41,9 +38,9 @@ N = 64  # tokens at a time: as many as fit into a program's registers
 
 # In torch: attention to a piece of a text, and what many pieces amount to
 def attend(q, K, V):  # q (H, d), K and V (H, n, d) -> its two sums, (H, d) and (H, 1), and between them the top (H, 1)
-    s = (K @ q[:, :, None])[..., 0] * (math.log2(math.e) / math.sqrt(q.shape[1]))  # (H, n)
+    s = (K @ q[:, :, None])[..., 0] * (math.log2(math.e) / math.sqrt(q.shape[1]))  # (H, n). A GPU is fast at 2**x
     top = s.amax(1, keepdim=True)  # (H, 1)
-    p = torch.exp2(s - top)  # (H, n): 1 at most
+    p = torch.exp2(s - top)  # (H, n): 1 at most. Softmax has e**x, which is 2**(x log2(e))
     return (p[:, None] @ V)[:, 0], top, p.sum(1, keepdim=True)
 
 
@@ -104,11 +101,13 @@ class KernelCache(KVCache):
         cache = self.layers[layer]
         cache.append(k, v)
         q = self.rope.rotate(q, seen)[0, :, 0]  # (H, d)
-        recent = [rows.recent[0].float().repeat_interleave(len(q) // k.shape[1], 0)  # (H, S - C, d)
-                  for rows in (cache.keys, cache.values)]
-        parts = [attend_codes(q, cache.keys.codes, cache.values.codes), [x[:, None] for x in attend(q, *recent)]]
+        of_codes = attend_codes(q, cache.keys.codes, cache.values.codes)
+        K, V = cache.keys.recent[0].float(), cache.values.recent[0].float()  # (Hkv, S - C, d) both
+        K, V = (x.repeat_interleave(len(q) // len(x), 0) for x in (K, V))  # (H, S - C, d): of each query's head
+        of_recent = [x[:, None] for x in attend(q, K, V)]  # one more piece
         cache.quantize()
-        return merge(*(torch.cat(x, dim=1) for x in zip(*parts)))[None, :, None]  # (1, H, 1, d)
+        out = merge(*(torch.cat(parts, dim=1) for parts in zip(of_codes, of_recent)))  # (H, d)
+        return out[None, :, None]  # (1, H, 1, d)
 
 
 # The table: perplexity of a text's last 10 tokens, and the bytes that the last of them moves
@@ -129,7 +128,6 @@ for name, method in (("fp16", FP16(model.config)), ("decoded", kivi), ("kernel",
     if name == "decoded":  # and the decoded rows, which are written and read
         moved += 2 * sum(rows.nbytes for layer in cache.layers for rows in layer.read())
     print(f"{name:8} {loss.exp():7.3f} {moved:9,}")
-
 if DEVICE == "cuda":  # microseconds of a step of one layer of LLaMA-3-8B, after 32,768 tokens
     q, k, v = (torch.randn(1, heads, T, 128, device="cuda") for heads, T in ((32, 1), (8, 32768), (8, 32768)))
     half, sdpa = (q.half(), k.half(), v.half()), torch.nn.functional.scaled_dot_product_attention

@@ -1,12 +1,12 @@
-"""IntactKV on one page: the first token's key and value from another model, then trained. "NEW": beside 1_sinks.py.
+"""IntactKV on one page: the first token's key and value, from another model. "NEW" marks what is new beside 1_sinks.py.
 
-    python docs/ladder/9_prefix.py           in the repository's folder; some seconds on a CPU
-    diff docs/ladder/1_sinks.py docs/ladder/9_prefix.py
+    python docs/ladder/9_prefix.py           in the repository's folder; less than a minute on a CPU
+    diff docs/ladder/1_sinks.py docs/ladder/9_prefix.py           the same in the package: tinykv/methods/intactkv.py
 
-Here the cache has 16 bits, and the weights 3. All tokens attend to the first one, `<s>`, so a wrong key and value there
-are an error in every output. They do not depend on the text. So the full-precision model computes them once, and every
-cache of the rounded model begins with them: a prefix. It can also be trained, here 256 numbers on 128 texts, to make up
-for the errors of 184,000 rounded weights.
+Here the cache has 16 bits, and the weights have 3. All tokens attend to the first one, `<s>`, so a wrong key and value
+there are an error in every output; the full-precision model computes the right ones once, as no text comes before, and
+every cache of the rounded model begins with them: a prefix. It can also be trained, here 256 numbers on 128 texts, to
+make up for errors elsewhere; but it cannot do much against those of 184,000 rounded weights.
 
 It prints how far the rounded model's layers are from the other's, and perplexity. Rounding takes that from 8.178 to
 9.688, the exact prefix to 9.492, and the trained one to 9.487: an eighth is won back, and training adds little.

@@ -1,4 +1,5 @@
 """AnTKV (Li et al., 2025): token-aware codebooks, and anchor tokens in full precision.
+The same on a page that runs alone: docs/ladder/6_codebooks.py.
 
     Keep: of keys and of values, the tokens with the largest anchor scores, 1% of the text.
     Code: codebooks, calibrated with token-aware weights; K before RoPE.

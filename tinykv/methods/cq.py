@@ -1,4 +1,5 @@
 """CQ (Zhang et al., 2024): coupled quantization. Neighbouring channels share one code.
+The same on a page that runs alone: docs/ladder/6_codebooks.py.
 
     Keep: nothing.
     Code: a codebook for each layer, K or V, KV head and group of n channels; K before RoPE.

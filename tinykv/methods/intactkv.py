@@ -1,4 +1,5 @@
 """IntactKV (Liu et al., 2024): the first tokens' keys and values from the full-precision model.
+The same on a page that runs alone: docs/ladder/9_prefix.py.
 
     Keep: a prefix, [BOS] or a text that all texts begin with.
     Code: 16 bits, or integers per token and head.

@@ -1,4 +1,5 @@
 """KIVI (Liu et al., 2024): keys per channel, values per token, the newest tokens in full precision.
+The same on a page that runs alone: docs/ladder/2_window.py.
 
     Keep: nothing.   Code: K per channel in groups of G tokens, V per token in groups of G channels.
     When: the R newest tokens stay in full precision, older ones are quantized G at a time.

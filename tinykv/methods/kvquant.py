@@ -1,4 +1,5 @@
 """KVQuant (Hooper et al., 2024): non-uniform levels where errors matter, and sparse outliers.
+The same on a page that runs alone: docs/ladder/5_levels.py.
 
     Keep: the first N = 1 tokens. They count in no code, no range and no level.
     Code: the pair of codecs `kvquant`; K before RoPE, per channel and static; V per token, dynamic.

@@ -1,4 +1,5 @@
 """KVSink (Su and Yuan, 2025): find attention sinks by the outlier that marks them, and keep them.
+The same on a page that runs alone: docs/ladder/1_sinks.py.
 
     Keep: the k tokens whose hidden state is largest in one channel, after one early layer.
     Code: any scheme.

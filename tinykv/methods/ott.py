@@ -1,4 +1,5 @@
 """OTT (Su et al., 2025): KIVI's codes, without the tokens whose keys are smallest.
+The same on a page that runs alone: docs/ladder/3_pool.py.
 
     Keep: keys and values of a pool of `outlier_num` tokens with the smallest keys, and of an extra
     pool of tokens that were evicted from it.

@@ -1,4 +1,5 @@
 """PFN-N: preserve the first N tokens, as SKVQ (N = 5) and KVQuant (N = 1) do for attention sinks.
+The same on a page that runs alone: docs/ladder/1_sinks.py.
 
     Keep: positions 0 .. N-1, in every layer.   Code: any scheme.
     When: at once, in blocks in a stream.

@@ -1,4 +1,5 @@
 """RTN: round to nearest, and keep nothing. Every other method is compared with it.
+The same on a page that runs alone: docs/ladder/1_sinks.py.
 
     Keep: nothing.   Code: any scheme (codecs/schemes.py).   When: at once, in blocks in a stream.
 

@@ -1,4 +1,5 @@
 """SKVQ (Duanmu et al., 2024): channels regrouped by range, clipped groups, FP8 metadata, a window.
+The same on a page that runs alone: docs/ladder/4_groups.py.
 
     Keep: the first 5 tokens.
     Code: the pair of codecs `skvq`: K and V per token, in groups of similar channels, clipped, with
