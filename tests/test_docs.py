@@ -34,7 +34,7 @@ from tinykv.hf import EMBEDDED
 from tinykv.hf.checkpoint import NoInit
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run import flags
+from tinykv.run import comparisons, flags, table
 from tinykv.run.settings import flags_of
 
 ROOT = Path(__file__).parent.parent
@@ -324,6 +324,15 @@ def test_the_notebook_is_the_tour(monkeypatch):
         if not cell.startswith(("%", "!")):
             exec(cell, names)
     assert "22 coded (2 of them kept)" in repr(names["keys"])
+
+
+def test_words_explains_every_column_of_a_table():
+    rows = [row["column"] for rows in tables(read("docs/words.md")) for row in rows if "column" in row]
+    explained = set(re.findall(r"`([^`]+)`", " ".join(rows)))
+    assert explained >= {*table.COLUMNS, *comparisons.compared_with_one([], None).head}
+    rows = [{"label": name, "weights": "", "ppl": 2.0, "kld": 0.1, "bits_true": bits, "offline_bytes": 0}
+            for name, bits in (("fp16", 16), ("rtn bits=2", 2), ("rtn bits=4", 4))]
+    assert explained >= {*comparisons.compared_at_bits(rows, 3)[0].head}
 
 
 # ---- the walk through the debugger
