@@ -588,7 +588,7 @@ def without_kernels(monkeypatch):
 
 @pytest.mark.parametrize("attention, name, most", [
     ("triton", "fp16", 42), ("triton", "2-bit per token", 42), ("triton", "1-bit codebooks d8m256", 42),
-    ("triton", "1-bit antkv, 1% kept", 80), ("fused", "2-bit per token", 70), ("fused", "1-bit codebooks d8m256", 70)])
+    ("triton", "1-bit antkv, 1% kept", 80), ("fused", "2-bit per token", 64), ("fused", "1-bit codebooks d8m256", 64)])
 def test_calls_of_a_layer(attention, name, most, monkeypatch):
     """Operations of torch in a step of decoding, which set the pace of one sequence on a GPU."""
     without_kernels(monkeypatch)
