@@ -189,7 +189,8 @@ def analysis():
         so(0.9 < bias[4] < 1.1,
            f"off by {each(seen('widths', 'change', kept='nothing', bits=4), '.3f')}, the bias by its whole size"),
         f"the largest step is a factor of {max(of('keys', 'cliff')):.1f}",
-        f"a factor of {span(smol('keys', 'cliff', late), '.1f')} in layers 12 to 28",
+        f"a factor of {span(smol('keys', 'cliff', late), '.1f')} in layers 12 to 28, and "
+        f"{span(smol('keys', 'sinks', late), '.0%')} of the keys below it are sinks'",
         f"rank correlation {anchors('rank', 'K', score)} (K) and {anchors('rank', 'V', score)} (V); times the row's "
         f"error, {anchors('rank', 'K', times)} and {anchors('rank', 'V', times)}",
         # sinks
