@@ -7,33 +7,33 @@
 
 In Python, or in a notebook, `compare("pfn,kvsink", bits=2)` does the same.
 """
-from tinykv import cli, hf, plots
+from tinykv import cli, hf
 from tinykv.evaluate import measure
 from tinykv.run import flags, ranks, settings, table
 from tinykv.run.entries import attempt, build_entries, calibrate_all, check_entries
 
 
-def evaluate(args, loaded=None, show=cli.show):
-    """Load, calibrate, evaluate -> the `Table`: its rows are dicts, as the JSON has them.
+def evaluate(setup):
+    """Load, calibrate, evaluate: yield the table as it comes. A dict is a row, as the JSON has it; the others are lines
+    about the rows, and `cli.Columns`.
 
-    loaded: a (model, tokenizer) in the place of those of --model. show: what each line is handed to as it comes.
+    setup: `flags.set_up`, with the config and the tokenizer, as the methods need no more.
     """
-    # 1. Load: first the config and the tokenizer, as the methods need no more
-    setup = flags.set_up(args, loaded)
+    # 1. Load
+    args = setup.args
     entries, left_out = build_entries(args, setup.config, setup.tokenizer)
     check_entries(setup, entries)
     cache_class = flags.cache_class_of(setup, entries, left_out)
-    model = loaded[0] if loaded else hf.load_model(args.model, setup.devices, setup.dtype)
+    model = setup.model or hf.load_model(args.model, setup.devices, setup.dtype)
     windows = flags.load_test(setup, entries)
-
-    rows = table.Table(setup, entries, show)
-    rows.say(table.heading(setup, model))
+    yield from table.heading(setup, model)
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
     models = calibrate_all(setup, model, entries, windows.tokens)  # {label of weights: Llama}
 
     # 3. Evaluate: a row as soon as it is measured. fp16 is the first, with which the others are compared
-    rows.say([*table.findings(setup, model, windows, models, entries, left_out), "", rows.columns])
+    yield from table.findings(setup, model, windows, models, entries, left_out)
+    yield from ("", table.columns_of(args, entries))
     fp16 = entries["fp16"]
     mine = ranks.own_windows(windows, setup.batch)  # all windows, unless torchrun started several processes
     clock = table.Clock(len(mine.tokens) * sum(len(entry.methods) for entry in entries.values()))
@@ -48,14 +48,8 @@ def evaluate(args, loaded=None, show=cli.show):
                     result = measure(model, method, mine, protocol=args.protocol, batch=setup.batch,
                                      fp16=exact, bar=clock, cache_class=cache_class, prompt=args.prompt)
                     entry.results.append(ranks.gather(result))
-        rows.add(table.row_of(entry, fp16, args))
-
-    # 4. What compares the rows, and what went wrong
-    rows.say(rows.rest(entries))
-    if setup.file("plot"):
-        plots.save(rows.plot(), args.plot)
-    rows.write()
-    return rows
+        yield table.row_of(entry, fp16, args)
+    yield from table.faults(entries)
 
 
 def compare(methods, model=None, **given):
@@ -70,7 +64,9 @@ def compare(methods, model=None, **given):
     loaded = model if isinstance(model, tuple) else None
     flags.check_effect(given, *(["device", "dtype"] if loaded else []))  # those of the model that is given
     args = flags.parse(methods=methods, given={"model": "given" if loaded else model, "wide": True, **given})
-    return evaluate(args, loaded, show=lambda line: None)
+    rows = table.Table(flags.set_up(args, loaded))
+    rows.fill(evaluate(rows.setup))
+    return rows
 
 
 def main():
@@ -78,7 +74,8 @@ def main():
         args = flags.parse(about=__doc__)
         if args.list_methods:
             return settings.list_methods()
-        rows = evaluate(args)
+        rows = table.Table(flags.set_up(args))
+        rows.fill(evaluate(rows.setup), show=cli.show)
         if any(row["fault"] for row in rows):
             raise SystemExit(1)
 

@@ -114,7 +114,7 @@ def train(full, quantized, texts, exact, state, args):
     full-precision model.
     """
     tokens, counts = texts
-    batch = shared_flags.batch_of(args, args.tokens)
+    batch = shared_flags.batch_of(args.batch, args.tokens)
     order = text_order(len(tokens), args.seed, args.updates * args.accumulate)
     with cli.bar(None, "training", args.updates, unit="update") as progress:
         progress.update(state.done)
@@ -191,7 +191,7 @@ def run(args):
     check(args)
     device = hf.usable_device(args.device)
     config = hf.load_config(args.model)
-    context = shared_flags.context_of(args, config, 4096)
+    context = shared_flags.context_of(args.context, config, 4096)
     shared_flags.check_context(args.tokens, config, "tokens")
     tokenizer = hf.load_tokenizer(args.model, config)
     prefix = open_prefix(args.prefix, tokenizer)
@@ -242,7 +242,7 @@ def run(args):
         "exact": in_16_bits(*exact_rows(full, quantized, prefix.ids)),
         "trained": in_16_bits(state.keys, state.values),
     }
-    batch = shared_flags.batch_of(args, args.tokens)
+    batch = shared_flags.batch_of(args.batch, args.tokens)
     losses = {}
     for what, of in rows.items():
         losses[what] = [mean_loss(full, quantized, part, exact, of, batch) for part in (texts, held_out)]
@@ -254,7 +254,7 @@ def run(args):
     print(f"wrote {args.out}")
 
     # 8. Evaluate the quantized model with each, beside the full-precision model
-    batch = shared_flags.batch_of(args, context)
+    batch = shared_flags.batch_of(args.batch, context)
     with cli.bar(None, "evaluating", (1 + len(rows)) * args.windows) as progress:
         results = {"fp16": measure(full, FP16(config), windows, "paper", batch, None, progress)}
         for what, of in rows.items():

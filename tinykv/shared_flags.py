@@ -87,16 +87,16 @@ def check_context(context, config, flag="context"):
         raise UserError(f"--{flag} {context} is longer than the {longest} positions that this model was made for")
 
 
-def context_of(args, config, longest):
+def context_of(context, config, longest):
     """--context, or as many tokens as the model was made for, up to `longest`."""
-    context = args.context or min(config.max_position_embeddings, longest)
+    context = context or min(config.max_position_embeddings, longest)
     check_context(context, config)
     return context
 
 
-def batch_of(args, tokens):
+def batch_of(batch, tokens):
     """--batch, or as many texts of so many tokens as 4096 tokens are."""
-    return args.batch or max(1, 4096 // tokens)
+    return batch or max(1, 4096 // tokens)
 
 
 def dtype_of(name, device):

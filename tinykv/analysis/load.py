@@ -9,7 +9,7 @@ def load_model(args, longest):
     shared_flags.check_counts(args, 1, "windows", "calib-windows")
     shared_flags.check_counts(args, 2, "context")
     device, config = hf.usable_device(args.device), hf.load_config(args.model)
-    args.context = shared_flags.context_of(args, config, longest)
+    args.context = shared_flags.context_of(args.context, config, longest)
     tokenizer = hf.load_tokenizer(args.model, config)
     model = hf.load_model(args.model, device, shared_flags.dtype_of(args.dtype, device))
     print(f"model {args.model}, {model.lm_head.weight.dtype}, {device}")

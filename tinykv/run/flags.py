@@ -9,7 +9,7 @@ from tinykv import UserError, cli, hf, shared_flags
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
 from tinykv.methods.registry import METHODS
-from tinykv.model import LlamaConfig
+from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons, ranks
 from tinykv.run.settings import add_settings, load_class
 from tinykv.weights.command import add_weights
@@ -68,6 +68,7 @@ class Setup:
     context: int  # tokens of a window
     batch: int  # windows at a time
     writes: bool  # rank 0 writes files, the others do not
+    model: Llama | None = None  # that is given in the place of --model's
 
     @property
     def device(self):
@@ -81,6 +82,7 @@ class Setup:
 def set_up(args, loaded=None):
     """The `Setup` of flags. loaded: a (model, tokenizer) to use instead of --model."""
     device, writes = ranks.prepare(args.device)
+    model = None
     if loaded:
         model, tokenizer = loaded
         config, weight = model.config, model.lm_head.weight
@@ -90,8 +92,9 @@ def set_up(args, loaded=None):
         dtype = shared_flags.dtype_of(args.dtype, devices[0])
         config = hf.load_config(args.model)
         tokenizer = hf.load_tokenizer(args.model, config)
-    context = shared_flags.context_of(args, config, 4096)
-    return Setup(args, config, tokenizer, devices, dtype, context, shared_flags.batch_of(args, context), writes)
+    context = shared_flags.context_of(args.context, config, 4096)
+    batch = shared_flags.batch_of(args.batch, context)
+    return Setup(args, config, tokenizer, devices, dtype, context, batch, writes, model)
 
 
 def cache_class_of(setup, entries, left_out):

@@ -3,6 +3,7 @@
 A row is a dict, as the JSON has it. The first one is fp16's, with which the others are compared.
 """
 import contextlib
+import itertools
 import json
 import math
 import platform
@@ -15,7 +16,7 @@ from html import escape
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, cli, files, hf
+from tinykv import UserError, cli, files, hf, plots
 from tinykv.data.windows import VOCABULARIES
 from tinykv.differences import delta_error, mean
 from tinykv.evaluate import sum_of
@@ -161,52 +162,66 @@ class Clock:
                        "quantized rows take a little longer, and calibration is not counted", file=sys.stderr)
 
 
+def columns_of(args, entries):
+    """The `cli.Columns` that the rows of {title: Entry} stand in, as wide as the longest name."""
+    columns = [column for column in COLUMNS if args.wide or column not in WIDE_ONLY]
+    if not any(entry.weights for entry in entries.values()):
+        columns.remove("weights")
+    longest = {"method": max(len(entry.label) for entry in entries.values()),
+               "scheme": max(len(entry.method.scheme or "") for entry in entries.values()),
+               "weights": max(len(entry.weights or "") for entry in entries.values())}
+    widths = [max(COLUMNS[column][0], longest.get(column, 0)) for column in columns]
+    return cli.Columns(columns, [], columns.index("keep"), widths)
+
+
+def cells(row, columns):
+    """(value, format) in each of some columns; None for what the row has not, as where its method has failed."""
+    bits = dict.fromkeys([f"{row['k_bits']:g}", f"{row['v_bits']:g}"])  # once, where they are equal
+    row = {**row, "bits": "/".join(bits), "cache_kb": row["cache_bytes"] and row["cache_bytes"] / 1024}
+    if row["fault"]:
+        row["ppl"] = "failed"
+    return [(row[key], form) for _, key, form in map(COLUMNS.get, columns)]
+
+
+def faults(entries):
+    """Lines: what went wrong with which entry."""
+    for title, entry in entries.items():
+        if entry.error is not None:
+            yield f"{title} failed: {cli.reason(entry.error)}"
+            if not isinstance(entry.error, UserError):
+                yield "".join(traceback.format_exception(entry.error)).rstrip()
+
+
 class Table(list):
-    """The rows, and what the command prints: lines, and `cli.Columns`. `pandas.json_normalize(table)` is a DataFrame.
+    """The rows, and the lines and `cli.Columns` around them. `pandas.json_normalize(table)` is a DataFrame."""
 
-    entries: {title: Entry}, a row each. show: a function that is called with each line as it comes.
-    """
-
-    def __init__(self, setup, entries, show):
+    def __init__(self, setup):
         super().__init__()
-        self.setup, self.show, self.parts = setup, show, []
-        columns = [column for column in COLUMNS if setup.args.wide or column not in WIDE_ONLY]
-        if not any(entry.weights for entry in entries.values()):
-            columns.remove("weights")
-        # in columns as wide as the longest name
-        longest = {"method": max(len(entry.label) for entry in entries.values()),
-                   "scheme": max(len(entry.method.scheme or "") for entry in entries.values()),
-                   "weights": max(len(entry.weights or "") for entry in entries.values())}
-        widths = [max(COLUMNS[column][0], longest.get(column, 0)) for column in columns]
-        self.columns = cli.Columns(columns, [], columns.index("keep"), widths)
+        self.setup, self.parts, self.columns = setup, [], None
+        self.path = setup.file("json")
 
-    def say(self, parts):
-        """Show lines and `cli.Columns`, and remember them."""
-        for part in parts:
+    def fill(self, parts, show=lambda line: None):
+        """Take the parts of a table as they come, and what compares its rows. show: is handed what to print."""
+        for part in itertools.chain(parts, self.rest()):
+            if isinstance(part, dict):
+                self.append(part)
+                self.columns.lines.append([cli.figure(*cell) for cell in cells(part, self.columns.head)])
+                show(self.columns.line(self.columns.lines[-1]))
+                with contextlib.suppress(UserError):  # a disk that is full now is told of at the end
+                    self.write()
+                continue
+            if isinstance(part, cli.Columns):
+                self.columns = part
             self.parts.append(part)
-            self.show(part)
-
-    def add(self, row):
-        """A row that is measured, or that has failed; it is shown, and written to --json."""
-        self.append(row)
-        self.columns.lines.append([cli.figure(*cell) for cell in self.cells(row)])
-        self.show(self.columns.line(self.columns.lines[-1]))
-        with contextlib.suppress(UserError):  # a disk that is full now is told of at the end
-            self.write()
+            show(part)
+        if self.setup.file("plot"):
+            plots.save(self.plot(), self.setup.args.plot)
+        self.write()
 
     def write(self):
         """The rows so far, to --json FILE."""
-        path = self.setup.file("json")
-        if path not in (None, "-"):
-            files.write_json(path, self.content(), "tinykv-table")
-
-    def cells(self, row):
-        """(value, format) of each column; None for what the row has not, as where its method has failed."""
-        bits = dict.fromkeys([f"{row['k_bits']:g}", f"{row['v_bits']:g}"])  # once, where they are equal
-        row = {**row, "bits": "/".join(bits), "cache_kb": row["cache_bytes"] and row["cache_bytes"] / 1024}
-        if row["fault"]:
-            row["ppl"] = "failed"
-        return [(row[key], form) for _, key, form in map(COLUMNS.get, self.columns.head)]
+        if self.path not in (None, "-"):
+            files.write_json(self.path, self.content(), "tinykv-table")
 
     def content(self):
         """The rows so far, as the JSON that --json asks for."""
@@ -216,6 +231,13 @@ class Table(list):
 
     def measured(self):
         return [row for row in self if not row["fault"]]
+
+    def rest(self):
+        """What stands below the rows: --json -, and what compares them."""
+        if self.path == "-":
+            yield f"\n{json.dumps(self.content(), indent=2, allow_nan=False)}"
+        yield from self.no_news()
+        yield from comparisons.compared(self.measured(), self.setup.args.vs, self.setup.args.at_bits)
 
     def no_news(self):
         """Of rows that say nothing of their method, or no more than others of it."""
@@ -228,18 +250,6 @@ class Table(list):
         for titles in same.values():
             if len(titles) > 1:
                 yield f"{', '.join(titles)}: equal losses; what tells these rows apart changes nothing here"
-
-    def rest(self, entries):
-        """What stands below the rows: what went wrong, --json -, and what compares them."""
-        for title, entry in entries.items():
-            if entry.error is not None:
-                yield f"{title} failed: {cli.reason(entry.error)}"
-                if not isinstance(entry.error, UserError):
-                    yield "".join(traceback.format_exception(entry.error)).rstrip()
-        if self.setup.file("json") == "-":
-            yield f"\n{json.dumps(self.content(), indent=2, allow_nan=False)}"
-        yield from self.no_news()
-        yield from comparisons.compared(self.measured(), self.setup.args.vs, self.setup.args.at_bits)
 
     def plot(self):
         """The Figure of --plot."""
