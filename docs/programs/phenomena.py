@@ -7,8 +7,9 @@ for each number its standard error over windows, from each window by itself.
 """
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 
 from results import ROOT
 
@@ -20,32 +21,19 @@ from tinykv.data import load_windows
 
 RECORD = ROOT / "docs" / "analysis.json"
 WINDOWS, CALIBRATION = 8, 16
-TOGETHER = ("outliers", "errors", "widths", "prefix", "anchors")  # are no plain means over windows
 
 
-def measured(text, names):
-    """{phenomenon: {column: [number, error] of each row}}"""
-    parts = [Text(text.model, text.windows[w:w + 1], text.marks[w:w + 1], text.layer, text.calibration)
-             for w in range(len(text.windows))]
-    found = {}
-    for name in names:
-        of_parts = [PHENOMENA[name].measure(part) for part in parts]
-        # means over windows that each layer's windows have, unless a row is of all windows together
-        rows = PHENOMENA[name].measure(text) if name in TOGETHER else [None] * len(of_parts[0])
-        found[name] = {column: [summary(row and row[column], [part[i][column] for part in of_parts if i < len(part)])
-                                for i, row in enumerate(rows)] for column in PHENOMENA[name].COLUMNS}
-        print(name, json.dumps(found[name]), flush=True)
+def measured(module, text):
+    """{column: [number, error] of each row}; what has no error, as words and lists, by itself."""
+    of_windows = [module.measure(replace(text, windows=text.windows[w:w + 1], marks=text.marks[w:w + 1]))
+                  for w in range(WINDOWS)]
+    found = {column: [row[column] for row in module.measure(text)] for column in module.COLUMNS}
+    for column, numbers in found.items():
+        for i, number in enumerate(numbers):
+            seen = [rows[i][column] for rows in of_windows if i < len(rows) and isinstance(rows[i][column], float)]
+            if len(seen) > 1:
+                numbers[i] = [float(f"{number:.5g}"), float(f"{stdev(seen) / len(seen) ** 0.5:.2g}")]
     return found
-
-
-def summary(number, of_windows):
-    """A number, or the mean of its windows, in five digits, and its standard error in two; words and lists as they
-    are."""
-    seen = [x for x in of_windows if isinstance(x, float)]
-    if len(seen) < 2:
-        return of_windows[0] if number is None else number
-    number = fmean(seen) if number is None else number
-    return [float(f"{number:.5g}"), float(f"{stdev(seen) / len(seen) ** 0.5:.2g}")]
 
 
 def main():
@@ -54,20 +42,20 @@ def main():
     p.add_argument("--model", type=Path, default=hf.EMBEDDED)
     p.add_argument("--data", default="tales")
     p.add_argument("--context", type=int, default=1024)
-    p.add_argument("--only", nargs="*", default=list(PHENOMENA))
+    p.add_argument("--only", nargs="*", default=PHENOMENA)
     args = p.parse_args()
     model, tokenizer = hf.load(args.model)
     windows, calibration = (load_windows(args.data, tokenizer, args.context, n, split).tokens
                             for n, split in ((WINDOWS, "test"), (CALIBRATION, "calibration")))
-    marks = find_sinks(model, windows)
-    text = Text(model, windows, marks, model.config.num_hidden_layers // 2, calibration)
-    kept = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    of_model = kept.get(args.name, {}) | {"context": args.context, "windows": WINDOWS,
-                                          "sinks at": [of_window.nonzero()[:, 0].tolist() for of_window in marks]}
-    kept[args.name] = of_model | measured(text, args.only)
-    lines = [f'"{name}": {{\n' + ",\n".join(f'"{what}": {json.dumps(rows)}' for what, rows in of_model.items()) + "}"
-             for name, of_model in kept.items()]
-    RECORD.write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
+    text = Text(model, windows, find_sinks(model, windows), model.config.num_hidden_layers // 2, calibration)
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    record[args.name] |= {"context": args.context, "windows": WINDOWS,
+                          "sinks at": [marks.nonzero()[:, 0].tolist() for marks in text.marks]}
+    record[args.name] |= {name: measured(PHENOMENA[name], text) for name in args.only}
+    models = [",\n".join(f"{json.dumps(what)}: {json.dumps(rows)}" for what, rows in of_model.items())
+              for of_model in record.values()]
+    text = ",\n".join(f'"{name}": {{\n{of_model}}}' for name, of_model in zip(record, models))
+    RECORD.write_text(f"{{{text}}}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
