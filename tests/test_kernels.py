@@ -540,6 +540,26 @@ def test_every_method_reads_the_same(name, protocol, prompt, monkeypatch):
                 assert scores[0] is None or torch.allclose(*scores, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("tall")
+def test_texts_of_a_batch_may_mark_different_numbers():
+    """Each keeps its own tokens. As many places are held, and counted, as the text with the most marks needs."""
+    model = tiny()
+    method = METHODS["kvsink"](model.config, scheme="token-dynamic", threshold=0.5, **SMALL["kvsink"])
+    tokens = torch.randint(0, 41, (2, 24), generator=torch.Generator().manual_seed(1))
+    found = []
+    for attention, cache_class in (("fused", KVCache), ("triton", TritonCache)):
+        model.use_attention(attention)
+        cache = cache_class(model, method, "paper")
+        found.append((model(tokens, cache), cache))
+    (want, by_torch), (got, by_kernels) = found
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    kept = [set(of_text) for of_text in by_kernels.shared.sinks.tolist()]
+    assert len(kept[0]) != len(kept[1]) and kept == [set(of_text) for of_text in by_torch.shared.sinks.tolist()]
+    row = model.config.num_key_value_heads * model.config.head_dim * 2  # bytes of a token's keys, or values
+    assert by_kernels.part_bytes()["kept"] == 2 * 2 * max(map(len, kept)) * (row + 4)  # 2 texts, keys and values
+    assert by_kernels.nbytes == by_torch.nbytes
+
+
 # ---- what is refused
 
 def test_a_cpu_without_the_interpreter_is_named(monkeypatch):
