@@ -24,6 +24,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from tinykv import hf, plots  # noqa: E402
+from tinykv.calibrate import calibrate  # noqa: E402
+from tinykv.data import Windows, load_windows  # noqa: E402
 from tinykv.differences import paired  # noqa: E402
 from tinykv.evaluate import measure  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
@@ -38,9 +40,11 @@ TOGETHER = 8  # rows that are calibrated together: their codecs hold what they s
 # over DRAWS draws and WINDOWS windows, the others over twice as many windows
 COMMAND = {"embedded": "", "SmolLM2": "--context 512 --calib-windows 8 --batch 4"}
 DRAWS, WINDOWS = 6, 8
-NAMES = {"embedded": {"bits": "2", "group": "16", "codebook": "--bits 1", "windows": "", "late": ""},
+NAMES = {"embedded": {"bits": "2", "group": "16", "codebook": "--bits 1", "windows": "", "late": "",
+                      "mark": "0.3"},
          "SmolLM2": {"bits": "3", "group": "32", "codebook": "--bits 2 --calib-windows 16",
-                     "windows": "--calib-windows 16", "late": "--emergence-layer 11 --outlier-channel 507"}}
+                     "windows": "--calib-windows 16", "late": "--emergence-layer 11 --outlier-channel 507",
+                     "mark": "0.1"}}
 
 
 class Claim(NamedTuple):
@@ -73,7 +77,11 @@ CLAIMS = {
         Claim("one found token, or the first", "kvsink", "pfn", "--bits {bits} --preserve 1"),
         Claim("twenty first tokens, or five", "pfn --preserve 20", "pfn", "--bits {bits}"),
         Claim("twenty found tokens", "kvsink", "pfn", "--bits {bits} --preserve 20", "-",
-              "Figure 9, if by an offset")],
+              "Figure 9, if by an offset"),
+        Claim("all marked tokens, or five", "kvsink --threshold {mark}", "kvsink", "--bits {bits}"),
+        Claim("first tokens, a grid a token", "pfn", "rtn", "--bits {bits} --scheme token-dynamic", "-", "Figure 9"),
+        Claim("found tokens, a grid a token", "kvsink", "pfn", "--bits {bits} --scheme token-dynamic", "-",
+              "Figure 9")],
     "OTT": [
         Claim("the pool helps", "ott", "kivi", "--bits 2 --group-size 128 --recent 32", "-", "its tasks"),
         Claim("groups of 32", "ott", "kivi", "--bits 2 --group-size 32 --recent 32", "-", "its tasks"),
@@ -83,6 +91,16 @@ CLAIMS = {
               "-", "its tasks"),
         Claim("its groups of 32, or of 128, in generation", "ott --group-size 32", "ott --group-size 128",
               "--bits 2 --recent 32 --protocol stream", "none", "its ablation"),
+        Claim("one in the pool, or none", "ott --outlier-num 1", "kivi", "--bits 2 --group-size 128 --recent 32", "-",
+              "its ablation"),
+        Claim("three in the pool, or one", "ott", "ott --outlier-num 1", "--bits 2 --group-size 128 --recent 32",
+              "none", "its ablation"),
+        Claim("six in the pool, or three", "ott --outlier-num 6", "ott", "--bits 2 --group-size 128 --recent 32",
+              "none", "its ablation"),
+        Claim("the largest keys, or the smallest", "ott --select largest", "ott",
+              "--bits 2 --group-size 128 --recent 32", "+", "its ablation"),
+        Claim("in generation, KIVI with its own window of 128", "ott --recent 32", "kivi --recent 128",
+              "--bits 2 --group-size 128 --protocol stream", "-", "its tasks"),
         Claim("a pool, or small groups", "ott --group-size 128", "kivi --group-size 32", "--bits 2 --recent 32"),
         Claim("a pool, or small groups, in generation", "ott --group-size 128", "kivi --group-size 32",
               "--bits 2 --recent 32 --protocol stream")],
@@ -113,6 +131,11 @@ CLAIMS = {
                 f"--scheme token-dynamic --formula integer-zero --bits {bits}", "-", "Figure 4: MMLU, rounded weights")
           for bits in (3, 4))],
 }
+CLAIMS["Length"] = [
+    Claim("all marked tokens, or five", "kvsink --threshold 0.1", "kvsink", "--bits 3 --context 4096"),
+    Claim("another zero point, or all marked tokens", "kvsink --formula integer-zero", "kvsink --threshold 0.1",
+          "--bits 3 --context 4096"),
+    Claim("another zero point, or five", "kvsink --formula integer-zero", "kvsink", "--bits 3 --context 4096")]
 # in no claim: the rows of the figure, {label: rows}
 FORMATS, TURBOQUANT = "docs/examples/formats.py:Formats", "docs/examples/turboquant.py:TurboQuant"
 LINES = {name: [f"{name} --bits {bits}" for bits in (2, 3, 4)]
@@ -143,32 +166,35 @@ SERVED = {"q8_0, rotated": f"{FORMATS} --hadamard on --scheme q8_0",
           "mxfp4": POINTS["mxfp4"],
           "KIVI, 4 bits": "kivi --bits 4 --group-size 64", "KIVI, 2 bits": "kivi --bits 2"}
 
-# SmolLM2's rows at other lengths: {tokens: (draws, windows, windows to calibrate on)}
-LENGTHS = {2048: (3, 6, 2), 4096: (3, 4, 1), 8192: (3, 2, 1)}
-LONG = ["rtn --bits 3", "pfn --bits 3", "kvsink --bits 3", "kvsink --bits 3 --threshold 0.1",
-        *(f"{name} --bits 3 --preserve 41" for name in ("pfn", "kvsink")),  # 1% of 4096
-        *(f"{name} --bits 3 --formula integer-zero" for name in ("rtn", "pfn", "kvsink")),
-        "kivi --bits 2", *(f"{name} --bits 2 --group-size 128 --recent 32" for name in ("kivi", "ott")),
-        "skvq --bits 2", "kvquant --bits 2", POINTS["nvfp4"], POINTS["q4_0, rotated"]]
-CURVES = {"rtn, 3 bits": "rtn --bits 3", "pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": "kvsink --bits 3",
-          "kvsink: all marked": "kvsink --bits 3 --threshold 0.1",
-          "kvsink: integer zero": "kvsink --bits 3 --formula integer-zero",
-          "kivi, 2 bits": "kivi --bits 2", "nvfp4": POINTS["nvfp4"]}  # of the figure by position, {label: row}
+# SmolLM2's rows in windows of 4096 tokens are measured in pairs of a window and a draw of the calibration: window i is
+# read with the tables of draw i, those of the rows at 512 (keys are calibrated before RoPE). So each pair has a window
+# and a draw of its own, and the error of their mean is that of both. The number of pairs was fixed beforehand
+LENGTH = 4096
+FIVE, MARKED = "kvsink --bits 3", "kvsink --bits 3 --threshold 0.1"
+ZERO = "--bits 3 --formula integer-zero"
+CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
+PAIRS = {**dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 4),  # {row: pairs}
+         **dict.fromkeys(["pfn --bits 3", CHANCE, "kvsink --bits 3 --preserve 41"], 3),
+         **dict.fromkeys(["kivi --bits 2", POINTS["nvfp4"],
+                          *(f"{name} --bits 2 --group-size 128 --recent 32" for name in ("kivi", "ott"))], 3)}
+CURVES = {"pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": FIVE, "kvsink: 5 kept, others by chance": CHANCE,
+          "kvsink: all marked": MARKED, "kvsink: integer zero": f"kvsink {ZERO}", "kivi, 2 bits": "kivi --bits 2",
+          "nvfp4": POINTS["nvfp4"]}  # of the figure by position, {label: row}
 
 # The data: {model: {row: {"bits": true bits, "nll": [[loss of each window] of each draw], "kl": the same,
-#                          "along": [loss of each 512 targets], of longer windows}}}
+#                          "along": [nats above fp16 of each 512 targets, the mean of all pairs], of longer windows}}}
 
 def rows_of(model):
     """The rows of a model, each a method and flags."""
     rows = [row for claims in CLAIMS.values() for claim in claims for row in pair(claim, model)]
-    long = [at(row, length) for length in (512, *LENGTHS) for row in ("fp16", *LONG)] if model == "SmolLM2" else []
     rows += [named(row, model) for row in [*SHOWN, *MORE, *SERVED.values()]]
-    return list(dict.fromkeys(["fp16", *rows, *long]))
+    rows = [row for row in rows if "--context" not in row]
+    return list(dict.fromkeys(["fp16", *rows, *(map(at, ["fp16", *PAIRS]) if model == "SmolLM2" else [])]))
 
 
-def at(row, length):
-    """A row of SmolLM2 at another length of the windows."""
-    return named(f"{row} --context {length}" if length in LENGTHS else row, "SmolLM2")
+def at(row):
+    """A row of SmolLM2 in longer windows."""
+    return named(f"{row} --context {LENGTH}", "SmolLM2")
 
 
 def pair(claim, model):
@@ -195,22 +221,19 @@ def write_data(data):
     DATA.write_text("{\n" + ",\n".join(models) + "\n}\n", encoding="utf-8")
 
 
-def measure_all(model, folder, text, data):
+def measure_all(model, loaded, text, data):
     """Measure the rows that the data have not. Rows that read the same text in the same way are measured together, so
     that they share the forwards of the calibration."""
-    loaded, rows = hf.load(folder or hf.EMBEDDED), data.setdefault(model, {})
+    rows = data.setdefault(model, {})
     groups = {}  # {what is not a method's own: [(row, its flags, its entry)]}
     for row in rows_of(model):
-        if row not in rows:
+        if row not in rows and "--context" not in row:
             method, *words = row.split()
             given = [*COMMAND[model].split(), *(["--data", text] if text else []), *words]
             args = flags.parse(given, ["fp16"] if method == "fp16" else ["fp16", method])
             entry = list(build_entries(args, loaded[0].config, loaded[1])[0].values())[-1]
             calibrates = entry.method.needs_calibration
             args.draws, args.windows = (DRAWS, WINDOWS) if calibrates else (1, 2 * WINDOWS)
-            if args.context in LENGTHS:
-                draws, args.windows, args.calib_windows = LENGTHS[args.context]
-                args.draws, args.batch = draws if calibrates else 1, 1
             shared = args.protocol, args.prompt, args.context, args.calib_windows, calibrates
             groups.setdefault(shared, []).append((row, args, entry))
     for group in sorted(groups.values(), key=lambda group: group[0][1].draws == 1):  # what is calibrated decides most
@@ -236,24 +259,83 @@ def measure_group(model, loaded, group, data):
         data[model][row] = {"bits": round(mean(found[0].bits), 3),
                             "nll": [[round(loss / UNIT) for loss in draw.nll] for draw in found],
                             "kl": [[round(kl / targets / UNIT) for kl in draw.kl] for draw in found]}
-        if args.context in LENGTHS:
-            parts = zip(*(window for draw in found for window in draw.nll_along))
-            data[model][row]["along"] = [round(mean(part) / UNIT) for part in parts]
         write_data(data)
         print(f"{model}: {row}: {UNIT * mean(map(mean, data[model][row]['nll'])):.3f}", flush=True)
 
 
+def measure_long(loaded, text, data):
+    """Measure SmolLM2's rows in longer windows, pair by pair, and write each as soon as it is there."""
+    model, tokenizer = loaded
+    model.use_attention("fused")
+    n_pairs = max(PAIRS.values())
+    windows = load_windows(text, tokenizer, LENGTH, n_pairs)
+    for i in range(n_pairs):
+        lacking = [row for row in PAIRS if i < PAIRS[row] and n_measured(row, data) == i]
+        if lacking:
+            methods = calibrate_pair(loaded, text, lacking, i)
+            window = Windows(windows.tokens[i:i + 1], windows.answers[i:i + 1], windows.name)
+            exact = measure(model, METHODS["fp16"](model.config), window)
+            if n_measured("fp16", data) == i:
+                add_pair("fp16", exact, exact, data)
+            for row in lacking:
+                add_pair(row, measure(model, methods[row], window, fp16=exact), exact, data)
+
+
+def n_measured(row, data):
+    """In how many pairs a row was measured."""
+    found = data["SmolLM2"].get(at(row))
+    return len(found["nll"][0]) if found else 0
+
+
+def calibrate_pair(loaded, text, rows, draw):
+    """{row: its method}, calibrated on a draw of the text of the rows at 512."""
+    model, tokenizer = loaded
+    methods, groups = {}, {}  # the latter {windows of a draw: [Method]}
+    for row in rows:
+        name, *words = row.split()
+        args = flags.parse([*COMMAND["SmolLM2"].split(), *words], [name])
+        methods[row] = list(build_entries(args, model.config, tokenizer)[0].values())[-1].method
+        if methods[row].needs_calibration:
+            groups.setdefault(args.calib_windows, []).append(methods[row])
+    for n, group in groups.items():
+        calibration = load_windows(text, tokenizer, 512, n * (draw + 1), "calibration").tokens
+        calibrate(model, group, calibration[-n:], seed=draw)
+    return methods
+
+
+def add_pair(row, result, exact, data):
+    """Add what was measured in a pair to its row. exact: fp16's Result."""
+    found = data["SmolLM2"].setdefault(at(row), {"bits": 0, "nll": [[]], "kl": [[]], "along": [0] * (LENGTH // 512)})
+    losses, n = found["nll"][0], len(found["nll"][0])
+    losses.append(round(result.nll[0] / UNIT))
+    found["kl"][0].append(round(result.kl[0] / result.targets / UNIT))
+    found["bits"] = round((n * found["bits"] + result.bits[0]) / (n + 1), 3)
+    for part, (loss, of_fp16) in enumerate(zip(result.nll_along[0], exact.nll_along[0])):
+        found["along"][part] = round((n * found["along"][part] + (loss - of_fp16) / UNIT) / (n + 1))
+    write_data(data)
+    print(f"{at(row)}: {result.nll[0]:.3f}, pair {n + 1}", flush=True)
+
+
 def shape_of(*rows):
-    """Draws and windows over which rows are compared."""
-    return max(len(row["nll"]) for row in rows), min(len(row["nll"][0]) for row in rows)
+    """Draws and windows over which rows are compared: those of both. A row that was measured once is the same in every
+    draw."""
+    draws = [len(row["nll"]) for row in rows if len(row["nll"]) > 1]
+    return min(draws, default=1), min(len(row["nll"][0]) for row in rows)
+
+
+def in_words(*rows):
+    """The same, for a table."""
+    draws, windows = shape_of(*rows)
+    return f"{windows} pairs" if "along" in rows[0] else f"{draws} x {windows}"
 
 
 def compared(row, other, kind="nll"):
-    """Two rows -> mean difference, its error, p, over the windows of both. A row that was measured once is the same in
-    every draw."""
+    """Two rows -> mean difference, its error, p, over the draws and windows of both."""
     C, W = shape_of(row, other)
-    both = [[[UNIT * loss for loss in draw[:W]] for draw in each[kind] * (C // len(each[kind]))]
-            for each in (row, other)]
+    both = []
+    for each in (row, other):
+        draws = each[kind] if len(each[kind]) > 1 else C * each[kind]
+        both.append([[UNIT * loss for loss in draw[:W]] for draw in draws[:C]])
     difference, error, _, p, _ = paired(*both)
     return difference, error, p
 
@@ -281,8 +363,7 @@ def finding(claim, model, data):
     bits, others = (row["bits"] for row in rows)
     if abs(bits - others) >= UNEQUAL:
         more += f"; {bits:.2f} and {others:.2f} bits"
-    draws, windows = shape_of(*rows)
-    return Finding(f"{difference:+.3f} ± {error:.3f} ({of_p(p)}, {draws} x {windows}{more})", sign)
+    return Finding(f"{difference:+.3f} ± {error:.3f} ({of_p(p)}, {in_words(*rows)}{more})", sign)
 
 
 def of_p(p):
@@ -346,34 +427,28 @@ def rows_table(model, data, names):
         fp16 = fp16_of(row, rows)
         difference, error, _ = compared(rows[row], fp16)
         kl, _, _ = compared(rows[row], fp16, "kl")
-        draws, windows = shape_of(rows[row], fp16)
         lines.append(f"| {title} | {rows[row]['bits']:.2f} | {difference:.3f} ± {error:.3f} | {kl:.3f} | "
-                     f"{draws} x {windows} |")
+                     f"{in_words(rows[row], fp16)} |")
     return "\n".join(lines)
 
 
 def lengths_table(data):
-    """What rows lose above fp16 by the length of the windows, and along those of 4096 tokens."""
-    rows, lengths = data.get("SmolLM2", {}), [512, *LENGTHS]
-    lines = [f"| row | {' | '.join(f'{length:,}' for length in lengths)} | first, last 512 of 4,096 | true bits |",
-             "|---|" + "---|" * (len(lengths) + 2)]
-    for name in LONG:
-        cells = []
-        for row in (at(name, length) for length in lengths):
-            found = row in rows and compared(rows[row], fp16_of(row, rows))
-            cells.append(f"{found[0]:.3f} ± {found[1]:.3f}" if found else "-")
-        row, ends = at(name, 4096), ["-", "-"]
-        if row in rows:
-            losses = along(row, rows)
-            ends = [f"{losses[0]:.3f}, {losses[-1]:.3f}", f"{rows[row]['bits']:.2f}"]
-        cells += ends
+    """What rows lose above fp16 in windows of 512 tokens, and in those of 4096, by position."""
+    rows = data["SmolLM2"]
+    lines = ["| row | 512 | 4,096 | its first 512 | its last 512 | true bits at 512, 4,096 | pairs |",
+             "|---|---|---|---|---|---|---|"]
+    for name in PAIRS:
+        short, long, cells = rows.get(named(name, "SmolLM2")), rows.get(at(name)), ["not measured"] + 5 * ["-"]
+        if short:
+            cells[0] = "{:.3f} ± {:.3f}".format(*compared(short, rows["fp16"])[:2])
+        if long:
+            difference, error, _ = compared(long, rows[at("fp16")])
+            bits = [f"{row['bits']:.2f}" for row in (short, long) if row]
+            first, *_, last = long["along"]
+            cells[1:] = [f"{difference:.3f} ± {error:.3f}", f"{UNIT * first:.3f}", f"{UNIT * last:.3f}",
+                         ", ".join(bits), str(len(long["nll"][0]))]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def along(row, rows):
-    """What a row loses above fp16 in each 512 targets."""
-    return [UNIT * (loss - exact) for loss, exact in zip(rows[row]["along"], fp16_of(row, rows)["along"])]
 
 
 def served_table(data):
@@ -430,8 +505,8 @@ def draw_along(data, path):
     rows = data["SmolLM2"]
     figure, (panel,) = plots.new_figure(1, 1, 7.4, 4.8, "SmolLM2-135M on WikiText-2, windows of 4,096 tokens")
     for i, (label, name) in enumerate(CURVES.items()):
-        if at(name, 4096) in rows:
-            losses = along(at(name, 4096), rows)
+        if at(name) in rows:
+            losses = [UNIT * loss for loss in rows[at(name)]["along"]]
             panel.plot([512 * part + 256 for part in range(len(losses))], losses, label=label, **plots.style(i))
     panel.set(yscale="log", xlim=(0, 4096), xticks=range(0, 4097, 512), ylabel="nats a token above fp16",
               xlabel="position in the text (tokens; means over 512)")
@@ -449,7 +524,10 @@ def main():
     args = p.parse_args()
     data = read_data()
     if args.measure:
-        measure_all(args.measure, args.model, args.data, data)
+        loaded = hf.load(args.model or hf.EMBEDDED)
+        measure_all(args.measure, loaded, args.data, data)
+        if args.measure == "SmolLM2":
+            measure_long(loaded, args.data, data)
     if args.plot:
         draw(data, ROOT / "docs" / "figures" / "loss.png")
         draw_along(data, ROOT / "docs" / "figures" / "length.png")

@@ -54,8 +54,8 @@ def bits(row):
 
 def ends(row):
     """Nats above fp16 in the first 512 tokens of windows of 4,096, and in the last: "0.379", "1.006"."""
-    losses = results.along(results.at(row, 4096), SMOL)
-    return f"{losses[0]:.3f}", f"{losses[-1]:.3f}"
+    losses = SMOL[results.at(row)]["along"]
+    return f"{UNIT * losses[0]:.3f}", f"{UNIT * losses[-1]:.3f}"
 
 
 def less(first, second, form=".3f"):
@@ -129,7 +129,7 @@ def readme():
         f"by only {less(PFN + ZERO, RTN + ZERO)}",
         f"no more ({less(KVSINK + ZERO, PFN + ZERO, '+.3f')})",
         f"at 3 bits loses {five[0]} in the first 512 and {five[1]} in the last",
-        f"it loses {ends(MARKED)[1]} there, in {bits(results.at(MARKED, 4096)):.2f} true bits",
+        f"it loses {ends(MARKED)[1]} there, in {bits(results.at(MARKED)):.2f} true bits",
         f"five are enough: {ends(KVSINK + ZERO)[1]}",
         so(cq < min(others), f"`cq` loses {cq:.3f}"),
         f"{codebooks / 1e6:.0f} MB for all texts",
@@ -252,7 +252,9 @@ def results_():
         """The loss on the line of log loss through cq's rows at 2 and 4 bits."""
         low, high = (math.log(loss(f"cq --bits {width} {{windows}} --recent 0")) for width in (2, 4))
         return math.exp(low + (at - 2) / 2 * (high - low))
-    few = [row for row in SMOL.values() if 1 < len(row["nll"]) < DRAWS and "along" not in row]
+    few = [found for row, found in SMOL.items() if 1 < len(found["nll"]) < DRAWS and "--bits 1 " in row]
+    marked = len(SMOL[MARKED]["nll"])
+    by_chance, error, p = compared(*(SMOL[results.at(row)] for row in (results.CHANCE, MARKED)))
     one, five = (f"antkv --anchors {share} --bits 2 {{windows}} --recent 0" for share in ("1%", "5%"))
     kivi, stream = "kivi --bits 2 --group-size 32 --recent 32", "--protocol stream"
     (small, small_5), (large, large_5) = (cell("docs/real_models.md", f"{model}, WikiText-2", "0% outliers")
@@ -267,6 +269,7 @@ def results_():
         f'"1 x {2 * WINDOWS}" is sixteen windows',
         f"differ by more than {results.UNEQUAL}",
         f"{WORDS[len(few)].capitalize()} rows at 1 bit have {WORDS[len(few[0]['nll'])]} calibrations",
+        f"at 3 bits has {WORDS[marked]}",
         f"perplexity at 16 bits is {math.exp(UNIT * mean(SMOL['fp16']['nll'][0])):.1f}",
         so(of_values, "Most of the harm is in the values"),
         f"from {small} to {small_5}, by {math.log(small / small_5):.3f} nats, and LLaMA-3-8B's from {large} to "
@@ -274,10 +277,13 @@ def results_():
         f"a loss of {straight(bits(one)):.3f} (1%) and {straight(bits(five)):.3f} (5%)",
         so(straight(bits(one)) < loss(one) and straight(bits(five)) < loss(five),
            f"the worse use of these bits: {loss(one):.3f} and {loss(five):.3f}"),
-        f"of the text, loses {ends(KVSINK + ' --preserve 41')[1]}, and `pfn` with the first 41 tokens "
-        f"{ends(PFN + ' --preserve 41')[1]}",
-        f"`kvsink` takes {bits(KVSINK):.2f} true bits in 512 tokens and {bits(results.at(KVSINK, 4096)):.2f} in 4,096; "
-        f"with all that are marked, {bits(results.at(MARKED, 4096)):.2f}",
+        f"from {ends(KVSINK)[0]} in the first 512 tokens to {ends(KVSINK)[1]} in the last",
+        f"the last 512 lose {ends(MARKED)[1]} and {ends(KVSINK + ZERO)[1]}",
+        so(ends(results.CHANCE)[1] > ends(MARKED)[1], f"`Chance` loses {ends(results.CHANCE)[1]}"),
+        f"a hundredth of the text, {ends(KVSINK + ' --preserve 41')[1]}",
+        f"loses {by_chance:.3f} ± {error:.3f} more than the marked ones ({results.of_p(p)})",
+        f"`kvsink` takes {bits(KVSINK):.2f} true bits in 512 tokens and {bits(results.at(KVSINK)):.2f} in 4,096; with "
+        f"all that are marked, {bits(MARKED):.2f} and {bits(results.at(MARKED)):.2f}",
         f"`kivi` at 2 bits loses {loss(f'{kivi} {stream}'):.3f} instead of {loss(kivi):.3f}, in "
         f"{bits(f'{kivi} {stream}'):.2f} true bits instead of {bits(kivi):.2f}",
         so(set(pool) == {"none"}, f"no gain by OTT's pool ({2 * WINDOWS} windows)"),

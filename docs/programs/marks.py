@@ -1,0 +1,101 @@
+"""What SmolLM2's marked tokens are to the model, in docs/analysis.md: its figure, and numbers by layer.
+
+    python docs/programs/marks.py --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt
+
+A token is marked if `kvsink --threshold 0.1` would keep it. In one window, a query's attention is split into that to
+the five tokens with the largest marks, which `kvsink` keeps, to the other marked tokens, and to all others. Of each of
+the three, the values' rounding errors at 3 bits are summed with the same weights: what they add to the attention's
+output.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from results import ROOT
+
+from tinykv import hf, plots
+from tinykv.analysis.walk import walk
+from tinykv.calibrate import calibrate
+from tinykv.data import load_windows
+from tinykv.methods.antkv import attention_tiles
+from tinykv.methods.kvsink import KVSink
+
+GROUPS = ("five largest marks", "other marks", "other tokens")
+EARLY = range(3, 11)  # of the figure: from layer 12 on, the first token alone has what marks have before
+
+
+@torch.no_grad()
+def look(at, groups, codec, stretch=512):
+    """A layer: shares and errors (stretches, groups), the cosine of two errors of each group, and attention by head.
+
+    groups: masks (T) of tokens.
+    """
+    H, T = at.q.shape[1:3]
+    error = codec.decode(codec.encode(at.v)) - at.v  # (1, Hkv, T, d)
+    cosines = []
+    for tokens in groups:
+        unit = torch.nn.functional.normalize(error[0][:, tokens], dim=-1)  # (Hkv, n, d)
+        n, together = tokens.sum(), unit.sum(1).square().sum(-1)  # (Hkv)
+        cosines.append(((together - n) / (n * (n - 1))).mean().item())  # the mean over all pairs
+    error = error[0].repeat_interleave(H // error.shape[1], dim=0)  # (H, T, d)
+    shares, added = torch.zeros(T // stretch, len(groups)), torch.zeros(T // stretch, len(groups))
+    of_head = torch.zeros(H, len(groups))
+    for tile, A in attention_tiles(at.q, at.k):
+        part = torch.arange(T)[tile] // stretch  # (tile)
+        for i, tokens in enumerate(groups):
+            weights = A[0][..., tokens[:A.shape[-1]].nonzero()[:, 0]]  # (H, tile, n)
+            share = weights.sum(-1)  # (H, tile)
+            moved = weights @ error[:, :A.shape[-1]][:, tokens[:A.shape[-1]]]  # (H, tile, d)
+            shares[:, i].index_add_(0, part, share.mean(0) / stretch)
+            added[:, i].index_add_(0, part, moved.norm(dim=-1).mean(0) / stretch)
+            of_head[:, i] += share.sum(1) / T
+    return shares, added, cosines, of_head
+
+
+def format_all(numbers):
+    return " ".join(f"{number:.2f}" for number in numbers)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    p.add_argument("--model", metavar="DIR", required=True)
+    p.add_argument("--data", metavar="FILE", required=True)
+    p.add_argument("--context", type=int, default=4096)
+    args = p.parse_args()
+    model, tokenizer = hf.load(args.model)
+    model.use_attention("fused")
+    window = load_windows(args.data, tokenizer, args.context, 1).tokens[0]
+    method = KVSink(model.config, k_bits=3, v_bits=3)
+    calibrate(model, method, load_windows(args.data, tokenizer, 512, 2, "calibration").tokens)
+    layers = walk(model, window)
+    size = layers[method.layer].hidden[:, method.channel].abs()  # (T)
+    marked = size >= 0.1 * size.max()
+    five = torch.zeros_like(marked)
+    five[size.topk(5).indices] = True
+    groups = five, marked & ~five, ~marked
+    print(f"{int(marked.sum())} of {len(window)} tokens are marked: channel {method.channel}, layer {method.layer}")
+    found = []
+    for at in layers[EARLY.start:EARLY.stop + 2]:
+        shares, added, cosines, of_head = look(at, groups, method.codecs[at.layer].v)
+        norms = [at.v[0][:, tokens].norm(dim=-1).mean().item() for tokens in groups]
+        found.append((shares, added))
+        ends = [" ".join(f"{x[part, i]:.3f}" for i in range(3) for part in (0, -1)) for x in (shares, added)]
+        print(f"layer {at.layer}: attention {ends[0]} | error {ends[1]} | cosine {format_all(cosines)} | "
+              f"|v| {format_all(norms)} | other marks by head {format_all(of_head[:, 1].tolist())}", flush=True)
+    shares, added = (torch.stack(of_layers).mean(0) for of_layers in zip(*found[:len(EARLY)]))  # (stretches, groups)
+    for part, (share, error) in enumerate(zip(shares.tolist(), added.tolist())):
+        print(f"layers 3 to 10, tokens {512 * part} on: attention {format_all(share)} | error {format_all(error)}")
+    figure, panels = plots.new_figure(1, 2, 9.2, 3.8, "SmolLM2-135M in a window of 4,096 tokens, layers 3 to 10")
+    for panel, numbers, label in zip(panels, (shares, added), ("share of the attention", "error added to the output")):
+        for i, name in enumerate(GROUPS):
+            panel.plot([512 * part + 256 for part in range(len(numbers))], numbers[:, i], label=name, **plots.style(i))
+        panel.set(ylim=(0, None), xlim=(0, args.context), ylabel=label, xlabel="position of the query (tokens)")
+    panels[0].legend()
+    plots.save(figure, ROOT / "docs" / "figures" / "marks.png")
+
+
+if __name__ == "__main__":
+    main()
