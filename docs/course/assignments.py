@@ -26,14 +26,32 @@ ANSWERS = {  # by assignment, where the project's own code is the answer: {file:
     "triton": {"kernels.py": ALL, "tinykv/triton_cache.py": ALL},
 }
 CORE = ("affine", "cache")  # on which everything else runs
+PAGE = "_page"  # how the name of an assignment's first part ends
+PAGES = {  # by assignment, the page of docs/ladder that is its first part, and the functions that are written there
+    "affine": ("1_sinks.py", ("grid", "decode")),
+    "cache": ("2_window.py", ("Cache.update", "Cache.write", "Cache.read")),
+    "kvsink": ("1_sinks.py", ("pfn", "kvsink")),
+    "ott": ("3_pool.py", ("grid_of", "ott")),
+    "intactkv": ("9_prefix.py", ("rounded", "Cache.update", "prefix_of", "loss_of")),
+    "skvq": ("4_groups.py", ("ranges", "grid", "Cache.write")),
+    "antkv": ("6_codebooks.py", ("vectors", "decode", "antkv")),
+    "triton": ("8_kernel.py", ("decode", "attend_kernel")),
+}
 
 
 def folder_of(name):
     """An assignment's folder. UserError if there is none of this name."""
     folders = {path.name.split("-")[1]: path for path in sorted((ROOT / "docs" / "course").glob("*-*"))}
-    if name not in folders:
+    if name.removesuffix(PAGE) not in folders:
         raise UserError(f"there is no assignment {name!r}; there are {', '.join(folders)}")
-    return folders[name]
+    return folders[name.removesuffix(PAGE)]
+
+
+def answer_of(name):
+    """The file that is right, of an assignment or of its first part."""
+    if name.endswith(PAGE):
+        return ROOT / "docs" / "ladder" / PAGES[name.removesuffix(PAGE)][0]
+    return folder_of(name) / "answer.py"
 
 
 def assignment_of(path):
@@ -81,21 +99,37 @@ def starter(folder):
     return "\n".join(lines) + "\n"
 
 
-def write_starters(folder):
-    """Write each assignment's starter into a repository, where none is there yet."""
-    for path in sorted((ROOT / "docs" / "course").glob("*-*")):
-        target = folder / path.relative_to(ROOT) / "starter.py"
-        if not target.exists():
-            target.write_text(starter(path), encoding="utf-8")
+def page(folder):
+    """The page of docs/ladder that is an assignment's first part. Of the functions that are written in it, and in later
+    assignments, the comments are left."""
+    name = folder.name.split("-")[1]
+    file, functions = PAGES[name]
+    answer, target = answer_of(name + PAGE), f"docs/course/{folder.name}/page.py"
+    lines = answer.read_text(encoding="utf-8").splitlines()
+    later = [*PAGES][[*PAGES].index(name):]
+    holes = {function for other in later if PAGES[other][0] == file for function in PAGES[other][1]}
+    for function, node in reversed(functions_of(ast.parse("\n".join(lines))).items()):
+        if function in holes:
+            indent, body = " " * node.body[0].col_offset, lines[node.body[0].lineno - 1:node.end_lineno]
+            above = lines[node.lineno:node.body[0].lineno - 1]  # what stands between `def` and the first step
+            told = [line for line in above + body if line.strip().startswith("#") or line in above]
+            lines[node.lineno:node.end_lineno] = [*told, f'{indent}raise NotImplementedError("{name}: {function}")']
+    lines = [line for line in lines if not re.match("    (python -m pdb|diff) ", line)]
+    text = "\n".join(lines).replace(f"python docs/ladder/{file}", f"python {target}")
+    summary, quotes, rest = text[3:].partition('"""\n')
+    return f'"""{summary}{quotes}ASSIGNMENT = "{name}{PAGE}"\n{rest}\n'
+
+
+MADE = {"starter.py": starter, "page.py": page}
 
 
 def write_missing(path):
-    """Write the starter that a path names, if it is not there. -> a line that says so, or None."""
+    """Write the starter, or the page, that a path names, if it is not there. -> a line that says so, or None."""
     folder = path.absolute().parent
-    if path.name != "starter.py" or path.exists() or not (folder / "answer.py").is_file():
+    if path.name not in MADE or path.exists() or not (folder / "answer.py").is_file():
         return None
-    path.write_text(starter(folder), encoding="utf-8")
-    return f"new: {path}, the starter; write your answer there"
+    path.write_text(MADE[path.name](folder), encoding="utf-8")
+    return f"new: {path}; write your answer there"
 
 
 # A copy without the answers
@@ -153,4 +187,6 @@ def without_dead_links(text, folder, files):
 
 
 if __name__ == "__main__":
-    write_starters(ROOT)
+    for folder in sorted((ROOT / "docs" / "course").glob("*-*")):
+        for name in MADE:
+            write_missing(folder / name)

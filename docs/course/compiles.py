@@ -1,7 +1,8 @@
 """Which Triton kernels of a file compile for a GPU, which need not be there: `python -m docs.course.compiles FILE`.
 
 A process of its own, as Triton's interpreter and its compiler exclude each other. It reads {kernel: [types of the
-arguments, values of the constants]} and writes {kernel: what the compiler says against it, or ""}, both as JSON.
+arguments, values of the constants]} and writes {kernel: what the compiler says against it, or ""}, both as JSON. With
+a third entry, the numbers that a program reads, it writes how many instructions each takes, too, as COUNTED.
 
 The grader takes two steps, each with the limits of a submission. The first runs the file and writes its kernels in
 Triton's first language (`--lower DIR`); the second, which runs nothing of the file, compiles them (`--judge DIR`).
@@ -11,6 +12,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -21,7 +23,9 @@ from docs.course.confine import confine, environment, run, written
 
 GPU = "cuda", 90, 32  # sm_90, threads of a warp
 LONGEST = 120  # seconds of a step
-ASKED = "compiled for a GPU: "  # how a note of a test begins that asks for it, before the kernel's name
+# what a test notes that asks for it: this and the kernel's name, and maybe how many instructions are too many
+ASKED, BELOW = "compiled for a GPU: ", ", a number's instructions below "
+COUNTED = ", instructions a number"
 
 
 def main():
@@ -29,12 +33,12 @@ def main():
     words, given = sys.argv[1:], json.load(sys.stdin)
     if "--judge" in words:
         confine(words[-1], seconds=LONGEST, starts=True)
-        Path(words[-1], "judged").write_text(json.dumps(judged(given)), encoding="utf-8")
+        Path(words[-1], "judged").write_text(json.dumps(judged(*given)), encoding="utf-8")
     elif "--lower" in words:
         confine(words[-1], [words[0]], LONGEST)
         Path(words[-1], "lowered").write_text(json.dumps(lowered(words[0], given)), encoding="utf-8")
     else:
-        print("\n" + json.dumps(judged(lowered(words[0], given))))
+        print("\n" + json.dumps(judged(lowered(words[0], given), given)))
 
 
 def lowered(file, kernels):
@@ -50,11 +54,13 @@ def lowered(file, kernels):
         spec.loader.exec_module(module)
     target = GPUTarget(*GPU)
     backend = make_backend(target)
-    for name, (types, constants) in kernels.items():
+    for name, (types, constants, *_) in kernels.items():
         try:
             kernel = getattr(module, name)
             signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
-            source = ASTSource(kernel, signature, constants)
+            pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+            aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}  # as torch's tensors are
+            source = ASTSource(kernel, signature, constants, aligned)
             context = ir.context()
             ir.load_dialects(context)
             backend.load_dialects(context)
@@ -68,23 +74,44 @@ def lowered(file, kernels):
     return found
 
 
-def judged(kernels):
-    """{kernel: what the compiler says against it, or ""}. kernels: what `lowered` has made of a file."""
+def judged(found, kernels):
+    """{kernel: what the compiler says against it, or ""}. found: what `lowered` has made of a file."""
     import triton
     from triton.backends.compiler import GPUTarget
-    found = {}
+    verdicts = {}
     with TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
-        for name, (error, text) in kernels.items():
-            path = Path(folder, f"{len(found)}.ttir")
+        for name, (_, _, *numbers) in kernels.items():
+            verdicts[name], text = found[name]
+            path = Path(folder, f"{len(verdicts)}.ttir")
             path.write_text(text, encoding="utf-8")
             try:
-                if not error:
-                    triton.compile(str(path), target=GPUTarget(*GPU))
+                if not verdicts[name]:
+                    compiled = triton.compile(str(path), target=GPUTarget(*GPU))
+                    for count in numbers:
+                        threads = GPU[2] * compiled.metadata.num_warps
+                        verdicts[name + COUNTED] = instructions(compiled.asm["cubin"], folder) * threads / count
             except Exception as failure:
-                error = told(failure)
-            found[name] = error
-    return found
+                verdicts[name] = told(failure)
+    return verdicts
+
+
+def instructions(cubin, folder):
+    """Of a thread, in a kernel without a loop: all lines of its machine code."""
+    import triton
+    path = Path(folder, "kernel.cubin")
+    path.write_bytes(cubin)
+    code = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", path], capture_output=True, text=True, check=True)
+    return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+\S", code.stdout, re.MULTILINE))
+
+
+def verdict(asked, verdicts):
+    """What stands against a kernel that a test asks for; "" if nothing. asked: the note without ASKED."""
+    name, _, most = asked.partition(BELOW)
+    if verdicts[name] or not most:
+        return verdicts[name]
+    count = verdicts[name + COUNTED]
+    return "" if count < float(most) else f"A number takes {count:.1f} instructions; it has to be less than {most}."
 
 
 def told(error):
@@ -119,7 +146,7 @@ def errors(file, kernels, root, folder):
     try:
         found = step(file, "lower", kernels, root, folder)
         found = {name: [str(found[name][0]), str(found[name][1])] for name in kernels}
-        return step(file, "judge", found, root, folder)
+        return step(file, "judge", [found, kernels], root, folder)
     except (OSError, ValueError, KeyError, TypeError, LookupError):  # of another form than `lowered` gives
         return missing
 

@@ -7,7 +7,6 @@ A test gets the student's module as `sub`, all its numbers from `rng`, and hands
 `same(value, hint)`. It never says what is right: that is what answer.py gives in the same test, or, in a repository
 without answers, what expected.json has of it. So nothing that a student's code can reach holds a right value.
 """
-import importlib.util
 import json
 import math
 import random
@@ -16,14 +15,16 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from importlib.util import decode_source
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from docs.course.assignments import key_of, write_missing
+from docs.course.assignments import PAGE, answer_of, key_of, named, write_missing
 from docs.course.compare import difference, plain, short
-from docs.course.compiles import ASKED, errors_here
+from docs.course.compiles import ASKED, errors_here, verdict
 from docs.course.confine import confine
 
 LONGEST = 5  # seconds of computing, of a test that is recorded; a right answer needs one
@@ -50,7 +51,21 @@ def pytest_report_collectionfinish(config, items):
         return []
     here = Path(__file__).parent
     starters = {item.path.parent / "starter.py" for item in items if here in item.path.parents}
-    return [line for line in map(write_missing, sorted(starters)) if line]
+    files = [starter.with_name(name) for starter in sorted(starters) for name in ("page.py", "starter.py")]
+    return [line for line in map(write_missing, files) if line]
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of a file's tests those of its part: a page's begin with test_page."""
+    if file := config.getoption("--file"):
+        part = is_page(file)
+        config.hook.pytest_deselected(items=[item for item in items if item.name.startswith("test_page") != part])
+        items[:] = [item for item in items if item.name.startswith("test_page") == part]
+
+
+def is_page(file):
+    """Whether a file is an assignment's page: it says so, or is one of docs/ladder."""
+    return (named(file, "ASSIGNMENT") or PAGE).endswith(PAGE)
 
 
 class Draws(random.Random):
@@ -78,24 +93,26 @@ LOADED = {}
 
 
 def load(path):
-    """The module that a file makes."""
+    """The module that a file makes; of a page, what stands above its table."""
     if path not in LOADED:
-        spec = importlib.util.spec_from_file_location("submission", path)
-        module = importlib.util.module_from_spec(spec)
+        module = ModuleType("submission")
+        module.__file__ = str(path)
+        source = decode_source(path.read_bytes()).partition("\n# The table")[0]
         with suppress(SystemExit):  # what stands above a sys.exit counts
-            spec.loader.exec_module(module)
+            exec(compile(source, str(path), "exec"), vars(module))
         LOADED[path] = module
     return LOADED[path]
 
 
 def path_of(item):
     """The file that a test grades."""
-    return (item.config.getoption("--file") or item.path.parent / "starter.py").resolve()
+    own = "page.py" if item.name.startswith("test_page") else "starter.py"
+    return (item.config.getoption("--file") or item.path.parent / own).resolve()
 
 
 @pytest.fixture
 def sub(request):
-    return load(path_of(request))
+    return load(path_of(request.node))
 
 
 @pytest.fixture
@@ -114,7 +131,7 @@ def same(request):
         if right is not None:
             told = difference(notes[-1][0], right[len(notes) - 1][0], tolerance)
             if str(value).startswith(ASKED):
-                told = told or errors_here(path_of(request), request.path)[value.removeprefix(ASKED)]
+                told = told or verdict(value.removeprefix(ASKED), errors_here(path_of(request.node), request.path))
             if told:
                 wrong.append(f"{hint}\n{told}")
     return note
@@ -122,7 +139,8 @@ def same(request):
 
 def right_notes(request):
     """What the answer hands to `same` in this test."""
-    answer, seed = request.path.parent / "answer.py", request.config.getoption("--seed")
+    name, seed = request.path.stem.removeprefix("test_"), request.config.getoption("--seed")
+    answer = answer_of(name + PAGE * request.node.name.startswith("test_page"))
     stored = request.path.parent / "expected.json"
     if answer.is_file():
         notes = []

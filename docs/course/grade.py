@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from tempfile import TemporaryDirectory
 from tqdm import tqdm
 
 from docs.course import assignments, compiles, confine
-from docs.course.assignments import ROOT, assignment_of, folder_of, key_of, named
+from docs.course.assignments import PAGE, ROOT, answer_of, assignment_of, folder_of, key_of, named
 from docs.course.compare import difference, short
 from docs.course.confine import hole
 from tinykv import UserError
@@ -27,7 +28,6 @@ from tinykv.cli import Columns, Parser, one_line, printable
 from tinykv.files import check_target, write, write_json
 
 LONGEST = 300  # seconds of a submission, of which it may compute confine.SECONDS
-POINTS = 80  # of an assignment's tests
 
 
 def parser():
@@ -135,7 +135,7 @@ class Given:
         for file in files:
             try:
                 self.names[file] = name = assignment_of(file)
-                if args.assignment not in (None, name):
+                if args.assignment not in (None, name, name.removesuffix(PAGE) if args.submission.is_dir() else name):
                     raise UserError(f"{file.name} is for the assignment {name}, and {args.assignment} was asked for")
                 if name not in self.right:
                     self.right[name] = right_values(name, self.seed, folder)
@@ -180,27 +180,43 @@ def judged(test, given):
 
 def compiler_error(note, given):
     """What the compiler says against the kernel that a note is about; "" if nothing, or if it is about none."""
-    kernel = str(note).removeprefix(compiles.ASKED)
-    return given["errors"][kernel] if str(note).startswith(compiles.ASKED) else ""
+    asked = str(note).removeprefix(compiles.ASKED)
+    return compiles.verdict(asked, given["errors"]) if str(note).startswith(compiles.ASKED) else ""
 
 
 def right_values(name, seed, folder):
     """{test: what answer.py notes in it}. It runs as a submission does, so what this machine lacks costs no student
     points. folder: gets the copy of the repository in which the assignment's files run."""
     copy(folder / f"{name}-copy", name)
-    answer, stored = folder_of(name) / "answer.py", folder_of(name) / "expected.json"
+    answer, stored = answer_of(name), folder_of(name) / "expected.json"
     if not answer.is_file():
         expected = json.loads(stored.read_text(encoding="utf-8"))
         if seed != expected["seed"]:
             raise UserError(f"this repository has right values for --seed {expected['seed']} alone; got {seed}")
-        return expected["tests"]
+        return {key: test for key, test in expected["tests"].items() if is_part(key, name)}
     right = record_of(answer, name, seed, folder)
     faults = [test["fault"] for test in right.values()]
     faults += [compiler_error(note, test) for test in right.values() for note, *_ in test["notes"]]
-    if sum(test["points"] for test in right.values()) != POINTS or any(faults):
+    if sum(test["points"] for test in right.values()) != points_of(name) or any(faults):
         faults = [*filter(None, faults), "it ended, or took too long"]
         raise UserError(f"this machine cannot grade {name}, as the project's own answer fails here: {faults[0][:200]}")
     return right
+
+
+def is_part(test, name):
+    """Whether a test belongs to an assignment, or to its page."""
+    return test.startswith("test_page") == name.endswith(PAGE)
+
+
+def points_of(name):
+    """The points of all tests of an assignment, or of its page."""
+    tests = tests_of(name).read_text(encoding="utf-8")
+    found = re.findall(r"^@points\((\d+)\)\ndef (\w+)", tests, re.MULTILINE)
+    return sum(int(points) for points, test in found if is_part(test, name))
+
+
+def tests_of(name):
+    return folder_of(name) / f"test_{name.removesuffix(PAGE)}.py"
 
 
 def record_of(file, name, seed, folder):
@@ -212,7 +228,7 @@ def record_of(file, name, seed, folder):
         copyfile(file, work / "submission.py")
         run_tests(work, name, seed)
         record = read_record(work / "record.jsonl")
-        kernels = compiles.kernels_in(folder_of(name) / f"test_{name}.py")
+        kernels = compiles.kernels_in(tests_of(name))
         if kernels:
             steps = Path(work, "..", "kernels")
             steps.mkdir()
@@ -223,11 +239,10 @@ def record_of(file, name, seed, folder):
 
 def copy(folder, name):
     """What a submission needs of the repository, without the answers."""
-    tests = folder_of(name)
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tinykv").rglob("*.py")]
     files += [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "course").glob("*.py")]
-    files += [f"{tests.relative_to(ROOT)}/test_{name}.py", ".pytest.ini"]
-    assignments.write(folder, files, {name, *assignments.ANSWERS} - ({*assignments.CORE} - {name}))
+    files += [tests_of(name).relative_to(ROOT).as_posix(), ".pytest.ini"]
+    assignments.write(folder, files, {*assignments.ANSWERS} - ({*assignments.CORE} - {name.removesuffix(PAGE)}))
 
 
 def run_tests(work, name, seed):

@@ -11,12 +11,12 @@ import tempfile
 from pathlib import Path
 from shutil import copyfile
 
-from docs.course.assignments import ANSWERS, CORE, ROOT, folder_of, write, write_starters
+from docs.course.assignments import ANSWERS, CORE, MADE, PAGE, ROOT, folder_of, write
 from docs.course.grade import right_values
 from tinykv import UserError
 from tinykv.cli import Parser, one_line
 
-LEFT_OUT = ("tests/", "docs/", ".ci/", ".pytest.ini")
+LEFT_OUT = ("tests/", "docs/", ".ci/", ".github/", ".pytest.ini")
 KEPT = ("docs/course/", "docs/embedded_model.md", "docs/huggingface.md", "docs/real_models.md")
 README = """# tinykv: the course
 
@@ -32,6 +32,9 @@ PYTEST = "[pytest]\ntestpaths = docs/course\npythonpath = .\n"
 def parser():
     p = Parser(prog="python -m docs.course.handout", description=__doc__.split("\n\n")[0])
     p.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
+    p.add_argument("--pages", metavar="NAMES", default="affine",
+                   help="whose page.py is handed out: later pages show what earlier ones ask for, so a page is "
+                        "handed out when its assignment begins, by `python -m docs.course.assignments`")
     p.add_argument("--assignments", metavar="NAMES", default=",".join(name for name in ANSWERS if name not in CORE),
                    help="whose answers are taken out; without `affine` and `cache`, on which all else runs, unless you "
                         "name them")
@@ -42,14 +45,18 @@ def main():
     p = parser()
     args = p.parse_args()
     with one_line(p, "stopped; the folder is not whole"):
-        names = args.assignments.split(",")
-        for name in names:
+        names, pages = args.assignments.split(","), args.pages.split(",")
+        for name in names + pages:
             folder_of(name)
         if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
             raise UserError(f"{args.folder} is not empty; give a new folder")
         files = [file for file in tracked() if file.startswith(KEPT) or not file.startswith(LEFT_OUT)]
         write(args.folder, files, names)
-        write_starters(args.folder)
+        for name in ANSWERS:
+            target = args.folder / folder_of(name).relative_to(ROOT)
+            for file, made in MADE.items():
+                if file == "starter.py" or name in pages:
+                    (target / file).write_text(made(folder_of(name)), encoding="utf-8")
         (args.folder / "README.md").write_text(README, encoding="utf-8")
         (args.folder / ".pytest.ini").write_text(PYTEST, encoding="utf-8")
         workflow = args.folder / ".github" / "workflows" / "assignments.yml"
@@ -72,7 +79,7 @@ def tracked():
 def write_expected(folder, name):
     """The right values at seed 0, for a repository without answer.py."""
     with tempfile.TemporaryDirectory() as temporary:
-        tests = right_values(name, 0, Path(temporary))
+        tests = right_values(name, 0, Path(temporary)) | right_values(name + PAGE, 0, Path(temporary))
     target = folder / folder_of(name).relative_to(ROOT) / "expected.json"
     target.write_text(json.dumps({"seed": 0, "tests": tests}), encoding="utf-8")
 

@@ -37,3 +37,17 @@ WRONG = {
     "grid_changes_hi": ("scale = (hi - lo) / top(bits)\n", "scale = hi.sub_(lo) / top(bits)\n    hi = hi + lo\n"),
     "quantize_changes_x": ("    B, H, T, d = x.shape\n", "    B, H, T, d = x.clamp_(-65504, 65504).shape\n"),
 }
+
+# of the page
+PAGE = {
+    "four_steps": ("scale, zero = (high - low) / 3, low", "scale, zero = (high - low) / 4, low"),
+    "not_stored": ("return scale.half().float(), zero.half().float()", "return scale, zero"),
+    "zero_in_the_middle": ("/ 3, low  #", "/ 3, (low + high) / 2  #"),
+    "high_bits_first": (
+        "torch.cat([codes & 3, codes >> 2 & 3, codes >> 4 & 3, codes >> 6], dim=-1)",
+        "torch.cat([codes >> 6, codes >> 4 & 3, codes >> 2 & 3, codes & 3], dim=-1)"),
+    "neighbours_in_a_byte": (
+        "codes >> 6], dim=-1)  #",
+        "codes >> 6], dim=-1).unflatten(-1, (4, -1)).transpose(-1, -2).flatten(-2)  #"),
+    "zero_in_steps": ("return scale * code + zero", "return scale * (code + zero)"),
+}

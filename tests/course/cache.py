@@ -66,3 +66,27 @@ WRONG = {
         "                known[id(self)] = self.n_coded, self.codec.decode(self.codes).half(), self\n"
         "            parts.insert(0, known[id(self)][1])"),
 }
+
+# of the page
+PAGE = {
+    "quantizes_before_it_reads": (
+        "        # NEW: attention reads before anything is quantized\n",
+        "        if self.recent[layer, \"k\"].shape[2] == self.n_recent + self.block:\n"
+        "            self.write(layer, \"k\")\n            self.write(layer, \"v\")\n"),
+    "keys_before_rope": ("self.rope.rotate(k.half(), seen))", "k.half())"),
+    "positions_from_the_chunk": ("self.rope.rotate(k.half(), seen))", "self.rope.rotate(k.half()))"),
+    "no_window": ("== self.n_recent + self.block:", "== self.block:"),
+    "keys_alone": (
+        "            self.write(layer, \"k\")\n            self.write(layer, \"v\")",
+        "            self.write(layer, \"k\")"),
+    "the_newest": (
+        "old, recent = self.recent[layer, kind].tensor_split([self.block], dim=2)",
+        "recent, old = self.recent[layer, kind].tensor_split([-self.block], dim=2)"),
+    "the_last_block_alone": (
+        "for block in self.blocks[layer, kind]]\n        return",
+        "for block in self.blocks[layer, kind][-1:]]\n        return"),
+    "recent_first": (
+        "torch.cat([*decoded, self.recent[layer, kind].float()], dim=2)",
+        "torch.cat([self.recent[layer, kind].float(), *decoded], dim=2)"),
+    "length_of_the_chunk": ("self.length = K.shape[2]", "self.length = k.shape[2]"),
+}

@@ -43,3 +43,21 @@ WRONG = {
         "tokens.shape[1] == n:\n        raise ValueError(\"nothing is behind the prefix\")\n"
         "    if not (tokens[:, :n] == torch.tensor(ids)).all():"),
 }
+
+# of the page
+PAGE = {
+    "eight_steps": ("((high - low) / 7)", "((high - low) / 8)"),
+    "no_level_at_zero": ("torch.round(-low / scale)", "-low / scale"),
+    "range_without_zero": ("x.amin(2, keepdim=True).clamp(max=0)", "x.amin(2, keepdim=True)"),
+    "not_clamped": (".clamp(0, 7)", ""),
+    "prefix_last": ("torch.cat([first_k, k], dim=2)", "torch.cat([k, first_k], dim=2)"),
+    "values_rotated": ("return self.rope.rotate(k), v", "return self.rope.rotate(k), self.rope.rotate(v)"),
+    "keys_not_rotated": ("return self.rope.rotate(k), v", "return k, v"),
+    "keys_of_another_layer": ("(x[layer].expand(", "(x[0].expand("),
+    "rows_with_the_prefix": (
+        "        self.rows.append((k, v))\n        if self.prefix is not None:",
+        "        if self.prefix is None:\n            self.rows.append((k, v))\n        if self.prefix is not None:"),
+    "another_token": ("torch.tensor([[BOS]])", "torch.tensor([[BOS + 1]])"),
+    "a_mean_over_layers": (".mean((1, 2, 3)).sum() / 2", ".mean() / 2"),
+    "not_halved": (".sum() / 2", ".sum()"),
+}

@@ -37,3 +37,17 @@ WRONG = {
     "positions_in_bf16": (".sinks = torch.tensor(sinks)", ".sinks = torch.tensor(sinks, dtype=torch.bfloat16).long()"),
     "no_median_below_one": ("largest / middle(of_token)", "largest / max(middle(of_token), 1.0)"),
 }
+
+# of the page
+PAGE = {
+    "no_magnitude": ("[..., CHANNEL].abs()", "[..., CHANNEL]"),
+    "layer_off": ("if layer > LAYER:", "if layer >= LAYER + 2:"),
+    "the_last_output": ("cache.outputs[LAYER]", "cache.outputs[-1]"),
+    "one_text": ("topk(N, dim=1).indices  #", "topk(N, dim=1).indices[:1].expand(len(size), -1)  #"),
+    "one_head": ("sinks[:, None].expand(-1, kept.shape[1], -1), True)", "sinks[:, None], True)"),
+    "any_channel": ("[..., CHANNEL].abs()", ".abs().amax(-1)"),
+    "smallest": ("size.topk(N, dim=1)", "size.topk(N, dim=1, largest=False)"),
+    "one_more": ("size.topk(N, dim=1)", "size.topk(N + 1, dim=1)"),
+    "pfn_of_the_first_text": ("kept[:, :, :N] = True", "kept[:1, :, :N] = True"),
+    "pfn_the_last": ("kept[:, :, :N] = True", "kept[:, :, -N:] = True"),
+}

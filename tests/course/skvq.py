@@ -39,3 +39,22 @@ WRONG = {
     "changes_its_argument": ("    return h.clamp(SMALLEST", "    hi -= lo\n    return h.clamp(SMALLEST"),
     "small_weights_cleared_in_place": ("(len(choices), n)\n", "(len(choices), n)\n    weight[weight < 0.1] = 0\n"),
 }
+
+# of the page
+PAGE = {
+    "one_group": ("x[..., group == g]", "x[..., group >= 0]"),
+    "a_range_of_all_tokens": (
+        "g.amax(-1) for g in groups]",
+        "g.amax(-1).amax(1, keepdim=True).expand_as(g[..., 0]) for g in groups]"),
+    "clipped_towards_zero": ("(1 - alpha) * (low + high) / 2", "(1 - alpha) * 0"),
+    "not_clipped": ("alpha * end +", "end +"),
+    "four_steps": ("((high - low) / 3)", "((high - low) / 4)"),
+    "always_16_bits": ("return scale.to(dtype), low", "return scale.half(), low"),
+    "the_newest": (
+        "old, recent = self.recent[layer, kind].tensor_split([BLOCK], dim=1)",
+        "recent, old = self.recent[layer, kind].tensor_split([-BLOCK], dim=1)"),
+    "first_of_each_block": (
+        "self.kept.setdefault((layer, kind), old[:, :self.n_kept])",
+        "self.kept[layer, kind] = old[:, :self.n_kept]"),
+    "one_more_kept": ("old[:, :self.n_kept]", "old[:, :self.n_kept + 1]"),
+}

@@ -27,3 +27,19 @@ WRONG = {
         "(byte >> (2 * i)) & 3, mask=real)\n"
         "    tl.store(codes + (t + N) * 4 * W + 4 * w, byte & 3, mask=t + N < tokens)\n"),
 }
+
+# of the page
+PAGE = {
+    "high_bits_first": ("c // (D // 4) * 2", "6 - c // (D // 4) * 2"),
+    "neighbours": ("c % (D // 4), c // (D // 4) * 2", "c // 4, c % 4 * 2"),
+    "not_masked": ("x >> shift[None] & 3", "x >> shift[None]"),
+    "zero_scaled": (
+        "return scale * (x >> shift[None] & 3).to(tl.float32) + zero",
+        "return scale * ((x >> shift[None] & 3).to(tl.float32) + zero)"),
+    "the_first_group": ("(kv * C + first) // GROUP * D + c", "kv * C // GROUP * D + c"),
+    "sums_do_not_fade": ("acc = acc * fade +", "acc = acc +"),
+    "weights_do_not_fade": ("weight = weight * fade +", "weight = weight +"),
+    "a_head_off": ("head, mask = (kv * R + r)[:, None]", "head, mask = (kv + r)[:, None]"),
+    "first_piece": ("range(piece * PIECE,", "range(0,"),
+    "not_scaled": ("other=0) * factor", "other=0)"),
+}

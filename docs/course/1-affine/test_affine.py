@@ -15,9 +15,26 @@ def top(bits):
     return 2 if bits == 1.5 else 2 ** bits - 1
 
 
+# The page
+
+@points(14)
+def test_page(sub, rng, same):
+    """the page: grid, decode"""
+    for _ in range(20):
+        B, H, T = rng.sizes(2, 2, 3)
+        low = rng.normal(1, H, 1, 8) * 3
+        high = low + rng.of((0.5, 1, 3, 50), 1, H, 1, 8)
+        scale, zero = sub.grid(low, high)
+        same([scale, zero], f"grid of low = {low.tolist()}, high = {high.tolist()}: scale and zero, fp32, as they are "
+             "stored: numbers that fp16 has. Four levels are three steps apart.")
+        codes, scale, zero = rng.of(range(256), B, H, T, 2).to(torch.uint8), rng.of((0.5, 1, 3), H, 1, 8), rng.normal(8)
+        same([sub.decode(codes, scale, zero), codes], f"decode of the bytes {codes.tolist()} with scale = "
+             f"{scale.tolist()}, zero = {zero.tolist()}. `encode` says which channel's code is where in a byte.")
+
+
 # Task 1
 
-@points(5)
+@points(4)
 def test_eight_numbers(sub, rng, same):
     """grid, encode, decode: the handout's eight numbers, and four"""
     for numbers, bits, formula in ((EIGHT, 2, "offset"), (EIGHT[:7] + [59.0], 2, "offset"),
@@ -32,7 +49,7 @@ def test_eight_numbers(sub, rng, same):
         same(sub.decode(codes, scale, zero, formula), tried + "what they are read as, fp32")
 
 
-@points(12)
+@points(10)
 def test_grid(sub, rng, same):
     """grid: both formulas, and every bound"""
     ends = (0.0, 1e-6, 0.01, 1.0, 3.0, 5.5, 100.0, 4000.0, 6e4, 7e4, 3e5, 1e7, 1e9)
@@ -53,7 +70,7 @@ def test_grid(sub, rng, same):
                  "hi, which stay as they were. See the handout's bounds.")
 
 
-@points(11)
+@points(10)
 def test_codes(sub, rng, same):
     """encode, decode: half to even, clamped to 0 and the largest code, in fp32"""
     scale, steps = torch.tensor(rng.sample(range(1, 60), 30))[:, None].half() / 100, torch.arange(15) + 0.5
@@ -77,7 +94,7 @@ def test_codes(sub, rng, same):
 
 # Task 2
 
-@points(6)
+@points(5)
 def test_groups_of_eight_numbers(sub, rng, same):
     """quantize, dequantize: which numbers share a grid"""
     x, other = torch.tensor(EIGHT), rng.normal(8)
@@ -96,7 +113,7 @@ def test_groups_of_eight_numbers(sub, rng, same):
          "group of nothing but ignored tokens has the range 0 .. 0.")
 
 
-@points(19)
+@points(14)
 def test_groups(sub, rng, same):
     """quantize, dequantize: any shape, both axes, ignored tokens"""
     for _ in range(80):
@@ -134,7 +151,7 @@ def test_bytes_of_eight_numbers(sub, rng, same):
         same(sub.unpack(packed, bits, len(codes)), f"unpack of what you packed of {codes} in {bits} bits: uint8")
 
 
-@points(18)
+@points(14)
 def test_packing(sub, rng, same):
     """pack, unpack: 1 to 8 bits and three levels, any length and shape"""
     for i in range(90):

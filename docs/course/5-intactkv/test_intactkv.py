@@ -24,9 +24,55 @@ def weights_of(model):
     return torch.cat([weight.detach().flatten() for weight in model.parameters()])
 
 
+# The page
+
+class Steps:
+    """A stand-in for a model: its layers' keys and values are its tokens, plus numbers of their own."""
+
+    def __init__(self, rng):
+        self.rope, self.own = Turn(), rng.normal(3, 2, 2, 1, 4)  # (L, k or v, Hkv, 1, d)
+
+    def __call__(self, tokens, cache):
+        for layer, (k, v) in enumerate(self.own):
+            x = tokens[:, None, :, None].float()  # (B, 1, T, 1)
+            cache.update(layer, None, k + x, v - x, 0)
+
+
+class Turn:
+    """A stand-in for RoPE that can be followed by eye."""
+
+    def rotate(self, x, positions=None):
+        return x * (torch.arange(x.shape[2]) + 1 if positions is None else positions + 1)[:, None]
+
+
+@points(16)
+def test_page(sub, rng, same):
+    """the page: rounded, Cache.update, prefix_of, loss_of"""
+    for size in (8, 64, 88, 192):
+        weight = rng.normal(3, size) * rng.choice((0.1, 1)) + rng.choice((-3, 0, 3))
+        same([sub.rounded(weight), weight], f"rounded of weights (3, {size}): eight levels, one of which is 0, "
+             "whatever the sign of a group")
+    halves = (torch.tensor([rng.sample(range(8), 8)]) - 1.5) * rng.choice((0.5, 1, 2))  # the range is -1.5 to 5.5 steps
+    same(sub.rounded(halves), f"rounded of the weights {halves.tolist()}: a code is none of nine")
+    model = Steps(rng)
+    prefix = sub.prefix_of(model)
+    same(prefix, "prefix_of a model: keys, before RoPE, and values, (L, Hkv, n, d), of the token BOS alone")
+    for n, bits in ((1, 16), (2, 16), (2, 32), (0, 16)):
+        rows = [rng.normal(3, 2, n, 4) for _ in "kv"] if n else None
+        cache, (B, T) = sub.Cache(Turn(), rows, bits), rng.sizes(3, 4)
+        for layer in range(3):
+            k, v = rng.normal(2, B, 2, T, 4)
+            same([cache.update(layer, None, k, v, n), cache.rows[layer], k, v], f"Cache.update in layer {layer} with a "
+                 f"prefix of {n} rows, {bits} bits: what attention gets, rotated by factors 1, 2, ..; the text's own "
+                 "rows, as they are held; and the given rows")
+    for _ in range(4):
+        outputs, targets = rng.normal(2, 3, 2, 4, 5)
+        same(sub.loss_of(outputs, targets), "loss_of outputs (L, B, T, D): half of the sum of the layers' means")
+
+
 # Task 1
 
-@points(10)
+@points(8)
 def test_exact_rows(sub, rng, same):
     """exact_rows: keys before RoPE and values of one text from its start, rounded to fp16"""
     for n in (1, 2, 4):
@@ -38,7 +84,7 @@ def test_exact_rows(sub, rng, same):
              "whether they require a gradient, and are numbers that fp16 has")
 
 
-@points(5)
+@points(4)
 def test_without_prefix(sub, rng, same):
     """without_prefix: the texts behind it; ValueError where there is none, or nothing is behind it"""
     ids = a, b = rng.sample(range(3, 99), 2)
@@ -59,7 +105,7 @@ def check_prefix(sub, same, tokens, ids):
     same([given, text], f"without_prefix of {tokens} and the prefix {ids}; and the text, which stays as it was")
 
 
-@points(3)
+@points(2)
 def test_text_positions(sub, rng, same):
     """text_positions: a text goes on where its prefix ends"""
     for _ in range(10):
@@ -67,14 +113,7 @@ def test_text_positions(sub, rng, same):
         same(sub.text_positions(n, T), f"text_positions of {T} tokens behind a prefix of {n}")
 
 
-class Turn:
-    """A stand-in for RoPE that can be followed by eye."""
-
-    def rotate(self, x, positions):
-        return x * (positions + 1)[:, None]
-
-
-@points(4)
+@points(3)
 def test_begin_with(sub, rng, same):
     """begin_with: the prefix first, keys rotated to their own positions, values not at all"""
     for _ in range(15):
@@ -88,7 +127,7 @@ def test_begin_with(sub, rng, same):
 
 # Task 2
 
-@points(6)
+@points(5)
 def test_scaled_values(sub, rng, same):
     """scaled_values: each layer's, head's and channel's own factor"""
     for _ in range(15):
@@ -100,7 +139,7 @@ def test_scaled_values(sub, rng, same):
 
 # Task 3
 
-@points(7)
+@points(6)
 def test_loss_of_eight_numbers(sub, rng, same):
     """block_loss: the handout's example"""
     targets = torch.tensor([[9.0, 1, 2, 3], [9, 0, 1, 1]])[..., None]
@@ -113,7 +152,7 @@ def test_loss_of_eight_numbers(sub, rng, same):
              "mean over texts of each text's own mean")
 
 
-@points(14)
+@points(11)
 def test_block_loss(sub, rng, same):
     """block_loss: blocks, texts, channels, tokens that count"""
     for _ in range(30):
@@ -130,7 +169,7 @@ def test_block_loss(sub, rng, same):
 
 # Task 4
 
-@points(4)
+@points(3)
 def test_clipped(sub, rng, same):
     """clipped: one factor for all, and none where the norm is small enough"""
     for largest in (1.0, 4.9, 5.0, 5.1, 50.0):
@@ -141,7 +180,7 @@ def test_clipped(sub, rng, same):
         same([sub.clipped(gradients, largest), gradients], f"clipped of {before} to {largest}; and the given gradients")
 
 
-@points(8)
+@points(6)
 def test_adam_step(sub, rng, same):
     """adam_step: several steps, with the correction for the first ones"""
     for _ in range(8):
@@ -158,7 +197,7 @@ def test_adam_step(sub, rng, same):
             x, state = given, new
 
 
-@points(12)
+@points(10)
 def test_train(sub, rng, same):
     """train: the prefix of the quantized model alone; no weight changes"""
     for updates, clip in ((0, 1.0), (1, 100.0), (3, 100.0), (3, 1e-7)):  # Adam hardly feels a larger clip
@@ -180,7 +219,7 @@ def test_train(sub, rng, same):
 
 # Task 5
 
-@points(7)
+@points(6)
 def test_costs(sub, rng, same):
     """prefix_bytes, bits_of_a_number: what a prefix costs"""
     for _ in range(30):

@@ -18,9 +18,36 @@ def renamed(group):
     return [names.setdefault(g, len(names)) for g in group.tolist()]
 
 
+# The page
+
+@points(14)
+def test_page(sub, rng, same):
+    """the page: ranges, grid, Cache.write"""
+    for _ in range(6):
+        (B, T), C = rng.sizes(2, 3), 8
+        group = torch.tensor(rng.sample([0, 0, 0, 1, 1, 2, 2, 2], C))
+        x, alpha, dtype = rng.normal(B, T, C), rng.of((0.5, 0.75, 1.0), 3), rng.choice((torch.half, sub.FP8))
+        low, high = sub.ranges(x, group)
+        same([low, high, x], f"ranges of {x.tolist()} in the groups {group.tolist()}: the smallest and the largest of "
+             "each token's groups, (B, T, n)")
+        low, high = low - 0.01, high + 0.01
+        same([y.float() for y in sub.grid(low, high, alpha, dtype)], f"grid of low = {low.tolist()}, high = "
+             f"{high.tolist()}, alpha = {alpha.tolist()}, {dtype}: scale and zero. A share alpha of the range is left, "
+             "around its middle.")
+        n_kept, cache = rng.randint(1, 3), sub.Cache(None, {(0, "k"): (group, alpha)}, dtype, 2, 0)
+        cache.n_kept = n_kept
+        for i in range(2):
+            cache.recent[0, "k"] = rng.normal(B, sub.BLOCK + 2, C).half()
+            cache.write(0, "k")
+            block = [part.float() for part in cache.blocks[0, "k"][-1]]
+            same([block, cache.kept[0, "k"], cache.recent[0, "k"]], f"Cache.write of block {i}, groups "
+                 f"{group.tolist()}, alpha {alpha.tolist()}, {dtype}, n_kept = {n_kept}: codes, scale and zero of the "
+                 "block; the text's first rows; what is still recent")
+
+
 # Task 1
 
-@points(9)
+@points(7)
 def test_channel_ranges(sub, rng, same):
     """channel_ranges: the smallest and the largest number of each channel, without kept tokens"""
     for _ in range(40):
@@ -35,7 +62,7 @@ def test_channel_ranges(sub, rng, same):
              f"{None if kept is None else kept.tolist()}: (lo, hi); and x, which stays as it was")
 
 
-@points(9)
+@points(7)
 def test_make_groups(sub, rng, same):
     """make_groups: channels with similar (lo, hi) are a group"""
     for _ in range(40):
@@ -51,7 +78,7 @@ def test_make_groups(sub, rng, same):
 
 # Task 2
 
-@points(16)
+@points(13)
 def test_grid(sub, rng, same):
     """grid: the step and the zero point of a range that is clipped towards 0, or towards its middle; bounds"""
     for lo, hi, alpha, centre in ((9, 12, 1.0, 0), (9, 12, 0.75, 0), (9, 12, 0.75, 1), (2, 2, 1.0, 0),
@@ -76,7 +103,7 @@ def test_grid(sub, rng, same):
 
 # Task 3
 
-@points(8)
+@points(7)
 def test_codes_of_eight_numbers(sub, rng, same):
     """encode, decode: the handout's eight numbers"""
     x = torch.tensor([EIGHT])
@@ -93,7 +120,7 @@ def test_codes_of_eight_numbers(sub, rng, same):
         same(sub.decode(codes, h, z, group), hint + " Then what they are read as")
 
 
-@points(24)
+@points(20)
 def test_codes(sub, rng, same):
     """encode, decode: any groups, bits and clips"""
     for _ in range(80):
@@ -116,7 +143,7 @@ def test_codes(sub, rng, same):
 
 # Task 4
 
-@points(8)
+@points(7)
 def test_clip_losses(sub, rng, same):
     """clip_losses: what each choice costs each group"""
     for _ in range(25):
@@ -131,7 +158,7 @@ def test_clip_losses(sub, rng, same):
              "of w (X - X')^2; and x and the weights, which stay as they were")
 
 
-@points(6)
+@points(5)
 def test_all(sub, rng, same):
     """all of it: a codec that is calibrated, and reads other keys"""
     for _ in range(3):

@@ -19,9 +19,29 @@ def told(**given):
     return ", ".join(f"{name} = {x.tolist() if isinstance(x, torch.Tensor) else x}" for name, x in given.items())
 
 
+# The page
+
+@points(16)
+def test_page(sub, rng, same):
+    """the page: vectors, decode, antkv"""
+    for _ in range(6):
+        (B, H, T), parts = rng.sizes(2, 2, 4), rng.randint(1, 3)
+        x = rng.of(range(99), B, H, T, parts * sub.n).float()
+        same([sub.vectors(x), x], f"vectors of numbers (B, Hkv, T, d) = {list(x.shape)}: (slots, B * T, n), the slots "
+             "of a head next to each other")
+        codebook, codes = rng.normal(H * parts, 256, sub.n), rng.of(range(256), B, H, T, parts).to(torch.uint8)
+        same([sub.decode(codes, codebook), codes], f"decode of the codes {codes.tolist()}: each place has its codebook")
+        T, R = rng.randint(2, 130), rng.randint(1, 3)
+        q, K, kept = rng.normal(B, H * R, T, 8), rng.normal(B, H, T, 8), torch.zeros(2, B, H, T, dtype=torch.bool)
+        q = q * rng.of((0.25, 1, 4), B, H * R, T, 1)
+        sub.antkv(q, K, kept)
+        same([kept, q, K], f"antkv of {T} tokens, {H * R} heads of queries and {H} of keys: what is kept of keys and "
+             "of values (2, B, Hkv, T): of each text and head 1%, rounded up. A query reads no later key.")
+
+
 # Task 1
 
-@points(6)
+@points(5)
 def test_nearest(sub, rng, same):
     """nearest: of equally near centres the first"""
     for _ in range(80):
@@ -30,7 +50,7 @@ def test_nearest(sub, rng, same):
         same(sub.nearest(x, centres), f"nearest, {told(points=x, centres=centres)}")
 
 
-@points(8)
+@points(6)
 def test_plus_plus(sub, rng, same):
     """plus_plus: draws by weight, and by weight times squared distance"""
     same(sub.plus_plus(EIGHT, WEIGHTS, [0.5, 0.1]), "plus_plus of the handout's example")
@@ -43,7 +63,7 @@ def test_plus_plus(sub, rng, same):
              "which the sum of the odds is larger than u times the sum of all; the last point where all odds are 0")
 
 
-@points(10)
+@points(8)
 def test_lloyd(sub, rng, same):
     """lloyd: weighted means, and centres without points"""
     for start in ([0.0, 3], [0.0, 20], [20.0, 20, 20]):
@@ -63,7 +83,7 @@ def test_lloyd(sub, rng, same):
              "as distances were before the step.")
 
 
-@points(5)
+@points(4)
 def test_kmeans(sub, rng, same):
     """kmeans: until no centre moves, `steps` times at most"""
     same(sub.kmeans(EIGHT, WEIGHTS, torch.tensor([[0.0], [3]])), "kmeans of the handout's example")
@@ -80,7 +100,7 @@ def test_kmeans(sub, rng, same):
 
 # Task 2
 
-@points(12)
+@points(10)
 def test_token_weights(sub, rng, same):
     """token_weights: the norm of each row, the largest thousandth clamped; 1 everywhere without a gradient"""
     for shape in [(1, 6, 2), (2, 3, 4), (1, 1, 3), (3, 40, 2), (2, 900, 2), (1, 1500, 3), (3, 1100, 1)] * 2:
@@ -96,7 +116,7 @@ def test_token_weights(sub, rng, same):
     same(sub.token_weights(torch.zeros(2, 3, 4)), "token_weights of a gradient that is 0")
 
 
-@points(10)
+@points(8)
 def test_codes(sub, rng, same):
     """encode, decode: a codebook for each place"""
     x, centroids = rng.of(range(400), 1, 1, 5, 1).float(), torch.arange(400.0)[None, :, None]
@@ -110,7 +130,7 @@ def test_codes(sub, rng, same):
         same(sub.decode(codes, centroids, H), f"decode, {told(codes=codes, centroids=centroids, heads=H)}")
 
 
-@points(4)
+@points(3)
 def test_codec(sub, rng, same):
     """tasks 1 and 2, called by the codec"""
     codec = sub.Codebook(2, 8, heads=2)
@@ -122,7 +142,7 @@ def test_codec(sub, rng, same):
 
 # Task 3
 
-@points(17)
+@points(14)
 def test_anchor_scores(sub, rng, same):
     """anchor_scores: both scores of Eq. 5"""
     for k in ([-20.0, -15.0], [rng.uniform(-30, -20), rng.uniform(-19, -10)]):
@@ -137,7 +157,7 @@ def test_anchor_scores(sub, rng, same):
              "q and k, which stay as they were. The queries are those of the newest tokens.")
 
 
-@points(5)
+@points(3)
 def test_keep(sub, rng, same):
     """keep_keys, keep_values: 1% of the text, rounded up, of each"""
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,

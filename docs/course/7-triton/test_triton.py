@@ -2,11 +2,12 @@
 
 Around each tensor lies memory that a kernel must not touch; what lies behind a text is larger than anything in it."""
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from docs.course.compiles import ASKED
+from docs.course.compiles import ASKED, BELOW
 
 points = pytest.mark.points
 
@@ -44,14 +45,45 @@ def loads(*tensors, backwards):
         yield strays
 
 
-# of each kernel: the types of its arguments, and values of its constants
+# of each kernel: the types of its arguments, values of its constants, and how many numbers a program reads
 KERNELS = {
+    "attend_kernel": ({"q": "*fp32", "k": "*u8", "k_scale": "*fp16", "k_zero": "*fp16", "v": "*u8", "v_scale": "*fp16",
+                       "v_zero": "*fp16", "sums": "*fp32", "top": "*fp32", "total": "*fp32", "C": "i32",
+                       "factor": "fp32"}, {"R": 4, "D": 128, "N": 64, "GROUP": 128, "PIECE": 256}),
     "topk_kernel": ({"h": "*fp32", "score": "*fp32", "position": "*i32", "tokens": "i32", "sequence": "i32",
                      "token": "i32"}, {"K": 4, "N": 16}),
     "unpack_kernel": ({"packed": "*u8", "codes": "*u8", "tokens": "i32"}, {"W": 8, "N": 16}),
     "scores_kernel": ({"q": "*fp32", "packed": "*u8", "scale": "*fp16", "zero": "*fp16", "out": "*fp32",
-                       "tokens": "i32"}, {"R": 2, "W": 8, "N": 16}),
+                       "tokens": "i32"}, {"R": 4, "W": 32, "N": 128}, 128 * 128),
 }
+
+
+# The page
+
+def attention(sub, rng, same, R, D, hint):
+    """`attend_codes` of the page on two heads of keys and values."""
+    H, G, C = 2 * R, sub.GROUP, sub.GROUP * rng.randint(1, 4)
+    q, keys, values = rng.normal(H, D), SimpleNamespace(), SimpleNamespace()
+    for codes, shape in ((keys, (1, 2, C // G, D)), (values, (1, 2, C, 1))):
+        codes.packed = rng.of(range(256), 1, 2, C, D // 4).to(torch.uint8)
+        codes.scale, codes.zero = rng.of((0.125, 0.25, 0.5), *shape).half(), rng.normal(*shape).half()
+    sums, top, total = sub.attend_codes(q, keys, values)
+    same([sub.merge(sums, top, total), sums, total, q], f"attend_codes of {C} tokens, {H} heads of queries, D = {D}, "
+         f"GROUP = {G}, PIECE = {sub.PIECE}: the output; sums and weights of each piece; and the queries. {hint}", 1e-3)
+
+
+@points(12)
+def test_page(sub, rng, same):
+    """the page: decode, attend_kernel"""
+    for R, D in ((1, 16), (3, 16), (4, 32)):
+        attention(sub, rng, same, R, D, "decode: a byte has channels c, c + D/4, c + D/2 and c + 3D/4.")
+
+
+@points(4)
+def test_page_compiles(sub, rng, same):
+    """the page: right for one head a group, and attend_kernel compiles for a GPU"""
+    attention(sub, rng, same, 1, 16, "")
+    same(ASKED + "attend_kernel")
 
 
 # Task 1
@@ -80,7 +112,7 @@ def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
 EIGHT = [2.0, -9, 4, 4, 0, 1, -7, 3]
 
 
-@points(12)
+@points(10)
 def test_topk_of_eight_numbers(sub, rng, same):
     """topk_kernel: magnitudes, pieces, ties, the end of the text"""
     topk(sub, same, [EIGHT], 2, 4, "Positions are counted from the start of the sequence.")
@@ -93,14 +125,14 @@ def test_topk_of_eight_numbers(sub, rng, same):
     topk(sub, same, [rng.sample(range(-900, 900), 300)], 2, 128, "A long text.")
 
 
-@points(8)
+@points(5)
 def test_topk_compiles(sub, rng, same):
     """topk_kernel: right for one sequence, and it compiles for a GPU"""
     topk(sub, same, [rng.sample(range(-90, 90), 8)], 2, 4, "")
     same(ASKED + "topk_kernel")
 
 
-@points(14)
+@points(10)
 def test_topk(sub, rng, same):
     """topk_kernel: any lengths, strides and dtypes"""
     for _ in range(14):
@@ -114,7 +146,7 @@ def test_topk(sub, rng, same):
 
 # Task 2
 
-@points(5)
+@points(4)
 def test_unpack_compiles(sub, rng, same):
     """unpack_kernel: right for eight codes, and it compiles for a GPU"""
     packed, codes = rng.of(range(256), 2, 1).to(torch.uint8), torch.zeros(2, 4, dtype=torch.uint8)
@@ -123,7 +155,7 @@ def test_unpack_compiles(sub, rng, same):
     same(ASKED + "unpack_kernel")
 
 
-@points(9)
+@points(6)
 def test_unpack(sub, rng, same):
     """unpack_kernel: four codes of a byte, the first in the lowest bits; nothing behind the last token"""
     for T, W, N in ((2, 1, 2), (1, 2, 4), (5, 2, 2), (7, 4, 4), (9, 1, 8), (3, 8, 2), (8, 2, 4), (2, 32, 1)):
@@ -138,7 +170,7 @@ def test_unpack(sub, rng, same):
 
 # Task 3
 
-@points(8)
+@points(7)
 def test_fold(sub, rng, same):
     """fold: q.(c * scale + zero) = folded.c + offset"""
     q, scale, zero = torch.tensor([[1.0, 2, -1, 2]]), torch.tensor([1.0, 2, 1, 0.5]), torch.tensor([-1.0, 0, 0, 2])
@@ -151,18 +183,36 @@ def test_fold(sub, rng, same):
 
 # Task 4
 
-@points(8)
-def test_scores_compiles(sub, rng, same):
-    """scores_kernel: right for one head, and it compiles for a GPU"""
+def one_head(sub, rng, same):
     q, out = rng.normal(1, 4), torch.zeros(1, 2)
     packed, scale = rng.of(range(256), 1, 2, 1).to(torch.uint8), torch.ones(1, 1, 4).half()
     sub.scores_kernel[1, 1](q, packed, scale, -scale, out, 2, 1, 1, 2)
     same(out, f"scores_kernel with T = 2, W = 1, N = 2, one head: q = {q.tolist()}, packed = {packed.tolist()}, scales "
          "1, zero points -1")
+
+
+@points(4)
+def test_scores_compiles(sub, rng, same):
+    """scores_kernel: right for one head, and it compiles for a GPU"""
+    one_head(sub, rng, same)
     same(ASKED + "scores_kernel")
 
 
-@points(16)
+@points(4)
+def test_scores_below_8(sub, rng, same):
+    """scores_kernel: right for one head, and below 8 instructions a number"""
+    one_head(sub, rng, same)
+    same(ASKED + "scores_kernel" + BELOW + "8")
+
+
+@points(4)
+def test_scores_below_6(sub, rng, same):
+    """scores_kernel: right for one head, and below 6 instructions a number"""
+    one_head(sub, rng, same)
+    same(ASKED + "scores_kernel" + BELOW + "6")
+
+
+@points(10)
 def test_scores(sub, rng, same):
     """scores_kernel: fold, planes, groups, heads, the end of the text"""
     for T, W, N, heads, R in ((2, 1, 2, 1, 1), (8, 2, 4, 1, 2), (5, 4, 4, 2, 1), (7, 1, 4, 2, 2), (9, 2, 8, 2, 3),
