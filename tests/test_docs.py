@@ -424,16 +424,15 @@ UNREAD = re.compile(r"```py(?:(?!```).)*>>>.*?^```|<!-- .*? -->", re.DOTALL | re
 @pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
 def test_every_figure_has_its_source(page, tmp_path):
     """A wrong one, planted, is found, and so is a wrong word beside one."""
-    data, sealed, wrong = results.read_data(), pages.read_sealed(), tmp_path / page.name
-    text = page.read_text(encoding="utf-8")
-    assert not pages.wrong_in(page, data, sealed), "run `python docs/programs/pages.py`, which says what to do"
+    text, sealed, wrong = page.read_text(encoding="utf-8"), pages.read_sealed(), tmp_path / page.name
+    assert not pages.wrong_in(page, sealed), "run `python docs/programs/pages.py`, which says what to do"
     hidden = UNREAD.sub(lambda span: "~" * len(span[0]), text)
     found = [figure for block in pages.BLOCK.finditer(hidden) if re.search(r"(?<!\w)\d", block[0])
              for figure in FIGURE.finditer(hidden, *block.span())]
     for figure, other in [*zip(found, found[1:])][::max(1, len(found) // 8)]:  # as if it were the next one
         new = other[0] if other[0] != figure[0] else "9.75"
         wrong.write_text(text[:figure.start()] + new + text[figure.end():], encoding="utf-8")
-        assert pages.wrong_in(wrong, data, sealed), figure
+        assert pages.wrong_in(wrong, sealed), figure
 
 
 def test_the_rows_of_the_data_are_those_of_the_claims():
@@ -449,7 +448,7 @@ def test_what_has_no_source_is_found(said, found, tmp_path, monkeypatch):
     monkeypatch.setitem(pages.sentences.OF_PAGE, "page.md", lambda: [f"loses {1 / 2}"])
     page, sealed = tmp_path / "page.md", {"page.md": {pages.digest(f"It {pages.COMPUTED} of it."): "half of one"}}
     page.write_text(said)
-    wrong = pages.wrong_in(page, results.read_data(), sealed)
+    wrong = pages.wrong_in(page, sealed)
     assert any(found in line for line in wrong) if found else not wrong
 
 

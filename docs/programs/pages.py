@@ -15,13 +15,13 @@ changes a wording says `--seal wording`. A table of docs/results.json stands bet
 import argparse
 import re
 import sys
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 
 import results
 import sentences
 from results import CLAIMS, CODECS, NAMES, ROOT, SHOWN, claims_table, count, rows_table
-from sentences import NUMBER
+from sentences import DATA, NUMBER
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 SEALED = ROOT / "docs" / "sealed.txt"  # lines of: page | source | digests
@@ -35,16 +35,20 @@ CLAIM = re.compile(r"(?<!\w)[+-]?\d|\0|\b(?:two|three|four|five|six|seven|eight|
                    r"worse|better|\w+er than|larg\w+|small\w*|high\w*|low\w*|fast\w*|slow\w*|exact\w*|same)\b", re.I)
 
 
-def written(page, data):
-    """A page's text with the tables of the data, and the figures of its sentences."""
-    parts = {section: partial(claims_table, section, data) for section in CLAIMS}
-    parts |= {model: partial(rows_table, model, data, SHOWN) for model in NAMES}
-    parts |= {"count": partial(count, data), "codecs": partial(rows_table, "SmolLM2", data, CODECS),
-              "lengths": partial(results.lengths_table, data), "served": partial(results.served_table, data)}
+@cache
+def table(name):
+    """A table of the data, or a sentence that counts them."""
+    tables = {section: partial(claims_table, section) for section in CLAIMS}
+    tables |= {model: partial(rows_table, model, names=SHOWN) for model in NAMES}
+    tables |= {"count": count, "codecs": partial(rows_table, "SmolLM2", names=CODECS),
+               "lengths": results.lengths_table, "served": results.served_table}
+    return tables[name](data=DATA)
 
-    def table(block):
-        return f"<!-- written: {block[1]} -->\n{parts[block[1]]()}\n<!-- end -->"
-    text = WRITTEN.sub(table, page.read_text(encoding="utf-8"))
+
+def written(page):
+    """A page's text with the tables of the data, and the figures of its sentences."""
+    text = WRITTEN.sub(lambda block: f"<!-- written: {block[1]} -->\n{table(block[1])}\n<!-- end -->",
+                       page.read_text(encoding="utf-8"))
     for sentence in sentences.of_page(page.name):
         text = with_figures(text, sentence)
     return text
@@ -52,7 +56,7 @@ def written(page, data):
 
 def pattern(sentence, number=None):
     """That finds a sentence across the lines of a page; number: a pattern in the place of each of its numbers."""
-    words = [re.escape(part).replace(r"\ ", r"\s+") for part in NUMBER.split(sentence)]
+    words = [r"\s+".join(map(re.escape, re.split(r"\s+", part))) for part in NUMBER.split(sentence)]
     numbers = [number or re.escape(found) for found in NUMBER.findall(sentence)]
     return re.compile("".join(a + b for a, b in zip(words, [*numbers, ""])))
 
@@ -105,9 +109,9 @@ def seal(pages, source):
     SEALED.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def wrong_in(page, data, sealed):
+def wrong_in(page, sealed):
     """What is wrong in a page, a line each."""
-    wrong = [] if written(page, data) == page.read_text(encoding="utf-8") else ["it has other figures than the data"]
+    wrong = [] if written(page) == page.read_text(encoding="utf-8") else ["it has other figures than the data"]
     blocks, missing = without_computed(page)
     wrong += [f"sentences.py has, but the page does not say: {sentence}" for sentence in missing]
     wrong += [f"new, and without a source: {' '.join(block.replace(COMPUTED, '...').split())[:100]}"
@@ -121,12 +125,11 @@ def main():
     p.add_argument("--check", action="store_true", help="write nothing")
     p.add_argument("--seal", metavar="SOURCE", help="with what the new paragraphs, tables and outputs were compared")
     args = p.parse_args()
-    data = results.read_data()
     if not args.check:
         for page in PAGES:
-            page.write_text(written(page, data), encoding="utf-8")
+            page.write_text(written(page), encoding="utf-8")
         seal(args.pages if args.seal else [], args.seal)
-    wrong = [line for page in PAGES for line in wrong_in(page, data, read_sealed())]
+    wrong = [line for page in PAGES for line in wrong_in(page, read_sealed())]
     if wrong:
         sys.exit("\n".join(wrong))
     print(f"every figure has its source: {', '.join(page.name for page in PAGES)}")
