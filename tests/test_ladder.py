@@ -14,7 +14,7 @@ import torch
 import train_intact
 from eval_ppl import compare
 from tinykv import hf
-from tinykv.cache import LayerCache
+from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.nonuniform import Histogram, NonUniform
@@ -92,6 +92,11 @@ def test_pool_of_other_shapes(monkeypatch):
         want, found = ours.update(q, keys, values, begin), theirs.update(2, q, keys, values, begin)
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(want, found))
     assert theirs.kept[2].sum() > 2 * 3 * 3  # some lost their place
+    # the bytes of a layer, with the window at its mean
+    numbers, waiting, both = 2 * 3 * 32, 32 + 127 / 2, (ours.keys, ours.values)
+    held = sum(rows.kept_positions.nbytes + rows.kept_rows.nbytes for rows in both) + 2 * 2 * numbers * waiting
+    held += sum(rows.codes.nbytes for rows in both) / 256 * (400 - waiting)
+    assert theirs.bits() == pytest.approx(8 * held / (2 * numbers * 400))
 
 
 @pytest.mark.whole  # seconds of calibration
@@ -195,12 +200,17 @@ def test_kernel(monkeypatch, capsys):
     kivi, rows = KIVI(model.config, group_size=128, recent=32), []
     for name, method, attention in (("fp16", FP16(model.config), "fused"), ("decoded", kivi, "plain"),
                                     ("kernel", kivi, "triton")):
-        cache, logits = TritonCache(model, method), []
+        cache, logits = KVCache(model, method), []
         with torch.no_grad():
             model.use_attention("fused")
             for chunk in tokens[:, :-2].split(32, dim=1):
                 logits = [model(chunk, cache)[0, -1:]]
             model.use_attention(attention)
+            if attention == "triton":  # goes on with what the other has read
+                kernel = TritonCache(model, method)
+                for ours, read in zip(kernel.layers, cache.layers):
+                    vars(ours).update(vars(read))
+                cache = kernel
             logits.append(model(tokens[:, -2:-1], cache)[0])
             model(tokens[:, -1:], cache)
         loss = torch.nn.functional.cross_entropy(torch.cat(logits), tokens[0, -2:])
@@ -230,7 +240,7 @@ def test_a_block_that_fills_up(monkeypatch):
     tokens = load_windows("tales", tokenizer, 291, 1, "test").tokens
     method = KIVI(model.config, group_size=128, recent=34)  # of 290 tokens, 256 are quantized
     outputs = []
-    for cache, attention in ((TritonCache(model, method), "plain"), (page["KernelCache"](model, method), "triton")):
+    for cache, attention in ((KVCache(model, method), "plain"), (page["KernelCache"](model, method), "triton")):
         with torch.no_grad():
             model.use_attention("fused")
             model(tokens[:, :288], cache)

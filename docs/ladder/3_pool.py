@@ -6,9 +6,9 @@
 In a channel where all other keys are large, a key near 0 widens the grid for the whole block. Such a key is small in
 all of its channels, so the sum of their magnitudes finds it. Each head keeps a pool of the smallest keys so far, with
 their values: they stay in 16 bits, and grids are made without them.
-
-Keys that are about to be quantized compete with the pool. What loses its place there stays in 16 bits all the same, as
-the grid of its block was made without it. The table has pools of no token (KIVI), of one, and of OTT's three.
+A block that is about to be quantized competes with the pool, which has few places, as each costs 16 bits a number. What
+is driven out of it has a place among 32 others, as the grid of its block was made without it; here at most 18 are used.
+The table has pools of no token (KIVI), of one, and of OTT's three.
 
 Shapes: B texts; T new tokens, S in all, C of them no longer recent; Hkv heads of keys and values, d channels.
 """
@@ -116,13 +116,14 @@ class Cache:
     def expect(self, tokens):  # the model asks: which of a text's tokens are new, and how many does it hold?
         return tokens, self.length
 
-    def bits(self):  # of a number: codes and grids in blocks, and 16 bits in the window
+    def bits(self):  # of a number: codes and grids in blocks, and 16 bits in the window and, NEW, of kept rows
         blocks = [block for blocks in self.blocks.values() for block in blocks]
         coded = 8 * sum(x.nbytes for block in blocks for x in block) / sum(4 * codes.numel() for codes, *_ in blocks)
         share = (self.n_recent + (self.block - 1) / 2) / self.length  # in the window, on average: it grows by a block
-        # NEW: places for kept rows, as many as the fullest head needs, each with 4 bytes for the position
+        # a head has as many places as the fullest needs, with 4 bytes for a position
         places = sum(kept.sum(-1).max() for kept in self.kept.values()) / len(self.kept)  # the mean over layers
-        return coded * (1 - share) + 16 * share + (16 + 32 / self.rows[0, "k"].shape[1]) * places / self.length
+        d = 4 * blocks[0][0].shape[3]
+        return coded * (1 - share) + 16 * share + (16 + 32 / d) * places / self.length
 
 
 # The table: perplexity of 16 texts, or as many as the command says
@@ -130,7 +131,6 @@ torch.set_grad_enabled(False)
 model, tokenizer = hf.load("tinykv/assets/tales")
 texts = int(sys.argv[1]) if sys.argv[1:] else 16
 test = load_windows("tales", tokenizer, 1024, texts, "test").tokens  # (B, T)
-
 for pool in (0, 1, 3):
     cache = Cache(model.rope, pool, recent=32, block=128)
     # read in chunks that end where a block is full, which is faster than token by token and computes the same
