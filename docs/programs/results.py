@@ -390,7 +390,8 @@ def claims_table(section, data):
     names = {name: " / ".join(NAMES[model][name] for model in NAMES) for name in NAMES["SmolLM2"]}
     for claim in CLAIMS[section]:
         both = [finding(claim, model, data) for model in NAMES]
-        says = f"{claim.says}: `{claim.first}` - `{claim.second}`, `{claim.flags.format(**names)}`"
+        rows = f"`{claim.first}` - `{claim.second}`, `{claim.flags}`".format(**names)
+        says = f"{claim.says}: {rows}"
         lines.append(f"| {says} | {' | '.join(found.text if found else '-' for found in both)} | "
                      f"{verdict(claim, both[1])} |")
     return "\n".join(lines)
