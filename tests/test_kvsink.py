@@ -11,6 +11,7 @@ import oracles
 import pytest
 import torch
 from cases import CHANNEL, MARK, SETTINGS, VOCAB, Case, D, G, H, L, calibration_windows, d, model_of, tokens_of
+from chance import Chance
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -298,6 +299,15 @@ def test_all_that_reach_the_threshold(chunks, threshold):
         reached = [{i for i, size in enumerate(sizes) if size >= threshold * max(sizes)} for sizes in seen]
         assert list(map(set, sinks)) == reached
         assert len(sinks[0]) == max(map(len, reached))
+
+
+def test_the_control_keeps_as_many_tokens():
+    """The five largest, and others by chance; as many places as there are marks."""
+    method = Chance(model_of(1).config, emergence_layer=1, outlier_channel=2, threshold=0.5)
+    for marks in ([3, 1, 7, 8, 9, 2, 4], [3, 1]):
+        text = SimpleNamespace(layer=2, length=20, shared=SimpleNamespace(sinks=torch.tensor([marks])))
+        kept, = method.keep_keys(text, 20)[0].tolist()
+        assert kept[:5] == marks[:5] and len(kept) == len(marks) and set(kept) <= set(range(20))
 
 
 def test_a_model_of_table_3_still_calibrates_its_static_ranges():
