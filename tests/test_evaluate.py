@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import eval_ppl
 from eval_ppl import compare
 from tinykv import UserError, evaluate, hf
 from tinykv.cache import KVCache
@@ -384,6 +385,19 @@ def test_compare_returns_the_rows_of_the_command(one_layer, tmp_path):
     lines = repr(table).splitlines()
     assert lines[-5].split()[:3] == ["method", "scheme", "keep"] and lines[-1].startswith("pfn preserve=2 ")
     assert comparisons.perplexity(table).axes[0].get_xlabel() == "tokens kept in full precision"
+
+
+def test_a_row_comes_before_the_next_is_measured(one_layer, monkeypatch):
+    """`evaluate` yields it as data: a dict."""
+    measured, rows = [], []
+    monkeypatch.setattr(eval_ppl, "measure", lambda *given, **more: measured.append(1) or measure(*given, **more))
+    args = flags.parse(methods="rtn,pfn", given={"model": one_layer, **SMALL})
+    for part in eval_ppl.evaluate(flags.set_up(args)):
+        if isinstance(part, dict):
+            rows.append(part)
+            assert len(measured) == len(rows)
+    assert [row["label"] for row in rows] == ["fp16", "rtn", "pfn"]
+    assert [row["ppl"] for row in rows] == [row["ppl"] for row in compare("rtn,pfn", one_layer, **SMALL)]
 
 
 def test_compare_takes_a_method_and_a_loaded_model(one_layer):

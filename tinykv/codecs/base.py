@@ -153,7 +153,11 @@ def largest_code(bits):
 # Codecs
 
 class Codec:
-    """How the keys, or the values, of one layer are quantized: `encode` and `decode`, and `fit` if it needs text."""
+    """How the keys, or the values, of one layer are quantized: `encode` and `decode`, and `fit` if it needs text.
+
+    A scheme makes them: a function of a config, the kind ("k" or "v") and bits, with a name in schemes.SCHEMES. Its
+    further arguments, Annotated[type, help], are settings, each with a flag of its name.
+    """
     bits = 16  # nominal bits of a number
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
     needs_text = False  # True: calibration has to call `fit` before the first text
