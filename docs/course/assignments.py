@@ -33,7 +33,7 @@ PAGES = {  # by assignment, the page of docs/ladder that is its first part, and 
     "kvsink": ("1_sinks.py", ("pfn", "kvsink")),
     "ott": ("3_pool.py", ("grid_of", "ott")),
     "intactkv": ("9_prefix.py", ("rounded", "Cache.update", "prefix_of", "loss_of")),
-    "skvq": ("4_groups.py", ("ranges", "grid", "Cache.write")),
+    "skvq": ("4_groups.py", ("grid", "Cache.write")),
     "antkv": ("6_codebooks.py", ("vectors", "decode", "antkv")),
     "triton": ("8_kernel.py", ("decode", "attend_kernel")),
 }

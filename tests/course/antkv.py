@@ -47,15 +47,16 @@ WRONG = {
 PAGE = {
     "slots_of_a_place": ("x.permute(1, 3, 0, 2, 4)", "x.permute(3, 1, 0, 2, 4)"),
     "tokens_first": ("x.permute(1, 3, 0, 2, 4)", "x.permute(1, 3, 2, 0, 4)"),
-    "one_codebook": ("x = codebook[slot, codes.long()]", "x = codebook[0, codes.long()]"),
-    "heads_share": ("view(codes.shape[1], 1, -1)", "view(codes.shape[1], 1, -1)[:1]"),
-    "later_keys": (".triu(1)", ".triu(T)"),
+    "one_codebook": ("x = codebook[slot, code", "x = codebook[0, code"),
+    "high_bits_first": (
+        "code = codes[..., None] >> torch.arange(0, 8, n)",
+        "code = codes[..., None] >> torch.arange(8 - n, -1, -n)"),
+    "not_masked": (" & 2 ** n - 1  #", " & 255  #"),
+    "later_keys": ("torch.bool).triu(1)", "torch.bool).triu(9999)"),
     "not_scaled": (" / math.sqrt(q.shape[-1])", ""),
     "no_norm": (" * q.norm(dim=-1, keepdim=True)", ""),
     "not_the_derivative": ("A * (1 - A)", "A"),
-    "a_mean_of_heads_that_come_first": (
-        ".unflatten(2, (-1, heads_per_kv)).sum(3)",
-        ".unflatten(2, (heads_per_kv, -1)).sum(2)"),
+    "heads_in_another_order": (".unflatten(2, (-1, heads_per_kv)).sum(3)", ".unflatten(2, (heads_per_kv, -1)).sum(2)"),
     "keys_for_values": ("torch.stack([of_key, of_value])", "torch.stack([of_key, of_key])"),
     "rounded_down": ("math.ceil(score.shape[-1] / 100)", "max(1, score.shape[-1] // 100)"),
 }

@@ -50,9 +50,9 @@ PAGE = {
     "a_layer_early": ("if layer >= 2:", "if layer >= 1:"),
     "coded_tokens_compete": ("rival = kept.clone()", "rival = kept | True"),
     "the_block_alone": ("rival = kept.clone()", "rival = kept & False"),
-    "the_largest": ("topk(POOL, largest=False)", "topk(POOL)"),
+    "the_largest": ("topk(cache.pool, largest=False)", "topk(cache.pool)"),
     "no_magnitude": ("keys.abs().sum(-1)", "keys.sum(-1)"),
-    "one_less": ("topk(POOL,", "topk(POOL - 1,"),
+    "one_less": ("topk(cache.pool,", "topk(cache.pool + 1,"),
     "the_others_leave": (
         "kept.scatter_(2, smallest, True)",
         "kept[:] = torch.zeros_like(kept).scatter(2, smallest, True)"),

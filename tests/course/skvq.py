@@ -43,18 +43,17 @@ WRONG = {
 # of the page
 PAGE = {
     "one_group": ("x[..., group == g]", "x[..., group >= 0]"),
-    "a_range_of_all_tokens": (
-        "g.amax(-1) for g in groups]",
-        "g.amax(-1).amax(1, keepdim=True).expand_as(g[..., 0]) for g in groups]"),
-    "clipped_towards_zero": ("(1 - alpha) * (low + high) / 2", "(1 - alpha) * 0"),
-    "not_clipped": ("alpha * end +", "end +"),
+    "clipped_towards_zero": ("middle = (low + high) / 2", "middle = 0 * low"),
+    "not_clipped": ("low, high = alpha * low", "low, high = low"),
+    "one_end": ("alpha * high + (1 - alpha) * middle", "high"),
     "four_steps": ("((high - low) / 3)", "((high - low) / 4)"),
     "always_16_bits": ("return scale.to(dtype), low", "return scale.half(), low"),
-    "the_newest": (
-        "old, recent = self.recent[layer, kind].tensor_split([BLOCK], dim=1)",
-        "recent, old = self.recent[layer, kind].tensor_split([-BLOCK], dim=1)"),
+    "the_newest": ("tensor_split([recent.shape[1] - self.n_recent], dim=1)", "tensor_split([self.n_recent], dim=1)"),
     "first_of_each_block": (
         "self.kept.setdefault((layer, kind), old[:, :self.n_kept])",
         "self.kept[layer, kind] = old[:, :self.n_kept]"),
-    "one_more_kept": ("old[:, :self.n_kept]", "old[:, :self.n_kept + 1]"),
+    "one_more_kept": ("(layer, kind), old[:, :self.n_kept])", "(layer, kind), old[:, :self.n_kept + 1])"),
+    "the_last_block_alone": (
+        "self.blocks[layer, kind].append((encode",
+        "self.blocks[layer, kind][:] = [0]; self.blocks[layer, kind].append((encode"),
 }

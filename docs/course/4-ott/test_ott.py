@@ -29,11 +29,12 @@ def test_page(sub, rng, same):
         before = rng.of((False, True), B, H, n)
         before[..., -block:] = False
         for layer in (1, 2):
-            cache, now = SimpleNamespace(block=block, read=lambda *_, keys=keys: keys.clone()), before.clone()
+            pool, now = rng.randint(1, 3), before.clone()
+            cache = SimpleNamespace(block=block, pool=pool, read=lambda *_, keys=keys: keys.clone())
             sub.ott(cache, layer, now)
-            same(now, f"ott in layer {layer}, block = {block}, kept so far {before.tolist()}, sums of magnitudes "
-                 f"{keys.abs().sum(-1).tolist()}: what is kept now. The POOL smallest of those that are still in 16 "
-                 "bits stay, and so does what was kept before.")
+            same(now, f"ott in layer {layer}, pool = {pool}, block = {block}, kept so far {before.tolist()}, sums of "
+                 f"magnitudes {keys.abs().sum(-1).tolist()}: what is kept now. The smallest of those that are "
+                 "still in 16 bits stay, as many as the pool has, and so does what was kept before.")
 
 
 # Task 1

@@ -22,27 +22,25 @@ def renamed(group):
 
 @points(14)
 def test_page(sub, rng, same):
-    """the page: ranges, grid, Cache.write"""
+    """the page: grid, Cache.write"""
     for _ in range(6):
         (B, T), C = rng.sizes(2, 3), 8
         group = torch.tensor(rng.sample([0, 0, 0, 1, 1, 2, 2, 2], C))
         x, alpha, dtype = rng.normal(B, T, C), rng.of((0.5, 0.75, 1.0), 3), rng.choice((torch.half, sub.FP8))
-        low, high = sub.ranges(x, group)
-        same([low, high, x], f"ranges of {x.tolist()} in the groups {group.tolist()}: the smallest and the largest of "
-             "each token's groups, (B, T, n)")
-        low, high = low - 0.01, high + 0.01
-        same([y.float() for y in sub.grid(low, high, alpha, dtype)], f"grid of low = {low.tolist()}, high = "
-             f"{high.tolist()}, alpha = {alpha.tolist()}, {dtype}: scale and zero. A share alpha of the range is left, "
-             "around its middle.")
-        n_kept, cache = rng.randint(1, 3), sub.Cache(None, {(0, "k"): (group, alpha)}, dtype, 2, 0)
-        cache.n_kept = n_kept
+        same([[y.float() for y in sub.grid(x, group, alpha, dtype)], x], f"grid of {x.tolist()} in the groups "
+             f"{group.tolist()}, alpha = {alpha.tolist()}, {dtype}: scale and zero of each token's groups, (B, T, n). "
+             "A share alpha of the range is left, around its middle.")
+        n_kept, tables = rng.randint(1, 3), {(0, kind): (group, alpha) for kind in "kv"}
+        cache = sub.Cache(None, tables, dtype, n_kept, 2)
         for i in range(2):
-            cache.recent[0, "k"] = rng.normal(B, sub.BLOCK + 2, C).half()
-            cache.write(0, "k")
-            block = [part.float() for part in cache.blocks[0, "k"][-1]]
-            same([block, cache.kept[0, "k"], cache.recent[0, "k"]], f"Cache.write of block {i}, groups "
-                 f"{group.tolist()}, alpha {alpha.tolist()}, {dtype}, n_kept = {n_kept}: codes, scale and zero of the "
-                 "block; the text's first rows; what is still recent")
+            for kind in "kv":
+                cache.recent[0, kind] = rng.normal(B, 7, C).half()
+            cache.write(0)
+            for kind in "kv":
+                block = [part.float() for part in cache.blocks[0, kind][-1]]
+                same([block, len(cache.blocks[0, kind]), cache.kept[0, kind], cache.recent[0, kind]], f"Cache.write of "
+                     f"block {i}, groups {group.tolist()}, alpha {alpha.tolist()}, {dtype}, n_kept = {n_kept}: codes, "
+                     "scale and zero of the block; how many blocks there are; the text's first rows; what is recent")
 
 
 # Task 1

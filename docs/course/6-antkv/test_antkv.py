@@ -24,14 +24,15 @@ def told(**given):
 @points(16)
 def test_page(sub, rng, same):
     """the page: vectors, decode, antkv"""
-    for _ in range(6):
-        (B, H, T), parts = rng.sizes(2, 2, 4), rng.randint(1, 3)
-        x = rng.of(range(99), B, H, T, parts * sub.n).float()
-        same([sub.vectors(x), x], f"vectors of numbers (B, Hkv, T, d) = {list(x.shape)}: (slots, B * T, n), the slots "
-             "of a head next to each other")
-        codebook, codes = rng.normal(H * parts, 256, sub.n), rng.of(range(256), B, H, T, parts).to(torch.uint8)
-        same([sub.decode(codes, codebook), codes], f"decode of the codes {codes.tolist()}: each place has its codebook")
-        T, R = rng.randint(2, 130), rng.randint(1, 3)
+    for i in range(12):
+        (B, T, parts), H, n = rng.sizes(2, 4, 3), 1 + i % 2, rng.choice((2, 4, 8))
+        x = rng.of(range(99), B, H, T, parts * 8).float()
+        same([sub.vectors(x, n), x], f"vectors of numbers (B, Hkv, T, d) = {list(x.shape)}, n = {n}: (slots, B * T, "
+             "n), the slots of a head next to each other")
+        codebook, codes = rng.normal(H * parts * 8 // n, 2 ** n, n), rng.of(range(256), B, H, T, parts).to(torch.uint8)
+        same([sub.decode(codes, codebook), codes], f"decode of the bytes {codes.tolist()}, n = {n}: the first code of "
+             "a byte is in its lowest bits; each place has its codebook")
+        T, R = (5, 60, 101, 130)[i % 4], 1 + i % 3
         q, K, kept = rng.normal(B, H * R, T, 8), rng.normal(B, H, T, 8), torch.zeros(2, B, H, T, dtype=torch.bool)
         q = q * rng.of((0.25, 1, 4), B, H * R, T, 1)
         sub.antkv(q, K, kept)

@@ -54,7 +54,7 @@ KERNELS = {
                      "token": "i32"}, {"K": 4, "N": 16}),
     "unpack_kernel": ({"packed": "*u8", "codes": "*u8", "tokens": "i32"}, {"W": 8, "N": 16}),
     "scores_kernel": ({"q": "*fp32", "packed": "*u8", "scale": "*fp16", "zero": "*fp16", "out": "*fp32",
-                       "tokens": "i32"}, {"R": 4, "W": 32, "N": 128}, 128 * 128),
+                       "tokens": "i32"}, {"R": 4, "W": 32, "N": 128}, 16384),  # 128 tokens of 128 channels
 }
 
 
