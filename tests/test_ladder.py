@@ -77,6 +77,30 @@ def test_window(monkeypatch, capsys):
     assert printed("2_window.py", 2, monkeypatch, capsys, 3) == rows
 
 
+def test_sinks_of_other_numbers(monkeypatch):
+    """A sink has either sign, and all heads of its text keep it."""
+    page = run("1_sinks.py", [1], monkeypatch)
+    h = torch.zeros(2, 40, 64)
+    h[0, 7, 49], h[1, 9, 49], h[:, 20:, 3] = -90, 90, 200  # as large in another channel
+    kept = torch.zeros(2, 3, 40, dtype=torch.bool)
+    page["kvsink"](SimpleNamespace(outputs=[h, h]), 2, kept)
+    assert kept[0, :, 7].all() and kept[1, :, 9].all() and kept.sum() == 2 * 3 * 5
+
+
+def test_window_of_other_chunks(monkeypatch):
+    """Several heads, and chunks shorter than a block: as the package, chunk by chunk."""
+    page = run("2_window.py", [1], monkeypatch)
+    config = replace(hf.load_config(EMBEDDED), num_attention_heads=3, num_key_value_heads=3)
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 2, 3, 320, 32)
+    ours = LayerCache(0, KIVI(config, group_size=128, recent=32), Rope(config), "stream", SimpleNamespace())
+    theirs = page["Cache"](Rope(config), 32, 128)
+    for begin in range(0, 320, 8):
+        new = [x[:, :, begin:begin + 8] for x in (k, k, v)]
+        want, found = ours.update(*new, begin), theirs.update(0, *new, begin)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(want, found))
+
+
 def test_pool(monkeypatch, capsys):
     """OTT without a pool, which is KIVI, with a pool of one, and with its own."""
     settings = {"protocol": "stream", "group_size": 128, "recent": 32}
@@ -259,8 +283,10 @@ def test_a_block_that_fills_up(monkeypatch):
 
 
 KERNELS = {
-    "7_topk.py": {"topk_kernel": ({"h": "*fp32", "size": "*fp32", "place": "*i64", "T": "i32", "to_text": "i32",
-                                   "to_token": "i32"}, {"K": 5, "N": 256})},
+    "7_topk.py": {
+        "abs_kernel": ({"x": "*fp32", "out": "*fp32", "n": "i32"}, {"N": 256}),
+        "topk_kernel": ({"h": "*fp32", "size": "*fp32", "token": "*i64", "T": "i32", "to_text": "i32",
+                         "to_token": "i32"}, {"K": 5, "N": 256})},
     "8_kernel.py": {"attend_kernel": (
         {"q": "*fp32", "k": "*u8", "k_scale": "*fp16", "k_zero": "*fp16", "v": "*u8", "v_scale": "*fp16",
          "v_zero": "*fp16", "sums": "*fp32", "top": "*fp32", "total": "*fp32", "C": "i32", "factor": "fp32"},
