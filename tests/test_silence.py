@@ -1,5 +1,6 @@
 """Nothing wrong in silence: what is not finite, not of the right shape, or damaged ends in one line, never in a row."""
 import shutil
+from itertools import islice
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,7 +16,7 @@ from tinykv.analysis import __main__ as analysis
 from tinykv.cache import KVCache, LayerCache
 from tinykv.calibrate import calibrate
 from tinykv.data import load_windows
-from tinykv.evaluate import measure, refuse_overflow
+from tinykv.evaluate import chunks_of, measure, refuse_overflow
 from tinykv.files import Tables, fingerprint, save_tensors
 from tinykv.hf import EMBEDDED
 from tinykv.methods.intactkv import exact_rows
@@ -252,6 +253,41 @@ def test_a_cache_that_an_interrupted_generation_left_is_refused(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(UserError, match="begun and not ended"):
         model.generate(tokens, 5, cache)
+
+
+def test_tables_from_a_file_warn_of_few_vectors_a_centroid():
+    model = hf.load_model(EMBEDDED)
+    method, other = (METHODS["cq"](model.config, vq="d4m64") for _ in range(2))
+    calibrate(model, method, torch.arange(200).view(2, 100) % 50)
+    other.restore(method.calibrated(), model)
+    assert "few (below" in method.describe() and other.describe() == method.describe()
+
+
+def test_positions_are_integers():
+    rows = LayerCache(0, METHODS["fp16"](model_of(1).config), None, "stream", None).keys
+    rows.append(torch.zeros(1, 2, 3, 4))
+    with pytest.raises(UserError, match="integers, not torch.float32"):
+        rows.keep(torch.tensor([[[0.5]]]))
+
+
+@pytest.mark.parametrize("name, settings", [
+    ("pfn", {"preserve": 0.5}), ("kivi", {"recent": -5}), ("kivi", {"recent": 2.5}), ("kivi", {"v_block": 1.5}),
+    ("kivi", {"group_size": "8"}), ("ott", {"extra_pool": 0.5}),
+    ("rtn", {"rope": "Post"}), ("rtn", {"block": -4}), ("skvq", {"group_size": 2.5})])
+def test_python_refuses_what_the_command_line_refuses(name, settings):
+    """In the constructor, or when a cache is made."""
+    model = model_of(1)
+    with pytest.raises(UserError):
+        KVCache(model, METHODS[name](model.config, **settings))
+
+
+def test_chunks_always_advance():
+    """Also if somebody has edited the method of a cache."""
+    model = model_of(1)
+    cache = KVCache(model, METHODS["rtn"](model.config, scheme="token-dynamic"))
+    cache.method.block = -4
+    chunks = list(islice(chunks_of(torch.arange(32)[None], cache), 40))
+    assert torch.equal(torch.cat(chunks, dim=1), torch.arange(32)[None])
 
 
 # ---- learned files

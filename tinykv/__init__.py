@@ -20,9 +20,10 @@ class UserError(ValueError):
 
 
 def at_least(least, **settings):
-    """UserError if a setting is no whole number, or below what it can be; None is no setting."""
+    """UserError if a setting is no whole number, below what it can be, or beyond what anything has; None is no
+    setting."""
     for name, value in settings.items():
-        if value is not None and not (hasattr(value, "__index__") and value >= least):
+        if value is not None and not (hasattr(value, "__index__") and least <= value < 2 ** 31):
             raise UserError(f"{name.replace('_', ' ')} must be a whole number of at least {least}; got {value!r}")
 
 

@@ -163,6 +163,7 @@ class Codec:
     needs_text = False  # True: calibration has to call `fit` before the first text
     needs_gradient = False  # True: `fit` is given the gradient of the loss
     tables = ()  # names of the attributes that `fit` sets: tensors, or None before
+    counts = ()  # names of numbers that `fit` sets, to be told with the tables
 
     def fit(self, rows, kept, gradient=None, seed=0):
         """Find the tables, given the keys, or values, of W windows of calibration text.

@@ -46,6 +46,7 @@ class Codebook(Codec):
     Hkv, d.
     """
     tables = ("centroids",)  # (slots, m, n) in 16 bits; (1, m, n) if shared by the layer
+    counts = ("samples", "effective")
     needs_text = True
 
     def __init__(self, n, m, heads, width, sensitivity="fisher", sharing="head"):
@@ -116,7 +117,7 @@ class Codebook(Codec):
                             "or longer calibration windows, or fewer centroids")
         # Kish's effective sample size
         weights = weights.double()
-        self.effective = (weights.sum(1).square() / weights.square().sum(1)).min().item()
+        self.effective = round((weights.sum(1).square() / weights.square().sum(1)).min().item())
 
     def weigh(self, rows, kept, gradient):
         """A window's rows and gradient (Hkv, T, d) -> the weights of its vectors, (slots, T): 0 where kept (Hkv, T)."""

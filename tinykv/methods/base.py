@@ -114,7 +114,8 @@ class Method:
         numbers = {name: getattr(self, name) for name in self.found if self.needs_text}
         tables = {name: torch.tensor(number) for name, number in numbers.items() if number is not None}
         for layer, kind, codec in self.each_codec():
-            tables |= {f"{layer}.{kind}.{name}": table for name, table in codec.calibrated().items()}
+            counts = {name: torch.tensor(getattr(codec, name)) for name in codec.counts}
+            tables |= {f"{layer}.{kind}.{name}": table for name, table in (codec.calibrated() | counts).items()}
         return tables
 
     def restore(self, tables, model):
@@ -127,6 +128,9 @@ class Method:
             for name in codec.tables:
                 if f"{layer}.{kind}.{name}" in tables:
                     setattr(codec, name, tables[f"{layer}.{kind}.{name}"])
+            for name in codec.counts:
+                if f"{layer}.{kind}.{name}" in tables:
+                    setattr(codec, name, tables[f"{layer}.{kind}.{name}"].item())
         self.calibrated_on = model.identity(), self.stored_as()
 
     def stored_as(self):
