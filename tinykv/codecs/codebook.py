@@ -59,7 +59,7 @@ class Codebook(Codec):
         self.centroids = None
         # for `describe_codebooks`, of the codebook that has the fewest: the sub-vectors that it was
         # calibrated on, and how many of equal weight they are worth
-        self.samples = self.effective = 0
+        self.samples, self.effective = 0, 0.0
 
     def encode(self, x, ignore=None):
         # the nearest centroid of each slot's codebook
@@ -117,7 +117,7 @@ class Codebook(Codec):
                             "or longer calibration windows, or fewer centroids")
         # Kish's effective sample size
         weights = weights.double()
-        self.effective = round((weights.sum(1).square() / weights.square().sum(1)).min().item())
+        self.effective = (weights.sum(1).square() / weights.square().sum(1)).min().item()
 
     def weigh(self, rows, kept, gradient):
         """A window's rows and gradient (Hkv, T, d) -> the weights of its vectors, (slots, T): 0 where kept (Hkv, T)."""
@@ -196,7 +196,7 @@ def describe_codebooks(pairs):
     least, samples = min(codecs, key=lambda codec: codec.effective), min(codec.samples for codec in codecs)
     line = f"{least.name}, codebooks of a {least.sharing}"
     if samples:
-        line += f", each calibrated on {samples:,} vectors; by their weights worth {least.effective:,.0f} or more"
+        line += f", each calibrated on {samples:,.0f} vectors; by their weights worth {least.effective:,.0f} or more"
         if least.effective < FEWEST * least.m:
             line += f": few (below {FEWEST} a centroid), so give more --calib-windows, or fewer centroids"
     return line

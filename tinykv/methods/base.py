@@ -114,7 +114,7 @@ class Method:
         numbers = {name: getattr(self, name) for name in self.found if self.needs_text}
         tables = {name: torch.tensor(number) for name, number in numbers.items() if number is not None}
         for layer, kind, codec in self.each_codec():
-            counts = {name: torch.tensor(getattr(codec, name)) for name in codec.counts}
+            counts = {name: torch.tensor(getattr(codec, name), dtype=torch.float64) for name in codec.counts}
             tables |= {f"{layer}.{kind}.{name}": table for name, table in (codec.calibrated() | counts).items()}
         return tables
 
