@@ -81,6 +81,23 @@ def test_packing_is_the_plain_one(bits):
         assert unpack(packed, bits, n).tolist() == codes
 
 
+@pytest.mark.parametrize("bits", [1, TERNARY, 2, 3, 4, 5, 8, 10])
+@pytest.mark.parametrize("n", [1, 8, 12, 20, 64])
+def test_packed_rows_may_lie_anywhere(bits, n):
+    """Not only at whole words: some tokens of more, one, none, and views of other strides."""
+    largest = 2 if bits == TERNARY else 2 ** bits - 1
+    codes = torch.randint(0, largest + 1, (2, 3, n), generator=torch.Generator().manual_seed(0))
+    packed = pack(codes, bits)
+    for offset in range(4):
+        memory = torch.zeros(offset + packed.numel(), dtype=torch.uint8)
+        memory[offset:] = packed.flatten()
+        there = memory[offset:].view(packed.shape)
+        for part in (slice(None), slice(1), slice(1, 2), slice(0)):
+            assert unpack(there[part], bits, n).equal(unpack(packed[part].clone(), bits, n))
+            assert unpack(there[:, part], bits, n).long().equal(codes[:, part])
+        assert unpack(there.transpose(0, 1), bits, n).long().equal(codes.transpose(0, 1))
+
+
 # ---- integers
 
 GROUPS = [(4, 3), (4, 4), (4, 5), (16, 13), (None, 13), (1, 5)]  # sizes, whole and partial

@@ -108,12 +108,12 @@ def unpack(packed, bits, n):
         elif section.bits < 8:
             # shift whole words of up to 8 bytes: in each byte the bits that came from the next one are masked out
             word = next(of for of in WORDS if section.size % of.itemsize == 0)
-            words = part.reshape(-1).view(word)  # of all rows; a single row may have any stride
-            words = words.view(*part.shape[:-1], section.size // word.itemsize)  # (..., words)
+            part = part.clone(memory_format=torch.contiguous_format)  # a slice may begin, or end, within a word
+            words = part.view(word)  # (..., words)
             shifts = torch.arange(0, 8, section.bits, dtype=word, device=words.device)  # (codes of a byte)
             words = words[..., None, :] >> shifts[:, None]  # (..., codes of a byte, words)
             words &= int.from_bytes([largest_code(section.bits)] * word.itemsize, "little")  # the same in every byte
-            part = words.view(torch.uint8).flatten(-2)  # (..., codes of a byte * bytes)
+            part = words.flatten(-2).view(torch.uint8)  # (..., codes of a byte * bytes)
         part = part[..., :n]
         # put the bits of each code together
         if section.low == 0:
