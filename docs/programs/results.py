@@ -176,7 +176,8 @@ CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
 PAIRS = {**dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 4),  # {row: pairs}
          **dict.fromkeys(["pfn --bits 3", CHANCE, "kvsink --bits 3 --preserve 41"], 3),
          **dict.fromkeys(["kivi --bits 2", POINTS["nvfp4"],
-                          *(f"{name} --bits 2 --group-size 128 --recent 32" for name in ("kivi", "ott"))], 3)}
+                          *(f"{name} --bits 2 --group-size 128 --recent 32" for name in ("kivi", "ott"))], 3),
+         **dict.fromkeys([SERVED["q4_0, rotated"], SERVED["KIVI, 4 bits"]], 2)}
 CURVES = {"pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": FIVE, "kvsink: 5 kept, others by chance": CHANCE,
           "kvsink: all marked": MARKED, "kvsink: integer zero": f"kvsink {ZERO}", "kivi, 2 bits": "kivi --bits 2",
           "nvfp4": POINTS["nvfp4"]}  # of the figure by position, {label: row}
