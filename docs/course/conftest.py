@@ -56,11 +56,19 @@ def pytest_report_collectionfinish(config, items):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of a file's tests those of its part: a page's begin with test_page."""
-    if file := config.getoption("--file"):
-        part = is_page(file)
-        config.hook.pytest_deselected(items=[item for item in items if item.name.startswith("test_page") != part])
-        items[:] = [item for item in items if item.name.startswith("test_page") == part]
+    """Of a file's tests those of its part: a page's begin with test_page. Without a file, not those of a page that has
+    not been handed out yet."""
+    file = config.getoption("--file")
+    part, here = file and is_page(file), Path(__file__).parent
+
+    def asked(item):
+        if here not in item.path.parents:
+            return True
+        of_page = item.name.startswith("test_page")
+        return of_page == part if file else not of_page or any(
+            (item.path.parent / name).exists() for name in ("page.py", "answer.py"))
+    config.hook.pytest_deselected(items=[item for item in items if not asked(item)])
+    items[:] = [item for item in items if asked(item)]
 
 
 def is_page(file):
