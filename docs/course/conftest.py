@@ -169,8 +169,8 @@ def pytest_runtest_call(item):
         signal.setitimer(signal.ITIMER_PROF, LONGEST)
     try:
         return (yield)
-    except NotImplementedError as error:
-        if item.config.getoption("--record"):
+    except Exception as error:
+        if item.config.getoption("--record") or not isinstance(cause_of(error), NotImplementedError):
             raise
         item.user_properties.append(("unwritten", explain(error, path_of(item))))
         pytest.fail(pytrace=False)
@@ -197,10 +197,14 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+def cause_of(error):
+    """Triton's interpreter wraps what a kernel raises."""
+    return cause_of(error.__cause__) if error.__cause__ else error
+
+
 def explain(error, path):
     """What an exception says to the student whose file is at `path`."""
-    while error.__cause__:  # Triton's interpreter wraps what a kernel raises
-        error = error.__cause__
+    error = cause_of(error)
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.resolve()]
     if isinstance(error, NotImplementedError):
         functions = [frame.name for frame in own if not frame.name.startswith("<")]  # no <listcomp>
