@@ -263,6 +263,10 @@ def test_kernel_of_other_shapes(monkeypatch):
     pieces = page["attend_codes"](q, *codes)
     assert pieces[0].shape == (12, 3, 64)
     assert torch.allclose(page["merge"](*pieces), want[:, 0], atol=1e-5)
+    # scores that fall by hundreds within a piece: without a running maximum 2**s overflows
+    codes[0].zero[0, :, 0] *= 200
+    codes[0].scale[0, :, 0] *= 200
+    assert all(part.isfinite().all() for part in page["attend_codes"](q, *codes))
 
 
 def test_a_block_that_fills_up(monkeypatch):
