@@ -853,3 +853,17 @@ def test_a_repository_that_was_handed_out_grades(tmp_path, monkeypatch):
                                       capture_output=True, text=True)
         assert result.returncode == status, result.stderr
         assert (" 66 of 66 points" in result.stdout or "\n66 of 66 points" in result.stdout) == (seed == 0)
+
+
+@pytest.mark.parametrize("folder", sorted(ROOT.glob("docs/course/[2-6]-*")), ids=lambda folder: folder.name)
+def test_a_question_runs_with_a_right_answer(folder, monkeypatch):
+    """The first command that a handout gives for the student's own file, on one short window."""
+    text = (folder / "handout.md").read_text(encoding="utf-8").replace("starter.py", "answer.py")
+    commands = [line.split()[1:] for line in text.splitlines()
+                if line.strip().startswith("python eval_ppl.py") and "answer.py:" in line]
+    monkeypatch.chdir(ROOT)
+    for command in commands[:1]:
+        given = [("--windows", "1"), ("--calib-windows", "2"), ("--context", "128")]
+        small = [word for flag, value in given if flag not in command for word in (flag, value)]
+        monkeypatch.setattr(sys, "argv", [*command, *small])
+        eval_ppl.main()

@@ -66,7 +66,7 @@ def sections(n, bits):
         return [Section(0, math.ceil(n / 5), TERNARY, 0)]
     found, first, low = [], 0, 0
     for width in (8, 4, 2, 1):
-        if bits & width:
+        if int(bits) & width:
             size = math.ceil(n * width / 8)
             found.append(Section(first, size, width, low))
             first, low = first + size, low + width
