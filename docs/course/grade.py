@@ -211,7 +211,7 @@ def is_part(test, name):
 def points_of(name):
     """The points of all tests of an assignment, or of its page."""
     tests = tests_of(name).read_text(encoding="utf-8")
-    found = re.findall(r"^@points\((\d+)\)\ndef (\w+)", tests, re.MULTILINE)
+    found = re.findall(r"^@points\((\d+)\)\n(?:@.*\n)*def (\w+)", tests, re.MULTILINE)
     return sum(int(points) for points, test in found if is_part(test, name))
 
 
