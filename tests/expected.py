@@ -241,7 +241,10 @@ def expected_code_bytes(case, method, watch, layer, kind):
         return tokens * oracles.code_bytes(Hkv * d // n, int(math.log2(m)))
 
     if scheme == "kvquant":
-        mid_and_half, pointer = 4 if kind == "v" else 0, 4 if case.setting("outliers") else 0  # of each token
+        # of each token; a row of values has a pointer to its outliers unless it is too short for one
+        share = case.setting("outliers") / 100
+        has_outliers = share > 0 if kind == "k" else round(share * Hkv * d) > 0
+        mid_and_half, pointer = 4 if kind == "v" else 0, 4 if has_outliers else 0
         size = tokens * (oracles.code_bytes(Hkv * d, bits) + mid_and_half + pointer)
         for _, rows, kept in events:  # a number and a channel for each outlier
             _, outlier = nonuniform(case, codec, rows.float().numpy(), kept.numpy())
