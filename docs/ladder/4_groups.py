@@ -3,10 +3,10 @@
     python docs/ladder/4_groups.py           in the repository's folder; some seconds on a CPU
     diff docs/ladder/2_window.py docs/ladder/4_groups.py          the same in the package: tinykv/methods/skvq.py
 
-The same channels are large in every token, so channels of similar range form a group, and each group of a token has a
-grid of its own. Few numbers lie near the ends of a range, so a grid that cuts them off has finer steps for the others.
+The same channels are large in every token; a grid as wide as they need is too coarse for others. So channels of similar
+range form a group, with a grid in each token. Few numbers lie near a range's ends: without these its steps are finer.
 The first tokens and the newest get most of the attention: they stay in 16 bits. The table adds these ideas one by one;
-perplexity falls from 8.76 to 8.23 (16 bits: 8.18). Until its last row a text comes at once, there it grows.
+perplexity falls from 8.76 to 8.23 (16 bits: 8.18). A text comes at once; in the last row, with a window, it grows.
 
 Shapes: B texts; T new tokens, S in all; Hkv heads of d channels, in a row of C = Hkv * d channels; n groups of these.
 """

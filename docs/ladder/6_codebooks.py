@@ -60,7 +60,7 @@ def antkv(q, K, kept):  # NEW: the anchors, 1% of the tokens
     later = torch.ones_like(scores, dtype=torch.bool).triu(1)  # keys that come after the query
     A = scores.masked_fill(later, -torch.inf).softmax(-1)  # (B, H, T, T)
     # AnTKV, Eq. 5: how far an error of each key, and of each value, moves the outputs of all queries. A value's error
-    # is added A times. A key's moves its score by up to |q| times as much, and that moves A by A (1 - A) times as
+    # is multiplied by A. A key's moves its score by up to |q| times as much, and that moves A by A (1 - A) times as
     # much, the softmax's derivative; sqrt(d), the same for all, is left out
     of_key = (A * (1 - A) * q.norm(dim=-1, keepdim=True)).sum(2)  # (B, H, T)
     of_value = A.sum(2)  # (B, H, T)

@@ -5,8 +5,8 @@
 For a new token a model reads its whole cache and does little with each number, so it waits for memory. 2_window.py
 decodes its codes into memory, where attention reads them again, which moves more bytes than 16 bits would. Fused into
 one kernel, a code is loaded, decoded and multiplied in a GPU's registers: only 2 bits of it are moved.
-Softmax can be split. The output is sum(2**s V) / sum(2**s) over all tokens, and sums can be added up piece by piece.
-But 2**s may overflow. So both sums are taken relative to 2**top, where `top` is the largest score so far, a running
+Softmax can be split. With s = x log2(e), e**x is 2**s: the output is sum(2**s V) / sum(2**s), and sums can be added up
+piece by piece. But 2**s may overflow, so both are relative to 2**top; here `top` is the largest score so far, a running
 maximum; when a larger one comes, what was summed before is multiplied by 2**(top - larger): it fades.
 
 Shapes: one text of S tokens, C of them in codes; H query heads, Hkv heads of keys and values, R = H / Hkv; d channels.

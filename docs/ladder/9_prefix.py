@@ -8,8 +8,8 @@ there are an error in every output; the full-precision model computes the right 
 every cache of the rounded model begins with them: a prefix. It can also be trained, here 256 numbers on 128 texts, to
 make up for errors elsewhere; but it cannot do much against those of 184,000 rounded weights.
 
-It prints how far the rounded model's layers are from the other's, and perplexity. Rounding takes that from 8.178 to
-9.688, the exact prefix to 9.492, and the trained one to 9.487: an eighth is won back, and training adds little.
+It prints how far the rounded model's layers are from the other's, and perplexity. Rounding raises it from 8.178 to
+9.688, the exact prefix lowers it to 9.492, the trained one to 9.487: an eighth is won back; training adds little.
 
 Shapes: B texts, T tokens each, n of the prefix, L layers, Hkv heads of keys and values, d channels, D of an output.
 """
@@ -120,7 +120,7 @@ test = load_windows("tales", tokenizer, 1024, count, "test").tokens  # (B, 1 + T
 quantized = rounded_model(full)
 exact = prefix_of(full)
 targets = outputs_of(full, exact, held_out)  # (L, B, T, D)
-first = full(test[:, :1])  # (B, 1, vocabulary): what is predicted at `<s>`, where a cache with a prefix reads nothing
+first = full(test[:, :1])  # (B, 1, vocabulary): what follows `<s>`; all rows use it, a prefix takes the place of `<s>`
 for name, model, prefix in (
         ("full", full, exact),
         ("rounded", quantized, prefix_of(quantized)),
