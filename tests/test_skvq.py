@@ -146,6 +146,12 @@ def test_losses_weigh_tokens_and_leave_out_what_is_kept_in_each_head():
     assert loss[0].tolist() == pytest.approx([error[:, list(group)].sum() for group in members(codec)], rel=1e-4)
 
 
+def test_without_any_gradient_tokens_weigh_the_same():
+    """Weights of 0 would leave every clip without a loss, and the first would be taken."""
+    codec, x = ClippedGroups(2, Hkv, d, 8, "fp16", reorder=False), random_rows(1, 20)[0][0][0]
+    assert codec.weigh(x, torch.zeros_like(x)).tolist() == [1] * 20
+
+
 @pytest.mark.parametrize("bits, lowest", [(1, 0.2), (1.5, 0.2), (2, 0.6), (4, 0.6)])
 def test_codes_of_two_or_three_levels_may_be_clipped_further(bits, lowest):
     alphas = [alpha for alpha, _ in ClippedGroups(bits, Hkv, d, 8).choices]
