@@ -206,6 +206,59 @@ def test_tables_serve_the_model_that_they_were_calibrated_on(tmp_path, change, d
     assert Tables(tmp_path, model).get("these") is None
 
 
+def test_a_file_of_tables_under_another_name_is_not_read(tmp_path):
+    model = hf.load_model(EMBEDDED)
+    kept = Tables(tmp_path, model)
+    for name, bits in (("2 bits", 2), ("3 bits", 3)):
+        method = METHODS["rtn"](model.config, k_bits=bits, v_bits=bits)
+        calibrate(model, method, torch.arange(64).view(2, 32))
+        kept.put(name, method.calibrated())
+    assert kept.get("2 bits")
+    shutil.copy(kept.path("3 bits"), kept.path("2 bits"))
+    assert kept.get("2 bits") is None
+
+
+def test_a_method_that_lost_its_tables_on_the_way_is_not_calibrated():
+    """Interrupted while it takes others, or given none."""
+    model = hf.load_model(EMBEDDED)
+    method = METHODS["rtn"](model.config)
+    for tables, error in ((Mock(__contains__=Mock(side_effect=KeyboardInterrupt)), KeyboardInterrupt), ({}, UserError)):
+        calibrate(model, method, torch.arange(64).view(2, 32))
+        with pytest.raises(error):
+            method.restore(tables, model)
+        assert method.needs_calibration
+
+
+def test_a_reset_that_was_interrupted_leaves_a_cache_that_is_refused(monkeypatch):
+    model = hf.load_model(EMBEDDED)
+    cache = KVCache(model, METHODS["fp16"](model.config))
+    model(torch.arange(9)[None], cache)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(cache.method, "begin", Mock(side_effect=KeyboardInterrupt))
+        cache.reset()
+    with pytest.raises(UserError, match="has begun and not ended"):
+        model(torch.arange(9)[None], cache)
+    cache.reset()
+    model(torch.arange(9)[None], cache)
+
+
+def test_an_interrupted_probe_leaves_the_attention_as_it_was(monkeypatch):
+    model = hf.load_model(EMBEDDED)
+    model.use_attention("plain")
+    monkeypatch.setattr(model.model["norm"], "forward", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model.identity()
+    assert {layer.self_attn.attention for layer in model.model["layers"]} == {"plain"}
+
+
+@pytest.mark.parametrize("prompt", [0, -1, 2.5])
+def test_a_prompt_has_tokens(prompt):
+    """One of none would be read for ever."""
+    model = hf.load_model(EMBEDDED)
+    with pytest.raises(UserError, match="prompt must be a whole number of at least 1"):
+        KVCache(model, METHODS["fp16"](model.config), prompt=prompt)
+
+
 def test_a_prefix_is_trained_for_what_rope_turns_by(tmp_path):
     """But not for the last bit of it, which is another one on other machines."""
     model = hf.load_model(EMBEDDED)

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tinykv import UserError, one_of
+from tinykv import UserError, at_least, one_of
 from tinykv.buffer import joined
 
 PROTOCOLS = ("paper", "stream")
@@ -299,6 +299,7 @@ class KVCache:
 
     def __init__(self, model, method, protocol="stream", prompt=None):
         one_of(PROTOCOLS, protocol=protocol)
+        at_least(1, prompt=prompt)
         method.check_model(model)
         method.check()
         self.model, self.method, self.protocol, self.prompt = model, method, protocol, prompt
@@ -307,8 +308,8 @@ class KVCache:
 
     def reset(self):
         """Forget every token, except those of the method's prefix."""
+        self.busy = True  # whether this, or a forward, has begun and not ended; of a forward the model says so
         self.shared = SimpleNamespace()  # what the method knows of this text, by name
-        self.busy = False  # whether a forward has begun, and not ended; the model says so
         self.method.begin(self)
         self.layers = [self.layer_class(i, self.method, self.rope, self.protocol, self.shared, self.prompt)
                        for i in range(self.config.num_hidden_layers)]
@@ -318,6 +319,7 @@ class KVCache:
             for layer, k, v in zip(self.layers, keys, values):
                 layer.append(k, v)
         self.start = len(self)  # tokens of the prefix
+        self.busy = False
 
     def expect(self, tokens):
         """New tokens (B, T) -> those after the prefix, which every text begins with, and how many tokens are held.

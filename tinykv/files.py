@@ -204,12 +204,14 @@ class Tables:
         return self.folder / f"{identity(self.model, made_of)[:32]}.safetensors"
 
     def get(self, made_of):
-        """{name: tensor}; None if they are not kept, or are of a model that computes something else."""
+        """{name: tensor}; None if they are not kept, or are of a model that computes something else, or if the file
+        has another one's name."""
         path = self.path(made_of)
         if path is None or not path.exists():
             return None
-        tensors, _ = load_tensors(path, "tinykv-calibration", self.device)
-        return tensors if same_model(tensors.pop("model").cpu(), self.identity) else None
+        tensors, notes = load_tensors(path, "tinykv-calibration", self.device)
+        as_kept = notes.get("name") == path.stem and same_model(tensors.pop("model").cpu(), self.identity)
+        return tensors if as_kept else None
 
     def put(self, made_of, tensors):
         """Keep {name: tensor}. UserError if a number in them is not finite."""
@@ -217,7 +219,8 @@ class Tables:
             all_finite(f"numbers of {name}, which calibration found,", tensor)
         if path := self.path(made_of):
             try:
-                save_tensors(path, {**tensors, "model": self.identity}, {"format": "tinykv-calibration"})
+                notes = {"format": "tinykv-calibration", "name": path.stem}
+                save_tensors(path, {**tensors, "model": self.identity}, notes)
             except UserError as error:  # such as a full disk: they are found, and only not kept
                 print(error, file=sys.stderr, flush=True)
 

@@ -298,9 +298,11 @@ class Llama(nn.Module):
         """What the model is known by: the keys (rotated) and the values that it computes of a fixed text, whatever
         weights, hooks and RoPE they come of: (2, L, Hkv, T, d). See `same_model`."""
         recorder, attention = Trace(self), self.model["layers"][0].self_attn.attention
-        self.use_attention("fused")  # a `Trace` has no codes that triton could read
-        self(probe(self.config.vocab_size).to(self.lm_head.weight.device), recorder, logits=False)
-        self.use_attention(attention)
+        try:
+            self.use_attention("fused")  # a `Trace` has no codes that triton could read
+            self(probe(self.config.vocab_size).to(self.lm_head.weight.device), recorder, logits=False)
+        finally:
+            self.use_attention(attention)
         keys = torch.cat([self.rope.rotate(k, PROBED_AT).cpu() for k in recorder.k])  # (L, Hkv, T, d)
         values = torch.cat([v.cpu() for v in recorder.v])  # (L, Hkv, T, d)
         return torch.stack([keys, values])

@@ -120,11 +120,14 @@ class Method:
 
     def restore(self, tables, model):
         """Take what `calibrated` returned, instead of calibrating on this model. Names that are not declared are
-        ignored."""
+        ignored. UserError where a codec gets no table at all."""
+        self.calibrated_on = None  # until the last table is there
         for name in self.found:
             if name in tables:
                 setattr(self, name, tables[name].item())
         for layer, kind, codec in self.each_codec():
+            if codec.needs_text and not any(f"{layer}.{kind}.{name}" in tables for name in codec.tables):
+                raise UserError(f"{self!r} finds no table for {kind.upper()} of layer {layer}; calibrate it")
             for name in codec.tables:
                 if f"{layer}.{kind}.{name}" in tables:
                     setattr(codec, name, tables[f"{layer}.{kind}.{name}"])
