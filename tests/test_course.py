@@ -337,6 +337,36 @@ def run_forked(work, name, seed):
     os.waitpid(process, 0)
 
 
+def test_what_a_file_leaves_behind_neither_helps_it_nor_ends_the_grader(monkeypatch, tmp_path):
+    """A link to the answer in the place of its copy; folders in folders, which Python's rmtree cannot remove."""
+    file, compiled = tmp_path / "mine.py", []
+    file.write_text("mine", encoding="utf-8")
+
+    def run_tests(work, name, seed):
+        (work / "submission.py").unlink()
+        (work / "submission.py").symlink_to(grade.answer_of("triton"))
+        nest = "import os\nfor _ in range(3000): os.mkdir('x'), os.chdir('x')"
+        subprocess.run([sys.executable, "-c", nest], cwd=work, check=True)
+        (work / "record.jsonl").write_text('{"test": "one"}', encoding="utf-8")
+    monkeypatch.setattr(grade, "run_tests", run_tests)
+    monkeypatch.setattr(compiles, "errors", lambda file, *args: compiled.append(Path(file).read_text()) or {})
+    (tmp_path / "all" / "triton-copy").mkdir(parents=True)
+    assert grade.record_of(file, "triton", 0, tmp_path / "all") == {"one": {"test": "one", "errors": {}}}
+    assert compiled == ["mine"] and [path.name for path in (tmp_path / "all").iterdir()] == ["triton-copy"]
+
+
+def test_what_is_nested_too_deeply_has_no_kernels(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiles, "run", lambda *args, **more: None)
+    monkeypatch.setattr(compiles, "written", lambda path: "[" * 200_000)
+    assert set(compiles.errors("mine.py", {"one": ()}, tmp_path, tmp_path)) == {"one"}
+
+
+def test_a_hint_ends():
+    """Of a text of any length, in a time that grows with what is shown."""
+    assert len(compare.short("[" * 10 ** 6)) <= compare.LONGEST
+    assert len(compare.difference("[" * 10 ** 6, 1.0, 0)) < 400
+
+
 def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, request):
     """One folder with all of them: table, JSON, CSV; only what is right gets points, and nothing is written."""
     texts = [text_of("kvsink", file) for file in ("starter.py", "answer.py")]

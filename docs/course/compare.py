@@ -5,6 +5,7 @@ read as numbers, and never run.
 """
 import math
 import re
+import textwrap
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch
 WIDEST = 12  # numbers of a row that is shown
 MOST = 48  # of a list in a hint
 LARGEST = 20_000  # numbers of a tensor; a right one has fewer
+LONGEST = 4_000  # characters of a hint: finding lists takes their square
 # formats in which a number is either right or wrong
 STORED = ("torch.float16", "torch.uint8", "torch.int16", "torch.float8_e4m3fn")
 
@@ -98,7 +100,7 @@ def short(text):
     def cut(match):
         numbers = len(re.findall(r"[\w.-]+", match[0]))
         return match[0] if numbers <= MOST else f"{match[0][:40].rpartition(',')[0]}, ... ({numbers} in all)]"
-    return re.sub(r"\[[\[\w., \]+-]*\]", cut, text)
+    return re.sub(r"\[[\[\w., \]+-]*\]", cut, text[:LONGEST])
 
 
 def kind(value):
@@ -109,4 +111,4 @@ def kind(value):
         return f"of type {value.get('type')}"
     if isinstance(value, list):
         return f"{len(value)} values"
-    return repr(value)
+    return textwrap.shorten(repr(value), 200)

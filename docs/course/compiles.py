@@ -147,7 +147,7 @@ def errors(file, kernels, root, folder):
         found = step(file, "lower", kernels, root, folder)
         found = {name: [str(found[name][0]), str(found[name][1])] for name in kernels}
         return step(file, "judge", [found, kernels], root, folder)
-    except (OSError, ValueError, KeyError, TypeError, LookupError):  # of another form than `lowered` gives
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):  # of another form than `lowered` gives
         return missing
 
 

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -174,7 +175,7 @@ def judged(test, given):
     if told:
         return result | {"message": short(min(told, key=len))}
     if given["fault"] or len(given["notes"]) != len(test["notes"]):
-        return result | {"message": str(given["fault"]) or "Your code ended this test before it was over."}
+        return result | {"message": short(str(given["fault"])) or "Your code ended this test before it was over."}
     return result | {"points": test["points"], "message": ""}
 
 
@@ -222,17 +223,18 @@ def tests_of(name):
 def record_of(file, name, seed, folder):
     """What a file notes in an assignment's tests, under all limits."""
     # a process that it has left behind may still write there
-    with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as work:
-        work = Path(work) / "copy"
+    with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as both:
+        work, steps = Path(both, "copy"), Path(both, "kernels")
         copytree(folder / f"{name}-copy", work)
         copyfile(file, work / "submission.py")
         run_tests(work, name, seed)
         record = read_record(work / "record.jsonl")
+        subprocess.run(["rm", "-rf", work])  # Python's own way fails at some thousand folders in each other
         kernels = compiles.kernels_in(tests_of(name))
         if kernels:
-            steps = Path(work, "..", "kernels")
             steps.mkdir()
-            errors = compiles.errors(work / "submission.py", kernels, folder / f"{name}-copy", steps)
+            copyfile(file, steps / "submission.py")  # again: its tests could put a link in the place of the first copy
+            errors = compiles.errors(steps / "submission.py", kernels, folder / f"{name}-copy", steps)
             record = {test: {**given, "errors": errors} for test, given in record.items()}
         return record
 
