@@ -35,6 +35,7 @@ def main():
         confine(words[-1], seconds=LONGEST, starts=True)
         Path(words[-1], "judged").write_text(json.dumps(judged(*given)), encoding="utf-8")
     elif "--lower" in words:
+        import torch  # noqa: F401  # before memory is limited: a GPU's build of it maps gigabytes
         confine(words[-1], [words[0], Path(__file__).parents[2]], LONGEST)  # a copy without answers
         Path(words[-1], "lowered").write_text(json.dumps(lowered(words[0], given)), encoding="utf-8")
     else:
