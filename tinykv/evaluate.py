@@ -94,7 +94,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
     result = Result(windows=windows, model=model.identity())
     if fp16 is not None:
         check_reference(fp16, result, quantized=any(True for _ in model.buffers()))
-    device = model.lm_head.weight.device
+    device, cache = model.lm_head.weight.device, cache_class(model, method, protocol, prompt)
     for first in range(0, len(windows.tokens), batch):
         tokens = windows.tokens[first:first + batch].to(device)  # (B, T)
         answers = windows.answers[first:first + batch]
@@ -103,7 +103,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
             exact = [Exact(*(x.to(device) for x in window)) for window in fp16.exact[first:first + batch]]
 
         # 1. read the windows through the method's cache
-        cache = cache_class(model, method, protocol, prompt)
+        cache.reset()
         outputs = []
         clock = time.perf_counter()
         for chunk in chunks_of(tokens, cache):
