@@ -140,11 +140,11 @@ def train(full, quantized, texts, exact, state, args):
 
 
 @torch.no_grad()
-def mean_loss(full, quantized, texts, exact, rows, batch):
-    """Eq. 2 over all texts, as in `train`, if the prefix has the (keys, values) `rows`."""
+def mean_loss(full, quantized, texts, exact, trained, batch):
+    """Eq. 2 over all texts, as in `train`, if the prefix has the (keys, values) `trained`."""
     total = 0.0
     for part, counts in zip(*(x.split(batch) for x in texts)):
-        total += block_loss(full, quantized, part, exact, rows, counts).item() * len(part)
+        total += block_loss(full, quantized, part, exact, trained, counts).item() * len(part)
     check_loss(total)
     return total / len(texts[0])
 
@@ -163,12 +163,12 @@ def load_texts(args, tokenizer, prefix, device):
         longest = max(0, args.tokens - len(prefix))
         tokens, response = load_chats(args.chats, tokenizer, sum(sizes), longest, system)
         return list(zip(tokens.to(device).split(sizes), response.to(device).split(sizes)))
-    found = []
+    texts = []
     for split, n in zip(("calibration", "test"), sizes):
         windows = load_windows(args.data, tokenizer, args.tokens, n, split, args.seed, prefix=prefix)
         tokens = windows.tokens[:, len(prefix):].to(device)  # (n, T)
-        found.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
-    return found
+        texts.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
+    return texts
 
 
 def in_16_bits(keys, values):
@@ -244,8 +244,8 @@ def run(args):
     }
     batch = shared_flags.batch_of(args.batch, args.tokens)
     losses = {}
-    for what, of in rows.items():
-        losses[what] = [mean_loss(full, quantized, part, exact, of, batch) for part in (texts, held_out)]
+    for what, prefix_rows in rows.items():
+        losses[what] = [mean_loss(full, quantized, part, exact, prefix_rows, batch) for part in (texts, held_out)]
 
     # 7. Write the trained prefix
     keys, values = rows["trained"]
@@ -257,8 +257,8 @@ def run(args):
     batch = shared_flags.batch_of(args.batch, context)
     with cli.bar(None, "evaluating", (1 + len(rows)) * args.windows) as progress:
         results = {"fp16": measure(full, FP16(config), windows, "paper", batch, None, progress)}
-        for what, of in rows.items():
-            method = IntactKV(config, Prefix(what, prefix.ids, *of))
+        for what, prefix_rows in rows.items():
+            method = IntactKV(config, Prefix(what, prefix.ids, *prefix_rows))
             results[what] = measure(quantized, method, windows, "paper", batch, results["fp16"], progress)
     print()
     print_table(name, losses, results)

@@ -103,28 +103,6 @@ def anchors_of(text=TEXT, protocol="paper", **settings):
     return found, model, method
 
 
-def test_the_controls():
-    """The first tokens, and random ones: the same in every run, of each head its own, in a stream as in one chunk."""
-    found = anchors_of(anchors_by="first")[0]
-    assert all(positions == [[0, 1, 2]] * 2 for positions in found.values())
-    found, first = anchors_of(anchors_by="random")[0], None
-    for positions in found.values():
-        first = first or positions
-        assert positions == first and [0, 1, 2] not in positions and positions[0] != positions[1]
-    assert found == anchors_of(anchors_by="random")[0] != anchors_of()[0]
-    text = torch.randint(0, 41, (1, 256), generator=torch.Generator().manual_seed(3))
-    for by in ("first", "random"):
-        assert anchors_of(text, anchors_by=by)[0] == anchors_of(text, "stream", anchors_by=by)[0]
-
-
-@pytest.mark.parametrize("by", ["first", "random"])
-def test_the_controls_of_a_16_bit_model(by):
-    """Their scores are those of an fp32 model: in 16 bits, later tokens would tie."""
-    method, K = AnTKV(LlamaConfig(41, 32, 48, 2, 4, 2, 8, 512), "d2m8", anchors_by=by), torch.zeros(1, 2, 400, 8)
-    for exact, scores in zip(method.score(None, K, K), method.score(None, K.bfloat16(), K.bfloat16())):
-        assert torch.equal(scores, exact)
-
-
 def test_the_score_times_the_error_of_the_row():
     """In layer 0, which has met no code yet: AnS of each token times the L1 distance to its nearest vectors."""
     found, model, method = anchors_of(anchors_by="error")

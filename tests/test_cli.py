@@ -27,7 +27,7 @@ from tinykv.codecs.schemes import SCHEMES
 from tinykv.data import calibration_text, load_windows
 from tinykv.differences import delta_error, paired
 from tinykv.evaluate import measure
-from tinykv.files import read_json, write_json
+from tinykv.files import write_json
 from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
 from tinykv.run import comparisons, entries, flags
@@ -814,16 +814,8 @@ def test_methods_at_equal_true_bits():
     assert [at(bits).keys() for bits in (1.5, 3.0, 5.0)] == [{"a x=1", "a x=2"}, {"a x=1", "b"}, set()]
 
 
-def test_a_table_at_equal_true_bits_says_what_it_leaves_out(run, command, tmp_path):
-    """The same of the table that was written."""
-    status, out, _ = command("--method", "rtn,pfn", "--preserve", "1", "--bits", "2,4", "--at-bits", "2", *SMALL,
-                             "--json", tmp_path / "table.json")
-    assert run(comparisons, tmp_path / "table.json", "--at-bits", "2")[1].strip() == out.split("\n\n")[-1].strip()
-    fp16, *others = read_json(tmp_path / "table.json")["rows"]
-    losses = [{"rows": [{**fp16, "window_nll": of}, *others]} for of in ([["x"]], [[1], [1, 2]], [[10 ** 400]])]
-    for damaged in ({"rows": [{"label": 3}]}, {"rows": 3}, {}, *losses):
-        write_json(tmp_path / "damaged.json", damaged)
-        assert "is no whole table" in run(comparisons, tmp_path / "damaged.json", "--at-bits", "2", "--vs", "fp16")[2]
+def test_a_table_at_equal_true_bits_says_what_it_leaves_out(command):
+    status, out, _ = command("--method", "rtn,pfn", "--preserve", "1", "--bits", "2,4", "--at-bits", "2", *SMALL)
     head, line, left_out = out.split("\n\n")[-1].splitlines()
     assert status == 0 and head.split() == "at 2 true bits ppl delta KL from to tables KB to".split()
     assert line.split()[0] == "rtn" and line.split()[4:6] == ["2.00", "2.00"]

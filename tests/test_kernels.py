@@ -590,8 +590,7 @@ class OwnCodec(Method):
 @pytest.mark.parametrize("cls,words", [
     (OwnCodec, "codec Zeros"), (OwnScores, "scores"), (OwnPace, "pace"),
     (METHODS["skvq"], "codec ClippedGroups"), (METHODS["kvquant"], "codec NonUniform"),
-    (lambda config: METHODS["cq"](config, vq="d3m8"), "vectors of 3"),
-    (lambda config: METHODS["antkv"](config, vq="d2m8", anchors_by="first"), "scores")])
+    (lambda config: METHODS["cq"](config, vq="d3m8"), "vectors of 3")])
 def test_what_no_kernel_knows_is_named(cls, words):
     wide = LlamaConfig(41, 32, 48, 2, 4, 2, 24, 256)
     with pytest.raises(UserError, match=words):

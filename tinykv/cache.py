@@ -69,16 +69,16 @@ class CachedRows:
         # the rows in full precision, recent | kept, and where each token is among them
         rows, scores = self.recent, self.recent_scores  # (B, Hkv, r, d), (B, Hkv, r)
         index = positions - self.n_coded  # (B, 1 or Hkv, p)
-        found = (index >= 0) & (index < r)  # (B, 1 or Hkv, p): the token is recent
+        is_exact = (index >= 0) & (index < r)  # (B, 1 or Hkv, p): the token is recent
         if self.kept_positions is not None:
             rows = torch.cat([rows, self.kept_rows], dim=2)  # (B, Hkv, r + n, d)
             if scores is not None:
                 scores = torch.cat([scores, self.kept_scores], dim=2)  # (B, Hkv, r + n)
             same = positions[..., :, None] == self.kept_positions[..., None, :]  # (B, 1 or Hkv, p, n)
-            index = torch.where(found, index, r + same.int().argmax(-1))  # a kept one stands after the recent ones
-            found = found | same.any(-1)
-        if not found.all():
-            raise UserError(f"`keep_keys` or `keep_values` gave token {int(positions[~found][0])}, which is neither "
+            index = torch.where(is_exact, index, r + same.int().argmax(-1))  # a kept one stands after the recent ones
+            is_exact = is_exact | same.any(-1)
+        if not is_exact.all():
+            raise UserError(f"`keep_keys` or `keep_values` gave token {int(positions[~is_exact][0])}, which is neither "
                             f"recent nor kept: {self!r}")
 
         index = index.long().expand(B, Hkv, -1)  # (B, Hkv, p)
@@ -363,12 +363,8 @@ class KVCache:
 
     def part_bytes(self, kinds="kv"):
         """Bytes held by each part of all layers' keys (kinds "k"), values ("v"), or both."""
-        sums = dict.fromkeys(("kept", "coded", "recent"), 0)
-        for layer in self.layers:
-            for rows in (layer.keys, layer.values):
-                for part, held in rows.tensors().items():
-                    sums[part] += sum(t.nbytes for t in held) if rows.kind in kinds else 0
-        return sums
+        tensors = [rows.tensors() for layer in self.layers for rows in (layer.keys, layer.values) if rows.kind in kinds]
+        return {part: sum(t.nbytes for held in tensors for t in held[part]) for part in ("kept", "coded", "recent")}
 
     @property
     def nbytes(self):

@@ -56,7 +56,7 @@ def shown(cache, layer, computed):
     Returns what the two codecs learn from, keys first: [(codec, rows (W, Hkv, T, d), kept (W, Hkv, T), gradient (W,
     Hkv, T, d) or None)]. computed: see `Text`. UserError if nothing can be learned from it.
     """
-    layer_cache, found = cache.layers[layer], []
+    layer_cache, examples = cache.layers[layer], []
     layer_cache.append(computed["k"], computed["v"])
     layer_cache.keep(layer_cache.length, layer_cache.length)
     cache.observe(layer, computed["hidden"])
@@ -70,9 +70,9 @@ def shown(cache, layer, computed):
         if gradient is not None and cached.kind == "k" and cache.method.rope == "post":
             gradient = cache.rope.rotate(gradient, cache.start)  # as the key is
         check(layer, rows, kept, gradient)
-        found.append((cached.codec, rows, kept, gradient))
+        examples.append((cached.codec, rows, kept, gradient))
     cache.layers[layer] = None  # whose rows take memory, and no later layer looks at them
-    return found
+    return examples
 
 
 def check(layer, rows, kept, gradient):

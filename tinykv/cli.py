@@ -24,7 +24,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error in one line, and knows no abbreviations of flags. meant: {what people write: what they mean}."""
+    """Its errors are `UserError`s, and it knows no abbreviations of flags. meant: {what people write: what they mean}.
+    """
     meant = {}
 
     def __init__(self, **settings):
@@ -40,17 +41,14 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {self.said(message)}; see --help\n")
-
-    def said(self, message):
-        """A message on one line, with what a misspelt flag, or choice, may have been."""
+        """UserError, with what a misspelt flag, or choice, may have been."""
         flags = self._option_string_actions
         unknown = set(re.findall(r"--[\w-]+", message)) - {*flags, *self.meant}
         near = [did_you_mean(word, flags) for word in sorted(unknown)]
         near += [f"; did you mean {mean}?" for word, mean in self.meant.items() if word in re.split("[ =]", message)]
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             near.append(did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2])))
-        return printable(message) + next(filter(None, near), "")
+        raise UserError(f"{printable(message)}{next(filter(None, near), '')}; see --help") from None
 
 
 @contextmanager
@@ -181,5 +179,5 @@ class Columns:
         return "\n".join(map(self.line, [self.head, *self.lines]))
 
     def _repr_html_(self):
-        rows = ["".join(f"<td>{escape(word)}</td>" for word in words) for words in [self.head, *self.lines]]
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+        lines = ["".join(f"<td>{escape(word)}</td>" for word in words) for words in [self.head, *self.lines]]
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in lines)}</table>"

@@ -184,7 +184,7 @@ def check_kernels(method):
         elif type(codec) is Codebook and codec.n & codec.n - 1:
             unknown = f"vectors of {codec.n} channels, which is no power of two"
     if method.uses_scores:
-        if type(method).score is not AnTKV.score or method.control is not None:
+        if type(method).score is not AnTKV.score:
             unknown = "scores other than AnTKV's"
         elif method.block_of("v") != method.block:
             unknown = "scores of values that are quantized at another pace than keys"
@@ -234,14 +234,14 @@ def kind_of(rows, halves):
     return "ternary" if rows.ternary is not None else rows.fold.value or "exact"
 
 
-def tiling(keys, values, halves, rows):
-    """The Tile for `rows` rows of queries, which lies in one group of tokens: N divides it. Where a group is shorter
-    than the 16 tokens that a product takes, scales go to each number instead.
+def tiling(keys, values, halves, n_queries):
+    """The Tile for `n_queries` rows of queries. Its N tokens lie in one group, except where groups are shorter than the
+    16 tokens that a product takes: there each number gets its scale.
     """
     kinds = list(TILES)
     hardest = max(kind_of(keys, halves), kind_of(values, 1), key=kinds.index)
     few = 4 if hardest == "rotated" else 16  # rows of queries, as in decoding
-    tile = TILES[hardest][rows > few]
+    tile = TILES[hardest][n_queries > few]
     # one warp has too few registers for 8 bits, and for a head of 80 channels, which is padded to 128
     d, bits = keys.width.value, {sum(s.bits for s in side.sections.value) for side in (keys, values)}
     if (d & d - 1 or 8 in bits) and tile.warps == 1:
@@ -252,7 +252,7 @@ def tiling(keys, values, halves, rows):
     groups = [side.grid.tokens.value for side in (keys, values) if side.grid is not None]
     group = math.gcd(tile.N, *(tokens for tokens in groups if tokens > 1))
     N = group if group >= 16 else tile.N
-    return tile._replace(M=min(tile.M, triton.next_power_of_2(rows)), N=N)
+    return tile._replace(M=min(tile.M, triton.next_power_of_2(n_queries)), N=N)
 
 
 class Attended(NamedTuple):
@@ -327,12 +327,12 @@ def plan(q, keys, values, made, rope, kept_keys):
         k, v = (exact_rows(None, Codes(x), None, 1) for x in (kept_keys, kept.values.to(q.dtype)))
         parts.append((0, kept_keys.shape[2], k, v, None, kept.piece))
 
-    launches, rows = [], T * H // Hkv  # rows of queries of a KV head
+    launches, n_queries = [], T * H // Hkv  # rows of queries of a KV head
     for begin, end, k, v, rope, left_out in parts:
-        tile = tiling(k, v, 1 if rope is None else 2, rows)
+        tile = tiling(k, v, 1 if rope is None else 2, n_queries)
         if q.dtype.itemsize > 2 and not kernels.INTERPRETED:  # fp32: no tensor cores, and tiles fill shared memory
             tile = tile._replace(M=min(tile.M, 16), stages=1)
-        heads = triton.cdiv(rows, tile.M) * B * Hkv
+        heads = triton.cdiv(n_queries, tile.M) * B * Hkv
         # not one piece more than run at once: the last few would take as long as all others
         wanted = max(1, min(programs(q.device, tile.warps) // heads, (end - begin) // PIECE))
         length = end - begin // tile.N * tile.N  # pieces begin at a multiple of N
@@ -397,9 +397,9 @@ def rows_at(rows, positions):
     if rows.kept_positions is not None:
         kept = rows.kept_positions.expand(B, Hkv, -1).long().sort(dim=2)
         place = torch.searchsorted(kept.values, index + rows.n_coded).clamp(max=kept.values.shape[2] - 1)
-        found = kept.values.gather(2, place) == index + rows.n_coded  # (B, Hkv, n)
-        index = torch.where(found, r + kept.indices.gather(2, place), index)
-        parts, missing = [*parts, rows.kept_rows], missing & ~found
+        is_kept = kept.values.gather(2, place) == index + rows.n_coded  # (B, Hkv, n)
+        index = torch.where(is_kept, r + kept.indices.gather(2, place), index)
+        parts, missing = [*parts, rows.kept_rows], missing & ~is_kept
     if missing.any():
         coded = decoded_at(rows, positions.expand(B, Hkv, -1).clamp(max=rows.n_coded - 1).long())  # (B, Hkv, n, d)
         number = sum(part.shape[2] for part in parts) + torch.arange(index.shape[2], device=index.device)  # (n)

@@ -51,8 +51,8 @@ def parser():
 
 def main():
     p = parser()
-    args = p.parse_args()
     with one_line(p):
+        args = p.parse_args()
         check_counts(args, 1, "windows", "draws")
         files = sorted(args.folder.resolve().glob("*/method.py"))
         if not files:

@@ -49,8 +49,8 @@ def parser():
 
 def main():
     p = parser()
-    args = p.parse_args()
     with one_line(p):
+        args = p.parse_args()
         if args.answers:
             print(answers(args.answers))
         elif args.submission is None:

@@ -43,8 +43,8 @@ def parser():
 
 def main():
     p = parser()
-    args = p.parse_args()
     with one_line(p, "stopped; the folder is not whole"):
+        args = p.parse_args()
         names, pages = args.assignments.split(","), args.pages.split(",")
         for name in names + pages:
             folder_of(name)

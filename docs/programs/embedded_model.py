@@ -279,8 +279,8 @@ def main():
     p = Parser(prog="python docs/programs/embedded_model.py", description="Train the embedded model.")
     p.add_argument("--out", metavar="DIR", required=True, help="where the checkpoint goes, and the state to go on from")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
-    args = p.parse_args()
     with one_line(p, "stopped; the same command goes on from the last state that was saved"):
+        args = p.parse_args()
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
         save(train(out, args.seed), out)

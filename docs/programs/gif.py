@@ -99,8 +99,8 @@ def main():
     p = Parser(prog="python docs/programs/gif.py", description="Draw the central moment of a page as a GIF.")
     p.add_argument("page", type=Path, metavar="PAGE.html", help="as `python -m tinykv.analysis.page` writes it")
     p.add_argument("gif", type=Path, metavar="OUT.gif")
-    args = p.parse_args()
     with one_line(p):
+        args = p.parse_args()
         packed = re.search(r"H4sI[\w+/=]+", files.read_text(args.page))[0]  # gzip's first bytes, in base64
         write(args.gif, json.loads(gzip.decompress(base64.b64decode(packed))))
 

@@ -52,8 +52,8 @@ def main():
     p.add_argument("--out", metavar="FILE", required=True, type=Path)
     p.add_argument("--context", type=int, default=384, help="tokens of a window (default: 384)")
     p.add_argument("--windows", type=int, default=20, help="(default: 20)")
-    args = p.parse_args()
     with one_line(p):
+        args = p.parse_args()
         check_counts(args, 256, "context")
         check_counts(args, 1, "windows")
         tokenizer = hf.load_tokenizer(args.model, hf.load_config(args.model))

@@ -109,8 +109,8 @@ def main():
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", metavar="DIR", type=Path, required=True, help="a folder to make, or an empty one")
     p.add_argument("--model", metavar="NAME", help="a model of the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct")
-    args = p.parse_args()
     with one_line(p):
+        args = p.parse_args()
         try:
             make(args.out.resolve(), args.model)
         except OSError as error:

@@ -73,8 +73,8 @@ def print_sinks(text, tokenizer):
     """Which tokens of each window are sinks."""
     for w, (window, marks) in enumerate(zip(text.windows.tolist(), text.marks)):
         words = ["<s>" if token == tokenizer.bos_id else repr(tokenizer.decode([token])) for token in window]
-        found = [f"{position} {words[position]}" for position in marks.nonzero()[:, 0].tolist()]
-        print(f"sinks of window {w}: {', '.join(found) or 'none'}")
+        of_window = [f"{position} {words[position]}" for position in marks.nonzero()[:, 0].tolist()]
+        print(f"sinks of window {w}: {', '.join(of_window) or 'none'}")
 
 
 def look(args):
@@ -89,24 +89,24 @@ def look(args):
     print_sinks(text, tokenizer)
 
     # 3. a table for each name, and a figure
-    found = {}  # {name: rows}
+    tables = {}  # {name: rows}
     for name in names:
         print()
         module = PHENOMENA[name]
         if name in NEED_SINKS and not text.marks.any():
             print(f"{name}: no token of this text is a sink of this model")
-            found[name] = None
+            tables[name] = None
             continue
-        found[name] = module.measure(text)
-        print_table(found[name], module.COLUMNS)
+        tables[name] = module.measure(text)
+        print_table(tables[name], module.COLUMNS)
         if args.out:
-            plots.save(module.draw(text, found[name]), Path(args.out, f"{name}.png"))
+            plots.save(module.draw(text, tables[name]), Path(args.out, f"{name}.png"))
 
     # 4. the numbers
     if args.json:
         sinks = [marks.nonzero()[:, 0].tolist() for marks in text.marks]
         numbers = {"model": args.model, "data": args.data, "context": args.context, "windows": args.windows,
-                   "sinks at": sinks, **found}
+                   "sinks at": sinks, **tables}
         files.write_json(args.json, numbers, "tinykv-numbers")
 
 

@@ -92,34 +92,34 @@ def measure(text, vq="d8m256"):
     first = {}
 
     def look(at, sinks):
-        found = {}
-        for of, (damaged, score, error) in rankings(at, method.codecs[at.layer], text.model.rope).items():
+        quality = {}
+        for kind, (damaged, score, error) in rankings(at, method.codecs[at.layer], text.model.rope).items():
             ranked = {"score": score, "score x error": score * error, "itself (ceiling)": damaged}  # (Hkv, T) each
             for by, x in ranked.items():
                 top = x.topk(max(1, x.shape[-1] // 100), dim=-1).indices  # (Hkv, 1%)
                 of_top = damaged.gather(-1, top).sum(-1) / damaged.sum(-1)  # (Hkv)
-                found[of, by] = torch.stack([rank_correlation(x, damaged).mean(), of_top.mean()])
+                quality[kind, by] = torch.stack([rank_correlation(x, damaged).mean(), of_top.mean()])
                 if at.layer == text.layer:
-                    first.setdefault((of, by), {"damage": damaged[0].tolist(), "score": x[0].tolist()})
-        return found
+                    first.setdefault((kind, by), {"damage": damaged[0].tolist(), "score": x[0].tolist()})
+        return quality
 
     layers, rows = by_layer(text, look), []
-    for of, by in first:
-        rank, top = zip(*(layer[of, by] for layer in layers))
-        rows.append({"of": of, "ranked by": by, "rank by layer": list(rank), "rank": mean(rank),
-                     "top by layer": list(top), "top": mean(top), "first window": first[of, by]})
+    for kind, by in first:
+        rank, top = zip(*(layer[kind, by] for layer in layers))
+        rows.append({"of": kind, "ranked by": by, "rank by layer": list(rank), "rank": mean(rank),
+                     "top by layer": list(top), "top": mean(top), "first window": first[kind, by]})
     return rows
 
 
 def draw(text, rows):
     """Each token's score beside the damage of quantizing it, and the damage by position (AnTKV Figure 1), of the shown
     layer's KV head 0."""
-    of = {(row["of"], row["ranked by"]): row for row in rows}
+    by = {(row["of"], row["ranked by"]): row for row in rows}
     figure, (of_keys, of_values, by_position) = new_figure(
-        1, 3, 13, 4, f"The 1% with the largest scores hold {of['K', 'score']['top']:.0%} of the keys' damage and "
-        f"{of['V', 'score']['top']:.0%} of the values'")
+        1, 3, 13, 4, f"The 1% with the largest scores hold {by['K', 'score']['top']:.0%} of the keys' damage and "
+        f"{by['V', 'score']['top']:.0%} of the values'")
     for panel, kind, name, colour in ((of_keys, "K", "keys", COLOURS[0]), (of_values, "V", "values", COLOURS[1])):
-        first = of[kind, "score"]["first window"]
+        first = by[kind, "score"]["first window"]
         score, damaged = torch.tensor(first["score"]), torch.tensor(first["damage"])  # (T) both
         top = score.topk(max(1, len(score) // 100)).indices
         panel.scatter(score, damaged, s=7, color=COLOURS[5], linewidths=0, label="tokens")

@@ -59,7 +59,7 @@ def measure(text):
 
     # 1. squared errors by scheme, "k" or "v", bits and column: their sum, and of how many numbers
     def look(at, sinks):
-        found = {}
+        errors = {}
         for scheme, kind in TABLE_1:
             x = stored_keys(at, scheme) if kind == "k" else at.v  # (1, Hkv, T, d)
             # groups of channels are of one token each, and groups of tokens have a sink or none
@@ -71,8 +71,8 @@ def measure(text):
                     codec = getattr(codecs[scheme][bits, kept][at.layer], kind)
                     error = read_back(codec, x) - x.float()  # (1, Hkv, T, d)
                     square = 100 * error[:, :, tokens].double().square()  # (1, Hkv, n, d)
-                    found[scheme, kind, bits, column] = torch.tensor([square.sum(), square.numel()])
-        return found
+                    errors[scheme, kind, bits, column] = torch.tensor([square.sum(), square.numel()])
+        return errors
 
     # 2. the table, over all layers
     layers, rows = by_layer(text, look), []

@@ -124,12 +124,12 @@ def measure(model, method, texts, exact=None):
     return round(nll[is_text].mean().item(), 3), right, [math.exp(-nll[w, a - 1]) for w, a, _ in places], logp
 
 
-def pick(texts, found, chances):
+def pick(texts, results, chances):
     """The text, the position before its answer, and the bits of the story. Without questions the first text, and the
     bits at which kvsink's loss is furthest below rtn's."""
     places = [(w, a - 1) for w, spans in enumerate(texts.answers) for a, _ in spans]
     if not places:
-        return 0, None, max(BITS, key=lambda bits: found["rtn"][bits][0] - found["kvsink"][bits][0])
+        return 0, None, max(BITS, key=lambda bits: results["rtn"][bits][0] - results["kvsink"][bits][0])
     gains = {(i, bits): min(chances["fp16", 16][i], chances["kvsink", bits][i]) - chances["rtn", bits][i]
              for i in range(len(places)) for bits in BITS}
     i, bits = max(gains, key=gains.get)
@@ -143,13 +143,13 @@ def content(model, tokenizer, texts, calibration):
     config = model.config
     methods, refused = make_methods(model, calibration)
     methods = {"fp16": {16: METHODS["fp16"](config)}, **methods}
-    found, chances, exact = {label: {} for label in methods}, {}, None
+    results, chances, exact = {label: {} for label in methods}, {}, None
     for label, by_bits in methods.items():
         for bits, method in by_bits.items():
             loss, right, chances[label, bits], logp = measure(model, method, texts, exact)
-            found[label][bits] = [loss, right]
+            results[label][bits] = [loss, right]
             exact = logp if exact is None else exact  # 16 bits go first
-    w, at, bits = pick(texts, found, chances)
+    w, at, bits = pick(texts, results, chances)
     tokens = texts.tokens[w, :texts.lengths[w]]  # (T)
     sinks = find_sinks(model, tokens[None])[0].cpu().nonzero()[:, 0].tolist()
     layer, head, attention = shown_layer(model, tokens, sinks)
@@ -189,7 +189,7 @@ def content(model, tokenizer, texts, calibration):
         "layer": layer, "head": head, "layers": config.num_hidden_layers, "heads": config.num_key_value_heads,
         "d": config.head_dim, "channels": min(config.head_dim, CHANNELS), "attention": attention,
         "exact": rows_of_fp16(model, tokens, layer, head), "levels": levels, "runs": runs,
-        "bounds": {kind: [*bounds[kind], LEVELS[kind]] for kind in "kv"}, "all": found,
+        "bounds": {kind: [*bounds[kind], LEVELS[kind]] for kind in "kv"}, "all": results,
         "pieces": [tokenizer.decode([t]) for t in pieces], "answer": [tokenizer.decode([t]) for t in words],
         "texts": len(texts.tokens), "answers": sum(map(len, texts.answers)), "refused": refused,
         "about": {label: by_bits[min(by_bits)].describe() for label, by_bits in methods.items()},
@@ -204,14 +204,14 @@ def shown_rows(cache, layer, head):
 
 def rows_of_fp16(model, tokens, layer, head):
     """Keys before and after RoPE, and values, in 16 bits: lists of `digits`."""
-    found = {}
+    numbers = {}
     for rope in ("pre", "post"):
         method = METHODS["fp16"](model.config)
         method.rope = rope
         cache, _, _ = read(model, method, tokens[None])
         rows = shown_rows(cache, layer, head)
-        found |= {rope: [digits(row) for row in rows["k"]], "v": [digits(row) for row in rows["v"]]}
-    return found
+        numbers |= {rope: [digits(row) for row in rows["k"]], "v": [digits(row) for row in rows["v"]]}
+    return numbers
 
 
 def shown_layer(model, tokens, sinks):
@@ -277,13 +277,11 @@ def parser():
                    help="texts to choose from, a blank line between them; the last word of each is the answer to its "
                         "question (default: windows of --data)")
     p.add_argument("--out", metavar="FILE", default="cache.html", help="the page")
-    p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
     return p
 
 
 def write_page(args):
-    """The page, and its numbers."""
-    shared_flags.check_outputs(args, json="tinykv-numbers", out="tinykv-page")
+    shared_flags.check_outputs(args, out="tinykv-page")
     model, tokenizer = load_model(args, LONGEST)
     device = model.lm_head.weight.device
     if args.text:
@@ -296,8 +294,6 @@ def write_page(args):
                **content(model, tokenizer, texts, load_calibration(args, tokenizer, device))}
     write(args.out, numbers)
     print(f"wrote {args.out}")
-    if args.json:
-        files.write_json(args.json, numbers, "tinykv-numbers")
 
 
 def main():

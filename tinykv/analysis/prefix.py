@@ -35,13 +35,13 @@ def lengths_of(text):
 def measure(text):
     """Errors are of the tokens after the longest prefix, and means over the windows."""
     quantized = quantize(text.model, RTN(BITS))
-    found = {}  # {what is exact: [a row for each window]}
+    by_kept = {}  # {what is exact: [a row for each window]}
     for window, lengths in zip(cli.bar(text.windows, "measuring"), lengths_of(text)):
         rows = errors_by_length(text.model, quantized, window, lengths.values(), max(lengths.values()))
         for kept, row in zip(lengths, rows):
-            found.setdefault(kept, []).append(row)
+            by_kept.setdefault(kept, []).append(row)
     table = []
-    for kept, rows in found.items():
+    for kept, rows in by_kept.items():
         if kept != "up to sink 1" or rows[0]["n"] > 0:  # nothing comes before the first token
             table.append({"kept": kept, **{name: mean([row[name] for row in rows]) for name in rows[0]}})
     return table

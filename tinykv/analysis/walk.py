@@ -50,13 +50,13 @@ def walk(model, window):
     calls = recorded(modules, lambda: model(window[None], trace, logits=False))
 
     # 2. rotate q and k, layer by layer
-    found = []
+    layers = []
     for layer, hidden in enumerate(trace.hidden):  # (1, T, D)
         dtype = hidden.dtype if hidden.dtype.itemsize == 2 else torch.float16  # that a cache holds keys and values in
         for x in (hidden, trace.k[layer].to(dtype), trace.v[layer].to(dtype)):
             all_finite(f"numbers of layer {layer}", x)
         (heads, _), (mid, _), (d_in, d_out) = calls[3 * layer:3 * layer + 3]
-        found.append(SimpleNamespace(
+        layers.append(SimpleNamespace(
             layer=layer,
             sliding=model.config.sliding_window,  # of the model, or None
             q=model.rope.rotate(trace.q[layer]),  # (1, H, T, d)
@@ -68,7 +68,7 @@ def walk(model, window):
             d_in=d_in[0],  # (T, M): the input of the down-projection
             d_out=d_out[0],  # (T, D): its output
             hidden=hidden[0]))  # (T, D): the residual H after the layer
-    return found
+    return layers
 
 
 def recorded(modules, forward):

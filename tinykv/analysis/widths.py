@@ -27,7 +27,7 @@ def measure(text):
         bias, _, attention = split_output(at, sinks, at.k, at.v)  # (H, T, d), (H, T)
         sees_sink = (attention > 0) & ~sinks  # (H, T)
         bias, attention = bias[sees_sink], attention[sees_sink]  # (n, d), (n)
-        found = {(16, False): [attention.mean()]}
+        numbers_at = {(16, False): [attention.mean()]}
         for (bits, kept), pairs in codecs.items():
             # quantize all keys and values, or all but the sinks'
             k = read_back(pairs[at.layer].k, at.k)  # (1, Hkv, T, d)
@@ -41,8 +41,8 @@ def measure(text):
             change = (new_attention - attention).abs().mean()
             change_of_bias = (new_bias - bias).norm(dim=-1).mean() / bias.norm(dim=-1).mean()
             cosine = (unit(new_bias) * unit(bias)).sum(-1).mean()
-            found[bits, kept] = [new_attention.mean(), change, change_of_bias, cosine]
-        return {key: torch.tensor(numbers) for key, numbers in found.items()}
+            numbers_at[bits, kept] = [new_attention.mean(), change, change_of_bias, cosine]
+        return {key: torch.tensor(numbers) for key, numbers in numbers_at.items()}
 
     # 2. means over the layers
     layers, rows = by_layer(text, look), []
@@ -55,14 +55,14 @@ def measure(text):
 
 def draw(text, rows):
     """By bits, how much attention to the sinks and the bias change."""
-    of = {(row["bits"], row["kept"]): row for row in rows}
+    at = {(row["bits"], row["kept"]): row for row in rows}
     figure, (panel,) = new_figure(
-        1, 1, 9.2, 4.2, f"At 4 bits attention to the sinks changes by {of[4, 'nothing']['change']:.3f}, the bias by "
-        f"{of[4, 'nothing']['bias change']:.0%} of its size; with the sinks kept by "
-        f"{of[4, 'sinks']['bias change']:.0%}")
+        1, 1, 9.2, 4.2, f"At 4 bits attention to the sinks changes by {at[4, 'nothing']['change']:.3f}, the bias by "
+        f"{at[4, 'nothing']['bias change']:.0%} of its size; with the sinks kept by "
+        f"{at[4, 'sinks']['bias change']:.0%}")
     for i, (column, label) in enumerate({"change": "attention, absolute", "bias change": "bias, relative"}.items()):
         for kept, dash, more in (("nothing", "-", ""), ("sinks", "--", ", sinks kept")):
-            changes = [of[bits, kept][column] for bits in WIDTHS]
+            changes = [at[bits, kept][column] for bits in WIDTHS]
             panel.plot(WIDTHS, changes, label=label + more, linestyle=dash, **style(i))
     panel.set(yscale="log", xlabel="bits of keys and values", ylabel="mean change")
     label_ends(panel)

@@ -64,13 +64,13 @@ def sections(n, bits):
     codes. So no code lies across two bytes."""
     if bits == TERNARY:  # five codes in base 3 fit a byte
         return [Section(0, math.ceil(n / 5), TERNARY, 0)]
-    found, first, low = [], 0, 0
+    of_row, first, low = [], 0, 0
     for width in (8, 4, 2, 1):
         if int(bits) & width:
             size = math.ceil(n * width / 8)
-            found.append(Section(first, size, width, low))
+            of_row.append(Section(first, size, width, low))
             first, low = first + size, low + width
-    return found
+    return of_row
 
 
 def pack(codes, bits):
@@ -107,7 +107,7 @@ def unpack(packed, bits, n):
             part = torch.cat([part // factor for factor in factors], dim=-1) % 3  # (..., codes of a byte * bytes)
         elif section.bits < 8:
             # shift whole words of up to 8 bytes: in each byte the bits that came from the next one are masked out
-            word = next(of for of in WORDS if section.size % of.itemsize == 0)
+            word = next(dtype for dtype in WORDS if section.size % dtype.itemsize == 0)
             part = part.clone(memory_format=torch.contiguous_format)  # a slice may begin, or end, within a word
             words = part.view(word)  # (..., words)
             shifts = torch.arange(0, 8, section.bits, dtype=word, device=words.device)  # (codes of a byte)
@@ -183,8 +183,8 @@ class Codec:
 
     def calibrated(self):
         """The tables that are there, {name: tensor}."""
-        found = {name: getattr(self, name) for name in self.tables}
-        return {name: table for name, table in found.items() if table is not None}
+        tables = {name: getattr(self, name) for name in self.tables}
+        return {name: table for name, table in tables.items() if table is not None}
 
     def __repr__(self):
         return f"{type(self).__name__}({self.bits:g} bits)"

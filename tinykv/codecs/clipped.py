@@ -178,8 +178,8 @@ class ClippedGroups(Codec):
 
         # 2. clips: for each group the choice of the smallest loss; of equals, the first
         if self.clips:
-            loss = sum(self.losses(x, of, self.weigh(x, None if gradient is None else gradient[w]))
-                       for w, (x, of) in enumerate(zip(rows, kept)))  # (choices, n)
+            loss = sum(self.losses(x, is_kept, self.weigh(x, None if gradient is None else gradient[w]))
+                       for w, (x, is_kept) in enumerate(zip(rows, kept)))  # (choices, n)
             best = loss.argmin(0)  # (n)
             choices = torch.tensor(self.choices, dtype=torch.float16, device=best.device)[best]  # (n, 2)
             self.alpha, self.centre = choices[:, 0].contiguous(), choices[:, 1].to(torch.uint8)  # (n) both

@@ -89,14 +89,14 @@ class Codebook(Codec):
     # Calibration
 
     def fit(self, rows, kept, gradient=None, seed=0):
-        # of many tokens some, evenly spread over each window
+        # is_kept many tokens some, evenly spread over each window
         W, _, T, _ = rows.shape
         n = max(1, min(T, SAMPLES // W))
         some = torch.linspace(0, T - 1, n, dtype=torch.float32, device=rows.device).long()  # (n)
-        # the sub-vectors of each codebook, and their weights
+        # the sub-vectors is_kept each codebook, and their weights
         points = self.vectors(rows[:, :, some])  # (slots, N, n), N = W * tokens
-        weights = [self.weigh(x, of, None if gradient is None else gradient[w])[:, some]
-                   for w, (x, of) in enumerate(zip(rows, kept))]  # (slots, tokens) each
+        weights = [self.weigh(x, is_kept, None if gradient is None else gradient[w])[:, some]
+                   for w, (x, is_kept) in enumerate(zip(rows, kept))]  # (slots, tokens) each
         weights = torch.cat(weights, dim=1)  # (slots, N)
         self.check(weights if self.sharing == "head" else weights.flatten()[None])
         # more of them than k-means needs are drawn from by their weights
@@ -175,8 +175,8 @@ def make_codebooks(config, vq: Annotated[str | None, "dNmM: N channels share one
 
 def parse_format(name, width):
     """"d8m256" -> (8, 256), channels and centroids. width: d, the channels of a head."""
-    found = re.fullmatch(r"d([1-9]\d*)m(\d+)", name)
-    n, m = (int(found[1]), int(found[2])) if found else (1, 0)
+    match = re.fullmatch(r"d([1-9]\d*)m(\d+)", name)
+    n, m = (int(match[1]), int(match[2])) if match else (1, 0)
     if width % n or m not in [2 ** b for b in range(1, 13)]:
         raise UserError(f"a vector format is dNmM, such as d8m256, where N divides the {width} channels of a head, and "
                         f"M is a power of two from 2 to 4096; got {name!r}")

@@ -180,10 +180,10 @@ class NonUniform(Codec):
 
     def percentiles(self, rows, kept):
         """The percentiles (p, 1 - p) of each channel, (C) both, over all windows without kept tokens."""
-        p, found = self.outliers / 2, []
-        for x, of in zip(rows.unbind(1), kept.unbind(1)):  # of each head (W, T, d) and (W, T)
-            found.append(np.quantile(x[~of].float().cpu().numpy(), [p, 1 - p], axis=0))  # (2, d)
-        return torch.from_numpy(np.concatenate(found, axis=1)).float().to(rows.device)  # (2, C)
+        p, by_head = self.outliers / 2, []
+        for x, is_kept in zip(rows.unbind(1), kept.unbind(1)):  # of each head (W, T, d) and (W, T)
+            by_head.append(np.quantile(x[~is_kept].float().cpu().numpy(), [p, 1 - p], axis=0))  # (2, d)
+        return torch.from_numpy(np.concatenate(by_head, axis=1)).float().to(rows.device)  # (2, C)
 
     def set_range(self, lo, hi):
         """Fix the static range. lo, hi (C): each channel's smallest and largest non-outlier."""

@@ -80,10 +80,14 @@ def settings_of_scheme(name):
     if name not in SCHEMES:
         refuse_format(name)
         one_of(SCHEMES, scheme=name)
-    make_codec, _ = SCHEMES[name]
-    return list(inspect.signature(make_codec).parameters)[3:]  # after config, kind and bits
+    return settings_of_maker(SCHEMES[name][0])
 
 
 def settings_of_codecs():
     """The settings that any scheme has, {name: None}: None stands for the scheme's own default."""
-    return {setting: None for scheme in SCHEMES for setting in settings_of_scheme(scheme)}
+    return dict.fromkeys(setting for make, _ in SCHEMES.values() for setting in settings_of_maker(make))
+
+
+def settings_of_maker(make_codec):
+    """The arguments of what makes a codec after config, kind and bits."""
+    return list(inspect.signature(make_codec).parameters)[3:]

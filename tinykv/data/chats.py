@@ -26,18 +26,18 @@ def load_chats(path, tokenizer, n, longest, system=""):
 
     system: text before the first question. UserError for another kind of file, or too few chats.
     """
-    rows, masks = [], []
+    chats, masks = [], []
     for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip() and len(rows) < n:
+        if line.strip() and len(chats) < n:
             tokens, response = encode_chat(turns_of(line, path, number), tokenizer, system)
             if any(response[:longest]):
-                rows.append(torch.tensor(tokens[:longest]))
+                chats.append(torch.tensor(tokens[:longest]))
                 masks.append(torch.tensor(response[:longest]))
-    if len(rows) < n:
-        raise UserError(f"{path} has {len(rows)} chats in which the first {longest} tokens hold some of an "
+    if len(chats) < n:
+        raise UserError(f"{path} has {len(chats)} chats in which the first {longest} tokens hold some of an "
                         f"answer, and {n} are needed; ask for fewer, or for more tokens of each")
     # shorter ones are filled up on the right, which no token before sees
-    return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)
+    return pad_sequence(chats, batch_first=True), pad_sequence(masks, batch_first=True)
 
 
 def turns_of(line, path, number):

@@ -21,15 +21,15 @@ def read_questions(path, tokenizer, longest):
     if not texts:
         raise UserError(f"{path} has no text")
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    rows, answers = [], []
+    tokens, answers = [], []
     for number, text in enumerate(texts, 1):
         ids, offsets = tokenizer.encode_with_offsets(text)
         answer = len(text) - len(text.split()[-1])  # where it begins, in characters
         ends = [end for _, end in offsets]
         start = len(bos) + bisect_right(ends, answer)  # the first token to end after that
-        rows.append(torch.tensor(bos + ids))  # (T of this text)
-        answers.append([(start, len(rows[-1]))])
-        if start == 0 or len(rows[-1]) > longest:
-            raise UserError(f"{path}: text {number} has {len(rows[-1])} tokens; give a question, its answer, no more "
+        tokens.append(torch.tensor(bos + ids))  # (T of this text)
+        answers.append([(start, len(tokens[-1]))])
+        if start == 0 or len(tokens[-1]) > longest:
+            raise UserError(f"{path}: text {number} has {len(tokens[-1])} tokens; give a question, its answer, no more "
                             f"than {longest} tokens, with a blank line between texts")
-    return Questions(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), list(map(len, rows)), answers)
+    return Questions(torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), list(map(len, tokens)), answers)

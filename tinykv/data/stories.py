@@ -21,7 +21,9 @@ an animal and an animal a trade, people do other things, and a person's town is 
 import random
 from bisect import bisect
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, islice, takewhile
+from operator import le
 
 SPLITS = ("train", "calibration", "test")
 
@@ -65,6 +67,7 @@ class Rng:
 
     def __init__(self, seed):
         self.random = random.Random(seed).random
+        self.draws = iter(self.random, None)  # the same numbers, without end
 
     def below(self, n):
         """A whole number from 0 to n - 1."""
@@ -77,7 +80,7 @@ class Rng:
         """n different ones: the first n steps of Fisher-Yates."""
         items = list(items)
         for i in range(n):
-            j = i + self.below(len(items) - i)
+            j = i + int(self.random() * (len(items) - i))
             items[i], items[j] = items[j], items[i]
         return items[:n]
 
@@ -139,8 +142,7 @@ def stories(split="train", seed=0, people=5, rounds=3, vocabulary=TALES, chants=
 
 def split_of(name, town, vocabulary=TALES):
     """The split of a hero: one pair in sixteen is test, one in sixteen calibration, others train."""
-    residue = (NAMES.index(name) + vocabulary.towns.index(town)) % 16
-    return {0: "test", 1: "calibration"}.get(residue, "train")
+    return {0: "test", 1: "calibration"}.get((NAMES.index(name) + vocabulary.towns.index(town)) % 16, "train")
 
 
 class Writer:
@@ -206,20 +208,19 @@ class Writer:
         rng, chances = self.rng, self.words.chain
         words = [rng.pick(WORDS)]
         while True:
-            # words that follow each other
-            while len(words) < length and rng.random() >= often:
-                words.append(WORDS[bisect(chances[words[-1]], rng.random())])
+            # words that follow each other, as long as a draw does not ask for a refrain
+            word, draws = words[0], takewhile(partial(le, often), islice(rng.draws, length - 1))
+            words += [word := WORDS[bisect(chances[word], rng.random())] for _ in draws]
             self.followed |= zip(words, words[1:])
             if len(words) >= length:
                 break
             # a refrain, and what it asks for, from which the chant goes on
             refrain = rng.pick(REFRAINS)
-            last, before = words[-1], words[-2:][0]
-            asked_for = {AGAIN: last, BACK: before}.get(refrain, self.followed.get(last, last))
+            asked_for = {AGAIN: word, BACK: words[-2:][0]}.get(refrain, self.followed.get(word, word))
             self.say(" ".join([*words, refrain]))
             start = len(self.story.text) + 1
             self.story.refrains.append((start, start + len(asked_for)))
-            length -= len(words) + 1  # of those that are still to come
+            length = max(1, length - len(words) - 1)  # of those that are still to come
             words = [asked_for]
         self.say(" ".join(words) + end)
 

@@ -151,9 +151,9 @@ def encode_documents(documents, tokenizer, need):
     for document in tqdm(documents, unit="document", desc="reading text", leave=False, delay=1, disable=None):
         if tokenizer.bos_id is not None:
             ids.append(tokenizer.bos_id)
-        found, offsets = tokenizer.encode_with_offsets(document.text)
+        new, offsets = tokenizer.encode_with_offsets(document.text)
         marks += mark_answers(document, offsets, len(ids))
-        ids.extend(found)
+        ids.extend(new)
         if len(ids) >= need:
             break
     return ids, marks
@@ -185,9 +185,7 @@ def answers_in_windows(marks, windows, context, n_replaced):
     for fact, start, end in marks:
         window = start // context
         begin = window * context  # the window's first token
-        fact_is_inside = fact >= begin + n_replaced
-        answer_is_inside = end <= begin + context
-        if window < windows and fact_is_inside and answer_is_inside:
+        if window < windows and fact >= begin + n_replaced and end <= begin + context:
             answers[window].append((start - begin, end - begin))
     return answers
 
@@ -245,15 +243,15 @@ def wikitext2(split):
     return [texts[i] for i in spread(len(texts))]
 
 
-def articles(rows):
+def articles(lines):
     """The text of each article. Its title looks like " = Title = ", a section " = = Section = = "."""
     article = []
-    for row in rows:
-        is_title = row.startswith(" = ") and not row.startswith(" = = ")
+    for line in lines:
+        is_title = line.startswith(" = ") and not line.startswith(" = = ")
         if is_title and any(article):
             yield "\n\n".join(article)
             article = []
-        article.append(row)
+        article.append(line)
     yield "\n\n".join(article)
 
 

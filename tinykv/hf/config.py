@@ -91,22 +91,22 @@ def parse_config(raw, where):
         given["num_key_value_heads"] = heads
     if "head_dim" not in given:
         given["head_dim"] = checked(given, "hidden_size", int, where) // heads
-    found = {"model_type": kind}
+    config = {"model_type": kind}
     for field in fields(LlamaConfig):
         if field.type in KINDS and (field.name in given or field.default is MISSING):
-            found[field.name] = checked(given, field.name, field.type, where)
+            config[field.name] = checked(given, field.name, field.type, where)
     if given.get("sliding_window") is not None:
-        found["sliding_window"] = checked(given, "sliding_window", int, where)
+        config["sliding_window"] = checked(given, "sliding_window", int, where)
 
     # 4. RoPE, and token ids, of which there may be several
-    found["rope_theta"], found["rope_scaling"] = parse_rope(raw, found["max_position_embeddings"], where)
+    config["rope_theta"], config["rope_scaling"] = parse_rope(raw, config["max_position_embeddings"], where)
     for name in ("bos_token_id", "eos_token_id"):
         value = raw.get(name)
         for one in value if isinstance(value, list) else [value]:
-            if one is not None and not (type(one) is int and 0 <= one < found["vocab_size"]):
-                refuse(name, value, where, f"token ids go from 0 to vocab_size - 1 = {found['vocab_size'] - 1}")
-        found[name] = value
-    return LlamaConfig(**found)
+            if one is not None and not (type(one) is int and 0 <= one < config["vocab_size"]):
+                refuse(name, value, where, f"token ids go from 0 to vocab_size - 1 = {config['vocab_size'] - 1}")
+        config[name] = value
+    return LlamaConfig(**config)
 
 
 def parse_rope(raw, positions, where):
@@ -150,10 +150,10 @@ def refuse(name, value, where, instead):
 
 def config_fields(config, dtype):
     """LlamaConfig -> the content of config.json, as every version of transformers reads it."""
-    found = {name: value for name, value in asdict(config).items() if value is not None}
+    content = {name: value for name, value in asdict(config).items() if value is not None}
     if config.model_type == "mistral":
-        found["sliding_window"] = config.sliding_window  # null is not the same as absent
-    found["hidden_act"] = "silu"
-    found["torch_dtype"] = str(dtype).removeprefix("torch.")
-    found["architectures"] = [ARCHITECTURES[config.model_type][0]]
-    return dict(sorted(found.items()))
+        content["sliding_window"] = config.sliding_window  # null is not the same as absent
+    content["hidden_act"] = "silu"
+    content["torch_dtype"] = str(dtype).removeprefix("torch.")
+    content["architectures"] = [ARCHITECTURES[config.model_type][0]]
+    return dict(sorted(content.items()))

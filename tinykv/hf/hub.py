@@ -42,9 +42,9 @@ def fetch_file(file):
     with hub_faults(f"{file.name} of {file.repo}"):
         path = hf_hub_download(file.repo, file.name, repo_type="dataset", revision=file.revision)
     with open(path, "rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if found != file.sha256:
-        raise UserError(f"{path} has SHA-256 {found} instead of {file.sha256}; delete it, and it is fetched again")
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != file.sha256:
+        raise UserError(f"{path} has SHA-256 {digest} instead of {file.sha256}; delete it, and it is fetched again")
     return path
 
 

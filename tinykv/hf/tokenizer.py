@@ -129,7 +129,7 @@ def special_id(tokenizer, settings, name, fallback):
         raise UserError(f"{name} in tokenizer_config.json is {str(piece)[:80]}; it has to be a text")
     if piece and not piece.isprintable():
         raise UserError(f"{name} in tokenizer_config.json is {piece[:80]!r}; it has to be a text that can be printed")
-    found = tokenizer.id_of(piece) if piece else tokenizer.builtin_ids.get(name)
-    if found is None:
-        found = next(iter(fallback), None) if isinstance(fallback, list) else fallback
-    return found
+    token_id = tokenizer.id_of(piece) if piece else tokenizer.builtin_ids.get(name)
+    if token_id is None:
+        token_id = next(iter(fallback), None) if isinstance(fallback, list) else fallback
+    return token_id

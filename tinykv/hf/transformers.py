@@ -136,9 +136,9 @@ class MethodCache(Cache):
         inner = self.inner
         shared = inner.model, inner.rope, inner.method, *(codec for *_, codec in inner.method.each_codec())
         memo.update({id(one): one for one in shared})
-        found = MethodCache(self.model, inner.method, inner.protocol, inner.prompt)
-        found.inner = copy.deepcopy(inner, memo)
-        return found
+        new = MethodCache(self.model, inner.method, inner.protocol, inner.prompt)
+        new.inner = copy.deepcopy(inner, memo)
+        return new
 
     def refuse(self, *args, **kwargs):
         raise UserError("beam search, contrastive search and assisted decoding take tokens out of a cache, or to other "

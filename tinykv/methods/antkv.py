@@ -32,8 +32,7 @@ Paper and practice. No code is public. What the paper leaves open is settled her
   read as its codes.
 - The paper's Algorithm 1 leaves out the factor |Q_i|; it is used here.
 - Eq. 5 leaves out the error of each row, but that is known once its block is quantized: `anchors_by="error"` multiplies
-  the score by |dK_j|_1, or |dV_j|_1. The controls "first" and "random" keep the first tokens, or tokens chosen at
-  random.
+  the score by |dK_j|_1, or |dV_j|_1.
 - Keys are quantized before RoPE, where their channels keep their ranges (Appendix B); `rope="post"` quantizes them
   after it.
 - The paper's bits count neither anchors nor codebooks. `true` counts anchors, their positions and their scores, and no
@@ -62,10 +61,10 @@ class AnTKV(Method):
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
                  anchors: Annotated[str, "tokens kept: a count, such as 64, or a share, such as 1%%"] = "1%",
-                 anchors_by: Annotated[str, "attention, error (times the row's error), first or random"] = "attention",
+                 anchors_by: Annotated[str, "attention, or error (times the row's error)"] = "attention",
                  recent=32, block=BLOCK, choose="prompt", rope="pre"):
         super().__init__(config)
-        one_of(("attention", "error", *CONTROLS), anchors_by=anchors_by)
+        one_of(("attention", "error"), anchors_by=anchors_by)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k
         self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
@@ -77,12 +76,9 @@ class AnTKV(Method):
         self.preserve = anchors if self.keeps_share else self.count
         self.uses_scores = bool(self.count or self.share)
         self.window = config.sliding_window
-        self.control = CONTROLS[anchors_by](config) if anchors_by in CONTROLS else None  # (Hkv, positions)
 
     def score(self, layer_cache, q, K):
         """What the new queries add to each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
-        if self.control is not None:
-            return control_scores(self.control, q, K)
         return anchor_scores(q, K, self.window)
 
     def keep_keys(self, layer_cache, n):
@@ -182,27 +178,3 @@ def score_tiles(q, k, window=None):
         if window is not None:
             unseen = unseen | (key_at <= query_at - window)
         yield slice(begin, end), scores.masked_fill_(unseen, float("-inf"))
-
-
-# Controls: anchors that no attention chooses. Their scores depend on the position only, (Hkv, positions)
-
-def first(config):
-    """The first tokens."""
-    return -torch.arange(config.max_position_embeddings).expand(config.num_key_value_heads, -1).float()
-
-
-def random(config):
-    """Random tokens, different ones in each head."""
-    shape = config.num_key_value_heads, config.max_position_embeddings
-    return torch.rand(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
-
-
-def control_scores(control, q, K):
-    """As `anchor_scores`. A token gets its score when it arrives, and later queries add nothing."""
-    S, T = K.shape[2], q.shape[2]
-    scores = torch.zeros(K.shape[:3], dtype=torch.float32, device=K.device)  # (B, Hkv, S)
-    scores[:, :, S - T:] = control[:, S - T:S].to(K.device)
-    return scores, scores
-
-
-CONTROLS = {"first": first, "random": random}

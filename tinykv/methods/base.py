@@ -102,8 +102,9 @@ class Method:
     @property
     def needs_calibration(self):
         """Whether `calibrate.calibrate` has to run before the next text."""
-        needs_text = self.needs_text or any(codec.needs_text for _, _, codec in self.each_codec())
-        return needs_text and self.calibrated_on is None
+        if self.calibrated_on is not None:
+            return False
+        return self.needs_text or any(codec.needs_text for _, _, codec in self.each_codec())
 
     def each_codec(self):
         """[(layer, "k" or "v", codec)]."""
@@ -126,35 +127,31 @@ class Method:
             if name in tables:
                 setattr(self, name, tables[name].item())
         for layer, kind, codec in self.each_codec():
-            if codec.needs_text and not any(f"{layer}.{kind}.{name}" in tables for name in codec.tables):
+            own = {name: tables[f"{layer}.{kind}.{name}"] for name in (*codec.tables, *codec.counts)
+                   if f"{layer}.{kind}.{name}" in tables}
+            if codec.needs_text and own.keys().isdisjoint(codec.tables):
                 raise UserError(f"{self!r} finds no table for {kind.upper()} of layer {layer}; calibrate it")
-            for name in codec.tables:
-                if f"{layer}.{kind}.{name}" in tables:
-                    setattr(codec, name, tables[f"{layer}.{kind}.{name}"])
-            for name in codec.counts:
-                if f"{layer}.{kind}.{name}" in tables:
-                    setattr(codec, name, tables[f"{layer}.{kind}.{name}"].item())
+            vars(codec).update({name: own[name].item() if name in codec.counts else own[name] for name in own})
         self.calibrated_on = model.identity(), self.stored_as()
 
     def stored_as(self):
         """What tables depend on: where keys are stored, and each codec's class and the arguments it was made with."""
-        found = [self.rope]
+        made_with = [self.rope]
         for _, _, codec in self.each_codec():
-            arguments = [getattr(codec, name, None) for name in inspect.signature(type(codec)).parameters]
-            found.append([type(codec), *(value for value in arguments if isinstance(value, str | int | float))])
-        return found
+            names = inspect.signature(type(codec)).parameters
+            values = [value for name in names if isinstance(value := getattr(codec, name, None), str | int | float)]
+            made_with.append([type(codec), *values])
+        return made_with
 
     def check(self):
         """UserError for what no cache can run. A command asks as soon as the method is made, and every cache asks."""
         name, L = type(self).__name__, self.config.num_hidden_layers
         one_of(("pre", "post"), rope=self.rope)
         one_of(CHOOSE, choose=self.choose)
-        counts = {"recent": 0, "block": 1, "preserve": 0}
-        if self.keeps_share:
-            del counts["preserve"]  # a share, such as "1%"
-        for setting, least in counts.items():
+        for setting, least in {"recent": 0, "block": 1, "preserve": 0}.items():
             value = getattr(self, setting)
-            if not (hasattr(value, "__index__") and value >= least):
+            is_share = setting == "preserve" and self.keeps_share  # such as "1%"
+            if not is_share and not (hasattr(value, "__index__") and value >= least):
                 raise UserError(f"{setting} of {name} must be a whole number of at least {least}; got {value!r}")
         for setting in ("k_bits", "v_bits"):
             value = getattr(self, setting)

@@ -1,17 +1,13 @@
-"""What compares the rows of a table: as eval_ppl.py prints it, or as --json has kept it.
-
-    python -m tinykv.run.comparisons table.json --vs rtn --at-bits 2 --plot bits.png
+"""What compares the rows of a table.
 
 A row is a dict; what is read of it stands beside each function. Rows of failed methods are left out.
 """
 import math
 from operator import itemgetter
-from pathlib import Path
 
-from tinykv import UserError, cli, plots
+from tinykv import cli, plots
 from tinykv.differences import mean, paired
 from tinykv.evaluate import STRETCH
-from tinykv.files import read_json
 
 # settings that change a method's bits and nothing else
 BITS_SETTINGS = ("bits", "k_bits", "v_bits", "vq")
@@ -101,7 +97,7 @@ def at_bits(rows, bits):
     `bits` are interpolated between the two nearest rows of the line, linearly in the bits. `between`: their true bits;
     `tables`: the bytes of their calibrated tables. A line that does not reach so far has no row.
     """
-    found = []
+    points = []
     bits_of = itemgetter("bits_true")
     for label, line in lines_of(rows[1:]).items():
         below = [row for row in line if bits_of(row) <= bits]
@@ -112,28 +108,28 @@ def at_bits(rows, bits):
         low, high = bits_of(below), bits_of(above)
         share = (bits - low) / (high - low) if high > low else 0.0  # of the upper row
         loss = (1 - share) * math.log(below["ppl"]) + share * math.log(above["ppl"])  # nats
-        found.append({
+        points.append({
             "label": label,
             "ppl": math.exp(loss),
             "kld": (1 - share) * below["kld"] + share * above["kld"],
             "between": (low, high),
             "tables": (below["offline_bytes"], above["offline_bytes"]),
         })
-    return found
+    return points
 
 
 def compared_at_bits(rows, bits):
     """The table of `at_bits`, and what it leaves out."""
-    found = at_bits(rows, bits)
+    points = at_bits(rows, bits)
     parts, lines = [], []
-    for row in found:
+    for row in points:
         delta = row["ppl"] - rows[0]["ppl"]
         lines.append([row["label"], f"{row['ppl']:.3f}", f"{delta:+.3f}", f"{row['kld']:.4f}",
                       *(f"{x:.2f}" for x in row["between"]), *(f"{x / 1024:.0f}" for x in row["tables"])])
     if lines:
         head = [f"at {bits:g} true bits", "ppl", "delta", "KL", "from", "to", "tables KB", "to"]
         parts.append(cli.Columns(head, lines, left=1))
-    left_out = lines_of(rows[1:]).keys() - {row["label"] for row in found}
+    left_out = lines_of(rows[1:]).keys() - {row["label"] for row in points}
     if left_out:
         parts.append(f"no rows on both sides of {bits:g} true bits that differ in bits alone: "
                      f"{', '.join(sorted(left_out))}")
@@ -196,27 +192,3 @@ def along(row):
     """A row's loss in each stretch of a window: the mean over windows and draws, [stretch]."""
     windows = [window for draw in row.get("window_nll_along", []) for window in draw]
     return [mean(stretch) for stretch in zip(*windows)]
-
-
-def main():
-    p = cli.Parser(prog="python -m tinykv.run.comparisons",
-                   description="Compare the rows of a table that --json wrote.")
-    p.add_argument("table", metavar="TABLE.json")
-    add_comparisons(p)
-    with cli.one_line(p):
-        args = p.parse_args()
-        content = read_json(Path(args.table))
-        try:
-            rows = [row for row in content["rows"] if not row["fault"]]
-            for part in compared(rows, args.vs, args.at_bits):
-                cli.show(part)
-            if args.plot:
-                plots.save(perplexity(rows), args.plot)
-        except UserError:
-            raise
-        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
-            raise UserError(f"{args.table} is no whole table ({cli.reason(error)}); give what --json wrote") from None
-
-
-if __name__ == "__main__":
-    main()

@@ -52,8 +52,8 @@ class Entry:
     def is_own(self):
         """Whether the user wrote the class of the method or of a codec, or made the method: then nobody knows what its
         tables depend on."""
-        made_by = [self.method, *(codec for _, _, codec in self.method.each_codec())]
-        return not self.settings or not all(type(of).__module__.startswith("tinykv.") for of in made_by)
+        makers = [self.method, *(codec for _, _, codec in self.method.each_codec())]
+        return not self.settings or not all(type(maker).__module__.startswith("tinykv.") for maker in makers)
 
     def made_of(self, windows, draw):
         """A hash of all that a draw's tables depend on: windows, method, settings, weight quantizer, k-means' seed, and
@@ -135,7 +135,7 @@ def entries_of(asked, name, beside, given, config, left_out, by_name):
     cls = load_class(asked)
     if is_made(asked):
         return [Entry(name, name, [copy.deepcopy(asked)], {})]
-    found = []
+    entries = []
     for chosen in combinations(cls, given, beside):
         label = label_of(name, chosen, given)
         takes = settings_of(cls, chosen.get("scheme"))
@@ -149,8 +149,8 @@ def entries_of(asked, name, beside, given, config, left_out, by_name):
             left_out[label] = error
             continue
         words = ", ".join(f"{setting}={value}" for setting, value in matched.items())
-        found.append(Entry(label, name, [method], {**settings_of(cls), **arguments}, beside=words))
-    return found
+        entries.append(Entry(label, name, [method], {**settings_of(cls), **arguments}, beside=words))
+    return entries
 
 
 def combinations(cls, given, beside):
@@ -161,15 +161,15 @@ def combinations(cls, given, beside):
     """
     defaults = {**settings_of(cls), **beside}
     schemes = given.get("scheme", [defaults["scheme"]]) if "scheme" in defaults else [None]
-    found = []
+    combined = []
     for scheme in schemes:
         # the settings that the method takes under this scheme, each with its given values
         takes = settings_of(cls, scheme)
         values = {name: given[name] for name in given if name in takes or name == "bits" and "k_bits" in takes}
         if "scheme" in values:
             values["scheme"] = [scheme]
-        found += [dict(zip(values, combination)) for combination in itertools.product(*values.values())]
-    return found
+        combined += [dict(zip(values, combination)) for combination in itertools.product(*values.values())]
+    return combined
 
 
 def label_of(name, chosen, given):
@@ -279,9 +279,12 @@ def calibrate_group(group, model, text, draws, kept):
 def calibrate_together(entries, draw, model, windows, kept):
     """Calibrate entries on the windows (C, T) of one draw, on rank 0. If one of them fails, all have its error."""
     titles, methods = ", ".join(entry.title for entry in entries), [entry.methods[draw] for entry in entries]
+    rank, _ = ranks.here()
     with attempt(f"calibrating {titles}", *entries):
-        if ranks.here()[0] == 0:
+        if rank == 0:
             calibrate.calibrate(model, methods, windows, partial(cli.bar, what=f"calibrating {titles}"), draw)
         for entry, method in zip(entries, methods):
-            method.restore(ranks.shared(method.calibrated, windows.device), model)
-            kept.put(entry.made_of(windows, draw), method.calibrated())
+            tables = ranks.shared(method.calibrated, windows.device)
+            if rank > 0:
+                method.restore(tables, model)
+            kept.put(entry.made_of(windows, draw), tables)

@@ -1,7 +1,6 @@
 """The flags of eval_ppl.py, what the model and the machine decide in their absence, and the text to evaluate on."""
 import argparse
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -133,7 +132,7 @@ def load_test(setup, entries):
 
 def parse(words=None, methods=None, given=None, about=None):
     """The arguments of a command line. about: what --help begins with. `compare` passes methods instead of --method,
-    and {flag: value} instead of words; errors that would end the command are then raised as UserError."""
+    and {flag: value} instead of words."""
     load_class.cache_clear()  # a file may have been edited since
     if isinstance(methods, str):
         methods = [name.strip() for name in methods.split(",")]
@@ -144,8 +143,6 @@ def parse(words=None, methods=None, given=None, about=None):
     elif not isinstance(methods, list):
         methods = [methods]
     p = parser(methods, about)
-    if words is not None or given is not None:
-        p.error = partial(refuse, p)
     args = p.parse_args(words if given is None else words_of(p, given))
     args.method = methods
     check_flags(args)
@@ -161,10 +158,6 @@ def check_flags(args):
     if hasattr(args, "choose") and not args.prompt:
         raise UserError("--choose is for a text with a prompt; give --prompt, too")
     shared_flags.check_outputs(args, json="tinykv-table", calibration="folder", plot="tinykv-figure")
-
-
-def refuse(p, message):
-    raise UserError(p.said(message))
 
 
 def words_of(p, given):

@@ -76,7 +76,7 @@ class TinyKV(TemplateLM):
     @torch.inference_mode()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         """[(text, context's ids, target's ids)] -> [(log-likelihood of the target, whether it is the most likely)]."""
-        found = []
+        results = []
         for _, context, target in tqdm(requests, disable=disable_tqdm):
             n = len(target)
             ids = (context + target)[-self.max_length - 1:-1]  # too long a context loses its beginning
@@ -84,8 +84,8 @@ class TinyKV(TemplateLM):
             logits = self.model.lm_head(states[0, -n:]).float()  # (n, vocab)
             chosen = torch.tensor(target, device=logits.device)  # (n)
             logp = logits.log_softmax(-1).gather(1, chosen[:, None]).sum()
-            found.append((logp.item(), bool((logits.argmax(-1) == chosen).all())))
-        return found
+            results.append((logp.item(), bool((logits.argmax(-1) == chosen).all())))
+        return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         raise UserError("eval_ppl.py measures the perplexity of a text")
@@ -108,7 +108,7 @@ class TinyKV(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm=False):
         """[what follows a context, up to one of the texts that end it]."""
-        found = []
+        answers = []
         for request in tqdm(requests, disable=disable_tqdm):
             text, settings = request.args
             settings = normalize_gen_kwargs(settings, self.max_gen_toks)
@@ -122,8 +122,8 @@ class TinyKV(TemplateLM):
             answer = self.tokenizer.decode(tokens[0].tolist())[len(before):]
             for end in filter(None, settings["until"]):
                 answer = answer.split(end)[0]
-            found.append(answer)
-        return found
+            answers.append(answer)
+        return answers
 
 
 if __name__ == "__main__":

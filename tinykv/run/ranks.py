@@ -26,11 +26,11 @@ def joined():
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return
-    found = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
-    numbers = all(map(str.isdecimal, found.values())) and int(found["RANK"]) < int(found["WORLD_SIZE"])
+    given = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
+    numbers = all(map(str.isdecimal, given.values())) and int(given["RANK"]) < int(given["WORLD_SIZE"])
     if not numbers or "MASTER_ADDR" not in os.environ:
-        found = ", ".join(f"{name}={value}" for name, value in found.items())
-        raise UserError(f"{found}: not what torchrun sets; start with torchrun, or unset WORLD_SIZE")
+        given = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise UserError(f"{given}: not what torchrun sets; start with torchrun, or unset WORLD_SIZE")
     dist.init_process_group(timeout=PATIENCE)  # gloo for tensors on a CPU, NCCL for those on a GPU
     if dist.get_rank() > 0:
         sys.stdout = sys.stderr = open(os.devnull, "w")
@@ -55,11 +55,11 @@ def prepare(device):
 def shared(compute, device):
     """What `compute()` returns on rank 0, {name: tensor} or None, on the device of every rank."""
     rank, n_ranks = here()
-    found = [compute() if rank == 0 else None]
+    sent = [compute() if rank == 0 else None]
     if n_ranks > 1:
-        dist.broadcast_object_list(found)
-        found[0] = found[0] and {name: tensor.to(device) for name, tensor in found[0].items()}
-    return found[0]
+        dist.broadcast_object_list(sent)
+        sent[0] = sent[0] and {name: tensor.to(device) for name, tensor in sent[0].items()}
+    return sent[0]
 
 
 def own_windows(windows, batch):

@@ -32,7 +32,7 @@ def settings_of(cls, scheme=None):
     """
     arguments = list(inspect.signature(cls.__init__).parameters.values())[2:]  # after self and config
     settings = {argument.name: argument.default for argument in arguments if argument.kind not in VARIABLE}
-    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments):
+    if arguments and arguments[-1].kind is inspect.Parameter.VAR_KEYWORD:
         inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
         settings = {**settings, **inherited, **settings}  # its own defaults go before
     if scheme is not None:
@@ -45,10 +45,10 @@ def annotations_of(classes):
     """{setting: its annotation}, of whatever declares settings: `Method`, what makes codecs, constructors."""
     makers = [Method, make_codebooks, *(getattr(make, "func", make) for make, _ in SCHEMES.values())]
     makers += [parent.__init__ for cls in classes for parent in cls.__mro__]
-    found = {}
+    annotations = {}
     for make in dict.fromkeys(makers):
-        found = inspect.get_annotations(make, eval_str=True) | found  # of several the first
-    return found
+        annotations = inspect.get_annotations(make, eval_str=True) | annotations  # of several the first
+    return annotations
 
 
 def kind_and_help(hint, default):
@@ -63,15 +63,15 @@ def kind_and_help(hint, default):
 def flags_of(methods):
     """{setting: (type, help)} of all settings. methods: {name: class}."""
     of_all = "bits per number in keys and values; --k-bits and --v-bits override it"
-    found = {"bits": (float, of_all, [*methods])}  # {setting: (type, help, methods that take it)}
+    flags = {"bits": (float, of_all, [*methods])}  # {setting: (type, help, methods that take it)}
     hints = annotations_of(methods.values())
     for name, cls in methods.items():
         for setting, default in settings_of(cls).items():
-            if setting not in found:
-                found[setting] = *kind_and_help(hints.get(setting), default), []
-            found[setting][-1].append(name)
+            if setting not in flags:
+                flags[setting] = *kind_and_help(hints.get(setting), default), []
+            flags[setting][-1].append(name)
     return {setting: (kind, help if len(names) > 3 else f"{', '.join(names)}: {help}")
-            for setting, (kind, help, names) in found.items()}
+            for setting, (kind, help, names) in flags.items()}
 
 
 def add_settings(p, asked=()):
