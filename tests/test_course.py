@@ -541,20 +541,45 @@ def test_names_of_files_are_no_formulas_and_move_no_cursor(run, tmp_path):
     assert row["student"] == "'=1+1"
 
 
-def test_every_student_has_a_line(tmp_path):
-    """Also one who hands in what cannot be graded: the line says what it is."""
-    for student, file, text in (("ann", "starter.ipynb", "{}"), ("bob", "a.py", 'ASSIGNMENT: str = "kvsink"'),
-                                ("bob", "helper.py", ""), ("cat", "a.py", 'ASSIGNMENT = "kvsink"'), ("dan", None, "")):
-        (tmp_path / student).mkdir(exist_ok=True)
-        if file:
-            (tmp_path / student / file).write_text(text, encoding="utf-16" if student == "cat" else "utf-8")
-    (tmp_path / "eve.ipynb").touch()
-    files = grade.submissions(tmp_path)
-    assert [grade.student_of(file, tmp_path) for file in files] == ["ann", "bob", "cat", "dan", "eve.ipynb"]
-    assert assignments.assignment_of(files[1]) == "kvsink"
-    for file, told in ((files[0], "no Python file"), (files[2], "UTF-16"), (files[4], "no Python file")):
-        with pytest.raises(UserError, match=told):
-            assignments.assignment_of(file)
+def test_every_student_has_a_line(run, tmp_path, monkeypatch):
+    """Also one who hands in what cannot be graded: the line says what it is. What lies beside an answer has none."""
+    right, other = 'ASSIGNMENT: str = "kvsink"', 'ASSIGNMENT = "ott"'
+    for file, text in (("ann/starter.ipynb", "{}"), ("bob/a b/a.py", right), ("bob/helper.py", ""),
+                       ("bob/ott.py", other), ("bob/.ipynb_checkpoints/a.py", right), ("bob/__MACOSX/._a.py", right),
+                       ("cat/a.py", right), ("dan/hw/x.zip", ""), ("eve.zip", ""), ("fay.py", other),
+                       ("gus/a.py", right), ("gus/é.py", right), ("points.csv", "")):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text, encoding="utf-16" if file.startswith("cat") else "utf-8")
+    (tmp_path / "hal").mkdir()
+    monkeypatch.setattr(grade, "right_values", lambda *given: {})
+    monkeypatch.setattr(grade, "record_of", lambda *given: {})
+    status, out, err = run(grade, tmp_path, "--assignment", "kvsink")
+    told = {line.split("  ")[0]: line for line in out.splitlines()}
+    names = ["submission", "ann", "bob/a b/a.py", "cat/a.py", "dan", "eve.zip", "fay.py", "gus/a.py", "gus/é.py", "hal"]
+    assert (status, err) == (0, "") and list(told) == names + ["gus has handed in 2 files for kvsink: say which counts"]
+    for name, why in (("ann", "no Python file was handed in, but starter.ipynb"), ("cat/a.py", "UTF-16"),
+                      ("dan", "no Python file was handed in, but hw, x.zip"), ("eve.zip", "no Python file"),
+                      ("fay.py", "for the assignment ott"), ("hal", "no Python file was handed in")):
+        assert why in told[name]
+
+
+def test_one_reason_for_all_that_failed_is_told(capsys):
+    """A table says what is wrong with the file; else it says in which functions."""
+    tests = [{"title": f"{name}: of it", "points": 0, "message": "no module\x1b"} for name in ("one", "two")]
+    report = {"file": "all/f.py", "student": "f", "assignment": "ott", "fault": "", "points": 0, "of": 2}
+    for message, told in (("no module\x1b", "no module\\x1b"), ("another", "one, two")):
+        tests[1]["message"] = message
+        grade.print_table([report | {"tests": tests}], Path("all"))
+        assert capsys.readouterr().out.splitlines()[1].endswith(f"0/2     {told}")
+
+
+def test_a_folder_that_is_filled_ends_its_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(confine, "DISK", 2 ** 10)  # KiB
+    fills = "for i in range(10 ** 6): open(f'{input.__name__}{i}', 'wb').write(bytes(2 ** 20)), time.sleep(0.05)"
+    started = time.monotonic()
+    assert not confine.run([sys.executable, "-c", f"import time\n{fills}"], "", 60, cwd=tmp_path,
+                           env=confine.environment(tmp_path))
+    assert time.monotonic() - started < 30
 
 
 def test_an_output_replaces_reports_alone(run, mine, tmp_path):
@@ -885,15 +910,39 @@ def test_a_repository_that_was_handed_out_grades(tmp_path, monkeypatch):
         assert (" 66 of 66 points" in result.stdout or "\n66 of 66 points" in result.stdout) == (seed == 0)
 
 
-@pytest.mark.parametrize("folder", sorted(ROOT.glob("docs/course/[2-6]-*")), ids=lambda folder: folder.name)
-def test_a_question_runs_with_a_right_answer(folder, monkeypatch):
-    """The first command that a handout gives for the student's own file, on one short window."""
-    text = (folder / "handout.md").read_text(encoding="utf-8").replace("starter.py", "answer.py")
-    commands = [line.split()[1:] for line in text.splitlines()
-                if line.strip().startswith("python eval_ppl.py") and "answer.py:" in line]
-    monkeypatch.chdir(ROOT)
-    for command in commands[:1]:
-        given = [("--windows", "1"), ("--calib-windows", "2"), ("--context", "128")]
-        small = [word for flag, value in given if flag not in command for word in (flag, value)]
-        monkeypatch.setattr(sys, "argv", [*command, *small])
-        eval_ppl.main()
+@pytest.fixture(scope="module")
+def handed_out(tmp_path_factory):
+    """A repository without answers; each starter in it is one."""
+    folder = tmp_path_factory.mktemp("course") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handout, "write_expected", lambda folder, name: None)
+        patch.setattr(sys, "argv", ["handout", str(folder)])
+        handout.main()
+    for name in NAMES:
+        place = assignments.folder_of(name).relative_to(ROOT)
+        (folder / place / "starter.py").write_text(text_of(name, "answer.py"), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "triton"])
+def test_a_question_runs_where_it_is_handed_out(name, handed_out, tmp_path):
+    """All commands of a handout, of each list of settings the last, on one short window: in a copy of this process,
+    which forgets the project that has the answers."""
+    text = (assignments.folder_of(name) / "handout.md").read_text(encoding="utf-8")
+    small = "--windows 1 --calib-windows 2 --context 128".split()
+    for command in re.findall(r"^ *python (eval_ppl.py .*)$", text, re.MULTILINE):
+        process = os.fork()
+        if process == 0:
+            for module in [module for module in sys.modules if module.split(".")[0] in ("tinykv", "docs", "eval_ppl")]:
+                del sys.modules[module]
+            os.chdir(handed_out)
+            sys.path[:0] = [str(handed_out)]
+            sys.argv = [word if "--" in flag and "method" in flag else word.split(",")[-1]
+                        for flag, word in zip(["", *command.split()], command.split())] + small
+            status = 1
+            with suppress(SystemExit), open(tmp_path / "said", "w") as sys.stdout:
+                sys.stderr = sys.stdout
+                importlib.import_module("eval_ppl").main()
+                status = 0
+            os._exit(status)
+        assert os.waitpid(process, 0)[1] == 0, (command, (tmp_path / "said").read_text())

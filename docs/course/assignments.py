@@ -19,10 +19,11 @@ ANSWERS = {  # by assignment, where the project's own code is the answer: {file:
                "tinykv/codecs/base.py": ("pack", "unpack")},
     "cache": {"tinykv/cache.py": ALL, "tinykv/methods/pfn.py": ALL},
     "kvsink": {"tinykv/methods/kvsink.py": ALL, "tinykv/outlier.py": ALL},
-    "ott": {"tinykv/methods/kivi.py": ALL, "tinykv/methods/ott.py": ALL},
+    "ott": {"tinykv/methods/ott.py": ALL},
     "intactkv": {"tinykv/methods/intactkv.py": ALL, "train_intact.py": ALL},
     "skvq": {"tinykv/methods/skvq.py": ALL, "tinykv/codecs/clipped.py": ALL},
-    "antkv": {"tinykv/methods/antkv.py": ALL, "tinykv/codecs/codebook.py": ALL, "tinykv/kmeans.py": ALL},
+    "antkv": {"tinykv/methods/antkv.py": ALL, "tinykv/codecs/codebook.py": ALL,
+              "tinykv/kmeans.py": ("kmeans", "plus_plus", "nearest", "distance", "lloyd")},
     "triton": {"kernels.py": ALL, "tinykv/triton_cache.py": ALL},
 }
 CORE = ("affine", "cache")  # on which everything else runs
@@ -57,7 +58,8 @@ def answer_of(name):
 def assignment_of(path):
     """The assignment that a file names. UserError if it names none."""
     if path.suffix != ".py":
-        raise UserError(f"{path.name}: no Python file was handed in")
+        there = ", ".join(sorted(file.name for file in path.rglob("*")))
+        raise UserError(f"{path.name}: no Python file was handed in" + (there and f", but {there}"))
     name = named(path, "ASSIGNMENT")
     if name is None:
         raise UserError(f"{path.name} names no assignment; it needs a line such as ASSIGNMENT = \"kvsink\"")

@@ -143,7 +143,7 @@ def kernels_in(tests):
 def errors(file, kernels, root, folder):
     """{kernel: what the compiler says against it, or ""}, of a file that runs in a confined process. root: a copy of
     the repository; folder: an empty one for both steps."""
-    missing = dict.fromkeys(kernels, "the file ended the process, or took too long")
+    missing = dict.fromkeys(kernels, "the file ended the process, took too long, or filled its folder")
     try:
         found = step(file, "lower", kernels, root, folder)
         found = {name: [str(found[name][0]), str(found[name][1])] for name in kernels}

@@ -17,6 +17,7 @@ from tempfile import gettempdir
 MEMORY = 2 * 2 ** 30  # bytes that it may ask for
 SECONDS = 90  # of computing: each test of an assignment may run as long as a test may
 FILE_SIZE = 16 * 2 ** 20  # bytes of a file that it may write
+DISK = 256 * 2 ** 10  # KiB of all that it may hold there at once, looked at once a second
 
 # Linux's Landlock (landlock(7)): rights to files by folder, which a process gives up for good
 CREATE, ADD, RESTRICT = 444, 445, 446
@@ -169,13 +170,18 @@ def environment(folder):
 
 def run(words, given, seconds, **settings):
     """Run a command in a process that is given a text on stdin, and whose output is dropped -> whether it ended in
-    time. What it has started ends with it."""
+    time, and did not fill its folder. What it has started ends with it."""
     process = subprocess.Popen(list(map(str, words)), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL, text=True, start_new_session=True, **settings)
     try:
-        process.communicate(given, seconds)
-        return True
-    except subprocess.TimeoutExpired:
+        for _ in range(seconds):
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(given, 1)
+                return True
+            given = None  # it has been sent
+            held = subprocess.run(["du", "-sk", settings["env"]["TMPDIR"]], capture_output=True, text=True).stdout
+            if int(held.split()[0]) > DISK:
+                break
         return False
     finally:
         with suppress(ProcessLookupError):

@@ -56,7 +56,7 @@ def main():
         elif args.submission is None:
             raise UserError("give a student's file, or a folder of them")
         elif args.submission.is_dir():
-            print_table(grade_all(submissions(args.submission), args), args.submission)
+            print_table(grade_all(submissions(args.submission, args.assignment), args), args.submission)
         else:
             if line := assignments.write_missing(args.submission):
                 print(line)
@@ -66,23 +66,23 @@ def main():
             print_report(report, args.all)
 
 
-def submissions(folder):
-    """The Python files of a folder, without a student's files that name no assignment beside one that does. Of a
-    student without a Python file, the folder or the notebook."""
-    files = sorted(folder.rglob("*.py"))
+def submissions(folder, assignment=None):
+    """The Python files of a folder, without those of a student that name no assignment, or another one, beside one that
+    does. Of a student without a Python file, the folder, or the file: a notebook, say."""
+    def is_aside(file):
+        with suppress(UserError):
+            name = named(file, "ASSIGNMENT")
+            return name is None or assignment not in (None, name, name.removesuffix(PAGE))
+        return False
+    files = [file for file in sorted(folder.rglob("*.py"))  # what an editor, or a Mac, has put there is nobody's
+             if not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts)]
     if not files:
         raise UserError(f"there is no Python file in {folder}; give a file, or a folder of them")
-    handed_in = {student_of(file, folder) for file in files if not is_helper(file)}
-    files = [file for file in files if not is_helper(file) or student_of(file, folder) not in handed_in]
+    handed_in = {student_of(file, folder) for file in files if not is_aside(file)}
+    files = [file for file in files if not is_aside(file) or student_of(file, folder) not in handed_in]
     students = {student_of(file, folder) for file in files}
-    others = [path for path in folder.glob("[!._]*") if path.is_dir() or path.suffix == ".ipynb"]
-    return sorted(files + [path for path in others if path.name not in students])
-
-
-def is_helper(file):
-    with suppress(UserError):
-        return named(file, "ASSIGNMENT") is None
-    return False
+    others = [path for path in folder.glob("[!._]*") if path.suffix not in (".csv", ".json")]
+    return sorted(files + [path for path in others if path.name.removesuffix(".py") not in students])
 
 
 def student_of(file, submission):
@@ -163,8 +163,8 @@ def judged(test, given):
     record; given: the submission's."""
     result = {"title": test["title"], "of": test["points"], "points": 0}
     if given is None:
-        return result | {"message": "Your code ended the process, or took too long, before this test was over. If no "
-                         "test has points, look at what the file does when it is imported."}
+        return result | {"message": "Your code ended the process, took too long, or filled its folder, before this "
+                         "test was over. If no test has points, look at what the file does when it is imported."}
     told = []
     for (value, *_), (wanted, hint, tolerance) in zip(given["notes"], test["notes"]):
         wrong = difference(value, wanted, tolerance)
@@ -283,13 +283,22 @@ def print_report(report, show_all):
 
 
 def print_table(reports, folder):
-    lines = []
+    lines, graded = [], {}
     for report in reports:
-        failed = [test["title"].split(":")[0] for test in report["tests"] if not test["points"]]
-        told = textwrap.shorten(printable(report["fault"]) or ", ".join(dict.fromkeys(failed)), 70)
-        file = Path(report["file"]).relative_to(folder)
-        lines.append([printable(str(file)), report["assignment"], f"{report['points']}/{report['of']}", told])
+        failed = [test for test in report["tests"] if not test["points"]]
+        told = [report["fault"].replace(f"{folder}{os.sep}", "")] if report["fault"] else {
+            test["message"] for test in failed}
+        if len(told) > 1 or len(failed) == 1:  # one reason for several stands for all
+            told = dict.fromkeys(test["title"].split(":")[0] for test in failed)
+        file = printable(str(Path(report["file"]).relative_to(folder)))
+        points = f"{report['points']}/{report['of']}"
+        lines.append([file, report["assignment"], points, textwrap.shorten(printable(", ".join(told)), 100)])
+        if not report["fault"]:
+            graded.setdefault((report["student"], report["assignment"]), []).append(file)
     print(Columns(["submission", "assignment", "points", "what failed"], lines, left=4))
+    for (student, name), several in graded.items():
+        if len(several) > 1:
+            print(f"{printable(student)} has handed in {len(several)} files for {name}: say which counts")
 
 
 def table(reports):

@@ -17,7 +17,7 @@ from tinykv import UserError
 from tinykv.cli import Parser, one_line
 
 LEFT_OUT = ("tests/", "docs/", ".ci/", ".github/", ".pytest.ini")
-KEPT = ("docs/course/", "docs/embedded_model.md", "docs/huggingface.md", "docs/real_models.md")
+KEPT = ("docs/course/", "docs/embedded_model.md", "docs/huggingface.md", "docs/real_models.md", "docs/words.md")
 README = """# tinykv: the course
 
 Quantization of an LLM's KV cache, in code small enough to read. Begin with [the course](docs/course/README.md).

@@ -28,6 +28,7 @@ WRONG = {
     "one_block_only": ("return blocks * self.method.block", "return min(blocks, 1) * self.method.block"),
     "no_recent_tokens": ("max(0, waiting - self.method.recent)", "waiting"),
     "counts_the_quantized": ("waiting = self.length - self.keys.n_coded", "waiting = self.length"),
+    "paper_quantizes_all_again": ("            return waiting\n", "            return self.length\n"),
     "blocks_under_paper": ('if self.protocol == "paper":', "if False:"),
     "paper_reads_first": ('self.protocol == "stream":\n            return exact', "True:\n            return exact"),
     "stream_quantizes_first": ('if self.protocol == "stream":\n            return', "if False:\n            return"),

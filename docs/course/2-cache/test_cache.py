@@ -203,7 +203,7 @@ def test_due(sub, rng, same):
     for _ in range(80):
         protocol, recent, block = rng.choice(("paper", "stream", "stream")), rng.randint(0, 5), rng.randint(1, 5)
         layer = sub.Layer(Coarse(), Coarse(), Script(rng, recent, block, 0), protocol)
-        coded = block * rng.randint(0, 3) if protocol == "stream" else 0
+        coded = block * rng.randint(0, 3)
         layer.keys.n_coded = layer.values.n_coded = coded
         layer.length = coded + rng.randint(0, 14)
         layer.keys.recent = layer.values.recent = torch.zeros(1, 1, layer.length - coded, 1, dtype=torch.float16)
