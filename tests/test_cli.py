@@ -458,11 +458,6 @@ def test_bad_input_is_one_clear_line(command, monkeypatch, words, named):
     assert len(line) < 1000 and all(name in line for name in named), line
 
 
-def test_the_package_runs_as_the_command():
-    found = subprocess.run([sys.executable, "-m", "tinykv", "--list-methods"], cwd=ROOT, capture_output=True, text=True)
-    assert found.returncode == 0 and found.stdout.startswith("fp16 ")
-
-
 @pytest.mark.parametrize("context, said", [(128, True), (130, False)])
 def test_a_row_whose_codes_no_query_reads_says_so(command, context, said):
     """The first block of 128 tokens is quantized after the last of them has been read."""
@@ -482,25 +477,46 @@ def test_where_the_disk_is_full_the_table_is_printed(command, monkeypatch, tmp_p
     assert len(said) == 3 and said[-1].startswith("eval_ppl.py: error: ") and "x.json" in said[-1]
 
 
+def process(program, to="", **environment):
+    """Python with these words, its output sent somewhere: (status, stdout, stderr)."""
+    found = subprocess.run(f"{sys.executable} {program} {to}", shell=True, cwd=ROOT, text=True, capture_output=True,
+                           env={**os.environ, **environment})
+    assert "Traceback" not in found.stderr
+    return found.returncode, found.stdout, found.stderr
+
+
+@pytest.fixture
+def short(tmp_path):
+    """A command that shows a line and goes on, which needs no torch: its words, and the file that it writes last."""
+    program, end = tmp_path / "short.py", tmp_path / "end"
+    program.write_text(f"""from tinykv import cli
+with cli.one_line(cli.Parser()):
+    cli.show("\u00fc\u6f22")
+    cli.note("\u00fc")
+    open({str(end)!r}, "x").close()
+""", encoding="utf-8")
+    return program, end
+
+
 @pytest.mark.parametrize("to, status, said", [
     (">/dev/full", 1, "No space left"), (">&-", 1, "is closed"), ("2>&- >&-", 1, ""), ("2>/dev/full", 0, ""),
     ("2>&-", 0, "")])
-def test_output_that_has_nowhere_to_go(to, status, said, tmp_path):
-    """It is lost, and no row is."""
-    words = f"--method rtn --scheme token-dynamic --context 32 --windows 1 --json {tmp_path / 'x.json'}"
-    found = subprocess.run(f"{sys.executable} -m tinykv {words} {to}", shell=True, cwd=ROOT, text=True,
-                           capture_output=True)
-    assert found.returncode == status and said in found.stderr and "Traceback" not in found.stderr
+def test_output_that_has_nowhere_to_go(short, to, status, said):
+    """It is lost, and nothing else is."""
+    program, end = short
+    found, _, err = process(program, to, PYTHONPATH=str(ROOT))
+    assert found == status and said in err and end.exists()
+
+
+def test_the_package_runs_as_the_command_and_loses_no_row(tmp_path):
+    words = f"-m tinykv --method rtn --scheme token-dynamic --context 32 --windows 1 --json {tmp_path / 'x.json'}"
+    status, _, err = process(words, ">/dev/full")
+    assert status == 1 and "No space left" in err
     assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == 2
 
 
-def test_a_terminal_that_knows_ascii_alone(tmp_path):
-    text = tmp_path / "\u00fc\u6f22.txt"
-    text.write_text("Balo lives in Eastwick. " * 100)
-    words = ["--method", "fp16", "--context", "32", "--windows", "1", "--data", text]
-    found = subprocess.run([sys.executable, "-m", "tinykv", *words], cwd=ROOT, capture_output=True,
-                           env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert found.returncode == 0 and b"\\xfc\\u6f22.txt" in found.stdout, found.stderr
+def test_a_terminal_that_knows_ascii_alone(short):
+    assert process(short[0], PYTHONPATH=str(ROOT), PYTHONIOENCODING="ascii") == (0, "\\xfc\\u6f22\n", "\\xfc\n")
 
 
 def test_a_package_that_is_missing_is_named(command, monkeypatch):
@@ -653,6 +669,7 @@ def test_a_notebook_shows_bars_and_no_steps(monkeypatch, capsys, module, bars):
 
 @pytest.mark.parametrize("error, status, said", [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"), 2, ".*memory"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 2, ".*not enough memory"),
     (MemoryError(), 2, ".*memory"), (ModuleNotFoundError("No module named 'triton'"), 2, ".*pip install -r"),
     (KeyboardInterrupt(), 130, None)])
 def test_what_the_machine_lacks_and_ctrl_c_are_one_line(command, monkeypatch, error, status, said):

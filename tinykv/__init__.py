@@ -41,6 +41,12 @@ def all_finite(what, numbers):
         raise UserError(f"{what} are not finite, or too large for 16 bits; use another --dtype, or another model")
 
 
+def first_line(error):
+    """What an exception says, on one line."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return text.strip().splitlines()[0][:200]
+
+
 def did_you_mean(word, words):
     """The end of a message about a misspelt word: "; did you mean kivi?", or "" if none is near."""
     word = str(word).lower()

@@ -6,11 +6,9 @@ import sys
 from contextlib import contextmanager
 from html import escape
 
-import torch
 from tqdm import tqdm
 
-from tinykv import UserError, did_you_mean
-from tinykv.files import first_line
+from tinykv import UserError, did_you_mean, first_line
 
 # How a command begins and ends
 
@@ -117,8 +115,8 @@ def reason(error):
 
 
 def is_out_of_memory(error):
-    """Whether memory ran out: Python's, a GPU's, or a CPU's, of which torch raises a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+    """Whether memory ran out: Python's, a GPU's or a CPU's, of which torch has no exception of its own."""
+    return isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)) is not None
 
 
 def printable(text):

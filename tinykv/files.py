@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tinykv import UserError, all_finite
+from tinykv import UserError, all_finite, first_line
 from tinykv.tracing import same_model
 
 LARGEST = 2 ** 30  # bytes of a text
@@ -223,11 +223,3 @@ class Tables:
                 save_tensors(path, {**tensors, "model": self.identity}, notes)
             except UserError as error:  # such as a full disk: they are found, and only not kept
                 print(error, file=sys.stderr, flush=True)
-
-
-# Text for error messages
-
-def first_line(error):
-    """What an exception says, on one line."""
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return text.strip().splitlines()[0][:200]

@@ -21,14 +21,13 @@ from safetensors.torch import load, load_file, save_file
 
 from docs.course import confine
 from docs.course.assignments import ROOT
-from tinykv import UserError, hf
+from tinykv import UserError, first_line, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.cli import Columns, Parser, bar, one_line, printable
 from tinykv.data import load_windows
 from tinykv.differences import paired
 from tinykv.evaluate import Result, add_predictions, measure
-from tinykv.files import first_line
 from tinykv.methods.registry import METHODS
 from tinykv.run.settings import constructor_arguments, load_class
 from tinykv.shared_flags import check_counts

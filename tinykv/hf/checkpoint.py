@@ -7,8 +7,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch.overrides import TorchFunctionMode
 
-from tinykv import UserError
-from tinykv.files import check_regular, first_line, read_json, write, write_json
+from tinykv import UserError, first_line
+from tinykv.files import check_regular, read_json, write, write_json
 from tinykv.hf.config import checkpoint_folder, config_fields, load_config
 from tinykv.model import Llama
 
