@@ -10,7 +10,7 @@ import invariants
 import numpy as np
 import pytest
 import torch
-from cases import Case, model_of
+from cases import Case, G, model_of
 
 from tinykv import UserError
 from tinykv.codecs.base import Exact, unpack
@@ -28,10 +28,12 @@ BITS = {"fp8": 8, "mxfp8": 8, "q8_0": 8, "int8_per_token_head": 8, "q5_0": 5, "q
 
 @pytest.fixture(autouse=True, scope="module")
 def formats():
-    """The file, which adds schemes that other tests do not know."""
+    """The file, which adds schemes that other tests do not know. Its blocks are as short as the cells' own."""
     load_class.cache_clear()
     with patch.dict(SCHEMES):
-        yield sys.modules[load_class(f"{FILE}:Formats").__module__]
+        cls = load_class(f"{FILE}:Formats")
+        cls.block = G
+        yield sys.modules[cls.__module__]
     load_class.cache_clear()
 
 

@@ -28,6 +28,7 @@ from tinykv.triton_cache import TritonCache
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/ladder/*.py"))
+pytestmark = pytest.mark.usefixtures("interpreted_quickly")
 
 
 def run(page, numbers, monkeypatch):
@@ -39,12 +40,21 @@ def run(page, numbers, monkeypatch):
         return runpy.run_path(f"docs/ladder/{page}")
 
 
-def run_briefly(page, monkeypatch):
-    """The same, on two texts of 256 tokens: where not what it prints is looked at, but what it defines."""
+def shorten(monkeypatch, length):
+    """Texts of so many tokens, for a page's table."""
     def load_less(data, tokenizer, context, windows, split):
-        return load_windows(data, tokenizer, 256, min(windows, 2), split)
+        return load_windows(data, tokenizer, length, windows, split)
     monkeypatch.setattr("tinykv.data.load_windows", load_less)
-    return run(page, [1], monkeypatch)
+
+
+def defined(page, monkeypatch):
+    """What a page defines, above its table."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    above, _ = Path("docs/ladder", page).read_text().split("\n# The table: ")
+    names = {"__name__": page}
+    exec(compile(above, ROOT / "docs/ladder" / page, "exec"), names)
+    return names
 
 
 def run_and_read(page, numbers, monkeypatch, capsys):
@@ -66,20 +76,21 @@ def measured(methods, columns=2, **given):
 
 def test_sinks(monkeypatch, capsys):
     """fp16, rtn, pfn, kvsink, and the bits that they store."""
-    assert printed("1_sinks.py", 2, monkeypatch, capsys, 3) == measured("kvsink", 3, windows=2)
+    shorten(monkeypatch, 512)
+    assert printed("1_sinks.py", 2, monkeypatch, capsys, 3) == measured("kvsink", 3, windows=2, context=512)
 
 
 def test_window(monkeypatch, capsys):
     """KIVI without a window of recent tokens, with one in small blocks, and as OTT has it."""
     rows = []
     for group, recent in ((128, 0), (32, 128), (128, 32)):
-        rows += measured("fp16,kivi", 3, windows=2, protocol="stream", group_size=group, recent=recent)[1:]
-    assert printed("2_window.py", 2, monkeypatch, capsys, 3) == rows
+        rows += measured("fp16,kivi", 3, windows=1, protocol="stream", group_size=group, recent=recent)[1:]
+    assert printed("2_window.py", 1, monkeypatch, capsys, 3) == rows
 
 
 def test_sinks_of_other_numbers(monkeypatch):
     """A sink has either sign, and all heads of its text keep it."""
-    page = run("1_sinks.py", [1], monkeypatch)
+    page = defined("1_sinks.py", monkeypatch)
     h = torch.zeros(2, 40, 64)
     h[0, 7, 49], h[1, 9, 49], h[:, 20:, 3] = -90, 90, 200  # as large in another channel
     kept = torch.zeros(2, 3, 40, dtype=torch.bool)
@@ -89,7 +100,7 @@ def test_sinks_of_other_numbers(monkeypatch):
 
 def test_window_of_other_chunks(monkeypatch):
     """Several heads, and chunks shorter than a block: as the package, chunk by chunk."""
-    page = run("2_window.py", [1], monkeypatch)
+    page = defined("2_window.py", monkeypatch)
     config = replace(hf.load_config(EMBEDDED), num_attention_heads=3, num_key_value_heads=3)
     torch.manual_seed(0)
     k, v = torch.randn(2, 2, 3, 320, 32)
@@ -104,14 +115,14 @@ def test_window_of_other_chunks(monkeypatch):
 def test_pool(monkeypatch, capsys):
     """OTT without a pool, which is KIVI, with a pool of one, and with its own."""
     settings = {"protocol": "stream", "group_size": 128, "recent": 32}
-    rows = [measured("fp16,ott", 3, windows=2, outlier_num=n, **settings)[1] for n in (0, 1, 3)]
-    found = run_and_read("3_pool.py", [2], monkeypatch, capsys)
+    rows = [measured("fp16,ott", 3, windows=1, outlier_num=n, **settings)[1] for n in (0, 1, 3)]
+    found = run_and_read("3_pool.py", [1], monkeypatch, capsys)
     assert [line.split()[1:] for line in found] == [[str(n), *row[1:]] for n, row in zip((0, 1, 3), rows)]
 
 
 def test_pool_of_other_shapes(monkeypatch):
     """Each head of each text has a pool of its own: as the package, block by block."""
-    page = run("3_pool.py", [1], monkeypatch)
+    page = defined("3_pool.py", monkeypatch)
     config = replace(hf.load_config(EMBEDDED), num_attention_heads=3, num_key_value_heads=3)
     torch.manual_seed(0)
     k, v = torch.randn(2, 2, 3, 400, 32)
@@ -145,7 +156,7 @@ def test_groups(monkeypatch, capsys):
 
 def test_groups_of_other_shapes(monkeypatch):
     """Groups cross heads, and have clips of their own: the package's codes, numbers and bytes."""
-    page = run_briefly("4_groups.py", monkeypatch)
+    page = defined("4_groups.py", monkeypatch)
     torch.manual_seed(0)
     x = torch.randn(2, 3, 40, 32) * torch.rand(3, 1, 32)
     codec = ClippedGroups(2, 3, 32, 16, centres=(1,), sensitivity="none")
@@ -175,7 +186,7 @@ def test_levels(monkeypatch, capsys):
 
 def test_levels_of_other_shapes(monkeypatch):
     """Several heads share levels, and a row's outliers: what the package reads, and the bytes that it holds."""
-    page = run_briefly("5_levels.py", monkeypatch)
+    page = defined("5_levels.py", monkeypatch)
     torch.manual_seed(0)
     x, rope = torch.randn(2, 3, 40, 32).half() * 3, SimpleNamespace(rotate=lambda K: K)
     x.requires_grad_().grad = torch.rand_like(x)
@@ -217,7 +228,7 @@ def test_topk(monkeypatch, capsys):
 
 def test_topk_of_other_numbers(monkeypatch):
     """Of either sign, and with larger ones behind the text."""
-    page = run("7_topk.py", [1], monkeypatch)
+    page = defined("7_topk.py", monkeypatch)
     torch.manual_seed(0)
     whole = torch.full((2, 600), 9e9)
     whole[:, :259] = torch.randn(2, 259)
@@ -228,7 +239,7 @@ def test_topk_of_other_numbers(monkeypatch):
 def test_kernel(monkeypatch, capsys):
     """The package's `--attention triton` on the same two tokens, and the bytes that its cache holds."""
     model, tokenizer = hf.load(EMBEDDED)
-    tokens = load_windows("tales", tokenizer, 1024, 1, "test").tokens
+    tokens = load_windows("tales", tokenizer, 512, 1, "test").tokens
     kivi, rows = KIVI(model.config, group_size=128, recent=32), []
     for name, method, attention in (("fp16", FP16(model.config), "fused"), ("decoded", kivi, "plain"),
                                     ("kernel", kivi, "triton")):
@@ -246,14 +257,15 @@ def test_kernel(monkeypatch, capsys):
             logits.append(model(tokens[:, -2:-1], cache)[0])
             model(tokens[:, -1:], cache)
         loss = torch.nn.functional.cross_entropy(torch.cat(logits), tokens[0, -2:])
-        decoded = 2 * 2 * 4 * 1024 * 32 * 4 * (name == "decoded")  # fp32 rows, K and V of 4 layers, written and read
+        decoded = 2 * 2 * 4 * 512 * 32 * 4 * (name == "decoded")  # fp32 rows, K and V of 4 layers, written and read
         rows.append((name, f"{loss.exp():.3f}", f"{cache.nbytes + decoded:,}"))
+    shorten(monkeypatch, 512)
     assert printed("8_kernel.py", 2, monkeypatch, capsys, 3) == rows
 
 
 def test_kernel_of_other_shapes(monkeypatch):
     """Several heads of keys and values, each read by several queries, a rest of a piece: as torch, on decoded rows."""
-    page = run("8_kernel.py", [1], monkeypatch)
+    page = defined("8_kernel.py", monkeypatch)
     torch.manual_seed(0)
     q, K, V = torch.randn(12, 64), torch.randn(1, 3, 640, 64) * 3, torch.randn(1, 3, 640, 64)
     codecs = Affine(2, 64, "channel", 128), Affine(2, 64)
@@ -271,7 +283,7 @@ def test_kernel_of_other_shapes(monkeypatch):
 
 def test_a_block_that_fills_up(monkeypatch):
     """Keys and values are quantized while the kernel reads: the next token reads their codes."""
-    page = run("8_kernel.py", [1], monkeypatch)
+    page = defined("8_kernel.py", monkeypatch)
     model, tokenizer = hf.load(EMBEDDED)
     tokens = load_windows("tales", tokenizer, 291, 1, "test").tokens
     method = KIVI(model.config, group_size=128, recent=34)  # of 290 tokens, 256 are quantized

@@ -112,7 +112,6 @@ ARROWS = {
     "hf/": {"cache", "model", "files", "tracing"},
     "weights/": {"cache", "cli", "codecs", "model", "files", "shared_flags"},
     "triton_cache.py": {"cache", "codecs", "methods", "model"},
-    "cli.py": {"files"},
     "shared_flags.py": {"codecs", "files", "hf"},
     "plots.py": {"files"},
     "prefixes.py": {"files", "methods", "weights"},
