@@ -36,19 +36,21 @@ def evaluate(setup):
     yield from ("", table.columns_of(args, entries))
     fp16 = entries["fp16"]
     mine = ranks.own_windows(windows, setup.batch)  # all windows, unless torchrun started several processes
-    clock = table.Clock(len(mine.tokens) * sum(len(entry.methods) for entry in entries.values()))
-    for title, entry in entries.items():
-        model = models[entry.weights]
-        model.use_attention(args.attention)
-        if entry.error is None:  # it has been calibrated
-            exact = fp16.results[0] if fp16.results else None
-            total = len(entry.methods) * len(mine.tokens)
-            with attempt(f"evaluating {title}", entry), cli.bar(None, f"evaluating {title}", total) as clock.bar:
-                for method in entry.methods:  # one for each draw of the calibration
-                    result = measure(model, method, mine, protocol=args.protocol, batch=setup.batch,
-                                     fp16=exact, bar=clock, cache_class=cache_class, prompt=args.prompt)
-                    entry.results.append(ranks.gather(result))
-        yield table.row_of(entry, fp16, args)
+    total = len(mine.tokens) * sum(len(entry.methods) for entry in entries.values())
+    with cli.bar(None, "evaluating", total) as bar:  # of all rows, as fp16's time tells much about the others'
+        for title, entry in entries.items():
+            model = models[entry.weights]
+            model.use_attention(args.attention)
+            if entry.error is None:  # it has been calibrated
+                exact = fp16.results[0] if fp16.results else None
+                bar.set_description(f"evaluating {title}", refresh=False)
+                with attempt(f"evaluating {title}", entry):
+                    for method in entry.methods:  # one for each draw of the calibration
+                        result = measure(model, method, mine, protocol=args.protocol, batch=setup.batch,
+                                         fp16=exact, bar=bar, cache_class=cache_class, prompt=args.prompt)
+                        entry.results.append(ranks.gather(result))
+            bar.clear()
+            yield table.row_of(entry, fp16, args)
     yield from table.faults(entries)
 
 

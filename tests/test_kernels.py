@@ -650,8 +650,7 @@ def test_the_benchmark_runs_at_tiny_shapes(capsys):
     """Every line of it but the clock, which needs a GPU."""
     cpu = torch.device("cpu")
     bench_kernels.bench_attention("tiny", [256], [1], ["fp16", "2-bit per token", "1-bit codebooks d8m256"], cpu)
-    bench_kernels.bench_scores("tiny", [64], cpu)
-    bench_kernels.bench_decoding(bench_kernels.config_of("tiny", positions=512), [256], ["2-bit per token"], cpu, 1, 2)
+    bench_kernels.bench_decoding(bench_kernels.config_of("tiny", positions=512), [256], ["2-bit per token"], cpu, 1)
     out = capsys.readouterr().out
     assert out.count("2-bit per token") == 2 and "tok/s at 256" in out
 

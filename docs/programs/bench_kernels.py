@@ -47,8 +47,6 @@ CASES = {  # name: (method, its settings)
        for vq, bits in (("d2m256", 4), ("d4m256", 2), ("d8m256", 1), ("d16m4096", 0.75))},
     "1-bit antkv, 1% kept": ("antkv", {"vq": "d8m256"}),
 }
-DECODED = ("fp16", "4-bit per token", "2-bit per token", "2-bit kivi, groups of 32", "2-bit kvsink, 5 kept",
-           "1-bit codebooks d8m256", "1-bit antkv, 1% kept")
 SHAPES = {  # L, D, MLP, H, Hkv, d, vocabulary, theta
     "LLaMA-3-8B": (32, 4096, 14336, 32, 8, 128, 128256, 500000.0),
     "LLaMA-2-7B": (32, 4096, 11008, 32, 32, 128, 32000, 10000.0),
@@ -141,8 +139,8 @@ class Pretend:
             fields = PackedRows._fields
             N, d, planes = constants[names.index("N"),], *(
                 constants[names.index("k"), fields.index(x)].value for x in ("width", "planes"))
-            exact = all(constants[names.index(side), 0].value == "Exact" for side in "kv")
-            if exact:
+            decoder = fields.index("grid"), fields.index("books")  # None of 16-bit rows
+            if all((names.index(side), field) in constants for side in "kv" for field in decoder):
                 row["what"] = "16-bit rows" + ", K before RoPE" * (len(planes) == 2)
                 row["what"] += ", kept" * ((names.index("kept"), 1) not in constants)
             row["each"] = row["loop"] * 32 * self.warps / (2 * N * d)
@@ -277,10 +275,8 @@ def byte_limits(shape):
 
 
 def best_of(run):
-    """Median milliseconds of a call on the GPU, the L2 cache flushed before each.
-
-    It is replayed from a CUDA graph: the time that Python takes to start kernels is in
-    `bench_decoding`, and not here."""
+    """Median milliseconds of a call on the GPU, the L2 cache flushed before each. It is replayed from a CUDA graph: the
+    time that Python takes to start kernels is in `bench_decoding`, and not here."""
     run()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -330,67 +326,29 @@ def time_attention(name, config, context, B, device):
     return best_of(partial(layer.attended, one_query(config, B, device))), held
 
 
-def bench_scores(shape, contexts, device):
-    """Beside the attention forward of a prompt: its anchor scores, KVSink's scores by the kernel and by torch, and the
-    time that quantizing its keys takes."""
-    config = config_of(shape, layers=1)
-    print(f"\n{shape}, a prompt: ms of SDPA, anchor_scores, topk_outliers, topk_lines, and 2-bit "
-          "encode of the keys")
-    for T in contexts:
-        q, k, v = (torch.randn(1, h, T, config.head_dim, device=device).to(torch.bfloat16) for h in
-                   (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads))
-        lse = torch.zeros(q.shape[:3], device=device)
-        h = torch.randn(1, T, config.hidden_size, device=device)[..., 0]  # (1, T)
-        codec = method_of("2-bit per token", config, device).codecs[0].k
-        times = [best_of(run) for run in (
-            partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True),
-            partial(anchor_scores, q, k, lse), partial(kernels.topk_outliers, h, 5),
-            partial(kernels.topk_lines, h, 5), partial(codec.encode, k))]
-        print(f"{T:>8}" + "".join(f"{ms:>10.3f}" for ms in times), flush=True)
-
-
-def decoding(model, name, B, context, steps, device):
-    """Tokens a second of a model whose cache holds `context` random tokens."""
-    config = model.config
-    cache = TritonCache(model, method_of(name, config, device))
-    for layer in cache.layers:
-        filled(layer, config, B, context, device, model.lm_head.weight.dtype)
-    new = torch.zeros(B, 1, dtype=torch.long, device=device)
-    model.generate(new, 2, cache)  # compiles what is not compiled yet
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    clock = time.perf_counter()
-    model.generate(new, steps, cache)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return B * steps / (time.perf_counter() - clock)
-
-
-def bench_decoding(config, contexts, names, device, steps=32, largest=4096):
-    """Tokens a second of one sequence; then, by doubling, the longest context that fits, and the largest batch of the
-    first context, and its tokens a second."""
+def bench_decoding(config, contexts, names, device, steps=32):
+    """Tokens a second of one sequence whose cache holds so many random tokens."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Llama(config).to(torch.bfloat16).requires_grad_(False)
     model.rope.freq = model.rope.freq.to(device)  # (d/2)
     model.use_attention("triton")
-    print(f"\n{'case':30}" + "".join(f"{f'tok/s at {c}':>17}" for c in contexts)
-          + f"{'longest':>10}{'batch':>7}{'tok/s of it':>13}")
+    print(f"\n{'case':30}" + "".join(f"{f'tok/s at {context}':>17}" for context in contexts))
     for name in names:
-        def speed(B, context, steps, name=name):
-            return fitting(decoding, model, name, B, context, steps, device) or 0
-        line = f"{name:30}" + "".join(f"{speed(1, context, steps):>17.1f}" for context in contexts)
-        longest, _ = doubled(contexts[0], config.max_position_embeddings, lambda context: speed(1, context, 1))
-        batch, most = doubled(1, largest, lambda B: speed(B, contexts[0], 8))
-        print(f"{line}{longest:>10}{batch:>7}{most:>13.0f}", flush=True)
+        speeds = [fitting(decoding, model, name, context, steps, device) or 0 for context in contexts]
+        print(f"{name:30}" + "".join(f"{speed:>17.1f}" for speed in speeds), flush=True)
 
 
-def doubled(size, end, speed):
-    """The largest of size, 2 size, ... below `end` that has a speed, and that; 0 and 0 if none has."""
-    found = 0, 0
-    while size < end and (now := speed(size)):
-        found, size = (size, now), 2 * size
-    return found
+def decoding(model, name, context, steps, device):
+    config = model.config
+    cache = TritonCache(model, method_of(name, config, device))
+    for layer in cache.layers:
+        filled(layer, config, 1, context, device, model.lm_head.weight.dtype)
+    new = torch.zeros(1, 1, dtype=torch.long, device=device)
+    model.generate(new, 2, cache)[0].tolist()  # compiles what is not compiled yet; a list waits for the GPU
+    clock = time.perf_counter()
+    model.generate(new, steps, cache)[0].tolist()
+    return steps / (time.perf_counter() - clock)
 
 
 def fitting(run, *args):
@@ -419,8 +377,7 @@ def bench(args):
     contexts = [2 ** i * 1024 for i in range(2, 8)]
     for shape in SHAPES:
         bench_attention(shape, contexts, (1, 8), names, device)
-    bench_scores("LLaMA-3-8B", contexts[:4], device)
-    bench_decoding(config_of("LLaMA-3-8B", positions=2 ** 24), (8192, 32768), DECODED, device)
+    bench_decoding(config_of("LLaMA-3-8B"), (8192, 32768), names, device)
 
 
 def main():

@@ -11,10 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
-
 from tinykv import UserError, calibrate, cli, did_you_mean
-from tinykv.cache import KVCache
 from tinykv.codecs.base import CALIBRATION_WINDOWS
 from tinykv.data import calibration_text
 from tinykv.files import Tables, identity
@@ -241,13 +238,6 @@ def calibrate_all(setup, model, entries, test=None):
         for method in entry.methods:
             if method.prefix:
                 fill_prefix(method.prefix, model, models[entry.weights], label)
-
-    # 5. The user's own code reads a few tokens: what they show to be wrong is said before a long run
-    for entry in entries.values():
-        if test is not None and entry.is_own and entry.name != "fp16" and entry.error is None:
-            with attempt(f"trying {entry.title}", entry), torch.inference_mode():
-                few = test[:1, :entry.method.block_of("k") + 16].to(setup.device)  # (1, T)
-                models[entry.weights](few, KVCache(models[entry.weights], entry.method, "paper"), logits=False)
     return models
 
 

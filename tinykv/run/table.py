@@ -5,16 +5,12 @@ A row is a dict, as the JSON has it. The first one is fp16's, with which the oth
 import contextlib
 import itertools
 import json
-import math
 import platform
-import sys
-import time
 import traceback
 from collections import defaultdict
 from html import escape
 
 import torch
-from tqdm import tqdm
 
 from tinykv import UserError, cli, files, hf, plots
 from tinykv.data.windows import VOCABULARIES
@@ -144,22 +140,6 @@ def figures_of(results, exact):
         "window_kl": [[kl / targets for kl in draw.kl] for draw in results],  # the same
         "window_nll_along": [draw.nll_along for draw in results],  # of each window a list: of each 512 targets
     }
-
-
-class Clock:
-    """Counts finished windows for each row's bar. After the first batch, which is fp16's, it estimates the time of all
-    rows, if that is more than a minute."""
-
-    def __init__(self, total):
-        self.total, self.done, self.began, self.bar = total, 0, time.perf_counter(), None
-
-    def update(self, n):
-        self.bar.update(n)
-        self.done += n
-        minutes = (time.perf_counter() - self.began) / n * self.total / 60
-        if self.done == n and minutes > 1:
-            tqdm.write(f"about {math.ceil(minutes)} minutes for all rows at the speed of fp16's first {n} windows; "
-                       "quantized rows take a little longer, and calibration is not counted", file=sys.stderr)
 
 
 def columns_of(args, entries):
