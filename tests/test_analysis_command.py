@@ -1,4 +1,6 @@
 """What `python -m tinykv.analysis` prints, draws and writes; the numbers themselves are tested in test_analysis.py."""
+import base64
+import gzip
 import json
 import re
 from pathlib import Path
@@ -64,17 +66,22 @@ def test_a_table_a_figure_and_numbers_of_each(analyse, some_sinks, monkeypatch, 
             assert re.split("  +", line.strip()) == words
 
 
+def numbers_of(path):
+    """What a page holds."""
+    packed = re.search(r"H4sI[\w+/=]+", path.read_text())[0]  # gzip's first bytes, in base64
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
 def test_the_page_of_the_command(analyse, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "SHOWN", {name: page.SHOWN[name] for name in ("rtn", "kvsink")})
-    few = "--calib-windows", 2, "--json", tmp_path / "out.json"
-    _, out, _ = analyse("--out", tmp_path / "cache.html", *few, program=page)
+    _, out, _ = analyse("--out", tmp_path / "cache.html", "--calib-windows", 2, program=page)
     assert f"wrote {tmp_path / 'cache.html'}" in out and (tmp_path / "cache.html").stat().st_size < 600_000
-    numbers = json.loads((tmp_path / "out.json").read_text())
+    numbers = numbers_of(tmp_path / "cache.html")
     assert numbers["texts"] == 2 and len(numbers["tokens"]) == 64 and numbers["model"].startswith("model")
     # of texts of one's own
     (tmp_path / "texts.txt").write_text("Once there was a baker. His name was Nob\n\nWho sings? The singer")
-    analyse("--text", tmp_path / "texts.txt", "--out", tmp_path / "own.html", *few, program=page)
-    numbers = json.loads((tmp_path / "out.json").read_text())
+    analyse("--text", tmp_path / "texts.txt", "--out", tmp_path / "own.html", "--calib-windows", 2, program=page)
+    numbers = numbers_of(tmp_path / "own.html")
     assert numbers["answers"] == 2 and "".join(numbers["tokens"][1:]).endswith(("Nob", "singer"))
 
 

@@ -82,8 +82,7 @@ def sum_of(results):
 # Measuring
 
 @torch.inference_mode()
-def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None,
-            cache_class=KVCache, prompt=None):
+def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None, cache_class=KVCache, prompt=None):
     """One method's `Result` on windows (`data.windows.Windows`). UserError where the model, or the method, computes
     numbers that are not finite, and for fp16's Result of other windows, or of another model.
 

@@ -183,8 +183,7 @@ class Attention(nn.Module):
 
         if self.attention == "fused":
             causal = mask is None and x.shape[1] > 1  # one new token sees all keys
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=causal, enable_gqa=grouped)  # (B, H, T, d)
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)  # (B, H, T, d)
         else:
             scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, T, S)
             scores = scores.masked_fill(~mask, float("-inf"))  # (B, H, T, S)
@@ -308,8 +307,7 @@ class Llama(nn.Module):
         return torch.stack([keys, values])
 
     @torch.no_grad()
-    def generate(self, tokens, max_new_tokens, cache=None, temperature=0.0, top_p=1.0, seed=None,
-                 eos=None):
+    def generate(self, tokens, max_new_tokens, cache=None, temperature=0.0, top_p=1.0, seed=None, eos=None):
         """Continue tokens (B, T) by up to max_new_tokens: greedy at temperature 0, else sampled from the top-p nucleus.
 
         Returns (B, T + new). Stops early once every row has produced `eos`, an id or several; a row that is done

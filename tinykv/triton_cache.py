@@ -2,8 +2,8 @@
 
     coded_rows     keys or values as the kernels read them, made where tokens are quantized
     kept_tokens    the kept tokens' rows, which are read instead of their codes
-    plan           a launch of the kernel for each range of tokens that lie alike, and one for these
-    attention      of the new queries to all tokens: run these launches, and merge their outputs
+    plan           the kernel's launches: one for each range of tokens that are stored alike, one for the kept tokens
+    attention      of the new queries to all tokens: run these launches and merge their outputs
     TritonLayer    a `LayerCache` that can attend from its packed codes, and then decodes none
     TritonCache    a `KVCache` of such layers, which `model.Attention` asks for its output
 """
@@ -35,52 +35,52 @@ MERGED = 32  # pieces that are added at a time
 # What a kernel reads
 
 def made(kind, **fields):
-    """A tuple of class `kind`. What that declares as tl.constexpr becomes a constant of the compiled kernel."""
+    """A tuple of class `kind`. Fields declared as tl.constexpr become constants of the compiled kernel."""
     declared = kind.__annotations__
     return kind(**{name: tl.constexpr(x) if declared[name] is tl.constexpr else x for name, x in fields.items()})
 
 
 class Cut(NamedTuple):
-    """Words of a row, and the planes into which these cut a head: see `PackedRows`."""
-    data: torch.Tensor  # (B, heads, T, words of a row), 1 head where those of a token are one row
+    """A row's words, and the planes that they divide a head into: see `PackedRows`."""
+    data: torch.Tensor  # (B, heads, T, words of a row); heads is 1 where all heads of a token form one row
     planes: tuple
     words: int
     step: int = 1
 
 
 def uncut(data, width, halves):
-    """The Cut of numbers that are decoded one by one: a plane is the head, or half of it."""
+    """The Cut of numbers that are decoded one by one. A plane is a whole head, or half of one."""
     words = width // halves
     return Cut(data, tuple(Plane(half * words, 0, (), (), ()) for half in range(halves)), words)
 
 
 def planes_of(packed, bits, width, piece):
-    """The Cut of codes (B, Hkv, T, bytes) of `width` channels a head. No plane has channels of two pieces: of the
-    groups that share a scale, or of the halves of a head. None if that cannot be."""
+    """The Cut of codes (B, Hkv, T, bytes) of heads of `width` channels. Each plane lies within one piece, which is a
+    group of channels that share a scale, or half a head. None if the codes do not lie so."""
     of_row = sections(width, bits)
-    size, apart = of_row[0].size, math.ceil(of_row[0].bits)  # bytes of the first section; bits from a code to the next
-    end = size * len(factors_of(of_row[0].bits))  # channels of the first section, which it may not fill
-    run = of_row[-1].size  # neighbours that lie in the same bits of all bytes: fewest in the last section
+    size, apart = of_row[0].size, math.ceil(of_row[0].bits)  # of the first section: bytes; bits from a code to the next
+    end = size * len(factors_of(of_row[0].bits))  # channels that the first section has room for
+    run = of_row[-1].size  # channels in the same bits of all bytes; the last section has the fewest
     if len(of_row) > 1 or piece < width:
         if end != width or width % run or run % piece and piece % run:
             return None
 
-    # 1. a slice: neighbours of one run and one piece. If it is long enough, its bytes are read two at a time, and it
-    #    is two planes: channels 0, 2, 4 .. are the low bytes of the words, channels 1, 3, 5 .. the high ones
+    # 1. a slice: channels of one run and one piece. If it is long enough, its bytes are read in pairs, and it makes two
+    #    planes: the low bytes hold channels 0, 2, 4 .., the high bytes channels 1, 3, 5 ..
     span = min(run, piece)
     words, step = span, 1
     even = all(x % 2 == 0 for x in (packed.storage_offset(), *packed.stride()[:3]))
     if span % 32 == 0 and even and bits != TERNARY:
         words, step, packed = span // 2, 2, packed.view(torch.uint16)
 
-    # 2. a masked code has to end within ten bits: one that lies higher is shifted down to where another one lies
-    low_bits = (10 - math.ceil(bits)) // apart * apart + apart  # a code may begin below this bit
+    # 2. a masked code must lie within the ten lowest bits; codes above them are shifted down
+    low_bits = (10 - math.ceil(bits)) // apart * apart + apart  # codes begin below this bit
     planes = []
     for first in range(0, end, span):
         for byte in range(step):
-            low = (first // size * apart + 8 * byte) % low_bits  # the bit to which the plane's codes are shifted
+            low = (first // size * apart + 8 * byte) % low_bits  # where the plane's codes begin after the shift
             slices = tuple((s.first + first % s.size) // span for s in of_row)
-            begins = [first // s.size * math.ceil(s.bits) + 8 * byte for s in of_row]  # the bits where its parts begin
+            begins = [first // s.size * math.ceil(s.bits) + 8 * byte for s in of_row]  # where its parts begin
             shifts = tuple(begin - low - s.low for begin, s in zip(begins, of_row))
             masks = tuple(largest_code(math.ceil(s.bits)) << low + s.low for s in of_row)
             planes.append(Plane(first + byte, low, slices, shifts, masks))
@@ -88,12 +88,12 @@ def planes_of(packed, bits, width, piece):
 
 
 def made_rows(cut, width, of_row=(), fold="", groups=1, start=0, grid=None, books=None):
-    """PackedRows. of_row: the sections of a row of codes; () of 16-bit numbers."""
+    """PackedRows. of_row: the sections of a row of codes, or () for 16-bit numbers."""
     batch, head, token, word = cut.data.stride()
-    assert word == 1 or cut.data.shape[3] == 1, "the words of a row have to be neighbours"
+    assert word == 1 or cut.data.shape[3] == 1, "the words of a row must be contiguous"
     if cut.data.shape[1] == 1:
         head = 0
-    # three levels, five to a byte, become two bits each by a table
+    # a table turns the five ternary codes of a byte into two bits each
     ternary = ternary_table(cut.data.device) if any(s.bits == TERNARY for s in of_row) else None
     of_row = tuple(s._replace(bits=math.ceil(s.bits)) for s in of_row)
     return made(PackedRows, fold=fold, width=width, data=cut.data, batch=batch, head=head, token=token, start=start,
@@ -111,9 +111,9 @@ def ternary_table(device):
 
 
 def side_by_side(grid):
-    """Lay each scale beside its zero point -> the words of both, in the shape of the scales.
+    """Put each scale and its zero point into one word -> the words, in the shape of the scales.
 
-    grid: what has the tensors `scale` and `zero`. They become views of the words, so the cache holds neither twice.
+    grid: has the tensors `scale` and `zero`, which become views of the words, so that nothing is held twice.
     """
     pairs = torch.stack([grid.scale, grid.zero.view(torch.float16)], dim=-1)  # (..., 2)
     grid.scale, grid.zero = pairs[..., 0], pairs[..., 1].view(grid.zero.dtype)
@@ -143,7 +143,7 @@ def affine_rows(codec, codes, kind, halves):
     grid = made(Grid, words=words, batch=batch, head=head, token=token, channel=channel, channels=channels,
                 tokens=0 if codec.static else tokens, integer=codec.formula == "integer-zero")
 
-    # whether scales leave the products: a token's; of keys a channel's, before RoPE if static
+    # which scales leave the products: those of tokens; for keys, also those of channels (before RoPE only if static)
     fold, groups, cut = "", 1, None
     if codec.axis == "token" and halves == 1:
         fold, groups, cut = "token", d // codec.group, planes_of(packed, codec.bits, d, codec.group)
@@ -166,20 +166,20 @@ ROWS = {Exact: exact_rows, Affine: affine_rows, Codebook: codebook_rows}
 
 
 def coded_rows(rows, halves):
-    """What the kernels read of the codes of a CachedRows."""
+    """The codes of a CachedRows, as the kernels read them."""
     return ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)
 
 
 def recent_rows(rows, halves):
-    """The same of its recent tokens."""
+    """Its recent tokens, in the same form."""
     return exact_rows(None, Codes(rows.recent), rows.kind, halves, rows.n_coded)
 
 
 def check_kernels(method):
-    """UserError for a method whose codes, or scores, no kernel knows."""
+    """UserError if no kernel implements the method's codes, or its scores."""
     unknown = None
     for codec in {codec for pair in method.codecs for codec in pair}:
-        if type(codec) not in ROWS:  # KVQuant's and SKVQ's look something up for each number: that would save no time
+        if type(codec) not in ROWS:  # KVQuant and SKVQ need a lookup for each number, which would save no time
             unknown = f"the codec {type(codec).__name__}"
         elif type(codec) is Codebook and codec.n & codec.n - 1:
             unknown = f"vectors of {codec.n} channels, which is no power of two"
@@ -195,8 +195,8 @@ def check_kernels(method):
 # Launching the kernels
 
 class Tile(NamedTuple):
-    """M rows of queries, N tokens, warps of a program, stages of loads that are under way; registers of a thread, where
-    the compiler would take fewer and spill."""
+    """M query rows, N tokens, warps of a program, pipeline stages, and the registers of a thread where fewer, which the
+    compiler would take, spill."""
     M: int
     N: int
     warps: int
@@ -204,19 +204,19 @@ class Tile(NamedTuple):
     maxnreg: int | None = None
 
 
-# How the tiles are cut, by what is hardest to read. No kernel spills a register with these.
-TILES = {  # decoding, and many queries at once
-    # nothing is decoded: many loads have to be under way
+# The tiles, by the kind of rows that is hardest to read. With these, no kernel spills a register.
+TILES = {  # for decoding, and for many queries at once
+    # nothing is decoded: loads must overlap
     "exact": (Tile(16, 64, 4, 2), Tile(32, 64, 4, 3)),
-    # a warp alone never waits for another, and its sums over tokens stay within it
+    # one warp waits for no other, and sums over tokens without shared memory
     "token": (Tile(16, 64, 1, 3, 255), Tile(16, 64, 4, 3)),
-    # the same, and the scales of channels
+    # the same, plus the scales of channels
     "channel": (Tile(16, 64, 1, 3, 255), Tile(16, 64, 4, 3)),
-    # a table is read for each byte: one warp would spill
+    # a table lookup for each byte: one warp would spill
     "ternary": (Tile(16, 64, 2, 3), Tile(16, 64, 4, 3)),
     # two products for each number, and the tables of cosines and sines
     "rotated": (Tile(16, 32, 1, 1), Tile(16, 64, 4, 1)),
-    # one stage: only then are centroids loaded through the L1 cache
+    # with one stage, centroids are loaded through the L1 cache
     "Codebook": (Tile(16, 64, 4, 1), Tile(16, 64, 4, 1)),
     # an address for every channel
     "single": (Tile(16, 32, 4, 3, 255), Tile(16, 32, 8, 3)),
@@ -224,7 +224,7 @@ TILES = {  # decoding, and many queries at once
 
 
 def kind_of(rows, halves):
-    """What of TILES these PackedRows are; halves: 2 for keys before RoPE."""
+    """The key in TILES of these PackedRows. halves: 2 for keys before RoPE."""
     if rows.books is not None:
         return "Codebook"
     if rows.grid is not None and not rows.fold.value:
@@ -240,13 +240,13 @@ def tiling(keys, values, halves, n_queries):
     """
     kinds = list(TILES)
     hardest = max(kind_of(keys, halves), kind_of(values, 1), key=kinds.index)
-    few = 4 if hardest == "rotated" else 16  # rows of queries, as in decoding
+    few = 4 if hardest == "rotated" else 16  # query rows, as in decoding
     tile = TILES[hardest][n_queries > few]
-    # one warp has too few registers for 8 bits, and for a head of 80 channels, which is padded to 128
+    # one warp has too few registers for 8 bits, or for a head of 80 channels, padded to 128
     d, bits = keys.width.value, {sum(s.bits for s in side.sections.value) for side in (keys, values)}
     if (d & d - 1 or 8 in bits) and tile.warps == 1:
         tile = tile._replace(warps=2)
-    # four have too few for 64 tokens of 5 or 7 bits and many queries
+    # four warps have too few for 64 tokens of 5 or 7 bits and many queries
     if bits & {5, 7} and tile.warps == 4:
         tile = tile._replace(N=32)
     groups = [side.grid.tokens.value for side in (keys, values) if side.grid is not None]
@@ -256,8 +256,8 @@ def tiling(keys, values, halves, n_queries):
 
 
 class Attended(NamedTuple):
-    """q (B, H, T, d), rotated; out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; of
-    KeptTokens the keys, (B, Hkv, n, d), rotated, or None."""
+    """q (B, H, T, d), rotated; out (B, H, T, d); lse (B, H, T): the natural log-sum-exp of each query's scores; and the
+    keys of KeptTokens, (B, Hkv, n, d), rotated, or None."""
     q: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
@@ -265,24 +265,24 @@ class Attended(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What is made where tokens are quantized, and read until the next are."""
-    n_coded: tuple  # of keys and of values, then
-    k: PackedRows | None  # the codes; None where there are none
+    """What the kernels read of the coded tokens. It is made anew whenever tokens are quantized."""
+    n_coded: tuple  # coded keys and values when it was made
+    k: PackedRows | None  # None if there are no codes
     v: PackedRows | None
     kept: "KeptTokens | None"
 
 
 def attention(q, keys, values, made, rope=None, window=None):
-    """Attention of the T newest tokens to all: q (B, H, T, d), rotated; keys and values: CachedRows -> Attended.
+    """Attention of the T newest tokens to all tokens: q (B, H, T, d), rotated; keys and values: CachedRows -> Attended.
 
-    Equals reading keys and values, and scaled_dot_product_attention, and writes neither. made: Made of these. rope:
-    where keys are stored before it. window: of a model with a sliding window.
+    It equals scaled_dot_product_attention on decoded keys and values, without writing these to memory. made: the `Made`
+    of keys and values. rope: given if keys are stored before RoPE. window: of a sliding-window model.
     """
     B, H, T, d = q.shape
     Hkv, S, q = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2], q.contiguous()
     kept_keys = rotated(made.kept, rope, S).to(q.dtype) if made.kept else None  # (B, Hkv, n, d)
     launches = plan(q, keys, values, made, rope, kept_keys)
-    n_pieces = sum(launch.pieces for launch in launches)
+    n_pieces = sum(pieces for *_, pieces, _ in launches)
     acc = torch.empty(n_pieces, B, H, T, d, dtype=torch.float32, device=q.device)
     top, total = torch.empty(2, n_pieces, B, H, T, dtype=torch.float32, device=q.device)  # (pieces, B, H, T) both
     first = 0  # piece of a launch
@@ -297,23 +297,11 @@ def attention(q, keys, values, made, rope=None, window=None):
     return Attended(q, out, lse, kept_keys)
 
 
-class Launch(NamedTuple):
-    """Of attend_kernel: `heads` programs for each of the pieces into which the tokens begin .. end are cut."""
-    begin: int
-    end: int
-    k: PackedRows
-    v: PackedRows
-    turn: Turn
-    kept: Kept
-    tile: Tile
-    heads: int
-    split: int  # tokens of a piece
-    pieces: int
-    dot: tl.dtype  # what the operands of its products are rounded to
-
-
 def plan(q, keys, values, made, rope, kept_keys):
-    """The launches: the text is cut where keys, or values, begin to be recent; kept rows are a part of their own."""
+    """The launches of attend_kernel: the text is cut where keys, or values, begin to be recent; kept rows are a part of
+    their own. [(begin, end, k, v, Turn, Kept, Tile, programs of a piece, tokens of a piece, pieces, type of a product's
+    operands)].
+    """
     B, H, T, _ = q.shape
     Hkv, S, kept = keys.recent.shape[1], keys.n_coded + keys.recent.shape[2], made.kept
     coded = max(keys.n_coded, values.n_coded)
@@ -333,37 +321,36 @@ def plan(q, keys, values, made, rope, kept_keys):
         if q.dtype.itemsize > 2 and not kernels.INTERPRETED:  # fp32: no tensor cores, and tiles fill shared memory
             tile = tile._replace(M=min(tile.M, 16), stages=1)
         heads = triton.cdiv(n_queries, tile.M) * B * Hkv
-        # not one piece more than run at once: the last few would take as long as all others
+        # no more pieces than run at once: a few left over would take as long as all others
         wanted = max(1, min(programs(q.device, tile.warps) // heads, (end - begin) // PIECE))
         length = end - begin // tile.N * tile.N  # pieces begin at a multiple of N
         split = triton.cdiv(triton.cdiv(length, wanted), tile.N) * tile.N
-        turn, dtype = Turn(), product_type(q, k, v)
+        pieces, turn, dtype = triton.cdiv(length, split), Turn(), product_type(q, k, v)
         if rope is not None:
             turn = turn_of(tuple(rope.freq.tolist()), tile.N, triton.next_power_of_2(triton.cdiv(S, tile.N)), dtype,
                            LIFT.value if k.fold.value else 1, q.device)
-        launches.append(Launch(begin, end, k, v, turn, left_out, tile, heads, split, triton.cdiv(length, split),
-                               DTYPES[dtype]))
+        launches.append((begin, end, k, v, turn, left_out, tile, heads, split, pieces, DTYPES[dtype]))
     return launches
 
 
 def programs(device, warps):
-    """Programs that fill a GPU. In the interpreter some pieces, to be merged."""
+    """How many programs fill the GPU. In the interpreter a few, so that there is something to merge."""
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count * WARPS // warps
 
 
 class KeptTokens(NamedTuple):
-    """The tokens that are kept as a key or as a value, and whether a kernel finds them among the codes or here."""
-    positions: torch.Tensor  # (B, 1 or Hkv, n) int32, ascending; some may stand there twice
-    keys: torch.Tensor  # (B, Hkv, n, d): kept, or else recent or decoded
+    """The tokens whose key or value is kept. Kernels skip their codes and read their rows as a piece of its own."""
+    positions: torch.Tensor  # (B, 1 or Hkv, n) int32, ascending; a position may occur twice
+    keys: torch.Tensor  # (B, Hkv, n, d): kept, recent or decoded
     values: torch.Tensor  # the same
     left_out: Kept
     piece: Kept
 
 
 def kept_tokens(keys, values):
-    """KeptTokens of two CachedRows; None if nothing that is coded is kept."""
+    """KeptTokens of two CachedRows; None if no coded token is kept."""
     coded = max(keys.n_coded, values.n_coded)
     kept = [rows.kept_positions for rows in (keys, values) if rows.kept_positions is not None]
     if not kept or coded == 0:
@@ -374,13 +361,12 @@ def kept_tokens(keys, values):
     kept = [positions.expand(-1, heads, -1) for positions in kept]
     positions = torch.cat(kept, dim=2).sort(dim=2).values  # (B, 1 or Hkv, n)
 
-    # one that stands there again, or is recent, gets a position that no query sees
+    # repeated and recent tokens get a position that no query sees
     again = torch.nn.functional.pad(positions[:, :, 1:] == positions[:, :, :-1], (1, 0))  # (B, 1 or Hkv, n)
     seen_once = positions.masked_fill(again | (positions >= coded), torch.iinfo(torch.int32).max)
-    # among the codes the others are left out; padded to a multiple of 16, as Triton compiles a kernel anew where
-    # divisibility by 16 changes
+    # the mask of codes to skip, padded to a multiple of 16: Triton recompiles when divisibility by 16 changes
     size = triton.cdiv(coded + 1, 16) * 16
-    index = positions.clamp(max=coded).long()  # (B, 1 or Hkv, n): a recent one writes after the codes
+    index = positions.clamp(max=coded).long()  # (B, 1 or Hkv, n): recent tokens mark a place after the codes
     left_out = torch.zeros(*index.shape[:2], size, dtype=torch.int8, device=index.device).scatter_(2, index, 1)
 
     def of_kernel(name, x):
@@ -408,17 +394,17 @@ def rows_at(rows, positions):
 
 
 def decoded_at(rows, positions):
-    """The coded tokens at positions (B, Hkv, n), decoded: (B, Hkv, n, d). UserError if one alone cannot be."""
+    """The coded tokens at positions (B, Hkv, n), decoded: (B, Hkv, n, d). UserError if tokens share a scale."""
     B, Hkv, n = positions.shape
     if rows.codec.tokens_per_group > 1:
         raise UserError("a key is kept without its value, or a value without its key, and no kernel reads the other "
                         f"where tokens share a scale, as in {rows.codec!r}; use --attention fused")
-    as_row = rows.codes.packed.shape[1] == 1  # all heads of a token are one row: decode it for each head that asks
+    as_row = rows.codes.packed.shape[1] == 1  # all heads of a token form one row: decode it for each head
     index = positions.flatten(1)[:, None] if as_row else positions  # (B, 1, Hkv * n) or (B, Hkv, n)
     batch, head = (torch.arange(size, device=index.device)[:, None] for size in index.shape[:2])  # (B, 1), (h, 1)
     codes = {name: x[batch[:, None], head, index] for name, x in vars(rows.codes).items()}
     decoded = rows.codec.decode(Codes(**codes))  # (B, Hkv, Hkv * n or n, d)
-    if as_row:  # of the n rows that a head asks for, its own
+    if as_row:  # take each head's own part
         decoded = decoded.unflatten(2, (Hkv, n)).diagonal(dim1=1, dim2=2).movedim(-1, 1)
     return decoded
 
@@ -442,7 +428,7 @@ def turn_of(freq, N, tiles, dtype, lift, device):
 
 
 def anchor_scores(q, k, lse, window=None):
-    """AnS(K) and AnS(V), (B, Hkv, S) both, as `anchor_lines`. lse may be over more keys than these, the newest."""
+    """AnS(K) and AnS(V) of the S newest keys, (B, Hkv, S) both: `equation_5`. lse is over all keys."""
     (B, H, T, d), (Hkv, S) = q.shape, k.shape[1:3]
     q, k, norm = q.contiguous(), k.contiguous(), q.norm(dim=-1, dtype=torch.float32)  # (B, H, T)
     of_k, of_v = torch.empty(2, B, Hkv, S, dtype=torch.float32, device=q.device)
@@ -458,8 +444,7 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 def product_type(q, *sides):
-    """What the operands of a product are rounded to: fp16 for codes, which are fp16; the centroids' own 16 bits; else
-    the model's."""
+    """What a product's operands are rounded to: fp16 for codes, the centroids' for codebooks, else the model's."""
     if q.dtype.itemsize > 2 or kernels.INTERPRETED:  # the interpreter cannot multiply bf16
         return torch.float32
     if any(rows.fold.value for rows in sides):
@@ -471,7 +456,7 @@ def product_type(q, *sides):
 # The cache
 
 class TritonLayer(LayerCache):
-    """A layer whose `update` returns the attention's output: the kernels read its codes as they are."""
+    """A layer whose `update` returns the attention's output, which kernels compute from the packed codes."""
 
     window = None  # of a model with a sliding window
     made = None
@@ -481,7 +466,7 @@ class TritonLayer(LayerCache):
         return self.attended(self.rope.rotate(q, seen))
 
     def attended(self, q):
-        """The same of rotated queries. Nothing is decoded."""
+        """The same for rotated queries."""
         rope = self.rope if self.method.rope == "pre" else None
         n_coded = self.keys.n_coded, self.values.n_coded
         if self.made is None or self.made.n_coded != n_coded:
@@ -491,7 +476,7 @@ class TritonLayer(LayerCache):
         return attention(q, self.keys, self.values, self.made, rope, self.window)
 
     def score(self, q, seen, attended):
-        """Eq. 5 for the tokens in full precision. The kept ones' weights come from the attention's log-sum-exp, too."""
+        """Eq. 5 for the tokens in full precision, recent and kept. Weights come from the attention's log-sum-exp."""
         q, Hkv = attended.q, self.keys.recent.shape[1]
         recent = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
         if self.method.rope == "pre":
@@ -519,7 +504,7 @@ class TritonLayer(LayerCache):
 
 
 class TritonCache(KVCache):
-    """A KVCache that `Attention` asks for its output, and not for keys and values."""
+    """A KVCache that returns the output of attention instead of keys and values."""
     layer_class = TritonLayer
 
     def reset(self):

@@ -29,7 +29,7 @@ EARLY = range(3, 11)  # of the figure: from layer 12 on, the first token alone h
 
 @torch.no_grad()
 def look(at, groups, codec, stretch=512):
-    """A layer: shares and errors (stretches, groups), the cosine of two errors of each group, and attention by head.
+    """A layer: shares and errors (stretches, groups), and the cosine of two errors of each group.
 
     groups: masks (T) of tokens.
     """
@@ -42,7 +42,6 @@ def look(at, groups, codec, stretch=512):
         cosines.append(((together - n) / (n * (n - 1))).mean().item())  # the mean over all pairs
     error = error[0].repeat_interleave(H // error.shape[1], dim=0)  # (H, T, d)
     shares, added = torch.zeros(T // stretch, len(groups)), torch.zeros(T // stretch, len(groups))
-    of_head = torch.zeros(H, len(groups))
     for tile, A in attention_tiles(at.q, at.k):
         part = torch.arange(T)[tile] // stretch  # (tile)
         for i, tokens in enumerate(groups):
@@ -51,8 +50,7 @@ def look(at, groups, codec, stretch=512):
             moved = weights @ error[:, :A.shape[-1]][:, tokens[:A.shape[-1]]]  # (H, tile, d)
             shares[:, i].index_add_(0, part, share.mean(0) / stretch)
             added[:, i].index_add_(0, part, moved.norm(dim=-1).mean(0) / stretch)
-            of_head[:, i] += share.sum(1) / T
-    return shares, added, cosines, of_head
+    return shares, added, cosines
 
 
 def format_all(numbers):
@@ -79,12 +77,12 @@ def main():
     print(f"{int(marked.sum())} of {len(window)} tokens are marked: channel {method.channel}, layer {method.layer}")
     found = []
     for at in layers[EARLY.start:EARLY.stop + 2]:
-        shares, added, cosines, of_head = look(at, groups, method.codecs[at.layer].v)
+        shares, added, cosines = look(at, groups, method.codecs[at.layer].v)
         norms = [at.v[0][:, tokens].norm(dim=-1).mean().item() for tokens in groups]
         found.append((shares, added))
         ends = [" ".join(f"{x[part, i]:.3f}" for i in range(3) for part in (0, -1)) for x in (shares, added)]
         print(f"layer {at.layer}: attention {ends[0]} | error {ends[1]} | cosine {format_all(cosines)} | "
-              f"|v| {format_all(norms)} | other marks by head {format_all(of_head[:, 1].tolist())}", flush=True)
+              f"|v| {format_all(norms)}", flush=True)
     shares, added = (torch.stack(of_layers).mean(0) for of_layers in zip(*found[:len(EARLY)]))  # (stretches, groups)
     for part, (share, error) in enumerate(zip(shares.tolist(), added.tolist())):
         print(f"layers 3 to 10, tokens {512 * part} on: attention {format_all(share)} | error {format_all(error)}")

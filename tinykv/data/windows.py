@@ -62,8 +62,7 @@ class Windows:
         return Windows(self.tokens, answers, self.name, start)
 
 
-def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="replace", prefix=(),
-                 whole=False):
+def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="replace", prefix=(), whole=False):
     """`windows` windows of `context` tokens of "tales", "fables", "wikitext2", "c4" or a file -> Windows.
 
     tokenizer: has `encode(text)` -> ids and `encode_with_offsets(text)` -> (ids, [(start, end)] in characters), both

@@ -23,8 +23,7 @@ class CQ(Method):
     beside = {"rtn": {}}
     block = BLOCK
 
-    def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0,
-                 rope="pre"):
+    def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0, rope="pre"):
         super().__init__(config)
         self.rope = rope
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
