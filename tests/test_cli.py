@@ -85,17 +85,19 @@ def test_the_heading_comes_before_calibration(command, monkeypatch):
     assert status == 2 and [line.split()[0] for line in out.splitlines()] == ["model", "data", "tales"]  # not its text
 
 
-@pytest.mark.parametrize("seconds, said", [(5.9, None), (6.1, "about 2 minutes"), (45, "about 8 minutes")])
-def test_a_table_of_minutes_begins_with_an_estimate(command, monkeypatch, seconds, said):
-    """Every batch takes so many seconds: two of fp16, and two for each of two calibrations of rtn and of pfn."""
-    now = iter(100 + seconds * i for i in range(100))
-    monkeypatch.setattr("tinykv.run.table.time", SimpleNamespace(perf_counter=lambda: next(now)))
-    status, _, err = command("--method", "rtn,pfn", "--draws", "2", *SMALL, "--windows", "4", "--batch", "2")
-    lines = err.splitlines()
-    at = [i for i, line in enumerate(lines) if "minutes" in line]
-    assert status == 0 and at == ([lines.index("evaluating fp16") + 1] if said else [])
-    if said:
-        assert lines[at[0]].startswith(said) and "calibration is not counted" in lines[at[0]]
+def test_one_bar_counts_the_windows_of_all_rows(command, monkeypatch):
+    """Four of fp16, and four for each of two calibrations of rtn and of pfn, two at a time."""
+    totals, updates, bar = [], [], cli.bar
+
+    def seen(windows, what, total=None, **settings):
+        made = bar(windows, what, total, **settings)
+        if what == "evaluating":
+            totals.append(total)
+            made.update = updates.append
+        return made
+    monkeypatch.setattr(cli, "bar", seen)
+    command("--method", "rtn,pfn", "--draws", "2", *SMALL, "--windows", "4", "--batch", "2")
+    assert totals == [20] and updates == [2] * 10
 
 
 def test_json_has_the_table_and_the_table_fits_80_columns(rows_of, tmp_path):
