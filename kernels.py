@@ -1,7 +1,7 @@
 """The Triton kernels: attention that reads the packed cache, and the scores of KVSink and AnTKV.
 
-Each stands under the torch lines that it equals. The idea is in docs/ladder/: 7_topk.py, what a kernel is, and
-8_kernel.py, one that attends to 2-bit codes, simply. Sections 3 to 6 make that fast, and each trick says what it saves.
+Each stands below its equivalent in plain torch. The idea is in docs/ladder/: 7_topk.py, what a kernel is, and
+8_kernel.py, a simple one that attends to 2-bit codes. Sections 3 to 6 make it fast; each trick says what it saves.
 The tests run the kernels in Triton's interpreter; docs/kernels.md has what compilers make of them.
 
 Why kernels? Decoding reads every cached token once per new token, so its time is bytes over bandwidth, and packed codes
@@ -75,9 +75,9 @@ def topk_outliers(h, k, N=1024):
 
 
 # ---- 3. Now make it fast: rows of any codec, and codes that are numbers
-# A code is a number. The bits of an integer below 1,024 are, read as fp16, that integer times 2**-24: a subnormal
-# number. So a code is masked where it lies in its word, and enters a product. If it begins at bit `low`, it is 2**low
-# times larger, for which q, or the output, is made smaller. Saves shifting and converting.
+# The bits of an integer below 1,024, read as fp16, are a subnormal number: that integer times 2**-24. So a code is
+# masked in place and used in a product as it is. If it begins at bit `low`, it is 2**low times too large, and q, or the
+# output, is divided by that. Saves shifting and converting.
 # Codes of 3 bits are 2 and 1: first come the two low bits of all codes, as above, then all high bits. Of 128 channels:
 #     byte i       |  i + 96   |  i + 64   |  i + 32   |     i     |   i = 0 .. 31: two low bits
 #     byte 32 + i  | 112 |  96 |  80 |  64 |  48 |  32 |  16 |  i  |   i = 0 .. 15: the high bits of i, i + 16, ...
@@ -88,13 +88,13 @@ LIFT = tl.constexpr(2.0 ** 15)  # what cos and sin are multiplied by, so that th
 
 
 class Plane(NamedTuple):
-    """The codes that one mask finds in all words of a row; a word is 1 or 2 bytes of codes. Saves loading a byte for
-    each code: the four planes of 2-bit codes are quarters of the head, into which q and the output are cut, too."""
+    """The codes that one mask selects from all words of a row; a word is 1 or 2 bytes of codes. Saves loading a byte
+    for each code. The four planes of 2-bit codes are quarters of the head, and q and the output are cut likewise."""
     channel: int  # the first
     low: int  # the bit where a masked code begins, of the ten that a subnormal number has
     slices: tuple  # of each section of a row: which of its slices of words has the codes
-    shifts: tuple  # by how many bits to the right these come to `low`, or to the bits above another section's
-    masks: tuple  # which bits they are then
+    shifts: tuple  # how far to the right they are shifted, to `low` or above another section's bits
+    masks: tuple  # their bits after the shift
 
 
 class Grid(NamedTuple):
@@ -115,12 +115,12 @@ class Codebooks(NamedTuple):
     centroids: torch.Tensor  # (vectors of a token or 1, m, n)
     n: tl.constexpr  # channels of a centroid
     m: tl.constexpr  # centroids of a book; 0: one book for all
-    side: tl.constexpr  # channels of a centroid that lie side by side in a tile, too: one load
+    side: tl.constexpr  # channels of a centroid that are neighbours in a tile, and so take one load
 
 
 class PackedRows(NamedTuple):
-    """The keys, or the values, of a range of tokens. What grows with the text is no constant of the kernel. The stride
-    of a token is: only then can the compiler load 16 bytes at once."""
+    """The keys, or the values, of a range of tokens. Whatever grows with the text is a runtime argument. The stride of
+    a token is a constant, which allows loads of 16 bytes."""
     fold: tl.constexpr  # whose scales leave the products: each "token"'s, each "channel"'s; "": numbers are decoded
     width: tl.constexpr  # d, channels of a head
     data: torch.Tensor  # words: uint8; uint16, two bytes of codes at a time; or 16-bit numbers
@@ -135,7 +135,7 @@ class PackedRows(NamedTuple):
     words: tl.constexpr  # words of a plane
     tile: tl.constexpr  # W: the next power of 2, at least the 16 that a product takes
     step: tl.constexpr  # channels from a word of a plane to the next
-    groups: tl.constexpr  # scales of a token that leave the products, each of as many planes
+    groups: tl.constexpr  # scales of a token that leave the products; each covers as many planes
     grid: Grid | None = None
     ternary: torch.Tensor | None = None  # of three levels, five to a byte: `ternary_table`
     books: Codebooks | None = None
@@ -294,15 +294,15 @@ def attend_lines(q, K, V, begin, end, window):
 
 
 class Kept(NamedTuple):
-    """Where codes are read, which tokens are left out, as they are kept. Their rows are one more piece, and stand there
-    in any order: then, the position of each."""
-    left_out: torch.Tensor | None = None  # (B, 1 or Hkv, S) int8: 1 of a kept token
+    """In pieces of codes: which tokens are skipped because they are kept. In the piece of kept rows, which are in any
+    order: the position of each."""
+    left_out: torch.Tensor | None = None  # (B, 1 or Hkv, S) int8: 1 for a kept token
     position: torch.Tensor | None = None  # (B, 1 or Hkv, n) int32: of the piece's rows
     batch: int = 0  # strides of the one that is there
     head: int = 0
 
 
-# these grow with the text: a kernel specialized to their values would be compiled anew
+# these grow with the text: specializing on their values would recompile the kernel
 @triton.jit(do_not_specialize=["begin", "end", "S", "window"])
 def attend_kernel(q, k, v, turn, kept, accs, tops, totals, begin, end, split, T, S, window, factor, HKV: tl.constexpr,
                   R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
@@ -361,15 +361,15 @@ def attend_kernel(q, k, v, turn, kept, accs, tops, totals, begin, end, split, T,
         seen = read[:, None] & (at[:, None] <= position[None]) & (at[:, None] > position[None] - window)
         s = tl.where(seen, s, float("-inf"))
 
-        # 2. weights 2**(s - top), and their sum; `top` is the largest score so far. Where values have scales, it is the
-        # largest score + log2(scale), since step 3 rounds *scaled* weights to 16 bits: the largest has to be about 1
+        # 2. weights 2**(s - top), and their sum; `top` is the largest score so far. If values have scales, it is the
+        # largest score + log2(scale): step 3 rounds *scaled* weights to 16 bits, and the largest should be about 1
         size = s
         if v.fold == "token":
             scale, zero = grid_of_tokens(v, b, h, j0, j, ok)
             largest = scale[0]  # (N or 1, 1)
             for g in tl.static_range(1, v.groups):
                 largest = tl.maximum(largest, scale[g])
-            # log2 up to 0.09: the bits of a number are its exponent, then its digits. Saves 200 instructions
+            # log2, at most 0.09 off, from the bits of the number: exponent, then mantissa. Saves 200 instructions
             size = s + largest.to(tl.int32, bitcast=True).to(tl.float32) * 0.5 ** 23 - 127
         new_top = tl.maximum(top, tl.max(size, 0))  # (M)
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
@@ -454,8 +454,8 @@ def rotated_lines(q, k, cos, sin):
 
 
 class Turn(NamedTuple):
-    """RoPE's tables for keys that are stored before it, in two steps: q turns back by the position of the tile's first
-    token, a key forward by its index in the tile. Saves angles: one small table serves all tiles."""
+    """RoPE's tables for keys that are stored before it, in two steps: q is turned back by the position of the tile's
+    first token, each key forward by its index in the tile. Saves angles: one small table serves all tiles."""
     cos: torch.Tensor | None = None  # of index 0 .. N - 1 in a tile (N, d/2); for codes LIFT times larger
     sin: torch.Tensor | None = None
     tile_cos: torch.Tensor | None = None  # (tiles, d/2), of positions 0, N, 2N, ...
@@ -534,7 +534,7 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.const
     tl.store(of_v + bh * S + j, sum_v, j < S)
 
 
-# ---- 9. Numbers that are decoded one by one: 16-bit rows, codebooks, and groups too small for sections 3 and 4
+# ---- 9. Numbers decoded one by one: 16-bit rows, codebooks, and groups too small for sections 3 and 4
 
 @triton.jit
 def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
@@ -553,12 +553,12 @@ def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):
 
 @triton.jit
 def decode_codebook(rows, b, h, j, ok, i: tl.constexpr):
-    # The code of n channels is the number of their centroid; a load takes SIDE of these channels.
+    # The code of n channels is the index of their centroid; a load takes SIDE of these channels.
     SIDE: tl.constexpr = rows.books.side
     unit = tl.arange(0, rows.tile // SIDE) * SIDE  # (W / SIDE): the first channel of each load
     there = unit < rows.words  # (W / SIDE)
     channel = unit + field(rows.planes, i, "channel") + h * rows.width  # (W / SIDE)
-    # the centroid's number, in the book of its vector or in the only one
+    # the centroid's index, in the book of its vector or in the only one
     n, index = rows.books.n, channel // rows.books.n  # (W / SIDE): of the vector in the row of all heads
     centroid = code_at(rows, b, h, j, ok, index, there) + index[None] * rows.books.m  # (N, W / SIDE)
     first = centroid * n + (channel % n)[None]  # (N, W / SIDE)
@@ -572,7 +572,7 @@ def decode_codebook(rows, b, h, j, ok, i: tl.constexpr):
 
 @triton.jit
 def code_at(rows, b, h, j, ok, index, there):
-    # The codes (N, W) at `index` (W) in their rows, each loaded alone: `unpack`.
+    # The codes (N, W) at `index` (W) in their rows, each loaded by itself; equals `unpack`.
     row = rows.data + b * rows.batch + h * rows.head + j.to(tl.int64)[:, None] * rows.token  # (N, 1)
     mask, index = ok[:, None] & there[None], index[None]
     code = tl.zeros(mask.shape, tl.int32)  # (N, W)

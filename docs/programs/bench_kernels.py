@@ -2,7 +2,7 @@
 
     python docs/programs/bench_kernels.py compile   every kernel for sm_80 and sm_90, without a GPU
     python docs/programs/bench_kernels.py check     every case's attention beside torch's, on this GPU
-    python docs/programs/bench_kernels.py bench     time, bandwidth, tokens a second; else the byte limits
+    python docs/programs/bench_kernels.py bench     time, bandwidth, tokens a second, on this GPU
 """
 import argparse
 import itertools
@@ -103,8 +103,7 @@ def filled(layer, config, B, coded, device, dtype):
 def new_layer(name, config, B, coded, device, dtype):
     method, rope = method_of(name, config, device), Rope(config)
     rope.freq = rope.freq.to(device)  # (d/2)
-    return filled(TritonLayer(0, method, rope, "stream", SimpleNamespace()), config,
-                  B, coded, device, dtype)
+    return filled(TritonLayer(0, method, rope, "stream", SimpleNamespace()), config, B, coded, device, dtype)
 
 
 # Compile
@@ -260,20 +259,6 @@ def check(shape, device, dtypes=(torch.float16, torch.bfloat16)):
 
 # Bench
 
-def byte_limits(shape):
-    """What reading fewer bytes can gain at most: K and V of a token and KV head, without the recent rows."""
-    torch.manual_seed(0)
-    config = config_of(shape, layers=1)
-    lines = []
-    for name in CASES:
-        layer = new_layer(name, config, 1, 4096, "cpu", torch.float16)
-        held = sum(t.nbytes for part in (layer.keys, layer.values) for which in ("kept", "coded")
-                   for t in part.tensors()[which])
-        held /= layer.keys.n_coded * config.num_key_value_heads
-        lines.append((name, held, 4 * config.head_dim / held))
-    return lines
-
-
 def best_of(run):
     """Median milliseconds of a call on the GPU, the L2 cache flushed before each. It is replayed from a CUDA graph: the
     time that Python takes to start kernels is in `bench_decoding`, and not here."""
@@ -290,8 +275,7 @@ def bench_attention(shape, contexts, batches, names, device):
     block = torch.empty(2 ** 29 if device.type == "cuda" else 2 ** 10, dtype=torch.uint8, device=device)
     copy = 2 * block.nbytes / best_of(lambda: block.clone()) / 1e6  # GB/s, read and written
     print(f"\n{shape}, attention of one new token, SDPA by {SDPA.name}, copy bandwidth {copy:.0f} GB/s")
-    print(f"{'context':>8}{'batch':>6}  {'case':30}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'x SDPA':>8}"
-          f"{'x fp16':>8}")
+    print(f"{'context':>8}{'batch':>6}  {'case':30}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'x SDPA':>8}{'x fp16':>8}")
     for context, B in itertools.product(contexts, batches):
         sdpa = fitting(time_sdpa, config, context, B, device)
         base = None
@@ -304,8 +288,7 @@ def bench_attention(shape, contexts, batches, names, device):
             speed = held / ms / 1e6
             base = ms if name == "fp16" else base
             ratios = "".join(f"{x / ms:>8.2f}" if x else f"{'-':>8}" for x in (sdpa, base))
-            print(f"{context:>8}{B:>6}  {name:30}{ms:>9.3f}{speed:>8.0f}{speed / copy:>9.0%}"
-                  f"{ratios}", flush=True)
+            print(f"{context:>8}{B:>6}  {name:30}{ms:>9.3f}{speed:>8.0f}{speed / copy:>9.0%}{ratios}", flush=True)
 
 
 def one_query(config, B, device):
@@ -363,16 +346,9 @@ def fitting(run, *args):
 
 def bench(args):
     if not torch.cuda.is_available():
-        print("byte limits: K and V of one token and KV head, LLaMA-3-8B, without recent tokens "
-              "and tables\n")
-        print(f"{'case':30}{'bytes':>9}{'at most':>9}")
-        for name, held, limit in byte_limits("LLaMA-3-8B"):
-            print(f"{name:30}{held:>9.1f}{limit:>8.2f}x")
-        print("no GPU here: nothing was measured")
-        return
+        raise UserError("nothing can be timed without a GPU; `compile` and `check` need none")
     device, names = torch.device("cuda"), list(CASES)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
-          f"triton {triton.__version__}, bf16")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16")
     check("LLaMA-3-8B", device)
     contexts = [2 ** i * 1024 for i in range(2, 8)]
     for shape in SHAPES:
@@ -387,7 +363,7 @@ def main():
     c.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     c.add_argument("--quick", action="store_true", help="a few cases only")
     commands.add_parser("check", help="each case's attention beside torch's, on a GPU")
-    commands.add_parser("bench", help="on a GPU: that, then everything timed; else byte limits")
+    commands.add_parser("bench", help="that, then everything timed, on a GPU")
     args = p.parse_args()
     try:
         if args.command == "compile":

@@ -93,8 +93,7 @@ def session(text):
     # 2. type it
     words = start.split()[2:]
     typed = "".join(entry.removeprefix(PROMPT) + "\n" for entry in entries)
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                          input=typed)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, input=typed)
     answers = [lasting(answer) for answer in done.stdout.split(PROMPT)]
     answers += [""] * len(entries)  # pdb may have ended early
     answered = [f"{entry}\n{answer}" for entry, answer in zip([start, *entries], answers)]
