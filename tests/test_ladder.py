@@ -263,12 +263,13 @@ def test_kernel(monkeypatch, capsys):
     assert printed("8_kernel.py", 2, monkeypatch, capsys, 3) == rows
 
 
-def test_kernel_of_other_shapes(monkeypatch):
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kernel_of_other_shapes(bits, monkeypatch):
     """Several heads of keys and values, each read by several queries, a rest of a piece: as torch, on decoded rows."""
     page = defined("8_kernel.py", monkeypatch)
     torch.manual_seed(0)
     q, K, V = torch.randn(12, 64), torch.randn(1, 3, 640, 64) * 3, torch.randn(1, 3, 640, 64)
-    codecs = Affine(2, 64, "channel", 128), Affine(2, 64)
+    codecs = Affine(bits, 64, "channel", 128), Affine(bits, 64)
     codes = [codec.encode(x) for codec, x in zip(codecs, (K, V))]
     K, V = (codec.decode(x)[0].repeat_interleave(4, 0) for codec, x in zip(codecs, codes))  # (H, T, d) both
     want = torch.softmax(q[:, None] @ K.transpose(1, 2) / 8, dim=-1) @ V  # (H, 1, d)
@@ -306,7 +307,7 @@ KERNELS = {
     "8_kernel.py": {"attend_kernel": (
         {"q": "*fp32", "k": "*u8", "k_scale": "*fp16", "k_zero": "*fp16", "v": "*u8", "v_scale": "*fp16",
          "v_zero": "*fp16", "sums": "*fp32", "top": "*fp32", "total": "*fp32", "C": "i32", "factor": "fp32"},
-        {"R": 4, "D": 128, "N": 64, "GROUP": 128, "PIECE": 256})},
+        {"R": 4, "D": 128, "W": 32, "N": 64, "GROUP": 128, "PIECE": 256})},
 }
 
 

@@ -33,8 +33,7 @@ LONGEST = 300  # seconds of a submission, of which it may compute confine.SECOND
 
 def parser():
     p = Parser(prog="python -m docs.course.grade", description=__doc__.split("\n\n")[0])
-    p.add_argument("submission", type=Path, metavar="FILE|FOLDER", nargs="?", help="a student's file, or a folder of "
-                   "them")
+    p.add_argument("submission", type=Path, metavar="FILE|FOLDER", help="a student's file, or a folder of them")
     p.add_argument("--assignment", metavar="NAME", help="the only one that a file may be for")
     p.add_argument("--all", action="store_true", help="show what is wrong in every failed test")
     p.add_argument("--seed", type=int, default=0, help="draws other models, sizes and inputs")
@@ -42,8 +41,6 @@ def parser():
     p.add_argument("--csv", type=Path, metavar="F", help="write a line for each submission to F")
     p.add_argument("--gradescope", type=Path, metavar="F", help="write Gradescope's results.json of one file to F")
     p.add_argument("--unconfined", action="store_true", help="grade also where a submission can read the answers")
-    p.add_argument("--answers", metavar="NAME", help="print an assignment's model answers and rubric, and do nothing "
-                   "else")
     return p
 
 
@@ -51,11 +48,7 @@ def main():
     p = parser()
     with one_line(p):
         args = p.parse_args()
-        if args.answers:
-            print(answers(args.answers))
-        elif args.submission is None:
-            raise UserError("give a student's file, or a folder of them")
-        elif args.submission.is_dir():
+        if args.submission.is_dir():
             print_table(grade_all(submissions(args.submission, args.assignment), args), args.submission)
         else:
             if line := assignments.write_missing(args.submission):
@@ -116,13 +109,6 @@ def grade_all(files, args):
     if args.gradescope:
         write_json(args.gradescope, gradescope(reports[0]))
     return reports
-
-
-def answers(name):
-    path = folder_of(name) / "answers.md"
-    if not path.is_file():
-        raise UserError("a repository that was handed out has no model answers")
-    return path.read_text(encoding="utf-8")
 
 
 # One submission

@@ -49,18 +49,18 @@ def merge(sums, top, total):  # of all pieces: (H, pieces, d) and twice (H, piec
     return (sums * fade).sum(1) / (total * fade).sum(1)
 
 
-# The same in a kernel, of codes. D is d
+# The same in a kernel, of codes. D is d; a row has W bytes
 @triton.jit
-def decode(codes, row, scale, zero, D: tl.constexpr):  # which rows (N) -> their numbers (N, D), as in 2_window.py
-    c = tl.arange(0, D)  # (D): the channels. A byte holds c, c + D/4, c + D/2 and c + 3D/4
-    byte, shift = c % (D // 4), c // (D // 4) * 2  # (D) both: where a channel's code is
-    x = tl.load(codes + row[:, None] * (D // 4) + byte[None])  # (N, D): each byte four times, sent by memory once
-    return scale * (x >> shift[None] & 3).to(tl.float32) + zero
+def decode(codes, row, scale, zero, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):  # which rows (N) -> (N, D)
+    c = tl.arange(0, D)  # (D): the channels. With 2 bits, a byte of the W holds c, c + W, c + 2W and c + 3W
+    byte, shift = c % W, c // W * BITS  # (D) both: where a channel's code is
+    x = tl.load(codes + row[:, None] * W + byte[None])  # (N, D): each byte several times, sent by memory once
+    return scale * (x >> shift[None] & (2 ** BITS - 1)).to(tl.float32) + zero
 
 
 @triton.jit  # constexpr: a number that is known when the kernel is compiled
-def attend_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, sums, top, total, C, factor,
-                  R: tl.constexpr, D: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr):
+def attend_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, sums, top, total, C, factor, R: tl.constexpr,
+                  D: tl.constexpr, W: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, PIECE: tl.constexpr):
     kv, piece = tl.program_id(0), tl.program_id(1)  # this program: one head of keys and values, PIECE of its tokens
     # the R queries that read this head. A product takes 16 rows at least: the mask says which of them exist
     c, r = tl.arange(0, D), tl.arange(0, 16)
@@ -71,11 +71,11 @@ def attend_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, sums, top, total, C
     for first in range(piece * PIECE, tl.minimum(piece * PIECE + PIECE, C), N):  # C is a multiple of N: no mask
         row = kv * C + first + tl.arange(0, N)  # (N): each row is read and decoded once, for all queries
         grid = (kv * C + first) // GROUP * D + c  # (D): one for each channel, of the group of these tokens
-        K = decode(k, row, tl.load(k_scale + grid)[None], tl.load(k_zero + grid)[None], D)  # (N, D)
+        K = decode(k, row, tl.load(k_scale + grid)[None], tl.load(k_zero + grid)[None], D, W, 8 * W // D)  # (N, D)
         s = tl.dot(query, tl.trans(K))  # (16, N): scores. A GPU rounds both factors to 11 bits
         new = tl.maximum(largest, tl.max(s, 1, keep_dims=True))  # (16, 1): the running maximum
         fade, p = tl.exp2(largest - new), tl.exp2(s - new)  # (16, 1), (16, N)
-        V = decode(v, row, tl.load(v_scale + row)[:, None], tl.load(v_zero + row)[:, None], D)  # (N, D)
+        V = decode(v, row, tl.load(v_scale + row)[:, None], tl.load(v_zero + row)[:, None], D, W, 8 * W // D)  # (N, D)
         acc = acc * fade + tl.dot(p, V)  # (16, D)
         weight = weight * fade + tl.sum(p, 1, keep_dims=True)  # (16, 1)
         largest = new
@@ -86,12 +86,12 @@ def attend_kernel(q, k, k_scale, k_zero, v, v_scale, v_zero, sums, top, total, C
 
 
 def attend_codes(q, keys, values):  # q (H, d), codes of the package -> as `attend`, of all pieces: (H, pieces, d), ..
-    (H, d), (_, Hkv, C, _) = q.shape, keys.packed.shape
+    (H, d), (_, Hkv, C, W) = q.shape, keys.packed.shape
     pieces = triton.cdiv(C, PIECE)  # rounded up
     sums, top, total = (q.new_empty(H, pieces, size) for size in (d, 1, 1))
     stored = keys.packed, keys.scale, keys.zero, values.packed, values.scale, values.zero
     attend_kernel[Hkv, pieces](q, *stored, sums, top, total, C, math.log2(math.e) / math.sqrt(d),
-                               H // Hkv, d, N, GROUP, PIECE)
+                               H // Hkv, d, W, N, GROUP, PIECE)
     return sums, top, total
 
 

@@ -17,11 +17,15 @@ WRONG = {
     "zero_times_code": ("return q * scale, q @ zero", "return q * (scale + zero), 0 * (q @ zero)"),
     "zero_scaled": ("return q * scale, q @ zero", "return q * scale, (q * scale) @ zero"),
     "offset_of_the_sums": ("return q * scale, q @ zero", "return q * scale, q.sum(1) * zero.sum()"),
-    "scores_high_bits_first": ("code = ((byte >> (2 * i)) & 3)", "code = ((byte >> (6 - 2 * i)) & 3)"),
+    "scores_high_bits_first": ("(byte & 3).to(tl.float32) * x0[None]", "(byte & 3).to(tl.float32) * x3[None]"),
     "heads_interleaved": ("kv = head // R", "kv = head % (tl.num_programs(1) // R)"),
     "a_kv_head_for_each_head": ("kv = head // R", "kv = 0"),
     "scores_past_the_end": ("total / tl.sqrt(4.0 * W), mask=j < tokens)", "total / tl.sqrt(4.0 * W))"),
     "loads_in_16_bits": ("t * token, mask=real, other=0.0)", "t * token, mask=real, other=0.0).to(tl.float16)"),
+    "bytes_of_the_next_token": ("(j < tokens)[:, None] & (w < W)[None]", "((j < tokens)[:, None] & (w < P)[None])"),
+    "channels_of_the_next_head": ("head * 4 * W + c, mask=c < 4 * W, other=0", "head * 4 * W + c"),
+    "rows_of_P_bytes": ("(kv * tokens + j)[:, None] * W", "(kv * tokens + j)[:, None] * P"),
+    "divided_by_what_is_read": ("total / tl.sqrt(4.0 * W)", "total / tl.sqrt(4.0 * P)"),
     "a_token_of_the_next_program": (
         "(byte >> (2 * i)) & 3, mask=real)\n",
         "(byte >> (2 * i)) & 3, mask=real)\n"
@@ -30,12 +34,12 @@ WRONG = {
 
 # of the page
 PAGE = {
-    "high_bits_first": ("c // (D // 4) * 2", "6 - c // (D // 4) * 2"),
-    "neighbours": ("c % (D // 4), c // (D // 4) * 2", "c // 4, c % 4 * 2"),
-    "not_masked": ("x >> shift[None] & 3", "x >> shift[None]"),
-    "zero_scaled": (
-        "return scale * (x >> shift[None] & 3).to(tl.float32) + zero",
-        "return scale * ((x >> shift[None] & 3).to(tl.float32) + zero)"),
+    "high_bits_first": ("c // W * BITS", "8 - BITS - c // W * BITS"),
+    "neighbours": ("c % W, c // W * BITS", "c // (D // W), c % (D // W) * BITS"),
+    "not_masked": ("x >> shift[None] & (2 ** BITS - 1)", "x >> shift[None]"),
+    "masked_for_2_bits": ("& (2 ** BITS - 1)", "& 3"),
+    "quarters_of_the_head": ("c % W, c // W", "c % (D // 4), c // (D // 4)"),
+    "zero_scaled": (".to(tl.float32) + zero", ".to(tl.float32) + scale * zero"),
     "the_first_group": ("(kv * C + first) // GROUP * D + c", "kv * C // GROUP * D + c"),
     "sums_do_not_fade": ("acc = acc * fade +", "acc = acc +"),
     "weights_do_not_fade": ("weight = weight * fade +", "weight = weight +"),

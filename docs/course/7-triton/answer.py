@@ -8,8 +8,8 @@ work as they stand. Names, arguments and shapes stay as they are. To grade this 
 Kernels run in Triton's interpreter, on a CPU: no GPU is needed.
 
 Shapes: B sequences, T tokens, D channels of a hidden state, H query heads, Hkv KV heads, d channels
-of a head. N tokens belong to one program, and programs along the tokens are called pieces. N, d and
-d/4 are powers of 2. An argument that is named like a tensor is a pointer to its first number.
+of a head. N tokens belong to one program, and programs along the tokens are called pieces. N is a
+power of 2, d a multiple of 4. An argument that is named like a tensor is a pointer to its first number.
 """
 import os
 
@@ -70,12 +70,13 @@ def topk_outliers(hidden, channel, k, N=16):  # given
 def unpack_kernel(packed, codes, tokens, W: tl.constexpr, N: tl.constexpr):
     """Program `piece` unpacks the codes of N tokens.
 
-    packed (T, W) uint8: W = d/4 bytes of a token. codes (T, d) uint8: what to write. tokens: T.
+    packed (T, W) uint8: W = d/4 bytes of a token, here a power of 2. codes (T, d) uint8: what to
+    write. tokens: T.
     """
     # answer
     t = tl.program_id(0) * N + tl.arange(0, N)[:, None]
     w = tl.arange(0, W)[None]
-    real = (t < tokens) & (w < W)
+    real = t + 0 * w < tokens
     byte = tl.load(packed + t * W + w, mask=real, other=0)
     for i in tl.static_range(4):
         tl.store(codes + t * 4 * W + 4 * w + i, (byte >> (2 * i)) & 3, mask=real)
@@ -105,27 +106,28 @@ def fold(q, scale, zero):
 
 @triton.jit
 def scores_kernel(q, packed, scale, zero, out, tokens, R: tl.constexpr, W: tl.constexpr,
-                  N: tl.constexpr):
+                  P: tl.constexpr, N: tl.constexpr):
     """Program (piece, h) computes q.k / sqrt(d) of query head h with N tokens, a group. It folds
     scale and zero point into q; no key is decoded.
 
-    q (H, d) fp32. packed (Hkv, T, W) uint8, W = d/4. scale and zero (Hkv, pieces, d) fp16: of each
-    group of N tokens. out (H, T) fp32: what to write. tokens: T. R = H / Hkv neighbouring query
-    heads share a KV head.
+    q (H, d) fp32. packed (Hkv, T, W) uint8: W = d/4, and P is the least power of 2 that W does not
+    exceed. scale and zero (Hkv, pieces, d) fp16: of each group of N tokens. out (H, T) fp32: what
+    to write. tokens: T. R = H / Hkv neighbouring query heads share a KV head.
     """
     # answer
     piece, head = tl.program_id(0), tl.program_id(1)
     kv = head // R
     j = piece * N + tl.arange(0, N)
-    w, c = tl.arange(0, W), tl.arange(0, 4 * W)
-    byte = tl.load(packed + (kv * tokens + j)[:, None] * W + w[None], mask=(j < tokens)[:, None], other=0)
+    w, c = tl.arange(0, P), tl.arange(0, 4 * P)
+    real = (j < tokens)[:, None] & (w < W)[None]
+    byte = tl.load(packed + (kv * tokens + j)[:, None] * W + w[None], mask=real, other=0)
     # all channels at once, next to each other in memory
     grid = (kv * tl.num_programs(0) + piece) * 4 * W
-    x = tl.load(q + head * 4 * W + c)
-    folded = x * tl.load(scale + grid + c).to(tl.float32)
-    offset = tl.sum(x * tl.load(zero + grid + c).to(tl.float32), axis=0)
-    # the planes' channels, (W) each
-    even, odd = tl.split(tl.reshape(folded, (W, 2, 2)))
+    x = tl.load(q + head * 4 * W + c, mask=c < 4 * W, other=0)
+    folded = x * tl.load(scale + grid + c, mask=c < 4 * W, other=0).to(tl.float32)
+    offset = tl.sum(x * tl.load(zero + grid + c, mask=c < 4 * W, other=0).to(tl.float32), axis=0)
+    # the planes' channels, (P) each
+    even, odd = tl.split(tl.reshape(folded, (P, 2, 2)))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
     # a code stays where it is in its byte, 4, 16 or 64 times as large. The sum over channels comes once, at the end
@@ -141,5 +143,6 @@ def scores(q, packed, scale, zero, N=16):  # given
     """q (H, d) fp32, packed (Hkv, T, d/4) uint8, scale and zero (Hkv, pieces, d) fp16 -> (H, T)."""
     H, (Hkv, T, W) = len(q), packed.shape
     out = torch.empty(H, T)
-    scores_kernel[triton.cdiv(T, N), H](q, packed, scale, zero, out, T, H // Hkv, W, N)
+    P = triton.next_power_of_2(W)
+    scores_kernel[triton.cdiv(T, N), H](q, packed, scale, zero, out, T, H // Hkv, W, P, N)
     return out

@@ -49,40 +49,41 @@ def loads(*tensors, backwards):
 KERNELS = {
     "attend_kernel": ({"q": "*fp32", "k": "*u8", "k_scale": "*fp16", "k_zero": "*fp16", "v": "*u8", "v_scale": "*fp16",
                        "v_zero": "*fp16", "sums": "*fp32", "top": "*fp32", "total": "*fp32", "C": "i32",
-                       "factor": "fp32"}, {"R": 4, "D": 128, "N": 64, "GROUP": 128, "PIECE": 256}),
+                       "factor": "fp32"}, {"R": 4, "D": 128, "W": 32, "N": 64, "GROUP": 128, "PIECE": 256}),
     "topk_kernel": ({"h": "*fp32", "score": "*fp32", "position": "*i32", "tokens": "i32", "sequence": "i32",
                      "token": "i32"}, {"K": 4, "N": 16}),
     "unpack_kernel": ({"packed": "*u8", "codes": "*u8", "tokens": "i32"}, {"W": 8, "N": 16}),
     "scores_kernel": ({"q": "*fp32", "packed": "*u8", "scale": "*fp16", "zero": "*fp16", "out": "*fp32",
-                       "tokens": "i32"}, {"R": 4, "W": 32, "N": 128}, 16384),  # 128 tokens of 128 channels
+                       "tokens": "i32"}, {"R": 4, "W": 32, "P": 32, "N": 128}, 16384),  # 128 tokens of 128 channels
 }
 
 
 # The page
 
-def attention(sub, rng, same, R, D, hint):
-    """`attend_codes` of the page on two heads of keys and values."""
+def attention(sub, rng, same, R, D, bits, hint):
+    """`attend_codes` of the page on two heads of keys and values, of 2 or 4 bits."""
     H, G, C = 2 * R, sub.GROUP, sub.GROUP * rng.randint(1, 4)
     q, keys, values = rng.normal(H, D), SimpleNamespace(), SimpleNamespace()
     for codes, shape in ((keys, (1, 2, C // G, D)), (values, (1, 2, C, 1))):
-        codes.packed = rng.of(range(256), 1, 2, C, D // 4).to(torch.uint8)
+        codes.packed = rng.of(range(256), 1, 2, C, D * bits // 8).to(torch.uint8)
         codes.scale, codes.zero = rng.of((0.125, 0.25, 0.5), *shape).half(), rng.normal(*shape).half()
     sums, top, total = sub.attend_codes(q, keys, values)
     same([sub.merge(sums, top, total), sums, total, q], f"attend_codes of {C} tokens, {H} heads of queries, D = {D}, "
-         f"GROUP = {G}, PIECE = {sub.PIECE}: the output; sums and weights of each piece; and the queries. {hint}", 1e-3)
+         f"{bits} bits, GROUP = {G}, PIECE = {sub.PIECE}: the output; sums and weights of each piece; and the queries. "
+         f"{hint}", 1e-3)
 
 
 @points(12)
 def test_page(sub, rng, same):
     """the page: decode, attend_kernel"""
-    for R, D in ((1, 16), (3, 16), (4, 32)):
-        attention(sub, rng, same, R, D, "decode: a byte has channels c, c + D/4, c + D/2 and c + 3D/4.")
+    for R, D, bits in ((1, 16, 2), (3, 16, 4), (4, 32, 2)):
+        attention(sub, rng, same, R, D, bits, "decode: of 2 bits a byte has c, c + W, c + 2W, c + 3W.")
 
 
 @points(4)
 def test_page_compiles(sub, rng, same):
     """the page: right for one head a group, and attend_kernel compiles for a GPU"""
-    attention(sub, rng, same, 1, 16, "")
+    attention(sub, rng, same, 1, 16, 2, "")
     same(ASKED + "attend_kernel")
 
 
@@ -186,7 +187,7 @@ def test_fold(sub, rng, same):
 def one_head(sub, rng, same):
     q, out = rng.normal(1, 4), torch.zeros(1, 2)
     packed, scale = rng.of(range(256), 1, 2, 1).to(torch.uint8), torch.ones(1, 1, 4).half()
-    sub.scores_kernel[1, 1](q, packed, scale, -scale, out, 2, 1, 1, 2)
+    sub.scores_kernel[1, 1](q, packed, scale, -scale, out, 2, 1, 1, 1, 2)
     same(out, f"scores_kernel with T = 2, W = 1, N = 2, one head: q = {q.tolist()}, packed = {packed.tolist()}, scales "
          "1, zero points -1")
 
@@ -215,18 +216,18 @@ def test_scores_below_6(sub, rng, same):
 @points(10)
 def test_scores(sub, rng, same):
     """scores_kernel: fold, planes, groups, heads, the end of the text"""
-    for T, W, N, heads, R in ((2, 1, 2, 1, 1), (8, 2, 4, 1, 2), (5, 4, 4, 2, 1), (7, 1, 4, 2, 2), (9, 2, 8, 2, 3),
-                              (3, 2, 8, 1, 1), (2, 1, 2, 2, 8)):
-        d, pieces = 4 * W, -(-T // N)
-        q = rng.normal(heads * R, d)
+    for T, W, N, heads, R in ((2, 1, 2, 1, 1), (8, 2, 4, 1, 2), (5, 4, 4, 2, 1), (7, 1, 4, 2, 2), (9, 3, 8, 2, 3),
+                              (3, 2, 8, 1, 1), (2, 1, 2, 2, 8), (6, 5, 4, 2, 1)):
+        d, pieces, P = 4 * W, -(-T // N), 2 ** (W - 1).bit_length()
+        q, _ = guarded(rng.normal(heads * R, d), 1e4)
         packed, _ = guarded(rng.of(range(256), heads, T, W).to(torch.uint8), 255)
-        scale = rng.of((0.25, 0.5, 1, 3, 200), heads, pieces, d).half()
-        zero = rng.of(range(-4, 5), heads, pieces, d).half()
+        scale, _ = guarded(rng.of((0.25, 0.5, 1, 3, 200), heads, pieces, d).half(), 1e4)
+        zero, _ = guarded(rng.of(range(-4, 5), heads, pieces, d).half(), 1e4)
         out, whole = guarded(torch.full((heads * R, T), 99.0), -7.0)
         with loads(q, packed, scale, zero, out, backwards=T > 5) as strays:
-            sub.scores_kernel[pieces, heads * R](q, packed, scale, zero, out, T, R, W, N)
-        same([out, whole[:64], whole[-64:], q, len(strays)], f"scores_kernel with T = {T}, W = {W}, N = {N}, Hkv = "
-             f"{heads}, R = {R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = "
+            sub.scores_kernel[pieces, heads * R](q, packed, scale, zero, out, T, R, W, P, N)
+        same([out, whole[:64], whole[-64:], q, len(strays)], f"scores_kernel with T = {T}, W = {W}, P = {P}, N = {N}, "
+             f"Hkv = {heads}, R = {R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = "
              f"{zero.tolist()}. "
              "Compared: out (99: not written), memory before and behind it, and q, which stays as it was; "
              "how many numbers are loaded that are none of these tensors'")
