@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from results import ROOT
 
 from tinykv import hf, plots
+from tinykv.analysis.bias import consistency, split_output
 from tinykv.analysis.walk import walk
 from tinykv.calibrate import calibrate
 from tinykv.data import load_windows
-from tinykv.methods.antkv import attention_tiles
 from tinykv.methods.kvsink import KVSink
 
 GROUPS = ("five largest marks", "other marks", "other tokens")
@@ -29,28 +29,18 @@ EARLY = range(3, 11)  # of the figure: from layer 12 on, the first token alone h
 
 @torch.no_grad()
 def look(at, groups, codec, stretch=512):
-    """A layer: shares and errors (stretches, groups), and the cosine of two errors of each group.
+    """A layer: shares and errors (stretches, groups), and the mean cosine of two errors of each group.
 
     groups: masks (T) of tokens.
     """
-    H, T = at.q.shape[1:3]
     error = codec.decode(codec.encode(at.v)) - at.v  # (1, Hkv, T, d)
-    cosines = []
+    shares, added, cosines = [], [], []
     for tokens in groups:
-        unit = torch.nn.functional.normalize(error[0][:, tokens], dim=-1)  # (Hkv, n, d)
-        n, together = tokens.sum(), unit.sum(1).square().sum(-1)  # (Hkv)
-        cosines.append(((together - n) / (n * (n - 1))).mean().item())  # the mean over all pairs
-    error = error[0].repeat_interleave(H // error.shape[1], dim=0)  # (H, T, d)
-    shares, added = torch.zeros(T // stretch, len(groups)), torch.zeros(T // stretch, len(groups))
-    for tile, A in attention_tiles(at.q, at.k):
-        part = torch.arange(T)[tile] // stretch  # (tile)
-        for i, tokens in enumerate(groups):
-            weights = A[0][..., tokens[:A.shape[-1]].nonzero()[:, 0]]  # (H, tile, n)
-            share = weights.sum(-1)  # (H, tile)
-            moved = weights @ error[:, :A.shape[-1]][:, tokens[:A.shape[-1]]]  # (H, tile, d)
-            shares[:, i].index_add_(0, part, share.mean(0) / stretch)
-            added[:, i].index_add_(0, part, moved.norm(dim=-1).mean(0) / stretch)
-    return shares, added, cosines
+        moved, _, share = split_output(at, tokens, at.k, error)  # (H, T, d), (H, T)
+        shares.append(share.mean(0).unflatten(0, (-1, stretch)).mean(1))  # (stretches)
+        added.append(moved.norm(dim=-1).mean(0).unflatten(0, (-1, stretch)).mean(1))  # (stretches)
+        cosines.append(consistency(error[0][:, tokens]).mean().item())
+    return torch.stack(shares, 1), torch.stack(added, 1), cosines
 
 
 def format_all(numbers):

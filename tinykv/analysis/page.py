@@ -19,7 +19,7 @@ import torch
 
 from tinykv import UserError, cli, files, shared_flags
 from tinykv.analysis.load import load_calibration, load_model
-from tinykv.analysis.sinks import find_sinks, sink_scores
+from tinykv.analysis.sinks import attention_map, find_sinks, sink_scores
 from tinykv.analysis.walk import walk
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
@@ -27,7 +27,6 @@ from tinykv.codecs.base import Codes, pack
 from tinykv.data import load_windows
 from tinykv.data.questions import Questions, read_questions
 from tinykv.evaluate import chunks_of
-from tinykv.methods.antkv import attention_tiles
 from tinykv.methods.registry import METHODS
 
 LONGEST = 192  # tokens of a text
@@ -222,9 +221,7 @@ def shown_layer(model, tokens, sinks):
     scores = scores.unflatten(1, (n_heads, -1)).mean(2)  # (L, Hkv, T)
     weakest = scores[:, :, sinks or [0]].amin(-1)  # (L, Hkv)
     layer, head = divmod(weakest.argmax().item(), n_heads)
-    A = torch.zeros(len(tokens), len(tokens))
-    for tile, part in attention_tiles(layers[layer].q, layers[layer].k, layers[layer].sliding):
-        A[tile, :part.shape[-1]] = part[0].mean(0).cpu()
+    A = attention_map(layers[layer], len(tokens))  # (T, T)
     return layer, head, [[round(100 * x) for x in A[i, :i + 1].tolist()] for i in range(len(tokens))]
 
 
