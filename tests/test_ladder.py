@@ -1,5 +1,6 @@
 """docs/ladder/: each page prints the package's own figures, by code of its own."""
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -20,6 +21,7 @@ from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.nonuniform import Histogram, NonUniform
 from tinykv.data import load_windows
 from tinykv.hf import EMBEDDED
+from tinykv.kmeans import kmeans
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.kivi import KIVI
 from tinykv.methods.ott import OTT
@@ -40,10 +42,10 @@ def run(page, numbers, monkeypatch):
         return runpy.run_path(f"docs/ladder/{page}")
 
 
-def shorten(monkeypatch, length):
-    """Texts of so many tokens, for a page's table."""
+def shorten(monkeypatch, length, most=16):
+    """Texts of so many tokens, and so many of them at most, for a page's table."""
     def load_less(data, tokenizer, context, windows, split):
-        return load_windows(data, tokenizer, length, windows, split)
+        return load_windows(data, tokenizer, length, min(windows, most), split)
     monkeypatch.setattr("tinykv.data.load_windows", load_less)
 
 
@@ -334,6 +336,15 @@ def test_prefix(tmp_path, monkeypatch, capsys):
     for (_, loss, ppl), (*_, held_out, want_ppl, _) in zip(rows, want):
         assert loss == held_out.replace("-", "0.0000")
         assert ppl == f"{float(want_ppl):.3f}"
+
+
+@pytest.mark.parametrize("page, rows", [("4_groups.py", 6), ("5_levels.py", 5)])
+def test_a_table_has_all_its_rows(page, rows, monkeypatch, capsys):
+    """On two short texts, with centroids that are hardly looked for; their figures are whole tests."""
+    shorten(monkeypatch, 256, most=2)
+    monkeypatch.setattr("tinykv.kmeans.kmeans", lambda *given, **more: kmeans(*given, **more | {"tries": 1}))
+    lines = [line.split() for line in run_and_read(page, [2], monkeypatch, capsys)]
+    assert len(lines) == rows and all(math.isfinite(float(line[1])) for line in lines)
 
 
 @pytest.mark.whole
