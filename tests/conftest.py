@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(config, items):
     else:
         left_out = [item for item in items if item.get_closest_marker("whole")] + all_but_one_in_n(items)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    left_out = set(left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def all_but_one_in_n(items):
