@@ -10,9 +10,10 @@ import invariants
 import numpy as np
 import pytest
 import torch
-from cases import Case, G, model_of
+from cases import Case, G, each_rows, kept_of, model_of
 
 from tinykv import UserError
+from tinykv.cache import KVCache
 from tinykv.codecs.base import Exact, unpack
 from tinykv.codecs.schemes import SCHEMES, settings_of_scheme
 from tinykv.methods.registry import METHODS
@@ -209,6 +210,13 @@ def test_a_format_has_its_own_bits_under_any_method(formats):
     assert isinstance(pair.k, formats.NVFP4) and isinstance(pair.v, formats.NVFP4)
     with pytest.raises(UserError, match="nvfp4 has 4 bits; give --bits 4"):
         METHODS["kvsink"](model_of(1).config, scheme="nvfp4", k_bits=2, v_bits=2)
+
+
+def test_the_first_tokens_stay_in_16_bits(formats):
+    model, tokens = model_of(1), torch.arange(24)[None]
+    cache = KVCache(model, formats.Formats(model.config, preserve=3), "paper")
+    model(tokens, cache)
+    assert [kept_of(rows) for _, _, rows in each_rows(cache)] == [[[{0, 1, 2}] * 4]] * 4
 
 
 def test_keys_and_values_may_differ(formats):
