@@ -35,8 +35,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_with_offsets(self, text):
         """text -> ids and [(start, end)] in characters; of byte pieces, the last has the character."""
-        found = self.pieces.encode(text, return_type="offset_mapping")
-        return found["ids"], found["offsets"]
+        encoded = self.pieces.encode(text, return_type="offset_mapping")
+        return encoded["ids"], encoded["offsets"]
 
     def decode(self, ids):
         """ids -> text. Special tokens, and ids after the vocabulary, leave no text."""
@@ -47,8 +47,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def id_of(self, piece):
         """The id of a piece or special token, by its name; None if there is none."""
-        found = self.pieces.piece_to_id(piece)  # the id of <unk> for an unknown piece
-        return found if self.pieces.id_to_piece(found) == piece else None
+        token_id = self.pieces.piece_to_id(piece)  # that of <unk> for an unknown piece
+        return token_id if self.pieces.id_to_piece(token_id) == piece else None
 
 
 class JsonTokenizer(Tokenizer):
@@ -63,8 +63,8 @@ class JsonTokenizer(Tokenizer):
 
     def encode_with_offsets(self, text):
         """text -> ids and [(start, end)] in characters; of byte pieces, each has the character."""
-        found = self.fast.encode(text, add_special_tokens=False)
-        return found.ids, found.offsets
+        encoded = self.fast.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
 
     def decode(self, ids):
         """ids -> text. Special tokens, and ids after the vocabulary, leave no text."""
