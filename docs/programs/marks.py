@@ -1,11 +1,15 @@
 """What SmolLM2's marked tokens are to the model, in docs/analysis.md: its figure, and numbers by layer.
 
     python docs/programs/marks.py --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt
+    python docs/programs/marks.py --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt --keys
 
 A token is marked if `kvsink --threshold 0.1` would keep it. In one window, a query's attention is split into that to
 the five tokens with the largest marks, which `kvsink` keeps, to the other marked tokens, and to all others. Of each of
 the three, the values' rounding errors at 3 bits are summed with the same weights: what they add to the attention's
 output.
+
+--keys: why the five's keys matter, by layer, in eight windows of 512 tokens: what a key's rounding error at 3 bits adds
+to the logits of the queries after it, and how much of this is the same for all of them.
 """
 import argparse
 import sys
@@ -43,6 +47,45 @@ def look(at, groups, codec, stretch=512):
     return torch.stack(shares, 1), torch.stack(added, 1), cosines
 
 
+@torch.no_grad()
+def look_at_keys(at, five, codec, rope):
+    """A layer, the five tokens' keys against the others' (a mean over both is 1): norm, rounding error, norm of the
+    queries' mean over norm of queries, share of the attention; of a key's squared logit errors the share that all
+    queries have in common, for the five and for others. five (T)."""
+    Hkv, T, d = at.k.shape[1:]
+    error = (rope.rotate(codec.decode(codec.encode(at.k_pre))) - at.k)[0]  # (Hkv, T, d)
+    queries = at.q[0].unflatten(0, (Hkv, -1))  # (Hkv, H / Hkv, T, d)
+    after = torch.ones(T, T, dtype=torch.bool).tril()  # (queries, keys)
+    moved = (queries @ error[:, None].mT / d ** 0.5) * after  # (Hkv, H / Hkv, T, T): of logits
+    n = after.sum(0)  # (T): queries after a key
+    common = (moved.sum(2) / n).square()  # (Hkv, H / Hkv, T)
+    whole = moved.square().sum(2) / n  # (Hkv, H / Hkv, T)
+    share = (queries @ at.k[0][:, None].mT / d ** 0.5).masked_fill(~after, -torch.inf).softmax(-1)[..., five].sum(-1)
+    judged = n >= 64  # the last keys have few queries
+    of_five, others = five & judged, ~five & judged
+    ratio = [x[:, of_five].mean() / x[:, others].mean() for x in (at.k[0].norm(dim=-1), error.norm(dim=-1))]
+    alike = [common[..., tokens].sum() / whole[..., tokens].sum() for tokens in (of_five, others)]
+    return [x.item() for x in (*ratio, share.mean(), *alike, (whole[..., of_five].mean() / whole[..., others].mean()))]
+
+
+def keys_of_sinks(model, method, windows):
+    """Print the means over layers 3 to 28, with errors over windows."""
+    found = []
+    for window in windows:
+        layers = walk(model, window)
+        size = layers[method.layer].hidden[:, method.channel].abs()  # (T)
+        five = torch.zeros_like(size, dtype=torch.bool)
+        five[size.topk(5).indices] = True
+        found.append([look_at_keys(at, five, method.codecs[at.layer].k, model.rope) for at in layers[3:29]])
+    found = torch.tensor(found)  # (windows, layers, numbers)
+    names = ("norm over others'", "rounding error over others'", "share of the attention",
+             "common share of squared logit errors", "the same of others", "squared logit errors over others'")
+    for name, numbers in zip(names, found.unbind(-1)):
+        of_windows = numbers.mean(1)
+        print(f"{name}: {of_windows.mean():.3f} ± {of_windows.std() / len(found) ** 0.5:.3f}; by layer "
+              f"{format_all(numbers.mean(0).tolist())}")
+
+
 def format_all(numbers):
     return " ".join(f"{number:.2f}" for number in numbers)
 
@@ -52,12 +95,16 @@ def main():
     p.add_argument("--model", metavar="DIR", required=True)
     p.add_argument("--data", metavar="FILE", required=True)
     p.add_argument("--context", type=int, default=4096)
+    p.add_argument("--keys", action="store_true", help="look at the keys of the five")
     args = p.parse_args()
     model, tokenizer = hf.load(args.model)
     model.use_attention("fused")
     window = load_windows(args.data, tokenizer, args.context, 1).tokens[0]
     method = KVSink(model.config, k_bits=3, v_bits=3)
     calibrate(model, method, load_windows(args.data, tokenizer, 512, 2, "calibration").tokens)
+    if args.keys:
+        keys_of_sinks(model, method, load_windows(args.data, tokenizer, 512, 8).tokens)
+        return
     layers = walk(model, window)
     size = layers[method.layer].hidden[:, method.channel].abs()  # (T)
     marked = size >= 0.1 * size.max()

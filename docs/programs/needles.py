@@ -1,34 +1,50 @@
-"""Write a text of facts that are asked for later, for the column `answers` of a real model.
+"""Facts in a text that are asked for at its end: what of a long text a method still finds.
 
-    python docs/programs/needles.py --model path/to/SmolLM2 --text path/to/text.txt --out needles.txt
-    python eval_ppl.py --model path/to/SmolLM2 --data needles.txt --calib-data path/to/text.txt \
+    python docs/programs/needles.py --model path/to/SmolLM2 --text wikitext2-test.txt --out needles.txt
+    python eval_ppl.py --model path/to/SmolLM2 --data needles.txt --calib-data needles.calibration.txt \
         --context 384 --windows 20
+    python docs/programs/needles.py --model path/to/SmolLM2 --text wikitext2-test.txt --measure
+    python docs/programs/needles.py --plot
 
-Every window of so many tokens is a piece of the text with five facts strewn among its sentences, "The secret number of
-Oslo is 482.", and ends with the same five in another order, their numbers marked as answers.
+Every window is a piece of the text's first half with facts strewn among its sentences, "The secret number of Oslo is
+482.", as many in each fifth of its length, and ends with the same ones in another order, their numbers marked as
+answers. The first command writes such windows, for the column `answers`, and the text's second half, to calibrate on.
+The third one measures answers by length and depth, and keeps them in docs/needles.json; the last one draws them.
 """
+import json
 import random
-import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tinykv import UserError, files, hf
+import torch
+from results import FIVE, MARKED, ROOT, SERVED, calibrate_pair
+
+from tinykv import UserError, files, hf, plots
+from tinykv.cache import KVCache
 from tinykv.cli import Parser, one_line
+from tinykv.data import load_windows
 from tinykv.shared_flags import check_counts
 
+RECORD = ROOT / "docs" / "needles.json"
 CITIES = ("Amsterdam Berlin Cairo Dublin Florence Geneva Helsinki Istanbul Jakarta Kyoto Lisbon Madrid Nairobi Oslo "
           "Prague Quito Rome Seoul Tokyo Vienna").split()
 FACT = " The secret number of {} is {}."
-MARKED = FACT.format("{}", "<answer>{}</answer>")
+MARKED_FACT = FACT.format("{}", "<answer>{}</answer>")
+DEPTHS = 5
+FACTS = 20
+TEXTS = {1024: 12, 2048: 6, 4096: 3}  # {tokens of a text: texts}, fixed beforehand
+ROWS = {"fp16": "fp16", "q4_0, rotated": SERVED["q4_0, rotated"], "kivi, 4 bits": SERVED["KIVI, 4 bits"],
+        "antkv, 1%, 4 bits": "antkv --anchors 1% --bits 4 --calib-windows 16 --recent 0",
+        "kvsink, 3 bits: 5 kept": FIVE, "kvsink, 3 bits: all marked": MARKED}  # {label: row}
 
 
-def window(sentences, draw, n_tokens, context, facts=5):
+def window(sentences, draw, n_tokens, context, facts):
     """One window's text: sentences in their order, facts among them, questions at the end, `context` - 1 tokens.
 
     sentences: yields more of the text. n_tokens: of a text.
     """
-    keys = draw.sample(CITIES, facts)
-    pairs = [(city, draw.randrange(100, 1000)) for city in keys]
+    pairs = [(city, draw.randrange(100, 1000)) for city in draw.sample(CITIES, facts)]
     questions = "".join(FACT.format(*pair) for pair in pairs)
     hay = []
     while n_tokens("".join(hay) + questions * 2) < context - 1:
@@ -40,34 +56,137 @@ def window(sentences, draw, n_tokens, context, facts=5):
     n = context - 1 - n_tokens(" ".join(words) + questions * 2)
     text = " ".join(words) + " so" * n
     ends = [i + 1 for i in range(len(text) - 1) if text[i:i + 2] == ". "]
-    for place, pair in sorted(zip(draw.choices(ends, k=facts), draw.sample(pairs, facts)), reverse=True):
+    by_depth = [[end for end in ends if end * DEPTHS // len(text) == depth] for depth in range(DEPTHS)]
+    places = [draw.choice(by_depth[i % DEPTHS] or ends) for i in range(facts)]
+    for place, pair in sorted(zip(places, draw.sample(pairs, facts)), reverse=True):
         text = text[:place] + FACT.format(*pair) + text[place:]
-    return text + "".join(MARKED.format(*pair) for pair in pairs)
+    return text + "".join(MARKED_FACT.format(*pair) for pair in pairs)
+
+
+def write(path, text, tokenizer, context, windows, facts):
+    """Write so many windows of a text's first half."""
+    lines = [line.strip() for line in text[:len(text) // 2].splitlines() if len(line) > 200]
+    sentences = (sentence + ". " for line in lines for sentence in line.split(" . "))
+    draw = random.Random(0)
+    try:
+        found = [window(sentences, draw, lambda t: len(tokenizer.encode(t)), context, facts) for _ in range(windows)]
+    except StopIteration:
+        raise UserError(f"the text has sentences for fewer than {windows} windows; give a longer one") from None
+    files.write(path, lambda part: part.write_text("\n".join(found), encoding="utf-8"))
+
+
+@torch.inference_mode()
+def answer(model, method, windows):
+    """[depth, whether the answer is right, its loss in nats] of each question."""
+    found = []
+    for tokens, places in zip(windows.tokens, windows.answers):
+        hidden, ids = model(tokens[None], KVCache(model, method), logits=False)[0], tokens.tolist()  # (T, D)
+        for begin, end in places:
+            key = ids[begin - 3:end]  # the city's last letters, "is", the number
+            fact = next(t for t in range(len(ids)) if ids[t:t + len(key)] == key)
+            logp = model.lm_head(hidden[begin - 1:end - 1]).log_softmax(-1)  # (n, vocab)
+            answer = tokens[begin:end]  # (n)
+            loss = -logp.gather(1, answer[:, None]).sum().item()
+            found.append([fact * DEPTHS // places[0][0], int((logp.argmax(-1) == answer).all()), round(loss, 3)])
+    return found
+
+
+def measure(model, tokenizer, path):
+    """Measure the rows that docs/needles.json has not, with the tables of the first draw."""
+    text = files.read_text(path)
+    record = read_record()
+    model.use_attention("fused")
+    methods = calibrate_pair((model, tokenizer), path, list(ROWS.values()), 0)
+    for context, n in reversed(TEXTS.items()):
+        of_length = record.setdefault(str(context), {})
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder, "needles.txt"), text, tokenizer, context, n, FACTS)
+            windows = load_windows(Path(folder, "needles.txt"), tokenizer, context, n, whole=True)
+        for row in [row for row in ROWS.values() if row not in of_length]:
+            of_length[row] = answer(model, methods[row], windows)
+            write_record(record)
+            n_right = sum(right for _, right, _ in of_length[row])
+            print(f"{context} {row}: {n_right} of {len(of_length[row])}", flush=True)
+
+
+def write_record(record):
+    """A row a line."""
+    packed = partial(json.dumps, separators=(",", ":"))
+    lengths = [f'"{context}": {{\n' + ",\n".join(f"{packed(row)}: {packed(rows[row])}" for row in rows) + "\n}"
+               for context, rows in record.items()]
+    RECORD.write_text("{\n" + ",\n".join(lengths) + "\n}\n", encoding="utf-8")
+
+
+def table(record):
+    """Right answers by length, and what an answer's tokens lose above fp16, with the error over texts."""
+    lines = [f"| row | {' | '.join(f'{context:,} tokens' for context in TEXTS)} |", "|---|" + "---|" * len(TEXTS)]
+    for label, row in ROWS.items():
+        cells = []
+        for context in map(str, TEXTS):
+            found, exact = record[context][row], record[context]["fp16"]
+            more = torch.tensor([a[2] - b[2] for a, b in zip(found, exact)]).view(-1, FACTS).mean(1)  # (texts)
+            cells.append(f"{sum(right for _, right, _ in found)} of {len(found)}")
+            if row != "fp16":
+                cells[-1] += f"; {more.mean():+.2f} ± {more.std() / len(more) ** 0.5:.2f}"
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def read_record():
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+
+def draw(record, path):
+    """The share of right answers by length and depth: a map a row."""
+    title = "SmolLM2-135M: numbers found in a text, by its length and their depth"
+    figure, panels = plots.new_figure(2, 3, 9.2, 5.4, title)
+    for panel, (label, row) in zip(panels, ROWS.items()):
+        seen = [[[right for depth, right, _ in record[str(context)][row] if depth == d] for context in TEXTS]
+                for d in range(DEPTHS)]
+        shares = torch.tensor([[sum(cell) / len(cell) for cell in of_depth] for of_depth in seen])  # (depths, lengths)
+        panel.imshow(shares, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+        for d, of_depth in enumerate(seen):
+            for i, cell in enumerate(of_depth):
+                panel.text(i, d, f"{sum(cell)} / {len(cell)}", ha="center", va="center", fontsize="small",
+                           color="white" if shares[d, i] < 0.6 else "black")
+        plots.title(panel, label)
+        panel.grid(False)
+        panel.set_xticks(range(len(TEXTS)), [f"{context:,}" for context in TEXTS])
+        panel.set_yticks(range(DEPTHS), [f"{(2 * d + 1) / (2 * DEPTHS):.0%}" for d in range(DEPTHS)])
+    for panel in panels[3:]:
+        panel.set_xlabel("tokens of the text")
+    for panel in panels[::3]:
+        panel.set_ylabel("depth of the fact")
+    plots.save(figure, path)
 
 
 def main():
     p = Parser(prog="python docs/programs/needles.py", description=__doc__)
-    p.add_argument("--model", metavar="DIR", required=True, help="whose tokens are counted")
-    p.add_argument("--text", metavar="FILE", required=True, help="its second half is what the facts are strewn in")
-    p.add_argument("--out", metavar="FILE", required=True, type=Path)
+    p.add_argument("--model", metavar="DIR", help="whose tokens are counted")
+    p.add_argument("--text", metavar="FILE", help="its first half is what the facts are strewn in")
+    p.add_argument("--out", metavar="FILE", type=Path, help="the windows; the text's second half is written beside it")
     p.add_argument("--context", type=int, default=384, help="tokens of a window (default: 384)")
     p.add_argument("--windows", type=int, default=20, help="(default: 20)")
+    p.add_argument("--facts", type=int, default=5, help="of a window, up to 20 (default: 5)")
+    p.add_argument("--measure", action="store_true", help="measure the rows that docs/needles.json has not")
+    p.add_argument("--plot", action="store_true", help="draw figures/needles.png")
+    args = p.parse_args()
     with one_line(p):
-        args = p.parse_args()
-        check_counts(args, 256, "context")
-        check_counts(args, 1, "windows")
-        tokenizer = hf.load_tokenizer(args.model, hf.load_config(args.model))
-        text = files.read_text(args.text)
-        lines = [line.strip() for line in text[len(text) // 2:].splitlines() if len(line) > 200]
-        sentences = (sentence + ". " for line in lines for sentence in line.split(" . "))
-        draw = random.Random(0)
-        try:
-            found = [window(sentences, draw, lambda t: len(tokenizer.encode(t)), args.context)
-                     for _ in range(args.windows)]
-        except StopIteration:
-            raise UserError(f"{args.text} has sentences for fewer than {args.windows} windows; give a longer "
-                            "text") from None
-        files.write(args.out, lambda part: part.write_text("\n".join(found), encoding="utf-8"))
+        if args.out or args.measure:
+            if not args.model or not args.text:
+                raise UserError("--out and --measure need --model and --text")
+            tokenizer = hf.load_tokenizer(args.model, hf.load_config(args.model))
+        if args.out:
+            check_counts(args, 256, "context")
+            check_counts(args, 1, "windows", "facts")
+            text = files.read_text(args.text)
+            write(args.out, text, tokenizer, args.context, args.windows, min(args.facts, len(CITIES)))
+            rest = args.out.with_suffix(".calibration.txt")
+            files.write(rest, lambda part: part.write_text(text[len(text) // 2:], encoding="utf-8"))
+        if args.measure:
+            measure(hf.load_model(args.model), tokenizer, args.text)
+        if args.plot:
+            draw(read_record(), ROOT / "docs" / "figures" / "needles.png")
 
 
 if __name__ == "__main__":

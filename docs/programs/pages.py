@@ -18,6 +18,7 @@ import sys
 from functools import cache, partial
 from hashlib import sha256
 
+import needles
 import results
 import sentences
 from results import CLAIMS, CODECS, NAMES, ROOT, SHOWN, claims_table, count, rows_table
@@ -41,8 +42,9 @@ def table(name):
     tables = {section: partial(claims_table, section) for section in CLAIMS}
     tables |= {model: partial(rows_table, model, names=SHOWN) for model in NAMES}
     tables |= {"count": count, "codecs": partial(rows_table, "SmolLM2", names=CODECS),
-               "lengths": results.lengths_table, "served": results.served_table}
-    return tables[name](data=DATA)
+               "lengths": results.lengths_table, "prompts": results.prompts_table,
+               "quantized": results.quantized_table, "served": results.served_table}
+    return needles.table(needles.read_record()) if name == "needles" else tables[name](data=DATA)
 
 
 def written(page):

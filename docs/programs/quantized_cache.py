@@ -1,19 +1,17 @@
 """transformers' own QuantizedCache beside KIVI, as generation reads them: docs/serving.md.
 
-    pip install transformers optimum-quanto hqq
+    pip install transformers optimum-quanto
     python docs/programs/quantized_cache.py --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt
 
 Of each window of 512 tokens, 256 are read in one forward, and then one at a time. The loss is that of the latter 256,
-above that of transformers' plain cache. True bits are those at the end of a window.
+above that of transformers' plain cache. True bits are those at the end of a window. docs/results.json keeps the rows.
 """
 import argparse
-import sys
-from pathlib import Path
 
 import torch
+from results import OWN, UNIT, read_data, write_data
 from torch.nn.functional import cross_entropy
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from tinykv import hf
 from tinykv.data import load_windows
 from tinykv.methods.registry import METHODS
@@ -23,9 +21,9 @@ T, PROMPT = 512, 256
 ROWS = {"plain": None}
 for bits in (4, 2):
     ROWS |= {f"quanto, {bits} bits": ("quanto", {"nbits": bits}),
-             f"kivi, {bits} bits": ("kivi", {"k_bits": bits, "v_bits": bits, "group_size": 64, "recent": 64})}
-ROWS |= {"rtn per token, 4 bits": ("rtn", {"k_bits": 4, "v_bits": 4, "group_size": 64, "scheme": "token-dynamic"}),
-         "hqq, 4 bits": ("hqq", {"nbits": 4, "axis_key": 1, "axis_value": 1})}  # as its page recommends
+             f"`kivi --group-size 64 --recent 64`, {bits} bits":
+                 ("kivi", {"k_bits": bits, "v_bits": bits, "group_size": 64, "recent": 64})}
+ROWS |= {"quanto, 4 bits, <code>axis_key=-1</code>": ("quanto", {"nbits": 4, "axis_key": -1})}
 
 
 def cache_of(row, model, config):
@@ -62,18 +60,16 @@ def main():
     p.add_argument("--model", required=True, metavar="DIR")
     p.add_argument("--data", required=True, metavar="FILE")
     p.add_argument("--windows", type=int, default=8, help="at least 2: an error is over windows")
-    p.add_argument("--rows", nargs="*", default=list(ROWS), help="some of the rows; the first is subtracted")
     args = p.parse_args()
-    config = hf.load_config(args.model)
+    config, data = hf.load_config(args.model), read_data()
     tokens = load_windows(args.data, hf.load_tokenizer(args.model, config), T, args.windows, "test").tokens
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    plain = None
-    for row in args.rows:
-        cache, true_bits = cache_of(ROWS[row], model, config)
-        found = losses(model, cache, tokens)
-        plain = found if plain is None else plain
-        more, bits = found - plain, true_bits()
-        print(f"{row:24} {bits:5.2f} {more.mean():+.3f} ± {more.std() / len(more) ** 0.5:.3f}", flush=True)
+    for row, settings in ROWS.items():
+        cache, true_bits = cache_of(settings, model, config)
+        found = (losses(model, cache, tokens) / UNIT).round().int().tolist()
+        data["SmolLM2"][OWN + row] = {"bits": round(true_bits(), 3), "nll": [found]}
+        write_data(data)
+        print(f"{row:24} {true_bits():5.2f} {UNIT * sum(found) / len(found):.3f}", flush=True)
         if hasattr(cache, "remove"):
             cache.remove()
 

@@ -41,10 +41,10 @@ TOGETHER = 8  # rows that are calibrated together: their codecs hold what they s
 COMMAND = {"embedded": "", "SmolLM2": "--context 512 --calib-windows 8 --batch 4"}
 DRAWS, WINDOWS = 6, 8
 NAMES = {"embedded": {"bits": "2", "group": "16", "codebook": "--bits 1", "windows": "", "late": "",
-                      "mark": "0.3"},
+                      "mark": "0.3", "other": "fables"},
          "SmolLM2": {"bits": "3", "group": "32", "codebook": "--bits 2 --calib-windows 16",
                      "windows": "--calib-windows 16", "late": "--emergence-layer 11 --outlier-channel 507",
-                     "mark": "0.1"}}
+                     "mark": "0.1", "other": "tales"}}
 
 
 class Claim(NamedTuple):
@@ -81,7 +81,11 @@ CLAIMS = {
         Claim("all marked tokens, or five", "kvsink --threshold {mark}", "kvsink", "--bits {bits}"),
         Claim("first tokens, a grid a token", "pfn", "rtn", "--bits {bits} --scheme token-dynamic", "-", "Figure 9"),
         Claim("found tokens, a grid a token", "kvsink", "pfn", "--bits {bits} --scheme token-dynamic", "-",
-              "Figure 9")],
+              "Figure 9"),
+        Claim("first tokens, a fixed grid for all tokens", "pfn", "rtn", "--bits {bits} --scheme token-static", "-",
+              "Figure 9"),
+        Claim("found tokens, a fixed grid for all tokens", "kvsink", "pfn", "--bits {bits} --scheme token-static",
+              "-", "Figure 9")],
     "OTT": [
         Claim("the pool helps", "ott", "kivi", "--bits 2 --group-size 128 --recent 32", "-", "its tasks"),
         Claim("groups of 32", "ott", "kivi", "--bits 2 --group-size 32 --recent 32", "-", "its tasks"),
@@ -110,12 +114,20 @@ CLAIMS = {
         Claim("clipping after that", "skvq", "skvq --clip none",
               "--bits 2 --group-size {group} --metadata fp16 --preserve 0", "-", "the ingredients"),
         Claim("five kept tokens after that", "skvq --preserve 5", "skvq --preserve 0",
-              "--bits 2 --group-size {group} --metadata fp16", "-", "the ingredients")],
+              "--bits 2 --group-size {group} --metadata fp16", "-", "the ingredients"),
+        Claim("scales in FP8, or in FP16", "skvq --metadata fp8", "skvq --metadata fp16",
+              "--bits 2 --group-size {group} --preserve 0", "none", "the ingredients"),
+        Claim("values at 1.5 bits, or at 2", "skvq --k-bits 2 --v-bits 1.5", "skvq --bits 2",
+              "--group-size {group} --metadata fp16 --preserve 0", "none", "LongBench")],
     "KVQuant": [
         Claim("first five, or its first token", "pfn --scheme kvquant", "kvquant", "--bits 2 --outliers 0"),
         Claim("found five, or its first token", "kvsink --scheme kvquant", "kvquant", "--bits 2 --outliers 0",
               "-", "KVSink, Table 2"),
-        Claim("found five, or the first five", "kvsink", "pfn", "--scheme kvquant --bits 2 --outliers 0")],
+        Claim("found five, or the first five", "kvsink", "pfn", "--scheme kvquant --bits 2 --outliers 0"),
+        Claim("found five, or its first token, 0.1% of outliers", "kvsink --scheme kvquant", "kvquant",
+              "--bits 2 --outliers 0.1", "-", "KVSink, Table 2"),
+        Claim("found five and 0.1% of outliers, or 0.5%", "kvsink --scheme kvquant --outliers 0.1",
+              "kvquant --outliers 0.5", "--bits 2", "none", "KVSink, Table 2")],
     "CQ and AnTKV": [
         Claim("Fisher weights", "cq", "cq --sensitivity none", "{codebook} --recent 0", "-", "CQ"),
         Claim("token weights, or none", "antkv --anchors 0", "cq --sensitivity none", "{codebook} --recent 0"),
@@ -123,19 +135,40 @@ CLAIMS = {
               "AnTKV, Table 1, nine of twelve cells"),
         Claim("anchors, 1%", "antkv --anchors 1%", "antkv --anchors 0", "{codebook} --recent 0", "-", "AnTKV, Table 1"),
         Claim("anchors, 5%", "antkv --anchors 5%", "antkv --anchors 0", "{codebook} --recent 0", "-",
-              "AnTKV, Figure 11")],
+              "AnTKV, Figure 11"),
+        Claim("anchors, or as many first tokens", "antkv", "antkv --anchors-by first",
+              "--anchors 1% {codebook} --recent 0"),
+        Claim("anchors, or as many by chance", "antkv", "antkv --anchors-by random",
+              "--anchors 1% {codebook} --recent 0"),
+        Claim("keys before RoPE, or after", "antkv", "antkv --rope post",
+              "--anchors 1% {codebook} --recent 0", "-", "AnTKV, Appendix B"),
+        Claim("calibrated on another text, or on more of this one", "antkv --calib-data {other}", "antkv",
+              "--anchors 1% {codebook} --recent 0", "none", "AnTKV, Table 3")],
     "IntactKV": [
         *(Claim(f"exact BOS, {name.upper()} weights", "intactkv", "fp16", f"--weights {name} --w-bits 3", "-", where)
           for name, where in (("rtn", "the released code"), ("awq", "Tables 1, 7"), ("gptq", "the released code"))),
         *(Claim(f"exact BOS, the cache at {bits} bits", "intactkv", "rtn",
                 f"--scheme token-dynamic --formula integer-zero --bits {bits}", "-", "Figure 4: MMLU, rounded weights")
+          for bits in (3, 4)),
+        *(Claim(f"exact BOS, weights at 3 bits and the cache at {bits}", "intactkv", "rtn",
+                f"--weights rtn --w-bits 3 --scheme token-dynamic --formula integer-zero --bits {bits}", "-",
+                "Figure 4: MMLU")
           for bits in (3, 4))],
 }
+WIDE = "--bits 2 --group-size 128 --recent 32"
 CLAIMS["Length"] = [
     Claim("all marked tokens, or five", "kvsink --threshold 0.1", "kvsink", "--bits 3 --context 4096"),
     Claim("another zero point, or all marked tokens", "kvsink --formula integer-zero", "kvsink --threshold 0.1",
           "--bits 3 --context 4096"),
-    Claim("another zero point, or five", "kvsink --formula integer-zero", "kvsink", "--bits 3 --context 4096")]
+    Claim("another zero point, or five", "kvsink --formula integer-zero", "kvsink", "--bits 3 --context 4096"),
+    Claim("the 41 largest marks, or all marked tokens", "kvsink --preserve 41", "kvsink --threshold 0.1",
+          "--bits 3 --context 4096"),
+    Claim("41 first tokens, or five", "pfn --preserve 41", "pfn", "--bits 3 --context 4096"),
+    Claim("five found, or the first five", "kvsink", "pfn", "--bits 3 --context 4096"),
+    Claim("the same, integer zero point", "kvsink --formula integer-zero", "pfn --formula integer-zero",
+          "--bits 3 --context 4096"),
+    Claim("six in OTT's pool, or three", "ott --outlier-num 6", "ott", f"{WIDE} --context 4096"),
+    Claim("32 in OTT's pool, or three", "ott --outlier-num 32", "ott", f"{WIDE} --context 4096")]
 # in no claim: the rows of the figure, {label: rows}
 FORMATS, TURBOQUANT = "docs/examples/formats.py:Formats", "docs/examples/turboquant.py:TurboQuant"
 LINES = {name: [f"{name} --bits {bits}" for bits in (2, 3, 4)]
@@ -166,18 +199,29 @@ SERVED = {"q8_0, rotated": f"{FORMATS} --hadamard on --scheme q8_0",
           "mxfp4": POINTS["mxfp4"],
           "KIVI, 4 bits": "kivi --bits 4 --group-size 64", "KIVI, 2 bits": "kivi --bits 2"}
 
-# SmolLM2's rows in windows of 4096 tokens are measured in pairs of a window and a draw of the calibration: window i is
-# read with the tables of draw i, those of the rows at 512 (keys are calibrated before RoPE). So each pair has a window
-# and a draw of its own, and the error of their mean is that of both. The number of pairs was fixed beforehand
-LENGTH = 4096
+# SmolLM2's rows in longer windows are measured in pairs of a window and a draw of the calibration: window i is read
+# with the tables of draw i, those of the rows at 512 (keys are calibrated before RoPE). So each pair has a window and a
+# draw of its own, and the error of their mean is that of both. The numbers of pairs were fixed beforehand
 FIVE, MARKED = "kvsink --bits 3", "kvsink --bits 3 --threshold 0.1"
 ZERO = "--bits 3 --formula integer-zero"
 CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
-PAIRS = {**dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 4),  # {row: pairs}
-         **dict.fromkeys(["pfn --bits 3", CHANCE, "kvsink --bits 3 --preserve 41"], 3),
-         **dict.fromkeys(["kivi --bits 2", POINTS["nvfp4"],
-                          *(f"{name} --bits 2 --group-size 128 --recent 32" for name in ("kivi", "ott"))], 3),
-         **dict.fromkeys([SERVED["q4_0, rotated"], SERVED["KIVI, 4 bits"]], 2)}
+OWN = "QuantizedCache: "  # begins the name of a row that `quantized_cache.py` measures
+LENGTHS = "", " --context 2048", " --context 4096", " --context 8192"
+STREAM = "--context 4096 --prompt 3840"
+LONG = {  # {flags of the windows: {row: pairs}}
+    "--context 4096": {
+        **dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 8),
+        **dict.fromkeys(["rtn --bits 3", "pfn --bits 3", "pfn --bits 3 --preserve 41", CHANCE,
+                         "kvsink --bits 3 --preserve 41", f"rtn {ZERO}", f"pfn {ZERO}", "kivi --bits 2",
+                         f"kivi {WIDE}", f"ott {WIDE}", f"ott {WIDE} --outlier-num 6", f"ott {WIDE} --outlier-num 32",
+                         POINTS["nvfp4"], SERVED["q4_0, rotated"]], 3),
+        **dict.fromkeys(["skvq --bits 2", "kvquant --bits 2", "cq --bits 2 --recent 0 --calib-windows 16",
+                         "antkv --anchors 1% --bits 2 --recent 0 --calib-windows 16", POINTS["mxfp4"], EIGHT["fp8"],
+                         SERVED["KIVI, 4 bits"]], 2)},
+    "--context 2048": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}", "pfn --bits 3"], 3),
+    "--context 8192": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 1),
+    STREAM: dict.fromkeys([FIVE, MARKED], 2)}
+PAIRS = LONG["--context 4096"]
 CURVES = {"pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": FIVE, "kvsink: 5 kept, others by chance": CHANCE,
           "kvsink: all marked": MARKED, "kvsink: integer zero": f"kvsink {ZERO}", "kivi, 2 bits": "kivi --bits 2",
           "nvfp4": POINTS["nvfp4"]}  # of the figure by position, {label: row}
@@ -190,12 +234,13 @@ def rows_of(model):
     rows = [row for claims in CLAIMS.values() for claim in claims for row in pair(claim, model)]
     rows += [named(row, model) for row in [*SHOWN, *MORE, *SERVED.values()]]
     rows = [row for row in rows if "--context" not in row]
-    return list(dict.fromkeys(["fp16", *rows, *(map(at, ["fp16", *PAIRS]) if model == "SmolLM2" else [])]))
+    long = [at(row, where) for where, pairs in LONG.items() for row in ["fp16", *pairs] if model == "SmolLM2"]
+    return list(dict.fromkeys(["fp16", *rows, *long]))
 
 
-def at(row):
+def at(row, where="--context 4096"):
     """A row of SmolLM2 in longer windows."""
-    return named(f"{row} --context {LENGTH}", "SmolLM2")
+    return named(f"{row} {where}", "SmolLM2")
 
 
 def pair(claim, model):
@@ -235,7 +280,7 @@ def measure_all(model, loaded, text, data):
             entry = list(build_entries(args, loaded[0].config, loaded[1])[0].values())[-1]
             calibrates = entry.method.needs_calibration
             args.draws, args.windows = (DRAWS, WINDOWS) if calibrates else (1, 2 * WINDOWS)
-            shared = args.protocol, args.prompt, args.context, args.calib_windows, calibrates
+            shared = args.protocol, args.prompt, args.context, args.calib_windows, args.calib_data, calibrates
             groups.setdefault(shared, []).append((row, args, entry))
     for group in sorted(groups.values(), key=lambda group: group[0][1].draws == 1):  # what is calibrated decides most
         for i in range(0, len(group), TOGETHER):
@@ -266,25 +311,31 @@ def measure_group(model, loaded, group, data):
 
 def measure_long(loaded, text, data):
     """Measure SmolLM2's rows in longer windows, pair by pair, and write each as soon as it is there."""
+    for where, pairs in LONG.items():
+        for i in range(max(pairs.values())):
+            lacking = [row for row in pairs if i < pairs[row] and n_measured(row, where, data) == i]
+            if lacking:
+                measure_pair(loaded, text, where, i, lacking, data)
+
+
+def measure_pair(loaded, text, where, i, rows, data):
+    """Measure rows in window i with the tables of draw i. where: the flags of the windows."""
     model, tokenizer = loaded
     model.use_attention("fused")
-    n_pairs = max(PAIRS.values())
-    windows = load_windows(text, tokenizer, LENGTH, n_pairs)
-    for i in range(n_pairs):
-        lacking = [row for row in PAIRS if i < PAIRS[row] and n_measured(row, data) == i]
-        if lacking:
-            methods = calibrate_pair(loaded, text, lacking, i)
-            window = Windows(windows.tokens[i:i + 1], windows.answers[i:i + 1], windows.name)
-            exact = measure(model, METHODS["fp16"](model.config), window)
-            if n_measured("fp16", data) == i:
-                add_pair("fp16", exact, exact, data)
-            for row in lacking:
-                add_pair(row, measure(model, methods[row], window, fp16=exact), exact, data)
+    args = flags.parse(where.split(), ["fp16"])
+    windows = load_windows(text, tokenizer, args.context, i + 1)
+    window = Windows(windows.tokens[i:], windows.answers[i:], windows.name, args.prompt or 1)
+    methods = calibrate_pair(loaded, text, rows, i)
+    exact = measure(model, METHODS["fp16"](model.config), window)
+    if n_measured("fp16", where, data) == i:
+        add_pair("fp16", where, exact, exact, data)
+    for row in rows:
+        add_pair(row, where, measure(model, methods[row], window, fp16=exact, prompt=args.prompt), exact, data)
 
 
-def n_measured(row, data):
+def n_measured(row, where, data):
     """In how many pairs a row was measured."""
-    found = data["SmolLM2"].get(at(row))
+    found = data["SmolLM2"].get(at(row, where))
     return len(found["nll"][0]) if found else 0
 
 
@@ -304,17 +355,19 @@ def calibrate_pair(loaded, text, rows, draw):
     return methods
 
 
-def add_pair(row, result, exact, data):
+def add_pair(row, where, result, exact, data):
     """Add what was measured in a pair to its row. exact: fp16's Result."""
-    found = data["SmolLM2"].setdefault(at(row), {"bits": 0, "nll": [[]], "kl": [[]], "along": [0] * (LENGTH // 512)})
+    parts = list(zip(result.nll_along[0], exact.nll_along[0]))  # (loss, fp16's) of each 512 targets
+    empty = {"bits": 0, "nll": [[]], "kl": [[]], "along": [0] * len(parts)}
+    found = data["SmolLM2"].setdefault(at(row, where), empty)
     losses, n = found["nll"][0], len(found["nll"][0])
     losses.append(round(result.nll[0] / UNIT))
     found["kl"][0].append(round(result.kl[0] / result.targets / UNIT))
     found["bits"] = round((n * found["bits"] + result.bits[0]) / (n + 1), 3)
-    for part, (loss, of_fp16) in enumerate(zip(result.nll_along[0], exact.nll_along[0])):
+    for part, (loss, of_fp16) in enumerate(parts):
         found["along"][part] = round((n * found["along"][part] + (loss - of_fp16) / UNIT) / (n + 1))
     write_data(data)
-    print(f"{at(row)}: {result.nll[0]:.3f}, pair {n + 1}", flush=True)
+    print(f"{at(row, where)}: {result.nll[0]:.3f}, pair {n + 1}", flush=True)
 
 
 def shape_of(*rows):
@@ -413,8 +466,7 @@ def count(data):
 
 def fp16_of(row, rows):
     """The row above which a row's loss is measured: fp16 on the same tokens."""
-    changed = re.search(r" --(prompt|context) \d+", row)
-    return rows["fp16" + (changed[0] if changed else "")]
+    return rows["fp16" + "".join(re.findall(r" --(?:prompt|context) \d+", row))]
 
 
 def rows_table(model, data, names):
@@ -435,32 +487,44 @@ def rows_table(model, data, names):
 
 
 def lengths_table(data):
-    """What rows lose above fp16 in windows of 512 tokens, and in those of 4096, by position."""
+    """What rows lose above fp16 in windows of 512 tokens and in longer ones, by position in those of 4096."""
     rows = data["SmolLM2"]
-    lines = ["| row | 512 | 4,096 | its first 512 | its last 512 | true bits at 512, 4,096 | pairs |",
-             "|---|---|---|---|---|---|---|"]
+    lines = ["| row | 512 | 2,048 | 4,096 | its first 512 | its last 512 | 8,192 | its last 512 | bits: 512, 4,096 | "
+             "pairs |", "|---|---|---|---|---|---|---|---|---|---|"]
     for name in PAIRS:
-        short, long, cells = rows.get(named(name, "SmolLM2")), rows.get(at(name)), ["not measured"] + 5 * ["-"]
-        if short:
-            cells[0] = "{:.3f} ± {:.3f}".format(*compared(short, rows["fp16"])[:2])
-        if long:
-            difference, error, _ = compared(long, rows[at("fp16")])
-            bits = [f"{row['bits']:.2f}" for row in (short, long) if row]
-            first, *_, last = long["along"]
-            cells[1:] = [f"{difference:.3f} ± {error:.3f}", f"{UNIT * first:.3f}", f"{UNIT * last:.3f}",
-                         ", ".join(bits), str(len(long["nll"][0]))]
+        short, middle, long, longest = (rows.get(named(name + where, "SmolLM2")) for where in LENGTHS)
+        cells = [lost(row, rows) for row in (name + where for where in LENGTHS)]
+        last = f"{UNIT * longest['along'][-1]:.3f}" if longest else "-"
+        first_and_last = [f"{UNIT * long['along'][i]:.3f}" if long else "-" for i in (0, -1)]
+        bits = ", ".join(f"{row['bits']:.2f}" if row else "-" for row in (short, long))
+        pairs = ", ".join(str(len(row["nll"][0])) for row in (middle, long, longest) if row)
+        lines.append(f"| `{name}` | {' | '.join([*cells[:3], *first_and_last, cells[3], last, bits, pairs])} |")
+    return "\n".join(lines)
+
+
+def prompts_table(data):
+    """What rows lose above fp16 in 256 tokens that are read one after the other, after a prompt of 3,840."""
+    lines = ["| row | nats lost | true bits | pairs |", "|---|---|---|---|"]
+    for name in LONG[STREAM]:
+        row = data["SmolLM2"].get(at(name, STREAM), {"bits": 0, "nll": [[]]})
+        cells = lost(f"{name} {STREAM}", data["SmolLM2"]), f"{row['bits']:.2f}", str(len(row["nll"][0]))
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def lost(row, rows):
+    """What a row of SmolLM2 loses above fp16, with its error over windows, or pairs, where there are several."""
+    row = named(row, "SmolLM2")
+    if row not in rows:
+        return "-"
+    difference, error, _ = compared(rows[row], fp16_of(row, rows))
+    return f"{difference:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 def served_table(data):
     """What a format holds of LLaMA-3-8B's cache, and what it loses on SmolLM2 in windows of 512 and 4,096 tokens."""
     rows = data["SmolLM2"]
     lines = ["| format | true bits | GiB: 8K | 32K | 128K | nats lost: 512 | 4,096 |", "|---|---|---|---|---|---|---|"]
-
-    def lost(row, flags):
-        row, fp16 = named(row + flags, "SmolLM2"), named("fp16" + flags, "SmolLM2")
-        return "{:.3f} ± {:.3f}".format(*compared(rows[row], rows[fp16])[:2]) if row in rows else "-"
     for label, row in {"16 bits": "fp16", **SERVED}.items():
         if named(row, "SmolLM2") not in rows:
             lines.append(f"| {label} | - | | | | not measured | |")
@@ -468,8 +532,18 @@ def served_table(data):
         bits, both = rows[named(row, "SmolLM2")]["bits"], "0 | 0"
         sizes = [2 * 32 * 8 * 128 * tokens * bits / 8 / 2 ** 30 for tokens in (2 ** 13, 2 ** 15, 2 ** 17)]
         if row != "fp16":
-            both = f"{lost(row, '')} | {lost(row, ' --context 4096')}"
+            both = f"{lost(row, rows)} | {lost(row + ' --context 4096', rows)}"
         lines.append(f"| {label} | {bits:.2f} | {sizes[0]:.2f} | {sizes[1]:.2f} | {sizes[2]:.2f} | {both} |")
+    return "\n".join(lines)
+
+
+def quantized_table(data):
+    """What transformers' own quantized cache loses above its plain one, beside KIVI, by `quantized_cache.py`."""
+    rows = {row.removeprefix(OWN): found for row, found in data["SmolLM2"].items() if row.startswith(OWN)}
+    lines = ["| | true bits at the end | nats lost |", "|---|---|---|"]
+    for row in list(rows)[1:]:
+        difference, error, _ = compared(rows[row], rows["plain"])
+        lines.append(f"| {row} | {rows[row]['bits']:.2f} | {difference:+.3f} ± {error:.3f} |")
     return "\n".join(lines)
 
 

@@ -65,12 +65,12 @@ def less(first, second, form=".3f"):
     return so("+" in form or difference < 0, words)
 
 
-def cell(page, row, column, next=0):
-    """The number, or numbers, of a cell of a page's tables and outputs, or of the one so many columns after it."""
+def cell(page, row, column):
+    """The number, or numbers, of a cell of a page's tables and outputs."""
     text = (ROOT / page).read_text(encoding="utf-8").replace("`", "")
     lines = [[part.strip() for part in re.split(r"\||  +", line.strip("|"))] for line in text.splitlines()]
     heads = [i for i, cells in enumerate(lines) if column in cells]
-    found = [cells for cells in lines[heads[0]:] if cells[0] == row][0][lines[heads[0]].index(column) + next]
+    found = [cells for cells in lines[heads[0]:] if cells[0] == row][0][lines[heads[0]].index(column)]
     numbers = [float(number.replace(",", "")) for number in NUMBER.findall(found)]
     return numbers if len(numbers) > 1 else numbers[0]
 
@@ -308,22 +308,6 @@ def serving():
             so(as_fp8, f"takes {bits(row)} bits and loses {loss(row):.3f}, as much as fp8")]
 
 
-def real_models():
-    def of(row, column="answers", next=0):
-        return cell("docs/real_models.md", row, column, next)
-
-    def compare(first, second):
-        """Two rows, of which the first loses more and still finds more."""
-        losses = [of(row, "nats above fp16")[0] for row in (first, second)]
-        return losses, so(losses[0] > losses[1] and of(first) > of(second),
-                          f"finds {of(first):.0f} facts, `{second.split(',')[0]}` {of(second):.0f}")
-    behind = [of("fp16", next=next) - of(f"{name}, 4 bits", next=next)
-              for name in ("kivi", "antkv", "cq", "kvsink", "pfn") for next in (0, 2)]
-    losses, found = compare("rtn, 4 bits", "antkv, 2 bits")
-    return [f"within {max(behind):.0f} points of 16 bits", f"({losses[0]:.3f} and {losses[1]:.3f}) but {found}",
-            f"but {compare('pfn, 3 bits', 'kivi, 2 bits')[1]}"]
-
-
 def tour():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     return [*(line for line in lines if re.match(r"(fp16|pfn|kvsink) {4,}", line)),
@@ -342,7 +326,7 @@ def embedded_model():
             f"{TALES['max_position_embeddings']:,} positions and a vocabulary of {TALES['vocab_size']:,}"]
 
 
-PAGES = [readme, analysis, methods, results_, own_codec, serving, real_models, tour, walkthrough, embedded_model]
+PAGES = [readme, analysis, methods, results_, own_codec, serving, tour, walkthrough, embedded_model]
 OF_PAGE = {f"{function.__name__.strip('_')}.md": function for function in PAGES}
 
 
