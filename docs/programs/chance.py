@@ -1,6 +1,7 @@
-"""A control of `kvsink --threshold`: as many tokens are kept, but chance says which."""
+"""Controls: as many tokens are kept as `kvsink --threshold` or AnTKV keeps, but others."""
 import torch
 
+from tinykv.methods.antkv import AnTKV
 from tinykv.methods.kvsink import KVSink
 
 
@@ -17,3 +18,26 @@ class Chance(KVSink):
         order = torch.randperm(layer_cache.length, generator=chance)  # (T)
         drawn = order[:max(0, marked.shape[-1] - 5)].expand(len(marked), 1, -1)  # (B, 1, k - 5)
         return torch.cat([five, drawn], dim=-1)  # (B, 1, k): chance may draw one of the five, too
+
+
+class First(AnTKV):
+    """AnTKV's codebooks; the first tokens in the place of its anchors."""
+
+    def score(self, layer_cache, q, K):
+        numbers = -torch.arange(self.config.max_position_embeddings).float()
+        return self.once(numbers.expand(K.shape[1], -1), q, K)
+
+    def once(self, numbers, q, K):
+        """The scores of a chunk: a token gets its number, (Hkv, positions), when it arrives, and never more."""
+        S, T = K.shape[2], q.shape[2]
+        scores = torch.zeros(K.shape[:3])  # (B, Hkv, S)
+        scores[:, :, S - T:] = numbers[:, S - T:S]
+        return scores, scores
+
+
+class Random(First):
+    """AnTKV's codebooks; random tokens in the place of its anchors, different ones in each head."""
+
+    def score(self, layer_cache, q, K):
+        chance = torch.Generator().manual_seed(0)
+        return self.once(torch.rand(K.shape[1], self.config.max_position_embeddings, generator=chance), q, K)
