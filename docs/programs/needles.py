@@ -170,8 +170,8 @@ def main():
     p.add_argument("--facts", type=int, default=5, help="of a window, up to 20 (default: 5)")
     p.add_argument("--measure", action="store_true", help="measure the rows that docs/needles.json has not")
     p.add_argument("--plot", action="store_true", help="draw figures/needles.png")
-    args = p.parse_args()
     with one_line(p):
+        args = p.parse_args()
         if args.out or args.measure:
             if not args.model or not args.text:
                 raise UserError("--out and --measure need --model and --text")
