@@ -6,6 +6,7 @@ import oracles
 import pytest
 import torch
 from cases import d, model_of, new_layer, quantize_oldest
+from chance import First, Random
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -86,10 +87,10 @@ def model_and_codebooks():
     return model, method.calibrated()
 
 
-def anchors_of(text=TEXT, protocol="paper", **settings):
+def anchors_of(text=TEXT, protocol="paper", method_class=AnTKV, **settings):
     """{(layer, "k" or "v"): positions, sorted, by head} of an AnTKV with 3 anchors, its model and itself."""
     model, codebooks = model_and_codebooks()
-    method = AnTKV(model.config, "d2m8", anchors="3", recent=0, **settings)
+    method = method_class(model.config, "d2m8", anchors="3", recent=0, **settings)
     method.restore(codebooks, model)
     cache = KVCache(model, method, protocol)
     with torch.no_grad():
@@ -101,6 +102,19 @@ def anchors_of(text=TEXT, protocol="paper", **settings):
             kept = rows.kept_positions
             found[layer.layer, rows.kind] = None if kept is None else [sorted(of) for of in kept[0].tolist()]
     return found, model, method
+
+
+def test_the_controls():
+    """The first tokens, and random ones: the same in every run, of each head its own, in a stream as in one chunk."""
+    kept = anchors_of(method_class=First)[0]
+    assert all(positions == [[0, 1, 2]] * 2 for positions in kept.values())
+    kept = anchors_of(method_class=Random)[0]
+    for positions in kept.values():
+        assert positions == kept[0, "k"] and [0, 1, 2] not in positions and positions[0] != positions[1]
+    assert kept == anchors_of(method_class=Random)[0] != anchors_of()[0]
+    text = torch.randint(0, 41, (1, 256), generator=torch.Generator().manual_seed(3))
+    for control in (First, Random):
+        assert anchors_of(text, "paper", control)[0] == anchors_of(text, "stream", control)[0]
 
 
 def test_the_score_times_the_error_of_the_row():
