@@ -95,3 +95,10 @@ def test_settings_that_cannot_be_are_refused(name, settings):
     """Also in Python, where no flag is read: by the constructor, or by the cache."""
     with pytest.raises(UserError):
         KVCache(model_of(1), METHODS[name](CONFIG, **settings))
+
+
+@pytest.mark.parametrize("entry", [max, (max, "before"), ("post", max)])
+def test_an_entry_that_is_no_scheme(monkeypatch, entry):
+    monkeypatch.setitem(SCHEMES, "mine", entry)
+    with pytest.raises(UserError, match=r'SCHEMES\["mine"\] must be a function and "pre" or "post"; got'):
+        settings_of(METHODS["kvsink"])

@@ -38,7 +38,7 @@ def one_of(choices, **settings):
 def all_finite(what, numbers):
     """UserError if numbers that a model computed are not all finite."""
     if not numbers.isfinite().all():
-        raise UserError(f"{what} are not finite, or too large for 16 bits; use another --dtype, or another model")
+        raise UserError(f"{what} are not finite, or too large for 16 bits; use another --dtype, model or codec")
 
 
 def first_line(error):

@@ -155,22 +155,24 @@ def largest_code(bits):
 class Codec:
     """How the keys, or the values, of one layer are quantized: `encode` and `decode`, and `fit` if it needs text.
 
-    A scheme makes them: a function of a config, the kind ("k" or "v") and bits, with a name in schemes.SCHEMES. Its
-    further arguments, Annotated[type, help], are settings, each with a flag of its name.
+    A scheme makes them: a function of a config, the kind ("k" or "v") and bits. SCHEMES[name] = function, "pre" or
+    "post" (keys are stored before RoPE, or after it, unless --rope says) gives it a name. Its further arguments,
+    Annotated[type, help], are settings, each with a flag of its name; the codec keeps them under the same names, as
+    tables serve only a codec that was made in the same way.
     """
     bits = 16  # nominal bits of a number
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
     needs_text = False  # True: calibration has to call `fit` before the first text
     needs_gradient = False  # True: `fit` is given the gradient of the loss
-    tables = ()  # names of the attributes that `fit` sets: tensors, or None before
+    tables = ()  # names of all tensors that `fit` sets, None before: others are neither restored nor counted
     counts = ()  # names of numbers that `fit` sets, to be told with the tables
 
     def fit(self, rows, kept, gradient=None, seed=0):
         """Find the tables, given the keys, or values, of W windows of calibration text.
 
         rows (W, Hkv, T, d): in full precision, as the method stores them. kept (W, Hkv, T): True at tokens that the
-        method keeps, which are never quantized. gradient (W, Hkv, T, d): of each window's loss with respect to rows.
-        seed: of k-means.
+        method keeps, which are never quantized, perhaps all of a head's. gradient (W, Hkv, T, d): of each window's loss
+        with respect to rows. seed: of k-means.
         """
 
     def encode(self, x, ignore=None):
@@ -178,7 +180,7 @@ class Codec:
         raise NotImplementedError
 
     def decode(self, codes):
-        """Codes -> (B, Hkv, T, d)."""
+        """Codes -> (B, Hkv, T, d), in any floating-point type."""
         raise NotImplementedError
 
     def calibrated(self):

@@ -85,6 +85,9 @@ def settings_of_scheme(name):
 
 def settings_of_codecs():
     """The settings that any scheme has, {name: None}: None stands for the scheme's own default."""
+    for name, scheme in SCHEMES.items():  # a file of one's own may have added one
+        if not (isinstance(scheme, tuple) and callable(scheme[0]) and scheme[1:] in (("pre",), ("post",))):
+            raise UserError(f'SCHEMES["{name}"] must be a function and "pre" or "post"; got {scheme!r}')
     return dict.fromkeys(setting for make, _ in SCHEMES.values() for setting in settings_of_maker(make))
 
 

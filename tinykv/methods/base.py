@@ -130,7 +130,8 @@ class Method:
             own = {name: tables[f"{layer}.{kind}.{name}"] for name in (*codec.tables, *codec.counts)
                    if f"{layer}.{kind}.{name}" in tables}
             if codec.needs_text and own.keys().isdisjoint(codec.tables):
-                raise UserError(f"{self!r} finds no table for {kind.upper()} of layer {layer}; calibrate it")
+                what = "calibrate it" if codec.tables else f"name what `fit` sets in `tables` of {codec!r}"
+                raise UserError(f"{self!r} finds no table for {kind.upper()} of layer {layer}; {what}")
             vars(codec).update({name: own[name].item() if name in codec.counts else own[name] for name in own})
         self.calibrated_on = model.identity(), self.stored_as()
 
