@@ -123,6 +123,9 @@ def table(record):
     for label, row in ROWS.items():
         cells = []
         for context in map(str, TEXTS):
+            if row not in record.get(context, {}):
+                cells.append("-")
+                continue
             found, exact = record[context][row], record[context]["fp16"]
             more = torch.tensor([a[2] - b[2] for a, b in zip(found, exact)]).view(-1, FACTS).mean(1)  # (texts)
             cells.append(f"{sum(right for _, right, _ in found)} of {len(found)}")
