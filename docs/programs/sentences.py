@@ -30,6 +30,7 @@ NUMBER = re.compile(r"[+-]?\d+(?:[.,]\d+)*")
 WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
 PARTS = {4: "quarter", 5: "fifth", 6: "sixth", 10: "tenth", 20: "twentieth"}
 RTN, PFN, KVSINK, KIVI4 = "rtn --bits 3", "pfn --bits 3", "kvsink --bits 3", "kivi --bits 4 --group-size 64"
+PREFIX = "prefix of 46 tokens, rtn-3: "  # begins the name of a row of `train_intact.py`
 ZERO, MARKED = " --formula integer-zero", "kvsink --bits 3 --threshold 0.1"
 
 
@@ -264,6 +265,11 @@ def results_():
     pool = [finding(claim, "embedded", DATA).sign for claim in CLAIMS["OTT"] if claim.second.startswith("kivi")][:4]
     of_values = all(loss(f"rtn --k-bits 16 --v-bits {n}", model) > 2 * loss(f"rtn --k-bits {n} --v-bits 16", model)
                     for model, n in (("embedded", 2), ("SmolLM2", 3)))
+
+    def fewer(first, second):
+        """What a row of `train_intact.py` loses less than another."""
+        difference, error, _ = compared(*(SMOL[PREFIX + row] for row in (first, second)))
+        return f"{-difference:.3f} ± {error:.3f}"
     return [
         f'the cell "{less(KVSINK, PFN, "+.3f")} (p < .001, {DRAWS} x {WINDOWS})"',
         f'"{DRAWS} x {WINDOWS}" is {WORDS[DRAWS]} calibrations',
@@ -291,6 +297,9 @@ def results_():
         f"all that are marked, {bits(MARKED):.2f} and {bits(results.at(MARKED)):.2f}",
         f"`kivi` at 2 bits loses {loss(f'{kivi} {stream}'):.3f} instead of {loss(kivi):.3f}, in "
         f"{bits(f'{kivi} {stream}'):.2f} true bits instead of {bits(kivi):.2f}",
+        f"Eight windows lose {fewer('exact', 'none')} less",
+        f"a further {fewer('trained', 'exact')} if",
+        f"({len(SMOL[PREFIX + 'trained']['nll'])} x 8:",
         so(set(pool) == {"none"}, f"no gain by OTT's pool ({2 * WINDOWS} windows)"),
     ]
 
