@@ -205,7 +205,8 @@ SERVED = {"q8_0, rotated": f"{FORMATS} --hadamard on --scheme q8_0",
 FIVE, MARKED = "kvsink --bits 3", "kvsink --bits 3 --threshold 0.1"
 ZERO = "--bits 3 --formula integer-zero"
 CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
-OWN = "QuantizedCache: "  # begins the name of a row that `quantized_cache.py` measures
+# what begins the name of a row that another program measures: quantized_cache.py, train_intact.py
+OWN, PREFIX = "QuantizedCache: ", "prefix of 46 tokens, rtn-3: "
 LENGTHS = "", " --context 2048", " --context 4096", " --context 8192"
 STREAM = "--context 4096 --prompt 3840"
 LONG = {  # {flags of the windows: {row: pairs}}

@@ -14,7 +14,7 @@ from statistics import fmean as mean
 import results
 import torch
 from phenomena import RECORD
-from results import CLAIMS, DRAWS, EIGHT, FORMATS, POINTS, ROOT, SERVED, UNIT, WINDOWS, compared, finding, named
+from results import CLAIMS, DRAWS, EIGHT, FORMATS, POINTS, PREFIX, ROOT, SERVED, UNIT, WINDOWS, compared, finding, named
 
 from tinykv import cli
 from tinykv.analysis import outliers, walk
@@ -30,7 +30,6 @@ NUMBER = re.compile(r"[+-]?\d+(?:[.,]\d+)*")
 WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
 PARTS = {4: "quarter", 5: "fifth", 6: "sixth", 10: "tenth", 20: "twentieth"}
 RTN, PFN, KVSINK, KIVI4 = "rtn --bits 3", "pfn --bits 3", "kvsink --bits 3", "kivi --bits 4 --group-size 64"
-PREFIX = "prefix of 46 tokens, rtn-3: "  # begins the name of a row of `train_intact.py`
 ZERO, MARKED = " --formula integer-zero", "kvsink --bits 3 --threshold 0.1"
 
 
