@@ -288,6 +288,8 @@ def results_():
         f"to {UNIT * SMOL[results.at(KVSINK, '--context 8192')]['along'][-1]:.3f}",
         f"the last 512 of 4,096 lose {ends(MARKED)[1]} and {ends(KVSINK + ZERO)[1]}",
         f"(`pfn`) lose {ends(PFN + ' --preserve 41')[1]}",
+        "`fp8` goes from {} to {}".format(*ends(EIGHT["fp8"])),
+        "`mxfp4` from {} to {}".format(*ends(POINTS["mxfp4"])),
         so(float(ends(results.CHANCE)[1]) > 2 * float(ends(MARKED)[1]), "Which tokens are kept matters, not how many"),
         f"`Chance` loses {ends(results.CHANCE)[1]}",
         f"a hundredth of the text, {ends(KVSINK + ' --preserve 41')[1]}",
