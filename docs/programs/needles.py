@@ -40,7 +40,7 @@ ROWS = {"fp16": "fp16", "q4_0, rotated": SERVED["q4_0, rotated"], "kivi, 4 bits"
 
 
 def window(sentences, draw, n_tokens, context, facts):
-    """One window's text: sentences in their order, facts among them, questions at the end, `context` - 1 tokens.
+    """One window's text: sentences in their order, facts among them, questions at the end, up to `context` - 1 tokens.
 
     sentences: yields more of the text. n_tokens: of a text.
     """
@@ -60,6 +60,9 @@ def window(sentences, draw, n_tokens, context, facts):
     places = [draw.choice(by_depth[i % DEPTHS] or ends) for i in range(facts)]
     for place, pair in sorted(zip(places, draw.sample(pairs, facts)), reverse=True):
         text = text[:place] + FACT.format(*pair) + text[place:]
+    # some tokenizers cut words in another way now: then the first words go
+    while n_tokens(text + questions) > context - 1:
+        text = text.split(" ", 1)[1]
     return text + "".join(MARKED_FACT.format(*pair) for pair in pairs)
 
 

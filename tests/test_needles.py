@@ -1,0 +1,52 @@
+"""docs/programs: numbers in a text, and what a key's rounding error does to logits."""
+from types import SimpleNamespace
+
+import marks
+import needles
+import pytest
+import torch
+
+from tinykv import UserError, hf
+from tinykv.data import load_windows
+from tinykv.evaluate import measure
+from tinykv.methods.fp16 import FP16
+
+TEXT = "\n".join(" . ".join(f"The {word} of line {line} went to the market and came home" for word in "abcdefg")
+                 for line in range(40))
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return hf.load(hf.EMBEDDED)
+
+
+def test_windows_hold_facts_at_all_depths_and_ask_for_them(loaded, tmp_path):
+    """As `eval_ppl.py --data` reads them: full windows, and the program's own count is the evaluation's."""
+    model, tokenizer = loaded
+    needles.write(tmp_path / "needles.txt", TEXT, tokenizer, context=600, windows=2, facts=10)
+    windows = load_windows(tmp_path / "needles.txt", tokenizer, 600, 2, whole=True)
+    assert [len(answers) for answers in windows.answers] == [10, 10]
+    seen = needles.answer(model, FP16(model.config), windows)
+    depths = [depth for depth, _, _ in seen]
+    assert all(abs(depths.count(depth) - 4) <= 1 for depth in range(5))  # two of each fifth, but for its borders
+    result = measure(model, FP16(model.config), windows)
+    assert sum(right for _, right, _ in seen) == result.right and all(loss > 0 for _, _, loss in seen)
+    with pytest.raises(UserError, match="fewer than 99 windows"):
+        needles.write(tmp_path / "needles.txt", TEXT, tokenizer, 600, 99, 10)
+
+
+@pytest.mark.parametrize("queries, common", [(torch.ones(1, 2, 200, 4), 1.0), (None, 0.0)])
+def test_the_part_of_logit_errors_that_all_queries_have_in_common(queries, common):
+    """All of it for equal queries; none for queries that point in as many directions as there are."""
+    chance = torch.Generator().manual_seed(0)
+    if queries is None:
+        queries = torch.randn(1, 2, 200, 4, generator=chance)
+    keys, wrong = (torch.randn(1, 1, 200, 4, generator=chance) for _ in range(2))
+    five = torch.arange(200) < 5
+    keys[:, :, five] *= 3
+    wrong[:, :, five] *= 2
+    codec = SimpleNamespace(encode=lambda x: x, decode=lambda x: x + wrong)
+    at = SimpleNamespace(k=keys, k_pre=keys, q=queries)
+    norm, error, share, of_five, of_others, _ = marks.look_at_keys(at, five, codec, SimpleNamespace(rotate=lambda x: x))
+    assert of_five == pytest.approx(common, abs=0.06) and of_others == pytest.approx(common, abs=0.06)
+    assert 2 < norm < 4.5 and 1.3 < error < 3 and 0 < share < 1
