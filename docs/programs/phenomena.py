@@ -3,7 +3,7 @@ for each number its standard error over windows, from each window by itself.
 
     python docs/programs/phenomena.py embedded
     python docs/programs/phenomena.py SmolLM2 --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt \
-        --context 512 --only sinks outliers norms cosine bias keys
+        --context 512 --only sinks outliers norms cosine bias keys errors widths prefix
 """
 import argparse
 import json
@@ -14,6 +14,7 @@ from statistics import stdev
 from results import ROOT
 
 from tinykv import hf
+from tinykv.analysis import errors, widths
 from tinykv.analysis.__main__ import PHENOMENA
 from tinykv.analysis.sinks import find_sinks
 from tinykv.analysis.walk import Text
@@ -21,6 +22,21 @@ from tinykv.data import load_windows
 
 RECORD = ROOT / "docs" / "analysis.json"
 WINDOWS, CALIBRATION = 8, 16
+
+
+def once(codecs_of):
+    """The function, which calibrates a scheme for the first of its texts only: all have the same calibration."""
+    made = {}
+
+    def remembered(text, scheme, all_bits):
+        key = scheme, tuple(all_bits)
+        if key not in made:
+            made[key] = codecs_of(text, scheme, all_bits)
+        return made[key]
+    return remembered
+
+
+errors.codecs_of = widths.codecs_of = once(errors.codecs_of)
 
 
 def measured(module, text):
