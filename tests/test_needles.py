@@ -10,6 +10,7 @@ from tinykv import UserError, hf
 from tinykv.data import load_windows
 from tinykv.evaluate import measure
 from tinykv.methods.fp16 import FP16
+from tinykv.methods.registry import METHODS
 
 TEXT = "\n".join(" . ".join(f"The {word} of line {line} went to the market and came home" for word in "abcdefg")
                  for line in range(40))
@@ -29,8 +30,10 @@ def test_windows_hold_facts_at_all_depths_and_ask_for_them(loaded, tmp_path):
     seen = needles.answer(model, FP16(model.config), windows)
     depths = [depth for depth, _, _ in seen]
     assert all(abs(depths.count(depth) - 4) <= 1 for depth in range(5))  # two of each fifth, but for its borders
-    result = measure(model, FP16(model.config), windows)
-    assert sum(right for _, right, _ in seen) == result.right and all(loss > 0 for _, _, loss in seen)
+    for method in (FP16(model.config), METHODS["kivi"](model.config, k_bits=1, v_bits=1, recent=0)):
+        found = needles.answer(model, method, windows)
+        assert sum(right for _, right, _ in found) == measure(model, method, windows, "paper").right
+        assert (sum(loss for _, _, loss in found) > sum(loss for _, _, loss in seen)) == (not isinstance(method, FP16))
     with pytest.raises(UserError, match="fewer than 99 windows"):
         needles.write(tmp_path / "needles.txt", TEXT, tokenizer, 600, 99, 10)
 

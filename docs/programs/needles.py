@@ -35,7 +35,6 @@ DEPTHS = 5
 FACTS = 20
 TEXTS = {1024: 12, 2048: 6, 4096: 3}  # {tokens of a text: texts}, fixed beforehand
 ROWS = {"fp16": "fp16", "q4_0, rotated": SERVED["q4_0, rotated"], "kivi, 4 bits": SERVED["KIVI, 4 bits"],
-        "antkv, 1%, 4 bits": "antkv --anchors 1% --bits 4 --calib-windows 16 --recent 0",
         "kvsink, 3 bits: 5 kept": FIVE, "kvsink, 3 bits: all marked": MARKED}  # {label: row}
 
 
@@ -83,7 +82,8 @@ def answer(model, method, windows):
     """[depth, whether the answer is right, its loss in nats] of each question."""
     found = []
     for tokens, places in zip(windows.tokens, windows.answers):
-        hidden, ids = model(tokens[None], KVCache(model, method), logits=False)[0], tokens.tolist()  # (T, D)
+        cache, ids = KVCache(model, method, "paper"), tokens.tolist()
+        hidden = model(tokens[None], cache, logits=False)[0]  # (T, D)
         for begin, end in places:
             key = ids[begin - 3:end]  # the city's last letters, "is", the number
             fact = next(t for t in range(len(ids)) if ids[t:t + len(key)] == key)
@@ -145,7 +145,7 @@ def read_record():
 def draw(record, path):
     """The share of right answers by length and depth: a map a row."""
     title = "SmolLM2-135M: numbers found in a text, by its length and their depth"
-    figure, panels = plots.new_figure(2, 3, 9.2, 5.4, title)
+    figure, panels = plots.new_figure(1, len(ROWS), 11, 2.9, title)
     for panel, (label, row) in zip(panels, ROWS.items()):
         seen = [[[right for depth, right, _ in record[str(context)][row] if depth == d] for context in TEXTS]
                 for d in range(DEPTHS)]
@@ -159,10 +159,8 @@ def draw(record, path):
         panel.grid(False)
         panel.set_xticks(range(len(TEXTS)), [f"{context:,}" for context in TEXTS])
         panel.set_yticks(range(DEPTHS), [f"{(2 * d + 1) / (2 * DEPTHS):.0%}" for d in range(DEPTHS)])
-    for panel in panels[3:]:
         panel.set_xlabel("tokens of the text")
-    for panel in panels[::3]:
-        panel.set_ylabel("depth of the fact")
+    panels[0].set_ylabel("depth of the fact")
     plots.save(figure, path)
 
 
