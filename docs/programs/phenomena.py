@@ -3,7 +3,7 @@ for each number its standard error over windows, from each window by itself.
 
     python docs/programs/phenomena.py embedded
     python docs/programs/phenomena.py SmolLM2 --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt \
-        --context 512 --only sinks outliers norms cosine bias keys errors widths prefix
+        --context 512 --only sinks outliers norms cosine bias keys
 """
 import argparse
 import json

@@ -264,6 +264,7 @@ def results_():
     pool = [finding(claim, "embedded", DATA).sign for claim in CLAIMS["OTT"] if claim.second.startswith("kivi")][:4]
     of_values = all(loss(f"rtn --k-bits 16 --v-bits {n}", model) > 2 * loss(f"rtn --k-bits {n} --v-bits 16", model)
                     for model, n in (("embedded", 2), ("SmolLM2", 3)))
+    n_seeds = len(SMOL[PREFIX + "trained"]["nll"])
 
     def fewer(first, second):
         """What a row of `train_intact.py` loses less than another."""
@@ -300,7 +301,7 @@ def results_():
         f"{bits(f'{kivi} {stream}'):.2f} true bits instead of {bits(kivi):.2f}",
         f"Eight windows lose {fewer('exact', 'none')} less",
         f"a further {fewer('trained', 'exact')} if",
-        f"({len(SMOL[PREFIX + 'trained']['nll'])} x 8:",
+        f"({n_seeds} x 8: {WORDS[n_seeds]} orders",
         so(set(pool) == {"none"}, f"no gain by OTT's pool ({2 * WINDOWS} windows)"),
     ]
 
