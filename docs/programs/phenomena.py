@@ -36,9 +36,6 @@ def once(codecs_of):
     return remembered
 
 
-errors.codecs_of = widths.codecs_of = once(errors.codecs_of)
-
-
 def measured(module, text):
     """{column: [number, error] of each row}; what has no error, as words and lists, by itself."""
     of_windows = [module.measure(replace(text, windows=text.windows[w:w + 1], marks=text.marks[w:w + 1]))
@@ -60,6 +57,7 @@ def main():
     p.add_argument("--context", type=int, default=1024)
     p.add_argument("--only", nargs="*", default=PHENOMENA)
     args = p.parse_args()
+    errors.codecs_of = widths.codecs_of = once(errors.codecs_of)
     model, tokenizer = hf.load(args.model)
     windows, calibration = (load_windows(args.data, tokenizer, args.context, n, split).tokens
                             for n, split in ((WINDOWS, "test"), (CALIBRATION, "calibration")))
