@@ -11,6 +11,7 @@ import re
 from functools import cache
 from statistics import fmean as mean
 
+import needles
 import results
 import torch
 from phenomena import RECORD
@@ -264,6 +265,7 @@ def results_():
     pool = [finding(claim, "embedded", DATA).sign for claim in CLAIMS["OTT"] if claim.second.startswith("kivi")][:4]
     of_values = all(loss(f"rtn --k-bits 16 --v-bits {n}", model) > 2 * loss(f"rtn --k-bits {n} --v-bits 16", model)
                     for model, n in (("embedded", 2), ("SmolLM2", 3)))
+    right = {row: sum(hit for _, hit, _ in found) for row, found in needles.read_record()["4096"].items()}
     n_seeds = len(SMOL[PREFIX + "trained"]["nll"])
 
     def fewer(first, second):
@@ -302,6 +304,10 @@ def results_():
         f"Eight windows lose {fewer('exact', 'none')} less",
         f"a further {fewer('trained', 'exact')} if",
         f"({n_seeds} x 8: {WORDS[n_seeds]} orders",
+        f"fp16 finds {right['fp16']} of 60 numbers, `kivi` at 4 bits {right[KIVI4]}, `q4_0` "
+        f"{right[SERVED['q4_0, rotated']]}, and `kvsink` at 3 bits {right[KVSINK]} with five kept tokens and "
+        f"{right[MARKED]} with all",
+        so(1.6 < loss(KVSINK + " --context 4096") / loss(MARKED + " --context 4096") < 2.5, "these halve its loss"),
         so(set(pool) == {"none"}, f"no gain by OTT's pool ({2 * WINDOWS} windows)"),
     ]
 
