@@ -35,7 +35,7 @@ DEPTHS = 5
 FACTS = 20
 TEXTS = {1024: 12, 2048: 6, 4096: 3}  # {tokens of a text: texts}, fixed beforehand
 ROWS = {"fp16": "fp16", "q4_0, rotated": SERVED["q4_0, rotated"], "kivi, 4 bits": SERVED["KIVI, 4 bits"],
-        "kvsink, 3 bits: 5 kept": FIVE, "kvsink, 3 bits: all marked": MARKED}  # {label: row}
+        "kvsink, 3 bits: 5 kept": FIVE, "kvsink, 3 bits: marked": MARKED}  # {label: row}
 
 
 def window(sentences, draw, n_tokens, context, facts):
