@@ -293,6 +293,7 @@ def results_():
         f"(`pfn`) lose {ends(PFN + ' --preserve 41')[1]}",
         "`fp8` goes from {} to {}".format(*ends(EIGHT["fp8"])),
         "`mxfp4` from {} to {}".format(*ends(POINTS["mxfp4"])),
+        "`skvq` from {} to {}".format(*ends("skvq --bits 2")),
         so(float(ends(results.CHANCE)[1]) > 2 * float(ends(MARKED)[1]), "Which tokens are kept matters, not how many"),
         f"`Chance` loses {ends(results.CHANCE)[1]}",
         f"a hundredth of the text, {ends(KVSINK + ' --preserve 41')[1]}",
