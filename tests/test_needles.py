@@ -36,6 +36,8 @@ def test_windows_hold_facts_at_all_depths_and_ask_for_them(loaded, tmp_path):
         assert (sum(loss for _, _, loss in found) > sum(loss for _, _, loss in seen)) == (not isinstance(method, FP16))
     with pytest.raises(UserError, match="fewer than 99 windows"):
         needles.write(tmp_path / "needles.txt", TEXT, tokenizer, 600, 99, 10)
+    with pytest.raises(UserError, match="20 facts and their questions take .* of 600 tokens"):
+        needles.write(tmp_path / "needles.txt", TEXT, tokenizer, 600, 2, 20)
 
 
 @pytest.mark.parametrize("queries, common", [(torch.ones(1, 2, 200, 4), 1.0), (None, 0.0)])

@@ -45,6 +45,8 @@ def window(sentences, draw, n_tokens, context, facts):
     """
     pairs = [(city, draw.randrange(100, 1000)) for city in draw.sample(CITIES, facts)]
     questions = "".join(FACT.format(*pair) for pair in pairs)
+    if (n := n_tokens(questions * 2)) > context - 64:
+        raise UserError(f"{facts} facts and their questions take {n} of {context} tokens; give a longer --context")
     hay = []
     while n_tokens("".join(hay) + questions * 2) < context - 1:
         hay.append(next(sentences))
@@ -183,8 +185,10 @@ def main():
         if args.out:
             check_counts(args, 256, "context")
             check_counts(args, 1, "windows", "facts")
+            if args.facts > len(CITIES):
+                raise UserError(f"--facts is at most {len(CITIES)}; got {args.facts}")
             text = files.read_text(args.text)
-            write(args.out, text, tokenizer, args.context, args.windows, min(args.facts, len(CITIES)))
+            write(args.out, text, tokenizer, args.context, args.windows, args.facts)
             rest = args.out.with_suffix(".calibration.txt")
             files.write(rest, lambda part: part.write_text(text[len(text) // 2:], encoding="utf-8"))
         if args.measure:
