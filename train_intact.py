@@ -140,11 +140,11 @@ def train(full, quantized, texts, exact, state, args):
 
 
 @torch.no_grad()
-def mean_loss(full, quantized, texts, exact, trained, batch):
-    """Eq. 2 over all texts, as in `train`, if the prefix has the (keys, values) `trained`."""
+def mean_loss(full, quantized, texts, exact, prefix_rows, batch):
+    """Eq. 2 over all texts, as in `train`, if the prefix has the (keys, values) `prefix_rows`."""
     total = 0.0
     for part, counts in zip(*(x.split(batch) for x in texts)):
-        total += block_loss(full, quantized, part, exact, trained, counts).item() * len(part)
+        total += block_loss(full, quantized, part, exact, prefix_rows, counts).item() * len(part)
     check_loss(total)
     return total / len(texts[0])
 

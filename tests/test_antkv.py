@@ -117,6 +117,14 @@ def test_the_controls():
         assert anchors_of(text, "paper", control)[0] == anchors_of(text, "stream", control)[0]
 
 
+@pytest.mark.parametrize("control", [First, Random])
+def test_the_controls_of_a_16_bit_model(control):
+    """Their scores are those of an fp32 model: in 16 bits, later tokens would tie."""
+    method, K = control(LlamaConfig(41, 32, 48, 2, 4, 2, 8, 512), "d2m8"), torch.zeros(1, 2, 400, 8)
+    for exact, scores in zip(method.score(None, K, K), method.score(None, K.bfloat16(), K.bfloat16())):
+        assert torch.equal(scores, exact)
+
+
 def test_the_score_times_the_error_of_the_row():
     """In layer 0, which has met no code yet: AnS of each token times the L1 distance to its nearest vectors."""
     found, model, method = anchors_of(anchors_by="error")

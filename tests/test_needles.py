@@ -51,7 +51,7 @@ def test_the_part_of_logit_errors_that_all_queries_have_in_common(queries, commo
     keys[:, :, five] *= 3
     wrong[:, :, five] *= 2
     codec = SimpleNamespace(encode=lambda x: x, decode=lambda x: x + wrong)
-    at = SimpleNamespace(k=keys, k_pre=keys, q=queries)
+    at = SimpleNamespace(k=keys, k_pre=keys, v=keys, q=queries, sliding=None)
     norm, error, share, of_five, of_others, _ = marks.look_at_keys(at, five, codec, SimpleNamespace(rotate=lambda x: x))
     assert of_five == pytest.approx(common, abs=0.06) and of_others == pytest.approx(common, abs=0.06)
     assert 2 < norm < 4.5 and 1.3 < error < 3 and 0 < share < 1

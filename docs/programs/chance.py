@@ -24,14 +24,14 @@ class First(AnTKV):
     """AnTKV's codebooks; the first tokens in the place of its anchors."""
 
     def score(self, layer_cache, q, K):
-        numbers = -torch.arange(self.config.max_position_embeddings).float()
+        numbers = -torch.arange(self.config.max_position_embeddings, dtype=torch.float32)
         return self.once(numbers.expand(K.shape[1], -1), q, K)
 
     def once(self, numbers, q, K):
         """The scores of a chunk: a token gets its number, (Hkv, positions), when it arrives, and never more."""
         S, T = K.shape[2], q.shape[2]
-        scores = torch.zeros(K.shape[:3])  # (B, Hkv, S)
-        scores[:, :, S - T:] = numbers[:, S - T:S]
+        scores = torch.zeros(K.shape[:3], dtype=torch.float32, device=K.device)  # (B, Hkv, S)
+        scores[:, :, S - T:] = numbers[:, S - T:S].to(K.device)
         return scores, scores
 
 
@@ -39,5 +39,5 @@ class Random(First):
     """AnTKV's codebooks; random tokens in the place of its anchors, different ones in each head."""
 
     def score(self, layer_cache, q, K):
-        chance = torch.Generator().manual_seed(0)
-        return self.once(torch.rand(K.shape[1], self.config.max_position_embeddings, generator=chance), q, K)
+        shape, chance = (K.shape[1], self.config.max_position_embeddings), torch.Generator().manual_seed(0)
+        return self.once(torch.rand(shape, dtype=torch.float32, generator=chance), q, K)

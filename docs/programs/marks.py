@@ -22,6 +22,7 @@ from results import ROOT
 
 from tinykv import hf, plots
 from tinykv.analysis.bias import consistency, split_output
+from tinykv.analysis.errors import read_back
 from tinykv.analysis.walk import walk
 from tinykv.calibrate import calibrate
 from tinykv.data import load_windows
@@ -37,7 +38,7 @@ def look(at, groups, codec, stretch=512):
 
     groups: masks (T) of tokens.
     """
-    error = codec.decode(codec.encode(at.v)) - at.v  # (1, Hkv, T, d)
+    error = read_back(codec, at.v) - at.v  # (1, Hkv, T, d)
     shares, added, cosines = [], [], []
     for tokens in groups:
         moved, _, share = split_output(at, tokens, at.k, error)  # (H, T, d), (H, T)
@@ -49,18 +50,18 @@ def look(at, groups, codec, stretch=512):
 
 @torch.no_grad()
 def look_at_keys(at, five, codec, rope):
-    """A layer, the five tokens' keys against the others' (a mean over both is 1): norm, rounding error, norm of the
-    queries' mean over norm of queries, share of the attention; of a key's squared logit errors the share that all
-    queries have in common, for the five and for others. five (T)."""
+    """A layer: the five tokens' keys over the others', their norm and their rounding error; the five's share of the
+    attention; of a key's squared logit errors the share that all queries have in common, of the five and of others; and
+    these errors, the five's over the others'. five (T)."""
     Hkv, T, d = at.k.shape[1:]
-    error = (rope.rotate(codec.decode(codec.encode(at.k_pre))) - at.k)[0]  # (Hkv, T, d)
+    error = (rope.rotate(read_back(codec, at.k_pre)) - at.k)[0]  # (Hkv, T, d)
     queries = at.q[0].unflatten(0, (Hkv, -1))  # (Hkv, H / Hkv, T, d)
     after = torch.ones(T, T, dtype=torch.bool).tril()  # (queries, keys)
     moved = (queries @ error[:, None].mT / d ** 0.5) * after  # (Hkv, H / Hkv, T, T): of logits
     n = after.sum(0)  # (T): queries after a key
     common = (moved.sum(2) / n).square()  # (Hkv, H / Hkv, T)
     whole = moved.square().sum(2) / n  # (Hkv, H / Hkv, T)
-    share = (queries @ at.k[0][:, None].mT / d ** 0.5).masked_fill(~after, -torch.inf).softmax(-1)[..., five].sum(-1)
+    _, _, share = split_output(at, five, at.k, at.v)  # (H, T)
     judged = n >= 64  # the last keys have few queries
     of_five, others = five & judged, ~five & judged
     ratio = [x[:, of_five].mean() / x[:, others].mean() for x in (at.k[0].norm(dim=-1), error.norm(dim=-1))]
@@ -68,14 +69,20 @@ def look_at_keys(at, five, codec, rope):
     return [x.item() for x in (*ratio, share.mean(), *alike, (whole[..., of_five].mean() / whole[..., others].mean()))]
 
 
+def marks_of(layers, method):
+    """Which tokens of a window are marked, and which are the five with the largest marks: (T) both."""
+    size = layers[method.layer].hidden[:, method.channel].abs()  # (T)
+    five = torch.zeros_like(size, dtype=torch.bool)
+    five[size.topk(5).indices] = True
+    return size >= 0.1 * size.max(), five
+
+
 def keys_of_sinks(model, method, windows):
     """Print the means over layers 3 to 28, with errors over windows."""
     found = []
     for window in windows:
         layers = walk(model, window)
-        size = layers[method.layer].hidden[:, method.channel].abs()  # (T)
-        five = torch.zeros_like(size, dtype=torch.bool)
-        five[size.topk(5).indices] = True
+        _, five = marks_of(layers, method)
         found.append([look_at_keys(at, five, method.codecs[at.layer].k, model.rope) for at in layers[3:29]])
     found = torch.tensor(found)  # (windows, layers, numbers)
     names = ("norm over others'", "rounding error over others'", "share of the attention",
@@ -99,17 +106,14 @@ def main():
     args = p.parse_args()
     model, tokenizer = hf.load(args.model)
     model.use_attention("fused")
-    window = load_windows(args.data, tokenizer, args.context, 1).tokens[0]
     method = KVSink(model.config, k_bits=3, v_bits=3)
     calibrate(model, method, load_windows(args.data, tokenizer, 512, 2, "calibration").tokens)
     if args.keys:
         keys_of_sinks(model, method, load_windows(args.data, tokenizer, 512, 8).tokens)
         return
+    window = load_windows(args.data, tokenizer, args.context, 1).tokens[0]
     layers = walk(model, window)
-    size = layers[method.layer].hidden[:, method.channel].abs()  # (T)
-    marked = size >= 0.1 * size.max()
-    five = torch.zeros_like(marked)
-    five[size.topk(5).indices] = True
+    marked, five = marks_of(layers, method)
     groups = five, marked & ~five, ~marked
     print(f"{int(marked.sum())} of {len(window)} tokens are marked: channel {method.channel}, layer {method.layer}")
     found = []

@@ -11,19 +11,18 @@ Every window is a piece of the text's first half with facts strewn among its sen
 answers. The first command writes such windows, for the column `answers`, and the text's second half, to calibrate on.
 The third one measures answers by length and depth, and keeps them in docs/needles.json; the last one draws them.
 """
-import json
 import random
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import torch
-from results import FIVE, MARKED, ROOT, SERVED, calibrate_pair
+from results import FIVE, MARKED, ROOT, SERVED, calibrate_pair, read_data, write_data
 
 from tinykv import UserError, files, hf, plots
 from tinykv.cache import KVCache
 from tinykv.cli import Parser, one_line
 from tinykv.data import load_windows
+from tinykv.data.windows import halves
 from tinykv.shared_flags import check_counts
 
 RECORD = ROOT / "docs" / "needles.json"
@@ -68,8 +67,8 @@ def window(sentences, draw, n_tokens, context, facts):
 
 
 def write(path, text, tokenizer, context, windows, facts):
-    """Write so many windows of a text's first half."""
-    lines = [line.strip() for line in text[:len(text) // 2].splitlines() if len(line) > 200]
+    """Write so many windows of a text."""
+    lines = [line.strip() for line in text.splitlines() if len(line) > 200]
     sentences = (sentence + ". " for line in lines for sentence in line.split(" . "))
     draw = random.Random(0)
     try:
@@ -98,8 +97,8 @@ def answer(model, method, windows):
 
 def measure(model, tokenizer, path):
     """Measure the rows that docs/needles.json has not, with the tables of the first draw."""
-    text = files.read_text(path)
-    record = read_record()
+    text, _ = halves(path)
+    record = read_data(RECORD)
     model.use_attention("fused")
     methods = calibrate_pair((model, tokenizer), path, list(ROWS.values()), 0)
     for context, n in reversed(TEXTS.items()):
@@ -109,17 +108,9 @@ def measure(model, tokenizer, path):
             windows = load_windows(Path(folder, "needles.txt"), tokenizer, context, n, whole=True)
         for row in [row for row in ROWS.values() if row not in of_length]:
             of_length[row] = answer(model, methods[row], windows)
-            write_record(record)
+            write_data(record, RECORD)
             n_right = sum(right for _, right, _ in of_length[row])
             print(f"{context} {row}: {n_right} of {len(of_length[row])}", flush=True)
-
-
-def write_record(record):
-    """A row a line."""
-    packed = partial(json.dumps, separators=(",", ":"))
-    lengths = [f'"{context}": {{\n' + ",\n".join(f"{packed(row)}: {packed(rows[row])}" for row in rows) + "\n}"
-               for context, rows in record.items()]
-    RECORD.write_text("{\n" + ",\n".join(lengths) + "\n}\n", encoding="utf-8")
 
 
 def table(record):
@@ -138,10 +129,6 @@ def table(record):
                 cells[-1] += f"; {more.mean():+.2f} ± {more.std() / len(more) ** 0.5:.2f}"
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def read_record():
-    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
 
 
 def draw(record, path):
@@ -187,14 +174,14 @@ def main():
             check_counts(args, 1, "windows", "facts")
             if args.facts > len(CITIES):
                 raise UserError(f"--facts is at most {len(CITIES)}; got {args.facts}")
-            text = files.read_text(args.text)
+            text, other = halves(args.text)
             write(args.out, text, tokenizer, args.context, args.windows, args.facts)
             rest = args.out.with_suffix(".calibration.txt")
-            files.write(rest, lambda part: part.write_text(text[len(text) // 2:], encoding="utf-8"))
+            files.write(rest, lambda part: part.write_text(other, encoding="utf-8"))
         if args.measure:
             measure(hf.load_model(args.model), tokenizer, args.text)
         if args.plot:
-            draw(read_record(), ROOT / "docs" / "figures" / "needles.png")
+            draw(read_data(RECORD), ROOT / "docs" / "figures" / "needles.png")
 
 
 if __name__ == "__main__":

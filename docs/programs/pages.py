@@ -43,8 +43,9 @@ def table(name):
     tables |= {model: partial(rows_table, model, names=SHOWN) for model in NAMES}
     tables |= {"count": count, "codecs": partial(rows_table, "SmolLM2", names=CODECS),
                "lengths": results.lengths_table, "prompts": results.prompts_table,
-               "quantized": results.quantized_table, "served": results.served_table}
-    return needles.table(needles.read_record()) if name == "needles" else tables[name](data=DATA)
+               "quantized": results.quantized_table, "served": results.served_table,
+               "needles": lambda data: needles.table(results.read_data(needles.RECORD))}
+    return tables[name](data=DATA)
 
 
 def written(page):

@@ -14,7 +14,6 @@ from statistics import stdev
 from results import ROOT
 
 from tinykv import hf
-from tinykv.analysis import errors, widths
 from tinykv.analysis.__main__ import PHENOMENA
 from tinykv.analysis.sinks import find_sinks
 from tinykv.analysis.walk import Text
@@ -22,18 +21,6 @@ from tinykv.data import load_windows
 
 RECORD = ROOT / "docs" / "analysis.json"
 WINDOWS, CALIBRATION = 8, 16
-
-
-def once(codecs_of):
-    """The function, which calibrates a scheme for the first of its texts only: all have the same calibration."""
-    made = {}
-
-    def remembered(text, scheme, all_bits):
-        key = scheme, tuple(all_bits)
-        if key not in made:
-            made[key] = codecs_of(text, scheme, all_bits)
-        return made[key]
-    return remembered
 
 
 def measured(module, text):
@@ -57,7 +44,6 @@ def main():
     p.add_argument("--context", type=int, default=1024)
     p.add_argument("--only", nargs="*", default=PHENOMENA)
     args = p.parse_args()
-    errors.codecs_of = widths.codecs_of = once(errors.codecs_of)
     model, tokenizer = hf.load(args.model)
     windows, calibration = (load_windows(args.data, tokenizer, args.context, n, split).tokens
                             for n, split in ((WINDOWS, "test"), (CALIBRATION, "calibration")))

@@ -255,17 +255,17 @@ def named(row, model):
     return " ".join([method, *sorted(map(" ".join, zip(words[::2], words[1::2])))])
 
 
-def read_data():
-    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+def read_data(path=DATA):
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def write_data(data):
+def write_data(data, path=DATA):
     """A row a line, in the order of the claims."""
     models, packed = [], partial(json.dumps, separators=(",", ":"), ensure_ascii=False)
     for model, rows in data.items():
         lines = [f"{packed(row)}: {packed(rows[row])}" for row in rows]
         models.append(f"{json.dumps(model)}: {{\n" + ",\n".join(lines) + "\n}")
-    DATA.write_text("{\n" + ",\n".join(models) + "\n}\n", encoding="utf-8")
+    path.write_text("{\n" + ",\n".join(models) + "\n}\n", encoding="utf-8")
 
 
 def measure_all(model, loaded, text, data):
@@ -494,7 +494,7 @@ def lengths_table(data):
              "pairs |", "|---|---|---|---|---|---|---|---|---|---|"]
     for name in PAIRS:
         short, middle, long, longest = (rows.get(named(name + where, "SmolLM2")) for where in LENGTHS)
-        cells = [lost(row, rows) for row in (name + where for where in LENGTHS)]
+        cells = [lost(name + where, rows) for where in LENGTHS]
         last = f"{UNIT * longest['along'][-1]:.3f}" if longest else "-"
         first_and_last = [f"{UNIT * long['along'][i]:.3f}" if long else "-" for i in (0, -1)]
         bits = ", ".join(f"{row['bits']:.2f}" if row else "-" for row in (short, long))

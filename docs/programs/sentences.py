@@ -117,7 +117,7 @@ def readme():
     others = [loss(f"{name} --bits 2") for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq")]
     per_token, nvfp4, q4_0 = (SERVED[name] for name in ("quanto, MLX: 4 bits", "nvfp4", "q4_0, rotated"))
     five, exact = ends(KVSINK), math.exp(UNIT * mean(fp16))
-    table = {row: cell("README.md", row, "ppl") for row in ("rtn", "pfn", "kvsink")}
+    table = [cell("README.md", row, "ppl") for row in ("rtn", "pfn", "kvsink")]
     return [
         so(size > weights, f"{size:g} GiB, more than the weights ({weights} GiB)"),
         f"the same cache takes {size / 8:g} GiB",
@@ -125,7 +125,7 @@ def readme():
         f"{span([delta(draw) for draw in draws], '.0f')}",
         f"over {len(fp16)} pieces",
         f"fp16 - 0 {exact:.3f}",
-        *(f"{ppl:.3f} {ppl - exact:+.3f}" for ppl in table.values()),
+        *(f"{ppl:.3f} {ppl - exact:+.3f}" for ppl in table),
         f"the {TALES['head_dim']} coordinates",
         f"lowers the loss by {less(PFN, RTN)}",
         f"by a further {less(KVSINK, PFN)}",
@@ -265,7 +265,7 @@ def results_():
     pool = [finding(claim, "embedded", DATA).sign for claim in CLAIMS["OTT"] if claim.second.startswith("kivi")][:4]
     of_values = all(loss(f"rtn --k-bits 16 --v-bits {n}", model) > 2 * loss(f"rtn --k-bits {n} --v-bits 16", model)
                     for model, n in (("embedded", 2), ("SmolLM2", 3)))
-    right = {row: sum(hit for _, hit, _ in found) for row, found in needles.read_record()["4096"].items()}
+    right = {row: sum(hit for _, hit, _ in found) for row, found in results.read_data(needles.RECORD)["4096"].items()}
     n_seeds = len(SMOL[PREFIX + "trained"]["nll"])
 
     def fewer(first, second):

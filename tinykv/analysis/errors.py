@@ -37,7 +37,9 @@ def read_back(codec, x):
 @torch.no_grad()
 def codecs_of(text, scheme, all_bits):
     """{(bits, sinks kept): [Pair of each layer]}; static ranges from the calibration windows: of all of their tokens,
-    and without the sinks, as for a method that keeps them."""
+    and without the sinks, as for a method that keeps them. A text is calibrated on once."""
+    if (scheme, *all_bits) in text.calibrated:
+        return text.calibrated[scheme, *all_bits]
     pairs = {(bits, kept): make_codecs(text.model.config, scheme, bits, bits, group_size=GROUP_SIZE)
              for kept in (False, True) for bits in all_bits}
     if scheme.endswith("dynamic"):
@@ -51,6 +53,7 @@ def codecs_of(text, scheme, all_bits):
             for codec, rows in zip(pair, map(torch.cat, zip(*parts))):  # (W, Hkv, T, d)
                 ignored = (text.calibration_marks & kept)[:, None].expand(rows.shape[:3])  # (W, Hkv, T)
                 codec.fit(rows, ignored)
+    text.calibrated[scheme, *all_bits] = pairs
     return pairs
 
 

@@ -13,7 +13,7 @@ Memory holds one window's activations, of all layers. No T x T matrix of attenti
 """
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
@@ -31,6 +31,7 @@ class Text:
     layer: int  # that figures show
     calibration: torch.Tensor | None = None  # (C, T)
     calibration_marks: torch.Tensor | None = None  # (C, T): True at its sinks; found when first needed
+    calibrated: dict = field(default_factory=dict)  # what `errors.codecs_of` made; a text of other windows shares it
 
     def shown(self):
         """What figures show: the first window in the shown layer, and its sinks (T)."""

@@ -89,11 +89,11 @@ class Codebook(Codec):
     # Calibration
 
     def fit(self, rows, kept, gradient=None, seed=0):
-        # is_kept many tokens some, evenly spread over each window
+        # of many tokens some, evenly spread over each window
         W, _, T, _ = rows.shape
         n = max(1, min(T, SAMPLES // W))
         some = torch.linspace(0, T - 1, n, dtype=torch.float32, device=rows.device).long()  # (n)
-        # the sub-vectors is_kept each codebook, and their weights
+        # the sub-vectors of each codebook, and their weights
         points = self.vectors(rows[:, :, some])  # (slots, N, n), N = W * tokens
         weights = [self.weigh(x, is_kept, None if gradient is None else gradient[w])[:, some]
                    for w, (x, is_kept) in enumerate(zip(rows, kept))]  # (slots, tokens) each
