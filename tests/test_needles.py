@@ -21,17 +21,23 @@ def loaded():
     return hf.load(hf.EMBEDDED)
 
 
+def answers(model, method, windows):
+    """Those of all windows."""
+    of_windows = (needles.answer(model, method, *window) for window in zip(windows.tokens, windows.answers))
+    return [seen for of_window in of_windows for seen in of_window]
+
+
 def test_windows_hold_facts_at_all_depths_and_ask_for_them(loaded, tmp_path):
     """As `eval_ppl.py --data` reads them: full windows, and the program's own count is the evaluation's."""
     model, tokenizer = loaded
     needles.write(tmp_path / "needles.txt", TEXT, tokenizer, context=600, windows=2, facts=10)
     windows = load_windows(tmp_path / "needles.txt", tokenizer, 600, 2, whole=True)
     assert [len(answers) for answers in windows.answers] == [10, 10]
-    seen = needles.answer(model, FP16(model.config), windows)
+    seen = answers(model, FP16(model.config), windows)
     depths = [depth for depth, _, _ in seen]
     assert all(abs(depths.count(depth) - 4) <= 1 for depth in range(5))  # two of each fifth, but for its borders
     for method in (FP16(model.config), METHODS["kivi"](model.config, k_bits=1, v_bits=1, recent=0)):
-        found = needles.answer(model, method, windows)
+        found = answers(model, method, windows)
         assert sum(right for _, right, _ in found) == measure(model, method, windows, "paper").right
         assert (sum(loss for _, _, loss in found) > sum(loss for _, _, loss in seen)) == (not isinstance(method, FP16))
     with pytest.raises(UserError, match="fewer than 99 windows"):

@@ -11,6 +11,7 @@ Every window is a piece of the text's first half with facts strewn among its sen
 answers. The first command writes such windows, for the column `answers`, and the text's second half, to calibrate on.
 The third one measures answers by length and depth, and keeps them in docs/needles.json; the last one draws them.
 """
+import itertools
 import random
 import tempfile
 from pathlib import Path
@@ -32,8 +33,9 @@ FACT = " The secret number of {} is {}."
 MARKED_FACT = FACT.format("{}", "<answer>{}</answer>")
 DEPTHS = 5
 FACTS = 20
-TEXTS = {1024: 12, 2048: 6, 4096: 3}  # {tokens of a text: texts}, fixed beforehand
+CONTEXTS, TEXTS = (1024, 2048, 4096), 15  # tokens of a text, and texts of each length: 60 answers of each depth
 ROWS = {"fp16": "fp16", "q4_0, rotated": SERVED["q4_0, rotated"], "kivi, 4 bits": SERVED["KIVI, 4 bits"],
+        "antkv, 2 bits": "antkv --anchors 1% --bits 2 --recent 0 --calib-windows 16",
         "kvsink, 3 bits: 5 kept": FIVE, "kvsink, 3 bits: marked": MARKED}  # {label: row}
 
 
@@ -79,46 +81,45 @@ def write(path, text, tokenizer, context, windows, facts):
 
 
 @torch.inference_mode()
-def answer(model, method, windows):
-    """[depth, whether the answer is right, its loss in nats] of each question."""
+def answer(model, method, tokens, places):
+    """[depth, whether the answer is right, its loss in nats] of each question in a window, tokens (T)."""
     found = []
-    for tokens, places in zip(windows.tokens, windows.answers):
-        cache, ids = KVCache(model, method, "paper"), tokens.tolist()
-        hidden = model(tokens[None], cache, logits=False)[0]  # (T, D)
-        for begin, end in places:
-            key = ids[begin - 3:end]  # the city's last letters, "is", the number
-            fact = next(t for t in range(len(ids)) if ids[t:t + len(key)] == key)
-            logp = model.lm_head(hidden[begin - 1:end - 1]).log_softmax(-1)  # (n, vocab)
-            answer = tokens[begin:end]  # (n)
-            loss = -logp.gather(1, answer[:, None]).sum().item()
-            found.append([fact * DEPTHS // places[0][0], int((logp.argmax(-1) == answer).all()), round(loss, 3)])
+    cache, ids = KVCache(model, method, "paper"), tokens.tolist()
+    hidden = model(tokens[None], cache, logits=False)[0]  # (T, D)
+    for begin, end in places:
+        key = ids[begin - 3:end]  # the city's last letters, "is", the number
+        fact = next(t for t in range(len(ids)) if ids[t:t + len(key)] == key)
+        logp = model.lm_head(hidden[begin - 1:end - 1]).log_softmax(-1)  # (n, vocab)
+        answer = tokens[begin:end]  # (n)
+        loss = -logp.gather(1, answer[:, None]).sum().item()
+        found.append([fact * DEPTHS // places[0][0], int((logp.argmax(-1) == answer).all()), round(loss, 3)])
     return found
 
 
 def measure(model, tokenizer, path):
-    """Measure the rows that docs/needles.json has not, with the tables of the first draw."""
+    """Measure the answers that docs/needles.json has not, text by text, with the tables of the first draw."""
     text, _ = halves(path)
     record = read_data(RECORD)
     model.use_attention("fused")
     methods = calibrate_pair((model, tokenizer), path, list(ROWS.values()), 0)
-    for context, n in reversed(TEXTS.items()):
-        of_length = record.setdefault(str(context), {})
+    for context in CONTEXTS:
         with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder, "needles.txt"), text, tokenizer, context, n, FACTS)
-            windows = load_windows(Path(folder, "needles.txt"), tokenizer, context, n, whole=True)
-        for row in [row for row in ROWS.values() if row not in of_length]:
-            of_length[row] = answer(model, methods[row], windows)
-            write_data(record, RECORD)
-            n_right = sum(right for _, right, _ in of_length[row])
-            print(f"{context} {row}: {n_right} of {len(of_length[row])}", flush=True)
+            write(Path(folder, "needles.txt"), text, tokenizer, context, TEXTS, FACTS)
+            windows = load_windows(Path(folder, "needles.txt"), tokenizer, context, TEXTS, whole=True)
+        for i, row in itertools.product(range(TEXTS), ROWS.values()):
+            found = record.setdefault(str(context), {}).setdefault(row, [])
+            if len(found) == i * FACTS:
+                found += answer(model, methods[row], windows.tokens[i], windows.answers[i])
+                write_data(record, RECORD)
+                print(f"{context} {row}: {sum(right for _, right, _ in found)} of {len(found)}", flush=True)
 
 
 def table(record):
     """Right answers by length, and what an answer's tokens lose above fp16, with the error over texts."""
-    lines = [f"| row | {' | '.join(f'{context:,} tokens' for context in TEXTS)} |", "|---|" + "---|" * len(TEXTS)]
+    lines = [f"| row | {' | '.join(f'{context:,} tokens' for context in CONTEXTS)} |", "|---|" + "---|" * len(CONTEXTS)]
     for label, row in ROWS.items():
         cells = []
-        for context in map(str, TEXTS):
+        for context in map(str, CONTEXTS):
             if row not in record.get(context, {}):
                 cells.append("-")
                 continue
@@ -136,7 +137,7 @@ def draw(record, path):
     title = "SmolLM2-135M: numbers found in a text, by its length and their depth"
     figure, panels = plots.new_figure(1, len(ROWS), 11, 2.9, title)
     for panel, (label, row) in zip(panels, ROWS.items()):
-        seen = [[[right for depth, right, _ in record[str(context)][row] if depth == d] for context in TEXTS]
+        seen = [[[right for depth, right, _ in record[str(context)][row] if depth == d] for context in CONTEXTS]
                 for d in range(DEPTHS)]
         shares = torch.tensor([[sum(cell) / len(cell) for cell in of_depth] for of_depth in seen])  # (depths, lengths)
         panel.imshow(shares, cmap="viridis", vmin=0, vmax=1, aspect="auto")
@@ -146,7 +147,7 @@ def draw(record, path):
                            color="white" if shares[d, i] < 0.6 else "black")
         plots.title(panel, label)
         panel.grid(False)
-        panel.set_xticks(range(len(TEXTS)), [f"{context:,}" for context in TEXTS])
+        panel.set_xticks(range(len(CONTEXTS)), [f"{context:,}" for context in CONTEXTS])
         panel.set_yticks(range(DEPTHS), [f"{(2 * d + 1) / (2 * DEPTHS):.0%}" for d in range(DEPTHS)])
         panel.set_xlabel("tokens of the text")
     panels[0].set_ylabel("depth of the fact")

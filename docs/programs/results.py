@@ -118,7 +118,9 @@ CLAIMS = {
         Claim("scales in FP8, or in FP16", "skvq --metadata fp8", "skvq --metadata fp16",
               "--bits 2 --group-size {group} --preserve 0", "none", "the ingredients"),
         Claim("values at 1.5 bits, or at 2", "skvq --k-bits 2 --v-bits 1.5", "skvq --bits 2",
-              "--group-size {group} --metadata fp16 --preserve 0", "none", "LongBench")],
+              "--group-size {group} --metadata fp16 --preserve 0", "none", "LongBench"),
+        Claim("in generation, a window of 128, or none", "skvq --recent 128", "skvq --recent 0",
+              "--bits 2 --group-size {group} --protocol stream", "-", "the ingredients")],
     "KVQuant": [
         Claim("first five, or its first token", "pfn --scheme kvquant", "kvquant", "--bits 2 --outliers 0"),
         Claim("found five, or its first token", "kvsink --scheme kvquant", "kvquant", "--bits 2 --outliers 0",
@@ -146,7 +148,8 @@ CLAIMS = {
               "--anchors 1% {codebook} --recent 0", "none", "AnTKV, Table 3")],
     "IntactKV": [
         *(Claim(f"exact BOS, {name.upper()} weights", "intactkv", "fp16", f"--weights {name} --w-bits 3", "-", where)
-          for name, where in (("rtn", "the released code"), ("awq", "Tables 1, 7"), ("gptq", "the released code"))),
+          for name, where in (("rtn", "the released code"), ("awq", "Tables 1, 7"), ("gptq", "the released code"),
+                              ("omniquant", "Table 6: MT-Bench"))),
         *(Claim(f"exact BOS, the cache at {bits} bits", "intactkv", "rtn",
                 f"--scheme token-dynamic --formula integer-zero --bits {bits}", "-", "Figure 4: MMLU, rounded weights")
           for bits in (3, 4)),
