@@ -147,9 +147,9 @@ CLAIMS = {
         Claim("calibrated on another text, or on more of this one", "antkv --calib-data {other}", "antkv",
               "--anchors 1% {codebook} --recent 0", "none", "AnTKV, Table 3")],
     "IntactKV": [
-        *(Claim(f"exact BOS, {name.upper()} weights", "intactkv", "fp16", f"--weights {name} --w-bits 3", "-", where)
-          for name, where in (("rtn", "the released code"), ("awq", "Tables 1, 7"), ("gptq", "the released code"),
-                              ("omniquant", "Table 6: MT-Bench"))),
+        *(Claim(f"exact BOS, {name} weights", "intactkv", "fp16", f"--weights {name.lower()} --w-bits 3", "-", where)
+          for name, where in (("RTN", "the released code"), ("AWQ", "Tables 1, 7"), ("GPTQ", "the released code"),
+                              ("OmniQuant", "Table 6: MT-Bench"))),
         *(Claim(f"exact BOS, the cache at {bits} bits", "intactkv", "rtn",
                 f"--scheme token-dynamic --formula integer-zero --bits {bits}", "-", "Figure 4: MMLU, rounded weights")
           for bits in (3, 4)),
