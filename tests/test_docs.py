@@ -460,9 +460,9 @@ def test_a_sentence_gets_new_figures_and_keeps_its_lines():
     assert pages.with_figures(page, said.replace("have", "had")) == page  # other words: the author's affair
 
 
-def test_a_verdict_is_by_loss_then_by_kl():
+def test_a_verdict_is_by_loss_then_by_kl(monkeypatch):
     """Where they say the opposite, which they do in no claim of the pages. Other verdicts stand in these."""
-    claim = results.Claim("", "a", "b", "--bits 2", "-", "Figure 1")
+    claim = results.Claim("it helps: `a` - `b`, `--bits 2`", "less (Figure 1)")
     rng = random.Random(0)
 
     def row(*means):  # of 3 draws of 16 windows
@@ -470,8 +470,14 @@ def test_a_verdict_is_by_loss_then_by_kl():
                    for mean in means)
         return {"bits": 2, "nll": nll, "kl": kl}
 
-    for loss, verdict in ((-1, "same (Figure 1)"), (1, "**other**: more")):
-        data = {"SmolLM2": {"a --bits 2": row(3 + loss, 3 - loss), "b --bits 2": row(3, 3)}}
-        found = results.finding(claim, "SmolLM2", data)
-        assert results.verdict(claim, found).startswith(verdict) and "KL" in found.text
-    assert results.finding(claim, "embedded", data) is None and results.verdict(claim, None) == "not measured"
+    for loss, verdict in ((-1, "same"), (1, "**other**: more")):
+        rows = {"a --bits 2": row(3 + loss, 3 - loss), "b --bits 2": row(3, 3)}
+        monkeypatch.setitem(pages.tables.DATA, "SmolLM2", rows)
+        assert pages.tables.verdict(claim) == verdict and "KL" in pages.tables.finding(claim, "SmolLM2").text
+    assert pages.tables.cell(pages.tables.verdict, claim._replace(rows="`c` - `b`")) == "-"  # which was not measured
+
+
+def test_a_claim_is_two_rows_on_each_model():
+    claim = results.Claim("it helps: `a --x 1 / 2` - `b`, `--bits 3 / 4 --y 5`, `--z 6` / `--z 7 --w 8`", "-")
+    assert results.pair(claim, "embedded") == ["a --bits 3 --x 1 --y 5 --z 6", "b --bits 3 --y 5 --z 6"]
+    assert results.pair(claim, "SmolLM2") == ["a --bits 4 --w 8 --x 2 --y 5 --z 7", "b --bits 4 --w 8 --y 5 --z 7"]

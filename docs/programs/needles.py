@@ -114,24 +114,6 @@ def measure(model, tokenizer, path):
                 print(f"{context} {row}: {sum(right for _, right, _ in found)} of {len(found)}", flush=True)
 
 
-def table(record):
-    """Right answers by length, and what an answer's tokens lose above fp16, with the error over texts."""
-    lines = [f"| row | {' | '.join(f'{context:,} tokens' for context in CONTEXTS)} |", "|---|" + "---|" * len(CONTEXTS)]
-    for label, row in ROWS.items():
-        cells = []
-        for context in map(str, CONTEXTS):
-            if row not in record.get(context, {}):
-                cells.append("-")
-                continue
-            found, exact = record[context][row], record[context]["fp16"]
-            more = torch.tensor([a[2] - b[2] for a, b in zip(found, exact)]).view(-1, FACTS).mean(1)  # (texts)
-            cells.append(f"{sum(right for _, right, _ in found)} of {len(found)}")
-            if row != "fp16":
-                cells[-1] += f"; {more.mean():+.2f} ± {more.std() / len(more) ** 0.5:.2f}"
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def draw(record, path):
     """The share of right answers by length and depth: a map a row."""
     title = "SmolLM2-135M: numbers found in a text, by its length and their depth"

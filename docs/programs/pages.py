@@ -15,19 +15,17 @@ changes a wording says `--seal wording`. A table of docs/results.json stands bet
 import argparse
 import re
 import sys
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 
-import needles
-import results
 import sentences
-from results import CLAIMS, CODECS, NAMES, ROOT, SHOWN, claims_table, count, rows_table
-from sentences import DATA, NUMBER
+import tables
+from results import ROOT, WRITTEN, claims_of
+from sentences import NUMBER
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 SEALED = ROOT / "docs" / "sealed.txt"  # lines of: page | source | digests
 COMPUTED = "\0"  # in the place of what is
-WRITTEN = re.compile(r"<!-- written: (.+?) -->\n.*?<!-- end -->", re.DOTALL)
 # an output, a table, or a paragraph, an item, a heading
 BLOCK = re.compile(r"^```.*?^```$|(?:^\|[^\n]*\n)+|^\S.*?(?=\n(?:\n|- |\d\. |[#|<]|```)|\Z)",
                    re.M | re.S)
@@ -38,14 +36,7 @@ CLAIM = re.compile(r"(?<!\w)[+-]?\d|\0|\b(?:two|three|four|five|six|seven|eight|
 
 @cache
 def table(name):
-    """A table of the data, or a sentence that counts them."""
-    tables = {section: partial(claims_table, section) for section in CLAIMS}
-    tables |= {model: partial(rows_table, model, names=SHOWN) for model in NAMES}
-    tables |= {"count": count, "codecs": partial(rows_table, "SmolLM2", names=CODECS),
-               "lengths": results.lengths_table, "prompts": results.prompts_table,
-               "quantized": results.quantized_table, "served": results.served_table,
-               "needles": lambda data: needles.table(results.read_data(needles.RECORD))}
-    return tables[name](data=DATA)
+    return tables.WRITTEN[name]()
 
 
 def written(page):
@@ -76,7 +67,9 @@ def with_figures(text, sentence):
 
 def without_computed(page):
     """The blocks of a page that make a claim beside what is computed; and the sentences that it does not say."""
-    text, said = WRITTEN.sub("", page.read_text(encoding="utf-8")), sentences.of_page(page.name)
+    text = WRITTEN.sub(lambda block: "".join(f"| {' | '.join(claim)} |\n" for claim in claims_of(block[2])),
+                         page.read_text(encoding="utf-8"))  # only what an author wrote of the tables of data
+    said = sentences.of_page(page.name)
     missing = [sentence for sentence in said if not pattern(sentence).search(text)]
     for sentence in sorted(said, key=len, reverse=True):  # one may be a part of another
         text = pattern(sentence).sub(COMPUTED, text)

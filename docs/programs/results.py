@@ -1,4 +1,4 @@
-"""Measure the rows behind docs/results.md, and what its tables say of them; docs/programs/pages.py writes them.
+"""Measure the rows behind docs/results.md, whose tables docs/programs/pages.py writes.
 
     python docs/programs/results.py --measure embedded       measure the rows that the data have not yet
     python docs/programs/results.py --measure SmolLM2 --model path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt
@@ -8,14 +8,13 @@ docs/results.json has each row's loss and KL divergence from fp16, window by win
 --json` gives them, in units of 1e-5 nats a token. It is written after each row, so a run that was stopped goes on where
 it was. To measure a row again, delete its line.
 
-A claim is a difference between two rows in nats a token; a negative one means that the first row loses less. Its rule:
-the losses differ if p < .01; if not, the KL divergences are asked the same; if neither differs, there is no difference
-to be seen ("none") if p of the loss is above .05, else the claim is open.
+What is measured is what the pages speak of: the claims in the tables of docs/results.md, and the rows below.
 """
 import argparse
 import json
 import re
 import sys
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean as mean
@@ -34,150 +33,51 @@ from tinykv.run.entries import build_entries, calibrate_all  # noqa: E402
 
 DATA = ROOT / "docs" / "results.json"
 UNIT = 1e-5  # nats a token
-UNEQUAL = 0.19  # true bits: where the rows of a claim differ by more, both are told
 TOGETHER = 8  # rows that are calibrated together: their codecs hold what they saw
 # of each model: the text, and what a row has for a name in braces. Rows of which something is calibrated are measured
 # over DRAWS draws and WINDOWS windows, the others over twice as many windows
 COMMAND = {"embedded": "", "SmolLM2": "--context 512 --calib-windows 8 --batch 4"}
 DRAWS, WINDOWS = 6, 8
-NAMES = {"embedded": {"bits": "2", "group": "16", "codebook": "--bits 1", "windows": "", "late": "",
-                      "mark": "0.3", "other": "fables"},
-         "SmolLM2": {"bits": "3", "group": "32", "codebook": "--bits 2 --calib-windows 16",
-                     "windows": "--calib-windows 16", "late": "--emergence-layer 11 --outlier-channel 507",
-                     "mark": "0.1", "other": "tales"}}
+LATE = "--emergence-layer 11 --outlier-channel 507"
+NAMES = {"embedded": {"bits": "2", "windows": "", "late": ""},
+         "SmolLM2": {"bits": "3", "windows": "--calib-windows 16", "late": LATE}}
 
+
+# The claims
 
 class Claim(NamedTuple):
-    says: str
-    first: str  # a row: the method, and flags of its own
-    second: str
-    flags: str  # of both rows
-    paper: str = ""  # the sign of the difference: "-", "+", "none"; "" where the paper has no such comparison
-    where: str = ""  # in the paper
+    """The first two cells of a line of the tables in docs/results.md. "`2 / 3`", or "`--bits 2` / `--bits 3`": on the
+    embedded model, and on SmolLM2."""
+    rows: str  # what it says: `first row` - `second row`, `flags of both`
+    paper: str  # what the first row loses there, and where: "less (Figure 9)", "more (..)", "none (..)", or "-"
 
 
-CLAIMS = {
-    "KVSink": [
-        Claim("first tokens help", "pfn", "rtn", "--bits {bits}", "-", "Figure 9, if by an offset"),
-        Claim("found tokens help more", "kvsink", "pfn", "--bits {bits}", "-", "Figure 9, if by an offset"),
-        Claim("first tokens at 4 bits", "pfn", "rtn", "--bits 4", "-", "Figure 9, if by an offset"),
-        Claim("found tokens at 4 bits", "kvsink", "pfn", "--bits 4", "-", "Figure 9, if by an offset"),
-        Claim("first tokens, integer zero point", "pfn", "rtn", "--bits {bits} --formula integer-zero", "-",
-              "Figure 9, if by Eq. 10-13"),
-        Claim("found tokens, integer zero point", "kvsink", "pfn", "--bits {bits} --formula integer-zero", "-",
-              "Figure 9, if by Eq. 10-13"),
-        Claim("another zero point, not other tokens", "pfn --formula integer-zero", "kvsink", "--bits {bits}"),
-        Claim("first tokens, only values", "pfn", "rtn", "--k-bits 16 --v-bits {bits}"),
-        Claim("found tokens, only values", "kvsink", "pfn", "--k-bits 16 --v-bits {bits}"),
-        Claim("first tokens, only keys", "pfn", "rtn", "--k-bits {bits} --v-bits 16"),
-        Claim("found tokens, only keys", "kvsink", "pfn", "--k-bits {bits} --v-bits 16"),
-        Claim("first tokens after a prompt", "pfn", "rtn", "--bits {bits} --prompt 128"),
-        Claim("found tokens after a prompt", "kvsink", "pfn", "--bits {bits} --prompt 128"),
-        Claim("one found token is not enough", "kvsink --preserve 1", "kvsink", "--bits {bits}"),
-        Claim("one found token, or the first", "kvsink", "pfn", "--bits {bits} --preserve 1"),
-        Claim("twenty first tokens, or five", "pfn --preserve 20", "pfn", "--bits {bits}"),
-        Claim("twenty found tokens", "kvsink", "pfn", "--bits {bits} --preserve 20", "-",
-              "Figure 9, if by an offset"),
-        Claim("all marked tokens, or five", "kvsink --threshold {mark}", "kvsink", "--bits {bits}"),
-        Claim("first tokens, a grid a token", "pfn", "rtn", "--bits {bits} --scheme token-dynamic", "-", "Figure 9"),
-        Claim("found tokens, a grid a token", "kvsink", "pfn", "--bits {bits} --scheme token-dynamic", "-",
-              "Figure 9"),
-        Claim("first tokens, a fixed grid for all tokens", "pfn", "rtn", "--bits {bits} --scheme token-static", "-",
-              "Figure 9"),
-        Claim("found tokens, a fixed grid for all tokens", "kvsink", "pfn", "--bits {bits} --scheme token-static",
-              "-", "Figure 9")],
-    "OTT": [
-        Claim("the pool helps", "ott", "kivi", "--bits 2 --group-size 128 --recent 32", "-", "its tasks"),
-        Claim("groups of 32", "ott", "kivi", "--bits 2 --group-size 32 --recent 32", "-", "its tasks"),
-        Claim("in generation", "ott", "kivi", "--bits 2 --group-size 128 --recent 32 --protocol stream", "-",
-              "its tasks"),
-        Claim("in generation, groups of 32", "ott", "kivi", "--bits 2 --group-size 32 --recent 32 --protocol stream",
-              "-", "its tasks"),
-        Claim("its groups of 32, or of 128, in generation", "ott --group-size 32", "ott --group-size 128",
-              "--bits 2 --recent 32 --protocol stream", "none", "its ablation"),
-        Claim("one in the pool, or none", "ott --outlier-num 1", "kivi", "--bits 2 --group-size 128 --recent 32", "-",
-              "its ablation"),
-        Claim("three in the pool, or one", "ott", "ott --outlier-num 1", "--bits 2 --group-size 128 --recent 32",
-              "none", "its ablation"),
-        Claim("six in the pool, or three", "ott --outlier-num 6", "ott", "--bits 2 --group-size 128 --recent 32",
-              "none", "its ablation"),
-        Claim("the largest keys, or the smallest", "ott --select largest", "ott",
-              "--bits 2 --group-size 128 --recent 32", "+", "its ablation"),
-        Claim("in generation, KIVI with its own window of 128", "ott --recent 32", "kivi --recent 128",
-              "--bits 2 --group-size 128 --protocol stream", "-", "its tasks"),
-        Claim("a pool, or small groups", "ott --group-size 128", "kivi --group-size 32", "--bits 2 --recent 32"),
-        Claim("a pool, or small groups, in generation", "ott --group-size 128", "kivi --group-size 32",
-              "--bits 2 --recent 32 --protocol stream")],
-    "SKVQ": [
-        Claim("regrouped channels", "skvq", "skvq --reorder off",
-              "--bits 2 --group-size {group} --metadata fp16 --preserve 0 --clip none", "-", "the ingredients"),
-        Claim("clipping after that", "skvq", "skvq --clip none",
-              "--bits 2 --group-size {group} --metadata fp16 --preserve 0", "-", "the ingredients"),
-        Claim("five kept tokens after that", "skvq --preserve 5", "skvq --preserve 0",
-              "--bits 2 --group-size {group} --metadata fp16", "-", "the ingredients"),
-        Claim("scales in FP8, or in FP16", "skvq --metadata fp8", "skvq --metadata fp16",
-              "--bits 2 --group-size {group} --preserve 0", "none", "the ingredients"),
-        Claim("values at 1.5 bits, or at 2", "skvq --k-bits 2 --v-bits 1.5", "skvq --bits 2",
-              "--group-size {group} --metadata fp16 --preserve 0", "none", "LongBench"),
-        Claim("in generation, a window of 128, or none", "skvq --recent 128", "skvq --recent 0",
-              "--bits 2 --group-size {group} --protocol stream", "-", "the ingredients")],
-    "KVQuant": [
-        Claim("first five, or its first token", "pfn --scheme kvquant", "kvquant", "--bits 2 --outliers 0"),
-        Claim("found five, or its first token", "kvsink --scheme kvquant", "kvquant", "--bits 2 --outliers 0",
-              "-", "KVSink, Table 2"),
-        Claim("found five, or the first five", "kvsink", "pfn", "--scheme kvquant --bits 2 --outliers 0"),
-        Claim("found five, or its first token, 0.1% of outliers", "kvsink --scheme kvquant", "kvquant",
-              "--bits 2 --outliers 0.1", "-", "KVSink, Table 2"),
-        Claim("found five and 0.1% of outliers, or 0.5%", "kvsink --scheme kvquant --outliers 0.1",
-              "kvquant --outliers 0.5", "--bits 2", "none", "KVSink, Table 2")],
-    "CQ and AnTKV": [
-        Claim("Fisher weights", "cq", "cq --sensitivity none", "{codebook} --recent 0", "-", "CQ"),
-        Claim("token weights, or none", "antkv --anchors 0", "cq --sensitivity none", "{codebook} --recent 0"),
-        Claim("token weights, or Fisher weights", "antkv --anchors 0", "cq", "{codebook} --recent 0", "+",
-              "AnTKV, Table 1, nine of twelve cells"),
-        Claim("anchors, 1%", "antkv --anchors 1%", "antkv --anchors 0", "{codebook} --recent 0", "-", "AnTKV, Table 1"),
-        Claim("anchors, 5%", "antkv --anchors 5%", "antkv --anchors 0", "{codebook} --recent 0", "-",
-              "AnTKV, Figure 11"),
-        Claim("anchors, or as many first tokens", "antkv", "docs/programs/chance.py:First",
-              "--anchors 1% {codebook} --recent 0"),
-        Claim("anchors, or as many by chance", "antkv", "docs/programs/chance.py:Random",
-              "--anchors 1% {codebook} --recent 0"),
-        Claim("keys before RoPE, or after", "antkv", "antkv --rope post",
-              "--anchors 1% {codebook} --recent 0", "-", "AnTKV, Appendix B"),
-        Claim("calibrated on another text, or on more of this one", "antkv --calib-data {other}", "antkv",
-              "--anchors 1% {codebook} --recent 0", "none", "AnTKV, Table 3")],
-    "IntactKV": [
-        *(Claim(f"exact BOS, {name} weights", "intactkv", "fp16", f"--weights {name.lower()} --w-bits 3", "-", where)
-          for name, where in (("RTN", "the released code"), ("AWQ", "Tables 1, 7"), ("GPTQ", "the released code"),
-                              ("OmniQuant", "Table 6: MT-Bench"))),
-        *(Claim(f"exact BOS, the cache at {bits} bits", "intactkv", "rtn",
-                f"--scheme token-dynamic --formula integer-zero --bits {bits}", "-", "Figure 4: MMLU, rounded weights")
-          for bits in (3, 4)),
-        *(Claim(f"exact BOS, weights at 3 bits and the cache at {bits}", "intactkv", "rtn",
-                f"--weights rtn --w-bits 3 --scheme token-dynamic --formula integer-zero --bits {bits}", "-",
-                "Figure 4: MMLU")
-          for bits in (3, 4))],
-}
+def claims_of(table):
+    """The claims in a table's text; none if it has no column `claim`."""
+    lines = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.splitlines()]
+    return [Claim(*cells) for cells in lines[2:]] if lines[0][:1] == ["claim"] else []
+
+
+def pair(claim, model):
+    """The two rows of a claim."""
+    word = r"(`[^`]+`|[^\s`]+)"
+    of_model = re.sub(f"{word} / {word}", rf"\{1 + list(NAMES).index(model)}", claim.rows)
+    first, second, *flags_of_both = re.findall("`(.+?)`", of_model)
+    return [named(" ".join([row, *flags_of_both]), model) for row in (first, second)]
+
+
+WRITTEN = re.compile(r"<!-- written: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
+TABLES = WRITTEN.findall((ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
+CLAIMS = {section: claims for section, table in TABLES if (claims := claims_of(table))}
 WIDE = "--bits 2 --group-size 128 --recent 32"
-CLAIMS["Length"] = [
-    Claim("all marked tokens, or five", "kvsink --threshold 0.1", "kvsink", "--bits 3 --context 4096"),
-    Claim("another zero point, or all marked tokens", "kvsink --formula integer-zero", "kvsink --threshold 0.1",
-          "--bits 3 --context 4096"),
-    Claim("another zero point, or five", "kvsink --formula integer-zero", "kvsink", "--bits 3 --context 4096"),
-    Claim("the 41 largest marks, or all marked tokens", "kvsink --preserve 41", "kvsink --threshold 0.1",
-          "--bits 3 --context 4096"),
-    Claim("41 first tokens, or five", "pfn --preserve 41", "pfn", "--bits 3 --context 4096"),
-    Claim("five found, or the first five", "kvsink", "pfn", "--bits 3 --context 4096"),
-    Claim("the same, integer zero point", "kvsink --formula integer-zero", "pfn --formula integer-zero",
-          "--bits 3 --context 4096"),
-    Claim("six in OTT's pool, or three", "ott --outlier-num 6", "ott", f"{WIDE} --context 4096"),
-    Claim("32 in OTT's pool, or three", "ott --outlier-num 32", "ott", f"{WIDE} --context 4096")]
+
 # in no claim: the rows of the figure, {label: rows}
 FORMATS, TURBOQUANT = "docs/examples/formats.py:Formats", "docs/examples/turboquant.py:TurboQuant"
 LINES = {name: [f"{name} --bits {bits}" for bits in (2, 3, 4)]
-         for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq", TURBOQUANT)}
-LINES |= {name: [f"{name} --bits {bits} --recent 0 {{windows}}" for bits in (1, 2, 4)]
-          for name in ("cq", "antkv --anchors 1%")}
+         for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq")}
+LINES["TurboQuant"] = [f"{TURBOQUANT} --bits {bits}" for bits in (2, 3, 4)]
+LINES |= {row.split()[0]: [f"{row} --bits {bits} --recent 0 {{windows}}" for bits in (1, 2, 4)]
+          for row in ("cq", "antkv --anchors 1%")}
 POINTS = {f"{name}{rotated}": f"{FORMATS} --hadamard {on} --scheme {name}"
           for name in ("nvfp4", "mxfp4", "q4_0") for on, rotated in (("off", ""), ("on", ", rotated"))}
 EIGHT = {name: f"{FORMATS} --scheme {name}" for name in ("fp8", "mxfp8", "q8_0")}
@@ -210,7 +110,6 @@ ZERO = "--bits 3 --formula integer-zero"
 CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
 # what begins the name of a row that another program measures: quantized_cache.py, train_intact.py
 OWN, PREFIX = "QuantizedCache: ", "prefix of 46 tokens, rtn-3: "
-LENGTHS = "", " --context 2048", " --context 4096", " --context 8192"
 STREAM = "--context 4096 --prompt 3840"
 LONG = {  # {flags of the windows: {row: pairs}}
     "--context 4096": {
@@ -225,7 +124,6 @@ LONG = {  # {flags of the windows: {row: pairs}}
     "--context 2048": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}", "pfn --bits 3"], 3),
     "--context 8192": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 1),
     STREAM: dict.fromkeys([FIVE, MARKED], 2)}
-PAIRS = LONG["--context 4096"]
 CURVES = {"pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": FIVE, "kvsink: 5 kept, others by chance": CHANCE,
           "kvsink: all marked": MARKED, "kvsink: integer zero": f"kvsink {ZERO}", "kivi, 2 bits": "kivi --bits 2",
           "nvfp4": POINTS["nvfp4"]}  # of the figure by position, {label: row}
@@ -247,11 +145,6 @@ def at(row, where="--context 4096"):
     return named(f"{row} {where}", "SmolLM2")
 
 
-def pair(claim, model):
-    """The two rows of a claim."""
-    return [named(f"{row} {claim.flags}", model) for row in (claim.first, claim.second)]
-
-
 def named(row, model):
     """A method, and its flags in alphabetical order, so that equal rows are written alike."""
     method, *words = row.format(**NAMES[model]).split()
@@ -271,21 +164,25 @@ def write_data(data, path=DATA):
     path.write_text("{\n" + ",\n".join(models) + "\n}\n", encoding="utf-8")
 
 
+def entry_of(row, model, loaded, *given):
+    """The flags of a row, and its entry."""
+    method, *words = row.split()
+    args = flags.parse([*COMMAND[model].split(), *given, *words], list(dict.fromkeys(["fp16", method])))
+    return args, list(build_entries(args, loaded[0].config, loaded[1])[0].values())[-1]
+
+
 def measure_all(model, loaded, text, data):
     """Measure the rows that the data have not. Rows that read the same text in the same way are measured together, so
     that they share the forwards of the calibration."""
     rows = data.setdefault(model, {})
-    groups = {}  # {what is not a method's own: [(row, its flags, its entry)]}
+    groups = defaultdict(list)  # {what is not a method's own: [(row, its flags, its entry)]}
     for row in rows_of(model):
         if row not in rows and "--context" not in row:
-            method, *words = row.split()
-            given = [*COMMAND[model].split(), *(["--data", text] if text else []), *words]
-            args = flags.parse(given, ["fp16"] if method == "fp16" else ["fp16", method])
-            entry = list(build_entries(args, loaded[0].config, loaded[1])[0].values())[-1]
+            args, entry = entry_of(row, model, loaded, *(["--data", text] if text else []))
             calibrates = entry.method.needs_calibration
             args.draws, args.windows = (DRAWS, WINDOWS) if calibrates else (1, 2 * WINDOWS)
             shared = args.protocol, args.prompt, args.context, args.calib_windows, args.calib_data, calibrates
-            groups.setdefault(shared, []).append((row, args, entry))
+            groups[shared].append((row, args, entry))
     for group in sorted(groups.values(), key=lambda group: group[0][1].draws == 1):  # what is calibrated decides most
         for i in range(0, len(group), TOGETHER):
             measure_group(model, loaded, group[i:i + TOGETHER], data)
@@ -346,13 +243,12 @@ def n_measured(row, where, data):
 def calibrate_pair(loaded, text, rows, draw):
     """{row: its method}, calibrated on a draw of the text of the rows at 512."""
     model, tokenizer = loaded
-    methods, groups = {}, {}  # the latter {windows of a draw: [Method]}
+    methods, groups = {}, defaultdict(list)  # the latter {windows of a draw: [Method]}
     for row in rows:
-        name, *words = row.split()
-        args = flags.parse([*COMMAND["SmolLM2"].split(), *words], [name])
-        methods[row] = list(build_entries(args, model.config, tokenizer)[0].values())[-1].method
-        if methods[row].needs_calibration:
-            groups.setdefault(args.calib_windows, []).append(methods[row])
+        args, entry = entry_of(row, "SmolLM2", loaded)
+        methods[row] = entry.method
+        if entry.method.needs_calibration:
+            groups[args.calib_windows].append(entry.method)
     for n, group in groups.items():
         calibration = load_windows(text, tokenizer, 512, n * (draw + 1), "calibration").tokens
         calibrate(model, group, calibration[-n:], seed=draw)
@@ -398,158 +294,7 @@ def compared(row, other, kind="nll"):
     return difference, error, p
 
 
-# The claims
-
-class Finding(NamedTuple):
-    text: str  # a cell of the table
-    sign: str  # "-", "+", "none" or "open"
-
-
-def finding(claim, model, data):
-    """What a model says of a claim; None where its rows are not measured."""
-    rows = [data.get(model, {}).get(row) for row in pair(claim, model)]
-    if None in rows:
-        return None
-    difference, error, p = compared(*rows)
-    of_kl, _, p_of_kl = compared(*rows, "kl")
-    sign, more = "none" if p > 0.05 else "open", ""
-    kl_decides = p_of_kl < 0.01 <= p
-    if p < 0.01 or kl_decides:
-        sign = "-" if (of_kl if kl_decides else difference) < 0 else "+"
-    if kl_decides or p_of_kl < 0.05 and difference * of_kl < 0:  # or it says the opposite
-        more = f"; KL {of_kl:+.3f}, {of_p(p_of_kl)}"
-    bits, others = (row["bits"] for row in rows)
-    if abs(bits - others) >= UNEQUAL:
-        more += f"; {bits:.2f} and {others:.2f} bits"
-    return Finding(f"{difference:+.3f} ± {error:.3f} ({of_p(p)}, {in_words(*rows)}{more})", sign)
-
-
-def of_p(p):
-    return "p < .001" if p < 0.001 else f"p {p:.3f}".replace("0.", ".")
-
-
-def verdict(claim, found):
-    """What SmolLM2 says beside what the paper says."""
-    if found is None:
-        return "not measured"
-    seen = {"-": "less", "+": "more"}.get(found.sign, found.sign)
-    if not claim.paper:
-        return f"{seen}; not in the paper"
-    if found.sign == "open":
-        return "open"
-    if found.sign == claim.paper:
-        return f"none, as there ({claim.where})" if seen == "none" else f"same ({claim.where})"
-    return f"**other**: {seen} ({claim.where})"
-
-
-def claims_table(section, data):
-    """A claim a line; where the models' rows differ, in bits, say, both are named: 2 / 3."""
-    lines = ["| claim | embedded | SmolLM2 | verdict |", "|---|---|---|---|"]
-    names = {name: " / ".join(NAMES[model][name] for model in NAMES) for name in NAMES["SmolLM2"]}
-    for claim in CLAIMS[section]:
-        both = [finding(claim, model, data) for model in NAMES]
-        rows = f"`{claim.first}` - `{claim.second}`, `{claim.flags}`".format(**names)
-        says = f"{claim.says}: {rows}"
-        lines.append(f"| {says} | {' | '.join(found.text if found else '-' for found in both)} | "
-                     f"{verdict(claim, both[1])} |")
-    return "\n".join(lines)
-
-
-def count(data):
-    """How often the two models agree."""
-    found = [[finding(claim, model, data) for model in NAMES] for claims in CLAIMS.values() for claim in claims]
-    signs = [tuple(of_model.sign for of_model in both) for both in found if None not in both]  # (embedded, SmolLM2)
-    decided = [both for both in signs if "open" not in both]
-    agree, neither = sum(a == b for a, b in decided), decided.count(("none", "none"))
-    of_smol, of_embedded = (sum(both[i] == "none" != both[1 - i] for both in decided) for i in (0, 1))
-    opposite, undecided = len(decided) - agree - of_smol - of_embedded, len(signs) - len(decided)
-    return (f"Of {len(signs)} comparisons that both models have, they agree on {agree}; on {neither} of these neither "
-            f"shows a difference.\n{of_smol} differences are SmolLM2's alone and {of_embedded} the embedded model's; "
-            f"{opposite} have opposite signs; {undecided} are open on one of them.")
-
-
-def fp16_of(row, rows):
-    """The row above which a row's loss is measured: fp16 on the same tokens."""
-    return rows["fp16" + "".join(re.findall(r" --(?:prompt|context) \d+", row))]
-
-
-def rows_table(model, data, names):
-    """What rows lose above fp16. A format stands before its row."""
-    rows, formats = data.get(model, {}), {row: f"{label}: " for label, row in (EIGHT | POINTS).items()}
-    lines = ["| row | true bits | nats | KL | draws x windows |", "|---|---|---|---|---|"]
-    for row in (named(name, model) for name in names):
-        title = f"{formats.get(row, '')}`{row}`"
-        if row not in rows:
-            lines.append(f"| {title} | - | not measured | | |")
-            continue
-        fp16 = fp16_of(row, rows)
-        difference, error, _ = compared(rows[row], fp16)
-        kl, _, _ = compared(rows[row], fp16, "kl")
-        lines.append(f"| {title} | {rows[row]['bits']:.2f} | {difference:.3f} ± {error:.3f} | {kl:.3f} | "
-                     f"{in_words(rows[row], fp16)} |")
-    return "\n".join(lines)
-
-
-def lengths_table(data):
-    """What rows lose above fp16 in windows of 512 tokens and in longer ones, by position in those of 4096."""
-    rows = data["SmolLM2"]
-    lines = ["| row | 512 | 2,048 | 4,096 | its first 512 | its last 512 | 8,192 | its last 512 | bits: 512, 4,096 | "
-             "pairs |", "|---|---|---|---|---|---|---|---|---|---|"]
-    for name in PAIRS:
-        short, middle, long, longest = (rows.get(named(name + where, "SmolLM2")) for where in LENGTHS)
-        cells = [lost(name + where, rows) for where in LENGTHS]
-        last = f"{UNIT * longest['along'][-1]:.3f}" if longest else "-"
-        first_and_last = [f"{UNIT * long['along'][i]:.3f}" if long else "-" for i in (0, -1)]
-        bits = ", ".join(f"{row['bits']:.2f}" if row else "-" for row in (short, long))
-        pairs = ", ".join(str(len(row["nll"][0])) for row in (middle, long, longest) if row)
-        lines.append(f"| `{name}` | {' | '.join([*cells[:3], *first_and_last, cells[3], last, bits, pairs])} |")
-    return "\n".join(lines)
-
-
-def prompts_table(data):
-    """What rows lose above fp16 in 256 tokens that are read one after the other, after a prompt of 3,840."""
-    lines = ["| row | nats lost | true bits | pairs |", "|---|---|---|---|"]
-    for name in LONG[STREAM]:
-        row = data["SmolLM2"].get(at(name, STREAM), {"bits": 0, "nll": [[]]})
-        cells = lost(f"{name} {STREAM}", data["SmolLM2"]), f"{row['bits']:.2f}", str(len(row["nll"][0]))
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def lost(row, rows):
-    """What a row of SmolLM2 loses above fp16, with its error over windows, or pairs, where there are several."""
-    row = named(row, "SmolLM2")
-    if row not in rows:
-        return "-"
-    difference, error, _ = compared(rows[row], fp16_of(row, rows))
-    return f"{difference:.3f}" + ("" if error is None else f" ± {error:.3f}")
-
-
-def served_table(data):
-    """What a format holds of LLaMA-3-8B's cache, and what it loses on SmolLM2 in windows of 512 and 4,096 tokens."""
-    rows = data["SmolLM2"]
-    lines = ["| format | true bits | GiB: 8K | 32K | 128K | nats lost: 512 | 4,096 |", "|---|---|---|---|---|---|---|"]
-    for label, row in {"16 bits": "fp16", **SERVED}.items():
-        if named(row, "SmolLM2") not in rows:
-            lines.append(f"| {label} | - | | | | not measured | |")
-            continue
-        bits, both = rows[named(row, "SmolLM2")]["bits"], "0 | 0"
-        sizes = [2 * 32 * 8 * 128 * tokens * bits / 8 / 2 ** 30 for tokens in (2 ** 13, 2 ** 15, 2 ** 17)]
-        if row != "fp16":
-            both = f"{lost(row, rows)} | {lost(row + ' --context 4096', rows)}"
-        lines.append(f"| {label} | {bits:.2f} | {sizes[0]:.2f} | {sizes[1]:.2f} | {sizes[2]:.2f} | {both} |")
-    return "\n".join(lines)
-
-
-def quantized_table(data):
-    """What transformers' own quantized cache loses above its plain one, beside KIVI, by `quantized_cache.py`."""
-    rows = {row.removeprefix(OWN): found for row, found in data["SmolLM2"].items() if row.startswith(OWN)}
-    lines = ["| | true bits at the end | nats lost |", "|---|---|---|"]
-    for row in list(rows)[1:]:
-        difference, error, _ = compared(rows[row], rows["plain"])
-        lines.append(f"| {row} | {rows[row]['bits']:.2f} | {difference:+.3f} ± {error:.3f} |")
-    return "\n".join(lines)
-
+# Figures
 
 def draw(data, path):
     """The figure of SmolLM2's losses by true bits: a line a method, a point a format."""
@@ -557,8 +302,7 @@ def draw(data, path):
     title = ("SmolLM2-135M on WikiText-2, all of it read from the cache\n"
              f"{WINDOWS} windows of 512 tokens x {DRAWS} calibrations (1 bit: 3; uncalibrated: {2 * WINDOWS} windows)")
     figure, (panel,) = plots.new_figure(1, 1, 7.4, 5.6, title)
-    names = {re.split("[/:]", name)[-1].split()[0]: names for name, names in LINES.items()}
-    for i, (label, of_line) in enumerate((names | {label: [name] for label, name in POINTS.items()}).items()):
+    for i, (label, of_line) in enumerate((LINES | {label: [name] for label, name in POINTS.items()}).items()):
         found = [rows[row] for row in (named(name, "SmolLM2") for name in of_line) if row in rows]
         points = sorted((row["bits"], *compared(row, rows["fp16"])[:2]) for row in found)  # (bits, nats, error)
         if points:

@@ -1,0 +1,201 @@
+"""What the tables of the pages say of docs/results.json. pages.py writes them.
+
+A claim is a difference between two rows in nats a token; a negative one means that the first row loses less. Its rule:
+the losses differ if p < .01; if not, the KL divergences are asked the same; if neither differs, there is no difference
+to be seen ("none") if p of the loss is above .05, else the claim is open.
+"""
+import re
+from functools import partial
+from statistics import fmean as mean
+from statistics import stdev
+from typing import NamedTuple
+
+import needles
+import results
+from results import CLAIMS, LONG, NAMES, OWN, SERVED, STREAM, UNIT, compared, named, pair, read_data
+
+DATA = read_data()
+SMOL, NEEDLES = DATA["SmolLM2"], read_data(needles.RECORD)
+UNEQUAL = 0.19  # true bits: where the rows of a claim differ by more, both are told
+
+
+def table(head, lines, *columns):
+    """A table's text. lines: {first cell: what the others are of}; columns: functions of this, each giving a cell. One
+    that needs a row that was not measured gives "-"."""
+    cells = [[first, *(cell(column, of) for column in columns)] for first, of in lines.items()]
+    marks = "|" + "---|" * (head.count("|") + 1)
+    return "\n".join([f"| {head} |", marks, *(f"| {' | '.join(line)} |" for line in cells)])
+
+
+def cell(column, of):
+    try:
+        return column(of)
+    except KeyError:
+        return "-"
+
+
+# A row
+
+def row_of(row, model="SmolLM2"):
+    """What was measured of it; KeyError if nothing was."""
+    rows = DATA[model]
+    return rows[row if row in rows else named(row, model)]
+
+
+def beside_fp16(row, model="SmolLM2"):
+    """A row, and fp16's on the same tokens, or transformers' own cache in 16 bits."""
+    exact = "fp16" + "".join(re.findall(r" --(?:prompt|context) \d+", row))
+    return row_of(row, model), row_of(f"{OWN}plain" if row.startswith(OWN) else exact, model)
+
+
+def lost(row, model="SmolLM2"):
+    """Nats a token above fp16, with their error; of a single window, or pair, without one."""
+    found, fp16 = beside_fp16(row, model)
+    difference, error, _ = compared(found, fp16)
+    if found is fp16:
+        return "0"
+    return f"{difference:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def bits(row, model="SmolLM2"):
+    return f"{row_of(row, model)['bits']:.2f}"
+
+
+def along(row, part):
+    """Nats above fp16 in the first 512 tokens of longer windows (part 0), or the last (-1)."""
+    return f"{UNIT * row_of(row)['along'][part]:.3f}"
+
+
+def pairs(row):
+    return str(len(row_of(row)["nll"][0]))
+
+
+def longer(column, tokens):
+    """The column of the row in longer windows."""
+    return lambda row: column(f"{row} --context {tokens}")
+
+
+# A claim
+
+class Finding(NamedTuple):
+    text: str  # a cell of the table
+    sign: str  # "less", "more", "none" or "open"
+
+
+def finding(claim, model):
+    """What a model says of a claim; KeyError where its rows are not measured."""
+    rows = [row_of(row, model) for row in pair(claim, model)]
+    difference, error, p = compared(*rows)
+    of_kl, _, p_of_kl = compared(*rows, "kl")
+    sign, more = "none" if p > 0.05 else "open", ""
+    kl_decides = p_of_kl < 0.01 <= p
+    if p < 0.01 or kl_decides:
+        sign = "less" if (of_kl if kl_decides else difference) < 0 else "more"
+    if kl_decides or p_of_kl < 0.05 and difference * of_kl < 0:  # or it says the opposite
+        more = f"; KL {of_kl:+.3f}, {of_p(p_of_kl)}"
+    first, second = (row["bits"] for row in rows)
+    if abs(first - second) >= UNEQUAL:
+        more += f"; {first:.2f} and {second:.2f} bits"
+    return Finding(f"{difference:+.3f} ± {error:.3f} ({of_p(p)}, {windows_of(*rows)}{more})", sign)
+
+
+def of_p(p):
+    return "p < .001" if p < 0.001 else f"p {p:.3f}".replace("0.", ".")
+
+
+def windows_of(*rows):
+    """Over what rows are compared."""
+    draws, windows = results.shape_of(*rows)
+    return f"{windows} pairs" if "along" in rows[0] else f"{draws} x {windows}"
+
+
+def verdict(claim):
+    """What SmolLM2 says beside what the paper says."""
+    sign, paper = finding(claim, "SmolLM2").sign, claim.paper.split()[0]
+    if sign == "open" or paper == "-":
+        return sign
+    if sign != paper:
+        return f"**other**: {sign}"
+    return "none, as there" if sign == "none" else "same"
+
+
+def count():
+    """How often the two models agree."""
+    claims = [claim for claims in CLAIMS.values() for claim in claims
+              if all(row in DATA[model] for model in NAMES for row in pair(claim, model))]
+    signs = [tuple(finding(claim, model).sign for model in NAMES) for claim in claims]  # (embedded, SmolLM2)
+    decided = [both for both in signs if "open" not in both]
+    agree, neither = sum(a == b for a, b in decided), decided.count(("none", "none"))
+    of_smol, of_embedded = (sum(both[i] == "none" != both[1 - i] for both in decided) for i in (0, 1))
+    opposite, undecided = len(decided) - agree - of_smol - of_embedded, len(signs) - len(decided)
+    return (f"Of {len(signs)} comparisons that both models have, they agree on {agree}; on {neither} of these neither "
+            f"shows a difference.\n{of_smol} differences are SmolLM2's alone and {of_embedded} the embedded model's; "
+            f"{opposite} have opposite signs; {undecided} are open on one of them.")
+
+
+# The tables
+
+def claims_table(section):
+    return table(f"claim | the paper | {' | '.join(NAMES)} | verdict",
+                 {" | ".join(claim): claim for claim in CLAIMS[section]},
+                 lambda claim: finding(claim, "embedded").text, lambda claim: finding(claim, "SmolLM2").text, verdict)
+
+
+def rows_table(rows, model="SmolLM2"):
+    """What rows lose above fp16. A format stands before its row."""
+    formats = {row: f"{label}: " for label, row in (results.EIGHT | results.POINTS).items()}
+    rows = [named(row, model) for row in rows]
+    return table("row | true bits | nats | KL | draws x windows",
+                 {f"{formats.get(row, '')}`{row}`": row for row in rows},
+                 partial(bits, model=model), partial(lost, model=model),
+                 lambda row: f"{compared(*beside_fp16(row, model), 'kl')[0]:.3f}",
+                 lambda row: windows_of(*beside_fp16(row, model)))
+
+
+def lengths_table():
+    """What rows lose above fp16 in windows of 512 tokens and in longer ones, by position in those of 4096."""
+    def pairs_of_lengths(row):
+        found = [cell(longer(pairs, tokens), row) for tokens in (2048, 4096, 8192)]
+        return ", ".join(n for n in found if n != "-")
+    first, last = partial(along, part=0), partial(along, part=-1)
+    return table("row | 512 | 2,048 | 4,096 | its first 512 | its last 512 | 8,192 | its last 512 | bits: 512, 4,096 | "
+                 "pairs", {f"`{row}`": row for row in LONG["--context 4096"]},
+                 lost, longer(lost, 2048), longer(lost, 4096), longer(first, 4096), longer(last, 4096),
+                 longer(lost, 8192), longer(last, 8192),
+                 lambda row: f"{cell(bits, row)}, {cell(longer(bits, 4096), row)}", pairs_of_lengths)
+
+
+def served_table():
+    """What a format holds of LLaMA-3-8B's cache, and what it loses on SmolLM2 in windows of 512 and 4,096 tokens."""
+    def size_of(tokens):
+        return lambda row: f"{2 * 32 * 8 * 128 * tokens * row_of(row)['bits'] / 8 / 2 ** 30:.2f}"
+    return table("format | true bits | GiB: 8K | 32K | 128K | nats lost: 512 | 4,096", {"16 bits": "fp16", **SERVED},
+                 bits, *map(size_of, (2 ** 13, 2 ** 15, 2 ** 17)), lost, longer(lost, 4096))
+
+
+def needles_table():
+    """Right answers by length, and what an answer's tokens lose above fp16, with the error over texts."""
+    def column(tokens):
+        def answers(row):
+            found, exact = NEEDLES[tokens][row], NEEDLES[tokens]["fp16"]
+            words = f"{sum(right for _, right, _ in found)} of {len(found)}"
+            more = [loss - of_fp16 for (_, _, loss), (_, _, of_fp16) in zip(found, exact)]
+            of_texts = [mean(more[i:i + needles.FACTS]) for i in range(0, len(more), needles.FACTS)]
+            error = stdev(of_texts) / len(of_texts) ** 0.5
+            return words if row == "fp16" else f"{words}; {mean(of_texts):+.2f} ± {error:.2f}"
+        return answers
+    return table(f"row | {' | '.join(f'{tokens:,} tokens' for tokens in needles.CONTEXTS)}", needles.ROWS,
+                 *(column(str(tokens)) for tokens in needles.CONTEXTS))
+
+
+# {what stands in the page's mark: what writes it}
+WRITTEN = {
+    "count": count, "lengths": lengths_table, "served": served_table, "needles": needles_table,
+    **{model: partial(rows_table, results.SHOWN, model) for model in NAMES},
+    "codecs": partial(rows_table, results.CODECS),
+    **{section: partial(claims_table, section) for section in CLAIMS},
+    "prompts": partial(table, "row | nats lost | true bits | pairs",
+                       {f"`{row}`": f"{row} {STREAM}" for row in LONG[STREAM]}, lost, bits, pairs),
+    "quantized": partial(table, "| true bits at the end | nats lost",
+                         {row.removeprefix(OWN): row for row in SMOL if row.startswith(OWN) and "plain" not in row},
+                         bits, lost)}
