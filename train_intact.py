@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError, cli, hf, shared_flags
-from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.data import calibration_text, load_windows
+from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import measure
 from tinykv.files import Tables, fingerprint, identity, load_tensors, save_tensors
@@ -54,7 +53,7 @@ def parser():
 
 
 class State:
-    """The parameters, their optimizer, and the file of both: a run can be stopped at any time.
+    """The prefix's rows, one parameter, with its optimizer, and the file of both: a run can be stopped at any time.
 
     keys, values (L, Hkv, n, d): where training begins. made_of: the `identity` of the run; UserError if the file is
     damaged, or that of another run.
@@ -62,40 +61,31 @@ class State:
 
     def __init__(self, path, made_of, keys, values, lr):
         self.path, self.made_of, self.done = Path(path), made_of, 0
-        self.keys = torch.nn.Parameter(keys.detach().float().clone())
-        self.values = torch.nn.Parameter(values.detach().float().clone())
-        self.optimizer = torch.optim.AdamW([self.keys, self.values], lr=lr, weight_decay=0)
+        self.rows = torch.nn.Parameter(torch.stack([keys, values]))  # (2, L, Hkv, n, d)
+        self.optimizer = torch.optim.AdamW([self.rows], lr=lr, weight_decay=0)
         if self.path.exists():
             self.load()
 
     def update(self, clip):
         """One step of AdamW, with the norm of the gradient clipped; then save."""
-        torch.nn.utils.clip_grad_norm_([self.keys, self.values], clip)
+        torch.nn.utils.clip_grad_norm_(self.rows, clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
         self.save()
 
     def save(self):
-        parameters = {"keys": self.keys, "values": self.values}
-        moments = {f"{name}.{moment}": tensor for name, parameter in parameters.items()
-                   for moment, tensor in self.optimizer.state[parameter].items()}
         notes = {"format": STATE, "made of": self.made_of, "done": str(self.done)}
-        save_tensors(self.path, parameters | moments, notes)
+        save_tensors(self.path, {"rows": self.rows, **self.optimizer.state[self.rows]}, notes)
 
     def load(self):
-        tensors, notes = load_tensors(self.path, STATE, self.keys.device)
+        tensors, notes = load_tensors(self.path, STATE, self.rows.device)
         if notes["made of"] != self.made_of:
             raise UserError(f"{self.path} is the state of another run, of other settings, texts or "
                             "source; remove it to begin anew, or give another --out")
         self.done = int(notes["done"])
-        for name, tensor in tensors.items():
-            name, _, moment = name.partition(".")
-            parameter = getattr(self, name)
-            if moment:  # as "keys.exp_avg"
-                self.optimizer.state[parameter][moment] = tensor
-            else:
-                parameter.data = tensor
+        self.rows.data = tensors.pop("rows")
+        self.optimizer.state[self.rows] = tensors  # the moments
 
 
 def text_order(samples, seed, length):
@@ -127,7 +117,7 @@ def train(full, quantized, texts, exact, state, args):
             total = 0.0
             for i in range(0, len(chosen), batch):
                 part = chosen[i:i + batch]
-                loss = block_loss(full, quantized, tokens[part], exact, (state.keys, state.values), counts[part])
+                loss = block_loss(full, quantized, tokens[part], exact, state.rows, counts[part])
                 loss = loss * (len(part) / args.accumulate)
                 loss.backward()
                 total += loss.item()
@@ -210,8 +200,8 @@ def run(args):
     # 3. The model with quantized weights
     calibration_windows = None
     if quantizer.needs_text:
-        n = args.calib_windows or CALIBRATION_WINDOWS
-        calibration_windows = calibration_text(args, tokenizer, context, n, windows.tokens).to(device)  # (n, T)
+        text = shared_flags.calibration_text(args, tokenizer, context, test=windows.tokens)
+        calibration_windows = text.to(device)  # (C, T)
     blocks = quantized_blocks(full, name, quantizer, calibration_windows, Tables(args.calibration, full))
     quantized = restore(full, quantizer, blocks)
     quantized.requires_grad_(False)
@@ -228,7 +218,7 @@ def run(args):
     made_of = identity(trained_for, prefix.ids, *first, *texts, settings)
     state = State(args.state, made_of, *first, args.lr)
     print(f"model {args.model}, weights {weights}")
-    print(f"prefix {args.prefix}: {n} tokens, {state.keys.numel() + state.values.numel():,} parameters")
+    print(f"prefix {args.prefix}: {n} tokens, {state.rows.numel():,} parameters")
     if state.done > args.updates:
         raise UserError(f"{state.path} has {state.done} updates, more than --updates {args.updates}; ask for as many, "
                         "or remove it to begin anew")
@@ -240,7 +230,7 @@ def run(args):
     rows = {
         "none": in_16_bits(*exact_rows(quantized, full, prefix.ids)),
         "exact": in_16_bits(*exact_rows(full, quantized, prefix.ids)),
-        "trained": in_16_bits(state.keys, state.values),
+        "trained": in_16_bits(*state.rows),
     }
     batch = shared_flags.batch_of(args.batch, args.tokens)
     losses = {}

@@ -4,17 +4,15 @@ import gzip
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from tinykv import cli, hf, plots
+from tinykv import cli, hf, plots, shared_flags
 from tinykv.analysis import __main__ as command
 from tinykv.analysis import anchors, bias, outliers, page, sinks, walk
-from tinykv.analysis.load import load_calibration
 from tinykv.data.windows import load_windows
 from tinykv.methods import antkv
 from tinykv.run import comparisons
@@ -281,7 +279,7 @@ def test_a_map_keeps_the_largest_magnitude_and_its_sign():
 
 @pytest.mark.parametrize("bos", ["replace", "none"])
 def test_windows_to_calibrate_on_are_cut_as_the_text_is(bos):
-    args = SimpleNamespace(data="tales", context=32, calib_windows=3, bos=bos)
+    args = command.parser().parse_args(["norms", "--calib-windows", "3", "--bos", bos])
     tokenizer = hf.load_tokenizer(hf.EMBEDDED, hf.load_config(hf.EMBEDDED))
-    found = load_calibration(args, tokenizer, "cpu")
+    found = shared_flags.calibration_text(args, tokenizer, 32)
     assert found.equal(load_windows("tales", tokenizer, 32, 3, "calibration", bos=bos).tokens)

@@ -19,12 +19,12 @@ import torch
 from planted import few_tries
 
 import eval_ppl
-from tinykv import UserError, cli, files, hf
+from tinykv import UserError, cli, files, hf, shared_flags
 from tinykv.calibrate import calibrate
 from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.schemes import SCHEMES
-from tinykv.data import calibration_text, load_windows
+from tinykv.data import load_windows
 from tinykv.differences import delta_error, paired
 from tinykv.evaluate import measure
 from tinykv.files import write_json
@@ -415,7 +415,7 @@ def test_the_text_that_weights_see_is_known_by_all_of_its_windows(one_layer):
     tokenizer, labels = hf.load(one_layer)[1], set()
     args = SimpleNamespace(data="tales", calib_data=None, seed=0, bos="auto")
     for n in 1, 2, 16:
-        windows = calibration_text(args, tokenizer, 64, n)
+        windows = shared_flags.calibration_text(args, tokenizer, 64, n)
         assert len(windows) == n
         labels.add(command_of_weights.weights_label("awq-3", QUANTIZERS["awq"](3), "tales", windows))
     assert len(labels) == 3
@@ -425,7 +425,7 @@ def test_the_text_that_weights_see_is_known_by_all_of_its_windows(one_layer):
 def test_windows_to_calibrate_on_begin_as_those_of_the_test(one_layer, bos):
     tokenizer = hf.load(one_layer)[1]
     args = SimpleNamespace(data="tales", calib_data=None, seed=3, bos=bos)
-    windows = calibration_text(args, tokenizer, 64, 4)
+    windows = shared_flags.calibration_text(args, tokenizer, 64, 4)
     assert windows.equal(load_windows("tales", tokenizer, 64, 4, "calibration", 3, bos).tokens)
     assert (windows[:, 0] == tokenizer.bos_id).all() == (bos == "replace")
 
@@ -824,12 +824,14 @@ def test_methods_at_equal_true_bits():
             row("a vq=d8m256 x=2", 1.5, 3.0, 0.3, 1024), row("b bits=3", 3.0, 2.2, 0.05, 0)]
 
     def at(bits):
-        return {found["label"]: found for found in comparisons.at_bits(rows, bits)}
-    one, other = at(1.5)["a x=1"], at(1.5)["a x=2"]
-    assert one["ppl"] == pytest.approx((4.0 * 2.5) ** 0.5) and one["kld"] == pytest.approx(0.25)
-    assert one["between"] == (1.0, 2.0) and one["tables"] == (1024, 2048) and other["ppl"] == pytest.approx(3.0)
+        """{method: [ppl, delta, KL, true bits of the rows on both sides, KB of their tables]}."""
+        *table, _ = comparisons.compared_at_bits(rows, bits)
+        return {label: [float(x) for x in numbers] for part in table for label, *numbers in part.lines}
+    ppl = (4.0 * 2.5) ** 0.5
+    assert at(1.5)["a x=1"] == pytest.approx([ppl, ppl - 2, 0.25, 1.0, 2.0, 1, 2], abs=6e-4)
+    assert at(1.5)["a x=2"][0] == 3.0
     nearer = at(1.25)["a x=1"]
-    assert nearer["ppl"] == pytest.approx(4.0 ** 0.75 * 2.5 ** 0.25) and nearer["kld"] == pytest.approx(0.325)
+    assert nearer[0] == pytest.approx(4.0 ** 0.75 * 2.5 ** 0.25, abs=6e-4) and nearer[2] == 0.325
     assert [at(bits).keys() for bits in (1.5, 3.0, 5.0)] == [{"a x=1", "a x=2"}, {"a x=1", "b"}, set()]
 
 

@@ -308,20 +308,18 @@ def test_an_update_is_a_step_of_adam(tmp_path):
     rng, path = torch.Generator().manual_seed(0), tmp_path / "state"
     first = [torch.randn(2, 1, 3, 4, generator=rng) for _ in "kv"]
     state = train_intact.State(path, "a run", *first, lr=0.01)
-    parameters = [state.keys, state.values]
     x, m, v = torch.stack(first).double(), 0, 0
     for step in range(1, 5):
         g = torch.randn(x.shape, generator=rng) * (3.0 if step < 4 else 0.01)  # the last is not clipped
-        for parameter, grad in zip(parameters, g):
-            parameter.grad = grad.clone()
+        state.rows.grad = g.clone()
         state.update(0.3)
         g = g.double() * min(1, 0.3 / g.double().norm().item())
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g ** 2
         x = x - 0.01 * (m / (1 - 0.9 ** step)) / ((v / (1 - 0.999 ** step)).sqrt() + 1e-8)
-        assert all(parameter.grad is None for parameter in parameters) and state.done == step
-        assert torch.allclose(torch.stack([parameter.detach().double() for parameter in parameters]), x, atol=1e-5)
+        assert state.rows.grad is None and state.done == step
+        assert torch.allclose(state.rows.double(), x, atol=1e-5)
     again = train_intact.State(path, "a run", *first, lr=0.01)
-    assert again.done == 4 and all(torch.equal(a, b) for a, b in zip([again.keys, again.values], parameters))
+    assert again.done == 4 and torch.equal(again.rows, state.rows)
 
 
 def test_a_gradient_is_the_mean_over_the_texts_of_an_update(training, monkeypatch):
@@ -329,7 +327,7 @@ def test_a_gradient_is_the_mean_over_the_texts_of_an_update(training, monkeypatc
     found = []
 
     def stop(state, clip):
-        found.append(torch.stack([state.keys.grad, state.values.grad]))
+        found.append(state.rows.grad)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train_intact.State, "update", stop)
@@ -352,7 +350,7 @@ def test_each_update_reads_the_texts_that_come_next(monkeypatch, batch):
     args = SimpleNamespace(tokens=64, batch=batch, seed=3, updates=4, accumulate=3, clip=1)
     texts = torch.arange(5)[:, None], torch.ones(5, 1, dtype=torch.bool)
     for done in (0, 1):
-        state = SimpleNamespace(done=done, keys=rows, values=rows)
+        state = SimpleNamespace(done=done, rows=[rows, rows])
         state.update = lambda clip, state=state: vars(state).update(done=state.done + 1)
         train_intact.train(None, None, texts, None, state, args)
     order = train_intact.text_order(5, 3, 12)

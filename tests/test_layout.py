@@ -112,7 +112,7 @@ ARROWS = {
     "hf/": {"cache", "model", "files", "tracing"},
     "weights/": {"cache", "cli", "codecs", "model", "files", "shared_flags"},
     "triton_cache.py": {"cache", "codecs", "methods", "model"},
-    "shared_flags.py": {"codecs", "files", "hf"},
+    "shared_flags.py": {"codecs", "data", "files", "hf"},
     "plots.py": {"files"},
     "prefixes.py": {"files", "methods", "weights"},
     "run/": {"cache", "calibrate", "cli", "codecs", "data", "differences", "evaluate", "files", "hf", "kmeans",

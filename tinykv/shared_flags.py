@@ -1,4 +1,5 @@
-"""The flags that several commands have, their checks, and defaults that depend on the model or the device."""
+"""The flags that several commands have, their checks, defaults that depend on the model or the device, and the text to
+calibrate on."""
 import os
 from pathlib import Path
 
@@ -6,6 +7,7 @@ import torch
 
 from tinykv import UserError, at_least, hf
 from tinykv.codecs.base import CALIBRATION_WINDOWS
+from tinykv.data import load_windows, share_text
 from tinykv.files import check_target
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,6 +94,19 @@ def context_of(context, config, longest):
     context = context or min(config.max_position_embeddings, longest)
     check_context(context, config)
     return context
+
+
+def calibration_text(args, tokenizer, context, n=None, test=None):
+    """The windows that a command's flags calibrate on, tokens (n, T); n: --calib-windows, unless told otherwise.
+    UserError if they share text with those that it tests on, (W, T)."""
+    n = n or args.calib_windows or CALIBRATION_WINDOWS
+    whole = args.calib_data is not None  # of a file: the test is another text
+    source = args.calib_data if whole else args.data
+    tokens = load_windows(source, tokenizer, context, n, "calibration", args.seed, args.bos, whole=whole).tokens
+    if whole and test is not None and share_text(tokens, test):
+        raise UserError(f"--calib-data {source} holds text of the test, --data {args.data}; give another text, or "
+                        "leave it out, to calibrate on another part of --data")
+    return tokens
 
 
 def batch_of(batch, tokens):

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from tinykv import UserError, cli, files, hf, plots, shared_flags
-from tinykv.analysis.load import load_calibration, load_model
+from tinykv.analysis.load import add_flags, load_model
 from tinykv.analysis.sinks import THRESHOLD, find_sinks
 from tinykv.analysis.walk import Text, print_table
 from tinykv.data import load_windows
@@ -33,9 +33,7 @@ def parser():
             *about, f"A token is a sink if its attention received reaches {THRESHOLD} in a tenth of all heads."]))
     p.add_argument("what", nargs="+", metavar="WHAT", choices=(*NAMES, "all"),
                    help=f"{', '.join(NAMES)}, or all: see below")
-    shared_flags.add_model(p)
-    shared_flags.add_windows(p, windows=4, longest=LONGEST)
-    shared_flags.add_bos(p)
+    add_flags(p, windows=4, longest=LONGEST)
     p.add_argument("--layer", metavar="L", type=int, help="the layer that figures show (default: the middle one)")
     p.add_argument("--out", metavar="DIR", help="draw each as DIR/WHAT.png (default: nothing is drawn)")
     p.add_argument("--json", metavar="PATH", help="also write the numbers as JSON")
@@ -62,7 +60,9 @@ def load_text(args, names, model, tokenizer):
     device = model.lm_head.weight.device
     windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", bos=args.bos)
     windows = windows.tokens.to(device)  # (W, T)
-    calibration = load_calibration(args, tokenizer, device) if {*names} & {*NEED_CALIBRATION} else None
+    calibration = None
+    if {*names} & {*NEED_CALIBRATION}:
+        calibration = shared_flags.calibration_text(args, tokenizer, args.context).to(device)  # (C, T)
     layer = model.config.num_hidden_layers // 2 if args.layer is None else args.layer
     return Text(model, windows, find_sinks(model, windows), layer, calibration)
 

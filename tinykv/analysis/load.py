@@ -1,7 +1,12 @@
-"""What both commands read: the model, and the windows to calibrate on."""
+"""What both commands read: their flags of a model and a text, and the model."""
 from tinykv import hf, shared_flags
-from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.data import load_windows
+
+
+def add_flags(p, windows, longest):
+    shared_flags.add_model(p)
+    shared_flags.add_windows(p, windows, longest)
+    shared_flags.add_bos(p)
+    p.set_defaults(calib_data=None, seed=0)
 
 
 def load_model(args, longest):
@@ -14,9 +19,3 @@ def load_model(args, longest):
     model = hf.load_model(args.model, device, shared_flags.dtype_of(args.dtype, device))
     print(f"model {args.model}, {model.lm_head.weight.dtype}, {device}")
     return model, tokenizer
-
-
-def load_calibration(args, tokenizer, device):
-    """The windows to calibrate on, tokens (C, T)."""
-    n = args.calib_windows or CALIBRATION_WINDOWS
-    return load_windows(args.data, tokenizer, args.context, n, "calibration", bos=args.bos).tokens.to(device)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from tinykv import UserError, cli, files, shared_flags
-from tinykv.analysis.load import load_calibration, load_model
+from tinykv.analysis.load import add_flags, load_model
 from tinykv.analysis.sinks import attention_map, find_sinks, sink_scores
 from tinykv.analysis.walk import walk
 from tinykv.cache import KVCache
@@ -267,9 +267,7 @@ def write(path, page):
 
 def parser():
     p = cli.Parser(prog="python -m tinykv.analysis.page", description=__doc__)
-    shared_flags.add_model(p)
-    shared_flags.add_windows(p, windows=WINDOWS, longest=LONGEST)
-    shared_flags.add_bos(p)
+    add_flags(p, windows=WINDOWS, longest=LONGEST)
     p.add_argument("--text", metavar="FILE",
                    help="texts to choose from, a blank line between them; the last word of each is the answer to its "
                         "question (default: windows of --data)")
@@ -287,9 +285,8 @@ def write_page(args):
         windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", bos=args.bos)
         texts = Questions(windows.tokens, [args.context] * args.windows, windows.answers)
     texts.tokens = texts.tokens.to(device)  # (W, T)
-    numbers = {"model": Path(args.model).absolute().name,
-               **content(model, tokenizer, texts, load_calibration(args, tokenizer, device))}
-    write(args.out, numbers)
+    calibration = shared_flags.calibration_text(args, tokenizer, args.context).to(device)  # (C, T)
+    write(args.out, {"model": Path(args.model).absolute().name, **content(model, tokenizer, texts, calibration)})
     print(f"wrote {args.out}")
 
 

@@ -190,16 +190,10 @@ class Writer:
         where = f"Where does {name} live?"
         if not words.town_last:
             self.state(name, town, where)
-        for kind in rng.sample(range(4), 1 + rng.below(4)):
-            if kind == 0:
-                self.state(name, rng.pick(words.trades), f"What does {name} do?")
-            elif kind == 1:
-                self.state(name, rng.pick(COLOURS), f"What does {name} wear?")
-            elif kind == 2:
-                song = rng.sample(THINGS + SPOTS, 3 + rng.below(4))
-                self.state(name, " ".join(song), f"What does {name} sing?")
-            else:
-                self.state(name, rng.pick(words.animals), f"What does {name} own?")
+        known = {"do": words.trades, "wear": COLOURS, "sing": THINGS + SPOTS, "own": words.animals}
+        for verb in rng.sample(known, 1 + rng.below(4)):
+            n = 3 + rng.below(4) if verb == "sing" else 1  # words: a song has several
+            self.state(name, " ".join(rng.sample(known[verb], n)), f"What does {name} {verb}?")
         if words.town_last:
             self.state(name, town, where)
 

@@ -111,18 +111,6 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     return Windows(tokens, answers, name, start=max(1, len(prefix)))
 
 
-def calibration_text(args, tokenizer, context, n, test=None):
-    """The n windows that a command's flags calibrate on, tokens (n, T). UserError if they share text with those that it
-    tests on, (W, T)."""
-    whole = args.calib_data is not None  # of a file: the test is another text
-    source = args.calib_data if whole else args.data
-    tokens = load_windows(source, tokenizer, context, n, "calibration", args.seed, args.bos, whole=whole).tokens
-    if whole and test is not None and share_text(tokens, test):
-        raise UserError(f"--calib-data {source} holds text of the test, --data {args.data}; give another text, or "
-                        "leave it out, to calibrate on another part of --data")
-    return tokens
-
-
 def share_text(a, b, n=32):
     """Whether windows a (W, T) and b (W', T') have n tokens in a row in common."""
     of_a, of_b = ({hash(tuple(ids[i:i + n])) for ids in windows.tolist() for i in range(len(ids) - n + 1)}

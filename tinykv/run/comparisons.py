@@ -2,7 +2,6 @@
 
 A row is a dict; what is read of it stands beside each function. Rows of failed methods are left out.
 """
-import math
 from operator import itemgetter
 
 from tinykv import cli, plots
@@ -90,46 +89,31 @@ def lines_of(rows, varied=BITS_SETTINGS):
     return lines
 
 
-def at_bits(rows, bits):
-    """What each method has at `bits` true bits: rows of `label`, `ppl`, `kld`, `between`, `tables`.
+def compared_at_bits(rows, bits):
+    """What each method has at `bits` true bits, and which methods that leaves out. rows: of the table, fp16's first.
 
-    rows: of the table, fp16's first. Rows of a method that differ in bits alone lie on a line. The loss and KL at
-    `bits` are interpolated between the two nearest rows of the line, linearly in the bits. `between`: their true bits;
-    `tables`: the bytes of their calibrated tables. A line that does not reach so far has no row.
+    Rows of a method that differ in bits alone lie on a line. Loss and KL are interpolated between the two nearest rows
+    of the line, linearly in the bits. A line that does not reach so far is left out.
     """
-    points = []
-    bits_of = itemgetter("bits_true")
+    lines, left_out, bits_of = [], [], itemgetter("bits_true")
     for label, line in lines_of(rows[1:]).items():
         below = [row for row in line if bits_of(row) <= bits]
         above = [row for row in line if bits_of(row) >= bits]
         if not below or not above:
+            left_out.append(label)
             continue
-        below, above = max(below, key=bits_of), min(above, key=bits_of)
-        low, high = bits_of(below), bits_of(above)
-        share = (bits - low) / (high - low) if high > low else 0.0  # of the upper row
-        loss = (1 - share) * math.log(below["ppl"]) + share * math.log(above["ppl"])  # nats
-        points.append({
-            "label": label,
-            "ppl": math.exp(loss),
-            "kld": (1 - share) * below["kld"] + share * above["kld"],
-            "between": (low, high),
-            "tables": (below["offline_bytes"], above["offline_bytes"]),
-        })
-    return points
-
-
-def compared_at_bits(rows, bits):
-    """The table of `at_bits`, and what it leaves out."""
-    points = at_bits(rows, bits)
-    parts, lines = [], []
-    for row in points:
-        delta = row["ppl"] - rows[0]["ppl"]
-        lines.append([row["label"], f"{row['ppl']:.3f}", f"{delta:+.3f}", f"{row['kld']:.4f}",
-                      *(f"{x:.2f}" for x in row["between"]), *(f"{x / 1024:.0f}" for x in row["tables"])])
+        low, high = nearest = max(below, key=bits_of), min(above, key=bits_of)
+        distance = bits_of(high) - bits_of(low)
+        share = (bits - bits_of(low)) / distance if distance > 0 else 0.0  # of the upper row
+        ppl = low["ppl"] ** (1 - share) * high["ppl"] ** share  # the exponential of the loss
+        kl = (1 - share) * low["kld"] + share * high["kld"]
+        lines.append([label, f"{ppl:.3f}", f"{ppl - rows[0]['ppl']:+.3f}", f"{kl:.4f}",
+                      *(f"{bits_of(row):.2f}" for row in nearest),
+                      *(f"{row['offline_bytes'] / 1024:.0f}" for row in nearest)])
+    parts = []
     if lines:
         head = [f"at {bits:g} true bits", "ppl", "delta", "KL", "from", "to", "tables KB", "to"]
         parts.append(cli.Columns(head, lines, left=1))
-    left_out = lines_of(rows[1:]).keys() - {row["label"] for row in points}
     if left_out:
         parts.append(f"no rows on both sides of {bits:g} true bits that differ in bits alone: "
                      f"{', '.join(sorted(left_out))}")
@@ -150,14 +134,11 @@ def perplexity(rows):
     the windows, which all methods share. Where kept tokens are varied, a method that keeps a share of the text is left
     out. Below is each row's loss along the windows, if these are longer than one stretch of `evaluate.py`.
     """
-    fp16, measured = rows[0], rows[1:]
-    against_kept = any("preserve=" in row["label"] for row in rows)
-    if against_kept:
+    fp16, *measured = rows
+    x, label, varied, rows = "bits_true", "true bits of a cached number", BITS_SETTINGS, measured
+    if any("preserve=" in row["label"] for row in measured):
         x, label, varied = "preserve", "tokens kept in full precision", ("preserve",)
-        rows = [row for row in rows if row is rows[0] or not isinstance(row[x], str)]
-    else:
-        x, label, varied = "bits_true", "true bits of a cached number", BITS_SETTINGS
-    base, rows = fp16["ppl"], rows[1:]
+        rows = [row for row in measured if not isinstance(row[x], str)]
 
     def is_best(row):
         return not any(other["ppl"] < row["ppl"] and other[x] <= row[x] for other in rows)
@@ -172,7 +153,7 @@ def perplexity(rows):
     # lines in colour come first, so that no grey line has the marker of one; markers tell grey lines apart
     for i, name in enumerate(dict.fromkeys([*in_colour, *lines])):
         points = sorted(lines[name], key=lambda row: row[x])
-        losses = [max(100 * (row["ppl"] / base - 1), FLOOR) for row in points]
+        losses = [max(100 * (row["ppl"] / fp16["ppl"] - 1), FLOOR) for row in points]
         grey = {} if name in in_colour else {"color": plots.GREY, "linewidth": 1, "zorder": 1}
         panel.plot([row[x] for row in points], losses, label=name, **plots.style(i) | grey)
     panel.set(yscale="log", xlabel=label, ylabel="perplexity above fp16's (%)")

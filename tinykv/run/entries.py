@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from tinykv import UserError, calibrate, cli, did_you_mean
+from tinykv import UserError, calibrate, cli, did_you_mean, shared_flags
 from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.data import calibration_text
 from tinykv.files import Tables, identity
 from tinykv.methods.registry import METHODS
 from tinykv.prefixes import fill_prefix, open_prefix
@@ -210,7 +209,7 @@ def calibrate_all(setup, model, entries, test=None):
     if any(e.method.needs_calibration or e.quantizer and e.quantizer.needs_text for e in entries.values()):
         most = max(entry.method.calibration_windows for entry in entries.values())
         n = args.draws * (args.calib_windows or most)
-        text = calibration_text(args, setup.tokenizer, setup.context, n, test).to(setup.device)  # (n, T)
+        text = shared_flags.calibration_text(args, setup.tokenizer, setup.context, n, test).to(setup.device)  # (n, T)
         of_weights = text[:args.calib_windows or CALIBRATION_WINDOWS]  # (C, T)
     kept = Tables(args.calibration if setup.writes else None, model)
 
