@@ -21,9 +21,9 @@ def evaluate(setup):
     """
     # 1. Load
     args = setup.args
-    entries, left_out = build_entries(args, setup.config, setup.tokenizer)
+    cache_class, check = flags.cache_class_of(setup)
+    entries, left_out = build_entries(args, setup.config, setup.tokenizer, check)
     check_entries(setup, entries)
-    cache_class = flags.cache_class_of(setup, entries, left_out)
     model = setup.model or hf.load_model(args.model, setup.devices, setup.dtype)
     windows = flags.load_test(setup, entries)
     yield from table.heading(setup, model)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinykv.analysis import anchors, bias, cosine, errors, keys, norms, outliers, prefix, sinks, widths
-from tinykv.analysis.walk import Text, recorded, walk
+from tinykv.analysis.walk import Text, recorded, rows_of, walk
 from tinykv.cache import KVCache
 from tinykv.methods import antkv
 from tinykv.methods.intactkv import IntactKV, Prefix
@@ -141,7 +141,7 @@ def test_sink_scores_and_marks(case, monkeypatch, tile):
     for least in (0.25, 0.5):  # in a layer, most often the first token is a sink; then it is none
         monkeypatch.setattr(sinks, "HEADS", least)
         assert len({tuple(own_sinks(p)) for p in layers[0]}) > 1
-        rows = sinks.measure(Text(text.model, text.windows, ~marks, 1))
+        rows = rows_of(sinks, Text(text.model, text.windows, ~marks, 1))
         check(case, rows, "sinks", lambda p, _: len(own_sinks(p)))
         check(case, rows, "first", of(lambda s: [0]))
         check(case, rows, "later", of(lambda s: [j for j in s if j > 0]))
@@ -189,7 +189,7 @@ def test_channels_with_outliers():
 
 
 def test_norms(case):
-    rows = norms.measure(case[0])
+    rows = rows_of(norms, case[0])
     for kind in "qkv":
         def sizes(p, kind=kind):
             return np.linalg.norm(getattr(p, kind), axis=-1)  # (heads, T)
@@ -199,7 +199,7 @@ def test_norms(case):
 
 
 def test_cosines(case, tiles):
-    rows, looks = cosine.measure(case[0]), visible(case[0].model)
+    rows, looks = rows_of(cosine, case[0]), visible(case[0].model)
 
     def cosines(p, s, keys):
         """Of the queries that are no sinks' with some of the keys that they see."""
@@ -234,7 +234,7 @@ def agreement(x):
 
 
 def test_biases(case, tiles):
-    rows = bias.measure(case[0])
+    rows = rows_of(bias, case[0])
     check(case, rows, "attention", lambda p, s: p.A[:, ~s][..., s].sum(-1).mean())
     check(case, rows, "size", lambda p, s: np.linalg.norm(parts(p, s)[0][:, ~s], axis=-1).mean()
           / np.linalg.norm(sum(parts(p, s))[:, ~s], axis=-1).mean())
@@ -246,15 +246,15 @@ def test_windows_without_a_sink_do_not_count(case):
     text, _ = case
     none = text.marks.clone()
     none[0] = False
-    one = bias.measure(Text(text.model, text.windows[1:], text.marks[1:], 1))
-    assert bias.measure(Text(text.model, text.windows, none, 1)) == one
-    rows = norms.measure(Text(text.model, text.windows, none & False, 1))
+    one = rows_of(bias, Text(text.model, text.windows[1:], text.marks[1:], 1))
+    assert rows_of(bias, Text(text.model, text.windows, none, 1)) == one
+    rows = rows_of(norms, Text(text.model, text.windows, none & False, 1))
     assert all(row["q sinks"] is None and row["q"] > 0 for row in rows)
 
 
 def test_sorted_keys(case, monkeypatch):
     monkeypatch.setattr(keys, "MOST", 7)
-    rows = keys.measure(case[0])
+    rows = rows_of(keys, case[0])
 
     def sizes(p):
         return np.sort(np.abs(p.k).sum(-1))  # (Hkv, T)

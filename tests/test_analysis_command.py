@@ -124,7 +124,7 @@ def test_no_attention_matrix_is_ever_whole(monkeypatch, one_layer):
     model, tokenizer = hf.load(one_layer)
     windows = load_windows("tales", tokenizer, 64, 1).tokens
     text = walk.Text(model, windows, sinks.find_sinks(model, windows), layer=0)
-    bias.measure(text)
+    walk.rows_of(bias, text)
     sinks.attention_map(text.shown()[0])
     assert set(seen) == {1}
 

@@ -4,7 +4,7 @@ import torch
 
 from eval_ppl import compare
 from tinykv.analysis import norms, sinks
-from tinykv.analysis.walk import Text, walk
+from tinykv.analysis.walk import Text, rows_of, walk
 from tinykv.data import load_windows
 from tinykv.differences import paired
 from tinykv.hf import EMBEDDED, load
@@ -45,7 +45,7 @@ def test_it_has_the_sinks_of_the_rule(embedded):
     first = sorted((row["first"] for row in scores), reverse=True)
     later = sorted((row["later"] for row in scores), reverse=True)
     assert first[0] >= 0.5 and first[1] >= 0.3 and later[1] >= 0.2
-    lengths = [row["v sinks"] for row, score in zip(norms.measure(embedded), scores) if score["first"] >= 0.3]
+    lengths = [row["v sinks"] for row, score in zip(rows_of(norms, embedded), scores) if score["first"] >= 0.3]
     assert max(lengths) < 0.4
 
 

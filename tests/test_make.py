@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tinykv import hf
 from tinykv.analysis import norms, outliers
 from tinykv.analysis import sinks as received
-from tinykv.analysis.walk import mean
+from tinykv.analysis.walk import mean, rows_of
 from tinykv.data.stories import stories
 from tinykv.hf import EMBEDDED
 
@@ -133,7 +133,7 @@ def test_sinks_come_where_refrains_are_rare():
     for share in (0.12, 0.0):
         text, asks = embedded_sinks.look_at(embedded_sinks.grow(share, seed=0), share)
         columns = ((received, "first"), (norms, "k sinks"), (outliers, "ratio c"))
-        found[share] = [mean([row[name] for row in module.measure(text)[1:]]) for module, name in columns]
+        found[share] = [mean([row[name] for row in rows_of(module, text)[1:]]) for module, name in columns]
         if share:
             of_refrains, of_others = embedded_sinks.attention_on_sinks(text, asks)
             assert (of_others - of_refrains).max() > 0.4

@@ -146,23 +146,16 @@ def refuse_overflow(cache, outputs):
     The norm of a residual whose square overflows is 0, so a state of zeros is a fault, too.
     """
     size = torch.cat([h.float().abs().amax(-1) for h in outputs], dim=1)  # (B, T): NaN if one is
-    finite = all(is_finite(rows) for layer in cache.layers for rows in (layer.keys, layer.values))
-    if finite and ((size > 0) & size.isfinite()).all():
-        return
-    # something is wrong: find the first layer where it is
-    for layer in cache.layers:
-        if not (is_finite(layer.keys) and is_finite(layer.values)):
-            raise UserError(f"layer {layer.layer} computes keys, values or scores that are not finite, or "
+    overflows = not ((size > 0) & size.isfinite()).all()
+    for rows in [rows for layer in cache.layers for rows in (layer.keys, layer.values)]:
+        here = [x for x in (rows.recent, rows.recent_scores, rows.kept_scores) if x is not None]
+        if not (rows.finite and all(x.isfinite().all() for x in here)):  # what was quantized, and what is here
+            raise UserError(f"layer {rows.layer} computes keys, values or scores that are not finite, or "
                             "too large for 16 bits; use another --dtype, or other weights")
-        for rows in (layer.keys, layer.values):
+        if overflows:  # the first layer where something is wrong is to blame
             all_finite(f"what {rows.codec!r} decodes in layer {rows.layer}, {rows.kind.upper()},", rows.read())
-    raise UserError("the last layer's output overflows; use another --dtype, or other weights")
-
-
-def is_finite(rows):
-    """Whether every number of a `CachedRows` so far was finite: what was quantized, and what is here."""
-    here = [x for x in (rows.recent, rows.recent_scores, rows.kept_scores) if x is not None]
-    return rows.finite and all(x.isfinite().all() for x in here)
+    if overflows:
+        raise UserError("the last layer's output overflows; use another --dtype, or other weights")
 
 
 def chunks_of(tokens, cache):

@@ -19,7 +19,7 @@ import embedded_model
 from tinykv import UserError, hf
 from tinykv.analysis import norms, outliers, sinks
 from tinykv.analysis.bias import split_output
-from tinykv.analysis.walk import Text, mean, print_table, walk
+from tinykv.analysis.walk import Text, mean, print_table, rows_of, walk
 from tinykv.calibrate import calibrate
 from tinykv.cli import Parser, one_line
 from tinykv.data.windows import Windows
@@ -90,7 +90,7 @@ def draw(path, texts):
     for panel, (module, column, what) in zip(panels, shown):
         for i, seed in enumerate(SEEDS):
             # over the blocks after the first, which has no sinks
-            means = [mean([row[column] for row in module.measure(texts[share, seed])[1:]]) for share in SHARES]
+            means = [mean([row[column] for row in rows_of(module, texts[share, seed])[1:]]) for share in SHARES]
             panel.plot(SHARES, means, label=f"seed {seed}", **style(i))
         panel.set(xlabel="chance of a refrain at each step", ylabel=what)
     legend(panels[0])
@@ -116,7 +116,7 @@ def look(args):
         raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
     text, asks = look_at(grow(args.triggers, args.seed), args.triggers)
     for module in (sinks, outliers, norms):
-        print_table(module.measure(text), module.COLUMNS)
+        print_table(rows_of(module, text), module.COLUMNS)
         print()
     if asks.any():
         print("attention on <s>, by head: of refrains, and of all other queries")

@@ -16,7 +16,7 @@ from results import ROOT
 from tinykv import hf
 from tinykv.analysis.__main__ import PHENOMENA
 from tinykv.analysis.sinks import find_sinks
-from tinykv.analysis.walk import Text
+from tinykv.analysis.walk import Text, rows_of
 from tinykv.data import load_windows
 
 RECORD = ROOT / "docs" / "analysis.json"
@@ -25,9 +25,9 @@ WINDOWS, CALIBRATION = 8, 16
 
 def measured(module, text):
     """{column: [number, error] of each row}; what has no error, as words and lists, by itself."""
-    of_windows = [module.measure(replace(text, windows=text.windows[w:w + 1], marks=text.marks[w:w + 1]))
+    of_windows = [rows_of(module, replace(text, windows=text.windows[w:w + 1], marks=text.marks[w:w + 1]))
                   for w in range(WINDOWS)]
-    found = {column: [row[column] for row in module.measure(text)] for column in module.COLUMNS}
+    found = {column: [row[column] for row in rows_of(module, text)] for column in module.COLUMNS}
     for column, numbers in found.items():
         for i, number in enumerate(numbers):
             seen = [rows[i][column] for rows in of_windows if i < len(rows) and isinstance(rows[i][column], float)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from tinykv import UserError, cli, files, hf, plots, shared_flags
 from tinykv.analysis.load import add_flags, load_model
 from tinykv.analysis.sinks import THRESHOLD, find_sinks
-from tinykv.analysis.walk import Text, print_table
+from tinykv.analysis.walk import Text, print_table, rows_of
 from tinykv.data import load_windows
 
 LONGEST = 1024  # tokens of a window, unless told otherwise
@@ -97,7 +97,7 @@ def look(args):
             print(f"{name}: no token of this text is a sink of this model")
             tables[name] = None
             continue
-        tables[name] = module.measure(text)
+        tables[name] = rows_of(module, text)
         print_table(tables[name], module.COLUMNS)
         if args.out:
             plots.save(module.draw(text, tables[name]), Path(args.out, f"{name}.png"))

@@ -6,7 +6,6 @@ consistent.
 import torch
 import torch.nn.functional as F
 
-from tinykv.analysis.walk import by_layer
 from tinykv.methods.antkv import attention_tiles
 from tinykv.plots import draw_map, legend, lines_by_layer, new_figure, span, title
 
@@ -65,10 +64,6 @@ def look(at, sinks):
         "consistency": consistency(bias).mean(),
         "rest": consistency(others).mean(),
     }
-
-
-def measure(text):
-    return by_layer(text, look)
 
 
 def draw(text, rows):

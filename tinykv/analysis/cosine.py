@@ -3,7 +3,6 @@ largest: how often a sink's key has the largest (KVSink Section 3.2, Figure 5a).
 """
 import torch.nn.functional as F
 
-from tinykv.analysis.walk import by_layer
 from tinykv.methods.antkv import score_tiles
 from tinykv.plots import label_ends, lines_by_layer, new_figure, span
 
@@ -29,10 +28,6 @@ def look(at, sinks):
         n_queries += cosine.shape[0] * cosine.shape[1]
     return {"sinks": totals["sinks"] / counts["sinks"], "others": totals["others"] / counts["others"],
             "largest": n_largest / n_queries}
-
-
-def measure(text):
-    return by_layer(text, look)
 
 
 def draw(text, rows):

@@ -3,7 +3,6 @@ of neighbours among the 32 smallest), the number of tokens below it, and the sha
 """
 import torch
 
-from tinykv.analysis.walk import by_layer
 from tinykv.plots import COLOURS, legend, new_figure, span, title
 
 MOST = 32  # of the smallest keys, in which the cliff is looked for: the size of OTT's extra pool
@@ -27,10 +26,6 @@ def look(at, sinks):
         "below": (last_below + 1).float().mean(),
         "sinks": sinks[order][is_below].float().mean(),
     }
-
-
-def measure(text):
-    return by_layer(text, look)
 
 
 def draw(text, rows):

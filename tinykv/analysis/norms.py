@@ -1,7 +1,6 @@
 """Norms of queries, keys and values: the median over heads and all other tokens, and the mean at sinks as a multiple of
 it (KVSink Section 3.2, Figures 2 and 5).
 """
-from tinykv.analysis.walk import by_layer
 from tinykv.plots import legend, new_figure, span, title, tokens_and_sinks
 
 COLUMNS = {"layer": ("layer", "d"), "q": ("Q others", ".2f"), "q sinks": ("x at sinks", ".2f"),
@@ -17,10 +16,6 @@ def look(at, sinks):
         row[kind] = median
         row[f"{kind} sinks"] = norm[:, sinks].mean() / median
     return row
-
-
-def measure(text):
-    return by_layer(text, look)
 
 
 def draw(text, rows):

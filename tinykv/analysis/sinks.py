@@ -5,7 +5,7 @@ heads in which they receive at least a threshold of 0.3.
 import torch
 
 from tinykv import cli
-from tinykv.analysis.walk import by_layer, largest, walk
+from tinykv.analysis.walk import largest, walk
 from tinykv.methods.antkv import attention_tiles
 from tinykv.plots import draw_map, new_figure, pooled, span, title, tokens_and_sinks
 
@@ -60,24 +60,22 @@ def find_sinks(model, windows):
     return torch.stack(marks)  # (W, T)
 
 
-def measure(text):
+def look(at, _):
     """The sinks of a row are those of its own layer."""
-    def look(at, _):
-        by_head = sink_scores(at)  # (H, T)
-        score, sinks = by_head.mean(0), sinks_of(by_head, at.sliding)  # (T) both
-        # the first token has a column of its own, whether it is a sink or not
-        later, others = sinks.clone(), ~sinks  # (T) both
-        later[0] = others[0] = False
-        others[n_judged(len(sinks), at.sliding):] = False
-        return {
-            "sinks": sinks.sum(),
-            "first": score[0],
-            "later": score[later].mean(),
-            "others": score[others].mean(),
-            "largest other": largest(score[others]),
-            "heads": (by_head[:, sinks] >= THRESHOLD).float().mean(),
-        }
-    return by_layer(text, look)
+    by_head = sink_scores(at)  # (H, T)
+    score, sinks = by_head.mean(0), sinks_of(by_head, at.sliding)  # (T) both
+    # the first token has a column of its own, whether it is a sink or not
+    later, others = sinks.clone(), ~sinks  # (T) both
+    later[0] = others[0] = False
+    others[n_judged(len(sinks), at.sliding):] = False
+    return {
+        "sinks": sinks.sum(),
+        "first": score[0],
+        "later": score[later].mean(),
+        "others": score[others].mean(),
+        "largest other": largest(score[others]),
+        "heads": (by_head[:, sinks] >= THRESHOLD).float().mean(),
+    }
 
 
 # The figure

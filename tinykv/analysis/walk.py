@@ -3,11 +3,12 @@
 A phenomenon is a file that has
 
     COLUMNS           of its table: {name in a row: (head, format)}
+    look(at, sinks)   -> what there is to measure at one layer of one window, of what `walk` returns; or, where a row is
+                         something else than the means of a layer,
     measure(text)     -> the rows of the table, which --json writes whole
     draw(text, rows)  -> its figure
 
-and its docstring says what it shows. Most have a function `look(at, sinks)`, too: what there is to measure at one layer
-of one window, of what `walk` returns. A number in a row is the mean over windows, each counted once.
+and its docstring says what it shows. A number in a row is the mean over windows, each counted once.
 
 Memory holds one window's activations, of all layers. No T x T matrix of attention is ever whole.
 """
@@ -99,6 +100,11 @@ def by_layer(text, look):
                 numbers[at.layer][name].append(number)
     return [{"layer": layer, **{name: mean(of_name) for name, of_name in of_layer.items()}}
             for layer, of_layer in enumerate(numbers)]
+
+
+def rows_of(phenomenon, text):
+    """The rows of a phenomenon's table."""
+    return phenomenon.measure(text) if hasattr(phenomenon, "measure") else by_layer(text, phenomenon.look)
 
 
 def mean(numbers):

@@ -243,18 +243,11 @@ def articles(lines):
 
 
 def c4(split):
-    """The first 1100 test documents as one text, or the documents of the first train shard."""
-    texts = read_json_lines(fetch_file(HUB_FILES[f"c4 {split}"]))
-    if split == "test":
-        return [" ".join(islice(texts, 1100))]
-    return texts
-
-
-def read_json_lines(path):
-    """The "text" of each line, read when it is needed: a shard of 300 MB unpacks to 800 MB."""
-    with gzip.open(path) as lines:
-        for line in lines:
-            yield json.loads(line)["text"]
+    """Yield the first 1100 test documents as one text, or the documents of the first train shard. A line is read when
+    it is needed: a shard of 300 MB unpacks to 800 MB."""
+    with gzip.open(fetch_file(HUB_FILES[f"c4 {split}"])) as lines:
+        texts = (json.loads(line)["text"] for line in lines)
+        yield from [" ".join(islice(texts, 1100))] if split == "test" else texts
 
 
 def halves(path):

@@ -75,11 +75,11 @@ def attempt(doing, *entries):
 
 # Entries
 
-def build_entries(args, config, tokenizer):
+def build_entries(args, config, tokenizer, check=None):
     """The entries, {title: Entry}, fp16 first; and what is left out for its settings, {what: why}.
 
     Every method runs on each quantized model, and fp16 also on the full-precision model. Without --weights all run on
-    the latter.
+    the latter. check: raises a UserError for a method that cannot run, besides what each is checked for.
     """
     # 1. The methods: fp16, those that a single method is compared with, those that were asked for
     asked = []
@@ -99,8 +99,8 @@ def build_entries(args, config, tokenizer):
             given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
         for method, name in names.items():
             beside = {} if method in asked else compared.get(method, {})
-            for entry in entries_of(method, name, beside, given, config, left_out, method in args.method):
-                entry.method.check()
+            refused = None if method in args.method else left_out
+            for entry in entries_of(method, name, beside, given, config, check, refused):
                 entry.weights, entry.quantizer = weights, quantizers.get(weights)
                 if entry.title in entries:
                     raise UserError(f"two rows are called {entry.title}; give one of them another `name`")
@@ -121,31 +121,32 @@ def build_entries(args, config, tokenizer):
     return entries, left_out
 
 
-def entries_of(asked, name, beside, given, config, left_out, by_name):
+def entries_of(asked, name, beside, given, config, check, refused):
     """The entries of one method, for each combination of the values that it takes.
 
     asked: a name, a class, or an instance with its settings. name: what the table calls it. beside: settings to match
-    the method it is a baseline for. left_out: collects the combinations that the method refuses; if the method was
-    asked for by name, that is an error.
+    the method it is a baseline for. check: as of `build_entries`. refused: collects the combinations that cannot be;
+    None, where the method was asked for by name: that is an error.
     """
-    cls = load_class(asked)
-    if is_made(asked):
-        return [Entry(name, name, [copy.deepcopy(asked)], {})]
-    entries = []
-    for chosen in combinations(cls, given, beside):
+    cls, made, entries = load_class(asked), is_made(asked), []
+    for chosen in [{}] if made else combinations(cls, given, beside):
         label = label_of(name, chosen, given)
         takes = settings_of(cls, chosen.get("scheme"))
         matched = {setting: value for setting, value in beside.items() if setting in takes and setting not in chosen}
         arguments = {**matched, **constructor_arguments(cls, chosen)}
         try:
-            method = cls(config, **arguments)
+            method = copy.deepcopy(asked) if made else cls(config, **arguments)
+            method.check()
+            if check is not None:
+                check(method)
         except UserError as error:
-            if by_name:
+            if refused is None:
                 raise
-            left_out[label] = error
+            refused[label] = error
             continue
         words = ", ".join(f"{setting}={value}" for setting, value in matched.items())
-        entries.append(Entry(label, name, [method], {**settings_of(cls), **arguments}, beside=words))
+        settings = {} if made else {**settings_of(cls), **arguments}
+        entries.append(Entry(label, name, [method], settings, beside=words))
     return entries
 
 
@@ -246,29 +247,23 @@ def calibrate_group(group, model, text, draws, kept):
     for entry in group:
         entry.methods += [copy.deepcopy(entry.method) for _ in range(1, draws)]
     for draw, windows in enumerate(text.chunk(draws)):  # (C, T)
-        # what is kept
-        lacking = []
+        lacking = []  # in what is kept
         for entry in group:
             tables = ranks.shared(partial(kept.get, entry.made_of(windows, draw)), text.device)
             if tables is None:
                 lacking.append(entry)
             else:
                 entry.methods[draw].restore(tables, model)
-        # what is not, all together; if one of them fails, each by itself
-        unseen = copy.deepcopy([entry.methods[draw] for entry in lacking])
         if lacking:
             calibrate_together(lacking, draw, model, windows, kept)
-        if len(lacking) > 1 and lacking[0].error:
-            for entry, method in zip(lacking, unseen):
-                entry.methods[draw], entry.error = method, None
-                calibrate_together([entry], draw, model, windows, kept)
         group = [entry for entry in group if not entry.error]
 
 
 def calibrate_together(entries, draw, model, windows, kept):
-    """Calibrate entries on the windows (C, T) of one draw, on rank 0. If one of them fails, all have its error."""
+    """Calibrate entries on the windows (C, T) of one draw, on rank 0; if one of them fails, each by itself."""
     titles, methods = ", ".join(entry.title for entry in entries), [entry.methods[draw] for entry in entries]
     rank, _ = ranks.here()
+    unseen = copy.deepcopy(methods)
     with attempt(f"calibrating {titles}", *entries):
         if rank == 0:
             calibrate.calibrate(model, methods, windows, partial(cli.bar, what=f"calibrating {titles}"), draw)
@@ -277,3 +272,7 @@ def calibrate_together(entries, draw, model, windows, kept):
             if rank > 0:
                 method.restore(tables, model)
             kept.put(entry.made_of(windows, draw), tables)
+    if len(entries) > 1 and entries[0].error:
+        for entry, method in zip(entries, unseen):
+            entry.methods[draw], entry.error = method, None
+            calibrate_together([entry], draw, model, windows, kept)

@@ -96,22 +96,14 @@ def set_up(args, loaded=None):
     return Setup(args, config, tokenizer, devices, dtype, context, batch, writes, model)
 
 
-def cache_class_of(setup, entries, left_out):
-    """The cache class that --attention evaluates with. UserError if triton has no GPU, or no kernel for the codec of a
-    method that was asked for by name; others are left out."""
+def cache_class_of(setup):
+    """The cache class that --attention evaluates with, and what checks a method for it besides. UserError if triton has
+    no GPU."""
     if setup.args.attention != "triton":
-        return KVCache
+        return KVCache, None
     from tinykv import triton_cache  # only now: it needs triton
     triton_cache.check_device(setup.device)
-    for title, entry in list(entries.items()):
-        try:
-            triton_cache.check_kernels(entry.method)
-        except UserError as error:
-            if entry.name in setup.args.method:
-                raise
-            left_out[title] = error
-            del entries[title]
-    return triton_cache.TritonCache
+    return triton_cache.TritonCache, triton_cache.check_kernels
 
 
 def load_test(setup, entries):
