@@ -77,7 +77,7 @@ def main():
         if args.list_methods:
             return settings.list_methods()
         rows = table.Table(flags.set_up(args))
-        rows.fill(evaluate(rows.setup), show=cli.show)
+        rows.fill(evaluate(rows.setup), show=print)
         if any(row["fault"] for row in rows):
             raise SystemExit(1)
 

@@ -161,11 +161,6 @@ def load_texts(args, tokenizer, prefix, device):
     return texts
 
 
-def in_16_bits(keys, values):
-    """A prefix's keys and values (L, Hkv, n, d) as its file keeps them, in fp32 again."""
-    return keys.detach().half().float(), values.detach().half().float()
-
-
 def check(args):
     """What can be seen to be wrong before anything is loaded."""
     shared_flags.check_counts(args, 1, "samples", "updates", "accumulate", "windows", "calib-windows", "batch")
@@ -228,10 +223,11 @@ def run(args):
 
     # 6. Eq. 2 with the prefix of the quantized model, of the full-precision model, and trained
     rows = {
-        "none": in_16_bits(*exact_rows(quantized, full, prefix.ids)),
-        "exact": in_16_bits(*exact_rows(full, quantized, prefix.ids)),
-        "trained": in_16_bits(*state.rows),
+        "none": exact_rows(quantized, full, prefix.ids),
+        "exact": exact_rows(full, quantized, prefix.ids),
+        "trained": state.rows.detach(),
     }
+    rows = {what: [x.half().float() for x in pair] for what, pair in rows.items()}  # as the file keeps them
     batch = shared_flags.batch_of(args.batch, args.tokens)
     losses = {}
     for what, prefix_rows in rows.items():
@@ -265,9 +261,7 @@ def print_table(weights, losses, results):
 
 
 def main():
-    p = parser()
-    with cli.one_line(p, "stopped; the same command goes on after the last update"):
-        run(p.parse_args())
+    cli.run(parser(), run, "stopped; the same command goes on after the last update")
 
 
 if __name__ == "__main__":

@@ -493,7 +493,7 @@ def short(tmp_path):
     program, end = tmp_path / "short.py", tmp_path / "end"
     program.write_text(f"""from tinykv import cli
 with cli.one_line(cli.Parser()):
-    cli.show("\u00fc\u6f22")
+    print("\u00fc\u6f22")
     cli.note("\u00fc")
     open({str(end)!r}, "x").close()
 """, encoding="utf-8")
@@ -510,8 +510,8 @@ def test_output_that_has_nowhere_to_go(short, to, status, said):
     assert found == status and said in err and end.exists()
 
 
-def test_the_package_runs_as_the_command_and_loses_no_row(tmp_path):
-    words = f"-m tinykv --method rtn --scheme token-dynamic --context 32 --windows 1 --json {tmp_path / 'x.json'}"
+def test_a_full_disk_loses_no_row(tmp_path):
+    words = f"eval_ppl.py --method rtn --scheme token-dynamic --context 32 --windows 1 --json {tmp_path / 'x.json'}"
     status, _, err = process(words, ">/dev/full")
     assert status == 1 and "No space left" in err
     assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == 2

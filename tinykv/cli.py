@@ -73,9 +73,15 @@ def one_line(p, stopped="stopped"):
         sys.stdout, sys.stderr = streams
 
 
+def run(p, body, stopped="stopped"):
+    """A command whose parser is p: body(args), within `one_line`."""
+    with one_line(p, stopped):
+        body(p.parse_args())
+
+
 class Outlet:
-    """stdout or stderr, or None if it is closed. What cannot be written is lost, and `error` says why; characters that
-    a terminal has not are escaped."""
+    """stdout or stderr, or None if it is closed. Writes at once; what cannot be written is lost, and `error` says why;
+    characters that a terminal has not are escaped."""
 
     def __init__(self, stream):
         self.stream, self.error = stream, None
@@ -85,18 +91,16 @@ class Outlet:
             self.stream.reconfigure(errors="backslashreplace")
 
     def write(self, text):
-        return self.attempt(self.stream.write, text)
-
-    def flush(self):
-        self.attempt(self.stream.flush)
-
-    def attempt(self, do, *args):
         try:
-            return do(*args)
+            self.stream.write(text)
+            self.stream.flush()
         except BrokenPipeError:
             raise
         except OSError as error:
             self.error = error
+
+    def flush(self):
+        self.write("")
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -126,11 +130,6 @@ def printable(text):
 
 
 # Output
-
-def show(line):
-    """Print a line, or `Columns`, at once."""
-    print(line, flush=True)
-
 
 def bar(windows, what, total=None, unit="window"):
     """A progress bar on stderr, shown after one second, and only where somebody looks on."""

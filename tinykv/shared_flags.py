@@ -73,7 +73,8 @@ def check_outputs(args, **kinds):
         path = getattr(args, flag)
         if path in (None, "-"):
             continue
-        if not os.access(Path(path).resolve().parent, os.W_OK):
+        folder = path if os.path.isdir(path) else Path(path).resolve().parent
+        if not os.access(f"{folder}/", os.W_OK):  # nor is a file a folder
             raise UserError(f"--{flag} {path}: no file can be written there; give a file name in a folder that exists")
         if named.count(os.path.realpath(path)) > 1:
             raise UserError(f"--{flag} {path}: another flag names this file, too; give each a file of its own")

@@ -7,7 +7,6 @@
 `python -m tinykv.analysis.page` writes a page to click on.
 """
 import importlib
-import os
 from pathlib import Path
 
 from tinykv import UserError, cli, files, hf, plots, shared_flags
@@ -44,13 +43,9 @@ def check(args, names, config):
     """Errors that can be found before anything is computed."""
     if not 0 <= (args.layer or 0) < config.num_hidden_layers:
         raise UserError(f"--layer {args.layer}: this model has layers 0 to {config.num_hidden_layers - 1}")
-    shared_flags.check_outputs(args, json="tinykv-numbers")
-    if args.out:
-        there = next(path for path in Path(args.out, "x").resolve().parents if path.exists())
-        if not os.access(f"{there}/", os.W_OK):  # nor is a file a folder
-            raise UserError(f"--out {args.out}: no figures can be written there; give a folder")
-        for name in names:
-            files.check_target(Path(args.out, f"{name}.png"), plots.KIND)
+    shared_flags.check_outputs(args, json="tinykv-numbers", out="folder")
+    for name in names if args.out else ():
+        files.check_target(Path(args.out, f"{name}.png"), plots.KIND)
 
 
 # What is looked at
@@ -111,9 +106,7 @@ def look(args):
 
 
 def main():
-    p = parser()
-    with cli.one_line(p):
-        look(p.parse_args())
+    cli.run(parser(), look)
 
 
 if __name__ == "__main__":

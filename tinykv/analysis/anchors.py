@@ -8,6 +8,7 @@ bounds it for small errors; the scores of Eq. 5, by which AnTKV chooses, are a s
 `methods/antkv.py`. No T x S matrix is ever whole.
 """
 import torch
+import torch.nn.functional as F
 
 from tinykv import cli
 from tinykv.analysis.walk import by_layer, mean
@@ -56,16 +57,11 @@ def damage(q, k, v, quantized_k, quantized_v, window=None):
 
 # How well the scores rank the tokens: Appendix D
 
-def ranks(x):
-    """x (..., n) -> the rank of each number, (..., n)."""
-    return x.argsort(-1).argsort(-1).float()
-
-
 def rank_correlation(a, b):
     """Spearman's rank correlation over the last dimension. a, b (..., n) -> (...)."""
     middle = (a.shape[-1] - 1) / 2
-    a, b = ranks(a) - middle, ranks(b) - middle
-    return (a * b).sum(-1) / (a.pow(2).sum(-1) * b.pow(2).sum(-1)).sqrt()
+    a, b = (x.argsort(-1).argsort(-1) - middle for x in (a, b))  # the rank of each number
+    return F.cosine_similarity(a, b, dim=-1)
 
 
 def rankings(at, codecs, rope):

@@ -247,12 +247,9 @@ def characters(rows, lo, hi, levels):
 
 def words_of(ids, tokenizer):
     """The text of each token, with the blanks around it."""
-    words, before = [], ""
-    for i, token in enumerate(ids):
-        now = tokenizer.decode(ids[:i + 1])
-        words.append("<s>" if token == tokenizer.bos_id else now[len(before):])
-        before = now
-    return words
+    texts = [tokenizer.decode(ids[:n]) for n in range(len(ids) + 1)]
+    words = zip(ids, texts, texts[1:])
+    return ["<s>" if token == tokenizer.bos_id else now[len(before):] for token, before, now in words]
 
 
 def write(path, page):
@@ -291,9 +288,7 @@ def write_page(args):
 
 
 def main():
-    p = parser()
-    with cli.one_line(p):
-        write_page(p.parse_args())
+    cli.run(parser(), write_page)
 
 
 if __name__ == "__main__":

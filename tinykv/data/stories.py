@@ -164,9 +164,7 @@ class Writer:
         # the other people: no two of a story share their second syllable or their town
         endings = rng.sample([e for e in ENDINGS if not hero.endswith(e)], rng.below(people))
         others = [rng.pick(BEGINNINGS) + ending for ending in endings]
-        other_towns = list(towns)
-        other_towns.remove(town)
-        other_towns = rng.sample(other_towns, len(others))
+        other_towns = rng.sample([t for t in towns if t != town], len(others))
         self.people = [hero, *others]
         self.homes = dict(zip(self.people, [town, *other_towns]))
 

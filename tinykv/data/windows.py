@@ -93,8 +93,7 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     # 2. the windows: of many documents the first ones, of one long text some from all over it
     n_full = len(ids) // text_length  # windows that the stream has
     is_one_text = data not in TEXTS or (data, split) == ("wikitext2", "test")
-    order = spread(n_full) if is_one_text else list(range(n_full))
-    chosen = order[:windows]
+    chosen = (spread(n_full) if is_one_text else list(range(n_full)))[:windows]
     tokens = torch.frombuffer(ids, dtype=torch.int64)[:n_full * text_length]
     tokens = tokens.view(n_full, text_length)[chosen]  # (W, T - n)
     answers = answers_in_windows(marks, n_full, text_length, n_replaced=int(replace_first))

@@ -26,16 +26,6 @@ def add_comparisons(p):
                         "and the loss along longer windows")
 
 
-def compared(rows, vs, bits):
-    """What --vs and --at-bits add below a table: lines, and `cli.Columns`. rows: fp16's first."""
-    parts = []
-    if vs is not None:
-        parts += ["", compared_with_one(rows, vs)]
-    if bits is not None:
-        parts += ["", *compared_at_bits(rows, bits)]
-    return parts
-
-
 def title_of(row):
     """In messages, where no column names the weights: "pfn preserve=5 awq-3"."""
     return f"{row['label']} {row['weights']}" if row["weights"] else row["label"]
@@ -74,17 +64,15 @@ def compared_with(title, name, titles):
 def lines_of(rows, varied=BITS_SETTINGS):
     """{name of a line: its rows}.
 
-    A row's label is its method, and then the settings that were swept: "pfn scheme=kvquant bits=2". The rows of a line
-    differ in one setting: the first in their label that is one of `varied`.
+    A row's title is its method, the settings that were swept, and the weights: "pfn scheme=kvquant bits=2". The rows of
+    a line differ in one setting: the first in their title that is one of `varied`.
     """
     lines = {}
     for row in rows:
-        words = row["label"].split(" ")
+        words = title_of(row).split(" ")
         along_the_line = [word for word in words if word.partition("=")[0] in varied]
         if along_the_line:
             words.remove(along_the_line[0])
-        if row["weights"]:
-            words.append(row["weights"])
         lines.setdefault(" ".join(words), []).append(row)
     return lines
 

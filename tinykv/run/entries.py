@@ -162,9 +162,8 @@ def combinations(cls, given, beside):
     for scheme in schemes:
         # the settings that the method takes under this scheme, each with its given values
         takes = settings_of(cls, scheme)
-        values = {name: given[name] for name in given if name in takes or name == "bits" and "k_bits" in takes}
-        if "scheme" in values:
-            values["scheme"] = [scheme]
+        values = {name: [scheme] if name == "scheme" else options for name, options in given.items()
+                  if name in takes or name == "bits" and "k_bits" in takes}
         combined += [dict(zip(values, combination)) for combination in itertools.product(*values.values())]
     return combined
 

@@ -213,11 +213,15 @@ class Table(list):
         return [row for row in self if not row["fault"]]
 
     def rest(self):
-        """What stands below the rows: --json -, and what compares them."""
+        """What stands below the rows: --json -, and what --vs and --at-bits compare."""
+        args, rows = self.setup.args, self.measured()
         if self.path == "-":
             yield f"\n{json.dumps(self.content(), indent=2, allow_nan=False)}"
         yield from self.no_news()
-        yield from comparisons.compared(self.measured(), self.setup.args.vs, self.setup.args.at_bits)
+        if args.vs is not None:
+            yield from ("", comparisons.compared_with_one(rows, args.vs))
+        if args.at_bits is not None:
+            yield from ("", *comparisons.compared_at_bits(rows, args.at_bits))
 
     def no_news(self):
         """Of rows that say nothing of their method, or no more than others of it."""
