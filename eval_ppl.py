@@ -13,29 +13,28 @@ from tinykv.run import flags, ranks, settings, table
 from tinykv.run.entries import attempt, build_entries, calibrate_all, check_entries
 
 
-def evaluate(setup):
+def evaluate(args):
     """Load, calibrate, evaluate: yield the table as it comes. A dict is a row, as the JSON has it; the others are lines
     about the rows, and `cli.Columns`.
 
-    setup: `flags.set_up`, with the config and the tokenizer, as the methods need no more.
+    args: of `flags.set_up`, with the config and the tokenizer, as the methods need no more.
     """
     # 1. Load
-    args = setup.args
-    cache_class, check = flags.cache_class_of(setup)
-    entries, left_out = build_entries(args, setup.config, setup.tokenizer, check)
-    check_entries(setup, entries)
-    model = setup.model or hf.load_model(args.model, setup.devices, setup.dtype)
-    windows = flags.load_test(setup, entries)
-    yield from table.heading(setup, model)
+    cache_class, check = flags.cache_class_of(args)
+    entries, left_out = build_entries(args, args.config, args.tokenizer, check)
+    check_entries(args, entries)
+    model = args.loaded[0] if args.loaded else hf.load_model(args.model, args.devices, args.dtype)
+    windows = flags.load_test(args, entries)
+    yield from table.heading(args, model)
 
     # 2. Calibrate: first the weights, as a method is calibrated on the model that it runs on
-    models = calibrate_all(setup, model, entries, windows.tokens)  # {label of weights: Llama}
+    models = calibrate_all(args, model, entries, windows.tokens)  # {label of weights: Llama}
 
     # 3. Evaluate: a row as soon as it is measured. fp16 is the first, with which the others are compared
-    yield from table.findings(setup, model, windows, models, entries, left_out)
+    yield from table.findings(args, model, windows, models, entries, left_out)
     yield from ("", table.columns_of(args, entries))
     fp16 = entries["fp16"]
-    mine = ranks.own_windows(windows, setup.batch)  # all windows, unless torchrun started several processes
+    mine = ranks.own_windows(windows, args.batch)  # all windows, unless torchrun started several processes
     total = len(mine.tokens) * sum(len(entry.methods) for entry in entries.values())
     with cli.bar(None, "evaluating", total) as bar:  # of all rows, as fp16's time tells much about the others'
         for title, entry in entries.items():
@@ -46,7 +45,7 @@ def evaluate(setup):
                 bar.set_description(f"evaluating {title}", refresh=False)
                 with attempt(f"evaluating {title}", entry):
                     for method in entry.methods:  # one for each draw of the calibration
-                        result = measure(model, method, mine, protocol=args.protocol, batch=setup.batch,
+                        result = measure(model, method, mine, protocol=args.protocol, batch=args.batch,
                                          fp16=exact, bar=bar, cache_class=cache_class, prompt=args.prompt)
                         entry.results.append(ranks.gather(result))
             bar.clear()
@@ -67,7 +66,7 @@ def compare(methods, model=None, **given):
     flags.check_effect(given, *(["device", "dtype"] if loaded else []))  # those of the model that is given
     args = flags.parse(methods=methods, given={"model": "given" if loaded else model, "wide": True, **given})
     rows = table.Table(flags.set_up(args, loaded))
-    rows.fill(evaluate(rows.setup))
+    rows.fill(evaluate(rows.args))
     return rows
 
 
@@ -77,7 +76,7 @@ def main():
         if args.list_methods:
             return settings.list_methods()
         rows = table.Table(flags.set_up(args))
-        rows.fill(evaluate(rows.setup), show=print)
+        rows.fill(evaluate(rows.args), show=print)
         if any(row["fault"] for row in rows):
             raise SystemExit(1)
 

@@ -144,19 +144,19 @@ def check_loss(loss):
         raise UserError("the loss is not finite; give a smaller --lr, or another --dtype")
 
 
-def load_texts(args, tokenizer, prefix, device):
+def load_texts(args, prefix):
     """The texts to train on, and those that are held out, both without the prefix: tokens (N, T) and which of them
     count (N, T) each."""
     sizes = [args.samples, args.windows]
     if args.chats is not None:
         system = SYSTEM if len(prefix) == 1 else ""  # a prefix of BOS alone holds no system prompt
         longest = max(0, args.tokens - len(prefix))
-        tokens, response = load_chats(args.chats, tokenizer, sum(sizes), longest, system)
-        return list(zip(tokens.to(device).split(sizes), response.to(device).split(sizes)))
+        tokens, response = load_chats(args.chats, args.tokenizer, sum(sizes), longest, system)
+        return list(zip(tokens.to(args.device).split(sizes), response.to(args.device).split(sizes)))
     texts = []
     for split, n in zip(("calibration", "test"), sizes):
-        windows = load_windows(args.data, tokenizer, args.tokens, n, split, args.seed, prefix=prefix)
-        tokens = windows.tokens[:, len(prefix):].to(device)  # (n, T)
+        windows = load_windows(args.data, args.tokenizer, args.tokens, n, split, args.seed, prefix=prefix)
+        tokens = windows.tokens[:, len(prefix):].to(args.device)  # (n, T)
         texts.append((tokens, torch.ones_like(tokens, dtype=torch.bool)))
     return texts
 
@@ -174,29 +174,25 @@ def check(args):
 
 def run(args):
     check(args)
-    device = hf.usable_device(args.device)
-    config = hf.load_config(args.model)
-    context = shared_flags.context_of(args.context, config, 4096)
-    shared_flags.check_context(args.tokens, config, "tokens")
-    tokenizer = hf.load_tokenizer(args.model, config)
-    prefix = open_prefix(args.prefix, tokenizer)
+    shared_flags.set_up(args, longest=4096)
+    shared_flags.check_context(args.tokens, args.config, "tokens")
+    prefix = open_prefix(args.prefix, args.tokenizer)
     n = len(prefix.ids)
     (name, quantizer), = quantizers_of(args).items()
 
     # 1. The full-precision model
-    full = hf.load_model(args.model, device, shared_flags.dtype_of(args.dtype, device))
+    full = hf.load_model(args.model, args.devices, args.dtype)
     full.use_attention(args.attention)
 
     # 2. The texts: to train on, and held out, both without the prefix; windows to evaluate on
-    texts, held_out = load_texts(args, tokenizer, prefix.ids, device)
-    windows = load_windows(args.data, tokenizer, context, args.windows, "test", args.seed,
+    texts, held_out = load_texts(args, prefix.ids)
+    windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", args.seed,
                            prefix=prefix.ids if n > 1 else [])  # BOS alone takes a token's place
 
     # 3. The model with quantized weights
     calibration_windows = None
     if quantizer.needs_text:
-        text = shared_flags.calibration_text(args, tokenizer, context, test=windows.tokens)
-        calibration_windows = text.to(device)  # (C, T)
+        calibration_windows = shared_flags.calibration_text(args, test=windows.tokens)  # (C, T)
     blocks = quantized_blocks(full, name, quantizer, calibration_windows, Tables(args.calibration, full))
     quantized = restore(full, quantizer, blocks)
     quantized.requires_grad_(False)
@@ -204,8 +200,8 @@ def run(args):
     # 4. The prefix's (keys, values), (L, Hkv, n, d) each: exact ones, and those to begin with
     weights = weights_label(name, quantizer, args.calib_data or args.data, calibration_windows)
     fill_prefix(prefix, full, quantized, weights)
-    exact = [rows.to(device) for rows in exact_rows(full, full, prefix.ids)]
-    first = [rows.to(device).float() for rows in (prefix.keys, prefix.values)]
+    exact = [rows.to(args.device) for rows in exact_rows(full, full, prefix.ids)]
+    first = [rows.to(args.device).float() for rows in (prefix.keys, prefix.values)]
 
     # 5. Train
     trained_for = {"model": fingerprint(full), "weights": weights}
@@ -240,11 +236,11 @@ def run(args):
     print(f"wrote {args.out}")
 
     # 8. Evaluate the quantized model with each, beside the full-precision model
-    batch = shared_flags.batch_of(args.batch, context)
+    batch = shared_flags.batch_of(args.batch, args.context)
     with cli.bar(None, "evaluating", (1 + len(rows)) * args.windows) as progress:
-        results = {"fp16": measure(full, FP16(config), windows, "paper", batch, None, progress)}
+        results = {"fp16": measure(full, FP16(full.config), windows, "paper", batch, None, progress)}
         for what, prefix_rows in rows.items():
-            method = IntactKV(config, Prefix(what, prefix.ids, *prefix_rows))
+            method = IntactKV(full.config, Prefix(what, prefix.ids, *prefix_rows))
             results[what] = measure(quantized, method, windows, "paper", batch, results["fp16"], progress)
     print()
     print_table(name, losses, results)

@@ -280,6 +280,6 @@ def test_a_map_keeps_the_largest_magnitude_and_its_sign():
 @pytest.mark.parametrize("bos", ["replace", "none"])
 def test_windows_to_calibrate_on_are_cut_as_the_text_is(bos):
     args = command.parser().parse_args(["norms", "--calib-windows", "3", "--bos", bos])
-    tokenizer = hf.load_tokenizer(hf.EMBEDDED, hf.load_config(hf.EMBEDDED))
-    found = shared_flags.calibration_text(args, tokenizer, 32)
-    assert found.equal(load_windows("tales", tokenizer, 32, 3, "calibration", bos=bos).tokens)
+    shared_flags.set_up(args, longest=32)
+    found = shared_flags.calibration_text(args)
+    assert found.equal(load_windows("tales", args.tokenizer, 32, 3, "calibration", bos=bos).tokens)

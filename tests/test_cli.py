@@ -11,7 +11,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import DEFAULT, Mock
 
 import pytest
@@ -412,10 +411,9 @@ def test_calibration_sees_no_text_of_the_test(command, monkeypatch, tmp_path):
 
 
 def test_the_text_that_weights_see_is_known_by_all_of_its_windows(one_layer):
-    tokenizer, labels = hf.load(one_layer)[1], set()
-    args = SimpleNamespace(data="tales", calib_data=None, seed=0, bos="auto")
+    args, labels = flags.set_up(flags.parse(["--context=64"]), hf.load(one_layer)), set()
     for n in 1, 2, 16:
-        windows = shared_flags.calibration_text(args, tokenizer, 64, n)
+        windows = shared_flags.calibration_text(args, n)
         assert len(windows) == n
         labels.add(command_of_weights.weights_label("awq-3", QUANTIZERS["awq"](3), "tales", windows))
     assert len(labels) == 3
@@ -423,11 +421,10 @@ def test_the_text_that_weights_see_is_known_by_all_of_its_windows(one_layer):
 
 @pytest.mark.parametrize("bos", ["replace", "none"])
 def test_windows_to_calibrate_on_begin_as_those_of_the_test(one_layer, bos):
-    tokenizer = hf.load(one_layer)[1]
-    args = SimpleNamespace(data="tales", calib_data=None, seed=3, bos=bos)
-    windows = shared_flags.calibration_text(args, tokenizer, 64, 4)
-    assert windows.equal(load_windows("tales", tokenizer, 64, 4, "calibration", 3, bos).tokens)
-    assert (windows[:, 0] == tokenizer.bos_id).all() == (bos == "replace")
+    args = flags.set_up(flags.parse(["--context=64", "--seed=3", f"--bos={bos}"]), hf.load(one_layer))
+    windows = shared_flags.calibration_text(args, 4)
+    assert windows.equal(load_windows("tales", args.tokenizer, 64, 4, "calibration", 3, bos).tokens)
+    assert (windows[:, 0] == args.tokenizer.bos_id).all() == (bos == "replace")
 
 
 @pytest.mark.parametrize("words, named", [

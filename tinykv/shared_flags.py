@@ -90,20 +90,36 @@ def check_context(context, config, flag="context"):
         raise UserError(f"--{flag} {context} is longer than the {longest} positions that this model was made for")
 
 
-def context_of(context, config, longest):
-    """--context, or as many tokens as the model was made for, up to `longest`."""
-    context = context or min(config.max_position_embeddings, longest)
-    check_context(context, config)
-    return context
+def set_up(args, longest, loaded=None):
+    """Add to a command's flags what its model and the machine decide: `config`, `tokenizer`, the `devices` that the
+    layers are on, the first of which, `device`, is given tokens, `dtype` and `context`.
+
+    longest: tokens of a window, unless told otherwise, or as many as the model was made for. loaded: a (model,
+    tokenizer) to use instead of --model.
+    """
+    if loaded:
+        model, args.tokenizer = loaded
+        args.config, weight = model.config, model.lm_head.weight
+        args.devices, args.dtype = [weight.device], weight.dtype
+    else:
+        args.devices = hf.usable_devices(args.device)
+        # half-precision products are slow on a CPU
+        args.dtype = DTYPES[args.dtype or ("fp32" if args.devices[0].type == "cpu" else "bf16")]
+        args.config = hf.load_config(args.model)
+        args.tokenizer = hf.load_tokenizer(args.model, args.config)
+    args.device = args.devices[0]
+    args.context = args.context or min(args.config.max_position_embeddings, longest)
+    check_context(args.context, args.config)
 
 
-def calibration_text(args, tokenizer, context, n=None, test=None):
-    """The windows that a command's flags calibrate on, tokens (n, T); n: --calib-windows, unless told otherwise.
-    UserError if they share text with those that it tests on, (W, T)."""
+def calibration_text(args, n=None, test=None):
+    """The windows that a command calibrates on, after `set_up`: tokens (n, T); n: --calib-windows, unless told
+    otherwise. UserError if they share text with those that it tests on, (W, T)."""
     n = n or args.calib_windows or CALIBRATION_WINDOWS
     whole = args.calib_data is not None  # of a file: the test is another text
     source = args.calib_data if whole else args.data
-    tokens = load_windows(source, tokenizer, context, n, "calibration", args.seed, args.bos, whole=whole).tokens
+    windows = load_windows(source, args.tokenizer, args.context, n, "calibration", args.seed, args.bos, whole=whole)
+    tokens = windows.tokens.to(args.device)
     if whole and test is not None and share_text(tokens, test):
         raise UserError(f"--calib-data {source} holds text of the test, --data {args.data}; give another text, or "
                         "leave it out, to calibrate on another part of --data")
@@ -113,8 +129,3 @@ def calibration_text(args, tokenizer, context, n=None, test=None):
 def batch_of(batch, tokens):
     """--batch, or as many texts of so many tokens as 4096 tokens are."""
     return batch or max(1, 4096 // tokens)
-
-
-def dtype_of(name, device):
-    """The dtype of a name, or of a device: half-precision products are slow on a CPU."""
-    return DTYPES[name or ("fp32" if device.type == "cpu" else "bf16")]

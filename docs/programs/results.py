@@ -191,12 +191,12 @@ def measure_all(model, loaded, text, data):
 def measure_group(model, loaded, group, data):
     """Measure rows that share flags, [(row, flags, entry)], and write each as soon as it is there."""
     args = group[0][1]
-    setup = flags.set_up(args, loaded)
+    flags.set_up(args, loaded)
     entries = {row: entry for row, _, entry in group}
-    windows = flags.load_test(setup, entries)
-    models = calibrate_all(setup, loaded[0], entries, windows.tokens)
+    windows = flags.load_test(args, entries)
+    models = calibrate_all(args, loaded[0], entries, windows.tokens)
     loaded[0].use_attention("fused")
-    read = partial(measure, windows=windows, protocol=args.protocol, batch=setup.batch, prompt=args.prompt)
+    read = partial(measure, windows=windows, protocol=args.protocol, batch=args.batch, prompt=args.prompt)
     exact = read(loaded[0], METHODS["fp16"](loaded[0].config))
     for row, entry in entries.items():
         if entry.error:

@@ -50,14 +50,11 @@ def check(args, names, config):
 
 # What is looked at
 
-def load_text(args, names, model, tokenizer):
+def load_text(args, names, model):
     """The windows and their sinks, and what the phenomena need besides."""
-    device = model.lm_head.weight.device
-    windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", bos=args.bos)
-    windows = windows.tokens.to(device)  # (W, T)
-    calibration = None
-    if {*names} & {*NEED_CALIBRATION}:
-        calibration = shared_flags.calibration_text(args, tokenizer, args.context).to(device)  # (C, T)
+    windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", bos=args.bos)
+    windows = windows.tokens.to(args.device)  # (W, T)
+    calibration = shared_flags.calibration_text(args) if {*names} & {*NEED_CALIBRATION} else None  # (C, T)
     layer = model.config.num_hidden_layers // 2 if args.layer is None else args.layer
     return Text(model, windows, find_sinks(model, windows), layer, calibration)
 
@@ -76,12 +73,12 @@ def look(args):
     # 1. the model
     names = NAMES if "all" in args.what else tuple(dict.fromkeys(args.what))  # each once
     check(args, names, hf.load_config(args.model))
-    model, tokenizer = load_model(args, LONGEST)
+    model = load_model(args, LONGEST)
 
     # 2. the text and its sinks
-    text = load_text(args, names, model, tokenizer)
+    text = load_text(args, names, model)
     print(f"{args.data}: {args.windows} windows of {args.context} tokens")
-    print_sinks(text, tokenizer)
+    print_sinks(text, args.tokenizer)
 
     # 3. a table for each name, and a figure
     tables = {}  # {name: rows}

@@ -10,12 +10,9 @@ def add_flags(p, windows, longest):
 
 
 def load_model(args, longest):
-    """The model and its tokenizer. Sets --context where it is not given: the model's, up to `longest`."""
+    """The model. longest: see `shared_flags.set_up`, which this calls."""
     shared_flags.check_counts(args, 1, "windows", "calib-windows")
     shared_flags.check_counts(args, 2, "context")
-    device, config = hf.usable_device(args.device), hf.load_config(args.model)
-    args.context = shared_flags.context_of(args.context, config, longest)
-    tokenizer = hf.load_tokenizer(args.model, config)
-    model = hf.load_model(args.model, device, shared_flags.dtype_of(args.dtype, device))
-    print(f"model {args.model}, {model.lm_head.weight.dtype}, {device}")
-    return model, tokenizer
+    shared_flags.set_up(args, longest)
+    print(f"model {args.model}, {args.dtype}, {args.device}")
+    return hf.load_model(args.model, args.devices, args.dtype)

@@ -274,16 +274,15 @@ def parser():
 
 def write_page(args):
     shared_flags.check_outputs(args, out="tinykv-page")
-    model, tokenizer = load_model(args, LONGEST)
-    device = model.lm_head.weight.device
+    model = load_model(args, LONGEST)
     if args.text:
-        texts = read_questions(args.text, tokenizer, LONGEST)
+        texts = read_questions(args.text, args.tokenizer, LONGEST)
     else:
-        windows = load_windows(args.data, tokenizer, args.context, args.windows, "test", bos=args.bos)
+        windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", bos=args.bos)
         texts = Questions(windows.tokens, [args.context] * args.windows, windows.answers)
-    texts.tokens = texts.tokens.to(device)  # (W, T)
-    calibration = shared_flags.calibration_text(args, tokenizer, args.context).to(device)  # (C, T)
-    write(args.out, {"model": Path(args.model).absolute().name, **content(model, tokenizer, texts, calibration)})
+    texts.tokens = texts.tokens.to(args.device)  # (W, T)
+    about = content(model, args.tokenizer, texts, shared_flags.calibration_text(args))
+    write(args.out, {"model": Path(args.model).absolute().name, **about})
     print(f"wrote {args.out}")
 
 

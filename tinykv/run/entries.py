@@ -178,9 +178,9 @@ def label_of(name, chosen, given):
     return " ".join(words)
 
 
-def check_entries(setup, entries):
+def check_entries(args, entries):
     """What can be seen to be wrong with the entries before the model is loaded."""
-    args, context = setup.args, setup.context
+    context = args.context
     for title, entry in entries.items():
         if not entry.method.keeps_share and entry.method.preserve > context:
             raise UserError(f"{title} keeps {entry.method.preserve} tokens, and a window has {context}; keep fewer")
@@ -195,12 +195,11 @@ def check_entries(setup, entries):
 
 # Calibration
 
-def calibrate_all(setup, model, entries, test=None):
+def calibrate_all(args, model, entries, test=None):
     """Quantize the weights, and calibrate each method of {title: Entry} on the model that it runs on.
 
     test: the windows (W, T) to evaluate on. Returns {label of weights: Llama}; None is the model itself.
     """
-    args = setup.args
     # calibration reads its text in full precision, so there are no codes that triton kernels could read
     model.use_attention("fused" if args.attention == "triton" else args.attention)
 
@@ -209,16 +208,16 @@ def calibrate_all(setup, model, entries, test=None):
     if any(e.method.needs_calibration or e.quantizer and e.quantizer.needs_text for e in entries.values()):
         most = max(entry.method.calibration_windows for entry in entries.values())
         n = args.draws * (args.calib_windows or most)
-        text = shared_flags.calibration_text(args, setup.tokenizer, setup.context, n, test).to(setup.device)  # (n, T)
+        text = shared_flags.calibration_text(args, n, test)  # (n, T)
         of_weights = text[:args.calib_windows or CALIBRATION_WINDOWS]  # (C, T)
-    kept = Tables(args.calibration if setup.writes else None, model)
+    kept = Tables(args.calibration, model)
 
     # 2. The weights
     models = {None: model}
     for entry in entries.values():
         if entry.weights not in models:
             tensors = partial(quantized_blocks, model, entry.weights, entry.quantizer, of_weights, kept)
-            models[entry.weights] = restore(model, entry.quantizer, ranks.shared(tensors, setup.device))
+            models[entry.weights] = restore(model, entry.quantizer, ranks.shared(tensors, args.device))
 
     # 3. The methods: those that run on the same weights and see as many windows read them together
     together = defaultdict(list)  # {(label of weights, C): [Entry]}

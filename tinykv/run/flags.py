@@ -1,14 +1,8 @@
 """The flags of eval_ppl.py, what the model and the machine decide in their absence, and the text to evaluate on."""
-import argparse
-from dataclasses import dataclass
-
-import torch
-
-from tinykv import UserError, cli, hf, shared_flags
+from tinykv import UserError, cli, shared_flags
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
 from tinykv.methods.registry import METHODS
-from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons, ranks
 from tinykv.run.settings import add_settings, load_class
 from tinykv.weights.command import add_weights
@@ -44,6 +38,7 @@ def parser(asked=(), about=None):
     p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss; -: print it")
     comparisons.add_comparisons(p)
     add_weights(parent, several=True)
+    parent.set_defaults(config=None, tokenizer=None, devices=None, loaded=None)  # `set_up` sets them
     add_settings(parent, asked)
     fp8 = "--method docs/examples/formats.py:Formats --scheme fp8"
     parent.meant = {"--keep": "--preserve", "--text": "--data", "--kv-cache-dtype": fp8, "-ctk": fp8,
@@ -56,57 +51,27 @@ def add_method(p):
                    help="names from --list-methods, 'all', or path/to/file.py:Class")
 
 
-@dataclass(frozen=True)
-class Setup:
-    """A command's flags, and what the model, the machine and the rank decide."""
-    args: argparse.Namespace  # as given, or their defaults
-    config: LlamaConfig
-    tokenizer: object
-    devices: list  # that the model's layers are on; tokens go to the first
-    dtype: torch.dtype
-    context: int  # tokens of a window
-    batch: int  # windows at a time
-    writes: bool  # rank 0 writes files, the others do not
-    model: Llama | None = None  # that is given in the place of --model's
-
-    @property
-    def device(self):
-        return self.devices[0]
-
-    def file(self, flag):
-        """The file of --json, --plot or --calibration."""
-        return getattr(self.args, flag) if self.writes else None
-
-
 def set_up(args, loaded=None):
-    """The `Setup` of flags. loaded: a (model, tokenizer) to use instead of --model."""
-    device, writes = ranks.prepare(args.device)
-    model = None
-    if loaded:
-        model, tokenizer = loaded
-        config, weight = model.config, model.lm_head.weight
-        devices, dtype = [weight.device], weight.dtype
-    else:
-        devices = hf.usable_devices(device)
-        dtype = shared_flags.dtype_of(args.dtype, devices[0])
-        config = hf.load_config(args.model)
-        tokenizer = hf.load_tokenizer(args.model, config)
-    context = shared_flags.context_of(args.context, config, 4096)
-    batch = shared_flags.batch_of(args.batch, context)
-    return Setup(args, config, tokenizer, devices, dtype, context, batch, writes, model)
+    """The flags, and what the rank, the model and the machine decide: see `shared_flags.set_up`, and `batch`, how many
+    windows are read at a time. loaded: a (model, tokenizer) to use instead of --model."""
+    ranks.prepare(args)
+    shared_flags.set_up(args, 4096, loaded)
+    args.loaded = loaded
+    args.batch = shared_flags.batch_of(args.batch, args.context)
+    return args
 
 
-def cache_class_of(setup):
+def cache_class_of(args):
     """The cache class that --attention evaluates with, and what checks a method for it besides. UserError if triton has
     no GPU."""
-    if setup.args.attention != "triton":
+    if args.attention != "triton":
         return KVCache, None
     from tinykv import triton_cache  # only now: it needs triton
-    triton_cache.check_device(setup.device)
+    triton_cache.check_device(args.device)
     return triton_cache.TritonCache, triton_cache.check_kernels
 
 
-def load_test(setup, entries):
+def load_test(args, entries):
     """The `Windows` to evaluate on, which all begin with the longest prefix."""
     prefixes = [entry.method.prefix for entry in entries.values() if entry.method.prefix]
     longest = max([p.ids for p in prefixes], key=len, default=[])
@@ -116,8 +81,7 @@ def load_test(setup, entries):
                             f"{p} is not")
     if len(longest) == 1:
         longest = []  # BOS alone takes the place of a window's first token
-    args = setup.args
-    windows = load_windows(args.data, setup.tokenizer, setup.context, args.windows, "test", args.seed, args.bos,
+    windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", args.seed, args.bos,
                            longest, whole=args.calib_data is not None)
     return windows.predicted_from(args.prompt) if args.prompt else windows
 

@@ -33,24 +33,23 @@ class TinyKV(TemplateLM):
         super().__init__()
         one_of(["context"], prompt=prompt)
         flags.check_effect(settings, "draws", "windows", "json", "plot", "vs", "at_bits", "wide")
-        self.args = args = flags.parse(methods=["fp16", method], given=settings)
+        self.args = args = flags.set_up(flags.parse(methods=["fp16", method], given=settings))
         self.prompt, self.max_gen_toks = prompt, max_gen_toks
 
         # model, tokenizer and method of these flags, calibrated as the command does it
-        setup = flags.set_up(args)
-        self.tokenizer, self.on = setup.tokenizer, setup.device
-        entries, _ = build_entries(args, setup.config, self.tokenizer)
+        self.tokenizer = args.tokenizer
+        entries, _ = build_entries(args, args.config, args.tokenizer)
         *others, entry = entries.values()  # fp16 comes first
         if any((other.name, bool(other.weights)) == (entry.name, bool(entry.weights)) for other in others):
             raise UserError(f"model_args make several rows: {', '.join(entries)}; give one value of each setting")
-        model = hf.load_model(args.model, setup.devices, setup.dtype)
-        models = calibrate_all(setup, model, {entry.title: entry})
+        model = hf.load_model(args.model, args.devices, args.dtype)
+        models = calibrate_all(args, model, {entry.title: entry})
         if entry.error is not None:
             raise entry.error
         self.model, self.method = models[entry.weights], entry.method
 
         self.prefix = self.method.prefix.ids if self.method.prefix else []
-        self.max_length = setup.config.max_position_embeddings - len(self.prefix)
+        self.max_length = args.config.max_position_embeddings - len(self.prefix)
 
     # What lm_eval asks of a tokenizer
 
@@ -102,7 +101,7 @@ class TinyKV(TemplateLM):
         """ids -> tokens (1, T), which begin with the method's prefix, if it has one."""
         if self.prefix and ids[0] == self.tokenizer.bos_id:
             ids = ids[1:]  # the prefix has a BOS of its own
-        return torch.tensor([[*self.prefix, *ids]], device=self.on)
+        return torch.tensor([[*self.prefix, *ids]], device=self.args.device)
 
     # Generation
 

@@ -45,11 +45,13 @@ def here():
     return 0, 1
 
 
-def prepare(device):
-    """Of --device, that of this rank, which has a GPU of its own; and whether it writes files: rank 0 does."""
+def prepare(args):
+    """Change the flags to those of this rank: it has a GPU of its own, and rank 0 alone writes files."""
     rank, n_ranks = here()
-    own = n_ranks > 1 and device == "cuda"
-    return f"cuda:{os.environ['LOCAL_RANK']}" if own else device, rank == 0
+    if n_ranks > 1 and args.device == "cuda":
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if rank > 0:
+        args.json = args.plot = args.calibration = None
 
 
 def shared(compute, device):
@@ -66,9 +68,8 @@ def own_windows(windows, batch):
     """The windows of this rank, as many batches as the others have, give or take one."""
     rank, n_ranks = here()
     n_batches = -(-len(windows.tokens) // batch)
-    first = rank * n_batches // n_ranks * batch
-    last = (rank + 1) * n_batches // n_ranks * batch
-    return replace(windows, tokens=windows.tokens[first:last], answers=windows.answers[first:last])
+    own = slice(*(r * n_batches // n_ranks * batch for r in (rank, rank + 1)))
+    return replace(windows, tokens=windows.tokens[own], answers=windows.answers[own])
 
 
 def gather(result):

@@ -40,21 +40,20 @@ COLUMNS = {
 WIDE_ONLY = ("KL", "top-1", "bits", "128K", "cache KB", "s")
 
 
-def heading(setup, model):
+def heading(args, model):
     """Lines: what the table is of, the model and the text."""
-    args, parameters = setup.args, sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in model.parameters())
     attention = "" if args.attention == "fused" else f", attention {args.attention}"
     prompt = f", prompt {args.prompt}" if args.prompt else ""
-    yield f"model {args.model}: {parameters:,} parameters, {setup.dtype}, {setup.device}"
-    yield (f"data {args.data}: {args.windows} windows of {setup.context} tokens, "
+    yield f"model {args.model}: {parameters:,} parameters, {args.dtype}, {args.device}"
+    yield (f"data {args.data}: {args.windows} windows of {args.context} tokens, "
            f"protocol {args.protocol}{prompt}, seed {args.seed}{attention}")
     if args.data in VOCABULARIES and args.model != str(hf.EMBEDDED):
         yield f"{args.data} was written for the embedded model; --data wikitext2 or a file is a text for others"
 
 
-def findings(setup, model, windows, models, entries, left_out):
+def findings(args, model, windows, models, entries, left_out):
     """Lines: what the rows are measured with, the weights, what calibration found, and when tokens are chosen."""
-    args = setup.args
     if any(entry.method.calibrated() for entry in entries.values()):
         many = f"{args.draws} calibrations, each on text of its own: means; +- and t are over draws and windows"
         yield "one calibration: +- and t are over windows" if args.draws == 1 else many
@@ -175,10 +174,9 @@ def faults(entries):
 class Table(list):
     """The rows, and the lines and `cli.Columns` around them. `pandas.json_normalize(table)` is a DataFrame."""
 
-    def __init__(self, setup):
+    def __init__(self, args):
         super().__init__()
-        self.setup, self.parts, self.columns = setup, [], None
-        self.path = setup.file("json")
+        self.args, self.parts, self.columns = args, [], None
 
     def fill(self, parts, show=lambda line: None):
         """Take the parts of a table as they come, and what compares its rows. show: is handed what to print."""
@@ -194,19 +192,19 @@ class Table(list):
                 self.columns = part
             self.parts.append(part)
             show(part)
-        if self.setup.file("plot"):
-            plots.save(self.plot(), self.setup.args.plot)
+        if self.args.plot:
+            plots.save(self.plot(), self.args.plot)
         self.write()
 
     def write(self):
         """The rows so far, to --json FILE."""
-        if self.path not in (None, "-"):
-            files.write_json(self.path, self.content(), "tinykv-table")
+        if self.args.json not in (None, "-"):
+            files.write_json(self.args.json, self.content(), "tinykv-table")
 
     def content(self):
         """The rows so far, as the JSON that --json asks for."""
-        args, versions = self.setup.args, {"python": platform.python_version(), "torch": torch.__version__}
-        return {"rows": self, "model": args.model, "data": args.data, "context": self.setup.context,
+        args, versions = self.args, {"python": platform.python_version(), "torch": torch.__version__}
+        return {"rows": self, "model": args.model, "data": args.data, "context": args.context,
                 "windows": args.windows, "draws": args.draws, "seed": args.seed, "versions": versions}
 
     def measured(self):
@@ -214,8 +212,8 @@ class Table(list):
 
     def rest(self):
         """What stands below the rows: --json -, and what --vs and --at-bits compare."""
-        args, rows = self.setup.args, self.measured()
-        if self.path == "-":
+        args, rows = self.args, self.measured()
+        if args.json == "-":
             yield f"\n{json.dumps(self.content(), indent=2, allow_nan=False)}"
         yield from self.no_news()
         if args.vs is not None:
