@@ -13,7 +13,7 @@ import eval_ppl
 from tinykv.evaluate import Result, sum_of
 
 ROOT = Path(__file__).parent.parent
-TIMES = {"seconds", "tokens_per_s"}
+TIMES = {"seconds"}
 
 
 def fork(*words, ranks):
@@ -102,10 +102,10 @@ def test_what_is_wrong_is_one_line_though_every_rank_sees_it(capfd):
 
 def test_parts_add_up_to_the_whole():
     """Every figure; a part may be empty."""
-    one = Result([1.0], [[1.0]], [2.0], [3.0], [4.0], [5.0], agree=1, right=2, answers=3, targets=4, tokens=5,
+    one = Result([1.0], [[1.0]], [2.0], [3.0], [4.0], [5.0], agree=1, right=2, answers=3, targets=4,
                  seconds=6.0, cache_bytes=7, reads_codes=1)
-    two = Result([1.5], [[1.5]], [2.5], [3.5], [4.5], [5.5], agree=10, right=20, answers=30, targets=40, tokens=50,
+    two = Result([1.5], [[1.5]], [2.5], [3.5], [4.5], [5.5], agree=10, right=20, answers=30, targets=40,
                  seconds=60.0, cache_bytes=6, reads_codes=2)
-    whole = Result([1.0, 1.5], [[1.0], [1.5]], [2.0, 2.5], [3.0, 3.5], [4.0, 4.5], [5.0, 5.5], 11, 22, 33, 44, 55,
+    whole = Result([1.0, 1.5], [[1.0], [1.5]], [2.0, 2.5], [3.0, 3.5], [4.0, 4.5], [5.0, 5.5], 11, 22, 33, 44,
                    66.0, 7, 3)
     assert sum_of([Result(), one, two]) == whole

@@ -55,7 +55,6 @@ class Result:
     right: int = 0  # answers in which every token is the most likely one
     answers: int = 0
     targets: int = 0
-    tokens: int = 0
     seconds: float = 0.0  # in the forward passes
     cache_bytes: int = 0  # of one window, the largest
     reads_codes: int = 0  # windows in which a query reads codes
@@ -73,7 +72,7 @@ def sum_of(results):
     total = Result()
     for result in results:
         for name in ("nll", "nll_along", "kl", "bits", "bits_far", "kept", "agree", "right", "answers", "targets",
-                     "tokens", "reads_codes", "seconds"):
+                     "reads_codes", "seconds"):
             setattr(total, name, getattr(total, name) + getattr(result, name))
         total.cache_bytes = max(total.cache_bytes, result.cache_bytes)
     return total
@@ -112,7 +111,6 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         if tokens.is_cuda:
             torch.cuda.synchronize(device)
         result.seconds += time.perf_counter() - clock
-        result.tokens += tokens.numel()
         result.reads_codes += len(tokens) * (coded > 0 or cache.layers[0].quantizes_first)
         refuse_overflow(cache, outputs)
         if cache.start:  # predictions at a prefix's own positions are fp16's

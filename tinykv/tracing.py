@@ -7,12 +7,11 @@ class Trace:
 
     q (B, H, T, d), k and v (B, Hkv, T, d), all before RoPE, and hidden (B, T, D), the layers' outputs, are lists with
     an entry per layer. keys, values (L, Hkv, n, d): a prefix of n tokens before the window, in each of the L layers;
-    keys before RoPE. Both may require gradients. on_layer: a function of (layer, hidden), called with each layer's
-    output in place of recording.
+    keys before RoPE. Both may require gradients.
     """
 
-    def __init__(self, model, keys=None, values=None, on_layer=None):
-        self.rope, self.keys, self.values, self.on_layer = model.rope, keys, values, on_layer
+    def __init__(self, model, keys=None, values=None):
+        self.rope, self.keys, self.values = model.rope, keys, values
         self.q, self.k, self.v, self.hidden = [], [], [], []
 
     def expect(self, tokens):
@@ -20,10 +19,9 @@ class Trace:
 
     def update(self, layer, q, k, v, seen):
         """K (rotated) and V of the prefix and the window, (B, Hkv, n + T, d)."""
-        if self.on_layer is None:
-            self.q.append(q)
-            self.k.append(k)
-            self.v.append(v)
+        self.q.append(q)
+        self.k.append(k)
+        self.v.append(v)
         if self.keys is not None:
             prefix_k = self.keys[layer].to(k.dtype).expand(len(k), -1, -1, -1)  # (B, Hkv, n, d)
             prefix_v = self.values[layer].to(v.dtype).expand(len(v), -1, -1, -1)  # (B, Hkv, n, d)
@@ -32,10 +30,7 @@ class Trace:
         return self.rope.rotate(k), v
 
     def observe(self, layer, hidden):
-        if self.on_layer is None:
-            self.hidden.append(hidden)
-        else:
-            self.on_layer(layer, hidden)
+        self.hidden.append(hidden)
 
 # What a model is known by: `Llama.identity`
 

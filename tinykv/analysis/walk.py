@@ -48,7 +48,7 @@ def walk(model, window):
     # 1. run the model; the trace keeps q, k and v before RoPE, and each layer's output
     trace, modules = Trace(model), []
     for layer in model.model["layers"]:
-        modules += [layer.self_attn.o_proj, layer.post_attention_layernorm, layer.mlp.down_proj]
+        modules += [layer.post_attention_layernorm, layer.mlp.down_proj]
     calls = recorded(modules, lambda: model(window[None], trace, logits=False))
 
     # 2. rotate q and k, layer by layer
@@ -57,7 +57,7 @@ def walk(model, window):
         dtype = hidden.dtype if hidden.dtype.itemsize == 2 else torch.float16  # that a cache holds keys and values in
         for x in (hidden, trace.k[layer].to(dtype), trace.v[layer].to(dtype)):
             all_finite(f"numbers of layer {layer}", x)
-        (heads, _), (mid, _), (d_in, d_out) = calls[3 * layer:3 * layer + 3]
+        (mid, _), (d_in, d_out) = calls[2 * layer:2 * layer + 2]
         layers.append(SimpleNamespace(
             layer=layer,
             sliding=model.config.sliding_window,  # of the model, or None
@@ -65,7 +65,6 @@ def walk(model, window):
             k=model.rope.rotate(trace.k[layer]),  # (1, Hkv, T, d)
             v=trace.v[layer],  # (1, Hkv, T, d)
             k_pre=trace.k[layer],  # (1, Hkv, T, d), before RoPE
-            attention=heads[0],  # (T, H * d): the attention output, before o_proj
             mid=mid[0],  # (T, D): the residual H' after attention
             d_in=d_in[0],  # (T, M): the input of the down-projection
             d_out=d_out[0],  # (T, D): its output

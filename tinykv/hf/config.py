@@ -127,9 +127,8 @@ def parse_rope(raw, positions, where):
             refuse(name, rope[name], where, f"rope_type {kind} is implemented without it")
     if kind == "default":
         return theta, None
-    if rope.get("original_max_position_embeddings") is None:
-        rope = {**rope, "original_max_position_embeddings": positions}
-    scaling = {name: checked(rope, name, float, where) for name in ROPE_PARAMETERS[kind]}
+    given = {"original_max_position_embeddings": positions} | {k: x for k, x in rope.items() if x is not None}
+    scaling = {name: checked(given, name, float, where) for name in ROPE_PARAMETERS[kind]}
     return theta, {"rope_type": kind, **scaling}
 
 

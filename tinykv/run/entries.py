@@ -92,12 +92,11 @@ def build_entries(args, config, tokenizer, check=None):
     given = {name: getattr(args, name) for name in args.settings if hasattr(args, name)}
     entries, left_out = {}, {}
     quantizers = quantizers_of(args)
-    if quantizers:
-        entries["fp16"] = Entry("fp16", "fp16", [METHODS["fp16"](config)], {})
-    for weights in quantizers or [None]:
+    for weights in [None, *quantizers]:
         if "prefix" in given:  # opened anew: a prefix holds keys and values of one model
             given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
-        for method, name in names.items():
+        run_here = {"fp16": "fp16"} if quantizers and weights is None else names
+        for method, name in run_here.items():
             beside = {} if method in asked else compared.get(method, {})
             refused = None if method in args.method else left_out
             for entry in entries_of(method, name, beside, given, config, check, refused):

@@ -133,7 +133,6 @@ def figures_of(results, exact):
         "bits_true": mean(result.bits),
         "bits_128k": mean(result.bits_far),
         "cache_bytes": result.cache_bytes,
-        "tokens_per_s": result.tokens / result.seconds,
         "seconds": result.seconds / len(results),
         "window_nll": nll,  # nats a token: a list of draws, each a list of windows
         "window_kl": [[kl / targets for kl in draw.kl] for draw in results],  # the same
