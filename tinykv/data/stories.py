@@ -164,7 +164,9 @@ class Writer:
         # the other people: no two of a story share their second syllable or their town
         endings = rng.sample([e for e in ENDINGS if not hero.endswith(e)], rng.below(people))
         others = [rng.pick(BEGINNINGS) + ending for ending in endings]
-        other_towns = rng.sample([t for t in towns if t != town], len(others))
+        other_towns = list(towns)
+        other_towns.remove(town)
+        other_towns = rng.sample(other_towns, len(others))
         self.people = [hero, *others]
         self.homes = dict(zip(self.people, [town, *other_towns]))
 
@@ -190,8 +192,9 @@ class Writer:
             self.state(name, town, where)
         known = {"do": words.trades, "wear": COLOURS, "sing": THINGS + SPOTS, "own": words.animals}
         for verb in rng.sample(known, 1 + rng.below(4)):
-            n = 3 + rng.below(4) if verb == "sing" else 1  # words: a song has several
-            self.state(name, " ".join(rng.sample(known[verb], n)), f"What does {name} {verb}?")
+            some = known[verb]
+            answer = " ".join(rng.sample(some, 3 + rng.below(4))) if verb == "sing" else rng.pick(some)
+            self.state(name, answer, f"What does {name} {verb}?")
         if words.town_last:
             self.state(name, town, where)
 
