@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from tinykv.hf.checkpoint import load_model, save, usable_device, usable_devices
+from tinykv.hf.checkpoint import load_model, save, usable_devices
 from tinykv.hf.config import load_config
 from tinykv.hf.tokenizer import load_tokenizer
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tales"  # the model of this repository
 
-__all__ = ["EMBEDDED", "load", "load_config", "load_model", "load_tokenizer", "save", "usable_device", "usable_devices"]
+__all__ = ["EMBEDDED", "load", "load_config", "load_model", "load_tokenizer", "save", "usable_devices"]
 
 
 def load(folder, device="cpu", dtype=torch.float32):
