@@ -57,8 +57,8 @@ def plain(numbers):
 
 def each(numbers, form=".2f", join=" and "):
     """0.54 and 0.81 ± 0.02: the largest of their errors, unless it is below their digits."""
-    error = f"{max(error for _, error in numbers):{form}}"
-    words = join.join(f"{number:{form}}" for number in plain(numbers))
+    error = f"{max(error for _, error in numbers):{form.lstrip('+')}}"
+    words = join.join(dict.fromkeys(f"{number:{form}}" for number in plain(numbers)))
     return f"{words} ± {error}" if re.search("[1-9]", error) else words
 
 
@@ -111,9 +111,15 @@ def analysis():
     def of(what, column, **where):
         return plain(seen(what, column, **where))
 
+    def changes(scheme, model, **where):
+        return seen("errors", "change", scheme=scheme, model=model, **where)
+
     def change(scheme, **where):
-        low, *_, high = sorted(of("errors", "change", scheme=scheme, **where), key=abs)
+        low, *_, high = sorted(plain(changes(scheme, "embedded", **where)), key=abs)
         return f"{low:+.0%} to {high:+.0%}"
+
+    def smol_change(scheme, form="+.0%", **where):
+        return span(changes(scheme, "SmolLM2", **where), form)
 
     def anchors(column, kind, by, form=".2f"):
         return each(seen("anchors", column, of=kind, **{"ranked by": by}), form)
@@ -121,10 +127,19 @@ def analysis():
     at_sinks = [*range(3, 11), *late]  # layers
     n_second = sum(len(found) > 1 for found in small["sinks at"])  # windows with a second sink
     out, consistency = plain(smol("outliers", "out", range(30))), min(plain(smol("bias", "consistency", at_sinks)))
-    bias, bias_kept = (dict(zip(of("widths", "bits", kept=kept), of("widths", "bias change", kept=kept)))
-                       for kept in ("nothing", "sinks"))
-    two, two_kept = (of("widths", "change", kept=kept, bits=2)[0] for kept in ("nothing", "sinks"))
+    bias, bias_kept, smol_bias, smol_bias_kept = (
+        dict(zip(of("widths", "bits", kept=kept), of("widths", "bias change", kept=kept, model=model)))
+        for model in ("embedded", "SmolLM2") for kept in ("nothing", "sinks"))
+    two, two_kept, smol_two, smol_two_kept = (
+        of("widths", "change", kept=kept, bits=2, model=model)[0]
+        for model in ("embedded", "SmolLM2") for kept in ("nothing", "sinks"))
     n_exact, left = of("prefix", "n"), of("prefix", "last")
+    none_exact, first_exact = of("prefix", "last", model="SmolLM2")
+
+    def of_sinks(model):
+        """How much larger the error of sinks' values is than that of others, in a static grid of 2 bits."""
+        where = dict(model=model, scheme="token-static", of="V", bits=2)
+        return f"{of('errors', 'with', **where)[0] / of('errors', 'without', **where)[0]:.1f}"
     score, times, best = "score", "score x error", "itself (ceiling)"
     return [
         # the table
@@ -142,6 +157,10 @@ def analysis():
         f"{consistency:.2f} and more in layers 3 to 10 and 12 to 28",
         so(0.9 < bias[4] < 1.1,
            f"off by {each(seen('widths', 'change', kept='nothing', bits=4), '.3f')}, the bias by its whole size"),
+        so(0.9 < smol_bias[4] < 1.1, "at 4 bits: attention off by "
+           f"{each(seen('widths', 'change', model='SmolLM2', kept='nothing', bits=4), '.3f')}, the bias by its whole "
+           "size |"),
+        f"removes {1 - first_exact / none_exact:.0%} of the last layer's error |",
         f"the largest step is a factor of {max(of('keys', 'cliff')):.1f}",
         f"a factor of {span(smol('keys', 'cliff', late), '.1f')} in layers 12 to 28, and "
         f"{span(smol('keys', 'sinks', late), '.0%')} of the keys below it are sinks'",
@@ -157,10 +176,19 @@ def analysis():
         f"as consistent ({each(at('bias', 'rest', [0]))})",
         f"receive {each(at('bias', 'attention'))} of the attention, but the bias has only {each(at('bias', 'size'))}",
         # errors
-        f"| K {change('token-dynamic', of='K')}, V {change('token-dynamic', of='V')} |",
-        f"| {change('channel-dynamic')} |",
-        f"V -44% to -68% | {min(of('errors', 'change', scheme='token-static')):.0%} to 0% |",
+        f"| K {change('token-dynamic', of='K')}, V {change('token-dynamic', of='V')} | "
+        f"K {smol_change('token-dynamic', of='K')}, V {smol_change('token-dynamic', of='V')} |",
+        f"keys per token {smol_change('token-dynamic', of='K')}, values {smol_change('token-dynamic', of='V')}, "
+        f"keys per channel {smol_change('channel-dynamic')} |",
+        f"| {change('channel-dynamic')} | {smol_change('channel-dynamic')} |",
+        f"V -44% to -68% | {min(of('errors', 'change', scheme='token-static')):.0%} to 0% | "
+        f"{smol_change('token-static', '.0%')} |".replace("-0%", "0%"),
+        f"| 0% | {smol_change('channel-static', '.0%')} |",
+        f"their values have {of_sinks('embedded')} times the others' error on the embedded model, and "
+        f"{of_sinks('SmolLM2')} times on SmolLM2",
         so(bias[8] < 0.1 < bias[7], f"only at 8 bits; with the sinks kept, it is {bias_kept[4]:.2f} at 4 bits"),
+        so(smol_bias[8] < 0.1 < smol_bias[7], "SmolLM2's bias, too, needs 8 bits; with the sinks kept, its error is "
+           f"{smol_bias_kept[4]:.2f} at 4 bits; at 2 bits, keeping them removes {1 - smol_two_kept / smol_two:.0%} of"),
         f"keeping them removes only a {PARTS[round(two / (two - two_kept))]}",
         # OTT, IntactKV, AnTKV
         f"In layer 2, {each(at('keys', 'sinks', [2]), '.0%')} of the keys",
