@@ -64,8 +64,7 @@ def plain(model, window):
         d_in = x @ gate / (1 + np.exp(-x @ gate)) * (x @ up)
         h = mid + d_in @ down
         assert np.allclose(h, out, atol=1e-3)
-        layers.append(SimpleNamespace(q=q, k=k, k_pre=k_pre, v=v, A=A, attention=heads, mid=mid, d_in=d_in,
-                                      d_out=d_in @ down, hidden=h))
+        layers.append(SimpleNamespace(q=q, k=k, k_pre=k_pre, v=v, A=A, mid=mid, d_in=d_in, d_out=d_in @ down, hidden=h))
     return layers
 
 
@@ -103,7 +102,7 @@ def low_median(x):
 def test_the_walk_is_the_forward(case):
     text, layers = case
     for at, p in zip(walk(text.model, text.windows[0]), layers[0], strict=True):
-        for name in ("attention", "mid", "d_in", "d_out", "hidden", "q", "k", "k_pre", "v"):
+        for name in ("mid", "d_in", "d_out", "hidden", "q", "k", "k_pre", "v"):
             assert np.allclose(getattr(at, name), getattr(p, name), rtol=1e-3, atol=1e-3), name
 
 
