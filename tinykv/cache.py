@@ -113,12 +113,8 @@ class CachedRows:
         """The rows of all tokens so far, (B, Hkv, S, d): decoded | recent, and on top of them the kept ones."""
         if self.codes is None:
             return self.recent  # nothing is coded yet: kept tokens are among the recent ones
-        decoded = self.codec.decode(self.codes)  # (B, Hkv, C, d): fp32, or 16 bits where the codes are exact
-        B, Hkv, _, d = self.recent.shape
-        if not decoded.is_floating_point() or decoded.shape != (B, Hkv, self.n_coded, d):
-            raise UserError(f"`decode` of {self.codec!r} has to give floating-point numbers "
-                            f"{(B, Hkv, self.n_coded, d)}; it gave {decoded.dtype} {tuple(decoded.shape)}: {self!r}")
-        rows = torch.cat([decoded, self.recent], dim=2)  # (B, Hkv, S, d), in the wider dtype of the two
+        # fp32, or 16 bits where the codes are exact
+        rows = self.codec.decode_before(self.recent, self.codes, self.n_coded)  # (B, Hkv, S, d)
         if self.kept_positions is not None:
             index = self.kept_positions.long()[..., None].expand_as(self.kept_rows)  # (B, Hkv, p, d)
             rows.scatter_(2, index, self.kept_rows.to(rows.dtype))

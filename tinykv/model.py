@@ -182,8 +182,12 @@ class Attention(nn.Module):
             v = v.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
 
         if self.attention == "fused":
-            causal = mask is None and x.shape[1] > 1  # one new token sees all keys
-            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)  # (B, H, T, d)
+            T = x.shape[1]
+            causal = mask is None and T > 1  # one new token sees all keys
+            if causal and seen:  # torch's lower triangle begins at token 0: zeros stand for the queries seen before
+                q = F.pad(q, (0, 0, seen, 0))  # (B, H, S, d)
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+            out = out[:, :, -T:]  # (B, H, T, d)
         else:
             scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)  # (B, H, T, S)
             scores = scores.masked_fill(~mask, float("-inf"))  # (B, H, T, S)
@@ -282,7 +286,7 @@ class Llama(nn.Module):
         """
         S, window = seen + T, self.config.sliding_window
         is_plain = self.model["layers"][0].self_attn.attention == "plain"
-        is_known = (seen == 0 or T == 1) and (window is None or window >= S)
+        is_known = (seen < T or T == 1) and (window is None or window >= S)
         if is_known and not is_plain:
             return None
         key_at = torch.arange(S, device=device)[None]  # (1, S): positions of the keys

@@ -76,18 +76,26 @@ class Affine(Codec):
 
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d) fp32."""
-        code = unpack(codes.packed, self.bits, self.width)  # (B, Hkv, T, d) uint8
-        g = self.to_groups(code.float())  # (B, Hkv, T, d/G, G) or (B, Hkv, T/G, G, d)
+        B, Hkv, T, _ = codes.packed.shape
+        return self.decode_before(codes.packed.new_empty(B, Hkv, 0, self.width), codes, T)
+
+    def decode_before(self, recent, codes, n):
+        # 1. codes and recent rows side by side in fp32
+        B, Hkv, r, d = recent.shape
+        rows = torch.empty(B, Hkv, n + r, d, dtype=torch.float32, device=recent.device)
+        rows[:, :, :n] = unpack(codes.packed, self.bits, d)  # (B, Hkv, n, d) uint8
+        rows[:, :, n:] = recent
+        # 2. the codes become numbers, in place: to write to new memory takes longer than to compute
+        g = self.to_groups(rows[:, :, :n])  # (B, Hkv, n, d/G, G) or (B, Hkv, n/G, G, d)
         grid = self if self.static else codes
         s, z = grid.scale.float(), grid.zero.float()
-        # in place: to write to new memory takes longer than to compute
         if self.formula == "offset":
             g *= s
             g += z
         else:
             g -= z
             g *= s
-        return self.from_groups(g, code.shape[2])  # (B, Hkv, T, d)
+        return rows if r else self.from_groups(g, n)  # a last group that is not full has no token after it
 
     def grid(self, lo, hi):
         """The range of each group -> scale and zero point, in the 16 bits that are stored."""

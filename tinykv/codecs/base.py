@@ -183,6 +183,14 @@ class Codec:
         """Codes -> (B, Hkv, T, d), in any floating-point type."""
         raise NotImplementedError
 
+    def decode_before(self, recent, codes, n):
+        """The n decoded tokens, then recent rows (B, Hkv, r, d): (B, Hkv, n + r, d), in the wider type of the two."""
+        decoded, shape = self.decode(codes), (*recent.shape[:2], n, recent.shape[3])
+        if not decoded.is_floating_point() or decoded.shape != shape:
+            raise UserError(f"`decode` of {self!r} has to give floating-point numbers {shape}; it gave "
+                            f"{decoded.dtype} {tuple(decoded.shape)}")
+        return torch.cat([decoded, recent], dim=2)
+
     def calibrated(self):
         """The tables that are there, {name: tensor}."""
         tables = {name: getattr(self, name) for name in self.tables}
