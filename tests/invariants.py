@@ -17,7 +17,6 @@ from cases import KEEP_ALL, MARK, L, as_it_comes, chunk_of, d, each_rows, kept_o
 from expected import MARGIN, bits_of, chunk_scores, expected_bytes, expected_kept, expected_read
 
 from tinykv import UserError
-from tinykv.buffer import reserved
 from tinykv.codecs.base import Codec, Pair
 from tinykv.tracing import Trace
 
@@ -88,10 +87,10 @@ def check_bytes(case, method, watch):
     """`nbytes` is the memory held, and the formula: codes, metadata, kept tokens and positions, recent, scores."""
     cache, tensors = watch.cache, []
     for _, _, rows in each_rows(cache):
-        tensors += [rows.kept_positions, rows.kept_rows, rows.kept_scores, rows.buffer, rows.recent, rows.recent_scores]
+        tensors += [rows.kept_positions, rows.kept_rows, rows.kept_scores, rows.recent, rows.recent_scores]
         if rows.codes is not None:
             tensors += vars(rows.codes).values()
-    held = memory_of(tensors) - reserved(cache)
+    held = memory_of(tensors)
     assert cache.nbytes == held, (f"`nbytes` says {cache.nbytes} bytes, and the tensors that are held take {held}; "
                                   "count them all, and keep no view of a larger one")
     assert cache.nbytes == sum(cache.part_bytes().values())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tinykv import UserError
 from tinykv.codecs.affine import FORMULAS, Affine
-from tinykv.codecs.base import TERNARY, Exact, pack, row_bytes, unpack
+from tinykv.codecs.base import TERNARY, Exact, pack, unpack
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.nonuniform import NonUniform
 from tinykv.codecs.schemes import make_codecs
@@ -77,7 +77,7 @@ def test_packing_is_the_plain_one(bits):
         packed = pack(torch.tensor(codes), bits)
         assert packed.dtype == torch.uint8
         assert packed.tolist() == [plain_pack(row, bits) for row in codes]
-        assert packed.shape[-1] == row_bytes(n, bits) == oracles.code_bytes(n, bits)
+        assert packed.shape[-1] == oracles.code_bytes(n, bits)
         assert unpack(packed, bits, n).tolist() == codes
 
 
@@ -248,7 +248,7 @@ def test_levels_and_outliers_are_the_plain_ones(case):
         assert (codes.values.dtype, codes.columns.dtype) == (x.dtype, torch.int16)
 
     # bytes: of each token its codes, its metadata, and where its outliers end; 4 bytes an outlier
-    of_token = row_bytes(C, codec.bits) + (4 if codec.axis == "token" else 0) + (4 if codec.outliers else 0)
+    of_token = oracles.code_bytes(C, codec.bits) + (4 if codec.axis == "token" else 0) + (4 if codec.outliers else 0)
     assert codes.nbytes == B * T * of_token + 4 * count
     assert B * T == 1 or codes.nbytes == storage(codes)
 

@@ -28,7 +28,7 @@ from tinykv import UserError, triton_cache  # noqa: E402
 from tinykv.cache import CachedRows, KVCache  # noqa: E402
 from tinykv.calibrate import calibrate  # noqa: E402
 from tinykv.codecs.affine import Affine  # noqa: E402
-from tinykv.codecs.base import TERNARY, Codes, Exact, Pair, pack  # noqa: E402
+from tinykv.codecs.base import TERNARY, Exact, Pair, pack  # noqa: E402
 from tinykv.codecs.codebook import Codebook  # noqa: E402
 from tinykv.methods import antkv  # noqa: E402
 from tinykv.methods.base import Method  # noqa: E402
@@ -294,7 +294,7 @@ def test_a_tile_lies_in_one_group_of_tokens(group, N):
     """Where a channel's scales leave the products: they are loaded once for a tile of N tokens. A product takes 16."""
     codec = Affine(4, 32, "channel", group)
     keys = triton_cache.affine_rows(codec, codec.encode(torch.randn(1, 1, 2 * group, 32)), "k", 1)
-    values = triton_cache.exact_rows(None, Codes(torch.randn(1, 1, 2 * group, 32).half()), "v", 1)
+    values = triton_cache.exact_rows(torch.randn(1, 1, 2 * group, 32).half(), 1)
     assert triton_cache.tiling(keys, values, 1, 1).N == N
     assert (keys.fold.value == "channel") == (group % N == 0)
 

@@ -103,7 +103,7 @@ def test_no_method_imports_another(name):
 ARROWS = {
     "model.py": {"tracing"},
     "files.py": {"tracing"},
-    "cache.py": {"buffer"},
+    "cache.py": {"tracing"},
     "codecs/": {"kmeans"},
     "methods/": {"codecs", "outlier", "tracing"},
     "calibrate.py": {"cache", "files", "tracing"},

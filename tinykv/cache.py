@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import torch
 
 from tinykv import UserError, at_least, one_of
-from tinykv.buffer import joined
+from tinykv.tracing import sixteen_bits
 
 PROTOCOLS = ("paper", "stream")
 
@@ -45,7 +45,6 @@ class CachedRows:
         self.n_coded = 0  # C: tokens quantized so far, and the position of the oldest recent token
         self.codes = None  # Codes of the tokens 0 .. C-1
         self.recent = None  # (B, Hkv, r, d): the tokens C .. C+r-1
-        self.buffer = None  # (B, Hkv, r and more, d): where `recent` lies, and new rows go
         self.recent_scores = None  # (B, Hkv, r)
         self.kept_positions = None  # (B, 1 or Hkv, p) int32; a head that keeps fewer than p repeats one of its own
         self.kept_rows = None  # (B, Hkv, p, d): the rows at those positions
@@ -54,10 +53,10 @@ class CachedRows:
 
     def append(self, rows):
         """New rows (B, Hkv, T, d) join the recent ones."""
-        if self.recent is None:
-            self.recent = rows
-        else:
-            self.buffer, self.recent = joined(self.buffer, self.recent, rows)
+        if self.recent is not None:
+            recent = self.recent.expand(len(rows), -1, -1, -1)  # a prefix is held once for all sequences of a batch
+            rows = torch.cat([recent, rows], dim=2)  # (B, Hkv, r + T, d)
+        self.recent = rows
 
     def keep(self, positions):
         """Keep the tokens at `positions` (1 or B, 1 or Hkv, p) from now on, and no others."""
@@ -96,7 +95,6 @@ class CachedRows:
             raise UserError(f"`encode` of {self.codec!r} has to give codecs.base.Codes; it gave {codes!r}")
         self.codes = codes if self.codes is None else self.codes.followed_by(codes)
         self.recent = self.recent[:, :, n:].clone()  # a view would keep the quantized rows alive
-        self.buffer = None
         if self.recent_scores is not None:
             self.recent_scores = self.recent_scores[:, :, n:].clone()
         self.n_coded += n
@@ -210,9 +208,7 @@ class LayerCache:
     def append(self, k, v):
         """New keys and values (B, Hkv, T, d) join the recent ones, in 16 bits. Keys that are stored after RoPE are
         rounded, rotated, and rounded again, as in a 16-bit model."""
-        self.dtype = k.dtype
-        dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
-        k, v = k.to(dtype), v.to(dtype)
+        self.dtype, k, v = k.dtype, sixteen_bits(k), sixteen_bits(v)
         if self.method.rope == "post":
             k = self.rope.rotate(k, self.length)  # (B, Hkv, T, d)
         self.keys.append(k)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tinykv import UserError, all_finite
 from tinykv.cache import KVCache
-from tinykv.tracing import Trace
+from tinykv.tracing import Trace, sixteen_bits
 
 HELD = 2 ** 34  # bytes of what layers computed, about
 
@@ -67,22 +67,17 @@ def shown(cache, layer, computed):
             kept = torch.zeros_like(cached.recent[..., 0], dtype=torch.bool)
         kept = kept[:, :, cache.start:]  # (W, Hkv, T)
         gradient = computed.get(f"gradient of {cached.kind}")
-        if gradient is not None and cached.kind == "k" and cache.method.rope == "post":
-            gradient = cache.rope.rotate(gradient, cache.start)  # as the key is
-        check(layer, rows, kept, gradient)
+        if gradient is not None:
+            if cached.kind == "k" and cache.method.rope == "post":
+                gradient = cache.rope.rotate(gradient, cache.start)  # as the key is
+            all_finite(f"gradients of layer {layer}", gradient)
+        all_finite(f"keys or values of layer {layer}", rows)
+        if kept.all(-1).any():
+            raise UserError(f"calibration windows of {rows.shape[2]} tokens hold no token that the method does not "
+                            "keep; use a longer context or keep fewer tokens")
         examples.append((cached.codec, rows, kept, gradient))
     cache.layers[layer] = None  # whose rows take memory, and no later layer looks at them
     return examples
-
-
-def check(layer, rows, kept, gradient):
-    """UserError unless a codec can learn from rows (W, Hkv, T, d), kept (W, Hkv, T), gradient as rows or None."""
-    all_finite(f"keys or values of layer {layer}", rows)
-    if gradient is not None:
-        all_finite(f"gradients of layer {layer}", gradient)
-    if kept.all(-1).any():
-        raise UserError(f"calibration windows of {rows.shape[2]} tokens hold no token that the method does not keep; "
-                        "use a longer context or keep fewer tokens")
 
 
 class Text:
@@ -144,8 +139,7 @@ class Recorder(Trace):
     def of(self, layer):
         """What a layer computed, as in `Text`, of one window."""
         k, v, hidden = (recorded[layer].detach() for recorded in (self.k, self.v, self.hidden))
-        dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
-        computed = {"k": k.to(dtype), "v": v.to(dtype), "hidden": hidden}
+        computed = {"k": sixteen_bits(k), "v": sixteen_bits(v), "hidden": hidden}
         if self.gradients is not None:
             computed |= {"gradient of k": self.gradients[2 * layer], "gradient of v": self.gradients[2 * layer + 1]}
         return computed

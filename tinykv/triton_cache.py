@@ -23,7 +23,7 @@ from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import TERNARY, Codes, Exact, factors_of, largest_code, sections
 from tinykv.codecs.codebook import Codebook
-from tinykv.methods.antkv import AnTKV
+from tinykv.methods.antkv import AnTKV, equation_5
 from tinykv.model import turned
 
 TILE = 64  # tokens that a program reads at a time, at most
@@ -120,9 +120,9 @@ def side_by_side(grid):
     return pairs.view(torch.int32)[..., 0]
 
 
-def exact_rows(codec, codes, kind, halves, start=0):
-    width = codes.packed.shape[3]
-    return made_rows(uncut(codes.packed, width, halves), width, start=start)
+def exact_rows(x, halves, start=0):
+    """Numbers in 16 bits x (B, Hkv, T, d), the first of the token `start`, as the kernels read them."""
+    return made_rows(uncut(x, x.shape[3], halves), x.shape[3], start=start)
 
 
 def affine_rows(codec, codes, kind, halves):
@@ -162,17 +162,13 @@ def codebook_rows(codec, codes, kind, halves):
     return made_rows(uncut(codes.packed, codec.width, halves), codec.width, of_row, books=books)
 
 
-ROWS = {Exact: exact_rows, Affine: affine_rows, Codebook: codebook_rows}
+ROWS = {Exact: lambda codec, codes, kind, halves: exact_rows(codes.packed, halves),
+        Affine: affine_rows, Codebook: codebook_rows}
 
 
 def coded_rows(rows, halves):
     """The codes of a CachedRows, as the kernels read them."""
     return ROWS[type(rows.codec)](rows.codec, rows.codes, rows.kind, halves)
-
-
-def recent_rows(rows, halves):
-    """Its recent tokens, in the same form."""
-    return exact_rows(None, Codes(rows.recent), rows.kind, halves, rows.n_coded)
 
 
 def check_kernels(method):
@@ -308,11 +304,11 @@ def plan(q, keys, values, made, rope, kept_keys):
     parts = []  # (begin, end, k, v, RoPE, Kept)
     cuts = sorted({0, keys.n_coded, values.n_coded, S})
     for begin, end in zip(cuts, cuts[1:]):
-        k = made.k if begin < keys.n_coded else recent_rows(keys, 1 if rope is None else 2)
-        v = made.v if begin < values.n_coded else recent_rows(values, 1)
+        k = made.k if begin < keys.n_coded else exact_rows(keys.recent, 1 if rope is None else 2, keys.n_coded)
+        v = made.v if begin < values.n_coded else exact_rows(values.recent, 1, values.n_coded)
         parts.append((begin, end, k, v, rope, kept.left_out if kept and begin < coded else Kept()))
     if kept:
-        k, v = (exact_rows(None, Codes(x), None, 1) for x in (kept_keys, kept.values.to(q.dtype)))
+        k, v = exact_rows(kept_keys, 1), exact_rows(kept.values.to(q.dtype), 1)
         parts.append((0, kept_keys.shape[2], k, v, None, kept.piece))
 
     launches, n_queries = [], T * H // Hkv  # rows of queries of a KV head
@@ -494,8 +490,8 @@ class TritonLayer(LayerCache):
                 at = torch.arange(seen, self.length, device=q.device)[:, None]  # (T, 1)
                 visible = positions > at - self.window  # (B, 1 or Hkv, T, n)
                 A = A * visible.repeat_interleave(q.shape[1] // visible.shape[1], dim=1)  # (B, H, T, n)
-            of_queries = A * (1 - A) * q.norm(dim=-1, keepdim=True, dtype=torch.float32)  # (B, H, T, n)
-            sums = [x.unflatten(1, (Hkv, -1)).sum((2, 3)) for x in (of_queries, A)]  # (B, Hkv, n) both
+            of_heads = equation_5(A, q.norm(dim=-1, dtype=torch.float32))  # (B, H, n) both
+            sums = [x.unflatten(1, (Hkv, -1)).sum(2) for x in of_heads]  # (B, Hkv, n) both
             kept_keys, kept_values = (
                 x.gather(2, torch.searchsorted(kept.positions, rows.kept_positions.contiguous()))
                 for x, rows in zip(sums, (self.keys, self.values)))  # (B, Hkv, count) both

@@ -74,7 +74,7 @@ def sections(n, bits):
 
 
 def pack(codes, bits):
-    """Codes (..., n), integers below 2**bits (below 3 if ternary) -> (..., row_bytes(n, bits)) uint8.
+    """Codes (..., n), integers below 2**bits (below 3 if ternary) -> (..., bytes of a row) uint8.
 
     A row of n = 128 codes of 2 bits takes 32 bytes. The first 32 codes lie in the lowest bits of these bytes, the next
     32 codes above them, and so on.
@@ -98,7 +98,7 @@ def pack(codes, bits):
 
 
 def unpack(packed, bits, n):
-    """Bytes (..., row_bytes(n, bits)) -> the n codes (..., n): uint8, int16 from 9 bits on."""
+    """Bytes of rows (..., bytes) -> the n codes (..., n): uint8, int16 from 9 bits on."""
     for section in sections(n, bits):
         part = packed[..., section.first:section.first + section.size]  # (..., bytes)
         # take the codes of each byte apart
@@ -128,11 +128,6 @@ def factors_of(bits):
     if bits == TERNARY:
         return [1, 3, 9, 27, 81]
     return [2 ** i for i in range(0, 8, bits)]
-
-
-def row_bytes(n, bits):
-    """Bytes that n packed codes take."""
-    return sum(section.size for section in sections(n, bits))
 
 
 # Settings

@@ -15,8 +15,8 @@ over the sub-vectors x_j of calibration tokens. `sensitivity` says what w_j is, 
 The largest thousandth of the weights is clamped to the next largest, or the gradients of the sinks would decide the
 codebooks alone. Gradients are uneven all the same: N weighted sub-vectors fix the centroids no better than (sum w)^2 /
 sum w^2 of equal weight would (Kish's effective sample size), and that is a few in a hundred of N or fewer. So weighted
-codebooks are calibrated on more text (`windows_of`), and `describe_codebooks` prints the effective number, with a
-warning where it is below FEWEST for each centroid.
+codebooks are calibrated on more text, and the table prints the effective number, with a warning where it is below
+FEWEST for each centroid (`CodebookMethod`).
 
 `sharing` says which sub-vectors share a codebook: "head", those of one slot in one KV head (of K or V of a layer);
 "layer", all of a layer's K, or of its V. Codebooks per head lose less. Together they take 2 C m numbers a layer,
@@ -28,7 +28,7 @@ from typing import Annotated
 import torch
 
 from tinykv import UserError, one_of
-from tinykv.codecs.base import CALIBRATION_WINDOWS, Codec, Codes, Pair, pack, to_heads, to_rows, unpack
+from tinykv.codecs.base import Codec, Codes, Pair, pack, to_heads, to_rows, unpack
 from tinykv.kmeans import kmeans, nearest
 
 # AnTKV's formats, by their bits
@@ -57,8 +57,8 @@ class Codebook(Codec):
         self.sensitivity, self.sharing = sensitivity, sharing
         self.needs_gradient = sensitivity != "none"
         self.centroids = None
-        # for `describe_codebooks`, of the codebook that has the fewest: the sub-vectors that it was
-        # calibrated on, and how many of equal weight they are worth
+        # of the codebook that has the fewest: the sub-vectors that it was calibrated on, and how many of
+        # equal weight they are worth
         self.samples, self.effective = 0, 0.0
 
     def encode(self, x, ignore=None):
@@ -154,8 +154,6 @@ def drawn(points, weights, n):
     return points, (total / n).float().expand(-1, n)
 
 
-# What CQ and AnTKV share
-
 def make_codebooks(config, vq: Annotated[str | None, "dNmM: N channels share one of M centroids"] = None, bits=None,
                    sensitivity: Annotated[str, "weights of the fit: token, fisher, fisher-range, none"] = "fisher",
                    sharing: Annotated[str, "codebooks for each head and slot, or for a layer: head or layer"] = "head"):
@@ -181,22 +179,3 @@ def parse_format(name, width):
         raise UserError(f"a vector format is dNmM, such as d8m256, where N divides the {width} channels of a head, and "
                         f"M is a power of two from 2 to 4096; got {name!r}")
     return n, m
-
-
-def windows_of(pairs):
-    """The calibration windows that codebooks should see, unless the user says otherwise: four times as many as usual
-    for weights, but where 4,096 centroids would take minutes."""
-    codec = pairs[0].k
-    return 64 if codec.sensitivity != "none" and codec.m <= 1024 else CALIBRATION_WINDOWS
-
-
-def describe_codebooks(pairs):
-    """One line for the user: the format, and what the codebook that has the fewest was calibrated on."""
-    codecs = [codec for pair in pairs for codec in pair]
-    least, samples = min(codecs, key=lambda codec: codec.effective), min(codec.samples for codec in codecs)
-    line = f"{least.name}, codebooks of a {least.sharing}"
-    if samples:
-        line += f", each calibrated on {samples:,.0f} vectors; by their weights worth {least.effective:,.0f} or more"
-        if least.effective < FEWEST * least.m:
-            line += f": few (below {FEWEST} a centroid), so give more --calib-windows, or fewer centroids"
-    return line

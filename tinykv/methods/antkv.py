@@ -48,38 +48,32 @@ import torch
 
 from tinykv import UserError, one_of
 from tinykv.codecs.base import BLOCK
-from tinykv.codecs.codebook import describe_codebooks, make_codebooks, windows_of
-from tinykv.methods.base import Method, best_tokens
+from tinykv.methods.base import CodebookMethod, best_tokens
 
 MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
 MAX_SCORES_GPU = 2 ** 26
 MIN_QUERIES = 32  # queries in a tile, even if that exceeds the limits above: each tile reads all keys
 
 
-class AnTKV(Method):
+class AnTKV(CodebookMethod):
     beside = {"cq": {"sensitivity": "token", "recent": 32}}
 
     def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
                  anchors: Annotated[str, "tokens kept: a count, such as 64, or a share, such as 1%%"] = "1%",
                  anchors_by: Annotated[str, "attention, or error (times the row's error)"] = "attention",
                  recent=32, block=BLOCK, choose="prompt", rope="pre"):
-        super().__init__(config)
+        super().__init__(config, vq, bits, sensitivity, sharing)
         one_of(("attention", "error"), anchors_by=anchors_by)
-        self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
-        codec = self.codecs[0].k
-        self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
-        self.calibration_windows = windows_of(self.codecs)
         self.recent, self.block, self.choose, self.rope = recent, block, choose, rope
         self.anchors_by = anchors_by
         self.count, self.share = count_or_share(anchors)
         self.keeps_share = self.share is not None
         self.preserve = anchors if self.keeps_share else self.count
         self.uses_scores = bool(self.count or self.share)
-        self.window = config.sliding_window
 
     def score(self, layer_cache, q, K):
         """What the new queries add to each token's AnS(K) and AnS(V), (B, Hkv, S) both."""
-        return anchor_scores(q, K, self.window)
+        return anchor_scores(q, K, self.config.sliding_window)
 
     def keep_keys(self, layer_cache, n):
         return self.largest(layer_cache.keys, n, layer_cache.length)  # (B, Hkv, count)
@@ -93,9 +87,6 @@ class AnTKV(Method):
         if self.anchors_by != "error" or rows.recent_scores is None:  # None: calibration
             return best_tokens(rows, n, count)
         return best_tokens(rows, n, count, score=partial(code_error, rows.codec))
-
-    def describe(self):
-        return describe_codebooks(self.codecs)
 
 
 def code_error(codec, x):

@@ -11,6 +11,7 @@ import torch
 
 from tinykv import UserError, one_of
 from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS, Pair
+from tinykv.codecs.codebook import FEWEST, make_codebooks
 from tinykv.codecs.schemes import SCHEMES, make_codecs
 from tinykv.tracing import same_model
 
@@ -149,13 +150,11 @@ class Method:
         name, L = type(self).__name__, self.config.num_hidden_layers
         one_of(("pre", "post"), rope=self.rope)
         one_of(CHOOSE, choose=self.choose)
-        for setting, least in {"recent": 0, "block": 1, "preserve": 0}.items():
-            value = getattr(self, setting)
-            is_share = setting == "preserve" and self.keeps_share  # such as "1%"
-            if not is_share and not (hasattr(value, "__index__") and value >= least):
+        preserve = 0 if self.keeps_share else self.preserve  # a share is a text, such as "1%"
+        for setting, value, least in (("recent", self.recent, 0), ("block", self.block, 1), ("preserve", preserve, 0)):
+            if not (hasattr(value, "__index__") and value >= least):
                 raise UserError(f"{setting} of {name} must be a whole number of at least {least}; got {value!r}")
-        for setting in ("k_bits", "v_bits"):
-            value = getattr(self, setting)
+        for setting, value in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
             if not isinstance(value, int | float) or not value > 0:  # nor is NaN
                 raise UserError(f"{setting} of {name} must be a number above 0; got {value!r}")
         if self.prefix is not None and not all(hasattr(self.prefix, part) for part in OF_A_PREFIX):
@@ -212,6 +211,31 @@ class CodecMethod(Method):
         if block % tokens_per_group:
             raise UserError(f"a block of {block} tokens does not hold whole groups of "
                             f"{tokens_per_group}; give a multiple")
+
+
+class CodebookMethod(Method):
+    """A method on codebooks: CQ and AnTKV. Its own idea is what to keep and when to quantize."""
+
+    def __init__(self, config, vq, bits, sensitivity, sharing):
+        super().__init__(config)
+        self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
+        codec = self.codecs[0].k
+        self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
+        # weights need four times as much text; but 4,096 centroids would take minutes
+        if codec.needs_gradient and codec.m <= 1024:
+            self.calibration_windows = 4 * CALIBRATION_WINDOWS
+
+    def describe(self):
+        """The format, and what the codebook that has the fewest vectors was calibrated on."""
+        codecs = [codec for *_, codec in self.each_codec()]
+        least, samples = min(codecs, key=lambda codec: codec.effective), min(codec.samples for codec in codecs)
+        line = f"{least.name}, codebooks of a {least.sharing}"
+        if samples:
+            line += f", each calibrated on {samples:,.0f} vectors"
+            line += f"; by their weights worth {least.effective:,.0f} or more"
+            if least.effective < FEWEST * least.m:
+                line += f": few (below {FEWEST} a centroid), so give more --calib-windows, or fewer centroids"
+        return line
 
 
 def first_tokens(layer_cache, count):

@@ -14,22 +14,14 @@ Paper and practice. No released code was found. That keys are quantized before R
 its own codebook, is AnTKV's account of CQ. Bits are quoted without the codebooks, which `offline_bytes` counts.
 """
 from tinykv.codecs.base import BLOCK
-from tinykv.codecs.codebook import describe_codebooks, make_codebooks, windows_of
-from tinykv.methods.base import Method
+from tinykv.methods.base import CodebookMethod
 
 
-class CQ(Method):
+class CQ(CodebookMethod):
     """Codebooks, and nothing is kept."""
     beside = {"rtn": {}}
     block = BLOCK
 
     def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0, rope="pre"):
-        super().__init__(config)
-        self.rope = rope
-        self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
-        codec = self.codecs[0].k
-        self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
-        self.recent, self.calibration_windows = recent, windows_of(self.codecs)
-
-    def describe(self):
-        return describe_codebooks(self.codecs)
+        super().__init__(config, vq, bits, sensitivity, sharing)
+        self.recent, self.rope = recent, rope

@@ -28,7 +28,7 @@ import torch
 
 from tinykv import UserError, all_finite, one_of
 from tinykv.methods.base import CodecMethod, first_tokens
-from tinykv.tracing import Trace
+from tinykv.tracing import Trace, sixteen_bits
 
 
 class IntactKV(CodecMethod):
@@ -106,8 +106,7 @@ class SixteenBits(Trace):
     """A forward that reads keys and values in 16 bits, as with the fp16 method, and records them, keys before RoPE."""
 
     def update(self, layer, q, k, v, seen):
-        dtype = k.dtype if k.dtype.itemsize == 2 else torch.float16
-        k, v = super().update(layer, q, k.to(dtype), v.to(dtype), seen)
+        k, v = super().update(layer, q, sixteen_bits(k), sixteen_bits(v), seen)
         return k.to(q.dtype), v.to(q.dtype)
 
 

@@ -89,8 +89,7 @@ class OmniQuant(Quantizer):
         clips = {}
         for name in LINEARS:
             groups = groups_of(block.get_submodule(name).weight, self.group_size)  # (out, in/G, G)
-            out, n_groups, _ = groups.shape
-            clips[name] = torch.full((2, out, n_groups, 1), 4.0, dtype=torch.float32, device=groups.device)
+            clips[name] = groups.new_full((2, *groups.shape[:2], 1), 4.0)
         return clips
 
     def first_scales(self, block, run, full):
