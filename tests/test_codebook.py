@@ -180,7 +180,7 @@ def test_effective_vectors_are_kish_s(sensitivity, sharing):
         for kind in "kv":
             of_codec = [w for key, w in weights.items() if key[:2] == (layer, kind)]
             fewest = min(sum(w) ** 2 / sum(x * x for x in w) for w in of_codec)
-            assert getattr(pair, kind).effective == pytest.approx(fewest, rel=1e-3)
+            assert getattr(pair, kind).effective.item() == pytest.approx(fewest, rel=1e-3)
 
 
 def test_few_effective_vectors_are_warned_of():

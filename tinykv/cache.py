@@ -60,22 +60,18 @@ class CachedRows:
 
     def keep(self, positions):
         """Keep the tokens at `positions` (1 or B, 1 or Hkv, p) from now on, and no others."""
-        B, Hkv, r, d = self.recent.shape
+        B, Hkv, _, d = self.recent.shape
         if positions.is_floating_point():
             raise UserError(f"`keep_keys` and `keep_values` have to give integers, not {positions.dtype}: {self!r}")
         positions = positions.to(self.recent.device).expand(B, -1, -1)  # (B, 1 or Hkv, p)
 
         # the rows in full precision, recent | kept, and where each token is among them
         rows, scores = self.recent, self.recent_scores  # (B, Hkv, r, d), (B, Hkv, r)
-        index = positions - self.n_coded  # (B, 1 or Hkv, p)
-        is_exact = (index >= 0) & (index < r)  # (B, 1 or Hkv, p): the token is recent
         if self.kept_positions is not None:
             rows = torch.cat([rows, self.kept_rows], dim=2)  # (B, Hkv, r + n, d)
             if scores is not None:
                 scores = torch.cat([scores, self.kept_scores], dim=2)  # (B, Hkv, r + n)
-            same = positions[..., :, None] == self.kept_positions[..., None, :]  # (B, 1 or Hkv, p, n)
-            index = torch.where(is_exact, index, r + same.int().argmax(-1))  # a kept one stands after the recent ones
-            is_exact = is_exact | same.any(-1)
+        index, is_exact = self.find(positions)  # (B, 1 or Hkv, p) both
         if not is_exact.all():
             raise UserError(f"`keep_keys` or `keep_values` gave token {int(positions[~is_exact][0])}, which is neither "
                             f"recent nor kept: {self!r}")
@@ -85,6 +81,17 @@ class CachedRows:
         if scores is not None:
             self.kept_scores = scores.gather(2, index)  # (B, Hkv, p)
         self.kept_positions = positions.to(torch.int32, copy=True)
+
+    def find(self, positions):
+        """Where the tokens at `positions` (B, 1 or Hkv, p) are among the rows in full precision, recent | kept, and
+        whether they are there: (B, 1 or Hkv, p) both."""
+        index, r = positions - self.n_coded, self.recent.shape[2]  # (B, 1 or Hkv, p)
+        is_exact = (index >= 0) & (index < r)  # (B, 1 or Hkv, p): the token is recent
+        if self.kept_positions is not None:
+            same = positions[..., :, None] == self.kept_positions[..., None, :]  # (B, 1 or Hkv, p, n)
+            index = torch.where(is_exact, index, r + same.int().argmax(-1))  # a kept one stands after the recent ones
+            is_exact = is_exact | same.any(-1)
+        return index, is_exact
 
     def quantize(self, n):
         """Quantize the n oldest recent tokens. Kept ones do not widen their group's range."""

@@ -373,20 +373,15 @@ def kept_tokens(keys, values):
 
 def rows_at(rows, positions):
     """The rows (B, Hkv, n, d) of a CachedRows that attention reads at positions (B, 1 or Hkv, n)."""
-    B, Hkv, r, d = rows.recent.shape
-    index = positions.expand(B, Hkv, -1).long() - rows.n_coded  # (B, Hkv, n): among the recent ones
-    parts, missing = [rows.recent], index < 0  # what to gather from
-    if rows.kept_positions is not None:
-        kept = rows.kept_positions.expand(B, Hkv, -1).long().sort(dim=2)
-        place = torch.searchsorted(kept.values, index + rows.n_coded).clamp(max=kept.values.shape[2] - 1)
-        is_kept = kept.values.gather(2, place) == index + rows.n_coded  # (B, Hkv, n)
-        index = torch.where(is_kept, r + kept.indices.gather(2, place), index)
-        parts, missing = [*parts, rows.kept_rows], missing & ~is_kept
-    if missing.any():
-        coded = decoded_at(rows, positions.expand(B, Hkv, -1).clamp(max=rows.n_coded - 1).long())  # (B, Hkv, n, d)
-        number = sum(part.shape[2] for part in parts) + torch.arange(index.shape[2], device=index.device)  # (n)
-        index, parts = torch.where(missing, number, index), [*parts, coded]
-    return torch.cat(parts, dim=2).gather(2, index[..., None].expand(-1, -1, -1, d))
+    B, Hkv, _, d = rows.recent.shape
+    parts = [rows.recent] if rows.kept_positions is None else [rows.recent, rows.kept_rows]
+    index, is_exact = rows.find(positions)  # (B, 1 or Hkv, n) both
+    if not is_exact.all():  # the others are decoded, and stand after these
+        after = sum(part.shape[2] for part in parts) + torch.arange(index.shape[2], device=index.device)  # (n)
+        index = torch.where(is_exact, index, after)
+        parts.append(decoded_at(rows, positions.expand(B, Hkv, -1).clamp(max=rows.n_coded - 1).long()))
+    index = index.long().expand(B, Hkv, -1)[..., None]  # (B, Hkv, n, 1)
+    return torch.cat(parts, dim=2).gather(2, index.expand(-1, -1, -1, d))
 
 
 def decoded_at(rows, positions):

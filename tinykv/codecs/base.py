@@ -160,7 +160,6 @@ class Codec:
     needs_text = False  # True: calibration has to call `fit` before the first text
     needs_gradient = False  # True: `fit` is given the gradient of the loss
     tables = ()  # names of all tensors that `fit` sets, None before: others are neither restored nor counted
-    counts = ()  # names of numbers that `fit` sets, to be told with the tables
 
     def fit(self, rows, kept, gradient=None, seed=0):
         """Find the tables, given the keys, or values, of W windows of calibration text.

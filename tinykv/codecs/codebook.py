@@ -45,8 +45,8 @@ class Codebook(Codec):
     All KV heads of a token form one packed row of codes, one for each of slots = Hkv * d/n sub-vectors. heads, width:
     Hkv, d.
     """
-    tables = ("centroids",)  # (slots, m, n) in 16 bits; (1, m, n) if shared by the layer
-    counts = ("samples", "effective")
+    # centroids (slots, m, n) in 16 bits; (1, m, n) if shared by the layer. The others: two numbers, see `check`
+    tables = ("centroids", "samples", "effective")
     needs_text = True
 
     def __init__(self, n, m, heads, width, sensitivity="fisher", sharing="head"):
@@ -56,10 +56,7 @@ class Codebook(Codec):
         self.name = f"d{n}m{m}"
         self.sensitivity, self.sharing = sensitivity, sharing
         self.needs_gradient = sensitivity != "none"
-        self.centroids = None
-        # of the codebook that has the fewest: the sub-vectors that it was calibrated on, and how many of
-        # equal weight they are worth
-        self.samples, self.effective = 0, 0.0
+        self.centroids = self.samples = self.effective = None
 
     def encode(self, x, ignore=None):
         # the nearest centroid of each slot's codebook
@@ -110,14 +107,15 @@ class Codebook(Codec):
         self.centroids = centroids.to(rows.dtype)
 
     def check(self, weights):
-        """UserError if a codebook has too few sub-vectors: weights (slots or 1, N)."""
-        self.samples = int((weights > 0).sum(1).min())
+        """Find the sub-vectors of the codebook that has the fewest, and how many of equal weight they are worth, of
+        weights (slots or 1, N). UserError if they are too few."""
+        self.samples = (weights > 0).sum(1).min()
         if self.samples < self.m:
             raise UserError(f"{self.name}: {self.m} centroids cannot be learned from {self.samples} vectors; use more "
                             "or longer calibration windows, or fewer centroids")
         # Kish's effective sample size
         weights = weights.double()
-        self.effective = (weights.sum(1).square() / weights.square().sum(1)).min().item()
+        self.effective = (weights.sum(1).square() / weights.square().sum(1)).min()
 
     def weigh(self, rows, kept, gradient):
         """A window's rows and gradient (Hkv, T, d) -> the weights of its vectors, (slots, T): 0 where kept (Hkv, T)."""

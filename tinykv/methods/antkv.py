@@ -84,9 +84,8 @@ class AnTKV(CodebookMethod):
     def largest(self, rows, n, length):
         """The current anchors, positions (B, Hkv, count). rows: the `CachedRows` of K or of V. length: tokens seen."""
         count = self.count if self.share is None else math.ceil(self.share * length)
-        if self.anchors_by != "error" or rows.recent_scores is None:  # None: calibration
-            return best_tokens(rows, n, count)
-        return best_tokens(rows, n, count, score=partial(code_error, rows.codec))
+        by_error = self.anchors_by == "error" and rows.recent_scores is not None  # None: calibration
+        return best_tokens(rows, n, count, partial(code_error, rows.codec) if by_error else None)
 
 
 def code_error(codec, x):

@@ -116,8 +116,7 @@ class Method:
         numbers = {name: getattr(self, name) for name in self.found if self.needs_text}
         tables = {name: torch.tensor(number) for name, number in numbers.items() if number is not None}
         for layer, kind, codec in self.each_codec():
-            counts = {name: torch.tensor(getattr(codec, name), dtype=torch.float64) for name in codec.counts}
-            tables |= {f"{layer}.{kind}.{name}": table for name, table in (codec.calibrated() | counts).items()}
+            tables |= {f"{layer}.{kind}.{name}": table for name, table in codec.calibrated().items()}
         return tables
 
     def restore(self, tables, model):
@@ -128,12 +127,12 @@ class Method:
             if name in tables:
                 setattr(self, name, tables[name].item())
         for layer, kind, codec in self.each_codec():
-            own = {name: tables[f"{layer}.{kind}.{name}"] for name in (*codec.tables, *codec.counts)
-                   if f"{layer}.{kind}.{name}" in tables}
-            if codec.needs_text and own.keys().isdisjoint(codec.tables):
+            names = {name: f"{layer}.{kind}.{name}" for name in codec.tables}
+            own = {name: tables[in_file] for name, in_file in names.items() if in_file in tables}
+            if codec.needs_text and not own:
                 what = "calibrate it" if codec.tables else f"name what `fit` sets in `tables` of {codec!r}"
                 raise UserError(f"{self!r} finds no table for {kind.upper()} of layer {layer}; {what}")
-            vars(codec).update({name: own[name].item() if name in codec.counts else own[name] for name in own})
+            vars(codec).update(own)
         self.calibrated_on = model.identity(), self.stored_as()
 
     def stored_as(self):
@@ -179,8 +178,9 @@ class Method:
 
     @property
     def offline_bytes(self):
-        """Bytes of the codecs' tables: found once, shared by all texts."""
-        return sum(table.nbytes for _, _, codec in self.each_codec() for table in codec.calibrated().values())
+        """Bytes of the codecs' tables: found once, shared by all texts. A single number is no table."""
+        tables = [table for _, _, codec in self.each_codec() for table in codec.calibrated().values()]
+        return sum(table.nbytes for table in tables if table.dim())
 
     def describe(self):
         """One line for the user: what was chosen or found."""
@@ -228,9 +228,9 @@ class CodebookMethod(Method):
     def describe(self):
         """The format, and what the codebook that has the fewest vectors was calibrated on."""
         codecs = [codec for *_, codec in self.each_codec()]
-        least, samples = min(codecs, key=lambda codec: codec.effective), min(codec.samples for codec in codecs)
-        line = f"{least.name}, codebooks of a {least.sharing}"
-        if samples:
+        line = f"{codecs[0].name}, codebooks of a {codecs[0].sharing}"
+        if self.calibrated_on is not None:
+            least, samples = min(codecs, key=lambda codec: codec.effective), min(codec.samples for codec in codecs)
             line += f", each calibrated on {samples:,.0f} vectors"
             line += f"; by their weights worth {least.effective:,.0f} or more"
             if least.effective < FEWEST * least.m:
