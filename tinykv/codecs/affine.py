@@ -126,9 +126,7 @@ class Affine(Codec):
 
     def from_groups(self, g, T):
         """The inverse of `to_groups`: groups -> (B, Hkv, T, d)."""
-        if self.axis == "token":
-            return g.flatten(-2)
-        return g.flatten(2, 3)[:, :, :T]
+        return g.reshape(*g.shape[:2], -1, self.width)[:, :, :T]
 
     def range_of(self, g, T, ignore):
         """The smallest and the largest number of each group. With axis "channel", ignored tokens do not count, and a
@@ -154,9 +152,7 @@ class Affine(Codec):
 
     def set_range(self, lo, hi):
         """Fix the static grid. lo, hi (Hkv, d): each channel's smallest and largest number."""
-        if self.axis == "token":
-            lo = lo.unflatten(-1, (-1, self.group)).amin(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
-            hi = hi.unflatten(-1, (-1, self.group)).amax(-1)[:, None, :, None]  # (Hkv, 1, d/G, 1)
-        else:
-            lo, hi = lo[:, None, None], hi[:, None, None]  # (Hkv, 1, 1, d) both
-        self.scale, self.zero = self.grid(lo, hi)
+        # as if they were two tokens: the smallest number of a group, and the largest
+        lo, _ = self.range_of(self.to_groups(lo[None, :, None]), 1, None)
+        _, hi = self.range_of(self.to_groups(hi[None, :, None]), 1, None)
+        self.scale, self.zero = self.grid(lo[0], hi[0])  # (Hkv, 1, d/G, 1) or (Hkv, 1, 1, d), both
