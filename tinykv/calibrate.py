@@ -67,17 +67,22 @@ def shown(cache, layer, computed):
             kept = torch.zeros_like(cached.recent[..., 0], dtype=torch.bool)
         kept = kept[:, :, cache.start:]  # (W, Hkv, T)
         gradient = computed.get(f"gradient of {cached.kind}")
-        if gradient is not None:
-            if cached.kind == "k" and cache.method.rope == "post":
-                gradient = cache.rope.rotate(gradient, cache.start)  # as the key is
-            all_finite(f"gradients of layer {layer}", gradient)
-        all_finite(f"keys or values of layer {layer}", rows)
-        if kept.all(-1).any():
-            raise UserError(f"calibration windows of {rows.shape[2]} tokens hold no token that the method does not "
-                            "keep; use a longer context or keep fewer tokens")
+        if gradient is not None and cached.kind == "k" and cache.method.rope == "post":
+            gradient = cache.rope.rotate(gradient, cache.start)  # as the key is
+        check(layer, rows, kept, gradient)
         examples.append((cached.codec, rows, kept, gradient))
     cache.layers[layer] = None  # whose rows take memory, and no later layer looks at them
     return examples
+
+
+def check(layer, rows, kept, gradient):
+    """UserError unless a codec can learn from rows (W, Hkv, T, d), kept (W, Hkv, T), gradient as rows or None."""
+    all_finite(f"keys or values of layer {layer}", rows)
+    if gradient is not None:
+        all_finite(f"gradients of layer {layer}", gradient)
+    if kept.all(-1).any():
+        raise UserError(f"calibration windows of {rows.shape[2]} tokens hold no token that the method does not keep; "
+                        "use a longer context or keep fewer tokens")
 
 
 class Text:
