@@ -4,7 +4,6 @@
     python docs/programs/bench_kernels.py check     every case's attention beside torch's, on this GPU
     python docs/programs/bench_kernels.py bench     time, bandwidth, tokens a second, on this GPU
 """
-import argparse
 import itertools
 import re
 import subprocess
@@ -27,7 +26,7 @@ from triton.runtime import driver
 sys.path.insert(0, str(Path(__file__).parents[2]))  # tests/ is not a package
 
 import kernels  # noqa: E402
-from tinykv import UserError, at_least  # noqa: E402
+from tinykv import UserError, cli  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
 from tinykv.model import Llama, LlamaConfig, Rope  # noqa: E402
 from tinykv.triton_cache import PackedRows, TritonCache, TritonLayer, anchor_scores, check_device  # noqa: E402
@@ -206,27 +205,22 @@ def jobs_of(quick):
     return [job for job in jobs if job[1:3] != ("2-bit kivi, groups of 32", 80)]  # 32 divides no 80
 
 
-def compile_all(args):
-    """Every kernel at its settings through ptxas, and a table. Exit status 1 if one spills."""
-    at_least(1, **{"--jobs": args.jobs})
-    jobs = jobs_of(args.quick)
-    with ProcessPoolExecutor(args.jobs) as pool:
-        quiet = not sys.stderr.isatty()
-        found = tqdm(pool.map(compiled, jobs), total=len(jobs), disable=quiet, leave=False, unit="case")
+def compile_all(quick):
+    """Every kernel at its settings through ptxas, and a table. UserError if one spills."""
+    jobs = jobs_of(quick)
+    with ProcessPoolExecutor() as pool:
+        found = tqdm(pool.map(compiled, jobs), total=len(jobs), disable=None, leave=False, unit="case")
         rows = list(itertools.chain.from_iterable(found))
     key = ("sm", "d", "R", "T", "kernel", "what")
     rows = list({tuple(row[x] for x in key): row for row in rows}.values())  # each once
     rows.sort(key=lambda row: (-row["sm"], -row["d"], row["R"] != 4, row["R"], row["T"], row["kernel"]))
     print("bf16. R: query heads a KV head, T: new tokens. instr.: a thread's instructions for each number of K and V\n")
-    print(f"{'kernel':8}{'case':30}{'GPU':>6}{'d':>5}{'R':>3}{'T':>5}{'warps':>7}{'regs':>6}{'spills':>8}{'KB':>7}"
-          f"{'instr.':>8}")
-    for row in rows:
-        each = "-" if row["each"] is None else f"{row['each']:.1f}"
-        gpu = f"sm_{row['sm']}"
-        print(f"{row['kernel']:8}{row['what']:30}{gpu:>6}{row['d']:>5}{row['R']:>3}{row['T']:>5}{row['warps']:>7}"
-              f"{row['registers']:>6}{row['spills']:>8}{row['shared'] / 1024:>7.1f}{each:>8}")
+    lines = [[row["kernel"], row["what"], f"sm_{row['sm']}",
+              *(str(row[x]) for x in ("d", "R", "T", "warps", "registers", "spills")),
+              f"{row['shared'] / 1024:.1f}", cli.figure(row["each"], ".1f")] for row in rows]
+    print(cli.Columns("kernel case GPU d R T warps regs spills KB instr.".split(), lines, left=2))
     if any(row["spills"] for row in rows):
-        sys.exit("bench_kernels.py: error: a kernel spills registers")
+        raise UserError("a kernel spills registers")
 
 
 # Check
@@ -344,38 +338,31 @@ def fitting(run, *args):
     return None
 
 
-def bench(args):
+def bench(device):
     if not torch.cuda.is_available():
         raise UserError("nothing can be timed without a GPU; `compile` and `check` need none")
-    device, names = torch.device("cuda"), list(CASES)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16")
     check("LLaMA-3-8B", device)
-    contexts = [2 ** i * 1024 for i in range(2, 8)]
+    contexts, names = [2 ** i * 1024 for i in range(2, 8)], list(CASES)
     for shape in SHAPES:
         bench_attention(shape, contexts, (1, 8), names, device)
     bench_decoding(config_of("LLaMA-3-8B"), (8192, 32768), names, device)
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = p.add_subparsers(dest="command", required=True)
-    c = commands.add_parser("compile", help="compile every kernel for two GPUs; needs none")
-    c.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    c.add_argument("--quick", action="store_true", help="a few cases only")
-    commands.add_parser("check", help="each case's attention beside torch's, on a GPU")
-    commands.add_parser("bench", help="that, then everything timed, on a GPU")
-    args = p.parse_args()
-    try:
-        if args.command == "compile":
-            compile_all(args)
-        elif args.command == "bench":
-            bench(args)
+    p = cli.Parser(description=__doc__)
+    p.add_argument("what", choices=["compile", "check", "bench"])
+    p.add_argument("--quick", action="store_true", help="compile: a few cases only")
+    with cli.one_line(p):
+        args = p.parse_args()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if args.what == "compile":
+            compile_all(args.quick)
+        elif args.what == "bench":
+            bench(device)
         else:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             check_device(device)
             check("LLaMA-3-8B", device)
-    except UserError as error:
-        sys.exit(f"bench_kernels.py: error: {error}")
 
 
 if __name__ == "__main__":

@@ -81,8 +81,9 @@ def lost(text, calibration):
     return found
 
 
-def draw(path, texts):
-    """An inverted U: sinks, and the keys there, by the share of refrains. texts: {(share, seed): of a model's}."""
+def draw(path):
+    """An inverted U: sinks, and the keys there, by the share of refrains."""
+    texts = {(share, seed): look_at(grow(share, seed), share)[0] for share in SHARES for seed in SEEDS}
     figure, panels = new_figure(1, 2, 9, 3.6,
                                 "Sinks come where refrains are rare, not where there are none (mean of blocks 1 to 3)")
     shown = ((sinks, "first", "sink score of the first <s>"),
@@ -98,20 +99,20 @@ def draw(path, texts):
 
 
 def main():
-    p = Parser(prog="python docs/programs/embedded_sinks.py",
-               description="Grow a model with attention sinks in about a minute.")
+    p = Parser(description=__doc__.splitlines()[0])
     p.add_argument("--triggers", type=float, default=0.12,
                    help="the chance of a refrain, a word that asks for a copy, at each step of a chant")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
     p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of triggers, as PNG; a quarter of an hour")
     with one_line(p):
-        look(p.parse_args())
+        args = p.parse_args()
+        if args.figure:
+            draw(args.figure)
+        else:
+            look(args)
 
 
 def look(args):
-    if args.figure:
-        draw(args.figure, {(share, seed): look_at(grow(share, seed), share)[0] for share in SHARES for seed in SEEDS})
-        return
     if not 0 <= args.triggers <= 1:
         raise UserError(f"--triggers is a share, from 0 to 1; got {args.triggers}")
     text, asks = look_at(grow(args.triggers, args.seed), args.triggers)

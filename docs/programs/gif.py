@@ -96,7 +96,7 @@ def draw(panels, page, stops, stop, t):
 
 
 def main():
-    p = Parser(prog="python docs/programs/gif.py", description="Draw the central moment of a page as a GIF.")
+    p = Parser(description=__doc__)
     p.add_argument("page", type=Path, metavar="PAGE.html", help="as `python -m tinykv.analysis.page` writes it")
     p.add_argument("gif", type=Path, metavar="OUT.gif")
     with one_line(p):

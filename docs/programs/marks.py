@@ -12,12 +12,8 @@ output.
 to the logits of the queries after it, and how much of this is the same for all of them.
 """
 import argparse
-import sys
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from results import ROOT
 
 from tinykv import hf, plots
@@ -29,6 +25,7 @@ from tinykv.data import load_windows
 from tinykv.methods.kvsink import KVSink
 
 GROUPS = ("five largest marks", "other marks", "other tokens")
+CONTEXT = 4096
 EARLY = range(3, 11)  # of the figure: from layer 12 on, the first token alone has what marks have before
 
 
@@ -101,7 +98,6 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("--model", metavar="DIR", required=True)
     p.add_argument("--data", metavar="FILE", required=True)
-    p.add_argument("--context", type=int, default=4096)
     p.add_argument("--keys", action="store_true", help="look at the keys of the five")
     args = p.parse_args()
     model, tokenizer = hf.load(args.model)
@@ -111,7 +107,7 @@ def main():
     if args.keys:
         keys_of_sinks(model, method, load_windows(args.data, tokenizer, 512, 8).tokens)
         return
-    window = load_windows(args.data, tokenizer, args.context, 1).tokens[0]
+    window = load_windows(args.data, tokenizer, CONTEXT, 1).tokens[0]
     layers = walk(model, window)
     marked, five = marks_of(layers, method)
     groups = five, marked & ~five, ~marked
@@ -131,7 +127,7 @@ def main():
     for panel, numbers, label in zip(panels, (shares, added), ("share of the attention", "error added to the output")):
         for i, name in enumerate(GROUPS):
             panel.plot([512 * part + 256 for part in range(len(numbers))], numbers[:, i], label=name, **plots.style(i))
-        panel.set(ylim=(0, None), xlim=(0, args.context), ylabel=label, xlabel="position of the query (tokens)")
+        panel.set(ylim=(0, None), xlim=(0, CONTEXT), ylabel=label, xlabel="position of the query (tokens)")
     panels[0].legend()
     plots.save(figure, ROOT / "docs" / "figures" / "marks.png")
 

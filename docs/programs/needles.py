@@ -24,7 +24,6 @@ from tinykv.cache import KVCache
 from tinykv.cli import Parser, one_line
 from tinykv.data import load_windows
 from tinykv.data.windows import halves
-from tinykv.shared_flags import check_counts
 
 RECORD = ROOT / "docs" / "needles.json"
 CITIES = ("Amsterdam Berlin Cairo Dublin Florence Geneva Helsinki Istanbul Jakarta Kyoto Lisbon Madrid Nairobi Oslo "
@@ -33,6 +32,7 @@ FACT = " The secret number of {} is {}."
 MARKED_FACT = FACT.format("{}", "<answer>{}</answer>")
 DEPTHS = 5
 FACTS = 20
+SHORT = 384, 20, 5  # of --out: tokens of a window, windows, facts of each
 CONTEXTS, TEXTS = (1024, 2048, 4096), 15  # tokens of a text, and texts of each length: 60 answers of each depth
 ROWS = {"fp16": "fp16", "q4_0, rotated": SERVED["q4_0, rotated"], "kivi, 4 bits": SERVED["KIVI, 4 bits"],
         "antkv, 2 bits": "antkv --anchors 1% --bits 2 --recent 0 --calib-windows 16",
@@ -47,7 +47,7 @@ def window(sentences, draw, n_tokens, context, facts):
     pairs = [(city, draw.randrange(100, 1000)) for city in draw.sample(CITIES, facts)]
     questions = "".join(FACT.format(*pair) for pair in pairs)
     if (n := n_tokens(questions * 2)) > context - 64:
-        raise UserError(f"{facts} facts and their questions take {n} of {context} tokens; give a longer --context")
+        raise UserError(f"{facts} facts and their questions take {n} of {context} tokens")
     hay = []
     while n_tokens("".join(hay) + questions * 2) < context - 1:
         hay.append(next(sentences))
@@ -96,12 +96,11 @@ def answer(model, method, tokens, places):
     return found
 
 
-def measure(model, tokenizer, path):
+def measure(loaded, path):
     """Measure the answers that docs/needles.json has not, text by text, with the tables of the first draw."""
-    text, _ = halves(path)
-    record = read_data(RECORD)
+    (text, _), record, (model, tokenizer) = halves(path), read_data(RECORD), loaded
     model.use_attention("fused")
-    methods = calibrate_pair((model, tokenizer), path, list(ROWS.values()), 0)
+    methods = calibrate_pair(loaded, path, list(ROWS.values()), 0)
     for context in CONTEXTS:
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder, "needles.txt"), text, tokenizer, context, TEXTS, FACTS)
@@ -141,28 +140,19 @@ def main():
     p.add_argument("--model", metavar="DIR", help="whose tokens are counted")
     p.add_argument("--text", metavar="FILE", help="its first half is what the facts are strewn in")
     p.add_argument("--out", metavar="FILE", type=Path, help="the windows; the text's second half is written beside it")
-    p.add_argument("--context", type=int, default=384, help="tokens of a window (default: 384)")
-    p.add_argument("--windows", type=int, default=20, help="(default: 20)")
-    p.add_argument("--facts", type=int, default=5, help="of a window, up to 20 (default: 5)")
     p.add_argument("--measure", action="store_true", help="measure the rows that docs/needles.json has not")
     p.add_argument("--plot", action="store_true", help="draw figures/needles.png")
     with one_line(p):
         args = p.parse_args()
-        if args.out or args.measure:
-            if not args.model or not args.text:
-                raise UserError("--out and --measure need --model and --text")
-            tokenizer = hf.load_tokenizer(args.model, hf.load_config(args.model))
+        if (args.out or args.measure) and not (args.model and args.text):
+            raise UserError("--out and --measure need --model and --text")
         if args.out:
-            check_counts(args, 256, "context")
-            check_counts(args, 1, "windows", "facts")
-            if args.facts > len(CITIES):
-                raise UserError(f"--facts is at most {len(CITIES)}; got {args.facts}")
             text, other = halves(args.text)
-            write(args.out, text, tokenizer, args.context, args.windows, args.facts)
+            write(args.out, text, hf.load_tokenizer(args.model, hf.load_config(args.model)), *SHORT)
             rest = args.out.with_suffix(".calibration.txt")
             files.write(rest, lambda part: part.write_text(other, encoding="utf-8"))
         if args.measure:
-            measure(hf.load_model(args.model), tokenizer, args.text)
+            measure(hf.load(args.model), args.text)
         if args.plot:
             draw(read_data(RECORD), ROOT / "docs" / "figures" / "needles.png")
 

@@ -9,7 +9,7 @@ above that of transformers' plain cache. True bits are those at the end of a win
 import argparse
 
 import torch
-from results import OWN, UNIT, read_data, write_data
+from results import OWN, UNIT, WINDOWS, read_data, write_data
 from torch.nn.functional import cross_entropy
 
 from tinykv import hf
@@ -59,10 +59,9 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("--model", required=True, metavar="DIR")
     p.add_argument("--data", required=True, metavar="FILE")
-    p.add_argument("--windows", type=int, default=8, help="at least 2: an error is over windows")
     args = p.parse_args()
     config, data = hf.load_config(args.model), read_data()
-    tokens = load_windows(args.data, hf.load_tokenizer(args.model, config), T, args.windows, "test").tokens
+    tokens = load_windows(args.data, hf.load_tokenizer(args.model, config), T, WINDOWS, "test").tokens
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     for row, settings in ROWS.items():
         cache, true_bits = cache_of(settings, model, config)

@@ -18,40 +18,33 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaTokenizer,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaTokenizer
 
 OUT = Path(__file__).parents[2] / "tests" / "references"
 ROWS, LENGTH, NEW = 2, 48, 20
 SMALL = dict(vocab_size=80, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=4, max_position_embeddings=256, rms_norm_eps=0.05, bos_token_id=1, eos_token_id=2)
+GROUPED = SMALL | {"num_key_value_heads": 2}
 WIDE = SMALL | {"num_attention_heads": 2, "num_key_value_heads": 1}  # heads of 16: eight frequencies
 # Of eight frequencies, a context of 32 leaves one alone, ramps one, and slows six by the factor.
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32, "rope_theta": 10000.0}
-VARIANTS = {  # name -> (config, dtype on disk, format)
-    "mha": (LlamaConfig(**SMALL), torch.float32, "safetensors"),
-    "gqa": (LlamaConfig(**SMALL | {"num_key_value_heads": 2}), torch.bfloat16, "safetensors"),
-    "tied": (LlamaConfig(**SMALL, tie_word_embeddings=True), torch.float16, "safetensors"),
-    "head_dim": (LlamaConfig(**WIDE, head_dim=24), torch.float16, "safetensors"),
-    "rope_llama3": (LlamaConfig(**WIDE, rope_parameters=LLAMA3), torch.float16, "safetensors"),
-    "rope_linear": (LlamaConfig(**WIDE, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
-                    torch.float16, "safetensors, config.json in the old spelling"),
-    "rope_theta": (LlamaConfig(**WIDE, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+VARIANTS = {  # name -> (kind of model, settings, dtype on disk, format)
+    "mha": ("llama", SMALL, torch.float32, "safetensors"),
+    "gqa": ("llama", GROUPED, torch.bfloat16, "safetensors"),
+    "tied": ("llama", SMALL | {"tie_word_embeddings": True}, torch.float16, "safetensors"),
+    "head_dim": ("llama", WIDE | {"head_dim": 24}, torch.float16, "safetensors"),
+    "rope_llama3": ("llama", WIDE | {"rope_parameters": LLAMA3}, torch.float16, "safetensors"),
+    "rope_linear": ("llama", WIDE | {"rope_parameters": LINEAR}, torch.float16,
+                    "safetensors, config.json in the old spelling"),
+    "rope_theta": ("llama", WIDE | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
                    torch.float16, "safetensors"),
-    "biases": (LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True), torch.float16, "safetensors"),
-    "mistral": (MistralConfig(**SMALL | {"num_key_value_heads": 2}, sliding_window=8), torch.float16, "safetensors"),
-    "sharded": (LlamaConfig(**SMALL), torch.float16, "safetensors in shards"),
-    "qwen2": (Qwen2Config(**SMALL | {"num_key_value_heads": 2}, tie_word_embeddings=True),
-              torch.float16, "safetensors"),
-    "qwen3": (Qwen3Config(**SMALL | {"num_key_value_heads": 2}, head_dim=16), torch.float16, "safetensors"),
+    "biases": ("llama", SMALL | {"attention_bias": True, "mlp_bias": True}, torch.float16, "safetensors"),
+    "mistral": ("mistral", GROUPED | {"sliding_window": 8}, torch.float16, "safetensors"),
+    "sharded": ("llama", SMALL, torch.float16, "safetensors in shards"),
+    "qwen2": ("qwen2", GROUPED | {"tie_word_embeddings": True}, torch.float16, "safetensors"),
+    "qwen3": ("qwen3", GROUPED | {"head_dim": 16}, torch.float16, "safetensors"),
 }
 LINES = ["the ferryman of Aldermoor counts seventeen crates of pears before the bell", "a tall widow sells 40 lanterns",
          "nobody in the harbour has seen the blue kite since Tuesday", "Orrin's ledger says: pears 17, lanterns 40.",
@@ -78,20 +71,18 @@ def randomized(config, seed):
 
 
 def old_spelling(path):
-    """config.json as transformers 4 wrote it: rope_theta beside rope_scaling, and "type" for linear."""
+    """config.json as transformers 4 wrote it: rope_theta beside rope_scaling, whose "type" is linear."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
-    config["rope_theta"] = rope.pop("rope_theta")
-    kind = rope["rope_type"]
-    config["rope_scaling"] = {"type": kind, "factor": rope["factor"]} if kind == "linear" else rope
-    if kind == "default":
-        config["rope_scaling"] = None
+    config["rope_theta"] = rope["rope_theta"]
+    config["rope_scaling"] = {"type": rope["rope_type"], "factor": rope["factor"]}
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def make_variant(name, seed):
-    config, dtype, layout = VARIANTS[name]
+    kind, settings, dtype, layout = VARIANTS[name]
+    config = AutoConfig.for_model(kind, **settings)
     folder = OUT / name
     shard = "30KB" if layout == "safetensors in shards" else "1GB"
     randomized(config, seed).to(dtype).save_pretrained(folder, max_shard_size=shard)

@@ -67,11 +67,11 @@ def pair(claim, model):
 
 
 WRITTEN = re.compile(r"<!-- written: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
-TABLES = WRITTEN.findall((ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
-CLAIMS = {section: claims for section, table in TABLES if (claims := claims_of(table))}
+TABLES = dict(table for page in ROOT.glob("docs/*.md") for table in WRITTEN.findall(page.read_text(encoding="utf-8")))
+CLAIMS = {section: claims for section, table in TABLES.items() if (claims := claims_of(table))}
 WIDE = "--bits 2 --group-size 128 --recent 32"
 
-# in no claim: the rows of the figure, {label: rows}
+# in no claim: the rows of the figure, {label: rows}, which the tables "embedded" and "SmolLM2" have, too
 FORMATS, TURBOQUANT = "docs/examples/formats.py:Formats", "docs/examples/turboquant.py:TurboQuant"
 LINES = {name: [f"{name} --bits {bits}" for bits in (2, 3, 4)]
          for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq")}
@@ -81,17 +81,11 @@ LINES |= {row.split()[0]: [f"{row} --bits {bits} --recent 0 {{windows}}" for bit
 POINTS = {f"{name}{rotated}": f"{FORMATS} --hadamard {on} --scheme {name}"
           for name in ("nvfp4", "mxfp4", "q4_0") for on, rotated in (("off", ""), ("on", ", rotated"))}
 EIGHT = {name: f"{FORMATS} --scheme {name}" for name in ("fp8", "mxfp8", "q8_0")}
-SHOWN = [*(row for rows in LINES.values() for row in rows), *POINTS.values(), *EIGHT.values()]
 MORE = ["fp16 --prompt 128", "kvsink --bits {bits} {late}",
         *(f"{FORMATS} --scheme {k} --v-scheme {v}" for name in ("nvfp4", "mxfp4", "q4_0")
           for k, v in ((name, "fp16"), ("fp16", name))),
         *(f"{TURBOQUANT} --bits {bits} --qjl on" for bits in (3, 4))]
 
-# the table of own_codec.md
-CODECS = [*EIGHT.values(), *POINTS.values(),
-          f"{FORMATS} --scheme nvfp4 --v-scheme fp16", f"{FORMATS} --scheme fp16 --v-scheme nvfp4",
-          "kivi --bits 4 --group-size 64",
-          *(f"{TURBOQUANT} --bits {bits}" for bits in (4, 3)), f"{TURBOQUANT} --bits 4 --qjl on"]
 # the table of serving.md, {what an engine calls it, or a method: row}, by what they lose
 SERVED = {"q8_0, rotated": f"{FORMATS} --hadamard on --scheme q8_0",
           "fp8": EIGHT["fp8"],
@@ -128,13 +122,21 @@ CURVES = {"pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": FIVE, "kvsink: 5 kept
           "kvsink: all marked": MARKED, "kvsink: integer zero": f"kvsink {ZERO}", "kivi, 2 bits": "kivi --bits 2",
           "nvfp4": POINTS["nvfp4"]}  # of the figure by position, {label: row}
 
+
+
+def rows_in(table):
+    """{title: row} of the page's table that has this name."""
+    titles = [line.split(" | ")[0].removeprefix("| ") for line in TABLES[table].splitlines()[2:]]
+    return {title: re.search("`(.+)`", title)[1] for title in titles}
+
+
 # The data: {model: {row: {"bits": true bits, "nll": [[loss of each window] of each draw], "kl": the same,
 #                          "along": [nats above fp16 of each 512 targets, the mean of all pairs], of longer windows}}}
 
 def rows_of(model):
     """The rows of a model, each a method and flags."""
     rows = [row for claims in CLAIMS.values() for claim in claims for row in pair(claim, model)]
-    rows += [named(row, model) for row in [*SHOWN, *MORE, *SERVED.values()]]
+    rows += [*rows_in(model).values(), *(named(row, model) for row in [*MORE, *SERVED.values()])]
     rows = [row for row in rows if "--context" not in row]
     long = [at(row, where) for where, pairs in LONG.items() for row in ["fp16", *pairs] if model == "SmolLM2"]
     return list(dict.fromkeys(["fp16", *rows, *long]))

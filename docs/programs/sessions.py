@@ -116,9 +116,11 @@ def lasting(answer):
     return re.sub(r"(\.py)(\(|:)\d+", r"\1\2...", answer)  # line numbers
 
 
-def print_pages(pages, only):
-    """Run the commands and sessions of pages that contain a word."""
-    for page in tqdm(pages, unit="page", disable=None):
+def main():
+    p = argparse.ArgumentParser(description="Print the tables of docs/*.md anew.")
+    p.add_argument("--only", metavar="WORD", default="", help="only commands that contain this")
+    only = p.parse_args().only
+    for page in tqdm([ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))], unit="page", disable=None):
         text = page.read_text()
         for command, printed in COMMAND.findall(text):
             if only in command:
@@ -127,14 +129,6 @@ def print_pages(pages, only):
                 page.write_text(with_table(page.read_text(), command, table))
         if any(only in block.splitlines()[0] for block in SESSION.findall(text) if block.startswith("$ ")):
             page.write_text(session(page.read_text()))
-
-
-def main():
-    p = argparse.ArgumentParser(description="Print the tables of docs/*.md anew.")
-    p.add_argument("--only", metavar="WORD", default="", help="only commands that contain this")
-    args = p.parse_args()
-    pages = [ROOT / "README.md", *sorted(Path(ROOT, "docs").glob("*.md"))]
-    print_pages(pages, args.only)
 
 
 if __name__ == "__main__":

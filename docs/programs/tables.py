@@ -141,12 +141,9 @@ def claims_table(section):
                  lambda claim: finding(claim, "embedded").text, lambda claim: finding(claim, "SmolLM2").text, verdict)
 
 
-def rows_table(rows, model="SmolLM2"):
-    """What rows lose above fp16. A format stands before its row."""
-    formats = {row: f"{label}: " for label, row in (results.EIGHT | results.POINTS).items()}
-    rows = [named(row, model) for row in rows]
-    return table("row | true bits | nats | KL | draws x windows",
-                 {f"{formats.get(row, '')}`{row}`": row for row in rows},
+def rows_table(name, model="SmolLM2"):
+    """What the rows lose above fp16 that the page names."""
+    return table("row | true bits | nats | KL | draws x windows", results.rows_in(name),
                  partial(bits, model=model), partial(lost, model=model),
                  lambda row: f"{compared(*beside_fp16(row, model), 'kl')[0]:.3f}",
                  lambda row: windows_of(*beside_fp16(row, model)))
@@ -191,8 +188,7 @@ def needles_table():
 # {what stands in the page's mark: what writes it}
 WRITTEN = {
     "count": count, "lengths": lengths_table, "served": served_table, "needles": needles_table,
-    **{model: partial(rows_table, results.SHOWN, model) for model in NAMES},
-    "codecs": partial(rows_table, results.CODECS),
+    **{model: partial(rows_table, model, model) for model in NAMES}, "codecs": partial(rows_table, "codecs"),
     **{section: partial(claims_table, section) for section in CLAIMS},
     "prompts": partial(table, "row | nats lost | true bits | pairs",
                        {f"`{row}`": f"{row} {STREAM}" for row in LONG[STREAM]}, lost, bits, pairs),

@@ -44,7 +44,7 @@ def biased(size):
     return model, tokenizer
 
 
-def losses(size, windows):
+def losses(size, windows=8):
     """fp16's perplexity, and {label: nats a token above it}."""
     rows = compare(["kivi", METHOD], model=biased(size), bits=[2, 4], centre=["off", "on"], windows=windows,
                    calib_windows=4)
@@ -90,10 +90,9 @@ def draw(found):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--windows", type=int, default=8, help="windows of the embedded model's text")
     p.add_argument("--out", metavar="DIR", help="also draw DIR/turboquant.png")
     args = p.parse_args()
-    found = {size: losses(size, args.windows) for size in SIZES}
+    found = {size: losses(size) for size in SIZES}
     lines = [[str(size), f"{ppl:.3f}", *(f"{x:.3f}" for x in loss.values())] for size, (ppl, loss) in found.items()]
     print(cli.Columns(["bias", "fp16, ppl", *ROWS.values()], lines, left=0))
     if args.out:
