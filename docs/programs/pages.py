@@ -10,7 +10,8 @@ with the figure as an expression: f"lowers the loss by {less(pfn, rtn)} relative
 The rest of a paragraph that makes a claim (CLAIM: a number, "more", "first", ...), an item, a table or an output is
 sealed as a whole: docs/sealed.txt has its digest and its source, so each change asks for a look at the source. Whoever
 changes a wording says `--seal wording`. A table of docs/results.json stands between `<!-- written: NAME -->` and
-`<!-- end -->`. Examples (>>>) are tests; their comments are sealed.
+`<!-- end -->`. To add a claim, write the first two cells of its line; to add a row, the first. tables.py fills the
+others. Examples (>>>) are tests; their comments are sealed.
 """
 import argparse
 import re

@@ -126,7 +126,7 @@ CURVES = {"pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": FIVE, "kvsink: 5 kept
 
 def rows_in(table):
     """{title: row} of the page's table that has this name."""
-    titles = [line.split(" | ")[0].removeprefix("| ") for line in TABLES[table].splitlines()[2:]]
+    titles = [line.split("|")[1].strip() for line in TABLES[table].splitlines()[2:]]
     return {title: re.search("`(.+)`", title)[1] for title in titles}
 
 
