@@ -279,12 +279,6 @@ def shape_of(*rows):
     return min(draws, default=1), min(len(row["nll"][0]) for row in rows)
 
 
-def in_words(*rows):
-    """The same, for a table."""
-    draws, windows = shape_of(*rows)
-    return f"{windows} pairs" if "along" in rows[0] else f"{draws} x {windows}"
-
-
 def compared(row, other, kind="nll"):
     """Two rows -> mean difference, its error, p, over the draws and windows of both."""
     C, W = shape_of(row, other)
