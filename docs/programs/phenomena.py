@@ -36,7 +36,7 @@ def main():
     p.set_defaults(windows=8, calib_windows=16)
     args = p.parse_args()
     names = NAMES if "all" in args.what else args.what
-    text = load_text(args, names, *load_model(args, LONGEST))
+    text = load_text(args, names, load_model(args, LONGEST))
     record = read_data(RECORD)
     of_model = record["embedded" if args.model == str(hf.EMBEDDED) else "SmolLM2"]
     of_model |= {"context": args.context, "windows": args.windows,
