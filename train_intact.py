@@ -163,7 +163,7 @@ def load_texts(args, prefix):
 
 def check(args):
     """What can be seen to be wrong before anything is loaded."""
-    shared_flags.check_counts(args, 1, "samples", "updates", "accumulate", "windows", "calib-windows", "batch")
+    shared_flags.check_counts(args, 1, "samples", "updates", "accumulate", "batch")
     if not args.lr > 0:
         raise UserError(f"--lr must be above 0; got {args.lr}")
     if Path(args.out).suffix != ".safetensors":

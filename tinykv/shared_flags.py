@@ -97,6 +97,8 @@ def set_up(args, longest, loaded=None):
     longest: tokens of a window, unless told otherwise, or as many as the model was made for. loaded: a (model,
     tokenizer) to use instead of --model.
     """
+    check_counts(args, 1, "windows", "calib-windows")
+    check_counts(args, 2, "context")
     if loaded:
         model, args.tokenizer = loaded
         args.config, weight = model.config, model.lm_head.weight

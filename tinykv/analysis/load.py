@@ -11,8 +11,6 @@ def add_flags(p, windows, longest):
 
 def load_model(args, longest):
     """The model. longest: see `shared_flags.set_up`, which this calls."""
-    shared_flags.check_counts(args, 1, "windows", "calib-windows")
-    shared_flags.check_counts(args, 2, "context")
     shared_flags.set_up(args, longest)
     print(f"model {args.model}, {args.dtype}, {args.device}")
     return hf.load_model(args.model, args.devices, args.dtype)

@@ -30,10 +30,9 @@ def fetch_model(name):
     """owner/model -> the folder of its config, tokenizer and weights."""
     from huggingface_hub import snapshot_download
     with hub_faults(name):
-        folder = snapshot_download(
+        return Path(snapshot_download(
             name, allow_patterns=["*.json", "*.safetensors", "tokenizer.model"],
-            ignore_patterns=["*/*", "consolidated*"])  # the same weights once more, in Meta's or Mistral's layout
-    return Path(folder)
+            ignore_patterns=["*/*", "consolidated*"]))  # the same weights once more, in Meta's or Mistral's layout
 
 
 def fetch_file(file):

@@ -14,18 +14,6 @@ MARKED = ("kvsink", "pfn", "antkv")  # always in colour: the papers' question is
 FLOOR = 0.01  # per cent: a smaller loss is drawn here, as a few windows cannot tell it from none
 
 
-def add_comparisons(p):
-    p.add_argument("--vs", metavar="NAME",
-                   help="also compare each row, window by window, with this one, or with this method's row of "
-                        "the same settings")
-    p.add_argument("--at-bits", metavar="B", type=float,
-                   help="also compare at B true bits: between the two nearest rows of each method that "
-                        "differ in bits alone")
-    p.add_argument("--plot", metavar="FILE.png",
-                   help="also draw perplexity against true bits, or against kept tokens if --preserve is a list, "
-                        "and the loss along longer windows")
-
-
 def title_of(row):
     """In messages, where no column names the weights: "pfn preserve=5 awq-3"."""
     return f"{row['label']} {row['weights']}" if row["weights"] else row["label"]

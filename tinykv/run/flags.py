@@ -3,7 +3,7 @@ from tinykv import UserError, cli, shared_flags
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
 from tinykv.methods.registry import METHODS
-from tinykv.run import comparisons, ranks
+from tinykv.run import ranks
 from tinykv.run.settings import add_settings, load_class
 from tinykv.weights.command import add_weights
 
@@ -36,7 +36,15 @@ def parser(asked=(), about=None):
     shared_flags.add_attention(p, "triton")
     p.add_argument("--wide", action="store_true", help="print all columns of the table")
     p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss; -: print it")
-    comparisons.add_comparisons(p)
+    p.add_argument("--vs", metavar="NAME",
+                   help="also compare each row, window by window, with this one, or with this method's row of "
+                        "the same settings")
+    p.add_argument("--at-bits", metavar="B", type=float,
+                   help="also compare at B true bits: between the two nearest rows of each method that "
+                        "differ in bits alone")
+    p.add_argument("--plot", metavar="FILE.png",
+                   help="also draw perplexity against true bits, or against kept tokens if --preserve is a list, "
+                        "and the loss along longer windows")
     add_weights(parent, several=True)
     parent.set_defaults(config=None, tokenizer=None, devices=None, loaded=None)  # `set_up` sets them
     add_settings(parent, asked)
@@ -101,19 +109,15 @@ def parse(words=None, methods=None, given=None, about=None):
     p = parser(methods, about)
     args = p.parse_args(words if given is None else words_of(p, given))
     args.method = methods
-    check_flags(args)
-    return args
 
-
-def check_flags(args):
-    """What can be seen to be wrong before anything is loaded."""
+    # what can be seen to be wrong before anything is loaded
     if args.at_bits is not None and not args.at_bits > 0:  # nor is NaN
         raise UserError(f"--at-bits must be above 0; got {args.at_bits:g}")
-    shared_flags.check_counts(args, 2, "context")
-    shared_flags.check_counts(args, 1, "windows", "calib-windows", "draws", "batch", "prompt")
+    shared_flags.check_counts(args, 1, "draws", "batch", "prompt")
     if hasattr(args, "choose") and not args.prompt:
         raise UserError("--choose is for a text with a prompt; give --prompt, too")
     shared_flags.check_outputs(args, json="tinykv-table", calibration="folder", plot="tinykv-figure")
+    return args
 
 
 def words_of(p, given):
