@@ -22,6 +22,8 @@ common with the lengths of the lists, every value of every list still occurs:
 Hypothesis draws 20 examples where a test does not say how many, and 60 under --whole. Where the default is a part of a
 longer list, `runs_whole(config)` tells which of the two to take.
 """
+import atexit
+import gc
 import json
 import os
 import sys
@@ -34,6 +36,7 @@ import own_methods
 import pytest
 import torch
 
+gc.disable()  # what is imported now stays: see `pytest_collection_finish`
 os.environ["TRITON_INTERPRET"] = "1"  # before kernels.py is imported: kernels run on the CPU
 # transformers decorates functions with it, which nothing here compiles; the compiler takes seconds to import
 torch.compile = lambda function=None, **settings: function or (lambda of_another: of_another)
@@ -74,6 +77,12 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=left_out)
     left_out = set(left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a million objects of packages, in which there is no garbage to look for
+    atexit.register(gc.unfreeze)
+    gc.enable()
 
 
 def all_but_one_in_n(items):
