@@ -330,8 +330,11 @@ def test_the_session_is_what_the_page_says(monkeypatch):
 
 def test_the_program_that_measures_transformers_own_quantized_cache(monkeypatch, capsys):
     """docs/programs/quantized_cache.py on the embedded model: the plain row is transformers' own loss of one forward,
-    true bits are those of what the caches hold, and its own two-bit row loses more than its four-bit row."""
-    pytest.importorskip("optimum.quanto")
+    true bits are those of what the caches hold, and its own two-bit row loses more than its four-bit row. Codes are
+    unpacked here: the library would first compile its extension for a minute."""
+    extension = pytest.importorskip("optimum.quanto.library.extensions.extension").get_extension("quanto_cpp")
+    monkeypatch.setattr(extension, "_lib", Mock(unpack=lambda packed, bits: torch.cat(
+        [packed >> first & 2 ** bits - 1 for first in range(0, 8, bits)])))
     monkeypatch.setattr(quantized_cache, "T", 172)
     monkeypatch.setattr(quantized_cache, "PROMPT", 40)
     config = hf.load_config(EMBEDDED)
