@@ -97,9 +97,11 @@ def random_rows(windows=4, T=32, seed=0, shape=None):
 
 
 def few_tries(monkeypatch):
-    """k-means of a codec begins twice and not up to 40 times: where how good its tables are does not matter."""
+    """k-means of a codec begins twice and not up to 40 times, and moves 9 times: where how good its tables are does not
+    matter."""
     for module in (clipped, nonuniform):
-        monkeypatch.setattr(module, "kmeans", lambda *given, **more: kmeans(*given, **{**more, "tries": 2}))
+        monkeypatch.setattr(module, "kmeans", lambda *given, **more: kmeans(
+            *given, **{**more, "tries": 2, "iterations": 9}))
 
 
 def tables(method):
