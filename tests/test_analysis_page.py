@@ -66,7 +66,8 @@ def made(texts, calibration):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "SHOWN", FEW)
         patch.setattr(page, "find_sinks", lambda model, windows: torch.arange(windows.shape[1])[None] % 20 == 0)
-        methods, refused = page.make_methods(model, calibration)
+        methods, refused = found = page.make_methods(model, calibration)
+        patch.setattr(page, "make_methods", lambda *given: found)
         content = {"model": "small", **page.content(model, Words, texts, calibration)}
     assert not refused
     methods["fp16"] = {16: METHODS["fp16"](model.config)}

@@ -243,6 +243,7 @@ def test_an_engines_flag_is_answered(words):
         flags.parse(words)
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("check", invariants.OF_CODECS)
 @pytest.mark.parametrize("scheme", TRUE)
 def test_formats_are_a_method(formats, check, scheme):

@@ -103,7 +103,7 @@ def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch):
     assert not torch.equal(trained["once"]["lm_head.weight"], start["lm_head.weight"])
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(200, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("steps", [2, pytest.param(200, marks=pytest.mark.whole)])
 def test_the_first_steps_are_those_of_the_embedded_model(tmp_path, steps):
     """The losses that its run has logged. Sums in another order, as on another machine, may shift them a little."""
     embedded_model.train(tmp_path, steps=steps)

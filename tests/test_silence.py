@@ -269,13 +269,20 @@ def test_a_prefix_is_trained_for_what_rope_turns_by(tmp_path):
     assert fingerprint(model) != before
 
 
-@pytest.mark.parametrize("change", [exchange, permute, hook, slow, enlarge])
-def test_fp16s_result_is_of_the_same_model(change):
-    """Where weights are quantized nobody knows of which model they were."""
+@pytest.fixture(scope="module")
+def exact():
+    """fp16's result. Where weights are quantized nobody knows of which model they were."""
     model, tokenizer = hf.load(EMBEDDED)
     windows, fp16 = load_windows("tales", tokenizer, 32, 2), METHODS["fp16"](model.config)
     exact = measure(model, fp16, windows)
     measure(quantize(model, QUANTIZERS["rtn"](3)), fp16, windows, fp16=exact)
+    return exact
+
+
+@pytest.mark.parametrize("change", [exchange, permute, hook, slow, enlarge])
+def test_fp16s_result_is_of_the_same_model(exact, change):
+    model = hf.load_model(EMBEDDED)
+    windows, fp16 = exact.windows, METHODS["fp16"](model.config)
     change(model)
     with pytest.raises(UserError, match="of another model"):
         measure(model, fp16, windows, fp16=exact)
