@@ -165,9 +165,8 @@ def run(part, name, entries, given):
     "bits-draw": {entry: {name: tensor}}. UserError if it fails."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         save_file(given, Path(folder, "given"))
-        words = [sys.executable, "-m", "docs.course.board", "--confined", part.__name__]
-        if not confine.run(words, json.dumps([name, folder, entries]), LONGEST, cwd=ROOT,
-                           env={**confine.environment(folder), "PYTHONPATH": str(ROOT)}):
+        words = ["docs.course.board", "--confined", part.__name__]
+        if not confine.run(words, json.dumps([name, folder, entries]), LONGEST, ROOT, folder):
             raise UserError(f"{part.__name__}: no end within {LONGEST} seconds")
         try:
             if said := confine.written(Path(folder, "said")):

@@ -3,9 +3,11 @@
 A value is noted as plain JSON, so that it can leave the process that made it: what a student's process hands over is
 read as numbers, and never run.
 """
+import inspect
 import math
 import re
 import textwrap
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -99,8 +101,25 @@ def short(text):
     """A hint without whole tensors: of a long list only how it begins."""
     def cut(match):
         numbers = len(re.findall(r"[\w.-]+", match[0]))
-        return match[0] if numbers <= MOST else f"{match[0][:40].rpartition(',')[0]}, ... ({numbers} in all)]"
+        return match[0] if numbers <= MOST else f"{match[0][:40].rpartition(',')[0]}, ...]"
     return re.sub(r"\[[\[\w., \]+-]*\]", cut, text[:LONGEST])
+
+
+def called(function, given):
+    """A call, in words."""
+    names = ()
+    with suppress(TypeError, ValueError):  # what is not written in Python may have none
+        names = inspect.signature(function).parameters
+    return f"{function.__name__} with " + ", ".join(f"{name} = {told(x)}" for name, x in zip(names, given))
+
+
+def told(value):
+    """A value, in words; of a large tensor how it begins, for `short`."""
+    if isinstance(value, torch.Tensor) and value.numel() > MOST:
+        return f"{value.flatten()[:MOST + 1].tolist()} of shape {list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(told, value))}]"
+    return str(value.tolist() if isinstance(value, torch.Tensor) else value)
 
 
 def kind(value):

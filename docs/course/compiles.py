@@ -1,17 +1,17 @@
-"""Which Triton kernels of a file compile for a GPU, which need not be there: `python -m docs.course.compiles FILE`.
+"""Which Triton kernels of a file compile for a GPU, which need not be there.
 
-A process of its own, as Triton's interpreter and its compiler exclude each other. It reads {kernel: [types of the
-arguments, values of the constants]} and writes {kernel: what the compiler says against it, or ""}, both as JSON. With
-a third entry, the numbers that a program reads, it writes how many instructions each takes, too, as COUNTED.
+`errors` is asked for {kernel: [types of the arguments, values of the constants]}, and gives {kernel: what the compiler
+says against it, or ""}. With a third entry, the numbers that a program reads, it gives how many instructions each
+takes, too, as COUNTED.
 
-The grader takes two steps, each with the limits of a submission. The first runs the file and writes its kernels in
-Triton's first language (`--lower DIR`); the second, which runs nothing of the file, compiles them (`--judge DIR`).
+It takes two steps, each a process of its own, as Triton's interpreter and its compiler exclude each other, and with the
+limits of a submission. `lower` runs the file, and writes its kernels in Triton's first language; `judge`, which runs
+nothing of the file, compiles them.
 """
 import ast
 import contextlib
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from docs.course.confine import confine, environment, run, written
+from docs.course.confine import confine, run, written
 
 GPU = "cuda", 90, 32  # sm_90, threads of a warp
 LONGEST = 120  # seconds of a step
@@ -29,17 +29,16 @@ COUNTED = ", instructions a number"
 
 
 def main():
-    os.environ.pop("TRITON_INTERPRET", None)  # of the process that asks
-    words, given = sys.argv[1:], json.load(sys.stdin)
-    if "--judge" in words:
-        confine(words[-1], seconds=LONGEST, starts=True)
-        Path(words[-1], "judged").write_text(json.dumps(judged(*given)), encoding="utf-8")
-    elif "--lower" in words:
+    step, folder, *file = sys.argv[1:]
+    given = json.load(sys.stdin)
+    if step == "lower":
         import torch  # noqa: F401  # before memory is limited: a GPU's build of it maps gigabytes
-        confine(words[-1], [words[0], Path(__file__).parents[2]], LONGEST)  # a copy without answers
-        Path(words[-1], "lowered").write_text(json.dumps(lowered(words[0], given)), encoding="utf-8")
+        confine(folder, [*file, Path(__file__).parents[2]], LONGEST)  # a copy without answers
+        made = lowered(*file, given)
     else:
-        print("\n" + json.dumps(judged(lowered(words[0], given), given)))
+        confine(folder, seconds=LONGEST, starts=True)
+        made = judged(*given)
+    Path(folder, "made").write_text(json.dumps(made), encoding="utf-8")
 
 
 def lowered(file, kernels):
@@ -106,12 +105,14 @@ def instructions(cubin, folder):
     return len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+\S", code.stdout, re.MULTILINE))
 
 
-def verdict(asked, verdicts):
-    """What stands against a kernel that a test asks for; "" if nothing. asked: the note without ASKED."""
-    name, _, most = asked.partition(BELOW)
-    if verdicts[name] or not most:
-        return verdicts[name]
-    count = verdicts[name + COUNTED]
+def verdict(note, errors):
+    """What stands against the kernel that a note asks for; "" if nothing, or if it asks for none."""
+    if not str(note).startswith(ASKED):
+        return ""
+    name, _, most = note.removeprefix(ASKED).partition(BELOW)
+    if errors[name] or not most:
+        return errors[name]
+    count = errors[name + COUNTED]
     return "" if count < float(most) else f"A number takes {count:.1f} instructions; it has to be less than {most}."
 
 
@@ -120,17 +121,7 @@ def told(error):
     return f"It does not compile for a GPU (sm_90), though the interpreter may run it. {words}"
 
 
-@cache
-def errors_here(file, tests):
-    """{kernel: what the compiler says against it, or ""}, of a file that one trusts. tests: the assignment's."""
-    process = subprocess.run([sys.executable, "-m", "docs.course.compiles", file], capture_output=True, text=True,
-                             input=json.dumps(kernels_in(tests)))
-    if process.returncode:
-        raise RuntimeError(f"Triton's compiler did not run: {process.stderr.strip().splitlines()[-1]}")
-    return json.loads(process.stdout.splitlines()[-1])
-
-
-# As the grader asks
+# For who asks
 
 def kernels_in(tests):
     """KERNELS of an assignment's tests; none of one without kernels."""
@@ -140,24 +131,30 @@ def kernels_in(tests):
     return {}
 
 
+@cache
+def errors_here(file, tests):
+    """The `errors` of a file's kernels, as an assignment's tests have them, in this repository."""
+    with TemporaryDirectory() as folder:
+        return errors(file, kernels_in(tests), Path(__file__).parents[2], folder)
+
+
 def errors(file, kernels, root, folder):
-    """{kernel: what the compiler says against it, or ""}, of a file that runs in a confined process. root: a copy of
-    the repository; folder: an empty one for both steps."""
-    missing = dict.fromkeys(kernels, "the file ended the process, took too long, or filled its folder")
+    """{kernel: what the compiler says against it, or ""}. root: a copy of the repository; folder: an empty one for both
+    steps."""
+    if not kernels:
+        return {}
+
+    def made(step, given, *file):
+        work = Path(folder, step)
+        work.mkdir()
+        run(["docs.course.compiles", step, work, *file], json.dumps(given), LONGEST, root, work)
+        return json.loads(written(work / "made"))
     try:
-        found = step(file, "lower", kernels, root, folder)
+        found = made("lower", kernels, file)
         found = {name: [str(found[name][0]), str(found[name][1])] for name in kernels}
-        return step(file, "judge", [found, kernels], root, folder)
+        return made("judge", [found, kernels])
     except (OSError, ValueError, TypeError, LookupError, RecursionError):  # of another form than `lowered` gives
-        return missing
-
-
-def step(file, name, given, root, folder):
-    work = Path(folder, name)
-    work.mkdir()
-    run([sys.executable, "-m", "docs.course.compiles", file, f"--{name}", work], json.dumps(given), LONGEST, cwd=root,
-        env={**environment(work), "PYTHONPATH": str(root)})
-    return json.loads(written(work / {"lower": "lowered", "judge": "judged"}[name]))
+        return dict.fromkeys(kernels, "the file ended the process, took too long, or filled its folder")
 
 
 if __name__ == "__main__":

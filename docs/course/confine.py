@@ -162,24 +162,21 @@ def refuse_calls(libc, starts):
 
 # Such a process, seen from outside
 
-def environment(folder):
-    """Of a process that may write into `folder` alone."""
-    return {"PATH": os.environ.get("PATH", ""), "HOME": str(folder), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-
-
-def run(words, given, seconds, **settings):
-    """Run a command in a process that is given a text on stdin, and whose output is dropped -> whether it ended in
-    time, and did not fill its folder. What it has started ends with it."""
-    process = subprocess.Popen(list(map(str, words)), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, text=True, start_new_session=True, **settings)
+def run(words, given, seconds, root, folder):
+    """Run a module of the repository `root`, and the words behind its name, in a process that is given a text on stdin,
+    and whose output is dropped -> whether it ended in time, and did not fill the folder, into which alone it is to
+    write. What it has started ends with it."""
+    environment = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "PYTHONPATH": root,
+                   "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    process = subprocess.Popen([sys.executable, "-m", *words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL, text=True, start_new_session=True, cwd=root, env=environment)
     try:
         for _ in range(seconds):
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(given, 1)
                 return True
             given = None  # it has been sent
-            held = subprocess.run(["du", "-sk", settings["env"]["TMPDIR"]], capture_output=True, text=True).stdout
+            held = subprocess.run(["du", "-sk", folder], capture_output=True, text=True).stdout
             if int(held.split()[0]) > DISK:
                 break
         return False

@@ -4,8 +4,9 @@
     pytest docs/course/3-kvsink --file F --seed N      another file, with other numbers
 
 A test gets the student's module as `sub`, all its numbers from `rng`, and hands what the student's code gave to
-`same(value, hint)`. It never says what is right: that is what answer.py gives in the same test, or, in a repository
-without answers, what expected.json has of it. So nothing that a student's code can reach holds a right value.
+`same(value, hint)`, or lets `same.call(function, ..)` do so. It never says what is right: that is what answer.py gives
+in the same test, or, in a repository without answers, what expected.json has of it. So nothing that a student's code
+can reach holds a right value.
 """
 import json
 import math
@@ -23,7 +24,7 @@ import pytest
 import torch
 
 from docs.course.assignments import PAGE, answer_of, key_of, named, write_missing
-from docs.course.compare import difference, plain, short
+from docs.course.compare import called, difference, plain, short
 from docs.course.compiles import ASKED, errors_here, verdict
 from docs.course.confine import confine
 
@@ -128,21 +129,40 @@ def rng(request):
     return draws(request.node)
 
 
+class Same:
+    """What a test hands over. note: a function of a value as JSON holds it, a hint and a tolerance."""
+
+    def __init__(self, note):
+        self.note = note
+
+    def __call__(self, value, hint="", tolerance=1e-4):
+        """`value` has to be what the answer gives. hint: what was tried, for the student."""
+        self.note(plain(value), hint, tolerance)
+
+    def call(self, function, *given, hint="", tolerance=1e-4, then=lambda result: result):
+        """So has what a function makes of its arguments, which it leaves as they are, or what `then` makes of that.
+        -> the function's result"""
+        tried, before = called(function, given), plain(given)
+        result = function(*given)
+        self([then(result), plain(given) == before], f"{tried}: what it gives, and whether its arguments are as they "
+             f"were. {hint}", tolerance)
+        return result
+
+
 @pytest.fixture
 def same(request):
-    """same(value, hint): `value` has to be what the answer gives. hint: what was tried, for the student."""
     request.node.notes, request.node.wrong = notes, wrong = [], []
     right = None if request.config.getoption("--record") else right_notes(request)
 
-    def note(value, hint="", tolerance=1e-4):
-        notes.append((plain(value), hint, tolerance))
+    def note(value, hint, tolerance):
+        notes.append((value, hint, tolerance))
         if right is not None:
-            told = difference(notes[-1][0], right[len(notes) - 1][0], tolerance)
-            if str(value).startswith(ASKED):
-                told = told or verdict(value.removeprefix(ASKED), errors_here(path_of(request.node), request.path))
+            told = difference(value, right[len(notes) - 1][0], tolerance)
+            if not told and str(value).startswith(ASKED):
+                told = verdict(value, errors_here(path_of(request.node), request.path))
             if told:
                 wrong.append(f"{hint}\n{told}")
-    return note
+    return Same(note)
 
 
 def right_notes(request):
@@ -152,7 +172,7 @@ def right_notes(request):
     stored = request.path.parent / "expected.json"
     if answer.is_file():
         notes = []
-        request.function(sub=load(answer), rng=draws(request.node), same=lambda value, *_: notes.append([plain(value)]))
+        request.function(sub=load(answer), rng=draws(request.node), same=Same(lambda *note: notes.append(note)))
         return notes
     expected = json.loads(stored.read_text())
     if seed != key_of(expected["seed"]):

@@ -153,22 +153,15 @@ def judged(test, given):
                          "test was over. If no test has points, look at what the file does when it is imported."}
     told = []
     for (value, *_), (wanted, hint, tolerance) in zip(given["notes"], test["notes"]):
-        wrong = difference(value, wanted, tolerance)
-        if wrong:
+        if wrong := difference(value, wanted, tolerance):
             told.append(f"{hint}\n{wrong}")
-        elif error := compiler_error(wanted, given):
+        elif error := compiles.verdict(wanted, given["errors"]):
             told.append(error)
     if told:
         return result | {"message": short(min(told, key=len))}
     if given["fault"] or len(given["notes"]) != len(test["notes"]):
         return result | {"message": short(str(given["fault"])) or "Your code ended this test before it was over."}
     return result | {"points": test["points"], "message": ""}
-
-
-def compiler_error(note, given):
-    """What the compiler says against the kernel that a note is about; "" if nothing, or if it is about none."""
-    asked = str(note).removeprefix(compiles.ASKED)
-    return compiles.verdict(asked, given["errors"]) if str(note).startswith(compiles.ASKED) else ""
 
 
 def right_values(name, seed, folder):
@@ -183,7 +176,7 @@ def right_values(name, seed, folder):
         return {key: test for key, test in expected["tests"].items() if is_part(key, name)}
     right = record_of(answer, name, seed, folder)
     faults = [test["fault"] for test in right.values()]
-    faults += [compiler_error(note, test) for test in right.values() for note, *_ in test["notes"]]
+    faults += [compiles.verdict(note, test["errors"]) for test in right.values() for note, *_ in test["notes"]]
     if sum(test["points"] for test in right.values()) != points_of(name) or any(faults):
         faults = [*filter(None, faults), "it ended, or took too long"]
         raise UserError(f"this machine cannot grade {name}, as the project's own answer fails here: {faults[0][:200]}")
@@ -216,13 +209,11 @@ def record_of(file, name, seed, folder):
         run_tests(work, name, seed)
         record = read_record(work / "record.jsonl")
         subprocess.run(["rm", "-rf", work])  # Python's own way fails at some thousand folders in each other
+        steps.mkdir()
+        copyfile(file, steps / "submission.py")  # again: its tests could put a link in the place of the first copy
         kernels = compiles.kernels_in(tests_of(name))
-        if kernels:
-            steps.mkdir()
-            copyfile(file, steps / "submission.py")  # again: its tests could put a link in the place of the first copy
-            errors = compiles.errors(steps / "submission.py", kernels, folder / f"{name}-copy", steps)
-            record = {test: {**given, "errors": errors} for test, given in record.items()}
-        return record
+        errors = compiles.errors(steps / "submission.py", kernels, folder / f"{name}-copy", steps)
+        return {test: {**given, "errors": errors} for test, given in record.items()}
 
 
 def copy(folder, name):
@@ -236,9 +227,9 @@ def copy(folder, name):
 def run_tests(work, name, seed):
     """Run an assignment's tests on submission.py of a copy of the repository, in a process of its own, until it ends or
     its time is up. It reads the seed's key from stdin; -s leaves that to it."""
-    words = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT),
-             "--file", work / "submission.py", "--seed", "-", "--record", work / "record.jsonl", "--confined", work]
-    confine.run(words, f"{key_of(seed)}\n", LONGEST, cwd=work, env=confine.environment(work))
+    words = ["pytest", "-q", "-s", "-p", "no:cacheprovider", folder_of(name).relative_to(ROOT), "--seed", "-",
+             "--file", work / "submission.py", "--record", work / "record.jsonl", "--confined", work]
+    confine.run(words, f"{key_of(seed)}\n", LONGEST, work, work)
 
 
 def read_record(path):

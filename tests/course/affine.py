@@ -47,7 +47,6 @@ PAGE = {
         "torch.cat([codes & 3, codes >> 2 & 3, codes >> 4 & 3, codes >> 6], dim=-1)",
         "torch.cat([codes >> 6, codes >> 4 & 3, codes >> 2 & 3, codes & 3], dim=-1)"),
     "neighbours_in_a_byte": (
-        "codes >> 6], dim=-1)  #",
-        "codes >> 6], dim=-1).unflatten(-1, (4, -1)).transpose(-1, -2).flatten(-2)  #"),
+        "codes >> 6], dim=-1)  #", "codes >> 6], dim=-1).unflatten(-1, (4, -1)).transpose(-1, -2).flatten(-2)  #"),
     "zero_in_steps": ("return scale * code + zero", "return scale * (code + zero)"),
 }

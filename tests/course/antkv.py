@@ -49,8 +49,7 @@ PAGE = {
     "tokens_first": ("x.permute(1, 3, 0, 2, 4)", "x.permute(1, 3, 2, 0, 4)"),
     "one_codebook": ("x = codebook[slot, code", "x = codebook[0, code"),
     "high_bits_first": (
-        "code = codes[..., None] >> torch.arange(0, 8, n)",
-        "code = codes[..., None] >> torch.arange(8 - n, -1, -n)"),
+        "code = codes[..., None] >> torch.arange(0, 8, n)", "code = codes[..., None] >> torch.arange(8 - n, -1, -n)"),
     "not_masked": (" & 2 ** n - 1  #", " & 255  #"),
     "later_keys": ("torch.bool).triu(1)", "torch.bool).triu(9999)"),
     "not_scaled": (" / math.sqrt(q.shape[-1])", ""),

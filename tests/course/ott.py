@@ -38,15 +38,9 @@ WRONG = {
 
 # of the page
 PAGE = {
-    "values_too": (
-        "kept[..., None] & (kind == \"k\")",
-        "kept[..., None]"),
-    "kept_keys_count": (
-        "kept[..., None] & (kind == \"k\")",
-        "kept[..., None] & False"),
-    "groups_swapped": (
-        "dim = 2 if kind == \"k\" else 3\n    # NEW",
-        "dim = 3 if kind == \"k\" else 2\n    # NEW"),
+    "values_too": ("kept[..., None] & (kind == \"k\")", "kept[..., None]"),
+    "kept_keys_count": ("kept[..., None] & (kind == \"k\")", "kept[..., None] & False"),
+    "groups_swapped": ("dim = 2 if kind == \"k\" else 3\n    # NEW", "dim = 3 if kind == \"k\" else 2\n    # NEW"),
     "a_layer_early": ("if layer >= 2:", "if layer >= 1:"),
     "coded_tokens_compete": ("rival = kept.clone()", "rival = kept | True"),
     "the_block_alone": ("rival = kept.clone()", "rival = kept & False"),
@@ -54,6 +48,5 @@ PAGE = {
     "no_magnitude": ("keys.abs().sum(-1)", "keys.sum(-1)"),
     "one_less": ("topk(cache.pool,", "topk(cache.pool + 1,"),
     "the_others_leave": (
-        "kept.scatter_(2, smallest, True)",
-        "kept[:] = torch.zeros_like(kept).scatter(2, smallest, True)"),
+        "kept.scatter_(2, smallest, True)", "kept[:] = torch.zeros_like(kept).scatter(2, smallest, True)"),
 }

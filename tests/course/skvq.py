@@ -50,8 +50,7 @@ PAGE = {
     "always_16_bits": ("return scale.to(dtype), low", "return scale.half(), low"),
     "the_newest": ("tensor_split([recent.shape[1] - self.n_recent], dim=1)", "tensor_split([self.n_recent], dim=1)"),
     "first_of_each_block": (
-        "self.kept.setdefault((layer, kind), old[:, :self.n_kept])",
-        "self.kept[layer, kind] = old[:, :self.n_kept]"),
+        "self.kept.setdefault((layer, kind), old[:, :self.n_kept])", "self.kept[layer, kind] = old[:, :self.n_kept]"),
     "one_more_kept": ("(layer, kind), old[:, :self.n_kept])", "(layer, kind), old[:, :self.n_kept + 1])"),
     "the_last_block_alone": (
         "self.blocks[layer, kind].append((encode",

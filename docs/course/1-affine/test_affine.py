@@ -24,12 +24,10 @@ def test_page(sub, rng, same):
         B, H, T = rng.sizes(2, 2, 3)
         low = rng.normal(1, H, 1, 8) * 3
         high = low + rng.of((0.5, 1, 3, 50), 1, H, 1, 8)
-        scale, zero = sub.grid(low, high)
-        same([scale, zero], f"grid of low = {low.tolist()}, high = {high.tolist()}: scale and zero, fp32, as they are "
-             "stored: numbers that fp16 has. Four levels are three steps apart.")
+        same.call(sub.grid, low, high, hint="Both results are fp32, numbers that fp16 has, as they are stored. Four "
+                  "levels are three steps apart.")
         codes, scale, zero = rng.of(range(256), B, H, T, 2).to(torch.uint8), rng.of((0.5, 1, 3), H, 1, 8), rng.normal(8)
-        same([sub.decode(codes, scale, zero), codes], f"decode of the bytes {codes.tolist()} with scale = "
-             f"{scale.tolist()}, zero = {zero.tolist()}. `encode` says which channel's code is where in a byte.")
+        same.call(sub.decode, codes, scale, zero, hint="`encode` says which channel's code is where in a byte.")
 
 
 # Task 1
@@ -41,12 +39,9 @@ def test_eight_numbers(sub, rng, same):
                                    ([-0.8, 0.3, 1.3, 2.2], 2, "integer-zero"),
                                    ([-0.8, 0.3, 1.3, 2.2], 1.5, "integer-zero"), (rng.normal(8).tolist(), 3, "offset")):
         x = torch.tensor(numbers)
-        tried = f"{numbers}, one group, in {bits} bits, formula {formula}: "
-        scale, zero = sub.grid(x.min(), x.max(), bits, formula)
-        same([scale, zero], tried + "scale and zero point; the largest code is 2^b - 1.")
-        codes = sub.encode(x, scale, zero, bits, formula)
-        same(codes, tried + "codes, uint8")
-        same(sub.decode(codes, scale, zero, formula), tried + "what they are read as, fp32")
+        scale, zero = same.call(sub.grid, x.min(), x.max(), bits, formula, hint="The largest code is 2^b - 1.")
+        codes = same.call(sub.encode, x, scale, zero, bits, formula, hint="One group; codes are uint8.")
+        same.call(sub.decode, codes, scale, zero, formula, hint="They are read as fp32.")
 
 
 @points(10)
@@ -62,20 +57,18 @@ def test_grid(sub, rng, same):
             step = rng.of((0.5, 1, 4), 6)
             lo = (rng.of(range(-9, 9), 6) + 0.5) * step
             hi = lo + top(bits) * step
-        ends_before = lo.clone(), hi.clone()
+        tried = list(zip(lo.tolist(), hi.tolist()))
         scale, zero = sub.grid(lo, hi, bits, formula)
-        for i, (low, high) in enumerate(zip(*ends_before)):  # one by one: a small number is compared as a small one
-            same([scale[i], zero[i], lo[i], hi[i]], f"grid with lo = {low:g}, hi = {high:g}, {bits} bits, {formula}: "
-                 "scale and zero point as they are stored, the zero point computed from the stored scale; and lo and "
-                 "hi, which stay as they were. See the handout's bounds.")
+        for i, ends in enumerate(tried):  # one by one: a small number is compared as a small one
+            same([scale[i], zero[i], lo[i], hi[i]], f"grid of (lo, hi) = {ends}, {bits} bits, {formula}: scale and "
+                 "zero point as they are stored, the zero point computed from the stored scale; lo; hi")
 
 
 @points(10)
 def test_codes(sub, rng, same):
     """encode, decode: half to even, clamped to 0 and the largest code, in fp32"""
     scale, steps = torch.tensor(rng.sample(range(1, 60), 30))[:, None].half() / 100, torch.arange(15) + 0.5
-    same(sub.encode(scale.float() * steps, scale, 0 * scale, 4, "offset"), f"encode of half steps, with scales "
-         f"{scale.tolist()}, in 4 bits, offset: (x - z) / s is a division")
+    same.call(sub.encode, scale.float() * steps, scale, 0 * scale, 4, "offset", hint="(x - z) / s is a division.")
     for _ in range(120):
         bits, formula = rng.choice(BITS), rng.choice(FORMULAS)
         n = top(bits)
@@ -84,12 +77,8 @@ def test_codes(sub, rng, same):
         zero = steps.to(torch.int16) if formula == "integer-zero" else (steps * scale).half()
         origin = -zero * scale.float() if formula == "integer-zero" else zero.float()
         x = origin + scale.float() * (rng.of(range(-8, 4 * n + 9), 3, 8) / 4)  # quarters of a step: ties, too
-        codes = sub.encode(x, scale, zero, bits, formula)
-        tried = f"{x.tolist()} with scales {scale.tolist()}, zero points {zero.tolist()}, {bits} bits, {formula}"
-        same([codes, x], f"encode of {tried}: codes, rounded half to even")
-        codes = rng.of(range(n + 1), 3, 8).to(torch.uint8)
-        same([sub.decode(codes, scale, zero, formula), codes], f"decode of the codes {codes.tolist()} with scales "
-             f"{scale.tolist()}, zero points {zero.tolist()}, {formula}")
+        same.call(sub.encode, x, scale, zero, bits, formula, hint="Codes are rounded half to even.")
+        same.call(sub.decode, rng.of(range(n + 1), 3, 8).to(torch.uint8), scale, zero, formula)
 
 
 # Task 2
@@ -102,15 +91,14 @@ def test_groups_of_eight_numbers(sub, rng, same):
                                 ("channel", 4, x.view(1, 1, 8, 1)), ("channel", 3, x.view(1, 1, 8, 1)),
                                 ("token", 2, x.view(1, 1, 2, 4)), ("channel", 2, x.view(1, 1, 4, 2)),
                                 ("token", 4, other.view(1, 1, 1, 8)), ("channel", 3, other.view(1, 1, 8, 1))):
-        codes, scale, zero = sub.quantize(shaped, 2, axis, group)
-        tried = f"x = {shaped.tolist()} in 2 bits, axis {axis}, groups of {group}: "
-        same([codes, scale, zero], tried + "quantize. A short last group has its own range.")
-        same(sub.dequantize(codes, scale, zero, axis, group), tried + "dequantize")
+        codes, scale, zero = same.call(sub.quantize, shaped, 2, axis, group,
+                                       hint="A short last group has its own range.")
+        same.call(sub.dequantize, codes, scale, zero, axis, group)
     ignore = torch.zeros(1, 1, 8, dtype=torch.bool)
     ignore[..., [0, 4, 5, 6, 7]] = True
-    codes, scale, zero = sub.quantize(x.view(1, 1, 8, 1), 2, "channel", 4, ignore=ignore)
-    same([codes[:, :, 1:4], scale.clamp(min=1e-5), zero], "eight tokens of one channel, groups of 4, tokens 0 and 4 to "
-         "7 ignored: a group of nothing but ignored tokens has the range 0 .. 0.")
+    same.call(sub.quantize, x.view(1, 1, 8, 1), 2, "channel", 4, "offset", ignore,
+              then=lambda found: [found[0][:, :, 1:4], found[1].clamp(min=1e-5), found[2]],
+              hint="A group of nothing but ignored tokens has the range 0 .. 0.")
 
 
 @points(14)
@@ -127,19 +115,15 @@ def test_groups(sub, rng, same):
         if axis == "channel" and group == 4 and rng.random() < 0.8:
             ignore = torch.arange(T) % 4 == rng.of(range(4), B, H, 1)  # (B, H, T): one of each four
             x[ignore] *= 100
-        before = x.clone()
-        tried = f"x of shape {tuple(x.shape)} in {bits} bits, axis {axis}, groups of {group}, {formula}"
-        codes, scale, zero = sub.quantize(x, bits, axis, group, formula, ignore)
-        seen = codes if ignore is None else codes.masked_fill(ignore[..., None], 0)
-        same([seen, scale, zero, x], f"quantize of {tried}, ignore {None if ignore is None else ignore.tolist()}, x = "
-             f"{before.tolist()}: codes (0 here where ignored), scale, zero; and x, which stays as it was")
+        unseen = torch.tensor(False) if ignore is None else ignore[..., None]
+        same.call(sub.quantize, x, bits, axis, group, formula, ignore, hint="Codes are 0 here where they are ignored.",
+                  then=lambda found, unseen=unseen: [found[0].masked_fill(unseen, 0), *found[1:]])
         codes = rng.of(range(top(bits) + 1), *x.shape).to(torch.uint8)
         numbers = -(-T // group) if axis == "channel" else groups
         shape = (B, H, T, numbers) if axis == "token" else (B, H, numbers, groups * group)
         scale, zero = rng.of((0.5, 1, 3), *shape).half(), rng.of((-5, 0, 2), *shape)
         zero = zero.half() if formula == "offset" else zero.to(torch.int16)
-        same(sub.dequantize(codes, scale, zero, axis, group, formula), f"dequantize of {tried}, the codes "
-             f"{codes.tolist()}, scales {scale.tolist()} and zero points {zero.tolist()}")
+        same.call(sub.dequantize, codes, scale, zero, axis, group, formula)
 
 
 # Task 3
@@ -149,9 +133,8 @@ def test_bytes_of_eight_numbers(sub, rng, same):
     """pack, unpack: the first code in the lowest bits"""
     for codes, bits in (([0, 0, 1, 1, 1, 2, 2, 3], 2), ([1, 0, 1], 1), ([5, 1, 7, 2], 3), ([2, 0, 1, 0, 0, 2], 1.5),
                         (rng.choices(range(4), k=8), 2)):
-        packed = sub.pack(torch.tensor(codes, dtype=torch.uint8), bits)
-        same(packed, f"pack of {codes} in {bits} bits: bytes, uint8, the end filled up with 0")
-        same(sub.unpack(packed, bits, len(codes)), f"unpack of what you packed of {codes} in {bits} bits: uint8")
+        packed = same.call(sub.pack, torch.tensor(codes, dtype=torch.uint8), bits, hint="The end is filled up with 0.")
+        same.call(sub.unpack, packed, bits, len(codes))
 
 
 @points(14)
@@ -159,14 +142,9 @@ def test_packing(sub, rng, same):
     """pack, unpack: 1 to 8 bits and three levels, any length and shape"""
     for i in range(90):
         bits, n, shape = BITS[i % 9], rng.randint(1, 21), rng.choice(((), (3,), (2, 1, 3)))
-        codes = rng.of(range(top(bits) + 1), *shape, n).to(torch.uint8)
-        before = codes.clone()
-        same([sub.pack(codes, bits), codes], f"pack of {before.tolist()} in {bits} bits; the codes stay as they were")
+        same.call(sub.pack, rng.of(range(top(bits) + 1), *shape, n).to(torch.uint8), bits)
         width = -(-n // 5) if bits == 1.5 else -(-n * bits // 8)
-        packed = rng.of(range(243 if bits == 1.5 else 256), *shape, width).to(torch.uint8)
-        before = packed.tolist()
-        same([sub.unpack(packed, bits, n), packed], f"unpack of the bytes {before}, {bits} bits, n = {n}; the bytes "
-             "stay as they were")
+        same.call(sub.unpack, rng.of(range(243 if bits == 1.5 else 256), *shape, width).to(torch.uint8), bits, n)
 
 
 # Task 4
@@ -177,5 +155,4 @@ def test_stored_bits(sub, rng, same):
     for _ in range(60):
         bits, axis, group = rng.choice(BITS), rng.choice(("token", "channel")), rng.choice((4, 8, 16))
         T, d = rng.randint(1, 50), group * rng.randint(1, 5)
-        same(float(sub.stored_bits(T, d, bits, axis, group)),
-             f"stored_bits of T = {T} tokens of d = {d}, {bits} bits, axis {axis}, groups of {group}", 1e-6)
+        same.call(sub.stored_bits, T, d, bits, axis, group, tolerance=1e-6)

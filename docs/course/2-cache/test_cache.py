@@ -52,6 +52,11 @@ def parts(rows):
     return [rows.n_coded, rows.recent, kept]
 
 
+def state(rows):
+    """What is read of rows, what they hold, and what their codec was told to ignore, call by call."""
+    return [rows.read(), parts(rows), rows.codec.ignored]
+
+
 def tensors():
     """All tensors, wherever they are held: {its id: its bytes}."""
     return {id(x): x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor}
@@ -96,12 +101,8 @@ def test_append(sub, rng, same):
     """append, read: recent rows, in fp16"""
     rows = sub.Rows(Coarse())
     for T, dtype in ((3, torch.float32), (1, torch.bfloat16), (2, torch.float16), (4, torch.float64)):
-        new = rng.normal(2, 3, T, 4).to(dtype)
-        before = new.clone()
-        rows.append(new)
-        same([parts(rows), rows.read(), bool((new == before).all())],
-             f"after {T} more rows in {dtype}: n_coded, recent, kept; what is read; whether the given rows are "
-             "unchanged")
+        same.call(rows.append, rng.normal(2, 3, T, 4).to(dtype), then=lambda _: state(rows), hint=f"The rows are "
+                  f"{dtype}. Compared, after that: what is read; n_coded, recent, kept.")
 
 
 @points(9)
@@ -113,11 +114,9 @@ def test_rows_of_eight_numbers(sub, rng, same):
         rows.append(keys(numbers))
         for i, (name, argument) in enumerate(steps):
             getattr(rows, name)(torch.tensor(argument) if name == "keep" else argument)
-            tried = f"keys {numbers}, then {steps[:i + 1]}: "
-            same(rows.read(), tried + "read. Kept rows overwrite the codes at their positions.")
-            same(rows.codec.ignored, tried + "what the codec was told to ignore, call by call: the kept ones, and of "
-                 "the block alone. Positions are counted from the start of the text.")
-            same(parts(rows), tried + "n_coded, recent, kept. The row that `read` gives is kept, not the code.")
+            same(state(rows), f"keys {numbers}, then {steps[:i + 1]}: what is read, in which kept rows overwrite the "
+                 "codes at their positions; n_coded, recent, kept: the row that `read` gives, not the code; what the "
+                 "codec was told to ignore, call by call: the kept ones of the block, by positions in the whole text")
 
 
 @points(11)
@@ -146,8 +145,8 @@ def test_rows(sub, rng, same):
                 kept = [rng.sample(row, p) for row in free]
                 rows.keep(torch.tensor(kept))
             done.append(what if what != "keep" else f"keep {kept}")
-            same([rows.read(), parts(rows), rows.codec.ignored], f"{B} sequences, {H} heads; after "
-                 f"{', '.join(done)}: what is read; n_coded, recent, kept; what the codec was told to ignore")
+            same(state(rows), f"{B} sequences, {H} heads; after {', '.join(done)}: what is read; n_coded, recent, "
+                 "kept; what the codec was told to ignore")
 
 
 @points(6)
@@ -234,14 +233,11 @@ def test_update(sub, rng, same):
         for i in range(2 if protocol == "paper" else 10):
             layer = layers[i % 2]
             k, v = rng.normal(2, B, H, rng.choice((1, rng.randint(1, 6))), 2) * 9
-            before = k.clone(), v.clone()
-            given = layer.update(k, v)
-            same([given, layer.length, layer.method.asked, parts(layer.keys), parts(layer.values),
-                  layer.keys.codec.ignored, layer.values.codec.ignored, (k, v)],
-                 f"{protocol}, recent = {recent}, block = {block}, chunk {i // 2} of text {i % 2}: keys "
-                 f"{before[0].tolist()}, values {before[1].tolist()}. Compared: what attention gets; length; when "
-                 "method.keep was asked (n, length, n_coded, recent keys, recent values); what is held; what is "
-                 "ignored; the given keys and values")
+            same.call(layer.update, k, v, hint=f"{protocol}, recent = {recent}, block = {block}, chunk {i // 2} of "
+                      f"text {i % 2}.")
+            same([layer.length, layer.method.asked, state(layer.keys), state(layer.values)], "After that: length; when "
+                 "method.keep was asked (n, length, n_coded, recent keys, recent values); what is read, held and "
+                 "ignored of keys and of values")
 
 
 # Task 3

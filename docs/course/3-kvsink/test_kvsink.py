@@ -38,9 +38,8 @@ def test_outlier(sub, rng, same):
         unit = rng.choice((1, 1, 1 / 64))
         numbers = [unit * n * rng.choice((-1, 1)) for n in rng.sample(range(1, 90), T * D)]
         hidden = torch.tensor(numbers).float().view(1, T, D)
-        hint = (f"outlier of a hidden state (1, {T}, {D}) with the numbers {numbers}. Take magnitudes first, and the "
-                f"lower of two middle ones. The ratio is to the median of the T largest magnitudes, one of each token.")
-        same([sub.outlier(hidden), hidden], hint)
+        same.call(sub.outlier, hidden, hint="Take magnitudes first, and the lower of two middle ones. The ratio is to "
+                  "the median of the T largest magnitudes, one of each token.")
 
 
 # Task 1: find_outlier. Each list begins with the embedding; blocks 0, 1, ... follow
@@ -68,8 +67,8 @@ EXAMPLES = {
 
 
 def search(sub, same, largest, ratio, channel, hint):
-    given = sub.find_outlier(torch.tensor(largest).float(), torch.tensor(ratio).float(), torch.tensor(channel))
-    same(given, f"find_outlier with largest = {largest}, ratio = {ratio}, channel = {channel}: {hint}")
+    tensors = torch.tensor(largest).float(), torch.tensor(ratio).float(), torch.tensor(channel)
+    same.call(sub.find_outlier, *tensors, hint=hint)
 
 
 @points(10)

@@ -50,10 +50,9 @@ def test_page(sub, rng, same):
     """the page: rounded, Cache.update, prefix_of, loss_of"""
     for size in (8, 64, 88, 192):
         weight = rng.normal(3, size) * rng.choice((0.1, 1)) + rng.choice((-3, 0, 3))
-        same([sub.rounded(weight), weight], f"rounded of weights (3, {size}): eight levels, one of which is 0, "
-             "whatever the sign of a group")
+        same.call(sub.rounded, weight, hint="One of eight levels is 0, whatever the sign of a group.")
     halves = (torch.tensor([rng.sample(range(8), 8)]) - 1.5) * rng.choice((0.5, 1, 2))  # the range is -1.5 to 5.5 steps
-    same(sub.rounded(halves), f"rounded of the weights {halves.tolist()}: a code is none of nine")
+    same.call(sub.rounded, halves, hint="A code is none of nine.")
     model = Steps(rng)
     prefix = sub.prefix_of(model)
     same(prefix, "prefix_of a model: keys, before RoPE, and values, (L, Hkv, n, d), of the token BOS alone")
@@ -66,8 +65,7 @@ def test_page(sub, rng, same):
                  f"prefix of {n} rows, {bits} bits: what attention gets, rotated by factors 1, 2, ..; the text's own "
                  "rows, as they are held; and the given rows")
     for _ in range(4):
-        outputs, targets = rng.normal(2, 3, 2, 4, 5)
-        same(sub.loss_of(outputs, targets), "loss_of outputs (L, B, T, D): half of the sum of the layers' means")
+        same.call(sub.loss_of, *rng.normal(2, 3, 2, 4, 5), hint="It is half of the sum of the layers' means.")
 
 
 # Task 1
@@ -78,8 +76,7 @@ def test_exact_rows(sub, rng, same):
     for n in (1, 2, 4):
         full, _ = models(rng)
         ids = rng.choices(range(24), k=n)
-        rows = sub.exact_rows(full, ids)
-        same(rows, f"exact_rows of the tokens {ids}: keys and values (L, Hkv, n, d)", 1e-3)
+        rows = same.call(sub.exact_rows, full, ids, tolerance=1e-3)
         same([[x.requires_grad, bool((x == x.half().float()).all())] for x in rows], f"exact_rows of the tokens {ids}: "
              "whether they require a gradient, and are numbers that fp16 has")
 
@@ -97,20 +94,19 @@ def test_without_prefix(sub, rng, same):
 
 
 def check_prefix(sub, same, tokens, ids):
-    text = torch.tensor(tokens)
-    try:
-        given = sub.without_prefix(text, ids)
-    except ValueError:
-        given = "ValueError"
-    same([given, text], f"without_prefix of {tokens} and the prefix {ids}; and the text, which stays as it was")
+    def without_prefix(tokens, ids):
+        try:
+            return sub.without_prefix(tokens, ids)
+        except ValueError:
+            return "ValueError"
+    same.call(without_prefix, torch.tensor(tokens), ids)
 
 
 @points(2)
 def test_text_positions(sub, rng, same):
     """text_positions: a text goes on where its prefix ends"""
     for _ in range(10):
-        n, T = rng.randint(1, 9), rng.randint(1, 9)
-        same(sub.text_positions(n, T), f"text_positions of {T} tokens behind a prefix of {n}")
+        same.call(sub.text_positions, *rng.sizes(9, 9))
 
 
 @points(3)
@@ -120,9 +116,8 @@ def test_begin_with(sub, rng, same):
         (B, H, n, T), d = rng.sizes(3, 2, 3, 4), 2
         prefix_k, prefix_v = rng.of(range(-5, 6), 2, H, n, d).float()
         k, v = rng.of(range(-5, 6), 2, B, H, T, d).float()
-        tried = f"prefix_k = {prefix_k.tolist()}, prefix_v = {prefix_v.tolist()}, k = {k.tolist()}, v = {v.tolist()}"
-        same([sub.begin_with(prefix_k, prefix_v, k, v, Turn()), prefix_k, k], f"begin_with {tried}; rotation to "
-             "position p multiplies by p + 1 here. Compared: K and V; and the given keys, which stay as they were")
+        same.call(sub.begin_with, prefix_k, prefix_v, k, v, Turn(), hint="Rotation to position p multiplies by p + 1 "
+                  "here.")
 
 
 # Task 2
@@ -132,9 +127,7 @@ def test_scaled_values(sub, rng, same):
     """scaled_values: each layer's, head's and channel's own factor"""
     for _ in range(15):
         L, H, n, d = rng.sizes(3, 3, 3, 3)
-        values, gain = rng.of(range(-5, 6), L, H, n, d).float(), rng.of((0.5, 1, 2, 3), L, H * d)
-        same([sub.scaled_values(values, gain), values], f"scaled_values of {values.tolist()} and the gain "
-             f"{gain.tolist()}; and the values, which stay as they were")
+        same.call(sub.scaled_values, rng.of(range(-5, 6), L, H, n, d).float(), rng.of((0.5, 1, 2, 3), L, H * d))
 
 
 # Task 3
@@ -147,9 +140,8 @@ def test_loss_of_eight_numbers(sub, rng, same):
     counts = torch.tensor([[False, True, False], [True, True, True]])
     others = rng.of(range(9), 2, 4, 1).float()
     for given, n, chosen in ((outputs, 1, None), (outputs, 0, None), (outputs, 1, counts), (others, 1, None)):
-        same(sub.block_loss([given], [targets], n, chosen), f"block_loss of {given.tolist()}, not quantized "
-             f"{targets.tolist()}, with n = {n}, counts = {None if chosen is None else chosen.tolist()}: half of the "
-             "mean over texts of each text's own mean")
+        same.call(sub.block_loss, [given], [targets], n, chosen, hint="It is half of the mean over texts of each "
+                  "text's own mean.")
 
 
 @points(11)
@@ -162,9 +154,7 @@ def test_block_loss(sub, rng, same):
         if rng.random() < 0.7:
             counts = rng.of((False, True), B, T)
             counts[torch.arange(B), rng.of(range(T), B)] = True
-        same(sub.block_loss(outputs, targets, n, counts), f"block_loss of {[x.tolist() for x in outputs]} and the "
-             f"targets {[x.tolist() for x in targets]}, n = {n}, counts = "
-             f"{None if counts is None else counts.tolist()}: the sum over blocks")
+        same.call(sub.block_loss, outputs, targets, n, counts)
 
 
 # Task 4
@@ -173,11 +163,10 @@ def test_block_loss(sub, rng, same):
 def test_clipped(sub, rng, same):
     """clipped: one factor for all, and none where the norm is small enough"""
     for largest in (1.0, 4.9, 5.0, 5.1, 50.0):
-        same(sub.clipped([torch.tensor([3.0]), torch.tensor([4.0])], largest), f"clipped of (3) and (4) to {largest}")
+        same.call(sub.clipped, [torch.tensor([3.0]), torch.tensor([4.0])], largest)
     for _ in range(20):
         gradients = [rng.normal(2, 2) * rng.choice((0, 0.1, 1, 10)) for _ in range(rng.randint(1, 3))]
-        before, largest = [g.tolist() for g in gradients], rng.choice((0.1, 1.0, 3.0))
-        same([sub.clipped(gradients, largest), gradients], f"clipped of {before} to {largest}; and the given gradients")
+        same.call(sub.clipped, gradients, rng.choice((0.1, 1.0, 3.0)))
 
 
 @points(6)
@@ -187,14 +176,11 @@ def test_adam_step(sub, rng, same):
         x, lr = rng.normal(3), rng.choice((0.001, 0.1, 1.0))
         first = rng.choice((0, 0, 20))  # or a state in the middle
         state = first * rng.normal(3) / 100, first * rng.normal(3).abs() / 100, first
-        for t in range(first + 1, first + 6):
+        for _ in range(5):
             gradient = rng.normal(3) * rng.choice((1e-8, 0.01, 1, 100))
             before = x.clone()
-            given, new = sub.adam_step(x, gradient, state, lr)
-            same([given - before, given, *new, x, state[0], gradient], f"adam_step {t} of x = {before.tolist()} with "
-                 f"the gradient {gradient.tolist()}, lr = {lr}: what it adds to x; x; m, v, t; and the given x, m "
-                 "and gradient, which stay as they were", 1e-3)
-            x, state = given, new
+            x, state = same.call(sub.adam_step, x, gradient, state, lr, tolerance=1e-3, hint="First of all is "
+                                 "what it adds to x.", then=lambda found, before=before: [found[0] - before, *found])
 
 
 @points(10)
@@ -224,6 +210,5 @@ def test_costs(sub, rng, same):
     """prefix_bytes, bits_of_a_number: what a prefix costs"""
     for _ in range(30):
         (L, H, T), d, n = rng.sizes(9, 9, 99), rng.choice((8, 32, 64)), rng.randint(0, 9)
-        same(sub.prefix_bytes(L, H, d, n), f"prefix_bytes({L}, {H}, {d}, {n})")
-        bits = rng.choice((2, 3, 4))
-        same(float(sub.bits_of_a_number(bits, d, n, T)), f"bits_of_a_number({bits}, {d}, {n}, {T})", 1e-5)
+        same.call(sub.prefix_bytes, L, H, d, n)
+        same.call(sub.bits_of_a_number, rng.choice((2, 3, 4)), d, n, T, tolerance=1e-5)

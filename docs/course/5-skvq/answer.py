@@ -11,7 +11,7 @@ number from 1 to 8. All numbers are fp32 unless it says otherwise.
 """
 import torch
 
-from tinykv.codecs.base import Codec, Codes, Pair, pack, unpack
+from tinykv.codecs.base import Codec, Codes, Pair, pack, to_heads, to_rows, unpack
 from tinykv.methods.base import Method, first_tokens
 
 ASSIGNMENT = "skvq"
@@ -138,7 +138,7 @@ class Regrouped(Codec):
         self.group = self.alpha = self.centre = None
 
     def fit(self, rows, kept, gradient, seed=0):
-        x = rows.float().transpose(1, 2).flatten(2).flatten(0, 1)  # (N, C), N = W * T
+        x = to_rows(rows.float()).flatten(0, 1)  # (N, C), N = W * T
         kept = kept.all(1).flatten()  # (N)
         # 1. groups
         labels = make_groups(*channel_ranges(x, kept), self.n)  # (C)
@@ -150,20 +150,16 @@ class Regrouped(Codec):
         self.alpha, self.centre = torch.tensor(CHOICES)[loss.argmin(0)].unbind(-1)  # (n) both
 
     def encode(self, x, ignore=None):
-        B, heads, T, d = x.shape
-        x = x.float().transpose(1, 2).reshape(B * T, heads * d)  # (N, C)
-        codes, h, z = encode(x, self.group, self.bits, self.alpha, self.centre)
-        packed = pack(codes, self.bits)
-        packed, h, z = (part.view(B, 1, T, -1) for part in (packed, h, z))
+        rows = to_rows(x.float())  # (B, T, C)
+        codes, h, z = encode(rows.flatten(0, 1), self.group, self.bits, self.alpha, self.centre)
+        packed, h, z = (part.view(len(x), 1, -1, part.shape[1]) for part in (pack(codes, self.bits), h, z))
         return Codes(packed, scale=h, zero=z)
 
     def decode(self, codes):
-        B, _, T, _ = codes.packed.shape
-        C = len(self.group)
-        q = unpack(codes.packed, self.bits, C).reshape(B * T, C)
-        h, z = (part.reshape(B * T, -1) for part in (codes.scale, codes.zero))
-        x = decode(q, h, z, self.group)  # (N, C)
-        return x.view(B, T, -1, self.width).transpose(1, 2)
+        q = unpack(codes.packed, self.bits, len(self.group))  # (B, 1, T, C)
+        flat, h, z = (part.flatten(0, 2) for part in (q, codes.scale, codes.zero))
+        rows = decode(flat, h, z, self.group)  # (N, C)
+        return to_heads(rows.unflatten(0, (len(q), -1)), self.width)
 
 
 class SKVQ(Method):

@@ -27,9 +27,8 @@ def test_page(sub, rng, same):
         (B, T), C = rng.sizes(2, 3), 8
         group = torch.tensor(rng.sample([0, 0, 0, 1, 1, 2, 2, 2], C))
         x, alpha, dtype = rng.normal(B, T, C), rng.of((0.5, 0.75, 1.0), 3), rng.choice((torch.half, sub.FP8))
-        same([[y.float() for y in sub.grid(x, group, alpha, dtype)], x], f"grid of {x.tolist()} in the groups "
-             f"{group.tolist()}, alpha = {alpha.tolist()}, {dtype}: scale and zero of each token's groups, (B, T, n). "
-             "A share alpha of the range is left, around its middle.")
+        same.call(sub.grid, x, group, alpha, dtype, then=lambda found: [y.float() for y in found],
+                  hint="A share alpha of the range is left, around its middle.")
         n_kept, tables = rng.randint(1, 3), {(0, kind): (group, alpha) for kind in "kv"}
         cache = sub.Cache(None, tables, dtype, n_kept, 2)
         for i in range(2):
@@ -55,9 +54,7 @@ def test_channel_ranges(sub, rng, same):
         if kept is not None:
             kept[rng.randrange(N)] = False
             x[kept] *= 100
-        before = x.clone()
-        same([sub.channel_ranges(x, kept), x], f"channel_ranges of {before.tolist()}, kept = "
-             f"{None if kept is None else kept.tolist()}: (lo, hi); and x, which stays as it was")
+        same.call(sub.channel_ranges, x, kept)
 
 
 @points(7)
@@ -68,10 +65,8 @@ def test_make_groups(sub, rng, same):
         n = rng.randint(1, C - 1)
         lo = rng.normal(C) * rng.choice((1, 10))
         hi = lo + rng.normal(C).abs() * rng.choice((1, 10))
-        given = sub.make_groups(lo, hi, n)
-        same([renamed(given), given.is_floating_point()], f"make_groups with lo = {lo.tolist()}, hi = {hi.tolist()}, "
-             f"n = {n}: the groups, renamed in the order of channels; whether they are floats. A point is the pair "
-             "(lo, hi).")
+        same.call(sub.make_groups, lo, hi, n, then=lambda group: [renamed(group), group.is_floating_point()],
+                  hint="Groups are renamed in the order of channels; they are no floats. A point is the pair (lo, hi).")
 
 
 # Task 2
@@ -82,8 +77,7 @@ def test_grid(sub, rng, same):
     for lo, hi, alpha, centre in ((9, 12, 1.0, 0), (9, 12, 0.75, 0), (9, 12, 0.75, 1), (2, 2, 1.0, 0),
                                   (-3000, 3000, 1.0, 1), (500, 600, 1.0, 0)):
         ends = torch.tensor([float(lo)]), torch.tensor([float(hi)])
-        same(sub.grid(*ends, 2, torch.tensor([alpha]), torch.tensor([centre])), f"grid of lo = {lo}, hi = {hi} in 2 "
-             f"bits with alpha = {alpha}, centre = {centre}: (h, z)")
+        same.call(sub.grid, *ends, 2, torch.tensor([alpha]), torch.tensor([centre]))
     for _ in range(100):
         bits, n = rng.randint(1, 8), rng.randint(1, 3)
         # multiples of a power of two, so that any way of computing gives the same
@@ -111,11 +105,9 @@ def test_codes_of_eight_numbers(sub, rng, same):
                                           (x, mixed, 0.75, 0), (x, mixed, 0.75, 1), (rng.normal(1, 8), mixed, 1.0, 0)):
         group = torch.tensor(group)
         n = int(group.max()) + 1
-        codes, h, z = sub.encode(numbers, group, 2, torch.full((n,), alpha), torch.full((n,), centre))
-        hint = (f"{numbers.tolist()} in the groups {group.tolist()}, 2 bits, alpha = {alpha}, centre = {centre}: "
-                "codes, uint8; h and z in FP8. Codes are computed from h and z as they are stored.")
-        same([codes, h, z], hint)
-        same(sub.decode(codes, h, z, group), hint + " Then what they are read as")
+        codes, h, z = same.call(sub.encode, numbers, group, 2, torch.full((n,), alpha), torch.full((n,), centre),
+                                hint="Codes are computed from h and z as they are stored, in FP8.")
+        same.call(sub.decode, codes, h, z, group)
 
 
 @points(20)
@@ -127,16 +119,11 @@ def test_codes(sub, rng, same):
         group = groups_of(rng, C, n)
         x = rng.normal(N, C) * rng.choice((0.1, 1, 5, 400)) + rng.choice((-6, 0, 3))
         alpha, centre = rng.of((0.6, 0.75, 1.0), n), rng.of((0, 1), n).to(rng.choice(CENTRES))
-        before = x.clone()
-        codes, h, z = sub.encode(x, group, bits, alpha, centre)
-        tried = f"{before.tolist()} in the groups {group.tolist()}, {bits} bits, alpha = {alpha.tolist()}, centre = "
-        same([codes, h, z, x], f"encode of {tried}{centre.tolist()}: codes, in the channels' own order, h and z; and "
-             "x, which stays as it was")
+        same.call(sub.encode, x, group, bits, alpha, centre, hint="Codes stand in the channels' own order.")
         codes = rng.of(range(2 ** bits), N, C).to(torch.uint8)
         h = rng.of((0.25, 1, 3), N, n).to(torch.float8_e4m3fn)
         z = rng.of((-20, 0, 1.5), N, n).to(torch.float8_e4m3fn)
-        same(sub.decode(codes, h, z, group), f"decode of the codes {codes.tolist()} in the groups {group.tolist()} "
-             f"with h = {h.float().tolist()}, z = {z.float().tolist()}")
+        same.call(sub.decode, codes, h, z, group)
 
 
 # Task 4
@@ -150,10 +137,7 @@ def test_clip_losses(sub, rng, same):
         group, weight = groups_of(rng, C, n), rng.of((0, 0.03125, 0.5, 1, 3), N)
         x = rng.normal(N, C) + rng.choice((0, 5))
         choices = [(rng.choice((0.5, 0.75, 1.0)), rng.choice((0, 1))) for _ in range(rng.randint(1, 4))]
-        before = x.clone(), weight.clone()
-        same([sub.clip_losses(x, group, bits, choices, weight), x, weight], f"clip_losses of x = {before[0].tolist()} "
-             f"in the groups {group.tolist()}, {bits} bits, choices {choices}, weights {before[1].tolist()}: the sum "
-             "of w (X - X')^2; and x and the weights, which stay as they were")
+        same.call(sub.clip_losses, x, group, bits, choices, weight, hint="It is the sum of w (X - X')^2.")
 
 
 @points(5)

@@ -15,10 +15,6 @@ EIGHT = torch.tensor([[0.0], [1], [2], [3], [6], [7], [8], [9]])
 WEIGHTS = torch.tensor([1.0, 1, 1, 1, 1, 1, 1, 5])
 
 
-def told(**given):
-    return ", ".join(f"{name} = {x.tolist() if isinstance(x, torch.Tensor) else x}" for name, x in given.items())
-
-
 # The page
 
 @points(16)
@@ -27,11 +23,11 @@ def test_page(sub, rng, same):
     for i in range(12):
         (B, T, parts), H, n = rng.sizes(2, 4, 3), 1 + i % 2, rng.choice((2, 4, 8))
         x = rng.of(range(99), B, H, T, parts * 8).float()
-        same([sub.vectors(x, n), x], f"vectors of numbers (B, Hkv, T, d) = {list(x.shape)}, n = {n}: (slots, B * T, "
-             "n), the slots of a head next to each other")
+        same.call(sub.vectors, x, n, hint="(B, Hkv, T, d) becomes (slots, B * T, n), the slots of a head next to each "
+                  "other.")
         codebook, codes = rng.normal(H * parts * 8 // n, 2 ** n, n), rng.of(range(256), B, H, T, parts).to(torch.uint8)
-        same([sub.decode(codes, codebook), codes], f"decode of the bytes {codes.tolist()}, n = {n}: the first code of "
-             "a byte is in its lowest bits; each place has its codebook")
+        same.call(sub.decode, codes, codebook, hint="The first code of a byte is in its lowest bits; each place has "
+                  "its codebook.")
         T, R = (5, 60, 101, 130)[i % 4], 1 + i % 3
         q, K, kept = rng.normal(B, H * R, T, 8), rng.normal(B, H, T, 8), torch.zeros(2, B, H, T, dtype=torch.bool)
         q = q * rng.of((0.25, 1, 4), B, H * R, T, 1)
@@ -48,20 +44,19 @@ def test_nearest(sub, rng, same):
     for _ in range(80):
         N, k, n = rng.sizes(9, 5, 3)
         x, centres = rng.of(range(-4, 5), N, n).float(), rng.of(range(-4, 5), k, n).float()
-        same(sub.nearest(x, centres), f"nearest, {told(points=x, centres=centres)}")
+        same.call(sub.nearest, x, centres)
 
 
 @points(6)
 def test_plus_plus(sub, rng, same):
     """plus_plus: draws by weight, and by weight times squared distance"""
-    same(sub.plus_plus(EIGHT, WEIGHTS, [0.5, 0.1]), "plus_plus of the handout's example")
+    same.call(sub.plus_plus, EIGHT, WEIGHTS, [0.5, 0.1], hint="This is the handout's example.")
     for _ in range(80):
         n, k = rng.randint(1, 2), rng.randint(1, 4)
         x = torch.tensor(rng.sample([[a] + [b] * (n - 1) for a in range(9) for b in (0, 3)][:: 3 - n], 8)).float()
         weights = rng.of(rng.choice(((0, 1, 1, 2, 5), (0, 0, 0, 3))), 8) * rng.choice((1.0, 2.0 ** -30))
-        u = [rng.randint(0, 15) / 16 for _ in range(k)]
-        same(sub.plus_plus(x, weights, u), f"plus_plus, {told(points=x, weights=weights, u=u)}: the first point at "
-             "which the sum of the odds is larger than u times the sum of all; the last point where all odds are 0")
+        same.call(sub.plus_plus, x, weights, [rng.randint(0, 15) / 16 for _ in range(k)], hint="Take the first point "
+                  "at which the sum of the odds is larger than u times the sum of all; the last where all odds are 0.")
 
 
 @points(8)
@@ -69,34 +64,30 @@ def test_lloyd(sub, rng, same):
     """lloyd: weighted means, and centres without points"""
     for start in ([0.0, 3], [0.0, 20], [20.0, 20, 20]):
         centres = torch.tensor(start)[:, None]
-        same(sub.lloyd(EIGHT, WEIGHTS, centres)[:2], f"lloyd of the handout's points from {start}: the first two "
-             "centres")
+        same.call(sub.lloyd, EIGHT, WEIGHTS, centres, then=lambda moved: moved[:2], hint="Of the handout's points. "
+                  "Compared: the first two centres.")
     for _ in range(80):
         N, n, k = rng.randint(6, 10), rng.randint(1, 3), rng.randint(1, 5)
         x, weights = rng.normal(N, n), rng.of((0, 0.5, 1, 3), N) * rng.choice((1, 2 ** -28))  # as gradients' norms
         if (weights > 0).sum() < k:
             continue
         centres = torch.stack([rng.choice((x[rng.randrange(N)], rng.normal(n) * 4)) for _ in range(k)])
-        before = [part.clone() for part in (x, weights, centres)]
-        same([sub.lloyd(x, weights, centres), x, weights, centres], "lloyd, "
-             f"{told(points=before[0], weights=before[1], centres=before[2])}: the moved centres; and all three, which "
-             "stay as they were. A centre whose points weigh nothing moves to the point that is furthest from its own, "
-             "as distances were before the step.")
+        same.call(sub.lloyd, x, weights, centres, hint="A centre whose points weigh nothing moves to the point that is "
+                  "furthest from its own, as distances were before the step.")
 
 
 @points(4)
 def test_kmeans(sub, rng, same):
     """kmeans: until no centre moves, `steps` times at most"""
-    same(sub.kmeans(EIGHT, WEIGHTS, torch.tensor([[0.0], [3]])), "kmeans of the handout's example")
+    same.call(sub.kmeans, EIGHT, WEIGHTS, torch.tensor([[0.0], [3]]), hint="This is the handout's example.")
     for _ in range(40):
         x, weights = rng.normal(20, 2) * rng.choice((1, 1e-4)), rng.of((1, 2, 5), 20).float()
         centres, steps = x[: rng.randint(2, 5)].clone(), rng.choice((1, 2, 3, 25))
         with pytest.MonkeyPatch.context() as patch:
             calls, lloyd = [], sub.lloyd
             patch.setattr(sub, "lloyd", lambda *parts, **named: calls.append(1) or lloyd(*parts, **named))  # noqa: B023
-            given = sub.kmeans(x, weights, centres, steps)
-        same([given, len(calls), centres], f"kmeans, {told(points=x, weights=weights)}, steps = {steps}, from the "
-             "first of the points; how often it calls lloyd; and the centres at the start, which stay as they were")
+            same.call(sub.kmeans, x, weights, centres, steps, then=lambda found: [found, len(calls)],  # noqa: B023
+                      hint="Compared, too: how often it calls lloyd.")
 
 
 # Task 2
@@ -110,25 +101,21 @@ def test_token_weights(sub, rng, same):
         gradient[0, 0] = 0
         if shape == (2, 3, 4):
             gradient[rng.randrange(2)] = 0
-        before = gradient.clone()
-        same([sub.token_weights(gradient), gradient.equal(before)], f"token_weights of a gradient {shape}, "
-             f"{before.tolist() if shape[1] < 9 else 'of random numbers'}. All heads are sorted together; and whether "
-             "the gradient is unchanged")
-    same(sub.token_weights(torch.zeros(2, 3, 4)), "token_weights of a gradient that is 0")
+        same.call(sub.token_weights, gradient, hint="All heads are sorted together.")
+    same.call(sub.token_weights, torch.zeros(2, 3, 4))
 
 
 @points(8)
 def test_codes(sub, rng, same):
     """encode, decode: a codebook for each place"""
     x, centroids = rng.of(range(400), 1, 1, 5, 1).float(), torch.arange(400.0)[None, :, None]
-    same(sub.encode(x, centroids).long(), f"encode of {x.flatten().tolist()} with the 400 centroids 0, 1, ... 399")
+    same.call(sub.encode, x, centroids, hint="Of 400 centroids 0, 1, ... 399.", then=torch.Tensor.long)
     for _ in range(40):
         (B, H, T), n, m = rng.sizes(3, 3, 4), rng.choice((1, 2, 4)), rng.choice((2, 4))
         places = H * (4 // n)
         x, centroids = rng.of(range(-3, 4), B, H, T, 4).float(), rng.of(range(-3, 4), places, m, n).float()
-        same(sub.encode(x, centroids), f"encode, {told(x=x, centroids=centroids)}")
-        codes = rng.of(range(m), B, T, places)
-        same(sub.decode(codes, centroids, H), f"decode, {told(codes=codes, centroids=centroids, heads=H)}")
+        same.call(sub.encode, x, centroids)
+        same.call(sub.decode, rng.of(range(m), B, T, places), centroids, H)
 
 
 @points(3)
@@ -148,14 +135,12 @@ def test_anchor_scores(sub, rng, same):
     """anchor_scores: both scores of Eq. 5"""
     for k in ([-20.0, -15.0], [rng.uniform(-30, -20), rng.uniform(-19, -10)]):
         q, k = torch.full((1, 1, 2, 1), 20.0), torch.tensor(k).view(1, 1, 2, 1)
-        same(sub.anchor_scores(q, k), f"anchor_scores, {told(q=q, k=k)}: exponentials of such scores are no numbers")
+        same.call(sub.anchor_scores, q, k, hint="Exponentials of such scores are no numbers.")
     for _ in range(40):
         (B, Hkv, shared, T), d = rng.sizes(2, 3, 3, 5), rng.choice((1, 4, 9))
         S = T + rng.choice((0, 0, 1, 4))
         q, k = 2 * rng.normal(B, Hkv * shared, T, d), rng.normal(B, Hkv, S, d)
-        before = q.clone(), k.clone()
-        same([sub.anchor_scores(q, k), q, k], f"anchor_scores, {told(q=before[0], k=before[1])}: AnS(K), AnS(V); and "
-             "q and k, which stay as they were. The queries are those of the newest tokens.")
+        same.call(sub.anchor_scores, q, k, hint="The queries are those of the newest tokens.")
 
 
 @points(3)

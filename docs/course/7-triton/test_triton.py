@@ -13,10 +13,10 @@ points = pytest.mark.points
 
 
 def guarded(x, fill):
-    """A copy of x with 64 numbers `fill` before and after it -> the copy, and all of it."""
+    """A copy of x with 64 numbers `fill` before and after it -> the copy, and these numbers."""
     whole = torch.full((x.numel() + 128,), fill, dtype=x.dtype)
     whole[64:-64] = x.flatten()
-    return whole[64:-64].view(x.shape), whole
+    return whole[64:-64].view(x.shape), [whole[:64], whole[-64:]]
 
 
 def places(x):
@@ -96,8 +96,8 @@ def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
     h = hidden[:, :T, -1]
     h.copy_(torch.tensor(rows))
     pieces = -(-T // N)
-    score, scores = guarded(torch.zeros(B, pieces, K), -7.0)
-    position, positions = guarded(torch.zeros(B, pieces, K, dtype=torch.int32), -7)
+    score, around_scores = guarded(torch.zeros(B, pieces, K), -7.0)
+    position, around_positions = guarded(torch.zeros(B, pieces, K, dtype=torch.int32), -7)
     with loads(h, score, position, backwards=T % 2 == 0) as strays:
         sub.topk_kernel[pieces, B](h, score, position, T, h.stride(0), h.stride(1), K, N)
     there = torch.tensor([min(N, T - piece * N) for piece in range(pieces)])  # tokens of each piece
@@ -105,7 +105,7 @@ def topk(sub, same, rows, K, N, hint, stride=1, dtype=torch.float32):
     hint = f"topk_kernel with K = {K}, N = {N}, T = {T}, strides {h.stride()}, {dtype}: h = {rows}. {hint} "
     same([score.where(real, -1.0), position.where(real, -1)], hint + "Compared: scores and positions (B, pieces, K); "
          "-1 here where a piece has fewer than K tokens", tolerance=0)
-    same([bool((score < 0)[~real].all()), scores[:64], scores[-64:], positions[:64], positions[-64:], h, len(strays)],
+    same([bool((score < 0)[~real].all()), around_scores, around_positions, h, len(strays)],
          hint + "Compared: whether the scores that are left are negative; memory around both tensors, and h, which "
          "stay as they were; how many numbers are loaded that are not the text's")
 
@@ -161,10 +161,10 @@ def test_unpack(sub, rng, same):
     """unpack_kernel: four codes of a byte, the first in the lowest bits; nothing behind the last token"""
     for T, W, N in ((2, 1, 2), (1, 2, 4), (5, 2, 2), (7, 4, 4), (9, 1, 8), (3, 8, 2), (8, 2, 4), (2, 32, 1)):
         packed = rng.of(range(256), T + N, W).to(torch.uint8)[:T]
-        codes, whole = guarded(torch.full((T, 4 * W), 99, dtype=torch.uint8), 77)
+        codes, around = guarded(torch.full((T, 4 * W), 99, dtype=torch.uint8), 77)
         with loads(packed, codes, backwards=T > 2) as strays:
             sub.unpack_kernel[(-(-T // N),)](packed, codes, T, W, N)
-        same([codes, whole[:64], whole[-64:], len(strays)], f"unpack_kernel with T = {T}, W = {W}, N = {N} of the "
+        same([codes, around, len(strays)], f"unpack_kernel with T = {T}, W = {W}, N = {N} of the "
              f"bytes {packed.tolist()}: codes (99: not written), and memory before and behind them; how many numbers "
              "are loaded that are no bytes of the text")
 
@@ -175,11 +175,9 @@ def test_unpack(sub, rng, same):
 def test_fold(sub, rng, same):
     """fold: q.(c * scale + zero) = folded.c + offset"""
     q, scale, zero = torch.tensor([[1.0, 2, -1, 2]]), torch.tensor([1.0, 2, 1, 0.5]), torch.tensor([-1.0, 0, 0, 2])
-    same(sub.fold(q, scale, zero), "fold of the handout's head: folded (H, d), offset (H)")
+    same.call(sub.fold, q, scale, zero, hint="This is the handout's head.")
     for _ in range(20):
-        q, scale, zero = rng.normal(rng.randint(1, 4), 8), rng.normal(8).abs(), rng.normal(8)
-        same([sub.fold(q, scale, zero), q], f"fold with q = {q.tolist()}, scale = {scale.tolist()}, zero = "
-             f"{zero.tolist()}")
+        same.call(sub.fold, rng.normal(rng.randint(1, 4), 8), rng.normal(8).abs(), rng.normal(8))
 
 
 # Task 4
@@ -223,11 +221,10 @@ def test_scores(sub, rng, same):
         packed, _ = guarded(rng.of(range(256), heads, T, W).to(torch.uint8), 255)
         scale, _ = guarded(rng.of((0.25, 0.5, 1, 3, 200), heads, pieces, d).half(), 1e4)
         zero, _ = guarded(rng.of(range(-4, 5), heads, pieces, d).half(), 1e4)
-        out, whole = guarded(torch.full((heads * R, T), 99.0), -7.0)
+        out, around = guarded(torch.full((heads * R, T), 99.0), -7.0)
         with loads(q, packed, scale, zero, out, backwards=T > 5) as strays:
             sub.scores_kernel[pieces, heads * R](q, packed, scale, zero, out, T, R, W, P, N)
-        same([out, whole[:64], whole[-64:], q, len(strays)], f"scores_kernel with T = {T}, W = {W}, P = {P}, N = {N}, "
-             f"Hkv = {heads}, R = {R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = "
-             f"{zero.tolist()}. "
-             "Compared: out (99: not written), memory before and behind it, and q, which stays as it was; "
-             "how many numbers are loaded that are none of these tensors'")
+        same([out, around, q, len(strays)], f"scores_kernel with T = {T}, W = {W}, P = {P}, N = {N}, Hkv = {heads}, R "
+             f"= {R}: q = {q.tolist()}, packed = {packed.tolist()}, scale = {scale.tolist()}, zero = {zero.tolist()}. "
+             "Compared: out (99: not written), memory before and behind it, and q, which stays as it was; how many "
+             "numbers are loaded that are none of these tensors'")
