@@ -144,8 +144,8 @@ class Same:
         -> the function's result"""
         tried, before = called(function, given), plain(given)
         result = function(*given)
-        self([then(result), plain(given) == before], f"{tried}: what it gives, and whether its arguments are as they "
-             f"were. {hint}", tolerance)
+        self(then(result), f"{tried}. {hint}", tolerance)
+        self(plain(given) == before, f"{function.__name__}: whether all arguments are as they were")
         return result
 
 

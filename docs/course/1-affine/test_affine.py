@@ -40,8 +40,9 @@ def test_eight_numbers(sub, rng, same):
                                    ([-0.8, 0.3, 1.3, 2.2], 1.5, "integer-zero"), (rng.normal(8).tolist(), 3, "offset")):
         x = torch.tensor(numbers)
         scale, zero = same.call(sub.grid, x.min(), x.max(), bits, formula, hint="The largest code is 2^b - 1.")
-        codes = same.call(sub.encode, x, scale, zero, bits, formula, hint="One group; codes are uint8.")
-        same.call(sub.decode, codes, scale, zero, formula, hint="They are read as fp32.")
+        codes = sub.encode(x, scale, zero, bits, formula)
+        same([codes, sub.decode(codes, scale, zero, formula)], f"{numbers}, one group, in {bits} bits, {formula}: "
+             "codes, uint8, and what they are read as, fp32")
 
 
 @points(10)
@@ -91,9 +92,9 @@ def test_groups_of_eight_numbers(sub, rng, same):
                                 ("channel", 4, x.view(1, 1, 8, 1)), ("channel", 3, x.view(1, 1, 8, 1)),
                                 ("token", 2, x.view(1, 1, 2, 4)), ("channel", 2, x.view(1, 1, 4, 2)),
                                 ("token", 4, other.view(1, 1, 1, 8)), ("channel", 3, other.view(1, 1, 8, 1))):
-        codes, scale, zero = same.call(sub.quantize, shaped, 2, axis, group,
-                                       hint="A short last group has its own range.")
-        same.call(sub.dequantize, codes, scale, zero, axis, group)
+        codes = sub.quantize(shaped, 2, axis, group)
+        same([codes, sub.dequantize(*codes, axis, group)], f"quantize and dequantize x = {shaped.tolist()} in 2 bits, "
+             f"axis {axis}, groups of {group}. A short last group has its own range.")
     ignore = torch.zeros(1, 1, 8, dtype=torch.bool)
     ignore[..., [0, 4, 5, 6, 7]] = True
     same.call(sub.quantize, x.view(1, 1, 8, 1), 2, "channel", 4, "offset", ignore,
@@ -133,8 +134,9 @@ def test_bytes_of_eight_numbers(sub, rng, same):
     """pack, unpack: the first code in the lowest bits"""
     for codes, bits in (([0, 0, 1, 1, 1, 2, 2, 3], 2), ([1, 0, 1], 1), ([5, 1, 7, 2], 3), ([2, 0, 1, 0, 0, 2], 1.5),
                         (rng.choices(range(4), k=8), 2)):
-        packed = same.call(sub.pack, torch.tensor(codes, dtype=torch.uint8), bits, hint="The end is filled up with 0.")
-        same.call(sub.unpack, packed, bits, len(codes))
+        packed = sub.pack(torch.tensor(codes, dtype=torch.uint8), bits)
+        same([packed, sub.unpack(packed, bits, len(codes))], f"pack and unpack {codes} in {bits} bits; the end of the "
+             "bytes is filled up with 0")
 
 
 @points(14)

@@ -83,13 +83,12 @@ def test_page(sub, rng, same):
         cache, seen = sub.Cache(Turn(), recent, block), 0
         for chunk in (recent + block, block, 1, block - 1, block):
             for layer in range(2):
-                k, v = rng.normal(2, B, H, chunk, 4)
-                given = cache.update(layer, None, k, v, seen)
+                tried = f"recent = {recent}, block = {block}; layer {layer}, {chunk} new tokens after {seen}"
+                same.call(cache.update, layer, None, *rng.normal(2, B, H, chunk, 4), seen, hint=f"{tried}, rotated by "
+                          "adding positions.")
                 held = [[cache.recent[layer, kind], list(map(list, cache.blocks[layer, kind]))] for kind in "kv"]
-                same([given, cache.expect(None), held, k, v], f"recent = {recent}, block = {block}, layer {layer}: "
-                     f"{chunk} new tokens after {seen}, rotated by adding positions. Compared: keys and values that "
-                     "attention gets; the length; of keys and of values the recent rows, and each block's codes, scale "
-                     "and zero; the given rows.")
+                same([cache.expect(None), held], f"{tried}: the length; of keys and of values the recent rows, and "
+                     "each block's codes, scale and zero")
             seen += chunk
         same(cache.bits(), f"recent = {recent}, block = {block}: bits of a number after {seen} tokens", 1e-5)
 
@@ -167,13 +166,11 @@ def test_nbytes(sub, rng, same):
         tried = f"9 tokens with B = {B}, H = {H}, d = {d}; then {kept} are kept; then {n} are quantized: "
         same(held, tried + "bytes")
         same([part.untyped_storage().nbytes() <= 2 * part.nbytes for part in (rows.recent, rows.kept_rows)], tried +
-             "whether what is left of `recent`, and the kept rows, have memory of their own; a slice keeps all of it "
-             "alive")
+             "whether `recent` and the kept rows have memory of their own; a slice keeps all of it alive")
         rows.read()
         rows.codec.ignored.clear()
         new = sum(size for x, size in tensors().items() if x not in before)
-        same(new <= rows.nbytes, tried + "whether no more is held, in `Rows` or anywhere else, than nbytes says: of a "
-             "quantized row only the code is left")
+        same(new <= rows.nbytes, tried + "whether no more is held, in `Rows` or anywhere else, than nbytes says")
 
 
 # Task 2

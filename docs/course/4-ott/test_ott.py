@@ -1,4 +1,5 @@
 """Assignment 4: KIVI's codecs and window, and OTT's two pools."""
+import copy
 import math
 from types import SimpleNamespace
 
@@ -125,15 +126,13 @@ def blocks_of(method, keys, blocks, same, hint, newer=2):
         layer.length = min(rows.n_coded + n + newer, keys.shape[2])
         rows.recent = keys[:, :, rows.n_coded:layer.length].clone()
         values.recent = rows.recent.flip(2)  # a value's size says nothing about its key's
-        of_rows = ("recent", "kept_positions", "kept_rows")
-        before = [None if getattr(rows, name) is None else getattr(rows, name).clone() for name in of_rows]
+        before = copy.deepcopy(rows)
         given = method.keep_keys(layer, n)
+        unchanged = [x is None or getattr(rows, name).equal(x) for name, x in vars(before).items() if name != "n_coded"]
         told = f"{hint} p = {method.preserve}, E = {method.extra_pool}; scores by sequence and head {scores}; blocks "
-        told += f"of {blocks}, now tokens {rows.n_coded} to {rows.n_coded + n - 1}: pool and extra pool, sorted"
-        unchanged = [old is None or getattr(rows, name).equal(old) for name, old in zip(of_rows, before)]
-        same([pools(given, method.preserve), unchanged], told + "; whether recent rows, kept positions and kept rows "
-             "are unchanged")
-        same([given.is_floating_point(), list(given.shape[:2])], told + ": whether positions are floats; B and Hkv")
+        told += f"of {blocks}, now tokens {rows.n_coded} to {rows.n_coded + n - 1}: "
+        same([pools(given, method.preserve), unchanged], told + "both pools, sorted; whether the keys are unchanged")
+        same([given.is_floating_point(), list(given.shape[:2])], told + "whether positions are floats; B and Hkv")
         rows.kept_positions = given
         index = given.long().clamp(min=0)[..., None].expand(B, H, -1, D)
         rows.kept_rows, values.kept_rows = keys.gather(2, index), keys.flip(2).gather(2, index)

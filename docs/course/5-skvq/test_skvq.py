@@ -105,9 +105,10 @@ def test_codes_of_eight_numbers(sub, rng, same):
                                           (x, mixed, 0.75, 0), (x, mixed, 0.75, 1), (rng.normal(1, 8), mixed, 1.0, 0)):
         group = torch.tensor(group)
         n = int(group.max()) + 1
-        codes, h, z = same.call(sub.encode, numbers, group, 2, torch.full((n,), alpha), torch.full((n,), centre),
-                                hint="Codes are computed from h and z as they are stored, in FP8.")
-        same.call(sub.decode, codes, h, z, group)
+        codes = sub.encode(numbers, group, 2, torch.full((n,), alpha), torch.full((n,), centre))
+        same([codes, sub.decode(*codes, group)], f"{numbers.tolist()} in the groups {group.tolist()}, 2 bits, alpha = "
+             f"{alpha}, centre = {centre}: codes, h and z, from which codes are computed as they are stored, in FP8; "
+             "what they are read as")
 
 
 @points(20)
