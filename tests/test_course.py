@@ -289,6 +289,17 @@ def test_values_that_are_wrong():
     assert compare.difference(4.0, 4, 0) == "Yours is 4.0 of type float; right is 4 of type int."
 
 
+def test_a_call_is_told_and_compared_and_its_arguments_too():
+    def doubled(x, by):
+        return x.mul_(by)
+    noted = []
+    same = COURSE.Same(lambda value, hint, tolerance: noted.append((value, hint)))
+    same.call(doubled, torch.ones(2), 2, hint="Twice.", then=torch.Tensor.tolist)
+    same.call(min, [3, 4])  # which says no names
+    assert noted[0] == ([2.0, 2.0], "doubled with x = [1.0, 1.0], by = 2. Twice.")
+    assert [value for value, _ in noted[1:]] == [False, 3, True]
+
+
 def test_what_a_student_says_moves_no_cursor(capsys):
     test = {"title": "t", "of": 1, "points": 0, "message": "one\n\x1b[2Jtwo"}
     grade.print_report({"assignment": "ott", "file": "f.py", "points": 0, "of": 1, "tests": [test]}, True)
