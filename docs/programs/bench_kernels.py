@@ -196,13 +196,12 @@ def jobs_of(quick):
     if quick:
         names = ["fp16", "2-bit per token", "1-bit codebooks d8m256"]
     jobs = [(sm, name, 128, 4, T) for sm in (90, 80) for name in names for T in (1, 128)]
-    shapes = [(64, 4), (80, 4), (128, 1), (128, 8)]
     if quick:
         return jobs + [(90, "2-bit per token", 80, 4, 1)]
     others = ("fp16", "4-bit per token", "2-bit per token", "1-bit per token", "2-bit kivi, groups of 32",
               "2-bit static, K before RoPE")
-    jobs += [(90, name, d, R, 1) for d, R in shapes for name in others]
-    return [job for job in jobs if job[1:3] != ("2-bit kivi, groups of 32", 80)]  # 32 divides no 80
+    return jobs + [(90, name, d, R, 1) for d, R in ((64, 4), (80, 4), (128, 1), (128, 8)) for name in others
+                   if (name, d) != ("2-bit kivi, groups of 32", 80)]  # 32 divides no 80
 
 
 def compile_all(quick):

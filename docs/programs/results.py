@@ -125,9 +125,8 @@ CURVES = {"pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": FIVE, "kvsink: 5 kept
 
 
 def rows_in(table):
-    """{title: row} of the page's table that has this name."""
-    titles = [line.split("|")[1].strip() for line in TABLES[table].splitlines()[2:]]
-    return {title: re.search("`(.+)`", title)[1] for title in titles}
+    """The rows that the first cells of a page's table name."""
+    return re.findall(r"^\|[^|]*`(.+?)`", TABLES[table], re.MULTILINE)
 
 
 # The data: {model: {row: {"bits": true bits, "nll": [[loss of each window] of each draw], "kl": the same,
@@ -136,7 +135,7 @@ def rows_in(table):
 def rows_of(model):
     """The rows of a model, each a method and flags."""
     rows = [row for claims in CLAIMS.values() for claim in claims for row in pair(claim, model)]
-    rows += [*rows_in(model).values(), *(named(row, model) for row in [*MORE, *SERVED.values()])]
+    rows += [*rows_in(model), *(named(row, model) for row in [*MORE, *SERVED.values()])]
     rows = [row for row in rows if "--context" not in row]
     long = [at(row, where) for where, pairs in LONG.items() for row in ["fp16", *pairs] if model == "SmolLM2"]
     return list(dict.fromkeys(["fp16", *rows, *long]))

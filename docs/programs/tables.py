@@ -142,8 +142,10 @@ def claims_table(section):
 
 
 def rows_table(name, model="SmolLM2"):
-    """What the rows lose above fp16 that the page names."""
-    return table("row | true bits | nats | KL | draws x windows", results.rows_in(name),
+    """What the rows lose above fp16 that the page names. A format stands before its row."""
+    labels = {row: f"{label}: " for label, row in (results.EIGHT | results.POINTS).items()}
+    return table("row | true bits | nats | KL | draws x windows",
+                 {f"{labels.get(row, '')}`{row}`": row for row in results.rows_in(name)},
                  partial(bits, model=model), partial(lost, model=model),
                  lambda row: f"{compared(*beside_fp16(row, model), 'kl')[0]:.3f}",
                  lambda row: windows_of(*beside_fp16(row, model)))
