@@ -48,6 +48,17 @@ def check(args, names, config):
         files.check_target(Path(args.out, f"{name}.png"), plots.KIND)
 
 
+# What is looked at
+
+def load_text(args, names, model):
+    """The windows and their sinks, and what the phenomena need besides."""
+    windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", bos=args.bos)
+    windows = windows.tokens.to(args.device)  # (W, T)
+    calibration = shared_flags.calibration_text(args) if {*names} & {*NEED_CALIBRATION} else None  # (C, T)
+    layer = model.config.num_hidden_layers // 2 if args.layer is None else args.layer
+    return Text(model, windows, find_sinks(model, windows), layer, calibration)
+
+
 # What is printed
 
 def print_sinks(text, tokenizer):
@@ -64,12 +75,8 @@ def look(args):
     check(args, names, hf.load_config(args.model))
     model = load_model(args, LONGEST)
 
-    # 2. the text and its sinks, and what the phenomena need besides
-    windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", bos=args.bos)
-    windows = windows.tokens.to(args.device)  # (W, T)
-    calibration = shared_flags.calibration_text(args) if {*names} & {*NEED_CALIBRATION} else None  # (C, T)
-    layer = model.config.num_hidden_layers // 2 if args.layer is None else args.layer
-    text = Text(model, windows, find_sinks(model, windows), layer, calibration)
+    # 2. the text and its sinks
+    text = load_text(args, names, model)
     print(f"{args.data}: {args.windows} windows of {args.context} tokens")
     print_sinks(text, args.tokenizer)
 
