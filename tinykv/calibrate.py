@@ -127,26 +127,20 @@ class Text:
 
 
 class Recorder(Trace):
-    """A forward in full precision, recorded. It adds to each key and value a zero, through which the loss can be
-    differentiated."""
+    """A forward in full precision, recorded. The loss can be differentiated with respect to each key and value."""
 
-    def __init__(self, model):
-        super().__init__(model)
-        self.leaves = []  # zeros (1, Hkv, T, d): layer 0's keys, its values, layer 1's keys, ...
-        self.gradients = None  # of the loss with respect to the leaves
+    gradients = None  # of the loss, (1, Hkv, T, d) each: with respect to the keys of all layers, then to the values
 
     def update(self, layer, q, k, v, seen):
-        leaf_k = torch.zeros_like(k, requires_grad=True)  # (1, Hkv, T, d)
-        leaf_v = torch.zeros_like(v, requires_grad=True)  # (1, Hkv, T, d)
-        self.leaves += [leaf_k, leaf_v]
-        return super().update(layer, q, k + leaf_k, v + leaf_v, seen)
+        return super().update(layer, q, k.requires_grad_(), v.requires_grad_(), seen)
 
     def of(self, layer):
         """What a layer computed, as in `Text`, of one window."""
         k, v, hidden = (recorded[layer].detach() for recorded in (self.k, self.v, self.hidden))
         computed = {"k": sixteen_bits(k), "v": sixteen_bits(v), "hidden": hidden}
         if self.gradients is not None:
-            computed |= {"gradient of k": self.gradients[2 * layer], "gradient of v": self.gradients[2 * layer + 1]}
+            of_keys, of_values = self.gradients[layer], self.gradients[len(self.k) + layer]
+            computed |= {"gradient of k": of_keys, "gradient of v": of_values}
         return computed
 
 
@@ -158,6 +152,6 @@ def record(model, window, gradients=False):
         if gradients:
             logits = model.lm_head(hidden[0, :-1]).float()  # (T - 1, vocab)
             loss = F.cross_entropy(logits, window[1:])
-            recorder.gradients = torch.autograd.grad(loss, recorder.leaves)
+            recorder.gradients = torch.autograd.grad(loss, recorder.k + recorder.v)
     all_finite("hidden states of the model", hidden)
     return recorder

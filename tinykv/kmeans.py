@@ -31,9 +31,7 @@ def kmeans(points, k, weights=None, iterations=25, tries=1, seed=0, tolerance=0.
     for _ in range(iterations):
         loss_before, centres_before = loss, centres
         centres, loss = lloyd(points, weights, centres)
-        if torch.equal(centres, centres_before):
-            break
-        if (loss_before - loss < tolerance * loss).all():
+        if torch.equal(centres, centres_before) or (loss_before - loss < tolerance * loss).all():
             break
     # the best try of each problem
     square = distance(points, centres, nearest(points, centres))  # (tries * P, N)

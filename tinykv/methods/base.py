@@ -179,8 +179,7 @@ class Method:
     @property
     def offline_bytes(self):
         """Bytes of the codecs' tables: found once, shared by all texts. A single number is no table."""
-        tables = [table for _, _, codec in self.each_codec() for table in codec.calibrated().values()]
-        return sum(table.nbytes for table in tables if table.dim())
+        return sum(table.nbytes for table in self.calibrated().values() if table.dim())
 
     def describe(self):
         """One line for the user: what was chosen or found."""
