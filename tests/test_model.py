@@ -145,11 +145,12 @@ def test_a_trace_changes_nothing_and_keeps_what_passes():
     assert [k.shape for k in trace.k] == [v.shape for v in trace.v] == [(2, 2, 4, 4)] * 2  # (B, Hkv, T, d)
     assert torch.equal(model.model["norm"](trace.hidden[-1]), model(PROMPT, logits=False))
 
-    # the same window after its first two tokens' keys and values
-    keys = torch.stack(trace.k)[:, :1, :, :2]  # (L, 1, Hkv, n, d)
-    values = torch.stack(trace.v)[:, :1, :, :2]  # (L, 1, Hkv, n, d)
-    after = Trace(model, keys[:, 0], values[:, 0])
-    torch.testing.assert_close(model(PROMPT[:1, 2:], after), model(PROMPT[:1])[:, 2:], atol=1e-5, rtol=0)
+    # the same window after its first tokens' keys and values, of which there are fewer than others, or as many
+    for n in (1, 2):
+        keys = torch.stack(trace.k)[:, :1, :, :n]  # (L, 1, Hkv, n, d)
+        values = torch.stack(trace.v)[:, :1, :, :n]  # (L, 1, Hkv, n, d)
+        after = Trace(model, keys[:, 0], values[:, 0])
+        torch.testing.assert_close(model(PROMPT[:1, n:], after), model(PROMPT[:1])[:, n:], atol=1e-5, rtol=0)
 
 
 # Generation
