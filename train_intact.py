@@ -90,11 +90,8 @@ class State:
 
 def text_order(samples, seed, length):
     """Which text comes when, `length` numbers: all in a random order, then in another, ..."""
-    rng = torch.Generator().manual_seed(seed)
-    order = []
-    while len(order) < length:
-        order += torch.randperm(samples, generator=rng).tolist()
-    return order[:length]
+    rng, rounds = torch.Generator().manual_seed(seed), math.ceil(length / samples)
+    return torch.cat([torch.randperm(samples, generator=rng) for _ in range(rounds)])[:length].tolist()
 
 
 def train(full, quantized, texts, exact, state, args):

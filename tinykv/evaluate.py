@@ -244,9 +244,8 @@ def count_bits(result, cache, tokens):
             bits += 8 * sum(held.values()) / (B * numbers * T) / 2
             bits_far += 16.0 / 2
             continue
-        n_recent = method.recent + (method.block_of(rows.kind) - 1) / 2
-        if layer.quantizes_first:  # a window that is quantized as a whole
-            n_recent = 0
+        # none, where a window is quantized as a whole
+        n_recent = 0 if layer.quantizes_first else method.recent + (method.block_of(rows.kind) - 1) / 2
         coded = held["coded"] / rows.n_coded  # bytes of a quantized token
         recent = config.num_hidden_layers * sum(  # bytes of a recent token: a row, and its score where there is one
             x.element_size() * x.shape[:2].numel() * x.shape[3:].numel() for x in rows.tensors()["recent"])

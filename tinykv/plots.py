@@ -117,9 +117,8 @@ def draw_map(panel, x, xlabel, label, **how):
 def pooled(x, size=128):
     """x (T, C) -> (up to `size`, C): the number of largest magnitude of neighbouring tokens, with its sign, so that a
     sink stays visible."""
-    T = len(x)
-    size = min(size, T)
-    cell = torch.arange(T, device=x.device) * size // T  # (T): the cell of each token
+    size = min(size, len(x))
+    cell = torch.arange(len(x), device=x.device) * size // len(x)  # (T): the cell of each token
     cells = [x[cell == i] for i in range(size)]  # each (tokens of the cell, C)
     return torch.stack([tokens.gather(0, tokens.abs().argmax(0, keepdim=True))[0] for tokens in cells])
 

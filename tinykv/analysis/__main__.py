@@ -96,9 +96,8 @@ def look(args):
 
     # 4. the numbers
     if args.json:
-        sinks = [marks.nonzero()[:, 0].tolist() for marks in text.marks]
         numbers = {"model": args.model, "data": args.data, "context": args.context, "windows": args.windows,
-                   "sinks at": sinks, **tables}
+                   "sinks at": [marks.nonzero()[:, 0].tolist() for marks in text.marks], **tables}
         files.write_json(args.json, numbers, "tinykv-numbers")
 
 

@@ -66,7 +66,8 @@ def measure(text):
         for scheme, kind in TABLE_1:
             x = stored_keys(at, scheme) if kind == "k" else at.v  # (1, Hkv, T, d)
             # groups of channels are of one token each, and groups of tokens have a sink or none
-            hit = shares_token_group(sinks) if scheme == "channel-dynamic" else sinks  # (T)
+            group_of = torch.arange(len(sinks), device=sinks.device) // GROUP_SIZE  # (T)
+            hit = torch.isin(group_of, group_of[sinks]) if scheme == "channel-dynamic" else sinks  # (T)
             # (column, sinks kept, which tokens count)
             columns = (("overall", False, sinks | True), ("without", True, ~hit), ("with", False, hit))
             for bits in BITS:
@@ -89,12 +90,6 @@ def measure(text):
             row["change"] = row[after] / row[before] - 1
             rows.append(row)
     return rows
-
-
-def shares_token_group(sinks):
-    """sinks (T) -> (T): True where one of the tokens of a token's group is a sink."""
-    group_of = torch.arange(len(sinks), device=sinks.device) // GROUP_SIZE  # (T)
-    return torch.isin(group_of, group_of[sinks])
 
 
 def draw(text, rows):

@@ -12,9 +12,8 @@ def look(at, sinks):
     row = {}
     for kind, x in (("q", at.q), ("k", at.k), ("v", at.v)):
         norm = x[0].float().norm(dim=-1)  # (H or Hkv, T)
-        median = norm[:, ~sinks].median()
-        row[kind] = median
-        row[f"{kind} sinks"] = norm[:, sinks].mean() / median
+        row[kind] = norm[:, ~sinks].median()
+        row[f"{kind} sinks"] = norm[:, sinks].mean() / row[kind]
     return row
 
 

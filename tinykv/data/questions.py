@@ -25,8 +25,7 @@ def read_questions(path, tokenizer, longest):
     for number, text in enumerate(texts, 1):
         ids, offsets = tokenizer.encode_with_offsets(text)
         answer = len(text) - len(text.split()[-1])  # where it begins, in characters
-        ends = [end for _, end in offsets]
-        start = len(bos) + bisect_right(ends, answer)  # the first token to end after that
+        start = len(bos) + bisect_right([end for _, end in offsets], answer)  # the first token to end after that
         tokens.append(torch.tensor(bos + ids))  # (T of this text)
         answers.append([(start, len(tokens[-1]))])
         if start == 0 or len(tokens[-1]) > longest:
