@@ -59,26 +59,20 @@ def load_text(args, names, model):
     return Text(model, windows, find_sinks(model, windows), layer, calibration)
 
 
-# What is printed
-
-def print_sinks(text, tokenizer):
-    """Which tokens of each window are sinks."""
-    for w, (window, marks) in enumerate(zip(text.windows.tolist(), text.marks)):
-        words = ["<s>" if token == tokenizer.bos_id else repr(tokenizer.decode([token])) for token in window]
-        of_window = [f"{position} {words[position]}" for position in marks.nonzero()[:, 0].tolist()]
-        print(f"sinks of window {w}: {', '.join(of_window) or 'none'}")
-
-
 def look(args):
     # 1. the model
     names = NAMES if "all" in args.what else tuple(dict.fromkeys(args.what))  # each once
     check(args, names, hf.load_config(args.model))
-    model = load_model(args, LONGEST)
+    model, tokenizer = load_model(args, LONGEST), args.tokenizer
 
     # 2. the text and its sinks
     text = load_text(args, names, model)
     print(f"{args.data}: {args.windows} windows of {args.context} tokens")
-    print_sinks(text, args.tokenizer)
+    sinks_at = [marks.nonzero()[:, 0].tolist() for marks in text.marks]  # positions in each window
+    for w, (window, positions) in enumerate(zip(text.windows.tolist(), sinks_at)):
+        words = ["<s>" if token == tokenizer.bos_id else repr(tokenizer.decode([token])) for token in window]
+        of_window = [f"{position} {words[position]}" for position in positions]
+        print(f"sinks of window {w}: {', '.join(of_window) or 'none'}")
 
     # 3. a table for each name, and a figure
     tables = {}  # {name: rows}
@@ -97,7 +91,7 @@ def look(args):
     # 4. the numbers
     if args.json:
         numbers = {"model": args.model, "data": args.data, "context": args.context, "windows": args.windows,
-                   "sinks at": [marks.nonzero()[:, 0].tolist() for marks in text.marks], **tables}
+                   "sinks at": sinks_at, **tables}
         files.write_json(args.json, numbers, "tinykv-numbers")
 
 
