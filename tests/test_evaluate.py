@@ -49,7 +49,7 @@ def model():
 def windows():
     tokens = torch.randint(0, 50, (5, 21), generator=torch.Generator().manual_seed(1))
     answers = [[(3, 4)], [(5, 7), (10, 11)], [], [(20, 21)], [(1, 2)]]
-    return Windows(tokens, answers, "random")
+    return Windows(tokens, answers)
 
 
 FP16, RTN = METHODS["fp16"](CONFIG), METHODS["rtn"](CONFIG, 2, 2, "token-dynamic")
@@ -144,7 +144,7 @@ def kivi(recent=4, v_block=None):
      "stream", None, [24, 8, 8]),
 ])
 def test_a_stream_comes_in_chunks_that_end_where_blocks_do(model, method, protocol, prompt, sizes):
-    found, windows = [], Windows(torch.full((1, sum(sizes)), 3), [[]], "the same token")
+    found, windows = [], Windows(torch.full((1, sum(sizes)), 3), [[]])
 
     class Noting(KVCache):
         def expect(self, tokens):
@@ -211,7 +211,7 @@ def test_a_share_chosen_once_does_not_grow_with_the_text(model, choose, grown):
     """A quarter of the tokens is kept: of a prompt of 16 four, of a long text a quarter only if it is chosen on."""
     method = METHODS["antkv"](CONFIG, vq="d4m2", anchors="25%", recent=0, block=8, choose=choose)
     calibrate(model, method, torch.randint(50, (4, 40), generator=torch.Generator().manual_seed(1)))
-    windows = Windows(torch.randint(50, (1, 24), generator=torch.Generator().manual_seed(2)), [[]], "random", 16)
+    windows = Windows(torch.randint(50, (1, 24), generator=torch.Generator().manual_seed(2)), [[]], 16)
     found = measure(model, method, windows, "stream", prompt=16)
     codes, row = 8 / 16, 2 * (16 + (32 + 32) / 8)  # bits a number: one byte a token; rows, positions and scores of both
     recent = 7 / 2 * 16 / FAR
@@ -222,7 +222,7 @@ def test_where_the_recent_part_is_at_its_mean_all_that_is_held_counts(model):
     """Of 20 tokens 6 are recent, between 3 and 9. Each has a score in every head, as anchors have."""
     method = METHODS["antkv"](CONFIG, vq="d4m2", anchors=2, recent=3, block=7, choose="always")
     calibrate(model, method, torch.randint(50, (4, 40), generator=torch.Generator().manual_seed(1)))
-    windows = Windows(torch.randint(50, (1, 20), generator=torch.Generator().manual_seed(2)), [[]], "random")
+    windows = Windows(torch.randint(50, (1, 20), generator=torch.Generator().manual_seed(2)), [[]])
     found = measure(model, method, windows, "stream")
     numbers = 2 * 2 * 2 * 8 * 20  # K and V of 2 layers, 2 heads of 8 channels
     assert found.bits[0] == pytest.approx(8 * found.cache_bytes / numbers)
@@ -469,7 +469,7 @@ def test_a_method_runs_on_the_model_that_it_was_made_for_and_calibrated_on(one_l
     attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
     slowed.rope.freq = slowed.rope.freq / 4
     other = METHODS["rtn"](dataclasses.replace(model.config, rope_theta=5e5), scheme="token-dynamic")
-    windows = Windows(tokens, [[], []], "")
+    windows = Windows(tokens, [[], []])
     exact = measure(model, METHODS["fp16"](model.config), windows)
     for on in (model, same, half.half()):
         KVCache(on, method)

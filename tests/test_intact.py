@@ -88,7 +88,7 @@ def test_figures_of_a_quantized_model_with_a_prefix(n, start, batch):
     """At the prefix's positions fp16 predicts; what is not a target counts for no method."""
     model = tiny(2)
     coded = quantize(model, RTNWeights(3, 16))
-    windows = Windows(begun(n, 21, batch=3), [[(5, 7), (10, 11)], [(20, 21)], [(4, 5)]], "random", start)
+    windows = Windows(begun(n, 21, batch=3), [[(5, 7), (10, 11)], [(20, 21)], [(4, 5)]], start)
     fp16, intact = FP16(model.config), IntactKV(model.config, prefix_of(model, n, coded))
     exact = measure(model, fp16, windows, "paper", batch)
     rough, found = (measure(coded, method, windows, "paper", batch, exact) for method in (fp16, intact))

@@ -34,7 +34,7 @@ def answers(model, stories):
     right = n = 0
     for story in stories:
         ids, marks = encode_documents([story], model.tokenizer, 1)
-        windows = Windows(torch.tensor([list(ids)]), [[(start, end) for _, start, end in marks]], "a story")
+        windows = Windows(torch.tensor([list(ids)]), [[(start, end) for _, start, end in marks]])
         reference = measure(model.model, METHODS["fp16"](model.model.config), windows)
         result = measure(model.model, model.method, windows, fp16=reference)
         right, n = right + result.right, n + result.answers

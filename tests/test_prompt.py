@@ -185,7 +185,7 @@ def test_of_a_prompt_the_prefix_is_cut_off_and_of_what_follows_nothing(model, pr
 def test_the_evaluator_reads_a_prompt_and_then_what_single_tokens_read(model, method, prompt, protocol):
     T = 30
     tokens = torch.randint(29, (2, T), generator=torch.Generator().manual_seed(5))
-    windows = Windows(tokens, [[(2, 3), (prompt - 1, prompt + 1), (25, 26)], []], "random").predicted_from(prompt)
+    windows = Windows(tokens, [[(2, 3), (prompt - 1, prompt + 1), (25, 26)], []]).predicted_from(prompt)
     assert (windows.start, windows.answers) == (prompt, [[(25, 26)], []])
     found = measure(model, method, windows, protocol, batch=2, prompt=prompt)
     assert (found.targets, found.answers) == (2 * (T - prompt), 1)

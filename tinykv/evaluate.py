@@ -96,9 +96,8 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
     for first in range(0, len(windows.tokens), batch):
         tokens = windows.tokens[first:first + batch].to(device)  # (B, T)
         answers = windows.answers[first:first + batch]
-        exact = None  # of fp16, a list of B
-        if fp16 is not None:
-            exact = [Exact(*(x.to(device) for x in window)) for window in fp16.exact[first:first + batch]]
+        # of fp16, a list of B; None where this is fp16
+        exact = fp16 and [Exact(*(x.to(device) for x in window)) for window in fp16.exact[first:first + batch]]
 
         # 1. read the windows through the method's cache
         if first > 0:

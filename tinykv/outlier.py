@@ -21,11 +21,8 @@ def find_outlier(largest, ratio, channel):
     + 1), see `outlier`.
     """
     # the windows that have an outlier: a layer and a channel each
-    places = []
-    for window in range(len(largest)):
-        layer = find_layer(largest[window], ratio[window])
-        if layer is not None:
-            places.append((layer, channel[window, layer + 1].item()))
+    layers = [find_layer(*window) for window in zip(largest, ratio)]
+    places = [(layer, channel[window, layer + 1].item()) for window, layer in enumerate(layers) if layer is not None]
     if not places:
         return None
     # the channel that most of them name; it is stable if more than half of them do

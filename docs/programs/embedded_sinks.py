@@ -71,7 +71,7 @@ def attention_on_sinks(text, asks):
 
 def lost(text, calibration):
     """The perplexity that static 2-bit grids cost, calibrated on tokens (C, T): {method: over fp16}."""
-    model, windows = text.model, Windows(text.windows, [[] for _ in text.windows], "chants")
+    model, windows = text.model, Windows(text.windows, [[] for _ in text.windows])
     fp16 = measure(model, METHODS["fp16"](model.config), windows)
     found = {}
     for name in ("rtn", "pfn", "kvsink"):

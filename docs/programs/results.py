@@ -226,7 +226,7 @@ def measure_pair(loaded, text, where, i, rows, data):
     model.use_attention("fused")
     args = flags.parse(where.split(), ["fp16"])
     windows = load_windows(text, tokenizer, args.context, i + 1)
-    window = Windows(windows.tokens[i:], windows.answers[i:], windows.name, args.prompt or 1)
+    window = Windows(windows.tokens[i:], windows.answers[i:], args.prompt or 1)
     methods = calibrate_pair(loaded, text, rows, i)
     exact = measure(model, METHODS["fp16"](model.config), window)
     if n_measured("fp16", where, data) == i:

@@ -52,14 +52,13 @@ class Windows:
     """Token windows, and the questions that each of them can answer."""
     tokens: torch.Tensor  # (W, T), int64
     answers: list  # per window [(start, end)] in tokens: answers whose fact it states earlier
-    name: str  # of the text
     start: int = 1  # the first token that is predicted
 
     def predicted_from(self, start):
         """The same windows, where no token before `start` is predicted."""
         start = max(start, self.start)
         answers = [[place for place in of_window if place[0] >= start] for of_window in self.answers]
-        return Windows(self.tokens, answers, self.name, start)
+        return Windows(self.tokens, answers, start)
 
 
 def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="replace", prefix=(), whole=False):
@@ -107,7 +106,7 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
         repeated = torch.tensor(prefix).expand(windows, -1)  # (W, n)
         tokens = torch.cat([repeated, tokens], dim=1)  # (W, T)
         answers = [[(start + n, end + n) for start, end in of_window] for of_window in answers]
-    return Windows(tokens, answers, name, start=max(1, len(prefix)))
+    return Windows(tokens, answers, start=max(1, len(prefix)))
 
 
 def share_text(a, b, n=32):
