@@ -238,6 +238,8 @@ def results():
         "`fp8` goes from {} to {}".format(*ends(EIGHT["fp8"])),
         "`mxfp4` from {} to {}".format(*ends(POINTS["mxfp4"])),
         "`skvq` from {} to {}".format(*ends("skvq --bits 2")),
+        "`cq` from {} to {}".format(*ends("cq --bits 2 --recent 0 {windows}")),
+        "`antkv` from {} to {}".format(*ends("antkv --anchors 1% --bits 2 --recent 0 {windows}")),
         f"`Chance` loses {ends(CHANCE)[1]}",
         f"a hundredth of the text, {ends(KVSINK + ' --preserve 41')[1]}",
         f"loses {by_chance:.3f} ± {error:.3f} more than the marked ones ({of_p(p)})",
