@@ -93,6 +93,6 @@ def test_train_intact_on_chats(tmp_path, run, one_layer):
 @pytest.mark.parametrize("n", [1, 7])
 def test_a_prefix_counts_among_the_tokens_of_a_chat(tmp_path, tokenizer, n):
     path = write(tmp_path / "c.jsonl", [[("Hi", "A long answer. " * 30)]] * 2)
-    args = SimpleNamespace(samples=1, windows=1, chats=path, tokens=150)
-    for tokens, _ in train_intact.load_texts(args, tokenizer, list(range(n)), "cpu"):
+    args = SimpleNamespace(samples=1, windows=1, chats=path, tokens=150, tokenizer=tokenizer, device="cpu")
+    for tokens, _ in train_intact.load_texts(args, list(range(n))):
         assert n + tokens.shape[1] == 150
