@@ -151,6 +151,17 @@ def test_what_happens_to_all_texts_ignores_their_filling(made, texts, one_by_one
     assert made[1]["all"][label][bits] == [pytest.approx(total / count, abs=6e-4), right]
 
 
+def test_an_answer_is_right_if_all_its_tokens_are(made, texts):
+    """Here the model expects each answer's first token, and no other."""
+    model, _, methods = made
+    tokens = texts.tokens.clone()
+    for w, (start, end) in AT.items():
+        for i in range(start, end):
+            tokens[w, i] = (model(tokens[w:w + 1, :i])[0, -1].argmax() + (i > start)) % 64
+    _, right, *_ = page.measure(model, methods["fp16"][16], Questions(tokens, LENGTHS, texts.answers))
+    assert right == 1  # of two: the answer of one token
+
+
 def test_the_text_is_the_one_that_kvsink_helps_most():
     texts = Questions(None, None, [[(7, 8)], [], [(3, 5), (9, 11)]])
     chances = {("fp16", 16): [1, 0.7, 0.9]}
