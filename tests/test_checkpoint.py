@@ -280,7 +280,7 @@ FAULTS = {
     "absent shard": (lambda folder: [to_shards(folder), (folder / SECOND).unlink()], [KEY]),
     "pipe": (lambda folder: [(folder / WEIGHTS).unlink(), os.mkfifo(folder / WEIGHTS)], [WEIGHTS, "is no file"]),
     "unprintable bos": (lambda folder: (folder / "tokenizer_config.json").write_text('{"bos_token": "\\ud800"}'),
-                        ["bos_token", "printable"]),
+                        ["bos_token", "printed"]),
     "broken shard": (lambda folder: [to_shards(folder), cut(folder / SECOND)], [SECOND]),
 }
 

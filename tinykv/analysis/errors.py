@@ -63,11 +63,12 @@ def measure(text):
     # 1. squared errors by scheme, "k" or "v", bits and column: their sum, and of how many numbers
     def look(at, sinks):
         errors = {}
+        group_of = torch.arange(len(sinks), device=sinks.device) // GROUP_SIZE  # (T)
+        beside_sinks = torch.isin(group_of, group_of[sinks])  # (T): one of the group is a sink
         for scheme, kind in TABLE_1:
             x = stored_keys(at, scheme) if kind == "k" else at.v  # (1, Hkv, T, d)
             # groups of channels are of one token each, and groups of tokens have a sink or none
-            group_of = torch.arange(len(sinks), device=sinks.device) // GROUP_SIZE  # (T)
-            hit = torch.isin(group_of, group_of[sinks]) if scheme == "channel-dynamic" else sinks  # (T)
+            hit = beside_sinks if scheme == "channel-dynamic" else sinks  # (T)
             # (column, sinks kept, which tokens count)
             columns = (("overall", False, sinks | True), ("without", True, ~hit), ("with", False, hit))
             for bits in BITS:

@@ -3,6 +3,7 @@ from tinykv import hf, shared_flags
 
 
 def add_flags(p, windows, longest):
+    """windows: of them by default; longest: tokens of one. What is no flag here is as `calibration_text` reads it."""
     shared_flags.add_model(p)
     shared_flags.add_windows(p, windows, longest)
     shared_flags.add_bos(p)

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import torch
 
 from tinykv import all_finite, cli
-from tinykv.tracing import Trace
+from tinykv.tracing import Trace, sixteen_bits
 
 
 @dataclass
@@ -54,8 +54,7 @@ def walk(model, window):
     # 2. rotate q and k, layer by layer
     layers = []
     for layer, hidden in enumerate(trace.hidden):  # (1, T, D)
-        dtype = hidden.dtype if hidden.dtype.itemsize == 2 else torch.float16  # that a cache holds keys and values in
-        for x in (hidden, trace.k[layer].to(dtype), trace.v[layer].to(dtype)):
+        for x in (hidden, sixteen_bits(trace.k[layer]), sixteen_bits(trace.v[layer])):  # as a cache holds them
             all_finite(f"numbers of layer {layer}", x)
         (mid, _), (d_in, d_out) = calls[2 * layer:2 * layer + 2]
         layers.append(SimpleNamespace(
