@@ -132,6 +132,8 @@ def test_file_halves(tmp_path):
     for split in ("test", "calibration"):  # where the other one is of another text, either is all of it
         whole = load_windows(str(path), Letters(), 19, 1, split, bos="none", whole=True)
         assert spelled(whole) == "<s>abcdé\nghijk\nlmnopq"
+        with pytest.raises(UserError, match=f"^{re.escape(str(path))}.*whole.* has 19 tokens"):  # a text has a name
+            load_windows(str(path), Letters(), 19, 2, split, bos="none", whole=True)
 
 
 @pytest.mark.parametrize("n", [40, 41, 97, 100])

@@ -46,7 +46,7 @@ def parser(asked=(), about=None):
                    help="also draw perplexity against true bits, or against kept tokens if --preserve is a list, "
                         "and the loss along longer windows")
     add_weights(parent, several=True)
-    parent.set_defaults(config=None, tokenizer=None, devices=None, loaded=None)  # `set_up` sets them
+    parent.set_defaults(config=None, tokenizer=None, devices=None, loaded=None)  # no settings: `set_up` sets them
     add_settings(parent, asked)
     fp8 = "--method docs/examples/formats.py:Formats --scheme fp8"
     parent.meant = {"--keep": "--preserve", "--text": "--data", "--kv-cache-dtype": fp8, "-ctk": fp8,
