@@ -47,7 +47,6 @@ def parser():
     add_weights(p, several=False)
     s = p.add_argument_group("calibration of the quantizer, and evaluation: as in eval_ppl.py")
     shared_flags.add_windows(s, windows=16, longest=4096)
-    p.set_defaults(bos="replace")  # texts begin with the prefix
     shared_flags.add_calibration(s)
     return p
 
@@ -146,7 +145,7 @@ def load_texts(args, prefix):
     count (N, T) each."""
     sizes = [args.samples, args.windows]
     if args.chats is not None:
-        system = SYSTEM if len(prefix) == 1 else ""  # a prefix of BOS alone holds no system prompt
+        system = SYSTEM if prefix == [args.tokenizer.bos_id] else ""  # a prefix of BOS alone holds no system prompt
         longest = max(0, args.tokens - len(prefix))
         tokens, response = load_chats(args.chats, args.tokenizer, sum(sizes), longest, system)
         return list(zip(tokens.to(args.device).split(sizes), response.to(args.device).split(sizes)))
@@ -173,8 +172,8 @@ def run(args):
     check(args)
     shared_flags.set_up(args, longest=4096)
     shared_flags.check_context(args.tokens, args.config, "tokens")
-    prefix = open_prefix(args.prefix, args.tokenizer)
-    n = len(prefix.ids)
+    prefix, bos_id = open_prefix(args.prefix, args.tokenizer), args.tokenizer.bos_id
+    args.bos = "none" if bos_id is None else "replace"  # in texts without the prefix
     (name, quantizer), = quantizers_of(args).items()
 
     # 1. The full-precision model
@@ -184,7 +183,7 @@ def run(args):
     # 2. The texts: to train on, and held out, both without the prefix; windows to evaluate on
     texts, held_out = load_texts(args, prefix.ids)
     windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", args.seed,
-                           prefix=prefix.ids if n > 1 else [])  # BOS alone takes a token's place
+                           prefix=[] if prefix.ids == [bos_id] else prefix.ids)  # BOS alone takes a token's place
 
     # 3. The model with quantized weights
     calibration_windows = None
@@ -206,7 +205,7 @@ def run(args):
     made_of = identity(trained_for, prefix.ids, *first, *texts, settings)
     state = State(args.state, made_of, *first, args.lr)
     print(f"model {args.model}, weights {weights}")
-    print(f"prefix {args.prefix}: {n} tokens, {state.rows.numel():,} parameters")
+    print(f"prefix {args.prefix}: {len(prefix.ids)} tokens, {state.rows.numel():,} parameters")
     if state.done > args.updates:
         raise UserError(f"{state.path} has {state.done} updates, more than --updates {args.updates}; ask for as many, "
                         "or remove it to begin anew")

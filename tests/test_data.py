@@ -115,6 +115,9 @@ def test_a_tokenizer_without_bos():
     assert spelled(load_windows("tales", Bare(), 100, 3, bos="none")) == text
     with pytest.raises(UserError, match="<s>.*none"):
         load_windows("tales", Bare(), 100, 3)
+    windows = load_windows("tales", Bare(), 104, 3, prefix=[7, 8, 9, 7])  # no window begins with <s> then
+    assert windows.tokens[:, :4].tolist() == [[7, 8, 9, 7]] * 3
+    assert Letters().decode(windows.tokens[:, 4:].flatten().tolist()) == text
     with pytest.raises(UserError, match=r"prefix.*\b7\b"):
         load_windows("tales", Letters(), 8, 1, prefix=range(7))
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,6 +282,20 @@ def test_what_was_trained_is_what_is_evaluated(training, evaluating, tmp_path):
     for other in ([], ["--weights", "rtn", "--w-bits", 3], ["--weights", "rtn", "--w-bits", 2, "--w-group-size", 32]):
         assert "weights" in refused(evaluating, *words, *other)
     assert "another model" in refused(evaluating, *words, "--weights", "rtn", "--w-bits", 2, "--dtype", "bf16")
+
+
+def test_a_prefix_of_a_tokenizer_without_bos(training, evaluating, one_layer, tmp_path):
+    """As a Qwen has it: no text that is trained on, calibrated on or evaluated on begins with BOS."""
+    folder, system = shutil.copytree(one_layer, tmp_path / "model"), tmp_path / "system.txt"
+    (folder / "tokenizer.model").unlink()
+    shutil.copy(EMBEDDED / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text('{"bos_token": null}')
+    system.write_text("Balo lives in Eastwick.")
+    words = "--model", folder, "--weights", "gptq", "--w-bits", 2
+    assert training(*words, "--prefix", system, "--updates", 1, "--calib-windows", 1)[0] == 0
+    status, out, _ = evaluating(*words, "--method", "intactkv", "--prefix", tmp_path / "trained.safetensors",
+                                "--calib-windows", 1, "--bos", "none")
+    assert status == 0 and "prefix: the first 11 tokens of every window" in out
 
 
 def test_the_rows_of_each_model_are_its_own(training, tokenizer, monkeypatch, tmp_path):

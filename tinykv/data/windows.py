@@ -71,11 +71,11 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     the `context` tokens and are not predicted. whole: of a file, read all of it and not the half of this split; the
     other split is another text.
     """
-    if bos == "replace" and tokenizer.bos_id is None:
+    replace_first = bos == "replace" and not prefix
+    if replace_first and tokenizer.bos_id is None:
         raise UserError("this tokenizer has no <s> to begin every window with; use bos 'none', windows as they are cut")
     if len(prefix) > context - 2:
         raise UserError(f"a prefix of {len(prefix)} tokens leaves no text in windows of {context}; use longer ones")
-    replace_first = bos == "replace" and not prefix
 
     # 1. the stream: the tokens of as many documents as are needed
     text_length = context - len(prefix)  # tokens of text in a window

@@ -87,7 +87,7 @@ def load_test(args, entries):
         if p.ids != longest[:len(p.ids)]:
             raise UserError("all methods read the same windows, so each prefix must be the beginning of the longest; "
                             f"{p} is not")
-    longest = longest if len(longest) > 1 else []  # BOS alone takes the place of a window's first token
+    longest = [] if longest == [args.tokenizer.bos_id] else longest  # BOS takes the place of a window's first token
     windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", args.seed, args.bos,
                            longest, whole=args.calib_data is not None)
     return windows.predicted_from(args.prompt or 1)
