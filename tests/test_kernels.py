@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import oracles
@@ -83,6 +84,7 @@ class Plain(Method):
     """Codecs, and kept tokens as they are told: {kind: (tokens of each head, ...)}, in turn by sequence."""
 
     def __init__(self, k, v, heads, width, rope="post", recent=0, block=1, v_block=None, kept=None):
+        super().__init__(SimpleNamespace(sliding_window=None))
         self.codecs, self.rope = [Pair(CODECS[k](heads, width), CODECS[v](heads, width))], rope
         self.recent, self.block, self.v_block, self.kept = recent, block, v_block, kept or {}
 
@@ -156,7 +158,7 @@ def same(layer, R=2, T=1, window=None, dtype=torch.float32, **close):
     """The kernels' attention of random queries is the oracle's."""
     B, Hkv, _, d = layer.keys.recent.shape
     q = torch.randn(B, Hkv * R, T, d).to(dtype)
-    layer.window = window
+    layer.method.config = SimpleNamespace(sliding_window=window)
     _, out, lse, _ = layer.attended(q)
     assert out.shape == q.shape and out.dtype == dtype
     near((out, lse), expected(q, layer, window), **close)

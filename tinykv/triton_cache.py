@@ -449,7 +449,6 @@ def product_type(q, *sides):
 class TritonLayer(LayerCache):
     """A layer whose `update` returns the attention's output, which kernels compute from the packed codes."""
 
-    window = None  # of a model with a sliding window
     made = None
 
     def answer(self, q, seen):
@@ -464,15 +463,15 @@ class TritonLayer(LayerCache):
             k = coded_rows(self.keys, 1 if rope is None else 2) if n_coded[0] else None
             v = coded_rows(self.values, 1) if n_coded[1] else None
             self.made = Made(n_coded, k, v, kept_tokens(self.keys, self.values))
-        return attention(q, self.keys, self.values, self.made, rope, self.window)
+        return attention(q, self.keys, self.values, self.made, rope, self.method.config.sliding_window)
 
     def score(self, q, seen, attended):
         """Eq. 5 for the tokens in full precision, recent and kept. Weights come from the attention's log-sum-exp."""
-        q, Hkv = attended.q, self.keys.recent.shape[1]
+        q, Hkv, window = attended.q, self.keys.recent.shape[1], self.method.config.sliding_window
         recent = self.keys.recent.to(q.dtype)  # (B, Hkv, r, d): not rounded again to 16 bits when it is rotated
         if self.method.rope == "pre":
             recent = self.rope.rotate(recent, self.keys.n_coded)
-        of_keys, of_values = anchor_scores(q, recent, attended.lse, self.window)  # (B, Hkv, r) both
+        of_keys, of_values = anchor_scores(q, recent, attended.lse, window)  # (B, Hkv, r) both
 
         kept_keys = kept_values = None
         kept = self.made.kept
@@ -481,9 +480,9 @@ class TritonLayer(LayerCache):
             K = attended.kept_keys.float().repeat_interleave(q.shape[1] // Hkv, dim=1)  # (B, H, n, d)
             s = q.float() @ K.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, n)
             A = torch.exp(s - attended.lse[..., None])  # (B, H, T, n)
-            if self.window is not None:
+            if window is not None:
                 at = torch.arange(seen, self.length, device=q.device)[:, None]  # (T, 1)
-                visible = positions > at - self.window  # (B, 1 or Hkv, T, n)
+                visible = positions > at - window  # (B, 1 or Hkv, T, n)
                 A = A * visible.repeat_interleave(q.shape[1] // visible.shape[1], dim=1)  # (B, H, T, n)
             of_heads = equation_5(A, q.norm(dim=-1, dtype=torch.float32))  # (B, H, n) both
             sums = [x.unflatten(1, (Hkv, -1)).sum(2) for x in of_heads]  # (B, Hkv, n) both
@@ -502,8 +501,6 @@ class TritonCache(KVCache):
         check_device(self.model.lm_head.weight.device)
         check_kernels(self.method)
         super().reset()
-        for layer in self.layers:
-            layer.window = self.config.sliding_window
 
     def attend(self, layer, q, k, v, seen):
         """Add new tokens to a layer; returns the attention's output for them, (B, H, T, d)."""
