@@ -47,7 +47,7 @@ def with_tables(codec, x):
     if isinstance(codec, NonUniform):
         codec.levels = torch.linspace(-1, 1, 2 ** codec.bits).half()
         if codec.axis == "channel":
-            codec.set_range(lo.flatten(), hi.flatten())
+            codec.mid, codec.half = codec.middle(lo.flatten(), hi.flatten())
     elif codec.needs_text:
         codec.set_range(lo, hi)
     return codec
@@ -220,7 +220,7 @@ def non_uniform_cases(draw):
     x = x.to(draw(st.sampled_from([torch.float16, torch.bfloat16])))
     if axis == "channel":
         lo = torch.randint(-6, 3, (heads * width,), generator=rng).float()
-        codec.set_range(lo, lo + torch.randint(0, 9, lo.shape, generator=rng) / 2)
+        codec.mid, codec.half = codec.middle(lo, lo + torch.randint(0, 9, lo.shape, generator=rng) / 2)
     return codec, x, torch.rand(shape[:3], generator=rng) < draw(st.sampled_from([0, 0.2, 0.8, 1.0]))
 
 
@@ -260,7 +260,7 @@ def test_levels_and_outliers_are_the_plain_ones(case):
 def test_a_number_goes_to_the_nearest_level(levels, numbers, read):
     codec = NonUniform(int(math.log2(len(levels))), 1, 4, "channel", 0.0)
     codec.levels = torch.tensor(levels).half()
-    codec.set_range(-torch.ones(4), torch.ones(4))
+    codec.mid, codec.half = codec.middle(-torch.ones(4), torch.ones(4))
     assert codec.decode(codec.encode(torch.tensor(numbers).half().view(1, 1, 1, 4))).flatten().tolist() == read
 
 

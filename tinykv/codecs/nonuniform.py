@@ -119,10 +119,8 @@ class NonUniform(Codec):
         else:
             # an outlier lies outside its channel's range
             mid, half = self.mid, self.half  # (C) both
-            outlier = torch.zeros_like(ignore)  # (B, T, C)
-            if self.outliers:
-                distance = (x - mid.float()).abs()  # (B, T, C)
-                outlier = (distance > half.float()) & ~ignore
+            distance = (x - mid.float()).abs()  # (B, T, C)
+            outlier = (distance > half.float()) & ~ignore & (self.outliers > 0)  # (B, T, C)
         normal = (x - mid.float()) / half.float()  # (B, T, C)
         return normal, outlier, mid, half
 
@@ -161,7 +159,7 @@ class NonUniform(Codec):
     def fit(self, rows, kept, gradient=None, seed=0):
         # 1. the range of each channel
         if self.axis == "channel":
-            self.set_range(*self.percentiles(rows, kept))
+            self.mid, self.half = self.middle(*self.percentiles(rows, kept))
 
         # 2. all numbers, window by window, but the outliers and the tokens that are kept
         histogram = Histogram()
@@ -184,10 +182,6 @@ class NonUniform(Codec):
         for x, is_kept in zip(rows.unbind(1), kept.unbind(1)):  # of each head (W, T, d) and (W, T)
             by_head.append(np.quantile(x[~is_kept].float().cpu().numpy(), [p, 1 - p], axis=0))  # (2, d)
         return torch.from_numpy(np.concatenate(by_head, axis=1)).float().to(rows.device)  # (2, C)
-
-    def set_range(self, lo, hi):
-        """Fix the static range. lo, hi (C): each channel's smallest and largest non-outlier."""
-        self.mid, self.half = self.middle(lo, hi)
 
 
 class SparseCodes(Codes):
