@@ -281,8 +281,8 @@ class Llama(nn.Module):
     def mask(self, seen, T, device):
         """(T, S): True where new token i may look at token j, S = seen + T.
 
-        None where torch's own attention knows it: the lower triangle of a text that has just begun, and all tokens for
-        a single new one.
+        None where torch's own attention knows it: the lower triangle, also after a prefix that is shorter than the new
+        tokens, and all tokens for a single new one.
         """
         S, window = seen + T, self.config.sliding_window
         is_plain = self.model["layers"][0].self_attn.attention == "plain"

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # tests/ is not a package
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 
 import kernels  # noqa: E402
 from tinykv import UserError, cli  # noqa: E402

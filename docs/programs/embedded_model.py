@@ -1,7 +1,7 @@
 """Make the embedded model: tokenizer, training, checkpoint in HF format.
 
-    python docs/programs/embedded_model.py --out DIR                         train, or go on where training was stopped
-    python -m tinykv.analysis sinks outliers norms --model DIR     where its sinks are
+    python docs/programs/embedded_model.py --out DIR             train, or go on where training was stopped
+    python -m tinykv.analysis sinks outliers norms --model DIR   where its sinks are
 
 A LLaMA of 250,000 parameters learns the stories of `data/stories.py` in 4,750 steps, a quarter of an hour on one CPU
 core. On one machine the same command gives the same bits, stopped and gone on or not; the shipped weights were made so.

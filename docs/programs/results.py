@@ -123,7 +123,6 @@ CURVES = {"pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": FIVE, "kvsink: 5 kept
           "nvfp4": POINTS["nvfp4"]}  # of the figure by position, {label: row}
 
 
-
 def rows_in(table):
     """The rows that the first cells of a page's table name."""
     return re.findall(r"^\|[^|]*`(.+?)`", TABLES[table], re.MULTILINE)

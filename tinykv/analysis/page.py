@@ -59,7 +59,7 @@ def make_methods(model, calibration):
 
 def make_method(model, calibration, name, bits, settings):
     """Calibrated, with blocks of the page's size where the method's groups allow it."""
-    # codebooks of pairs of numbers have as many bits as they have centroids
+    # 4^b centroids for a pair of numbers are b bits for each
     of_bits = {"vq": f"d2m{4 ** bits}"} if name in ("cq", "antkv") else {"k_bits": bits, "v_bits": bits}
     method = METHODS[name](model.config, **of_bits, **settings)
     calibrate(model, method, calibration)

@@ -12,11 +12,11 @@ over the sub-vectors x_j of calibration tokens. `sensitivity` says what w_j is, 
     "token"    the norm of g over the token's whole row of a KV head, the same for all its
                sub-vectors (AnTKV)
 
-The largest thousandth of the weights is clamped to the next largest, or the gradients of the sinks would decide the
-codebooks alone. Gradients are uneven all the same: N weighted sub-vectors fix the centroids no better than (sum w)^2 /
-sum w^2 of equal weight would (Kish's effective sample size), and that is a few in a hundred of N or fewer. So weighted
-codebooks are calibrated on more text, and the table prints the effective number, with a warning where it is below
-FEWEST for each centroid (`CodebookMethod`).
+In each window the largest thousandth of the weights is clamped to the next largest, or the gradients of the sinks would
+decide the codebooks alone. Gradients are uneven all the same: N weighted sub-vectors fix the centroids no better than
+(sum w)^2 / sum w^2 of equal weight would (Kish's effective sample size), and that is a few in a hundred of N or fewer.
+So weighted codebooks are calibrated on more text, and the table prints the effective number, with a warning where it is
+below FEWEST for each centroid (`CodebookMethod`).
 
 `sharing` says which sub-vectors share a codebook: "head", those of one slot in one KV head (of K or V of a layer);
 "layer", all of a layer's K, or of its V. Codebooks per head lose less. Together they take 2 C m numbers a layer,

@@ -14,11 +14,12 @@ The prefix can also be trained (train_intact.py). Its keys and values are then p
 blocks f of the quantized model w' are from those of the full-precision model w (Eq. 2):
     L = 1/2 sum over blocks l of |f_l(w, x) - f_l(w', x; prefix)|^2
 
-Paper and practice, as in the released code.
+Paper and practice, as in the released code, unless a point says otherwise.
 - Prefix_[B] is BOS alone, Prefix_[P] a system prompt. Both begin at the first token.
 - Keys and values of other tokens stay in 16 bits, or are quantized per token with an integer zero point, keys after
   RoPE.
 - Where the weight quantizer scaled the values (`QuantLinear.gain`), the prefix is scaled alike.
+- Here keys are held, and trained, before RoPE; the released code has them after it.
 - Predictions at the prefix's own positions are those of the full-precision model.
 """
 from dataclasses import dataclass
