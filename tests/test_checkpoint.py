@@ -317,6 +317,12 @@ def test_a_model_on_two_devices_computes_the_same(folder):
     assert torch.equal(one(tokens, KVCache(one, method)), two(tokens, KVCache(two, method)))
 
 
+def test_a_layer_too_many_is_told_on_two_devices(folder):
+    hf.save(tiny(), PIECES, folder)
+    edit_json(folder / "config.json", num_hidden_layers=1)
+    assert "model.layers.1." in told(hf.load, folder, "cpu,cpu:0")
+
+
 @pytest.mark.parametrize("device", ["cuda:77", "nonsense", "meta"])
 def test_a_device_that_is_not_there_is_told(folder, device):
     assert repr(device) in told(hf.load, folder, device)

@@ -39,7 +39,8 @@ def load_model(folder, device="cpu", dtype=torch.float32):
     for name, tensor in read_tensors(folder):
         name = tied.get(name, name)
         block = re.match(r"model\.layers\.(\d+)\.", name)
-        on = model.devices[int(block[1])] if others and block else device
+        # a layer that config.json has not goes anywhere: torch names it below
+        on = model.devices[int(block[1]) % n_layers] if others and block else device
         if not tensor.is_floating_point() or tensor.itemsize < 2:  # codes, which mean little without their scales
             raise UserError(f"{folder}: {name} is {tensor.dtype}; give a checkpoint in 16 or 32 bits")
         tensor = tensor.to(on, dtype, copy=True)
