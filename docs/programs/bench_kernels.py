@@ -64,7 +64,7 @@ def method_of(name, config, device):
     kind, settings = CASES[name]
     method = METHODS[kind](config, **settings)
     heads, d = config.num_key_value_heads, config.head_dim
-    for codec in (codec for pair in method.codecs for codec in pair):
+    for _, _, codec in method.each_codec():
         if "centroids" in codec.tables:
             codec.centroids = torch.randn(codec.slots, codec.m, codec.n, device=device).half()
         elif codec.needs_text:
@@ -78,9 +78,7 @@ def filled(layer, config, B, coded, device, dtype):
 
     As many as the method keeps are kept, evenly spread."""
     method, heads = layer.method, config.num_key_value_heads
-    n = method.preserve
-    if method.keeps_share:
-        n = max(1, coded // 100)
+    n = max(1, coded // 100) if method.keeps_share else method.preserve
     for rows in (layer.keys, layer.values):
         def random(T):
             return torch.randn(B, heads, T, config.head_dim, device=device).to(dtype)

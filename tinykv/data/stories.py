@@ -112,11 +112,11 @@ class Story:
     facts: dict = field(default_factory=dict)  # {end of a fact's sentence: its beginning}
 
 
-def stories(split="train", seed=0, people=5, rounds=3, vocabulary=TALES, chants=True):
+def stories(split="train", seed=0, people=5, vocabulary=TALES, chants=True):
     """Yield `Story` after `Story` of one split, for ever; the same ones for the same arguments.
 
-    people: in a story at most. rounds: how long a story may get; with 3 it is 140 to 1,100 tokens, more short than
-    long. chants: whether there are any.
+    people: in a story at most. chants: whether there are any. With the defaults a story is 140 to 1,100 tokens, more
+    short than long.
     """
     rng = Rng(3 * seed + SPLITS.index(split))
     while True:
@@ -128,7 +128,7 @@ def stories(split="train", seed=0, people=5, rounds=3, vocabulary=TALES, chants=
             if chants:
                 writer.chant(20 + rng.below(50), end=".")
         # scenes, with some questions after each of them
-        for _ in range(1 + rng.below(rounds + 1) * rng.below(rounds + 1)):
+        for _ in range(1 + rng.below(4) * rng.below(4)):
             writer.scene()
             if chants:
                 writer.chant(20 + rng.below(50), end=".")
