@@ -175,3 +175,10 @@ def test_codes_make_up_for_a_rounded_zero_point_in_the_smallest_steps_of_fp8():
     codec = ClippedGroups(8, 1, 8, 8, "fp8", reorder=False, centres=())
     read = codec.decode(codec.encode(torch.full((1, 1, 2, 8), 0.53)))
     assert set(read.flatten().tolist()) == {0.5 + 15 / 512}
+
+
+@pytest.mark.parametrize("bits, group_size, said", [
+    ({}, h, True), ({"k_bits": 16}, h, True), ({"v_bits": 16}, h, True),  # 16 bits have no groups
+    ({"k_bits": 16, "v_bits": 16}, h, False), ({}, h // 2, False), ({"reorder": "off"}, h, False)])
+def test_one_group_is_told(bits, group_size, said):
+    assert bool(SKVQ(CONFIG, group_size=group_size, **bits).describe()) == said

@@ -29,9 +29,9 @@ class SKVQ(CodecMethod):
         self.preserve, self.recent = preserve, recent
 
     def describe(self):
-        codec = self.codecs[0].k
-        if codec.reorder and codec.group_size == codec.channels:
-            return f"one group is all {codec.channels} channels of a token: nothing to regroup (see --group-size)"
+        for codec in self.codecs[0]:  # either may be `Exact`, which needs no text
+            if codec.needs_text and codec.reorder and codec.group_size == codec.channels:
+                return f"one group is all {codec.channels} channels of a token: nothing to regroup (see --group-size)"
 
     def keep_keys(self, layer_cache, n):
         return first_tokens(layer_cache, self.preserve)  # (B, 1, preserve)
