@@ -48,7 +48,7 @@ class OTT(CodecMethod):
                  skip_layers: Annotated[int, "first layers without a pool"] = 2,
                  select: Annotated[str, "which keys are kept: smallest or largest"] = "smallest"):
         super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
-        at_least(0, extra_pool=extra_pool, skip_layers=skip_layers)
+        at_least(0, outlier_num=outlier_num, extra_pool=extra_pool, skip_layers=skip_layers)
         one_of(("smallest", "largest"), select=select)
         self.recent, self.preserve = recent, outlier_num
         self.extra_pool, self.skip_layers, self.select = extra_pool, skip_layers, select
