@@ -160,8 +160,9 @@ def load_texts(args, prefix):
 def check(args):
     """What can be seen to be wrong before anything is loaded."""
     shared_flags.check_counts(args, 1, "samples", "updates", "accumulate", "batch")
-    if not args.lr > 0:
-        raise UserError(f"--lr must be above 0; got {args.lr}")
+    for flag, value in (("lr", args.lr), ("clip", args.clip)):
+        if not value > 0:  # nor is NaN
+            raise UserError(f"--{flag} must be above 0; got {value}")
     if Path(args.out).suffix != ".safetensors":
         raise UserError(f"--out is a name that ends in .safetensors; got {args.out}")
     args.state = f"{args.out}.state"

@@ -440,7 +440,7 @@ def test_a_full_disk_leaves_the_old_state(monkeypatch, tmp_path):
     ("--calibration x.safetensors.state --out x.safetensors", ["x.safetensors.state", "another flag"]),
     (f"--out {EMBEDDED}/model.safetensors", ["model.safetensors", "that this program wrote"]),
     ("--out no/such/folder/x.safetensors", ["no/such/folder"]), ("--out prefix.bin", ["prefix.bin"]),
-    ("--updates 0", ["updates", "0"]), ("--lr 0", ["lr", "0"]), ("--tokens 2", ["2"]),
+    ("--updates 0", ["updates", "0"]), ("--lr 0", ["lr", "0"]), ("--clip=-1", ["clip", "-1"]), ("--tokens 2", ["2"]),
     ("--tokens 2048", ["2048", "128"])])
 def test_bad_input_of_training_is_one_clear_line(training, tmp_path, words, named):
     line = refused(training, *words.split())
