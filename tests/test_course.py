@@ -262,6 +262,13 @@ def test_an_assignment_is_whole(name):
             assert one in METHODS or one.startswith(f"docs/course/{folder.name}/starter.py:"), one
 
 
+@pytest.mark.parametrize("ours, answer", [("kvsink", "3-kvsink/answer.py:KVSink"), ("ott", "4-ott/answer.py:OTT")])
+def test_an_answer_reads_a_stream_as_the_project_does(ours, answer):
+    fp16, own, theirs = eval_ppl.compare([ours, f"docs/course/{answer}"], protocol="stream", context=512, windows=2,
+                                         calib_windows=2)
+    assert own["window_nll"] == theirs["window_nll"] != fp16["window_nll"]
+
+
 def test_a_kernel_has_fewer_instructions_than_asked():
     one, compiled = compiles.ASKED + "one", {"one": "", "one" + compiles.COUNTED: 6.0}
     asked = one + compiles.BELOW + "6"

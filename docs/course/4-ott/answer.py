@@ -100,16 +100,15 @@ class OTT(CodecMethod):
         quantize its n oldest recent tokens. n is at least p.
 
         Returns positions (B, Hkv, p + e), integers: in each row first the pool, p tokens, then the
-        extra pool, where -1 stands for an entry that is not used; e is as large as you like. None
-        to keep nothing, in the first `skip_layers` layers and where p is 0.
+        extra pool, where a place that is not used repeats the row's first token; e is as large as
+        you like. None to keep nothing, in the first `skip_layers` layers and where p is 0.
 
         `rows = layer_cache.keys` has, before this block is quantized:
             rows.recent (B, Hkv, r, d)                  recent keys, the oldest first; r >= n
             rows.n_coded                                the position of the first of them
             rows.kept_positions (B, Hkv, p + e)       what you returned last time; None at first
             rows.kept_rows (B, Hkv, p + e, d)         the keys of these tokens
-        Change none of them. At -1 kept_rows holds some other token's key. Values keep the tokens
-        that keys keep.
+        Change none of them. Values keep the tokens that keys keep.
         """
         # answer
         if layer_cache.layer < self.skip_layers:
@@ -124,7 +123,7 @@ class OTT(CodecMethod):
             for h in range(heads):
                 kept.append(self.one_head(rows, new, b, h))
         longest = max(len(positions) for positions in kept)
-        kept = [positions + [-1] * (longest - len(positions)) for positions in kept]
+        kept = [positions + positions[:1] * (longest - len(positions)) for positions in kept]
         return torch.tensor(kept).view(B, heads, longest)
 
     # answer
@@ -137,7 +136,7 @@ class OTT(CodecMethod):
         positions = rows.kept_positions[b, h].tolist()
         scores = self.size(rows.kept_rows)[b, h].tolist()
         pool = list(zip(scores, positions))[:p]
-        extra = [position for position in positions[p:] if position >= 0]
+        extra = [position for position in positions[p:] if position != positions[0]]
         room = self.extra_pool - len(extra)
         newcomers = newcomers[:room]
         elected = sorted(pool + newcomers)[:p]

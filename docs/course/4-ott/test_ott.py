@@ -106,7 +106,7 @@ def unequal(rng, numbers, *shape):
 
 def pools(given, p):
     """What keep_keys gave: by sequence and head, the pool and the extra pool, sorted."""
-    return given if given is None else [[[sorted(row[:p]), sorted(x for x in row[p:] if x != -1)] for row in heads]
+    return given if given is None else [[[sorted(row[:p]), sorted(x for x in row[p:] if x != row[0])] for row in heads]
                                         for heads in given.tolist()]
 
 
@@ -134,7 +134,7 @@ def blocks_of(method, keys, blocks, same, hint, newer=2):
         same([pools(given, method.preserve), unchanged], told + "both pools, sorted; whether the keys are unchanged")
         same([given.is_floating_point(), list(given.shape[:2])], told + "whether positions are floats; B and Hkv")
         rows.kept_positions = given
-        index = given.long().clamp(min=0)[..., None].expand(B, H, -1, D)
+        index = given.long()[..., None].expand(B, H, -1, D)
         rows.kept_rows, values.kept_rows = keys.gather(2, index), keys.flip(2).gather(2, index)
         rows.n_coded, values.n_coded, values.kept_positions = rows.n_coded + n, rows.n_coded + n, given
         yield
