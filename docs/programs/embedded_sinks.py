@@ -103,7 +103,7 @@ def main():
     p.add_argument("--triggers", type=float, default=0.12,
                    help="the chance of a refrain, a word that asks for a copy, at each step of a chant")
     p.add_argument("--seed", type=int, default=0, help="of the first weights, the text and dropout")
-    p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of triggers, as PNG; a quarter of an hour")
+    p.add_argument("--figure", metavar="FILE", help="draw sinks by the share of refrains, as PNG; a quarter of an hour")
     with one_line(p):
         args = p.parse_args()
         if args.figure:

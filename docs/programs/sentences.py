@@ -87,7 +87,7 @@ def readme():
         f"lowers the loss by {less(PFN, RTN)}",
         f"by a further {less(KVSINK, PFN)}",
         f"by only {less(PFN + ZERO, RTN + ZERO)}",
-        f"no more ({difference:+.3f} ± {error:.3f})",
+        f"no more (a further {-difference:.3f} ± {error:.3f})",
         "at 3 bits loses {} in the first 512 and {} in the last".format(*ends(KVSINK)),
         f"it loses {ends(MARKED)[1]} there, in {bits(MARKED + LONGER)} true bits",
         f"five are enough: {ends(KVSINK + ZERO)[1]}",

@@ -40,7 +40,7 @@ FEWEST = 4  # effective sub-vectors of a centroid; fewer are warned of
 
 
 class Codebook(Codec):
-    """Of each n channels the number of the nearest of m centroids.
+    """Of each n channels the index of the nearest of m centroids.
 
     All KV heads of a token form one packed row of codes, one for each of slots = Hkv * d/n sub-vectors. heads, width:
     Hkv, d.
@@ -51,7 +51,7 @@ class Codebook(Codec):
 
     def __init__(self, n, m, heads, width, sensitivity="fisher", sharing="head"):
         self.n, self.m, self.width, self.slots = n, m, width, heads * width // n
-        self.code_bits = m.bit_length() - 1  # of the number of a centroid
+        self.code_bits = m.bit_length() - 1  # of the index of a centroid
         self.bits = self.code_bits / n
         self.name = f"d{n}m{m}"
         self.sensitivity, self.sharing = sensitivity, sharing

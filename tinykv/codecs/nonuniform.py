@@ -3,7 +3,7 @@
 All KV heads of a token form one row of C = Hkv * d channels. The keys of a layer share one table of 2^b levels in the
 normalized range [-1, 1], and so do its values:
 
-    x' = (x - mid) / half,   q = the number of the nearest level,   x'' = half * level[q] + mid
+    x' = (x - mid) / half,   q = the index of the nearest level,   x'' = half * level[q] + mid
 
 Keys are quantized per channel (before RoPE), in a static range. Values are quantized per token, in a dynamic range. A
 number outside its range is an outlier: it is stored apart, in 16 bits. Calibration has two steps:
@@ -69,7 +69,7 @@ class NonUniform(Codec):
         # 1. normalize, and find the outliers
         normal, outlier, mid, half = self.normalize(x, ignore)  # (B, T, C) twice; see there
 
-        # 2. the number of the nearest level: how many borders between levels lie below
+        # 2. the index of the nearest level: how many borders between levels lie below
         levels = self.levels.float()
         borders = (levels[1:] + levels[:-1]) / 2  # (2^b - 1)
         q = torch.bucketize(normal, borders).to(torch.uint8)  # (B, T, C)

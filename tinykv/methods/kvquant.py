@@ -1,7 +1,7 @@
 """KVQuant (Hooper et al., 2024): non-uniform levels where errors matter, and sparse outliers.
 The same on a page that runs alone: docs/ladder/5_levels.py.
 
-    Keep: the first N = 1 tokens. They count in no code, no range and no level.
+    Keep: the first N = 1 tokens. They count in no calibrated range and no level.
     Code: the pair of codecs `kvquant`; K before RoPE, per channel and static; V per token, dynamic.
     When: at once; in a stream, in blocks.
 

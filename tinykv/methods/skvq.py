@@ -6,8 +6,7 @@ The same on a page that runs alone: docs/ladder/4_groups.py.
           FP8 scales; K before RoPE.
     When: the 128 newest tokens stay in full precision.
 
-The codec is in `codecs/clipped.py`. The first `preserve` tokens and the `recent` newest ones stay in full precision:
-the window.
+The codec is in `codecs/clipped.py`.
 
 Paper and practice.
 - The paper leaves open which old tokens are filtered out of quantization, and names the first ones as its choice.

@@ -20,7 +20,7 @@ ASSIGNMENT = "antkv"
 # Task 1: weighted k-means
 
 def nearest(points, centres):
-    """The number of the centre that is nearest to each point, of equally near ones the first.
+    """The index of the centre that is nearest to each point, of equally near ones the first.
 
     points (N, n), centres (k, n) -> (N), integers.
     """
@@ -101,7 +101,7 @@ def sub_vectors(x, n):  # given
 
 
 def encode(x, centroids):
-    """The codes of keys or values: at each place, the number of the nearest centroid of its own.
+    """The codes of keys or values: at each place, the index of the nearest centroid of its own.
 
     x (B, Hkv, T, d), centroids (places, m, n) -> (B, T, places), integers.
     """
