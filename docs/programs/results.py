@@ -109,14 +109,12 @@ LONG = {  # {flags of the windows: {row: pairs}}
     "--context 4096": {
         **dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 8),
         **dict.fromkeys(["rtn --bits 3", "pfn --bits 3", "pfn --bits 3 --preserve 41", CHANCE,
-                         "kvsink --bits 3 --preserve 41", f"rtn {ZERO}", f"pfn {ZERO}", "kivi --bits 2",
-                         f"kivi {WIDE}", f"ott {WIDE}", f"ott {WIDE} --outlier-num 6", f"ott {WIDE} --outlier-num 32",
-                         POINTS["nvfp4"], SERVED["q4_0, rotated"]], 3),
+                         "kvsink --bits 3 --preserve 41", f"rtn {ZERO}", f"pfn {ZERO}", f"kivi {WIDE}", f"ott {WIDE}",
+                         f"ott {WIDE} --outlier-num 6", f"ott {WIDE} --outlier-num 32", *SERVED.values()], 3),
         **dict.fromkeys(["skvq --bits 2", "kvquant --bits 2", "cq --bits 2 --recent 0 --calib-windows 16",
-                         "antkv --anchors 1% --bits 2 --recent 0 --calib-windows 16", POINTS["mxfp4"], EIGHT["fp8"],
-                         SERVED["KIVI, 4 bits"]], 2)},
+                         "antkv --anchors 1% --bits 2 --recent 0 --calib-windows 16"], 2)},
     "--context 2048": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}", "pfn --bits 3"], 3),
-    "--context 8192": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 1),
+    "--context 8192": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 2),
     STREAM: dict.fromkeys([FIVE, MARKED], 2)}
 CURVES = {"pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": FIVE, "kvsink: 5 kept, others by chance": CHANCE,
           "kvsink: all marked": MARKED, "kvsink: integer zero": f"kvsink {ZERO}", "kivi, 2 bits": "kivi --bits 2",
