@@ -231,7 +231,7 @@ def results():
         f"a loss of {straight(one):.3f} (1%) and {straight(five):.3f} (5%)",
         so(straight(one) < loss(one) and straight(five) < loss(five),
            f"the worse use of these bits: {loss(one):.3f} and {loss(five):.3f}"),
-        f"from {ends(KVSINK)[0]} in the first 512 tokens to {ends(KVSINK)[1]} in the last, and in one window of 8,192 "
+        f"from {ends(KVSINK)[0]} in the first 512 tokens to {ends(KVSINK)[1]} in the last, and in two windows of 8,192 "
         f"to {along(KVSINK + ' --context 8192', -1)}",
         f"the last 512 of 4,096 lose {ends(MARKED)[1]} and {ends(KVSINK + ZERO)[1]}",
         f"(`pfn`) lose {ends(PFN + ' --preserve 41')[1]}",
@@ -250,7 +250,7 @@ def results():
         f"Eight windows lose {fewer('exact', 'none')} less",
         f"a further {fewer('trained', 'exact')} if",
         f"({n_seeds} x 8: {WORDS[n_seeds]} orders",
-        f"fp16 finds {right['fp16']} of 60 numbers, `kivi` at 4 bits {right[KIVI4]}, `q4_0` "
+        f"fp16 finds {right['fp16']} of {len(NEEDLES['4096']['fp16'])} numbers, `kivi` at 4 bits {right[KIVI4]}, `q4_0` "
         f"{right[SERVED['q4_0, rotated']]}, and `kvsink` at 3 bits {right[KVSINK]} with five kept tokens and "
         f"{right[MARKED]} with all",
         so(1.6 < loss(KVSINK + LONGER) / loss(MARKED + LONGER) < 2.5, "these halve its loss"),
