@@ -33,7 +33,7 @@ MARKED_FACT = FACT.format("{}", "<answer>{}</answer>")
 DEPTHS = 5
 FACTS = 20
 SHORT = 384, 20, 5  # of --out: tokens of a window, windows, facts of each
-CONTEXTS, TEXTS = (1024, 2048, 4096), 15  # tokens of a text, and texts of each length: 60 answers of each depth
+CONTEXTS, TEXTS = (1024, 2048, 4096), 15  # tokens of a text, and texts of each length: about 60 answers of each depth
 ROWS = {"fp16": "fp16", "q4_0, rotated": SERVED["q4_0, rotated"], "kivi, 4 bits": SERVED["KIVI, 4 bits"],
         "antkv, 2 bits": "antkv --anchors 1% --bits 2 --recent 0 --calib-windows 16",
         "kvsink, 3 bits: 5 kept": FIVE, "kvsink, 3 bits: marked": MARKED}  # {label: row}

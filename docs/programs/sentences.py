@@ -11,7 +11,21 @@ from functools import cache
 from statistics import fmean as mean
 
 from phenomena import RECORD
-from results import CHANCE, CLAIMS, DRAWS, EIGHT, FORMATS, MARKED, POINTS, PREFIX, SERVED, TURBOQUANT, UNIT, compared
+from results import (
+    CHANCE,
+    CLAIMS,
+    DRAWS,
+    EIGHT,
+    FORMATS,
+    MARKED,
+    POINTS,
+    PREFIX,
+    SERVED,
+    TURBOQUANT,
+    UNIT,
+    WIDE,
+    compared,
+)
 from tables import DATA, NEEDLES, SMOL, along, beside_fp16, bits, finding, of_p, row_of
 
 ANALYSIS = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -19,6 +33,7 @@ NUMBER = re.compile(r"[+-]?\d+(?:[.,]\d+)*")
 WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
 PARTS = {4: "quarter", 5: "fifth", 6: "sixth", 10: "tenth", 20: "twentieth"}
 RTN, PFN, KVSINK, KIVI4 = "rtn --bits 3", "pfn --bits 3", "kvsink --bits 3", "kivi --bits 4 --group-size 64"
+ANTKV = "antkv --anchors 1% --bits 2 --recent 0 --calib-windows 16"
 ZERO, LONGER = " --formula integer-zero", " --context 4096"
 
 
@@ -235,7 +250,9 @@ def results():
         f"to {along(KVSINK + ' --context 8192', -1)}",
         f"the last 512 of 4,096 lose {ends(MARKED)[1]} and {ends(KVSINK + ZERO)[1]}",
         f"(`pfn`) lose {ends(PFN + ' --preserve 41')[1]}",
-        "`fp8` goes from {} to {}".format(*ends(EIGHT["fp8"])),
+        "`ott` goes from {} to {}".format(*ends(f"ott {WIDE}")),
+        "`kivi` in groups of 128 from {} to {}".format(*ends(f"kivi {WIDE}")),
+        "`fp8` from {} to {}".format(*ends(EIGHT["fp8"])),
         "`mxfp4` from {} to {}".format(*ends(POINTS["mxfp4"])),
         "`skvq` from {} to {}".format(*ends("skvq --bits 2")),
         "`cq` from {} to {}".format(*ends("cq --bits 2 --recent 0 {windows}")),
@@ -250,9 +267,9 @@ def results():
         f"Eight windows lose {fewer('exact', 'none')} less",
         f"a further {fewer('trained', 'exact')} if",
         f"({n_seeds} x 8: {WORDS[n_seeds]} orders",
-        f"fp16 finds {right['fp16']} of {len(NEEDLES['4096']['fp16'])} numbers, `kivi` at 4 bits {right[KIVI4]}, `q4_0` "
-        f"{right[SERVED['q4_0, rotated']]}, and `kvsink` at 3 bits {right[KVSINK]} with five kept tokens and "
-        f"{right[MARKED]} with all",
+        f"fp16 finds {right['fp16']} of {len(NEEDLES['4096']['fp16'])} numbers, `kivi` at 4 bits {right[KIVI4]}, "
+        f"`q4_0` {right[SERVED['q4_0, rotated']]}, `antkv` at 2 bits {right[ANTKV]}, and `kvsink` at 3 bits "
+        f"{right[KVSINK]} with five kept tokens and {right[MARKED]} with all",
         so(1.6 < loss(KVSINK + LONGER) / loss(MARKED + LONGER) < 2.5, "these halve its loss"),
         so({finding(claim, "embedded").sign for claim in CLAIMS["OTT"][:4]} == {"none"}, "no gain by OTT's pool"),
     ]
