@@ -201,6 +201,19 @@ def test_a_file_marks_its_answers(tmp_path, context):
     assert [wanted[cut.index(text)] for text in texts] == windows.answers
 
 
+@pytest.mark.parametrize("word", ["", "519"])
+def test_an_answer_that_repeats_nothing_is_refused(tmp_path, word):
+    Path(tmp_path, "marked.txt").write_text(f"It has 482. It has <answer>{word}</answer>.")
+    with pytest.raises(UserError, match=f"<answer>{word}</answer> repeats nothing"):
+        load_windows(str(tmp_path / "marked.txt"), Letters(), 8, 1, whole=True)
+
+
+def test_short_windows_share_text():
+    a = torch.arange(32).view(2, 16)
+    b = torch.stack([torch.arange(50, 66), a[1]])
+    assert share_text(a, b) and not share_text(a, b[:1])
+
+
 def test_windows_share_text_up_to_their_last_token():
     a = torch.arange(40)[None]
     b = torch.cat([torch.arange(100, 108), torch.arange(8, 40)])[None]

@@ -10,15 +10,19 @@ from cases import model_of
 from safetensors.torch import load_file, save_file
 from test_cli import refused
 
+import eval_ppl
 import train_intact
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
 from tinykv.cache import KVCache, LayerCache
 from tinykv.calibrate import calibrate
+from tinykv.codecs.affine import Affine
+from tinykv.codecs.base import Pair
 from tinykv.data import load_windows
 from tinykv.evaluate import chunks_of, measure, refuse_overflow
 from tinykv.files import Tables, fingerprint, save_tensors
 from tinykv.hf import EMBEDDED
+from tinykv.methods.base import Method
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
 from tinykv.weights import QUANTIZERS, quantize
@@ -328,6 +332,8 @@ def test_positions_are_integers():
     rows.append(torch.zeros(1, 2, 3, 4))
     with pytest.raises(UserError, match="integers, not torch.float32"):
         rows.keep(torch.tensor([[[0.5]]]))
+    with pytest.raises(UserError, match="integers, not torch.bool"):  # a mask
+        rows.keep(torch.tensor([[[True, False, True]]]))
 
 
 @pytest.mark.parametrize("name, settings", [
@@ -357,3 +363,63 @@ def test_equal_content_is_an_equal_file(tmp_path):
     for number, order in enumerate((1, -1)):
         save_tensors(tmp_path / f"{number}", dict([*tensors.items()][::order]), dict([*notes.items()][::order]))
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_batch_does_not_go_on_from_another_number_of_texts(n):
+    """A text that was read once has no rows of its own for each of three questions."""
+    model, tokens = model_of(1), torch.arange(8).view(2, 4)
+    cache = KVCache(model, METHODS["pfn"](model.config, scheme="token-dynamic"))
+    model(tokens, cache)
+    with pytest.raises(UserError, match=f"holds 2 texts, and {n} go on"):
+        model(tokens[:1].expand(n, -1), cache)
+
+
+class OwnCodecs(Method):
+    """Keys share a scale among two tokens; `codecs` of all layers are those of `layer`."""
+    rope = "pre"
+
+    def __init__(self, config, layer=None, **when):
+        super().__init__(config)
+        vars(self).update(when)
+        self.codecs = [layer or Pair(Affine(4, config.head_dim, "channel", 2), Affine(4, config.head_dim))
+                       for _ in range(config.num_hidden_layers)]
+
+
+def test_a_method_quantizes_whole_groups():
+    config = model_of(1).config
+    OwnCodecs(config, block=4).check()
+    for block in (1, 3):
+        with pytest.raises(UserError, match=f"a block of {block} tokens does not hold whole groups of 2"):
+            OwnCodecs(config, block=block).check()
+
+
+def test_layers_do_not_share_what_is_calibrated():
+    """Or the last one's tables would be those of all."""
+    config = model_of(2).config
+    for static in (False, True):
+        method = OwnCodecs(config, Pair(*(Affine(4, config.head_dim, static=static) for _ in "kv")))
+        if static:
+            with pytest.raises(UserError, match="codecs of their own"):
+                method.check()
+        else:
+            method.check()
+
+
+def test_tables_are_of_the_quantized_weights_that_a_method_runs_on(one_layer, tmp_path):
+    """GPTQ sees its own number of windows, then CQ's; what CQ learned on the first weights is not for the second."""
+    def measured(n, folder):
+        rows = eval_ppl.compare("cq", one_layer, vq="d8m2", weights="gptq", w_bits=2, context=32, windows=2,
+                                calib_windows=n, calibration=folder)
+        return rows[-1]["window_nll"]
+    windows = METHODS["cq"](hf.load_config(one_layer), "d8m2").calibration_windows
+    assert measured(None, tmp_path / "tables") != measured(windows, tmp_path / "tables") == measured(windows, None)
+
+
+def test_windows_that_were_edited_are_others():
+    model, tokenizer = hf.load(EMBEDDED)
+    windows, others = (load_windows(text, tokenizer, 32, 1) for text in ("tales", "fables"))
+    fp16 = measure(model, METHODS["fp16"](model.config), windows)
+    windows.tokens, windows.answers = others.tokens, others.answers
+    with pytest.raises(UserError, match="of other windows"):
+        measure(model, METHODS["fp16"](model.config), windows, fp16=fp16)

@@ -61,7 +61,7 @@ class CachedRows:
     def keep(self, positions):
         """Keep the tokens at `positions` (1 or B, 1 or Hkv, p) from now on, and no others."""
         B, Hkv, _, d = self.recent.shape
-        if positions.is_floating_point():
+        if positions.is_floating_point() or positions.dtype == torch.bool:
             raise UserError(f"`keep_keys` and `keep_values` have to give integers, not {positions.dtype}: {self!r}")
         positions = positions.to(self.recent.device).expand(B, -1, -1)  # (B, 1 or Hkv, p)
 
@@ -329,6 +329,8 @@ class KVCache:
             if self.prompt is None and self.protocol == "paper":
                 raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
                                  "prompt's length, to go on from it")
+            if len(tokens) != (held := len(self.layers[0].keys.recent)):
+                raise UserError(f"the cache holds {held} texts, and {len(tokens)} go on; give as many, or a new cache")
             return tokens, len(self)
         if self.method.needs_calibration:
             raise UserError(f"{self.method!r} is not calibrated on this model yet; run "

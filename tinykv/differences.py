@@ -26,7 +26,7 @@ def standard_error(D):
     Returns SE and its degrees of freedom: few where draws, of which there are few, vary most. They are Satterthwaite's,
     SE^4 / sum(MS^2 / df), with one change: the sum is always over all three MS. By the textbook, an MS that was clipped
     away above leaves the sum as well. Here it stays, since a part that was estimated as zero is not known to be zero.
-    So there are fewer degrees of freedom, and p is larger, never smaller.
+    So there are fewer degrees of freedom, down to 1, and p is larger, never smaller.
     """
     C, W = D.shape
     if W == 1:
@@ -42,7 +42,7 @@ def standard_error(D):
     ms_rest = rest.square().sum() / (df_draws * df_windows)
     total = max(ms_draws, ms_rest) + max(ms_windows, ms_rest) - ms_rest
     spread = ms_draws ** 2 / df_draws + ms_windows ** 2 / df_windows + ms_rest ** 2 / (df_draws * df_windows)
-    df = total ** 2 / spread if spread > 0 else df_windows
+    df = max(1.0, total ** 2 / spread) if spread > 0 else df_windows
     return math.sqrt(total / (C * W)), float(df)
 
 

@@ -110,7 +110,8 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
 
 
 def share_text(a, b, n=32):
-    """Whether windows a (W, T) and b (W', T') have n tokens in a row in common."""
+    """Whether windows a (W, T) and b (W', T') have n tokens in a row in common, or all but the first of one."""
+    n = min(n, a.shape[1] - 1, b.shape[1] - 1)
     of_a, of_b = ({hash(tuple(ids[i:i + n])) for ids in windows.tolist() for i in range(len(ids) - n + 1)}
                   for windows in (a, b))
     return not of_a.isdisjoint(of_b)
@@ -210,6 +211,8 @@ def marked(text):
     for i, part in enumerate(re.split("<answer>(.*?)</answer>", text)):
         if i % 2 == 1:  # an answer
             fact = story.text.rfind(part)
+            if not part or fact < 0:
+                raise UserError(f"<answer>{part}</answer> repeats nothing that the text says before it; mark what does")
             story.facts[fact] = 1 + max(story.text.rfind(end, 0, fact) for end in ".\n")
             story.answers.append((fact, len(story.text), len(story.text) + len(part)))
         story.text += part

@@ -161,6 +161,13 @@ class Method:
                             f"has; got {self.prefix!r}")
         if not isinstance(self.codecs, list | tuple) or [type(pair) for pair in self.codecs] != [Pair] * L:
             raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {self.codecs!r}")
+        for _, kind, codec in self.each_codec():
+            if (block := self.block_of(kind)) % codec.tokens_per_group:
+                raise UserError(f"a block of {block} tokens does not hold whole groups of "
+                                f"{codec.tokens_per_group}; give a multiple")
+        learning = [codec for *_, codec in self.each_codec() if codec.needs_text]
+        if len(set(map(id, learning))) < len(learning):
+            raise UserError(f"{name}: each layer, K and V need codecs of their own, as each is calibrated by itself")
 
     def check_model(self, model):
         """UserError unless the model has the config that the method was made for and, if the method was calibrated,
@@ -207,9 +214,6 @@ class CodecMethod(Method):
         if block is None:
             block = tokens_per_group if tokens_per_group > 1 else BLOCK
         self.block = block
-        if block % tokens_per_group:
-            raise UserError(f"a block of {block} tokens does not hold whole groups of "
-                            f"{tokens_per_group}; give a multiple")
 
 
 class CodebookMethod(Method):

@@ -54,7 +54,8 @@ class Entry:
     def made_of(self, windows, draw):
         """A hash of all that a draw's tables depend on: windows, method, settings, weight quantizer, k-means' seed, and
         code. None of what is the user's own, which is calibrated anew each time."""
-        return None if self.is_own else identity(windows, draw, self.name, self.settings, self.quantizer)
+        return None if self.is_own else identity(windows, draw, self.name, self.settings, self.quantizer,
+                                                 str(self.method.stored_as()))
 
 
 @contextmanager
@@ -227,7 +228,8 @@ def calibrate_all(args, model, entries, test=None):
             together[entry.weights, args.calib_windows or entry.method.calibration_windows].append(entry)
         entry.method.check_model(models[entry.weights])
     for (weights, C), group in together.items():
-        calibrate_group(group, models[weights], text[:args.draws * C], args.draws, kept)
+        calibrate_group(group, models[weights], text[:args.draws * C], args.draws,
+                        Tables(args.calibration, models[weights]))
 
     # 4. Prefixes: their keys and values come from the full-precision model
     for entry in entries.values():

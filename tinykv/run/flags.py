@@ -103,8 +103,7 @@ def parse(words=None, methods=None, given=None, about=None):
         first = cli.Parser(add_help=False)
         add_method(first)
         methods = first.parse_known_args(words)[0].method
-    elif not isinstance(methods, list):
-        methods = [methods]
+    methods = list(methods) if isinstance(methods, list | tuple) else [methods]
     p = parser(methods, about)
     args = p.parse_args(words if given is None else words_of(p, given))
     args.method = methods
