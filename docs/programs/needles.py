@@ -23,7 +23,7 @@ from tinykv import UserError, files, hf, plots
 from tinykv.cache import KVCache
 from tinykv.cli import Parser, one_line
 from tinykv.data import load_windows
-from tinykv.data.windows import halves
+from tinykv.data.windows import halves, spread
 
 RECORD = ROOT / "docs" / "needles.json"
 CITIES = ("Amsterdam Berlin Cairo Dublin Florence Geneva Helsinki Istanbul Jakarta Kyoto Lisbon Madrid Nairobi Oslo "
@@ -105,10 +105,13 @@ def measure(loaded, path):
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder, "needles.txt"), text, tokenizer, context, TEXTS, FACTS)
             windows = load_windows(Path(folder, "needles.txt"), tokenizer, context, TEXTS, whole=True)
+        # in the order in which they were written, so that of more texts the first ones are the same
+        written = sorted(range(TEXTS), key=spread(TEXTS).__getitem__)
         for i, row in itertools.product(range(TEXTS), ROWS.values()):
             found = record.setdefault(str(context), {}).setdefault(row, [])
             if len(found) == i * FACTS:
-                found += answer(model, methods[row], windows.tokens[i], windows.answers[i])
+                text_i = written[i]
+                found += answer(model, methods[row], windows.tokens[text_i], windows.answers[text_i])
                 write_data(record, RECORD)
                 print(f"{context} {row}: {sum(right for _, right, _ in found)} of {len(found)}", flush=True)
 
