@@ -119,7 +119,7 @@ def measure(loaded, path):
 def draw(record, path):
     """The share of right answers by length and depth: a map a row."""
     title = "SmolLM2-135M: numbers found in a text, by its length and their depth"
-    figure, panels = plots.new_figure(1, len(ROWS), 11, 2.9, title)
+    figure, panels = plots.new_figure(1, len(ROWS), 13.5, 2.9, title)
     for panel, (label, row) in zip(panels, ROWS.items()):
         seen = [[[right for depth, right, _ in record[str(context)][row] if depth == d] for context in CONTEXTS]
                 for d in range(DEPTHS)]
