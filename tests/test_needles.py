@@ -61,3 +61,10 @@ def test_the_part_of_logit_errors_that_all_queries_have_in_common(queries, commo
     norm, error, share, of_five, of_others, _ = marks.look_at_keys(at, five, codec, SimpleNamespace(rotate=lambda x: x))
     assert of_five == pytest.approx(common, abs=0.06) and of_others == pytest.approx(common, abs=0.06)
     assert 2 < norm < 4.5 and 1.3 < error < 3 and 0 < share < 1
+
+
+def test_more_windows_begin_with_the_same(loaded):
+    """Or a record to which some are added would count a text twice."""
+    few, more = (needles.first_windows(TEXT, loaded[1], 600, n, 10) for n in (3, 5))
+    assert [(tokens.tolist(), places) for tokens, places in more[:3]] == [(x.tolist(), places) for x, places in few]
+    assert len({tuple(tokens.tolist()) for tokens, _ in more}) == 5

@@ -80,6 +80,15 @@ def write(path, text, tokenizer, context, windows, facts):
     files.write(path, lambda part: part.write_text("\n".join(found), encoding="utf-8"))
 
 
+def first_windows(text, tokenizer, context, n, facts):
+    """The n windows that `write` begins with, [(tokens (T), places of the answers)], in the order of the file: of more
+    windows the first ones are the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder, "needles.txt"), text, tokenizer, context, n, facts)
+        windows = load_windows(Path(folder, "needles.txt"), tokenizer, context, n, whole=True)
+    return [(windows.tokens[i], windows.answers[i]) for i in sorted(range(n), key=spread(n).__getitem__)]
+
+
 @torch.inference_mode()
 def answer(model, method, tokens, places):
     """[depth, whether the answer is right, its loss in nats] of each question in a window, tokens (T)."""
@@ -102,16 +111,11 @@ def measure(loaded, path):
     model.use_attention("fused")
     methods = calibrate_pair(loaded, path, list(ROWS.values()), 0)
     for context in CONTEXTS:
-        with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder, "needles.txt"), text, tokenizer, context, TEXTS, FACTS)
-            windows = load_windows(Path(folder, "needles.txt"), tokenizer, context, TEXTS, whole=True)
-        # in the order in which they were written, so that of more texts the first ones are the same
-        written = sorted(range(TEXTS), key=spread(TEXTS).__getitem__)
+        windows = first_windows(text, tokenizer, context, TEXTS, FACTS)
         for i, row in itertools.product(range(TEXTS), ROWS.values()):
             found = record.setdefault(str(context), {}).setdefault(row, [])
             if len(found) == i * FACTS:
-                text_i = written[i]
-                found += answer(model, methods[row], windows.tokens[text_i], windows.answers[text_i])
+                found += answer(model, methods[row], *windows[i])
                 write_data(record, RECORD)
                 print(f"{context} {row}: {sum(right for _, right, _ in found)} of {len(found)}", flush=True)
 
