@@ -65,6 +65,6 @@ def test_the_part_of_logit_errors_that_all_queries_have_in_common(queries, commo
 
 def test_more_windows_begin_with_the_same(loaded):
     """Or a record to which some are added would count a text twice."""
-    few, more = (needles.first_windows(TEXT, loaded[1], 600, n, 10) for n in (3, 5))
-    assert [(tokens.tolist(), places) for tokens, places in more[:3]] == [(x.tolist(), places) for x, places in few]
-    assert len({tuple(tokens.tolist()) for tokens, _ in more}) == 5
+    few, more = (needles.first_windows(TEXT, loaded[1], 600, n, 10) for n in (2, 4))
+    assert [(tokens.tolist(), places) for tokens, places in more[:2]] == [(x.tolist(), places) for x, places in few]
+    assert len({tuple(tokens.tolist()) for tokens, _ in more}) == 4
