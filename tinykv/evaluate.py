@@ -89,7 +89,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
     many more windows are finished. cache_class: `KVCache`, or a class of caches that compute attention themselves.
     prompt: P, if the first P tokens of each window arrive at once, and the others as in a stream.
     """
-    result = Result(windows=replace(windows), model=model.identity())
+    result = Result(windows=replace(windows), model=model.identity())  # a copy: the caller may edit theirs
     if fp16 is not None:
         check_reference(fp16, result, quantized=any(True for _ in model.buffers()))
     device, cache = model.lm_head.weight.device, cache_class(model, method, protocol, prompt)

@@ -210,26 +210,27 @@ def calibrate_all(args, model, entries, test=None):
         n = args.draws * (args.calib_windows or most)
         text = shared_flags.calibration_text(args, n, test)  # (n, T)
         of_weights = text[:args.calib_windows or CALIBRATION_WINDOWS]  # (C, T)
-    kept = Tables(args.calibration, model)
+    kept = {None: Tables(args.calibration, model)}  # {label of weights: what is kept of calibrations on them}
 
     # 2. The weights
     models = {None: model}
     for entry in entries.values():
         if entry.weights not in models:
-            tensors = partial(quantized_blocks, model, entry.weights, entry.quantizer, of_weights, kept)
+            tensors = partial(quantized_blocks, model, entry.weights, entry.quantizer, of_weights, kept[None])
             models[entry.weights] = restore(model, entry.quantizer, ranks.shared(tensors, args.device))
 
     # 3. The methods: those that run on the same weights and see as many windows read them together
     together = defaultdict(list)  # {(label of weights, C): [Entry]}
     for entry in entries.values():
         if entry.method.needs_calibration:
-            if kept.folder and entry.is_own:
-                cli.note(f"{entry.title}: {kept.folder} keeps no tables of code, or of an instance, of your own")
+            if args.calibration and entry.is_own:
+                cli.note(f"{entry.title}: {args.calibration} keeps no tables of code, or of an instance, of your own")
             together[entry.weights, args.calib_windows or entry.method.calibration_windows].append(entry)
         entry.method.check_model(models[entry.weights])
     for (weights, C), group in together.items():
-        calibrate_group(group, models[weights], text[:args.draws * C], args.draws,
-                        Tables(args.calibration, models[weights]))
+        if weights not in kept:
+            kept[weights] = Tables(args.calibration, models[weights])
+        calibrate_group(group, models[weights], text[:args.draws * C], args.draws, kept[weights])
 
     # 4. Prefixes: their keys and values come from the full-precision model
     for entry in entries.values():
