@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from results import FIVE, MARKED, ROOT, SERVED, calibrate_pair, read_data, write_data
+from results import ANTKV, FIVE, MARKED, ROOT, SERVED, calibrate_pair, read_data, write_data
 
 from tinykv import UserError, files, hf, plots
 from tinykv.cache import KVCache
@@ -35,8 +35,7 @@ FACTS = 20
 SHORT = 384, 20, 5  # of --out: tokens of a window, windows, facts of each
 CONTEXTS, TEXTS = (1024, 2048, 4096), 15  # tokens of a text, and texts of each length: about 60 answers of each depth
 ROWS = {"fp16": "fp16", "q4_0, rotated": SERVED["q4_0, rotated"], "kivi, 4 bits": SERVED["KIVI, 4 bits"],
-        "antkv, 2 bits": "antkv --anchors 1% --bits 2 --recent 0 --calib-windows 16",
-        "kvsink, 3 bits: 5 kept": FIVE, "kvsink, 3 bits: marked": MARKED}  # {label: row}
+        "antkv, 2 bits": ANTKV, "kvsink, 3 bits: 5 kept": FIVE, "kvsink, 3 bits: marked": MARKED}  # {label: row}
 
 
 def window(sentences, draw, n_tokens, context, facts):

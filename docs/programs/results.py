@@ -98,10 +98,11 @@ SERVED = {"q8_0, rotated": f"{FORMATS} --hadamard on --scheme q8_0",
 
 # SmolLM2's rows in longer windows are measured in pairs of a window and a draw of the calibration: window i is read
 # with the tables of draw i, those of the rows at 512 (keys are calibrated before RoPE). So each pair has a window and a
-# draw of its own, and the error of their mean is that of both. The numbers of pairs were fixed beforehand
+# draw of its own, and the error of their mean is that of both
 FIVE, MARKED = "kvsink --bits 3", "kvsink --bits 3 --threshold 0.1"
 ZERO = "--bits 3 --formula integer-zero"
 CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
+CQ, ANTKV = (f"{name} --bits 2 --recent 0 --calib-windows 16" for name in ("cq", "antkv --anchors 1%"))
 # what begins the name of a row that another program measures: quantized_cache.py, train_intact.py
 OWN, PREFIX = "QuantizedCache: ", "prefix of 46 tokens, rtn-3: "
 STREAM = "--context 4096 --prompt 3840"
@@ -111,8 +112,7 @@ LONG = {  # {flags of the windows: {row: pairs}}
         **dict.fromkeys(["rtn --bits 3", "pfn --bits 3", "pfn --bits 3 --preserve 41", CHANCE,
                          "kvsink --bits 3 --preserve 41", f"rtn {ZERO}", f"pfn {ZERO}", f"kivi {WIDE}", f"ott {WIDE}",
                          f"ott {WIDE} --outlier-num 6", f"ott {WIDE} --outlier-num 32", *SERVED.values()], 3),
-        **dict.fromkeys(["skvq --bits 2", "kvquant --bits 2", "cq --bits 2 --recent 0 --calib-windows 16",
-                         "antkv --anchors 1% --bits 2 --recent 0 --calib-windows 16"], 2)},
+        **dict.fromkeys(["skvq --bits 2", "kvquant --bits 2", CQ, ANTKV], 2)},
     "--context 2048": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}", "pfn --bits 3"], 3),
     "--context 8192": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 2),
     STREAM: dict.fromkeys([FIVE, MARKED], 2)}

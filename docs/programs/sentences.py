@@ -11,21 +11,7 @@ from functools import cache
 from statistics import fmean as mean
 
 from phenomena import RECORD
-from results import (
-    CHANCE,
-    CLAIMS,
-    DRAWS,
-    EIGHT,
-    FORMATS,
-    MARKED,
-    POINTS,
-    PREFIX,
-    SERVED,
-    TURBOQUANT,
-    UNIT,
-    WIDE,
-    compared,
-)
+from results import ANTKV, CHANCE, CLAIMS, CQ, DRAWS, FORMATS, MARKED, PREFIX, SERVED, TURBOQUANT, UNIT, WIDE, compared
 from tables import DATA, NEEDLES, SMOL, along, beside_fp16, bits, finding, of_p, row_of
 
 ANALYSIS = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -33,7 +19,6 @@ NUMBER = re.compile(r"[+-]?\d+(?:[.,]\d+)*")
 WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
 PARTS = {4: "quarter", 5: "fifth", 6: "sixth", 10: "tenth", 20: "twentieth"}
 RTN, PFN, KVSINK, KIVI4 = "rtn --bits 3", "pfn --bits 3", "kvsink --bits 3", "kivi --bits 4 --group-size 64"
-ANTKV = "antkv --anchors 1% --bits 2 --recent 0 --calib-windows 16"
 ZERO, LONGER = " --formula integer-zero", " --context 4096"
 
 
@@ -136,8 +121,12 @@ def analysis():
     def smol_change(scheme, form="+.0%", **where):
         return span(changes(scheme, "SmolLM2", **where), form)
 
-    def anchors(column, kind, by, form=".2f"):
-        return each(seen("anchors", column, of=kind, **{"ranked by": by}), form)
+    def anchors(column, kind, by, form=".2f", model="embedded"):
+        return each(seen("anchors", column, model=model, of=kind, **{"ranked by": by}), form)
+
+    def ranks(model):
+        K, V, times_K, times_V = (anchors("rank", kind, by, model=model) for by in (score, times) for kind in "KV")
+        return f"rank correlation {K} (K) and {V} (V); times the row's error, {times_K} and {times_V}"
     small, late = ANALYSIS["SmolLM2"], range(12, 29)
     at_sinks = [*range(3, 11), *late]  # layers
     n_second = sum(len(found) > 1 for found in small["sinks at"])  # windows with a second sink
@@ -179,8 +168,7 @@ def analysis():
         f"the largest step is a factor of {max(of('keys', 'cliff')):.1f}",
         f"a factor of {span(smol('keys', 'cliff', late), '.1f')} in layers 12 to 28, and "
         f"{span(smol('keys', 'sinks', late), '.0%')} of the keys below it are sinks'",
-        f"rank correlation {anchors('rank', 'K', score)} (K) and {anchors('rank', 'V', score)} (V); times the row's "
-        f"error, {anchors('rank', 'K', times)} and {anchors('rank', 'V', times)}",
+        f"partly | {ranks('embedded')} | {ranks('SmolLM2')} |",
         # sinks, norms, the bias
         f"has a score of {each(at('sinks', 'first'))}, later sinks {each(at('sinks', 'later'))}, other tokens at most "
         f"{max(plain(at('sinks', 'largest other'))):.2f}",
@@ -237,6 +225,7 @@ def results():
     kivi = "kivi --bits 2 --group-size 32 --recent 32"
     stream = f"{kivi} --protocol stream"
     right = {row: sum(hit for _, hit, _ in found) for row, found in NEEDLES["4096"].items()}
+    n_longest = WORDS[len(row_of(KVSINK + " --context 8192")["nll"][0])]
     n_seeds = len(SMOL[PREFIX + "trained"]["nll"])
     return [
         f'the cell "-{less(KVSINK, PFN)} (p < .001, 6 x 8)"',
@@ -246,17 +235,17 @@ def results():
         f"a loss of {straight(one):.3f} (1%) and {straight(five):.3f} (5%)",
         so(straight(one) < loss(one) and straight(five) < loss(five),
            f"the worse use of these bits: {loss(one):.3f} and {loss(five):.3f}"),
-        f"from {ends(KVSINK)[0]} in the first 512 tokens to {ends(KVSINK)[1]} in the last, and in two windows of 8,192 "
-        f"to {along(KVSINK + ' --context 8192', -1)}",
+        f"from {ends(KVSINK)[0]} in the first 512 tokens to {ends(KVSINK)[1]} in the last, and in {n_longest} windows "
+        f"of 8,192 to {along(KVSINK + ' --context 8192', -1)}",
         f"the last 512 of 4,096 lose {ends(MARKED)[1]} and {ends(KVSINK + ZERO)[1]}",
         f"(`pfn`) lose {ends(PFN + ' --preserve 41')[1]}",
         "`ott` goes from {} to {}".format(*ends(f"ott {WIDE}")),
         "`kivi` in groups of 128 from {} to {}".format(*ends(f"kivi {WIDE}")),
-        "`fp8` from {} to {}".format(*ends(EIGHT["fp8"])),
-        "`mxfp4` from {} to {}".format(*ends(POINTS["mxfp4"])),
+        "`fp8` from {} to {}".format(*ends(SERVED["fp8"])),
+        "`mxfp4` from {} to {}".format(*ends(SERVED["mxfp4"])),
         "`skvq` from {} to {}".format(*ends("skvq --bits 2")),
-        "`cq` from {} to {}".format(*ends("cq --bits 2 --recent 0 {windows}")),
-        "`antkv` from {} to {}".format(*ends("antkv --anchors 1% --bits 2 --recent 0 {windows}")),
+        "`cq` from {} to {}".format(*ends(CQ)),
+        "`antkv` from {} to {}".format(*ends(ANTKV)),
         f"`Chance` loses {ends(CHANCE)[1]}",
         f"a hundredth of the text, {ends(KVSINK + ' --preserve 41')[1]}",
         f"loses {by_chance:.3f} ± {error:.3f} more than the marked ones ({of_p(p)})",
@@ -282,13 +271,13 @@ def halves():
 
 def own_codec():
     (keys, of_values), turbo = halves(), f"{TURBOQUANT} --bits 4"
-    return [so(keys > of_values, f"nvfp4 loses {less(KIVI4, POINTS['nvfp4'])} more than"),
+    return [so(keys > of_values, f"nvfp4 loses {less(KIVI4, SERVED['nvfp4'])} more than"),
             so(loss(f"{turbo} --qjl on") > loss(turbo), "and yet the loss is larger")]
 
 
 def serving():
     row, (keys, of_values) = SERVED["q8_0 keys, q4_0 values, both rotated"], halves()
-    as_fp8 = f"{loss(row):.3f}" == f"{loss(EIGHT['fp8']):.3f}"
+    as_fp8 = f"{loss(row):.3f}" == f"{loss(SERVED['fp8']):.3f}"
     return [so(keys > of_values, f"loses {keys:.3f} nats, with nvfp4 for the values alone {of_values:.3f}"),
             so(as_fp8, f"takes {float(bits(row))} bits and loses {loss(row):.3f}, as much as fp8")]
 
