@@ -29,7 +29,7 @@ from tinykv.evaluate import measure
 from tinykv.files import write_json
 from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
-from tinykv.run import comparisons, entries, flags
+from tinykv.run import entries, flags
 from tinykv.run.entries import build_entries
 from tinykv.run.settings import flags_of, settings_of
 from tinykv.weights import QUANTIZERS
@@ -443,7 +443,7 @@ def test_windows_to_calibrate_on_begin_as_those_of_the_test(one_layer, bos):
     ("--method kivi --scheme kvquant", ["--scheme", "kivi"]),  # rtn, beside it, takes one, in which nothing has groups
     ("--method rtn --outliers 1", ["--outliers", "rtn"]),  # not a setting of its scheme
     ("--method pfn,kvsink --outliers 0,1 --scheme token-static", ["--outliers", "pfn", "kvsink"]),
-    ("--context 2048", ["2048", "128"]), ("--at-bits nan", ["--at-bits", "nan"]), ("--method=--", ["--method=--"]),
+    ("--context 2048", ["2048", "128"]), ("--method=--", ["--method=--"]),
     ("--windows 1000000000", ["1000000000 windows of"]), ("--calib-windows 1000000000", ["1000000000 windows of"]),
     *((f"--{flag} 0", [f"--{flag}", "0"]) for flag in ("windows", "calib-windows", "batch", "prompt")),
     ("--data nothing.txt", ["nothing.txt", "tales"]), ("--data line\nbreak.txt", ["line\\nbreak"]),
@@ -810,33 +810,3 @@ def test_a_draw_that_fails_fails_its_row(rows_of, monkeypatch):
     assert status == 1 and rows["pfn"]["ppl"] is None and rows["pfn"]["fault"] == "failed: KeyError: 'no'"
     for name in ("rtn", "kvsink"):
         assert rows[name]["window_nll"] == without[name]["window_nll"]
-
-
-# ---- tables at equal true bits
-
-def test_methods_at_equal_true_bits():
-    def row(label, bits, ppl, kld, tables):
-        return {"label": label, "weights": None, "bits_true": bits, "ppl": ppl, "kld": kld, "offline_bytes": tables}
-
-    rows = [row("fp16", 16.0, 2.0, 0.0, 0), row("a vq=d8m256 x=1", 1.0, 4.0, 0.4, 1024),
-            row("a vq=d4m256 x=1", 2.0, 2.5, 0.1, 2048), row("a vq=d2m256 x=1", 4.0, 2.1, 0.02, 4096),
-            row("a vq=d8m256 x=2", 1.5, 3.0, 0.3, 1024), row("b bits=3", 3.0, 2.2, 0.05, 0)]
-
-    def at(bits):
-        """{method: [ppl, delta, KL, true bits of the rows on both sides, KB of their tables]}."""
-        *table, _ = comparisons.compared_at_bits(rows, bits)
-        return {label: [float(x) for x in numbers] for part in table for label, *numbers in part.lines}
-    ppl = (4.0 * 2.5) ** 0.5
-    assert at(1.5)["a x=1"] == pytest.approx([ppl, ppl - 2, 0.25, 1.0, 2.0, 1, 2], abs=6e-4)
-    assert at(1.5)["a x=2"][0] == 3.0
-    nearer = at(1.25)["a x=1"]
-    assert nearer[0] == pytest.approx(4.0 ** 0.75 * 2.5 ** 0.25, abs=6e-4) and nearer[2] == 0.325
-    assert [at(bits).keys() for bits in (1.5, 3.0, 5.0)] == [{"a x=1", "a x=2"}, {"a x=1", "b"}, set()]
-
-
-def test_a_table_at_equal_true_bits_says_what_it_leaves_out(command):
-    status, out, _ = command("--method", "rtn,pfn", "--preserve", "1", "--bits", "2,4", "--at-bits", "2", *SMALL)
-    head, line, left_out = out.split("\n\n")[-1].splitlines()
-    assert status == 0 and head.split() == "at 2 true bits ppl delta KL from to tables KB to".split()
-    assert line.split()[0] == "rtn" and line.split()[4:6] == ["2.00", "2.00"]
-    assert left_out.endswith("differ in bits alone: pfn")

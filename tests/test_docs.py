@@ -330,9 +330,6 @@ def test_words_explains_every_column_of_a_table():
     rows = [row["column"] for rows in tables(read("docs/words.md")) for row in rows if "column" in row]
     explained = set(re.findall(r"`([^`]+)`", " ".join(rows)))
     assert explained >= {*table.COLUMNS, *comparisons.compared_with_one([], None).head}
-    rows = [{"label": name, "weights": "", "ppl": 2.0, "kld": 0.1, "bits_true": bits, "offline_bytes": 0}
-            for name, bits in (("fp16", 16), ("rtn bits=2", 2), ("rtn bits=4", 4))]
-    assert explained >= {*comparisons.compared_at_bits(rows, 3)[0].head}
 
 
 # ---- the walk through the debugger

@@ -16,7 +16,7 @@ from tinykv.methods.registry import METHODS
 from tinykv.run.settings import flags_of
 
 FLAGS = [*flags_of(METHODS), "data", "model", "device", "dtype", "seed", "bos", "batch", "context", "windows",
-         "calib_windows", "weights", "w_bits", "protocol", "prompt", "vs", "at_bits"]
+         "calib_windows", "weights", "w_bits", "protocol", "prompt", "vs"]
 WORDS = ["", "0", "-1", "1", "2", "3.5", "1e99999999", "nan", "9" * 5000, "1,2", ",", "bos", "1%", "101%", "d8m256",
          "d0m0", "kivi", "all", "on", "token-static", "kvquant", "none", "meta", "cuda:9", "\udc80", "~nouser/x",
          "tales"]

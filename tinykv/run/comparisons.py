@@ -2,8 +2,6 @@
 
 A row is a dict; what is read of it stands beside each function. Rows of failed methods are left out.
 """
-from operator import itemgetter
-
 from tinykv import cli, plots
 from tinykv.differences import mean, paired
 from tinykv.evaluate import STRETCH
@@ -47,7 +45,7 @@ def compared_with(title, name, titles):
     return max(same, key=lambda other: len(other.split()), default=None)
 
 
-# --at-bits
+# --plot
 
 def lines_of(rows, varied=BITS_SETTINGS):
     """{name of a line: its rows}.
@@ -64,39 +62,6 @@ def lines_of(rows, varied=BITS_SETTINGS):
         lines.setdefault(" ".join(words), []).append(row)
     return lines
 
-
-def compared_at_bits(rows, bits):
-    """What each method has at `bits` true bits, and which methods that leaves out. rows: of the table, fp16's first.
-
-    Rows of a method that differ in bits alone lie on a line. Loss and KL are interpolated between the two nearest rows
-    of the line, linearly in the bits. A line that does not reach so far is left out.
-    """
-    lines, left_out, bits_of = [], [], itemgetter("bits_true")
-    for label, line in lines_of(rows[1:]).items():
-        below = [row for row in line if bits_of(row) <= bits]
-        above = [row for row in line if bits_of(row) >= bits]
-        if not below or not above:
-            left_out.append(label)
-            continue
-        low, high = nearest = max(below, key=bits_of), min(above, key=bits_of)
-        distance = bits_of(high) - bits_of(low)
-        share = (bits - bits_of(low)) / distance if distance > 0 else 0.0  # of the upper row
-        ppl = low["ppl"] ** (1 - share) * high["ppl"] ** share  # the exponential of the loss
-        kl = (1 - share) * low["kld"] + share * high["kld"]
-        lines.append([label, f"{ppl:.3f}", f"{ppl - rows[0]['ppl']:+.3f}", f"{kl:.4f}",
-                      *(f"{bits_of(row):.2f}" for row in nearest),
-                      *(f"{row['offline_bytes'] / 1024:.0f}" for row in nearest)])
-    parts = []
-    if lines:
-        head = [f"at {bits:g} true bits", "ppl", "delta", "KL", "from", "to", "tables KB", "to"]
-        parts.append(cli.Columns(head, lines, left=1))
-    if left_out:
-        parts.append(f"no rows on both sides of {bits:g} true bits that differ in bits alone: "
-                     f"{', '.join(sorted(left_out))}")
-    return parts
-
-
-# --plot
 
 def perplexity(rows):
     """How much each method's perplexity is above fp16's, in per cent, against true bits.

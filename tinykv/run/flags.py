@@ -39,9 +39,6 @@ def parser(asked=(), about=None):
     p.add_argument("--vs", metavar="NAME",
                    help="also compare each row, window by window, with this one, or with this method's row of "
                         "the same settings")
-    p.add_argument("--at-bits", metavar="B", type=float,
-                   help="also compare at B true bits: between the two nearest rows of each method that "
-                        "differ in bits alone")
     p.add_argument("--plot", metavar="FILE.png",
                    help="also draw perplexity against true bits, or against kept tokens if --preserve is a list, "
                         "and the loss along longer windows")
@@ -109,8 +106,6 @@ def parse(words=None, methods=None, given=None, about=None):
     args.method = methods
 
     # what can be seen to be wrong before anything is loaded
-    if args.at_bits is not None and not args.at_bits > 0:  # nor is NaN
-        raise UserError(f"--at-bits must be above 0; got {args.at_bits:g}")
     shared_flags.check_counts(args, 1, "draws", "batch", "prompt")
     if hasattr(args, "choose") and not args.prompt:
         raise UserError("--choose is for a text with a prompt; give --prompt, too")

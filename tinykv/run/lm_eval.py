@@ -32,7 +32,7 @@ class TinyKV(TemplateLM):
     def __init__(self, method="fp16", prompt=None, max_gen_toks=256, batch_size=1, max_batch_size=None, **settings):
         super().__init__()
         one_of(["context"], prompt=prompt)
-        flags.check_effect(settings, "draws", "windows", "json", "plot", "vs", "at_bits", "wide")
+        flags.check_effect(settings, "draws", "windows", "json", "plot", "vs", "wide")
         self.args = args = flags.set_up(flags.parse(methods=["fp16", method], given=settings))
         self.prompt, self.max_gen_toks = prompt, max_gen_toks
 

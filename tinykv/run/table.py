@@ -210,15 +210,13 @@ class Table(list):
         return [row for row in self if not row["fault"]]
 
     def rest(self):
-        """What stands below the rows: --json -, and what --vs and --at-bits compare."""
+        """What stands below the rows: --json -, and what --vs compares."""
         args, rows = self.args, self.measured()
         if args.json == "-":
             yield f"\n{json.dumps(self.content(), indent=2, allow_nan=False)}"
         yield from self.no_news()
         if args.vs is not None:
             yield from ("", comparisons.compared_with_one(rows, args.vs))
-        if args.at_bits is not None:
-            yield from ("", *comparisons.compared_at_bits(rows, args.at_bits))
 
     def no_news(self):
         """Of rows that say nothing of their method, or no more than others of it."""
