@@ -12,10 +12,11 @@ from tinykv import UserError, cli, hf, shared_flags
 from tinykv.data import load_windows
 from tinykv.data.chats import SYSTEM, load_chats
 from tinykv.evaluate import measure
-from tinykv.files import Tables, fingerprint, identity, load_tensors, save_tensors
+from tinykv.files import load_tensors, save_tensors
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss, exact_rows
 from tinykv.prefixes import FORMAT, fill_prefix, open_prefix, save_prefix
+from tinykv.tables import Tables, fingerprint, hash_of
 from tinykv.weights import restore
 from tinykv.weights.command import add_weights, quantized_blocks, quantizers_of, weights_label
 
@@ -54,7 +55,7 @@ def parser():
 class State:
     """The prefix's rows, one parameter, with its optimizer, and the file of both: a run can be stopped at any time.
 
-    keys, values (L, Hkv, n, d): where training begins. made_of: the `identity` of the run; UserError if the file is
+    keys, values (L, Hkv, n, d): where training begins. made_of: the `hash_of` the run; UserError if the file is
     damaged, or that of another run.
     """
 
@@ -203,7 +204,7 @@ def run(args):
     # 5. Train
     trained_for = {"model": fingerprint(full), "weights": weights}
     settings = [args.accumulate, args.lr, args.clip, args.seed]
-    made_of = identity(trained_for, prefix.ids, *first, *texts, settings)
+    made_of = hash_of(trained_for, prefix.ids, *first, *texts, settings)
     state = State(args.state, made_of, *first, args.lr)
     print(f"model {args.model}, weights {weights}")
     print(f"prefix {args.prefix}: {len(prefix.ids)} tokens, {state.rows.numel():,} parameters")

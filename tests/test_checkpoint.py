@@ -16,11 +16,11 @@ from test_model import tiny as tiny_llama
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
-from tinykv.files import fingerprint
 from tinykv.hf import EMBEDDED
 from tinykv.hf.config import config_fields, parse_config
 from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig
+from tinykv.tables import fingerprint
 from tinykv.weights import quantize
 from tinykv.weights.rtn import RTN
 

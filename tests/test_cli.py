@@ -18,7 +18,7 @@ import torch
 from planted import few_tries
 
 import eval_ppl
-from tinykv import UserError, cli, files, hf, shared_flags
+from tinykv import UserError, cli, hf, shared_flags, tables
 from tinykv.calibrate import calibrate
 from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.codecs.affine import Affine
@@ -326,24 +326,24 @@ def test_tables_that_something_else_has_made_are_made_anew(command, monkeypatch,
     assert made_anew("--seed", 1) and made_anew("--calib-windows", 3) and made_anew("--data", text)
     text.write_text(text.read_text().replace("Balo", "Vehul"))
     assert made_anew()
-    monkeypatch.setattr(files, "PACKAGE", "of an edited file")
+    monkeypatch.setattr(tables, "PACKAGE", "of an edited file")
     assert made_anew()
 
 
 def test_the_package_is_known_by_the_files_that_compute(tmp_path, monkeypatch):
     """Of a copy: an edit of a codec changes the hash, one of the table does not."""
     copy = tmp_path / "tinykv"
-    shutil.copytree(Path(files.__file__).parent, copy)
-    monkeypatch.setattr(files, "__file__", str(copy / "files.py"))
-    before = files.package_hash()
-    assert before == files.PACKAGE
+    shutil.copytree(Path(tables.__file__).parent, copy)
+    monkeypatch.setattr(tables, "__file__", str(copy / "tables.py"))
+    before = tables.package_hash()
+    assert before == tables.PACKAGE
     for name, changes in (("run/table.py", False), *((name, True) for name in (
             "codecs/affine.py", "methods/ott.py", "weights/gptq.py", "cache.py", "calibrate.py", "kmeans.py",
-            "model.py", "outlier.py", "tracing.py"))):
+            "model.py", "outlier.py", "tables.py", "tracing.py"))):
         with open(copy / name, "a") as file:
             file.write("#\n")
-        assert (files.package_hash() != before) == changes, name
-        before = files.package_hash()
+        assert (tables.package_hash() != before) == changes, name
+        before = tables.package_hash()
 
 
 def test_tables_on_quantized_weights_are_known_by_the_quantizer():

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import save
 
 from tinykv import UserError, files, hf
-from tinykv.files import Tables, identity, load_tensors, read_json, read_text, save_tensors, write_json
+from tinykv.files import load_tensors, read_json, read_text, save_tensors, write_json
 from tinykv.hf import EMBEDDED
+from tinykv.tables import Tables, hash_of
 from tinykv.weights import AWQ, GPTQ
 
 # ---- written
@@ -110,14 +111,14 @@ def test_tensors_are_whole_or_refused(tmp_path, change):
 
 # ---- known by what made it
 
-def test_identity_tells_contents_apart():
+def test_a_hash_tells_contents_apart():
     tokens = torch.arange(6)
     parts = [(tokens,), (tokens.view(2, 3),), (tokens.int(),), (tokens + 1,), ([0, 1, 2, 3, 4, 5],), ("012345",),
              (tokens, [1]), (tokens, [2]), ([1], tokens), ("a", "bc"), ("ab", "c"), (1, 23), (12, 3), ({"bits": 2},),
              ({"bits": 3},), (AWQ(3),), (AWQ(4),), (GPTQ(3),), ([GPTQ(3)],), (None,), ("None",)]
-    found = [identity(*of) for of in parts]
+    found = [hash_of(*of) for of in parts]
     assert len(set(found)) == len(found) and all(len(hex) == 64 for hex in found)
-    assert identity(tokens.clone(), {"b": 1, "a": 2}) == identity(tokens, {"a": 2, "b": 1})
+    assert hash_of(tokens.clone(), {"b": 1, "a": 2}) == hash_of(tokens, {"a": 2, "b": 1})
 
 
 def test_a_folder_of_tables_gives_what_was_put_there(tmp_path):

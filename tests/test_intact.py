@@ -27,7 +27,7 @@ from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
 from tinykv.data.windows import encode_documents
 from tinykv.evaluate import measure
-from tinykv.files import fingerprint, load_tensors
+from tinykv.files import load_tensors
 from tinykv.hf import EMBEDDED
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import IntactKV, Prefix, block_loss
@@ -35,6 +35,7 @@ from tinykv.model import Llama, LlamaConfig
 from tinykv.prefixes import fill_prefix, load_prefix, open_prefix, save_prefix
 from tinykv.run import flags
 from tinykv.run.entries import build_entries
+from tinykv.tables import fingerprint
 from tinykv.tracing import Trace
 from tinykv.weights import quantize
 from tinykv.weights.awq import AWQ

@@ -20,11 +20,12 @@ from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import Pair
 from tinykv.data import load_windows
 from tinykv.evaluate import chunks_of, measure, refuse_overflow
-from tinykv.files import Tables, fingerprint, save_tensors
+from tinykv.files import save_tensors
 from tinykv.hf import EMBEDDED
 from tinykv.methods.base import Method
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
+from tinykv.tables import Tables, fingerprint
 from tinykv.weights import QUANTIZERS, quantize
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]

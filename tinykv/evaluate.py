@@ -16,7 +16,7 @@ from tinykv import UserError, all_finite
 from tinykv.cache import KVCache
 from tinykv.differences import mean
 from tinykv.kmeans import argmax
-from tinykv.tracing import same_model
+from tinykv.tables import same_model
 
 SLICE = 2 ** 24  # logits held at once, in numbers
 FAR = 128 * 1024  # tokens of the text for the last bit count, the column 128K

@@ -1,4 +1,4 @@
-"""Files: read with a clear error, written whole or not at all; and what calibration found.
+"""Files: read with a clear error, written whole or not at all.
 
 Whatever is wrong with a file is a `UserError` of one line: which file, what is wrong, what to do.
 """
@@ -6,18 +6,13 @@ import hashlib
 import json
 import math
 import os
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from tinykv import UserError, all_finite, first_line
-from tinykv.tracing import same_model
+from tinykv import UserError, first_line
 
 LARGEST = 2 ** 30  # bytes of a text
-# of this package, what can change what calibration finds
-COMPUTES = ("cache", "calibrate", "codecs", "kmeans", "methods", "model", "outlier", "tracing", "weights")
 
 
 # Reading
@@ -143,83 +138,3 @@ def check_target(path, kind, sign=None):
             return
     raise UserError(f"{path} is there, and is no {kind or 'file'} that this program wrote; give another name, or "
                     "remove it")
-
-
-# What made a file
-
-def identity(*parts):
-    """The SHA-256, in hex, of what made something: another part, or edited code of this package, gives another one.
-
-    parts: numbers, texts, tensors, lists and dicts; of another object its class's name and its attributes count. Of the
-    package, what counts is the files as they were when it was loaded.
-    """
-    def plain(thing):
-        return digest_of({"": thing}, {}) if isinstance(thing, torch.Tensor) else [type(thing).__name__, vars(thing)]
-    return hashlib.sha256(json.dumps([PACKAGE, *parts], sort_keys=True, default=plain).encode()).hexdigest()
-
-
-def package_hash():
-    """Of the files of this package that can change what calibration finds."""
-    package, digest = Path(__file__).parent, hashlib.sha256()
-    for name in COMPUTES:
-        for path in sorted([*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py")]):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-PACKAGE = package_hash()  # what runs is what was loaded, also if a file is edited later
-
-
-def fingerprint(model):
-    """16 hex digits of the SHA-256 over config and weights, dtype included, and over RoPE where it is not the config's;
-    the same on any device."""
-    # the config, with every number as a float: 10000 and 10000.0 are one theta
-    config = json.loads(json.dumps(asdict(model.config)), parse_int=float)
-    weights = dict(model.named_parameters()) | dict(model.named_buffers())  # quantized weights are buffers
-    freq, of_config = model.rope.freq, type(model.rope)(model.config).freq
-    edited = {} if torch.allclose(freq, of_config) else {"rope": freq}  # machines differ in a last bit
-    return digest_of({**weights, **edited}, config)[:16]
-
-
-class Tables:
-    """What calibration found for a model, in a folder: a file for each set of tensors, named by what made it.
-
-        kept = Tables("tables", model)
-        kept.put(identity(windows), method.calibrated())
-        method.restore(kept.get(identity(windows)), model)
-
-    folder: None keeps nothing. Other models, and commands that run at the same time, may share it. What the model
-    computed stands in each file: a hook, which no hash of weights sees, may have been added since.
-    """
-
-    def __init__(self, folder, model):
-        self.folder = None if folder is None else Path(folder)
-        self.device = model.lm_head.weight.device
-        self.model, self.identity = (None, None) if folder is None else (fingerprint(model), model.identity())
-
-    def path(self, made_of):
-        """The file of what something made, an `identity`; None if nothing is kept of it."""
-        if self.folder is None or made_of is None:
-            return None
-        return self.folder / f"{identity(self.model, made_of)[:32]}.safetensors"
-
-    def get(self, made_of):
-        """{name: tensor}; None if they are not kept, or are of a model that computes something else, or if the file
-        has another one's name."""
-        path = self.path(made_of)
-        if path is None or not path.exists():
-            return None
-        tensors, notes = load_tensors(path, "tinykv-calibration", self.device)
-        as_kept = notes.get("name") == path.stem and same_model(tensors.pop("model").cpu(), self.identity)
-        return tensors if as_kept else None
-
-    def put(self, made_of, tensors):
-        """Keep {name: tensor}. UserError if a number in them is not finite."""
-        for name, tensor in tensors.items():
-            all_finite(f"numbers of {name}, which calibration found,", tensor)
-        if path := self.path(made_of):
-            try:
-                notes = {"format": "tinykv-calibration", "name": path.stem}
-                save_tensors(path, {**tensors, "model": self.identity}, notes)
-            except UserError as error:  # such as a full disk: they are found, and only not kept
-                print(error, file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tinykv import UserError, one_of
-from tinykv.tracing import PROBED_AT, Trace, probe
+from tinykv.tables import identity
 
 
 @dataclass
@@ -296,19 +296,9 @@ class Llama(nn.Module):
             visible = visible & (key_at > query_at - window)  # (T, S)
         return visible
 
-    @torch.no_grad()
     def identity(self):
-        """What the model is known by: the keys (rotated) and the values that it computes of a fixed text, whatever
-        weights, hooks and RoPE they come of: (2, L, Hkv, T, d). See `same_model`."""
-        recorder, attention = Trace(self), self.model["layers"][0].self_attn.attention
-        try:
-            self.use_attention("fused")  # a `Trace` has no codes that triton could read
-            self(probe(self.config.vocab_size).to(self.lm_head.weight.device), recorder, logits=False)
-        finally:
-            self.use_attention(attention)
-        keys = torch.cat([self.rope.rotate(k, PROBED_AT).cpu() for k in recorder.k])  # (L, Hkv, T, d)
-        values = torch.cat([v.cpu() for v in recorder.v])  # (L, Hkv, T, d)
-        return torch.stack([keys, values])
+        """What the model is known by: see `tables.identity`."""
+        return identity(self)
 
     @torch.no_grad()
     def generate(self, tokens, max_new_tokens, cache=None, temperature=0.0, top_p=1.0, seed=None, eos=None):

@@ -2,8 +2,9 @@
 import json
 
 from tinykv import UserError
-from tinykv.files import fingerprint, load_tensors, read_text, save_tensors
+from tinykv.files import load_tensors, read_text, save_tensors
 from tinykv.methods.intactkv import Prefix
+from tinykv.tables import fingerprint
 from tinykv.weights.command import FULL_PRECISION
 
 FORMAT = "tinykv-prefix"  # what the file says that it is

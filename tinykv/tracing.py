@@ -36,25 +36,3 @@ class Trace:
 def sixteen_bits(x):
     """A key or a value as caches store it: in the model's dtype, or fp16 if the model runs in fp32."""
     return x if x.dtype.itemsize == 2 else x.half()
-
-
-# What a model is known by: `Llama.identity`
-
-PROBED_AT = 1000  # the position of the probe's first token: there RoPE's slow pairs have turned, too
-
-
-def probe(vocab_size):
-    """The text by which models are known: 4 tokens (1, T), spread over the vocabulary."""
-    return torch.arange(1, 5)[None] * vocab_size // 5
-
-
-def same_model(one, other):
-    """Whether two `Llama.identity` are of one model. They may have other dtypes, or devices: of a layer's keys, or of
-    its values, rounding is less than a hundred-thousandth in 32 bits, and a few per cent in 16."""
-    if one.shape != other.shape:
-        return False
-    tolerance = 1e-3 if min(one.dtype.itemsize, other.dtype.itemsize) > 2 else 1 / 8
-    one, other = one.double(), other.double()  # (2, L, Hkv, T, d) both
-    error = (one - other).square().sum((2, 3, 4)).sqrt()  # (2, L)
-    size = other.square().sum((2, 3, 4)).sqrt()  # (2, L)
-    return bool((error <= tolerance * size).all())  # nor is NaN

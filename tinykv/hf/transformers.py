@@ -17,7 +17,7 @@ from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.hf.config import parse_config
 from tinykv.model import Rope
-from tinykv.tracing import PROBED_AT, probe
+from tinykv.tables import PROBED_AT, probe
 
 
 class MethodCache(Cache):
@@ -152,7 +152,7 @@ class MethodCache(Cache):
 
 @torch.no_grad()
 def identity_of(model):
-    """What `Llama.identity` is of a model of transformers."""
+    """What `tables.identity` is of a model of transformers."""
     tokens, cache = probe(model.config.vocab_size).to(model.device), DynamicCache()
     positions = PROBED_AT + torch.arange(tokens.shape[1], device=model.device)[None]  # (1, T)
     model.model(input_ids=tokens, position_ids=positions, past_key_values=cache)

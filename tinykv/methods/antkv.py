@@ -48,7 +48,8 @@ import torch
 
 from tinykv import UserError, one_of
 from tinykv.codecs.base import BLOCK
-from tinykv.methods.base import CodebookMethod, best_tokens
+from tinykv.methods.base import best_tokens
+from tinykv.methods.codebooks import CodebookMethod
 
 MAX_SCORES = 2 ** 18  # attention scores held at once on a CPU: they then stay in its cache
 MAX_SCORES_GPU = 2 ** 26

@@ -4,22 +4,16 @@
     Code   how is every other token quantized?
     When   how long does a fresh token stay in full precision, and how many are quantized at a time?
 """
-import inspect
 from typing import Annotated
 
 import torch
 
-from tinykv import UserError, one_of
-from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS, Pair
-from tinykv.codecs.codebook import FEWEST, make_codebooks
+from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS
 from tinykv.codecs.schemes import SCHEMES, make_codecs
-from tinykv.tracing import same_model
-
-CHOOSE = ("prompt", "always")  # when a method chooses the tokens that it keeps
-OF_A_PREFIX = ("name", "ids", "trained_for", "fill", "rows")  # what is asked of one
+from tinykv.tables import Calibrated
 
 
-class Method:
+class Method(Calibrated):
     """The interface between a method and the cache.
 
     A method holds its settings and what calibration found, but nothing of any text. What it remembers of a text lives
@@ -46,10 +40,8 @@ class Method:
     # Code
     codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/schemes.py)
     # Calibration
-    config = None  # of the model that it was made for
     needs_text = False  # True: calibration calls `fit`, before that of the codecs
     found = ()  # attributes that `fit` sets, integers or None; they are saved with the codecs' tables
-    calibrated_on = None  # (`identity` of the model, `stored_as` of the method) when calibration had ended
     calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
     # In tables
     name = None  # of the method; None: the class's
@@ -57,7 +49,7 @@ class Method:
     beside = {}
 
     def __init__(self, config):
-        self.config = config
+        self.config = config  # of the model that it is made for
 
     # When
 
@@ -100,94 +92,6 @@ class Method:
         """Find what is in `found`. hidden: of all calibration windows the embedding, and each layer's output, (W, T, D)
         each; to be gone through once, as not all may be held in memory."""
 
-    @property
-    def needs_calibration(self):
-        """Whether `calibrate.calibrate` has to run before the next text."""
-        if self.calibrated_on is not None:
-            return False
-        return self.needs_text or any(codec.needs_text for _, _, codec in self.each_codec())
-
-    def each_codec(self):
-        """[(layer, "k" or "v", codec)]."""
-        return [(layer, kind, codec) for layer, pair in enumerate(self.codecs) for kind, codec in zip("kv", pair)]
-
-    def calibrated(self):
-        """What calibration found, for a file: {"3.k.scale": tensor, ...}."""
-        numbers = {name: getattr(self, name) for name in self.found if self.needs_text}
-        tables = {name: torch.tensor(number) for name, number in numbers.items() if number is not None}
-        for layer, kind, codec in self.each_codec():
-            tables |= {f"{layer}.{kind}.{name}": table for name, table in codec.calibrated().items()}
-        return tables
-
-    def restore(self, tables, model):
-        """Take what `calibrated` returned, instead of calibrating on this model. Names that are not declared are
-        ignored. UserError where a codec gets no table at all."""
-        self.calibrated_on = None  # until the last table is there
-        for name in self.found:
-            if name in tables:
-                setattr(self, name, tables[name].item())
-        for layer, kind, codec in self.each_codec():
-            names = {name: f"{layer}.{kind}.{name}" for name in codec.tables}
-            own = {name: tables[in_file] for name, in_file in names.items() if in_file in tables}
-            if codec.needs_text and not own:
-                what = "calibrate it" if codec.tables else f"name what `fit` sets in `tables` of {codec!r}"
-                raise UserError(f"{self!r} finds no table for {kind.upper()} of layer {layer}; {what}")
-            vars(codec).update(own)
-        self.calibrated_on = model.identity(), self.stored_as()
-
-    def stored_as(self):
-        """What tables depend on: where keys are stored, and each codec's class and the arguments it was made with."""
-        made_with = [self.rope]
-        for _, _, codec in self.each_codec():
-            names = inspect.signature(type(codec)).parameters
-            values = [value for name in names if isinstance(value := getattr(codec, name, None), str | int | float)]
-            made_with.append([type(codec), *values])
-        return made_with
-
-    def check(self):
-        """UserError for what no cache can run. A command asks as soon as the method is made, and every cache asks."""
-        name, L = type(self).__name__, self.config.num_hidden_layers
-        one_of(("pre", "post"), rope=self.rope)
-        one_of(CHOOSE, choose=self.choose)
-        preserve = 0 if self.keeps_share else self.preserve  # a share is a text, such as "1%"
-        for setting, value, least in (("recent", self.recent, 0), ("block", self.block, 1), ("preserve", preserve, 0)):
-            if not (hasattr(value, "__index__") and value >= least):
-                raise UserError(f"{setting} of {name} must be a whole number of at least {least}; got {value!r}")
-        for setting, value in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
-            if not isinstance(value, int | float) or not value > 0:  # nor is NaN
-                raise UserError(f"{setting} of {name} must be a number above 0; got {value!r}")
-        if self.prefix is not None and not all(hasattr(self.prefix, part) for part in OF_A_PREFIX):
-            raise UserError(f"prefix of {name} must be None, or have {', '.join(OF_A_PREFIX)}, as an intactkv.Prefix "
-                            f"has; got {self.prefix!r}")
-        if not isinstance(self.codecs, list | tuple) or [type(pair) for pair in self.codecs] != [Pair] * L:
-            raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {self.codecs!r}")
-        for _, kind, codec in self.each_codec():
-            if (block := self.block_of(kind)) % codec.tokens_per_group:
-                raise UserError(f"a block of {block} tokens does not hold whole groups of "
-                                f"{codec.tokens_per_group}; give a multiple")
-        learning = [codec for *_, codec in self.each_codec() if codec.needs_text]
-        if len(set(map(id, learning))) < len(learning):
-            raise UserError(f"{name}: each layer, K and V need codecs of their own, as each is calibrated by itself")
-
-    def check_model(self, model):
-        """UserError unless the model has the config that the method was made for and, if the method was calibrated,
-        computes what that model did; perhaps in another dtype."""
-        if self.config != model.config:
-            raise UserError(f"{self!r} was made for another config; make it for this model's, as "
-                            "`hf.load_config(folder)` reads it, and let its constructor call super().__init__(config)")
-        if self.calibrated_on is not None:
-            identity, stored_as = self.calibrated_on
-            if stored_as != self.stored_as():
-                raise UserError(f"{self!r}: rope, or a setting of a codec, has changed since it was calibrated; make a "
-                                "new method with these settings, and calibrate it")
-            if not same_model(identity, model.identity()):
-                raise UserError(f"{self!r} was calibrated on another model; calibrate it on this one")
-
-    @property
-    def offline_bytes(self):
-        """Bytes of the codecs' tables: found once, shared by all texts. A single number is no table."""
-        return sum(table.nbytes for table in self.calibrated().values() if table.dim())
-
     def describe(self):
         """One line for the user: what was chosen or found."""
         return ""
@@ -214,31 +118,6 @@ class CodecMethod(Method):
         if block is None:
             block = tokens_per_group if tokens_per_group > 1 else BLOCK
         self.block = block
-
-
-class CodebookMethod(Method):
-    """A method on codebooks: CQ and AnTKV. Its own idea is what to keep and when to quantize."""
-
-    def __init__(self, config, vq, bits, sensitivity, sharing):
-        super().__init__(config)
-        self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
-        codec = self.codecs[0].k
-        self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
-        # weights need four times as much text; but 4,096 centroids would take minutes
-        if codec.needs_gradient and codec.m <= 1024:
-            self.calibration_windows = 4 * CALIBRATION_WINDOWS
-
-    def describe(self):
-        """The format, and what the codebook that has the fewest vectors was calibrated on."""
-        codecs = [codec for *_, codec in self.each_codec()]
-        line = f"{codecs[0].name}, codebooks of a {codecs[0].sharing}"
-        if self.calibrated_on is not None:
-            least, samples = min(codecs, key=lambda codec: codec.effective), min(codec.samples for codec in codecs)
-            line += f", each calibrated on {samples:,.0f} vectors"
-            line += f"; by their weights worth {least.effective:,.0f} or more"
-            if least.effective < FEWEST * least.m:
-                line += f": few (below {FEWEST} a centroid), so give more --calib-windows, or fewer centroids"
-        return line
 
 
 def first_tokens(layer_cache, count):

@@ -14,7 +14,7 @@ Paper and practice. No released code was found. That keys are quantized before R
 its own codebook, is AnTKV's account of CQ. Bits are quoted without the codebooks, which `offline_bytes` counts.
 """
 from tinykv.codecs.base import BLOCK
-from tinykv.methods.base import CodebookMethod
+from tinykv.methods.codebooks import CodebookMethod
 
 
 class CQ(CodebookMethod):

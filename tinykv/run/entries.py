@@ -13,11 +13,11 @@ from functools import partial
 
 from tinykv import UserError, calibrate, cli, did_you_mean, shared_flags
 from tinykv.codecs.base import CALIBRATION_WINDOWS
-from tinykv.files import Tables, identity
 from tinykv.methods.registry import METHODS
 from tinykv.prefixes import fill_prefix, open_prefix
 from tinykv.run import ranks
 from tinykv.run.settings import constructor_arguments, is_made, load_class, names_of, settings_of
+from tinykv.tables import Tables, hash_of
 from tinykv.weights import restore
 from tinykv.weights.command import quantized_blocks, quantizers_of, weights_label
 
@@ -54,8 +54,8 @@ class Entry:
     def made_of(self, windows, draw):
         """A hash of all that a draw's tables depend on: windows, method, settings, weight quantizer, k-means' seed, and
         code. None of what is the user's own, which is calibrated anew each time."""
-        return None if self.is_own else identity(windows, draw, self.name, self.settings, self.quantizer,
-                                                 str(self.method.stored_as()))
+        return None if self.is_own else hash_of(windows, draw, self.name, self.settings, self.quantizer,
+                                                str(self.method.stored_as()))
 
 
 @contextmanager

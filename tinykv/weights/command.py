@@ -2,8 +2,8 @@
 from functools import partial
 
 from tinykv import UserError, cli, one_of
-from tinykv.files import identity
 from tinykv.shared_flags import list_of
+from tinykv.tables import hash_of
 from tinykv.weights import QUANTIZERS, quantize
 
 FULL_PRECISION = "full precision"  # the label of weights that are not quantized
@@ -43,13 +43,13 @@ def weights_label(weights, quantizer, data, windows):
     calibrated on, the text's name and its windows (W, T)."""
     if weights is None:
         return FULL_PRECISION
-    return f"{weights}, {data} {identity(windows)[:16]}" if quantizer.needs_text else weights
+    return f"{weights}, {data} {hash_of(windows)[:16]}" if quantizer.needs_text else weights
 
 
 def quantized_blocks(model, name, quantizer, windows, kept):
     """The tensors of the model's blocks with quantized weights, for `weights.restore`. Calibrated ones are taken from
     kept `Tables`, or added to them. windows (W, T): to calibrate on, where `quantizer.needs_text`."""
-    made_of = identity(windows, quantizer) if quantizer.needs_text else None
+    made_of = hash_of(windows, quantizer) if quantizer.needs_text else None
     tensors = kept.get(made_of)
     if tensors is None:
         cli.step(f"quantizing weights {name}")

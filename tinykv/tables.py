@@ -1,0 +1,236 @@
+"""Whose tables are these? A reader may skip this file: it has nothing of a method's idea.
+
+What calibration finds (ranges, levels, codebooks) are a method's *tables*. They hold for one model, and for the codecs
+of one method. This file takes them from a method and gives them back (`Calibrated`), keeps them in a folder (`Tables`),
+tells models apart (`identity`), and refuses what does not belong together.
+"""
+import hashlib
+import inspect
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from tinykv import UserError, all_finite, one_of
+from tinykv.codecs.base import Pair
+from tinykv.files import digest_of, load_tensors, save_tensors
+from tinykv.tracing import Trace
+
+# of this package, what can change what calibration finds
+COMPUTES = ("cache", "calibrate", "codecs", "kmeans", "methods", "model", "outlier", "tables", "tracing", "weights")
+
+
+# The tables of a method
+
+class Calibrated:
+    """What every `Method` has beside its answers to the three questions."""
+    config = None  # of the model that it was made for
+    calibrated_on = None  # (`identity` of the model, `stored_as` of the method) when calibration had ended
+
+    @property
+    def needs_calibration(self):
+        """Whether `calibrate.calibrate` has to run before the next text."""
+        if self.calibrated_on is not None:
+            return False
+        return self.needs_text or any(codec.needs_text for _, _, codec in self.each_codec())
+
+    def each_codec(self):
+        """[(layer, "k" or "v", codec)]."""
+        return [(layer, kind, codec) for layer, pair in enumerate(self.codecs) for kind, codec in zip("kv", pair)]
+
+    def calibrated(self):
+        """What calibration found, for a file: {"3.k.scale": tensor, ...}."""
+        numbers = {name: getattr(self, name) for name in self.found if self.needs_text}
+        tables = {name: torch.tensor(number) for name, number in numbers.items() if number is not None}
+        for layer, kind, codec in self.each_codec():
+            tables |= {f"{layer}.{kind}.{name}": table for name, table in codec.calibrated().items()}
+        return tables
+
+    def restore(self, tables, model):
+        """Take what `calibrated` returned, instead of calibrating on this model. Names that are not declared are
+        ignored. UserError where a codec gets no table at all."""
+        self.calibrated_on = None  # until the last table is there
+        for name in self.found:
+            if name in tables:
+                setattr(self, name, tables[name].item())
+        for layer, kind, codec in self.each_codec():
+            names = {name: f"{layer}.{kind}.{name}" for name in codec.tables}
+            own = {name: tables[in_file] for name, in_file in names.items() if in_file in tables}
+            if codec.needs_text and not own:
+                what = "calibrate it" if codec.tables else f"name what `fit` sets in `tables` of {codec!r}"
+                raise UserError(f"{self!r} finds no table for {kind.upper()} of layer {layer}; {what}")
+            vars(codec).update(own)
+        self.calibrated_on = model.identity(), self.stored_as()
+
+    def stored_as(self):
+        """What tables depend on: where keys are stored, and each codec's class and the arguments it was made with."""
+        made_with = [self.rope]
+        for _, _, codec in self.each_codec():
+            names = inspect.signature(type(codec)).parameters
+            values = [value for name in names if isinstance(value := getattr(codec, name, None), str | int | float)]
+            made_with.append([type(codec), *values])
+        return made_with
+
+    def check(self):
+        """UserError for what no cache can run. A command asks as soon as the method is made, and every cache asks."""
+        name, L = type(self).__name__, self.config.num_hidden_layers
+        one_of(("pre", "post"), rope=self.rope)
+        one_of(("prompt", "always"), choose=self.choose)
+        preserve = 0 if self.keeps_share else self.preserve  # a share is a text, such as "1%"
+        for setting, value, least in (("recent", self.recent, 0), ("block", self.block, 1), ("preserve", preserve, 0)):
+            if not (hasattr(value, "__index__") and value >= least):
+                raise UserError(f"{setting} of {name} must be a whole number of at least {least}; got {value!r}")
+        for setting, value in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
+            if not isinstance(value, int | float) or not value > 0:  # nor is NaN
+                raise UserError(f"{setting} of {name} must be a number above 0; got {value!r}")
+        of_prefix = ("name", "ids", "trained_for", "fill", "rows")
+        if self.prefix is not None and not all(hasattr(self.prefix, part) for part in of_prefix):
+            raise UserError(f"prefix of {name} must be None, or have {', '.join(of_prefix)}, as an intactkv.Prefix "
+                            f"has; got {self.prefix!r}")
+        if not isinstance(self.codecs, list | tuple) or [type(pair) for pair in self.codecs] != [Pair] * L:
+            raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {self.codecs!r}")
+        for _, kind, codec in self.each_codec():
+            if (block := self.block_of(kind)) % codec.tokens_per_group:
+                raise UserError(f"a block of {block} tokens does not hold whole groups of "
+                                f"{codec.tokens_per_group}; give a multiple")
+        learning = [codec for *_, codec in self.each_codec() if codec.needs_text]
+        if len(set(map(id, learning))) < len(learning):
+            raise UserError(f"{name}: each layer, K and V need codecs of their own, as each is calibrated by itself")
+
+    def check_model(self, model):
+        """UserError unless the model has the config that the method was made for and, if the method was calibrated,
+        computes what that model did; perhaps in another dtype."""
+        if self.config != model.config:
+            raise UserError(f"{self!r} was made for another config; make it for this model's, as "
+                            "`hf.load_config(folder)` reads it, and let its constructor call super().__init__(config)")
+        if self.calibrated_on is not None:
+            identity, stored_as = self.calibrated_on
+            if stored_as != self.stored_as():
+                raise UserError(f"{self!r}: rope, or a setting of a codec, has changed since it was calibrated; make a "
+                                "new method with these settings, and calibrate it")
+            if not same_model(identity, model.identity()):
+                raise UserError(f"{self!r} was calibrated on another model; calibrate it on this one")
+
+    @property
+    def offline_bytes(self):
+        """Bytes of the codecs' tables: found once, shared by all texts. A single number is no table."""
+        return sum(table.nbytes for table in self.calibrated().values() if table.dim())
+
+
+# Which model is it?
+
+PROBED_AT = 1000  # the position of the probe's first token: there RoPE's slow pairs have turned, too
+
+
+@torch.no_grad()
+def identity(model):
+    """What a model is known by: the keys (rotated) and the values that it computes of a fixed text, whatever weights,
+    hooks and RoPE they come of: (2, L, Hkv, T, d). See `same_model`."""
+    recorder, attention = Trace(model), model.model["layers"][0].self_attn.attention
+    try:
+        model.use_attention("fused")  # a `Trace` has no codes that triton could read
+        model(probe(model.config.vocab_size).to(model.lm_head.weight.device), recorder, logits=False)
+    finally:
+        model.use_attention(attention)
+    keys = torch.cat([model.rope.rotate(k, PROBED_AT).cpu() for k in recorder.k])  # (L, Hkv, T, d)
+    values = torch.cat([v.cpu() for v in recorder.v])  # (L, Hkv, T, d)
+    return torch.stack([keys, values])
+
+
+def probe(vocab_size):
+    """The text by which models are known: 4 tokens (1, T), spread over the vocabulary."""
+    return torch.arange(1, 5)[None] * vocab_size // 5
+
+
+def same_model(one, other):
+    """Whether two `Llama.identity` are of one model. They may have other dtypes, or devices: of a layer's keys, or of
+    its values, rounding is less than a hundred-thousandth in 32 bits, and a few per cent in 16."""
+    if one.shape != other.shape:
+        return False
+    tolerance = 1e-3 if min(one.dtype.itemsize, other.dtype.itemsize) > 2 else 1 / 8
+    one, other = one.double(), other.double()  # (2, L, Hkv, T, d) both
+    error = (one - other).square().sum((2, 3, 4)).sqrt()  # (2, L)
+    size = other.square().sum((2, 3, 4)).sqrt()  # (2, L)
+    return bool((error <= tolerance * size).all())  # nor is NaN
+
+
+# What made a file of tables
+
+def hash_of(*parts):
+    """The SHA-256, in hex, of what made something: another part, or edited code of this package, gives another one.
+
+    parts: numbers, texts, tensors, lists and dicts; of another object its class's name and its attributes count. Of the
+    package, what counts is the files as they were when it was loaded.
+    """
+    def plain(thing):
+        return digest_of({"": thing}, {}) if isinstance(thing, torch.Tensor) else [type(thing).__name__, vars(thing)]
+    return hashlib.sha256(json.dumps([PACKAGE, *parts], sort_keys=True, default=plain).encode()).hexdigest()
+
+
+def package_hash():
+    """Of the files of this package that can change what calibration finds."""
+    package, digest = Path(__file__).parent, hashlib.sha256()
+    for name in COMPUTES:
+        for path in sorted([*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py")]):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+PACKAGE = package_hash()  # what runs is what was loaded, also if a file is edited later
+
+
+def fingerprint(model):
+    """16 hex digits of the SHA-256 over config and weights, dtype included, and over RoPE where it is not the config's;
+    the same on any device."""
+    # the config, with every number as a float: 10000 and 10000.0 are one theta
+    config = json.loads(json.dumps(asdict(model.config)), parse_int=float)
+    weights = dict(model.named_parameters()) | dict(model.named_buffers())  # quantized weights are buffers
+    freq, of_config = model.rope.freq, type(model.rope)(model.config).freq
+    edited = {} if torch.allclose(freq, of_config) else {"rope": freq}  # machines differ in a last bit
+    return digest_of({**weights, **edited}, config)[:16]
+
+
+class Tables:
+    """What calibration found for a model, in a folder: a file for each set of tensors, named by what made it.
+
+        kept = Tables("tables", model)
+        kept.put(hash_of(windows), method.calibrated())
+        method.restore(kept.get(hash_of(windows)), model)
+
+    folder: None keeps nothing. Other models, and commands that run at the same time, may share it. What the model
+    computed stands in each file: a hook, which no hash of weights sees, may have been added since.
+    """
+
+    def __init__(self, folder, model):
+        self.folder = None if folder is None else Path(folder)
+        self.device = model.lm_head.weight.device
+        self.model, self.identity = (None, None) if folder is None else (fingerprint(model), model.identity())
+
+    def path(self, made_of):
+        """The file of what something made, a `hash_of` it; None if nothing is kept of it."""
+        if self.folder is None or made_of is None:
+            return None
+        return self.folder / f"{hash_of(self.model, made_of)[:32]}.safetensors"
+
+    def get(self, made_of):
+        """{name: tensor}; None if they are not kept, or are of a model that computes something else, or if the file
+        has another one's name."""
+        path = self.path(made_of)
+        if path is None or not path.exists():
+            return None
+        tensors, notes = load_tensors(path, "tinykv-calibration", self.device)
+        as_kept = notes.get("name") == path.stem and same_model(tensors.pop("model").cpu(), self.identity)
+        return tensors if as_kept else None
+
+    def put(self, made_of, tensors):
+        """Keep {name: tensor}. UserError if a number in them is not finite."""
+        for name, tensor in tensors.items():
+            all_finite(f"numbers of {name}, which calibration found,", tensor)
+        if path := self.path(made_of):
+            try:
+                notes = {"format": "tinykv-calibration", "name": path.stem}
+                save_tensors(path, {**tensors, "model": self.identity}, notes)
+            except UserError as error:  # such as a full disk: they are found, and only not kept
+                print(error, file=sys.stderr, flush=True)
