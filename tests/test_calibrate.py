@@ -183,7 +183,7 @@ def test_a_list_finds_what_each_method_finds_alone():
         calibrate(model, method, windows)
     count.clear()
     calibrate(model, together, windows)
-    assert len(count) == len(windows) + 1  # and the probe
+    assert len(count) == len(windows)
     for one, other in zip(apart, together):
         tables = other.calibrated()
         assert one.calibrated().keys() == tables.keys() and one.stored_as() == other.stored_as()
@@ -200,7 +200,7 @@ def test_some_layers_at_a_time_find_the_same(name, readings, monkeypatch):
         monkeypatch.setattr("tinykv.calibrate.HELD", held)
         count.clear()
         calibrate(model, method := METHODS[name](model.config, **({"vq": "d8m4"} if name == "cq" else {})), windows)
-        assert len(count) == n * len(windows) + 1  # and the probe
+        assert len(count) == n * len(windows)
         found.append(tables(method))
     assert found[0] and same(*found)
 

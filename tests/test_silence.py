@@ -12,7 +12,7 @@ from test_cli import refused
 
 import eval_ppl
 import train_intact
-from tinykv import UserError, hf
+from tinykv import UserError, hf, tables
 from tinykv.analysis import __main__ as analysis
 from tinykv.cache import KVCache, LayerCache
 from tinykv.calibrate import calibrate
@@ -211,6 +211,32 @@ def test_tables_serve_the_model_that_they_were_calibrated_on(tmp_path, change, d
     assert Tables(tmp_path, model).get("these") is None
 
 
+def overwrite(model):
+    """One number, in place; the sum of some of its neighbours may not have it."""
+    with torch.no_grad():
+        model.model["layers"][0].mlp.up_proj.weight[3, 5] += 1
+
+
+def enlarge_a_row(model):
+    model.model["layers"][1].self_attn.q_proj.weight.data[7] *= 2
+
+
+def soften(model):
+    model.model["layers"][2].input_layernorm.eps *= 100
+
+
+@pytest.mark.parametrize("change", [exchange, permute, hook, slow, enlarge, enlarge_a_row, overwrite, soften])
+def test_a_model_is_probed_once_and_again_when_it_was_edited(monkeypatch, change):
+    monkeypatch.setattr(tables, "probed", probed := Mock(side_effect=tables.probed))
+    model = hf.load_model(EMBEDDED)
+    for n in (1, 2, 3):
+        known = model.identity()
+        model.use_attention("fused")
+        model(torch.arange(9)[None])
+        assert model.identity() is known and probed.call_count == n
+        change(model)
+
+
 def test_a_file_of_tables_under_another_name_is_not_read(tmp_path):
     model = hf.load_model(EMBEDDED)
     kept = Tables(tmp_path, model)
@@ -227,10 +253,10 @@ def test_a_method_that_lost_its_tables_on_the_way_is_not_calibrated():
     """Interrupted while it takes others, or given none."""
     model = hf.load_model(EMBEDDED)
     method = METHODS["rtn"](model.config)
-    for tables, error in ((Mock(__contains__=Mock(side_effect=KeyboardInterrupt)), KeyboardInterrupt), ({}, UserError)):
+    for given, error in ((Mock(__contains__=Mock(side_effect=KeyboardInterrupt)), KeyboardInterrupt), ({}, UserError)):
         calibrate(model, method, torch.arange(64).view(2, 32))
         with pytest.raises(error):
-            method.restore(tables, model)
+            method.restore(given, model)
         assert method.needs_calibration
 
 
@@ -250,7 +276,7 @@ def test_a_reset_that_was_interrupted_leaves_a_cache_that_is_refused(monkeypatch
 def test_an_interrupted_probe_leaves_the_attention_as_it_was(monkeypatch):
     model = hf.load_model(EMBEDDED)
     model.use_attention("plain")
-    monkeypatch.setattr(model.model["norm"], "forward", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(model.model["layers"][3], "forward", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         model.identity()
     assert {layer.self_attn.attention for layer in model.model["layers"]} == {"plain"}

@@ -241,6 +241,7 @@ class Llama(nn.Module):
         })
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.devices = None  # of each layer, where they lie on several
+        self.known = None  # by what: `tables.identity`
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model["embed_tokens"].weight
 

@@ -124,14 +124,43 @@ class Calibrated:
 PROBED_AT = 1000  # the position of the probe's first token: there RoPE's slow pairs have turned, too
 
 
-@torch.no_grad()
 def identity(model):
     """What a model is known by: the keys (rotated) and the values that it computes of a fixed text, whatever weights,
-    hooks and RoPE they come of: (2, L, Hkv, T, d). See `same_model`."""
+    hooks and RoPE they come of: (2, L, Hkv, T, d). See `same_model`.
+
+    They are remembered on the model until it is edited.
+    """
+    state = state_of(model)
+    if model.known is None or model.known[0] != state:
+        model.known = state, probed(model)
+    return model.known[1]
+
+
+def state_of(model):
+    """What changes when a model is edited: the attributes and hooks of its modules; where each tensor lies, how often
+    it was written to, and, as torch does not count writes through `.data`, a sum with one number of each row."""
+    state = []
+    for part in (model.rope, *model.model.modules()):
+        for value in vars(part).values():
+            held = value.values() if isinstance(value, dict) else [value]
+            state.append([x if isinstance(x, int | float | str) else id(x) for x in held])
+    for x in (model.rope.freq, *model.model.parameters(), *model.model.buffers()):
+        some = x.detach().flatten()[::x.shape[-1] + 1] if x.dim() > 1 else x.detach()  # along diagonals
+        state.append((x.data_ptr(), 0 if x.is_inference() else x._version, some.double().sum().item()))
+    return state
+
+
+@torch.no_grad()
+def probed(model):
+    """The probe's keys and values. Layer by layer, so that a breakpoint on `Llama.forward` stops only in a text."""
     recorder, attention = Trace(model), model.model["layers"][0].self_attn.attention
+    tokens = probe(model.config.vocab_size).to(model.lm_head.weight.device)  # (1, T)
     try:
         model.use_attention("fused")  # a `Trace` has no codes that triton could read
-        model(probe(model.config.vocab_size).to(model.lm_head.weight.device), recorder, logits=False)
+        h = model.model["embed_tokens"](tokens)  # (1, T, D)
+        for i, layer in enumerate(model.model["layers"]):
+            h = h if model.devices is None else h.to(model.devices[i])
+            h = layer(h, model.rope, 0, model.mask(0, tokens.shape[1], h.device), i, recorder)  # (1, T, D)
     finally:
         model.use_attention(attention)
     keys = torch.cat([model.rope.rotate(k, PROBED_AT).cpu() for k in recorder.k])  # (L, Hkv, T, d)
