@@ -147,21 +147,6 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(analyse, monke
     assert status == 2 and err.count("\n") == 1 and str(words[-1] if words else "cache.html") in err
 
 
-@pytest.mark.parametrize("words, named", [
-    (["norms", "--context", 100000], "--context"), (["nothing"], "nothing"), (["norms", "--windows", 0], "--windows"),
-    (["norms", "--model", "no/folder"], "no/folder"), (["norms", "--json", "no/such/folder/x.json"], "no/such/folder"),
-    (["norms", "--data", "no/file"], "no/file"), (["norms", "--layer", 6], "--layer 6"), (["norms", "page"], "page"),
-    (["norms", "--context", 0], "--context")])
-def test_bad_input_is_one_clear_line(analyse, words, named):
-    status, _, err = analyse(*words)
-    assert status == 2 and err.count("\n") == 1 and "error: " in err and named in err
-
-
-def test_a_page_of_no_file_is_one_clear_line(analyse, tmp_path):
-    status, _, err = analyse("--text", "no/file", "--out", tmp_path / "x.html", program=page)
-    assert status == 2 and err.count("\n") == 1 and "no/file" in err
-
-
 # The figure of eval_ppl.py
 
 def row(label, ppl, bits=2.0, preserve=0, weights=None):

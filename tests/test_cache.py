@@ -119,8 +119,3 @@ def test_a_cache_that_a_forward_left_half_read_is_refused(protocol, read, where,
             go_on(tokens[:, read:], cache=cache)
     cache.reset()
     assert torch.equal(model(tokens, cache), model(tokens, KVCache(model, FP16(model.config), protocol)))
-
-
-def test_unknown_protocol_is_refused():
-    with pytest.raises(ValueError, match="protocol"):
-        KVCache(model_of(1), FP16(model_of(1).config), "Paper")

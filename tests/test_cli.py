@@ -44,7 +44,7 @@ def refused(command, *words):
     """The one line with which the command refuses."""
     status, _, err = command(*words)
     err = re.sub("^(calibrating|evaluating|quantizing weights) .*\n", "", err, flags=re.MULTILINE)
-    assert status == 2 and err.count("\n") == 1 and re.match(r"\w+\.py: error: ", err), (status, err)
+    assert status == 2 and err.count("\n") == 1 and re.match(r"(\w+\.py|python -m [\w.]+): error: ", err), (status, err)
     return err
 
 
@@ -146,7 +146,6 @@ def test_rows_are_compared_window_by_window(command):
     head, *lines = cells(out)
     assert head == ["method", "vs", "nats a token", "+-", "t", "p", "t of KL", "p", "better on"]
     assert [line[:2] for line in lines] == [["pfn bits=3", "rtn bits=3"], ["pfn bits=2", "rtn bits=2"]]
-    assert "--vs kvi" in refused(command, "--method", "rtn", "--vs", "kvi", *SMALL)
 
 
 def test_same_seed_same_table_other_seed_another(command):
@@ -429,36 +428,6 @@ def test_windows_to_calibrate_on_begin_as_those_of_the_test(one_layer, bos):
     assert (windows[:, 0] == args.tokenizer.bos_id).all() == (bos == "replace")
 
 
-@pytest.mark.parametrize("words, named", [
-    ("--choose always", ["--choose", "--prompt"]), ("--prompt 32", ["--prompt 32", "shorter than a window, 32"]),
-    ("--method intactkv --prefix docs/prompt.txt --prompt 9 --context 64", ["the prefix", "tokens"]),
-    ("--method kvsnik", ["kvsnik", "did you mean kvsink?"]), ("--metod rtn", ["--metod", "did you mean --method?"]),
-    ("--contex=64", ["--contex", "did you mean --context?"]), ("--bits two --method rtn", ["argument --bits"]),
-    ("--method eval_ppl.py", ["eval_ppl.py:Class"]),  # a file without its class
-    ("--method nowhere.py", ["no file nowhere.py"]), ("--method nowhere.py:X", ["no file nowhere.py"]),
-    ("--method pfn --preserve 65", ["pfn keeps 65", "32"]), ("--method rtn --preserve 5", ["--preserve", "rtn"]),
-    ("--method rtn --bits 2,nan", ["nan"]), ("--method rtn --scheme token-static --group-size 5", ["5", "8"]),
-    ("--method kvsink --emergence-layer 9 --outlier-channel 1", ["9", "layers"]), ("--model no/folder", ["no/folder"]),
-    ("--method pfn --scheme channel-static,kvqant", ["kvqant", "kvquant", "token-static"]),
-    ("--method kivi --scheme kvquant", ["--scheme", "kivi"]),  # rtn, beside it, takes one, in which nothing has groups
-    ("--method rtn --outliers 1", ["--outliers", "rtn"]),  # not a setting of its scheme
-    ("--method pfn,kvsink --outliers 0,1 --scheme token-static", ["--outliers", "pfn", "kvsink"]),
-    ("--context 2048", ["2048", "128"]), ("--method=--", ["--method=--"]),
-    ("--windows 1000000000", ["1000000000 windows of"]), ("--calib-windows 1000000000", ["1000000000 windows of"]),
-    *((f"--{flag} 0", [f"--{flag}", "0"]) for flag in ("windows", "calib-windows", "batch", "prompt")),
-    ("--data nothing.txt", ["nothing.txt", "tales"]), ("--data line\nbreak.txt", ["line\\nbreak"]),
-    (f"--method fp16 --data {'x' * 5000}", ["xxx..."]), ("--method eval_ppl.py:Nothing", ["Nothing", "Method"]),
-    ("--model ~/no/folder", [os.path.expanduser("~/no/folder")]), ("--bos nonne", ["did you mean none?"]),
-    ("--device cuda:9", ["cuda:9"]), ("--device gpu", ["'gpu'", "give cpu, cuda"]), ("--version", ["--version;"]),
-    ("--keep 5", ["did you mean --preserve?"]), ("--group 7", ["mean --group-size?"]), ("--text x", ["mean --data?"]),
-    ("pfn", ["did you mean --method pfn?"]), ("--method mine:Hundredth", ["did you mean mine.py:Hundredth?"]),
-    ("--json no/such/folder/out.json --method fp16", ["no/such/folder"])])
-def test_bad_input_is_one_clear_line(command, monkeypatch, words, named):
-    monkeypatch.chdir(ROOT)
-    line = refused(command, *SMALL, *words.split(" "))
-    assert len(line) < 1000 and all(name in line for name in named), line
-
-
 @pytest.mark.parametrize("context, said", [(128, True), (130, False)])
 def test_a_row_whose_codes_no_query_reads_says_so(command, context, said):
     """The first block of 128 tokens is quantized after the last of them has been read."""
@@ -636,11 +605,6 @@ def test_a_command_replaces_what_it_wrote(command, tmp_path):
         assert (tmp_path / "b").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_prefix_of_megabytes_is_refused(command, tmp_path):
-    (tmp_path / "long.txt").write_text("x" * 2_000_000)
-    assert "long.txt has more" in refused(command, "--method", "intactkv", "--prefix", tmp_path / "long.txt")
-
-
 def test_an_error_is_one_line_in_a_notebook():
     with pytest.raises(UserError) as caught:
         eval_ppl.compare("kvsnk")
@@ -783,7 +747,6 @@ def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, one_lay
     seen = [call.args[2].tolist() for call in calibrated.call_args_list]
     assert seen == [part.tolist() for part in stream.split(2)]
     assert [{call.kwargs["seed"] for call in module.kmeans.call_args_list} for module in modules] == [{0, 1}] * 3
-    assert "--draws must be a whole number of at least 1" in refused(command, *words, "--draws", "0")
     assert "1000 windows need" in refused(command, *words, "--draws", "500")
 
 

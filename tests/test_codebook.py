@@ -56,13 +56,6 @@ def test_the_papers_formats(bits, name):
         assert codec.name == name and codec.bits == bits == math.log2(codec.m) / codec.n
 
 
-@pytest.mark.parametrize("vq, bits", [("d3m16", None), ("d16m16", None), ("d2m12", None), ("d2m1", None),
-                                      ("d2m8192", None), ("m16d2", None), (None, 3), ("d2m16", 2), ("d0m16", None)])
-def test_formats_that_are_refused(vq, bits):
-    with pytest.raises(UserError):
-        CQ(tiny().config, vq, bits)
-
-
 @lru_cache
 def calibrated(sensitivity="none", sharing="head", vq="d2m8"):
     method = CQ(tiny().config, vq, sensitivity=sensitivity, sharing=sharing)

@@ -10,13 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinykv import UserError
 from tinykv.codecs.affine import FORMULAS, Affine
 from tinykv.codecs.base import TERNARY, Exact, pack, unpack
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.codecs.nonuniform import NonUniform
-from tinykv.codecs.schemes import make_codecs
-from tinykv.model import LlamaConfig
 
 BITS = [1, TERNARY, 2, 3, 4, 5, 6, 7, 8]
 AXES = ["token", "channel"]
@@ -178,29 +175,6 @@ def test_append_is_concatenation(codec):
         other = getattr(parts, name)
         assert other is None if tensor is None else torch.equal(tensor, other) and tensor.dtype == other.dtype, name
     assert torch.equal(codec.decode(parts), codec.decode(whole))
-
-
-# ---- what is refused
-
-SCHEME = {"config": LlamaConfig(41, 32, 48, 1, 4, 2, D, 64), "scheme": "token-dynamic", "k_bits": 2, "v_bits": 2}
-
-
-@pytest.mark.parametrize("settings, named", [
-    *(({"group_size": size}, "group size") for size in (5, 0, -4)),
-    ({"scheme": "channel-dynamic", "group_size": 0}, "group size"),
-    *(({"v_bits": bits}, "bits") for bits in (0, 2.5, 9, -1, "4", math.nan)),
-    *(({"scheme": "kvquant", "k_bits": bits}, "bits") for bits in (TERNARY, 9)),
-    ({"scheme": "skvq", "k_bits": 2.5}, "bits"), ({"formula": "ofset"}, "formula"), ({"scheme": "no"}, "scheme"),
-    ({"scheme": "kvquant", "outliers": 50}, "outliers"), ({"scheme": "kvquant", "outliers": -1}, "outliers"),
-    ({"scheme": "kvquant", "sensitivity": "token"}, "sensitivity"), ({"scheme": "kvquant", "q_norm": 1}, "q norm"),
-    ({"scheme": "skvq", "group_size": 24}, "group size"), ({"scheme": "skvq", "group_size": 0}, "group size"),
-    ({"scheme": "skvq", "clip": "ends"}, "clip"), ({"scheme": "skvq", "metadata": "fp4"}, "metadata"),
-    ({"scheme": "skvq", "reorder": 1}, "reorder"),
-    *(({"scheme": "skvq", "alpha": alpha}, "alpha") for alpha in (0.0, 1.1)),
-    ({"scheme": "skvq", "alpha": 0.9, "clip": "none"}, "alpha")], ids=str)
-def test_a_setting_that_cannot_be_is_refused(settings, named):
-    with pytest.raises(UserError, match=named):
-        make_codecs(**{**SCHEME, **settings})
 
 
 # ---- levels and sparse outliers

@@ -444,13 +444,6 @@ def test_a_setting_of_another_type_is_refused(one_layer, given):
     assert "\n" not in said and ("frist" not in given or "did you mean --first" in said)
 
 
-@pytest.mark.parametrize("flags", [{"method": "pfn"}, {"list_methods": True}, {"help": True}, {"dtype": "bf16"},
-                                   {"device": "cpu"}])
-def test_compare_refuses_what_would_have_no_effect(one_layer, flags):
-    with pytest.raises(UserError, match=f"{next(iter(flags))}: no effect here"):
-        compare("rtn", hf.load(one_layer), **flags)
-
-
 def test_compare_reads_an_edited_file_anew(one_layer, tmp_path):
     path = tmp_path / "mine.py"
     for bits in (1, 2):

@@ -436,19 +436,6 @@ def test_a_full_disk_leaves_the_old_state(monkeypatch, tmp_path):
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["state"]
 
 
-@pytest.mark.parametrize("words, named", [
-    ("--samples 2147483647", ["windows of", "ask for fewer"]), ("--chats=--", ["--chats=--"]),
-    ("--calibration x.safetensors.state --out x.safetensors", ["x.safetensors.state", "another flag"]),
-    (f"--out {EMBEDDED}/model.safetensors", ["model.safetensors", "that this program wrote"]),
-    ("--out no/such/folder/x.safetensors", ["no/such/folder"]), ("--out prefix.bin", ["prefix.bin"]),
-    ("--updates 0", ["updates", "0"]), ("--lr 0", ["lr", "0"]), ("--clip=-1", ["clip", "-1"]), ("--tokens 2", ["2"]),
-    ("--tokens 2048", ["2048", "128"])])
-def test_bad_input_of_training_is_one_clear_line(training, tmp_path, words, named):
-    line = refused(training, *words.split())
-    assert all(name in line for name in named), line
-    assert not list(tmp_path.iterdir())
-
-
 # ---- eval_ppl.py
 
 def rows_in(out):
@@ -494,24 +481,3 @@ def test_other_methods_on_quantized_weights(evaluating):
     assert rows["-", "fp16"]["ppl"] == rows_in(alone)["-", "fp16"]["ppl"]  # BOS alone moves no window
     assert status == 0 and list(rows) == [("-", "fp16"), *(("rtn-4", m) for m in ("fp16", "rtn", "pfn", "intactkv"))]
     assert rows["rtn-4", "intactkv"]["bits"] == "3" and float(rows["rtn-4", "intactkv"]["true"]) > 3
-
-
-@pytest.mark.parametrize("words, named", [
-    ("--weights rnt", ["rnt", "rtn", "awq", "gptq", "omniquant"]), ("--weights rtn,", ["''", "rtn"]),
-    ("--weights rtn --w-bits 3,1", ["2 to 8", "1"]), ("--weights rtn --w-group-size 24", ["24"]),
-    ("--w-bits 3", ["--w-bits", "--weights"]), ("--w-group-size 32", ["--w-group-size", "--weights"]),
-    ("--prefix nothing.txt", ["nothing.txt"]), ("--prefix nothing.safetensors", ["nothing.safetensors"]),
-    (f"--prefix {EMBEDDED}/model.safetensors", ["model.safetensors"]),
-    (f"--prefix {ROOT}/README.md", ["64"]),  # longer than a window
-    ("--scheme token-static", ["scheme", "token-dynamic", "token-static"])])
-def test_bad_input_is_one_clear_line(evaluating, words, named):
-    line = refused(evaluating, "--method", "intactkv", *words.split())
-    assert all(name in line for name in named), line
-
-
-def test_prefixes_of_which_neither_begins_the_other(evaluating, tmp_path):
-    """All methods read the same windows, so one of the two texts cannot be."""
-    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
-    one.write_text("Balo lives in")
-    two.write_text("Eastwick is far")
-    assert "prefix" in refused(evaluating, "--method", "intactkv", "--prefix", f"{one},{two}")

@@ -79,12 +79,6 @@ def test_the_learning_rate_rises_and_goes_from_phase_to_phase():
         begin = phase.until
 
 
-@pytest.mark.parametrize("share", ["-0.1", "1.5", "nan"])
-def test_a_share_that_is_none_is_one_clear_line(run, share):
-    status, _, err = run(embedded_sinks, f"--triggers={share}")
-    assert status == 2 and err.count("\n") == 1 and "--triggers" in err and share in err
-
-
 def test_stopped_and_gone_on_is_the_same(tmp_path, monkeypatch):
     """Within a phase and where one begins, with a new optimizer."""
     shapes = [replace(CHANTS, until=2, rows=2, length=40), replace(MIXED, until=4, rows=2, length=40)]

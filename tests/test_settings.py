@@ -3,7 +3,6 @@ import pytest
 from cases import chunk_of, model_of, schemes_of, takes
 
 from tinykv import UserError
-from tinykv.cache import KVCache
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.registry import METHODS
 from tinykv.run.entries import combinations
@@ -83,18 +82,6 @@ def test_a_block_holds_whole_channel_groups(scheme, group_size):
     assert method.block == (group_size if group_size and scheme == "channel-dynamic" else 128)
     for codec in (codec for pair in method.codecs for codec in pair):
         assert codec.axis == "token" or codec.static or method.block == codec.group
-
-
-@pytest.mark.parametrize("name, settings", [
-    ("kivi", {"recent": -1}), ("kivi", {"v_block": 0}), ("skvq", {"block": 0}), ("kvquant", {"preserve": -1}),
-    ("ott", {"outlier_num": -1}), ("ott", {"extra_pool": -1}), ("ott", {"select": "any"}),
-    ("kvsink", {"choose": "once"}), ("kvsink", {"scheme": "channel-dynamic", "group_size": 8, "block": 12}),
-    ("cq", {"recent": -1}), ("cq", {"sensitivity": "any"}), ("antkv", {"sharing": "own"}), ("antkv", {"recent": -1}),
-    ("intactkv", {"scheme": "token-static"}), ("rtn", {"rope": "Post"})])
-def test_settings_that_cannot_be_are_refused(name, settings):
-    """Also in Python, where no flag is read: by the constructor, or by the cache."""
-    with pytest.raises(UserError):
-        KVCache(model_of(1), METHODS[name](CONFIG, **settings))
 
 
 @pytest.mark.parametrize("entry", [max, (max, "before"), ("post", max)])

@@ -282,14 +282,6 @@ def test_an_interrupted_probe_leaves_the_attention_as_it_was(monkeypatch):
     assert {layer.self_attn.attention for layer in model.model["layers"]} == {"plain"}
 
 
-@pytest.mark.parametrize("prompt", [0, -1, 2.5])
-def test_a_prompt_has_tokens(prompt):
-    """One of none would be read for ever."""
-    model = hf.load_model(EMBEDDED)
-    with pytest.raises(UserError, match="prompt must be a whole number of at least 1"):
-        KVCache(model, METHODS["fp16"](model.config), prompt=prompt)
-
-
 def test_a_prefix_is_trained_for_what_rope_turns_by(tmp_path):
     """But not for the last bit of it, which is another one on other machines."""
     model = hf.load_model(EMBEDDED)
@@ -354,26 +346,6 @@ def test_tables_from_a_file_warn_of_few_vectors_a_centroid():
     assert "few (below" in method.describe() and other.describe() == method.describe()
 
 
-def test_positions_are_integers():
-    rows = LayerCache(0, METHODS["fp16"](model_of(1).config), None, "stream", None).keys
-    rows.append(torch.zeros(1, 2, 3, 4))
-    with pytest.raises(UserError, match="integers, not torch.float32"):
-        rows.keep(torch.tensor([[[0.5]]]))
-    with pytest.raises(UserError, match="integers, not torch.bool"):  # a mask
-        rows.keep(torch.tensor([[[True, False, True]]]))
-
-
-@pytest.mark.parametrize("name, settings", [
-    ("pfn", {"preserve": 0.5}), ("kivi", {"recent": -5}), ("kivi", {"recent": 2.5}), ("kivi", {"v_block": 1.5}),
-    ("kivi", {"group_size": "8"}), ("ott", {"extra_pool": 0.5}),
-    ("rtn", {"rope": "Post"}), ("rtn", {"block": -4}), ("skvq", {"group_size": 2.5})])
-def test_python_refuses_what_the_command_line_refuses(name, settings):
-    """In the constructor, or when a cache is made."""
-    model = model_of(1)
-    with pytest.raises(UserError):
-        KVCache(model, METHODS[name](model.config, **settings))
-
-
 def test_chunks_always_advance():
     """Also if somebody has edited the method of a cache."""
     model = model_of(1)
@@ -390,16 +362,6 @@ def test_equal_content_is_an_equal_file(tmp_path):
     for number, order in enumerate((1, -1)):
         save_tensors(tmp_path / f"{number}", dict([*tensors.items()][::order]), dict([*notes.items()][::order]))
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_a_batch_does_not_go_on_from_another_number_of_texts(n):
-    """A text that was read once has no rows of its own for each of three questions."""
-    model, tokens = model_of(1), torch.arange(8).view(2, 4)
-    cache = KVCache(model, METHODS["pfn"](model.config, scheme="token-dynamic"))
-    model(tokens, cache)
-    with pytest.raises(UserError, match=f"holds 2 texts, and {n} go on"):
-        model(tokens[:1].expand(n, -1), cache)
 
 
 class OwnCodecs(Method):

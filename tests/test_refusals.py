@@ -1,0 +1,184 @@
+"""Refusals: whatever is wrong ends in one line that names it.
+
+A new refusal is a row here. It has a test of its own, where it belongs, if more than the line is looked at: what a
+cache holds then, or which file is left.
+"""
+import math
+import os
+from pathlib import Path
+
+import embedded_sinks
+import pytest
+import torch
+from cases import D, L, d, model_of
+from test_cli import SMALL, refused
+
+import eval_ppl
+import train_intact
+from tinykv import UserError, hf
+from tinykv.analysis import __main__ as analysis
+from tinykv.analysis import page
+from tinykv.cache import KVCache
+from tinykv.hf import EMBEDDED
+from tinykv.methods.registry import METHODS
+
+ROOT = Path(__file__).parent.parent
+WEIGHTS = f"{EMBEDDED}/model.safetensors"
+WIDE = ["--context", "64", "--windows", "2"]
+TRAINING = ["--context", "48", "--windows", "1", "--calib-windows", "1", "--samples", "2", "--accumulate", "2",
+            "--tokens", "32", "--updates", "3"]
+INTACT = ["--method", "intactkv", *WIDE]
+
+# program, and words that every row has: rows of more words, and what the line names
+COMMANDS = [
+    (eval_ppl, SMALL, [
+        ("--choose always", "--choose", "--prompt"), ("--prompt 32", "--prompt 32", "shorter than a window, 32"),
+        ("--method intactkv --prefix docs/prompt.txt --prompt 9 --context 64", "the prefix", "tokens"),
+        ("--method kvsnik", "kvsnik", "did you mean kvsink?"), ("--metod rtn", "--metod", "did you mean --method?"),
+        ("--contex=64", "--contex", "did you mean --context?"), ("--bits two --method rtn", "argument --bits"),
+        ("--method eval_ppl.py", "eval_ppl.py:Class"),  # a file without its class
+        ("--method nowhere.py", "no file nowhere.py"), ("--method nowhere.py:X", "no file nowhere.py"),
+        ("--method pfn --preserve 65", "pfn keeps 65", "32"), ("--method rtn --preserve 5", "--preserve", "rtn"),
+        ("--method rtn --bits 2,nan", "nan"), ("--method rtn --scheme token-static --group-size 5", "5", "8"),
+        ("--method kvsink --emergence-layer 9 --outlier-channel 1", "9", "layers"), ("--model no/folder", "no/folder"),
+        ("--method pfn --scheme channel-static,kvqant", "kvqant", "kvquant", "token-static"),
+        ("--method kivi --scheme kvquant", "--scheme", "kivi"),  # rtn, beside it, takes one, which has no groups
+        ("--method rtn --outliers 1", "--outliers", "rtn"),  # not a setting of its scheme
+        ("--method pfn,kvsink --outliers 0,1 --scheme token-static", "--outliers", "pfn", "kvsink"),
+        ("--context 2048", "2048", "128"), ("--method=--", "--method=--"), ("--method rtn --vs kvi", "--vs kvi"),
+        ("--windows 1000000000", "1000000000 windows of"), ("--calib-windows 1000000000", "1000000000 windows of"),
+        *((f"--{flag} 0", f"--{flag}", "0") for flag in ("windows", "calib-windows", "batch", "prompt", "draws")),
+        ("--data nothing.txt", "nothing.txt", "tales"), ("--data line\nbreak.txt", "line\\nbreak"),
+        (f"--method fp16 --data {'x' * 5000}", "xxx..."), ("--method eval_ppl.py:Nothing", "Nothing", "Method"),
+        ("--model ~/no/folder", os.path.expanduser("~/no/folder")), ("--bos nonne", "did you mean none?"),
+        ("--device cuda:9", "cuda:9"), ("--device gpu", "'gpu'", "give cpu, cuda"), ("--version", "--version;"),
+        ("--keep 5", "did you mean --preserve?"), ("--group 7", "mean --group-size?"), ("--text x", "mean --data?"),
+        ("pfn", "did you mean --method pfn?"), ("--method mine:Hundredth", "did you mean mine.py:Hundredth?"),
+        ("--json no/such/folder/out.json --method fp16", "no/such/folder")]),
+    (eval_ppl, INTACT, [
+        ("--weights rnt", "rnt", "rtn", "awq", "gptq", "omniquant"), ("--weights rtn,", "''", "rtn"),
+        ("--weights rtn --w-bits 3,1", "2 to 8", "1"), ("--weights rtn --w-group-size 24", "24"),
+        ("--w-bits 3", "--w-bits", "--weights"), ("--w-group-size 32", "--w-group-size", "--weights"),
+        ("--prefix nothing.txt", "nothing.txt"), ("--prefix nothing.safetensors", "nothing.safetensors"),
+        (f"--prefix {WEIGHTS}", "model.safetensors"), ("--prefix large.txt", "large.txt has more"),
+        (f"--prefix {ROOT}/README.md", "64"),  # longer than a window
+        ("--prefix one.txt,two.txt", "prefix"),  # neither begins the other, and all methods read the same windows
+        ("--scheme token-static", "scheme", "token-dynamic", "token-static")]),
+    (train_intact, ["--out", "x.safetensors", *TRAINING], [
+        ("--samples 2147483647", "windows of", "ask for fewer"), ("--chats=--", "--chats=--"),
+        ("--calibration x.safetensors.state", "x.safetensors.state", "another flag"),
+        (f"--out {WEIGHTS}", "model.safetensors", "that this program wrote"),
+        ("--out no/such/folder/x.safetensors", "no/such/folder"), ("--out prefix.bin", "prefix.bin"),
+        ("--updates 0", "updates", "0"), ("--lr 0", "lr", "0"), ("--clip=-1", "clip", "-1"), ("--tokens 2", "2"),
+        ("--tokens 2048", "2048", "128")]),
+    (analysis, [*WIDE, "--calib-windows", "6"], [
+        ("norms --context 100000", "--context"), ("nothing", "nothing"), ("norms --windows 0", "--windows"),
+        ("norms --model no/folder", "no/folder"), ("norms --json no/such/folder/x.json", "no/such/folder"),
+        ("norms --data no/file", "no/file"), ("norms --layer 6", "--layer 6"), ("norms page", "page"),
+        ("norms --context 0", "--context")]),
+    (page, WIDE, [("--text no/file --out x.html", "no/file")]),
+    (embedded_sinks, [], [(f"--triggers={share}", "--triggers", share) for share in ("-0.1", "1.5", "nan")])]
+
+
+@pytest.mark.parametrize("program, always, words, named", [
+    pytest.param(program, always, words, named, id=f"{program.__name__} {words[:40]}")
+    for program, always, rows in COMMANDS for words, *named in rows])
+def test_a_command_refuses_in_one_line(run, one_layer, monkeypatch, tmp_path, program, always, words, named):
+    """And writes nothing. It runs where the files of the project are, and some that no prefix can be."""
+    for name in ("docs", "eval_ppl.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name, text in (("one.txt", "Balo lives in"), ("two.txt", "Eastwick is far"), ("large.txt", "x" * 2_000_000)):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    model = [] if program is embedded_sinks else ["--model", one_layer]
+    line = refused(lambda *words: run(program, *words), *model, *always, *words.split(" "))
+    assert len(line) < 1000 and all(name in line for name in named), line
+    assert set(tmp_path.iterdir()) == before
+
+
+# method: rows of what the line names, and settings
+METHODS_REFUSE = {
+    "rtn": [("rope is one of", {"rope": "Post"}), ("block of RTN", {"block": -4}),
+            ("sensitivity is one of", {"scheme": "kvquant", "sensitivity": "token"}),
+            ("formula is one of", {"formula": "ofset"}), ("scheme is one of", {"scheme": "no"}),
+            *(("bits", {"scheme": "token-dynamic", "v_bits": bits}) for bits in (0, 2.5, 9, -1, "4", math.nan)),
+            *(("bits", {"scheme": "kvquant", "k_bits": bits}) for bits in (1.5, 9)),
+            ("bits", {"scheme": "skvq", "k_bits": 2.5}),
+            *(("group size", {"scheme": "token-dynamic", "group_size": size}) for size in (5, 0, -4)),
+            ("group size", {"scheme": "channel-dynamic", "group_size": 0}),
+            *(("group size", {"scheme": "skvq", "group_size": size}) for size in (24, 0, 2.5)),
+            *(("outliers", {"scheme": "kvquant", "outliers": share}) for share in (50, -1)),
+            ("q norm", {"scheme": "kvquant", "q_norm": 1}), ("reorder", {"scheme": "skvq", "reorder": 1}),
+            ("clip is one of", {"scheme": "skvq", "clip": "ends"}),
+            ("metadata is one of", {"scheme": "skvq", "metadata": "fp4"}),
+            *(("alpha", {"scheme": "skvq", "alpha": alpha}) for alpha in (0.0, 1.1)),
+            ("alpha", {"scheme": "skvq", "alpha": 0.9, "clip": "none"})],
+    "pfn": [("preserve of PFN", {"preserve": 0.5})],
+    "kvsink": [("preserve must be", {"preserve": 0}), ("choose is one of", {"choose": "once"}),
+               *(("threshold is a share", {"threshold": share}) for share in (0, 1.1, math.nan)),
+               *(("both the emergence layer and the outlier channel", {"emergence_layer": layer,
+                                                                       "outlier_channel": channel})
+                 for layer, channel in ((0, None), (None, 0), (L, 0), (0, D), (-1, 0))),
+               ("a block of 12 tokens", {"scheme": "channel-dynamic", "group_size": 8, "block": 12})],
+    "kivi": [*(("recent of KIVI", {"recent": n}) for n in (-1, -5, 2.5)),
+             *(("v block must be", {"v_block": n}) for n in (0, 1.5)), ("group size", {"group_size": "8"})],
+    "ott": [("outlier num must be", {"outlier_num": -1}), ("select is one of", {"select": "any"}),
+            *(("extra pool must be", {"extra_pool": n}) for n in (-1, 0.5))],
+    "skvq": [("block of SKVQ", {"block": 0}), ("group size", {"group_size": 2.5})],
+    "kvquant": [("preserve of KVQuant", {"preserve": -1})],
+    "cq": [("recent of CQ", {"recent": -1}), ("sensitivity is one of", {"sensitivity": "any"}),
+           *((f"a vector format is dNmM.*{vq}", {"vq": vq})
+             for vq in ("d3m16", "d32m16", "d2m12", "d2m1", "d2m8192", "m16d2", "d0m16")),
+           ("bits", {"bits": 3}), ("vq", {"vq": "d2m16", "bits": 2})],
+    "antkv": [("sharing is one of", {"sharing": "own"}), ("recent of AnTKV", {"recent": -1}),
+              *(("anchors", {"anchors": n}) for n in ("-1", "-1%", "101%", "many", "1.5", "%", "1/0%"))],
+    "intactkv": [("scheme is one of", {"scheme": "token-static"})]}
+
+
+@pytest.mark.parametrize("name, named, settings", [
+    (name, *row) for name, rows in METHODS_REFUSE.items() for row in rows], ids=str)
+def test_a_method_refuses_settings_also_in_python(name, named, settings):
+    """In its constructor, or when a cache is made."""
+    with pytest.raises(UserError, match=named):
+        KVCache(model_of(1), METHODS[name](model_of(1).config, **settings))
+
+
+def fp16(**how):
+    return KVCache(model_of(1), METHODS["fp16"](model_of(1).config), **how)
+
+
+def go_on(n):
+    """A cache of two texts, from which n go on."""
+    cache, tokens = fp16(), torch.arange(8).view(2, 4)
+    model_of(1)(tokens, cache)
+    model_of(1)(tokens[:1].expand(n, -1), cache)
+
+
+def keep(positions):
+    rows = fp16().layers[0].keys
+    rows.append(torch.zeros(1, 2, 3, d))
+    rows.keep(torch.tensor(positions))
+
+
+def compare(**flags):
+    eval_ppl.compare("rtn", hf.load(EMBEDDED), **flags)
+
+
+@pytest.mark.parametrize("named, call", [
+    ("protocol is one of", lambda: fp16(protocol="Paper")),
+    *((f"prompt must be a whole number of at least 1; got {n}", lambda n=n: fp16(prompt=n)) for n in (0, -1, 2.5)),
+    *((f"holds 2 texts, and {n} go on", lambda n=n: go_on(n)) for n in (1, 3)),
+    ("integers, not torch.float32", lambda: keep([[[0.5]]])),
+    ("integers, not torch.bool", lambda: keep([[[True, False, True]]])),  # a mask
+    ("token 3, which is neither", lambda: keep([[[3]]])),
+    *((f"{name}: no effect here", lambda name=name, value=value: compare(**{name: value}))
+      for name, value in (("method", "pfn"), ("list_methods", True), ("help", True), ("dtype", "bf16"),
+                          ("device", "cpu"))),
+    *(("temperature is from 0 on, and top_p", lambda how=how: model_of(1).generate(torch.arange(4)[None], 2, **how))
+      for how in ({"temperature": -1.0}, {"temperature": math.nan}, {"temperature": 1.0, "top_p": 0.0},
+                  {"temperature": 1.0, "top_p": 90}, {"temperature": 1.0, "top_p": math.nan}))])
+def test_python_refuses_in_one_line(named, call):
+    with pytest.raises(UserError, match=named) as caught:
+        call()
+    assert "\n" not in str(caught.value)
