@@ -15,9 +15,8 @@ from cases import Case, G, each_rows, kept_of, model_of
 from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.codecs.base import Exact, unpack
-from tinykv.codecs.schemes import SCHEMES, settings_of_scheme
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.registry import METHODS
-from tinykv.run import flags
 from tinykv.run.settings import load_class
 
 FILE = Path(__file__).parent.parent / "docs" / "examples" / "formats.py"
@@ -225,22 +224,6 @@ def test_keys_and_values_may_differ(formats):
     assert method.scheme == "q8_0/q4_0" and formats.Formats(model_of(1).config).scheme == "fp8"
     pair = formats.Formats(model_of(1).config, "fp16", "fp8").codecs[0]
     assert isinstance(pair.k, Exact) and isinstance(pair.v, formats.FP8)
-
-
-@pytest.mark.parametrize("scheme", TRUE)
-def test_a_format_is_named_where_its_file_is_not_asked_for(scheme):
-    said = f"give --method docs/examples/formats.py:Formats --scheme {scheme}$"
-    with pytest.raises(UserError, match=said):
-        load_class(scheme)
-    with patch.dict(SCHEMES), pytest.raises(UserError, match=said):
-        del SCHEMES[scheme]
-        settings_of_scheme(scheme)
-
-
-@pytest.mark.parametrize("words", [["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=nvfp4"], ["-ctk", "q8_0"]])
-def test_an_engines_flag_is_answered(words):
-    with pytest.raises(UserError, match=r"did you mean --method docs/examples/formats\.py:Formats --scheme fp8\?"):
-        flags.parse(words)
 
 
 @pytest.mark.one_in(7)

@@ -107,9 +107,9 @@ def layer_of(method, heads, width, batch, length, new, dtype=torch.float16):
     rows = torch.randn(2, batch, length, heads, width).to(dtype).transpose(2, 3)  # not contiguous, as attention's are
     first = length - new
     if first:
-        layer.answer = lambda q, seen: None  # the first tokens' queries do not matter
+        layer.for_attention = lambda q, seen: None  # the first tokens' queries do not matter
         layer.update(None, *rows[:, :, :, :first], 0)
-        del layer.answer
+        del layer.for_attention
     layer.append(*rows[:, :, :, first:])
     for part in (layer.keys, layer.values):
         if part.kept_rows is not None:

@@ -53,6 +53,8 @@ COMMANDS = [
         ("--model ~/no/folder", os.path.expanduser("~/no/folder")), ("--bos nonne", "did you mean none?"),
         ("--device cuda:9", "cuda:9"), ("--device gpu", "'gpu'", "give cpu, cuda"), ("--version", "--version;"),
         ("--keep 5", "did you mean --preserve?"), ("--group 7", "mean --group-size?"), ("--text x", "mean --data?"),
+        *((words, "mean --scheme?") for words in ("--kv-cache-dtype fp8", "--kv-cache-dtype=nvfp4", "-ctk q8_0")),
+        ("--scheme fp8", "'fp8'", "token-dynamic"),
         ("pfn", "did you mean --method pfn?"), ("--method mine:Hundredth", "did you mean mine.py:Hundredth?"),
         ("--json no/such/folder/out.json --method fp16", "no/such/folder")]),
     (eval_ppl, INTACT, [

@@ -27,7 +27,7 @@ from types import SimpleNamespace
 import torch
 
 from tinykv import UserError, at_least, one_of
-from tinykv.tracing import sixteen_bits
+from tinykv.codecs.base import sixteen_bits
 
 PROTOCOLS = ("paper", "stream")
 
@@ -188,19 +188,19 @@ class LayerCache:
         # quantize, then read: a query reads even its own token from its codes
         if self.quantizes_first:
             if self.is_choosing and self.method.uses_scores:
-                self.score(q, seen, self.answer(q, seen))
+                self.score(q, seen, self.for_attention(q, seen))
             self.quantize()
-            return self.answer(q, seen)
+            return self.for_attention(q, seen)
 
         # read, then quantize: queries see the new tokens in full precision
-        answer = self.answer(q, seen)
+        attended = self.for_attention(q, seen)
         if self.is_choosing and self.method.uses_scores:
-            self.score(q, seen, answer)
+            self.score(q, seen, attended)
         self.quantize()
-        return answer
+        return attended
 
-    def answer(self, q, seen):
-        """What the new queries attend to: `read`. (With kernels, the output of their attention.)"""
+    def for_attention(self, q, seen):
+        """K and V, (B, Hkv, S, d) both. (Of a `TritonLayer` the output of attention, which it computes itself.)"""
         return self.read()
 
     def quantize(self):
@@ -233,10 +233,10 @@ class LayerCache:
             K = self.rope.rotate(K.float())  # the token in row t is at position t
         return K.to(self.dtype), V.to(self.dtype)
 
-    def score(self, q, seen, answer):
-        """Add the method's scores, given the new queries, and K and V (B, Hkv, S, d), in full precision where they
-        still are."""
-        q, K = self.rope.rotate(q, seen), answer[0]  # (B, H, T, d), (B, Hkv, S, d)
+    def score(self, q, seen, attended):
+        """Add the method's scores, given the new queries and what they attend to: K and V (B, Hkv, S, d), in full
+        precision where they still are."""
+        q, K = self.rope.rotate(q, seen), attended[0]  # (B, H, T, d), (B, Hkv, S, d)
         of_keys, of_values = self.method.score(self, q, K)  # (B, Hkv, S) both
         if not of_keys.shape == of_values.shape == K.shape[:3]:
             raise UserError(f"`score` of {type(self.method).__name__} has to give the scores of keys and of values, "

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from tinykv import UserError, all_finite
 from tinykv.cache import KVCache
-from tinykv.tracing import Trace, sixteen_bits
+from tinykv.codecs.base import sixteen_bits
+from tinykv.tracing import Trace
 
 HELD = 2 ** 34  # bytes of what layers computed, about
 

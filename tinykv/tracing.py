@@ -31,8 +31,3 @@ class Trace:
 
     def observe(self, layer, hidden):
         self.hidden.append(hidden)
-
-
-def sixteen_bits(x):
-    """A key or a value as caches store it: in the model's dtype, or fp16 if the model runs in fp32."""
-    return x if x.dtype.itemsize == 2 else x.half()

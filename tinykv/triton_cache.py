@@ -451,7 +451,7 @@ class TritonLayer(LayerCache):
 
     made = None
 
-    def answer(self, q, seen):
+    def for_attention(self, q, seen):
         """The attention of the new queries (B, H, T, d) to all tokens: `Attended`."""
         return self.attended(self.rope.rotate(q, seen))
 

@@ -20,7 +20,8 @@ from types import SimpleNamespace
 import torch
 
 from tinykv import all_finite, cli
-from tinykv.tracing import Trace, sixteen_bits
+from tinykv.codecs.base import sixteen_bits
+from tinykv.tracing import Trace
 
 
 @dataclass

@@ -77,7 +77,7 @@ class Affine(Codec):
     def decode(self, codes):
         """Codes -> (B, Hkv, T, d) fp32."""
         B, Hkv, T, _ = codes.packed.shape
-        return self.decode_before(codes.packed.new_empty(B, Hkv, 0, self.width), codes, T)
+        return self.decode_before(torch.empty(B, Hkv, 0, self.width, device=codes.packed.device), codes, T)
 
     def decode_before(self, recent, codes, n):
         # 1. codes and recent rows side by side in fp32

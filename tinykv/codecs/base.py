@@ -30,7 +30,8 @@ class Codes:
     """
 
     def __init__(self, packed, **others):
-        vars(self).update(packed=packed, **others)
+        self.packed = packed
+        vars(self).update(others)
 
     def followed_by(self, other):
         """These codes, then others of the same codec. Only the last may end in a group that is not full."""
@@ -192,6 +193,11 @@ class Codec:
 
     def __repr__(self):
         return f"{type(self).__name__}({self.bits:g} bits)"
+
+
+def sixteen_bits(x):
+    """A key or a value as caches store it: in the model's dtype, or fp16 if the model runs in fp32."""
+    return x if x.dtype.itemsize == 2 else x.half()
 
 
 class Exact(Codec):

@@ -68,18 +68,9 @@ def make_codecs(config, scheme, k_bits, v_bits, **settings):
     return [Pair(k=codec("k", k_bits), v=codec("v", v_bits)) for _ in range(config.num_hidden_layers)]
 
 
-def refuse_format(name):
-    """UserError for a serving engine's format, which its file adds to SCHEMES."""
-    if name in "fp8 mxfp8 int8_per_token_head q8_0 q5_1 q5_0 q4_1 q4_0 nvfp4 mxfp4".split():
-        file = "docs/examples/formats.py"
-        raise UserError(f"{name} is a scheme of {file}; give --method {file}:Formats --scheme {name}")
-
-
 def settings_of_scheme(name):
     """The names of a scheme's settings. UserError for a scheme that is not there."""
-    if name not in SCHEMES:
-        refuse_format(name)
-        one_of(SCHEMES, scheme=name)
+    one_of(SCHEMES, scheme=name)
     return settings_of_maker(SCHEMES[name][0])
 
 

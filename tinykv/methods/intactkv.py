@@ -28,8 +28,9 @@ from typing import Annotated
 import torch
 
 from tinykv import UserError, all_finite, one_of
+from tinykv.codecs.base import sixteen_bits
 from tinykv.methods.base import CodecMethod, first_tokens
-from tinykv.tracing import Trace, sixteen_bits
+from tinykv.tracing import Trace
 
 
 class IntactKV(CodecMethod):

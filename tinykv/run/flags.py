@@ -45,8 +45,7 @@ def parser(asked=(), about=None):
     add_weights(parent, several=True)
     parent.set_defaults(config=None, tokenizer=None, devices=None, loaded=None)  # no settings: `set_up` sets them
     add_settings(parent, asked)
-    fp8 = "--method docs/examples/formats.py:Formats --scheme fp8"
-    parent.meant = {"--keep": "--preserve", "--text": "--data", "--kv-cache-dtype": fp8, "-ctk": fp8,
+    parent.meant = {"--keep": "--preserve", "--text": "--data", "--kv-cache-dtype": "--scheme", "-ctk": "--scheme",
                     **{name: f"--method {name}" for name in METHODS}}
     return parent
 

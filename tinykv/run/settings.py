@@ -16,7 +16,7 @@ from typing import Annotated, get_args, get_origin
 
 from tinykv import UserError, did_you_mean, shared_flags
 from tinykv.codecs.codebook import make_codebooks
-from tinykv.codecs.schemes import SCHEMES, refuse_format, settings_of_codecs, settings_of_scheme
+from tinykv.codecs.schemes import SCHEMES, settings_of_codecs, settings_of_scheme
 from tinykv.methods.base import CodecMethod, Method
 from tinykv.methods.registry import METHODS
 
@@ -136,7 +136,6 @@ def load_class(name):
         return METHODS[name]
     path, _, attribute = name.rpartition(":") if ".py:" in name else (name, "", "")
     if not path.endswith(".py"):
-        refuse_format(name)
         near = f"; did you mean {name.replace(':', '.py:', 1)}?" if ":" in name else did_you_mean(name, METHODS)
         raise UserError(f"there is no method {name!r}; there are {', '.join(METHODS)}, or path/to/file.py:Class{near}")
     if not os.path.isfile(path):
