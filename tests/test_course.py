@@ -626,7 +626,7 @@ def test_an_output_replaces_reports_alone(run, mine, tmp_path):
     for flag in ("--csv", "--json", "--gradescope"):
         for there in (mine, notes):
             status, _, err = run(grade, mine, flag, there)
-            assert status == 2 and f"{there} is there, and is no report that this program wrote" in err
+            assert status == 2 and f"{there} already exists, and is no report that this program wrote" in err
         for _ in range(2):
             assert run(grade, mine, flag, report)[0] == 0
         report.unlink()

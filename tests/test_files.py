@@ -52,7 +52,7 @@ def test_what_the_program_did_not_write_stays(tmp_path, make):
     path = tmp_path / "x"
     make(path)
     before = [path.lstat().st_ino, path.lstat().st_mtime_ns, path.stat().st_ino]
-    with pytest.raises(UserError, match="is there, and is no tinykv-table") as caught:
+    with pytest.raises(UserError, match="already exists, and is no tinykv-table") as caught:
         write_json(path, {"a": 1}, "tinykv-table")
     assert str(path.resolve()) in str(caught.value) and not list(tmp_path.glob("*.tmp"))
     assert [path.lstat().st_ino, path.lstat().st_mtime_ns, path.stat().st_ino] == before

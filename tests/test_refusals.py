@@ -62,7 +62,7 @@ COMMANDS = [
         ("--weights rtn --w-bits 3,1", "2 to 8", "1"), ("--weights rtn --w-group-size 24", "24"),
         ("--w-bits 3", "--w-bits", "--weights"), ("--w-group-size 32", "--w-group-size", "--weights"),
         ("--prefix nothing.txt", "nothing.txt"), ("--prefix nothing.safetensors", "nothing.safetensors"),
-        (f"--prefix {WEIGHTS}", "model.safetensors"), ("--prefix large.txt", "large.txt has more"),
+        (f"--prefix {WEIGHTS}", "model.safetensors"), ("--prefix large.txt", "large.txt is larger than"),
         (f"--prefix {ROOT}/README.md", "64"),  # longer than a window
         ("--prefix one.txt,two.txt", "prefix"),  # neither begins the other, and all methods read the same windows
         ("--scheme token-static", "scheme", "token-dynamic", "token-static")]),
@@ -170,7 +170,7 @@ def compare(**flags):
 @pytest.mark.parametrize("named, call", [
     ("protocol is one of", lambda: fp16(protocol="Paper")),
     *((f"prompt must be a whole number of at least 1; got {n}", lambda n=n: fp16(prompt=n)) for n in (0, -1, 2.5)),
-    *((f"holds 2 texts, and {n} go on", lambda n=n: go_on(n)) for n in (1, 3)),
+    *((f"holds 2 texts, but tokens for {n} were given", lambda n=n: go_on(n)) for n in (1, 3)),
     ("integers, not torch.float32", lambda: keep([[[0.5]]])),
     ("integers, not torch.bool", lambda: keep([[[True, False, True]]])),  # a mask
     ("token 3, which is neither", lambda: keep([[[3]]])),

@@ -49,7 +49,7 @@ class CachedRows:
         self.kept_positions = None  # (B, 1 or Hkv, p) int32; a head that keeps fewer than p repeats one of its own
         self.kept_rows = None  # (B, Hkv, p, d): the rows at those positions
         self.kept_scores = None  # (B, Hkv, p)
-        self.finite = torch.tensor(True)  # whether every number quantized so far was; for keys, also every score
+        self.finite = torch.tensor(True)  # False once a number that is quantized, or a score, was not finite
 
     def append(self, rows):
         """New rows (B, Hkv, T, d) join the recent ones."""
@@ -173,7 +173,7 @@ class LayerCache:
         self.length = 0  # tokens seen
         self.dtype = None  # the model's
         self.chooses_once = prompt is not None and method.choose == "prompt"  # it chooses at the end of the prompt
-        # what `append` finds of the newest tokens
+        # `append` says of the newest tokens
         self.quantizes_first = False  # whether they are quantized before they are read
         self.is_choosing = True  # whether the method still chooses tokens to keep
 
@@ -258,7 +258,7 @@ class LayerCache:
         return old - old % self.method.block_of(rows.kind)
 
     def next_length(self):
-        """When, in a stream: the text's length at which keys or values are quantized next."""
+        """The length of text at which a stream quantizes keys or values next."""
         recent, lengths = self.method.recent, []
         for rows in (self.keys, self.values):
             block = self.method.block_of(rows.kind)
@@ -307,7 +307,7 @@ class KVCache:
 
     def reset(self):
         """Forget every token, except those of the method's prefix."""
-        self.busy = True  # whether this, or a forward, has begun and not ended; of a forward the model says so
+        self.busy = True  # while this, or a forward, is running; the model says so of a forward
         self.shared = SimpleNamespace()  # what the method knows of this text, by name
         self.method.begin(self)
         self.layers = [self.layer_class(i, self.method, self.rope, self.protocol, self.shared, self.prompt)
@@ -330,7 +330,8 @@ class KVCache:
                 raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
                                  "prompt's length, to go on from it")
             if len(tokens) != (held := len(self.layers[0].keys.recent)):
-                raise UserError(f"the cache holds {held} texts, and {len(tokens)} go on; give as many, or a new cache")
+                raise UserError(f"the cache holds {held} texts, but tokens for {len(tokens)} were given; give tokens "
+                                "for all of them, or make a new cache")
             return tokens, len(self)
         if self.method.needs_calibration:
             raise UserError(f"{self.method!r} is not calibrated on this model yet; run "

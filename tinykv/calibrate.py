@@ -51,8 +51,8 @@ def calibrate(model, methods, windows, progress=None, seed=0):
 
 @torch.no_grad()
 def shown(cache, layer, computed):
-    """Show a layer's keys and values of all windows to a method's cache, and let the method choose what it keeps. After
-    layer 0 comes layer 1, and so on.
+    """Feed one layer's keys and values, of all windows, to a method's cache, and let the method choose what it keeps.
+    Call it for layer 0, then 1, and so on.
 
     Returns what the two codecs learn from, keys first: [(codec, rows (W, Hkv, T, d), kept (W, Hkv, T), gradient (W,
     Hkv, T, d) or None)]. computed: see `Text`. UserError if nothing can be learned from it.
@@ -91,7 +91,7 @@ class Text:
     "hidden": the layer's output (W, T, D)}, and where gradients are asked for, those of each window's loss with respect
     to keys and values, {"gradient of k", "gradient of v"}.
 
-    The windows are read when a layer is asked for that is not held, and then as many layers as may be are held.
+    Asking for a layer that is not in memory reads the windows again, and keeps as many layers as fit.
     """
 
     def __init__(self, model, windows, gradients=False, progress=iter):

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         words = [re.sub(r"(?<![^=])~(?=/)", os.path.expanduser("~"), word) for word in words]
         for word in words:
             if word.endswith("=--"):  # which argparse takes for no value
-                self.error(f"{word}: -- is no value")
+                self.error(f"{word}: '--' is not a value")
         return super().parse_known_args(words, namespace)
 
     def error(self, message):
@@ -132,7 +132,7 @@ def printable(text):
 # Output
 
 def bar(windows, what, total=None, unit="window"):
-    """A progress bar on stderr, shown after one second, and only where somebody looks on."""
+    """A progress bar on stderr, shown after one second, and only in a terminal."""
     return tqdm(windows, what, total, leave=False, unit=unit, delay=1, file=sys.stderr, disable=not shows_bars())
 
 

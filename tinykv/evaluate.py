@@ -1,8 +1,8 @@
 """Perplexity, and what goes with it: each method beside fp16, on the same windows.
 
-fp16 goes first. What every other method's predictions are compared with is kept of it in main memory: 2 D + 2 numbers
-a target (`Exact`), whatever the size V of the vocabulary. Hidden states are turned into logits a slice at a time, once
-for each method: this product with the head, 2 D V operations a target, is most of what a comparison costs.
+fp16 goes first. What the other methods are compared with stays in main memory: 2 D + 2 numbers a target (`Exact`),
+whatever the size V of the vocabulary. Each method's hidden states are turned into logits once, a slice at a time: this
+product with the head, 2 D V operations a target, is most of what a comparison costs.
 """
 import math
 import time
@@ -128,8 +128,8 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
 
 
 def check_reference(fp16, result, quantized):
-    """UserError unless two `Result`s are of the same targets and of one model; where its weights are quantized, which
-    are buffers, nobody knows of which."""
+    """UserError unless two `Result`s are of the same targets and of one model. The model of quantized weights is
+    unknown, and not checked."""
     same = torch.equal(fp16.windows.tokens, result.windows.tokens) and fp16.windows.start == result.windows.start
     if not same or len(fp16.exact) != len(fp16.windows.tokens):
         raise UserError("the Result of fp16 is of other windows, or measured beside another; measure fp16 on these")

@@ -82,7 +82,7 @@ def check_regular(path, largest=math.inf):
     if not os.path.isfile(path):
         raise UserError(f"{path} is no file; give a file")
     if os.path.getsize(path) > largest:
-        raise UserError(f"{path} has more than {largest:,} bytes, which no such file has")
+        raise UserError(f"{path} is larger than {largest:,} bytes, so it cannot be such a file")
 
 
 # Writing
@@ -136,5 +136,5 @@ def check_target(path, kind, sign=None):
             beginning = file.read(4096)
         if kind is None or (sign or kind).encode() in beginning:
             return
-    raise UserError(f"{path} is there, and is no {kind or 'file'} that this program wrote; give another name, or "
-                    "remove it")
+    raise UserError(f"{path} already exists, and is no {kind or 'file'} that this program wrote; choose another name, "
+                    "or delete it")

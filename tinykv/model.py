@@ -26,8 +26,8 @@ from tinykv.tables import identity
 class LlamaConfig:
     """The fields of config.json that shape the model, under their Hugging Face names.
 
-    model_type, too, shapes it: a "qwen2" has biases on q, k and v alone, and a "qwen3" norms the queries and keys of
-    every head.
+    model_type shapes it, too: a "qwen2" has biases only on q, k and v, and a "qwen3" normalizes the queries and keys of
+    each head.
     """
     vocab_size: int
     hidden_size: int
@@ -255,8 +255,8 @@ class Llama(nn.Module):
         """tokens (B, T) -> logits (B, T, vocab), or with logits=False the normed hidden states (B, T, D).
 
         With a cache, the tokens follow those that it holds. A cache may begin with a prefix: a fixed text whose keys
-        and values it holds from the start. Then `tokens` has to begin with that text, too, and what comes back is only
-        of the tokens after it.
+        and values it holds from the start. Then `tokens` must begin with that text, too, and only the tokens after it
+        have an output.
         """
         seen = 0
         if cache is not None:
@@ -266,7 +266,7 @@ class Llama(nn.Module):
         mask = self.mask(seen, T, tokens.device)  # (T, S), or None where none is needed
         h = self.model["embed_tokens"](tokens)  # (B, T, D)
         for i, layer in enumerate(self.model["layers"]):
-            if self.devices is not None:  # the layer may lie on another device: there goes what it reads
+            if self.devices is not None:  # the layer may be on another device, to which its input moves
                 device = self.devices[i]
                 h = h.to(device)
                 mask = None if mask is None else mask.to(device)
@@ -282,8 +282,8 @@ class Llama(nn.Module):
     def mask(self, seen, T, device):
         """(T, S): True where new token i may look at token j, S = seen + T.
 
-        None where torch's own attention knows it: the lower triangle, also after a prefix that is shorter than the new
-        tokens, and all tokens for a single new one.
+        None where torch's own attention needs no mask: for the lower triangle, also after a prefix that is shorter than
+        the new tokens, and for a single new token, which sees all.
         """
         S, window = seen + T, self.config.sliding_window
         is_plain = self.model["layers"][0].self_attn.attention == "plain"

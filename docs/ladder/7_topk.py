@@ -2,7 +2,7 @@
 
     python docs/ladder/7_topk.py             in the repository's folder; some seconds on a CPU
     python -m pdb docs/ladder/7_topk.py      then `b topk_kernel` and `c`: without a GPU a kernel can be stepped through
-    diff docs/ladder/1_sinks.py docs/ladder/7_topk.py    is of no use here; the same in the package: kernels.py
+    kernels.py                               the same in the package
 
 A GPU does a thousand things at once, and each torch operation is one launch of it that reads its input from memory and
 writes its output there. A kernel of one's own reads once, does all that is to be done, and writes the result. Here one

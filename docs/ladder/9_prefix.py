@@ -9,7 +9,7 @@ every cache of the rounded model begins with them: a prefix. It can also be trai
 make up for errors elsewhere; but it cannot do much against those of 184,000 rounded weights.
 
 It prints how far the rounded model's layers are from the other's, and perplexity. Rounding raises it from 8.178 to
-9.688, the exact prefix lowers it to 9.492, the trained one to 9.487: an eighth is won back; training adds little.
+9.688, the exact prefix lowers it to 9.492, the trained one to 9.487. It recovers an eighth; training adds little.
 
 Shapes: B texts, T tokens each, n of the prefix, L layers, Hkv heads of keys and values, d channels, D of an output.
 """

@@ -83,7 +83,7 @@ def readme():
     per_token, nvfp4, q4_0 = (SERVED[name] for name in ("quanto, MLX: 4 bits", "nvfp4", "q4_0, rotated"))
     difference, error, _ = compared(row_of(KVSINK + ZERO), row_of(PFN + ZERO))
     return [
-        f"its delta runs from {min(draws):.0f} to {max(draws):.0f}",
+        f"its delta ranges from {min(draws):.0f} to {max(draws):.0f}",
         f"lowers the loss by {less(PFN, RTN)}",
         f"by a further {less(KVSINK, PFN)}",
         f"by only {less(PFN + ZERO, RTN + ZERO)}",

@@ -102,10 +102,9 @@ class MethodCache(Cache):
         if seen == self.inner.start or keys.shape[2] > 1:
             error = (self.inner.rope.rotate(k, seen) - keys).abs().max()
             if not error <= 2 ** -6 * keys.abs().max():  # more than what 16 bits round
-                raise UserError(f"the model computes other keys in layer {layer_idx} than its config and the layers "
-                                "that this cache watches; make the cache after the last change of the model, leave "
-                                "its RoPE as the config says, and give a dtype to from_pretrained: model.to rounds "
-                                "RoPE, too")
+                raise UserError(f"layer {layer_idx} computes other keys than the model's config says; make the cache "
+                                "after the last change to the model, do not edit RoPE, and set the dtype in "
+                                "from_pretrained (model.to rounds RoPE, too)")
         return self.inner.update(layer_idx, q, k, values, seen)
 
     def get_seq_length(self, layer_idx=0):

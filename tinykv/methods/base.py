@@ -21,7 +21,7 @@ class Method(Calibrated):
 
     A subclass's settings are the keyword arguments of its constructor, with the paper's values as defaults. The command
     line offers them under the same names, with `-` for `_`. A constructor that ends in `**name` passes the rest to its
-    parent and so inherits the parent's settings. Those that are attributes here have their types and help here.
+    parent and so inherits the parent's settings. Settings that are attributes here take their types and help from here.
     """
     # Settings that many methods have, with their types and the help that the command line gives
     k_bits: Annotated[float, "bits per number in keys: 1, 1.5 (three levels), 2 to 8, 16"] = 16
@@ -44,7 +44,7 @@ class Method(Calibrated):
     found = ()  # attributes that `fit` sets, integers or None; they are saved with the codecs' tables
     calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
     # In tables
-    name = None  # of the method; None: the class's
+    name = None  # the method's; None: that of its class
     # {method: settings}: baselines that the table adds when the user asks for this method only
     beside = {}
 
@@ -89,8 +89,8 @@ class Method(Calibrated):
     # Calibration
 
     def fit(self, hidden):
-        """Find what is in `found`. hidden: of all calibration windows the embedding, and each layer's output, (W, T, D)
-        each; to be gone through once, as not all may be held in memory."""
+        """Set the attributes in `found`. hidden yields the embedding, then each layer's output, of all calibration
+        windows, (W, T, D) each. Loop over it once: not all of it may fit in memory."""
 
     def describe(self):
         """One line for the user: what was chosen or found."""
@@ -133,8 +133,8 @@ def best_tokens(rows, n, count, score=None):
     """What `keep_keys` returns to keep the `count` tokens with the largest scores so far.
 
     Kept tokens compete with the n oldest recent tokens, which are about to be quantized. rows: the `CachedRows` of K or
-    of V. score: a function from keys or values (B, Hkv, m, d) to scores (B, h, m), where h is 1 or Hkv. If the cache
-    sums scores, they are multiplied by it, or used as they are without it.
+    of V. score: a function from keys or values (B, Hkv, m, d) to scores (B, h, m), where h is 1 or Hkv. It multiplies
+    the scores that the cache sums, if there are any; without it, these are used as they are.
 
     Returns positions (B, h, up to count), the best first; of equal scores, kept tokens win over newer ones. Returns
     None if there are no scores: during calibration, queries are not scored.

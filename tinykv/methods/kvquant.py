@@ -11,7 +11,7 @@ stretch every range, is stored apart in 16 bits. All of it is in `codecs/nonunif
 
 Paper and practice. The first token is kept because it is an attention sink. Other sinks are not kept, which is where
 KVSink comes in: with `--method pfn,kvsink --scheme kvquant`, the tokens that those methods keep are left out of the
-calibration, as the first token is here. What differs in the codec itself is told in `codecs/nonuniform.py`.
+calibration, as the first token is here. Differences in the codec itself are in `codecs/nonuniform.py`.
 """
 from tinykv.methods.base import CodecMethod, first_tokens
 

@@ -29,8 +29,8 @@ Paper and practice.
   paper does not have it.
 - Where marked tokens come back all through a text, k of them are soon not enough (docs/results.md, "Length"). With
   `threshold` S has as many tokens as the text has marks: those of which |H^lE[i, c]| is at least that share of the
-  largest so far. As the largest only grows, no token that has left S belongs to it again; with a share of the text's
-  tokens, as in `antkv`, some would, as k grows, and their rows are gone.
+  largest so far. As the largest only grows, a token that has left S never returns. If S were a share of the text's
+  tokens, as in `antkv`, some would return as k grows, when their rows are gone.
 """
 from typing import Annotated
 

@@ -69,7 +69,7 @@ def perplexity(rows):
     Where the number of kept tokens was varied, against that number instead.
 
     rows: those of eval_ppl.py, fp16's in full precision first; what is read of each is "label", "weights", "ppl",
-    "bits_true" and "preserve". A line joins rows that differ in bits alone (or in kept tokens alone). Lines in colour
+    "bits_true" and "preserve". A line joins rows that differ only in bits (or only in kept tokens). Lines in colour
     are those of MARKED methods, and those that lose the least somewhere, which the title names: no row has both less
     loss and fewer bits. A loss below FLOOR, or a gain, is drawn at FLOOR. Standard errors are not drawn: they come from
     the windows, which all methods share. Where kept tokens are varied, a method that keeps a share of the text is left

@@ -11,8 +11,8 @@ quantized:
     protocol=stream                  block by block, as in a stream of tokens from the first one on
     protocol=stream, prompt=context  after the whole context was read exactly, as KIVI's code does
 
-What is generated always follows a context that arrives at once. lm_eval is no requirement of this project; this file is
-written for its version 0.4.13, and takes requests one at a time.
+What is generated always follows a context that arrives at once. lm_eval is optional; this file targets version 0.4.13,
+and handles one request at a time.
 """
 import torch
 from lm_eval.api.model import TemplateLM

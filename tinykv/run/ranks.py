@@ -4,7 +4,7 @@
 
 Each process, called a rank, reads the model and the text. Rank 0 calibrates and sends the tables to the others. Then
 each evaluates whole batches, the ones that one process would read, so that every figure but the seconds is that of one
-process. Rank 0 alone prints and writes files. A single process is rank 0 of one, with nobody to talk to.
+process. Only rank 0 prints and writes files. A single process is rank 0, and exchanges nothing.
 """
 import os
 import sys

@@ -34,7 +34,7 @@ def settings_of(cls, scheme=None):
     settings = {argument.name: argument.default for argument in arguments if argument.kind not in VARIABLE}
     if arguments and arguments[-1].kind is inspect.Parameter.VAR_KEYWORD:
         inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
-        settings = {**settings, **inherited, **settings}  # its own defaults go before
+        settings = {**settings, **inherited, **settings}  # its own defaults override
     if scheme is not None:
         for other in settings_of_codecs().keys() - settings_of_scheme(scheme):
             settings.pop(other, None)

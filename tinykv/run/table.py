@@ -184,7 +184,7 @@ class Table(list):
                 self.append(part)
                 self.columns.lines.append([cli.figure(*cell) for cell in cells(part, self.columns.head)])
                 show(self.columns.line(self.columns.lines[-1]))
-                with contextlib.suppress(UserError):  # a disk that is full now is told of at the end
+                with contextlib.suppress(UserError):  # a full disk is reported at the end
                     self.write()
                 continue
             if isinstance(part, cli.Columns):
@@ -228,7 +228,7 @@ class Table(list):
                 yield f"{title}: in windows this short no query reads a code; use a longer --context"
         for titles in same.values():
             if len(titles) > 1:
-                yield f"{', '.join(titles)}: equal losses; what tells these rows apart changes nothing here"
+                yield f"{', '.join(titles)}: identical losses; the settings in which they differ have no effect here"
 
     def plot(self):
         """The Figure of --plot."""
