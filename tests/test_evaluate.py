@@ -1,10 +1,8 @@
 """The evaluator against perplexity, KL and answers computed one token at a time in plain Python."""
-import dataclasses
 import json
 import math
 import random
 import sys
-from functools import partial
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -152,13 +150,6 @@ def test_a_stream_comes_in_chunks_that_end_where_blocks_do(model, method, protoc
             return super().expect(tokens)
     measure(model, method, windows, protocol, fp16=measure(model, FP16, windows), cache_class=Noting, prompt=prompt)
     assert found == sizes
-
-
-@pytest.mark.parametrize("other", [lambda tokens: tokens.flip(0), lambda tokens: tokens[:1]])
-def test_fp16_is_of_the_same_windows(model, windows, other):
-    exact = measure(model, FP16, windows)
-    with pytest.raises(UserError, match="of other windows"):
-        measure(model, kivi(), dataclasses.replace(windows, tokens=other(windows.tokens)), fp16=exact)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
@@ -449,28 +440,6 @@ def test_compare_reads_an_edited_file_anew(one_layer, tmp_path):
     for bits in (1, 2):
         path.write_text(f"from tinykv.methods.fp16 import FP16\n\nclass Mine(FP16):\n    k_bits = {bits}\n")
         assert compare(f"{path}:Mine", one_layer, windows=1, context=32)[-1]["k_bits"] == bits
-
-
-def test_a_method_runs_on_the_model_that_it_was_made_for_and_calibrated_on(one_layer):
-    """Also on another object of the same weights, and in another dtype; not where weights, their place, RoPE or the
-    config are others."""
-    (model, _), (same, _), (edited, _), (swapped, _), (slowed, _), (half, _) = (hf.load(one_layer) for _ in range(6))
-    method, tokens = METHODS["rtn"](model.config), torch.arange(64).view(2, 32)
-    calibrate(model, method, tokens)
-    edited.get_parameter("model.layers.0.self_attn.v_proj.weight").data[3] *= 1.1
-    attention = swapped.model["layers"][0].self_attn
-    attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
-    slowed.rope.freq = slowed.rope.freq / 4
-    other = METHODS["rtn"](dataclasses.replace(model.config, rope_theta=5e5), scheme="token-dynamic")
-    windows = Windows(tokens, [[], []])
-    exact = measure(model, METHODS["fp16"](model.config), windows)
-    for on in (model, same, half.half()):
-        KVCache(on, method)
-    for on, one, said in ((edited, method, "another model"), (swapped, method, "another model"),
-                          (slowed, method, "another model"), (model, other, "made for another config")):
-        for use in (KVCache, partial(measure, windows=windows, fp16=exact)):
-            with pytest.raises(UserError, match=said):
-                use(on, one)
 
 
 def test_a_method_belongs_to_the_rounding_of_the_weights_that_it_was_calibrated_on(one_layer):

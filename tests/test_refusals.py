@@ -169,6 +169,7 @@ def compare(**flags):
 
 @pytest.mark.parametrize("named, call", [
     ("protocol is one of", lambda: fp16(protocol="Paper")),
+    ("made for another config", lambda: KVCache(model_of(1), METHODS["rtn"](model_of(2).config))),
     *((f"prompt must be a whole number of at least 1; got {n}", lambda n=n: fp16(prompt=n)) for n in (0, -1, 2.5)),
     *((f"holds 2 texts, but tokens for {n} were given", lambda n=n: go_on(n)) for n in (1, 3)),
     ("integers, not torch.float32", lambda: keep([[[0.5]]])),

@@ -1,5 +1,6 @@
 """Nothing wrong in silence: what is not finite, not of the right shape, or damaged ends in one line, never in a row."""
 import shutil
+from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,6 +20,7 @@ from tinykv.calibrate import calibrate
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import Pair
 from tinykv.data import load_windows
+from tinykv.data.windows import Windows
 from tinykv.evaluate import chunks_of, measure, refuse_overflow
 from tinykv.files import save_tensors
 from tinykv.hf import EMBEDDED
@@ -29,6 +31,7 @@ from tinykv.tables import Tables, fingerprint
 from tinykv.weights import QUANTIZERS, quantize
 
 TINY = ["--context", "48", "--windows", "1", "--calib-windows", "1"]
+WINDOWS = Windows(torch.arange(64).view(2, 32), [[], []])
 
 
 def damaged(folder, name, factor):
@@ -197,18 +200,35 @@ def enlarge(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", [exchange, permute, hook, slow, enlarge])
-def test_tables_serve_the_model_that_they_were_calibrated_on(tmp_path, change, dtype):
-    """Perhaps in another dtype. A folder's tables, too, and where the weights are the same."""
-    model, edited = (hf.load_model(EMBEDDED, dtype=of) for of in (torch.float32, dtype))
-    method = METHODS["rtn"](model.config)
-    calibrate(model, method, torch.arange(64).view(2, 32))
+def test_what_was_found_on_a_model_serves_no_other(tmp_path, change, dtype):
+    """A method's tables, those of a folder, and fp16's result. But the model may have another dtype; and of which model
+    quantized weights were is unknown."""
+    (model, _), (edited, tokenizer) = (hf.load(EMBEDDED, dtype=of) for of in (torch.float32, dtype))
+    method, fp16 = METHODS["rtn"](model.config), METHODS["fp16"](model.config)
+    calibrate(model, method, WINDOWS.tokens)
     Tables(tmp_path, model).put("these", method.calibrated())
+    exact = measure(model, fp16, WINDOWS)
     KVCache(edited, method)
+    for same in (edited, quantize(edited, QUANTIZERS["rtn"](3))):
+        measure(same, fp16, WINDOWS, fp16=exact)
     change(edited)
-    with pytest.raises(UserError, match="calibrated on another model"):
-        KVCache(edited, method)
+    for named, use in (("RTN.* was calibrated on another model", lambda: KVCache(edited, method)),
+                       ("RTN.* was calibrated on another model", lambda: eval_ppl.compare(method, (edited, tokenizer))),
+                       ("Result of fp16 is of another model", lambda: measure(edited, fp16, WINDOWS, fp16=exact))):
+        with pytest.raises(UserError, match=named):
+            use()
     change(model)  # its weights are as they were, or not: the folder has no tables of what it computes now
     assert Tables(tmp_path, model).get("these") is None
+
+
+def test_fp16s_result_is_of_the_same_windows():
+    model, windows = hf.load_model(EMBEDDED), replace(WINDOWS)
+    fp16 = METHODS["fp16"](model.config)
+    exact = measure(model, fp16, windows)
+    windows.tokens = WINDOWS.tokens.flip(0)  # those that it was measured on were a copy
+    for other in (windows, replace(WINDOWS, tokens=WINDOWS.tokens[:1]), WINDOWS.predicted_from(9)):
+        with pytest.raises(UserError, match="of other windows"):
+            measure(model, fp16, other, fp16=exact)
 
 
 def overwrite(model):
@@ -290,27 +310,6 @@ def test_a_prefix_is_trained_for_what_rope_turns_by(tmp_path):
     assert fingerprint(model) == before
     slow(model)
     assert fingerprint(model) != before
-
-
-@pytest.fixture(scope="module")
-def exact():
-    """fp16's result. Where weights are quantized nobody knows of which model they were."""
-    model, tokenizer = hf.load(EMBEDDED)
-    windows, fp16 = load_windows("tales", tokenizer, 32, 2), METHODS["fp16"](model.config)
-    exact = measure(model, fp16, windows)
-    measure(quantize(model, QUANTIZERS["rtn"](3)), fp16, windows, fp16=exact)
-    return exact
-
-
-@pytest.mark.parametrize("change", [exchange, permute, hook, slow, enlarge])
-def test_fp16s_result_is_of_the_same_model(exact, change):
-    model = hf.load_model(EMBEDDED)
-    windows, fp16 = exact.windows, METHODS["fp16"](model.config)
-    change(model)
-    with pytest.raises(UserError, match="of another model"):
-        measure(model, fp16, windows, fp16=exact)
-    with pytest.raises(UserError, match="other windows"):
-        measure(model, fp16, windows.predicted_from(9), fp16=exact)
 
 
 @pytest.mark.parametrize("edit", [lambda method: setattr(method, "rope", "post"),
@@ -403,12 +402,3 @@ def test_tables_are_of_the_quantized_weights_that_a_method_runs_on(one_layer, tm
         return rows[-1]["window_nll"]
     windows = METHODS["cq"](hf.load_config(one_layer), "d8m2").calibration_windows
     assert measured(None, tmp_path / "tables") != measured(windows, tmp_path / "tables") == measured(windows, None)
-
-
-def test_windows_that_were_edited_are_others():
-    model, tokenizer = hf.load(EMBEDDED)
-    windows, others = (load_windows(text, tokenizer, 32, 1) for text in ("tales", "fables"))
-    fp16 = measure(model, METHODS["fp16"](model.config), windows)
-    windows.tokens, windows.answers = others.tokens, others.answers
-    with pytest.raises(UserError, match="of other windows"):
-        measure(model, METHODS["fp16"](model.config), windows, fp16=fp16)
