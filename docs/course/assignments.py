@@ -114,12 +114,18 @@ def page(folder):
         if function in holes:
             indent, body = " " * node.body[0].col_offset, lines[node.body[0].lineno - 1:node.end_lineno]
             above = lines[node.lineno:node.body[0].lineno - 1]  # what stands between `def` and the first step
-            told = [line for line in above + body if line.strip().startswith("#") or line in above]
+            told = above + [indent + comment for comment in map(comment_of, body) if comment]
             lines[node.lineno:node.end_lineno] = [*told, f'{indent}raise NotImplementedError("{name}: {function}")']
     lines = [line for line in lines if not re.match("    (python -m pdb|diff) ", line)]
     text = "\n".join(lines).replace(f"python docs/ladder/{file}", f"python {target}")
     summary, quotes, rest = text[3:].partition('"""\n')
     return f'"""{summary}{quotes}ASSIGNMENT = "{name}{PAGE}"\n{rest}\n'
+
+
+def comment_of(line):
+    """A line's comment; "" if it has none, or says no more than a shape."""
+    found = re.search(r"(?:^|  ) *(# .*)$", line)
+    return "" if found is None or re.fullmatch(r"# \(.*\)(?: both)?", found[1]) else found[1]
 
 
 MADE = {"starter.py": starter, "page.py": page}

@@ -59,7 +59,7 @@ class Cache:
         self.length = 0  # NEW: S
 
     def update(self, layer, q, k, v, seen):  # k, v (B, Hkv, T, d), after `seen` others
-        # NEW: new tokens join the recent ones. KIVI stores keys as attention reads them, after RoPE
+        # NEW: new tokens, in 16 bits, join the recent ones. KIVI stores keys as attention reads them, turned by RoPE
         self.append(layer, "k", self.rope.rotate(k.half(), seen))
         self.append(layer, "v", v.half())
         # NEW: attention reads before anything is quantized

@@ -33,7 +33,7 @@ def grid(low, high):  # the smallest and the largest of the weights that share i
 
 
 def rounded(weight):  # (out, in) -> the same, as 3 bits hold it
-    size = max(size for size in range(1, 129) if weight.shape[1] % size == 0)  # inputs that share a grid: 64 or 88
+    size = max(n for n in range(1, 129) if weight.shape[1] % n == 0)  # weights of a grid: divides a row, 128 at most
     x = weight.unflatten(1, (-1, size))  # (out, groups, size)
     low, high = x.amin(2, keepdim=True).clamp(max=0), x.amax(2, keepdim=True).clamp(min=0)  # (out, groups, 1) both
     scale, zero = grid(low, high)
