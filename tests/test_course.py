@@ -188,6 +188,14 @@ def test_a_missing_starter_is_written_and_none_is_overwritten(tmp_path):
     assert assignments.write_missing(folder / "mine.py") is None and not (folder / "mine.py").exists()
 
 
+def test_an_assignment_of_an_instructors_has_no_page(tmp_path):
+    folder = tmp_path / "8-own"
+    folder.mkdir()
+    (folder / "answer.py").write_text(text_of("kvsink", "answer.py"), encoding="utf-8")
+    assert assignments.write_missing(folder / "page.py") is None and not (folder / "page.py").exists()
+    assert str(folder / "starter.py") in assignments.write_missing(folder / "starter.py")
+
+
 def test_the_course_writes_a_missing_starter_first(monkeypatch):
     """Of each folder whose tests run, unless they run on another file; the grader of the one it is given."""
     asked = []
@@ -912,7 +920,7 @@ def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
 @pytest.mark.whole
 def test_a_repository_that_was_handed_out_grades(tmp_path, monkeypatch):
     """With seed 0 alone, by the values that it came with."""
-    monkeypatch.setattr(handout, "ANSWERS", {key: assignments.ANSWERS[key] for key in ("kvsink", "affine")})
+    monkeypatch.setattr(handout, "all_names", lambda: ["kvsink", "affine"])
     monkeypatch.setattr(sys, "argv", ["handout", str(tmp_path / "out")])
     handout.main()
     words = ["-m", "docs.course.grade", ROOT / "docs/course/3-kvsink/answer.py"]

@@ -40,6 +40,11 @@ PAGES = {  # by assignment, the page of docs/ladder that is its first part, and 
 }
 
 
+def all_names():
+    """Of all assignments, an instructor's own among them."""
+    return [path.name.split("-")[1] for path in sorted((ROOT / "docs" / "course").glob("*-*"))]
+
+
 def folder_of(name):
     """An assignment's folder. UserError if there is none of this name."""
     folders = {path.name.split("-")[1]: path for path in sorted((ROOT / "docs" / "course").glob("*-*"))}
@@ -136,6 +141,8 @@ def write_missing(path):
     folder = path.absolute().parent
     if path.name not in MADE or path.exists() or not (folder / "answer.py").is_file():
         return None
+    if path.name == "page.py" and folder.name.split("-")[1] not in PAGES:  # an instructor's own assignment
+        return None
     path.write_text(MADE[path.name](folder), encoding="utf-8")
     return f"new: {path}; write your answer there"
 
@@ -144,7 +151,7 @@ def write_missing(path):
 
 def write(folder, files, names):
     """Copy files, without the answers of the assignments `names`."""
-    answers = {file: (name, functions) for name in names for file, functions in ANSWERS[name].items()}
+    answers = {file: (name, functions) for name in names for file, functions in ANSWERS.get(name, {}).items()}
     for file in files:
         if Path(file).name in OF_INSTRUCTORS:
             continue

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from shutil import copyfile
 
-from docs.course.assignments import ANSWERS, CORE, MADE, PAGE, ROOT, folder_of, write
+from docs.course.assignments import ANSWERS, CORE, MADE, PAGE, PAGES, ROOT, all_names, folder_of, write
 from docs.course.grade import right_values
 from tinykv import UserError
 from tinykv.cli import Parser, one_line
@@ -52,7 +52,7 @@ def main():
             raise UserError(f"{args.folder} is not empty; give a new folder")
         files = [file for file in tracked() if file.startswith(KEPT) or not file.startswith(LEFT_OUT)]
         write(args.folder, files, names)
-        for name in ANSWERS:
+        for name in all_names():
             target = args.folder / folder_of(name).relative_to(ROOT)
             for file, made in MADE.items():
                 if file == "starter.py" or name in pages:
@@ -62,7 +62,7 @@ def main():
         workflow = args.folder / ".github" / "workflows" / "assignments.yml"
         workflow.parent.mkdir(parents=True)
         copyfile(ROOT / "docs" / "course" / "workflow.yml", workflow)
-        for name in ANSWERS:
+        for name in all_names():
             write_expected(args.folder, name)
         print(f"{args.folder}: a repository without the answers of {', '.join(names)}")
 
@@ -79,7 +79,9 @@ def tracked():
 def write_expected(folder, name):
     """The right values at seed 0, for a repository without answer.py."""
     with tempfile.TemporaryDirectory() as temporary:
-        tests = right_values(name, 0, Path(temporary)) | right_values(name + PAGE, 0, Path(temporary))
+        tests = right_values(name, 0, Path(temporary))
+        if name in PAGES:
+            tests |= right_values(name + PAGE, 0, Path(temporary))
     target = folder / folder_of(name).relative_to(ROOT) / "expected.json"
     target.write_text(json.dumps({"seed": 0, "tests": tests}), encoding="utf-8")
 
