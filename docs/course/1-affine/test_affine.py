@@ -50,11 +50,13 @@ def test_grid(sub, rng, same):
     """grid: both formulas, and every bound"""
     ends = (0.0, 1e-6, 0.01, 1.0, 3.0, 5.5, 100.0, 4000.0, 6e4, 7e4, 3e5, 1e7, 1e9)
     spans = (0.0, 1e-6, 1e-4, 0.01, 0.5, 1.0, 3.0, 7.0, 255.0, 1e4, 6e4, 2e5, 1e7)
-    for _ in range(150):
+    for case in range(150):
         bits, formula = rng.choice(BITS), rng.choice(FORMULAS)
         lo = rng.of(ends, 6) * rng.of((-1, 1), 6)
         hi = lo + rng.of(spans, 6)
-        if rng.random() < 0.2:  # lo in the middle between two steps
+        if case == 0:  # both bounds of the scale at once
+            formula, lo, hi = "integer-zero", torch.tensor([1e9, -1e9]), torch.tensor([1e9, -1e9])
+        elif rng.random() < 0.2:  # lo in the middle between two steps
             step = rng.of((0.5, 1, 4), 6)
             lo = (rng.of(range(-9, 9), 6) + 0.5) * step
             hi = lo + top(bits) * step
@@ -77,7 +79,8 @@ def test_codes(sub, rng, same):
         steps = rng.of((-1000, -200, -n, -1, 0, 1, 3), 3, 1)
         zero = steps.to(torch.int16) if formula == "integer-zero" else (steps * scale).half()
         origin = -zero * scale.float() if formula == "integer-zero" else zero.float()
-        x = origin + scale.float() * (rng.of(range(-8, 4 * n + 9), 3, 8) / 4)  # quarters of a step: ties, too
+        quarters = rng.of((*range(-8, 4 * n + 9), 2 ** 18), 3, 8)  # of a step: ties, too, and one that is far off
+        x = origin + scale.float() * (quarters / 4)
         same.call(sub.encode, x, scale, zero, bits, formula, hint="Codes are rounded half to even.")
         same.call(sub.decode, rng.of(range(n + 1), 3, 8).to(torch.uint8), scale, zero, formula)
 

@@ -247,6 +247,7 @@ def test_pfn(sub, rng, same):
             layer = sub.Layer(Coarse(), Coarse(), sub.PFN(N), "stream")
             layer.length = length
             layer.keys.recent = torch.zeros(3, 2, max(n, length - 3), 4, dtype=torch.float16)
+            layer.keys.n_coded = layer.values.n_coded = length - layer.keys.recent.shape[2]
             given = layer.method.keep(layer, n)
             same(given if given is None else given.sort(-1).values, f"PFN with N = {N}, asked about {n} of {length} "
                  "tokens of 3 sequences: positions, sorted")
@@ -256,7 +257,7 @@ def test_pfn(sub, rng, same):
 def test_all(sub, rng, same):
     """all of it: PFN in both protocols"""
     for protocol in ("paper", "stream", "stream"):
-        N, recent, block = rng.randint(0, 3), rng.randint(0, 2), rng.randint(1, 3)
+        N, recent, block = rng.randint(0, 6), rng.randint(0, 2), rng.randint(1, 3)
         layer = sub.Layer(Coarse(), Coarse(), sub.PFN(N, recent, block), protocol)
         for _ in range(1 if protocol == "paper" else 5):
             k, v = rng.normal(2, 2, 2, rng.randint(1, 5), 2) * 9

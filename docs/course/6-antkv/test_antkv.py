@@ -96,7 +96,7 @@ def test_kmeans(sub, rng, same):
 def test_token_weights(sub, rng, same):
     """token_weights: the norm of each row, the largest thousandth clamped; 1 everywhere without a gradient"""
     for shape in [(1, 6, 2), (2, 3, 4), (1, 1, 3), (3, 40, 2), (2, 900, 2), (1, 1500, 3), (3, 1100, 1)] * 2:
-        gradient = rng.normal(*shape) ** 3 * rng.choice((1e-12, 1e-6, 1))
+        gradient = rng.normal(*shape) ** 3 * rng.choice((1e-18, 1e-12, 1e-6, 1))
         gradient[:, rng.randrange(shape[1])] *= 100
         gradient[0, 0] = 0
         if shape == (2, 3, 4):
