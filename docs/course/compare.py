@@ -85,7 +85,8 @@ def unequal(given, right, tolerance, place, shape):
     first, width = off[0], shape[-1] if shape else 1
     index = [int(i) for i in np.unravel_index(first, shape)]
     at = f"At {index} of {list(shape)}, counted from 0: " if len(right) > 1 else ""
-    said = f"{place}{at}yours is {brief(given[first])}; right is {brief(right[first])}."
+    digits = 4 if brief(given[first]) != brief(right[first]) else 7  # enough to see that they differ
+    said = f"{place}{at}yours is {brief(given[first], digits)}; right is {brief(right[first], digits)}."
     if 1 < width <= WIDEST:  # the row in which it stands
         begin = first - first % width
         rows = (", ".join(map(brief, numbers[begin:begin + width])) for numbers in (given, right))
@@ -93,8 +94,8 @@ def unequal(given, right, tolerance, place, shape):
     return said + (f" {len(off)} of {len(right)} numbers are off." if len(right) > 1 else "")
 
 
-def brief(number):
-    return f"{number:.4g}" if isinstance(number, float) else str(number)
+def brief(number, digits=4):
+    return f"{number:.{digits}g}" if isinstance(number, float) else str(number)
 
 
 def short(text):
