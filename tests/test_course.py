@@ -398,6 +398,13 @@ def test_what_a_file_leaves_behind_neither_helps_it_nor_ends_the_grader(monkeypa
     assert compiled == ["mine"] and [path.name for path in (tmp_path / "all").iterdir()] == ["triton-copy"]
 
 
+def test_the_compiler_reads_definitions_alone():
+    """Nothing that could tell it from the interpreter."""
+    kept = ["import math", "N: int = 2 ** 5", "LOG = tl.constexpr(1 / math.log(2))", "def kernel(x):\n    pass"]
+    dropped = ["Y = not triton.knobs.runtime.interpret", "kernel = Two(kernel)", "if N:\n    N = 3", "x: int", "f()"]
+    assert compiles.definitions("\n".join(kept + dropped)) == "\n".join(kept[:3]) + "\n\n" + kept[3]
+
+
 def test_what_is_nested_too_deeply_has_no_kernels(monkeypatch, tmp_path):
     monkeypatch.setattr(compiles, "run", lambda *args, **more: None)
     monkeypatch.setattr(compiles, "written", lambda path: "[" * 200_000)

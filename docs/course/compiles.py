@@ -26,6 +26,8 @@ LONGEST = 120  # seconds of a step
 # what a test notes that asks for it: this and the kernel's name, and maybe how many instructions are too many
 ASKED, BELOW = "compiled for a GPU: ", ", a number's instructions below "
 COUNTED = ", instructions a number"
+# of a file, which a kernel may read: numbers, and what is computed of them, of others' names and of `math`
+CONSTANT = r"(?:tl\.constexpr|math\.(?>\w+)|\b(?>[A-Z]\w*)|(?>\d[\d.e]*)|[ +*/()-])+"
 
 
 def main():
@@ -34,21 +36,34 @@ def main():
     if step == "lower":
         import torch  # noqa: F401  # before memory is limited: a GPU's build of it maps gigabytes
         confine(folder, [*file, Path(__file__).parents[2]], LONGEST)  # a copy without answers
-        made = lowered(*file, given)
+        made = lowered(folder, *file, given)
     else:
         confine(folder, seconds=LONGEST, starts=True)
         made = judged(*given)
     Path(folder, "made").write_text(json.dumps(made), encoding="utf-8")
 
 
-def lowered(file, kernels):
+def definitions(source):
+    """Imports, functions and constants of a file, without all that could tell the compiler from the interpreter."""
+    def is_definition(node):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            return node.value is not None and re.fullmatch(CONSTANT, ast.unparse(node.value))
+        return isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef))
+    tree = ast.parse(source)
+    tree.body = [*filter(is_definition, tree.body)]
+    return ast.unparse(tree)
+
+
+def lowered(folder, file, kernels):
     """{kernel: [what the compiler says against it, the kernel in Triton's first language]}."""
     import triton
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     triton.knobs.runtime.interpret = False  # whatever the file asks for
-    spec = importlib.util.spec_from_file_location("submission", file)
+    reduced = Path(folder, "submission.py")  # Triton reads a kernel's lines from its file
+    reduced.write_text(definitions(Path(file).read_text(encoding="utf-8")), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("submission", reduced)
     module, found = importlib.util.module_from_spec(spec), {}
     with contextlib.suppress(Exception, SystemExit):  # lines at its end may run a kernel, for which there is no GPU
         spec.loader.exec_module(module)
