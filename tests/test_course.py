@@ -143,6 +143,8 @@ def test_a_page_is_that_of_the_ladder(name):
     assert all("NotImplementedError" in given[function] for function in holes)
     for line in answer.read_text(encoding="utf-8").partition("\n# The table")[0].splitlines():
         assert assignments.comment_of(line) in page  # those behind code, too
+    loop = re.search(r"^for .*", page.partition("\n# The table")[2], re.MULTILINE)[0]  # without what is asked for later
+    assert not set(re.findall(r"\w+", loop)) & (holes - {*assignments.PAGES[name][1]})
 
 
 @pytest.mark.parametrize("key, changes", [
