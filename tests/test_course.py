@@ -5,7 +5,6 @@ import csv
 import ctypes
 import fcntl
 import importlib.util
-import io
 import json
 import os
 import platform
@@ -27,9 +26,8 @@ import pytest
 import torch
 
 import eval_ppl
-from docs.course import assignments, board, compare, compiles, confine, grade, handout
+from docs.course import assignments, compare, compiles, confine, grade, handout, leaderboard
 from tinykv import UserError
-from tinykv.codecs import codebook
 from tinykv.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -681,163 +679,25 @@ def test_where_answers_can_be_read_nothing_is_graded_in_silence(run, monkeypatch
         assert ("--unconfined" in lines[0]) == (not words)
 
 
-# ---- the project's board
+# ---- the project's leaderboard
 
-OWN = """
-import ctypes, os, socket, torch
-from tinykv.codecs.base import Codec, Codes, Pair
-from tinykv.methods.base import Method
-
-class Own(Codec):
-    bits = 2
-
-    def __init__(self):
-        self.store = []
-
-    def encode(self, x, ignore=None):
-        {encode}
-        return Codes(torch.full((*x.shape[:3], 8), len(self.store) - 1, dtype=torch.uint8))
-
-    def decode(self, codes):
-        return {decode}
-
-class Mine(Method):
-    def __init__(self, config, bits=2):
-        super().__init__(config)
-        self.codecs = [Pair(Own(), Own()) for _ in range(config.num_hidden_layers)]
-        self.k_bits, self.v_bits, self.scheme = bits, bits, "own"
-"""
-NO_NUMBERS = "torch.full((*codes.packed.shape[:3], 32), torch.nan)"
-# keeps rows on itself, where no bit of them is counted
-HIDDEN = {"encode": "self.store.append(x.half())",
-          "decode": "torch.cat([self.store[i] for i in codes.packed[0, 0, :, 0].unique()], 2).float()"}
-FORGED = """
-from tinykv import evaluate
-from docs.course import board
-from tinykv.methods.kivi import KIVI as Mine
-board.Text.kl, board.Text.bits = lambda self, rows: [0.0], lambda self, codes: 1.0
-evaluate.add_predictions = board.add_predictions = lambda *args: None
-"""
+ROWS = [{"kld": kld, "bits_true": bits} for kld, bits in ((0.0, 16.0), (0.3, 2.5), (0.1, 3.004), (0.01, 3.01))]
 
 
-TEXT = cache(board.Text)
-
-
-@pytest.fixture
-def board_text(monkeypatch, request):
-    """A function that gives the board's text, on which files run in this process. What each process calibrates, it
-    calibrates once."""
-    tables, calibrate = {}, board.calibrate
-
-    def calibrate_once(model, method, windows, seed):
-        key = repr(method), tuple(windows.flatten().tolist()), seed
-        if key not in tables:
-            calibrate(model, method, windows, seed=seed)
-            tables[key] = method.calibrated()
-        method.restore(tables[key], model)
-
-    def run(part, name, entries, given):
-        assert part is board.encode or len(entries) == 1 and "test" not in given  # of the test, one entry's codes
-        return {entry: part(name, entry, given) for entry in entries}
-    monkeypatch.setattr(board, "run", run)
-    if not request.config.getoption("--whole"):
-        monkeypatch.setattr(board, "calibrate", calibrate_once)
-    return TEXT
-
-
-@pytest.mark.parametrize("name, windows", [("kivi", 2), ("antkv", 1), pytest.param("skvq", 2, marks=pytest.mark.whole)])
-def test_the_board_measures_what_the_table_says(name, windows, board_text, monkeypatch):
-    """From codes and rows that came through files. Rows are rounded to 16 bits there; anchors' scores are not held."""
-    monkeypatch.setattr(board, "BITS", (2,))
-    monkeypatch.setattr(codebook, "SAMPLES", 288)  # both find the same codebooks, of some of the tokens
-    row, = board_text(windows, draws=2, seed=0).measured(name)
-    want = eval_ppl.compare(f"fp16,{name}", bits=2, windows=windows, calib_windows=windows, draws=2, context=1024)[-1]
-    assert row["bits_true"] == pytest.approx(want["bits_true"], rel=0.02)
-    for got, true in zip(row["window_kl"], want["window_kl"], strict=True):
-        assert got == pytest.approx(true, rel=0.01)
-
-
-CHANNELS = {  # by which a process could hand rows to the one that decodes
-    "System V": "if ctypes.CDLL(None).shmget(7, 64, 0o1666) < 0: raise OSError('not permitted')",
-    "a daemon": "if os.fork() == 0: os._exit(0)",
-    "a service": "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
-    "a date": "os.utime('{ROOT}/README.md', ns=(1, 1))",
-}
-
-
-@pytest.mark.skipif(confine.landlock() < 1 or not confine.seccomp(), reason="needs Landlock and seccomp")
-@pytest.mark.parametrize("channel", CHANNELS)
-def test_rows_reach_the_decoder_in_no_other_way(channel, tmp_path, monkeypatch):
-    monkeypatch.setattr(confine, "run", board_forked)
-    deed = CHANNELS[channel].replace("{ROOT}", str(ROOT))
-    (tmp_path / "method.py").write_text(OWN.format(encode=deed, decode=NO_NUMBERS), encoding="utf-8")
-    with pytest.raises(UserError, match="encode: .*not permitted"):
-        TEXT(windows=1, draws=1, seed=5).measured(f"{tmp_path / 'method.py'}:Mine")
-
-
-def test_a_method_whose_rows_are_no_numbers_has_no_rank(tmp_path, board_text):
-    (tmp_path / "method.py").write_text(OWN.format(encode="pass", decode=NO_NUMBERS), encoding="utf-8")
-    with pytest.raises(UserError, match="not finite"):
-        board_text(windows=1, draws=1, seed=5).measured(f"{tmp_path / 'method.py'}:Mine")
-
-
-def test_a_link_has_no_rank(run, monkeypatch, tmp_path):
-    for student in "abc":
-        (tmp_path / student).mkdir()
-    (tmp_path / "a" / "method.py").write_text("x = 1", encoding="utf-8")
-    (tmp_path / "b" / "method.py").symlink_to(tmp_path / "a" / "method.py")
-    (tmp_path / "d").symlink_to(tmp_path / "a")
-    monkeypatch.setattr(board, "BASELINES", ())
-    monkeypatch.setattr(board, "Text", lambda *given: SimpleNamespace(measured=lambda name: [
-        {"bits_true": 2.0, "kld": 0.1, "window_kl": [[0.1]]}]))
-    status, out, _ = run(board, tmp_path)
-    assert status == 0 and out.count("is a link") == 2 and re.search(r"^1 +a ", out, re.MULTILINE)
-
-
-def test_rows_that_a_codec_hides_are_lost(tmp_path, board_text):
-    (tmp_path / "method.py").write_text(OWN.format(**HIDDEN), encoding="utf-8")
-    with pytest.raises(UserError, match="`decode` of Own"):  # the second process never saw these rows
-        board_text(windows=2, draws=2, seed=0).measured(f"{tmp_path / 'method.py'}:Mine")
-
-
-def board_forked(words, given, seconds, root, folder):
-    """As `confine.run` of a process of the board's: a copy of this one, which need not import torch."""
-    def do_part():
-        os.chdir(root)
-        os.environ.update(HOME=folder, TMPDIR=folder)
-        sys.stdin = io.StringIO(given)
-        board.confined({"encode": board.encode, "decode": board.decode}[words[-1]])
-    forked(do_part)
-    return True
-
-
-@pytest.fixture
-def few_processes(monkeypatch, request):
-    """Only the first is a real process of the board's, unless everything is asked for."""
-    runs = iter([confine.run])
-    if not request.config.getoption("--whole"):
-        monkeypatch.setattr(confine, "run", lambda *given: next(runs, board_forked)(*given))
-
-
-@pytest.mark.skipif(confine.landlock() < 1, reason="needs Landlock")
-def test_a_forged_figure_changes_nothing(tmp_path, few_processes):
-    """Through the confined processes. What a file replaces is replaced in its own process."""
-    text, found = TEXT(windows=1, draws=1, seed=5), {}
-    for student, source in (("honest", "from tinykv.methods.kivi import KIVI as Mine"), ("forged", FORGED)):
-        (tmp_path / f"{student}.py").write_text(source, encoding="utf-8")
-        found[student] = text.measured(f"{tmp_path / student}.py:Mine")
-    assert found["forged"] == found["honest"]
-    assert 0 < found["honest"][1]["kld"] < found["honest"][0]["kld"]
-    secret, folder = tmp_path / "secret", tmp_path / "of a student"  # a file that is there
-    secret.touch()
-    folder.mkdir()
-    (folder / "reads.py").write_text(f"open({str(secret)!r})", encoding="utf-8")
-    with pytest.raises(UserError, match="encode: .*Permission denied"):
-        text.measured(f"{folder / 'reads.py'}:Mine")
+@pytest.mark.parametrize("rows, shown", [(ROWS, [0.1, 3.004]), (ROWS[:1], []), (ROWS[3:], []), (None, [])])
+def test_the_leaderboard_has_the_best_row_within_the_budget(rows, shown, tmp_path):
+    """Bits are rounded as the table shows them. A method that has no row there, or fails, has no place."""
+    table, results = tmp_path / "table.json", tmp_path / "results.json"
+    if rows is not None:
+        table.write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    leaderboard.main(table, results)
+    result = json.loads(results.read_text(encoding="utf-8"))
+    assert [entry["value"] for entry in result.get("leaderboard", [])] == shown and result["score"] == 0
+    assert ("no place" in result["output"]) == (not shown)
 
 
 def test_what_a_process_leaves_cannot_lead_elsewhere(tmp_path):
-    """Links, pipes and folders are not read, and nothing that is calibrated on depends on the seed."""
+    """Links, pipes and folders are not read."""
     (tmp_path / "secret").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "secret")
     os.mkfifo(tmp_path / "pipe")
@@ -845,30 +705,6 @@ def test_what_a_process_leaves_cannot_lead_elsewhere(tmp_path):
     for name in ("link", "pipe", ".", "none"):
         with pytest.raises(OSError):
             confine.written(tmp_path / name)
-    a, b = (TEXT(windows=1, draws=1, seed=seed) for seed in (5, 6))
-    assert a.calibration.equal(b.calibration) and not a.test.tokens.equal(b.test.tokens)
-
-
-def test_all_that_is_handed_over_is_counted():
-    """Of 1,024 tokens of 4 layers, 32 channels: tensors of any name, what empty ones' shapes tell, and names."""
-    text, numbers = TEXT(windows=1, draws=1, seed=5), 1024 * 2 * 4 * 32
-    codes = {"0.k.packed": torch.zeros(100, dtype=torch.uint8), "3.v.junk": torch.zeros(5, 0, 3)}
-    told = len("k.packed") + len("v.junk") + 2  # names, and a byte for each type
-    assert text.bits(codes) == 8 * (100 + 2 + 24 + told) / numbers
-    for name in ("the text", "123456.k.packed", "03.k.packed", "4.k.packed", "0.q.packed"):
-        with pytest.raises(UserError, match="layer.kind.part"):
-            text.bits({name: torch.zeros(1)})
-
-
-@pytest.mark.parametrize("kl, ranks", [
-    ({"c": [0.20, 0.41, 0.31], "a": [0.10, 0.30, 0.20], "b": [0.11, 0.29, 0.21]}, ["1 a", "1 b", "3 c"]),
-    # each cannot be told from the one before, but the third can from the leader
-    ({"a": [0.10, 0.20, 0.30, 0.40], "b": [0.10, 0.22, 0.31, 0.45], "c": [0.13, 0.22, 0.34, 0.43]},
-     ["1 a", "1 b", "3 c"])])
-def test_a_rank_is_shared_with_its_leader_where_the_paired_error_cannot_tell(kl, ranks):
-    rows = {name: {"kld": sum(of) / len(of), "bits_true": 2.0, "window_kl": [of]} for name, of in kl.items()}
-    assert board.shared(rows["b"], rows["a"]) and board.shared(rows["c"], rows["b"]) == (len(kl["a"]) == 4)
-    assert [" ".join(line[:2]) for line in board.lines_of(list(rows.items()))] == ranks
 
 
 # ---- handing out
