@@ -255,7 +255,7 @@ def test_an_assignment_is_whole(name):
     assert all(test.__doc__ for test in tests.values())
     assert len(tests) * COURSE.LONGEST + 20 < confine.SECONDS  # a loop without an end costs no other test its time
     folder, page, model = assignments.folder_of(name), text_of(name, "handout.md"), text_of(name, "answers.md")
-    for text, parts in ((page, ("Aim", "Background", "Eight numbers", "Tasks", "Questions", "Time")),
+    for text, parts in ((page, ("Aim", "Background", "Eight numbers", "Tasks", "Questions")),
                         (model, ("Eight numbers", "Questions", "Oral"))):
         assert all(f"\n## {part}\n" in text for part in parts)
     assert sum(int(points) for points in re.findall(r"^\d\. \((\d+) points\)", page, re.MULTILINE)) == 20

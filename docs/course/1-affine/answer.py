@@ -1,9 +1,7 @@
 """Assignment 1: affine codes, and packing them into bytes.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments and shapes
-stay as they are. To grade this file:
-
-    python -m docs.course.grade docs/course/1-affine/starter.py
+handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
+the lines that are given stay as they are.
 
 Shapes: B sequences, H heads, T tokens, d channels of a head, G numbers in a group. `bits` is 1, 2,
 3, 4, 5, 6, 7 or 8, or 1.5 for three levels, whose codes are 0, 1 and 2. `formula` is "offset" or

@@ -1,9 +1,7 @@
 """Assignment 2: a layer's cache in three parts, two protocols, and PFN.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
-work as they stand. Names, arguments and shapes stay as they are. To grade this file:
-
-    python -m docs.course.grade docs/course/2-cache/starter.py
+handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
+the lines that are given stay as they are.
 
 Shapes: B sequences, H heads, d channels of a head, T new tokens, S tokens so far, p kept tokens.
 A row is the key, or the value, of one token in one head: d numbers. A codec is given:

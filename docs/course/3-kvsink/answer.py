@@ -1,9 +1,7 @@
 """Assignment 3: KVSink. Find attention sinks by the outlier that marks them, and keep them.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
-work as they stand. Names, arguments and shapes stay as they are. To grade this file:
-
-    python -m docs.course.grade docs/course/3-kvsink/starter.py
+handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
+the lines that are given stay as they are.
 
 Shapes: B sequences, T new tokens, D channels of a hidden state, Hkv KV heads, L blocks, W windows.
 Blocks, tokens and channels are counted from 0.

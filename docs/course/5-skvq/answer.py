@@ -1,9 +1,7 @@
 """Assignment 5, SKVQ: groups of similar channels, each with its own clipped range.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
-work as they stand. Names, arguments and shapes stay as they are. To grade this file:
-
-    python -m docs.course.grade docs/course/5-skvq/starter.py
+handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
+the lines that are given stay as they are.
 
 Shapes: N tokens, C channels of a token (those of all its KV heads), n groups. `group` (C), integers
 from 0 to n - 1, says which group a channel is in; every group has one at least. `bits` is a whole

@@ -1,9 +1,7 @@
 """Assignment 6: AnTKV. Learn codebooks by weighted k-means, and keep the anchor tokens.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
-work as they stand. Names, arguments and shapes stay as they are. To grade this file:
-
-    python -m docs.course.grade docs/course/6-antkv/starter.py
+handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
+the lines that are given stay as they are.
 
 Shapes: N points of n numbers, k centres; B sequences, T tokens, H query heads, Hkv KV heads, d
 channels of a head. A sub-vector is n neighbouring channels of a head, so a token has

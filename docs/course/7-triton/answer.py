@@ -1,9 +1,7 @@
 """Assignment 7: Triton. The top-k of a channel, and products of queries with 2-bit keys.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`; the lines that are given
-work as they stand. Names, arguments and shapes stay as they are. To grade this file:
-
-    python -m docs.course.grade docs/course/7-triton/starter.py
+handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
+the lines that are given stay as they are.
 
 Kernels run in Triton's interpreter, on a CPU: no GPU is needed.
 
