@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import eval_ppl
-from docs.course import assignments, compare, compiles, confine, grade, handout, leaderboard
+from docs.course import assignments, compare, compiles, confine, grade, handout, hunt, leaderboard
 from tinykv import UserError
 from tinykv.methods.registry import METHODS
 
@@ -367,9 +367,10 @@ ENDS = "\nos._exit(0)"  # the last line of a file that ends its process
 
 def right_here(name, seed, folder):
     """As `grade.right_values`, in this process, and without a copy of the repository."""
+    base = name.removesuffix(assignments.PAGE)
     return {key: {"test": key, "title": test.__doc__.split("\n")[0], "fault": "", "points": points_of(test),
-                  "notes": [(value, "", tolerance) for value, tolerance in right_notes(name, key, seed)], "errors": {}}
-            for key, test in cases_of(name).items() if grade.is_part(key, name)}
+                  "notes": [(value, "", tolerance) for value, tolerance in right_notes(base, key, seed)], "errors": {}}
+            for key, test in cases_of(base).items() if grade.is_part(key, name)}
 
 
 def run_forked(work, name, seed):
@@ -458,6 +459,15 @@ def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, re
     result = grade.gradescope(records["looks for the seed"])
     assert result["score"] == whole == sum(test["score"] for test in result["tests"])
     assert {test["status"] for test in result["tests"]} == {"passed"}
+
+
+def record_here(file, name, seed, folder):
+    """As `grade.record_of`, of a file that raises nothing."""
+    found, tests = right_here(name, seed, folder), cases_of(name.removesuffix(assignments.PAGE))
+    for key, test in found.items():
+        given = notes(tests[key], key, COURSE.load(file), seed)
+        found[key] = test | {"notes": [(value, "", tolerance) for value, tolerance in given]}
+    return found
 
 
 @pytest.fixture
@@ -677,6 +687,46 @@ def test_where_answers_can_be_read_nothing_is_graded_in_silence(run, monkeypatch
         lines = err.splitlines()
         assert (status, out, len(lines)) == (2, "", 1 + len(words))
         assert ("--unconfined" in lines[0]) == (not words)
+
+
+# ---- the hunt
+
+HUNTERS = {  # the page that each hands in, how far off the line that they name is, and their points for line and page
+    "right": (lambda wrong, right: right, 0, "3/3 +3/3 +'b 62: kept.sum"),
+    "elsewhere": (lambda wrong, right: right, 1, "0/3 +3/3"),
+    "mended too much": (lambda wrong, right: right.replace("N = 5  #", "N = 5    #"), 0, "3/3 +0/3"),
+    "not mended": (lambda wrong, right: wrong, 0, "3/3 +0/3"),
+}
+
+
+def test_a_hunt_is_graded_by_line_and_change(run, monkeypatch, tmp_path):
+    """A right answer, and three that are not."""
+    monkeypatch.setattr(grade, "right_values", right_here)
+    monkeypatch.setattr(grade, "record_of", record_here)
+    run(hunt, "kvsink", tmp_path, "--seed", 7, "--students", ",".join(HUNTERS))
+    for student, (mend, off, _) in HUNTERS.items():
+        (wrong, lines), file = hunt.planted("kvsink", student, 7), tmp_path / student / "page.py"
+        assert file.read_text(encoding="utf-8") == wrong and len(lines) == 1
+        line, given = min(lines), wrong.splitlines(keepends=True)
+        given[line] = assignments.answer_of("kvsink_page").read_text(encoding="utf-8").splitlines(True)[line - 3]
+        said = f"LINE = {line + 1 + off}\nWHY = 'b 62: kept.sum(2) is 6'\n"
+        file.write_text(mend(wrong, "".join(given)).replace(hunt.ABOVE, said), encoding="utf-8")
+    status, out, err = run(hunt, "kvsink", tmp_path, "--seed", 7)
+    assert (status, err) == (0, "")
+    for student, (_, _, told) in HUNTERS.items():
+        assert re.search(rf"^{student} +{told}", out, re.MULTILINE), (student, out)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", hunt.NAMES)
+def test_a_fault_to_hunt_changes_what_its_page_prints(name, tmp_path):
+    """With one text; and none ends with an error, which would tell the line."""
+    faults, page = load(ROOT / "tests" / "course" / f"{name}.py", name), tmp_path / "page.py"
+    right, printed = assignments.answer_of(name + assignments.PAGE).read_text(encoding="utf-8"), []
+    for old, new in (("", ""), *(faults.PAGE[fault] for fault in faults.PRINTED)):
+        page.write_text(right.replace(old, new) if old else right, encoding="utf-8")
+        printed.append(subprocess.check_output([sys.executable, page, "1"], cwd=ROOT))
+    assert printed[0] not in printed[1:]
 
 
 # ---- the project's leaderboard

@@ -50,3 +50,6 @@ PAGE = {
         "codes >> 6], dim=-1)  #", "codes >> 6], dim=-1).unflatten(-1, (4, -1)).transpose(-1, -2).flatten(-2)  #"),
     "zero_in_steps": ("return scale * code + zero", "return scale * (code + zero)"),
 }
+
+# those of the page that change what it prints: a student can hunt them (docs/course/hunt.py)
+PRINTED = [*PAGE]

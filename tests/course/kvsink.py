@@ -51,3 +51,6 @@ PAGE = {
     "pfn_of_the_first_text": ("kept[:, :, :N] = True", "kept[:1, :, :N] = True"),
     "pfn_the_last": ("kept[:, :, :N] = True", "kept[:, :, -N:] = True"),
 }
+
+# those of the page that change what it prints: a student can hunt them (docs/course/hunt.py)
+PRINTED = ["layer_off", "the_last_output", "one_text", "smallest", "one_more", "pfn_of_the_first_text", "pfn_the_last"]

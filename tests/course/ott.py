@@ -50,3 +50,7 @@ PAGE = {
     "the_others_leave": (
         "kept.scatter_(2, smallest, True)", "kept[:] = torch.zeros_like(kept).scatter(2, smallest, True)"),
 }
+
+# those of the page that change what it prints: a student can hunt them (docs/course/hunt.py)
+PRINTED = ["kept_keys_count", "groups_swapped", "a_layer_early", "the_block_alone", "the_largest", "no_magnitude",
+           "one_less", "the_others_leave"]
