@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import eval_ppl
-from docs.course import assignments, compare, compiles, confine, grade, handout, hunt, leaderboard
+from docs.course import assignments, compare, compiles, confine, grade, handout, hunt, leaderboard, notebook
 from tinykv import UserError
 from tinykv.methods.registry import METHODS
 
@@ -810,6 +810,42 @@ def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
     for page in (tmp_path / "out").rglob("*.md"):
         for target in re.findall(r"\]\(([\w./-]*\w)[)#]", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), (page, target)
+
+
+def helpers_first(name):
+    """An answer as one writes it in a notebook, where a cell needs what it calls."""
+    text, helpers = text_of(name, "answer.py").split("\n\n\n# answer: helpers\n")
+    return text.replace("\n\n\n# Task 1", f"\n\n{helpers}\n\n# Task 1")
+
+
+@pytest.mark.parametrize("name", handout.NOTEBOOKS)
+def test_a_notebook_checks_each_task(name, capsys):
+    """Nothing is right in a starter's cells, and all is in an answer's."""
+    for text, told in ((text_of(name, "starter.py"), "FAIL 0"), (helpers_first(name), "pass")):
+        cells, defined = notebook.notebook(name, text)["cells"], {"In": []}
+        for cell in cells[:-2]:  # behind them: to hand in, and the questions
+            if cell["cell_type"] == "code":
+                defined["In"].append(cell["source"])
+                exec(cell["source"], defined)
+        tests = [test for key, test in cases_of(name).items() if not key.startswith("test_page")]
+        lines = re.findall(r"^(?:FAIL|pass) .*/.*", capsys.readouterr().out, re.MULTILINE)
+        assert {line.rpartition("  ")[2] for line in lines} == {test.__doc__.split("\n")[0] for test in tests}
+        assert all(line.startswith(told) for line in lines)
+
+
+def test_a_notebook_runs_and_hands_in_a_file(monkeypatch, tmp_path):
+    """In Jupyter's kernel, where one cell has a fault."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    old, new = FAULTS["kvsink", "answer.py"]["over_five"]
+    page = nbformat.from_dict(notebook.notebook("kvsink", helpers_first("kvsink").replace(old, new)))
+    nbclient.NotebookClient(page, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = "".join(part["text"] for cell in page.cells for part in cell.get("outputs", ()))
+    assert "FAIL 0/10  find_outlier: an outlier that stands out" in said and said.count("FAIL") == 2
+    assert loses_points(tmp_path / "starter.py", "kvsink", 0, "find_outlier")
+    mended = (tmp_path / "starter.py").read_text(encoding="utf-8").replace(new, old)
+    (tmp_path / "starter.py").write_text(mended, encoding="utf-8")
+    assert not loses_points(tmp_path / "starter.py", "kvsink", 0, "find_outlier")
 
 
 @pytest.mark.whole

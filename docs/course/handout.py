@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 from shutil import copyfile
 
-from docs.course.assignments import ANSWERS, CORE, MADE, PAGE, PAGES, ROOT, all_names, folder_of, write
+from docs.course.assignments import ANSWERS, CORE, MADE, PAGE, PAGES, ROOT, all_names, folder_of, starter, write
 from docs.course.grade import right_values
+from docs.course.notebook import notebook
 from tinykv import UserError
 from tinykv.cli import Parser, one_line
 
@@ -27,6 +28,7 @@ In a virtual environment (`python -m venv .venv && . .venv/bin/activate`), with 
     pip install torch --index-url https://download.pytorch.org/whl/cpu  # only on Linux without a GPU: saves gigabytes
     pip install -r requirements.txt && pytest docs/course/1-affine
 """
+NOTEBOOKS = "affine", "kvsink"  # whose tasks are also handed out as cells of a notebook
 PYTEST = "[pytest]\ntestpaths = docs/course\npythonpath = .\n"
 
 def parser():
@@ -57,6 +59,9 @@ def main():
             for file, made in MADE.items():
                 if file == "starter.py" or name in pages:
                     (target / file).write_text(made(folder_of(name)), encoding="utf-8")
+        for name in NOTEBOOKS:
+            target = args.folder / folder_of(name).relative_to(ROOT) / "notebook.ipynb"
+            target.write_text(json.dumps(notebook(name, starter(folder_of(name))), indent=1), encoding="utf-8")
         (args.folder / "README.md").write_text(README, encoding="utf-8")
         (args.folder / ".pytest.ini").write_text(PYTEST, encoding="utf-8")
         workflow = args.folder / ".github" / "workflows" / "assignments.yml"
