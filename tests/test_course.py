@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from contextlib import suppress
 from functools import cache
 from itertools import accumulate
@@ -26,9 +27,22 @@ import pytest
 import torch
 
 import eval_ppl
-from docs.course import assignments, compare, compiles, confine, grade, handout, hunt, leaderboard, notebook
+from docs.course import (
+    adapters,
+    assignments,
+    compare,
+    compiles,
+    confine,
+    grade,
+    handout,
+    hunt,
+    leaderboard,
+    notebook,
+    similar,
+)
 from tinykv import UserError
 from tinykv.methods.registry import METHODS
+from tinykv.run import flags
 
 ROOT = Path(__file__).parent.parent
 NAMES = tuple(assignments.ANSWERS)
@@ -589,8 +603,8 @@ def test_a_file_is_what_was_asked_for(run, monkeypatch, tmp_path):
         status, out, err = run(grade, tmp_path / file, "--assignment", "triton", "--gradescope", tmp_path / "g.json")
         scores = json.loads((tmp_path / "g.json").read_text())
         assert (status, scores["score"], scores["tests"]) == (2, 0, []) and told in err and told in scores["output"]
-    for flag in ("grade --assignment", "grade path/to/submissions/ --assignment"):
-        assert f"docs.course.{flag}" in (ROOT / "docs/course/README.md").read_text(encoding="utf-8")
+    assert "docs.course.grade --assignment" in adapters.RUN
+    assert "docs.course.grade path/to/submissions/ --assignment" in (ROOT / "docs/course/README.md").read_text("utf-8")
 
 
 def test_names_of_files_are_no_formulas_and_move_no_cursor(run, tmp_path):
@@ -622,6 +636,19 @@ def test_every_student_has_a_line(run, tmp_path, monkeypatch):
                       ("dan", "no Python file was handed in, but hw, x.zip"), ("eve.zip", "no Python file"),
                       ("fay.py", "for the assignment ott"), ("hal", "no Python file was handed in")):
         assert why in told[name]
+
+
+def test_a_students_total_has_the_better_of_two_files():
+    handed_in = ("ann", "ott", 40, ""), ("ann", "ott", 50, ""), ("ann", "ott_page", 14, ""), ("=bob", "-", 0, "a link")
+    reports = [dict(zip(("student", "assignment", "points", "fault"), of)) for of in handed_in]
+    assert grade.totals(reports) == "student,total,ott,ott_page\nann,64,50,14\n'=bob,0,,\n"
+
+
+def test_kivi_is_no_part_of_an_answer_to_ott(tmp_path):
+    grade.copy(tmp_path / "ott", "ott")
+    grade.copy(tmp_path / "kvsink", "kvsink")
+    assert not (tmp_path / "ott/tinykv/methods/kivi.py").exists()
+    assert (tmp_path / "kvsink/tinykv/methods/kivi.py").exists()
 
 
 def test_one_reason_for_all_that_failed_is_told(capsys):
@@ -687,6 +714,53 @@ def test_where_answers_can_be_read_nothing_is_graded_in_silence(run, monkeypatch
         lines = err.splitlines()
         assert (status, out, len(lines)) == (2, "", 1 + len(words))
         assert ("--unconfined" in lines[0]) == (not words)
+
+
+# ---- other platforms
+
+@pytest.mark.parametrize("name", ["kvsink", "kvsink_page", "project"])
+def test_gradescopes_zip_grades_what_is_handed_in(name, monkeypatch, tmp_path):
+    """Its script gives the grader, or eval_ppl.py, words that it takes: here to a `python` that writes them down."""
+    (tmp_path / "submission").mkdir()
+    (tmp_path / "submission" / "mine.py").touch()
+    adapters.gradescope(name, "20391", tmp_path / "a.zip")
+    with zipfile.ZipFile(tmp_path / "a.zip") as file:
+        file.extractall(tmp_path / "source")
+        assert file.getinfo("run_autograder").external_attr >> 16 == 0o755 and "setup.sh" in file.namelist()
+    assert (tmp_path / "source/tinykv/docs/course/3-kvsink/answer.py").is_file()
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" >> "$0.said"\n')
+    (tmp_path / "python").chmod(0o755)
+    script = (tmp_path / "source" / "run_autograder").read_text().replace("/autograder/", f"{tmp_path}/")
+    subprocess.run(["bash", "-ec", script], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
+    line, *more = (tmp_path / "python.said").read_text().splitlines()
+    program, given = re.fullmatch(r"(-m docs.course.grade|eval_ppl.py) (.*)", line).groups()
+    monkeypatch.setattr(sys, "argv", [program, *given.split()])
+    if name == "project":
+        (tmp_path / "submission" / "method.py").write_text("from tinykv.methods.rtn import RTN as Mine", "utf-8")
+        assert flags.parse(about="").seed == 20391 and more[0].startswith("-m docs.course.leaderboard ")
+    else:
+        assert grade.parser().parse_args().seed == 20391 and not more
+
+
+def test_classrooms_workflow_has_a_step_for_each_test(capsys):
+    adapters.classroom("kvsink", "ott")
+    out = capsys.readouterr().out
+    steps = re.findall(r'"pytest (\S+)::(\w+)", timeout: 10, max-score: (\d+)', out)
+    assert sum(int(points) for *_, points in steps) == 160 and all((ROOT / file).is_file() for file, *_ in steps)
+    assert {test for _, test, _ in steps} == {*cases_of("kvsink"), *cases_of("ott")}
+    ids, runners = re.findall(r"- id: (.*)", out), re.search(r'runners: "(.*)"', out)[1].split(",")
+    assert ids == runners and all(f'{key.upper()}_RESULTS: "${{{{steps.{key}.outputs.result}}}}"' in out for key in ids)
+
+
+def test_a_copy_is_told_from_an_answer_of_ones_own(tmp_path):
+    """Whatever names and comments it has; of the lines that are given, both have all."""
+    text = text_of("kvsink", "answer.py")
+    copy = re.sub(r" *# answer\n", "", text.replace("known", "best").replace("votes", "ballots"))
+    for name, of in (("copy", copy), ("empty", text_of("kvsink", "starter.py"))):
+        (tmp_path / f"{name}.py").write_text(of, encoding="utf-8")
+    shares = {(a, b): share for share, _, a, b in similar.alike(tmp_path)}
+    assert shares["copy.py", "the project's"] > 0.9 and max(
+        share for pair, share in shares.items() if "empty.py" in pair) < 0.1
 
 
 # ---- the hunt

@@ -12,7 +12,8 @@ from tinykv.files import check_regular
 ROOT = Path(__file__).parents[2]
 LARGEST = 2 ** 20  # bytes of a submission
 
-OF_INSTRUCTORS = ("answer.py", "answers.md", "authors.md", "workflow.yml", "hunt.py", "leaderboard.py")
+OF_INSTRUCTORS = ("answer.py", "answers.md", "authors.md", "workflow.yml", "hunt.py", "leaderboard.py",
+                  "adapters.py", "similar.py", "AGENTS.md")
 ALL = None  # every function of a file but the constructors
 ANSWERS = {  # by assignment, where the project's own code is the answer: {file: its functions}
     "affine": {"tinykv/codecs/affine.py": ALL,
@@ -26,6 +27,8 @@ ANSWERS = {  # by assignment, where the project's own code is the answer: {file:
               "tinykv/kmeans.py": ("kmeans", "plus_plus", "nearest", "distance", "lloyd")},
     "triton": {"kernels.py": ALL, "tinykv/triton_cache.py": ALL},
 }
+# what other assignments run, and would be part of an answer to this one: its grader's copy is without it
+REFUSED = {"ott": ("tinykv/methods/kivi.py",)}
 CORE = ("affine", "cache")  # on which everything else runs
 PAGE = "_page"  # how the name of an assignment's first part ends
 PAGES = {  # by assignment, the page of docs/ladder that is its first part, and the functions that are written there

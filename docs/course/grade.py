@@ -39,6 +39,7 @@ def parser():
     p.add_argument("--seed", type=int, default=0, help="draws other models, sizes and inputs")
     p.add_argument("--json", type=Path, metavar="F", help="write a record of everything to F")
     p.add_argument("--csv", type=Path, metavar="F", help="write a line for each submission to F")
+    p.add_argument("--points", type=Path, metavar="F", help="write a line for each student, with a total, to F")
     p.add_argument("--gradescope", type=Path, metavar="F", help="write Gradescope's results.json of one file to F")
     p.add_argument("--unconfined", action="store_true", help="grade also where a submission can read the answers")
     return p
@@ -84,7 +85,8 @@ def student_of(file, submission):
     return path.parts[0].removesuffix(".py")
 
 
-SIGNS = {"json": '"student"', "csv": "student,file", "gradescope": '"score"'}  # near the beginning of a report
+# near the beginning of a report
+SIGNS = {"json": '"student"', "csv": "student,file", "points": "student,total", "gradescope": '"score"'}
 
 
 def grade_all(files, args):
@@ -104,8 +106,9 @@ def grade_all(files, args):
             reports.append({"student": student_of(Path(report["file"]), args.submission), **report})
             if args.json:
                 write_json(args.json, reports)
-            if args.csv:
-                write(args.csv, lambda part: part.write_text(table(reports), encoding="utf-8"))
+            for path, of in ((args.csv, table), (args.points, totals)):
+                if path:
+                    write(path, lambda part, of=of: part.write_text(of(reports), encoding="utf-8"))
     if args.gradescope:
         write_json(args.gradescope, gradescope(reports[0]))
     return reports
@@ -190,9 +193,14 @@ def is_part(test, name):
 
 def points_of(name):
     """The points of all tests of an assignment, or of its page."""
+    return sum(tests_in(name).values())
+
+
+def tests_in(name):
+    """{test: its points}, of an assignment, or of its page."""
     tests = tests_of(name).read_text(encoding="utf-8")
     found = re.findall(r"^@points\((\d+)\)\n(?:@.*\n)*def (\w+)", tests, re.MULTILINE)
-    return sum(int(points) for points, test in found if is_part(test, name))
+    return {test: int(points) for points, test in found if is_part(test, name)}
 
 
 def tests_of(name):
@@ -221,6 +229,7 @@ def copy(folder, name):
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tinykv").rglob("*.py")]
     files += [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "course").glob("*.py")]
     files += [tests_of(name).relative_to(ROOT).as_posix(), ".pytest.ini"]
+    files = [file for file in files if file not in assignments.REFUSED.get(name, ())]
     assignments.write(folder, files, {*assignments.ANSWERS} - ({*assignments.CORE} - {name.removesuffix(PAGE)}))
 
 
@@ -284,6 +293,21 @@ def table(reports):
     for report in reports:
         row = {key: cell(report[key]) for key in ("student", "file", "assignment", "seed", "points", "of")}
         rows.append(row | {f"{report['assignment']}. {test['title']}": test["points"] for test in report["tests"]})
+    return csv_of(rows)
+
+
+def totals(reports):
+    """A line of CSV for each student: all points, and those of each assignment; of several files for one, the best."""
+    rows = {}
+    for report in reports:
+        row = rows.setdefault(report["student"], {"student": cell(report["student"]), "total": 0})
+        if not report["fault"]:
+            row[report["assignment"]] = max(report["points"], row.get(report["assignment"], 0))
+            row["total"] = sum(points for key, points in row.items() if key not in ("student", "total"))
+    return csv_of([*rows.values()])
+
+
+def csv_of(rows):
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
     writer.writeheader()

@@ -67,6 +67,7 @@ def main():
         workflow = args.folder / ".github" / "workflows" / "assignments.yml"
         workflow.parent.mkdir(parents=True)
         copyfile(ROOT / "docs" / "course" / "workflow.yml", workflow)
+        copyfile(ROOT / "docs" / "course" / "AGENTS.md", args.folder / "AGENTS.md")
         for name in all_names():
             write_expected(args.folder, name)
         print(f"{args.folder}: a repository without the answers of {', '.join(names)}")

@@ -5,14 +5,14 @@ of each that fails the shortest input, your result and the right one. `hand_in("
 for the grader.
 """
 import ast
-import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from docs.course.assignments import ROOT, folder_of, key_of, starter
+from docs.course import conftest
+from docs.course.assignments import folder_of, key_of, starter
 from docs.course.compare import difference, short
 
 BEGIN = """import sys
@@ -47,19 +47,12 @@ def tasks(text, tests):
             yield from [("code", "\n".join(f'check("{name}")' for name in names))] if names else ()
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(f"course_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Checks:
     """An assignment's tests, on what a notebook has defined."""
 
     def __init__(self, name, defined):
         self.folder, self.defined = folder_of(name), defined
-        self.tests, self.course = load(self.folder / f"test_{name}.py"), load(ROOT / "docs/course/conftest.py")
+        self.tests = conftest.load(self.folder / f"test_{name}.py")
 
     def check(self, function):
         """Run the tests in whose first line a function is the last that is named, and print what each gives."""
@@ -75,7 +68,7 @@ class Checks:
         """What is wrong in a test; "" if nothing is."""
         given, raised = self.notes(key, test, SimpleNamespace(**self.defined))
         stored, answer = self.folder / "expected.json", self.folder / "answer.py"
-        right = self.notes(key, test, load(answer))[0] if answer.is_file() else json.loads(stored.read_text())["tests"][
+        right = self.notes(key, test, conftest.load(answer))[0] if answer.is_file() else json.loads(stored.read_text())["tests"][
             key]["notes"]
         told = [f"{hint}\n{off}" for (value, hint, tolerance), (wanted, *_) in zip(given, right)
                 if (off := difference(value, wanted, tolerance))]
@@ -85,7 +78,7 @@ class Checks:
         """What a test notes of a module, and what then was raised."""
         noted, node = [], SimpleNamespace(name=key, config=SimpleNamespace(getoption=lambda option: key_of(0)))
         try:
-            test(sub=module, rng=self.course.draws(node), same=self.course.Same(lambda *note: noted.append(note)))
+            test(sub=module, rng=conftest.draws(node), same=conftest.Same(lambda *note: noted.append(note)))
         except Exception as error:
             return noted, f"{type(error).__name__}: {error}"
         return noted, ""

@@ -1,0 +1,44 @@
+"""How alike are answers? `python -m docs.course.similar FOLDER`.
+
+For each pair of files, and each file with the project's answer: the share of the smaller one's code that the other has,
+whatever its names, without the lines that are given. Every answer is public, so a high share with the project's is a
+reason for a conversation, and no more than that: in a short function two people often write the same.
+"""
+import ast
+import sys
+from itertools import combinations
+from pathlib import Path
+
+from docs.course.assignments import MADE, PAGE, answer_of, assignment_of, folder_of, functions_of
+
+K = 12  # neighbouring nodes of a function's tree
+
+
+def shingles(text):
+    """K neighbouring nodes at a time of what a file's functions compute: kinds, attributes and constants, no names."""
+    found = set()
+    for node in functions_of(ast.parse(text)).values():
+        parts = [part for step in node.body[ast.get_docstring(node) is not None:] for part in ast.walk(step)]
+        kinds = [(type(part).__name__, getattr(part, "attr", repr(getattr(part, "value", None)) if isinstance(
+            part, ast.Constant) else "")) for part in parts]
+        found |= {tuple(kinds[i:i + K]) for i in range(max(1, len(kinds) - K + 1))}
+    return found
+
+
+def alike(folder):
+    """[share, assignment, file, file], the most alike first."""
+    files, found = {}, []
+    for file in sorted(Path(folder).rglob("*.py")):
+        files.setdefault(assignment_of(file), {})[str(file.relative_to(folder))] = file.read_text(encoding="utf-8")
+    for name, texts in files.items():
+        given = shingles(MADE["page.py" if name.endswith(PAGE) else "starter.py"](folder_of(name)))
+        texts["the project's"] = answer_of(name).read_text(encoding="utf-8").partition("\n\n\n# answer: helpers\n")[0]
+        own = {file: shingles(text) - given for file, text in texts.items()}
+        for a, b in combinations(own, 2):
+            found.append((len(own[a] & own[b]) / max(1, min(len(own[a]), len(own[b]))), name, a, b))
+    return sorted(found, reverse=True)
+
+
+if __name__ == "__main__":
+    for share, *names in alike(sys.argv[1]):
+        print(f"{share:4.0%}", *names, sep="  ")
