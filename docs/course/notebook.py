@@ -68,8 +68,10 @@ class Checks:
         """What is wrong in a test; "" if nothing is."""
         given, raised = self.notes(key, test, SimpleNamespace(**self.defined))
         stored, answer = self.folder / "expected.json", self.folder / "answer.py"
-        right = self.notes(key, test, conftest.load(answer))[0] if answer.is_file() else json.loads(stored.read_text())["tests"][
-            key]["notes"]
+        if answer.is_file():
+            right, _ = self.notes(key, test, conftest.load(answer))
+        else:
+            right = json.loads(stored.read_text(encoding="utf-8"))["tests"][key]["notes"]
         told = [f"{hint}\n{off}" for (value, hint, tolerance), (wanted, *_) in zip(given, right)
                 if (off := difference(value, wanted, tolerance))]
         return short(min(told or [raised], key=len))

@@ -1,8 +1,7 @@
 """How alike are answers? `python -m docs.course.similar FOLDER`.
 
-For each pair of files, and each file with the project's answer: the share of the smaller one's code that the other has,
-whatever its names, without the lines that are given. Every answer is public, so a high share with the project's is a
-reason for a conversation, and no more than that: in a short function two people often write the same.
+For each pair of files, and each file with the project's answer, which is public: the share of the smaller one's code
+that the other has, whatever its names, without the lines that are given. It says with whom to have a conversation.
 """
 import ast
 import sys

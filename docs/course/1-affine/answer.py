@@ -1,8 +1,5 @@
 """Assignment 1: affine codes, and packing them into bytes.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
-the lines that are given stay as they are.
-
 Shapes: B sequences, H heads, T tokens, d channels of a head, G numbers in a group. `bits` is 1, 2,
 3, 4, 5, 6, 7 or 8, or 1.5 for three levels, whose codes are 0, 1 and 2. `formula` is "offset" or
 "integer-zero".

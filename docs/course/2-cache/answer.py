@@ -1,8 +1,5 @@
 """Assignment 2: a layer's cache in three parts, two protocols, and PFN.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
-the lines that are given stay as they are.
-
 Shapes: B sequences, H heads, d channels of a head, T new tokens, S tokens so far, p kept tokens.
 A row is the key, or the value, of one token in one head: d numbers. A codec is given:
 

@@ -1,8 +1,5 @@
 """Assignment 3: KVSink. Find attention sinks by the outlier that marks them, and keep them.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
-the lines that are given stay as they are.
-
 Shapes: B sequences, T new tokens, D channels of a hidden state, Hkv KV heads, L blocks, W windows.
 Blocks, tokens and channels are counted from 0.
 """

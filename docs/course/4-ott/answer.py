@@ -1,8 +1,5 @@
 """Assignment 4: KIVI's codecs and window, and OTT's pool of tokens with small keys.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
-the lines that are given stay as they are.
-
 Shapes: B sequences, Hkv KV heads, d channels of a head, T tokens. Tokens and layers are counted
 from 0. The codec that you need is the project's:
 

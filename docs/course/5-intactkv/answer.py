@@ -1,8 +1,5 @@
 """Assignment 5, IntactKV: a prefix of exact keys and values, and its training.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
-the lines that are given stay as they are.
-
 Shapes: L layers, Hkv KV heads of d numbers, a prefix of n tokens, B texts of T tokens behind it, D
 channels of a hidden state. All numbers are fp32 unless it says otherwise. The project has a cache
 that records one forward, of the tokens alone or behind a prefix:

@@ -1,8 +1,5 @@
 """Assignment 5, SKVQ: groups of similar channels, each with its own clipped range.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
-the lines that are given stay as they are.
-
 Shapes: N tokens, C channels of a token (those of all its KV heads), n groups. `group` (C), integers
 from 0 to n - 1, says which group a channel is in; every group has one at least. `bits` is a whole
 number from 1 to 8. All numbers are fp32 unless it says otherwise.

@@ -1,8 +1,5 @@
 """Assignment 6: AnTKV. Learn codebooks by weighted k-means, and keep the anchor tokens.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
-the lines that are given stay as they are.
-
 Shapes: N points of n numbers, k centres; B sequences, T tokens, H query heads, Hkv KV heads, d
 channels of a head. A sub-vector is n neighbouring channels of a head, so a token has
 places = Hkv * d/n of them. All are counted from 0.

@@ -1,8 +1,5 @@
 """Assignment 7: Triton. The top-k of a channel, and products of queries with 2-bit keys.
 
-handout.md explains the tasks. Replace each `raise NotImplementedError`. Names, arguments, shapes and
-the lines that are given stay as they are.
-
 Kernels run in Triton's interpreter, on a CPU: no GPU is needed.
 
 Shapes: B sequences, T tokens, D channels of a hidden state, H query heads, Hkv KV heads, d channels
