@@ -15,6 +15,7 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from planted import few_tries
 
 import eval_ppl
@@ -409,6 +410,41 @@ def test_the_text_that_weights_see_is_known_by_all_of_its_windows(one_layer):
         assert len(windows) == n
         labels.add(command_of_weights.weights_label("awq-3", QUANTIZERS["awq"](3), "tales", windows))
     assert len(labels) == 3
+
+
+def test_windows_to_calibrate_on_have_a_length_of_their_own(command, rows_of, tmp_path, monkeypatch):
+    """Tables are kept by it; and what is too long for the model is refused."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for words in ([], ["--calib-context", 32], ["--calib-context", 64], ["--calib-context", 64]):
+        status, _, rows = rows_of("--method", "rtn", *SMALL, "--calibration", "kept", *words)
+        found.append((status, rows["rtn"]["ppl"], len(list(Path("kept").rglob("*.safetensors")))))
+    assert found[0] == found[1] != found[2] == found[3] and [kept for *_, kept in found] == [1, 1, 2, 2]
+    assert "calib-context 4096 is longer" in refused(command, "--method", "rtn", *SMALL, "--calib-context", 4096)
+
+
+def test_all_windows_of_a_text(rows_of, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("".join(f"{n * n} " for n in range(300)))
+    words = "--method", "fp16,rtn", "--scheme", "token-dynamic", "--data", "a.txt", "--context", 64
+    status, out, rows = rows_of(*words, "--windows", "all")
+    n = rows["rtn"]["windows"]
+    assert status == 0 and n > 2 and f"data a.txt: {n} windows of 64 tokens" in out
+    assert rows["rtn"]["window_nll"][0] == rows_of(*words, "--windows", n)[2]["rtn"]["window_nll"][0]
+    assert f"{n + 1} windows need" in refused(command, *words, "--windows", n + 1)
+    assert "all of tales are more than" in refused(command, "--method", "fp16,rtn", "--windows", "all")
+
+
+def test_the_prediction_after_a_given_bos_does_not_count(rows_of):
+    """It is the first of those that count with --bos replace; the others are the same."""
+    words = "--model", EMBEDDED, "--method", "fp16,rtn", "--scheme", "token-dynamic", *SMALL
+    lost = {bos: rows_of(*words, "--bos", bos)[2]["fp16"]["window_nll"][0] for bos in ("replace", "given")}
+    with torch.no_grad():
+        model, tokenizer = hf.load(hf.EMBEDDED)
+        firsts = [F.cross_entropy(model(window[None, :1])[0, 0], window[1]).item()
+                  for window in load_windows("tales", tokenizer, 32, 2).tokens]
+    for replaced, given, first in zip(*lost.values(), firsts):
+        assert 31 * replaced - 30 * given == pytest.approx(first, abs=1e-2)
 
 
 @pytest.mark.parametrize("bos", ["replace", "none"])

@@ -110,6 +110,13 @@ def test_answers_up_to_the_borders():
     assert answers_in_windows(marks, 2, 4, n_replaced=1) == [[(2, 4)], [(3, 4)]]
 
 
+def test_the_first_prediction_after_what_is_given_does_not_count():
+    for prefix, first in ((), 2), ((11, 12, 13), 4):
+        given, replaced = (load_windows("tales", Letters(), 50, 3, bos=bos, prefix=prefix)
+                           for bos in ("given", "replace"))
+        assert given.tokens.equal(replaced.tokens) and given.start == first == replaced.start + 1
+
+
 def test_a_tokenizer_without_bos():
     text = "".join(story.text for story in islice(stories("test"), 20))[:300]
     assert spelled(load_windows("tales", Bare(), 100, 3, bos="none")) == text

@@ -29,24 +29,35 @@ def add_attention(p, *others):
                         + "; triton: the kernels of kernels.py, from the packed codes, on a GPU" * len(others))
 
 
-def add_windows(p, windows, longest):
+def add_windows(p, windows, longest, count=int):
+    """count: what makes --windows of its word."""
     p.add_argument("--data", metavar="tales|fables|wikitext2|c4|FILE", default="tales", help="a text, or a UTF-8 file")
     p.add_argument("--context", metavar="T", type=int, help=f"tokens a window (default: the model's, up to {longest})")
-    p.add_argument("--windows", metavar="W", type=int, default=windows, help="windows to evaluate on")
+    p.add_argument("--windows", metavar="W", type=count, default=windows,
+                   help="windows to evaluate on" + ", or all of a text" * (count is not int))
     p.add_argument("--calib-windows", metavar="C", type=int,
                    help=f"windows to calibrate on (default: {CALIBRATION_WINDOWS}; more for codebooks with weights)")
 
 
-def add_bos(p):
-    p.add_argument("--bos", choices=("replace", "none"), default="replace",
-                   help="replace: each window's first token becomes <s>; none: windows as cut")
+def add_bos(p, *others):
+    """--bos. others: those besides replace and none that the command knows: given."""
+    p.add_argument("--bos", choices=("replace", *others, "none"), default="replace",
+                   help="replace: each window's first token becomes <s>; none: windows as cut"
+                        + "; given: as replace, but the token after <s> is not predicted" * len(others))
 
 
 def add_calibration(p):
+    p.add_argument("--calib-context", metavar="T", type=int,
+                   help="tokens of a window to calibrate on (default: --context)")
     p.add_argument("--calib-data", metavar="tales|...|FILE",
                    help="to calibrate on (default: another part of --data; of a file, its second half)")
     p.add_argument("--calibration", metavar="DIR",
                    help="read calibrated tables from this folder; what it lacks is calibrated and added")
+
+
+def count_or_all(text):
+    """An argparse type: "all" -> None."""
+    return None if text == "all" else int(text)
 
 
 def list_of(kind, several=True):
@@ -98,7 +109,7 @@ def set_up(args, longest, loaded=None):
     tokenizer) to use instead of --model.
     """
     check_counts(args, 1, "windows", "calib-windows")
-    check_counts(args, 2, "context")
+    check_counts(args, 2, "context", "calib-context")
     if loaded:
         model, args.tokenizer = loaded
         args.config, weight = model.config, model.lm_head.weight
@@ -112,6 +123,8 @@ def set_up(args, longest, loaded=None):
     args.device = args.devices[0]
     args.context = args.context or min(args.config.max_position_embeddings, longest)
     check_context(args.context, args.config)
+    args.calib_context = args.calib_context or args.context
+    check_context(args.calib_context, args.config, "calib-context")
 
 
 def calibration_text(args, n=None, test=None):
@@ -120,7 +133,8 @@ def calibration_text(args, n=None, test=None):
     n = n or args.calib_windows or CALIBRATION_WINDOWS
     whole = args.calib_data is not None  # of a file: the test is another text
     source = args.calib_data if whole else args.data
-    windows = load_windows(source, args.tokenizer, args.context, n, "calibration", args.seed, args.bos, whole=whole)
+    windows = load_windows(source, args.tokenizer, args.calib_context, n, "calibration", args.seed, args.bos,
+                           whole=whole)
     tokens = windows.tokens.to(args.device)
     if whole and test is not None and share_text(tokens, test):
         raise UserError(f"--calib-data {source} holds text of the test, --data {args.data}; give another text, or "

@@ -7,7 +7,7 @@ def add_flags(p, windows, longest):
     shared_flags.add_model(p)
     shared_flags.add_windows(p, windows, longest)
     shared_flags.add_bos(p)
-    p.set_defaults(calib_data=None, seed=0)
+    p.set_defaults(calib_data=None, calib_context=None, seed=0)
 
 
 def load_model(args, longest):

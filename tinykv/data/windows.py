@@ -62,16 +62,18 @@ class Windows:
 
 
 def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="replace", prefix=(), whole=False):
-    """`windows` windows of `context` tokens of "tales", "fables", "wikitext2", "c4" or a file -> Windows.
+    """`windows` windows of `context` tokens of "tales", "fables", "wikitext2", "c4" or a file -> Windows. None: all
+    that the text has.
 
     tokenizer: has `encode(text)` -> ids and `encode_with_offsets(text)` -> (ids, [(start, end)] in characters), both
     without special tokens, and `bos_id`, which may be None. seed: which stories are read; other texts have one order.
-    bos: "replace" makes `<s>` the first token of every window, as IntactKV evaluates; "none" leaves windows as they
-    were cut, as KVQuant and SKVQ do. prefix: tokens put before each window's text, in place of bos; they count towards
-    the `context` tokens and are not predicted. whole: of a file, read all of it and not the half of this split; the
-    other split is another text.
+    bos: "replace" makes `<s>` the first token of every window; "given" does the same, and does not count the prediction
+    of the token after it (or after the prefix), as IntactKV evaluates; "none" leaves windows as they were cut, as
+    KVQuant and SKVQ do. prefix: tokens put before each window's text, in place of bos; they count towards the `context`
+    tokens and are not predicted. whole: of a file, read all of it and not the half of this split; the other split is
+    another text.
     """
-    replace_first = bos == "replace" and not prefix
+    replace_first = bos != "none" and not prefix
     if replace_first and tokenizer.bos_id is None:
         raise UserError("this tokenizer has no <s> to begin every window with; use bos 'none', windows as they are cut")
     if len(prefix) > context - 2:
@@ -79,11 +81,15 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
 
     # 1. the stream: the tokens of as many documents as are needed
     text_length = context - len(prefix)  # tokens of text in a window
-    need = windows * text_length
-    if need > MOST:
-        raise UserError(f"{windows} windows of {text_length} tokens are more than {MOST:,} tokens; ask for fewer")
+    need = MOST if windows is None else windows * text_length
+    if need > MOST or windows is None and data in VOCABULARIES:
+        what = f"all of {data}" if windows is None else f"{windows} windows of {text_length} tokens"
+        raise UserError(f"{what} are more than {MOST:,} tokens; ask for fewer windows")
     name, documents = read_documents(data, split, seed, whole)
     ids, marks = encode_documents(documents, tokenizer, need)
+    if windows is None:
+        windows = max(1, len(ids) // text_length)
+        need = windows * text_length
     if len(ids) < need:
         raise UserError(f"{name} has {len(ids)} tokens, {len(ids) // text_length} windows of {text_length}; "
                         f"{windows} windows need {need} tokens: ask for fewer or shorter ones, or give a "
@@ -106,7 +112,7 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
         repeated = torch.tensor(prefix).expand(windows, -1)  # (W, n)
         tokens = torch.cat([repeated, tokens], dim=1)  # (W, T)
         answers = [[(start + n, end + n) for start, end in of_window] for of_window in answers]
-    return Windows(tokens, answers, start=max(1, len(prefix)))
+    return Windows(tokens, answers, start=max(1, len(prefix)) + (bos == "given"))
 
 
 def share_text(a, b, n=32):

@@ -18,14 +18,14 @@ def parser(asked=(), about=None):
     add_method(p)
     p.add_argument("--list-methods", action="store_true", help="print the methods and their settings, and stop")
     shared_flags.add_model(p)
-    shared_flags.add_windows(p, windows=16, longest=4096)
+    shared_flags.add_windows(p, windows=16, longest=4096, count=shared_flags.count_or_all)
     p.add_argument("--protocol", choices=PROTOCOLS, default="paper",
                    help="paper: tokens are quantized before any query reads them; stream: as in generation")
     p = parent.add_argument_group("text and calibration")
     p.add_argument("--prompt", metavar="P", type=int,
                    help="the first P tokens of a window are read in one pass, the others as in generation; "
                         "protocol paper quantizes the prompt before it is read")
-    shared_flags.add_bos(p)
+    shared_flags.add_bos(p, "given")
     p.add_argument("--seed", type=int, default=0, help="which tales are read")
     shared_flags.add_calibration(p)
     p.add_argument("--draws", metavar="N", type=int, default=1,
@@ -86,6 +86,7 @@ def load_test(args, entries):
     longest = [] if longest == [args.tokenizer.bos_id] else longest  # BOS takes the place of a window's first token
     windows = load_windows(args.data, args.tokenizer, args.context, args.windows, "test", args.seed, args.bos,
                            longest, whole=args.calib_data is not None)
+    args.windows = len(windows.tokens)
     return windows.predicted_from(args.prompt or 1)
 
 

@@ -63,7 +63,7 @@ def findings(args, model, windows, models, entries, left_out):
             megabytes, instead_of = weight_bytes(smaller) / 1e6, weight_bytes(model) / 1e6
             yield f"weights {weights}: {megabytes:.2f} MB instead of {instead_of:.2f} MB{once}"
     if windows.start > 1:
-        what = "prompt" if args.prompt else "prefix"
+        what = "prompt" if args.prompt else "bos given" if windows.start == 2 and args.bos == "given" else "prefix"
         yield f"{what}: the first {windows.start} tokens of every window, which are not predicted"
     for what, why in left_out.items():
         yield f"{what} is left out: {why}"
