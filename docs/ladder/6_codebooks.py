@@ -4,10 +4,10 @@
     diff docs/ladder/1_sinks.py docs/ladder/6_codebooks.py     the same in the package: tinykv/methods/cq.py, antkv.py
 
 Neighbouring channels depend on each other, so not all combinations of their numbers occur. CQ rounds n channels at once
-to the nearest of 2**n vectors, its codebook, which k-means puts where such combinations are; that is still 1 bit for
-each number. AnTKV keeps the 1% of the tokens whose error would change the output of attention most.
+to the nearest of 2**n vectors, its codebook, which k-means puts where such combinations are and errors cost most; that
+is still 1 bit for each number. AnTKV keeps the 1% of the tokens whose error would change attention's output most.
 
-It prints CQ with 1, 2, 4 and 8 channels for a code, all at 1 bit (8 channels: about 8.66), and then AnTKV (8.44).
+It prints CQ with 1, 2, 4 and 8 channels for a code, all at 1 bit (8 channels: about 8.51), and then AnTKV (8.39).
 
 Shapes: B texts, T tokens each; H query heads, Hkv heads of keys and values, d channels; slots = Hkv * d/n codebooks.
 """
@@ -24,14 +24,12 @@ from tinykv.kmeans import kmeans, nearest
 
 # Code: NEW: n numbers are read as the nearest vector of their codebook
 def vectors(x, n):  # numbers (B, Hkv, T, d) -> n at a time, (slots, B * T, n)
-    x = x.unflatten(-1, (-1, n))  # (B, Hkv, T, d/n, n)
-    x = x.permute(1, 3, 0, 2, 4)  # (Hkv, d/n, B, T, n)
+    x = x.unflatten(-1, (-1, n)).permute(1, 3, 0, 2, 4)  # (Hkv, d/n, B, T, n)
     return x.flatten(2, 3).flatten(0, 1)
 
 
 def encode(x, codebook):  # numbers (B, Hkv, T, d), codebook (slots, 2**n, n) -> codes of n bits, (B, Hkv, T, d/8)
-    B, Hkv, T, d = x.shape
-    n = codebook.shape[2]
+    (B, Hkv, T, d), n = x.shape, codebook.shape[2]
     code = nearest(vectors(x, n), codebook)  # (slots, B * T)
     code = code.view(Hkv, d // n, B, T).permute(2, 0, 3, 1)  # (B, Hkv, T, d/n)
     code = code.unflatten(-1, (-1, 8 // n))  # (B, Hkv, T, d/8, 8/n): those that share a byte
@@ -42,8 +40,7 @@ def decode(codes, codebook):  # codes (B, Hkv, T, d/8) -> numbers (B, Hkv, T, d)
     n = codebook.shape[2]
     code = codes[..., None] >> torch.arange(0, 8, n) & 2 ** n - 1  # (B, Hkv, T, d/8, 8/n)
     slot = torch.arange(len(codebook)).view(codes.shape[1], 1, -1)  # (Hkv, 1, d/n): which codebook, at each place
-    x = codebook[slot, code.flatten(-2)]  # (B, Hkv, T, d/n, n)
-    return x.flatten(-2)
+    return codebook[slot, code.flatten(-2)].flatten(-2)  # of (B, Hkv, T, d/n, n)
 
 
 # Keep: a method marks the tokens of a layer that stay in 16 bits. NEW: of keys and of values, kept (2, B, Hkv, T), by
@@ -59,12 +56,9 @@ def antkv(q, K, kept):  # NEW: the anchors, 1% of the tokens
     scores = q @ K.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, T)
     later = torch.ones_like(scores, dtype=torch.bool).triu(1)  # keys that come after the query
     A = scores.masked_fill(later, -torch.inf).softmax(-1)  # (B, H, T, T)
-    # AnTKV, Eq. 5: how far an error of each key, and of each value, moves the outputs of all queries. A value's error
-    # is multiplied by A. A key's moves its score by up to |q| times as much, and that moves A by A (1 - A) times as
-    # much, the softmax's derivative; sqrt(d), the same for all, is left out
-    of_key = (A * (1 - A) * q.norm(dim=-1, keepdim=True)).sum(2)  # (B, H, T)
-    of_value = A.sum(2)  # (B, H, T)
-    # the largest of each
+    # Eq. 5: how far an error moves the outputs of all queries. A value's is multiplied by A. A key's moves its score by
+    # up to |q| times as much, and that moves A by A (1 - A), the softmax's derivative; sqrt(d), for all, is left out
+    of_key, of_value = (A * (1 - A) * q.norm(dim=-1, keepdim=True)).sum(2), A.sum(2)  # (B, H, T) both
     score = torch.stack([of_key, of_value]).unflatten(2, (-1, heads_per_kv)).sum(3)  # (2, B, Hkv, T)
     anchors = score.topk(math.ceil(score.shape[-1] / 100)).indices  # (2, B, Hkv, 1% of T)
     kept.scatter_(3, anchors, True)
@@ -77,8 +71,7 @@ class Cache:
         self.stored = {}  # {(layer, "k" or "v"): codes, where the kept rows are, the kept rows}
 
     def update(self, layer, q, k, v, seen):  # q (B, H, T, d), k, v (B, Hkv, T, d)
-        # NEW: keys and values keep tokens of their own, which a method may choose by the queries
-        kept = torch.zeros(2, *k.shape[:3], dtype=torch.bool)  # (2, B, Hkv, T)
+        kept = torch.zeros(2, *k.shape[:3], dtype=torch.bool)  # (2, B, Hkv, T), NEW: of keys, and of values
         self.method(self.rope.rotate(q), self.rope.rotate(k.half().float()), kept)  # Keep
         self.write(layer, "k", k, kept[0])  # Code
         self.write(layer, "v", v, kept[1])
@@ -110,11 +103,18 @@ class Cache:
 
 
 class Exact(Cache):  # holds the texts of the calibration as they are
-    def write(self, layer, kind, x, kept):
-        self.stored[layer, kind] = x
+    def update(self, layer, q, k, v, seen):  # NEW: of which a gradient will be asked
+        self.stored[layer, "k"], self.stored[layer, "v"] = k.requires_grad_(), v.requires_grad_()
+        return self.rope.rotate(k), v
 
-    def read(self, layer, kind):
-        return self.stored[layer, kind]
+
+def weights(g, n, method):  # NEW: what an error costs, by the loss's gradient g (B, Hkv, T, d): (slots, B * T)
+    weight = vectors(g, n).square().sum(-1)  # cq: the Fisher information of each vector
+    if method is antkv:  # the norm of the gradient of its whole token
+        weight = vectors(g.norm(dim=-1, keepdim=True).expand_as(g), n)[..., 0]
+    weight = weight.unflatten(1, (len(g), -1))  # (slots, B, T): in each text, the largest thousandth is clamped
+    largest = weight.transpose(0, 1).flatten(1).quantile(0.999, dim=1, interpolation="lower")  # (B)
+    return weight.minimum(largest[:, None]).flatten(1)
 
 
 # The table: perplexity of 16 texts, or as many as the command says
@@ -125,15 +125,16 @@ test = load_windows("tales", tokenizer, 1024, texts, "test").tokens  # (B, T)
 other = load_windows("tales", tokenizer, 1024, 16, "calibration").tokens  # (B, T)
 
 exact = Exact(model.rope, cq, None)
-model(other, exact)
-for n in (1, 2, 4, 8):
+with torch.enable_grad():
+    logits = model(other, exact)  # (B, T, vocabulary)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), other[:, 1:].flatten())
+gradients = torch.autograd.grad(loss, list(exact.stored.values()))  # (B, Hkv, T, d) each
+for n, method in ((1, cq), (2, cq), (4, cq), (8, cq), (8, antkv)):
     codebooks = {}  # NEW: in the place of grids
-    for (layer, kind), x in exact.stored.items():
+    for (what, x), g in zip(exact.stored.items(), gradients):
         points = vectors(x.half().float(), n)  # (slots, B * T, n): what would be coded
-        every = points.shape[1] // (64 * 2 ** n)  # 64 points for each vector are enough
-        codebooks[layer, kind] = kmeans(points[:, (every - 1) // 2::every], 2 ** n, tolerance=1e-3).half().float()
-    for method in (cq,) if n < 8 else (cq, antkv):
-        cache = Cache(model.rope, method, codebooks)
-        logits = model(test, cache)  # (B, T, vocabulary)
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), test[:, 1:].flatten())
-        print(f"{method.__name__:5} {n} {loss.exp():8.3f} {cache.bits():6.2f}")
+        codebooks[what] = kmeans(points, 2 ** n, weights(g, n, method), tolerance=1e-3).half().float()
+    cache = Cache(model.rope, method, codebooks)
+    logits = model(test, cache)  # (B, T, vocabulary)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), test[:, 1:].flatten())
+    print(f"{method.__name__:5} {n} {loss.exp():8.3f} {cache.bits():6.2f}")
