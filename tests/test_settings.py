@@ -47,6 +47,17 @@ def test_a_default_of_ones_own_overrides_the_inherited_one():
     assert settings_of(METHODS["pfn"])["preserve"] == 5
 
 
+def test_a_constructor_that_ends_in_a_scheme_takes_its_settings():
+    """With the scheme's own defaults, and no other scheme's."""
+    class Mine(METHODS["kivi"].__base__):
+        def __init__(self, config, k_bits=2, v_bits=2, preserve=1, **kvquant):
+            super().__init__(config, k_bits, v_bits, "kvquant", **kvquant)
+    assert settings_of(Mine) == {"k_bits": 2, "v_bits": 2, "preserve": 1, "outliers": 1.0,
+                                 "sensitivity": "fisher-range", "q_norm": None}
+    with pytest.raises(TypeError):
+        Mine(CONFIG, group_size=4)
+
+
 def test_a_baseline_takes_the_settings_of_the_scheme_that_it_is_given():
     """Not those of its own default, where a method is compared with it on another scheme."""
     given = {"clip": ["both", "none"], "outliers": [1.0]}

@@ -69,7 +69,7 @@ def make_codecs(config, scheme, k_bits, v_bits, **settings):
 
 
 def settings_of_scheme(name):
-    """The names of a scheme's settings. UserError for a scheme that is not there."""
+    """A scheme's settings, {name: default}. UserError for a scheme that is not there."""
     one_of(SCHEMES, scheme=name)
     return settings_of_maker(SCHEMES[name][0])
 
@@ -83,5 +83,6 @@ def settings_of_codecs():
 
 
 def settings_of_maker(make_codec):
-    """The arguments of what makes a codec after config, kind and bits."""
-    return list(inspect.signature(make_codec).parameters)[3:]
+    """The arguments of what makes a codec after config, kind and bits, {name: default}."""
+    arguments = list(inspect.signature(make_codec).parameters.values())[3:]
+    return {argument.name: argument.default for argument in arguments}

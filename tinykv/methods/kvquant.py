@@ -19,10 +19,8 @@ from tinykv.methods.base import CodecMethod, first_tokens
 class KVQuant(CodecMethod):
     beside = {"rtn": {}}
 
-    def __init__(self, config, k_bits=2, v_bits=2, preserve=1, outliers=1.0,
-                 sensitivity="fisher-range", q_norm=None, rope="pre"):
-        super().__init__(config, k_bits, v_bits, "kvquant", rope, outliers=outliers,
-                         sensitivity=sensitivity, q_norm=q_norm)
+    def __init__(self, config, k_bits=2, v_bits=2, preserve=1, rope="pre", **kvquant):
+        super().__init__(config, k_bits, v_bits, "kvquant", rope, **kvquant)
         self.preserve = preserve
 
     def keep_keys(self, layer_cache, n):

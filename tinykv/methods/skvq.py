@@ -20,11 +20,8 @@ from tinykv.methods.base import CodecMethod, first_tokens
 class SKVQ(CodecMethod):
     beside = {"kivi": {}}
 
-    def __init__(self, config, k_bits=2, v_bits=2, group_size=None, preserve=5, recent=128,
-                 block=16, reorder="on", clip="both", alpha=None, metadata="fp8",
-                 sensitivity="token", rope="pre"):
-        super().__init__(config, k_bits, v_bits, "skvq", rope, block, group_size=group_size,
-                         reorder=reorder, clip=clip, alpha=alpha, metadata=metadata, sensitivity=sensitivity)
+    def __init__(self, config, k_bits=2, v_bits=2, preserve=5, recent=128, block=16, rope="pre", **skvq):
+        super().__init__(config, k_bits, v_bits, "skvq", rope, block, **skvq)
         self.preserve, self.recent = preserve, recent
 
     def describe(self):

@@ -28,15 +28,19 @@ def settings_of(cls, scheme=None):
     """A method's settings, {name: default}: the arguments of its constructor after `config`.
 
     A constructor that ends in **settings hands them to its parent, and the parent's settings are included;
-    `CodecMethod` hands them to the scheme's codecs. scheme: leave out settings that only other schemes have.
+    `CodecMethod` hands them to the scheme's codecs. One that ends in **skvq, a scheme, hands them to that scheme,
+    whose settings are included. scheme: leave out settings that only other schemes have.
     """
     arguments = list(inspect.signature(cls.__init__).parameters.values())[2:]  # after self and config
     settings = {argument.name: argument.default for argument in arguments if argument.kind not in VARIABLE}
     if arguments and arguments[-1].kind is inspect.Parameter.VAR_KEYWORD:
-        inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
-        settings = {**settings, **inherited, **settings}  # its own defaults override
+        if arguments[-1].name in SCHEMES:
+            inherited = settings_of_scheme(arguments[-1].name)
+        else:
+            inherited = settings_of_codecs() if cls is CodecMethod else settings_of(cls.__base__)
+        settings = {**settings, **inherited, **settings}  # its own defaults go before
     if scheme is not None:
-        for other in settings_of_codecs().keys() - settings_of_scheme(scheme):
+        for other in settings_of_codecs().keys() - settings_of_scheme(scheme).keys():
             settings.pop(other, None)
     return settings
 
