@@ -23,9 +23,11 @@ UNIFORM = {
     "token-static": ("token", "token", True),
     "channel-static": ("channel", "token", True),
     "channel-dynamic": ("channel", "token", False),
+    "oscar": ("channel", "token", False),
 }
 # the pair of codecs, of methods that stand on a named one
-SCHEME = {"kivi": "channel-dynamic", "ott": "channel-dynamic", "kvquant": "kvquant", "skvq": "skvq"}
+SCHEME = {"kivi": "channel-dynamic", "ott": "channel-dynamic", "kvquant": "kvquant", "skvq": "skvq",
+          "oscar": "oscar"}
 
 
 def scheme_of(case):
@@ -145,6 +147,10 @@ def expected_quantized(case, method, layer, kind, rows, kept):
         out, _ = nonuniform(case, codec, x, ignore)
     elif scheme_of(case) == "skvq":
         out = read_clipped_groups(case, codec, x, ignore)
+    elif scheme_of(case) == "oscar":
+        rotate, scale = (case.setting(name) != "off" for name in ("rotate", "scale_tokens"))
+        axis, _ = grid_of(case, kind)
+        out = oracles.rotated(x, ignore, bits_of(method, kind), axis, case.formula, G, rotate, scale and kind == "k")
     else:
         axis, static = grid_of(case, kind)
         calibrated = calibrated_range(case, method, layer, kind) if static else None
@@ -256,7 +262,8 @@ def expected_code_bytes(case, method, watch, layer, kind):
     if axis == "channel":
         groups = sum(math.ceil(rows.shape[2] / G) for _, rows, _ in events) * B * Hkv * d
     grids = 0 if static else 4 * groups  # a 16-bit scale and a 16-bit zero point
-    return tokens * Hkv * oracles.code_bytes(d, bits) + grids
+    norms = 2 * tokens if scheme == "oscar" and kind == "k" and case.setting("scale_tokens") != "off" else 0
+    return tokens * Hkv * oracles.code_bytes(d, bits) + grids + norms
 
 
 def channels_and_centroids(case):

@@ -106,7 +106,7 @@ def test_json_has_the_table_and_the_table_fits_80_columns(rows_of, tmp_path):
     assert status == 0 and all(len(line) <= 80 for line in out.split("\n\n")[-1].splitlines() if "  " in line)
     assert list(table(out)["fp16"]) == COLUMNS
     assert "cq is left out: " in out and "antkv is left out: " in out  # the paper has no format of 3 bits
-    assert "--preserve is left out: no setting of fp16, rtn, kivi, ott, intactkv" in out
+    assert "--preserve is left out: no setting of fp16, rtn, kivi, ott, oscar, intactkv" in out
     written = json.loads((tmp_path / "rows.json").read_text())
     assert {"rows", "model", "data", "context", "windows", "seed", "versions"} <= set(written)
     assert (written["context"], written["windows"], written["seed"]) == (32, 2, 3)

@@ -28,7 +28,7 @@ from cases import KEEP_ALL, Case, G, schemes_of, takes
 from conftest import runs_whole
 
 from tinykv.cache import PROTOCOLS
-from tinykv.codecs.affine import FORMULAS, Affine
+from tinykv.codecs.affine import FORMULAS
 from tinykv.methods.registry import METHODS
 from tinykv.run.settings import load_class
 
@@ -142,8 +142,7 @@ def causal_in_paper(case):
     """Two kinds of cell are acausal under `paper`, by definition. A dynamic channel group takes its range from all its
     tokens, of which an early query reads the early ones. And a method that chooses does so over the whole window, so a
     late token can take the place of an early one that an early query reads."""
-    codecs = [codec for _, _, codec in case.uncalibrated().each_codec() if isinstance(codec, Affine)]
-    return not chooses(case) and all(codec.axis == "token" or codec.static for codec in codecs)
+    return not chooses(case) and all(codec.tokens_per_group == 1 for *_, codec in case.uncalibrated().each_codec())
 
 
 # ---- what holds of every method
@@ -160,6 +159,9 @@ SETTINGS = [
     (("outlier_num", 4), ("extra_pool", 0), ("skip_layers", 0)),
     (("select", "largest"), ("skip_layers", 0)),
     (("v_block", 1),),
+    (("rotate", "off"), ("scale_tokens", "off")),
+    (("rotate", "off"), ("v_bits", 16)),
+    (("scale_tokens", "off"), ("k_bits", 4)),
     (("vq", None), ("bits", 4), ("sharing", "layer")),
     (("vq", "d2m4"), ("sensitivity", "token")),
     (("vq", "d16m16"), ("sensitivity", "none")),

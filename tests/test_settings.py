@@ -23,6 +23,7 @@ def test_what_the_schemes_are(name, k_axis, v_axis, static, rope):
 
 @pytest.mark.parametrize("name, rope", [
     ("fp16", "post"), ("kivi", "post"), ("ott", "post"), ("skvq", "pre"), ("kvquant", "pre"), ("cq", "pre"),
+    ("oscar", "post"),
     ("antkv", "pre"), ("intactkv", "post")])
 def test_where_keys_are_rotated(name, rope):
     """By default; and as told, where a method takes it."""
@@ -75,7 +76,7 @@ def test_all_methods_read_a_stream_in_the_same_chunks():
 
 @pytest.mark.parametrize("name, settings, recent, block, v_block, chunk", [
     ("kivi", {}, 128, 32, None, 32), ("kivi", {"v_block": 1}, 128, 32, 1, 1),
-    ("kivi", {"group_size": 16, "v_block": 12, "recent": 0}, 0, 16, 12, 4),
+    ("kivi", {"group_size": 16, "v_block": 12, "recent": 0}, 0, 16, 12, 4), ("oscar", {}, 128, 32, None, 32),
     ("skvq", {}, 128, 16, None, 16), ("skvq", {"block": 1, "recent": 3}, 3, 1, None, 1),
     ("cq", {"recent": 32}, 32, 128, None, 128), ("ott", {}, 32, 128, None, 128), ("antkv", {}, 32, 128, None, 128)])
 def test_the_pace_of_methods_with_a_window(name, settings, recent, block, v_block, chunk):

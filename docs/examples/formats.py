@@ -31,6 +31,7 @@ import torch
 
 from tinykv import UserError, one_of
 from tinykv.codecs.base import BLOCK, Codec, Codes, Exact, Pair, known_bits, pack, unpack
+from tinykv.codecs.rotated import Rotated
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.base import Method
 from tinykv.methods.pfn import PFN
@@ -162,26 +163,6 @@ class GGMLWithMinimum(Blocks):
 
     def read(self, code, stored):
         return stored.scale.float() * code.float() + stored.low.float()
-
-
-class Rotated(Codec):
-    """A codec of rows times a Hadamard matrix, which spreads what one channel has over all. The sums are in float64, so
-    that codes do not depend on how many tokens come at once."""
-
-    def __init__(self, codec, d):
-        H = torch.ones(1, 1, dtype=torch.float64)
-        while len(H) < d:
-            H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)])
-        if len(H) != d:
-            raise UserError(f"a Hadamard matrix has a power of two rows, and a head has {d} channels")
-        self.codec, self.bits, self.H = codec, codec.bits, H / d ** 0.5  # (d, d), its own inverse
-
-    def encode(self, x, ignore=None):
-        return self.codec.encode(x.double() @ self.H.to(x.device))
-
-    def decode(self, codes):
-        x = self.codec.decode(codes)
-        return (x.double() @ self.H.to(x.device)).float()
 
 
 #          {name: (what makes its codec, bits of a code)}

@@ -8,6 +8,7 @@
     kvquant           non-uniform levels and sparse outliers (`nonuniform.py`), K per channel and
                       static, V per token
     skvq              regrouped channels and clipped ranges (`clipped.py`), K and V per token
+    oscar             as channel-dynamic, rotated, and with keys of one length (`rotated.py`)
 
 Any method whose own idea is which tokens to keep can stand on any of these pairs. The first four round to integers
 (`affine.py`). Without a group size, a group is one head of a token, or 128 tokens of a channel. The papers use 128 for
@@ -26,6 +27,7 @@ from tinykv.codecs.affine import FORMULAS, Affine
 from tinykv.codecs.base import BLOCK, Exact, Pair
 from tinykv.codecs.clipped import skvq
 from tinykv.codecs.nonuniform import kvquant
+from tinykv.codecs.rotated import Rotated
 
 
 def integers(k_axis, static, config, kind, bits,
@@ -45,6 +47,15 @@ def integers(k_axis, static, config, kind, bits,
     return Affine(bits, width, axis, group_size, formula, static)
 
 
+def oscar(config, kind, bits, group_size=None, formula="offset",
+          rotate: Annotated[str, "multiply keys and values by a Hadamard matrix first: on or off"] = "on",
+          scale_tokens: Annotated[str, "divide a token's keys by their norm: on or off"] = "on"):
+    """The codecs of channel-dynamic, of rotated rows."""
+    one_of(("on", "off"), rotate=rotate, scale_tokens=scale_tokens)
+    codec = integers("channel", False, config, kind, bits, group_size, formula)
+    return Rotated(codec, config.head_dim, rotate == "on", kind == "k" and scale_tokens == "on")
+
+
 #   name:              (what makes a layer's codec of K or of V, where keys are quantized unless told otherwise)
 #                       of integers: the axis of K, and whether ranges are static
 SCHEMES = {
@@ -54,6 +65,7 @@ SCHEMES = {
     "channel-dynamic": (partial(integers, "channel", False), "post"),
     "kvquant": (kvquant, "pre"),
     "skvq": (skvq, "pre"),
+    "oscar": (oscar, "post"),
 }
 
 
