@@ -18,7 +18,8 @@ Paper and practice.
 - The paper does not say what z is; the released code multiplies both ends by alpha. For a group of one sign, which the
   reordering makes, this moves the range instead of shrinking it, hence "centre".
 - The paper names no objective for alpha. The released code has one alpha (0.92 or 0.96) for all groups, and no search.
-  AnTKV ran it so (`alpha=0.92, clip="endpoint"`).
+  For perplexity it is 0.96, without a window (`alpha=0.96, clip="endpoint", recent=0`). AnTKV says of its SKVQ only
+  that groups have 64 channels and that five sinks are kept.
 - The released code computes codes from unrounded metadata and decodes with rounded metadata; here both use rounded
   metadata. The smallest e4m3 number above 0 is 2^-9, so this is the floor of h here; the released floor of 1e-5 is
   rounded to 0.
