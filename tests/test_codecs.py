@@ -177,6 +177,23 @@ def test_append_is_concatenation(codec):
     assert torch.equal(codec.decode(parts), codec.decode(whole))
 
 
+def test_a_codec_may_change_what_affine_decodes():
+    """The cache reads what `decode` says, be it with recent rows or, with `joins` off, without them."""
+    class Doubled(Affine):
+        joins = False
+
+        def decode(self, codes):
+            return 2 * super().decode(codes)
+    x, recent = torch.randn(1, 2, 6, D), torch.randn(1, 2, 3, D)
+    plain, doubled = Affine(4, D), Doubled(4, D)
+    codes, own = plain.encode(x), doubled.encode(x)
+    assert plain.decode_before(recent, codes, 6).equal(torch.cat([plain.decode(codes), recent], dim=2))
+    assert doubled.decode_before(recent, own, 6).equal(torch.cat([2 * plain.decode(codes), recent], dim=2))
+    Doubled.joins = True  # which it is not: this is told, and not passed over
+    with pytest.raises(TypeError):
+        doubled.decode_before(recent, own, 6)
+
+
 # ---- levels and sparse outliers
 
 @st.composite

@@ -38,6 +38,7 @@ class Affine(Codec):
         axis "channel", static    no groups: all tokens share a channel's range
     """
     tables = ("scale", "zero")  # static grids only: (Hkv, 1, d/G, 1) or (Hkv, 1, 1, d)
+    joins = True
 
     def __init__(self, bits, width, axis="token", group=None, formula="offset", static=False):
         """width: d, the channels of a head."""
@@ -74,17 +75,15 @@ class Affine(Codec):
         packed = pack(code, self.bits)  # (B, Hkv, T, bytes)
         return Codes(packed) if self.static else Codes(packed, scale=scale, zero=zero)
 
-    def decode(self, codes):
-        """Codes -> (B, Hkv, T, d) fp32."""
-        B, Hkv, T, _ = codes.packed.shape
-        return self.decode_before(torch.empty(B, Hkv, 0, self.width, device=codes.packed.device), codes, T)
-
-    def decode_before(self, recent, codes, n):
+    def decode(self, codes, recent=None):
+        """Codes -> (B, Hkv, n, d) fp32, and recent rows (B, Hkv, r, d) after them."""
         # 1. codes and recent rows side by side in fp32
-        B, Hkv, r, d = recent.shape
-        rows = torch.empty(B, Hkv, n + r, d, dtype=torch.float32, device=recent.device)
+        (B, Hkv, n, _), d = codes.packed.shape, self.width
+        r = 0 if recent is None else recent.shape[2]
+        rows = torch.empty(B, Hkv, n + r, d, dtype=torch.float32, device=codes.packed.device)
         rows[:, :, :n] = unpack(codes.packed, self.bits, d)  # (B, Hkv, n, d) uint8
-        rows[:, :, n:] = recent
+        if r:
+            rows[:, :, n:] = recent
         # 2. the codes become numbers, in place: to write to new memory takes longer than to compute
         g = self.to_groups(rows[:, :, :n])  # (B, Hkv, n, d/G, G) or (B, Hkv, n/G, G, d)
         grid = self if self.static else codes

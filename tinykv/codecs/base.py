@@ -160,6 +160,7 @@ class Codec:
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
     needs_text = False  # True: calibration has to call `fit` before the first text
     needs_gradient = False  # True: `fit` is given the gradient of the loss
+    joins = False  # True: `decode` takes recent rows as well, and gives them after the decoded ones, to save a copy
     tables = ()  # names of all tensors that `fit` sets, None before: others are neither restored nor counted
 
     def fit(self, rows, kept, gradient=None, seed=0):
@@ -180,6 +181,8 @@ class Codec:
 
     def decode_before(self, recent, codes, n):
         """The n decoded tokens, then recent rows (B, Hkv, r, d): (B, Hkv, n + r, d), in the wider type of the two."""
+        if self.joins:
+            return self.decode(codes, recent)
         decoded, shape = self.decode(codes), (*recent.shape[:2], n, recent.shape[3])
         if not decoded.is_floating_point() or decoded.shape != shape:
             raise UserError(f"`decode` of {self!r} has to give floating-point numbers {shape}; it gave "
