@@ -2,8 +2,12 @@
 import copy
 import doctest
 import functools
+import gc
+import pickle
 import re
 import sys
+import weakref
+from collections import Counter
 from inspect import signature
 from itertools import islice
 from pathlib import Path
@@ -13,6 +17,7 @@ import pytest
 import quantized_cache
 import torch
 from cases import takes, tokens_of
+from torch.nn.functional import pad
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
@@ -72,6 +77,11 @@ def built(name, own, **changes):
     return method
 
 
+def held(*caches):
+    """Tokens, and bytes by part."""
+    return {len(cache) for cache in caches}, sum((Counter(cache.part_bytes()) for cache in caches), Counter())
+
+
 def prompt_of(method, batch=2, T=T):
     tokens = tokens_of(batch, T)
     if method.prefix:
@@ -86,7 +96,7 @@ def test_fp16_is_transformers_own_generation(models):
     text = generate(theirs, tokens, cache or None)  # as a caller asks whether there is a cache
     cache.remove()
     assert len(cache) == own.config.num_hidden_layers
-    assert len(cache.inner) == T + NEW - 1
+    assert cache.get_seq_length() == T + NEW - 1
     assert torch.equal(text, generate(theirs, tokens))
     assert not any(module._forward_hooks for module in theirs.modules())
 
@@ -107,29 +117,29 @@ def test_every_method_generates_as_it_does_here(name, models):
     tokens = prompt_of(method)
     mine, cache = KVCache(own, method), MethodCache(theirs, method)
     text = generate(theirs, tokens, cache)
-    assert torch.equal(text, own.generate(tokens, NEW, mine)) and repr(cache.inner) == repr(mine)
+    assert torch.equal(text, own.generate(tokens, NEW, mine)) and held(*cache.texts) == held(mine)
     if name != "fp16":
-        assert cache.inner.part_bytes()["coded"] > 0
+        assert mine.part_bytes()["coded"] > 0
 
     copied, mine_too = copy.deepcopy(cache), KVCache(own, method)
     own.generate(tokens, NEW, mine_too)
-    assert copied.inner.layers[0].keys.codec is cache.inner.layers[0].keys.codec
+    assert copied.texts[0].layers[0].keys.codec is cache.texts[0].layers[0].keys.codec
     for seed, one, same in ((1, copied, mine_too), (3, cache, mine)):
         longer = torch.cat([text, tokens_of(2, 5, seed)], 1)
         unread = longer[:, len(same):]  # `Llama.generate` begins with all of its tokens
         answer = generate(theirs, longer, one)[:, longer.shape[1]:]
         assert torch.equal(answer, own.generate(unread, NEW, same)[:, unread.shape[1]:])
-        assert repr(one.inner) == repr(same)
+        assert held(*one.texts) == held(same)
     copied.remove()
     cache.reset()
     assert cache.get_seq_length() == 0 and torch.equal(generate(theirs, tokens, cache), text)
     cache.remove()
 
 
-def logits_of(model, text, **settings):
-    """Of the prompt, and then of each token of a text by itself."""
-    found = [model(chunk, **settings) for chunk in (text[:, :-NEW], *text[:, -NEW:].split(1, dim=1))]
-    return torch.cat([getattr(logits, "logits", logits)[:, -1:] for logits in found], 1).float()  # (B, 1 + NEW, vocab)
+def logits_of(model, text, new=NEW, **settings):
+    """Of the prompt, and then of each new token of a text by itself."""
+    found = [model(chunk, **settings) for chunk in (text[:, :-new], *text[:, -new:].split(1, dim=1))]
+    return torch.cat([getattr(logits, "logits", logits)[:, -1:] for logits in found], 1).float()  # (B, 1 + new, vocab)
 
 
 def rotate_in_fp32(theirs, patch):
@@ -155,6 +165,67 @@ def test_in_bf16_only_the_rounding_of_queries_differs(name, bits, models, monkey
     assert torch.equal(found, logits_of(own, text, cache=KVCache(own, method)))
 
 
+@pytest.mark.parametrize("models, name", MODELS, indirect=["models"])
+@torch.no_grad()
+def test_a_text_is_read_in_a_padded_batch_as_it_is_alone(name, models):
+    """Token by token, bits by bits, over two turns, as whatever stands where the padding is."""
+    own, theirs = models
+    method = built(name, own)
+    padding, tokens = [0, 3, 8, 5], prompt_of(method, batch=4, T=19)
+    mask = torch.tensor([[0] * n + [1] * (19 - n) for n in padding])
+    if method.prefix:
+        tokens[torch.arange(4), padding], tokens[torch.arange(4), [n + 1 for n in padding]] = method.prefix.ids
+    cache = MethodCache(theirs, method)
+    text = generate(theirs, tokens, cache, attention_mask=mask)
+    second = torch.cat([text, tokens_of(4, 5, seed=1)], 1)
+    longer = generate(theirs, second, cache, attention_mask=pad(mask, (0, NEW + 5), value=1))
+    cache.remove()
+    for one, kept, row, further, n in zip(cache.texts, second, text, longer, padding):
+        alone = KVCache(own, method)
+        assert torch.equal(own.generate(row[None, n:19], NEW, alone)[0], row[n:])
+        assert torch.equal(own.generate(kept[None, n + len(alone):], NEW, alone)[0, -NEW:], further[-NEW:])
+        assert held(one) == held(alone)
+        torch.testing.assert_close(rows_of(one), rows_of(alone), atol=1e-3, rtol=1e-3)  # 16 bits
+
+
+@pytest.mark.parametrize("name", QUICK)
+@torch.no_grad()
+def test_beams_are_whole_texts(name, models):
+    """The beams of an exact cache are transformers' own; a quantized one gives each beam the score that it has alone,
+    through all of its tokens."""
+    own, theirs = models
+    beams = {"num_beams": 4, "num_return_sequences": 3, "return_dict_in_generate": True, "output_scores": True}
+    exact, tokens = built("fp16", own), tokens_of(2, T)
+    found = generate(theirs, tokens, MethodCache(theirs, exact), **beams)
+    expected = generate(theirs, tokens, **beams)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert any(len(set(beam)) > 1 for beam in found.beam_indices.tolist())
+
+    method = built(name, own)
+    tokens = prompt_of(method)
+    found = generate(theirs, tokens, MethodCache(theirs, method), **beams, length_penalty=0.0)
+    for text, score in zip(found.sequences, found.sequences_scores):
+        logits = logits_of(own, text[None, :-1], cache=KVCache(own, method), new=NEW - 1)  # (1, NEW, vocab)
+        alone = logits[0].log_softmax(-1).gather(1, text[-NEW:, None]).sum()
+        torch.testing.assert_close(score, alone, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cache_goes_when_nobody_holds_it(models):
+    """And its hooks with it; a model that a cache watches can be copied, and so can a cache, without its model."""
+    own, theirs = models
+    caches = [MethodCache(theirs, built("fp16", own)) for _ in range(3)]
+    for cache in caches:
+        theirs(tokens_of(1, 6), past_key_values=cache)
+    assert copy.deepcopy(theirs) is not theirs
+    assert copy.deepcopy(caches[0].texts[0]).model is caches[0].texts[0].model
+    seen = list(map(weakref.ref, caches))
+    del cache, caches
+    gc.collect()
+    assert not any(one() for one in seen)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in theirs.modules())
+
+
 @torch.no_grad()
 def test_a_prompt_may_be_quantized_before_it_is_read(models):
     own, theirs = models
@@ -166,9 +237,9 @@ def test_a_prompt_may_be_quantized_before_it_is_read(models):
     assert torch.equal(text, own.generate(tokens, NEW, KVCache(own, method, "paper", prompt=T)))
 
 
-def rows_of(cache):
-    """What a KVCache is read as: keys and values of each layer."""
-    return [rows.read() for layer in cache.layers for rows in (layer.keys, layer.values)]
+def rows_of(*caches):
+    """What KVCaches are read as: keys and values of each layer."""
+    return [rows.read() for cache in caches for layer in cache.layers for rows in (layer.keys, layer.values)]
 
 
 @pytest.mark.parametrize("models, name", MODELS, indirect=["models"])
@@ -179,7 +250,7 @@ def test_another_text_between_two_turns_changes_nothing(name, models):
     method = built(name, own)
     text = generate(theirs, prompt_of(method, T=27), cache := MethodCache(theirs, method))
     cache.remove()
-    expected, states = repr(cache.inner), rows_of(cache.inner)
+    expected, states = repr(cache), rows_of(*cache.texts)
     other, n = tokens_of(3, 30, seed=9), 27 + NEW - 1
     cache, second = MethodCache(theirs, method), MethodCache(theirs, built(name, own, k_bits=4, v_bits=4))
     whole = prompt_of(method, T=30)
@@ -187,15 +258,15 @@ def test_another_text_between_two_turns_changes_nothing(name, models):
         theirs(chunk, past_key_values=cache)
         if i % 3 == 0:
             theirs(whole, past_key_values=second)
-            whole = tokens_of(2, 1, seed=len(second.inner))
+            whole = tokens_of(2, 1, seed=second.get_seq_length())
         elif i % 3 == 1:
             theirs(other)
         else:
             theirs(other, past_key_values=transformers.DynamicCache(config=theirs.config))
     cache.remove()
     second.remove()
-    assert repr(cache.inner) == expected
-    torch.testing.assert_close(rows_of(cache.inner), states)
+    assert repr(cache) == expected
+    torch.testing.assert_close(rows_of(*cache.texts), states)
 
 
 def test_a_text_begins_with_the_prefix(models):
@@ -207,7 +278,7 @@ def test_a_text_begins_with_the_prefix(models):
     for use in (generate, lambda model, tokens, cache: model(tokens, past_key_values=cache), generate):
         with pytest.raises(UserError, match="begins with the 2 tokens of the prefix"):
             use(theirs, tokens, cache)
-    assert len(cache.inner) == 2
+    assert not cache.texts
     tokens[1, 1] -= 1
     found = theirs(tokens, past_key_values=cache).logits
     torch.testing.assert_close(found, own(tokens, KVCache(own, method)), atol=1e-4, rtol=1e-4)
@@ -273,15 +344,23 @@ def removed(model, cache):
     return model(tokens_of(1, 1), past_key_values=cache)
 
 
-PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
 ALL = torch.ones(1, 1, 6, 6, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("word, use", [
-    ("padding", lambda model, cache: generate(model, tokens_of(2, 6), cache, attention_mask=PADDED)),
-    ("padding", lambda model, cache: model(tokens_of(2, 6), past_key_values=cache, attention_mask=PADDED)),
-    ("padding", lambda model, cache: model(tokens_of(2, 6), past_key_values=cache, attention_mask=PADDED.flip(1))),
-    ("past_key_values=cache", lambda model, cache: model.model(tokens_of(2, 6), PADDED, None, cache)),
+    ("padding_side='left'", lambda model, cache: model(
+        tokens_of(2, 6), past_key_values=cache, attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6]))),
+    ("padding_side='left'", lambda model, cache: model(
+        tokens_of(1, 6), past_key_values=cache, attention_mask=torch.tensor([[0, 1, 0, 1, 1, 1]]))),
+    ("padding_side='left'", lambda model, cache: model(
+        tokens_of(1, 6), past_key_values=cache, attention_mask=torch.zeros(1, 6))),
+    ("past_key_values=cache", lambda model, cache: model.model(tokens_of(2, 6), torch.ones(2, 6), None, cache)),
+    pytest.param("`reset` it before other texts", lambda model, cache: [
+        generate(model, tokens_of(1, n), cache) for n in (20, 6)], marks=pytest.mark.skipif(
+            NAME != "cache", reason="transformers itself ended in an IndexError until 5.0")),
+    ("`reset` it before other texts", lambda model, cache: [
+        generate(model, tokens_of(*shape), cache) for shape in ((1, 6), (2, 20))]),
+    ("holds its model", lambda model, cache: pickle.dumps(cache)),
     ("attention_mask", lambda model, cache: model(tokens_of(1, 6), past_key_values=cache, attention_mask=ALL)),
     ("use_cache=False", lambda model, cache: generate(model, tokens_of(1, 6), cache, use_cache=False)),
     ("input_ids", lambda model, cache: model(inputs_embeds=model.model.embed_tokens(tokens_of(1, 6)),
@@ -290,11 +369,9 @@ ALL = torch.ones(1, 1, 6, 6, dtype=torch.bool)
      lambda model, cache: type(model)(model.config)(tokens_of(1, 1), past_key_values=cache)),
     ("until `remove`", removed), ("begun and not ended", interrupted),
     ("calibrate", lambda model, cache: model(tokens_of(1, 6), past_key_values=MethodCache(
-        model, METHODS["kvsink"](cache.inner.config)))),
+        model, METHODS["kvsink"](cache.empty.config)))),
     ("position_ids", lambda model, cache: model(tokens_of(1, 6), past_key_values=cache,
                                                 position_ids=torch.tensor([[0, 1, 2, 3, 5, 6]]))),
-    ("beam", lambda model, cache: generate(model, tokens_of(1, 6), cache, num_beams=2)),
-    ("beam", lambda model, cache: cache.reorder_cache(torch.tensor([0]))),
     ("assisted", lambda model, cache: cache.crop(-1))])
 def test_what_it_cannot_do_is_refused_in_one_line(models, word, use):
     own, theirs = models

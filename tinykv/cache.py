@@ -22,6 +22,7 @@ If the text has a prompt, its first P tokens arrive in one forward, under either
 Under `paper`, prompt tokens that do not fill a group stay recent. A method whose `choose` is "prompt" chooses the
 tokens it keeps once, at the end of the prompt.
 """
+import copy
 from types import SimpleNamespace
 
 import torch
@@ -362,6 +363,14 @@ class KVCache:
         """Indices of the k largest of x (B, n), largest first, the earlier of equals: (B, up to k). Triton has a
         kernel for it."""
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
+
+    def __deepcopy__(self, memo):
+        """A cache that goes on by itself from the same tokens, with the same model and method."""
+        shared = self.model, self.rope, self.method, *(codec for *_, codec in self.method.each_codec())
+        memo.update({id(one): one for one in shared})
+        new = memo[id(self)] = copy.copy(self)
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
     def part_bytes(self, kinds="kv"):
         """Bytes held by each part of all layers' keys (kinds "k"), values ("v"), or both."""

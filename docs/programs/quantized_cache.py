@@ -40,7 +40,7 @@ def cache_of(row, model, config):
         return cache, lambda: settings["nbits"] + 32 / group + (16 - settings["nbits"] - 32 / group) * newest / (T - 1)
     cache = MethodCache(model, METHODS[name](config, **settings))
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * (T - 1)  # of a window
-    return cache, lambda: 8 * cache.inner.nbytes / (numbers * len(cache.inner.layers[0].keys.recent))
+    return cache, lambda: 8 * cache.nbytes / (numbers * len(cache.texts))
 
 
 @torch.no_grad()
