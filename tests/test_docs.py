@@ -344,6 +344,13 @@ def test_the_debugger_says_what_the_page_says(page):
     assert now == read(page), "run `python docs/programs/sessions.py --only pdb` and read the page again"
 
 
+def test_an_editor_debugs_what_the_page_does():
+    first, ladder, tests = json.loads(read(".vscode/launch.json"))["configurations"]
+    assert f"$ python -m pdb eval_ppl.py {shlex.join(first['args'])}\n" in read("docs/walkthrough.md")
+    assert first["program"] == "${workspaceFolder}/eval_ppl.py" and tests["module"] == "pytest"
+    assert ladder["program"] == "${file}" in tests["args"]
+
+
 def test_a_wrong_word_of_the_debugger_is_found():
     """What pdb says now takes the place of what stands in a page, over several blocks."""
     page = ("```console\n$ python -m pdb docs/programs/sessions.py\n> docs/programs/sessions.py(...)<module>()\n"
