@@ -625,11 +625,16 @@ def test_outputs_replace_nothing_that_the_command_did_not_write(command, one_lay
     assert content() == before
 
 
-def test_a_command_replaces_what_it_wrote(command, tmp_path):
-    outputs = ["--json", tmp_path / "a", "--plot", tmp_path / "b", "--calibration", tmp_path / "c"]
+@pytest.mark.parametrize("plot, begins", [("b.png", b"\x89PNG"), ("b.PDF", b"%PDF"), ("b.svg", b"<?xml")])
+def test_a_command_replaces_what_it_wrote(command, tmp_path, plot, begins):
+    outputs = ["--json", tmp_path / "a", "--plot", tmp_path / plot, "--calibration", tmp_path / "c"]
     for _ in range(2):
         assert command("--method", "rtn", "--bits", "2,4", *outputs, *SMALL)[0] == 0
-        assert (tmp_path / "b").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / plot).read_bytes().startswith(begins)
+
+
+def test_a_figure_of_another_format_is_refused_before_any_work(command, tmp_path):
+    assert "ends in .png, .pdf, .svg" in refused(command, "--plot", tmp_path / "loss.jpg", *SMALL)
 
 
 def test_an_error_is_one_line_in_a_notebook():

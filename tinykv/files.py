@@ -126,15 +126,17 @@ def write(path, fill, kind=None):
 def check_target(path, kind, sign=None):
     """UserError unless `path` is new, or a file of this kind, which this program wrote before.
 
-    kind: the name that such a file says near its beginning, as "tinykv-table", unless it has another `sign` there.
-    None: whatever it is.
+    kind: the name that such a file says near its beginning or, as a PDF, near its end, such as "tinykv-table", unless
+    it has another `sign` there. None: whatever it is.
     """
     if not os.path.exists(path):
         return
     if os.path.isfile(path) and os.access(path, os.R_OK):
         with open(path, "rb") as file:
-            beginning = file.read(4096)
-        if kind is None or (sign or kind).encode() in beginning:
+            ends = file.read(4096)
+            file.seek(max(0, os.path.getsize(path) - 8192))
+            ends += file.read()
+        if kind is None or (sign or kind).encode() in ends:
             return
     raise UserError(f"{path} already exists, and is no {kind or 'file'} that this program wrote; choose another name, "
                     "or delete it")

@@ -5,10 +5,11 @@ a cell. Lines differ in marker as well as in colour, and all eyes can tell the c
 """
 import io
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from tinykv import files
+from tinykv import UserError, files
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000",
            "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#17806d")
@@ -16,6 +17,9 @@ MARKERS = "osD^vP*Xdh"
 LINES = ("-", "--", ":")
 GREY = "#8a8a8a"
 KIND = "tinykv-figure"  # what the file says that it is
+# {suffix: how it says so, and no date}
+FORMATS = {".png": {"Software": KIND}, ".pdf": {"Creator": KIND, "CreationDate": None},
+           ".svg": {"Creator": KIND, "Date": None}}
 BETWEEN = 0.055  # of the height of a panel: between two labels of lines
 
 
@@ -41,9 +45,18 @@ def png(figure):
     return file.getvalue()
 
 
+def suffix_of(path):
+    """The format of a figure, as the end of its file's name says."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in FORMATS:
+        raise UserError(f"{path}: a figure's name ends in {', '.join(FORMATS)}")
+    return suffix
+
+
 def save(figure, path):
-    """Write a Figure as PNG, whole or not at all."""
-    files.write(path, lambda part: figure.savefig(part, format="png", dpi=150, metadata={"Software": KIND}), KIND)
+    """Write a Figure as PNG, PDF or SVG, whole or not at all."""
+    suffix = suffix_of(path)
+    files.write(path, lambda part: figure.savefig(part, format=suffix[1:], dpi=150, metadata=FORMATS[suffix]), KIND)
 
 
 def style(i):

@@ -1,5 +1,5 @@
 """The flags of eval_ppl.py, what the model and the machine decide in their absence, and the text to evaluate on."""
-from tinykv import UserError, cli, shared_flags
+from tinykv import UserError, cli, plots, shared_flags
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.data import load_windows
 from tinykv.methods.registry import METHODS
@@ -39,7 +39,7 @@ def parser(asked=(), about=None):
     p.add_argument("--vs", metavar="NAME",
                    help="also compare each row, window by window, with this one, or with this method's row of "
                         "the same settings")
-    p.add_argument("--plot", metavar="FILE.png",
+    p.add_argument("--plot", metavar="FILE.png|pdf|svg",
                    help="also draw perplexity against true bits, or against kept tokens if --preserve is a list, "
                         "and the loss along longer windows")
     add_weights(parent, several=True)
@@ -109,7 +109,9 @@ def parse(words=None, methods=None, given=None, about=None):
     shared_flags.check_counts(args, 1, "draws", "batch", "prompt")
     if hasattr(args, "choose") and not args.prompt:
         raise UserError("--choose is for a text with a prompt; give --prompt, too")
-    shared_flags.check_outputs(args, json="tinykv-table", calibration="folder", plot="tinykv-figure")
+    shared_flags.check_outputs(args, json="tinykv-table", calibration="folder", plot=plots.KIND)
+    if args.plot:
+        plots.suffix_of(args.plot)
     return args
 
 
