@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import math
+import os
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -40,6 +41,13 @@ SETTINGS = {
 NAMES = {cls: name for name, cls in METHODS.items()}
 # All tokens of a text, but not all of a calibration window.
 KEEP_ALL = {"preserve": 22, "threshold": None, "outlier_num": 22, "skip_layers": 0, "anchors": "100%"}
+
+
+def pipe(path):
+    """A file that may never end."""
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("this system has no pipes in folders")
+    os.mkfifo(path)
 
 
 # ---- models and texts

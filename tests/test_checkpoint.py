@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import pipe
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_model import REFERENCES, VARIANTS
@@ -278,7 +279,7 @@ FAULTS = {
                       [KEY, "[16, 8]", "[8, 16]"]),
     # shards
     "absent shard": (lambda folder: [to_shards(folder), (folder / SECOND).unlink()], [KEY]),
-    "pipe": (lambda folder: [(folder / WEIGHTS).unlink(), os.mkfifo(folder / WEIGHTS)], [WEIGHTS, "is no file"]),
+    "pipe": (lambda folder: [(folder / WEIGHTS).unlink(), pipe(folder / WEIGHTS)], [WEIGHTS, "is no file"]),
     "unprintable bos": (lambda folder: (folder / "tokenizer_config.json").write_text('{"bos_token": "\\ud800"}'),
                         ["bos_token", "printed"]),
     "broken shard": (lambda folder: [to_shards(folder), cut(folder / SECOND)], [SECOND]),
@@ -447,7 +448,7 @@ def test_a_special_token_that_is_no_text_is_refused_by_name(tmp_path, name, valu
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 @pytest.mark.parametrize("make", [
-    os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir,
+    pipe, lambda path: path.symlink_to("/dev/zero"), os.mkdir,
     lambda path: (path.touch(), os.truncate(path, 10 ** 12))], ids=["pipe", "device", "folder", "sparse"])
 def test_what_would_never_end_is_no_tokenizer(tmp_path, name, make):
     make(tmp_path / name)

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import resource
 import runpy
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import pipe
 from planted import few_tries
 
 import eval_ppl
@@ -616,7 +616,7 @@ def test_outputs_replace_nothing_that_the_command_did_not_write(command, one_lay
     Path("text.txt").write_text("Balo lives in Eastwick. " * 400)
     Path("mine.py").write_text(f"from tinykv.methods.pfn import PFN as Mine{' ' * 5000}")
     write_json(Path("table.json"), {"rows": []}, "tinykv-table")
-    os.mkfifo("pipe")
+    pipe("pipe")
 
     def content():
         return {path: (path.lstat().st_ino, path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*")}
@@ -679,6 +679,7 @@ def test_what_the_machine_lacks_and_ctrl_c_are_one_line(command, monkeypatch, er
 @pytest.mark.whole  # a process of its own each
 def test_as_processes():
     """Through the real command line: memory, a missing package, `head`."""
+    resource = pytest.importorskip("resource")  # Windows has none
     def of(words, **how):
         return subprocess.run(f"{sys.executable} {words}", shell=True, cwd=ROOT, capture_output=True, text=True, **how)
     done = of("eval_ppl.py --method rtn --windows 64 --batch 64",

@@ -3,13 +3,11 @@ its task brings it nothing. tests/course/ has what students get wrong, as change
 import ast
 import csv
 import ctypes
-import fcntl
 import importlib.util
 import json
 import os
 import platform
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -32,6 +30,7 @@ from tinykv import UserError
 from tinykv.methods.registry import METHODS
 from tinykv.run import flags
 
+fcntl, resource = pytest.importorskip("fcntl"), pytest.importorskip("resource")  # Windows grades nothing
 ROOT = Path(__file__).parent.parent
 NAMES = tuple(assignments.ANSWERS)
 pytestmark = [pytest.mark.filterwarnings("ignore:Unknown pytest.mark.points"),
@@ -581,6 +580,12 @@ def test_what_the_machine_lacks_is_no_students_fault(monkeypatch, tmp_path):
     monkeypatch.setattr(grade, "copy", lambda *given: None)
     with pytest.raises(UserError, match="this machine cannot grade kvsink.*no fp16 here"):
         grade.right_values("kvsink", 0, tmp_path)
+
+
+def test_a_system_that_limits_nothing_grades_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(confine, "resource", None)  # as on Windows
+    with pytest.raises(UserError, match="on Windows, use WSL"):
+        confine.run(["pytest"], "", 1, str(ROOT), str(tmp_path))
 
 
 def test_a_file_is_what_was_asked_for(run, monkeypatch, tmp_path):

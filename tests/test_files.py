@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import pipe
 from safetensors.torch import save
 
 from tinykv import UserError, files, hf
@@ -45,7 +46,7 @@ def test_a_path_that_cannot_be_written_to(tmp_path, path):
 
 
 @pytest.mark.parametrize("make", [
-    lambda path: path.write_text("mine"), lambda path: write_json(path, {}, "tinykv-numbers"), os.mkdir, os.mkfifo,
+    lambda path: path.write_text("mine"), lambda path: write_json(path, {}, "tinykv-numbers"), os.mkdir, pipe,
     lambda path: path.symlink_to("/dev/null")], ids=["text", "another kind", "folder", "pipe", "device"])
 def test_what_the_program_did_not_write_stays(tmp_path, make):
     """Nor is a kind of its own replaced by another, which a command reads."""
@@ -76,7 +77,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, read, content, said):
 
 @pytest.mark.parametrize("read", [read_json, read_text, lambda path: load_tensors(path, "thing")])
 def test_what_never_ends_is_not_read(tmp_path, read):
-    os.mkfifo(tmp_path / "pipe")
+    pipe(tmp_path / "pipe")
     (tmp_path / "sparse").touch()
     os.truncate(tmp_path / "sparse", 2 ** 40)
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path / "sparse"):

@@ -27,7 +27,9 @@ from tinykv.methods.fp16 import FP16
 from tinykv.methods.kivi import KIVI
 from tinykv.methods.ott import OTT
 from tinykv.model import Rope
-from tinykv.triton_cache import TritonCache
+
+pytest.importorskip("triton")  # of two pages
+from tinykv.triton_cache import TritonCache  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/ladder/*.py"))
@@ -365,6 +367,12 @@ def test_a_page_says_what_it_prints(page, monkeypatch, capsys):
 
 def head_of(page):
     return (ROOT / "docs/ladder" / page).read_text().split('"""')[1]
+
+
+def test_where_there_is_no_triton_its_page_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(SystemExit, match="need Triton, which runs on Linux"):
+        run("7_topk.py", [], monkeypatch)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

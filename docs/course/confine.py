@@ -3,7 +3,6 @@ import ctypes
 import errno
 import os
 import platform
-import resource
 import signal
 import site
 import stat
@@ -13,6 +12,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from tempfile import gettempdir
+
+from tinykv import UserError
+
+try:
+    import resource
+except ModuleNotFoundError:  # on Windows, where a student's own tests run, and nothing is graded
+    resource = None
 
 MEMORY = 2 * 2 ** 30  # bytes that it may ask for
 SECONDS = 90  # of computing: each test of an assignment may run as long as a test may
@@ -166,6 +172,9 @@ def run(words, given, seconds, root, folder):
     """Run a module of the repository `root`, and the words behind its name, in a process that is given a text on stdin,
     and whose output is dropped -> whether it ended in time, and did not fill the folder, into which alone it is to
     write. What it has started ends with it."""
+    if resource is None:
+        raise UserError("this system cannot limit what a process takes, so nothing is graded; on Windows, use WSL. "
+                        "`pytest docs/course/1-affine`, say, runs a student's tests anywhere")
     environment = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "PYTHONPATH": root,
                    "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     process = subprocess.Popen([sys.executable, "-m", *words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,

@@ -195,7 +195,8 @@ def pytest_runtest_call(item):
         item.user_properties.append(("unwritten", explain(error, path_of(item))))
         pytest.fail(pytrace=False)
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        if item.config.getoption("--record"):
+            signal.setitimer(signal.ITIMER_PROF, 0)
         if item.wrong:  # also where the student's code has then raised something
             pytest.fail(short(min(item.wrong, key=len)), pytrace=False)
 

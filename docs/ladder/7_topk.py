@@ -26,8 +26,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU, line by line
-import triton
-import triton.language as tl
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:
+    sys.exit("this page and the next need Triton, which runs on Linux; on Windows use WSL, or a notebook of Colab")
 
 sys.path.insert(0, ".")
 from tinykv import hf
