@@ -5,7 +5,9 @@
 
 A few channels of the keys are large in all tokens, so each channel has a grid of its own; values have no such channels,
 so each token has one. A channel's grid needs many tokens, so the newest ones wait in 16 bits until they fill a block.
-Waiting helps by itself, as the newest tokens get most of the attention.
+Waiting helps by itself, as the newest tokens get most of the attention. And a sink's value, which ruined `rtn` on
+1_sinks.py, has a narrow grid of its own here: in layer 3 its norm is 0.6, and 0.6 after rounding (there 0.5 and 13). So
+KIVI needs to keep no sinks for their values' sake.
 
 So besides Keep and Code there is a third question, When: how many tokens stay in 16 bits for now (`recent`), and how
 many are quantized at a time (`block`)? A text that a model writes comes token by token, and attention comes first: a

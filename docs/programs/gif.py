@@ -34,6 +34,8 @@ def write(path, page):
             figure.savefig(drawn, format="png", dpi=100)
             frames.append(Image.open(drawn).convert("P", palette=Image.Palette.ADAPTIVE, colors=64))
             times.append(HOLD if i == MOVE else STEP)
+    # begin where the first stop holds: what does not play a GIF shows its first frame
+    frames, times = frames[MOVE - 1:] + frames[:MOVE - 1], times[MOVE - 1:] + times[:MOVE - 1]
     first, *others = frames
     files.write(path, lambda part: first.save(part, format="GIF", save_all=True, append_images=others, duration=times,
                                               loop=0, comment=KIND.encode()), KIND)
