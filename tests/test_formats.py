@@ -7,15 +7,17 @@ from pathlib import Path
 from unittest.mock import patch
 
 import invariants
+import key_bias
 import numpy as np
 import pytest
 import torch
 from cases import Case, G, each_rows, kept_of, model_of
 
-from tinykv import UserError
+from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.codecs.base import Exact, unpack
-from tinykv.codecs.schemes import SCHEMES
+from tinykv.codecs.centred import Centred
+from tinykv.codecs.schemes import SCHEMES, settings_of_scheme
 from tinykv.methods.registry import METHODS
 from tinykv.run.settings import load_class
 
@@ -186,6 +188,40 @@ def test_a_hadamard_matrix_spreads_one_channel_over_all(formats):
         formats.Rotated(Exact(), 12)
 
 
+def test_a_bias_of_all_keys_is_subtracted_before_they_are_rounded(formats):
+    """Rows with a bias of 600 lose what they lose without it, where a scale that has to reach it loses all of them. Of
+    kept tokens the mean knows nothing."""
+    plain = formats.Rotated(formats.GGML(4, 64), 64)
+    x, bias = torch.randn(2, 3, 40, 64, generator=torch.Generator().manual_seed(0)), torch.zeros(64)
+    bias[31], bias[63] = 600, 300
+    kept = torch.zeros(2, 3, 40, dtype=torch.bool)
+    kept[0, :, 5] = True
+
+    def lost(codec, rows):
+        return (codec.decode(codec.encode(rows)) - rows).square().mean().sqrt().item()
+    for given in (x, x + bias):
+        codec = Centred(plain)
+        codec.fit(given.masked_fill(kept[..., None], 9000), kept)
+        assert codec.mean.shape == (3, 1, 64) and codec.calibrated().keys() == {"mean"}
+        assert lost(codec, given) == pytest.approx(lost(plain, x), rel=0.05)
+    assert lost(plain, x + bias) > 20 * lost(plain, x)
+
+
+def test_centred_keys_are_quantized_before_rope(formats):
+    method = formats.Formats(model_of(1).config, "q4_0", centre="on")
+    assert method.rope == "pre" and formats.Formats(model_of(1).config, "q4_0").rope == "post"
+    assert isinstance(method.codecs[0].k, Centred) and isinstance(method.codecs[0].v, formats.GGML)
+
+
+def test_the_program_prints_the_norm_of_each_bias(run, one_layer, monkeypatch):
+    config = hf.load_config(one_layer)
+    planted = hf.load_model(one_layer)
+    key_bias.plant(planted, 30)
+    norm = 30 * 1.25 ** 0.5 * config.num_key_value_heads ** 0.5
+    assert key_bias.norms(planted) == [pytest.approx(norm)] * config.num_hidden_layers
+    assert run(key_bias, one_layer) == (0, "layer 0: 0.0\n", "")
+
+
 @pytest.mark.parametrize("width, scheme, size", [(40, "q8_0", 32), (80, "q5_1", 32), (80, "mxfp4", 32),
                                                  (40, "nvfp4", 16)])
 def test_a_head_that_blocks_do_not_divide_is_refused(formats, width, scheme, size):
@@ -230,6 +266,7 @@ def test_keys_and_values_may_differ(formats):
 @pytest.mark.parametrize("check", invariants.OF_CODECS)
 @pytest.mark.parametrize("scheme", TRUE)
 def test_formats_are_a_method(formats, check, scheme):
-    settings = (("v_scheme", "nvfp4"), ("hadamard", "on" if scheme in ("q8_0", "q4_0") else "off"))
+    settings = (("v_scheme", "nvfp4"), ("hadamard", "on" if scheme in ("q8_0", "q4_0") else "off"),
+                ("centre", "on" if scheme in ("q4_0", "nvfp4") else "off"))
     case = Case(formats.Formats, scheme, heads_per_kv=2, settings=settings, dtype=torch.float64)
     getattr(invariants, f"check_{check}")(case)

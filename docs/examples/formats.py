@@ -31,6 +31,7 @@ import torch
 
 from tinykv import UserError, one_of
 from tinykv.codecs.base import BLOCK, Codec, Codes, Exact, Pair, known_bits, pack, unpack
+from tinykv.codecs.centred import Centred
 from tinykv.codecs.rotated import Rotated
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.base import Method
@@ -172,15 +173,18 @@ FORMATS = {"fp8": (FP8, 8), "mxfp8": (MXFP, 8), "int8_per_token_head": (INT8, 8)
 
 
 def format_codec(name, config, kind, bits,
-                 hadamard: Annotated[str, "multiply each row by a Hadamard matrix: off or on"] = "off"):
-    one_of(("off", "on"), hadamard=hadamard)
+                 hadamard: Annotated[str, "multiply each row by a Hadamard matrix: off or on"] = "off",
+                 centre: Annotated[str, "subtract the mean of each channel of the keys: off or on"] = "off"):
+    one_of(("off", "on"), hadamard=hadamard, centre=centre)
     make, own_bits = FORMATS[name]
     if bits != own_bits:
         raise UserError(f"{name} has {own_bits} bits; give --bits {own_bits}")
     if make is None:
         return Exact()
     codec = make(bits, config.head_dim)
-    return Rotated(codec, config.head_dim) if hadamard == "on" else codec
+    if hadamard == "on":
+        codec = Rotated(codec, config.head_dim)
+    return Centred(codec) if centre == "on" and kind == "k" else codec
 
 
 for name in FORMATS:
@@ -188,20 +192,21 @@ for name in FORMATS:
 
 
 class Formats(Method):
-    """Keys and values in a format, or in one each. The first `preserve` tokens stay in 16 bits."""
+    """Keys and values in a format, or in one each. The first `preserve` tokens stay in 16 bits. With `centre`, keys are
+    quantized before RoPE, where a bias of `k_proj` is the same for all tokens."""
     beside = {"kivi": {"k_bits": 4, "v_bits": 4, "group_size": 64}}  # in the true bits of nvfp4 and q4_0
-    rope, block = "post", BLOCK
+    block = BLOCK
     keep_keys = PFN.keep_keys
 
     def __init__(self, config, scheme="fp8",
                  v_scheme: Annotated[str | None, "the format of values, where it is not that of keys"] = None,
-                 hadamard="off", preserve=0):
+                 hadamard="off", centre="off", preserve=0):
         super().__init__(config)
         one_of(FORMATS, scheme=scheme, v_scheme=v_scheme)
         v_scheme = v_scheme or scheme
         self.scheme = scheme if v_scheme == scheme else f"{scheme}/{v_scheme}"
         (_, self.k_bits), (_, self.v_bits) = FORMATS[scheme], FORMATS[v_scheme]
-        self.codecs = [Pair(k=format_codec(scheme, config, "k", self.k_bits, hadamard),
+        self.codecs = [Pair(k=format_codec(scheme, config, "k", self.k_bits, hadamard, centre),
                             v=format_codec(v_scheme, config, "v", self.v_bits, hadamard))
                        for _ in range(config.num_hidden_layers)]
-        self.preserve = preserve
+        self.preserve, self.rope = preserve, "pre" if centre == "on" else "post"

@@ -22,6 +22,7 @@ import torch
 
 from tinykv import at_least, one_of
 from tinykv.codecs.base import Codec, Codes, known_bits, pack, unpack
+from tinykv.codecs.centred import Centred
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.pfn import PFN
 
@@ -100,26 +101,6 @@ class QJL(Codec):
         sign = 2.0 * unpack(codes.signs, 1, d) - 1  # (B, Hkv, T, d)
         rest = codes.rest * (sign.double() @ self.S.to(sign.device))  # |r| S^T sign(S r)
         return self.turbo.decode(codes) + math.sqrt(math.pi / 2) / d * rest.float()
-
-
-class Centred(Codec):
-    """A codec of what is left of each channel without its mean, which is calibrated."""
-    needs_text = True
-    tables = ("mean",)
-
-    def __init__(self, codec):
-        self.codec, self.bits, self.mean = codec, codec.bits, None
-
-    def fit(self, rows, kept, gradient=None, seed=0):
-        total = rows.float().masked_fill(kept[..., None], 0).sum((0, 2))  # (Hkv, d)
-        n = (~kept).sum((0, 2)).clamp(min=1)  # (Hkv)
-        self.mean = (total / n[:, None]).half()[:, None]  # (Hkv, 1, d)
-
-    def encode(self, x, ignore=None):
-        return self.codec.encode(x.float() - self.mean)
-
-    def decode(self, codes):
-        return self.codec.decode(codes) + self.mean
 
 
 def turboquant(config, kind, bits, draw: Annotated[int, "turboquant: which random rotation"] = 0,

@@ -103,8 +103,14 @@ FIVE, MARKED = "kvsink --bits 3", "kvsink --bits 3 --threshold 0.1"
 ZERO = "--bits 3 --formula integer-zero"
 CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
 CQ, ANTKV = (f"{name} --bits 2 --recent 0 --calib-windows 16" for name in ("cq", "antkv --anchors 1%"))
-# what begins the name of a row that another program measures: quantized_cache.py, train_intact.py
-OWN, PREFIX = "QuantizedCache: ", "prefix of 46 tokens, rtn-3: "
+# what begins the name of a row that another program measures: quantized_cache.py, train_intact.py, key_bias.py
+OWN, PREFIX, PLANTED = "QuantizedCache: ", "prefix of 46 tokens, rtn-3: ", "key bias "
+# key_bias.py: {label: row}, and {size of a planted bias: the labels that are measured}
+CENTRED = {"q4_0, rotated, centred": f"{FORMATS} --hadamard on --centre on --scheme q4_0",
+           "nvfp4, centred": f"{FORMATS} --centre on --scheme nvfp4"}
+BIASED = {label: SERVED[label] for label in (
+    "fp8", "KIVI, 4 bits", "q4_0, rotated", "nvfp4", "quanto, MLX: 4 bits")} | CENTRED
+BIASES = {0: CENTRED, 600: BIASED}
 STREAM = "--context 4096 --prompt 3840"
 LONG = {  # {flags of the windows: {row: pairs}}
     "--context 4096": {
@@ -141,6 +147,11 @@ def rows_of(model):
 def at(row, where="--context 4096"):
     """A row of SmolLM2 in longer windows."""
     return named(f"{row} {where}", "SmolLM2")
+
+
+def biased(label, size):
+    """The name of a row of key_bias.py. Without a bias, it is that of the table of serving.md where that has it."""
+    return SERVED[label] if size == 0 and label in SERVED else f"{PLANTED}{size}: {label}"
 
 
 def named(row, model):

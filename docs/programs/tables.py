@@ -172,6 +172,17 @@ def served_table():
                  bits, *map(size_of, (2 ** 13, 2 ** 15, 2 ** 17)), lost, longer(lost, 4096))
 
 
+def bias_table():
+    """What formats lose with a bias of the keys, and without one, on the same windows."""
+    def column(size):
+        def lost_with(label):
+            difference, error, _ = compared(row_of(results.biased(label, size)), row_of(results.biased("fp16", size)))
+            return f"{difference:.3f} ± {error:.3f}"
+        return lost_with
+    lines = {label: label for label in results.BIASED}
+    return table("format | without a bias | with one", lines, *map(column, (0, 600)))
+
+
 def needles_table():
     """Right answers by length, and what an answer's tokens lose above fp16, with the error over texts."""
     def column(tokens):
@@ -189,7 +200,7 @@ def needles_table():
 
 # {what stands in the page's mark: what writes it}
 WRITTEN = {
-    "count": count, "lengths": lengths_table, "served": served_table, "needles": needles_table,
+    "count": count, "lengths": lengths_table, "served": served_table, "biased": bias_table, "needles": needles_table,
     **{model: partial(rows_table, model, model) for model in NAMES}, "codecs": partial(rows_table, "codecs"),
     **{section: partial(claims_table, section) for section in CLAIMS},
     "prompts": partial(table, "row | nats lost | true bits | pairs",
