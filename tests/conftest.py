@@ -38,7 +38,9 @@ import torch
 
 gc.disable()  # what is imported now stays: see `pytest_collection_finish`
 os.environ["TRITON_INTERPRET"] = "1"  # before kernels.py is imported: kernels run on the CPU
-# transformers decorates functions with it, which nothing here compiles; the compiler takes seconds to import
+# transformers decorates functions with it, which nothing here compiles; the compiler takes seconds to import. One test
+# compiles, with the real one
+compile_for_real = torch.compile
 torch.compile = lambda function=None, **settings: function or (lambda of_another: of_another)
 
 

@@ -701,7 +701,7 @@ def test_triton_without_a_gpu_says_what_is_missing(command, monkeypatch):
     assert "pip install -r" in refused(command, "--attention", "triton", *SMALL)
 
 
-@pytest.mark.parametrize("attention", ["plain", pytest.param("triton", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("attention", ["plain", "compiled", pytest.param("triton", marks=pytest.mark.whole)])
 def test_every_attention_prints_the_same_table(command, attention):
     if attention == "triton":
         pytest.importorskip("kernels", reason="needs triton")

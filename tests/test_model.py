@@ -87,7 +87,7 @@ def test_each_word_for_attention_runs_its_own_lines(monkeypatch):
     model.use_attention("fused")
     with pytest.raises(NotImplementedError, match="fused"):
         model(tokens)
-    with pytest.raises(UserError, match="plain, fused, triton"):
+    with pytest.raises(UserError, match="plain, fused, triton, compiled"):
         model.use_attention("flash")
 
 

@@ -121,15 +121,16 @@ def turned(x, cos, sin):
     return y.to(x.dtype)
 
 
-ATTENTIONS = ("plain", "fused", "triton")
+ATTENTIONS = ("plain", "fused", "triton", "compiled")
 
 
 class Attention(nn.Module):
     """Causal attention with grouped KV heads. The attribute `attention` says how it is computed:
 
-    plain    softmax(q k^T / sqrt(d)) v in visible lines, for reading and stepping
-    fused    torch's own kernel, which computes the same
-    triton   the cache computes it from its packed codes; only a TritonCache can (triton_cache.py)
+    plain      softmax(q k^T / sqrt(d)) v in visible lines, for reading and stepping
+    fused      torch's own kernel, which computes the same
+    triton     the cache computes it from its packed codes; only a TritonCache can (triton_cache.py)
+    compiled   so does a CompiledCache, of one new token, in loops that torch compiles (compiled_cache.py); else fused
     """
 
     def __init__(self, config):
@@ -163,7 +164,8 @@ class Attention(nn.Module):
     def forward(self, x, rope, seen, mask, layer, cache=None):
         q, k, v = self.qkv(x)  # (B, H, T, d), (B, Hkv, T, d) twice, before RoPE
 
-        if self.attention == "triton":
+        one_token = x.shape[1] == 1 and cache is not None
+        if self.attention == "triton" or self.attention == "compiled" and one_token:
             out = cache.attend(layer, q, k, v, seen)  # (B, H, T, d)
             return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, T, D)
 
@@ -175,13 +177,13 @@ class Attention(nn.Module):
         q = rope.rotate(q, seen)  # (B, H, T, d)
 
         # each KV head serves several query heads; torch's kernel needs no copies if there is no mask
-        grouped = self.attention == "fused" and mask is None
+        grouped = self.attention != "plain" and mask is None
         if not grouped:
             heads_per_kv = self.n_heads // self.n_kv_heads
             k = k.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
             v = v.repeat_interleave(heads_per_kv, dim=1)  # (B, H, S, d)
 
-        if self.attention == "fused":
+        if self.attention != "plain":
             T = x.shape[1]
             causal = mask is None and T > 1  # one new token sees all keys
             if causal and seen:  # torch's lower triangle begins at token 0: zeros stand for the queries seen before
@@ -246,7 +248,7 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model["embed_tokens"].weight
 
     def use_attention(self, word):
-        """Which lines of `Attention.forward` run from now on: "plain", "fused" or "triton"."""
+        """Which lines of `Attention.forward` run from now on: one of ATTENTIONS."""
         one_of(ATTENTIONS, attention=word)
         for layer in self.model["layers"]:
             layer.self_attn.attention = word

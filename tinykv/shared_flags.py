@@ -23,10 +23,13 @@ def add_model(p):
 
 
 def add_attention(p, *others):
-    """--attention. others: those besides plain and fused that the command knows: triton."""
-    p.add_argument("--attention", choices=["plain", "fused", *others], default="fused",
-                   help="plain: attention line by line, for stepping through; fused: torch's own"
-                        + "; triton: the kernels of kernels.py, from the packed codes, on a GPU" * len(others))
+    """--attention. others: those besides plain and fused that the command knows: triton, compiled."""
+    words = {"plain": "attention line by line, for stepping through", "fused": "torch's own",
+             "triton": "the kernels of kernels.py, from the packed codes, on a GPU",
+             "compiled": "token by token from the packed codes, too, in loops that torch compiles"}
+    choices = ["plain", "fused", *others]
+    p.add_argument("--attention", choices=choices, default="fused",
+                   help="; ".join(f"{word}: {words[word]}" for word in choices))
 
 
 def add_windows(p, windows, longest, count=int):

@@ -201,7 +201,7 @@ class SparseCodes(Codes):
         B, _, T, _ = self.row_end.shape
         row_end = self.row_end.flatten(1).T.flatten()  # (T * B)
         count = row_end.diff(prepend=row_end.new_zeros(1))  # (T * B): outliers of each row
-        row = torch.repeat_interleave(count)  # (outliers): that of each outlier
+        row = torch.repeat_interleave(count, output_size=self.values.shape[2])  # (outliers): that of each outlier
         sequence, token = row % B, row // B  # (outliers) both
         return (sequence * T + token) * C + self.columns[0, 0]
 

@@ -200,8 +200,8 @@ def calibrate_all(args, model, entries, test=None):
 
     test: the windows (W, T) to evaluate on. Returns {label of weights: Llama}; None is the model itself.
     """
-    # calibration reads its text in full precision, so there are no codes that triton kernels could read
-    model.use_attention("fused" if args.attention == "triton" else args.attention)
+    # calibration reads its text in full precision, so there are no codes to attend from
+    model.use_attention("plain" if args.attention == "plain" else "fused")
 
     # 1. The text (W, T). Each of them sees its first windows
     text = of_weights = None

@@ -33,7 +33,7 @@ def parser(asked=(), about=None):
                         "draws and windows; weights are quantized once, on the first draw's text")
     p = parent.add_argument_group("speed and output")
     p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
-    shared_flags.add_attention(p, "triton")
+    shared_flags.add_attention(p, "triton", "compiled")
     p.add_argument("--wide", action="store_true", help="print all columns of the table")
     p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss; -: print it")
     p.add_argument("--vs", metavar="NAME",
@@ -67,7 +67,11 @@ def set_up(args, loaded=None):
 
 def cache_class_of(args):
     """The cache class that --attention evaluates with, and what checks a method for it besides. UserError if triton has
-    no GPU."""
+    no GPU, or torch no compiler."""
+    if args.attention == "compiled":
+        from tinykv import compiled_cache  # only now: it needs torch's compiler
+        compiled_cache.check_compiler(args.device)
+        return compiled_cache.CompiledCache, None
     if args.attention != "triton":
         return KVCache, None
     from tinykv import triton_cache  # only now: it needs triton

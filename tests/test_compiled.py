@@ -1,0 +1,206 @@
+"""The cache whose decoding step torch compiles, beside the attention to the rows that the same cache decodes.
+
+Both read the same codes and kept rows, and differ in the order of sums in fp32, and in RoPE's angles, of which one is
+a sum of two: 1e-4 of numbers of size 1. In 16 bits, one rounds the decoded rows and the output, the other the output
+alone. Most tests call the functions as they are (conftest.py): to compile them takes seconds.
+"""
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import Case, build_and_calibrate, model_of, tokens_of
+from conftest import compile_for_real
+from torch.nn.functional import scaled_dot_product_attention
+
+import eval_ppl
+from tinykv import UserError, compiled_cache
+from tinykv.cache import KVCache, LayerCache
+from tinykv.codecs.affine import Affine
+from tinykv.codecs.base import Exact, Pair
+from tinykv.compiled_cache import COMPILED, CompiledCache, CompiledLayer, check_compiler
+from tinykv.evaluate import chunks_of
+from tinykv.methods.base import Method
+from tinykv.methods.registry import METHODS
+from tinykv.model import LlamaConfig, Rope
+from tinykv.run.settings import settings_of
+
+near = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4, check_dtype=False)
+
+@pytest.fixture
+def few(monkeypatch):
+    """They are called from two coded tokens on."""
+    monkeypatch.setattr(compiled_cache, "LEAST", 2)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+# ---- a layer
+
+class Told(Method):
+    """Codecs, and kept tokens as they are told: {kind: (tokens of each head, ...)}, in turn by sequence."""
+
+    def __init__(self, pair, rope="post", recent=0, blocks=(1, 1), kept=None, window=None):
+        super().__init__(SimpleNamespace(sliding_window=window))
+        self.codecs, self.rope, self.recent, self.kept = [pair], rope, recent, kept or {}
+        self.blocks = dict(zip("kv", blocks))
+
+    def block_of(self, kind):
+        return self.blocks[kind]
+
+    def keep_keys(self, layer_cache, n, kind="k"):
+        if kind in self.kept:
+            positions = torch.tensor(self.kept[kind])  # (1 or Hkv, p)
+            return torch.stack([positions.roll(b, 0) for b in range(len(layer_cache.keys.recent))])
+
+    def keep_values(self, layer_cache, n):
+        return self.keep_keys(layer_cache, n, "v")
+
+
+def same(method, heads, R, batch, length, width=16, dtype=torch.float32, **close):
+    """The output for the last of `length` tokens is the attention to the rows that the layer reads."""
+    layer = CompiledLayer(0, method, Rope(LlamaConfig(9, 8, 8, 1, heads * R, heads, width, 32768)), "stream", None)
+    q = torch.randn(batch, heads * R, 1, width).to(dtype)
+    rows = torch.randn(2, batch, heads, length, width).to(dtype)
+    if length > 1:
+        layer.update(q.expand(-1, -1, length - 1, -1), *rows[:, :, :, :-1], 0)
+    layer.append(*rows[:, :, :, -1:])
+    for part in (layer.keys, layer.values):  # that it matters which rows are kept
+        if part.kept_rows is not None:
+            place = part.kept_positions[..., None]
+            part.kept_rows = part.kept_rows + place % 3 * (place < part.n_coded)
+    out = layer.answer(q, length - 1)
+    K, V = LayerCache.read(layer)
+    seen = torch.arange(length) >= length - (method.config.sliding_window or length)
+    want = scaled_dot_product_attention(layer.rope.rotate(q, length - 1), K, V, seen[None], enable_gqa=True)
+    assert out.shape == q.shape and out.dtype == dtype
+    near(out, want, **close)
+    return layer
+
+
+KEPT = {"one for all": {"k": [[0, 3]], "v": [[0, 3]]}, "keys alone": {"k": [[2, 5, 2]]},
+        "heads apart": {"k": [[0, 7, 7], [1, 2, 30]], "v": [[5, 5, 5], [3, 36, 0]]}}
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("kept", [None, *KEPT])
+@pytest.mark.parametrize("rope", ["pre", "post"])
+@pytest.mark.parametrize("R, batch, recent, blocks, window", [
+    (1, 1, 0, (1, 1), None), (3, 2, 5, (8, 1), None), (2, 3, 9, (16, 8), 20), (2, 1, 50, (8, 8), None),
+    (4, 1, 0, (32, 1), 3)])
+def test_a_layer_attends_to_what_it_reads(kept, rope, R, batch, recent, blocks, window):
+    pair = Pair(Affine(2, 16, "channel", 8) if blocks[0] > 1 else Affine(3, 16), Affine(2, 16, group=8))
+    method = Told(pair, rope, recent, blocks, KEPT.get(kept), window)
+    same(method, 2, R, batch, 40)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_few_tokens(length):
+    for kept in (None, {"k": [[0]], "v": [[0]]}):
+        same(Told(Pair(Affine(2, 16), Exact()), "pre", 1, kept=kept), 1, 2, 2, length)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_16_bits(dtype):
+    close = {torch.bfloat16: 2 ** -7, torch.float16: 2 ** -10}[dtype]
+    same(Told(Pair(Affine(4, 16), Affine(4, 16)), "pre", 5), 2, 2, 2, 40, dtype=dtype, rtol=close, atol=close)
+
+
+def test_angles_of_long_texts():
+    """The sum of two angles is RoPE's angle to what fp32 has left of it at 16,384."""
+    rope = Rope(LlamaConfig(9, 8, 8, 1, 2, 1, 16, 32768))
+    K, q = torch.randn(1, 1, 16384, 16), torch.randn(1, 1, 1, 16)
+    cos, sin = rope.cos_sin(0, 16384, "cpu")
+    got = compiled_cache.scores(q, Exact(), Exact().encode(K), cos[:, 8:], sin[:, 8:])
+    torch.testing.assert_close(got, q @ rope.rotate(K).transpose(-2, -1), rtol=0, atol=2e-3)
+
+
+# ---- methods
+
+def method_of(name, **settings):
+    cls = METHODS[name]
+    return build_and_calibrate(Case(cls, settings_of(cls).get("scheme"), recent=4, settings=tuple(settings.items())))
+
+
+def logits_of(method, tokens, chunks, cache_class=CompiledCache, protocol="stream", prompt=None):
+    """The logits of tokens (B, T) that arrive in chunks, and the cache."""
+    model = model_of(2)
+    model.use_attention("fused" if cache_class is KVCache else "compiled")
+    cache = cache_class(model, method, protocol, prompt)
+    with torch.inference_mode():
+        return torch.cat([model(chunk, cache) for chunk in tokens.split(chunks, dim=1)], dim=1), cache
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("protocol, prompt", [("stream", None), ("stream", 12), ("paper", 12)])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_reads_the_same(name, protocol, prompt):
+    """Logits, and what is held, of texts that are read token by token. `antkv` chooses all the while."""
+    method = method_of(name, choose="always")
+    tokens = tokens_of(2, 40)
+    first = prompt or 1
+    if method.prefix:
+        tokens[:, :4] = torch.tensor(method.prefix.ids)
+        first = max(first, 5)
+    chunks = [first] + [1] * (40 - first)
+    (want, one), (got, two) = (logits_of(method, tokens, chunks, cls, protocol, prompt)
+                               for cls in (KVCache, CompiledCache))
+    near(got, want, rtol=1e-3, atol=1e-3)
+    assert one.nbytes == two.nbytes and two.layers[0].keys.n_coded > 1
+    for a, b in zip(one.layers, two.layers):
+        for kind in ("keys", "values"):
+            scores = [getattr(layer, kind).recent_scores for layer in (a, b)]
+            assert scores[0] is None or torch.allclose(*scores, rtol=1e-3)
+
+
+def test_an_evaluation_reads_token_by_token():
+    cache = CompiledCache(model_of(2), method_of("kivi"))
+    assert {chunk.shape[1] for chunk in chunks_of(tokens_of(1, 40), cache)} == {1}
+
+
+# ---- compiling
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """torch compiles; a function of how many graphs it has compiled since. Skipped where it cannot."""
+    monkeypatch.setattr(torch, "compile", compile_for_real)
+    check_compiler.cache_clear()
+    try:
+        check_compiler(torch.device("cpu"))
+    except UserError as error:
+        pytest.skip(str(error))
+    torch.compiler.reset()
+    monkeypatch.setattr(compiled_cache, "COMPILED", {function: torch.compile(function) for function in COMPILED})
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    return lambda: graphs["unique_graphs"] - before
+
+
+@pytest.mark.parametrize("name", [name if name in ("kvsink", "kivi") else pytest.param(name, marks=pytest.mark.whole)
+                                  for name in METHODS])
+def test_one_loop_for_all_lengths(name, compiling):
+    """`scores` and `outputs` are compiled once each, for all layers, lengths and caches, whatever is kept."""
+    method = method_of(name)
+    for T in (300, 600):
+        tokens, first = tokens_of(1, T), 1
+        if method.prefix:
+            tokens[:, :4] = torch.tensor(method.prefix.ids)
+            first = 5
+        got, want = (logits_of(method, tokens, [first] + [1] * (T - first), cls)[0][:, 250:300]
+                     for cls in (CompiledCache, KVCache))
+        near(got, want, rtol=1e-3, atol=1e-3)  # of logits of size 10
+    assert compiling() == 2
+
+
+def test_without_a_compiler_a_line_says_so(run, monkeypatch):
+    def fails(function):
+        raise RuntimeError("\nno g++\nhere")
+    monkeypatch.setattr(torch, "compile", fails)
+    check_compiler.cache_clear()
+    status, _, err = run(eval_ppl, "--attention", "compiled")
+    assert status == 2 and err.count("\n") == 1 and "C++" in err and "--attention fused" in err and "no g++" in err

@@ -1,0 +1,149 @@
+"""The cache whose decoding step torch compiles: `--attention compiled`.
+
+A step of decoding reads every cached token once. To decode the codes, write the numbers to memory and read them again
+for the products takes longer than to read 16 bits. `torch.compile` makes one loop of a codec's `decode` and of the sums
+below: a number lives in a register, as in kernels.py, but for every codec, and without a kernel by hand. It needs a C++
+compiler on a CPU, and Triton on a GPU.
+
+    scores, outputs   what is compiled: sums over coded keys, and over coded values
+    CompiledLayer     a `LayerCache` that attends to coded | recent | kept tokens; of several new ones at once it gives
+                      the keys and values, as ever
+    CompiledCache     a `KVCache` of such layers, which `model.Attention` asks for its output
+"""
+import math
+from functools import lru_cache
+
+import torch
+
+from tinykv import UserError
+from tinykv.cache import KVCache, LayerCache
+from tinykv.model import turned
+
+LEAST = 256  # coded tokens; fewer are decoded as ever: to compile takes seconds, and once more for sizes of 1
+TILE = 64  # tokens whose cosines and sines stay in the processor's cache
+torch._dynamo.config.recompile_limit = 64  # of each function: every kind of codec is compiled by itself
+
+
+def scores(q, codec, codes, cos, sin):
+    """Queries q (B, Hkv, R, d) times the n coded keys: (B, Hkv, R, n). cos, sin (n, d/2): RoPE's tables, or None if
+    keys are stored after it. Sums, not `@`: a product of matrices would need the keys in memory."""
+    x, y = codec.decode(codes).float().chunk(2, dim=-1)  # (B, Hkv, n, d/2) both
+    if cos is not None:
+        # the angle of position i is that of the last multiple of TILE and that of the rest: two small tables
+        i = torch.arange(x.shape[2], device=x.device)  # (n)
+        cos_a, sin_a = cos[::TILE][i // TILE], sin[::TILE][i // TILE]  # (n, d/2) both
+        cos_b, sin_b = cos[:TILE][i % TILE], sin[:TILE][i % TILE]  # (n, d/2) both
+        cos, sin = cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b  # (n, d/2) both
+        x, y = x * cos - y * sin, y * cos + x * sin  # (B, Hkv, n, d/2) both
+    # a sum for each query head: one loop for all of them, which decodes a number once
+    of_heads = []
+    for of_head in q.unbind(2):  # (B, Hkv, d)
+        qx, qy = of_head[:, :, None].chunk(2, dim=-1)  # (B, Hkv, 1, d/2) both
+        of_heads.append((qx * x + qy * y).sum(-1))  # (B, Hkv, n)
+    return torch.stack(of_heads, dim=2)
+
+
+def outputs(p, codec, codes):
+    """Weights p (B, Hkv, R, n) times the n coded values: (B, Hkv, R, d)."""
+    V = codec.decode(codes).float()  # (B, Hkv, n, d)
+    return torch.stack([(of_head[..., None] * V).sum(2) for of_head in p.unbind(2)], dim=2)
+
+
+COMPILED = {function: torch.compile(function) for function in (scores, outputs)}
+
+
+def run(function, x, rows, *tables):
+    """`scores` or `outputs` of the coded tokens of a CachedRows; compiled, once for all lengths."""
+    if rows.n_coded < LEAST:
+        return function(x, rows.codec, rows.codes, *tables)
+    for tensor in vars(rows.codes).values():
+        torch._dynamo.maybe_mark_dynamic(tensor, 2)
+    for table in tables:
+        if table is not None:
+            torch._dynamo.maybe_mark_dynamic(table, 0)
+    if function is outputs:
+        torch._dynamo.maybe_mark_dynamic(x, 3)
+    return COMPILED[function](x, rows.codec, rows.codes, *tables)
+
+
+class CompiledLayer(LayerCache):
+    """A layer whose `update` returns, for one new token of each sequence, the attention's output (B, H, 1, d)."""
+
+    def answer(self, q, seen):
+        if q.shape[2] > 1:
+            return self.read()
+        H, Hkv, d = q.shape[1], self.keys.recent.shape[1], q.shape[3]
+        q = self.rope.rotate(q, seen).float() / math.sqrt(d)  # (B, H, 1, d)
+        q = q.reshape(-1, Hkv, H // Hkv, d)  # (B, Hkv, R, d)
+        p = self.scores(q).softmax(-1)  # (B, Hkv, R, S)
+        return self.output(p).reshape(-1, H, 1, d).to(self.dtype)
+
+    def scores(self, q):
+        """q (B, Hkv, R, d) -> (B, Hkv, R, S): coded | recent, and on top of them the kept tokens, as in
+        `CachedRows.read`."""
+        rows, n, cos, sin = self.keys, self.keys.n_coded, None, None
+        recent, kept = rows.recent.float(), rows.kept_rows  # (B, Hkv, r, d), (B, Hkv, p, d)
+        if self.method.rope == "pre":
+            cos, sin = self.rope.cos_sin(0, self.length, q.device)  # (S, d) both
+            recent = turned(recent, cos[n:], sin[n:])
+        s = q @ recent.transpose(-2, -1)  # (B, Hkv, R, r)
+        if n:
+            tables = (cos, sin) if cos is None else (x[:n, x.shape[1] // 2:] for x in (cos, sin))  # (n, d/2) both
+            s = torch.cat([run(scores, q, rows, *tables), s], dim=-1)  # (B, Hkv, R, S)
+        if kept is not None:
+            index, _ = places(rows, q)  # (B, Hkv, R, p)
+            kept = kept.float()
+            if cos is not None:
+                kept = turned(kept, cos[index[:, :, 0]], sin[index[:, :, 0]])
+            s.scatter_(-1, index, q @ kept.transpose(-2, -1))
+        window = self.method.config.sliding_window or self.length
+        s[..., :max(0, self.length - window)] = -math.inf
+        return s
+
+    def output(self, p):
+        """p (B, Hkv, R, S) -> the weighted sum of the values, (B, Hkv, R, d)."""
+        rows, n, out = self.values, self.values.n_coded, 0
+        if rows.kept_rows is not None:
+            index, times = places(rows, p)  # (B, Hkv, R, p) both
+            out = p.gather(-1, index) / times @ rows.kept_rows.float()
+            p.scatter_(-1, index, 0)
+        out = out + p[..., n:] @ rows.recent.float()  # (B, Hkv, R, d)
+        return out + run(outputs, p[..., :n].contiguous(), rows) if n else out
+
+    def next_length(self):
+        """An evaluation, too, reads a stream token by token."""
+        return self.length + 1
+
+    def score(self, q, seen, answer):
+        super().score(q, seen, self.read() if q.shape[2] == 1 else answer)
+
+
+def places(rows, q):
+    """Of each kept token its position, and how often the head names it: (B, Hkv, R, p) both."""
+    positions = rows.kept_positions.long()  # (B, 1 or Hkv, p)
+    times = (positions[..., :, None] == positions[..., None, :]).sum(-1)  # (B, 1 or Hkv, p)
+    return (x[:, :, None].expand(*q.shape[:3], -1) for x in (positions, times))
+
+
+class CompiledCache(KVCache):
+    """A KVCache that returns the output of attention for one new token, and keys and values for more."""
+    layer_class = CompiledLayer
+
+    def reset(self):
+        check_compiler(self.model.lm_head.weight.device)
+        super().reset()
+
+    def attend(self, layer, q, k, v, seen):
+        """Add one new token of each sequence to a layer; returns the attention's output for it, (B, H, 1, d)."""
+        return self.update(layer, q, k, v, seen)
+
+
+@lru_cache
+def check_compiler(device):
+    """UserError where torch cannot compile for the device."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
+    except Exception as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError("--attention compiled needs a C++ compiler, such as g++, and Python's header files, or on a "
+                        f"GPU Triton; use --attention fused. torch says: {first}") from error
