@@ -6,9 +6,9 @@
 The caches are filled with the model's own keys and values of text, window after window, and take turns in every round,
 so that changes of the machine's speed reach them alike. The figure is the median of the rounds' ratios, of CPU time,
 which other programs on the machine hardly change; without transformers, fp16 is what they are over. transformers'
-QuantizedCache of 2 bits is measured if optimum-quanto is installed. Beside a step stand the bits of a cached number,
-everything counted, and how many operations of torch the last layer calls, views left out: on a GPU these often set the
-pace.
+QuantizedCache of 2 bits is measured if optimum-quanto, or hqq, is installed. Beside a step stand the bits of a cached
+number, everything counted, and how many operations of torch the last layer calls, views left out: on a GPU these often
+set the pace. What torch compiles calls none.
 """
 import importlib.util
 import statistics
@@ -26,6 +26,7 @@ from tinykv import hf, one_of
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.cli import Parser, one_line
+from tinykv.compiled_cache import CompiledCache
 from tinykv.data import load_windows
 from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
@@ -34,6 +35,7 @@ from tinykv.tracing import Trace
 
 ROUNDS, WINDOW = 7, 1024  # WINDOW: tokens that are read in one forward
 TOKEN = torch.zeros(1, 1, dtype=torch.long)  # that a step reads
+CACHES = {"fused": KVCache, "compiled": CompiledCache}
 
 
 class Calls(TorchDispatchMode):
@@ -88,26 +90,35 @@ def compare(args, model, tokenizer, theirs):
         filled = list(rows_of_text(model, load_windows(args.data, tokenizer, context, -(-S // context)).tokens, S))
         steps, notes = {}, {}
         for label, block, step, bits in [*their_steps(theirs, model, filled),
-                                         *steps_of(args.method, model, filled, calibration)]:
-            steps[label], notes[label] = step, f"{bits:6.2f} bits {calls_of(block, step):5} calls a layer"
+                                         *steps_of(args.method, model, filled, calibration, args.attention)]:
+            calls = "" if label.endswith(" compiled") else f" {calls_of(block, step):5} calls a layer"
+            steps[label], notes[label] = step, f"{bits:6.2f} bits{calls}"
         time_turns(f"a step after {S} tokens", steps, notes)
 
 
-def steps_of(names, model, filled, calibration):
-    """Yield of each method its label, the last layer, what takes a step, and the bits of a number. filled: of
-    `rows_of_text`."""
+def steps_of(names, model, filled, calibration, attentions=("fused",)):
+    """Yield of each method, and each attention, its label, the last layer, what takes a step, and the bits of a number.
+    filled: of `rows_of_text`."""
     rows = {name: (name, {}) for name in names}
     if "kivi" in rows:  # the format of quanto's cache, too
         rows["rtn, KIVI's groups, per token"] = "rtn", METHODS["kivi"].beside["rtn"]
     for label, (name, settings) in rows.items():
         method = METHODS[name](model.config, **settings)
         calibrate(model, method, calibration)
-        cache = KVCache(model, method)
-        for layer, (q, k, v, hidden) in enumerate(filled):
-            cache.update(layer, q, k, v, 0)
-            cache.observe(layer, hidden)
-        bits = 8 * cache.nbytes / sum(k.numel() + v.numel() for _, k, v, _ in filled)
-        yield label, model.model["layers"][-1], partial(model, TOKEN, cache), bits
+        for attention in attentions:
+            cache = CACHES[attention](model, method)
+            for layer, (q, k, v, hidden) in enumerate(filled):
+                cache.update(layer, q, k, v, 0)
+                cache.observe(layer, hidden)
+            bits = 8 * cache.nbytes / sum(k.numel() + v.numel() for _, k, v, _ in filled)
+            words = label if attention == "fused" else f"{label} {attention}"
+            yield words, model.model["layers"][-1], partial(step_of, model, cache, attention), bits
+
+
+def step_of(model, cache, attention):
+    """One more token."""
+    model.use_attention(attention)
+    return model(TOKEN, cache)
 
 
 def their_steps(theirs, model, filled):
@@ -116,10 +127,11 @@ def their_steps(theirs, model, filled):
         return
     from transformers import DynamicCache, QuantizedCache
     caches = {"DynamicCache": (DynamicCache(), 32)}  # in the model's fp32
-    if importlib.util.find_spec("optimum.quanto"):
-        settings = {"nbits": 2, "q_group_size": 32, "residual_length": 128}
-        bits = 2 + 2 * 32 / 32  # scale and zero point in fp32
-        caches["QuantizedCache, quanto"] = QuantizedCache("quanto", theirs.config, **settings), bits
+    for backend, package, axis in (("quanto", "optimum", 0), ("hqq", "hqq", 1)):
+        if importlib.util.find_spec(package):
+            settings = {"nbits": 2, "q_group_size": 32, "residual_length": 128, "axis_key": axis, "axis_value": axis}
+            bits = 2 + 2 * 32 / 32  # scale and zero point in fp32
+            caches[f"QuantizedCache, {backend}"] = QuantizedCache(backend, theirs.config, **settings), bits
     for label, (cache, bits) in caches.items():
         for layer, (_, k, v, _) in enumerate(filled):
             cache.update(model.rope.rotate(k), v, layer)
@@ -146,12 +158,16 @@ def main():
     p.add_argument("--method", metavar="NAME,...", type=list_of(str),
                    default=[name for name in METHODS if name != "intactkv"],
                    help="of which (default: all but intactkv, which needs a prefix)")
+    p.add_argument("--attention", metavar="WORD,...", type=list_of(str), default=list(CACHES),
+                   help="fused, compiled (default: both)")
     p.add_argument("--tokens", metavar="S,...", type=list_of(int), default=[1024, 4096, 16384],
                    help="tokens in the cache before the first one")
     with one_line(p):
         args = p.parse_args()
         for name in args.method:
             one_of(METHODS, method=name)
+        for word in args.attention:
+            one_of(CACHES, attention=word)
         torch.set_num_threads(1)
         model, tokenizer = hf.load(args.model)
         theirs = None
