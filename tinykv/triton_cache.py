@@ -248,6 +248,10 @@ def tiling(keys, values, halves, n_queries):
     groups = [side.grid.tokens.value for side in (keys, values) if side.grid is not None]
     group = math.gcd(tile.N, *(tokens for tokens in groups if tokens > 1))
     N = group if group >= 16 else tile.N
+    # keys whose groups are half a tile: two of them at a time, see `scores_of_groups`
+    of_values = values.grid.tokens.value if values.grid is not None else 0
+    if keys.fold.value == "channel" and halves == 1 and keys.grid.tokens.value == N == tile.N // 2 and of_values <= 1:
+        N = tile.N
     return tile._replace(M=min(tile.M, triton.next_power_of_2(n_queries)), N=N)
 
 
