@@ -481,6 +481,30 @@ def test_a_verdict_is_by_loss_then_by_kl(monkeypatch):
     assert pages.tables.cell(pages.tables.verdict, claim._replace(rows="`c` - `b`")) == "-"  # which was not measured
 
 
+@pytest.mark.parametrize("mean, spread, sign", [(0, 0.01, "none"), (0, 0.3, "open"), (0.2, 0.3, "open"),
+                                                (0.04, 0.08, "open"), (0.03, 0.001, "more")])
+def test_none_is_said_where_the_interval_is_narrow(mean, spread, sign, monkeypatch):
+    """Sixteen windows, whose differences have this mean and spread."""
+    noise = [(-1) ** i * spread for i in range(16)]
+    rows = {f"{name} --bits 2": {"bits": 2, "nll": [[round(1e5 * (3 + loss)) for loss in losses]], "kl": [[0] * 16]}
+            for name, losses in (("a", [mean + x for x in noise]), ("b", [0] * 16))}
+    monkeypatch.setitem(pages.tables.DATA, "SmolLM2", rows)
+    assert pages.tables.finding(results.Claim("it: `a` - `b`, `--bits 2`", "-"), "SmolLM2").sign == sign
+
+
+def test_holm():
+    """The smallest p is held against level / n, the next one against level / (n - 1), up to the first that fails."""
+    assert pages.tables.holm([0.04, 0.001, 0.012, 0.5]) == 2
+    assert pages.tables.holm([0.03, 0.04]) == pages.tables.holm([]) == 0 and pages.tables.holm([0.01, 0.04]) == 2
+
+
+def test_losses_along_a_text_have_errors():
+    row = {"nll": [[1, 2, 3]], "along": [[100000, 0], [200000, 0], [300000, 0]]}
+    (first, error), last = results.along(row)
+    assert (round(first, 9), round(error, 9), last) == (2, round(3 ** -0.5, 9), (0, 0))
+    assert results.along(row | {"along": [[200000, 0]]}) == [(2, None), (0, None)]  # of all pairs together
+
+
 def test_a_claim_is_two_rows_on_each_model():
     claim = results.Claim("it helps: `a --x 1 / 2` - `b`, `--bits 3 / 4 --y 5`, `--z 6` / `--z 7 --w 8`", "-")
     assert results.pair(claim, "embedded") == ["a --bits 3 --x 1 --y 5 --z 6", "b --bits 3 --y 5 --z 6"]

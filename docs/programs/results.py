@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import fmean as mean
 from typing import NamedTuple
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from tinykv import hf, plots  # noqa: E402
@@ -133,7 +135,8 @@ def rows_in(table):
 
 
 # The data: {model: {row: {"bits": true bits, "nll": [[loss of each window] of each draw], "kl": the same,
-#                          "along": [nats above fp16 of each 512 targets, the mean of all pairs], of longer windows}}}
+#                          "along": [nats above fp16 of each 512 targets] of each pair, of longer windows}}}. Of rows
+# that were measured before, "along" has one list, the mean of all pairs
 
 def rows_of(model):
     """The rows of a model, each a method and flags."""
@@ -267,14 +270,13 @@ def calibrate_pair(loaded, text, rows, draw):
 def add_pair(row, where, result, exact, data):
     """Add what was measured in a pair to its row. exact: fp16's Result."""
     parts = list(zip(result.nll_along[0], exact.nll_along[0]))  # (loss, fp16's) of each 512 targets
-    empty = {"bits": 0, "nll": [[]], "kl": [[]], "along": [0] * len(parts)}
+    empty = {"bits": 0, "nll": [[]], "kl": [[]], "along": []}
     found = data["SmolLM2"].setdefault(at(row, where), empty)
     losses, n = found["nll"][0], len(found["nll"][0])
     losses.append(round(result.nll[0] / UNIT))
     found["kl"][0].append(round(result.kl[0] / result.targets / UNIT))
     found["bits"] = round((n * found["bits"] + result.bits[0]) / (n + 1), 3)
-    for part, (loss, of_fp16) in enumerate(parts):
-        found["along"][part] = round((n * found["along"][part] + (loss - of_fp16) / UNIT) / (n + 1))
+    found["along"].append([round((loss - of_fp16) / UNIT) for loss, of_fp16 in parts])
     write_data(data)
     print(f"{at(row, where)}: {result.nll[0]:.3f}, pair {n + 1}", flush=True)
 
@@ -286,15 +288,26 @@ def shape_of(*rows):
     return min(draws, default=1), min(len(row["nll"][0]) for row in rows)
 
 
-def compared(row, other, kind="nll"):
-    """Two rows -> mean difference, its error, p, over the draws and windows of both."""
+def along(row):
+    """[nats above fp16 of each 512 targets, their error over pairs] of longer windows; None where the pairs were not
+    kept apart."""
+    pairs = torch.tensor(row["along"], dtype=torch.float64) * UNIT  # (pairs, parts)
+    if len(pairs) == 1 or len(pairs) < len(row["nll"][0]):
+        return [(loss, None) for loss in pairs.mean(0).tolist()]
+    return list(zip(pairs.mean(0).tolist(), (pairs.std(0) / len(pairs) ** 0.5).tolist()))
+
+
+def compared(row, other, kind="nll", beyond=0.0):
+    """Two rows -> mean difference, its error, p, over the draws and windows of both. p: that the difference is
+    `beyond`, in nats, by chance."""
     C, W = shape_of(row, other)
     both = []
     for each in (row, other):
         draws = each[kind] if len(each[kind]) > 1 else C * each[kind]
         both.append([[UNIT * loss for loss in draw[:W]] for draw in draws[:C]])
+    both[1] = [[loss + beyond for loss in draw] for draw in both[1]]
     difference, error, _, p, _ = paired(*both)
-    return difference, error, p
+    return difference + beyond, error, p
 
 
 # Figures
@@ -333,8 +346,11 @@ def draw_along(data, path):
     figure, (panel,) = plots.new_figure(1, 1, 7.4, 4.8, "SmolLM2-135M on WikiText-2, windows of 4,096 tokens")
     for i, (label, name) in enumerate(CURVES.items()):
         if at(name) in rows:
-            losses = [UNIT * loss for loss in rows[at(name)]["along"]]
-            panel.plot([512 * part + 256 for part in range(len(losses))], losses, label=label, **plots.style(i))
+            losses, errors = zip(*along(rows[at(name)]))
+            at_tokens, how = [512 * part + 256 for part in range(len(losses))], plots.style(i)
+            panel.plot(at_tokens, losses, label=label, **how)
+            if None not in errors:
+                panel.errorbar(at_tokens, losses, errors, fmt="none", ecolor=how["color"], zorder=1)
     panel.set(yscale="log", xlim=(0, 4096), xticks=range(0, 4097, 512), ylabel="nats a token above fp16",
               xlabel="position in the text (tokens; means over 512)")
     plots.plain_ticks(panel)
