@@ -1,12 +1,13 @@
 """KV cache quantization on one page: RTN, PFN and KVSink, and the first table of README.
 
     python docs/ladder/1_sinks.py            in the repository's folder; some seconds on a CPU
-    python -m pdb docs/ladder/1_sinks.py     then `b 71, self.method is pfn` and `c`: `pfn` gets a text
+    python -m pdb docs/ladder/1_sinks.py     then `b 72, self.method is pfn` and `c`: `pfn` gets a text
 
 In every layer a language model computes a key and a value of each token, and keeps them for later tokens to attend to:
 the KV cache. With 2 bits for a number, the worst error is that of a sink, a token to which all others attend where they
-have nothing to look up. RTN keeps none in 16 bits, PFN the first tokens; KVSink searches for the sinks, by the one huge
-number that marks them. A text comes at once here; 2_window.py lets it grow. In tinykv/methods/: kvsink.py, pfn.py.
+have nothing to look up: its value is nearly 0, but no level of the grid that all tokens share is. PFN keeps the first
+tokens in 16 bits, RTN none, KVSink the sinks, found by one huge number. That is one way out: with `/ 4` for `/ 3` in
+`grid`, a level lies near 0, and RTN gets 9.50. In 2_window.py a text grows. In tinykv/methods/: kvsink.py, pfn.py.
 Shapes: B texts, T tokens each, Hkv heads of keys and values, d channels (the numbers of a row: a head's key or value).
 """
 import sys

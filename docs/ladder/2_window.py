@@ -4,10 +4,10 @@
     diff docs/ladder/1_sinks.py docs/ladder/2_window.py           the same in the package: tinykv/methods/kivi.py
 
 A few channels of the keys are large in all tokens, so each channel has a grid of its own; values have no such channels,
-so each token has one. A channel's grid needs many tokens, so the newest ones wait in 16 bits until they fill a block.
-Waiting helps by itself, as the newest tokens get most of the attention. And a sink's value, which ruined `rtn` on
-1_sinks.py, has a narrow grid of its own here: in layer 3 its norm is 0.6, and 0.6 after rounding (there 0.5 and 13). So
-KIVI needs to keep no sinks for their values' sake.
+so each token has one. That is why no sink is kept here: in layer 3 the value of the first token, of norm 0.50, is read
+as one of 0.57, where the grid of 1_sinks.py, which all tokens share, makes it 13. A channel's grid needs many tokens,
+so the newest ones wait in 16 bits until they fill a block. Waiting helps by itself, as the newest tokens get most of
+the attention.
 
 So besides Keep and Code there is a third question, When: how many tokens stay in 16 bits for now (`recent`), and how
 many are quantized at a time (`block`)? A text that a model writes comes token by token, and attention comes first: a
