@@ -17,7 +17,7 @@ from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.codecs.base import Exact, unpack
 from tinykv.codecs.centred import Centred
-from tinykv.codecs.schemes import SCHEMES, settings_of_scheme
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.registry import METHODS
 from tinykv.run.settings import load_class
 

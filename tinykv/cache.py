@@ -319,6 +319,7 @@ class KVCache:
             for layer, k, v in zip(self.layers, keys, values):
                 layer.append(k, v)
         self.start = len(self)  # tokens of the prefix
+        self.tables_of = None  # the calibration that this text's codes are of
         self.busy = False
 
     def expect(self, tokens):
@@ -327,6 +328,8 @@ class KVCache:
         T, prefix = tokens.shape[1], self.method.prefix
         self.check_whole(self.busy)
         if len(self) > self.start:
+            if self.tables_of is not self.method.calibrated_on:
+                raise UserError(f"{self.method!r} was calibrated anew after this text had begun; `reset` the cache")
             if self.prompt is None and self.protocol == "paper":
                 raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
                                  "prompt's length, to go on from it")
@@ -342,7 +345,17 @@ class KVCache:
         if prefix and not (T > self.start and tokens[:, :self.start].tolist() == [prefix.ids] * len(tokens)):
             raise UserError(f"a text begins with the {len(prefix.ids)} tokens of the prefix {prefix.name} and goes on "
                             f"after them; this one of {T} tokens does not")
+        self.tables_of = self.method.calibrated_on
         return tokens[:, self.start:], self.start
+
+    def __deepcopy__(self, memo):
+        """A cache that goes on by itself from the same tokens, of the same model, method and tables."""
+        codecs = [codec for *_, codec in self.method.each_codec()]
+        shared = self.model, self.rope, self.method, self.tables_of, *codecs
+        memo.update({id(one): one for one in shared})
+        new = memo[id(self)] = object.__new__(type(self))
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
     def check_whole(self, busy=False):
         """UserError unless all layers hold the same tokens, and each forward so far has ended."""
@@ -363,14 +376,6 @@ class KVCache:
         """Indices of the k largest of x (B, n), largest first, the earlier of equals: (B, up to k). Triton has a
         kernel for it."""
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
-
-    def __deepcopy__(self, memo):
-        """A cache that goes on by itself from the same tokens, with the same model and method."""
-        shared = self.model, self.rope, self.method, *(codec for *_, codec in self.method.each_codec())
-        memo.update({id(one): one for one in shared})
-        new = memo[id(self)] = copy.copy(self)
-        vars(new).update(copy.deepcopy(vars(self), memo))
-        return new
 
     def part_bytes(self, kinds="kv"):
         """Bytes held by each part of all layers' keys (kinds "k"), values ("v"), or both."""

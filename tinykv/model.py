@@ -262,6 +262,8 @@ class Llama(nn.Module):
         """
         seen = 0
         if cache is not None:
+            if getattr(cache, "model", self).model is not self.model:  # also where torch.compile wraps it
+                raise UserError("the cache was made for another model; make one for this, KVCache(model, method)")
             tokens, seen = cache.expect(tokens)
             cache.busy = True  # until this forward has ended
         T = tokens.shape[1]

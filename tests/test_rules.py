@@ -1,0 +1,61 @@
+"""What a notebook does by mistake ends in one line. Each rule stands in one place of the code."""
+import copy
+
+import pytest
+import torch
+
+from tinykv import UserError, hf
+from tinykv.cache import KVCache
+from tinykv.calibrate import calibrate
+from tinykv.data import load_windows
+from tinykv.hf import EMBEDDED
+from tinykv.methods.registry import METHODS
+
+MODEL, TOKENIZER = hf.load(EMBEDDED)
+CONFIG, BOS = MODEL.config, MODEL.config.bos_token_id
+WINDOWS = load_windows("tales", TOKENIZER, 48, 2)
+TOKENS = WINDOWS.tokens
+FP16 = METHODS["fp16"](CONFIG)
+
+
+def other():
+    model = copy.deepcopy(MODEL)
+    for weight in model.parameters():
+        weight.data *= 1.2
+    return model
+
+
+def made(name, **settings):
+    method = METHODS[name](CONFIG, **settings)
+    calibrate(MODEL, method, TOKENS)
+    return method
+
+
+def test_a_cache_reads_with_its_own_model():
+    cache = KVCache(MODEL, METHODS["kivi"](CONFIG))
+    MODEL(TOKENS, cache)
+    with pytest.raises(UserError, match="made for another model"):
+        other()(TOKENS[:, :1], cache)
+    MODEL(TOKENS[:, :1], cache)
+
+
+def test_a_cache_that_is_copied_has_the_same_model_and_goes_on_by_itself():
+    method = made("rtn", block=8)
+    cache = KVCache(MODEL, method)
+    MODEL(TOKENS, cache)
+    copied = copy.deepcopy(cache)
+    assert copied.model is MODEL and copied.method is method
+    expected = MODEL(TOKENS[:, :9], cache)
+    assert len(copied) == 48 and torch.equal(MODEL(TOKENS[:, :9], copied), expected)
+
+
+def test_a_text_is_of_one_calibration():
+    method = made("rtn", block=8)
+    cache = KVCache(MODEL, method)
+    calibrate(MODEL, method, TOKENS[:1])  # before the text
+    MODEL(TOKENS, cache)
+    calibrate(MODEL, method, TOKENS[:1])
+    with pytest.raises(UserError, match="calibrated anew"):
+        MODEL(TOKENS[:, :1], cache)
+    cache.reset()
+    MODEL(TOKENS, cache)
