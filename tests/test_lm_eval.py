@@ -149,7 +149,7 @@ def test_prefix_context_and_answer_share_the_positions(asked, prefixed, monkeypa
     log_likelihoods(prefixed, ("Mara lives", " in"))
     assert caches[-1].prompt == len(prefixed.prefix) + len(prefixed.tokenizer.encode("Mara lives"))
     for new in (n - len(prefixed.prefix) + 1, n, 5000):
-        with pytest.raises(UserError, match=f"{new} new ones are more than the {n} positions"):
+        with pytest.raises(UserError, match=f"tokens are more than the {n} positions"):
             generate(prefixed, "Mara", max_gen_toks=new)
 
 

@@ -212,9 +212,9 @@ def test_a_text_longer_than_the_model_was_made_for_is_refused_before_the_work():
     for cache in (None, used):
         assert model.generate(PROMPT, 12, cache).shape == (2, 16)  # the last token is not read
     for cache in (None, ExactCache(model)):
-        with pytest.raises(UserError, match="4 tokens and 13 new ones are more than the 15 positions"):
+        with pytest.raises(UserError, match="16 tokens are more than the 15 positions"):
             model.generate(PROMPT, 13, cache)
-    with pytest.raises(UserError, match="16 tokens and 1 new ones"):  # what the cache holds counts, too
+    with pytest.raises(UserError, match="16 tokens are more than the 15 positions"):  # what the cache holds counts, too
         model.generate(PROMPT[:, :1], 1, used)
     method = METHODS["intactkv"](model.config, Prefix("the first two", [1, 7]))
     method.prefix.fill(model, model)

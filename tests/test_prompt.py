@@ -155,7 +155,7 @@ def test_the_prompt_is_the_first_forward():
         cache = KVCache(Rows, METHODS["fp16"](CONFIG), protocol, prompt=4)
         for other in (3, 5):
             with pytest.raises(ValueError, match=f"4 tokens; it got {other}"):
-                cache.expect(torch.zeros(1, other))
+                cache.expect(torch.zeros(1, other, dtype=torch.long))
 
 
 @pytest.fixture(scope="module")

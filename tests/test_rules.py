@@ -59,3 +59,38 @@ def test_a_text_is_of_one_calibration():
         MODEL(TOKENS[:, :1], cache)
     cache.reset()
     MODEL(TOKENS, cache)
+
+
+@pytest.mark.parametrize("tokens, words", [
+    (TOKENS[0], r"ids \(B, T\)"), (TOKENS[None], r"ids \(B, T\)"), (TOKENS.float(), "float32"),
+    (TOKENS.tolist(), "list"), (TOKENS.numpy(), "ndarray"), (WINDOWS, "Windows"), (TOKENS[:0], "Tensor"),
+    (TOKENS[:, :0], "Tensor"), (TOKENS - 2000, "from 0 to 1023"), (TOKENS + 1023, "from 0 to 1023"),
+    (TOKENS.repeat(1, 30), "1024 positions")])
+def test_tokens_are_ids(tokens, words):
+    cache = KVCache(MODEL, FP16)
+    for read in (MODEL, lambda tokens: MODEL(tokens, cache), lambda tokens: MODEL.generate(tokens, 2),
+                 lambda tokens: calibrate(MODEL, METHODS["rtn"](CONFIG), tokens)):
+        with pytest.raises(UserError, match=words):
+            read(tokens)
+
+
+def test_a_stream_ends_with_the_models_positions():
+    cache = KVCache(MODEL, METHODS["kivi"](CONFIG))
+    with torch.inference_mode(), pytest.raises(UserError, match="1056 tokens are more than the 1024 positions"):
+        for _ in range(22):
+            MODEL(TOKENS, cache, logits=False)
+
+
+def test_generation_does_not_go_on_from_nan():
+    model = copy.deepcopy(MODEL)
+    model.model["norm"].weight.data *= torch.nan
+    with pytest.raises(UserError, match="logits are not finite"):
+        model.generate(TOKENS, 2)
+
+
+@pytest.mark.parametrize("positions", [torch.arange(2), torch.arange(2)[None], torch.arange(1).view(1, 1, 1, 1)])
+def test_what_is_kept_has_a_shape(positions):
+    method = METHODS["rtn"](CONFIG, scheme="token-dynamic")
+    method.keep_keys = lambda layer_cache, n: positions
+    with pytest.raises(UserError, match="of the shape"):
+        MODEL(TOKENS, KVCache(MODEL, method, "paper"))

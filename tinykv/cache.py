@@ -27,7 +27,7 @@ from types import SimpleNamespace
 
 import torch
 
-from tinykv import UserError, at_least, one_of
+from tinykv import UserError, at_least, check_tokens, one_of
 from tinykv.codecs.base import sixteen_bits
 
 PROTOCOLS = ("paper", "stream")
@@ -62,8 +62,9 @@ class CachedRows:
     def keep(self, positions):
         """Keep the tokens at `positions` (1 or B, 1 or Hkv, p) from now on, and no others."""
         B, Hkv, _, d = self.recent.shape
-        if positions.is_floating_point() or positions.dtype == torch.bool:
-            raise UserError(f"`keep_keys` and `keep_values` have to give integers, not {positions.dtype}: {self!r}")
+        if positions.dim() != 3 or positions.is_floating_point() or positions.dtype == torch.bool:
+            raise UserError(f"`keep_keys` and `keep_values` have to give integers, not {positions.dtype}, of the shape "
+                            f"(1 or B, 1 or Hkv, p), not {tuple(positions.shape)}: {self!r}")
         positions = positions.to(self.recent.device).expand(B, -1, -1)  # (B, 1 or Hkv, p)
 
         # the rows in full precision, recent | kept, and where each token is among them
@@ -325,9 +326,11 @@ class KVCache:
     def expect(self, tokens):
         """New tokens (B, T) -> those after the prefix, which every text begins with, and how many tokens are held.
         Later chunks have no prefix. UserError or ValueError if the tokens are not what comes next."""
+        goes_on = len(self) > self.start
+        check_tokens(tokens, self.config, len(self) if goes_on else 0)
         T, prefix = tokens.shape[1], self.method.prefix
         self.check_whole(self.busy)
-        if len(self) > self.start:
+        if goes_on:
             if self.tables_of is not self.method.calibrated_on:
                 raise UserError(f"{self.method!r} was calibrated anew after this text had begun; `reset` the cache")
             if self.prompt is None and self.protocol == "paper":

@@ -9,7 +9,7 @@ codebooks. Where all layers take too much memory, some of them are held, and the
 import torch
 import torch.nn.functional as F
 
-from tinykv import UserError, all_finite
+from tinykv import UserError, all_finite, check_tokens
 from tinykv.cache import KVCache
 from tinykv.codecs.base import sixteen_bits
 from tinykv.tracing import Trace
@@ -23,6 +23,7 @@ def calibrate(model, methods, windows, progress=None, seed=0):
     progress: what to wrap a loop in, such as tqdm. seed: of k-means. UserError if the model's numbers are not finite,
     or if a method keeps everything.
     """
+    check_tokens(windows, model.config)
     progress = progress or iter
     methods = methods if isinstance(methods, list) else [methods]
     for method in methods:

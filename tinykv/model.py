@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tinykv import UserError, one_of
+from tinykv import UserError, all_finite, check_tokens, one_of
 from tinykv.tables import identity
 
 
@@ -261,7 +261,9 @@ class Llama(nn.Module):
         have an output.
         """
         seen = 0
-        if cache is not None:
+        if cache is None:
+            check_tokens(tokens, self.config)
+        else:
             if getattr(cache, "model", self).model is not self.model:  # also where torch.compile wraps it
                 raise UserError("the cache was made for another model; make one for this, KVCache(model, method)")
             tokens, seen = cache.expect(tokens)
@@ -312,12 +314,9 @@ class Llama(nn.Module):
         Returns (B, T + new). Stops early once every row has produced `eos`, an id or several; a row that is done
         repeats the first of them. Without a cache the whole text is read again for every token.
         """
+        check_tokens(tokens, self.config)
         new, seen = (tokens, 0) if cache is None else cache.expect(tokens)
-        seen += new.shape[1]
-        longest = self.config.max_position_embeddings
-        if seen + max_new_tokens - 1 > longest:  # the last new token is not read
-            raise UserError(f"{seen} tokens and {max_new_tokens} new ones are more than the {longest} positions that "
-                            "this model was made for; ask for fewer, or give a shorter text")
+        check_tokens(new, self.config, seen + max_new_tokens - 1)  # the last new token is not read
         if not (temperature >= 0 and 0 < top_p <= 1):  # nor is NaN
             raise UserError(f"temperature is from 0 on, and top_p above 0 and up to 1; got {temperature} and {top_p}")
         ends = torch.tensor([] if eos is None else eos, device=tokens.device).flatten()  # a config may have several
@@ -327,6 +326,7 @@ class Llama(nn.Module):
         try:
             for _ in range(max_new_tokens):
                 logits = self(tokens if cache is None else unread, cache)[:, -1].float()  # (B, vocab)
+                all_finite("logits", logits)
                 new = pick_token(logits, temperature, top_p, rng)  # (B, 1)
                 if len(ends):
                     new = torch.where(done[:, None], ends[0], new)  # (B, 1)
