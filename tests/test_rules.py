@@ -7,7 +7,8 @@ import torch
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
-from tinykv.data import load_windows
+from tinykv.data import Windows, load_windows
+from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
 
@@ -86,6 +87,27 @@ def test_generation_does_not_go_on_from_nan():
     model.model["norm"].weight.data *= torch.nan
     with pytest.raises(UserError, match="logits are not finite"):
         model.generate(TOKENS, 2)
+
+
+def test_windows_that_are_edited_in_place_are_others():
+    windows = load_windows("tales", TOKENIZER, 48, 2)
+    exact = measure(MODEL, FP16, windows)
+    windows.tokens[:, 5:] = 7
+    with pytest.raises(UserError, match="of other windows"):
+        measure(MODEL, FP16, windows, fp16=exact)
+
+
+@pytest.mark.parametrize("answers, start", [([[(47, 49)], []], 1), ([[(-2, 3)], []], 1), ([[(9, 9)], []], 1),
+                                            ([[]], 1), ([[], []], 0), ([[], []], -5), ([[], []], 48)])
+def test_what_is_predicted_lies_in_the_window(answers, start):
+    with pytest.raises(UserError, match="the first target is from 1 to 47"):
+        Windows(TOKENS, answers, start)
+
+
+@pytest.mark.parametrize("wrong", [{"windows": -1}, {"context": 0}, {"bos": "Replace"}])
+def test_windows_are_asked_for_in_words_that_exist(wrong):
+    with pytest.raises(UserError):
+        load_windows(**{"data": "tales", "tokenizer": TOKENIZER, "context": 48, "windows": 2, **wrong})
 
 
 @pytest.mark.parametrize("positions", [torch.arange(2), torch.arange(2)[None], torch.arange(1).view(1, 1, 1, 1)])

@@ -39,7 +39,7 @@ from itertools import islice
 import torch
 from tqdm import tqdm
 
-from tinykv import UserError, did_you_mean
+from tinykv import UserError, at_least, did_you_mean, one_of
 from tinykv.data.stories import FABLES, TALES, Story, stories
 from tinykv.files import read_text
 from tinykv.hf.hub import HubFile, fetch_file
@@ -53,6 +53,14 @@ class Windows:
     tokens: torch.Tensor  # (W, T), int64
     answers: list  # per window [(start, end)] in tokens: answers whose fact it states earlier
     start: int = 1  # the first token that is predicted
+
+    def __post_init__(self):
+        """A copy of the tokens, as the caller may edit theirs. UserError for answers that are not predicted."""
+        self.tokens, (W, T) = self.tokens.clone(), self.tokens.shape
+        inside = all(self.start <= start < end <= T for of_window in self.answers for start, end in of_window)
+        if not (1 <= self.start < T and len(self.answers) == W and inside):
+            raise UserError(f"the first target is from 1 to {T - 1}, and each of the {W} windows has a list of "
+                            f"answers, (start, end) from there to {T}; got {self.start}, {str(self.answers)[:80]}")
 
     def predicted_from(self, start):
         """The same windows, where no token before `start` is predicted."""
@@ -73,6 +81,7 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     tokens and are not predicted. whole: of a file, read all of it and not the half of this split; the other split is
     another text.
     """
+    one_of(("replace", "given", "none"), bos=bos)
     replace_first = bos != "none" and not prefix
     if replace_first and tokenizer.bos_id is None:
         raise UserError("this tokenizer has no <s> to begin every window with; use bos 'none', windows as they are cut")
