@@ -10,6 +10,7 @@ from tinykv.calibrate import calibrate
 from tinykv.data import Windows, load_windows
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
+from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.methods.registry import METHODS
 
 MODEL, TOKENIZER = hf.load(EMBEDDED)
@@ -108,6 +109,29 @@ def test_what_is_predicted_lies_in_the_window(answers, start):
 def test_windows_are_asked_for_in_words_that_exist(wrong):
     with pytest.raises(UserError):
         load_windows(**{"data": "tales", "tokenizer": TOKENIZER, "context": 48, "windows": 2, **wrong})
+
+
+@pytest.mark.parametrize("edit", [lambda prefix: prefix.fill(other(), other()), lambda prefix: prefix.ids.append(9)])
+def test_a_prefix_is_of_its_model_and_ids(edit):
+    prefix = Prefix("two", [BOS, 5])
+    prefix.fill(MODEL, MODEL)
+    KVCache(MODEL, IntactKV(CONFIG, prefix))
+    edit(prefix)
+    with pytest.raises(UserError, match="filled for other tokens, or another model"):
+        KVCache(MODEL, IntactKV(CONFIG, prefix))
+
+
+@pytest.mark.parametrize("name, one, two", [
+    ("rtn", {"k_bits": 2}, {"k_bits": 4}), ("rtn", {"scheme": "token-static"}, {"scheme": "channel-static"}),
+    ("rtn", {"rope": "pre"}, {"rope": "post"}), ("pfn", {"preserve": 1}, {"preserve": 9}),
+    ("skvq", {"group_size": 16}, {"group_size": 32}), ("cq", {"vq": "d2m16"}, {"vq": "d2m8"})])
+def test_tables_serve_the_settings_and_the_model_that_they_were_made_with(name, one, two):
+    tables = made(name, **one).calibrated()
+    METHODS[name](CONFIG, **one).restore(tables, MODEL)
+    with pytest.raises(UserError, match="changed since it was calibrated"):
+        METHODS[name](CONFIG, **two).restore(tables, MODEL)
+    with pytest.raises(UserError, match="on another model"):
+        METHODS[name](CONFIG, **one).restore(tables, other())
 
 
 @pytest.mark.parametrize("positions", [torch.arange(2), torch.arange(2)[None], torch.arange(1).view(1, 1, 1, 1)])

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import sys
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,16 +42,18 @@ class Calibrated:
         return [(layer, kind, codec) for layer, pair in enumerate(self.codecs) for kind, codec in zip("kv", pair)]
 
     def calibrated(self):
-        """What calibration found, for a file: {"3.k.scale": tensor, ...}."""
+        """What calibration found, for a file: {"3.k.scale": tensor, ...}, and `calibrated_on`."""
         numbers = {name: getattr(self, name) for name in self.found if self.needs_text}
         tables = {name: torch.tensor(number) for name, number in numbers.items() if number is not None}
         for layer, kind, codec in self.each_codec():
             tables |= {f"{layer}.{kind}.{name}": table for name, table in codec.calibrated().items()}
+        if tables and self.calibrated_on is not None:
+            tables["model"], tables["stored_as"] = self.calibrated_on[0], torch.tensor(self.calibrated_on[1])
         return tables
 
     def restore(self, tables, model):
         """Take what `calibrated` returned, instead of calibrating on this model. Names that are not declared are
-        ignored. UserError where a codec gets no table at all."""
+        ignored. UserError where a codec gets no table at all, or those of other settings, or of another model."""
         self.calibrated_on = None  # until the last table is there
         for name in self.found:
             if name in tables:
@@ -62,16 +65,18 @@ class Calibrated:
                 what = "calibrate it" if codec.tables else f"name what `fit` sets in `tables` of {codec!r}"
                 raise UserError(f"{self!r} finds no table for {kind.upper()} of layer {layer}; {what}")
             vars(codec).update(own)
-        self.calibrated_on = model.identity(), self.stored_as()
+        stored_as = int(tables.get("stored_as", self.stored_as()))
+        self.calibrated_on = tables["model"].cpu() if "model" in tables else model.identity(), stored_as
+        self.check_model(model)
 
     def stored_as(self):
-        """What tables depend on: where keys are stored, and each codec's class and the arguments it was made with."""
-        made_with = [self.rope]
+        """A number for what tables depend on: where keys are stored, what calibration keeps, how codecs were made."""
+        made_with = [self.rope, 0 if self.uses_scores else self.preserve]  # it scores none
         for _, _, codec in self.each_codec():
             names = inspect.signature(type(codec)).parameters
             values = [value for name in names if isinstance(value := getattr(codec, name, None), str | int | float)]
             made_with.append([type(codec), *values])
-        return made_with
+        return zlib.crc32(repr(made_with).encode())
 
     def check(self):
         """UserError for what no cache can run. A command asks as soon as the method is made, and every cache asks."""
@@ -108,15 +113,20 @@ class Calibrated:
         if self.calibrated_on is not None:
             identity, stored_as = self.calibrated_on
             if stored_as != self.stored_as():
-                raise UserError(f"{self!r}: rope, or a setting of a codec, has changed since it was calibrated; make a "
-                                "new method with these settings, and calibrate it")
+                raise UserError(f"{self!r}: rope, preserve, or a setting of a codec, has changed since it was "
+                                "calibrated; make a new method with these settings, and calibrate it")
             if not same_model(identity, model.identity()):
                 raise UserError(f"{self!r} was calibrated on another model; calibrate it on this one")
+        filled_for = getattr(self.prefix, "filled_for", None)
+        if filled_for and not (filled_for[0] == self.prefix.ids and same_model(filled_for[1], model.identity())):
+            raise UserError(f"the prefix {self.prefix.name} was filled for other tokens, or another model; call its "
+                            "`fill` for this one")
 
     @property
     def offline_bytes(self):
         """Bytes of the codecs' tables: found once, shared by all texts. A single number is no table."""
-        return sum(table.nbytes for table in self.calibrated().values() if table.dim())
+        tables = [table for *_, codec in self.each_codec() for table in codec.calibrated().values()]
+        return sum(table.nbytes for table in tables if table.dim())
 
 
 # Which model is it?

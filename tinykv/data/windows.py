@@ -81,6 +81,7 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     tokens and are not predicted. whole: of a file, read all of it and not the half of this split; the other split is
     another text.
     """
+    at_least(1, windows=windows, context=context)
     one_of(("replace", "given", "none"), bos=bos)
     replace_first = bos != "none" and not prefix
     if replace_first and tokenizer.bos_id is None:

@@ -65,10 +65,12 @@ class Prefix:
     keys: torch.Tensor | None = None  # (L, Hkv, n, d); None until `fill`
     values: torch.Tensor | None = None  # (L, Hkv, n, d)
     trained_for: dict | None = None  # of a trained prefix: the model, and its quantized weights
+    filled_for: tuple | None = None  # of another: the ids, and the `identity` of the model
 
     def fill(self, full, quantized):
         """Compute keys and values for `quantized`: `full` with quantized weights, or `full` itself."""
         self.keys, self.values = exact_rows(full, quantized, self.ids)
+        self.filled_for = list(self.ids), quantized.identity()
 
     def rows(self, like):
         """Keys by layer, and values by layer, (1, Hkv, n, d) each; device and dtype of `like`."""
