@@ -90,6 +90,24 @@ def test_generation_does_not_go_on_from_nan():
         model.generate(TOKENS, 2)
 
 
+@pytest.mark.parametrize("edit", [
+    lambda model: setattr(model, "lm_head", torch.nn.Linear(64, 1024, bias=False)),
+    lambda model: model.model["norm"].weight.data.mul_(2),
+    lambda model: model.model["layers"][-1].mlp.down_proj.weight.data.zero_(),
+    lambda model: model.model["layers"][-1].self_attn.o_proj.weight.data.zero_()])
+def test_fp16s_result_is_of_this_head_and_last_layer(edit):
+    exact, edited = measure(MODEL, FP16, WINDOWS), copy.deepcopy(MODEL)
+    edit(edited)
+    with pytest.raises(UserError, match="of another model"):
+        measure(edited, METHODS["kivi"](CONFIG), WINDOWS, fp16=exact)
+
+
+def test_a_quantized_method_is_nobodys_fp16():
+    kivi = METHODS["kivi"](CONFIG)
+    with pytest.raises(UserError, match="of another method"):
+        measure(MODEL, kivi, WINDOWS, fp16=measure(MODEL, kivi, WINDOWS))
+
+
 def test_windows_that_are_edited_in_place_are_others():
     windows = load_windows("tales", TOKENIZER, 48, 2)
     exact = measure(MODEL, FP16, windows)

@@ -124,6 +124,8 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
         add_predictions(result, model, hidden, exact, tokens, answers, windows.start)
         if bar is not None:
             bar.update(len(tokens))
+    if any(codec.bits < 16 for *_, codec in method.each_codec()):
+        result.exact = []  # what is quantized is nobody's fp16
     return result
 
 
@@ -132,7 +134,7 @@ def check_reference(fp16, result, quantized):
     unknown, and not checked."""
     same = torch.equal(fp16.windows.tokens, result.windows.tokens) and fp16.windows.start == result.windows.start
     if not same or len(fp16.exact) != len(fp16.windows.tokens):
-        raise UserError("the Result of fp16 is of other windows, or measured beside another; measure fp16 on these")
+        raise UserError("the Result of fp16 is of other windows, or of another method; measure fp16 on these")
     if not quantized and not same_model(fp16.model, result.model):
         raise UserError("the Result of fp16 is of another model; measure fp16 on this one")
 

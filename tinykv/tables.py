@@ -135,8 +135,8 @@ PROBED_AT = 1000  # the position of the probe's first token: there RoPE's slow p
 
 
 def identity(model):
-    """What a model is known by: the keys (rotated) and the values that it computes of a fixed text, whatever weights,
-    hooks and RoPE they come of: (2, L, Hkv, T, d). See `same_model`.
+    """What a model is known by: the keys (rotated), the values and the logits that it computes of a fixed text,
+    whatever weights, hooks and RoPE they come of: (2, L + 1, Hkv, T, d). See `same_model`.
 
     They are remembered on the model until it is edited.
     """
@@ -150,11 +150,11 @@ def state_of(model):
     """What changes when a model is edited: the attributes and hooks of its modules; where each tensor lies, how often
     it was written to, and, as torch does not count writes through `.data`, a sum with one number of each row."""
     state = []
-    for part in (model.rope, *model.model.modules()):
+    for part in (model.rope, *model.model.modules(), *model.lm_head.modules()):
         for value in vars(part).values():
             held = value.values() if isinstance(value, dict) else [value]
             state.append([x if isinstance(x, int | float | str) else id(x) for x in held])
-    for x in (model.rope.freq, *model.model.parameters(), *model.model.buffers()):
+    for x in (model.rope.freq, *model.parameters(), *model.buffers()):
         some = x.detach().flatten()[::x.shape[-1] + 1] if x.dim() > 1 else x.detach()  # along diagonals
         state.append((x.data_ptr(), 0 if x.is_inference() else x._version, some.double().sum().item()))
     return state
@@ -162,7 +162,7 @@ def state_of(model):
 
 @torch.no_grad()
 def probed(model):
-    """The probe's keys and values. Layer by layer, so that a breakpoint on `Llama.forward` stops only in a text."""
+    """Its identity, computed layer by layer, so that a breakpoint on `Llama.forward` stops only in a text."""
     recorder, attention = Trace(model), model.model["layers"][0].self_attn.attention
     tokens = probe(model.config.vocab_size).to(model.lm_head.weight.device)  # (1, T)
     try:
@@ -171,11 +171,21 @@ def probed(model):
         for i, layer in enumerate(model.model["layers"]):
             h = h if model.devices is None else h.to(model.devices[i])
             h = layer(h, model.rope, 0, model.mask(0, tokens.shape[1], h.device), i, recorder)  # (1, T, D)
+        logits = model.lm_head(model.model["norm"](h.to(tokens.device)))  # (1, T, vocab)
     finally:
         model.use_attention(attention)
     keys = torch.cat([model.rope.rotate(k, PROBED_AT).cpu() for k in recorder.k])  # (L, Hkv, T, d)
     values = torch.cat([v.cpu() for v in recorder.v])  # (L, Hkv, T, d)
-    return torch.stack([keys, values])
+    return identity_of(keys, values, logits)
+
+
+def identity_of(keys, values, logits):
+    """keys, values (L, Hkv, T, d), and of the logits (1, T, vocab), as those of a layer more, as many as a key has
+    numbers, from all over the vocabulary -> (2, L + 1, Hkv, T, d)."""
+    _, Hkv, T, d = keys.shape
+    some = torch.arange(Hkv * d) * logits.shape[-1] // (Hkv * d)  # (Hkv * d)
+    last = logits.cpu()[..., some].view(1, T, Hkv, d).transpose(1, 2)  # (1, Hkv, T, d)
+    return torch.stack([torch.cat([keys, last]), torch.cat([values, last])])
 
 
 def probe(vocab_size):

@@ -19,7 +19,7 @@ from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.hf.config import parse_config
 from tinykv.model import Rope
-from tinykv.tables import PROBED_AT, probe
+from tinykv.tables import PROBED_AT, identity_of, probe
 
 
 class MethodCache(Cache):
@@ -40,7 +40,7 @@ class MethodCache(Cache):
         super().__init__(layers=[])
         config = parse_config(model.config.to_dict(), "the model's config")
         like = SimpleNamespace(config=config, rope=Rope(config), lm_head=model.lm_head,
-                               identity=partial(identity_of, model))
+                               identity=partial(identity, model))
         self.model, self.empty = model, KVCache(like, method, protocol, prompt)  # the latter is copied for each text
         self.texts, self.padding = [], []  # KVCaches, and the padding of each text
         self.reading = False  # whether what the model reads now are these texts
@@ -226,11 +226,11 @@ def padding_of(mask, B, S):
 
 
 @torch.no_grad()
-def identity_of(model):
+def identity(model):
     """What `tables.identity` is of a model of transformers."""
     tokens, cache = probe(model.config.vocab_size).to(model.device), DynamicCache()
     positions = PROBED_AT + torch.arange(tokens.shape[1], device=model.device)[None]  # (1, T)
-    model.model(input_ids=tokens, position_ids=positions, past_key_values=cache)
+    logits = model(input_ids=tokens, position_ids=positions, past_key_values=cache).logits
     keys = torch.cat([layer.keys.cpu() for layer in cache.layers])  # (L, Hkv, T, d)
     values = torch.cat([layer.values.cpu() for layer in cache.layers])  # (L, Hkv, T, d)
-    return torch.stack([keys, values])
+    return identity_of(keys, values, logits)
