@@ -1,5 +1,6 @@
 """What a notebook does by mistake ends in one line. Each rule stands in one place of the code."""
 import copy
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tinykv.cache import KVCache
 from tinykv.calibrate import calibrate
 from tinykv.data import Windows, load_windows
 from tinykv.evaluate import measure
+from tinykv.files import write
 from tinykv.hf import EMBEDDED
 from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.methods.registry import METHODS
@@ -158,3 +160,11 @@ def test_what_is_kept_has_a_shape(positions):
     method.keep_keys = lambda layer_cache, n: positions
     with pytest.raises(UserError, match="of the shape"):
         MODEL(TOKENS, KVCache(MODEL, method, "paper"))
+
+
+def test_a_link_under_a_temporary_name_is_not_written_to(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    os.symlink(victim, tmp_path / f".out.{os.getpid()}.tmp")
+    write(tmp_path / "out", lambda part: part.write_text("new"))
+    assert victim.read_text() == "precious" and (tmp_path / "out").read_text() == "new"

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 from pathlib import Path
 
 import torch
@@ -110,7 +111,7 @@ def write(path, fill, kind=None):
     fill: called with the temporary path, in the same folder. kind: see `check_target`.
     """
     path = Path(path).resolve()  # of a link, the target is replaced
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")  # nobody else's, nor a link that waits there
     try:
         check_target(path, kind)
         path.parent.mkdir(parents=True, exist_ok=True)

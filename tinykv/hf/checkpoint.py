@@ -34,7 +34,7 @@ def load_model(folder, device="cpu", dtype=torch.float32):
         model.devices = [devices[i * len(devices) // n_layers] for i in range(n_layers)]  # neighbours lie together
 
     # 2. every tensor of the folder
-    state = {}
+    state, wanted = {}, model.state_dict()
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
     for name, tensor in read_tensors(folder):
         name = tied.get(name, name)
@@ -43,6 +43,9 @@ def load_model(folder, device="cpu", dtype=torch.float32):
         on = model.devices[int(block[1]) % n_layers] if others and block else device
         if not tensor.is_floating_point() or tensor.itemsize < 2:  # codes, which mean little without their scales
             raise UserError(f"{folder}: {name} is {tensor.dtype}; give a checkpoint in 16 or 32 bits")
+        if name in wanted and wanted[name].shape != tensor.shape:  # before it takes memory
+            raise UserError(f"{folder}: {name} is {list(tensor.shape)}, and by config.json "
+                            f"{list(wanted[name].shape)}; take both, and all files, from the same checkpoint")
         tensor = tensor.to(on, dtype, copy=True)
         if name in state and not torch.equal(state[name], tensor):
             raise UserError(f"{folder} holds {name} twice, with different numbers; keep the files of one checkpoint, "
