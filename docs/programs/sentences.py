@@ -82,6 +82,7 @@ def readme():
     others = [loss(f"{name} --bits 2") for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq")]
     per_token, nvfp4, q4_0 = (SERVED[name] for name in ("quanto, MLX: 4 bits", "nvfp4", "q4_0, rotated"))
     difference, error, _ = compared(row_of(KVSINK + ZERO), row_of(PFN + ZERO))
+    right = {row: sum(hit for _, hit, _ in found) for row, found in NEEDLES["1024"].items()}
     return [
         f"its delta ranges from {min(draws):.0f} to {max(draws):.0f}",
         f"lowers the loss by {less(PFN, RTN)}",
@@ -97,6 +98,8 @@ def readme():
         f"loses {loss(KIVI4):.3f}. With a scale per token, integers lose {loss(per_token):.3f}, NVIDIA's nvfp4 "
         f"{loss(nvfp4):.3f}",
         so(loss(KIVI4) < loss(q4_0) < loss(nvfp4), f"first, {loss(q4_0):.3f}"),
+        f"fp16 finds {right['fp16']}, `kivi` at 4 bits {right[KIVI4]}, `q4_0` {right[q4_0]}, `kvsink` at 3 bits "
+        f"{right[KVSINK]} and `antkv` at 2 bits {right[ANTKV]}",
     ]
 
 
@@ -239,7 +242,9 @@ def results():
         f"of 8,192 to {along(KVSINK + ' --context 8192', -1)}",
         f"the last 512 of 4,096 lose {ends(MARKED)[1]} and {ends(KVSINK + ZERO)[1]}",
         f"(`pfn`) lose {ends(PFN + ' --preserve 41')[1]}",
-        "`ott` goes from {} to {}".format(*ends(f"ott {WIDE}")),
+        "`kivi` at 4 bits goes from {} to {}".format(*ends(KIVI4)),
+        "at 2 bits from {} to {}, `ott` from".format(*ends(SERVED["KIVI, 2 bits"])),
+        "`ott` from {} to {}".format(*ends(f"ott {WIDE}")),
         "`kivi` in groups of 128 from {} to {}".format(*ends(f"kivi {WIDE}")),
         "`fp8` from {} to {}".format(*ends(SERVED["fp8"])),
         "`mxfp4` from {} to {}".format(*ends(SERVED["mxfp4"])),
@@ -248,7 +253,8 @@ def results():
         "`antkv` from {} to {}".format(*ends(ANTKV)),
         f"`Chance` loses {ends(CHANCE)[1]}",
         f"a hundredth of the text, {ends(KVSINK + ' --preserve 41')[1]}",
-        f"loses {by_chance:.3f} ± {error:.3f} more than the marked ones ({of_p(p)})",
+        f"loses {by_chance:.3f} ± {error:.3f} more than the marked ones ({of_p(p)}",
+        f"the 41 first tokens lose {less(MARKED + LONGER, PFN + ' --preserve 41' + LONGER)} more",
         f"`kvsink` takes {bits(KVSINK)} true bits in 512 tokens and {bits(KVSINK + LONGER)} in 4,096; with "
         f"all that are marked, {bits(MARKED)} and {bits(MARKED + LONGER)}",
         f"`kivi` at 2 bits loses {loss(stream):.3f} instead of {loss(kivi):.3f}, in {bits(stream)} true bits instead "
