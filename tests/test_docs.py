@@ -425,12 +425,15 @@ FIGURE = re.compile(r"(?<![\w.,/#:-])\d+(?:[.,]\d+)*(?![\w.])|\b(?:more|less|lar
 UNREAD = re.compile(r"```py(?:(?!```).)*>>>.*?^```|<!-- .*? -->", re.DOTALL | re.MULTILINE)  # examples; marks of tables
 
 
-@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages.PAGES, ids=pages.name_of)
 def test_every_figure_has_its_source(page, tmp_path):
     """A wrong one, planted, is found, and so is a wrong word beside one."""
-    text, sealed, wrong = page.read_text(encoding="utf-8"), pages.read_sealed(), tmp_path / page.name
+    text, sealed, wrong = page.read_text(encoding="utf-8"), pages.read_sealed(), tmp_path / pages.name_of(page)
+    wrong.parent.mkdir(exist_ok=True)
     assert not pages.wrong_in(page, sealed), "run `python docs/programs/pages.py`, which says what to do"
     hidden = UNREAD.sub(lambda span: "~" * len(span[0]), text)
+    if page.suffix == ".py":  # a program's code is tested
+        hidden = re.sub(r'("{3}.*?"{3})|[^\n]', lambda span: span[1] or "~", hidden, flags=re.DOTALL)
     found = [figure for block in pages.BLOCK.finditer(hidden) if re.search(r"(?<!\w)\d", block[0])
              for figure in FIGURE.finditer(hidden, *block.span())]
     for figure, other in [*zip(found, found[1:])][::max(1, len(found) // 8)]:  # as if it were the next one

@@ -24,7 +24,8 @@ import tables
 from results import ROOT, WRITTEN, claims_of
 from sentences import NUMBER
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/course/*/*.md")),
+         *sorted(ROOT.glob("docs/ladder/*.py"))]  # of a program, its docstrings
 SEALED = ROOT / "docs" / "sealed.txt"  # lines of: page | source | digests
 COMPUTED = "\0"  # in the place of what is
 # an output, a table, or a paragraph, an item, a heading
@@ -33,6 +34,17 @@ BLOCK = re.compile(r"^```.*?^```$|(?:^\|[^\n]*\n)+|^\S.*?(?=\n(?:\n|- |\d\. |[#|
 CLAIM = re.compile(r"(?<!\w)[+-]?\d|\0|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|half|twice|"
                    r"third|quarter|hundredth|first|last|only|all|none|never|always|before|after|less|more|fewer|most|least|"
                    r"worse|better|\w+er than|larg\w+|small\w*|high\w*|low\w*|fast\w*|slow\w*|exact\w*|same)\b", re.I)
+
+
+def name_of(page):
+    """Each assignment has pages of the same names."""
+    return f"{page.parent.name}/{page.name}" if page.name in ("handout.md", "answers.md") else page.name
+
+
+def said_by(page):
+    """A page's text; of a program, its docstrings."""
+    text = page.read_text(encoding="utf-8")
+    return "\n\n".join(re.findall(r'"{3}.*?"{3}', text, re.S)) if page.suffix == ".py" else text
 
 
 @cache
@@ -69,7 +81,7 @@ def with_figures(text, sentence):
 def without_computed(page):
     """The blocks of a page that make a claim beside what is computed; and the sentences that it does not say."""
     text = WRITTEN.sub(lambda block: "".join(f"| {' | '.join(claim)} |\n" for claim in claims_of(block[2])),
-                         page.read_text(encoding="utf-8"))  # only what an author wrote of the tables of data
+                         said_by(page))  # only what an author wrote of the tables of data
     said = sentences.of_page(page.name)
     missing = [sentence for sentence in said if not pattern(sentence).search(text)]
     for sentence in sorted(said, key=len, reverse=True):  # one may be a part of another
@@ -99,10 +111,10 @@ def seal(pages, source):
         of_page = {}  # {source: digests}
         for block in without_computed(page)[0]:
             printed = re.match(r"```console\n(\$ .*|\(Pdb\))", block)  # it says its source itself
-            new = (printed[1] if printed else source) if page.name in pages else None
-            if known := sealed.get(page.name, {}).get(digest(block), new):
+            new = (printed[1] if printed else source) if name_of(page) in pages else None
+            if known := sealed.get(name_of(page), {}).get(digest(block), new):
                 of_page.setdefault(known, []).append(digest(block))
-        lines += [f"{page.name} | {source} | {' '.join(dict.fromkeys(found))}" for source, found in of_page.items()]
+        lines += [f"{name_of(page)} | {source} | {' '.join(dict.fromkeys(found))}" for source, found in of_page.items()]
     SEALED.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -112,13 +124,13 @@ def wrong_in(page, sealed):
     blocks, missing = without_computed(page)
     wrong += [f"sentences.py has, but the page does not say: {sentence}" for sentence in missing]
     wrong += [f"new, and without a source: {' '.join(block.replace(COMPUTED, '...').split())[:100]}"
-              for block in blocks if digest(block) not in sealed.get(page.name, {})]
-    return [f"{page.name}: {line}" for line in wrong]
+              for block in blocks if digest(block) not in sealed.get(name_of(page), {})]
+    return [f"{name_of(page)}: {line}" for line in wrong]
 
 
 def main():
     p = argparse.ArgumentParser(description="Check, and write, the figures of README and docs/*.md.")
-    p.add_argument("pages", nargs="*", default=[page.name for page in PAGES], help="what to seal (default: all pages)")
+    p.add_argument("pages", nargs="*", default=list(map(name_of, PAGES)), help="what to seal (default: all pages)")
     p.add_argument("--check", action="store_true", help="write nothing")
     p.add_argument("--seal", metavar="SOURCE", help="with what the new paragraphs, tables and outputs were compared")
     args = p.parse_args()
@@ -129,7 +141,7 @@ def main():
     wrong = [line for page in PAGES for line in wrong_in(page, read_sealed())]
     if wrong:
         sys.exit("\n".join(wrong))
-    print(f"every figure has its source: {', '.join(page.name for page in PAGES)}")
+    print(f"every figure has its source: {', '.join(map(name_of, PAGES))}")
 
 
 if __name__ == "__main__":
