@@ -426,20 +426,22 @@ UNREAD = re.compile(r"```py(?:(?!```).)*>>>.*?^```|<!-- .*? -->", re.DOTALL | re
 
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=pages.name_of)
-def test_every_figure_has_its_source(page, tmp_path):
+def test_every_figure_has_its_source(page, tmp_path, monkeypatch):
     """A wrong one, planted, is found, and so is a wrong word beside one."""
-    text, sealed, wrong = page.read_text(encoding="utf-8"), pages.read_sealed(), tmp_path / pages.name_of(page)
-    wrong.parent.mkdir(exist_ok=True)
+    text, sealed, wrong = page.read_text(encoding="utf-8"), pages.read_sealed(), tmp_path / page.relative_to(pages.ROOT)
+    wrong.parent.mkdir(parents=True, exist_ok=True)
+    said = pages.said_by(page)
     assert not pages.wrong_in(page, sealed), "run `python docs/programs/pages.py`, which says what to do"
     hidden = UNREAD.sub(lambda span: "~" * len(span[0]), text)
     if page.suffix == ".py":  # a program's code is tested
-        hidden = re.sub(r'("{3}.*?"{3})|[^\n]', lambda span: span[1] or "~", hidden, flags=re.DOTALL)
+        hidden = re.sub(r'("{3}.*?"{3}|(?<=\s)#[^\n]*)|[^\n]', lambda span: span[1] or "~", hidden, flags=re.DOTALL)
     found = [figure for block in pages.BLOCK.finditer(hidden) if re.search(r"(?<!\w)\d", block[0])
              for figure in FIGURE.finditer(hidden, *block.span())]
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
     for figure, other in [*zip(found, found[1:])][::max(1, len(found) // 8)]:  # as if it were the next one
         new = other[0] if other[0] != figure[0] else "9.75"
         wrong.write_text(text[:figure.start()] + new + text[figure.end():], encoding="utf-8")
-        assert pages.wrong_in(wrong, sealed), figure
+        assert pages.wrong_in(wrong, sealed) or pages.said_by(wrong) == said, figure
 
 
 def test_the_rows_of_the_data_are_those_of_the_claims():
@@ -454,6 +456,7 @@ def test_the_rows_of_the_data_are_those_of_the_claims():
     ("It gains 0.5 of it.", "does not say"), ("It loses 0.5 of it, and more.", "without a source: It ... of it, and"),
     ("It loses 0.5 of it.\n\n| a | 2 |\n|---|---|\n", "without a source: | a | 2 |")])
 def test_what_has_no_source_is_found(said, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
     monkeypatch.setitem(pages.sentences.OF_PAGE, "page.md", lambda: [f"loses {1 / 2}"])
     page, sealed = tmp_path / "page.md", {"page.md": {pages.digest(f"It {pages.COMPUTED} of it."): "half of one"}}
     page.write_text(said)

@@ -1,4 +1,4 @@
-"""Check every figure of README and docs/*.md against its source, and write those that data have.
+"""Check every figure of README, of pages and of programs' docstrings against its source, and write those of data.
 
     python docs/programs/pages.py                  write the tables and figures that have changed, then check
     python docs/programs/pages.py --check          only check
@@ -9,9 +9,12 @@ A page is plain Markdown. To add a figure that data have, write the sentence, an
 with the figure as an expression: f"lowers the loss by {less(pfn, rtn)} relative". It is written anew when data change.
 The rest of a paragraph that makes a claim (CLAIM: a number, "more", "first", ...), an item, a table or an output is
 sealed as a whole: docs/sealed.txt has its digest and its source, so each change asks for a look at the source. Whoever
-changes a wording says `--seal wording`. A table of docs/results.json stands between `<!-- written: NAME -->` and
-`<!-- end -->`. To add a claim, write the first two cells of its line; to add a row, the first. tables.py fills the
-others. Examples (>>>) are tests; their comments are sealed.
+changes a wording says `--seal wording`. Of a program in docs/, docstrings are sealed, and all comments together; of the
+package, the heads of files, and what has a measured figure (MEASURED): the rest stands beside code that tests run.
+
+A table of docs/results.json stands between `<!-- written: NAME -->` and `<!-- end -->`. To add a claim, write the first
+two cells of its line; to add a row, the first. tables.py fills the others. Examples (>>>) are tests; their comments are
+sealed.
 """
 import argparse
 import re
@@ -24,8 +27,8 @@ import tables
 from results import ROOT, WRITTEN, claims_of
 from sentences import NUMBER
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/course/*/*.md")),
-         *sorted(ROOT.glob("docs/ladder/*.py"))]  # of a program, its docstrings
+PAGES = [page for pattern in ("README.md", "docs/*.md", "docs/course/**/*.md", "docs/ladder/*.py", "docs/examples/*.py",
+                              "tests/README.md", "*.py", "tinykv/**/*.py") for page in sorted(ROOT.glob(pattern))]
 SEALED = ROOT / "docs" / "sealed.txt"  # lines of: page | source | digests
 COMPUTED = "\0"  # in the place of what is
 # an output, a table, or a paragraph, an item, a heading
@@ -34,17 +37,24 @@ BLOCK = re.compile(r"^```.*?^```$|(?:^\|[^\n]*\n)+|^\S.*?(?=\n(?:\n|- |\d\. |[#|
 CLAIM = re.compile(r"(?<!\w)[+-]?\d|\0|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|half|twice|"
                    r"third|quarter|hundredth|first|last|only|all|none|never|always|before|after|less|more|fewer|most|least|"
                    r"worse|better|\w+er than|larg\w+|small\w*|high\w*|low\w*|fast\w*|slow\w*|exact\w*|same)\b", re.I)
+MEASURED = re.compile(r"\d[\d.,]*\s?(?:%|times|seconds?|minutes?|hours?|ms\b|[KMG]i?B\b|nats)|\d\.\d")
 
 
 def name_of(page):
-    """Each assignment has pages of the same names."""
-    return f"{page.parent.name}/{page.name}" if page.name in ("handout.md", "answers.md") else page.name
+    return page.relative_to(ROOT).as_posix().removeprefix("docs/")
 
 
 def said_by(page):
-    """A page's text; of a program, its docstrings."""
+    """A page's text; of a program, its docstrings, then its comments, without their margins."""
     text = page.read_text(encoding="utf-8")
-    return "\n\n".join(re.findall(r'"{3}.*?"{3}', text, re.S)) if page.suffix == ".py" else text
+    if page.suffix != ".py":
+        return text
+    docstrings = [re.sub("^ +", "", found, flags=re.M) for found in re.findall(r'"{3}.*?"{3}', text, re.S)]
+    comments = re.findall(r"(?<=\s)# *(.*)", text)
+    if "docs" in page.parts[len(ROOT.parts):]:
+        return "\n\n".join([*docstrings, "\n".join(comments)])
+    others = [part for found in docstrings[1:] for part in found.split("\n\n")]
+    return "\n\n".join([*docstrings[:1], *(part for part in [*others, *comments] if MEASURED.search(part))])
 
 
 @cache
@@ -56,7 +66,7 @@ def written(page):
     """A page's text with the tables of the data, and the figures of its sentences."""
     text = WRITTEN.sub(lambda block: f"<!-- written: {block[1]} -->\n{table(block[1])}\n<!-- end -->",
                        page.read_text(encoding="utf-8"))
-    for sentence in sentences.of_page(page.name):
+    for sentence in sentences.of_page(name_of(page)):
         text = with_figures(text, sentence)
     return text
 
@@ -82,7 +92,7 @@ def without_computed(page):
     """The blocks of a page that make a claim beside what is computed; and the sentences that it does not say."""
     text = WRITTEN.sub(lambda block: "".join(f"| {' | '.join(claim)} |\n" for claim in claims_of(block[2])),
                          said_by(page))  # only what an author wrote of the tables of data
-    said = sentences.of_page(page.name)
+    said = sentences.of_page(name_of(page))
     missing = [sentence for sentence in said if not pattern(sentence).search(text)]
     for sentence in sorted(said, key=len, reverse=True):  # one may be a part of another
         text = pattern(sentence).sub(COMPUTED, text)
@@ -125,6 +135,8 @@ def wrong_in(page, sealed):
     wrong += [f"sentences.py has, but the page does not say: {sentence}" for sentence in missing]
     wrong += [f"new, and without a source: {' '.join(block.replace(COMPUTED, '...').split())[:100]}"
               for block in blocks if digest(block) not in sealed.get(name_of(page), {})]
+    gone = set(sealed.get(name_of(page), {})) - set(map(digest, blocks))
+    wrong += [f"sealed, and no longer said: {found}" for found in sorted(gone)]
     return [f"{name_of(page)}: {line}" for line in wrong]
 
 
@@ -141,7 +153,7 @@ def main():
     wrong = [line for page in PAGES for line in wrong_in(page, read_sealed())]
     if wrong:
         sys.exit("\n".join(wrong))
-    print(f"every figure has its source: {', '.join(map(name_of, PAGES))}")
+    print(f"every figure of {len(PAGES)} pages has its source")
 
 
 if __name__ == "__main__":
