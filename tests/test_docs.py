@@ -18,12 +18,14 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+import needles
 import notebook
 import pages
 import pytest
 import results
 import sessions
 import torch
+from PIL import Image
 from sessions import own_methods
 
 import eval_ppl
@@ -515,3 +517,24 @@ def test_a_claim_is_two_rows_on_each_model():
     claim = results.Claim("it helps: `a --x 1 / 2` - `b`, `--bits 3 / 4 --y 5`, `--z 6` / `--z 7 --w 8`", "-")
     assert results.pair(claim, "embedded") == ["a --bits 3 --x 1 --y 5 --z 6", "b --bits 3 --y 5 --z 6"]
     assert results.pair(claim, "SmolLM2") == ["a --bits 4 --w 8 --x 2 --y 5 --z 7", "b --bits 4 --w 8 --y 5 --z 7"]
+
+
+@pytest.mark.parametrize("name, draw, record", [
+    ("loss", results.draw, results.DATA), ("length", results.draw_along, results.DATA),
+    ("needles", needles.draw, needles.RECORD)])
+def test_a_figure_shows_what_the_record_has(name, draw, record, tmp_path):
+    """Drawn again, it has the same words and numbers; another number makes another figure."""
+    kept = pages.ROOT / "docs" / "figures" / f"{name}.png"
+    drawn = [tmp_path / f"{i}.png" for i in range(2)]
+    data = results.read_data(record)
+    draw(data, drawn[0])
+    for rows in data.values():
+        for row in rows.values():
+            if name == "needles":
+                row[0][1] = 1 - row[0][1]
+            else:
+                row["nll"][0][0] += 10 ** 4
+                row["along"] = [loss + 10 ** 3 for loss in row.get("along", [])]
+    draw(data, drawn[1])
+    same, other = (Image.open(path).text["Comment"] for path in drawn)
+    assert Image.open(kept).text["Comment"] == same != other, "draw it again, with --plot"

@@ -5,6 +5,7 @@ a cell. Lines differ in marker as well as in colour, and all eyes can tell the c
 """
 import io
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -54,9 +55,22 @@ def suffix_of(path):
 
 
 def save(figure, path):
-    """Write a Figure as PNG, PDF or SVG, whole or not at all."""
+    """Write a Figure as PNG, PDF or SVG, whole or not at all. A PNG says what it shows."""
     suffix = suffix_of(path)
-    files.write(path, lambda part: figure.savefig(part, format=suffix[1:], dpi=150, metadata=FORMATS[suffix]), KIND)
+    about = FORMATS[suffix] | ({"Comment": shown(figure)} if suffix == ".png" else {})
+    files.write(path, lambda part: figure.savefig(part, format=suffix[1:], dpi=150, metadata=about), KIND)
+
+
+def shown(figure):
+    """A digest of the words, and of the numbers to three digits, that a figure shows, whatever it looks like."""
+    said = [figure.get_suptitle()]
+    for panel in figure.axes:
+        said += [panel.get_title("left"), panel.get_xlabel(), panel.get_ylabel()]
+        said += [text.get_text() for text in panel.texts]
+        numbers = [*(line.get_xydata() for line in panel.lines), *(dots.get_offsets() for dots in panel.collections),
+                   *(image.get_array() for image in panel.images)]
+        said += [f"{number:.3g}" for part in numbers for number in part.flatten()]
+    return sha256("\n".join(said).encode()).hexdigest()[:16]
 
 
 def style(i):

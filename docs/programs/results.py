@@ -77,6 +77,7 @@ WIDE = "--bits 2 --group-size 128 --recent 32"
 FORMATS, TURBOQUANT = "docs/examples/formats.py:Formats", "docs/examples/turboquant.py:TurboQuant"
 LINES = {name: [f"{name} --bits {bits}" for bits in (2, 3, 4)]
          for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq")}
+LINES["kivi"].append("kivi --bits 4 --group-size 64")
 LINES["TurboQuant"] = [f"{TURBOQUANT} --bits {bits}" for bits in (2, 3, 4)]
 LINES |= {row.split()[0]: [f"{row} --bits {bits} --recent 0 {{windows}}" for bits in (1, 2, 4)]
           for row in ("cq", "antkv --anchors 1%")}

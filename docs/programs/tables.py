@@ -182,8 +182,8 @@ def lengths_table():
         found = [cell(longer(pairs, tokens), row) for tokens in (2048, 4096, 8192)]
         return ", ".join(n for n in found if n != "-")
     first, last = partial(along, part=0), partial(along, part=-1)
-    return table("row | 512 | 2,048 | 4,096 | its first 512 | its last 512 | 8,192 | its last 512 | bits: 512, 4,096 | "
-                 "pairs", {f"`{row}`": row for row in LONG["--context 4096"]},
+    return table("row | 512 | 2,048 | 4,096 | first 512 of 4,096 | last 512 of 4,096 | 8,192 | last 512 of 8,192 | "
+                 "bits: 512, 4,096 | pairs", {f"`{row}`": row for row in LONG["--context 4096"]},
                  lost, longer(lost, 2048), longer(lost, 4096), longer(first, 4096), longer(last, 4096),
                  longer(lost, 8192), longer(last, 8192),
                  lambda row: f"{cell(bits, row)}, {cell(longer(bits, 4096), row)}", pairs_of_lengths)
