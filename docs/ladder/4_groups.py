@@ -5,8 +5,8 @@
 
 The same channels are large in every token; a grid as wide as they need is too coarse for others. So channels of similar
 range form a group, with a grid in each token. Few numbers lie near a range's ends: clipping them makes finer steps.
-The first tokens and the newest get most of the attention: they stay in 16 bits. The table adds these ideas one by one:
-perplexity is 8.76, 8.60, 8.38, 8.43, 8.50 and 8.23 (16 bits: 8.18). A text comes at once; in the last row it grows.
+The first tokens and the newest get most of the attention: they stay in 16 bits. Row by row, perplexity is 8.76, 8.60,
+8.38, 8.43, 8.50 and 8.23, where a text grows (16 bits: 8.18). First tokens gain nothing here; on SmolLM2, 0.125 nats.
 
 Shapes: B texts; T new tokens, S in all; Hkv heads of d channels, in a row of C = Hkv * d channels; n groups of these.
 """
