@@ -32,7 +32,7 @@ PAGES = [page for pattern in ("README.md", "docs/*.md", "docs/course/**/*.md", "
 SEALED = ROOT / "docs" / "sealed.txt"  # lines of: page | source | digests
 COMPUTED = "\0"  # in the place of what is
 # an output, a table, or a paragraph, an item, a heading
-BLOCK = re.compile(r"^```.*?^```$|(?:^\|[^\n]*\n)+|^\S.*?(?=\n(?:\n|- |\d\. |[#|<]|```)|\Z)",
+BLOCK = re.compile(r"^```.*?^```$|(?:^\|[^\n]*\n)+|^ *\S.*?(?=\n(?:\n|- |\d\. |[#|<]|```)|\Z)",
                    re.M | re.S)
 CLAIM = re.compile(r"(?<!\w)[+-]?\d|\0|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|half|twice|"
                    r"third|quarter|hundredth|first|last|only|all|none|never|always|before|after|less|more|fewer|most|least|"
