@@ -72,7 +72,7 @@ def same(method, heads, R, batch, length, width=16, dtype=torch.float32, **close
         if part.kept_rows is not None:
             place = part.kept_positions[..., None]
             part.kept_rows = part.kept_rows + place % 3 * (place < part.n_coded)
-    out = layer.answer(q, length - 1)
+    out = layer.for_attention(q, length - 1)
     K, V = LayerCache.read(layer)
     seen = torch.arange(length) >= length - (method.config.sliding_window or length)
     want = scaled_dot_product_attention(layer.rope.rotate(q, length - 1), K, V, seen[None], enable_gqa=True)
@@ -186,7 +186,7 @@ def compiling(monkeypatch):
 def test_one_loop_for_all_lengths(name, compiling):
     """`scores` and `outputs` are compiled once each, for all layers, lengths and caches, whatever is kept."""
     method = method_of(name)
-    for T in (300, 600):
+    for T in (300, 500):
         tokens, first = tokens_of(1, T), 1
         if method.prefix:
             tokens[:, :4] = torch.tensor(method.prefix.ids)

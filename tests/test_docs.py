@@ -534,7 +534,7 @@ def test_a_figure_shows_what_the_record_has(name, draw, record, tmp_path):
                 row[0][1] = 1 - row[0][1]
             else:
                 row["nll"][0][0] += 10 ** 4
-                row["along"] = [loss + 10 ** 3 for loss in row.get("along", [])]
+                row["along"] = [(torch.tensor(pair) + 10 ** 3).tolist() for pair in row.get("along", [])]
     draw(data, drawn[1])
     same, other = (Image.open(path).text["Comment"] for path in drawn)
     assert Image.open(kept).text["Comment"] == same != other, "draw it again, with --plot"

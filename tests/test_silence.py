@@ -226,7 +226,8 @@ def test_fp16s_result_is_of_the_same_windows():
     fp16 = METHODS["fp16"](model.config)
     exact = measure(model, fp16, windows)
     windows.tokens = WINDOWS.tokens.flip(0)  # those that it was measured on were a copy
-    for other in (windows, replace(WINDOWS, tokens=WINDOWS.tokens[:1]), WINDOWS.predicted_from(9)):
+    for other in (windows, replace(WINDOWS, tokens=WINDOWS.tokens[:1], answers=WINDOWS.answers[:1]),
+                  WINDOWS.predicted_from(9)):
         with pytest.raises(UserError, match="of other windows"):
             measure(model, fp16, other, fp16=exact)
 

@@ -69,7 +69,7 @@ def run(function, x, rows, *tables):
 class CompiledLayer(LayerCache):
     """A layer whose `update` returns, for one new token of each sequence, the attention's output (B, H, 1, d)."""
 
-    def answer(self, q, seen):
+    def for_attention(self, q, seen):
         if q.shape[2] > 1:
             return self.read()
         H, Hkv, d = q.shape[1], self.keys.recent.shape[1], q.shape[3]

@@ -45,8 +45,8 @@ WRONG = {
 
 # of the page
 PAGE = {
-    "slots_of_a_place": ("x.permute(1, 3, 0, 2, 4)", "x.permute(3, 1, 0, 2, 4)"),
-    "tokens_first": ("x.permute(1, 3, 0, 2, 4)", "x.permute(1, 3, 2, 0, 4)"),
+    "slots_of_a_place": (").permute(1, 3, 0, 2, 4)", ").permute(3, 1, 0, 2, 4)"),
+    "tokens_first": (").permute(1, 3, 0, 2, 4)", ").permute(1, 3, 2, 0, 4)"),
     "one_codebook": ("x = codebook[slot, code", "x = codebook[0, code"),
     "high_bits_first": (
         "code = codes[..., None] >> torch.arange(0, 8, n)", "code = codes[..., None] >> torch.arange(8 - n, -1, -n)"),
