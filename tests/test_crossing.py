@@ -16,13 +16,13 @@ MARKS = crossing.MARKS["embedded"]
 @pytest.fixture(scope="module")
 def read():
     """The embedded model, a text, others to calibrate on, and the ranges that they have."""
-    torch.set_grad_enabled(False)
-    model, tokenizer = hf.load(hf.EMBEDDED)
-    model.use_attention("fused")
-    texts = [load_windows("tales", tokenizer, 256, n, split) for n, split in ((1, "test"), (4, "calibration"))]
-    calibration = crossing.Calibration(model, MARKS)
-    model(texts[1].tokens, calibration, logits=False)
-    return model, *texts, calibration.ranges
+    with torch.no_grad():
+        model, tokenizer = hf.load(hf.EMBEDDED)
+        model.use_attention("fused")
+        texts = [load_windows("tales", tokenizer, 256, n, split) for n, split in ((1, "test"), (4, "calibration"))]
+        calibration = crossing.Calibration(model, MARKS)
+        model(texts[1].tokens, calibration, logits=False)
+        yield model, *texts, calibration.ranges
 
 
 @pytest.mark.parametrize("cell, method, settings", [
