@@ -320,7 +320,7 @@ class KVCache:
             for layer, k, v in zip(self.layers, keys, values):
                 layer.append(k, v)
         self.start = len(self)  # tokens of the prefix
-        self.tables_of = None  # the calibration that this text's codes are of
+        self.tables_of = self.method.calibrated_on  # the calibration that this text's codes are of
         self.busy = False
 
     def expect(self, tokens):

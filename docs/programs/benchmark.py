@@ -85,6 +85,8 @@ def time_turns(what, steps, notes):
 def compare(args, model, tokenizer, theirs):
     """One more token, read through a cache of S tokens."""
     context = min(WINDOW, *args.tokens, model.config.max_position_embeddings)
+    # how long a step takes does not depend on what the model was made for
+    model.config.max_position_embeddings = max(model.config.max_position_embeddings, *args.tokens) + 1000
     calibration = load_windows(args.data, tokenizer, context, 4, "calibration").tokens  # (W, T)
     for S in args.tokens:
         filled = list(rows_of_text(model, load_windows(args.data, tokenizer, context, -(-S // context)).tokens, S))
