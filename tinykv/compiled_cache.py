@@ -22,6 +22,7 @@ from tinykv.model import turned
 LEAST = 256  # coded tokens; fewer are decoded as ever: to compile takes seconds, and once more for sizes of 1
 TILE = 64  # tokens whose cosines and sines stay in the processor's cache
 torch._dynamo.config.recompile_limit = 64  # of each function: every kind of codec is compiled by itself
+torch._dynamo.config.automatic_dynamic_shapes = False  # what differs between codecs stays a constant of their loops
 
 
 def scores(q, codec, codes, cos, sin):
