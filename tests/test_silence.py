@@ -13,7 +13,7 @@ from test_cli import refused
 
 import eval_ppl
 import train_intact
-from tinykv import UserError, hf, tables
+from tinykv import UserError, hf, identity
 from tinykv.analysis import __main__ as analysis
 from tinykv.cache import KVCache, LayerCache
 from tinykv.calibrate import calibrate
@@ -248,7 +248,7 @@ def soften(model):
 
 @pytest.mark.parametrize("change", [exchange, permute, hook, slow, enlarge, enlarge_a_row, overwrite, soften])
 def test_a_model_is_probed_once_and_again_when_it_was_edited(monkeypatch, change):
-    monkeypatch.setattr(tables, "probed", probed := Mock(side_effect=tables.probed))
+    monkeypatch.setattr(identity, "probed", probed := Mock(side_effect=identity.probed))
     model = hf.load_model(EMBEDDED)
     for n in (1, 2, 3):
         known = model.identity()

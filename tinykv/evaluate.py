@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from tinykv import UserError, all_finite
 from tinykv.cache import KVCache
 from tinykv.differences import mean
+from tinykv.identity import same_model
 from tinykv.kmeans import argmax
-from tinykv.tables import same_model
 
 SLICE = 2 ** 24  # logits held at once, in numbers
 FAR = 128 * 1024  # tokens of the text for the last bit count, the column 128K

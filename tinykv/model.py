@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tinykv import UserError, all_finite, check_tokens, one_of
-from tinykv.tables import identity
+from tinykv.identity import identity
 
 
 @dataclass
@@ -243,7 +243,7 @@ class Llama(nn.Module):
         })
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.devices = None  # of each layer, where they lie on several
-        self.known = None  # by what: `tables.identity`
+        self.known = None  # by what: `identity.identity`
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model["embed_tokens"].weight
 
@@ -304,7 +304,7 @@ class Llama(nn.Module):
         return visible
 
     def identity(self):
-        """What the model is known by: see `tables.identity`."""
+        """What the model is known by: see `identity.identity`."""
         return identity(self)
 
     @torch.no_grad()

@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache, DynamicCache
 from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.hf.config import parse_config
+from tinykv.identity import PROBED_AT, identity_of, probe
 from tinykv.model import Rope
-from tinykv.tables import PROBED_AT, identity_of, probe
 
 
 class MethodCache(Cache):
@@ -227,7 +227,7 @@ def padding_of(mask, B, S):
 
 @torch.no_grad()
 def identity(model):
-    """What `tables.identity` is of a model of transformers."""
+    """What `identity.identity` is of a model of transformers."""
     tokens, cache = probe(model.config.vocab_size).to(model.device), DynamicCache()
     positions = PROBED_AT + torch.arange(tokens.shape[1], device=model.device)[None]  # (1, T)
     logits = model(input_ids=tokens, position_ids=positions, past_key_values=cache).logits
