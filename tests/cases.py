@@ -56,7 +56,7 @@ def pipe(path):
 def model_of(heads_per_kv, dtype=torch.float32, width=d):
     """width: channels of a head."""
     torch.manual_seed(heads_per_kv)
-    model = Llama(LlamaConfig(VOCAB, D, 48, L, H, H // heads_per_kv, width, 512, bos_token_id=1))
+    model = Llama(LlamaConfig(VOCAB, D, 48, L, H, H // heads_per_kv, width, 4096, bos_token_id=1))
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 2:

@@ -168,13 +168,15 @@ def affine(x, ignore, bits, axis, formula, group, static=None):
 
 
 def rotated(x, ignore, bits, axis, formula, group, rotate, scaled):
-    """What x (B, Hkv, T, d) reads as in the same groups, times a Hadamard matrix, over the token's norm."""
+    """What x (B, Hkv, T, d) reads as in the same groups, times a Hadamard matrix, over the token's norm: that of the
+    heads that do not ignore it, or of all."""
     d = x.shape[-1]
     signs = [[(-1) ** (row & column).bit_count() for column in range(d)] for row in range(d)]
     H = np.array(signs) / math.sqrt(d) if rotate else np.eye(d)
     y, norm = x.astype(np.float64) @ H, np.ones(1)
     if scaled:  # torch rounds 64 bits to 16 by way of 32
-        norm = np.sqrt((y ** 2).sum((1, 3), keepdims=True)).clip(1e-5, 6e4)
+        counts = ~ignore | ignore.all(1, keepdims=True)  # (B, Hkv, T)
+        norm = np.sqrt(((y ** 2).sum(3) * counts).sum(1)).clip(1e-5, 6e4)[:, None, :, None]
         norm = float16(norm.astype(np.float32)).astype(np.float64)
     return affine((y / norm).astype(np.float32), ignore, bits, axis, formula, group) * norm @ H.T
 

@@ -38,7 +38,11 @@ class Rotated(Codec):
         y = x.double() @ self.H.to(x.device)  # (B, Hkv, T, d)
         if not self.scaled:
             return self.codec.encode(y.float(), ignore)
-        norm = y.norm(dim=(1, 3), keepdim=True).clamp(1e-5, 6e4).half()  # (B, 1, T, 1), as it is stored
+        counted = y
+        if ignore is not None:  # heads that keep the token do not count, unless all of them do
+            some = ignore & ~ignore.all(1, keepdim=True)  # (B, Hkv, T)
+            counted = y.masked_fill(some[..., None], 0)  # (B, Hkv, T, d)
+        norm = counted.norm(dim=(1, 3), keepdim=True).clamp(1e-5, 6e4).half()  # (B, 1, T, 1), as it is stored
         codes = self.codec.encode((y / norm).float(), ignore)
         codes.norm = norm
         return codes
