@@ -98,8 +98,9 @@ def readme():
         f"loses {loss(KIVI4):.3f}. With a scale per token, integers lose {loss(per_token):.3f}, NVIDIA's nvfp4 "
         f"{loss(nvfp4):.3f}",
         so(loss(KIVI4) < loss(q4_0) < loss(nvfp4), f"first, {loss(q4_0):.3f}"),
-        f"fp16 finds {right['fp16']}, `kivi` at 4 bits {right[KIVI4]}, `q4_0` {right[q4_0]}, `kvsink` at 3 bits "
-        f"{right[KVSINK]}, and `antkv` at 2 bits {right[ANTKV]}, although it loses {loss(ANTKV):.3f} and `kvsink` "
+        f"SmolLM2 finds {right['fp16']} with a cache of 16 bits, `kivi` at 4 bits {right[KIVI4]}, `q4_0` "
+        f"{right[q4_0]}, `kvsink` at 3 bits {right[KVSINK]}, and `antkv` at 2 bits {right[ANTKV]}, although it loses "
+        f"{loss(ANTKV):.3f} nats a token and `kvsink` "
         + so(loss(ANTKV) < loss(KVSINK) and right[ANTKV] < right[KVSINK], f"{loss(KVSINK):.3f}"),
     ]
 
