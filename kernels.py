@@ -383,7 +383,7 @@ def attend_kernel(q, k, v, turn, kept, accs, tops, totals, begin, end, split, T,
             largest = scale[0]  # (N or 1, 1)
             for g in tl.static_range(1, v.groups):
                 largest = tl.maximum(largest, scale[g])
-            # log2, at most 0.09 off, from the bits of the number: exponent, then mantissa. Saves 200 instructions
+            # log2, at most 0.09 off, from the bits of the number: exponent, then mantissa
             size = s + largest.to(tl.int32, bitcast=True).to(tl.float32) * 0.5 ** 23 - 127
         new_top = tl.maximum(top, tl.max(size, 0))  # (M)
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN

@@ -5,8 +5,8 @@ A file of chats has one chat a line, as JSON: a list of turns, or ShareGPT's {"c
 
     USER: question ASSISTANT: answer</s>
 
-and the tokens of the answers, `</s>` among them, are the response: the mask is True there. BOS and the system prompt,
-which precede the first question, belong to the prefix.
+and the tokens of the answers, `</s>` among them, are the response: the mask is True there. BOS belongs to the prefix,
+and so does the system prompt, unless it is given: then it precedes the first question.
 """
 import torch
 from torch.nn.utils.rnn import pad_sequence

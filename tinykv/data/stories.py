@@ -115,8 +115,8 @@ class Story:
 def stories(split="train", seed=0, people=5, vocabulary=TALES, chants=True):
     """Yield `Story` after `Story` of one split, for ever; the same ones for the same arguments.
 
-    people: in a story at most. chants: whether there are any. With the defaults a story is 140 to 1,100 tokens, more
-    short than long.
+    people: in a story at most. chants: whether there are any. With the defaults nearly every story has 140 to 1,100
+    tokens, more of them few than many.
     """
     rng = Rng(3 * seed + SPLITS.index(split))
     while True:

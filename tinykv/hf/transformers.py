@@ -66,7 +66,7 @@ class MethodCache(Cache):
         """Before a forward: the arguments that it is given -> those that it gets. UserError for what the cache cannot
         serve."""
         self.reading, self.fresh = False, {}
-        if self not in (kwargs.get("cache"), kwargs.get("past_key_values")):  # since transformers 5.24, and before
+        if self not in (kwargs.get("cache"), kwargs.get("past_key_values")):  # new releases, old ones
             return None
         tokens, mask, positions = (kwargs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if kwargs.get("use_cache") is False:
@@ -98,7 +98,7 @@ class MethodCache(Cache):
                                 "position_ids out, and `reset` the cache before another text")
         self.texts, self.padding, self.skip, self.reading = texts, padding, skip, True
         self.mark(True)
-        if "cache_position" in kwargs:  # until transformers 5.0
+        if "cache_position" in kwargs:  # in older releases
             kwargs["cache_position"] = self.get_seq_length() + columns.to(tokens.device)
         return (), {**kwargs, "input_ids": tokens[:, -T:], "position_ids": expected}
 
@@ -152,7 +152,7 @@ class MethodCache(Cache):
         return start if length == start else self.padding[0] + length
 
     def get_mask_sizes(self, query_length, layer_idx):
-        if torch.is_tensor(query_length):  # until transformers 5.0, the positions of the new tokens
+        if torch.is_tensor(query_length):  # in older releases, the positions of the new tokens
             query_length = len(query_length)
         return self.get_seq_length(layer_idx) + query_length, 0
 

@@ -53,8 +53,8 @@ def codes_of(groups, scale, zero, bits, round=torch.round):
 
 
 def clamp(codes, max_code):
-    """codes within [0, max_code]. The smallest and the largest code have a gradient, which torch.clamp does not give
-    them since torch 2.14."""
+    """codes within [0, max_code]. The smallest and the largest code have a gradient, which not
+    every version of torch.clamp gives them."""
     codes = torch.where(codes < 0, 0, codes)
     return torch.where(codes > max_code, max_code, codes)
 

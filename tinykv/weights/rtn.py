@@ -3,7 +3,7 @@
     s = (max - min) / (2**b - 1),  z = -round(min / s)
     code = clamp(round(w / s) + z),  w' = s (code - z)
 
-A group is 128 consecutive inputs of one output. Nothing is calibrated: RTN is the baseline of the other three.
+A group is up to 128 consecutive inputs of one output. Nothing is calibrated: RTN is the baseline of the other three.
 """
 from tinykv.weights.base import Quantizer
 
