@@ -15,19 +15,16 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import pipe
 from planted import few_tries
 
 import eval_ppl
 from tinykv import UserError, cli, hf, shared_flags, tables
 from tinykv.calibrate import calibrate
-from tinykv.codecs import clipped, codebook, nonuniform
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.data import load_windows
 from tinykv.differences import delta_error, paired
 from tinykv.evaluate import measure
-from tinykv.files import write_json
 from tinykv.hf import EMBEDDED
 from tinykv.methods.registry import METHODS
 from tinykv.run import entries, flags
@@ -337,14 +334,6 @@ def test_the_package_is_known_by_the_files_that_compute(tmp_path, monkeypatch):
         before = tables.package_hash()
 
 
-def test_tables_on_quantized_weights_are_known_by_the_quantizer():
-    r, windows = entries_of("--method rtn")["rtn"], torch.zeros(2, 8)
-    found = []
-    for r.quantizer in (None, *(quantizer(3) for quantizer in QUANTIZERS.values())):
-        found.append(r.made_of(windows, 0))
-    assert len({*found, r.made_of(windows, 1)}) == len(found) + 1 == 6
-
-
 def test_weights_are_quantized_on_the_text_of_the_first_draw(one_layer):
     """However many draws there are of what methods are calibrated on."""
     found = []
@@ -368,10 +357,10 @@ def test_quantized_weights_are_known_by_the_text_that_they_saw(one_layer, kept, 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_the_label_of_weights_says_which_text_they_saw(name):
-    """By which a trained prefix knows them."""
-    quantizer, texts = QUANTIZERS[name](3), (torch.tensor([[12]]), torch.tensor([[13]]))
+    """All of it. By the label a trained prefix knows them."""
+    quantizer, texts = QUANTIZERS[name](3), [torch.tensor(ids) for ids in ([[12]], [[13]], [[12], [13]], [[12], [14]])]
     labels = {command_of_weights.weights_label(f"{name}-3", quantizer, "tales", windows) for windows in texts}
-    assert len(labels) == (2 if quantizer.needs_text else 1) and all(label.startswith(f"{name}-3") for label in labels)
+    assert len(labels) == (4 if quantizer.needs_text else 1) and all(label.startswith(f"{name}-3") for label in labels)
     assert command_of_weights.weights_label(None, None, "tales", None) == "full precision"
 
 
@@ -401,15 +390,6 @@ def test_calibration_sees_no_text_of_the_test(command, monkeypatch, tmp_path):
         assert "holds text of the test" in refused(command, *words, "--calib-data", same), same
     for more in [], ["--calib-data", "other.txt"], ["--calib-data", "more.txt"]:
         assert command(*words, *more)[0] == 0
-
-
-def test_the_text_that_weights_see_is_known_by_all_of_its_windows(one_layer):
-    args, labels = flags.set_up(flags.parse(["--context=64"]), hf.load(one_layer)), set()
-    for n in 1, 2, 16:
-        windows = shared_flags.calibration_text(args, n)
-        assert len(windows) == n
-        labels.add(command_of_weights.weights_label("awq-3", QUANTIZERS["awq"](3), "tales", windows))
-    assert len(labels) == 3
 
 
 def test_windows_to_calibrate_on_have_a_length_of_their_own(command, rows_of, tmp_path, monkeypatch):
@@ -451,6 +431,7 @@ def test_the_prediction_after_a_given_bos_does_not_count(rows_of):
 def test_windows_to_calibrate_on_begin_as_those_of_the_test(one_layer, bos):
     args = flags.set_up(flags.parse(["--context=64", "--seed=3", f"--bos={bos}"]), hf.load(one_layer))
     windows = shared_flags.calibration_text(args, 4)
+    assert len(shared_flags.calibration_text(args)) == 16
     assert windows.equal(load_windows("tales", args.tokenizer, 64, 4, "calibration", 3, bos).tokens)
     assert (windows[:, 0] == args.tokenizer.bos_id).all() == (bos == "replace")
 
@@ -474,46 +455,11 @@ def test_where_the_disk_is_full_the_table_is_printed(command, monkeypatch, tmp_p
     assert len(said) == 3 and said[-1].startswith("eval_ppl.py: error: ") and "x.json" in said[-1]
 
 
-def process(program, to="", **environment):
-    """Python with these words, its output sent somewhere: (status, stdout, stderr)."""
-    found = subprocess.run(f"{sys.executable} {program} {to}", shell=True, cwd=ROOT, text=True, capture_output=True,
-                           env={**os.environ, **environment})
-    assert "Traceback" not in found.stderr
-    return found.returncode, found.stdout, found.stderr
-
-
-@pytest.fixture
-def short(tmp_path):
-    """A command that shows a line and goes on, which needs no torch: its words, and the file that it writes last."""
-    program, end = tmp_path / "short.py", tmp_path / "end"
-    program.write_text(f"""from tinykv import cli
-with cli.one_line(cli.Parser()):
-    print("\u00fc\u6f22")
-    cli.note("\u00fc")
-    open({str(end)!r}, "x").close()
-""", encoding="utf-8")
-    return program, end
-
-
-@pytest.mark.parametrize("to, status, said", [
-    (">/dev/full", 1, "No space left"), (">&-", 1, "is closed"), ("2>&- >&-", 1, ""), ("2>/dev/full", 0, ""),
-    ("2>&-", 0, "")])
-def test_output_that_has_nowhere_to_go(short, to, status, said):
-    """It is lost, and nothing else is."""
-    program, end = short
-    found, _, err = process(program, to, PYTHONPATH=str(ROOT))
-    assert found == status and said in err and end.exists()
-
-
-def test_a_full_disk_loses_no_row(tmp_path):
-    words = f"eval_ppl.py --method rtn --scheme token-dynamic --context 32 --windows 1 --json {tmp_path / 'x.json'}"
-    status, _, err = process(words, ">/dev/full")
-    assert status == 1 and "No space left" in err
-    assert len(json.loads((tmp_path / "x.json").read_text())["rows"]) == 2
-
-
-def test_a_terminal_that_knows_ascii_alone(short):
-    assert process(short[0], PYTHONPATH=str(ROOT), PYTHONIOENCODING="ascii") == (0, "\\xfc\\u6f22\n", "\\xfc\n")
+def test_a_terminal_that_knows_ascii_alone(tmp_path):
+    (tmp_path / "short.py").write_text('from tinykv import cli\nwith cli.one_line(cli.Parser()):\n    print("\\u6f22")')
+    done = subprocess.run([sys.executable, tmp_path / "short.py"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u6f22\n", "")
 
 
 def test_a_package_that_is_missing_is_named(command, monkeypatch):
@@ -605,24 +551,17 @@ def test_half_of_torchrun_is_one_line(command, monkeypatch, found):
     assert "torchrun" in line and all(f"{name}={value}" in line for name, value in found.items())
 
 
-@pytest.mark.parametrize("words", [
-    "--data text.txt --json text.txt", "--json model/config.json --model model", "--json mine.py --method mine.py:Mine",
-    "--plot text.txt", "--json pipe", "--json /dev/null",
-    "--json new --plot new", "--json new --calibration ./new", "--data table.json --json table.json"])
-def test_outputs_replace_nothing_that_the_command_did_not_write(command, one_layer, monkeypatch, tmp_path, words):
-    """Nor what it reads; and the line comes before any work."""
+@pytest.mark.parametrize("words", ["--json text.txt", "--plot text.png", "--calibration text.txt",
+                                   "--json mine.py --method mine.py:Mine"])
+def test_outputs_replace_nothing_that_the_command_did_not_write(command, monkeypatch, tmp_path, words):
+    """And the line comes before any work."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(one_layer, "model")
-    Path("text.txt").write_text("Balo lives in Eastwick. " * 400)
-    Path("mine.py").write_text(f"from tinykv.methods.pfn import PFN as Mine{' ' * 5000}")
-    write_json(Path("table.json"), {"rows": []}, "tinykv-table")
-    pipe("pipe")
-
-    def content():
-        return {path: (path.lstat().st_ino, path.is_file() and path.read_bytes()) for path in tmp_path.rglob("*")}
-    before = content()
-    assert re.search("that this program wrote|another flag", refused(command, *words.split(), *SMALL))
-    assert content() == before
+    files = {"text.txt": "Balo lives in Eastwick.", "text.png": "no picture",
+             "mine.py": f"from tinykv.methods.pfn import PFN as Mine{' ' * 5000}"}
+    for name, text in files.items():
+        Path(name).write_text(text)
+    assert re.search("that this program wrote|give a folder", refused(command, *words.split(), *SMALL))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
 
 
 @pytest.mark.parametrize("plot, begins", [("b.png", b"\x89PNG"), ("b.PDF", b"%PDF"), ("b.svg", b"<?xml")])
@@ -631,10 +570,6 @@ def test_a_command_replaces_what_it_wrote(command, tmp_path, plot, begins):
     for _ in range(2):
         assert command("--method", "rtn", "--bits", "2,4", *outputs, *SMALL)[0] == 0
         assert (tmp_path / plot).read_bytes().startswith(begins)
-
-
-def test_a_figure_of_another_format_is_refused_before_any_work(command, tmp_path):
-    assert "ends in .png, .pdf, .svg" in refused(command, "--plot", tmp_path / "loss.jpg", *SMALL)
 
 
 def test_an_error_is_one_line_in_a_notebook():
@@ -763,24 +698,6 @@ def test_draws_are_calibrations_by_hand(rows_of, tmp_path, by_hand, draws):
     _, _, t_of_kl, p_of_kl, _ = paired(row["window_kl"], rows["pfn"]["window_kl"])
     assert cells(out)[-1] == [name, "pfn", f"{difference:+.4f}", f"{error:.4f}", f"{t:+.1f}", f"{p:.1g}",
                               f"{t_of_kl:+.1f}", f"{p_of_kl:.1g}", f"{better} of {n}"]
-
-
-def test_draws_of_a_file_are_parts_of_its_second_half(command, tmp_path, one_layer, monkeypatch):
-    """And each codec's k-means has the draw as its seed."""
-    path, modules = tmp_path / "text.txt", (clipped, codebook, nonuniform)
-    path.write_text("Vehul Ravfield. Vehul owl. Mara Norton. " * 400)
-    for module in modules:
-        monkeypatch.setattr(module, "kmeans", Mock(wraps=module.kmeans))
-    calibrated = Mock(wraps=calibrate)
-    monkeypatch.setattr(entries.calibrate, "calibrate", calibrated)
-    words = ["--method", "skvq,cq,kvquant", "--vq", "d8m4", "--data", path, "--draws", "2", *SMALL]
-    assert command(*words)[0] == 0
-    _, tokenizer = hf.load(one_layer)
-    stream = load_windows(str(path), tokenizer, 32, 4, "calibration").tokens
-    seen = [call.args[2].tolist() for call in calibrated.call_args_list]
-    assert seen == [part.tolist() for part in stream.split(2)]
-    assert [{call.kwargs["seed"] for call in module.kmeans.call_args_list} for module in modules] == [{0, 1}] * 3
-    assert "1000 windows need" in refused(command, *words, "--draws", "500")
 
 
 def test_each_draw_is_kept(command, calibrated, kept):

@@ -45,7 +45,7 @@ COMMANDS = [
         ("--method kivi --scheme kvquant", "--scheme", "kivi"),  # rtn, beside it, takes one, which has no groups
         ("--method rtn --outliers 1", "--outliers", "rtn"),  # not a setting of its scheme
         ("--method pfn,kvsink --outliers 0,1 --scheme token-static", "--outliers", "pfn", "kvsink"),
-        ("--context 2048", "2048", "128"), ("--method=--", "--method=--"), ("--method rtn --vs kvi", "--vs kvi"),
+        ("--context 2048", "2048", "128"), ("--method rtn --vs kvi", "--vs kvi"),
         ("--windows 1000000000", "1000000000 windows of"), ("--calib-windows 1000000000", "1000000000 windows of"),
         *((f"--{flag} 0", f"--{flag}", "0") for flag in ("windows", "calib-windows", "batch", "prompt", "draws")),
         ("--data nothing.txt", "nothing.txt", "tales"), ("--data line\nbreak.txt", "line\\nbreak"),
@@ -56,7 +56,8 @@ COMMANDS = [
         *((words, "mean --scheme?") for words in ("--kv-cache-dtype fp8", "--kv-cache-dtype=nvfp4", "-ctk q8_0")),
         ("--scheme fp8", "'fp8'", "token-dynamic"),
         ("pfn", "did you mean --method pfn?"), ("--method mine:Hundredth", "did you mean mine.py:Hundredth?"),
-        ("--json no/such/folder/out.json --method fp16", "no/such/folder")]),
+        ("--json no/such/folder/out.json --method fp16", "no/such/folder"),
+        ("--plot loss.jpg", "loss.jpg", "ends in .png, .pdf, .svg"), ("--draws 1000000000", "2000000000 windows of")]),
     (eval_ppl, INTACT, [
         ("--weights rnt", "rnt", "rtn", "awq", "gptq", "omniquant"), ("--weights rtn,", "''", "rtn"),
         ("--weights rtn --w-bits 3,1", "2 to 8", "1"), ("--weights rtn --w-group-size 24", "24"),
@@ -67,8 +68,7 @@ COMMANDS = [
         ("--prefix one.txt,two.txt", "prefix"),  # neither begins the other, and all methods read the same windows
         ("--scheme token-static", "scheme", "token-dynamic", "token-static")]),
     (train_intact, ["--out", "x.safetensors", *TRAINING], [
-        ("--samples 2147483647", "windows of", "ask for fewer"), ("--chats=--", "--chats=--"),
-        ("--calibration x.safetensors.state", "x.safetensors.state", "another flag"),
+        ("--samples 2147483647", "windows of", "ask for fewer"),
         (f"--out {WEIGHTS}", "model.safetensors", "that this program wrote"),
         ("--out no/such/folder/x.safetensors", "no/such/folder"), ("--out prefix.bin", "prefix.bin"),
         ("--updates 0", "updates", "0"), ("--lr 0", "lr", "0"), ("--clip=-1", "clip", "-1"), ("--tokens 2", "2"),

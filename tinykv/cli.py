@@ -33,9 +33,6 @@ class Parser(argparse.ArgumentParser):
         # a home directory that no shell has put in, as it was quoted, or stands behind "="
         words = sys.argv[1:] if words is None else words
         words = [re.sub(r"(?<![^=])~(?=/)", os.path.expanduser("~"), word) for word in words]
-        for word in words:
-            if word.endswith("=--"):  # which argparse takes for no value
-                self.error(f"{word}: '--' is not a value")
         return super().parse_known_args(words, namespace)
 
     def error(self, message):
@@ -51,10 +48,10 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def one_line(p, stopped="stopped"):
-    """Around a command's body: what the user can mend ends it with one line and exit status 2. Output that has nowhere
-    to go stops nothing; the end says so, with exit status 1."""
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = out, _ = [Outlet(stream) for stream in streams]
+    """Around a command's body: what the user can mend ends it with one line and exit status 2."""
+    for stream in (sys.stdout, sys.stderr):  # write each line at once; escape what a terminal has no characters for
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         yield
     except KeyboardInterrupt:
@@ -65,45 +62,12 @@ def one_line(p, stopped="stopped"):
         if not isinstance(error, UserError | ModuleNotFoundError | OSError) and not is_out_of_memory(error):
             raise
         p.exit(2, f"{p.prog}: error: {reason(error)}\n")
-    finally:
-        out.flush()
-        if out.error is not None:
-            note(f"{p.prog}: error: what it prints could not be written ({first_line(out.error)})")
-            os._exit(1)  # Python's own end would try to write it again
-        sys.stdout, sys.stderr = streams
 
 
 def run(p, body, stopped="stopped"):
     """A command whose parser is p: body(args), within `one_line`."""
     with one_line(p, stopped):
         body(p.parse_args())
-
-
-class Outlet:
-    """stdout or stderr, or None if it is closed. Writes at once; what cannot be written is lost, and `error` says why;
-    characters that a terminal has not are escaped."""
-
-    def __init__(self, stream):
-        self.stream, self.error = stream, None
-        if stream is None:
-            self.stream, self.error = open(os.devnull, "w"), OSError("it is closed")
-        if hasattr(self.stream, "reconfigure"):
-            self.stream.reconfigure(errors="backslashreplace")
-
-    def write(self, text):
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            self.error = error
-
-    def flush(self):
-        self.write("")
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
 
 
 def reason(error):

@@ -80,9 +80,8 @@ def check_counts(args, least, *flags):
 
 
 def check_outputs(args, **kinds):
-    """UserError if an output of the command, {flag: kind of file}, cannot be written, would replace what the program
-    did not write, or is what another flag names."""
-    named = [os.path.realpath(word) for word in vars(args).values() if isinstance(word, str) and "\0" not in word]
+    """UserError if an output of the command, {flag: kind of file}, cannot be written, or would replace what the program
+    did not write."""
     for flag, kind in kinds.items():
         path = getattr(args, flag)
         if path in (None, "-"):
@@ -90,8 +89,6 @@ def check_outputs(args, **kinds):
         folder = path if os.path.isdir(path) else Path(path).resolve().parent
         if not os.access(f"{folder}/", os.W_OK):  # nor is a file a folder
             raise UserError(f"--{flag} {path}: no file can be written there; give a file name in a folder that exists")
-        if named.count(os.path.realpath(path)) > 1:
-            raise UserError(f"--{flag} {path}: another flag names this file, too; give each a file of its own")
         if kind != "folder":
             check_target(path, kind)
         elif os.path.exists(path) and not os.path.isdir(path):

@@ -106,9 +106,7 @@ def build_entries(args, config, tokenizer, check=None):
                     raise UserError(f"two rows are called {entry.title}; give one of them another `name`")
                 entries[entry.title] = entry
 
-    # 3. Refuse a table of nothing but fp16, and a setting that none of the methods asked for takes
-    if len(entries) == 1 and left_out:
-        raise next(iter(left_out.values()))
+    # 3. Refuse a setting that none of the methods asked for takes
     for setting in given:
         flag = "--" + setting.replace("_", "-")
         others = [names[method] for method in asked
