@@ -275,7 +275,7 @@ class Scrambled(Codec):
     """Another codec that finds garbage where tokens are kept. kept (B, Hkv, T): of all tokens to come."""
 
     def __init__(self, codec, kept):
-        self.codec, self.kept, self.seen = codec, kept, 0
+        self.codec, self.bits, self.kept, self.seen = codec, codec.bits, kept, 0
 
     def encode(self, x, ignore=None):
         start, self.seen = self.seen, self.seen + x.shape[2]

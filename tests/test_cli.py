@@ -318,22 +318,6 @@ def test_tables_that_something_else_has_made_are_made_anew(command, monkeypatch,
     assert made_anew()
 
 
-def test_the_package_is_known_by_the_files_that_compute(tmp_path, monkeypatch):
-    """Of a copy: an edit of a codec changes the hash, one of the table does not."""
-    copy = tmp_path / "tinykv"
-    shutil.copytree(Path(tables.__file__).parent, copy)
-    monkeypatch.setattr(tables, "__file__", str(copy / "tables.py"))
-    before = tables.package_hash()
-    assert before == tables.PACKAGE
-    for name, changes in (("run/table.py", False), *((name, True) for name in (
-            "codecs/affine.py", "methods/ott.py", "weights/gptq.py", "cache.py", "calibrate.py", "kmeans.py",
-            "model.py", "outlier.py", "tables.py", "tracing.py"))):
-        with open(copy / name, "a") as file:
-            file.write("#\n")
-        assert (tables.package_hash() != before) == changes, name
-        before = tables.package_hash()
-
-
 def test_weights_are_quantized_on_the_text_of_the_first_draw(one_layer):
     """However many draws there are of what methods are calibrated on."""
     found = []

@@ -437,9 +437,9 @@ def test_a_setting_of_another_type_is_refused(one_layer, given):
 
 def test_compare_reads_an_edited_file_anew(one_layer, tmp_path):
     path = tmp_path / "mine.py"
-    for bits in (1, 2):
-        path.write_text(f"from tinykv.methods.fp16 import FP16\n\nclass Mine(FP16):\n    k_bits = {bits}\n")
-        assert compare(f"{path}:Mine", one_layer, windows=1, context=32)[-1]["k_bits"] == bits
+    for name in ("first", "second"):
+        path.write_text(f"from tinykv.methods.fp16 import FP16\n\nclass Mine(FP16):\n    name = '{name}'\n")
+        assert compare(f"{path}:Mine", one_layer, windows=1, context=32)[-1]["label"] == name
 
 
 def test_a_method_belongs_to_the_rounding_of_the_weights_that_it_was_calibrated_on(one_layer):

@@ -114,6 +114,7 @@ from tinykv.codecs.base import Codec, Codes, Pair
 from tinykv.methods.base import Method
 
 class Half(Codec):
+    bits = 2
     def __init__(self, wrong):
         self.wrong = wrong
     def encode(self, x, ignore=None):
@@ -155,7 +156,7 @@ def mine(tmp_path):
     ("none", ["`encode` of Half", "None"]), ("block=a", ["block of Mine", "'a'"]), ("block=None", ["block of"]),
     ("recent=x", ["recent of Mine"]), ("preserve=x", ["preserve of Mine"]),
     ("k_bits=nan", ["k_bits of Mine", "nan"]), ("codecs=None", ["Mine: `codecs`", "None"]),
-    ("codecs=abcd", ["Mine: `codecs`", "abcd"]), ("prefix=x", ["prefix of Mine", "'x'"]),
+    ("codecs=abcd", ["Mine: `codecs`", "abcd"]),
     ("one", ["`decode` of Half", "(1, 1, 1, 8)"]), ("ints", ["`decode` of Half", "int64"]),
     ("short", ["`decode` of Half", "(1, 1, 16, 8)"]), ("nan", ["layer 0", "decodes", "not finite"]),
     ("codecs", ["Mine: `codecs`"]), ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]),
@@ -366,7 +367,7 @@ def test_equal_content_is_an_equal_file(tmp_path):
 
 class OwnCodecs(Method):
     """Keys share a scale among two tokens; `codecs` of all layers are those of `layer`."""
-    rope = "pre"
+    rope, k_bits, v_bits = "pre", 4, 4
 
     def __init__(self, config, layer=None, **when):
         super().__init__(config)

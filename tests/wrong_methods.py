@@ -132,12 +132,16 @@ class Fake(Silent):
     """The same, said to be 2 bits."""
     k_bits = v_bits = 2
 
+    class codec(Silent.codec):
+        bits = 2
+
 
 LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of E2M1, without their sign
 
 
 class FloatCodec(Codec):
     """Right: floats of 4 bits; 16 channels of a token share a scale."""
+    bits = 4
 
     def encode(self, x, ignore=None):
         g = x.float().unflatten(-1, (-1, 16))  # (B, Hkv, T, d/16, 16)

@@ -320,6 +320,7 @@ class KVCache:
             for layer, k, v in zip(self.layers, keys, values):
                 layer.append(k, v)
         self.start = len(self)  # tokens of the prefix
+        self.unread = None  # (B, 1): the last token of a `generate`, until the next forward
         self.tables_of = self.method.calibrated_on  # the calibration that this text's codes are of
         self.busy = False
 
@@ -329,7 +330,9 @@ class KVCache:
         goes_on = len(self) > self.start
         check_tokens(tokens, self.config, len(self) if goes_on else 0)
         T, prefix = tokens.shape[1], self.method.prefix
-        self.check_whole(self.busy)
+        if self.busy:
+            raise UserError(f"a forward has begun and not ended, so some tokens are read in part: {self!r}; "
+                            "`reset` the cache, or make a new one")
         if goes_on:
             if self.tables_of is not self.method.calibrated_on:
                 raise UserError(f"{self.method!r} was calibrated anew after this text had begun; `reset` the cache")
@@ -339,6 +342,10 @@ class KVCache:
             if len(tokens) != (held := len(self.layers[0].keys.recent)):
                 raise UserError(f"the cache holds {held} texts, but tokens for {len(tokens)} were given; give tokens "
                                 "for all of them, or make a new cache")
+            if self.unread is not None and not tokens[:, :1].equal(self.unread):
+                raise UserError("after `generate`, a text goes on with the last token that it gave, as the cache holds "
+                                "all others already; give output[:, -1:], and what comes after it")
+            self.unread = None
             return tokens, len(self)
         if self.method.needs_calibration:
             raise UserError(f"{self.method!r} is not calibrated on this model yet; run "
@@ -359,12 +366,6 @@ class KVCache:
         new = memo[id(self)] = object.__new__(type(self))
         vars(new).update(copy.deepcopy(vars(self), memo))
         return new
-
-    def check_whole(self, busy=False):
-        """UserError unless all layers hold the same tokens, and each forward so far has ended."""
-        if busy or any(layer.length != len(self) for layer in self.layers):
-            raise UserError(f"a forward has begun and not ended, so some tokens are read in part: {self!r}; "
-                            "`reset` the cache, or make a new one")
 
     def update(self, layer, q, k, v, seen):
         """Add new tokens to a layer -> K (rotated) and V of all tokens: see `LayerCache.update`."""

@@ -48,6 +48,13 @@ class LlamaConfig:
     bos_token_id: int | None = None
     eos_token_id: int | list | None = None
 
+    @property
+    def positions(self):
+        """How many tokens a text may have: RoPE's `linear` stretches the positions of training, as Vicuna 16k's."""
+        scaling = self.rope_scaling or {}
+        stretched = scaling["factor"] if scaling.get("rope_type") == "linear" else 1
+        return int(self.max_position_embeddings * stretched)
+
 
 class RMSNorm(nn.Module):
     def __init__(self, dim, eps):
@@ -312,9 +319,9 @@ class Llama(nn.Module):
         """Continue tokens (B, T) by up to max_new_tokens: greedy at temperature 0, else sampled from the top-p nucleus.
 
         Returns (B, T + new). Stops early once every row has produced `eos`, an id or several; a row that is done
-        repeats the first of them. Without a cache the whole text is read again for every token.
+        repeats the first of them. Without a cache the whole text is read again for every token. With one, `tokens` are
+        what it has not read: after a `generate`, the last token of its output, and what comes after it.
         """
-        check_tokens(tokens, self.config)
         new, seen = (tokens, 0) if cache is None else cache.expect(tokens)
         check_tokens(new, self.config, seen + max_new_tokens - 1)  # the last new token is not read
         if not (temperature >= 0 and 0 < top_p <= 1):  # nor is NaN
@@ -339,6 +346,8 @@ class Llama(nn.Module):
             if cache is not None:
                 cache.busy = True
             raise
+        if cache is not None and max_new_tokens:
+            cache.unread = unread  # (B, 1)
         return tokens
 
 

@@ -84,19 +84,18 @@ def check_outputs(args, **kinds):
     did not write."""
     for flag, kind in kinds.items():
         path = getattr(args, flag)
-        if path in (None, "-"):
+        if path in (None, "-") or kind == "folder" and os.path.isdir(path):  # which may hold all tables, read-only
             continue
-        folder = path if os.path.isdir(path) else Path(path).resolve().parent
-        if not os.access(f"{folder}/", os.W_OK):  # nor is a file a folder
+        if not os.access(f"{Path(path).resolve().parent}/", os.W_OK):  # nor is a file a folder
             raise UserError(f"--{flag} {path}: no file can be written there; give a file name in a folder that exists")
         if kind != "folder":
             check_target(path, kind)
-        elif os.path.exists(path) and not os.path.isdir(path):
+        elif os.path.exists(path):
             raise UserError(f"--{flag} {path} is a file, and no folder; give a folder")
 
 
 def check_context(context, config, flag="context"):
-    longest = config.max_position_embeddings
+    longest = config.positions
     if context > longest:
         raise UserError(f"--{flag} {context} is longer than the {longest} positions that this model was made for")
 
@@ -121,7 +120,7 @@ def set_up(args, longest, loaded=None):
         args.config = hf.load_config(args.model)
         args.tokenizer = hf.load_tokenizer(args.model, args.config)
     args.device = args.devices[0]
-    args.context = args.context or min(args.config.max_position_embeddings, longest)
+    args.context = args.context or min(args.config.positions, longest)
     check_context(args.context, args.config)
     args.calib_context = args.calib_context or args.context
     check_context(args.calib_context, args.config, "calib-context")

@@ -4,6 +4,7 @@ What calibration finds (ranges, levels, codebooks) are a method's *tables*. They
 of one method. This file takes them from a method and gives them back (`Calibrated`), keeps them in a folder (`Tables`),
 and refuses what does not belong together.
 """
+import copy
 import hashlib
 import inspect
 import json
@@ -18,10 +19,6 @@ from tinykv import UserError, all_finite, one_of
 from tinykv.codecs.base import Pair
 from tinykv.files import digest_of, load_tensors, save_tensors
 from tinykv.identity import same_model
-
-# of this package, what can change what calibration finds
-COMPUTES = ("cache", "calibrate", "codecs", "kmeans", "methods", "model", "outlier", "tables", "tracing", "weights")
-
 
 # The tables of a method
 
@@ -69,8 +66,16 @@ class Calibrated:
         self.calibrated_on = tables["model"].cpu() if "model" in tables else model.identity(), stored_as
         self.check_model(model)
 
+    def __copy__(self):
+        """A method of its own: calibrating it does not change the tables of the first."""
+        return copy.deepcopy(self)
+
     def stored_as(self):
-        """A number for what tables depend on: where keys are stored, what calibration keeps, how codecs were made."""
+        """A number for what tables depend on: where keys are stored, what calibration keeps, how codecs were made.
+
+        Of two that differ, one pair in 2^32 has the same number. Of a codec it sees the class, and those arguments of
+        its constructor that are attributes, and texts or numbers; of what `Method.fit` reads, only `preserve`.
+        """
         made_with = [self.rope, 0 if self.uses_scores else self.preserve]  # it scores none
         for _, _, codec in self.each_codec():
             names = inspect.signature(type(codec)).parameters
@@ -87,15 +92,13 @@ class Calibrated:
         for setting, value, least in (("recent", self.recent, 0), ("block", self.block, 1), ("preserve", preserve, 0)):
             if not (hasattr(value, "__index__") and value >= least):
                 raise UserError(f"{setting} of {name} must be a whole number of at least {least}; got {value!r}")
-        for setting, value in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
-            if not isinstance(value, int | float) or not value > 0:  # nor is NaN
-                raise UserError(f"{setting} of {name} must be a number above 0; got {value!r}")
-        of_prefix = ("name", "ids", "trained_for", "fill", "rows")
-        if self.prefix is not None and not all(hasattr(self.prefix, part) for part in of_prefix):
-            raise UserError(f"prefix of {name} must be None, or have {', '.join(of_prefix)}, as an intactkv.Prefix "
-                            f"has; got {self.prefix!r}")
         if not isinstance(self.codecs, list | tuple) or [type(pair) for pair in self.codecs] != [Pair] * L:
             raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {self.codecs!r}")
+        for kind, said in (("k", self.k_bits), ("v", self.v_bits)):
+            bits = {codec.bits for _, of, codec in self.each_codec() if of == kind}
+            if not (isinstance(said, int | float) and min(bits) <= said <= max(bits)):  # nor is NaN
+                raise UserError(f"{kind}_bits of {name} is {said!r}, and `bits` of its codecs {bits}; set both alike "
+                                "where they are made")
         for _, kind, codec in self.each_codec():
             if (block := self.block_of(kind)) % codec.tokens_per_group:
                 raise UserError(f"a block of {block} tokens does not hold whole groups of "
@@ -142,16 +145,8 @@ def hash_of(*parts):
     return hashlib.sha256(json.dumps([PACKAGE, *parts], sort_keys=True, default=plain).encode()).hexdigest()
 
 
-def package_hash():
-    """Of the files of this package that can change what calibration finds."""
-    package, digest = Path(__file__).parent, hashlib.sha256()
-    for name in COMPUTES:
-        for path in sorted([*package.glob(f"{name}.py"), *package.glob(f"{name}/*.py")]):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-PACKAGE = package_hash()  # what runs is what was loaded, also if a file is edited later
+SOURCES = sorted(Path(__file__).parent.rglob("*.py"))
+PACKAGE = hashlib.sha256(b"".join(map(Path.read_bytes, SOURCES))).hexdigest()  # what was loaded, if edited later, too
 
 
 def fingerprint(model):

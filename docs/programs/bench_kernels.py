@@ -319,7 +319,8 @@ def decoding(model, name, context, steps, device):
     for layer in cache.layers:
         filled(layer, config, 1, context, device, model.lm_head.weight.dtype)
     new = torch.zeros(1, 1, dtype=torch.long, device=device)
-    model.generate(new, 2, cache)[0].tolist()  # compiles what is not compiled yet; a list waits for the GPU
+    new = model.generate(new, 2, cache)[:, -1:]  # compiles what is not compiled yet
+    new.tolist()  # waits for the GPU
     clock = time.perf_counter()
     model.generate(new, steps, cache)[0].tolist()
     return steps / (time.perf_counter() - clock)

@@ -43,10 +43,8 @@ def load_model(folder, device="cpu", dtype=torch.float32):
         on = model.devices[int(block[1]) % n_layers] if others and block else device
         if not tensor.is_floating_point() or tensor.itemsize < 2:  # codes, which mean little without their scales
             raise UserError(f"{folder}: {name} is {tensor.dtype}; give a checkpoint in 16 or 32 bits")
-        if name in wanted and wanted[name].shape != tensor.shape:  # before it takes memory
-            raise UserError(f"{folder}: {name} is {list(tensor.shape)}, and by config.json "
-                            f"{list(wanted[name].shape)}; take both, and all files, from the same checkpoint")
-        tensor = tensor.to(on, dtype, copy=True)
+        if name in wanted and wanted[name].shape == tensor.shape:  # else torch names it below, and it takes no memory
+            tensor = tensor.to(on, dtype, copy=True)
         if name in state and not torch.equal(state[name], tensor):
             raise UserError(f"{folder} holds {name} twice, with different numbers; keep the files of one checkpoint, "
                             "and set tie_word_embeddings to false if lm_head.weight is not the embedding")
@@ -104,7 +102,8 @@ def read_tensors(folder):
     files = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
     if index.exists() and not whole.exists():
         shard_of = read_json(index).get("weight_map")  # {name of a tensor: name of a file}
-        files = sorted({folder / str(name) for name in shard_of.values()}) if isinstance(shard_of, dict) else []
+        names = shard_of.values() if isinstance(shard_of, dict) else []
+        files = sorted({folder / Path(str(name)).name for name in names})  # of this folder
     if not files:
         raise UserError(f"no weights in {folder}; it must hold model.safetensors, or its shards, as save_pretrained "
                         "writes them (of .bin files: load and save them with transformers)")

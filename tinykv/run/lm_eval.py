@@ -49,7 +49,7 @@ class TinyKV(TemplateLM):
         self.model, self.method = models[entry.weights], entry.method
 
         self.prefix = self.method.prefix.ids if self.method.prefix else []
-        self.max_length = args.config.max_position_embeddings - len(self.prefix)
+        self.max_length = args.config.positions - len(self.prefix)
 
     # What lm_eval asks of a tokenizer
 
