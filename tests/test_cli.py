@@ -5,7 +5,6 @@ import math
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from functools import partial
