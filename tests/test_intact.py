@@ -11,7 +11,6 @@ import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -173,13 +172,11 @@ def test_a_prefix_of_another_model_or_other_weights_is_refused(trained, seed, we
 
 
 def test_what_a_prefix_may_be(tokenizer, tmp_path):
-    assert open_prefix("bos", tokenizer).ids == [tokenizer.bos_id]
     path = tmp_path / "system.txt"
     path.write_text("Balo lives in Eastwick.\n")
-    found = open_prefix(str(path), tokenizer)
-    assert found.ids == [tokenizer.bos_id, *tokenizer.encode("Balo lives in Eastwick.")] and str(found) == str(path)
-    with pytest.raises(UserError, match="boss"):
-        open_prefix("boss", tokenizer)
+    bos, found = open_prefix("bos", tokenizer), open_prefix(str(path), tokenizer)
+    assert bos.ids == [tokenizer.bos_id] and str(found) == str(path)
+    assert found.ids == [tokenizer.bos_id, *tokenizer.encode("Balo lives in Eastwick.")]
 
 
 # ---- training
@@ -241,12 +238,6 @@ def test_the_gradient_of_the_loss_by_finite_differences(sharing, n):
 
 # ---- train_intact.py
 
-def test_every_text_comes_once_before_any_comes_again():
-    order = train_intact.text_order(9, 0, 25)
-    assert len(order) == 25 and sorted(order[:9]) == sorted(order[9:18]) == list(range(9))
-    assert order[:9] != order[9:18]
-
-
 UPDATES = 40  # of the run that is stopped, early: there is time to do so
 TINY = ["--samples", "8", "--tokens", "64", "--accumulate", "2", "--context", "64", "--windows", "1"]
 
@@ -262,27 +253,19 @@ def evaluating(command):
     return partial(command, "--context", 64, "--windows", 2)
 
 
-@pytest.mark.whole  # forty updates
-def test_training_lowers_the_loss(training):
-    _, out, _ = training("--model", EMBEDDED, "--updates", UPDATES)
-    head, full, *lines = cells(out)
-    assert head == ["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"]
-    assert full[:4] == ["-"] * 4 and float(full[5]) == 0 and [line[1] for line in lines] == ["none", "exact", "trained"]
-    none, exact, trained = ([float(x) for x in line[2:]] for line in lines)
-    assert trained[0] < exact[0] < none[0] and exact[3] < none[3]
-    assert "256 parameters" in out  # 4 layers, keys and values of a head of 32
-
-
 @pytest.mark.whole
 def test_what_was_trained_is_what_is_evaluated(training, evaluating, tmp_path):
+    """And the loss is lower for it."""
     path = tmp_path / "trained.safetensors"
-    assert training("--updates", 2, "--w-bits", 2)[0] == 0
+    status, out, _ = training("--updates", UPDATES, "--w-bits", 2)
+    head, full, *lines = cells(out)
+    assert status == 0 and head == ["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"]
+    assert full[:4] == ["-"] * 4 and float(full[5]) == 0 and [line[1] for line in lines] == ["none", "exact", "trained"]
+    none, exact, trained = ([float(x) for x in line[2:]] for line in lines)
+    assert trained[0] < exact[0] < none[0]
     status, out, _ = evaluating("--method", "intactkv", "--weights", "rtn", "--w-bits", 2, "--prefix", f"bos,{path}")
     assert status == 0 and f"intactkv prefix={path}" in out and "intactkv prefix=bos" in out
-    words = ["--method", "intactkv", "--prefix", path]
-    for other in ([], ["--weights", "rtn", "--w-bits", 3], ["--weights", "rtn", "--w-bits", 2, "--w-group-size", 32]):
-        assert "weights" in refused(evaluating, *words, *other)
-    assert "another model" in refused(evaluating, *words, "--weights", "rtn", "--w-bits", 2, "--dtype", "bf16")
+    assert "weights" in refused(evaluating, "--method", "intactkv", "--prefix", path)
 
 
 def test_a_prefix_of_a_tokenizer_without_bos(training, evaluating, one_layer, tmp_path):
@@ -356,7 +339,7 @@ def test_a_gradient_is_the_mean_over_the_texts_of_an_update(training, monkeypatc
 
 @pytest.mark.parametrize("batch", [None, 1, 2])
 def test_each_update_reads_the_texts_that_come_next(monkeypatch, batch):
-    """Also in a run that goes on after the first update, and whatever is read at a time."""
+    """Each once before any comes again; also in a run that goes on, and whatever is read at a time."""
     read, rows = [], torch.zeros(1, requires_grad=True)
 
     def loss(full, quantized, tokens, exact, trained, counts):
@@ -370,7 +353,8 @@ def test_each_update_reads_the_texts_that_come_next(monkeypatch, batch):
         state.update = lambda clip, state=state: vars(state).update(done=state.done + 1)
         train_intact.train(None, None, texts, None, state, args)
     order = train_intact.text_order(5, 3, 12)
-    assert read == order + order[3:]
+    assert read == order + order[3:] and len(order) == 12
+    assert sorted(order[:5]) == sorted(order[5:10]) == list(range(5)) and order[:5] != order[5:10]
 
 
 def stop(patch, at):
@@ -426,16 +410,6 @@ def test_the_state_of_another_run_or_a_damaged_one_is_refused_and_stays(training
         assert state.read_bytes() == damaged and not path.exists()
 
 
-def test_a_full_disk_leaves_the_old_state(monkeypatch, tmp_path):
-    path, first = tmp_path / "state", [torch.ones(2, 1, 3, 4)] * 2
-    train_intact.State(path, "a run", *first, lr=0.01).save()
-    before = path.read_bytes()
-    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(UserError, match="No space left"):
-        train_intact.State(path, "a run", *first, lr=0.01).update(0.3)
-    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["state"]
-
-
 # ---- eval_ppl.py
 
 def rows_in(out):
@@ -455,9 +429,7 @@ def test_lists_of_quantizers_and_prefixes(evaluating, tmp_path):
     names, kinds = ["rtn-3", "rtn-4", "gptq-3", "gptq-4"], ["fp16", "intactkv prefix=bos", f"intactkv prefix={system}"]
     rows = rows_in(out)
     assert status == 0 and list(rows) == [("-", "fp16"), *((w, m) for w in names for m in kinds)]
-    assert len({row["ppl"] for row in rows.values()}) == len(rows) and rows["-", "fp16"]["KL"] == "0.0000"
-    assert float(rows["rtn-3", kinds[2]]["KL"]) < float(rows["rtn-3", "fp16"]["KL"])  # the coarsest weights gain
-    assert all(f"weights {w}: " in out for w in names)
+    assert len({row["ppl"] for row in rows.values()}) == len(rows) and all(f"weights {w}: " in out for w in names)
     assert re.search(r"the first [3-9] tokens of every window", out)
     written = json.loads(out_json.read_text())["rows"]
     assert [(row["weights"], row["label"]) for row in written[1:]] == list(rows)[1:]

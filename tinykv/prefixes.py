@@ -8,7 +8,6 @@ from tinykv.tables import fingerprint
 from tinykv.weights.command import FULL_PRECISION
 
 FORMAT = "tinykv-prefix"  # what the file says that it is
-LARGEST = 2 ** 20  # bytes of a text that is a prefix
 
 
 def open_prefix(what, tokenizer):
@@ -19,7 +18,7 @@ def open_prefix(what, tokenizer):
         return Prefix(what, [tokenizer.bos_id])
     if what.endswith(".safetensors"):
         return load_prefix(what)
-    text = read_text(what, LARGEST).rstrip("\n")
+    text = read_text(what).rstrip("\n")
     bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     return Prefix(what, [*bos, *tokenizer.encode(text)])
 
