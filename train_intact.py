@@ -89,7 +89,7 @@ class State:
 
 
 def text_order(samples, seed, length):
-    """Which text comes when, `length` numbers: all in a random order, then in another, ..."""
+    """The order of the texts, `length` indices: all in a random order, then in another, ..."""
     rng, rounds = torch.Generator().manual_seed(seed), math.ceil(length / samples)
     return torch.cat([torch.randperm(samples, generator=rng) for _ in range(rounds)])[:length].tolist()
 
@@ -159,10 +159,10 @@ def load_texts(args, prefix):
 
 
 def check(args):
-    """What can be seen to be wrong before anything is loaded."""
+    """Refuse what is visibly wrong before anything is loaded."""
     shared_flags.check_counts(args, 1, "samples", "updates", "accumulate", "batch")
     for flag, value in (("lr", args.lr), ("clip", args.clip)):
-        if not value > 0:  # nor is NaN
+        if not value > 0:  # refuses NaN as well
             raise UserError(f"--{flag} must be above 0; got {value}")
     if Path(args.out).suffix != ".safetensors":
         raise UserError(f"--out is a name that ends in .safetensors; got {args.out}")

@@ -175,7 +175,7 @@ class LayerCache:
         self.length = 0  # tokens seen
         self.dtype = None  # the model's
         self.chooses_once = prompt is not None and method.choose == "prompt"  # it chooses at the end of the prompt
-        # `append` says of the newest tokens
+        # `append` sets these for the newest tokens
         self.quantizes_first = False  # whether they are quantized before they are read
         self.is_choosing = True  # whether the method still chooses tokens to keep
 
@@ -202,7 +202,7 @@ class LayerCache:
         return attended
 
     def for_attention(self, q, seen):
-        """K and V, (B, Hkv, S, d) both. (Of a `TritonLayer` the output of attention, which it computes itself.)"""
+        """K and V, (B, Hkv, S, d) both. (A `TritonLayer` returns the attention's output, which it computes itself.)"""
         return self.read()
 
     def quantize(self):
@@ -271,7 +271,7 @@ class LayerCache:
     def keep(self, n_keys, n_values):
         """Ask the method which tokens to keep, and keep them.
 
-        It is asked when tokens are about to be quantized, for keys and values before either changes. A method that
+        It is asked when tokens are about to be quantized: for keys and for values, before either changes. A method that
         chooses once is asked about the whole prompt, even if none of it is quantized yet.
         """
         if self.chooses_once:
@@ -309,7 +309,7 @@ class KVCache:
 
     def reset(self):
         """Forget every token, except those of the method's prefix."""
-        self.busy = True  # while this, or a forward, is running; the model says so of a forward
+        self.busy = True  # while this or a forward is running; the model sets it for a forward
         self.shared = SimpleNamespace()  # what the method knows of this text, by name
         self.method.begin(self)
         self.layers = [self.layer_class(i, self.method, self.rope, self.protocol, self.shared, self.prompt)

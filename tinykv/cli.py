@@ -83,7 +83,7 @@ def reason(error):
 
 
 def is_out_of_memory(error):
-    """Whether memory ran out: Python's, a GPU's or a CPU's, of which torch has no exception of its own."""
+    """Whether memory ran out: Python's, a GPU's or a CPU's, for which torch has no exception class."""
     return isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)) is not None
 
 

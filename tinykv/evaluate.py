@@ -1,7 +1,7 @@
 """Perplexity, and what goes with it: each method beside fp16, on the same windows.
 
-fp16 goes first. What the other methods are compared with stays in main memory: 2 D + 2 numbers a target (`Exact`),
-whatever the size V of the vocabulary. Each method's hidden states are turned into logits once, a slice at a time: this
+fp16 goes first. Its predictions stay in main memory for the comparison: 2 D + 2 numbers a target (`Exact`), however
+large the vocabulary V is. Each method's hidden states are turned into logits once, a slice at a time: this
 product with the head, 2 D V operations a target, is most of what a comparison costs.
 """
 import math

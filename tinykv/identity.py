@@ -10,8 +10,8 @@ PROBED_AT = 1000  # the position of the probe's first token: there RoPE's slow p
 
 
 def identity(model):
-    """What a model is known by: the keys (rotated), the values and the logits that it computes of a fixed text,
-    whatever weights, hooks and RoPE they come of: (2, L + 1, Hkv, T, d). See `same_model`.
+    """What identifies a model: the keys (rotated), the values and the logits that it computes from a fixed text with
+    its weights, hooks and RoPE: (2, L + 1, Hkv, T, d). See `same_model`.
 
     They are remembered on the model until it is edited.
     """
@@ -55,8 +55,8 @@ def probed(model):
 
 
 def identity_of(keys, values, logits):
-    """keys, values (L, Hkv, T, d), and of the logits (1, T, vocab), as those of a layer more, as many as a key has
-    numbers, from all over the vocabulary -> (2, L + 1, Hkv, T, d)."""
+    """keys, values (L, Hkv, T, d) and logits (1, T, vocab) -> (2, L + 1, Hkv, T, d). Some logits, taken from all over
+    the vocabulary, fill one more layer."""
     _, Hkv, T, d = keys.shape
     some = torch.arange(Hkv * d) * logits.shape[-1] // (Hkv * d)  # (Hkv * d)
     last = logits.cpu()[..., some].view(1, T, Hkv, d).transpose(1, 2)  # (1, Hkv, T, d)

@@ -137,7 +137,8 @@ class Attention(nn.Module):
     plain      softmax(q k^T / sqrt(d)) v in visible lines, for reading and stepping
     fused      torch's own kernel, which computes the same
     triton     the cache computes it from its packed codes; only a TritonCache can (triton_cache.py)
-    compiled   so does a CompiledCache, of one new token, in loops that torch compiles (compiled_cache.py); else fused
+    compiled   a CompiledCache computes it for a single new token, in loops that torch compiles (compiled_cache.py);
+               several new tokens take the fused lines
     """
 
     def __init__(self, config):
@@ -250,7 +251,7 @@ class Llama(nn.Module):
         })
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.devices = None  # of each layer, where they lie on several
-        self.known = None  # by what: `identity.identity`
+        self.known = None  # what `identity.identity` found, until the model is edited
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model["embed_tokens"].weight
 
@@ -264,8 +265,8 @@ class Llama(nn.Module):
         """tokens (B, T) -> logits (B, T, vocab), or with logits=False the normed hidden states (B, T, D).
 
         With a cache, the tokens follow those that it holds. A cache may begin with a prefix: a fixed text whose keys
-        and values it holds from the start. Then `tokens` must begin with that text, too, and only the tokens after it
-        have an output.
+        and values it holds from the start. `tokens` must then begin with that text; only the tokens after it have an
+        output.
         """
         seen = 0
         if cache is None:
@@ -295,8 +296,8 @@ class Llama(nn.Module):
     def mask(self, seen, T, device):
         """(T, S): True where new token i may look at token j, S = seen + T.
 
-        None where torch's own attention needs no mask: for the lower triangle, also after a prefix that is shorter than
-        the new tokens, and for a single new token, which sees all.
+        Returns None where torch's own attention needs no mask: for a lower triangle, even after a prefix shorter than
+        the new tokens, and for a single new token, which sees every key.
         """
         S, window = seen + T, self.config.sliding_window
         is_plain = self.model["layers"][0].self_attn.attention == "plain"
@@ -311,7 +312,7 @@ class Llama(nn.Module):
         return visible
 
     def identity(self):
-        """What the model is known by: see `identity.identity`."""
+        """What identifies the model: see `identity.identity`."""
         return identity(self)
 
     @torch.no_grad()
@@ -324,7 +325,7 @@ class Llama(nn.Module):
         """
         new, seen = (tokens, 0) if cache is None else cache.expect(tokens)
         check_tokens(new, self.config, seen + max_new_tokens - 1)  # the last new token is not read
-        if not (temperature >= 0 and 0 < top_p <= 1):  # nor is NaN
+        if not (temperature >= 0 and 0 < top_p <= 1):  # refuses NaN as well
             raise UserError(f"temperature is from 0 on, and top_p above 0 and up to 1; got {temperature} and {top_p}")
         ends = torch.tensor([] if eos is None else eos, device=tokens.device).flatten()  # a config may have several
         rng = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)

@@ -62,7 +62,7 @@ def save(figure, path):
 
 
 def shown(figure):
-    """A digest of the words, and of the numbers to three digits, that a figure shows, whatever it looks like."""
+    """A digest of the words that a figure shows, and of its numbers to three digits; its looks do not count."""
     said = [figure.get_suptitle()]
     for panel in figure.axes:
         said += [panel.get_title("left"), panel.get_xlabel(), panel.get_ylabel()]
@@ -113,8 +113,8 @@ def label_ends(panel):
 
 
 def lines_by_layer(panel, rows, labels):
-    """A line over the layers for each column in labels {column: label}; a missing number is a gap. Of many layers some
-    have markers, other ones on each line, so that lines that lie on each other can be told apart."""
+    """A line over the layers for each column in labels {column: label}; a missing number is a gap. With many layers,
+    only some have markers, at other layers on each line, so that overlapping lines can be told apart."""
     layers, step = [row["layer"] for row in rows], 1 + len(rows) // 12
     for i, (column, label) in enumerate(labels.items()):
         panel.plot(layers, [row[column] for row in rows], label=label, markevery=(i % step, step), **style(i))

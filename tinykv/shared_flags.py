@@ -26,7 +26,7 @@ def add_attention(p, *others):
     """--attention. others: those besides plain and fused that the command knows: triton, compiled."""
     words = {"plain": "attention line by line, for stepping through", "fused": "torch's own",
              "triton": "the kernels of kernels.py, from the packed codes, on a GPU",
-             "compiled": "token by token from the packed codes, too, in loops that torch compiles"}
+             "compiled": "also from the packed codes, a token at a time, in loops that torch compiles"}
     choices = ["plain", "fused", *others]
     p.add_argument("--attention", choices=choices, default="fused",
                    help="; ".join(f"{word}: {words[word]}" for word in choices))
@@ -101,8 +101,8 @@ def check_context(context, config, flag="context"):
 
 
 def set_up(args, longest, loaded=None):
-    """Add to a command's flags what its model and the machine decide: `config`, `tokenizer`, the `devices` that the
-    layers are on, the first of which, `device`, is given tokens, `dtype` and `context`.
+    """Add to a command's flags what its model and the machine decide: `config`, `tokenizer`, `dtype`, `context` and the
+    `devices` that the layers are on. Tokens go to the first of these, `device`.
 
     longest: tokens of a window, unless told otherwise, or as many as the model was made for. loaded: a (model,
     tokenizer) to use instead of --model.

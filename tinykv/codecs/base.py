@@ -34,7 +34,7 @@ class Codes:
         vars(self).update(others)
 
     def followed_by(self, other):
-        """These codes, then others of the same codec. Only the last may end in a group that is not full."""
+        """These codes followed by others of the same codec. Only the last block may end in a partial group."""
         return type(self)(**{name: torch.cat([mine, vars(other)[name]], dim=2) for name, mine in vars(self).items()})
 
     @property
@@ -49,7 +49,7 @@ class Codes:
 
 # Packing
 
-WORDS = torch.int64, torch.int32, torch.int16, torch.uint8  # of which `unpack` takes the widest that rows consist of
+WORDS = torch.int64, torch.int32, torch.int16, torch.uint8  # `unpack` takes the widest that divides a row
 
 
 class Section(NamedTuple):
@@ -160,15 +160,15 @@ class Codec:
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
     needs_text = False  # True: calibration has to call `fit` before the first text
     needs_gradient = False  # True: `fit` is given the gradient of the loss
-    joins = False  # True: `decode` takes recent rows as well, and gives them after the decoded ones, to save a copy
-    tables = ()  # names of all tensors that `fit` sets, None before: others are neither restored nor counted
+    joins = False  # True: `decode` also takes the recent rows and appends them, which saves a copy
+    tables = ()  # names of the tensors that `fit` sets (None before it): only these are restored and counted
 
     def fit(self, rows, kept, gradient=None, seed=0):
         """Find the tables, given the keys, or values, of W windows of calibration text.
 
         rows (W, Hkv, T, d): in full precision, as the method stores them. kept (W, Hkv, T): True at tokens that the
-        method keeps, which are never quantized, perhaps all of a head's. gradient (W, Hkv, T, d): of each window's loss
-        with respect to rows. seed: of k-means.
+        method keeps and never quantizes; a head may keep all. gradient (W, Hkv, T, d): of each window's loss with
+        respect to rows. seed: of k-means.
         """
 
     def encode(self, x, ignore=None):

@@ -42,10 +42,10 @@ class Method(Calibrated):
     # Calibration
     needs_text = False  # True: calibration calls `fit`, before that of the codecs
     found = ()  # attributes that `fit` sets, integers or None; they are saved with the codecs' tables
-    calibration_windows = CALIBRATION_WINDOWS  # how many it should see, unless the user says otherwise
+    calibration_windows = CALIBRATION_WINDOWS  # how many it sees unless the user says otherwise
     # In tables
-    name = None  # the method's; None: that of its class
-    # {method: settings}: baselines that the table adds when the user asks for this method only
+    name = None  # of the method; None: the name of its class
+    # {method: settings}: baselines that the table adds when this is the only method asked for
     beside = {}
 
     def __init__(self, config):
@@ -90,7 +90,7 @@ class Method(Calibrated):
 
     def fit(self, hidden):
         """Set the attributes in `found`. hidden yields the embedding, then each layer's output, of all calibration
-        windows, (W, T, D) each. Loop over it once: not all of it may fit in memory."""
+        windows, (W, T, D) each. Loop over it only once: it may not fit in memory."""
 
     def describe(self):
         """One line for the user: what was chosen or found."""

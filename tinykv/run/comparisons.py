@@ -1,6 +1,6 @@
 """What compares the rows of a table.
 
-A row is a dict; what is read of it stands beside each function. Rows of failed methods are left out.
+A row is a dict; each function says what it reads of it. Rows of failed methods are left out.
 """
 from tinykv import cli, plots
 from tinykv.differences import mean, paired
@@ -69,9 +69,9 @@ def perplexity(rows):
     Where the number of kept tokens was varied, against that number instead.
 
     rows: those of eval_ppl.py, fp16's in full precision first; what is read of each is "label", "weights", "ppl",
-    "bits_true" and "preserve". A line joins rows that differ only in bits (or only in kept tokens). Lines in colour
-    are those of MARKED methods, and those that lose the least somewhere, which the title names: no row has both less
-    loss and fewer bits. A loss below FLOOR, or a gain, is drawn at FLOOR. Standard errors are not drawn: they come from
+    "bits_true" and "preserve". A line joins rows that differ only in bits (or only in kept tokens). A line is in colour
+    if its method is in MARKED, or if the title names it: no other row has both less loss and fewer bits than one of
+    its rows. A loss below FLOOR, or a gain, is drawn at FLOOR. Standard errors are not drawn: they come from
     the windows, which all methods share. Where kept tokens are varied, a method that keeps a share of the text is left
     out. Below is each row's loss along the windows, if these are longer than one stretch of `evaluate.py`.
     """

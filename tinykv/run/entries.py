@@ -53,7 +53,7 @@ class Entry:
 
     def made_of(self, windows, draw):
         """A hash of all that a draw's tables depend on: windows, method, settings, weight quantizer, k-means' seed, and
-        code. None of what is the user's own, which is calibrated anew each time."""
+        code. None for the user's own code, which is calibrated anew each time."""
         return None if self.is_own else hash_of(windows, draw, self.name, self.settings, self.quantizer,
                                                 str(self.method.stored_as()))
 
@@ -80,7 +80,7 @@ def build_entries(args, config, tokenizer, check=None):
     """The entries, {title: Entry}, fp16 first; and what is left out for its settings, {what: why}.
 
     Every method runs on each quantized model, and fp16 also on the full-precision model. Without --weights all run on
-    the latter. check: raises a UserError for a method that cannot run, besides what each is checked for.
+    the latter. check: another check that each method has to pass, by a UserError.
     """
     # 1. The methods: fp16, those that a single method is compared with, those that were asked for
     asked = []
@@ -123,8 +123,8 @@ def entries_of(asked, name, beside, given, config, check, refused):
     """The entries of one method, for each combination of the values that it takes.
 
     asked: a name, a class, or an instance with its settings. name: what the table calls it. beside: settings to match
-    the method it is a baseline for. check: as of `build_entries`. refused: collects the combinations that cannot be;
-    None, where the method was asked for by name: that is an error.
+    the method it is a baseline for. check: as in `build_entries`. refused: collects combinations that are not
+    possible. None if the method was asked for by name: then such a combination is an error.
     """
     cls, made, entries = load_class(asked), is_made(asked), []
     for chosen in [{}] if made else combinations(cls, given, beside):
@@ -167,7 +167,7 @@ def combinations(cls, given, beside):
 
 
 def label_of(name, chosen, given):
-    """What the table calls an entry: the method, and each setting with several given values."""
+    """The name of an entry in the table: the method, and each setting that was given several values."""
     words = [name]
     for setting, value in chosen.items():
         if len(given[setting]) > 1:
@@ -177,7 +177,7 @@ def label_of(name, chosen, given):
 
 
 def check_entries(args, entries):
-    """What can be seen to be wrong with the entries before the model is loaded."""
+    """Refuse entries that are visibly wrong, before the model is loaded."""
     context = args.context
     for title, entry in entries.items():
         if not entry.method.keeps_share and entry.method.preserve > context:

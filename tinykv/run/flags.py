@@ -109,7 +109,7 @@ def parse(words=None, methods=None, given=None, about=None):
     args = p.parse_args(words if given is None else words_of(p, given))
     args.method = methods
 
-    # what can be seen to be wrong before anything is loaded
+    # refuse what is visibly wrong before anything is loaded
     shared_flags.check_counts(args, 1, "draws", "batch", "prompt")
     if hasattr(args, "choose") and not args.prompt:
         raise UserError("--choose is for a text with a prompt; give --prompt, too")

@@ -6,7 +6,7 @@
 model_args are the flags of eval_ppl.py, with `_` for `-`, for one method. protocol and prompt say when a context is
 quantized:
 
-    protocol=paper                   before anything reads it; the answer, too, is read as its codes
+    protocol=paper                   before anything reads it; the answer is read as its codes as well
     protocol=paper, prompt=context   before anything reads it; the answer arrives token by token
     protocol=stream                  block by block, as in a stream of tokens from the first one on
     protocol=stream, prompt=context  after the whole context was read exactly, as KIVI's code does

@@ -46,7 +46,7 @@ def here():
 
 
 def prepare(args):
-    """Change the flags to those of this rank: it has a GPU of its own, and rank 0 alone writes files."""
+    """Adapt the flags to this rank: each has its own GPU, and only rank 0 writes files."""
     rank, n_ranks = here()
     if n_ranks > 1 and args.device == "cuda":
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -79,5 +79,5 @@ def gather(result):
         return result
     parts = [None] * n_ranks
     dist.all_gather_object(parts, replace(result, exact=[]))
-    # what is exact is that of its own windows
+    # fp16's predictions stay those of this rank's windows
     return replace(sum_of(parts), exact=result.exact, windows=result.windows, model=result.model)

@@ -46,12 +46,12 @@ def settings_of(cls, scheme=None):
 
 
 def annotations_of(classes):
-    """{setting: its annotation}, of whatever declares settings: `Method`, what makes codecs, constructors."""
+    """{setting: its annotation}, of all that declares settings: `Method`, functions that make codecs, constructors."""
     makers = [Method, make_codebooks, *(getattr(make, "func", make) for make, _ in SCHEMES.values())]
     makers += [parent.__init__ for cls in classes for parent in cls.__mro__]
     annotations = {}
     for make in dict.fromkeys(makers):
-        annotations = inspect.get_annotations(make, eval_str=True) | annotations  # of several the first
+        annotations = inspect.get_annotations(make, eval_str=True) | annotations  # the first one that declares it
     return annotations
 
 
@@ -114,8 +114,8 @@ def list_methods():
 # Methods by name
 
 def names_of(methods):
-    """What the table calls each method, {method: name}: its own `name`, that of a built-in one, or its class's. Of
-    several that share it, each goes by what it was asked for."""
+    """The name of each method in the table, {method: name}: its own `name`, the built-in one, or its class's. Methods
+    that would share a name keep the words by which they were asked for."""
     names = {}
     for method in methods:
         cls = load_class(method)

@@ -219,7 +219,7 @@ class Table(list):
             yield from ("", comparisons.compared_with_one(rows, args.vs))
 
     def no_news(self):
-        """Of rows that say nothing of their method, or no more than others of it."""
+        """Lines about rows that say nothing about their method, or nothing new."""
         same = defaultdict(list)  # {(method, weights, losses): [title]}
         for row in self.measured():
             title = comparisons.title_of(row)

@@ -51,7 +51,7 @@ class BlockRunner:
         self.batch = batch
 
     def __call__(self, module, h):
-        """A block, or its `Attention`, or a function called as they are, on h (W, T, D)."""
+        """Run a block, its `Attention`, or a function with the same arguments, on h (W, T, D)."""
         T = h.shape[1]
         mask = self.model.mask(0, T, h.device)  # (T, T), or None for a plain causal square
         parts = [module(part, self.model.rope, 0, mask, 0) for part in h.split(self.batch)]

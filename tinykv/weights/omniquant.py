@@ -3,8 +3,8 @@
 Learnable weight clipping (LWC): two numbers g and b for each group of weights.
     s = (sigmoid(g) max - sigmoid(b) min) / (2**n - 1),   z = -round(sigmoid(b) min / s)
 Learnable equivalent transformation (LET): a scale for each channel that a norm or v_proj produces (`base.py`). Both are
-trained together by gradient descent, with a straight-through estimator for rounding. The quantized block, on the output
-X' of the quantized blocks before it, shall give what the full-precision block gives on X:
+trained together by gradient descent, with a straight-through estimator for rounding. The quantized block reads X', the
+output of the quantized blocks before it, and should give what the full-precision block gives on X:
     min  |F(W, X) - F(Q(W), X')|^2
 
 Paper and practice, as in the released code for LLaMA and weights only.
@@ -12,8 +12,8 @@ Paper and practice, as in the released code for LLaMA and weights only.
   group's own scale undoes that.
 - AdamW without decay, rate 1e-2 for clips and 5e-3 for scales, 20 epochs, a window a step. Clips begin at sigmoid(4),
   scales at max|X|**0.5 / max|W|**0.5; here their logarithm is trained.
-- The released code leaves v_proj and o_proj alone under grouped queries. Here they have a scale that all query heads of
-  a KV head share, which is an equivalent transformation, too.
+- The released code does not scale v_proj and o_proj under grouped queries. Here all query heads of a KV head share one
+  scale, which is an equivalent transformation as well.
 """
 import torch
 import torch.nn.functional as F
