@@ -23,15 +23,18 @@ def identity(model):
 
 def state_of(model):
     """What changes when a model is edited: the attributes and hooks of its modules; where each tensor lies, how often
-    it was written to, and, as torch does not count writes through `.data`, a sum with one number of each row."""
+    it was written to, and, as torch does not count writes through `.data`, a sum with one number of each row and each
+    column. So a single number that is written through `.data` is not seen, nor what is patched outside its modules."""
     state = []
     for part in (model.rope, *model.model.modules(), *model.lm_head.modules()):
         for value in vars(part).values():
-            held = value.values() if isinstance(value, dict) else [value]
+            held = [*value, *value.values()] if isinstance(value, dict) else [value]  # of hooks, also their numbers
             state.append([x if isinstance(x, int | float | str) else id(x) for x in held])
-    for x in (model.rope.freq, *model.parameters(), *model.buffers()):
-        some = x.detach().flatten()[::x.shape[-1] + 1] if x.dim() > 1 else x.detach()  # along diagonals
-        state.append((x.data_ptr(), 0 if x.is_inference() else x._version, some.double().sum().item()))
+    tensors = [model.rope.freq, *model.parameters(), *model.buffers()]
+    state.append([(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors])
+    some = [x.detach().flatten()[::min(x.shape) + 1 if x.dim() > 1 else 1] for x in tensors]  # along diagonals
+    sums = [x.sum(dtype=torch.double).to(model.rope.freq.device) for x in some]
+    state.append(torch.stack(sums).tolist())  # waits for a GPU once
     return state
 
 
