@@ -1,5 +1,4 @@
-"""The parts of a cache, also for methods that keep other tokens in each head or leave slots
-empty."""
+"""The parts of a cache, also for methods that keep other tokens in each head or leave slots empty."""
 import copy
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from tinykv import UserError
 from tinykv.cache import CachedRows, KVCache
+from tinykv.calibrate import calibrate
 from tinykv.codecs.base import Codec, Codes
 from tinykv.evaluate import kept_tokens
 from tinykv.methods.fp16 import FP16
@@ -40,8 +40,7 @@ def test_first_tokens_may_be_more_than_a_block():
 
 @given(st.data())
 def test_cached_rows_against_plain_lists(data):
-    """Append, keep and quantize in any order; kept tokens may differ by sequence and head, come
-    and go."""
+    """Append, keep and quantize in any order; kept tokens may differ by sequence and head, come and go."""
     B, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     rows, exact, length, quantized = CachedRows(0, "k", Negating()), torch.empty(B, 2, 0, 2), 0, 0
     kept = [[set() for _ in range(2)] for _ in range(B)]
@@ -97,6 +96,19 @@ def test_what_is_neither_recent_nor_kept_cannot_be_kept(position):
 def test_a_token_that_is_repeated_is_kept_once():
     """A head that keeps fewer tokens than others names one again."""
     assert kept_tokens(SimpleNamespace(kept_positions=torch.tensor([[[4, 4, 4], [1, 2, 3]]]))) == 2
+
+
+@torch.no_grad()
+def test_a_cache_that_is_copied_has_the_same_model_and_goes_on_by_itself():
+    model, tokens = model_of(2), tokens_of(1, 24)
+    method = PFN(model.config, scheme="token-static", block=8)
+    calibrate(model, method, tokens)
+    cache = KVCache(model, method)
+    model(tokens, cache)
+    copied = copy.deepcopy(cache)
+    assert copied.model is model and copied.method is method
+    expected = model(tokens[:, :9], cache)
+    assert len(copied) == 24 and torch.equal(model(tokens[:, :9], copied), expected)
 
 
 @pytest.mark.parametrize("where, n", [

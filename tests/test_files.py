@@ -25,6 +25,14 @@ def test_the_target_of_a_link_is_replaced(tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_a_link_under_a_temporary_name_is_not_written_to(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    os.symlink(victim, tmp_path / f".out.{os.getpid()}.tmp")
+    files.write(tmp_path / "out", lambda part: part.write_text("new"))
+    assert victim.read_text() == "precious" and (tmp_path / "out").read_text() == "new"
+
+
 def test_what_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("old")

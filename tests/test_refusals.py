@@ -3,6 +3,7 @@
 A new refusal is a row here. It has a test of its own, where it belongs, if more than the line is looked at: what a
 cache holds then, or which file is left.
 """
+import copy
 import math
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import embedded_sinks
 import pytest
 import torch
-from cases import D, L, d, model_of
+from cases import VOCAB, D, L, d, model_of, tokens_of
 from test_cli import SMALL, refused
 
 import eval_ppl
@@ -19,7 +20,11 @@ from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
 from tinykv.analysis import page
 from tinykv.cache import KVCache
+from tinykv.calibrate import calibrate
+from tinykv.data import Windows, load_windows
+from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
+from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -148,15 +153,57 @@ def test_a_method_refuses_settings_also_in_python(name, named, settings):
         KVCache(model_of(1), METHODS[name](model_of(1).config, **settings))
 
 
+MODEL, TOKENS = model_of(1), tokens_of(2, 48)
+CONFIG = MODEL.config
+WINDOWS = Windows(TOKENS, [[], []])
+
+
 def fp16(**how):
-    return KVCache(model_of(1), METHODS["fp16"](model_of(1).config), **how)
+    return KVCache(MODEL, METHODS["fp16"](CONFIG), **how)
 
 
-def go_on(n):
-    """A cache of two texts, from which n go on."""
-    cache, tokens = fp16(), torch.arange(8).view(2, 4)
-    model_of(1)(tokens, cache)
-    model_of(1)(tokens[:1].expand(n, -1), cache)
+def other(factor=1.2):
+    """A model of the same config."""
+    model = copy.deepcopy(MODEL)
+    for weight in model.parameters():
+        weight.data *= factor
+    return model
+
+
+def made(name, **settings):
+    method = METHODS[name](CONFIG, **settings)
+    calibrate(MODEL, method, TOKENS)
+    return method
+
+
+def go_on(cache, tokens=TOKENS[:, :1], meanwhile=lambda: None):
+    """A text of two, and more of it."""
+    MODEL(TOKENS, cache)
+    meanwhile()
+    MODEL(tokens, cache)
+
+
+def recalibrated(method):
+    go_on(KVCache(MODEL, method), meanwhile=lambda: calibrate(MODEL, method, TOKENS[:1]))
+
+
+def generated(tokens):
+    """A text that goes on after `generate`; tokens: a function of its output."""
+    cache = fp16()
+    MODEL.generate(tokens(MODEL.generate(TOKENS, 3, cache)), 1, cache)
+
+
+def in_a_model_of(positions):
+    model = copy.deepcopy(MODEL)
+    model.config.max_position_embeddings = positions
+    cache = KVCache(model, METHODS["kivi"](model.config))
+    for _ in range(9):
+        model(TOKENS[:, :5], cache)
+
+
+def autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        MODEL(TOKENS)
 
 
 def keep(positions):
@@ -165,22 +212,93 @@ def keep(positions):
     rows.keep(torch.tensor(positions))
 
 
+def edited(method, setting, value):
+    """A method, after it was made; the bits are those of a codec."""
+    setattr(method.codecs[0].k if setting == "bits" else method, setting, value)
+    KVCache(MODEL, method)
+
+
+def sharing():
+    """All layers have the codecs of the first."""
+    method = METHODS["rtn"](CONFIG)
+    edited(method, "codecs", method.codecs[:1] * L)
+
+
+def beside(method, windows):
+    """Kivi on windows, compared with what a method did on WINDOWS."""
+    measure(MODEL, METHODS["kivi"](CONFIG), windows, fp16=measure(MODEL, METHODS[method](CONFIG), WINDOWS))
+
+
+def windows_edited():
+    """In place, after fp16 was measured on them."""
+    windows = Windows(TOKENS, [[], []])
+    exact = measure(MODEL, METHODS["fp16"](CONFIG), windows)
+    windows.tokens[:, 5:] = 7
+    measure(MODEL, METHODS["kivi"](CONFIG), windows, fp16=exact)
+
+
+def prefixed(edit):
+    prefix = Prefix("two", [1, 5])
+    prefix.fill(MODEL, MODEL)
+    KVCache(MODEL, IntactKV(CONFIG, prefix))
+    edit(prefix)
+    KVCache(MODEL, IntactKV(CONFIG, prefix))
+
+
 def compare(**flags):
     eval_ppl.compare("rtn", hf.load(EMBEDDED), **flags)
 
 
+READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.generate(tokens, 2),
+           lambda tokens: calibrate(MODEL, METHODS["rtn"](CONFIG), tokens)]
+
+
 @pytest.mark.parametrize("named, call", [
     ("protocol is one of", lambda: fp16(protocol="Paper")),
-    ("made for another config", lambda: KVCache(model_of(1), METHODS["rtn"](model_of(2).config))),
+    ("made for another config", lambda: KVCache(MODEL, METHODS["rtn"](model_of(2).config))),
+    ("the cache was made for another model", lambda: other()(TOKENS, fp16())),
+    ("was calibrated anew after this text", lambda: recalibrated(made("rtn", scheme="token-static"))),
     *((f"prompt must be a whole number of at least 1; got {n}", lambda n=n: fp16(prompt=n)) for n in (0, -1, 2.5)),
-    *((f"holds 2 texts, but tokens for {n} were given", lambda n=n: go_on(n)) for n in (1, 3)),
+    *((f"holds 2 texts, but tokens for {n} were given", lambda n=n: go_on(fp16(), TOKENS[:1].expand(n, -1)))
+      for n in (1, 3)),
+    *(("goes on with the last token that it gave", lambda part=part: generated(part))  # not all of it, nor without it
+      for part in (lambda text: text, lambda text: (text[:, -1:] + 1) % VOCAB)),
+    *((words, lambda read=read, tokens=tokens: read(tokens)) for read in READERS for tokens, words in [
+        (TOKENS[0], r"ids \(B, T\)"), (TOKENS[None], r"ids \(B, T\)"), (TOKENS.float(), "float32"),
+        (TOKENS.tolist(), "list"), (TOKENS.numpy(), "ndarray"), (TOKENS[:0], "Tensor"), (TOKENS[:, :0], "Tensor"),
+        (TOKENS - VOCAB, "from 0 to 40"), (TOKENS + VOCAB, "from 0 to 40"), (TOKENS.repeat(1, 86), "4096 positions")]),
+    ("45 tokens are more than the 44 positions", lambda: in_a_model_of(44)),
+    ("torch.autocast", autocast), ("logits are not finite", lambda: other(math.nan).generate(TOKENS, 2)),
     ("integers, not torch.float32", lambda: keep([[[0.5]]])),
     ("integers, not torch.bool", lambda: keep([[[True, False, True]]])),  # a mask
     ("token 3, which is neither", lambda: keep([[[3]]])),
+    *(("of the shape", lambda positions=positions: keep(positions)) for positions in ([0, 1], [[0, 1]], [[[[0]]]])),
+    *((named, lambda setting=setting, value=value: edited(made("rtn"), setting, value)) for named, setting, value in (
+        ("k_bits of RTN is 8", "k_bits", 8), ("v_bits of RTN is nan", "v_bits", math.nan),
+        *(("changed since it was calibrated", *edit) for edit in (("rope", "post"), ("bits", 3))))),
+    ("codecs of their own", sharing),
+    *(("changed since it was calibrated", lambda name=name, one=one, two=two:
+       METHODS[name](CONFIG, **two).restore(made(name, **one).calibrated(), MODEL)) for name, one, two in [
+           ("rtn", {"k_bits": 2}, {"k_bits": 4}), ("rtn", {"scheme": "token-static"}, {"scheme": "channel-static"}),
+           ("rtn", {"rope": "pre"}, {"rope": "post"}), ("pfn", {"preserve": 1}, {"preserve": 9}),
+           ("skvq", {"group_size": 16}, {"group_size": 8}), ("cq", {"vq": "d4m8"}, {"vq": "d4m4"})]),
+    ("calibrated on another model", lambda: METHODS["rtn"](CONFIG).restore(made("rtn").calibrated(), other())),
+    *(("filled for other tokens, or another model", lambda edit=edit: prefixed(edit))
+      for edit in (lambda prefix: prefix.fill(other(), other()), lambda prefix: prefix.ids.append(9))),
+    *((f"of {what}", lambda method=method, windows=windows: beside(method, windows)) for what, method, windows in (
+        ("another method", "kivi", WINDOWS), ("other windows", "fp16", Windows(TOKENS.flip(0), [[], []])),
+        ("other windows", "fp16", Windows(TOKENS[:1], [[]])), ("other windows", "fp16", WINDOWS.predicted_from(9)))),
+    ("of other windows", windows_edited),
+    *(("the first target is from 1 to 47", lambda given=given: Windows(TOKENS, *given))
+      for given in (([[(47, 49)], []], 1), ([[(-2, 3)], []], 1), ([[(9, 9)], []], 1), ([[]], 1), ([[], []], 0),
+                    ([[], []], -5), ([[], []], 48))),
+    ("windows must be", lambda: load_windows("tales", None, 48, -1)),
+    ("context must be", lambda: load_windows("tales", None, 0, 2)),
+    ("did you mean replace", lambda: load_windows("tales", None, 48, 2, bos="Replace")),
     *((f"{name}: no effect here", lambda name=name, value=value: compare(**{name: value}))
       for name, value in (("method", "pfn"), ("list_methods", True), ("help", True), ("dtype", "bf16"),
                           ("device", "cpu"))),
-    *(("temperature is from 0 on, and top_p", lambda how=how: model_of(1).generate(torch.arange(4)[None], 2, **how))
+    *(("temperature is from 0 on, and top_p", lambda how=how: MODEL.generate(TOKENS, 2, **how))
       for how in ({"temperature": -1.0}, {"temperature": math.nan}, {"temperature": 1.0, "top_p": 0.0},
                   {"temperature": 1.0, "top_p": 90}, {"temperature": 1.0, "top_p": math.nan}))])
 def test_python_refuses_in_one_line(named, call):

@@ -167,7 +167,7 @@ def chunks_of(tokens, cache):
         elif cache.protocol == "paper" and cache.prompt is None:
             end = tokens.shape[1]
         else:
-            end = max(begin + 1, cache.layers[0].next_length())
+            end = cache.layers[0].next_length()
         yield tokens[:, begin:end]  # a prefix belongs to the first chunk
         begin = end
 
