@@ -1,6 +1,5 @@
 """docs/ladder/: each page prints the package's own figures, by code of its own."""
 import json
-import math
 import re
 import runpy
 import sys
@@ -147,16 +146,16 @@ def test_pool_of_other_shapes(monkeypatch):
     assert theirs.bits() == pytest.approx(8 * held / (2 * numbers * 400))
 
 
-@pytest.mark.whole  # seconds of calibration
 def test_groups(monkeypatch, capsys):
     """SKVQ, one ingredient after another."""
+    shorten(monkeypatch, 512, most=1)
     rows, settings = [], {"reorder": "off", "clip": "none", "metadata": "fp16", "recent": 0, "preserve": 0}
-    settings |= {"protocol": "paper", "group_size": 16, "block": 128, "sensitivity": "none", "calib_windows": 4}
+    settings |= {"protocol": "paper", "group_size": 16, "block": 128, "sensitivity": "none", "calib_windows": 1}
     for added in ({}, {"reorder": "on"}, {"clip": "centre"}, {"metadata": "fp8"}, {"preserve": 5},
                   {"recent": 128, "protocol": "stream"}):
         settings |= added
-        rows += measured("fp16,skvq", 3, windows=2, **settings)[1:]
-    assert [row[1:] for row in printed("4_groups.py", 2, monkeypatch, capsys, 3)] == [row[1:] for row in rows]
+        rows += measured("fp16,skvq", 3, windows=1, context=512, **settings)[1:]
+    assert [row[1:] for row in printed("4_groups.py", 1, monkeypatch, capsys, 3)] == [row[1:] for row in rows]
 
 
 def test_groups_of_other_shapes(monkeypatch):
@@ -176,17 +175,20 @@ def test_groups_of_other_shapes(monkeypatch):
     assert torch.allclose(read, codec.decode(want), atol=1e-6)
 
 
-@pytest.mark.whole  # seconds of k-means
 def test_levels(monkeypatch, capsys):
     """KVQuant, one ingredient after another. The package has no equal levels, so k-means is made to find them."""
+    shorten(monkeypatch, 512, most=1)
+    for name in ("tinykv.kmeans.kmeans", "tinykv.codecs.nonuniform.kmeans"):
+        monkeypatch.setattr(name, lambda *given, **more: kmeans(*given, **more | {"tries": 1}))
+    few = {"windows": 1, "context": 512, "calib_windows": 1}
     rows, settings = [], {"q_norm": "off", "sensitivity": "none", "outliers": 0.0, "preserve": 0}
     with monkeypatch.context() as patch:
         patch.setattr(Histogram, "levels", lambda *_: torch.linspace(-1, 1, 4).half())
-        rows += measured("fp16,kvquant", 3, windows=2, **settings)[1:]
+        rows += measured("fp16,kvquant", 3, **settings, **few)[1:]
     for added in ({}, {"sensitivity": "fisher-range"}, {"outliers": 100 / 32}, {"preserve": 1}):
         settings |= added
-        rows += measured("fp16,kvquant", 3, windows=2, **settings)[1:]
-    assert [row[1:] for row in printed("5_levels.py", 2, monkeypatch, capsys, 3)] == [row[1:] for row in rows]
+        rows += measured("fp16,kvquant", 3, **settings, **few)[1:]
+    assert [row[1:] for row in printed("5_levels.py", 1, monkeypatch, capsys, 3)] == [row[1:] for row in rows]
 
 
 def test_levels_of_other_shapes(monkeypatch):
@@ -222,18 +224,16 @@ def test_weights_of_codebooks(n, method, sensitivity, monkeypatch):
     assert torch.allclose(page["weights"](gradient, n, page[method]), torch.cat(want, dim=1))
 
 
-@pytest.mark.whole  # seconds of k-means
 def test_codebooks(monkeypatch, capsys):
-    """CQ with 1 to 8 channels for a code, and AnTKV. Where codebooks are small, the package draws some of the vectors,
-    and the page takes all."""
-    formats = [f"d{n}m{2 ** n}" for n in (1, 2, 4, 8)]
-    rows = [measured("fp16,cq", 3, windows=2, calib_windows=16, vq=vq)[1] for vq in formats]
-    rows += measured("fp16,antkv", 3, windows=2, calib_windows=16)[1:]
-    found = [line.split() for line in run_and_read("6_codebooks.py", [2], monkeypatch, capsys)]
-    found = [(name, *figures) for name, _, *figures in found]
-    assert found[3:] == rows[3:]
-    for (name, ppl, bits), (other, other_ppl, other_bits) in zip(found[:3], rows[:3], strict=True):
-        assert (name, bits) == (other, other_bits) and float(ppl) == pytest.approx(float(other_ppl), rel=0.05)
+    """CQ with 1 to 8 channels for a code, and AnTKV; codebooks of all vectors, also where the package draws some."""
+    shorten(monkeypatch, 256, most=4)
+    monkeypatch.setattr("tinykv.codecs.codebook.DRAWN", 1024)
+    few, rows = {"windows": 1, "context": 256, "calib_windows": 4}, []
+    for n in (1, 2, 4):
+        rows.append(measured("fp16,cq", 3, vq=f"d{n}m{2 ** n}", **few)[1])
+    rows += measured("fp16,cq,antkv", 3, **few)[1:]
+    found = [line.split() for line in run_and_read("6_codebooks.py", [1], monkeypatch, capsys)]
+    assert [(name, *figures) for name, _, *figures in found] == rows
 
 
 def test_topk(monkeypatch, capsys):
@@ -329,29 +329,23 @@ def test_topk_compiles(tmp_path):
     assert compiles.errors(ROOT / "docs/ladder/7_topk.py", kernels, ROOT, tmp_path) == dict.fromkeys(kernels, "")
 
 
-@pytest.mark.whole  # seconds of training
 def test_prefix(tmp_path, monkeypatch, capsys):
     """train_intact.py: the loss of held-out texts, and perplexity, with each prefix."""
-    run("9_prefix.py", [2, 3], monkeypatch)
+    def load_less(data, tokenizer, context, windows, split, **given):
+        return load_windows(data, tokenizer, {256: 64, 1024: 256}[context], min(windows, 16), split, **given)
+    with monkeypatch.context() as patch:
+        patch.setattr("tinykv.data.load_windows", load_less)
+        run("9_prefix.py", [2, 2], patch)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     monkeypatch.setattr(sys, "argv", [
-        "train_intact.py", "--weights", "rtn", "--w-bits", "3", "--updates", "3", "--windows", "2",
-        "--out", str(tmp_path / "trained.safetensors")])
+        "train_intact.py", "--weights", "rtn", "--w-bits", "3", "--updates", "2", "--samples", "16", "--tokens", "64",
+        "--windows", "2", "--context", "256", "--out", str(tmp_path / "trained.safetensors")])
     train_intact.main()
     want = [line.split() for line in capsys.readouterr().out.splitlines()[-4:]]
     assert [row[0] for row in rows] == ["full", "rounded", "exact", "trained"]
     for (_, loss, ppl), (*_, held_out, want_ppl, _) in zip(rows, want):
         assert loss == held_out.replace("-", "0.0000")
         assert ppl == f"{float(want_ppl):.3f}"
-
-
-@pytest.mark.parametrize("page, rows", [("4_groups.py", 6), ("5_levels.py", 5)])
-def test_a_table_has_all_its_rows(page, rows, monkeypatch, capsys):
-    """On a short text, with centroids that are hardly looked for; their figures are whole tests."""
-    shorten(monkeypatch, 256, most=1)
-    monkeypatch.setattr("tinykv.kmeans.kmeans", lambda *given, **more: kmeans(*given, **more | {"tries": 1}))
-    lines = [line.split() for line in run_and_read(page, [1], monkeypatch, capsys)]
-    assert len(lines) == rows and all(math.isfinite(float(line[1])) for line in lines)
 
 
 @pytest.mark.whole
