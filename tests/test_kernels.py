@@ -510,7 +510,7 @@ def tall(monkeypatch):
     monkeypatch.setattr(kernels, "merge_kernel", defaultdict(lambda: merged))
 
 
-CELLS = [(name, protocol, prompt) for name in METHODS if name not in ("skvq", "kvquant")
+CELLS = [(name, protocol, prompt) for name in METHODS if name not in ("skvq", "kvquant", "oscar")
          for protocol in ("paper", "stream") for prompt in (None, 12)]
 QUICK = [("antkv", "stream", 12), ("kvsink", "paper", None)]  # in the interpreter seconds each
 
@@ -590,6 +590,8 @@ class Zeros(Affine):
 
 
 class OwnCodec(Method):
+    k_bits = 2
+
     def __init__(self, config):
         super().__init__(config)
         self.codecs = [Pair(Zeros(2, 16), Exact())] * config.num_hidden_layers
@@ -598,6 +600,7 @@ class OwnCodec(Method):
 @pytest.mark.parametrize("cls,words", [
     (OwnCodec, "codec Zeros"), (OwnScores, "scores"), (OwnPace, "pace"),
     (METHODS["skvq"], "codec ClippedGroups"), (METHODS["kvquant"], "codec NonUniform"),
+    (lambda config: METHODS["oscar"](config, rotate="off"), "codec Rotated"),
     (lambda config: METHODS["cq"](config, vq="d3m8"), "vectors of 3")])
 def test_what_no_kernel_knows_is_named(cls, words):
     wide = LlamaConfig(41, 32, 48, 2, 4, 2, 24, 256)

@@ -21,8 +21,6 @@ from tinykv.model import turned
 
 LEAST = 256  # coded tokens; fewer are decoded as ever: to compile takes seconds, and once more for sizes of 1
 TILE = 64  # tokens whose cosines and sines stay in the processor's cache
-torch._dynamo.config.recompile_limit = 64  # of each function: every kind of codec is compiled by itself
-torch._dynamo.config.automatic_dynamic_shapes = False  # what differs between codecs stays a constant of their loops
 
 
 def scores(q, codec, codes, cos, sin):
@@ -53,6 +51,8 @@ def outputs(p, codec, codes):
 COMPILED = {function: torch.compile(function) for function in (scores, outputs)}
 
 
+# every codec gets a loop of its own, in which its numbers are constants: none grows general because others differ
+@torch._dynamo.config.patch(recompile_limit=64, automatic_dynamic_shapes=False)
 def run(function, x, rows, *tables):
     """`scores` or `outputs` of the coded tokens of a CachedRows; compiled, once for all lengths."""
     if rows.n_coded < LEAST:

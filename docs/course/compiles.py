@@ -49,8 +49,10 @@ def definitions(source):
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             return node.value is not None and re.fullmatch(CONSTANT, ast.unparse(node.value))
         return isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef))
-    tree = ast.parse(source)
-    tree.body = [*filter(is_definition, tree.body)]
+    tree, body = ast.parse(source), []
+    for node in tree.body:
+        body += node.body if isinstance(node, ast.Try) else [node]  # an import that may fail is one as well
+    tree.body = [*filter(is_definition, body)]
     return ast.unparse(tree)
 
 
