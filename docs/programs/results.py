@@ -73,7 +73,7 @@ TABLES = dict(table for page in ROOT.glob("docs/*.md") for table in WRITTEN.find
 CLAIMS = {section: claims for section, table in TABLES.items() if (claims := claims_of(table))}
 WIDE = "--bits 2 --group-size 128 --recent 32"
 
-# in no claim: the rows of the figure, {label: rows}, which the tables "embedded" and "SmolLM2" have, too
+# in no claim: the rows of the figure, {label: rows}, which the table "rows" has, too
 FORMATS, TURBOQUANT = "docs/examples/formats.py:Formats", "docs/examples/turboquant.py:TurboQuant"
 LINES = {name: [f"{name} --bits {bits}" for bits in (2, 3, 4)]
          for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq")}
@@ -130,9 +130,15 @@ CURVES = {"pfn: 5 kept": "pfn --bits 3", "kvsink: 5 kept": FIVE, "kvsink: 5 kept
           "nvfp4": POINTS["nvfp4"]}  # of the figure by position, {label: row}
 
 
-def rows_in(table):
-    """The rows that the first cells of a page's table name."""
-    return re.findall(r"^\|[^|]*`(.+?)`", TABLES[table], re.MULTILINE)
+def rows_in(table, model="SmolLM2"):
+    """The rows that the first cells of a page's table name, as the model has them."""
+    rows = re.findall(r"^\|[^|]*`(.+?)`", TABLES[table], re.MULTILINE)
+    return list(map(of_embedded, rows)) if model == "embedded" else rows
+
+
+def of_embedded(row):
+    """The row of the embedded model for one of SmolLM2."""
+    return row.replace(f" {NAMES['SmolLM2']['windows']}", "")
 
 
 # The data: {model: {row: {"bits": true bits, "nll": [[loss of each window] of each draw], "kl": the same,
@@ -142,7 +148,7 @@ def rows_in(table):
 def rows_of(model):
     """The rows of a model, each a method and flags."""
     rows = [row for claims in CLAIMS.values() for claim in claims for row in pair(claim, model)]
-    rows += [*rows_in(model), *(named(row, model) for row in [*MORE, *SERVED.values()])]
+    rows += [*rows_in("rows", model), *(named(row, model) for row in [*MORE, *SERVED.values()])]
     rows = [row for row in rows if "--context" not in row]
     long = [at(row, where) for where, pairs in LONG.items() for row in ["fp16", *pairs] if model == "SmolLM2"]
     return list(dict.fromkeys(["fp16", *rows, *long]))

@@ -166,14 +166,18 @@ def claims_table(section):
                  lambda claim: finding(claim, "embedded").text, lambda claim: finding(claim, "SmolLM2").text, verdict)
 
 
-def rows_table(name, model="SmolLM2"):
-    """What the rows lose above fp16 that the page names. A format stands before its row."""
+def rows_table(name, **more):
+    """What SmolLM2's rows lose above fp16 that the page names. A format stands before its row. more: {head: column}"""
     labels = {row: f"{label}: " for label, row in (results.EIGHT | results.POINTS).items()}
-    return table("row | true bits | nats | KL | draws x windows",
+    return table(" | ".join(["row", "true bits", "nats", "KL", "draws x windows", *more]),
                  {f"{labels.get(row, '')}`{row}`": row for row in results.rows_in(name)},
-                 partial(bits, model=model), partial(lost, model=model),
-                 lambda row: f"{compared(*beside_fp16(row, model), 'kl')[0]:.3f}",
-                 lambda row: windows_of(*beside_fp16(row, model)))
+                 bits, lost, lambda row: f"{compared(*beside_fp16(row), 'kl')[0]:.3f}",
+                 lambda row: windows_of(*beside_fp16(row)), *more.values())
+
+
+def of_embedded(column):
+    """The column of the embedded model."""
+    return lambda row: column(results.of_embedded(row), "embedded")
 
 
 def lengths_table():
@@ -259,7 +263,8 @@ WRITTEN = {
                              {row: row for row in crossed.FACT_ROWS}, crossed.facts),
     "count": count, "corrected": corrected, "lengths": lengths_table, "served": served_table,
     "biased": bias_table, "needles": needles_table,
-    **{model: partial(rows_table, model, model) for model in NAMES}, "codecs": partial(rows_table, "codecs"),
+    "rows": partial(rows_table, "rows", **{"embedded: bits": of_embedded(bits), "nats ": of_embedded(lost)}),
+    "codecs": partial(rows_table, "codecs"),
     **{section: partial(claims_table, section) for section in CLAIMS},
     "prompts": partial(table, "row | nats lost | true bits | pairs",
                        {f"`{row}`": f"{row} {STREAM}" for row in LONG[STREAM]}, lost, bits, pairs),
