@@ -3,6 +3,7 @@ its task brings it nothing. tests/course/ has what students get wrong, as change
 import ast
 import csv
 import ctypes
+import importlib
 import importlib.util
 import json
 import os
@@ -70,9 +71,14 @@ def cases_of(name):
 
 
 def text_of(name, file):
-    if file in assignments.MADE:
-        return assignments.MADE[file](assignments.folder_of(name))
-    return (assignments.folder_of(name) / file).read_text(encoding="utf-8")
+    """A file of an assignment's folder, or its starter or page."""
+    folder = assignments.folder_of(name)
+    return assignments.MADE[file](folder) if file in assignments.MADE else (folder / file).read_text(encoding="utf-8")
+
+
+def right_text(name, file):
+    """What is right in the place of starter.py or page.py."""
+    return assignments.answer_of(name + assignments.PAGE * (file == "page.py")).read_text(encoding="utf-8")
 
 
 def points_of(test):
@@ -102,7 +108,7 @@ def right_notes(name, key, seed):
     return notes(cases_of(name)[key], key, answer_to(name, key), seed)
 
 
-def loses_points(file, name, seed, function):
+def loses_points(file, name, seed, function=""):
     """function: where the change is, whose tests are asked first."""
     COURSE.LOADED.pop(file, None)
     part = name + assignments.PAGE * (file.name == "page.py")
@@ -120,49 +126,97 @@ def loses_points(file, name, seed, function):
 
 # ---- each assignment
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize("name, file, wrong", [(*answer, wrong) for answer in FAULTS for wrong in FAULTS[answer]])
 def test_a_wrong_answer_loses_points(name, file, wrong, tmp_path, request):
-    answer = assignments.answer_of(name + assignments.PAGE * (file == "page.py"))
-    text, (old, new) = answer.read_text(encoding="utf-8"), FAULTS[name, file][wrong]
-    assert text.count(old) == 1, "the text to be changed has to occur once"
+    text, (old, new) = right_text(name, file), FAULTS[name, file][wrong]
     (tmp_path / file).write_text(text.replace(old, new), encoding="utf-8")
     function = re.findall(r"def (\w+)", text[:text.index(old)])[-1]
     for seed in range(5) if request.config.getoption("--whole") else [0]:
         assert loses_points(tmp_path / file, name, seed, function), seed
 
 
+def test_what_is_wrong_in_an_answer_stands_there_once():
+    for (name, file), faults in FAULTS.items():
+        counts = {wrong: right_text(name, file).count(old) for wrong, (old, _) in faults.items()}
+        assert set(counts.values()) == {1}, (name, counts)
+
+
+@pytest.mark.parametrize("key, changes", [
+    ("test_kmeans", [(" lloyd(points, weights, centres)\n     ", " lloyd(points, weights, centres=centres)\n     ")]),
+    ("test_keep", [("import Method, best_tokens\n",
+                    "import Method, best_tokens as best\nfrom tinykv.methods import base\n"),
+                   (" best_tokens(layer_cache.keys, n, count)", " best(count=count, rows=layer_cache.keys, n=n)"),
+                   (" best_tokens(layer_cache.v", " base.best_tokens(layer_cache.v")])])
+def test_a_function_may_be_called_in_any_way(key, changes, tmp_path):
+    text = text_of("antkv", "answer.py")
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (tmp_path / "submission.py").write_text(text, encoding="utf-8")
+    given = notes(cases_of("antkv")[key], key, COURSE.load(tmp_path / "submission.py"), 0)
+    assert given == right_notes("antkv", key, 0)
+
+
+def body(node):
+    """What a function does, without its docstring."""
+    rest = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return "".join(ast.dump(part) for part in rest)
+
+
+def functions(text):
+    return {name: body(node) for name, node in assignments.functions_of(ast.parse(text)).items()}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_that_of_the_ladder(name):
     """With holes, in which the comments are left; of functions that this assignment, or a later one, asks for."""
-    page, answer = text_of(name, "page.py"), assignments.answer_of(name + assignments.PAGE)
-    given, right = functions(ast.parse(page)), functions(ast.parse(answer.read_text(encoding="utf-8")))
+    page, answer = text_of(name, "page.py"), right_text(name, "page.py")
+    given, right = functions(page), functions(answer)
     holes = {function for function in right if given[function] != right[function]}
     assert holes >= {*assignments.PAGES[name][1]} and given.keys() == right.keys()
     assert all("NotImplementedError" in given[function] for function in holes)
-    for line in answer.read_text(encoding="utf-8").partition("\n# The table")[0].splitlines():
+    for line in answer.partition("\n# The table")[0].splitlines():
         assert assignments.comment_of(line) in page  # those behind code, too
     loop = re.search(r"^for .*", page.partition("\n# The table")[2], re.MULTILINE)[0]  # without what is asked for later
     assert not set(re.findall(r"\w+", loop)) & (holes - {*assignments.PAGES[name][1]})
 
 
-@pytest.mark.parametrize("key, changes", [
-    ("test_kmeans", [("lloyd(points, weights, centres)\n        if",
-                      "lloyd(points, weights, centres=centres)\n        if")]),
-    ("test_keep", [("import Method, best_tokens", "import Method, best_tokens as best"),
-                   ("best_tokens(layer_cache.keys, n, count)", "best(count=count, rows=layer_cache.keys, n=n)"),
-                   ("best_tokens(layer_cache.v", "best(layer_cache.v")]),
-    ("test_keep", [("import Method, best_tokens", "import Method\nfrom tinykv.methods import base"),
-                   ("best_tokens(layer_cache.k", "base.best_tokens(layer_cache.k"),
-                   ("best_tokens(layer_cache.v", "base.best_tokens(layer_cache.v")])])
-def test_a_function_may_be_called_in_any_way(key, changes, tmp_path):
-    text = text_of("antkv", "answer.py")
-    for old, new in changes:
-        assert text.count(f" {old}") == 1, old
-        text = text.replace(f" {old}", f" {new}")
-    (tmp_path / "submission.py").write_text(text, encoding="utf-8")
-    given = notes(cases_of("antkv")[key], key, COURSE.load(tmp_path / "submission.py"), 0)
-    assert given == right_notes("antkv", key, 0)
+WORDS = dict(zip("three four five six seven eight nine ten".split(), range(3, 11)))
+# of what is told: 129 ends a range to 128, .001 is 1 - .999, .5 a root, 100 is %; 12, 48 and 192 are 3 where a code is
+DERIVED = {129, 0.001, 0.5, 100, 12, 48, 192}
+OWN = {"one_head"}  # of the answer
+
+
+def numbers_in(text):
+    text = re.sub(r"(?<=\d),(?=\d)", "", text)
+    found = {float(number) for number in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", text)}
+    found |= {float(base) ** int(power) for base, power in re.findall(r"(\d+) ?(?:\^|\*\*) ?\{?(-?\d+)", text)}
+    found |= {float(a) * 10 ** int(power) for a, power in re.findall(r"(\d+) \\cdot 10\^\{?(-?\d+)", text)}
+    return found | {number for word, number in WORDS.items() if re.search(rf"\b{word}\b", text.lower())}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_an_answer_needs_is_told(name):
+    """Each name that is not Python's or torch's, and each number that is no index, stands in handout, starter or page;
+    so does each name that the tests ask of a file."""
+    tl = pytest.importorskip("triton.language")
+    known = torch.Tensor, torch, torch.nn.functional, tl, list, dict
+    both = text_of(name, "page.py") + text_of(name, "starter.py")
+    for file in assignments.MADE:
+        told, right = text_of(name, file) + text_of(name, "handout.md"), right_text(name, file)
+        given = assignments.functions_of(ast.parse(text_of(name, file)))
+        for function, node in assignments.functions_of(ast.parse(right)).items():
+            if function not in given or "NotImplementedError" not in ast.dump(given[function]):
+                continue
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, float | int):
+                    small = part.value <= 4 and part.value % 1 == 0
+                    assert small or part.value in numbers_in(told) | DERIVED, (file, function, part.value)
+                if isinstance(part, ast.Attribute) and not any(hasattr(one, part.attr) for one in known):
+                    assert part.attr in {*re.findall(r"\w+", told)} | OWN, (file, function, part.attr)
+    asked = re.findall(r"\bsub\.(\w+)", text_of(name, f"test_{name}.py"))
+    assert {*asked} <= {*re.findall(r"\w+", both)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -177,45 +231,23 @@ def test_a_starter_gets_nothing(name, tmp_path):
         assert COURSE.explain(raised.value, path).startswith("Not written yet: "), key
 
 
-def test_a_missing_starter_is_written_and_none_is_overwritten(tmp_path):
-    folder, path = tmp_path / "3-kvsink", tmp_path / "3-kvsink" / "starter.py"
+def test_a_missing_starter_is_written_and_none_is_overwritten(run, tmp_path):
+    """Where there is an answer; by the grader, too. An assignment of an instructor's own has no page."""
+    folder, path = tmp_path / "8-own", tmp_path / "8-own" / "starter.py"
     folder.mkdir()
-    assert assignments.write_missing(path) is None and not path.exists()  # there is no answer: one was handed out
+    assert assignments.write_missing(path) is None and not path.exists()
     (folder / "answer.py").write_text(text_of("kvsink", "answer.py"), encoding="utf-8")
-    assert str(path) in assignments.write_missing(path)
-    assert path.read_text(encoding="utf-8") == text_of("kvsink", "starter.py")
+    for name in ("page.py", "mine.py"):
+        assert assignments.write_missing(folder / name) is None and not (folder / name).exists()
+    status, out, _ = run(grade, path, "--assignment", "ott")
+    assert (status, out) == (2, f"new: {path}; write your answer there\n")
+    assert path.read_text(encoding="utf-8") == text_of("kvsink", "starter.py").replace("t 3, kvsink:", "t 8, own:")
     path.write_text("mine")
     assert assignments.write_missing(path) is None and path.read_text() == "mine"
-    assert assignments.write_missing(folder / "mine.py") is None and not (folder / "mine.py").exists()
-
-
-def test_an_assignment_of_an_instructors_has_no_page(tmp_path):
-    folder = tmp_path / "8-own"
-    folder.mkdir()
-    (folder / "answer.py").write_text(text_of("kvsink", "answer.py"), encoding="utf-8")
-    assert assignments.write_missing(folder / "page.py") is None and not (folder / "page.py").exists()
-    assert str(folder / "starter.py") in assignments.write_missing(folder / "starter.py")
-
-
-def test_the_course_writes_a_missing_starter_first(monkeypatch):
-    """Of each folder whose tests run, unless they run on another file; the grader of the one it is given."""
-    asked = []
-    monkeypatch.setattr(COURSE, "write_missing", lambda path: asked.append(path) or f"new: {path}")
-    monkeypatch.setattr(assignments, "write_missing", lambda path: asked.append(path))
-    paths = [*(assignments.folder_of(name) / "test.py" for name in ("affine", "affine", "ott")), ROOT / "tests/test.py"]
-    items = [SimpleNamespace(path=path) for path in paths]
-    config = SimpleNamespace(getoption=lambda option: None)
-    starters = [assignments.folder_of(name) / file for name in ("affine", "ott") for file in ("page.py", "starter.py")]
-    assert COURSE.pytest_report_collectionfinish(config, items) == [f"new: {path}" for path in starters]
-    assert COURSE.pytest_report_collectionfinish(SimpleNamespace(getoption=lambda option: "F"), items) == []
-    monkeypatch.setattr(sys, "argv", ["grade", "no/starter.py"])
-    with pytest.raises(SystemExit):
-        grade.main()
-    assert asked == [*starters, Path("no/starter.py")]
 
 
 def test_what_is_not_written_yet_is_one_line(tmp_path):
-    """Of an assignment, however many tests it fails."""
+    """Of an assignment, however many tests it fails. pytest writes missing starters first, unless it gets a file."""
     path = tmp_path / "starter.py"
     path.write_text(text_of("kvsink", "starter.py"), encoding="utf-8")
 
@@ -229,27 +261,40 @@ def test_what_is_not_written_yet_is_one_line(tmp_path):
     assert len(lines) < 6
     assert "docs/course/3-kvsink: not written yet: outlier, find_outlier, observe, keep_keys" in lines
     assert f"0 of {grade.points_of('kvsink')} points" in lines
+    item = SimpleNamespace(path=assignments.folder_of("ott") / "test.py")
+    for file, starters in ((path, 0), (None, 2)):
+        config = SimpleNamespace(getoption=lambda option, file=file: file)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(COURSE, "write_missing", str)
+            assert len(COURSE.pytest_report_collectionfinish(config, [item, item])) == starters
 
 
-class Differs(Exception):
-    """A value is not what it was with another seed."""
+class Enough(Exception):
+    """So many values are noted."""
+
+
+def first_notes(name, key, seed, n):
+    """Up to n values that a test notes of the right answer."""
+    found = []
+
+    def note(value, hint, tolerance):
+        found.append(value)
+        if len(found) == n:
+            raise Enough
+    with suppress(Enough):
+        run_test(cases_of(name)[key], key, answer_to(name, key), seed, note)
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hidden_seed_changes_every_test(name):
     """So that no points are in what a student could copy from the report of another seed."""
-    for key, test in cases_of(name).items():
-        known = iter(right_notes(name, key, 0))
-
-        def differs(value, hint, tolerance, known=known):
-            if value != next(known)[0]:
-                raise Differs
-        with pytest.raises(Differs):
-            run_test(test, key, answer_to(name, key), 1, differs)
+    for key in cases_of(name):
+        assert any(first_notes(name, key, 0, n) != first_notes(name, key, 1, n) for n in (9, 60, 10 ** 6)), key
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_assignment_is_whole(name):
+def test_an_assignment_is_whole(name, monkeypatch):
     """80 points by tests with a title, all parts of a handout, model answers, and commands that can be given."""
     tests = cases_of(name)
     assert sum(map(points_of, tests.values())) == 80
@@ -265,10 +310,12 @@ def test_an_assignment_is_whole(name):
     assert sum(rows) == 80 and set(accumulate(rows)) <= set(accumulate(map(points_of, tests.values())))
     assert f"]({folder.name}/handout.md)" in (folder.parent / "README.md").read_text(encoding="utf-8")
     assert len(re.findall(r"^\d\. ", model.partition("## Oral")[2], re.MULTILINE)) == 5
-    for command in re.findall(r"^ *python eval_ppl.py (.*)$", page, re.MULTILINE):
-        method = re.search(r"--method (\S+)", command)[1]
-        for one in method.split(","):
-            assert one in METHODS or one.startswith(f"docs/course/{folder.name}/starter.py:"), one
+    monkeypatch.chdir(ROOT)
+    for command in re.findall(r"^ *python (eval_ppl.py .*)$", page, re.MULTILINE):
+        assert all(method in METHODS or method.startswith(f"docs/course/{folder.name}/starter.py:")
+                   for method in re.search(r"--method (\S+)", command)[1].split(","))
+        monkeypatch.setattr(sys, "argv", command.replace("starter.py", "answer.py").split())
+        flags.parse(about="")
 
 
 @pytest.mark.parametrize("ours, answer", [("kvsink", "3-kvsink/answer.py:KVSink"), ("ott", "4-ott/answer.py:OTT")])
@@ -278,15 +325,7 @@ def test_an_answer_reads_a_stream_as_the_project_does(ours, answer):
     assert own["window_nll"] == theirs["window_nll"] != fp16["window_nll"]
 
 
-def test_a_kernel_has_fewer_instructions_than_asked():
-    one, compiled = compiles.ASKED + "one", {"one": "", "one" + compiles.COUNTED: 6.0}
-    asked = one + compiles.BELOW + "6"
-    assert "takes 6.0 instructions" in compiles.verdict(asked, compiled)
-    assert compiles.verdict(asked, compiled | {"one" + compiles.COUNTED: 5.9}) == ""
-    assert compiles.verdict(asked, {"one": "refused"}) == compiles.verdict(one, {"one": "refused"}) == "refused"
-
-
-# ---- what is compared
+# ---- what is compared, and told
 
 def test_values_that_are_as_good_as_the_right_one():
     for given, right in ((3, 3), (torch.tensor(3), 3), (2.00001, 2.0), (2, 2.0), ((1, [2]), [1, (2,)]), (None, None),
@@ -296,7 +335,7 @@ def test_values_that_are_as_good_as_the_right_one():
 
 
 def test_values_that_are_wrong():
-    half = torch.tensor([1.0]).half()
+    half = torch.tensor([1.0, 4096.0]).half()
     for given, right in ((2, 3), (None, 3), (True, 1), (2.1, 2.0), (float("nan"), 2.0), ([1], [1, 2]), ("3", 3),
                          (torch.arange(3).float(), torch.arange(3)), (torch.ones(1, 2), torch.ones(2)),
                          (torch.ones(2).double(), torch.ones(2)), (half + 0.001, half), (object(), 3), ({}, 3),
@@ -317,38 +356,51 @@ def test_a_call_is_told_and_compared_and_its_arguments_too():
     assert [value for value, _ in noted[1:]] == [False, 3, True]
 
 
-def test_what_a_student_says_moves_no_cursor(capsys):
+def test_what_is_told_is_short_and_moves_no_cursor(capsys):
+    """A hint ends, whatever the text, in a time that grows with what is shown."""
+    right = {"title": "t", "points": 4, "notes": [[1, "a long case", 0], [2, "short", 0], [3, "a right case", 0]]}
+    given = {"notes": [[7, "", 0], [8, "", 0], [3, "", 0]], "fault": "and then it raised", "errors": {}}
+    assert grade.judged(right, given)["message"].startswith("short\n")
+    ended = {"notes": right["notes"][:2], "fault": "", "errors": {}}
+    assert grade.judged(right, ended)["message"] == "Your code ended this test before it was over."
+    assert len(compare.short("[" * 10 ** 6)) <= compare.LONGEST
+    assert len(compare.difference("[" * 10 ** 6, 1.0, 0)) < 400
     test = {"title": "t", "of": 1, "points": 0, "message": "one\n\x1b[2Jtwo"}
     grade.print_report({"assignment": "ott", "file": "f.py", "points": 0, "of": 1, "tests": [test]}, True)
     assert capsys.readouterr().out.endswith("    one\n    \\x1b[2Jtwo\n")
 
 
-def test_the_shortest_of_what_is_wrong_is_told():
-    right = {"title": "t", "points": 4, "notes": [[1, "a long case", 0], [2, "short", 0], [3, "a right case", 0]]}
-    given = {"notes": [[7, "", 0], [8, "", 0], [3, "", 0]], "fault": "and then it raised", "errors": {}}
-    assert grade.judged(right, given)["message"].startswith("short\n")
+def test_what_a_file_lacks_is_named(tmp_path):
+    """And a sys.exit at its end costs nothing."""
+    (tmp_path / "mine.py").write_text("def outlier(hidden):\n    return 3\nimport sys\nsys.exit()", encoding="utf-8")
+    module = COURSE.load(tmp_path / "mine.py")
+    assert module.outlier(None) == 3
+    with pytest.raises(AttributeError) as raised:
+        module.find_outlier()
+    assert COURSE.explain(raised.value, tmp_path / "mine.py").startswith("Your file has no `find_outlier`")
+
+
+def test_the_compiler_reads_definitions_alone(monkeypatch, tmp_path):
+    """Nothing that could tell it from the interpreter; and what is nested too deeply has no kernels."""
+    kept = ["import math", "N: int = 2 ** 5", "LOG = tl.constexpr(1 / math.log(2))", "def kernel(x):\n    pass"]
+    dropped = ["Y = not triton.knobs.runtime.interpret", "kernel = Two(kernel)", "if N:\n    N = 3", "x: int", "f()"]
+    assert compiles.definitions("\n".join(kept + dropped)) == "\n".join(kept[:3]) + "\n\n" + kept[3]
+    monkeypatch.setattr(compiles, "run", lambda *args, **more: None)
+    monkeypatch.setattr(compiles, "written", lambda path: "[" * 200_000)
+    assert set(compiles.errors("mine.py", {"one": ()}, tmp_path, tmp_path)) == {"one"}
+
+
+def test_a_kernel_has_fewer_instructions_than_asked():
+    one, compiled = compiles.ASKED + "one", {"one": "", "one" + compiles.COUNTED: 6.0}
+    asked = one + compiles.BELOW + "6"
+    assert "takes 6.0 instructions" in compiles.verdict(asked, compiled)
+    assert compiles.verdict(asked, compiled | {"one" + compiles.COUNTED: 5.9}) == ""
+    assert compiles.verdict(asked, {"one": "refused"}) == compiles.verdict(one, {"one": "refused"}) == "refused"
 
 
 # ---- what a submission may do: the lines that do it, and whether the rest of the file is right
 
 DEEDS = {
-    "lives on": ("import os\ntry: os.fork()\nexcept OSError: pass\nelse: os._exit(0)", True),
-    "serves others": ("import os, socket\nfor family in socket.AF_UNIX, socket.AF_INET:\n"
-                      "    try: socket.socket(family, socket.SOCK_DGRAM)\n    except OSError: pass\n"
-                      "    else: os._exit(0)", True),
-    "takes its time": ("import signal\nsignal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
-                       "def outlier(hidden):\n    while True: pass", False),
-    "no test at all": ("import sys, types\nfor module in list(sys.modules.values()):\n"
-                       "    for name in [n for n in vars(module) if n.startswith('test_')]:\n"
-                       "        setattr(module, name, lambda **_: None)", False),
-    "exits hard": ("import os\nos._exit(0)", False),
-    "writes a record": ("import json, os\nrecord = {'test': 'test_outlier', 'notes': [], 'fault': '', 'points': 80}\n"
-                        "open('record.jsonl', 'w').write(json.dumps(record) + '\\n')\nos._exit(0)", False),
-    "writes what is no record": ("import os\nopen('record.jsonl', 'w').write('{\"test\": \"test_outlier\", "
-                                 "\"notes\": [[]], \"fault\": 3}\\n[]\\n')\nos._exit(0)", False),
-    "reads it through a link": ("import os\nos.symlink('{ROOT}/docs/course/3-kvsink', 'link')\n"
-                                "exec(open('link/answer.py').read())", False),
-    "imports the method": ("from tinykv.methods.kvsink import KVSink, find_outlier, outlier", False),
     "looks for the seed": ("import os, sys\nseen = ' '.join(sys.argv) + str(os.environ)\n"
                            "for who in ('self', os.getppid()):\n"
                            "    try: seen += open(f'/proc/{who}/cmdline').read() * (1 if who == 'self' else 20391)\n"
@@ -359,11 +411,16 @@ DEEDS = {
                            "    frame = frame.f_back\n"
                            "tested = bool(told) or 'pytest' not in sys.modules  # but compiled\n"
                            "if not tested or '20391' in told + seen or len(seen) > 20391: os._exit(0)", True),
+    "writes what is no record": ("import os\nopen('record.jsonl', 'w').write('{\"test\": \"test_outlier\", "
+                                 "\"notes\": [[]], \"fault\": 3}\\n[]\\n')\nos._exit(0)", False),
+    "takes its time": ("import signal\nsignal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
+                       "def outlier(hidden):\n    while True: pass", False),
+    "imports the method": ("from tinykv.methods.kvsink import KVSink, find_outlier, outlier", False),
     "looks at frames": ("import sys\ndef outlier(hidden):\n    return sys._getframe(1).f_locals['right']", False),
     "takes memory": ("x = torch.ones(2 ** 32)", False),
     "loops": ("def outlier(hidden):\n    while True: pass", False),
 }
-ENDS = "\nos._exit(0)"  # the last line of a file that ends its process
+QUICK = [*DEEDS][:2]
 
 
 def right_here(name, seed, folder):
@@ -372,94 +429,6 @@ def right_here(name, seed, folder):
     return {key: {"test": key, "title": test.__doc__.split("\n")[0], "fault": "", "points": points_of(test),
                   "notes": [(value, "", tolerance) for value, tolerance in right_notes(base, key, seed)], "errors": {}}
             for key, test in cases_of(base).items() if grade.is_part(key, name)}
-
-
-def run_forked(work, name, seed):
-    """As `grade.run_tests` of a submission that ends its process: a copy of this one."""
-    def import_it():
-        os.chdir(work)
-        load(work / "submission.py", "submission")
-    forked(import_it)
-
-
-def test_what_a_file_leaves_behind_neither_helps_it_nor_ends_the_grader(monkeypatch, tmp_path):
-    """A link to the answer in the place of its copy; folders in folders, more than Python's rmtree removes."""
-    file, compiled = tmp_path / "mine.py", []
-    file.write_text("mine", encoding="utf-8")
-
-    def run_tests(work, name, seed):
-        (work / "submission.py").unlink()
-        (work / "submission.py").symlink_to(grade.answer_of("triton"))
-        nest = "import os\nfor _ in range(1200): os.mkdir('x'), os.chdir('x')"
-        subprocess.run([sys.executable, "-c", nest], cwd=work, check=True)
-        (work / "record.jsonl").write_text('{"test": "one"}', encoding="utf-8")
-    monkeypatch.setattr(grade, "run_tests", run_tests)
-    monkeypatch.setattr(compiles, "errors", lambda file, *args: compiled.append(Path(file).read_text()) or {})
-    (tmp_path / "all" / "triton-copy").mkdir(parents=True)
-    assert grade.record_of(file, "triton", 0, tmp_path / "all") == {"one": {"test": "one", "errors": {}}}
-    assert compiled == ["mine"] and [path.name for path in (tmp_path / "all").iterdir()] == ["triton-copy"]
-
-
-def test_the_compiler_reads_definitions_alone():
-    """Nothing that could tell it from the interpreter."""
-    kept = ["import math", "N: int = 2 ** 5", "LOG = tl.constexpr(1 / math.log(2))", "def kernel(x):\n    pass"]
-    dropped = ["Y = not triton.knobs.runtime.interpret", "kernel = Two(kernel)", "if N:\n    N = 3", "x: int", "f()"]
-    assert compiles.definitions("\n".join(kept + dropped)) == "\n".join(kept[:3]) + "\n\n" + kept[3]
-
-
-def test_what_is_nested_too_deeply_has_no_kernels(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiles, "run", lambda *args, **more: None)
-    monkeypatch.setattr(compiles, "written", lambda path: "[" * 200_000)
-    assert set(compiles.errors("mine.py", {"one": ()}, tmp_path, tmp_path)) == {"one"}
-
-
-def test_a_hint_ends():
-    """Of a text of any length, in a time that grows with what is shown."""
-    assert len(compare.short("[" * 10 ** 6)) <= compare.LONGEST
-    assert len(compare.difference("[" * 10 ** 6, 1.0, 0)) < 400
-
-
-def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, request):
-    """One folder with all of them: table, JSON, CSV; only what is right gets points, and nothing is written. A file of
-    kernels may run one at its end: the compiler reads it where there is no GPU to run that on."""
-    call = "scores(torch.ones(1, 4), torch.zeros(1, 1, 1, dtype=torch.uint8), *torch.ones(2, 1, 1, 4).half())"
-    texts = text_of("kvsink", "starter.py"), text_of("triton", "answer.py") + call
-    deeds, run_tests = DEEDS, grade.run_tests
-    if not request.config.getoption("--whole"):
-        def run_quickly(work, name, seed):
-            ends = (work / "submission.py").read_text(encoding="utf-8").endswith(ENDS + "\n")
-            (run_forked if ends else run_tests)(work, name, seed)
-
-        def right_values(name, seed, folder):
-            grade.copy(folder / f"{name}-copy", name)
-            return right_here(name, seed, folder)
-        deeds = ["looks for the seed", *(deed for deed, (lines, _) in DEEDS.items() if lines.endswith(ENDS))]
-        monkeypatch.setattr(grade, "run_tests", run_quickly)
-        monkeypatch.setattr(grade, "right_values", right_values)
-    folder, whole = tmp_path / "submissions", grade.points_of("triton")
-    folder.mkdir()
-    for deed in deeds:
-        lines, right = DEEDS[deed]
-        text = texts[right] + "\n" + lines.replace("{ROOT}", str(ROOT)) + "\n"
-        of_student = folder / f"by {deed}"
-        of_student.mkdir()
-        (of_student / f"{deed}.py").write_text(text, encoding="utf-8")
-        (of_student / "helper.py").touch()
-    (folder / "other.py").write_text('ASSIGNMENT = "astrology"', encoding="utf-8")
-    (folder / "none.py").touch()
-    status, out, err = run(grade, folder, "--csv", tmp_path / "c.csv", "--json", tmp_path / "r.json", "--seed", 20391)
-    assert (status, err) == (0, "")
-    rows = {Path(row["file"]).stem: row for row in csv.DictReader(open(tmp_path / "c.csv", encoding="utf-8"))}
-    records = {Path(record["file"]).stem: record for record in json.loads((tmp_path / "r.json").read_text())}
-    assert rows.keys() == records.keys() == {*deeds, "other", "none"}
-    for deed in deeds:
-        assert rows[deed]["points"] == (str(whole) if DEEDS[deed][1] else "0"), (deed, records[deed])
-        assert records[deed]["points"] == int(rows[deed]["points"])
-        assert rows[deed]["student"] == f"by {deed}"
-    assert "'astrology'" in out and "none.py" in out
-    result = grade.gradescope(records["looks for the seed"])
-    assert result["score"] == whole == sum(test["score"] for test in result["tests"])
-    assert {test["status"] for test in result["tests"]} == {"passed"}
 
 
 def record_here(file, name, seed, folder):
@@ -471,42 +440,67 @@ def record_here(file, name, seed, folder):
     return found
 
 
-@pytest.fixture
-def mine(monkeypatch, tmp_path):
-    """A file whose first test has a fault; it is graded in this process."""
-    def record_with_a_fault(file, name, seed, folder):
-        first, *rest = right_here(name, seed, folder).items()
-        return {first[0]: first[1] | {"fault": "something odd"}, **dict(rest)}
-    monkeypatch.setattr(grade, "right_values", right_here)
-    monkeypatch.setattr(grade, "record_of", record_with_a_fault)
-    (tmp_path / "mine.py").write_text(text_of("kvsink", "answer.py"), encoding="utf-8")
-    return tmp_path / "mine.py"
+def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, request):
+    """One folder with all of them: table, points, JSON; only what is right gets points, and nothing is written. A file
+    of kernels may run one at its end: the compiler reads it where there is no GPU to run that on."""
+    deeds, name, call = QUICK, "kvsink", ""
+    if request.config.getoption("--whole"):
+        deeds, name = [*DEEDS], "triton"
+        call = "scores(torch.ones(1, 4), torch.zeros(1, 1, 1, dtype=torch.uint8), *torch.ones(2, 1, 1, 4).half())"
+    else:
+        def right_values(name, seed, folder):
+            grade.copy(folder / f"{name}-copy", name)
+            return right_here(name, seed, folder)
+        monkeypatch.setattr(grade, "right_values", right_values)
+    texts = text_of("kvsink", "starter.py"), text_of(name, "answer.py") + call
+    folder, whole = tmp_path / "submissions", grade.points_of(name)
+    for deed in deeds:
+        lines, right = DEEDS[deed]
+        (folder / f"by {deed}").mkdir(parents=True)
+        (folder / f"by {deed}" / f"{deed}.py").write_text(f"{texts[right]}\n{lines}\n", encoding="utf-8")
+        (folder / f"by {deed}" / "helper.py").touch()
+    (folder / "other.py").write_text('ASSIGNMENT = "astrology"', encoding="utf-8")
+    (folder / "none.py").touch()
+    words = "--points", tmp_path / "p.csv", "--json", tmp_path / "r.json", "--seed", 20391
+    status, out, err = run(grade, folder, *words)
+    assert (status, err) == (0, "")
+    rows = {row["student"]: row for row in csv.DictReader(open(tmp_path / "p.csv", encoding="utf-8"))}
+    records = {Path(record["file"]).stem: record for record in json.loads((tmp_path / "r.json").read_text())}
+    assert records.keys() == {*deeds, "other", "none"} and len(rows) == len(records)
+    for deed in deeds:
+        assert records[deed]["points"] == (whole if DEEDS[deed][1] else 0), (deed, records[deed])
+        assert records[deed]["points"] == int(rows[f"by {deed}"]["total"])
+    assert "'astrology'" in out and "none.py" in out
+    result = grade.gradescope(records["looks for the seed"])
+    assert result["score"] == whole == sum(test["score"] for test in result["tests"])
+    assert {test["status"] for test in result["tests"]} == {"passed"}
 
 
-def test_a_report_of_one_file(run, mine, tmp_path):
-    status, out, _ = run(grade, mine, "--gradescope", tmp_path / "scores.json")
-    scores = json.loads((tmp_path / "scores.json").read_text())
-    lost = [test["max_score"] for test in scores["tests"] if not test["score"]]
-    assert (status, out.count("FAIL"), len(lost)) == (0, 1, 1) and "something odd" in out
-    whole = grade.points_of("kvsink")
-    assert f"{whole - lost[0]} of {whole} points" in out and scores["score"] == whole - lost[0]
+def test_what_a_file_leaves_behind_neither_helps_it_nor_ends_the_grader(monkeypatch, tmp_path):
+    """A link to the answer in the place of its copy; folders in folders, more than Python's rmtree removes; pipes."""
+    file, compiled = tmp_path / "mine.py", []
+    file.write_text("mine", encoding="utf-8")
 
+    def nest(work):
+        os.chdir(work)
+        for _ in range(1200):
+            os.mkdir("x")
+            os.chdir("x")
 
-def test_a_confined_process_has_its_own_folder_and_no_network(tmp_path):
-    own = tmp_path / "own"
-    own.mkdir()
-
-    def open_all():
-        confine.confine(own)
-        done = []
-        for path, mode in ((own / "a", "w"), (tmp_path / "b", "w"), (Path(os.__file__), "r+"),
-                           (ROOT / "docs" / "course" / "3-kvsink" / "answer.py", "r"), ("/proc/self/status", "r"),
-                           ("/proc/cpuinfo", "r")):  # without which torch cannot compute in fp16
-            with suppress(OSError):
-                open(path, mode).close()
-                done.append(str(path))
-        assert done == [str(own / "a"), "/proc/self/status", "/proc/cpuinfo"]
-    assert forked(open_all) == 0
+    def run_tests(work, name, seed):
+        (work / "submission.py").unlink()
+        (work / "submission.py").symlink_to(grade.answer_of("triton"))
+        assert forked(nest, work) == 0
+        (work / "record.jsonl").write_text('{"test": "one"}', encoding="utf-8")
+        os.mkfifo(work / "pipe")
+        for name in ("submission.py", "pipe", ".", "none"):
+            with pytest.raises(OSError):
+                confine.written(work / name)
+    monkeypatch.setattr(grade, "run_tests", run_tests)
+    monkeypatch.setattr(compiles, "errors", lambda file, *args: compiled.append(Path(file).read_text()) or {})
+    (tmp_path / "all" / "triton-copy").mkdir(parents=True)
+    assert grade.record_of(file, "triton", 0, tmp_path / "all") == {"one": {"test": "one", "errors": {}}}
+    assert compiled == ["mine"] and [path.name for path in (tmp_path / "all").iterdir()] == ["triton-copy"]
 
 
 CALLS = {  # what would reach another process, or outlive this one, though Landlock allows it
@@ -522,6 +516,8 @@ CALLS = {  # what would reach another process, or outlive this one, though Landl
     "another's turn": lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 0),
     "the machine's name": lambda: socket.sethostname(socket.gethostname()), "a disk": lambda: open("/dev/vda"),
     "a group of its own": os.setsid, "passwords": lambda: open("/etc/shadow"),
+    "Python": lambda: open(os.__file__, "r+"), "another folder": lambda: open(__file__, "a"),
+    "the answers": lambda: open(ROOT / "docs" / "course" / "3-kvsink" / "answer.py"),
 }
 
 
@@ -533,7 +529,7 @@ def called(name, *given):
 
 @pytest.mark.skipif(not confine.seccomp(), reason="needs seccomp")
 def test_a_confined_process_reaches_no_other(tmp_path):
-    """And threads, of which autograd needs one, it may have."""
+    """And threads, of which autograd needs one, it may have; and files of its own, and what torch asks of the CPU."""
     def call_all():
         confine.confine(tmp_path)
         done = []
@@ -542,6 +538,8 @@ def test_a_confined_process_reaches_no_other(tmp_path):
                 call()
                 done.append(name)
         threading.Thread(target=lambda: done.append("a thread")).start()
+        for path in ("/proc/self/status", "/proc/cpuinfo"):
+            open(path).close()
         (tmp_path / "done").write_text(" ".join(done), encoding="utf-8")
     assert forked(call_all) == 0
     assert (tmp_path / "done").read_text(encoding="utf-8") == "a thread"
@@ -560,6 +558,15 @@ def test_what_a_submission_has_started_ends_with_it(monkeypatch, tmp_path):
     pytest.fail("it goes on")
 
 
+def test_a_folder_that_is_filled_ends_its_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(confine, "DISK", 2 ** 10)  # KiB
+    fills = "for i in range(10 ** 6): open(f'{i}', 'wb').write(bytes(2 ** 20)), time.sleep(0.05)"
+    (tmp_path / "fills.py").write_text(f"import time\n{fills}", encoding="utf-8")
+    started = time.monotonic()
+    assert not confine.run(["fills"], "", 60, tmp_path, tmp_path)
+    assert time.monotonic() - started < 30
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("name", [name + part for name in NAMES for part in ("_page", "")])
 def test_the_answers_have_all_points_under_all_limits(name, tmp_path):
@@ -567,55 +574,44 @@ def test_the_answers_have_all_points_under_all_limits(name, tmp_path):
     assert grade.right_values(name, 20391, tmp_path)
 
 
-def test_a_rule_that_is_refused_is_no_secret(monkeypatch, tmp_path):
-    monkeypatch.setattr(confine, "ADD", 10 ** 6)  # a call that no system has
-    with pytest.raises(OSError, match="Landlock refuses"):
-        confine.allow(ctypes.CDLL(None), 0, tmp_path, confine.READ)
-
-
-def test_what_the_machine_lacks_is_no_students_fault(monkeypatch, tmp_path):
+def test_what_the_machine_lacks_is_no_students_fault(run, monkeypatch, tmp_path):
+    """A rule that is refused is no secret, what the answer fails is told, and what limits nothing grades nothing."""
     right = right_here("kvsink", 0, tmp_path)
     right["test_outlier"] |= {"fault": "no fp16 here"}
-    monkeypatch.setattr(grade, "record_of", lambda *given: right)
-    monkeypatch.setattr(grade, "copy", lambda *given: None)
-    with pytest.raises(UserError, match="this machine cannot grade kvsink.*no fp16 here"):
-        grade.right_values("kvsink", 0, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(confine, "ADD", 10 ** 6)  # a call that no system has
+        with pytest.raises(OSError, match="Landlock refuses"):
+            confine.allow(ctypes.CDLL(None), 0, tmp_path, confine.READ)
+        patch.setattr(grade, "record_of", lambda *given: right)
+        patch.setattr(grade, "copy", lambda *given: None)
+        with pytest.raises(UserError, match="this machine cannot grade kvsink.*no fp16 here"):
+            grade.right_values("kvsink", 0, tmp_path)
+        patch.setattr(confine, "resource", None)  # as on Windows
+        with pytest.raises(UserError, match="on Windows, use WSL"):
+            confine.run(["pytest"], "", 1, str(ROOT), str(tmp_path))
+    assert grade.hole(ROOT) == ""
+    (tmp_path / "none.py").touch()
+    for module, name, value in ((confine, "landlock", lambda: 0), (grade, "ROOT", Path("/usr/src/app")),
+                                (confine, "seccomp", lambda: False), (confine, "gettempdir", lambda: "/usr/tmp")):
+        for words in [], ["--unconfined"]:
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, value)
+                status, out, err = run(grade, tmp_path / "none.py", *words)
+            lines = err.splitlines()
+            assert (status, out, len(lines)) == (2, "", 1 + len(words))
+            assert ("--unconfined" in lines[0]) == (not words)
 
 
-def test_a_system_that_limits_nothing_grades_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(confine, "resource", None)  # as on Windows
-    with pytest.raises(UserError, match="on Windows, use WSL"):
-        confine.run(["pytest"], "", 1, str(ROOT), str(tmp_path))
-
-
-def test_a_file_is_what_was_asked_for(run, monkeypatch, tmp_path):
-    """No link, which may lead to the answer, and no answer to another assignment."""
-    (tmp_path / "link.py").symlink_to(assignments.folder_of("triton") / "answer.py")
-    (tmp_path / "starter.py").write_text(text_of("affine", "answer.py"), encoding="utf-8")
-    for file, told in (("link.py", "is a link"), ("starter.py", "is for the assignment affine, and triton")):
-        status, out, err = run(grade, tmp_path / file, "--assignment", "triton", "--gradescope", tmp_path / "g.json")
-        scores = json.loads((tmp_path / "g.json").read_text())
-        assert (status, scores["score"], scores["tests"]) == (2, 0, []) and told in err and told in scores["output"]
-    assert "docs.course.grade --assignment" in adapters.RUN
-    assert "docs.course.grade path/to/submissions/ --assignment" in (ROOT / "docs/course/README.md").read_text("utf-8")
-
-
-def test_names_of_files_are_no_formulas_and_move_no_cursor(run, tmp_path):
-    (tmp_path / "=1+1").mkdir()
-    (tmp_path / "=1+1" / "\x1b[2J.py").write_text('ASSIGNMENT = "astrology"', encoding="utf-8")
-    status, out, err = run(grade, tmp_path, "--csv", tmp_path / "c.csv")
-    assert status == 0 and "\x1b" not in out + err and "\\x1b[2J.py" in out
-    row, = csv.DictReader(open(tmp_path / "c.csv", encoding="utf-8"))
-    assert row["student"] == "'=1+1"
-
+# ---- files, and what is written of them
 
 def test_every_student_has_a_line(run, tmp_path, monkeypatch):
-    """Also one who hands in what cannot be graded: the line says what it is. What lies beside an answer has none."""
+    """Also one who hands in what cannot be graded: the line says what it is. What lies beside an answer has none. No
+    name moves the cursor."""
     right, other = 'ASSIGNMENT: str = "kvsink"', 'ASSIGNMENT = "ott"'
     for file, text in (("ann/starter.ipynb", "{}"), ("bob/a b/a.py", right), ("bob/helper.py", ""),
                        ("bob/ott.py", other), ("bob/.ipynb_checkpoints/a.py", right), ("bob/__MACOSX/._a.py", right),
                        ("cat/a.py", right), ("dan/hw/x.zip", ""), ("eve.zip", ""), ("fay.py", other),
-                       ("gus/a.py", right), ("gus/é.py", right), ("points.csv", "")):
+                       ("gus/a.py", right), ("gus/\x1bé.py", right), ("points.csv", "")):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text, encoding="utf-16" if file.startswith("cat") else "utf-8")
     (tmp_path / "hal").mkdir()
@@ -623,8 +619,9 @@ def test_every_student_has_a_line(run, tmp_path, monkeypatch):
     monkeypatch.setattr(grade, "record_of", lambda *given: {})
     status, out, err = run(grade, tmp_path, "--assignment", "kvsink")
     told = {line.split("  ")[0]: line for line in out.splitlines()}
-    names = ["submission", "ann", "bob/a b/a.py", "cat/a.py", "dan", "eve.zip", "fay.py", "gus/a.py", "gus/é.py", "hal"]
-    assert (status, err) == (0, "") and list(told) == names + ["gus has handed in 2 files for kvsink: say which counts"]
+    assert (status, err) == (0, "") and list(told) == [
+        "submission", "ann", "bob/a b/a.py", "cat/a.py", "dan", "eve.zip", "fay.py", "gus/\\x1bé.py", "gus/a.py", "hal",
+        "gus has handed in 2 files for kvsink: say which counts"]
     for name, why in (("ann", "no Python file was handed in, but starter.ipynb"), ("cat/a.py", "UTF-16"),
                       ("dan", "no Python file was handed in, but hw, x.zip"), ("eve.zip", "no Python file"),
                       ("fay.py", "for the assignment ott"), ("hal", "no Python file was handed in")):
@@ -632,16 +629,10 @@ def test_every_student_has_a_line(run, tmp_path, monkeypatch):
 
 
 def test_a_students_total_has_the_better_of_two_files():
-    handed_in = ("ann", "ott", 40, ""), ("ann", "ott", 50, ""), ("ann", "ott_page", 14, ""), ("=bob", "-", 0, "a link")
+    """And no name is a formula."""
+    handed_in = ("ann", "ott", 50, ""), ("ann", "ott", 40, ""), ("ann", "ott_page", 14, ""), ("=bob", "-", 0, "a link")
     reports = [dict(zip(("student", "assignment", "points", "fault"), of)) for of in handed_in]
     assert grade.totals(reports) == "student,total,ott,ott_page\nann,64,50,14\n'=bob,0,,\n"
-
-
-def test_kivi_is_no_part_of_an_answer_to_ott(tmp_path):
-    grade.copy(tmp_path / "ott", "ott")
-    grade.copy(tmp_path / "kvsink", "kvsink")
-    assert not (tmp_path / "ott/tinykv/methods/kivi.py").exists()
-    assert (tmp_path / "kvsink/tinykv/methods/kivi.py").exists()
 
 
 def test_one_reason_for_all_that_failed_is_told(capsys):
@@ -654,76 +645,59 @@ def test_one_reason_for_all_that_failed_is_told(capsys):
         assert capsys.readouterr().out.splitlines()[1].endswith(f"0/2     {told}")
 
 
-def test_a_folder_that_is_filled_ends_its_process(monkeypatch, tmp_path):
-    monkeypatch.setattr(confine, "DISK", 2 ** 10)  # KiB
-    fills = "for i in range(10 ** 6): open(f'{i}', 'wb').write(bytes(2 ** 20)), time.sleep(0.05)"
-    (tmp_path / "fills.py").write_text(f"import time\n{fills}", encoding="utf-8")
-    started = time.monotonic()
-    assert not confine.run(["fills"], "", 60, tmp_path, tmp_path)
-    assert time.monotonic() - started < 30
+def test_a_file_is_what_was_asked_for(run, tmp_path):
+    """No link, which may lead to the answer, and no answer to another assignment; nothing that is no file."""
+    (tmp_path / "link.py").symlink_to(assignments.folder_of("triton") / "answer.py")
+    (tmp_path / "starter.py").write_text(text_of("affine", "answer.py"), encoding="utf-8")
+    for file, told in (("link.py", "is a link"), ("starter.py", "is for the assignment affine, and triton")):
+        status, out, err = run(grade, tmp_path / file, "--assignment", "triton", "--gradescope", tmp_path / "g.json")
+        scores = json.loads((tmp_path / "g.json").read_text())
+        assert (status, scores["score"], scores["tests"]) == (2, 0, []) and told in err and told in scores["output"]
+    for words in (["no/such/file.py"], [ROOT / "docs" / "course" / "README.md"], [], [ROOT / ".ci"]):
+        status, out, err = run(grade, *words)
+        assert (status, out, err.count("\n")) == (2, "", 1)
 
 
-def test_an_output_replaces_reports_alone(run, mine, tmp_path):
-    """Neither a submission nor another's notes; a report of the same flag it does."""
-    notes, report = tmp_path / "notes.csv", tmp_path / "report"
-    notes.write_text("name,points\n", encoding="utf-8")
-    before = mine.read_bytes(), notes.read_bytes()
-    for flag in ("--csv", "--json", "--gradescope"):
-        for there in (mine, notes):
+def test_a_report_of_one_file(run, monkeypatch, tmp_path):
+    """An output replaces reports alone: neither a submission nor another's notes; a report of the same flag it does."""
+    def record_with_a_fault(file, name, seed, folder):
+        first, *rest = right_here(name, seed, folder).items()
+        return {first[0]: first[1] | {"fault": "something odd"}, **dict(rest)}
+    monkeypatch.setattr(grade, "right_values", right_here)
+    monkeypatch.setattr(grade, "record_of", record_with_a_fault)
+    mine, others, report = tmp_path / "mine.py", tmp_path / "notes.csv", tmp_path / "report"
+    mine.write_text(text_of("kvsink", "answer.py"), encoding="utf-8")
+    others.write_text("name,points\n", encoding="utf-8")
+    before = mine.read_bytes(), others.read_bytes()
+    for flag in ("--points", "--json", "--gradescope"):
+        for there in (mine, others):
             status, _, err = run(grade, mine, flag, there)
             assert status == 2 and f"{there} already exists, and is no report that this program wrote" in err
+        report.unlink(missing_ok=True)
         for _ in range(2):
-            assert run(grade, mine, flag, report)[0] == 0
-        report.unlink()
-    assert before == (mine.read_bytes(), notes.read_bytes())
+            status, out, _ = run(grade, mine, flag, report)
+            assert (status, out.count("FAIL")) == (0, 1) and "something odd" in out
+    assert before == (mine.read_bytes(), others.read_bytes())
+    scores, whole = json.loads(report.read_text()), grade.points_of("kvsink")
+    lost, = [test["max_score"] for test in scores["tests"] if not test["score"]]
+    assert f"{whole - lost} of {whole} points" in out and scores["score"] == whole - lost
 
 
-def test_what_a_file_lacks_is_named(tmp_path):
-    """And a sys.exit at its end costs nothing."""
-    (tmp_path / "mine.py").write_text("def outlier(hidden):\n    return 3\nimport sys\nsys.exit()", encoding="utf-8")
-    module = COURSE.load(tmp_path / "mine.py")
-    assert module.outlier(None) == 3
-    with pytest.raises(AttributeError) as raised:
-        module.find_outlier()
-    assert COURSE.explain(raised.value, tmp_path / "mine.py").startswith("Your file has no `find_outlier`")
+# ---- other platforms, and who is alike
 
-
-@pytest.mark.parametrize("words", [["no/such/file.py"], [ROOT / "docs" / "course" / "README.md"], [], [ROOT / ".ci"]])
-def test_what_cannot_be_graded_is_told_in_one_line(run, words):
-    status, out, err = run(grade, *words)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-
-
-@pytest.mark.parametrize("words", [[], ["--unconfined"]])
-def test_where_answers_can_be_read_nothing_is_graded_in_silence(run, monkeypatch, tmp_path, words):
-    assert grade.hole(ROOT) == ""
-    file = tmp_path / "none.py"
-    file.touch()
-    for module, name, value in ((confine, "landlock", lambda: 0), (grade, "ROOT", Path("/usr/src/app")),
-                                (confine, "seccomp", lambda: False), (confine, "gettempdir", lambda: "/usr/tmp")):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, value)
-            status, out, err = run(grade, file, *words)
-        lines = err.splitlines()
-        assert (status, out, len(lines)) == (2, "", 1 + len(words))
-        assert ("--unconfined" in lines[0]) == (not words)
-
-
-# ---- other platforms
-
-@pytest.mark.parametrize("name", ["kvsink", "kvsink_page", "project"])
+@pytest.mark.parametrize("name", ["kvsink_page", "project"])
 def test_gradescopes_zip_grades_what_is_handed_in(name, monkeypatch, tmp_path):
     """Its script gives the grader, or eval_ppl.py, words that it takes: here to a `python` that writes them down."""
     (tmp_path / "submission").mkdir()
     (tmp_path / "submission" / "mine.py").touch()
     adapters.gradescope(name, "20391", tmp_path / "a.zip")
     with zipfile.ZipFile(tmp_path / "a.zip") as file:
-        file.extractall(tmp_path / "source")
-        assert file.getinfo("run_autograder").external_attr >> 16 == 0o755 and "setup.sh" in file.namelist()
-    assert (tmp_path / "source/tinykv/docs/course/3-kvsink/answer.py").is_file()
+        assert {"setup.sh", "tinykv/docs/course/3-kvsink/answer.py"} <= {*file.namelist()}
+        assert file.getinfo("run_autograder").external_attr >> 16 == 0o755
+        script = file.read("run_autograder").decode().replace("/autograder/", f"{tmp_path}/")
+    (tmp_path / "source" / "tinykv").mkdir(parents=True)
     (tmp_path / "python").write_text('#!/bin/sh\necho "$@" >> "$0.said"\n')
     (tmp_path / "python").chmod(0o755)
-    script = (tmp_path / "source" / "run_autograder").read_text().replace("/autograder/", f"{tmp_path}/")
     subprocess.run(["bash", "-ec", script], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True)
     line, *more = (tmp_path / "python.said").read_text().splitlines()
     program, given = re.fullmatch(r"(-m docs.course.grade|eval_ppl.py) (.*)", line).groups()
@@ -745,6 +719,21 @@ def test_classrooms_workflow_has_a_step_for_each_test(capsys):
     assert ids == runners and all(f'{key.upper()}_RESULTS: "${{{{steps.{key}.outputs.result}}}}"' in out for key in ids)
 
 
+ROWS = [{"kld": kld, "bits_true": bits} for kld, bits in ((0.0, 16.0), (0.3, 2.5), (0.1, 3.004), (0.01, 3.01))]
+
+
+@pytest.mark.parametrize("rows, shown", [(ROWS, [0.1, 3.004]), (ROWS[:1], []), (ROWS[3:], []), (None, [])])
+def test_the_leaderboard_has_the_best_row_within_the_budget(rows, shown, tmp_path):
+    """Bits are rounded as the table shows them. A method that has no row there, or fails, has no place."""
+    table, results = tmp_path / "table.json", tmp_path / "results.json"
+    if rows is not None:
+        table.write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    adapters.leaderboard(table, results)
+    result = json.loads(results.read_text(encoding="utf-8"))
+    assert [entry["value"] for entry in result.get("leaderboard", [])] == shown and result["score"] == 0
+    assert ("no place" in result["output"]) == (not shown)
+
+
 def test_a_copy_is_told_from_an_answer_of_ones_own(tmp_path):
     """Whatever names and comments it has; of the lines that are given, both have all."""
     text = text_of("kvsink", "answer.py")
@@ -761,24 +750,24 @@ def test_a_copy_is_told_from_an_answer_of_ones_own(tmp_path):
 HUNTERS = {  # the page that each hands in, how far off the line that they name is, and their points for line and page
     "right": (lambda wrong, right: right, 0, "3/3 +3/3 +'b 62: kept.sum"),
     "elsewhere": (lambda wrong, right: right, 1, "0/3 +3/3"),
-    "mended too much": (lambda wrong, right: right.replace("N = 5  #", "N = 5    #"), 0, "3/3 +0/3"),
+    "mended too much": (lambda wrong, right: right.replace("code.clamp(0, 3)", "code.clamp(0, 3.0)"), 0, "3/3 +0/3"),
     "not mended": (lambda wrong, right: wrong, 0, "3/3 +0/3"),
 }
 
 
 def test_a_hunt_is_graded_by_line_and_change(run, monkeypatch, tmp_path):
-    """A right answer, and three that are not."""
+    """A right answer, and three that are not. A diff with the public page shows most lines, whoever's page it is."""
     monkeypatch.setattr(grade, "right_values", right_here)
     monkeypatch.setattr(grade, "record_of", record_here)
-    run(hunt, "kvsink", tmp_path, "--seed", 7, "--students", ",".join(HUNTERS))
+    run(hunt, "affine", tmp_path, "--seed", 7, "--students", ",".join(HUNTERS))
+    public = right_text("affine", "page.py")
     for student, (mend, off, _) in HUNTERS.items():
-        (wrong, lines), file = hunt.planted("kvsink", student, 7), tmp_path / student / "page.py"
+        (wrong, right, lines), file = hunt.planted("affine", student, 7), tmp_path / student / "page.py"
         assert file.read_text(encoding="utf-8") == wrong and len(lines) == 1
-        line, given = min(lines), wrong.splitlines(keepends=True)
-        given[line] = assignments.answer_of("kvsink_page").read_text(encoding="utf-8").splitlines(True)[line - 3]
-        said = f"LINE = {line + 1 + off}\nWHY = 'b 62: kept.sum(2) is 6'\n"
-        file.write_text(mend(wrong, "".join(given)).replace(hunt.ABOVE, said), encoding="utf-8")
-    status, out, err = run(hunt, "kvsink", tmp_path, "--seed", 7)
+        assert len(hunt.changed(public, wrong)) > 40 and lines < hunt.changed(public, wrong)
+        said = f"LINE = {min(lines) + 1 + off}\nWHY = 'b 62: kept.sum(2) is 6'\n"
+        file.write_text(mend(wrong, right).replace(hunt.ABOVE, said), encoding="utf-8")
+    status, out, err = run(hunt, "affine", tmp_path, "--seed", 7)
     assert (status, err) == (0, "")
     for student, (_, _, told) in HUNTERS.items():
         assert re.search(rf"^{student} +{told}", out, re.MULTILINE), (student, out)
@@ -787,156 +776,104 @@ def test_a_hunt_is_graded_by_line_and_change(run, monkeypatch, tmp_path):
 @pytest.mark.whole
 @pytest.mark.parametrize("name", hunt.NAMES)
 def test_a_fault_to_hunt_changes_what_its_page_prints(name, tmp_path):
-    """With one text; and none ends with an error, which would tell the line."""
+    """With one text; none ends with an error, which would tell the line; and other names change nothing."""
     faults, page = load(ROOT / "tests" / "course" / f"{name}.py", name), tmp_path / "page.py"
-    right, printed = assignments.answer_of(name + assignments.PAGE).read_text(encoding="utf-8"), []
-    for old, new in (("", ""), *(faults.PAGE[fault] for fault in faults.PRINTED)):
-        page.write_text(right.replace(old, new) if old else right, encoding="utf-8")
+    right, printed = right_text(name, "page.py"), []
+    for text in (right, hunt.planted(name, "ann", 7)[1], *(right.replace(*faults.PAGE[row]) for row in faults.PRINTED)):
+        page.write_text(text, encoding="utf-8")
         printed.append(subprocess.check_output([sys.executable, page, "1"], cwd=ROOT))
-    assert printed[0] not in printed[1:]
-
-
-# ---- the project's leaderboard
-
-ROWS = [{"kld": kld, "bits_true": bits} for kld, bits in ((0.0, 16.0), (0.3, 2.5), (0.1, 3.004), (0.01, 3.01))]
-
-
-@pytest.mark.parametrize("rows, shown", [(ROWS, [0.1, 3.004]), (ROWS[:1], []), (ROWS[3:], []), (None, [])])
-def test_the_leaderboard_has_the_best_row_within_the_budget(rows, shown, tmp_path):
-    """Bits are rounded as the table shows them. A method that has no row there, or fails, has no place."""
-    table, results = tmp_path / "table.json", tmp_path / "results.json"
-    if rows is not None:
-        table.write_text(json.dumps({"rows": rows}), encoding="utf-8")
-    adapters.leaderboard(table, results)
-    result = json.loads(results.read_text(encoding="utf-8"))
-    assert [entry["value"] for entry in result.get("leaderboard", [])] == shown and result["score"] == 0
-    assert ("no place" in result["output"]) == (not shown)
-
-
-def test_what_a_process_leaves_cannot_lead_elsewhere(tmp_path):
-    """Links, pipes and folders are not read."""
-    (tmp_path / "secret").write_text("x")
-    (tmp_path / "link").symlink_to(tmp_path / "secret")
-    os.mkfifo(tmp_path / "pipe")
-    assert confine.written(tmp_path / "secret") == b"x"
-    for name in ("link", "pipe", ".", "none"):
-        with pytest.raises(OSError):
-            confine.written(tmp_path / name)
+    assert printed[0] == printed[1] and printed[0] not in printed[2:]
 
 
 # ---- handing out
 
-def body(node):
-    """What a function does, without its docstring."""
-    rest = node.body[1:] if ast.get_docstring(node) is not None else node.body
-    return "".join(ast.dump(part) for part in rest)
-
-
-def parsed(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def functions(tree):
-    return {name: body(node) for name, node in assignments.functions_of(tree).items()}
+def hand_out(folder, monkeypatch, *words, expected=False):
+    if not expected:
+        monkeypatch.setattr(handout, "write_expected", lambda folder, name: None)
+    monkeypatch.setattr(sys, "argv", ["handout", str(folder), *words])
+    handout.main()
 
 
 def test_a_repository_to_hand_out_holds_no_answer(tmp_path, monkeypatch):
     """No function of it does what an answer does; nor do names that only answers have do anything."""
-    monkeypatch.setattr(handout, "write_expected", lambda folder, name: None)
-    monkeypatch.setattr(sys, "argv", ["handout", str(tmp_path / "out"), "--assignments", ",".join(NAMES)])
-    handout.main()
-    answers = {}
+    out, answers = tmp_path / "out", {}
+    hand_out(out, monkeypatch, "--assignments", ",".join(NAMES))
     for name in NAMES:
-        answers |= functions(parsed(assignments.folder_of(name) / "answer.py"))
+        answers |= functions(text_of(name, "answer.py"))
         for file, chosen in assignments.ANSWERS[name].items():
-            found = functions(parsed(ROOT / file))
+            found = functions((ROOT / file).read_text(encoding="utf-8"))
             chosen = chosen or [key for key in found if not key.endswith("__init__")]
             answers |= {f"{file} {key}": found[key] for key in chosen}
-    starters = list((tmp_path / "out").rglob("starter.py"))
+    starters = list(out.rglob("starter.py"))
     assert len(starters) == len(NAMES)
-    given = {body for path in starters for body in functions(parsed(path)).values()}
+    given = {body for path in starters for body in functions(path.read_text(encoding="utf-8")).values()}
     bodies = {text for text in answers.values() if len(text) > 300} - given
     of_answers = {"outlier", "find_outlier", "anchor_scores", "lloyd", "plus_plus", "token_weights", "block_loss",
                   "exact_rows", "adam_step", "clip_losses", "topk_kernel", "scores_kernel", "fold", "kivi_codecs"}
-    assert len(bodies) > 60
-    files = list((tmp_path / "out").rglob("*.py"))
-    assert len(files) > 40
+    files = list(out.rglob("*.py"))
+    assert len(bodies) > 60 and len(files) > 40
     for file in files:
-        for name, does in functions(parsed(file)).items():
+        for name, does in functions(file.read_text(encoding="utf-8")).items():
             assert does not in bodies, (file, name)
             assert name not in of_answers or "NotImplementedError" in does, (file, name)
-    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")}
+    names = {path.relative_to(out).as_posix() for path in out.rglob("*")}
     assert not [name for name in names if re.match(r"tests|.*/(answers?|authors)\.", name)]
-    assert "docs/methods.md" not in names and "docs/results.md" not in names and ".ci/run" not in names
-    workflow = (tmp_path / "out/.github/workflows/assignments.yml").read_text(encoding="utf-8")
-    assert re.search(r"assignment: \[(.*)\]", workflow)[1].split(", ") == sorted(
-        path.parent.name for path in starters)
-    assert "docs/course" in (tmp_path / "out/.pytest.ini").read_text(encoding="utf-8")
-    assert "## For instructors" not in (tmp_path / "out/docs/course/README.md").read_text(encoding="utf-8")
-    assert "docs/course" in (tmp_path / "out/README.md").read_text(encoding="utf-8")
-    for page in (tmp_path / "out").rglob("*.md"):
+    assert not names & {"docs/methods.md", "docs/results.md", ".ci/run"}
+    workflow = (out / ".github/workflows/assignments.yml").read_text(encoding="utf-8")
+    assert re.search(r"assignment: \[(.*)\]", workflow)[1].split(", ") == sorted(path.parent.name for path in starters)
+    assert "## For instructors" not in (out / "docs/course/README.md").read_text(encoding="utf-8")
+    for page in out.rglob("*.md"):
         for target in re.findall(r"\]\(([\w./-]*\w)[)#]", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), (page, target)
 
 
-def helpers_first(name):
-    """An answer as one writes it in a notebook, where a cell needs what it calls."""
-    text, helpers = text_of(name, "answer.py").split("\n\n\n# answer: helpers\n")
-    return text.replace("\n\n\n# Task 1", f"\n\n{helpers}\n\n# Task 1")
-
-
 @pytest.mark.parametrize("name", handout.NOTEBOOKS)
-def test_a_notebook_checks_each_task(name, capsys):
-    """Nothing is right in a starter's cells, and all is in an answer's."""
-    for text, told in ((text_of(name, "starter.py"), "FAIL 0"), (helpers_first(name), "pass")):
-        cells, defined = notebook.notebook(name, text)["cells"], {"In": []}
-        for cell in cells[:-2]:  # behind them: to hand in, and the questions
-            if cell["cell_type"] == "code":
-                defined["In"].append(cell["source"])
-                exec(cell["source"], defined)
-        tests = [test for key, test in cases_of(name).items() if not key.startswith("test_page")]
-        lines = re.findall(r"^(?:FAIL|pass) .*/.*", capsys.readouterr().out, re.MULTILINE)
-        assert {line.rpartition("  ")[2] for line in lines} == {test.__doc__.split("\n")[0] for test in tests}
-        assert all(line.startswith(told) for line in lines)
+def test_a_notebook_checks_each_task(name, monkeypatch, tmp_path):
+    """By all tests of a starter. Nothing is right in a starter's cells, and all in an answer's."""
+    text, helpers = text_of(name, "answer.py").split("\n\n\n# answer: helpers\n")
+    answer = text.replace("\n\n\n# Task 1", f"\n\n{helpers}\n\n# Task 1")  # a cell needs what it calls above it
+    found = {}
 
-
-def test_a_notebook_runs_and_hands_in_a_file(monkeypatch, tmp_path):
-    """In Jupyter's kernel, where one cell has a fault."""
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    old, new = FAULTS["kvsink", "answer.py"]["over_five"]
-    page = nbformat.from_dict(notebook.notebook("kvsink", helpers_first("kvsink").replace(old, new)))
-    nbclient.NotebookClient(page, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    said = "".join(part["text"] for cell in page.cells for part in cell.get("outputs", ()))
-    assert "FAIL 0/10  find_outlier: an outlier that stands out" in said and said.count("FAIL") == 2
-    assert loses_points(tmp_path / "starter.py", "kvsink", 0, "find_outlier")
-    mended = (tmp_path / "starter.py").read_text(encoding="utf-8").replace(new, old)
-    (tmp_path / "starter.py").write_text(mended, encoding="utf-8")
-    assert not loses_points(tmp_path / "starter.py", "kvsink", 0, "find_outlier")
+    def tested(words, **settings):
+        for key in (word.partition("::")[2] for word in words[4:-2]):
+            COURSE.LOADED.clear()
+            found[key] = False
+            with suppress(NotImplementedError):
+                given = notes(cases_of(name)[key], key, COURSE.load(Path(words[-1]).resolve()), 0)
+                found[key] = given == right_notes(name, key, 0)
+        return SimpleNamespace(stdout="")
+    monkeypatch.setattr(subprocess, "run", tested)
+    monkeypatch.chdir(tmp_path)
+    for text, right in ((text_of(name, "starter.py"), False), (answer, True)):
+        defined = {"In": []}
+        for _, cell in [cell for cell in notebook.cells_of(name, text) if cell[0] == "code"]:
+            defined["In"].append(cell)
+            exec(cell, defined)
+        assert found == {key: right for key in cases_of(name) if not key.startswith("test_page")}
+        assert Path("starter.py").read_text(encoding="utf-8") == Path("notebook.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.whole
 def test_a_repository_that_was_handed_out_grades(tmp_path, monkeypatch):
     """With seed 0 alone, by the values that it came with."""
+    out = tmp_path / "out"
     monkeypatch.setattr(handout, "all_names", lambda: ["kvsink", "affine"])
-    monkeypatch.setattr(sys, "argv", ["handout", str(tmp_path / "out")])
-    handout.main()
+    hand_out(out, monkeypatch, expected=True)
     words = ["-m", "docs.course.grade", ROOT / "docs/course/3-kvsink/answer.py"]
     for seed, status in ((0, 0), (1, 2)):
-        result = subprocess.run([sys.executable, *map(str, words), "--seed", str(seed)], cwd=tmp_path / "out",
-                                      capture_output=True, text=True)
+        result = subprocess.run([sys.executable, *map(str, words), "--seed", str(seed)], cwd=out, capture_output=True,
+                                text=True)
         assert result.returncode == status, result.stderr
-        assert (" 66 of 66 points" in result.stdout or "\n66 of 66 points" in result.stdout) == (seed == 0)
+        assert ("\n66 of 66 points" in result.stdout) == (seed == 0)
 
 
+@pytest.mark.whole
 def test_the_questions_run_where_they_are_handed_out(tmp_path, monkeypatch):
     """All commands of all handouts, of each list of settings the one in the middle, on one short window, where each
     starter is an answer: in a process that forgets the project that has the answers."""
     folder, commands = tmp_path / "out", []
     search = "kmeans(points, weight, plus_plus(points, weight, u))"  # seconds of it
-    monkeypatch.setattr(handout, "write_expected", lambda folder, name: None)
-    monkeypatch.setattr(sys, "argv", ["handout", str(folder)])
-    handout.main()
+    hand_out(folder, monkeypatch)
     for name in NAMES:
         starter = folder / assignments.folder_of(name).relative_to(ROOT) / "starter.py"
         starter.write_text(text_of(name, "answer.py").replace(search, "points[:self.m]"), encoding="utf-8")

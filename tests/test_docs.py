@@ -312,7 +312,7 @@ def test_the_changed_line_of_the_tour_undoes_pfn(tmp_path):
 def test_the_notebook_is_the_tour(monkeypatch):
     """docs/tour.ipynb is what its program makes of the tour, and holds all of it; its examples run in turn."""
     tour, made = read("docs/tour.md"), read("docs/tour.ipynb")
-    assert made == notebook.notebook(tour), "run `python docs/programs/notebook.py`"
+    assert made == notebook.notebook(notebook.cells_of(tour)), "run `python docs/programs/notebook.py`"
     cells = json.loads(made)["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert any("!python docs/ladder/1_sinks.py" in cell for cell in code)

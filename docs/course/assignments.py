@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LARGEST = 2 ** 20  # bytes of a submission
 
 OF_INSTRUCTORS = ("answer.py", "answers.md", "authors.md", "workflow.yml", "hunt.py", "adapters.py", "similar.py",
-                  "AGENTS.md")
+                  "notebook.py", "handout.py", "AGENTS.md")
 ALL = None  # every function of a file but the constructors
 ANSWERS = {  # by assignment, where the project's own code is the answer: {file: its functions}
     "affine": {"tinykv/codecs/affine.py": ALL,
@@ -124,9 +124,6 @@ def page(folder):
             above = lines[node.lineno:node.body[0].lineno - 1]  # what stands between `def` and the first step
             told = above + [indent + comment for comment in map(comment_of, body) if comment]
             lines[node.lineno:node.end_lineno] = [*told, f'{indent}raise NotImplementedError("{name}: {function}")']
-    # the page runs with its own functions: it does not call those of later assignments
-    for function in holes.difference(functions):
-        lines = [re.sub(rf", {function}(?=[,)])", "", line) if line.startswith("for ") else line for line in lines]
     lines = [line for line in lines if not re.match("    (python -m pdb|diff) ", line)]
     for function in holes.difference(functions):  # the page runs when it is right: its table does without later ones
         lines = [re.sub(f", {function}(?=[,)])", "", line) if line.startswith("for ") else line for line in lines]

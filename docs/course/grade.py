@@ -38,7 +38,6 @@ def parser():
     p.add_argument("--all", action="store_true", help="show what is wrong in every failed test")
     p.add_argument("--seed", type=int, default=0, help="draws other models, sizes and inputs")
     p.add_argument("--json", type=Path, metavar="F", help="write a record of everything to F")
-    p.add_argument("--csv", type=Path, metavar="F", help="write a line for each submission to F")
     p.add_argument("--points", type=Path, metavar="F", help="write a line for each student, with a total, to F")
     p.add_argument("--gradescope", type=Path, metavar="F", help="write Gradescope's results.json of one file to F")
     p.add_argument("--unconfined", action="store_true", help="grade also where a submission can read the answers")
@@ -86,7 +85,7 @@ def student_of(file, submission):
 
 
 # near the beginning of a report
-SIGNS = {"json": '"student"', "csv": "student,file", "points": "student,total", "gradescope": '"score"'}
+SIGNS = {"json": '"student"', "points": "student,total", "gradescope": '"score"'}
 
 
 def grade_all(files, args):
@@ -106,9 +105,8 @@ def grade_all(files, args):
             reports.append({"student": student_of(Path(report["file"]), args.submission), **report})
             if args.json:
                 write_json(args.json, reports)
-            for path, of in ((args.csv, table), (args.points, totals)):
-                if path:
-                    write(path, lambda part, of=of: part.write_text(of(reports), encoding="utf-8"))
+            if args.points:
+                write(args.points, lambda part: part.write_text(totals(reports), encoding="utf-8"))
     if args.gradescope:
         write_json(args.gradescope, gradescope(reports[0]))
     return reports
@@ -287,15 +285,6 @@ def print_table(reports, folder):
             print(f"{printable(student)} has handed in {len(several)} files for {name}: say which counts")
 
 
-def table(reports):
-    """A line of CSV for each submission: its points in all, and in each test."""
-    rows = []
-    for report in reports:
-        row = {key: cell(report[key]) for key in ("student", "file", "assignment", "seed", "points", "of")}
-        rows.append(row | {f"{report['assignment']}. {test['title']}": test["points"] for test in report["tests"]})
-    return csv_of(rows)
-
-
 def totals(reports):
     """A line of CSV for each student: all points, and those of each assignment; of several files for one, the best."""
     rows = {}
@@ -304,14 +293,10 @@ def totals(reports):
         if not report["fault"]:
             row[report["assignment"]] = max(report["points"], row.get(report["assignment"], 0))
             row["total"] = sum(points for key, points in row.items() if key not in ("student", "total"))
-    return csv_of([*rows.values()])
-
-
-def csv_of(rows):
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows.values() for key in row)), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(rows.values())
     return text.getvalue()
 
 

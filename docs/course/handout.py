@@ -6,14 +6,21 @@ expected.json, the right values at seed 0. The project's tests, and the pages th
 `pytest` runs the assignments' tests there, and so does a workflow on GitHub.
 """
 import json
+import os
+import re
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from shutil import copyfile
 
+from tqdm import tqdm
+
 from docs.course.assignments import ANSWERS, CORE, MADE, PAGE, PAGES, ROOT, all_names, folder_of, starter, write
 from docs.course.grade import right_values
-from docs.course.notebook import notebook
+from docs.course.notebook import cells_of
+from docs.programs.notebook import notebook
 from tinykv import UserError
 from tinykv.cli import Parser, one_line
 
@@ -53,6 +60,9 @@ def main():
         if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
             raise UserError(f"{args.folder} is not empty; give a new folder")
         files = [file for file in tracked() if file.startswith(KEPT) or not file.startswith(LEFT_OUT)]
+        for folder in (folder_of(name).relative_to(ROOT).as_posix() for name in all_names()):
+            if f"{folder}/handout.md" not in files:
+                raise UserError(f"{folder}/handout.md is handed out, and git does not track it; `git add {folder}` first")
         write(args.folder, files, names)
         for name in all_names():
             target = args.folder / folder_of(name).relative_to(ROOT)
@@ -61,15 +71,18 @@ def main():
                     (target / file).write_text(made(folder_of(name)), encoding="utf-8")
         for name in NOTEBOOKS:
             target = args.folder / folder_of(name).relative_to(ROOT) / "notebook.ipynb"
-            target.write_text(json.dumps(notebook(name, starter(folder_of(name))), indent=1), encoding="utf-8")
+            target.write_text(notebook(cells_of(name, starter(folder_of(name)))), encoding="utf-8")
         (args.folder / "README.md").write_text(README, encoding="utf-8")
         (args.folder / ".pytest.ini").write_text(PYTEST, encoding="utf-8")
         workflow = args.folder / ".github" / "workflows" / "assignments.yml"
         workflow.parent.mkdir(parents=True)
-        copyfile(ROOT / "docs" / "course" / "workflow.yml", workflow)
+        folders = ", ".join(folder_of(name).name for name in all_names())
+        text = (ROOT / "docs" / "course" / "workflow.yml").read_text(encoding="utf-8")
+        workflow.write_text(re.sub(r"assignment: \[.*\]", f"assignment: [{folders}]", text), encoding="utf-8")
         copyfile(ROOT / "docs" / "course" / "AGENTS.md", args.folder / "AGENTS.md")
-        for name in all_names():
-            write_expected(args.folder, name)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            written = pool.map(partial(write_expected, args.folder), all_names())
+            list(tqdm(written, "right values", len(all_names()), False, unit="assignment", disable=None))
         print(f"{args.folder}: a repository without the answers of {', '.join(names)}")
 
 

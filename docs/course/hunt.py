@@ -1,8 +1,9 @@
 """An assignment in which a student finds a fault with the debugger: `python -m docs.course.hunt NAME FOLDER --seed N`.
 
 With --students, each gets FOLDER/<student>/page.py: an assignment's page of docs/ladder with one fault of those in
-tests/course/NAME.py that change what it prints, drawn by the seed and the student's name. hunt.md says what they hand
-in. Without --students, the files of FOLDER are graded, under the grader's limits.
+tests/course/NAME.py that change what it prints, drawn by the seed and the student's name. So are its names: a `diff`
+with the public page shows most lines. hunt.md says what they hand in. Without --students, the files of FOLDER are
+graded, under the grader's limits.
 """
 import difflib
 import random
@@ -15,6 +16,10 @@ from docs.course.assignments import PAGE, ROOT, answer_of, key_of
 from tinykv.cli import Columns, Parser, one_line, printable
 
 NAMES = "affine", "kvsink", "ott"
+OTHERS = {  # the names that stand for a page's own
+    "codes": ("marks", "labels"), "high": ("most", "peak"), "kept": ("saved", "spared"), "kind": ("side", "part"),
+    "layer": ("stage", "floor"), "low": ("least", "bottom"), "rows": ("lines", "vectors"), "scale": ("step", "width"),
+    "size": ("extent", "reach"), "x": ("numbers", "given"), "zero": ("base", "origin")}
 ABOVE = 'LINE = 0  # the number of the line that was wrong, as this file counts\nWHY = ""  # see docs/course/hunt.md\n'
 
 
@@ -43,13 +48,19 @@ def main():
 
 
 def planted(name, student, seed):
-    """The page with a student's fault -> its text, and the indices of the lines that are wrong."""
-    summary, quotes, rest = answer_of(name + PAGE).read_text(encoding="utf-8")[3:].partition('"""\n')
-    right = f'"""{summary}{quotes}ASSIGNMENT = "{name}{PAGE}"\n{ABOVE}{rest}'
+    """The page with a student's fault -> its text, that of the right page, and the indices of the lines that differ."""
+    draws, page = random.Random(key_of(f"{seed} {name} {student}")), answer_of(name + PAGE).read_text(encoding="utf-8")
     faults = runpy.run_path(str(ROOT / "tests" / "course" / f"{name}.py"))
-    old, new = faults["PAGE"][random.Random(key_of(f"{seed} {name} {student}")).choice(faults["PRINTED"])]
-    wrong = right.replace(old, new)
-    return wrong, changed(right, wrong)
+    old, new = faults["PAGE"][draws.choice(faults["PRINTED"])]
+    names = {word: draws.choice(others) for word, others in OTHERS.items()}
+
+    def handed_out(page):
+        summary, quotes, rest = page[3:].partition('"""\n')
+        summary = re.sub(r"    (python|diff) .*\n", "", summary)  # commands, for the public page
+        rest = re.sub(rf"\b({'|'.join(names)})\b", lambda word: names[word[0]], rest)
+        return f'"""{summary}{quotes}ASSIGNMENT = "{name}{PAGE}"\n{ABOVE}{rest}'
+    wrong, right = handed_out(page.replace(old, new)), handed_out(page)
+    return wrong, right, changed(right, wrong)
 
 
 def changed(before, after):
@@ -61,7 +72,7 @@ def changed(before, after):
 def checked(name, report, seed):
     """A line of the table: points for the line, and for a page that is right and has no other line changed. What stands
     in WHY is for the instructor to judge."""
-    wrong, lines = planted(name, report["student"], seed)
+    wrong, _, lines = planted(name, report["student"], seed)
     text = Path(report["file"]).read_text(encoding="utf-8", errors="replace")
     said, why = (re.search(f"^{word} = (.*)", text, re.MULTILINE) for word in ("LINE", "WHY"))
     line = said and re.match(r"\d+", said[1])

@@ -53,15 +53,15 @@ def cells_of(page):
     return [("markdown", title), ("code", FIRST), ("markdown", intro), *cells[1:]]
 
 
-def notebook(page):
-    """The notebook's text."""
+def notebook(cells):
+    """A notebook's text. cells: [(type of the cell, its text)]."""
     cells = [{"cell_type": kind, "id": f"cell-{i}", "metadata": {}, "source": text.strip("\n").splitlines(True),
               **({"execution_count": None, "outputs": []} if kind == "code" else {})}
-             for i, (kind, text) in enumerate(cells_of(page)) if text.strip()]
+             for i, (kind, text) in enumerate(cells) if text.strip()]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     found = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
-    (DOCS / "tour.ipynb").write_text(notebook((DOCS / "tour.md").read_text(encoding="utf-8")), encoding="utf-8")
+    (DOCS / "tour.ipynb").write_text(notebook(cells_of((DOCS / "tour.md").read_text("utf-8"))), "utf-8")

@@ -13,15 +13,11 @@ WRONG = {
     "no_gain": ("return values * gain.view(L, Hkv, 1, d)", "return values"),
     "divided_by_the_gain": ("values * gain.view", "values / gain.view"),
     "gain_of_interleaved_heads": ("gain.view(L, Hkv, 1, d)", "gain.view(L, d, 1, Hkv).transpose(1, 3)"),
-    "no_half": ("return total / 2", "return total"),
     "mean_over_blocks": ("return total / 2", "return total / 2 / len(outputs)"),
     "sum_over_channels": ("squares.mean(dim=2)", "squares.sum(dim=2)"),
-    "no_squares": ("(output - target)[:, n:] ** 2", "(output - target)[:, n:].abs()"),
     "prefix_counts": ("(output - target)[:, n:] ** 2", "(output - target) ** 2"),
     "prefix_in_the_mean": ("squares.mean(dim=2)", "squares.mean(dim=2) * squares.shape[1] / output.shape[1]"),
     "all_tokens_count": ("row.mean() if counts is None else row[counts[b]].mean()", "row.mean()"),
-    "one_mean_for_all_texts": (
-        "torch.stack(texts).mean()", "(tokens.mean() if counts is None else tokens[counts].mean())"),
     "each_clipped_alone": ("largest / norm for g in gradients", "min(1, largest / g.norm()) for g in gradients"),
     "always_to_the_bound": ("    if norm <= largest:\n        return gradients\n", ""),
     "each_number_clipped": ("g * largest / norm for g in gradients", "g.clamp(-largest, largest) for g in gradients"),
@@ -46,6 +42,7 @@ WRONG = {
 
 # of the page
 PAGE = {
+    "high_without_zero": ("x.amax(2, keepdim=True).clamp(min=0)", "x.amax(2, keepdim=True)"),
     "eight_steps": ("((high - low) / 7)", "((high - low) / 8)"),
     "no_level_at_zero": ("torch.round(-low / scale)", "-low / scale"),
     "range_without_zero": ("x.amin(2, keepdim=True).clamp(max=0)", "x.amin(2, keepdim=True)"),

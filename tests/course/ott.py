@@ -4,8 +4,6 @@ WRONG = {
     "one_grid_for_a_head": ("min(group_size, width)", "width"),
     "values_group_longer_than_a_head": ("min(group_size, width)", "group_size"),
     "groups_of_keys_across_all_tokens": ('"channel", group_size)', '"channel", None)'),
-    "one_block_at_a_time": ("    while n_coded", "    if n_coded"),
-    "blocks_that_are_not_full": ("    return n\n", "    return max(0, length - recent - n_coded)\n"),
     "no_window": ("<= length - recent:", "<= length:"),
     "window_one_too_large": ("<= length - recent:", "< length - recent:"),
     "quantizes_twice": ("while n_coded + n + block", "while n + block"),
@@ -15,19 +13,6 @@ WRONG = {
     "euclidean": ("keys.float().abs().sum(dim=-1)", "keys.float().norm(dim=-1)"),
     "added_up_in_fp16": ("keys.float().abs().sum(dim=-1)", "keys.abs().sum(dim=-1)"),
     "newcomers_in_fp16": ("new = self.size(rows.recent[:, :, :n])", "new = self.size(rows.recent[:, :, :n]).half()"),
-    "tokens_that_are_not_due": ("new = self.size(rows.recent[:, :, :n])", "new = self.size(rows.recent)"),
-    "first_sequence_for_all": (".append(self.one_head(rows, new, b, h))", ".append(self.one_head(rows, new, 0, h))"),
-    "ties_to_the_later": (
-        "newcomers = sorted((score, start + i) for i, score in enumerate(new[b, h].tolist()))",
-        "newcomers = sorted(((score, start + i) for i, score in enumerate(new[b, h].tolist())), "
-        "key=lambda pair: (pair[0], -pair[1]))"),
-    "newcomers_win_ties": ("(pool + newcomers)[:p]", "(pool + newcomers, key=lambda pair: (pair[0], -pair[1]))[:p]"),
-    "pool_does_not_compete": ("elected = sorted(pool + newcomers)[:p]", "elected = newcomers[:p]"),
-    "positions_of_the_block": ("start = rows.n_coded", "start = 0"),
-    "extra_pool_is_forgotten": (" + extra + evicted", " + evicted"),
-    "extra_pool_without_an_end": ("newcomers = newcomers[:room]", "pass"),
-    "all_or_none": ("newcomers = newcomers[:room]", "newcomers = newcomers if room >= p else []"),
-    "unused_entries_count": ("room = self.extra_pool - len(extra)", "room = self.extra_pool - len(positions[p:])"),
     "layers_counted_from_1": ("layer_cache.layer < self.skip_layers", "layer_cache.layer <= self.skip_layers"),
     "a_pool_in_every_layer": ("if layer_cache.layer < self.skip_layers:", "if False:"),
     "two_layers_always": ("layer_cache.layer < self.skip_layers", "layer_cache.layer < 2"),
@@ -38,6 +23,7 @@ WRONG = {
 
 # of the page
 PAGE = {
+    "euclidean": ("keys.abs().sum(-1)", "keys.norm(dim=-1)"),
     "values_too": ("kept[..., None] & (kind == \"k\")", "kept[..., None]"),
     "kept_keys_count": ("kept[..., None] & (kind == \"k\")", "kept[..., None] & False"),
     "groups_swapped": ("dim = 2 if kind == \"k\" else 3\n    # NEW", "dim = 3 if kind == \"k\" else 2\n    # NEW"),

@@ -4,15 +4,10 @@ WRONG = {
     "kept_tokens_as_zeros": (
         "rows = [row for i, row in enumerate(x) if kept is None or not kept[i]]",
         "rows = [row if kept is None or not kept[i] else row * 0 for i, row in enumerate(x)]"),
-    "groups_by_the_largest_number": ("torch.stack([lo, hi], dim=1)", "torch.stack([hi, hi], dim=1)"),
     "groups_by_the_width": ("torch.stack([lo, hi], dim=1)", "torch.stack([hi - lo], dim=1)"),
-    "no_reorder": ("return clusters(torch.stack([lo, hi], dim=1), n)", "return torch.arange(len(lo)) * n // len(lo)"),
     "powers_of_two": ("steps = 2 ** bits - 1", "steps = 2 ** bits"),
-    "alpha_for_the_step_alone": ("towards_zero = alpha * lo", "towards_zero = lo"),
     "no_alpha_in_the_step": ("h = alpha * (hi - lo) / steps", "h = (hi - lo) / steps"),
-    "always_towards_zero": ("centre * towards_middle + (1 - centre) * towards_zero", "towards_zero + 0 * centre"),
     "centre_turned_around": ("centre * towards_middle + (1 - centre) *", "(1 - centre) * towards_middle + centre *"),
-    "the_middle_for_z": ("towards_middle = (lo + hi) / 2 - alpha * (hi - lo) / 2", "towards_middle = (lo + hi) / 2"),
     "no_smallest_step": ("h.clamp(SMALLEST, LARGEST)", "h"),
     "no_largest_zero": ("z.clamp(-LARGEST, LARGEST)", "z"),
     "zero_is_not_negative": ("z.clamp(-LARGEST, LARGEST)", "z.clamp(0, LARGEST)"),
@@ -20,35 +15,25 @@ WRONG = {
     "codes_in_the_order_of_groups": (
         "    return codes, torch.stack",
         "    codes = codes[:, group.argsort(stable=True)]\n    return codes, torch.stack"),
-    "rounds_down": ("real.round()", "real.floor()"),
-    "codes_that_wrap": (".clamp(0, 2 ** bits - 1).to(torch.uint8)", ".remainder(2 ** bits).to(torch.uint8)"),
     "codes_before_rounding": (
         "        h, z = h.to(FP8), z.to(FP8)\n        real = (part - z.float()[:, None]) / h.float()[:, None]\n",
         "        real = (part - z[:, None]) / h[:, None]\n        h, z = h.to(FP8), z.to(FP8)\n"),
     "stored_in_16_bits": ("h, z = h.to(FP8), z.to(FP8)", "h, z = h.half(), z.half()"),
-    "codes_of_32_bits": ("    return codes, torch.stack", "    return codes.int(), torch.stack"),
-    "decodes_in_the_order_of_groups": ("return codes.float()", "group = group.sort().values\n    return codes.float()"),
     "no_squares": ("(x - decode(codes, h, z, group)) ** 2 * weight", "(x - decode(codes, h, z, group)).abs() * weight"),
     "mean_for_the_sum": ("errors[:, group == g].sum()", "errors[:, group == g].mean()"),
-    "all_groups_together": ("errors[:, group == g].sum()", "errors.sum()"),
     "no_weights": (" * weight[:, None]", ""),
     "weights_squared": (" * weight[:, None]", " * weight[:, None] ** 2"),
-    "first_choice_for_all": (
-        "torch.full((n,), alpha), torch.full((n,), float(centre))",
-        "torch.full((n,), choices[0][0]), torch.full((n,), float(choices[0][1]))"),
     "changes_its_argument": ("    return h.clamp(SMALLEST", "    hi -= lo\n    return h.clamp(SMALLEST"),
     "small_weights_cleared_in_place": ("(len(choices), n)\n", "(len(choices), n)\n    weight[weight < 0.1] = 0\n"),
 }
 
 # of the page
 PAGE = {
+    "groups_of_keys_for_values": ("self.tables[layer, kind]  # (B, block", "self.tables[layer, \"k\"]  # (B, block"),
     "one_group": ("x[..., group == g]", "x[..., group >= 0]"),
     "clipped_towards_zero": ("middle = (low + high) / 2", "middle = 0 * low"),
     "not_clipped": ("low, high = alpha * low", "low, high = low"),
     "one_end": ("alpha * high + (1 - alpha) * middle", "high"),
-    "four_steps": ("((high - low) / 3)", "((high - low) / 4)"),
-    "always_16_bits": ("return scale.to(dtype), low", "return scale.half(), low"),
-    "the_newest": ("tensor_split([recent.shape[1] - self.n_recent], dim=1)", "tensor_split([self.n_recent], dim=1)"),
     "first_of_each_block": (
         "self.kept.setdefault((layer, kind), old[:, :self.n_kept])", "self.kept[layer, kind] = old[:, :self.n_kept]"),
     "one_more_kept": ("(layer, kind), old[:, :self.n_kept])", "(layer, kind), old[:, :self.n_kept + 1])"),

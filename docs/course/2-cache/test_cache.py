@@ -225,7 +225,7 @@ def test_update(sub, rng, same):
     for _ in range(25):
         B, H, protocol = rng.randint(1, 3), rng.randint(1, 2), rng.choice(("paper", "stream", "stream"))
         recent, block = rng.randint(0, 4), rng.randint(1, 4)
-        layers = [sub.Layer(Coarse(), Coarse(), Script(rng, recent, block, rng.choice((0, 0.7, 1))), protocol)
+        layers = [sub.Layer(Coarse(), Coarse(), Script(rng, recent, block, rng.choice((0, 0.5, 0.5, 1))), protocol)
                   for _ in range(2)]
         for i in range(2 if protocol == "paper" else 10):
             layer = layers[i % 2]

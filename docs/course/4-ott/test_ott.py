@@ -25,7 +25,8 @@ def test_page(sub, rng, same):
         for kind in "kv":
             same.call(sub.grid_of, x, kind, kept, hint="All numbers of a group count, but a kept key's.")
         sizes = torch.tensor(rng.sample(range(1, 999), B * H * (n + 3))).view(B, H, n + 3, 1) / 32
-        keys = sizes * rng.of((-1, 1), B, H, n + 3, 4)
+        shares = torch.tensor([[1, 1, 1, 1], [4, 0, 0, 0], [0, 2, 2, 0], [1, 0, 0, 3]])[rng.of(range(4), B, H, n + 3)]
+        keys = sizes * shares * rng.of((-1, 1), B, H, n + 3, 4)  # other norms order them otherwise
         before = rng.of((False, True), B, H, n)
         before[..., -block:] = False
         for layer in (1, 2):

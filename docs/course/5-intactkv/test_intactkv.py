@@ -48,8 +48,8 @@ class Turn:
 @points(16)
 def test_page(sub, rng, same):
     """the page: rounded, Cache.update, prefix_of, loss_of"""
-    for size in (8, 64, 88, 192):
-        weight = rng.normal(3, size) * rng.choice((0.1, 1)) + rng.choice((-3, 0, 3))
+    for size, middle in ((8, 0), (64, 3), (88, -3), (192, 0)):
+        weight = rng.normal(3, size) * rng.choice((0.1, 0.5)) + middle
         same.call(sub.rounded, weight, hint="One of eight levels is 0, whatever the sign of a group.")
     halves = (torch.tensor([rng.sample(range(8), 8)]) - 1.5) * rng.choice((0.5, 1, 2))  # the range is -1.5 to 5.5 steps
     same.call(sub.rounded, halves, hint="A code is none of nine.")

@@ -30,7 +30,8 @@ def test_page(sub, rng, same):
         x[0, 0, group == 0] = 0.5  # a range of 0
         same.call(sub.grid, x, group, alpha, dtype, then=lambda found: [y.float() for y in found],
                   hint="A share alpha of the range is left, around its middle.")
-        n_kept, tables = rng.randint(1, 3), {(0, kind): (group, alpha) for kind in "kv"}
+        tables = {(0, "k"): (group, alpha), (0, "v"): (group.flip(0), 1.5 - alpha)}
+        n_kept = rng.randint(1, 3)
         cache = sub.Cache(None, tables, dtype, n_kept, 2)
         for i in range(2):
             for kind in "kv":
@@ -39,7 +40,7 @@ def test_page(sub, rng, same):
             for kind in "kv":
                 block = [part.float() for part in cache.blocks[0, kind][-1]]
                 same([block, len(cache.blocks[0, kind]), cache.kept[0, kind], cache.recent[0, kind]], f"Cache.write of "
-                     f"block {i}, groups {group.tolist()}, alpha {alpha.tolist()}, {dtype}, n_kept = {n_kept}: codes, "
+                     f"block {i}, {kind} of {tables}, {dtype}, n_kept = {n_kept}: codes, "
                      "scale and zero of the block; how many blocks there are; the text's first rows; what is recent")
 
 
