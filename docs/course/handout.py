@@ -62,7 +62,7 @@ def main():
         files = [file for file in tracked() if file.startswith(KEPT) or not file.startswith(LEFT_OUT)]
         for folder in (folder_of(name).relative_to(ROOT).as_posix() for name in all_names()):
             if f"{folder}/handout.md" not in files:
-                raise UserError(f"{folder}/handout.md is handed out, and git does not track it; `git add {folder}` first")
+                raise UserError(f"{folder}/handout.md is handed out, but git has it not; `git add {folder}` first")
         write(args.folder, files, names)
         for name in all_names():
             target = args.folder / folder_of(name).relative_to(ROOT)
