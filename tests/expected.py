@@ -45,7 +45,7 @@ def codec_of(method, layer, kind):
 
 
 def bits_of(method, kind):
-    return method.k_bits if kind == "k" else method.v_bits
+    return codec_of(method, 0, kind).bits
 
 
 # ---- Keep

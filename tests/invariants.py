@@ -14,7 +14,7 @@ import oracles
 import pytest
 import torch
 from cases import KEEP_ALL, MARK, L, as_it_comes, chunk_of, d, each_rows, kept_of, tokens_of
-from expected import MARGIN, bits_of, chunk_scores, expected_bytes, expected_kept, expected_read
+from expected import MARGIN, chunk_scores, expected_bytes, expected_kept, expected_read
 
 from tinykv import UserError
 from tinykv.codecs.base import Codec, Pair
@@ -106,7 +106,7 @@ def memory_of(tensors):
 
 
 def check_codes_are_what_is_claimed(case):
-    """Codes take about the bits that the method claims (`k_bits`, `v_bits`), and what they decode to is nearer to the
+    """Codes take about the bits that the codecs claim (`bits`), and what they decode to is nearer to the
     keys, and values, than their mean is; of normal numbers they lose little."""
     method, model = as_it_comes(case)
     trace, seeded = Trace(model), torch.Generator().manual_seed(0)
@@ -116,18 +116,18 @@ def check_codes_are_what_is_claimed(case):
         x = getattr(trace, kind)[layer].half()  # (1, Hkv, T, d)
         if kind == "k" and method.rope == "post":
             x = model.rope.rotate(x)
-        name, claimed, codes = NAMES[kind], bits_of(method, kind), codec.encode(x)
+        name, claimed, codes = NAMES[kind], codec.bits, codec.encode(x)
         got = codec.decode(codes)  # (1, Hkv, T, d)
         assert got.shape == x.shape, f"{name} of shape {tuple(x.shape)} decode to shape {tuple(got.shape)}"
         if claimed == 16:
-            assert torch.equal(got.to(x.dtype), x), (f"{name} are said to have 16 bits (`{kind}_bits`), and decode to "
-                                                     "other numbers; say how many bits they have")
+            assert torch.equal(got.to(x.dtype), x), (f"{name} are said to have 16 bits (`bits` of {codec!r}), and "
+                                                     "decode to other numbers; say how many bits they have")
             continue
         # scales, zero points and outliers take their place, too: as much again for half of the codes
         held, allowed = 8 * memory_of(vars(codes).values()) / x.numel(), 1.5 * claimed + 1.5
         assert held <= allowed, (
-            f"you claim {claimed:g} bits for {name} (`{kind}_bits`), and a number of the codes takes {held:.1f} (256 "
-            f"tokens, heads of {x.shape[-1]} channels); pack the codes")
+            f"you claim {claimed:g} bits for {name} (`bits` of {codec!r}), and a number of the codes takes {held:.1f} "
+            f"(256 tokens, heads of {x.shape[-1]} channels); pack the codes")
         if claimed < 1.5:
             continue  # a grid of two levels, the smallest and the largest number, is worse
         spread = x.float().var(dim=2, correction=0).mean().item()  # around each channel's mean

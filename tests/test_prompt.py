@@ -124,7 +124,6 @@ def test_anchors_from_the_prefill_alone(protocol, prompt, recent, block):
     """Among all tokens of the prompt, of keys and of values; later tokens have the window alone."""
     method = METHODS["antkv"](CONFIG, vq="d2m4", anchors="15%", recent=recent, block=block)
     method.codecs = [Pair(Affine(2, WIDTH), Affine(2, WIDTH))] * L  # codes that can be computed by hand
-    method.k_bits = method.v_bits = 2
     sizes, share = [prompt] + [1] * (T - prompt), 0.15
     seen, cache = read_by_cache(method, protocol, prompt, sizes, 2)
     q, keys, values, _ = numbers(2)

@@ -119,7 +119,6 @@ class Half(Codec):
         return {"one": x[:, :, :1], "short": x[:, :, :16], "nan": x * torch.nan, "ints": x.long()}.get(self.wrong, x)
 
 class Mine(Method):
-    k_bits = v_bits = 2
     block = 8
     def __init__(self, config, wrong="nothing"):
         super().__init__(config)
@@ -150,7 +149,7 @@ def mine(tmp_path):
 @pytest.mark.parametrize("wrong, words", [
     ("none", ["`encode` of Half", "None"]), ("block=a", ["block of Mine", "'a'"]), ("block=None", ["block of"]),
     ("recent=x", ["recent of Mine"]), ("preserve=x", ["preserve of Mine"]),
-    ("k_bits=nan", ["k_bits of Mine", "nan"]), ("codecs=None", ["Mine: `codecs`", "None"]),
+    ("codecs=None", ["Mine: `codecs`", "None"]),
     ("codecs=abcd", ["Mine: `codecs`", "abcd"]),
     ("one", ["`decode` of Half", "(1, 1, 1, 8)"]), ("ints", ["`decode` of Half", "int64"]),
     ("short", ["`decode` of Half", "(1, 1, 16, 8)"]), ("nan", ["layer 0", "decodes", "not finite"]),

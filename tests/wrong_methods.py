@@ -130,8 +130,6 @@ class Silent(OneCodec):
 
 class Fake(Silent):
     """The same, said to be 2 bits."""
-    k_bits = v_bits = 2
-
     class codec(Silent.codec):
         bits = 2
 
@@ -160,7 +158,7 @@ class FloatCodec(Codec):
 
 class Floats(OneCodec):
     """Right."""
-    codec, k_bits, v_bits = FloatCodec, 4, 4
+    codec = FloatCodec
 
 
 class SignLost(Floats):

@@ -94,11 +94,6 @@ class Calibrated:
                 raise UserError(f"{setting} of {name} must be a whole number of at least {least}; got {value!r}")
         if not isinstance(self.codecs, list | tuple) or [type(pair) for pair in self.codecs] != [Pair] * L:
             raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {self.codecs!r}")
-        for kind, said in (("k", self.k_bits), ("v", self.v_bits)):
-            bits = {codec.bits for _, of, codec in self.each_codec() if of == kind}
-            if not (isinstance(said, int | float) and min(bits) <= said <= max(bits)):  # nor is NaN
-                raise UserError(f"{kind}_bits of {name} is {said!r}, and `bits` of its codecs {bits}; set both alike "
-                                "where they are made")
         for _, kind, codec in self.each_codec():
             if (block := self.block_of(kind)) % codec.tokens_per_group:
                 raise UserError(f"a block of {block} tokens does not hold whole groups of "

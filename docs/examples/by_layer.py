@@ -15,7 +15,6 @@ Two controls choose as many without the loss: `ends` takes the first and the las
 import random
 import sys
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated
 
 from tinykv import at_least, one_of
@@ -74,9 +73,6 @@ class ByLayer(Method):
         self.scheme, self.larger, self.by = f"{small}/{large}", larger, by
         self.codecs = [Pair(*(Either(config, kind, small, large, self) for kind in "kv"))
                        for _ in range(config.num_hidden_layers)]
-
-    k_bits = property(lambda self: fmean(pair.k.bits for pair in self.codecs))
-    v_bits = property(lambda self: fmean(pair.v.bits for pair in self.codecs))
 
     def best(self):
         """The codecs of the large format."""

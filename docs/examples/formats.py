@@ -205,8 +205,7 @@ class Formats(Method):
         one_of(FORMATS, scheme=scheme, v_scheme=v_scheme)
         v_scheme = v_scheme or scheme
         self.scheme = scheme if v_scheme == scheme else f"{scheme}/{v_scheme}"
-        (_, self.k_bits), (_, self.v_bits) = FORMATS[scheme], FORMATS[v_scheme]
-        self.codecs = [Pair(k=format_codec(scheme, config, "k", self.k_bits, hadamard, centre),
-                            v=format_codec(v_scheme, config, "v", self.v_bits, hadamard))
+        self.codecs = [Pair(k=format_codec(scheme, config, "k", FORMATS[scheme][1], hadamard, centre),
+                            v=format_codec(v_scheme, config, "v", FORMATS[v_scheme][1], hadamard))
                        for _ in range(config.num_hidden_layers)]
         self.preserve, self.rope = preserve, "pre" if centre == "on" else "post"

@@ -4,6 +4,7 @@
     Code   how is every other token quantized?
     When   how long does a fresh token stay in full precision, and how many are quantized at a time?
 """
+from statistics import fmean
 from typing import Annotated
 
 import torch
@@ -24,8 +25,8 @@ class Method(Calibrated):
     parent and so inherits the parent's settings. Settings that are attributes here take their types and help from here.
     """
     # Settings that many methods have, with their types and the help that the command line gives
-    k_bits: Annotated[float, "bits per number in keys: 1, 1.5 (three levels), 2 to 8, 16"] = 16
-    v_bits: Annotated[float, "bits per number in values"] = 16
+    k_bits: Annotated[float, "bits per number in keys: 1, 1.5 (three levels), 2 to 8, 16"]
+    v_bits: Annotated[float, "bits per number in values"]
     scheme: Annotated[str, f"a pair of codecs: {', '.join(SCHEMES)}"] = None
     rope: Annotated[str, "store keys before or after RoPE: pre or post"] = "post"  # pre: rotated when they are read
     preserve: Annotated[int, "tokens kept in full precision"] = 0
@@ -50,6 +51,18 @@ class Method(Calibrated):
 
     def __init__(self, config):
         self.config = config  # of the model that it is made for
+
+    # Code
+
+    @property
+    def k_bits(self):
+        """Nominal bits of a number in keys: those of the codecs, the mean over the layers."""
+        return fmean(pair.k.bits for pair in self.codecs)
+
+    @property
+    def v_bits(self):
+        """The same for values."""
+        return fmean(pair.v.bits for pair in self.codecs)
 
     # When
 
@@ -110,7 +123,7 @@ class CodecMethod(Method):
     def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", rope=None, block=None, **codec):
         super().__init__(config)
         self.codecs = make_codecs(config, scheme, k_bits, v_bits, **codec)
-        self.scheme, self.k_bits, self.v_bits = scheme, k_bits, v_bits
+        self.scheme = scheme
         _, default_rope = SCHEMES[scheme]
         self.rope = rope or default_rope
         # where groups run along the tokens, quantize as many tokens at a time as fill one group

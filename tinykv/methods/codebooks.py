@@ -11,7 +11,7 @@ class CodebookMethod(Method):
         super().__init__(config)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k
-        self.scheme, self.k_bits, self.v_bits = codec.name, codec.bits, codec.bits
+        self.scheme = codec.name
         # weights need four times as much text; but 4,096 centroids would take minutes
         if codec.needs_gradient and codec.m <= 1024:
             self.calibration_windows = 4 * CALIBRATION_WINDOWS

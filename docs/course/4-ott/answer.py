@@ -64,7 +64,7 @@ class KIVI(Method):
         super().__init__(config)
         pair = kivi_codecs(k_bits, v_bits, config.head_dim, group_size)
         self.codecs = [Pair(*pair)] * config.num_hidden_layers
-        self.k_bits, self.v_bits, self.scheme = k_bits, v_bits, "kivi"
+        self.scheme = "kivi"
         self.recent, self.block = recent, group_size
 
 

@@ -166,7 +166,7 @@ class SKVQ(Method):
         shape = config.num_key_value_heads, config.head_dim, group_size
         self.codecs = [Pair(Regrouped(k_bits, *shape), Regrouped(v_bits, *shape))
                        for _ in range(config.num_hidden_layers)]
-        self.k_bits, self.v_bits, self.scheme = k_bits, v_bits, "skvq"
+        self.scheme = "skvq"
         self.preserve, self.recent = preserve, recent
 
     def keep_keys(self, layer_cache, n):

@@ -181,7 +181,7 @@ class AnTKV(Method):
         heads = config.num_key_value_heads
         self.codecs = [Pair(Codebook(n, m, heads), Codebook(n, m, heads))
                        for _ in range(config.num_hidden_layers)]
-        self.scheme, self.k_bits, self.v_bits = vq, self.codecs[0].k.bits, self.codecs[0].v.bits
+        self.scheme = vq
         self.percent = int(anchors.rstrip("%"))  # of the text, that are anchors
         self.recent, self.block = recent, block
 
