@@ -590,8 +590,6 @@ class Zeros(Affine):
 
 
 class OwnCodec(Method):
-    k_bits = 2
-
     def __init__(self, config):
         super().__init__(config)
         self.codecs = [Pair(Zeros(2, 16), Exact())] * config.num_hidden_layers
