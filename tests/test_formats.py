@@ -195,22 +195,36 @@ def test_a_bias_of_all_keys_is_subtracted_before_they_are_rounded(formats):
     x, bias = torch.randn(2, 3, 40, 64, generator=torch.Generator().manual_seed(0)), torch.zeros(64)
     bias[31], bias[63] = 600, 300
     kept = torch.zeros(2, 3, 40, dtype=torch.bool)
-    kept[0, :, 5] = True
+    kept[0, 1:, 5] = kept[1, :2, 7:9] = True
 
     def lost(codec, rows):
         return (codec.decode(codec.encode(rows)) - rows).square().mean().sqrt().item()
     for given in (x, x + bias):
         codec = Centred(plain)
         codec.fit(given.masked_fill(kept[..., None], 9000), kept)
-        assert codec.mean.shape == (3, 1, 64) and codec.calibrated().keys() == {"mean"}
+        means = torch.stack([given[:, head][~kept[:, head]].mean(0) for head in range(3)])  # (Hkv, d)
+        torch.testing.assert_close(codec.calibrated(), {"mean": means[:, None].half()}, atol=1e-3, rtol=1e-3)
         assert lost(codec, given) == pytest.approx(lost(plain, x), rel=0.05)
     assert lost(plain, x + bias) > 20 * lost(plain, x)
 
 
-def test_centred_keys_are_quantized_before_rope(formats):
-    method = formats.Formats(model_of(1).config, "q4_0", centre="on")
-    assert method.rope == "pre" and formats.Formats(model_of(1).config, "q4_0").rope == "post"
-    assert isinstance(method.codecs[0].k, Centred) and isinstance(method.codecs[0].v, formats.GGML)
+@pytest.mark.parametrize("method, settings", [
+    ("Formats", {"scheme": "q4_0"}), ("pfn", {"scheme": "q4_0", "k_bits": 4, "v_bits": 4}),
+    ("rtn", {"scheme": "token-dynamic"})])
+def test_centred_keys_are_quantized_before_rope(formats, method, settings):
+    cls, config = getattr(formats, method, METHODS.get(method)), model_of(1).config
+    plain, centred = cls(config, **settings), cls(config, **settings, centre="on")
+    assert (plain.rope, centred.rope) == ("post", "pre")
+    (k, v), (centred_k, centred_v) = plain.codecs[0], centred.codecs[0]
+    assert isinstance(centred_k, Centred) and type(centred_k.codec) is type(k) and type(centred_v) is type(v)
+
+
+def test_tables_of_channels_need_no_mean(formats):
+    with pytest.raises(UserError, match="centre=on takes a scheme without tables"):
+        METHODS["kvsink"](model_of(1).config, centre="on")
+    for exact in (METHODS["rtn"](model_of(1).config, 16, 4, "token-dynamic", centre="on"),
+                  formats.Formats(model_of(1).config, "fp16", "fp8", centre="on")):
+        assert isinstance(exact.codecs[0].k, Exact)
 
 
 def test_the_program_prints_the_norm_of_each_bias(run, one_layer, monkeypatch):

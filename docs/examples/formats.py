@@ -173,18 +173,15 @@ FORMATS = {"fp8": (FP8, 8), "mxfp8": (MXFP, 8), "int8_per_token_head": (INT8, 8)
 
 
 def format_codec(name, config, kind, bits,
-                 hadamard: Annotated[str, "multiply each row by a Hadamard matrix: off or on"] = "off",
-                 centre: Annotated[str, "subtract the mean of each channel of the keys: off or on"] = "off"):
-    one_of(("off", "on"), hadamard=hadamard, centre=centre)
+                 hadamard: Annotated[str, "multiply each row by a Hadamard matrix: off or on"] = "off"):
+    one_of(("off", "on"), hadamard=hadamard)
     make, own_bits = FORMATS[name]
     if bits != own_bits:
         raise UserError(f"{name} has {own_bits} bits; give --bits {own_bits}")
     if make is None:
         return Exact()
     codec = make(bits, config.head_dim)
-    if hadamard == "on":
-        codec = Rotated(codec, config.head_dim)
-    return Centred(codec) if centre == "on" and kind == "k" else codec
+    return Rotated(codec, config.head_dim) if hadamard == "on" else codec
 
 
 for name in FORMATS:
@@ -203,9 +200,12 @@ class Formats(Method):
                  hadamard="off", centre="off", preserve=0):
         super().__init__(config)
         one_of(FORMATS, scheme=scheme, v_scheme=v_scheme)
+        one_of(("off", "on"), centre=centre)
         v_scheme = v_scheme or scheme
         self.scheme = scheme if v_scheme == scheme else f"{scheme}/{v_scheme}"
-        self.codecs = [Pair(k=format_codec(scheme, config, "k", FORMATS[scheme][1], hadamard, centre),
+        self.codecs = [Pair(k=format_codec(scheme, config, "k", FORMATS[scheme][1], hadamard),
                             v=format_codec(v_scheme, config, "v", FORMATS[v_scheme][1], hadamard))
                        for _ in range(config.num_hidden_layers)]
+        if centre == "on" and self.k_bits < 16:
+            self.codecs = [Pair(k=Centred(pair.k), v=pair.v) for pair in self.codecs]
         self.preserve, self.rope = preserve, "pre" if centre == "on" else "post"

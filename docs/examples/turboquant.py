@@ -11,8 +11,6 @@ No number of this comes from calibration text. `qjl` is the paper's second varia
 that bit for the sign of a random projection S of the rest r = x - x'. Over draws of S it is exact on average:
 
     x'' = x' + sqrt(pi / 2) / d |r| S^T sign(S r),      E[p . x''] = p . x for any query p
-
-`centre` is not in the paper: the mean of each channel, from calibration text, is subtracted before all of this.
 """
 import math
 from functools import cache
@@ -22,7 +20,6 @@ import torch
 
 from tinykv import at_least, one_of
 from tinykv.codecs.base import Codec, Codes, known_bits, pack, unpack
-from tinykv.codecs.centred import Centred
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.pfn import PFN
 
@@ -104,17 +101,13 @@ class QJL(Codec):
 
 
 def turboquant(config, kind, bits, draw: Annotated[int, "turboquant: which random rotation"] = 0,
-               qjl: Annotated[str, "turboquant: one bit of each key for a projection of the rest: off or on"] = "off",
-               centre: Annotated[str, "turboquant: subtract the mean of each channel of the keys: off or on"] = "off"):
+               qjl: Annotated[str, "turboquant: one bit of each key for a projection of the rest: off or on"] = "off"):
     """The codec of a layer's keys (kind "k"), or values."""
-    one_of(("off", "on"), qjl=qjl, centre=centre)
-    codec = Turbo(bits, config.head_dim, draw)
+    one_of(("off", "on"), qjl=qjl)
     if qjl == "on" and kind == "k":
         at_least(2, k_bits=int(bits))
-        codec = QJL(bits, config.head_dim, draw)
-    if centre == "on" and kind == "k":
-        codec = Centred(codec)
-    return codec
+        return QJL(bits, config.head_dim, draw)
+    return Turbo(bits, config.head_dim, draw)
 
 
 SCHEMES["turboquant"] = turboquant, "post"  # keys are quantized after RoPE

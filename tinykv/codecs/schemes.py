@@ -25,6 +25,7 @@ from typing import Annotated
 from tinykv import UserError, at_least, one_of
 from tinykv.codecs.affine import FORMULAS, Affine
 from tinykv.codecs.base import BLOCK, Exact, Pair
+from tinykv.codecs.centred import Centred
 from tinykv.codecs.clipped import skvq
 from tinykv.codecs.nonuniform import kvquant
 from tinykv.codecs.rotated import Rotated
@@ -69,13 +70,16 @@ SCHEMES = {
 }
 
 
-def make_codecs(config, scheme, k_bits, v_bits, **settings):
+def make_codecs(config, scheme, k_bits, v_bits, centre="off", **settings):
     """[Pair] of all layers. settings: the scheme's own."""
     one_of(SCHEMES, scheme=scheme)
+    one_of(("off", "on"), centre=centre)
     make_codec, _ = SCHEMES[scheme]
 
     def codec(kind, bits):
         made = make_codec(config, kind, 8 if bits == 16 else bits, **settings)  # which refuses what cannot be
+        if centre == "on" and kind == "k":
+            made = Centred(made)
         return Exact() if bits == 16 else made
     return [Pair(k=codec("k", k_bits), v=codec("v", v_bits)) for _ in range(config.num_hidden_layers)]
 

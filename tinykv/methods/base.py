@@ -120,12 +120,13 @@ class CodecMethod(Method):
     codec: settings of the pair, such as `group_size`; the functions of SCHEMES declare them.
     """
 
-    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", rope=None, block=None, **codec):
+    def __init__(self, config, k_bits=2, v_bits=2, scheme="channel-static", rope=None, block=None,
+                 centre: Annotated[str, "subtract from keys the mean of each channel: off or on"] = "off", **codec):
         super().__init__(config)
-        self.codecs = make_codecs(config, scheme, k_bits, v_bits, **codec)
+        self.codecs = make_codecs(config, scheme, k_bits, v_bits, centre, **codec)
         self.scheme = scheme
         _, default_rope = SCHEMES[scheme]
-        self.rope = rope or default_rope
+        self.rope = rope or ("pre" if centre == "on" else default_rope)
         # where groups run along the tokens, quantize as many tokens at a time as fill one group
         tokens_per_group = self.codecs[0].k.tokens_per_group
         if block is None:
