@@ -400,7 +400,7 @@ def test_every_method_has_its_page_and_its_row():
         assert page, f"docs/methods.md has no section {name}"
         assert "**Idea.**" in page[1]
         if name != "fp16":
-            assert "**Eight numbers" in page[1] and "**Differs.**" in page[1] and "$" in page[1]
+            assert "**Eight numbers" in page[1] and "$" in page[1]
             # in a repository that was handed out, a method to be written has its numbers in the assignment
             assert ">>>" in page[1] or "](course/" in page[1]
     assert {row["method"].split("](")[0].strip("[`") for row in tables(text)[0]} >= METHODS.keys()

@@ -1,17 +1,16 @@
-"""The papers' tables: a command for each number, which the program takes, and the same shape in every row."""
+"""The papers' tables: a command for each number, which the program takes, and each row tried on the embedded model."""
 import json
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import paper
 import pytest
 
 import eval_ppl
 from tinykv import UserError, hf
-from tinykv.methods.registry import METHODS
 from tinykv.run import flags
 from tinykv.run.entries import build_entries
-from tinykv.run.settings import flags_of
 
 CELLS = [(name, cell) for name, table in paper.TABLES.items() for cell in paper.cells(table)]
 
@@ -38,18 +37,28 @@ def test_every_command_makes_its_method(command):
         assert entry.method.k_bits == entry.method.v_bits == float(found[1])
 
 
-def test_lm_eval_is_given_settings_that_are_there():
-    for _, cell in CELLS:
-        if "lm_eval" in cell.command:
-            given = dict(word.split("=") for word in cell.command.split("--model_args ")[1].split(","))
-            assert given.pop("method") in METHODS
-            assert given.keys() <= {*flags_of(METHODS), "bits", "model", "protocol", "prompt", "data", "weights",
-                                    "w_bits", "w_group_size"}
-
-
 @pytest.fixture
 def run_paper(run):
     return lambda *words: run(paper, *words)
+
+
+ROWS = {(name, cell.what): cell for name, cell in reversed(CELLS) if "why" not in paper.TABLES[name]}
+
+
+@pytest.mark.one_in(29)
+@pytest.mark.parametrize("name, what", ROWS)
+def test_every_row_is_tried(name, what, monkeypatch, capsys):
+    """It is measured, at the bits that its command says."""
+    cell = ROWS[name, what]
+    if "lm_eval" in cell.command:
+        pytest.importorskip("lm_eval")
+    monkeypatch.setattr(paper, "chosen", lambda *_: [cell])
+    paper.show(paper.TABLES[name], SimpleNamespace(small=True, model=None, calibration=None))
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(cell.model))
+    number, here, bits = line[len(f"{'':22}{what:46}"):].split()  # and no reason why not
+    assert number == cell.number and float(here) > 0
+    if found := re.search(r"--bits (\S+)", cell.command):
+        assert 0 <= float(bits) - float(found[1]) < 4
 
 
 def test_cells_are_printed_with_commands_and_with_what_is_not_known(run_paper):
@@ -71,11 +80,35 @@ def test_cells_are_measured_as_the_command_measures_them(run_paper, run, tmp_pat
     assert cell.split()[3:] == [f"{row['ppl']:.3f}", f"{row['bits_true']:.2f}"]
 
 
+def test_an_accuracy_is_that_of_the_tasks_asked(run_paper, monkeypatch):
+    """Of a group of tasks its own, not its members'; a task that only the network has is one line in its row."""
+    lm_eval = pytest.importorskip("lm_eval")
+    words = "IntactKV", "Table 3", "--only", "v1.5-7B", "--only", "mmlu", "--only", "16 bits", "--model", hf.EMBEDDED
+    answers = {"mmlu": {"alias": "mmlu", "acc,none": 0.25, "acc_stderr,none": 1}, "mmlu_law": {"acc,none": 1}}
+    asked = []
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: None)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda model, **given: asked.append(given) or {"results": answers})
+    assert "49.84    25.00" in run_paper(*words)[1]
+    assert asked[0]["tasks"] == ["mmlu"] and asked[0]["num_fewshot"] == 5 and asked[0]["limit"] is None
+
+    def fetch(*_, **__):
+        raise ConnectionError("Couldn't reach 'cais/mmlu' on the Hub\nand more")
+    monkeypatch.setattr(lm_eval, "simple_evaluate", fetch)
+    status, out, _ = run_paper(*words)
+    assert status == 0 and "lm_eval has no mmlu here: Couldn't reach 'cais/mmlu' on the Hub\n" in out
+
+
 def test_a_cell_that_cannot_be_run_says_why(run_paper, monkeypatch):
     monkeypatch.setattr(paper, "SMALL", paper.SMALL.replace("--windows 1", "--windows all"))
     status, out, _ = run_paper("KVSink", "Figure 9", "--try")
     assert status == 0 and "all of tales are more than" in out.splitlines()[1]
-    assert "lm_eval" in run_paper("OTT", "outlier num")[1].splitlines()[1]
+    assert "table of the analysis python -m tinykv.analysis errors" in run_paper("KVSink", "Table 1")[1].splitlines()[1]
+    table = paper.TABLES["KVSink, Table 2"]
+    monkeypatch.setitem(table, "command", re.sub("4096|2048", "256", table["command"]))
+    monkeypatch.setattr("tinykv.data.windows.fetch_file", Mock(side_effect=UserError("allenai/c4 cannot be fetched")))
+    words = "KVSink", "Table 2", "--model", hf.EMBEDDED, "--only", "2-7B", "--only", "16 bits", "--only", "c4"
+    status, out, _ = run_paper(*words)
+    assert status == 0 and "  allenai/c4 cannot be fetched" in out.splitlines()[1] and out.count("\n") == 8
 
 
 def test_wrong_words(run_paper):

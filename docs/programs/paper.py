@@ -6,24 +6,30 @@
     python docs/programs/paper.py AnTKV "Table 1" --try                             try them on the embedded model
 
 docs/paper_tables.json has the papers' numbers, and the flags that come closest to what each paper says it did. What it
-leaves open, what is known to differ here, and its own slips stand below the table.
+leaves open, what is known to differ here, and its own slips stand below the table. Compare the row of 16 bits first: it
+has no method in it. A number is a perplexity, or the mean of the tasks' accuracies by lm_eval, in per cent.
 """
 import json
 import re
 import shlex
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from eval_ppl import evaluate  # noqa: E402
-from tinykv import UserError, cli, hf  # noqa: E402
+from tinykv import UserError, cli, first_line, hf  # noqa: E402
 from tinykv.run import flags  # noqa: E402
 
 TABLES = json.loads((ROOT / "docs" / "paper_tables.json").read_text(encoding="utf-8"))
 HUB = TABLES.pop("hub")  # {a model in the papers: on the hub}
-SMALL = "--data tales --calib-data fables --context 256 --calib-context 256 --windows 1 --calib-windows 4"  # --try
+# --try: short texts; small groups, as small layers need, and few centroids, of the same bits; questions of its own
+SMALL = "--data tales --calib-data fables --context 256 --calib-context 256 --windows 1 --calib-windows 4"
+SMALLER = {r"group(.)size([ =])\d+": r"group\1size\g<2>16", "--bits 0.75": "--vq d8m64", "--bits 0.375": "--vq d16m64",
+           r"--tasks \S+ --num_fewshot \d+": "--tasks tales --limit 4", r"model=[^,]+": "calib_windows=1,context=256",
+           "data=c4,": ""}
 NOT_SAID = r"--calib-data \S+|--(?:data|tasks|num_fewshot)|--context \S+|--windows \S+"  # of a column
 
 
@@ -55,18 +61,33 @@ def chosen(table, args):
     return found
 
 
-def load(words):
-    args = flags.set_up(flags.parse(words))
-    return hf.load_model(args.model, args.devices, args.dtype), args.tokenizer
-
-
-def measured(words, loaded):
-    """The row of the table that a cell's command prints. UserError with the reason why there is none."""
+def perplexity(words, loaded):
+    """The perplexity and the true bits that a command of eval_ppl.py prints. UserError with the reason why it does not.
+    """
     words = [f"fp16,{word}" if before == "--method" else word for before, word in zip(["", *words], words)]  # no others
     *_, row = (row for row in evaluate(flags.set_up(flags.parse(words), loaded)) if isinstance(row, dict))
     if row["fault"]:
         raise UserError(row["fault"])
-    return row
+    return f"{row['ppl']:.3f}", f"{row['bits_true']:.2f}"
+
+
+def accuracy(words):
+    """The accuracy that a command of lm_eval prints. UserError where its tasks are out of reach."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    from tinykv.run.lm_eval import TinyKV
+    given = dict(zip(words[::2], words[1::2]))  # {flag: value}
+    tasks, limit = given["--tasks"].split(","), given.get("--limit")
+    manager = TaskManager(include_path=str(ROOT / "docs" / "lm_eval"), include_defaults=limit is None)
+    model = TinyKV(**dict(word.split("=") for word in given["--model_args"].split(",")))
+    try:
+        found = simple_evaluate(model, tasks=tasks, num_fewshot=int(given.get("--num_fewshot", 0)), bootstrap_iters=0,
+                                limit=limit and int(limit), task_manager=manager)["results"]
+    except (OSError, ValueError) as error:  # as datasets has it without a network
+        raise UserError(f"lm_eval has no {', '.join(tasks)} here: {first_line(error)}") from None
+    scores = [score for task in tasks for name, score in found[task].items() if re.match("(acc|exact_match),", name)]
+    return f"{100 * fmean(scores):.2f}", "-"
 
 
 def show(table, args):
@@ -76,20 +97,30 @@ def show(table, args):
     for cell in chosen(table, args):
         command = cell.command.replace(HUB[cell.model], args.model or HUB[cell.model])
         here, bits, why = "-", "-", f"  {table.get('why', '')} {command}"
-        if "why" not in table and (loaded or args.model):
-            if args.small:  # whose layers are small
-                command = f"{re.sub('group-size [0-9]+', 'group-size 16', command)} {SMALL}"
-            words = shlex.split(command)[2:] + ["--calibration", args.calibration] * bool(args.calibration)
+        if "why" not in table and (args.small or args.model):
+            if args.small:
+                for given, smaller in SMALLER.items():
+                    command = re.sub(given, smaller, command)
             try:
-                loaded = loaded or load(words)
-                row = measured(words, loaded)
-                here, bits, why = f"{row['ppl']:.3f}", f"{row['bits_true']:.2f}", ""
+                if "lm_eval" in command:
+                    here, bits = accuracy(shlex.split(command)[3:])
+                else:
+                    words = shlex.split(f"{command} {SMALL if args.small else ''}")[2:]
+                    words += ["--calibration", args.calibration] * bool(args.calibration)
+                    loaded = loaded or load(words)
+                    here, bits = perplexity(words, loaded)
+                why = ""
             except UserError as error:
                 why = f"  {error}"
         print(f"{cell.model:22}{cell.what:46}{cell.number:>8}{here:>9}{bits:>11}{why}", flush=True)
     for what in ("unknown", "gaps", "slips"):
         for said in table.get(what, []):
             print(f"{what}: {said}")
+
+
+def load(words):
+    args = flags.set_up(flags.parse(words))
+    return hf.load_model(args.model, args.devices, args.dtype), args.tokenizer
 
 
 def main():

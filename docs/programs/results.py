@@ -76,7 +76,7 @@ WIDE = "--bits 2 --group-size 128 --recent 32"
 # in no claim: the rows of the figure, {label: rows}, which the table "rows" has, too
 FORMATS, TURBOQUANT = "docs/examples/formats.py:Formats", "docs/examples/turboquant.py:TurboQuant"
 LINES = {name: [f"{name} --bits {bits}" for bits in (2, 3, 4)]
-         for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq")}
+         for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "oscar", "skvq")}
 LINES["kivi"].append("kivi --bits 4 --group-size 64")
 LINES["TurboQuant"] = [f"{TURBOQUANT} --bits {bits}" for bits in (2, 3, 4)]
 LINES |= {row.split()[0]: [f"{row} --bits {bits} --recent 0 {{windows}}" for bits in (1, 2, 4)]
@@ -120,7 +120,8 @@ LONG = {  # {flags of the windows: {row: pairs}}
         **dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 8),
         **dict.fromkeys(["rtn --bits 3", "pfn --bits 3", "pfn --bits 3 --preserve 41", CHANCE,
                          "kvsink --bits 3 --preserve 41", f"rtn {ZERO}", f"pfn {ZERO}", f"kivi {WIDE}", f"ott {WIDE}",
-                         f"ott {WIDE} --outlier-num 6", f"ott {WIDE} --outlier-num 32", *SERVED.values()], 3),
+                         f"ott {WIDE} --outlier-num 6", f"ott {WIDE} --outlier-num 32", "oscar --bits 2",
+                         "ott --bits 2 --group-size 32 --recent 32", *SERVED.values()], 3),
         **dict.fromkeys(["skvq --bits 2", "kvquant --bits 2", CQ, ANTKV], 2)},
     "--context 2048": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}", "pfn --bits 3"], 3),
     "--context 8192": dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 2),

@@ -246,7 +246,7 @@ def results():
         f"(`pfn`) lose {ends(PFN + ' --preserve 41')[1]}",
         "`kivi` at 4 bits goes from {} to {}".format(*ends(KIVI4)),
         "at 2 bits from {} to {}, `ott` from".format(*ends(SERVED["KIVI, 2 bits"])),
-        "`ott` from {} to {}".format(*ends(f"ott {WIDE}")),
+        "`ott` from {} to {}, `oscar` from {} to {}".format(*ends(f"ott {WIDE}"), *ends("oscar --bits 2")),
         "`kivi` in groups of 128 from {} to {}".format(*ends(f"kivi {WIDE}")),
         "`fp8` from {} to {}".format(*ends(SERVED["fp8"])),
         "`mxfp4` from {} to {}".format(*ends(SERVED["mxfp4"])),

@@ -59,11 +59,11 @@ MIN_QUERIES = 32  # queries in a tile, even if that exceeds the limits above: ea
 class AnTKV(CodebookMethod):
     beside = {"cq": {"sensitivity": "token", "recent": 32}}
 
-    def __init__(self, config, vq=None, bits=None, sensitivity="token", sharing="head",
+    def __init__(self, config, vq=None,
                  anchors: Annotated[str, "tokens kept: a count, such as 64, or a share, such as 1%%"] = "1%",
                  anchors_by: Annotated[str, "attention, or error (times the row's error)"] = "attention",
-                 recent=32, block=BLOCK, choose="prompt", rope="pre"):
-        super().__init__(config, vq, bits, sensitivity, sharing)
+                 recent=32, block=BLOCK, choose="prompt", rope="pre", sensitivity="token", **codebooks):
+        super().__init__(config, vq, sensitivity=sensitivity, **codebooks)
         one_of(("attention", "error"), anchors_by=anchors_by)
         self.recent, self.block, self.choose, self.rope = recent, block, choose, rope
         self.anchors_by = anchors_by

@@ -5,9 +5,9 @@ from tinykv.methods.base import Method
 
 
 class CodebookMethod(Method):
-    """A method on codebooks. Its own idea is what to keep and when to quantize."""
+    """A method on codebooks. Its own idea is what to keep and when to quantize. Settings as of `make_codebooks`."""
 
-    def __init__(self, config, vq, bits, sensitivity, sharing):
+    def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head"):
         super().__init__(config)
         self.codecs = make_codebooks(config, vq, bits, sensitivity, sharing)
         codec = self.codecs[0].k

@@ -22,6 +22,6 @@ class CQ(CodebookMethod):
     beside = {"rtn": {}}
     block = BLOCK
 
-    def __init__(self, config, vq=None, bits=None, sensitivity="fisher", sharing="head", recent=0, rope="pre"):
-        super().__init__(config, vq, bits, sensitivity, sharing)
+    def __init__(self, config, vq=None, recent=0, rope="pre", **codebooks):
+        super().__init__(config, vq, **codebooks)
         self.recent, self.rope = recent, rope

@@ -19,7 +19,9 @@ Paper and practice, as in the released code, unless a point says otherwise.
 - Keys and values of other tokens stay in 16 bits, or are quantized per token with an integer zero point, keys after
   RoPE.
 - Where the weight quantizer scaled the values (`QuantLinear.gain`), the prefix is scaled alike.
-- Here keys are held, and trained, before RoPE; the released code has them after it.
+- Here keys are held before RoPE, and trained there in fp32; the released code has them after it, in fp16.
+- The loss is a mean, not Eq. 2's sum. With `--chats` only the answers count, by default all tokens after the prefix.
+- In the paper, Theorem 1's C1 has n^(3/2), but the last line of its proof n^(2/3), a slip.
 - Predictions at the prefix's own positions are those of the full-precision model.
 """
 from dataclasses import dataclass

@@ -16,8 +16,8 @@ Paper and practice.
   sees 1 to R keys in full precision, and R + 1 values. Here values are quantized together with the keys, G at a time,
   and attention sees R + 1 to R + G of both. `recent=0, group_size=R` is the released way with the keys, `v_block=1` the
   released way with the values.
-- G and R are 32 and 128, as in the released LongBench table; the released command line has 128 and
-  128. Where a head is shorter than G, the values' group is the head.
+- G and R are 32 and 128, as in the released LongBench table; the released command line has 128 and 128. Its authors
+  advise 4 bits for grouped-query attention. Where a head is shorter than G, the values' group is the head.
 - KIVI reports no perplexity of its own. Under the `paper` protocol there is no window, and the last group of a text is
   shorter.
 """

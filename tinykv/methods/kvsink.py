@@ -12,7 +12,7 @@ sinks are:
     layers l > lE keep K_l, V_l of S in full precision, and quantize the other tokens
 Layers up to lE quantize every token: a prefill has stored their keys before S is known.
 
-Paper and practice.
+Paper and practice. No code is public.
 - The paper rounds with an integer zero point (Eq. 10-13), `formula="integer-zero"`. The default here is an offset, as
   in the other methods; what there is to gain depends on it (docs/results.md).
 - lE and c come from the paper's Table 3 for the models in it, recognised by their config. It counts layers from 0, so

@@ -4,10 +4,10 @@ The same on a page that runs alone: docs/ladder/1_sinks.py.
     Keep: positions 0 .. N-1, in every layer.   Code: any scheme.
     When: at once, in blocks in a stream.
 
-Paper and practice. KVSink compares with N = 0, 5, 10, 15 and 20. The kept tokens are left out of static ranges, and of
-the range of a dynamic channel group. Otherwise only the kept tokens would be protected, and not the other tokens from
-them. Each method here calibrates without its own kept tokens, so pfn and kvsink differ in their ranges as well as in
-the tokens they keep, as they would in use.
+Paper and practice. KVSink compares with N = 0, 5, 10, 15 and 20; its example, LLaMA-2-7B, has a second sink at token 14
+(Figure 1a). The kept tokens are left out of static ranges, and of the range of a dynamic channel group. Otherwise only
+the kept tokens would be protected, and not the other tokens from them. Each method here calibrates without its own kept
+tokens, so pfn and kvsink differ in their ranges as well as in the tokens they keep, as they would in use.
 """
 from tinykv.methods.base import CodecMethod, first_tokens
 
