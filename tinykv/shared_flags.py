@@ -84,9 +84,9 @@ def check_outputs(args, **kinds):
     did not write."""
     for flag, kind in kinds.items():
         path = getattr(args, flag)
-        if path in (None, "-") or kind == "folder" and os.path.isdir(path):  # which may hold all tables, read-only
+        if path is None or kind == "folder" and os.path.isdir(path):  # which may hold all tables, read-only
             continue
-        if not os.access(f"{Path(path).resolve().parent}/", os.W_OK):  # nor is a file a folder
+        if not os.access(f"{Path(path).resolve().parent}/", os.W_OK):  # nor for a file in the place of a folder
             raise UserError(f"--{flag} {path}: no file can be written there; give a file name in a folder that exists")
         if kind != "folder":
             check_target(path, kind)

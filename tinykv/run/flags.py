@@ -35,7 +35,7 @@ def parser(asked=(), about=None):
     p.add_argument("--batch", metavar="B", type=int, help="windows at a time (default: about 4096 tokens)")
     shared_flags.add_attention(p, "triton", "compiled")
     p.add_argument("--wide", action="store_true", help="print all columns of the table")
-    p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss; -: print it")
+    p.add_argument("--json", metavar="PATH", help="also write the table, with every window's loss")
     p.add_argument("--vs", metavar="NAME",
                    help="also compare each row, window by window, with this one, or with this method's row of "
                         "the same settings")

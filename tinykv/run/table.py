@@ -4,7 +4,6 @@ A row is a dict, as the JSON has it. The first one is fp16's, with which the oth
 """
 import contextlib
 import itertools
-import json
 import platform
 import traceback
 from collections import defaultdict
@@ -197,7 +196,7 @@ class Table(list):
 
     def write(self):
         """The rows so far, to --json FILE."""
-        if self.args.json not in (None, "-"):
+        if self.args.json is not None:
             files.write_json(self.args.json, self.content(), "tinykv-table")
 
     def content(self):
@@ -210,13 +209,10 @@ class Table(list):
         return [row for row in self if not row["fault"]]
 
     def rest(self):
-        """What stands below the rows: --json -, and what --vs compares."""
-        args, rows = self.args, self.measured()
-        if args.json == "-":
-            yield f"\n{json.dumps(self.content(), indent=2, allow_nan=False)}"
+        """What stands below the rows, and what --vs compares."""
         yield from self.no_news()
-        if args.vs is not None:
-            yield from ("", comparisons.compared_with_one(rows, args.vs))
+        if self.args.vs is not None:
+            yield from ("", comparisons.compared_with_one(self.measured(), self.args.vs))
 
     def no_news(self):
         """Lines about rows that say nothing about their method, or nothing new."""
