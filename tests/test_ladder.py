@@ -296,6 +296,7 @@ def test_kernel_of_other_shapes(bits, monkeypatch):
     pieces = page["attend_codes"](q, *codes)
     assert pieces[0].shape == (6, 2, 64)
     assert torch.allclose(page["merge"](*pieces), want[:, 0], atol=1e-5)
+    assert all(part.isfinite().all() for part in page["attend"](100 * q, K, V))  # the top is that of the scores
     # scores that fall by hundreds within a piece: without a running maximum 2**s overflows
     codes[0].zero[0, :, 0] *= 200
     codes[0].scale[0, :, 0] *= 200

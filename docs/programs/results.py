@@ -103,7 +103,7 @@ SERVED = {"q8_0, rotated": f"{FORMATS} --hadamard on --scheme q8_0",
 # with the tables of draw i, those of the rows at 512 (keys are calibrated before RoPE). So each pair has a window and a
 # draw of its own, and the error of their mean is that of both
 FIVE, MARKED = "kvsink --bits 3", "kvsink --bits 3 --threshold 0.1"
-ZERO = "--bits 3 --formula integer-zero"
+ZERO, ZERO4 = (f"--bits {width} --formula integer-zero" for width in (3, 4))
 CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
 CQ, ANTKV = (f"{name} --bits 2 --recent 0 --calib-windows 16" for name in ("cq", "antkv --anchors 1%"))
 # what begins the name of a row that another program measures: quantized_cache.py, train_intact.py, key_bias.py
@@ -117,9 +117,9 @@ BIASES = {0: CENTRED, 600: BIASED}
 STREAM = "--context 4096 --prompt 3840"
 LONG = {  # {flags of the windows: {row: pairs}}
     "--context 4096": {
-        **dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}"], 8),
-        **dict.fromkeys(["rtn --bits 3", "pfn --bits 3", "pfn --bits 3 --preserve 41", CHANCE,
-                         "kvsink --bits 3 --preserve 41", f"rtn {ZERO}", f"pfn {ZERO}", f"kivi {WIDE}", f"ott {WIDE}",
+        **dict.fromkeys([FIVE, MARKED, f"kvsink {ZERO}", "pfn --bits 3", "pfn --bits 3 --preserve 41", CHANCE], 8),
+        **dict.fromkeys(["rtn --bits 3", "kvsink --bits 3 --preserve 41", f"rtn {ZERO}", f"pfn {ZERO}", "pfn --bits 4",
+                         "kvsink --bits 4", f"pfn {ZERO4}", f"kvsink {ZERO4}", f"kivi {WIDE}", f"ott {WIDE}",
                          f"ott {WIDE} --outlier-num 6", f"ott {WIDE} --outlier-num 32", "oscar --bits 2",
                          "ott --bits 2 --group-size 32 --recent 32", *SERVED.values()], 3),
         **dict.fromkeys(["skvq --bits 2", "kvquant --bits 2", CQ, ANTKV], 2)},
