@@ -81,22 +81,6 @@ def weights_of(gradient, sensitivity):
     return torch.stack([gradient[h, :, c:c + 2].pow(2).sum(-1) for h in range(HKV) for c in range(0, d, 2)])
 
 
-@pytest.mark.parametrize("sensitivity", ["fisher", "token"])
-def test_weights_serve_what_they_weigh(sensitivity):
-    """In sum over all books, the weighted error is smaller with centroids found with these weights than with none."""
-    methods = {"weighted": calibrated(sensitivity), "plain": calibrated("none")}
-    losses = {"weighted": [0, 0], "plain": [0, 0]}
-    for (layer, kind), (vectors, gradient) in parts().items():
-        for slot, (x, w) in enumerate(zip(vectors, weights_of(gradient, sensitivity))):
-            for name, method in methods.items():
-                book = getattr(method.codecs[layer], kind).centroids[slot].float()
-                square = (x[:, None] - book).pow(2).sum(-1).amin(1)  # (N): to the nearest centroid
-                losses[name][0] += (w / w.sum() * square).sum().item()
-                losses[name][1] += square.mean().item()
-    assert losses["weighted"][0] < 0.97 * losses["plain"][0]
-    assert losses["plain"][1] < 0.97 * losses["weighted"][1]
-
-
 @pytest.mark.parametrize("sharing", ["head", "layer"])
 def test_books_are_fixed_points(sharing):
     """Every centroid is about the mean of the sub-vectors that are nearest to it; all are counted, in 16 bits."""
@@ -141,17 +125,6 @@ def test_too_few_vectors_are_refused():
     with pytest.raises(UserError, match="160 vectors"):
         calibrated(vq="d2m256")
     calibrated(vq="d2m256", sharing="layer")  # 8 slots share one: 1,280
-
-
-def test_no_anchors_are_cq():
-    """With the same weights, bit for bit."""
-    methods = CQ(tiny().config, "d2m8", sensitivity="token"), AnTKV(tiny().config, "d2m8", anchors="0", recent=0)
-    for method in methods:
-        calibrate(tiny(), method, windows())
-    text = windows(2, 30, seed=1)
-    with torch.no_grad():
-        for protocol in ("paper", "stream"):
-            assert torch.equal(*(tiny()(text, KVCache(tiny(), method, protocol)) for method in methods))
 
 
 # ---- how much weighted vectors are worth

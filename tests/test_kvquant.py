@@ -116,23 +116,6 @@ def test_levels_of_a_few_numbers(numbers, weights, n, levels):
         assert many.shape == (8,) and torch.isfinite(many).all()
 
 
-def test_q_norm_keeps_mean_and_deviation():
-    """k-means alone makes numbers of less spread than those that it codes; weights shift their mean.
-
-    Exactly, if each number keeps the level that it had; a few are nearer to another one, once the levels have moved.
-    """
-    model = shaped()
-    settings = {"sensitivity": "fisher-range", "outliers": 4.0}
-    off, on = kvquant_on(model, **settings), kvquant_on(model, **settings, q_norm="on")
-    for (layer, kind, codec), (_, _, corrected) in zip(off.each_codec(), on.each_codec()):
-        x, _, use = normalized(model, layer, kind, codec, 0.04, 1)
-        x, before, after = x[use], codec.levels.double().numpy(), corrected.levels.double().numpy()
-        at = np.abs(x[:, None] - before[None]).argmin(1)
-        assert after[at].mean() == pytest.approx(x.mean(), abs=3e-3)
-        assert after[at].std() == pytest.approx(x.std(), rel=3e-3)
-        assert abs(before[at].std() - x.std()) + abs(before[at].mean() - x.mean()) > 0.01
-
-
 def test_q_norm_takes_a_bin_for_the_mean_of_its_numbers():
     """Not for their weighted mean: the border between two levels, 0.001, may lie between the two."""
     numbers = torch.tensor([-0.498] * 50 + [0.5] * 50 + [0.0001] * 90 + [0.0018])

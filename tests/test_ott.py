@@ -1,4 +1,4 @@
-"""OTT's pool, and those evicted from it, block by block, against plain lists (oracles.py), as `best_tokens`.
+"""OTT's pool, and those evicted from it, block by block, against plain lists (oracles.py).
 
 Scores are small whole numbers, so there are many ties.
 """
@@ -10,7 +10,6 @@ from cases import d, model_of, new_layer, quantize_oldest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tinykv.methods.base import CodecMethod, best_tokens
 from tinykv.methods.ott import OTT
 
 
@@ -61,26 +60,3 @@ def test_scores_of_large_keys_are_not_rounded():
     """In 16 bits 2049 is 2048, and a sum beyond 65504 is no number."""
     keys = torch.tensor([[2048, 1], [2048, 0], [60000, 60000]]).half()  # (tokens, d)
     assert OTT(model_of(2).config).size(keys).tolist() == [2049, 2048, 120000]
-
-
-# ---- the helper for one's own methods
-
-class LargestNumbers(CodecMethod):
-    """Keeps the tokens whose first channel is largest: a score of the key itself."""
-
-    def keep_keys(self, layer_cache, n):
-        return best_tokens(layer_cache.keys, n, 3, score=lambda keys: keys[..., 0].float())
-
-
-@given(blocks_of_magnitudes())
-def test_best_tokens_by_a_score_of_the_key(blocks):
-    """Of all that was ever due, the three best, ties to the earlier one: what has lost cannot come back."""
-    layer, seen = new_layer(LargestNumbers(model_of(2).config, scheme="token-dynamic", rope="pre"), 0), None
-    for block in blocks:
-        numbers = torch.tensor(block)  # (B, Hkv, n)
-        seen = numbers if seen is None else torch.cat([seen, numbers], dim=2)
-        rows = numbers[..., None].expand(*numbers.shape, d).half()
-        layer.append(rows, rows)
-        quantize_oldest(layer, rows.shape[2])
-        for b, h in np.ndindex(seen.shape[:2]):
-            assert layer.keys.kept_positions[b, h].tolist() == oracles.top_k(seen[b, h].tolist(), 3)

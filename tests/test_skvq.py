@@ -9,7 +9,6 @@ from tinykv.calibrate import calibrate
 from tinykv.codecs.clipped import ClippedGroups
 from tinykv.methods.cq import CQ
 from tinykv.methods.kvquant import KVQuant
-from tinykv.methods.kvsink import KVSink
 from tinykv.methods.rtn import RTN
 from tinykv.methods.skvq import SKVQ
 
@@ -156,18 +155,6 @@ def test_without_any_gradient_tokens_weigh_the_same():
 def test_codes_of_two_or_three_levels_may_be_clipped_further(bits, lowest):
     alphas = [alpha for alpha, _ in ClippedGroups(bits, Hkv, d, 8).choices]
     assert (min(alphas), max(alphas)) == (pytest.approx(lowest, abs=1e-3), 1)
-
-
-def test_skvq_s_codec_under_kvsink_s_tokens():
-    """`kvsink --scheme skvq`: the same codec as skvq's, with the tokens of another rule left out of its calibration."""
-    model, mine = Planted(random_rows(1, 10)), SKVQ(CONFIG, group_size=8, preserve=0)
-    sinks = KVSink(CONFIG, preserve=2, emergence_layer=0, outlier_channel=0, scheme="skvq", group_size=8)
-    for method in (mine, sinks):
-        calibrate(model, method, model.windows())
-    equal = [same(codec.calibrated(), other.calibrated())
-             for (_, _, codec), (_, _, other) in zip(mine.each_codec(), sinks.each_codec())]
-    assert equal == [True, True, False, False]  # the first layer keeps nothing
-    assert sinks.rope == "pre" and sinks.scheme == "skvq"
 
 
 def test_codes_make_up_for_a_rounded_zero_point_in_the_smallest_steps_of_fp8():
