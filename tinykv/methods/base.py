@@ -27,7 +27,7 @@ class Method(Calibrated):
     # Settings that many methods have, with their types and the help that the command line gives
     k_bits: Annotated[float, "bits per number in keys: 1, 1.5 (three levels), 2 to 8, 16"]
     v_bits: Annotated[float, "bits per number in values"]
-    scheme: Annotated[str, f"a pair of codecs: {', '.join(SCHEMES)}"] = None
+    scheme: Annotated[str, f"a pair of codecs: {', '.join(SCHEMES)}; fp8 and other formats: docs/own_codec.md"] = None
     rope: Annotated[str, "store keys before or after RoPE: pre or post"] = "post"  # pre: rotated when they are read
     preserve: Annotated[int, "tokens kept in full precision"] = 0
     recent: Annotated[int, "newest tokens that stay in full precision (protocol stream)"] = 0
