@@ -117,15 +117,15 @@ def page(folder):
     answer, target = answer_of(name + PAGE), f"docs/course/{folder.name}/page.py"
     lines = answer.read_text(encoding="utf-8").splitlines()
     later = [*PAGES][[*PAGES].index(name):]
-    holes = {function for other in later if PAGES[other][0] == file for function in PAGES[other][1]}
+    holes = {function: other for other in reversed(later) if PAGES[other][0] == file for function in PAGES[other][1]}
     for function, node in reversed(functions_of(ast.parse("\n".join(lines))).items()):
         if function in holes:
             indent, body = " " * node.body[0].col_offset, lines[node.body[0].lineno - 1:node.end_lineno]
             above = lines[node.lineno:node.body[0].lineno - 1]  # what stands between `def` and the first step
             told = above + [indent + comment for comment in map(comment_of, body) if comment]
-            lines[node.lineno:node.end_lineno] = [*told, f'{indent}raise NotImplementedError("{name}: {function}")']
+            lines[node.lineno:node.end_lineno] = [*told, f'{indent}raise NotImplementedError("{holes[function]}: {function}")']
     lines = [line for line in lines if not re.match("    (python -m pdb|diff) ", line)]
-    for function in holes.difference(functions):  # the page runs when it is right: its table does without later ones
+    for function in {*holes}.difference(functions):  # the page runs when it is right: its table does without later ones
         lines = [re.sub(f", {function}(?=[,)])", "", line) if line.startswith("for ") else line for line in lines]
     text = "\n".join(lines).replace(f"python docs/ladder/{file}", f"python {target}")
     summary, quotes, rest = text[3:].partition('"""\n')
