@@ -2,6 +2,7 @@
 
 The lists know no tensors: a token is exact, or it is read as its codes (oracles.py).
 """
+import itertools
 import math
 
 import numpy as np
@@ -43,24 +44,20 @@ def numbers(seed):
 
 
 def read_by_cache(method, protocol, prompt, sizes, seed):
-    """What attention sees in the last layer after each chunk: [(keys, values)], lists by token and channel."""
+    """What attention sees in the last layer after each chunk: keys, and values, [lists by token and channel]."""
     q, k, v, hidden = numbers(seed)
-    cache, start, seen = KVCache(Rows, method, protocol, prompt), 0, []
-    for n in sizes:
-        new = slice(start, start + n)
+    cache, seen = KVCache(Rows, method, protocol, prompt), ([], [])
+    for end in itertools.accumulate(sizes):
+        new = slice(len(cache), end)
         for layer in range(L):
-            K, V = cache.update(layer, q[None, :, new], k[None, None, new], v[None, None, new], start)
+            both = cache.update(layer, q[None, :, new], k[None, None, new], v[None, None, new], new.start)
             cache.observe(layer, hidden[None, new])
-        seen.append((K[0, 0].tolist(), V[0, 0].tolist()))
-        start += n
+        for read, x in zip(seen, both):
+            read.append(x[0, 0].tolist())
     return seen, cache
 
 
 # The same in lists
-
-def in_16_bits(rows):
-    return oracles.float16(rows.numpy()).tolist()
-
 
 def coded(row):
     row = np.array(row, dtype=np.float32)
@@ -73,7 +70,7 @@ def largest(scores, positions, k):
 
 def read_by_lists(rows, scores, protocol, prompt, sizes, recent, block, k, choose):
     """[rows as attention sees them] after each chunk. scores: by token, of what is kept; k: a number of tokens."""
-    rows = in_16_bits(rows)
+    rows = oracles.float16(rows.numpy()).tolist()
     n_coded, kept, length, out = 0, set(), 0, []
     for n in sizes:
         before = n_coded, kept
@@ -93,49 +90,44 @@ def read_by_lists(rows, scores, protocol, prompt, sizes, recent, block, k, choos
     return out
 
 
-# KVSink
+def compared(method, protocol, prompt, seed, scores, k):
+    """A cache that read what the lists say, a prompt and then tokens one by one. scores: of keys, of values."""
+    sizes = [prompt] + [1] * (T - prompt)
+    seen, cache = read_by_cache(method, protocol, prompt, sizes, seed)
+    for read, rows, of_tokens in zip(seen, numbers(seed)[1:3], scores):
+        given = protocol, prompt, sizes, method.recent, method.block, k, method.choose
+        assert read == read_by_lists(rows, of_tokens, *given)
+    return cache
+
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("choose", ["prompt", "always"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("prompt", [3, 16, 20])
 @pytest.mark.parametrize("block", [1, BLOCK])
-def test_algorithm_1_and_decoding_after_it(protocol, prompt, choose, block):
+def test_kvsinks_algorithm_1_and_decoding_after_it(protocol, prompt, choose, block):
     """Sinks 17 and 30 come after a prompt of 16 tokens: S has them only where it goes on being chosen."""
-    k, sizes = 2, [prompt] + [1] * (T - prompt)
-    method = METHODS["kvsink"](CONFIG, k, choose, EMERGENCE, CHANNEL, scheme="token-dynamic", block=block)
-    seen, cache = read_by_cache(method, protocol, prompt, sizes, 1)
-    _, keys, values, hidden = numbers(1)
-    sizes_of_outlier = hidden[:, CHANNEL].abs().tolist()
-    for i, rows in enumerate((keys, values)):
-        expected = read_by_lists(rows, sizes_of_outlier, protocol, prompt, sizes, 0, block, k, choose)
-        assert [both[i] for both in seen] == expected
+    method = METHODS["kvsink"](CONFIG, 2, choose, EMERGENCE, CHANNEL, scheme="token-dynamic", block=block)
+    outlier = numbers(1)[3][:, CHANNEL].abs().tolist()
+    cache = compared(method, protocol, prompt, 1, [outlier] * 2, 2)
     sinks = set(cache.shared.sinks[0].tolist())
-    assert sinks == ({17, 30} if choose == "always" else largest(sizes_of_outlier, range(prompt), k))
+    assert sinks == ({17, 30} if choose == "always" else largest(outlier, range(prompt), 2))
     assert cache.layers[EMERGENCE].keys.kept_positions is None  # it has stored its keys before S is known
 
-
-# AnTKV
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("prompt, recent, block", [(3, 8, 1), (20, 8, 1), (20, 8, BLOCK), (20, 0, BLOCK), (9, 32, 1)])
-def test_anchors_from_the_prefill_alone(protocol, prompt, recent, block):
+def test_antkvs_anchors_are_of_the_prefill_alone(protocol, prompt, recent, block):
     """Among all tokens of the prompt, of keys and of values; later tokens have the window alone."""
     method = METHODS["antkv"](CONFIG, vq="d2m4", anchors="15%", recent=recent, block=block)
     method.codecs = [Pair(Affine(2, WIDTH), Affine(2, WIDTH))] * L  # codes that can be computed by hand
-    sizes, share = [prompt] + [1] * (T - prompt), 0.15
-    seen, cache = read_by_cache(method, protocol, prompt, sizes, 2)
-    q, keys, values, _ = numbers(2)
-    exact = np.array(in_16_bits(keys[:prompt]))  # (prompt, d)
+    q, keys, _, _ = numbers(2)
+    exact = oracles.float16(keys[:prompt].numpy())  # (prompt, d)
     scores = oracles.equation_5(q[None, :, :prompt].double().numpy(), exact[None, None])  # of keys, of values
-    for i, rows in enumerate((keys, values)):
-        padded = scores[i][0, 0].tolist() + [-1.0] * (T - prompt)
-        expected = read_by_lists(rows, padded, protocol, prompt, sizes, recent, block,
-                                 math.ceil(share * prompt), "prompt")
-        assert [both[i] for both in seen] == expected
-    for layer in cache.layers:  # no score is held any more
-        assert layer.keys.recent_scores is layer.values.kept_scores is None
+    padded = [of_tokens[0, 0].tolist() + [-1.0] * (T - prompt) for of_tokens in scores]
+    for layer in compared(method, protocol, prompt, 2, padded, math.ceil(0.15 * prompt)).layers:
+        assert layer.keys.recent_scores is layer.values.kept_scores is None  # no score is held any more
 
 
 def test_a_group_that_is_not_full_waits_for_the_tokens_after_the_prompt():
@@ -146,16 +138,6 @@ def test_a_group_that_is_not_full_waits_for_the_tokens_after_the_prompt():
             method.codecs = [Pair(k=pair.v, v=pair.k) for pair in method.codecs]
         _, cache = read_by_cache(method, "paper", 7, [7], 1)
         assert [(layer.keys.n_coded, layer.values.n_coded) for layer in cache.layers] == [(4, 4)] * L
-
-
-# The order in which a text arrives
-
-def test_the_prompt_is_the_first_forward():
-    for protocol in PROTOCOLS:
-        cache = KVCache(Rows, METHODS["fp16"](CONFIG), protocol, prompt=4)
-        for other in (3, 5):
-            with pytest.raises(ValueError, match=f"4 tokens; it got {other}"):
-                cache.expect(torch.zeros(1, other, dtype=torch.long))
 
 
 @pytest.fixture(scope="module")

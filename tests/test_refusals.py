@@ -19,7 +19,7 @@ import train_intact
 from tinykv import UserError, hf
 from tinykv.analysis import __main__ as analysis
 from tinykv.analysis import page
-from tinykv.cache import KVCache
+from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate
 from tinykv.data import Windows, load_windows
 from tinykv.evaluate import measure
@@ -257,8 +257,11 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     ("protocol is one of", lambda: fp16(protocol="Paper")),
     ("made for another config", lambda: KVCache(MODEL, METHODS["rtn"](model_of(2).config))),
     ("the cache was made for another model", lambda: other()(TOKENS, fp16())),
-    ("was calibrated anew after this text", lambda: recalibrated(made("rtn", scheme="token-static"))),
+    ("calibrated, or edited, after this text", lambda: recalibrated(made("rtn", scheme="token-static"))),
     *((f"prompt must be a whole number of at least 1; got {n}", lambda n=n: fp16(prompt=n)) for n in (0, -1, 2.5)),
+    *((f"the prompt, 4 tokens; it got {n}", lambda n=n, how=how: MODEL(TOKENS[:, :n], fp16(protocol=how, prompt=4)))
+      for n in (3, 5) for how in PROTOCOLS),
+    ("reads a text in one forward", lambda: go_on(fp16(protocol="paper"))),
     *((f"holds 2 texts, but tokens for {n} were given", lambda n=n: go_on(fp16(), TOKENS[:1].expand(n, -1)))
       for n in (1, 3)),
     *(("goes on with the last token that it gave", lambda part=part: generated(part))  # not all of it, nor without it

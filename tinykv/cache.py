@@ -301,7 +301,6 @@ class KVCache:
     def __init__(self, model, method, protocol="stream", prompt=None):
         one_of(PROTOCOLS, protocol=protocol)
         at_least(1, prompt=prompt)
-        method.check_model(model)
         method.check()
         self.model, self.method, self.protocol, self.prompt = model, method, protocol, prompt
         self.config, self.rope = model.config, model.rope
@@ -310,6 +309,7 @@ class KVCache:
     def reset(self):
         """Forget every token, except those of the method's prefix."""
         self.busy = True  # while this or a forward is running; the model sets it for a forward
+        self.method.check_model(self.model)
         self.shared = SimpleNamespace()  # what the method knows of this text, by name
         self.method.begin(self)
         self.layers = [self.layer_class(i, self.method, self.rope, self.protocol, self.shared, self.prompt)
@@ -321,12 +321,12 @@ class KVCache:
                 layer.append(k, v)
         self.start = len(self)  # tokens of the prefix
         self.unread = None  # (B, 1): the last token of a `generate`, until the next forward
-        self.tables_of = self.method.calibrated_on  # the calibration that this text's codes are of
+        self.begun_with = self.reads_with()
         self.busy = False
 
     def expect(self, tokens):
         """New tokens (B, T) -> those after the prefix, which every text begins with, and how many tokens are held.
-        Later chunks have no prefix. UserError or ValueError if the tokens are not what comes next."""
+        Later chunks have no prefix. UserError if the tokens are not what comes next."""
         goes_on = len(self) > self.start
         check_tokens(tokens, self.config, len(self) if goes_on else 0)
         T, prefix = tokens.shape[1], self.method.prefix
@@ -334,11 +334,13 @@ class KVCache:
             raise UserError(f"a forward has begun and not ended, so some tokens are read in part: {self!r}; "
                             "`reset` the cache, or make a new one")
         if goes_on:
-            if self.tables_of is not self.method.calibrated_on:
-                raise UserError(f"{self.method!r} was calibrated anew after this text had begun; `reset` the cache")
+            if not all(now is was or isinstance(now, int | str) and now == was
+                       for now, was in zip(self.reads_with(), self.begun_with)):
+                raise UserError(f"{self.method!r} was calibrated, or edited, after this text had begun; `reset` the "
+                                "cache")
             if self.prompt is None and self.protocol == "paper":
-                raise ValueError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
-                                 "prompt's length, to go on from it")
+                raise UserError("the paper protocol reads a text in one forward; use protocol='stream', or give the "
+                                "prompt's length, to go on from it")
             if len(tokens) != (held := len(self.layers[0].keys.recent)):
                 raise UserError(f"the cache holds {held} texts, but tokens for {len(tokens)} were given; give tokens "
                                 "for all of them, or make a new cache")
@@ -351,21 +353,28 @@ class KVCache:
             raise UserError(f"{self.method!r} is not calibrated on this model yet; run "
                             "calibrate(model, method, windows) first")
         if self.prompt is not None and T != self.prompt:
-            raise ValueError(f"the first forward reads the prompt, {self.prompt} tokens; it got {T}")
+            raise UserError(f"the first forward reads the prompt, {self.prompt} tokens; it got {T}")
         if prefix and not (T > self.start and tokens[:, :self.start].tolist() == [prefix.ids] * len(tokens)):
             raise UserError(f"a text begins with the {len(prefix.ids)} tokens of the prefix {prefix.name} and goes on "
                             f"after them; this one of {T} tokens does not")
-        self.tables_of = self.method.calibrated_on
+        self.begun_with = self.reads_with()
         return tokens[:, self.start:], self.start
+
+    def reads_with(self):
+        """What a text is read with, from its beginning to its end."""
+        method = self.method
+        return [method.calibrated_on, method.codecs, method.rope, method.recent, method.block]
 
     def __deepcopy__(self, memo):
         """A cache that goes on by itself from the same tokens, of the same model, method and tables."""
         codecs = [codec for *_, codec in self.method.each_codec()]
-        shared = self.model, self.rope, self.method, self.tables_of, *codecs
+        shared = self.model, self.rope, self.method, *self.begun_with, *codecs
         memo.update({id(one): one for one in shared})
         new = memo[id(self)] = object.__new__(type(self))
         vars(new).update(copy.deepcopy(vars(self), memo))
         return new
+
+    __copy__ = copy.deepcopy  # or two caches would have one text
 
     def update(self, layer, q, k, v, seen):
         """Add new tokens to a layer -> K (rotated) and V of all tokens: see `LayerCache.update`."""

@@ -149,11 +149,11 @@ class Recorder(Trace):
 def record(model, window, gradients=False):
     """The `Recorder` of a window (T): its keys, values, hidden states, and the loss's gradients if asked for."""
     recorder = Recorder(model)
-    with torch.set_grad_enabled(gradients):
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
         hidden = model(window[None], recorder, logits=False)  # (1, T, D)
         if gradients:
             logits = model.lm_head(hidden[0, :-1]).float()  # (T - 1, vocab)
-            loss = F.cross_entropy(logits, window[1:])
+            loss = F.cross_entropy(logits, window[1:].to(torch.long, copy=True))
             recorder.gradients = torch.autograd.grad(loss, recorder.k + recorder.v)
     all_finite("hidden states of the model", hidden)
     return recorder

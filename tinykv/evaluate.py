@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tinykv import UserError, all_finite
+from tinykv import UserError, all_finite, at_least
 from tinykv.cache import KVCache
 from tinykv.differences import mean
 from tinykv.identity import same_model
@@ -89,6 +89,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
     many more windows are finished. cache_class: `KVCache`, or a class of caches that compute attention themselves.
     prompt: P, if the first P tokens of each window arrive at once, and the others as in a stream.
     """
+    at_least(1, batch=batch)
     result = Result(windows=replace(windows), model=model.identity())  # a copy: the caller may edit theirs
     if fp16 is not None:
         check_reference(fp16, result, quantized=any(True for _ in model.buffers()))

@@ -66,9 +66,7 @@ class Calibrated:
         self.calibrated_on = tables["model"].cpu() if "model" in tables else model.identity(), stored_as
         self.check_model(model)
 
-    def __copy__(self):
-        """A method of its own: calibrating it does not change the tables of the first."""
-        return copy.deepcopy(self)
+    __copy__ = copy.deepcopy  # or to calibrate one would change the tables of the other
 
     def stored_as(self):
         """A number for what tables depend on: where keys are stored, what calibration keeps, how codecs were made.

@@ -40,7 +40,7 @@ import torch
 from tqdm import tqdm
 
 from tinykv import UserError, at_least, did_you_mean, one_of
-from tinykv.data.stories import FABLES, TALES, Story, stories
+from tinykv.data.stories import FABLES, SPLITS, TALES, Story, stories
 from tinykv.files import read_text
 from tinykv.hf.hub import HubFile, fetch_file
 
@@ -83,6 +83,7 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     """
     at_least(1, windows=windows, context=context)
     one_of(("replace", "given", "none"), bos=bos)
+    one_of(SPLITS, split=split)
     replace_first = bos != "none" and not prefix
     if replace_first and tokenizer.bos_id is None:
         raise UserError("this tokenizer has no <s> to begin every window with; use bos 'none', windows as they are cut")
