@@ -738,9 +738,11 @@ def test_a_copy_is_told_from_an_answer_of_ones_own(tmp_path):
     """Whatever names and comments it has; of the lines that are given, both have all."""
     text = text_of("kvsink", "answer.py")
     copy = re.sub(r" *# answer\n", "", text.replace("known", "best").replace("votes", "ballots"))
-    for name, of in (("copy", copy), ("empty", text_of("kvsink", "starter.py"))):
+    empty = text_of("kvsink", "starter.py")
+    for name, of in (("copy", copy), ("empty", empty), ("helper", ""), ("broken", f"{copy}(")):
         (tmp_path / f"{name}.py").write_text(of, encoding="utf-8")
     shares = {(a, b): share for share, _, a, b in similar.alike(tmp_path)}
+    assert {file for pair in shares for file in pair} == {"copy.py", "empty.py", "the project's"}
     assert shares["copy.py", "the project's"] > 0.9 and max(
         share for pair, share in shares.items() if "empty.py" in pair) < 0.1
 

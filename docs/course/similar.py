@@ -5,10 +5,12 @@ that the other has, whatever its names, without the lines that are given. It say
 """
 import ast
 import sys
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 
 from docs.course.assignments import MADE, PAGE, answer_of, assignment_of, folder_of, functions_of
+from tinykv import UserError
 
 K = 12  # neighbouring nodes of a function's tree
 
@@ -25,14 +27,16 @@ def shingles(text):
 
 
 def alike(folder):
-    """[share, assignment, file, file], the most alike first."""
-    files, found = {}, []
+    """[share, assignment, file, file], the most alike first, of all files that name an assignment, and can be read."""
+    answers, found = {}, []
     for file in sorted(Path(folder).rglob("*.py")):
-        files.setdefault(assignment_of(file), {})[str(file.relative_to(folder))] = file.read_text(encoding="utf-8")
-    for name, texts in files.items():
+        with suppress(UserError, SyntaxError, UnicodeDecodeError):
+            name, parts = assignment_of(file), shingles(file.read_text(encoding="utf-8"))
+            answers.setdefault(name, {})[str(file.relative_to(folder))] = parts
+    for name, parts in answers.items():
         given = shingles(MADE["page.py" if name.endswith(PAGE) else "starter.py"](folder_of(name)))
-        texts["the project's"] = answer_of(name).read_text(encoding="utf-8").partition("\n\n\n# answer: helpers\n")[0]
-        own = {file: shingles(text) - given for file, text in texts.items()}
+        right = answer_of(name).read_text(encoding="utf-8").partition("\n\n\n# answer: helpers\n")[0]
+        own = {file: part - given for file, part in (parts | {"the project's": shingles(right)}).items()}
         for a, b in combinations(own, 2):
             found.append((len(own[a] & own[b]) / max(1, min(len(own[a]), len(own[b]))), name, a, b))
     return sorted(found, reverse=True)
