@@ -309,6 +309,8 @@ def one_by_one(*shapes):
     pytest.param("`reset` it before other texts", one_by_one((1, 20), (1, 6)), marks=pytest.mark.skipif(
         NAME != "cache", reason="transformers itself ended in an IndexError until 5.0")),
     ("`reset` it before other texts", one_by_one((1, 6), (2, 20))),
+    ("`reset` it before other texts", lambda model, cache: [
+        call()(model, cache), call(attention_mask=torch.tensor([[0] * 2 + [1] * 10]))(model, cache)]),
     ("holds its model", lambda model, cache: pickle.dumps(cache)),
     ("assisted", lambda model, cache: cache.crop(-1))])
 def test_what_it_cannot_do_is_refused_in_one_line(models, word, use):
