@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 from tinykv import hf, plots  # noqa: E402
 from tinykv.calibrate import calibrate  # noqa: E402
 from tinykv.data import Windows, load_windows  # noqa: E402
+from tinykv.data.windows import MOST, encode_documents, read_documents, spread  # noqa: E402
 from tinykv.differences import paired  # noqa: E402
 from tinykv.evaluate import measure  # noqa: E402
 from tinykv.methods.registry import METHODS  # noqa: E402
@@ -108,6 +109,8 @@ CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
 CQ, ANTKV = (f"{name} --bits 2 --recent 0 --calib-windows 16" for name in ("cq", "antkv --anchors 1%"))
 # what begins the name of a row that another program measures: quantized_cache.py, train_intact.py, key_bias.py
 OWN, PREFIX, PLANTED = "QuantizedCache: ", "prefix of 46 tokens, rtn-3: ", "key bias "
+# the same of two windows of 4,096 as they are, and cut 2,048 tokens later: {FROM + start + ": " + row}
+FROM, STARTS, PAIRS = "from token ", (0, 2048), 2
 # key_bias.py: {label: row}, and {size of a planted bias: the labels that are measured}
 CENTRED = {"q4_0, rotated, centred": f"{FORMATS} --hadamard on --centre on --scheme q4_0",
            "nvfp4, centred": f"{FORMATS} --centre on --scheme nvfp4"}
@@ -155,9 +158,10 @@ def rows_of(model):
     return list(dict.fromkeys(["fp16", *rows, *long]))
 
 
-def at(row, where="--context 4096"):
-    """A row of SmolLM2 in longer windows."""
-    return named(f"{row} {where}", "SmolLM2")
+def at(row, where="--context 4096", start=None):
+    """A row of SmolLM2 in longer windows. start: of windows that are cut so many tokens later."""
+    name = named(f"{row} {where}", "SmolLM2")
+    return name if start is None else f"{FROM}{start}: {name}"
 
 
 def biased(label, size):
@@ -237,26 +241,33 @@ def measure_long(loaded, text, data):
             lacking = [row for row in pairs if i < pairs[row] and n_measured(row, where, data) == i]
             if lacking:
                 measure_pair(loaded, text, where, i, lacking, data)
+    for start in STARTS:
+        for i in range(n_measured(FIVE, "--context 4096", data, start), PAIRS):
+            measure_pair(loaded, text, "--context 4096", i, [FIVE, MARKED], data, start)
 
 
-def measure_pair(loaded, text, where, i, rows, data):
-    """Measure rows in window i with the tables of draw i. where: the flags of the windows."""
+def measure_pair(loaded, text, where, i, rows, data, start=None):
+    """Measure rows in window i with the tables of draw i. where: the flags of the windows. start: see `at`."""
     model, tokenizer = loaded
     model.use_attention("fused")
     args = flags.parse(where.split(), ["fp16"])
     windows = load_windows(text, tokenizer, args.context, i + 1)
     window = Windows(windows.tokens[i:], windows.answers[i:], args.prompt or 1)
+    if start is not None:
+        ids, _ = encode_documents(read_documents(text, "test", 0)[1], tokenizer, MOST)
+        begin = spread(len(ids) // args.context)[i] * args.context + start
+        window = Windows(torch.tensor([[tokenizer.bos_id, *ids[begin + 1:begin + args.context]]]), [[]])
     methods = calibrate_pair(loaded, text, rows, i)
     exact = measure(model, METHODS["fp16"](model.config), window)
-    if n_measured("fp16", where, data) == i:
-        add_pair("fp16", where, exact, exact, data)
+    if n_measured("fp16", where, data, start) == i:
+        add_pair("fp16", where, exact, exact, data, start)
     for row in rows:
-        add_pair(row, where, measure(model, methods[row], window, fp16=exact, prompt=args.prompt), exact, data)
+        add_pair(row, where, measure(model, methods[row], window, fp16=exact, prompt=args.prompt), exact, data, start)
 
 
-def n_measured(row, where, data):
+def n_measured(row, where, data, start=None):
     """In how many pairs a row was measured."""
-    found = data["SmolLM2"].get(at(row, where))
+    found = data["SmolLM2"].get(at(row, where, start))
     return len(found["nll"][0]) if found else 0
 
 
@@ -275,18 +286,18 @@ def calibrate_pair(loaded, text, rows, draw):
     return methods
 
 
-def add_pair(row, where, result, exact, data):
+def add_pair(row, where, result, exact, data, start=None):
     """Add what was measured in a pair to its row. exact: fp16's Result."""
     parts = list(zip(result.nll_along[0], exact.nll_along[0]))  # (loss, fp16's) of each 512 targets
     empty = {"bits": 0, "nll": [[]], "kl": [[]], "along": []}
-    found = data["SmolLM2"].setdefault(at(row, where), empty)
+    found = data["SmolLM2"].setdefault(at(row, where, start), empty)
     losses, n = found["nll"][0], len(found["nll"][0])
     losses.append(round(result.nll[0] / UNIT))
     found["kl"][0].append(round(result.kl[0] / result.targets / UNIT))
     found["bits"] = round((n * found["bits"] + result.bits[0]) / (n + 1), 3)
     found["along"].append([round((loss - of_fp16) / UNIT) for loss, of_fp16 in parts])
     write_data(data)
-    print(f"{at(row, where)}: {result.nll[0]:.3f}, pair {n + 1}", flush=True)
+    print(f"{at(row, where, start)}: {result.nll[0]:.3f}, pair {n + 1}", flush=True)
 
 
 def shape_of(*rows):

@@ -11,7 +11,22 @@ from functools import cache
 from statistics import fmean as mean
 
 from phenomena import RECORD
-from results import ANTKV, CHANCE, CLAIMS, CQ, DRAWS, FORMATS, MARKED, PREFIX, SERVED, TURBOQUANT, UNIT, WIDE, compared
+from results import (
+    ANTKV,
+    CHANCE,
+    CLAIMS,
+    CQ,
+    DRAWS,
+    FORMATS,
+    MARKED,
+    PREFIX,
+    SERVED,
+    TURBOQUANT,
+    UNIT,
+    WIDE,
+    at,
+    compared,
+)
 from tables import DATA, NEEDLES, SMOL, along, beside_fp16, bits, finding, of_p, row_of
 
 ANALYSIS = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -227,6 +242,11 @@ def results():
     def fewer(first, second):
         """What a row of `train_intact.py` loses less than another."""
         return less(PREFIX + first, PREFIX + second)
+    def moved(row):
+        """The loss of tokens at the beginning of windows, and of the same tokens 2,048 later."""
+        here, later = (SMOL[at(row, start=start)]["along"] for start in (2048, 0))
+        return " and ".join(f"{UNIT * mean(map(mean, parts)):.2f}" for parts in (
+            [pair[:4] for pair in here], [pair[4:] for pair in later]))
     few = [found for row, found in SMOL.items() if 1 < len(found["nll"]) < DRAWS and "--bits 1 " in row]
     by_chance, error, p = compared(row_of(CHANCE + LONGER), row_of(MARKED + LONGER))
     one, five = (f"antkv --anchors {share} --bits 2 {{windows}} --recent 0" for share in ("1%", "5%"))
@@ -247,6 +267,8 @@ def results():
         f"of 8,192 to {along(KVSINK + ' --context 8192', -1)}",
         f"the last 512 of 4,096 lose {ends(MARKED)[1]} and {ends(KVSINK + ZERO)[1]}",
         f"(`pfn`) lose {ends(PFN + ' --preserve 41')[1]}",
+        f"the same 2,048 tokens lose {moved(KVSINK)} with five",
+        f"with all that are marked {moved(MARKED)}",
         so(all(float(last) > 1.15 * float(first) for first, last in map(ends, GROW)), "but for `kivi`, `ott`, `oscar`"),
         f"`Chance` loses {ends(CHANCE)[1]}",
         f"a hundredth of the text, {ends(KVSINK + ' --preserve 41')[1]}",
