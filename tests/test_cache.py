@@ -99,16 +99,17 @@ def test_a_token_that_is_repeated_is_kept_once():
 
 
 @torch.no_grad()
-def test_a_cache_that_is_copied_has_the_same_model_and_goes_on_by_itself():
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_cache_that_is_copied_has_the_same_model_and_goes_on_by_itself(copied):
     model, tokens = model_of(2), tokens_of(1, 24)
     method = PFN(model.config, scheme="token-static", block=8)
     calibrate(model, method, tokens)
     cache = KVCache(model, method)
     model(tokens, cache)
-    copied = copy.deepcopy(cache)
-    assert copied.model is model and copied.method is method
+    other = copied(cache)
+    assert other.model is model and other.method is method
     expected = model(tokens[:, :9], cache)
-    assert len(copied) == 24 and torch.equal(model(tokens[:, :9], copied), expected)
+    assert len(other) == 24 and torch.equal(model(tokens[:, :9], other), expected)
 
 
 @pytest.mark.parametrize("where, n", [

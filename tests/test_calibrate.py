@@ -234,6 +234,18 @@ def test_a_calibration_that_was_interrupted_is_none(before, monkeypatch):
     model(tokens_of(1, 9), KVCache(model, method))
 
 
+def test_a_copied_method_has_tables_of_its_own():
+    """And it is the same as ever where tokens are int32, or no gradients are recorded around it."""
+    model, method = model_of(2), KVQuant(model_of(2).config)
+    calibrate(model, method, tokens_of(2, 40))
+    found, other = tables(method), copy.copy(method)
+    calibrate(model, other, tokens_of(2, 40, seed=1))
+    assert same(tables(method), found) and not same(tables(other), found)
+    with torch.inference_mode():
+        calibrate(model, other, tokens_of(2, 40).int())
+    assert same(tables(other), found)
+
+
 # ---- a notebook that computes in another dtype
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"intactkv"}))

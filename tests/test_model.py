@@ -216,6 +216,9 @@ def test_a_text_longer_than_the_model_was_made_for_is_refused_before_the_work():
             model.generate(PROMPT, 13, cache)
     with pytest.raises(UserError, match="16 tokens are more than the 15 positions"):  # what the cache holds counts, too
         model.generate(PROMPT[:, :1], 1, used)
+    model.config.rope_scaling = {"rope_type": "linear", "factor": 4.0}  # as Vicuna 16k, trained on 4096 positions
+    assert model.config.positions == 60 and model(PROMPT.repeat(1, 15)).shape[1] == 60
+    model.config.rope_scaling = None
     method = METHODS["intactkv"](model.config, Prefix("the first two", [1, 7]))
     method.prefix.fill(model, model)
     assert model.generate(PROMPT[:1], 12, KVCache(model, method)).shape == (1, 16)  # and a prefix counts once

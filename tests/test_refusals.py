@@ -183,8 +183,15 @@ def go_on(cache, tokens=TOKENS[:, :1], meanwhile=lambda: None):
     MODEL(tokens, cache)
 
 
-def recalibrated(method):
-    go_on(KVCache(MODEL, method), meanwhile=lambda: calibrate(MODEL, method, TOKENS[:1]))
+def meanwhile(method, edit):
+    go_on(KVCache(MODEL, method), meanwhile=lambda: edit(method))
+
+
+def model_edited_before_a_reset():
+    method, model = made("rtn"), other(1)
+    cache = KVCache(model, method)
+    model.model["norm"].weight.data *= 2
+    cache.reset()
 
 
 def generated(tokens):
@@ -257,7 +264,9 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     ("protocol is one of", lambda: fp16(protocol="Paper")),
     ("made for another config", lambda: KVCache(MODEL, METHODS["rtn"](model_of(2).config))),
     ("the cache was made for another model", lambda: other()(TOKENS, fp16())),
-    ("calibrated, or edited, after this text", lambda: recalibrated(made("rtn", scheme="token-static"))),
+    *(("calibrated, or edited, after this text", lambda edit=edit: meanwhile(made("rtn", scheme="token-static"), edit))
+      for edit in (lambda method: calibrate(MODEL, method, TOKENS[:1]), lambda method: setattr(method, "block", 5))),
+    ("was calibrated on another model", model_edited_before_a_reset),
     *((f"prompt must be a whole number of at least 1; got {n}", lambda n=n: fp16(prompt=n)) for n in (0, -1, 2.5)),
     *((f"the prompt, 4 tokens; it got {n}", lambda n=n, how=how: MODEL(TOKENS[:, :n], fp16(protocol=how, prompt=4)))
       for n in (3, 5) for how in PROTOCOLS),
@@ -294,6 +303,9 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *(("the first target is from 1 to 47", lambda given=given: Windows(TOKENS, *given))
       for given in (([[(47, 49)], []], 1), ([[(-2, 3)], []], 1), ([[(9, 9)], []], 1), ([[]], 1), ([[], []], 0),
                     ([[], []], -5), ([[], []], 48))),
+    *((f"batch must be a whole number of at least 1; got {n}", lambda n=n:
+       measure(MODEL, METHODS["fp16"](CONFIG), WINDOWS, batch=n)) for n in (0, -1, 1.5)),
+    ("did you mean test", lambda: load_windows("tales", None, 48, 2, "Test")),
     ("windows must be", lambda: load_windows("tales", None, 48, -1)),
     ("context must be", lambda: load_windows("tales", None, 0, 2)),
     ("did you mean replace", lambda: load_windows("tales", None, 48, 2, bos="Replace")),

@@ -150,10 +150,11 @@ def record(model, window, gradients=False):
     """The `Recorder` of a window (T): its keys, values, hidden states, and the loss's gradients if asked for."""
     recorder = Recorder(model)
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        window = window.to(torch.long, copy=True)  # tokens of inference mode have no gradients
         hidden = model(window[None], recorder, logits=False)  # (1, T, D)
         if gradients:
             logits = model.lm_head(hidden[0, :-1]).float()  # (T - 1, vocab)
-            loss = F.cross_entropy(logits, window[1:].to(torch.long, copy=True))
+            loss = F.cross_entropy(logits, window[1:])
             recorder.gradients = torch.autograd.grad(loss, recorder.k + recorder.v)
     all_finite("hidden states of the model", hidden)
     return recorder
