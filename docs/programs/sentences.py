@@ -11,23 +11,8 @@ from functools import cache
 from statistics import fmean as mean
 
 from phenomena import RECORD
-from results import (
-    ANTKV,
-    CHANCE,
-    CLAIMS,
-    CQ,
-    DRAWS,
-    FORMATS,
-    MARKED,
-    PREFIX,
-    SERVED,
-    TURBOQUANT,
-    UNIT,
-    WIDE,
-    at,
-    compared,
-)
-from tables import DATA, NEEDLES, SMOL, along, beside_fp16, bits, finding, of_p, row_of
+from results import ANTKV, CHANCE, CLAIMS, CQ, DRAWS, FORMATS, MARKED, PREFIX, SERVED, TURBOQUANT, UNIT, WIDE, compared
+from tables import DATA, NEEDLES, SMOL, along, beside_fp16, bits, finding, moved, of_p, row_of
 
 ANALYSIS = json.loads(RECORD.read_text(encoding="utf-8"))
 NUMBER = re.compile(r"[+-]?\d+(?:[.,]\d+)*")
@@ -242,11 +227,6 @@ def results():
     def fewer(first, second):
         """What a row of `train_intact.py` loses less than another."""
         return less(PREFIX + first, PREFIX + second)
-    def moved(row):
-        """The loss of tokens at the beginning of windows, and of the same tokens 2,048 later."""
-        here, later = (SMOL[at(row, start=start)]["along"] for start in (2048, 0))
-        return " and ".join(f"{UNIT * mean(map(mean, parts)):.2f}" for parts in (
-            [pair[:4] for pair in here], [pair[4:] for pair in later]))
     few = [found for row, found in SMOL.items() if 1 < len(found["nll"]) < DRAWS and "--bits 1 " in row]
     by_chance, error, p = compared(row_of(CHANCE + LONGER), row_of(MARKED + LONGER))
     one, five = (f"antkv --anchors {share} --bits 2 {{windows}} --recent 0" for share in ("1%", "5%"))
