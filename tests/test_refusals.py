@@ -306,6 +306,9 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *((f"batch must be a whole number of at least 1; got {n}", lambda n=n:
        measure(MODEL, METHODS["fp16"](CONFIG), WINDOWS, batch=n)) for n in (0, -1, 1.5)),
     ("did you mean test", lambda: load_windows("tales", None, 48, 2, "Test")),
+    *((named, lambda name=name: load_windows(name, None, 48, 2, bos="none")) for name, named in (
+        ("none.txt", "none.txt.*tales, fables, wikitext2, c4"), ("wikitext-2", "no data called 'wikitext-2'"),
+        (EMBEDDED, "is no file"), (WEIGHTS, "cannot be read"), (f"{WEIGHTS}/below", "no such file"))),
     ("windows must be", lambda: load_windows("tales", None, 48, -1)),
     ("context must be", lambda: load_windows("tales", None, 0, 2)),
     ("did you mean replace", lambda: load_windows("tales", None, 48, 2, bos="Replace")),

@@ -334,8 +334,7 @@ class KVCache:
             raise UserError(f"a forward has begun and not ended, so some tokens are read in part: {self!r}; "
                             "`reset` the cache, or make a new one")
         if goes_on:
-            if not all(now is was or isinstance(now, int | str) and now == was
-                       for now, was in zip(self.reads_with(), self.begun_with)):
+            if any(now is not was for now, was in zip(self.reads_with(), self.begun_with)):
                 raise UserError(f"{self.method!r} was calibrated, or edited, after this text had begun; `reset` the "
                                 "cache")
             if self.prompt is None and self.protocol == "paper":
