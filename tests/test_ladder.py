@@ -364,10 +364,11 @@ def head_of(page):
     return (ROOT / "docs/ladder" / page).read_text().split('"""')[1]
 
 
-def test_where_there_is_no_triton_its_page_says_so(monkeypatch):
+@pytest.mark.parametrize("page", ["7_topk.py", "8_kernel.py"])
+def test_where_there_is_no_triton_its_page_says_so(page, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(SystemExit, match="need Triton, which runs on Linux"):
-        run("7_topk.py", [], monkeypatch)
+    with pytest.raises(SystemExit, match="needs? Triton, which runs on Linux"):
+        run(page, [], monkeypatch)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -78,7 +78,8 @@ def reason(error):
     if is_out_of_memory(error):
         return f"not enough memory ({text}); use a smaller --batch, --context or model"
     if isinstance(error, ModuleNotFoundError):
-        return f"{text}; pip install -r requirements.txt"
+        where = ", on Linux: Triton runs nowhere else" if error.name == "triton" else ""
+        return f"{text}; pip install -r requirements.txt{where}"
     return f"{type(error).__name__}: {text}"
 
 

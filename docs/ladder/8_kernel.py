@@ -3,12 +3,9 @@
     python docs/ladder/8_kernel.py           some seconds on a CPU.   The same in the package, and faster: kernels.py
 
 For a new token a model reads its whole cache and does little with each number, so it waits for memory. 2_window.py
-decodes its codes into memory, where attention reads them again, which moves more bytes than 16 bits would. Fused into
-one kernel, a code is loaded, decoded and multiplied in a GPU's registers: only 2 bits of it are moved.
-Softmax can be split. With s = x log2(e), e**x is 2**s: the output is sum(2**s V) / sum(2**s), and sums can be added up
-piece by piece. But 2**s may overflow, so both are relative to 2**top; here `top` is the largest score so far, a running
-maximum; when a larger one comes, what was summed before is multiplied by 2**(top - larger): it fades.
-
+writes decoded rows, and reads them again; here a code is loaded, decoded and multiplied in a GPU's registers.
+Softmax can be split: with s = x log2(e), the output is sum(2**s V) / sum(2**s), added up piece by piece. Lest 2**s
+overflows, both are relative to 2**top, `top` being the largest score so far: when a larger one comes, the sums fade.
 Shapes: one text of S tokens, C of them in codes; H query heads, Hkv heads of keys and values, R = H / Hkv; d channels.
 """
 import math
@@ -19,8 +16,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run on the CPU, line by line
-import triton
-import triton.language as tl
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:
+    sys.exit("this page needs Triton, which runs on Linux; on Windows use WSL, or a notebook of Colab")
 
 sys.path.insert(0, ".")
 from tinykv import hf
