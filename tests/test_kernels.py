@@ -332,9 +332,6 @@ def test_any_shape(number, monkeypatch):
         kept = {kind: [draw.choices(range(length - new), k=3) for _ in range(draw.choice([1, heads]))]
                 for kind in draw.choice(["", "k", "v", "kv"])}
     k, v = draw.choice(names), draw.choice(names)
-    codecs = [CODECS[name](heads, width) for name in (k, v)]
-    if kept and any(codec.tokens_per_group > 1 for codec in codecs):
-        kept = dict.fromkeys("kv", next(iter(kept.values())))  # no token of these can be decoded alone
     method = Plain(k, v, heads, width, draw.choice(["pre", "post"]),
                    draw.choice([0, 0, 9]), draw.choice([1, 16, 70]), draw.choice([None, None, 1, 7]), kept)
     layer = layer_of(method, heads, width, batch, length, new)
@@ -474,12 +471,11 @@ def test_kept_tokens_are_found_anew_where_something_is_coded():
     same(layer)
 
 
-def test_a_key_alone_cannot_be_decoded_where_tokens_share_a_scale():
-    method = Plain("4 bits per channel, 16 tokens", "exact", 1, 32, block=64, kept={"v": [[1, 30]]})
-    with pytest.raises(UserError, match="share a scale"):
-        same(layer_of(method, 1, 32, 1, 65, 1))
-    method.kept["k"] = method.kept["v"]
-    same(layer_of(method, 1, 32, 1, 65, 1))
+@pytest.mark.parametrize("kept", [{"v": [[1, 30]]}, {"k": [[30, 1]]}])
+def test_the_other_of_a_key_or_a_value_that_is_kept_alone_is_decoded(kept):
+    """Also where tokens share a scale, and none of them can be decoded alone."""
+    name = "4 bits per channel, 16 tokens"
+    same(layer_of(Plain(name, name, 1, 32, block=64, kept=kept), 1, 32, 1, 65, 1))
 
 
 # ---- methods, in a model

@@ -2,8 +2,8 @@
 
 A step of decoding reads every cached token once. To decode the codes, write the numbers to memory and read them again
 for the products takes longer than to read 16 bits. `torch.compile` makes one loop of a codec's `decode` and of the sums
-below: a number lives in a register, as in kernels.py, but for every codec, and without a kernel by hand. It needs a C++
-compiler on a CPU, and Triton on a GPU.
+below: a number lives in a register, as in kernels.py, but without a kernel by hand. (Codes of less than a byte become
+bytes first, in a loop of their own.) It needs a C++ compiler on a CPU, and Triton on a GPU.
 
     scores, outputs   what is compiled: sums over coded keys, and over coded values
     CompiledLayer     a `LayerCache` that attends to coded | recent | kept tokens; of several new ones at once it gives
@@ -14,6 +14,7 @@ import math
 from functools import lru_cache
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
@@ -74,7 +75,12 @@ class CompiledLayer(LayerCache):
         if q.shape[2] > 1:
             return self.read()
         H, Hkv, d = q.shape[1], self.keys.recent.shape[1], q.shape[3]
-        q = self.rope.rotate(q, seen).float() / math.sqrt(d)  # (B, H, 1, d)
+        q = self.rope.rotate(q, seen)  # (B, H, 1, d)
+        if not self.keys.codec.fuses:
+            window = self.method.config.sliding_window or self.length
+            K, V = (x[:, :, -window:] for x in self.read())  # (B, Hkv, up to S, d) both
+            return scaled_dot_product_attention(q, K, V, enable_gqa=True)
+        q = q.float() / math.sqrt(d)
         q = q.reshape(-1, Hkv, H // Hkv, d)  # (B, Hkv, R, d)
         p = self.scores(q).softmax(-1)  # (B, Hkv, R, S)
         return self.output(p).reshape(-1, H, 1, d).to(self.dtype)

@@ -21,7 +21,7 @@ from kernels import FMA, LIFT, LOG2E, Codebooks, Grid, Kept, PackedRows, Plane, 
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
 from tinykv.codecs.affine import Affine
-from tinykv.codecs.base import TERNARY, Codes, Exact, factors_of, largest_code, sections
+from tinykv.codecs.base import TERNARY, Exact, factors_of, largest_code, sections
 from tinykv.codecs.codebook import Codebook
 from tinykv.methods.antkv import AnTKV, equation_5
 from tinykv.model import turned
@@ -381,27 +381,10 @@ def rows_at(rows, positions):
     parts = [rows.recent] if rows.kept_positions is None else [rows.recent, rows.kept_rows]
     index, is_exact = rows.find(positions)  # (B, 1 or Hkv, n) both
     if not is_exact.all():  # the others are decoded, and stand after these
-        after = sum(part.shape[2] for part in parts) + torch.arange(index.shape[2], device=index.device)  # (n)
-        index = torch.where(is_exact, index, after)
-        parts.append(decoded_at(rows, positions.expand(B, Hkv, -1).clamp(max=rows.n_coded - 1).long()))
+        index = torch.where(is_exact, index, sum(part.shape[2] for part in parts) + positions)
+        parts.append(rows.codec.decode(rows.codes))  # (B, Hkv, n_coded, d)
     index = index.long().expand(B, Hkv, -1)[..., None]  # (B, Hkv, n, 1)
     return torch.cat(parts, dim=2).gather(2, index.expand(-1, -1, -1, d))
-
-
-def decoded_at(rows, positions):
-    """The coded tokens at positions (B, Hkv, n), decoded: (B, Hkv, n, d). UserError if tokens share a scale."""
-    B, Hkv, n = positions.shape
-    if rows.codec.tokens_per_group > 1:
-        raise UserError("a key is kept without its value, or a value without its key, and no kernel reads the other "
-                        f"where tokens share a scale, as in {rows.codec!r}; use --attention fused")
-    as_row = rows.codes.packed.shape[1] == 1  # all heads of a token form one row: decode it for each head
-    index = positions.flatten(1)[:, None] if as_row else positions  # (B, 1, Hkv * n) or (B, Hkv, n)
-    batch, head = (torch.arange(size, device=index.device)[:, None] for size in index.shape[:2])  # (B, 1), (h, 1)
-    codes = {name: x[batch[:, None], head, index] for name, x in vars(rows.codes).items()}
-    decoded = rows.codec.decode(Codes(**codes))  # (B, Hkv, Hkv * n or n, d)
-    if as_row:  # take each head's own part
-        decoded = decoded.unflatten(2, (Hkv, n)).diagonal(dim1=1, dim2=2).movedim(-1, 1)
-    return decoded
 
 
 def rotated(kept, rope, S):

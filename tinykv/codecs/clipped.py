@@ -140,8 +140,10 @@ class ClippedGroups(Codec):
         """What each group has, (B, T, n) -> what each of its channels has, (B, T, C)."""
         # a product with zeros and a single one: a channel has what its group has. It is faster than looking that up
         group = torch.arange(of_groups.shape[-1], device=of_groups.device)[:, None]  # (n, 1)
-        is_member = group == self.group  # (n, C)
-        return of_groups.float() @ is_member.float()
+        is_member = (group == self.group).float()  # (n, C)
+        if torch.compiler.is_compiling():  # terms of a loop: what a product of matrices gives is written to memory
+            return sum(x[..., None] * one for x, one in zip(of_groups.float().unbind(-1), is_member))
+        return of_groups.float() @ is_member
 
     def ranges(self, rows, ignore=None):
         """rows (B, T, C) -> the smallest and the largest number of each group, (B, T, n) both.

@@ -47,7 +47,7 @@ class Codebook(Codec):
     """
     # centroids (slots, m, n) in 16 bits; (1, m, n) if shared by the layer. The others: two numbers, see `check`
     tables = ("centroids", "samples", "effective")
-    needs_text = True
+    needs_text, fuses = True, False
 
     def __init__(self, n, m, heads, width, sensitivity="fisher", sharing="head"):
         self.n, self.m, self.width, self.slots = n, m, width, heads * width // n
