@@ -549,6 +549,9 @@ def anchor_kernel(q, norm, lse, k, of_k, of_v, T, S, window, factor, R: tl.const
 
 
 # ---- 9. Numbers decoded one by one: 16-bit rows, codebooks, and groups too small for sections 3 and 4
+# Only codebooks reach decode_codebook and Codebooks, only they and single numbers code_at, and only three levels the
+# tables named ternary. On a GPU torch.compile makes loops of these, too (compiled_cache.py); which of the two is faster
+# there has not been measured.
 
 @triton.jit
 def decoded(rows, b, h, j0, j, ok, i: tl.constexpr):

@@ -33,6 +33,8 @@ def kmeans(points, k, weights=None, iterations=25, tries=1, seed=0, tolerance=0.
         centres, loss = lloyd(points, weights, centres)
         if torch.equal(centres, centres_before) or (loss_before - loss < tolerance * loss).all():
             break
+    if tries == 1:
+        return centres
     # the best try of each problem
     square = distance(points, centres, nearest(points, centres))  # (tries * P, N)
     loss = (square * weights).sum(1).view(tries, P)
@@ -74,27 +76,31 @@ def nearest(points, centres):
     """
     # |x - c|^2 is smallest where x c - |c|^2 / 2 is largest: the product of rows (x, -1) and
     # (c, |c|^2 / 2)
-    P, k, _ = centres.shape
+    N, k = points.shape[1], centres.shape[1]
     half_square = centres.pow(2).sum(-1, keepdim=True) / 2  # (P, k, 1)
     centres = torch.cat([centres, half_square], dim=-1).transpose(1, 2)  # (P, n + 1, k)
     points = torch.nn.functional.pad(points, (0, 1), value=-1.0)  # (P, N, n + 1)
-    limit = MAX_DISTANCES_GPU if points.is_cuda else MAX_DISTANCES
-    size = max(1, limit // (P * k))  # points at a time
-    index = [argmax(some @ centres) for some in points.split(size, dim=1)]
-    return torch.cat(index, dim=1)
+    # many small problems at a time, or points of one: products of many short blocks are slow
+    size = max(1, (MAX_DISTANCES_GPU if points.is_cuda else MAX_DISTANCES) // k)  # points at a time
+    index = []
+    for some, c in zip(points.split(max(1, size // N)), centres.split(max(1, size // N))):
+        index.append(torch.cat([argmax(part @ c) for part in some.split(size, dim=1)], dim=1))
+    return torch.cat(index)
 
 
 def argmax(x):
     """The index of the largest number of each row, of equals the first: x (..., k) -> (...)."""
-    if x.is_cuda:
+    if x.is_cuda or x.shape[-1] == 1:
         return x.argmax(-1)
-    # on a CPU, numpy is several times faster than torch where rows are long
+    # on a CPU, numpy is several times faster than torch where rows are long, and slower where they are single numbers
     return torch.from_numpy(x.detach().numpy().argmax(-1))
 
 
 def distance(points, centres, index):
     """The squared distance (P, N) of each point to the centre that `index` (P, N) gives it."""
-    own = centres.gather(1, index[..., None].expand_as(points))  # (P, N, n)
+    P, k, n = centres.shape
+    row = index + k * torch.arange(P, device=index.device)[:, None]  # (P, N): among the centres of all problems
+    own = torch.nn.functional.embedding(row, centres.reshape(-1, n))  # (P, N, n)
     return (points - own).pow(2).sum(-1)
 
 
