@@ -490,12 +490,12 @@ def test_what_a_file_leaves_behind_neither_helps_it_nor_ends_the_grader(monkeypa
     def run_tests(work, name, seed):
         (work / "submission.py").unlink()
         (work / "submission.py").symlink_to(grade.answer_of("triton"))
-        assert forked(nest, work) == 0
         (work / "record.jsonl").write_text('{"test": "one"}', encoding="utf-8")
         os.mkfifo(work / "pipe")
         for name in ("submission.py", "pipe", ".", "none"):
             with pytest.raises(OSError):
                 confine.written(work / name)
+        assert forked(nest, work) == 0  # last: what fails before it leaves nothing that pytest cannot remove
     monkeypatch.setattr(grade, "run_tests", run_tests)
     monkeypatch.setattr(compiles, "errors", lambda file, *args: compiled.append(Path(file).read_text()) or {})
     (tmp_path / "all" / "triton-copy").mkdir(parents=True)
