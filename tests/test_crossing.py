@@ -1,75 +1,83 @@
-"""docs/programs/crossing.py: its cells are the package's methods where it has them, and do what they say elsewhere."""
+"""docs/programs/apart.py, the schemes and marked tokens of docs/crossing.md; docs/programs/crossed.py, its numbers."""
+from unittest.mock import patch
+
 import crossed
 import crossing
 import pytest
 import torch
 
 from tinykv import hf
-from tinykv.calibrate import calibrate
+from tinykv.cache import KVCache
+from tinykv.calibrate import calibrate, record
+from tinykv.codecs.rotated import hadamard
+from tinykv.codecs.schemes import SCHEMES
 from tinykv.data import load_windows
-from tinykv.evaluate import measure
-from tinykv.methods.registry import METHODS
-
-MARKS = crossing.MARKS["embedded"]
 
 
 @pytest.fixture(scope="module")
-def read():
-    """The embedded model, a text, others to calibrate on, and the ranges that they have."""
-    with torch.no_grad():
-        model, tokenizer = hf.load(hf.EMBEDDED)
-        model.use_attention("fused")
-        texts = [load_windows("tales", tokenizer, 256, n, split) for n, split in ((1, "test"), (4, "calibration"))]
-        calibration = crossing.Calibration(model, MARKS)
-        model(texts[1].tokens, calibration, logits=False)
-        yield model, *texts, calibration.ranges
+def apart():
+    with patch.dict(SCHEMES):
+        import apart
+        yield apart
 
 
-@pytest.mark.parametrize("cell, method, settings", [
-    ("2 static offset none", "rtn", {"scheme": "channel-static"}),
-    ("2 static offset first", "pfn", {"scheme": "channel-static"}),
-    ("2 static integer found", "kvsink", {"scheme": "channel-static", "formula": "integer-zero"}),
-    ("3 static offset marked", "kvsink", {"scheme": "channel-static", "threshold": 0.1}),
-    ("2 kivi128 offset none", "rtn", {"scheme": "channel-dynamic"}),
-    ("2 kivi128 integer found", "kvsink", {"scheme": "channel-dynamic", "formula": "integer-zero"}),
-    ("2 kivi32 offset none", "kivi", {"group_size": 32, "recent": 0}),
-    ("3 token integer first", "pfn", {"scheme": "token-dynamic", "formula": "integer-zero"})])
-def test_a_cell_is_the_package_s_method(cell, method, settings, read):
-    model, test, other, ranges = read
-    bits = int(cell[0])
-    method = METHODS[method](model.config, k_bits=bits, v_bits=bits, **settings)
-    if method.needs_calibration:
-        calibrate(model, [method], other.tokens, seed=0)
-    cache = crossing.Cache(model, MARKS, cell, ranges)
-    parts, _, _ = crossing.measure(model, test.tokens[0], cache, parts=1)
-    want = measure(model, method, test)
-    assert parts[0] == pytest.approx(want.nll[0], abs=2e-3)
-    bits = cache.true_bits(model.config.num_key_value_heads, model.config.head_dim)
-    assert bits == pytest.approx(want.bits[0], abs=0.02)
+@pytest.fixture(scope="module")
+def caches(apart):
+    """{settings: the cache of a text}; the model and the calibration text."""
+    model, tokenizer = hf.load(hf.EMBEDDED)
+    test, other = (load_windows("tales", tokenizer, 256, 2, split).tokens for split in ("test", "calibration"))
+    settings = {marked: apart.Marked(model.config, marked=marked) for marked in ("exact", "own", "range")}
+    settings["rotated"] = apart.Plain(model.config, scheme="channel-static-rotated")
+    calibrate(model, list(settings.values()), other)
+    found = {"model": model, "other": other}
+    for name, method in settings.items():
+        found[name] = KVCache(model, method, "paper")
+        with torch.no_grad():
+            model(test, found[name])
+    return found
 
 
-@pytest.mark.parametrize("zero, there", [("offset", False), ("integer", True), ("symmetric", True)])
-def test_where_a_level_lies_at_0(zero, there):
-    low, high = torch.tensor(-1.3), torch.tensor(0.9)
-    assert (crossing.read_back(torch.zeros(()), low, high, 2, zero).abs() < 1e-6) == there
+def test_marked_tokens_get_what_the_setting_says(caches):
+    """`exact` keeps them, `own` keeps what their own grid makes of them, `range` keeps nothing; the grids of the others
+    are the same."""
+    rows = {name: caches[name].layers[2].values for name in ("exact", "own", "range")}
+    exact, own = rows["exact"].kept_rows.float(), rows["own"].kept_rows.float()  # (B, Hkv, k, d)
+    assert rows["range"].kept_positions is None
+    assert torch.equal(rows["exact"].kept_positions, rows["own"].kept_positions)
+    step = (exact.amax(-1, keepdim=True) - exact.amin(-1, keepdim=True)) / 3  # of four levels
+    assert 0 < (own - exact).abs().max() and ((own - exact).abs() <= step / 2 + 1e-3).all()
+    assert all(len(set(row)) <= 4 for row in own.flatten(0, 2).tolist())
+    scales = [caches[name].layers[2].keys.codec.scale for name in rows]  # of channels that small keys would widen
+    assert torch.equal(scales[0], scales[1]) and torch.equal(scales[0], scales[2])
 
 
-def test_marked_tokens_are_treated_as_the_cell_says(read):
-    """`own` and `range` store no token in 16 bits; with a grid of its own, a token is closer to what it was."""
-    model, test, _, ranges = read
-    errors = {}
-    for keep in ("none", "range", "own", "marked"):
-        cache = crossing.Cache(model, MARKS, f"2 static offset {keep}", ranges)
-        cache.mark = torch.ones(1, 8)
-        cache.mark[0, 3:] = 0
-        v = torch.full((1, model.config.num_key_value_heads, 8, model.config.head_dim), 0.01).half().float()
-        out = cache.apart(cache.keep, v)
-        errors[keep] = (cache.read(3, "v", v, out[..., None]) - v)[:, :, :3].abs().max().item()
-    assert errors["marked"] == 0 and errors["own"] < 1e-3 < errors["range"] and errors["none"] > 1e-3
+def test_with_as_many_steps_as_levels_one_lies_in_the_middle(caches, apart):
+    """From -1 to 1: -1, -1/2, 0, 1/2."""
+    codec = apart.Quarter(2, 4, "token", static=True)
+    codec.set_range(-torch.ones(1, 4), torch.ones(1, 4))
+    x = torch.tensor([-1, -0.5, 0.0, 1]).view(1, 1, 1, 4)
+    assert codec.decode(codec.encode(x)).flatten().tolist() == [-1, -0.5, 0, 0.5]
 
 
-def test_numbers_of_the_page_are_differences_of_windows(monkeypatch):
-    rows = {"fp16": {"nll": [[1.0, 1.0], [2.0, 2.0]]}, "3 static offset none": {"nll": [[2.0, 4.0], [3.0, 3.0]]}}
-    monkeypatch.setitem(crossed.DATA, "SmolLM2", rows)
-    assert crossed.losses("3 static offset none", "SmolLM2") == [2, 1]
-    assert crossed.lost("3 static offset none", "SmolLM2") == "1.500 ± 0.500"
+def test_a_static_grid_of_rotated_rows(caches):
+    """Its range is theirs in the calibration text, and what is read lies on it."""
+    model, other, keys = caches["model"], caches["other"], caches["rotated"].layers[0].keys
+    H, codec = hadamard(32), keys.codec
+    seen = torch.cat([record(model, window).of(0)["k"] for window in other]).double() @ H  # (W, Hkv, T, d)
+    assert torch.allclose(codec.zero[:, 0].double(), seen.amin((0, 2)), atol=2e-3)
+    assert torch.allclose(codec.scale[:, 0].double(), (seen.amax((0, 2)) - seen.amin((0, 2))) / 3, atol=2e-3)
+    code = (keys.read().double() @ H - codec.zero) / codec.scale  # (B, Hkv, T, d)
+    assert (code - code.round()).abs().max() < 1e-2 and code.round().unique().tolist() == [0, 1, 2, 3]
+
+
+def test_every_cell_has_one_row(apart):
+    rows = [row for row in crossing.crossed(3)]
+    assert len(set(rows)) == len(rows) == 24
+
+
+def test_numbers_of_the_page_are_differences_of_pairs(monkeypatch):
+    rows = {"a": [1, 2, 3], "b": [2, 4, 6], "c": [1, 3, 3], "d": [1, 2, 9]}
+    monkeypatch.setattr(crossed, "row_of", lambda name, *_: {"nll": [[100000 * loss for loss in rows[name[0]]]]})
+    assert crossed.changed(("a", "b")) == "+2.000 ± 0.577"
+    difference, error, _ = crossed.interaction("a", "b", "c", "d")  # d + a - b - c: -1, -3, 3
+    assert difference == pytest.approx(-1 / 3) and error == pytest.approx(1.764, abs=1e-3)

@@ -1,109 +1,186 @@
-"""What docs/crossing.md says of docs/crossing.json: the cells of its tables, which pages.py writes, and its figure.
+"""What docs/crossing.md says of its cells (crossing.py): its tables, which pages.py writes, and its figure.
 
     python docs/programs/crossed.py          draw docs/figures/crossing.png
-
-Losses are nats a token above fp16, with their standard error over windows; each window has a calibration of its own.
 """
-from statistics import fmean as mean
+from functools import partial
 from statistics import stdev
 
-import needles
-from results import ROOT, read_data
+from crossing import APART, GRIDS, KEPT, NORMED, SIZE, SMALL, TURNS, ZEROS, cell
+from results import ANTKV, CQ, ROOT, SERVED, compared, named
+from tables import NEEDLES, SMOL, bits, lost, row_of, table
 
 from tinykv import plots
 
-DATA = read_data(ROOT / "docs" / "crossing.json")
-LONG = " long"  # of cells in windows of 2,048 tokens
-COLUMNS = "offset none", "offset marked", "integer none", "integer marked"
-GRIDS = {f"{label}{', rotated' if turn else ''}": (grid, turn) for turn in ("", " rotated") for grid, label in (
-    ("static", "static: a channel, a head"), ("kivi128", "KIVI: 128 of a channel, a token"), ("token", "a token"))}
-MODELS = {"SmolLM2": 3, "embedded": 2}  # bits at which they are shown
-# what each idea is worth: {idea: (cell, the same with it)}, the weakest surroundings first
-KEEP, ZERO, GRID, TURN = "keep marked tokens", "integer zero point", "KIVI's grid", "rotation"
+SHORT, TALES = " --context 512", " --context 512 --data tales"
+COLUMNS = {f"{zero}, {kept} kept": (zero, kept) for zero in ZEROS for kept in KEPT}
+LINES = {f"{grid}{', rotated' * turn}": (grid, turn) for turn in TURNS for grid in GRIDS}
+
+
+def of_cell(line, column, width=3):
+    """The row of a line and a column of the first table, at so many bits."""
+    (grid, turn), (zero, kept) = LINES[line], COLUMNS[column]
+    return cell(width, grid, zero, kept, turn)
+
+
+# What an idea is worth: {idea: [(what it is added to, its row, the row with it)]}, the weakest surroundings first
+def steps(*cells, **more):
+    """(in words, row, row with more) of each (grid, zero, kept)."""
+    found = []
+    for choice in cells:
+        words = ", ".join(choice[:2]) + ", marked kept" * (choice[2] == "marked")
+        found.append((words, cell(3, *choice), cell(3, **(dict(zip(("grid", "zero", "kept"), choice)) | more))))
+    return found
+
+
+KIVIS = "KIVI's"
 IDEAS = {
-    KEEP: [("static offset none", "static offset marked"), ("static integer none", "static integer marked"),
-           ("kivi128 offset none", "kivi128 offset marked"),
-           ("kivi128 offset none rotated", "kivi128 offset marked rotated")],
-    ZERO: [("static offset none", "static integer none"), ("static offset marked", "static integer marked"),
-           ("kivi128 offset none", "kivi128 integer none")],
-    GRID: [("static offset none", "kivi128 offset none"), ("static offset marked", "kivi128 offset marked"),
-           ("static integer marked", "kivi128 integer marked")],
-    TURN: [("static offset none", "static offset none rotated"),
-           ("static integer none", "static integer none rotated"),
-           ("static offset marked", "static offset marked rotated"),
-           ("token offset none", "token offset none rotated"), ("kivi128 offset none", "kivi128 offset none rotated"),
-           ("kivi128 offset marked", "kivi128 offset marked rotated")]}
-RECIPES = [
-    "2 kivi128 offset none", "2 kivi128 offset none rotated", "2 kivi128 offset found",
-    "2 kivi128 offset small", "2 kivi128 offset marked", "2 kivi128 offset marked rotated", "2 kivi32 offset none",
-    "2 kivi32 offset none rotated normed", "3 static integer none",
-    "3 static offset marked rotated", "3 kivi128 offset none", "3 kivi128 offset none rotated",
-    "3 kivi128 offset marked rotated", "4 kivi128 offset none"]
-APART = {"none": "none", "range": "out of the range of others, but coded with their grid", "own": "a grid of their own",
-         "marked": "16 bits"}
+    "keep marked tokens": steps(("static", "offset", "none"), ("static", "integer", "none"), (KIVIS, "offset", "none"),
+                                kept="marked"),
+    "a level at 0": steps(("static", "offset", "none"), ("static", "offset", "marked"), (KIVIS, "offset", "none"),
+                          zero="integer"),
+    "KIVI's grid": steps(("static", "offset", "none"), ("static", "offset", "marked"), grid=KIVIS),
+    "rotation": steps(("static", "offset", "none"), ("static", "integer", "none"), ("static", "offset", "marked"),
+                      ("a token", "offset", "none"), (KIVIS, "offset", "none"), (KIVIS, "offset", "marked"),
+                      rotated=True)}
 
 
-def losses(cell, model):
-    """Of each window; KeyError if the cell was not measured."""
-    rows = DATA[model]
-    exact = rows["fp16" + (LONG if cell.endswith(LONG) else "")]
-    return [mean(parts) - mean(of_fp16) for parts, of_fp16 in zip(rows[cell]["nll"], exact["nll"])]
+def here(*rows):
+    """Rows in pairs of 512 tokens; if one of them was not measured so, all as results.md has them."""
+    where = SHORT if all(named(row + SHORT, "SmolLM2") in SMOL for row in rows) else ""
+    return [row + where for row in rows]
 
 
-def with_error(numbers, form=".3f"):
-    return f"{mean(numbers):{form}} ± {stdev(numbers) / len(numbers) ** 0.5:.3f}"
+def change(first, second, where=SHORT, model="SmolLM2", kind="nll"):
+    """What the second row loses beyond the first, its error and p."""
+    return compared(row_of(second + where, model), row_of(first + where, model), kind)
 
 
-def lost(cell, model):
-    """Nats above fp16."""
-    return with_error(losses(cell, model))
+def changed(of, **how):
+    difference, error, _ = change(*of[-2:], **how)
+    return f"{difference:+.3f} ± {error:.3f}"
 
 
-def crossed(label, column, model):
-    grid, turn = GRIDS[label]
-    return lost(f"{MODELS[model]} {grid} {column}{turn}", model)
+def interaction(neither, one, other, both):
+    """By how much two ideas together gain less (positive), or more, than the sum of what they gain alone."""
+    pairs = [row_of(name + SHORT)["nll"][0] for name in (both, neither, one, other)]
+    together, apart = ({"nll": [[sum(losses) for losses in zip(*two)]]} for two in (pairs[:2], pairs[2:]))
+    return compared(together, apart)
 
 
-def apart(label, zero, model):
-    """Marked tokens treated apart in static grids."""
-    keep = next(keep for keep, said in APART.items() if said == label)
-    return lost(f"{MODELS[model]} static {zero} {keep}", model)
+def hits(row):
+    """Whether each answer is right, in the first five texts of 1,024 tokens."""
+    found = NEEDLES["1024"].get(row) or NEEDLES["1024"][named(row, "SmolLM2")]
+    return [hit for _, hit, _ in found[:100]]
 
 
-def idea(cells, model, kind="nll"):
-    """What the second cell loses beyond the first, or its KL divergence from 16 bits."""
-    first, second = (f"{MODELS[model]} {cell}" for cell in cells)
-    if kind == "kl":
-        pairs = zip(DATA[model][first]["kl"], DATA[model][second]["kl"])
-    else:
-        pairs = zip(losses(first, model), losses(second, model))
-    return with_error([b - a for a, b in pairs], "+.3f")
+def answers(row):
+    return f"{sum(hits(row))} of {len(hits(row))}"
 
 
-def facts(row):
-    """Right answers, nats lost before the questions, and nats lost of an answer."""
-    found, exact = DATA["facts"][row], DATA["facts"]["fp16"]
-    hay, answer = (mean(a[i] - b[i] for a, b in zip(found, exact)) for i in (0, 2))
-    return f"{sum(right for _, right, _ in found)} of {len(found) * needles.FACTS} | {hay:.3f} | {answer:+.2f}"
+def more_answers(first, second):
+    """How many more answers of the second row are right, with the standard error over answers."""
+    more = [b - a for a, b in zip(hits(first), hits(second))]
+    return f"{sum(more):+d} ± {stdev(more) * len(more) ** 0.5:.0f}"
 
 
-FACT_ROWS = [row for row in DATA.get("facts", {}) if row != "fp16"]
+def embedded(row):
+    """A row of 3 bits as the embedded model has it."""
+    return row.replace("--bits 3", "--bits 2")
+
+
+# {label: row}, by true bits
+RECIPES = {
+    "`cq` (codebooks of 6 MB aside)": CQ, "`antkv`, 1% kept": ANTKV, "KIVI's": cell(2, KIVIS),
+    "`kvquant`": "kvquant --bits 2",
+    "static, integer": cell(3, "static", "integer"), "KIVI's, groups of 32, rotated, of one length (OScaR)": NORMED,
+    "KIVI's, 3 bits": cell(3, KIVIS), "static, integer, marked kept": cell(3, "static", "integer", "marked"),
+    "KIVI's, 3 bits, marked kept": cell(3, KIVIS, kept="marked"),
+    "KIVI's, 3 bits, marked kept, rotated": cell(3, KIVIS, "offset", "marked", True),
+    "KIVI's, 4 bits": cell(4, KIVIS), "static, integer, 4 bits, marked kept": cell(4, "static", "integer", "marked"),
+    "KIVI's, groups of 64, 4 bits": SERVED["KIVI, 4 bits"], "llama.cpp's q4_0, rotated": SERVED["q4_0, rotated"],
+    "KIVI's, 4 bits, marked kept, rotated": cell(4, KIVIS, "offset", "marked", True)}
+
+
+def ideas_table():
+    lines = {f"{idea} | {words}": of for idea, found in IDEAS.items() for words, *of in found}
+    return table("idea | added to | nats | KL | nats, tales | embedded, 2 bits", lines, changed,
+                 partial(changed, kind="kl"), partial(changed, where=TALES),
+                 lambda of: changed(list(map(embedded, of)), where="", model="embedded"))
+
+
+def recipes_table():
+    return table("recipe | true bits | nats lost | answers", RECIPES, lambda row: bits(*here(row)),
+                 lambda row: lost(*here(row)), answers)
+
+
+def apart_table():
+    """Static grids: what marked tokens get."""
+    none, marked = (cell("{bits}", "static", kept=kept) for kept in KEPT)
+    lines = {"no treatment of their own": none, **APART, "16 bits": marked}
+    return table("marked tokens get | SmolLM2, 3 bits, offset | embedded, 2 bits, offset", lines,
+                 lambda row: lost(row + SHORT), partial(lost, model="embedded"))
+
+
+def cells_table():
+    """Losses at 3 bits by grid, and by zero point and kept tokens."""
+    def column(name):
+        return lambda line: lost(of_cell(line, name) + SHORT)
+    return table(f"SmolLM2, 3 bits | {' | '.join(COLUMNS)}", {line: line for line in LINES}, *map(column, COLUMNS))
+
+
+# What is left of a paper's idea: {paper and idea: [(row, row with it)] alone, and where others are there}
+SKVQ = "skvq --bits 2 --group-size 32 --metadata fp16 --preserve"
+PAPERS = {
+    "PFN | first five tokens kept": [(cell(3, "static"), cell(3, "static", kept="first")),
+                                     (cell(2, KIVIS), cell(2, KIVIS, kept="first"))],
+    "KVSink | marked tokens kept": [(cell(3, "static"), cell(3, "static", kept="marked")),
+                                    (cell(3, KIVIS, rotated=True), cell(3, KIVIS, kept="marked", rotated=True))],
+    "KVSink | a level at 0": [(cell(3, "static"), cell(3, "static", "integer")),
+                              (cell(3, KIVIS), cell(3, KIVIS, "integer"))],
+    "KIVI | its grid": [(cell(3, "static"), cell(3, KIVIS)),
+                        (cell(3, "static", kept="marked", rotated=True), cell(3, KIVIS, kept="marked", rotated=True))],
+    "OTT | a pool of five small keys": [(cell(2, KIVIS), SMALL), (cell(2, KIVIS, kept="found"), SMALL)],
+    "OScaR | rotation": [(cell(3, "a token"), cell(3, "a token", rotated=True)),
+                         (cell(3, KIVIS, kept="marked"), cell(3, KIVIS, kept="marked", rotated=True))],
+    "OScaR | keys of one length": [("kivi --bits 2", "oscar --bits 2 --rotate off"),
+                                   (cell(2, KIVIS, rotated=True, more=SIZE), NORMED)],
+    "SKVQ | similar channels, clipped": [(f"{SKVQ} 0 --clip none --reorder off", f"{SKVQ} 0"),
+                                         ("kivi --bits 2 --group-size 32 --recent 32", f"{SKVQ} 5")],
+    "KVQuant | outliers apart, 1%": [("-", "-"), ("kvquant --bits 2 --outliers 0", "kvquant --bits 2")],
+    "IntactKV | BOS kept": [("-", "-"), tuple(f"{name} --bits 3 --formula integer-zero --scheme token-dynamic"
+                                              for name in ("rtn", "intactkv"))],
+    "AnTKV | 1% of the tokens kept": [("-", "-"), (ANTKV.replace("1%", "0"), ANTKV)]}
+
+
+def papers_table():
+    def column(of, i):
+        return lambda pairs: of(pairs[i])
+    def nats(rows):
+        return changed(here(*rows), where="")
+
+    def facts(rows):
+        return more_answers(*rows)
+    return table("paper | its idea | alone | where others are | answers: alone | where others are", PAPERS,
+                 *(column(of, i) for of in (nats, facts) for i in (0, 1)))
+
+
+WRITTEN = {"cells": cells_table, "ideas": ideas_table, "recipes": recipes_table, "apart": apart_table,
+           "papers": papers_table}
 
 
 def draw(path):
     """A heat map of each model: a line a grid, a column what is done about sinks."""
-    figure, panels = plots.new_figure(1, 2, 11, 4.4, "Nats a token above fp16: grid by zero point and kept tokens")
-    for panel, (model, bits) in zip(panels, MODELS.items()):
-        cells = [[mean(losses(f"{bits} {grid} {column}{turn}", model)) for column in COLUMNS]
-                 for grid, turn in GRIDS.values()]
-        panel.imshow([[max(loss, 0.01) for loss in line] for line in cells], cmap="OrRd", norm="log", aspect="auto")
-        for y, line in enumerate(cells):
-            for x, loss in enumerate(line):
-                panel.text(x, y, f"{loss:.2f}", ha="center", va="center",
-                           color="white" if loss > 0.3 * max(map(max, cells)) else "black")
-        panel.set(xticks=range(len(COLUMNS)), yticks=range(len(GRIDS)), title=f"{model}, {bits} bits")
-        panel.set_xticklabels([column.replace(" ", ",\n") + " kept" for column in COLUMNS])
-        panel.set_yticklabels(GRIDS if panel is panels[0] else [])
+    figure, panels = plots.new_figure(1, 2, 11, 4.4, "Nats a token above 16 bits: grid by zero point and kept tokens")
+    for panel, (model, where, width) in zip(panels, (("SmolLM2", SHORT, 3), ("embedded", "", 2))):
+        losses = [[change("fp16", of_cell(line, name, width), where, model)[0] for name in COLUMNS] for line in LINES]
+        shown, top = [[max(loss, 0.01) for loss in of_line] for of_line in losses], max(map(max, losses))
+        panel.imshow(shown, cmap="OrRd", norm="log", aspect="auto")
+        for y, of_line in enumerate(losses):
+            for x, loss in enumerate(of_line):
+                panel.text(x, y, f"{loss:.2f}", ha="center", va="center", color="white" if loss > top / 3 else "black")
+        panel.set(xticks=range(len(COLUMNS)), yticks=range(len(LINES)), title=f"{model}, {width} bits")
+        panel.set_xticklabels([column.replace(", ", ",\n") for column in COLUMNS])
+        panel.set_yticklabels(LINES if panel is panels[0] else [])
         panel.grid(False)
     plots.save(figure, path)
 

@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from results import ANTKV, FIVE, MARKED, ROOT, SERVED, calibrate_pair, read_data, write_data
+from crossing import ASKED
+from results import ANTKV, FIVE, MARKED, ROOT, SERVED, calibrate_pair, named, read_data, write_data
 
 from tinykv import UserError, files, hf, plots
 from tinykv.cache import KVCache
@@ -36,6 +37,9 @@ SHORT = 384, 20, 5  # of --out: tokens of a window, windows, facts of each
 CONTEXTS, TEXTS = (1024, 2048, 4096), 15  # tokens of a text, and texts of each length: about 60 answers of each depth
 ROWS = {"fp16": "fp16", "q4_0, rotated": SERVED["q4_0, rotated"], "kivi, 4 bits": SERVED["KIVI, 4 bits"],
         "antkv, 2 bits": ANTKV, "kvsink, 3 bits: 5 kept": FIVE, "kvsink, 3 bits: marked": MARKED}  # {label: row}
+# what is measured: (tokens of a text, rows, texts)
+MEASURED = [*((context, ROWS.values(), TEXTS) for context in CONTEXTS),
+            *((context, [named(row, "SmolLM2") for row in rows], 5) for context, rows in ASKED.items())]
 
 
 def window(sentences, draw, n_tokens, context, facts):
@@ -108,10 +112,10 @@ def measure(loaded, path):
     """Measure the answers that docs/needles.json has not, text by text, with the tables of the first draw."""
     (text, _), record, (model, tokenizer) = halves(path), read_data(RECORD), loaded
     model.use_attention("fused")
-    methods = calibrate_pair(loaded, path, list(ROWS.values()), 0)
-    for context in CONTEXTS:
-        windows = first_windows(text, tokenizer, context, TEXTS, FACTS)
-        for i, row in itertools.product(range(TEXTS), ROWS.values()):
+    methods = calibrate_pair(loaded, path, [row for _, rows, _ in MEASURED for row in rows], 0)
+    for context, rows, n in MEASURED:
+        windows = first_windows(text, tokenizer, context, n, FACTS)
+        for i, row in itertools.product(range(n), rows):
             found = record.setdefault(str(context), {}).setdefault(row, [])
             if len(found) == i * FACTS:
                 found += answer(model, methods[row], *windows[i])

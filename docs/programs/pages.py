@@ -22,6 +22,7 @@ import sys
 from functools import cache
 from hashlib import sha256
 
+import crossed
 import sentences
 import tables
 from results import ROOT, WRITTEN, claims_of
@@ -59,7 +60,7 @@ def said_by(page):
 
 @cache
 def table(name):
-    return tables.WRITTEN[name]()
+    return (tables.WRITTEN | crossed.WRITTEN)[name]()
 
 
 def written(page):

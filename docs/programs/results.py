@@ -21,6 +21,7 @@ from statistics import fmean as mean
 from typing import NamedTuple
 
 import torch
+from crossing import CELLS, EMBEDDED
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -42,8 +43,9 @@ TOGETHER = 8  # rows that are calibrated together: their codecs hold what they s
 COMMAND = {"embedded": "", "SmolLM2": "--context 512 --calib-windows 8 --batch 4"}
 DRAWS, WINDOWS = 6, 8
 LATE = "--emergence-layer 11 --outlier-channel 507"
-NAMES = {"embedded": {"bits": "2", "windows": "", "late": ""},
-         "SmolLM2": {"bits": "3", "windows": "--calib-windows 16", "late": LATE}}
+NAMES = {"embedded": {"bits": "2", "windows": "", "late": "", "mark": "--emergence-layer 1 --outlier-channel 49"},
+         "SmolLM2": {"bits": "3", "windows": "--calib-windows 16", "late": LATE,
+                     "mark": "--emergence-layer 2 --outlier-channel 507"}}
 
 
 # The claims
@@ -154,7 +156,9 @@ def rows_of(model):
     rows = [row for claims in CLAIMS.values() for claim in claims for row in pair(claim, model)]
     rows += [*rows_in("rows", model), *(named(row, model) for row in [*MORE, *SERVED.values()])]
     rows = [row for row in rows if "--context" not in row]
-    long = [at(row, where) for where, pairs in LONG.items() for row in ["fp16", *pairs] if model == "SmolLM2"]
+    if model == "embedded":
+        return list(dict.fromkeys(["fp16", *rows, *(named(row, model) for row in EMBEDDED)]))
+    long = [at(row, where) for group in (LONG, CELLS) for where, pairs in group.items() for row in ["fp16", *pairs]]
     return list(dict.fromkeys(["fp16", *rows, *long]))
 
 
@@ -205,7 +209,9 @@ def measure_all(model, loaded, text, data):
             args, entry = entry_of(row, model, loaded, *(["--data", text] if text else []))
             calibrates = entry.method.needs_calibration
             args.draws, args.windows = (DRAWS, WINDOWS) if calibrates else (1, 2 * WINDOWS)
-            shared = args.protocol, args.prompt, args.context, args.calib_windows, args.calib_data, calibrates
+            if calibrates and row in [named(row, model) for row in EMBEDDED]:
+                args.draws = 3
+            shared = args.protocol, args.prompt, args.context, args.calib_windows, args.calib_data, args.draws
             groups[shared].append((row, args, entry))
     for group in sorted(groups.values(), key=lambda group: group[0][1].draws == 1):  # what is calibrated decides most
         for i in range(0, len(group), TOGETHER):
@@ -235,10 +241,10 @@ def measure_group(model, loaded, group, data):
 
 
 def measure_long(loaded, text, data):
-    """Measure SmolLM2's rows in longer windows, pair by pair, and write each as soon as it is there."""
-    for where, pairs in LONG.items():
+    """Measure SmolLM2's rows in pairs, pair by pair, and write each as soon as it is there."""
+    for where, pairs in [*LONG.items(), *CELLS.items()]:
         for i in range(max(pairs.values())):
-            lacking = [row for row in pairs if i < pairs[row] and n_measured(row, where, data) == i]
+            lacking = [named(row, "SmolLM2") for row in pairs if i < pairs[row] and n_measured(row, where, data) == i]
             if lacking:
                 measure_pair(loaded, text, where, i, lacking, data)
     for start in STARTS:
@@ -250,14 +256,14 @@ def measure_pair(loaded, text, where, i, rows, data, start=None):
     """Measure rows in window i with the tables of draw i. where: the flags of the windows. start: see `at`."""
     model, tokenizer = loaded
     model.use_attention("fused")
-    args = flags.parse(where.split(), ["fp16"])
-    windows = load_windows(text, tokenizer, args.context, i + 1)
+    args = flags.parse(["--data", text, *where.split()], ["fp16"])
+    windows = load_windows(args.data, tokenizer, args.context, i + 1)
     window = Windows(windows.tokens[i:], windows.answers[i:], args.prompt or 1)
     if start is not None:
         ids, _ = encode_documents(read_documents(text, "test", 0)[1], tokenizer, MOST)
         begin = spread(len(ids) // args.context)[i] * args.context + start
         window = Windows(torch.tensor([[tokenizer.bos_id, *ids[begin + 1:begin + args.context]]]), [[]])
-    methods = calibrate_pair(loaded, text, rows, i)
+    methods = calibrate_pair(loaded, args.data, rows, i)
     exact = measure(model, METHODS["fp16"](model.config), window)
     if n_measured("fp16", where, data, start) == i:
         add_pair("fp16", where, exact, exact, data, start)

@@ -10,6 +10,8 @@ import re
 from functools import cache
 from statistics import fmean as mean
 
+from crossed import KIVIS, SHORT, change, hits, interaction, more_answers
+from crossing import OWN_FILE, QUARTER, SIZE, cell
 from phenomena import RECORD
 from results import ANTKV, CHANCE, CLAIMS, CQ, DRAWS, FORMATS, MARKED, PREFIX, SERVED, TURBOQUANT, UNIT, WIDE, compared
 from tables import DATA, NEEDLES, SMOL, along, beside_fp16, bits, finding, moved, of_p, row_of
@@ -267,6 +269,45 @@ def results():
     ]
 
 
+def crossing():
+    def gains(first, second, where=SHORT):
+        """What the second row loses less, with its error."""
+        difference, error, _ = change(first, second, where)
+        return so(difference < 0, f"{-difference:.2f} ± {error:.2f}")
+
+    def found(row):
+        return sum(hits(row))
+    static, kivis = (cell(3, grid) for grid in ("static", KIVIS))
+    kept, kivis_kept = (cell(3, grid, kept="marked") for grid in ("static", KIVIS))
+    level, both = (cell(3, "static", "integer", kept=which) for which in ("none", "marked"))
+    two, two_kept, two_turned, two_both = (cell(2, KIVIS, kept=which, rotated=turn)
+                                           for turn in (False, True) for which in ("none", "marked"))
+    replaced, error_replaced, _ = interaction(static, kept, level, both)
+    added, error_added, p_added = interaction(two, two_kept, two_turned, two_both)
+    zero, error, p = change(kivis, cell(3, KIVIS, "integer"))
+    small, best = cell(2, KIVIS, more=SIZE), cell(3, KIVIS, "offset", "marked", True)
+    wider = row_of(small + SHORT)["bits"] - row_of(two + SHORT)["bits"]
+    own = OWN_FILE + ":Marked {mark} --bits 2 --scheme channel-dynamic --marked own"
+    return [
+        f"gain {gains(static, kept)} nats, a level at 0 {gains(static, level)}, and both together "
+        f"{gains(static, both)}, {replaced:.2f} ± {error_replaced:.2f} less than the sum",
+        f"In windows of 4,096 tokens they gain {gains(static, kept, LONGER)} and {gains(static, level, LONGER)}",
+        f"a level at 0 changes the loss by {zero:+.3f} ± {error:.3f} ({of_p(p)}), and marked tokens gain "
+        f"{gains(kivis, kivis_kept)}",
+        f"kept tokens gain {gains(two, two_kept)}, rotation {gains(two, two_turned)}, and both {gains(two, two_both)}, "
+        + so(p_added > 0.05, f"as much as the sum ({added:+.2f} ± {error_added:.2f})"),
+        f"groups of 32 gain {gains(two, small)} for {wider:.2f} bits",
+        f"16 bits gain {gains(two, two_kept)}, and a grid of its own {gains(two, own)}",
+        f"loses {loss(QUARTER, 'embedded'):.3f} on the embedded model at 2 bits, but {loss(QUARTER + SHORT):.3f} on "
+        "SmolLM2 at 3",
+        f"16 bits find {found('fp16')} of 100 facts",
+        f"`antkv` at 2 bits loses {loss(ANTKV):.3f} and finds {found(ANTKV)}; KIVI's grid at 3 bits loses "
+        f"{loss(kivis + SHORT):.3f} and finds {found(kivis)}",
+        f"lower its loss to {loss(best + SHORT):.3f}, and answers rise to {found(best)} ({more_answers(kivis, best)})",
+        f"it gains {gains(kivis, cell(3, KIVIS, rotated=True))}",
+    ]
+
+
 def halves():
     """What nvfp4 loses for the keys alone, and for the values alone."""
     return [loss(f"{FORMATS} --scheme {k} --v-scheme {v}") for k, v in (("nvfp4", "fp16"), ("fp16", "nvfp4"))]
@@ -297,7 +338,7 @@ def groups():
     return [f"on SmolLM2, {less(f'{skvq} 5', f'{skvq} 0').split()[0]} nats"]
 
 
-OF_PAGE = {f"{page.__name__}.md": page for page in (readme, analysis, methods, results, own_codec, serving)}
+OF_PAGE = {f"{page.__name__}.md": page for page in (readme, analysis, methods, results, own_codec, serving, crossing)}
 OF_PAGE |= {"ladder/3_pool.py": pool, "ladder/4_groups.py": groups}
 
 

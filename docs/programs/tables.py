@@ -11,7 +11,6 @@ from statistics import fmean as mean
 from statistics import stdev
 from typing import NamedTuple
 
-import crossed
 import needles
 import results
 from results import CLAIMS, LONG, NAMES, OWN, SERVED, STREAM, compared, named, pair, read_data
@@ -47,7 +46,7 @@ def row_of(row, model="SmolLM2"):
 
 def beside_fp16(row, model="SmolLM2"):
     """A row, and fp16's on the same tokens, or transformers' own cache in 16 bits."""
-    exact = "fp16" + "".join(re.findall(r" --(?:prompt|context) \d+", row))
+    exact = "fp16" + "".join(re.findall(r" --(?:context|prompt) \d+| --data \w+", row))
     return row_of(row, model), row_of(f"{OWN}plain" if row.startswith(OWN) else exact, model)
 
 
@@ -234,40 +233,8 @@ def needles_table():
                  *(column(str(tokens)) for tokens in needles.CONTEXTS))
 
 
-def crossed_table(model):
-    """What is lost by grid, zero point and kept tokens."""
-    return table(f"grid | {' | '.join(crossed.COLUMNS)}", dict(zip(crossed.GRIDS, crossed.GRIDS)),
-                 *(partial(crossed.crossed, column=column, model=model) for column in crossed.COLUMNS))
-
-
-def apart_table():
-    """What is lost by what is done with marked tokens, in static grids."""
-    columns = [(model, zero) for model in crossed.MODELS for zero in ("offset", "integer")]
-    head = " | ".join(f"{model}, {zero}" for model, zero in columns)
-    return table(f"marked tokens get | {head}", {said: said for said in crossed.APART.values()},
-                 *(partial(crossed.apart, zero=zero, model=model) for model, zero in columns))
-
-
-def ideas_table():
-    """What an idea changes where others are there, or not."""
-    lines = {f"{idea} | {first}": (first, second) for idea, pairs in crossed.IDEAS.items() for first, second in pairs}
-    columns = [("SmolLM2", "nll"), ("SmolLM2", "kl"), ("embedded", "nll")]
-    return table("idea | added to | SmolLM2, 3 bits | its KL | embedded, 2 bits", lines,
-                 *(partial(crossed.idea, model=model, kind=kind) for model, kind in columns))
-
-
-def cells_table(cells, model="SmolLM2"):
-    """What cells lose, and their true bits."""
-    return table("cell | true bits | nats lost", {cell: cell for cell in cells},
-                 lambda cell: f"{crossed.DATA[model][cell]['bits']:.2f}", partial(crossed.lost, model=model))
-
-
 # {what stands in the page's mark: what writes it}
 WRITTEN = {
-    **{f"crossing {model}": partial(crossed_table, model) for model in crossed.MODELS}, "apart": apart_table,
-    "ideas": ideas_table, "recipes": partial(cells_table, crossed.RECIPES),
-    "crossed facts": partial(table, "cell | right answers | nats lost before them | nats lost of an answer",
-                             {row: row for row in crossed.FACT_ROWS}, crossed.facts),
     "count": count, "corrected": corrected, "lengths": lengths_table, "served": served_table,
     "biased": bias_table, "needles": needles_table,
     "rows": partial(rows_table, "rows", **{"embedded: bits": of_embedded(bits), "nats ": of_embedded(lost)}),

@@ -13,8 +13,9 @@ sinks are:
 Layers up to lE quantize every token: a prefill has stored their keys before S is known.
 
 Paper and practice. No code is public.
-- The paper rounds with an integer zero point (Eq. 10-13), `formula="integer-zero"`. The default here is an offset, as
-  in the other methods; what there is to gain depends on it (docs/results.md).
+- The paper rounds with an integer zero point (Eq. 10-13), `formula="integer-zero"`. The default here is an offset, so
+  that the methods differ in nothing but their idea, and the idea shows most. To use static grids of 3 bits, choose the
+  integer: SmolLM2 loses less with it, whatever is kept (docs/crossing.md).
 - lE and c come from the paper's Table 3 for the models in it, recognised by their config. It counts layers from 0, so
   lE = 1 is the second layer, and lists up to four channels, of which the method uses one: here the first. On any other
   model `outlier.py` looks for both on the calibration windows. If it finds no outlier, the first k tokens are kept, as
