@@ -15,7 +15,7 @@ from cases import Case, G, each_rows, kept_of, model_of
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
-from tinykv.codecs.base import Exact
+from tinykv.codecs.base import Exact, unpack
 from tinykv.codecs.centred import Centred
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.registry import METHODS
@@ -162,6 +162,19 @@ def test_a_power_of_two_reaches_all_sizes(formats, bits, exponent):
     x[..., 0], x[..., 1] = 2.0 ** exponent, -2.0 ** max(exponent - 1, -149)
     decoded = codec.decode(codec.encode(x.float()))
     assert torch.equal(decoded, x.float()) or 2.0 ** exponent < 2.0 ** -127 * top
+
+
+def test_integers_are_those_of_llama_cpp(formats):
+    """Half goes away from 0 in 8 bits and up in 4; the number farthest from 0 is -8, whatever its sign."""
+    x = torch.zeros(1, 1, 1, 32)
+    x[..., :5] = torch.tensor([127, 0.5, -0.5, 2.5, -2.5])
+    codes = formats.GGML(8, 32).encode(x)
+    assert unpack(codes.packed, 8, 32).int()[0, 0, 0, :5].sub(128).tolist() == [127, 1, -1, 3, -3]
+    for sign in (1, -1):
+        x[..., :6] = sign * torch.tensor([-8, 0.5, -0.5, 7, 7.5, 8])
+        codes = formats.GGML(4, 32).encode(x)
+        assert codes.scale.item() == sign
+        assert unpack(codes.packed, 4, 32).int()[0, 0, 0, :6].sub(8).tolist() == [-8, 1, 0, 7, 7, 7]
 
 
 def test_a_hadamard_matrix_spreads_one_channel_over_all(formats):
