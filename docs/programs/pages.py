@@ -134,6 +134,8 @@ def wrong_in(page, sealed):
     wrong = [] if written(page) == page.read_text(encoding="utf-8") else ["it has other figures than the data"]
     blocks, missing = without_computed(page)
     wrong += [f"sentences.py has, but the page does not say: {sentence}" for sentence in missing]
+    wrong += [f"the data do not bear out: {sentence}" for sentence in sentences.of_page(name_of(page))
+              if sentences.NOT_SO in sentence]
     wrong += [f"new, and without a source: {' '.join(block.replace(COMPUTED, '...').split())[:100]}"
               for block in blocks if digest(block) not in sealed.get(name_of(page), {})]
     gone = set(sealed.get(name_of(page), {})) - set(map(digest, blocks))
