@@ -158,6 +158,14 @@ def test_every_method_reads_the_same(name, protocol, prompt):
             assert scores[0] is None or torch.allclose(*scores, rtol=1e-3)
 
 
+def test_codebooks_are_decoded_once_a_step(monkeypatch):
+    """Also where the method scores what attention gets."""
+    layers, read = [], LayerCache.read
+    monkeypatch.setattr(LayerCache, "read", lambda layer: layers.append(layer.layer) or read(layer))
+    logits_of(method_of("antkv", choose="always"), tokens_of(1, 20), 1)
+    assert layers == [0, 1] * 20
+
+
 def test_an_evaluation_reads_token_by_token():
     model, sizes = model_of(2), []
     model.use_attention("compiled")

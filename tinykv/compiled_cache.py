@@ -3,18 +3,13 @@
 A step of decoding reads every cached token once. To decode the codes, write the numbers to memory and read them again
 for the products takes longer than to read 16 bits. `torch.compile` makes one loop of a codec's `decode` and of the sums
 below: a number lives in a register, as in kernels.py, but without a kernel by hand. (Codes of less than a byte become
-bytes first, in a loop of their own.) It needs a C++ compiler on a CPU, and Triton on a GPU.
-
-    scores, outputs   what is compiled: sums over coded keys, and over coded values
-    CompiledLayer     a `LayerCache` that attends to coded | recent | kept tokens; of several new ones at once it gives
-                      the keys and values, as ever
-    CompiledCache     a `KVCache` of such layers, which `model.Attention` asks for its output
+bytes first, in a loop of their own.) It needs a C++ compiler on a CPU, and Triton on a GPU. What is compiled is
+`scores` and `outputs`: sums over coded keys, and over coded values.
 """
 import math
 from functools import lru_cache
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from tinykv import UserError
 from tinykv.cache import KVCache, LayerCache
@@ -24,9 +19,9 @@ LEAST = 256  # coded tokens; fewer are decoded as ever: to compile takes seconds
 TILE = 64  # tokens whose cosines and sines stay in the processor's cache
 
 
-def scores(q, codec, codes, cos, sin):
-    """Queries q (B, Hkv, R, d) times the n coded keys: (B, Hkv, R, n). cos, sin (n, d/2): RoPE's tables, or None if
-    keys are stored after it. Sums, not `@`: a product of matrices would need the keys in memory."""
+def scores(q, codec, codes, cos=None, sin=None):
+    """Queries q (B, Hkv, R, d) times the n coded keys: (B, Hkv, R, n). cos, sin (n, d/2): RoPE's tables, if keys are
+    stored before it. Sums, not `@`: a product of matrices would need the keys in memory."""
     x, y = codec.decode(codes).float().chunk(2, dim=-1)  # (B, Hkv, n, d/2) both
     if cos is not None:
         # the angle of position i is that of the last multiple of TILE and that of the rest: two small tables
@@ -61,25 +56,21 @@ def run(function, x, rows, *tables):
     for tensor in vars(rows.codes).values():
         torch._dynamo.maybe_mark_dynamic(tensor, 2)
     for table in tables:
-        if table is not None:
-            torch._dynamo.maybe_mark_dynamic(table, 0)
+        torch._dynamo.maybe_mark_dynamic(table, 0)
     if function is outputs:
         torch._dynamo.maybe_mark_dynamic(x, 3)
     return COMPILED[function](x, rows.codec, rows.codes, *tables)
 
 
 class CompiledLayer(LayerCache):
-    """A layer whose `update` returns, for one new token of each sequence, the attention's output (B, H, 1, d)."""
+    """A layer whose `update` returns, for one new token of each sequence, the attention's output (B, H, 1, d). (Where
+    the codec looks its numbers up, keys and values, as ever.)"""
 
     def for_attention(self, q, seen):
-        if q.shape[2] > 1:
+        if q.shape[2] > 1 or not self.keys.codec.fuses:
             return self.read()
         H, Hkv, d = q.shape[1], self.keys.recent.shape[1], q.shape[3]
         q = self.rope.rotate(q, seen)  # (B, H, 1, d)
-        if not self.keys.codec.fuses:
-            window = self.method.config.sliding_window or self.length
-            K, V = (x[:, :, -window:] for x in self.read())  # (B, Hkv, up to S, d) both
-            return scaled_dot_product_attention(q, K, V, enable_gqa=True)
         q = q.float() / math.sqrt(d)
         q = q.reshape(-1, Hkv, H // Hkv, d)  # (B, Hkv, R, d)
         p = self.scores(q).softmax(-1)  # (B, Hkv, R, S)
@@ -88,19 +79,19 @@ class CompiledLayer(LayerCache):
     def scores(self, q):
         """q (B, Hkv, R, d) -> (B, Hkv, R, S): coded | recent, and on top of them the kept tokens, as in
         `CachedRows.read`."""
-        rows, n, cos, sin = self.keys, self.keys.n_coded, None, None
+        rows, n, tables = self.keys, self.keys.n_coded, ()
         recent, kept = rows.recent.float(), rows.kept_rows  # (B, Hkv, r, d), (B, Hkv, p, d)
         if self.method.rope == "pre":
             cos, sin = self.rope.cos_sin(0, self.length, q.device)  # (S, d) both
             recent = turned(recent, cos[n:], sin[n:])
+            tables = [x[:n, x.shape[1] // 2:] for x in (cos, sin)]  # (n, d/2) both
         s = q @ recent.transpose(-2, -1)  # (B, Hkv, R, r)
         if n:
-            tables = (cos, sin) if cos is None else (x[:n, x.shape[1] // 2:] for x in (cos, sin))  # (n, d/2) both
             s = torch.cat([run(scores, q, rows, *tables), s], dim=-1)  # (B, Hkv, R, S)
         if kept is not None:
             index, _ = places(rows, q)  # (B, Hkv, R, p)
             kept = kept.float()
-            if cos is not None:
+            if self.method.rope == "pre":
                 kept = turned(kept, cos[index[:, :, 0]], sin[index[:, :, 0]])
             s.scatter_(-1, index, q @ kept.transpose(-2, -1))
         window = self.method.config.sliding_window or self.length
@@ -121,8 +112,8 @@ class CompiledLayer(LayerCache):
         """An evaluation, too, reads a stream token by token."""
         return self.length + 1
 
-    def score(self, q, seen, answer):
-        super().score(q, seen, self.read() if q.shape[2] == 1 else answer)
+    def score(self, q, seen, attended):
+        super().score(q, seen, self.read() if isinstance(attended, torch.Tensor) else attended)
 
 
 def places(rows, q):
@@ -135,14 +126,11 @@ def places(rows, q):
 class CompiledCache(KVCache):
     """A KVCache that returns the output of attention for one new token, and keys and values for more."""
     layer_class = CompiledLayer
+    attend = KVCache.update  # one new token of each sequence -> the attention's output for it, (B, H, 1, d)
 
     def reset(self):
         check_compiler(self.model.lm_head.weight.device)
         super().reset()
-
-    def attend(self, layer, q, k, v, seen):
-        """Add one new token of each sequence to a layer; returns the attention's output for it, (B, H, 1, d)."""
-        return self.update(layer, q, k, v, seen)
 
 
 @lru_cache

@@ -127,11 +127,8 @@ def exact_rows(x, halves, start=0):
 
 def affine_rows(codec, codes, kind, halves):
     d, packed, of_row = codec.width, codes.packed, sections(codec.width, codec.bits)
-    # (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d); of a static grid B and T are 1
-    if codec.static:
-        words = side_by_side(SimpleNamespace(scale=codec.scale, zero=codec.zero))[None]
-    else:
-        words = side_by_side(codes)
+    held = SimpleNamespace(scale=codec.scale[None], zero=codec.zero[None]) if codec.static else codes
+    words = side_by_side(held)  # (B, Hkv, T, d/G, 1) or (B, Hkv, T/G, 1, d); of a static grid B and T are 1
 
     # which tokens, and which channels, share a scale
     if codec.axis == "token":
@@ -245,12 +242,11 @@ def tiling(keys, values, halves, n_queries):
     # four warps have too few for 64 tokens of 5 or 7 bits and many queries
     if bits & {5, 7} and tile.warps == 4:
         tile = tile._replace(N=32)
-    groups = [side.grid.tokens.value for side in (keys, values) if side.grid is not None]
-    group = math.gcd(tile.N, *(tokens for tokens in groups if tokens > 1))
+    of_keys, of_values = (side.grid.tokens.value if side.grid is not None else 0 for side in (keys, values))
+    group = math.gcd(tile.N, *(tokens for tokens in (of_keys, of_values) if tokens > 1))
     N = group if group >= 16 else tile.N
     # keys whose groups are half a tile: two of them at a time, see `scores_of_groups`
-    of_values = values.grid.tokens.value if values.grid is not None else 0
-    if keys.fold.value == "channel" and halves == 1 and keys.grid.tokens.value == N == tile.N // 2 and of_values <= 1:
+    if keys.fold.value == "channel" and halves == 1 and of_keys == N == tile.N // 2 and of_values <= 1:
         N = tile.N
     return tile._replace(M=min(tile.M, triton.next_power_of_2(n_queries)), N=N)
 
@@ -462,17 +458,15 @@ class TritonLayer(LayerCache):
 
         kept_keys = kept_values = None
         kept = self.made.kept
-        if kept is not None:  # values are kept where keys are: see `check_kernels`
-            positions = kept.positions[:, :, None]  # (B, 1 or Hkv, 1, n)
-            K = attended.kept_keys.float().repeat_interleave(q.shape[1] // Hkv, dim=1)  # (B, H, n, d)
-            s = q.float() @ K.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, H, T, n)
-            A = torch.exp(s - attended.lse[..., None])  # (B, H, T, n)
+        if kept is not None:  # AnTKV keeps keys and values, but not always of the same tokens
+            # the R T queries of each KV head are as those of one head
+            queries = q.float().reshape(len(q), Hkv, -1, q.shape[-1])  # (B, Hkv, R T, d)
+            s = queries @ attended.kept_keys.float().transpose(-2, -1) / math.sqrt(q.shape[-1])  # (B, Hkv, R T, n)
+            A = torch.exp(s - attended.lse.reshape(*queries.shape[:3], 1))  # (B, Hkv, R T, n)
             if window is not None:
-                at = torch.arange(seen, self.length, device=q.device)[:, None]  # (T, 1)
-                visible = positions > at - window  # (B, 1 or Hkv, T, n)
-                A = A * visible.repeat_interleave(q.shape[1] // visible.shape[1], dim=1)  # (B, H, T, n)
-            of_heads = equation_5(A, q.norm(dim=-1, dtype=torch.float32))  # (B, H, n) both
-            sums = [x.unflatten(1, (Hkv, -1)).sum(2) for x in of_heads]  # (B, Hkv, n) both
+                at = torch.arange(seen, self.length, device=q.device).repeat(q.shape[1] // Hkv)[:, None]  # (R T, 1)
+                A = A * (kept.positions[:, :, None] > at - window)
+            sums = equation_5(A, queries.norm(dim=-1))  # (B, Hkv, n) both
             kept_keys, kept_values = (
                 x.gather(2, torch.searchsorted(kept.positions, rows.kept_positions.contiguous()))
                 for x, rows in zip(sums, (self.keys, self.values)))  # (B, Hkv, count) both
