@@ -59,10 +59,12 @@ CORNERS = [cell(3, grid, *each) for grid, *each in (
 FOUR = [cell(4, grid, *each) for grid, *each in (
     ("static", "offset", "marked"), ("static", "integer", "none"), ("static", "integer", "marked"),
     ("KIVI's", "offset", "none"), ("KIVI's", "offset", "marked", True))]
+LONGER = [cell(3, "KIVI's", "offset", kept, turn) for kept in KEPT for turn in TURNS]
 CELLS = {  # of SmolLM2: {flags of the windows: {row: pairs}}
-    "--context 512": {**dict.fromkeys(crossed(3), 6),
+    "--context 512": {**dict.fromkeys(crossed(3), 12),
                       **dict.fromkeys([*crossed(2, ["KIVI's"]), *KIVI, *STATIC, *FOUR], 4)},
+    "--context 4096": dict.fromkeys(LONGER, 3),
     "--context 512 --data tales": dict.fromkeys(CORNERS, 3)}
 EMBEDDED = [*crossed(2), *STATIC]
 # {tokens of a text: rows} of which needles.py asks for facts
-ASKED = {1024: [*CORNERS, *FOUR]}
+ASKED = {1024: [*CORNERS, *FOUR, cell(3, "KIVI's", rotated=True)]}
