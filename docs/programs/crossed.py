@@ -90,14 +90,16 @@ def embedded(row):
 
 # {label: row}, by true bits
 RECIPES = {
-    "`cq` (codebooks of 6 MB aside)": CQ, "`antkv`, 1% kept": ANTKV, "KIVI's": cell(2, KIVIS),
+    "`cq` (codebooks of 6 MB aside)": CQ, "`antkv`, 1% kept": ANTKV, "KIVI's, 2 bits": cell(2, KIVIS),
     "`kvquant`": "kvquant --bits 2",
-    "static, integer": cell(3, "static", "integer"), "KIVI's, groups of 32, rotated, of one length (OScaR)": NORMED,
-    "KIVI's, 3 bits": cell(3, KIVIS), "static, integer, marked kept": cell(3, "static", "integer", "marked"),
+    "static, integer, 3 bits": cell(3, "static", "integer"),
+    "KIVI's of 32, 2 bits, rotated, keys of one length (OScaR)": NORMED,
+    "KIVI's, 3 bits": cell(3, KIVIS), "KIVI's, 3 bits, rotated": cell(3, KIVIS, rotated=True),
+    "static, integer, 3 bits, marked kept": cell(3, "static", "integer", "marked"),
     "KIVI's, 3 bits, marked kept": cell(3, KIVIS, kept="marked"),
     "KIVI's, 3 bits, marked kept, rotated": cell(3, KIVIS, "offset", "marked", True),
     "KIVI's, 4 bits": cell(4, KIVIS), "static, integer, 4 bits, marked kept": cell(4, "static", "integer", "marked"),
-    "KIVI's, groups of 64, 4 bits": SERVED["KIVI, 4 bits"], "llama.cpp's q4_0, rotated": SERVED["q4_0, rotated"],
+    "KIVI's of 64, 4 bits": SERVED["KIVI, 4 bits"], "llama.cpp's q4_0, rotated": SERVED["q4_0, rotated"],
     "KIVI's, 4 bits, marked kept, rotated": cell(4, KIVIS, "offset", "marked", True)}
 
 
@@ -128,40 +130,50 @@ def cells_table():
     return table(f"SmolLM2, 3 bits | {' | '.join(COLUMNS)}", {line: line for line in LINES}, *map(column, COLUMNS))
 
 
-# What is left of a paper's idea: {paper and idea: [(row, row with it)] alone, and where others are there}
-SKVQ = "skvq --bits 2 --group-size 32 --metadata fp16 --preserve"
+# What is left of a paper's idea: {paper and idea: [(where, row, row with it)] alone, and with others}
+SKVQ, LEVEL = "skvq --bits 2 --group-size 32 --metadata fp16 --preserve", "--bits 3 --formula integer-zero --scheme"
+STATIC_3, KIVI_2, KIVI_3 = (cell(3, "static"), cell(2, KIVIS), cell(3, KIVIS))
+BOTH = cell(3, KIVIS, kept="marked", rotated=True)
+ABSENT = "-", "-", "-"
 PAPERS = {
-    "PFN | first five tokens kept": [(cell(3, "static"), cell(3, "static", kept="first")),
-                                     (cell(2, KIVIS), cell(2, KIVIS, kept="first"))],
-    "KVSink | marked tokens kept": [(cell(3, "static"), cell(3, "static", kept="marked")),
-                                    (cell(3, KIVIS, rotated=True), cell(3, KIVIS, kept="marked", rotated=True))],
-    "KVSink | a level at 0": [(cell(3, "static"), cell(3, "static", "integer")),
-                              (cell(3, KIVIS), cell(3, KIVIS, "integer"))],
-    "KIVI | its grid": [(cell(3, "static"), cell(3, KIVIS)),
-                        (cell(3, "static", kept="marked", rotated=True), cell(3, KIVIS, kept="marked", rotated=True))],
-    "OTT | a pool of five small keys": [(cell(2, KIVIS), SMALL), (cell(2, KIVIS, kept="found"), SMALL)],
-    "OScaR | rotation": [(cell(3, "a token"), cell(3, "a token", rotated=True)),
-                         (cell(3, KIVIS, kept="marked"), cell(3, KIVIS, kept="marked", rotated=True))],
-    "OScaR | keys of one length": [("kivi --bits 2", "oscar --bits 2 --rotate off"),
-                                   (cell(2, KIVIS, rotated=True, more=SIZE), NORMED)],
-    "SKVQ | similar channels, clipped": [(f"{SKVQ} 0 --clip none --reorder off", f"{SKVQ} 0"),
-                                         ("kivi --bits 2 --group-size 32 --recent 32", f"{SKVQ} 5")],
-    "KVQuant | outliers apart, 1%": [("-", "-"), ("kvquant --bits 2 --outliers 0", "kvquant --bits 2")],
-    "IntactKV | BOS kept": [("-", "-"), tuple(f"{name} --bits 3 --formula integer-zero --scheme token-dynamic"
-                                              for name in ("rtn", "intactkv"))],
-    "AnTKV | 1% of the tokens kept": [("-", "-"), (ANTKV.replace("1%", "0"), ANTKV)]}
+    "PFN | first five tokens kept": [("static, 3 bits", STATIC_3, cell(3, "static", kept="first")),
+                                     ("KIVI's, 2 bits", KIVI_2, cell(2, KIVIS, kept="first"))],
+    "KVSink | marked tokens kept": [("static, 3 bits", STATIC_3, cell(3, "static", kept="marked")),
+                                    ("KIVI's, rotated, 3 bits", cell(3, KIVIS, rotated=True), BOTH)],
+    "KVSink | a level at 0": [("static, 3 bits", STATIC_3, cell(3, "static", "integer")),
+                              ("KIVI's, 3 bits", KIVI_3, cell(3, KIVIS, "integer"))],
+    "KIVI | its grid": [("static, 3 bits", STATIC_3, KIVI_3), ("static, rotated, marked kept, 3 bits",
+                                                               cell(3, "static", kept="marked", rotated=True), BOTH)],
+    "OTT | a pool of five small keys": [("KIVI's, 2 bits", KIVI_2, SMALL),
+                                        ("KIVI's, five found instead, 2 bits", cell(2, KIVIS, kept="found"), SMALL)],
+    "OScaR | rotation": [("a token, 3 bits", cell(3, "a token"), cell(3, "a token", rotated=True)),
+                         ("KIVI's, marked kept, 3 bits", cell(3, KIVIS, kept="marked"), BOTH)],
+    "OScaR | keys of one length": [("KIVI's, 2 bits", "kivi --bits 2", "oscar --bits 2 --rotate off"),
+                                   ("KIVI's of 32, rotated, 2 bits", cell(2, KIVIS, rotated=True, more=SIZE), NORMED)],
+    "SKVQ | similar channels, clipped": [("a token, 2 bits", f"{SKVQ} 0 --clip none --reorder off", f"{SKVQ} 0"),
+                                         ("KIVI's of 32 instead, 2 bits", "kivi --bits 2 --group-size 32 --recent 32",
+                                          f"{SKVQ} 5")],
+    "KVQuant | outliers apart, 1%": [ABSENT, ("its levels, 2 bits", "kvquant --bits 2 --outliers 0",
+                                              "kvquant --bits 2")],
+    "IntactKV | BOS kept": [ABSENT, ("a token, integer, 3 bits", f"rtn {LEVEL} token-dynamic",
+                                     f"intactkv {LEVEL} token-dynamic")],
+    "AnTKV | 1% of the tokens kept": [ABSENT, ("its codebooks, 2 bits", ANTKV.replace("1%", "0"), ANTKV)]}
 
 
 def papers_table():
     def column(of, i):
-        return lambda pairs: of(pairs[i])
-    def nats(rows):
-        return changed(here(*rows), where="")
+        return lambda found: of(found[i])
 
-    def facts(rows):
-        return more_answers(*rows)
-    return table("paper | its idea | alone | where others are | answers: alone | where others are", PAPERS,
-                 *(column(of, i) for of in (nats, facts) for i in (0, 1)))
+    def nats(found):
+        return changed(here(*found[1:]), where="")
+
+    def facts(found):
+        return more_answers(*found[1:])
+
+    def where(found):
+        return found[0]
+    return table("paper | its idea | alone, beside | nats | answers | with others: beside | nats | answers", PAPERS,
+                 *(column(of, i) for i in (0, 1) for of in (where, nats, facts)))
 
 
 WRITTEN = {"cells": cells_table, "ideas": ideas_table, "recipes": recipes_table, "apart": apart_table,

@@ -286,6 +286,9 @@ def crossing():
     replaced, error_replaced, _ = interaction(static, kept, level, both)
     added, error_added, p_added = interaction(two, two_kept, two_turned, two_both)
     zero, error, p = change(kivis, cell(3, KIVIS, "integer"))
+    turned = cell(3, KIVIS, rotated=True)
+    p_turned, p_kl = (change(kivis, turned, kind=kind)[2] for kind in ("nll", "kl"))
+    still, error_still, _ = change(kivis_kept, cell(3, KIVIS, "offset", "marked", True))
     small, best = cell(2, KIVIS, more=SIZE), cell(3, KIVIS, "offset", "marked", True)
     wider = row_of(small + SHORT)["bits"] - row_of(two + SHORT)["bits"]
     worse, error_own, _ = change(two, OWN_FILE + ":Marked {mark} --bits 2 --scheme channel-dynamic --marked own")
@@ -294,7 +297,9 @@ def crossing():
         f"{gains(static, both)}, {replaced:.2f} ± {error_replaced:.2f} less than the sum",
         f"In windows of 4,096 tokens they gain {gains(static, kept, LONGER)} and {gains(static, level, LONGER)}",
         f"a level at 0 changes the loss by {zero:+.3f} ± {error:.3f} ({of_p(p)}), and marked tokens gain "
-        f"{gains(kivis, kivis_kept)}",
+        f"{gains(kivis, kivis_kept)}. In windows of 4,096 tokens, they gain {gains(kivis, kivis_kept, LONGER)}",
+        f"In KIVI's grid it gains {gains(kivis, turned)} ({of_p(p_turned)}; by KL, {of_p(p_kl)})",
+        f"and nothing where marked tokens are kept ({still:+.3f} ± {error_still:.3f})",
         f"kept tokens gain {gains(two, two_kept)}, rotation {gains(two, two_turned)}, and both {gains(two, two_both)}, "
         + so(p_added > 0.05, f"as much as the sum ({added:+.2f} ± {error_added:.2f})"),
         f"groups of 32 gain {gains(two, small)} for {wider:.2f} bits",
@@ -306,7 +311,8 @@ def crossing():
         f"`antkv` at 2 bits loses {loss(ANTKV):.3f} and finds {found(ANTKV)}; KIVI's grid at 3 bits loses "
         f"{loss(kivis + SHORT):.3f} and finds {found(kivis)}",
         f"lower its loss to {loss(best + SHORT):.3f}, and answers rise to {found(best)} ({more_answers(kivis, best)})",
-        f"it gains {gains(kivis, cell(3, KIVIS, rotated=True))}",
+        f"marked tokens alone lower it to {loss(kivis_kept + SHORT):.3f}, and {found(kivis_kept)} are found",
+        f"marked tokens in 16 bits, for {row_of(kivis_kept + SHORT)['bits'] - row_of(kivis + SHORT)['bits']:.2f} bits",
     ]
 
 
