@@ -57,6 +57,7 @@ COMMANDS = [
         (f"--method fp16 --data {'x' * 5000}", "xxx..."), ("--method eval_ppl.py:Nothing", "Nothing", "Method"),
         ("--model ~/no/folder", os.path.expanduser("~/no/folder")), ("--bos nonne", "did you mean none?"),
         ("--device cuda:9", "cuda:9"), ("--device gpu", "'gpu'", "give cpu, cuda"), ("--version", "--version;"),
+        ("--device meta", "'meta'"),
         ("--keep 5", "did you mean --preserve?"), ("--group 7", "mean --group-size?"), ("--text x", "mean --data?"),
         *((words, "mean --scheme?") for words in ("--kv-cache-dtype fp8", "--kv-cache-dtype=nvfp4", "-ctk q8_0")),
         ("--scheme fp8", "'fp8'", "token-dynamic"),
@@ -310,6 +311,8 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
         ("none.txt", "none.txt.*tales, fables, wikitext2, c4"), ("wikitext-2", "no data called 'wikitext-2'"),
         (EMBEDDED, "is no file"), (WEIGHTS, "cannot be read"), (f"{WEIGHTS}/below", "no such file"))),
     ("windows must be", lambda: load_windows("tales", None, 48, -1)),
+    *(("is no folder", lambda name=name: hf.load(name))
+      for name in ("/nowhere/at/all", "./no/model", "nowhere", "x" * 5000, "nul\0", __file__)),
     ("context must be", lambda: load_windows("tales", None, 0, 2)),
     ("did you mean replace", lambda: load_windows("tales", None, 48, 2, bos="Replace")),
     *((f"{name}: no effect here", lambda name=name, value=value: compare(**{name: value}))
@@ -321,4 +324,4 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
 def test_python_refuses_in_one_line(named, call):
     with pytest.raises(UserError, match=named) as caught:
         call()
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1500
