@@ -23,7 +23,6 @@ from tinykv.model import Llama, LlamaConfig
 from tinykv.run import comparisons, flags
 from tinykv.run.entries import build_entries
 from tinykv.run.table import figures_of
-from tinykv.weights import QUANTIZERS, quantize
 
 CONFIG = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
@@ -152,36 +151,29 @@ def test_a_stream_comes_in_chunks_that_end_where_blocks_do(model, method, protoc
     assert found == sizes
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_keys_and_values_may_be_quantized_up_to_different_tokens(model, windows, batch):
-    """kivi that quantizes a value each step: 16 of the 21 keys are quantized, two groups of 8, and 17 of the values."""
-    found = measure(model, kivi(recent=4, v_block=1), windows, "stream", batch)
-    layers, heads, d, full, metadata = 2, 2, 8, 2, 4  # 2 bytes a number; a scale and a zero point of 2 bytes each
-    k_coded = 16 * heads * d * 4 / 8 + 16 / 8 * heads * d * metadata  # bytes of a layer
-    v_coded = 17 * heads * d * 2 / 8 + 17 * heads * metadata
-    k_recent, v_recent = 5 * heads * d * full, 4 * heads * d * full
-    assert found.cache_bytes == layers * (k_coded + v_coded + k_recent + v_recent)
-    k_bits, v_bits = 8 * k_coded / (16 * heads * d), 8 * v_coded / (17 * heads * d)
-    assert (k_bits, v_bits) == (8, 6)
-    # the recent part at its mean: of keys 4 to 11 tokens, of values always 4
-    k_mean, v_mean = sum(range(4, 12)) / 8, 4
+MEAN = sum(range(4, 12)) / 8  # from 4 to 11 recent tokens
+
+
+@pytest.mark.parametrize("method, protocol, prompt, k, v", [
+    # bits of what is quantized, a scale and a zero point counted, and how many tokens are recent
+    (kivi(v_block=1), "stream", None, (8, MEAN), (6, 4)),  # 16 of the 21 keys are quantized, and 17 of the values
+    (kivi(), "stream", None, (8, MEAN), (6, MEAN)), (kivi(), "stream", 8, (8, MEAN), (6, MEAN)),
+    (kivi(), "paper", 8, (8, MEAN), (6, MEAN)),
+    # the keys' group is longer than the text: 16 bits at 128K, too
+    (METHODS["kivi"](CONFIG, 2, 2, group_size=32, recent=4, v_block=8), "stream", None, (16, 0), (6, MEAN))])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_the_recent_part_counts_at_its_mean(model, windows, method, protocol, prompt, k, v, batch):
+    """Keys and values may be quantized up to different tokens."""
+    found = measure(model, method, windows, protocol, batch, prompt=prompt)
     for length, bits in ((21, found.bits[0]), (FAR, found.bits_far[0])):
-        of_keys = (k_bits * (length - k_mean) + 16 * k_mean) / length
-        of_values = (v_bits * (length - v_mean) + 16 * v_mean) / length
+        of_keys, of_values = ((coded * (length - recent) + 16 * recent) / length for coded, recent in (k, v))
         assert bits == pytest.approx((of_keys + of_values) / 2)
 
 
-def test_where_nothing_is_quantized_there_are_sixteen_bits_at_128k_too(model, windows):
-    """Keys all in full precision, values quantized: the keys' group is longer than the text."""
-    found = measure(model, METHODS["kivi"](CONFIG, 2, 2, group_size=32, recent=4, v_block=8), windows, "stream")
-    mean = sum(range(4, 12)) / 8  # values: 4 to 11 recent tokens
-    assert found.bits[0] == pytest.approx((16 + (6 * (21 - mean) + 16 * mean) / 21) / 2)
-    assert found.bits_far[0] == pytest.approx((16 + (6 * (FAR - mean) + 16 * mean) / FAR) / 2)
-
-
-def test_bits_are_those_of_the_bytes_held(model, windows):
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_bits_are_those_of_the_bytes_held(model, windows, batch):
     pfn = METHODS["pfn"](CONFIG, k_bits=2, v_bits=4, scheme="token-dynamic", preserve=3)
-    exact, found = (measure(model, method, windows) for method in (METHODS["fp16"](CONFIG), pfn))
+    exact, found = (measure(model, method, windows, batch=batch) for method in (FP16, pfn))
     assert set(exact.bits) == set(exact.bits_far) == {16}
     assert exact.cache_bytes == 21 * 2 * 2 * 2 * 8 * 2  # tokens, K and V, layers, KV heads, channels, bytes
     meta = 32 / 8  # a scale and a zero point of 16 bits for each 8 channels
@@ -190,18 +182,17 @@ def test_bits_are_those_of_the_bytes_held(model, windows):
     assert found.bits_far[0] == pytest.approx((2 + 4) / 2 + meta + kept / FAR)
 
 
-@pytest.mark.parametrize("protocol, prompt", [("stream", None), ("stream", 8), ("paper", 8)])
-def test_after_a_prompt_the_recent_part_counts_at_its_mean(model, windows, protocol, prompt):
-    """Of both protocols: 4 to 11 tokens of 16 bits; keys of 4 and values of 2, and 4 of a scale and a zero point."""
-    found, recent = measure(model, kivi(), windows, protocol, prompt=prompt), sum(range(4, 12)) / 8
-    assert found.bits[0] == pytest.approx(((8 + 6) / 2 * (21 - recent) + 16 * recent) / 21)
+def anchored(model, **settings):
+    """AnTKV, with codes of a bit for four channels."""
+    method = METHODS["antkv"](CONFIG, vq="d4m2", **settings)
+    calibrate(model, method, torch.randint(50, (4, 40), generator=torch.Generator().manual_seed(1)))
+    return method
 
 
 @pytest.mark.parametrize("choose, grown", [("prompt", 0), ("always", 1)])
 def test_a_share_chosen_once_does_not_grow_with_the_text(model, choose, grown):
     """A quarter of the tokens is kept: of a prompt of 16 four, of a long text a quarter only if it is chosen on."""
-    method = METHODS["antkv"](CONFIG, vq="d4m2", anchors="25%", recent=0, block=8, choose=choose)
-    calibrate(model, method, torch.randint(50, (4, 40), generator=torch.Generator().manual_seed(1)))
+    method = anchored(model, anchors="25%", recent=0, block=8, choose=choose)
     windows = Windows(torch.randint(50, (1, 24), generator=torch.Generator().manual_seed(2)), [[]], 16)
     found = measure(model, method, windows, "stream", prompt=16)
     codes, row = 8 / 16, 2 * (16 + (32 + 32) / 8)  # bits a number: one byte a token; rows, positions and scores of both
@@ -211,8 +202,7 @@ def test_a_share_chosen_once_does_not_grow_with_the_text(model, choose, grown):
 
 def test_where_the_recent_part_is_at_its_mean_all_that_is_held_counts(model):
     """Of 20 tokens 6 are recent, between 3 and 9. Each has a score in every head, as anchors have."""
-    method = METHODS["antkv"](CONFIG, vq="d4m2", anchors=2, recent=3, block=7, choose="always")
-    calibrate(model, method, torch.randint(50, (4, 40), generator=torch.Generator().manual_seed(1)))
+    method = anchored(model, anchors=2, recent=3, block=7, choose="always")
     windows = Windows(torch.randint(50, (1, 20), generator=torch.Generator().manual_seed(2)), [[]])
     found = measure(model, method, windows, "stream")
     numbers = 2 * 2 * 2 * 8 * 20  # K and V of 2 layers, 2 heads of 8 channels
@@ -425,30 +415,8 @@ def test_a_setting_has_the_type_of_its_annotation_or_default(one_layer, monkeypa
         assert entry.method.given == found
 
 
-@pytest.mark.parametrize("given", [{"first": "no"}, {"block": 1.5}, {"share": "x"}, {"frist": True}, {"block": True},
-                                   {"block": False}, {"windows": 0}])
-def test_a_setting_of_another_type_is_refused(one_layer, given):
-    """In one line, as by the command."""
-    with pytest.raises(UserError, match=f"--{next(iter(given))}") as caught:
-        compare(Typed, one_layer, **given)
-    said = str(caught.value)
-    assert "\n" not in said and ("frist" not in given or "did you mean --first" in said)
-
-
 def test_compare_reads_an_edited_file_anew(one_layer, tmp_path):
     path = tmp_path / "mine.py"
     for name in ("first", "second"):
         path.write_text(f"from tinykv.methods.fp16 import FP16\n\nclass Mine(FP16):\n    name = '{name}'\n")
         assert compare(f"{path}:Mine", one_layer, windows=1, context=32)[-1]["label"] == name
-
-
-def test_a_method_belongs_to_the_rounding_of_the_weights_that_it_was_calibrated_on(one_layer):
-    """Quantized weights are no parameters."""
-    model, _ = hf.load(one_layer)
-    method = METHODS["rtn"](model.config)
-    three, four = (quantize(model, QUANTIZERS["rtn"](bits)) for bits in (3, 4))
-    calibrate(three, method, torch.arange(64).view(2, 32))
-    KVCache(three, method)
-    for other in (four, model):
-        with pytest.raises(UserError, match="calibrated on another model"):
-            KVCache(other, method)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import VOCAB, D, L, d, model_of, tokens_of
 from test_cli import SMALL, refused
+from test_evaluate import Typed
 
 import eval_ppl
 import train_intact
@@ -26,6 +27,7 @@ from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
 from tinykv.methods.intactkv import IntactKV, Prefix
 from tinykv.methods.registry import METHODS
+from tinykv.weights import QUANTIZERS, quantize
 
 ROOT = Path(__file__).parent.parent
 WEIGHTS = f"{EMBEDDED}/model.safetensors"
@@ -195,6 +197,14 @@ def model_edited_before_a_reset():
     cache.reset()
 
 
+def calibrated_on_three_bits(other):
+    """Of the weights, which are no parameters then; used on another model."""
+    model, method = quantize(MODEL, QUANTIZERS["rtn"](3)), METHODS["rtn"](CONFIG)
+    calibrate(model, method, TOKENS)
+    KVCache(model, method)
+    KVCache(other, method)
+
+
 def generated(tokens):
     """A text that goes on after `generate`; tokens: a function of its output."""
     cache = fp16()
@@ -268,6 +278,8 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *(("calibrated, or edited, after this text", lambda edit=edit: meanwhile(made("rtn", scheme="token-static"), edit))
       for edit in (lambda method: calibrate(MODEL, method, TOKENS[:1]), lambda method: setattr(method, "block", 5))),
     ("was calibrated on another model", model_edited_before_a_reset),
+    *(("was calibrated on another model", lambda other=other: calibrated_on_three_bits(other))
+      for other in (MODEL, quantize(MODEL, QUANTIZERS["rtn"](4)))),
     *((f"prompt must be a whole number of at least 1; got {n}", lambda n=n: fp16(prompt=n)) for n in (0, -1, 2.5)),
     *((f"the prompt, 4 tokens; it got {n}", lambda n=n, how=how: MODEL(TOKENS[:, :n], fp16(protocol=how, prompt=4)))
       for n in (3, 5) for how in PROTOCOLS),
@@ -318,6 +330,10 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *((f"{name}: no effect here", lambda name=name, value=value: compare(**{name: value}))
       for name, value in (("method", "pfn"), ("list_methods", True), ("help", True), ("dtype", "bf16"),
                           ("device", "cpu"))),
+    *((named, lambda name=name, value=value: eval_ppl.compare(Typed, hf.load(EMBEDDED), **{name: value}))
+      for named, name, value in (("--first", "first", "no"), ("--block", "block", 1.5), ("--share", "share", "x"),
+                                 ("--frist.*did you mean --first", "frist", True), ("--block", "block", True),
+                                 ("--block", "block", False), ("--windows", "windows", 0))),
     *(("temperature is from 0 on, and top_p", lambda how=how: MODEL.generate(TOKENS, 2, **how))
       for how in ({"temperature": -1.0}, {"temperature": math.nan}, {"temperature": 1.0, "top_p": 0.0},
                   {"temperature": 1.0, "top_p": 90}, {"temperature": 1.0, "top_p": math.nan}))])
