@@ -36,7 +36,7 @@ class Method(Calibrated):
 
     # Keep
     uses_scores = False  # True: the cache asks `score` at every update
-    keeps_share = False  # True: `preserve` is a percentage of the text's tokens
+    keeps_share = False  # True: more are kept in a longer text, and `preserve` is what the table shows, as "1%"
     prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
     # Code
     codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/schemes.py)
@@ -89,7 +89,7 @@ class Method(Calibrated):
     def keep_keys(self, layer_cache, n):
         """Choose the keys to keep from now on; all others are quantized.
 
-        n: how many of the oldest recent keys are about to be quantized; if the method chooses once, the whole prompt.
+        n: how many of the oldest recent keys are about to be quantized; for one that chooses once, the prompt's length.
 
         Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens, or None for no change. A head that keeps fewer
         than p tokens repeats one of them. The answer depends only on the cache, and does not change it.

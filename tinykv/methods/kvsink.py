@@ -20,8 +20,8 @@ Paper and practice. No code is public.
   lE = 1 is the second layer, and lists up to four channels, of which the method uses one: here the first. On any other
   model `outlier.py` looks for both on the calibration windows. If it finds no outlier, the first k tokens are kept, as
   the method `pfn` does.
-- k tokens are always kept, though there may be only one to three sinks. The others cost 16 bits a number, and do no
-  other harm. With static ranges they are left out of the calibration, as the paper asks.
+- k tokens are always kept, though there may be only one to three sinks. The others are harmless, but cost 16 bits a
+  number. With static ranges they are left out of the calibration, as the paper asks.
 - Algorithm 1 is a quantized prefill, and S stays as it is when decoding goes on: the `paper` protocol with a prompt.
   Without a prompt `paper` chooses S over the whole window, so a later token can take the place of one that an early
   query would have kept.
