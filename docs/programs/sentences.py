@@ -310,9 +310,12 @@ def crossing():
         f"16 bits find {found('fp16')} of 100 facts",
         f"`antkv` at 2 bits loses {loss(ANTKV):.3f} and finds {found(ANTKV)}; KIVI's grid at 3 bits loses "
         f"{loss(kivis + SHORT):.3f} and finds {found(kivis)}",
-        f"lower its loss to {loss(best + SHORT):.3f}, and answers rise to {found(best)} ({more_answers(kivis, best)})",
         f"marked tokens alone lower it to {loss(kivis_kept + SHORT):.3f}, and {found(kivis_kept)} are found",
-        f"marked tokens in 16 bits, for {row_of(kivis_kept + SHORT)['bits'] - row_of(kivis + SHORT)['bits']:.2f} bits",
+        f"a rotation alone lowers it to {loss(turned + SHORT):.3f}, and answers rise to {found(turned)} "
+        f"({more_answers(kivis, turned)})",
+        f"with both, it is {loss(best + SHORT):.3f} and {found(best)} ({more_answers(kivis, best)})",
+        f"marked tokens in 16 bits, for the loss, for "
+        f"{row_of(kivis_kept + SHORT)['bits'] - row_of(kivis + SHORT)['bits']:.2f} bits",
     ]
 
 
