@@ -132,3 +132,22 @@ def test_a_cache_that_a_forward_left_half_read_is_refused(protocol, read, where,
             go_on(tokens[:, read:], cache=cache)
     cache.reset()
     assert torch.equal(model(tokens, cache), model(tokens, KVCache(model, FP16(model.config), protocol)))
+
+
+def test_an_empty_cache_is_true_and_a_reset_takes_the_models_rope():
+    model = model_of(2)
+    cache = KVCache(model, FP16(model.config))
+    assert cache and len(cache) == 0
+    model.rope = copy.deepcopy(model.rope)
+    model.rope.freq = model.rope.freq / 2
+    cache.reset()
+    tokens = tokens_of(1, 9)
+    assert torch.equal(model(tokens, cache), model(tokens, KVCache(model, FP16(model.config))))
+
+
+def test_small_integers_name_the_tokens_to_keep():
+    rows = CachedRows(0, "k", Negating())
+    rows.append(torch.arange(300.0).view(1, 1, 300, 1))
+    rows.quantize(256)
+    with pytest.raises(UserError, match="token 0, which is neither"):  # as uint8, 0 - 256 is 0
+        rows.keep(torch.zeros(1, 1, 1, dtype=torch.uint8))

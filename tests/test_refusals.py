@@ -22,6 +22,7 @@ from tinykv.analysis import __main__ as analysis
 from tinykv.analysis import page
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate
+from tinykv.codecs.affine import Affine
 from tinykv.data import Windows, load_windows
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
@@ -236,6 +237,20 @@ def edited(method, setting, value):
     KVCache(MODEL, method)
 
 
+def edited_before_its_text():
+    method = made("rtn")
+    cache = KVCache(MODEL, method)
+    method.rope = "post"
+    MODEL(TOKENS, cache)
+
+
+def joined():
+    """A codec that takes the recent rows as well, and gives integers."""
+    codec = Affine(2, d)
+    codec.decode = lambda codes, recent: Affine.decode(codec, codes, recent).int()
+    codec.decode_before(torch.ones(1, 2, 3, d), codec.encode(torch.ones(1, 2, 4, d)), 4)
+
+
 def sharing():
     """All layers have the codecs of the first."""
     method = METHODS["rtn"](CONFIG)
@@ -300,6 +315,7 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *(("of the shape", lambda positions=positions: keep(positions)) for positions in ([0, 1], [[0, 1]], [[[[0]]]])),
     *(("changed since it was calibrated", lambda setting=setting, value=value: edited(made("rtn"), setting, value))
       for setting, value in (("rope", "post"), ("bits", 3))),
+    ("changed since it was calibrated", edited_before_its_text), ("has to give floating-point", joined),
     ("codecs of their own", sharing),
     *(("changed since it was calibrated", lambda name=name, one=one, two=two:
        METHODS[name](CONFIG, **two).restore(made(name, **one).calibrated(), MODEL)) for name, one, two in [
@@ -333,7 +349,8 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *((named, lambda name=name, value=value: eval_ppl.compare(Typed, hf.load(EMBEDDED), **{name: value}))
       for named, name, value in (("--first", "first", "no"), ("--block", "block", 1.5), ("--share", "share", "x"),
                                  ("--frist.*did you mean --first", "frist", True), ("--block", "block", True),
-                                 ("--block", "block", False), ("--windows", "windows", 0))),
+                                 ("--block", "block", False), ("--windows", "windows", 0),
+                                 ("--windows", "windows", False), ("--bos", "bos", False))),
     *(("temperature is from 0 on, and top_p", lambda how=how: MODEL.generate(TOKENS, 2, **how))
       for how in ({"temperature": -1.0}, {"temperature": math.nan}, {"temperature": 1.0, "top_p": 0.0},
                   {"temperature": 1.0, "top_p": 90}, {"temperature": 1.0, "top_p": math.nan}))])

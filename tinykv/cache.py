@@ -65,7 +65,7 @@ class CachedRows:
         if positions.dim() != 3 or positions.is_floating_point() or positions.dtype == torch.bool:
             raise UserError(f"`keep_keys` and `keep_values` have to give integers, not {positions.dtype}, of the shape "
                             f"(1 or B, 1 or Hkv, p), not {tuple(positions.shape)}: {self!r}")
-        positions = positions.to(self.recent.device).expand(B, -1, -1)  # (B, 1 or Hkv, p)
+        positions = positions.to(self.recent.device, torch.int64).expand(B, -1, -1)  # (B, 1 or Hkv, p)
 
         # the rows in full precision, recent | kept, and where each token is among them
         rows, scores = self.recent, self.recent_scores  # (B, Hkv, r, d), (B, Hkv, r)
@@ -303,13 +303,14 @@ class KVCache:
         at_least(1, prompt=prompt)
         method.check()
         self.model, self.method, self.protocol, self.prompt = model, method, protocol, prompt
-        self.config, self.rope = model.config, model.rope
+        self.config = model.config
         self.reset()
 
     def reset(self):
         """Forget every token, except those of the method's prefix."""
         self.busy = True  # while this or a forward is running; the model sets it for a forward
         self.method.check_model(self.model)
+        self.rope = self.model.rope
         self.shared = SimpleNamespace()  # what the method knows of this text, by name
         self.method.begin(self)
         self.layers = [self.layer_class(i, self.method, self.rope, self.protocol, self.shared, self.prompt)
@@ -351,6 +352,7 @@ class KVCache:
         if self.method.needs_calibration:
             raise UserError(f"{self.method!r} is not calibrated on this model yet; run "
                             "calibrate(model, method, windows) first")
+        self.method.check_model(self.model)  # either may have been edited since the cache was made
         if self.prompt is not None and T != self.prompt:
             raise UserError(f"the first forward reads the prompt, {self.prompt} tokens; it got {T}")
         if prefix and not (T > self.start and tokens[:, :self.start].tolist() == [prefix.ids] * len(tokens)):
@@ -402,6 +404,10 @@ class KVCache:
     def __len__(self):
         """Tokens seen by all layers."""
         return self.layers[-1].length
+
+    def __bool__(self):
+        """True, also of an empty cache: `cache or KVCache(...)` is the cache."""
+        return True
 
     def __repr__(self):
         length = self.layers[0].length

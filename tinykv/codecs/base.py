@@ -182,13 +182,13 @@ class Codec:
 
     def decode_before(self, recent, codes, n):
         """The n decoded tokens, then recent rows (B, Hkv, r, d): (B, Hkv, n + r, d), in the wider type of the two."""
-        if self.joins:
-            return self.decode(codes, recent)
-        decoded, shape = self.decode(codes), (*recent.shape[:2], n, recent.shape[3])
+        joined = n + recent.shape[2] if self.joins else n  # tokens that `decode` gives
+        decoded = self.decode(codes, recent) if self.joins else self.decode(codes)
+        shape = (*recent.shape[:2], joined, recent.shape[3])
         if not decoded.is_floating_point() or decoded.shape != shape:
             raise UserError(f"`decode` of {self!r} has to give floating-point numbers {shape}; it gave "
                             f"{decoded.dtype} {tuple(decoded.shape)}")
-        return torch.cat([decoded, recent], dim=2)
+        return decoded if self.joins else torch.cat([decoded, recent], dim=2)
 
     def calibrated(self):
         """The tables that are there, {name: tensor}."""

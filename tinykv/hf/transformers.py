@@ -146,11 +146,12 @@ class MethodCache(Cache):
         return len(self.empty.layers)
 
     def reset(self):
+        self.empty.reset()  # the model, or the method, may have been edited
         self.texts, self.skip = [], []
 
     def batch_select_indices(self, indices):
         """The texts at `indices` go on. Of one that is named twice, such as a beam, all tokens are copied."""
-        chosen = [int(i) for i in indices]
+        chosen = torch.arange(len(self.texts))[torch.as_tensor(indices).cpu()].tolist() if len(indices) else []
         self.texts = [copy.deepcopy(self.texts[i]) if i in chosen[:n] else self.texts[i] for n, i in enumerate(chosen)]
         self.padding = [self.padding[i] for i in chosen]
 

@@ -130,7 +130,7 @@ def words_of(p, given):
             p.set_defaults(**{name: values})
         elif value is True:
             words.append(f"--{name.replace('_', '-')}")
-        elif value is not None and (kind or value is not False):
+        elif value is not None and (value is not False or p.get_default(name) is not False):
             words.append(f"--{name.replace('_', '-')}={','.join(map(str, values))}")
     return words
 
