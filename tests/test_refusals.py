@@ -237,13 +237,6 @@ def edited(method, setting, value):
     KVCache(MODEL, method)
 
 
-def edited_before_its_text():
-    method = made("rtn")
-    cache = KVCache(MODEL, method)
-    method.rope = "post"
-    MODEL(TOKENS, cache)
-
-
 def joined():
     """A codec that takes the recent rows as well, and gives integers."""
     codec = Affine(2, d)
@@ -315,7 +308,7 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *(("of the shape", lambda positions=positions: keep(positions)) for positions in ([0, 1], [[0, 1]], [[[[0]]]])),
     *(("changed since it was calibrated", lambda setting=setting, value=value: edited(made("rtn"), setting, value))
       for setting, value in (("rope", "post"), ("bits", 3))),
-    ("changed since it was calibrated", edited_before_its_text), ("has to give floating-point", joined),
+    ("has to give floating-point", joined),
     ("codecs of their own", sharing),
     *(("changed since it was calibrated", lambda name=name, one=one, two=two:
        METHODS[name](CONFIG, **two).restore(made(name, **one).calibrated(), MODEL)) for name, one, two in [

@@ -352,7 +352,6 @@ class KVCache:
         if self.method.needs_calibration:
             raise UserError(f"{self.method!r} is not calibrated on this model yet; run "
                             "calibrate(model, method, windows) first")
-        self.method.check_model(self.model)  # either may have been edited since the cache was made
         if self.prompt is not None and T != self.prompt:
             raise UserError(f"the first forward reads the prompt, {self.prompt} tokens; it got {T}")
         if prefix and not (T > self.start and tokens[:, :self.start].tolist() == [prefix.ids] * len(tokens)):
