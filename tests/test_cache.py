@@ -135,7 +135,7 @@ def test_a_cache_that_a_forward_left_half_read_is_refused(protocol, read, where,
 
 
 def test_an_empty_cache_is_true_and_a_reset_takes_the_models_rope():
-    model = model_of(2)
+    model = copy.deepcopy(model_of(2))
     cache = KVCache(model, FP16(model.config))
     assert cache and len(cache) == 0
     model.rope = copy.deepcopy(model.rope)
