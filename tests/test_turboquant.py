@@ -174,7 +174,7 @@ def test_what_its_neighbours_keep(name):
 @pytest.mark.parametrize("name", ["turboquant.py:TurboQuant", "neighbours.py:H2O", "neighbours.py:Sinks"])
 def test_the_suite_of_all_methods_passes(name):
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_methods.py",
-                           "--method", f"docs/{name}"], cwd=ROOT, capture_output=True, text=True)
+                           "--method", f"docs/examples/{name}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
