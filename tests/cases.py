@@ -9,9 +9,12 @@ import functools
 import itertools
 import math
 import os
+import sys
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import oracles
 import pytest
@@ -27,7 +30,7 @@ from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
 from tinykv.model import Llama, LlamaConfig
-from tinykv.run.settings import settings_of
+from tinykv.run.settings import load_class, settings_of
 
 VOCAB, D, L, H, d = 41, 32, 2, 4, 16
 MARK, CHANNEL = VOCAB - 1, 5  # the token with the planted outlier, and the outlier's channel
@@ -48,6 +51,18 @@ def pipe(path):
     if not hasattr(os, "mkfifo"):
         pytest.skip("this system has no pipes in folders")
     os.mkfifo(path)
+
+
+@contextmanager
+def example_of(named):
+    """The file of a class, "FILE:Class", which adds schemes that other tests do not know. The blocks of the class are
+    as short as the cells' own."""
+    load_class.cache_clear()
+    with patch.dict(SCHEMES):
+        cls = load_class(named)
+        cls.block = G
+        yield sys.modules[cls.__module__]
+    load_class.cache_clear()
 
 
 # ---- models and texts

@@ -1,19 +1,16 @@
 """docs/examples/by_layer.py: what a codec gains, by the definition; which codecs get more bits; and the tests of all
 methods on a few cells."""
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import invariants
 import pytest
 import torch
-from cases import Case, G, model_of, tokens_of
+from cases import Case, example_of, model_of, tokens_of
 
 from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.calibrate import Text, calibrate
 from tinykv.codecs.schemes import SCHEMES
-from tinykv.run.settings import load_class
 
 FILE = Path(__file__).parent.parent / "docs" / "examples" / "by_layer.py"
 
@@ -21,12 +18,8 @@ FILE = Path(__file__).parent.parent / "docs" / "examples" / "by_layer.py"
 @pytest.fixture(autouse=True, scope="module")
 def by_layer():
     """The file, and formats.py with it, which adds schemes that other tests do not know."""
-    load_class.cache_clear()
-    with patch.dict(SCHEMES):
-        cls = load_class(f"{FILE}:ByLayer")
-        cls.block = G
-        yield sys.modules[cls.__module__]
-    load_class.cache_clear()
+    with example_of(f"{FILE}:ByLayer") as module:
+        yield module
 
 
 def calibrated(by_layer, **settings):

@@ -2,16 +2,14 @@
 the tests of all methods on a few cells.
 """
 import math
-import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import invariants
 import key_bias
 import numpy as np
 import pytest
 import torch
-from cases import Case, G, each_rows, kept_of, model_of
+from cases import Case, each_rows, example_of, kept_of, model_of
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
@@ -19,7 +17,6 @@ from tinykv.codecs.base import Exact, unpack
 from tinykv.codecs.centred import Centred
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.registry import METHODS
-from tinykv.run.settings import load_class
 
 FILE = Path(__file__).parent.parent / "docs" / "examples" / "formats.py"
 #  scheme: bits of a number, with the scale
@@ -31,12 +28,8 @@ BITS = {"fp8": 8, "mxfp8": 8, "q8_0": 8, "int8_per_token_head": 8, "q5_0": 5, "q
 @pytest.fixture(autouse=True, scope="module")
 def formats():
     """The file, which adds schemes that other tests do not know. Its blocks are as short as the cells' own."""
-    load_class.cache_clear()
-    with patch.dict(SCHEMES):
-        cls = load_class(f"{FILE}:Formats")
-        cls.block = G
-        yield sys.modules[cls.__module__]
-    load_class.cache_clear()
+    with example_of(f"{FILE}:Formats") as module:
+        yield module
 
 
 # ---- floats
