@@ -288,8 +288,8 @@ def crossing():
     zero, error, p = change(kivis, cell(3, KIVIS, "integer"))
     turned = cell(3, KIVIS, rotated=True)
     p_turned, p_kl = (change(kivis, turned, kind=kind)[2] for kind in ("nll", "kl"))
-    still, error_still, _ = change(kivis_kept, cell(3, KIVIS, "offset", "marked", True))
     small, best = cell(2, KIVIS, more=SIZE), cell(3, KIVIS, "offset", "marked", True)
+    still, error_still, _ = change(kivis_kept, best)
     wider = row_of(small + SHORT)["bits"] - row_of(two + SHORT)["bits"]
     worse, error_own, _ = change(two, OWN_FILE + ":Marked {mark} --bits 2 --scheme channel-dynamic --marked own")
     return [
@@ -314,7 +314,7 @@ def crossing():
         f"a rotation alone lowers it to {loss(turned + SHORT):.3f}, and answers rise to {found(turned)} "
         f"({more_answers(kivis, turned)})",
         f"with both, it is {loss(best + SHORT):.3f} and {found(best)} ({more_answers(kivis, best)})",
-        f"marked tokens in 16 bits, for the loss, for "
+        "marked tokens in 16 bits, for the loss, for "
         f"{row_of(kivis_kept + SHORT)['bits'] - row_of(kivis + SHORT)['bits']:.2f} bits",
     ]
 
