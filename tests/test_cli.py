@@ -498,7 +498,7 @@ def test_a_setting_of_ones_own_is_a_flag(command, mine):
 
 @pytest.mark.parametrize("protocol", ["paper", "stream"])
 def test_a_method_that_is_written_by_hand(command, protocol):
-    """Nothing but a codec: it has the name of its class, and 16 bits, as it does not say otherwise."""
+    """Nothing but a codec: it has the name of its class, and the bits that it claims."""
     path = ROOT / "tests" / "wrong_methods.py"
     status, out, _ = command("--method", f"{path}:Silent", "--wide", "--protocol", protocol, *SMALL)
     row = table(out)["Silent"]

@@ -309,7 +309,9 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *(("changed since it was calibrated", lambda setting=setting, value=value: edited(made("rtn"), setting, value))
       for setting, value in (("rope", "post"), ("bits", 3))),
     ("has to give floating-point", joined),
-    ("codecs of their own", sharing),
+    ("codecs of their own", sharing), ("Affine has no `bits`", lambda: edited(METHODS["kivi"](CONFIG), "bits", None)),
+    ("changed since it was calibrated", lambda:  # of another method
+     METHODS["rtn"](CONFIG).restore(made("pfn", preserve=0).calibrated(), MODEL)),
     *(("changed since it was calibrated", lambda name=name, one=one, two=two:
        METHODS[name](CONFIG, **two).restore(made(name, **one).calibrated(), MODEL)) for name, one, two in [
            ("rtn", {"k_bits": 2}, {"k_bits": 4}), ("rtn", {"scheme": "token-static"}, {"scheme": "channel-static"}),

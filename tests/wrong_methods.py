@@ -117,8 +117,10 @@ class OneCodec(Method):
 
 
 class Silent(OneCodec):
-    """Rounded numbers in 32 bits, and the bits are not said."""
+    """Rounded numbers in 32 bits, said to be 16."""
     class codec(Codec):
+        bits = 16
+
         def encode(self, x, ignore=None):
             z = x.float().amin(-1, keepdim=True)
             s = (x.float().amax(-1, keepdim=True) - z) / 3

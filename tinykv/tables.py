@@ -69,12 +69,12 @@ class Calibrated:
     __copy__ = copy.deepcopy  # or to calibrate one would change the tables of the other
 
     def stored_as(self):
-        """A number for what tables depend on: where keys are stored, what calibration keeps, how codecs were made.
+        """A number for what tables depend on: the method, where keys are stored, how codecs were made.
 
         Of two that differ, one pair in 2^32 has the same number. Of a codec it sees the class, and those arguments of
         its constructor that are attributes, and texts or numbers; of what `Method.fit` reads, only `preserve`.
         """
-        made_with = [self.rope, 0 if self.uses_scores else self.preserve]  # it scores none
+        made_with = [type(self).__name__, self.rope, 0 if self.uses_scores else self.preserve]  # it scores none
         for _, _, codec in self.each_codec():
             names = inspect.signature(type(codec)).parameters
             values = [value for name in names if isinstance(value := getattr(codec, name, None), str | int | float)]
@@ -93,6 +93,8 @@ class Calibrated:
         if not isinstance(self.codecs, list | tuple) or [type(pair) for pair in self.codecs] != [Pair] * L:
             raise UserError(f"{name}: `codecs` must be a list of {L} codecs.Pair, one a layer; got {self.codecs!r}")
         for _, kind, codec in self.each_codec():
+            if codec.bits is None:
+                raise UserError(f"{type(codec).__name__} has no `bits`; set its nominal bits of a number, such as 4")
             if (block := self.block_of(kind)) % codec.tokens_per_group:
                 raise UserError(f"a block of {block} tokens does not hold whole groups of "
                                 f"{codec.tokens_per_group}; give a multiple")

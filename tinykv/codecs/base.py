@@ -156,7 +156,7 @@ class Codec:
     Annotated[type, help], are settings, each with a flag of its name; the codec keeps them under the same names, as
     tables serve only a codec that was made in the same way.
     """
-    bits = 16  # nominal bits of a number
+    bits = None  # nominal bits of a number, which every codec says
     tokens_per_group = 1  # tokens that share a scale: codes are appended only after whole groups
     needs_text = False  # True: calibration has to call `fit` before the first text
     needs_gradient = False  # True: `fit` is given the gradient of the loss
@@ -206,6 +206,7 @@ def sixteen_bits(x):
 
 class Exact(Codec):
     """16 bits: nothing is quantized."""
+    bits = 16
 
     def encode(self, x, ignore=None):
         return Codes(x.clone())  # a view would keep the whole tensor around it alive
