@@ -2,7 +2,7 @@
 import copy
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinykv import UserError
+from tinykv import model as of_model
 from tinykv.cache import CachedRows, KVCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.base import Codec, Codes
@@ -114,19 +115,21 @@ def test_a_cache_that_is_copied_has_the_same_model_and_goes_on_by_itself(copied)
 
 @pytest.mark.parametrize("where, n", [
     ("model.embed_tokens", 0), ("model.layers.0.self_attn.o_proj", 1), ("model.layers.1", 1), ("model.layers.1.mlp", 2),
-    ("model.norm", 2), ("lm_head", 2)])  # layers that hold them then
+    ("model.norm", 2), ("lm_head", 2), ("generate", 2), ("reset", 2)])  # layers that hold the tokens then
 @pytest.mark.parametrize("protocol, read", [("stream", 0), ("stream", 5), ("paper", 0)])
-def test_a_cache_that_a_forward_left_half_read_is_refused(protocol, read, where, n):
-    """As Ctrl-C does in a notebook, whose next cell goes on with the cache."""
+def test_a_cache_that_was_interrupted_is_refused_until_it_is_reset(protocol, read, where, n):
+    """As Ctrl-C does in a notebook, whose next cell goes on with the cache: in a forward, after the last one of a
+    `generate`, of whose tokens the caller has got none, and in a reset."""
     model, tokens = copy.deepcopy(model_of(2)), tokens_of(1, 9)
     cache = KVCache(model, FP16(model.config), protocol)
     if read:
         model(tokens[:, :read], cache)
-    part = model.get_submodule(where)
-    stop = part.register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        model(tokens[:, read:], cache)
-    stop.remove()
+    call, (owner, name) = {
+        "generate": (partial(model.generate, tokens[:, read:], 3, cache), (of_model, "pick_token")),
+        "reset": (cache.reset, (cache.method, "begin")),
+    }.get(where) or (partial(model, tokens[:, read:], cache), (model.get_submodule(where), "forward"))
+    with patch.object(owner, name, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        call()
     for go_on in model, partial(model.generate, max_new_tokens=1):
         with pytest.raises(UserError, match="begun and not ended" + ".* in 1 of 2 layers" * (n == 1)):
             go_on(tokens[:, read:], cache=cache)

@@ -1,15 +1,14 @@
 """The evaluator against perplexity, KL and answers computed one token at a time in plain Python."""
 import json
 import math
-import random
 import sys
 from statistics import fmean
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-import eval_ppl
 from eval_ppl import compare
 from tinykv import UserError, evaluate, hf
 from tinykv.cache import KVCache
@@ -258,14 +257,11 @@ def test_a_shift_of_all_windows_is_found_however_they_differ(spread):
 
 
 def crossed(D):
-    """Mean squares of draws, of windows and of the rest of D[draw][window], and their degrees of freedom, in plain
-    lists."""
-    C, W = len(D), len(D[0])
-    rows = [sum(row) / W for row in D]
-    columns = [sum(row[w] for row in D) / C for w in range(W)]
-    mean = sum(rows) / C
-    rest = [(D[c][w] - rows[c] - columns[w] + mean) ** 2 for c in range(C) for w in range(W)]
-    sums = W * sum((x - mean) ** 2 for x in rows), C * sum((x - mean) ** 2 for x in columns), sum(rest)
+    """Mean squares of draws, of windows and of the rest of D (C, W), and their degrees of freedom."""
+    C, W = D.shape
+    draws, windows = D.mean(1) - D.mean(), D.mean(0) - D.mean()  # (C), (W)
+    rest = D - D.mean() - draws[:, None] - windows  # (C, W)
+    sums = W * np.sum(draws ** 2), C * np.sum(windows ** 2), np.sum(rest ** 2)
     df_draws = max(1, C - 1)  # the sums of one draw are zero
     df = df_draws, W - 1, df_draws * (W - 1)
     return [x / n for x, n in zip(sums, df)], df
@@ -276,22 +272,18 @@ def crossed(D):
 def test_the_error_over_draws_and_windows_is_that_of_crossed_effects(C, W, of_draws, of_windows):
     negative = 0
     for seed in range(20):
-        rng = random.Random(seed)
-        draws = [of_draws * rng.gauss(0, 1) for _ in range(C)]
-        windows = [of_windows * rng.gauss(0, 1) for _ in range(W)]
-        other = [[rng.gauss(0, 1) for _ in range(W)] for _ in range(C)]
-        D = [[draw + window + 0.1 * rng.gauss(0, 1) for window in windows] for draw in draws]
+        rng = np.random.default_rng(seed)
+        D = of_draws * rng.normal(size=(C, 1)) + of_windows * rng.normal(size=W) + 0.1 * rng.normal(size=(C, W))
         squares, freedom = crossed(D)
         ms_draws, ms_windows, ms_rest = squares
         square = (ms_draws + ms_windows - ms_rest) / (C * W)
         if min(ms_draws, ms_windows) < ms_rest:  # a variance below zero is none
             negative += 1
             square = max(ms_draws, ms_windows, ms_rest) / (C * W)
-        nll = [[a + b for a, b in zip(*rows)] for rows in zip(D, other)]
-        difference, error, t, p, better = paired(nll, other)
+        other = rng.normal(size=(C, W))
+        difference, error, t, p, better = paired((D + other).tolist(), other.tolist())
         assert error == pytest.approx(math.sqrt(square)) and t == pytest.approx(difference / error)
-        assert difference == pytest.approx(sum(map(sum, D)) / (C * W))
-        assert better == sum(x < 0 for row in D for x in row)
+        assert difference == pytest.approx(D.mean()) and better == (D < 0).sum()
         total = max(ms_draws, ms_rest) + max(ms_windows, ms_rest) - ms_rest  # Satterthwaite's degrees of freedom
         df = max(1, total ** 2 / sum(x ** 2 / n for x, n in zip(squares, freedom)))
         assert 0 <= p <= 1 and p == pytest.approx(p_value(t, df))
@@ -333,26 +325,26 @@ def test_a_row_is_compared_with_the_one_that_shares_most_settings_and_has_no_oth
 
 SMALL = {"windows": 1, "context": 64, "calib_windows": 1}
 CELL = """
-from eval_ppl import compare
 from tinykv.methods.base import CodecMethod, first_tokens
 
 class Seven(CodecMethod):
     def keep_keys(self, layer_cache, n):
         return first_tokens(layer_cache, 7)
-
-table = compare(["pfn", "kvsink", Seven], bits=2, **small)
 """
 
 
-def test_a_cell_of_a_notebook(monkeypatch):
-    """A method of three lines beside pfn and kvsink; the rows are what a DataFrame and a CSV file take."""
+def test_compare_takes_a_class_of_a_cell_a_method_and_a_loaded_model(monkeypatch, one_layer):
+    """The rows are what a DataFrame and a CSV file take."""
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # a notebook is no file
-    scope = {"small": SMALL, "__name__": "__main__"}
-    exec(compile(CELL, "<cell>", "exec"), scope)
-    table = scope["table"]
-    assert [row["label"] for row in table] == ["fp16", "pfn", "kvsink", "Seven"] and table[3]["k_bits"] == 2
-    assert repr(table).splitlines()[-1].startswith("Seven ") and not any(row["fault"] for row in table)
-    assert all(row.keys() == table[0].keys() for row in table)
+    exec(compile(CELL, "<cell>", "exec"), cell := {"__name__": "__main__"})
+    model, tokenizer = hf.load(one_layer)
+    mine = METHODS["rtn"](model.config, scheme="token-dynamic")
+    mine.name = "mine"
+    table = compare(["rtn", mine, cell["Seven"]], model=(model, tokenizer), scheme="token-dynamic", **SMALL)
+    assert [row["label"] for row in table] == ["fp16", "rtn", "mine", "Seven"]
+    assert table[1]["ppl"] == table[2]["ppl"] != table[3]["ppl"]
+    assert repr(table).splitlines()[-1].startswith("Seven ")
+    assert all(row.keys() == table[0].keys() and not row["fault"] for row in table)
 
 
 def test_compare_returns_the_rows_of_the_command(one_layer, tmp_path):
@@ -365,28 +357,6 @@ def test_compare_returns_the_rows_of_the_command(one_layer, tmp_path):
     lines = repr(table).splitlines()
     assert lines[-5].split()[:3] == ["method", "scheme", "keep"] and lines[-1].startswith("pfn preserve=2 ")
     assert comparisons.perplexity(table).axes[0].get_xlabel() == "tokens kept in full precision"
-
-
-def test_a_row_comes_before_the_next_is_measured(one_layer, monkeypatch):
-    """`evaluate` yields it as data: a dict."""
-    measured, rows = [], []
-    monkeypatch.setattr(eval_ppl, "measure", lambda *given, **more: measured.append(1) or measure(*given, **more))
-    args = flags.parse(methods="rtn,pfn", given={"model": one_layer, **SMALL})
-    for part in eval_ppl.evaluate(flags.set_up(args)):
-        if isinstance(part, dict):
-            rows.append(part)
-            assert len(measured) == len(rows)
-    assert [row["label"] for row in rows] == ["fp16", "rtn", "pfn"]
-    assert [row["ppl"] for row in rows] == [row["ppl"] for row in compare("rtn,pfn", one_layer, **SMALL)]
-
-
-def test_compare_takes_a_method_and_a_loaded_model(one_layer):
-    loaded = hf.load(one_layer)
-    mine = METHODS["rtn"](loaded[0].config, scheme="token-dynamic")
-    mine.name = "mine"
-    table = compare(mine, model=loaded, **SMALL)
-    same = compare("rtn", one_layer, scheme="token-dynamic", **SMALL)
-    assert [row["label"] for row in table] == ["fp16", "mine"] and table[1]["ppl"] == same[1]["ppl"]
 
 
 class Typed(METHODS["fp16"]):

@@ -53,7 +53,8 @@ COMMANDS = [
         ("--method kivi --scheme kvquant", "--scheme", "kivi"),  # rtn, beside it, takes one, which has no groups
         ("--method rtn --outliers 1", "--outliers", "rtn"),  # not a setting of its scheme
         ("--method pfn,kvsink --outliers 0,1 --scheme token-static", "--outliers", "pfn", "kvsink"),
-        ("--context 2048", "2048", "128"), ("--method rtn --vs kvi", "--vs kvi"),
+        ("--context 2048", "2048", "128"), ("--calib-context 4096", "calib-context 4096 is longer"),
+        ("--windows all", "all of tales are more than"), ("--method rtn --vs kvi", "--vs kvi"),
         ("--windows 1000000000", "1000000000 windows of"), ("--calib-windows 1000000000", "1000000000 windows of"),
         *((f"--{flag} 0", f"--{flag}", "0") for flag in ("windows", "calib-windows", "batch", "prompt", "draws")),
         ("--data nothing.txt", "nothing.txt", "tales"), ("--data line\nbreak.txt", "line\\nbreak"),
@@ -333,6 +334,7 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *((named, lambda name=name: load_windows(name, None, 48, 2, bos="none")) for name, named in (
         ("none.txt", "none.txt.*tales, fables, wikitext2, c4"), ("wikitext-2", "no data called 'wikitext-2'"),
         (EMBEDDED, "is no file"), (WEIGHTS, "cannot be read"), (f"{WEIGHTS}/below", "no such file"))),
+    ("no method 'kvsnk'.*mean kvsink?", lambda: eval_ppl.compare("kvsnk")),
     ("windows must be", lambda: load_windows("tales", None, 48, -1)),
     *(("is no folder", lambda name=name: hf.load(name))
       for name in ("/nowhere/at/all", "./no/model", "nowhere", "x" * 5000, "nul\0", __file__)),
@@ -353,3 +355,4 @@ def test_python_refuses_in_one_line(named, call):
     with pytest.raises(UserError, match=named) as caught:
         call()
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1500
+    assert caught.value._render_traceback_() == [f"UserError: {caught.value}"]  # which a notebook asks for

@@ -1,11 +1,13 @@
 """Nothing wrong in silence: what is not finite, not of the right shape, or damaged ends in one line, never in a row."""
+import copy
+import math
 import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from cases import model_of
+from cases import model_of, tokens_of
 from safetensors.torch import load_file, save_file
 from test_cli import refused
 
@@ -13,13 +15,15 @@ import eval_ppl
 import train_intact
 from tinykv import UserError, hf, identity
 from tinykv.analysis import __main__ as analysis
-from tinykv.cache import KVCache, LayerCache
+from tinykv.cache import PROTOCOLS, KVCache, LayerCache
 from tinykv.calibrate import calibrate
+from tinykv.codecs.base import Codec, Codes, Pair
 from tinykv.data import load_windows
 from tinykv.data.windows import Windows
 from tinykv.evaluate import measure, refuse_overflow
 from tinykv.files import save_tensors
 from tinykv.hf import EMBEDDED
+from tinykv.methods.base import Method
 from tinykv.methods.intactkv import exact_rows
 from tinykv.methods.registry import METHODS
 from tinykv.tables import Tables, fingerprint
@@ -103,68 +107,54 @@ def test_logits_that_overflow_and_a_loss_beyond_the_exponential_are_no_result(fa
 
 # ---- what a method gives
 
-MINE = """
-import torch
-from tinykv.codecs.base import Codec, Codes, Pair
-from tinykv.methods.base import Method
-
 class Half(Codec):
     bits = 2
-    def __init__(self, wrong):
-        self.wrong = wrong
+
     def encode(self, x, ignore=None):
-        return None if self.wrong == "none" else Codes(x.float())
+        return Codes(x.float())
+
     def decode(self, codes):
-        x = codes.packed
-        return {"one": x[:, :, :1], "short": x[:, :, :16], "nan": x * torch.nan, "ints": x.long()}.get(self.wrong, x)
+        return codes.packed
+
 
 class Mine(Method):
+    """Nothing is wrong with it, until one of its parts, or of its codecs', is replaced."""
     block = 8
-    def __init__(self, config, wrong="nothing"):
+
+    def __init__(self, config):
         super().__init__(config)
-        self.wrong = wrong
-        self.uses_scores = wrong.startswith("score")
-        self.codecs = [Pair(Half(wrong), Half(wrong)) for _ in range(config.num_hidden_layers)]
-        if wrong == "codecs":
-            self.codecs = ()
-        if "=" in wrong:  # as block="a"
-            name, value = wrong.split("=")
-            setattr(self, name, {"None": None, "nan": float("nan")}.get(value, value))
-    def keep_keys(self, cache, n):
-        if self.wrong in ("far", "negative"):
-            return torch.full((1, 1, 1), {"far": 10 ** 6, "negative": -2}[self.wrong])
-    def score(self, cache, q, K):
-        good = K[..., 0].float()  # (B, Hkv, S)
-        return good, good[..., :1] if self.wrong == "score" else good * float("nan")
-"""
+        self.codecs = [Pair(Half(), Half()) for _ in range(config.num_hidden_layers)]
 
 
-@pytest.fixture
-def mine(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
-    return f"{tmp_path / 'mine.py'}:Mine"
-
-
-@pytest.mark.parametrize("protocol", ["paper", "stream"])
-@pytest.mark.parametrize("wrong, words", [
-    ("none", ["`encode` of Half", "None"]), ("block=a", ["block of Mine", "'a'"]), ("block=None", ["block of"]),
-    ("recent=x", ["recent of Mine"]), ("preserve=x", ["preserve of Mine"]),
-    ("codecs=None", ["Mine: `codecs`", "None"]),
-    ("codecs=abcd", ["Mine: `codecs`", "abcd"]),
-    ("one", ["`decode` of Half", "(1, 1, 1, 8)"]), ("ints", ["`decode` of Half", "int64"]),
-    ("short", ["`decode` of Half", "(1, 1, 16, 8)"]), ("nan", ["layer 0", "decodes", "not finite"]),
-    ("codecs", ["Mine: `codecs`"]), ("far", ["`keep_keys`", "1000000"]), ("negative", ["`keep_keys`", "-2"]),
-    ("score", ["`score` of Mine", "(1, 1, 1)"]), ("scores", ["layer 0", "not finite"])])
-def test_what_a_method_gives_is_checked(command, mine, protocol, wrong, words):
-    status, out, err = command("--method", mine, "--wrong", wrong, "--protocol", protocol, *TINY)
-    said = f"{out} {err}"
-    assert status in (1, 2) and all(word in said for word in words), said
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("name, wrong, said", [
+    ("block", "a", "block of Mine.*'a'"), ("block", None, "block of Mine"), ("recent", "x", "recent of Mine"),
+    ("preserve", "x", "preserve of Mine"),
+    *(("codecs", codecs, f"Mine: `codecs`.*{codecs}") for codecs in (None, "abcd", ())),
+    ("encode", lambda x, ignore: None, "`encode` of Half.*None"),
+    ("decode", lambda codes: codes.packed[:, :, :1], r"`decode` of Half.*\(1, 4, 1, 16\)"),
+    ("decode", lambda codes: codes.packed[:, :, :8], r"`decode` of Half.*\(1, 4, 8, 16\)"),
+    ("decode", lambda codes: codes.packed.long(), "`decode` of Half.*int64"),
+    ("decode", lambda codes: codes.packed * math.nan, "layer 0, K.*not finite"),
+    *(("keep_keys", lambda layer, n, t=t: torch.full((1, 1, 1), t), f"`keep_keys`.* {t},") for t in (10 ** 6, -2)),
+    ("score", lambda layer, q, K: (K[..., 0], K[..., :1, 0]), r"`score` of Mine.*\(1, 4, 1\)"),
+    ("score", lambda layer, q, K: (K[..., 0] * math.nan, K[..., 0]), "layer 0.*not finite")])
+def test_what_a_method_gives_is_checked(protocol, name, wrong, said):
+    model, windows = model_of(1), Windows(tokens_of(1, 32), [[]])
+    method = Mine(model.config)
+    measure(model, method, windows, protocol)
+    for maker in [codec for *_, codec in method.each_codec()] if hasattr(Half, name) else [method]:
+        setattr(maker, name, wrong)
+    method.uses_scores = name == "score"
+    with pytest.raises(UserError, match=said):
+        measure(model, method, windows, protocol)
 
 
 @pytest.mark.parametrize("name", ["json", "help", "context", "calib_windows", "method", "settings"])
-def test_a_setting_that_is_called_as_a_flag_is_refused(command, tmp_path, name):
-    (tmp_path / "mine.py").write_text(MINE.replace('wrong="nothing"', f'wrong="nothing", {name}=1'))
-    assert f"called {name}" in refused(command, "--method", f"{tmp_path / 'mine.py'}:Mine", *TINY)
+def test_a_setting_that_is_called_as_a_flag_is_refused(name):
+    exec(f"class Named(Mine):\n    def __init__(self, config, {name}=1): pass", globals(), made := {})
+    with pytest.raises(UserError, match=f"called {name}"):
+        eval_ppl.compare(made["Named"])
 
 
 # ---- a model is known by what it computes
@@ -174,14 +164,15 @@ def exchange(model):
     layers[1], layers[2] = layers[2], layers[1]
 
 
-def permute(model):
-    """The same weights, and the same sum."""
-    weight = model.model["layers"][1].self_attn.k_proj.weight
-    weight.data = weight.data.flip(0)
+def louder(module, x, y):
+    return 1.2 * y
 
 
 def hook(model):
-    model.model["layers"][1].self_attn.v_proj.register_forward_hook(lambda module, x, y: 1.2 * y)
+    """In the place of the last one, and at the same place in memory."""
+    v_proj = model.model["layers"][1].self_attn.v_proj
+    v_proj._forward_hooks.clear()
+    v_proj.register_forward_hook(louder)
 
 
 def slow(model):
@@ -193,20 +184,26 @@ def enlarge(model):
         weight.data *= 1.5
 
 
-def another_head(model):
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+def soften(model):
+    model.model["layers"][2].input_layernorm.eps *= 100
 
 
-def other_states(model):
-    model.model["norm"].weight.data *= 2
+def overwrite(model):
+    """One number; the sum of some of its neighbours may not have it."""
+    with torch.no_grad():
+        model.model["layers"][0].mlp.up_proj.weight[3, 5] += 1
 
 
-def no_last_mlp(model):
-    model.model["layers"][-1].mlp.down_proj.weight.data.zero_()
+def to(part, change):
+    """An edit of the weight of a part, in place and behind torch's back."""
+    return lambda model: change(model.get_submodule(part).weight.data)
 
 
+permute = to("model.layers.1.self_attn.k_proj", lambda w: w.copy_(w.flip(0)))  # the same sum
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("change", [exchange, permute, hook, slow, enlarge, another_head, other_states, no_last_mlp])
+@pytest.mark.parametrize("change", [
+    exchange, permute, hook, slow, enlarge, to("lm_head", lambda w: w.copy_(w.flip(0))),
+    to("model.norm", lambda w: w.mul_(2)), to("model.layers.3.mlp.down_proj", torch.Tensor.zero_)])
 def test_what_was_found_on_a_model_serves_no_other(tmp_path, change, dtype):
     """A method's tables, those of a folder, and fp16's result. But the model may have another dtype; and of which model
     quantized weights were is unknown."""
@@ -228,38 +225,10 @@ def test_what_was_found_on_a_model_serves_no_other(tmp_path, change, dtype):
     assert Tables(tmp_path, model).get("these") is None
 
 
-def overwrite(model):
-    """One number, in place; the sum of some of its neighbours may not have it."""
-    with torch.no_grad():
-        model.model["layers"][0].mlp.up_proj.weight[3, 5] += 1
-
-
-def enlarge_a_row(model):
-    model.model["layers"][1].self_attn.q_proj.weight.data[7] *= 2
-
-
-def enlarge_a_column(model):
-    """Of a matrix with more columns than rows."""
-    model.model["layers"][0].mlp.down_proj.weight.data[:, 90] *= 2
-
-
-def soften(model):
-    model.model["layers"][2].input_layernorm.eps *= 100
-
-
-def unchanged(module, x, y):
-    return y
-
-
-def hook_anew(model):
-    """In the place of the last one, and at the same place in memory."""
-    v_proj = model.model["layers"][1].self_attn.v_proj
-    v_proj._forward_hooks.clear()
-    v_proj.register_forward_hook(unchanged)
-
-
-@pytest.mark.parametrize("change", [exchange, permute, hook, hook_anew, slow, enlarge, enlarge_a_row, enlarge_a_column,
-                                    overwrite, soften])
+@pytest.mark.parametrize("change", [
+    exchange, permute, hook, slow, enlarge, overwrite, soften,
+    to("model.layers.1.self_attn.q_proj", lambda w: w[7].mul_(2)),  # a row
+    to("model.layers.0.mlp.down_proj", lambda w: w[:, 90].mul_(2))])  # a column, of which it has more than rows
 def test_a_model_is_probed_once_and_again_when_it_was_edited(monkeypatch, change):
     monkeypatch.setattr(identity, "probed", probed := Mock(side_effect=identity.probed))
     model = hf.load_model(EMBEDDED)
@@ -272,53 +241,37 @@ def test_a_model_is_probed_once_and_again_when_it_was_edited(monkeypatch, change
 
 
 def test_a_file_of_tables_under_another_name_is_not_read(tmp_path):
-    model = hf.load_model(EMBEDDED)
-    kept = Tables(tmp_path, model)
-    for name, bits in (("2 bits", 2), ("3 bits", 3)):
-        method = METHODS["rtn"](model.config, k_bits=bits, v_bits=bits)
-        calibrate(model, method, torch.arange(64).view(2, 32))
-        kept.put(name, method.calibrated())
-    assert kept.get("2 bits")
-    shutil.copy(kept.path("3 bits"), kept.path("2 bits"))
-    assert kept.get("2 bits") is None
+    kept = Tables(tmp_path, model_of(1))
+    for name in ("one", "other"):
+        kept.put(name, {"0.k.scale": torch.ones(1)})
+    assert kept.get("one")
+    shutil.copy(kept.path("other"), kept.path("one"))
+    assert kept.get("one") is None
 
 
-def test_a_method_that_lost_its_tables_on_the_way_is_not_calibrated():
+@pytest.mark.parametrize("given, error", [
+    (Mock(__contains__=Mock(side_effect=KeyboardInterrupt)), KeyboardInterrupt), ({}, UserError)])
+def test_a_method_that_lost_its_tables_on_the_way_is_not_calibrated(given, error):
     """Interrupted while it takes others, or given none."""
-    model = hf.load_model(EMBEDDED)
-    method = METHODS["rtn"](model.config)
-    for given, error in ((Mock(__contains__=Mock(side_effect=KeyboardInterrupt)), KeyboardInterrupt), ({}, UserError)):
-        calibrate(model, method, torch.arange(64).view(2, 32))
-        with pytest.raises(error):
-            method.restore(given, model)
-        assert method.needs_calibration
+    method = METHODS["rtn"](model_of(1).config)
+    calibrate(model_of(1), method, tokens_of(1, 32))
+    with pytest.raises(error):
+        method.restore(given, model_of(1))
+    assert method.needs_calibration
 
 
-def test_a_reset_that_was_interrupted_leaves_a_cache_that_is_refused(monkeypatch):
-    model = hf.load_model(EMBEDDED)
-    cache = KVCache(model, METHODS["fp16"](model.config))
-    model(torch.arange(9)[None], cache)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(cache.method, "begin", Mock(side_effect=KeyboardInterrupt))
-        cache.reset()
-    with pytest.raises(UserError, match="has begun and not ended"):
-        model(torch.arange(9)[None], cache)
-    cache.reset()
-    model(torch.arange(9)[None], cache)
-
-
-def test_an_interrupted_probe_leaves_the_attention_as_it_was(monkeypatch):
+def test_an_interrupted_probe_leaves_the_attention_as_it_was():
     model = hf.load_model(EMBEDDED)
     model.use_attention("plain")
-    monkeypatch.setattr(model.model["layers"][3], "forward", Mock(side_effect=KeyboardInterrupt))
+    model.model["layers"][3].forward = Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         model.identity()
     assert {layer.self_attn.attention for layer in model.model["layers"]} == {"plain"}
 
 
-def test_a_prefix_is_trained_for_what_rope_turns_by(tmp_path):
+def test_a_prefix_is_trained_for_what_rope_turns_by():
     """But not for the last bit of it, which is another one on other machines."""
-    model = hf.load_model(EMBEDDED)
+    model = copy.deepcopy(model_of(1))
     before = fingerprint(model)
     model.rope.freq = model.rope.freq * (1 + 2 ** -22)
     assert fingerprint(model) == before
@@ -326,23 +279,10 @@ def test_a_prefix_is_trained_for_what_rope_turns_by(tmp_path):
     assert fingerprint(model) != before
 
 
-def test_a_cache_that_an_interrupted_generation_left_is_refused(monkeypatch):
-    """It holds tokens that the caller has not got."""
-    model = hf.load_model(EMBEDDED)
-    cache, tokens = KVCache(model, METHODS["kivi"](model.config)), torch.arange(9)[None]
-    monkeypatch.setattr("tinykv.model.pick_token", Mock(side_effect=[tokens[:, :1], KeyboardInterrupt]))
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(tokens, 5, cache)
-    monkeypatch.undo()
-    with pytest.raises(UserError, match="begun and not ended"):
-        model.generate(tokens, 5, cache)
-
-
 def test_tables_from_a_file_warn_of_few_vectors_a_centroid():
-    model = hf.load_model(EMBEDDED)
-    method, other = (METHODS["cq"](model.config, vq="d4m64") for _ in range(2))
-    calibrate(model, method, torch.arange(200).view(2, 100) % 50)
-    other.restore(method.calibrated(), model)
+    method, other = (METHODS["cq"](model_of(1).config, vq="d4m64") for _ in range(2))
+    calibrate(model_of(1), method, tokens_of(2, 100))
+    other.restore(method.calibrated(), model_of(1))
     assert "few (below" in method.describe() and other.describe() == method.describe()
 
 
@@ -350,8 +290,8 @@ def test_tables_from_a_file_warn_of_few_vectors_a_centroid():
 
 def test_equal_content_is_an_equal_file(tmp_path):
     tensors, notes = {"a": torch.arange(64.0), "b": torch.ones(3)}, {"format": "x", "names": "[]", "ids": "[1]"}
-    for number, order in enumerate((1, -1)):
-        save_tensors(tmp_path / f"{number}", dict([*tensors.items()][::order]), dict([*notes.items()][::order]))
+    save_tensors(tmp_path / "0", tensors, notes)
+    save_tensors(tmp_path / "1", dict(reversed(tensors.items())), dict(reversed(notes.items())))
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
 
 
