@@ -6,11 +6,13 @@ from functools import partial
 from statistics import stdev
 
 from crossing import APART, GRIDS, KEPT, NORMED, SIZE, SMALL, TURNS, ZEROS, cell
+from matplotlib.colors import LogNorm
 from results import ANTKV, CQ, ROOT, SERVED, compared, named
 from tables import NEEDLES, SMOL, bits, lost, row_of, table
 
 from tinykv import plots
 
+SHADES = 0.05, 3  # nats of the figure's lightest shade, and of its darkest
 SHORT, TALES = " --context 512", " --context 512 --data tales"
 COLUMNS = {f"{zero}, {kept} kept": (zero, kept) for zero in ZEROS for kept in KEPT}
 LINES = {f"{grid}{', rotated' * turn}": (grid, turn) for turn in TURNS for grid in GRIDS}
@@ -40,7 +42,7 @@ IDEAS = {
                           zero="integer"),
     "KIVI's grid": steps(("static", "offset", "none"), ("static", "offset", "marked"), grid=KIVIS),
     "rotation": steps(("static", "offset", "none"), ("static", "integer", "none"), ("static", "offset", "marked"),
-                      ("a token", "offset", "none"), (KIVIS, "offset", "none"), (KIVIS, "offset", "marked"),
+                      ("per token", "offset", "none"), (KIVIS, "offset", "none"), (KIVIS, "offset", "marked"),
                       rotated=True)}
 
 
@@ -146,16 +148,16 @@ PAPERS = {
                                                                cell(3, "static", kept="marked", rotated=True), BOTH)],
     "OTT | a pool of five small keys": [("KIVI's, 2 bits", KIVI_2, SMALL),
                                         ("KIVI's, five found instead, 2 bits", cell(2, KIVIS, kept="found"), SMALL)],
-    "OScaR | rotation": [("a token, 3 bits", cell(3, "a token"), cell(3, "a token", rotated=True)),
+    "OScaR | rotation": [("per token, 3 bits", cell(3, "per token"), cell(3, "per token", rotated=True)),
                          ("KIVI's, marked kept, 3 bits", cell(3, KIVIS, kept="marked"), BOTH)],
     "OScaR | keys of one length": [("KIVI's, 2 bits", "kivi --bits 2", "oscar --bits 2 --rotate off"),
                                    ("KIVI's of 32, rotated, 2 bits", cell(2, KIVIS, rotated=True, more=SIZE), NORMED)],
-    "SKVQ | similar channels, clipped": [("a token, 2 bits", f"{SKVQ} 0 --clip none --reorder off", f"{SKVQ} 0"),
+    "SKVQ | similar channels, clipped": [("per token, 2 bits", f"{SKVQ} 0 --clip none --reorder off", f"{SKVQ} 0"),
                                          ("KIVI's of 32 instead, 2 bits", "kivi --bits 2 --group-size 32 --recent 32",
                                           f"{SKVQ} 5")],
     "KVQuant | outliers apart, 1%": [ABSENT, ("its levels, 2 bits", "kvquant --bits 2 --outliers 0",
                                               "kvquant --bits 2")],
-    "IntactKV | BOS kept": [ABSENT, ("a token, integer, 3 bits", f"rtn {LEVEL} token-dynamic",
+    "IntactKV | BOS kept": [ABSENT, ("per token, integer, 3 bits", f"rtn {LEVEL} token-dynamic",
                                      f"intactkv {LEVEL} token-dynamic")],
     "AnTKV | 1% of the tokens kept": [ABSENT, ("its codebooks, 2 bits", ANTKV.replace("1%", "0"), ANTKV)]}
 
@@ -185,11 +187,10 @@ def draw(path):
     figure, panels = plots.new_figure(1, 2, 11, 4.4, "Nats a token above 16 bits: grid by zero point and kept tokens")
     for panel, (model, where, width) in zip(panels, (("SmolLM2", SHORT, 3), ("embedded", "", 2))):
         losses = [[change("fp16", of_cell(line, name, width), where, model)[0] for name in COLUMNS] for line in LINES]
-        shown, top = [[max(loss, 0.01) for loss in of_line] for of_line in losses], max(map(max, losses))
-        panel.imshow(shown, cmap="OrRd", norm="log", aspect="auto")
+        panel.imshow(losses, cmap="OrRd", norm=LogNorm(*SHADES), aspect="auto")
         for y, of_line in enumerate(losses):
             for x, loss in enumerate(of_line):
-                panel.text(x, y, f"{loss:.2f}", ha="center", va="center", color="white" if loss > top / 3 else "black")
+                panel.text(x, y, f"{loss:.2f}", ha="center", va="center", color="white" if loss > 0.8 else "black")
         panel.set(xticks=range(len(COLUMNS)), yticks=range(len(LINES)), title=f"{model}, {width} bits")
         panel.set_xticklabels([column.replace(", ", ",\n") for column in COLUMNS])
         panel.set_yticklabels(LINES if panel is panels[0] else [])

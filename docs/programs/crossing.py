@@ -4,7 +4,7 @@ A cell is one choice of each of these, at so many bits:
 
     grid       static: a channel of the keys before RoPE, and a head of the values; from other text
                KIVI's: 128 tokens of a key's channel, or 32, and a token of the values; from the numbers themselves
-               a token: of the keys after RoPE, and of the values
+               per token: of the keys after RoPE, and of the values
     zero       offset: the group's minimum; integer: a whole number of steps, so that 0 is a level
     kept       none; the first five (pfn); five found (kvsink); all that have a tenth of the largest mark, or more
                (marked); the five smallest keys of each head (ott)
@@ -15,7 +15,7 @@ SmolLM2 reads pairs of a window and a draw of the calibration (results.py), the 
 import itertools
 
 OWN_FILE = "docs/programs/apart.py"
-GRIDS = {"static": "channel-static", "KIVI's": "channel-dynamic", "a token": "token-dynamic"}
+GRIDS = {"static": "channel-static", "KIVI's": "channel-dynamic", "per token": "token-dynamic"}
 ZEROS, KEPT, TURNS = ("offset", "integer"), ("none", "marked"), (False, True)
 
 
