@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import Case, each_rows, example_of, kept_of, model_of
+from safetensors.torch import save_file
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
@@ -220,13 +221,15 @@ def test_tables_of_channels_need_no_mean(formats):
         assert isinstance(exact.codecs[0].k, Exact)
 
 
-def test_the_program_prints_the_norm_of_each_bias(run, one_layer, monkeypatch):
-    config = hf.load_config(one_layer)
+def test_the_program_prints_the_norm_of_each_bias(run, one_layer, tmp_path):
     planted = hf.load_model(one_layer)
     key_bias.plant(planted, 30)
-    norm = 30 * 1.25 ** 0.5 * config.num_key_value_heads ** 0.5
-    assert key_bias.norms(planted) == [pytest.approx(norm)] * config.num_hidden_layers
-    assert run(key_bias, one_layer) == (0, "layer 0: 0.0\n", "")
+    bias = planted.model["layers"][0].self_attn.k_proj.bias.data
+    norm = 30 * 1.25 ** 0.5 * planted.config.num_key_value_heads ** 0.5
+    save_file({f"model.layers.{i}.self_attn.{name}.bias": bias * i for i in (2, 10) for name in ("k_proj", "q_proj")},
+              tmp_path / "model.safetensors")
+    assert run(key_bias, tmp_path) == (0, f"layer 2: {2 * norm:.1f}\nlayer 10: {10 * norm:.1f}\n", "")
+    assert run(key_bias, one_layer)[1] == "its keys have no bias\n"
 
 
 @pytest.mark.parametrize("width, scheme, size", [(40, "q8_0", 32), (80, "q5_1", 32), (80, "mxfp4", 32),

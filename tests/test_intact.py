@@ -21,6 +21,7 @@ from test_weights import fold, text, tiny
 
 import train_intact
 from tinykv import UserError, hf
+from tinykv.analysis.walk import walk
 from tinykv.cache import KVCache
 from tinykv.data import Windows, load_windows
 from tinykv.data.stories import stories
@@ -56,6 +57,31 @@ def begun(n, T, batch=1, seed=3):
     tokens = text(batch, T, seed)
     tokens[:, :n] = torch.tensor(IDS[:n])
     return tokens
+
+
+def test_theorem_1_holds_and_explains_little():
+    """Of the last of 64 tokens, with weights of 3 bits: how much each head's output changes, and the bound, with token
+    0 quantized and exact. docs/methods.md has the means."""
+    model, tokenizer = hf.load(EMBEDDED)
+    n, d, norm = 64, model.config.head_dim, partial(torch.linalg.matrix_norm, ord=2)
+    window = load_windows("tales", tokenizer, n, 1, "test").tokens[0]
+    found = {0: [], 1: []}  # {exact tokens: (change, bound, bound with 1 for n^(3/2)) of each layer's heads}
+    for at, coarse in zip(walk(model, window), walk(quantize(model, RTNWeights(3)), window)):
+        W_O = model.model["layers"][at.layer].self_attn.o_proj.weight.detach().T.split(d)  # a head's (d, D)
+        K, V = at.k[0, 0], at.v[0, 0]  # (n, d) both
+        for q, W in zip(at.q[0, :, -1], W_O):  # q (d)
+            for exact, rows in found.items():
+                dK, dV = coarse.k[0, 0] - K, coarse.v[0, 0] - V
+                dK[:exact] = dV[:exact] = 0
+                h, changed = ((q @ k.T / d ** 0.5).softmax(-1) @ v @ W for k, v in ((K, V), (K + dK, V + dV)))  # (D)
+                by_score = q.norm() * dK.norm(dim=1).max() / d ** 0.5 * norm(W) * (dV.norm() + norm(V))
+                by_value = norm(W) * dV.norm()
+                rows.append(torch.stack([(changed - h).norm(), n ** 1.5 * by_score + by_value, by_score + by_value]))
+    found = {exact: torch.stack(rows) for exact, rows in found.items()}  # (8, 3)
+    assert all((rows[:, 0] < rows[:, 2]).all() for rows in found.values())
+    assert found[0].mean(0).tolist() == pytest.approx([1.40, 156_800, 331], rel=0.005)
+    assert found[1].mean(0).tolist() == pytest.approx([0.44, 156_600, 331], rel=0.006)
+    assert 39_000 < (found[0][:, 1] / found[0][:, 0]).min()
 
 
 # ---- rows of a transformed model

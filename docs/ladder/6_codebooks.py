@@ -6,9 +6,9 @@
 Neighbouring channels depend on each other, so not all combinations of their numbers occur. CQ rounds n channels at once
 to the nearest of 2**n vectors, its codebook, which k-means puts where such combinations are and errors cost most; that
 is still 1 bit for each number. AnTKV keeps the 1% of the tokens whose error would change attention's output most.
-
-It prints CQ with 1, 2, 4 and 8 channels for a code, all at 1 bit (8 channels: about 8.51), and then AnTKV (8.39).
-
+It prints CQ with 1, 2, 4 and 8 channels for a code, all at 1 bit (8 channels: about 8.51), and then AnTKV (8.39). Left
+out are other bits (as of 256 vectors of 4 channels), a text that grows, with AnTKV's 32 newest tokens, scores in tiles,
+and a draw: of more vectors than k-means needs the package takes 64 for each of the 2**n, which moves the first three.
 Shapes: B texts, T tokens each; H query heads, Hkv heads of keys and values, d channels; slots = Hkv * d/n codebooks.
 """
 import math
@@ -57,7 +57,7 @@ def antkv(q, K, kept):  # NEW: the anchors, 1% of the tokens
     later = torch.ones_like(scores, dtype=torch.bool).triu(1)  # keys that come after the query
     A = scores.masked_fill(later, -torch.inf).softmax(-1)  # (B, H, T, T)
     # Eq. 5: how far an error moves the outputs of all queries. A value's is multiplied by A. A key's moves its score by
-    # up to |q| times as much, and that moves A by A (1 - A), the softmax's derivative; sqrt(d), for all, is left out
+    # up to |q| times as much, and A by A (1 - A) times that. Left out: sqrt(d), how far its value is from the output
     of_key, of_value = (A * (1 - A) * q.norm(dim=-1, keepdim=True)).sum(2), A.sum(2)  # (B, H, T) both
     score = torch.stack([of_key, of_value]).unflatten(2, (-1, heads_per_kv)).sum(3)  # (2, B, Hkv, T)
     anchors = score.topk(math.ceil(score.shape[-1] / 100)).indices  # (2, B, Hkv, 1% of T)

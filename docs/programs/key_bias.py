@@ -1,28 +1,29 @@
 """The bias of a model's `k_proj`, and what quantized keys lose with a large one: docs/serving.md.
 
-    python docs/programs/key_bias.py path/to/model                    its norm, a layer a line
+    python docs/programs/key_bias.py path/to/model                    its norm, a layer a line; no more of it is read
     python docs/programs/key_bias.py path/to/SmolLM2-135M-Instruct --data wikitext2-test.txt
 
 With --data, the second plants a bias in the keys of the first and the last layer, where Qwen2.5 has its largest: in
 every head SIZE and SIZE / 2 in the two channels that RoPE turns slowest. A query sees nearly the same in all keys, so
 the loss in 16 bits does not change, but a grid has to hold it. docs/results.json keeps the rows.
 """
-import argparse
 from statistics import fmean as mean
 
 import torch
 from results import BIASED, BIASES, UNIT, WINDOWS, biased, entry_of, read_data, write_data
 
-from tinykv import hf
+from tinykv import cli, hf
 from tinykv.calibrate import calibrate
 from tinykv.data import load_windows
 from tinykv.evaluate import measure
+from tinykv.hf.checkpoint import read_tensors
+from tinykv.hf.config import checkpoint_folder
 
 
-def norms(model):
-    """The norm of each layer's bias; 0 without one."""
-    biases = [layer.self_attn.k_proj.bias for layer in model.model.layers]
-    return [0 if bias is None else bias.float().norm().item() for bias in biases]
+def norms(folder):
+    """The norm of each bias of a checkpoint, {layer: norm}."""
+    return {int(name.split(".")[2]): tensor.float().norm().item()
+            for name, tensor in read_tensors(checkpoint_folder(folder)) if name.endswith("k_proj.bias")}
 
 
 def plant(model, size):
@@ -54,18 +55,19 @@ def measure_all(loaded, text, size, data):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    p.add_argument("model", metavar="DIR")
+    p = cli.Parser(description=__doc__)
+    p.add_argument("model", metavar="DIR|OWNER/NAME")
     p.add_argument("--data", metavar="FILE", help="plant a bias, and measure")
-    args = p.parse_args()
-    if args.data is None:
-        for layer, norm in enumerate(norms(hf.load_model(args.model))):
-            print(f"layer {layer}: {norm:.1f}")
-        return
-    loaded, data = hf.load(args.model), read_data()
-    loaded[0].use_attention("fused")
-    for size in BIASES:
-        measure_all(loaded, args.data, size, data)
+    with cli.one_line(p):
+        args = p.parse_args()
+        if args.data is None:
+            lines = [f"layer {layer}: {norm:.1f}" for layer, norm in sorted(norms(args.model).items())]
+            print("\n".join(lines) or "its keys have no bias")
+            return
+        loaded, data = hf.load(args.model), read_data()
+        loaded[0].use_attention("fused")
+        for size in BIASES:
+            measure_all(loaded, args.data, size, data)
 
 
 if __name__ == "__main__":
