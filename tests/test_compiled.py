@@ -1,17 +1,14 @@
-"""The cache whose decoding step torch compiles, beside the attention to the rows that the same cache decodes.
-
-Both read the same codes and kept rows, and differ in the order of sums in fp32, and in RoPE's angles, of which one is
-a sum of two: 1e-4 of numbers of size 1. In 16 bits, one rounds the decoded rows and the output, the other the output
-alone. Most tests call the functions as they are (conftest.py): to compile them takes seconds.
+"""The cache whose decoding step torch compiles, beside `expected` of told.py, which reads the same codes and kept rows:
+to 1e-4 of numbers of size 1, as an angle of RoPE's is a sum of two; outputs of 16 bits are the nearest. Most tests call
+the functions as they are (conftest.py): to compile them takes seconds.
 """
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import Case, build_and_calibrate, model_of, tokens_of
 from conftest import compile_for_real
-from torch.nn.functional import scaled_dot_product_attention
+from told import expected, logits_of, reads_the_same, told_layer
 
 import eval_ppl
 from tinykv import UserError, compiled_cache
@@ -20,12 +17,10 @@ from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import Exact, Pair
 from tinykv.compiled_cache import COMPILED, CompiledCache, CompiledLayer, check_compiler
 from tinykv.evaluate import chunks_of
-from tinykv.methods.base import Method
 from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig, Rope
 from tinykv.run.settings import settings_of
 
-near = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4, check_dtype=False)
 
 @pytest.fixture
 def few(monkeypatch):
@@ -40,45 +35,14 @@ def seed():
 
 # ---- a layer
 
-class Told(Method):
-    """Codecs, and kept tokens as they are told: {kind: (tokens of each head, ...)}, in turn by sequence."""
-
-    def __init__(self, pair, rope="post", recent=0, blocks=(1, 1), kept=None, window=None):
-        super().__init__(SimpleNamespace(sliding_window=window))
-        self.codecs, self.rope, self.recent, self.kept = [pair], rope, recent, kept or {}
-        self.blocks = dict(zip("kv", blocks))
-
-    def block_of(self, kind):
-        return self.blocks[kind]
-
-    def keep_keys(self, layer_cache, n, kind="k"):
-        if kind in self.kept:
-            positions = torch.tensor(self.kept[kind])  # (1 or Hkv, p)
-            return torch.stack([positions.roll(b, 0) for b in range(len(layer_cache.keys.recent))])
-
-    def keep_values(self, layer_cache, n):
-        return self.keep_keys(layer_cache, n, "v")
-
-
-def same(method, heads, R, batch, length, width=16, dtype=torch.float32, **close):
-    """The output for the last of `length` tokens is the attention to the rows that the layer reads."""
-    layer = CompiledLayer(0, method, Rope(LlamaConfig(9, 8, 8, 1, heads * R, heads, width, 32768)), "stream", None)
-    q = torch.randn(batch, heads * R, 1, width).to(dtype)
-    rows = torch.randn(2, batch, heads, length, width).to(dtype)
-    if length > 1:
-        layer.update(q.expand(-1, -1, length - 1, -1), *rows[:, :, :, :-1], 0)
-    layer.append(*rows[:, :, :, -1:])
-    for part in (layer.keys, layer.values):  # that it matters which rows are kept
-        if part.kept_rows is not None:
-            place = part.kept_positions[..., None]
-            part.kept_rows = part.kept_rows + place % 3 * (place < part.n_coded)
+def same(pair, heads, R, batch, length, dtype=torch.float32, close=1e-4, **told):
+    """The output for the last of `length` tokens is the oracle's."""
+    layer = told_layer(CompiledLayer, pair, heads, 16, batch, length, dtype=dtype, **told)
+    q = torch.randn(batch, heads * R, 1, 16).to(dtype)
     out = layer.for_attention(q, length - 1)
-    K, V = LayerCache.read(layer)
-    seen = torch.arange(length) >= length - (method.config.sliding_window or length)
-    want = scaled_dot_product_attention(layer.rope.rotate(q, length - 1), K, V, seen[None], enable_gqa=True)
+    want, _ = expected(layer.rope.rotate(q, length - 1), layer)
     assert out.shape == q.shape and out.dtype == dtype
-    near(out, want, **close)
-    return layer
+    torch.testing.assert_close(out.double(), want, rtol=close, atol=close)
 
 
 KEPT = {"one for all": {"k": [[0, 3]], "v": [[0, 3]]}, "keys alone": {"k": [[2, 5, 2]]},
@@ -88,27 +52,25 @@ KEPT = {"one for all": {"k": [[0, 3]], "v": [[0, 3]]}, "keys alone": {"k": [[2, 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("kept", [None, *KEPT])
 @pytest.mark.parametrize("rope", ["pre", "post"])
-@pytest.mark.parametrize("R, batch, recent, blocks, window", [
-    (1, 1, 0, (1, 1), None), (3, 2, 5, (8, 1), None), (2, 3, 9, (16, 8), 20), (2, 1, 50, (8, 8), None),
-    (4, 1, 0, (32, 1), 3)])
-def test_a_layer_attends_to_what_it_reads(kept, rope, R, batch, recent, blocks, window):
-    pair = Pair(Affine(2, 16, "channel", 8) if blocks[0] > 1 else Affine(3, 16), Affine(2, 16, group=8))
-    method = Told(pair, rope, recent, blocks, KEPT.get(kept), window)
-    same(method, 2, R, batch, 40)
+@pytest.mark.parametrize("R, batch, recent, block, v_block, window", [
+    (1, 1, 0, 1, 1, None), (3, 2, 5, 8, 1, None), (2, 3, 9, 16, 8, 20), (2, 1, 50, 8, 8, None), (4, 1, 0, 32, 1, 3)])
+def test_a_layer_attends_to_what_it_reads(kept, rope, R, batch, recent, block, v_block, window):
+    pair = Pair(Affine(2, 16, "channel", 8) if block > 1 else Affine(3, 16), Affine(2, 16, group=8))
+    same(pair, 2, R, batch, 40, rope=rope, recent=recent, block=block, v_block=v_block, kept=KEPT.get(kept),
+         window=window)
 
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
-def test_few_tokens(length):
-    for kept in (None, {"k": [[0]], "v": [[0]]}):
-        same(Told(Pair(Affine(2, 16), Exact()), "pre", 1, kept=kept), 1, 2, 2, length)
+@pytest.mark.parametrize("kept", [None, {"k": [[0]], "v": [[0]]}])
+def test_few_tokens(length, kept):
+    same(Pair(Affine(2, 16), Exact()), 1, 2, 2, length, rope="pre", recent=1, kept=kept)
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_of_16_bits(dtype):
-    close = {torch.bfloat16: 2 ** -7, torch.float16: 2 ** -10}[dtype]
-    same(Told(Pair(Affine(4, 16), Affine(4, 16)), "pre", 5), 2, 2, 2, 40, dtype=dtype, rtol=close, atol=close)
+@pytest.mark.parametrize("dtype, close", [(torch.bfloat16, 2 ** -8), (torch.float16, 2 ** -11)])
+def test_models_of_16_bits(dtype, close):
+    same(Pair(Affine(4, 16), Affine(4, 16)), 2, 2, 2, 40, dtype, close, rope="pre", recent=5)
 
 
 def test_angles_of_long_texts():
@@ -127,42 +89,28 @@ def method_of(name, **settings):
     return build_and_calibrate(Case(cls, settings_of(cls).get("scheme"), recent=4, settings=tuple(settings.items())))
 
 
-def logits_of(method, tokens, chunks, cache_class=CompiledCache, protocol="stream", prompt=None):
-    """The logits of tokens (B, T) that arrive in chunks, and the cache."""
-    model = model_of(2)
-    model.use_attention("fused" if cache_class is KVCache else "compiled")
-    cache = cache_class(model, method, protocol, prompt)
-    with torch.inference_mode():
-        return torch.cat([model(chunk, cache) for chunk in tokens.split(chunks, dim=1)], dim=1), cache
+def text_of(name, batch, T):
+    """Tokens (B, T) that begin with the method's prefix, and how many arrive first."""
+    case = Case(METHODS[name])
+    return case.text(tokens_of(batch, T)), len(case.prefix) + 1
 
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("protocol, prompt", [("stream", None), ("stream", 12), ("paper", 12)])
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_reads_the_same(name, protocol, prompt):
-    """Logits, and what is held, of texts that are read token by token. `antkv` chooses all the while."""
-    method = method_of(name, choose="always")
-    tokens = tokens_of(2, 40)
-    first = prompt or 1
-    if method.prefix:
-        tokens[:, :4] = torch.tensor(method.prefix.ids)
-        first = max(first, 5)
-    chunks = [first] + [1] * (40 - first)
-    (want, one), (got, two) = (logits_of(method, tokens, chunks, cls, protocol, prompt)
-                               for cls in (KVCache, CompiledCache))
-    near(got, want, rtol=1e-3, atol=1e-3)
-    assert one.nbytes == two.nbytes and two.layers[0].keys.n_coded > 1
-    for a, b in zip(one.layers, two.layers):
-        for kind in ("keys", "values"):
-            scores = [getattr(layer, kind).recent_scores for layer in (a, b)]
-            assert scores[0] is None or torch.allclose(*scores, rtol=1e-3)
+    """Of texts that are read token by token. `antkv` chooses all the while."""
+    tokens, first = text_of(name, 2, 40)
+    first = max(first, prompt or 1)
+    reads_the_same(CompiledCache, "compiled", model_of(2), method_of(name, choose="always"), tokens,
+                   [first] + [1] * (40 - first), protocol, prompt)
 
 
 def test_codebooks_are_decoded_once_a_step(monkeypatch):
     """Also where the method scores what attention gets."""
     layers, read = [], LayerCache.read
     monkeypatch.setattr(LayerCache, "read", lambda layer: layers.append(layer.layer) or read(layer))
-    logits_of(method_of("antkv", choose="always"), tokens_of(1, 20), 1)
+    logits_of(CompiledCache, "compiled", model_of(2), method_of("antkv", choose="always"), tokens_of(1, 20), 1)
     assert layers == [0, 1] * 20
 
 
@@ -201,13 +149,10 @@ def test_one_loop_for_all_lengths(name, compiling):
     for a codec that looks numbers up."""
     method = method_of(name)
     for T in (300, 500):
-        tokens, first = tokens_of(1, T), 1
-        if method.prefix:
-            tokens[:, :4] = torch.tensor(method.prefix.ids)
-            first = 5
-        got, want = (logits_of(method, tokens, [first] + [1] * (T - first), cls)[0][:, 250:300]
-                     for cls in (CompiledCache, KVCache))
-        near(got, want, rtol=1e-3, atol=1e-3)  # of logits of size 10
+        tokens, first = text_of(name, 1, T)
+        got, want = (logits_of(cls, way, model_of(2), method, tokens, [first] + [1] * (T - first))[0][:, 250:300]
+                     for cls, way in ((CompiledCache, "compiled"), (KVCache, "fused")))
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)  # of logits of size 10
     assert compiling() == 2 * method.codecs[0].k.fuses
 
 
