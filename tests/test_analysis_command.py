@@ -1,6 +1,5 @@
-"""What `python -m tinykv.analysis` prints, draws and writes; the numbers themselves are tested in test_analysis.py."""
-import base64
-import gzip
+"""What `python -m tinykv.analysis` prints, draws and writes, and how figures look; the numbers themselves are tested in
+test_analysis.py."""
 import json
 import re
 from pathlib import Path
@@ -10,11 +9,10 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from tinykv import cli, hf, plots, shared_flags
+from tinykv import cli, plots, shared_flags
 from tinykv.analysis import __main__ as command
-from tinykv.analysis import anchors, bias, outliers, page, sinks, walk
+from tinykv.analysis import anchors, outliers, page, walk
 from tinykv.data.windows import load_windows
-from tinykv.methods import antkv
 from tinykv.run import comparisons
 
 PNG = b"\x89PNG"
@@ -54,41 +52,21 @@ def test_a_table_a_figure_and_numbers_of_each(analyse, some_sinks, monkeypatch, 
     assert numbers["sinks at"] == [[0, 9], [0, 9]] and "sinks of window 1: 0 <s>, 9 " in printed
     blocks = printed.split("\n\n")[1:]
     for block, name in zip(blocks, command.NAMES, strict=True):
-        module = command.PHENOMENA[name]
+        columns = command.PHENOMENA[name].COLUMNS
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
         lines, rows = block.splitlines(), numbers[name]
         assert len(lines) == len(rows) + 1 and len({len(line) for line in lines}) == 1
-        assert lines[0].split() == " ".join(head for head, _ in module.COLUMNS.values()).split()
+        assert lines[0].split() == " ".join(head for head, _ in columns.values()).split()
         for line, row in zip(lines[1:], rows):
-            words = [walk.cell(row[column], form) for column, (_, form) in module.COLUMNS.items()]
-            assert re.split("  +", line.strip()) == words
+            assert re.split("  +", line.strip()) == [walk.cell(row[name], form) for name, (_, form) in columns.items()]
 
 
-def numbers_of(path):
-    """What a page holds."""
-    packed = re.search(r"H4sI[\w+/=]+", path.read_text())[0]  # gzip's first bytes, in base64
-    return json.loads(gzip.decompress(base64.b64decode(packed)))
-
-
-def test_the_page_of_the_command(analyse, tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "SHOWN", {name: page.SHOWN[name] for name in ("rtn", "kvsink")})
-    _, out, _ = analyse("--out", tmp_path / "cache.html", "--calib-windows", 2, program=page)
-    assert f"wrote {tmp_path / 'cache.html'}" in out and (tmp_path / "cache.html").stat().st_size < 600_000
-    numbers = numbers_of(tmp_path / "cache.html")
-    assert numbers["texts"] == 2 and len(numbers["tokens"]) == 64 and numbers["model"].startswith("model")
-    # of texts of one's own
-    (tmp_path / "texts.txt").write_text("Once there was a baker. His name was Nob\n\nWho sings? The singer")
-    analyse("--text", tmp_path / "texts.txt", "--out", tmp_path / "own.html", "--calib-windows", 2, program=page)
-    numbers = numbers_of(tmp_path / "own.html")
-    assert numbers["answers"] == 2 and "".join(numbers["tokens"][1:]).endswith(("Nob", "singer"))
-
-
-def test_a_cell():
-    cells = [walk.cell(x, ".1f") for x in (None, "word", 1.25, [1.0, None], [])]
-    assert cells == ["-", "word", "1.2", "1.0 -", "none"]
-    assert walk.cell([*range(8)], "d") == "0 1 2 3 4 5 6 7"
-    assert walk.cell([*range(9)], "d") == "0 1 .. 3 4 .. 7 8"  # of many layers
-    assert walk.cell([*range(30)], "d") == "0 1 .. 14 15 .. 28 29"
+@pytest.mark.parametrize("value, form, text", [
+    (None, ".1f", "-"), ("word", ".1f", "word"), (1.25, ".1f", "1.2"), ([1.0, None], ".1f", "1.0 -"),
+    ([], ".1f", "none"), ([*range(8)], "d", "0 1 2 3 4 5 6 7"),
+    ([*range(9)], "d", "0 1 .. 3 4 .. 7 8"), ([*range(30)], "d", "0 1 .. 14 15 .. 28 29")])  # of many layers
+def test_a_cell(value, form, text):
+    assert walk.cell(value, form) == text
 
 
 def test_a_model_without_sinks_is_told_of(analyse, tmp_path):
@@ -103,30 +81,9 @@ def test_a_model_without_sinks_is_told_of(analyse, tmp_path):
 
 
 def test_several_names_each_once_and_half_precision(analyse, some_sinks):
-    _, out, _ = analyse("norms", "keys", "norms", "--dtype", "bf16", "--device", "cpu")
+    """And what needs no calibration text reads none: there is too little of it here."""
+    _, out, _ = analyse("norms", "keys", "norms", "--dtype", "bf16", "--device", "cpu", "--calib-windows", 10 ** 9)
     assert out.count("\n\n") == 2 and "torch.bfloat16" in out and out.index("Q others") < out.index("cliff")
-
-
-def test_no_calibration_text_is_read_for_what_needs_none(analyse, some_sinks, tmp_path):
-    text = tmp_path / "short.txt"
-    text.write_text("Once there was a baker who lived in Ravfield. " * 60)
-    assert "Q others" in analyse("norms", "--data", text, "--calib-windows", 500)[1]
-    assert analyse("norms", "errors", "--data", text, "--calib-windows", 500)[0] == 2
-
-
-def test_no_attention_matrix_is_ever_whole(monkeypatch, one_layer):
-    """With tiles of one query no tensor of T x T numbers is seen by softmax, whatever is asked for."""
-    seen = []
-    softmax = torch.Tensor.softmax
-    monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *a: (seen.append(x.shape[-2]), softmax(x, *a))[1])
-    monkeypatch.setattr(antkv, "MAX_SCORES", 1)
-    monkeypatch.setattr(antkv, "MIN_QUERIES", 1)
-    model, tokenizer = hf.load(one_layer)
-    windows = load_windows("tales", tokenizer, 64, 1).tokens
-    text = walk.Text(model, windows, sinks.find_sinks(model, windows), layer=0)
-    walk.rows_of(bias, text)
-    sinks.attention_map(text.shown()[0])
-    assert set(seen) == {1}
 
 
 @pytest.mark.parametrize("program, has", [
@@ -147,87 +104,89 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(analyse, monke
     assert status == 2 and err.count("\n") == 1 and str(words[-1] if words else "cache.html") in err
 
 
+@pytest.mark.parametrize("bos", ["replace", "none"])
+def test_windows_to_calibrate_on_are_cut_as_the_text_is(bos):
+    args = command.parser().parse_args(["norms", "--calib-windows", "3", "--bos", bos])
+    shared_flags.set_up(args, longest=32)
+    found = shared_flags.calibration_text(args)
+    assert found.equal(load_windows("tales", args.tokenizer, 32, 3, "calibration", bos=bos).tokens)
+
+
 # The figure of eval_ppl.py
 
-def row(label, ppl, bits=2.0, preserve=0, weights=None):
-    return {"label": label, "weights": weights, "ppl": ppl, "bits_true": bits, "preserve": preserve}
+def row(label, ppl, bits=2.0, preserve=0, weights=None, along=()):
+    return {"label": label, "weights": weights, "ppl": ppl, "bits_true": bits, "preserve": preserve,
+            "window_nll_along": along}
 
 
 FP16 = row("fp16", 2.0, 16.0)
 
 
-def drawn(rows):
-    """{label: [(x, y)]} of the lines in the figure, and the lines in colour."""
-    panel, = comparisons.perplexity([FP16, *rows]).axes
-    lines = {line.get_label(): list(zip(*(values.tolist() for values in line.get_data()))) for line in panel.lines}
-    assert panel.get_yscale() == "log" and {note.get_text() for note in panel.texts} == set(lines)
-    return lines, {line.get_label() for line in panel.lines if line.get_color() != plots.GREY}
+def drawn(rows, fp16=FP16, panel=0):
+    """{label: line} of a panel of the figure."""
+    panel = comparisons.perplexity([fp16, *rows]).axes[panel]
+    lines = {line.get_label(): line for line in panel.lines}
+    assert {note.get_text() for note in panel.texts} == set(lines)
+    return lines
+
+
+def points_of(line):
+    return [tuple(point) for point in line.get_xydata().tolist()]
 
 
 def test_perplexity_is_drawn_above_fp16_s_in_per_cent():
-    lines, _ = drawn([row("rtn bits=2", 3.0), row("rtn bits=4", 2.002, 4.0), row("rtn bits=8", 1.99, 8.0)])
-    assert lines.keys() == {"rtn"}
-    assert lines["rtn"] == [pytest.approx(point) for point in ((2, 50), (4, 0.1), (8, comparisons.FLOOR))]
+    line, = drawn([row("rtn bits=4", 2.002, 4.0), row("rtn bits=2", 3.0), row("rtn bits=8", 1.99, 8.0)]).values()
+    assert line.get_label() == "rtn" and line.axes.get_yscale() == "log"
+    assert points_of(line) == [pytest.approx(point) for point in ((2, 50), (4, 0.1), (8, comparisons.FLOOR))]
 
 
 def test_losses_along_longer_windows_stand_below():
     """A line a row: the mean over draws and windows of what each stretch loses above fp16."""
-    fp16 = FP16 | {"window_nll_along": [[[3.0, 2.0], [1.0, 2.0]]]}
-    rtn = row("rtn", 3.0) | {"window_nll_along": [[[4.0, 4.0], [2.0, 3.0]], [[4.0, 6.0], [2.0, 7.0]]]}
-    _, panel = comparisons.perplexity([fp16, rtn]).axes
-    line, = panel.lines
-    assert line.get_label() == "rtn" and [point.tolist() for point in line.get_data()] == [[1, 2], [1, 3]]
+    fp16 = row("fp16", 2.0, 16.0, along=[[[3.0, 2.0], [1.0, 2.0]]])
+    rtn = row("rtn", 3.0, along=[[[4.0, 4.0], [2.0, 3.0]], [[4.0, 6.0], [2.0, 7.0]]])
+    assert points_of(drawn([rtn], fp16, panel=1)["rtn"]) == [(1, 1), (2, 3)]
 
 
-def test_what_loses_the_least_somewhere_has_a_colour():
+@pytest.mark.parametrize("more", [[], [row("ott bits=2", 4.1)]])
+def test_what_loses_the_least_somewhere_and_what_the_papers_ask_about_has_a_colour(more):
+    """And grey lines have markers of their own, which no line in colour has."""
     rows = [row("rtn bits=2", 9.0), row("rtn bits=4", 2.5, 4.0), row("kivi bits=2", 4.0), row("cq bits=1", 5.0, 1.0),
-            row("kivi bits=4", 2.6, 4.1)]
-    for more in ([], [row("ott bits=2", 4.1)]):
-        assert drawn([*rows, *more])[1] == {"rtn", "kivi", "cq"}
-
-
-def test_kvsink_pfn_and_antkv_have_colours_and_grey_lines_have_markers_of_their_own():
-    names = ["rtn", "pfn scheme=token-static", "kvsink", "kivi", "ott", "skvq", "kvquant", "cq", "antkv"]
-    rows = [row(f"{name} bits=2", 2.1 + i) for i, name in enumerate(names)]
-    _, coloured = drawn(rows)
-    assert coloured == {"rtn", "pfn scheme=token-static", "kvsink", "antkv"}  # rtn is the best of these
-    panel, = comparisons.perplexity([FP16, *rows]).axes
-    looks = [(line.get_color(), line.get_marker()) for line in panel.lines]
-    assert len(set(looks)) == len(names)
-    assert len({marker for colour, marker in looks if colour == plots.GREY}) == 5
-    assert len({colour for colour, _ in looks}) == 5  # four, and grey
-
-
-@pytest.mark.parametrize("n", [4, 30])
-def test_a_quantity_has_one_colour_in_all_panels_of_the_outliers(n):
-    keys = [f"{place}{more}" for place in ("d_in", "d_out", "mid", "out") for more in ("", " others")]
-    keys += ["d_out c", "out c", "ratio c"]
-    rows = [{"layer": layer, "channel": 7, **{key: 1.0 + layer for key in keys}} for layer in range(n)]
-    figure = outliers.draw(None, rows)
-    colours = {}
-    for panel in figure.axes:
-        for line in panel.lines:
-            if not line.get_label().startswith("_"):
-                colours.setdefault(line.get_label(), set()).add(line.get_color())
-    assert len(colours) == 4 and all(len(found) == 1 for found in colours.values())
-    assert len(set.union(*colours.values())) == 4
+            row("kivi bits=4", 2.6, 4.1), *more]
+    marked = [row(f"{name} bits=2", 9.5) for name in ("skvq", "pfn scheme=token-static", "kvquant", "kvsink", "antkv")]
+    lines = drawn([*rows, *marked])
+    coloured = {name for name, line in lines.items() if line.get_color() != plots.GREY}
+    assert coloured == {"rtn", "kivi", "cq", "pfn scheme=token-static", "kvsink", "antkv"}
+    assert len({line.get_marker() for line in lines.values()}) == len(lines) == 8 + len(more)
+    assert len({line.get_color() for line in lines.values()}) == 7
 
 
 def test_a_line_joins_what_differs_in_bits_alone():
     rows = [row(f"pfn scheme={scheme} bits={bits}", 2 + 1 / bits, bits, 5, weights)
             for bits in (4, 2) for scheme in ("kvquant", "token-static") for weights in (None, "awq-3")]
-    lines, _ = drawn([*rows, row("cq vq=d4m256", 2.2), row("cq vq=d8m256", 2.3, 1.0),
-                         *(row(f"rtn k_bits={k} v_bits={v}", 3, (k + v) / 2) for k in (2, 4) for v in (2, 4))])
+    lines = drawn([*rows, row("cq vq=d4m256", 2.2), row("cq vq=d8m256", 2.3, 1.0),
+                   *(row(f"rtn k_bits={k} v_bits={v}", 3, (k + v) / 2) for k in (2, 4) for v in (2, 4))])
     assert lines.keys() == {"pfn scheme=kvquant", "pfn scheme=kvquant awq-3", "pfn scheme=token-static",
                             "pfn scheme=token-static awq-3", "cq", "rtn v_bits=2", "rtn v_bits=4"}
-    assert all([x for x, _ in points] == [2, 4] for name, points in lines.items() if name.startswith("pfn"))
+    assert all([x for x, _ in points_of(line)] == [2, 4] for name, line in lines.items() if name.startswith("pfn"))
 
 
 def test_where_kept_tokens_were_varied_they_are_the_x_axis():
     rows = [row(f"pfn preserve={n} bits={bits}", 2 + 1 / n / bits, bits, n) for n in (5, 1) for bits in (2, 3)]
-    lines, _ = drawn([*rows, row("antkv", 2.1, preserve="1%"), row("rtn bits=2", 3.0)])
-    assert {name: [x for x, _ in points] for name, points in lines.items()} == {
+    lines = drawn([*rows, row("antkv", 2.1, preserve="1%"), row("rtn bits=2", 3.0)])
+    assert {name: [x for x, _ in points_of(line)] for name, line in lines.items()} == {
         "pfn bits=2": [1, 5], "pfn bits=3": [1, 5], "rtn bits=2": [0]}
+
+
+# What figures share
+
+@pytest.mark.parametrize("n", [4, 30])
+def test_a_quantity_has_one_colour_in_all_panels_of_the_outliers(n):
+    keys = [f"{place}{more}" for place in ("d_in", "d_out", "mid", "out") for more in ("", " others")]
+    rows = [{"layer": layer, "channel": 7, **dict.fromkeys([*keys, "d_out c", "out c", "ratio c"], 1.0 + layer)}
+            for layer in range(n)]
+    lines = {(line.get_label(), line.get_color()) for panel in outliers.draw(None, rows).axes for line in panel.lines
+             if not line.get_label().startswith("_")}
+    assert len(lines) == len(dict(lines)) == len({colour for _, colour in lines}) == 4
 
 
 def test_labels_lie_beside_the_ends_of_their_lines():
@@ -260,11 +219,3 @@ def test_figures_leave_the_backend_of_a_notebook_alone():
 def test_a_map_keeps_the_largest_magnitude_and_its_sign():
     x = torch.tensor([[1.0, -3], [2, -1], [-1, 0], [0, 2]])
     assert plots.pooled(x, 2).tolist() == [[2, -3], [-1, 2]]
-
-
-@pytest.mark.parametrize("bos", ["replace", "none"])
-def test_windows_to_calibrate_on_are_cut_as_the_text_is(bos):
-    args = command.parser().parse_args(["norms", "--calib-windows", "3", "--bos", bos])
-    shared_flags.set_up(args, longest=32)
-    found = shared_flags.calibration_text(args)
-    assert found.equal(load_windows("tales", args.tokenizer, 32, 3, "calibration", bos=bos).tokens)
