@@ -481,14 +481,10 @@ def test_work_is_not_lost_where_the_run_ends_early(rows_of, command, calibrated,
     assert status == 130 and calibrated == methods * 2 and list(table(out)) == list(rows) == ["fp16", "rtn"]
 
 
-@pytest.mark.parametrize("found", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "-1"}, {"RANK": "x"}, {"RANK": "2"},
-                                   {"MASTER_PORT": ""}])
-def test_half_of_torchrun_is_one_line(command, monkeypatch, found):
-    whole = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29500", "MASTER_ADDR": "localhost"}
-    for name, value in (found if found == {"WORLD_SIZE": "2"} else whole | found).items():
+def test_half_of_torchrun_is_one_line(command, monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": ""}.items():
         monkeypatch.setenv(name, value)
-    line = refused(command)
-    assert "torchrun" in line and all(f"{name}={value}" in line for name, value in found.items())
+    assert "WORLD_SIZE is set, but not MASTER_ADDR, MASTER_PORT; start with torchrun" in refused(command)
 
 
 @pytest.mark.parametrize("words", ["--json text.txt", "--plot text.png", "--calibration text.txt",

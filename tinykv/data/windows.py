@@ -84,14 +84,14 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
     at_least(1, windows=windows, context=context)
     one_of(("replace", "given", "none"), bos=bos)
     one_of(SPLITS, split=split)
-    replace_first = bos != "none" and not prefix
+    n, replace_first = len(prefix), bos != "none" and not prefix
     if replace_first and tokenizer.bos_id is None:
         raise UserError("this tokenizer has no <s> to begin every window with; use bos 'none', windows as they are cut")
-    if len(prefix) > context - 2:
-        raise UserError(f"a prefix of {len(prefix)} tokens leaves no text in windows of {context}; use longer ones")
+    if n > context - 2:
+        raise UserError(f"a prefix of {n} tokens leaves no text in windows of {context}; use longer ones")
 
     # 1. the stream: the tokens of as many documents as are needed
-    text_length = context - len(prefix)  # tokens of text in a window
+    text_length = context - n  # tokens of text in a window
     need = MOST if windows is None else windows * text_length
     if need > MOST or windows is None and data in VOCABULARIES:
         what = f"all of {data}" if windows is None else f"{windows} windows of {text_length} tokens"
@@ -118,12 +118,10 @@ def load_windows(data, tokenizer, context, windows, split="test", seed=0, bos="r
         tokens[:, 0] = tokenizer.bos_id
 
     # 3. the prefix before each of them
-    if prefix:
-        n = len(prefix)
-        repeated = torch.tensor(prefix).expand(windows, -1)  # (W, n)
-        tokens = torch.cat([repeated, tokens], dim=1)  # (W, T)
-        answers = [[(start + n, end + n) for start, end in of_window] for of_window in answers]
-    return Windows(tokens, answers, start=max(1, len(prefix)) + (bos == "given"))
+    repeated = torch.tensor(prefix, dtype=torch.int64).expand(windows, -1)  # (W, n)
+    tokens = torch.cat([repeated, tokens], dim=1)  # (W, T)
+    answers = [[(start + n, end + n) for start, end in of_window] for of_window in answers]
+    return Windows(tokens, answers, start=max(1, n) + (bos == "given"))
 
 
 def share_text(a, b, n=32):

@@ -48,19 +48,15 @@ def load_model(folder, device="cpu", dtype=torch.float32):
         if name in state and not torch.equal(state[name], tensor):
             raise UserError(f"{folder} holds {name} twice, with different numbers; keep the files of one checkpoint, "
                             "and set tie_word_embeddings to false if lm_head.weight is not the embedding")
-        state[name] = tensor
+        state[name] = torch.nn.Parameter(tensor, requires_grad=False)
 
-    # 3. into the model; torch names what is missing, unexpected, or of another shape
+    # 3. into the model, as they are: so a tied lm_head is the embedding. torch names what is missing, or unexpected
     state |= {name: state[source] for name, source in tied.items() if source in state}
     try:
         model.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
         raise UserError(f"{folder}: the weights do not fit config.json, take both, and all files, from the same "
                         f"checkpoint: {' '.join(str(error).split())[:1000]}") from None
-
-    # 4. a tied lm_head is the embedding
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model["embed_tokens"].weight
     return model.requires_grad_(False)
 
 
@@ -75,8 +71,7 @@ class NoInit(TorchFunctionMode):
 def usable_devices(names):
     """The torch.devices of "cpu", "cuda" or "cuda:0,cuda:1", or of a list of such names."""
     names = names if isinstance(names, list) else str(names).split(",")
-    devices = [usable_device(name) for name in reversed(names)]  # kernels run on the first
-    return devices[::-1]
+    return [usable_device(name) for name in reversed(names)][::-1]  # the first comes last: kernels run on it
 
 
 def usable_device(name):

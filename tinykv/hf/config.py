@@ -95,8 +95,6 @@ def parse_config(raw, where):
     for field in fields(LlamaConfig):
         if field.type in KINDS and (field.name in given or field.default is MISSING):
             config[field.name] = checked(given, field.name, field.type, where)
-    if config["num_hidden_layers"] > 1024:  # each is made before a weight is read
-        refuse("num_hidden_layers", config["num_hidden_layers"], where, "tinykv takes up to 1024")
     if given.get("sliding_window") is not None:
         config["sliding_window"] = checked(given, "sliding_window", int, where)
 

@@ -98,8 +98,7 @@ def build_entries(args, config, tokenizer, check=None):
             given["prefix"] = [open_prefix(str(what), tokenizer) for what in given["prefix"]]
         run_here = {"fp16": "fp16"} if quantizers and weights is None else names
         for method, name in run_here.items():
-            beside = {} if method in asked else compared.get(method, {})
-            refused = None if method in args.method else left_out
+            beside, refused = compared.get(method, {}), None if method in args.method else left_out
             for entry in entries_of(method, name, beside, given, config, check, refused):
                 entry.weights, entry.quantizer = weights, quantizers.get(weights)
                 if entry.title in entries:

@@ -26,11 +26,9 @@ def joined():
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield
         return
-    given = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")}
-    numbers = all(map(str.isdecimal, given.values())) and int(given["RANK"]) < int(given["WORLD_SIZE"])
-    if not numbers or "MASTER_ADDR" not in os.environ:
-        given = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise UserError(f"{given}: not what torchrun sets; start with torchrun, or unset WORLD_SIZE")
+    lacking = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if lacking:
+        raise UserError(f"WORLD_SIZE is set, but not {', '.join(lacking)}; start with torchrun, or unset WORLD_SIZE")
     dist.init_process_group(timeout=PATIENCE)  # gloo for tensors on a CPU, NCCL for those on a GPU
     if dist.get_rank() > 0:
         sys.stdout = sys.stderr = open(os.devnull, "w")
