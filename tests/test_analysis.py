@@ -50,8 +50,7 @@ def small(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "softmax", lambda x, *a: (seen.append(x.shape[-2]), softmax(x, *a))[1])
     for module, name, number in (
             (antkv, "MAX_SCORES", 1), (antkv, "MIN_QUERIES", 1), (sinks, "SPAN", SPAN), (sinks, "FEWEST", FEWEST),
-            (sinks, "HEADS", 0.25), (sinks, "THRESHOLD", 0.2), (keys, "MOST", MOST), (errors, "GROUP_SIZE", GROUP),
-            (widths, "WIDTHS", (2, 5))):
+            (sinks, "HEADS", 0.5), (keys, "MOST", MOST), (errors, "GROUP_SIZE", GROUP), (widths, "WIDTHS", (2, 5))):
         monkeypatch.setattr(module, name, number)
     return seen
 
@@ -113,11 +112,11 @@ def received(p):
 def of_sinks(p, _):
     """In plain lists: a layer has sinks of its own. The first token has a column of its own, sink or not."""
     scores, judged = received(p).tolist(), range(1, T - min(FEWEST, p.sliding) + 1)
-    own = [j for j in (0, *judged) if sum(of[j] >= 0.2 for of in scores) / H >= 0.25]
+    own = [j for j in (0, *judged) if sum(of[j] >= 0.3 for of in scores) / H >= 0.5]
     means = [sum(of[j] for of in scores) / H for j in range(T)]
     others = [means[j] for j in judged if j not in own]
     return {"sinks": len(own), "first": means[0], "later": [means[j] for j in own if j > 0], "others": others,
-            "largest other": max(others), "heads": [of[j] >= 0.2 for of in scores for j in own]}
+            "largest other": max(others), "heads": [of[j] >= 0.3 for of in scores for j in own]}
 
 
 def of_outliers(p, s, channel):
@@ -195,9 +194,9 @@ def test_a_number_is_the_mean_over_windows_of_what_the_formula_gives(case, small
 def test_a_sink_of_the_text_is_one_in_a_share_of_all_heads(case):
     text, layers = case
     scores = np.array([[received(p) for p in of_window] for of_window in layers])  # (W, L, H, T)
-    first_ones = np.arange(T) <= T - min(FEWEST, layers[0][0].sliding)
+    judged = np.arange(T) <= T - min(FEWEST, layers[0][0].sliding)
     marks = sinks.find_sinks(text.model, text.windows)
-    assert marks.tolist() == (((scores >= 0.2).mean((1, 2)) >= 0.25) & first_ones).tolist()
+    assert marks.tolist() == (((scores >= 0.3).mean((1, 2)) >= 0.5) & judged).tolist()
     assert marks.any() and not marks.all()
 
 
