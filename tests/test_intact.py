@@ -150,15 +150,11 @@ def test_a_fact_at_the_start_of_a_window_is_known_after_a_prefix(tokenizer):
     assert (answer[0] + 3, answer[1] + 3) in load_windows("tales", tokenizer, fact + 3, 2, prefix=IDS[:3]).answers[1]
 
 
-def test_bos_is_the_default_and_has_to_be_there():
-    model = tiny()
-    with pytest.raises(UserError, match="BOS"):
-        IntactKV(model.config)
-    model.config = dataclasses.replace(model.config, bos_token_id=4)
-    method = IntactKV(model.config)
+def test_bos_is_the_default():
+    method = IntactKV(dataclasses.replace(tiny().config, bos_token_id=4))
     found = method.prefix.ids, method.preserve, method.k_bits, method.v_bits, method.scheme
     assert found == ([4], 1, 16, 16, "token-dynamic")
-    assert IntactKV(model.config, k_bits=4).codecs[0].k.formula == "integer-zero"
+    assert IntactKV(tiny().config, Prefix("two", [1, 2]), k_bits=4).codecs[0].k.formula == "integer-zero"
 
 
 # ---- files
@@ -248,18 +244,15 @@ def test_the_loss_is_the_mean_of_what_blocks_are_off_by(sharing, n, some):
 
 @pytest.mark.parametrize("sharing, n", [(1, 1), (2, 4)])
 def test_the_gradient_of_the_loss_by_finite_differences(sharing, n):
-    """With respect to keys, before RoPE, and values, in random directions."""
+    """With respect to keys, before RoPE, and values, in a random direction."""
     model, coded, tokens = double(sharing, n)
     exact = own_rows(model, IDS[:n])
-    rows, rng = [x.clone().requires_grad_() for x in exact], torch.Generator().manual_seed(0)
-    block_loss(model, coded, tokens[:, n:], exact, rows).backward()
-    for kind in (0, 1):
-        for _ in range(3):
-            way = [torch.zeros_like(x) for x in rows]
-            way[kind] = torch.randn(rows[kind].shape, generator=rng, dtype=torch.float64)
-            ends = [block_loss(model, coded, tokens[:, n:], exact, [x + h * w for x, w in zip(exact, way)]).item()
-                    for h in (3e-3, -3e-3)]
-            assert (rows[kind].grad * way[kind]).sum().item() == pytest.approx((ends[0] - ends[1]) / 6e-3, rel=2e-2)
+
+    def loss(*rows):
+        return block_loss(model, coded, tokens[:, n:], exact, rows)
+    torch.manual_seed(0)
+    assert torch.autograd.gradcheck(loss, [x.clone().requires_grad_() for x in exact], eps=3e-3, atol=0, rtol=2e-2,
+                                    fast_mode=True)
 
 
 # ---- train_intact.py
@@ -319,13 +312,8 @@ def test_the_rows_of_each_model_are_its_own(training, tokenizer, monkeypatch, tm
     assert training("--model", tmp_path / "model", "--weights", "awq", "--calib-windows", 1)[0] == 0
     full, quantized, _, exact, none, _ = given[0]
     for model, rows in ((full, exact), (quantized, none)):
-        method = FP16(full.config)
-        method.rope = "pre"
-        cache = KVCache(model, method)
-        model(torch.tensor([[tokenizer.bos_id]]), cache)
-        for layer, keys, values in zip(cache.layers, *rows, strict=True):
-            assert torch.equal(keys, layer.keys.recent[0].float())
-            assert torch.equal(values, layer.values.recent[0].float())
+        for found, wanted in zip(rows, own_rows(model, [tokenizer.bos_id]), strict=True):
+            assert (found - wanted).norm() < 2e-3 * wanted.norm()
 
 
 def test_an_update_is_a_step_of_adam(tmp_path):

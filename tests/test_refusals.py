@@ -6,6 +6,7 @@ cache holds then, or which file is left.
 import copy
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import embedded_sinks
@@ -280,6 +281,7 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
 
 @pytest.mark.parametrize("named, call", [
     ("protocol is one of", lambda: fp16(protocol="Paper")),
+    ("this model has no BOS", lambda: IntactKV(replace(CONFIG, bos_token_id=None))),
     ("made for another config", lambda: KVCache(MODEL, METHODS["rtn"](model_of(2).config))),
     ("the cache was made for another model", lambda: other()(TOKENS, fp16())),
     *(("calibrated, or edited, after this text", lambda edit=edit: meanwhile(made("rtn", scheme="token-static"), edit))

@@ -113,27 +113,15 @@ GROUPS = st.one_of(six(-100, 100), six(2 ** -7, 3), six(-3, -2 ** -7), six(-2 **
 @example([([1.0] * 6, [-1.0] * 6)], 2, 6)
 @example([([0.0] * 6, [1e-8] * 6)], 3, 4)
 @example([([-1e6] * 6, [1e6] * 6)], 2, 6)
-def test_decoded_weights_are_those_of_the_formula(rows, bits, G):
+def test_decoded_weights_are_those_of_the_formula_and_a_forward_multiplies_by_them(rows, bits, G):
     weight = torch.tensor([[*a, *b] for a, b in rows])  # (out, 12)
-    linear = nn.Linear(12, len(rows), bias=False)
+    linear, x = random_linear(len(rows), 12, bits, bias=bits % 2), torch.randn(2, 3, 12)
     linear.weight.data = weight
-    found = QuantLinear(linear, bits, G)
-    assert torch.isfinite(found.weight).all() and found.weight.dtype == torch.float32
-    expected = [plain_rounded(row, bits, G) for row in weight.tolist()]
-    assert found.weight.tolist() == expected
-    assert rounded(groups_of(weight, G), bits).flatten(1).tolist() == expected
-
-
-@pytest.mark.parametrize("bits, bias", [(2, False), (3, True), (8, True)])
-def test_forward_is_that_of_the_decoded_weight(bits, bias):
-    linear = random_linear(7, 24, bits, bias)
-    found = QuantLinear(linear, bits, 8)
-    x = torch.randn(2, 3, 24)
+    found, expected = QuantLinear(linear, bits, G), [plain_rounded(row, bits, G) for row in weight.tolist()]
+    assert found.weight.tolist() == rounded(groups_of(weight, G), bits).flatten(1).tolist() == expected
+    assert found.weight.dtype == torch.float32 and found.weight.isfinite().all()
     assert torch.equal(found(x), F.linear(x, found.weight, linear.bias))
-    out = QuantLinear(copy.deepcopy(linear).bfloat16(), bits, 8)(x.bfloat16())
-    assert out.dtype == torch.bfloat16 and (out.float() - found(x)).abs().max() < 0.1 + 3 / 2 ** bits
-    if bias:
-        assert found.bias is not linear.bias and torch.equal(found.bias, linear.bias)
+    assert linear.bias is None or found.bias is not linear.bias
 
 
 @pytest.mark.parametrize("inputs", [32, 128, 256, 352, 4096, 11008, 131, 129, 1])
@@ -208,12 +196,6 @@ def test_a_model_of_16_bits_is_quantized_like_one_of_32(name, sharing, bias):
     assert (a - b.float()).norm() < (a - full).norm()
 
 
-def test_text_is_read_only_where_it_is_needed():
-    seen = []
-    quantize(tiny(), RTN(4), progress=lambda blocks: seen.append(len(blocks)) or blocks)
-    assert seen == [L]
-
-
 class Overflows(RTN):
     needs_text = True
 
@@ -233,19 +215,21 @@ def test_numbers_that_are_not_finite_are_an_error(which, quantizer, weight):
 
 
 def test_each_block_is_quantized_for_what_the_quantized_ones_before_give():
+    """A bar may go along with the blocks."""
     class Notes(RTN):
         needs_text = True
 
         def quantize(self, block, run, full, quantized):
             seen.append((full, quantized))
             super().quantize(block, run, full, quantized)
-    model, seen = tiny(), []
+    model, seen, bars = tiny(), [], []
     model.model["layers"].append(copy.deepcopy(model.model["layers"][0]))
-    coded = quantize(model, Notes(3), text())
-    for i, of in enumerate((model, coded)):
+    coded = quantize(model, Notes(3), text(), progress=lambda blocks: bars.append(len(blocks)) or blocks)
+    assert bars == [3]
+    for of, inputs in zip((model, coded), zip(*seen)):
         h = of.model["embed_tokens"](text())  # (W, T, D)
-        for block, inputs in zip(of.model["layers"], seen):
-            torch.testing.assert_close(inputs[i], h)
+        for block, read in zip(of.model["layers"], inputs, strict=True):
+            torch.testing.assert_close(read, h)
             h = BlockRunner(of)(block, h)  # (W, T, D)
 
 
@@ -281,16 +265,11 @@ def test_gptq_is_the_brute_force_of_its_paper(seed, bits, G, tokens):
     assert torch.equal(QuantLinear(linear, bits, G, scale, zero).weight, found)  # what is left is on the grid
 
 
-@pytest.mark.parametrize("name, reader", [("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj")])
-def test_gptq_after_a_layer_of_zeros_rounds_to_nearest(name, reader):
-    """What reads nothing but zeros has no error to make up for."""
-    model = tiny()
-    for block in model.model["layers"]:
-        block.get_submodule(name).weight.data.zero_()
-    coded = quantize(model, GPTQ(4, 8), text())
-    for block, coded_block in zip(model.model["layers"], coded.model["layers"]):
-        nearest = QuantLinear(block.get_submodule(reader), 4, 8)
-        assert torch.allclose(coded_block.get_submodule(reader).weight, nearest.weight, atol=1e-6)
+def test_gptq_of_inputs_that_are_all_zero_rounds_to_nearest():
+    """They have no error to make up for."""
+    linear, hessian = random_linear(6, 12, 0), gptq.hessian(torch.zeros(9, 12))
+    found, *_ = gptq.compensated(linear.weight, gptq.inverse_factor(hessian), 4, 6)
+    torch.testing.assert_close(found, QuantLinear(linear, 4, 6).weight)
 
 
 def inputs_of(block, model, h):
