@@ -357,7 +357,7 @@ def test_prefixes_stop_short_of_each_sink_and_past_it(case):
     """Of those sinks that all windows have; errors are of the tokens after the longest prefix."""
     text, _ = case
     text = Text(text.model, text.windows, text.marks.clone(), 1)
-    text.marks[1, [0, 4, 7]] = torch.tensor([True, False, True])
+    text.marks[0, 12], text.marks[1] = True, torch.isin(torch.arange(T), torch.tensor([0, 7]))
     rows = prefix.measure(text)
     assert [(row["kept"], row["n"]) for row in rows] == [
         ("nothing", 0), ("sink 1 too", 1), ("up to sink 2", 8), ("sink 2 too", 9)]  # means

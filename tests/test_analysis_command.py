@@ -93,15 +93,18 @@ def test_help_names_every_phenomenon(analyse, program, has):
     assert status == 0 and all(word in out for word in has)
 
 
-@pytest.mark.parametrize("program, words", [
-    (command, ["norms", "--out", f"{__file__}/figures"]), (command, ["norms", "--out", __file__]),
-    (page, ["--out", "no/folder/x.html"]), (page, [])])
-def test_an_output_that_cannot_be_written_is_said_before_the_work(analyse, monkeypatch, tmp_path, program, words):
+@pytest.mark.parametrize("program, words, named", [
+    (command, ["norms", "--out", f"{__file__}/figures"], f"{__file__}/figures"),
+    (command, ["norms", "--out", __file__], __file__), (command, ["norms", "--out", "."], "norms.png"),
+    (page, ["--out", "no/folder/x.html"], "no/folder/x.html"), (page, [], "cache.html")])
+def test_an_output_that_cannot_be_written_is_said_before_the_work(analyse, monkeypatch, tmp_path, program, words,
+                                                                  named):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "cache.html").write_text("of somebody")
+    for name in ("cache.html", "norms.png"):
+        Path(name).write_text("of somebody")
     monkeypatch.setattr(command.hf, "load_model", lambda *_: pytest.fail("the model is loaded"))
     status, _, err = analyse(*words, program=program)
-    assert status == 2 and err.count("\n") == 1 and str(words[-1] if words else "cache.html") in err
+    assert status == 2 and err.count("\n") == 1 and named in err
 
 
 @pytest.mark.parametrize("bos", ["replace", "none"])

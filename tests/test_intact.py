@@ -310,10 +310,12 @@ def test_the_rows_of_each_model_are_its_own(training, tokenizer, monkeypatch, tm
     monkeypatch.setattr(train_intact, "train", lambda *_: None)
     monkeypatch.setattr(train_intact, "mean_loss", lambda *words: given.append(words) or 0.0)
     assert training("--model", tmp_path / "model", "--weights", "awq", "--calib-windows", 1)[0] == 0
-    full, quantized, _, exact, none, _ = given[0]
+    (full, quantized, (tokens, _), exact, none, _), _, (*_, scaled, _), *_ = given
+    assert tokens.shape == (8, 63)  # BOS is the prefix's
     for model, rows in ((full, exact), (quantized, none)):
         for found, wanted in zip(rows, own_rows(model, [tokenizer.bos_id]), strict=True):
             assert (found - wanted).norm() < 2e-3 * wanted.norm()
+    assert torch.equal(scaled[0], exact[0]) and not torch.allclose(scaled[1], exact[1], rtol=0.1)
 
 
 def test_an_update_is_a_step_of_adam(tmp_path):
@@ -333,6 +335,10 @@ def test_an_update_is_a_step_of_adam(tmp_path):
         assert torch.allclose(state.rows.double(), x, atol=1e-5)
     again = train_intact.State(path, "a run", *first, lr=0.01)
     assert again.done == 4 and torch.equal(again.rows, state.rows)
+    for one in (state, again):
+        one.rows.grad = torch.ones_like(one.rows)
+        one.update(0.3)
+    assert torch.equal(again.rows, state.rows)
 
 
 def test_a_gradient_is_the_mean_over_the_texts_of_an_update(training, monkeypatch):
