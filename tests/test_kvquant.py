@@ -6,6 +6,7 @@ import oracles
 import pytest
 import torch
 from planted import CONFIG, L, Planted, few_tries, h, random_rows
+from test_kmeans import best_loss, loss
 
 from tinykv.calibrate import calibrate
 from tinykv.codecs.nonuniform import BINS, Histogram, NonUniform
@@ -95,11 +96,8 @@ def test_two_levels_are_the_best_there_are():
         w = rng.exponential(size=400) ** 2
         histogram = Histogram()
         histogram.add(torch.tensor(x), torch.tensor(w))
-        levels = histogram.levels(2, q_norm=False).double().numpy()
-        found = (w * np.abs(x[:, None] - levels).min(1) ** 2).sum()
-        cuts = [(slice(0, i), slice(i, 400)) for i in range(1, 400)]
-        best = min(sum((w[of] * (x[of] - np.average(x[of], weights=w[of])) ** 2).sum() for of in cut) for cut in cuts)
-        assert found <= best * 1.01 + w.sum() * BINS ** -2
+        levels = histogram.levels(2, q_norm=False).tolist()
+        assert loss(x, w, levels) <= best_loss(x, w, 2) * 1.01 + w.sum() * BINS ** -2
 
 
 @pytest.mark.parametrize("numbers, weights, n, levels", [
