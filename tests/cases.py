@@ -197,7 +197,7 @@ class Case:
     def __str__(self):
         recent = f"recent{self.recent}" if self.recent else None
         formula = self.formula if self.formula != "offset" else None
-        settings = [f"{name}={value}" for name, value in self.settings]
+        settings = [f"{name}={value}" for name, value in self.settings if name in self.takes]
         shape = [f"gqa{self.heads_per_kv}", f"b{self.batch}", recent, self.length]
         words = [self.cls.__name__.lower(), self.scheme, formula, *settings, self.protocol, *shape]
         return "-".join(word for word in words if word)

@@ -141,6 +141,8 @@ def expected_quantized(case, method, layer, kind, rows, kept):
     if bits_of(method, kind) == 16:
         return rows.float()
     x, ignore = rows.float().numpy(), kept.numpy()
+    mean = calibrated_mean(case, method, layer) if kind == "k" and case.setting("centre") == "on" else 0
+    x = x - mean
     if case.oracle in READ:
         out = READ[case.oracle](case, codec, x, ignore)
     elif scheme_of(case) == "kvquant":
@@ -155,7 +157,7 @@ def expected_quantized(case, method, layer, kind, rows, kept):
         axis, static = grid_of(case, kind)
         calibrated = calibrated_range(case, method, layer, kind) if static else None
         out = oracles.affine(x, ignore, bits_of(method, kind), axis, case.formula, G, calibrated)
-    return torch.from_numpy(out).float()
+    return torch.from_numpy(out + mean).float()
 
 
 def read_clipped_groups(case, codec, x, ignore):
@@ -301,3 +303,11 @@ def calibrated_range(case, method, layer, kind):
     """(lo, hi), each (Hkv, d): the smallest and the largest number of each channel."""
     rows = calibration_rows(replace(case.recipe(), protocol="paper"), method)[layer][kind]
     return rows.min(1), rows.max(1)
+
+
+def calibrated_mean(case, method, layer):
+    """The mean of each channel of the keys, (Hkv, 1, d), as the codec has it, in 16 bits."""
+    rows = calibration_rows(replace(case.recipe(), protocol="paper"), method)[layer]["k"]
+    mean = codec_of(method, layer, "k").mean.float().numpy()
+    assert np.allclose(mean, rows.mean(1, keepdims=True), rtol=1e-3, atol=1e-3)
+    return mean

@@ -13,7 +13,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from cases import KEEP_ALL, MARK, L, as_it_comes, chunk_of, d, each_rows, kept_of, tokens_of
+from cases import MARK, L, as_it_comes, chunk_of, d, each_rows, kept_of, tokens_of
 from expected import MARGIN, chunk_scores, expected_bytes, expected_kept, expected_read
 
 from tinykv import UserError
@@ -258,17 +258,6 @@ def check_sixteen_bits_of_one_kind(case):
             same = watch.exact_kinds(layer)
             assert sixteen in same, f"layer {layer}: with {bits}=16 the {NAMES[sixteen]} change"
             assert quantized not in same, f"layer {layer}: with {bits}=16 no {NAMES[quantized]} change"
-
-
-def check_keeping_everything_is_exact(case):
-    """Where all tokens are kept, keys and values are fp16's, bit for bit; for kvsink, after the emergence layer."""
-    tokens = case.tokens()
-    logits, watch = case.run_watched(case.method(**KEEP_ALL), tokens)
-    for layer in range(L):
-        kept = case.oracle != "kvsink" or layer > case.setting("emergence_layer")
-        assert (watch.exact_kinds(layer) == "kv") == (kept or not watch.events("k"))
-    if case.oracle != "kvsink":
-        assert torch.equal(logits, case.exact_logits(tokens))
 
 
 class Scrambled(Codec):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from invariants import memory_of
 
 from tinykv.codecs.affine import FORMULAS, Affine
 from tinykv.codecs.base import TERNARY, pack, unpack
@@ -32,11 +33,6 @@ def rows(seed, B=2, Hkv=2, T=13, dtype=torch.float16):
     x[..., 7] += 50  # far from 0, and in a narrow range
     x[:, :, T // 2] *= 30
     return x.to(dtype)
-
-
-def storage(codes):
-    """Bytes behind the tensors, also where one is a view."""
-    return sum(t.untyped_storage().nbytes() for t in vars(codes).values() if t is not None)
 
 
 def with_tables(codec, x):
@@ -123,7 +119,7 @@ def test_integers_are_the_plain_formula(axis, formula, bits, static, group, T):
     assert np.array_equal(codec.decode(codes).numpy(), want)
     groups = T * D // size if axis == "token" else math.ceil(T / size) * D
     metadata = 0 if static else 4 * groups  # 16 bits each, two a group
-    assert codes.nbytes == storage(codes) == B * Hkv * (T * oracles.code_bytes(D, bits) + metadata)
+    assert codes.nbytes == memory_of(vars(codes).values()) == B * Hkv * (T * oracles.code_bytes(D, bits) + metadata)
     shared = Hkv * (D // size if axis == "token" else D)
     assert sum(table.nbytes for table in codec.calibrated().values()) == (4 * shared if static else 0)
     if not static:
@@ -194,11 +190,12 @@ def test_a_codec_may_change_what_affine_decodes():
 
 @st.composite
 def non_uniform_cases(draw):
-    """(codec, rows (B, Hkv, T, d), ignore (B, Hkv, T)). Half of the numbers are small integers: many ties."""
+    """(codec, rows (B, Hkv, T, d), ignore (B, Hkv, T)). Half of the numbers are small integers: many ties. Levels, too,
+    may be equal."""
     bits, heads, width = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.sampled_from([4, 8]))
     axis = draw(st.sampled_from(AXES))
     codec = NonUniform(bits, heads, width, axis, draw(st.sampled_from([0, 0.01, 0.05, 0.1, 0.2, 0.3])))
-    places = draw(st.lists(st.integers(-32, 32), min_size=2 ** bits, max_size=2 ** bits, unique=True))
+    places = draw(st.lists(st.integers(-32, 32), min_size=2 ** bits, max_size=2 ** bits))
     codec.levels = torch.tensor(sorted(places)).half() / 32
     shape = draw(st.integers(1, 3)), heads, draw(st.integers(1, 5)), width
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2 ** 30)))
@@ -237,18 +234,7 @@ def test_levels_and_outliers_are_the_plain_ones(case):
     # bytes: of each token its codes, its metadata, and where its outliers end; 4 bytes an outlier
     of_token = oracles.code_bytes(C, codec.bits) + (4 if codec.axis == "token" else 0) + (4 if codec.outliers else 0)
     assert codes.nbytes == B * T * of_token + 4 * count
-    assert B * T == 1 or codes.nbytes == storage(codes)
-
-
-@pytest.mark.parametrize("levels, numbers, read", [
-    ([-1.0, -0.5, 0.5, 1.0], [-0.75, 0.0, 0.75, 0.7505], [-1.0, -0.5, 0.5, 1.0]),  # of two the lower
-    # levels that fell together: fewer different numbers than levels in the calibration text
-    ([-1, -1, 0.25, 0.25, 0.25, 0.25, 0.5, 1], [-0.5, 0.2, 0.4, 1.0], [-1, 0.25, 0.5, 1])])
-def test_a_number_goes_to_the_nearest_level(levels, numbers, read):
-    codec = NonUniform(int(math.log2(len(levels))), 1, 4, "channel", 0.0)
-    codec.levels = torch.tensor(levels).half()
-    codec.mid, codec.half = codec.middle(-torch.ones(4), torch.ones(4))
-    assert codec.decode(codec.encode(torch.tensor(numbers).half().view(1, 1, 1, 4))).flatten().tolist() == read
+    assert B * T == 1 or codes.nbytes == memory_of(vars(codes).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tinykv import UserError, hf
 from tinykv.cache import KVCache
-from tinykv.codecs.base import Exact, unpack
+from tinykv.codecs.base import Exact
 from tinykv.codecs.centred import Centred
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.registry import METHODS
@@ -125,81 +125,35 @@ def by_hand(x, scheme):
     return found
 
 
-def rows(seed=0, d=64):
+def rows(d=64):
     """Rows with channels of all sizes, ties, zeros, and one number that is far larger than the others."""
-    x = torch.randn(1, 1, 12, d, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-3, 1, d)
+    x = torch.randn(1, 1, 12, d, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 1, d)
     x[0, 0, 1] = 0
     x[0, 0, 2] = torch.arange(d) % 13 / 2 - 3  # ties of integers and of floats
     x[0, 0, 3] = torch.arange(d) % 17 - 8.0
     x[0, 0, 4, 5] = 300
     x[0, 0, 5] *= 1e-6
+    x[0, 0, 6] = torch.arange(d) % 33 / 2 - 8  # scales of 1 and -1: halves between all codes of 4 bits, and 7.5
+    x[0, 0, 7] = x[0, 0, 6]
+    x[0, 0, 7, ::32] = 127  # the same for 8 bits
     return x
+
+
+#                    as far up and down as fp32 and a scale of 8 bits reach
+SIZES = dict.fromkeys(["mxfp8", "mxfp4"], [2.0 ** -149, 2.0 ** -126, 2.0 ** -20, 1, 2.0 ** 100, 2.0 ** 118])
 
 
 @pytest.mark.parametrize("scheme", TRUE)
 def test_a_format_by_hand(scheme):
     """And its bits are true."""
-    x, (make, _) = rows(), SCHEMES[scheme]
+    make, _ = SCHEMES[scheme]
     codec = make(model_of(1, width=64).config, "k", BITS.get(scheme, 4))
-    codes = codec.encode(x)
-    assert codes.nbytes == invariants.memory_of(vars(codes).values()) == 12 * 64 * TRUE[scheme] / 8
-    for t, (row, decoded) in enumerate(zip(x[0, 0].tolist(), codec.decode(codes)[0, 0].tolist())):
-        assert decoded == by_hand(row, scheme), t
-
-
-@pytest.mark.parametrize("exponent", [-149, -126, -20, 0, 100, 127])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_power_of_two_reaches_all_sizes(formats, bits, exponent):
-    """A block of the floats' own numbers, as far down as fp32 and the scale reach, comes back as it was."""
-    codec, top = formats.MXFP(bits, 32), {4: 4.0, 8: 256.0}[bits]
-    x = torch.zeros(1, 1, 1, 32, dtype=torch.float64)
-    x[..., 0], x[..., 1] = 2.0 ** exponent, -2.0 ** max(exponent - 1, -149)
-    decoded = codec.decode(codec.encode(x.float()))
-    assert torch.equal(decoded, x.float()) or 2.0 ** exponent < 2.0 ** -127 * top
-
-
-def test_integers_are_those_of_llama_cpp(formats):
-    """Half goes away from 0 in 8 bits and up in 4; the number farthest from 0 is -8, whatever its sign."""
-    x = torch.zeros(1, 1, 1, 32)
-    x[..., :5] = torch.tensor([127, 0.5, -0.5, 2.5, -2.5])
-    codes = formats.GGML(8, 32).encode(x)
-    assert unpack(codes.packed, 8, 32).int()[0, 0, 0, :5].sub(128).tolist() == [127, 1, -1, 3, -3]
-    for sign in (1, -1):
-        x[..., :6] = sign * torch.tensor([-8, 0.5, -0.5, 7, 7.5, 8])
-        codes = formats.GGML(4, 32).encode(x)
-        assert codes.scale.item() == sign
-        assert unpack(codes.packed, 4, 32).int()[0, 0, 0, :6].sub(8).tolist() == [-8, 1, 0, 7, 7, 7]
-
-
-def test_a_hadamard_matrix_spreads_one_channel_over_all(formats):
-    codec = formats.Rotated(Exact(), 8)
-    assert torch.allclose(codec.H @ codec.H, torch.eye(8).double()) and (codec.H.abs() - 8 ** -0.5).abs().max() < 1e-12
-    x = torch.zeros(1, 1, 1, 8)
-    x[..., 3] = 8
-    assert codec.encode(x).packed.abs().sub(8 ** 0.5).abs().max() < 1e-6
-    assert torch.allclose(codec.decode(codec.encode(x)), x, atol=1e-6)
-    with pytest.raises(UserError, match="a head has 12 channels"):
-        formats.Rotated(Exact(), 12)
-
-
-def test_a_bias_of_all_keys_is_subtracted_before_they_are_rounded(formats):
-    """Rows with a bias of 600 lose what they lose without it, where a scale that has to reach it loses all of them. Of
-    kept tokens the mean knows nothing."""
-    plain = formats.Rotated(formats.GGML(4, 64), 64)
-    x, bias = torch.randn(2, 3, 40, 64, generator=torch.Generator().manual_seed(0)), torch.zeros(64)
-    bias[31], bias[63] = 600, 300
-    kept = torch.zeros(2, 3, 40, dtype=torch.bool)
-    kept[0, 1:, 5] = kept[1, :2, 7:9] = True
-
-    def lost(codec, rows):
-        return (codec.decode(codec.encode(rows)) - rows).square().mean().sqrt().item()
-    for given in (x, x + bias):
-        codec = Centred(plain)
-        codec.fit(given.masked_fill(kept[..., None], 9000), kept)
-        means = torch.stack([given[:, head][~kept[:, head]].mean(0) for head in range(3)])  # (Hkv, d)
-        torch.testing.assert_close(codec.calibrated(), {"mean": means[:, None].half()}, atol=1e-3, rtol=1e-3)
-        assert lost(codec, given) == pytest.approx(lost(plain, x), rel=0.05)
-    assert lost(plain, x + bias) > 20 * lost(plain, x)
+    for size in SIZES.get(scheme, [1]):
+        x = rows() * size
+        codes = codec.encode(x)
+        assert codes.nbytes == invariants.memory_of(vars(codes).values()) == 12 * 64 * TRUE[scheme] / 8
+        for t, (row, decoded) in enumerate(zip(x[0, 0].tolist(), codec.decode(codes)[0, 0].tolist())):
+            assert decoded == by_hand(row, scheme), (size, t)
 
 
 @pytest.mark.parametrize("method, settings", [
@@ -213,9 +167,7 @@ def test_centred_keys_are_quantized_before_rope(formats, method, settings):
     assert isinstance(centred_k, Centred) and type(centred_k.codec) is type(k) and type(centred_v) is type(v)
 
 
-def test_tables_of_channels_need_no_mean(formats):
-    with pytest.raises(UserError, match="centre=on takes a scheme without tables"):
-        METHODS["kvsink"](model_of(1).config, centre="on")
+def test_keys_of_16_bits_need_no_mean(formats):
     for exact in (METHODS["rtn"](model_of(1).config, 16, 4, "token-dynamic", centre="on"),
                   formats.Formats(model_of(1).config, "fp16", "fp8", centre="on")):
         assert isinstance(exact.codecs[0].k, Exact)
@@ -232,29 +184,23 @@ def test_the_program_prints_the_norm_of_each_bias(run, one_layer, tmp_path):
     assert run(key_bias, one_layer)[1] == "its keys have no bias\n"
 
 
-@pytest.mark.parametrize("width, scheme, size", [(40, "q8_0", 32), (80, "q5_1", 32), (80, "mxfp4", 32),
-                                                 (40, "nvfp4", 16)])
-def test_a_head_that_blocks_do_not_divide_is_refused(formats, width, scheme, size):
-    config = model_of(1, width=width).config
-    with pytest.raises(UserError, match=f"blocks of {size} channels, which do not divide a head's {width}$"):
-        formats.Formats(config, scheme)
-    formats.Formats(config, "fp8"), formats.Formats(config, "int8_per_token_head")
-    formats.Formats(model_of(1, width=80).config, "nvfp4")  # five blocks of 16
-
-
-@pytest.mark.parametrize("settings, said", [
-    ({"scheme": "fp4"}, "scheme is one of fp8"), ({"v_scheme": "q40"}, "v scheme is one of.*did you mean q4_0"),
-    ({"hadamard": "yes"}, "off, on")])
-def test_what_is_refused(formats, settings, said):
+@pytest.mark.parametrize("method, width, settings, said", [
+    *(("Formats", width, {"scheme": scheme}, f"blocks of {size} channels, which do not divide a head's {width}$")
+      for width, scheme, size in ((40, "q8_0", 32), (80, "q5_1", 32), (80, "mxfp4", 32), (40, "nvfp4", 16))),
+    ("Formats", 16, {"scheme": "fp4"}, "scheme is one of fp8"),
+    ("Formats", 16, {"v_scheme": "q40"}, "v scheme is one of.*did you mean q4_0"),
+    ("Formats", 16, {"hadamard": "yes"}, "off, on"),
+    ("Formats", 12, {"hadamard": "on"}, "power of two rows, and a head has 12 channels"),
+    ("kvsink", 16, {"scheme": "nvfp4"}, "nvfp4 has 4 bits; give --bits 4"),
+    ("kvsink", 16, {"centre": "on"}, "centre=on takes a scheme without tables")])
+def test_what_is_refused(formats, method, width, settings, said):
     with pytest.raises(UserError, match=said):
-        formats.Formats(model_of(1).config, **settings)
+        getattr(formats, method, METHODS.get(method))(model_of(1, width=width).config, **settings)
 
 
-def test_a_format_has_its_own_bits_under_any_method(formats):
-    pair = METHODS["kvsink"](model_of(1).config, scheme="nvfp4", k_bits=4, v_bits=4).codecs[0]
-    assert isinstance(pair.k, formats.NVFP4) and isinstance(pair.v, formats.NVFP4)
-    with pytest.raises(UserError, match="nvfp4 has 4 bits; give --bits 4"):
-        METHODS["kvsink"](model_of(1).config, scheme="nvfp4", k_bits=2, v_bits=2)
+@pytest.mark.parametrize("width, scheme", [(40, "fp8"), (40, "int8_per_token_head"), (80, "nvfp4")])
+def test_these_blocks_divide_the_head(formats, width, scheme):
+    formats.Formats(model_of(1, width=width).config, scheme)
 
 
 def test_the_first_tokens_stay_in_16_bits(formats):

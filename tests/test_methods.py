@@ -129,6 +129,12 @@ def may_keep(case):
     return keeps(case) or begins(case) or not case.known
 
 
+def can_be_centred(case):
+    """Its codecs have no tables."""
+    plain = replace(case, settings=())
+    return case.known and has("centre")(case) and not any(c.needs_text for *_, c in plain.uncalibrated().each_codec())
+
+
 def calibrates(case):
     return case.uncalibrated().needs_calibration
 
@@ -186,6 +192,8 @@ INVARIANTS = [
     ("cache_holds_the_expected_rows", chooses, MANY_TIMES),
     ("cache_holds_the_expected_rows", has_the_settings, dict(protocol=PROTOCOLS, settings=SETTINGS)),
     ("cache_holds_the_expected_rows", is_one_of("ott"), WITHOUT_A_POOL),
+    ("cache_holds_the_expected_rows", keeps, dict(protocol=PROTOCOLS, settings=[tuple(KEEP_ALL.items())])),
+    ("cache_holds_the_expected_rows", can_be_centred, dict(protocol=PROTOCOLS, settings=[(("centre", "on"),)])),
     ("uneven_chunks", every, dict(recent=[0, 5], batch=(1, 3))),
     ("scores", is_one_of("antkv"),
      dict(protocol=PROTOCOLS, recent=[0, 5], length=["1", "G", "2G+5"], heads_per_kv=(2, 4))),
@@ -198,7 +206,6 @@ INVARIANTS = [
      dict(protocol=PROTOCOLS, length=["1", "G", "G+1", "2G+5"], heads_per_kv=(2, 4))),
     ("sixteen_bits_of_one_kind", has("k_bits", "v_bits"), dict(protocol=["paper"])),
     ("sixteen_bit_models_cache_what_they_compute", is_one_of("fp16"), dict(protocol=PROTOCOLS, heads_per_kv=(2, 4))),
-    ("keeping_everything_is_exact", keeps, dict(protocol=PROTOCOLS, length=["G-1", "2G+5"])),
     ("placeholders_do_not_matter", may_keep,
      dict(protocol=PROTOCOLS, formula=FORMULAS, heads_per_kv=(2, 4), batch=(1, 3))),
     # what does not depend on what

@@ -71,14 +71,6 @@ def test_one_too_many_is_no_fault_of_a_method_of_its_own():
     assert outcome("cache_holds_the_expected_rows", Case(own.OneTooMany, "token-dynamic")) is None
 
 
-@pytest.mark.parametrize("like", [None, METHODS["kvsink"]])
-def test_a_copied_kvsink_passes(like, tmp_path):
-    copied = load_class(f"{shutil.copy(ROOT / 'tinykv/methods/kvsink.py', tmp_path)}:KVSink")
-    for protocol in ("paper", "stream"):
-        case = Case(copied, "channel-dynamic", protocol=protocol, like=like)
-        assert outcome("cache_holds_the_expected_rows", case) is None
-
-
 def test_a_crash_is_told_by_its_line(tmp_path, monkeypatch):
     """Also where the file is named by a relative path."""
     monkeypatch.chdir(tmp_path)
@@ -120,19 +112,18 @@ def test_the_suite_stops_at_the_first_failure(name):
     assert len(out.splitlines()) < 40 and "Traceback" not in out, out
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("file, name", [*((OWN, name) for name in RIGHT), ("tour", "HeavyHitters")])
-def test_right_methods_pass(file, name, tmp_path):
-    (tmp_path / "tour.py").write_text(TOUR)
-    status, out = run("--method", f"{OWN if file == OWN else tmp_path / 'tour.py'}:{name}")
-    assert status == 0, out
+RIGHT_FILES = [*((OWN, name, []) for name in RIGHT), ("tour.py", "HeavyHitters", []),
+               *((f"tinykv/methods/{name}.py", cls.__name__, like) for name, cls in METHODS.items()
+                 for like in ([], ["--as", name]))]
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("compared", [False, True])
-@pytest.mark.parametrize("name", METHODS)
-def test_every_built_in_passes_as_a_file_of_ones_own(name, compared, tmp_path):
-    copied = shutil.copy(ROOT / f"tinykv/methods/{name}.py", tmp_path)
-    cls = METHODS[name].__name__
-    status, out = run("--method", f"{copied}:{cls}", *(["--as", name] if compared else []))
+@pytest.mark.parametrize("file, name, like", RIGHT_FILES)
+def test_right_methods_pass(file, name, like, tmp_path):
+    """That of the tour, too, and copies of the built-in ones."""
+    if file == "tour.py":
+        (tmp_path / file).write_text(TOUR)
+    else:
+        shutil.copy(ROOT / file, tmp_path)
+    status, out = run("--method", f"{tmp_path / Path(file).name}:{name}", *like)
     assert status == 0, out
