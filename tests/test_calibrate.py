@@ -206,7 +206,7 @@ def test_a_calibration_that_was_interrupted_is_none():
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, method, tokens_of(2, 40, seed=1))
     with pytest.raises(UserError, match="not calibrated"):
-        KVCache(model, method)
+        model(tokens_of(1, 9), KVCache(model, method))
 
 
 def test_a_copied_method_has_tables_of_its_own():
