@@ -178,7 +178,7 @@ def test_a_file_marks_its_answers(tmp_path, context):
     """One counts in the window that has its word once more before it, from that sentence's beginning on, wherever the
     window stands among the others."""
     text = "It has 482. And so on; it has <answer>482</answer>. Rome has 517.\nRome has <answer>517</answer>. "
-    text = "x" * 45 + "\n" + text + "x" * 96
+    text = f"482{'x' * 42}\n{text}{'x' * 96}"
     Path(tmp_path, "marked.txt").write_text(text)
     stream = "\0" + re.sub("</?answer>", "", text)  # <s> is a token, too
     n = len(stream) // context  # all windows of the text, in their order

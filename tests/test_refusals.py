@@ -334,6 +334,7 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *((named, lambda name=name: load_windows(name, None, 48, 2, bos="none")) for name, named in (
         ("none.txt", "none.txt.*tales, fables, wikitext2, c4"), ("wikitext-2", "no data called 'wikitext-2'"),
         (EMBEDDED, "is no file"), (WEIGHTS, "cannot be read"), (f"{WEIGHTS}/below", "no such file"))),
+    ("two rows are called PFN", lambda: eval_ppl.compare([METHODS["pfn"](CONFIG), METHODS["pfn"](CONFIG)])),
     ("no method 'kvsnk'.*mean kvsink?", lambda: eval_ppl.compare("kvsnk")),
     ("windows must be", lambda: load_windows("tales", None, 48, -1)),
     *(("is no folder", lambda name=name: hf.load(name))
