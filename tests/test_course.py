@@ -757,7 +757,8 @@ def test_a_notebook_checks_each_task(name, monkeypatch, tmp_path):
 @pytest.mark.whole
 def test_a_repository_that_was_handed_out_grades(run, tmp_path, monkeypatch):
     """With seed 0 alone, by the values that it came with."""
-    monkeypatch.setattr(handout, "all_names", lambda: ["kvsink", "affine"])
+    some = {name: assignments.folder_of(name) for name in ("kvsink", "affine")}
+    monkeypatch.setattr(handout, "folders", lambda: some)
     run(handout, tmp_path / "out")
     words = [sys.executable, "-m", "docs.course.grade", ROOT / "docs/course/3-kvsink/answer.py", "--seed"]
     for seed, status in (("0", 0), ("1", 2)):

@@ -4,6 +4,7 @@ import re
 import runpy
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 
 import train_intact
 from docs.course import compiles
+from docs.course.conftest import load
 from eval_ppl import compare
 from tinykv import hf
 from tinykv.cache import KVCache, LayerCache
@@ -35,13 +37,17 @@ PAGES = sorted(ROOT.glob("docs/ladder/*.py"))
 pytestmark = pytest.mark.usefixtures("interpreted_quickly")
 
 
-def run(page, numbers, monkeypatch):
-    """Run a page with these numbers on its command line -> what it defines."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [page, *(str(number) for number in numbers)])
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    with torch.no_grad():  # a page turns gradients off; afterwards they are as they were
-        return runpy.run_path(f"docs/ladder/{page}")
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """A function that runs a page with these numbers on its command line -> the words of each line."""
+    def printed(page, *numbers):
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", [page, *map(str, numbers)])
+        monkeypatch.setattr(sys, "path", sys.path[:])
+        with torch.no_grad():  # a page turns gradients off; afterwards they are as they were
+            runpy.run_path(f"docs/ladder/{page}")
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+    return printed
 
 
 def shorten(monkeypatch, length, most=16):
@@ -51,102 +57,68 @@ def shorten(monkeypatch, length, most=16):
     monkeypatch.setattr("tinykv.data.load_windows", load_less)
 
 
-def defined(page, monkeypatch):
-    """What a page defines, above its table."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    above, _ = Path("docs/ladder", page).read_text().split("\n# The table: ")
-    names = {"__name__": page}
-    exec(compile(above, ROOT / "docs/ladder" / page, "exec"), names)
-    return names
+def defined(page):
+    """The module of what a page defines, above its table."""
+    return load(ROOT / "docs" / "ladder" / page)
 
 
-def run_and_read(page, numbers, monkeypatch, capsys):
-    """The lines that a page prints."""
-    run(page, numbers, monkeypatch)
-    return capsys.readouterr().out.splitlines()
+def measured(methods, **given):
+    """[[label, perplexity, bits]], as a page prints them, of the package."""
+    return [[row["label"], f"{row['ppl']:.3f}", f"{row['bits_true']:.2f}"] for row in compare(methods, **given)]
 
 
-def printed(page, texts, monkeypatch, capsys, columns=2):
-    """[(method, perplexity)] of a page, or more columns, on so many texts."""
-    return [tuple(line.split()[:columns]) for line in run_and_read(page, [texts], monkeypatch, capsys)]
-
-
-def measured(methods, columns=2, **given):
-    """The same of the package."""
-    return [(row["label"], f"{row['ppl']:.3f}", f"{row['bits_true']:.2f}")[:columns]
-            for row in compare(methods, **given)]
-
-
-def test_sinks(monkeypatch, capsys):
+def test_sinks(printed, monkeypatch):
     """fp16, rtn, pfn, kvsink, and the bits that they store."""
     shorten(monkeypatch, 256, most=4)
-    want = measured("kvsink", 3, windows=2, calib_windows=4, context=256)
-    assert printed("1_sinks.py", 2, monkeypatch, capsys, 3) == want
+    assert printed("1_sinks.py", 2) == measured("kvsink", windows=2, calib_windows=4, context=256)
 
 
-def test_window(monkeypatch, capsys):
+def test_window(printed):
     """KIVI without a window of recent tokens, with one in small blocks, and as OTT has it."""
-    rows = []
-    for group, recent in ((128, 0), (32, 128), (128, 32)):
-        rows += measured("fp16,kivi", 3, windows=1, protocol="stream", group_size=group, recent=recent)[1:]
-    assert printed("2_window.py", 1, monkeypatch, capsys, 3) == rows
+    rows = [measured("fp16,kivi", windows=1, protocol="stream", group_size=group, recent=recent)[1]
+            for group, recent in ((128, 0), (32, 128), (128, 32))]
+    assert [line[:3] for line in printed("2_window.py", 1)] == rows
 
 
-def test_sinks_of_other_numbers(monkeypatch):
+def test_pool(printed):
+    """OTT without a pool, which is KIVI, with a pool of one, and with its own."""
+    rows = measured("fp16,ott", windows=1, outlier_num="0,1,3", protocol="stream", group_size=128, recent=32)[1:]
+    assert [line[1:] for line in printed("3_pool.py", 1)] == [[n, *row[1:]] for n, row in zip("013", rows)]
+
+
+def test_sinks_of_other_numbers():
     """A sink has either sign, and all heads of its text keep it."""
-    page = defined("1_sinks.py", monkeypatch)
     h = torch.zeros(2, 40, 64)
     h[0, 7, 49], h[1, 9, 49], h[:, 20:, 3] = -90, 90, 200  # as large in another channel
     kept = torch.zeros(2, 3, 40, dtype=torch.bool)
-    page["kvsink"](SimpleNamespace(outputs=[h, h]), 2, kept)
+    defined("1_sinks.py").kvsink(SimpleNamespace(outputs=[h, h]), 2, kept)
     assert kept[0, :, 7].all() and kept[1, :, 9].all() and kept.sum() == 2 * 3 * 5
 
 
-def test_window_of_other_chunks(monkeypatch):
-    """Several heads, and chunks shorter than a block: as the package, chunk by chunk."""
-    page = defined("2_window.py", monkeypatch)
-    config = replace(hf.load_config(EMBEDDED), num_attention_heads=3, num_key_value_heads=3)
-    torch.manual_seed(0)
-    k, v = torch.randn(2, 2, 3, 320, 32)
-    ours = LayerCache(0, KIVI(config, group_size=128, recent=32), Rope(config), "stream", SimpleNamespace())
-    theirs = page["Cache"](Rope(config), 32, 128)
-    for begin in range(0, 320, 8):
-        new = [x[:, :, begin:begin + 8] for x in (k, k, v)]
-        want, found = ours.update(*new, begin), theirs.update(0, *new, begin)
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(want, found))
-
-
-def test_pool(monkeypatch, capsys):
-    """OTT without a pool, which is KIVI, with a pool of one, and with its own."""
-    rows = measured("fp16,ott", 3, windows=1, outlier_num="0,1,3", protocol="stream", group_size=128, recent=32)[1:]
-    found = run_and_read("3_pool.py", [1], monkeypatch, capsys)
-    assert [line.split()[1:] for line in found] == [[str(n), *row[1:]] for n, row in zip((0, 1, 3), rows)]
-
-
-def test_pool_of_other_shapes(monkeypatch):
-    """Each head of each text has a pool of its own: as the package, block by block."""
-    page = defined("3_pool.py", monkeypatch)
+@pytest.mark.parametrize("page, numbers, layer, method", [
+    ("2_window.py", (32, 128), 0, partial(KIVI, group_size=128, recent=32)), ("3_pool.py", (3, 32, 128), 2, OTT)])
+def test_a_growing_text_of_other_shapes(page, numbers, layer, method):
+    """Several heads, chunks shorter than a block, keys of all sizes: as the package, chunk by chunk, and its bytes."""
     config = replace(hf.load_config(EMBEDDED), num_attention_heads=3, num_key_value_heads=3)
     torch.manual_seed(0)
     k, v = torch.randn(2, 2, 3, 400, 32)
-    k = k * torch.rand(2, 3, 400, 1)  # keys of all sizes
-    ours = LayerCache(2, OTT(config), Rope(config), "stream", SimpleNamespace())
-    theirs = page["Cache"](Rope(config), 3, 32, 128)
-    for begin, end in ((0, 160), (160, 288), (288, 400)):
-        chunk = slice(begin, end)
-        q, keys, values = k[:, :, chunk], k[:, :, chunk], v[:, :, chunk]
-        want, found = ours.update(q, keys, values, begin), theirs.update(2, q, keys, values, begin)
+    k = k * torch.rand(2, 3, 400, 1)
+    ours = LayerCache(layer, method(config), Rope(config), "stream", SimpleNamespace())
+    theirs = defined(page).Cache(Rope(config), *numbers)
+    for begin in range(0, 400, 8):
+        new = [x[:, :, begin:begin + 8] for x in (k, k, v)]
+        want, found = ours.update(*new, begin), theirs.update(layer, *new, begin)
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(want, found))
-    assert theirs.kept[2].sum() > 2 * 3 * 3  # some lost their place
-    # the bytes of a layer, with the window at its mean
+    # 256 tokens are coded; the window has its mean
     numbers, waiting, both = 2 * 3 * 32, 32 + 127 / 2, (ours.keys, ours.values)
-    held = sum(rows.kept_positions.nbytes + rows.kept_rows.nbytes for rows in both) + 2 * 2 * numbers * waiting
-    held += sum(rows.codes.nbytes for rows in both) / 256 * (400 - waiting)
+    held = 2 * 2 * numbers * waiting + sum(rows.codes.nbytes for rows in both) / 256 * (400 - waiting)
+    if page == "3_pool.py":
+        assert theirs.kept[2].sum() > 2 * 3 * 3  # some lost their place
+        held += sum(rows.kept_positions.nbytes + rows.kept_rows.nbytes for rows in both)
     assert theirs.bits() == pytest.approx(8 * held / (2 * numbers * 400))
 
 
-def test_groups(monkeypatch, capsys):
+def test_groups(printed, monkeypatch):
     """SKVQ, one ingredient after another."""
     shorten(monkeypatch, 512, most=1)
     rows, settings = [], {"reorder": "off", "clip": "none", "metadata": "fp16", "recent": 0, "preserve": 0}
@@ -154,28 +126,28 @@ def test_groups(monkeypatch, capsys):
     for added in ({}, {"reorder": "on"}, {"clip": "centre"}, {"metadata": "fp8"}, {"preserve": 5},
                   {"recent": 128, "protocol": "stream"}):
         settings |= added
-        rows += measured("fp16,skvq", 3, windows=1, context=512, **settings)[1:]
-    assert [row[1:] for row in printed("4_groups.py", 1, monkeypatch, capsys, 3)] == [row[1:] for row in rows]
+        rows += measured("fp16,skvq", windows=1, context=512, **settings)[1:]
+    assert [row[1:] for row in printed("4_groups.py", 1)] == [row[1:] for row in rows]
 
 
-def test_groups_of_other_shapes(monkeypatch):
+def test_groups_of_other_shapes():
     """Groups cross heads, and have clips of their own: the package's codes, numbers and bytes."""
-    page = defined("4_groups.py", monkeypatch)
+    page = defined("4_groups.py")
     torch.manual_seed(0)
     x = torch.randn(2, 3, 40, 32) * torch.rand(3, 1, 32)
     codec = ClippedGroups(2, 3, 32, 16, centres=(1,), sensitivity="none")
     rows = x.transpose(1, 2).flatten(2)  # (B, T, C)
     codec.fit(x, torch.zeros(2, 3, 40, dtype=torch.bool))
-    group, alpha = page["calibrate"](rows, True, True, page["FP8"])
+    group, alpha = page.calibrate(rows, True, True, page.FP8)
     assert group.equal(codec.group.long()) and alpha.equal(codec.alpha.float()) and len(set(alpha.tolist())) > 2
-    scale, zero = page["grid"](rows, group, alpha, page["FP8"])
-    codes, want = page["encode"](rows, scale, zero, group), codec.encode(x)
+    scale, zero = page.grid(rows, group, alpha, page.FP8)
+    codes, want = page.encode(rows, scale, zero, group), codec.encode(x)
     assert codes.equal(want.packed[:, 0]) and codes.nbytes + scale.nbytes + zero.nbytes == want.nbytes
-    read = page["decode"](codes, scale, zero, group).unflatten(-1, (3, 32)).transpose(1, 2)
+    read = page.decode(codes, scale, zero, group).unflatten(-1, (3, 32)).transpose(1, 2)
     assert torch.allclose(read, codec.decode(want), atol=1e-6)
 
 
-def test_levels(monkeypatch, capsys):
+def test_levels(printed, monkeypatch):
     """KVQuant, one ingredient after another. The package has no equal levels, so k-means is made to find them."""
     shorten(monkeypatch, 512, most=1)
     for name in ("tinykv.kmeans.kmeans", "tinykv.codecs.nonuniform.kmeans"):
@@ -184,16 +156,16 @@ def test_levels(monkeypatch, capsys):
     rows, settings = [], {"q_norm": "off", "sensitivity": "none", "outliers": 0.0, "preserve": 0}
     with monkeypatch.context() as patch:
         patch.setattr(Histogram, "levels", lambda *_: torch.linspace(-1, 1, 4).half())
-        rows += measured("fp16,kvquant", 3, **settings, **few)[1:]
+        rows += measured("fp16,kvquant", **settings, **few)[1:]
     for added in ({}, {"sensitivity": "fisher-range"}, {"outliers": 100 / 32}, {"preserve": 1}):
         settings |= added
-        rows += measured("fp16,kvquant", 3, **settings, **few)[1:]
-    assert [row[1:] for row in printed("5_levels.py", 1, monkeypatch, capsys, 3)] == [row[1:] for row in rows]
+        rows += measured("fp16,kvquant", **settings, **few)[1:]
+    assert [row[1:] for row in printed("5_levels.py", 1)] == [row[1:] for row in rows]
 
 
-def test_levels_of_other_shapes(monkeypatch):
+def test_levels_of_other_shapes():
     """Several heads share levels, and a row's outliers: what the package reads, and the bytes that it holds."""
-    page = defined("5_levels.py", monkeypatch)
+    page = defined("5_levels.py")
     torch.manual_seed(0)
     x, rope = torch.randn(2, 3, 40, 32).half() * 3, SimpleNamespace(rotate=lambda K: K)
     x.requires_grad_().grad = torch.rand_like(x)
@@ -202,13 +174,13 @@ def test_levels_of_other_shapes(monkeypatch):
     for kind, axis in (("k", "channel"), ("v", "token")):
         codec = NonUniform(2, 3, 32, axis, 1 / 32, q_norm="off")
         codec.fit(x.detach(), kept, x.grad)
-        tables[0, kind] = page["calibrate"](kind, x, True, True, 1 / 32, 2)
+        tables[0, kind] = page.calibrate(kind, x, True, True, 1 / 32, 2)
         assert torch.allclose(tables[0, kind][1], codec.levels.float(), atol=1e-3)
         tables[0, kind] = tables[0, kind][0], codec.levels.float()
         codes = codec.encode(x.detach(), kept)
         want.append(codec.decode(codes).where(~kept[..., None], x.float()))
         held += codes.nbytes + 2 * 2 * (3 * 32 * 2 + 4)  # two texts' two tokens, and their places
-    cache = page["Cache"](rope, tables, 1 / 32, 2)
+    cache = page.Cache(rope, tables, 1 / 32, 2)
     found = cache.update(0, x.detach(), x.detach(), x.detach(), 0)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(want, found))
     assert cache.bits() == pytest.approx(8 * held / (2 * x.numel()))
@@ -216,47 +188,45 @@ def test_levels_of_other_shapes(monkeypatch):
 
 @pytest.mark.parametrize("method, sensitivity", [("cq", "fisher"), ("antkv", "token")])
 @pytest.mark.parametrize("n", [1, 8])
-def test_weights_of_codebooks(n, method, sensitivity, monkeypatch):
+def test_weights_of_codebooks(n, method, sensitivity):
     """Of two texts, each clamped by itself."""
-    page, gradient = defined("6_codebooks.py", monkeypatch), torch.randn(2, 3, 700, 16).exp()  # (B, Hkv, T, d)
+    page, gradient = defined("6_codebooks.py"), torch.randn(2, 3, 700, 16).exp()  # (B, Hkv, T, d)
     codec = Codebook(n, 2 ** n, 3, 16, sensitivity)
     want = [codec.weigh(g, torch.zeros(3, 700, dtype=torch.bool), g) for g in gradient]
-    assert torch.allclose(page["weights"](gradient, n, page[method]), torch.cat(want, dim=1))
+    assert torch.allclose(page.weights(gradient, n, vars(page)[method]), torch.cat(want, dim=1))
 
 
-def test_codebooks(monkeypatch, capsys):
+def test_codebooks(printed, monkeypatch):
     """CQ with 1 to 8 channels for a code, and AnTKV; codebooks of all vectors, also where the package draws some."""
     shorten(monkeypatch, 256, most=4)
     monkeypatch.setattr("tinykv.codecs.codebook.DRAWN", 1024)
     few, rows = {"windows": 1, "context": 256, "calib_windows": 4}, []
     for n in (1, 2, 4):
-        rows.append(measured("fp16,cq", 3, vq=f"d{n}m{2 ** n}", **few)[1])
-    rows += measured("fp16,cq,antkv", 3, **few)[1:]
-    found = [line.split() for line in run_and_read("6_codebooks.py", [1], monkeypatch, capsys)]
-    assert [(name, *figures) for name, _, *figures in found] == rows
+        rows.append(measured("fp16,cq", vq=f"d{n}m{2 ** n}", **few)[1])
+    rows += measured("fp16,cq,antkv", **few)[1:]
+    assert [[name, *figures] for name, _, *figures in printed("6_codebooks.py", 1)] == rows
 
 
-def test_topk(monkeypatch, capsys):
+def test_topk(printed):
     """The kernel's positions are torch's."""
-    run("7_topk.py", [2], monkeypatch)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and lines[0].endswith("difference from torch: 0.0")
-    for line in lines[1:]:
+    first, *lines = [" ".join(words) for words in printed("7_topk.py", 2)]
+    assert len(lines) == 2 and first.endswith("difference from torch: 0.0")
+    for line in lines:
         kernel, lines_of_torch = re.findall(r"\[.*?\]", line)
         assert kernel == lines_of_torch and len(json.loads(kernel)) == 5
 
 
-def test_topk_of_other_numbers(monkeypatch):
+def test_topk_of_other_numbers():
     """Of either sign, and with larger ones behind the text."""
-    page = defined("7_topk.py", monkeypatch)
+    page = defined("7_topk.py")
     torch.manual_seed(0)
     whole = torch.full((2, 600), 9e9)
     whole[:, :259] = torch.randn(2, 259)
     h = whole[:, :259]
-    assert page["topk"](h).equal(page["topk_lines"](h))
+    assert page.topk(h).equal(page.topk_lines(h))
 
 
-def test_kernel(monkeypatch, capsys):
+def test_kernel(printed, monkeypatch):
     """The package's `--attention triton` on the same two tokens, and the bytes that its cache holds."""
     model, tokenizer = hf.load(EMBEDDED)
     tokens = load_windows("tales", tokenizer, 290, 1, "test").tokens  # 256 of them are coded
@@ -278,39 +248,39 @@ def test_kernel(monkeypatch, capsys):
             model(tokens[:, -1:], cache)
         loss = torch.nn.functional.cross_entropy(torch.cat(logits), tokens[0, -2:])
         decoded = 2 * 2 * 4 * 290 * 32 * 4 * (name == "decoded")  # fp32 rows, K and V of 4 layers, written and read
-        rows.append((name, f"{loss.exp():.3f}", f"{cache.nbytes + decoded:,}"))
+        rows.append([name, f"{loss.exp():.3f}", f"{cache.nbytes + decoded:,}"])
     shorten(monkeypatch, 290)
-    assert printed("8_kernel.py", 2, monkeypatch, capsys, 3) == rows
+    assert printed("8_kernel.py", 2) == rows
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_kernel_of_other_shapes(bits, monkeypatch):
+def test_kernel_of_other_shapes(bits):
     """Several heads of keys and values, each read by several queries, a rest of a piece: as torch, on decoded rows."""
-    page = defined("8_kernel.py", monkeypatch)
+    page = defined("8_kernel.py")
     torch.manual_seed(0)
     q, K, V = torch.randn(6, 64), torch.randn(1, 2, 384, 64) * 3, torch.randn(1, 2, 384, 64)
     codecs = Affine(bits, 64, "channel", 128), Affine(bits, 64)
     codes = [codec.encode(x) for codec, x in zip(codecs, (K, V))]
     K, V = (codec.decode(x)[0].repeat_interleave(3, 0) for codec, x in zip(codecs, codes))  # (H, T, d) both
     want = torch.softmax(q[:, None] @ K.transpose(1, 2) / 8, dim=-1) @ V  # (H, 1, d)
-    pieces = page["attend_codes"](q, *codes)
+    pieces = page.attend_codes(q, *codes)
     assert pieces[0].shape == (6, 2, 64)
-    assert torch.allclose(page["merge"](*pieces), want[:, 0], atol=1e-5)
-    assert all(part.isfinite().all() for part in page["attend"](100 * q, K, V))  # the top is that of the scores
+    assert torch.allclose(page.merge(*pieces), want[:, 0], atol=1e-5)
+    assert all(part.isfinite().all() for part in page.attend(100 * q, K, V))  # the top is that of the scores
     # scores that fall by hundreds within a piece: without a running maximum 2**s overflows
     codes[0].zero[0, :, 0] *= 200
     codes[0].scale[0, :, 0] *= 200
-    assert all(part.isfinite().all() for part in page["attend_codes"](q, *codes))
+    assert all(part.isfinite().all() for part in page.attend_codes(q, *codes))
 
 
-def test_a_block_that_fills_up(monkeypatch):
+def test_a_block_that_fills_up():
     """Keys and values are quantized while the kernel reads: the next token reads their codes."""
-    page = defined("8_kernel.py", monkeypatch)
+    page = defined("8_kernel.py")
     model, tokenizer = hf.load(EMBEDDED)
     tokens = load_windows("tales", tokenizer, 291, 1, "test").tokens
     method = KIVI(model.config, group_size=128, recent=34)  # of 290 tokens, 256 are quantized
     outputs = []
-    for cache, attention in ((KVCache(model, method), "plain"), (page["KernelCache"](model, method), "triton")):
+    for cache, attention in ((KVCache(model, method), "plain"), (page.KernelCache(model, method), "triton")):
         with torch.no_grad():
             model.use_attention("fused")
             model(tokens[:, :288], cache)
@@ -330,14 +300,13 @@ def test_topk_compiles(tmp_path):
     assert compiles.errors(ROOT / "docs/ladder/7_topk.py", kernels, ROOT, tmp_path) == dict.fromkeys(kernels, "")
 
 
-def test_prefix(tmp_path, monkeypatch, capsys):
+def test_prefix(printed, tmp_path, monkeypatch, capsys):
     """train_intact.py: the loss of held-out texts, and perplexity, with each prefix."""
     def load_less(data, tokenizer, context, windows, split, **given):
         return load_windows(data, tokenizer, {256: 64, 1024: 256}[context], min(windows, 16), split, **given)
     with monkeypatch.context() as patch:
         patch.setattr("tinykv.data.load_windows", load_less)
-        run("9_prefix.py", [2, 2], patch)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        rows = printed("9_prefix.py", 2, 2)
     monkeypatch.setattr(sys, "argv", [
         "train_intact.py", "--weights", "rtn", "--w-bits", "3", "--updates", "2", "--samples", "16", "--tokens", "64",
         "--windows", "2", "--context", "256", "--out", str(tmp_path / "trained.safetensors")])
@@ -351,13 +320,12 @@ def test_prefix(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("page", ["2_window.py", "4_groups.py", "5_levels.py", "6_codebooks.py", "9_prefix.py"])
-def test_a_page_says_what_it_prints(page, monkeypatch, capsys):
+def test_a_page_says_what_it_prints(page, printed):
     """Its perplexities, which are above 1, but for what k-means makes of another machine's rounding."""
     said = {float(number) for number in re.findall(r"\b[1-9]\.\d{2,3}\b", head_of(page))}
-    printed = [float(number) for line in run_and_read(page, [16], monkeypatch, capsys)
-               for number in re.findall(r"\d+\.\d{3}\b", line)]
-    printed.append(8.178)  # of 16 bits
-    assert said and all(any(number == pytest.approx(other, rel=0.002) for other in printed) for number in said)
+    found = [float(word) for line in printed(page, 16) for word in line if re.fullmatch(r"\d+\.\d{3}", word)]
+    found.append(8.178)  # of 16 bits
+    assert said and all(any(number == pytest.approx(other, rel=0.002) for other in found) for number in said)
 
 
 def head_of(page):
@@ -365,10 +333,10 @@ def head_of(page):
 
 
 @pytest.mark.parametrize("page", ["7_topk.py", "8_kernel.py"])
-def test_where_there_is_no_triton_its_page_says_so(page, monkeypatch):
+def test_where_there_is_no_triton_its_page_says_so(page, printed, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(SystemExit, match="needs? Triton, which runs on Linux"):
-        run(page, [], monkeypatch)
+        printed(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -43,17 +43,16 @@ PAGES = {  # by assignment, the page of docs/ladder that is its first part, and 
 }
 
 
-def all_names():
-    """Of all assignments, an instructor's own among them."""
-    return [path.name.split("-")[1] for path in sorted((ROOT / "docs" / "course").glob("*-*"))]
+def folders():
+    """{name: its folder} of all assignments, an instructor's own among them."""
+    return {path.name.split("-")[1]: path for path in sorted((ROOT / "docs" / "course").glob("*-*"))}
 
 
 def folder_of(name):
     """An assignment's folder. UserError if there is none of this name."""
-    folders = {path.name.split("-")[1]: path for path in sorted((ROOT / "docs" / "course").glob("*-*"))}
-    if name.removesuffix(PAGE) not in folders:
-        raise UserError(f"there is no assignment {name!r}; there are {', '.join(folders)}")
-    return folders[name.removesuffix(PAGE)]
+    if name.removesuffix(PAGE) not in folders():
+        raise UserError(f"there is no assignment {name!r}; there are {', '.join(folders())}")
+    return folders()[name.removesuffix(PAGE)]
 
 
 def answer_of(name):
@@ -208,6 +207,6 @@ def without_dead_links(text, folder, files):
 
 
 if __name__ == "__main__":
-    for folder in sorted((ROOT / "docs" / "course").glob("*-*")):
+    for folder in folders().values():
         for name in MADE:
             write_missing(folder / name)

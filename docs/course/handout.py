@@ -17,7 +17,7 @@ from shutil import copyfile
 
 from tqdm import tqdm
 
-from docs.course.assignments import ANSWERS, CORE, MADE, PAGE, PAGES, ROOT, all_names, folder_of, starter, write
+from docs.course.assignments import ANSWERS, CORE, MADE, PAGE, PAGES, ROOT, folder_of, folders, write
 from docs.course.grade import right_values
 from docs.course.notebook import cells_of
 from docs.programs.notebook import notebook
@@ -60,29 +60,28 @@ def main():
         if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
             raise UserError(f"{args.folder} is not empty; give a new folder")
         files = [file for file in tracked() if file.startswith(KEPT) or not file.startswith(LEFT_OUT)]
-        for folder in (folder_of(name).relative_to(ROOT).as_posix() for name in all_names()):
-            if f"{folder}/handout.md" not in files:
+        here = {name: folder.relative_to(ROOT) for name, folder in folders().items()}
+        for folder in here.values():
+            if f"{folder.as_posix()}/handout.md" not in files:
                 raise UserError(f"{folder}/handout.md is handed out, but git has it not; `git add {folder}` first")
         write(args.folder, files, names)
-        for name in all_names():
-            target = args.folder / folder_of(name).relative_to(ROOT)
-            for file, made in MADE.items():
-                if file == "starter.py" or name in pages:
-                    (target / file).write_text(made(folder_of(name)), encoding="utf-8")
-        for name in NOTEBOOKS:
-            target = args.folder / folder_of(name).relative_to(ROOT) / "notebook.ipynb"
-            target.write_text(notebook(cells_of(name, starter(folder_of(name)))), encoding="utf-8")
+        for name, folder in here.items():
+            texts = {file: made(ROOT / folder) for file, made in MADE.items() if file == "starter.py" or name in pages}
+            if name in NOTEBOOKS:
+                texts["notebook.ipynb"] = notebook(cells_of(name, texts["starter.py"]))
+            for file, text in texts.items():
+                (args.folder / folder / file).write_text(text, encoding="utf-8")
         (args.folder / "README.md").write_text(README, encoding="utf-8")
         (args.folder / ".pytest.ini").write_text(PYTEST, encoding="utf-8")
         workflow = args.folder / ".github" / "workflows" / "assignments.yml"
         workflow.parent.mkdir(parents=True)
-        folders = ", ".join(folder_of(name).name for name in all_names())
+        numbered = ", ".join(folder.name for folder in here.values())
         text = (ROOT / "docs" / "course" / "workflow.yml").read_text(encoding="utf-8")
-        workflow.write_text(re.sub(r"assignment: \[.*\]", f"assignment: [{folders}]", text), encoding="utf-8")
+        workflow.write_text(re.sub(r"assignment: \[.*\]", f"assignment: [{numbered}]", text), encoding="utf-8")
         copyfile(ROOT / "docs" / "course" / "AGENTS.md", args.folder / "AGENTS.md")
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            written = pool.map(partial(write_expected, args.folder), all_names())
-            list(tqdm(written, "right values", len(all_names()), False, unit="assignment", disable=None))
+            written = pool.map(partial(write_expected, args.folder), here)
+            list(tqdm(written, "right values", len(here), False, unit="assignment", disable=None))
         print(f"{args.folder}: a repository without the answers of {', '.join(names)}")
 
 

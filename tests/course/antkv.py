@@ -4,7 +4,6 @@ WRONG = {
     "first_draw_without_weights": ("odds = [], weights.double()", "odds = [], torch.ones_like(weights).double()"),
     "distance_not_squared": (".double() * square.min(dim=1).values", ".double() * square.min(dim=1).values.sqrt()"),
     "further_draws_without_weights": ("weights.double() * square.min(dim=1).", "square.double().min(dim=1)."),
-    "distance_to_the_last_centre": ("square.min(dim=1).values", "square[:, -1]"),
     "empty_centres_move_together": ("points[spare.pop(0)]", "points[spare[0]]"),
     "points_without_weight_count": ("far[weights == 0] = -1", "pass"),
     "never_stops": ("if torch.equal(before, centres):", "if False:"),
@@ -12,11 +11,9 @@ WRONG = {
     "heads_of_zeros_weigh_1": (
         "    ordered = sorted",
         "    norm = norm.masked_fill(norm.amax(1, keepdim=True) == 0, 1.0)\n    ordered = sorted"),
-    "squared_norm": ("gradient.pow(2).sum(-1).sqrt()", "gradient.pow(2).sum(-1)"),
     "one_codebook": ("nearest(points, book) for", "nearest(points, centroids[0]) for"),
     "queries_from_the_start": ("torch.arange(S - T, S)[:, None]", "torch.arange(T)[:, None]"),
     "no_norm": ("A * (1 - A) * norm", "A * (1 - A)"),
-    "mean_of_heads": ("of_values.view(B, Hkv, -1, S).sum(2)", "of_values.view(B, Hkv, -1, S).mean(2)"),
     "heads_interleaved": ("k.repeat_interleave(H // Hkv, dim=1)", "k.repeat(1, H // Hkv, 1, 1)"),
     "rounded_down": (
         "count = -(-self.percent * layer_cache.length // 100)", "count = self.percent * layer_cache.length // 100"),

@@ -6,7 +6,6 @@ WRONG = {
         "                self.keys.kept_positions = self.values.kept_positions = None\n"
         "            if positions is not None:\n"),
     "keeps_32_bits": ("rows = rows.to(torch.float16)", "rows = rows.float()"),
-    "new_tokens_first": ("torch.cat((self.recent, rows), dim=2)", "torch.cat((rows, self.recent), dim=2)"),
     "pins_what_is_decoded": ("rows = self.read()", "self.kept_positions = None\n        rows = self.read()"),
     "kept_tokens_count": ("self.codec.encode(oldest, ignore)", "self.codec.encode(oldest)"),
     "counts_the_quantized": ("waiting = self.length - self.keys.n_coded", "waiting = self.length"),
@@ -50,11 +49,5 @@ PAGE = {
     "the_newest": (
         "old, recent = self.recent[layer, kind].tensor_split([self.block], dim=2)",
         "recent, old = self.recent[layer, kind].tensor_split([-self.block], dim=2)"),
-    "the_last_block_alone": (
-        "for block in self.blocks[layer, kind]]\n        return",
-        "for block in self.blocks[layer, kind][-1:]]\n        return"),
-    "recent_first": (
-        "torch.cat([*decoded, self.recent[layer, kind].float()], dim=2)",
-        "torch.cat([self.recent[layer, kind].float(), *decoded], dim=2)"),
     "length_of_the_chunk": ("self.length = K.shape[2]", "self.length = k.shape[2]"),
 }

@@ -8,7 +8,6 @@ WRONG = {
     "half_is_enough": ("2 * votes.count(winner) <= len", "2 * votes.count(winner) < len"),
     "first_window_decides": ("winner = max(votes, key=votes.count, default=None)", "winner = (votes or [None])[0]"),
     "layer_of_all_windows": ("for layer, c in named if c == winner", "for layer, c in named"),
-    "first_layer_of_any": ("middle([layer for", "min([layer for"),
     "on_the_method": ("cache.shared.sinks = torch.tensor", "self.sinks = cache.shared.sinks = torch.tensor"),
     "sinks_of_the_first_sequence": (".sinks = torch.tensor(sinks)", ".sinks = torch.tensor(sinks[:1] * len(sinks))"),
     "positions_of_the_chunk": ("start = cache.layers[layer].length - hidden.shape[1]", "start = 0"),

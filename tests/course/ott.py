@@ -1,13 +1,11 @@
 """Assignment 4, ott: what students get wrong, each as one change of answer.py: {name: (old text, new text)}."""
 WRONG = {
-    "bits_of_keys_for_both": ("values = Affine(v_bits,", "values = Affine(k_bits,"),
     "one_grid_for_a_head": ("min(group_size, width)", "width"),
     "values_group_longer_than_a_head": ("min(group_size, width)", "group_size"),
     "groups_of_keys_across_all_tokens": ('"channel", group_size)', '"channel", None)'),
     "no_window": ("<= length - recent:", "<= length:"),
     "window_one_too_large": ("<= length - recent:", "< length - recent:"),
     "quantizes_twice": ("while n_coded + n + block", "while n + block"),
-    "scales_of_32_bits_in_all": ("groups * 2 * 16", "groups * 16"),
     "forgets_the_window": (" + (T - coded) * d * 16", ""),
     "no_magnitudes": ("keys.float().abs().sum(dim=-1)", "keys.float().sum(dim=-1)"),
     "euclidean": ("keys.float().abs().sum(dim=-1)", "keys.float().norm(dim=-1)"),
@@ -16,7 +14,6 @@ WRONG = {
     "layers_counted_from_1": ("layer_cache.layer < self.skip_layers", "layer_cache.layer <= self.skip_layers"),
     "a_pool_in_every_layer": ("if layer_cache.layer < self.skip_layers:", "if False:"),
     "two_layers_always": ("layer_cache.layer < self.skip_layers", "layer_cache.layer < 2"),
-    "size_of_values": ("rows = layer_cache.keys\n", "rows = layer_cache.values\n"),
     "text_on_the_method": (
         "layer_cache.keys\n", "layer_cache.keys\n        vars(self).setdefault('texts', []).append(id(rows))\n"),
 }

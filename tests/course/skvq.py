@@ -5,8 +5,6 @@ WRONG = {
         "rows = [row for i, row in enumerate(x) if kept is None or not kept[i]]",
         "rows = [row if kept is None or not kept[i] else row * 0 for i, row in enumerate(x)]"),
     "groups_by_the_width": ("torch.stack([lo, hi], dim=1)", "torch.stack([hi - lo], dim=1)"),
-    "powers_of_two": ("steps = 2 ** bits - 1", "steps = 2 ** bits"),
-    "no_alpha_in_the_step": ("h = alpha * (hi - lo) / steps", "h = (hi - lo) / steps"),
     "centre_turned_around": ("centre * towards_middle + (1 - centre) *", "(1 - centre) * towards_middle + centre *"),
     "no_smallest_step": ("h.clamp(SMALLEST, LARGEST)", "h"),
     "no_largest_zero": ("z.clamp(-LARGEST, LARGEST)", "z"),
@@ -18,8 +16,6 @@ WRONG = {
     "codes_before_rounding": (
         "        h, z = h.to(FP8), z.to(FP8)\n        real = (part - z.float()[:, None]) / h.float()[:, None]\n",
         "        real = (part - z[:, None]) / h[:, None]\n        h, z = h.to(FP8), z.to(FP8)\n"),
-    "stored_in_16_bits": ("h, z = h.to(FP8), z.to(FP8)", "h, z = h.half(), z.half()"),
-    "no_squares": ("(x - decode(codes, h, z, group)) ** 2 * weight", "(x - decode(codes, h, z, group)).abs() * weight"),
     "mean_for_the_sum": ("errors[:, group == g].sum()", "errors[:, group == g].mean()"),
     "no_weights": (" * weight[:, None]", ""),
     "weights_squared": (" * weight[:, None]", " * weight[:, None] ** 2"),
@@ -33,7 +29,6 @@ PAGE = {
     "one_group": ("x[..., group == g]", "x[..., group >= 0]"),
     "clipped_towards_zero": ("middle = (low + high) / 2", "middle = 0 * low"),
     "not_clipped": ("low, high = alpha * low", "low, high = low"),
-    "one_end": ("alpha * high + (1 - alpha) * middle", "high"),
     "first_of_each_block": (
         "self.kept.setdefault((layer, kind), old[:, :self.n_kept])", "self.kept[layer, kind] = old[:, :self.n_kept]"),
     "one_more_kept": ("(layer, kind), old[:, :self.n_kept])", "(layer, kind), old[:, :self.n_kept + 1])"),

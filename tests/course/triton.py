@@ -7,8 +7,6 @@ WRONG = {
     "loads_past_the_end": ("t * token, mask=real, other=0.0)", "t * token)"),
     "unpacks_past_the_end": ("tl.load(packed + t * W + w, mask=real, other=0)", "tl.load(packed + t * W + w)"),
     "missing_tokens_are_zero": ("tl.where(real, tl.abs(x), -1.0)", "tl.abs(x)"),
-    "quarters_of_the_row": ("codes + t * 4 * W + 4 * w + i", "codes + t * 4 * W + i * W + w"),
-    "zero_scaled": ("return q * scale, q @ zero", "return q * scale, (q * scale) @ zero"),
     "offset_of_the_sums": ("return q * scale, q @ zero", "return q * scale, q.sum(1) * zero.sum()"),
     "heads_interleaved": ("kv = head // R", "kv = head % (tl.num_programs(1) // R)"),
     "a_kv_head_for_each_head": ("kv = head // R", "kv = 0"),
@@ -33,6 +31,4 @@ PAGE = {
     "quarters_of_the_head": ("c % W, c // W", "c % (D // 4), c // (D // 4)"),
     "the_first_group": ("(kv * C + first) // GROUP * D + c", "kv * C // GROUP * D + c"),
     "sums_do_not_fade": ("acc = acc * fade +", "acc = acc +"),
-    "weights_do_not_fade": ("weight = weight * fade +", "weight = weight +"),
-    "a_head_off": ("head, mask = (kv * R + r)[:, None]", "head, mask = (kv + r)[:, None]"),
 }
