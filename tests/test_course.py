@@ -390,6 +390,18 @@ def test_what_a_submission_does_brings_it_nothing(run, monkeypatch, tmp_path, re
     assert points == {deed: DEEDS[deed][1] * grade.points_of("kvsink") for deed in deeds}
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_graders_copy_has_no_answer(name, tmp_path):
+    """Of this assignment, also where all else runs on it, and nothing else that would be a part of it."""
+    grade.copy(tmp_path, name)
+    assert not any((tmp_path / file).exists() for file in assignments.REFUSED.get(name, ()))
+    for file, chosen in assignments.ANSWERS[name].items():
+        if (tmp_path / file).exists():
+            does = functions((tmp_path / file).read_text(encoding="utf-8"))
+            asked = chosen or [function for function in does if not function.endswith("__init__")]
+            assert all("NotImplementedError" in does[function] for function in asked), file
+
+
 def test_what_a_file_leaves_behind_neither_helps_it_nor_ends_the_grader(monkeypatch, tmp_path):
     """A link to the answer in the place of its copy; folders in folders, more than Python's rmtree removes; pipes."""
     file, compiled = tmp_path / "mine.py", []
