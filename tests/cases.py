@@ -417,11 +417,6 @@ class Watch:
         k, v = self.stored(layer)
         return rotated_keys(self.case.model, self.cache.method, k), v.to(self.case.dtype)
 
-    def exact_kinds(self, layer):
-        """"k", "v", both or neither: which of keys and values are read as if nothing were quantized."""
-        both = zip("kv", self.layers[layer].read(), self.exact_read(layer))
-        return "".join(kind for kind, got, exact in both if torch.equal(got, exact))
-
     def output(self, layer):
         """The output of a block for all tokens after the prefix, (B, T, D)."""
         return torch.cat(self.outputs[layer], dim=1)

@@ -64,13 +64,19 @@ def pools(scores, events, size, room, select="smallest"):
     return pool, extra
 
 
-def attention(q, K, window=None):
-    """A (B, H, T, S). q (B, H, T, d): the newest queries; K (B, Hkv, S, d); both rotated."""
+def attention_scores(q, K, window=None):
+    """(B, H, T, S), -inf where a query does not see the key. q (B, H, T, d): the newest queries; K (B, Hkv, S, d); both
+    rotated."""
     (T, d), S = q.shape[2:], K.shape[2]
     K = K.repeat(q.shape[1] // K.shape[1], axis=1)  # (B, H, S, d)
     before = np.arange(S - T, S)[:, None] - np.arange(S)  # (T, S): how far the key is before the query
     seen = (before >= 0) & (before < (window or S))
-    logits = np.where(seen, q @ K.swapaxes(2, 3) / d ** 0.5, -np.inf)  # (B, H, T, S)
+    return np.where(seen, q @ K.swapaxes(2, 3) / d ** 0.5, -np.inf)
+
+
+def attention(q, K, window=None):
+    """A (B, H, T, S)."""
+    logits = attention_scores(q, K, window)
     A = np.exp(logits - logits.max(-1, keepdims=True))
     return A / A.sum(-1, keepdims=True)
 

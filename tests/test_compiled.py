@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import Case, build_and_calibrate, model_of, tokens_of
+from cases import model_of, tokens_of
 from conftest import compile_for_real
-from told import expected, logits_of, reads_the_same, told_layer
+from told import expected, logits_of, method_of, reads_the_same, text_of, told_layer
 
 import eval_ppl
 from tinykv import UserError, compiled_cache
@@ -19,7 +19,6 @@ from tinykv.compiled_cache import COMPILED, CompiledCache, CompiledLayer, check_
 from tinykv.evaluate import chunks_of
 from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig, Rope
-from tinykv.run.settings import settings_of
 
 
 @pytest.fixture
@@ -83,17 +82,6 @@ def test_angles_of_long_texts():
 
 
 # ---- methods
-
-def method_of(name, **settings):
-    cls = METHODS[name]
-    return build_and_calibrate(Case(cls, settings_of(cls).get("scheme"), recent=4, settings=tuple(settings.items())))
-
-
-def text_of(name, batch, T):
-    """Tokens (B, T) that begin with the method's prefix, and how many arrive first."""
-    case = Case(METHODS[name])
-    return case.text(tokens_of(batch, T)), len(case.prefix) + 1
-
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("protocol, prompt", [("stream", None), ("stream", 12), ("paper", 12)])

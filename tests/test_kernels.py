@@ -15,7 +15,7 @@ import oracles
 import pytest
 import torch
 from cases import model_of
-from told import expected, read, reads_the_same, scores, told_layer, turned
+from told import expected, method_of, read, reads_the_same, scores, text_of, told_layer, turned
 
 triton = pytest.importorskip("triton")
 import bench_kernels  # noqa: E402
@@ -24,7 +24,6 @@ import benchmark  # noqa: E402
 import kernels  # noqa: E402
 from tinykv import UserError, triton_cache  # noqa: E402
 from tinykv.cache import KVCache  # noqa: E402
-from tinykv.calibrate import calibrate  # noqa: E402
 from tinykv.codecs.affine import Affine  # noqa: E402
 from tinykv.codecs.base import TERNARY, Exact, Pair, pack  # noqa: E402
 from tinykv.codecs.codebook import Codebook  # noqa: E402
@@ -365,13 +364,6 @@ def tiny(**more):
     return model.requires_grad_(False)
 
 
-SMALL = {"kvsink": {"emergence_layer": 0, "outlier_channel": 5}, "kivi": {"group_size": 16, "recent": 4},
-         "ott": {"group_size": 16, "recent": 4, "outlier_num": 2, "extra_pool": 2, "skip_layers": 1},
-         "cq": {"vq": "d4m8"},
-         "intactkv": {"k_bits": 2, "v_bits": 2},
-         "antkv": {"vq": "d4m8", "anchors": "10%", "recent": 4, "block": 8, "choose": "always"}}
-
-
 @pytest.fixture
 def tall(monkeypatch):
     """64 rows of queries in a tile, where registers allow a GPU 16, and pieces merged by the kernel's lines: the
@@ -393,13 +385,10 @@ QUICK = [("antkv", "stream", 12), ("kvsink", "paper", None)]  # in the interpret
 @pytest.mark.parametrize("name, protocol, prompt", [
     cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.whole) for cell in CELLS])
 def test_every_method_reads_the_same(name, protocol, prompt):
+    """Some in a model with a sliding window."""
     model = tiny(sliding_window=14 if name in ("antkv", "kivi") else None)
-    method, tokens = METHODS[name](model.config, **SMALL.get(name, {})), torch.randint(0, 41, (1, 24))
-    calibrate(model, method, torch.randint(0, 41, (3, 40), generator=torch.Generator().manual_seed(2)))
-    method.block = min(method.block, 16)
-    if method.prefix:
-        method.prefix.fill(model, model)
-        tokens[:, 0] = 1
+    method, (tokens, _) = copy.copy(method_of(name, choose="always")), text_of(name, 1, 24)
+    method.config = model.config
     chunks = 24 if protocol == "paper" and not prompt else [12, 11, 1]
     reads_the_same(TritonCache, "triton", model, method, tokens, chunks, protocol, prompt)
 

@@ -182,6 +182,7 @@ SETTINGS = [
 MANY_TIMES = dict(protocol=("stream", "paper"), length=["6G+3"], heads_per_kv=(2, 4))
 INTEGER_ZERO = dict(formula=["integer-zero"], protocol=PROTOCOLS, length=["G+1", "2G+5"], batch=(1, 3))
 RECENT = dict(length=["2G+5"], recent=[1, 6], batch=(1, 3))
+ONE_KIND = dict(protocol=["paper"], settings=[(("k_bits", 16),), (("v_bits", 16),)])
 WITHOUT_A_POOL = dict(protocol=PROTOCOLS, recent=[0, 6], settings=[(("outlier_num", 0),)])  # that is kivi
 
 # `check_NAME` of invariants.py, which cells it runs on, their axes, and marks
@@ -191,6 +192,7 @@ INVARIANTS = [
     ("cache_holds_the_expected_rows", every, RECENT),
     ("cache_holds_the_expected_rows", chooses, MANY_TIMES),
     ("cache_holds_the_expected_rows", has_the_settings, dict(protocol=PROTOCOLS, settings=SETTINGS)),
+    ("cache_holds_the_expected_rows", has_the_settings, ONE_KIND),
     ("cache_holds_the_expected_rows", is_one_of("ott"), WITHOUT_A_POOL),
     ("cache_holds_the_expected_rows", keeps, dict(protocol=PROTOCOLS, settings=[tuple(KEEP_ALL.items())])),
     ("cache_holds_the_expected_rows", can_be_centred, dict(protocol=PROTOCOLS, settings=[(("centre", "on"),)])),
@@ -204,7 +206,6 @@ INVARIANTS = [
     # what is exact
     ("sixteen_bits_are_fp16", has("k_bits", "v_bits"),
      dict(protocol=PROTOCOLS, length=["1", "G", "G+1", "2G+5"], heads_per_kv=(2, 4))),
-    ("sixteen_bits_of_one_kind", has("k_bits", "v_bits"), dict(protocol=["paper"])),
     ("sixteen_bit_models_cache_what_they_compute", is_one_of("fp16"), dict(protocol=PROTOCOLS, heads_per_kv=(2, 4))),
     ("placeholders_do_not_matter", may_keep,
      dict(protocol=PROTOCOLS, formula=FORMULAS, heads_per_kv=(2, 4), batch=(1, 3))),

@@ -4,16 +4,19 @@ attention that it has to give; and a text, with what the plain cache makes of it
 `expected` shares nothing with them: rows as the codecs' own `decode` gives them, a loop over kept rows, RoPE and
 softmax in float64.
 """
-import math
 from types import SimpleNamespace
 
 import numpy as np
+import oracles
 import pytest
 import torch
+from cases import Case, build_and_calibrate, tokens_of
 
 from tinykv.cache import CachedRows, KVCache
 from tinykv.methods.base import Method
+from tinykv.methods.registry import METHODS
 from tinykv.model import LlamaConfig, Rope
+from tinykv.run.settings import settings_of
 
 
 class Told(Method):
@@ -76,12 +79,8 @@ def read(part):
 
 
 def scores(q, K, window):
-    """(B, H, T, S) in float64, -inf where a query does not see the key: q (B, H, T, d), K (B, Hkv, S, d), both
-    rotated."""
-    T, S, R = q.shape[2], K.shape[2], q.shape[1] // K.shape[1]
-    s = q.double() @ K.double().repeat_interleave(R, 1).transpose(-2, -1) / math.sqrt(q.shape[-1])
-    at, j = torch.arange(S - T, S)[:, None], torch.arange(S)
-    return s.masked_fill((j > at) | (j <= at - (window or S)), -math.inf)
+    """(B, H, T, S): `oracles.attention_scores` of tensors."""
+    return torch.from_numpy(oracles.attention_scores(q.double().numpy(), K.double().numpy(), window))
 
 
 def expected(q, layer):
@@ -91,6 +90,18 @@ def expected(q, layer):
         K = turned(K, torch.arange(K.shape[2]), layer.rope)
     s = scores(q, K, layer.method.config.sliding_window)
     return s.softmax(-1) @ V.repeat_interleave(q.shape[1] // V.shape[1], 1), s.logsumexp(-1)
+
+
+def method_of(name, **settings):
+    """A calibrated method in blocks of 8 tokens, with 4 recent ones."""
+    cls = METHODS[name]
+    return build_and_calibrate(Case(cls, settings_of(cls).get("scheme"), recent=4, settings=tuple(settings.items())))
+
+
+def text_of(name, batch, T):
+    """Tokens (B, T) that begin with the method's prefix, and how many arrive first."""
+    case = Case(METHODS[name])
+    return case.text(tokens_of(batch, T)), len(case.prefix) + 1
 
 
 def logits_of(cache_class, attention, model, method, tokens, chunks, protocol="stream", prompt=None):
