@@ -10,7 +10,6 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -275,16 +274,16 @@ def evaluating(command):
 @pytest.mark.whole
 def test_what_was_trained_is_what_is_evaluated(training, evaluating, tmp_path):
     """And the loss is lower for it."""
-    path = tmp_path / "trained.safetensors"
-    status, out, _ = training("--updates", UPDATES, "--w-bits", 2)
+    path, model = tmp_path / "trained.safetensors", ["--model", EMBEDDED, "--weights", "rtn", "--w-bits", 2]
+    status, out, _ = training("--updates", UPDATES, *model)
     head, full, *lines = cells(out)
     assert status == 0 and head == ["weights", "prefix", "loss", "held-out loss", "perplexity", "KL"]
     assert full[:4] == ["-"] * 4 and float(full[5]) == 0 and [line[1] for line in lines] == ["none", "exact", "trained"]
     none, exact, trained = ([float(x) for x in line[2:]] for line in lines)
     assert trained[0] < exact[0] < none[0]
-    status, out, _ = evaluating("--method", "intactkv", "--weights", "rtn", "--w-bits", 2, "--prefix", f"bos,{path}")
+    status, out, _ = evaluating("--method", "intactkv", *model, "--prefix", f"bos,{path}")
     assert status == 0 and f"intactkv prefix={path}" in out and "intactkv prefix=bos" in out
-    assert "weights" in refused(evaluating, "--method", "intactkv", "--prefix", path)
+    assert "weights" in refused(evaluating, "--method", "intactkv", "--model", EMBEDDED, "--prefix", path)
 
 
 def test_a_prefix_of_a_tokenizer_without_bos(training, evaluating, one_layer, tmp_path):
@@ -318,65 +317,6 @@ def test_the_rows_of_each_model_are_its_own(training, tokenizer, monkeypatch, tm
     assert torch.equal(scaled[0], exact[0]) and not torch.allclose(scaled[1], exact[1], rtol=0.1)
 
 
-def test_an_update_is_a_step_of_adam(tmp_path):
-    """By hand: without decay, gradients of both kinds clipped together; and what it leaves is in the file."""
-    rng, path = torch.Generator().manual_seed(0), tmp_path / "state"
-    first = [torch.randn(2, 1, 3, 4, generator=rng) for _ in "kv"]
-    state = train_intact.State(path, "a run", *first, lr=0.01)
-    x, m, v = torch.stack(first).double(), 0, 0
-    for step in range(1, 5):
-        g = torch.randn(x.shape, generator=rng) * (3.0 if step < 4 else 0.01)  # the last is not clipped
-        state.rows.grad = g.clone()
-        state.update(0.3)
-        g = g.double() * min(1, 0.3 / g.double().norm().item())
-        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g ** 2
-        x = x - 0.01 * (m / (1 - 0.9 ** step)) / ((v / (1 - 0.999 ** step)).sqrt() + 1e-8)
-        assert state.rows.grad is None and state.done == step
-        assert torch.allclose(state.rows.double(), x, atol=1e-5)
-    again = train_intact.State(path, "a run", *first, lr=0.01)
-    assert again.done == 4 and torch.equal(again.rows, state.rows)
-    for one in (state, again):
-        one.rows.grad = torch.ones_like(one.rows)
-        one.update(0.3)
-    assert torch.equal(again.rows, state.rows)
-
-
-def test_a_gradient_is_the_mean_over_the_texts_of_an_update(training, monkeypatch):
-    """However many of them are read at a time."""
-    found = []
-
-    def stop(state, clip):
-        found.append(state.rows.grad)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train_intact.State, "update", stop)
-    for batch in (4, 1, 3):
-        assert training("--updates", 1, "--accumulate", 4, "--batch", batch)[0] == 130
-    assert found[0].norm() > 0
-    for other in found[1:]:
-        assert (other - found[0]).norm() < 1e-3 * found[0].norm()
-
-
-@pytest.mark.parametrize("batch", [None, 1, 2])
-def test_each_update_reads_the_texts_that_come_next(monkeypatch, batch):
-    """Each once before any comes again; also in a run that goes on, and whatever is read at a time."""
-    read, rows = [], torch.zeros(1, requires_grad=True)
-
-    def loss(full, quantized, tokens, exact, trained, counts):
-        read.extend(tokens[:, 0].tolist())
-        return trained[0].sum()
-    monkeypatch.setattr(train_intact, "block_loss", loss)
-    args = SimpleNamespace(tokens=64, batch=batch, seed=3, updates=4, accumulate=3, clip=1)
-    texts = torch.arange(5)[:, None], torch.ones(5, 1, dtype=torch.bool)
-    for done in (0, 1):
-        state = SimpleNamespace(done=done, rows=[rows, rows])
-        state.update = lambda clip, state=state: vars(state).update(done=state.done + 1)
-        train_intact.train(None, None, texts, None, state, args)
-    order = train_intact.text_order(5, 3, 12)
-    assert read == order + order[3:] and len(order) == 12
-    assert sorted(order[:5]) == sorted(order[5:10]) == list(range(5)) and order[:5] != order[5:10]
-
-
 def stop(patch, at):
     """Ctrl-C after so many updates in all."""
     update = train_intact.State.update
@@ -386,6 +326,35 @@ def stop(patch, at):
         if state.done == at:
             raise KeyboardInterrupt
     patch.setattr(train_intact.State, "update", and_stop)
+
+
+def test_an_update_is_a_step_of_adam_on_the_mean_loss_of_the_texts_that_come_next(training, monkeypatch):
+    """By hand: each text once before any comes again; gradients of keys and values clipped together; no decay. Also in
+    a run that goes on, and however many texts are read at a time."""
+    runs, train, clip = [], train_intact.train, 1e-4
+
+    def noted_before(*given):
+        runs.append((*given, given[4].rows.detach().double()))
+        train(*given)
+    monkeypatch.setattr(train_intact, "train", noted_before)
+    words = "--updates", 4, "--samples", 5, "--accumulate", 3, "--lr", 0.01, "--clip", clip
+    with monkeypatch.context() as patch:
+        stop(patch, 1)
+        assert training(*words, "--batch", 2)[0] == 130
+    assert training(*words, "--batch", 1)[0] == 0
+    (full, quantized, (tokens, counts), exact, *_, x), (*_, state, _, _) = runs
+    order, m, v, norms = train_intact.text_order(5, 0, 12), 0, 0, []
+    assert sorted(order[:5]) == sorted(order[5:10]) == list(range(5)) and order[:5] != order[5:10]
+    for step in range(1, 5):
+        rows = x.float().requires_grad_()
+        losses = [block_loss(full, quantized, tokens[i:i + 1], exact, rows, counts[i:i + 1])
+                  for i in order[3 * (step - 1):3 * step]]
+        g, = torch.autograd.grad(sum(losses) / 3, rows)
+        norms.append(g.norm().item())
+        g = g.double() * min(1, clip / (norms[-1] + 1e-6))  # as torch clips
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g ** 2
+        x = x - 0.01 * (m / (1 - 0.9 ** step)) / ((v / (1 - 0.999 ** step)).sqrt() + 1e-8)
+    assert min(norms) < clip < max(norms) and torch.allclose(state.rows.double(), x, rtol=0, atol=1e-5)
 
 
 @pytest.mark.whole
