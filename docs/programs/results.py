@@ -114,11 +114,15 @@ OWN, PREFIX, PLANTED = "QuantizedCache: ", "prefix of 46 tokens, rtn-3: ", "key 
 # the same of two windows of 4,096 as they are, and cut 2,048 tokens later: {FROM + start + ": " + row}
 FROM, STARTS, PAIRS = "from token ", (0, 2048), 2
 # key_bias.py: {label: row}, and {size of a planted bias: the labels that are measured}
-CENTRED = {"q4_0, rotated, centred": f"{FORMATS} --hadamard on --centre on --scheme q4_0",
-           "nvfp4, centred": f"{FORMATS} --centre on --scheme nvfp4"}
-BIASED = {label: SERVED[label] for label in (
-    "fp8", "KIVI, 4 bits", "q4_0, rotated", "nvfp4", "quanto, MLX: 4 bits")} | CENTRED
-BIASES = {0: CENTRED, 600: BIASED}
+NOT_SERVED = {"int8_per_token_head": f"{FORMATS} --scheme int8_per_token_head",
+              "OTT, 4 bits": "ott --bits 4 --group-size 64",
+              "q4_0, rotated, centred": f"{FORMATS} --hadamard on --centre on --scheme q4_0",
+              "nvfp4, centred": f"{FORMATS} --centre on --scheme nvfp4",
+              "KIVI, 4 bits, centred": "rtn --bits 4 --centre on --group-size 64 --scheme channel-dynamic"}
+BIASED = dict.fromkeys(["q8_0, rotated", "fp8", "int8_per_token_head", "KIVI, 4 bits", "OTT, 4 bits", "q4_0, rotated",
+                        "nvfp4", "quanto, MLX: 4 bits"])
+BIASED = {label: (SERVED | NOT_SERVED)[label] for label in BIASED | NOT_SERVED}
+BIASES = {0: NOT_SERVED, 600: BIASED}
 STREAM = "--context 4096 --prompt 3840"
 LONG = {  # {flags of the windows: {row: pairs}}
     "--context 4096": {
