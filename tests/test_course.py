@@ -339,12 +339,14 @@ def test_the_compiler_reads_definitions_alone(monkeypatch, tmp_path):
     assert set(compiles.errors("mine.py", {"one": ()}, tmp_path, tmp_path)) == {"one"}
 
 
-def test_a_kernel_has_fewer_instructions_than_asked():
+def test_a_kernel_compiles_and_has_fewer_instructions_than_asked():
     one, compiled = compiles.ASKED + "one", {"one": "", "one" + compiles.COUNTED: 6.0}
     asked = one + compiles.BELOW + "6"
     assert "takes 6.0 instructions" in compiles.verdict(asked, compiled)
     assert compiles.verdict(asked, compiled | {"one" + compiles.COUNTED: 5.9}) == ""
     assert compiles.verdict(asked, {"one": "refused"}) == compiles.verdict(one, {"one": "refused"}) == "refused"
+    noted = {"title": "t", "points": 4, "notes": [[one, "", 0]], "fault": "", "errors": {"one": "refused"}}
+    assert grade.judged(noted, noted) == {"title": "t", "of": 4, "points": 0, "message": "refused"}
 
 
 # ---- what a submission may do: the lines that do it, and whether the rest of the file is right
@@ -561,14 +563,14 @@ def test_a_students_total_has_the_better_of_two_files():
     assert grade.totals(reports) == "student,total,ott,ott_page\nann,64,50,14\n'=bob,0,,\n"
 
 
-def test_one_reason_for_all_that_failed_is_told(capsys):
+@pytest.mark.parametrize("messages, told", [
+    (["odd\x1b", "odd\x1b"], "odd\\x1b"), (["odd", "another"], "one, two"), (["odd"], "one")])
+def test_one_reason_for_all_that_failed_is_told(messages, told, capsys):
     """A table says what is wrong with the file; else it says in which functions."""
-    tests = [{"title": f"{name}: of it", "points": 0, "message": "no module\x1b"} for name in ("one", "two")]
-    report = {"file": "all/f.py", "student": "f", "assignment": "ott", "fault": "", "points": 0, "of": 2}
-    for message, told in (("no module\x1b", "no module\\x1b"), ("another", "one, two")):
-        tests[1]["message"] = message
-        grade.print_table([report | {"tests": tests}], Path("all"))
-        assert capsys.readouterr().out.splitlines()[1].endswith(f"0/2     {told}")
+    tests = [{"title": f"{name}: of it", "points": 0, "message": text} for name, text in zip(("one", "two"), messages)]
+    grade.print_table([{"file": "all/f.py", "student": "f", "assignment": "ott", "fault": "", "points": 0, "of": 2,
+                        "tests": tests}], Path("all"))
+    assert capsys.readouterr().out.splitlines()[1].endswith(f"0/2     {told}")
 
 
 def test_a_file_is_what_was_asked_for(run, tmp_path):
