@@ -352,9 +352,9 @@ def plain_scales(x, weight, bits, G):
 def test_awq_finds_the_best_of_its_twenty_ratios(bits, seed):
     x = uneven(60, 16, seed) if seed % 2 else torch.randn(60, 16, generator=torch.Generator().manual_seed(seed))
     linear = random_linear(10, 16, seed)
-    before = linear.weight.clone()
-    found = AWQ(bits, 8).scales(x[None], [linear], lambda: linear(x[None]))
-    assert torch.equal(linear.weight, before)  # as if nothing had been tried
+    before, outputs = linear.weight.clone(), []
+    found = AWQ(bits, 8).scales(x[None], [linear], lambda: outputs.append(linear(x[None])) or outputs[-1])
+    assert torch.equal(linear.weight, before) and len(outputs) == 1 + 20  # as if nothing had been tried
     tried = plain_scales(x, linear.weight, bits, 8)
     least = min(error for _, error in tried)
     chosen = [error for s, error in tried if np.allclose(s, found.numpy(), rtol=1e-4)]
