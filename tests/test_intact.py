@@ -408,21 +408,28 @@ def rows_in(out):
     return {tuple(line[:2]): dict(zip(head[2:-1], line[2:])) for line in lines}
 
 
-@pytest.mark.whole  # four quantized models
 def test_lists_of_quantizers_and_prefixes(evaluating, tmp_path):
-    """A model for each quantizer and number of bits, each prefix filled for each; beside fp16 of the model itself."""
+    """A model for each quantizer and number of bits, each prefix filled for each; beside fp16 of the model itself.
+    Other methods stand on quantized weights, too, and a quantized cache after a prefix."""
     system, out_json = tmp_path / "system.txt", tmp_path / "out.json"
     system.write_text("Balo lives in")
-    status, out, _ = evaluating("--model", EMBEDDED, "--method", "intactkv", "--weights", "rtn,gptq", "--w-bits", "3,4",
-                                "--prefix", f"bos,{system}", "--calib-windows", 2, "--wide", "--json", out_json)
-    names, kinds = ["rtn-3", "rtn-4", "gptq-3", "gptq-4"], ["fp16", "intactkv prefix=bos", f"intactkv prefix={system}"]
-    rows = rows_in(out)
+    status, out, _ = evaluating("--method", "rtn,pfn,intactkv", "--weights", "rtn,gptq", "--w-bits", "2,4", "--bits", 3,
+                                "--scheme", "token-dynamic", "--prefix", f"bos,{system}", "--calib-windows", 2,
+                                "--wide", "--json", out_json)
+    rows, names = rows_in(out), ["rtn-2", "rtn-4", "gptq-2", "gptq-4"]
+    kinds = ["fp16", "rtn", "pfn", "intactkv prefix=bos", f"intactkv prefix={system}"]
     assert status == 0 and list(rows) == [("-", "fp16"), *((w, m) for w in names for m in kinds)]
-    assert len({row["ppl"] for row in rows.values()}) == len(rows) and all(f"weights {w}: " in out for w in names)
-    assert re.search(r"the first [3-9] tokens of every window", out)
+    assert all(f"weights {w}: " in out for w in names) and re.search(r"the first 9 tokens of every window", out)
     written = json.loads(out_json.read_text())["rows"]
     assert [(row["weights"], row["label"]) for row in written[1:]] == list(rows)[1:]
-    assert written[2]["settings"]["prefix"] == "bos"
+    assert len({row["ppl"] for row in written}) == len(rows) and written[4]["settings"]["prefix"] == "bos"
+    assert rows["rtn-4", kinds[-1]]["bits"] == "3" and float(rows["rtn-4", kinds[-1]]["true"]) > 3
+
+
+def test_bos_alone_moves_no_window(evaluating):
+    with_prefix, without = (rows_in(evaluating("--method", name, "--weights", "rtn", "--wide")[1])
+                            for name in ("intactkv", "kivi"))
+    assert with_prefix["-", "fp16"]["ppl"] == without["-", "fp16"]["ppl"]
 
 
 def test_each_quantizer_has_a_prefix_of_its_own(tokenizer):
@@ -431,14 +438,3 @@ def test_each_quantizer_has_a_prefix_of_its_own(tokenizer):
     found, _ = build_entries(args, hf.load_config(EMBEDDED), tokenizer)
     one, other = (found[f"intactkv {name}-4"].method for name in ("awq", "omniquant"))
     assert one is not other and one.prefix is not other.prefix and one.prefix.ids == other.prefix.ids
-
-
-def test_other_methods_on_quantized_weights(evaluating):
-    """And a quantized cache after a prefix."""
-    status, out, _ = evaluating("--method", "rtn,pfn,intactkv", "--weights", "rtn", "--w-bits", "4", "--bits", "3",
-                                "--scheme", "token-dynamic", "--wide")
-    rows = rows_in(out)
-    _, alone, _ = evaluating("--method", "kivi", "--weights", "rtn", "--wide")
-    assert rows["-", "fp16"]["ppl"] == rows_in(alone)["-", "fp16"]["ppl"]  # BOS alone moves no window
-    assert status == 0 and list(rows) == [("-", "fp16"), *(("rtn-4", m) for m in ("fp16", "rtn", "pfn", "intactkv"))]
-    assert rows["rtn-4", "intactkv"]["bits"] == "3" and float(rows["rtn-4", "intactkv"]["true"]) > 3
