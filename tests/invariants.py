@@ -369,13 +369,6 @@ def check_same_twice_and_after_reset(case):
 
 # ---- what is refused
 
-def check_paper_refuses_a_second_forward(case):
-    tokens = case.tokens()
-    _, cache = case.run(case.method(), tokens)
-    with pytest.raises(ValueError, match="one forward"):
-        case.model(tokens[:, :1], cache)
-
-
 def check_a_text_has_to_begin_with_the_prefix(case):
     """In every row; and something has to follow."""
     cache, tokens, n = case.new_cache(case.method()), case.tokens(), len(case.prefix)

@@ -218,7 +218,6 @@ INVARIANTS = [
      dict(protocol=PROTOCOLS, length=["1", "G+1", "2G+5"], heads_per_kv=(2, 4), dtype=[torch.float64])),
     ("same_twice_and_after_reset", every, dict(protocol=PROTOCOLS)),
     # what is refused
-    ("paper_refuses_a_second_forward", every, dict(protocol=["paper"], length=["1", "2G+5"])),
     ("a_text_has_to_begin_with_the_prefix", begins, dict(batch=(1, 3))),
     # calibration
     ("what_is_calibrated_can_be_restored", calibrates, {}),

@@ -113,6 +113,8 @@ def test_the_suite_stops_at_the_first_failure(name):
 
 
 RIGHT_FILES = [*((OWN, name, []) for name in RIGHT), ("tour.py", "HeavyHitters", []),
+               *((f"docs/examples/{file}.py", name, []) for file, name in (
+                   ("turboquant", "TurboQuant"), ("neighbours", "H2O"), ("neighbours", "Sinks"))),
                *((f"tinykv/methods/{name}.py", cls.__name__, like) for name, cls in METHODS.items()
                  for like in ([], ["--as", name]))]
 
@@ -120,7 +122,7 @@ RIGHT_FILES = [*((OWN, name, []) for name in RIGHT), ("tour.py", "HeavyHitters",
 @pytest.mark.whole
 @pytest.mark.parametrize("file, name, like", RIGHT_FILES)
 def test_right_methods_pass(file, name, like, tmp_path):
-    """That of the tour, too, and copies of the built-in ones."""
+    """Those of the docs, too, and copies of the built-in ones."""
     if file == "tour.py":
         (tmp_path / file).write_text(TOUR)
     else:

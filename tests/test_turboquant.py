@@ -1,11 +1,8 @@
-"""docs/examples/turboquant.py and docs/examples/neighbours.py: each formula against plain Python, and the
-tests of all methods on a few cells; under --whole on all that an author's own method goes through.
-"""
+"""docs/examples/turboquant.py and docs/examples/neighbours.py: each formula against plain Python, and the tests of all
+methods on a few cells (test_own_method.py: on all that an author's own method goes through)."""
 import math
 import re
 import statistics
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -140,14 +137,6 @@ def test_what_its_neighbours_keep(name):
     kept = cache.layers[0].keys.kept_positions.expand(1, 4, -1)[0]  # (H, 3)
     for positions, of_head in zip(kept.tolist(), received.tolist()):
         assert sorted(positions) == (sorted(oracles.top_k(of_head, 3)) if name == "H2O" else [0, 1, 2])
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("name", ["turboquant.py:TurboQuant", "neighbours.py:H2O", "neighbours.py:Sinks"])
-def test_the_suite_of_all_methods_passes(name):
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_methods.py",
-                           "--method", f"docs/examples/{name}"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
 
 
 # ---- where it breaks, and the page

@@ -73,7 +73,7 @@ class ClippedGroups(Codec):
         rows = self.rows(x)  # (B, T, C)
         # 1. the range of each group; heads that keep the token do not widen it
         if ignore is not None:
-            ignore = self.rows(ignore[..., None].expand(x.shape)).bool()  # (B, T, C)
+            ignore = to_rows(ignore[..., None].expand(x.shape))  # (B, T, C)
         lo, hi = self.ranges(rows, ignore)  # (B, T, n) both
         # 2. clip it, and round to its grid
         code, h, z = self.coded(rows, lo, hi, self.alpha.float(), self.centre)  # h, z (B, T, n)
