@@ -388,33 +388,20 @@ def test_what_awq_tries_scales_on(monkeypatch, sharing):
     assert seen == ([qkv, o, gate_up, down] if sharing == 1 else [qkv, gate_up, down]) * L
 
 
-def plain_clips(x, weight, bits, G):
-    """Of each group the errors of all ten clips: {(output, group): [(largest |w|, error)]}."""
-    x, found = x.double().numpy(), {}
-    for o, row in enumerate(weight.tolist()):
-        for g in range(0, len(row), G):
-            group, top = row[g:g + G], max(abs(w) for w in row[g:g + G])
-            for i in range(10):
-                most = float(np.float32(top) * np.float32(1 - i / 20))
-                cut = [min(most, max(-most, w)) for w in group]
-                moved = np.array(plain_rounded(cut, bits, G)) - group
-                found.setdefault((o, g // G), []).append((most, ((x[:, g:g + G] @ moved) ** 2).mean()))
-    return found
-
-
 @pytest.mark.parametrize("tokens", [40, 1300])
 @pytest.mark.parametrize("bits", [2, 3])
 def test_awq_finds_the_best_of_its_ten_clips(bits, tokens):
+    """Of each group, by what it contributes to the output on up to 512 of the tokens."""
     x, weight = uneven(tokens, 16, bits), random_linear(7, 16, bits).weight
     weight[:, ::5] *= 3
-    found = AWQ(bits, 8).clips(x, weight)  # (7, 2, 1)
-    every, clipped = plain_clips(x if tokens < 512 else x[::2][:512], weight, bits, 8), 0
-    for (o, g), tried in every.items():
-        least = min(error for _, error in tried)
-        chosen, = (error for most, error in tried if abs(most - found[o, g].item()) < 1e-6)
-        assert chosen <= least * (1 + 1e-4) + 1e-9
-        clipped += found[o, g].item() < tried[0][0]
-    assert 0 < clipped < len(every) or bits == 2
+    found = AWQ(bits, 8).clips(x, weight)[..., 0]  # (7, 2)
+    groups, x = weight.unflatten(1, (2, 8)), x[::2][:512] if tokens > 512 else x  # (7, 2, 8), (n, 16)
+    most = groups.abs().amax(-1) * (1 - torch.arange(10) / 20).view(10, 1, 1)  # (10, 7, 2)
+    moved = rounded(groups.clamp(-most[..., None], most[..., None]), bits) - groups  # (10, 7, 2, 8)
+    errors = torch.einsum("ngi,cogi->cogn", x.unflatten(1, (2, 8)), moved).square().mean(-1)  # (10, 7, 2)
+    chosen = errors.where((most - found).abs() < 1e-6, math.inf).amin(0)  # (7, 2)
+    assert (chosen <= errors.amin(0) * (1 + 1e-4) + 1e-9).all()
+    assert 0 < (found < most[0]).sum() < 14 or bits == 2
 
 
 def test_awq_clips_what_it_finds_in_the_full_precision_model(monkeypatch):
@@ -442,39 +429,32 @@ def test_awq_clips_what_it_finds_in_the_full_precision_model(monkeypatch):
 
 # ---- omniquant
 
-def plain_clip_gradient(group, g, b, c, bits):
-    """d/dg and d/db of sum c w', by hand: rounding adds a number that does not depend on anything."""
-    levels, sig = 2 ** bits - 1, lambda x: 1 / (1 + math.exp(-x))
-    top, bottom = max(0, *group), min(0, *group)
-    hi, lo = sig(g) * top, sig(b) * bottom
-    s = float(np.float16(np.float32(max(hi - lo, 1e-5)) / np.float32(levels)))
-    z = round(-lo / s)
-    added = z + lo / s  # by rounding z
-    by_s = by_lo = 0
-    for w, weight in zip(group, c):
-        code = round(w / s) + z
-        if 0 <= code <= levels:
-            by_s += weight * (round(w / s) - w / s)
-        else:
-            by_s += weight * (min(levels, max(0, code)) - added)
-            by_lo += weight
-    by_hi, by_lo = by_s / levels, by_lo - by_s / levels
-    return by_hi * sig(g) * (1 - sig(g)) * top, by_lo * sig(b) * (1 - sig(b)) * bottom
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_the_gradient_of_a_clip_is_the_straight_through_estimators(bits):
-    rng = torch.Generator().manual_seed(bits)
+    """By finite differences of the formula, in which what rounding adds to a number stays as it is."""
+    rng, max_code = torch.Generator().manual_seed(bits), 2 ** bits - 1
     groups, weights = torch.randn(2, 6, 2, 8, generator=rng)  # (out, in/G, G) both
     clip = (torch.randn(2, 6, 2, 1, generator=rng) + 0.5).requires_grad_()  # some weights are clipped
     scale, zero = OmniQuant(bits, 8).clipped_grid(groups, clip)
     code = omniquant.codes_of(groups, scale, zero, bits, omniquant.round_through)
     ((code - zero) * scale * weights).sum().backward()
-    for o in range(6):
-        for i in range(2):
-            g, b = clip[:, o, i, 0].tolist()
-            expected = plain_clip_gradient(groups[o, i].tolist(), g, b, weights[o, i].tolist(), bits)
-            assert clip.grad[:, o, i, 0].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+    def exact(clip, of_scale=0, of_zero=0, of_code=0, is_clipped=None):
+        hi, lo = clip.sigmoid() * torch.stack([groups.amax(-1, True).clamp(min=0), groups.amin(-1, True).clamp(max=0)])
+        s = (hi - lo) / max_code + of_scale  # (out, in/G, 1)
+        z, w = -lo / s + of_zero, groups / s + of_code  # (out, in/G, 1), (out, in/G, G)
+        code = w + z if is_clipped is None else torch.where(is_clipped, (w + z).clamp(0, max_code), w + z)
+        return s, z, w, ((code - z) * s * weights).sum(-1)  # the last of each group
+    groups, weights, at = groups.double(), weights.double(), clip.detach().double()
+    added = [exact(at)[0].half() - exact(at)[0]]
+    added += [x.round() - x for x in exact(at, *added)[1:3]]
+    _, z, w, _ = exact(at, *added)
+    added.append((w + z - max_code / 2).abs() > max_code / 2 + 0.5)
+    for kind in (0, 1):
+        step = torch.zeros_like(at)
+        step[kind] = 1e-6
+        slope = (exact(at + step, *added)[-1] - exact(at - step, *added)[-1]) / 2e-6  # (out, in/G)
+        torch.testing.assert_close(clip.grad[kind, ..., 0].double(), slope, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
