@@ -187,16 +187,14 @@ class Writer:
     def introduce(self, name, town):
         """A person's town, and one to four other facts."""
         rng, words = self.rng, self.words
-        where = f"Where does {name} live?"
-        if not words.town_last:
-            self.state(name, town, where)
+        told = [(town, f"Where does {name} live?")]
         known = {"do": words.trades, "wear": COLOURS, "sing": THINGS + SPOTS, "own": words.animals}
         for verb in rng.sample(known, 1 + rng.below(4)):
             some = known[verb]
             answer = " ".join(rng.sample(some, 3 + rng.below(4))) if verb == "sing" else rng.pick(some)
-            self.state(name, answer, f"What does {name} {verb}?")
-        if words.town_last:
-            self.state(name, town, where)
+            told.append((answer, f"What does {name} {verb}?"))
+        for answer, question in told[1:] + told[:1] if words.town_last else told:
+            self.state(name, answer, question)
 
     def chant(self, length, end="", often=OFTEN):
         """A chain of about `length` words, with refrains."""

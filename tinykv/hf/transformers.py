@@ -54,7 +54,8 @@ class MethodCache(Cache):
             hooks += [q_source.register_forward_hook(weak(self.see, "q")),
                       k_source.register_forward_hook(weak(self.see, "k")),
                       layer.register_forward_hook(weak(self.see_hidden, i))]
-        self.remove = weakref.finalize(self, remove_all, hooks)  # takes them off the model: called, or when it goes
+        # takes them off the model: called, or when the cache goes
+        self.remove = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     # what the hooks call
 
@@ -192,11 +193,6 @@ def weak(method, *given):
         if (call := method()) is not None:
             return call(*given, *args)
     return hook
-
-
-def remove_all(hooks):
-    for hook in hooks:
-        hook.remove()
 
 
 # UserError for what the cache cannot serve

@@ -9,6 +9,7 @@ import torch
 
 from docs.course.compiles import ASKED, BELOW
 
+pytest.importorskip("triton", reason="Triton runs on Linux; on Windows use WSL, or a notebook of Colab")
 points = pytest.mark.points
 
 
