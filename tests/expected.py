@@ -245,8 +245,7 @@ def expected_code_bytes(case, method, watch, layer, kind):
         return tokens * (oracles.code_bytes(Hkv * d, bits) + 2 * size * groups)
 
     if case.oracle in READ:  # all the codes of a token together
-        n, m = channels_and_centroids(case)
-        return tokens * oracles.code_bytes(Hkv * d // n, int(math.log2(m)))
+        return tokens * oracles.code_bytes(Hkv * d // codec.n, int(math.log2(codec.m)))
 
     if scheme == "kvquant":
         # of each token; a row of values has a pointer to its outliers unless it is too short for one
@@ -266,13 +265,6 @@ def expected_code_bytes(case, method, watch, layer, kind):
     grids = 0 if static else 4 * groups  # a 16-bit scale and a 16-bit zero point
     norms = 2 * tokens if scheme == "oscar" and kind == "k" and case.setting("scale_tokens") != "off" else 0
     return tokens * Hkv * oracles.code_bytes(d, bits) + grids + norms
-
-
-def channels_and_centroids(case):
-    """n and m of a format d{n}m{m}, which is d2m256 where only the bits are given, 4."""
-    assert case.setting("vq") or case.setting("bits") == 4
-    n, m = (case.setting("vq") or "d2m256")[1:].split("m")
-    return int(n), int(m)
 
 
 # ---- calibration
