@@ -9,7 +9,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from tinykv import cli, plots, shared_flags
+from tinykv import cli, hf, plots, shared_flags
 from tinykv.analysis import __main__ as command
 from tinykv.analysis import anchors, outliers, page, walk
 from tinykv.data.windows import load_windows
@@ -107,12 +107,14 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(analyse, monke
     assert status == 2 and err.count("\n") == 1 and named in err
 
 
-@pytest.mark.parametrize("bos", ["replace", "none"])
-def test_windows_to_calibrate_on_are_cut_as_the_text_is(bos):
-    args = command.parser().parse_args(["norms", "--calib-windows", "3", "--bos", bos])
+@pytest.mark.parametrize("bos, layer, shown", [("replace", ["--layer", "0"], 0), ("none", [], 2)])
+def test_the_layer_of_the_figures_and_windows_to_calibrate_on(bos, layer, shown):
+    """These are cut as the text is."""
+    args = command.parser().parse_args(["errors", "--calib-windows", "3", "--windows", "1", "--bos", bos, *layer])
     shared_flags.set_up(args, longest=32)
-    found = shared_flags.calibration_text(args)
-    assert found.equal(load_windows("tales", args.tokenizer, 32, 3, "calibration", bos=bos).tokens)
+    text = command.load_text(args, ["errors"], hf.load_model(hf.EMBEDDED))
+    assert text.layer == shown
+    assert text.calibration.equal(load_windows("tales", args.tokenizer, 32, 3, "calibration", bos=bos).tokens)
 
 
 # The figure of eval_ppl.py
