@@ -17,6 +17,8 @@ from matplotlib.colors import to_rgb
 
 from tinykv import UserError
 from tinykv.analysis import page
+from tinykv.analysis.sinks import sink_scores
+from tinykv.analysis.walk import walk
 from tinykv.cache import KVCache
 from tinykv.data.questions import Questions, read_questions
 from tinykv.methods.registry import METHODS
@@ -123,9 +125,10 @@ def numbers_of(path):
 @pytest.mark.parametrize("label, bits", [("fp16", 16), ("rtn", 2), ("kvsink", 3), ("kivi", 2), ("intactkv", 4)])
 def test_a_run_is_what_a_cache_that_reads_token_by_token_holds_and_predicts(made, texts, one_by_one, label, bits):
     model, content, _ = made
-    w = next(w for w, (start, _) in AT.items() if start == content["at"] + 1)
+    w = next(w for w, (start, _) in AT.items() if start == content["at"] + 1)  # the text that the page tells of
     tokens, run = texts.tokens[w, :LENGTHS[w]], content["runs"][f"{label} {bits}"]
     layer, head = content["layer"], content["head"]
+    assert content["tokens"] == ["<s>", *(f" <{token}>&" for token in tokens[1:])]
     cache, logits, each = one_by_one(label, bits, w)
     assert len(each[-1]) == len(tokens) and all(states_at(run["history"], len(states)) == states for states in each)
     assert run["bytes"] == cache.nbytes
@@ -180,6 +183,14 @@ def test_levels_are_those_of_the_formula(made):
         s, z = codec.scale[content["head"]].item(), codec.zero[content["head"]].item()
         expected = [s * q + z if label == "rtn" else s * (q - z) for q in range(8)]
         assert content["levels"][label][3] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_the_layer_and_the_head_are_those_whose_weakest_sink_receives_most(made, texts):
+    model, _, _ = made
+    tokens, marked = texts.tokens[0], [0, 20, 40]
+    received = torch.stack([sink_scores(at).view(2, 2, -1).mean(1)[:, marked].amin(-1) for at in walk(model, tokens)])
+    layer, head, _ = page.shown_layer(model, tokens, marked)
+    assert received[layer, head] == received.max()  # (L, Hkv)
 
 
 @pytest.mark.parametrize("kept, states", [([[0], [2]], ["kccr", "cckr"]), ([[1]], ["ckcr", "ckcr"])])
