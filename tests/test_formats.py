@@ -1,6 +1,7 @@
 """docs/examples/formats.py: every code's number, every tie, every format against its definition in plain Python, and
 the tests of all methods on a few cells.
 """
+import copy
 import math
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from cases import Case, each_rows, example_of, kept_of, model_of
 from safetensors.torch import save_file
 
-from tinykv import UserError, hf
+from tinykv import UserError
 from tinykv.cache import KVCache
 from tinykv.codecs.base import Exact
 from tinykv.codecs.centred import Centred
@@ -174,13 +175,14 @@ def test_keys_of_16_bits_need_no_mean(formats):
 
 
 def test_the_program_prints_the_norm_of_each_bias(run, one_layer, tmp_path):
-    planted = hf.load_model(one_layer)
+    planted = copy.deepcopy(model_of(1))
     key_bias.plant(planted, 30)
-    bias = planted.model["layers"][0].self_attn.k_proj.bias.data
+    bias, last = (layer.self_attn.k_proj.bias for layer in planted.model["layers"])
     norm = 30 * 1.25 ** 0.5 * planted.config.num_key_value_heads ** 0.5
-    save_file({f"model.layers.{i}.self_attn.{name}.bias": bias * i for i in (2, 10) for name in ("k_proj", "q_proj")},
-              tmp_path / "model.safetensors")
-    assert run(key_bias, tmp_path) == (0, f"layer 2: {2 * norm:.1f}\nlayer 10: {10 * norm:.1f}\n", "")
+    assert torch.equal(bias, last)
+    save_file({"model.layers.2.self_attn.k_proj.bias": 2 * bias, "model.layers.10.self_attn.k_proj.bias": bias.clone(),
+               "model.layers.2.self_attn.q_proj.bias": 3 * bias}, tmp_path / "model.safetensors")
+    assert run(key_bias, tmp_path) == (0, f"layer 2: {2 * norm:.1f}\nlayer 10: {norm:.1f}\n", "")
     assert run(key_bias, one_layer)[1] == "its keys have no bias\n"
 
 
