@@ -63,10 +63,6 @@ def test_a_token_may_be_dropped_again(name, check, scheme):
     assert outcome(check, Case(getattr(own, name), scheme, heads_per_kv=1)) is None
 
 
-def test_a_codec_of_floats_is_right():
-    assert outcome("codes_are_what_is_claimed", Case(own.Floats)) is None
-
-
 def test_one_too_many_is_no_fault_of_a_method_of_its_own():
     assert outcome("cache_holds_the_expected_rows", Case(own.OneTooMany, "token-dynamic")) is None
 

@@ -7,7 +7,7 @@ test_own_method.py shows what is said of each.
 import torch
 
 from tinykv.codecs.affine import Affine
-from tinykv.codecs.base import Codec, Codes, Pair, pack, unpack
+from tinykv.codecs.base import Codec, Codes, Pair
 from tinykv.methods.antkv import anchor_scores
 from tinykv.methods.base import CodecMethod, Method, best_tokens, first_tokens
 from tinykv.methods.kvsink import KVSink
@@ -76,18 +76,34 @@ class Remembers(CodecMethod):
 
 # ---- wrong: how tokens are quantized
 
-class SwappedCodec(Affine):
-    def decode(self, codes):
-        return super().decode(Codes(codes.packed, scale=codes.zero, zero=codes.scale))
-
-
-class Swapped(CodecMethod):
-    """Scale and zero point in each other's place."""
+class OtherCodec(CodecMethod):
+    """Integers of 4 bits by a codec of another class."""
 
     def __init__(self, config):
-        super().__init__(config, scheme="token-dynamic", block=8)
+        super().__init__(config, 4, 4, "token-dynamic", block=8)
         for _, _, codec in self.each_codec():
-            codec.__class__ = SwappedCodec
+            codec.__class__ = self.codec
+
+
+class Swapped(OtherCodec):
+    """Scale and zero point in each other's place."""
+    class codec(Affine):
+        def decode(self, codes):
+            return super().decode(Codes(codes.packed, scale=codes.zero, zero=codes.scale))
+
+
+class SignLost(OtherCodec):
+    """Numbers a little below 0 become positive."""
+    class codec(Affine):
+        def encode(self, x, ignore=None):
+            return super().encode(torch.where((x > -0.6) & (x < 0), -x, x))
+
+
+class Unstored(OtherCodec):
+    """Codes are made by another scale than is stored."""
+    class codec(Affine):
+        def encode(self, x, ignore=None):
+            return super().encode(1.1 * x)
 
 
 class WideCodec(Affine):
@@ -134,44 +150,3 @@ class Fake(Silent):
     """The same, said to be 2 bits."""
     class codec(Silent.codec):
         bits = 2
-
-
-LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of E2M1, without their sign
-
-
-class FloatCodec(Codec):
-    """Right: floats of 4 bits; 16 channels of a token share a scale."""
-    bits = 4
-
-    def encode(self, x, ignore=None):
-        g = x.float().unflatten(-1, (-1, 16))  # (B, Hkv, T, d/16, 16)
-        scale = (g.abs().amax(-1, keepdim=True) / LEVELS[-1]).half()  # (B, Hkv, T, d/16, 1)
-        y = self.of(g / scale.float().clamp(min=1e-5))
-        code = torch.bucketize(y.abs().contiguous(), (LEVELS[1:] + LEVELS[:-1]) / 2) + 8 * (y < 0)
-        return Codes(pack(code.flatten(-2), 4), scale=scale)
-
-    def of(self, y):
-        return y
-
-    def decode(self, codes):
-        code = unpack(codes.packed, 4, 16 * codes.scale.shape[3]).unflatten(-1, (-1, 16)).long()
-        return (LEVELS[code & 7] * torch.where(code < 8, 1, -1) * codes.scale.float()).flatten(-2)
-
-
-class Floats(OneCodec):
-    """Right."""
-    codec = FloatCodec
-
-
-class SignLost(Floats):
-    """Numbers a little below 0 become positive."""
-    class codec(FloatCodec):
-        def of(self, y):
-            return torch.where((y >= -1) & (y < 0), -y, y)
-
-
-class Unstored(Floats):
-    """Codes are made by another scale than is stored."""
-    class codec(FloatCodec):
-        def of(self, y):
-            return y * 1.15
