@@ -373,20 +373,18 @@ class Typed(METHODS["fp16"]):
     ({"first": "true"}, [True, None, None, 3, None]), ({"first": "False"}, [False, None, None, 3, None]),
     ({"share": 1}, [False, 1.0, None, 3, None]), ({"words": "2", "block": 4}, [False, None, "2", 4, None]),
     ({"what": 0.5}, [False, None, None, 3, 0.5]), ({"what": (max,)}, [False, None, None, 3, max])])
-def test_a_setting_has_the_type_of_its_annotation_or_default(one_layer, monkeypatch, given, found):
+def test_a_setting_has_the_type_of_its_annotation_or_default(given, found):
     """From Python, which hands objects on as they are, and from a command line, where all are texts."""
-    seen = []
-    monkeypatch.setattr(Typed, "describe", lambda self: seen.append(self.given) or "")
-    compare(Typed, one_layer, context=32, windows=1, **given)
-    assert seen[-1] == found and list(map(type, seen[-1])) == list(map(type, found))
-    if given and given.get("what") is None:
-        args = flags.parse([f"--{name}={value}" for name, value in given.items()], [Typed])
-        (entry,) = list(build_entries(args, hf.load_config(one_layer), None)[0].values())[1:]
-        assert entry.method.given == found
+    ways = [flags.parse(methods=[Typed], given=given)]
+    if "what" not in given:
+        ways.append(flags.parse([f"--{name}={value}" for name, value in given.items()], [Typed]))
+    for args in ways:
+        seen = build_entries(args, CONFIG, None)[0]["typed"].method.given
+        assert seen == found and list(map(type, seen)) == list(map(type, found))
 
 
-def test_compare_reads_an_edited_file_anew(one_layer, tmp_path):
+def test_compare_reads_an_edited_file_anew(tmp_path):
     path = tmp_path / "mine.py"
     for name in ("first", "second"):
         path.write_text(f"from tinykv.methods.fp16 import FP16\n\nclass Mine(FP16):\n    name = '{name}'\n")
-        assert compare(f"{path}:Mine", one_layer, windows=1, context=32)[-1]["label"] == name
+        assert name in build_entries(flags.parse(methods=f"{path}:Mine", given={}), CONFIG, None)[0]

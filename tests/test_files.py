@@ -131,7 +131,7 @@ def test_a_hash_tells_contents_apart():
 
 
 def test_a_folder_of_tables_gives_what_was_put_there(tmp_path):
-    """Two at the same time lose nothing, and another model shares the folder."""
+    """Two at the same time lose nothing."""
     model, _ = hf.load(EMBEDDED)
     kept, other = Tables(tmp_path / "new", model), Tables(tmp_path / "new", model)
     kept.put("made of 1", {"0.k.scale": torch.ones(2)})
@@ -142,10 +142,6 @@ def test_a_folder_of_tables_gives_what_was_put_there(tmp_path):
     with pytest.raises(UserError, match="not finite"):
         kept.put("made of 4", {"x": torch.tensor([float("nan")])})
     assert len(list((tmp_path / "new").iterdir())) == 2
-    model.rope.freq = model.rope.freq / 2
-    assert Tables(tmp_path / "new", model).get("made of 1") is None
-    model.model["norm"].weight.data[7] += 1
-    assert Tables(tmp_path / "new", model).get("made of 1") is None
     nothing = Tables(None, model)
     nothing.put("made of 1", {"x": torch.ones(1)})
     assert nothing.get("made of 1") is None
