@@ -269,7 +269,7 @@ def test_tables_are_known_by_all_that_made_them(monkeypatch):
     """Windows, the draw, settings, the weights' quantizer and code: equal ones have an equal hash, and no others."""
     a, b = torch.zeros(2, 8), torch.ones(2, 8)
     made = [("pfn", None, a, 0), ("pfn", None, b, 0), ("pfn", None, a, 1), ("kvsink", None, a, 0),
-            ("kvsink --threshold 0.1", None, a, 0),
+            ("kvsink --emergence-layer 1 --outlier-channel 2", None, a, 0),
             *(("pfn", make(bits), a, 0) for make in QUANTIZERS.values() for bits in (3, 4))]
 
     def hashes():

@@ -24,6 +24,7 @@ import pytest
 import results
 import sessions
 import torch
+from cases import link
 from PIL import Image
 from sessions import own_methods
 
@@ -114,7 +115,7 @@ def check_words(words, folder):
 def workplace(tmp_path_factory):
     """A folder with docs/ and the methods that pages define, where commands may write beside them."""
     folder = tmp_path_factory.mktemp("docs")
-    (folder / "docs").symlink_to(ROOT / "docs")
+    link(folder / "docs", ROOT / "docs")
     for page in PAGES:
         for name, code in own_methods(read(page)).items():
             (folder / name).write_text(code)
