@@ -73,7 +73,7 @@ def made(texts, calibration):
         methods, refused = found = page.make_methods(model, calibration)
         patch.setattr(page, "make_methods", lambda *given: found)
         content = {"model": "small", **page.content(model, Words, texts, calibration)}
-    assert not refused
+    assert not refused and all(m.block <= page.BLOCK for by_bits in methods.values() for m in by_bits.values())
     methods["fp16"] = {16: METHODS["fp16"](model.config)}
     return model, content, methods
 
