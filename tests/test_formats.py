@@ -164,8 +164,8 @@ def test_centred_keys_are_quantized_before_rope(formats, method, settings):
     cls, config = getattr(formats, method, METHODS.get(method)), model_of(1).config
     plain, centred = cls(config, **settings), cls(config, **settings, centre="on")
     assert (plain.rope, centred.rope) == ("post", "pre")
-    (k, v), (centred_k, centred_v) = plain.codecs[0], centred.codecs[0]
-    assert isinstance(centred_k, Centred) and type(centred_k.codec) is type(k) and type(centred_v) is type(v)
+    for (k, v), (centred_k, centred_v) in zip(plain.codecs, centred.codecs, strict=True):
+        assert isinstance(centred_k, Centred) and type(centred_k.codec) is type(k) and type(centred_v) is type(v)
 
 
 def test_keys_of_16_bits_need_no_mean(formats):
