@@ -54,8 +54,7 @@ class MethodCache(Cache):
             hooks += [q_source.register_forward_hook(weak(self.see, "q")),
                       k_source.register_forward_hook(weak(self.see, "k")),
                       layer.register_forward_hook(weak(self.see_hidden, i))]
-        # takes them off the model: called, or when the cache goes
-        self.remove = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+        self.remove = weakref.finalize(self, remove_all, hooks)  # takes them off the model: called, or when it goes
 
     # what the hooks call
 
@@ -193,6 +192,11 @@ def weak(method, *given):
         if (call := method()) is not None:
             return call(*given, *args)
     return hook
+
+
+def remove_all(hooks):
+    for hook in hooks:
+        hook.remove()
 
 
 # UserError for what the cache cannot serve
