@@ -455,6 +455,13 @@ def test_what_has_no_source_is_found(said, found, tmp_path, monkeypatch):
     assert any(found in line for line in wrong) if found else not wrong
 
 
+def test_what_the_data_no_longer_bear_out_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setitem(pages.sentences.OF_PAGE, "other.md", lambda: [pages.sentences.so(1 > 2, "loses 0.5")])
+    (tmp_path / "other.md").write_text("It loses 0.5.")
+    assert any("do not bear out: [not so] loses 0.5" in line for line in pages.wrong_in(tmp_path / "other.md", {}))
+
+
 def test_a_sentence_gets_new_figures_and_keeps_its_lines():
     page, said = "In layers 2 and 3 they\nhave 0.21 and 0.05 of it.", "they have 0.25 and 0.06 of it"
     assert pages.with_figures(page, said) == "In layers 2 and 3 they\nhave 0.25 and 0.06 of it."

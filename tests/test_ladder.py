@@ -24,6 +24,7 @@ from tinykv.codecs.nonuniform import Histogram, NonUniform
 from tinykv.data import load_windows
 from tinykv.hf import EMBEDDED
 from tinykv.kmeans import kmeans
+from tinykv.methods.antkv import anchor_scores
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.kivi import KIVI
 from tinykv.methods.ott import OTT
@@ -194,6 +195,16 @@ def test_weights_of_codebooks(n, method, sensitivity):
     codec = Codebook(n, 2 ** n, 3, 16, sensitivity)
     want = [codec.weigh(g, torch.zeros(3, 700, dtype=torch.bool), g) for g in gradient]
     assert torch.allclose(page.weights(gradient, n, vars(page)[method]), torch.cat(want, dim=1))
+
+
+def test_anchors_of_other_shapes():
+    """A head of keys has its own, by all of its queries; those of its values are others."""
+    torch.manual_seed(0)
+    q, K = torch.randn(2, 6, 250, 16) * 3 * torch.rand(2, 6, 250, 1), torch.randn(2, 3, 250, 16)
+    kept = torch.zeros(2, 2, 3, 250, dtype=torch.bool)
+    defined("6_codebooks.py").antkv(q, K, kept)
+    anchors = torch.stack(anchor_scores(q, K)).topk(3).indices  # (2, B, Hkv, 1% of T, rounded up)
+    assert kept.equal(torch.zeros_like(kept).scatter(3, anchors, True))
 
 
 def test_codebooks(printed, monkeypatch):
