@@ -44,6 +44,9 @@ def check_cache_holds_the_expected_rows(case, sizes=None):
             off = (got - want).abs() > 1e-6 * want.abs().amax(-1, keepdim=True)
             differ = off.any(-1).nonzero().tolist()  # [(sequence, head, token)]
             assert not differ, why_rows_differ(case, method, watch, layer, kind, differ[0], got, want)
+    claims = not method.keeps_share and method.preserve and any(rows.n_coded for *_, rows in each_rows(watch))
+    assert not claims or any(rows.kept_positions is not None for *_, rows in each_rows(watch.cache)), (
+        f"`preserve` says that {method.preserve} tokens are kept, and none is; does `keep_keys` return positions?")
     check_bytes(case, method, watch)
 
 
@@ -105,6 +108,10 @@ def memory_of(tensors):
     return sum({block.data_ptr(): block.nbytes() for block in memory if block.nbytes()}.values())
 
 
+def held_by(codec):
+    return {name: (id(x), len(x) if isinstance(x, list | dict) else 0) for name, x in vars(codec).items()}
+
+
 def check_codes_are_what_is_claimed(case):
     """Codes take about the bits that the codecs claim (`bits`), and what they decode to is nearer to the
     keys, and values, than their mean is; of normal numbers they lose little."""
@@ -116,7 +123,9 @@ def check_codes_are_what_is_claimed(case):
         x = getattr(trace, kind)[layer].half()  # (1, Hkv, T, d)
         if kind == "k" and method.rope == "post":
             x = model.rope.rotate(x)
-        name, claimed, codes = NAMES[kind], codec.bits, codec.encode(x)
+        name, claimed, held = NAMES[kind], codec.bits, held_by(codec)
+        codes = codec.encode(x)
+        assert held_by(codec) == held, f"`encode` changes {codec!r}; what it stores of a text belongs into its Codes"
         got = codec.decode(codes)  # (1, Hkv, T, d)
         assert got.shape == x.shape, f"{name} of shape {tuple(x.shape)} decode to shape {tuple(got.shape)}"
         if claimed == 16:

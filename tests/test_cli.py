@@ -136,7 +136,7 @@ def test_the_method_that_readme_shows(command, tmp_path):
     own.write_text(re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1])
     status, out, _ = command("--method", f"{own}:Hundredth", "--bits", "2", *SMALL)
     row = table(out)["Hundredth"]
-    assert status == 0 and float(row["true"]) > 2 and row["keep"] == "1"  # of 32 tokens, as the cache counts
+    assert status == 0 and float(row["true"]) > 2 and row["keep"] == "1%"
 
 
 @pytest.mark.parametrize("classes, titles", [
@@ -434,6 +434,7 @@ def test_a_setting_of_ones_own_is_a_flag(command, mine):
     assert status == 0 and [row["keep"] for row in rows.values()] == ["0", "10", "30"]
     assert "Every every=10" in rows and "fp16, " not in out
     assert "Every every=10, Every every=30: identical losses" in out  # the class does nothing with it
+    assert "Every every=30: the method says that it keeps 30 tokens, and keeps none" in out
 
 
 @pytest.mark.parametrize("protocol", ["paper", "stream"])

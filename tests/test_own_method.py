@@ -32,6 +32,8 @@ WRONG = {
     "Swapped": (None, "codes_are_what_is_claimed", None, "decoded keys are further from the keys than their mean is"),
     "Fake": (None, "codes_are_what_is_claimed", None, r"you claim 2 bits for keys \(`bits` .*\), .* codes takes 32.0"),
     "Silent": (None, "codes_are_what_is_claimed", None, r"said to have 16 bits \(`bits` .*\), and decode to other"),
+    "OnItself": (None, "codes_are_what_is_claimed", None, "what it stores of a text belongs into its Codes"),
+    "Forgets": (None, "cache_holds_the_expected_rows", "token-dynamic", "says that 3 tokens are kept, and none is"),
     "SignLost": (None, "codes_are_what_is_claimed", None, "a codec of 4 bits loses .* rounding with one bit less"),
     "Unstored": (None, "codes_are_what_is_claimed", None, "is the scale that codes are made by the one that is stored"),
     "KeptTokensCount": (None, "placeholders_do_not_matter", "channel-dynamic", "leave the tokens of `ignore` out"),

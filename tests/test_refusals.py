@@ -12,6 +12,7 @@ from pathlib import Path
 import embedded_sinks
 import pytest
 import torch
+import wrong_methods
 from cases import VOCAB, D, L, d, model_of, tokens_of
 from test_cli import SMALL, refused
 from test_evaluate import Typed
@@ -24,6 +25,7 @@ from tinykv.analysis import page
 from tinykv.cache import PROTOCOLS, KVCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.affine import Affine
+from tinykv.codecs.base import pack
 from tinykv.data import Windows, load_windows
 from tinykv.evaluate import measure
 from tinykv.hf import EMBEDDED
@@ -303,13 +305,17 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
         (TOKENS - VOCAB, "from 0 to 40"), (TOKENS + VOCAB, "from 0 to 40"), (TOKENS.repeat(1, 86), "4096 positions")]),
     ("45 tokens are more than the 44 positions", lambda: in_a_model_of(44)),
     ("torch.autocast", autocast), ("logits are not finite", lambda: other(math.nan).generate(TOKENS, 2)),
-    ("integers, not torch.float32", lambda: keep([[[0.5]]])),
-    ("integers, not torch.bool", lambda: keep([[[True, False, True]]])),  # a mask
+    ("integers .* torch.float32", lambda: keep([[[0.5]]])),
+    ("integers .* torch.bool", lambda: keep([[[True, False, True]]])),  # a mask
     ("token 3, which is neither", lambda: keep([[[3]]])),
-    *(("of the shape", lambda positions=positions: keep(positions)) for positions in ([0, 1], [[0, 1]], [[[[0]]]])),
+    *(("with B = 1 and Hkv = 2", lambda positions=positions: keep(positions))
+      for positions in ([0, 1], [[0, 1]], [[[[0]]]], [[[0], [1], [2]]])),
+    ("from 0 to 3; these go from 1 to 4", lambda: pack(torch.tensor([1, 4]), 2)),
     *(("changed since it was calibrated", lambda setting=setting, value=value: edited(made("rtn"), setting, value))
       for setting, value in (("rope", "post"), ("bits", 3))),
     ("has to give floating-point", joined),
+    ("has no config; let its constructor call", lambda: edited(METHODS["rtn"](CONFIG), "config", None)),
+    ("is given recent, and does not keep it", lambda: eval_ppl.compare(wrong_methods.Forgets, recent=4)),
     ("codecs of their own", sharing), ("Affine has no `bits`", lambda: edited(METHODS["kivi"](CONFIG), "bits", None)),
     ("changed since it was calibrated", lambda:  # of another method
      METHODS["rtn"](CONFIG).restore(made("pfn", preserve=0).calibrated(), MODEL)),

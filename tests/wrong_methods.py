@@ -150,3 +150,24 @@ class Fake(Silent):
     """The same, said to be 2 bits."""
     class codec(Silent.codec):
         bits = 2
+
+
+class OnItself(CodecMethod):
+    """A codec that holds a text's scales."""
+    class codec(Affine):
+        def encode(self, x, ignore=None):
+            codes = super().encode(x, ignore)
+            self.of_text = codes.scale
+            return codes
+
+    def __init__(self, config):
+        super().__init__(config, scheme="token-dynamic")
+        self.codecs = [Pair(self.codec(2, config.head_dim), self.codec(2, config.head_dim)) for _ in self.codecs]
+
+
+class Forgets(CodecMethod):
+    """Keeps nothing, whatever `preserve` says, and does not remember its `recent`."""
+
+    def __init__(self, config, preserve=3, recent=0, **codec):
+        super().__init__(config, **codec)
+        self.preserve = preserve

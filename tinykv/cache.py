@@ -62,9 +62,11 @@ class CachedRows:
     def keep(self, positions):
         """Keep the tokens at `positions` (1 or B, 1 or Hkv, p) from now on, and no others."""
         B, Hkv, _, d = self.recent.shape
-        if positions.dim() != 3 or positions.is_floating_point() or positions.dtype == torch.bool:
-            raise UserError(f"`keep_keys` and `keep_values` have to give integers, not {positions.dtype}, of the shape "
-                            f"(1 or B, 1 or Hkv, p), not {tuple(positions.shape)}: {self!r}")
+        shape, dtype = tuple(getattr(positions, "shape", ())), getattr(positions, "dtype", None)
+        fits = len(shape) == 3 and shape[0] in (1, B) and shape[1] in (1, Hkv)
+        if not fits or dtype in (torch.bool, torch.half, torch.bfloat16, torch.float, torch.double):
+            raise UserError("`keep_keys` and `keep_values` have to give integers (1 or B, 1 or Hkv, p), with B = "
+                            f"{B} and Hkv = {Hkv}, not a {type(positions).__name__} {shape} {dtype or ''}: {self!r}")
         positions = positions.to(self.recent.device, torch.int64).expand(B, -1, -1)  # (B, 1 or Hkv, p)
 
         # the rows in full precision, recent | kept, and where each token is among them
@@ -101,7 +103,7 @@ class CachedRows:
         self.finite = self.finite & oldest.isfinite().all()
         codes = self.codec.encode(oldest, ignore=self.is_kept(n))
         if not hasattr(codes, "followed_by"):
-            raise UserError(f"`encode` of {self.codec!r} has to give codecs.base.Codes; it gave {codes!r}")
+            raise UserError(f"`encode` of {self.codec!r} has to give codecs.base.Codes; it gave {type(codes).__name__}")
         self.codes = codes if self.codes is None else self.codes.followed_by(codes)
         self.recent = self.recent[:, :, n:].clone()  # a view would keep the quantized rows alive
         if self.recent_scores is not None:

@@ -83,7 +83,10 @@ class Calibrated:
 
     def check(self):
         """UserError for what no cache can run. A command asks as soon as the method is made, and every cache asks."""
-        name, L = type(self).__name__, self.config.num_hidden_layers
+        name = type(self).__name__
+        if self.config is None:
+            raise UserError(f"{name} has no config; let its constructor call super().__init__(config)")
+        L = self.config.num_hidden_layers
         one_of(("pre", "post"), rope=self.rope)
         one_of(("prompt", "always"), choose=self.choose)
         preserve = 0 if self.keeps_share else self.preserve  # a share is a text, such as "1%"
@@ -107,7 +110,7 @@ class Calibrated:
         computes what that model did; perhaps in another dtype."""
         if self.config != model.config:
             raise UserError(f"{self!r} was made for another config; make it for this model's, as "
-                            "`hf.load_config(folder)` reads it, and let its constructor call super().__init__(config)")
+                            "`hf.load_config(folder)` reads it")
         if self.calibrated_on is not None:
             identity, stored_as = self.calibrated_on
             if stored_as != self.stored_as():

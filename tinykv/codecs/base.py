@@ -80,6 +80,9 @@ def pack(codes, bits):
     A row of n = 128 codes of 2 bits takes 32 bytes. The first 32 codes lie in the lowest bits of these bytes, the next
     32 codes above them, and so on.
     """
+    if codes.numel() and not 0 <= codes.min() <= codes.max() <= largest_code(bits):
+        raise UserError(f"codes of {bits:g} bits go from 0 to {largest_code(bits)}; these go from {codes.min():g} to "
+                        f"{codes.max():g}")
     codes = codes.to(torch.uint8 if bits <= 8 else torch.int32)
     packed = []
     for section in sections(codes.shape[-1], bits):

@@ -22,9 +22,10 @@ class Method(Calibrated):
 
     A subclass's settings are the keyword arguments of its constructor, with the paper's values as defaults. The command
     line offers them under the same names, with `-` for `_`. A constructor that ends in `**name` passes the rest to its
-    parent and so inherits the parent's settings. Settings that are attributes here take their types and help from here.
+    parent and so inherits the parent's settings. The attributes here only give types and help to settings of their
+    names: such a setting is a constructor's argument that the constructor keeps, `self.recent = recent`.
     """
-    # Settings that many methods have, with their types and the help that the command line gives
+    # Settings that many methods have
     k_bits: Annotated[float, "bits per number in keys: 1, 1.5 (three levels), 2 to 8, 16"]
     v_bits: Annotated[float, "bits per number in values"]
     scheme: Annotated[str, f"a pair of codecs: {', '.join(SCHEMES)}; fp8 and other formats: docs/own_codec.md"] = None
@@ -36,10 +37,10 @@ class Method(Calibrated):
 
     # Keep
     uses_scores = False  # True: the cache asks `score` at every update
-    keeps_share = False  # True: more are kept in a longer text, and `preserve` is what the table shows, as "1%"
+    keeps_share = False  # True: more are kept in a longer text, as the column 128K counts; `preserve` is a text, "1%"
     prefix = None  # an `intactkv.Prefix`: given keys and values, which every text begins with
     # Code
-    codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/schemes.py)
+    codecs = ()  # [Pair(k, v)], the two codecs of each layer (codecs/base.py)
     # Calibration
     needs_text = False  # True: calibration calls `fit`, before that of the codecs
     found = ()  # attributes that `fit` sets, integers or None; they are saved with the codecs' tables
@@ -89,10 +90,12 @@ class Method(Calibrated):
     def keep_keys(self, layer_cache, n):
         """Choose the keys to keep from now on; all others are quantized.
 
-        n: how many of the oldest recent keys are about to be quantized; for one that chooses once, the prompt's length.
+        n: how many of the oldest recent keys are about to be quantized. A method that chooses once, after the prompt,
+        gets the prompt's length.
 
         Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens, or None for no change. A head that keeps fewer
-        than p tokens repeats one of them. The answer depends only on the cache, and does not change it.
+        than p tokens repeats one of them. The answer depends only on the cache, and changes neither it nor what is
+        remembered of the text: values are asked about by the same function, unless `keep_values` is another.
         """
 
     def keep_values(self, layer_cache, n):
@@ -151,7 +154,7 @@ def best_tokens(rows, n, count, score=None):
     the scores that the cache sums, if there are any; without it, these are used as they are.
 
     Returns positions (B, h, up to count), the best first; of equal scores, kept tokens win over newer ones. Returns
-    None if there are no scores: during calibration, queries are not scored.
+    None, and so keeps nothing, if there are no scores: unless the method `uses_scores`, and during calibration.
     """
     accumulates = rows.recent_scores is not None
     if score is None and not accumulates:

@@ -133,6 +133,10 @@ def entries_of(asked, name, beside, given, config, check, refused):
         arguments = {**matched, **constructor_arguments(cls, chosen)}
         try:
             method = copy.deepcopy(asked) if made else cls(config, **arguments)
+            for setting in ("preserve", "recent", "block", "choose"):
+                if arguments.get(setting) not in (None, getattr(method, setting)):
+                    raise UserError(f"{name} is given {setting}, and does not keep it; let its constructor set "
+                                    f"self.{setting}")
             method.check()
             if check is not None:
                 check(method)

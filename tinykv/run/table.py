@@ -111,8 +111,8 @@ def row_of(entry, fp16, args):
     results, exact = (e.results * (args.draws // len(e.methods)) for e in (entry, fp16))
     if row["fault"]:
         return {**row, **dict.fromkeys(figures_of(exact, exact))}
-    row["preserve"] = row["preserve"] or round(mean(sum_of(results).kept), 1)  # of one's own, what the cache keeps
-    return {**row, **figures_of(results, exact)}
+    figures = figures_of(results, exact)
+    return {**row, **figures, "preserve": row["preserve"] or figures["kept"]}  # of one's own, what the cache keeps
 
 
 def figures_of(results, exact):
@@ -128,6 +128,7 @@ def figures_of(results, exact):
         "kld": max(0.0, sum(result.kl) / result.targets),
         "top1": result.agree / result.targets,
         "answers": result.right / result.answers if result.answers else None,
+        "kept": round(mean(result.kept), 1),
         "reads_codes": result.reads_codes > 0,  # whether a query has read a code of an older token
         "bits_true": mean(result.bits),
         "bits_128k": mean(result.bits_far),
@@ -222,6 +223,8 @@ class Table(list):
             same[row["method"], row["weights"], str(row["window_nll"])].append(title)
             if not row["reads_codes"] and row["bits_nominal"] < 16:
                 yield f"{title}: in windows this short no query reads a code; use a longer --context"
+            elif row["preserve"] and not row["kept"]:
+                yield f"{title}: the method says that it keeps {row['preserve']} tokens, and keeps none"
         for titles in same.values():
             if len(titles) > 1:
                 yield f"{', '.join(titles)}: identical losses; the settings in which they differ have no effect here"
