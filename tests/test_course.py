@@ -292,6 +292,8 @@ def test_values_that_are_wrong():
                          (np.float32(2.1), 2.0), (np.int64(2), 3)):
         assert compare.difference(compare.plain(given), compare.plain(right), 1e-4) != "", (given, right)
     assert compare.difference(4.0, 4, 0) == "Yours is 4.0 of type float; right is 4 of type int."
+    right = compare.plain(torch.ones(2))
+    assert compare.difference(right | {"numbers": []}, right, 1e-4)  # which only a record of the file's own can say
 
 
 def test_a_call_is_told_and_compared_and_its_arguments_too():
