@@ -32,6 +32,7 @@ import eval_ppl
 from eval_ppl import compare
 from tinykv import hf
 from tinykv.codecs.schemes import SCHEMES
+from tinykv.evaluate import Result
 from tinykv.hf import EMBEDDED
 from tinykv.hf.checkpoint import NoInit
 from tinykv.methods.registry import METHODS
@@ -505,6 +506,15 @@ def test_losses_along_a_text_have_errors():
     (first, error), last = results.along(row)
     assert (round(first, 9), round(error, 9), last) == (2, round(3 ** -0.5, 9), (0, 0))
     assert results.along(row | {"along": [[200000, 0]]}) == [(2, None), (0, None)]  # of all pairs together
+
+
+def test_a_pair_is_added_to_the_mean_of_older_ones(monkeypatch):
+    monkeypatch.setattr(results, "write_data", lambda data: None)
+    row = {"bits": 16, "nll": [[1, 2]], "kl": [[0, 0]], "along": [[300000, 0]]}  # of two pairs
+    new = Result(nll=[3.5], nll_along=[[6.0, 1.0]], kl=[0.0], bits=[16], targets=1)
+    exact = Result(nll_along=[[0.0, 4.0]])
+    results.add_pair("fp16", "--context 4096", new, exact, {"SmolLM2": {results.at("fp16"): row}})
+    assert row["along"] == [[400000, -100000]] and row["nll"] == [[1, 2, 350000]]
 
 
 def test_a_claim_is_two_rows_on_each_model():

@@ -298,14 +298,17 @@ def calibrate_pair(loaded, text, rows, draw):
 
 def add_pair(row, where, result, exact, data, start=None):
     """Add what was measured in a pair to its row. exact: fp16's Result."""
-    parts = list(zip(result.nll_along[0], exact.nll_along[0]))  # (loss, fp16's) of each 512 targets
+    parts = [round((loss - of_fp16) / UNIT) for loss, of_fp16 in zip(result.nll_along[0], exact.nll_along[0])]
     empty = {"bits": 0, "nll": [[]], "kl": [[]], "along": []}
     found = data["SmolLM2"].setdefault(at(row, where, start), empty)
     losses, n = found["nll"][0], len(found["nll"][0])
     losses.append(round(result.nll[0] / UNIT))
     found["kl"][0].append(round(result.kl[0] / result.targets / UNIT))
     found["bits"] = round((n * found["bits"] + result.bits[0]) / (n + 1), 3)
-    found["along"].append([round((loss - of_fp16) / UNIT) for loss, of_fp16 in parts])
+    if len(found["along"]) < n:  # one list, the mean of the pairs before, which becomes that of all
+        found["along"] = [[round((n * before + more) / (n + 1)) for before, more in zip(*found["along"], parts)]]
+    else:
+        found["along"].append(parts)
     write_data(data)
     print(f"{at(row, where, start)}: {result.nll[0]:.3f}, pair {n + 1}", flush=True)
 
