@@ -62,7 +62,8 @@ COMMANDS = [
         *((f"--{flag} 0", f"--{flag}", "0") for flag in ("windows", "calib-windows", "batch", "prompt", "draws")),
         ("--data nothing.txt", "nothing.txt", "tales"), ("--data line\nbreak.txt", "line\\nbreak"),
         (f"--method fp16 --data {'x' * 5000}", "xxx..."), (f"--method {ROOT}/eval_ppl.py:Nothing", "Nothing", "Method"),
-        ("--model ~/no/folder", os.path.expanduser("~/no/folder")), ("--bos nonne", "did you mean none?"),
+        ("--model ~/no/folder", os.path.expanduser("~/no/folder")),
+        ("--model x.gguf", "x.gguf is no folder", "transformers"), ("--bos nonne", "did you mean none?"),
         ("--device cuda:9", "cuda:9"), ("--device gpu", "'gpu'", "give cpu, cuda"), ("--version", "--version;"),
         ("--device meta", "'meta'"),
         ("--keep 5", "did you mean --preserve?"), ("--group 7", "mean --group-size?"), ("--text x", "mean --data?"),
@@ -307,7 +308,6 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     ("torch.autocast", autocast), ("logits are not finite", lambda: other(math.nan).generate(TOKENS, 2)),
     ("integers .* torch.float32", lambda: keep([[[0.5]]])),
     ("integers .* torch.bool", lambda: keep([[[True, False, True]]])),  # a mask
-    ("token 3, which is neither", lambda: keep([[[3]]])),
     *(("with B = 1 and Hkv = 2", lambda positions=positions: keep(positions))
       for positions in ([0, 1], [[0, 1]], [[[[0]]]], [[[0], [1], [2]]])),
     ("from 0 to 3; these go from 1 to 4", lambda: pack(torch.tensor([1, 4]), 2)),

@@ -53,8 +53,8 @@ def checkpoint_folder(name):
         return Path(name)
     if HUB_NAME.fullmatch(str(name)) and not os.path.exists(name):
         return fetch_model(str(name))
-    raise UserError(f"{str(name)[:200]} is no folder; give the folder of a checkpoint in Hugging Face format, "
-                    "or its name on the hub, owner/model")
+    raise UserError(f"{str(name)[:200]} is no folder; give the folder of a checkpoint in Hugging Face format (of a "
+                    ".gguf file: load and save it with transformers), or its name on the hub, owner/model")
 
 
 # config.json -> LlamaConfig
