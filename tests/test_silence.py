@@ -142,7 +142,6 @@ class Mine(Method):
 def test_what_a_method_gives_is_checked(protocol, name, wrong, said):
     model, windows = model_of(1), Windows(tokens_of(1, 32), [[]])
     method = Mine(model.config)
-    measure(model, method, windows, protocol)
     for maker in [codec for *_, codec in method.each_codec()] if hasattr(Half, name) else [method]:
         setattr(maker, name, wrong)
     method.uses_scores = name == "score"
