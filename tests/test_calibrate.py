@@ -141,6 +141,14 @@ def test_a_broken_model_teaches_nothing(name, weight, named):
             calibrate(model, METHODS[name](model.config), tokens_of(2, 20))
 
 
+def test_values_beyond_16_bits_teach_nothing():
+    """The model's own numbers are finite."""
+    model = copy.deepcopy(model_of(2))
+    model.model["layers"][1].self_attn.v_proj.weight.data *= 1e6
+    with pytest.raises(UserError, match="keys or values of layer 1"):
+        calibrate(model, METHODS["kvquant"](model.config, sensitivity="none"), tokens_of(2, 20))
+
+
 def test_a_method_is_shown_all_windows():
     """The embedding, and each layer's output."""
     model, windows, seen = model_of(2), tokens_of(3, 5), []
