@@ -693,6 +693,7 @@ def test_a_hunt_is_graded_by_line_and_change(run, monkeypatch, tmp_path):
         assert len(of_public) > 40 and lines < of_public
         said = f"LINE = {min(lines) + 1 + off}\nWHY = 'b 62: kept.sum(2) is 6'\n"
         file.write_text(mend(wrong, right).replace(hunt.ABOVE, said), encoding="utf-8")
+    assert len({hunt.planted("affine", student, 7)[0] for student in HUNTERS}) == len(HUNTERS)
     status, out, err = run(hunt, "affine", tmp_path, "--seed", 7)
     assert (status, err) == (0, "")
     for student, (_, _, told) in HUNTERS.items():
@@ -739,9 +740,11 @@ def test_a_repository_to_hand_out_holds_no_answer(run, tmp_path, monkeypatch):
     names = {path.relative_to(out).as_posix() for path in out.rglob("*")}
     assert not [name for name in names if re.match(r"tests|.*/(answers?|authors)\.", name)]
     assert not names & {"docs/methods.md", "docs/results.md", ".ci/run"}
+    assert [name for name in names if re.match(r"docs/course/.*/page.py", name)] == ["docs/course/1-affine/page.py"]
     workflow = (out / ".github/workflows/assignments.yml").read_text(encoding="utf-8")
     assert re.search(r"assignment: \[(.*)\]", workflow)[1].split(", ") == [file.split("/")[2] for file in starters]
     assert "## For instructors" not in (out / "docs/course/README.md").read_text(encoding="utf-8")
+    assert f"{out} is not empty" in run(handout, out)[2]
     for page in out.rglob("*.md"):
         for target in re.findall(r"\]\(([\w./-]*\w)[)#]", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), (page, target)
