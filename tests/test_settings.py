@@ -93,6 +93,11 @@ def test_a_block_holds_whole_channel_groups(scheme, group_size):
         assert codec.axis == "token" or codec.static or method.block == codec.group
 
 
+@pytest.mark.parametrize("name", ["kivi", "ott", "oscar"])
+def test_values_are_quantized_a_group_at_a_time_also_beside_exact_keys(name):
+    assert METHODS[name](CONFIG, k_bits=16, group_size=8).block == 8
+
+
 @pytest.mark.parametrize("entry", [max, (max, "before"), ("post", max)])
 def test_an_entry_that_is_no_scheme(monkeypatch, entry):
     monkeypatch.setitem(SCHEMES, "mine", entry)

@@ -33,7 +33,7 @@ class KIVI(CodecMethod):
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128,
                  v_block: Annotated[int | None, "values quantized at a time, where not as many as keys"] = None):
-        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
+        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size, block=group_size)
         at_least(1, v_block=v_block)
         self.recent, self.v_block = recent, v_block
 

@@ -27,5 +27,5 @@ class OScaR(CodecMethod):
     beside = {"kivi": {"group_size": 32, "recent": 128}}
 
     def __init__(self, config, k_bits=2, v_bits=2, group_size=32, recent=128, **oscar):
-        super().__init__(config, k_bits, v_bits, "oscar", group_size=group_size, **oscar)
+        super().__init__(config, k_bits, v_bits, "oscar", group_size=group_size, block=group_size, **oscar)
         self.recent = recent

@@ -47,7 +47,7 @@ class OTT(CodecMethod):
                  extra_pool: Annotated[int, "places for tokens that the pool gives up"] = 32,
                  skip_layers: Annotated[int, "first layers without a pool"] = 2,
                  select: Annotated[str, "which keys are kept: smallest or largest"] = "smallest"):
-        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size)
+        super().__init__(config, k_bits, v_bits, "channel-dynamic", group_size=group_size, block=group_size)
         at_least(0, outlier_num=outlier_num, extra_pool=extra_pool, skip_layers=skip_layers)
         one_of(("smallest", "largest"), select=select)
         self.recent, self.preserve = recent, outlier_num
