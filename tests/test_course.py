@@ -231,6 +231,7 @@ def test_what_is_not_written_yet_is_one_line(tmp_path):
 
     def run_tests():
         os.chdir(ROOT)
+        sys.modules.pop("test_kvsink", None)  # the project's own
         with open(tmp_path / "said", "w", encoding="utf-8") as sys.stdout:
             assert pytest.main(["-qs", "docs/course/3-kvsink", "--file", str(path)]) == 1
     assert forked(run_tests) == 0

@@ -306,7 +306,7 @@ def test_p_is_that_of_students_t(df, quantile):
 
 def test_seconds_are_those_of_a_draw():
     """Of two draws of two windows: the mean of 3 and 5 seconds."""
-    draws = [Result([1.0, 2.0], [0.0, 0.0], [2.0, 2.0], [2.0, 2.0], [0.0, 0.0], targets=18, seconds=seconds)
+    draws = [Result([1.0, 2.0], [0.0, 0.0], [2.0, 2.0], [2.0, 2.0], [0.0, 0.0], [5.0, 5.0], targets=18, seconds=seconds)
              for seconds in (3.0, 5.0)]
     assert figures_of(draws, draws)["seconds"] == 4
 

@@ -242,12 +242,13 @@ def pytest_runtest_setup(item):
 
 
 def pytest_report_teststatus(report):
-    if report.failed and "unwritten" in dict(report.user_properties):
+    if report.failed and report.when != "collect" and "unwritten" in dict(report.user_properties):
         return "unwritten", "n", "NOT WRITTEN"
 
 
 def pytest_terminal_summary(terminalreporter):
-    found = {key: [(report.nodeid.rpartition("/")[0], dict(report.user_properties)) for report in reports]
+    found = {key: [(report.nodeid.rpartition("/")[0], dict(report.user_properties)) for report in reports
+                   if report.when != "collect"]  # a file of tests that cannot be read has no points
              for key, reports in terminalreporter.stats.items() if key in ("passed", "failed", "error", "unwritten")}
     for folder in dict.fromkeys(folder for folder, _ in found.get("unwritten", [])):
         told = dict.fromkeys(test["unwritten"] for where, test in found["unwritten"] if where == folder)
