@@ -62,11 +62,12 @@ def changed(of, **how):
     return f"{difference:+.3f} ± {error:.3f}"
 
 
-def interaction(neither, one, other, both):
+def interaction(neither, one, other, both, where=SHORT):
     """By how much two ideas together gain less (positive), or more, than the sum of what they gain alone."""
-    pairs = [row_of(name + SHORT)["nll"][0] for name in (both, neither, one, other)]
-    together, apart = ({"nll": [[sum(losses) for losses in zip(*two)]]} for two in (pairs[:2], pairs[2:]))
-    return compared(together, apart)
+    def added(*names):
+        draws = zip(*(row_of(name + where)["nll"] for name in names))
+        return {"nll": [[sum(losses) for losses in zip(*two)] for two in draws]}
+    return compared(added(both, neither), added(one, other))
 
 
 def hits(row):

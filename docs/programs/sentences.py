@@ -233,6 +233,9 @@ def results():
     few = [found for row, found in SMOL.items() if 1 < len(found["nll"]) < DRAWS and "--bits 1 " in row]
     by_chance, error, p = compared(row_of(CHANCE + LONGER), row_of(MARKED + LONGER))
     one, five = (f"antkv --anchors {share} --bits 2 {{windows}} --recent 0" for share in ("1%", "5%"))
+    texts = [f"antkv --anchors {share} --bits 1 {{windows}} --recent 0{text}" for share in ("0", "1%")
+             for text in ("", " --calib-data tales")]
+    spared, error_spared, p_spared = interaction(*texts, where="")
     kivi = "kivi --bits 2 --group-size 32 --recent 32"
     stream = f"{kivi} --protocol stream"
     right = {row: sum(hit for _, hit, _ in found) for row, found in NEEDLES["4096"].items()}
@@ -246,6 +249,7 @@ def results():
         f"a loss of {straight(one):.3f} (1%) and {straight(five):.3f} (5%)",
         so(straight(one) < loss(one) and straight(five) < loss(five),
            f"the worse use of these bits: {loss(one):.3f} and {loss(five):.3f}"),
+        so(spared < 0, f"anchors spare {-spared:.2f} ± {error_spared:.2f} ({of_p(p_spared)})"),
         f"from {ends(KVSINK)[0]} in the first 512 tokens to {ends(KVSINK)[1]} in the last, and in {n_longest} windows "
         f"of 8,192 to {along(KVSINK + ' --context 8192', -1)}",
         f"the last 512 of 4,096 lose {ends(MARKED)[1]} and {ends(KVSINK + ZERO)[1]}",
@@ -255,7 +259,7 @@ def results():
         so(all(float(last) > 1.15 * float(first) for first, last in map(ends, GROW)), "but for `kivi`, `ott`, `oscar`"),
         f"`Chance` loses {ends(CHANCE)[1]}",
         f"a hundredth of the text, {ends(KVSINK + ' --preserve 41')[1]}",
-        f"loses {by_chance:.3f} ± {error:.3f} more than the marked ones ({of_p(p)}",
+        so(p < 0.001, f"loses {by_chance:.3f} ± {error:.3f} more than the marked ones, and"),
         f"the 41 first tokens lose {less(MARKED + LONGER, PFN + ' --preserve 41' + LONGER)} more",
         f"`kivi` at 2 bits loses {loss(stream):.3f} instead of {loss(kivi):.3f}, in {bits(stream)} true bits instead "
         f"of {bits(kivi)}",
