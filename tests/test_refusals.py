@@ -284,6 +284,7 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
 
 @pytest.mark.parametrize("named, call", [
     ("protocol is one of", lambda: fp16(protocol="Paper")),
+    *(("a method that is made", lambda method=method: KVCache(MODEL, method)) for method in ("kivi", METHODS["kivi"])),
     ("this model has no BOS", lambda: IntactKV(replace(CONFIG, bos_token_id=None))),
     ("made for another config", lambda: KVCache(MODEL, METHODS["rtn"](model_of(2).config))),
     ("the cache was made for another model", lambda: other()(TOKENS, fp16())),

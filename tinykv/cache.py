@@ -303,6 +303,8 @@ class KVCache:
     def __init__(self, model, method, protocol="stream", prompt=None):
         one_of(PROTOCOLS, protocol=protocol)
         at_least(1, prompt=prompt)
+        if isinstance(method, str | type):
+            raise UserError(f"a cache takes a method that is made, such as KIVI(model.config); got {method!r}")
         method.check()
         self.model, self.method, self.protocol, self.prompt = model, method, protocol, prompt
         self.config = model.config
