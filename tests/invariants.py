@@ -109,6 +109,7 @@ def memory_of(tensors):
 
 
 def held_by(codec):
+    """Which objects a codec holds, and how long its lists are."""
     return {name: (id(x), len(x) if isinstance(x, list | dict) else 0) for name, x in vars(codec).items()}
 
 

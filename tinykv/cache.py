@@ -62,11 +62,11 @@ class CachedRows:
     def keep(self, positions):
         """Keep the tokens at `positions` (1 or B, 1 or Hkv, p) from now on, and no others."""
         B, Hkv, _, d = self.recent.shape
-        shape, dtype = tuple(getattr(positions, "shape", ())), getattr(positions, "dtype", None)
+        shape, dtype = tuple(getattr(positions, "shape", ())), str(getattr(positions, "dtype", ""))
         fits = len(shape) == 3 and shape[0] in (1, B) and shape[1] in (1, Hkv)
-        if not fits or dtype in (torch.bool, torch.half, torch.bfloat16, torch.float, torch.double):
+        if not fits or not dtype.startswith(("torch.int", "torch.uint")):
             raise UserError("`keep_keys` and `keep_values` have to give integers (1 or B, 1 or Hkv, p), with B = "
-                            f"{B} and Hkv = {Hkv}, not a {type(positions).__name__} {shape} {dtype or ''}: {self!r}")
+                            f"{B} and Hkv = {Hkv}, not a {type(positions).__name__} {shape} {dtype}: {self!r}")
         positions = positions.to(self.recent.device, torch.int64).expand(B, -1, -1)  # (B, 1 or Hkv, p)
 
         # the rows in full precision, recent | kept, and where each token is among them

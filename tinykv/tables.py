@@ -69,7 +69,7 @@ class Calibrated:
     __copy__ = copy.deepcopy  # or to calibrate one would change the tables of the other
 
     def stored_as(self):
-        """A number for what tables depend on: the method, where keys are stored, how codecs were made.
+        """A number for what tables depend on: the method, where keys are stored, what is kept, how codecs were made.
 
         Of two that differ, one pair in 2^32 has the same number. Of a codec it sees the class, and those arguments of
         its constructor that are attributes, and texts or numbers; of what `Method.fit` reads, only `preserve`.

@@ -50,9 +50,10 @@ def folders():
 
 def folder_of(name):
     """An assignment's folder. UserError if there is none of this name."""
-    if name.removesuffix(PAGE) not in folders():
-        raise UserError(f"there is no assignment {name!r}; there are {', '.join(folders())}")
-    return folders()[name.removesuffix(PAGE)]
+    found = folders()
+    if name.removesuffix(PAGE) not in found:
+        raise UserError(f"there is no assignment {name!r}; there are {', '.join(found)}")
+    return found[name.removesuffix(PAGE)]
 
 
 def answer_of(name):

@@ -119,9 +119,9 @@ NOT_SERVED = {"int8_per_token_head": f"{FORMATS} --scheme int8_per_token_head",
               "q4_0, rotated, centred": f"{FORMATS} --hadamard on --centre on --scheme q4_0",
               "nvfp4, centred": f"{FORMATS} --centre on --scheme nvfp4",
               "KIVI, 4 bits, centred": "rtn --bits 4 --centre on --group-size 64 --scheme channel-dynamic"}
-BIASED = dict.fromkeys(["q8_0, rotated", "fp8", "int8_per_token_head", "KIVI, 4 bits", "OTT, 4 bits", "q4_0, rotated",
-                        "nvfp4", "quanto, MLX: 4 bits"])
-BIASED = {label: (SERVED | NOT_SERVED)[label] for label in BIASED | NOT_SERVED}
+BIASED = {label: (SERVED | NOT_SERVED)[label] for label in (
+    "q8_0, rotated", "fp8", "int8_per_token_head", "KIVI, 4 bits", "OTT, 4 bits", "q4_0, rotated", "nvfp4",
+    "quanto, MLX: 4 bits", *NOT_SERVED)}
 BIASES = {0: NOT_SERVED, 600: BIASED}
 STREAM = "--context 4096 --prompt 3840"
 LONG = {  # {flags of the windows: {row: pairs}}
@@ -206,14 +206,14 @@ def entry_of(row, model, loaded, *given):
 def measure_all(model, loaded, text, data):
     """Measure the rows that the data have not. Rows that read the same text in the same way are measured together, so
     that they share the forwards of the calibration."""
-    rows = data.setdefault(model, {})
+    rows, few = data.setdefault(model, {}), {named(row, model) for row in EMBEDDED}
     groups = defaultdict(list)  # {what is not a method's own: [(row, its flags, its entry)]}
     for row in rows_of(model):
         if row not in rows and "--context" not in row:
             args, entry = entry_of(row, model, loaded, *(["--data", text] if text else []))
             calibrates = entry.method.needs_calibration
             args.draws, args.windows = (DRAWS, WINDOWS) if calibrates else (1, 2 * WINDOWS)
-            if calibrates and row in [named(row, model) for row in EMBEDDED]:
+            if calibrates and row in few:
                 args.draws = 3
             shared = args.protocol, args.prompt, args.context, args.calib_windows, args.calib_data, args.draws
             groups[shared].append((row, args, entry))

@@ -80,9 +80,11 @@ def pack(codes, bits):
     A row of n = 128 codes of 2 bits takes 32 bytes. The first 32 codes lie in the lowest bits of these bytes, the next
     32 codes above them, and so on.
     """
-    if codes.numel() and not 0 <= codes.min() <= codes.max() <= largest_code(bits):
-        raise UserError(f"codes of {bits:g} bits go from 0 to {largest_code(bits)}; these go from {codes.min():g} to "
-                        f"{codes.max():g}")
+    if codes.numel():
+        low, high = torch.stack(codes.aminmax()).tolist()  # waits for a GPU once
+        if not 0 <= low <= high <= largest_code(bits):
+            raise UserError(f"codes of {bits:g} bits go from 0 to {largest_code(bits)}; these go from {low:g} to "
+                            f"{high:g}")
     codes = codes.to(torch.uint8 if bits <= 8 else torch.int32)
     packed = []
     for section in sections(codes.shape[-1], bits):
