@@ -9,7 +9,7 @@ A block that begins with "$ python" is a command. Of its output the last tables 
 without the column of seconds. Figures are written where the commands say. A command may name a method that the page
 defines, `heavy.py:HeavyHitters`. A block that begins with "$ python -m pdb" begins a session in the debugger, and
 blocks that begin with "(Pdb)" go on with it. In a session, "..." stands for line numbers and for what a function
-returns. When the new outputs have been read, `python docs/programs/pages.py --seal outputs` says that they are right.
+returns.
 """
 import argparse
 import os
