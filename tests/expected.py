@@ -1,8 +1,8 @@
 """What the cache of a cell must hold: the oracles of oracles.py, asked for the cell's method.
 
 `KEPT` and `READ` are the table of the methods once more: which tokens each keeps, and what the others read as. A method
-given by --method has no oracle. There its own word counts for what it keeps and what its codecs make of a block, and
-only what every method must do is checked.
+without an oracle (`ORACLES` of cases.py names those that have one) has its own word count for what it keeps and what
+its codecs make of a block, and only what every method must do is checked.
 
 What is taken from the project: RoPE, which test_model.py checks, and the tables that calibration found.
 """

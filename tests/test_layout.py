@@ -157,16 +157,3 @@ def test_every_method_file_is_registered_under_its_name_and_opens_with_its_row()
         title, row = ast.get_docstring(TREES[f"methods/{name}.py"]).split("\n\n")[:2]
         assert title.lower().startswith(name)
         assert re.match(r"\s*Keep: .*Code: .*When: ", row, re.DOTALL), name
-
-
-# The table of tests
-
-def test_the_table_of_tests_names_every_file():
-    """tests/README.md: each product file has a row, alone or by its folder, and each file of tests is in one."""
-    words = set(re.findall(r"`([\w/.]+)`", (ROOT / "tests" / "README.md").read_text(encoding="utf-8")))
-    product = {path.relative_to(ROOT).as_posix() for path in [*TINYKV.rglob("*.py"), *ROOT.glob("*.py")]}
-    for name in product - words:
-        assert name.endswith("__init__.py") or any(f"{folder}/" in words for folder in Path(name).parents), name
-    tests = {path.name for path in (ROOT / "tests").glob("test_*.py")}
-    assert {word for word in words if word.startswith("test_")} == tests
-    assert all((ROOT / word).exists() for word in words if "/" in word)
