@@ -17,10 +17,9 @@ from tinykv.calibrate import calibrate
 from tinykv.codecs.schemes import SCHEMES, settings_of_scheme
 from tinykv.data import load_windows
 from tinykv.hf import EMBEDDED
-from tinykv.methods.kvsink import TABLE_3, KVSink
+from tinykv.methods.kvsink import TABLE_3, KVSink, find_outlier, outlier
 from tinykv.methods.pfn import PFN
 from tinykv.model import Llama, LlamaConfig
-from tinykv.outlier import find_outlier, outlier
 
 # ---- Table 3
 

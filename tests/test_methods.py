@@ -15,10 +15,10 @@ There is no list of exceptions: what a cell is left out of is said by a property
     pytest tests/test_methods.py --method path/to/file.py:Class --as pfn
                                                                    it also has to equal the method pfn
 
-A method of your own has no oracle, nor has a new one of registry.py. What it keeps is taken from the cache, and what its
-codecs make of a block is asked of them again. With --method the tests stop at the first failure and say what was tried,
-what came and what should have come; a flag of pytest's such as --tb=short, --maxfail=9 or --pdb brings back what pytest
-does by itself.
+A method of your own has no oracle, nor has a new one of registry.py. What it keeps is taken from the cache, and what
+its codecs make of a block is asked of them again. With --method the tests stop at the first failure and say what was
+tried, what came and what should have come; a flag of pytest's such as --tb=short, --maxfail=9 or --pdb brings back what
+pytest does by itself.
 """
 from dataclasses import replace
 

@@ -9,10 +9,6 @@ import torch
 from tinykv import UserError
 
 
-def mean(numbers):
-    return sum(numbers) / len(numbers)
-
-
 def standard_error(D):
     """The standard error of the mean of D (C, W): C draws of the calibration, W windows. Both are samples of what might
     have been drawn (crossed random effects). With MS for mean squares,

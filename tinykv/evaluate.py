@@ -7,6 +7,7 @@ product with the head, 2 D V operations a target, is most of what a comparison c
 import math
 import time
 from dataclasses import dataclass, field, replace
+from statistics import fmean as mean
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 
 from tinykv import UserError, all_finite, at_least
 from tinykv.cache import KVCache
-from tinykv.differences import mean
 from tinykv.identity import same_model
 from tinykv.kmeans import argmax
 

@@ -19,7 +19,7 @@ from tinykv import hf
 from tinykv.data import load_windows
 
 N = 5  # tokens that `pfn` and `kvsink` keep
-LAYER, CHANNEL = 1, 49  # where this model's sinks show. KVSink's Table 3 has others; tinykv/outlier.py finds them
+LAYER, CHANNEL = 1, 49  # where this model's sinks show. KVSink's Table 3 has others; methods/kvsink.py finds them
 
 
 # Code: a number is rounded to one of four levels, and read as scale * code + zero

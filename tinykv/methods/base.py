@@ -11,7 +11,7 @@ import torch
 
 from tinykv.codecs.base import BLOCK, CALIBRATION_WINDOWS
 from tinykv.codecs.schemes import SCHEMES, make_codecs
-from tinykv.tables import Calibrated
+from tinykv.methods.calibrated import Calibrated
 
 
 class Method(Calibrated):

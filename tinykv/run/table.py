@@ -8,12 +8,13 @@ import platform
 import traceback
 from collections import defaultdict
 from html import escape
+from statistics import fmean as mean
 
 import torch
 
 from tinykv import UserError, cli, files, hf, plots
 from tinykv.data.windows import VOCABULARIES
-from tinykv.differences import delta_error, mean
+from tinykv.differences import delta_error
 from tinykv.evaluate import sum_of
 from tinykv.run import comparisons
 from tinykv.weights import weight_bytes
