@@ -2,15 +2,18 @@
 
     python docs/programs/crossed.py          draw docs/figures/crossing.png
 """
+import math
 from functools import partial
+from statistics import fmean as mean
 from statistics import stdev
 
 from crossing import APART, GRIDS, KEPT, NORMED, SIZE, SMALL, TURNS, ZEROS, cell
 from matplotlib.colors import LogNorm
-from results import ANTKV, CQ, ROOT, SERVED, compared, named
-from tables import NEEDLES, SMOL, bits, lost, row_of, table
+from results import ANTKV, CQ, ROOT, SERVED, UNIT, compared, named
+from tables import NEEDLES, SMOL, beside_fp16, bits, lost, row_of, table
 
 from tinykv import plots
+from tinykv.differences import paired
 
 SHADES = 0.05, 3  # nats of the figure's lightest shade, and of its darkest
 SHORT, TALES = " --context 512", " --context 512 --data tales"
@@ -70,6 +73,21 @@ def interaction(neither, one, other, both, where=SHORT):
     return compared(added(both, neither), added(one, other))
 
 
+def factor(over, under, where=SHORT):
+    """The losses of some rows, multiplied, over those of others: a number, its standard error, and p that it is 1.
+
+    To first order, a pair adds its loss, as a share of the mean loss, to the logarithm of that mean.
+    """
+    signs = [(1, row) for row in over] + [(-1, row) for row in under]
+    n = min(len(row_of(row + where)["nll"][0]) for _, row in signs)  # pairs
+    logs = [0.0] * n
+    for sign, row in signs:
+        losses = [UNIT * (a - b) for a, b in zip(*(found["nll"][0][:n] for found in beside_fp16(row + where)))]
+        logs = [log + sign * (math.log(mean(losses)) + loss / mean(losses) - 1) for log, loss in zip(logs, losses)]
+    log, error, _, p, _ = paired([logs], [[0.0] * n])
+    return math.exp(log), math.exp(log) * error, p
+
+
 def hits(row):
     """Whether each answer is right, in the first five texts of 1,024 tokens."""
     found = NEEDLES["1024"].get(row) or NEEDLES["1024"][named(row, "SmolLM2")]
@@ -89,6 +107,24 @@ def more_answers(first, second):
 def embedded(row):
     """A row of 3 bits as the embedded model has it."""
     return row.replace("--bits 3", "--bits 2")
+
+
+# Two ideas where neither is there yet: {grid | first | second: rows with neither, the first, the second, both}
+def both_ideas(bits, grid, one, other):
+    return [cell(bits, **({"grid": grid} | more)) for more in ({}, one, other, one | other)]
+
+
+KEEP, LEVEL_AT_0, ROTATE, THEIR_GRID = {"kept": "marked"}, {"zero": "integer"}, {"rotated": True}, {"grid": KIVIS}
+TWO = {
+    "static, 3 bits | keep marked | level at 0": both_ideas(3, "static", KEEP, LEVEL_AT_0),
+    "static, 3 bits | keep marked | KIVI's grid": both_ideas(3, "static", KEEP, THEIR_GRID),
+    "static, 3 bits | level at 0 | KIVI's grid": both_ideas(3, "static", LEVEL_AT_0, THEIR_GRID),
+    "static, 3 bits | rotation | level at 0": both_ideas(3, "static", ROTATE, LEVEL_AT_0),
+    "static, 3 bits | rotation | KIVI's grid": both_ideas(3, "static", ROTATE, THEIR_GRID),
+    "static, 3 bits | rotation | keep marked": both_ideas(3, "static", ROTATE, KEEP),
+    "per token, 3 bits | rotation | keep marked": both_ideas(3, "per token", ROTATE, KEEP),
+    "KIVI's, 3 bits | rotation | keep marked": both_ideas(3, KIVIS, ROTATE, KEEP),
+    "KIVI's, 2 bits | rotation | keep marked": both_ideas(2, KIVIS, ROTATE, KEEP)}
 
 
 # {label: row}, by true bits
@@ -111,6 +147,39 @@ def ideas_table():
     return table("idea | added to | nats | KL | nats, tales | embedded, 2 bits", lines, changed,
                  partial(changed, kind="kl"), partial(changed, where=TALES),
                  lambda of: changed(list(map(embedded, of)), where="", model="embedded"))
+
+
+def divides(row, more):
+    """By what the loss of a row is divided in another: "5.46 ± 0.25"."""
+    return "{:.2f} ± {:.2f}".format(*factor([row], [more])[:2])
+
+
+def product(of):
+    neither, one, other, _ = of
+    return f"{factor([neither, neither], [one, other])[0]:.2f}"
+
+
+def beyond_product(of):
+    neither, one, other, both = of
+    return "{:.2f} ± {:.2f}".format(*factor([one, other], [neither, both])[:2])
+
+
+def verdict(of):
+    """They multiply if this is within a fifth of 1, errors included, and harm each other if one is better alone."""
+    neither, one, other, both = of
+    ratio, error, p = factor([one, other], [neither, both])
+    if p > 0.05:
+        return "multiply" if abs(ratio - 1) + 2 * error < 0.2 else "open"
+    if ratio > 1:
+        return "**help each other**"
+    alone = [factor([row], [both]) for row in (one, other)]
+    return "harm each other" if any(change < 1 and p < 0.05 for change, _, p in alone) else "replace each other"
+
+
+def factors_table():
+    return table("grid, bits | first idea | second idea | first | second | product | both | both / product | they", TWO,
+                 *(lambda of, i=i: divides(of[0], of[i]) for i in (1, 2)), product, lambda of: divides(of[0], of[3]),
+                 beyond_product, verdict)
 
 
 def recipes_table():
@@ -179,8 +248,8 @@ def papers_table():
                  *(column(of, i) for i in (0, 1) for of in (where, nats, facts)))
 
 
-WRITTEN = {"cells": cells_table, "ideas": ideas_table, "recipes": recipes_table, "apart": apart_table,
-           "papers": papers_table}
+WRITTEN = {"cells": cells_table, "ideas": ideas_table, "factors": factors_table, "recipes": recipes_table,
+           "apart": apart_table, "papers": papers_table}
 
 
 def draw(path):

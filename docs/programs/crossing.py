@@ -41,11 +41,11 @@ def crossed(bits, grids=GRIDS):
 
 
 # Static grids: marked tokens get something else than 16 bits, or a level lies elsewhere
-APART = {"their code in the grid of the others, whose range leaves them out":
+APART = {"a code in the other tokens' grid, which was fitted without them":
          f"{OWN_FILE}:Marked --bits {{bits}} --marked range",
-         "a grid of their own, of as many bits": f"{OWN_FILE}:Marked --bits {{bits}} --marked own"}
+         "a grid of their own, with as few bits": f"{OWN_FILE}:Marked --bits {{bits}} --marked own"}
 QUARTER = f"{OWN_FILE}:Plain --bits {{bits}} --scheme quarter"
-STATIC = [*APART.values(), APART["a grid of their own, of as many bits"] + " --formula integer-zero", QUARTER]
+STATIC = [*APART.values(), APART["a grid of their own, with as few bits"] + " --formula integer-zero", QUARTER]
 # KIVI's grid at 2 bits: other tokens are kept; groups of 32, keys of one length
 SMALL, SIZE = "ott --bits 2 --group-size 128 --outlier-num 5 --recent 0", " --group-size 32"
 NORMED = "rtn --bits 2 --scheme oscar" + SIZE

@@ -10,8 +10,8 @@ import re
 from functools import cache
 from statistics import fmean as mean
 
-from crossed import KIVIS, SHORT, change, hits, interaction, more_answers
-from crossing import OWN_FILE, QUARTER, SIZE, cell
+from crossed import KIVIS, SHORT, change, factor, hits, interaction, more_answers
+from crossing import NORMED, OWN_FILE, QUARTER, SIZE, cell
 from phenomena import RECORD
 from results import ANTKV, CHANCE, CLAIMS, CQ, DRAWS, FORMATS, MARKED, PREFIX, SERVED, TURBOQUANT, UNIT, WIDE, compared
 from tables import DATA, NEEDLES, SMOL, along, beside_fp16, bits, finding, moved, of_p, row_of
@@ -20,6 +20,7 @@ ANALYSIS = json.loads(RECORD.read_text(encoding="utf-8"))
 NUMBER = re.compile(r"[+-]?\d+(?:[.,]\d+)*")
 WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
 NOT_SO = "[not so]"  # stands before what the data no longer bear out, and fails the check
+CODEBOOK = 16 * 256  # bits for each channel: 256 vectors in fp16 for each of its groups
 PARTS = {4: "quarter", 5: "fifth", 6: "sixth", 10: "tenth", 20: "twentieth"}
 RTN, PFN, KVSINK, KIVI4 = "rtn --bits 3", "pfn --bits 3", "kvsink --bits 3", "kivi --bits 4 --group-size 64"
 ZERO, LONGER = " --formula integer-zero", " --context 4096"
@@ -287,7 +288,7 @@ def crossing():
     level, both = (cell(3, "static", "integer", kept=which) for which in ("none", "marked"))
     two, two_kept, two_turned, two_both = (cell(2, KIVIS, kept=which, rotated=turn)
                                            for turn in (False, True) for which in ("none", "marked"))
-    replaced, error_replaced, _ = interaction(static, kept, level, both)
+    replaced, error_replaced, p_replaced = factor([kept, level], [static, both])
     added, error_added, p_added = interaction(two, two_kept, two_turned, two_both)
     zero, error, p = change(kivis, cell(3, KIVIS, "integer"))
     turned = cell(3, KIVIS, rotated=True)
@@ -296,30 +297,37 @@ def crossing():
     still, error_still, _ = change(kivis_kept, best)
     wider = row_of(small + SHORT)["bits"] - row_of(two + SHORT)["bits"]
     worse, error_own, _ = change(two, OWN_FILE + ":Marked {mark} --bits 2 --scheme channel-dynamic --marked own")
+    turned_static, both_static = (cell(3, "static", kept=which, rotated=True) for which in ("none", "marked"))
+    together, error_together, _ = factor([static], [both_static])
+    beyond, error_beyond, p_beyond = factor([kept, turned_static], [static, both_static])
+    low = loss(NORMED + SHORT), loss("kvquant --bits 2")
     return [
-        f"gain {gains(static, kept)} nats, a level at 0 {gains(static, level)}, and both together "
-        f"{gains(static, both)}, {replaced:.2f} ± {error_replaced:.2f} less than the sum",
-        f"In windows of 4,096 tokens they gain {gains(static, kept, LONGER)} and {gains(static, level, LONGER)}",
-        f"a level at 0 changes the loss by {zero:+.3f} ± {error:.3f} ({of_p(p)}), and marked tokens gain "
+        so(p_beyond < 0.05 and beyond > 1, f"divide the loss by {together:.2f} ± {error_together:.2f}, more"),
+        f"together they reach {beyond:.2f} ± {error_beyond:.2f} times their product",
+        so(p_replaced < 0.05, f"reach only {replaced:.2f} ± {error_replaced:.2f} of their product"),
+        f"kept tokens alone gain {gains(static, kept, LONGER)} nats, and a level at 0 alone "
+        f"{gains(static, level, LONGER)}",
+        f"A level at 0 changes the loss by {zero:+.3f} ± {error:.3f} ({of_p(p)}), and marked tokens gain "
         f"{gains(kivis, kivis_kept)}. In windows of 4,096 tokens, they gain {gains(kivis, kivis_kept, LONGER)}",
-        f"In KIVI's grid it gains {gains(kivis, turned)} ({of_p(p_turned)}; by KL, {of_p(p_kl)})",
+        f"Rotation gains {gains(kivis, turned)} ({of_p(p_turned)}; by KL, {of_p(p_kl)})",
         f"and nothing where marked tokens are kept ({still:+.3f} ± {error_still:.3f})",
-        f"kept tokens gain {gains(two, two_kept)}, rotation {gains(two, two_turned)}, and both {gains(two, two_both)}, "
+        f"Kept tokens gain {gains(two, two_kept)}, rotation {gains(two, two_turned)}, and both {gains(two, two_both)}, "
         + so(p_added > 0.05, f"as much as the sum ({added:+.2f} ± {error_added:.2f})"),
         f"groups of 32 gain {gains(two, small)} for {wider:.2f} bits",
         f"16 bits gain {gains(two, two_kept)}, and a grid of its own "
         + so(worse > -error_own, f"nothing ({worse:+.2f} ± {error_own:.2f})"),
         f"loses {loss(QUARTER, 'embedded'):.3f} on the embedded model at 2 bits, but {loss(QUARTER + SHORT):.3f} on "
         "SmolLM2 at 3",
+        f"{CODEBOOK / 512:g} bits a number in a text of 512 tokens, and {CODEBOOK / 2 ** 17:.2f} in one of 128K",
         f"16 bits find {found('fp16')} of 100 facts",
         f"`antkv` at 2 bits loses {loss(ANTKV):.3f} and finds {found(ANTKV)}; KIVI's grid at 3 bits loses "
         f"{loss(kivis + SHORT):.3f} and finds {found(kivis)}",
-        f"marked tokens alone lower it to {loss(kivis_kept + SHORT):.3f}, and {found(kivis_kept)} are found",
-        f"a rotation alone lowers it to {loss(turned + SHORT):.3f}, and answers rise to {found(turned)} "
-        f"({more_answers(kivis, turned)})",
-        f"with both, it is {loss(best + SHORT):.3f} and {found(best)} ({more_answers(kivis, best)})",
-        "marked tokens in 16 bits, for the loss, for "
-        f"{row_of(kivis_kept + SHORT)['bits'] - row_of(kivis + SHORT)['bits']:.2f} bits",
+        so(found(kivis_kept) == found(kivis), "marked tokens lower the loss but find no more"),
+        f"a rotation alone finds more ({more_answers(kivis, turned)})",
+        f"most are found ({more_answers(kivis, best)})",
+        "marked tokens in 16 bits, for the loss ("
+        f"{row_of(kivis_kept + SHORT)['bits'] - row_of(kivis + SHORT)['bits']:.2f} bits more)",
+        so(loss(kivis + SHORT) < min(low) / 2, "less than half of their loss"),
     ]
 
 
