@@ -68,7 +68,7 @@ class Cache:  # the model calls `expect`, and then in each layer `update` and `o
         self.stored = {}  # {(layer, "k" or "v"): codes, where the kept rows are, the kept rows}
         self.outputs = []  # each layer's, (B, T, channels of a layer's output)
 
-    def update(self, layer, q, k, v, seen):  # k, v (B, Hkv, T, d); q and seen, for other pages, are left unread
+    def update(self, layer, q, k, v, seen):  # k, v (B, Hkv, T, d); q and seen are for other pages
         kept = torch.zeros(k.shape[:3], dtype=torch.bool)  # (B, Hkv, T)
         self.method(self, layer, kept)  # Keep
         self.write(layer, "k", k, kept)  # Code
@@ -92,7 +92,7 @@ class Cache:  # the model calls `expect`, and then in each layer `update` and `o
     def observe(self, layer, output):  # the model shows it each layer's output
         self.outputs.append(output)
 
-    def expect(self, tokens):  # the model asks: which of a text's tokens are new, and how many does it hold?
+    def expect(self, tokens):  # the model asks which tokens are new, and how many the cache already holds
         return tokens, 0
 
     def bits(self):  # of a number: codes, kept rows in 16 bits, and 4 bytes for a kept token's place, one for all heads

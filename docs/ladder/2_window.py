@@ -91,7 +91,7 @@ class Cache:
     def observe(self, layer, output):  # the model shows it each layer's output
         pass
 
-    def expect(self, tokens):  # the model asks: which of a text's tokens are new, and how many does it hold?
+    def expect(self, tokens):  # the model asks which tokens are new, and how many the cache already holds
         return tokens, self.length
 
     def bits(self):  # of a number. NEW: codes and grids in blocks, and 16 bits in the window

@@ -94,7 +94,7 @@ class Cache:
     def observe(self, layer, output):  # the model shows it each layer's output
         pass
 
-    def expect(self, tokens):  # the model asks: which of a text's tokens are new, and how many does it hold?
+    def expect(self, tokens):  # the model asks which tokens are new, and how many the cache already holds
         return tokens, 0
 
     def bits(self):  # of a number. NEW: a kept row has 4 bytes for its position, and 4 for its score in a longer text

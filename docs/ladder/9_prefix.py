@@ -56,7 +56,7 @@ class Cache:  # the model calls `expect`, and then in each layer `update` and `o
         self.rows = []  # of each layer: keys and values of the text, (B, Hkv, T, d) both
         self.outputs = []  # each layer's, (B, T, D)
 
-    def update(self, layer, q, k, v, seen):  # k, v (B, Hkv, T, d); q and seen, for other pages, are left unread
+    def update(self, layer, q, k, v, seen):  # k, v (B, Hkv, T, d); q and seen are for other pages
         if self.bits == 16:  # a gradient would not fit
             k, v = k.half().float(), v.half().float()
         self.rows.append((k, v))
@@ -68,7 +68,7 @@ class Cache:  # the model calls `expect`, and then in each layer `update` and `o
     def observe(self, layer, output):  # the model shows it each layer's output
         self.outputs.append(output)
 
-    def expect(self, tokens):  # the model asks: which of a text's tokens are new, and how many does it hold?
+    def expect(self, tokens):  # the model asks which tokens are new, and how many the cache already holds
         return tokens, 0 if self.prefix is None else self.prefix[0].shape[2]
 
 
