@@ -2,6 +2,7 @@
 
     python docs/programs/crossed.py          draw docs/figures/crossing.png
 """
+import itertools
 import math
 from functools import partial
 from statistics import fmean as mean
@@ -109,22 +110,22 @@ def embedded(row):
     return row.replace("--bits 3", "--bits 2")
 
 
-# Two ideas where neither is there yet: {grid | first | second: rows with neither, the first, the second, both}
-def both_ideas(bits, grid, one, other):
-    return [cell(bits, **({"grid": grid} | more)) for more in ({}, one, other, one | other)]
+HELP = "**help each other**"
+CHOICES = {"keep marked": {"kept": "marked"}, "level at 0": {"zero": "integer"}, "rotation": {"rotated": True}}
 
 
-KEEP, LEVEL_AT_0, ROTATE, THEIR_GRID = {"kept": "marked"}, {"zero": "integer"}, {"rotated": True}, {"grid": KIVIS}
-TWO = {
-    "static, 3 bits | keep marked | level at 0": both_ideas(3, "static", KEEP, LEVEL_AT_0),
-    "static, 3 bits | keep marked | KIVI's grid": both_ideas(3, "static", KEEP, THEIR_GRID),
-    "static, 3 bits | level at 0 | KIVI's grid": both_ideas(3, "static", LEVEL_AT_0, THEIR_GRID),
-    "static, 3 bits | rotation | level at 0": both_ideas(3, "static", ROTATE, LEVEL_AT_0),
-    "static, 3 bits | rotation | KIVI's grid": both_ideas(3, "static", ROTATE, THEIR_GRID),
-    "static, 3 bits | rotation | keep marked": both_ideas(3, "static", ROTATE, KEEP),
-    "per token, 3 bits | rotation | keep marked": both_ideas(3, "per token", ROTATE, KEEP),
-    "KIVI's, 3 bits | rotation | keep marked": both_ideas(3, KIVIS, ROTATE, KEEP),
-    "KIVI's, 2 bits | rotation | keep marked": both_ideas(2, KIVIS, ROTATE, KEEP)}
+def pairs_of(bits, grid, ideas):
+    """{in words: rows with neither, the first, the second, both} of each two of the ideas {words: what they choose}."""
+    found = {}
+    for one, other in itertools.combinations(ideas, 2):
+        choices = {}, ideas[one], ideas[other], ideas[one] | ideas[other]
+        found[f"{grid}, {bits} bits | {one} | {other}"] = [cell(bits, **({"grid": grid} | more)) for more in choices]
+    return found
+
+
+# Two ideas where neither is there yet: all pairs of the crossed cells, and KIVI's grid as an idea of its own
+TWO = (pairs_of(3, "static", CHOICES | {"KIVI's grid": {"grid": KIVIS}}) | pairs_of(3, "per token", CHOICES)
+       | pairs_of(3, KIVIS, CHOICES) | pairs_of(2, KIVIS, CHOICES))
 
 
 # {label: row}, by true bits
@@ -171,7 +172,7 @@ def verdict(of):
     if p > 0.05:
         return "multiply" if abs(ratio - 1) + 2 * error < 0.2 else "open"
     if ratio > 1:
-        return "**help each other**"
+        return HELP
     alone = [factor([row], [both]) for row in (one, other)]
     return "harm each other" if any(change < 1 and p < 0.05 for change, _, p in alone) else "replace each other"
 

@@ -10,7 +10,7 @@ import re
 from functools import cache
 from statistics import fmean as mean
 
-from crossed import KIVIS, SHORT, change, factor, hits, interaction, more_answers, verdict
+from crossed import HELP, KIVIS, SHORT, TWO, change, factor, hits, interaction, more_answers, verdict
 from crossing import NORMED, OWN_FILE, QUARTER, SIZE, cell
 from phenomena import RECORD
 from results import ANTKV, CHANCE, CLAIMS, CQ, DRAWS, FORMATS, MARKED, PREFIX, SERVED, TURBOQUANT, UNIT, WIDE, compared
@@ -290,6 +290,7 @@ def crossing():
     low = loss(NORMED + SHORT), loss("kvquant --bits 2")
     return [
         so(p_beyond < 0.05 and beyond > 1, f"divide the loss by {together:.2f} ± {error_together:.2f}, more"),
+        so(list(map(verdict, TWO.values())).count(HELP) == 1, "and in no other pair here, they help each other"),
         f"together they reach {beyond:.2f} ± {error_beyond:.2f} times their product",
         so(p_replaced < 0.05, f"reach only {replaced:.2f} ± {error_replaced:.2f} of their product"),
         f"kept tokens gain {gains(static, kept, LONGER)} nats, and a level at 0 gains {gains(static, level, LONGER)}",
