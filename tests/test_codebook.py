@@ -76,9 +76,10 @@ def parts():
 
 def weights_of(gradient, sensitivity):
     """Weights (slots, N) of sub-vectors of 2 channels, before the largest are cut. gradient (Hkv, N, d)."""
-    if sensitivity == "token":
-        return gradient.norm(dim=-1).repeat_interleave(d // 2, dim=0)
-    return torch.stack([gradient[h, :, c:c + 2].pow(2).sum(-1) for h in range(HKV) for c in range(0, d, 2)])
+    parts = [gradient[h, :, c:c + 2] if sensitivity.startswith("fisher") else gradient[h]
+             for h in range(HKV) for c in range(0, d, 2)]
+    norms = torch.stack([part.norm(dim=-1) for part in parts])
+    return norms ** 2 if sensitivity in ("fisher", "token-squared") else norms
 
 
 @pytest.mark.parametrize("sharing", ["head", "layer"])
@@ -121,7 +122,7 @@ def test_too_few_vectors_are_refused():
 # ---- how much weighted vectors are worth
 
 @pytest.mark.parametrize("sharing", ["head", "layer"])
-@pytest.mark.parametrize("sensitivity", ["fisher", "token"])
+@pytest.mark.parametrize("sensitivity", ["fisher", "token", "fisher-root", "token-squared"])
 def test_effective_vectors_are_kish_s(sensitivity, sharing):
     """(sum w)^2 / sum w^2 of the codebook that has the fewest, in plain lists."""
     method, weights = calibrated(sensitivity, sharing), defaultdict(list)  # by (layer, kind, place)

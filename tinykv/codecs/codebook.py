@@ -11,6 +11,7 @@ over the sub-vectors x_j of calibration tokens. `sensitivity` says what w_j is, 
     "fisher"   the squared norm of g over the sub-vector, the diagonal Fisher information (CQ)
     "token"    the norm of g over the token's whole row of a KV head, the same for all its
                sub-vectors (AnTKV)
+    "fisher-root", "token-squared"   the same with the other's exponent: CQ's norm is squared, AnTKV's is not
 
 In each window the largest thousandth of the weights is clamped to the next largest, or the gradients of the sinks would
 decide the codebooks alone. Gradients are uneven all the same: N weighted sub-vectors fix the centroids no better than
@@ -33,7 +34,7 @@ from tinykv.kmeans import kmeans, nearest
 
 # AnTKV's formats, by their bits
 FORMATS = {4: "d2m256", 2: "d4m256", 1: "d8m256", 0.75: "d16m4096", 0.375: "d32m4096"}
-SENSITIVITIES = ("none", "fisher", "token")
+SENSITIVITIES = ("none", "fisher", "token", "fisher-root", "token-squared")
 SAMPLES = 2 ** 16  # tokens that k-means sees, at most
 DRAWN = 64  # sub-vectors of a centroid that k-means sees, at most, in each slot
 FEWEST = 4  # effective sub-vectors of a centroid; fewer are warned of
@@ -125,10 +126,11 @@ class Codebook(Codec):
         # the squared norm of each sub-vector's gradient
         square = gradient.float().pow(2).unflatten(-1, (-1, self.n))  # (Hkv, T, d/n, n)
         weight = square.sum(-1)  # (Hkv, T, d/n)
-        # or the norm of the gradient of the token's row, for all its sub-vectors
-        if self.sensitivity == "token":
-            norm = weight.sum(-1, keepdim=True).sqrt()  # (Hkv, T, 1)
-            weight = norm.expand_as(weight)  # (Hkv, T, d/n)
+        # or that of the token's row, for all its sub-vectors
+        if self.sensitivity.startswith("token"):
+            weight = weight.sum(-1, keepdim=True).expand_as(weight)  # (Hkv, T, d/n)
+        if self.sensitivity in ("token", "fisher-root"):
+            weight = weight.sqrt()
         weight = weight.transpose(1, 2).flatten(0, 1)  # (slots, T)
         if not weight.any():  # the loss does not depend on these keys, or values, at all
             return (~kept).float()
@@ -153,7 +155,8 @@ def drawn(points, weights, n):
 
 
 def make_codebooks(config, vq: Annotated[str | None, "dNmM: N channels share one of M centroids"] = None, bits=None,
-                   sensitivity: Annotated[str, "weights of the fit: token, fisher, fisher-range, none"] = "fisher",
+                   sensitivity: Annotated[str, "weights of the fit: token, token-squared, fisher, fisher-root, "
+                                               "fisher-range, none"] = "fisher",
                    sharing: Annotated[str, "codebooks for each head and slot, or for a layer: head or layer"] = "head"):
     """[Pair] of all layers.
 
