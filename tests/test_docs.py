@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+import conclusions
+import crossed
 import needles
 import notebook
 import pages
@@ -483,11 +485,57 @@ def measured(monkeypatch, loss, kl, spread):
     monkeypatch.setitem(pages.tables.DATA, "SmolLM2", rows)
 
 
+def test_rows_of_another_calibration_text_read_the_windows_of_the_others(monkeypatch):
+    """Of a file, these are the first half's, also where the second half does not calibrate."""
+    def stop(*_, windows, **more):
+        seen.append(windows.tokens)
+        raise Reached
+    loaded, seen = hf.load(EMBEDDED), []
+    monkeypatch.setattr(results, "calibrate_all", lambda *_: None)
+    monkeypatch.setattr(results, "measure", lambda *_, **more: stop(**more))
+    for text in "", " --calib-data tales":
+        args, entry = results.entry_of(f"rtn{text}", "embedded", loaded, "--data", str(ROOT / "docs" / "results.md"),
+                                       "--context", "64", "--windows", "4")
+        with pytest.raises(Reached):
+            results.measure_group("embedded", loaded, [("rtn", args, entry)], {})
+    assert torch.equal(*seen)
+
+
+CONCLUSION = "**One loses least** of all, and **a term** is a word."
+
+
+@pytest.mark.parametrize("text, holds, found", [
+    (CONCLUSION, [True, True], None), (CONCLUSION, [True, False], "do not bear out: One loses least"),
+    (CONCLUSION + " **So does two.**", [True], "without a predicate in conclusions.py: So does two."),
+    ("One loses least of all.", [True], "not in bold: One loses least")])
+def test_what_is_bold_is_borne_out(text, holds, found, monkeypatch):
+    monkeypatch.setitem(conclusions.TERMS, "README.md", {"a term"})
+    monkeypatch.setitem(conclusions.OF_PAGE, "README.md", lambda: {"One loses least": holds})
+    wrong = conclusions.wrong_in("README.md", text)
+    assert any(found in line for line in wrong) if found else not wrong
+
+
+@pytest.mark.parametrize("along, grown", [([[1, 5], [2, 7], [1, 5]], True), ([[1, 5], [7, 2], [3, 3]], False)])
+def test_a_loss_grows_if_its_pairs_agree(along, grown, monkeypatch):
+    row = {"along": [[1e5 * loss for loss in pair] for pair in along]}
+    monkeypatch.setitem(pages.tables.DATA["SmolLM2"], "a --context 4096", row)
+    assert conclusions.grows("a") == grown
+
+
+def test_the_share_of_a_loss_that_is_left(monkeypatch):
+    rows = {"fp16": [1, 1, 1], "a": [3, 5, 4], "b": [2, 3, 2]}  # above it: 2, 4, 3 and 1, 2, 1
+    monkeypatch.setattr(crossed, "row_of", lambda name, *_: {"nll": [[1e5 * loss for loss in rows[name]]]})
+    share, error = crossed.share_left("a", "b", where="")
+    assert share == pytest.approx(4 / 9) and error == pytest.approx(0.0556, abs=1e-3)
+    assert conclusions.below((share, error), 0.6) and not conclusions.below((share, error), 0.5)
+
+
 @pytest.mark.parametrize("loss, kl, verdict", [(-1, 1, "same"), (1, -1, "**other**: more"), (0, -1, "same")])
 def test_a_verdict_is_by_loss_then_by_kl(loss, kl, verdict, monkeypatch):
     """Also where they say the opposite, which they do in no claim of the pages. Other verdicts stand in these."""
     measured(monkeypatch, loss, kl, spread=0.01)
     assert pages.tables.verdict(CLAIM) == verdict and "KL" in pages.tables.finding(CLAIM, "SmolLM2").text
+    assert pages.tables.marked_verdict(CLAIM) == verdict + " †" * (loss == 0)  # Holm's correction asks for the loss
     assert pages.tables.cell(pages.tables.verdict, CLAIM._replace(rows="`c` - `b`")) == "-"  # which was not measured
 
 

@@ -8,13 +8,14 @@ from functools import partial
 from statistics import fmean as mean
 from statistics import stdev
 
+import torch
 from crossing import APART, GRIDS, KEPT, NORMED, SIZE, SMALL, TURNS, ZEROS, cell
 from matplotlib.colors import LogNorm
 from results import ANTKV, CQ, ROOT, SERVED, UNIT, compared, named
 from tables import NEEDLES, SMOL, beside_fp16, bits, lost, row_of, table
 
 from tinykv import plots
-from tinykv.differences import paired
+from tinykv.differences import paired, standard_error
 
 SHADES = 0.05, 3  # nats of the figure's lightest shade, and of its darkest
 SHORT, TALES = " --context 512", " --context 512 --data tales"
@@ -66,10 +67,23 @@ def changed(of, **how):
     return f"{difference:+.3f} ± {error:.3f}"
 
 
-def interaction(neither, one, other, both, where=SHORT):
+def share_left(first, second, where=SHORT):
+    """The share of the first row's loss that is left in the second, and its error: that of the difference between the
+    second's loss and this share of the first's, over pairs."""
+    of_first, of_second, fp16 = (torch.tensor(row_of(row + where)["nll"], dtype=torch.float64) for row in
+                                 (first, second, "fp16"))  # (1, pairs)
+    n = min(of_first.shape[1], of_second.shape[1])
+    of_first, of_second = ((losses - fp16[:, :losses.shape[1]])[:, :n] for losses in (of_first, of_second))
+    share = of_second.mean() / of_first.mean()
+    error, _ = standard_error(of_second - share * of_first)
+    return share.item(), error / of_first.mean().item()
+
+
+def interaction(neither, one, other, both, where=SHORT, model="SmolLM2"):
     """By how much two ideas together gain less (positive), or more, than the sum of what they gain alone."""
     def added(*names):
-        draws = zip(*(row_of(name + where)["nll"] for name in names))
+        rows = (name + where if model == "SmolLM2" else embedded(name) for name in names)
+        draws = zip(*(row_of(row, model)["nll"] for row in rows))
         return {"nll": [[sum(losses) for losses in zip(*two)] for two in draws]}
     return compared(added(both, neither), added(one, other))
 
@@ -144,10 +158,19 @@ RECIPES = {
 
 
 def ideas_table():
+    def left(of):
+        share, error = share_left(*of)
+        return f"{share:.0%} ± {error:.0%}"
+
+    def of_embedded(of):
+        """And whether its loss says the same where SmolLM2's differs."""
+        other = [embedded(row) for row in of]
+        (here, _, p), (there, _, p_there) = change(*of), change(*other, where="", model="embedded")
+        mark = "" if p > 0.01 else ", not seen" if p_there > 0.01 else ", opposite" if here * there < 0 else ""
+        return changed(other, where="", model="embedded") + mark
     lines = {f"{idea} | {words}": of for idea, found in IDEAS.items() for words, *of in found}
-    return table("idea | added to | nats | KL | nats, tales | embedded, 2 bits", lines, changed,
-                 partial(changed, kind="kl"), partial(changed, where=TALES),
-                 lambda of: changed(list(map(embedded, of)), where="", model="embedded"))
+    return table("idea | added to | nats | of the loss, left | KL | nats, tales | embedded, 2 bits", lines, changed,
+                 left, partial(changed, kind="kl"), partial(changed, where=TALES), of_embedded)
 
 
 def divides(row, more):

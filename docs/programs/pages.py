@@ -5,6 +5,7 @@
 
 A page is plain Markdown. To add a figure that data have, write the sentence, and a few of its words to sentences.py,
 with the figure as an expression: f"lowers the loss by {less(pfn, rtn)} relative". It is written anew when data change.
+What README, results.md and crossing.md print in bold is a conclusion: conclusions.py has its predicates.
 A table of docs/results.json stands between `<!-- written: NAME -->` and `<!-- end -->`. To add a claim, write the first
 two cells of its line; to add a row, the first. tables.py fills the others. Examples (>>>) and outputs of commands are
 tests; any other figure is compared with its source by whoever writes it, and the commit says with what.
@@ -13,6 +14,7 @@ import re
 import sys
 from functools import cache
 
+import conclusions
 import crossed
 import sentences
 import tables
@@ -64,6 +66,7 @@ def wrong_in(page):
     wrong += ["a written table has no end"] * (text.count("<!-- written:") - len(WRITTEN.findall(text)))
     wrong += [f"sentences.py has, but the page does not say: {line}" for line in said if not pattern(line).search(text)]
     wrong += [f"the data do not bear out: {line}" for line in said if sentences.NOT_SO in line]
+    wrong += conclusions.wrong_in(name_of(page), WRITTEN.sub("", text))
     return [f"{name_of(page)}: {line}" for line in wrong]
 
 

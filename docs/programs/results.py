@@ -17,6 +17,7 @@ import sys
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from pydoc_data.topics import topics
 from statistics import fmean as mean
 from typing import NamedTuple
 
@@ -109,6 +110,7 @@ FIVE, MARKED = "kvsink --bits 3", "kvsink --bits 3 --threshold 0.1"
 ZERO, ZERO4 = (f"--bits {width} --formula integer-zero" for width in (3, 4))
 CHANCE = "docs/programs/chance.py:Chance --bits 3 --threshold 0.1"
 CQ, ANTKV = (f"{name} --bits 2 --recent 0 --calib-windows 16" for name in ("cq", "antkv --anchors 1%"))
+OTHER_TEXT = " --calib-data pydoc.txt"  # Python's reference in English; of Python 3.11.7
 # what begins the name of a row that another program measures: quantized_cache.py, train_intact.py, key_bias.py
 OWN, PREFIX, PLANTED = "QuantizedCache: ", "prefix of 46 tokens, rtn-3: ", "key bias "
 # the same of two windows of 4,096 as they are, and cut 2,048 tokens later: {FROM + start + ": " + row}
@@ -227,7 +229,7 @@ def measure_group(model, loaded, group, data):
     args = group[0][1]
     flags.set_up(args, loaded)
     entries = {row: entry for row, _, entry in group}
-    windows = flags.load_test(args, entries)
+    windows = flags.load_test(argparse.Namespace(**vars(args) | {"calib_data": None}), entries)  # as for other rows
     models = calibrate_all(args, loaded[0], entries, windows.tokens)
     loaded[0].use_attention("fused")
     read = partial(measure, windows=windows, protocol=args.protocol, batch=args.batch, prompt=args.prompt)
@@ -399,6 +401,7 @@ def main():
     args = p.parse_args()
     data = read_data()
     if args.measure:
+        Path(OTHER_TEXT.split()[1]).write_text("\n".join([*topics.values(), ""]), encoding="utf-8")
         loaded = hf.load(args.model or hf.EMBEDDED)
         measure_all(args.measure, loaded, args.data, data)
         if args.measure == "SmolLM2":

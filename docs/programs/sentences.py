@@ -10,7 +10,8 @@ import re
 from functools import cache
 from statistics import fmean as mean
 
-from crossed import HELP, KIVIS, SHORT, TWO, change, factor, hits, interaction, more_answers, verdict
+from conclusions import KVQUANT, OTHER_TEXT
+from crossed import HELP, KIVIS, SHORT, TWO, change, factor, hits, more_answers, share_left, verdict
 from crossing import NORMED, OWN_FILE, QUARTER, SIZE, cell
 from phenomena import RECORD
 from results import ANTKV, CHANCE, CLAIMS, CQ, DRAWS, FORMATS, MARKED, PREFIX, SERVED, TURBOQUANT, UNIT, WIDE, compared
@@ -24,9 +25,10 @@ CODEBOOK = 16 * 256  # bits for each channel: 256 vectors in fp16 for each of it
 PARTS = {4: "quarter", 5: "fifth", 6: "sixth", 10: "tenth", 20: "twentieth"}
 RTN, PFN, KVSINK, KIVI4 = "rtn --bits 3", "pfn --bits 3", "kvsink --bits 3", "kivi --bits 4 --group-size 64"
 ZERO, LONGER = " --formula integer-zero", " --context 4096"
-# rows whose loss grows along a text
-GROW = [KIVI4, f"kivi {WIDE}", f"ott {WIDE}", "oscar --bits 2", "skvq --bits 2", CQ, ANTKV,
-        *(SERVED[name] for name in ("KIVI, 2 bits", "fp8", "mxfp4"))]
+# rows whose loss grows along a text; of the other formats, and of kvquant, it does not
+GROW = [f"kivi {WIDE}", f"ott {WIDE}", "ott --bits 2 --group-size 32 --recent 32", "oscar --bits 2", "skvq --bits 2",
+        CQ, ANTKV,
+        *(SERVED[name] for name in ("KIVI, 2 bits", "KIVI, 4 bits", "fp8", "nvfp4", "mxfp4", "q5_1, rotated"))]
 
 
 # Figures
@@ -47,6 +49,12 @@ def loss(row, model="SmolLM2"):
 def ends(row):
     """Nats above fp16 in the first 512 tokens of windows of 4,096, and in the last: "0.379", "1.006"."""
     return [along(row + LONGER, part) for part in (0, -1)]
+
+
+def grown(row):
+    """Whether the last 512 tokens lose a sixth more than the first, and 0.005 nats."""
+    first, last = map(float, ends(row))
+    return last > 7 / 6 * first and last - first > 0.005
 
 
 def less(first, second):
@@ -82,14 +90,13 @@ def so(condition, words):
 # The pages
 
 def readme():
-    cq = loss("cq --bits 2 {windows} --recent 0")
-    others = [loss(f"{name} --bits 2") for name in ("rtn", "pfn", "kvsink", "kvquant", "kivi", "ott", "skvq")]
     found_with_zero, *_ = compared(row_of(KVSINK + ZERO), row_of(PFN + ZERO))
     q4_0 = SERVED["q4_0, rotated"]
     return [
         f"`kvsink` loses {less(KVSINK, PFN)} less than `pfn`, " + so(abs(found_with_zero) < 0.01, "and no less once"),
         so(1.6 < loss(KVSINK + LONGER) / loss(MARKED + LONGER) < 2.5, "all of them halves `kvsink`'s loss"),
-        so(cq < min(others), f"`cq` loses {cq:.3f}"),
+        f"`cq` loses {loss(CQ):.3f}",
+        f"it loses {loss(CQ + OTHER_TEXT):.3f}, and `kvquant` {loss(KVQUANT + OTHER_TEXT):.3f}",
         so(bits(KIVI4) == bits(q4_0), f"At {float(bits(KIVI4))} bits, `kivi` loses {loss(KIVI4):.3f}, ")
         + so(loss(KIVI4) < loss(q4_0) / 2, "less than half of"),
     ]
@@ -224,9 +231,6 @@ def results():
     few = [found for row, found in SMOL.items() if 1 < len(found["nll"]) < DRAWS and "--bits 1 " in row]
     by_chance, error, p = compared(row_of(CHANCE + LONGER), row_of(MARKED + LONGER))
     one, five = (f"antkv --anchors {share} --bits 2 {{windows}} --recent 0" for share in ("1%", "5%"))
-    texts = [f"antkv --anchors {share} --bits 1 {{windows}} --recent 0{text}" for share in ("0", "1%")
-             for text in ("", " --calib-data tales")]
-    spared, error_spared, p_spared = interaction(*texts, where="")
     kivi = "kivi --bits 2 --group-size 32 --recent 32"
     stream = f"{kivi} --protocol stream"
     right = {row: sum(hit for _, hit, _ in found) for row, found in NEEDLES["4096"].items()}
@@ -240,14 +244,17 @@ def results():
         f"a loss of {straight(one):.3f} (1%) and {straight(five):.3f} (5%)",
         so(straight(one) < loss(one) and straight(five) < loss(five),
            f"the worse use of these bits: {loss(one):.3f} and {loss(five):.3f}"),
-        so(spared < 0, f"anchors spare {-spared:.2f} ± {error_spared:.2f} ({of_p(p_spared)})"),
+        "`cq` loses {} instead of {}, `antkv` {} instead of {}, and `kvquant` {} instead of {}".format(
+            *(f"{loss(row + text):.3f}" for row in (CQ, ANTKV, KVQUANT) for text in (OTHER_TEXT, ""))),
+        f"calibrates nothing, loses {loss('oscar --bits 2'):.3f}",
         f"from {ends(KVSINK)[0]} in the first 512 tokens to {ends(KVSINK)[1]} in the last, and in {n_longest} windows "
         f"of 8,192 to {along(KVSINK + ' --context 8192', -1)}",
         f"the last 512 of 4,096 lose {ends(MARKED)[1]} and {ends(KVSINK + ZERO)[1]}",
         f"(`pfn`) lose {ends(PFN + ' --preserve 41')[1]}",
         f"the same 2,048 tokens lose {moved(KVSINK)}, at the beginning",
         f"with all that are marked {moved(MARKED)}",
-        so(all(float(last) > 1.15 * float(first) for first, last in map(ends, GROW)), "`kivi`, `ott`, `oscar`, `fp8`"),
+        so(all(map(grown, GROW)), "in `kivi`, `ott`, `oscar`, `skvq`, `fp8`, `nvfp4`, `mxfp4`, `q5_1`"),
+        so(not any(map(grown, {*SERVED.values(), "kvquant --bits 2"} - {*GROW})), "It does not in `q8_0`, `q4_0`"),
         f"`Chance` loses {ends(CHANCE)[1]}",
         f"a hundredth of the text, `kvsink` loses {ends(KVSINK + ' --preserve 41')[1]}",
         so(p < 0.001, f"loses {by_chance:.3f} ± {error:.3f} more than the marked ones, and"),
@@ -268,6 +275,9 @@ def crossing():
         """What the second row loses less, with its error."""
         difference, error, _ = change(first, second, where)
         return so(difference < 0, f"{-difference:.2f} ± {error:.2f}")
+
+    def left(first, second):
+        return each([share_left(first, second)], ".0%")
 
     def found(row):
         return sum(hits(row))
@@ -294,9 +304,11 @@ def crossing():
         f"together they reach {beyond:.2f} ± {error_beyond:.2f} times their product",
         so(p_replaced < 0.05, f"reach only {replaced:.2f} ± {error_replaced:.2f} of their product"),
         f"kept tokens gain {gains(static, kept, LONGER)} nats, and a level at 0 gains {gains(static, level, LONGER)}",
-        so(p > 0.05, f"A level at 0 makes no visible difference ({of_p(p)})"),
-        f"Marked tokens gain {gains(kivis, kivis_kept)} nats, and {gains(kivis, kivis_kept, LONGER)} in windows of "
-        "4,096",
+        so(p > 0.05, f"A level at 0 makes no visible difference in it ({of_p(p)})"),
+        f"Marked tokens gain {gains(kivis, kivis_kept)} nats ({gains(kivis, kivis_kept, LONGER)} in windows of 4,096 "
+        f"tokens), which leaves {left(kivis, kivis_kept)} of the loss",
+        f"in a static grid they leave {left(static, kept)}",
+        f"together they leave {left(kept, both)} of what kept tokens alone lose, and {left(level, both)} of what",
         f"Rotation may gain a little ({of_p(p_turned)}; by KL, {of_p(p_kl)})",
         f"but nothing if marked tokens are kept ({still:+.3f} ± {error_still:.3f})",
         so(verdict([two, two_kept, two_turned, two_both]) == "multiply",

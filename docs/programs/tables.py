@@ -6,7 +6,7 @@ the losses differ if p < .01; if not, the KL divergences are asked the same. If 
 open: with a wider interval, these windows might have missed a difference with which a paper argues.
 """
 import re
-from functools import partial
+from functools import cache, partial
 from statistics import fmean as mean
 from statistics import stdev
 from typing import NamedTuple
@@ -96,16 +96,22 @@ def finding(claim, model):
     rows = [row_of(row, model) for row in pair(claim, model)]
     difference, error, p = compared(*rows)
     of_kl, _, p_of_kl = compared(*rows, "kl")
-    sign, more = "none" if p > 0.05 and is_small(*rows) else "open", ""
-    kl_decides = p_of_kl < 0.01 <= p
-    if p < 0.01 or kl_decides:
-        sign = "less" if (of_kl if kl_decides else difference) < 0 else "more"
-    if kl_decides or p_of_kl < 0.05 and difference * of_kl < 0:  # or it says the opposite
+    more = ""
+    if p_of_kl < 0.01 <= p or p_of_kl < 0.05 and difference * of_kl < 0:  # KL decides, or it says the opposite
         more = f"; KL {of_kl:+.3f}, {of_p(p_of_kl)}"
     first, second = (row["bits"] for row in rows)
     if abs(first - second) >= UNEQUAL:
         more += f"; {first:.2f} and {second:.2f} bits"
-    return Finding(f"{difference:+.3f} ± {error:.3f} ({of_p(p)}, {windows_of(*rows)}{more})", sign)
+    return Finding(f"{difference:+.3f} ± {error:.3f} ({of_p(p)}, {windows_of(*rows)}{more})", sign_of(*rows))
+
+
+def sign_of(row, other):
+    """What the first row loses beside the other: "less", "more", "none" or "open"."""
+    for kind in ("nll", "kl"):
+        difference, _, p = compared(row, other, kind)
+        if p < 0.01:
+            return "less" if difference < 0 else "more"
+    return "none" if compared(row, other)[2] > 0.05 and is_small(row, other) else "open"
 
 
 def is_small(row, other):
@@ -140,6 +146,13 @@ def verdict(claim):
     return "none, as there" if sign == "none" else "same"
 
 
+def marked_verdict(claim):
+    """With a mark where it tells of a difference that Holm's correction does not keep."""
+    of_loss = compared(*(row_of(row) for row in pair(claim, "SmolLM2")))[2]
+    alone = finding(claim, "SmolLM2").sign in ("less", "more") and of_loss > kept_by_holm()[-1]
+    return verdict(claim) + " †" * alone
+
+
 def count():
     """How often the two models agree."""
     claims = [claim for claims in CLAIMS.values() for claim in claims
@@ -154,14 +167,26 @@ def count():
             f"{opposite} have opposite signs; {undecided} are open on one of them.")
 
 
+@cache
+def ps_of_claims():
+    """Of SmolLM2's losses."""
+    pairs = [pair(claim, "SmolLM2") for claims in CLAIMS.values() for claim in claims]
+    return sorted(compared(SMOL[a], SMOL[b])[2] for a, b in pairs if a in SMOL and b in SMOL)
+
+
+def kept_by_holm():
+    ps = ps_of_claims()
+    return ps[:holm(ps)]
+
+
 def corrected():
     """How many of SmolLM2's differences there would be by Holm's correction."""
-    ps = [compared(*(row_of(row) for row in pair(claim, "SmolLM2")))[2] for claims in CLAIMS.values()
-          for claim in claims if all(row in SMOL for row in pair(claim, "SmolLM2"))]
-    kept, told = holm(ps), sum(p < 0.01 for p in ps)
+    ps, kept = ps_of_claims(), kept_by_holm()
+    told = sum(p < 0.01 for p in ps)
     return (f"Of the {len(ps)} claims of SmolLM2, {told} have p of the loss below .01, of which one in a hundred is "
             f"expected to be\nchance. Holm's correction, by which the chance that any of them is wrong stays below 5%, "
-            f"keeps {kept} of them,\nthose of p up to {sorted(ps)[kept - 1]:.4f}.")
+            f"keeps {len(kept)} of them,\nthose of p up to {kept[-1]:.4f}. A † marks verdicts that tell of another "
+            "difference.")
 
 
 # The tables
@@ -169,7 +194,8 @@ def corrected():
 def claims_table(section):
     return table(f"claim | the paper | {' | '.join(NAMES)} | verdict",
                  {" | ".join(claim): claim for claim in CLAIMS[section]},
-                 lambda claim: finding(claim, "embedded").text, lambda claim: finding(claim, "SmolLM2").text, verdict)
+                 *(partial(lambda claim, model: finding(claim, model).text, model=model) for model in NAMES),
+                 marked_verdict)
 
 
 def rows_table(name, **more):

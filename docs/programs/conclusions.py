@@ -1,0 +1,146 @@
+"""The conclusions that README, results.md and crossing.md print in bold, each as predicates over docs/*.json.
+
+    less(a, b, c)          each row loses less than the next, by the rule of the claims (tables.py)
+    none(a, b)             two rows do not differ, by the same rule: within its margin
+    share_left(a, b)       [share of b's loss that is left in a, its error]; below(share, limit): by two errors
+    replace(..)            two ideas gain less together than the sum of what they gain alone
+    grows(row)             the loss grows along windows of 4,096 tokens
+    finds_more(a, b)       b finds more of 100 facts than a, by two errors
+    both_models(less, ..)  also on the embedded model; other_calibration(less, ..): also calibrated on another text
+
+pages.py fails where the data do not bear out a bold conclusion, or where it has no predicate. What predicates cannot
+say is written without bold.
+"""
+import re
+from itertools import pairwise
+
+from crossed import HELP, KIVIS, TWO, embedded, here, hits, interaction, share_left, verdict
+from crossing import APART, NORMED, QUARTER, cell
+from results import ANTKV, CHANCE, CQ, FIVE, MARKED, OTHER_TEXT, SERVED, compared
+from tables import row_of, sign_of
+
+TERMS = {  # bold, and no conclusion: what is defined, and what heads a paragraph
+    "README.md": {"KV cache", "sink", "Keep it in 16 bits", "Put a level at 0", "Give it its own grid",
+                  "Leave it out of its group's range", "Make all tokens alike"},
+    "results.md": {"A cell", "A verdict", "same", "other", "All claims together.", "What was fixed in advance.",
+                   "Are anchors worth their bits?", "Calibrated on another text", "A trained prefix.",
+                   "How 0.1 was chosen", "Other rows.", "After a prompt"},
+    "crossing.md": set()}
+LONGER, ZERO = " --context 4096", " --formula integer-zero"
+RTN, PFN, OSCAR, KVQUANT = "rtn --bits 3", "pfn --bits 3", "oscar --bits 2", "kvquant --bits 2"
+KIVI4, Q4_0, NVFP4 = (SERVED[name] for name in ("KIVI, 4 bits", "q4_0, rotated", "nvfp4"))
+
+
+# The language
+
+def sign(first, second, model="SmolLM2"):
+    rows = here(first, second) if model == "SmolLM2" else map(embedded, (first, second))
+    return sign_of(*(row_of(row, model) for row in rows))
+
+
+def less(*rows, **model):
+    return all(sign(*both, **model) == "less" for both in pairwise(rows))
+
+
+def none(first, second, **model):
+    return sign(first, second, **model) == "none"
+
+
+def below(share, limit):
+    return share[0] + 2 * share[1] < limit
+
+
+def replace(neither, one, other, both, model="SmolLM2"):
+    difference, _, p = interaction(neither, one, other, both, model=model)
+    return difference > 0 and p < 0.01
+
+
+def grows(row):
+    pairs = row_of(row + LONGER)["along"]
+    difference, _, p = compared(*({"nll": [[losses[part] for losses in pairs]]} for part in (-1, 0)))
+    return difference > 0 and p < 0.01
+
+
+def finds_more(first, second):
+    more = [b - a for a, b in zip(hits(first), hits(second))]
+    n = len(more)
+    return sum(more) > 2 * (sum(x * x for x in more) - sum(more) ** 2 / n) ** 0.5
+
+
+def both_models(said, *rows):
+    return said(*rows) and said(*rows, model="embedded")
+
+
+def other_calibration(said, *rows):
+    return said(*rows) and said(*(row + OTHER_TEXT for row in rows))
+
+
+# The pages: {the words in bold: predicates, all of which hold}
+
+def readme():
+    return {
+        "Some replace each other, others multiply.": [
+            {"replace each other", "multiply"} <= {*map(verdict, TWO.values())}],
+        "At 3 bits, the zero point decides.": [
+            both_models(less, FIVE, PFN, RTN), both_models(less, PFN + ZERO, RTN + ZERO),
+            both_models(none, FIVE + ZERO, PFN + ZERO), less(PFN + ZERO, FIVE),
+            none(cell(3, KIVIS, "integer"), cell(3, KIVIS))],
+        "In long texts, five kept tokens are too few.": [
+            grows(FIVE), not grows(MARKED), not grows(FIVE + ZERO), less(FIVE + ZERO + LONGER, MARKED + LONGER,
+                                                                         FIVE + LONGER)],
+        "At 2 bits, codebooks lose least on text like that of their calibration": [
+            less(CQ, KVQUANT), less(CQ, OSCAR), not other_calibration(less, CQ, KVQUANT)],
+        "A scale per key channel beats clever formats.": [
+            both_models(less, KIVI4, Q4_0), both_models(less, KIVI4, NVFP4)]}
+
+
+def results():
+    return {
+        "The mark of a sink comes back.": [grows(FIVE), not grows(MARKED)],
+        "Which tokens are kept matters, not how many.": [
+            *(less(MARKED + LONGER, row + LONGER) for row in (CHANCE, PFN + " --preserve 41")),
+            none(FIVE + " --preserve 41" + LONGER, MARKED + LONGER)]}
+
+
+def crossing():
+    corners = [cell(3, "static", zero, kept) for zero in ("offset", "integer") for kept in ("none", "marked")]
+    static, kept, level, both = corners
+    kivis, kivis_kept, kivis_both = (
+        cell(3, KIVIS, "offset", kept, turn) for kept, turn in (("none", False), ("marked", False), ("marked", True)))
+    turned, kept_turned = (cell(3, "static", kept=which, rotated=True) for which in ("none", "marked"))
+    two = [cell(2, KIVIS, kept=which, rotated=turn) for turn in (False, True) for which in ("none", "marked")]
+    in_range, own, quarter = (row.format(bits=3) for row in (*APART.values(), QUARTER))
+    return {
+        "At 3 bits, the two ideas that add up are rotation and kept tokens": [
+            list(map(verdict, TWO.values())).count(HELP) == 1],
+        "Rotation and kept tokens add up.": [verdict([static, kept, turned, kept_turned]) == HELP],
+        "Kept tokens and a level at 0 replace each other.": [both_models(replace, static, kept, level, both)],
+        "KIVI's grid replaces a level at 0, not kept tokens.": [
+            none(cell(3, KIVIS, "integer"), kivis), less(kivis_kept, kivis), below(share_left(kivis, kivis_kept), 0.8)],
+        "In a static grid, rotation needs the sinks out of the way": [
+            less(kept_turned, kept), less(level, cell(3, "static", "integer", rotated=True))],
+        "At 2 bits, kept tokens and rotation multiply in KIVI's grid.": [verdict(two) == "multiply"],
+        "The grid matters, not the 16 bits.": [
+            both_models(less, own, in_range), below(share_left(static, own), 0.25), not less(in_range, static)],
+        "A small loss does not mean that facts can still be looked up.": [
+            less(kivis_kept, kivis), not finds_more(kivis, kivis_kept), finds_more(ANTKV, kivis)],
+        "Combine at 3 bits": [less(kivis_kept, kivis), finds_more(kivis, kivis_both)],
+        "Do not combine": [less(level, cell(3, "static", "integer", rotated=True))],
+        "The `/ 4` bug.": [less(quarter, static, model="embedded"), less(level, quarter)],
+        "About 2.3 bits": [less(CQ, KVQUANT), less(CQ, OSCAR), not other_calibration(less, CQ, KVQUANT)],
+        "About 3 bits": [less(OSCAR, "kivi --bits 2"), less(KVQUANT, "kivi --bits 2"), less(kivis, NORMED)],
+        "About 4.5 bits": [less(KIVI4, Q4_0), finds_more(Q4_0, KIVI4)]}
+
+
+OF_PAGE = {"README.md": readme, "results.md": results, "crossing.md": crossing}
+
+
+def wrong_in(name, text):
+    """Bold words of a page that its predicates do not bear out, and those without any. text: without its tables."""
+    if name not in OF_PAGE:
+        return []
+    bold = {re.sub(r"\s+", " ", words) for words in re.findall(r"\*\*(.+?)\*\*", text, re.DOTALL)} - TERMS[name]
+    said = OF_PAGE[name]()
+    return [*(f"bold, and without a predicate in conclusions.py: {words}" for words in sorted(bold - said.keys())),
+            *(f"conclusions.py has, but the page has not in bold: {words}" for words in said.keys() - bold),
+            *(f"the data do not bear out: {words} {holds}" for words, holds in said.items() if not all(holds))]
