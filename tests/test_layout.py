@@ -34,7 +34,7 @@ class Calls:
             return
         names = []
         while frame is not None and names[-1:] != ["main"]:
-            if frame.f_code.co_filename.startswith(str(ROOT)):
+            if frame.f_code.co_filename.startswith((str(TINYKV), eval_ppl.__file__)):  # ROOT may hold a .venv
                 owner = [type(frame.f_locals["self"]).__name__] if "self" in frame.f_locals else []
                 names.append(".".join([*owner, frame.f_code.co_name]))
             frame = frame.f_back
