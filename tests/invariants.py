@@ -267,11 +267,13 @@ class Scrambled(Codec):
     def __init__(self, codec, kept):
         self.codec, self.bits, self.kept, self.seen = codec, codec.bits, kept, 0
 
-    def encode(self, x, ignore=None):
+    def encode(self, x, **of_cache):
+        if not of_cache:  # a method asks what a code would lose
+            return self.codec.encode(x)
         start, self.seen = self.seen, self.seen + x.shape[2]
         kept = self.kept[:, :, start:self.seen, None]  # (B, Hkv, n, 1)
         garbage = 3000 * torch.linspace(-1, 2, x.shape[3])  # (d)
-        return self.codec.encode(torch.where(kept, garbage.to(x.dtype), x), ignore)
+        return self.codec.encode(torch.where(kept, garbage.to(x.dtype), x), **of_cache)
 
     def decode(self, codes):
         return self.codec.decode(codes)

@@ -65,6 +65,11 @@ def test_a_token_may_be_dropped_again(name, check, scheme):
     assert outcome(check, Case(getattr(own, name), scheme, heads_per_kv=1)) is None
 
 
+@pytest.mark.parametrize("scheme", ["token-dynamic", "channel-static"])
+def test_a_method_may_ask_what_a_code_would_lose(scheme):
+    assert outcome("placeholders_do_not_matter", Case(own.WorstCoded, scheme)) is None
+
+
 def test_one_too_many_is_no_fault_of_a_method_of_its_own():
     assert outcome("cache_holds_the_expected_rows", Case(own.OneTooMany, "token-dynamic")) is None
 

@@ -1,14 +1,16 @@
-"""Methods as a student may hand them in: two that are right, and others with one thing wrong.
+"""Methods as a student may hand them in: three that are right, and others with one thing wrong.
 
     pytest tests/test_methods.py --method tests/wrong_methods.py:OneTooMany --as pfn
 
 test_own_method.py shows what is said of each.
 """
+from functools import partial
+
 import torch
 
 from tinykv.codecs.affine import Affine
 from tinykv.codecs.base import Codec, Codes, Pair
-from tinykv.methods.antkv import anchor_scores
+from tinykv.methods.antkv import anchor_scores, code_error
 from tinykv.methods.base import CodecMethod, Method, best_tokens, first_tokens
 from tinykv.methods.kvsink import KVSink
 from tinykv.methods.pfn import PFN
@@ -38,6 +40,17 @@ class LastOfTheBlock(CodecMethod):
         keys = layer_cache.keys.recent  # (B, Hkv, r, d)
         newest = torch.tensor([layer_cache.keys.n_coded + n - 1], device=keys.device)  # (1)
         return newest.expand(len(keys), 1, 1)
+
+
+class WorstCoded(CodecMethod):
+    """Keeps the tokens whose code loses most. In calibration a static codec has no grid yet, and nothing is kept."""
+    preserve = 3
+
+    def keep_keys(self, layer_cache, n):
+        codec = layer_cache.keys.codec
+        if codec.needs_text and not codec.calibrated():
+            return None
+        return best_tokens(layer_cache.keys, n, self.preserve, partial(code_error, codec))
 
 
 # ---- wrong: what is kept
