@@ -315,6 +315,8 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
     *(("changed since it was calibrated", lambda setting=setting, value=value: edited(made("rtn"), setting, value))
       for setting, value in (("rope", "post"), ("bits", 3))),
     ("has to give floating-point", joined),
+    ("Affine.* has no tables while `keep_keys` is asked in calibration", lambda: calibrate(
+        MODEL, wrong_methods.WorstCodedAtOnce(CONFIG), TOKENS)),
     ("has no config; let its constructor call", lambda: edited(METHODS["rtn"](CONFIG), "config", None)),
     ("is given recent, and does not keep it", lambda: eval_ppl.compare(wrong_methods.Forgets, recent=4)),
     ("codecs of their own", sharing), ("Affine has no `bits`", lambda: edited(METHODS["kivi"](CONFIG), "bits", None)),

@@ -96,6 +96,8 @@ class Method(Calibrated):
         Returns positions (1 or B, 1 or Hkv, p) of recent or kept tokens, or None for no change. A head that keeps fewer
         than p tokens repeats one of them. The answer depends only on the cache, and changes neither it nor what is
         remembered of the text: values are asked about by the same function, unless `keep_values` is another.
+
+        Calibration asks as well, before a codec that `needs_text` has tables: `encode` refuses, `calibrated()` is {}.
         """
 
     def keep_values(self, layer_cache, n):
