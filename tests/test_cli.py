@@ -378,6 +378,12 @@ def test_a_row_whose_codes_no_query_reads_says_so(command, context, said):
     assert ("rtn: in windows this short no query reads a code" in out) == said and "fp16: in" not in out
 
 
+def test_a_row_of_16_bits_is_not_said_to_keep_none(command):
+    """IntactKV's by default: its BOS is as exact as all other tokens."""
+    status, out, _ = command("--method", "intactkv", *SMALL)
+    assert status == 0 and table(out)["intactkv"]["keep"] == "1" and "keeps none" not in out
+
+
 def test_where_the_disk_is_full_the_table_is_printed(command, monkeypatch, tmp_path):
     """And the end says what was not written."""
     monkeypatch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))

@@ -222,9 +222,10 @@ class Table(list):
         for row in self.measured():
             title = comparisons.title_of(row)
             same[row["method"], row["weights"], str(row["window_nll"])].append(title)
-            if not row["reads_codes"] and row["bits_nominal"] < 16:
+            quantizes = row["bits_nominal"] < 16
+            if quantizes and not row["reads_codes"]:
                 yield f"{title}: in windows this short no query reads a code; use a longer --context"
-            elif row["preserve"] and not row["kept"]:
+            elif quantizes and row["preserve"] and not row["kept"]:
                 yield f"{title}: the method says that it keeps {row['preserve']} tokens, and keeps none"
         for titles in same.values():
             if len(titles) > 1:
