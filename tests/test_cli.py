@@ -384,6 +384,14 @@ def test_a_row_of_16_bits_is_not_said_to_keep_none(command):
     assert status == 0 and table(out)["intactkv"]["keep"] == "1" and "keeps none" not in out
 
 
+@pytest.mark.parametrize("closed, status, printed", [("stderr", 0, "rtn "), ("stdout", 2, "stdout is closed")])
+def test_a_closed_stream(command, monkeypatch, closed, status, printed):
+    """As of a daemon, or after `2>&-`: the table comes without notes; without a place for it there is no work."""
+    monkeypatch.setattr(sys, closed, None)
+    found, out, err = command("--method", "rtn", *SMALL)
+    assert found == status and printed in out + err and "evaluating" not in out
+
+
 def test_where_the_disk_is_full_the_table_is_printed(command, monkeypatch, tmp_path):
     """And the end says what was not written."""
     monkeypatch.setattr("os.replace", Mock(side_effect=OSError(28, "No space left on device")))

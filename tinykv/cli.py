@@ -49,6 +49,10 @@ class Parser(argparse.ArgumentParser):
 @contextmanager
 def one_line(p, stopped="stopped"):
     """Around a command's body: what the user can mend ends it with one line and exit status 2."""
+    if sys.stderr is None:  # closed, as a daemon's
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        p.exit(2, f"{p.prog}: error: stdout is closed, so there is no place for what this prints\n")
     for stream in (sys.stdout, sys.stderr):  # write each line at once; escape what a terminal has no characters for
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
@@ -114,7 +118,7 @@ def note(text):
 
 def shows_bars():
     """Whether this is a terminal, or a notebook."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    return sys.stderr is not None and sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 def figure(value, form):
