@@ -83,7 +83,8 @@ def sum_of(results):
 @torch.inference_mode()
 def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=None, cache_class=KVCache, prompt=None):
     """One method's `Result` on windows (`data.windows.Windows`). UserError where the model, or the method, computes
-    numbers that are not finite, and for fp16's Result of other windows, or of another model.
+    numbers that are not finite, where lm_head is more than its weight, and for fp16's Result of other windows, or of
+    another model.
 
     fp16: the Result of fp16 on the same windows; None: this is it. bar: an object with `update(n)`, called with n, how
     many more windows are finished. cache_class: `KVCache`, or a class of caches that compute attention themselves.
@@ -117,6 +118,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
             at_prefix = torch.stack([window.hidden[:cache.start] for window in exact])  # (B, n, D)
             outputs = [at_prefix, *outputs]
         hidden = torch.cat(outputs, dim=1)  # (B, T, D)
+        check_head(model.lm_head, hidden[0, -1:])
         count_bits(result, cache, tokens)
         kept = [kept_tokens(rows) for layer in cache.layers for rows in (layer.keys, layer.values)]
         result.kept += [mean(kept)] * len(tokens)  # of a batch only the mean is known
@@ -138,6 +140,14 @@ def check_reference(fp16, result, quantized):
         raise UserError("the Result of fp16 is of other windows, or of another method; measure fp16 on these")
     if not quantized and not same_model(fp16.model, result.model):
         raise UserError("the Result of fp16 is of another model; measure fp16 on this one")
+
+
+def check_head(head, h):
+    """UserError where a hook, a bias or an adapter changes the logits of hidden states h (n, D): losses are computed
+    from the head's weight."""
+    if not torch.allclose(head(h), F.linear(h, head.weight), equal_nan=True):
+        raise UserError("lm_head computes other logits than its weight alone; remove its hook, bias or adapter, or "
+                        "merge it into the weight")
 
 
 def refuse_overflow(cache, outputs):
