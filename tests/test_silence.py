@@ -199,9 +199,24 @@ def to(part, change):
 
 
 permute = to("model.layers.1.self_attn.k_proj", lambda w: w.copy_(w.flip(0)))  # the same sum
+def steer(model):
+    """A buffer is no sign of quantized weights."""
+    model.register_buffer("steering", torch.zeros(1))
+    enlarge(model)
+
+
+def part_of_the_vocabulary(model):
+    """All rows of the embedding, but for those of the text by which a model is known; the head stays."""
+    weight = model.model["embed_tokens"].weight.data
+    model.lm_head.weight = torch.nn.Parameter(weight.clone())
+    others = torch.ones(len(weight), dtype=torch.bool)
+    others[identity.probe(len(weight))] = False
+    weight[others] = weight[others].roll(1, 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("change", [
-    exchange, permute, hook, slow, enlarge, to("lm_head", lambda w: w.copy_(w.flip(0))),
+    steer, part_of_the_vocabulary, exchange, permute, hook, slow, enlarge, to("lm_head", lambda w: w.copy_(w.flip(0))),
     to("model.norm", lambda w: w.mul_(2)), to("model.layers.3.mlp.down_proj", torch.Tensor.zero_)])
 def test_what_was_found_on_a_model_serves_no_other(tmp_path, change, dtype):
     """A method's tables, those of a folder, and fp16's result. But the model may have another dtype; and of which model
@@ -222,6 +237,15 @@ def test_what_was_found_on_a_model_serves_no_other(tmp_path, change, dtype):
             use()
     change(model)  # its weights are as they were, or not: the folder has no tables of what it computes now
     assert Tables(tmp_path, model).get("these") is None
+
+
+def test_a_token_that_was_trained_makes_another_model():
+    """In the embedding and the head, which are one matrix here."""
+    model = hf.load_model(EMBEDDED)
+    exact = measure(model, METHODS["fp16"](model.config), WINDOWS)
+    model.model["embed_tokens"].weight.data[17] *= 1.5
+    with pytest.raises(UserError, match="of another model"):
+        measure(model, METHODS["rtn"](model.config, scheme="token-dynamic"), WINDOWS, fp16=exact)
 
 
 @pytest.mark.parametrize("change", [

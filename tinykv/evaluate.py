@@ -93,7 +93,7 @@ def measure(model, method, windows, protocol="paper", batch=1, fp16=None, bar=No
     at_least(1, batch=batch)
     result = Result(windows=replace(windows), model=model.identity())  # a copy: the caller may edit theirs
     if fp16 is not None:
-        check_reference(fp16, result, quantized=any(True for _ in model.buffers()))
+        check_reference(fp16, result, quantized=any(hasattr(part, "bits") for part in model.modules()))
     device, cache = model.lm_head.weight.device, cache_class(model, method, protocol, prompt)
     for first in range(0, len(windows.tokens), batch):
         tokens = windows.tokens[first:first + batch].to(device)  # (B, T)

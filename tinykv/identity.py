@@ -11,7 +11,7 @@ PROBED_AT = 1000  # the position of the probe's first token: there RoPE's slow p
 
 def identity(model):
     """What identifies a model: the keys (rotated), the values and the logits that it computes from a fixed text with
-    its weights, hooks and RoPE: (2, L + 1, Hkv, T, d). See `same_model`.
+    its weights, hooks and RoPE, and sums over its embedding and its head: (2, L + 2, Hkv, T, d). See `same_model`.
 
     They are remembered on the model until it is edited.
     """
@@ -54,16 +54,24 @@ def probed(model):
         model.use_attention(attention)
     keys = torch.cat([model.rope.rotate(k, PROBED_AT).cpu() for k in recorder.k])  # (L, Hkv, T, d)
     values = torch.cat([v.cpu() for v in recorder.v])  # (L, Hkv, T, d)
-    return identity_of(keys, values, logits)
+    return identity_of(keys, values, logits, model.model["embed_tokens"].weight, model.lm_head.weight)
 
 
-def identity_of(keys, values, logits):
-    """keys, values (L, Hkv, T, d) and logits (1, T, vocab) -> (2, L + 1, Hkv, T, d). Some logits, taken from all over
-    the vocabulary, fill one more layer."""
+def identity_of(keys, values, logits, embedding, head):
+    """keys, values (L, Hkv, T, d), logits (1, T, vocab), embedding and head (vocab, D) -> (2, L + 2, Hkv, T, d).
+
+    Some logits, taken from all over the vocabulary, fill one more layer. A text has few tokens, and of the others'
+    rows, sums fill another one: each row counts by a factor of its own."""
     _, Hkv, T, d = keys.shape
     some = torch.arange(Hkv * d) * logits.shape[-1] // (Hkv * d)  # (Hkv * d)
     last = logits.cpu()[..., some].view(1, T, Hkv, d).transpose(1, 2)  # (1, Hkv, T, d)
-    return torch.stack([torch.cat([keys, last]), torch.cat([values, last])])
+    identities = []
+    for computed, rows in ((keys, embedding), (values, head)):
+        factors = torch.arange(1.0, 1 + len(rows)).sin().to(rows)  # (vocab)
+        sums = (factors @ rows).cpu()  # (D)
+        sums = sums[torch.arange(Hkv * T * d) % len(sums)].view(1, Hkv, T, d)
+        identities.append(torch.cat([computed, last, sums]))  # (L + 2, Hkv, T, d)
+    return torch.stack(identities)
 
 
 def probe(vocab_size):

@@ -237,4 +237,5 @@ def identity(model):
     logits = model(input_ids=tokens, position_ids=positions, past_key_values=cache).logits
     keys = torch.cat([layer.keys.cpu() for layer in cache.layers])  # (L, Hkv, T, d)
     values = torch.cat([layer.values.cpu() for layer in cache.layers])  # (L, Hkv, T, d)
-    return identity_of(keys, values, logits)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight  # (vocab, D) both
+    return identity_of(keys, values, logits, embedding, head)
