@@ -172,3 +172,10 @@ def test_without_a_compiler_a_line_says_so(run, monkeypatch):
     check_compiler.cache_clear()
     status, _, err = run(eval_ppl, "--attention", "compiled")
     assert status == 2 and err.count("\n") == 1 and "C++" in err and "--attention fused" in err and "no g++" in err
+
+
+def test_a_compiled_cache_under_another_attention():
+    """Of two texts, the output would pass for keys and values."""
+    model = model_of(2)
+    with pytest.raises(UserError, match="use_attention"):
+        model(tokens_of(2, 1), CompiledCache(model, METHODS["kivi"](model.config)))

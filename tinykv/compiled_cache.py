@@ -128,6 +128,12 @@ class CompiledCache(KVCache):
     layer_class = CompiledLayer
     attend = KVCache.update  # one new token of each sequence -> the attention's output for it, (B, H, 1, d)
 
+    def update(self, layer, q, k, v, seen):
+        attended = super().update(layer, q, k, v, seen)
+        if isinstance(attended, torch.Tensor):  # an output, which would be taken apart into keys and values
+            raise UserError('a CompiledCache computes attention; call model.use_attention("compiled") first')
+        return attended
+
     def reset(self):
         check_compiler(self.model.lm_head.weight.device)
         super().reset()
