@@ -26,6 +26,7 @@ from tinykv.cache import KVCache, LayerCache
 from tinykv.calibrate import calibrate
 from tinykv.codecs.schemes import SCHEMES
 from tinykv.methods.base import CodecMethod
+from tinykv.methods.calibrated import shapes_of
 from tinykv.methods.fp16 import FP16
 from tinykv.methods.intactkv import Prefix
 from tinykv.methods.registry import METHODS
@@ -157,7 +158,10 @@ def build_and_calibrate(case):
     same_tables = replace(case, recent=0, settings=tuple(s for s in case.settings if s[1] != 16))
     if method.needs_calibration and case.known and same_tables != case:
         tables = build_and_calibrate(same_tables).calibrated()
-        del tables["stored_as"]  # with other settings
+        own = {f"{layer}.{kind}.{name}" for layer, kind, codec in method.each_codec() for name in codec.tables}
+        taken = {name: table for name, table in tables.items() if name in own or name in method.found}
+        tables["shapes"] = torch.tensor(shapes_of(taken))  # of other settings, as the next
+        tables["stored_as"] = torch.tensor(method.stored_as())
         method.restore(tables, model)
     elif method.needs_calibration:
         with pytest.MonkeyPatch.context() as patch:

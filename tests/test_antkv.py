@@ -82,16 +82,14 @@ def model_and_codebooks():
     model = model_of(2, width=8)
     method = AnTKV(model.config, "d2m8")
     calibrate(model, method, torch.randint(0, 41, (4, 40), generator=torch.Generator().manual_seed(1)))
-    tables = method.calibrated()
-    del tables["stored_as"]  # the controls take them, too
-    return model, tables
+    return model, method.calibrated()
 
 
 def anchors_of(text, method_class=AnTKV, protocol="paper", **settings):
     """{(layer, "k" or "v"): positions, sorted, by head} of an AnTKV with 3 anchors, and itself."""
     model, codebooks = model_and_codebooks()
     method = method_class(model.config, "d2m8", anchors="3", recent=0, **settings)
-    method.restore(codebooks, model)
+    method.restore(codebooks | {"stored_as": torch.tensor(method.stored_as())}, model)  # the controls take them, too
     cache = KVCache(model, method, protocol)
     with torch.no_grad():
         for chunk in text.split(method.block if protocol == "stream" else text.shape[1], dim=1):

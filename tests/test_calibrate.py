@@ -217,6 +217,14 @@ def test_a_calibration_that_was_interrupted_is_none():
         model(tokens_of(1, 9), KVCache(model, method))
 
 
+def test_what_calibrated_gives_is_a_copy():
+    method = METHODS["rtn"](model_of(2).config)
+    calibrate(model_of(2), method, tokens_of(2, 20))
+    before = method.codecs[0].k.scale.clone()
+    method.calibrated()["0.k.scale"].mul_(2)
+    assert method.codecs[0].k.scale.equal(before)
+
+
 def test_a_copied_method_has_tables_of_its_own():
     """And it is the same as ever where tokens are int32, or no gradients are recorded around it."""
     model, method = model_of(2), KVQuant(model_of(2).config)

@@ -253,6 +253,13 @@ def sharing():
     edited(method, "codecs", method.codecs[:1] * L)
 
 
+def restored(edit):
+    """What `edit` makes of a calibrated method's tables."""
+    tables = made("rtn").calibrated()
+    edit(tables)
+    METHODS["rtn"](CONFIG).restore(tables, MODEL)
+
+
 def beside(method, windows):
     """Kivi on windows, compared with what a method did on WINDOWS."""
     measure(MODEL, METHODS["kivi"](CONFIG), windows, fp16=measure(MODEL, METHODS[method](CONFIG), WINDOWS))
@@ -334,6 +341,9 @@ READERS = [MODEL, lambda tokens: MODEL(tokens, fp16()), lambda tokens: MODEL.gen
            ("rtn", {"k_bits": 2}, {"k_bits": 4}), ("rtn", {"scheme": "token-static"}, {"scheme": "channel-static"}),
            ("rtn", {"rope": "pre"}, {"rope": "post"}), ("pfn", {"preserve": 1}, {"preserve": 9}),
            ("skvq", {"group_size": 16}, {"group_size": 8}), ("cq", {"vq": "d4m8"}, {"vq": "d4m4"})]),
+    *(("tables are missing, or have other shapes", lambda edit=edit: restored(edit)) for edit in (
+        lambda tables: tables.pop("1.k.zero"), lambda tables: tables.pop("stored_as"),
+        lambda tables: tables.update({"1.k.scale": tables["1.k.scale"][..., :1]}))),  # which broadcasts
     ("calibrated on another model", lambda: METHODS["rtn"](CONFIG).restore(made("rtn").calibrated(), other())),
     *(("filled for other tokens, or another model", lambda edit=edit: prefixed(edit))
       for edit in (lambda prefix: prefix.fill(other(), other()), lambda prefix: prefix.ids.append(9))),

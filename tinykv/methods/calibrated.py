@@ -34,18 +34,20 @@ class Calibrated:
         numbers = {name: getattr(self, name) for name in self.found if self.needs_text}
         tables = {name: torch.tensor(number) for name, number in numbers.items() if number is not None}
         for layer, kind, codec in self.each_codec():
-            tables |= {f"{layer}.{kind}.{name}": table for name, table in codec.calibrated().items()}
+            tables |= {f"{layer}.{kind}.{name}": table.clone() for name, table in codec.calibrated().items()}
         if tables and self.calibrated_on is not None:
+            tables["shapes"] = torch.tensor(shapes_of(tables))
             tables["model"], tables["stored_as"] = self.calibrated_on[0], torch.tensor(self.calibrated_on[1])
         return tables
 
     def restore(self, tables, model):
         """Take what `calibrated` returned, instead of calibrating on this model. Names that are not declared are
-        ignored. UserError where a codec gets no table at all, or those of other settings, or of another model."""
+        ignored. UserError where a codec gets no table at all, or some are missing, of other shapes, of other settings,
+        or of another model."""
         self.calibrated_on = None  # until the last table is there
-        for name in self.found:
-            if name in tables:
-                setattr(self, name, tables[name].item())
+        taken = {name: tables[name] for name in self.found if name in tables}
+        for name, number in taken.items():
+            setattr(self, name, number.item())
         for layer, kind, codec in self.each_codec():
             names = {name: f"{layer}.{kind}.{name}" for name in codec.tables}
             own = {name: tables[in_file] for name, in_file in names.items() if in_file in tables}
@@ -53,6 +55,10 @@ class Calibrated:
                 what = "calibrate it" if codec.tables else f"name what `fit` sets in `tables` of {codec!r}"
                 raise UserError(f"{self!r} finds no table for {kind.upper()} of layer {layer}; {what}")
             vars(codec).update(own)
+            taken |= {names[name]: table for name, table in own.items()}
+        if taken and ("stored_as" not in tables or tables.get("shapes") != shapes_of(taken)):
+            raise UserError(f"{self!r}: some of the tables are missing, or have other shapes; give all that `calibrated` "
+                            "returns, names without a layer, too")
         stored_as = int(tables.get("stored_as", self.stored_as()))
         self.calibrated_on = tables["model"].cpu() if "model" in tables else model.identity(), stored_as
         self.check_model(model)
@@ -119,3 +125,8 @@ class Calibrated:
         """Bytes of the codecs' tables: found once, shared by all texts. A single number is no table."""
         tables = [table for *_, codec in self.each_codec() for table in codec.calibrated().values()]
         return sum(table.nbytes for table in tables if table.dim())
+
+
+def shapes_of(tables):
+    """A number for the names and shapes of tables, {name: tensor}."""
+    return zlib.crc32(repr(sorted((name, tuple(table.shape)) for name, table in tables.items())).encode())
